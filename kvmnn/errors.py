@@ -1,0 +1,35 @@
+"""The exceptions kvmnn raises on purpose."""
+
+from __future__ import annotations
+
+
+class KvmnnError(ValueError):
+    """Something kvmnn was given is not what it must be.
+
+    The message names what and where, what was found and what was expected. Every refusal of a frame, file or value is
+    this class or one of its children; wrong Python types raise `TypeError` instead.
+    """
+
+
+class FrameError(KvmnnError):
+    """Bytes that are not a frame MNN would decode."""
+
+
+class LimitError(KvmnnError):
+    """A size above a limit that the caller set or that the format has."""
+
+
+class SourceError(KvmnnError):
+    """A file or directory that cannot be read as what it should be."""
+
+
+class ManifestError(KvmnnError):
+    """A manifest that is malformed or does not match its frames."""
+
+
+class OutputError(KvmnnError):
+    """An output that exists already or cannot be written."""
+
+
+class MissingDependencyError(KvmnnError):
+    """An optional package that this operation needs is not installed."""

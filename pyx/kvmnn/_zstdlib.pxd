@@ -1,0 +1,15 @@
+ctypedef size_t (*compress_fn)(void *, void *, size_t, const void *, size_t, int) noexcept nogil
+ctypedef size_t (*decompress_fn)(void *, void *, size_t, const void *, size_t) noexcept nogil
+
+cdef struct zstd_api:
+    void *(*new_cctx)() noexcept nogil
+    size_t (*free_cctx)(void *) noexcept nogil
+    void *(*new_dctx)() noexcept nogil
+    size_t (*free_dctx)(void *) noexcept nogil
+    compress_fn compress            # (cctx, dst, capacity, src, n, level), as ZSTD_compressCCtx
+    compress_fn compress_unsized    # the same without the content size in the frame header
+    decompress_fn decompress        # (dctx, dst, capacity, src, n), as ZSTD_decompressDCtx
+    unsigned (*is_error)(size_t) noexcept nogil
+    size_t (*bound)(size_t) noexcept nogil
+
+cdef zstd_api zstd

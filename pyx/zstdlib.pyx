@@ -1,0 +1,178 @@
+"""libzstd as a table of functions that need no GIL. `kvmnn.zstd` decides which library fills it.
+
+Two fillings: addresses of the real functions, or, where no library with public symbols exists, two Python callables
+(`compress(level, sized, data) -> bytes` and `decompress(payload, capacity) -> bytes`) that are called with the GIL.
+"""
+
+from libc.stdint cimport uintptr_t
+from libc.string cimport memcpy
+
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE, PyBytes_FromStringAndSize
+from cpython.memoryview cimport PyMemoryView_FromMemory
+from cpython.buffer cimport PyBUF_READ
+
+
+# -- filling 1: a shared library ------------------------------------------------------------------------------------
+
+cdef enum:
+    ZSTD_c_compressionLevel = 100
+    ZSTD_c_contentSizeFlag = 200
+
+ctypedef size_t (*set_parameter_fn)(void *, int, int) noexcept nogil
+ctypedef size_t (*compress2_fn)(void *, void *, size_t, const void *, size_t) noexcept nogil
+
+cdef set_parameter_fn _set_parameter
+cdef compress2_fn _compress2
+
+
+cdef size_t _library_compress_unsized(
+    void *cctx, void *dst, size_t capacity, const void *src, size_t n, int level
+) noexcept nogil:
+    # ZSTD_compressCCtx ignores these parameters and leaves them as they are, so they need no reset.
+    cdef size_t code = _set_parameter(cctx, ZSTD_c_compressionLevel, level)
+    if not zstd.is_error(code):
+        code = _set_parameter(cctx, ZSTD_c_contentSizeFlag, 0)
+    if zstd.is_error(code):
+        return code
+    return _compress2(cctx, dst, capacity, src, n)
+
+
+NAMES = (
+    "ZSTD_createCCtx", "ZSTD_freeCCtx", "ZSTD_createDCtx", "ZSTD_freeDCtx", "ZSTD_compressCCtx",
+    "ZSTD_decompressDCtx", "ZSTD_isError", "ZSTD_compressBound", "ZSTD_CCtx_setParameter", "ZSTD_compress2",
+)
+"""The functions that `use_library` wants the addresses of, in its order."""
+
+
+def use_library(addresses) -> None:
+    """Call the functions at `addresses`, one for each of `NAMES`; the library must stay loaded."""
+    global _set_parameter, _compress2
+    cdef list a = [int(address) for address in addresses]
+    if len(a) != len(NAMES) or 0 in a:
+        raise ValueError(f"expected {len(NAMES)} non-zero addresses")
+    zstd.new_cctx = <void *(*)() noexcept nogil><uintptr_t>a[0]
+    zstd.free_cctx = <size_t (*)(void *) noexcept nogil><uintptr_t>a[1]
+    zstd.new_dctx = <void *(*)() noexcept nogil><uintptr_t>a[2]
+    zstd.free_dctx = <size_t (*)(void *) noexcept nogil><uintptr_t>a[3]
+    zstd.compress = <compress_fn><uintptr_t>a[4]
+    zstd.compress_unsized = _library_compress_unsized
+    zstd.decompress = <decompress_fn><uintptr_t>a[5]
+    zstd.is_error = <unsigned (*)(size_t) noexcept nogil><uintptr_t>a[6]
+    zstd.bound = <size_t (*)(size_t) noexcept nogil><uintptr_t>a[7]
+    _set_parameter = <set_parameter_fn><uintptr_t>a[8]
+    _compress2 = <compress2_fn><uintptr_t>a[9]
+
+
+# -- filling 2: Python callables --------------------------------------------------------------------------------------
+
+cdef object _py_compress = None
+cdef object _py_decompress = None
+
+cdef enum:
+    FAILED = -1
+
+
+cdef void *_python_new() noexcept nogil:
+    return <void *>&zstd  # no context to keep: any address that is not NULL
+
+
+cdef size_t _python_free(void *context) noexcept nogil:
+    return 0
+
+
+cdef unsigned _python_is_error(size_t code) noexcept nogil:
+    return code == <size_t>FAILED
+
+
+cdef size_t _python_bound(size_t n) noexcept nogil:
+    # ZSTD_COMPRESSBOUND of zstd.h
+    return n + (n >> 8) + ((((<size_t>128 << 10) - n) >> 11) if n < (<size_t>128 << 10) else 0)
+
+
+cdef size_t _put(object data, void *dst, size_t capacity) except? 0:
+    cdef bytes b = data
+    cdef size_t n = PyBytes_GET_SIZE(b)
+    if n > capacity:
+        return <size_t>FAILED
+    memcpy(dst, PyBytes_AS_STRING(b), n)
+    return n
+
+
+cdef object _view(const void *src, size_t n):
+    return PyMemoryView_FromMemory(<char *>src, n, PyBUF_READ)
+
+
+cdef size_t _python_compress(
+    void *cctx, void *dst, size_t capacity, const void *src, size_t n, int level
+) noexcept nogil:
+    with gil:
+        try:
+            return _put(_py_compress(level, True, _view(src, n)), dst, capacity)
+        except Exception:
+            return <size_t>FAILED
+
+
+cdef size_t _python_compress_unsized(
+    void *cctx, void *dst, size_t capacity, const void *src, size_t n, int level
+) noexcept nogil:
+    with gil:
+        try:
+            return _put(_py_compress(level, False, _view(src, n)), dst, capacity)
+        except Exception:
+            return <size_t>FAILED
+
+
+cdef size_t _python_decompress(void *dctx, void *dst, size_t capacity, const void *src, size_t n) noexcept nogil:
+    with gil:
+        try:
+            return _put(_py_decompress(_view(src, n), capacity), dst, capacity)
+        except Exception:
+            return <size_t>FAILED
+
+
+def use_callables(compress, decompress) -> None:
+    """Call `compress(level, sized, data)` and `decompress(payload, capacity)`, which raise on failure."""
+    global _py_compress, _py_decompress
+    _py_compress = compress
+    _py_decompress = decompress
+    zstd.new_cctx = zstd.new_dctx = _python_new
+    zstd.free_cctx = zstd.free_dctx = _python_free
+    zstd.compress = _python_compress
+    zstd.compress_unsized = _python_compress_unsized
+    zstd.decompress = _python_decompress
+    zstd.is_error = _python_is_error
+    zstd.bound = _python_bound
+
+
+# -- both: what tests and measurements call ------------------------------------------------------------------------------
+
+def compress(const unsigned char[::1] data not None, int level=3) -> bytes:
+    """One zstd frame, as ZSTD_compress makes it."""
+    cdef size_t n = data.shape[0], size
+    cdef bytes out = PyBytes_FromStringAndSize(NULL, zstd.bound(n))
+    cdef void *cctx = zstd.new_cctx()
+    if cctx == NULL:
+        raise MemoryError("no memory for a zstd compression context")
+    try:
+        size = zstd.compress(cctx, PyBytes_AS_STRING(out), len(out), &data[0] if n else NULL, n, level)
+    finally:
+        zstd.free_cctx(cctx)
+    if zstd.is_error(size):
+        raise ValueError("zstd: compression failed")
+    return out[:size]
+
+
+def decompress(const unsigned char[::1] payload not None, size_t expected) -> bytes:
+    """Exactly `expected` bytes, under the verdict of ZSTD_decompress; `ValueError` otherwise."""
+    cdef size_t n = payload.shape[0], size
+    cdef bytes out = PyBytes_FromStringAndSize(NULL, expected)
+    cdef void *dctx = zstd.new_dctx()
+    if dctx == NULL:
+        raise MemoryError("no memory for a zstd decompression context")
+    try:
+        size = zstd.decompress(dctx, PyBytes_AS_STRING(out), expected, &payload[0] if n else NULL, n)
+    finally:
+        zstd.free_dctx(dctx)
+    if zstd.is_error(size) or size != expected:
+        raise ValueError(f"zstd: the payload of {n} bytes does not decode to exactly {expected} bytes")
+    return out

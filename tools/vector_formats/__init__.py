@@ -1,0 +1,16 @@
+"""One module for each format of vectors; `FORMATS` maps the name in an index to the function that checks it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from . import frames
+from .common import CaseResult
+
+Runner = Callable[[Path, dict[str, Any]], Iterator[CaseResult]]
+
+FORMATS: dict[str, Runner] = {"mnn-frame-vectors-1": frames.run}
+
+__all__ = ["FORMATS", "CaseResult"]

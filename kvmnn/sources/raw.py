@@ -1,0 +1,39 @@
+"""Raw little-endian words: a file of any name, or standard input; the caller says the dtype."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import PurePath
+
+from .. import dtypes
+from ..errors import SourceError
+from .base import NamedArray, ReadOptions, Source, checked
+from .mapped import STDIN, MappedFile
+
+
+def read(path: str, options: ReadOptions) -> Source:
+    """One 1-D array: the whole file."""
+    if options.dtype is None:
+        raise SourceError(
+            f"{path}: not a .npy, .npz or .safetensors file, and raw bytes need a dtype (--dtype fp16, bf16 or fp32)"
+        )
+    return read_mapped(MappedFile(path), options.dtype)
+
+
+def read_mapped(file: MappedFile, dtype_name: str) -> Source:
+    """One 1-D array of words called `dtype_name`: the whole of an open file."""
+    dtype = dtypes.by_name(dtype_name)
+    if file.size == 0:
+        raise SourceError(f"{file.label}: is empty, there is nothing to encode")
+    if file.size % dtype.itemsize:
+        raise SourceError(
+            f"{file.label}: {file.size} bytes are not a whole number of {dtype.itemsize}-byte {dtype.name} words"
+        )
+    array = NamedArray(
+        name="stdin" if file.path == STDIN else PurePath(file.path).stem,
+        dtype=dtype.name,
+        shape=(file.size // dtype.itemsize,),
+        array_dtype=dtype.numpy.str,
+        reader=partial(file.runs, 0, file.size),
+    )
+    return Source([checked(array, file.label)])

@@ -1,0 +1,247 @@
+"""Arrays to frame files and their manifest: cut, encode, prove, hash, write."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from . import frame, manifest, predictors, zstd
+from .errors import KvmnnError, LimitError
+from .manifest import ArrayEntry, FrameEntry, Manifest
+from .output import DirectoryOutput, FileOutput
+from .pipeline import ordered
+from .sources import NamedArray, Piece
+
+FRAME_SUFFIX = ".frame"
+FRAME_BYTES = 64 << 20
+FRAME_BYTES_LEAST = 4096
+
+Progress = Callable[[int], object]
+"""Called with the number of raw bytes that have been dealt with since the last call."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodeOptions:
+    """How arrays become frames.
+
+    Parameters
+    ----------
+    predictors, hi_predictors, codecs, effort, threads
+        As for `kvmnn.encode`.
+    frame_bytes
+        An array of more raw bytes than this is cut along its leading axes into several frames; 0 never cuts.
+    verify
+        Decode every frame and compare it with its input before anything is kept.
+    """
+
+    predictors: str | tuple[str, ...] | None = None
+    hi_predictors: str | tuple[str, ...] | None = None
+    codecs: tuple[str, ...] = frame.CODECS
+    effort: str = "exact"
+    frame_bytes: int = FRAME_BYTES
+    threads: int | None = None
+    verify: bool = True
+
+    def __post_init__(self) -> None:
+        if self.frame_bytes and self.frame_bytes < FRAME_BYTES_LEAST:
+            raise KvmnnError(
+                f"frame_bytes is {self.frame_bytes}: expected 0 (never cut) or at least {FRAME_BYTES_LEAST}"
+            )
+        # Fail on a bad option before any input is read.
+        frame.encode(b"\0\0", dtype="fp16", **self._codec_options())  # type: ignore[arg-type]
+
+    def _codec_options(self) -> dict[str, object]:
+        return {
+            "predictors": self.predictors,
+            "hi_predictors": self.hi_predictors,
+            "codecs": self.codecs,
+            "effort": self.effort,
+        }
+
+    def encode(self, piece: Piece, dtype: str, threads: int | None) -> bytes:
+        """The frame of one piece, proved if `verify` says so.
+
+        Raises
+        ------
+        KvmnnError
+            If the frame does not decode to its input, which would be a defect of kvmnn or of the machine.
+        """
+        made = frame.encode(piece, dtype=dtype, threads=threads, **self._codec_options())  # type: ignore[arg-type]
+        if self.verify and not frame.matches(made, piece, dtype=dtype, codecs=self.codecs, threads=threads):
+            raise KvmnnError("a frame did not decode to its own input; nothing was written (please report this)")
+        return made
+
+
+def encode_to_file(
+    arrays: Sequence[NamedArray],
+    output: FileOutput,
+    options: EncodeOptions,
+    *,
+    metadata: dict[str, str] | None = None,
+    progress: Progress | None = None,
+) -> Manifest:
+    """Write one array's frames, back to back, into a file, and its manifest beside it (not beside a device).
+
+    The caller commits `output`.
+    """
+    if len(arrays) != 1:
+        raise KvmnnError(f"a frame file holds one array, not {len(arrays)}: encode into a directory")
+    if not output.is_device:
+        output.check_beside(manifest.SIDE_SUFFIX)
+
+    def write(index: int, made: bytes) -> str:
+        output.file.write(made)
+        return output.target.name
+
+    document = _document(_encode(arrays, options, write, progress), options, metadata)
+    if not output.is_device:
+        output.beside(manifest.SIDE_SUFFIX).write(manifest.to_json(document))
+    return document
+
+
+def encode_to_directory(
+    arrays: Sequence[NamedArray],
+    output: DirectoryOutput,
+    options: EncodeOptions,
+    *,
+    metadata: dict[str, str] | None = None,
+    progress: Progress | None = None,
+) -> Manifest:
+    """Write one frame file for each array, and ``manifest.json``. The caller commits `output`."""
+    names = file_names([array.name for array in arrays], FRAME_SUFFIX)
+    output.check_names([*names, manifest.FILE_NAME])
+    current = -1
+    file = None
+
+    def write(index: int, made: bytes) -> str:
+        nonlocal current, file
+        if file is None or index != current:
+            current, file = index, output.file(names[index])
+        file.write(made)
+        return names[index]
+
+    document = _document(_encode(arrays, options, write, progress), options, metadata)
+    output.file(manifest.FILE_NAME).write(manifest.to_json(document))
+    return document
+
+
+def encode_to_bytes(array: NamedArray, options: EncodeOptions, progress: Progress | None = None) -> bytes:
+    """The single frame of an array that needs no cutting.
+
+    Raises
+    ------
+    LimitError
+        If the array needs several frames.
+    """
+    count = array.piece_count(options.frame_bytes)
+    if count > 1:
+        raise LimitError(
+            f"array {array.name!r} needs {count} frames of at most {options.frame_bytes} bytes, but a stream carries "
+            "one: write to a file (-o FILE) or do not cut (--frame-bytes 0)"
+        )
+    frames: list[bytes] = []
+
+    def keep(index: int, made: bytes) -> str:
+        frames.append(made)
+        return ""
+
+    _encode([array], options, keep, progress)
+    return frames[0]
+
+
+def file_names(names: Iterable[str], suffix: str) -> list[str]:
+    """Plain file names for arrays, distinct even where case does not count, in the order of `names`."""
+    taken: set[str] = set()
+    found = []
+    for name in names:
+        plain = re.sub(r"[^\w.+~-]+", "_", name, flags=re.ASCII).lstrip(".")[:120] or "array"
+        candidate, count = plain, 1
+        while candidate.lower() in taken:
+            count += 1
+            candidate = f"{plain}~{count}"
+        taken.add(candidate.lower())
+        found.append(candidate + suffix)
+    return found
+
+
+class _Job(NamedTuple):
+    array_index: int
+    piece: Piece
+
+
+class _Made(NamedTuple):
+    frame: bytes
+    sha256: str
+
+
+def _encode(
+    arrays: Sequence[NamedArray],
+    options: EncodeOptions,
+    write: Callable[[int, bytes], str],
+    progress: Progress | None,
+) -> list[ArrayEntry]:
+    """Encode all pieces and `write(array index, frame)` them in order; it returns the name of the frame's file."""
+
+    def make(job: _Job, threads: int | None) -> _Made:
+        made = options.encode(job.piece, arrays[job.array_index].dtype, threads)
+        return _Made(made, hashlib.sha256(made).hexdigest())
+
+    hashes = [hashlib.sha256() for _ in arrays]
+    frames: list[list[FrameEntry]] = [[] for _ in arrays]
+    for job, made in ordered(make, _jobs(arrays, options.frame_bytes), lambda job: job.piece.size, options.threads):
+        hashes[job.array_index].update(job.piece.data)
+        file = write(job.array_index, made.frame)
+        before = frames[job.array_index]
+        frames[job.array_index].append(
+            FrameEntry(
+                file=file,
+                offset=before[-1].offset + before[-1].bytes if before else 0,
+                bytes=len(made.frame),
+                raw_bytes=job.piece.size,
+                sha256=made.sha256,
+            )
+        )
+        if progress:
+            progress(job.piece.size)
+        del job, made  # or they would live on while the next piece is encoded
+    return [
+        ArrayEntry(
+            name=array.name,
+            dtype=array.dtype,
+            shape=array.shape,
+            array_dtype=array.array_dtype,
+            order=array.order,
+            sha256=sha.hexdigest(),
+            frames=tuple(parts),
+        )
+        for array, sha, parts in zip(arrays, hashes, frames, strict=True)
+    ]
+
+
+def _jobs(arrays: Sequence[NamedArray], frame_bytes: int) -> Iterator[_Job]:
+    for index, array in enumerate(arrays):
+        for piece in array.pieces(frame_bytes):
+            yield _Job(index, piece)
+
+
+def _document(entries: list[ArrayEntry], options: EncodeOptions, metadata: dict[str, str] | None) -> Manifest:
+    from . import __version__
+
+    def names(chosen: str | tuple[str, ...] | None) -> tuple[str, ...]:
+        known = predictors.resolve(chosen)
+        return tuple(name for name in predictors.NAMES if name in known)
+
+    return Manifest(
+        kvmnn_version=__version__,
+        zstd_version=zstd.version(),
+        zstd_byte_exact=zstd.byte_exact(),
+        effort=options.effort,
+        codecs=options.codecs,
+        predictors=names(options.predictors),
+        hi_predictors=None if options.hi_predictors is None else names(options.hi_predictors),
+        arrays=tuple(entries),
+        metadata=metadata or {},
+    )

@@ -1,0 +1,7 @@
+"""``python -m kvmnn``."""
+
+import sys
+
+from .cli import main
+
+sys.exit(main())

@@ -1,0 +1,155 @@
+"""``kvmnn decode``: frames to arrays."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+from . import _common
+from ._common import LOSSLESS, STDIO, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from ..restore import Decoded, FrameSet
+
+_TEXT = """Decode frames into the arrays they were made from.
+
+IN is a frame, a frame with its manifest (IN.json) beside it, a manifest, a directory with a manifest.json, or "-" for
+one frame on standard input. With a manifest the very arrays come back and their hashes are checked; a frame alone
+becomes a 1-D array.
+
+  -o X.npy                     one array
+  -o X.npz, X.safetensors      any number of arrays
+  -o DIR/                      one .npy file for each array
+  -o X, -o -                   the raw words of one array
+
+Without -o raw words go to standard output if that is a file or a pipe; on a terminal, X.npy.frame becomes X.npy."""
+
+
+def add_parser(verbs: Any) -> None:
+    """Declare the verb."""
+    parser = _common.add_verb(verbs, "decode", run, "frames to arrays", _TEXT)
+    parser.add_argument("input", metavar="IN")
+    _common.add_output(parser, "file, directory, or - (standard output)")
+    _common.add_dtype(parser, "what a frame without a manifest holds (default: fp16 or fp32, by its streams)")
+    parser.add_argument(
+        "--max-bytes", type=_common.byte_count, metavar="SIZE", help="refuse to decode more raw bytes than this"
+    )
+    parser.add_argument("--no-manifest", action="store_true", help="take a frame alone, whatever lies beside it")
+    _common.add_threads(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Carry the verb out."""
+    from ..restore import DecodeOptions, decode_frames, open_frames
+
+    options = DecodeOptions(
+        dtype=arguments.dtype,
+        codecs=_common.codecs(arguments),
+        max_bytes=arguments.max_bytes,
+        threads=arguments.threads,
+    )
+    frames = open_frames(arguments.input, use_manifest=not arguments.no_manifest, options=options)
+    if frames.document is not None and arguments.dtype not in (None, *(array.dtype for array in frames.arrays)):
+        said = frames.arrays[0].dtype
+        raise UsageError(f"the manifest says {said}, not {arguments.dtype} (--no-manifest ignores it)")
+    started = time.perf_counter()
+
+    def runs(step: Callable[[int], object] | None) -> Iterator[Decoded]:
+        return decode_frames(frames, options, progress=step)
+
+    if _common.to_stdout(arguments):
+        output = "standard output"
+        _to_stdout(frames, runs, arguments)
+    else:
+        output = arguments.output or _derived(arguments.input, frames)
+        _write(frames, runs, output, arguments)
+    _report(frames, output, arguments, time.perf_counter() - started)
+    return 0
+
+
+def _to_stdout(frames: FrameSet, runs: Any, arguments: argparse.Namespace) -> None:
+    from ..sources.writers import write_raw
+
+    if len(frames.arrays) > 1:
+        raise UsageError(f"standard output carries one array, not {len(frames.arrays)}: use -o DIR/ or -o X.npz")
+    if arguments.json:
+        raise UsageError("--json and the data both want standard output: write the data to a file (-o FILE)")
+    with _common.progress(arguments, frames.raw_bytes, "decode") as step:
+        write_raw(sys.stdout.buffer, frames.arrays, runs(step), {})
+    sys.stdout.buffer.flush()
+
+
+def _derived(name: str, frames: FrameSet) -> str:
+    """The output's name where none was given: the input's without what encode appended."""
+    path = PurePath(name)
+    if name == STDIO or path.suffix != ".frame" or len(frames.arrays) > 1:
+        raise UsageError("no output given: use -o X.npy, -o X.npz, -o DIR/ or -o -")
+    stem = path.with_suffix("")
+    return str(stem if stem.suffix == ".npy" else stem.with_suffix(".npy"))
+
+
+def _write(frames: FrameSet, runs: Any, output: str, arguments: argparse.Namespace) -> None:
+    from ..output import DirectoryOutput, FileOutput
+    from ..sources.writers import writer_for
+
+    metadata = frames.document.metadata if frames.document else {}
+    protect = [path for path in [arguments.input, *frames.paths] if path != STDIO]
+    with _common.progress(arguments, frames.raw_bytes, "decode") as step:
+        if _common.is_directory(output):
+            with DirectoryOutput(output, force=arguments.force, protect=protect) as directory:
+                _write_directory(frames, runs(step), directory)
+                directory.commit()
+            return
+        writer = writer_for(output, frames.arrays)
+        with FileOutput(output, force=arguments.force, protect=protect) as file:
+            writer(file.file, frames.arrays, runs(step), metadata)
+            file.commit()
+
+
+def _write_directory(frames: FrameSet, runs: Iterator[Decoded], directory: Any) -> None:
+    """One ``.npy`` file for each array."""
+    from ..bundle import file_names
+    from ..sources import npy
+    from ..sources.writers import write_raw
+
+    names = file_names([array.name for array in frames.arrays], ".npy")
+    directory.check_names(names)
+    current, file = -1, None
+    for index, data in runs:
+        if index != current:
+            current, file = index, directory.file(names[index])
+            npy.write_header(file, frames.arrays[index])
+        write_raw(file, frames.arrays, [(index, data)], {})  # type: ignore[arg-type]
+        del data
+
+
+def _report(frames: FrameSet, output: str, arguments: argparse.Namespace, seconds: float) -> None:
+    proved = frames.document is not None
+    if arguments.json:
+        _common.print_json(
+            {
+                "verb": "decode",
+                "input": arguments.input,
+                "output": output,
+                "label": LOSSLESS if proved else None,
+                "raw_bytes": frames.raw_bytes,
+                "stored_bytes": frames.stored_bytes,
+                "seconds": seconds,
+                "arrays": [
+                    {"name": a.name, "dtype": a.dtype, "shape": list(a.shape), "array_dtype": a.array_dtype}
+                    for a in frames.arrays
+                ],
+            }
+        )
+        return
+    what = f"{LOSSLESS} (sha256 of the manifest)" if proved else "no manifest to check it against"
+    line = (
+        f"{output}: {_common.count(len(frames.arrays), 'array')}, {frames.stored_bytes:,} -> {frames.raw_bytes:,} bytes"
+        f", {what}, {_common.megabytes_per_second(frames.raw_bytes, seconds)}"
+    )
+    _common.say(arguments, line, data_on_stdout=_common.to_stdout(arguments))

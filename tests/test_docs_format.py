@@ -25,14 +25,14 @@ needs_exact_zstd = pytest.mark.skipif(not zstd.byte_exact(), reason="these bytes
 
 def section(title: str) -> str:
     """The text below a heading, up to the next heading of any level."""
-    found = re.search(rf"^#+ {re.escape(title)}\n(.*?)(?=^#|\Z)", TEXT, re.M | re.S)
+    found = re.search(rf"^#+ {re.escape(title)}\n(.*?)(?=^#|\Z)", TEXT, re.MULTILINE | re.DOTALL)
     assert found, f"format.md has no section {title!r}"
     return found[1]
 
 
 def tables(title: str) -> list[list[list[str]]]:
     """The tables of a section as rows of cells, header rows left out, backquotes kept."""
-    blocks = re.findall(r"(?:^\|.*\n)+", section(title), re.M)
+    blocks = re.findall(r"(?:^\|.*\n)+", section(title), re.MULTILINE)
     return [[[cell.strip() for cell in line.strip("|").split("|")] for line in b.splitlines()[2:]] for b in blocks]
 
 
@@ -99,7 +99,8 @@ def test_sections_that_the_code_refers_to(title: str) -> None:
 
 def test_links_within_the_page() -> None:
     anchors = {
-        re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^#+ (.*)", TEXT, re.M)
+        re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-")
+        for title in re.findall(r"^#+ (.*)", TEXT, re.MULTILINE)
     }
     assert set(re.findall(r"\]\(#([^)]*)\)", TEXT)) <= anchors
 
@@ -324,7 +325,7 @@ def test_bf16_is_the_fp16_container() -> None:
     assert kvmnn.decode(frame, dtype="bf16").dtype == np.uint16
 
 
-WALKS = re.findall(r"^### (Frame .*)", TEXT, re.M)
+WALKS = re.findall(r"^### (Frame .*)", TEXT, re.MULTILINE)
 
 
 def test_there_are_walk_throughs() -> None:
@@ -335,10 +336,10 @@ def test_there_are_walk_throughs() -> None:
 def test_walk_through(title: str) -> None:
     text = section(title)
     scope: dict[str, Any] = {"np": np}
-    exec(re.search(r"```python\n(.*?)```", text, re.S)[1], scope)  # type: ignore[index]
+    exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], scope)  # type: ignore[index]  # noqa: S102
     values = scope["values"]
     dump = bytearray()
-    for line in re.search(r"```text\n(.*?)```", text, re.S)[1].splitlines():  # type: ignore[index]
+    for line in re.search(r"```text\n(.*?)```", text, re.DOTALL)[1].splitlines():  # type: ignore[index]
         offset, _, row = line.partition("  ")
         assert int(offset, 16) == len(dump)
         dump += bytes.fromhex(row)

@@ -336,7 +336,7 @@ def test_there_are_walk_throughs() -> None:
 def test_walk_through(title: str) -> None:
     text = section(title)
     scope: dict[str, Any] = {"np": np}
-    exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], scope)  # type: ignore[index]  # noqa: S102
+    exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], scope)  # type: ignore[index]  # noqa: RUF100, S102
     values = scope["values"]
     dump = bytearray()
     for line in re.search(r"```text\n(.*?)```", text, re.DOTALL)[1].splitlines():  # type: ignore[index]

@@ -4,17 +4,43 @@ Word sizes are called `stride`: 2 for the FP16 container (lanes lo, hi), 4 for t
 """
 
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
-from libc.stdlib cimport free, malloc
+from libc.stdlib cimport free
 from libc.string cimport memcpy, memset
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from cpython.ref cimport Py_DECREF, PyObject
 
 from kvmnn._streams cimport (
-    KVMNN_MODE_RAW, entropy, lanes, rle_bound, rle_decode, rle_encode, rle_size,
+    KVMNN_MODE_RAW, entropy, lanes, rle_bound, rle_count, rle_count_to, rle_decode, rle_encode, rle_size,
 )
 from kvmnn._zstdlib cimport zstd
 
 from .errors import FrameError, KvmnnError, LimitError
+
+
+cdef extern from *:
+    """
+    #include <stdlib.h>
+    #if defined(__linux__)
+    #include <sys/mman.h>
+    #endif
+
+    /* malloc, with huge pages for large buffers where the system has them: streams are walked end to end, and small
+       pages would cost more in faults and translation than everything kvmnn does to the bytes. */
+    static void *kvmnn_alloc(size_t size) {
+    #if defined(__linux__) && defined(MADV_HUGEPAGE)
+        const size_t huge = (size_t)1 << 21;
+        void *p;
+        if (size >= 2 * huge) {
+            if (posix_memalign(&p, huge, size) != 0) return NULL;
+            madvise(p, size, MADV_HUGEPAGE);
+            return p;
+        }
+    #endif
+        return malloc(size);
+    }
+    """
+    void *kvmnn_alloc(size_t size) nogil
 
 
 cdef enum:
@@ -24,12 +50,17 @@ cdef enum:
     ALLOW_RLE = 1
     ALLOW_ZSTD = 2
     MODES = 3
+    ALL_MODES = 7
+    FUSE_UP_TO = 16 << 20  # bytes of a lane whose three streams are made in one pass; above, memory counts more
     KEEP_BYTES = 64 << 20  # a workspace that grew beyond this gives its memory back
+    MANY_RUNS = 256        # in one stream: from here on its RLE length is found after its zstd length
+    TILE = 4096            # words that are split, predicted and scanned before the next are touched
     SAMPLE_TILE = 4096     # effort "fast": bytes of one look at a stream ...
     SAMPLE_TILES = 16      # ... and how many looks it takes
 
 cdef size_t NOT_SMALLER = 0
 cdef size_t NO_MEMORY = <size_t>-1
+cdef size_t UNKNOWN = <size_t>-1
 
 
 cdef struct Candidate:
@@ -62,28 +93,28 @@ cdef class Workspace:
     """Contexts and buffers of one worker, kept between calls."""
     cdef void *cctx
     cdef void *dctx
-    cdef uint8_t *buffers[3]
-    cdef size_t sizes[3]
+    cdef uint8_t *buffers[2]
+    cdef size_t sizes[2]
 
     def __dealloc__(self):
         if self.cctx != NULL:
             zstd.free_cctx(self.cctx)
         if self.dctx != NULL:
             zstd.free_dctx(self.dctx)
-        for i in range(3):
+        for i in range(2):
             free(self.buffers[i])
 
     cdef uint8_t *buffer(self, int which, size_t size) noexcept nogil:
         """At least `size` bytes whose content is undefined, or NULL."""
         if size > self.sizes[which]:
             free(self.buffers[which])
-            self.buffers[which] = <uint8_t *>malloc(size)
+            self.buffers[which] = <uint8_t *>kvmnn_alloc(size)
             self.sizes[which] = size if self.buffers[which] != NULL else 0
         return self.buffers[which]
 
     cdef void trim(self) noexcept:
-        if self.sizes[0] + self.sizes[1] + self.sizes[2] > KEEP_BYTES:
-            for i in range(3):
+        if self.sizes[0] + self.sizes[1] > KEEP_BYTES:
+            for i in range(2):
                 free(self.buffers[i])
                 self.buffers[i] = NULL
                 self.sizes[i] = 0
@@ -127,25 +158,53 @@ cdef size_t payload_bound(size_t n) noexcept nogil:
     return a if a > b else b
 
 
-cdef size_t make_candidate(
-    Workspace ws, const uint8_t *src, size_t words, int stride, int lane, int mode, int allow, int level,
-    bint sized, size_t limit, uint8_t *dst, Candidate *result
+cdef const uint8_t *make_stream(
+    Workspace ws, const uint8_t *src, size_t words, int stride, int lane, int mode
 ) noexcept nogil:
-    """Payload of one lane under one predictor: the smaller of RLE and zstd, RLE where they are equal.
+    """One lane under one predictor in the workspace's first buffer, or NULL."""
+    cdef uint8_t *stream = ws.buffer(0, words)
+    if stream != NULL:
+        if stride == 1:
+            lanes.predict(src, words, mode, stream)
+        else:
+            lanes.predict_lane(src, words, stride, lane, mode, stream)
+    return stream
+
+
+cdef void make_streams(
+    const uint8_t *src, size_t words, int stride, int lane, uint8_t *streams, size_t *rle_sizes
+) noexcept nogil:
+    """One lane under all predictors, one after the other at `streams`, and the lengths of their RLE payloads.
+
+    Works in tiles, so that the source is read once and runs are looked for in bytes that are still in the cache. A
+    stream full of runs gets the length UNKNOWN: zstd's payload will be short, and then counting can stop early.
+    """
+    cdef rle_count counts[MODES]
+    cdef size_t start = 0, end
+    cdef int mode
+    memset(counts, 0, sizeof(counts))
+    while start < words:
+        end = words if words - start <= TILE else start + TILE
+        lanes.predict_lane_part(src, start, end, stride, lane, streams, streams + words, streams + 2 * words)
+        for mode in range(MODES):
+            if counts[mode].runs <= MANY_RUNS:
+                rle_count_to(&counts[mode], streams + <size_t>mode * words, end, end == words, <size_t>-1)
+        start = end
+    for mode in range(MODES):
+        rle_sizes[mode] = counts[mode].size if counts[mode].runs <= MANY_RUNS else UNKNOWN
+
+
+cdef size_t make_candidate(
+    Workspace ws, const uint8_t *stream, size_t words, int mode, int allow, int level, bint sized, size_t limit,
+    size_t rle, uint8_t *dst, Candidate *result
+) noexcept nogil:
+    """Payload of one stream: the smaller of RLE (length `rle` or UNKNOWN) and zstd, RLE where they are equal.
 
     Returns its size with the payload in dst (payload_bound(words) bytes), NOT_SMALLER when it does not come below
     `limit`, or NO_MEMORY.
     """
-    cdef uint8_t *stream
     cdef size_t size, best = limit
     cdef bint found = False
-    stream = ws.buffer(0, words)
-    if stream == NULL:
-        return NO_MEMORY
-    if stride == 1:
-        lanes.predict(src, words, mode, stream)
-    else:
-        lanes.predict_lane(src, words, stride, lane, mode, stream)
     if allow & ALLOW_ZSTD:
         if sized:
             size = zstd.compress(ws.cctx, dst, payload_bound(words), stream, words, level)
@@ -159,10 +218,11 @@ cdef size_t make_candidate(
             found = True
     if allow & ALLOW_RLE:
         # At equal size RLE wins over the zstd payload just made, but not over an earlier candidate.
-        size = rle_size(stream, words, best)
-        if size < best or (found and size == best):
+        if rle == UNKNOWN:
+            rle = rle_size(stream, words, best)
+        if rle < best or (found and rle == best):
             rle_encode(stream, words, dst)
-            result.mode, result.codec, result.size = mode, CODEC_RLE, size
+            result.mode, result.codec, result.size = mode, CODEC_RLE, rle
             found = True
     return result.size if found else NOT_SMALLER
 
@@ -202,30 +262,61 @@ cdef size_t encode_lane(
 ) noexcept nogil:
     """Header and smallest payload of one lane at dst; its length, or NO_MEMORY."""
     cdef Candidate chosen = Candidate(0, 0, 0)
-    cdef uint8_t *other
-    cdef uint8_t *target
+    cdef const uint8_t *stream
+    cdef uint8_t *streams = NULL
+    cdef uint8_t *target = dst + HEADER
     cdef size_t got, limit = <size_t>-2
+    cdef size_t[MODES] rle
     cdef int mode
-    cdef bint first = True
+    if modes == ALL_MODES and stride > 1 and words <= FUSE_UP_TO:
+        streams = ws.buffer(0, MODES * words)
+        if streams == NULL:
+            return NO_MEMORY
+        make_streams(src, words, stride, lane, streams, rle)
     for mode in range(MODES):
         if not modes >> mode & 1:
             continue
-        target = dst + HEADER
-        if not first:
-            other = ws.buffer(1, payload_bound(words))
-            if other == NULL:
+        if streams != NULL:
+            stream = streams + <size_t>mode * words
+        else:
+            stream = make_stream(ws, src, words, stride, lane, mode)
+            if stream == NULL:
                 return NO_MEMORY
-            target = other
-        got = make_candidate(ws, src, words, stride, lane, mode, allow, level, True, limit, target, &chosen)
+            rle[mode] = UNKNOWN
+        if target == NULL:
+            return NO_MEMORY
+        got = make_candidate(ws, stream, words, mode, allow, level, True, limit, rle[mode], target, &chosen)
         if got == NO_MEMORY:
             return NO_MEMORY
         if got != NOT_SMALLER:
-            if not first:
+            if target != dst + HEADER:
                 memcpy(dst + HEADER, target, got)
             limit = got
-        first = False
+        target = ws.buffer(1, payload_bound(words))  # the first candidate stays where it is until a better one comes
     store_header(dst, chosen, words)
     return HEADER + chosen.size
+
+
+# -- bytes that are written before their length is known ------------------------------------------------------------
+
+cdef extern from "Python.h":
+    PyObject *PyBytes_New "PyBytes_FromStringAndSize" (const char *, Py_ssize_t) except NULL
+    int _PyBytes_Resize(PyObject **, Py_ssize_t) except -1
+
+
+cdef PyObject *new_bytes(size_t size) except NULL:
+    return PyBytes_New(NULL, size)
+
+
+cdef bytes cut_bytes(PyObject *data, size_t size):
+    """The first `size` bytes as an object of its own; takes the reference. NO_MEMORY raises."""
+    if size == NO_MEMORY:
+        Py_DECREF(<object>data)
+        raise MemoryError("no memory for the streams of a frame")
+    _PyBytes_Resize(&data, size)  # shrinks in place
+    cdef bytes result = <bytes>data
+    Py_DECREF(result)
+    return result
 
 
 # -- encoding for Python ----------------------------------------------------------------------------------------------
@@ -239,49 +330,38 @@ def encode(const uint8_t[::1] data not None, int stride, modes, int allow, int l
     cdef size_t n = data.shape[0], words, at = 4, got = 0
     cdef int lane
     cdef int[4] lane_modes
-    cdef uint8_t *out = NULL
+    cdef uint8_t *out
     words = check_words(n, stride)
     for lane in range(stride):
         lane_modes[lane] = modes[lane]
+    cdef PyObject *frame = new_bytes(4 + <size_t>stride * (HEADER + payload_bound(words)))
+    out = <uint8_t *>PyBytes_AS_STRING(<object>frame)
     cdef Workspace ws = acquire(allow & ALLOW_ZSTD != 0, False)
-    try:
-        with nogil:
-            out = ws.buffer(2, 4 + <size_t>stride * (HEADER + payload_bound(words)))
-            got = NO_MEMORY if out == NULL else 0
-            if got != NO_MEMORY:
-                store_le32(out, <uint32_t>words)
-                for lane in range(stride):
-                    if sample:
-                        lane_modes[lane] = 1 << likely_mode(ws, &data[0], words, stride, lane, lane_modes[lane])
-                    got = encode_lane(ws, &data[0], words, stride, lane, lane_modes[lane], allow, level, out + at)
-                    if got == NO_MEMORY:
-                        break
-                    at += got
-        if got == NO_MEMORY:
-            raise MemoryError(f"no memory to encode {n} bytes")
-        return PyBytes_FromStringAndSize(<char *>out, at)
-    finally:
-        release(ws)
+    with nogil:
+        store_le32(out, <uint32_t>words)
+        for lane in range(stride):
+            if sample:
+                lane_modes[lane] = 1 << likely_mode(ws, &data[0], words, stride, lane, lane_modes[lane])
+            got = encode_lane(ws, &data[0], words, stride, lane, lane_modes[lane], allow, level, out + at)
+            if got == NO_MEMORY:
+                break
+            at += got
+    release(ws)
+    return cut_bytes(frame, at if got != NO_MEMORY else NO_MEMORY)
 
 
 def encode_stream(const uint8_t[::1] data not None, int modes, int allow, int level=3) -> bytes:
     """One stream with its header, from bytes that are no lanes of anything; an empty one is ten zero bytes."""
     cdef size_t n = data.shape[0], got
-    cdef uint8_t *out
     if n == 0:
         return bytes(HEADER)
+    cdef PyObject *out = new_bytes(HEADER + payload_bound(n))
+    cdef uint8_t *dst = <uint8_t *>PyBytes_AS_STRING(<object>out)
     cdef Workspace ws = acquire(allow & ALLOW_ZSTD != 0, False)
-    try:
-        with nogil:
-            out = ws.buffer(2, HEADER + payload_bound(n))
-            got = NO_MEMORY
-            if out != NULL:
-                got = encode_lane(ws, &data[0], n, 1, 0, modes, allow, level, out)
-        if got == NO_MEMORY:
-            raise MemoryError(f"no memory to encode {n} bytes")
-        return PyBytes_FromStringAndSize(<char *>out, got)
-    finally:
-        release(ws)
+    with nogil:
+        got = encode_lane(ws, &data[0], n, 1, 0, modes, allow, level, dst)
+    release(ws)
+    return cut_bytes(out, got)
 
 
 def candidate(
@@ -290,6 +370,7 @@ def candidate(
     """One lane under one predictor: `(payload size, mode, codec, header + payload)`, or None if not below `limit`."""
     cdef size_t words = check_words(data.shape[0], stride), got
     cdef Candidate chosen = Candidate(0, 0, 0)
+    cdef const uint8_t *stream
     cdef uint8_t *out
     cdef Workspace ws = acquire(allow & ALLOW_ZSTD != 0, False)
     try:
@@ -297,9 +378,11 @@ def candidate(
             out = ws.buffer(1, HEADER + payload_bound(words))
             got = NO_MEMORY
             if out != NULL:
-                got = make_candidate(
-                    ws, &data[0], words, stride, lane, mode, allow, level, sized, limit, out + HEADER, &chosen
-                )
+                stream = make_stream(ws, &data[0], words, stride, lane, mode)
+                if stream != NULL:
+                    got = make_candidate(
+                        ws, stream, words, mode, allow, level, sized, limit, UNKNOWN, out + HEADER, &chosen
+                    )
                 if got != NO_MEMORY and got != NOT_SMALLER:
                     store_header(out, chosen, words)
         if got == NO_MEMORY:

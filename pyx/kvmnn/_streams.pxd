@@ -9,6 +9,9 @@ cdef extern from "native/lanes.h" nogil:
     ctypedef struct kvmnn_lanes:
         const char *name
         void (*predict_lane)(const uint8_t *src, size_t words, int stride, int lane, int mode, uint8_t *dst) noexcept nogil
+        void (*predict_lane_part)(
+            const uint8_t *src, size_t start, size_t end, int stride, int lane, uint8_t *raw, uint8_t *delta,
+            uint8_t *exclusive_or) noexcept nogil
         void (*predict)(const uint8_t *src, size_t n, int mode, uint8_t *dst) noexcept nogil
         void (*unpredict)(uint8_t *stream, size_t n, int mode) noexcept nogil
         void (*join)(const uint8_t *const *lanes, size_t words, int stride, uint8_t *dst) noexcept nogil
@@ -20,6 +23,17 @@ cdef extern from "native/lanes.h" nogil:
 cdef const kvmnn_lanes *lanes
 
 cdef size_t rle_bound(size_t n) noexcept nogil
+
+# Length of a canonical payload, found while the stream is still being made.
+cdef struct rle_count:
+    size_t size      # payload bytes for everything before `literals`
+    size_t literals  # start of the literals being collected
+    size_t at        # next byte to look at
+    size_t run       # with in_run: start of a run that reaches up to `at`
+    size_t runs      # runs found so far
+    bint in_run
+
+cdef void rle_count_to(rle_count *c, const uint8_t *s, size_t n, bint last, size_t limit) noexcept nogil
 cdef size_t rle_size(const uint8_t *s, size_t n, size_t limit) noexcept nogil
 cdef size_t rle_encode(const uint8_t *s, size_t n, uint8_t *dst) noexcept nogil
 cdef bint rle_decode(const uint8_t *payload, size_t n, uint8_t *dst, size_t expected) noexcept nogil

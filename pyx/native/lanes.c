@@ -22,6 +22,20 @@ static void kvmnn_store_le64(uint8_t *p, uint64_t x) {
     memcpy(p, &x, 8);
 }
 
+/* Index of the lowest byte of a little-endian word that is not 0; x is not 0. */
+static size_t kvmnn_first_byte(uint64_t x) {
+#if defined(__GNUC__)
+    return (size_t)__builtin_ctzll(x) / 8;
+#else
+    size_t i = 0;
+    while ((x & 0xff) == 0) {
+        x >>= 8;
+        ++i;
+    }
+    return i;
+#endif
+}
+
 #define KVMNN_STRING_(x) #x
 #define KVMNN_STRING(x) KVMNN_STRING_(x)
 

@@ -32,13 +32,16 @@ static void LEVEL(predict)(const uint8_t *src, size_t n, int mode, uint8_t *dst)
     else LEVEL(exclusive_or)(src + 1, n - 1, dst + 1);
 }
 
+static void LEVEL(gather)(const uint8_t *src, size_t words, int stride, uint8_t *dst) {
+    if (stride == 2) LEVEL(gather2)(src, words, dst);
+    else LEVEL(gather4)(src, words, dst);
+}
+
 /* Works in tiles so that the raw lane stays in the first-level cache; tile[15] is the byte before the tile. */
 static void LEVEL(predict_lane)(const uint8_t *src, size_t words, int stride, int lane, int mode, uint8_t *dst) {
-    void (*gather)(const uint8_t *restrict, size_t, uint8_t *restrict) =
-        stride == 2 ? LEVEL(gather2) : LEVEL(gather4);
     const uint8_t *from = src + lane;
     if (mode == KVMNN_MODE_RAW) {
-        gather(from, words, dst);
+        LEVEL(gather)(from, words, stride, dst);
         return;
     }
     uint8_t buffer[16 + LEVEL(TILE)];
@@ -46,11 +49,22 @@ static void LEVEL(predict_lane)(const uint8_t *src, size_t words, int stride, in
     tile[-1] = 0;
     for (size_t start = 0; start < words; start += LEVEL(TILE)) {
         size_t n = words - start < LEVEL(TILE) ? words - start : LEVEL(TILE);
-        gather(from + start * (size_t)stride, n, tile);
+        LEVEL(gather)(from + start * (size_t)stride, n, stride, tile);
         if (mode == KVMNN_MODE_DELTA) LEVEL(difference)(tile, n, dst + start);
         else LEVEL(exclusive_or)(tile, n, dst + start);
         tile[-1] = tile[n - 1];
     }
+}
+
+static void LEVEL(predict_lane_part)(const uint8_t *src, size_t start, size_t end, int stride, int lane,
+                                     uint8_t *raw, uint8_t *delta, uint8_t *exclusive_or) {
+    LEVEL(gather)(src + lane + start * (size_t)stride, end - start, stride, raw + start);
+    if (start == 0 && end > 0) {
+        delta[0] = exclusive_or[0] = raw[0];
+        start = 1;
+    }
+    LEVEL(difference)(raw + start, end - start, delta + start);
+    LEVEL(exclusive_or)(raw + start, end - start, exclusive_or + start);
 }
 
 /* Running sums of eight bytes at a time: even and odd bytes are widened to 16 bits, where a multiplication by
@@ -135,14 +149,33 @@ static int LEVEL(any_run4)(const uint8_t *s) {
     return any;
 }
 
-static size_t LEVEL(find_run4)(const uint8_t *s, size_t i, size_t n) {
-    for (size_t look = 8; i + 4 <= n; look = 128) {
-        if (look == 128)
-            while (i + 131 <= n && !LEVEL(any_run4)(s + i)) i += 128;
-        for (size_t end = i + look; i < end && i + 4 <= n; ++i)
-            if (s[i] == s[i + 1] && s[i] == s[i + 2] && s[i] == s[i + 3]) return i;
+/* Eight positions at a time: a byte of x is 0 where the byte there equals its three followers. */
+static size_t LEVEL(find_run4_near)(const uint8_t *s, size_t i, size_t end) {
+    const uint64_t ones = 0x0101010101010101ULL;
+    for (; i + 8 <= end; i += 8) {
+        uint64_t at = kvmnn_load_le64(s + i);
+        uint64_t x = (at ^ kvmnn_load_le64(s + i + 1)) | (at ^ kvmnn_load_le64(s + i + 2)) |
+                     (at ^ kvmnn_load_le64(s + i + 3));
+        x = (x - ones) & ~x & (ones << 7);
+        if (x != 0) return i + kvmnn_first_byte(x);
     }
-    return n;
+    for (; i < end; ++i)
+        if (s[i] == s[i + 1] && s[i] == s[i + 2] && s[i] == s[i + 3]) return i;
+    return end;
+}
+
+/* Where runs are frequent the next one is near; where they are not, whole blocks are passed over. */
+static size_t LEVEL(find_run4)(const uint8_t *s, size_t i, size_t n) {
+    if (n < 4) return n;
+    size_t end = n - 3; /* no run starts here or later */
+    if (i >= end) return n;
+    size_t near = end - i < 32 ? end : i + 32;
+    size_t p = LEVEL(find_run4_near)(s, i, near);
+    if (p < near) return p;
+    for (i = near; i + 128 <= end; i += 128)
+        if (LEVEL(any_run4)(s + i)) return LEVEL(find_run4_near)(s, i, i + 128);
+    p = LEVEL(find_run4_near)(s, i, end);
+    return p < end ? p : n;
 }
 
 static size_t LEVEL(run_length)(const uint8_t *s, size_t i, size_t n) {
@@ -174,6 +207,6 @@ static void LEVEL(histogram)(const uint8_t *s, size_t n, uint64_t counts[256]) {
 }
 
 static const kvmnn_lanes LEVEL(table) = {
-    KVMNN_STRING(LEVEL_NAME), LEVEL(predict_lane), LEVEL(predict),   LEVEL(unpredict),  LEVEL(join),
-    LEVEL(join_equals),       LEVEL(find_run4),    LEVEL(run_length), LEVEL(histogram),
+    KVMNN_STRING(LEVEL_NAME), LEVEL(predict_lane), LEVEL(predict_lane_part), LEVEL(predict),    LEVEL(unpredict),
+    LEVEL(join),              LEVEL(join_equals),  LEVEL(find_run4),         LEVEL(run_length), LEVEL(histogram),
 };

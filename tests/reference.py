@@ -1,0 +1,374 @@
+"""A slow second opinion: MNN's lossless KV codec in plain Python, written from its specification.
+
+It shares nothing with kvmnn (and imports nothing of it), prefers the obvious to the fast, and is what the tests and the
+fuzzer compare frames, outputs and verdicts with. A refusal is `Reject`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import zstandard
+
+RAW, DELTA_SEQ, XOR_SEQ = 0, 1, 2
+MODES = {"raw": RAW, "delta_seq": DELTA_SEQ, "xor_seq": XOR_SEQ}
+RLE, ZSTD = 0, 1
+HEADER = 10
+
+
+class Reject(Exception):
+    """The engine's function returns false."""
+
+
+# -- lanes and predictors ---------------------------------------------------------------------------------------------
+
+
+def split(data: bytes, stride: int) -> list[bytes]:
+    return [data[lane::stride] for lane in range(stride)]
+
+
+def join(lanes: list[bytes]) -> bytes:
+    return bytes(byte for word in zip(*lanes, strict=True) for byte in word)
+
+
+def predict(stream: bytes, mode: int) -> bytes:
+    if mode == RAW:
+        return stream
+    before, out = 0, bytearray()
+    for byte in stream:
+        out.append((byte - before) & 255 if mode == DELTA_SEQ else byte ^ before)
+        before = byte
+    return bytes(out)
+
+
+def unpredict(stream: bytes, mode: int) -> bytes:
+    if mode == RAW:
+        return stream
+    before, out = 0, bytearray()
+    for byte in stream:
+        before = (byte + before) & 255 if mode == DELTA_SEQ else byte ^ before
+        out.append(before)
+    return bytes(out)
+
+
+def parse_spec(spec: str, default_raw: bool) -> set[str]:
+    if len(spec) == 0:
+        return {"raw"} if default_raw else set()
+    flags = set()
+    for token in spec.split(","):
+        while token and token[0] in " \t":
+            token = token[1:]
+        while token and token[-1] in " \t":
+            token = token[:-1]
+        if token in ("raw", "delta_seq", "xor_seq"):
+            flags.add(token)
+    return flags or {"raw"}
+
+
+# -- RLE --------------------------------------------------------------------------------------------------------------
+
+
+def _run(stream: bytes, at: int, cap: int = 131) -> int:
+    end = at
+    while end < len(stream) and end - at < cap and stream[end] == stream[at]:
+        end += 1
+    return end - at
+
+
+def rle_encode(stream: bytes) -> bytes:
+    if not stream:
+        raise Reject("RLE of nothing")
+    out, i = bytearray(), 0
+    while i < len(stream):
+        run = _run(stream, i)
+        if run >= 4:
+            out += bytes([0x80 | (run - 4), stream[i]])
+            i += run
+            continue
+        block = bytearray()
+        while i < len(stream) and len(block) < 128 and _run(stream, i, 4) < 4:
+            block.append(stream[i])
+            i += 1
+        out.append(len(block) - 1)
+        out += block
+    return bytes(out)
+
+
+def rle_decode(payload: bytes, expected: int) -> bytes:
+    if not payload or expected == 0:
+        raise Reject("empty RLE payload or output")
+    out, i = bytearray(), 0
+    while i < len(payload):
+        control = payload[i]
+        i += 1
+        if control <= 127:
+            token = payload[i : i + control + 1]
+            if len(token) != control + 1:
+                raise Reject("literals run past the payload")
+            i += control + 1
+        else:
+            if i >= len(payload):
+                raise Reject("no byte to repeat")
+            token = payload[i : i + 1] * ((control & 127) + 4)
+            i += 1
+        if len(out) + len(token) > expected:
+            raise Reject("more output than expected")
+        out += token
+    if len(out) != expected:
+        raise Reject("less output than expected")
+    return bytes(out)
+
+
+# -- zstd: compress ---------------------------------------------------------------------------------------------------
+
+
+def zstd_compress(stream: bytes) -> bytes:
+    """ZSTD_compress at level 3: content size in the header, no checksum, no dictionary id."""
+    return zstandard.ZstdCompressor(level=3).compress(stream)
+
+
+# -- zstd: the verdict of ZSTD_decompress, in two independent ways --------------------------------------------------------
+
+_MAGIC = b"\x28\xb5\x2f\xfd"
+_BLOCK_MAX = 128 << 10
+
+Decompress = Callable[[bytes, int], bytes]
+"""payload, expected length -> content; `Reject` where ZSTD_decompress fails or gives another length."""
+
+
+class ZstdFrame(NamedTuple):
+    """One frame of a payload; a skippable one has no blocks."""
+
+    end: int
+    header: bytes  # magic to content size
+    window_at: int | None  # offset of the window descriptor in it
+    content_size: int | None
+    blocks: list[tuple[int, int, bytes]]  # type, size field, content
+    checksum: bytes
+
+    @property
+    def most(self) -> int:
+        """Bytes that it can hold at most: raw and RLE blocks say their size, and it may exceed 128 KiB."""
+        return sum(_BLOCK_MAX if kind == 2 else size for kind, size, _ in self.blocks)
+
+
+def zstd_frames(payload: bytes) -> list[ZstdFrame]:
+    """The frames that fill `payload`, by their headers alone."""
+    frames, at = [], 0
+    while at < len(payload):
+        start = at
+        magic = _field(payload, at, 4)
+        if 0x184D2A50 <= int.from_bytes(magic, "little") <= 0x184D2A5F:
+            at += 8 + int.from_bytes(_field(payload, start + 4, 4), "little")
+            if at > len(payload):
+                raise Reject("a skippable frame runs past the payload")
+            frames.append(ZstdFrame(at, b"", None, None, [], b""))
+            continue
+        if magic != _MAGIC:
+            raise Reject("not a zstd frame")
+        descriptor = _field(payload, at + 4, 1)[0]
+        if descriptor & 0x08:
+            raise Reject("reserved bit of the frame header set")
+        single = bool(descriptor & 0x20)
+        at += 5
+        if not single:
+            if (_field(payload, at, 1)[0] >> 3) + 10 > 31:
+                raise Reject("window log above 31")
+            at += 1
+        dictionary_bytes = (0, 1, 2, 4)[descriptor & 3]
+        if any(_field(payload, at, dictionary_bytes)):
+            raise Reject("wants a dictionary")
+        at += dictionary_bytes
+        size_bytes = (int(single), 2, 4, 8)[descriptor >> 6]
+        content_size = int.from_bytes(_field(payload, at, size_bytes), "little") + (256 if size_bytes == 2 else 0)
+        at += size_bytes
+        header, blocks, last = payload[start:at], [], False
+        while not last:
+            word = int.from_bytes(_field(payload, at, 3), "little")
+            last, kind, size = bool(word & 1), word >> 1 & 3, word >> 3
+            if kind == 3:
+                raise Reject("reserved block type")
+            blocks.append((kind, size, _field(payload, at + 3, 1 if kind == 1 else size)))
+            at += 3 + (1 if kind == 1 else size)
+        checksum = _field(payload, at, 4 if descriptor & 0x04 else 0)
+        at += len(checksum)
+        frames.append(
+            ZstdFrame(at, header, None if single else 5, content_size if size_bytes else None, blocks, checksum)
+        )
+    return frames
+
+
+def _field(payload: bytes, at: int, size: int) -> bytes:
+    field = payload[at : at + size]
+    if len(field) != size:
+        raise Reject("a zstd field runs past the payload")
+    return field
+
+
+def zstd_decompress_by_frames(payload: bytes, raw_len: int) -> bytes:
+    """With nothing but python-zstandard, which decodes single frames and streams where ZSTD_decompress does not."""
+    out = b""
+    for frame in zstd_frames(payload):
+        if frame.header:
+            out += _one_frame(frame, raw_len - len(out))
+    if len(out) != raw_len:
+        raise Reject("not the expected length")
+    return out
+
+
+def _one_frame(frame: ZstdFrame, room: int) -> bytes:
+    if frame.content_size is not None and frame.content_size > room:
+        raise Reject("more content than expected")
+    header, blocks = bytearray(frame.header), []
+    if frame.window_at is not None:
+        # The one-shot call has the whole output as its window, whatever the frame says.
+        window_log = max(17, min(room, frame.most).bit_length())
+        header[frame.window_at] = (min(window_log, 31) - 10) << 3
+    for kind, size, content in frame.blocks:
+        # Nor does it mind an RLE or raw block above 128 KiB: cut those.
+        step = _BLOCK_MAX if kind != 2 else size + 1
+        for at in range(0, max(size, 1), step):
+            part = min(step, size - at)
+            blocks.append((kind, part, content if kind != 0 else content[at : at + part]))
+    body = b"".join(
+        (size << 3 | kind << 1 | (i == len(blocks) - 1)).to_bytes(3, "little") + content
+        for i, (kind, size, content) in enumerate(blocks)
+    )
+    # The push interface gives what it has and says when the frame is complete.
+    pusher = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+    try:
+        out = pusher.decompress(bytes(header) + body + frame.checksum)
+    except zstandard.ZstdError as error:
+        raise Reject(str(error)) from None
+    if not pusher.eof or pusher.unused_data:
+        raise Reject("the frame does not end where its blocks do")
+    if len(out) > room:
+        raise Reject("more output than expected")
+    return out
+
+
+def library(name: str) -> Decompress | None:
+    """One-shot ZSTD_decompress of a shared library, or None where it cannot be opened.
+
+    Releases of libzstd disagree about some damaged blocks (1.5.4 decodes a few that 1.5.6 refuses), so verdicts on damage
+    can be compared with those of the same release only.
+    """
+    try:
+        lib = ctypes.CDLL(name)
+        decompress, is_error = lib.ZSTD_decompress, lib.ZSTD_isError
+    except (OSError, AttributeError):
+        return None
+    decompress.restype = ctypes.c_size_t
+    decompress.argtypes = [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_size_t]
+    is_error.argtypes = [ctypes.c_size_t]
+
+    # -- one stream -------------------------------------------------------------------------------------------------------
+
+
+def encode_stream(stream: bytes, predictors: Iterable[str], zstd: bool = True) -> bytes:
+    if not stream:
+        return bytes(HEADER)
+    best: tuple[int, int, bytes] | None = None
+    enabled = {MODES[name] for name in predictors} or {RAW}
+    for mode in (RAW, DELTA_SEQ, XOR_SEQ):
+        if mode not in enabled:
+            continue
+        predicted = predict(stream, mode)
+        candidates = [(RLE, rle_encode(predicted))]
+        if zstd:
+            candidates.append((ZSTD, zstd_compress(predicted)))
+        for codec, payload in candidates:
+            if best is None or len(payload) < len(best[2]):
+                best = mode, codec, payload
+    assert best is not None
+    mode, codec, payload = best
+    return bytes([mode, codec]) + _u32(len(stream)) + _u32(len(payload)) + payload
+
+
+def decode_stream(
+    data: bytes, at: int = 0, zstd: bool = True, decompress: Decompress = zstd_decompress_by_frames
+) -> tuple[bytes, int]:
+    """The stream at `at` and the offset behind it."""
+    if len(data) - at < HEADER:
+        raise Reject("truncated header")
+    mode, codec = data[at], data[at + 1]
+    raw_len = int.from_bytes(data[at + 2 : at + 6], "little")
+    payload_len = int.from_bytes(data[at + 6 : at + 10], "little")
+    end = at + HEADER + payload_len
+    if end > len(data):
+        raise Reject("payload runs past the frame")
+    payload = data[at + HEADER : end]
+    if raw_len == 0:
+        if payload_len != 0:
+            raise Reject("payload of an empty stream")
+        return b"", end
+    if codec == RLE:
+        stream = rle_decode(payload, raw_len)
+    elif codec == ZSTD:
+        if not zstd or not payload:
+            raise Reject("no zstd")
+        stream = decompress(payload, raw_len)
+    else:
+        raise Reject("unknown codec")
+    if mode not in (RAW, DELTA_SEQ, XOR_SEQ):
+        raise Reject("unknown mode")
+    return unpredict(stream, mode), end
+
+
+# -- containers -------------------------------------------------------------------------------------------------------
+
+
+def encode(
+    data: bytes,
+    stride: int,
+    predictors: Iterable[str] = tuple(MODES),
+    hi_predictors: Iterable[str] | None = None,
+    zstd: bool = True,
+) -> bytes:
+    """The FP16 (stride 2) or FP32 (stride 4) container."""
+    if len(data) < stride or len(data) % stride:
+        raise Reject("no whole number of words")
+    sets = [tuple(predictors)] * stride
+    if hi_predictors is not None:
+        sets[1] = tuple(hi_predictors)
+    streams = [encode_stream(lane, names, zstd) for lane, names in zip(split(data, stride), sets, strict=True)]
+    return _u32(len(data) // stride) + b"".join(streams)
+
+
+def decode(frame: bytes, stride: int, zstd: bool = True, decompress: Decompress = zstd_decompress_by_frames) -> bytes:
+    if len(frame) < 4:
+        raise Reject("no word count")
+    words = int.from_bytes(frame[:4], "little")
+    if words == 0:
+        raise Reject("no words")
+    lanes, at = [], 4
+    for _ in range(stride):
+        lane, at = decode_stream(frame, at, zstd, decompress)
+        if len(lane) != words:
+            raise Reject("a lane of another length")
+        lanes.append(lane)
+    if at != len(frame):
+        raise Reject("bytes left over")
+    return join(lanes)
+
+
+def decode_any(
+    frame: bytes, zstd: bool = True, decompress: Decompress = zstd_decompress_by_frames
+) -> tuple[int, bytes]:
+    """(stride, bytes) of a frame whose container nobody told."""
+    try:
+        return 2, decode(frame, 2, zstd, decompress)
+    except Reject:
+        return 4, decode(frame, 4, zstd, decompress)
+
+
+def fnv1a64(data: bytes, seed: int = 1469598103934665603) -> int:
+    for byte in data:
+        seed = ((seed ^ byte) * 1099511628211) & (1 << 64) - 1
+    return seed
+
+
+def _u32(number: int) -> bytes:
+    return number.to_bytes(4, "little")

@@ -125,7 +125,6 @@ def _address(library: ctypes.CDLL, name: str) -> int:
 # -- the python door --------------------------------------------------------------------------------------------------
 
 _MAGIC = 0xFD2FB528
-_SKIPPABLE = range(0x184D2A50, 0x184D2A60)
 _MAX_WINDOW = 1 << 31
 
 
@@ -140,55 +139,23 @@ def _python_decompress(payload: memoryview, capacity: int) -> bytes:
     parts = []
     at = 0
     while at < len(payload):
-        magic = int.from_bytes(payload[at : at + 4], "little")
-        if magic in _SKIPPABLE:
-            end = at + 8 + int.from_bytes(_take(payload, at + 4, 4), "little")
-        elif magic == _MAGIC:
-            end, content_size = _frame_extent(payload, at)
-        else:
-            raise ValueError(f"no zstd frame at offset {at}")
-        frame = _take(payload, at, end - at)
-        if magic == _MAGIC:
-            part = _decompress_frame(frame, content_size, capacity)
-            capacity -= len(part)
-            parts.append(part)
+        end = _zstdlib.extent(payload, at)
+        frame = payload[at:end]
+        if int.from_bytes(frame[:4], "little") == _MAGIC:
+            parts.append(_decompress_frame(frame, capacity))
+            capacity -= len(parts[-1])
         at = end
     return b"".join(parts)
 
 
-def _take(payload: memoryview, at: int, n: int) -> memoryview:
-    if n > len(payload) - at:
-        raise ValueError(f"zstd payload ends at {len(payload)}, inside a field at {at}")
-    return payload[at : at + n]
-
-
-def _frame_extent(payload: memoryview, at: int) -> tuple[int, int | None]:
-    """Offset behind the frame at `at`, and its content size where the header has one (RFC 8878, section 3.1.1)."""
-    descriptor = _take(payload, at + 4, 1)[0]
-    single_segment = descriptor >> 5 & 1
-    size_bytes = (single_segment, 2, 4, 8)[descriptor >> 6]
-    at += 5 + (1 - single_segment) + (0, 1, 2, 4)[descriptor & 3]
-    content_size = None
-    if size_bytes:
-        content_size = int.from_bytes(_take(payload, at, size_bytes), "little") + (256 if size_bytes == 2 else 0)
-    at += size_bytes
-    last = False
-    while not last:
-        header = int.from_bytes(_take(payload, at, 3), "little")
-        last, kind, size = bool(header & 1), header >> 1 & 3, header >> 3
-        if kind == 3:
-            raise ValueError(f"reserved zstd block type at offset {at}")
-        at += 3 + (1 if kind == 1 else size)
-    return at + (4 if descriptor & 4 else 0), content_size
-
-
-def _decompress_frame(frame: memoryview, content_size: int | None, capacity: int) -> bytes:
+def _decompress_frame(frame: memoryview, capacity: int) -> bytes:
     import zstandard
 
-    if content_size is not None and content_size > capacity:
+    content_size = zstandard.frame_content_size(frame)  # -1 where the header does not say
+    if content_size > capacity:
         raise ValueError(f"zstd frame holds {content_size} bytes, {capacity} fit")
     decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
-    if content_size or (content_size is None and capacity):
+    if content_size > 0 or (content_size < 0 and capacity):
         return decompressor.decompress(frame, max_output_size=capacity)
     stream = decompressor.decompressobj()  # decompress() would not look into a frame that claims to be empty
     if stream.decompress(frame) or not stream.eof:

@@ -13,7 +13,7 @@ from cpython.ref cimport Py_DECREF, PyObject
 from kvmnn._streams cimport (
     KVMNN_MODE_RAW, entropy, lanes, rle_bound, rle_count, rle_count_to, rle_decode, rle_encode, rle_size,
 )
-from kvmnn._zstdlib cimport zstd
+from kvmnn._zstdlib cimport most_output, zstd
 
 from .errors import FrameError, KvmnnError, LimitError
 
@@ -55,11 +55,13 @@ cdef enum:
     KEEP_BYTES = 64 << 20  # a workspace that grew beyond this gives its memory back
     MANY_RUNS = 256        # in one stream: from here on its RLE length is found after its zstd length
     TILE = 4096            # words that are split, predicted and scanned before the next are touched
-    SAMPLE_TILE = 4096     # effort "fast": bytes of one look at a stream ...
+    SAMPLE_TILE = 1024     # effort "fast": bytes of one look at a stream ...
     SAMPLE_TILES = 16      # ... and how many looks it takes
 
 cdef size_t NOT_SMALLER = 0
 cdef size_t NO_MEMORY = <size_t>-1
+cdef size_t U32_MAX = <size_t>0xffffffffULL
+cdef size_t TOO_LONG = <size_t>-2
 cdef size_t UNKNOWN = <size_t>-1
 
 
@@ -260,12 +262,12 @@ cdef size_t encode_lane(
     Workspace ws, const uint8_t *src, size_t words, int stride, int lane, int modes, int allow, int level,
     uint8_t *dst
 ) noexcept nogil:
-    """Header and smallest payload of one lane at dst; its length, or NO_MEMORY."""
+    """Header and smallest payload of one lane at dst; its length, or NO_MEMORY, or TOO_LONG."""
     cdef Candidate chosen = Candidate(0, 0, 0)
     cdef const uint8_t *stream
     cdef uint8_t *streams = NULL
     cdef uint8_t *target = dst + HEADER
-    cdef size_t got, limit = <size_t>-2
+    cdef size_t got, limit = <size_t>-3
     cdef size_t[MODES] rle
     cdef int mode
     if modes == ALL_MODES and stride > 1 and words <= FUSE_UP_TO:
@@ -293,6 +295,8 @@ cdef size_t encode_lane(
                 memcpy(dst + HEADER, target, got)
             limit = got
         target = ws.buffer(1, payload_bound(words))  # the first candidate stays where it is until a better one comes
+    if chosen.size > U32_MAX:
+        return TOO_LONG
     store_header(dst, chosen, words)
     return HEADER + chosen.size
 
@@ -309,14 +313,20 @@ cdef PyObject *new_bytes(size_t size) except NULL:
 
 
 cdef bytes cut_bytes(PyObject *data, size_t size):
-    """The first `size` bytes as an object of its own; takes the reference. NO_MEMORY raises."""
-    if size == NO_MEMORY:
+    """The first `size` bytes as an object of its own; takes the reference. NO_MEMORY and TOO_LONG raise."""
+    if size >= TOO_LONG:
         Py_DECREF(<object>data)
-        raise MemoryError("no memory for the streams of a frame")
+        raise no_frame(size)
     _PyBytes_Resize(&data, size)  # shrinks in place
     cdef bytes result = <bytes>data
     Py_DECREF(result)
     return result
+
+
+cdef object no_frame(size_t code):
+    if code == NO_MEMORY:
+        return MemoryError("no memory for the streams of a frame")
+    return LimitError("a payload above 2^32 - 1 bytes, which is what a stream header can say: encode pieces")
 
 
 # -- encoding for Python ----------------------------------------------------------------------------------------------
@@ -343,11 +353,12 @@ def encode(const uint8_t[::1] data not None, int stride, modes, int allow, int l
             if sample:
                 lane_modes[lane] = 1 << likely_mode(ws, &data[0], words, stride, lane, lane_modes[lane])
             got = encode_lane(ws, &data[0], words, stride, lane, lane_modes[lane], allow, level, out + at)
-            if got == NO_MEMORY:
+            if got >= TOO_LONG:
+                at = got
                 break
             at += got
     release(ws)
-    return cut_bytes(frame, at if got != NO_MEMORY else NO_MEMORY)
+    return cut_bytes(frame, at)
 
 
 def encode_stream(const uint8_t[::1] data not None, int modes, int allow, int level=3) -> bytes:
@@ -383,10 +394,12 @@ def candidate(
                     got = make_candidate(
                         ws, stream, words, mode, allow, level, sized, limit, UNKNOWN, out + HEADER, &chosen
                     )
-                if got != NO_MEMORY and got != NOT_SMALLER:
+                if got != NO_MEMORY and chosen.size > U32_MAX:
+                    got = TOO_LONG
+                if got < TOO_LONG:
                     store_header(out, chosen, words)
-        if got == NO_MEMORY:
-            raise MemoryError(f"no memory to encode {words} bytes")
+        if got >= TOO_LONG:
+            raise no_frame(got)
         if got == NOT_SMALLER:
             return None
         return chosen.size, chosen.mode, chosen.codec, PyBytes_FromStringAndSize(<char *>out, HEADER + chosen.size)
@@ -416,7 +429,7 @@ cdef size_t check_words(size_t n, int stride) except? 0:
         raise KvmnnError(f"nothing to encode: expected at least one {stride}-byte word, found 0 bytes")
     if n % <size_t>stride:
         raise KvmnnError(f"{n} bytes are not a whole number of {stride}-byte words")
-    if n // <size_t>stride > 0xffffffff:
+    if n // <size_t>stride > U32_MAX:
         raise LimitError(f"{n // <size_t>stride} words: a frame counts words in 32 bits; encode pieces")
     return n // <size_t>stride
 
@@ -455,10 +468,14 @@ cdef Stream parse_stream(const uint8_t *frame, size_t n, size_t at, int allow, s
         raise FrameError(f"{where} at offset {at}: mode {s.mode}: expected 0 (raw), 1 (delta_seq) or 2 (xor_seq)")
     if not allow & (ALLOW_RLE if s.codec == CODEC_RLE else ALLOW_ZSTD):
         raise FrameError(f"{where} at offset {at}: codec {'RLE' if s.codec == CODEC_RLE else 'ZSTD'} is not available")
-    # Decoders allocate raw_len bytes; no payload this short can fill them (format.md, "Bounds").
-    if s.codec == CODEC_RLE and 2 * s.raw_len > 131 * s.payload_len or s.raw_len > 32768 * s.payload_len:
+    # Decoders allocate raw_len bytes: refuse claims that no payload like this can fill (format.md, "Bounds").
+    if (
+        2 * s.raw_len > 131 * s.payload_len
+        if s.codec == CODEC_RLE
+        else s.raw_len > most_output(frame + s.offset, s.payload_len)
+    ):
         raise FrameError(
-            f"{where} at offset {at}: raw_len {s.raw_len} cannot come from a payload of {s.payload_len} bytes"
+            f"{where} at offset {at}: raw_len {s.raw_len} cannot come from this payload of {s.payload_len} bytes"
         )
     return s
 

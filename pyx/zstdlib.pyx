@@ -144,6 +144,88 @@ def use_callables(compress, decompress) -> None:
     zstd.bound = _python_bound
 
 
+# -- the structure of a payload, from its headers alone (RFC 8878, section 3.1) ------------------------------------------
+
+cdef enum:
+    SKIPPABLE_MAGIC = 0x184D2A50       # and the 15 numbers after it
+    BLOCK_MAX = 128 << 10
+
+cdef size_t MALFORMED = 0
+
+
+cdef inline size_t load_le(const unsigned char *p, int n) noexcept nogil:
+    cdef size_t x = 0
+    cdef int i
+    for i in range(n):
+        x |= <size_t>p[i] << 8 * i
+    return x
+
+
+cdef size_t frame_end(const unsigned char *p, size_t n, size_t at, size_t *most) noexcept nogil:
+    """Offset behind the zstd or skippable frame at `at`, or MALFORMED where ZSTD_decompress would fail too.
+
+    `most` grows by the most bytes that the frame can decode to. RLE blocks are taken at the size they claim: libzstd
+    does not hold them to 128 KiB.
+    """
+    cdef size_t magic, size, header, kind
+    cdef int descriptor
+    if n - at < 8:
+        return MALFORMED
+    magic = load_le(p + at, 4)
+    if magic & ~<size_t>15 == SKIPPABLE_MAGIC:
+        size = load_le(p + at + 4, 4)
+        return at + 8 + size if size <= n - at - 8 else MALFORMED
+    if magic != <size_t>0xFD2FB528:
+        return MALFORMED
+    descriptor = p[at + 4]
+    at += 5
+    if not descriptor & 32:
+        at += 1                              # window descriptor
+    kind = descriptor & 3
+    at += 4 if kind == 3 else kind           # dictionary id
+    kind = descriptor >> 6
+    at += <size_t>1 << kind if kind else descriptor >> 5 & 1  # content size
+    while True:
+        if at > n or n - at < 3:
+            return MALFORMED
+        header = load_le(p + at, 3)
+        kind, size = header >> 1 & 3, header >> 3
+        if kind == 3:
+            return MALFORMED
+        most[0] += BLOCK_MAX if kind == 2 else size
+        if kind == 1:
+            size = 1
+        at += 3
+        if size > n - at:
+            return MALFORMED
+        at += size
+        if header & 1:
+            break
+    if descriptor & 4:
+        at += 4                              # checksum
+    return at if at <= n else MALFORMED
+
+
+cdef size_t most_output(const unsigned char *p, size_t n) noexcept nogil:
+    """The most bytes that a payload can decode to; 0 where its structure is broken."""
+    cdef size_t at = 0, most = 0
+    while at < n:
+        at = frame_end(p, n, at, &most)
+        if at == MALFORMED:
+            return 0
+    return most
+
+
+def extent(const unsigned char[::1] payload not None, size_t at) -> int:
+    """Offset behind the zstd or skippable frame at `at`; `ValueError` where there is none."""
+    cdef size_t most = 0, end = MALFORMED
+    if at < <size_t>payload.shape[0]:
+        end = frame_end(&payload[0], payload.shape[0], at, &most)
+    if end == MALFORMED:
+        raise ValueError(f"no complete zstd frame at offset {at} of {payload.shape[0]}")
+    return end
+
+
 # -- both: what tests and measurements call ------------------------------------------------------------------------------
 
 def compress(const unsigned char[::1] data not None, int level=3) -> bytes:

@@ -256,28 +256,28 @@ def test_single_empty_streams() -> None:
 # -- bounds ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("row", tables("Bounds")[0], ids=lambda row: row[0])
-def test_bounds(row: list[str]) -> None:
-    codec, factor = {"RLE": RLE, "ZSTD": ZSTD}[row[0]], float(row[1])
-    payload = bytes(4)
-    most = int(factor * len(payload))
-    for raw_len, message in ((most, "does not decode"), (most + 1, "cannot come from")):
-        with pytest.raises(kvmnn.FrameError, match=message):
-            kvmnn.decode(u32(raw_len) + stream(payload, raw_len, codec) * 2)
+def zstd_of_rle_block(raw_len: int) -> bytes:
+    """A zstd frame of one RLE block, whatever its size."""
+    return bytes.fromhex("28b52ffd a0") + u32(raw_len) + (raw_len << 3 | 2 | 1).to_bytes(3, "little") + b"\x07"
 
 
-def test_known_difference_is_one() -> None:
-    """Delete this together with the paragraph when kvmnn decodes oversized RLE blocks."""
-    assert "**Known difference.**" in section("Bounds")
-    raw_len = 1 << 20
-    block = (raw_len << 3 | 2 | 1).to_bytes(3, "little") + b"\x07"
-    payload = bytes.fromhex("28b52ffd a0") + u32(raw_len) + block
-    if zstd.door() != "python":
-        from kvmnn import _zstdlib
+def two_lanes(payload: bytes, raw_len: int, codec: int) -> bytes:
+    return u32(raw_len) + stream(payload, raw_len, codec) * 2
 
-        assert _zstdlib.decompress(payload, raw_len) == b"\x07" * raw_len
+
+def test_bounds() -> None:
+    factors = {row[0]: float(row[1]) for row in tables("Bounds")[0]}
+    tokens = b"\xff\x00" * 2
+    most = int(factors["RLE"] * len(tokens))
+    assert kvmnn.decode(two_lanes(tokens, most, RLE)).size == most
     with pytest.raises(kvmnn.FrameError, match="cannot come from"):
-        kvmnn.decode(u32(raw_len) + stream(payload, raw_len, ZSTD) * 2)
+        kvmnn.decode(two_lanes(tokens, most + 1, RLE))
+    most = (1 << 21) - 1
+    assert factors["ZSTD"] == 1 << 19 and most < factors["ZSTD"] * 4 <= most + 1
+    for raw_len in (2, 128 << 10, (128 << 10) + 1, most):
+        assert kvmnn.decode(two_lanes(zstd_of_rle_block(raw_len), raw_len, ZSTD)).size == raw_len
+        with pytest.raises(kvmnn.FrameError, match="cannot come from"):
+            kvmnn.decode(two_lanes(zstd_of_rle_block(raw_len), raw_len + 1, ZSTD))
 
 
 # -- the rest of the page -------------------------------------------------------------------------------------------

@@ -13,3 +13,6 @@ cdef struct zstd_api:
     size_t (*bound)(size_t) noexcept nogil
 
 cdef zstd_api zstd
+
+cdef size_t frame_end(const unsigned char *p, size_t n, size_t at, size_t *most) noexcept nogil
+cdef size_t most_output(const unsigned char *p, size_t n) noexcept nogil

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from . import frame, manifest, predictors, zstd
 from .errors import KvmnnError, LimitError
 from .manifest import ArrayEntry, FrameEntry, Manifest
-from .output import DirectoryOutput, FileOutput
+from .output import DirectoryOutput, FileOutput, StagedFile
 from .pipeline import ordered
 from .sources import NamedArray, Piece
 
@@ -113,14 +113,12 @@ def encode_to_directory(
     """Write one frame file for each array, and ``manifest.json``. The caller commits `output`."""
     names = file_names([array.name for array in arrays], FRAME_SUFFIX)
     output.check_names([*names, manifest.FILE_NAME])
-    current = -1
-    file = None
+    files: dict[int, StagedFile] = {}
 
     def write(index: int, made: bytes) -> str:
-        nonlocal current, file
-        if file is None or index != current:
-            current, file = index, output.file(names[index])
-        file.write(made)
+        if index not in files:
+            files[index] = output.file(names[index])
+        files[index].write(made)
         return names[index]
 
     document = _document(_encode(arrays, options, write, progress), options, metadata)

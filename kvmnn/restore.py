@@ -315,7 +315,7 @@ def compare(
                     entry.name, f"first differs at element {list(entry.index_of(offset))} (byte {offset})"
                 )
         position += data.size
-        del data
+        del data, run  # or they would live on while the next frame is decoded
     return None
 
 

@@ -125,9 +125,7 @@ def _zipnn(module: Any, dtype: str, threads: int | None) -> list[Codec]:
     from .parallel import resolve_threads
 
     names = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
-    made = module.ZipNN(
-        input_format="byte", bytearray_dtype=names[dtype], threads=resolve_threads(threads)
-    )
+    made = module.ZipNN(input_format="byte", bytearray_dtype=names[dtype], threads=resolve_threads(threads))
     return [Codec("zipnn", version("zipnn"), lambda data: made.compress(data.tobytes()), made.decompress)]
 
 

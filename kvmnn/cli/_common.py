@@ -93,7 +93,7 @@ def codecs(arguments: argparse.Namespace) -> tuple[str, ...]:
 # -- sources ----------------------------------------------------------------------------------------------------------
 
 
-def load(paths: Sequence[str], arguments: argparse.Namespace, dtype: str | None = None) -> Source:
+def load(paths: Sequence[str], arguments: argparse.Namespace, fallbacks: Sequence[str] = ()) -> Source:
     """All arrays of all inputs as one source, with distinct names: a taken name gets ``~2``, ``~3`` ... appended."""
     from dataclasses import replace
 
@@ -102,7 +102,8 @@ def load(paths: Sequence[str], arguments: argparse.Namespace, dtype: str | None 
     if list(paths).count(STDIO) > 1:
         raise UsageError("standard input can be read only once")
     options = ReadOptions(
-        dtype=arguments.dtype or dtype,
+        dtype=arguments.dtype,
+        fallbacks=tuple(fallbacks),
         tensors=tuple(arguments.tensor),
         skip_unsupported=arguments.skip_unsupported,
     )
@@ -138,6 +139,21 @@ def to_stdout(arguments: argparse.Namespace) -> bool:
     if arguments.output == STDIO:
         return True
     return arguments.output is None and not arguments.json and not sys.stdout.isatty()
+
+
+class Stdout:
+    """Standard output as a sink for bytes: writes all of them, even where PYTHONUNBUFFERED makes writes partial."""
+
+    def write(self, data: bytes | memoryview, /) -> int:
+        """Write all of `data`."""
+        rest = memoryview(data).cast("B")
+        while rest:
+            rest = rest[sys.stdout.buffer.write(rest) or 0 :]
+        return len(data)
+
+    def flush(self) -> None:
+        """Hand buffered bytes to the system."""
+        sys.stdout.buffer.flush()
 
 
 def is_directory(output: str) -> bool:

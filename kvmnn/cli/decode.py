@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
@@ -79,9 +78,10 @@ def _to_stdout(frames: FrameSet, runs: Any, arguments: argparse.Namespace) -> No
         raise UsageError(f"standard output carries one array, not {len(frames.arrays)}: use -o DIR/ or -o X.npz")
     if arguments.json:
         raise UsageError("--json and the data both want standard output: write the data to a file (-o FILE)")
+    stdout = _common.Stdout()
     with _common.progress(arguments, frames.raw_bytes, "decode") as step:
-        write_raw(sys.stdout.buffer, frames.arrays, runs(step), {})
-    sys.stdout.buffer.flush()
+        write_raw(stdout, frames.arrays, runs(step), {})
+    stdout.flush()
 
 
 def _derived(name: str, frames: FrameSet) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
@@ -97,8 +96,9 @@ def _to_stdout(source: Source, arguments: argparse.Namespace, options: EncodeOpt
     with _common.progress(arguments, array.nbytes, "encode") as step:
         made = encode_to_bytes(array, options, step)
     seconds = time.perf_counter() - started
-    sys.stdout.buffer.write(made)
-    sys.stdout.buffer.flush()
+    stdout = _common.Stdout()
+    stdout.write(made)
+    stdout.flush()
     line = _line(array.name, array.nbytes, len(made), 1, options.verify, seconds)
     _common.say(arguments, line, data_on_stdout=True)
     return 0

@@ -41,8 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     difference: Difference | None = None
     with _common.progress(arguments, frames.raw_bytes, "verify") as step:
         if arguments.against:
-            dtypes = {array.dtype for array in frames.arrays}
-            source = _common.load(arguments.against, arguments, dtypes.pop() if len(dtypes) == 1 else None)
+            source = _common.load(arguments.against, arguments, [array.dtype for array in frames.arrays])
             _common.report_skipped(source, arguments)
             difference = compare(frames, source.arrays, options, progress=step)
         else:

@@ -62,9 +62,7 @@ def _stdin(options: ReadOptions) -> Source:
     file = MappedFile(STDIN)
     if file.head(len(npy.MAGIC)) == npy.MAGIC:
         return npy.read_mapped(file, options)
-    if options.dtype is None:
-        raise SourceError("standard input: is not a .npy file, and raw bytes need a dtype (--dtype fp16, bf16 or fp32)")
-    return raw.read_mapped(file, options.dtype)
+    return raw.read_mapped(file, options)
 
 
 def _check_names(path: str, source: Source, options: ReadOptions) -> None:

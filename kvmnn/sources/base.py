@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -153,6 +154,9 @@ class ReadOptions:
     ----------
     dtype
         Name of the dtype to take arrays as; None infers it from each array. Raw bytes need one.
+    fallbacks
+        What arrays and raw bytes whose own type does not say may be taken as, where `dtype` is None: the first that has
+        the word size.
     tensors
         Names to take from a file of many arrays; empty takes all.
     skip_unsupported
@@ -161,6 +165,7 @@ class ReadOptions:
     """
 
     dtype: str | None = None
+    fallbacks: tuple[str, ...] = ()
     tensors: tuple[str, ...] = ()
     skip_unsupported: bool = False
 
@@ -208,28 +213,34 @@ def _some(names: Iterable[str], most: int = 8) -> str:
     return (shown or "none") + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def dtype_name(array_dtype: np.dtype[np.generic], wanted: str | None, where: str) -> str:
+def dtype_name(array_dtype: np.dtype[np.generic], options: ReadOptions, where: str) -> str:
     """The dtype name under which an array of numpy type `array_dtype` is encoded.
 
     Raises
     ------
     UnsupportedArrayError
-        For object and structured types, word sizes other than 2 and 4, and types that need `wanted` and have none.
+        For object and structured types, word sizes other than 2 and 4, and types that need a dtype and have none.
     """
     if array_dtype.hasobject:
         raise UnsupportedArrayError(f"{where}: holds Python objects (pickles), which are never loaded")
     if array_dtype.fields is not None or array_dtype.subdtype is not None:
         raise UnsupportedArrayError(f"{where}: structured type {array_dtype} is not supported")
-    sample: npt.NDArray[np.generic] = np.empty(0, array_dtype)
     try:
-        if wanted is None:
-            return dtypes.of_array(sample).name
-        dtype = dtypes.by_name(wanted)
-        if array_dtype != np.uint8:
-            dtypes.check_array(sample, dtype)
-        return dtype.name
+        if options.dtype is not None:
+            return _taken_as(options.dtype, array_dtype)
+        return dtypes.of_array(np.empty(0, array_dtype)).name
     except (TypeError, KvmnnError) as exc:
+        for fallback in options.fallbacks if options.dtype is None else ():
+            with suppress(TypeError):
+                return _taken_as(fallback, array_dtype)
         raise UnsupportedArrayError(f"{where}: {exc}") from None
+
+
+def _taken_as(name: str, array_dtype: np.dtype[np.generic]) -> str:
+    dtype = dtypes.by_name(name)
+    if array_dtype != np.uint8:
+        dtypes.check_array(np.empty(0, array_dtype), dtype)
+    return name
 
 
 def checked(array: NamedArray, where: str) -> NamedArray:

@@ -71,7 +71,7 @@ def read_mapped(file: MappedFile, options: ReadOptions) -> Source:
     where = file.label
     header = Header(file.head(HEADER_MOST), where)
     name = "stdin" if file.path == STDIN else PurePath(file.path).stem
-    dtype = dtype_name(header.dtype, options.dtype, where)
+    dtype = dtype_name(header.dtype, options, where)
     found = file.size - header.size
     if found != header.nbytes:
         what = "is truncated" if found < header.nbytes else "has trailing bytes"

@@ -42,7 +42,7 @@ def _member(file: MappedFile, member: zipfile.ZipInfo, options: ReadOptions) -> 
         raise SourceError(f"{where}: is encrypted")
     with _opened(file.path, member, where) as stream:
         header = Header(stream.read(HEADER_MOST), where)
-    dtype = dtype_name(header.dtype, options.dtype, where)
+    dtype = dtype_name(header.dtype, options, where)
     if header.size + header.nbytes != member.file_size:
         raise SourceError(
             f"{where}: the .npy header promises {header.nbytes} bytes of data after {header.size} of header, "

@@ -13,16 +13,18 @@ from .mapped import STDIN, MappedFile
 
 def read(path: str, options: ReadOptions) -> Source:
     """One 1-D array: the whole file."""
-    if options.dtype is None:
+    return read_mapped(MappedFile(path), options)
+
+
+def read_mapped(file: MappedFile, options: ReadOptions) -> Source:
+    """One 1-D array of words: the whole of an open file."""
+    names = [options.dtype] if options.dtype else options.fallbacks
+    if not names:
         raise SourceError(
-            f"{path}: not a .npy, .npz or .safetensors file, and raw bytes need a dtype (--dtype fp16, bf16 or fp32)"
+            f"{file.label}: not a .npy, .npz or .safetensors file, and raw bytes need a dtype "
+            "(--dtype fp16, bf16 or fp32)"
         )
-    return read_mapped(MappedFile(path), options.dtype)
-
-
-def read_mapped(file: MappedFile, dtype_name: str) -> Source:
-    """One 1-D array of words called `dtype_name`: the whole of an open file."""
-    dtype = dtypes.by_name(dtype_name)
+    dtype = dtypes.by_name(names[0])
     if file.size == 0:
         raise SourceError(f"{file.label}: is empty, there is nothing to encode")
     if file.size % dtype.itemsize:

@@ -61,11 +61,11 @@ def _array(file: MappedFile, tensor: _Tensor, start: int, options: ReadOptions) 
     where = f"{file.path}: tensor {tensor.name!r}"
     if tensor.kind not in _NUMPY:
         raise UnsupportedArrayError(f"{where}: type {tensor.kind} is not one that frames hold (F16, BF16, F32)")
-    if options.dtype is None and tensor.kind not in ("F16", "BF16", "F32"):
+    if not (options.dtype or options.fallbacks) and tensor.kind not in ("F16", "BF16", "F32"):
         raise UnsupportedArrayError(f"{where}: type {tensor.kind} needs a dtype to be taken as (--dtype)")
     array = NamedArray(
         name=tensor.name,
-        dtype=dtype_name(np.dtype(_NUMPY[tensor.kind]), options.dtype, where),
+        dtype=dtype_name(np.dtype(_NUMPY[tensor.kind]), options, where),
         shape=tensor.shape,
         array_dtype=_NUMPY[tensor.kind],
         reader=partial(file.runs, start + tensor.begin, tensor.end - tensor.begin),

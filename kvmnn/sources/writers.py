@@ -67,8 +67,7 @@ def write_npy(sink: Sink, arrays: Sequence[ArrayInfo], runs: Runs, metadata: dic
 
 def write_npz(sink: SeekableSink, arrays: Sequence[ArrayInfo], runs: Runs, metadata: dict[str, str]) -> None:
     """All arrays as ``numpy.savez`` writes them, uncompressed and with a fixed date."""
-    archive = zipfile.ZipFile(sink, "w", zipfile.ZIP_STORED, allowZip64=True)
-    with ExitStack() as open_member:
+    with zipfile.ZipFile(sink, "w", zipfile.ZIP_STORED, allowZip64=True) as archive, ExitStack() as open_member:
         for index, data, begins in _beginnings(runs):
             if begins:
                 open_member.close()
@@ -77,7 +76,6 @@ def write_npz(sink: SeekableSink, arrays: Sequence[ArrayInfo], runs: Runs, metad
                 npy.write_header(member, arrays[index])
             member.write(_own_bytes(arrays[index], data).data)
             del data
-    archive.close()
 
 
 def write_safetensors(sink: SeekableSink, arrays: Sequence[ArrayInfo], runs: Runs, metadata: dict[str, str]) -> None:

@@ -135,25 +135,45 @@ def _python_compress(level: int, sized: bool, data: memoryview) -> bytes:
 
 
 def _python_decompress(payload: memoryview, capacity: int) -> bytes:
-    """What ZSTD_decompress gives: every frame of the payload in turn, skippable ones passed over, no other byte."""
-    parts = []
+    """What ZSTD_decompress gives: every frame of the payload in turn, skippable ones passed over, no other byte.
+
+    zstandard decodes in one shot only frames that tell their size, and streaming is stricter about window and block
+    sizes. So the one frame that does not tell it gets the size that is left for it; only where several do not, and
+    break those limits, the verdict is that of streaming.
+    """
+    import zstandard
+
+    frames = []
     at = 0
     while at < len(payload):
         end = _zstdlib.extent(payload, at)
-        frame = payload[at:end]
-        if int.from_bytes(frame[:4], "little") == _MAGIC:
-            parts.append(_decompress_frame(frame, capacity))
-            capacity -= len(parts[-1])
+        if int.from_bytes(payload[at : at + 4], "little") == _MAGIC:
+            frames.append(bytes(payload[at:end]))
         at = end
+    sizes = [zstandard.frame_content_size(frame) for frame in frames]
+    left = capacity - sum(size for size in sizes if size > 0)
+    if left < 0:
+        raise ValueError(f"zstd frames hold {capacity - left} bytes, {capacity} fit")
+    if sizes.count(-1) == 1:
+        unsized = sizes.index(-1)
+        frames[unsized], sizes[unsized] = _with_content_size(frames[unsized], left), left
+    parts = []
+    for frame, size in zip(frames, sizes, strict=True):
+        parts.append(_decompress_frame(frame, size, capacity))
+        capacity -= len(parts[-1])
     return b"".join(parts)
 
 
-def _decompress_frame(frame: memoryview, capacity: int) -> bytes:
+def _with_content_size(frame: bytes, size: int) -> bytes:
+    """The frame, which has no content size, with one of eight bytes."""
+    descriptor = frame[4]
+    header_end = 6 + (0, 1, 2, 4)[descriptor & 3]  # magic, descriptor, window descriptor, dictionary id
+    return frame[:4] + bytes([descriptor | 0xC0]) + frame[5:header_end] + size.to_bytes(8, "little") + frame[header_end:]
+
+
+def _decompress_frame(frame: bytes, content_size: int, capacity: int) -> bytes:
     import zstandard
 
-    content_size = zstandard.frame_content_size(frame)  # -1 where the header does not say
-    if content_size > capacity:
-        raise ValueError(f"zstd frame holds {content_size} bytes, {capacity} fit")
     decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
     if content_size > 0 or (content_size < 0 and capacity):
         return decompressor.decompress(frame, max_output_size=capacity)

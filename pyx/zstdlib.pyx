@@ -148,7 +148,8 @@ def use_callables(compress, decompress) -> None:
 
 cdef enum:
     SKIPPABLE_MAGIC = 0x184D2A50       # and the 15 numbers after it
-    BLOCK_MAX = 128 << 10
+    COMPRESSED_BASE = 4 << 20          # what a compressed block can decode to at most: this and ...
+    COMPRESSED_FACTOR = 64 << 10       # ... so much for each of its bytes
 
 cdef size_t MALFORMED = 0
 
@@ -164,8 +165,9 @@ cdef inline size_t load_le(const unsigned char *p, int n) noexcept nogil:
 cdef size_t frame_end(const unsigned char *p, size_t n, size_t at, size_t *most) noexcept nogil:
     """Offset behind the zstd or skippable frame at `at`, or MALFORMED where ZSTD_decompress would fail too.
 
-    `most` grows by the most bytes that the frame can decode to. RLE blocks are taken at the size they claim: libzstd
-    does not hold them to 128 KiB.
+    `most` grows by the most bytes that the frame can decode to. libzstd holds no block to 128 KiB here. Raw and RLE
+    blocks have the size they claim. A compressed block has at most 128 KiB of literals and 98047 sequences, each of
+    which copies at most 34 bytes and 8190 more for each bit of its own.
     """
     cdef size_t magic, size, header, kind
     cdef int descriptor
@@ -192,7 +194,7 @@ cdef size_t frame_end(const unsigned char *p, size_t n, size_t at, size_t *most)
         kind, size = header >> 1 & 3, header >> 3
         if kind == 3:
             return MALFORMED
-        most[0] += BLOCK_MAX if kind == 2 else size
+        most[0] += COMPRESSED_BASE + COMPRESSED_FACTOR * size if kind == 2 else size
         if kind == 1:
             size = 1
         at += 3

@@ -170,6 +170,12 @@ def zstd_payloads() -> list[Payload]:
     def flipped(payload: bytes, at: int, bits: int) -> bytes:
         return payload[:at] + bytes([payload[at] ^ bits]) + payload[at + 1 :]
 
+    def long_matches(count: int) -> bytes:
+        """Eight bytes, then a compressed block of `count` repetitions of the longest match, two bytes for each."""
+        block = bytes([0, count, 0x54, 0, 0, 52]) + b"\xff\xff" * count + b"\x01"
+        block_headers = [size.to_bytes(3, "little") for size in (8 << 3, len(block) << 3 | 2 << 1 | 1)]
+        return b"\x28\xb5\x2f\xfd\x00\x58" + block_headers[0] + b"a" * 8 + block_headers[1] + block
+
     big = bytes(300_000)
     huge_skippable = struct.pack("<II", 0x184D2A50, 0xFFFFFFFF)
     return [
@@ -241,4 +247,8 @@ def zstd_payloads() -> list[Payload]:
         Payload("RLE block above 128 KiB", rle_block(131073), b"a" * 131073, True),
         Payload("RLE block of 2 MiB", rle_block((1 << 21) - 1), b"a" * ((1 << 21) - 1), True),
         Payload("raw block above 128 KiB", window(21, 0, big), big, True),
+        *(
+            Payload(f"compressed block of {k} long matches", long_matches(k), b"a" * (8 + k * 131074), accepted)
+            for k, accepted in ((1, True), (2, False), (100, True))
+        ),
     ]

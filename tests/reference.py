@@ -7,6 +7,7 @@ fuzzer compare frames, outputs and verdicts with. A refusal is `Reject`.
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -132,26 +133,16 @@ def zstd_compress(stream: bytes) -> bytes:
 # -- zstd: the verdict of ZSTD_decompress, in two independent ways --------------------------------------------------------
 
 _MAGIC = b"\x28\xb5\x2f\xfd"
-_BLOCK_MAX = 128 << 10
-
 Decompress = Callable[[bytes, int], bytes]
 """payload, expected length -> content; `Reject` where ZSTD_decompress fails or gives another length."""
 
 
 class ZstdFrame(NamedTuple):
-    """One frame of a payload; a skippable one has no blocks."""
+    """One frame of a payload."""
 
-    end: int
-    header: bytes  # magic to content size
-    window_at: int | None  # offset of the window descriptor in it
+    header: bytes  # magic to content size; empty for a skippable frame
     content_size: int | None
-    blocks: list[tuple[int, int, bytes]]  # type, size field, content
-    checksum: bytes
-
-    @property
-    def most(self) -> int:
-        """Bytes that it can hold at most: raw and RLE blocks say their size, and it may exceed 128 KiB."""
-        return sum(_BLOCK_MAX if kind == 2 else size for kind, size, _ in self.blocks)
+    body: bytes  # blocks and checksum
 
 
 def zstd_frames(payload: bytes) -> list[ZstdFrame]:
@@ -164,7 +155,7 @@ def zstd_frames(payload: bytes) -> list[ZstdFrame]:
             at += 8 + int.from_bytes(_field(payload, start + 4, 4), "little")
             if at > len(payload):
                 raise Reject("a skippable frame runs past the payload")
-            frames.append(ZstdFrame(at, b"", None, None, [], b""))
+            frames.append(ZstdFrame(b"", None, b""))
             continue
         if magic != _MAGIC:
             raise Reject("not a zstd frame")
@@ -184,19 +175,17 @@ def zstd_frames(payload: bytes) -> list[ZstdFrame]:
         size_bytes = (int(single), 2, 4, 8)[descriptor >> 6]
         content_size = int.from_bytes(_field(payload, at, size_bytes), "little") + (256 if size_bytes == 2 else 0)
         at += size_bytes
-        header, blocks, last = payload[start:at], [], False
+        body, last = at, False
         while not last:
             word = int.from_bytes(_field(payload, at, 3), "little")
             last, kind, size = bool(word & 1), word >> 1 & 3, word >> 3
             if kind == 3:
                 raise Reject("reserved block type")
-            blocks.append((kind, size, _field(payload, at + 3, 1 if kind == 1 else size)))
             at += 3 + (1 if kind == 1 else size)
-        checksum = _field(payload, at, 4 if descriptor & 0x04 else 0)
-        at += len(checksum)
-        frames.append(
-            ZstdFrame(at, header, None if single else 5, content_size if size_bytes else None, blocks, checksum)
-        )
+        at += 4 if descriptor & 0x04 else 0
+        if at > len(payload):
+            raise Reject("a frame runs past the payload")
+        frames.append(ZstdFrame(payload[start:body], content_size if size_bytes else None, payload[body:at]))
     return frames
 
 
@@ -208,43 +197,40 @@ def _field(payload: bytes, at: int, size: int) -> bytes:
 
 
 def zstd_decompress_by_frames(payload: bytes, raw_len: int) -> bytes:
-    """With nothing but python-zstandard, which decodes single frames and streams where ZSTD_decompress does not."""
+    """With nothing but python-zstandard, which decodes single frames, and in one shot only if it knows their size.
+
+    Streaming is stricter about window and block sizes than ZSTD_decompress. So the one frame whose header does not say
+    its size is given the size that is left for it. Where several do not say it, this verdict is that of streaming.
+    """
+    frames = [frame for frame in zstd_frames(payload) if frame.header]
+    left = raw_len - sum(frame.content_size or 0 for frame in frames)
+    if left < 0:
+        raise Reject("more content than expected")
+    unsized = [frame for frame in frames if frame.content_size is None]
     out = b""
-    for frame in zstd_frames(payload):
-        if frame.header:
-            out += _one_frame(frame, raw_len - len(out))
+    for frame in frames:
+        if frame.content_size is None and len(unsized) == 1:
+            window_at = 5
+            header = frame.header[:4] + bytes([frame.header[4] | 0xC0]) + frame.header[window_at:]
+            frame = frame._replace(header=header + left.to_bytes(8, "little"), content_size=left)
+        out += _one_frame(frame, raw_len - len(out))
     if len(out) != raw_len:
         raise Reject("not the expected length")
     return out
 
 
 def _one_frame(frame: ZstdFrame, room: int) -> bytes:
-    if frame.content_size is not None and frame.content_size > room:
-        raise Reject("more content than expected")
-    header, blocks = bytearray(frame.header), []
-    if frame.window_at is not None:
-        # The one-shot call has the whole output as its window, whatever the frame says.
-        window_log = max(17, min(room, frame.most).bit_length())
-        header[frame.window_at] = (min(window_log, 31) - 10) << 3
-    for kind, size, content in frame.blocks:
-        # Nor does it mind an RLE or raw block above 128 KiB: cut those.
-        step = _BLOCK_MAX if kind != 2 else size + 1
-        for at in range(0, max(size, 1), step):
-            part = min(step, size - at)
-            blocks.append((kind, part, content if kind != 0 else content[at : at + part]))
-    body = b"".join(
-        (size << 3 | kind << 1 | (i == len(blocks) - 1)).to_bytes(3, "little") + content
-        for i, (kind, size, content) in enumerate(blocks)
-    )
-    # The push interface gives what it has and says when the frame is complete.
-    pusher = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
     try:
-        out = pusher.decompress(bytes(header) + body + frame.checksum)
+        if frame.content_size:
+            return decompressor.decompress(frame.header + frame.body)
+        pusher = decompressor.decompressobj()  # the other call does not look into a frame that claims to be empty
+        out = pusher.decompress(frame.header + frame.body)
     except zstandard.ZstdError as error:
         raise Reject(str(error)) from None
     if not pusher.eof or pusher.unused_data:
         raise Reject("the frame does not end where its blocks do")
-    if len(out) > room:
+    if len(out) > (room if frame.content_size is None else 0):
         raise Reject("more output than expected")
     return out
 
@@ -261,10 +247,22 @@ def library(name: str) -> Decompress | None:
     except (OSError, AttributeError):
         return None
     decompress.restype = ctypes.c_size_t
-    decompress.argtypes = [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_size_t]
+    decompress.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_size_t]
     is_error.argtypes = [ctypes.c_size_t]
 
-    # -- one stream -------------------------------------------------------------------------------------------------------
+    def zstd_decompress(payload: bytes, raw_len: int) -> bytes:
+        with mmap.mmap(-1, max(raw_len, 1)) as memory:  # takes only the pages that are written
+            first = ctypes.c_char.from_buffer(memory)
+            got = decompress(ctypes.addressof(first), raw_len, payload, len(payload))
+            del first
+            if is_error(got) or got != raw_len:
+                raise Reject("ZSTD_decompress")
+            return memory[:got]
+
+    return zstd_decompress
+
+
+# -- one stream -------------------------------------------------------------------------------------------------------
 
 
 def encode_stream(stream: bytes, predictors: Iterable[str], zstd: bool = True) -> bytes:

@@ -107,9 +107,7 @@ def encode_block(
     failed = not frames
     attempted = raw_bytes if failed else len(frames[0]) + len(frames[1])
     stored = not failed and attempted < raw_bytes
-    little_endian = (
-        [words_of(part, kind)[1] for part in (keys, values)] if kind is not None else list(raw)
-    )
+    little_endian = [words_of(part, kind)[1] for part in (keys, values)] if kind is not None else list(raw)
     return Block(
         dtype=kind,
         raw_bytes=raw_bytes,
@@ -124,14 +122,16 @@ def encode_block(
 
 
 def _common_dtype(keys: Any, values: Any, dtype: str | None) -> str | None:
-    kinds = []
+    kinds: list[str | None] = []
     for part in (keys, values):
         if isinstance(part, np.ndarray) and part.dtype != np.uint8 and part.dtype.itemsize not in (2, 4):
             kinds.append(None)
         else:
             kinds.append(words_of(part, dtype)[0].name)
     if kinds[0] != kinds[1]:
-        raise KvmnnError(f"keys are {kinds[0] or keys.dtype}, values are {kinds[1] or values.dtype}: expected one dtype")
+        raise KvmnnError(
+            f"keys are {kinds[0] or keys.dtype}, values are {kinds[1] or values.dtype}: expected one dtype"
+        )
     return kinds[0]
 
 

@@ -7,6 +7,7 @@ manifests. bf16 has no numpy type of its own, so it travels as ``uint16`` words.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,7 +43,7 @@ def by_name(name: str) -> DType:
         raise KvmnnError(f"unknown dtype {name!r}: expected one of {', '.join(BY_NAME)}") from None
 
 
-def of_array(array: npt.NDArray) -> DType:
+def of_array(array: npt.NDArray[Any]) -> DType:
     """The `DType` an array stands for when nobody says: float16, float32, or 16-bit words for bf16.
 
     Raises
@@ -63,7 +64,7 @@ def of_array(array: npt.NDArray) -> DType:
     )
 
 
-def check_array(array: npt.NDArray, dtype: DType) -> None:
+def check_array(array: npt.NDArray[Any], dtype: DType) -> None:
     """Raise `TypeError` unless `array` may be taken as words of `dtype`: kind f, i, u or V of the same word size."""
     dt = array.dtype
     if dt.kind not in _ARRAY_KINDS or dt.hasobject:

@@ -349,9 +349,7 @@ def _open(frame: Any, dtype: str | None, codecs: Iterable[str]) -> tuple[DType, 
 # -- inspecting ---------------------------------------------------------------------------------------------------------
 
 
-def inspect(
-    frame: Any, *, dtype: str | None = None, codecs: Iterable[str] = CODECS, entropy: bool = True
-) -> FrameInfo:
+def inspect(frame: Any, *, dtype: str | None = None, codecs: Iterable[str] = CODECS, entropy: bool = True) -> FrameInfo:
     """Account for every byte of a frame.
 
     The frame is decoded for it, both to be sure that it is one and for the order-0 entropy of its streams; with

@@ -138,9 +138,7 @@ class PackLayout:
         packed = self._buffers(key_buffer, value_buffer, start, count, past, capacity, writable=True)
         self._move(*packed, plain, start, count, capacity, _SCATTER)
 
-    def zero(
-        self, key_buffer: Any, value_buffer: Any, start: int, count: int, *, past: int, capacity: int
-    ) -> None:
+    def zero(self, key_buffer: Any, value_buffer: Any, start: int, count: int, *, past: int, capacity: int) -> None:
         """Set the elements that `gather` would return to zero bytes; padding stays as it is. Errors as there."""
         packed = self._buffers(key_buffer, value_buffer, start, count, past, capacity, writable=True)
         self._move(*packed, (None, None), start, count, capacity, _ZERO)
@@ -155,10 +153,12 @@ class PackLayout:
         capacity: int,
         what: int,
     ) -> None:
+        plain_keys, plain_values = (None if part is None else part.reshape(-1).view(np.uint8) for part in plain)
         _layout.move_range(
             keys,
             values,
-            *(None if part is None else part.reshape(-1).view(np.uint8) for part in plain),
+            plain_keys,
+            plain_values,
             self.itemsize,
             self.kv_heads,
             self.head_dim,

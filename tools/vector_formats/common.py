@@ -45,9 +45,7 @@ class Checker:
                 self.problems.append(f"field {name!r} is not known to this runner")
 
 
-def run_list(
-    entries: Any, label: str, check: Callable[[dict[str, Any], Checker], None]
-) -> Iterator[CaseResult]:
+def run_list(entries: Any, label: str, check: Callable[[dict[str, Any], Checker], None]) -> Iterator[CaseResult]:
     """Check every entry of a case list; whatever goes wrong fails that case and no other."""
     for number, case in enumerate(entries):
         if not isinstance(case, dict):

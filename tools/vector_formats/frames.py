@@ -21,7 +21,9 @@ _NO_ZSTD = ("rle",)
 
 def run(folder: Path, index: dict[str, Any]) -> Iterator[CaseResult]:
     yield from run_list(index.get("cases", ()), "cases", lambda case, check: _encode_case(folder, case, check))
-    yield from run_list(index.get("bad_frames", ()), "bad_frames", lambda case, check: _decode_case(folder, case, check))
+    yield from run_list(
+        index.get("bad_frames", ()), "bad_frames", lambda case, check: _decode_case(folder, case, check)
+    )
     yield from run_list(index.get("kv_range", ()), "kv_range", lambda case, check: _range_case(folder, case, check))
     yield from run_list(index.get("predictor_specs", ()), "predictor_specs", _spec_case)
     yield from unknown_lists(index, _LISTS)

@@ -1,0 +1,61 @@
+# Everything runs in $(VENV) with kvmnn installed from this tree; nothing needs to be installed by hand but Python
+# (3.11 or newer, with venv) and a C compiler.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/.kvmnn
+SOURCES := $(shell find pyx kvmnn -name '*.py' -o -name '*.pyx' -o -name '*.pxd' -o -name '*.pyi' -o -name '*.h' \
+	-o -path '*/native/*.c') setup.py pyproject.toml
+
+.PHONY: demo test lint bench fuzz test-aarch64 sanitize install clean
+
+demo: install
+	@PATH="$(abspath $(BIN)):$$PATH" sh tools/demo.sh
+
+test: $(STAMPS)/test
+	$(BIN)/pytest
+
+lint: $(STAMPS)/lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMPS)/peers
+	$(BIN)/python tools/bench_codec.py
+
+fuzz: $(STAMPS)/test
+	$(BIN)/python tools/fuzz.py
+
+test-aarch64: install
+	bash tools/test_aarch64.sh
+
+sanitize:
+	bash tools/sanitize.sh
+
+install: $(STAMPS)/install
+
+clean:
+	rm -rf build dist *.egg-info $(VENV) pyx/*.c kvmnn/*.so
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvmnn needs Python 3.11 or newer: \
+	make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMPS)/install: $(BIN)/python $(SOURCES)
+	@rm -rf build/lib* build/bdist*
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check .
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/test: $(STAMPS)/install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check '.[test]'
+	@touch $@
+
+$(STAMPS)/peers: $(STAMPS)/install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check '.[peers]'
+	@touch $@
+
+$(STAMPS)/lint: $(STAMPS)/install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check '.[test,lint]'
+	@touch $@

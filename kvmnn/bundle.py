@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from . import frame, manifest, predictors, zstd
+from .digests import Digester
 from .errors import KvmnnError, LimitError
 from .manifest import ArrayEntry, FrameEntry, Manifest
 from .output import DirectoryOutput, FileOutput, StagedFile
@@ -189,8 +190,8 @@ def _encode(
 
     hashes = [hashlib.sha256() for _ in arrays]
     frames: list[list[FrameEntry]] = [[] for _ in arrays]
-    for job, made in ordered(make, _jobs(arrays, options.frame_bytes), lambda job: job.piece.size, options.threads):
-        hashes[job.array_index].update(job.piece.data)
+    jobs = _jobs(arrays, options.frame_bytes, hashes)
+    for job, made in ordered(make, jobs, lambda job: job.piece.size, options.threads):
         file = write(job.array_index, made.frame)
         before = frames[job.array_index]
         frames[job.array_index].append(
@@ -219,10 +220,13 @@ def _encode(
     ]
 
 
-def _jobs(arrays: Sequence[NamedArray], frame_bytes: int) -> Iterator[_Job]:
-    for index, array in enumerate(arrays):
-        for piece in array.pieces(frame_bytes):
-            yield _Job(index, piece)
+def _jobs(arrays: Sequence[NamedArray], frame_bytes: int, hashes: Sequence[hashlib._Hash]) -> Iterator[_Job]:
+    """All pieces of all arrays; each is hashed while it is being encoded."""
+    with Digester() as digester:
+        for index, array in enumerate(arrays):
+            for piece in array.pieces(frame_bytes):
+                digester.update(hashes[index], piece)
+                yield _Job(index, piece)
 
 
 def _document(entries: list[ArrayEntry], options: EncodeOptions, metadata: dict[str, str] | None) -> Manifest:

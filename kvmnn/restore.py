@@ -13,6 +13,7 @@ import numpy as np
 
 from . import dtypes, frame, manifest
 from .bundle import FRAME_SUFFIX, Progress
+from .digests import Digester
 from .errors import FrameError, LimitError, ManifestError, SourceError
 from .manifest import ArrayEntry, FrameEntry, Manifest
 from .pipeline import ordered
@@ -184,7 +185,7 @@ class Decoded(NamedTuple):
     array_index
         Which array of the set.
     data
-        uint8, little-endian words in memory order.
+        uint8, little-endian words in memory order; good until the next run is asked for.
     """
 
     array_index: int
@@ -228,20 +229,29 @@ def decode_frames(
     if options.max_bytes is not None and frames.raw_bytes > options.max_bytes:
         raise LimitError(f"{frames.path}: holds {frames.raw_bytes} raw bytes, above the limit of {options.max_bytes}")
 
+    buffers = _Buffers()
+
     def work(job: _Job, threads: int | None) -> Piece:
-        return _decode_one(frames, job, options, check_frames, threads)
+        alone = threads != 1 or options.threads == 1
+        return _decode_one(frames, job, options, check_frames, threads, buffers if alone else None)
 
     hashes = [hashlib.sha256() for _ in frames.arrays]
-    for job, data in ordered(work, _jobs(frames), lambda job: job.entry.raw_bytes, options.threads):
-        array = frames.arrays[job.array_index]
-        if array.sha256 is not None:
-            hashes[job.array_index].update(data.data)
-        yield Decoded(job.array_index, data)
-        if job.number + 1 == len(array.frames) and array.sha256 not in (None, hashes[job.array_index].hexdigest()):
-            raise ManifestError(f"{frames.path}: array {array.name!r}: its bytes do not match the manifest's sha256")
-        if progress:
-            progress(data.size)
-        del job, data  # or they would live on while the next frame is decoded
+    decoded = ordered(work, _jobs(frames), lambda job: job.entry.raw_bytes, options.threads)
+    with Digester() as digester:
+        for job, data in decoded:
+            array, digest = frames.arrays[job.array_index], hashes[job.array_index]
+            if array.sha256 is not None:
+                digester.update(digest, data)
+            yield Decoded(job.array_index, data)
+            if job.number + 1 == len(array.frames):
+                digester.wait()
+                if array.sha256 not in (None, digest.hexdigest()):
+                    raise ManifestError(
+                        f"{frames.path}: array {array.name!r}: its bytes do not match the manifest's sha256"
+                    )
+            if progress:
+                progress(data.size)
+            del job, data  # or they would live on while the next frame is decoded
 
 
 def _jobs(frames: FrameSet) -> Iterator[_Job]:
@@ -250,22 +260,38 @@ def _jobs(frames: FrameSet) -> Iterator[_Job]:
             yield _Job(index, number, entry, frames.frame(entry))
 
 
-def _decode_one(frames: FrameSet, job: _Job, options: DecodeOptions, check: bool, threads: int | None) -> Piece:
+class _Buffers:
+    """Two buffers by turns: fresh memory costs as much as decoding, and the last run may still be being hashed."""
+
+    def __init__(self) -> None:
+        self._buffers: list[Piece] = [np.empty(0, np.uint8), np.empty(0, np.uint8)]
+
+    def take(self, nbytes: int) -> Piece:
+        buffer = self._buffers.pop(0)
+        if buffer.size < nbytes:
+            del buffer
+            buffer = np.empty(nbytes, np.uint8)
+        self._buffers.append(buffer)
+        return buffer[:nbytes]
+
+
+def _decode_one(
+    frames: FrameSet, job: _Job, options: DecodeOptions, check: bool, threads: int | None, buffers: _Buffers | None
+) -> Piece:
     array, entry = frames.arrays[job.array_index], job.entry
     part = f" frame {job.number} (offset {entry.offset})" if len(array.frames) > 1 else ""
     where = f"{frames.path}:{part}" if frames.document is None else f"{frames.path}: array {array.name!r}:{part}"
     if check and entry.sha256 not in (None, hashlib.sha256(job.stored.data).hexdigest()):
         raise ManifestError(f"{where} the frame does not match the manifest's sha256")
     try:
-        words = frame.decode(
-            job.stored, dtype=array.dtype, codecs=options.codecs, max_bytes=entry.raw_bytes, threads=threads
-        )
-    except (FrameError, LimitError) as exc:
+        info = frame.inspect(job.stored, dtype=array.dtype, codecs=options.codecs, entropy=False)
+        if info.raw_bytes != entry.raw_bytes:
+            raise FrameError(f"holds {info.raw_bytes} bytes, the manifest says {entry.raw_bytes}")
+        out = buffers.take(entry.raw_bytes) if buffers else np.empty(entry.raw_bytes, np.uint8)
+        frame.decode(job.stored, dtype=array.dtype, codecs=options.codecs, out=out, threads=threads)
+    except FrameError as exc:
         raise FrameError(f"{where} {exc}") from None
-    data: Piece = words.view(np.uint8)
-    if data.size != entry.raw_bytes:
-        raise FrameError(f"{where} decodes to {data.size} bytes, the manifest says {entry.raw_bytes}")
-    return data
+    return out
 
 
 class Difference(NamedTuple):

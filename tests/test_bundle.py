@@ -266,9 +266,7 @@ def test_a_frame_of_another_size_than_the_manifest_says(tmp_path):
         parts[0]["raw_bytes"] += 2
         parts[1]["raw_bytes"] -= 2
 
-    with pytest.raises(
-        FrameError, match=r"array 'k': frame 0 \(offset 0\) decodes to 4096 bytes, the manifest says 4098"
-    ):
+    with pytest.raises(FrameError, match=r"array 'k': frame 0 \(offset 0\) holds 4096 bytes, the manifest says 4098"):
         joined(damaged(tmp_path, change))
 
 

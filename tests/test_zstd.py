@@ -136,9 +136,9 @@ def test_one_shot_functions() -> None:
         packed = _zstdlib.compress(data)
         assert packed == zstandard.ZstdCompressor(level=3).compress(data) == reference.zstd_compress(data)
         assert _zstdlib.decompress(packed, len(data)) == data
-        with pytest.raises(ValueError, match="exactly"):
+        with pytest.raises(ValueError, match="decode"):
             _zstdlib.decompress(packed, len(data) + 1)
-        with pytest.raises(ValueError, match="exactly"):
+        with pytest.raises(ValueError, match="decode"):
             _zstdlib.decompress(packed[:-1], len(data))
 
 

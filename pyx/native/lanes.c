@@ -65,14 +65,12 @@ static size_t kvmnn_first_byte(uint64_t x) {
 #endif
 #endif
 
-static int kvmnn_cpu_runs_avx2(void) {
 #ifdef KVMNN_HAS_AVX2
+static int kvmnn_cpu_runs_avx2(void) {
     __builtin_cpu_init();
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
-#else
-    return 0;
-#endif
 }
+#endif
 
 const kvmnn_lanes *kvmnn_lanes_for(const char *level) {
     if (strcmp(level, "baseline") == 0) return &baseline_table;

@@ -1,0 +1,132 @@
+#!/bin/sh
+# The compiled code on ARM, under qemu-user (make test-aarch64):
+#   1. pyx/native: cross-compiled with all warnings as errors, and its self-test run;
+#   2. every Cython module: cross-compiled, and the codec's tests and vectors run by an aarch64 Python.
+#
+# Usage: tools/test_aarch64.sh [--selftest-only] [folders with vectors for tools/conformance.py ...]
+# PYTHON (with Cython and pip) writes the C files and fetches wheels; downloads are kept in build/aarch64.
+# Exit: 0 all passed, 1 something failed, 3 tools are missing.
+set -eu
+cd "$(dirname "$0")/.."
+
+PYTHON=${PYTHON:-python3}
+WORK=$PWD/build/aarch64
+ROOT=$WORK/root
+SITE=$WORK/site
+CC=aarch64-linux-gnu-gcc
+PACKAGES="gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user"
+ARM=3.11 # the Python of Debian 12
+
+selftest_only=no
+if [ "${1:-}" = --selftest-only ]; then
+    selftest_only=yes
+    shift
+fi
+
+vectors=
+for folder in "$@"; do
+    vectors="$vectors $(realpath "$folder")"
+done
+
+# -- tools ----------------------------------------------------------------------------------------------------------
+
+missing() {
+    for tool in $CC qemu-aarch64; do
+        command -v $tool >/dev/null || return 0
+    done
+    [ ! -e /usr/aarch64-linux-gnu/lib/libc.so.6 ]
+}
+
+if missing && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    echo "installing $PACKAGES"
+    { apt-get update && apt-get install -y --no-install-recommends $PACKAGES; } >/dev/null 2>&1 || true
+fi
+if missing; then
+    echo "test_aarch64: needs the packages $PACKAGES (Debian's names); install them and run this again" >&2
+    exit 3
+fi
+mkdir -p "$WORK"
+
+# -- 1. the native lanes --------------------------------------------------------------------------------------------
+
+$CC -O3 -std=c11 -Wall -Wextra -Werror pyx/native/lanes.c pyx/native/selftest.c -o "$WORK/selftest"
+qemu-aarch64 -L /usr/aarch64-linux-gnu "$WORK/selftest"
+[ $selftest_only = no ] || exit 0
+
+# -- 2. an aarch64 Python in a folder of its own ----------------------------------------------------------------------
+
+private_apt() {
+    apt-get -q -o APT::Architecture=arm64 -o APT::Architectures=arm64 -o Dir::State="$WORK/apt/state" \
+        -o Dir::State::status="$WORK/apt/status" -o Dir::Cache="$WORK/apt/cache" -o APT::Sandbox::User=root \
+        -o Dir::Etc::sourcelist="$WORK/apt/sources.list" -o Dir::Etc::sourceparts=/dev/null "$@"
+}
+
+if [ ! -e "$ROOT/.complete" ]; then
+    echo "fetching an aarch64 Python $ARM (Debian 12 packages, unpacked into build/aarch64)"
+    rm -rf "$ROOT" "$WORK/apt"
+    mkdir -p "$ROOT" "$WORK/apt/state/lists/partial" "$WORK/apt/cache/archives/partial" "$WORK/apt/debs"
+    : >"$WORK/apt/status"
+    mirror=${DEBIAN_MIRROR:-http://deb.debian.org/debian}
+    echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $mirror bookworm main" >"$WORK/apt/sources.list"
+    private_apt update >"$WORK/apt/log" 2>&1
+    (cd "$WORK/apt/debs" && private_apt download python$ARM-minimal libpython$ARM-minimal libpython$ARM-stdlib \
+        libpython$ARM-dev libc6 libgcc-s1 libstdc++6 zlib1g libexpat1 libffi8 libbz2-1.0 liblzma5 libssl3 libuuid1 \
+        libsqlite3-0 >>"$WORK/apt/log" 2>&1)
+    for deb in "$WORK"/apt/debs/*.deb; do
+        dpkg-deb -x "$deb" "$ROOT"
+    done
+    touch "$ROOT/.complete"
+fi
+
+if [ ! -e "$SITE/.complete" ]; then
+    echo "fetching aarch64 wheels"
+    rm -rf "$SITE"
+    "$PYTHON" -m pip install -q --disable-pip-version-check --target "$SITE" --only-binary=:all: \
+        --python-version $ARM --implementation cp --platform manylinux2014_aarch64 --platform manylinux_2_28_aarch64 \
+        "numpy<2.4" "zstandard>=0.22,<0.24" "tqdm>=4.60" "pytest>=8" "hypothesis>=6.100"
+    touch "$SITE/.complete"
+fi
+
+# -- 3. kvmnn for it --------------------------------------------------------------------------------------------------
+
+echo "cross-compiling the Cython modules"
+"$PYTHON" -c "import runpy, setuptools; setuptools.setup = lambda **_: None; runpy.run_path('setup.py')" \
+    >"$WORK/cython.log" 2>&1 || { cat "$WORK/cython.log"; exit 1; }
+rm -rf "$SITE/kvmnn" "$SITE"/kvmnn-*.dist-info
+cp -r kvmnn "$SITE/kvmnn"
+rm -f "$SITE"/kvmnn/*.so
+version=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+mkdir "$SITE/kvmnn-$version.dist-info"
+printf 'Metadata-Version: 2.1\nName: kvmnn\nVersion: %s\n' "$version" >"$SITE/kvmnn-$version.dist-info/METADATA"
+for source in pyx/*.pyx; do
+    name=$(basename "$source" .pyx)
+    native=
+    [ "$name" != streams ] || native=pyx/native/lanes.c
+    $CC -shared -fPIC -O3 -ffp-contract=off -fvisibility=hidden -Wall -Wno-unused-function \
+        -I pyx -isystem "$ROOT/usr/include/python$ARM" -isystem "$ROOT/usr/include" \
+        "pyx/$name.c" $native -o "$SITE/kvmnn/_$name.cpython-$(echo $ARM | tr -d .)-aarch64-linux-gnu.so"
+done
+
+# Beside the x86 package in the working directory Python would take that one, so the rest happens elsewhere.
+rm -rf "$WORK/run"
+mkdir "$WORK/run"
+cp -r tests tools fixtures pyproject.toml "$WORK/run"
+cd "$WORK/run"
+
+arm_python() {
+    PYTHONPATH="$SITE" PYTHONDONTWRITEBYTECODE=1 QEMU_LD_PREFIX="$ROOT" qemu-aarch64 "$ROOT/usr/bin/python$ARM" "$@"
+}
+
+arm_python -c "
+import platform, numpy, kvmnn
+from kvmnn import _streams, zstd
+print('aarch64 Python:', platform.machine(), platform.python_version(), 'numpy', numpy.__version__,
+      'libzstd', zstd.version(), zstd.door(), 'lanes', *_streams.simd_levels())
+assert platform.machine() == 'aarch64'"
+
+# What starts other processes is left out: they would be aarch64 programs that only qemu can start.
+arm_python -m pytest -q -p no:cacheprovider tests/test_frame.py tests/test_frame_values.py tests/test_rle.py \
+    tests/test_predictors.py tests/test_hash.py tests/test_many.py tests/test_block.py tests/test_inspect.py \
+    tests/test_damage.py tests/test_zstd.py tests/test_simd.py \
+    -k "not door and not same_frames and not environment and not selftest"
+arm_python tools/conformance.py ${vectors:-fixtures}

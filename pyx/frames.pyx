@@ -11,7 +11,7 @@ from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.ref cimport Py_DECREF, PyObject
 
 from kvmnn._streams cimport (
-    KVMNN_MODE_RAW, entropy, lanes, rle_bound, rle_count, rle_count_to, rle_decode, rle_encode, rle_size,
+    KVMNN_MODE_RAW, entropy, lanes, rle_bound, rle_decode, rle_encode, rle_least, rle_size,
 )
 from kvmnn._zstdlib cimport most_output, zstd
 
@@ -52,8 +52,7 @@ cdef enum:
     MODES = 3
     ALL_MODES = 7
     FUSE_UP_TO = 16 << 20  # bytes of a lane whose three streams are made in one pass; above, memory counts more
-    KEEP_BYTES = 64 << 20  # a workspace that grew beyond this gives its memory back
-    MANY_RUNS = 256        # in one stream: from here on its RLE length is found after its zstd length
+    KEEP_BYTES = 48 << 20  # kept between calls by all workspaces together
     TILE = 4096            # words that are split, predicted and scanned before the next are touched
     SAMPLE_TILE = 1024     # effort "fast": bytes of one look at a stream ...
     SAMPLE_TILES = 16      # ... and how many looks it takes
@@ -62,7 +61,6 @@ cdef size_t NOT_SMALLER = 0
 cdef size_t NO_MEMORY = <size_t>-1
 cdef size_t U32_MAX = <size_t>0xffffffffULL
 cdef size_t TOO_LONG = <size_t>-2
-cdef size_t UNKNOWN = <size_t>-1
 
 
 cdef struct Candidate:
@@ -114,12 +112,14 @@ cdef class Workspace:
             self.sizes[which] = size if self.buffers[which] != NULL else 0
         return self.buffers[which]
 
-    cdef void trim(self) noexcept:
-        if self.sizes[0] + self.sizes[1] > KEEP_BYTES:
-            for i in range(2):
-                free(self.buffers[i])
-                self.buffers[i] = NULL
-                self.sizes[i] = 0
+    cdef size_t size(self) noexcept:
+        return self.sizes[0] + self.sizes[1]
+
+    cdef void empty(self) noexcept:
+        for i in range(2):
+            free(self.buffers[i])
+            self.buffers[i] = NULL
+            self.sizes[i] = 0
 
 
 cdef list _idle = []
@@ -143,7 +143,12 @@ cdef Workspace acquire(bint compress, bint decompress):
 
 
 cdef void release(Workspace ws):
-    ws.trim()
+    cdef size_t kept = ws.size()
+    cdef Workspace other
+    for other in tuple(_idle):
+        kept += other.size()
+    if kept > KEEP_BYTES:
+        ws.empty()
     if len(_idle) < 64:
         _idle.append(ws)
 
@@ -174,33 +179,32 @@ cdef const uint8_t *make_stream(
 
 
 cdef void make_streams(
-    const uint8_t *src, size_t words, int stride, int lane, uint8_t *streams, size_t *rle_sizes
+    const uint8_t *src, size_t words, int stride, int lane, uint8_t *streams, size_t *rle_least_sizes
 ) noexcept nogil:
-    """One lane under all predictors, one after the other at `streams`, and the lengths of their RLE payloads.
+    """One lane under all predictors, one after the other at `streams`, and a lower bound of each one's RLE length.
 
-    Works in tiles, so that the source is read once and runs are looked for in bytes that are still in the cache. A
-    stream full of runs gets the length UNKNOWN: zstd's payload will be short, and then counting can stop early.
+    Works in tiles, so that the source is read once and repeats are counted in bytes that are still in the cache.
     """
-    cdef rle_count counts[MODES]
-    cdef size_t start = 0, end
+    cdef size_t repeats[MODES]
+    cdef size_t start = 0, end, seen
     cdef int mode
-    memset(counts, 0, sizeof(counts))
+    memset(repeats, 0, sizeof(repeats))
     while start < words:
         end = words if words - start <= TILE else start + TILE
         lanes.predict_lane_part(src, start, end, stride, lane, streams, streams + words, streams + 2 * words)
+        seen = start - 1 if start else 0
         for mode in range(MODES):
-            if counts[mode].runs <= MANY_RUNS:
-                rle_count_to(&counts[mode], streams + <size_t>mode * words, end, end == words, <size_t>-1)
+            repeats[mode] += lanes.repeats(streams + <size_t>mode * words + seen, end - seen)
         start = end
     for mode in range(MODES):
-        rle_sizes[mode] = counts[mode].size if counts[mode].runs <= MANY_RUNS else UNKNOWN
+        rle_least_sizes[mode] = rle_least(words, repeats[mode])
 
 
 cdef size_t make_candidate(
     Workspace ws, const uint8_t *stream, size_t words, int mode, int allow, int level, bint sized, size_t limit,
-    size_t rle, uint8_t *dst, Candidate *result
+    size_t rle_least_size, uint8_t *dst, Candidate *result
 ) noexcept nogil:
-    """Payload of one stream: the smaller of RLE (length `rle` or UNKNOWN) and zstd, RLE where they are equal.
+    """Payload of one stream: the smaller of RLE (known to take at least `rle_least_size`) and zstd, RLE at equality.
 
     Returns its size with the payload in dst (payload_bound(words) bytes), NOT_SMALLER when it does not come below
     `limit`, or NO_MEMORY.
@@ -218,13 +222,12 @@ cdef size_t make_candidate(
             result.mode, result.codec, result.size = mode, CODEC_ZSTD, size
             best = size
             found = True
-    if allow & ALLOW_RLE:
+    if allow & ALLOW_RLE and rle_least_size <= best:
         # At equal size RLE wins over the zstd payload just made, but not over an earlier candidate.
-        if rle == UNKNOWN:
-            rle = rle_size(stream, words, best)
-        if rle < best or (found and rle == best):
+        size = rle_size(stream, words, best)
+        if size < best or (found and size == best):
             rle_encode(stream, words, dst)
-            result.mode, result.codec, result.size = mode, CODEC_RLE, rle
+            result.mode, result.codec, result.size = mode, CODEC_RLE, size
             found = True
     return result.size if found else NOT_SMALLER
 
@@ -284,7 +287,7 @@ cdef size_t encode_lane(
             stream = make_stream(ws, src, words, stride, lane, mode)
             if stream == NULL:
                 return NO_MEMORY
-            rle[mode] = UNKNOWN
+            rle[mode] = 0
         if target == NULL:
             return NO_MEMORY
         got = make_candidate(ws, stream, words, mode, allow, level, True, limit, rle[mode], target, &chosen)
@@ -392,7 +395,7 @@ def candidate(
                 stream = make_stream(ws, &data[0], words, stride, lane, mode)
                 if stream != NULL:
                     got = make_candidate(
-                        ws, stream, words, mode, allow, level, sized, limit, UNKNOWN, out + HEADER, &chosen
+                        ws, stream, words, mode, allow, level, sized, limit, 0, out + HEADER, &chosen
                     )
                 if got != NO_MEMORY and chosen.size > U32_MAX:
                     got = TOO_LONG

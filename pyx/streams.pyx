@@ -56,50 +56,33 @@ cdef size_t rle_bound(size_t n) noexcept nogil:
     return n + (n + LITERAL_MAX - 1) // LITERAL_MAX
 
 
-cdef void rle_count_to(rle_count *c, const uint8_t *s, size_t n, bint last, size_t limit) noexcept nogil:
-    """Account for s[:n]; `last` if the stream ends there. Start from a zeroed rle_count.
+cdef size_t rle_least(size_t n, size_t repeats) noexcept nogil:
+    """A length that no payload comes below for n bytes of which `repeats` equal the byte before them.
 
-    Stops early, with some size above `limit`, once the size is known to come out above it.
+    A run token of length l takes l - 1 >= 3/4 l repeats, so tokens stand for at most 4/3 repeats; all other bytes are
+    literals.
     """
-    cdef size_t i = c.at, length
-    while c.size <= limit:
-        if c.in_run:
-            if i < n and s[i] == s[c.run]:
-                i += lanes.run_length(s, i, n)
-            if i == n and not last:
-                c.at = i
-                return
-            length = i - c.run
-            c.size += rle_bound(c.run - c.literals) + 2 * (length // RUN_MAX)
-            length %= RUN_MAX
-            if length >= RUN_MIN:
-                c.size += 2
-            else:
-                i -= length
-            c.literals = i
-            c.in_run = False
-        i = lanes.find_run4(s, i, n)
-        if i == n:
-            if last:
-                c.size += rle_bound(n - c.literals)
-            elif n - c.literals >= RUN_MIN:
-                i = n - (RUN_MIN - 1)  # a run may still start in the last three bytes
-            else:
-                i = c.literals
-            c.at = i
-            return
-        c.run = i
-        c.runs += 1
-        c.in_run = True
-        i += RUN_MIN
+    cdef size_t covered = repeats + (repeats + 2) // 3
+    return rle_bound(n - covered) if covered < n else 0
 
 
 cdef size_t rle_size(const uint8_t *s, size_t n, size_t limit) noexcept nogil:
     """Length of the canonical payload of n bytes, or some number above `limit` if it is longer than that."""
-    cdef rle_count c
-    memset(&c, 0, sizeof(c))
-    rle_count_to(&c, s, n, True, limit)
-    return c.size
+    cdef size_t i = 0, size = 0, start, length
+    while i < n and size <= limit:
+        start = i
+        i = lanes.find_run4(s, i, n)
+        size += rle_bound(i - start)
+        if i < n:
+            length = lanes.run_length(s, i, n)
+            i += length
+            size += 2 * (length // RUN_MAX)
+            length %= RUN_MAX
+            if length >= RUN_MIN:
+                size += 2
+            else:
+                i -= length
+    return size
 
 
 cdef size_t rle_encode(const uint8_t *s, size_t n, uint8_t *dst) noexcept nogil:

@@ -7,7 +7,7 @@ Two fillings: addresses of the real functions, or, where no library with public 
 from libc.stdint cimport uintptr_t
 from libc.string cimport memcpy
 
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE, PyBytes_FromStringAndSize
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 from cpython.memoryview cimport PyMemoryView_FromMemory
 from cpython.buffer cimport PyBUF_READ
 
@@ -228,35 +228,65 @@ def extent(const unsigned char[::1] payload not None, size_t at) -> int:
     return end
 
 
-# -- both: what tests and measurements call ------------------------------------------------------------------------------
+# -- both: for Python ------------------------------------------------------------------------------------------------------
+
+cdef class Context:
+    """Compression and decompression contexts that are reused from call to call; for one thread at a time."""
+    cdef void *cctx
+    cdef void *dctx
+
+    def __cinit__(self):
+        self.cctx = zstd.new_cctx()
+        self.dctx = zstd.new_dctx()
+        if self.cctx == NULL or self.dctx == NULL:
+            raise MemoryError("no memory for zstd contexts")
+
+    def __dealloc__(self):
+        if self.cctx != NULL:
+            zstd.free_cctx(self.cctx)
+        if self.dctx != NULL:
+            zstd.free_dctx(self.dctx)
+
+    def compress_into(self, unsigned char[::1] out not None, const unsigned char[::1] data not None, int level=3) -> int:
+        """Write one zstd frame, as ZSTD_compress makes it, and return its length; `ValueError` if `out` is short."""
+        cdef size_t size
+        with nogil:
+            size = zstd.compress(
+                self.cctx, &out[0] if out.shape[0] else NULL, out.shape[0],
+                &data[0] if data.shape[0] else NULL, data.shape[0], level,
+            )
+        if zstd.is_error(size):
+            raise ValueError(f"zstd: {data.shape[0]} bytes were not compressed into {out.shape[0]}")
+        return size
+
+    def decompress_into(self, unsigned char[::1] out not None, const unsigned char[::1] payload not None) -> int:
+        """Write what a payload decodes to and return its length, under the verdict of ZSTD_decompress."""
+        cdef size_t size
+        with nogil:
+            size = zstd.decompress(
+                self.dctx, &out[0] if out.shape[0] else NULL, out.shape[0],
+                &payload[0] if payload.shape[0] else NULL, payload.shape[0],
+            )
+        if zstd.is_error(size):
+            raise ValueError(f"zstd: the payload of {payload.shape[0]} bytes does not decode into {out.shape[0]} bytes")
+        return size
+
+
+def bound(size_t n) -> int:
+    """Bytes that a zstd frame of n bytes can take at most."""
+    return zstd.bound(n)
+
 
 def compress(const unsigned char[::1] data not None, int level=3) -> bytes:
     """One zstd frame, as ZSTD_compress makes it."""
-    cdef size_t n = data.shape[0], size
-    cdef bytes out = PyBytes_FromStringAndSize(NULL, zstd.bound(n))
-    cdef void *cctx = zstd.new_cctx()
-    if cctx == NULL:
-        raise MemoryError("no memory for a zstd compression context")
-    try:
-        size = zstd.compress(cctx, PyBytes_AS_STRING(out), len(out), &data[0] if n else NULL, n, level)
-    finally:
-        zstd.free_cctx(cctx)
-    if zstd.is_error(size):
-        raise ValueError("zstd: compression failed")
-    return out[:size]
+    out = bytearray(zstd.bound(data.shape[0]))
+    return bytes(memoryview(out)[:Context().compress_into(out, data, level)])
 
 
 def decompress(const unsigned char[::1] payload not None, size_t expected) -> bytes:
     """Exactly `expected` bytes, under the verdict of ZSTD_decompress; `ValueError` otherwise."""
-    cdef size_t n = payload.shape[0], size
-    cdef bytes out = PyBytes_FromStringAndSize(NULL, expected)
-    cdef void *dctx = zstd.new_dctx()
-    if dctx == NULL:
-        raise MemoryError("no memory for a zstd decompression context")
-    try:
-        size = zstd.decompress(dctx, PyBytes_AS_STRING(out), expected, &payload[0] if n else NULL, n)
-    finally:
-        zstd.free_dctx(dctx)
-    if zstd.is_error(size) or size != expected:
-        raise ValueError(f"zstd: the payload of {n} bytes does not decode to exactly {expected} bytes")
-    return out
+    out = bytearray(expected)
+    size = Context().decompress_into(out, payload)
+    if size != expected:
+        raise ValueError(f"zstd: the payload of {payload.shape[0]} bytes decodes to {size} bytes, not {expected}")
+    return bytes(out)

@@ -17,6 +17,7 @@ cdef extern from "native/lanes.h" nogil:
         void (*join)(const uint8_t *const *lanes, size_t words, int stride, uint8_t *dst) noexcept nogil
         int (*join_equals)(const uint8_t *const *lanes, size_t words, int stride, const uint8_t *expected) noexcept nogil
         size_t (*find_run4)(const uint8_t *s, size_t i, size_t n) noexcept nogil
+        size_t (*repeats)(const uint8_t *s, size_t n) noexcept nogil
         size_t (*run_length)(const uint8_t *s, size_t i, size_t n) noexcept nogil
         void (*histogram)(const uint8_t *s, size_t n, uint64_t *counts) noexcept nogil
 
@@ -24,16 +25,7 @@ cdef const kvmnn_lanes *lanes
 
 cdef size_t rle_bound(size_t n) noexcept nogil
 
-# Length of a canonical payload, found while the stream is still being made.
-cdef struct rle_count:
-    size_t size      # payload bytes for everything before `literals`
-    size_t literals  # start of the literals being collected
-    size_t at        # next byte to look at
-    size_t run       # with in_run: start of a run that reaches up to `at`
-    size_t runs      # runs found so far
-    bint in_run
-
-cdef void rle_count_to(rle_count *c, const uint8_t *s, size_t n, bint last, size_t limit) noexcept nogil
+cdef size_t rle_least(size_t n, size_t repeats) noexcept nogil
 cdef size_t rle_size(const uint8_t *s, size_t n, size_t limit) noexcept nogil
 cdef size_t rle_encode(const uint8_t *s, size_t n, uint8_t *dst) noexcept nogil
 cdef bint rle_decode(const uint8_t *payload, size_t n, uint8_t *dst, size_t expected) noexcept nogil

@@ -37,6 +37,9 @@ typedef struct {
     /* First p >= i with four equal bytes at p (p + 4 <= n), or n. */
     size_t (*find_run4)(const uint8_t *s, size_t i, size_t n);
 
+    /* Number of i in 1..n-1 with s[i] == s[i - 1]. */
+    size_t (*repeats)(const uint8_t *s, size_t n);
+
     /* Number of bytes equal to s[i] from i on, i < n. */
     size_t (*run_length)(const uint8_t *s, size_t i, size_t n);
 

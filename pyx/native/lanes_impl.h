@@ -178,6 +178,20 @@ static size_t LEVEL(find_run4)(const uint8_t *s, size_t i, size_t n) {
     return p < end ? p : n;
 }
 
+/* Sixty-four counters of one byte each, emptied before they can overflow. */
+static size_t LEVEL(repeats)(const uint8_t *s, size_t n) {
+    size_t total = 0, i = 1;
+    while (i + 64 <= n) {
+        uint8_t counts[64] = {0};
+        size_t rows = (n - i) / 64 < 255 ? (n - i) / 64 : 255;
+        for (size_t row = 0; row < rows; ++row, i += 64)
+            for (int j = 0; j < 64; ++j) counts[j] = (uint8_t)(counts[j] + (s[i + j] == s[i + j - 1]));
+        for (int j = 0; j < 64; ++j) total += counts[j];
+    }
+    for (; i < n; ++i) total += s[i] == s[i - 1];
+    return total;
+}
+
 static size_t LEVEL(run_length)(const uint8_t *s, size_t i, size_t n) {
     const uint64_t same = s[i] * 0x0101010101010101ULL;
     size_t end = i + 1;
@@ -208,5 +222,6 @@ static void LEVEL(histogram)(const uint8_t *s, size_t n, uint64_t counts[256]) {
 
 static const kvmnn_lanes LEVEL(table) = {
     KVMNN_STRING(LEVEL_NAME), LEVEL(predict_lane), LEVEL(predict_lane_part), LEVEL(predict),    LEVEL(unpredict),
-    LEVEL(join),              LEVEL(join_equals),  LEVEL(find_run4),         LEVEL(run_length), LEVEL(histogram),
+    LEVEL(join),              LEVEL(join_equals),  LEVEL(find_run4),         LEVEL(repeats),    LEVEL(run_length),
+    LEVEL(histogram),
 };

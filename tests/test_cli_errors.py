@@ -96,6 +96,7 @@ def tree(folder: Path) -> dict[str, int]:
         ("encode ok.npy -o missing/x/", 1, "cannot be written: No such file or directory"),
         ("encode both.npz -o lone.frame", 2, "2 arrays need a directory"),
         ("encode both.npz -o x.frame", 2, "2 arrays need a directory"),
+        ("encode both.npz -o x.npz", 2, "2 arrays need a directory"),
         ("encode both.npz -o lone.frame/", 1, "exists already and is not a directory"),
         ("encode ok.npy --force -o ok.npy", 1, "ok.npy: is the input itself"),
         ("encode words.frame --dtype fp16 --force -o words.frame", 1, "words.frame: is the input itself"),

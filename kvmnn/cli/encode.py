@@ -120,7 +120,13 @@ def _write(source: Source, output: str, arguments: argparse.Namespace, options: 
     from ..output import DirectoryOutput, FileOutput
 
     many = len(source.arrays) > 1
-    if many and not _common.is_directory(output) and (output.endswith(FRAME_SUFFIX) or os.path.exists(output)):
+    is_file = os.path.exists(output) or PurePath(output).suffix.lower() in (
+        FRAME_SUFFIX,
+        ".npy",
+        ".npz",
+        ".safetensors",
+    )
+    if many and is_file and not _common.is_directory(output):
         raise UsageError(f"{output}: {len(source.arrays)} arrays need a directory: use -o DIR/")
     total = sum(array.nbytes for array in source.arrays)
     protect = [path for path in arguments.inputs if path != STDIO]

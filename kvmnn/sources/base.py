@@ -128,8 +128,13 @@ class NamedArray(ArrayInfo):
         SourceError
             When the file turns out to be damaged or shorter than it said.
         """
+        found = 0
         for piece in self.reader(self.piece_bytes(limit)):
+            found += piece.size
             yield swap_words(piece, self.itemsize) if self.swapped else piece
+            del piece
+        if found != self.nbytes:
+            raise SourceError(f"array {self.name!r}: {found} bytes came where {self.nbytes} were announced")
 
 
 def swap_words(piece: Piece, itemsize: int) -> Piece:

@@ -13,7 +13,7 @@ from typing import Any
 
 from .. import dtypes
 from ..errors import SourceError
-from .base import NamedArray, ReadOptions, Source, UnsupportedArrayError, checked, select
+from .base import NamedArray, Piece, ReadOptions, Source, UnsupportedArrayError, checked, select
 from .mapped import MappedFile
 
 _BY_BYTES = {2: dtypes.FP16, 4: dtypes.FP32}
@@ -53,20 +53,25 @@ def _array(file: Path, name: str, shape: tuple[int, ...], native: dtypes.DType, 
     dtype = dtypes.by_name(options.dtype) if options.dtype else native
     if dtype.itemsize != native.itemsize:
         raise UnsupportedArrayError(f"{file}: holds {native.itemsize}-byte words, which are not {dtype.name}")
-    mapped = MappedFile(file)
     array = NamedArray(
-        name=name,
-        dtype=dtype.name,
-        shape=shape,
-        array_dtype=dtype.numpy.str,
-        reader=partial(mapped.runs, 0, mapped.size),
+        name=name, dtype=dtype.name, shape=shape, array_dtype=dtype.numpy.str, reader=partial(_runs, file)
     )
-    if mapped.size != array.nbytes:
+    try:
+        found = file.stat().st_size
+    except OSError as exc:
+        raise SourceError(f"{file}: cannot be read: {exc.strerror}") from exc
+    if found != array.nbytes:
         raise SourceError(
-            f"{file}: has {mapped.size} bytes, its metadata says {array.nbytes} "
+            f"{file}: has {found} bytes, its metadata says {array.nbytes} "
             f"({' x '.join(map(str, shape))} x {native.itemsize})"
         )
     return checked(array, str(file))
+
+
+def _runs(file: Path, step: int) -> Iterator[Piece]:
+    """The file's bytes, mapped only while they are read: a dump may have more files than a process may map."""
+    mapped = MappedFile(file)
+    yield from mapped.runs(0, mapped.size, step)
 
 
 def _load(meta: Path) -> dict[str, Any]:

@@ -1,4 +1,8 @@
-"""``.npz`` archives: stored members are mapped, deflated ones inflated piece by piece; nothing is ever unpickled."""
+"""``.npz`` archives: stored members are mapped, deflated ones inflated piece by piece; nothing is ever unpickled.
+
+The archive's directory is read by `zipfile`; the members' data is taken from the mapped file, so that an archive of
+thousands of arrays is opened once and no member is ever held whole.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
-from typing import IO
 
 import numpy as np
 
@@ -20,94 +22,136 @@ from .npy import HEADER_MOST, Header
 _LOCAL_SIGNATURE = b"PK\3\4"
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _ENCRYPTED = 0x1
-_INFLATE_STEP = 1 << 20
+_STEP = 1 << 20
 
 
 def read(path: str, options: ReadOptions) -> Source:
     """Every ``.npy`` member, in archive order, under its name without ``.npy``."""
     file = MappedFile(path)
-    with _zip_errors(path), zipfile.ZipFile(path) as archive:
-        members = archive.infolist()
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError) as exc:
+        raise SourceError(f"{path}: not a readable .npz archive: {exc}") from None
     for member in members:
         if not member.filename.endswith(".npy"):
             raise SourceError(f"{path}: member {member.filename!r} is not a .npy file")
-    entries = [(m.filename.removesuffix(".npy"), partial(_member, file, m, options)) for m in members]
+    entries = [(m.filename.removesuffix(".npy"), partial(_array, _Member(file, m), options)) for m in members]
     arrays, skipped = select(path, entries, options)
     return Source(arrays, skipped=skipped)
 
 
-def _member(file: MappedFile, member: zipfile.ZipInfo, options: ReadOptions) -> NamedArray:
-    where = f"{file.path}: member {member.filename!r}"
-    if member.flag_bits & _ENCRYPTED:
-        raise SourceError(f"{where}: is encrypted")
-    with _opened(file.path, member, where) as stream:
-        header = Header(stream.read(HEADER_MOST), where)
-    dtype = dtype_name(header.dtype, options, where)
-    if header.size + header.nbytes != member.file_size:
+def _array(member: _Member, options: ReadOptions) -> NamedArray:
+    header = Header(member.head(), member.where)
+    dtype = dtype_name(header.dtype, options, member.where)
+    if header.size + header.nbytes != member.size:
         raise SourceError(
-            f"{where}: the .npy header promises {header.nbytes} bytes of data after {header.size} of header, "
-            f"the archive says {member.file_size} in all"
+            f"{member.where}: the .npy header promises {header.nbytes} bytes of data after {header.size} of header, "
+            f"the archive says {member.size} in all"
         )
-    if member.compress_type == zipfile.ZIP_STORED:
-        reader = partial(_stored, file, member, header.size, where)
-    else:
-        reader = partial(_inflated, file.path, member, header.size, where)
     array = NamedArray(
-        name=member.filename.removesuffix(".npy"),
+        name=member.name.removesuffix(".npy"),
         dtype=dtype,
         shape=header.shape,
         array_dtype=header.dtype.str,
         order=header.order,
-        reader=reader,
+        reader=partial(member.runs, header.size),
     )
-    return checked(array, where)
+    return checked(array, member.where)
 
 
-def _stored(file: MappedFile, member: zipfile.ZipInfo, skip: int, where: str, step: int) -> Iterator[Piece]:
-    """The member's data as views of the archive, with the checksum that zipfile would have checked."""
-    local = file.view(member.header_offset, _LOCAL_HEADER.size)
-    signature, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(local.data)
-    if signature != _LOCAL_SIGNATURE or member.compress_size != member.file_size:
-        raise SourceError(f"{where}: the archive's local header is damaged")
-    data = member.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
-    crc = zlib.crc32(file.view(data, skip).data)
-    for piece in file.runs(data + skip, member.file_size - skip, step):
-        crc = zlib.crc32(piece.data, crc)
-        yield piece
-    if crc != member.CRC:
-        raise SourceError(f"{where}: the data does not match its checksum")
+class _Member:
+    """One file in the archive."""
 
+    def __init__(self, file: MappedFile, info: zipfile.ZipInfo) -> None:
+        self.name = info.filename
+        self.size = info.file_size
+        self.where = f"{file.path}: member {info.filename!r}"
+        self._file = file
+        self._info = info
 
-def _inflated(path: str, member: zipfile.ZipInfo, skip: int, where: str, step: int) -> Iterator[Piece]:
-    with _opened(path, member, where) as stream:
-        stream.read(skip)
-        left = member.file_size - skip
-        while left:
-            piece = np.empty(min(step, left), np.uint8)
-            _fill(stream, piece.data, where)
-            left -= piece.size
+    def head(self) -> bytes:
+        """Enough of its beginning to hold a ``.npy`` header."""
+        nbytes = min(HEADER_MOST, self.size)
+        begin = self._begin()
+        if self._info.compress_type == zipfile.ZIP_STORED:
+            return bytes(self._file.view(begin, nbytes))
+        return bytes(_Inflater(self._file, begin, self._info.compress_size, self.where).read(nbytes))
+
+    def runs(self, skip: int, step: int) -> Iterator[Piece]:
+        """The data from `skip` on in runs of `step` bytes; then its checksum is compared."""
+        begin = self._begin()
+        if self._info.compress_type == zipfile.ZIP_STORED:
+            crc = zlib.crc32(self._file.view(begin, skip).data)
+            pieces = self._file.runs(begin + skip, self.size - skip, step)
+        else:
+            inflater = _Inflater(self._file, begin, self._info.compress_size, self.where)
+            crc = zlib.crc32(inflater.read(skip).data)
+            pieces = inflater.runs(self.size - skip, step)
+        for piece in pieces:
+            crc = zlib.crc32(piece.data, crc)
             yield piece
-        stream.read(1)  # reaching the end is what makes zipfile compare the checksum
+            del piece
+        if crc != self._info.CRC:
+            raise SourceError(f"{self.where}: the data does not match its checksum")
+
+    def _begin(self) -> int:
+        """Where the data lies: behind the local header, whose length only it knows."""
+        info = self._info
+        if info.flag_bits & _ENCRYPTED:
+            raise SourceError(f"{self.where}: is encrypted")
+        if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise SourceError(f"{self.where}: compression method {info.compress_type} is neither stored nor deflated")
+        local = self._file.view(info.header_offset, _LOCAL_HEADER.size)
+        signature, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(local.data)
+        stored = info.compress_type == zipfile.ZIP_STORED
+        if signature != _LOCAL_SIGNATURE or (stored and info.compress_size != info.file_size):
+            raise SourceError(f"{self.where}: the archive's header for it is damaged")
+        return info.header_offset + _LOCAL_HEADER.size + int(name_bytes) + int(extra_bytes)
 
 
-def _fill(stream: IO[bytes], target: memoryview, where: str) -> None:
-    while target:
-        chunk = stream.read(min(len(target), _INFLATE_STEP))
-        if not chunk:
-            raise SourceError(f"{where}: the data ends {len(target)} bytes early")
-        target[: len(chunk)] = chunk
-        target = target[len(chunk) :]
+class _Inflater:
+    """A deflated range of a mapped file, inflated as it is asked for."""
 
+    def __init__(self, file: MappedFile, begin: int, nbytes: int, where: str) -> None:
+        self._chunks = file.runs(begin, nbytes, _STEP)
+        self._engine = zlib.decompressobj(-zlib.MAX_WBITS)
+        self._rest = b""
+        self._where = where
 
-@contextmanager
-def _opened(path: str, member: zipfile.ZipInfo, where: str) -> Iterator[IO[bytes]]:
-    with _zip_errors(where), zipfile.ZipFile(path) as archive, archive.open(member) as stream:
-        yield stream
+    def runs(self, nbytes: int, step: int) -> Iterator[Piece]:
+        """`nbytes` bytes in runs of `step`, after which the deflated data must have ended."""
+        while nbytes:
+            piece = self.read(min(step, nbytes))
+            nbytes -= piece.size
+            yield piece
+            del piece
+        if self._some(1):
+            raise SourceError(f"{self._where}: holds more data than the archive says")
 
+    def read(self, nbytes: int) -> Piece:
+        """The next `nbytes` bytes."""
+        piece = np.empty(nbytes, np.uint8)
+        done = 0
+        while done < nbytes:
+            some = self._some(min(nbytes - done, _STEP))
+            if not some:
+                raise SourceError(f"{self._where}: the data ends {nbytes - done} bytes early")
+            piece.data[done : done + len(some)] = some
+            done += len(some)
+        return piece
 
-@contextmanager
-def _zip_errors(where: str) -> Iterator[None]:
-    try:
-        yield
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, OSError) as exc:
-        raise SourceError(f"{where}: not a readable .npz archive: {exc}") from None
+    def _some(self, most: int) -> bytes:
+        """At least one byte and at most `most`, or none at the end."""
+        while not self._engine.eof:
+            chunk = self._rest or next(self._chunks, None)
+            if chunk is None:
+                return b""
+            try:
+                some = self._engine.decompress(chunk if isinstance(chunk, bytes) else chunk.data, most)
+            except zlib.error as exc:
+                raise SourceError(f"{self._where}: the deflated data is damaged: {exc}") from None
+            self._rest = self._engine.unconsumed_tail
+            if some:
+                return some
+        return b""

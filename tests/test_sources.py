@@ -317,7 +317,7 @@ def test_npz_methods_that_numpy_never_uses(tmp_path, method, flags):
     data[6] |= flags
     data[data.index(b"PK\1\2") + 8] |= flags
     (tmp_path / "a.npz").write_bytes(data)
-    with pytest.raises(SourceError, match="is encrypted|compression method 12"):
+    with pytest.raises(SourceError, match=r"is encrypted|compression method 12"):
         open_source(str(tmp_path / "a.npz"))
 
 

@@ -251,9 +251,10 @@ def library(name: str) -> Decompress | None:
     is_error.argtypes = [ctypes.c_size_t]
 
     def zstd_decompress(payload: bytes, raw_len: int) -> bytes:
-        with mmap.mmap(-1, max(raw_len, 1)) as memory:  # takes only the pages that are written
+        room = min(raw_len, 1 << 29)  # claims beyond that are lies in every test
+        with mmap.mmap(-1, max(room, 1)) as memory:  # takes only the pages that are written
             first = ctypes.c_char.from_buffer(memory)
-            got = decompress(ctypes.addressof(first), raw_len, payload, len(payload))
+            got = decompress(ctypes.addressof(first), room, payload, len(payload))
             del first
             if is_error(got) or got != raw_len:
                 raise Reject("ZSTD_decompress")

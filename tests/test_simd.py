@@ -93,7 +93,7 @@ def test_the_environment_chooses_a_level() -> None:
     code = "from kvmnn import _streams; print(_streams.simd_level())"
     for name in _streams.simd_levels():
         done = subprocess.run(
-            [sys.executable, "-c", code],
+            [sys.executable, "-P", "-c", code],
             env={**os.environ, "KVMNN_SIMD": name},
             capture_output=True,
             text=True,
@@ -101,7 +101,7 @@ def test_the_environment_chooses_a_level() -> None:
         )
         assert done.stdout.strip() == name, done.stderr
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-P", "-c", code],
         env={**os.environ, "KVMNN_SIMD": "none"},
         capture_output=True,
         text=True,

@@ -184,5 +184,5 @@ sys.exit(failed)
 
 @pytest.mark.skipif(not hasattr(__import__("os"), "fork"), reason="no fork on this system")
 def test_a_forked_child_has_a_pool_of_its_own() -> None:
-    done = subprocess.run([sys.executable, "-c", FORK], check=False, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-P", "-c", FORK], check=False, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

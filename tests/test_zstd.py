@@ -73,7 +73,7 @@ def _present(door: str) -> bool:
 
 def test_an_unknown_door() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", "import kvmnn"],
+        [sys.executable, "-P", "-c", "import kvmnn"],
         env={**os.environ, "KVMNN_ZSTD": "front"},
         capture_output=True,
         text=True,

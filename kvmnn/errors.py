@@ -33,3 +33,26 @@ class OutputError(KvmnnError):
 
 class MissingDependencyError(KvmnnError):
     """An optional package that this operation needs is not installed."""
+
+
+class WeightsError(KvmnnError):
+    """A compressor weight file that breaks its format.
+
+    Parameters
+    ----------
+    message
+        What and where, what was found, what was expected.
+    reason
+        Short code for machines, e.g. ``"truncated_block"``; docs/compressor-weights.md lists them.
+    offset
+        Position in the file (bytes) of the field that is wrong.
+    """
+
+    def __init__(self, message: str, *, reason: str, offset: int) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.offset = offset
+
+
+class CheckpointError(SourceError):
+    """A checkpoint that is damaged, asks for what is never executed, or holds no compressor."""

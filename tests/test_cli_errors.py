@@ -256,6 +256,13 @@ def test_a_reader_that_goes_away(here):
     assert err == b"kvmnn: error: standard output was closed by its reader\n"
 
 
+def test_an_error_nobody_listens_to(here):
+    with open("/dev/full", "wb") as full:
+        process = start("encode", "cut.npy", "-o", "x.frame", stderr=full)
+        assert process.communicate(timeout=60)[0] == b""
+        assert process.returncode == 1
+
+
 def test_standard_output_that_is_full(here):
     with open("/dev/full", "wb") as full:
         process = start("encode", "ok.npy", "-o", "-", "-q", stdout=full)

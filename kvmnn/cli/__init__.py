@@ -87,7 +87,8 @@ def _guarded(arguments: argparse.Namespace) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    print("kvmnn: error:", " ".join(message.split()), file=sys.stderr)
+    with suppress(OSError, ValueError):  # nobody may be listening any more
+        print("kvmnn: error:", " ".join(message.split()), file=sys.stderr, flush=True)
     return code
 
 

@@ -227,6 +227,8 @@ def _jobs(arrays: Sequence[NamedArray], frame_bytes: int, hashes: Sequence[hashl
             for piece in array.pieces(frame_bytes):
                 digester.update(hashes[index], piece)
                 yield _Job(index, piece)
+                digester.wait()
+                del piece  # or an inflated piece would live on while the next is inflated
 
 
 def _document(entries: list[ArrayEntry], options: EncodeOptions, metadata: dict[str, str] | None) -> Manifest:

@@ -60,4 +60,4 @@ def test_encode_verify_decode(large):
 def test_deflated_members_are_inflated_piece_by_piece(tmp_path):
     np.savez_compressed(tmp_path / "a.npz", k=np.zeros((1920, 65536), np.float16))
     argv = ["encode", str(tmp_path / "a.npz"), "-o", str(tmp_path / "a.frame"), "--frame-bytes", str(FRAME_BYTES)]
-    assert anonymous_peak(*argv) - anonymous_peak("--version") < 7.5 * FRAME_BYTES
+    assert anonymous_peak(*argv) - anonymous_peak("--version") < 9 * FRAME_BYTES

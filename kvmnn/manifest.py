@@ -11,11 +11,12 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from typing import Any, Final
 
 from . import dtypes
 from .errors import KvmnnError, ManifestError
+from .json_node import Node, unique_keys
 from .sources.base import ArrayInfo, Order
 
 SCHEMA: Final = "kvmnn-manifest"
@@ -26,8 +27,6 @@ SIDE_SUFFIX: Final = ".json"
 
 MOST_BYTES = 256 << 20
 _SMALLEST_FRAME = 14
-_LARGEST = 2**63 - 1
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _ARRAY_DTYPE = re.compile(r"[<>|][fiuV][124]")
 
 
@@ -163,10 +162,10 @@ def load(path: Path) -> Manifest:
 def from_json(text: bytes, where: str = "manifest") -> Manifest:
     """Check and take in a manifest document; `where` begins the messages of errors."""
     try:
-        document = json.loads(text, object_pairs_hook=_unique)
+        document = json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as exc:
         raise ManifestError(f"{where}: is not valid JSON: {str(exc)[:200]}") from None
-    root = _Node(document, where, "")
+    root = Node(document, where, "")
     if root.at("schema").text() != SCHEMA:
         raise root.at("schema").wrong(f"{SCHEMA!r}")
     version = root.at("schema_version")
@@ -190,14 +189,7 @@ def from_json(text: bytes, where: str = "manifest") -> Manifest:
     return manifest
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("an object has the same key twice")
-    return found
-
-
-def _check_unique(root: _Node, arrays: Sequence[ArrayEntry]) -> None:
+def _check_unique(root: Node, arrays: Sequence[ArrayEntry]) -> None:
     seen: set[str] = set()
     for index, array in enumerate(arrays):
         if array.name in seen:
@@ -205,12 +197,12 @@ def _check_unique(root: _Node, arrays: Sequence[ArrayEntry]) -> None:
         seen.add(array.name)
 
 
-def _check_sum(node: _Node, key: str, expected: int) -> None:
+def _check_sum(node: Node, key: str, expected: int) -> None:
     if node.at(key).integer(0) != expected:
         raise node.at(key).wrong(f"{expected}, the sum of its parts")
 
 
-def _array(node: _Node) -> ArrayEntry:
+def _array(node: Node) -> ArrayEntry:
     dtype = node.at("dtype").text()
     try:
         word_bytes = dtypes.by_name(dtype).itemsize
@@ -246,7 +238,7 @@ def _order(text: str) -> Order:
     return "F" if text == "F" else "C"
 
 
-def _frame(node: _Node, word_bytes: int) -> FrameEntry:
+def _frame(node: Node, word_bytes: int) -> FrameEntry:
     raw_bytes = node.at("raw_bytes").integer(word_bytes)
     if raw_bytes % word_bytes:
         raise node.at("raw_bytes").wrong(f"a multiple of {word_bytes}")
@@ -257,69 +249,3 @@ def _frame(node: _Node, word_bytes: int) -> FrameEntry:
         raw_bytes=raw_bytes,
         sha256=node.at("sha256").sha256(),
     )
-
-
-class _Node:
-    """A value in the document that knows its path."""
-
-    def __init__(self, value: Any, where: str, path: str) -> None:
-        self.value = value
-        self.where = where
-        self.path = path
-
-    def wrong(self, expected: str) -> ManifestError:
-        found = json.dumps(self.value)
-        found = found if len(found) <= 80 else found[:77] + "..."
-        return ManifestError(f"{self.where}: {self.path or 'document'}: found {found}, expected {expected}")
-
-    def at(self, key: str) -> _Node:
-        if not isinstance(self.value, dict):
-            raise self.wrong("an object")
-        path = f"{self.path}.{key}" if self.path else key
-        if key not in self.value:
-            raise ManifestError(f"{self.where}: {path}: is missing")
-        return _Node(self.value[key], self.where, path)
-
-    def items(self, least: int = 0, most: int | None = None) -> list[_Node]:
-        if not isinstance(self.value, list):
-            raise self.wrong("a list")
-        if len(self.value) < least or (most is not None and len(self.value) > most):
-            raise ManifestError(f"{self.where}: {self.path}: has {len(self.value)} entries")
-        return [_Node(value, self.where, f"{self.path}[{i}]") for i, value in enumerate(self.value)]
-
-    def integer(self, least: int) -> int:
-        if type(self.value) is not int or not least <= self.value <= _LARGEST:
-            raise self.wrong(f"an integer of at least {least}")
-        return self.value
-
-    def boolean(self) -> bool:
-        if not isinstance(self.value, bool):
-            raise self.wrong("true or false")
-        return self.value
-
-    def text(self) -> str:
-        if not isinstance(self.value, str):
-            raise self.wrong("a string")
-        return self.value
-
-    def texts(self) -> tuple[str, ...]:
-        return tuple(item.text() for item in self.items())
-
-    def text_map(self) -> dict[str, str]:
-        if not isinstance(self.value, dict):
-            raise self.wrong("an object of strings")
-        return {key: self.at(key).text() for key in self.value}
-
-    def sha256(self) -> str:
-        if not isinstance(self.value, str) or not _SHA256.fullmatch(self.value):
-            raise self.wrong("64 hexadecimal digits")
-        return self.value
-
-    def file_name(self) -> str:
-        """A plain relative name that cannot lead out of the manifest's directory by itself."""
-        name = self.text()
-        windows = PureWindowsPath(name)
-        parts = PurePosixPath(name).parts
-        if not parts or windows.anchor or parts[0] == "/" or ".." in windows.parts or "\0" in name:
-            raise self.wrong("a relative file name without '..'")
-        return name

@@ -1,0 +1,90 @@
+"""A value in a JSON document that knows its path, so that what is wrong with it can be said exactly."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import PurePosixPath, PureWindowsPath
+from typing import Any
+
+from .errors import ManifestError
+
+_LARGEST = 2**63 - 1
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For `json.loads`: an object, refused if it has a key twice."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("an object has the same key twice")
+    return found
+
+
+class Node:
+    """A value and where it is: `where` names the document, `path` the place in it.
+
+    Every method raises `ManifestError` for a value that is not what the method says.
+    """
+
+    def __init__(self, value: Any, where: str, path: str) -> None:
+        self.value = value
+        self.where = where
+        self.path = path
+
+    def wrong(self, expected: str) -> ManifestError:
+        found = json.dumps(self.value)
+        found = found if len(found) <= 80 else found[:77] + "..."
+        return ManifestError(f"{self.where}: {self.path or 'document'}: found {found}, expected {expected}")
+
+    def at(self, key: str) -> Node:
+        if not isinstance(self.value, dict):
+            raise self.wrong("an object")
+        path = f"{self.path}.{key}" if self.path else key
+        if key not in self.value:
+            raise ManifestError(f"{self.where}: {path}: is missing")
+        return Node(self.value[key], self.where, path)
+
+    def items(self, least: int = 0, most: int | None = None) -> list[Node]:
+        if not isinstance(self.value, list):
+            raise self.wrong("a list")
+        if len(self.value) < least or (most is not None and len(self.value) > most):
+            raise ManifestError(f"{self.where}: {self.path}: has {len(self.value)} entries")
+        return [Node(value, self.where, f"{self.path}[{i}]") for i, value in enumerate(self.value)]
+
+    def integer(self, least: int) -> int:
+        if type(self.value) is not int or not least <= self.value <= _LARGEST:
+            raise self.wrong(f"an integer of at least {least}")
+        return self.value
+
+    def boolean(self) -> bool:
+        if not isinstance(self.value, bool):
+            raise self.wrong("true or false")
+        return self.value
+
+    def text(self) -> str:
+        if not isinstance(self.value, str):
+            raise self.wrong("a string")
+        return self.value
+
+    def texts(self) -> tuple[str, ...]:
+        return tuple(item.text() for item in self.items())
+
+    def text_map(self) -> dict[str, str]:
+        if not isinstance(self.value, dict):
+            raise self.wrong("an object of strings")
+        return {key: self.at(key).text() for key in self.value}
+
+    def sha256(self) -> str:
+        if not isinstance(self.value, str) or not _SHA256.fullmatch(self.value):
+            raise self.wrong("64 hexadecimal digits")
+        return self.value
+
+    def file_name(self) -> str:
+        """A plain relative name that cannot lead out of the manifest's directory by itself."""
+        name = self.text()
+        windows = PureWindowsPath(name)
+        parts = PurePosixPath(name).parts
+        if not parts or windows.anchor or parts[0] == "/" or ".." in windows.parts or "\0" in name:
+            raise self.wrong("a relative file name without '..'")
+        return name

@@ -94,7 +94,8 @@ cdef size_t _put(object data, void *dst, size_t capacity) except? 0:
     cdef size_t n = PyBytes_GET_SIZE(b)
     if n > capacity:
         return <size_t>FAILED
-    memcpy(dst, PyBytes_AS_STRING(b), n)
+    if n:
+        memcpy(dst, PyBytes_AS_STRING(b), n)  # dst may be NULL where nothing is expected
     return n
 
 

@@ -21,13 +21,8 @@ DOORS = ["python", "bundled", "system"]
 
 def run_door(door: str) -> dict:
     script = Path(__file__).with_name("zstd_door.py")
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env={**os.environ, "KVMNN_ZSTD": door},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment = {**os.environ, "KVMNN_ZSTD": door, "PYTHONPATH": str(script.parent)}
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
     if f"KVMNN_ZSTD={door}: no such libzstd found" in done.stderr:
         return {}
     assert done.returncode == 0, done.stderr

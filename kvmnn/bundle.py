@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from . import frame, manifest, predictors, zstd
+from . import dtypes, frame, manifest, parallel, predictors, zstd
 from .digests import Digester
 from .errors import KvmnnError, LimitError
 from .manifest import ArrayEntry, FrameEntry, Manifest
@@ -19,6 +19,9 @@ from .sources import NamedArray, Piece
 FRAME_SUFFIX = ".frame"
 FRAME_BYTES = 64 << 20
 FRAME_BYTES_LEAST = 4096
+
+_SCRATCH = 140 << 20
+"""Bytes of working memory for one large piece, which keep the tool under 300 MiB on any number of processors."""
 
 Progress = Callable[[int], object]
 """Called with the number of raw bytes that have been dealt with since the last call."""
@@ -185,7 +188,8 @@ def _encode(
     """Encode all pieces and `write(array index, frame)` them in order; it returns the name of the frame's file."""
 
     def make(job: _Job, threads: int | None) -> _Made:
-        made = options.encode(job.piece, arrays[job.array_index].dtype, threads)
+        dtype = arrays[job.array_index].dtype
+        made = options.encode(job.piece, dtype, _affordable(threads, job.piece.size, dtype))
         return _Made(made, hashlib.sha256(made).hexdigest())
 
     hashes = [hashlib.sha256() for _ in arrays]
@@ -218,6 +222,14 @@ def _encode(
         )
         for array, sha, parts in zip(arrays, hashes, frames, strict=True)
     ]
+
+
+def _affordable(threads: int | None, nbytes: int, dtype: str) -> int | None:
+    """Threads for one large piece: each works on a stream and its payload, and together they stay in `_SCRATCH`."""
+    if threads is not None:
+        return threads
+    stream = nbytes // dtypes.by_name(dtype).itemsize
+    return max(1, min(parallel.cpu_count(), _SCRATCH // (2 * stream + 1)))
 
 
 def _jobs(arrays: Sequence[NamedArray], frame_bytes: int, hashes: Sequence[hashlib._Hash]) -> Iterator[_Job]:

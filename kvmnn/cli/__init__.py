@@ -32,6 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = _parse(sys.argv[1:] if argv is None else list(argv))
     except SystemExit as exc:
         return exc.code if isinstance(exc.code, int) else USAGE
+    except BrokenPipeError:  # --version and --help print while they are parsed
+        _forget_stdout()
+        return DATA
     if arguments is None:
         return OK
     with _Terminable():
@@ -108,7 +111,7 @@ class _Version(argparse.Action):
     def __call__(self, *_: Any) -> NoReturn:
         from ._common import version_text
 
-        print(version_text())
+        print(version_text(), flush=True)
         raise SystemExit(OK)
 
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 _TEXT = """Account for every byte of a frame, or list what a bundle or a file of arrays holds.
 
-A frame alone gives its table of streams; a manifest, a bundle directory or a frame with its manifest gives a line for
-each array, totals, and each stream's share (-v: the table of every frame). A .npy, .npz or .safetensors file or an MNN
+A frame gives its table of streams. A manifest, a bundle directory or a frame with its manifest gives a line for each
+array, totals, and each stream's share (-v: the table of every frame too). A .npy, .npz or .safetensors file or an MNN
 dump gives the arrays that encode would take from it."""
 
 _SOURCES = (".npy", ".npz", ".safetensors")
@@ -115,7 +115,7 @@ def _bundle(
             f"  {array.name:<{width}}  {array.dtype} {list(array.shape)} {array.order}  {array.nbytes:,} -> "
             f"{array.stored_bytes:,} bytes  ratio {ratio:.4f}  {_common.count(len(infos), 'frame')}"
         )
-        if arguments.verbose:
+        if arguments.verbose or sum(len(each.frames) for each in frames.arrays) == 1:
             for entry, info in zip(array.frames, infos, strict=True):
                 lines.append(f"  {entry.file} at {entry.offset}: {info}".replace("\n", "\n    "))
         described = array_to_dict(array)

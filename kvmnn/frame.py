@@ -32,7 +32,7 @@ PARALLEL_FROM = 1 << 20
 T = TypeVar("T")
 R = TypeVar("R")
 
-# -- encoding -----------------------------------------------------------------------------------------------------------
+# -- encoding ---------------------------------------------------------------------------------------------------------
 
 
 def encode(
@@ -220,7 +220,7 @@ def _encode_max(plan: _Plan, data: npt.NDArray[np.uint8], threads: int) -> bytes
 
 _ULTRA_UP_TO = 16 << 20  # bytes of a stream; above, level 22 wants more than a gigabyte
 
-# -- decoding -----------------------------------------------------------------------------------------------------------
+# -- decoding ---------------------------------------------------------------------------------------------------------
 
 
 def decode(
@@ -346,7 +346,7 @@ def _open(frame: Any, dtype: str | None, codecs: Iterable[str]) -> tuple[DType, 
         raise FrameError(f"frame has {stride} streams: expected the {kind.itemsize} of {kind.name}") from None
 
 
-# -- inspecting ---------------------------------------------------------------------------------------------------------
+# -- inspecting -------------------------------------------------------------------------------------------------------
 
 
 def inspect(frame: Any, *, dtype: str | None = None, codecs: Iterable[str] = CODECS, entropy: bool = True) -> FrameInfo:
@@ -378,7 +378,7 @@ def inspect(frame: Any, *, dtype: str | None = None, codecs: Iterable[str] = COD
     return FrameInfo(container=container, dtype=kind.name, words=parsed.words, streams=tuple(streams))
 
 
-# -- hash ---------------------------------------------------------------------------------------------------------------
+# -- hash -------------------------------------------------------------------------------------------------------------
 
 
 def fnv1a64(data: Any, seed: int = _hashing.SEED) -> int:
@@ -392,7 +392,7 @@ def fnv1a64(data: Any, seed: int = _hashing.SEED) -> int:
     return _hashing.fnv1a64(raw_bytes_of(data, "data"), seed)
 
 
-# -- values and options -------------------------------------------------------------------------------------------------
+# -- values and options -----------------------------------------------------------------------------------------------
 
 
 def words_of(values: Any, dtype: str | None) -> tuple[DType, npt.NDArray[np.uint8]]:

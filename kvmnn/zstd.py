@@ -167,8 +167,8 @@ def _python_decompress(payload: memoryview, capacity: int) -> bytes:
 def _with_content_size(frame: bytes, size: int) -> bytes:
     """The frame, which has no content size, with one of eight bytes."""
     descriptor = frame[4]
-    header_end = 6 + (0, 1, 2, 4)[descriptor & 3]  # magic, descriptor, window descriptor, dictionary id
-    return frame[:4] + bytes([descriptor | 0xC0]) + frame[5:header_end] + size.to_bytes(8, "little") + frame[header_end:]
+    end = 6 + (0, 1, 2, 4)[descriptor & 3]  # magic, descriptor, window descriptor, dictionary id
+    return frame[:4] + bytes([descriptor | 0xC0]) + frame[5:end] + size.to_bytes(8, "little") + frame[end:]
 
 
 def _decompress_frame(frame: bytes, content_size: int, capacity: int) -> bytes:

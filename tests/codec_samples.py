@@ -28,7 +28,7 @@ PREDICTOR_SETS = [
     ("raw", "delta_seq", "xor_seq"),
 ]
 
-# -- structured bytes ---------------------------------------------------------------------------------------------------
+# -- structured bytes -------------------------------------------------------------------------------------------------
 
 
 def kv_like(words: int, dtype: str = "fp16", seed: int = 1) -> bytes:
@@ -80,7 +80,7 @@ def sized(words: int) -> Callable[[int], bytes]:
     return lambda stride: np.random.default_rng(words).bytes(words * stride)
 
 
-# -- hypothesis strategies ----------------------------------------------------------------------------------------------
+# -- hypothesis strategies --------------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -97,7 +97,7 @@ def word_bytes(stride: int) -> st.SearchStrategy[bytes]:
     return whole.map(lambda data: data + bytes(-len(data) % stride))
 
 
-# -- verdicts -----------------------------------------------------------------------------------------------------------
+# -- verdicts ---------------------------------------------------------------------------------------------------------
 
 
 def verdict(frame: bytes, dtype: str | None = None, **options: object) -> tuple[str, bytes] | None:
@@ -135,7 +135,7 @@ def frame_around(payload: bytes, raw_len: int, codec: int, mode: int = 0) -> byt
     return raw_len.to_bytes(4, "little") + stream(mode, codec, raw_len, payload) + other
 
 
-# -- zstd payloads ------------------------------------------------------------------------------------------------------
+# -- zstd payloads ----------------------------------------------------------------------------------------------------
 
 
 class Payload(NamedTuple):

@@ -130,7 +130,7 @@ def zstd_compress(stream: bytes) -> bytes:
     return zstandard.ZstdCompressor(level=3).compress(stream)
 
 
-# -- zstd: the verdict of ZSTD_decompress, in two independent ways --------------------------------------------------------
+# -- zstd: the verdict of ZSTD_decompress, in two independent ways ----------------------------------------------------
 
 _MAGIC = b"\x28\xb5\x2f\xfd"
 Decompress = Callable[[bytes, int], bytes]
@@ -238,8 +238,8 @@ def _one_frame(frame: ZstdFrame, room: int) -> bytes:
 def library(name: str) -> Decompress | None:
     """One-shot ZSTD_decompress of a shared library, or None where it cannot be opened.
 
-    Releases of libzstd disagree about some damaged blocks (1.5.4 decodes a few that 1.5.6 refuses), so verdicts on damage
-    can be compared with those of the same release only.
+    Releases of libzstd disagree about some damaged blocks (1.5.4 decodes a few that 1.5.6 refuses), so verdicts on
+    damage can be compared with those of the same release only.
     """
     try:
         lib = ctypes.CDLL(name)

@@ -117,7 +117,7 @@ def test_predictors_for_keys_and_values() -> None:
     ],
 )
 def test_keys_and_values_of_different_types(keys: object, values: object, dtype: str | None) -> None:
-    with pytest.raises(KvmnnError, match="keys are .*values are"):
+    with pytest.raises(KvmnnError, match=r"keys are .*values are"):
         encode_block(keys, values, dtype=dtype)
 
 

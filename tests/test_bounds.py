@@ -98,6 +98,37 @@ def test_bombs_cost_nothing() -> None:
     assert done.returncode == 0, done.stderr
 
 
+LEAK = """
+import resource
+import kvmnn
+data = bytes(range(256)) * 40
+frames = [kvmnn.encode(data, dtype=dtype, codecs=(codec,)) for dtype in ("fp16", "fp32") for codec in ("rle", "zstd")]
+def rounds(count):
+    for _ in range(count):
+        for frame in frames:
+            kvmnn.decode(frame)
+            kvmnn.inspect(frame)
+            for bad in (frame[:-1], frame + b"x", frame[:200] + b"?" + frame[201:], frame[:30]):
+                try:
+                    kvmnn.decode(bad)
+                except kvmnn.FrameError:
+                    pass
+        for effort in ("exact", "fast"):
+            kvmnn.encode(data, dtype="fp16", effort=effort)
+        kvmnn.decode_many(frames, threads=3)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = rounds(100)
+grown = rounds(700) - before
+assert grown < 2 << 10, f"{grown} KiB more after 700 rounds"
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="ru_maxrss is in KiB on Linux only")
+def test_nothing_leaks() -> None:
+    done = subprocess.run([sys.executable, "-P", "-c", LEAK], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
 def test_import_is_light() -> None:
     code = "import sys; import numpy; a = set(sys.modules); import kvmnn; print(*sorted(set(sys.modules) - a))"
     done = subprocess.run([sys.executable, "-P", "-W", "error", "-c", code], capture_output=True, text=True, check=True)

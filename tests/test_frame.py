@@ -1,5 +1,7 @@
 """encode and decode: bytes equal to the reference's, and everything comes back."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import reference
@@ -9,9 +11,10 @@ from hypothesis import strategies as st
 
 import kvmnn
 from kvmnn import frame as frame_module
+from kvmnn import predictors
 
 SIZES = [1, 2, 3, 4, 5, 15, 16, 17, 31, 33, 127, 128, 129, 132, 255, 262, 265, 1000, 4096, 4097, 4111]
-ALL = ("raw", "delta_seq", "xor_seq")
+REAL = sorted((Path(__file__).parent.parent / "fixtures" / "kv_real").glob("*.npy"))
 
 
 @pytest.mark.parametrize("stride", [2, 4])
@@ -71,6 +74,26 @@ def test_every_effort_is_lossless_for_any_decoder(data: st.DataObject) -> None:
         assert len(frame) >= len(exact)
 
 
+@pytest.mark.parametrize("file", REAL, ids=lambda path: path.stem)
+def test_a_models_cache(file: Path) -> None:
+    values = np.load(file)
+    stride = values.itemsize
+    dtype = "fp16" if stride == 2 else "fp32"
+    exact, fast = kvmnn.encode(values), kvmnn.encode(values, effort="fast")
+    assert verdict(exact) == verdict(fast) == (dtype, values.tobytes())
+    assert len(exact) <= len(fast) <= 1.005 * len(exact)
+    part = values[-1, :100]
+    frame = kvmnn.encode(part)
+    assert frame == reference.encode(part.tobytes(), stride)
+    assert len(frame) <= len(kvmnn.encode(part, effort="fast")) <= 1.01 * len(frame)
+    assert len(kvmnn.encode(part, effort="max")) < len(frame)
+    assert kvmnn.encode_block(part, part).decode()[1].tobytes() == part.tobytes()
+
+
+def test_there_is_a_models_cache() -> None:
+    assert len(REAL) >= 3
+
+
 @pytest.mark.parametrize("dtype", ["fp16", "fp32", "bf16"])
 def test_efforts_on_data_like_a_cache(dtype: str) -> None:
     data = kv_like(1 << 16, dtype)
@@ -90,8 +113,6 @@ def test_max_is_smaller_where_levels_and_the_content_size_matter() -> None:
 
 def test_empty_predictor_set_falls_back_to_raw() -> None:
     # Only reachable below the API: a spec parsed with default_raw=False.
-    from kvmnn import predictors
-
     assert predictors.mode_bits(frozenset()) == predictors.mode_bits(frozenset({"raw"}))
 
 

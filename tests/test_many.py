@@ -28,7 +28,7 @@ def test_options_reach_every_item(effort: str) -> None:
     assert frames == [kvmnn.encode(a, **options) for a in ARRAYS]
     back = kvmnn.decode_many(frames, codecs=["rle"], dtype="bf16")
     assert [b.dtype for b in back] == [np.uint16] * len(ARRAYS)
-    with pytest.raises(FrameError, match="item 0: .*not available"):
+    with pytest.raises(FrameError, match=r"item 0: .*not available"):
         kvmnn.decode_many(kvmnn.encode_many(ARRAYS[4:]), codecs=("rle",))
 
 

@@ -48,7 +48,7 @@ def test_specs_by_hand(spec: str, default_raw: bool, names: set[str]) -> None:
 def test_a_spec_string_and_its_names_are_the_same(names: tuple[str, ...]) -> None:
     frame = kvmnn.encode(DATA, dtype="fp16", predictors=names)
     assert frame == kvmnn.encode(DATA, dtype="fp16", predictors=", ".join(reversed(names)))
-    assert frame == kvmnn.encode(DATA, dtype="fp16", predictors=list(names) + ["pair_delta"])
+    assert frame == kvmnn.encode(DATA, dtype="fp16", predictors=[*names, "pair_delta"])
     assert frame == reference.encode(DATA, 2, names)
 
 

@@ -30,7 +30,7 @@ def level(request: pytest.FixtureRequest) -> Iterator[str]:
 def test_levels() -> None:
     levels = _streams.simd_levels()
     assert levels[0] == "baseline" and _streams.simd_level() in levels
-    with pytest.raises(KvmnnError, match="'avx512' is not available.*baseline"):
+    with pytest.raises(KvmnnError, match=r"'avx512' is not available.*baseline"):
         _streams.set_simd_level("avx512")
     assert _streams.simd_level() in levels
 

@@ -4,7 +4,8 @@
 #   2. every Cython module: cross-compiled, and the codec's tests and vectors run by an aarch64 Python.
 #
 # Usage: tools/test_aarch64.sh [--selftest-only] [folders with vectors for tools/conformance.py ...]
-# PYTHON (with Cython and pip) writes the C files and fetches wheels; downloads are kept in build/aarch64.
+# PYTHON (3.11 or newer, with pip; Cython and setuptools come into build/aarch64 where it lacks them) writes the C files
+# and fetches wheels; what is downloaded stays in build/aarch64. DEBIAN_MIRROR names another mirror.
 # Exit: 0 all passed, 1 something failed, 3 tools are missing.
 set -eu
 cd "$(dirname "$0")/.."
@@ -87,6 +88,12 @@ if [ ! -e "$SITE/.complete" ]; then
     touch "$SITE/.complete"
 fi
 
+if ! "$PYTHON" -c "import Cython, setuptools" 2>/dev/null; then
+    [ -e "$WORK/venv/bin/python" ] || "$PYTHON" -m venv "$WORK/venv"
+    PYTHON=$WORK/venv/bin/python
+    "$PYTHON" -m pip install -q --disable-pip-version-check "Cython>=3.1,<4" "setuptools>=77"
+fi
+
 # -- 3. kvmnn for it --------------------------------------------------------------------------------------------------
 
 echo "cross-compiling the Cython modules"
@@ -129,4 +136,9 @@ arm_python -m pytest -q -p no:cacheprovider tests/test_frame.py tests/test_frame
     tests/test_predictors.py tests/test_hash.py tests/test_many.py tests/test_block.py tests/test_inspect.py \
     tests/test_damage.py tests/test_zstd.py tests/test_simd.py \
     -k "not door and not same_frames and not environment and not selftest"
-arm_python tools/conformance.py ${vectors:-fixtures}
+if [ -z "$vectors" ]; then
+    vectors=vectors
+    mkdir vectors
+    tar -xJf fixtures/frames/vectors.tar.xz -C vectors
+fi
+arm_python tools/conformance.py $vectors

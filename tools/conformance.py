@@ -1,7 +1,7 @@
 """Run conformance vectors: `python tools/conformance.py DIR...`.
 
 Below each DIR every `index.json` and `cases.json` is a set; its `format` says which module of `vector_formats` checks
-it, and `parts` (a list of file names) adds further indexes of the same folder. The last line for each DIR is
+it, and `parts` (a list of file names, or an object of objects with an `index`) adds further indexes of the same folder. The last line for each DIR is
 `<DIR>: <passed> passed, <failed> failed`; the two numbers add up to the entries in all its case lists. A format or a
 kind of case that is not known fails. Exit status 1 if anything failed or a DIR holds no set.
 
@@ -71,8 +71,8 @@ def run_index(path: Path, root: Path) -> Iterator[CaseResult]:
         index = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(index, dict):
             raise ValueError("expected a JSON object")
-        parts = [] if path.name in REFERENCE_ONLY else index.get("parts", [])
-    except (OSError, ValueError) as error:
+        parts = [] if path.name in REFERENCE_ONLY else part_files(index.get("parts", []))
+    except (OSError, ValueError, TypeError, KeyError) as error:
         yield CaseResult(f"{label}/{path.name}", [f"unreadable index: {error}"])
         return
     yield from run_cases(path.parent, index, label)
@@ -80,6 +80,11 @@ def run_index(path: Path, root: Path) -> Iterator[CaseResult]:
         if part in REFERENCE_ONLY:
             continue
         yield from run_index(path.parent / part, root)
+
+
+def part_files(parts: Any) -> list[str]:
+    """The names of the further index files that an index lists."""
+    return [str(part["index"]) for part in parts.values()] if isinstance(parts, dict) else list(parts)
 
 
 def run_cases(folder: Path, index: dict[str, Any], label: str) -> Iterator[CaseResult]:

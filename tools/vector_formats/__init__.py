@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from . import frames
+from . import compressor_forward, frames
 from .common import CaseResult
 
 Runner = Callable[[Path, dict[str, Any]], Iterator[CaseResult]]
 
-FORMATS: dict[str, Runner] = {"mnn-frame-vectors-1": frames.run}
+FORMATS: dict[str, Runner] = {
+    "kvcm-forward-vectors/1": compressor_forward.run,
+    "mnn-frame-vectors-1": frames.run,
+}
 
 __all__ = ["FORMATS", "CaseResult"]

@@ -1,9 +1,10 @@
 """Run conformance vectors: `python tools/conformance.py DIR...`.
 
 Below each DIR every `index.json` and `cases.json` is a set; its `format` says which module of `vector_formats` checks
-it, and `parts` (a list of file names, or an object of objects with an `index`) adds further indexes of the same folder. The last line for each DIR is
-`<DIR>: <passed> passed, <failed> failed`; the two numbers add up to the entries in all its case lists. A format or a
-kind of case that is not known fails. Exit status 1 if anything failed or a DIR holds no set.
+it, and `parts` (a list of file names, or an object of objects that name an `index`) adds further indexes of the same
+folder. The last line for each DIR is `<DIR>: <passed> passed, <failed> failed`; the two numbers add up to the entries
+in all its case lists. A format or a kind of case that is not known fails. Exit status 1 if anything failed or a DIR
+holds no set.
 
 The installed kvmnn is tested, never the checkout that this file lies in.
 """

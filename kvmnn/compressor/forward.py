@@ -6,8 +6,9 @@ either the whole compressed cache or an error, and its own arrays are never writ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -91,16 +92,19 @@ def compress(
     """
     options = options or ForwardOptions()
     check_pair("cache", keys, values, axes=5)
-    layers, batch, _, tokens, head_dim = keys.shape
-    if layers == 0:
+    if keys.shape[0] == 0:
         raise KvmnnError(f"cache: shape {list(keys.shape)} has no layers")
-    numbers = list(range(layers))
-    plan = make_plan(weights, numbers, batch, tokens, head_dim, options)
-    new_keys, new_values = _empty(keys, plan, options), _empty(values, plan, options)
-    _fill(weights, plan, options, numbers, zip(keys, values, new_keys, new_values, strict=True), progress)
+    pairs = dict(enumerate(zip(keys, values, strict=True)))
+    new, plan = compress_arrays(weights, pairs, options, progress=progress)
     live = np.arange(plan.seq_len, dtype=np.int64)
     positions, ends = merge_spans(plan, live, live + 1)
-    return CompressedKV(keys=new_keys, values=new_values, positions=positions, ends=ends, plan=plan)
+    return CompressedKV(
+        keys=np.stack([pair[0] for pair in new.values()]),
+        values=np.stack([pair[1] for pair in new.values()]),
+        positions=positions,
+        ends=ends,
+        plan=plan,
+    )
 
 
 def compress_layers(
@@ -130,28 +134,64 @@ def compress_layers(
         raise KvmnnError(
             "seq_len is for arrays that are longer than their content; all tokens of a LayerCache are live"
         )
-    _check_alike(layers)
     numbers = [layer.layer for layer in layers]
-    plan = make_plan(weights, numbers, 1, layers[0].tokens, layers[0].head_dim, options)
-    work = [
-        (keys, values, _empty(keys, plan, options), _empty(values, plan, options))
-        for keys, values in ((layer.keys[None], layer.values[None]) for layer in layers)
-    ]
-    _fill(weights, plan, options, numbers, iter(work), progress)
+    if len(set(numbers)) < len(numbers):
+        raise KvmnnError(f"cache: a layer appears twice among {numbers}")
+    pairs = {layer.layer: (layer.keys[None], layer.values[None]) for layer in layers}
+    new, plan = compress_arrays(weights, pairs, options, progress=progress)
     made = []
-    for layer, (_, _, keys, values) in zip(layers, work, strict=True):
+    for layer in layers:
         positions, ends = merge_spans(plan, layer.positions, layer.ends)
         made.append(
             LayerCache(
                 layer=layer.layer,
-                keys=keys[0],
-                values=values[0],
+                keys=new[layer.layer][0][0],
+                values=new[layer.layer][1][0],
                 positions=positions,
                 ends=ends,
                 tokens_seen=layer.tokens_seen,
             )
         )
     return made, plan
+
+
+def compress_arrays(
+    weights: WeightFile,
+    layers: dict[int, tuple[Words, Words]],
+    options: ForwardOptions,
+    *,
+    progress: Progress = None,
+) -> tuple[dict[int, tuple[Words, Words]], Plan]:
+    """The same for K and V by layer number, ``[batch, kv_heads, tokens, head_dim]`` each.
+
+    Raises
+    ------
+    KvmnnError, MissingDependencyError, TypeError
+        As for `compress`; also for no layers, and for layers that differ in shape or type.
+    """
+    if not layers:
+        raise KvmnnError("cache: has no layers")
+    first, (keys, _) = next(iter(layers.items()))
+    for number, pair in layers.items():
+        check_pair(f"cache: layer {number}", *pair, axes=4)
+        if (pair[0].shape, pair[0].dtype) != (keys.shape, keys.dtype):
+            raise KvmnnError(
+                f"cache: layer {number} is {pair[0].dtype} {list(pair[0].shape)}, layer {first} {keys.dtype} "
+                f"{list(keys.shape)}: expected the same for all"
+            )
+    batch, _, tokens, head_dim = keys.shape
+    plan = make_plan(weights, list(layers), batch, tokens, head_dim, options)
+    dtype = _result_type(keys, options)
+    engine = None if plan.reason else open_engine(options.engine, weights, options.precision)
+    new: dict[int, tuple[Words, Words]] = {}
+    for number, pair in layers.items():
+        shape = (*keys.shape[:2], plan.new_len, head_dim)
+        new[number] = np.empty(shape, dtype), np.empty(shape, dtype)
+        for side, array in enumerate(pair):
+            apply(engine, plan, number, side, _native(array), new[number][side])
+            if progress:
+                progress(array.nbytes)
+    return new, plan
 
 
 def merge_spans(plan: Plan, positions: Positions, ends: Positions) -> tuple[Positions, Positions]:
@@ -178,40 +218,15 @@ def merge_spans(plan: Plan, positions: Positions, ends: Positions) -> tuple[Posi
     return np.concatenate(first, axis=-1), np.concatenate(last, axis=-1)
 
 
-def _check_alike(layers: Sequence[LayerCache]) -> None:
-    first = layers[0]
-    seen: set[int] = set()
-    for layer in layers:
-        if layer.layer in seen:
-            raise KvmnnError(f"cache: layer {layer.layer} appears twice")
-        seen.add(layer.layer)
-        if (layer.keys.shape, layer.keys.dtype) != (first.keys.shape, first.keys.dtype):
-            raise KvmnnError(
-                f"cache: layer {layer.layer} is {layer.dtype} {list(layer.keys.shape)}, layer {first.layer} "
-                f"{first.dtype} {list(first.keys.shape)}: expected the same for all"
-            )
+def _native(array: Words) -> Words:
+    """float16, float32 or uint16 in the machine's byte order."""
+    words = array.view(np.uint16) if array.dtype.kind == "V" else array
+    return words.astype(words.dtype.newbyteorder("="), copy=False)
 
 
-def _empty(array: Words, plan: Plan, options: ForwardOptions) -> Words:
-    """Where the result for `array` goes."""
-    if options.precision == "fp16" and array.dtype.kind != "f":
-        raise KvmnnError("precision fp16 is for fp16 and fp32 caches; a bf16 cache would lose its range")
-    dtype = np.dtype(np.float16) if options.precision == "fp16" else array.dtype.newbyteorder("=")
-    return np.empty((*array.shape[:-2], plan.new_len, array.shape[-1]), dtype)
-
-
-def _fill(
-    weights: WeightFile,
-    plan: Plan,
-    options: ForwardOptions,
-    numbers: Sequence[int],
-    work: Iterator[tuple[Words, Words, Words, Words]],
-    progress: Progress,
-) -> None:
-    """Carry out a plan; `work` is K, V and where the new K and V go, ``[batch, kv_heads, tokens, head_dim]`` each."""
-    engine = None if plan.reason else open_engine(options.engine, weights, options.precision)
-    for number, (keys, values, new_keys, new_values) in zip(numbers, work, strict=True):
-        for side, (array, result) in enumerate(((keys, new_keys), (values, new_values))):
-            apply(engine, plan, number, side, array, result)
-            if progress:
-                progress(array.nbytes)
+def _result_type(keys: Words, options: ForwardOptions) -> np.dtype[Any]:
+    if options.precision == "fp32":
+        return _native(keys[:0]).dtype
+    if keys.dtype.kind != "f":
+        raise KvmnnError("precision fp16 is for fp16 and fp32 caches; bf16 numbers may be beyond fp16")
+    return np.dtype(np.float16)

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..cache import Words
 from ..errors import KvmnnError
-from .engines import Engine
+from .engines import Engine, to_half
 from .format import PREFIXES, Floats, float32_of
 from .plan import Plan, Segment
 
@@ -53,10 +53,9 @@ def _groups(engine: Engine, segment: Segment, name: str, made: str, array: Words
     for batch, heads, begin, count in _chunks(array.shape, segment.groups, max(_CHUNK_BYTES // (4 * width), 1)):
         first = segment.begin + begin * segment.factor
         tokens = array[batch, heads, first : first + count * segment.factor]
-        _check_finite(name, tokens, batch, heads.start, first)
-        if half:
-            tokens = tokens.astype(np.float16)
-        rows = np.ascontiguousarray(float32_of(tokens)).reshape(-1, width)
+        rows = to_half(float32_of(tokens)) if half else float32_of(tokens)
+        _check_finite(name, tokens, rows, batch, heads.start, first)
+        rows = np.ascontiguousarray(rows).reshape(-1, width)
         new = engine.run(rows).reshape(tokens.shape[0], count, head_dim)
         if not np.isfinite(new).all():
             raise KvmnnError(f"{made}: {int((~np.isfinite(new)).sum())} results are not finite")
@@ -72,15 +71,16 @@ def _chunks(shape: tuple[int, ...], groups: int, most: int) -> Iterator[tuple[in
                 yield batch, slice(head, min(head + step, shape[1])), begin, min(most, groups - begin)
 
 
-def _check_finite(name: str, tokens: Words, batch: int, head: int, first: int) -> None:
-    finite = np.isfinite(float32_of(tokens))
+def _check_finite(name: str, tokens: Words, rounded: Floats, batch: int, head: int, first: int) -> None:
+    finite = np.isfinite(rounded)
     if finite.all():
         return
     at = np.unravel_index(int(np.argmin(finite)), finite.shape)
     value = float(float32_of(tokens[at[:2]])[at[2]])
+    what = "is beyond fp16" if np.isfinite(value) else "a group needs finite numbers"
     raise KvmnnError(
         f"{name}: batch {batch}, kv_head {head + int(at[0])}, token {first + int(at[1])}, dimension {int(at[2])} "
-        f"is {value}: a group needs finite numbers"
+        f"is {value:g}: {what}"
     )
 
 

@@ -12,9 +12,9 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, NoReturn
 
-from . import bench, decode, encode, inspect, verify
+from . import bench, compress_kv, decode, encode, inspect, verify
 
-_VERBS = (encode, decode, inspect, verify, bench)
+_VERBS = (encode, decode, inspect, verify, bench, compress_kv)
 
 OK, DATA, USAGE, MISSING, TERMINATED, INTERRUPTED = 0, 1, 2, 3, 143, 130
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 STDIO = "-"
 LOSSLESS = "LOSSLESS"
+LOSSY = "LOSSY"
+UNCHANGED = "UNCHANGED"
 
 
 class UsageError(KvmnnError):
@@ -39,6 +41,13 @@ def positive(text: str) -> int:
     """A whole number above zero."""
     if not re.fullmatch(r"\d{1,9}", text) or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
+    return int(text)
+
+
+def whole(text: str) -> int:
+    """A whole number, zero included."""
+    if not re.fullmatch(r"\d{1,9}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
     return int(text)
 
 

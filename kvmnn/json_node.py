@@ -33,11 +33,13 @@ class Node:
         self.path = path
 
     def wrong(self, expected: str) -> ManifestError:
+        """The error that says what was found here and what was expected."""
         found = json.dumps(self.value)
         found = found if len(found) <= 80 else found[:77] + "..."
         return ManifestError(f"{self.where}: {self.path or 'document'}: found {found}, expected {expected}")
 
     def at(self, key: str) -> Node:
+        """The value under `key` of an object."""
         if not isinstance(self.value, dict):
             raise self.wrong("an object")
         path = f"{self.path}.{key}" if self.path else key

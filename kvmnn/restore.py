@@ -78,6 +78,10 @@ class FrameSet:
         names = {part.file for array in self.arrays for part in array.frames}
         return [self._files[name].path if name in self._files else str(self._root / name) for name in names]
 
+    def only(self, array: ArrayEntry) -> FrameSet:
+        """The frames of one of the arrays."""
+        return FrameSet(self.path, [array], self.document, self._files)
+
     def frame(self, entry: FrameEntry) -> Piece:
         """The bytes of a frame.
 

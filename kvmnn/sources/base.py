@@ -11,13 +11,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from .. import dtypes
 from ..errors import KvmnnError, SourceError
+
+if TYPE_CHECKING:
+    from ..cache_info import CacheInfo
+    from .packed import PackedOptions
 
 Order = Literal["C", "F"]
 Piece = npt.NDArray[np.uint8]
@@ -142,13 +146,50 @@ def swap_words(piece: Piece, itemsize: int) -> Piece:
     return piece.view(np.dtype(f"u{itemsize}")).byteswap().view(np.uint8)
 
 
+def rechunked(blocks: Iterator[Piece], step: int, total: int) -> Iterator[Piece]:
+    """`total` bytes that come in `blocks`, copied into fresh runs of `step` bytes, the last one shorter."""
+    rest: Piece = np.empty(0, np.uint8)
+    done = 0
+    while done < total:
+        run = np.empty(min(step, total - done), np.uint8)
+        filled = 0
+        while filled < run.size:
+            if not rest.size:
+                rest = next(blocks)
+            count = min(rest.size, run.size - filled)
+            run[filled : filled + count] = rest[:count]
+            rest, filled = rest[count:], filled + count
+        done += filled
+        yield run
+        del run  # or it would live on while the next one is filled
+
+
 @dataclass
 class Source:
-    """The arrays taken from one input, what else the input carried, and the names that were left out."""
+    """What was taken from one input.
+
+    Parameters
+    ----------
+    arrays
+        In the input's order.
+    metadata
+        What else the input carried.
+    skipped
+        One line for each array that was left out.
+    notes
+        One line for each thing that was inferred rather than read or said.
+    cache
+        What packed files hold, where the input is such files.
+    token_major
+        Whether the arrays are ``[token, kv_head, head_dim]``.
+    """
 
     arrays: list[NamedArray]
     metadata: dict[str, str] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    cache: CacheInfo | None = None
+    token_major: bool = False
 
 
 @dataclass(frozen=True)
@@ -167,12 +208,15 @@ class ReadOptions:
     skip_unsupported
         Leave arrays out that no frame holds (float64, int64, empty ...) instead of refusing the file. Arrays named in
         `tensors` are never left out.
+    packed
+        What packed files are said to be.
     """
 
     dtype: str | None = None
     fallbacks: tuple[str, ...] = ()
     tensors: tuple[str, ...] = ()
     skip_unsupported: bool = False
+    packed: PackedOptions | None = None
 
 
 def select(

@@ -31,20 +31,20 @@ def read(path: str, options: ReadOptions) -> Source:
     for meta in metas:
         entries.extend(_tensors(root, meta, options))
     arrays, skipped = select(path, entries, options)
-    return Source(arrays, skipped=skipped)
+    return Source(arrays, skipped=skipped, token_major=True)
 
 
 def _tensors(root: Path, meta: Path, options: ReadOptions) -> Iterator[tuple[str, Callable[[], NamedArray]]]:
-    fields = _load(meta)
-    shape = tuple(_positive(meta, fields, key) for key in ("seq_len", "kv_heads", "head_dim"))
-    width = _positive(meta, fields, "bytes_per_elem")
+    fields = load_meta(meta)
+    shape = tuple(positive(meta, fields, key) for key in ("seq_len", "kv_heads", "head_dim"))
+    width = positive(meta, fields, "bytes_per_elem")
     if width not in _BY_BYTES:
         raise SourceError(f"{meta}: bytes_per_elem is {width}, expected 2 (fp16) or 4 (fp32)")
     said = fields.get("dtype", "unknown")
     if said not in ("unknown", _BY_BYTES[width].name):
         raise SourceError(f"{meta}: dtype is {said!r}, but bytes_per_elem is {width}")
     for key in ("k_file", "v_file"):
-        file = _inside(root, meta, key, fields.get(key))
+        file = inside(root, meta, key, fields.get(key))
         name = PurePath(file.relative_to(root)).with_suffix("").as_posix()
         yield name, partial(_array, file, name, shape, _BY_BYTES[width], options)
 
@@ -74,7 +74,8 @@ def _runs(file: Path, step: int) -> Iterator[Piece]:
     yield from mapped.runs(0, mapped.size, step)
 
 
-def _load(meta: Path) -> dict[str, Any]:
+def load_meta(meta: Path) -> dict[str, Any]:
+    """The fields of a metadata file."""
     try:
         with meta.open("rb") as file:
             text = file.read(_META_MOST + 1)
@@ -91,14 +92,15 @@ def _load(meta: Path) -> dict[str, Any]:
     return fields
 
 
-def _positive(meta: Path, fields: dict[str, Any], key: str) -> int:
+def positive(meta: Path, fields: dict[str, Any], key: str) -> int:
+    """A field that is a whole number above zero."""
     value = fields.get(key)
     if type(value) is not int or value <= 0:
         raise SourceError(f"{meta}: {key} is {value!r:.80}, expected a positive integer")
     return value
 
 
-def _inside(root: Path, meta: Path, key: str, value: Any) -> Path:
+def inside(root: Path, meta: Path, key: str, value: Any) -> Path:
     """The file a metadata file names, if it lies below the dump directory."""
     if not isinstance(value, str) or not value:
         raise SourceError(f"{meta}: {key} is {value!r:.80}, expected a file name")

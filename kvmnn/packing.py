@@ -1,0 +1,189 @@
+"""Arrays into prefix-cache files that the engine loads: data, markers, and the document kvmnn leaves beside them."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import cache_info
+from .cache_info import CacheInfo, LayerInfo
+from .casting import Cast
+from .errors import KvmnnError, OutputError
+from .layer_arrays import LayerArray, common_geometry
+from .layout import PackLayout
+from .output import DirectoryOutput
+from .packed_rows import PARTS, Part
+from .sources.mnn_prefix import data_name, marker_name, names_in
+from .sources.packed import packed_runs
+from .sources.packed_writer import PackedPart
+
+_STEP = 8 << 20
+_SUFFIX = {"key": "k", "value": "v"}
+
+Progress = Callable[[int], object]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What was written.
+
+    Parameters
+    ----------
+    info
+        The cache.
+    label
+        ``LOSSLESS`` if every word came back from the files as it went in; ``LOSSY`` if words were cast to a narrower
+        dtype.
+    cast
+        What the cast changed.
+    """
+
+    info: CacheInfo
+    label: str
+    cast: Cast
+
+
+def check_name(name: str) -> str:
+    """A name that prefix files may have: one plain part of a path; `OutputError` for others."""
+    if not name or name in (".", "..") or re.search(r"[/\\\0]", name) or len(name.encode()) > 200:
+        raise OutputError(f"{name!r:.220}: is not a name for a prefix: expected a plain file name")
+    return name
+
+
+def plan(
+    arrays: Sequence[LayerArray],
+    layout: PackLayout,
+    name: str,
+    *,
+    capacity: int | None = None,
+    like: CacheInfo | None = None,
+) -> CacheInfo:
+    """What a prefix cache of `arrays` in `layout` will be.
+
+    Parameters
+    ----------
+    capacity
+        Tokens to leave room for; None for what `like` has, or for as many as there are.
+    like
+        Where positions, token ids and model come from, if it has the same layers and tokens.
+
+    Raises
+    ------
+    KvmnnError
+        When arrays and layout do not agree, layers are missing, or the capacity is too small.
+    """
+    heads, dims, _ = common_geometry(arrays)
+    if (heads, dims) != (layout.kv_heads, layout.head_dim):
+        raise KvmnnError(
+            f"the arrays have {heads} kv heads x {dims} dims, the layout {layout.kv_heads} x {layout.head_dim}"
+        )
+    keys = arrays[::2]
+    if [entry.layer for entry in keys] != list(range(len(keys))):
+        raise KvmnnError(f"a prefix cache has all layers from 0 on, these are {[entry.layer for entry in keys][:20]}")
+    if like and [each.tokens for each in like.layers] != [entry.geometry[1] for entry in keys]:
+        raise KvmnnError("the description of the cache names other layers or numbers of tokens than the arrays have")
+    layers = []
+    for number, entry in enumerate(keys):
+        tokens = entry.geometry[1]
+        known = like.layers[number] if like else None
+        layers.append(
+            LayerInfo(
+                layer=number,
+                tokens=tokens,
+                capacity=capacity or (known.capacity if known else tokens),
+                positions=known.positions if known else ((0, tokens),),
+            )
+        )
+    return CacheInfo(
+        kind="prefix",
+        name=check_name(name),
+        layout=layout,
+        layers=tuple(layers),
+        token_ids=like.token_ids if like else None,
+        model=like.model if like else None,
+    )
+
+
+def file_names(info: CacheInfo) -> list[str]:
+    """Every file of a prefix cache, in the order in which they are written: the engine's markers after the data."""
+    pairs = [(layer.layer, _SUFFIX[part]) for layer in info.layers for part in PARTS]
+    data = [data_name(info.name, *pair) for pair in pairs]
+    markers = [marker_name(info.name, *pair) for pair in pairs]
+    return [*data, *markers, info.name + cache_info.SIDE_SUFFIX]
+
+
+def write_prefix(
+    arrays: Sequence[LayerArray], info: CacheInfo, output: DirectoryOutput, progress: Progress | None = None
+) -> Packed:
+    """Write a prefix cache and read every file back; the caller commits `output`.
+
+    Raises
+    ------
+    KvmnnError
+        When a file does not give back what was put into it.
+    OutputError
+        When files exist, or files of more layers of the same name would stay beside the new ones.
+    """
+    names = file_names(info)
+    output.check_names(names)
+    _check_leftovers(output.target, info, names)
+    cast = Cast(common_geometry(arrays)[2], info.layout.dtype)
+    for entry in arrays:
+        _write_part(entry, info, output, cast, progress)
+    for name in names[len(arrays) :]:
+        file = output.file(name)
+        if name.endswith(cache_info.SIDE_SUFFIX):
+            file.write((cache_info.to_json(info) + "\n").encode())
+    return Packed(info, cast.label, cast)
+
+
+def _write_part(
+    entry: LayerArray, info: CacheInfo, output: DirectoryOutput, cast: Cast, progress: Progress | None
+) -> None:
+    layer = info.layers[entry.layer]
+    file = output.file(data_name(info.name, entry.layer, _SUFFIX[entry.part]))
+    part = PackedPart(
+        file.target,
+        file.path,
+        info.layout,
+        entry.part,
+        capacity=layer.capacity,
+        tokens=layer.tokens,
+        order="token" if entry.token_major else "head",
+    )
+    went_in = hashlib.sha256()
+    for run in entry.array.pieces(_STEP):
+        words = cast.run(run)
+        went_in.update(words.data)
+        part.write(words)
+        if progress:
+            progress(run.size)
+        del run, words
+    part.rewind()
+    if entry.token_major:
+        again = Cast(cast.source, cast.target)
+        proved = all(part.holds(again.run(run)) for run in entry.array.pieces(_STEP))
+    else:
+        proved = went_in.digest() == _digest(str(file.path), info, layer, entry.part)
+    part.close()
+    if not proved:
+        raise KvmnnError(f"{file.target}: does not give back what was packed into it (please report this)")
+
+
+def _digest(path: str, info: CacheInfo, layer: LayerInfo, part: Part) -> bytes:
+    digest = hashlib.sha256()
+    for run in packed_runs(path, info.layout, part, layer, _STEP):
+        digest.update(run.data)
+        del run
+    return digest.digest()
+
+
+def _check_leftovers(target: Path, info: CacheInfo, names: Sequence[str]) -> None:
+    if not target.is_dir():
+        return
+    for path in sorted(target.iterdir()):
+        if names_in([path.name]) == [info.name] and path.name not in names:
+            raise OutputError(f"{path}: belongs to a prefix of the same name with more layers; remove that one first")

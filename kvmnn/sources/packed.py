@@ -1,0 +1,358 @@
+"""Packed files of K and V, whoever wrote them: layers found, described, and read as plain arrays.
+
+Finding names the files of every layer. Describing adds what files cannot tell: geometry, pack numbers and tokens, from
+the caller, a model directory, or the document that kvmnn leaves beside the files it writes. Reading touches live
+elements only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import numpy as np
+
+from .. import cache_info, dtypes
+from ..cache_info import CacheInfo, LayerInfo, TokenIds
+from ..errors import SourceError
+from ..geometry import Fit, Geometry, describe, the_fit
+from ..layout import PackLayout
+from ..packed_rows import PARTS, HeadRows, Part, head_bytes, tile_tokens
+from .base import NamedArray, Piece, Source, UnsupportedArrayError, rechunked
+from .mapped import MappedFile
+from .mnn_model import fingerprint, read_geometry
+
+_BLOCK_BYTES = 1 << 20
+_DROP_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedOptions:
+    """What the caller says about packed files.
+
+    Parameters
+    ----------
+    geometry
+        What is known of the layout.
+    tokens
+        Live tokens: none if unknown, one number for all layers, or one for each.
+    name
+        Which prefix of a directory that holds several.
+    model
+        Directory of the MNN model, for geometry and fingerprint.
+    token_ids
+        Those of the text that the cache was made from.
+    layer_order
+        Addresses (the files' names) of live files in the order of the layers.
+    pid
+        The engine's process, whose open files tell the order of the layers.
+    ignore_markers
+        Read a prefix cache whose markers are missing.
+    packed_dump
+        Take the packed variant of a dump that holds both.
+    """
+
+    geometry: Geometry = field(default_factory=Geometry)
+    tokens: tuple[int, ...] = ()
+    name: str | None = None
+    model: str | None = None
+    token_ids: TokenIds | None = None
+    layer_order: tuple[str, ...] = ()
+    pid: int | None = None
+    ignore_markers: bool = False
+    packed_dump: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedLayer:
+    """The two files of one layer."""
+
+    layer: int
+    key: str
+    value: str
+    key_bytes: int
+    value_bytes: int
+
+    def path(self, part: Part) -> str:
+        """The file of K or of V."""
+        return self.key if part == "key" else self.value
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedFiles:
+    """Packed files that were found, before anything is known of what they hold.
+
+    Parameters
+    ----------
+    kind, name
+        As `CacheInfo` has them.
+    path
+        What the user named.
+    layers
+        In order, numbered from 0 unless the user named the files of one.
+    document
+        The text that kvmnn left beside them, and the file it is in.
+    problems
+        Why the engine would not load them; empty if it would.
+    """
+
+    kind: str
+    name: str
+    path: str
+    layers: tuple[PackedLayer, ...]
+    document: tuple[str, str] | None = None
+    problems: tuple[str, ...] = ()
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """Bytes of the K and V file of every layer."""
+        return [(layer.key_bytes, layer.value_bytes) for layer in self.layers]
+
+    @property
+    def paths(self) -> list[str]:
+        """Every data file."""
+        return [path for layer in self.layers for path in (layer.key, layer.value)]
+
+
+@dataclass(frozen=True)
+class Described:
+    """Packed files and all there is to know about them.
+
+    Parameters
+    ----------
+    files
+        What was found.
+    info
+        What they hold.
+    notes
+        What was inferred, and from what, in words.
+    """
+
+    files: PackedFiles
+    info: CacheInfo
+    notes: tuple[str, ...] = field(default=())
+
+    def to_source(self, dtype: str | None = None) -> Source:
+        """``layer_<n>.key`` and ``layer_<n>.value``, each ``[kv_head, token, head_dim]``, of every layer."""
+        layout = self.info.layout
+        if dtype not in (None, layout.dtype):
+            raise UnsupportedArrayError(f"{self.files.path}: holds {layout.dtype} words, not {dtype}")
+        arrays = [
+            NamedArray(
+                name=array_name(layer.layer, part),
+                dtype=layout.dtype,
+                shape=(layout.kv_heads, layer.tokens, layout.head_dim),
+                array_dtype=dtypes.by_name(layout.dtype).numpy.str,
+                reader=partial(packed_runs, files.path(part), layout, part, layer),
+            )
+            for files, layer in zip(self.files.layers, self.info.layers, strict=True)
+            for part in PARTS
+        ]
+        metadata = {cache_info.METADATA_KEY: cache_info.to_json(self.info)}
+        return Source(arrays, metadata, notes=list(self.notes), cache=self.info)
+
+
+def array_name(layer: int, part: Part) -> str:
+    """What the array of a layer's K or V is called everywhere."""
+    return f"layer_{layer}.{part}"
+
+
+def size_of(path: str) -> int:
+    """Bytes of a regular file; `SourceError` for anything else."""
+    import os
+    import stat
+
+    try:
+        status = os.stat(path)
+    except OSError as exc:
+        raise SourceError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
+    if not stat.S_ISREG(status.st_mode):
+        raise SourceError(f"{path}: is not a regular file")
+    return status.st_size
+
+
+def describe_files(files: PackedFiles, options: PackedOptions) -> Described:
+    """Put together what the caller, the model directory and the document beside the files say.
+
+    Raises
+    ------
+    SourceError
+        When something needed is missing, says different things in different places, or does not fit the sizes; when
+        the engine would not load the files, unless `options` say to read them anyway.
+    """
+    if files.problems and not options.ignore_markers:
+        raise SourceError(f"{files.path}: {files.problems[0]} (--ignore-markers reads the files all the same)")
+    known = read_document(files)
+    if known and files.sizes != [_sizes(known.layout, layer) for layer in known.layers]:
+        raise SourceError(
+            f"{files.document[1] if files.document else files.path}: does not describe the files beside it any more: "
+            f"{_drift(files, known)}; move it away and say what they hold"
+        )
+    notes: list[str] = []
+    fit = _layout(files, options, known, notes)
+    tokens = _tokens(files, options, known, fit)
+    positions = _positions(tokens, known)
+    layers = tuple(
+        LayerInfo(layer=layer.layer, tokens=count, capacity=capacity, positions=runs)
+        for layer, count, capacity, runs in zip(files.layers, tokens, fit.capacities, positions, strict=True)
+    )
+    info = CacheInfo(
+        kind=files.kind,
+        name=files.name,
+        layout=fit.layout,
+        layers=layers,
+        token_ids=options.token_ids or (known.token_ids if known else None),
+        model=fingerprint(options.model) if options.model else (known.model if known else None),
+    )
+    if known:
+        _check_same(files, known, info)
+    return Described(files, info, tuple(notes))
+
+
+def read_document(files: PackedFiles) -> CacheInfo | None:
+    """What kvmnn left beside the files, for just the layers that were found."""
+    if files.document is None:
+        return None
+    text, where = files.document
+    known = cache_info.from_json(text, where)
+    wanted = {layer.layer for layer in files.layers}
+    kept = tuple(layer for layer in known.layers if layer.layer in wanted)
+    if len(kept) != len(wanted):
+        raise SourceError(f"{where}: describes {len(known.layers)} layers, but there are files of {len(wanted)}")
+    return replace(known, layers=kept)
+
+
+def model_geometry(options: PackedOptions, layers: int | None, where: str) -> Geometry:
+    """The caller's geometry, completed from the model directory.
+
+    Raises
+    ------
+    SourceError
+        When the model has another number of layers than there are files.
+    """
+    if options.model is None:
+        return options.geometry
+    model = read_geometry(options.model)
+    if None not in (model.layers, layers) and model.layers != layers:
+        raise SourceError(f"{where}: has files of {layers} layers, but the model in {options.model} has {model.layers}")
+    return options.geometry.or_else(
+        Geometry(kv_heads=model.kv_heads, head_dim=model.head_dim, flash_block=model.flash_block)
+    )
+
+
+def _sizes(layout: PackLayout, layer: LayerInfo) -> tuple[int, int]:
+    return layout.key_bytes(layer.capacity), layout.value_bytes(layer.capacity)
+
+
+def _drift(files: PackedFiles, known: CacheInfo) -> str:
+    for found, layer in zip(files.layers, known.layers, strict=True):
+        expected = _sizes(known.layout, layer)
+        if (found.key_bytes, found.value_bytes) != expected:
+            return (
+                f"layer {layer.layer} has files of {found.key_bytes} and {found.value_bytes} bytes, it says "
+                f"{expected[0]} and {expected[1]}"
+            )
+    return "they differ in number"
+
+
+def _layout(files: PackedFiles, options: PackedOptions, known: CacheInfo | None, notes: list[str]) -> Fit:
+    whole = len(files.layers) if files.kind == "prefix" and files.layers[0].layer == 0 else None
+    geometry = model_geometry(options, whole, files.path)
+    if known is None:
+        fit = the_fit(files.path, geometry, files.sizes)
+        if geometry.backend is None and None in (geometry.dtype, geometry.lP, geometry.hP):
+            notes.append(f"layout inferred: of those known only {fit.backends} fits the sizes of the files")
+        if geometry.flash_block is None:
+            notes.append(f"{_block(fit.layout)} inferred from the sizes of the files")
+        return fit
+    if not any(layout == known.layout for _, layout in geometry.or_else(_geometry_of(known.layout)).candidates()):
+        raise SourceError(f"{files.path}: its document says {describe(known.layout)}, which is not what was asked for")
+    return Fit(known.layout, "", tuple(layer.capacity for layer in known.layers))
+
+
+def _block(layout: PackLayout) -> str:
+    return f"flash block {layout.flash_block}" if layout.flash_block else "no flash attention"
+
+
+def _geometry_of(layout: PackLayout) -> Geometry:
+    return Geometry(
+        kv_heads=layout.kv_heads,
+        head_dim=layout.head_dim,
+        dtype=layout.dtype,
+        lP=layout.lP,
+        hP=layout.hP,
+        flash_block="none" if layout.flash_block is None else layout.flash_block,
+    )
+
+
+def _tokens(files: PackedFiles, options: PackedOptions, known: CacheInfo | None, fit: Fit) -> tuple[int, ...]:
+    count = len(files.layers)
+    if options.tokens:
+        if len(options.tokens) not in (1, count):
+            raise SourceError(f"{files.path}: {len(options.tokens)} numbers of tokens for {count} layers")
+        tokens = options.tokens if len(options.tokens) == count else options.tokens * count
+    elif known:
+        tokens = tuple(layer.tokens for layer in known.layers)
+    elif options.token_ids:
+        tokens = (options.token_ids.count,) * count
+    else:
+        raise SourceError(
+            f"{files.path}: the files do not say how many tokens are live: say --tokens N (at most "
+            f"{min(fit.capacities)}) or --token-ids FILE"
+        )
+    for layer, number, capacity in zip(files.layers, tokens, fit.capacities, strict=True):
+        if not 1 <= number <= capacity:
+            raise SourceError(
+                f"{files.path}: layer {layer.layer}: {number} tokens: expected at least 1 and at most {capacity}, "
+                "which the files have room for"
+            )
+    return tokens
+
+
+def _positions(tokens: tuple[int, ...], known: CacheInfo | None) -> list[cache_info.Ranges]:
+    """Those of the document where it speaks of as many tokens, else 0, 1, 2 ..."""
+    if known and tuple(layer.tokens for layer in known.layers) == tokens:
+        return [layer.positions for layer in known.layers]
+    return [((0, count),) for count in tokens]
+
+
+def _check_same(files: PackedFiles, known: CacheInfo, info: CacheInfo) -> None:
+    for what, said, found in (
+        ("number of tokens", [each.tokens for each in known.layers], [each.tokens for each in info.layers]),
+        ("token ids", known.token_ids or info.token_ids, info.token_ids),
+        ("model", known.model or info.model, info.model),
+    ):
+        if said != found:
+            raise SourceError(f"{files.path}: its document says another {what} than was given")
+
+
+def packed_runs(path: str, layout: PackLayout, part: Part, layer: LayerInfo, step: int) -> Iterator[Piece]:
+    """The live elements of a file in logical order, in runs of `step` bytes; mapped only while they are read."""
+    file = MappedFile(path)
+    size = head_bytes(layout, part, layer.capacity)
+    if file.size != size * layout.kv_heads:
+        raise SourceError(f"{path}: has {file.size} bytes, {size * layout.kv_heads} when it was opened")
+    row = layout.head_dim * layout.itemsize
+    blocks = _row_blocks(file, layout, part, layer, max(_BLOCK_BYTES // row, 1))
+    yield from rechunked(blocks, step, row * layer.tokens * layout.kv_heads)
+
+
+def _row_blocks(file: MappedFile, layout: PackLayout, part: Part, layer: LayerInfo, rows: int) -> Iterator[Piece]:
+    row = layout.head_dim * layout.itemsize
+    size = head_bytes(layout, part, layer.capacity)
+    tile = tile_tokens(layout, part, layer.capacity)
+    tile_bytes = size // -(-layer.capacity // tile)
+    rows = max(rows // tile, 1) * tile
+    access = HeadRows(layout, part, layer.capacity)
+    for head in range(layout.kv_heads):
+        buffer, dropped = file.view(head * size, size), 0
+        for start in range(0, layer.tokens, rows):
+            out = np.empty(min(rows, layer.tokens - start) * row, np.uint8)
+            access.read(buffer, start, out)
+            yield out
+            read = (start + rows) // tile * tile_bytes
+            if read - dropped >= _DROP_BYTES and read <= size:
+                file.drop(head * size + dropped, read - dropped)
+                dropped = read
+        file.drop(head * size + dropped, size - dropped)

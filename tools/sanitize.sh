@@ -51,7 +51,7 @@ tests=
 for name in block damage frame frame_values hash inspect layout many predictors rle simd threads zstd; do
     [ ! -e tests/test_$name.py ] || tests="$tests tests/test_$name.py"
 done
-"$WORK/venv/bin/python" -P -m pytest -q -s -p no:cacheprovider $tests -k "not selftest"
+"$WORK/venv/bin/python" -P -m pytest -s -p no:cacheprovider $tests -k "not selftest"
 
 echo "sanitize: $MINUTES minutes of fuzzing"
 "$WORK/venv/bin/python" -P tools/fuzz.py --minutes "$MINUTES" --seed "$SEED" --out "$WORK/found"

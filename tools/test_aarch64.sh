@@ -97,22 +97,25 @@ fi
 # -- 3. kvmnn for it --------------------------------------------------------------------------------------------------
 
 echo "cross-compiling the Cython modules"
-"$PYTHON" -c "import runpy, setuptools; setuptools.setup = lambda **_: None; runpy.run_path('setup.py')" \
-    >"$WORK/cython.log" 2>&1 || { cat "$WORK/cython.log"; exit 1; }
+"$PYTHON" -c "
+import runpy, setuptools
+setuptools.setup = lambda **_: None  # setup.py then stops at writing the C files
+made = runpy.run_path('setup.py')
+with open('$WORK/modules', 'w') as file:
+    for name in made['MODULES']:
+        print(name, *made['NATIVE'].get(name, []), file=file)
+" >"$WORK/cython.log" 2>&1 || { cat "$WORK/cython.log"; exit 1; }
 rm -rf "$SITE/kvmnn" "$SITE"/kvmnn-*.dist-info
 cp -r kvmnn "$SITE/kvmnn"
 rm -f "$SITE"/kvmnn/*.so
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 mkdir "$SITE/kvmnn-$version.dist-info"
 printf 'Metadata-Version: 2.1\nName: kvmnn\nVersion: %s\n' "$version" >"$SITE/kvmnn-$version.dist-info/METADATA"
-for source in pyx/*.pyx; do
-    name=$(basename "$source" .pyx)
-    native=
-    [ "$name" != streams ] || native=pyx/native/lanes.c
+while read -r name native; do
     $CC -shared -fPIC -O3 -ffp-contract=off -fvisibility=hidden -Wall -Wno-unused-function \
         -I pyx -isystem "$ROOT/usr/include/python$ARM" -isystem "$ROOT/usr/include" \
         "pyx/$name.c" $native -o "$SITE/kvmnn/_$name.cpython-$(echo $ARM | tr -d .)-aarch64-linux-gnu.so"
-done
+done <"$WORK/modules"
 
 # Beside the x86 package in the working directory Python would take that one, so the rest happens elsewhere.
 rm -rf "$WORK/run"
@@ -131,10 +134,13 @@ print('aarch64 Python:', platform.machine(), platform.python_version(), 'numpy',
       'libzstd', zstd.version(), zstd.door(), 'lanes', *_streams.simd_levels())
 assert platform.machine() == 'aarch64'"
 
+layout=
+[ ! -e tests/test_layout.py ] || layout=tests/test_layout.py
+
 # What starts other processes is left out: they would be aarch64 programs that only qemu can start.
 arm_python -m pytest -q -p no:cacheprovider tests/test_frame.py tests/test_frame_values.py tests/test_rle.py \
     tests/test_predictors.py tests/test_hash.py tests/test_many.py tests/test_block.py tests/test_inspect.py \
-    tests/test_damage.py tests/test_zstd.py tests/test_simd.py \
+    tests/test_damage.py tests/test_zstd.py tests/test_simd.py $layout \
     -k "not door and not same_frames and not environment and not selftest"
 if [ -z "$vectors" ]; then
     vectors=vectors

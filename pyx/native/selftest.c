@@ -158,6 +158,22 @@ static void check_runs(const kvmnn_lanes *t, const uint8_t *s, size_t n, size_t 
     if (memcmp(counts, expected, sizeof counts) != 0) fail(t, "histogram", n, offset, 0, 0);
 }
 
+static void check_repeats(const kvmnn_lanes *t, const uint8_t *s, size_t n, size_t offset) {
+    size_t expected = 0;
+    for (size_t i = 1; i < n; ++i) expected += s[i] == s[i - 1];
+    ++checks;
+    if (t->repeats(s, n) != expected) fail(t, "repeats", n, offset, (int)expected, 0);
+}
+
+/* Long enough for its byte counters to overflow if they were not emptied. */
+static void check_long_repeats(const kvmnn_lanes *t) {
+    memset(got, 7, sizeof got);
+    for (size_t n = 16 * 1024 - 80; n + 64 < sizeof got; n += n < 16600 ? 1 : 977) {
+        check_repeats(t, got + n % 64, n, n % 64);
+        check_repeats(t, pool + n % 64, n, n % 64);
+    }
+}
+
 static void check_level(const kvmnn_lanes *t) {
     static const size_t large[] = {511,  1000, 1023, 1024, 1025, 2048, 4095, 4096,
                                    4097, 4111, 4112, 8191, 8192, 8193, 8999};
@@ -173,6 +189,7 @@ static void check_level(const kvmnn_lanes *t) {
             if (own == NULL) exit(2);
             memcpy(own, src, n);
             check_runs(t, own, n, offset);
+            check_repeats(t, own, n, offset);
             free(own);
         }
     }
@@ -186,6 +203,7 @@ int main(void) {
         const kvmnn_lanes *table = kvmnn_lanes_for(names[i]);
         if (table == NULL) continue;
         check_level(table);
+        check_long_repeats(table);
         strcat(strcat(levels, " "), table->name);
     }
     if (kvmnn_lanes_for("none") != NULL || kvmnn_lanes_best() == NULL) {

@@ -12,9 +12,9 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, NoReturn
 
-from . import bench, compress_kv, decode, encode, inspect, verify
+from . import bench, compress_kv, convert, decode, encode, inspect, verify
 
-_VERBS = (encode, decode, inspect, verify, bench, compress_kv)
+_VERBS = (encode, decode, inspect, verify, bench, convert, compress_kv)
 
 OK, DATA, USAGE, MISSING, TERMINATED, INTERRUPTED = 0, 1, 2, 3, 143, 130
 
@@ -23,7 +23,8 @@ _EPILOG = """exit codes: 0 ok, 1 bad data or failed check, 2 usage, 3 an optiona
   kvmnn encode keys.npy -o keys.frame       writes keys.frame and keys.frame.json
   kvmnn inspect keys.frame
   kvmnn verify keys.frame --against keys.npy
-  kvmnn decode keys.frame -o back.npy"""
+  kvmnn decode keys.frame -o back.npy
+  kvmnn convert compressor.pth compressor.bin && kvmnn verify compressor.bin --against compressor.pth"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -34,7 +34,9 @@ _OTHER_BYTES = {"BOOL": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F
 
 
 @dataclass(frozen=True)
-class _Tensor:
+class Tensor:
+    """An entry of the header: type and shape, and where its bytes lie behind the header."""
+
     name: str
     kind: str
     shape: tuple[int, ...]
@@ -49,13 +51,13 @@ def read(path: str, options: ReadOptions) -> Source:
     `options.dtype` says as what; all other types are unsupported.
     """
     file = MappedFile(path)
-    tensors, metadata, start = _header(file)
+    tensors, metadata, start = read_header(file)
     entries = [(t.name, partial(_array, file, t, start, options)) for t in tensors]
     arrays, skipped = select(path, entries, options)
     return Source(arrays, metadata, skipped)
 
 
-def _array(file: MappedFile, tensor: _Tensor, start: int, options: ReadOptions) -> NamedArray:
+def _array(file: MappedFile, tensor: Tensor, start: int, options: ReadOptions) -> NamedArray:
     import numpy as np
 
     where = f"{file.path}: tensor {tensor.name!r}"
@@ -73,7 +75,8 @@ def _array(file: MappedFile, tensor: _Tensor, start: int, options: ReadOptions) 
     return checked(array, where)
 
 
-def _header(file: MappedFile) -> tuple[list[_Tensor], dict[str, str], int]:
+def read_header(file: MappedFile) -> tuple[list[Tensor], dict[str, str], int]:
+    """The tensors in the order of their data, the metadata, and where the data begins (bytes); all checked."""
     where = file.label
     if file.size < 8:
         raise SourceError(f"{where}: {file.size} bytes are too few for a .safetensors file")
@@ -103,7 +106,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _tensor(where: str, name: str, value: Any) -> _Tensor:
+def _tensor(where: str, name: str, value: Any) -> Tensor:
     def naturals(key: str) -> list[int]:
         found = value.get(key) if isinstance(value, dict) else None
         if not isinstance(found, list) or not all(type(n) is int and n >= 0 for n in found) or len(found) > 64:
@@ -120,10 +123,10 @@ def _tensor(where: str, name: str, value: Any) -> _Tensor:
             f"{where}: tensor {name!r}: shape {shape} of {kind} needs {math.prod(shape) * itemsize} bytes, "
             f"its data_offsets give {offsets[1] - offsets[0]}"
         )
-    return _Tensor(name, kind, tuple(shape), offsets[0], offsets[1])
+    return Tensor(name, kind, tuple(shape), offsets[0], offsets[1])
 
 
-def _check_tiling(where: str, tensors: Sequence[_Tensor], data_bytes: int) -> None:
+def _check_tiling(where: str, tensors: Sequence[Tensor], data_bytes: int) -> None:
     position = 0
     for tensor in tensors:
         if tensor.begin != position:

@@ -33,8 +33,11 @@ if SANITIZE:
     flags = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g"]
     COMPILE, LINK = COMPILE + flags, LINK + flags
 
-NATIVE = {"streams": ["pyx/native/lanes.c"]}
-DEPENDS = ["pyx/native/lanes.h", "pyx/native/lanes_impl.h"]
+NATIVE = {
+    "streams": ["pyx/native/lanes.c"],
+    "layout": ["pyx/native/packing.c", "pyx/native/quantise.c"],
+}
+DEPENDS = [f"pyx/native/{entry}" for entry in os.listdir("pyx/native") if entry.endswith(".h")]
 
 
 def extension(name: str) -> Extension:

@@ -4,6 +4,7 @@ from importlib.metadata import version as _version
 
 from .block import Block, encode_block
 from .errors import (
+    CacheDroppedWarning,
     FrameError,
     KvmnnError,
     LimitError,
@@ -14,18 +15,25 @@ from .errors import (
 )
 from .frame import decode, decode_many, encode, encode_many, fnv1a64, inspect
 from .frame_info import FrameInfo, StreamInfo
+from .kv_meta import KVMeta
+from .layout import PackLayout
+from .packed_cache import PackedCache
 
 __version__ = _version("kvmnn")
 
 __all__ = [
     "Block",
+    "CacheDroppedWarning",
     "FrameError",
     "FrameInfo",
+    "KVMeta",
     "KvmnnError",
     "LimitError",
     "ManifestError",
     "MissingDependencyError",
     "OutputError",
+    "PackLayout",
+    "PackedCache",
     "SourceError",
     "StreamInfo",
     "__version__",

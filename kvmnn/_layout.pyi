@@ -3,22 +3,19 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-Buffer: TypeAlias = bytes | bytearray | memoryview | npt.NDArray[np.uint8]
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+Floats: TypeAlias = npt.NDArray[np.float32]
 
-def move_range(
-    keys: Buffer,
-    values: Buffer,
-    plain_keys: Buffer | None,
-    plain_values: Buffer | None,
-    itemsize: int,
-    heads: int,
-    dims: int,
-    start: int,
-    count: int,
-    lP: int,
-    hP: int,
-    block: int,
-    key_head: int,
-    value_head: int,
-    what: int,
+class Numbers:
+    def __init__(self, is_keys: bool, word: int, dims: int, lP: int, hP: int, block: int, head_bytes: int) -> None: ...
+
+def gather(n: Numbers, packed: Bytes, rows: Bytes, first: int, last: int, start: int) -> None: ...
+def scatter(n: Numbers, packed: Bytes, rows: Bytes, first: int, last: int, start: int) -> None: ...
+def zero(n: Numbers, packed: Bytes, first: int, last: int, start: int, count: int) -> None: ...
+def pad(n: Numbers, packed: Bytes, first: int, last: int, live: int) -> None: ...
+def shift(n: Numbers, packed: Bytes, first: int, last: int, moves: npt.NDArray[np.uintp]) -> None: ...
+def quantise_keys(
+    n: Numbers, packed: Bytes, sums: Floats, most: Floats, rows: Bytes, first: int, last: int, past: int
 ) -> None: ...
+def quantise_values(n: Numbers, packed: Bytes, sums: Floats, rows: Bytes, first: int, last: int, past: int) -> None: ...
+def dequantise(n: Numbers, packed: Bytes, rows: Bytes, first: int, last: int, start: int) -> None: ...

@@ -56,3 +56,7 @@ class WeightsError(KvmnnError):
 
 class CheckpointError(SourceError):
     """A checkpoint that is damaged, asks for what is never executed, or holds no compressor."""
+
+
+class CacheDroppedWarning(UserWarning):
+    """The upstream dialect dropped a cache although reserve pairs asked for some of it to stay."""

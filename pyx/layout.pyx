@@ -1,99 +1,183 @@
-"""Packed K/V buffers: copying a token range out, in, and zeroing it (docs/layout.md).
+"""Packed K/V buffers: the doors to native/packing.c and native/quantise.c (docs/layout.md).
 
-Offsets are in elements. `K` and `V` describe one head: where token t, dim d lies is
-
-    K(t, d) = t/hP * rup(D,lP)*hP + d/lP * hP*lP + t%hP * lP + d%lP
-    V(t, d) = t/FA * s0 + d/hP * s1 + (t%FA)/lP * lP*hP + d%hP * lP + t%FA % lP
-
-The caller has checked every size; `check` in kvmnn.layout is what stands between these loops and bad input.
+Every function works on the heads [first, last) of one buffer, K or V, without the GIL. kvmnn.layout has checked every
+size and that what is written to may be written; nothing is checked again here.
 """
 
-from libc.stdint cimport uint8_t, uint16_t, uint32_t
-from libc.string cimport memcpy, memset
+from libc.stdint cimport uint8_t
+from libc.stdlib cimport free, malloc
+
+cdef extern from "native/packing.h" nogil:
+    ctypedef struct kvmnn_pack:
+        size_t word, dims, lP, hP, block
+
+    void kvmnn_gather_keys(const kvmnn_pack *, const uint8_t *, size_t, size_t, uint8_t *, size_t)
+    void kvmnn_gather_values(const kvmnn_pack *, const uint8_t *, size_t, size_t, uint8_t *, size_t)
+    void kvmnn_scatter_keys(const kvmnn_pack *, uint8_t *, size_t, size_t, const uint8_t *, size_t)
+    void kvmnn_scatter_values(const kvmnn_pack *, uint8_t *, size_t, size_t, const uint8_t *, size_t)
+    void kvmnn_zero_keys(const kvmnn_pack *, uint8_t *, size_t, size_t)
+    void kvmnn_zero_values(const kvmnn_pack *, uint8_t *, size_t, size_t)
+    void kvmnn_pad_keys(const kvmnn_pack *, uint8_t *, size_t, size_t)
+    void kvmnn_pad_values(const kvmnn_pack *, uint8_t *, size_t, size_t)
+    void kvmnn_shift_keys(const kvmnn_pack *, uint8_t *, size_t, size_t, size_t, uint8_t *, size_t)
+    void kvmnn_shift_values(const kvmnn_pack *, uint8_t *, size_t, size_t, size_t, uint8_t *, size_t)
+
+cdef extern from "native/quantise.h" nogil:
+    ctypedef struct kvmnn_pack8:
+        size_t dims, lP, hP, block
+
+    void kvmnn_quantise_keys(
+        const kvmnn_pack8 *, uint8_t *, float *, float *, size_t, size_t, const uint8_t *, size_t)
+    void kvmnn_quantise_values(
+        const kvmnn_pack8 *, uint8_t *, float *, size_t, size_t, size_t, const uint8_t *, size_t)
+    void kvmnn_dequantise_keys(const kvmnn_pack8 *, const uint8_t *, size_t, size_t, uint8_t *, size_t)
+    void kvmnn_dequantise_values(const kvmnn_pack8 *, const uint8_t *, size_t, size_t, uint8_t *, size_t)
 
 cdef enum:
-    GATHER = 0
-    SCATTER = 1
-    ZERO = 2
-
-ctypedef fused word:
-    uint16_t
-    uint32_t
+    SCRATCH = 16384  # half of a small first-level cache
 
 
-cdef inline void move(word *packed, word *plain, int what) noexcept nogil:
-    # memcpy, because a caller's buffer may start at any address
-    if what == GATHER:
-        memcpy(<void *>plain, <void *>packed, sizeof(word))
-    elif what == SCATTER:
-        memcpy(<void *>packed, <void *>plain, sizeof(word))
-    else:
-        memset(<void *>packed, 0, sizeof(word))
+cdef class Numbers:
+    """The numbers of a float layout (`word` 2 or 4) or of an int8 one (`word` 1, with lP8 and hP8)."""
+
+    cdef kvmnn_pack floats
+    cdef kvmnn_pack8 codes
+    cdef size_t head_bytes
+    cdef bint is_keys
+
+    def __init__(
+        self, bint is_keys, size_t word, size_t dims, size_t lP, size_t hP, size_t block, size_t head_bytes
+    ) -> None:
+        self.is_keys = is_keys
+        self.head_bytes = head_bytes
+        self.floats.word, self.floats.dims, self.floats.lP, self.floats.hP = word, dims, lP, hP
+        self.codes.dims, self.codes.lP, self.codes.hP = dims, lP, hP
+        self.floats.block = self.codes.block = block
 
 
-cdef void move_keys(
-    word *head, word *plain, size_t start, size_t count, size_t dims, size_t lP, size_t hP, int what
-) noexcept nogil:
-    cdef size_t t, d, row, group = (dims + lP - 1) // lP * lP * hP
-    for t in range(start, start + count):
-        row = t // hP * group + t % hP * lP
-        for d in range(dims):
-            move(head + row + d // lP * hP * lP + d % lP, plain, what)
-            if what != ZERO:
-                plain += 1
-
-
-cdef void move_values(
-    word *head, word *plain, size_t start, size_t count, size_t dims, size_t lP, size_t hP, size_t block, int what
-) noexcept nogil:
-    cdef size_t t, d, row, r
-    cdef size_t s1 = (block + lP - 1) // lP * lP * hP
-    cdef size_t s0 = s1 * ((dims + hP - 1) // hP)
-    for t in range(start, start + count):
-        r = t % block
-        row = t // block * s0 + r // lP * lP * hP + r % lP
-        for d in range(dims):
-            move(head + row + d // hP * s1 + d % hP * lP, plain, what)
-            if what != ZERO:
-                plain += 1
-
-
-cdef void move_heads(
-    word *keys, word *values, word *plain_keys, word *plain_values, size_t heads, size_t dims, size_t start,
-    size_t count, size_t lP, size_t hP, size_t block, size_t key_head, size_t value_head, int what
-) noexcept nogil:
-    cdef size_t h, offset
-    for h in range(heads):
-        offset = 0 if what == ZERO else h * count * dims
-        move_keys(keys + h * key_head, plain_keys + offset, start, count, dims, lP, hP, what)
-        move_values(values + h * value_head, plain_values + offset, start, count, dims, lP, hP, block, what)
-
-
-def move_range(
-    const uint8_t[::1] keys not None, const uint8_t[::1] values not None,
-    const uint8_t[::1] plain_keys, const uint8_t[::1] plain_values,
-    int itemsize, size_t heads, size_t dims, size_t start, size_t count, size_t lP, size_t hP, size_t block,
-    size_t key_head, size_t value_head, int what
+def gather(
+    Numbers n not None, const uint8_t[::1] packed not None, uint8_t[:, :, ::1] rows not None, size_t first,
+    size_t last, size_t start
 ) -> None:
-    """Gather (0), scatter (1) or zero (2) tokens [start, start + count) of every head.
-
-    Sizes are checked before, and so is that what is written to (the plain arrays, or the packed buffers) is writable.
-    """
-    cdef uint8_t *k = <uint8_t *>&keys[0]
-    cdef uint8_t *v = <uint8_t *>&values[0]
-    cdef uint8_t *pk = NULL
-    cdef uint8_t *pv = NULL
-    if what != ZERO:
-        pk = <uint8_t *>&plain_keys[0]
-        pv = <uint8_t *>&plain_values[0]
+    """Tokens from `start` on to `rows`, shaped [heads, tokens, bytes of a row]."""
+    cdef const uint8_t *head = &packed[0]
+    cdef size_t h, count = rows.shape[1]
     with nogil:
-        if itemsize == 2:
-            move_heads[uint16_t](
-                <uint16_t *>k, <uint16_t *>v, <uint16_t *>pk, <uint16_t *>pv, heads, dims, start, count, lP, hP, block,
-                key_head, value_head, what,
-            )
-        else:
-            move_heads[uint32_t](
-                <uint32_t *>k, <uint32_t *>v, <uint32_t *>pk, <uint32_t *>pv, heads, dims, start, count, lP, hP, block,
-                key_head, value_head, what,
-            )
+        for h in range(first, last):
+            if n.is_keys:
+                kvmnn_gather_keys(
+                    &n.floats, head + h * n.head_bytes, start, count, &rows[h, 0, 0], <size_t>rows.strides[1])
+            else:
+                kvmnn_gather_values(
+                    &n.floats, head + h * n.head_bytes, start, count, &rows[h, 0, 0], <size_t>rows.strides[1])
+
+
+def scatter(
+    Numbers n not None, uint8_t[::1] packed not None, const uint8_t[:, :, ::1] rows not None, size_t first,
+    size_t last, size_t start
+) -> None:
+    """`rows`, shaped [heads, tokens, bytes of a row], over the tokens from `start` on."""
+    cdef uint8_t *head = &packed[0]
+    cdef size_t h, count = rows.shape[1]
+    with nogil:
+        for h in range(first, last):
+            if n.is_keys:
+                kvmnn_scatter_keys(
+                    &n.floats, head + h * n.head_bytes, start, count, &rows[h, 0, 0], <size_t>rows.strides[1])
+            else:
+                kvmnn_scatter_values(
+                    &n.floats, head + h * n.head_bytes, start, count, &rows[h, 0, 0], <size_t>rows.strides[1])
+
+
+def zero(
+    Numbers n not None, uint8_t[::1] packed not None, size_t first, size_t last, size_t start, size_t count
+) -> None:
+    """Zero the words of `count` tokens from `start` on."""
+    cdef uint8_t *head = &packed[0]
+    cdef size_t h
+    with nogil:
+        for h in range(first, last):
+            if n.is_keys:
+                kvmnn_zero_keys(&n.floats, head + h * n.head_bytes, start, count)
+            else:
+                kvmnn_zero_values(&n.floats, head + h * n.head_bytes, start, count)
+
+
+def pad(Numbers n not None, uint8_t[::1] packed not None, size_t first, size_t last, size_t live) -> None:
+    """Zero every byte that is no word of the first `live` tokens."""
+    cdef uint8_t *head = &packed[0]
+    cdef size_t h
+    with nogil:
+        for h in range(first, last):
+            if n.is_keys:
+                kvmnn_pad_keys(&n.floats, head + h * n.head_bytes, live, n.head_bytes)
+            else:
+                kvmnn_pad_values(&n.floats, head + h * n.head_bytes, live, n.head_bytes)
+
+
+def shift(
+    Numbers n not None, uint8_t[::1] packed not None, size_t first, size_t last,
+    const size_t[:, ::1] moves not None
+) -> None:
+    """Copy tokens inside each head: rows (source, destination, count) of `moves` one after the other."""
+    cdef uint8_t *head = &packed[0]
+    cdef size_t h, m, row = n.floats.dims * n.floats.word
+    cdef size_t room = row if row > SCRATCH else SCRATCH
+    cdef uint8_t *scratch = <uint8_t *>malloc(room)
+    if scratch == NULL:
+        raise MemoryError("no memory for a row of scratch")
+    with nogil:
+        for h in range(first, last):
+            for m in range(<size_t>moves.shape[0]):
+                if n.is_keys:
+                    kvmnn_shift_keys(
+                        &n.floats, head + h * n.head_bytes, moves[m, 0], moves[m, 1], moves[m, 2], scratch, room)
+                else:
+                    kvmnn_shift_values(
+                        &n.floats, head + h * n.head_bytes, moves[m, 0], moves[m, 1], moves[m, 2], scratch, room)
+        free(scratch)
+
+
+def quantise_keys(
+    Numbers n not None, uint8_t[::1] packed not None, float[:, ::1] sums not None, float[:, ::1] most not None,
+    const uint8_t[:, :, ::1] rows not None, size_t first, size_t last, size_t past
+) -> None:
+    """Append `rows` of floats at `past` as int8; `sums` is [heads, token slots], `most` [heads, dims]."""
+    cdef uint8_t *head = &packed[0]
+    cdef size_t h
+    with nogil:
+        for h in range(first, last):
+            kvmnn_quantise_keys(
+                &n.codes, head + h * n.head_bytes, &sums[h, 0], &most[h, 0], past, <size_t>rows.shape[1],
+                &rows[h, 0, 0], <size_t>rows.strides[1])
+
+
+def quantise_values(
+    Numbers n not None, uint8_t[::1] packed not None, float[:, :, ::1] sums not None,
+    const uint8_t[:, :, ::1] rows not None, size_t first, size_t last, size_t past
+) -> None:
+    """Append `rows` of floats at `past` as int8; `sums` is [heads, blocks, dims rounded up to hP8]."""
+    cdef uint8_t *head = &packed[0]
+    cdef size_t h
+    with nogil:
+        for h in range(first, last):
+            kvmnn_quantise_values(
+                &n.codes, head + h * n.head_bytes, &sums[h, 0, 0], <size_t>sums.shape[1], past, <size_t>rows.shape[1],
+                &rows[h, 0, 0], <size_t>rows.strides[1])
+
+
+def dequantise(
+    Numbers n not None, const uint8_t[::1] packed not None, uint8_t[:, :, ::1] rows not None, size_t first,
+    size_t last, size_t start
+) -> None:
+    """code * scale + bias of the tokens from `start` on to `rows` of floats."""
+    cdef const uint8_t *head = &packed[0]
+    cdef size_t h, count = rows.shape[1]
+    with nogil:
+        for h in range(first, last):
+            if n.is_keys:
+                kvmnn_dequantise_keys(
+                    &n.codes, head + h * n.head_bytes, start, count, &rows[h, 0, 0], <size_t>rows.strides[1])
+            else:
+                kvmnn_dequantise_values(
+                    &n.codes, head + h * n.head_bytes, start, count, &rows[h, 0, 0], <size_t>rows.strides[1])

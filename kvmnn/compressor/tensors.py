@@ -169,6 +169,8 @@ class Tensor:
     def float32(self) -> Floats:
         """The elements as float32: every type becomes that first; the real part of complex ones."""
         words = self.words()
+        if words.dtype == np.float32:
+            return words
         if self.element.is_bfloat16:
             return float32_of(words)
         if self.element.name == "bool":
@@ -191,20 +193,24 @@ def tensor(storage: object, offset: object, shape: object, strides: object, elem
         raise CheckpointError(f"a tensor over {type(storage).__name__}: expected a storage")
     if not (isinstance(shape, tuple) and isinstance(strides, tuple) and len(shape) == len(strides) <= AXES_MOST):
         raise CheckpointError(f"storage {storage.key!r}: a tensor whose shape and strides do not go together")
-    if not isinstance(offset, int) or any(type(value) is not int or value < 0 for value in (offset, *shape, *strides)):
+    element = element or storage.element
+    numel, last = 1, _whole(storage, offset)
+    for length, stride in zip(shape, strides, strict=True):
+        numel *= _whole(storage, length)
+        last += (length - 1) * _whole(storage, stride)
+    if numel and last >= (held := storage.nbytes // element.itemsize):
+        raise CheckpointError(
+            f"storage {storage.key!r}: a tensor of shape {list(shape)} reaches element {last}: the storage holds {held}"
+        )
+    return Tensor(storage, element, _whole(storage, offset), shape, strides)
+
+
+def _whole(storage: Storage, value: object) -> int:
+    if type(value) is not int or value < 0:
         raise CheckpointError(
             f"storage {storage.key!r}: a tensor's offset, shape and strides must be whole numbers from 0 on"
         )
-    element = element or storage.element
-    if math.prod(shape):
-        last = offset + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True))
-        held = storage.nbytes // element.itemsize
-        if last >= held:
-            raise CheckpointError(
-                f"storage {storage.key!r}: a tensor of shape {list(shape)} reaches element {last}: "
-                f"the storage holds {held}"
-            )
-    return Tensor(storage, element, offset, shape, strides)
+    return value
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
 """Packed K/V buffers: the doors to native/packing.c and native/quantise.c (docs/layout.md).
 
 Every function works on the heads [first, last) of one buffer, K or V, without the GIL. kvmnn.layout has checked every
-size and that what is written to may be written; nothing is checked again here.
+size, that what is written to may be written, and that the last axis of `rows` is contiguous; nothing is checked again
+here.
 """
 
 from libc.stdint cimport uint8_t
@@ -56,7 +57,7 @@ cdef class Numbers:
 
 
 def gather(
-    Numbers n not None, const uint8_t[::1] packed not None, uint8_t[:, :, ::1] rows not None, size_t first,
+    Numbers n not None, const uint8_t[::1] packed not None, uint8_t[:, :, :] rows not None, size_t first,
     size_t last, size_t start
 ) -> None:
     """Tokens from `start` on to `rows`, shaped [heads, tokens, bytes of a row]."""
@@ -73,7 +74,7 @@ def gather(
 
 
 def scatter(
-    Numbers n not None, uint8_t[::1] packed not None, const uint8_t[:, :, ::1] rows not None, size_t first,
+    Numbers n not None, uint8_t[::1] packed not None, const uint8_t[:, :, :] rows not None, size_t first,
     size_t last, size_t start
 ) -> None:
     """`rows`, shaped [heads, tokens, bytes of a row], over the tokens from `start` on."""
@@ -140,7 +141,7 @@ def shift(
 
 def quantise_keys(
     Numbers n not None, uint8_t[::1] packed not None, float[:, ::1] sums not None, float[:, ::1] most not None,
-    const uint8_t[:, :, ::1] rows not None, size_t first, size_t last, size_t past
+    const uint8_t[:, :, :] rows not None, size_t first, size_t last, size_t past
 ) -> None:
     """Append `rows` of floats at `past` as int8; `sums` is [heads, token slots], `most` [heads, dims]."""
     cdef uint8_t *head = &packed[0]
@@ -154,7 +155,7 @@ def quantise_keys(
 
 def quantise_values(
     Numbers n not None, uint8_t[::1] packed not None, float[:, :, ::1] sums not None,
-    const uint8_t[:, :, ::1] rows not None, size_t first, size_t last, size_t past
+    const uint8_t[:, :, :] rows not None, size_t first, size_t last, size_t past
 ) -> None:
     """Append `rows` of floats at `past` as int8; `sums` is [heads, blocks, dims rounded up to hP8]."""
     cdef uint8_t *head = &packed[0]
@@ -167,7 +168,7 @@ def quantise_values(
 
 
 def dequantise(
-    Numbers n not None, const uint8_t[::1] packed not None, uint8_t[:, :, ::1] rows not None, size_t first,
+    Numbers n not None, const uint8_t[::1] packed not None, uint8_t[:, :, :] rows not None, size_t first,
     size_t last, size_t start
 ) -> None:
     """code * scale + bias of the tokens from `start` on to `rows` of floats."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from . import compressor_forward, frames
+from . import compressor_forward, frames, layout, real
 from .common import CaseResult
 
 Runner = Callable[[Path, dict[str, Any]], Iterator[CaseResult]]
@@ -14,6 +14,10 @@ Runner = Callable[[Path, dict[str, Any]], Iterator[CaseResult]]
 FORMATS: dict[str, Runner] = {
     "kvcm-forward-vectors/1": compressor_forward.run,
     "mnn-frame-vectors-1": frames.run,
+    "mnn-h2o-live-1": real.run_h2o,
+    "mnn-packed-kv-layout-vectors-1": layout.run,
+    "mnn-prefix-1": real.run_prefix,
+    "mnn-real-kv-1": real.run_snapshots,
 }
 
 __all__ = ["FORMATS", "CaseResult"]

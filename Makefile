@@ -49,7 +49,7 @@ $(STAMPS)/install: $(BIN)/python $(SOURCES)
 	@mkdir -p $(STAMPS) && touch $@
 
 $(STAMPS)/test: $(STAMPS)/install
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check '.[test]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check '.[test,lm]'
 	@touch $@
 
 $(STAMPS)/peers: $(STAMPS)/install

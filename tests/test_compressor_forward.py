@@ -127,6 +127,30 @@ def test_kept_tokens_are_kept_bit_for_bit(dtype):
         assert new[..., -1, :].tobytes() == np.ascontiguousarray(old[..., -1, :]).tobytes()
 
 
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_results_are_rounded_once_to_the_nearest_and_ties_to_even(dtype):
+    step = {"fp16": 2.0**-10, "bf16": 2.0**-7}[dtype]  # between numbers of the type from 1 to 2
+    inputs = np.array([1, 1 + step, 1 + step, 1 + 2 * step], np.float32)
+    shifts = np.array([0.5, 0.5, 0.49, 0.51], np.float32) * np.float32(step)
+
+    class Identity:
+        """Each Linear hands on the first token of its group; the last adds the shifts."""
+
+        calls = 0
+
+        def standard_normal(self, shape):
+            if not isinstance(shape, int):
+                return np.eye(*shape) * np.sqrt(shape[1])
+            self.calls += 1
+            return shifts if self.calls % 3 == 0 else np.zeros(shape)
+
+    weights = weight_file(Identity(), factor=2, min_seq_len=1)
+    keys = to_words(np.stack([inputs, inputs])[None, None, None], dtype)
+    made = compress(weights, keys, keys)
+    expected = np.array([1, 1 + 2 * step, 1 + step, 1 + 3 * step], np.float32)
+    np.testing.assert_array_equal(to_floats(made.keys).ravel(), expected)
+
+
 def test_results_are_arrays_of_their_own_even_where_nothing_is_done():
     random = np.random.default_rng(1)
     keys, values = cache(random, 1, 1, 2, 5, 4)

@@ -18,6 +18,8 @@ from .sources import NamedArray, Piece
 
 FRAME_SUFFIX = ".frame"
 FRAME_BYTES = 64 << 20
+PACKED_FRAME_BYTES = 16 << 20
+"""The same for packed files, whose pieces are copies in memory rather than views of a mapped file."""
 FRAME_BYTES_LEAST = 4096
 
 _SCRATCH = 140 << 20

@@ -126,15 +126,15 @@ class CacheInfo:
         return replace(self, layout=layout, layers=layers)
 
 
-def runs(positions: Iterable[int]) -> Ranges:
-    """Positions as ``(begin, size)`` runs of neighbours."""
-    found: list[list[int]] = []
-    for position in positions:
-        if found and position == found[-1][0] + found[-1][1]:
-            found[-1][1] += 1
+def joined(runs: Iterable[tuple[int, int]]) -> Ranges:
+    """``(begin, size)`` runs with neighbours made one."""
+    found: list[tuple[int, int]] = []
+    for begin, size in runs:
+        if found and begin == found[-1][0] + found[-1][1]:
+            found[-1] = (found[-1][0], found[-1][1] + size)
         else:
-            found.append([position, 1])
-    return tuple((begin, size) for begin, size in found)
+            found.append((begin, size))
+    return tuple(found)
 
 
 def to_dict(info: CacheInfo) -> dict[str, Any]:

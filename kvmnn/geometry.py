@@ -209,6 +209,18 @@ def misfit(layout: PackLayout, key_bytes: int, value_bytes: int) -> str:
     )
 
 
+def of_layout(layout: PackLayout) -> Geometry:
+    """What a layout says, as something known."""
+    return Geometry(
+        kv_heads=layout.kv_heads,
+        head_dim=layout.head_dim,
+        dtype=layout.dtype,
+        lP=layout.lP,
+        hP=layout.hP,
+        flash_block="none" if layout.flash_block is None else layout.flash_block,
+    )
+
+
 def describe(layout: PackLayout) -> str:
     """A layout in words."""
     block = f"flash block {layout.flash_block}" if layout.flash_block else "no flash attention"

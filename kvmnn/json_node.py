@@ -59,6 +59,11 @@ class Node:
             raise self.wrong(f"an integer of at least {least}")
         return self.value
 
+    def whole(self) -> int:
+        if type(self.value) is not int:
+            raise self.wrong("an integer")
+        return self.value
+
     def boolean(self) -> bool:
         if not isinstance(self.value, bool):
             raise self.wrong("true or false")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import PurePath
 
@@ -13,7 +12,7 @@ from .bundle import FRAME_SUFFIX
 from .cache_info import CacheInfo
 from .manifest import ArrayEntry
 from .restore import DecodeOptions, FrameSet, decode_frames, open_frames
-from .sources import NamedArray, Piece, ReadOptions, Source, open_source
+from .sources import NamedArray, Piece, ReadOptions, Source, chosen, open_source
 from .sources.base import rechunked
 
 
@@ -36,13 +35,18 @@ def open_any(path: str, options: ReadOptions | None = None, threads: int | None 
     options = options or ReadOptions()
     if is_frames(path):
         frames = open_frames(path, options=DecodeOptions(dtype=options.dtype))
-        arrays = [_array(frames, entry, threads) for entry in frames.arrays]
-        source = Source(arrays, dict(frames.document.metadata) if frames.document else {})
+        source = chosen(of_frames(frames, DecodeOptions(threads=threads)), path, options)
     else:
         source = open_source(path, options)
     if source.cache is None:
         source.cache = described_by(source.metadata, path)
     return source
+
+
+def of_frames(frames: FrameSet, options: DecodeOptions) -> Source:
+    """Frames as a source: each array is decoded when its pieces are asked for, and its hashes are checked."""
+    arrays = [_array(frames, entry, options) for entry in frames.arrays]
+    return Source(arrays, dict(frames.document.metadata) if frames.document else {})
 
 
 def described_by(metadata: dict[str, str], where: str) -> CacheInfo | None:
@@ -51,7 +55,7 @@ def described_by(metadata: dict[str, str], where: str) -> CacheInfo | None:
     return None if text is None else cache_info.from_json(text, f"{where}: metadata {cache_info.METADATA_KEY!r}")
 
 
-def _array(frames: FrameSet, entry: ArrayEntry, threads: int | None) -> NamedArray:
+def _array(frames: FrameSet, entry: ArrayEntry, options: DecodeOptions) -> NamedArray:
     """An array whose pieces are decoded as they are asked for; its words are little-endian whatever they were."""
     return NamedArray(
         name=entry.name,
@@ -59,15 +63,12 @@ def _array(frames: FrameSet, entry: ArrayEntry, threads: int | None) -> NamedArr
         shape=entry.shape,
         array_dtype=entry.array_dtype.replace(">", "<"),
         order=entry.order,
-        reader=partial(_decoded, frames.only(entry), threads),
+        reader=partial(_decoded, frames.only(entry), options),
     )
 
 
-def _decoded(frames: FrameSet, threads: int | None, step: int) -> Iterator[Piece]:
-    runs = (data for _, data in decode_frames(frames, DecodeOptions(threads=threads), check_frames=True))
+def _decoded(frames: FrameSet, options: DecodeOptions, step: int) -> Iterator[Piece]:
+    runs = (data for _, data in decode_frames(frames, options, check_frames=True))
     yield from rechunked(runs, step, frames.raw_bytes)
-
-
-def with_info(source: Source, info: CacheInfo) -> Source:
-    """The same arrays, described by `info`."""
-    return replace(source, cache=info, metadata=source.metadata | {cache_info.METADATA_KEY: cache_info.to_json(info)})
+    for _ in runs:
+        pass  # the hash of the array is compared behind its last byte

@@ -129,7 +129,7 @@ def write_prefix(
     """
     names = file_names(info)
     output.check_names(names)
-    _check_leftovers(output.target, info, names)
+    check_leftovers(output.target, info, names)
     cast = Cast(common_geometry(arrays)[2], info.layout.dtype)
     for entry in arrays:
         _write_part(entry, info, output, cast, progress)
@@ -181,7 +181,8 @@ def _digest(path: str, info: CacheInfo, layer: LayerInfo, part: Part) -> bytes:
     return digest.digest()
 
 
-def _check_leftovers(target: Path, info: CacheInfo, names: Sequence[str]) -> None:
+def check_leftovers(target: Path, info: CacheInfo, names: Sequence[str]) -> None:
+    """Refuse a directory in which files of more layers of the same name would stay beside the new ones."""
     if not target.is_dir():
         return
     for path in sorted(target.iterdir()):

@@ -12,9 +12,9 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, NoReturn
 
-from . import bench, compress_kv, convert, decode, encode, inspect, verify
+from . import bench, compact, compress_kv, convert, decode, diff, encode, export, inspect, pack, repack, unpack, verify
 
-_VERBS = (encode, decode, inspect, verify, bench, convert, compress_kv)
+_VERBS = (encode, decode, inspect, verify, bench, convert, export, compress_kv, unpack, pack, compact, repack, diff)
 
 OK, DATA, USAGE, MISSING, TERMINATED, INTERRUPTED = 0, 1, 2, 3, 143, 130
 

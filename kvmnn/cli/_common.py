@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import KvmnnError
 
 if TYPE_CHECKING:
+    from ..cache_info import CacheInfo
     from ..sources import Source
 
 STDIO = "-"
@@ -102,11 +103,25 @@ def codecs(arguments: argparse.Namespace) -> tuple[str, ...]:
 # -- sources ----------------------------------------------------------------------------------------------------------
 
 
-def load(paths: Sequence[str], arguments: argparse.Namespace, fallbacks: Sequence[str] = ()) -> Source:
-    """All arrays of all inputs as one source, with distinct names: a taken name gets ``~2``, ``~3`` ... appended."""
+def load(
+    paths: Sequence[str],
+    arguments: argparse.Namespace,
+    fallbacks: Sequence[str] = (),
+    *,
+    frames: bool = False,
+    known: CacheInfo | None = None,
+) -> Source:
+    """All arrays of all inputs as one source, with distinct names: a taken name gets ``~2``, ``~3`` ... appended.
+
+    With `frames`, frames are inputs too; what packed files do not say and the arguments neither is taken from `known`.
+    What describes a packed cache is kept only if it is the only input.
+    """
     from dataclasses import replace
 
+    from ..cache_info import METADATA_KEY
+    from ..opening import open_any
     from ..sources import ReadOptions, Source, open_source
+    from . import _packed
 
     if list(paths).count(STDIO) > 1:
         raise UsageError("standard input can be read only once")
@@ -115,11 +130,14 @@ def load(paths: Sequence[str], arguments: argparse.Namespace, fallbacks: Sequenc
         fallbacks=tuple(fallbacks),
         tensors=tuple(arguments.tensor),
         skip_unsupported=arguments.skip_unsupported,
+        packed=_packed.options(arguments, known),
     )
     whole = Source([])
     taken: set[str] = set()
     for path in paths:
-        source = open_source(path, options)
+        source = open_any(path, options) if frames else open_source(path, options)
+        if len(paths) == 1:
+            return source
         for array in source.arrays:
             name, count = array.name, 1
             while name in taken:
@@ -128,14 +146,19 @@ def load(paths: Sequence[str], arguments: argparse.Namespace, fallbacks: Sequenc
             taken.add(name)
             whole.arrays.append(replace(array, name=name))
         for key, value in source.metadata.items():
-            whole.metadata.setdefault(key, value)
+            if key != METADATA_KEY:
+                whole.metadata.setdefault(key, value)
         whole.skipped.extend(source.skipped)
+        whole.notes.extend(source.notes)
+        whole.token_major |= source.token_major
     return whole
 
 
 def report_skipped(source: Source, arguments: argparse.Namespace) -> None:
-    """One line on standard error for each array that was left out."""
+    """One line on standard error for each array that was left out, and for each thing that was inferred."""
     if not arguments.quiet:
+        for line in source.notes:
+            print(f"kvmnn: note: {line}", file=sys.stderr)
         for line in source.skipped:
             print(f"kvmnn: skipped: {line}", file=sys.stderr)
 
@@ -189,6 +212,13 @@ def say(arguments: argparse.Namespace, line: str, *, data_on_stdout: bool = Fals
     """The verb's result for people; silent where ``--json`` or ``-q`` says so."""
     if not arguments.quiet and not arguments.json:
         print(line, file=sys.stderr if data_on_stdout else sys.stdout)
+
+
+def cache_document(info: CacheInfo | None) -> dict[str, Any] | None:
+    """A packed cache for ``--json``."""
+    from ..cache_info import to_dict
+
+    return None if info is None else {**to_dict(info), "live_bytes": info.live_bytes, "file_bytes": info.file_bytes}
 
 
 def print_json(document: Any) -> None:

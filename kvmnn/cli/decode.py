@@ -7,13 +7,17 @@ import time
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from . import _common
+from . import _common, _packed, _prefix_output
 from ._common import LOSSLESS, STDIO, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
-    from ..restore import Decoded, FrameSet
+    from ..cache_info import CacheInfo
+    from ..output import DirectoryOutput
+    from ..restore import Decoded, DecodeOptions, FrameSet
+    from ..sources import ArrayInfo
+    from ..sources.writers import Runs
 
 _TEXT = """Decode frames into the arrays they were made from.
 
@@ -25,6 +29,10 @@ becomes a 1-D array.
   -o X.npz, X.safetensors      any number of arrays
   -o DIR/                      one .npy file for each array
   -o X, -o -                   the raw words of one array
+
+Frames made from a prefix cache become its files again with -o DIR/ (--arrays: .npy files instead), byte for byte in
+every live element. --model, --token-ids and --backend are compared with what the manifest says, and what differs is
+refused; --force restores all the same.
 
 Without -o raw words go to standard output if that is a file or a pipe; on a terminal, X.npy.frame becomes X.npy."""
 
@@ -40,6 +48,11 @@ def add_parser(verbs: Any) -> None:
     )
     parser.add_argument("--no-manifest", action="store_true", help="take a frame alone, whatever lies beside it")
     _common.add_threads(parser)
+    group = parser.add_argument_group("prefix caches", "what is expected of the files that are restored")
+    group.add_argument("--arrays", action="store_true", help="write plain arrays, not the files they came from")
+    group.add_argument("--name", metavar="NAME", help="what the engine calls the prefix (default: as before)")
+    _packed.add_layout(group, "--backend")
+    _packed.add_text(group)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -66,6 +79,9 @@ def run(arguments: argparse.Namespace) -> int:
         _to_stdout(frames, runs, arguments)
     else:
         output = arguments.output or _derived(arguments.input, frames)
+        info = _prefix_info(frames, output, arguments)
+        if info:
+            return _restore_prefix(frames, info, options, arguments)
         _write(frames, runs, output, arguments)
     _report(frames, output, arguments, time.perf_counter() - started)
     return 0
@@ -82,6 +98,67 @@ def _to_stdout(frames: FrameSet, runs: Any, arguments: argparse.Namespace) -> No
     with _common.progress(arguments, frames.raw_bytes, "decode") as step:
         write_raw(stdout, frames.arrays, runs(step), {})
     stdout.flush()
+
+
+def _prefix_info(frames: FrameSet, output: str, arguments: argparse.Namespace) -> CacheInfo | None:
+    """The prefix cache that the frames were made from, if that is what is to be written."""
+    from ..opening import described_by
+
+    info = described_by(frames.document.metadata, arguments.input) if frames.document else None
+    if info is None or info.kind != "prefix" or arguments.arrays:
+        return None
+    is_file = PurePath(output).suffix.lower() in (".npz", ".safetensors", ".npy")
+    return None if is_file and not _common.is_directory(output) else info
+
+
+def _restore_prefix(frames: FrameSet, info: CacheInfo, options: DecodeOptions, arguments: argparse.Namespace) -> int:
+    from dataclasses import replace
+
+    from ..opening import of_frames
+    from ..packing import plan
+
+    source = replace(of_frames(frames, options), cache=info)
+    arrays = _prefix_output.layers_of(source, arguments)
+    target = replace(info, layout=_prefix_output.only_layout(arguments, arrays, info.layout, info.layout.dtype))
+    _check_same(info, target, arguments)
+    planned = plan(arrays, target.layout, _prefix_output.prefix_name(arguments, info), like=info)
+    started = time.perf_counter()
+    packed = _prefix_output.write(arguments, arrays, planned, [arguments.input, *frames.paths], "decode")
+    _prefix_output.report(arguments, "decode", packed, time.perf_counter() - started)
+    return 0
+
+
+def _check_same(info: CacheInfo, target: CacheInfo, arguments: argparse.Namespace) -> None:
+    """Refuse, or with ``--force`` warn about, another layout, model or text than the cache was made with.
+
+    Raises
+    ------
+    SourceError
+        Saying what differs.
+    """
+    import sys
+
+    from ..errors import SourceError
+    from ..geometry import describe
+    from ..sources.mnn_model import fingerprint
+
+    found = []
+    if target.layout != info.layout:
+        found.append(f"the cache has {describe(info.layout)}; asked for was {describe(target.layout)}")
+    if arguments.model and info.model is None:
+        found.append("the manifest does not say which model the cache is of")
+    elif arguments.model and fingerprint(arguments.model) != info.model:
+        found.append(f"the cache is of another model than the one in {arguments.model}")
+    ids = _packed.token_ids(arguments.token_ids)
+    if ids and info.token_ids is None:
+        found.append("the manifest does not say which token ids the cache was made from")
+    elif ids and ids != info.token_ids:
+        found.append(f"the cache was made from other token ids than those in {arguments.token_ids}")
+    if found and not arguments.force:
+        raise SourceError(f"{arguments.input}: {found[0]} (--force restores it all the same)")
+    if not arguments.quiet:
+        for line in found:
+            print(f"kvmnn: warning: {line}", file=sys.stderr)
 
 
 def _derived(name: str, frames: FrameSet) -> str:
@@ -102,7 +179,7 @@ def _write(frames: FrameSet, runs: Any, output: str, arguments: argparse.Namespa
     with _common.progress(arguments, frames.raw_bytes, "decode") as step:
         if _common.is_directory(output):
             with DirectoryOutput(output, force=arguments.force, protect=protect) as directory:
-                _write_directory(frames, runs(step), directory)
+                write_directory(directory, frames.arrays, runs(step))
                 directory.commit()
             return
         writer = writer_for(output, frames.arrays)
@@ -111,20 +188,20 @@ def _write(frames: FrameSet, runs: Any, output: str, arguments: argparse.Namespa
             file.commit()
 
 
-def _write_directory(frames: FrameSet, runs: Iterator[Decoded], directory: Any) -> None:
+def write_directory(directory: DirectoryOutput, arrays: Sequence[ArrayInfo], runs: Runs) -> None:
     """One ``.npy`` file for each array."""
     from ..bundle import file_names
     from ..sources import npy
     from ..sources.writers import write_raw
 
-    names = file_names([array.name for array in frames.arrays], ".npy")
+    names = file_names([array.name for array in arrays], ".npy")
     directory.check_names(names)
     current, file = -1, None
     for index, data in runs:
         if index != current:
             current, file = index, directory.file(names[index])
-            npy.write_header(file, frames.arrays[index])
-        write_raw(file, frames.arrays, [(index, data)], {})  # type: ignore[arg-type]
+            npy.write_header(file, arrays[index])
+        write_raw(file, arrays, [(index, data)], {})  # type: ignore[arg-type]
         del data
 
 

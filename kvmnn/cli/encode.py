@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from dataclasses import replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from . import _common
+from . import _common, _packed
 from ._common import LOSSLESS, STDIO, UsageError
 
 if TYPE_CHECKING:
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 _TEXT = """Encode arrays into the frames that MNN would store.
 
 IN is a .npy, .npz or .safetensors file, the directory of an MNN KV dump, any other file of raw words (--dtype says of
-which kind), or "-" for standard input (raw words or a .npy file). Several inputs make one bundle.
+which kind), or "-" for standard input (raw words or a .npy file). Several inputs make one bundle. The directory of a
+prefix cache gives the live K and V of every layer, and decode makes its files again.
 
   -o FILE    one array: its frame, and FILE.json beside it, from which decode restores the very array
   -o DIR/    any number of arrays: one frame file each and DIR/manifest.json
@@ -49,15 +51,16 @@ def add_parser(verbs: Any) -> None:
         type=_common.byte_count,
         default=None,
         metavar="SIZE",
-        help="cut arrays above this many raw bytes (default 64M; 0: never)",
+        help="cut arrays above this many raw bytes (default 64M, 16M for packed files; 0: never)",
     )
     parser.add_argument("--no-verify", action="store_true", help="do not decode and compare each frame")
     _common.add_threads(parser)
+    _packed.add_packed(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
-    from ..bundle import FRAME_BYTES, EncodeOptions
+    from ..bundle import FRAME_BYTES, PACKED_FRAME_BYTES, EncodeOptions
 
     options = EncodeOptions(
         predictors=arguments.predictors,
@@ -70,12 +73,18 @@ def run(arguments: argparse.Namespace) -> int:
     )
     source = _common.load(arguments.inputs, arguments)
     _common.report_skipped(source, arguments)
+    if source.cache and arguments.frame_bytes is None:
+        options = replace(options, frame_bytes=PACKED_FRAME_BYTES)
     started = time.perf_counter()
     if _common.to_stdout(arguments):
         return _to_stdout(source, arguments, options)
     output = arguments.output or _derived(arguments.inputs, len(source.arrays))
     document = _write(source, output, arguments, options)
     _report(document, output, arguments, time.perf_counter() - started)
+    if source.cache:
+        packed = source.cache.file_bytes
+        times = _common.ratio(packed, document.stored_bytes)
+        _common.say(arguments, f"  the packed files have {packed:,} bytes, {times:.2f} times as many as the frames")
     return 0
 
 

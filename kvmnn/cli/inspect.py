@@ -7,7 +7,7 @@ import os
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from . import _common
+from . import _common, _inspect_weights, _packed, _weights
 
 if TYPE_CHECKING:
     from ..frame_info import FrameInfo
@@ -17,9 +17,15 @@ _TEXT = """Account for every byte of a frame, or list what a bundle or a file of
 
 A frame gives its table of streams. A manifest, a bundle directory or a frame with its manifest gives a line for each
 array, totals, and each stream's share (-v: the table of every frame too). A .npy, .npz or .safetensors file or an MNN
-dump gives the arrays that encode would take from it."""
+dump gives the arrays that encode would take from it.
 
-_SOURCES = (".npy", ".npz", ".safetensors")
+The directory of a prefix cache or of live cache files, or one of their .k and .v files, gives what it is, geometry,
+live and padded bytes, and where something cannot be known from the files, what it may be.
+
+The weight file of a KV compressor (.bin), or a checkpoint of one (.pth, .pt), gives its header and a table of its
+weights: shape, bias, least and greatest value, mean, standard deviation, elements that are no number."""
+
+_SOURCES = (".npy", ".npz", ".safetensors", ".k", ".v")
 
 
 def add_parser(verbs: Any) -> None:
@@ -28,7 +34,9 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("inputs", nargs="+", metavar="FRAME|BUNDLE|FILE")
     _common.add_dtype(parser, "what a frame without a manifest holds (default: fp16 or fp32, by its streams)")
     parser.add_argument("--no-manifest", action="store_true", help="take a frame alone, whatever lies beside it")
+    _weights.add_group(parser)
     parser.add_argument("--no-zstd", action="store_true", help="judge as an engine without libzstd")
+    _packed.add_packed(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -48,9 +56,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _inspected(path: str, arguments: argparse.Namespace, options: DecodeOptions) -> tuple[dict[str, Any], str]:
     from ..restore import open_frames
+    from ._inspect_packed import account
 
+    if not arguments.no_manifest and (_weights.is_weight_file(path) or _weights.is_checkpoint(path)):
+        return _inspect_weights.inspected(path, arguments)
     if _is_source(path):
-        return _source(path, options)
+        return account(path, arguments) or _source(path, options)
     frames = open_frames(path, use_manifest=not arguments.no_manifest, options=options)
     if frames.document is None:
         info = _frame_info(frames, 0, 0, options)
@@ -96,15 +107,21 @@ def _bundle(
     path: str, frames: FrameSet, arguments: argparse.Namespace, options: DecodeOptions
 ) -> tuple[dict[str, Any], str]:
     from ..manifest import array_to_dict
+    from ..opening import described_by
 
     document = frames.document
     assert document is not None
+    cache = described_by(document.metadata, path)
     streams = _Streams()
     arrays: list[dict[str, Any]] = []
     lines = [
         f"{path}: {_common.count(len(frames.arrays), 'array')}, made by kvmnn {document.kvmnn_version}, "
         f"zstd {document.zstd_version}, effort {document.effort}"
     ]
+    if cache:
+        name = f" {cache.name!r}" if cache.name else ""
+        told = _packed.summary(cache)
+        lines.append(f"  {cache.kind} cache{name}: {told}, {cache.file_bytes:,} bytes as packed files")
     width = max(len(array.name) for array in frames.arrays)
     for index, array in enumerate(frames.arrays):
         infos = [_frame_info(frames, index, number, options) for number in range(len(array.frames))]
@@ -139,6 +156,7 @@ def _bundle(
         "kvmnn_version": document.kvmnn_version,
         "zstd_version": document.zstd_version,
         "effort": document.effort,
+        "cache": _common.cache_document(cache),
         "streams": streams.to_dict(),
         "arrays": arrays,
     }

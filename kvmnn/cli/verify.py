@@ -8,7 +8,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from . import _common
+from . import _common, _packed, _verify_weights, _weights
 from ._common import LOSSLESS
 
 if TYPE_CHECKING:
@@ -18,21 +18,29 @@ _TEXT = """Decode frames again and prove what comes out.
 
 With a manifest the hash of every frame and of every array is checked; with --against the bytes themselves are compared
 with the original file (several --against make one set, as several inputs of encode do). Either prints LOSSLESS.
-A frame alone can only be shown to decode, and then the word is DECODES. Any mismatch ends with exit code 1."""
+A frame alone can only be shown to decode, and then the word is DECODES. Any mismatch ends with exit code 1.
+
+The weight file of a KV compressor (.bin) is checked in structure and sense; with --against its checkpoint, every
+weight, every bias and the header are compared with what the conversion gives."""
 
 
 def add_parser(verbs: Any) -> None:
     """Declare the verb."""
     parser = _common.add_verb(verbs, "verify", run, "prove that frames decode to their arrays", _TEXT)
-    parser.add_argument("input", metavar="FRAME|BUNDLE")
+    parser.add_argument("input", metavar="FRAME|BUNDLE|WEIGHTS")
     parser.add_argument("--against", action="append", default=[], metavar="FILE", help="the original (repeatable)")
     _common.add_source(parser, "what a frame without a manifest, or a file of raw words, holds")
     parser.add_argument("--no-manifest", action="store_true", help="take a frame alone, whatever lies beside it")
     _common.add_threads(parser)
+    _packed.add_packed(parser)
+    _weights.add_group(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
+    if not arguments.no_manifest and _weights.is_weight_file(arguments.input):
+        return _verify_weights.run(arguments)
+    from ..opening import described_by
     from ..restore import DecodeOptions, compare, decode_frames, open_frames
 
     options = DecodeOptions(dtype=arguments.dtype, codecs=_common.codecs(arguments), threads=arguments.threads)
@@ -41,7 +49,9 @@ def run(arguments: argparse.Namespace) -> int:
     difference: Difference | None = None
     with _common.progress(arguments, frames.raw_bytes, "verify") as step:
         if arguments.against:
-            source = _common.load(arguments.against, arguments, [array.dtype for array in frames.arrays])
+            known = described_by(frames.document.metadata, arguments.input) if frames.document else None
+            dtypes = [array.dtype for array in frames.arrays]
+            source = _common.load(arguments.against, arguments, dtypes, known=known)
             _common.report_skipped(source, arguments)
             difference = compare(frames, source.arrays, options, progress=step)
         else:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path, PurePath
 
+from ..cache_info import METADATA_KEY
 from ..errors import SourceError
 from . import mnn_dump, mnn_live, mnn_packed_dump, mnn_prefix, npy, npz, raw, safetensors
 from .base import ArrayInfo, NamedArray, Piece, ReadOptions, Source, UnsupportedArrayError
@@ -25,6 +27,7 @@ __all__ = [
     "ReadOptions",
     "Source",
     "UnsupportedArrayError",
+    "chosen",
     "describe_files",
     "find_packed",
     "open_source",
@@ -88,11 +91,29 @@ def find_packed(path: str, options: PackedOptions | None = None) -> PackedFiles 
     return mnn_prefix.find(path, options.name) if mnn_prefix.names_in(listing) else None
 
 
+def chosen(source: Source, path: str, options: ReadOptions) -> Source:
+    """The source with just the arrays that `options` name; a description of the whole cache goes with the whole only.
+
+    Raises
+    ------
+    SourceError
+        For a name that it does not have.
+    """
+    if not options.tensors:
+        return source
+    _check_names(path, source, options)
+    arrays = [array for array in source.arrays if array.name in options.tensors]
+    if len(arrays) == len(source.arrays):
+        return source
+    metadata = {key: value for key, value in source.metadata.items() if key != METADATA_KEY}
+    return replace(source, arrays=arrays, metadata=metadata, cache=None)
+
+
 def _packed(path: str, options: ReadOptions) -> Source:
     files = find_packed(path, options.packed)
     if files is None:
         return raw.read(path, options)
-    return describe_files(files, options.packed or PackedOptions()).to_source(options.dtype)
+    return chosen(describe_files(files, options.packed or PackedOptions()).to_source(options.dtype), path, options)
 
 
 def _directory(path: str, options: ReadOptions) -> Source:

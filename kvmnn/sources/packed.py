@@ -16,7 +16,7 @@ import numpy as np
 from .. import cache_info, dtypes
 from ..cache_info import CacheInfo, LayerInfo, TokenIds
 from ..errors import SourceError
-from ..geometry import Fit, Geometry, describe, the_fit
+from ..geometry import Fit, Geometry, describe, of_layout, the_fit
 from ..layout import PackLayout
 from ..packed_rows import PARTS, HeadRows, Part, head_bytes, tile_tokens
 from .base import NamedArray, Piece, Source, UnsupportedArrayError, rechunked
@@ -266,24 +266,13 @@ def _layout(files: PackedFiles, options: PackedOptions, known: CacheInfo | None,
         if geometry.flash_block is None:
             notes.append(f"{_block(fit.layout)} inferred from the sizes of the files")
         return fit
-    if not any(layout == known.layout for _, layout in geometry.or_else(_geometry_of(known.layout)).candidates()):
+    if not any(layout == known.layout for _, layout in geometry.or_else(of_layout(known.layout)).candidates()):
         raise SourceError(f"{files.path}: its document says {describe(known.layout)}, which is not what was asked for")
     return Fit(known.layout, "", tuple(layer.capacity for layer in known.layers))
 
 
 def _block(layout: PackLayout) -> str:
     return f"flash block {layout.flash_block}" if layout.flash_block else "no flash attention"
-
-
-def _geometry_of(layout: PackLayout) -> Geometry:
-    return Geometry(
-        kv_heads=layout.kv_heads,
-        head_dim=layout.head_dim,
-        dtype=layout.dtype,
-        lP=layout.lP,
-        hP=layout.hP,
-        flash_block="none" if layout.flash_block is None else layout.flash_block,
-    )
 
 
 def _tokens(files: PackedFiles, options: PackedOptions, known: CacheInfo | None, fit: Fit) -> tuple[int, ...]:

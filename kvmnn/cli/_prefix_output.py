@@ -1,0 +1,143 @@
+"""What the verbs that write prefix caches share: layout, name, output, and the line about it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from . import _common, _packed
+from ._common import UsageError
+
+if TYPE_CHECKING:
+    from ..cache_info import CacheInfo
+    from ..layer_arrays import LayerArray
+    from ..layout import PackLayout
+    from ..packing import Packed
+    from ..sources import Source
+
+
+def add_target(parser: Any) -> None:
+    """``-o``, ``-f`` and ``--capacity``."""
+    _common.add_output(parser, "directory to write the files to")
+    parser.add_argument(
+        "--capacity",
+        type=_common.positive,
+        metavar="N",
+        help="tokens to leave room for (default: as before, else no more than there are: the engine makes room itself)",
+    )
+
+
+def required_output(arguments: argparse.Namespace) -> str:
+    """The directory that was named; `UsageError` if none was."""
+    output: str | None = arguments.output
+    if output is None or output == _common.STDIO:
+        raise UsageError("no output given: use -o DIR/")
+    return output
+
+
+def prefix_name(arguments: argparse.Namespace, info: CacheInfo | None) -> str:
+    """The name that was given, or the one that the cache had."""
+    name: str = arguments.name or (info.name if info else "")
+    if not name:
+        raise UsageError("the prefix needs a name: --name NAME")
+    return name
+
+
+def layers_of(source: Source, arguments: argparse.Namespace) -> list[LayerArray]:
+    """The source's arrays as K and V of layers."""
+    from ..layer_arrays import sort
+
+    return sort(source.arrays, token_major=source.token_major or getattr(arguments, "token_major", False))
+
+
+def only_layout(
+    arguments: argparse.Namespace, arrays: Sequence[LayerArray], known: PackLayout | None, dtype: str
+) -> PackLayout:
+    """The one layout that the arguments name, completed by the `known` one and by the arrays.
+
+    Raises
+    ------
+    UsageError
+        When they leave several, or none.
+    """
+    from ..geometry import Geometry, of_layout
+    from ..layer_arrays import common_geometry
+    from ..layout import FLASH_BLOCK
+
+    heads, dims, _ = common_geometry(arrays)
+    said = _packed.geometry(arguments)
+    if known and said == Geometry():
+        return known
+    block = FLASH_BLOCK if known is None else of_layout(known).flash_block
+    full = said.or_else(Geometry(kv_heads=heads, head_dim=dims, flash_block=block))
+    if full.backend is None:
+        full = full.or_else(Geometry(dtype=dtype))
+    found = full.candidates()
+    if len(found) != 1:
+        raise UsageError(
+            f"{len(found)} layouts are known for what was said: name one (--backend NAME, or --lp N --hp N)"
+        )
+    return found[0][1]
+
+
+def write(
+    arguments: argparse.Namespace,
+    arrays: Sequence[LayerArray],
+    info: CacheInfo,
+    protect: Iterable[str],
+    label: str,
+) -> Packed:
+    """Write the files, with a progress bar."""
+    from ..cache_info import SIDE_SUFFIX
+    from ..output import DirectoryOutput
+    from ..packing import write_prefix
+
+    directory = DirectoryOutput(
+        required_output(arguments), force=arguments.force, protect=protect, index=info.name + SIDE_SUFFIX
+    )
+    total = sum(entry.array.nbytes for entry in arrays)
+    with _common.progress(arguments, total, label) as step, directory:
+        packed = write_prefix(arrays, info, directory, step)
+        directory.commit()
+    return packed
+
+
+def report(arguments: argparse.Namespace, verb: str, packed: Packed, seconds: float, notes: Sequence[str] = ()) -> None:
+    """What was written, for people or as JSON."""
+    cast, info = packed.cast, packed.info
+    if arguments.json:
+        _common.print_json(
+            {
+                "verb": verb,
+                "output": arguments.output,
+                "label": packed.label,
+                "seconds": seconds,
+                "notes": list(notes),
+                "cast": {
+                    "from": cast.source,
+                    "to": cast.target,
+                    "words": cast.words,
+                    "changed": cast.changed,
+                    "largest_error": cast.largest_error,
+                },
+                "cache": _common.cache_document(info),
+            }
+        )
+    _common.say(
+        arguments,
+        f"{arguments.output}: prefix {info.name!r}, {_packed.summary(info)}\n"
+        f"  {_packed.share(info.live_bytes, info.file_bytes)}\n"
+        f"  {what_happened(packed)}, {_common.megabytes_per_second(info.live_bytes, seconds)}",
+    )
+
+
+def what_happened(packed: Packed) -> str:
+    """The label and its reason."""
+    cast = packed.cast
+    if cast.source == cast.target:
+        return f"{packed.label} (every file read back and compared)"
+    return (
+        f"{packed.label} ({cast.source} -> {cast.target}: {cast.changed:,} of {cast.words:,} words changed, largest "
+        f"error {cast.largest_error:.3g})"
+    )

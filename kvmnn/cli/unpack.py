@@ -1,0 +1,95 @@
+"""``kvmnn unpack``: packed files to plain arrays."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from . import _common, _packed
+from ._common import LOSSLESS, UsageError
+
+if TYPE_CHECKING:
+    from ..sources import Piece, Source
+
+_TEXT = """Turn packed K and V into plain arrays [kv_head, token, head_dim], called layer_<n>.key and layer_<n>.value.
+
+IN is the directory of a prefix cache, of live cache files or of a packed KV dump, or one of their .k or .v files;
+anything else that kvmnn reads will do as well.
+
+  -o X.npz, X.safetensors      all arrays; .safetensors keeps what pack needs to restore the files
+  -o DIR/                      one .npy file for each array
+  -o X.npy, -o X               one array (--tensor layer_0.key chooses)
+
+Live elements only: padding and room are left out."""
+
+
+def add_parser(verbs: Any) -> None:
+    """Declare the verb."""
+    parser = _common.add_verb(verbs, "unpack", run, "packed files to plain arrays", _TEXT)
+    parser.add_argument("input", metavar="IN")
+    _common.add_output(parser, "file or directory")
+    _common.add_source(parser, "what the words are, where the pack numbers do not say")
+    _packed.add_packed(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Carry the verb out."""
+    if arguments.output is None:
+        raise UsageError("no output given: use -o X.safetensors, -o X.npz or -o DIR/")
+    source = _common.load([arguments.input], arguments, frames=True)
+    _common.report_skipped(source, arguments)
+    started = time.perf_counter()
+    _write(source, arguments)
+    seconds = time.perf_counter() - started
+    nbytes = sum(array.nbytes for array in source.arrays)
+    if arguments.json:
+        _common.print_json(
+            {
+                "verb": "unpack",
+                "input": arguments.input,
+                "output": arguments.output,
+                "label": LOSSLESS,
+                "raw_bytes": nbytes,
+                "seconds": seconds,
+                "notes": source.notes,
+                "cache": _common.cache_document(source.cache),
+                "arrays": [{"name": a.name, "dtype": a.dtype, "shape": list(a.shape)} for a in source.arrays],
+            }
+        )
+    _common.say(
+        arguments,
+        f"{arguments.output}: {_common.count(len(source.arrays), 'array')}, {nbytes:,} bytes, {LOSSLESS} (live "
+        f"elements copied as they are), {_common.megabytes_per_second(nbytes, seconds)}",
+    )
+    return 0
+
+
+def _write(source: Source, arguments: argparse.Namespace) -> None:
+    from ..output import DirectoryOutput, FileOutput
+    from ..sources.writers import writer_for
+    from .decode import write_directory
+
+    arrays, output = source.arrays, arguments.output
+    protect = [arguments.input]
+    with _common.progress(arguments, sum(array.nbytes for array in arrays), "unpack") as step:
+        runs = _runs(source, step)
+        if _common.is_directory(output):
+            with DirectoryOutput(output, force=arguments.force, protect=protect) as directory:
+                write_directory(directory, arrays, runs)
+                directory.commit()
+            return
+        writer = writer_for(output, arrays)
+        with FileOutput(output, force=arguments.force, protect=protect) as file:
+            writer(file.file, arrays, runs, source.metadata)
+            file.commit()
+
+
+def _runs(source: Source, step: Callable[[int], object] | None) -> Iterator[tuple[int, Piece]]:
+    for index, array in enumerate(source.arrays):
+        for piece in array.pieces(8 << 20):
+            yield index, piece
+            if step:
+                step(piece.size)
+            del piece

@@ -53,6 +53,13 @@ def add_header_fields(parser: Any) -> None:
         parser.add_argument(f"--{name}", type=int, metavar="N", help=text)
 
 
+def add_group(parser: Any) -> None:
+    """For verbs that take frames too: the options of a conversion, in a group of their own."""
+    group = parser.add_argument_group("compressor weights", "what kvmnn convert was told, where it was told something")
+    add_header_fields(group)
+    add_orders(group)
+
+
 def options(arguments: argparse.Namespace, **more: Any) -> Options:
     """The conversion options that were given; `more` overrides."""
     from ..compressor.selection import Options

@@ -69,6 +69,8 @@ def _converted(source: str, target: str, options: Options, arguments: argparse.N
 def _report(source: str, target: str, conversion: Conversion, arguments: argparse.Namespace) -> None:
     _weights.report(arguments, conversion.warnings, conversion.notices)
     header = conversion.header
+    label = _common.LOSSY if conversion.rounded_types else _common.LOSSLESS
+    how = f" ({', '.join(conversion.rounded_types)} rounded to {header.dtype.name})" if conversion.rounded_types else ""
     if arguments.json:
         _common.print_json(
             {
@@ -77,7 +79,9 @@ def _report(source: str, target: str, conversion: Conversion, arguments: argpars
                 "output": target,
                 "bytes": conversion.nbytes,
                 "sha256": conversion.sha256,
+                "label": label,
                 "dtype": header.dtype.name,
+                "rounded_types": conversion.rounded_types,
                 "header": header.to_dict(),
                 "non_finite": conversion.non_finite,
                 "warnings": conversion.warnings,
@@ -89,6 +93,6 @@ def _report(source: str, target: str, conversion: Conversion, arguments: argpars
         arguments,
         f"Wrote {target} (layers={header.num_layers}, weights/layer={header.weight_count_per_layer}, "
         f"dtype={header.dtype.name}, factor={header.compression_factor}, hidden_size={header.hidden_size}, "
-        f"head_dim={header.head_dim})\nsha256 {conversion.sha256}, {conversion.nbytes:,} bytes",
+        f"head_dim={header.head_dim})\nsha256 {conversion.sha256}, {conversion.nbytes:,} bytes, {label}{how}",
         data_on_stdout=target == _common.STDIO,
     )

@@ -31,6 +31,8 @@ class Conversion:
         As written.
     nbytes, sha256
         Of the weight file.
+    rounded_types
+        Element types of the checkpoint that were rounded; none means LOSSLESS.
     non_finite
         Elements that are infinite or no number after rounding.
     warnings, notices, unused
@@ -40,6 +42,7 @@ class Conversion:
     header: Header
     nbytes: int
     sha256: str
+    rounded_types: list[str]
     non_finite: int
     warnings: list[str]
     notices: list[str]
@@ -123,6 +126,7 @@ def write_selection(
         selection.header,
         nbytes,
         hashing.digest.hexdigest(),
+        selection.rounded_types,
         rounding.non_finite,
         [*selection.warnings, *rounding.warnings()],
         selection.notices,

@@ -67,6 +67,14 @@ class Options:
     as_reference: bool = False
 
 
+_EXACT = {
+    "fp16": {"float16", "int8", "uint8", "bool"},
+    "bf16": {"bfloat16", "int8", "uint8", "bool"},
+    "fp32": {"float32", "float16", "bfloat16", "int8", "uint8", "int16", "uint16", "bool"},
+}
+"""Element types every value of which the type of the file can hold."""
+
+
 class Linear(NamedTuple):
     """One block to be written."""
 
@@ -108,6 +116,14 @@ class Selection:
             META_BYTES + word * (linear.weight.numel + (0 if linear.bias is None else linear.weight.shape[0]))
             for linear in self.linears
         )
+
+    @property
+    def rounded_types(self) -> list[str]:
+        """Element types of the checkpoint that are rounded; none means that the weight file is lossless."""
+        found = {
+            part.element.name for linear in self.linears for part in (linear.weight, linear.bias) if part is not None
+        }
+        return sorted(found - _EXACT[self.header.dtype.name])
 
 
 def select(root: object, options: Options) -> Selection:

@@ -42,7 +42,7 @@ def add_orders(parser: Any) -> None:
     )
 
 
-def add_header_fields(parser: Any) -> None:
+def add_header_fields(parser: Any, *, head_dim: bool = True) -> None:
     """The options that set header fields."""
     for name, text in (
         ("compression-factor", "tokens that become one (default: columns / head_dim of the first weight)"),
@@ -50,13 +50,14 @@ def add_header_fields(parser: Any) -> None:
         ("num-heads", "for information (default: 0, not given)"),
         ("head-dim", "for information (default: rows of the first weight)"),
     ):
-        parser.add_argument(f"--{name}", type=int, metavar="N", help=text)
+        if head_dim or name != "head-dim":
+            parser.add_argument(f"--{name}", type=int, metavar="N", help=text)
 
 
 def add_group(parser: Any) -> None:
-    """For verbs that take frames too: the options of a conversion, in a group of their own."""
+    """For verbs that take caches too, and have ``--head-dim`` from them: the other options of a conversion."""
     group = parser.add_argument_group("compressor weights", "what kvmnn convert was told, where it was told something")
-    add_header_fields(group)
+    add_header_fields(group, head_dim=False)
     add_orders(group)
 
 

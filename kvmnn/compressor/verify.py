@@ -133,7 +133,7 @@ def _header_differences(file: WeightFile, selection: Selection, also: Collection
     for name in (*_DERIVED, *also):
         found, expected = getattr(file.header, name), getattr(derived, name)
         if found != expected and not (found == 0 and name in _INFORMATION):
-            yield f"offset {FIELD_OFFSETS[name]}: header field {name} is {found}, the checkpoint gives {expected}"
+            yield f"offset {FIELD_OFFSETS[name]}: header field {name} is {found}: expected {expected}"
 
 
 def _place(block: Block, selection: Selection, options: Options) -> str:

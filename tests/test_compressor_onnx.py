@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import sys
+
 import numpy as np
 import pytest
 from compressor_model import to_floats, weight_file
 
 from kvmnn import KvmnnError, OutputError
+from kvmnn.cli import main
+from kvmnn.compressor import format as kvcm
 from kvmnn.compressor.engines import MlpEngine
 from kvmnn.compressor.onnx_export import build, export_onnx, layer_kinds
 
@@ -110,3 +115,25 @@ def test_more_than_a_model_holds_is_said_before_it_is_made(monkeypatch):
     with pytest.raises(KvmnnError, match="compress_tk has 736 bytes of weights, an ONNX model holds less than 2 GiB"):
         build(weights, layer_kinds(weights)[0])
     assert to_floats(weights.block(0, 0).weight).shape == (4, 12)
+
+
+def test_the_verb(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    weights = weight_file(np.random.default_rng(0), prefixes=2)
+    with open("w.bin", "wb") as file:
+        kvcm.write(file, weights.header, ((block.weight, block.bias) for block in weights.blocks()))
+    assert main(["export", "w.bin", "--onnx", "-o", "graphs"]) == 0
+    assert capsys.readouterr().out == (
+        "graphs: compress_tk.onnx, compress_tv.onnx; weights of fp32, LOSSLESS (copied)\n"
+    )
+    kinds = layer_kinds(kvcm.read("w.bin"))
+    assert (tmp_path / "graphs" / "compress_tk.onnx").read_bytes() == build(weights, kinds[0])
+    assert main(["export", "w.bin", "--onnx", "-o", "graphs", "-f", "--precision", "fp16", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["label"], said["files"]) == ("LOSSY", ["compress_tk.onnx", "compress_tv.onnx"])
+    assert (tmp_path / "graphs" / "compress_tv.onnx").read_bytes() == build(weights, kinds[1], "fp16")
+    assert main(["export", "w.bin", "--onnx"]) == 2
+    assert main(["export", "w.bin", "--onnx", "-o", "graphs"]) == 1
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    assert main(["export", "w.bin", "--onnx", "-o", "others"]) == 3
+    assert not (tmp_path / "others").exists()

@@ -9,15 +9,25 @@ from . import _common, _weights
 
 _TEXT = """Write the weights and biases of a KVCM weight file (.bin) under the names that a checkpoint gives them.
 
-The words are copied as they are: LOSSLESS. In .npz, which has no bf16, bf16 words become uint16."""
+The words are copied as they are: LOSSLESS. In .npz, which has no bf16, bf16 words become uint16.
+
+With --onnx, OUT is a directory that gets compress_tk.onnx and so on: graphs that turn groups of tokens into tokens, one
+for each kind of compressor, with the weights of all layers (extra lm)."""
 
 
 def add_parser(verbs: Any) -> None:
     """Declare the verb."""
     parser = _common.add_verb(verbs, "export", run, "a compressor's .bin to .safetensors or .npz", _TEXT)
     parser.add_argument("weights", metavar="WEIGHTS", help="weight file (- for standard input)")
-    _common.add_output(parser, "OUT.safetensors or OUT.npz")
+    _common.add_output(parser, "OUT.safetensors or OUT.npz; a directory with --onnx")
     _weights.add_orders(parser)
+    parser.add_argument("--onnx", action="store_true", help="write ONNX graphs that compute, not tensors")
+    parser.add_argument(
+        "--precision",
+        choices=("fp32", "fp16"),
+        default="fp32",
+        help="with --onnx; fp16: round as an fp16 runtime does, after every Linear",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -25,6 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
     from ..compressor.export import export
     from ..compressor.format import SLOTS, read
 
+    if arguments.onnx:
+        return _onnx(arguments)
     if arguments.output is None:
         raise _common.UsageError("export needs an output: -o OUT.safetensors or -o OUT.npz")
     file = read(arguments.weights)
@@ -51,4 +63,37 @@ def run(arguments: argparse.Namespace) -> int:
         f"{arguments.output}: {_common.count(tensors, 'tensor')} of {file.header.dtype.name}, "
         f"{_common.LOSSLESS} (copied)",
     )
+    return 0
+
+
+def _onnx(arguments: argparse.Namespace) -> int:
+    from ..compressor.format import read
+    from ..compressor.onnx_export import export_onnx
+
+    if arguments.output is None:
+        raise _common.UsageError("export --onnx needs a directory: -o DIR")
+    if arguments.prefix_order or arguments.slot_order:
+        raise _common.UsageError("--prefix-order and --slot-order name tensors; the graphs of --onnx have none")
+    weights = read(arguments.weights)
+    names = export_onnx(
+        weights,
+        arguments.output,
+        precision=arguments.precision,
+        force=arguments.force,
+        protect=[arguments.weights],
+    )
+    if arguments.json:
+        _common.print_json(
+            {
+                "verb": "export",
+                "input": arguments.weights,
+                "output": arguments.output,
+                "label": _common.LOSSLESS if arguments.precision == "fp32" else _common.LOSSY,
+                "files": names,
+                "precision": arguments.precision,
+                "dtype": weights.header.dtype.name,
+            }
+        )
+    label = f"{_common.LOSSLESS} (copied)" if arguments.precision == "fp32" else f"{_common.LOSSY} (fp16 arithmetic)"
+    _common.say(arguments, f"{arguments.output}: {', '.join(names)}; weights of {weights.header.dtype.name}, {label}")
     return 0

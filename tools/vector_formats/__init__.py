@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from . import compressor_forward, frames, layout, real
+from . import compressor, compressor_forward, frames, layout, real
 from .common import CaseResult
 
 Runner = Callable[[Path, dict[str, Any]], Iterator[CaseResult]]
 
 FORMATS: dict[str, Runner] = {
+    "kvcm-convert-vectors/1": compressor.run_convert,
+    "kvcm-corrupt-vectors/1": compressor.run_corrupt,
     "kvcm-forward-vectors/1": compressor_forward.run,
     "mnn-frame-vectors-1": frames.run,
     "mnn-h2o-live-1": real.run_h2o,

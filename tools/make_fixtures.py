@@ -1,8 +1,9 @@
-"""Pack data from elsewhere into fixtures/, once: `python tools/make_fixtures.py frames DIR` and `kv_real DIR`.
+"""Pack data from elsewhere into fixtures/, once: `python tools/make_fixtures.py frames DIR` and so on.
 
 `frames` takes a folder with frame vectors (format mnn-frame-vectors-1), `kv_real` one with the arrays
-kv_real_{k,v}_{fp16,fp32}.npy, shaped [layer, token, head, dim]. Fixtures are golden: what is there is never made
-again from kvmnn's own output.
+kv_real_{k,v}_{fp16,fp32}.npy, shaped [layer, token, head, dim], `mnn_engine` one with a model exported for MNN
+(mnn_model_llama/) and a prefix cache that the engine wrote with it (mnn_prefix/engine_written_prefix/). Fixtures are
+golden: what is there is never made again from kvmnn's own output.
 """
 
 from __future__ import annotations
@@ -19,16 +20,29 @@ TOKENS = 512
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["frames", "kv_real"])
+    parser.add_argument("what", choices=["compressor", "frames", "kv_real", "mnn_engine"])
     parser.add_argument("source", type=Path, metavar="DIR")
     options = parser.parse_args()
-    {"frames": pack_vectors, "kv_real": cut_arrays}[options.what](options.source, FIXTURES / options.what)
+    make = {"compressor": pack_vectors, "frames": pack_vectors, "kv_real": cut_arrays, "mnn_engine": pack_engine}[
+        options.what
+    ]
+    make(options.source, FIXTURES / options.what)
 
 
 def pack_vectors(source: Path, target: Path) -> None:
     """All files of a vector set in one archive with nothing in it that depends on when or by whom it was made."""
-    target.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(target / "vectors.tar.xz", "w:xz", preset=9) as archive:
+    pack_folder(source, target / "vectors.tar.xz")
+
+
+def pack_engine(source: Path, target: Path) -> None:
+    """A tiny model and a prefix cache of it."""
+    pack_folder(source / "mnn_model_llama", target / "model.tar.xz")
+    pack_folder(source / "mnn_prefix" / "engine_written_prefix", target / "prefix.tar.xz")
+
+
+def pack_folder(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(target, "w:xz", preset=9) as archive:
         for path in sorted(path for path in source.rglob("*") if path.is_file()):
             entry = tarfile.TarInfo(str(path.relative_to(source)))
             entry.size = path.stat().st_size

@@ -109,6 +109,11 @@ class Geometry:
             (name, layout) for name, layout in known if self.lP in (None, layout.lP) and self.hP in (None, layout.hP)
         ]
 
+    @property
+    def names_packs(self) -> bool:
+        """Whether dtype and pack numbers are known."""
+        return self.backend is not None or None not in self._numbers()
+
     def _numbers(self) -> tuple[str | None, int | None, int | None]:
         return self.dtype, self.lP, self.hP
 
@@ -149,7 +154,7 @@ def fits(geometry: Geometry, sizes: Sequence[tuple[int, int]]) -> list[Fit]:
 
 
 def the_fit(where: str, geometry: Geometry, sizes: Sequence[tuple[int, int]]) -> Fit:
-    """The only layout that fits.
+    """The only layout that fits; where the pack numbers are known, the usual flash block before none at all.
 
     Raises
     ------
@@ -162,6 +167,11 @@ def the_fit(where: str, geometry: Geometry, sizes: Sequence[tuple[int, int]]) ->
         raise SourceError(f"{where}: {exc}") from None
     if len(found) == 1:
         return found[0]
+    if geometry.names_packs:
+        usual = [fit for fit in found if fit.layout.flash_block == FLASH_BLOCK]
+        found = usual or found
+        if len(found) == 1:
+            return found[0]
     if found:
         names = "; ".join(f"{fit.backends}: {describe(fit.layout)}" for fit in found[:6])
         raise SourceError(
@@ -179,6 +189,22 @@ def the_fit(where: str, geometry: Geometry, sizes: Sequence[tuple[int, int]]) ->
             f"{heads} kv heads x {dims} dims"
         )
     raise SourceError(f"{where}: {misfit(every[0][1], *pair)}")
+
+
+def inferred(geometry: Geometry, fit: Fit, sizes: Sequence[tuple[int, int]]) -> list[str]:
+    """What `the_fit` found that `geometry` does not say, in words."""
+    notes = []
+    if not geometry.names_packs:
+        notes.append(f"layout inferred: of those known only that of {fit.backends} fits the sizes of the files")
+    if geometry.flash_block is None:
+        block = "no flash attention" if fit.layout.flash_block is None else f"flash block {fit.layout.flash_block}"
+        alone = len(fits(geometry, sizes)) == 1
+        notes.append(
+            f"{block} inferred from the sizes of the files"
+            if alone
+            else f"{block} taken, the engine's default; the sizes would fit --flash-block none as well"
+        )
+    return notes
 
 
 def capacity_of(layout: PackLayout, key_bytes: int, value_bytes: int) -> int | None:

@@ -12,7 +12,7 @@ from .bundle import FRAME_SUFFIX
 from .cache_info import CacheInfo
 from .manifest import ArrayEntry
 from .restore import DecodeOptions, FrameSet, decode_frames, open_frames
-from .sources import NamedArray, Piece, ReadOptions, Source, chosen, open_source
+from .sources import SUFFIXES, NamedArray, Piece, ReadOptions, Source, chosen, open_source
 from .sources.base import rechunked
 
 
@@ -21,6 +21,8 @@ def is_frames(path: str) -> bool:
     if os.path.isdir(path):
         return os.path.exists(os.path.join(path, manifest.FILE_NAME))
     suffix = PurePath(path).suffix.lower()
+    if suffix in SUFFIXES:
+        return False
     return suffix in (FRAME_SUFFIX, ".json") or os.path.exists(path + manifest.SIDE_SUFFIX)
 
 

@@ -70,7 +70,7 @@ def options(arguments: argparse.Namespace, known: CacheInfo | None = None) -> Pa
     from ..geometry import of_layout
     from ..sources import PackedOptions
 
-    if not hasattr(arguments, "kv_heads"):
+    if not hasattr(arguments, "ignore_markers"):
         return None
     said = geometry(arguments, arguments.dtype)
     return PackedOptions(

@@ -61,7 +61,7 @@ def _inspected(path: str, arguments: argparse.Namespace, options: DecodeOptions)
     if not arguments.no_manifest and (_weights.is_weight_file(path) or _weights.is_checkpoint(path)):
         return _inspect_weights.inspected(path, arguments)
     if _is_source(path):
-        return account(path, arguments) or _source(path, options)
+        return account(path, arguments) or _source(path, arguments, options)
     frames = open_frames(path, use_manifest=not arguments.no_manifest, options=options)
     if frames.document is None:
         info = _frame_info(frames, 0, 0, options)
@@ -75,10 +75,11 @@ def _is_source(path: str) -> bool:
     return PurePath(path).suffix.lower() in _SOURCES
 
 
-def _source(path: str, options: DecodeOptions) -> tuple[dict[str, Any], str]:
+def _source(path: str, arguments: argparse.Namespace, options: DecodeOptions) -> tuple[dict[str, Any], str]:
     from ..sources import ReadOptions, open_source
 
-    source = open_source(path, ReadOptions(dtype=options.dtype, skip_unsupported=True))
+    read = ReadOptions(dtype=options.dtype, skip_unsupported=True, packed=_packed.options(arguments))
+    source = open_source(path, read)
     lines = [f"{path}: {_common.count(len(source.arrays), 'array')} to encode"]
     lines += [f"  {a.name}: {a.dtype} {list(a.shape)} {a.order}, {a.nbytes:,} bytes" for a in source.arrays]
     lines += [f"  not: {line}" for line in source.skipped]

@@ -17,6 +17,7 @@ from .packed import Described, PackedFiles, PackedOptions, describe_files
 
 __all__ = [
     "STDIN",
+    "SUFFIXES",
     "ArrayInfo",
     "Described",
     "MappedFile",
@@ -40,6 +41,9 @@ _READERS: dict[str, Callable[[str, ReadOptions], Source]] = {
     ".k": lambda path, options: _packed(path, options),
     ".v": lambda path, options: _packed(path, options),
 }
+
+SUFFIXES = tuple(_READERS)
+"""Of files that are known by what they are called."""
 
 
 def open_source(path: str, options: ReadOptions | None = None) -> Source:

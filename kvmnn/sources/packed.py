@@ -16,7 +16,7 @@ import numpy as np
 from .. import cache_info, dtypes
 from ..cache_info import CacheInfo, LayerInfo, TokenIds
 from ..errors import SourceError
-from ..geometry import Fit, Geometry, describe, of_layout, the_fit
+from ..geometry import Fit, Geometry, describe, inferred, of_layout, the_fit
 from ..layout import PackLayout
 from ..packed_rows import PARTS, HeadRows, Part, head_bytes, tile_tokens
 from .base import NamedArray, Piece, Source, UnsupportedArrayError, rechunked
@@ -261,18 +261,11 @@ def _layout(files: PackedFiles, options: PackedOptions, known: CacheInfo | None,
     geometry = model_geometry(options, whole, files.path)
     if known is None:
         fit = the_fit(files.path, geometry, files.sizes)
-        if geometry.backend is None and None in (geometry.dtype, geometry.lP, geometry.hP):
-            notes.append(f"layout inferred: of those known only {fit.backends} fits the sizes of the files")
-        if geometry.flash_block is None:
-            notes.append(f"{_block(fit.layout)} inferred from the sizes of the files")
+        notes.extend(inferred(geometry, fit, files.sizes))
         return fit
     if not any(layout == known.layout for _, layout in geometry.or_else(of_layout(known.layout)).candidates()):
         raise SourceError(f"{files.path}: its document says {describe(known.layout)}, which is not what was asked for")
     return Fit(known.layout, "", tuple(layer.capacity for layer in known.layers))
-
-
-def _block(layout: PackLayout) -> str:
-    return f"flash block {layout.flash_block}" if layout.flash_block else "no flash attention"
 
 
 def _tokens(files: PackedFiles, options: PackedOptions, known: CacheInfo | None, fit: Fit) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Pack data from elsewhere into fixtures/, once: `python tools/make_fixtures.py frames DIR` and so on.
 
-`frames` takes a folder with frame vectors (format mnn-frame-vectors-1), `kv_real` one with the arrays
+`frames` takes a folder with frame vectors (format mnn-frame-vectors-1), `compressor` one with those of compressor
+weights (kvcm-*-vectors/1), `kv_real` one with the arrays
 kv_real_{k,v}_{fp16,fp32}.npy, shaped [layer, token, head, dim], `mnn_engine` one with a model exported for MNN
 (mnn_model_llama/) and a prefix cache that the engine wrote with it (mnn_prefix/engine_written_prefix/). Fixtures are
 golden: what is there is never made again from kvmnn's own output.

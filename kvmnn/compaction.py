@@ -15,6 +15,7 @@ from . import cache_info
 from .cache_info import CacheInfo, LayerInfo, Ranges
 from .errors import KvmnnError
 from .output import DirectoryOutput, StagedFile, failures
+from .packed_buffers import whole
 from .packed_cache import PackedCache
 from .packing import check_leftovers, check_name, file_names
 from .reserve import Pair, as_pairs, check_plan
@@ -51,7 +52,7 @@ def apply(layer: LayerInfo, plan: Plan) -> LayerInfo:
     where = f"layer {layer.layer}"
     try:
         pairs = as_pairs(plan.reserve)
-        check_plan(layer.tokens, remove, pairs, quantised=False)
+        check_plan(layer.tokens, whole(remove, "remove", 0), pairs, quantised=False)
     except KvmnnError as exc:
         raise KvmnnError(f"{where}: {exc}") from None
     start = layer.tokens - remove

@@ -197,13 +197,12 @@ def inferred(geometry: Geometry, fit: Fit, sizes: Sequence[tuple[int, int]]) -> 
     if not geometry.names_packs:
         notes.append(f"layout inferred: of those known only that of {fit.backends} fits the sizes of the files")
     if geometry.flash_block is None:
-        block = "no flash attention" if fit.layout.flash_block is None else f"flash block {fit.layout.flash_block}"
-        alone = len(fits(geometry, sizes)) == 1
-        notes.append(
-            f"{block} inferred from the sizes of the files"
-            if alone
-            else f"{block} taken, the engine's default; the sizes would fit --flash-block none as well"
-        )
+        usual = fit.layout.flash_block == FLASH_BLOCK
+        block = f"flash block {fit.layout.flash_block}" if fit.layout.flash_block else "no flash attention"
+        if len(fits(geometry, sizes)) > 1:
+            notes.append(f"{block} taken, the engine's default; the sizes would fit --flash-block none as well")
+        elif not (usual and geometry.names_packs):
+            notes.append(f"{block} inferred from the sizes of the files")
     return notes
 
 

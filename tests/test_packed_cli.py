@@ -1,0 +1,385 @@
+"""Packed caches on the command line: there and back, compacted, repacked, compared, and refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import packed_samples
+import pytest
+
+from kvmnn import PackedCache, PackLayout
+from kvmnn.cli import main
+
+TOKENS = 70
+ON_AVX2 = ["--backend", "x86-avx2"]
+
+
+@pytest.fixture
+def run(capsys):
+    def call(*argv: object, code: int = 0) -> SimpleNamespace:
+        capsys.readouterr()
+        found = main([str(arg) for arg in argv])
+        streams = capsys.readouterr()
+        assert found == code, streams.err
+        return streams
+
+    return call
+
+
+@pytest.fixture
+def prefix(tmp_path, monkeypatch):
+    """A prefix cache `p` of two layers as an engine on AVX2 leaves it, and the options that describe it."""
+    monkeypatch.chdir(tmp_path)
+    sample = packed_samples.write_prefix(Path("p"), packed_samples.arrays(2, 2, TOKENS, 6), capacity=114)
+    return SimpleNamespace(arrays=sample.arrays, argv=["p", *ON_AVX2, *sample.options])
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "llm.mnn").write_bytes(b"graph")
+    (folder / "llm_config.json").write_text('{"layer_nums": 2, "key_value_shape": [2, 1, 0, 2, 6]}')
+    return folder
+
+
+def layer_files(folder: str) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(Path(folder).glob("sys_?.?"))}
+
+
+def zero_padded(arrays, **numbers) -> dict[str, bytes]:
+    found = {}
+    for index, part in enumerate(("0.k", "0.v", "1.k", "1.v")):
+        pair = packed_samples.packed(*arrays[index // 2 * 2 :][:2], padding=b"\0", **numbers)
+        found[f"sys_{part}"] = pair[index % 2].tobytes()
+    return found
+
+
+AVX2_FILES = {"lP": 1, "hP": 4, "block": 64}
+
+
+# -- inspect ----------------------------------------------------------------------------------------------------------
+
+
+def test_inspect_says_what_there_is(prefix, run):
+    said = run("inspect", *prefix.argv).out
+    assert "p: MNN prefix cache 'sys', 2 layers, 27,520 bytes, all markers there" in said
+    assert "2 kv heads x 6 dims, fp32, lP 1, hP 4, flash block 64, 70 tokens, capacity 116" in said
+    assert "13,440 live bytes of 27,520 (48.8 %), 14,080 padding and room" in said
+    assert "sys_1.v 8,192 bytes (3,360 live, 4,832 not)" in said
+    document = json.loads(run("inspect", *prefix.argv, "--json").out)["inputs"][0]
+    assert (document["kind"], document["padded_bytes"]) == ("prefix cache", 14_080)
+    assert document["layers"][0]["live_bytes"] == 6_720
+
+
+def test_inspect_without_geometry_says_what_it_may_be(prefix, run):
+    said = run("inspect", "p").out
+    assert "not known: the files do not say kv_heads (--kv-heads) and head_dim (--head-dim)" in said
+    said = run("inspect", "p", "--kv-heads", 2, "--head-dim", 6).out
+    assert "may be: arm32-fp16: 2 kv heads x 6 dims, fp16" in said
+    assert "x86-avx2" in said
+    Path("p/sys_0_sync.k").unlink()
+    assert "would not load: 1 of 4 markers are missing" in run("inspect", *prefix.argv).out
+
+
+# -- there and back ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["a.npz", "a.safetensors", "a/"])
+def test_unpack_and_pack(prefix, run, name):
+    assert "LOSSLESS" in run("unpack", *prefix.argv, "-o", name).out
+    inputs = sorted(Path("a").glob("*.npy")) if name == "a/" else [name]
+    options = [] if name == "a.safetensors" else [*ON_AVX2, "--name", "sys", "--capacity", 114]
+    said = run("pack", *inputs, *options, "-o", "q/")
+    assert "LOSSLESS (every file read back and compared)" in said.out
+    assert layer_files("q") == zero_padded(prefix.arrays, **AVX2_FILES, capacity=114)
+    assert {path.name for path in Path("q").iterdir()} == {
+        *(path.name for path in Path("p").iterdir()),
+        "sys.kvmnn.json",
+    }
+    assert "equal: 3,360 words" in run("diff", "q", *prefix.argv).out
+
+
+def test_unpack_takes_single_arrays(prefix, run):
+    run("unpack", *prefix.argv, "--tensor", "layer_1.value", "-o", "v.npy")
+    np.testing.assert_array_equal(np.load("v.npy"), prefix.arrays[3])
+    assert (
+        "no array named 'layer_2.key'" in run("unpack", *prefix.argv, "--tensor", "layer_2.key", "-o", "x", code=1).err
+    )
+    assert "no output given" in run("unpack", *prefix.argv, code=2).err
+
+
+def test_encode_and_decode(prefix, run, model):
+    Path("ids.json").write_text(json.dumps(list(range(TOKENS))))
+    run("encode", *prefix.argv, "--model", model, "--token-ids", "ids.json", "-o", "b/")
+    assert "27,520 bytes as packed files" in run("inspect", "b").out
+    assert "LOSSLESS (every byte compared with p)" in run("verify", "b", "--against", "p").out
+    said = run("decode", "b", "-o", "q", "--model", model, "--token-ids", "ids.json", *ON_AVX2)
+    assert "LOSSLESS" in said.out
+    assert said.err == ""
+    assert layer_files("q") == zero_padded(prefix.arrays, **AVX2_FILES, capacity=114)
+    assert "made from 70 token ids" in run("inspect", "q").out
+    run("encode", "q", "-o", "c/")  # the document beside the files says all there is to say
+    assert Path("c/layer_1.key.frame").read_bytes() == Path("b/layer_1.key.frame").read_bytes()
+    run("decode", "b", "-o", "arrays/", "--arrays")
+    np.testing.assert_array_equal(np.load("arrays/layer_0.value.npy"), prefix.arrays[1])
+    run("decode", "b", "-o", "a.safetensors")
+    run("pack", "a.safetensors", "-o", "r/")
+    assert layer_files("r") == layer_files("q")
+
+
+def test_restoring_something_else_is_refused_unless_forced(prefix, run, model):
+    Path("ids").write_text(" ".join(map(str, range(TOKENS))))
+    Path("others").write_text(" ".join(map(str, range(1, TOKENS + 1))))
+    run("encode", *prefix.argv, "--model", model, "--token-ids", "ids", "-o", "b/")
+    (model / "llm.mnn").write_bytes(b"another graph")
+    for options, reason in (
+        (["--model", model], "the cache is of another model than the one in"),
+        (["--token-ids", "others"], "the cache was made from other token ids than those in others"),
+        (["--backend", "x86-avx512"], "asked for was 2 kv heads x 6 dims, fp32, lP 1, hP 8"),
+    ):
+        said = run("decode", "b", "-o", "q/", *options, code=1)
+        assert reason in said.err
+        assert len(said.err.splitlines()) == 1
+        assert not Path("q").exists()
+        said = run("decode", "b", "-o", "q/", *options, "--force")
+        assert f"kvmnn: warning: {reason}" in said.err or reason in said.err
+        for path in Path("q").iterdir():
+            path.unlink()
+        Path("q").rmdir()
+    run("encode", *prefix.argv, "-o", "plain/")
+    assert "does not say which model" in run("decode", "plain", "-o", "q/", "--model", model, code=1).err
+    assert "does not say which token ids" in run("decode", "plain", "-o", "q/", "--token-ids", "ids", code=1).err
+
+
+def test_a_cache_of_the_whole_bundle_only(prefix, run):
+    """Single layers are no prefix cache, and decode says so by giving arrays."""
+    run("encode", *prefix.argv, "--tensor", "layer_0.key", "--tensor", "layer_0.value", "-o", "b/")
+    run("decode", "b", "-o", "q/")
+    assert sorted(path.name for path in Path("q").iterdir()) == ["layer_0.key.npy", "layer_0.value.npy"]
+
+
+def test_frames_of_a_prefix_are_cut(prefix, run):
+    run("encode", *prefix.argv, "--frame-bytes", "4K", "-o", "b/")
+    run("decode", "b", "-o", "q/")
+    assert layer_files("q") == zero_padded(prefix.arrays, **AVX2_FILES, capacity=114)
+
+
+def test_a_document_that_is_stale_or_contradicted(prefix, run):
+    run("unpack", *prefix.argv, "-o", "a.safetensors")
+    run("pack", "a.safetensors", "-o", "q/")
+    assert "says another number of tokens" in run("unpack", "q", "--tokens", 9, "-o", "x.npz", code=1).err
+    said = run("unpack", "q", "--backend", "x86-avx512", "-o", "x.npz", code=1).err
+    assert "hP 4, flash block 64, which is not what was asked for" in said
+    with open("q/sys_1.k", "ab") as file:
+        file.write(bytes(192))
+    assert "does not describe the files beside it any more" in run("unpack", "q", "-o", "x.npz", code=1).err
+    Path("q/sys.kvmnn.json").write_text('{"schema": "kvmnn-cache", "schema_version": 2}')
+    assert "schema_version: found 2" in run("unpack", "q", "-o", "x.npz", code=1).err
+
+
+# -- pack -------------------------------------------------------------------------------------------------------------
+
+
+def test_pack_takes_what_models_and_dumps_call_things(prefix, run):
+    stacked = [np.stack(prefix.arrays[side::2]) for side in (0, 1)]
+    np.save("k.npy", stacked[0])
+    np.save("v.npy", stacked[1])
+    names = {f"past_key_values.{i // 2}.{('key', 'value')[i % 2]}": a[None] for i, a in enumerate(prefix.arrays)}
+    np.savez("past.npz", **names)
+    np.savez("tokens.npz", **{name: array.swapaxes(1, 2) for name, array in names.items()})
+    for layer in (0, 1):
+        folder = Path(f"dump/run/layer_{layer}")
+        folder.mkdir(parents=True)
+        for begin, end in ((0, 40), (40, TOKENS)):
+            files = {f"{part}_file": f"{part}_t{begin}_{end}.bin" for part in "kv"}
+            for part, array in zip("kv", prefix.arrays[2 * layer :], strict=False):
+                plain = np.ascontiguousarray(array.swapaxes(0, 1)[begin:end])
+                (folder / files[f"{part}_file"]).write_bytes(plain.tobytes())
+            meta = {"seq_start": begin, "seq_len": end - begin, "kv_heads": 2, "head_dim": 6, "bytes_per_elem": 4}
+            (folder / f"meta_t{begin}_{end}.json").write_text(json.dumps(meta | files))
+    expected = zero_padded(prefix.arrays, **AVX2_FILES, capacity=TOKENS)
+    for number, inputs in enumerate((["k.npy", "v.npy"], ["past.npz"], ["tokens.npz", "--token-major"], ["dump"])):
+        run("pack", *inputs, *ON_AVX2, "--name", "sys", "-o", f"q{number}/")
+        assert layer_files(f"q{number}") == expected, inputs
+    assert "equal" in run("diff", "dump", *prefix.argv[:1], *prefix.argv[1:]).out
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (["--name", "x"], 2, "layouts are known for what was said: name one"),
+        ([*ON_AVX2], 2, "the prefix needs a name: --name NAME"),
+        ([*ON_AVX2, "--name", "../x"], 1, "is not a name for a prefix"),
+        ([*ON_AVX2, "--name", "x", "--capacity", "69"], 1, "70 tokens: expected at least 1 and at most"),
+        (["--backend", "arm64-fp16", "--name", "x"], 2, "the arrays are fp32, the layout holds fp16: --cast"),
+        ([*ON_AVX2, "--name", "x", "--tokens", "9"], 2, "the arrays have 70 tokens, --tokens says 9"),
+        (["--backend", "x86-avx3", "--name", "x"], 2, "invalid choice: 'x86-avx3'"),
+    ],
+)
+def test_pack_refuses(prefix, run, options, code, message):
+    run("unpack", *prefix.argv, "-o", "a.npz")
+    said = run("pack", "a.npz", *options, "-o", "q/", code=code)
+    assert message in said.err
+    assert not Path("q").exists()
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"layer_0.key": (2, 3, 4)}, "layer 0 has no array of its values"),
+        ({"layer_0.key": (2, 3, 4), "layer_0.value": (2, 3, 5)}, "layer 0: keys are [2, 3, 4] and values [2, 3, 5]"),
+        ({"layer_1.key": (2, 3, 4), "layer_1.value": (2, 3, 4)}, "all layers from 0 on, these are [1]"),
+        ({"weights": (2, 3, 4)}, "'weights': its name does not say whether it is K or V"),
+        ({"layer_0.key": (2, 12), "layer_0.value": (2, 12)}, "expected [kv_head, token, head_dim]"),
+        ({"layer_0.key": (1, 3, 4), "layer_0.value": (1, 3, 4), "k": (1, 3, 4)}, "'layer_0.key' and 'k' are both"),
+    ],
+)
+def test_arrays_that_are_no_cache(tmp_path, monkeypatch, run, arrays, message):
+    monkeypatch.chdir(tmp_path)
+    np.savez("a.npz", **{name: np.ones(shape, np.float32) for name, shape in arrays.items()})
+    assert message in run("pack", "a.npz", *ON_AVX2, "--name", "x", "-o", "q/", code=1).err
+
+
+def test_files_that_exist_are_not_replaced(prefix, run):
+    run("unpack", *prefix.argv, "-o", "a.safetensors")
+    run("pack", "a.safetensors", "-o", "q/")
+    assert "exists already" in run("pack", "a.safetensors", "-o", "q/", code=1).err
+    run("pack", "a.safetensors", "-o", "q/", "--force")
+    for part in "kv":
+        Path(f"q/sys_2.{part}").touch()
+    said = run("pack", "a.safetensors", "-o", "q/", "--force", code=1).err
+    assert "belongs to a prefix of the same name with more layers" in said
+
+
+# -- repack -----------------------------------------------------------------------------------------------------------
+
+
+def test_repack_to_fp16_and_back(prefix, run):
+    said = run("repack", "p", "--from", "x86-avx2", *prefix.argv[3:], "--to", "arm64-fp16", "-o", "h/").out
+    assert "LOSSY (fp32 -> fp16: " in said
+    halves = [array.astype(np.float16) for array in prefix.arrays]
+    assert layer_files("h") == zero_padded(halves, lP=1, hP=16, block=64, capacity=116)
+    document = json.loads(run("repack", "h", "--to", "arm64-sme2-fp16", "-o", "s/", "--json").out)
+    assert (document["label"], document["cast"]["changed"]) == ("LOSSLESS", 0)
+    assert layer_files("s") == zero_padded(halves, lP=2, hP=64, block=64, capacity=116)
+    said = run("repack", "s", "--from", "arm64-sme2-fp16", "--to", "x86-avx2", "-o", "b/", "--capacity", 70).out
+    assert "LOSSLESS (fp16 -> fp32: 0 of 3,360 words changed" in said
+    wide = [array.astype(np.float32) for array in halves]
+    assert layer_files("b") == zero_padded(wide, **AVX2_FILES, capacity=70)
+    np.savez("a.npz", k=prefix.arrays[0], v=prefix.arrays[1])
+    assert "is not a packed cache" in run("repack", "a.npz", "--to", "x86-avx2", "-o", "x/", code=2).err
+
+
+# -- compact ----------------------------------------------------------------------------------------------------------
+
+
+def test_compact_does_as_the_engine(prefix, run):
+    plan = [(0, 8), (16, 5), (40, 10)]
+    said = run("compact", *prefix.argv, "--remove", 60, "--reserve", "0:8,16:5,40:10", "-o", "c/").out
+    assert "LOSSY: 66 of 140 tokens of all layers stay" in said
+    layout = PackLayout(2, 6, "fp32", 1, 4)
+    for layer in (0, 1):
+        files = [Path(f"p/sys_{layer}.{part}").read_bytes() for part in "kv"]
+        cache = PackedCache.from_buffers(layout, *files, TOKENS)
+        cache.realloc(60, plan)
+        assert Path(f"c/sys_{layer}.k").read_bytes() == cache.key_buffer.tobytes()
+        assert Path(f"c/sys_{layer}.v").read_bytes() == cache.value_buffer.tobytes()
+    assert "layer 1 holds the tokens 0:18, 26:5, 50:10" in run("inspect", "c").out
+    run("compact", "c", "--remove", 20, "--reserve", "2:1,10:10", "-o", "d/")
+    assert "layer 0 holds the tokens 0:13, 15:1, 50:10" in run("inspect", "d").out
+    run("unpack", "d", "-o", "d.npz")
+    kept = [*range(13), 15, *range(50, 60)]
+    np.testing.assert_array_equal(np.load("d.npz")["layer_1.key"], prefix.arrays[2][:, kept])
+    run("encode", "d", "-o", "b/")
+    run("decode", "b", "-o", "e/")
+    assert "layer 0 holds the tokens 0:13, 15:1, 50:10" in run("inspect", "e").out
+
+
+def test_compact_layer_by_layer(prefix, run):
+    plan = [{"layer": 1, "remove": 70, "pairs": [[0, 16], [24, 8]]}, {"layer": 0, "remove": 5, "pairs": []}]
+    Path("plan.json").write_text(json.dumps(plan))
+    document = json.loads(run("compact", *prefix.argv, "--plan", "plan.json", "-o", "c/", "--json").out)
+    assert [layer["tokens"] for layer in document["cache"]["layers"]] == [65, 24]
+    assert document["cache"]["layers"][1]["positions"] == [[0, 16], [24, 8]]
+    run("unpack", "c", "-o", "c.npz")
+    assert np.load("c.npz")["layer_1.value"].shape == (2, 24, 6)
+    Path("plan.json").write_text(json.dumps(plan[:1]))
+    assert "has plans for 1 layers" in run("compact", *prefix.argv, "--plan", "plan.json", "-o", "d/", code=1).err
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (["--reserve", "0:8,4:8"], 1, "reserve[1] is (4, 8): starts before 8"),
+        (["--reserve", "20:8,4:8"], 1, "reserve[1] is (4, 8): starts before 28"),
+        (["--reserve", "-1:8"], 1, "reserve[0] is (-1, 8): expected begin at 0 or after"),
+        (["--reserve", "0:-8"], 1, "reserve[0] is (0, -8): expected a size of at least 1"),
+        (["--reserve", "0:0"], 1, "expected a size of at least 1"),
+        (["--reserve", "0:2147483648"], 1, "size of reserve[0] is 2147483648: expected at most 2147483647"),
+        (["--reserve", "2147483647:2147483647"], 1, "ends at 4294967294, expected at most the window's 70 tokens"),
+        (["--reserve", "4294967296:1"], 1, "begin of reserve[0] is 4294967296"),
+        (["--reserve", "65:6"], 1, "ends at 71"),
+        (["--remove", "71"], 1, "remove is 71: expected at most the 70 live tokens"),
+        (["--remove", "-1"], 1, "remove is -1"),
+        (["--remove", "70"], 1, "nothing would stay of its 70 tokens"),
+        (["--dialect", "upstream", "--reserve", "0:8"], 1, "MNN 3.6.1 drops the whole cache where remove is all 70"),
+        (["--reserve", "0-8"], 2, "'0-8' is not a pair begin:size"),
+        (["--remove", "many"], 2, "'many' is not a whole number"),
+        (["--plan", "none.json"], 1, "none.json"),
+    ],
+)
+def test_plans_that_cannot_be_applied(prefix, run, options, code, message):
+    options = [f"{options[0]}={options[1]}", *options[2:]] if len(options) == 2 else options
+    said = run("compact", *prefix.argv, *options, "-o", "c/", code=code)
+    assert message in said.err
+    assert len(said.err.splitlines()) == 1
+    assert not Path("c").exists()
+
+
+def test_compact_needs_packed_files(tmp_path, run):
+    np.savez(tmp_path / "a.npz", k=np.ones((1, 2, 3), np.float32))
+    assert "holds no packed files" in run("compact", tmp_path / "a.npz", "-o", tmp_path / "c", code=2).err
+
+
+# -- diff -------------------------------------------------------------------------------------------------------------
+
+
+def test_diff_names_the_first_difference(prefix, run):
+    arrays = [array.copy() for array in prefix.arrays]
+    arrays[1][1, 66, 5] = 2.5
+    arrays[3][0, 0, 0] = -0.0
+    packed_samples.write_prefix(Path("q"), arrays, capacity=70)
+    said = run("diff", *prefix.argv[:1], "q", *prefix.argv[1:], code=1).out
+    value = float(prefix.arrays[1][1, 66, 5])
+    assert f"first difference: layer 0, V, head 1, token 66, dim 5: {value!r} and 2.5" in said
+    assert "2 of 3,360 words differ" in said
+    document = json.loads(run("diff", "p", "q", *prefix.argv[1:], "--json", code=1).out)
+    assert document["differing"] == 2
+    assert document["first"]["layer"] == 0
+    assert (document["first"]["part"], document["first"]["head"], document["first"]["token"]) == ("value", 1, 66)
+
+
+def test_diff_of_unlike_things(prefix, run):
+    np.savez("a.npz", **{"layer_0.key": prefix.arrays[0], "layer_0.value": prefix.arrays[1][:, :9]})
+    said = run("diff", "a.npz", *prefix.argv, code=1).out
+    assert "layer 0, V: [kv_head, token, head_dim] is [2, 9, 6] and [2, 70, 6]" in said
+    assert "layer 1, K: only in the second" in said
+    np.save("half.npy", prefix.arrays[0].astype(np.float16))
+    np.save("full.npy", prefix.arrays[0])
+    assert "fp16 and fp32" in run("diff", "half.npy", "full.npy", code=1).out
+    assert "equal" in run("diff", "full.npy", "full.npy").out
+    np.save("other.npy", -prefix.arrays[0])
+    assert "array 'full', index [0, 0, 0]" in run("diff", "full.npy", "other.npy", code=1).out
+
+
+def test_diff_of_frames_and_nan(prefix, run):
+    run("encode", *prefix.argv, "-o", "b/")
+    assert "equal: 3,360 words, bit by bit" in run("diff", "b", *prefix.argv).out
+    nan = prefix.arrays[0].copy()
+    nan[0, 0, 0] = np.nan
+    np.save("nan.npy", nan)
+    assert "equal" in run("diff", "nan.npy", "nan.npy").out

@@ -243,9 +243,11 @@ class PackNumbers:
 
     def numbers(self, side: int, capacity: int) -> _layout.Numbers:
         """What the compiled code needs to know of K (0) or V (1)."""
-        lP, hP = self._pack(self.is_int8(side))
+        int8, block = self.is_int8(side), self.value_block(capacity)
+        lP, hP = self._pack(int8)
         size = self.value_head_bytes(capacity) if side else self.key_head_bytes(capacity)
-        return _layout.Numbers(side == 0, self.itemsize, self.head_dim, lP, hP, self.value_block(capacity), size)
+        tile = (self.value_strides(capacity)[0] if side else self.key_strides()[0]) * (1 if int8 else self.itemsize)
+        return _layout.Numbers(side == 0, self.itemsize, self.head_dim, lP, hP, block, size, tile)
 
     def check_capacity(self, capacity: int) -> int:
         """`capacity`; `KvmnnError` where it is none, its child `LimitError` where no memory would do."""

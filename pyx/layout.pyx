@@ -16,6 +16,14 @@ cdef extern from "native/packing.h" nogil:
     void kvmnn_gather_values(const kvmnn_pack *, const uint8_t *, size_t, size_t, uint8_t *, size_t)
     void kvmnn_scatter_keys(const kvmnn_pack *, uint8_t *, size_t, size_t, const uint8_t *, size_t)
     void kvmnn_scatter_values(const kvmnn_pack *, uint8_t *, size_t, size_t, const uint8_t *, size_t)
+    void kvmnn_gather_keys_far(
+        const kvmnn_pack *, const uint8_t *, size_t, size_t, uint8_t *, size_t, uint8_t *, size_t)
+    void kvmnn_gather_values_far(
+        const kvmnn_pack *, const uint8_t *, size_t, size_t, uint8_t *, size_t, uint8_t *, size_t)
+    void kvmnn_scatter_keys_far(
+        const kvmnn_pack *, uint8_t *, size_t, size_t, const uint8_t *, size_t, uint8_t *, size_t)
+    void kvmnn_scatter_values_far(
+        const kvmnn_pack *, uint8_t *, size_t, size_t, const uint8_t *, size_t, uint8_t *, size_t)
     void kvmnn_zero_keys(const kvmnn_pack *, uint8_t *, size_t, size_t)
     void kvmnn_zero_values(const kvmnn_pack *, uint8_t *, size_t, size_t)
     void kvmnn_pad_keys(const kvmnn_pack *, uint8_t *, size_t, size_t)
@@ -35,7 +43,9 @@ cdef extern from "native/quantise.h" nogil:
     void kvmnn_dequantise_values(const kvmnn_pack8 *, const uint8_t *, size_t, size_t, uint8_t *, size_t)
 
 cdef enum:
-    SCRATCH = 16384  # half of a small first-level cache
+    FAR = 8 << 20             # plain bytes from which on what is written will not stay in the caches
+    LEAST_SCRATCH = 16 << 10  # half of a first-level cache
+    MOST_SCRATCH = 256 << 10  # a fraction of a second-level cache
 
 
 cdef class Numbers:
@@ -43,17 +53,36 @@ cdef class Numbers:
 
     cdef kvmnn_pack floats
     cdef kvmnn_pack8 codes
-    cdef size_t head_bytes
+    cdef size_t head_bytes, tile_bytes
     cdef bint is_keys
 
     def __init__(
-        self, bint is_keys, size_t word, size_t dims, size_t lP, size_t hP, size_t block, size_t head_bytes
+        self, bint is_keys, size_t word, size_t dims, size_t lP, size_t hP, size_t block, size_t head_bytes,
+        size_t tile_bytes
     ) -> None:
         self.is_keys = is_keys
         self.head_bytes = head_bytes
         self.floats.word, self.floats.dims, self.floats.lP, self.floats.hP = word, dims, lP, hP
         self.codes.dims, self.codes.lP, self.codes.hP = dims, lP, hP
         self.floats.block = self.codes.block = block
+        self.tile_bytes = tile_bytes
+
+    cdef size_t scratch_bytes(self) noexcept nogil:
+        """Enough for a row, and for a tile of K or a block of V where these are not out of all proportion."""
+        cdef size_t row = self.floats.dims * self.floats.word
+        cdef size_t piece = self.tile_bytes if self.tile_bytes <= MOST_SCRATCH else 0
+        return max(row, piece, <size_t>LEAST_SCRATCH)
+
+
+cdef inline bint is_far(const uint8_t[:, :, :] rows) noexcept nogil:
+    return rows.shape[0] * rows.shape[1] * rows.shape[2] >= FAR
+
+
+cdef uint8_t *new_scratch(Numbers n) except NULL:
+    cdef uint8_t *scratch = <uint8_t *>malloc(n.scratch_bytes())
+    if scratch == NULL:
+        raise MemoryError("no memory for scratch")
+    return scratch
 
 
 def gather(
@@ -61,16 +90,22 @@ def gather(
     size_t last, size_t start
 ) -> None:
     """Tokens from `start` on to `rows`, shaped [heads, tokens, bytes of a row]."""
-    cdef const uint8_t *head = &packed[0]
-    cdef size_t h, count = rows.shape[1]
+    cdef const uint8_t *head
+    cdef size_t h, count = rows.shape[1], stride = rows.strides[1], room = n.scratch_bytes()
+    cdef bint far = is_far(rows)
+    cdef uint8_t *scratch = new_scratch(n) if far else NULL
     with nogil:
         for h in range(first, last):
-            if n.is_keys:
-                kvmnn_gather_keys(
-                    &n.floats, head + h * n.head_bytes, start, count, &rows[h, 0, 0], <size_t>rows.strides[1])
+            head = &packed[0] + h * n.head_bytes
+            if far and n.is_keys:
+                kvmnn_gather_keys_far(&n.floats, head, start, count, &rows[h, 0, 0], stride, scratch, room)
+            elif far:
+                kvmnn_gather_values_far(&n.floats, head, start, count, &rows[h, 0, 0], stride, scratch, room)
+            elif n.is_keys:
+                kvmnn_gather_keys(&n.floats, head, start, count, &rows[h, 0, 0], stride)
             else:
-                kvmnn_gather_values(
-                    &n.floats, head + h * n.head_bytes, start, count, &rows[h, 0, 0], <size_t>rows.strides[1])
+                kvmnn_gather_values(&n.floats, head, start, count, &rows[h, 0, 0], stride)
+        free(scratch)
 
 
 def scatter(
@@ -78,16 +113,22 @@ def scatter(
     size_t last, size_t start
 ) -> None:
     """`rows`, shaped [heads, tokens, bytes of a row], over the tokens from `start` on."""
-    cdef uint8_t *head = &packed[0]
-    cdef size_t h, count = rows.shape[1]
+    cdef uint8_t *head
+    cdef size_t h, count = rows.shape[1], stride = rows.strides[1], room = n.scratch_bytes()
+    cdef bint far = is_far(rows)
+    cdef uint8_t *scratch = new_scratch(n) if far else NULL
     with nogil:
         for h in range(first, last):
-            if n.is_keys:
-                kvmnn_scatter_keys(
-                    &n.floats, head + h * n.head_bytes, start, count, &rows[h, 0, 0], <size_t>rows.strides[1])
+            head = &packed[0] + h * n.head_bytes
+            if far and n.is_keys:
+                kvmnn_scatter_keys_far(&n.floats, head, start, count, &rows[h, 0, 0], stride, scratch, room)
+            elif far:
+                kvmnn_scatter_values_far(&n.floats, head, start, count, &rows[h, 0, 0], stride, scratch, room)
+            elif n.is_keys:
+                kvmnn_scatter_keys(&n.floats, head, start, count, &rows[h, 0, 0], stride)
             else:
-                kvmnn_scatter_values(
-                    &n.floats, head + h * n.head_bytes, start, count, &rows[h, 0, 0], <size_t>rows.strides[1])
+                kvmnn_scatter_values(&n.floats, head, start, count, &rows[h, 0, 0], stride)
+        free(scratch)
 
 
 def zero(
@@ -122,11 +163,8 @@ def shift(
 ) -> None:
     """Copy tokens inside each head: rows (source, destination, count) of `moves` one after the other."""
     cdef uint8_t *head = &packed[0]
-    cdef size_t h, m, row = n.floats.dims * n.floats.word
-    cdef size_t room = row if row > SCRATCH else SCRATCH
-    cdef uint8_t *scratch = <uint8_t *>malloc(room)
-    if scratch == NULL:
-        raise MemoryError("no memory for a row of scratch")
+    cdef size_t h, m, room = n.scratch_bytes()
+    cdef uint8_t *scratch = new_scratch(n)
     with nogil:
         for h in range(first, last):
             for m in range(<size_t>moves.shape[0]):

@@ -2,6 +2,7 @@
 
 #include <string.h>
 
+#include "far.h"
 #include "transpose.h"
 
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
@@ -102,38 +103,6 @@ static size_t value_run(const kvmnn_pack *p, size_t t, size_t count) { return MI
 /* Tokens of the run at t that lie in the group at t. */
 static size_t value_part(const kvmnn_pack *p, size_t t, size_t run) { return MIN(run, p->lP - t % p->block % p->lP); }
 
-/* With lP = 1 a token's hP dims are a chunk: the chunks of a row go to as many columns, at least a cache line of them
- * at a time. Constant sizes let the compiler copy chunks in registers. */
-static inline void spread(uint8_t *packed, size_t column, uint8_t *rows, size_t row_stride, size_t tokens,
-                          size_t chunks, size_t chunk, int gathering) {
-    const size_t line = chunk >= 64 ? 1 : 64 / chunk;
-    for (size_t c = 0, width; c < chunks; c += width) {
-        width = chunks - c < line ? 1 : line;
-        for (size_t i = 0; i < tokens; ++i) {
-            uint8_t *plain = rows + i * row_stride + c * chunk, *place = packed + c * column + i * chunk;
-            for (size_t j = 0; j < width; ++j, plain += chunk, place += column) {
-                if (gathering) memcpy(plain, place, chunk);
-                else memcpy(place, plain, chunk);
-            }
-        }
-    }
-}
-
-static void spread_rows(uint8_t *packed, size_t column, uint8_t *rows, size_t row_stride, size_t tokens, size_t chunks,
-                        size_t chunk, int gathering) {
-    switch (chunk + (size_t)gathering) {
-        case 8: spread(packed, column, rows, row_stride, tokens, chunks, 8, 0); break;
-        case 9: spread(packed, column, rows, row_stride, tokens, chunks, 8, 1); break;
-        case 16: spread(packed, column, rows, row_stride, tokens, chunks, 16, 0); break;
-        case 17: spread(packed, column, rows, row_stride, tokens, chunks, 16, 1); break;
-        case 32: spread(packed, column, rows, row_stride, tokens, chunks, 32, 0); break;
-        case 33: spread(packed, column, rows, row_stride, tokens, chunks, 32, 1); break;
-        case 64: spread(packed, column, rows, row_stride, tokens, chunks, 64, 0); break;
-        case 65: spread(packed, column, rows, row_stride, tokens, chunks, 64, 1); break;
-        default: spread(packed, column, rows, row_stride, tokens, chunks, chunk, gathering); break;
-    }
-}
-
 void kvmnn_gather_values(const kvmnn_pack *p, const uint8_t *head, size_t start, size_t count, uint8_t *rows,
                          size_t row_stride) {
     const size_t column = value_column(p), unit = p->lP * p->word, chunk = p->hP * p->word, columns = p->dims / p->hP;
@@ -142,7 +111,7 @@ void kvmnn_gather_values(const kvmnn_pack *p, const uint8_t *head, size_t start,
         n = value_part(p, start, value_run(p, start, count));
         if (p->lP == 1) {
             n = value_run(p, start, count);
-            spread_rows((uint8_t *)from, column, rows, row_stride, n, columns, chunk, 1);
+            kvmnn_transpose(rows, row_stride, from, column, columns, n, chunk);
             for (size_t i = 0; columns * p->hP < p->dims && i < n; ++i)
                 memcpy(rows + i * row_stride + columns * chunk, from + columns * column + i * chunk,
                        p->dims * p->word - columns * chunk);
@@ -162,7 +131,7 @@ void kvmnn_scatter_values(const kvmnn_pack *p, uint8_t *head, size_t start, size
         n = value_part(p, start, value_run(p, start, count));
         if (p->lP == 1) {
             n = value_run(p, start, count);
-            spread_rows(to, column, (uint8_t *)rows, row_stride, n, columns, chunk, 0);
+            kvmnn_transpose(to, column, rows, row_stride, n, columns, chunk);
             for (size_t i = 0; columns * p->hP < p->dims && i < n; ++i)
                 memcpy(to + columns * column + i * chunk, rows + i * row_stride + columns * chunk,
                        p->dims * p->word - columns * chunk);
@@ -289,4 +258,68 @@ void kvmnn_shift_values(const kvmnn_pack *p, uint8_t *head, size_t src, size_t d
         kvmnn_gather_values(p, head, src, n, scratch, row);
         kvmnn_scatter_values(p, head, dst, n, scratch, row);
     }
+}
+
+/* -- past the caches -------------------------------------------------------------------------------------------------- */
+
+static void copy_rows_far(uint8_t *rows, size_t row_stride, const uint8_t *from, size_t row, size_t count,
+                          const uint8_t *next) {
+    if (row_stride == row) kvmnn_copy_far(rows, from, count * row, next);
+    else
+        for (size_t i = 0; i < count; ++i, next += row) kvmnn_copy_far(rows + i * row_stride, from + i * row, row, next);
+}
+
+void kvmnn_gather_keys_far(const kvmnn_pack *p, const uint8_t *head, size_t start, size_t count, uint8_t *rows,
+                           size_t row_stride, uint8_t *scratch, size_t scratch_bytes) {
+    const size_t row = p->dims * p->word;
+    for (size_t n; count > 0; start += n, count -= n, rows += n * row_stride) {
+        n = through_scratch(start, start, count, scratch_bytes / row, p->hP);
+        kvmnn_gather_keys(p, head, start, n, scratch, row);
+        copy_rows_far(rows, row_stride, scratch, row, n, head + key_offset(p, start + n));
+    }
+    kvmnn_far_done();
+}
+
+void kvmnn_gather_values_far(const kvmnn_pack *p, const uint8_t *head, size_t start, size_t count, uint8_t *rows,
+                             size_t row_stride, uint8_t *scratch, size_t scratch_bytes) {
+    const size_t row = p->dims * p->word;
+    for (size_t n; count > 0; start += n, count -= n, rows += n * row_stride) {
+        n = through_scratch(start, start, count, scratch_bytes / row, p->lP);
+        kvmnn_gather_values(p, head, start, n, scratch, row);
+        copy_rows_far(rows, row_stride, scratch, row, n, head + value_offset(p, start + n));
+    }
+    kvmnn_far_done();
+}
+
+void kvmnn_scatter_keys_far(const kvmnn_pack *p, uint8_t *head, size_t start, size_t count, const uint8_t *rows,
+                            size_t row_stride, uint8_t *scratch, size_t scratch_bytes) {
+    const size_t tile = key_tile(p), most = scratch_bytes / tile * p->hP;
+    const int whole = most > 0 && p->dims % p->lP == 0;
+    for (size_t n; count > 0; start += n, count -= n, rows += n * row_stride) {
+        if (!whole || start % p->hP != 0 || count < p->hP) {
+            n = whole ? key_run(p, start, count) : count;
+            kvmnn_scatter_keys(p, head, start, n, rows, row_stride);
+            continue;
+        }
+        n = MIN(count - count % p->hP, most);
+        kvmnn_scatter_keys(p, scratch, 0, n, rows, row_stride);
+        kvmnn_copy_far(head + key_offset(p, start), scratch, n / p->hP * tile,
+                       rows + n * row_stride);
+    }
+    kvmnn_far_done();
+}
+
+void kvmnn_scatter_values_far(const kvmnn_pack *p, uint8_t *head, size_t start, size_t count, const uint8_t *rows,
+                              size_t row_stride, uint8_t *scratch, size_t scratch_bytes) {
+    const int whole = value_block(p) <= scratch_bytes && p->dims % p->hP == 0 && p->block % p->lP == 0;
+    for (size_t n; count > 0; start += n, count -= n, rows += n * row_stride) {
+        n = whole ? value_run(p, start, count) : count;
+        if (!whole || n < p->block) {
+            kvmnn_scatter_values(p, head, start, n, rows, row_stride);
+            continue;
+        }
+        kvmnn_scatter_values(p, scratch, 0, n, rows, row_stride);
+        kvmnn_copy_far(head + value_offset(p, start), scratch, value_block(p), rows + n * row_stride);
+    }
+    kvmnn_far_done();
 }

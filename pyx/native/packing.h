@@ -30,6 +30,17 @@ void kvmnn_scatter_keys(const kvmnn_pack *p, uint8_t *head, size_t start, size_t
 void kvmnn_scatter_values(const kvmnn_pack *p, uint8_t *head, size_t start, size_t count, const uint8_t *rows,
                           size_t row_stride);
 
+/* The same for more than the caches hold: pieces are made in `scratch` (at least dims * word bytes; large enough for a
+ * tile of K and a block of V it pays) and written past the caches. */
+void kvmnn_gather_keys_far(const kvmnn_pack *p, const uint8_t *head, size_t start, size_t count, uint8_t *rows,
+                           size_t row_stride, uint8_t *scratch, size_t scratch_bytes);
+void kvmnn_gather_values_far(const kvmnn_pack *p, const uint8_t *head, size_t start, size_t count, uint8_t *rows,
+                             size_t row_stride, uint8_t *scratch, size_t scratch_bytes);
+void kvmnn_scatter_keys_far(const kvmnn_pack *p, uint8_t *head, size_t start, size_t count, const uint8_t *rows,
+                            size_t row_stride, uint8_t *scratch, size_t scratch_bytes);
+void kvmnn_scatter_values_far(const kvmnn_pack *p, uint8_t *head, size_t start, size_t count, const uint8_t *rows,
+                              size_t row_stride, uint8_t *scratch, size_t scratch_bytes);
+
 /* Zero the words of tokens [start, start + count); padding stays as it is. */
 void kvmnn_zero_keys(const kvmnn_pack *p, uint8_t *head, size_t start, size_t count);
 void kvmnn_zero_values(const kvmnn_pack *p, uint8_t *head, size_t start, size_t count);

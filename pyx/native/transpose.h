@@ -11,115 +11,63 @@
 #include <stdint.h>
 #include <string.h>
 
+enum { KVMNN_LINE = 64 }; /* bytes of a cache line; a guess costs speed, not correctness */
+
 #if defined(__GNUC__) && (defined(__clang__) || __GNUC__ >= 12)
 #define KVMNN_VECTORS 1
 
 typedef uint16_t kvmnn_v8x16 __attribute__((vector_size(16)));
 typedef uint32_t kvmnn_v4x32 __attribute__((vector_size(16)));
 typedef uint64_t kvmnn_v2x64 __attribute__((vector_size(16)));
+typedef long long kvmnn_vector __attribute__((vector_size(16)));
 
-#define KVMNN_LOAD(type, p)                      \
-    __extension__({                              \
-        type loaded_;                            \
-        memcpy(&loaded_, (p), sizeof loaded_);   \
-        loaded_;                                 \
-    })
-#define KVMNN_STORE(p, v)                        \
-    do {                                         \
-        __typeof__(v) stored_ = (v);             \
-        memcpy((p), &stored_, sizeof stored_);   \
-    } while (0)
+static inline kvmnn_vector kvmnn_load(const uint8_t *p) {
+    kvmnn_vector v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+static inline void kvmnn_store(uint8_t *p, kvmnn_vector v) { memcpy(p, &v, sizeof v); }
 
 /* The low and the high halves of two vectors, element by element in turns. */
-#define KVMNN_LOW16(a, b) __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11)
-#define KVMNN_HIGH16(a, b) __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15)
-#define KVMNN_LOW32(a, b) __builtin_shufflevector(a, b, 0, 4, 1, 5)
-#define KVMNN_HIGH32(a, b) __builtin_shufflevector(a, b, 2, 6, 3, 7)
-#define KVMNN_LOW64(a, b) __builtin_shufflevector(a, b, 0, 2)
-#define KVMNN_HIGH64(a, b) __builtin_shufflevector(a, b, 1, 3)
-
-/* Four rows of four 32-bit units. */
-static inline void kvmnn_4x4x32(uint8_t *to, size_t to_stride, const uint8_t *from, size_t from_stride) {
-    kvmnn_v4x32 a = KVMNN_LOAD(kvmnn_v4x32, from), b = KVMNN_LOAD(kvmnn_v4x32, from + from_stride);
-    kvmnn_v4x32 c = KVMNN_LOAD(kvmnn_v4x32, from + 2 * from_stride);
-    kvmnn_v4x32 d = KVMNN_LOAD(kvmnn_v4x32, from + 3 * from_stride);
-    kvmnn_v2x64 ab0 = (kvmnn_v2x64)KVMNN_LOW32(a, b), ab1 = (kvmnn_v2x64)KVMNN_HIGH32(a, b);
-    kvmnn_v2x64 cd0 = (kvmnn_v2x64)KVMNN_LOW32(c, d), cd1 = (kvmnn_v2x64)KVMNN_HIGH32(c, d);
-    KVMNN_STORE(to, KVMNN_LOW64(ab0, cd0));
-    KVMNN_STORE(to + to_stride, KVMNN_HIGH64(ab0, cd0));
-    KVMNN_STORE(to + 2 * to_stride, KVMNN_LOW64(ab1, cd1));
-    KVMNN_STORE(to + 3 * to_stride, KVMNN_HIGH64(ab1, cd1));
+static inline kvmnn_vector kvmnn_low16(kvmnn_vector a, kvmnn_vector b) {
+    return (kvmnn_vector)__builtin_shufflevector((kvmnn_v8x16)a, (kvmnn_v8x16)b, 0, 8, 1, 9, 2, 10, 3, 11);
+}
+static inline kvmnn_vector kvmnn_high16(kvmnn_vector a, kvmnn_vector b) {
+    return (kvmnn_vector)__builtin_shufflevector((kvmnn_v8x16)a, (kvmnn_v8x16)b, 4, 12, 5, 13, 6, 14, 7, 15);
+}
+static inline kvmnn_vector kvmnn_low32(kvmnn_vector a, kvmnn_vector b) {
+    return (kvmnn_vector)__builtin_shufflevector((kvmnn_v4x32)a, (kvmnn_v4x32)b, 0, 4, 1, 5);
+}
+static inline kvmnn_vector kvmnn_high32(kvmnn_vector a, kvmnn_vector b) {
+    return (kvmnn_vector)__builtin_shufflevector((kvmnn_v4x32)a, (kvmnn_v4x32)b, 2, 6, 3, 7);
+}
+static inline kvmnn_vector kvmnn_low64(kvmnn_vector a, kvmnn_vector b) {
+    return (kvmnn_vector)__builtin_shufflevector((kvmnn_v2x64)a, (kvmnn_v2x64)b, 0, 2);
+}
+static inline kvmnn_vector kvmnn_high64(kvmnn_vector a, kvmnn_vector b) {
+    return (kvmnn_vector)__builtin_shufflevector((kvmnn_v2x64)a, (kvmnn_v2x64)b, 1, 3);
 }
 
-/* Eight rows of eight 16-bit units. */
-static inline void kvmnn_8x8x16(uint8_t *to, size_t to_stride, const uint8_t *from, size_t from_stride) {
-    kvmnn_v4x32 pairs[8], fours[8];
-    for (int i = 0; i < 4; ++i) {
-        kvmnn_v8x16 a = KVMNN_LOAD(kvmnn_v8x16, from + (size_t)(2 * i) * from_stride);
-        kvmnn_v8x16 b = KVMNN_LOAD(kvmnn_v8x16, from + (size_t)(2 * i + 1) * from_stride);
-        pairs[2 * i] = (kvmnn_v4x32)KVMNN_LOW16(a, b);
-        pairs[2 * i + 1] = (kvmnn_v4x32)KVMNN_HIGH16(a, b);
-    }
-    for (int i = 0; i < 2; ++i)
-        for (int half = 0; half < 2; ++half) {
-            kvmnn_v4x32 a = pairs[4 * i + half], b = pairs[4 * i + 2 + half];
-            fours[4 * i + 2 * half] = KVMNN_LOW32(a, b);
-            fours[4 * i + 2 * half + 1] = KVMNN_HIGH32(a, b);
-        }
-    for (int i = 0; i < 4; ++i) {
-        kvmnn_v2x64 a = (kvmnn_v2x64)fours[i], b = (kvmnn_v2x64)fours[4 + i];
-        KVMNN_STORE(to + (size_t)(2 * i) * to_stride, KVMNN_LOW64(a, b));
-        KVMNN_STORE(to + (size_t)(2 * i + 1) * to_stride, KVMNN_HIGH64(a, b));
-    }
+/* The even and the odd elements of two vectors. */
+static inline kvmnn_vector kvmnn_even(kvmnn_vector a, kvmnn_vector b, size_t unit) {
+    if (unit == 4) return (kvmnn_vector)__builtin_shufflevector((kvmnn_v4x32)a, (kvmnn_v4x32)b, 0, 2, 4, 6);
+    return (kvmnn_vector)__builtin_shufflevector((kvmnn_v8x16)a, (kvmnn_v8x16)b, 0, 2, 4, 6, 8, 10, 12, 14);
 }
-
-/* Four rows of eight 16-bit units: eight rows of eight bytes. */
-static inline void kvmnn_4x8x16(uint8_t *to, size_t to_stride, const uint8_t *from, size_t from_stride) {
-    kvmnn_v8x16 a = KVMNN_LOAD(kvmnn_v8x16, from), b = KVMNN_LOAD(kvmnn_v8x16, from + from_stride);
-    kvmnn_v8x16 c = KVMNN_LOAD(kvmnn_v8x16, from + 2 * from_stride);
-    kvmnn_v8x16 d = KVMNN_LOAD(kvmnn_v8x16, from + 3 * from_stride);
-    kvmnn_v4x32 ab[2] = {(kvmnn_v4x32)KVMNN_LOW16(a, b), (kvmnn_v4x32)KVMNN_HIGH16(a, b)};
-    kvmnn_v4x32 cd[2] = {(kvmnn_v4x32)KVMNN_LOW16(c, d), (kvmnn_v4x32)KVMNN_HIGH16(c, d)};
-    for (int half = 0; half < 2; ++half) {
-        kvmnn_v2x64 two[2] = {(kvmnn_v2x64)KVMNN_LOW32(ab[half], cd[half]), (kvmnn_v2x64)KVMNN_HIGH32(ab[half], cd[half])};
-        for (int i = 0; i < 2; ++i) {
-            memcpy(to, &two[i], 8);
-            memcpy(to + to_stride, (const uint8_t *)&two[i] + 8, 8);
-            to += 2 * to_stride;
-        }
-    }
-}
-
-/* Eight rows of four 16-bit units: four rows of sixteen bytes. */
-static inline void kvmnn_8x4x16(uint8_t *to, size_t to_stride, const uint8_t *from, size_t from_stride) {
-    kvmnn_v8x16 rows[4];
-    for (int i = 0; i < 4; ++i) { /* rows i and i + 4 side by side */
-        memcpy(&rows[i], from + (size_t)i * from_stride, 8);
-        memcpy((uint8_t *)&rows[i] + 8, from + (size_t)(i + 4) * from_stride, 8);
-    }
-    kvmnn_v8x16 even0 = KVMNN_LOW16(rows[0], rows[2]), odd0 = KVMNN_LOW16(rows[1], rows[3]);
-    kvmnn_v8x16 even1 = KVMNN_HIGH16(rows[0], rows[2]), odd1 = KVMNN_HIGH16(rows[1], rows[3]);
-    kvmnn_v2x64 a0 = (kvmnn_v2x64)KVMNN_LOW16(even0, odd0), a1 = (kvmnn_v2x64)KVMNN_HIGH16(even0, odd0);
-    kvmnn_v2x64 b0 = (kvmnn_v2x64)KVMNN_LOW16(even1, odd1), b1 = (kvmnn_v2x64)KVMNN_HIGH16(even1, odd1);
-    KVMNN_STORE(to, KVMNN_LOW64(a0, b0));
-    KVMNN_STORE(to + to_stride, KVMNN_HIGH64(a0, b0));
-    KVMNN_STORE(to + 2 * to_stride, KVMNN_LOW64(a1, b1));
-    KVMNN_STORE(to + 3 * to_stride, KVMNN_HIGH64(a1, b1));
+static inline kvmnn_vector kvmnn_odd(kvmnn_vector a, kvmnn_vector b, size_t unit) {
+    if (unit == 4) return (kvmnn_vector)__builtin_shufflevector((kvmnn_v4x32)a, (kvmnn_v4x32)b, 1, 3, 5, 7);
+    return (kvmnn_vector)__builtin_shufflevector((kvmnn_v8x16)a, (kvmnn_v8x16)b, 1, 3, 5, 7, 9, 11, 13, 15);
 }
 #endif
 
 static inline void kvmnn_transpose_plain(uint8_t *to, size_t to_stride, const uint8_t *from, size_t from_stride,
                                          size_t rows, size_t cols, size_t unit) {
-    /* Columns go by in stripes, so that lines of `to` fill while they are near. */
-    for (size_t stripe = 0; stripe < cols; stripe += 16) {
-        size_t end = stripe + 16 < cols ? stripe + 16 : cols;
-        for (size_t r = 0; r < rows; ++r)
-            for (size_t c = stripe; c < end; ++c)
-                memcpy(to + c * to_stride + r * unit, from + r * from_stride + c * unit, unit);
-    }
+    for (size_t r = 0; r < rows; ++r)
+        for (size_t c = 0; c < cols; ++c)
+            memcpy(to + c * to_stride + r * unit, from + r * from_stride + c * unit, unit);
 }
 
-/* What the vectors leave: the last `cols % step` columns of all rows, and the last `rows % step` rows of the others. */
+/* What the vectors left: the last columns of all rows, and the last rows of the other columns. */
 static inline void kvmnn_transpose_rest(uint8_t *to, size_t to_stride, const uint8_t *from, size_t from_stride,
                                         size_t rows, size_t cols, size_t unit, size_t rows_done, size_t cols_done) {
     kvmnn_transpose_plain(to + rows_done * unit, to_stride, from + rows_done * from_stride, from_stride,
@@ -129,94 +77,171 @@ static inline void kvmnn_transpose_rest(uint8_t *to, size_t to_stride, const uin
 }
 
 #ifdef KVMNN_VECTORS
-/* Two rows woven into one, and one row unwoven into two: what lP = 2 makes of V. */
+/* Four rows of four 32-bit units. */
+static inline void kvmnn_4x4x32(uint8_t *to, size_t to_stride, const uint8_t *from, size_t from_stride) {
+    kvmnn_vector a = kvmnn_load(from), b = kvmnn_load(from + from_stride);
+    kvmnn_vector c = kvmnn_load(from + 2 * from_stride), d = kvmnn_load(from + 3 * from_stride);
+    kvmnn_vector ab0 = kvmnn_low32(a, b), ab1 = kvmnn_high32(a, b);
+    kvmnn_vector cd0 = kvmnn_low32(c, d), cd1 = kvmnn_high32(c, d);
+    kvmnn_store(to, kvmnn_low64(ab0, cd0));
+    kvmnn_store(to + to_stride, kvmnn_high64(ab0, cd0));
+    kvmnn_store(to + 2 * to_stride, kvmnn_low64(ab1, cd1));
+    kvmnn_store(to + 3 * to_stride, kvmnn_high64(ab1, cd1));
+}
+
+/* Eight rows of eight 16-bit units. */
+static inline void kvmnn_8x8x16(uint8_t *to, size_t to_stride, const uint8_t *from, size_t from_stride) {
+    kvmnn_vector pairs[8], fours[8];
+    for (size_t i = 0; i < 4; ++i) {
+        kvmnn_vector a = kvmnn_load(from + 2 * i * from_stride), b = kvmnn_load(from + (2 * i + 1) * from_stride);
+        pairs[2 * i] = kvmnn_low16(a, b);
+        pairs[2 * i + 1] = kvmnn_high16(a, b);
+    }
+    for (size_t i = 0; i < 8; i += 4)
+        for (size_t half = 0; half < 2; ++half) {
+            fours[i + 2 * half] = kvmnn_low32(pairs[i + half], pairs[i + 2 + half]);
+            fours[i + 2 * half + 1] = kvmnn_high32(pairs[i + half], pairs[i + 2 + half]);
+        }
+    for (size_t i = 0; i < 4; ++i) {
+        kvmnn_store(to + 2 * i * to_stride, kvmnn_low64(fours[i], fours[4 + i]));
+        kvmnn_store(to + (2 * i + 1) * to_stride, kvmnn_high64(fours[i], fours[4 + i]));
+    }
+}
+
+/* Two rows of eight bytes each: side by side, or where they belong. */
+static inline void kvmnn_store_halves(uint8_t *to, size_t to_stride, kvmnn_vector v) {
+    if (to_stride == 8) {
+        kvmnn_store(to, v);
+        return;
+    }
+    memcpy(to, &v, 8);
+    memcpy(to + to_stride, (const uint8_t *)&v + 8, 8);
+}
+
+static inline kvmnn_vector kvmnn_load_halves(const uint8_t *from, size_t from_stride) {
+    kvmnn_vector v;
+    memcpy(&v, from, 8);
+    memcpy((uint8_t *)&v + 8, from + from_stride, 8);
+    return v;
+}
+
+/* Four rows of eight 16-bit units: eight rows of eight bytes. */
+static inline void kvmnn_4x8x16(uint8_t *to, size_t to_stride, const uint8_t *from, size_t from_stride) {
+    kvmnn_vector a = kvmnn_load(from), b = kvmnn_load(from + from_stride);
+    kvmnn_vector c = kvmnn_load(from + 2 * from_stride), d = kvmnn_load(from + 3 * from_stride);
+    kvmnn_vector ab0 = kvmnn_low16(a, b), ab1 = kvmnn_high16(a, b);
+    kvmnn_vector cd0 = kvmnn_low16(c, d), cd1 = kvmnn_high16(c, d);
+    kvmnn_store_halves(to, to_stride, kvmnn_low32(ab0, cd0));
+    kvmnn_store_halves(to + 2 * to_stride, to_stride, kvmnn_high32(ab0, cd0));
+    kvmnn_store_halves(to + 4 * to_stride, to_stride, kvmnn_low32(ab1, cd1));
+    kvmnn_store_halves(to + 6 * to_stride, to_stride, kvmnn_high32(ab1, cd1));
+}
+
+/* Eight rows of four 16-bit units: four rows of sixteen bytes. */
+static inline void kvmnn_8x4x16(uint8_t *to, size_t to_stride, const uint8_t *from, size_t from_stride) {
+    kvmnn_vector fours[4];
+    for (size_t i = 0; i < 2; ++i, from += 4 * from_stride) {
+        kvmnn_vector a = kvmnn_load_halves(from, from_stride), b = kvmnn_load_halves(from + 2 * from_stride, from_stride);
+        kvmnn_vector even = kvmnn_low16(a, b), odd = kvmnn_high16(a, b);
+        fours[2 * i] = kvmnn_low16(even, odd);
+        fours[2 * i + 1] = kvmnn_high16(even, odd);
+    }
+    kvmnn_store(to, kvmnn_low64(fours[0], fours[2]));
+    kvmnn_store(to + to_stride, kvmnn_high64(fours[0], fours[2]));
+    kvmnn_store(to + 2 * to_stride, kvmnn_low64(fours[1], fours[3]));
+    kvmnn_store(to + 3 * to_stride, kvmnn_high64(fours[1], fours[3]));
+}
+
+/* Two rows of two 64-bit units. */
+static inline void kvmnn_2x2x64(uint8_t *to, size_t to_stride, const uint8_t *from, size_t from_stride) {
+    kvmnn_vector a = kvmnn_load(from), b = kvmnn_load(from + from_stride);
+    kvmnn_store(to, kvmnn_low64(a, b));
+    kvmnn_store(to + to_stride, kvmnn_high64(a, b));
+}
+
+/* Two rows woven into one: what lP = 2 makes of V. */
 static inline void kvmnn_weave(uint8_t *to, const uint8_t *from, size_t from_stride, size_t cols, size_t unit) {
-    size_t c = 0, step = 16 / unit;
-    for (; c + step <= cols; c += step) {
-        const uint8_t *p = from + c * unit;
-        uint8_t *q = to + 2 * c * unit;
-        if (unit == 2) {
-            kvmnn_v8x16 a = KVMNN_LOAD(kvmnn_v8x16, p), b = KVMNN_LOAD(kvmnn_v8x16, p + from_stride);
-            KVMNN_STORE(q, KVMNN_LOW16(a, b));
-            KVMNN_STORE(q + 16, KVMNN_HIGH16(a, b));
-        } else {
-            kvmnn_v4x32 a = KVMNN_LOAD(kvmnn_v4x32, p), b = KVMNN_LOAD(kvmnn_v4x32, p + from_stride);
-            KVMNN_STORE(q, KVMNN_LOW32(a, b));
-            KVMNN_STORE(q + 16, KVMNN_HIGH32(a, b));
-        }
+    const size_t step = 16 / unit;
+    size_t c = 0;
+    for (; c + step <= cols; c += step, to += 32) {
+        kvmnn_vector a = kvmnn_load(from + c * unit), b = kvmnn_load(from + from_stride + c * unit);
+        kvmnn_store(to, unit == 2 ? kvmnn_low16(a, b) : kvmnn_low32(a, b));
+        kvmnn_store(to + 16, unit == 2 ? kvmnn_high16(a, b) : kvmnn_high32(a, b));
     }
-    kvmnn_transpose_rest(to, 2 * unit, from, from_stride, 2, cols, unit, 2, c);
+    kvmnn_transpose_plain(to, 2 * unit, from + c * unit, from_stride, 2, cols - c, unit);
 }
 
+/* One row unwoven into two. */
 static inline void kvmnn_unweave(uint8_t *to, size_t to_stride, const uint8_t *from, size_t rows, size_t unit) {
-    size_t r = 0, step = 16 / unit;
-    for (; r + step <= rows; r += step) {
-        const uint8_t *p = from + 2 * r * unit;
-        uint8_t *q = to + r * unit;
-        if (unit == 2) {
-            kvmnn_v8x16 a = KVMNN_LOAD(kvmnn_v8x16, p), b = KVMNN_LOAD(kvmnn_v8x16, p + 16);
-            KVMNN_STORE(q, __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14));
-            KVMNN_STORE(q + to_stride, __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15));
-        } else {
-            kvmnn_v4x32 a = KVMNN_LOAD(kvmnn_v4x32, p), b = KVMNN_LOAD(kvmnn_v4x32, p + 16);
-            KVMNN_STORE(q, __builtin_shufflevector(a, b, 0, 2, 4, 6));
-            KVMNN_STORE(q + to_stride, __builtin_shufflevector(a, b, 1, 3, 5, 7));
+    const size_t step = 16 / unit;
+    size_t r = 0;
+    for (; r + step <= rows; r += step, from += 32) {
+        kvmnn_vector a = kvmnn_load(from), b = kvmnn_load(from + 16);
+        kvmnn_store(to + r * unit, kvmnn_even(a, b, unit));
+        kvmnn_store(to + to_stride + r * unit, kvmnn_odd(a, b, unit));
+    }
+    kvmnn_transpose_plain(to + r * unit, to_stride, from, 2 * unit, rows - r, 2, unit);
+}
+
+/* Rows go by in blocks that fill a line of `to`; inside a block, columns in stripes that use up a line of every row. */
+static inline void kvmnn_blocks(uint8_t *to, size_t to_stride, const uint8_t *from, size_t from_stride, size_t rows,
+                               size_t cols, size_t unit) {
+    const size_t step = unit < 16 ? 16 / unit : 1, line = unit < KVMNN_LINE ? KVMNN_LINE / unit : 1;
+    const size_t whole_rows = rows - rows % step, whole_cols = cols - cols % step;
+    for (size_t block = 0, last; block < whole_rows; block = last) {
+        last = whole_rows - block < line ? whole_rows : block + line;
+        for (size_t stripe = 0, end; stripe < whole_cols; stripe = end) {
+            end = whole_cols - stripe < line ? whole_cols : stripe + line;
+            for (size_t c = stripe; c < end; c += step)
+                for (size_t r = block; r < last; r += step) {
+                    uint8_t *place = to + c * to_stride + r * unit;
+                    const uint8_t *part = from + r * from_stride + c * unit;
+                    if (unit == 2) kvmnn_8x8x16(place, to_stride, part, from_stride);
+                    else if (unit == 4) kvmnn_4x4x32(place, to_stride, part, from_stride);
+                    else if (unit == 8) kvmnn_2x2x64(place, to_stride, part, from_stride);
+                    else
+                        for (size_t i = 0; i < unit; i += 16) kvmnn_store(place + i, kvmnn_load(part + i));
+                }
         }
     }
-    kvmnn_transpose_rest(to, to_stride, from, 2 * unit, rows, 2, unit, r, 2);
-}
-
-static inline void kvmnn_transpose32(uint8_t *to, size_t to_stride, const uint8_t *from, size_t from_stride,
-                                     size_t rows, size_t cols) {
-    size_t whole_rows = rows - rows % 4, whole_cols = cols - cols % 4;
-    for (size_t stripe = 0; stripe < whole_cols; stripe += 16) {
-        size_t end = stripe + 16 < whole_cols ? stripe + 16 : whole_cols;
-        for (size_t r = 0; r < whole_rows; r += 4)
-            for (size_t c = stripe; c < end; c += 4)
-                kvmnn_4x4x32(to + c * to_stride + r * 4, to_stride, from + r * from_stride + c * 4, from_stride);
-    }
-    kvmnn_transpose_rest(to, to_stride, from, from_stride, rows, cols, 4, whole_rows, whole_cols);
-}
-
-static inline void kvmnn_transpose16(uint8_t *to, size_t to_stride, const uint8_t *from, size_t from_stride,
-                                     size_t rows, size_t cols) {
-    size_t whole_rows = rows - rows % 8, whole_cols = cols - cols % 8;
-    for (size_t stripe = 0; stripe < whole_cols; stripe += 32) {
-        size_t end = stripe + 32 < whole_cols ? stripe + 32 : whole_cols;
-        for (size_t r = 0; r < whole_rows; r += 8)
-            for (size_t c = stripe; c < end; c += 8)
-                kvmnn_8x8x16(to + c * to_stride + r * 2, to_stride, from + r * from_stride + c * 2, from_stride);
-    }
-    if (rows - whole_rows >= 4) {
+    if (unit == 2 && rows - whole_rows >= 4) {
         for (size_t c = 0; c < whole_cols; c += 8)
             kvmnn_4x8x16(to + c * to_stride + whole_rows * 2, to_stride, from + whole_rows * from_stride + c * 2,
-                         from_stride);
+                        from_stride);
         kvmnn_transpose_rest(to, to_stride, from, from_stride, rows, cols, 2, whole_rows + 4, whole_cols);
-    } else if (cols - whole_cols >= 4) {
+    } else if (unit == 2 && cols - whole_cols >= 4) {
         for (size_t r = 0; r < whole_rows; r += 8)
             kvmnn_8x4x16(to + whole_cols * to_stride + r * 2, to_stride, from + r * from_stride + whole_cols * 2,
-                         from_stride);
+                        from_stride);
         kvmnn_transpose_rest(to, to_stride, from, from_stride, rows, cols, 2, whole_rows, whole_cols + 4);
     } else {
-        kvmnn_transpose_rest(to, to_stride, from, from_stride, rows, cols, 2, whole_rows, whole_cols);
+        kvmnn_transpose_rest(to, to_stride, from, from_stride, rows, cols, unit, whole_rows, whole_cols);
     }
 }
-#endif
 
 static inline void kvmnn_transpose(uint8_t *to, size_t to_stride, const uint8_t *from, size_t from_stride, size_t rows,
-                                   size_t cols, size_t unit) {
-#ifdef KVMNN_VECTORS
-    if (rows == 2 && to_stride == 2 * unit && unit <= 4) kvmnn_weave(to, from, from_stride, cols, unit);
-    else if (cols == 2 && from_stride == 2 * unit && unit <= 4) kvmnn_unweave(to, to_stride, from, rows, unit);
-    else if (unit == 2) kvmnn_transpose16(to, to_stride, from, from_stride, rows, cols);
-    else if (unit == 4) kvmnn_transpose32(to, to_stride, from, from_stride, rows, cols);
-    else
-#endif
-        if (unit == 2) kvmnn_transpose_plain(to, to_stride, from, from_stride, rows, cols, 2);
-    else if (unit == 4) kvmnn_transpose_plain(to, to_stride, from, from_stride, rows, cols, 4);
-    else if (unit == 8) kvmnn_transpose_plain(to, to_stride, from, from_stride, rows, cols, 8);
-    else if (unit == 16) kvmnn_transpose_plain(to, to_stride, from, from_stride, rows, cols, 16);
+                                  size_t cols, size_t unit) {
+    if (unit == 2 && rows == 4 && cols == 8) kvmnn_4x8x16(to, to_stride, from, from_stride);
+    else if (unit == 2 && rows == 8 && cols == 4) kvmnn_8x4x16(to, to_stride, from, from_stride);
+    else if (rows == 2 && to_stride == 2 * unit && unit == 2) kvmnn_weave(to, from, from_stride, cols, 2);
+    else if (rows == 2 && to_stride == 2 * unit && unit == 4) kvmnn_weave(to, from, from_stride, cols, 4);
+    else if (cols == 2 && from_stride == 2 * unit && unit == 2) kvmnn_unweave(to, to_stride, from, rows, 2);
+    else if (cols == 2 && from_stride == 2 * unit && unit == 4) kvmnn_unweave(to, to_stride, from, rows, 4);
+    else if (unit == 2) kvmnn_blocks(to, to_stride, from, from_stride, rows, cols, 2);
+    else if (unit == 4) kvmnn_blocks(to, to_stride, from, from_stride, rows, cols, 4);
+    else if (unit == 8) kvmnn_blocks(to, to_stride, from, from_stride, rows, cols, 8);
+    else if (unit == 16) kvmnn_blocks(to, to_stride, from, from_stride, rows, cols, 16);
+    else if (unit == 32) kvmnn_blocks(to, to_stride, from, from_stride, rows, cols, 32);
+    else if (unit % 16 == 0) kvmnn_blocks(to, to_stride, from, from_stride, rows, cols, unit);
     else kvmnn_transpose_plain(to, to_stride, from, from_stride, rows, cols, unit);
 }
+#else
+static inline void kvmnn_transpose(uint8_t *to, size_t to_stride, const uint8_t *from, size_t from_stride, size_t rows,
+                                   size_t cols, size_t unit) {
+    if (unit == 2) kvmnn_transpose_plain(to, to_stride, from, from_stride, rows, cols, 2);
+    else if (unit == 4) kvmnn_transpose_plain(to, to_stride, from, from_stride, rows, cols, 4);
+    else kvmnn_transpose_plain(to, to_stride, from, from_stride, rows, cols, unit);
+}
+#endif
 
 #endif

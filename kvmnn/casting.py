@@ -77,5 +77,6 @@ def _words(values: npt.NDArray[np.float32], dtype: str) -> Piece:
             return values.astype("<f2").view(np.uint8)
     bits = values.view("<u4")
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
-    return np.where(np.isnan(values), quiet, rounded).astype("<u2").view(np.uint8)
+    cut = bits >> np.uint32(16)
+    nan = np.where(cut & np.uint32(0x7F), cut, cut | np.uint32(0x40))  # never an infinity
+    return np.where(np.isnan(values), nan, rounded).astype("<u2").view(np.uint8)

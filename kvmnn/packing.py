@@ -97,6 +97,8 @@ def plan(
                 positions=known.positions if known else ((0, tokens),),
             )
         )
+    for layer in layers:
+        layout.check_capacity(layer.capacity)
     return CacheInfo(
         kind="prefix",
         name=check_name(name),

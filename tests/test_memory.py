@@ -16,9 +16,9 @@ FILE_BYTES = 240 << 20
 FRAME_BYTES = 20 << 20
 
 
-def anonymous_peak(*argv: str) -> int:
+def anonymous_peak(*argv: str, options: tuple[str, ...] = ("-q", "--threads", "2")) -> int:
     """Bytes of anonymous memory that a run of the command held at its highest, interpreter and libraries included."""
-    options = ["-q", "--threads", "2"] if argv != ("--version",) else []
+    options = () if argv == ("--version",) else options
     process = subprocess.Popen([sys.executable, "-m", "kvmnn", *argv, *options], stdout=subprocess.DEVNULL)
     status = Path(f"/proc/{process.pid}/status")
     peak = 0

@@ -114,6 +114,7 @@ def _prefix_info(frames: FrameSet, output: str, arguments: argparse.Namespace) -
 def _restore_prefix(frames: FrameSet, info: CacheInfo, options: DecodeOptions, arguments: argparse.Namespace) -> int:
     from dataclasses import replace
 
+    from ..errors import LimitError
     from ..opening import of_frames
     from ..packing import plan
 
@@ -122,6 +123,10 @@ def _restore_prefix(frames: FrameSet, info: CacheInfo, options: DecodeOptions, a
     target = replace(info, layout=_prefix_output.only_layout(arguments, arrays, info.layout, info.layout.dtype))
     _check_same(info, target, arguments)
     planned = plan(arrays, target.layout, _prefix_output.prefix_name(arguments, info), like=info)
+    if options.max_bytes is not None and planned.file_bytes > options.max_bytes:
+        raise LimitError(
+            f"{arguments.input}: its files have {planned.file_bytes} bytes, above the limit of {options.max_bytes}"
+        )
     started = time.perf_counter()
     packed = _prefix_output.write(arguments, arrays, planned, [arguments.input, *frames.paths], "decode")
     _prefix_output.report(arguments, "decode", packed, time.perf_counter() - started)

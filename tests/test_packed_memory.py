@@ -1,0 +1,47 @@
+"""Caches larger than any memory budget pass through in little: anonymous memory, mapped file pages left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_memory import anonymous_peak
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+
+LAYERS, LAYER_BYTES = 4, 128 << 20  # of K and of V
+MOST = 300 << 20
+QUIET = ("-q",)
+GEOMETRY = ["--backend", "x86-avx2", "--kv-heads", "8", "--head-dim", "128", "--tokens", str(LAYER_BYTES >> 12)]
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """A prefix cache of 1 GiB: holes, and at the beginning of each file what is hard to compress."""
+    folder = tmp_path_factory.mktemp("large") / "p"
+    folder.mkdir()
+    noise = np.random.default_rng(0).standard_normal(1 << 20).astype(np.float32).tobytes()
+    for layer in range(LAYERS):
+        for part in "kv":
+            with open(folder / f"sys_{layer}.{part}", "wb") as file:
+                file.write(noise)
+                file.truncate(LAYER_BYTES)
+            (folder / f"sys_{layer}_sync.{part}").touch()
+    return folder
+
+
+def test_a_gibibyte_is_read_in_bounded_memory(large):
+    bundle = large.with_name("frames")
+    assert sum(path.stat().st_size for path in large.iterdir()) == 1 << 30
+    assert anonymous_peak("encode", str(large), *GEOMETRY, "--effort", "fast", "-o", f"{bundle}/") < MOST
+    assert anonymous_peak("diff", str(large), str(bundle), *GEOMETRY, options=QUIET) < MOST
+
+
+def test_files_are_written_in_bounded_memory(large):
+    one = large / "sys_0.k"
+    arrays, back = large.with_name("a.safetensors"), large.with_name("back")
+    assert anonymous_peak("unpack", str(one), *GEOMETRY, "-o", str(arrays), options=QUIET) < MOST // 3
+    packing = ["pack", str(arrays), "--name", "sys", "--backend", "x86-avx2", "-o", str(back)]
+    assert anonymous_peak(*packing, options=QUIET) < MOST // 3
+    assert (back / "sys_0.v").read_bytes() == (large / "sys_0.v").read_bytes()

@@ -20,7 +20,7 @@ FRAME_SUFFIX = ".frame"
 FRAME_BYTES = 64 << 20
 PACKED_FRAME_BYTES = 16 << 20
 """The same for packed files, whose pieces are copies in memory rather than views of a mapped file."""
-FRAME_BYTES_LEAST = 4096
+FRAME_BYTES_LEAST = 4
 
 _SCRATCH = 140 << 20
 """Bytes of working memory for one large piece, which keep the tool under 300 MiB on any number of processors."""

@@ -60,8 +60,10 @@ def add_parser(verbs: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
-    from ..bundle import FRAME_BYTES, PACKED_FRAME_BYTES, EncodeOptions
+    from ..bundle import FRAME_BYTES, FRAME_BYTES_LEAST, PACKED_FRAME_BYTES, EncodeOptions
 
+    if arguments.frame_bytes and arguments.frame_bytes < FRAME_BYTES_LEAST:
+        raise UsageError(f"--frame-bytes {arguments.frame_bytes}: expected 0 (never cut) or at least {FRAME_BYTES_LEAST}")
     options = EncodeOptions(
         predictors=arguments.predictors,
         hi_predictors=arguments.hi_predictors,

@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "far.h"
+#include "splice.h"
 #include "transpose.h"
 
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
@@ -232,14 +233,21 @@ static size_t through_scratch(size_t src, size_t dst, size_t count, size_t room,
 
 void kvmnn_shift_keys(const kvmnn_pack *p, uint8_t *head, size_t src, size_t dst, size_t count, uint8_t *scratch,
                       size_t scratch_bytes) {
-    const size_t row = p->dims * p->word;
+    const size_t row = p->dims * p->word, units = p->dims / p->lP, width = key_row(p), tile = key_tile(p);
+    const int splices = dst < src && key_tail(p) == 0 && kvmnn_can_splice(width, units);
     if (src == dst) return;
     if (dst < src && (src - dst) % p->hP == 0) {
         shift_keys_in_phase(p, head, src, dst, count);
         return;
     }
     for (size_t n; count > 0; src += n, dst += n, count -= n) {
-        n = through_scratch(src, dst, count, scratch_bytes / row, p->hP);
+        if (splices && dst % p->hP == 0 && count >= p->hP) {
+            const uint8_t *from = head + src / p->hP * tile;
+            n = p->hP;
+            kvmnn_splice(head + dst / p->hP * tile, from, from + tile, width, src % p->hP * key_unit(p), units);
+            continue;
+        }
+        n = through_scratch(src, dst, splices ? key_run(p, dst, count) : count, scratch_bytes / row, p->hP);
         kvmnn_gather_keys(p, head, src, n, scratch, row);
         kvmnn_scatter_keys(p, head, dst, n, scratch, row);
     }
@@ -247,14 +255,26 @@ void kvmnn_shift_keys(const kvmnn_pack *p, uint8_t *head, size_t src, size_t dst
 
 void kvmnn_shift_values(const kvmnn_pack *p, uint8_t *head, size_t src, size_t dst, size_t count, uint8_t *scratch,
                         size_t scratch_bytes) {
-    const size_t row = p->dims * p->word;
+    const size_t row = p->dims * p->word, column = value_column(p), group = value_group(p), width = p->lP * p->word;
+    const int whole = p->block % p->lP == 0; /* groups do not straddle blocks */
+    const int splices = dst < src && whole && p->dims % p->hP == 0 && kvmnn_can_splice(width, p->hP);
     if (src == dst) return;
-    if (dst < src && src % p->block % p->lP == dst % p->block % p->lP && (p->lP == 1 || p->block % p->lP == 0)) {
+    if (dst < src && whole && src % p->lP == dst % p->lP) {
         shift_values_in_phase(p, head, src, dst, count);
         return;
     }
     for (size_t n; count > 0; src += n, dst += n, count -= n) {
-        n = through_scratch(src, dst, count, scratch_bytes / row, p->lP);
+        const size_t groups = value_run(p, src, value_run(p, dst, count)) / p->lP;
+        if (splices && dst % p->lP == 0 && groups > 0) {
+            const size_t skip = src % p->lP * p->word;
+            uint8_t *to = head + value_offset(p, dst);
+            const uint8_t *from = head + value_offset(p, src - src % p->lP);
+            n = groups * p->lP;
+            for (size_t d = 0; d < p->dims; d += p->hP, to += column, from += column)
+                kvmnn_splice(to, from, from + group, width, skip, groups * p->hP);
+            continue;
+        }
+        n = through_scratch(src, dst, splices ? value_part(p, dst, count) : count, scratch_bytes / row, p->lP);
         kvmnn_gather_values(p, head, src, n, scratch, row);
         kvmnn_scatter_values(p, head, dst, n, scratch, row);
     }

@@ -221,8 +221,15 @@ static inline void kvmnn_blocks(uint8_t *to, size_t to_stride, const uint8_t *fr
 
 static inline void kvmnn_transpose(uint8_t *to, size_t to_stride, const uint8_t *from, size_t from_stride, size_t rows,
                                   size_t cols, size_t unit) {
-    if (unit == 2 && rows == 4 && cols == 8) kvmnn_4x8x16(to, to_stride, from, from_stride);
-    else if (unit == 2 && rows == 8 && cols == 4) kvmnn_8x4x16(to, to_stride, from, from_stride);
+    /* The small ones first, which come in great numbers. */
+    if (unit == 4 && rows == 4 && cols % 4 == 0)
+        for (size_t c = 0; c < cols; c += 4) kvmnn_4x4x32(to + c * to_stride, to_stride, from + c * 4, from_stride);
+    else if (unit == 4 && cols == 4 && rows % 4 == 0)
+        for (size_t r = 0; r < rows; r += 4) kvmnn_4x4x32(to + r * 4, to_stride, from + r * from_stride, from_stride);
+    else if (unit == 2 && rows == 4 && cols % 8 == 0)
+        for (size_t c = 0; c < cols; c += 8) kvmnn_4x8x16(to + c * to_stride, to_stride, from + c * 2, from_stride);
+    else if (unit == 2 && cols == 4 && rows % 8 == 0)
+        for (size_t r = 0; r < rows; r += 8) kvmnn_8x4x16(to + r * 2, to_stride, from + r * from_stride, from_stride);
     else if (rows == 2 && to_stride == 2 * unit && unit == 2) kvmnn_weave(to, from, from_stride, cols, 2);
     else if (rows == 2 && to_stride == 2 * unit && unit == 4) kvmnn_weave(to, from, from_stride, cols, 4);
     else if (cols == 2 && from_stride == 2 * unit && unit == 2) kvmnn_unweave(to, to_stride, from, rows, 2);

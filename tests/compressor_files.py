@@ -78,14 +78,14 @@ def repack(path: Path, target: Path, changes: dict[str, bytes | None], **options
     return archive(target, data, more=more, **options)
 
 
-def legacy(path: Path, root: bytes, keys: list[str], storages: list[bytes], **parts: bytes) -> Path:
+def legacy(path: Path, root: bytes, order: list[str], storages: list[bytes], **parts: bytes) -> Path:
     """A legacy checkpoint around the pickle of its object; `parts` replaces the other pickles by name."""
     pickles = {
         "magic": pickle.dumps(0x1950A86A20F9469CFC6C, 2),
         "protocol": pickle.dumps(1001, 2),
         "system": pickle.dumps({"little_endian": True}, 2),
         "root": root,
-        "keys": pickle.dumps(keys, 2),
+        "keys": pickle.dumps(order, 2),
         **parts,
     }
     path.write_bytes(b"".join(pickles.values()) + b"".join(storages))

@@ -381,4 +381,5 @@ def _listed(one: str, many: str, names: list[str]) -> str:
 
 def _kind(value: object) -> str:
     kind = {"Unknown": "a value that is not looked at", "Tensor": "a bare tensor", "NoneType": "None"}
-    return kind.get(type(value).__name__, f"a {type(value).__name__}")
+    name = type(value).__name__
+    return kind.get(name, f"{'an' if name[0] in 'aeiou' else 'a'} {name}")

@@ -124,7 +124,7 @@ def _compare(
 
 
 _DERIVED = ("num_layers", "head_dim", "hidden_size", "compression_factor", "weight_count_per_layer")
-_INFORMATION = ("head_dim", "hidden_size", "num_heads")
+_INFORMATION = ("head_dim", "hidden_size")
 
 
 def _header_differences(file: WeightFile, selection: Selection, also: Collection[str]) -> Iterator[str]:
@@ -132,7 +132,7 @@ def _header_differences(file: WeightFile, selection: Selection, also: Collection
     derived = selection.header
     for name in (*_DERIVED, *also):
         found, expected = getattr(file.header, name), getattr(derived, name)
-        if found != expected and not (found == 0 and name in _INFORMATION):
+        if found != expected and (found or name not in _INFORMATION):
             yield f"offset {FIELD_OFFSETS[name]}: header field {name} is {found}: expected {expected}"
 
 

@@ -10,12 +10,10 @@ from functools import partial
 from .errors import KvmnnError, SourceError
 from .packed_rows import PARTS, Part
 from .sources.base import NamedArray, Piece
+from .sources.kv_arrays import layer_of, side_of
 from .sources.packed import array_name
 
-_PART = re.compile(
-    r"(?P<before>.*?)(?:^|[._/-])(?P<part>k|keys?|v|values?)(?:(?:_packed)?_t(?P<start>\d+)_\d+)?"
-)
-_LAYER = re.compile(r"(\d{1,6})\D*$")
+_DUMP = re.compile(r"(?:.*/)?layer_(?P<layer>\d{1,6})/(?:packed_)?(?P<part>[kv])_(?:packed_)?t(?P<start>\d+)_\d+")
 
 
 @dataclass(frozen=True)
@@ -72,27 +70,35 @@ def sort(arrays: Sequence[NamedArray], *, token_major: bool = False) -> list[Lay
 
 
 def _places(array: NamedArray, token_major: bool) -> Iterator[tuple[int, LayerArray]]:
-    match = _PART.fullmatch(array.name)
-    if not match:
-        raise SourceError(
-            f"array {array.name!r}: its name does not say whether it is K or V of which layer: expected e.g. "
-            f"'{array_name(0, 'key')}'"
-        )
-    part: Part = "key" if match["part"][0] == "k" else "value"
-    number = _LAYER.search(match["before"] or "")
+    """Which tokens of which layers an array holds: ``(first token, array)``."""
+    part, layer, start = _name(array.name)
     if array.order == "F" or array.itemsize != array.word_bytes:
         raise SourceError(f"array {array.name!r}: expected words in C order")
-    if len(array.shape) == 4 and (number is None or array.shape[0] == 1):
+    if len(array.shape) == 4 and (layer is None or array.shape[0] == 1):
         for index in range(array.shape[0]):
-            layer = index if number is None else int(number[1])
-            yield 0, LayerArray(layer, part, _row_of(array, index), token_major)
+            yield 0, LayerArray(index if layer is None else layer, part, _row_of(array, index), token_major)
     elif len(array.shape) == 3:
-        yield int(match["start"] or 0), LayerArray(int(number[1]) if number else 0, part, array, token_major)
+        yield start, LayerArray(layer or 0, part, array, token_major)
     else:
         raise SourceError(
             f"array {array.name!r}: has shape {list(array.shape)}: expected [kv_head, token, head_dim]"
-            + ("" if number else " or [layer, kv_head, token, head_dim]")
+            + (" or [layer, kv_head, token, head_dim]" if layer is None else "")
         )
+
+
+def _name(name: str) -> tuple[Part, int | None, int]:
+    """Part, layer (None if it does not say) and first token."""
+    dumped = _DUMP.fullmatch(name)
+    if dumped:
+        return PARTS[dumped["part"] == "v"], int(dumped["layer"]), int(dumped["start"])
+    try:
+        side, rest = side_of("", name)
+    except SourceError:
+        raise SourceError(
+            f"array {name!r}: its name does not say whether it is K or V of which layer: expected e.g. "
+            f"'{array_name(0, 'key')}'"
+        ) from None
+    return PARTS[side], layer_of(rest), 0
 
 
 def _row_of(array: NamedArray, index: int) -> NamedArray:

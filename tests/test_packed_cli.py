@@ -190,6 +190,7 @@ def test_pack_takes_what_models_and_dumps_call_things(prefix, run):
     np.save("v.npy", stacked[1])
     names = {f"past_key_values.{i // 2}.{('key', 'value')[i % 2]}": a[None] for i, a in enumerate(prefix.arrays)}
     np.savez("past.npz", **names)
+    np.savez("short.npz", **{f"{'kv'[i % 2]}_{i // 2}": a for i, a in enumerate(prefix.arrays)})
     np.savez("tokens.npz", **{name: array.swapaxes(1, 2) for name, array in names.items()})
     for layer in (0, 1):
         folder = Path(f"dump/run/layer_{layer}")
@@ -202,7 +203,8 @@ def test_pack_takes_what_models_and_dumps_call_things(prefix, run):
             meta = {"seq_start": begin, "seq_len": end - begin, "kv_heads": 2, "head_dim": 6, "bytes_per_elem": 4}
             (folder / f"meta_t{begin}_{end}.json").write_text(json.dumps(meta | files))
     expected = zero_padded(prefix.arrays, **AVX2_FILES, capacity=TOKENS)
-    for number, inputs in enumerate((["k.npy", "v.npy"], ["past.npz"], ["tokens.npz", "--token-major"], ["dump"])):
+    inputs_of = (["k.npy", "v.npy"], ["past.npz"], ["short.npz"], ["tokens.npz", "--token-major"], ["dump"])
+    for number, inputs in enumerate(inputs_of):
         run("pack", *inputs, *ON_AVX2, "--name", "sys", "-o", f"q{number}/")
         assert layer_files(f"q{number}") == expected, inputs
     assert "equal" in run("diff", "dump", *prefix.argv[:1], *prefix.argv[1:]).out

@@ -87,7 +87,7 @@ def read_kv(where: str, arrays: Sequence[NamedArray], axes: str | None = None) -
     _check_axes(where, axes)
     pairs = _pair_up(where, arrays)
     first = pairs[0][0]
-    found = axes or _default_axes(where, first, _layer_of(first.name))
+    found = axes or _default_axes(where, first, layer_of(first.name))
     for array in (array for pair in pairs for array in pair):
         if len(array.shape) != len(found):
             raise SourceError(
@@ -104,7 +104,7 @@ def read_kv(where: str, arrays: Sequence[NamedArray], axes: str | None = None) -
     layers: dict[int, Pair] = {}
     by_layer: dict[int, tuple[NamedArray, NamedArray]] = {}
     for pair in pairs:
-        number = _layer_of(pair[0].name)
+        number = layer_of(pair[0].name)
         if number is None:
             raise SourceError(
                 f"{where}: array {pair[0].name!r} does not say which layer it is: expected a name such as "
@@ -148,7 +148,7 @@ def _default_axes(where: str, array: NamedArray, layer: int | None) -> str:
 def _pair_up(where: str, arrays: Sequence[NamedArray]) -> list[tuple[NamedArray, NamedArray]]:
     sides: tuple[dict[str, NamedArray], dict[str, NamedArray]] = ({}, {})
     for array in arrays:
-        side, key = _side(where, array.name)
+        side, key = side_of(where, array.name)
         if key in sides[side]:
             raise SourceError(f"{where}: arrays {sides[side][key].name!r} and {array.name!r} have the same role")
         sides[side][key] = array
@@ -159,8 +159,14 @@ def _pair_up(where: str, arrays: Sequence[NamedArray]) -> list[tuple[NamedArray,
     return [(keys, sides[1][key]) for key, keys in sides[0].items()]
 
 
-def _side(where: str, name: str) -> tuple[int, str]:
-    """0 for K, 1 for V, by the last word that says so; and the name with that word taken out."""
+def side_of(where: str, name: str) -> tuple[int, str]:
+    """0 for K, 1 for V, by the last word that says so; and the name with that word taken out.
+
+    Raises
+    ------
+    SourceError
+        For a name without such a word.
+    """
     for word in reversed(list(_WORD.finditer(name))):
         letters = word[0].rstrip("0123456789")
         for side, words in enumerate((_K_WORDS, _V_WORDS)):
@@ -172,7 +178,7 @@ def _side(where: str, name: str) -> tuple[int, str]:
     )
 
 
-def _layer_of(name: str) -> int | None:
+def layer_of(name: str) -> int | None:
     """The first number that stands alone or behind a word for layer, K or V."""
     for word in re.findall(r"[A-Za-z0-9]+", name):
         found = _LAYER_WORD.fullmatch(word)

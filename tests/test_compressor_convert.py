@@ -183,7 +183,11 @@ def test_header_fields(tmp_path: Path) -> None:
             Options(),
             "16 elements are infinite .* as fp16",
         ),
-        ({"compress_tv.1.3.bias": np.full(4, np.nan, np.float32)}, Options(dtype="fp32"), "4 elements .* as fp32, the first in 'compress_tv.1.3.bias'"),
+        (
+            {"compress_tv.1.3.bias": np.full(4, np.nan, np.float32)},
+            Options(dtype="fp32"),
+            "4 elements .* as fp32, the first in 'compress_tv.1.3.bias'",
+        ),
         ({"compress_tv.1.3.weight": np.zeros((5, 5), np.float32)}, Options(), "layers differ in shape: .*1.3.weight"),
         ({}, Options(compression_factor=4), "compression_factor 4 is not columns / rows .* 12 / 4"),
         ({}, Options(prefixes=kvcm.PREFIXES[::-1]), "whatever they are"),

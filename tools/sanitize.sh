@@ -45,10 +45,13 @@ echo "sanitize: native self-test"
 LD_PRELOAD='' $CC -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined -std=c11 -Wall -Wextra -Werror \
     pyx/native/lanes.c pyx/native/selftest.c -o "$WORK/selftest"
 LD_PRELOAD='' "$WORK/selftest"
+LD_PRELOAD='' $CC -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined -std=c11 -Wall -Wextra -Werror \
+    pyx/native/packing.c pyx/native/selftest_packing.c -o "$WORK/selftest_packing"
+LD_PRELOAD='' "$WORK/selftest_packing"
 
 echo "sanitize: tests of the compiled modules"
 tests=
-for name in block damage frame frame_values hash inspect layout many predictors rle simd threads zstd; do
+for name in block damage frame frame_values hash inspect layout many packed_cache predictors rle simd threads zstd; do
     [ ! -e tests/test_$name.py ] || tests="$tests tests/test_$name.py"
 done
 "$WORK/venv/bin/python" -P -m pytest -s -p no:cacheprovider $tests -k "not selftest"

@@ -1,6 +1,6 @@
 #!/bin/sh
 # The compiled code on ARM, under qemu-user (make test-aarch64):
-#   1. pyx/native: cross-compiled with all warnings as errors, and its self-test run;
+#   1. pyx/native: cross-compiled with all warnings as errors, and its self-tests run;
 #   2. every Cython module: cross-compiled, and the codec's tests and vectors run by an aarch64 Python.
 #
 # Usage: tools/test_aarch64.sh [--selftest-only] [folders with vectors for tools/conformance.py ...]
@@ -48,10 +48,12 @@ if missing; then
 fi
 mkdir -p "$WORK"
 
-# -- 1. the native lanes --------------------------------------------------------------------------------------------
+# -- 1. the native loops --------------------------------------------------------------------------------------------
 
 $CC -O3 -std=c11 -Wall -Wextra -Werror pyx/native/lanes.c pyx/native/selftest.c -o "$WORK/selftest"
 qemu-aarch64 -L /usr/aarch64-linux-gnu "$WORK/selftest"
+$CC -O3 -std=c11 -Wall -Wextra -Werror pyx/native/packing.c pyx/native/selftest_packing.c -o "$WORK/selftest_packing"
+qemu-aarch64 -L /usr/aarch64-linux-gnu "$WORK/selftest_packing"
 [ $selftest_only = no ] || exit 0
 
 # -- 2. an aarch64 Python in a folder of its own ----------------------------------------------------------------------
@@ -134,17 +136,17 @@ print('aarch64 Python:', platform.machine(), platform.python_version(), 'numpy',
       'libzstd', zstd.version(), zstd.door(), 'lanes', *_streams.simd_levels())
 assert platform.machine() == 'aarch64'"
 
-layout=
-[ ! -e tests/test_layout.py ] || layout=tests/test_layout.py
-
 # What starts other processes is left out: they would be aarch64 programs that only qemu can start.
 arm_python -m pytest -q -p no:cacheprovider tests/test_frame.py tests/test_frame_values.py tests/test_rle.py \
     tests/test_predictors.py tests/test_hash.py tests/test_many.py tests/test_block.py tests/test_inspect.py \
-    tests/test_damage.py tests/test_zstd.py tests/test_simd.py $layout \
+    tests/test_damage.py tests/test_zstd.py tests/test_simd.py tests/test_layout.py tests/test_packed_cache.py \
     -k "not door and not same_frames and not environment and not selftest"
 if [ -z "$vectors" ]; then
     vectors=vectors
     mkdir vectors
-    tar -xJf fixtures/frames/vectors.tar.xz -C vectors
+    for name in frames layout real_kv; do
+        mkdir vectors/$name
+        tar -xJf fixtures/$name/vectors.tar.xz -C vectors/$name
+    done
 fi
 arm_python tools/conformance.py $vectors

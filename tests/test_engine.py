@@ -85,6 +85,23 @@ def test_a_prefix_of_another_name_written_by_the_engine_now(model, tmp_path):
     assert continuation(model, tmp_path / "restored", tmp_path / "again", "moved") == CONTINUATION
 
 
+@pytest.mark.parametrize(("begin", "end"), [(10, 35), (25, 50)])
+def test_the_engine_goes_on_from_a_compacted_prefix_as_from_its_own(model, prefix, tmp_path, begin, end):
+    """Compacted by kvmnn and loaded, or erased by the engine in a running session: the same tokens follow."""
+    with Engine(model, tmp_path / "scratch") as engine:
+        engine.call("forward", PREFIX_IDS)
+        engine.call("erase", begin, end)
+        expected = engine.call("generate", QUERY_IDS, 3)
+    assert len(expected) == 3
+    assert expected != CONTINUATION
+    behind = ["--reserve", f"{end - begin}:{50 - end}"] if end < 50 else []
+    kvmnn("compact", *described(prefix), "--remove", 50 - begin, *behind, "-o", tmp_path / "small")
+    with Engine(model, tmp_path / "again", tmp_path / "small") as engine:
+        assert engine.call("prefix", NAME) == 1
+        engine.call("generate", PREFIX_IDS[: 50 - end + begin], 0)
+        assert engine.call("generate", QUERY_IDS, 3) == expected
+
+
 # -- a running session ------------------------------------------------------------------------------------------------
 
 

@@ -257,6 +257,19 @@ def test_files_that_exist_are_not_replaced(prefix, run):
     assert "belongs to a prefix of the same name with more layers" in said
 
 
+def test_inputs_are_never_replaced(prefix, run):
+    """Even with --force: what is read must not be what is written."""
+    before = layer_files("p")
+    to = ["-o", "p/", "--force"]
+    for argv in (
+        ["repack", "p", *prefix.argv[3:], "--from", "x86-avx2", "--to", "x86-avx512", *to],
+        ["compact", *prefix.argv, "--remove", 9, *to],
+        ["pack", *prefix.argv, "--name", "sys", *to],
+    ):
+        assert "is the input itself" in run(*argv, code=1).err
+    assert layer_files("p") == before
+
+
 # -- repack -----------------------------------------------------------------------------------------------------------
 
 

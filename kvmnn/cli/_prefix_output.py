@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -94,13 +95,25 @@ def write(
     from ..packing import write_prefix
 
     directory = DirectoryOutput(
-        required_output(arguments), force=arguments.force, protect=protect, index=info.name + SIDE_SUFFIX
+        required_output(arguments),
+        force=arguments.force,
+        protect=with_contents(protect),
+        index=info.name + SIDE_SUFFIX,
     )
     total = sum(entry.array.nbytes for entry in arrays)
     with _common.progress(arguments, total, label) as step, directory:
         packed = write_prefix(arrays, info, directory, step)
         directory.commit()
     return packed
+
+
+def with_contents(paths: Iterable[str]) -> list[str]:
+    """Inputs, and the files directly in those that are directories."""
+    found = list(paths)
+    for path in list(found):
+        if os.path.isdir(path):
+            found.extend(entry.path for entry in os.scandir(path))
+    return found
 
 
 def report(arguments: argparse.Namespace, verb: str, packed: Packed, seconds: float, notes: Sequence[str] = ()) -> None:

@@ -3,8 +3,10 @@
 `frames` takes a folder with frame vectors (format mnn-frame-vectors-1), `compressor` one with those of compressor
 weights (kvcm-*-vectors/1), `kv_real` one with the arrays
 kv_real_{k,v}_{fp16,fp32}.npy, shaped [layer, token, head, dim], `mnn_engine` one with a model exported for MNN
-(mnn_model_llama/) and a prefix cache that the engine wrote with it (mnn_prefix/engine_written_prefix/). Fixtures are
-golden: what is there is never made again from kvmnn's own output.
+(mnn_model_llama/) and a prefix cache that the engine wrote with it (mnn_prefix/engine_written_prefix/), `layout` one
+with packed caches (format mnn-packed-kv-layout-vectors-1), `real_kv` one with caches of running engines
+(mnn_snapshots/, mnn_h2o_live/, mnn_prefix/). Fixtures are golden: what is there is never made again from kvmnn's own
+output.
 """
 
 from __future__ import annotations
@@ -21,13 +23,10 @@ TOKENS = 512
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["compressor", "frames", "kv_real", "mnn_engine"])
+    parser.add_argument("what", choices=sorted(MAKERS))
     parser.add_argument("source", type=Path, metavar="DIR")
     options = parser.parse_args()
-    make = {"compressor": pack_vectors, "frames": pack_vectors, "kv_real": cut_arrays, "mnn_engine": pack_engine}[
-        options.what
-    ]
-    make(options.source, FIXTURES / options.what)
+    MAKERS[options.what](options.source, FIXTURES / options.what)
 
 
 def pack_vectors(source: Path, target: Path) -> None:
@@ -41,10 +40,15 @@ def pack_engine(source: Path, target: Path) -> None:
     pack_folder(source / "mnn_prefix" / "engine_written_prefix", target / "prefix.tar.xz")
 
 
-def pack_folder(source: Path, target: Path) -> None:
+def pack_real(source: Path, target: Path) -> None:
+    """Live caches, an eviction and prefix files, without the model that they came from."""
+    pack_folder(source, target / "vectors.tar.xz", ("mnn_h2o_live", "mnn_prefix", "mnn_snapshots"))
+
+
+def pack_folder(source: Path, target: Path, parts: tuple[str, ...] = (".",)) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(target, "w:xz", preset=9) as archive:
-        for path in sorted(path for path in source.rglob("*") if path.is_file()):
+        for path in sorted(path for part in parts for path in (source / part).rglob("*") if path.is_file()):
             entry = tarfile.TarInfo(str(path.relative_to(source)))
             entry.size = path.stat().st_size
             with path.open("rb") as file:
@@ -60,6 +64,15 @@ def cut_arrays(source: Path, target: Path) -> None:
     array = np.load(source / "kv_real_k_fp32.npy", mmap_mode="r")
     np.save(target / "k_fp32.npy", np.ascontiguousarray(array[:2, :TOKENS]))
 
+
+MAKERS = {
+    "compressor": pack_vectors,
+    "frames": pack_vectors,
+    "kv_real": cut_arrays,
+    "layout": pack_vectors,
+    "mnn_engine": pack_engine,
+    "real_kv": pack_real,
+}
 
 if __name__ == "__main__":
     main()

@@ -85,6 +85,34 @@ def test_inspect_without_geometry_says_what_it_may_be(prefix, run):
     assert "would not load: 1 of 4 markers are missing" in run("inspect", *prefix.argv).out
 
 
+def test_inspect_shows_every_prefix(prefix, run):
+    packed_samples.write_prefix(Path("p"), packed_samples.arrays(1, 2, 3, 6), name="other", capacity=67)
+    said = run("inspect", "p").out
+    assert "MNN prefix cache 'other', 1 layer" in said
+    assert "MNN prefix cache 'sys', 2 layers" in said
+    document = json.loads(run("inspect", "p", "--json").out)["inputs"][0]
+    assert [entry["name"] for entry in document["prefixes"]] == ["other", "sys"]
+    assert "'other'" not in run("inspect", "p", "--name", "sys").out
+
+
+def test_token_ids_are_as_many_as_tokens(prefix, run):
+    np.save("ids.npy", np.arange(TOKENS - 1))
+    assert "69 token ids for 70 tokens" in run("encode", *prefix.argv, "--token-ids", "ids.npy", "-o", "b/", code=1).err
+    run("unpack", *prefix.argv, "-o", "a.npz")
+    pack = ["pack", "a.npz", *ON_AVX2, "--name", "x", "-o", "q/", "--token-ids"]
+    assert "the arrays have 70 tokens, ids.npy has 69 ids" in run(*pack, "ids.npy", code=2).err
+    for text, message in (("1 2 x", "holds no list of token ids"), ("[1.5]", "expected a list"), ("", "no list")):
+        Path("ids.txt").write_text(text)
+        assert message in run(*pack, "ids.txt", code=1).err
+    Path("ids.txt").write_text(", ".join(map(str, range(TOKENS))))
+    run(*pack, "ids.txt")
+    without = prefix.argv[: prefix.argv.index("--tokens")]
+    document = json.loads(run("encode", *without, "--token-ids", "ids.txt", "-o", "c/", "--json").out)
+    assert document["cache"]["token_ids"]["count"] == document["cache"]["layers"][0]["tokens"] == TOKENS
+    document = json.loads(run("decode", "c", "-o", "r/", "--json").out)
+    assert (document["label"], document["raw_bytes"], len(document["arrays"])) == ("LOSSLESS", 13_440, 4)
+
+
 # -- there and back ---------------------------------------------------------------------------------------------------
 
 

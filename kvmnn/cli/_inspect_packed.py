@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from . import _common, _packed
@@ -16,13 +17,22 @@ _WHAT = {"prefix": "MNN prefix cache", "live": "live files of an MNN cache"}
 
 
 def account(path: str, arguments: argparse.Namespace) -> tuple[dict[str, Any], str] | None:
-    """The files as a JSON document and as text; None if there are no packed files at `path`."""
-    from dataclasses import replace
-
-    from ..errors import SourceError
-    from ..sources import PackedOptions, describe_files, find_packed
+    """The files as a JSON document and as text, every prefix of them; None if there are no packed files at `path`."""
+    from ..sources import PackedOptions, mnn_prefix
 
     options = _packed.options(arguments) or PackedOptions()
+    names = mnn_prefix.names_in(os.listdir(path)) if os.path.isdir(path) and options.name is None else []
+    if len(names) < 2:
+        return _account(path, options)
+    found = [_account(path, replace(options, name=name)) for name in names]
+    documents, texts = zip(*(each for each in found if each), strict=True)
+    return {"input": path, "kind": "prefix caches", "prefixes": list(documents)}, "\n".join(texts)
+
+
+def _account(path: str, options: PackedOptions) -> tuple[dict[str, Any], str] | None:
+    from ..errors import SourceError
+    from ..sources import describe_files, find_packed
+
     files = find_packed(path, options)
     if files is None:
         return None

@@ -104,7 +104,7 @@ def token_ids(path: str | None) -> TokenIds | None:
     if file.size > _IDS_MOST:
         raise SourceError(f"{file.label}: {file.size} bytes are too many for a list of token ids")
     try:
-        return TokenIds.of(_ids(bytes(file.view(0, file.size))))
+        return TokenIds.of(_ids(file.head(file.size)))
     except (ValueError, OverflowError) as exc:
         if isinstance(exc, KvmnnError):
             raise SourceError(f"{file.label}: {exc}") from None

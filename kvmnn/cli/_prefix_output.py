@@ -116,8 +116,15 @@ def with_contents(paths: Iterable[str]) -> list[str]:
     return found
 
 
-def report(arguments: argparse.Namespace, verb: str, packed: Packed, seconds: float, notes: Sequence[str] = ()) -> None:
-    """What was written, for people or as JSON."""
+def report(
+    arguments: argparse.Namespace,
+    verb: str,
+    packed: Packed,
+    seconds: float,
+    notes: Sequence[str] = (),
+    more: dict[str, Any] | None = None,
+) -> None:
+    """What was written, for people or as JSON; `more` goes into the latter."""
     cast, info = packed.cast, packed.info
     if arguments.json:
         _common.print_json(
@@ -135,6 +142,7 @@ def report(arguments: argparse.Namespace, verb: str, packed: Packed, seconds: fl
                     "largest_error": cast.largest_error,
                 },
                 "cache": _common.cache_document(info),
+                **(more or {}),
             }
         )
     _common.say(

@@ -129,7 +129,9 @@ def _restore_prefix(frames: FrameSet, info: CacheInfo, options: DecodeOptions, a
         )
     started = time.perf_counter()
     packed = _prefix_output.write(arguments, arrays, planned, [arguments.input, *frames.paths], "decode")
-    _prefix_output.report(arguments, "decode", packed, time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    more = {"input": arguments.input, "raw_bytes": frames.raw_bytes, "stored_bytes": frames.stored_bytes}
+    _prefix_output.report(arguments, "decode", packed, seconds, more=more | {"arrays": _arrays(frames)})
     return 0
 
 
@@ -222,10 +224,7 @@ def _report(frames: FrameSet, output: str, arguments: argparse.Namespace, second
                 "raw_bytes": frames.raw_bytes,
                 "stored_bytes": frames.stored_bytes,
                 "seconds": seconds,
-                "arrays": [
-                    {"name": a.name, "dtype": a.dtype, "shape": list(a.shape), "array_dtype": a.array_dtype}
-                    for a in frames.arrays
-                ],
+                "arrays": _arrays(frames),
             }
         )
         return
@@ -235,3 +234,9 @@ def _report(frames: FrameSet, output: str, arguments: argparse.Namespace, second
         f", {what}, {_common.megabytes_per_second(frames.raw_bytes, seconds)}"
     )
     _common.say(arguments, line, data_on_stdout=_common.to_stdout(arguments))
+
+
+def _arrays(frames: FrameSet) -> list[dict[str, Any]]:
+    return [
+        {"name": a.name, "dtype": a.dtype, "shape": list(a.shape), "array_dtype": a.array_dtype} for a in frames.arrays
+    ]

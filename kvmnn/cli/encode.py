@@ -14,6 +14,7 @@ from ._common import LOSSLESS, STDIO, UsageError
 
 if TYPE_CHECKING:
     from ..bundle import EncodeOptions
+    from ..cache_info import CacheInfo
     from ..manifest import Manifest
     from ..sources import Source
 
@@ -63,7 +64,9 @@ def run(arguments: argparse.Namespace) -> int:
     from ..bundle import FRAME_BYTES, FRAME_BYTES_LEAST, PACKED_FRAME_BYTES, EncodeOptions
 
     if arguments.frame_bytes and arguments.frame_bytes < FRAME_BYTES_LEAST:
-        raise UsageError(f"--frame-bytes {arguments.frame_bytes}: expected 0 (never cut) or at least {FRAME_BYTES_LEAST}")
+        raise UsageError(
+            f"--frame-bytes {arguments.frame_bytes}: expected 0 (never cut) or at least {FRAME_BYTES_LEAST}"
+        )
     options = EncodeOptions(
         predictors=arguments.predictors,
         hi_predictors=arguments.hi_predictors,
@@ -82,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _to_stdout(source, arguments, options)
     output = arguments.output or _derived(arguments.inputs, len(source.arrays))
     document = _write(source, output, arguments, options)
-    _report(document, output, arguments, time.perf_counter() - started)
+    _report(document, output, arguments, time.perf_counter() - started, source.cache)
     if source.cache:
         packed = source.cache.file_bytes
         times = _common.ratio(packed, document.stored_bytes)
@@ -156,7 +159,9 @@ def _write(source: Source, output: str, arguments: argparse.Namespace, options: 
     return document
 
 
-def _report(document: Manifest, output: str, arguments: argparse.Namespace, seconds: float) -> None:
+def _report(
+    document: Manifest, output: str, arguments: argparse.Namespace, seconds: float, cache: CacheInfo | None
+) -> None:
     from ..manifest import array_to_dict
 
     verified = not arguments.no_verify
@@ -175,6 +180,7 @@ def _report(document: Manifest, output: str, arguments: argparse.Namespace, seco
                 "kvmnn_version": document.kvmnn_version,
                 "zstd_version": document.zstd_version,
                 "byte_exact": document.zstd_byte_exact and document.effort == "exact",
+                "cache": _common.cache_document(cache),
                 "arrays": [
                     {**array_to_dict(array), "ratio": _common.ratio(array.nbytes, array.stored_bytes)}
                     for array in document.arrays

@@ -63,6 +63,8 @@ def _target(source: Source, arrays: list[LayerArray], arguments: argparse.Namesp
     tokens = {layer.tokens for layer in info.layers}
     if arguments.tokens and tokens != set(arguments.tokens):
         raise UsageError(f"the arrays have {max(tokens)} tokens, --tokens says {max(arguments.tokens)}")
+    if ids and known is None and tokens != {ids.count}:
+        raise UsageError(f"the arrays have {max(tokens)} tokens, {arguments.token_ids} has {ids.count} ids")
     return replace(
         info,
         token_ids=ids or info.token_ids,

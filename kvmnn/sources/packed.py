@@ -207,6 +207,8 @@ def describe_files(files: PackedFiles, options: PackedOptions) -> Described:
     )
     if known:
         _check_same(files, known, info)
+    elif options.token_ids and {options.token_ids.count} != set(tokens):
+        raise SourceError(f"{files.path}: {options.token_ids.count} token ids for {max(tokens)} tokens")
     return Described(files, info, tuple(notes))
 
 

@@ -1,6 +1,6 @@
 """kvmnn: the KV cache of LLMs that run on MNN, outside the engine. See the README for a tour."""
 
-from importlib.metadata import version as _version
+from typing import TYPE_CHECKING
 
 from .block import Block, encode_block
 from .errors import (
@@ -19,7 +19,18 @@ from .kv_meta import KVMeta
 from .layout import PackLayout
 from .packed_cache import PackedCache
 
-__version__ = _version("kvmnn")
+if TYPE_CHECKING:
+    __version__: str
+else:
+
+    def __getattr__(name: str) -> str:
+        """``__version__``: looked up when asked for, because importlib.metadata costs a fifth of the whole import."""
+        if name == "__version__":
+            from importlib.metadata import version
+
+            return version("kvmnn")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "Block",

@@ -34,8 +34,11 @@ if SANITIZE:
     COMPILE, LINK = COMPILE + flags, LINK + flags
 
 NATIVE = {
+    "offline": ["pyx/native/tokens.c"],
     "streams": ["pyx/native/lanes.c"],
     "layout": ["pyx/native/packing.c", "pyx/native/quantise.c"],
+    "scores": ["pyx/native/scores.c"],
+    "norms": ["pyx/native/norms.c"],
 }
 DEPENDS = [f"pyx/native/{entry}" for entry in os.listdir("pyx/native") if entry.endswith(".h")]
 

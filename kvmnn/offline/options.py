@@ -1,0 +1,193 @@
+"""The options of the offline evaluation, with the names, defaults and refusals of the seeds' own tool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..errors import KvmnnError
+from .predictors import NAMES, parse_list
+
+STAGES = ("prefill", "decode", "both")
+SCOPES = ("front_n", "layer_range", "layer_ids")
+ENTRY_MODES = ("per_meta", "aggregate", "chunked", "chunked_grouped")
+CODEC_MODES = ("legacy", "adaptive_v22")
+LEVEL_MOST = 22
+"""The highest compression level of libzstd."""
+
+K_PREDICTORS = NAMES
+V_PREDICTORS = ("raw", "delta_seq", "xor_seq")
+
+
+class OptionError(KvmnnError):
+    """An option with a value that makes no sense, alone or with the others."""
+
+
+class NothingSelectedError(KvmnnError):
+    """No dump is left to measure."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scope:
+    """Which dumps take part.
+
+    Parameters
+    ----------
+    stage
+        ``"prefill"``, ``"decode"``, or ``"both"``, which keeps any.
+    scope
+        ``"front_n"``: the first `front_n` layers; ``"layer_range"``: from `layer_start` to `layer_end`, both included,
+        or to the last where that is below 0; ``"layer_ids"``: those in `layer_ids`.
+    min_seq_len, max_seq_len
+        Tokens that a dump must and may have; 0 for any.
+    strict_fp16
+        Leave fp32 dumps out instead of rounding them to fp16.
+    """
+
+    stage: str = "both"
+    scope: str = "front_n"
+    front_n: int = 2
+    layer_start: int = 2
+    layer_end: int = -1
+    layer_ids: tuple[int, ...] = ()
+    min_seq_len: int = 0
+    max_seq_len: int = 0
+    strict_fp16: bool = False
+
+    def __post_init__(self) -> None:
+        _one_of("--stage", self.stage, STAGES)
+        _one_of("--scope", self.scope, SCOPES)
+        object.__setattr__(self, "layer_ids", tuple(sorted(set(self.layer_ids))))
+        if self.scope == "front_n" and self.front_n <= 0:
+            raise OptionError("--front-n must be > 0 when scope=front_n.")
+
+    def check_layer_ids(self) -> None:
+        """Refuse the scope ``layer_ids`` without any."""
+        if self.scope == "layer_ids" and not self.layer_ids:
+            raise OptionError("--layer-ids must be non-empty when scope=layer_ids.")
+
+    def takes_layer(self, layer: int) -> bool:
+        """Whether a layer is in the scope."""
+        if self.scope == "front_n":
+            return 0 <= layer < self.front_n
+        if self.scope == "layer_range":
+            return layer >= self.layer_start and (self.layer_end < 0 or layer <= self.layer_end)
+        return layer in self.layer_ids
+
+    def takes_length(self, tokens: int) -> bool:
+        """Whether a dump of so many tokens is neither too short nor too long."""
+        if self.min_seq_len > 0 and tokens < self.min_seq_len:
+            return False
+        return not (self.max_seq_len > 0 and tokens > self.max_seq_len)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predictors:
+    """What is tried on each byte lane of K and V, by name (`kvmnn.offline.predictors.NAMES`), in order."""
+
+    k_hi: tuple[str, ...] = K_PREDICTORS
+    k_lo: tuple[str, ...] = K_PREDICTORS
+    v_hi: tuple[str, ...] = V_PREDICTORS
+    v_lo: tuple[str, ...] = V_PREDICTORS
+
+    def of(self, lane: str) -> tuple[str, ...]:
+        """The list of a lane, one of `LANES`."""
+        names: tuple[str, ...] = getattr(self, lane)
+        return names
+
+    def checked(self) -> Predictors:
+        """The same without repetitions; `OptionError` for unknown names and empty lists."""
+        return Predictors(**{lane: _named(f"--{lane.replace('_', '-')}-predictors", self.of(lane)) for lane in LANES})
+
+
+LANES = ("k_hi", "k_lo", "v_hi", "v_lo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureOptions:
+    """Everything that decides which sizes come out.
+
+    Parameters
+    ----------
+    scope
+        Which dumps take part.
+    entry_mode
+        ``"per_meta"``: each dump alone; ``"aggregate"``: the dumps of a run and layer as one; ``"chunked"``: each dump
+        in pieces; ``"chunked_grouped"``: the dumps of a run and layer as one, in pieces.
+    online_chunk_seq
+        Tokens of a piece; 0 for one piece.
+    online_framing_bytes
+        Added for each piece of K and of V.
+    aggregate_by_stage
+        Keep prefill and decode apart when dumps are put together.
+    codec_mode
+        ``"adaptive_v22"``, or ``"legacy"``: delta_seq for the high bytes, raw for the low ones.
+    adaptive_block_seq
+        Tokens for which one predictor is chosen.
+    bitshuffle
+        Sort the bits of each payload by plane before it is compressed.
+    zstd_level
+        At most `LEVEL_MOST`; below 1 as libzstd understands it.
+    predictors
+        What adaptive_v22 tries.
+
+    Raises
+    ------
+    OptionError
+        With the message of the seeds' tool, for the first option that it would refuse.
+    """
+
+    scope: Scope = field(default_factory=Scope)
+    entry_mode: str = "per_meta"
+    online_chunk_seq: int = 0
+    online_framing_bytes: int = 16
+    aggregate_by_stage: bool = False
+    codec_mode: str = "adaptive_v22"
+    adaptive_block_seq: int = 64
+    bitshuffle: bool = False
+    zstd_level: int = 3
+    predictors: Predictors = field(default_factory=Predictors)
+
+    def __post_init__(self) -> None:
+        _one_of("--entry-mode", self.entry_mode, ENTRY_MODES)
+        _one_of("--codec-mode", self.codec_mode, CODEC_MODES)
+        if self.adaptive_block_seq <= 0:
+            raise OptionError("--adaptive-block-seq must be > 0.")
+        if self.online_chunk_seq < 0:
+            raise OptionError("--online-chunk-seq must be >= 0.")
+        if self.online_framing_bytes < 0:
+            raise OptionError("--online-framing-bytes must be >= 0.")
+        if self.zstd_level > LEVEL_MOST:
+            raise OptionError(f"--zstd-level must be <= {LEVEL_MOST}.")
+        object.__setattr__(self, "predictors", self.predictors.checked())
+        self.scope.check_layer_ids()
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether dumps are put together."""
+        return self.entry_mode in ("aggregate", "chunked_grouped")
+
+    @property
+    def is_chunked(self) -> bool:
+        """Whether dumps are cut into pieces."""
+        return self.entry_mode in ("chunked", "chunked_grouped")
+
+
+def _named(flag: str, names: Sequence[str]) -> tuple[str, ...]:
+    try:
+        return parse_list(flag, ",".join(names))
+    except KvmnnError as exc:
+        raise OptionError(str(exc)) from None
+
+
+def parse_layer_ids(text: str) -> tuple[int, ...]:
+    """The numbers in a list such as ``"0, 2"``."""
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise OptionError(f"--layer-ids: {text!r:.80} is not a list of whole numbers") from None
+
+
+def _one_of(flag: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise OptionError(f"{flag} is {value!r}: expected one of {', '.join(choices)}")

@@ -1,0 +1,85 @@
+"""Predictors along the token axis, and bitshuffle: what the offline evaluation tries on each byte lane.
+
+They work on bytes ``[token, kv_head, head_dim]``. The engine's predictors of the same names (`kvmnn.predictors`) go
+from byte to byte instead, and no frame holds what these give.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import _offline
+from ..errors import KvmnnError
+
+Bytes = npt.NDArray[np.uint8]
+
+NAMES: tuple[str, ...] = _offline.NAMES
+"""``raw``; ``delta_seq``, ``xor_seq``: each token minus, or exclusive-or, the one before; ``pair_delta``: odd columns
+of a head minus their left neighbours; ``pair_delta_delta_seq``: the two in that order."""
+
+
+def parse_list(flag: str, text: str) -> tuple[str, ...]:
+    """The predictors that an option's value names, each once, in order.
+
+    Raises
+    ------
+    KvmnnError
+        For a name that is not in `NAMES` and for a value without names; the message starts with `flag`.
+    """
+    names: list[str] = []
+    for part in text.split(","):
+        name = part.strip()
+        if not name:
+            continue
+        if name not in NAMES:
+            raise KvmnnError(f"{flag}: invalid predictor `{name}`")
+        if name not in names:
+            names.append(name)
+    if not names:
+        raise KvmnnError(f"{flag}: predictor list is empty")
+    return tuple(names)
+
+
+def apply(lane: npt.NDArray[Any], name: str) -> Bytes:
+    """The stream of the predictor called `name`.
+
+    Parameters
+    ----------
+    lane
+        uint8 ``[token, kv_head, head_dim]``.
+
+    Returns
+    -------
+    uint8 array of the same shape.
+    """
+    tokens, heads, dims, number = _geometry(lane, name)
+    if lane.size == 0:
+        return lane.copy()
+    stream = _offline.predict(np.ascontiguousarray(lane).reshape(-1), heads, dims, number)
+    return np.frombuffer(stream, np.uint8).reshape(tokens, heads, dims)
+
+
+def undo(stream: npt.NDArray[Any], name: str) -> Bytes:
+    """The lane that `apply` made `stream` of."""
+    tokens, heads, dims, number = _geometry(stream, name)
+    if stream.size == 0:
+        return stream.copy()
+    lane = _offline.unpredict(np.ascontiguousarray(stream).reshape(-1), heads, dims, number)
+    return np.frombuffer(lane, np.uint8).reshape(tokens, heads, dims)
+
+
+def bitshuffle(data: bytes | bytearray | memoryview | Bytes) -> bytes:
+    """The bits of `data` (n bytes) by plane: all lowest bits first, ``n * 8`` bits packed from the lowest bit up."""
+    return _offline.bitshuffle(data)
+
+
+def _geometry(lane: npt.NDArray[Any], name: str) -> tuple[int, int, int, int]:
+    if lane.ndim != 3 or lane.dtype != np.uint8:
+        raise TypeError(f"expected uint8 [token, kv_head, head_dim], not {lane.dtype} {list(lane.shape)}")
+    if name not in NAMES:
+        raise KvmnnError(f"unknown predictor {name!r}: expected one of {', '.join(NAMES)}")
+    tokens, heads, dims = lane.shape
+    return tokens, heads, dims, NAMES.index(name)

@@ -1,0 +1,230 @@
+"""Which dumps are measured: a walk over ``meta_*.json`` files, with the seeds' filters and reasons to skip."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .. import layer_arrays
+from ..errors import SourceError
+from ..sources import Source
+from .options import NothingSelectedError, Scope
+from .rows import ArrayTensor, FileTensor, Tensor
+
+_META_MOST = 64 << 20
+_WIDTHS = (2, 4)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One dump: K and V of some tokens of a layer.
+
+    Parameters
+    ----------
+    layer, seq_start, tokens, kv_heads, head_dim, stage
+        As its metadata says.
+    run_id
+        Empty where there is none.
+    k, v
+        Its tensors.
+    """
+
+    layer: int
+    seq_start: int
+    tokens: int
+    kv_heads: int
+    head_dim: int
+    stage: str
+    run_id: str
+    k: Tensor
+    v: Tensor
+
+    def is_whole(self) -> bool:
+        """Whether both tensors have the bytes that the metadata says."""
+        return self.k.is_whole() and self.v.is_whole()
+
+
+@dataclass
+class Selection:
+    """What a walk found.
+
+    Parameters
+    ----------
+    entries
+        In the order of the walk.
+    dumps
+        What tells one dump from another: run ids, or directories.
+    scanned
+        Metadata files (or pairs of arrays) that were looked at.
+    converted
+        Entries of fp32 words that are rounded to fp16.
+    skipped
+        Why others were left out, in the order in which the reasons came up.
+    """
+
+    entries: list[Entry] = field(default_factory=list)
+    dumps: set[str] = field(default_factory=set)
+    scanned: int = 0
+    converted: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+
+    def require_entries(self) -> None:
+        """Raise `NothingSelectedError` if there are none."""
+        if not self.entries:
+            raise NothingSelectedError("No entries selected after filtering. Check --dump-dir/--stage/--scope options.")
+
+    def add(self, entry: Entry, dump: str, *, converted: bool) -> None:
+        """Take one more."""
+        self.entries.append(entry)
+        self.dumps.add(dump)
+        self.converted += converted
+
+
+class _SkipError(Exception):
+    """A dump is left out for the reason in the message."""
+
+
+def select(roots: Iterable[str | os.PathLike[str]], scope: Scope) -> Selection:
+    """Walk the directories of MNN KV dumps.
+
+    Raises
+    ------
+    NothingSelectedError
+        When a directory has no metadata file.
+    SourceError
+        When there is no such directory, or a metadata file holds JSON that is no object.
+    """
+    found = Selection()
+    for root in roots:
+        add_dumps(found, Path(os.path.abspath(root)), scope)
+    return found
+
+
+def add_dumps(found: Selection, root: Path, scope: Scope) -> None:
+    """Add the dumps below one directory to `found`; errors as for `select`."""
+    if not root.is_dir():
+        raise SourceError(f"{root}: is not a directory")
+    metas = sorted(root.rglob("meta_*.json"))
+    if not metas:
+        raise NothingSelectedError(f"{root}: has no meta_*.json file below it, so it is not an MNN KV dump")
+    for meta in metas:
+        found.scanned += 1
+        try:
+            _add(found, meta, scope)
+        except _SkipError as reason:
+            found.skipped[str(reason)] += 1
+
+
+def select_source(found: Selection, source: Source, scope: Scope, label: str) -> None:
+    """Add K and V of every layer of any source to `found`; their stage is ``"unknown"``.
+
+    Raises
+    ------
+    SourceError
+        When arrays have no place in a cache.
+    """
+    arrays = layer_arrays.sort(source.arrays, token_major=source.token_major)
+    for key, value in zip(arrays[::2], arrays[1::2], strict=True):
+        found.scanned += 1
+        heads, tokens, dims = key.geometry
+        if value.geometry != key.geometry or value.array.dtype != key.array.dtype:
+            raise SourceError(
+                f"{label}: layer {key.layer}: keys are {key.array.dtype} {list(key.array.shape)} and values "
+                f"{value.array.dtype} {list(value.array.shape)}: expected the same"
+            )
+        if scope.stage not in ("both", "unknown") or not scope.takes_layer(key.layer):
+            continue
+        if not scope.takes_length(tokens):
+            continue
+        if key.array.dtype == "fp32" and scope.strict_fp16:
+            found.skipped["skip_fp32_strict"] += 1
+            continue
+        entry = Entry(key.layer, 0, tokens, heads, dims, "unknown", label, ArrayTensor(key), ArrayTensor(value))
+        found.add(entry, label, converted=key.array.dtype == "fp32")
+
+
+def _add(found: Selection, meta: Path, scope: Scope) -> None:
+    """One metadata file, checked in the seeds' order; filters are silent, `_SkipError` carries reasons."""
+    fields = _load(meta)
+    stage = str(fields.get("stage", "unknown"))
+    if scope.stage not in ("both", stage):
+        return
+    layer, seq_start, tokens, heads, dims, width = _numbers(fields)
+    if not scope.takes_layer(layer):
+        return
+    if min(tokens, heads, dims) <= 0:
+        raise _SkipError("invalid_shape")
+    if not scope.takes_length(tokens):
+        return
+    files = _files(meta, fields)
+    if width not in _WIDTHS:
+        raise _SkipError(f"unsupported_bytes_per_elem_{width}")
+    if width == 4 and scope.strict_fp16:
+        raise _SkipError("skip_fp32_strict")
+    k, v = (FileTensor(path, (tokens, heads, dims), width, size) for path, size in files)
+    run_id = fields.get("run_id")
+    run_id = run_id if isinstance(run_id, str) else ""
+    entry = Entry(layer, seq_start, tokens, heads, dims, stage, run_id, k, v)
+    found.add(entry, run_id or str(meta.parent), converted=width == 4)
+
+
+def _load(meta: Path) -> dict[str, Any]:
+    try:
+        if not stat.S_ISREG(meta.stat().st_mode) or meta.stat().st_size > _META_MOST:
+            raise _SkipError("meta_parse_error")
+        fields = json.loads(meta.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        raise _SkipError("meta_parse_error") from None
+    if not isinstance(fields, dict):
+        raise SourceError(f"{meta}: holds JSON that is not an object")
+    return fields
+
+
+def _numbers(fields: dict[str, Any]) -> tuple[int, int, int, int, int, int]:
+    """layer_id, seq_start, seq_len, kv_heads, head_dim, bytes_per_elem: whatever `int` takes, as the seeds' tool."""
+    try:
+        return (
+            int(fields.get("layer_id", -1)),
+            int(fields.get("seq_start", 0)),
+            int(fields.get("seq_len", 0)),
+            int(fields.get("kv_heads", 0)),
+            int(fields.get("head_dim", 0)),
+            int(fields.get("bytes_per_elem", 0)),
+        )
+    except (TypeError, ValueError, OverflowError):
+        raise _SkipError("meta_invalid_numeric_fields") from None
+
+
+def _files(meta: Path, fields: dict[str, Any]) -> list[tuple[Path, int]]:
+    """The two binary files and their sizes in bytes."""
+    names = [fields.get("k_file"), fields.get("v_file")]
+    if not all(isinstance(name, str) and name for name in names):
+        raise _SkipError("missing_k_or_v_file")
+    paths = [meta.parent / str(name) for name in names]
+    if not all(_exists(path) for path in paths):
+        raise _SkipError("missing_k_or_v_binary")
+    return [(path, _size(path)) for path in paths]
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:
+        return False
+
+
+def _size(path: Path) -> int:
+    """Bytes of a regular file that can be opened; devices and pipes, which may never end, cannot."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise _SkipError("binary_read_error")
+        with path.open("rb") as file:
+            return os.fstat(file.fileno()).st_size
+    except OSError:
+        raise _SkipError("binary_read_error") from None

@@ -1,0 +1,103 @@
+"""What is compressed as one: dumps alone, or those of a run and layer together, whole or in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .options import MeasureOptions
+from .rows import Tensor
+from .selection import Entry, Selection
+
+PARTS = ("k", "v")
+_NO_RUN = "__no_run_id__"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Dumps that follow each other along the tokens.
+
+    Parameters
+    ----------
+    entries
+        In order of their first token.
+    piece_tokens
+        Tokens of a piece, the last one shorter.
+    extra_bytes
+        What the format itself takes for K, and again for V: framing of pieces, or a table of the dumps.
+    """
+
+    entries: tuple[Entry, ...]
+    piece_tokens: int
+    extra_bytes: int
+
+    @property
+    def layer(self) -> int:
+        """The layer of all its dumps."""
+        return self.entries[0].layer
+
+    @property
+    def geometry(self) -> tuple[int, int]:
+        """``(kv_heads, head_dim)``."""
+        return self.entries[0].kv_heads, self.entries[0].head_dim
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all its dumps."""
+        return sum(entry.tokens for entry in self.entries)
+
+    @property
+    def raw_bytes(self) -> int:
+        """fp16 bytes of K; V has as many."""
+        heads, dims = self.geometry
+        return 2 * self.tokens * heads * dims
+
+    @property
+    def piece_bytes(self) -> int:
+        """fp16 bytes of the largest piece."""
+        heads, dims = self.geometry
+        return 2 * min(self.piece_tokens, self.tokens) * heads * dims
+
+    def pieces(self) -> Iterator[int]:
+        """Tokens of each piece."""
+        tokens = self.tokens
+        for start in range(0, tokens, self.piece_tokens):
+            yield min(self.piece_tokens, tokens - start)
+
+    def piece_count(self) -> int:
+        """How many pieces there are of K, and again of V."""
+        return -(-self.tokens // self.piece_tokens)
+
+    def tensors(self, part: str) -> list[Tensor]:
+        """The tensors of ``"k"`` or ``"v"``."""
+        return [entry.k if part == "k" else entry.v for entry in self.entries]
+
+    def is_whole(self) -> bool:
+        """Whether no binary file is short or long."""
+        return all(entry.is_whole() for entry in self.entries)
+
+
+def units_of(selection: Selection, options: MeasureOptions) -> list[Unit]:
+    """The selected dumps as the entry mode puts them together, in order of first appearance."""
+    if options.is_grouped:
+        groups = _groups(selection.entries, options.aggregate_by_stage)
+    else:
+        groups = [(entry,) for entry in selection.entries]
+    return [_unit(entries, options) for entries in groups]
+
+
+def _groups(entries: list[Entry], by_stage: bool) -> list[tuple[Entry, ...]]:
+    found: dict[tuple[object, ...], list[Entry]] = {}
+    for entry in entries:
+        key = (entry.run_id or _NO_RUN, entry.layer, entry.kv_heads, entry.head_dim, entry.stage if by_stage else None)
+        found.setdefault(key, []).append(entry)
+    return [tuple(sorted(group, key=lambda entry: entry.seq_start)) for group in found.values()]
+
+
+def _unit(entries: tuple[Entry, ...], options: MeasureOptions) -> Unit:
+    tokens = sum(entry.tokens for entry in entries)
+    if not options.is_chunked:
+        extra = 4 + 4 * len(entries) if options.entry_mode == "aggregate" else 0
+        return Unit(entries, tokens, extra)
+    piece = options.online_chunk_seq if 0 < options.online_chunk_seq < tokens else tokens
+    return Unit(entries, piece, -(-tokens // piece) * options.online_framing_bytes)

@@ -150,9 +150,11 @@ def _zip(file: MappedFile) -> Checkpoint:
     storages: dict[str, Storage] = {}
 
     def persistent(name: object) -> Storage:
-        match name:
-            case ("storage", Global(name=kind), str(key), str(), int(count)) if kind in STORAGE_TYPES:
-                return _stored(archive, storages, key, STORAGE_TYPES[kind], count, big_endian)
+        if isinstance(name, tuple) and len(name) == 5:
+            what, kind, key, location, count = name
+            element = STORAGE_TYPES.get(kind.name) if isinstance(kind, Global) else None
+            if element and what == "storage" and isinstance(key, str) and isinstance(location, str):
+                return _stored(archive, storages, key, element, count, big_endian)
         raise CheckpointError("a persistent id that does not name a storage")
 
     data = archive.read("data.pkl", PICKLE_MOST)
@@ -166,7 +168,7 @@ def _zip(file: MappedFile) -> Checkpoint:
 
 
 def _stored(
-    archive: Archive, storages: dict[str, Storage], key: str, element: ElementType, count: int, big_endian: bool
+    archive: Archive, storages: dict[str, Storage], key: str, element: ElementType, count: object, big_endian: bool
 ) -> Storage:
     """The storage of a key; its member must be there and have the size that the pickle says."""
     known = storages.get(key)
@@ -174,14 +176,14 @@ def _stored(
         member = archive.members.get(f"data/{key}")
         if member is None:
             raise CheckpointError(f"storage {key!r} is not in the archive")
-        if member.nbytes != count * element.itemsize:
+        if not isinstance(count, int) or member.nbytes != count * element.itemsize:
             raise CheckpointError(
                 f"storage {key!r} has {member.nbytes} bytes: expected {element.itemsize} for each of its elements, "
                 "of which the pickle names another number"
             )
         known = Storage(key, element, member.nbytes, partial(archive.read, f"data/{key}"), big_endian)
         storages[key] = known
-    elif known.element is not element or known.nbytes != count * element.itemsize:
+    elif known.element is not element or not isinstance(count, int) or known.nbytes != count * element.itemsize:
         raise CheckpointError(f"storage {key!r} is given two sizes or types")
     return known
 

@@ -90,7 +90,7 @@ UNTYPED = ElementType("untyped", "", 1)
 """Bytes without a type; the tensor brings one."""
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class Storage:
     """A run of elements somewhere in a checkpoint.
 
@@ -115,7 +115,7 @@ class Storage:
     big_endian: bool = False
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class Tensor:
     """A strided view of a storage. Use `tensor` to make one of numbers that are not trusted.
 

@@ -160,7 +160,8 @@ class H2OConfig:
         """Share of tokens to keep, before floor and blocks, as used: float32."""
         if self.target_mode == STATIC:
             return np.float32(min(1.0, max(0.0, float(self.target_keep_ratio))))
-        return np.float32(1) / np.float32(max(1.0, float(self.target_lossy_ratio)))
+        with np.errstate(over="ignore"):  # beyond float32 is infinite, which leaves one block
+            return np.float32(1) / np.float32(max(1.0, float(self.target_lossy_ratio)))
 
     @property
     def layer_count(self) -> int:

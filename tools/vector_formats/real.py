@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from kvmnn import CacheDroppedWarning, KVMeta, PackedCache, PackLayout
 
+from . import h2o_live
 from .common import CaseResult, Checker, run_list, sha256, unknown_lists
 from .layout import check_repacked, read_sections
 
@@ -161,6 +162,7 @@ def _h2o_files(folder: Path, index: dict[str, Any], case: dict[str, Any], check:
     layout = _geometry(index)
     for name, entry in case["files"].items():
         check.equal(f"sha256 of {name}", sha256((folder / entry["path"]).read_bytes()), entry["sha256"])
+    h2o_live.check_length(index, case, check)
     evicted = {entry["after_step"] for entry in index["cases"]}
     for layer in range(len(case["files"]) // 2):
         k, v = _h2o_read(folder, case, layer)
@@ -192,6 +194,7 @@ def _h2o_case(folder: Path, index: dict[str, Any], case: dict[str, Any], check: 
         for when in ("before", "after")
     )
     check.field("past_before", before["past"])
+    h2o_live.check_plan(index, case, check)
     cache = PackedCache.from_buffers(
         layout,
         *_h2o_read(folder, before, case["layer"]),

@@ -1,0 +1,65 @@
+"""Keep heavy hitters and recent tokens, each head its own: H2O as its authors wrote it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from ..errors import KvmnnError
+from .base import Budgeted, LayerView, Moment, check_count
+from .ranking import Indices, highest
+
+
+@dataclass(frozen=True, kw_only=True)
+class H2OHeads(Budgeted):
+    """Keep, in each KV head, the tokens that drew the most attention and the latest ones.
+
+    Paper: arXiv 2306.14048 (H2O). Original: FMInference/H2O, `H2OKVCache_LayerWise`; seed 004 is derived from the same
+    paper..
+
+    Parameters
+    ----------
+    budget
+        Tokens that stay: 516 by default, of which ``budget - recent`` are heavy hitters.
+    recent
+        Latest tokens that always stay.
+
+    Notes
+    -----
+    The step's attention is added to the scores first, then the cache is cut, at every step above the budget.
+
+    Where it differs from the original, and why:
+
+    * Of equal scores the older token stays; NaN counts as the lowest.
+    * Query heads that share a KV head add their attention up; the original knows no groups. One head works, too, where
+      the original loses an axis.
+    * `recent` of 0 means none; the original would slice from -0.
+    """
+
+    name: ClassVar[str] = "h2o_heads"
+    needs = "head scores"
+    default_budget = 516
+
+    recent: int = 512
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count(f"{self.name}: recent", self.recent)
+        if self.budget is not None and self.budget < self.recent:
+            raise KvmnnError(
+                f"{self.name}: a budget of {self.budget} tokens is less than the {self.recent} recent ones"
+            )
+
+    def _choose(self, view: LayerView, moment: Moment) -> Indices | None:
+        size = self.size(view.tokens)
+        if view.tokens <= size:
+            return None
+        if view.scores is None:
+            raise KvmnnError(f"layer {view.layer}: {self.name} needs scores")
+        recent = min(self.recent, size)
+        zone = view.tokens - recent
+        heavy = highest(view.scores[:, :zone], size - recent)
+        latest = np.arange(zone, view.tokens, dtype=np.int64)
+        return np.concatenate([heavy, np.broadcast_to(latest, (heavy.shape[0], recent))], axis=1)

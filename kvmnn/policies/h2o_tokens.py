@@ -1,0 +1,72 @@
+"""Keep sinks, heavy hitters and recent tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from ..errors import KvmnnError
+from .base import BUFFER, Budgeted, LayerView, Moment, check_count
+from .ranking import Indices, highest
+
+
+@dataclass(frozen=True, kw_only=True)
+class H2OTokens(Budgeted):
+    """Keep the first tokens, the latest, and between them those that drew the most attention; one set for all heads.
+
+    Paper: Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models",
+    arXiv 2306.14048. Seed: 004 (`H2ODynamicCache`)..
+
+    Scores are sums of attention over heads and queries, never decayed (`Policy.column_sums`, `CacheState.add_scores`).
+
+    Parameters
+    ----------
+    budget
+        Tokens that stay, all three kinds: 256 by default. ``budget - sink - recent`` are heavy hitters; where that is
+        below 1 there are none, and sinks and recent tokens stay nevertheless.
+    sink, recent
+        First and latest tokens that always stay.
+    buffer
+        When tokens come, the cache is cut *before* they are attended once more than ``budget + buffer`` are stored; at
+        the end of a chunk it is cut where more than `budget` are.
+
+    Notes
+    -----
+    Where it differs from the seed's code, and why:
+
+    * Of equal scores the older token stays, and a NaN score counts as the lowest; the seed leaves both to topk. It
+      matters where a prompt exceeds ``budget + buffer``: its tokens have not been attended then and all score 0.
+    * Kept from the seed: new tokens have no score at their first cut, so of a chunk longer than `recent` most is lost
+      before anything attends to it; use chunks of at most `recent` tokens.
+    * The cut returns indices, and `EvictingCache` says what was cut before attention, so a mask can follow; the seed's
+      own mask does not.
+    """
+
+    name: ClassVar[str] = "h2o_tokens"
+    needs = "scores"
+    moments = frozenset({Moment.APPENDED, Moment.CHUNK_END})
+    default_budget = 256
+
+    sink: int = 4
+    recent: int = 32
+    buffer: int = BUFFER
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for field in ("sink", "recent", "buffer"):
+            check_count(f"{self.name}: {field}", getattr(self, field))
+
+    def _choose(self, view: LayerView, moment: Moment) -> Indices | None:
+        size = self.size(view.tokens)
+        if view.tokens <= size + (self.buffer if moment is Moment.APPENDED else 0):
+            return None
+        if view.scores is None:
+            raise KvmnnError(f"layer {view.layer}: {self.name} needs scores")
+        first = min(self.sink, view.tokens)
+        last = max(view.tokens - self.recent, first)
+        heavy = min(max(size - self.sink - self.recent, 0), last - first)
+        between = highest(view.scores[None, first:last], heavy)[0] + first
+        ends = np.arange(first, dtype=np.int64), np.arange(last, view.tokens, dtype=np.int64)
+        return np.concatenate([ends[0], between, ends[1]])

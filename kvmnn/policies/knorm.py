@@ -1,0 +1,39 @@
+"""Keep a share of the prompt by key norm, in kvpress's form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .base import Budgeted, LayerView, Moment
+from .ranking import Indices, by_rank, key_norms, lowest
+
+
+@dataclass(frozen=True, kw_only=True)
+class KNorm(Budgeted):
+    """Keep the tokens of the prompt with the lowest key norms, lowest first; decoding is left alone.
+
+    Paper: arXiv 2406.11430. Seed: 003 names the method after this form of it. Original: kvpress, `KnormPress`.
+
+
+    Parameters
+    ----------
+    keep_ratio
+        ``1 - compression_ratio`` of kvpress; rounded down in float64, so 0.9 of 10 pruned leaves none.
+
+    Notes
+    -----
+    Where it differs from kvpress, and why: norms are float32 for every cache and of equal norms the older token comes
+    first, so that the answer is defined; NaN comes last; the budget may also be a number of tokens.
+    """
+
+    name: ClassVar[str] = "knorm"
+    needs = "keys"
+    rounds_up = False
+
+    def _choose(self, view: LayerView, moment: Moment) -> Indices | None:
+        size = self.size(view.tokens)
+        if size >= view.tokens or not view.is_prompt or view.keys is None:
+            return None
+        norms = key_norms(view.keys)
+        return by_rank(norms, lowest(norms, size))

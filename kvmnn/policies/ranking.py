@@ -1,0 +1,85 @@
+"""Norms of keys and choices by rank: what the policies share that numpy is slow at.
+
+One order holds everywhere: the lower norm (or the higher score) comes first, of equal ones the token that is older. -0
+equals 0, infinities take their places, and NaN comes last whichever end is asked for, so that a broken token is the
+first to go.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import _norms, dtypes
+from ..errors import KvmnnError
+
+Floats = npt.NDArray[np.float32]
+Indices = npt.NDArray[np.int64]
+
+
+def key_norms(keys: npt.NDArray[Any]) -> Floats:
+    """L2 norm of every token in every head.
+
+    Parameters
+    ----------
+    keys
+        ``[kv_head, token, head_dim]``: float16, float32, or uint16 holding bf16; any strides.
+
+    Returns
+    -------
+    ndarray
+        float32 ``[kv_head, token]``. All arithmetic is float32 whatever the cache's type, and the same bits on every
+        machine (native/norms.h has the order of the sum). A sum beyond float32 is infinite, as in torch.
+
+    Raises
+    ------
+    TypeError
+        For anything but an array of those types.
+    KvmnnError
+        For another number of axes.
+    """
+    if not isinstance(keys, np.ndarray):
+        raise TypeError(f"keys must be a numpy array, not {type(keys).__name__}")
+    dtype = dtypes.of_array(keys)
+    if keys.ndim != 3:
+        raise KvmnnError(f"keys have shape {list(keys.shape)}: expected [kv_head, token, head_dim]")
+    words = keys.view(np.uint16) if keys.dtype.kind == "V" else keys
+    if not words.dtype.isnative:
+        words = words.astype(words.dtype.newbyteorder("="))
+    if (words.shape[2] > 1 and words.strides[2] != words.itemsize) or not words.flags.aligned:
+        words = np.ascontiguousarray(words) if words.flags.aligned else words.copy()
+    norms = np.empty(keys.shape[:2], np.float32)
+    if dtype is dtypes.FP32:
+        _norms.norms32(words.view(np.float32), norms)
+    else:
+        _norms.norms16(words.view(np.uint16), dtype is dtypes.BF16, norms)
+    return norms
+
+
+def lowest(values: Floats, count: int) -> Indices:
+    """Indices of the `count` lowest values of each row, ascending, int64 ``[row, count]``."""
+    return _chosen(values, count, highest=False)
+
+
+def highest(values: Floats, count: int) -> Indices:
+    """Indices of the `count` highest values of each row, ascending, int64 ``[row, count]``."""
+    return _chosen(values, count, highest=True)
+
+
+def _chosen(values: Floats, count: int, *, highest: bool) -> Indices:
+    if values.ndim != 2 or not 0 <= count <= values.shape[1]:
+        raise KvmnnError(f"cannot choose {count} of each row of values of shape {list(values.shape)}")
+    if values.shape[1] > 1 and values.strides[1] != values.itemsize:
+        values = np.ascontiguousarray(values)
+    out = np.empty((values.shape[0], count), np.int64)
+    _norms.choose(values, highest, out)
+    return out
+
+
+def by_rank(values: Floats, chosen: Indices, *, highest: bool = False) -> Indices:
+    """`chosen`, as `lowest` or `highest` gave it, with the lowest (or the highest) value of each row first."""
+    picked = np.take_along_axis(values, chosen, axis=1)
+    order = np.argsort(-picked if highest else picked, axis=1, kind="stable")
+    return np.take_along_axis(chosen, order, axis=1)

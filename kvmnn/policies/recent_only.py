@@ -1,0 +1,42 @@
+"""Keep the latest tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from .base import Budgeted, LayerView, Moment
+from .ranking import Indices
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecentOnly(Budgeted):
+    """Keep the `budget` latest tokens: a sliding window, the yardstick of the others.
+
+    Paper: the window attention that StreamingLLM (arXiv 2309.17453) compares itself with. Seed: 003, where it is
+    `fix_size_l2_compress` with everything protected..
+
+    Parameters
+    ----------
+    budget
+        Tokens that stay, 1024 by default.
+
+    Notes
+    -----
+    Where it differs from the seed's code: keys are not looked at, so it answers once for all heads; a budget of 0 keeps
+    nothing.
+    """
+
+    name: ClassVar[str] = "recent_only"
+    needs = "lengths"
+    default_budget = 1024
+
+    skip_layers: tuple[int, ...] = (0, 1)
+
+    def _choose(self, view: LayerView, moment: Moment) -> Indices | None:
+        size = self.size(view.tokens)
+        if view.tokens <= size:
+            return None
+        return np.arange(view.tokens - size, view.tokens, dtype=np.int64)

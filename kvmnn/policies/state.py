@@ -1,0 +1,133 @@
+"""What is known of the tokens that a layer still stores."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ..cache import Positions
+from ..errors import KvmnnError
+from .base import check_count
+from .ranking import Floats, Indices
+
+
+class CacheState:
+    """Scores, tokens seen and true positions of one layer, cut together with its K and V.
+
+    Parameters
+    ----------
+    scores
+        ``None`` where nobody scores, ``"scores"`` for one vector ``[token]`` for all heads, ``"head scores"`` for
+        ``[kv_head, token]``.
+    kv_heads
+        Needed for head scores.
+
+    Attributes
+    ----------
+    seen : int
+        Tokens the model has seen, stored or not: the true position of the next one.
+    positions : ndarray
+        True position of each stored token: int64 ``[token]``, or ``[kv_head, token]`` once heads keep different ones.
+    scores : ndarray or None
+        Attention that each stored token has drawn so far, float32. Nothing decays.
+    """
+
+    def __init__(self, scores: Literal["scores", "head scores"] | None = None, kv_heads: int = 1) -> None:
+        check_count("kv_heads", kv_heads)
+        self.seen = 0
+        self.positions: Positions = np.empty(0, np.int64)
+        self.scores: Floats | None = None
+        if scores is not None:
+            self.scores = np.empty((kv_heads, 0) if scores == "head scores" else 0, np.float32)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are stored."""
+        return int(self.positions.shape[-1])
+
+    def append(self, count: int) -> None:
+        """`count` further tokens of the text, with scores of 0."""
+        check_count("count", count)
+        new = np.arange(self.seen, self.seen + count, dtype=np.int64)
+        self.positions = np.concatenate(
+            [self.positions, np.broadcast_to(new, (*self.positions.shape[:-1], count))], axis=-1
+        )
+        if self.scores is not None:
+            zeros = np.zeros((*self.scores.shape[:-1], count), np.float32)
+            self.scores = np.concatenate([self.scores, zeros], axis=-1)
+        self.seen += count
+
+    def add_scores(self, sums: npt.NDArray[Any]) -> None:
+        """Add what one step's attention gave to each stored token, in float32.
+
+        Where there are fewer or more sums than tokens, those that both have are added and the rest is left: so does
+        seed 004.
+
+        Raises
+        ------
+        KvmnnError
+            Where this state keeps no scores, or keeps them by another number of heads.
+        """
+        if self.scores is None:
+            raise KvmnnError("this state keeps no scores")
+        added = np.asarray(sums)
+        if added.dtype.kind not in "fiu":
+            raise TypeError(f"attention sums are {added.dtype}: expected numbers")
+        if added.ndim != self.scores.ndim or added.shape[:-1] != self.scores.shape[:-1]:
+            raise KvmnnError(
+                f"attention sums have shape {list(added.shape)}: expected {[*self.scores.shape[:-1], self.tokens]}"
+            )
+        both = min(self.tokens, added.shape[-1])
+        with np.errstate(over="ignore", invalid="ignore"):
+            self.scores[..., :both] += added[..., :both].astype(np.float32)
+
+    def cut(self, kept: Indices) -> None:
+        """Keep these of the stored tokens, in this order.
+
+        Parameters
+        ----------
+        kept
+            Integers, ``[kept]`` for all heads or ``[kv_head, kept]``.
+
+        Raises
+        ------
+        KvmnnError
+            For tokens that are not stored or named twice, and for numbers of heads that do not agree.
+        """
+        kept = checked(kept, self.tokens)
+        if kept.ndim == 2:
+            for what in (self.positions, self.scores):
+                if what is not None and what.ndim == 2 and what.shape[0] != kept.shape[0]:
+                    raise KvmnnError(f"a cut for {kept.shape[0]} heads of a state with {what.shape[0]}")
+        self.positions = take(self.positions, kept)
+        if self.scores is not None:
+            self.scores = take(self.scores, kept)
+
+
+def checked(kept: npt.NDArray[Any], tokens: int) -> Indices:
+    """Indices of tokens as int64, each of them in ``[0, tokens)`` and in a head once."""
+    array = np.asarray(kept)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"kept tokens are {array.dtype}: expected integers")
+    if array.ndim not in (1, 2):
+        raise KvmnnError(f"kept tokens have shape {list(array.shape)}: expected [kept] or [kv_head, kept]")
+    indices: Indices = array.astype(np.int64)
+    if indices.size and not (indices.min() >= 0 and indices.max() < tokens):
+        raise KvmnnError(f"kept tokens reach from {indices.min()} to {indices.max()}: {tokens} are stored")
+    for row in np.atleast_2d(indices):
+        there = np.zeros(tokens, np.bool_)
+        there[row] = True
+        if np.count_nonzero(there) != row.size:
+            raise KvmnnError("a kept token is named twice")
+    return indices
+
+
+def take(array: npt.NDArray[Any], kept: Indices) -> npt.NDArray[Any]:
+    """The kept tokens of an array ``[token]`` or ``[kv_head, token]``: of two axes where either has two."""
+    if kept.ndim == 1:
+        return array[..., kept]
+    if array.ndim == 1:
+        array = np.broadcast_to(array, (kept.shape[0], array.shape[0]))
+    return np.take_along_axis(array, kept, axis=1)

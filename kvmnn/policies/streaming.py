@@ -1,0 +1,116 @@
+"""Keep attention sinks and a window of the latest tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from ..errors import KvmnnError
+from .base import BUFFER, Budgeted, LayerView, Moment, check_count
+from .ranking import Indices
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streaming(Budgeted):
+    """Keep the first `sink` and the latest other tokens, `budget` together.
+
+    Paper: Xiao et al., "Efficient Streaming Language Models with Attention Sinks", arXiv 2309.17453. Seed: 004
+    (`StreamingDynamicCache`, the lazy cache form)..
+
+    Parameters
+    ----------
+    budget
+        Tokens that stay, sinks and window: 512 by default. More than `sink`.
+    sink
+        First tokens that always stay.
+    buffer
+        0 is the function form: cut as soon as there are more than `budget`. Otherwise the lazy cache form: after a step
+        was attended in full, cut to `budget` where more than ``budget + buffer`` are stored, and at the end of a chunk
+        where more than `budget` are.
+
+    Notes
+    -----
+    Where it differs from the originals, and why:
+
+    * A window of 0 tokens is refused: the originals slice from -0 and keep everything.
+    * The seed's cache calls the window alone its size, so `streaming_8_256` stores 264 tokens; here `budget` counts
+      everything, which compares fairly with the other policies. `lazy` takes the seed's numbers.
+    * True positions stay with the tokens (`CacheState`); the seed's first runs gave rotary positions from the stored
+      length.
+    """
+
+    name: ClassVar[str] = "streaming"
+    needs = "lengths"
+    moments = frozenset({Moment.ATTENDED, Moment.CHUNK_END})
+    default_budget = 512
+
+    sink: int = 4
+    buffer: int = 0
+
+    @classmethod
+    def lazy(cls, sink: int, window: int, buffer: int = BUFFER, *, skip_layers: tuple[int, ...] = ()) -> Streaming:
+        """The seed's cache: `sink` and `window` tokens, cut when `buffer` more have come."""
+        check_count("window", window)
+        return cls(sink=sink, budget=sink + window, buffer=buffer, skip_layers=skip_layers)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count(f"{self.name}: sink", self.sink)
+        check_count(f"{self.name}: buffer", self.buffer)
+        if self.budget is not None and self.budget <= self.sink:
+            raise KvmnnError(f"{self.name}: a budget of {self.budget} tokens leaves no window behind {self.sink} sinks")
+
+    def _choose(self, view: LayerView, moment: Moment) -> Indices | None:
+        size = self.size(view.tokens)
+        if view.tokens <= size + (self.buffer if moment is Moment.ATTENDED else 0):
+            return None
+        return sink_and_recent(view.tokens, min(self.sink, size), max(size - self.sink, 0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamingPress(Budgeted):
+    """`Streaming` as kvpress has it: once, on the prompt, a share of it.
+
+    Paper: arXiv 2309.17453. Original: kvpress, `StreamingLLMPress`..
+
+    Parameters
+    ----------
+    keep_ratio
+        ``1 - compression_ratio`` of kvpress; rounded down.
+    sink
+        First tokens that come before the pruned ones.
+
+    Notes
+    -----
+    Where it differs from kvpress, and why: kvpress scores the tokens to prune 0 and all others 1 and takes the best;
+    where the sinks reach so far that fewer than the pruned number score 0, it leaves open which of the others go. Here
+    the oldest stay, so the sinks win. What stays is in temporal order.
+    """
+
+    name: ClassVar[str] = "streaming_press"
+    needs = "lengths"
+    rounds_up = False
+
+    sink: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count(f"{self.name}: sink", self.sink)
+
+    def _choose(self, view: LayerView, moment: Moment) -> Indices | None:
+        size = self.size(view.tokens)
+        if size >= view.tokens or not view.is_prompt:
+            return None
+        if view.tokens <= self.sink:
+            raise KvmnnError(
+                f"layer {view.layer}: {view.tokens} tokens: {self.name} needs more than its {self.sink} sinks"
+            )
+        first = min(self.sink, size)
+        return sink_and_recent(view.tokens, first, size - first)
+
+
+def sink_and_recent(tokens: int, sink: int, recent: int) -> Indices:
+    """The first `sink` and the last `recent` of `tokens` indices; together at most `tokens`."""
+    return np.concatenate([np.arange(sink, dtype=np.int64), np.arange(tokens - recent, tokens, dtype=np.int64)])

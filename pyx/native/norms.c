@@ -1,0 +1,142 @@
+#include "norms.h"
+
+#include <math.h>
+#include <string.h>
+
+#if defined(_MSC_VER)
+#define restrict __restrict
+#endif
+
+#define KVMNN_STRING_(x) #x
+#define KVMNN_STRING(x) KVMNN_STRING_(x)
+
+#if defined(__GNUC__) && (defined(__clang__) || __GNUC__ >= 12)
+#define KVMNN_TYPE_(name, n) kvmnn_##name##n
+#define KVMNN_TYPE(name, n) KVMNN_TYPE_(name, n)
+#define kvmnn_floats(n) KVMNN_TYPE(floats, n)
+#define kvmnn_ints(n) KVMNN_TYPE(ints, n)
+#define kvmnn_words(n) KVMNN_TYPE(words, n)
+
+typedef float kvmnn_floats4 __attribute__((vector_size(16)));
+typedef int32_t kvmnn_ints4 __attribute__((vector_size(16)));
+typedef uint16_t kvmnn_words4 __attribute__((vector_size(8)));
+typedef uint16_t kvmnn_words8 __attribute__((vector_size(16)));
+typedef int16_t kvmnn_shorts8 __attribute__((vector_size(16)));
+typedef uint64_t kvmnn_twice64 __attribute__((vector_size(16)));
+
+/* Lanes that put four words, from lane i on, beside four zeros: words widened to 32 bits. */
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+#define KVMNN_WIDEN(i) i + 8, i, i + 9, i + 1, i + 10, i + 2, i + 11, i + 3
+#else
+#define KVMNN_WIDEN(i) i, i + 8, i + 1, i + 9, i + 2, i + 10, i + 3, i + 11
+#endif
+
+#define LEVEL_NAME baseline
+#define LEVEL_FLOATS 4
+#define LEVEL(name) baseline_##name
+#include "norms_impl.h"
+#undef LEVEL
+#undef LEVEL_FLOATS
+#undef LEVEL_NAME
+
+#if defined(__x86_64__) || defined(__i386__)
+#include <immintrin.h>
+#define KVMNN_HAS_AVX2 1
+
+typedef float kvmnn_floats8 __attribute__((vector_size(32)));
+typedef int32_t kvmnn_ints8 __attribute__((vector_size(32)));
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,f16c,bmi,bmi2"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,f16c,bmi,bmi2")
+#endif
+#define LEVEL_NAME avx2
+#define LEVEL_FLOATS 8
+#define LEVEL_F16C 1
+#define LEVEL(name) avx2_##name
+#include "norms_impl.h"
+#undef LEVEL
+#undef LEVEL_F16C
+#undef LEVEL_FLOATS
+#undef LEVEL_NAME
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+static int kvmnn_cpu_runs_avx2(void) {
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi") &&
+           __builtin_cpu_supports("bmi2");
+}
+#endif
+#else
+/* Compilers without vector types. */
+#include "norms_plain.h"
+#endif
+
+const kvmnn_norms *kvmnn_norms_for(const char *level) {
+#ifdef KVMNN_HAS_AVX2
+    if (strcmp(level, "avx2") == 0 && kvmnn_cpu_runs_avx2()) return &avx2_table;
+#else
+    (void)level;
+#endif
+    return &baseline_table;
+}
+
+/* -- the lowest ranks ---------------------------------------------------------------------------------------------- */
+
+enum { DIGIT_BITS = 11, DIGITS = 1 << DIGIT_BITS };
+
+/* How many of the ranks that agree with `prefix` above shift + bits have which `bits` there. Neighbours are counted in
+ * different tables, because a store to a counter that is loaded again at once would stall. */
+static void count_digits(const uint32_t *ranks, size_t n, uint32_t prefix, int shift, int bits,
+                         uint32_t counts[4][DIGITS]) {
+    const uint32_t mask = ((uint32_t)1 << bits) - 1;
+    size_t i = 0;
+    memset(counts, 0, 4 * sizeof counts[0]);
+    if (shift + bits == 32) {
+        for (; i + 4 <= n; i += 4)
+            for (int j = 0; j < 4; ++j) counts[j][ranks[i + j] >> shift & mask]++;
+        for (; i < n; ++i) counts[0][ranks[i] >> shift & mask]++;
+        return;
+    }
+    for (; i < n; ++i)
+        if (ranks[i] >> (shift + bits) == prefix) counts[i & 3][ranks[i] >> shift & mask]++;
+}
+
+/* The m-th lowest rank, found digit by digit from the top; *equal = how many of that rank belong to the m lowest. */
+static uint32_t threshold(const uint32_t *ranks, size_t n, size_t m, size_t *equal) {
+    static const int sizes[] = {DIGIT_BITS, DIGIT_BITS, 32 - 2 * DIGIT_BITS};
+    uint32_t counts[4][DIGITS], prefix = 0;
+    int shift = 32;
+    for (int pass = 0; pass < 3; ++pass) {
+        shift -= sizes[pass];
+        count_digits(ranks, n, prefix, shift, sizes[pass], counts);
+        for (uint32_t digit = 0;; ++digit) {
+            size_t here = (size_t)counts[0][digit] + counts[1][digit] + counts[2][digit] + counts[3][digit];
+            if (m <= here) {
+                prefix = prefix << sizes[pass] | digit;
+                break;
+            }
+            m -= here;
+        }
+    }
+    *equal = m;
+    return prefix;
+}
+
+void kvmnn_lowest(const uint32_t *ranks, size_t n, size_t m, int64_t *out) {
+    size_t equal, found = 0, i = 0;
+    uint32_t limit = threshold(ranks, n, m, &equal);
+    for (; found < m && i + 1 < n; ++i) {
+        int same = ranks[i] == limit && equal > 0;
+        out[found] = (int64_t)i;
+        found += (size_t)(ranks[i] < limit) + (size_t)same;
+        equal -= (size_t)same;
+    }
+    if (found < m) out[found] = (int64_t)i;
+}

@@ -106,7 +106,7 @@ def test_options_reach_the_encoder(tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [{"frame_bytes": 100}, {"effort": "slow"}, {"codecs": ()}, {"predictors": ("none",)}, {"frame_bytes": -1}],
+    [{"frame_bytes": 3}, {"effort": "slow"}, {"codecs": ()}, {"predictors": ("none",)}, {"frame_bytes": -1}],
 )
 def test_bad_options_are_refused_at_once(options):
     with pytest.raises(KvmnnError):

@@ -12,9 +12,39 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, NoReturn
 
-from . import bench, compact, compress_kv, convert, decode, diff, encode, export, inspect, pack, repack, unpack, verify
+from . import (
+    bench,
+    compact,
+    compress_kv,
+    convert,
+    decode,
+    diff,
+    encode,
+    export,
+    inspect,
+    pack,
+    plan,
+    repack,
+    unpack,
+    verify,
+)
 
-_VERBS = (encode, decode, inspect, verify, bench, convert, export, compress_kv, unpack, pack, compact, repack, diff)
+_VERBS = (
+    encode,
+    decode,
+    inspect,
+    verify,
+    bench,
+    convert,
+    export,
+    compress_kv,
+    unpack,
+    pack,
+    compact,
+    repack,
+    diff,
+    plan,
+)
 
 OK, DATA, USAGE, MISSING, TERMINATED, INTERRUPTED = 0, 1, 2, 3, 143, 130
 

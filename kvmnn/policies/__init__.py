@@ -12,6 +12,7 @@ from typing import Any
 from ..errors import KvmnnError
 from .base import Budgeted, LayerView, Moment, Policy
 from .evicting_cache import EvictingCache
+from .h2o_blocks import H2OBlocks
 from .h2o_heads import H2OHeads
 from .h2o_tokens import H2OTokens
 from .knorm import KNorm
@@ -32,6 +33,7 @@ POLICIES: dict[str, type[Policy]] = {
         Streaming,
         StreamingPress,
         H2OTokens,
+        H2OBlocks,
         H2OHeads,
         KNorm,
         ObservedAttention,
@@ -63,6 +65,7 @@ __all__ = [
     "Budgeted",
     "CacheState",
     "EvictingCache",
+    "H2OBlocks",
     "H2OHeads",
     "H2OTokens",
     "KNorm",

@@ -49,6 +49,8 @@ class LayerView:
         Tokens of the latest step, or None where nobody counts steps.
     seen
         Tokens the model has seen; None for as many as are stored.
+    steps
+        Decode steps since the layer was last cut, or None where nobody counts them.
 
     Raises
     ------
@@ -63,10 +65,11 @@ class LayerView:
     scores: Floats | None = None
     new: int | None = None
     seen: int | None = None
+    steps: int | None = None
 
     def __post_init__(self) -> None:
         where = f"layer {self.layer}"
-        for name in ("tokens", "layer", "new", "seen"):
+        for name in ("tokens", "layer", "new", "seen", "steps"):
             number = getattr(self, name)
             if number is not None:
                 check_count(f"{where}: {name}", number)
@@ -149,6 +152,11 @@ class Policy(ABC):
         """
         by_head = group_sums(weights, kv_heads)
         return by_head if self.needs == "head scores" else by_head.sum(axis=0, dtype=np.float32)
+
+    def fold(self, scores: Floats, sums: Floats) -> Floats:
+        """The scores after one more step, of as many tokens as `sums`; here both are added, in float32."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            return scores + sums
 
     def options(self) -> Mapping[str, Any]:
         """The arguments that make an equal policy (a random generator is not among them)."""

@@ -82,7 +82,9 @@ class EvictingCache:
         if weights is not None:
             sums = self.policy.column_sums(weights, self.stored.kv_heads)
         if sums is not None:
-            self.state.add_scores(sums)
+            self.state.add_scores(sums, self.policy.fold)
+        if self._new != self.state.seen:
+            self.state.steps += 1
         self._apply(Moment.ATTENDED)
         return self.stored
 
@@ -102,6 +104,7 @@ class EvictingCache:
             scores=self.state.scores,
             new=self._new,
             seen=self.state.seen,
+            steps=self.state.steps,
         )
         kept = self.policy.choose(view, moment)
         if kept is not None:

@@ -15,7 +15,6 @@ class KNorm(Budgeted):
 
     Paper: arXiv 2406.11430. Seed: 003 names the method after this form of it. Original: kvpress, `KnormPress`.
 
-
     Parameters
     ----------
     keep_ratio

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
@@ -11,6 +12,8 @@ from ..cache import Positions
 from ..errors import KvmnnError
 from .base import check_count
 from .ranking import Floats, Indices
+
+Fold = Callable[[Floats, Floats], Floats]
 
 
 class CacheState:
@@ -31,12 +34,15 @@ class CacheState:
     positions : ndarray
         True position of each stored token: int64 ``[token]``, or ``[kv_head, token]`` once heads keep different ones.
     scores : ndarray or None
-        Attention that each stored token has drawn so far, float32. Nothing decays.
+        Attention that each stored token has drawn so far, float32.
+    steps : int
+        Steps attended since the last cut; the prompt's is none of them.
     """
 
     def __init__(self, scores: Literal["scores", "head scores"] | None = None, kv_heads: int = 1) -> None:
         check_count("kv_heads", kv_heads)
         self.seen = 0
+        self.steps = 0
         self.positions: Positions = np.empty(0, np.int64)
         self.scores: Floats | None = None
         if scores is not None:
@@ -59,10 +65,10 @@ class CacheState:
             self.scores = np.concatenate([self.scores, zeros], axis=-1)
         self.seen += count
 
-    def add_scores(self, sums: npt.NDArray[Any]) -> None:
-        """Add what one step's attention gave to each stored token, in float32.
+    def add_scores(self, sums: npt.NDArray[Any], fold: Fold = np.add) -> None:
+        """Fold what one step's attention gave to each stored token into the scores (`Policy.fold`), in float32.
 
-        Where there are fewer or more sums than tokens, those that both have are added and the rest is left: so does
+        Where there are fewer or more sums than tokens, those that have both are folded and the rest is left: so does
         seed 004.
 
         Raises
@@ -81,7 +87,7 @@ class CacheState:
             )
         both = min(self.tokens, added.shape[-1])
         with np.errstate(over="ignore", invalid="ignore"):
-            self.scores[..., :both] += added[..., :both].astype(np.float32)
+            self.scores[..., :both] = fold(self.scores[..., :both], added[..., :both].astype(np.float32))
 
     def cut(self, kept: Indices) -> None:
         """Keep these of the stored tokens, in this order.
@@ -101,6 +107,7 @@ class CacheState:
             for what in (self.positions, self.scores):
                 if what is not None and what.ndim == 2 and what.shape[0] != kept.shape[0]:
                     raise KvmnnError(f"a cut for {kept.shape[0]} heads of a state with {what.shape[0]}")
+        self.steps = 0
         self.positions = take(self.positions, kept)
         if self.scores is not None:
             self.scores = take(self.scores, kept)

@@ -109,9 +109,17 @@ class CacheInfo:
 
     @property
     def live_bytes(self) -> int:
-        """Bytes of the live elements of all layers, K and V."""
-        token = 2 * self.layout.kv_heads * self.layout.head_dim * self.layout.itemsize
-        return sum(layer.tokens for layer in self.layers) * token
+        """Bytes of the live elements of all layers, K and V; of what is int8 the codes, without scales and biases."""
+        return sum(sum(self.live_bytes_of(layer)) for layer in self.layers)
+
+    def live_bytes_of(self, layer: LayerInfo) -> tuple[int, int]:
+        """Bytes of the live elements of a layer's K and V."""
+        layout = self.layout
+        words = layer.tokens * layout.kv_heads * layout.head_dim
+        return (
+            words * (1 if layout.int8_keys else layout.itemsize),
+            words * (1 if layout.int8_values else layout.itemsize),
+        )
 
     @property
     def file_bytes(self) -> int:
@@ -151,10 +159,18 @@ def to_dict(info: CacheInfo) -> dict[str, Any]:
         "lP": layout.lP,
         "hP": layout.hP,
         "flash_block": layout.flash_block,
+        **_int8(layout),
         "token_ids": None if info.token_ids is None else vars(info.token_ids),
         "model": info.model,
         "layers": [{**vars(each), "positions": [list(run) for run in each.positions]} for each in info.layers],
     }
+
+
+def _int8(layout: PackLayout) -> dict[str, Any]:
+    """For people and ``--json``; documents are written of float caches only."""
+    if not layout.quantised:
+        return {}
+    return {"int8": "both" if layout.int8_values else "keys", "lP8": layout.lP8, "hP8": layout.hP8}
 
 
 def to_json(info: CacheInfo) -> str:

@@ -100,6 +100,8 @@ def compact(
         For plans that cannot be applied as they stand; nothing is written then.
     """
     info = described.info
+    if info.layout.quantised:
+        raise KvmnnError(f"{described.files.path}: an int8 cache: the engine keeps no part of a window of those")
     if len(plans) not in (1, len(info.layers)):
         raise KvmnnError(f"{len(plans)} plans for {len(info.layers)} layers: expected one, or one for each")
     each = list(plans) if len(plans) == len(info.layers) else list(plans) * len(info.layers)

@@ -34,6 +34,9 @@ class Geometry:
         Pack numbers, where no backend is named.
     flash_block
         Tokens in a block of V, or ``"none"`` without flash attention.
+    int8
+        ``"keys"`` or ``"both"`` where the engine quantises its cache (``attention_mode`` 9 or 10); the backend has to
+        be named then.
     """
 
     kv_heads: int | None = None
@@ -43,6 +46,7 @@ class Geometry:
     lP: int | None = None
     hP: int | None = None
     flash_block: FlashBlock | None = None
+    int8: Literal["keys", "both"] | None = None
 
     def __post_init__(self) -> None:
         for name in ("kv_heads", "head_dim", "lP", "hP", "flash_block"):
@@ -85,10 +89,12 @@ class Geometry:
                 if value is None
             )
             raise SourceError(f"the files do not say {missing}; --model DIR may")
+        if self.int8 and self.backend is None:
+            raise SourceError("int8 caches need the backend named (--backend)")
         found: dict[PackLayout, list[str]] = {}
         for name, layout in self._packs():
             for block in self._blocks():
-                blocked = _plain(layout, None if block == "none" else block)
+                blocked = _plain(layout, None if block == "none" else block, self.int8)
                 if self.dtype in (None, blocked.dtype):
                     found.setdefault(blocked, []).append(name)
         return [("/".join(names), layout) for layout, names in found.items()]
@@ -118,12 +124,17 @@ class Geometry:
         return self.dtype, self.lP, self.hP
 
     def _blocks(self) -> list[FlashBlock]:
+        if self.int8 == "both":  # the engine quantises values with flash attention only
+            return [self.flash_block or FLASH_BLOCK]
         return [FLASH_BLOCK, "none"] if self.flash_block is None else [self.flash_block]
 
 
-def _plain(layout: PackLayout, flash_block: int | None) -> PackLayout:
-    """Only what decides where floats lie, so that backends that agree in that are one."""
-    return PackLayout(layout.kv_heads, layout.head_dim, layout.dtype, layout.lP, layout.hP, flash_block)
+def _plain(layout: PackLayout, flash_block: int | None, int8: str | None) -> PackLayout:
+    """Only what decides where elements lie, so that backends that agree in that are one."""
+    plain = PackLayout(layout.kv_heads, layout.head_dim, layout.dtype, layout.lP, layout.hP, flash_block)
+    if int8 is None:
+        return plain
+    return replace(plain, lP8=layout.lP8, hP8=layout.hP8, int8_keys=True, int8_values=int8 == "both")
 
 
 @dataclass(frozen=True)
@@ -248,7 +259,8 @@ def of_layout(layout: PackLayout) -> Geometry:
 
 def describe(layout: PackLayout) -> str:
     """A layout in words."""
+    packs = f"lP {layout.lP}, hP {layout.hP}"
+    if layout.quantised:
+        packs += f", int8 {'K and V' if layout.int8_values else 'K'} (lP8 {layout.lP8}, hP8 {layout.hP8})"
     block = f"flash block {layout.flash_block}" if layout.flash_block else "no flash attention"
-    return (
-        f"{layout.kv_heads} kv heads x {layout.head_dim} dims, {layout.dtype}, lP {layout.lP}, hP {layout.hP}, {block}"
-    )
+    return f"{layout.kv_heads} kv heads x {layout.head_dim} dims, {layout.dtype}, {packs}, {block}"

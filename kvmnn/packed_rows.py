@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import _layout
+from .dtypes import by_name
 from .errors import KvmnnError
 from .layout import PackLayout
 
@@ -27,7 +28,17 @@ def head_bytes(layout: PackLayout, part: Part, capacity: int) -> int:
 
 def tile_tokens(layout: PackLayout, part: Part, capacity: int) -> int:
     """Tokens whose bytes lie together: tiles of so many follow each other in a head's buffer."""
-    return layout.hP if part == "key" else layout.value_block(capacity)
+    return layout.key_shape(capacity)[2] if part == "key" else layout.value_block(capacity)
+
+
+def row_dtype(layout: PackLayout, part: Part) -> str:
+    """Name of the dtype that rows are read as: the layout's, or fp32 for what is int8."""
+    return "fp32" if layout.is_int8(PARTS.index(part)) else layout.dtype
+
+
+def row_bytes(layout: PackLayout, part: Part) -> int:
+    """Bytes of a row as it is read."""
+    return layout.head_dim * by_name(row_dtype(layout, part)).itemsize
 
 
 class HeadRows:
@@ -36,23 +47,25 @@ class HeadRows:
     Parameters
     ----------
     layout, part, capacity
-        What the buffers are. Float layouts only.
+        What the buffers are. What is int8 is read as fp32, code times scale plus bias, and cannot be written.
     """
 
     def __init__(self, layout: PackLayout, part: Part, capacity: int) -> None:
-        if layout.quantised:
-            raise KvmnnError("int8 caches are read through kvmnn.PackLayout.unpack, not row by row")
         self._numbers = layout.numbers(PARTS.index(part), capacity)
-        self._row = layout.head_dim * layout.itemsize
+        self._int8 = layout.is_int8(PARTS.index(part))
+        self._row = row_bytes(layout, part)
         self._size = head_bytes(layout, part, capacity)
         self._capacity = capacity
 
     def read(self, head: Bytes, start: int, out: Bytes) -> None:
         """Copy the rows from token `start` on into `out` (bytes of whole rows)."""
-        _layout.gather(self._numbers, head, self._rows(head, start, out), 0, 1, start)
+        gather = _layout.dequantise if self._int8 else _layout.gather
+        gather(self._numbers, head, self._rows(head, start, out), 0, 1, start)
 
     def write(self, head: Bytes, start: int, rows: Bytes) -> None:
         """Write `rows` (bytes of whole rows) over those from token `start` on."""
+        if self._int8:
+            raise KvmnnError("int8 rows depend on what the engine saw before: they can be read, not written")
         _layout.scatter(self._numbers, head, self._rows(head, start, rows), 0, 1, start)
 
     def _rows(self, head: Bytes, start: int, rows: Bytes) -> Bytes:

@@ -38,9 +38,11 @@ def unpack_fixture(name: str, folder: Path) -> Path:
 class Engine:
     """A child process with the model loaded; use as a context manager."""
 
-    def __init__(self, model: Path, scratch: Path, prefixes: Path | None = None) -> None:
+    def __init__(self, model: Path, scratch: Path, prefixes: Path | None = None, **settings: Any) -> None:
         scratch.mkdir(parents=True, exist_ok=True)
-        self._argv = [sys.executable, str(DRIVER), str(model), str(scratch), *([str(prefixes)] if prefixes else [])]
+        if prefixes:
+            settings["prefix_cache_path"] = str(prefixes)
+        self._argv = [sys.executable, str(DRIVER), str(model), str(scratch), json.dumps(settings)]
 
     def __enter__(self) -> Engine:
         self._process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Drives a real MNN engine: `python engine_driver.py MODEL_DIR SCRATCH_DIR [PREFIX_DIR]`.
+"""Drives a real MNN engine: `python engine_driver.py MODEL_DIR SCRATCH_DIR SETTINGS`, SETTINGS being a JSON object.
 
 Reads one JSON list a line from standard input, an operation and its arguments, and answers each with one line of JSON.
 The engine may crash in its static destructors, so the process ends without running them.
@@ -33,10 +33,9 @@ _LLM_POINTER = 16  # where the Python object keeps its Llm*
 class Engine:
     """One loaded model and the operations on it that the tests need."""
 
-    def __init__(self, model: str, scratch: str, prefix: str | None) -> None:
+    def __init__(self, model: str, scratch: str, settings: str) -> None:
         self._llm = MNN.llm.create(str(Path(model, "config.json")))
-        settings = SETTINGS | {"tmp_path": scratch} | ({"prefix_cache_path": prefix} if prefix else {})
-        self._llm.set_config(settings)
+        self._llm.set_config(SETTINGS | {"tmp_path": scratch} | json.loads(settings))
         self._llm.load()
         self._llm.generate_init()
         self._raw = ctypes.c_void_p.from_address(id(self._llm._c_obj) + _LLM_POINTER)
@@ -79,11 +78,10 @@ class Engine:
 
 
 def main() -> None:
-    engine = Engine(*sys.argv[1:3], sys.argv[3] if len(sys.argv) > 3 else None)
-    answers = os.fdopen(os.dup(3), "w") if os.environ.get("KVMNN_ANSWERS") == "3" else sys.stdout
+    engine = Engine(*sys.argv[1:4])
     for line in sys.stdin:
         operation, *arguments = json.loads(line)
-        print("@" + json.dumps(getattr(engine, operation)(*arguments)), file=answers, flush=True)
+        print("@" + json.dumps(getattr(engine, operation)(*arguments)), flush=True)
     os._exit(0)
 
 

@@ -105,9 +105,9 @@ def test_the_engine_goes_on_from_a_compacted_prefix_as_from_its_own(model, prefi
 # -- a running session ------------------------------------------------------------------------------------------------
 
 
-def live(scratch: Path, pid: int, tokens: int) -> dict[str, np.ndarray]:
+def live(scratch: Path, pid: int, tokens: int, int8: str | None = None) -> dict[str, np.ndarray]:
     """The engine's caches as they lie in its files now."""
-    geometry = Geometry(kv_heads=2, head_dim=16, backend="x86-avx2")
+    geometry = Geometry(kv_heads=2, head_dim=16, backend="x86-avx2", int8=int8)
     options = ReadOptions(packed=PackedOptions(geometry=geometry, tokens=(tokens,), pid=pid))
     source = open_any(str(scratch), options)
     return {
@@ -169,3 +169,20 @@ def test_live_files_follow_a_replay(model, tmp_path):
         assert kept["layer_0.key"].shape[1] == 10 + 23 + 1
         np.testing.assert_array_equal(kept["layer_0.value"][:, 18:23], erased["layer_0.value"][:, 26:31])
         forward(PREFIX_IDS * 3)  # past the capacity: the files grow
+
+
+@pytest.mark.parametrize(("mode", "int8"), [(9, "keys"), (10, "both")])
+def test_int8_caches_come_back_within_a_step(model, tmp_path, mode, int8):
+    ids = [*PREFIX_IDS, *QUERY_IDS, *PREFIX_IDS]
+    found = {}
+    for name, settings, kind in (("plain", {}, None), ("int8", {"attention_mode": mode, "reuse_kv": False}, int8)):
+        with Engine(model, tmp_path / name, **settings) as engine:
+            engine.call("forward", ids)
+            found[name] = live(tmp_path / name, engine.pid, len(ids), kind)
+    keys, values = found["plain"]["layer_0.key"], found["plain"]["layer_0.value"]
+    shifted = keys - keys.max(axis=1, keepdims=True)  # what the engine quantises
+    step = (shifted.max(axis=2, keepdims=True) - shifted.min(axis=2, keepdims=True)) / 255
+    assert (np.abs(found["int8"]["layer_0.key"] - shifted) <= 0.51 * step + 1e-6).all()
+    step = (values.max(axis=1, keepdims=True) - values.min(axis=1, keepdims=True)) / 255
+    most = 0.51 * step + 1e-6 if int8 == "both" else 0
+    assert (np.abs(found["int8"]["layer_0.value"] - values) <= most).all()

@@ -426,3 +426,34 @@ def test_diff_of_frames_and_nan(prefix, run):
     nan[0, 0, 0] = np.nan
     np.save("nan.npy", nan)
     assert "equal" in run("diff", "nan.npy", "nan.npy").out
+
+
+# -- int8 -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("int8", ["keys", "both"])
+def test_int8_caches_are_read_and_what_is_lost_is_said(tmp_path, monkeypatch, run, int8):
+    monkeypatch.chdir(tmp_path)
+    layout = PackLayout.for_backend("x86-avx2", kv_heads=2, head_dim=6, int8_keys=True, int8_values=int8 == "both")
+    cache = PackedCache(layout)
+    cache.append(*packed_samples.arrays(1, 2, TOKENS, 6))
+    Path("live").mkdir()
+    Path("live/00005560831CAB70.k").write_bytes(cache.key_buffer.tobytes())
+    Path("live/00005560831CAB70.v").write_bytes(cache.value_buffer.tobytes())
+    argv = ["live", "--kv-heads", 2, "--head-dim", 6, "--tokens", TOKENS, "--int8", int8]
+    said = run("unpack", *argv, *ON_AVX2, "-o", "a.npz")
+    assert "LOSSY (int8 times scale plus bias)" in said.out
+    assert "note: keys: int8 codes hold each key minus its channel's maximum" in said.err
+    assert ("values: rounded to 256 steps" in said.err) == (int8 == "both")
+    found = np.load("a.npz")
+    for part, expected in zip(("key", "value"), cache.to_arrays(), strict=True):
+        np.testing.assert_array_equal(found[f"layer_0.{part}"], expected)
+    said = run("inspect", *argv, *ON_AVX2).out
+    assert f"int8 {'K and V' if int8 == 'both' else 'K'} (lP8 4, hP8 8)" in said
+    assert "(840 live" in said
+    assert "int8 caches need the backend named" in run("unpack", *argv, "-o", "b.npz", code=1).err
+    compact = ["compact", *argv, *ON_AVX2, "--name", "x", "--remove", 3, "-o", "c/"]
+    assert "an int8 cache: the engine keeps no part of a window" in run(*compact, code=1).err
+    assert (
+        "is not a packed cache" in run("repack", *argv, "--from", "x86-avx2", "--to", "x86-sse", "-o", "d/", code=2).err
+    )

@@ -45,20 +45,20 @@ def _account(path: str, options: PackedOptions) -> tuple[dict[str, Any], str] | 
 
 def _described(described: Described) -> tuple[dict[str, Any], str]:
     files, info = described.files, described.info
-    layout = info.layout
     lines = [*_heading(files), f"  {_packed.summary(info)}"]
-    lines += [f"  note: {note}" for note in described.notes]
+    lines += [f"  note: {note}" for note in (*described.notes, *info.layout.unrecoverable)]
     lines.append(f"  {_packed.share(info.live_bytes, info.file_bytes)}")
     lines += _about(info)
-    row = layout.kv_heads * layout.head_dim * layout.itemsize
     layers = []
     for found, layer in zip(files.layers, info.layers, strict=True):
+        parts = list(
+            zip((found.key, found.value), (found.key_bytes, found.value_bytes), info.live_bytes_of(layer), strict=True)
+        )
         lines.append(
             f"  layer {layer.layer}: {layer.tokens:,} of {layer.capacity:,} tokens, "
             + ", ".join(
-                f"{os.path.basename(file)} {size:,} bytes ({layer.tokens * row:,} live, "
-                f"{size - layer.tokens * row:,} not)"
-                for file, size in ((found.key, found.key_bytes), (found.value, found.value_bytes))
+                f"{os.path.basename(file)} {size:,} bytes ({live:,} live, {size - live:,} not)"
+                for file, size, live in parts
             )
         )
         layers.append(
@@ -68,8 +68,8 @@ def _described(described: Described) -> tuple[dict[str, Any], str]:
                 "value_file": found.value,
                 "key_bytes": found.key_bytes,
                 "value_bytes": found.value_bytes,
-                "live_bytes": 2 * layer.tokens * row,
-                "padded_bytes": found.key_bytes + found.value_bytes - 2 * layer.tokens * row,
+                "live_bytes": sum(live for _, _, live in parts),
+                "padded_bytes": sum(size - live for _, size, live in parts),
             }
         )
     document = {**_document(files), "notes": list(described.notes), "cache": _common.cache_document(info)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..backends import BACKENDS
@@ -23,6 +24,7 @@ def add_packed(parser: Any, backend: str = "--backend") -> None:
     add_layout(group, backend)
     group.add_argument("--kv-heads", type=_common.positive, metavar="N", help="kv heads of a layer")
     group.add_argument("--head-dim", type=_common.positive, metavar="N", help="dimensions of a head")
+    group.add_argument("--int8", choices=("keys", "both"), help="what the engine quantised (attention_mode 9 or 10)")
     group.add_argument("--tokens", type=_numbers, default=(), metavar="N[,N...]", help="live tokens (of each layer)")
     add_text(group)
     group.add_argument("--name", metavar="NAME", help="which prefix, where a directory holds several")
@@ -72,7 +74,7 @@ def options(arguments: argparse.Namespace, known: CacheInfo | None = None) -> Pa
 
     if not hasattr(arguments, "ignore_markers"):
         return None
-    said = geometry(arguments, arguments.dtype)
+    said = replace(geometry(arguments, arguments.dtype), int8=arguments.int8)
     return PackedOptions(
         geometry=said if known is None else said.or_else(of_layout(known.layout)),
         tokens=arguments.tokens or (tuple(layer.tokens for layer in known.layers) if known else ()),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from . import _common, _packed
-from ._common import LOSSLESS, UsageError
+from ._common import LOSSLESS, LOSSY, UsageError
 
 if TYPE_CHECKING:
     from ..sources import Piece, Source
@@ -22,7 +22,8 @@ anything else that kvmnn reads will do as well.
   -o DIR/                      one .npy file for each array
   -o X.npy, -o X               one array (--tensor layer_0.key chooses)
 
-Live elements only: padding and room are left out."""
+Live elements only: padding and room are left out. Of caches that the engine keeps in int8 (--int8) the codes times
+their scales plus biases come back as fp32, and what cannot be recovered is said."""
 
 
 def add_parser(verbs: Any) -> None:
@@ -50,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
                 "verb": "unpack",
                 "input": arguments.input,
                 "output": arguments.output,
-                "label": LOSSLESS,
+                "label": LOSSY if source.lossy else LOSSLESS,
                 "raw_bytes": nbytes,
                 "seconds": seconds,
                 "notes": source.notes,
@@ -58,10 +59,11 @@ def run(arguments: argparse.Namespace) -> int:
                 "arrays": [{"name": a.name, "dtype": a.dtype, "shape": list(a.shape)} for a in source.arrays],
             }
         )
+    how = f"{LOSSY} (int8 times scale plus bias)" if source.lossy else f"{LOSSLESS} (live elements copied as they are)"
     _common.say(
         arguments,
-        f"{arguments.output}: {_common.count(len(source.arrays), 'array')}, {nbytes:,} bytes, {LOSSLESS} (live "
-        f"elements copied as they are), {_common.megabytes_per_second(nbytes, seconds)}",
+        f"{arguments.output}: {_common.count(len(source.arrays), 'array')}, {nbytes:,} bytes, {how}, "
+        f"{_common.megabytes_per_second(nbytes, seconds)}",
     )
     return 0
 

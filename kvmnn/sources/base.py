@@ -182,6 +182,8 @@ class Source:
         What packed files hold, where the input is such files.
     token_major
         Whether the arrays are ``[token, kv_head, head_dim]``.
+    lossy
+        Whether the words are not the input's own but made from what an engine had rounded.
     """
 
     arrays: list[NamedArray]
@@ -190,6 +192,7 @@ class Source:
     notes: list[str] = field(default_factory=list)
     cache: CacheInfo | None = None
     token_major: bool = False
+    lossy: bool = False
 
 
 @dataclass(frozen=True)

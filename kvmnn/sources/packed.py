@@ -18,7 +18,7 @@ from ..cache_info import CacheInfo, LayerInfo, TokenIds
 from ..errors import SourceError
 from ..geometry import Fit, Geometry, describe, inferred, of_layout, the_fit
 from ..layout import PackLayout
-from ..packed_rows import PARTS, HeadRows, Part, head_bytes, tile_tokens
+from ..packed_rows import PARTS, HeadRows, Part, head_bytes, row_bytes, row_dtype, tile_tokens
 from .base import NamedArray, Piece, Source, UnsupportedArrayError, rechunked
 from .mapped import MappedFile
 from .mnn_model import fingerprint, read_geometry
@@ -141,14 +141,16 @@ class Described:
         arrays = [
             NamedArray(
                 name=array_name(layer.layer, part),
-                dtype=layout.dtype,
+                dtype=row_dtype(layout, part),
                 shape=(layout.kv_heads, layer.tokens, layout.head_dim),
-                array_dtype=dtypes.by_name(layout.dtype).numpy.str,
+                array_dtype=dtypes.by_name(row_dtype(layout, part)).numpy.str,
                 reader=partial(packed_runs, files.path(part), layout, part, layer),
             )
             for files, layer in zip(self.files.layers, self.info.layers, strict=True)
             for part in PARTS
         ]
+        if layout.quantised:  # no way back to these files: what was lost is said, and nothing is noted down
+            return Source(arrays, notes=[*self.notes, *layout.unrecoverable], lossy=True)
         metadata = {cache_info.METADATA_KEY: cache_info.to_json(self.info)}
         return Source(arrays, metadata, notes=list(self.notes), cache=self.info)
 
@@ -317,17 +319,17 @@ def packed_runs(path: str, layout: PackLayout, part: Part, layer: LayerInfo, ste
     size = head_bytes(layout, part, layer.capacity)
     if file.size != size * layout.kv_heads:
         raise SourceError(f"{path}: has {file.size} bytes, {size * layout.kv_heads} when it was opened")
-    row = layout.head_dim * layout.itemsize
+    row = row_bytes(layout, part)
     blocks = _row_blocks(file, layout, part, layer, max(_BLOCK_BYTES // row, 1))
     yield from rechunked(blocks, step, row * layer.tokens * layout.kv_heads)
 
 
 def _row_blocks(file: MappedFile, layout: PackLayout, part: Part, layer: LayerInfo, rows: int) -> Iterator[Piece]:
-    row = layout.head_dim * layout.itemsize
+    row = row_bytes(layout, part)
     size = head_bytes(layout, part, layer.capacity)
     tile = tile_tokens(layout, part, layer.capacity)
     tile_bytes = size // -(-layer.capacity // tile)
-    rows = max(rows // tile, 1) * tile
+    rows = rows // tile * tile or min(rows, tile)
     access = HeadRows(layout, part, layer.capacity)
     for head in range(layout.kv_heads):
         buffer, dropped = file.view(head * size, size), 0

@@ -17,7 +17,7 @@ from . import _layout
 from .dtypes import by_name
 from .errors import KvmnnError
 from .pack_numbers import EXPAND_CHUNK, FLASH_BLOCK, PackNumbers
-from .packed_buffers import as_buffer, as_rows, filled, size_of, whole, writable_rows
+from .packed_buffers import as_buffer, as_int, as_rows, filled, size_of, whole, writable_rows
 from .parallel import map_pulled, resolve_threads
 
 __all__ = ["EXPAND_CHUNK", "FLASH_BLOCK", "PackLayout"]
@@ -254,7 +254,7 @@ class PackLayout(PackNumbers):
         writable: bool = False,
     ) -> tuple[Bytes, Bytes]:
         self.check_capacity(capacity)
-        if count < 1 or start < 0:
+        if as_int(count, "count") < 1 or as_int(start, "start") < 0:
             raise KvmnnError(f"range of {count} tokens from {start}: expected at least 1 token from 0 on")
         if start + count > capacity or start + count > past:
             raise KvmnnError(

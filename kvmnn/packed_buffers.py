@@ -25,12 +25,18 @@ def whole(value: Any, name: str, least: int, most: int | None = None) -> int:
     KvmnnError
         For one outside.
     """
+    number = as_int(value, name)
+    if number < least:
+        raise KvmnnError(f"{name} is {number}: expected at least {least}")
+    if most is not None and number > most:
+        raise KvmnnError(f"{name} is {number}: expected at most {most}")
+    return number
+
+
+def as_int(value: Any, name: str) -> int:
+    """`value` as an int; `TypeError` for what is no integer, booleans included."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
-    if value < least:
-        raise KvmnnError(f"{name} is {value}: expected at least {least}")
-    if most is not None and value > most:
-        raise KvmnnError(f"{name} is {value}: expected at most {most}")
     return int(value)
 
 

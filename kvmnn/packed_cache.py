@@ -15,7 +15,8 @@ from .int8_sums import Int8Sums
 from .kv_meta import KVMeta, erase_plan
 from .layout import PackLayout
 from .pack_numbers import EXPAND_CHUNK
-from .packed_buffers import as_rows, filled, size_of, whole
+from .packed_buffers import as_rows, size_of, whole
+from .packed_memory import fresh, grown
 from .parallel import resolve_threads
 from .reserve import INT32_MAX, Outcome, Pair, as_dialect, as_pairs, check_plan, fork_outcome, upstream_outcome
 
@@ -96,7 +97,7 @@ class PackedCache:
         Parameters
         ----------
         key_buffer, value_buffer
-            What an engine wrote, or `key_buffer` and `value_buffer` of another cache.
+            What an engine wrote.
         past
             Live tokens in them.
         capacity
@@ -147,12 +148,12 @@ class PackedCache:
 
     @property
     def key_buffer(self) -> Bytes:
-        """The K buffer itself, all heads; another one after growth."""
+        """The K buffer itself; another one after growth."""
         return self._buffers[0]
 
     @property
     def value_buffer(self) -> Bytes:
-        """The V buffer itself, all heads; another one after growth."""
+        """The V buffer itself; another one after growth."""
         return self._buffers[1]
 
     @property
@@ -213,22 +214,18 @@ class PackedCache:
         """
         rows = self._rows(keys, values)
         count = rows[0].shape[1]
-        pairs = as_pairs(reserve)
-        before = self._past if previous is None else whole(previous, "previous", 0)
-        whole(remove, "remove", 0)
+        pairs, before = self._plan(remove, reserve, previous)
+        messages: tuple[str, ...] = ()
         if remove == before and (not pairs or self._dialect == "upstream"):
-            self._check_sums(adding=False)
             self._start_anew(count, pairs)
-            messages: tuple[str, ...] = ()
         else:
-            self._check_sums(adding=count > 0)
-            messages = self.realloc(remove, pairs, count, previous=previous)
+            self._check_sums(count)
+            messages = self._reallocate(remove, pairs, count, before, pushing=count)
         self._push(rows)
         return messages
 
     def step(self, meta: KVMeta, keys: Any, values: Any) -> tuple[str, ...]:
-        """`append` after the plan in `meta`; `meta.add` is set to the tokens that come. `meta.sync` is the caller's,
-        once all layers are done."""
+        """`append` after the plan in `meta`, with `meta.add` set; `meta.sync` is the caller's, after all layers."""
         meta.add = int(self._rows(keys, values)[0].shape[1])
         return self.append(keys, values, remove=meta.remove, reserve=meta.reserve, previous=meta.previous)
 
@@ -259,26 +256,17 @@ class PackedCache:
             For a plan that the fork would not apply in full, unless ``on_invalid="engine"``; for numbers that the
             engine cannot be given; where upstream would leave its buffers. Nothing has changed then.
         """
-        pairs = as_pairs(reserve)
-        whole(remove, "remove", 0)
+        pairs, before = self._plan(remove, reserve, previous)
         whole(add, "add", 0)
-        before = self._past if previous is None else whole(previous, "previous", 0)
         if self._dialect == "upstream" and remove == before:
             self._start_anew(add, pairs)
             return ()
-        if self._on_invalid == "raise":
-            check_plan(self._past, remove, pairs, self._layout.quantised)
-        outcome = self._outcome(remove, pairs, add, before)
-        if outcome.need > self._capacity:
-            self._grow(self._room_for(outcome.need))
-        self._shift(outcome)
-        self._past = outcome.past
-        return outcome.messages
+        return self._reallocate(remove, pairs, add, before, pushing=0)
 
     def push(self, keys: Any, values: Any) -> None:
         """Write tokens behind the live ones; there must be room for them (see `realloc`)."""
         rows = self._rows(keys, values)
-        self._check_sums(adding=rows[0].shape[1] > 0)
+        self._check_sums(rows[0].shape[1])
         if self._past + rows[0].shape[1] > self._capacity:
             raise KvmnnError(f"no room for {rows[0].shape[1]} tokens behind {self._past}: capacity {self._capacity}")
         self._push(rows)
@@ -303,8 +291,15 @@ class PackedCache:
             raise KvmnnError(f"keys of {rows[0].shape[1]} tokens and values of {rows[1].shape[1]}: expected as many")
         return rows
 
-    def _check_sums(self, adding: bool) -> None:
-        if adding and self._layout.quantised and self._sums is None and self._capacity:
+    def _plan(self, remove: int, reserve: Iterable[Pair], previous: int | None) -> tuple[tuple[Pair, ...], int]:
+        """The pairs, and how many tokens the engine believes there are; numbers that it cannot be given are refused."""
+        pairs = as_pairs(reserve)
+        if (whole(remove, "remove", 0) or pairs) and self._capacity == 0:
+            raise KvmnnError(f"remove is {remove} with {len(pairs)} pairs: nothing was allocated yet")
+        return pairs, self._past if previous is None else whole(previous, "previous", 0)
+
+    def _check_sums(self, count: int) -> None:
+        if count and self._layout.quantised and self._sums is None and self._capacity:
             raise KvmnnError("cannot append to int8 buffers from elsewhere: their channel maxima are in no file")
 
     def _room_for(self, need: int) -> int:
@@ -316,7 +311,7 @@ class PackedCache:
     def _start_anew(self, count: int, pairs: tuple[Pair, ...]) -> None:
         """Drop everything; allocate for `count` tokens if there are any."""
         room = self._room_for(count) if count else 0
-        fresh = self._fresh(room) if room else None
+        buffers = fresh(self._layout, room, self._fresh_byte) if room else None
         if pairs and self._past:
             warnings.warn(
                 f"upstream drops all {self._past} tokens where remove equals them; {len(pairs)} reserve pairs ignored",
@@ -324,20 +319,26 @@ class PackedCache:
                 stacklevel=3,
             )
         self.clear()
-        if fresh is not None:
-            self._buffers, self._capacity = fresh, room
+        if buffers is not None:
+            self._buffers, self._capacity = buffers, room
             if self._layout.quantised:
                 self._sums = Int8Sums.fresh(self._layout, room, self._fresh_byte)
 
-    def _fresh(self, room: int) -> tuple[Bytes, Bytes]:
-        """Buffers as the engine allocates them: cleared only where its kernels read padding."""
-        layout = self._layout
-        clear_keys = layout.int8_keys or layout.head_dim % layout.lP != 0
-        clear_values = layout.int8_values or layout.lP > 1
-        return (
-            filled(layout.key_bytes(room), 0 if clear_keys else self._fresh_byte),
-            filled(layout.value_bytes(room), 0 if clear_values else self._fresh_byte),
-        )
+    def _reallocate(self, remove: int, pairs: tuple[Pair, ...], add: int, before: int, pushing: int) -> tuple[str, ...]:
+        if self._on_invalid == "raise":
+            check_plan(self._past, remove, pairs, self._layout.quantised)
+        outcome = self._outcome(remove, pairs, add, before)
+        room = self._room_for(outcome.need) if outcome.need > self._capacity else self._capacity
+        if outcome.past + pushing > room:
+            raise KvmnnError(
+                f"remove is {remove} with {self._past} tokens and {pushing} to come: the engine would make room for "
+                f"{room} and write {pushing} behind {outcome.past}"
+            )
+        if room > self._capacity:
+            self._grow(room)
+        self._shift(outcome)
+        self._past = outcome.past
+        return outcome.messages
 
     def _outcome(self, remove: int, pairs: tuple[Pair, ...], add: int, before: int) -> Outcome:
         quantised = self._layout.quantised
@@ -347,27 +348,12 @@ class PackedCache:
 
     def _grow(self, room: int) -> None:
         """Larger buffers with every old row where it belongs, live or not."""
-        layout, heads = self._layout, self._layout.kv_heads
-        keys = np.zeros((heads, layout.key_head_bytes(room)), np.uint8)
-        values = np.zeros((heads, layout.value_head_bytes(room)), np.uint8)
-        if self._capacity:
-            old_keys = self._buffers[0].reshape(heads, -1)
-            keys[:, : old_keys.shape[1]] = old_keys
-            old_values = self._buffers[1].reshape(heads, -1)
-            if layout.flash_block is not None:
-                values[:, : old_values.shape[1]] = old_values
-            else:
-                columns = layout.value_shape(room)[1]
-                if layout.lP == 1:
-                    values.fill(self._fresh_byte)
-                wider = values.reshape(heads, columns, -1)
-                narrow = old_values.reshape(heads, columns, -1)
-                wider[:, :, : narrow.shape[2]] = narrow
+        self._buffers = grown(self._layout, self._buffers, self._capacity, room, self._fresh_byte)
         if self._sums is not None:
-            self._sums = self._sums.grown(layout, room, self._fresh_byte)
-        elif layout.quantised and self._capacity == 0:
-            self._sums = Int8Sums.fresh(layout, room, self._fresh_byte)
-        self._buffers, self._capacity = (keys.reshape(-1), values.reshape(-1)), room
+            self._sums = self._sums.grown(self._layout, room, self._fresh_byte)
+        elif self._layout.quantised and self._capacity == 0:
+            self._sums = Int8Sums.fresh(self._layout, room, self._fresh_byte)
+        self._capacity = room
 
     def _shift(self, outcome: Outcome) -> None:
         moves = np.array([move for move in outcome.moves if move[0] != move[1]], np.uintp).reshape(-1, 3)

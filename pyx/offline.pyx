@@ -32,7 +32,7 @@ cdef enum:
     PAIR_DELTA_DELTA_SEQ = 4
     PREDICTORS = 5
 
-    WORDS = 4096          # split and counted before the next are touched
+    WORDS = 32768         # split and counted before the next are touched
 
 NAMES = ("raw", "delta_seq", "xor_seq", "pair_delta", "pair_delta_delta_seq")
 """The predictors by number."""
@@ -113,13 +113,12 @@ def bitshuffle(const uint8_t[::1] data not None) -> bytes:
 # -- sizes of streams -------------------------------------------------------------------------------------------------
 
 cdef enum:
-    BLOCK = 0      # the lane of the block that is being filled
+    CHOSEN = 0     # the payloads of all blocks, for the joint frame, and behind them the lane of the block being filled
     WORK = 1       # a predicted stream before bitshuffle
     FIRST = 2      # payloads: the best so far, and the one being tried
     SECOND = 3
-    CHOSEN = 4     # the payloads of all blocks, for the joint frame
-    FRAME = 5      # what zstd writes
-    BUFFERS = 6
+    FRAME = 4      # what zstd writes
+    BUFFERS = 5
 
 
 cdef class StreamMeter:
@@ -134,7 +133,7 @@ cdef class StreamMeter:
     cdef int predictors[PREDICTORS]
     cdef int n_predictors
     cdef int lane, level
-    cdef bint shuffled
+    cdef bint shuffled, counted
     cdef size_t row, dims, block_tokens
     cdef size_t tokens, tokens_in_block, tokens_seen
     cdef size_t chosen, size, blocks
@@ -176,16 +175,17 @@ cdef class StreamMeter:
         return self.buffers[which]
 
     def setup(
-        self, int lane, size_t heads, size_t dims, size_t block_tokens, predictors, int level, bint shuffled
+        self, int lane, size_t heads, size_t dims, size_t block_tokens, predictors, int level, bint shuffled, bint counted
     ) -> None:
-        """What the next pieces are: lane 0 (low bytes) or 1, geometry, tokens of a block, predictors by number."""
+        """What the next pieces are: lane 0 (low bytes) or 1, geometry, tokens of a block, predictors by number, and
+        whether bytes are counted for the entropy limit."""
         cdef tuple numbers = tuple(predictors)
         if lane not in (0, 1) or heads == 0 or dims == 0 or block_tokens == 0:
             raise ValueError("expected lane 0 or 1, and heads, dims and block_tokens above zero")
         if not 0 < len(numbers) <= PREDICTORS or not all(0 <= p < PREDICTORS for p in numbers):
             raise ValueError(f"expected 1 to {PREDICTORS} predictors by number, not {numbers!r}")
         self.lane, self.dims, self.row = lane, dims, heads * dims
-        self.block_tokens, self.level, self.shuffled = block_tokens, level, shuffled
+        self.block_tokens, self.level, self.shuffled, self.counted = block_tokens, level, shuffled, counted
         self.n_predictors = len(numbers)
         for i, number in enumerate(numbers):
             self.predictors[i] = number
@@ -195,17 +195,15 @@ cdef class StreamMeter:
         """Start a piece of so many tokens; its blocks begin at its first token."""
         cdef size_t block = min(self.block_tokens, tokens) * self.row
         cdef bint single = tokens <= self.block_tokens
-        cdef size_t most = max(block, 0 if single else tokens * self.row)
         if self.row == 0 or tokens == 0:
             raise ValueError("setup() first, and expect tokens")
         self.begun = False
         if (
-            self.buffer(BLOCK, block) == NULL
+            self.buffer(CHOSEN, tokens * self.row) == NULL
             or (self.shuffled and self.buffer(WORK, block) == NULL)
             or self.buffer(FIRST, block) == NULL
             or (not single and self.buffer(SECOND, block) == NULL)
-            or (not single and self.buffer(CHOSEN, tokens * self.row) == NULL)
-            or self.buffer(FRAME, zstd.bound(most)) == NULL
+            or self.buffer(FRAME, zstd.bound(tokens * self.row)) == NULL
         ):
             raise MemoryError(f"no memory for a stream of {tokens * self.row} bytes")
         self.tokens = tokens
@@ -234,7 +232,7 @@ cdef class StreamMeter:
         Returns
         -------
         (size, blocks, won, limit): bytes of the joint frame of all blocks, their number, how often each predictor was
-        chosen, in the order of `setup`, and the bytes that the order-0 entropy of the lane amounts to.
+        chosen, in the order of `setup`, and the bytes that the order-0 entropy of the lane amounts to, if counted.
         """
         cdef size_t size = self.size
         if not self.begun or self.tokens_seen != self.tokens:
@@ -248,7 +246,8 @@ cdef class StreamMeter:
             if zstd.is_error(size):
                 raise MemoryError(f"zstd could not compress a stream of {self.chosen} bytes")
         won = tuple(self.won[i] for i in range(self.n_predictors))
-        return size, self.blocks, won, entropy(self.counts) * self.tokens * self.row / 8.0
+        limit = entropy(self.counts) * self.tokens * self.row / 8.0 if self.counted else 0.0
+        return size, self.blocks, won, limit
 
     cdef bint take(self, const uint8_t *words, size_t tokens) noexcept nogil:
         cdef size_t now, n, start, part
@@ -256,12 +255,13 @@ cdef class StreamMeter:
         while tokens:
             now = min(tokens, self.block_tokens - self.tokens_in_block)
             n = now * self.row
-            dst = self.buffers[BLOCK] + self.tokens_in_block * self.row
+            dst = self.buffers[CHOSEN] + self.chosen + self.tokens_in_block * self.row
             start = 0
             while start < n:
                 part = min(<size_t>WORDS, n - start)
                 lanes.predict_lane(words + 2 * start, part, 2, self.lane, KVMNN_MODE_RAW, dst + start)
-                lanes.histogram(dst + start, part, self.counts)
+                if self.counted:
+                    lanes.histogram(dst + start, part, self.counts)
                 start += part
             words += 2 * n
             tokens -= now
@@ -291,7 +291,7 @@ cdef class StreamMeter:
                 return False
             if best == NULL or size < best_size:
                 best, best_size, winner = payload, size, i
-        if several:
+        if several and best != self.buffers[CHOSEN] + self.chosen:
             memcpy(self.buffers[CHOSEN] + self.chosen, best, n)
         self.chosen += n
         self.size = best_size
@@ -310,7 +310,7 @@ cdef class StreamMeter:
     cdef const uint8_t *make_payload(
         self, const kvmnn_tokens *loops, int predictor, size_t n, uint8_t *slot
     ) noexcept nogil:
-        cdef const uint8_t *stream = self.buffers[BLOCK]
+        cdef const uint8_t *stream = self.buffers[CHOSEN] + self.chosen
         cdef uint8_t *dst = self.buffers[WORK] if self.shuffled else slot
         if predictor != RAW:
             predict_into(loops, stream, n, self.row, self.dims, predictor, dst)

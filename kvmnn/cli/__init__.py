@@ -22,6 +22,7 @@ from . import (
     encode,
     export,
     inspect,
+    measure,
     pack,
     plan,
     repack,
@@ -43,6 +44,7 @@ _VERBS = (
     compact,
     repack,
     diff,
+    measure,
     plan,
 )
 

@@ -174,7 +174,7 @@ def _run(
     jobs: list[_Job], units: list[Unit], options: MeasureOptions, threads: int, progress: Progress | None
 ) -> tuple[dict[tuple[int, str, str | None], StreamSize | StoredSize], set[int]]:
     """The results by unit, part and lane, and the units whose files could not be read."""
-    meters, budget = Meters(), Budget(MEMORY)
+    meters, budget = Meters(MEMORY // threads), Budget(MEMORY)
     tell = _one_at_a_time(progress)
 
     def work(job: _Job) -> StreamSize | StoredSize | None:

@@ -130,6 +130,8 @@ class MeasureOptions:
         At most `LEVEL_MOST`; below 1 as libzstd understands it.
     predictors
         What adaptive_v22 tries.
+    limits
+        Count bytes for the order-0 entropy limits.
 
     Raises
     ------
@@ -147,6 +149,7 @@ class MeasureOptions:
     bitshuffle: bool = False
     zstd_level: int = 3
     predictors: Predictors = field(default_factory=Predictors)
+    limits: bool = True
 
     def __post_init__(self) -> None:
         _one_of("--entry-mode", self.entry_mode, ENTRY_MODES)

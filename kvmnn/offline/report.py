@@ -13,7 +13,7 @@ from .units import PARTS
 SCHEMA_VERSION = 3
 CODEC = "fp16_gear_predictive_zstd"
 SIMULATED = "simulated: zstd frames were made and their lengths added up; no such file exists"
-STORED = "stored: MNN frames were made, decoded and compared; LOSSLESS with regard to the 16-bit words measured"
+STORED = "STORED: frames as MNN makes them were encoded, decoded and compared: LOSSLESS for the 16-bit words measured"
 LIMIT = "order-0 entropy of the byte lanes as they are; what uses neighbours (predictors, matches) can go below"
 
 
@@ -141,64 +141,64 @@ def to_markdown(measured: Measurement) -> str:
 
 def to_breakdown(measured: Measurement) -> dict[str, Any]:
     """Sizes by layer, part and byte lane, each with its entropy limit, and which numbers are simulated or stored."""
+    meaning = {"simulated": SIMULATED}
+    if measured.options.limits:
+        meaning["limit"] = LIMIT
+    if measured.is_stored:
+        meaning["stored"] = STORED
     return {
-        "meaning": {"simulated": SIMULATED, "limit": LIMIT, **({"stored": STORED} if measured.is_stored else {})},
-        "overall": _totals(measured.totals, measured.is_stored),
-        "layers": {str(layer): _totals(totals, measured.is_stored) for layer, totals in measured.layers.items()},
+        "meaning": meaning,
+        "overall": _totals(measured.totals, measured),
+        "layers": {str(layer): _totals(totals, measured) for layer, totals in measured.layers.items()},
     }
 
 
-def _totals(totals: Totals, is_stored: bool) -> dict[str, Any]:
-    parts = {part: _sizes(totals, [part], is_stored) for part in PARTS}
-    for part in PARTS:
-        parts[part] |= {
-            "framing_bytes": totals.extra_bytes[part],
-            "lanes": {lane: _lane(totals.lanes[f"{part}_{lane}"]) for lane in ("hi", "lo")},
-        }
-    return {**_sizes(totals, PARTS, is_stored), **parts}
+def _totals(totals: Totals, measured: Measurement) -> dict[str, Any]:
+    parts = {part: _part(totals, part, measured) for part in PARTS}
+    return {**_sizes(totals, PARTS, measured), **parts}
 
 
-def _sizes(totals: Totals, parts: Sequence[str], is_stored: bool) -> dict[str, Any]:
+def _part(totals: Totals, part: str, measured: Measurement) -> dict[str, Any]:
+    lanes = {lane: _lane(totals.lanes[f"{part}_{lane}"], measured) for lane in ("hi", "lo")}
+    return {**_sizes(totals, [part], measured), "framing_bytes": totals.extra_bytes[part], "lanes": lanes}
+
+
+def _sizes(totals: Totals, parts: Sequence[str], measured: Measurement) -> dict[str, Any]:
     raw = totals.raw_bytes(parts)
-    found: dict[str, Any] = {
-        "raw_bytes": raw,
-        "simulated_bytes": totals.simulated_bytes(parts),
-        "simulated_ratio": ratio(raw, totals.simulated_bytes(parts)),
-        "limit_bytes": totals.limit_bytes(parts),
-        "limit_ratio": ratio(raw, totals.limit_bytes(parts)),
-    }
-    if is_stored:
+    found = _size(raw, totals.simulated_bytes(parts), totals.limit_bytes(parts), measured)
+    if measured.is_stored:
         stored = totals.stored_bytes(parts)
         frames = sum(totals.stored[part].frames for part in parts if part in totals.stored)
         found |= {"stored_bytes": stored, "stored_ratio": ratio(raw, stored), "stored_frames": frames, "verified": True}
     return found
 
 
-def _lane(lane: LaneTotal) -> dict[str, Any]:
-    return {
-        "raw_bytes": lane.raw_bytes,
-        "simulated_bytes": lane.simulated_bytes,
-        "simulated_ratio": ratio(lane.raw_bytes, lane.simulated_bytes),
-        "limit_bytes": lane.limit_bytes,
-        "limit_ratio": ratio(lane.raw_bytes, lane.limit_bytes),
-        "modes": dict(lane.modes),
-    }
+def _lane(lane: LaneTotal, measured: Measurement) -> dict[str, Any]:
+    return {**_size(lane.raw_bytes, lane.simulated_bytes, lane.limit_bytes, measured), "modes": dict(lane.modes)}
+
+
+def _size(raw: int, simulated: int, limit: float, measured: Measurement) -> dict[str, Any]:
+    found = {"raw_bytes": raw, "simulated_bytes": simulated, "simulated_ratio": ratio(raw, simulated)}
+    if not measured.options.limits:
+        return found
+    return {**found, "limit_bytes": limit, "limit_ratio": raw / limit if limit > 0 else None}
 
 
 def to_table(measured: Measurement) -> str:
     """The breakdown for people."""
-    header = f"{'':<12} {'raw bytes':>15} {'simulated':>15} {'ratio':>8} {'order-0 limit':>13}"
-    if measured.is_stored:
-        header += f" {'STORED':>15} {'ratio':>8}"
+    header = f"{'':<12} {'raw bytes':>15} {'simulated':>15} {'ratio':>8}"
+    header += f" {'order-0 limit':>13}" if measured.options.limits else ""
+    header += f" {'STORED':>15} {'ratio':>8}" if measured.is_stored else ""
     lines = [header]
     for label, totals in [*((f"layer {n}", t) for n, t in measured.layers.items()), ("all", measured.totals)]:
-        lines.append(_row(label, totals, PARTS, measured.is_stored))
+        whole = _totals(totals, measured)
+        lines.append(_line(label, whole))
         for part in PARTS:
-            lines.append(_row(f"  {part.upper()}", totals, [part], measured.is_stored))
-            for name in ("hi", "lo"):
-                lane = totals.lanes[f"{part}_{name}"]
-                lines.append(_line(f"    {name}", lane.raw_bytes, lane.simulated_bytes, lane.limit_bytes))
-    lines += ["", SIMULATED, f"limit: {LIMIT}"]
+            lines.append(_line(f"  {part.upper()}", whole[part]))
+            lines += [_line(f"    {lane}", whole[part]["lanes"][lane]) for lane in ("hi", "lo")]
+    lines += ["", SIMULATED]
+    if measured.options.limits:
+        lines.append(f"limit: {LIMIT}")
     if measured.is_stored:
         lines.append(STORED)
     if measured.selection.converted:
@@ -206,15 +206,11 @@ def to_table(measured: Measurement) -> str:
     return "\n".join(lines)
 
 
-def _row(label: str, totals: Totals, parts: Sequence[str], is_stored: bool) -> str:
-    raw = totals.raw_bytes(parts)
-    line = _line(label, raw, totals.simulated_bytes(parts), totals.limit_bytes(parts))
-    if is_stored:
-        stored = totals.stored_bytes(parts)
-        line += f" {stored:>15,} {ratio(raw, stored):>8.4f}"
+def _line(label: str, size: dict[str, Any]) -> str:
+    line = f"{label:<12} {size['raw_bytes']:>15,} {size['simulated_bytes']:>15,} {size['simulated_ratio']:>8.4f}"
+    if "limit_ratio" in size:
+        limit = size["limit_ratio"]
+        line += f" {'none' if limit is None else f'{limit:.4f}':>13}"
+    if "stored_bytes" in size:
+        line += f" {size['stored_bytes']:>15,} {size['stored_ratio']:>8.4f}"
     return line
-
-
-def _line(label: str, raw: int, simulated: int, limit: float) -> str:
-    bound = f"{ratio(raw, limit):.4f}" if limit > 0 else "none"
-    return f"{label:<12} {raw:>15,} {simulated:>15,} {ratio(raw, simulated):>8.4f} {bound:>13}"

@@ -58,6 +58,7 @@ class FileTensor:
         self.path = path
         self.width = width
         self.found = found
+        self.shape = shape
         self.tokens, heads, dims = shape
         self.token_bytes = 2 * heads * dims
 
@@ -66,10 +67,17 @@ class FileTensor:
 
     def runs(self, tokens: int) -> Iterator[Piece]:
         step = tokens * self.token_bytes // 2 * self.width
-        for run in self._bytes(step):
+        for run in self.raw_runs(step):
             yield run if self.width == 2 else rounded(run)
 
-    def _bytes(self, step: int) -> Iterator[Piece]:
+    def raw_runs(self, step: int) -> Iterator[Piece]:
+        """The file's own bytes, `step` at a time.
+
+        Raises
+        ------
+        SourceError
+            When it cannot be read, or has another size than before.
+        """
         if self.found > _READ_UP_TO:
             file = MappedFile(self.path)
             if file.size != self.found:

@@ -13,7 +13,8 @@ from typing import Any
 
 from .. import layer_arrays
 from ..errors import SourceError
-from ..sources import Source
+from ..opening import is_frames
+from ..sources import Source, find_packed
 from .options import NothingSelectedError, Scope
 from .rows import ArrayTensor, FileTensor, Tensor
 
@@ -104,6 +105,14 @@ def select(roots: Iterable[str | os.PathLike[str]], scope: Scope) -> Selection:
     for root in roots:
         add_dumps(found, Path(os.path.abspath(root)), scope)
     return found
+
+
+def is_dump(path: str) -> bool:
+    """Whether a path is to be walked: a directory that no other source or bundle of frames makes anything of."""
+    if not os.path.isdir(path) or is_frames(path) or find_packed(path):
+        return False
+    root = Path(path)
+    return bool(next(root.rglob("meta_*.json"), None)) or not next(root.rglob("packed_meta_*.json"), None)
 
 
 def add_dumps(found: Selection, root: Path, scope: Scope) -> None:

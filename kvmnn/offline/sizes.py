@@ -17,7 +17,6 @@ HEADER_BYTES = 8
 HI, LO = 1, 0
 _LEVEL_LEAST = -(1 << 17)
 _LEGACY = {"hi": ("delta_seq",), "lo": ("raw",)}
-_KEEP_BYTES = 48 << 20  # of one meter's buffers, between streams
 
 Progress = Callable[[int], object]
 
@@ -45,9 +44,16 @@ class StreamSize:
 
 
 class Meters:
-    """Meters that wait for their next stream, with their zstd contexts and buffers; safe for any number of threads."""
+    """Meters that wait for their next stream, with their zstd contexts and buffers; safe for any number of threads.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    keep_bytes
+        Of one meter's buffers, between streams.
+    """
+
+    def __init__(self, keep_bytes: int) -> None:
+        self._keep_bytes = keep_bytes
         self._idle: list[_offline.StreamMeter] = []
 
     def take(self) -> _offline.StreamMeter:
@@ -59,7 +65,7 @@ class Meters:
 
     def give_back(self, meter: _offline.StreamMeter) -> None:
         """Keep one for the next stream, unless its buffers are large."""
-        if meter.held() > _KEEP_BYTES:
+        if meter.held() > self._keep_bytes:
             meter.forget()
         self._idle.append(meter)
 
@@ -87,6 +93,7 @@ def stream_size(
         [NAMES.index(name) for name in names],
         max(options.zstd_level, _LEVEL_LEAST),
         options.bitshuffle,
+        options.limits,
     )
     reader = RowReader(unit.tensors(part))
     total, limit, modes = 0, 0.0, dict.fromkeys(names, 0)
@@ -112,5 +119,5 @@ def memory_needed(unit: Unit, options: MeasureOptions) -> int:
     if options.codec_mode == "adaptive_v22":
         heads, dims = unit.geometry
         block = min(piece, options.adaptive_block_seq * heads * dims)
-    buffers = 3 if block == piece else 4
-    return (2 * piece if block < piece else 0) + (buffers + options.bitshuffle) * block
+    slots = (1 if block == piece else 2) + options.bitshuffle
+    return 2 * piece + slots * block

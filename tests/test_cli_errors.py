@@ -113,7 +113,7 @@ def tree(folder: Path) -> dict[str, int]:
         ("encode ok.npy --effort most -o x.frame", 2, "invalid choice: 'most'"),
         ("encode ok.npy --dtype fp8 -o x.frame", 2, "invalid choice: 'fp8'"),
         ("encode ok.npy --frame-bytes 1X -o x.frame", 2, "'1X' is not a size"),
-        ("encode ok.npy --frame-bytes 1 -o x.frame", 2, "expected 0 or at least 4"),
+        ("encode ok.npy --frame-bytes 1 -o x.frame", 2, "expected 0 (never cut) or at least 4"),
         ("encode ok.npy --threads 0 -o x.frame", 2, "'0' is not a whole number above zero"),
         ("encode ok.npy --threads -1 -o x.frame", 2, "argument --threads"),
         ("encode - - -o x/", 2, "standard input can be read only once"),

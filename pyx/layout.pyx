@@ -31,6 +31,8 @@ cdef extern from "native/packing.h" nogil:
     void kvmnn_shift_keys(const kvmnn_pack *, uint8_t *, size_t, size_t, size_t, uint8_t *, size_t)
     void kvmnn_shift_values(const kvmnn_pack *, uint8_t *, size_t, size_t, size_t, uint8_t *, size_t)
 
+    const char *kvmnn_packing_level()
+
 cdef extern from "native/quantise.h" nogil:
     ctypedef struct kvmnn_pack8:
         size_t dims, lP, hP, block
@@ -220,3 +222,8 @@ def dequantise(
             else:
                 kvmnn_dequantise_values(
                     &n.codes, head + h * n.head_bytes, start, count, &rows[h, 0, 0], <size_t>rows.strides[1])
+
+
+def simd_level() -> str:
+    """What the packing loops were compiled for: every processor of the architecture runs it."""
+    return (<bytes>kvmnn_packing_level()).decode()

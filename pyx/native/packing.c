@@ -343,3 +343,15 @@ void kvmnn_scatter_values_far(const kvmnn_pack *p, uint8_t *head, size_t start, 
     }
     kvmnn_far_done();
 }
+
+const char *kvmnn_packing_level(void) {
+#if !defined(KVMNN_VECTORS)
+    return "loops";
+#elif defined(__SSE2__)
+    return "sse2";
+#elif defined(__ARM_NEON)
+    return "neon";
+#else
+    return "vectors";
+#endif
+}

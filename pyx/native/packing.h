@@ -56,4 +56,7 @@ void kvmnn_shift_keys(const kvmnn_pack *p, uint8_t *head, size_t src, size_t dst
 void kvmnn_shift_values(const kvmnn_pack *p, uint8_t *head, size_t src, size_t dst, size_t count, uint8_t *scratch,
                         size_t scratch_bytes);
 
+/* What the loops were compiled for. */
+const char *kvmnn_packing_level(void);
+
 #endif

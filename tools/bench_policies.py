@@ -34,8 +34,8 @@ def main() -> None:
     keys = np.random.default_rng(0).standard_normal((HEADS, TOKENS, DIMS), np.float32)
     results = [case for dtype in (np.float16, np.float32) for case in cases(keys.astype(dtype, copy=False), rounds)]
     text = (
-        f"{HEADS} heads, {TOKENS} tokens, head_dim {DIMS}, {BUDGET} tokens kept, one thread, CPU time. Limits: at least "
-        f"{LIMITS['avx2']:g} x, and {LIMITS['baseline']:g} x at the baseline, for l2_fixed on fp16.\n\n"
+        f"{HEADS} heads, {TOKENS} tokens, head_dim {DIMS}, {BUDGET} tokens kept, one thread, CPU time. Limits: at "
+        f"least {LIMITS['avx2']:g} x, and {LIMITS['baseline']:g} x at the baseline, for l2_fixed on fp16.\n\n"
     )
     header = ["what", "dtype", "SIMD level", "ms", "GB/s of keys", "numpy ms", "speed-up"]
     rows = [
@@ -89,7 +89,7 @@ def cases(keys: Array, rounds: int) -> list[dict[str, Any]]:
 
 
 def numpy_norms(keys: Array) -> Array:
-    return np.linalg.norm(keys.astype(np.float32), axis=-1)
+    return np.linalg.norm(keys.astype(np.float32, copy=False), axis=-1)
 
 
 def numpy_fixed(keys: Array, protected: int) -> Array:

@@ -13,7 +13,11 @@ static inline void LEVEL(add_squares)(LEVEL(sixteen) * sums, const LEVEL(sixteen
 
 static inline LEVEL(sixteen) LEVEL(load_fp32)(const uint8_t *p) {
     LEVEL(sixteen) x;
-    memcpy(&x, p, 64);
+    for (int i = 0; i < LEVEL(PARTS); ++i) {
+        kvmnn_floats(LEVEL_FLOATS) part;
+        memcpy(&part, p + 4 * LEVEL_FLOATS * i, sizeof part);
+        x.part[i] = part;
+    }
     return x;
 }
 

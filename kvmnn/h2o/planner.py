@@ -43,6 +43,11 @@ class Planner:
         ``"tokens"`` is what the interval was meant to be: decode steps between two plans of the same layer, whose
         number the caller gives. Plans are only ever applied to their own layer, and scores are cut when that happens.
 
+    on_invalid
+        ``"raise"`` refuses a call at which the engine would drop all that the layer holds because the shared count of
+        tokens is 0: the planner began with a cache that it has not seen (set ``meta.previous``), or `sync` was not
+        called. ``"engine"`` drops it.
+
     Attributes
     ----------
     config, cadence
@@ -59,12 +64,17 @@ class Planner:
     Raises
     ------
     KvmnnError
-        For an unknown cadence.
+        For an unknown cadence or `on_invalid`.
     """
 
-    def __init__(self, config: H2OConfig | None = None, *, cadence: str = "layer-calls") -> None:
+    def __init__(
+        self, config: H2OConfig | None = None, *, cadence: str = "layer-calls", on_invalid: str = "raise"
+    ) -> None:
         if cadence not in CADENCES:
             raise KvmnnError(f"cadence is {cadence!r}: expected one of {', '.join(CADENCES)}")
+        if on_invalid not in ("raise", "engine"):
+            raise KvmnnError(f"on_invalid is {on_invalid!r}: expected 'raise' or 'engine'")
+        self._strict = on_invalid == "raise"
         self.config = config or H2OConfig()
         self.cadence = cadence
         self.reset()
@@ -99,26 +109,27 @@ class Planner:
         Raises
         ------
         KvmnnError
-            For a layer that there is not, lengths outside 0 to 2**31 - 1, and when the call before was not ended.
+            For a layer that there is not, lengths outside 0 to 2**31 - 1, when the call before was not ended, and as
+        `on_invalid` says.
         """
         if self._open is not None:
             raise KvmnnError("begin: the call before was not ended")
         whole(kv_length, "kv_length", 0, INT32_MAX)
         whole(add, "add", 0, INT32_MAX - kv_length)
         index = self._index(layer, decode)
+        if self._strict:
+            self._check_count(index, kv_length)
         state = self.layers[index]
         pending, state.pending = state.pending, None
-        fits = pending is not None and pending.fits(kv_length)
-        if pending is not None and fits:
-            state.active = pending.pairs
-            if pending.keep is not None:
-                state.scores = kept_scores(state.scores, pending.keep)
+        valid = pending if pending is not None and pending.fits(kv_length) else None
+        if valid is not None:
+            state.active = valid.pairs
+            if valid.keep is not None:
+                state.scores = kept_scores(state.scores, valid.keep)
         self.metrics.set_pending(None)
-        remove, reserve = self._window(kv_length, add, decode, pending if fits else None)
+        remove, reserve = self._window(kv_length, add, decode, valid)
         after = kv_length - remove + sum(size for _, size in reserve)
-        found = Compaction(
-            index, remove, reserve, kv_length, after, pending is not None, pending is not None and not fits
-        )
+        found = Compaction(index, remove, reserve, kv_length, after, pending is not None, pending is not valid)
         self._open = found, add, decode
         return found
 
@@ -199,6 +210,15 @@ class Planner:
         if meta.previous == meta.remove and not meta.reserve:
             return kv_length, ()
         return meta.remove, () if self.config.quantised else meta.reserve
+
+    def _check_count(self, layer: int, kv_length: int) -> None:
+        if self.cadence == "tokens" or self.meta.previous or self.meta.remove or not kv_length:
+            return
+        if self.layers[layer].pending is None:
+            raise KvmnnError(
+                f"meta.previous is 0 while the layer holds {kv_length} tokens: the engine would drop them; expected "
+                "sync() after each step, or meta.previous set to the tokens of a cache that was there before"
+            )
 
     def _enabled(self, layer: int, decode: bool, add: int, kv_len: int) -> bool:
         config = self.config

@@ -99,7 +99,7 @@ class Replay:
     def __init__(self, case: dict[str, Any], kind: type[Planner]) -> None:
         self.case = case
         self.config = _config(case["config"])
-        self.planner = kind(self.config)
+        self.planner = kind(self.config, on_invalid="engine")
         self.events: list[dict[str, Any]] = []
         managers = {manager for forward in case["forwards"] for manager in forward["managers"]}
         init = dict(case["init"])

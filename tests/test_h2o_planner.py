@@ -1,0 +1,218 @@
+"""The planner of all layers: against the slow model in both cadences, and where those two differ."""
+
+from __future__ import annotations
+
+import h2o_model
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvmnn import KvmnnError
+from kvmnn.h2o import H2OConfig, Planner, block_sums, plan
+
+CONFIGS = st.builds(
+    H2OConfig,
+    block_tokens=st.integers(1, 8),
+    sink_tokens=st.integers(0, 9),
+    recent_tokens=st.integers(0, 9),
+    target_lossy_ratio=st.floats(1, 6),
+    ema_alpha=st.floats(0, 1),
+    update_interval=st.integers(0, 5),
+    trigger_min_tokens=st.integers(0, 40),
+    layers=st.integers(1, 4),
+    layer_start=st.integers(-1, 5),
+    layer_end=st.integers(-1, 4),
+    heads=st.just(3),
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    CONFIGS, st.sampled_from(["layer-calls", "tokens"]), st.integers(1, 60), st.lists(st.integers(1, 3), max_size=14)
+)
+def test_a_conversation_is_that_of_the_slow_model(config, cadence, prompt, steps):
+    rng = np.random.default_rng(prompt)
+    planner, model = Planner(config, cadence=cadence), h2o_model.Model(config, cadence)
+    number = (lambda layer: layer) if cadence == "tokens" else (lambda layer: None)
+    for layer in range(config.layers):
+        assert planner.begin(0, prompt, decode=False, layer=number(layer)).remove == 0
+        assert planner.end().kv_len == prompt
+    planner.sync()
+    model.prompt(prompt)
+    for add in steps:
+        for layer in range(config.layers):
+            drawn: dict[str, np.ndarray] = {}
+
+            def attention(blocks, drawn=drawn):
+                drawn["sums"] = (rng.integers(0, 4, blocks) / 3).astype(np.float32)
+                return drawn["sums"].astype(float).tolist()
+
+            before = model.layers[layer].length
+            applied, scores = model.decode(layer, add, attention)
+            todo = planner.begin(before, add, layer=number(layer))
+            assert list(todo.reserve) == applied and todo.remove == (before if applied else 0)
+            call = planner.end(drawn.get("sums"))
+            assert (call.layer, call.kv_len) == (layer, model.layers[layer].length)
+            assert call.scores.tolist() == (scores if call.enabled else call.scores.tolist())
+            pending = planner.layers[layer].pending
+            assert (list(pending.pairs) if pending else None) == model.layers[layer].pending
+        planner.sync()
+    assert planner.metrics.h2o_total_evict_tokens == model.total
+
+
+def config(**more) -> H2OConfig:
+    options = {"block_tokens": 8, "sink_tokens": 8, "recent_tokens": 8, "update_interval": 4, "trigger_min_tokens": 32}
+    options["target_lossy_ratio"] = 2.0
+    return H2OConfig(**{**options, "layers": 2, "layer_start": 0, "heads": 1, **more})
+
+
+def talk(planner: Planner, lengths: list[int], add: int = 1, *, decode: bool = True) -> list[tuple[int, ...]]:
+    """One step of all layers; the pairs that each applied."""
+    applied = []
+    for layer in range(len(lengths)):
+        number = layer if planner.cadence == "tokens" else None
+        todo = planner.begin(lengths[layer], add, decode=decode, layer=number)
+        lengths[layer] = todo.kv_after + add
+        sums = np.arange(planner.config.blocks(lengths[layer]), dtype=np.float32)
+        planner.end(sums)
+        applied.append(todo.reserve)
+    planner.sync()
+    return applied
+
+
+def test_the_cadences_count_differently():
+    """Interval 4 of two layers: in the engine layer 1 plans every second token and layer 0 never; by tokens both do."""
+    when = {}
+    for cadence in ("layer-calls", "tokens"):
+        planner, lengths = Planner(config(), cadence=cadence), [0, 0]
+        talk(planner, lengths, 100, decode=False)
+        when[cadence] = [[bool(pairs) for pairs in talk(planner, lengths)] for _ in range(6)]
+    assert [i for i, applied in enumerate(when["layer-calls"]) if any(applied)] == [2, 4]
+    assert not any(applied[0] for applied in when["layer-calls"])
+    assert [i for i, applied in enumerate(when["tokens"]) if any(applied)] == [4]
+    assert when["tokens"][4] == [True, True]
+
+
+def test_a_kept_cache_at_a_second_turn():
+    """The engine applies layer 0's plan to every layer and drops the others'; by tokens each layer gets its own."""
+    engine, lengths = Planner(config(update_interval=1, layers=2)), [0, 0]
+    talk(engine, lengths, 60, decode=False)
+    talk(engine, lengths)
+    own = engine.layers[1].pending
+    assert own is not None
+    first, second = talk(engine, lengths, 5, decode=False)
+    assert first == second != ()
+    assert engine.layers[1].pending is own
+    engine.begin(lengths[0])
+    engine.end(np.zeros(engine.config.blocks(lengths[0] + 1)))
+    stale = engine.begin(lengths[1])
+    assert stale.stale and stale.was_pending and stale.remove == 0
+
+    mine, lengths = Planner(config(update_interval=1), cadence="tokens"), [0, 0]
+    talk(mine, lengths, 60, decode=False)
+    talk(mine, lengths)
+    plans = [layer.pending.pairs for layer in mine.layers]
+    assert talk(mine, lengths, 5, decode=False) == plans
+
+
+def test_scores_follow_a_stale_plan_only_by_tokens():
+    for cadence, blocks in (("tokens", 8), ("layer-calls", 5)):
+        planner, lengths = Planner(config(update_interval=1, layers=1), cadence=cadence), [0]
+        talk(planner, lengths, 60, decode=False)
+        talk(planner, lengths)
+        todo = planner.begin(50, layer=0 if cadence == "tokens" else None)
+        assert todo.stale and todo.kv_after == 50
+        assert planner.layers[0].scores.size == blocks
+
+
+def test_a_new_prompt_forgets():
+    for cadence in ("tokens", "layer-calls"):
+        planner, lengths = Planner(config(update_interval=1), cadence=cadence), [0, 0]
+        talk(planner, lengths, 60, decode=False)
+        talk(planner, lengths)
+        assert all(layer.pending for layer in planner.layers)
+        total = planner.metrics.h2o_total_evict_tokens
+        talk(planner, [0, 0], 70, decode=False)
+        assert not any(layer.pending or layer.scores.size for layer in planner.layers)
+        assert planner.metrics.h2o_total_evict_tokens == total > 0
+        planner.reset()
+        assert planner.metrics.h2o_total_evict_tokens == 0
+
+
+def test_rows_do_the_same_as_their_sums():
+    rows = np.random.default_rng(1).random((3, 1, 101), dtype=np.float32)
+    results = []
+    for given_rows in (True, False):
+        planner = Planner(config(heads=None if given_rows else 3, layers=1, update_interval=1))
+        planner.begin(0, 100, decode=False)
+        planner.end()
+        planner.sync()
+        planner.begin(100)
+        call = planner.end(rows=rows) if given_rows else planner.end(block_sums(rows, 8))
+        results.append((call.scores.tolist(), call.plan.reserve))
+    assert results[0] == results[1]
+    assert results[0][1] == plan(results[0][0], 101, config()).reserve
+
+
+def test_a_refused_half_changes_nothing():
+    planner = Planner(config(heads=None, layers=1, update_interval=1))
+    with pytest.raises(KvmnnError, match="end"):
+        planner.end()
+    planner.begin(0, 100, decode=False)
+    with pytest.raises(KvmnnError, match="not ended"):
+        planner.begin(0)
+    planner.end()
+    with pytest.raises(KvmnnError, match=r"previous is 0 while the layer holds 100 tokens.*sync\(\)"):
+        planner.begin(100)
+    planner.sync()
+    planner.begin(100)
+    for options, message in [
+        ({}, "either"),
+        ({"sums": [1.0], "rows": np.ones((1, 101))}, "either"),
+        ({"sums": np.ones(13)}, "config.heads"),
+        ({"rows": np.ones((1, 100))}, "100 keys"),
+        ({"rows": np.ones((1, 2, 101))}, "queries"),
+    ]:
+        with pytest.raises(KvmnnError, match=message):
+            planner.end(**options)
+        assert planner.clock.global_step == 0 and planner.layers[0].scores.size == 0
+    assert planner.end(rows=np.ones((1, 101), np.float32)).triggered
+    planner = Planner(config(layers=1), on_invalid="engine")
+    assert planner.begin(100).remove == 100  # the shared count is 0, so the engine drops what there is
+    planner = Planner(config(layers=1))
+    planner.meta.previous = 100
+    planner.begin(100)
+    with pytest.raises(KvmnnError, match="3 sums for 101 tokens: expected 13"):
+        planner.end([1.0, 2.0, 3.0])
+
+
+@pytest.mark.parametrize(
+    ("cadence", "arguments", "message"),
+    [
+        ("tokens", {"kv_length": 5}, "layer"),
+        ("tokens", {"kv_length": 5, "layer": 2}, "layer is 2"),
+        ("layer-calls", {"kv_length": 5, "layer": 0}, "counts layers by itself"),
+        ("layer-calls", {"kv_length": -1}, "kv_length"),
+        ("layer-calls", {"kv_length": 2**31 - 1}, "add"),
+    ],
+)
+def test_impossible_calls_are_refused(cadence, arguments, message):
+    with pytest.raises(KvmnnError, match=message):
+        Planner(config(), cadence=cadence).begin(**arguments)
+
+
+def test_unknown_modes_are_refused():
+    with pytest.raises(KvmnnError, match="cadence"):
+        Planner(cadence="steps")
+    with pytest.raises(KvmnnError, match="on_invalid"):
+        Planner(on_invalid="ignore")
+
+
+def test_disabled_and_quantised_layers_are_left_alone():
+    for options in ({"enable": False}, {"quantised": True}, {"layer_start": 1, "layer_end": 0}):
+        planner, lengths = Planner(config(update_interval=1, **options)), [0, 0]
+        talk(planner, lengths, 60, decode=False)
+        for _ in range(3):
+            assert talk(planner, lengths) == [(), ()]
+        assert planner.metrics.h2o_total_evict_tokens == 0

@@ -247,9 +247,11 @@ class DirectoryOutput(_Staged):
                 self._check_free(self.target / name)
 
     def file(self, name: str) -> StagedFile:
-        """Begin the file called `name`; the one begun before is closed."""
+        """Begin the file called `name`, which may lie in a folder of its own; the one begun before is closed."""
         self.check_names([name])
         self._close_all()
+        with failures(self.target / name):
+            (self._stage / name).parent.mkdir(parents=True, exist_ok=True)
         file = StagedFile(self.target / name, self._stage / name)
         self._files.append(file)
         return file
@@ -268,6 +270,8 @@ class DirectoryOutput(_Staged):
             with failures(self.target / self._index):
                 (self.target / self._index).unlink(missing_ok=True)
         for file in sorted(self._files, key=lambda f: f.target.name == self._index):
+            with failures(file.target):
+                file.target.parent.mkdir(parents=True, exist_ok=True)
             self._place(file.path, file.target)
         _sync_directory(self.target)
 

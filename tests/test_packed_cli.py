@@ -140,6 +140,24 @@ def test_unpack_takes_single_arrays(prefix, run):
     assert "no output given" in run("unpack", *prefix.argv, code=2).err
 
 
+def test_a_cache_becomes_a_dump(prefix, run):
+    run("unpack", *prefix.argv, "--as", "dump", "--run-id", "r1", "-o", "d/")
+    assert "equal: 3,360 words" in run("diff", "d", *prefix.argv).out
+    plain = np.fromfile("d/r1/layer_1/v_t0_70.bin", np.float32).reshape(TOKENS, 2, 6)
+    np.testing.assert_array_equal(plain.swapaxes(0, 1), prefix.arrays[3])
+    meta = json.loads(Path("d/r1/layer_1/meta_t0_70.json").read_text())
+    assert list(meta)[:6] == ["layer_id", "seq_start", "seq_len", "seq_end_exclusive", "kv_heads", "head_dim"]
+    assert list(meta)[6:12] == ["bytes_per_elem", "dtype", "add", "tensor_seq_len", "quant_key", "quant_value"]
+    assert list(meta)[12:] == ["flash_attention", "stage", "run_id", "k_file", "v_file"]
+    run("unpack", "d", "--as", "dump", "--run-id", "r1", "-o", "e/")
+    assert Path("e/r1/layer_0/k_t0_70.bin").read_bytes() == Path("d/r1/layer_0/k_t0_70.bin").read_bytes()
+    run("unpack", *prefix.argv, "--as", "packed-dump", "-o", "d/")  # beside the other one
+    assert "equal: 3,360 words" in run("diff", "d", *prefix.argv, "--packed").out
+    assert Path("d/kvmnn/layer_0/packed_k_packed_t0_70.bin").stat().st_size == 2 * 72 * 6 * 4
+    assert "is not a run id" in run("unpack", *prefix.argv, "--as", "dump", "--run-id", "../x", "-o", "f/", code=1).err
+    assert "use --as dump" in run("unpack", "d", "--as", "packed-dump", "-o", "f/", code=2).err
+
+
 def test_encode_and_decode(prefix, run, model):
     Path("ids.json").write_text(json.dumps(list(range(TOKENS))))
     run("encode", *prefix.argv, "--model", model, "--token-ids", "ids.json", "-o", "b/")

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from . import _common, _packed
+from . import _common, _packed, _prefix_output
 from ._common import LOSSLESS, LOSSY, UsageError
 
 if TYPE_CHECKING:
@@ -21,6 +21,8 @@ anything else that kvmnn reads will do as well.
   -o X.npz, X.safetensors      all arrays; .safetensors keeps what pack needs to restore the files
   -o DIR/                      one .npy file for each array
   -o X.npy, -o X               one array (--tensor layer_0.key chooses)
+  --as dump -o DIR/            a KV dump as the engine writes it, [token, kv_head, head_dim]
+  --as packed-dump -o DIR/     its packed variant
 
 Live elements only: padding and room are left out. Of caches that the engine keeps in int8 (--int8) the codes times
 their scales plus biases come back as fp32, and what cannot be recovered is said."""
@@ -32,6 +34,8 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("input", metavar="IN")
     _common.add_output(parser, "file or directory")
     _common.add_source(parser, "what the words are, where the pack numbers do not say")
+    parser.add_argument("--as", dest="form", choices=("arrays", "dump", "packed-dump"), default="arrays")
+    parser.add_argument("--run-id", default="kvmnn", metavar="ID", help="of a dump (default: kvmnn)")
     _packed.add_packed(parser)
 
 
@@ -42,7 +46,10 @@ def run(arguments: argparse.Namespace) -> int:
     source = _common.load([arguments.input], arguments, frames=True)
     _common.report_skipped(source, arguments)
     started = time.perf_counter()
-    _write(source, arguments)
+    if arguments.form == "arrays":
+        _write(source, arguments)
+    else:
+        _write_dump(source, arguments)
     seconds = time.perf_counter() - started
     nbytes = sum(array.nbytes for array in source.arrays)
     if arguments.json:
@@ -86,6 +93,27 @@ def _write(source: Source, arguments: argparse.Namespace) -> None:
         with FileOutput(output, force=arguments.force, protect=protect) as file:
             writer(file.file, arrays, runs, source.metadata)
             file.commit()
+
+
+def _write_dump(source: Source, arguments: argparse.Namespace) -> None:
+    from ..dump_writing import write_dump
+    from ..output import DirectoryOutput
+
+    packed_as = None
+    if arguments.form == "packed-dump":
+        if source.cache is None:
+            raise UsageError(f"{arguments.input}: is not a packed cache, so nothing says how to pack it: use --as dump")
+        packed_as = source.cache.layout
+    arrays = _prefix_output.layers_of(source, arguments)
+    protect = _prefix_output.with_contents([arguments.input])
+    total = sum(array.nbytes for array in source.arrays)
+    with (
+        _common.progress(arguments, total, "unpack") as step,
+        DirectoryOutput(arguments.output, force=arguments.force, protect=protect) as directory,
+    ):
+        flash = source.cache is None or source.cache.layout.flash_block is not None
+        write_dump(arrays, directory, arguments.run_id, packed_as=packed_as, flash=flash, progress=step)
+        directory.commit()
 
 
 def _runs(source: Source, step: Callable[[int], object] | None) -> Iterator[tuple[int, Piece]]:

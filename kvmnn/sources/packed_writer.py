@@ -64,7 +64,7 @@ class PackedPart:
         self._dirty = 0
         self._target = target
         with failures(target), open(path, "r+b") as file:
-            _make_room(file.fileno(), head * layout.kv_heads)
+            make_room(file.fileno(), head * layout.kv_heads)
             self._map = mmap.mmap(file.fileno(), 0)
         self._buffer = np.frombuffer(self._map, np.uint8).reshape(layout.kv_heads, head)
 
@@ -127,7 +127,7 @@ class PackedPart:
                 yield head, (self._position + first) // heads, chosen.reshape(-1)
 
 
-def _make_room(handle: int, nbytes: int) -> None:
+def make_room(handle: int, nbytes: int) -> None:
     """Give the file its size; where the system can, reserve it too: a full disk under a mapping would kill us."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(handle, 0, nbytes)

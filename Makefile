@@ -50,7 +50,7 @@ $(STAMPS)/install: $(BIN)/python $(SOURCES)
 	@mkdir -p $(STAMPS) && touch $@
 
 $(STAMPS)/test: $(STAMPS)/install
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check '.[test,lm]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check '.[test]'
 	@touch $@
 
 $(STAMPS)/peers: $(STAMPS)/install

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -127,11 +127,6 @@ class CacheInfo:
         return sum(
             self.layout.key_bytes(each.capacity) + self.layout.value_bytes(each.capacity) for each in self.layers
         )
-
-    def with_layout(self, layout: PackLayout, capacity: int | None = None) -> CacheInfo:
-        """The same cache in another layout or with another capacity (tokens)."""
-        layers = tuple(replace(each, capacity=capacity or each.capacity) for each in self.layers)
-        return replace(self, layout=layout, layers=layers)
 
 
 def joined(runs: Iterable[tuple[int, int]]) -> Ranges:

@@ -7,6 +7,8 @@ elements only.
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -162,9 +164,6 @@ def array_name(layer: int, part: Part) -> str:
 
 def size_of(path: str) -> int:
     """Bytes of a regular file; `SourceError` for anything else."""
-    import os
-    import stat
-
     try:
         status = os.stat(path)
     except OSError as exc:

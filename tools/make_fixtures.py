@@ -73,6 +73,7 @@ MAKERS = {
     "kv_real": cut_arrays,
     "layout": pack_vectors,
     "mnn_engine": pack_engine,
+    "offline": pack_vectors,
     "policies": pack_vectors,
     "real_kv": pack_real,
 }

@@ -15,9 +15,9 @@ from ._common import LOSSLESS, LOSSY, UsageError
 if TYPE_CHECKING:
     from ..offline import Measurement, MeasureOptions, Selection
 
-_TEXT = """Measure how well KV dumps can be compressed without loss: the offline evaluation of the H2O work on MNN, number for
-number. Sizes are simulated: zstd frames of byte lanes under predictors along the tokens, added up. --real
-also makes MNN's frames, decodes and compares them, and says what they take.
+_TEXT = """Measure how well KV dumps can be compressed without loss: the offline evaluation of the H2O work on MNN,
+number for number. Sizes are simulated: zstd frames of byte lanes under predictors along the tokens, added up. --real also
+makes frames as MNN does, decodes and compares them, and says what they take.
 
 INPUT is the directory of an MNN KV dump, or anything else that kvmnn reads as K and V of layers; --dump-dir is the
 same. --out-json and --out-md write the evaluation's own two documents. --json prints them and the breakdown by layer,
@@ -77,7 +77,7 @@ def _measure(arguments: argparse.Namespace, options: MeasureOptions) -> int:
 
     from ..errors import OutputError
     from ..offline import measure, to_json, to_markdown
-    from ..offline.measure import work_bytes
+    from ..offline.measuring import work_bytes
     from ..output import FileOutput, failures
 
     options = replace(options, limits=not arguments.no_limits)

@@ -1,6 +1,6 @@
 """The seeds' offline evaluation: what lossless compression of KV dumps would give, simulated and for real."""
 
-from .measure import Measurement, measure
+from .measuring import Measurement, measure
 from .options import MeasureOptions, NothingSelectedError, OptionError, Predictors, Scope
 from .report import to_document, to_json, to_markdown
 from .selection import Selection, select, select_source

@@ -14,8 +14,8 @@ from .options import (
     SCOPES,
     STAGES,
     V_PREDICTORS,
+    ArgumentsError,
     MeasureOptions,
-    OptionError,
     Predictors,
     Scope,
     parse_layer_ids,
@@ -107,4 +107,4 @@ def _split(text: str) -> tuple[str, ...]:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise OptionError(message)
+        raise ArgumentsError(message)

@@ -61,8 +61,8 @@ def to_fp16(
     """Convert every dump below `source` into the same place below `target`.
 
     Metadata keeps all its keys and gets ``source_bytes_per_elem``, ``bytes_per_elem`` 2, ``dtype`` ``"fp16"`` and,
-    where words were rounded, ``converted_from`` ``"fp32"``. It is written last, so none describes files that are not there.
-    Binary files outside the dump's directory are refused.
+    where words were rounded, ``converted_from`` ``"fp32"``. It is written last, so none describes files
+    that are not there. Binary files outside the dump's directory are refused.
 
     Raises
     ------

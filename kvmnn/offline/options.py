@@ -23,6 +23,10 @@ class OptionError(KvmnnError):
     """An option with a value that makes no sense, alone or with the others."""
 
 
+class ArgumentsError(OptionError):
+    """Arguments that are no options, or whose values are of no kind that the option takes."""
+
+
 class NothingSelectedError(KvmnnError):
     """No dump is left to measure."""
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from .measure import LaneTotal, Measurement, Totals
+from .measuring import LaneTotal, Measurement, Totals
 from .options import LANES
 from .units import PARTS
 

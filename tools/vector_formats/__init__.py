@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from . import compressor, compressor_forward, frames, h2o, layout, policies, real
+from . import compressor, compressor_forward, frames, h2o, layout, offline, policies, real
 from .common import CaseResult
 
 Runner = Callable[[Path, dict[str, Any]], Iterator[CaseResult]]
@@ -19,6 +19,7 @@ FORMATS: dict[str, Runner] = {
     "kvcm-forward-vectors/1": compressor_forward.run,
     "mnn-frame-vectors-1": frames.run,
     "mnn-h2o-live-1": real.run_h2o,
+    "mnn-offline-lossless-vectors-1": offline.run,
     "mnn-packed-kv-layout-vectors-1": layout.run,
     "mnn-prefix-1": real.run_prefix,
     "mnn-real-kv-1": real.run_snapshots,

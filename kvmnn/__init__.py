@@ -15,6 +15,7 @@ from .errors import (
 )
 from .frame import decode, decode_many, encode, encode_many, fnv1a64, inspect
 from .frame_info import FrameInfo, StreamInfo
+from .h2o import H2OConfig, Plan, Planner, block_sums, plan
 from .kv_meta import KVMeta
 from .layout import PackLayout
 from .packed_cache import PackedCache
@@ -37,6 +38,7 @@ __all__ = [
     "CacheDroppedWarning",
     "FrameError",
     "FrameInfo",
+    "H2OConfig",
     "KVMeta",
     "KvmnnError",
     "LimitError",
@@ -45,9 +47,12 @@ __all__ = [
     "OutputError",
     "PackLayout",
     "PackedCache",
+    "Plan",
+    "Planner",
     "SourceError",
     "StreamInfo",
     "__version__",
+    "block_sums",
     "decode",
     "decode_many",
     "encode",
@@ -55,4 +60,5 @@ __all__ = [
     "encode_many",
     "fnv1a64",
     "inspect",
+    "plan",
 ]

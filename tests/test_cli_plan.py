@@ -106,6 +106,19 @@ def test_scores_as_json_and_numbers_that_are_none(here, run):
     assert [layer["keep"] for layer in found["layers"]] == ["1001", "1010"]
 
 
+def test_every_dtype_and_order(here, run):
+    scores = np.arange(20, dtype=np.float32)
+    (here / "bf16.bin").write_bytes((scores.view(np.uint32) >> 16).astype("<u2").tobytes())
+    np.save("big.npy", scores.astype(">f2"))
+    np.save("fortran.npy", np.asfortranarray(ATTENTION))
+    options = ("--block", 8, "--sink", 8, "--recent", 8, "--json")
+    expected_pairs = json.loads(run("scores.npy", *options).out)["layers"][0]["pairs"]
+    assert json.loads(run("bf16.bin", "--dtype", "bf16", *options).out)["layers"][0]["pairs"] == expected_pairs
+    assert json.loads(run("big.npy", *options).out)["layers"][0]["pairs"] == expected_pairs
+    layers = [json.loads(run(name, *OPTIONS, "--json").out)["layers"] for name in ("layers.npy", "fortran.npy")]
+    assert [layer["pairs"] for layer in layers[0]] == [layer["pairs"] for layer in layers[1]]
+
+
 def test_bytes_and_static_targets(here, run):
     found = json.loads(run("scores.npy", "--keep-ratio", 0.5, "--recent", 64, "--bytes-per-token", 256, "--json").out)
     (layer,) = found["layers"]
@@ -120,6 +133,8 @@ def test_bytes_and_static_targets(here, run):
         (("scores.npy", "--tokens", "9"), 1, "20 scores for 9 tokens"),
         (("scores.npy", "--kind", "attention"), 1, r"shape (20,)"),
         (("layers.npy", "--kind", "scores"), 1, "expected (blocks,)"),
+        (("keys.npy",), 1, "keys has numbers below 0: expected attention"),
+        (("raw.bin",), 1, "dtype"),
         (("scores.npy", "--block", "0"), 2, "--block"),
         (("scores.npy", "--sink", "-1"), 2, "--sink"),
         (("scores.npy", "--target-ratio", "0.5"), 2, "expected at least 1"),
@@ -136,6 +151,8 @@ def test_bytes_and_static_targets(here, run):
     ],
 )
 def test_what_cannot_be_planned_is_one_line(here, run, argv, code, message):
+    np.save("keys.npy", RNG.standard_normal((2, 30, 8)).astype(np.float16))
+    (here / "raw.bin").write_bytes(bytes(8))
     (here / "bad.json").write_text("[1,")
     (here / "text.json").write_text('{"a": 1}')
     (here / "mixed.json").write_text("[[1], [true]]")

@@ -82,6 +82,8 @@ def read_scores(
         layers = [(name, array)] if array.ndim == single else [(f"{name}[{i}]", a) for i, a in enumerate(array)]
         for label, part in layers:
             if what == "attention":
+                if (part < 0).any():
+                    raise SourceError(f"{path}: {label} has numbers below 0: expected attention, as softmax gives it")
                 sums = block_sums(part, config.block, threads=threads, tile=tile)
                 count = part.shape[0] * (part.shape[1] if part.ndim == 3 else 1)
                 scores = updated(np.empty(0), sums, count=count, alpha=float(config.alpha))

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from ..errors import KvmnnError
@@ -53,7 +54,7 @@ def create(name: str, **options: Any) -> Policy:
     policy = POLICIES.get(name)
     if policy is None:
         raise KvmnnError(f"unknown policy {name!r}: expected one of {', '.join(POLICIES)}")
-    known = sorted(policy.__dataclass_fields__)
+    known = sorted(field.name for field in fields(policy))
     for option in options:
         if option not in known:
             raise KvmnnError(f"{name} has no option {option!r}: expected {', '.join(known)}")

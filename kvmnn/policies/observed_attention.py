@@ -39,11 +39,19 @@ class ObservedAttention(Budgeted):
     rounds_up = False
 
     def column_sums(self, weights: npt.NDArray[Any], kv_heads: int) -> Floats:
-        """Scores of a prompt from its attention ``[query_head, query, key]``; query i is the token i."""
+        """Scores of a prompt from its attention ``[query_head, query, key]``; 0 for a later step, which has fewer queries.
+
+        Raises
+        ------
+        KvmnnError
+            For more queries than keys.
+        """
         sums = group_sums(weights, kv_heads)
         queries, tokens = weights.shape[1:]
-        if queries != tokens:
-            raise KvmnnError(f"{self.name}: {queries} queries for {tokens} keys: expected the whole prompt")
+        if queries > tokens:
+            raise KvmnnError(f"{self.name}: {queries} queries for {tokens} keys: expected at most as many")
+        if queries < tokens:
+            return np.zeros_like(sums)
         seen_by = np.arange(tokens, 0, -1, dtype=np.float32)
         scores: Floats = sums / seen_by / np.float32(weights.shape[0] // kv_heads)
         return scores

@@ -253,5 +253,5 @@ def group_sums(weights: npt.NDArray[Any], kv_heads: int) -> Floats:
     if kv_heads == 0 or array.shape[0] % kv_heads:
         raise KvmnnError(f"{array.shape[0]} query heads do not form groups for {kv_heads} KV heads")
     sums = array.sum(axis=1, dtype=np.float32)
-    grouped: Floats = sums.reshape(kv_heads, -1, array.shape[2]).sum(axis=1, dtype=np.float32)
+    grouped: Floats = sums.reshape(kv_heads, array.shape[0] // kv_heads, array.shape[2]).sum(axis=1, dtype=np.float32)
     return grouped

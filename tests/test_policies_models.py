@@ -1,0 +1,196 @@
+"""Every policy against its rule in plain Python, on keys and scores with ties, zeros, infinities and NaN."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import policy_models as model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvmnn.h2o import H2OConfig, plan
+from kvmnn.policies import (
+    H2OBlocks,
+    H2OHeads,
+    H2OTokens,
+    KNorm,
+    L2Fixed,
+    L2Ratio,
+    LayerView,
+    Moment,
+    ObservedAttention,
+    Policy,
+    RecentOnly,
+    Streaming,
+    StreamingPress,
+)
+
+RATIOS = st.sampled_from([0.0, 0.1, 0.29, 0.5, 0.7, 0.98, 1.0, 1.5]) | st.floats(0, 2)
+SMALL = st.integers(0, 12)
+MOMENTS = st.sampled_from(list(Moment))
+quick = settings(deadline=None, max_examples=60)
+
+
+def norms(keys: model.Array) -> list[list[float]]:
+    return [[model.norm(row) for row in head] for head in model.floats(keys)]
+
+
+def by_head(policy: Policy, view: LayerView, heads: int, moment: Moment = Moment.ATTENDED) -> list[list[int]]:
+    kept = policy.keep(view, moment)
+    return np.broadcast_to(kept, (heads, kept.shape[-1])).tolist()
+
+
+@given(model.keys(), RATIOS, st.integers(0, 30), st.sampled_from(["seed", "original"]))
+@quick
+def test_l2_ratio(keys: model.Array, ratio: float, prune_after: int, form: str) -> None:
+    policy = L2Ratio(keep_ratio=ratio, prune_after=prune_after, form=form, skip_layers=())
+    heads, tokens = keys.shape[:2]
+    keep = math.ceil(ratio * tokens)
+    expected = [model.l2_ratio(head, keep, prune_after, form) for head in norms(keys)]
+    assert by_head(policy, LayerView(tokens=tokens, keys=keys), heads) == expected
+
+
+@given(model.keys(), st.integers(0, 30), RATIOS, st.booleans())
+@quick
+def test_l2_fixed(keys: model.Array, budget: int, recent_ratio: float, high: bool) -> None:
+    strategy = "keep_high" if high else "keep_low"
+    policy = L2Fixed(budget=budget, recent_ratio=recent_ratio, strategy=strategy, skip_layers=())
+    heads, tokens = keys.shape[:2]
+    expected = [model.l2_fixed(head, budget, recent_ratio, high=high) for head in norms(keys)]
+    view = LayerView(tokens=tokens, keys=keys)
+    assert by_head(policy, view, heads) == expected
+    if recent_ratio == 1:
+        assert by_head(RecentOnly(budget=budget, skip_layers=()), view, heads) == expected
+
+
+@given(model.keys(), st.floats(0, 1, exclude_max=True))
+@quick
+def test_knorm(keys: model.Array, compression: float) -> None:
+    heads, tokens = keys.shape[:2]
+    size = int(tokens * (1 - compression))
+    found = by_head(KNorm(keep_ratio=1 - compression), LayerView(tokens=tokens, keys=keys), heads)
+    if size == tokens:
+        assert found == [list(range(tokens))] * heads
+    else:
+        assert found == [model.ranked(head)[:size] for head in norms(keys)]
+
+
+@given(st.integers(0, 40), st.integers(0, 6), st.integers(1, 12), SMALL, MOMENTS)
+@quick
+def test_streaming(tokens: int, sink: int, window: int, buffer: int, moment: Moment) -> None:
+    policy = Streaming.lazy(sink, window, buffer)
+    expected = model.streaming(tokens, sink, sink + window, buffer if moment is Moment.ATTENDED else 0)
+    if moment is Moment.APPENDED:
+        expected = list(range(tokens))
+    assert policy.keep(LayerView(tokens=tokens), moment).tolist() == expected
+
+
+@given(st.integers(1, 40), st.integers(0, 12), st.floats(0, 1, exclude_max=True))
+@quick
+def test_streaming_press(tokens: int, sink: int, compression: float) -> None:
+    """The best by (score, age): 0 for what is to be pruned, 1 for the rest."""
+    size = int(tokens * (1 - compression))
+    if tokens <= sink:
+        return
+    scores = [0 if sink <= i < sink + tokens - size else 1 for i in range(tokens)]
+    expected = sorted(model.ranked(scores, highest=True)[:size])
+    found = StreamingPress(keep_ratio=1 - compression, sink=sink).keep(LayerView(tokens=tokens))
+    assert found.tolist() == expected
+
+
+@given(model.rows(), SMALL, SMALL, st.integers(0, 30), SMALL, MOMENTS)
+@quick
+def test_h2o_tokens(rows: model.Array, sink: int, recent: int, budget: int, buffer: int, moment: Moment) -> None:
+    policy = H2OTokens(sink=sink, recent=recent, budget=budget, buffer=buffer)
+    for row in rows:
+        expected = model.h2o_tokens(row.tolist(), budget, sink, recent, buffer if moment is Moment.APPENDED else 0)
+        if moment is Moment.ATTENDED:
+            expected = list(range(row.size))
+        assert policy.keep(LayerView(tokens=row.size, scores=row), moment).tolist() == expected
+
+
+@given(model.rows(), SMALL, SMALL)
+@quick
+def test_h2o_heads(rows: model.Array, heavy: int, recent: int) -> None:
+    policy = H2OHeads(recent=recent, budget=recent + heavy)
+    expected = [model.h2o_heads(row.tolist(), recent + heavy, recent) for row in rows]
+    assert by_head(policy, LayerView(tokens=rows.shape[1], scores=rows), rows.shape[0]) == expected
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(0, 14), st.floats(0, 1, exclude_max=True), st.integers(0, 99))
+@quick
+def test_observed_attention(heads: int, group: int, tokens: int, compression: float, seed: int) -> None:
+    """Weights are multiples of 1/64 and groups powers of 2, so that every sum is exact in any order."""
+    group = 1 << (group - 1)
+    rng = np.random.default_rng(seed)
+    weights = np.tril(rng.integers(0, 64, (heads * group, tokens, tokens))).astype(np.float32) / 64
+    policy = ObservedAttention(keep_ratio=1 - compression)
+    view = LayerView(tokens=tokens, scores=policy.column_sums(weights, heads))
+    size = int(tokens * (1 - compression))
+    expected = []
+    for head in range(heads):
+        rows = weights[head * group : (head + 1) * group]
+        scores = [
+            float(np.float32(rows[:, :, k].sum()) / np.float32(tokens - k) / np.float32(group)) for k in range(tokens)
+        ]
+        expected.append(list(range(tokens)) if size == tokens else model.ranked(scores, highest=True)[:size])
+    assert by_head(policy, view, heads) == expected
+
+
+@given(model.rows(70), st.integers(1, 9), SMALL, SMALL, st.integers(0, 60))
+@quick
+def test_h2o_blocks(rows: model.Array, block: int, sink: int, recent: int, budget: int) -> None:
+    """What the planner keeps of the blocks' sums; never more than whole blocks above the budget."""
+    policy = H2OBlocks(
+        block_tokens=block, sink=sink, recent=recent, budget=budget, trigger_min_tokens=1, skip_layers=()
+    )
+    scores, tokens = rows[0], rows.shape[1]
+    kept = policy.choose(LayerView(tokens=tokens, scores=scores))
+    if tokens == 0:
+        assert kept is None
+        return
+    sums = []
+    with np.errstate(over="ignore", invalid="ignore"):
+        for start in range(0, tokens, block):
+            total = np.float32(0)
+            for score in scores[start : start + block]:
+                total = total + score
+            sums.append(total)
+    made = plan(sums, tokens, policy._config(tokens))
+    assert made.target_before_floor == min(max(1, budget), tokens)
+    assert (made.tokens() if kept is None else kept).tolist() == made.tokens().tolist()
+    assert (kept is None) == (made.evicted == 0)
+
+
+def test_h2o_blocks_takes_the_engines_ratio() -> None:
+    for lossy in (1.0, 2.5, 3.0, 3.5, 7.0):
+        policy = H2OBlocks.for_lossy_ratio(lossy, block_tokens=1, sink=0, recent=0)
+        for tokens in range(1, 400):
+            made = plan(np.zeros(tokens), tokens, policy._config(tokens))
+            expected = plan(
+                np.zeros(tokens),
+                tokens,
+                H2OConfig(block_tokens=1, sink_tokens=0, recent_tokens=0, target_lossy_ratio=lossy),
+            )
+            assert made.target == expected.target
+    assert H2OBlocks() == H2OBlocks.for_lossy_ratio(3.0)
+
+
+@given(st.lists(st.integers(1, 90), max_size=6), st.integers(0, 4), st.integers(1, 20))
+@quick
+def test_a_budget_and_a_ratio_agree(lengths: list[int], sink: int, budget: int) -> None:
+    for tokens in lengths:
+        ratio = budget / tokens
+        if math.ceil(ratio * tokens) != budget:
+            continue
+        view = LayerView(tokens=tokens)
+        assert (
+            RecentOnly(keep_ratio=ratio, skip_layers=()).keep(view).tolist()
+            == RecentOnly(budget=budget, skip_layers=()).keep(view).tolist()
+        )
+        if budget > sink:
+            assert (
+                Streaming(keep_ratio=ratio, sink=sink).keep(view).tolist()
+                == Streaming(budget=budget, sink=sink).keep(view).tolist()
+            )

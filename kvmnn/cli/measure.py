@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from ..offline import Measurement, MeasureOptions, Selection
 
 _TEXT = """Measure how well KV dumps can be compressed without loss: the offline evaluation of the H2O work on MNN,
-number for number. Sizes are simulated: zstd frames of byte lanes under predictors along the tokens, added up. --real also
-makes frames as MNN does, decodes and compares them, and says what they take.
+number for number. Sizes are simulated: zstd frames of byte lanes under predictors along the tokens, added up. --real
+also makes frames as MNN does, decodes and compares them, and says what they take.
 
 INPUT is the directory of an MNN KV dump, or anything else that kvmnn reads as K and V of layers; --dump-dir is the
 same. --out-json and --out-md write the evaluation's own two documents. --json prints them and the breakdown by layer,

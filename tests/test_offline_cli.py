@@ -1,0 +1,178 @@
+"""``kvmnn measure`` as people use it: documents, tables, exit codes, and nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from offline_model import words, write_dump
+
+from kvmnn.cli import main
+
+K, V = words(1, 40), words(2, 40)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_dump(Path("dump"), 0, 0, K, V)
+    write_dump(Path("dump"), 1, 0, K, V, seq_len=41)
+    write_dump(Path("dump"), 2, 0, K.astype("<f4"), V.astype("<f4"))
+    return tmp_path
+
+
+@pytest.fixture
+def run(capsys):
+    def call(*argv: object, code: int = 0) -> SimpleNamespace:
+        capsys.readouterr()
+        found = main([str(arg) for arg in argv])
+        streams = capsys.readouterr()
+        assert found == code, streams.err
+        return streams
+
+    return call
+
+
+def test_both_documents_are_written(here, run):
+    said = run("measure", "--dump-dir", "dump", "--out-json", "new/deep/a.json", "--out-md", "new/a.md").out
+    made = json.loads(Path("new/deep/a.json").read_text())
+    assert made["dump_dir"] == str(here / "dump")
+    assert (made["selected_entries"], made["skip_reasons"]) == (2, {"compression_failed": 1})
+    assert Path("new/a.md").read_text().startswith("# H2O v6 Offline Lossless Summary\n\n- Dump dir: `/")
+    assert said.endswith("Wrote new/deep/a.json\nWrote new/a.md\n")
+    assert "skipped: 1 compression_failed" in said
+    assert "simulated: " in said and "order-0 limit" in said and "STORED" not in said
+    assert sorted(path.name for path in here.iterdir()) == ["dump", "new"]
+
+
+def test_an_output_that_exists_stays(here, run):
+    Path("a.json").write_text("mine")
+    arguments = ("measure", "dump", "--out-json", "a.json", "--out-md", "a.md")
+    assert "a.json: exists already (--overwrite replaces it)" in run(*arguments, code=1).err
+    assert (Path("a.json").read_text(), Path("a.md").exists()) == ("mine", False)
+    run(*arguments, "--overwrite", "-q")
+    assert json.loads(Path("a.json").read_text())["schema_version"] == 3
+
+
+def test_an_input_is_never_overwritten(here, run):
+    target = next(Path("dump").rglob("k_*.bin"))
+    before = target.read_bytes()
+    assert "is the input itself" in run("measure", "dump", "--out-json", target, "--overwrite", code=1).err
+    assert target.read_bytes() == before
+
+
+USAGE = [
+    ([], "expected an INPUT"),
+    (["dump", "--front-n", "0"], "--front-n must be > 0 when scope=front_n."),
+    (["dump", "--k-hi-predictors", "foo"], "--k-hi-predictors: invalid predictor `foo`"),
+    (["dump", "--scope", "layer_ids"], "--layer-ids must be non-empty when scope=layer_ids."),
+    (["dump", "--scope", "layer_ids", "--layer-ids", "0,x"], "--layer-ids: '0,x' is not a list of whole numbers"),
+    (["dump", "--zstd-level", "three"], "invalid int value"),
+    (["dump", "--stage", "all"], "invalid choice"),
+    (["dump", "--out-json", "x", "--out-md", "./x"], "name the same file"),
+    (["dump", "--analysis", "x", "--to-fp16", "y"], "exclude each other"),
+    (["dump", "dump", "--to-fp16", "y"], "takes one INPUT"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), USAGE)
+def test_bad_options_exit_2(here, run, arguments, message):
+    said = run("measure", *arguments, code=2)
+    assert said.err.startswith("kvmnn: error: ") and message in said.err and not said.out
+
+
+DATA = [
+    (["dump", "--min-seq-len", "99999"], "No entries selected after filtering."),
+    (["gone"], "gone"),
+    (["empty"], "has no meta_*.json file below it"),
+    (["dump", "--analysis", "an", "--run-log", "gone"], "gone: cannot be read"),
+    (["empty", "--to-fp16", "y"], "has no meta_*.json file below it"),
+    (["gone", "--to-fp16", "y"], "gone: is not a directory"),
+    (["dump", "--out-json", "dump/run/layer_0/k_t0_40.bin/x.json"], "cannot be written"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), DATA)
+def test_bad_data_exits_1_and_leaves_nothing(here, run, arguments, message):
+    Path("empty").mkdir()
+    assert message in run("measure", *arguments, code=1).err
+    assert sorted(path.name for path in here.iterdir()) == ["dump", "empty"]
+
+
+def test_json_says_which_number_is_which(here, run):
+    made = json.loads(run("measure", "dump", "--json", "--real", "--front-n", "3").out)
+    assert (made["verb"], made["label"]) == ("measure", "LOSSY")  # layer 2 is fp32
+    assert set(made["breakdown"]["meaning"]) == {"simulated", "limit", "stored"}
+    overall, layers = made["breakdown"]["overall"], made["breakdown"]["layers"]
+    assert list(layers) == ["0", "2"]
+    assert overall["simulated_bytes"] == made["evaluation"]["compressed_bytes"]
+    assert overall["raw_bytes"] == sum(layer["raw_bytes"] for layer in layers.values())
+    assert overall["stored_bytes"] == overall["k"]["stored_bytes"] + overall["v"]["stored_bytes"] > 0
+    assert overall["verified"] is True
+    for part in ("k", "v"):
+        lanes = layers["0"][part]["lanes"]
+        total = sum(lane["simulated_bytes"] for lane in lanes.values()) + layers["0"][part]["framing_bytes"]
+        assert total == layers["0"][part]["simulated_bytes"]
+        assert lanes["hi"]["limit_ratio"] == pytest.approx(lanes["hi"]["raw_bytes"] / lanes["hi"]["limit_bytes"])
+    made = json.loads(run("measure", "dump", "--json", "--no-limits", "--front-n", "1").out)
+    assert made["label"] == "LOSSLESS"
+    assert set(made["breakdown"]["meaning"]) == {"simulated"}
+    assert "limit_bytes" not in made["breakdown"]["overall"]
+
+
+def test_the_table_of_real_frames_says_so(here, run):
+    said = run("measure", "dump", "--real", "--front-n", "3").out
+    assert "STORED: frames as MNN makes them were encoded, decoded and compared: LOSSLESS" in said
+    assert "LOSSY: 1 fp32 entries were rounded to fp16" in said
+
+
+def test_several_inputs_and_other_sources(here, run):
+    np.savez("kv.npz", k=K.transpose(1, 0, 2), v=V.transpose(1, 0, 2))
+    np.save("k.npy", K.transpose(1, 0, 2))
+    np.save("v.npy", V.transpose(1, 0, 2))
+    alone = json.loads(run("measure", "dump", "--json", "--front-n", "1").out)
+    for inputs in (["kv.npz"], ["k.npy", "v.npy"]):
+        other = json.loads(run("measure", *inputs, "--json").out)
+        assert other["breakdown"]["overall"] == alone["breakdown"]["overall"]
+    both = json.loads(run("measure", "dump", "kv.npz", "--json", "--front-n", "1").out)["evaluation"]
+    assert both["dump_dir"] == [str(here / "dump"), str(here / "kv.npz")]
+    assert both["raw_bytes"] == 2 * alone["evaluation"]["raw_bytes"]
+    run("encode", "kv.npz", "-o", "bundle/", "-q")
+    bundle = json.loads(run("measure", "bundle", "--json").out)
+    assert bundle["breakdown"]["overall"] == alone["breakdown"]["overall"]
+
+
+def test_it_runs_as_a_program_with_a_bar(here):
+    done = subprocess.run(
+        [sys.executable, "-m", "kvmnn", "measure", "dump", "-q", "--threads", "2"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_analyses_are_written(here, run):
+    Path("log.csv").write_text("run_id,prompt_tokens\nrun,257\n")
+    said = run("measure", "dump", "--analysis", "an", "--run-log", "log.csv").out
+    assert "Dumps that could not be read whole: 1" in said
+    names = ["grouped_summary.md", "head_metrics.csv", "layer_metrics.csv", "summary.md"]
+    assert sorted(path.name for path in Path("an").iterdir()) == names
+    assert "## 257-512" in Path("an/grouped_summary.md").read_text()
+    assert "exists already" in run("measure", "dump", "--analysis", "an", code=1).err
+    made = json.loads(run("measure", "dump", "--analysis", "an2", "--skip-head-metrics", "--json").out)
+    assert (made["tensors"], made["failed"]) == (4, 1)
+    assert sorted(path.name for path in Path("an2").iterdir()) == ["layer_metrics.csv", "summary.md"]
+
+
+def test_a_tree_is_converted(here, run):
+    said = run("measure", "dump", "--to-fp16", "half", code=1)
+    assert "LOSSY: 1 dump rounded to fp16, 0 copied, 1 skipped" in said.out
+    assert "1 dump not converted, first: " in said.err
+    Path("dump/run/layer_1/meta_t0_40.json").unlink()
+    made = json.loads(run("measure", "dump", "--to-fp16", "half", "--allow-fp16", "--json").out)
+    assert (made["converted"], made["copied"], made["skipped"]) == (0, 1, 1)
+    halves = json.loads(run("measure", "half", "--json", "--front-n", "3").out)
+    assert halves["evaluation"]["converted_fp32_entries"] == 0

@@ -141,3 +141,84 @@ class Model:
                 layer.pending = made.pairs
                 layer.scores = [s for s, k in zip(layer.scores, made.keep, strict=True) if k]
         return applied, seen
+
+
+@dataclass
+class Step:
+    """What one call of the engine model shows."""
+
+    layer: int
+    before: int
+    after: int
+    remove: int
+    reserve: list[tuple[int, int]]
+    stale: bool
+    scores: list[float]
+
+
+class EngineModel:
+    """The engine's bookkeeping with all that its layers share, second turns and cleared caches included."""
+
+    def __init__(self, config: H2OConfig) -> None:
+        self.c = config
+        self.count = max(1, config.layers)
+        self.lengths = [0] * self.count
+        self.scores: list[list[float]] = [[] for _ in range(self.count)]
+        self.pending: list[tuple[int, list[tuple[int, int]]] | None] = [None] * self.count
+        self.cursor = self.step = self.last = self.previous = self.remove = 0
+        self.reserve: list[tuple[int, int]] = []
+
+    def forward(self, add: int, decode: bool, attention: object, remove_all: bool = False) -> list[Step]:
+        if remove_all:
+            self.remove = self.previous
+        steps = [self._call(manager, add, decode, attention) for manager in range(self.count)]
+        kept = sum(size for _, size in self.reserve)
+        if any(b < 0 or b + n > self.remove for b, n in self.reserve):
+            kept = 0
+        if self.remove > self.previous + add:
+            self.remove, kept = self.previous + add, 0
+        self.previous += add + kept - self.remove
+        self.remove, self.reserve = 0, []
+        return steps
+
+    def _call(self, manager: int, add: int, decode: bool, attention: object) -> Step:
+        c = self.c
+        layer = self.cursor % self.count if decode else 0
+        before = length = self.lengths[manager]
+        if decode and c.enable:
+            self.remove, self.reserve = 0, []
+        waiting, self.pending[layer] = self.pending[layer], None
+        stale = waiting is not None and waiting[0] != length
+        if waiting is not None and not stale:
+            self.remove, self.reserve = waiting[0], list(waiting[1])
+        if self.remove > length:
+            self.remove, self.reserve = length, []
+        shown = self.remove, list(self.reserve)
+        if self.previous == self.remove and not self.reserve:
+            length = 0
+        else:
+            length = length - self.remove + sum(size for _, size in self.reserve)
+        after = length
+        length += add
+        self.lengths[manager] = length
+        if decode:
+            self.cursor += 1
+            self.step += 1
+        elif length <= add:
+            self.cursor = self.step = self.last = self.remove = 0
+            self.reserve = []
+            self.scores = [[] for _ in range(self.count)]
+            self.pending = [None] * self.count
+        last = self.count - 1
+        end = last if c.layer_end < 0 else min(c.layer_end, last)
+        scores: list[float] = []
+        if decode and c.enable and min(max(0, c.layer_start), last) <= layer <= end:
+            added = attention(math.ceil(Fraction(length, max(1, c.block_tokens))))  # type: ignore[operator]
+            scores = self.scores[layer] = mean(self.scores[layer], added, (c.heads or 1) * add, c.ema_alpha)
+            if length >= max(1, c.trigger_min_tokens) and self.step - self.last >= max(1, c.update_interval):
+                self.last = self.step
+                made = plan(scores, length, c)
+                if made.evicted:
+                    self.pending[layer] = (length, made.pairs)
+                    self.scores[layer] = [s for s, k in zip(scores, made.keep, strict=True) if k]
+        return Step(layer, before, after, *shown, stale, scores)

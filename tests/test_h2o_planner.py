@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import h2o_model
 import numpy as np
 import pytest
@@ -216,3 +218,40 @@ def test_disabled_and_quantised_layers_are_left_alone():
         for _ in range(3):
             assert talk(planner, lengths) == [(), ()]
         assert planner.metrics.h2o_total_evict_tokens == 0
+
+
+FORWARDS = st.lists(
+    st.tuples(st.sampled_from(["decode"] * 6 + ["turn", "new", "removed"]), st.integers(1, 3), st.integers(1, 60)),
+    max_size=20,
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(CONFIGS, FORWARDS, st.integers(1, 60), st.booleans())
+def test_turns_and_leftovers_are_those_of_the_engine_model(config, forwards, prompt, enable):
+    """Second turns, new prompts over a cleared cache, and what one layer's plan does to the next layer's."""
+    config = replace(config, enable=enable or prompt % 5 > 0)
+    planner, model = Planner(config, on_invalid="engine"), h2o_model.EngineModel(config)
+    lengths = [0] * config.layers
+    for number, (kind, few, many) in enumerate([("turn", 1, prompt), *forwards]):
+        add = few if kind == "decode" else many
+
+        def attention(blocks, number=number):
+            return ((np.arange(blocks) * 7919 + number * 104729) % 17 / 8).astype(np.float32)
+
+        steps = model.forward(add, kind == "decode", lambda n: attention(n).astype(float).tolist(), kind == "removed")
+        if kind == "removed":
+            planner.meta.remove = planner.meta.previous
+        for manager, step in enumerate(steps):
+            todo = planner.begin(lengths[manager], add, decode=kind == "decode")
+            found = planner.meta.remove, list(planner.meta.reserve)
+            lengths[manager] = todo.kv_after + add
+            call = planner.end(attention(config.blocks(lengths[manager])))
+            assert (todo.kv_before, todo.kv_after, todo.stale, *found) == (
+                *(step.before, step.after, step.stale),
+                *(step.remove, step.reserve),
+            )
+            assert call.layer == step.layer
+            assert (call.scores.tolist() if call.enabled else []) == step.scores
+        assert planner.sync() == model.previous
+        assert [layer.scores.tolist() for layer in planner.layers] == model.scores

@@ -185,7 +185,7 @@ static inline void kvmnn_unweave(uint8_t *to, size_t to_stride, const uint8_t *f
 
 /* Rows go by in blocks that fill a line of `to`; inside a block, columns in stripes that use up a line of every row. */
 static inline void kvmnn_blocks(uint8_t *to, size_t to_stride, const uint8_t *from, size_t from_stride, size_t rows,
-                               size_t cols, size_t unit) {
+                                size_t cols, size_t unit) {
     const size_t step = unit < 16 ? 16 / unit : 1, line = unit < KVMNN_LINE ? KVMNN_LINE / unit : 1;
     const size_t whole_rows = rows - rows % step, whole_cols = cols - cols % step;
     for (size_t block = 0, last; block < whole_rows; block = last) {
@@ -207,12 +207,12 @@ static inline void kvmnn_blocks(uint8_t *to, size_t to_stride, const uint8_t *fr
     if (unit == 2 && rows - whole_rows >= 4) {
         for (size_t c = 0; c < whole_cols; c += 8)
             kvmnn_4x8x16(to + c * to_stride + whole_rows * 2, to_stride, from + whole_rows * from_stride + c * 2,
-                        from_stride);
+                         from_stride);
         kvmnn_transpose_rest(to, to_stride, from, from_stride, rows, cols, 2, whole_rows + 4, whole_cols);
     } else if (unit == 2 && cols - whole_cols >= 4) {
         for (size_t r = 0; r < whole_rows; r += 8)
             kvmnn_8x4x16(to + whole_cols * to_stride + r * 2, to_stride, from + r * from_stride + whole_cols * 2,
-                        from_stride);
+                         from_stride);
         kvmnn_transpose_rest(to, to_stride, from, from_stride, rows, cols, 2, whole_rows, whole_cols + 4);
     } else {
         kvmnn_transpose_rest(to, to_stride, from, from_stride, rows, cols, unit, whole_rows, whole_cols);
@@ -220,7 +220,7 @@ static inline void kvmnn_blocks(uint8_t *to, size_t to_stride, const uint8_t *fr
 }
 
 static inline void kvmnn_transpose(uint8_t *to, size_t to_stride, const uint8_t *from, size_t from_stride, size_t rows,
-                                  size_t cols, size_t unit) {
+                                   size_t cols, size_t unit) {
     /* The small ones first, which come in great numbers. */
     if (unit == 4 && rows == 4 && cols % 4 == 0)
         for (size_t c = 0; c < cols; c += 4) kvmnn_4x4x32(to + c * to_stride, to_stride, from + c * 4, from_stride);

@@ -139,6 +139,9 @@ def test_several_inputs_and_other_sources(here, run):
     for inputs in (["kv.npz"], ["k.npy", "v.npy"]):
         other = json.loads(run("measure", *inputs, "--json").out)
         assert other["breakdown"]["overall"] == alone["breakdown"]["overall"]
+    np.savez("tokens.npz", k=K, v=V)
+    other = json.loads(run("measure", "tokens.npz", "--token-major", "--json").out)
+    assert other["breakdown"]["overall"] == alone["breakdown"]["overall"]
     both = json.loads(run("measure", "dump", "kv.npz", "--json", "--front-n", "1").out)["evaluation"]
     assert both["dump_dir"] == [str(here / "dump"), str(here / "kv.npz")]
     assert both["raw_bytes"] == 2 * alone["evaluation"]["raw_bytes"]

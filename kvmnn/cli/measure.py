@@ -41,6 +41,9 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--threads", type=_common.positive, metavar="N", help="threads to use (default: all processors)"
     )
+    parser.add_argument(
+        "--token-major", action="store_true", help="arrays of other inputs are [token, kv_head, head_dim]"
+    )
     add_options(parser)
     group = parser.add_argument_group("instead of measuring")
     group.add_argument("--analysis", metavar="DIR", help="entropies and split ratios of every dump and head")
@@ -126,6 +129,7 @@ def _select(arguments: argparse.Namespace, options: MeasureOptions) -> Selection
             others.append(path)
     if others:
         source = _common.load(others, arguments, frames=True)
+        source.token_major |= arguments.token_major
         _common.report_skipped(source, arguments)
         select_source(found, source, options.scope, others[0])
     return found

@@ -10,7 +10,8 @@ import pytest
 
 from kvmnn import PackedCache
 from kvmnn.cli import main
-from kvmnn.h2o import block_sums, plan
+from kvmnn.h2o import H2OConfig, block_sums, plan
+from kvmnn.h2o.inputs import read_scores
 from kvmnn.h2o.picture import keep_map
 
 RNG = np.random.default_rng(4)
@@ -172,3 +173,11 @@ def test_pictures_of_many_blocks_fit():
     kept = made.keep.reshape(1, -1).mean()
     digits = [int(letter) for line in lines for letter in line.split(None, 1)[1] if letter.isdigit()]
     assert abs(np.mean(digits) / 10 - kept) < 0.05
+
+
+def test_attention_is_divided_by_heads_and_queries(here):
+    np.save("queries.npy", np.ones((2, 4, 3, 20), np.float32))
+    found = read_scores("queries.npy", H2OConfig(block_tokens=10, ema_alpha=0.5))
+    assert [(layer.name, layer.kv_len, layer.scores.tolist()) for layer in found] == [
+        (f"queries[{i}]", 20, [5.0, 5.0]) for i in range(2)
+    ]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmnn import KvmnnError
-from kvmnn.h2o import H2OConfig, Planner, block_sums, plan
+from kvmnn.h2o import H2OConfig, PendingPlan, Planner, block_sums, plan
 
 CONFIGS = st.builds(
     H2OConfig,
@@ -255,3 +255,38 @@ def test_turns_and_leftovers_are_those_of_the_engine_model(config, forwards, pro
             assert (call.scores.tolist() if call.enabled else []) == step.scores
         assert planner.sync() == model.previous
         assert [layer.scores.tolist() for layer in planner.layers] == model.scores
+
+
+def test_a_leftover_plan_of_a_disabled_planner_spreads():
+    """Without H2O nothing is cleared between layers, so what layer 0 applies layer 1 applies too."""
+    planner = Planner(config(enable=False))
+    planner.meta.previous = 20
+    planner.layers[0].pending = PendingPlan(20, (0, 4, 8, 4))
+    found = []
+    for _ in range(2):
+        found.append(planner.begin(20).reserve)
+        planner.end()
+    assert found == [((0, 4), (8, 4))] * 2
+    assert planner.sync() == 20 - 20 + 8 + 1
+
+
+def test_by_tokens_scores_are_cut_when_the_plan_is_applied():
+    planner = Planner(config(layers=1, update_interval=1), cadence="tokens")
+    planner.begin(60, layer=0)
+    sums = np.array([1, 9, 2, 8, 3, 0, 0, 0], np.float32)
+    made = planner.end(sums).plan
+    assert made.keep.tolist() == [True, True, False, True, False, False, True, True]
+    before = planner.layers[0].scores
+    assert before.size == 8
+    assert planner.begin(61, layer=0).kv_after == made.final_keep == 37
+    assert planner.layers[0].scores.tolist() == before[made.keep].tolist()
+
+
+def test_the_budget_is_at_least_a_token():
+    planner = Planner(config(layers=1, trigger_min_tokens=100))
+    planner.meta.previous, planner.metrics.h2o_keep_ratio = 9, 0.01
+    planner.begin(9)
+    assert planner.end(np.ones(2)).final_keep == 1
+    planner.metrics.h2o_keep_ratio = 0.25
+    planner.begin(9)
+    assert planner.end(np.ones(2)).final_keep == 3  # 2.5 rounded away from 0

@@ -20,6 +20,7 @@ from .packed_memory import fresh, grown
 from .parallel import resolve_threads
 from .reserve import INT32_MAX, Outcome, Pair, as_dialect, as_pairs, check_plan, fork_outcome, upstream_outcome
 
+Arrays = tuple[npt.NDArray[Any], npt.NDArray[Any]]
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -169,21 +170,21 @@ class PackedCache:
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def to_arrays(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """All live tokens of K and V, each ``[kv_heads, past, head_dim]``.
+    def to_arrays(self, out: Arrays | None = None) -> Arrays:
+        """All live tokens of K and V, each ``[kv_heads, past, head_dim]``, in `out` if that is given.
 
         int8 comes back as float32; `PackLayout.unrecoverable` says what is missing then.
         """
         if self._past == 0:
-            return self._layout.plain(0)
-        return self.gather(0, self._past)
+            return self._layout.plain(0, out)
+        return self.gather(0, self._past, out)
 
-    def gather(self, start: int, count: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    def gather(self, start: int, count: int, out: Arrays | None = None) -> Arrays:
         """The live tokens ``[start, start + count)``, as `PackLayout.gather`."""
         if self._capacity == 0:
             raise KvmnnError(f"range of {count} tokens from {start}: the cache is empty")
         return self._layout.gather(
-            *self._buffers, start, count, past=self._past, capacity=self._capacity, threads=self._threads
+            *self._buffers, start, count, past=self._past, capacity=self._capacity, out=out, threads=self._threads
         )
 
     # -- the engine's operations ---------------------------------------------------------------------------------------

@@ -334,6 +334,15 @@ def test_adopted_buffers() -> None:
         PackedCache.from_buffers(cache.layout, keys, values, 30, capacity=108)
 
 
+def test_reading_into_arrays() -> None:
+    cache = filled(40)
+    out = np.empty((2, 40, 6), np.float32), np.empty((2, 40, 6), np.float32)
+    assert cache.to_arrays(out) is out
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(out, plain(cache.layout, 40), strict=True))
+    cache.gather(30, 10, tuple(part[:, :10] for part in out))
+    assert all(a[:, :10].tobytes() == b[:, 30:].tobytes() for a, b in zip(out, plain(cache.layout, 40), strict=True))
+
+
 def test_options_that_are_none() -> None:
     layout = PackLayout.for_backend("x86-avx2", kv_heads=2, head_dim=6)
     for options in ({"dialect": "other"}, {"on_invalid": "ignore"}, {"expand_chunk": -1}, {"fresh_byte": 256}):

@@ -254,18 +254,18 @@ def bombs(folder: Path) -> dict[str, tuple[Path, int]]:
     deep = b"\x80\x02" + b")" + b"\x85" * 200_000 + b"q\0}h\0Ns."
     wide = b"\x80\x02" + b"]q\0" + b"(" + b"h\0" * 1_000_000 + b"l" + b"."
     lists = b"\x80\x02(" + b"(" + b"]" * 3_000_000 + b"t."
-    zeros = bytes(600 << 20)
+    zeros = bytes(320 << 20)
     made = {
         "deep tuples as a key": (archive(folder / "a.pth", deep), 256),
         "a million references": (archive(folder / "b.pth", wide), 256),
         "three million lists": (archive(folder / "c.pth", lists, method=zipfile.ZIP_DEFLATED), 512),
-        "a pickle of 600 MiB of zeros": (archive(folder / "d.pth", zeros, method=zipfile.ZIP_DEFLATED), 256),
+        "a pickle of 320 MiB of zeros": (archive(folder / "d.pth", zeros, method=zipfile.ZIP_DEFLATED), 256),
     }
     head = b"\x80\x02}(" + _text("compress_tk.0.0.weight") + b"ctorch._utils\n_rebuild_tensor_v2\n((" + _text("storage")
     head += b"ctorch\nFloatStorage\n" + _text("0") + _text("cpu") + b"J" + struct.pack("<i", len(zeros) // 4) + b"tQK\0"
     data = head + b"K\2K\4\x86K\4K\1\x86\x89NtRu."
     path = archive(folder / "e.pth", data, {"0": zeros}, method=zipfile.ZIP_DEFLATED)
-    return {**made, "a storage of 600 MiB of zeros": (path, 256)}
+    return {**made, "a storage of 320 MiB of zeros": (path, 256)}
 
 
 def _text(value: str) -> bytes:
@@ -284,8 +284,8 @@ def bomb_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path
         "deep tuples as a key",
         "a million references",
         "three million lists",
-        "a pickle of 600 MiB of zeros",
-        "a storage of 600 MiB of zeros",
+        "a pickle of 320 MiB of zeros",
+        "a storage of 320 MiB of zeros",
     ],
 )
 def test_memory_is_bounded(bomb_files: dict[str, tuple[Path, int]], name: str) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import shutil
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import policy_models as model
@@ -143,3 +147,39 @@ def test_choices_of_views() -> None:
 def test_choices_refuse(count: int) -> None:
     with pytest.raises(KvmnnError, match=rf"cannot choose {count} of each row of values of shape \[2, 3\]"):
         lowest(np.zeros((2, 3), np.float32), count)
+
+
+# -- the loops for compilers without vector types ---------------------------------------------------------------------
+
+NATIVE = Path(__file__).parent.parent / "pyx" / "native"
+Norms = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_void_p)
+Rank = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+
+
+class Table(ctypes.Structure):
+    _fields_ = (("name", ctypes.c_char_p), ("fp16", Norms), ("bf16", Norms), ("fp32", Norms), ("rank", Rank))
+
+
+@pytest.mark.skipif(not (shutil.which("cc") and (NATIVE / "norms.c").exists()), reason="no C compiler or no sources")
+@pytest.mark.parametrize("plain", [[], ["-DKVMNN_PLAIN"]])
+def test_native_sources(tmp_path: Path, plain: list[str]) -> None:
+    """All warnings as errors; and the plain loops give the bits of the others."""
+    library = tmp_path / "norms.so"
+    flags = ["-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-shared", "-fPIC", *plain]
+    subprocess.run(["cc", *flags, str(NATIVE / "norms.c"), "-o", str(library), "-lm"], check=True)
+    find = ctypes.CDLL(str(library)).kvmnn_norms_for
+    find.argtypes, find.restype = [ctypes.c_char_p], ctypes.POINTER(Table)
+    table = find(b"baseline").contents
+    assert table.name == b"baseline"
+    words = np.random.default_rng(8).integers(0, 1 << 16, (1, 3000, 37), np.uint16)
+    singles = np.ascontiguousarray(words[:, :, :36]).view(np.float32)
+    for function, keys in ((table.fp16, words.view(np.float16)), (table.bf16, words), (table.fp32, singles)):
+        out = np.empty(keys.shape[:2], np.float32)
+        function(keys.ctypes.data, keys.strides[1], keys.shape[1], keys.shape[2], out.ctypes.data)
+        assert bits(out) == bits(key_norms(keys))
+    values = np.array([model.AWKWARD], np.float64).astype(np.float32)
+    for high in (False, True):
+        ranks = np.empty(values.shape[1], np.uint32)
+        table.rank(values.ctypes.data, values.shape[1], high, ranks.ctypes.data)
+        order = np.argsort(ranks, kind="stable").tolist()
+        assert order == model.ranked(values[0].tolist(), highest=high)

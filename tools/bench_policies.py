@@ -14,13 +14,20 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from bench_common import interleaved, ratio, table, write_results
+from bench_common import interleaved, ratio, repeats, table, time_once, write_results
 
 from kvmnn import _streams
-from kvmnn.policies import KNorm, L2Fixed, LayerView, key_norms
+from kvmnn.policies import POLICIES, KNorm, L2Fixed, LayerView, Moment, Policy, create, key_norms
 
 HEADS, TOKENS, DIMS, BUDGET = 32, 32768, 128, 1024
 LIMITS = {"baseline": 5.0, "avx2": 15.0}
+
+DECIDING: dict[str, dict[str, Any]] = {
+    "l2_ratio": {"prune_after": 0},
+    "h2o_tokens": {"buffer": 0},
+    "h2o_blocks": {"block_tokens": 1, "update_interval": 1},
+}
+"""Options with which a policy decides at once, for one token, too."""
 
 Array = npt.NDArray[Any]
 
@@ -51,7 +58,9 @@ def main() -> None:
         for r in results
     ]
     section = f"## Norms and choice\n\n{text}{table(header, rows)}\n"
-    path = write_results("policies", "Eviction policies", [section], {"norms_and_choice": results})
+    costs = decisions(keys.astype(np.float16), rounds)
+    data = {"norms_and_choice": results, "decisions": costs}
+    path = write_results("policies", "Eviction policies", [section, decisions_section(costs)], data)
     print(path.read_text())
 
 
@@ -86,6 +95,46 @@ def cases(keys: Array, rounds: int) -> list[dict[str, Any]]:
             print({key: value for key, value in found[-1].items() if key in ("what", "dtype", "level", "speedup")})
     _streams.set_simd_level(before)
     return found
+
+
+# -- what one decision of every policy costs ------------------------------------------------------------------------
+
+
+def decisions(keys: Array, rounds: int) -> list[dict[str, Any]]:
+    """Median CPU time of one `keep`: of a long cache, and of a full one after one more token."""
+    found = []
+    for name in POLICIES:
+        row: dict[str, Any] = {"policy": name}
+        for what, tokens in (("long_us", TOKENS), ("step_us", BUDGET + 1)):
+            policy = create(name, budget=BUDGET, skip_layers=(), **DECIDING.get(name, {}))
+            view = seen_by(policy, keys[:, :tokens])
+            moment = Moment.ATTENDED if Moment.ATTENDED in policy.moments else Moment.APPENDED
+            kept = policy.choose(view, moment)
+            assert kept is not None, name
+
+            def job(policy: Policy = policy, view: LayerView = view, moment: Moment = moment) -> object:
+                return policy.choose(view, moment)
+
+            repeat = repeats(time_once(job))
+            times = interleaved({name: job}, rounds, time.thread_time, repeat)
+            row[what] = float(np.median(times[name])) * 1e6
+        found.append(row)
+    return found
+
+
+def seen_by(policy: Policy, keys: Array) -> LayerView:
+    tokens = keys.shape[1]
+    scores = np.random.default_rng(1).random((HEADS, tokens), np.float32)
+    return LayerView(tokens=tokens, keys=keys, scores=scores[0] if policy.needs == "scores" else scores)
+
+
+def decisions_section(costs: list[dict[str, Any]]) -> str:
+    rows = [[r["policy"], f"{r['long_us'] / 1e3:.3f} ms", f"{r['step_us']:.0f} us"] for r in costs]
+    header = ["policy", f"{TOKENS} tokens to {BUDGET}", f"{BUDGET + 1} tokens to {BUDGET}"]
+    return (
+        f"## One decision of one layer\n\nfp16, {HEADS} heads, head_dim {DIMS}, one thread, CPU time; moving K "
+        f"and V is not in it.\n\n{table(header, rows)}\n"
+    )
 
 
 def numpy_norms(keys: Array) -> Array:

@@ -140,7 +140,8 @@ assert platform.machine() == 'aarch64'"
 arm_python -m pytest -q -p no:cacheprovider tests/test_frame.py tests/test_frame_values.py tests/test_rle.py \
     tests/test_predictors.py tests/test_hash.py tests/test_many.py tests/test_block.py tests/test_inspect.py \
     tests/test_damage.py tests/test_zstd.py tests/test_simd.py tests/test_layout.py tests/test_packed_cache.py \
-    -k "not door and not same_frames and not environment and not selftest"
+    tests/test_policies_ranking.py tests/test_policies_models.py \
+    -k "not door and not same_frames and not environment and not selftest and not native"
 if [ -z "$vectors" ]; then
     vectors=vectors
     mkdir vectors

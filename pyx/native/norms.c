@@ -10,15 +10,18 @@
 #define KVMNN_STRING_(x) #x
 #define KVMNN_STRING(x) KVMNN_STRING_(x)
 
-#if defined(__GNUC__) && (defined(__clang__) || __GNUC__ >= 12)
+/* KVMNN_PLAIN is for tests: it leaves the vector types out where there are some. */
+#if !defined(KVMNN_PLAIN) && defined(__GNUC__) && (defined(__clang__) || __GNUC__ >= 12)
 #define KVMNN_TYPE_(name, n) kvmnn_##name##n
 #define KVMNN_TYPE(name, n) KVMNN_TYPE_(name, n)
 #define kvmnn_floats(n) KVMNN_TYPE(floats, n)
 #define kvmnn_ints(n) KVMNN_TYPE(ints, n)
+#define kvmnn_bits(n) KVMNN_TYPE(bits, n)
 #define kvmnn_words(n) KVMNN_TYPE(words, n)
 
 typedef float kvmnn_floats4 __attribute__((vector_size(16)));
 typedef int32_t kvmnn_ints4 __attribute__((vector_size(16)));
+typedef uint32_t kvmnn_bits4 __attribute__((vector_size(16)));
 typedef uint16_t kvmnn_words4 __attribute__((vector_size(8)));
 typedef uint16_t kvmnn_words8 __attribute__((vector_size(16)));
 typedef int16_t kvmnn_shorts8 __attribute__((vector_size(16)));
@@ -45,6 +48,7 @@ typedef uint64_t kvmnn_twice64 __attribute__((vector_size(16)));
 
 typedef float kvmnn_floats8 __attribute__((vector_size(32)));
 typedef int32_t kvmnn_ints8 __attribute__((vector_size(32)));
+typedef uint32_t kvmnn_bits8 __attribute__((vector_size(32)));
 
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx2,f16c,bmi,bmi2"))), apply_to = function)

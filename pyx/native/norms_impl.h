@@ -26,7 +26,7 @@ static inline LEVEL(sixteen) LEVEL(load_bf16)(const uint8_t *p) {
     for (int i = 0; i < LEVEL(PARTS); ++i) {
         kvmnn_words(LEVEL_FLOATS) words;
         memcpy(&words, p + 2 * LEVEL_FLOATS * i, sizeof words);
-        x.part[i] = (kvmnn_floats(LEVEL_FLOATS))(__builtin_convertvector(words, kvmnn_ints(LEVEL_FLOATS)) << 16);
+        x.part[i] = (kvmnn_floats(LEVEL_FLOATS))(__builtin_convertvector(words, kvmnn_bits(LEVEL_FLOATS)) << 16);
     }
     return x;
 }

@@ -6,8 +6,8 @@ kv_real_{k,v}_{fp16,fp32}.npy, shaped [layer, token, head, dim], `mnn_engine` on
 (mnn_model_llama/) and a prefix cache that the engine wrote with it (mnn_prefix/engine_written_prefix/), `layout` one
 with packed caches (format mnn-packed-kv-layout-vectors-1), `policies` one with what eviction policies keep (format
 kv-policy-vectors-1), `real_kv` one with caches of running engines
-(mnn_snapshots/, mnn_h2o_live/, mnn_prefix/), `h2o` one with planner vectors (h2o-planner-vectors-1). Fixtures are golden: what is there is never made again from kvmnn's own
-output.
+(mnn_snapshots/, mnn_h2o_live/, mnn_prefix/), `h2o` one with planner vectors
+(h2o-planner-vectors-1). Fixtures are golden: what is there is never made again from kvmnn's own output.
 """
 
 from __future__ import annotations

@@ -44,12 +44,12 @@ def _case(folder: Path, case: dict[str, Any], check: Checker) -> None:
         lP=case["lP"],
         hP=case["hP"],
         flash_block=64 if case["flash"] else None,
-        lP8=case["lP8"],
-        hP8=case["hP8"],
+        lP8=case["lP8"] or None,
+        hP8=case["hP8"] or None,
         int8_keys=case["quant_key"],
         int8_values=case["quant_value"],
-        eP=case["eP"],
-        eP8=case["eP8"],
+        eP=case["eP"] or None,
+        eP8=case["eP8"] or None,
     )
     replay = Replay(layout, case, sections, check)
     replay.run()

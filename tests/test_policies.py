@@ -302,6 +302,8 @@ def test_views_refuse() -> None:
         LayerView(tokens=5, keys=np.zeros((1, 4, 2), np.float32))
     with pytest.raises(KvmnnError, match=r"layer 2: scores have shape \[4\]: expected \[5\]"):
         LayerView(tokens=5, layer=2, scores=np.zeros(4, np.float32))
+    with pytest.raises(TypeError, match="layer 0: values must be a numpy array, not list"):
+        LayerView(tokens=1, values=[[[1.0]]])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="scores are <U1"):
         LayerView(tokens=1, scores=np.array(["a"]))  # type: ignore[arg-type]
     assert LayerView(tokens=2, scores=np.array([1e300, 1])).scores.tolist() == [math.inf, 1]  # type: ignore[union-attr]

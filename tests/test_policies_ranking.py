@@ -162,7 +162,7 @@ class Table(ctypes.Structure):
 
 @pytest.mark.skipif(not (shutil.which("cc") and (NATIVE / "norms.c").exists()), reason="no C compiler or no sources")
 @pytest.mark.parametrize("plain", [[], ["-DKVMNN_PLAIN"]])
-def test_native_sources(tmp_path: Path, plain: list[str]) -> None:
+def test_native_selftest_of_norms(tmp_path: Path, plain: list[str]) -> None:
     """All warnings as errors; and the plain loops give the bits of the others."""
     library = tmp_path / "norms.so"
     flags = ["-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-shared", "-fPIC", *plain]

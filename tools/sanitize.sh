@@ -51,7 +51,7 @@ LD_PRELOAD='' "$WORK/selftest_packing"
 
 echo "sanitize: tests of the compiled modules"
 tests=
-for name in block damage frame frame_values hash inspect layout many packed_cache predictors rle simd threads zstd; do
+for name in block damage frame frame_values hash inspect layout many packed_cache policies policies_ranking predictors rle simd threads zstd; do
     [ ! -e tests/test_$name.py ] || tests="$tests tests/test_$name.py"
 done
 "$WORK/venv/bin/python" -P -m pytest -s -p no:cacheprovider $tests -k "not selftest"

@@ -56,6 +56,8 @@ class LayerView:
     ------
     KvmnnError
         For numbers below 0 and shapes that do not fit `tokens`.
+    TypeError
+        For values of the wrong type.
     """
 
     tokens: int
@@ -75,6 +77,8 @@ class LayerView:
                 check_count(f"{where}: {name}", number)
         for name in ("keys", "values"):
             array = getattr(self, name)
+            if array is not None and not isinstance(array, np.ndarray):
+                raise TypeError(f"{where}: {name} must be a numpy array, not {type(array).__name__}")
             if array is not None and (array.ndim != 3 or array.shape[1] != self.tokens):
                 raise KvmnnError(
                     f"{where}: {name} have shape {list(array.shape)}: expected [kv_head, {self.tokens}, head_dim]"

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import struct
 import zlib
-from dataclasses import dataclass
+from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,8 +37,7 @@ INFLATED_MOST = 256 << 20
 _KEPT_MOST = 32 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(NamedTuple):
     """One file in the archive: its name, where its local header lies, and what the directory says of it."""
 
     name: str
@@ -152,7 +152,7 @@ class Archive:
 
     def _check_overlap(self, entries: list[Member]) -> None:
         position = 0
-        for member in sorted(entries, key=lambda m: m.offset):
+        for member in sorted(entries, key=attrgetter("offset")):
             if member.offset < position:
                 raise CheckpointError(f"member {member.name[:80]!r} overlaps the one before it")
             position = member.offset + _LOCAL.size + member.packed_bytes
@@ -162,17 +162,16 @@ class Archive:
             )
 
     def _sort_in(self, entries: list[Member]) -> None:
-        pickles = [member.name for member in entries if member.name.rsplit("/", 1)[-1] == "data.pkl"]
+        pickles = [member.name for member in entries if ("/" + member.name).endswith("/data.pkl")]
         if len(pickles) != 1 or pickles[0].count("/") != 1:
             raise CheckpointError(f"a zip archive with {len(pickles)} data.pkl: expected one, in the top folder")
         root = pickles[0][: -len("data.pkl")]
+        length = len(root)
         for member in entries:
-            name = member.name
-            if not name.startswith(root):
-                raise CheckpointError(f"member {name[:80]!r} lies outside the top folder {root[:80]!r}")
-            if name[len(root) :] in self.members:
-                raise CheckpointError(f"two members are called {name[:80]!r}")
-            self.members[name[len(root) :]] = member
+            if not member.name.startswith(root):
+                raise CheckpointError(f"member {member.name[:80]!r} lies outside the top folder {root[:80]!r}")
+            if self.members.setdefault(member.name[length:], member) is not member:
+                raise CheckpointError(f"two members are called {member.name[:80]!r}")
         if "constants.pkl" in self.members:
             raise CheckpointError("a TorchScript archive, which holds code: save the state_dict instead")
 

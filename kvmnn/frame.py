@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from . import _frames, _hashing, zstd
+from . import _decoder, _encoder, _hashing, zstd
 from .dtypes import BF16, FP16, FP32, DType, by_name, check_array, of_array
 from .errors import FrameError, KvmnnError, LimitError
 from .frame_info import FrameInfo, StreamInfo
@@ -121,9 +121,9 @@ class _Plan(NamedTuple):
             return _encode_max(self, data, threads)
         fast = self.effort == "fast"
         if threads == 1 or data.size < PARALLEL_FROM or data.size % self.stride:
-            return _frames.encode(data, self.stride, self.modes, self.allow, zstd.LEVEL, fast)
+            return _encoder.encode(data, self.stride, self.modes, self.allow, zstd.LEVEL, fast)
         if fast:
-            plan = self._replace(modes=tuple(_frames.likely_modes(data, self.stride, self.modes)))
+            plan = self._replace(modes=tuple(_encoder.likely_modes(data, self.stride, self.modes)))
             return _encode_parallel(plan, data, threads)
         return _encode_parallel(self, data, threads)
 
@@ -146,30 +146,35 @@ def _plan(
 
 
 class _Best:
-    """The smallest candidate of each lane so far; the earlier predictor wins at equal size."""
+    """The smallest candidate of each lane so far; at equal size the earlier predictor, then the lower level."""
 
     def __init__(self, plan: _Plan, data: npt.NDArray[np.uint8]) -> None:
         self.plan = plan
         self.data = data
-        self.lanes: list[tuple[int, int, int, bytes] | None] = [None] * plan.stride
+        self.lanes: list[tuple[_Rank, bytes] | None] = [None] * plan.stride
         self.lock = threading.Lock()
 
     def offer(self, lane: int, mode: int, level: int, sized: bool) -> None:
         """Try one candidate; safe on several threads, with the same result in any order."""
         with self.lock:
             best = self.lanes[lane]
-        limit = _NO_LIMIT if best is None else best[0] + (mode < best[1])
-        found = _frames.candidate(self.data, self.plan.stride, lane, mode, self.plan.allow, level, sized, limit)
+        way = (mode, not sized, level)
+        limit = _NO_LIMIT if best is None else best[0][0] + (way < best[0][1:])
+        found = _encoder.candidate(self.data, self.plan.stride, lane, mode, self.plan.allow, level, sized, limit)
         if found is not None:
+            rank = (found[0], *way)
             with self.lock:
                 best = self.lanes[lane]
-                if best is None or found[:2] < best[:2]:
-                    self.lanes[lane] = found
+                if best is None or rank < best[0]:
+                    self.lanes[lane] = rank, found[3]
 
     def frame(self) -> bytes:
-        streams = [best[3] for best in self.lanes if best is not None]
+        streams = [best[1] for best in self.lanes if best is not None]
         return b"".join([(self.data.size // self.plan.stride).to_bytes(4, "little"), *streams])
 
+
+_Rank = tuple[int, int, bool, int]
+"""Size, mode, whether the content size is left out, zstd level."""
 
 _NO_LIMIT = (1 << 62) - 1
 
@@ -198,7 +203,7 @@ def _encode_max(plan: _Plan, data: npt.NDArray[np.uint8], threads: int) -> bytes
         lane, mode = task
         best.offer(lane, mode, zstd.LEVEL, True)
         for level in (1, zstd.LEVEL):
-            found = _frames.candidate(data, plan.stride, lane, mode, plan.allow, level, False, _NO_LIMIT)
+            found = _encoder.candidate(data, plan.stride, lane, mode, plan.allow, level, False, _NO_LIMIT)
             assert found is not None
             sizes[task] = min(found[0], sizes.get(task, _NO_LIMIT))
             best.offer(lane, mode, level, False)
@@ -320,7 +325,7 @@ def matches(
     return same
 
 
-def _decode_lanes(parsed: _frames.Frame, threads: int) -> None:
+def _decode_lanes(parsed: _decoder.Frame, threads: int) -> None:
     if threads == 1 or parsed.words * parsed.stride < PARALLEL_FROM:
         parsed.decode()
     else:
@@ -328,17 +333,17 @@ def _decode_lanes(parsed: _frames.Frame, threads: int) -> None:
         map_pulled(parsed.decode_lane, reversed(range(parsed.stride)), threads)
 
 
-def _open(frame: Any, dtype: str | None, codecs: Iterable[str]) -> tuple[DType, _frames.Frame]:
+def _open(frame: Any, dtype: str | None, codecs: Iterable[str]) -> tuple[DType, _decoder.Frame]:
     data, allow = raw_bytes_of(frame, "frame"), _codec_bits(codecs)
     if dtype is None:
-        parsed = _frames.Frame(data, 0, allow)
+        parsed = _decoder.Frame(data, 0, allow)
         return (FP16 if parsed.stride == 2 else FP32), parsed
     kind = by_name(dtype)
     try:
-        return kind, _frames.Frame(data, kind.itemsize, allow)
+        return kind, _decoder.Frame(data, kind.itemsize, allow)
     except FrameError:
         try:
-            stride = _frames.Frame(data, 0, allow).stride
+            stride = _decoder.Frame(data, 0, allow).stride
         except FrameError:
             stride = kind.itemsize
         if stride == kind.itemsize:
@@ -363,7 +368,7 @@ def inspect(frame: Any, *, dtype: str | None = None, codecs: Iterable[str] = COD
         mode, codec, raw_len, payload_len, offset = parsed.stream(lane)
         streams.append(
             StreamInfo(
-                name=_frames.lane_name(parsed.stride, lane),
+                name=_decoder.lane_name(parsed.stride, lane),
                 offset=offset - StreamInfo.HEADER_BYTES,
                 payload_offset=offset,
                 predictor=PREDICTORS[mode],

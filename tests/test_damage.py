@@ -111,25 +111,25 @@ def test_swapped_dropped_and_doubled_streams(name: str) -> None:
 
 
 def test_empty_streams_ignore_mode_and_codec() -> None:
-    from kvmnn import _frames
+    from kvmnn import _decoder
 
     for mode, codec in ((0, 0), (2, 1), (9, 9), (255, 7)):
         data = stream(mode, codec, 0, b"")
-        assert _frames.decode_stream(data, 3) == (b"", 10)
+        assert _decoder.decode_stream(data, 3) == (b"", 10)
         assert reference.decode_stream(data) == (b"", 10)
     for data in (stream(0, 0, 0, b"x"), stream(0, 0, 0, b"")[:9], b""):
         with pytest.raises(kvmnn.FrameError):
-            _frames.decode_stream(data, 3)
+            _decoder.decode_stream(data, 3)
 
 
 def test_lone_streams() -> None:
-    from kvmnn import _frames
+    from kvmnn import _decoder, _encoder
 
     for data in (b"", b"a", b"aaaaaaaa", bytes(range(200)), kv_like(300)):
-        encoded = _frames.encode_stream(data, 7, 3)
+        encoded = _encoder.encode_stream(data, 7, 3)
         assert encoded == reference.encode_stream(data, reference.MODES)
-        assert _frames.encode_stream(data, 7, 1) == reference.encode_stream(data, reference.MODES, zstd=False)
-        assert _frames.decode_stream(encoded + b"tail", 3) == (data, len(encoded))
+        assert _encoder.encode_stream(data, 7, 1) == reference.encode_stream(data, reference.MODES, zstd=False)
+        assert _decoder.decode_stream(encoded + b"tail", 3) == (data, len(encoded))
         for end in range(len(encoded)):
             with pytest.raises(kvmnn.FrameError):
-                _frames.decode_stream(encoded[:end], 3)
+                _decoder.decode_stream(encoded[:end], 3)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvmnn
-from kvmnn import _frames, _streams, predictors, zstd
+from kvmnn import _decoder, _encoder, _streams, predictors, zstd
 
 TEXT = (Path(__file__).resolve().parents[1] / "docs" / "format.md").read_text(encoding="utf-8")
 ANY_MODE, ANY_CODEC, RLE, ZSTD = 0b111, 0b11, 1, 2
@@ -140,7 +140,7 @@ def test_rle_verdicts(row: list[str]) -> None:
 def test_choice_examples(row: list[str]) -> None:
     lane, payload = np.frombuffer(spelled(row[0]), np.uint8), spelled(row[1])
     mode, codec = re.match(r"(\w+), (RLE|ZSTD)", row[2]).groups()  # type: ignore[union-attr]
-    assert _frames.encode_stream(lane, ANY_MODE, ANY_CODEC) == stream(
+    assert _encoder.encode_stream(lane, ANY_MODE, ANY_CODEC) == stream(
         payload, lane.size, {"RLE": RLE, "ZSTD": ZSTD}[codec], predictors.NAMES.index(mode)
     )
 
@@ -149,7 +149,7 @@ def test_choice_examples(row: list[str]) -> None:
 def test_choice_example_that_is_a_tie() -> None:
     (row,) = (row for row in tables("Choice of predictor and codec")[1] if "ZSTD takes" in row[2])
     lane = np.frombuffer(spelled(row[0]), np.uint8)
-    rle, by_zstd = (_frames.encode_stream(lane, 1, codec) for codec in (RLE, ZSTD))
+    rle, by_zstd = (_encoder.encode_stream(lane, 1, codec) for codec in (RLE, ZSTD))
     assert len(rle) == len(by_zstd) == 10 + int(re.search(r"takes (\d+) bytes", row[2])[1])  # type: ignore[index]
 
 
@@ -249,8 +249,8 @@ def test_rejected_frames() -> None:
 
 
 def test_single_empty_streams() -> None:
-    assert _frames.encode_stream(np.empty(0, np.uint8), ANY_MODE, ANY_CODEC) == bytes(10)
-    assert _frames.decode_stream(b"\x09\x09" + bytes(8), ANY_CODEC) == (b"", 10)
+    assert _encoder.encode_stream(np.empty(0, np.uint8), ANY_MODE, ANY_CODEC) == bytes(10)
+    assert _decoder.decode_stream(b"\x09\x09" + bytes(8), ANY_CODEC) == (b"", 10)
 
 
 # -- bounds ---------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 import kvmnn
-from kvmnn import _frames, _zstdlib, zstd
+from kvmnn import _encoder, _zstdlib, zstd
 
 Array = npt.NDArray[Any]
 
@@ -148,7 +148,7 @@ def size_of(words: Array, dtype: str) -> Size:
 def at_level(words: Array, level: int) -> Size:
     """One frame as the exact effort makes it, at another zstd level."""
     stride = words.dtype.itemsize
-    frame = _frames.encode(as_bytes(words), stride, (ALL_MODES,) * stride, ALL_CODECS, level, False)
+    frame = _encoder.encode(as_bytes(words), stride, (ALL_MODES,) * stride, ALL_CODECS, level, False)
     return Size(words.nbytes, len(frame))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvmnn import KvmnnError, _frames, _streams, decode, encode, fnv1a64, inspect, zstd
+from kvmnn import KvmnnError, _decoder, _encoder, _streams, decode, encode, fnv1a64, inspect, zstd
 from kvmnn.frame import CODECS
 from kvmnn.layout import PackLayout
 from kvmnn.predictors import NAMES as PREDICTORS
@@ -75,7 +75,7 @@ def _encode(case: dict[str, Any], data: bytes, codecs: tuple[str, ...]) -> bytes
     if op == "encode32":
         return encode(data, dtype="fp32", predictors=case["lo"], codecs=codecs)
     if op == "stream":
-        return _frames.encode_stream(data, mode_bits(parse_spec(case["lo"])), _allow(codecs))
+        return _encoder.encode_stream(data, mode_bits(parse_spec(case["lo"])), _allow(codecs))
     if op == "rle":
         return _streams.encode_rle(data)
     raise ValueError(f"unknown op {op!r}")
@@ -136,7 +136,7 @@ def _decode(op: str, frame: bytes, codecs: tuple[str, ...], expected: int | None
     if op in _CONTAINERS:
         return decode(frame, dtype=_CONTAINERS[op], codecs=codecs).tobytes()
     if op in ("stream", "unstream"):
-        return _frames.decode_stream(frame, _allow(codecs))[0]
+        return _decoder.decode_stream(frame, _allow(codecs))[0]
     if op in ("rle", "unrle"):
         if expected is None:
             raise ValueError(f"{op} without expected_len")

@@ -1,0 +1,16 @@
+from libc.stdint cimport uint8_t
+
+
+cdef class Workspace:
+    cdef void *cctx
+    cdef void *dctx
+    cdef uint8_t *buffers[2]
+    cdef size_t sizes[2]
+
+    cdef uint8_t *buffer(self, int which, size_t size) noexcept nogil
+    cdef size_t size(self) noexcept
+    cdef void empty(self) noexcept
+
+
+cdef Workspace acquire(bint compress, bint decompress)
+cdef void release(Workspace ws) noexcept

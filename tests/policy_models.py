@@ -28,7 +28,8 @@ def floats(array: Array) -> Array:
     """fp16, fp32 or bf16 words as float32."""
     if array.dtype == np.uint16:
         return (array.astype(np.uint32) << 16).view(np.float32)
-    return array.astype(np.float32)
+    with np.errstate(invalid="ignore"):  # of signalling NaNs some processors speak
+        return array.astype(np.float32)
 
 
 def ranked(values: Sequence[float], *, highest: bool = False) -> list[int]:

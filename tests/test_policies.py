@@ -328,6 +328,17 @@ def test_attention_that_does_not_fit() -> None:
         create("streaming_press", budget=2).choose(LayerView(tokens=4))
 
 
+@pytest.mark.parametrize("name", [name for name in POLICIES if "scores" in POLICIES[name].needs])
+def test_broken_attention_gives_broken_scores_quietly(name: str) -> None:
+    weights = np.ones((4, 3, 3), np.float32)
+    weights[0, :, 0] = [np.inf, -np.inf, 1]
+    weights[1, 0, 1] = np.nan
+    sums = make(name, {**OPTIONS[name][0], "budget": 12}).column_sums(weights, 2)
+    row = sums if sums.ndim == 1 else sums[0]
+    assert sums.shape == ((3,) if POLICIES[name].needs == "scores" else (2, 3)) and sums.dtype == np.float32
+    assert np.isnan(row[:2]).all() and np.isfinite(row[2])
+
+
 def test_prompt_only() -> None:
     for name in ("knorm", "observed_attention", "streaming_press"):
         policy = make(name, {"budget": 5})

@@ -155,7 +155,7 @@ class Policy(ABC):
             ``[key]``, all heads summed, or ``[kv_head, key]``, the heads of each group summed, as `needs` says.
         """
         by_head = group_sums(weights, kv_heads)
-        return by_head if self.needs == "head scores" else by_head.sum(axis=0, dtype=np.float32)
+        return by_head if self.needs == "head scores" else group_sums(by_head[:, None], 1)[0]
 
     def fold(self, scores: Floats, sums: Floats) -> Floats:
         """The scores after one more step, of as many tokens as `sums`; here both are added, in float32."""
@@ -244,7 +244,7 @@ def as_scores(where: str, scores: npt.NDArray[Any], tokens: int) -> Floats:
         raise TypeError(f"{where}: scores are {array.dtype}: expected numbers")
     if array.ndim not in (1, 2) or array.shape[-1] != tokens:
         raise KvmnnError(f"{where}: scores have shape {list(array.shape)}: expected [{tokens}] or [kv_head, {tokens}]")
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         return array.astype(np.float32)
 
 
@@ -256,6 +256,8 @@ def group_sums(weights: npt.NDArray[Any], kv_heads: int) -> Floats:
     check_count("kv_heads", kv_heads)
     if kv_heads == 0 or array.shape[0] % kv_heads:
         raise KvmnnError(f"{array.shape[0]} query heads do not form groups for {kv_heads} KV heads")
-    sums = array.sum(axis=1, dtype=np.float32)
-    grouped: Floats = sums.reshape(kv_heads, array.shape[0] // kv_heads, array.shape[2]).sum(axis=1, dtype=np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        sums = array.sum(axis=1, dtype=np.float32)
+        by_group = sums.reshape(kv_heads, array.shape[0] // kv_heads, array.shape[2])
+        grouped: Floats = by_group.sum(axis=1, dtype=np.float32)
     return grouped

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ..errors import KvmnnError
 from ..h2o import H2OConfig, block_sums, plan, updated
 from ..h2o.config import STATIC
-from .base import Budgeted, LayerView, Moment, check_count, check_share, group_sums
+from .base import Budgeted, LayerView, Moment, check_count, check_share
 from .ranking import Floats, Indices
 
 
@@ -71,7 +71,7 @@ class H2OBlocks(Budgeted):
 
     def column_sums(self, weights: npt.NDArray[Any], kv_heads: int) -> Floats:
         """The mean over heads and queries of the attention ``[query_head, query, key]``: float32 ``[key]``."""
-        sums = group_sums(weights, kv_heads).sum(axis=0, dtype=np.float32)
+        sums = super().column_sums(weights, kv_heads)
         mean: Floats = sums / np.float32(max(1, weights.shape[0] * weights.shape[1]))
         return mean
 

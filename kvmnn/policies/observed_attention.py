@@ -39,7 +39,7 @@ class ObservedAttention(Budgeted):
     rounds_up = False
 
     def column_sums(self, weights: npt.NDArray[Any], kv_heads: int) -> Floats:
-        """Scores of a prompt from its attention ``[query_head, query, key]``; 0 for a later step, which has fewer queries.
+        """Scores of a prompt from its attention ``[query_head, query, key]``; 0 for a later step (fewer queries).
 
         Raises
         ------

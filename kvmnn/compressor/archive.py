@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import CheckpointError, LimitError
-from ..sources.mapped import MappedFile
+from ..mapped import MappedFile
 from .tensors import Bytes
 
 _END = struct.Struct("<4s4H2LH")

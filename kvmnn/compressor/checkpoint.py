@@ -15,8 +15,7 @@ from functools import partial
 from .. import _pickles
 from .._pickles import Global
 from ..errors import CheckpointError, LimitError
-from ..sources import safetensors
-from ..sources.mapped import STDIN, MappedFile
+from ..mapped import STDIN, MappedFile
 from .archive import Archive
 from .header import MAGIC_BYTES
 from .legacy import MAGIC_PICKLE, LegacyReader
@@ -115,7 +114,7 @@ def kind_of(head: bytes) -> str | None:
         return "torch zip"
     if head.startswith(b"\x80") and head[2:].startswith(MAGIC_PICKLE):
         return "torch legacy"
-    if len(head) > 8 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= safetensors.HEADER_MOST:
+    if head[8:9] == b"{" and head[4:8] == bytes(4):
         return "safetensors"
     return None
 
@@ -214,6 +213,8 @@ def _notices(protocol: int, used_numpy: bool) -> list[str]:
 
 
 def _safetensors(file: MappedFile) -> Checkpoint:
+    from ..sources import safetensors  # with all of its siblings, which a .pth does not need
+
     entries, _, start = safetensors.read_header(file)
     root: dict[str, object] = {}
     storages: dict[str, Storage] = {}

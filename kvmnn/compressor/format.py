@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import KvmnnError, WeightsError
-from ..sources.mapped import MappedFile
+from ..mapped import MappedFile
 from .header import (
     DTYPES,
     ELEMENTS_MOST,

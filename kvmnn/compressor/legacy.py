@@ -9,7 +9,7 @@ from __future__ import annotations
 from .. import _pickles
 from .._pickles import Global
 from ..errors import CheckpointError
-from ..sources.mapped import MappedFile
+from ..mapped import MappedFile
 from .tensors import Bytes, ElementType, Storage
 from .torch_names import STORAGE_TYPES, Names
 

@@ -10,9 +10,9 @@ from pathlib import Path, PurePath
 
 from ..cache_info import METADATA_KEY
 from ..errors import SourceError
+from ..mapped import STDIN, MappedFile
 from . import mnn_dump, mnn_live, mnn_packed_dump, mnn_prefix, npy, npz, raw, safetensors
 from .base import ArrayInfo, NamedArray, Piece, ReadOptions, Source, UnsupportedArrayError
-from .mapped import STDIN, MappedFile
 from .packed import Described, PackedFiles, PackedOptions, describe_files
 
 __all__ = [

@@ -13,8 +13,8 @@ from typing import Any
 
 from .. import dtypes
 from ..errors import SourceError
+from ..mapped import MappedFile
 from .base import NamedArray, Piece, ReadOptions, Source, UnsupportedArrayError, checked, select
-from .mapped import MappedFile
 
 _BY_BYTES = {2: dtypes.FP16, 4: dtypes.FP32}
 _META_MOST = 1 << 20

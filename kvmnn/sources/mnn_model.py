@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import SourceError
-from .mapped import MappedFile
+from ..mapped import MappedFile
 
 _CONFIG_MOST = 16 << 20
 _STEP = 16 << 20

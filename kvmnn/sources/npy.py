@@ -13,8 +13,8 @@ import numpy as np
 from numpy.lib import format as npy_format
 
 from ..errors import SourceError
+from ..mapped import STDIN, MappedFile
 from .base import ArrayInfo, NamedArray, Order, ReadOptions, Source, checked, dtype_name
-from .mapped import STDIN, MappedFile
 
 MAGIC = npy_format.MAGIC_PREFIX
 HEADER_MOST = 1 << 16

@@ -15,8 +15,8 @@ from functools import partial
 import numpy as np
 
 from ..errors import SourceError
+from ..mapped import MappedFile
 from .base import NamedArray, Piece, ReadOptions, Source, checked, dtype_name, select
-from .mapped import MappedFile
 from .npy import HEADER_MOST, Header
 
 _LOCAL_SIGNATURE = b"PK\3\4"

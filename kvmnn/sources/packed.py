@@ -20,9 +20,9 @@ from ..cache_info import CacheInfo, LayerInfo, TokenIds
 from ..errors import SourceError
 from ..geometry import Fit, Geometry, describe, inferred, of_layout, the_fit
 from ..layout import PackLayout
+from ..mapped import MappedFile
 from ..packed_rows import PARTS, HeadRows, Part, head_bytes, row_bytes, row_dtype, tile_tokens
 from .base import NamedArray, Piece, Source, UnsupportedArrayError, rechunked
-from .mapped import MappedFile
 from .mnn_model import fingerprint, read_geometry
 
 _BLOCK_BYTES = 1 << 20

@@ -7,8 +7,8 @@ from pathlib import PurePath
 
 from .. import dtypes
 from ..errors import SourceError
+from ..mapped import STDIN, MappedFile
 from .base import NamedArray, ReadOptions, Source, checked
-from .mapped import STDIN, MappedFile
 
 
 def read(path: str, options: ReadOptions) -> Source:

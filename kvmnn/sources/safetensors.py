@@ -14,8 +14,8 @@ from functools import partial
 from typing import Any
 
 from ..errors import OutputError, SourceError
+from ..mapped import MappedFile
 from .base import ArrayInfo, NamedArray, ReadOptions, Source, UnsupportedArrayError, checked, dtype_name, select
-from .mapped import MappedFile
 
 HEADER_MOST = 100_000_000
 _METADATA = "__metadata__"

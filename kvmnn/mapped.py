@@ -12,9 +12,11 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 import numpy as np
+import numpy.typing as npt
 
-from ..errors import SourceError
-from .base import Piece
+from .errors import SourceError
+
+Bytes = npt.NDArray[np.uint8]
 
 STDIN = "-"
 _PAGE = mmap.PAGESIZE
@@ -52,7 +54,7 @@ class MappedFile:
                 return _spool(file)
             return _map(file)
 
-    def view(self, offset: int, nbytes: int) -> Piece:
+    def view(self, offset: int, nbytes: int) -> Bytes:
         """A read-only view of `nbytes` bytes from `offset`; the range must lie within the file."""
         if self._map is None or offset < 0 or nbytes < 0 or offset + nbytes > self.size:
             raise SourceError(
@@ -64,7 +66,7 @@ class MappedFile:
         """The first `nbytes` bytes, or all if there are fewer."""
         return b"" if self._map is None else self._map[:nbytes]
 
-    def runs(self, offset: int, nbytes: int, step: int) -> Iterator[Piece]:
+    def runs(self, offset: int, nbytes: int, step: int) -> Iterator[Bytes]:
         """Views of `step` bytes each; pages of a large view are given back once the caller comes for the next."""
         for start in range(offset, offset + nbytes, step):
             length = min(step, offset + nbytes - start)

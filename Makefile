@@ -23,6 +23,7 @@ lint: $(STAMPS)/lint
 
 bench: $(STAMPS)/peers
 	$(BIN)/python tools/bench_codec.py
+	$(BIN)/python tools/bench_compressor.py
 	$(BIN)/python tools/bench_h2o.py
 	$(BIN)/python tools/bench_layout.py
 

@@ -309,3 +309,27 @@ def test_a_small_checkpoint_cannot_ask_for_a_huge_weight_file(tmp_path: Path) ->
     path = archive(tmp_path / "c.pth", data, {"0": bytes(4)})
     with pytest.raises(KvmnnError, match="the weight file would have 60000003644 bytes: at most 17179869184"):
         prepare(path, Options(prefixes=("compress_tk",)))
+
+
+@pytest.mark.parametrize("digits", [5, 40, 4_299, 4_300, 5_000])
+@pytest.mark.parametrize("as_reference", [False, True])
+def test_layer_numbers_of_any_length(tmp_path: Path, digits: int, as_reference: bool) -> None:
+    state = {**weights(1), f"compress_tk.{'9' * digits}.0.x": 1}
+    options = Options(as_reference=as_reference)
+    _, selection = prepare(checkpoint(tmp_path / "c.pth", state), options)
+    assert selection.header.num_layers == 1
+    assert len(selection.notices) == (digits <= 4_300)
+    state[f"compress_tk.{'9' * digits}.0.weight"] = state["compress_tk.0.0.weight"]
+    if digits <= 4_300:
+        with pytest.raises(KvmnnError, match=r"layers of 12|header field num_layers|is missing") as refused:
+            prepare(checkpoint(tmp_path / "c.pth", state), options)
+        assert len(str(refused.value)) < 1_000
+
+
+def test_messages_stay_short(tmp_path: Path) -> None:
+    huge = b"\x8a\xff" + b"\x7f" * 255
+    head = b"\x80\x02}(" + _text("a") + b"ctorch._utils\n_rebuild_tensor_v2\n((" + _text("storage")
+    head += b"ctorch\nFloatStorage\n" + _text("0") + _text("cpu") + b"K\1tQK\0(" + huge * 64 + b"t(" + huge * 64
+    with pytest.raises(KvmnnError, match="reaches element") as refused:
+        prepare(archive(tmp_path / "c.pth", head + b"t\x89NtRu.", {"0": bytes(4)}), Options())
+    assert len(str(refused.value)) < 1_000

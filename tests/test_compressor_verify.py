@@ -6,6 +6,8 @@ import io
 import json
 import re
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 from compressor_checkpoint import training_state
 from compressor_files import checkpoint, weight_file, weights
 
+import kvmnn
 from kvmnn import KvmnnError, cli
 from kvmnn.compressor import format as kvcm
 from kvmnn.compressor.checkpoint import open_checkpoint
@@ -330,3 +333,23 @@ def test_export_on_the_command_line(
     assert code == 1
     assert "exists already" in err
     assert run(capsys, "export", pair[0])[0] == 2
+
+
+def test_a_frame_may_be_called_bin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "frame.bin"
+    path.write_bytes(kvmnn.encode(np.arange(64, dtype=np.float16)))
+    assert run(capsys, "inspect", path)[0] == 0
+    code, out, _ = run(capsys, "verify", path)
+    assert (code, "DECODES" in out) == (0, True)
+    path.write_bytes(weight_file(header={"magic": 0}))
+    code, _, err = run(capsys, "verify", path)
+    assert (code, "(bad_magic)" in err) == (1, True)
+
+
+def test_a_checkpoint_on_standard_input(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    file, source = pair
+    command = [sys.executable, "-m", "kvmnn", "convert", "-", "-"]
+    with source.open("rb") as stdin:
+        done = subprocess.run(command, stdin=stdin, capture_output=True, check=True)
+    assert done.stdout == file.read_bytes()
+    assert done.stderr.decode().startswith("Wrote - (layers=2")

@@ -86,12 +86,16 @@ def report(arguments: argparse.Namespace, warnings: list[str], notices: list[str
 
 
 def is_weight_file(path: str) -> bool:
-    """Whether a file is one of compressor weights: by its magic number, or by ``.bin`` where no frame is meant."""
+    """Whether a file is one of compressor weights: by its magic number, or by ``.bin`` where it is no frame."""
     from ..compressor.format import MAGIC_BYTES
 
-    if _head(path).startswith(MAGIC_BYTES):
+    head = _head(path)
+    if head.startswith(MAGIC_BYTES):
         return True
-    return path.lower().endswith(".bin") and not os.path.isdir(path) and not os.path.exists(path + ".json")
+    looks_like_frame = len(head) >= 10 and head[4] < 3 and head[5] < 2 and head[:4] == head[6:10] != bytes(4)
+    return path.lower().endswith(".bin") and not (
+        looks_like_frame or os.path.isdir(path) or os.path.exists(path + ".json")
+    )
 
 
 def is_checkpoint(path: str) -> bool:

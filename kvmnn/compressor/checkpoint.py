@@ -174,16 +174,16 @@ def _stored(
     if known is None:
         member = archive.members.get(f"data/{key}")
         if member is None:
-            raise CheckpointError(f"storage {key!r} is not in the archive")
+            raise CheckpointError(f"storage {key[:80]!r} is not in the archive")
         if not isinstance(count, int) or member.nbytes != count * element.itemsize:
             raise CheckpointError(
-                f"storage {key!r} has {member.nbytes} bytes: expected {element.itemsize} for each of its elements, "
-                "of which the pickle names another number"
+                f"storage {key[:80]!r} has {member.nbytes} bytes: expected {str(count)[:40]} elements of "
+                f"{element.itemsize}"
             )
         known = Storage(key, element, member.nbytes, partial(archive.read, f"data/{key}"), big_endian)
         storages[key] = known
     elif known.element is not element or not isinstance(count, int) or known.nbytes != count * element.itemsize:
-        raise CheckpointError(f"storage {key!r} is given two sizes or types")
+        raise CheckpointError(f"storage {key[:80]!r} is given two sizes or types")
     return known
 
 

@@ -89,7 +89,8 @@ class Header:
         for name, value in self.to_dict().items():
             most = 0xFFFF if name in ("dtype_code", "reserved") else U32_MOST
             if not 0 <= value <= most:
-                raise KvmnnError(f"header field {name} is {value}: expected 0 to {most}")
+                found = value if value.bit_length() < 128 else f"a number of {value.bit_length()} bits"
+                raise KvmnnError(f"header field {name} is {found}: expected 0 to {most}")
         return HEADER.pack(*self.to_dict().values())
 
     def to_dict(self) -> dict[str, int]:

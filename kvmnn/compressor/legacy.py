@@ -58,16 +58,16 @@ class LegacyReader:
             case ("storage", Global(name=kind), str(key), str(), int(count), None) if kind in STORAGE_TYPES:
                 return self._storage(key, STORAGE_TYPES[kind], count)
             case ("storage", Global(), str(key), str(), int(), tuple()):
-                raise CheckpointError(f"storage {key!r} is a view of another, as torch before 0.4 had them")
+                raise CheckpointError(f"storage {key[:80]!r} is a view of another, as torch before 0.4 had them")
         raise CheckpointError("a persistent id that does not name a storage")
 
     def _storage(self, key: str, element: ElementType, count: int) -> Storage:
         nbytes = count * element.itemsize
         if not 0 <= nbytes <= self._file.size:
-            raise CheckpointError(f"storage {key!r} of {nbytes} bytes in a file of {self._file.size}"[:200])
+            raise CheckpointError(f"storage {key[:80]!r} of {nbytes} bytes in a file of {self._file.size}"[:200])
         known = self.storages.setdefault(key, Storage(key, element, nbytes, lambda: self._bytes(key)))
         if known.nbytes != nbytes or known.element != element:
-            raise CheckpointError(f"storage {key!r} is given two sizes or types")
+            raise CheckpointError(f"storage {key[:80]!r} is given two sizes or types")
         return known
 
     def _place(self, keys: list[str]) -> None:
@@ -75,26 +75,26 @@ class LegacyReader:
         for key in keys:
             storage = self.storages.get(key)
             if storage is None:
-                raise CheckpointError(f"storage {key!r} belongs to no tensor")
+                raise CheckpointError(f"storage {key[:80]!r} belongs to no tensor")
             begin = self.position + 8
             if begin + storage.nbytes > self._file.size:
                 raise CheckpointError(
-                    f"offset {self.position}: storage {key!r} needs {storage.nbytes} bytes, the file has "
+                    f"offset {self.position}: storage {key[:80]!r} needs {storage.nbytes} bytes, the file has "
                     f"{max(self._file.size - begin, 0)} left: it is cut off"
                 )
             count = int.from_bytes(self._data[self.position : begin].tobytes(), "little", signed=True)
             expected = storage.nbytes // storage.element.itemsize
             if count != expected:
                 raise CheckpointError(
-                    f"offset {self.position}: storage {key!r} has {count} elements, its tensors say {expected}"
+                    f"offset {self.position}: storage {key[:80]!r} has {count} elements, its tensors say {expected}"
                 )
             if key in self._places:
-                raise CheckpointError(f"storage {key!r} is there twice")
+                raise CheckpointError(f"storage {key[:80]!r} is there twice")
             self._places[key] = begin
             self.position = begin + storage.nbytes
         for key in self.storages:
             if key not in self._places:
-                raise CheckpointError(f"storage {key!r} is not in the file")
+                raise CheckpointError(f"storage {key[:80]!r} is not in the file")
 
     def _bytes(self, key: str) -> Bytes:
         return self._file.view(self._places[key], self.storages[key].nbytes)

@@ -147,11 +147,11 @@ def select(root: object, options: Options) -> Selection:
     """
     check_options(options)
     keys, notices = _locate(root, options)
-    first_error: CheckpointError | None = None
+    first_error: KvmnnError | None = None
     for prefixes, weights_only, notice in _attempts(keys, options):
         try:
             selection = _lay_out(keys, options, prefixes, weights_only)
-        except CheckpointError as exc:
+        except KvmnnError as exc:
             first_error = first_error or exc
             continue
         selection.notices += notices + ([notice] if notice else [])
@@ -273,8 +273,8 @@ def _lay_out(keys: Keys, options: Options, prefixes: tuple[str, ...], weights_on
         raise CheckpointError(f"has no layer of {', '.join(prefixes)}")
     if not options.as_reference and (layers > LAYERS_MOST or len(prefixes) * SLOTS_PER_PREFIX > WEIGHTS_MOST):
         raise CheckpointError(
-            f"{layers} layers of {len(prefixes) * SLOTS_PER_PREFIX} weights: "
-            f"loaders take {LAYERS_MOST} of {WEIGHTS_MOST}"
+            f"{layers if layers.bit_length() < 128 else 'far too many'} layers of {len(prefixes) * SLOTS_PER_PREFIX} "
+            f"weights: loaders take {LAYERS_MOST} of {WEIGHTS_MOST}"
         )
     header = _header(keys, options, prefixes, layers)
     selection = Selection(header, [], prefixes)
@@ -365,7 +365,11 @@ def _layout_warnings(selection: Selection, options: Options) -> Iterator[str]:
 
 
 def _key_warnings(selection: Selection, keys: Keys, options: Options) -> Iterator[str]:
-    dropped = [linear.name for linear in selection.linears if linear.bias is None and f"{linear.name}.bias" in keys]
+    dropped = [
+        linear.name
+        for linear in selection.linears
+        if linear.bias is None and keys.get(f"{linear.name}.bias") is not None
+    ]
     if dropped:
         yield f"left out {_listed('bias', 'biases', dropped)}: the length is not the number of rows of the weight"
     used = {f"{linear.name}.{part}" for linear in selection.linears for part in ("weight", "bias")}

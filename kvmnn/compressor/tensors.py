@@ -151,7 +151,7 @@ class Tensor:
             For a type whose values kvmnn does not read, or a storage that is damaged.
         """
         if self.numel > ELEMENTS_MOST:
-            raise LimitError(f"a tensor of shape {list(self.shape)} has more than {ELEMENTS_MOST} elements")
+            raise LimitError(f"a tensor of shape {_short(list(self.shape))} has more than {ELEMENTS_MOST} elements")
         if not self.element.code:
             raise CheckpointError(f"elements of type {self.element.name} are not supported")
         words = self.element.numpy(big_endian=self.storage.big_endian)
@@ -192,7 +192,7 @@ def tensor(storage: object, offset: object, shape: object, strides: object, elem
     if not isinstance(storage, Storage):
         raise CheckpointError(f"a tensor over {type(storage).__name__}: expected a storage")
     if not (isinstance(shape, tuple) and isinstance(strides, tuple) and len(shape) == len(strides) <= AXES_MOST):
-        raise CheckpointError(f"storage {storage.key!r}: a tensor whose shape and strides do not go together")
+        raise CheckpointError(f"storage {storage.key[:80]!r}: a tensor whose shape and strides do not go together")
     element = element or storage.element
     numel, last = 1, _whole(storage, offset)
     for length, stride in zip(shape, strides, strict=True):
@@ -200,15 +200,21 @@ def tensor(storage: object, offset: object, shape: object, strides: object, elem
         last += (length - 1) * _whole(storage, stride)
     if numel and last >= (held := storage.nbytes // element.itemsize):
         raise CheckpointError(
-            f"storage {storage.key!r}: a tensor of shape {list(shape)} reaches element {last}: the storage holds {held}"
+            f"storage {storage.key[:80]!r}: a tensor of shape {_short(list(shape))} reaches element {_short(last)}: "
+            f"the storage holds {held}"
         )
     return Tensor(storage, element, _whole(storage, offset), shape, strides)
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
 
 
 def _whole(storage: Storage, value: object) -> int:
     if type(value) is not int or value < 0:
         raise CheckpointError(
-            f"storage {storage.key!r}: a tensor's offset, shape and strides must be whole numbers from 0 on"
+            f"storage {storage.key[:80]!r}: a tensor's offset, shape and strides must be whole numbers from 0 on"
         )
     return value
 

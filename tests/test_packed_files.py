@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 import numpy as np
 import packed_samples
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmnn import KvmnnError, PackLayout, SourceError
+from kvmnn import KvmnnError, OutputError, PackLayout, SourceError
 from kvmnn.geometry import Geometry, capacity_of, fits, the_fit
 from kvmnn.opening import open_any
 from kvmnn.packed_rows import PARTS
@@ -387,3 +388,23 @@ def test_rows_must_be_as_many_as_announced(tmp_path):
 def test_a_directory_without_packed_files(tmp_path):
     assert find_packed(str(tmp_path)) is None
     assert find_packed(str(tmp_path / "x.npy")) is None
+
+
+def test_live_files_are_written_and_found_again(tmp_path):
+    rng = np.random.default_rng(4)
+    layout = PackLayout(kv_heads=2, head_dim=6, dtype="fp32", lP=1, hP=4)
+    plain = [rng.standard_normal((2, 2, 9, 6)).astype(np.float32) for _ in range(3)]
+    buffers = [layout.pack(k, v, capacity=40) for k, v in plain]
+    order = mnn_live.write(str(tmp_path / "live"), buffers, first_address=0x7F00_0000_1000)
+    assert order[0] == "00007F0000001000" and len(set(order)) == 3
+    found = mnn_live.find(str(tmp_path / "live"), order=order)
+    for layer, (k, v) in zip(found.layers, plain, strict=True):
+        back = layout.unpack(Path(layer.key).read_bytes(), Path(layer.value).read_bytes(), 9)
+        assert np.array_equal(back[0], k) and np.array_equal(back[1], v)
+    with pytest.raises(OutputError):
+        mnn_live.write(str(tmp_path / "live"), buffers, first_address=0x7F00_0000_1000)
+    assert mnn_live.write(str(tmp_path / "live"), buffers, first_address=0x7F00_0000_1000, force=True) == order
+    for layers, address in (([], 0), (buffers, -1), (buffers, 2**64 - 9)):
+        with pytest.raises(SourceError):
+            mnn_live.write(str(tmp_path / "other"), layers, first_address=address)
+    assert not (tmp_path / "other").exists()

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ..errors import SourceError
+from ..output import DirectoryOutput
 from .packed import PackedFiles, PackedLayer, size_of
 
 _DATA = re.compile(r"(?P<address>[0-9A-F]{16})\.(?P<part>[kv])")
@@ -69,6 +72,49 @@ def find(path: str, order: tuple[str, ...] = (), pid: int | None = None) -> Pack
         path=path,
         layers=tuple(_layer(folder, number, address) for number, address in enumerate(addresses)),
     )
+
+
+def write(
+    path: str, layers: Sequence[tuple[Any, Any]], *, first_address: int = 0x1000, force: bool = False
+) -> tuple[str, ...]:
+    """Write packed buffers as the files of a session with ``kvcache_mmap``, all or none.
+
+    Parameters
+    ----------
+    path
+        The directory.
+    layers
+        The packed K and V buffer of each layer, as bytes or contiguous arrays (`PackedCache.buffers`).
+    first_address
+        Stands for the address of the first layer's manager; each further layer is named 4096 bytes later.
+    force
+        Replace files that exist.
+
+    Returns
+    -------
+    tuple of str
+        The addresses in the order of the layers. The files do not tell it: it is what `find` wants as `order`.
+
+    Raises
+    ------
+    OutputError
+        When a file exists or cannot be written.
+    SourceError
+        When there is no layer, or an address does not fit 64 bits.
+    """
+    if not layers:
+        raise SourceError(f"{path}: there is no layer to write")
+    last = first_address + 4096 * (len(layers) - 1)
+    if first_address < 0 or last >= 1 << 64:
+        raise SourceError(f"{path}: addresses {first_address:#x} to {last:#x}: expected 64-bit numbers")
+    addresses = tuple(f"{first_address + 4096 * number:016X}" for number in range(len(layers)))
+    with DirectoryOutput(path, force=force) as directory:
+        directory.check_names([f"{address}.{part}" for address in addresses for part in "kv"])
+        for address, buffers in zip(addresses, layers, strict=True):
+            for part, buffer in zip("kv", buffers, strict=True):
+                directory.file(f"{address}.{part}").write(memoryview(buffer).cast("B"))
+        directory.commit()
+    return addresses
 
 
 def open_order(folder: Path, pid: int) -> list[str]:

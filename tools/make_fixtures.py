@@ -7,12 +7,15 @@ kv_real_{k,v}_{fp16,fp32}.npy, shaped [layer, token, head, dim], `mnn_engine` on
 with packed caches (format mnn-packed-kv-layout-vectors-1), `policies` one with what eviction policies keep (format
 kv-policy-vectors-1), `real_kv` one with caches of running engines
 (mnn_snapshots/, mnn_h2o_live/, mnn_prefix/), `h2o` one with planner vectors
-(h2o-planner-vectors-1). Fixtures are golden: what is there is never made again from kvmnn's own output.
+(h2o-planner-vectors-1), `lm` one with a trained model, its texts and what
+was measured on it (results.json). Fixtures are golden: what is there is never made again from kvmnn's own output.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -66,12 +69,53 @@ def cut_arrays(source: Path, target: Path) -> None:
     np.save(target / "k_fp32.npy", np.ascontiguousarray(array[:2, :TOKENS]))
 
 
+def copy_model(source: Path, target: Path) -> None:
+    """The trained model ready for use, its held-out texts, and the measurements that tests reproduce."""
+    (target / "texts").mkdir(parents=True, exist_ok=True)
+    for name in MODEL_FILES:
+        shutil.copyfile(source / name, target / Path(name).name)
+    for text in sorted((source / "eval_texts").glob("*.txt")):
+        shutil.copyfile(text, target / "texts" / text.name)
+    results = json.loads((source / "results.json").read_text(encoding="utf-8"))
+    (target / "expected.json").write_text(expected_lines(results), encoding="utf-8")
+
+
+def expected_lines(results: dict[str, dict[str, object]]) -> str:
+    """JSON with a line for each configuration, so that a difference can be read."""
+    parts = []
+    for title, name in RESULT_TABLES.items():
+        head = {key: value for key, value in results[name].items() if key not in ("rows", "wall_seconds", "jobs")}
+        rows = [json.dumps({key: row[key] for key in RESULT_KEYS if key in row}) for row in results[name]["rows"]]
+        lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
+        parts.append("\n".join([f' "{title}": {{', *lines, '  "rows": [', "   " + ",\n   ".join(rows), "  ]", " }"]))
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+MODEL_FILES = (
+    "model.onnx",
+    "model/config.json",
+    "model/tokenizer.json",
+    "model/tokenizer_config.json",
+    "split.json",
+    "LICENSE.CPython.txt",
+)
+RESULT_TABLES = {
+    "chunks_of_4": "policies_chunk4",
+    "token_by_token": "policies_token_by_token",
+    "peer_check": "peer_check_torch_dynamic_cache",
+}
+RESULT_KEYS = (
+    *("name", "policy", "config", "tokens", "nll", "ppl", "accuracy", "tokens_deep", "ppl_deep", "accuracy_deep"),
+    *("kv_tokens_all_layers", "delta_nll_deep_vs_full", "delta_nll_deep_se", "per_file_nll"),
+    *("nll_onnx", "nll_torch", "acc_onnx", "acc_torch"),
+)
 MAKERS = {
     "compressor": pack_vectors,
     "frames": pack_vectors,
     "h2o": pack_vectors,
     "kv_real": cut_arrays,
     "layout": pack_vectors,
+    "lm": copy_model,
     "mnn_engine": pack_engine,
     "offline": pack_vectors,
     "policies": pack_vectors,

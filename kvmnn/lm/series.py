@@ -1,0 +1,118 @@
+"""What plots of an evaluation show: rows in series, and what is on their axes."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Row = Mapping[str, Any]
+
+_SIZES = ("budget", "keep_ratio")
+
+
+@dataclass(frozen=True)
+class Point:
+    """A measured value: where, what, and the ends of its interval, None where there is none."""
+
+    x: float
+    y: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass
+class Series:
+    """Rows of one policy that differ in the size of the cache and in options that follow from it."""
+
+    name: str
+    rows: list[Row] = field(default_factory=list)
+
+
+def full_row(rows: Sequence[Row]) -> Row | None:
+    """The row of the full cache."""
+    return next((row for row in rows if row["policy"] == "full"), None)
+
+
+def cut_rows(rows: Sequence[Row]) -> list[Row]:
+    """All others, those whose perplexity is no number left out."""
+    return [row for row in rows if row["policy"] != "full" and is_number(row.get("perplexity"))]
+
+
+def grouped(rows: Sequence[Row], without: Sequence[str] = ()) -> list[Series]:
+    """Rows by policy, and by those options that differ where policy and size are equal.
+
+    An option that only changes with the budget (half of it recent, say) does not part a series; nor do options named
+    in `without`, which are an axis of the plot.
+    """
+    found: dict[tuple[object, ...], Series] = {}
+    for row in rows:
+        parting = _parting([other for other in rows if other["policy"] == row["policy"]], without)
+        options = {key: row["options"].get(key) for key in parting}
+        key = (row["policy"], *((name, repr(value)) for name, value in options.items()))
+        name = " ".join([str(row["policy"]), *(_option(*item) for item in options.items())])
+        series = found.setdefault(key, Series(name))
+        if any(_size(row, without) == _size(other, without) for other in series.rows):
+            # The options do not say what differs (a preset's own way, say): the label does.
+            series = found.setdefault((*key, row["label"]), Series(row["label"]))
+        series.rows.append(row)
+    return list(found.values())
+
+
+def perplexity(row: Row, x: float) -> Point:
+    """Its perplexity at `x`; the interval is that of the difference to the full cache."""
+    versus = row.get("versus_full") or {}
+    mean, low, high = (versus.get(key) for key in ("nll", "low", "high"))
+    value = float(row["perplexity"])
+    if mean is None or low is None or high is None:
+        return Point(x, value)
+    return Point(x, value, value * math.exp(low - mean), value * math.exp(high - mean))
+
+
+def accuracy(row: Row, x: float) -> Point:
+    """Its accuracy in per cent at `x`, likewise."""
+    versus = row.get("versus_full") or {}
+    mean, low, high = (versus.get(key) for key in ("accuracy", "accuracy_low", "accuracy_high"))
+    value = 100 * float(row["accuracy"])
+    if mean is None or low is None or high is None:
+        return Point(x, value)
+    return Point(x, value, value + 100 * (low - mean), value + 100 * (high - mean))
+
+
+def commonest_budget(rows: Sequence[Row]) -> int | None:
+    """The budget that most rows have, the larger one of equals."""
+    counts = Counter(row["budget"] for row in rows if row.get("budget") is not None)
+    return max(counts, key=lambda budget: (counts[budget], budget), default=None)
+
+
+def is_number(value: object) -> bool:
+    """Whether something was measured and is finite."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _parting(rows: Sequence[Row], without: Sequence[str]) -> list[str]:
+    names = dict.fromkeys(key for row in rows for key in row["options"] if key not in (*_SIZES, *without))
+    return [name for name in names if _differs(rows, name)]
+
+
+def _differs(rows: Sequence[Row], name: str) -> bool:
+    """Whether two rows of the same size differ in the option."""
+    values: dict[object, set[str]] = {}
+    for row in rows:
+        values.setdefault(_size(row), set()).add(repr(row["options"].get(name)))
+    return any(len(found) > 1 for found in values.values())
+
+
+def _size(row: Row, axes: Sequence[str] = ()) -> tuple[object, ...]:
+    return (row.get("budget"), row.get("keep_ratio"), *(repr(row["options"].get(axis)) for axis in axes))
+
+
+def _option(name: str, value: object) -> str:
+    """``keep_low`` says enough, ``0.5`` does not."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, (list, tuple)):
+        value = "+".join(map(str, value)) or "none"
+    return f"{name}={value}"

@@ -58,5 +58,13 @@ class CheckpointError(SourceError):
     """A checkpoint that is damaged, asks for what is never executed, or holds no compressor."""
 
 
+class ModelError(KvmnnError):
+    """An ONNX decoder that cannot be run with its cache in kvmnn's hands; the message says what to export instead."""
+
+
+class AttentionNotExposedError(ModelError):
+    """Attention probabilities were asked for, and no tensor of the graph holds them."""
+
+
 class CacheDroppedWarning(UserWarning):
     """The upstream dialect dropped a cache although reserve pairs asked for some of it to stay."""

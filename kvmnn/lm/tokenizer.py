@@ -1,0 +1,131 @@
+"""Text to token ids and back, with the tokenizer that lies beside a model."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import SourceError
+from .packages import package
+
+_FILE = "tokenizer.json"
+
+
+class Tokenizer:
+    """A tokenizer of the Hugging Face kind (``tokenizer.json``).
+
+    Parameters
+    ----------
+    path
+        The ``tokenizer.json`` itself; its neighbours ``tokenizer_config.json``, ``config.json`` and
+        ``generation_config.json`` say which token begins a text.
+
+    Attributes
+    ----------
+    bos : int or None
+        The token that begins a text, where the files name one.
+    vocab : int
+        How many tokens there are, added ones included.
+
+    Raises
+    ------
+    MissingDependencyError
+        Where the package tokenizers is not installed.
+    SourceError
+        When the file cannot be read or is no tokenizer.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        kind = package("tokenizers").Tokenizer
+        try:
+            text = self.path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise SourceError(f"{self.path}: tokenizer cannot be read: {error.strerror or error}") from error
+        except UnicodeDecodeError as error:
+            raise SourceError(f"{self.path}: is not a tokenizer.json: no UTF-8 text") from error
+        try:
+            self._tokenizer: Any = kind.from_str(text)
+        except Exception as error:  # the package raises plain Exception
+            raise SourceError(f"{self.path}: is not a tokenizer.json: {_one_line(error)}") from error
+        # A file may ask for padding and truncation of every text; a text is fed whole here.
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self.vocab: int = self._tokenizer.get_vocab_size()
+        self.bos = self._find_bos()
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Tokenizer:
+        """The tokenizer of a model.
+
+        Parameters
+        ----------
+        path
+            A ``tokenizer.json``, or a model file or folder: then the file is looked for in that folder, in its
+            subfolder ``model``, and one folder up.
+
+        Raises
+        ------
+        SourceError
+            When there is none.
+        """
+        given = Path(path)
+        if given.is_file() and given.suffix == ".json":
+            return cls(given)
+        folder = given if given.is_dir() else given.parent
+        places = [folder, folder / "model", folder.absolute().parent]
+        for place in places:
+            if (place / _FILE).is_file():
+                return cls(place / _FILE)
+        raise SourceError(
+            f"{given}: no {_FILE} beside the model or one folder up; save the model's tokenizer there "
+            "(AutoTokenizer.save_pretrained) or name it with --tokenizer"
+        )
+
+    def encode(self, text: str) -> NDArray[np.int64]:
+        """Token ids of `text`, without special tokens put around it; int64 ``[token]``."""
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+
+    def decode(self, ids: Iterable[int] | NDArray[np.int64]) -> str:
+        """The text of `ids`; special tokens are left out."""
+        return str(self._tokenizer.decode([int(token) for token in ids]))
+
+    @staticmethod
+    def byte_length(text: str) -> int:
+        """Bytes of `text` in UTF-8: what bits per byte are counted over."""
+        return len(text.encode("utf-8"))
+
+    def _find_bos(self) -> int | None:
+        named = _read(self.path.with_name("tokenizer_config.json")).get("bos_token")
+        if isinstance(named, dict):
+            named = named.get("content")
+        if isinstance(named, str):
+            token = self._tokenizer.token_to_id(named)
+            if token is not None:
+                return int(token)
+        for name in ("config.json", "generation_config.json"):
+            number = _read(self.path.with_name(name)).get("bos_token_id")
+            if isinstance(number, int) and not isinstance(number, bool) and 0 <= number < self.vocab:
+                return number
+        return None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A JSON object; empty where the file is absent."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise SourceError(f"{path}: is not readable JSON: {_one_line(error)}") from error
+    return value if isinstance(value, dict) else {}
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

@@ -28,6 +28,8 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "h2o_tokens": [{"sink": 2, "recent": 4, "buffer": 0}],
     "h2o_blocks": [{"sink": 2, "recent": 4, "block_tokens": 4, "update_interval": 1, "trigger_min_tokens": 4}],
     "h2o_heads": [{"recent": 4}],
+    "h2o_decayed": [{"sink": 2, "recent": 4}, {"decay": 1}],
+    "h2o_decayed_heads": [{"sink": 2, "recent": 4, "decay": 0.5}],
     "knorm": [{}],
     "observed_attention": [{}],
 }
@@ -123,6 +125,8 @@ def test_budgets_beyond_the_length(name: str, options: dict[str, Any]) -> None:
 ZERO = {  # what stays of 60 tokens, first and last, where the budget is 0
     "streaming": None,
     "h2o_heads": None,
+    "h2o_decayed": None,
+    "h2o_decayed_heads": None,
     "h2o_tokens": [0, 1, 56, 57, 58, 59],
     "h2o_blocks": [0, 1, 2, 3, 56, 57, 58, 59],
 }
@@ -362,3 +366,70 @@ def test_random_is_uniform_and_its_own_for_each_head() -> None:
 def test_budgets_round_as_their_originals() -> None:
     assert [create("knorm", keep_ratio=1 - 0.9).size(10), create("l2_ratio", keep_ratio=0.5).size(7)] == [0, 4]  # type: ignore[attr-defined]
     assert all(issubclass(policy, Budgeted) for policy in POLICIES.values())
+
+
+def test_fading_scores() -> None:
+    """Every token of the text fades what was there before it, whatever the steps in which it came."""
+    rng = np.random.default_rng(7)
+    policy = create("h2o_decayed_heads", budget=8, sink=1, recent=3, decay=0.75)
+    cache = EvictingCache(policy)
+    expected: dict[int, np.ndarray] = {}
+    for step in (5, 1, 3, 1, 2, 1):
+        cache.append(*np.zeros((2, 2, step, 4), np.float32))
+        weights = rng.random((2, step, cache.stored.tokens)).astype(np.float32)
+        positions = np.broadcast_to(cache.state.positions, (2, cache.stored.tokens))
+        before = {(head, int(p)): expected.get((head, int(p)), 0.0) for head in range(2) for p in positions[head]}
+        after = {
+            (head, int(p)): before[head, int(p)] * 0.75**step + float(weights[head, :, column].sum())
+            for head in range(2)
+            for column, p in enumerate(positions[head])
+        }
+        cache.attended(weights=weights)
+        assert cache.state.scores is not None
+        expected = {}
+        for head in range(2):
+            order = sorted((p for h, p in after if h == head), key=lambda p: -after[head, p])
+            if len(order) > 8:
+                latest = sorted(order)[-3:]
+                heavy = [p for p in order if p != 0 and p not in latest][:4]
+                order = [0, *heavy, *latest]
+            assert np.broadcast_to(cache.state.positions, (2, len(order)))[head].tolist() == sorted(order)
+            expected |= {(head, p): after[head, p] for p in order}
+            found = cache.state.scores[head]
+            assert np.allclose(found, [after[head, p] for p in sorted(order)], rtol=1e-5)
+
+
+def test_without_fading_and_sinks_it_is_h2o_by_head() -> None:
+    fields = view(60, seed=5)
+    plain = create("h2o_decayed_heads", budget=12, sink=0, recent=5, decay=1)
+    assert np.array_equal(
+        plain.keep(LayerView(**fields)), create("h2o_heads", budget=12, recent=5).keep(LayerView(**fields))
+    )
+    scores = np.ones(3, np.float32)
+    assert plain.fold(scores, scores, 7).tolist() == [2, 2, 2]
+    for options in ({"decay": 1.5}, {"decay": -0.1}, {"decay": True}, {"sink": 5, "recent": 8}, {"recent": -1}):
+        with pytest.raises(KvmnnError):
+            create("h2o_decayed", budget=12, **options)
+
+
+@matrix
+def test_stacked_layers_are_as_each_alone(name: str, options: dict[str, Any]) -> None:
+    if options.get("strategy") == "random":
+        return  # draws anew for each head
+    policy = make(name, options)
+    layers = [view(60, seed=seed) for seed in (1, 2, 3)]
+    alone = [policy.keep(fit(policy, fields), acting(policy)) for fields in layers]
+    axis = (lambda parts: np.stack([part[0] for part in parts])) if policy.needs == "scores" else np.concatenate
+    stack = LayerView(
+        tokens=60,
+        scores=axis([fields["scores"] for fields in layers]),
+        norms=np.concatenate([policies.key_norms(fields["keys"]) for fields in layers]),
+    )
+    together = policy.choose_stacked(stack, acting(policy))
+    assert together is not None
+    if policy.needs == "lengths":
+        assert all(np.array_equal(together, kept) for kept in alone)
+    else:
+        rows = [row for kept in alone for row in np.atleast_2d(kept)]
+        assert len(together) == len(rows) and all(map(np.array_equal, together, rows))
+    assert policy.choose_stacked(stack, next(moment for moment in Moment if moment not in policy.moments)) is None

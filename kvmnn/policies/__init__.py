@@ -14,6 +14,7 @@ from ..errors import KvmnnError
 from .base import Budgeted, LayerView, Moment, Policy
 from .evicting_cache import EvictingCache
 from .h2o_blocks import H2OBlocks
+from .h2o_decayed import H2ODecayed, H2ODecayedHeads
 from .h2o_heads import H2OHeads
 from .h2o_tokens import H2OTokens
 from .knorm import KNorm
@@ -36,6 +37,8 @@ POLICIES: dict[str, type[Policy]] = {
         H2OTokens,
         H2OBlocks,
         H2OHeads,
+        H2ODecayed,
+        H2ODecayedHeads,
         KNorm,
         ObservedAttention,
     )
@@ -67,6 +70,8 @@ __all__ = [
     "CacheState",
     "EvictingCache",
     "H2OBlocks",
+    "H2ODecayed",
+    "H2ODecayedHeads",
     "H2OHeads",
     "H2OTokens",
     "KNorm",

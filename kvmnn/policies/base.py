@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any, ClassVar, Literal
 
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import KvmnnError
-from .ranking import Floats, Indices
+from .ranking import Floats, Indices, key_norms
 
 BUFFER = 64
 """Tokens that the lazy caches of seed 004 store above their limit before they cut."""
@@ -45,6 +45,8 @@ class LayerView:
         ``[kv_head, token, head_dim]``, float16, float32 or uint16 (bf16); None where the policy does not look at them.
     scores
         Accumulated attention: ``[token]`` for all heads together or ``[kv_head, token]``.
+    norms
+        L2 norms of the keys, ``[kv_head, token]``, where they are known already; policies then need no keys.
     new
         Tokens of the latest step, or None where nobody counts steps.
     seen
@@ -65,6 +67,7 @@ class LayerView:
     keys: npt.NDArray[Any] | None = None
     values: npt.NDArray[Any] | None = None
     scores: Floats | None = None
+    norms: Floats | None = None
     new: int | None = None
     seen: int | None = None
     steps: int | None = None
@@ -85,6 +88,24 @@ class LayerView:
                 )
         if self.scores is not None:
             object.__setattr__(self, "scores", as_scores(where, self.scores, self.tokens))
+        if self.norms is not None and (self.norms.ndim != 2 or self.norms.shape[1] != self.tokens):
+            raise KvmnnError(f"{where}: norms have shape {list(self.norms.shape)}: expected [kv_head, {self.tokens}]")
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads of the keys, or of their norms."""
+        known = self.norms if self.norms is not None else self.keys
+        if known is None:
+            raise KvmnnError(f"layer {self.layer}: neither keys nor their norms are known")
+        return int(known.shape[0])
+
+    def key_norms(self, first: int | None = None) -> Floats:
+        """L2 norms of the keys of the `first` tokens (of all of them without it), float32 ``[kv_head, token]``."""
+        if self.norms is not None:
+            return self.norms[:, :first]
+        if self.keys is None:
+            raise KvmnnError(f"layer {self.layer}: neither keys nor their norms are known")
+        return key_norms(self.keys[:, :first])
 
     @property
     def is_prompt(self) -> bool:
@@ -139,6 +160,32 @@ class Policy(ABC):
         kept = self.choose(view, moment)
         return np.arange(view.tokens, dtype=np.int64) if kept is None else kept
 
+    def choose_stacked(self, view: LayerView, moment: Moment = Moment.ATTENDED) -> Sequence[Indices] | Indices | None:
+        """`choose` for several layers that store equally many tokens, at once.
+
+        Parameters
+        ----------
+        view
+            Scores and norms with the heads of one layer after the other on their first axis: ``[layer x kv_head,
+            token]``, or ``[layer, token]`` for scores of all heads together. No layer of it is one that is skipped.
+
+        Returns
+        -------
+        ndarray, list or None
+            ``[kept]`` where one set holds for every layer; ``[row, kept]``; a list of rows where they differ in length;
+            or None where all stay.
+        """
+        if moment not in self.moments:
+            return None
+        if self.needs != "scores" or view.scores is None:
+            return self._choose(view, moment)
+        rows = [self._choose(replace(view, scores=row), moment) for row in view.scores]
+        if all(row is None for row in rows):
+            return None
+        whole = np.arange(view.tokens, dtype=np.int64)
+        kept = [whole if row is None else row for row in rows]
+        return np.stack(kept) if len({len(row) for row in kept}) == 1 else kept
+
     def column_sums(self, weights: Floats, kv_heads: int) -> Floats:
         """What one step's attention adds to the scores: sums over the queries, float32.
 
@@ -155,10 +202,15 @@ class Policy(ABC):
             ``[key]``, all heads summed, or ``[kv_head, key]``, the heads of each group summed, as `needs` says.
         """
         by_head = group_sums(weights, kv_heads)
-        return by_head if self.needs == "head scores" else group_sums(by_head[:, None], 1)[0]
+        sums = by_head if self.needs == "head scores" else group_sums(by_head[:, None], 1)[0]
+        return self.scaled(sums, weights.shape[0] * weights.shape[1])
 
-    def fold(self, scores: Floats, sums: Floats) -> Floats:
-        """The scores after one more step, of as many tokens as `sums`; here both are added, in float32."""
+    def scaled(self, sums: Floats, rows: int) -> Floats:
+        """Attention summed over `rows` rows, heads times queries, as it enters the scores; here unchanged."""
+        return sums
+
+    def fold(self, scores: Floats, sums: Floats, new: int = 1) -> Floats:
+        """The scores after a step of `new` tokens, of as many tokens as `sums`; here both are added, in float32."""
         with np.errstate(over="ignore", invalid="ignore"):
             return scores + sums
 
@@ -171,7 +223,7 @@ class Policy(ABC):
         """`choose` for a layer that is not skipped, at one of `moments`, with what `needs` names."""
 
     def _check(self, view: LayerView) -> None:
-        if self.needs == "keys" and view.keys is None:
+        if self.needs == "keys" and view.keys is None and view.norms is None:
             raise KvmnnError(f"layer {view.layer}: {self.name} needs the keys")
         if self.needs in ("scores", "head scores"):
             axes = 1 if self.needs == "scores" else 2
@@ -245,7 +297,7 @@ def as_scores(where: str, scores: npt.NDArray[Any], tokens: int) -> Floats:
     if array.ndim not in (1, 2) or array.shape[-1] != tokens:
         raise KvmnnError(f"{where}: scores have shape {list(array.shape)}: expected [{tokens}] or [kv_head, {tokens}]")
     with np.errstate(over="ignore", invalid="ignore"):
-        return array.astype(np.float32)
+        return array.astype(np.float32, copy=False)
 
 
 def group_sums(weights: npt.NDArray[Any], kv_heads: int) -> Floats:

@@ -82,7 +82,7 @@ class EvictingCache:
         if weights is not None:
             sums = self.policy.column_sums(weights, self.stored.kv_heads)
         if sums is not None:
-            self.state.add_scores(sums, self.policy.fold)
+            self.state.add_scores(sums, lambda scores, added: self.policy.fold(scores, added, self._new))
         if self._new != self.state.seen:
             self.state.steps += 1
         self._apply(Moment.ATTENDED)

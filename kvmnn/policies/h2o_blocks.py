@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from ..errors import KvmnnError
 from ..h2o import H2OConfig, block_sums, plan, updated
@@ -69,20 +69,24 @@ class H2OBlocks(Budgeted):
             check_count(f"{self.name}: {field}", getattr(self, field))
         check_share(f"{self.name}: ema_alpha", self.ema_alpha)
 
-    def column_sums(self, weights: npt.NDArray[Any], kv_heads: int) -> Floats:
-        """The mean over heads and queries of the attention ``[query_head, query, key]``: float32 ``[key]``."""
-        sums = super().column_sums(weights, kv_heads)
-        mean: Floats = sums / np.float32(max(1, weights.shape[0] * weights.shape[1]))
+    def scaled(self, sums: Floats, rows: int) -> Floats:
+        """The mean over heads and queries."""
+        mean: Floats = sums / np.float32(max(1, rows))
         return mean
 
-    def fold(self, scores: Floats, sums: Floats) -> Floats:
+    def fold(self, scores: Floats, sums: Floats, new: int = 1) -> Floats:
         """Running mean with weight `ema_alpha` for what there was."""
-        return updated(scores, sums, count=1, alpha=self.ema_alpha)
+        return updated(scores.reshape(-1), sums.reshape(-1), count=1, alpha=self.ema_alpha).reshape(scores.shape)
+
+    def choose_stacked(self, view: LayerView, moment: Moment = Moment.ATTENDED) -> Sequence[Indices] | Indices | None:
+        return super().choose_stacked(view, moment) if self._due(view) else None
+
+    def _due(self, view: LayerView) -> bool:
+        enough = view.tokens >= max(1, self.trigger_min_tokens)
+        return enough and (view.steps is None or view.steps >= max(1, self.update_interval))
 
     def _choose(self, view: LayerView, moment: Moment) -> Indices | None:
-        if view.tokens < max(1, self.trigger_min_tokens) or view.scores is None:
-            return None
-        if view.steps is not None and view.steps < max(1, self.update_interval):
+        if view.scores is None or not self._due(view):
             return None
         config = self._config(view.tokens)
         made = plan(block_sums(view.scores[None], config.block), view.tokens, config)

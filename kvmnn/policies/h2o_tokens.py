@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -58,6 +59,9 @@ class H2OTokens(Budgeted):
         for field in ("sink", "recent", "buffer"):
             check_count(f"{self.name}: {field}", getattr(self, field))
 
+    def choose_stacked(self, view: LayerView, moment: Moment = Moment.ATTENDED) -> Sequence[Indices] | Indices | None:
+        return self._choose(view, moment) if moment in self.moments else None
+
     def _choose(self, view: LayerView, moment: Moment) -> Indices | None:
         size = self.size(view.tokens)
         if view.tokens <= size + (self.buffer if moment is Moment.APPENDED else 0):
@@ -67,6 +71,8 @@ class H2OTokens(Budgeted):
         first = min(self.sink, view.tokens)
         last = max(view.tokens - self.recent, first)
         heavy = min(max(size - self.sink - self.recent, 0), last - first)
-        between = highest(view.scores[None, first:last], heavy)[0] + first
+        between = highest(np.atleast_2d(view.scores)[:, first:last], heavy) + first
         ends = np.arange(first, dtype=np.int64), np.arange(last, view.tokens, dtype=np.int64)
-        return np.concatenate([ends[0], between, ends[1]])
+        sinks, latest = (np.broadcast_to(end, (len(between), len(end))) for end in ends)
+        kept = np.concatenate([sinks, between, latest], axis=1)
+        return kept if view.scores.ndim == 2 else kept[0]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from .base import Budgeted, LayerView, Moment
-from .ranking import Indices, by_rank, key_norms, lowest
+from .ranking import Indices, by_rank, lowest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class KNorm(Budgeted):
 
     def _choose(self, view: LayerView, moment: Moment) -> Indices | None:
         size = self.size(view.tokens)
-        if size >= view.tokens or not view.is_prompt or view.keys is None:
+        if size >= view.tokens or not view.is_prompt:
             return None
-        norms = key_norms(view.keys)
+        norms = view.key_norms()
         return by_rank(norms, lowest(norms, size))

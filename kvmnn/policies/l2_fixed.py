@@ -9,7 +9,7 @@ import numpy as np
 
 from ..errors import KvmnnError
 from .base import Budgeted, LayerView, Moment, check_share
-from .ranking import Indices, highest, key_norms, lowest
+from .ranking import Indices, highest, lowest
 
 Strategy = Literal["keep_low", "keep_high", "random"]
 
@@ -68,21 +68,19 @@ class L2Fixed(Budgeted):
 
     def _choose(self, view: LayerView, moment: Moment) -> Indices | None:
         size = self.size(view.tokens)
-        if view.tokens <= size or view.keys is None:
+        if view.tokens <= size:
             return None
         protected = min(int(size * self.recent_ratio), view.tokens)
         zone, chosen = view.tokens - protected, max(size - protected, 0)
-        heads = view.keys.shape[0]
+        heads = view.kv_heads
         older = self._older(view, zone, chosen) if chosen else np.empty((heads, 0), np.int64)
         recent = np.broadcast_to(np.arange(zone, view.tokens, dtype=np.int64), (heads, protected))
         return np.concatenate([older, recent], axis=1)
 
     def _older(self, view: LayerView, zone: int, count: int) -> Indices:
         """`count` of the first `zone` tokens for each head, ascending."""
-        if view.keys is None:
-            raise KvmnnError(f"layer {view.layer}: {self.name} needs the keys")
         if self.generator is not None:
-            drawn = [self.generator.permutation(zone)[:count] for _ in range(view.keys.shape[0])]
+            drawn = [self.generator.permutation(zone)[:count] for _ in range(view.kv_heads)]
             return np.sort(np.stack(drawn).astype(np.int64), axis=1)
-        norms = key_norms(view.keys[:, :zone])
+        norms = view.key_norms(zone)
         return lowest(norms, count) if self.strategy == "keep_low" else highest(norms, count)

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from ..errors import KvmnnError
 from .base import Budgeted, LayerView, Moment, check_count
-from .ranking import Indices, by_rank, key_norms, lowest
+from .ranking import Indices, by_rank, lowest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +65,8 @@ class L2Ratio(Budgeted):
             untouched = view.tokens < self.prune_after
         else:
             untouched = view.tokens <= self.prune_after or size == view.tokens
-        if untouched or view.keys is None:
+        if untouched:
             return None
-        norms = key_norms(view.keys)
+        norms = view.key_norms()
         kept = lowest(norms, size)
         return by_rank(norms, kept) if self.form == "original" else kept

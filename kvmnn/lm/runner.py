@@ -1,0 +1,178 @@
+"""A model that reads one text after another with its cache under a policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import KvmnnError
+from ..policies import Policy
+from ..policies.ranking import Floats
+from .cache import ModelCache
+from .kv_store import KVStore, PlainStore
+from .packed_store import PackedStore
+from .session import DecoderSession
+
+SLACK = 32
+"""Evicted tokens that may lie masked in the buffers before K and V are moved together."""
+
+
+@dataclass
+class Clock:
+    """Where the time went, in seconds.
+
+    Attributes
+    ----------
+    model_seconds
+        Inside onnxruntime's run.
+    policy_seconds
+        Holding, scoring, choosing and cutting: all that `ModelCache` does.
+    tokens
+        Tokens fed.
+    """
+
+    model_seconds: float = 0.0
+    policy_seconds: float = 0.0
+    tokens: int = 0
+
+
+class Runner:
+    """A decoder with its cache in our hands: tokens in, logits out, and after each step the cache is cut.
+
+    Parameters
+    ----------
+    session
+        The model, opened with ``attentions=True`` where the policy scores tokens by them.
+    policy
+        Which tokens stay; None for the full cache.
+    slack
+        Evicted tokens that may lie masked in the buffers until K and V are moved together; 0 cuts at once, and so does
+        a graph that takes no bias. It changes what is held (`ModelCache.nbytes`), not which tokens are attended.
+    packed
+        Hold K and V in the packed layout of this backend, such as ``"x86-avx2"``: packed, reallocated and unpacked at
+        every step, with the same results.
+    positions
+        ``"true"``: every token is given its place in the text. ``"stored"`` gives the place in the cut cache of layer 0
+        instead, a mistake that is easily made; it is here so that its price can be seen.
+
+    Raises
+    ------
+    KvmnnError
+        Where the graph takes no positions (they would be those of the cut cache) or gives no attention probabilities,
+        and the policy needs them.
+
+    Examples
+    --------
+    ::
+
+        session = DecoderSession.open("pythia/", attentions=True)
+        runner = Runner(session, create("h2o_decayed", budget=256))
+        logits = runner.feed(tokenizer.encode("Once upon a time"))
+    """
+
+    def __init__(
+        self,
+        session: DecoderSession,
+        policy: Policy | None = None,
+        *,
+        slack: int = SLACK,
+        packed: str | None = None,
+        positions: Literal["true", "stored"] = "true",
+    ) -> None:
+        if policy is not None and not session.interface.has_positions:
+            raise KvmnnError(
+                f"{session.interface.label} has no input for positions, so a cut cache would shift them: export it "
+                f"with position_ids to run it under a policy"
+            )
+        if policy is not None and policy.needs in ("scores", "head scores") and not session.has_attentions:
+            raise KvmnnError(f"{policy.name} needs attention probabilities: open the session with attentions=True")
+        if positions not in ("true", "stored"):
+            raise KvmnnError(f"positions is {positions!r}: expected 'true' or 'stored'")
+        if slack < 0:
+            raise KvmnnError(f"slack is {slack}: expected at least 0")
+        self.session = session
+        self.policy = policy
+        self._slack = slack
+        self._packed = packed
+        self._positions = positions
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the text and begin a new one."""
+        interface, session = self.session.interface, self.session
+        biased = session.has_bias and session.query_heads is not None
+        self.cache = ModelCache(
+            self._store(),
+            layers=interface.layers,
+            kv_heads=interface.kv_heads,
+            query_heads=session.query_heads or interface.kv_heads,
+            policy=self.policy,
+            slack=self._slack if biased else 0,
+            biased=biased,
+        )
+        self.clock = Clock()
+
+    def feed(self, ids: npt.ArrayLike, *, end_chunk: bool = False) -> Floats:
+        """Let the model read further tokens of the text, and cut the cache.
+
+        Parameters
+        ----------
+        ids
+            Integers ``[token]``, at least one. They are read in one step, or one by one where layers hold different
+            numbers of tokens and the graph would mask them wrongly.
+        end_chunk
+            Whether a chunk of the text ends with them, for the policies that cut then.
+
+        Returns
+        -------
+        ndarray
+            Logits, float32 ``[token, vocabulary]``.
+
+        Raises
+        ------
+        KvmnnError
+            For no tokens, or ids that are not of the model's vocabulary.
+        """
+        tokens = self._checked(ids)
+        if len(tokens) > 1 and self.cache.unequal and not self.session.chunks_with_unequal_lengths():
+            logits = np.concatenate([self._step(tokens[i : i + 1]) for i in range(len(tokens))])
+        else:
+            logits = self._step(tokens)
+        if end_chunk:
+            begun = perf_counter()
+            self.cache.end_chunk()
+            self.clock.policy_seconds += perf_counter() - begun
+        return logits
+
+    def _step(self, ids: npt.NDArray[np.int64]) -> Floats:
+        cache, clock = self.cache, self.clock
+        first = cache.seen if self._positions == "true" else cache.tokens[0]
+        begun = perf_counter()
+        past, bias = cache.begin(len(ids))
+        clock.policy_seconds += perf_counter() - begun
+        step = self.session.step(ids, np.arange(first, first + len(ids), dtype=np.int64), past, bias)
+        begun = perf_counter()
+        cache.end(step)
+        clock.policy_seconds += perf_counter() - begun
+        clock.model_seconds += step.seconds
+        clock.tokens += len(ids)
+        return step.logits
+
+    def _store(self) -> KVStore:
+        if self._packed is None:
+            return PlainStore(self.session.empty())
+        by_head = self.policy is not None and self.policy.needs in ("keys", "head scores")
+        return PackedStore(self.session.interface, self._packed, by_head=by_head)
+
+    def _checked(self, ids: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        tokens = np.asarray(ids)
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not tokens.size:
+            raise KvmnnError(f"ids are {tokens.dtype} {list(tokens.shape)}: expected at least one integer [token]")
+        vocabulary = self.session.interface.vocab
+        if tokens.min() < 0 or (vocabulary is not None and tokens.max() >= vocabulary):
+            raise KvmnnError(f"ids reach from {tokens.min()} to {tokens.max()}: the vocabulary has {vocabulary}")
+        return tokens.astype(np.int64)

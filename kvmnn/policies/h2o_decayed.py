@@ -1,0 +1,109 @@
+"""Keep sinks, heavy hitters of late, and recent tokens: H2O whose scores fade, cut after every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from ..errors import KvmnnError
+from .base import Budgeted, LayerView, Moment, check_count
+from .ranking import Floats, Indices, highest
+
+
+@dataclass(frozen=True, kw_only=True)
+class H2ODecayed(Budgeted):
+    """Keep the first tokens, the latest, and between them those with the highest fading scores; one set for all heads.
+
+    Paper: arXiv 2306.14048 (H2O), which does not fade scores. Seed: 004 has the three kinds of tokens.
+
+    Sums that never fade favour tokens that have been there for long. Here every token of the text multiplies the scores
+    before it by `decay`, so attention of long ago counts less.
+
+    Parameters
+    ----------
+    budget
+        Tokens that stay, all three kinds: 256 by default.
+    sink
+        First tokens that always stay.
+    recent
+        Latest tokens that always stay; None for half of the budget.
+    decay
+        0 to 1 for each token; 1 is H2O without fading.
+
+    Notes
+    -----
+    Where it differs from the originals, and why: the step's attention is added to the scores first, then the cache is
+    cut, at every step above the budget; the seed cuts before attention and lazily (`h2o_tokens`). Of equal scores the older token stays; NaN counts as the
+    lowest.
+    """
+
+    name: ClassVar[str] = "h2o_decayed"
+    needs: ClassVar[Literal["scores", "head scores"]] = "scores"
+    default_budget = 256
+
+    sink: int = 4
+    recent: int | None = None
+    decay: float = 0.98
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count(f"{self.name}: sink", self.sink)
+        if self.recent is not None:
+            check_count(f"{self.name}: recent", self.recent)
+        if isinstance(self.decay, bool) or not isinstance(self.decay, int | float) or not 0 <= self.decay <= 1:
+            raise KvmnnError(f"{self.name}: decay is {self.decay!r}: expected a number from 0 to 1")
+        if self.budget is not None and self.budget < self.sink + self._recent(self.budget):
+            raise KvmnnError(
+                f"{self.name}: a budget of {self.budget} tokens is less than {self.sink} sinks and "
+                f"{self._recent(self.budget)} recent ones"
+            )
+
+    def fold(self, scores: Floats, sums: Floats, new: int = 1) -> Floats:
+        """Scores that faded for `new` tokens, and the step's sums, in float32."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            return scores * np.float32(self.decay**new) + sums
+
+    def choose_stacked(self, view: LayerView, moment: Moment = Moment.ATTENDED) -> Sequence[Indices] | Indices | None:
+        return self._choose(view, moment) if moment in self.moments else None
+
+    def _choose(self, view: LayerView, moment: Moment) -> Indices | None:
+        size = self.size(view.tokens)
+        if view.tokens <= size:
+            return None
+        if view.scores is None:
+            raise KvmnnError(f"layer {view.layer}: {self.name} needs scores")
+        first = min(self.sink, size)
+        recent = min(self._recent(size), size - first)
+        between = highest(np.atleast_2d(view.scores)[:, first : view.tokens - recent], size - first - recent)
+        kept = np.empty((len(between), size), np.int64)
+        kept[:, :first] = np.arange(first)
+        kept[:, size - recent :] = np.arange(view.tokens - recent, view.tokens)
+        np.add(between, first, out=kept[:, first : size - recent])
+        return kept if view.scores.ndim == 2 else kept[0]
+
+    def _recent(self, size: int) -> int:
+        return size // 2 if self.recent is None else self.recent
+
+
+@dataclass(frozen=True, kw_only=True)
+class H2ODecayedHeads(H2ODecayed):
+    """`h2o_decayed` with scores and a set of tokens for each KV head.
+
+    Paper: arXiv 2306.14048 (H2O), whose code has a set for each head. Seed: 004.
+
+    Parameters
+    ----------
+    budget, sink, recent, decay
+        As for `h2o_decayed`.
+
+    Notes
+    -----
+    Where it differs from the original: `h2o_heads` names the sizes as its authors do, and does not fade. With ``sink=0,
+    decay=1`` it keeps what that keeps. Query heads that share a KV head add their attention up.
+    """
+
+    name: ClassVar[str] = "h2o_decayed_heads"
+    needs: ClassVar[Literal["scores", "head scores"]] = "head scores"

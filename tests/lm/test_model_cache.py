@@ -1,0 +1,204 @@
+"""ModelCache against EvictingCache, layer by layer: random K, V and attention, every policy, with and without slack."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvmnn.errors import KvmnnError
+from kvmnn.lm.cache import ModelCache
+from kvmnn.lm.interface import DecoderInterface
+from kvmnn.lm.kv_store import PlainStore
+from kvmnn.lm.packed_store import PackedStore
+from kvmnn.lm.token_rows import TokenRows
+from kvmnn.policies import EvictingCache, Policy, create
+
+LAYERS, DIMS = 3, 8
+POLICIES: list[tuple[str, dict[str, Any]]] = [
+    ("l2_ratio", {"keep_ratio": 0.7, "prune_after": 20}),
+    ("l2_ratio", {"keep_ratio": 0.7, "prune_after": 20, "form": "original"}),
+    ("l2_fixed", {"budget": 12, "recent_ratio": 0.5}),
+    ("l2_fixed", {"budget": 12, "recent_ratio": 0.25, "strategy": "keep_high", "skip_layers": (1,)}),
+    ("recent_only", {"budget": 9}),
+    ("recent_only", {"budget": 9, "skip_layers": (0, 1, 2)}),
+    ("streaming", {"budget": 10, "sink": 2}),
+    ("streaming", {"budget": 10, "sink": 2, "buffer": 5}),
+    ("streaming_press", {"budget": 6, "sink": 1}),
+    ("h2o_tokens", {"budget": 14, "sink": 2, "recent": 6, "buffer": 0}),
+    ("h2o_tokens", {"budget": 14, "sink": 2, "recent": 6, "buffer": 7}),
+    ("h2o_blocks", {"budget": 12, "sink": 2, "recent": 3, "block_tokens": 4, "update_interval": 3,
+                    "trigger_min_tokens": 8, "skip_layers": (0,)}),
+    ("h2o_blocks", {"budget": 12, "sink": 0, "recent": 0, "block_tokens": 4, "update_interval": 2,
+                    "trigger_min_tokens": 8, "skip_layers": ()}),
+    ("h2o_heads", {"budget": 12, "recent": 5}),
+    ("h2o_decayed", {"budget": 12, "sink": 2, "recent": 5}),
+    ("h2o_decayed", {"keep_ratio": 0.6, "decay": 1.0}),
+    ("h2o_decayed_heads", {"budget": 12, "sink": 0, "decay": 0.9}),
+    ("knorm", {"budget": 7}),
+    ("observed_attention", {"budget": 7}),
+]  # fmt: skip
+
+
+@dataclass
+class Returned:
+    """What a model gives back."""
+
+    present: list[tuple[np.ndarray, np.ndarray]]
+    attentions: list[np.ndarray] | None
+    seconds: float = 0.0
+
+
+def interface(kv_heads: int) -> DecoderInterface:
+    fields: dict[str, Any] = dict.fromkeys(DecoderInterface.__dataclass_fields__)
+    return DecoderInterface(
+        **{**fields, "layers": LAYERS, "kv_heads": kv_heads, "head_dim": DIMS, "dtype": np.float32, "label": "random"}
+    )
+
+
+def empty(kv_heads: int, dtype: Any) -> list[tuple[np.ndarray, np.ndarray]]:
+    return [(np.zeros((1, kv_heads, 0, DIMS), dtype),) * 2 for _ in range(LAYERS)]
+
+
+class Pair:
+    """A ModelCache, and an EvictingCache for each layer, fed the same."""
+
+    def __init__(self, policy: Policy, seed: int, *, slack: int, kv_heads: int, group: int, dtype: Any, packed: bool):
+        self.rng = np.random.default_rng(seed)
+        self.kv_heads, self.query_heads, self.dtype = kv_heads, kv_heads * group, dtype
+        by_head = policy.needs in ("keys", "head scores")
+        store = (
+            PackedStore(interface(kv_heads), "x86-avx2", by_head=by_head)
+            if packed
+            else PlainStore(empty(kv_heads, dtype))
+        )
+        self.ours = ModelCache(
+            store, layers=LAYERS, kv_heads=kv_heads, query_heads=self.query_heads, policy=policy, slack=slack,
+            biased=True,
+        )  # fmt: skip
+        self.theirs = [EvictingCache(policy, layer) for layer in range(LAYERS)]
+        self.policy = policy
+
+    def step(self, new: int) -> None:
+        shape = (LAYERS, self.kv_heads, new, DIMS)
+        keys, values = (self.rng.standard_normal(shape).astype(self.dtype) for _ in range(2))
+        past, bias = self.ours.begin(new)
+        present, attentions = [], []
+        for layer, (old_keys, old_values) in enumerate(past):
+            present.append(
+                (
+                    np.concatenate([old_keys, keys[None, layer]], axis=2),
+                    np.concatenate([old_values, values[None, layer]], axis=2),
+                )
+            )
+            slots = present[-1][0].shape[2]
+            live = np.ones((1, 1, 1, slots), bool) if bias is None else bias[layer] == 0
+            assert live.shape[1] in (1, self.query_heads) and live.shape[3] == slots
+            weights = self.rng.random((self.query_heads, new, slots)).astype(np.float32)
+            attended = self.theirs[layer].append(keys[layer], values[layer])
+            assert (live[0].sum(axis=-1) == attended.tokens).all()
+            attentions.append(np.where(live[0], weights, 0))
+        self.ours.end(Returned(present, attentions))  # type: ignore[arg-type]
+        for layer, cache in enumerate(self.theirs):
+            mask = (
+                np.ones_like(attentions[layer], bool)
+                if bias is None
+                else np.broadcast_to(bias[layer][0] == 0, attentions[layer].shape)
+            )
+            tokens = int(mask[0, 0].sum())
+            weights = attentions[layer][mask].reshape(self.query_heads, new, tokens)
+            cache.attended(weights=weights if "scores" in self.policy.needs else None)
+
+    def compare(self) -> None:
+        assert self.ours.nbytes > 0 and self.ours.peak_nbytes >= self.ours.nbytes - 10**6
+        for layer, (ours, cache) in enumerate(zip(self.ours.layers(), self.theirs, strict=True)):
+            theirs = cache.stored
+            heads = np.broadcast_to(theirs.positions, (self.kv_heads, theirs.tokens))
+            order = np.argsort(heads, axis=1)
+            assert ours.tokens == theirs.tokens == self.ours.tokens[layer] and ours.tokens_seen == theirs.tokens_seen
+            assert np.array_equal(
+                np.broadcast_to(ours.positions, heads.shape), np.take_along_axis(heads, order, axis=1)
+            )
+            assert np.array_equal(ours.keys, np.take_along_axis(theirs.keys, order[:, :, None], axis=1))
+            assert np.array_equal(ours.values, np.take_along_axis(theirs.values, order[:, :, None], axis=1))
+            scores, kept = self.ours.scores(layer), cache.state.scores
+            if kept is not None and scores is not None:
+                expected = np.take_along_axis(np.atleast_2d(kept), order[: np.atleast_2d(kept).shape[0]], axis=1)
+                assert np.allclose(np.atleast_2d(scores), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "options"), POLICIES, ids=lambda value: str(value)[:50])
+@pytest.mark.parametrize("slack", [0, 3, 1000])
+def test_every_policy_keeps_what_its_layers_would_keep_alone(name: str, options: dict[str, Any], slack: int) -> None:
+    for seed, (kv_heads, group, dtype) in enumerate([(2, 1, np.float32), (1, 3, np.float16), (4, 2, np.float16)]):
+        pair = Pair(create(name, **{"skip_layers": (), **options}), seed, slack=slack, kv_heads=kv_heads, group=group,
+                    dtype=dtype, packed=False)  # fmt: skip
+        for number, new in enumerate([17, 1, 1, 4, 1, 1, 1, 6, 1, 1, 2, 1, 1, 1, 3, 1]):
+            pair.step(new)
+            if number % 5 == 4:
+                pair.ours.end_chunk()
+                for cache in pair.theirs:
+                    cache.end_chunk()
+            pair.compare()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    case=st.sampled_from(POLICIES),
+    slack=st.integers(0, 12),
+    kv_heads=st.integers(1, 3),
+    steps=st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1, max_size=25),
+    packed=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_any_text(case: Any, slack: int, kv_heads: int, steps: Any, packed: bool, seed: int) -> None:
+    name, options = case
+    pair = Pair(create(name, **{"skip_layers": (), **options}), seed, slack=slack, kv_heads=kv_heads, group=2,
+                dtype=np.float32, packed=packed)  # fmt: skip
+    for new, ends in steps:
+        pair.step(new)
+        if ends:
+            pair.ours.end_chunk()
+            for cache in pair.theirs:
+                cache.end_chunk()
+    pair.compare()
+
+
+def test_slack_bounds_the_dead_slots_and_holds_no_more_than_it_says() -> None:
+    for slack in (0, 5, 32):
+        pair = Pair(create("streaming", budget=10, sink=2), 1, slack=slack, kv_heads=2, group=1, dtype=np.float32,
+                    packed=False)  # fmt: skip
+        most = 0
+        for _ in range(120):
+            pair.step(1)
+            most = max(most, pair.ours.nbytes)
+        assert most == (10 + slack) * 2 * DIMS * 4 * 2 * LAYERS
+        assert pair.ours.peak_nbytes == most + 2 * DIMS * 4 * 2 * LAYERS  # with the new token, before the cut
+
+
+def test_without_a_bias_new_tokens_cannot_be_evicted_before_they_are_attended() -> None:
+    cache = ModelCache(
+        PlainStore(empty(2, np.float32)), layers=LAYERS, kv_heads=2, query_heads=2, slack=0, biased=False,
+        policy=create("h2o_tokens", budget=8, sink=1, recent=3, buffer=0),
+    )  # fmt: skip
+    with pytest.raises(KvmnnError, match="evicts some of 20 new tokens"):
+        cache.begin(20)
+
+
+def test_rows_refuse_what_cannot_be_kept() -> None:
+    rows = TokenRows((0, 1), 2)
+    rows.append(5, 0)
+    for kept in ([0, 0], [5], [-1], [[0], [1]]):
+        with pytest.raises(KvmnnError):
+            rows.cut(np.array(kept))
+    rows.cut(np.array([4, 1]))
+    assert rows.positions[:, :2].tolist() == [[1, 4]] * 4 and rows.dead == 3
+
+
+def test_packed_layout_of_another_type_is_refused() -> None:
+    with pytest.raises(KvmnnError, match="holds fp16, the cache of this model is fp32"):
+        PackedStore(interface(2), "arm64-fp16", by_head=False)

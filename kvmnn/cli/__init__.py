@@ -29,6 +29,8 @@ _VERBS = (
     "diff",
     "measure",
     "plan",
+    "generate",
+    "dump-kv",
 )
 """In the order of the help. Each is a module here, with _ for -, that is imported when it is needed."""
 

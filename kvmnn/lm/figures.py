@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import plot_style
-from .plot_style import INK, MUTED
+from .plot_style import FULL, INK, MUTED, LineEnd
 from .series import (
     Point,
     Row,
@@ -62,12 +63,13 @@ def perplexity_accuracy_tradeoff(results: Results) -> Figure:
             size = row["budget"] if row.get("budget") is not None else row.get("keep_ratio")
             axes.annotate("" if size is None else f"{size:g}", (x, y), (0, -9), textcoords="offset points", ha="center",
                           fontsize=6.5, color=MUTED)  # fmt: skip
-        ends.append((entry.name, look["color"], xs[0], ys[0]))
+        ends.append(LineEnd(entry.name, xs[0], ys[0], look))
     full = full_row(results["rows"])
     if full is not None and is_number(full.get("perplexity")) and is_number(full.get("accuracy")):
         x, y = full["perplexity"], 100 * full["accuracy"]
-        axes.plot([x], [y], marker="*", markersize=11, color=INK, linestyle="none", zorder=5)
-        axes.annotate("full cache", (x, y), (7, 4), textcoords="offset points", color=INK)
+        look = {"color": INK, "marker": "*", "markersize": 11, "linestyle": "none", "zorder": 5}
+        axes.plot([x], [y], **look)
+        ends.append(LineEnd("full cache", x, y, look))
     _scale(axes.set_xscale, axes, "x", [row["perplexity"] for row in rows])
     axes.set(title="Perplexity against accuracy", xlabel=_PPL, ylabel=_ACCURACY)
     axes.margins(0.08)
@@ -142,14 +144,14 @@ def _over_budget(results: Results, title: str, ylabel: str, key: str, measure: M
     axes.set(title=title, xlabel="budget (tokens kept per layer)", ylabel=ylabel)
     axes.margins(y=0.08)
     if reference is not None:
-        axes.axhline(reference, color=INK, linestyle=(0, (6, 3)), linewidth=1.0)
-        ends.append((f"full cache {reference:.2f}", INK, axes.get_xlim()[1], reference))
+        axes.axhline(reference, **FULL)
+        ends.append(LineEnd(f"full cache {reference:.2f}", axes.get_xlim()[1], reference, FULL))
     plot_style.label_lines(axes, ends)
     plot_style.caption(made, _INTERVAL if any(measure(row, 0).low is not None for row in rows) else "")
     return made
 
 
-def _line(axes: Axes, name: str, index: int, points: Sequence[Point]) -> tuple[str, str, float, float]:
+def _line(axes: Axes, name: str, index: int, points: Sequence[Point]) -> LineEnd:
     """A line with its error bars; returns what its label needs."""
     look = plot_style.look(index)
     xs, ys = [point.x for point in points], [point.y for point in points]
@@ -159,7 +161,7 @@ def _line(axes: Axes, name: str, index: int, points: Sequence[Point]) -> tuple[s
         axes.errorbar(xs, ys, yerr=[below, above], fmt="none", ecolor=look["color"], elinewidth=0.9, capsize=2,
                       alpha=0.7)  # fmt: skip
     axes.plot(xs, ys, **look, markeredgecolor="white", markeredgewidth=0.5)
-    return name, look["color"], xs[-1], ys[-1]
+    return LineEnd(name, xs[-1], ys[-1], look)
 
 
 def _ratio_panels(
@@ -171,9 +173,9 @@ def _ratio_panels(
     measures: list[tuple[str, str, Measure]] = [("perplexity", _PPL, perplexity)]
     if all(is_number(row.get("accuracy")) for _, _, members in lines for _, row in members):
         measures.append(("accuracy", _ACCURACY, accuracy))
-    room = 0.35 + max(plot_style.text_width(name) for name in [*(name for _, name, _ in lines), "full cache 000.00"])
+    room = plot_style.label_room([*(name for _, name, _ in lines), "full cache 000.00"])
     cell_width, cell_height = 0.75 + 4.2 + room, 3.1
-    made = Figure(figsize=(cell_width * len(kinds), cell_height * len(measures) + 1.0))
+    made = Figure(figsize=(cell_width * len(kinds), cell_height * len(measures) + 0.75))
     width, height = made.get_size_inches()
     for column, what in enumerate(kinds):
         shown = [line for line in lines if line[0] == what]
@@ -191,14 +193,15 @@ def _ratio_panels(
             axes.margins(0.06)
             if full is not None and is_number(full.get(key)):
                 reference = measure(full, 0).y
-                axes.axhline(reference, color=INK, linestyle=(0, (6, 3)), linewidth=1.0)
-                ends.append((f"full cache {reference:.2f}", INK, axes.get_xlim()[1], reference))
+                axes.axhline(reference, **FULL)
+                ends.append(LineEnd(f"full cache {reference:.2f}", axes.get_xlim()[1], reference, FULL))
             if number == 0:
                 axes.set_title(f"Keep ratio: {what}")
             if key == "accuracy":
                 axes.set_ylabel("accuracy (%)")
             plot_style.label_lines(axes, ends)
-    plot_style.caption(made, _INTERVAL)
+    if any(perplexity(row, x).low is not None for _, _, members in lines for x, row in members):
+        plot_style.caption(made, _INTERVAL)
     return made
 
 
@@ -207,7 +210,8 @@ def _comparison(
 ) -> Figure:
     from matplotlib.figure import Figure
 
-    order = sorted(series, key=lambda entry: -sum(row["nll"] for row in entry.rows) / len(entry.rows))
+    order = _best_last(series, budgets)
+    policies = list(dict.fromkeys(entry.rows[0]["policy"] for entry in series))
     left = 0.3 + max(plot_style.text_width(entry.name, 9) for entry in order)
     panel, gap, tall = 2.1, 0.25, max(0.26 * len(order) + 0.2, 0.8)
     made = Figure(figsize=(left + len(budgets) * (panel + gap) + 0.5, len(measured) * (tall + 0.95) + 0.35))
@@ -221,7 +225,7 @@ def _comparison(
             first = first or axes
             for place, entry in enumerate(order):
                 for row in (row for row in entry.rows if row["budget"] == budget):
-                    _bar(axes, place, series.index(entry), measure(row, 0), reference)
+                    _bar(axes, place, policies.index(row["policy"]), measure(row, 0), reference)
             axes.set_yticks(range(len(order)), [entry.name for entry in order] if column == 0 else [""] * len(order))
             axes.tick_params(axis="y", length=0, labelcolor=INK)
             axes.set_ylim(-0.6, len(order) - 0.4)
@@ -234,6 +238,21 @@ def _comparison(
             first.margins(x=0.16)
     plot_style.caption(made, f"Against the full cache (line at 0). {_INTERVAL}")
     return made
+
+
+def _best_last(series: Sequence[Series], budgets: Sequence[int]) -> list[Series]:
+    """By log perplexity, each measured against the others of the same budget: series need not have all of them."""
+    logs = {
+        budget: [math.log(row["perplexity"]) for entry in series for row in entry.rows if row["budget"] == budget]
+        for budget in budgets
+    }
+    means = {budget: sum(values) / len(values) for budget, values in logs.items()}
+
+    def excess(entry: Series) -> float:
+        rows = [row for row in entry.rows if row["budget"] in means]
+        return sum(math.log(row["perplexity"]) - means[row["budget"]] for row in rows) / len(rows)
+
+    return sorted(series, key=excess, reverse=True)
 
 
 def _bar(axes: Axes, place: int, index: int, point: Point, reference: float) -> None:

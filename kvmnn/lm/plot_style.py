@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,11 +17,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK, MUTED, RULE = "#222222", "#5f5f5f", "#d9d9d9"
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _MARKERS = "os^DvPX*"
 _DASHES = ("-", "--", ":", "-.")
 
 _LABEL_SIZE = 8.5
+_SAMPLE = 0.62  # inches between a plot and its names
 _SETTINGS: dict[str, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
@@ -33,6 +35,7 @@ _SETTINGS: dict[str, Any] = {
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
+    "axes.unicode_minus": False,
     "grid.color": RULE,
     "grid.linewidth": 0.6,
     "lines.linewidth": 1.5,
@@ -43,6 +46,16 @@ _SETTINGS: dict[str, Any] = {
     "svg.hashsalt": "kvmnn",
     "svg.fonttype": "path",
 }
+
+
+@dataclass(frozen=True)
+class LineEnd:
+    """What a line's label needs: its name, where it ends (data coordinates), and how it is drawn (`look`)."""
+
+    name: str
+    x: float
+    y: float
+    look: dict[str, Any]
 
 
 @contextmanager
@@ -57,7 +70,7 @@ def style() -> Iterator[None]:
 
 
 def look(index: int) -> dict[str, Any]:
-    """Colour, marker and dashes of the line number `index`; different for the first 28."""
+    """Colour, marker and dashes of the line number `index`; different for the first 24."""
     turn = index // len(_COLOURS)
     return {
         "color": _COLOURS[index % len(_COLOURS)],
@@ -66,16 +79,25 @@ def look(index: int) -> dict[str, Any]:
     }
 
 
+FULL: dict[str, Any] = {"color": INK, "linestyle": (0, (5, 2)), "linewidth": 1.0, "marker": None}
+"""How the full cache is drawn everywhere."""
+
+
 def figure(axes_width: float, axes_height: float, labels: Sequence[str] = ()) -> tuple[Figure, Axes]:
     """A figure of one plot whose inner size (inches) is given, with room on its right for `labels`."""
     from matplotlib.figure import Figure
 
     left, bottom, top = 0.75, 0.85, 0.45
-    width = left + axes_width + 0.3 + max([text_width(label) for label in labels] or [0.0])
+    width = left + axes_width + label_room(labels)
     height = bottom + axes_height + top
     made = Figure(figsize=(width, height))
     axes = made.add_axes((left / width, bottom / height, axes_width / width, axes_height / height))
     return made, axes
+
+
+def label_room(labels: Sequence[str]) -> float:
+    """Inches that `label_lines` needs right of a plot."""
+    return _SAMPLE + 0.1 + max([text_width(label) for label in labels] or [0.0])
 
 
 def text_width(text: str, size: float = _LABEL_SIZE) -> float:
@@ -85,42 +107,46 @@ def text_width(text: str, size: float = _LABEL_SIZE) -> float:
     return float(TextPath((0, 0), text or " ", size=size).get_extents().width) / 72
 
 
-def label_lines(axes: Axes, ends: Sequence[tuple[str, str, float, float]]) -> None:
-    """Names right of the plot, each at the height of its line's end, moved apart where they would touch.
+def label_lines(axes: Axes, ends: Sequence[LineEnd]) -> None:
+    """Names right of the plot with a sample of each line, near the height of its end, never touching.
 
     Parameters
     ----------
     axes
         With its final limits: they are not changed any more.
     ends
-        ``(name, colour, x, y)`` of each line, in data coordinates.
+        Of every line.
     """
-    axes.autoscale(False)
+    limits = *axes.get_xlim(), *axes.get_ylim()  # asking brings them up to date
+    axes.axis(limits)
     made = axes.get_figure(root=True)
     if made is None or not ends:
         return
     to_axes = axes.transData + axes.transAxes.inverted()
-    height = axes.get_position().height * made.get_size_inches()[1]
-    gap = 1.3 * _LABEL_SIZE / 72 / height
-    order = sorted(ends, key=lambda end: end[3])
-    wanted = [float(to_axes.transform((x, y))[1]) for _, _, x, y in order]
-    for (name, colour, x, y), place in zip(order, spread(wanted, gap), strict=True):
+    width, height = axes.get_position().size * made.get_size_inches()
+    order = sorted(ends, key=lambda end: end.y)
+    wanted = [float(to_axes.transform((end.x, end.y))[1]) for end in order]
+    for end, place in zip(order, spread(wanted, 1.3 * _LABEL_SIZE / 72 / height), strict=True):
+        begin, stop = 1 + 0.22 / width, 1 + (_SAMPLE - 0.08) / width
         axes.annotate(
-            name,
-            xy=(x, y),
-            xytext=(1.025, place),
+            "",
+            xy=(end.x, end.y),
+            xytext=(begin, place),
             textcoords="axes fraction",
-            color=colour,
-            fontsize=_LABEL_SIZE,
-            va="center",
-            ha="left",
             annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.5, "alpha": 0.6, "shrinkA": 0, "shrinkB": 3},
+            arrowprops={"arrowstyle": "-", "color": RULE, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 2},
+            zorder=0.9,
         )
+        axes.plot(
+            [begin, stop], [place, place], transform=axes.transAxes, clip_on=False, **{**end.look, "marker": None}
+        )
+        axes.plot([(begin + stop) / 2], [place], transform=axes.transAxes, clip_on=False, **end.look)
+        axes.text(1 + _SAMPLE / width, place, end.name, transform=axes.transAxes, color=INK, fontsize=_LABEL_SIZE,
+                  va="center")  # fmt: skip
 
 
 def spread(wanted: Sequence[float], gap: float) -> list[float]:
-    """Ascending places as near to those wanted as a distance of `gap` between neighbours allows (least squares)."""
+    """Ascending places from 0 to 1, as near to those wanted as a distance of `gap` allows (least squares)."""
     groups: list[tuple[float, int]] = []  # where the first of a group would be, and how many are in it
     for index, place in enumerate(wanted):
         start, count = place - gap * index, 1
@@ -129,7 +155,8 @@ def spread(wanted: Sequence[float], gap: float) -> list[float]:
             start = (before * many + start * count) / (many + count)
             count += many
         groups.append((start, count))
-    starts = [start for start, count in groups for _ in range(count)]
+    most = max(1 - gap * (len(wanted) - 1), 0.0)
+    starts = [min(max(start, 0.0), most) for start, count in groups for _ in range(count)]
     return [start + gap * index for index, start in enumerate(starts)]
 
 

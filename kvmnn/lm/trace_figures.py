@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from . import plot_style
 from .figures import NothingToShowError, Results
-from .plot_style import INK, MUTED
+from .plot_style import FULL, MUTED, LineEnd
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,11 +32,13 @@ def memory_over_time(results: Results) -> Figure:
     ends = []
     for index, trace in enumerate(traces):
         steps, sizes = trace["step_tokens"], [size / _MIB for size in trace["cache_bytes"]]
-        look = plot_style.look(index) | {"marker": None}
+        # Policies of one size hold the same: the earlier lines are wider, so that they show below the later ones.
+        width = 1.5 + min(1.5 * (len(traces) - 1 - index), 6.0)
+        look = plot_style.look(index) | {"marker": None, "linewidth": width, "solid_capstyle": "butt"}
         if trace["label"] == "full":
-            look |= {"color": INK, "linestyle": (0, (6, 3)), "linewidth": 1.0}
+            look = FULL
         axes.plot(steps, sizes, **look)
-        ends.append((trace["label"], look["color"], steps[-1], sizes[-1]))
+        ends.append(LineEnd(trace["label"], steps[-1], sizes[-1], look))
     axes.set_ylim(bottom=0)
     axes.margins(x=0.01)
     axes.set(title="Memory over time", xlabel="tokens seen", ylabel="K and V held, all layers (MiB)")

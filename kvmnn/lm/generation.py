@@ -1,0 +1,242 @@
+"""Text from a model whose cache is under a policy, and where it leaves the text of the full cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..errors import KvmnnError
+from ..policies.ranking import Floats
+from .model_files import ModelFiles
+from .runner import Runner
+
+Progress = Callable[[int], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Parameters
+    ----------
+    temperature
+        Logits are divided by it; 0 takes the most probable token (the first of equal ones).
+    top_k
+        Only so many of the most probable tokens are drawn from; None for all.
+    seed
+        Of the draws. Each token takes one number from it, so that runs with equal logits draw equal tokens.
+
+    Raises
+    ------
+    KvmnnError
+        For a temperature below 0 or that is no number, and a `top_k` or `seed` out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise KvmnnError(f"temperature is {self.temperature}: expected a finite number, at least 0")
+        if self.top_k is not None and self.top_k < 1:
+            raise KvmnnError(f"top_k is {self.top_k}: expected at least 1")
+        if self.seed < 0:
+            raise KvmnnError(f"seed is {self.seed}: expected at least 0")
+
+    def chooser(self) -> Callable[[Floats], int]:
+        """A function from logits ``[vocabulary]`` to a token; it remembers what it has drawn."""
+        draws = np.random.default_rng(self.seed)
+
+        def choose(logits: Floats) -> int:
+            if np.isnan(logits).any():
+                raise KvmnnError("the model's logits are not numbers (NaN)")
+            if self.temperature == 0:
+                return int(logits.argmax())
+            order = np.argsort(-logits, kind="stable")[: self.top_k]
+            chosen = logits[order].astype(np.float64)
+            with np.errstate(over="ignore"):  # a tiny temperature gives -inf, whose weight is 0
+                weights = np.exp((chosen - chosen[0]) / self.temperature)
+            sums = np.cumsum(weights)
+            return int(order[min(np.searchsorted(sums, draws.random() * sums[-1], side="right"), len(order) - 1)])
+
+        return choose
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """A text that was generated.
+
+    Attributes
+    ----------
+    ids
+        The new tokens.
+    stopped
+        ``"end of text"`` where the model ended it (that token is the last of `ids`), else ``"length"``.
+    tokens_seen, tokens_kept
+        Tokens fed, and live tokens of each layer at the end.
+    cache_bytes
+        Of K and V held at the end.
+    prompt_seconds
+        From the first token of the prompt to the first new one (TTFT).
+    token_seconds
+        Mean of the steps after it, the choice of the token included (TPOT); None where there were none.
+    model_seconds, policy_seconds
+        Means of the same steps: inside onnxruntime, and for holding, scoring and cutting the cache.
+    """
+
+    ids: tuple[int, ...]
+    stopped: str
+    tokens_seen: int
+    tokens_kept: tuple[int, ...]
+    cache_bytes: int
+    prompt_seconds: float
+    token_seconds: float | None
+    model_seconds: float | None
+    policy_seconds: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return asdict(self)
+
+
+class Decoding(Protocol):
+    """What is needed of `kvmnn.lm.tokenizer.Tokenizer` to give tokens back as text."""
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+def check_positions(label: str, most: int | None, prompt: int, new: int) -> None:
+    """Refuse what would need more positions than the model was made for.
+
+    Parameters
+    ----------
+    label
+        What messages call the model.
+    most
+        Its positions; None where nobody knows.
+    prompt, new
+        Tokens of the prompt, and tokens to generate: the last of them is not fed any more.
+
+    Raises
+    ------
+    KvmnnError
+        A policy does not help: tokens keep their true positions however small the cache is.
+    """
+    if most is None or prompt + max(new - 1, 0) <= most:
+        return
+    if prompt > most:
+        raise KvmnnError(f"{label}: the prompt has {prompt:,} tokens, the model was made for {most:,} positions")
+    raise KvmnnError(
+        f"{label}: {prompt:,} tokens of prompt and {new:,} new ones need more than the {most:,} positions that the "
+        f"model was made for: at most {most - prompt + 1:,} new ones"
+    )
+
+
+def prefill(runner: Runner, ids: Sequence[int], chunk: int | None = None) -> Floats:
+    """Feed a text from its beginning; the logits of its last token.
+
+    Parameters
+    ----------
+    ids
+        At least one token.
+    chunk
+        Tokens fed at once; None feeds all in one step, which is what policies that act once on a prompt expect.
+    """
+    runner.reset()
+    step = chunk or len(ids)
+    logits = None
+    for begin in range(0, len(ids), step):
+        piece = ids[begin : begin + step]
+        logits = runner.feed(piece, end_chunk=begin + len(piece) == len(ids))[-1]
+    if logits is None:
+        raise KvmnnError("there are no tokens to begin with")
+    return logits
+
+
+def generate(
+    runner: Runner,
+    prompt: Sequence[int],
+    max_tokens: int,
+    *,
+    sampling: Sampling | None = None,
+    ends: Collection[int] = (),
+    chunk: int | None = None,
+    progress: Progress | None = None,
+) -> Generation:
+    """Continue a prompt.
+
+    Parameters
+    ----------
+    runner
+        The model under its policy; it begins a new text.
+    prompt
+        Token ids, at least one.
+    max_tokens
+        New tokens, at least one.
+    sampling
+        How they are chosen; greedily by default.
+    ends
+        Tokens that end the text.
+    chunk
+        As for `prefill`.
+    progress
+        Told 1 for each new token.
+
+    Raises
+    ------
+    KvmnnError
+        For an empty prompt, no tokens to make, or more positions than the model has (`check_positions`).
+    """
+    if max_tokens < 1:
+        raise KvmnnError(f"max_tokens is {max_tokens}: expected at least 1")
+    interface = runner.session.interface
+    check_positions(interface.label, interface.max_positions, len(prompt), max_tokens)
+    choose = (sampling or Sampling()).chooser()
+    begun = time.perf_counter()
+    ids = [choose(prefill(runner, prompt, chunk))]
+    decoding = time.perf_counter()
+    model, policy = runner.clock.model_seconds, runner.clock.policy_seconds
+    while ids[-1] not in ends and len(ids) < max_tokens:
+        if progress:
+            progress(1)
+        ids.append(choose(runner.feed(ids[-1:])[-1]))
+    seconds, steps = time.perf_counter() - decoding, len(ids) - 1
+    if progress:
+        progress(1)
+    return Generation(
+        ids=tuple(ids),
+        stopped="end of text" if ids[-1] in ends else "length",
+        tokens_seen=runner.cache.seen,
+        tokens_kept=tuple(runner.cache.tokens),
+        cache_bytes=runner.cache.nbytes,
+        prompt_seconds=decoding - begun,
+        token_seconds=seconds / steps if steps else None,
+        model_seconds=(runner.clock.model_seconds - model) / steps if steps else None,
+        policy_seconds=(runner.clock.policy_seconds - policy) / steps if steps else None,
+    )
+
+
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """Where two texts part, counted from 0; None where they are equal."""
+    for index, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return index
+    return None if len(one) == len(other) else min(len(one), len(other))
+
+
+def continuation(tokenizer: Decoding, prompt: Sequence[int], new: Sequence[int]) -> str:
+    """The text of the new tokens behind that of the prompt; alone some tokens would read differently."""
+    before, whole = tokenizer.decode(list(prompt)), tokenizer.decode([*prompt, *new])
+    return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(list(new))
+
+
+def ending_tokens(files: ModelFiles) -> frozenset[int]:
+    """Tokens that end a text, by the settings beside a model; empty where they say nothing."""
+    found = files.config.get("eos_token_id", files.genai.get("model", {}).get("eos_token_id"))
+    values = found if isinstance(found, list) else [found]
+    return frozenset(value for value in values if isinstance(value, int) and not isinstance(value, bool))

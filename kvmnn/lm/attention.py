@@ -129,7 +129,9 @@ class _Finder:
                     closed["Attention"] += 1
             elif node.op_type in _FUSED:
                 if node.domain == "com.microsoft" and node.op_type in reporting:
-                    form: Form = "GroupQueryAttention" if node.op_type == "GroupQueryAttention" else "MultiHeadAttention"
+                    form: Form = (
+                        "GroupQueryAttention" if node.op_type == "GroupQueryAttention" else "MultiHeadAttention"
+                    )
                     past = _operand(node, 4 if form == "GroupQueryAttention" else 7)
                     found.append((self._layer(past) if past else None, form, node, ""))
                 else:

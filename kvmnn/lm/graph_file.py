@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from ..errors import ModelError, SourceError
 from .packages import package
+
+_NOISE = re.compile(r"\[ONNXRuntimeError\] : \d+ : \w+ : |/\S+\.(?:h|cc):\d+ ")
 
 
 def read_graph(path: Path) -> Any:
@@ -41,7 +45,7 @@ def read_graph(path: Path) -> Any:
         raise SourceError(f"{path}: is not an ONNX model, or is cut short ({one_line(error)})") from error
     if not model.graph.node or not model.opset_import:
         raise SourceError(f"{path}: is not an ONNX model: it has no graph")
-    _check_external(model, path)
+    locate_weights(model, path)
     return model
 
 
@@ -72,22 +76,40 @@ def external_tensors(model: Any) -> Iterator[Any]:
 
 def one_line(error: object, limit: int = 200) -> str:
     """The text of an exception of another package, on one line."""
-    text = " ".join(str(error).split())
+    text = _NOISE.sub("", " ".join(str(error).split()))
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def _check_external(model: Any, path: Path) -> None:
-    checked: set[str] = set()
+def home(path: Path) -> Path:
+    """The folder that a graph really lies in: hubs keep links to files that lie side by side elsewhere."""
+    return Path(os.path.realpath(path)).parent
+
+
+def locate_weights(model: Any, path: Path) -> dict[str, str]:
+    """Where the weights of a model lie: locations as the graph says them, and as seen from `home`.
+
+    Raises
+    ------
+    SourceError
+        When a file is missing.
+    ModelError
+        When one lies outside the model's folder.
+    """
+    folder, base = Path(os.path.realpath(path.parent)), home(path)
+    located: dict[str, str] = {}
     for tensor in external_tensors(model):
         location = next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
-        if location in checked:
+        if location in located:
             continue
-        posix, windows = PurePosixPath(location), PureWindowsPath(location)
-        if not location or posix.is_absolute() or windows.drive or windows.root or ".." in windows.parts:
+        windows = PureWindowsPath(location)
+        file = Path(os.path.realpath(folder / location))
+        outside = not location or windows.drive or windows.root or ".." in windows.parts or "\0" in location
+        if outside or not (file.is_relative_to(folder) or file.is_relative_to(base)):
             raise ModelError(
                 f"{path}: weights of {tensor.name!r} are said to lie at {location!r}; "
                 "external data must lie in the model's own folder"
             )
-        if not (path.parent / location).is_file():
+        if not file.is_file():
             raise SourceError(f"{path}: its weights are missing: no file {path.parent / location}")
-        checked.add(location)
+        located[location] = os.path.relpath(file, base)
+    return located

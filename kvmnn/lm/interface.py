@@ -11,15 +11,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike
 
 from ..errors import ModelError
+from .graph_file import subgraphs
 from .model_files import ModelFiles, section
 from .packages import package
 
 _PAST = re.compile(r"(?:past_key_values|past_key_value|past|past_kv)[._](\d+)[._](key|value|k|v)")
 _PRESENT = re.compile(r"(?:present_key_values|present_key_value|present|present_kv)[._](\d+)[._](key|value|k|v)")
 _ATTENTION = re.compile(r"attentions?[._](\d+)")
+_COUNTING = {"GroupQueryAttention", "SparseAttention", "PagedAttention", "DecoderMaskedMultiHeadAttention"}
 _BRANCH = "use_cache_branch"
 _ALL_LOGITS = ("num_logits_to_keep", "logits_to_keep")  # 0 asks for the logits of all tokens
 _SLOTS = "cache_position"
@@ -44,6 +45,8 @@ class DecoderInterface:
         Where the settings or the graph say it.
     has_positions
         Whether positions are an input. Where they are not, the graph counts them itself and its cache cannot be cut.
+    counts_length
+        Whether attention takes the length of every layer's past from the mask, so that layers must be equally long.
     merged
         Whether one graph holds a branch with a past and one without.
     max_positions
@@ -70,6 +73,7 @@ class DecoderInterface:
     vocab: int
     query_heads: int | None
     has_positions: bool
+    counts_length: bool
     merged: bool
     max_positions: int | None
     ids: str
@@ -82,7 +86,7 @@ class DecoderInterface:
     past: tuple[tuple[str, str], ...]
     present: tuple[tuple[str, str], ...]
     attentions: tuple[str, ...] | None
-    types: dict[str, DTypeLike] = field(repr=False)
+    types: dict[str, type[np.generic]] = field(repr=False)
     ranks: dict[str, int] = field(repr=False)
 
 
@@ -139,6 +143,7 @@ class _Reader:
             vocab=self._vocab(logits),
             query_heads=self._setting("num_attention_heads", "num_attention_heads", "n_head", "num_heads"),
             has_positions=positions is not None,
+            counts_length=self._counts_length(),
             merged=branch is not None,
             max_positions=self._setting("context_length", "max_position_embeddings", "n_positions", "max_seq_len"),
             ids=ids,
@@ -169,9 +174,8 @@ class _Reader:
 
     def _refuse_own_positions(self) -> None:
         onnx = package("onnx")
-        for node in self.model.graph.node:
-            if node.op_type != "GroupQueryAttention":
-                continue
+        graphs = [self.model.graph, *subgraphs(self.model.graph)]
+        for node in (node for graph in graphs for node in graph.node if node.op_type == "GroupQueryAttention"):
             settings = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
             if settings.get("do_rotary", 0) and not (len(node.input) > 9 and node.input[9]):
                 raise self._error(
@@ -188,6 +192,10 @@ class _Reader:
         if "inputs_embeds" in others:
             raise self._error("takes inputs_embeds instead of tokens; export the decoder with input_ids")
         raise self._error(f"inputs that kvmnn does not know: {', '.join(others[:8])}; export with {_WITH_PAST}")
+
+    def _counts_length(self) -> bool:
+        graphs = [self.model.graph, *subgraphs(self.model.graph)]
+        return any(node.op_type in _COUNTING for graph in graphs for node in graph.node)
 
     # Names
 
@@ -212,7 +220,7 @@ class _Reader:
         templates = [section(self.decoder, group).get(f"{word}_{kind}_names") for kind in ("key", "value")]
         if all(isinstance(template, str) and template.count("%d") == 1 for template in templates):
             key, value = (str(template) for template in templates)
-            pairs = []
+            pairs: list[tuple[str, str]] = []
             while key.replace("%d", str(len(pairs))) in values:
                 pairs.append((key.replace("%d", str(len(pairs))), value.replace("%d", str(len(pairs)))))
             missing = [name for pair in pairs for name in pair if name not in values]
@@ -264,7 +272,7 @@ class _Reader:
         heads = self._setting("num_key_value_heads", "num_key_value_heads")
         head_dim = self._setting("head_size", "head_dim")
         kinds = set()
-        for layer, pair in enumerate(past):
+        for pair in past:
             for name in pair:
                 dims = _dims(values[name])
                 if len(dims) != 4:
@@ -278,11 +286,11 @@ class _Reader:
                     raise self._error(
                         f"{name} holds exactly {dims[2]} tokens; export with an axis of free length for the past"
                     )
-                kinds.add((dims[1], dims[3], self._dtype(values[name]), layer if False else 0))
+                kinds.add((dims[1], dims[3], self._dtype(values[name])))
         if len(kinds) > 1:
-            shown = sorted({f"{h} heads of {d} ({np.dtype(t).name})" for h, d, t, _ in kinds})
+            shown = sorted({f"{h} heads of {d} ({np.dtype(t).name})" for h, d, t in kinds})
             raise self._error(f"keys and values of unequal shape or dtype: {', '.join(shown[:4])}; not supported")
-        ((found_heads, found_dim, kind, _),) = kinds
+        ((found_heads, found_dim, kind),) = kinds
         heads = found_heads if isinstance(found_heads, int) else heads
         head_dim = found_dim if isinstance(found_dim, int) else head_dim
         if not heads or not head_dim:
@@ -313,15 +321,16 @@ class _Reader:
                     return value
         return None
 
-    def _dtype(self, value: Any) -> DTypeLike:
+    def _dtype(self, value: Any) -> type[np.generic]:
         onnx = package("onnx")
         kind = value.type.tensor_type.elem_type
         if kind == onnx.TensorProto.BFLOAT16:
             raise self._error(f"{value.name} is bfloat16; export with fp16 or fp32")
         try:
-            return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(kind)).type
+            found: type[np.generic] = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(kind)).type
         except Exception as error:  # unknown numbers raise KeyError or ValueError, by version
             raise self._error(f"{value.name} has an element type that kvmnn does not know: {kind}") from error
+        return found
 
 
 def _dims(value: Any) -> list[int | str | None]:

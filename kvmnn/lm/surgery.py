@@ -15,7 +15,6 @@ from .tensor_types import TensorTypes
 
 VERSION = 1  # of what this module and attention.py do to a graph; graphs kept by another version are made anew
 _MASK = 3  # input of the standard Attention operator
-_PROBABILITIES = 3  # its qk_matmul_output_mode; the position of its output as well
 
 
 @dataclass(frozen=True)
@@ -28,10 +27,13 @@ class Operated:
         Names of the outputs with probabilities, by layer; None where they were not asked for.
     biases
         Names of the inputs that are added to the scores, by layer; None where they could not be inserted.
+    unmerged
+        Whether a merged decoder was reduced to its branch with a past.
     """
 
-    attentions: tuple[str, ...] | None
-    biases: tuple[str, ...] | None
+    attentions: tuple[str, ...] | None = None
+    biases: tuple[str, ...] | None = None
+    unmerged: bool = False
 
 
 def expose(model: Any, found: Attentions, types: TensorTypes, label: str) -> tuple[str, ...]:
@@ -174,7 +176,9 @@ class _Before:
 
     def ints(self, *values: int) -> str:
         onnx = package("onnx")
-        return self.node("Constant", [], value=onnx.helper.make_tensor("v", onnx.TensorProto.INT64, [len(values)], values))
+        return self.node(
+            "Constant", [], value=onnx.helper.make_tensor("v", onnx.TensorProto.INT64, [len(values)], values)
+        )
 
     def lowest(self, kind: int) -> str:
         onnx = package("onnx")

@@ -24,4 +24,5 @@ def load(
     end: int,
     resolve: Callable[[str, str], Global],
     persistent: Callable[[object], object],
+    set_state: Callable[[object, object], bool] | None = None,
 ) -> object: ...

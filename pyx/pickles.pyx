@@ -170,7 +170,7 @@ def _named(code):
 # -- the machine ------------------------------------------------------------------------------------------------------
 
 
-def load(const uint8_t[::1] data not None, Py_ssize_t begin, Py_ssize_t end, resolve, persistent):
+def load(const uint8_t[::1] data not None, Py_ssize_t begin, Py_ssize_t end, resolve, persistent, set_state=None):
     """Run one pickle that `scan` has passed.
 
     Parameters
@@ -181,29 +181,32 @@ def load(const uint8_t[::1] data not None, Py_ssize_t begin, Py_ssize_t end, res
         ``resolve(module, name)`` returns the `Global` for a name, or raises.
     persistent
         ``persistent(id)`` returns the value for a persistent id, or raises.
+    set_state
+        ``set_state(value, state)`` says whether a value made by a constructor takes this state, and gives it.
 
     Raises
     ------
     CheckpointError
         For a pickle that is damaged or does what a checkpoint does not.
     """
-    return _Machine(resolve, persistent).run(data, begin, end)
+    return _Machine(resolve, persistent, set_state).run(data, begin, end)
 
 
 cdef class _Machine:
     cdef list stack, marks
     cdef dict memo
     cdef Py_ssize_t floor  # values below belong to an outer mark
-    cdef object resolve, persistent
+    cdef object resolve, persistent, set_state
     cdef Py_ssize_t start
 
-    def __init__(self, resolve, persistent):
+    def __init__(self, resolve, persistent, set_state):
         self.stack = []
         self.marks = []
         self.memo = {}
         self.floor = 0
         self.resolve = resolve
         self.persistent = persistent
+        self.set_state = set_state
         self.start = 0
 
     cdef object run(self, const uint8_t[::1] data, Py_ssize_t begin, Py_ssize_t end):
@@ -309,8 +312,10 @@ cdef class _Machine:
         elif code == b"l":
             self.stack.append(self.pop_mark())
         elif code == b"b":
-            self.pop()
-            if not isinstance(self.top(), (dict, Unknown)):
+            state = self.pop()
+            if isinstance(self.top(), (dict, Unknown)):
+                return 0
+            if self.set_state is None or not self.set_state(self.top(), state):
                 raise self.error(f"sets the state of {_kind(self.top())}, which no checkpoint does")
         elif code == b"G":
             bits = 0

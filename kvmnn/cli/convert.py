@@ -70,7 +70,7 @@ def _report(source: str, target: str, conversion: Conversion, arguments: argpars
     _weights.report(arguments, conversion.warnings, conversion.notices)
     header = conversion.header
     label = _common.LOSSY if conversion.rounded_types else _common.LOSSLESS
-    how = f" ({', '.join(conversion.rounded_types)} rounded to {header.dtype.name})" if conversion.rounded_types else ""
+    how = f" ({_rounded(conversion)})" if conversion.rounded_types else ""
     if arguments.json:
         _common.print_json(
             {
@@ -96,3 +96,8 @@ def _report(source: str, target: str, conversion: Conversion, arguments: argpars
         f"head_dim={header.head_dim})\nsha256 {conversion.sha256}, {conversion.nbytes:,} bytes, {label}{how}",
         data_on_stdout=target == _common.STDIO,
     )
+
+
+def _rounded(conversion: Conversion) -> str:
+    names = [f"the real part of {name}" if name.startswith("complex") else name for name in conversion.rounded_types]
+    return f"{', '.join(names)} rounded to {conversion.header.dtype.name}"

@@ -20,7 +20,7 @@ from .archive import Archive
 from .header import MAGIC_BYTES
 from .legacy import MAGIC_PICKLE, LegacyReader
 from .tensors import ELEMENT_TYPES, UNTYPED, ElementType, Storage, Tensor
-from .torch_names import STORAGE_TYPES, Names
+from .torch_names import STORAGE_TYPES, Names, set_state
 
 PICKLE_MOST = 64 << 20
 """Bytes of the largest ``data.pkl``; a training checkpoint of LLaVA-1.5's compressor has 0.3 MB."""
@@ -41,6 +41,11 @@ _SAFETENSORS = {
     "U8": "uint8",
     "BOOL": "bool",
     "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
 }
 _NESTED = (("model_state_dict", "compressor"), ("compressor",))
 
@@ -160,10 +165,13 @@ def _zip(file: MappedFile) -> Checkpoint:
     if data.size > PICKLE_MOST:
         raise LimitError(f"data.pkl has {data.size} bytes: at most {PICKLE_MOST} are read")
     end, protocol = _pickles.scan(data, 0, OPCODES_MOST)
-    root = _pickles.load(data, 0, end, names.resolve, persistent)
-    return Checkpoint(
-        file.label, "torch zip", root, file.size, data.size, storages, _notices(protocol, names.used_numpy)
-    )
+    root = _pickles.load(data, 0, end, names.resolve, persistent, set_state)
+    notices = _notices(protocol, names.used_numpy)
+    if big_endian and any(storage.element is UNTYPED for storage in storages.values()):
+        notices.append(
+            "big-endian, but words of uint16, uint32, uint64 and complex32 are taken as little-endian, as by torch.load"
+        )
+    return Checkpoint(file.label, "torch zip", root, file.size, data.size, storages, notices)
 
 
 def _stored(
@@ -180,7 +188,8 @@ def _stored(
                 f"storage {key[:80]!r} has {member.nbytes} bytes: expected {str(count)[:40]} elements of "
                 f"{element.itemsize}"
             )
-        known = Storage(key, element, member.nbytes, partial(archive.read, f"data/{key}"), big_endian)
+        swapped = big_endian and element is not UNTYPED  # torch.load takes those as bytes, which have no order
+        known = Storage(key, element, member.nbytes, partial(archive.read, f"data/{key}"), swapped)
         storages[key] = known
     elif known.element is not element or not isinstance(count, int) or known.nbytes != count * element.itemsize:
         raise CheckpointError(f"storage {key[:80]!r} is given two sizes or types")
@@ -220,7 +229,7 @@ def _safetensors(file: MappedFile) -> Checkpoint:
     storages: dict[str, Storage] = {}
     for entry in entries:
         kind = _SAFETENSORS.get(entry.kind)
-        element = UNTYPED if kind is None else ELEMENT_TYPES[kind]
+        element = ElementType(entry.kind[:40], "", 1) if kind is None else ELEMENT_TYPES[kind]
         size = entry.end - entry.begin
         storage = Storage(entry.name, element, size, partial(file.view, start + entry.begin, size))
         storages[entry.name] = storage

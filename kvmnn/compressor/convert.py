@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ..output import FileOutput, failures
 from .checkpoint import Checkpoint, naming, open_checkpoint
 from .format import META_BYTES, Header, Words, write
-from .rounding import count_non_finite, words_of
+from .rounding import check_convertible, count_non_finite, words_of
 from .selection import Options, Selection, select
 from .tensors import Tensor
 
@@ -32,7 +32,7 @@ class Conversion:
     nbytes, sha256
         Of the weight file.
     rounded_types
-        Element types of the checkpoint that were rounded; none means LOSSLESS.
+        Element types of the checkpoint that were rounded or cut to their real part; none means LOSSLESS.
     non_finite
         Elements that are infinite or no number after rounding.
     warnings, notices, unused
@@ -109,6 +109,7 @@ def prepare(source: str | os.PathLike[str], options: Options) -> tuple[Checkpoin
         for name, tensor in ((f"{linear.name}.weight", linear.weight), (f"{linear.name}.bias", linear.bias)):
             if tensor is not None:
                 with naming(checkpoint.label, repr(name)):
+                    check_convertible(tensor, selection.header.dtype)
                     tensor.words()
     selection.notices[:0] = checkpoint.notices
     return checkpoint, selection

@@ -103,7 +103,8 @@ def of_checkpoint(checkpoint: Checkpoint, options: Options) -> tuple[Account, Se
         selection = select(checkpoint.root, options)
         rows = list(_checkpoint_rows(selection))
     tensors = [part for linear in selection.linears for part in (linear.weight, linear.bias) if part is not None]
-    used = {tensor.storage.key: tensor.storage.nbytes for tensor in tensors}
+    roots = [tensor.storage.root or tensor.storage for tensor in tensors]
+    used = {storage.key: storage.nbytes for storage in roots}
     stored = sum(storage.nbytes for storage in checkpoint.storages.values())
     rest = checkpoint.size - checkpoint.pickle_bytes - stored
     parts = {

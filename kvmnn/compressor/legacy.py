@@ -1,7 +1,8 @@
 """Checkpoints from before torch 1.6, and ``_use_new_zipfile_serialization=False``: five pickles, then raw storages.
 
 The pickles are a magic number, a protocol version, facts about the machine, the object, and the keys of the storages
-in the order in which these follow, each as its number of elements (int64) and its little-endian words.
+in the order in which these follow, each as its number of elements (int64) and its little-endian words. Before torch 0.4
+a storage could be a part of another, its root; only roots have words of their own.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from .. import _pickles
 from .._pickles import Global
 from ..errors import CheckpointError
 from ..mapped import MappedFile
-from .tensors import Bytes, ElementType, Storage
-from .torch_names import STORAGE_TYPES, Names
+from .tensors import UNTYPED, Bytes, ElementType, Storage
+from .torch_names import STORAGE_TYPES, Names, set_state
 
 MAGIC = 0x1950A86A20F9469CFC6C
 MAGIC_PICKLE = b"\x8a\x0a" + MAGIC.to_bytes(10, "little") + b"."
@@ -27,6 +28,7 @@ class LegacyReader:
         self._names = names
         self._opcodes_most = opcodes_most
         self.storages: dict[str, Storage] = {}
+        self._parts: dict[str, Storage] = {}
         self._places: dict[str, int] = {}
         self.protocol = 0
         self.position = self.pickle_bytes = 0
@@ -51,15 +53,39 @@ class LegacyReader:
         begin = self.position
         self.position, protocol = _pickles.scan(self._data, begin, self._opcodes_most)
         self.protocol = max(self.protocol, protocol)
-        return _pickles.load(self._data, begin, self.position, self._names.resolve, self._persistent)
+        return _pickles.load(self._data, begin, self.position, self._names.resolve, self._persistent, set_state)
 
     def _persistent(self, name: object) -> Storage:
         match name:
-            case ("storage", Global(name=kind), str(key), str(), int(count), None) if kind in STORAGE_TYPES:
-                return self._storage(key, STORAGE_TYPES[kind], count)
-            case ("storage", Global(), str(key), str(), int(), tuple()):
-                raise CheckpointError(f"storage {key[:80]!r} is a view of another, as torch before 0.4 had them")
+            case ("storage", Global(name=kind), str(key), str(), int(count), part) if kind in STORAGE_TYPES:
+                element = STORAGE_TYPES[kind]
+                if element is UNTYPED:
+                    raise CheckpointError(
+                        f"storage {key[:80]!r} has no type, which a legacy file needs: torch.load refuses it too"
+                    )
+                whole = self._storage(key, element, count)
+                return whole if part is None else self._part(whole, part)
         raise CheckpointError("a persistent id that does not name a storage")
+
+    def _part(self, whole: Storage, view: object) -> Storage:
+        """A storage within another, as ``(key, offset, number of elements)``."""
+        match view:
+            case (str(key), int(offset), int(count)):
+                pass
+            case _:
+                raise CheckpointError(f"storage {whole.key[:80]!r}: a part that is not a key, an offset and a size")
+        step = whole.element.itemsize
+        begin, end = offset * step, (offset + count) * step
+        if not 0 <= begin <= end <= whole.nbytes:
+            raise CheckpointError(
+                f"storage {key[:80]!r} is bytes {begin} to {end} of storage {whole.key[:80]!r}, which has "
+                f"{whole.nbytes}"[:300]
+            )
+        part = Storage(key, whole.element, end - begin, lambda: whole.read()[begin:end], root=whole, begin=begin)
+        known = self._parts.setdefault(key, part)
+        if known is not part and (known.root, known.begin, known.nbytes) != (whole, begin, end - begin):
+            raise CheckpointError(f"storage {key[:80]!r} is given two places or sizes")
+        return known
 
     def _storage(self, key: str, element: ElementType, count: int) -> Storage:
         nbytes = count * element.itemsize
@@ -92,6 +118,9 @@ class LegacyReader:
                 raise CheckpointError(f"storage {key[:80]!r} is there twice")
             self._places[key] = begin
             self.position = begin + storage.nbytes
+        for key in self._parts:
+            if key in self.storages:
+                raise CheckpointError(f"storage {key[:80]!r} is a whole storage and a part of one")
         for key in self.storages:
             if key not in self._places:
                 raise CheckpointError(f"storage {key[:80]!r} is not in the file")

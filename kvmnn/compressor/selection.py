@@ -67,10 +67,11 @@ class Options:
     as_reference: bool = False
 
 
+_BYTES = {"int8", "uint8", "bool", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"}
 _EXACT = {
-    "fp16": {"float16", "int8", "uint8", "bool"},
-    "bf16": {"bfloat16", "int8", "uint8", "bool"},
-    "fp32": {"float32", "float16", "bfloat16", "int8", "uint8", "int16", "uint16", "bool"},
+    "fp16": {"float16", *_BYTES},
+    "bf16": {"bfloat16", "float8_e8m0fnu", *_BYTES},
+    "fp32": {"float32", "float16", "bfloat16", "int16", "uint16", "float8_e8m0fnu", *_BYTES},
 }
 """Element types every value of which the type of the file can hold."""
 
@@ -119,7 +120,7 @@ class Selection:
 
     @property
     def rounded_types(self) -> list[str]:
-        """Element types of the checkpoint that are rounded; none means that the weight file is lossless."""
+        """Element types that are rounded or cut to their real part; none means that the weight file is lossless."""
         found = {
             part.element.name for linear in self.linears for part in (linear.weight, linear.bias) if part is not None
         }
@@ -216,7 +217,9 @@ def _subtree(root: Mapping[Any, object]) -> Keys | None:
     state = root.get("model_state_dict")
     for place in (state.get("compressor") if isinstance(state, dict) else None, root.get("compressor")):
         if isinstance(place, dict):
-            return {key: value for key, value in place.items() if isinstance(key, str)}
+            if not all(isinstance(key, str) for key in place):
+                raise CheckpointError("the compressor's dict has keys that are not strings")
+            return dict(place)
     if all(isinstance(key, str) for key in root):
         return dict(root)
     return None
@@ -326,9 +329,9 @@ def _weight(keys: Keys, name: str, options: Options) -> Tensor:
 
 def _linear(selection: Selection, keys: Keys, name: str, options: Options) -> Linear:
     weight = _weight(keys, name, options)
-    bias = keys.get(f"{name}.bias")
-    if bias is None:
+    if f"{name}.bias" not in keys:
         return Linear(name, weight, None)
+    bias = keys[f"{name}.bias"]
     if not isinstance(bias, Tensor):
         raise CheckpointError(f"'{name}.bias' is {_kind(bias)}: expected a tensor")
     if bias.numel != weight.shape[0]:
@@ -362,14 +365,18 @@ def _layout_warnings(selection: Selection, options: Options) -> Iterator[str]:
             found = list(linear.weight.shape)
             yield f"layers differ in shape: {linear.name}.weight is {found}, in layer 0 {list(expected)}"
             break
+    cut = [
+        f"{linear.name}.{part}"
+        for linear in linears
+        for part, tensor in (("weight", linear.weight), ("bias", linear.bias))
+        if tensor is not None and tensor.element.is_complex
+    ]
+    if cut:
+        yield f"left out the imaginary parts of {_listed('complex tensor', 'complex tensors', cut)}"
 
 
 def _key_warnings(selection: Selection, keys: Keys, options: Options) -> Iterator[str]:
-    dropped = [
-        linear.name
-        for linear in selection.linears
-        if linear.bias is None and keys.get(f"{linear.name}.bias") is not None
-    ]
+    dropped = [linear.name for linear in selection.linears if linear.bias is None and f"{linear.name}.bias" in keys]
     if dropped:
         yield f"left out {_listed('bias', 'biases', dropped)}: the length is not the number of rows of the weight"
     used = {f"{linear.name}.{part}" for linear in selection.linears for part in ("weight", "bias")}

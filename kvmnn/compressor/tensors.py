@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import CheckpointError, LimitError
+from . import floats8
 from .header import ELEMENTS_MOST, Floats, float32_of
 
 AXES_MOST = 64
@@ -28,19 +29,28 @@ class ElementType:
     name
         As torch calls it, without ``torch.``.
     code
-        numpy type without byte order; ``u2`` for bfloat16. Empty for types whose values kvmnn does not read.
+        numpy type without byte order; ``u2`` for bfloat16, ``u1`` for float8, that of the real part for complex types.
+        Empty where torch has no conversion to floats, so that nothing can be read.
     itemsize
-        Bytes.
+        Bytes from one element to the next.
+    refusal
+        What is said where nothing can be read, if there is more to say than the name.
     """
 
     name: str
     code: str
     itemsize: int
+    refusal: str = ""
 
     @property
     def is_bfloat16(self) -> bool:
         """Whether the words are the upper halves of float32."""
         return self.name == "bfloat16"
+
+    @property
+    def is_complex(self) -> bool:
+        """Whether there are imaginary parts, which no conversion keeps."""
+        return self.name.startswith("complex")
 
     def numpy(self, *, big_endian: bool) -> np.dtype[Any]:
         """The numpy type of the words in a file."""
@@ -63,25 +73,20 @@ ELEMENT_TYPES = {
         ElementType("uint16", "u2", 2),
         ElementType("uint8", "u1", 1),
         ElementType("bool", "u1", 1),
-        ElementType("complex128", "c16", 16),
-        ElementType("complex64", "c8", 8),
+        ElementType("complex128", "f8", 16),
+        ElementType("complex64", "f4", 8),
+        ElementType("complex32", "f2", 4),
+        *(ElementType(name, "u1", 1) for name in floats8.NAMES),
+        ElementType("float4_e2m1fn_x2", "", 1),
+        *(
+            ElementType(name, "", size, f"quantised elements ({name}) cannot be cast: save what dequantize() gives")
+            for name, size in {"qint8": 1, "quint8": 1, "qint32": 4, "quint4x2": 1, "quint2x4": 1}.items()
+        ),
         *(
             ElementType(name, "", size)
-            for name, size in {
-                "complex32": 4,
-                "float8_e4m3fn": 1,
-                "float8_e5m2": 1,
-                "float8_e4m3fnuz": 1,
-                "float8_e5m2fnuz": 1,
-                "float8_e8m0fnu": 1,
-                "float4_e2m1fn_x2": 1,
-                "qint8": 1,
-                "quint8": 1,
-                "qint32": 4,
-                "quint4x2": 1,
-                "quint2x4": 1,
-            }.items()
+            for name, size in {"bits8": 1, "bits16": 2, "bits1x8": 1, "bits2x4": 1, "bits4x2": 1}.items()
         ),
+        *(ElementType(f"{sign}int{bits}", "", 1) for sign in ("", "u") for bits in range(1, 8)),
     )
 }
 """By torch's name."""
@@ -106,6 +111,8 @@ class Storage:
         Returns all its bytes; checked against the file's checksum where it has one.
     big_endian
         Byte order of the words.
+    root, begin
+        The storage of which this one is a part, if it is one, and where in it (bytes).
     """
 
     key: str
@@ -113,6 +120,8 @@ class Storage:
     nbytes: int
     read: Callable[[], Bytes]
     big_endian: bool = False
+    root: Storage | None = None
+    begin: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -127,6 +136,8 @@ class Tensor:
         Their type; the storage's own unless that is untyped.
     offset, shape, strides
         In elements.
+    negated
+        Whether the tensor's values are the negatives of those in the storage (torch's negation bit).
     """
 
     storage: Storage
@@ -134,49 +145,63 @@ class Tensor:
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    negated: bool = False
 
     @property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
 
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the elements follow each other in the storage, in order; as torch's ``is_contiguous``."""
+        step = 1
+        for length, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if length != 1 and stride != step:
+                return self.numel == 0
+            step *= length
+        return True
+
     def words(self) -> Array:
         """The elements as stored, with the tensor's shape; a view of the storage, possibly unaligned.
+
+        Of complex elements these are the real parts.
 
         Raises
         ------
         LimitError
             Above 100 million elements.
         CheckpointError
-            For a type whose values kvmnn does not read, or a storage that is damaged.
+            For a type without a conversion to floats, or a storage that is damaged.
         """
         if self.numel > ELEMENTS_MOST:
             raise LimitError(f"a tensor of shape {_short(list(self.shape))} has more than {ELEMENTS_MOST} elements")
         if not self.element.code:
-            raise CheckpointError(f"elements of type {self.element.name} are not supported")
+            unknown = f"elements of type {self.element.name} have no conversion to floats, in torch neither"
+            raise CheckpointError(self.element.refusal or unknown)
         words = self.element.numpy(big_endian=self.storage.big_endian)
+        step = self.element.itemsize
         if self.numel == 0:
             return np.empty(self.shape, words)
         data = self.storage.read()
-        begin = self.offset * words.itemsize
-        if self.strides == _contiguous(self.shape):
-            end = begin + self.numel * words.itemsize
-            return data[begin:end].view(words).reshape(self.shape)
-        flat = data[begin : begin + (data.size - begin) // words.itemsize * words.itemsize].view(words)
-        strides = tuple(stride * words.itemsize for stride in self.strides)
-        return np.lib.stride_tricks.as_strided(flat, self.shape, strides, writeable=False)
+        begin = self.offset * step
+        if step == words.itemsize and self.strides == _contiguous(self.shape):
+            return data[begin : begin + self.numel * step].view(words).reshape(self.shape)
+        strides = tuple(stride * step for stride in self.strides)
+        return np.ndarray(self.shape, words, data.data, begin, strides)
 
     def float32(self) -> Floats:
         """The elements as float32: every type becomes that first; the real part of complex ones."""
         words = self.words()
-        if words.dtype == np.float32:
-            return words
+        name = self.element.name
+        if name in floats8.NAMES:
+            return floats8.table(name)[words]
         if self.element.is_bfloat16:
-            return float32_of(words)
-        if self.element.name == "bool":
+            words = float32_of(words)
+        elif name == "bool":
             words = words != 0
-        if words.dtype.kind == "c":
-            words = words.real
+        if self.negated:
+            words = np.negative(words)
         with np.errstate(over="ignore", invalid="ignore"):
             return np.asarray(words, np.float32)
 
@@ -198,12 +223,29 @@ def tensor(storage: object, offset: object, shape: object, strides: object, elem
     for length, stride in zip(shape, strides, strict=True):
         numel *= _whole(storage, length)
         last += (length - 1) * _whole(storage, stride)
-    if numel and last >= (held := storage.nbytes // element.itemsize):
+    if numel and element.code and last >= (held := storage.nbytes // element.itemsize):
         raise CheckpointError(
             f"storage {storage.key[:80]!r}: a tensor of shape {_short(list(shape))} reaches element {_short(last)}: "
             f"the storage holds {held}"
         )
     return Tensor(storage, element, _whole(storage, offset), shape, strides)
+
+
+def without_values(kind: str, refusal: str, shape: object) -> Tensor:
+    """What stands for a tensor whose values are not read: its shape is all that is known.
+
+    Raises
+    ------
+    CheckpointError
+        For what is no shape.
+    """
+    storage = Storage(kind, ElementType(kind, "", 1, refusal), 0, bytes_of_nothing)
+    return tensor(storage, 0, shape, (0,) * len(shape) if isinstance(shape, tuple) else None, None)
+
+
+def bytes_of_nothing() -> Bytes:
+    """For storages that have no bytes."""
+    return np.empty(0, np.uint8)
 
 
 def _short(value: object) -> str:

@@ -1,7 +1,7 @@
 """The names that a checkpoint's pickle may use, and the inert function that stands for each.
 
-The list follows what ``torch.load(weights_only=True)`` allows, plus numpy scalars, which training scripts like to save
-beside the weights. torch itself is never imported. What is listed as opaque may be called and gives `Unknown`.
+The list is what ``torch.load(weights_only=True)`` of torch 2.13 allows, plus numpy scalars, which training scripts like
+to save beside the weights. torch itself is never imported. What is listed as opaque may be called and gives `Unknown`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from .._pickles import Global, Unknown
 from ..errors import CheckpointError
-from .tensors import ELEMENT_TYPES, UNTYPED, ElementType, Tensor, tensor
+from .tensors import ELEMENT_TYPES, UNTYPED, ElementType, Storage, Tensor, bytes_of_nothing, tensor, without_values
 
 Arguments = tuple[Any, ...]
 
@@ -36,15 +36,18 @@ _STORAGES = {
 }
 
 STORAGE_TYPES: dict[str, ElementType] = {
-    **{
-        f"{module}.{name}": ELEMENT_TYPES[kind]
-        for module in ("torch", "torch.cuda")
-        for name, kind in _STORAGES.items()
-    },
-    "torch.UntypedStorage": UNTYPED,
+    **{f"torch.{name}": ELEMENT_TYPES[kind] for name, kind in _STORAGES.items()},
+    **{f"torch.cuda.{name}": ELEMENT_TYPES[kind] for name, kind in _STORAGES.items() if not name.startswith("Q")},
     "torch.storage.UntypedStorage": UNTYPED,
 }
 """Element types by the full name of their storage class."""
+
+_TENSORS = ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
+_OLD_TENSORS = {
+    "torch.Tensor": "float32",
+    **{f"torch.{name}Tensor": _STORAGES[f"{name}Storage"] for name in _TENSORS},
+}
+"""Element types by the name of a tensor class; torch before 0.1.12 made tensors by them and set their state then."""
 
 _DTYPES = {f"torch.{name}": kind for name, kind in ELEMENT_TYPES.items()}
 
@@ -58,18 +61,14 @@ _OPAQUE = (
     "__builtin__.complex",
     "torch.device",
     "torch.serialization._get_layout",
-    "torch._utils._rebuild_qtensor",
-    "torch._utils._rebuild_sparse_tensor",
-    "torch._utils._rebuild_meta_tensor_no_storage",
     "torch._utils._rebuild_nested_tensor",
     "torch._utils._rebuild_wrapper_subclass",
     "torch._utils._rebuild_device_tensor_from_numpy",
     "torch._utils._rebuild_device_tensor_from_cpu_tensor",
 )
 _NAMES_ONLY = (
-    "torch.Tensor",
-    "torch.nn.parameter.Parameter",
     "torch.storage.TypedStorage",
+    *(f"torch.{place}.{name}Tensor" for place in ("sparse", "cuda.sparse") for name in _TENSORS if name != "Bool"),
     *(f"torch.{scheme}" for scheme in ("per_tensor_affine", "per_channel_affine", "per_tensor_symmetric")),
     *(f"torch.{scheme}" for scheme in ("per_channel_symmetric", "per_channel_affine_float_qparams")),
 )
@@ -130,9 +129,8 @@ def _tensor(arguments: Arguments) -> Tensor:
     """``_rebuild_tensor(storage, offset, size, stride)``, with requires_grad, hooks and flags in the second version."""
     if not 4 <= len(arguments) <= 7:
         raise CheckpointError(f"a tensor made of {len(arguments)} values: expected 4 to 7")
-    _refuse_flags(arguments[6:])
     storage, offset, shape, strides = arguments[:4]
-    return tensor(storage, offset, shape, strides, None)
+    return _flagged(tensor(storage, offset, shape, strides, None), arguments[6:])
 
 
 def _tensor_v3(arguments: Arguments) -> Tensor:
@@ -143,21 +141,100 @@ def _tensor_v3(arguments: Arguments) -> Tensor:
     element = _DTYPES.get(dtype.name) if isinstance(dtype, Global) else None
     if element is None:
         raise CheckpointError("a tensor whose dtype is none of torch's")
-    _refuse_flags(arguments[7:])
     storage, offset, shape, strides = arguments[:4]
-    return tensor(storage, offset, shape, strides, element)
+    return _flagged(tensor(storage, offset, shape, strides, element), arguments[7:])
 
 
-def _refuse_flags(flags: Arguments) -> None:
-    """Lazily conjugated or negated tensors hold other values than their storage."""
-    if any(isinstance(flag, dict) and any(flag.values()) for flag in flags):
-        raise CheckpointError("a tensor with torch's conjugation or negation bit set is not supported")
+_NOT_NEGATED = ("bool", "uint16", "uint32", "uint64")
+
+
+def _flagged(found: Tensor, flags: Arguments) -> Tensor:
+    """A tensor with torch's conjugation or negation bit, which are set by the names in `flags` whatever their values.
+
+    Conjugating leaves the real part as it is. What torch has no operation for is made a type without values.
+    """
+    if not (flags and flags[0]):
+        return found
+    names = flags[0]
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError("a tensor whose flags are no dict of names")
+    name, step = found.element.name, found.element.itemsize
+    if "conj" in names and not found.element.is_complex:
+        raise CheckpointError(f"a tensor of type {name} with torch's conjugation bit, which only complex ones have")
+    found.negated = "neg" in names
+    both = "conj" in names and name == "complex32"
+    if found.negated and (both or name in _NOT_NEGATED or name.startswith("float8")):
+        refusal = (
+            f"torch cannot negate elements of type {name}{' that are conjugated' if both else ''}, as a bit demands"
+        )
+        found.element = ElementType(name, "", step, refusal)
+    return found
+
+
+def _quantised(arguments: Arguments) -> Tensor:
+    """``_rebuild_qtensor(storage, offset, size, stride, quantizer, requires_grad, hooks)``."""
+    if len(arguments) != 7:
+        raise CheckpointError(f"a quantised tensor made of {len(arguments)} values: expected 7")
+    storage, offset, shape, strides = arguments[:4]
+    found = tensor(storage, offset, shape, strides, None)
+    if found.element.code:
+        raise CheckpointError(f"a quantised tensor of type {found.element.name}")
+    return found
+
+
+def _sparse(arguments: Arguments) -> Tensor:
+    """``_rebuild_sparse_tensor(layout, data)``: the shape is the first tuple in `data`."""
+    if len(arguments) != 2 or not isinstance(arguments[1], tuple):
+        raise CheckpointError("a sparse tensor that is not put together as torch does")
+    shape = next((part for part in arguments[1] if isinstance(part, tuple)), None)
+    return without_values("sparse", "a sparse tensor: expected a dense one, which to_dense() gives", shape)
+
+
+def _meta(arguments: Arguments) -> Tensor:
+    """``_rebuild_meta_tensor_no_storage(dtype, size, stride, requires_grad)``."""
+    if len(arguments) != 4:
+        raise CheckpointError(f"a meta tensor made of {len(arguments)} values: expected 4")
+    return without_values("meta", "a tensor of the meta device, saved without its values", arguments[1])
 
 
 def _parameter(arguments: Arguments) -> object:
     if not arguments:
         raise CheckpointError("a parameter made of nothing")
     return arguments[0]
+
+
+def _old_tensor(element: ElementType) -> Callable[[Arguments], Tensor]:
+    def build(arguments: Arguments) -> Tensor:
+        if arguments:
+            raise CheckpointError(f"a {element.name} tensor made of {len(arguments)} values: expected none")
+        return tensor(Storage("", element, 0, bytes_of_nothing), 0, (0,), (1,), None)
+
+    return build
+
+
+def _cuda_tensor(arguments: Arguments) -> Tensor:
+    raise CheckpointError("a tensor made by a class of torch.cuda, which torch.load cannot place on the CPU")
+
+
+def set_state(value: object, state: object) -> bool:
+    """Give a tensor what a pickle says it is; False if nothing known has a state like that.
+
+    Old tensors are put together so, from four values; parameters are told of gradients in three, which say nothing.
+
+    Raises
+    ------
+    CheckpointError
+        For four values that make no tensor.
+    """
+    if not isinstance(value, Tensor) or not isinstance(state, tuple):
+        return False
+    if len(state) != 4:
+        return len(state) == 3 and isinstance(state[0], bool)
+    found = tensor(*state, None)
+    if found.element is not value.element:
+        raise CheckpointError(f"a {value.element.name} tensor over a storage of {found.element.name}")
+    value.storage, value.offset, value.shape, value.strides = found.storage, found.offset, found.shape, found.strides
+    return True
 
 
 def _from_type(arguments: Arguments) -> object:
@@ -181,6 +258,12 @@ _BUILDERS: dict[str, Callable[[Arguments], object]] = {
     "torch._utils._rebuild_tensor": _tensor,
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor_v3,
+    "torch._utils._rebuild_qtensor": _quantised,
+    "torch._utils._rebuild_sparse_tensor": _sparse,
+    "torch._utils._rebuild_meta_tensor_no_storage": _meta,
+    **dict.fromkeys((f"torch.cuda.{name}Tensor" for name in _TENSORS), _cuda_tensor),
+    **{name: _old_tensor(ELEMENT_TYPES[kind]) for name, kind in _OLD_TENSORS.items()},
+    "torch.nn.parameter.Parameter": _parameter,
     "torch._utils._rebuild_parameter": _parameter,
     "torch._utils._rebuild_parameter_with_state": _parameter,
     "torch._tensor._rebuild_from_type_v2": _from_type,

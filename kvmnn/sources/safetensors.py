@@ -30,7 +30,10 @@ _NUMPY = {
     "U32": "<u4",
     "U8": "|u1",
 }
-_OTHER_BYTES = {"BOOL": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F64": 8, "I64": 8, "U64": 8, "C64": 8}
+_OTHER_BYTES = {
+    **dict.fromkeys(("BOOL", "I8", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0"), 1),
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
+}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,51 @@
+"""fixtures/lm is what its README says: texts that nobody changed, a tokenizer that fits, numbers that are there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+FIXTURE = Path(__file__).resolve().parent.parent.parent / "fixtures" / "lm"
+SPLIT = json.loads((FIXTURE / "split.json").read_text(encoding="utf-8"))
+EXPECTED = json.loads((FIXTURE / "expected.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("entry", SPLIT["heldout"], ids=lambda entry: entry["file"])
+def test_held_out_texts_are_whole(entry):
+    raw = (FIXTURE / "texts" / (entry["file"].replace("/", "__") + ".txt")).read_bytes()
+    assert (len(raw), hashlib.sha256(raw).hexdigest()) == (entry["bytes"], entry["sha256"])
+    tokenizer = Tokenizer.from_file(str(FIXTURE / "tokenizer.json"))
+    ids = tokenizer.encode(raw.decode("utf-8")).ids
+    assert len(ids) + 1 == entry["tokens"]  # the token that begins a text is counted
+    assert tokenizer.decode(ids) == raw.decode("utf-8")
+
+
+def test_every_file_that_the_readme_names_is_there():
+    readme = (FIXTURE / "README.md").read_text(encoding="utf-8")
+    table = [line for line in readme.splitlines() if line.startswith("| `")]
+    named = re.findall(r"`([^`]+)`", " ".join(line.split("|")[1] for line in table))
+    assert {"model.onnx", "config.json", "tokenizer.json", "LICENSE.CPython.txt", "texts/"} <= set(named)
+    assert all((FIXTURE / name).exists() for name in named)
+    assert len(list((FIXTURE / "texts").iterdir())) == len(SPLIT["heldout"]) == 20
+
+
+@pytest.mark.parametrize(("table", "rows"), [("chunks_of_4", 58), ("token_by_token", 14), ("peer_check", 8)])
+def test_expected_numbers(table, rows):
+    found = EXPECTED[table]["rows"]
+    assert len(found) == rows
+    assert len({row.get("name", row.get("policy")) for row in found}) == rows
+
+
+@pytest.mark.parametrize("table", ["chunks_of_4", "token_by_token"])
+def test_expected_perplexities_follow_from_their_texts(table):
+    """Every row scores the same tokens of the same texts, and its parts give its whole."""
+    files, tokens = EXPECTED[table]["files"], EXPECTED[table]["tokens_per_file"]
+    assert {row["tokens"] for row in EXPECTED[table]["rows"]} == {len(files) * tokens}
+    for row in EXPECTED[table]["rows"]:
+        assert row["nll"] == pytest.approx(sum(row["per_file_nll"]) / len(files), abs=1e-5)
+    assert set(files) <= {path.name for path in (FIXTURE / "texts").iterdir()}

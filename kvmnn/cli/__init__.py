@@ -29,6 +29,7 @@ _VERBS = (
     "diff",
     "measure",
     "plan",
+    "eval",
     "generate",
     "dump-kv",
 )

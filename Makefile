@@ -8,7 +8,7 @@ STAMPS := $(VENV)/.kvmnn
 SOURCES := $(shell find pyx kvmnn -name '*.py' -o -name '*.pyx' -o -name '*.pxd' -o -name '*.pyi' -o -name '*.h' \
 	-o -path '*/native/*.c') setup.py pyproject.toml
 
-.PHONY: demo test lint bench fuzz test-aarch64 sanitize install clean
+.PHONY: demo test test-peers lint bench fuzz test-aarch64 sanitize install clean
 
 demo: install
 	@PATH="$(abspath $(BIN)):$$PATH" sh tools/demo.sh
@@ -16,12 +16,17 @@ demo: install
 test: $(STAMPS)/test
 	$(BIN)/pytest
 
+# Against torch, transformers and kvpress. torch takes gigabytes where pip finds its CUDA build; the CPU's comes with
+# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test-peers
+test-peers: $(STAMPS)/peers
+	$(BIN)/pytest tests/peers
+
 lint: $(STAMPS)/lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(STAMPS)/peers
+bench: $(STAMPS)/rivals
 	$(BIN)/python tools/bench_codec.py
 	$(BIN)/python tools/bench_compressor.py
 	$(BIN)/python tools/bench_h2o.py
@@ -55,8 +60,12 @@ $(STAMPS)/test: $(STAMPS)/install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check '.[test]'
 	@touch $@
 
+$(STAMPS)/rivals: $(STAMPS)/install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check '.[rivals]'
+	@touch $@
+
 $(STAMPS)/peers: $(STAMPS)/install
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check '.[peers]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check '.[test,peers]'
 	@touch $@
 
 $(STAMPS)/lint: $(STAMPS)/install

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from ..benchmarking import Report, Result, Timing
 
 _TEXT = """Measure encode and decode speed and ratio on real data: kvmnn's efforts and whatever rivals are installed
-(zstandard, lz4, blosc2, pcodec, zipnn; "pip install kvmnn[peers]").
+(zstandard, lz4, blosc2, pcodec, zipnn; "pip install kvmnn[rivals]").
 
 All codecs take turns in one process; figures are medians over --rounds. Each round trip is checked. Break-even is the
 link speed below which compress + send + decompress (on the clock, one after the other) beats sending raw bytes."""

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import AttentionNotExposedError
-from .attention import Attentions, Site
+from .attention import Attentions, Form, Site
 from .packages import package
 from .tensor_types import TensorTypes
 
 VERSION = 1  # of what this module and attention.py do to a graph; graphs kept by another version are made anew
-_MASK = 3  # input of the standard Attention operator
+# Input of an operator that is added to its scores.
+_ADDED: dict[Form, int] = {"standard": 3, "GroupQueryAttention": 10, "MultiHeadAttention": 5}
 
 
 @dataclass(frozen=True)
@@ -79,12 +80,9 @@ def add_biases(model: Any, found: Attentions, types: TensorTypes) -> tuple[str, 
     -------
     Their names, or None where a layer has no place for one; then `model` is as it was.
     """
-    if not found.sites or any(site.form not in ("softmax", "standard") for site in found.sites):
+    if not found.sites or any(value.name.startswith("attention_bias.") for value in model.graph.input):
         return None
     onnx = package("onnx")
-    before = [name for node in model.graph.node for name in node.input]
-    if any(name.startswith("attention_bias.") for name in before):
-        return None
     for site in found.sites:
         insert = _bias_scores if site.form == "softmax" else _bias_mask
         insert(model, site, types)
@@ -96,32 +94,50 @@ def add_biases(model: Any, found: Attentions, types: TensorTypes) -> tuple[str, 
 
 
 def _bias_scores(model: Any, site: Site, types: TensorTypes) -> None:
-    scores = site.node.input[0]
-    builder = _Before(model, site)
+    node, scores = _before_sinks(model, site.node)
+    builder = _Before(model, site, node)
     bias = builder.cast(f"attention_bias.{site.layer}", types.elements.get(scores) or _cache_type(model, types))
-    rank = types.ranks.get(scores, 4)
-    if rank == 3:  # [batch * heads, query, key]
+    if types.ranks.get(scores, 4) == 3:  # [batch * heads, query, key]
         bias = builder.node("Squeeze", [bias, builder.ints(0)])
-    site.node.input[0] = builder.node("Add", [scores, bias])
+    biased = builder.node("Add", [scores, bias])
+    for position, name in enumerate(node.input):
+        if name == scores:
+            node.input[position] = biased
     builder.insert()
+
+
+def _before_sinks(model: Any, softmax: Any) -> tuple[Any, str]:
+    """The node that takes the scores of the tokens: the Softmax, or what joins learned sinks to them before it."""
+    producer = {name: node for node in model.graph.node for name in node.output}
+    node = producer.get(softmax.input[0])
+    for _ in range(4):
+        if node is None or node.op_type not in ("Cast", "Sub"):
+            break
+        node = producer.get(node.input[0])
+    if node is not None and node.op_type == "Concat":
+        return node, node.input[0]
+    return softmax, softmax.input[0]
 
 
 def _bias_mask(model: Any, site: Site, types: TensorTypes) -> None:
     onnx = package("onnx")
-    builder = _Before(model, site)
-    bias = f"attention_bias.{site.layer}"
-    kind = types.elements.get(site.node.input[0]) or _cache_type(model, types)
-    mask = site.node.input[_MASK] if len(site.node.input) > _MASK else ""
-    bias = builder.cast(bias, kind)
+    node, position = site.node, _ADDED[site.form]
+    query, mask = node.input[0], node.input[position] if len(node.input) > position else ""
+    builder = _Before(model, site, node)
+    kind = types.elements.get(query) or _cache_type(model, types)
+    bias = builder.cast(f"attention_bias.{site.layer}", kind)
     if mask and types.elements.get(mask) == onnx.TensorProto.BOOL:
         joined = builder.node("Where", [mask, bias, builder.lowest(kind)])
     elif mask:
         joined = builder.node("Add", [mask, bias])
-    else:
-        joined = bias
-    while len(site.node.input) <= _MASK:
-        site.node.input.append("")
-    site.node.input[_MASK] = joined
+    else:  # onnxruntime broadcasts what it adds over heads, but not over queries
+        axis = 2 if site.form == "standard" and types.ranks.get(query, 4) == 4 else 1
+        queries = builder.node("Shape", [query], start=axis, end=axis + 1)
+        shape = builder.node("Concat", [builder.ints(1, 1), queries, builder.ints(1)], axis=0)
+        joined = builder.node("Expand", [bias, shape])
+    while len(node.input) <= position:
+        node.input.append("")
+    node.input[position] = joined
     builder.insert()
 
 
@@ -156,10 +172,10 @@ def _cache_type(model: Any, types: TensorTypes) -> int:
 
 
 class _Before:
-    """New nodes that go right before the node of a site."""
+    """New nodes that go right before a node."""
 
-    def __init__(self, model: Any, site: Site) -> None:
-        self.model, self.site = model, site
+    def __init__(self, model: Any, site: Site, target: Any) -> None:
+        self.model, self.target = model, target
         self.prefix = f"kvmnn/attention_{site.layer}"
         self.nodes: list[Any] = []
 
@@ -186,7 +202,7 @@ class _Before:
         return self.node("Constant", [], value=onnx.helper.make_tensor("v", kind, [], [lowest]))
 
     def insert(self) -> None:
-        output = self.site.node.output[0]
+        output = self.target.output[0]
         place = next(place for place, node in enumerate(self.model.graph.node) if output in node.output)
         for offset, node in enumerate(self.nodes):
             self.model.graph.node.insert(place + offset, node)

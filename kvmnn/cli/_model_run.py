@@ -76,7 +76,7 @@ def open_model(arguments: argparse.Namespace, chosen: Configuration) -> tuple[De
         arguments.model,
         attentions=policy is not None and policy.needs in ("scores", "head scores"),
         threads=arguments.threads,
-        **({"providers": tuple(arguments.provider)} if arguments.provider else {}),
+        providers=tuple(arguments.provider or ["CPUExecutionProvider"]),
     )
     return session, tokenizer
 

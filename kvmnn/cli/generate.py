@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from . import _common, _model_run
@@ -143,7 +144,7 @@ def _shown(made: dict[str, Generation], texts: dict[str, str], label: str, parti
 
 def _numbers(made: dict[str, Generation], width: int) -> list[str]:
     """Aligned lines of what each run took."""
-    rows = [
+    rows: list[tuple[str, Callable[[str, Generation], str]]] = [
         ("", lambda label, one: label),
         ("new tokens", lambda label, one: f"{len(one.ids):,} ({one.stopped})"),
         ("tokens kept of seen", lambda label, one: f"{_range(one.tokens_kept)} of {one.tokens_seen:,}"),

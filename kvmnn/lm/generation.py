@@ -149,7 +149,7 @@ def prefill(runner: Runner, ids: Sequence[int], chunk: int | None = None) -> Flo
     """
     runner.reset()
     step = chunk or len(ids)
-    logits = None
+    logits: Floats | None = None
     for begin in range(0, len(ids), step):
         piece = ids[begin : begin + step]
         logits = runner.feed(piece, end_chunk=begin + len(piece) == len(ids))[-1]

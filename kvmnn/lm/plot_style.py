@@ -43,6 +43,7 @@ _SETTINGS: dict[str, Any] = {
     "xtick.color": MUTED,
     "ytick.color": MUTED,
     "figure.facecolor": "white",
+    "text.parse_math": False,
     "svg.hashsalt": "kvmnn",
     "svg.fonttype": "path",
 }
@@ -119,11 +120,10 @@ def label_lines(axes: Axes, ends: Sequence[LineEnd]) -> None:
     """
     limits = *axes.get_xlim(), *axes.get_ylim()  # asking brings them up to date
     axes.axis(limits)
-    made = axes.get_figure(root=True)
-    if made is None or not ends:
+    if not ends:
         return
     to_axes = axes.transData + axes.transAxes.inverted()
-    width, height = axes.get_position().size * made.get_size_inches()
+    width, height = axes.get_position().size * axes.figure.get_size_inches()
     order = sorted(ends, key=lambda end: end.y)
     wanted = [float(to_axes.transform((end.x, end.y))[1]) for end in order]
     for end, place in zip(order, spread(wanted, 1.3 * _LABEL_SIZE / 72 / height), strict=True):

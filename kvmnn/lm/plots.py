@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import KvmnnError, MissingDependencyError
+from ..errors import KvmnnError
 from ..output import DirectoryOutput
 from . import figures, plot_style, trace_figures
 from .figures import NothingToShowError
+from .packages import package
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -41,10 +42,7 @@ def require() -> None:
     MissingDependencyError
         Then.
     """
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as exc:
-        raise MissingDependencyError(f"plots need matplotlib: pip install 'kvmnn[plot]' ({exc})") from None
+    package("matplotlib.figure")
 
 
 def write_all(

@@ -92,8 +92,8 @@ def notes(results: Results) -> list[str]:
         lines.append(_sentence(f"Model: {_plain(name)}", f"kvmnn {results['kvmnn']}" if "kvmnn" in results else None))
     if any((row.get("versus_full") or {}).get("low") is not None for row in rows):
         lines.append(
-            f"dNLL: mean over the documents of the difference to the full cache, {ABSENT} for the full cache itself; "
-            "in brackets its 95 % interval by a paired bootstrap over the documents."
+            "dNLL: difference to the full cache on the same tokens; in brackets its 95 % interval by a paired "
+            "bootstrap over the documents."
         )
     if any(row["policy"] != "full" for row in rows):
         lines.append("Change: relative to the full cache.")
@@ -102,6 +102,11 @@ def notes(results: Results) -> list[str]:
             "LOSSY ratio: bytes of the full cache over bytes kept; LOSSLESS ratio: bytes kept over bytes of their "
             "frames, decoded and compared."
         )
+    if any(row.get("rounded_first") for row in rows):
+        kinds = sorted({str(row["lossless_dtype"]) for row in rows if row.get("rounded_first")})
+        lines.append(f"The frames hold {' and '.join(kinds)}: the cache was rounded before, which is LOSSY.")
+    lines += [_plain(note) for note in results.get("notes") or ()]
+    lines += [_plain(f"Not run: {entry['label']}: {entry['reason']}") for entry in results.get("refused") or ()]
     return lines
 
 
@@ -220,29 +225,49 @@ def _filled(results: Results, columns: Sequence[_Column]) -> tuple[list[_Column]
 
 _SEED_HEADINGS: dict[str, tuple[str, str, float]] = {
     "perplexity": ("PPL", ".4f", 1),
+    "perplexity_change": ("PPL change (%)", "+.2f", 100),
     "accuracy": ("accuracy (%)", ".2f", 100),
-    "nll": ("NLL (nats)", ".6f", 1),
+    "accuracy_change": ("accuracy change (%)", "+.2f", 100),
     "ttft_seconds": ("TTFT (ms)", ".2f", 1e3),
     "tpot_seconds": ("TPOT (ms)", ".3f", 1e3),
     "tokens_per_second": ("tokens/s", ",.0f", 1),
-    "cache_bytes": ("cache (MiB)", ".3f", 1 / _MIB),
-    "process_peak_bytes": ("process peak (MiB)", ".0f", 1 / _MIB),
+    "final_cache_tokens": ("tokens kept", ",d", 1),
+    "scored_tokens": ("tokens scored", ",d", 1),
+    "chunk": ("chunk (tokens)", ",d", 1),
 }
+_IN_FIRST_COLUMNS = ("label", "nll")
 
 
 def _seed_table(rows: Sequence[Row]) -> tuple[list[_Column], list[list[str]]] | None:
     """Rows with `as_seed`: known quantities with their units first, others under the names that they have."""
-    seeded = [(row, dict(_scalars(row["as_seed"]))) for row in rows if row.get("as_seed")]
+    seeded = [row for row in rows if row.get("as_seed")]
     if not seeded:
         return None
-    found = dict.fromkeys(key for _, values in seeded for key, value in values.items() if value is not None)
-    keys = [key for key in _SEED_HEADINGS if key in found] + [key for key in found if key not in _SEED_HEADINGS]
+    lines = [dict(_scalars(row["as_seed"])) | _seed_changes(row, seeded) for row in seeded]
+    found = dict.fromkeys(key for line in lines for key, value in line.items() if value is not None)
+    keys = [key for key in _SEED_HEADINGS if key in found]
+    keys += [key for key in found if key not in _SEED_HEADINGS and key not in _IN_FIRST_COLUMNS]
     headings = ["policy", "preset", *(_SEED_HEADINGS[key][0] if key in _SEED_HEADINGS else key for key in keys)]
-    lines = [
-        [_plain(row["label"]), _plain(row.get("preset") or ABSENT), *(_seed_text(key, values.get(key)) for key in keys)]
-        for row, values in seeded
+    cells = [
+        [
+            _plain(line.get("label") or row["label"]),
+            _plain(row.get("preset") or ABSENT),
+            *(_seed_text(key, line.get(key)) for key in keys),
+        ]
+        for row, line in zip(seeded, lines, strict=True)
     ]
-    return [_Column(_plain(heading), _label, 0, left=i < 2) for i, heading in enumerate(headings)], lines
+    return [_Column(_plain(heading), _label, 0, left=i < 2) for i, heading in enumerate(headings)], cells
+
+
+def _seed_changes(row: Row, seeded: Sequence[Row]) -> dict[str, float]:
+    """Against the full cache of the same preset, which the same seed measured."""
+    base = next((other for other in seeded if other["policy"] == "full" and other["preset"] == row["preset"]), None)
+    changes = {}
+    for key in ("perplexity", "accuracy"):
+        here, there = row["as_seed"].get(key), None if base is None or base is row else base["as_seed"].get(key)
+        if here is not None and there:
+            changes[f"{key}_change"] = here / there - 1
+    return changes
 
 
 def _seed_text(key: str, value: Any) -> str:

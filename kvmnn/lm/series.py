@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
+
+from ..policies import POLICIES
 
 Row = Mapping[str, Any]
 
@@ -50,9 +52,9 @@ def grouped(rows: Sequence[Row], without: Sequence[str] = ()) -> list[Series]:
     found: dict[tuple[object, ...], Series] = {}
     for row in rows:
         parting = _parting([other for other in rows if other["policy"] == row["policy"]], without)
-        options = {key: row["options"].get(key) for key in parting}
+        options = {key: _options(row).get(key) for key in parting}
         key = (row["policy"], *((name, repr(value)) for name, value in options.items()))
-        name = " ".join([str(row["policy"]), *(_option(*item) for item in options.items())])
+        name = " ".join([str(row["policy"]), *(_option(*item) for item in options.items() if item[1] is not None)])
         series = found.setdefault(key, Series(name))
         if any(_size(row, without) == _size(other, without) for other in series.rows):
             # The options do not say what differs (a preset's own way, say): the label does.
@@ -93,7 +95,7 @@ def is_number(value: object) -> bool:
 
 
 def _parting(rows: Sequence[Row], without: Sequence[str]) -> list[str]:
-    names = dict.fromkeys(key for row in rows for key in row["options"] if key not in (*_SIZES, *without))
+    names = dict.fromkeys(key for row in rows for key in _options(row) if key not in (*_SIZES, *without))
     return [name for name in names if _differs(rows, name)]
 
 
@@ -101,12 +103,21 @@ def _differs(rows: Sequence[Row], name: str) -> bool:
     """Whether two rows of the same size differ in the option."""
     values: dict[object, set[str]] = {}
     for row in rows:
-        values.setdefault(_size(row), set()).add(repr(row["options"].get(name)))
+        values.setdefault(_size(row), set()).add(repr(_options(row).get(name)))
     return any(len(found) > 1 for found in values.values())
 
 
+def _options(row: Row) -> dict[str, Any]:
+    """The policy's options, those that a row leaves out because they are the defaults included."""
+    policy = POLICIES.get(row["policy"])
+    defaults = {} if policy is None else {entry.name: entry.default for entry in fields(policy) if entry.repr}
+    options = {name: value for name, value in defaults.items() if value is not MISSING} | dict(row["options"])
+    options["positions"] = "stored positions" if row.get("positions") == "stored" else None
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
+
+
 def _size(row: Row, axes: Sequence[str] = ()) -> tuple[object, ...]:
-    return (row.get("budget"), row.get("keep_ratio"), *(repr(row["options"].get(axis)) for axis in axes))
+    return (row.get("budget"), row.get("keep_ratio"), *(repr(_options(row).get(axis)) for axis in axes))
 
 
 def _option(name: str, value: object) -> str:

@@ -144,7 +144,9 @@ def test_limits_are_those_of_the_code() -> None:
     assert f"limit of {INFLATED_MOST >> 20} MiB, the weight file of {selection.OUTPUT_MOST >> 30} GiB" in said
     assert f"a list of {len(torch_names._ALLOWED)} (what" in said
     assert {kind.name for kind in tensors.ELEMENT_TYPES.values() if not kind.code} == {
-        *("complex32", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
-        *("float4_e2m1fn_x2", "qint8", "quint8", "qint32", "quint4x2", "quint2x4"),
+        *("qint8", "quint8", "qint32", "quint4x2", "quint2x4"),
+        *("float4_e2m1fn_x2", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"),
+        *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
     }
+    assert all(f"{kind.name}" in said for kind in tensors.ELEMENT_TYPES.values() if kind.name.startswith("float8"))
     assert f"1 to {kvcm.ELEMENTS_MOST:,}" in section("Block")

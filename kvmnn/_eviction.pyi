@@ -1,12 +1,16 @@
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-def cut(rows: npt.NDArray[Any], kept: npt.NDArray[np.int64]) -> None: ...
+def cut(kept: npt.NDArray[np.int64], live: int, tables: Sequence[npt.NDArray[Any]]) -> bool: ...
 def fill_bias(bias: npt.NDArray[np.float32], slots: npt.NDArray[np.int64], live: int, dead: float) -> None: ...
-def ascending(kept: npt.NDArray[np.int64], live: int) -> bool: ...
-def column_sums(
-    attention: npt.NDArray[np.float32], slots: npt.NDArray[np.int64], sums: npt.NDArray[np.float32]
+def add_columns(
+    attention: npt.NDArray[np.float32],
+    slots: npt.NDArray[np.int64],
+    scores: npt.NDArray[np.float32],
+    live: int,
+    fade: float,
 ) -> None: ...
 def gather(rows: npt.NDArray[np.uint8], slots: npt.NDArray[np.int64], live: int) -> None: ...

@@ -8,24 +8,80 @@ from libc.stdint cimport int64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memmove, memset
 
-ctypedef fused value:
-    int64_t
-    float
+
+cdef struct Run:
+    Py_ssize_t begin
+    Py_ssize_t size
 
 
-def cut(value[:, ::1] rows not None, const int64_t[:, ::1] kept not None) -> None:
-    """Keep of each row the entries `kept`, ascending, at its front. One row of `kept` serves all."""
-    cdef Py_ssize_t row, i, one = kept.shape[0] == 1
-    cdef const int64_t *indices
-    cdef value *entries
-    if kept.shape[1] == 0:
-        return
-    with nogil:
-        for row in range(rows.shape[0]):
-            indices = &kept[0 if one else row, 0]
-            entries = &rows[row, 0]
-            for i in range(kept.shape[1]):
-                entries[i] = entries[indices[i]]
+def cut(const int64_t[:, ::1] kept not None, int64_t live, tables) -> bool:
+    """Keep of each row of every table the entries `kept` at its front. One row of `kept` serves all rows.
+
+    Tables are C-contiguous arrays of int64 or float32 with as many rows. False, and nothing done, where a row of `kept`
+    does not hold ascending numbers in [0, live).
+    """
+    cdef Py_ssize_t rows = kept.shape[0], count = kept.shape[1], row, runs = 0
+    cdef unsigned char[:, ::1] table
+    cdef Run *found
+    cdef Py_ssize_t *ends
+    if count == 0:
+        return True
+    if count > live:
+        return False
+    found = <Run *>malloc(rows * min(count, live - count + 1) * sizeof(Run))  # a run ends where something is left out
+    ends = <Py_ssize_t *>malloc(rows * sizeof(Py_ssize_t))
+    try:
+        if found == NULL or ends == NULL:
+            raise MemoryError()
+        for row in range(rows):
+            if not is_ascending(&kept[row, 0], count, live):
+                return False
+            runs = runs_of(&kept[row, 0], count, found, runs)
+            ends[row] = runs
+        for array in tables:
+            table = array.view("u1")
+            move(table, found, ends, rows, array.itemsize)
+        return True
+    finally:
+        free(found)
+        free(ends)
+
+
+cdef bint is_ascending(const int64_t *kept, Py_ssize_t count, int64_t live) noexcept nogil:
+    """Whether the numbers ascend and lie in [0, live)."""
+    cdef Py_ssize_t i
+    cdef bint good = kept[0] >= 0 and kept[count - 1] < live
+    for i in range(1, count):
+        good &= kept[i] > kept[i - 1]
+    return good
+
+
+cdef Py_ssize_t runs_of(const int64_t *kept, Py_ssize_t count, Run *found, Py_ssize_t runs) noexcept nogil:
+    """Append the runs of neighbours among ascending numbers to `found`; how many there are then."""
+    cdef Py_ssize_t i, begin = 0
+    for i in range(1, count + 1):
+        if i < count and kept[i] == kept[i - 1] + 1:
+            continue
+        found[runs].begin = kept[begin]
+        found[runs].size = i - begin
+        runs += 1
+        begin = i
+    return runs
+
+
+cdef void move(
+    unsigned char[:, ::1] table, const Run *found, const Py_ssize_t *ends, Py_ssize_t rows, Py_ssize_t itemsize
+) noexcept nogil:
+    cdef Py_ssize_t row, run, first = 0
+    cdef unsigned char *out
+    for row in range(table.shape[0]):
+        out = &table[row, 0]
+        if rows > 1:
+            first = ends[row - 1] if row else 0
+        for run in range(first, ends[row if rows > 1 else 0]):
+            if out != &table[row, found[run].begin * itemsize]:
+                memmove(out, &table[row, found[run].begin * itemsize], found[run].size * itemsize)
+            out += found[run].size * itemsize
 
 
 def fill_bias(
@@ -51,50 +107,49 @@ def fill_bias(
                     out[slots[row, i]] = 0
 
 
-def ascending(const int64_t[:, ::1] kept not None, int64_t live) -> bool:
-    """Whether every row holds numbers in [0, live), each larger than the one before it."""
-    cdef Py_ssize_t row, i
-    cdef int64_t last
-    cdef bint good = True
-    with nogil:
-        for row in range(kept.shape[0]):
-            last = -1
-            for i in range(kept.shape[1]):
-                good = good and kept[row, i] > last
-                last = kept[row, i]
-            good = good and last < live
-    return good
-
-
-def column_sums(
-    const float[:, :, ::1] attention not None, const int64_t[:, ::1] slots not None, float[:, ::1] sums not None
+def add_columns(
+    const float[:, :, ::1] attention not None,
+    const int64_t[:, ::1] slots not None,
+    float[:, ::1] scores not None,
+    Py_ssize_t live,
+    float fade,
 ) -> None:
-    """sums[row, i] = attention ``[query_head, query, slot]`` of slot slots[row, i], over the queries and the row's heads.
+    """scores[row, i] = fade * scores[row, i] + attention ``[query_head, query, slot]`` of slot slots[row, i], summed.
 
-    Queries are added first, then the heads, in float32 and in order. One row: all heads; else heads in a row share one.
+    Queries are added first, then the row's heads, in float32 and in order. One row: all heads; else heads in a row share
+    one.
     """
-    cdef Py_ssize_t heads = attention.shape[0], rows = sums.shape[0], live = sums.shape[1]
+    cdef Py_ssize_t heads = attention.shape[0], queries = attention.shape[1], rows = scores.shape[0]
     cdef Py_ssize_t group = heads // rows, row, head, query, i
     cdef const int64_t *where
     cdef const float *given
     cdef float *columns
+    cdef float *sums
     if live == 0:
         return
-    columns = <float *>malloc(live * sizeof(float))
+    columns = <float *>malloc(2 * live * sizeof(float))
     if columns == NULL:
         raise MemoryError()
+    sums = columns + live
     with nogil:
         for row in range(rows):
             where = &slots[row, 0]
-            memset(&sums[row, 0], 0, live * sizeof(float))
+            memset(sums, 0, live * sizeof(float))
             for head in range(row * group, (row + 1) * group):
+                given = &attention[head, 0, 0]
+                if queries == 1:
+                    for i in range(live):
+                        sums[i] += given[where[i]]
+                    continue
                 memset(columns, 0, live * sizeof(float))
-                for query in range(attention.shape[1]):
+                for query in range(queries):
                     given = &attention[head, query, 0]
                     for i in range(live):
                         columns[i] += given[where[i]]
                 for i in range(live):
-                    sums[row, i] += columns[i]
+                    sums[i] += columns[i]
+            for i in range(live):
+                scores[row, i] = scores[row, i] * fade + sums[i]
     free(columns)
 
 

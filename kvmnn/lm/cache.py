@@ -221,8 +221,8 @@ class ModelCache:
         if group.live < self._new or (group.slots[:, group.live - self._new] != past).any():
             if not self._biased:
                 raise KvmnnError(
-                    f"layer {group.layers[0]}: the policy evicts some of {self._new} new tokens before they are attended "
-                    f"and this graph takes no bias that could mask them: feed fewer tokens at once"
+                    f"layer {group.layers[0]}: the policy evicts some of {self._new} new tokens before attention, "
+                    f"but this graph takes no bias that could mask them: feed fewer tokens at once"
                 )
         elif group.dead > self._slack:
             self._compact(group, self._new)
@@ -253,18 +253,25 @@ class ModelCache:
         policy, attentions = self._policy, step.attentions
         if policy is None or attentions is None:
             raise KvmnnError("the policy needs attention probabilities, which the model was not asked for")
-        sums = np.empty((len(scores), group.live), np.float32)
         weights = attentions[group.layers[0]]
-        if type(policy).column_sums is Policy.column_sums:
+        sums_are_plain = type(policy).column_sums is Policy.column_sums
+        if sums_are_plain and type(policy).fold is Policy.fold and type(policy).scaled is Policy.scaled:
             for layer in group.layers:
                 rows = group.rows_of(layer)
-                _eviction.column_sums(attentions[layer], group.slots[rows], sums[rows])
-            sums = policy.scaled(sums, weights.shape[0] * weights.shape[1])
-        else:
-            for layer in group.layers:
-                rows = group.rows_of(layer)
+                _eviction.add_columns(
+                    attentions[layer], group.slots[rows], scores[rows], group.live, policy.fade(self._new)
+                )
+            return
+        sums = np.zeros((len(scores), group.live), np.float32)
+        for layer in group.layers:
+            rows = group.rows_of(layer)
+            if sums_are_plain:
+                _eviction.add_columns(attentions[layer], group.slots[rows], sums[rows], group.live, 1.0)
+            else:
                 live = _live_columns(attentions[layer], group.slots[rows, : group.live])
                 sums[rows] = policy.column_sums(live, self._kv_heads)
+        if sums_are_plain:
+            sums = policy.scaled(sums, weights.shape[0] * weights.shape[1])
         scores[:, : group.live] = policy.fold(scores[:, : group.live], sums, self._new)
 
     def _add_norms(self, group: TokenRows, norms: Floats, present: Sequence[Pair]) -> None:

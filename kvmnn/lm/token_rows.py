@@ -92,15 +92,11 @@ class TokenRows:
             raise KvmnnError(
                 f"layer {self.layers[0]}: tokens kept for {kept.shape[0]} rows: expected {len(self.slots)}"
             )
-        if not _eviction.ascending(kept, self.live):
-            kept = np.sort(kept, axis=1)
-            if not _eviction.ascending(kept, self.live):
-                raise KvmnnError(
-                    f"layer {self.layers[0]}: tokens kept must be distinct and among the {self.live} that are stored"
-                )
-        for rows in (self.slots, self.positions, self.scores, self.norms):
-            if rows is not None:
-                _eviction.cut(rows, kept)
+        tables = [table for table in (self.slots, self.positions, self.scores, self.norms) if table is not None]
+        if not _eviction.cut(kept, self.live, tables) and not _eviction.cut(np.sort(kept, axis=1), self.live, tables):
+            raise KvmnnError(
+                f"layer {self.layers[0]}: tokens kept must be distinct and among the {self.live} that are stored"
+            )
         self.live = kept.shape[1]
         self.steps = 0
 

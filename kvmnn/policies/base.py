@@ -210,9 +210,13 @@ class Policy(ABC):
         return sums
 
     def fold(self, scores: Floats, sums: Floats, new: int = 1) -> Floats:
-        """The scores after a step of `new` tokens, of as many tokens as `sums`; here both are added, in float32."""
+        """The scores after a step of `new` tokens, of as many tokens as `sums`: float32, the old ones times `fade`."""
         with np.errstate(over="ignore", invalid="ignore"):
-            return scores + sums
+            return scores * np.float32(self.fade(new)) + sums
+
+    def fade(self, new: int) -> float:
+        """What the scores before `new` tokens are multiplied by; here 1, so nothing fades."""
+        return 1.0
 
     def options(self) -> Mapping[str, Any]:
         """The arguments that make an equal policy (a random generator is not among them)."""

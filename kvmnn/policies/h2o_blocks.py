@@ -39,7 +39,7 @@ class H2OBlocks(Budgeted):
 
     * Scores belong to tokens here, as those of the other policies, and are added up to blocks when a plan is made; the
       engine averages block sums. The two agree but for rounding. `kvmnn.h2o.Planner` is the engine bit for bit.
-    * `update_interval` counts decode steps of the layer since its last cut, as seed 000 says; the engine counts calls
+    * `update_interval` counts decode steps of the layer since its last plan, as seed 000 says; the engine counts calls
       of all layers together.
     * What a plan drops goes right after the step that made it, not at the start of the next: nothing attends between.
     * Scores are cut when the cache is, never before it.
@@ -90,7 +90,7 @@ class H2OBlocks(Budgeted):
             return None
         config = self._config(view.tokens)
         made = plan(block_sums(view.scores[None], config.block), view.tokens, config)
-        return made.tokens().astype(np.int64) if made.evicted else None
+        return made.tokens().astype(np.int64)  # all of them, where nothing goes: the count of steps begins anew
 
     def _config(self, tokens: int) -> H2OConfig:
         ratio = self.keep_ratio

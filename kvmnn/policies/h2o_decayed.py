@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import KvmnnError
 from .base import Budgeted, LayerView, Moment, check_count
-from .ranking import Floats, Indices, highest
+from .ranking import Indices, highest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +36,8 @@ class H2ODecayed(Budgeted):
     Notes
     -----
     Where it differs from the originals, and why: the step's attention is added to the scores first, then the cache is
-    cut, at every step above the budget; the seed cuts before attention and lazily (`h2o_tokens`). Of equal scores the older token stays; NaN counts as the
-    lowest.
+    cut, at every step above the budget; the seed cuts before attention and lazily (`h2o_tokens`). Of equal scores the
+    older token stays; NaN counts as the lowest.
     """
 
     name: ClassVar[str] = "h2o_decayed"
@@ -61,10 +61,8 @@ class H2ODecayed(Budgeted):
                 f"{self._recent(self.budget)} recent ones"
             )
 
-    def fold(self, scores: Floats, sums: Floats, new: int = 1) -> Floats:
-        """Scores that faded for `new` tokens, and the step's sums, in float32."""
-        with np.errstate(over="ignore", invalid="ignore"):
-            return scores * np.float32(self.decay**new) + sums
+    def fade(self, new: int) -> float:
+        return float(self.decay) ** new
 
     def choose_stacked(self, view: LayerView, moment: Moment = Moment.ATTENDED) -> Sequence[Indices] | Indices | None:
         return self._choose(view, moment) if moment in self.moments else None

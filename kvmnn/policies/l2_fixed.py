@@ -73,14 +73,15 @@ class L2Fixed(Budgeted):
         protected = min(int(size * self.recent_ratio), view.tokens)
         zone, chosen = view.tokens - protected, max(size - protected, 0)
         heads = view.kv_heads
-        older = self._older(view, zone, chosen) if chosen else np.empty((heads, 0), np.int64)
-        recent = np.broadcast_to(np.arange(zone, view.tokens, dtype=np.int64), (heads, protected))
-        return np.concatenate([older, recent], axis=1)
+        kept = np.empty((heads, chosen + protected), np.int64)
+        if chosen:
+            kept[:, :chosen] = self._older(view, zone, chosen)
+        kept[:, chosen:] = np.arange(zone, view.tokens)
+        return kept
 
     def _older(self, view: LayerView, zone: int, count: int) -> Indices:
         """`count` of the first `zone` tokens for each head, ascending."""
         if self.generator is not None:
-            drawn = [self.generator.permutation(zone)[:count] for _ in range(view.kv_heads)]
-            return np.sort(np.stack(drawn).astype(np.int64), axis=1)
+            return lowest(self.generator.random((view.kv_heads, zone), np.float32), count)
         norms = view.key_norms(zone)
         return lowest(norms, count) if self.strategy == "keep_low" else highest(norms, count)

@@ -133,9 +133,35 @@ static uint32_t threshold(const uint32_t *ranks, size_t n, size_t m, size_t *equ
     return prefix;
 }
 
+enum { FEW = 8 };
+
+/* The case of a full cache that takes a few tokens: all but the `out_of` worst; of equal ranks the last are the worst. */
+static void all_but_few(const uint32_t *ranks, size_t n, size_t out_of, int64_t *out) {
+    size_t worst[FEW], count = 0, i = n, next = 0;
+    while (out_of > 0 && i-- > 0) { /* from the end, so that an equal rank never displaces one that is there; best of the worst last */
+        size_t place;
+        if (count == out_of && ranks[i] <= ranks[worst[count - 1]]) continue;
+        place = count < out_of ? count++ : count - 1;
+        for (; place > 0 && ranks[worst[place - 1]] < ranks[i]; --place) worst[place] = worst[place - 1];
+        worst[place] = i;
+    }
+    for (size_t done = 0; done <= out_of; ++done) { /* the indices between one that goes and the next */
+        size_t end = n;
+        for (i = 0; i < count; ++i)
+            if (worst[i] >= next && worst[i] < end) end = worst[i];
+        for (; next < end; ++next) *out++ = (int64_t)next;
+        ++next;
+    }
+}
+
 void kvmnn_lowest(const uint32_t *ranks, size_t n, size_t m, int64_t *out) {
     size_t equal, found = 0, i = 0;
-    uint32_t limit = threshold(ranks, n, m, &equal);
+    uint32_t limit;
+    if (n - m <= FEW) {
+        all_but_few(ranks, n, n - m, out);
+        return;
+    }
+    limit = threshold(ranks, n, m, &equal);
     for (; found < m && i + 1 < n; ++i) {
         int same = ranks[i] == limit && equal > 0;
         out[found] = (int64_t)i;

@@ -185,7 +185,7 @@ def test_without_a_bias_new_tokens_cannot_be_evicted_before_they_are_attended() 
         PlainStore(empty(2, np.float32)), layers=LAYERS, kv_heads=2, query_heads=2, slack=0, biased=False,
         policy=create("h2o_tokens", budget=8, sink=1, recent=3, buffer=0),
     )  # fmt: skip
-    with pytest.raises(KvmnnError, match="evicts some of 20 new tokens"):
+    with pytest.raises(KvmnnError, match="evicts some of 20 new tokens before attention"):
         cache.begin(20)
 
 

@@ -226,14 +226,15 @@ def _policy(name: str) -> type[Policy]:
 
 
 def _values(policy: str, texts: Mapping[str, str], budget: int | None) -> dict[str, Any]:
-    """Options as their policy declares them; what does not exist is left to `create` to refuse."""
+    """Options as their policy declares them; a generator comes from the seed and is none."""
     declared = get_type_hints(_policy(policy))
+    settable = [entry.name for entry in fields(_policy(policy)) if entry.repr]
+    for key in texts:
+        if key not in settable:
+            raise KvmnnError(f"{policy} has no option {key!r}: expected {', '.join(sorted(settable))}")
     own = texts.get("budget", "")
     base = int(own) if re.fullmatch(r"\d{1,9}", own) else budget
-    return {
-        key: _value(f"{policy}: {key}", text, declared[key], base) if key in declared else text
-        for key, text in texts.items()
-    }
+    return {key: _value(f"{policy}: {key}", text, declared[key], base) for key, text in texts.items()}
 
 
 def _value(what: str, text: str, declared: Any, budget: int | None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import os
 from collections.abc import Iterable, Iterator
@@ -16,6 +17,7 @@ from ..errors import KvmnnError, SourceError
 
 Ids = npt.NDArray[np.int64]
 
+_BLOCK_BYTES = 1 << 20
 _PREFIX_CHARACTERS = 1 << 20
 _CHARACTERS_A_TOKEN = 64
 
@@ -105,31 +107,54 @@ def read_document(path: Path, tokenizer: TextTokenizer, tokens: int, *, name: st
     """
     if tokens < 1:
         raise KvmnnError(f"tokens is {tokens}: expected at least 1")
-    try:
-        data = path.read_bytes()
-    except OSError as exc:
-        raise SourceError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as exc:
-        raise SourceError(f"{path}: is not UTF-8: byte {exc.start} is 0x{data[exc.start]:02x}") from None
-    if not text:
+    prefix, length, digest, whole = _read(path, max(_PREFIX_CHARACTERS, _CHARACTERS_A_TOKEN * tokens))
+    if not length:
         raise SourceError(f"{path}: is empty: expected text")
-    digest = hashlib.sha256(data).hexdigest()
-    prefix = text[: max(_PREFIX_CHARACTERS, _CHARACTERS_A_TOKEN * tokens)]
     own = np.asarray(tokenizer.encode(prefix), np.int64)
     bos = tokenizer.bos
     ids = own[: tokens + 1] if bos is None else np.concatenate([np.array([bos], np.int64), own[:tokens]])
     if len(ids) < 2:
         raise SourceError(f"{path}: has {len(own)} tokens: expected at least {2 if bos is None else 1}")
     scored = ids[1:]
-    whole = len(scored) + (bos is None) == len(own) and len(prefix) == len(text)
-    nbytes = len(data) if whole and bos is not None else _bytes_of(tokenizer, scored)
+    everything = whole and bos is not None and len(scored) == len(own)
+    nbytes = length if everything else _bytes_of(tokenizer, scored)
     return Document(name or path.name, ids, nbytes, digest, bos is not None, tokens)
 
 
+def _read(path: Path, characters: int) -> tuple[str, int, str, bool]:
+    """The first characters of a UTF-8 file, its bytes, its SHA-256, and whether these are all of its characters."""
+    digest, decoder = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")()
+    parts: list[str] = []
+    have = length = 0
+    try:
+        with open(path, "rb") as file:
+            while block := file.read(_BLOCK_BYTES):
+                digest.update(block)
+                text = _decoded(path, decoder, block, length)
+                length += len(block)
+                if have <= characters:
+                    parts.append(text)
+                    have += len(text)
+            _decoded(path, decoder, b"", length)
+    except OSError as exc:
+        raise SourceError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
+    prefix = "".join(parts)[:characters]
+    return prefix, length, digest.hexdigest(), have <= characters
+
+
+def _decoded(path: Path, decoder: codecs.IncrementalDecoder, block: bytes, before: int) -> str:
+    """A further block; what was pending of a character lies before it."""
+    pending = len(decoder.getstate()[0])
+    try:
+        return decoder.decode(block, final=not block)
+    except UnicodeDecodeError as exc:
+        where = before - pending + exc.start
+        raise SourceError(f"{path}: is not UTF-8: byte {where} is 0x{exc.object[exc.start]:02x}") from None
+
+
 def _bytes_of(tokenizer: TextTokenizer, ids: Ids) -> int:
-    """UTF-8 bytes of tokens; a character that the cut leaves incomplete counts by its replacement, three bytes."""
+    """UTF-8 bytes of tokens. A character that the cut leaves incomplete counts by its replacement, three bytes; special
+    tokens, where the text spells one out, count nothing."""
     return len(tokenizer.decode(ids).encode("utf-8", "surrogatepass"))
 
 

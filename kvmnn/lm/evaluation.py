@@ -274,7 +274,12 @@ def _results(
             for number, found in measured.items()
             if "trace" in found.scores[0]
         ],
-        "notes": _notes(wanted, documents, settings, facts),
+        "notes": _notes(wanted, documents, settings, facts)
+        + [
+            f"{wanted[number].label}: not timed: {found.timing['refused']}"
+            for number, found in measured.items()
+            if found.timing is not None and "refused" in found.timing
+        ],
         "refused": [
             {"label": entry.label, "reason": refused[_identity(entry)]}
             for entry in wanted

@@ -70,12 +70,14 @@ def frame_sizes(layers: Iterable[LayerCache], dtype: FrameType = "fp16", threads
             words, was_rounded = _words(values, dtype)
             rounded |= was_rounded
             name = "fp16" if words.dtype == np.float16 else "fp32"
+            full += layer.tokens_seen * layer.kv_heads * layer.head_dim * words.itemsize
+            if not words.size:  # nothing was kept of this layer
+                continue
             made = frame.encode(words, threads=threads)
             if not frame.matches(made, words, threads=threads):
                 raise FrameError(f"layer {layer.layer}: the frame of its {part} does not decode to them")
             kept += words.nbytes
             coded += len(made)
-            full += layer.tokens_seen * layer.kv_heads * layer.head_dim * words.itemsize
     return FrameSizes(name, rounded, full, kept, coded)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import KvmnnError
+from ..errors import KvmnnError, MissingDependencyError
 from . import memory
 from .configurations import Configuration
 from .documents import Document
@@ -68,6 +68,8 @@ class Measurer:
                 packed=self.settings.packed,
                 positions=configuration.positions,
             )
+        except MissingDependencyError:
+            raise
         except KvmnnError as exc:
             if policy is None:
                 raise
@@ -97,7 +99,12 @@ class Measurer:
             if advance is not None:
                 advance(new)
 
-        scored = score(runner, document.ids, chunk=settings.chunk, deep_from=settings.deep_from, after=after)
+        try:
+            scored = score(runner, document.ids, chunk=settings.chunk, deep_from=settings.deep_from, after=after)
+        except KvmnnError as exc:
+            if runner.policy is None:
+                raise KvmnnError(f"{document.name}: {exc}") from exc
+            raise RefusedError(f"{configuration.policy}, {document.name}: {exc}") from exc
         peak = None if start is None else start.peak()
         cache = runner.cache
         cell: dict[str, Any] = {

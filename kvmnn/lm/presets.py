@@ -89,7 +89,10 @@ def _knorm_fixed(options: Mapping[str, str]) -> list[Configuration]:
 
 def _knorm_ratio(options: Mapping[str, str]) -> list[Configuration]:
     skip = numbers(options.get("skip_layers", "0+1"))
-    (prune_after,) = numbers(options.get("prune_after", "1000")) or (1000,)
+    threshold = numbers(options.get("prune_after", "1000"))
+    if len(threshold) != 1:
+        raise KvmnnError(f"knorm-ratio: prune_after is {options['prune_after']!r}: expected one number")
+    prune_after = threshold[0]
     found = [_baseline("E1")]
     for ratio in shares(options.get("keep_ratios", "1.0+0.8+0.5+0.3")):
         label = f"l2_compress {ratio:g} after {prune_after}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import subprocess
 import sys
@@ -103,6 +104,7 @@ class _Process:
         order = {"model": model, "settings": settings.to_dict(), "task": task.to_dict()}
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "kvmnn.lm.worker"],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

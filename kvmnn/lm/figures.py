@@ -53,16 +53,13 @@ def perplexity_accuracy_tradeoff(results: Results) -> Figure:
         raise NothingToShowError("no policy has both a perplexity and an accuracy")
     series = grouped(rows)
     made, axes = plot_style.figure(5.6, 4.0, [entry.name for entry in series])
-    ends = []
+    ends, sizes = [], []
     for index, entry in enumerate(series):
         members = sorted(entry.rows, key=lambda row: (row.get("budget") or 0, row.get("keep_ratio") or 0))
         xs, ys = [row["perplexity"] for row in members], [100 * row["accuracy"] for row in members]
         look = plot_style.look(index)
         axes.plot(xs, ys, **look, markeredgecolor="white", markeredgewidth=0.5)
-        for row, x, y in zip(members, xs, ys, strict=True):
-            size = row["budget"] if row.get("budget") is not None else row.get("keep_ratio")
-            axes.annotate("" if size is None else f"{size:g}", (x, y), (0, -9), textcoords="offset points", ha="center",
-                          fontsize=6.5, color=MUTED)  # fmt: skip
+        sizes += [(x, y, _size(row)) for row, x, y in zip(members, xs, ys, strict=True)]
         ends.append(LineEnd(entry.name, xs[0], ys[0], look))
     full = full_row(results["rows"])
     if full is not None and is_number(full.get("perplexity")) and is_number(full.get("accuracy")):
@@ -74,6 +71,7 @@ def perplexity_accuracy_tradeoff(results: Results) -> Figure:
     axes.set(title="Perplexity against accuracy", xlabel=_PPL, ylabel=_ACCURACY)
     axes.margins(0.08)
     plot_style.label_lines(axes, ends)
+    plot_style.label_points(axes, sizes)
     plot_style.caption(made, "Numbers: budget in tokens, or share of the cache. Better is up and left.")
     return made
 
@@ -235,7 +233,7 @@ def _comparison(
             if number == 0:
                 axes.set_title(f"budget {budget:,} tokens")
         if first is not None:
-            first.margins(x=0.16)
+            first.margins(x=0.25)
     plot_style.caption(made, f"Against the full cache (line at 0). {_INTERVAL}")
     return made
 
@@ -275,6 +273,13 @@ def _bar(axes: Axes, place: int, index: int, point: Point, reference: float) -> 
         fontsize=7.5,
         color=MUTED,
     )
+
+
+def _size(row: Row) -> str:
+    """The budget, or else the share."""
+    if row.get("budget") is not None:
+        return f"{row['budget']}"
+    return "" if row.get("keep_ratio") is None else f"{row['keep_ratio']:g}"
 
 
 def _share(row: Row, option: str) -> Any:

@@ -145,6 +145,17 @@ def label_lines(axes: Axes, ends: Sequence[LineEnd]) -> None:
                   va="center")  # fmt: skip
 
 
+def label_points(axes: Axes, points: Sequence[tuple[float, float, str]]) -> None:
+    """Short texts below points ``(x, y, text)``; those that would lie on an earlier one are left out."""
+    placed: list[tuple[float, float]] = []
+    for x, y, text in points:
+        at = axes.transData.transform((x, y)) * 72 / axes.figure.dpi
+        if any(abs(at[0] - other[0]) < 15 and abs(at[1] - other[1]) < 7 for other in placed):
+            continue
+        placed.append((at[0], at[1]))
+        axes.annotate(text, (x, y), (0, -9), textcoords="offset points", ha="center", fontsize=6.5, color=MUTED)
+
+
 def spread(wanted: Sequence[float], gap: float) -> list[float]:
     """Ascending places from 0 to 1, as near to those wanted as a distance of `gap` allows (least squares)."""
     groups: list[tuple[float, int]] = []  # where the first of a group would be, and how many are in it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,15 +31,15 @@ def memory_over_time(results: Results) -> Figure:
         raise NothingToShowError("no run recorded the bytes of its cache")
     made, axes = plot_style.figure(5.6, 4.0, [trace["label"] for trace in traces])
     ends = []
-    for index, trace in enumerate(traces):
+    drawn: dict[tuple[object, ...], dict[str, Any]] = {}
+    for trace in traces:
         steps, sizes = trace["step_tokens"], [size / _MIB for size in trace["cache_bytes"]]
-        # Policies of one size hold the same: the earlier lines are wider, so that they show below the later ones.
-        width = 1.5 + min(1.5 * (len(traces) - 1 - index), 6.0)
-        look = plot_style.look(index) | {"marker": None, "linewidth": width, "solid_capstyle": "butt"}
-        if trace["label"] == "full":
-            look = FULL
-        axes.plot(steps, sizes, **look)
-        ends.append(LineEnd(trace["label"], steps[-1], sizes[-1], look))
+        # Policies of one size hold the same: they share a line, which has all their names.
+        course = (*steps, *sizes)
+        if course not in drawn:
+            drawn[course] = FULL if trace["label"] == "full" else plot_style.look(len(drawn)) | {"marker": None}
+            axes.plot(steps, sizes, **drawn[course])
+        ends.append(LineEnd(trace["label"], steps[-1], sizes[-1], drawn[course]))
     axes.set_ylim(bottom=0)
     axes.margins(x=0.01)
     axes.set(title="Memory over time", xlabel="tokens seen", ylabel="K and V held, all layers (MiB)")
@@ -55,25 +56,28 @@ def keep_map(results: Results) -> Figure:
 
     traces = _of_first_document([trace for trace in results.get("traces", ()) if _has_map(trace)])
     # The full cache keeps everything: its panel would be a triangle.
-    traces = [trace for trace in traces if trace["label"] != "full"][:MAPS_MOST]
+    every = [trace for trace in traces if trace["label"] != "full"]
+    traces = every[:MAPS_MOST]
     if not traces:
         raise NothingToShowError("no run that cuts the cache recorded which tokens live")
     columns = min(len(traces), 3)
     lines = -(-len(traces) // columns)
-    cell, left, foot = 2.9, 0.7, 0.85
-    made = Figure(figsize=(left + columns * (cell + 0.25) + 0.1, foot + lines * (cell + 0.4) + 0.1))
+    cell, left, foot, between = 2.9, 0.7, 0.85, 0.5
+    made = Figure(figsize=(left + columns * (cell + 0.25) + 0.1, foot + lines * (cell + between)))
     width, height = made.get_size_inches()
     colours = ListedColormap([plot_style.look(0)["color"], "#e3e3e3", "white"])
     for number, trace in enumerate(traces):
         line, column = divmod(number, columns)
-        box = (left + column * (cell + 0.25), foot + (lines - 1 - line) * (cell + 0.4), cell, cell)
+        box = (left + column * (cell + 0.25), foot + (lines - 1 - line) * (cell + between), cell, cell)
         axes = made.add_axes((box[0] / width, box[1] / height, cell / width, cell / height))
         image, tokens = _image(trace["keep_map"])
         axes.imshow(
             image, cmap=colours, vmin=0, vmax=2, origin="lower", extent=(0, tokens, 0, tokens), interpolation="nearest"
         )
         axes.grid(False)
-        axes.set_title(trace["label"], fontsize=9)
+        axes.set_title("\n".join(textwrap.wrap(trace["label"], 36)[:2]), fontsize=9)
+        which = f"layer {trace['keep_map']['layer']}, KV head {trace['keep_map']['kv_head']}"
+        axes.text(0.03, 0.97, which, transform=axes.transAxes, va="top", fontsize=7.5, color=MUTED)
         if column == 0:
             axes.set_ylabel("position in the text (token)")
         else:
@@ -90,8 +94,8 @@ def keep_map(results: Results) -> Figure:
         fontsize=8,
         labelcolor=MUTED,
     )
-    shown = traces[0]["keep_map"]
-    plot_style.caption(made, f"Layer {shown['layer']}, KV head {shown['kv_head']}; {traces[0]['document']}.")
+    more = f" {len(every) - len(traces)} more not shown." if len(every) > len(traces) else ""
+    plot_style.caption(made, f"Document: {traces[0]['document']}.{more}")
     return made
 
 

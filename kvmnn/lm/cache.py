@@ -16,7 +16,7 @@ from .kv_store import KVStore, Pair
 from .session import Step
 from .token_rows import TokenRows
 
-DEAD = -1e30
+DEAD = float(np.finfo(np.float32).min)
 """What is added to the attention scores of a masked slot: nothing is left of it after the softmax."""
 
 
@@ -90,11 +90,6 @@ class ModelCache:
     def nbytes(self) -> int:
         """Bytes of K and V held, those of masked tokens included."""
         return self._store.nbytes
-
-    @property
-    def unequal(self) -> bool:
-        """Whether layers hold different numbers of slots."""
-        return len({self.seen if group is None else group.width for group in self._by_layer()}) > 1
 
     def positions(self, layer: int) -> Positions:
         """True positions of a layer's live tokens, ascending: int64 ``[token]``, or ``[kv_head, token]``."""

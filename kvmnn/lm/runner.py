@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Literal
@@ -13,9 +14,11 @@ from ..errors import KvmnnError
 from ..policies import Policy
 from ..policies.ranking import Floats
 from .cache import ModelCache
-from .kv_store import KVStore, PlainStore
+from .kv_store import KVStore, Pair, PlainStore
 from .packed_store import PackedStore
-from .session import DecoderSession
+from .session import DecoderSession, Step
+
+Tokens = npt.NDArray[np.int64]
 
 SLACK = 32
 """Evicted tokens that may lie masked in the buffers before K and V are moved together."""
@@ -104,7 +107,8 @@ class Runner:
     def reset(self) -> None:
         """Forget the text and begin a new one."""
         interface, session = self.session.interface, self.session
-        biased = session.has_bias and session.query_heads is not None
+        by_head = self.policy is not None and self.policy.needs in ("keys", "head scores") and interface.kv_heads > 1
+        biased = session.has_bias and (session.query_heads is not None or not by_head)
         self.cache = ModelCache(
             self._store(),
             layers=interface.layers,
@@ -115,6 +119,7 @@ class Runner:
             biased=biased,
         )
         self.clock = Clock()
+        self._whole = True
 
     def feed(self, ids: npt.ArrayLike, *, end_chunk: bool = False) -> Floats:
         """Let the model read further tokens of the text, and cut the cache.
@@ -135,32 +140,51 @@ class Runner:
         Raises
         ------
         KvmnnError
-            For no tokens, or ids that are not of the model's vocabulary.
+            For no tokens, or ids that are not of the model's vocabulary, which changes nothing. Whatever a step raises
+            leaves the cache unusable until `reset`.
         """
         tokens = self._checked(ids)
-        if len(tokens) > 1 and self.cache.unequal and not self.session.chunks_with_unequal_lengths():
-            logits = np.concatenate([self._step(tokens[i : i + 1]) for i in range(len(tokens))])
-        else:
-            logits = self._step(tokens)
-        if end_chunk:
-            begun = perf_counter()
-            self.cache.end_chunk()
-            self.clock.policy_seconds += perf_counter() - begun
+        if not self._whole:
+            raise KvmnnError("an earlier step failed: reset the runner first")
+        self._whole = False
+        logits = self._step(tokens, end_chunk)
+        self._whole = True
         return logits
 
-    def _step(self, ids: npt.NDArray[np.int64]) -> Floats:
+    def _step(self, tokens: Tokens, end_chunk: bool) -> Floats:
         cache, clock = self.cache, self.clock
         first = cache.seen if self._positions == "true" else cache.tokens[0]
+        positions = np.arange(first, first + len(tokens), dtype=np.int64)
         begun = perf_counter()
-        past, bias = cache.begin(len(ids))
+        past, bias = cache.begin(len(tokens))
         clock.policy_seconds += perf_counter() - begun
-        step = self.session.step(ids, np.arange(first, first + len(ids), dtype=np.int64), past, bias)
+        if len(tokens) > 1 and _unequal(past) and not self.session.chunks_with_unequal_lengths():
+            step = self._one_by_one(tokens, positions, past, bias)
+        else:
+            step = self.session.step(tokens, positions, past, bias)
         begun = perf_counter()
         cache.end(step)
+        if end_chunk:
+            cache.end_chunk()
         clock.policy_seconds += perf_counter() - begun
         clock.model_seconds += step.seconds
-        clock.tokens += len(ids)
+        clock.tokens += len(tokens)
         return step.logits
+
+    def _one_by_one(self, ids: Tokens, positions: Tokens, past: Sequence[Pair], bias: Sequence[Floats] | None) -> Step:
+        """What one step of several tokens would have returned, had the graph masked it rightly."""
+        steps: list[Step] = []
+        for i in range(len(ids)):
+            left = len(ids) - 1 - i
+            masks = None if bias is None else [np.ascontiguousarray(mask[..., : mask.shape[3] - left]) for mask in bias]
+            steps.append(self.session.step(ids[i : i + 1], positions[i : i + 1], past, masks))
+            past = steps[-1].present
+        attentions = None
+        if steps[0].attentions is not None:
+            rows = [step.attentions for step in steps if step.attentions is not None]
+            attentions = [_stacked([row[layer] for row in rows]) for layer in range(len(past))]
+        logits = np.concatenate([step.logits for step in steps])
+        return Step(logits, list(past), attentions, sum(step.seconds for step in steps))
 
     def _store(self) -> KVStore:
         if self._packed is None:
@@ -168,7 +192,7 @@ class Runner:
         by_head = self.policy is not None and self.policy.needs in ("keys", "head scores")
         return PackedStore(self.session.interface, self._packed, by_head=by_head)
 
-    def _checked(self, ids: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    def _checked(self, ids: npt.ArrayLike) -> Tokens:
         tokens = np.asarray(ids)
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not tokens.size:
             raise KvmnnError(f"ids are {tokens.dtype} {list(tokens.shape)}: expected at least one integer [token]")
@@ -176,3 +200,15 @@ class Runner:
         if tokens.min() < 0 or (vocabulary is not None and tokens.max() >= vocabulary):
             raise KvmnnError(f"ids reach from {tokens.min()} to {tokens.max()}: the vocabulary has {vocabulary}")
         return tokens.astype(np.int64)
+
+
+def _unequal(past: Sequence[Pair]) -> bool:
+    return len({keys.shape[2] for keys, _ in past}) > 1
+
+
+def _stacked(rows: Sequence[Floats]) -> Floats:
+    """Attention of single queries, ``[query_head, 1, slot]`` and each a slot longer, as that of one chunk."""
+    whole = np.zeros((rows[0].shape[0], len(rows), rows[-1].shape[2]), np.float32)
+    for i, row in enumerate(rows):
+        whole[:, i, : row.shape[2]] = row[:, 0]
+    return whole

@@ -1,7 +1,7 @@
 """Small generated decoders in the forms that exporters write, and the same decoder in numpy.
 
-Two layers by default, random weights, learned positions, no normalisation; every form computes the same function, so one
-reference serves all. A router with a Softmax of its own stands behind each layer, because a Softmax is not always
+Two layers by default, random weights, learned positions, no normalisation; every form computes the same function, so
+one reference serves all. A router with a Softmax of its own stands behind each layer, because a Softmax is not always
 attention.
 """
 
@@ -84,7 +84,7 @@ class Tiny:
     def save(self, path: Path, **external: object) -> Path:
         model = self.model()
         if external:
-            onnx.save(model, str(path), save_as_external_data=True, size_threshold=0, **external)
+            onnx.save(model, str(path), save_as_external_data=True, size_threshold=256, **external)
         else:
             onnx.save(model, str(path))
         return path
@@ -151,7 +151,7 @@ class _Builder:
         inputs = [value("input_ids", ints, ["batch", "seq"]), value("attention_mask", ints, ["batch", "kv"])]
         if tiny.positions:
             inputs.append(value("position_ids", ints, ["batch", "seq"]))
-        inputs += [value(name, ints, [1]) for name in tiny.extra]
+        inputs += [value(name, ints, ["seq" if name == "cache_position" else 1]) for name in tiny.extra]
         cache = ["batch", tiny.kv_heads, "past", tiny.head_dim]
         kinds = [(i, kind) for i in range(tiny.layers) for kind in ("key", "value")]
         inputs += [value(tiny.past.format(i=i, kind=kind), self.kind, cache) for i, kind in kinds]
@@ -313,7 +313,9 @@ class _Builder:
             self.op("SparseAttention", [q, k, v, *past], [name, *present], "com.microsoft", num_heads=tiny.heads)
         elif tiny.form == "mha":
             inputs = [q, k, v, "", "", "", *past]
-            self.op("MultiHeadAttention", inputs, [name, *present], "com.microsoft", num_heads=tiny.heads, unidirectional=1)
+            self.op(
+                "MultiHeadAttention", inputs, [name, *present], "com.microsoft", num_heads=tiny.heads, unidirectional=1
+            )
         else:
             total = self.op("Cast", [self.op("Squeeze", [self.axis("attention_mask", 1)])], to=TensorProto.INT32)
             counted = self.op("ReduceSum", ["attention_mask", self.ints(1)], keepdims=0)

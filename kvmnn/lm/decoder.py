@@ -68,6 +68,7 @@ class Decoder:
         self.interface = interface
         self.has_attentions = operated.attentions is not None
         self.has_bias = operated.biases is not None
+        self.query_heads = operated.query_heads or interface.query_heads
         self._branch = None if operated.unmerged else interface.branch
         self._outputs = [interface.logits, *(name for pair in interface.present for name in pair)]
         self._outputs += operated.attentions or ()

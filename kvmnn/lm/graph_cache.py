@@ -16,7 +16,7 @@ from typing import Any
 
 from ..errors import OutputError, SourceError
 from ..output import FileOutput
-from .graph_file import external_tensors, home, locate_weights
+from .graph_file import external_tensors, home
 from .model_files import OPERATED
 from .packages import package
 from .surgery import VERSION, Operated
@@ -54,9 +54,8 @@ class GraphCache:
         return None
 
     def keep(self, model: Any, operated: Operated) -> Path | None:
-        """Write `model`; where it was written, or None where nothing is writable."""
+        """Write `model`, whose weights are located as seen from `home`; where, or None where nothing is writable."""
         onnx = package("onnx")
-        _relocate(model, locate_weights(model, self._graph))
         facts = {"key": self._key, **vars(operated)}
         onnx.helper.set_model_props(
             model, {**{entry.key: entry.value for entry in model.metadata_props}, _FACTS: json.dumps(facts)}
@@ -72,7 +71,8 @@ class GraphCache:
                 with FileOutput(path, force=True) as output:
                     output.file.write(data)
                     output.commit()
-                self._forget_others(path)
+                if path == places[0]:  # in the user's cache other models have the same name
+                    self._forget_others(path)
                 return path
         return None
 
@@ -120,13 +120,6 @@ def _external(model: Any) -> Any:
     from .graph_file import external_tensors
 
     return external_tensors(model)
-
-
-def _relocate(model: Any, located: dict[str, str]) -> None:
-    for tensor in external_tensors(model):
-        for entry in tensor.external_data:
-            if entry.key == "location":
-                entry.value = located.get(entry.value, entry.value)
 
 
 def _literal(name: str) -> str:

@@ -113,3 +113,12 @@ def locate_weights(model: Any, path: Path) -> dict[str, str]:
             raise SourceError(f"{path}: its weights are missing: no file {path.parent / location}")
         located[location] = os.path.relpath(file, base)
     return located
+
+
+def relocate_weights(model: Any, path: Path) -> None:
+    """Let `model`, read from `path`, find its weights from `home`, in place."""
+    located = locate_weights(model, path)
+    for tensor in external_tensors(model):
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entry.value = located[entry.value]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from ..errors import AttentionNotExposedError, ModelError
 from .attention import find_attention
 from .decoder import Decoder
 from .graph_cache import GraphCache
-from .graph_file import home, opset, read_graph
+from .graph_file import home, opset, read_graph, relocate_weights
 from .interface import DecoderInterface
 from .merged import unmerge
 from .model_files import ModelFiles
@@ -63,6 +66,7 @@ def start_decoder(
         if not (with_bias or expose_them):
             break
         model = read_graph(files.graph)
+        relocate_weights(model, files.graph)
         operated = _operate(model, interface, attentions=attentions, bias=with_bias)
         if with_bias and operated.biases is None:
             continue
@@ -75,10 +79,14 @@ def start_decoder(
             continue
         decoder = Decoder(runtime, interface, operated)
         reason = fault(expected, decoder) or ""
-        if not reason:
-            if kept:
-                kept.keep(model, operated)
-            return decoder
+        if reason:
+            continue
+        if operated.attentions:
+            probe = decoder.run(np.zeros(1, np.int64), np.zeros(1, np.int64), decoder.empty())
+            operated = replace(operated, query_heads=len(probe.attentions[0]) if probe.attentions else None)
+        if kept:
+            kept.keep(model, operated)
+        return Decoder(runtime, interface, operated)
     if expose_them:
         raise AttentionNotExposedError(
             f"{files.label}: attention probabilities were found, but the graph that hands them out fails: {reason}; "

@@ -28,7 +28,7 @@ class DecoderSession:
     interface : DecoderInterface
         Sizes and names.
     query_heads : int or None
-        Where the settings of the model say it.
+        Where the settings of the model say it, or its attention shows it.
     has_attentions : bool
         Whether steps report attention probabilities.
     has_bias : bool
@@ -39,7 +39,7 @@ class DecoderSession:
         self._decoder = decoder
         self._lengths: Lengths | None = None
         self.interface = decoder.interface
-        self.query_heads = decoder.interface.query_heads
+        self.query_heads = decoder.query_heads
         self.has_attentions = decoder.has_attentions
         self.has_bias = decoder.has_bias
 

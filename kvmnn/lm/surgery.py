@@ -30,11 +30,14 @@ class Operated:
         Names of the inputs that are added to the scores, by layer; None where they could not be inserted.
     unmerged
         Whether a merged decoder was reduced to its branch with a past.
+    query_heads
+        How many rows of probabilities a token has in a layer, where that was seen.
     """
 
     attentions: tuple[str, ...] | None = None
     biases: tuple[str, ...] | None = None
     unmerged: bool = False
+    query_heads: int | None = None
 
 
 def expose(model: Any, found: Attentions, types: TensorTypes, label: str) -> tuple[str, ...]:

@@ -1,0 +1,182 @@
+"""The shipped model step by step: bit-equal to the graph as it lies, quiet, with arguments checked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_decoders import Tiny
+
+from kvmnn.errors import KvmnnError, ModelError
+from kvmnn.lm import DecoderSession, Tokenizer
+
+LM = Path(__file__).parents[2] / "fixtures" / "lm"
+LOWEST = np.finfo(np.float32).min
+
+
+@pytest.fixture(scope="module")
+def ids() -> np.ndarray:
+    tokenizer = Tokenizer.open(LM / "model.onnx")
+    text = sorted((LM / "texts").iterdir())[0].read_text(encoding="utf-8")
+    return np.concatenate([[tokenizer.bos], tokenizer.encode(text)])[:160].astype(np.int64)
+
+
+@pytest.fixture(scope="module")
+def plain() -> DecoderSession:
+    return DecoderSession.open(LM, bias=False)
+
+
+@pytest.fixture(scope="module")
+def session() -> DecoderSession:
+    return DecoderSession.open(LM, attentions=True, cache=False)
+
+
+def test_what_the_model_is(session: DecoderSession, plain: DecoderSession) -> None:
+    interface = session.interface
+    assert (interface.layers, interface.kv_heads, interface.head_dim, interface.vocab) == (6, 4, 64, 2048)
+    assert (interface.dtype, interface.max_positions, interface.has_positions) == (np.float32, 4096, True)
+    assert session.query_heads == 4 and not interface.merged
+    assert (session.has_attentions, session.has_bias) == (True, True)
+    assert (plain.has_attentions, plain.has_bias) == (False, False)
+
+
+def test_bias_and_attentions_change_no_bit(session: DecoderSession, plain: DecoderSession, ids: np.ndarray) -> None:
+    past, plain_past = session.empty(), plain.empty()
+    for start, stop in ((0, 100), (100, 101), (101, 108), (108, 109)):
+        at = np.arange(start, stop)
+        step, expected = session.step(ids[at], at, past), plain.step(ids[at], at, plain_past)
+        np.testing.assert_array_equal(step.logits, expected.logits)
+        past, plain_past = step.present, expected.present
+        for got, wanted in zip(past, plain_past, strict=True):
+            np.testing.assert_array_equal(got, wanted)
+    assert step.logits.dtype == np.float32 and step.logits.shape == (1, 2048) and step.seconds > 0
+
+
+def test_attentions_are_probabilities(session: DecoderSession, ids: np.ndarray) -> None:
+    past = session.step(ids[:50], np.arange(50), session.empty()).present
+    step = session.step(ids[50:60], np.arange(50, 60), past)
+    assert step.attentions is not None and len(step.attentions) == 6
+    for probabilities in step.attentions:
+        assert probabilities.shape == (4, 10, 60) and probabilities.dtype == np.float32
+        np.testing.assert_allclose(probabilities.sum(-1), 1, atol=1e-5)
+        assert not probabilities[:, np.triu(np.ones((10, 60), bool), 51)].any()
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e6])
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_a_masked_slot_is_a_removed_slot(session: DecoderSession, ids: np.ndarray, tokens: int, factor: float) -> None:
+    past = session.step(ids[:120], np.arange(120), session.empty()).present
+    dead = np.r_[0, 5:40, 119]
+    alive = np.setdiff1d(np.arange(120), dead)
+    removed = [(keys[:, :, alive].copy(), values[:, :, alive].copy()) for keys, values in past]
+    at = np.arange(120, 120 + tokens)
+    expected = session.step(ids[at], at, removed)
+    for keys, _ in past:
+        keys[:, :, dead] *= factor
+    bias = np.zeros((1, 1, 1, 120 + tokens), np.float32)
+    bias[..., dead] = LOWEST
+    step = session.step(ids[at], at, past, [bias] * 6)
+    np.testing.assert_allclose(step.logits, expected.logits, atol=3e-5)
+    for got, wanted in zip(step.attentions or [], expected.attentions or [], strict=True):
+        assert not got[..., dead].any()
+        np.testing.assert_allclose(np.delete(got, dead, -1), wanted, atol=5e-6)
+
+
+def test_masks_may_differ_between_layers_and_heads(session: DecoderSession, ids: np.ndarray) -> None:
+    """Heads with sets of their own: what is dead in one head is alive in another."""
+    past = session.step(ids[:60], np.arange(60), session.empty()).present
+    sets = [[np.sort((np.arange(30) * 7 + 3 * head + layer) % 60) for head in range(4)] for layer in range(6)]
+    removed = [
+        tuple(np.stack([array[0, head, slots] for head, slots in enumerate(heads)])[None] for array in pair)
+        for pair, heads in zip(past, sets, strict=True)
+    ]
+    biases = []
+    for heads in sets:
+        bias = np.full((1, 4, 1, 61), LOWEST, np.float32)
+        for head, slots in enumerate(heads):
+            bias[0, head, 0, [*slots, 60]] = 0
+        biases.append(bias)
+    expected = session.step(ids[60:61], np.array([60]), removed)
+    step = session.step(ids[60:61], np.array([60]), past, biases)
+    np.testing.assert_allclose(step.logits, expected.logits, atol=3e-5)
+
+
+def test_present_can_be_written_and_is_read_only_once(session: DecoderSession, ids: np.ndarray) -> None:
+    step = session.step(ids[:20], np.arange(20), session.empty())
+    before = session.step(ids[20:21], np.array([20]), step.present)
+    copies = [(keys.copy(), values.copy()) for keys, values in step.present]
+    for keys, values in step.present:
+        keys[...], values[...] = 0, 0
+    after = session.step(ids[20:21], np.array([20]), copies)
+    np.testing.assert_array_equal(before.logits, after.logits)
+
+
+def test_threads_change_no_bit(plain: DecoderSession, ids: np.ndarray) -> None:
+    two = DecoderSession.open(LM, bias=False, threads=2)
+    runs = [two.step(ids, np.arange(160), two.empty()).logits for _ in range(2)]
+    np.testing.assert_array_equal(runs[0], runs[1])
+    np.testing.assert_allclose(runs[0], plain.step(ids, np.arange(160), plain.empty()).logits, atol=1e-4)
+
+
+def test_arguments_that_do_not_fit(session: DecoderSession, plain: DecoderSession, ids: np.ndarray) -> None:
+    empty, none = session.empty(), np.zeros(0, np.int64)
+    for tokens, positions in ((none, none), (ids[:2], np.arange(3)), (ids[None, :2], np.arange(2)[None])):
+        with pytest.raises(KvmnnError, match="expected tokens and their positions, one row each, not empty"):
+            session.step(tokens, positions, empty)
+    with pytest.raises(KvmnnError, match="expected the past of 6 layers, found 5"):
+        session.step(ids[:2], np.arange(2), empty[1:])
+    with pytest.raises(KvmnnError, match="no bias can be added to the scores inside this graph"):
+        plain.step(ids[:2], np.arange(2), empty, [np.zeros((1, 1, 1, 2), np.float32)] * 6)
+
+
+def test_failures_of_onnxruntime_are_one_line_and_quiet(
+    session: DecoderSession, ids: np.ndarray, capfd: pytest.CaptureFixture[str]
+) -> None:
+    wrong = [(keys.astype(np.float16), values) for keys, values in session.empty()]
+    with pytest.raises(ModelError, match=r"model\.onnx: onnxruntime failed: .*float16") as caught:
+        session.step(ids[:2], np.arange(2), wrong)
+    with pytest.raises(ModelError, match=r"onnxruntime failed: .*bounds"):
+        session.step(np.array([99_999]), np.arange(1), session.empty())
+    assert "\n" not in str(caught.value)
+    assert capfd.readouterr() == ("", "")
+
+
+# Where models lie
+
+
+@pytest.mark.parametrize(
+    "name", ["model.onnx", "decoder_model_merged.onnx", "decoder_with_past_model.onnx", "onnx/model.onnx", "own.onnx"]
+)
+def test_folders(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    tiny = Tiny(merged="merged" in name)
+    path = tiny.save(tmp_path / name)
+    if name != "own.onnx":
+        (path.parent / "decoder_model.onnx").touch()
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 4, "max_position_embeddings": 256}))
+    session = DecoderSession.open(tmp_path)
+    assert session.interface.label == str(path)
+    assert (session.query_heads, session.interface.max_positions) == (4, 256)
+
+
+def test_names_from_genai_config(tmp_path: Path) -> None:
+    tiny = Tiny(past="kv_in_{i}_{kind}", present="kv_out_{i}_{kind}")
+    tiny.save(tmp_path / "decoder.onnx")
+    inputs = {"past_key_names": "kv_in_%d_key", "past_value_names": "kv_in_%d_value"}
+    outputs = {"present_key_names": "kv_out_%d_key", "present_value_names": "kv_out_%d_value"}
+    decoder = {"filename": "decoder.onnx", "inputs": inputs, "outputs": outputs, "num_attention_heads": 4}
+    settings = {"model": {"decoder": decoder, "context_length": 256, "vocab_size": 48}}
+    (tmp_path / "genai_config.json").write_text(json.dumps(settings))
+    for path in (tmp_path, tmp_path / "decoder.onnx"):
+        session = DecoderSession.open(path, attentions=True)
+        assert session.has_bias and session.interface.past[1] == ("kv_in_1_key", "kv_in_1_value")
+        assert (session.query_heads, session.interface.max_positions) == (4, 256)
+        assert len(session.step(np.arange(3), np.arange(3), session.empty()).present) == 2
+
+
+def test_settings_of_models_with_a_text_part(tmp_path: Path) -> None:
+    Tiny().save(tmp_path / "model.onnx")
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": 99}}))
+    assert DecoderSession.open(tmp_path, cache=False).interface.max_positions == 99

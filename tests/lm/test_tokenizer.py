@@ -1,0 +1,96 @@
+"""Text to tokens and back."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvmnn.errors import MissingDependencyError, SourceError
+from kvmnn.lm import Tokenizer
+
+LM = Path(__file__).parents[2] / "fixtures" / "lm"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    shutil.copy(LM / "tokenizer.json", tmp_path)
+    return tmp_path
+
+
+def test_there_and_back() -> None:
+    tokenizer = Tokenizer.open(LM)
+    text = 'def f(x):\n    return "Zażółć 🙂"  # \t\r\n'
+    ids = tokenizer.encode(text)
+    assert ids.dtype == np.int64 and ids.ndim == 1 and 0 < len(ids) < tokenizer.byte_length(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode([]) == "" and tokenizer.encode("").shape == (0,)
+    assert (tokenizer.vocab, tokenizer.bos) == (2048, 0)
+
+
+def test_no_token_is_put_around_a_text_and_none_is_cut_off(folder: Path) -> None:
+    document = json.loads((folder / "tokenizer.json").read_text())
+    document["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    document["padding"] = {
+        "strategy": {"Fixed": 16}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0,
+        "pad_token": "<|endoftext|>",
+    }  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+    text = "import os, sys, json, re"
+    np.testing.assert_array_equal(Tokenizer.open(folder).encode(text), Tokenizer.open(LM).encode(text))
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, None),
+        ({"tokenizer_config.json": {"bos_token": "<|endoftext|>"}}, 0),
+        ({"tokenizer_config.json": {"bos_token": {"content": "<|endoftext|>"}}}, 0),
+        ({"tokenizer_config.json": {"bos_token": None}, "config.json": {"bos_token_id": 7}}, 7),
+        ({"tokenizer_config.json": {"bos_token": "<absent>"}, "generation_config.json": {"bos_token_id": 5}}, 5),
+        ({"config.json": {"bos_token_id": 2048}}, None),
+        ({"config.json": {"bos_token_id": None}}, None),
+        ({"config.json": {"bos_token_id": True}}, None),
+    ],
+)
+def test_which_token_begins_a_text(files: dict[str, object], expected: int | None, folder: Path) -> None:
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    assert Tokenizer.open(folder / "tokenizer.json").bos == expected
+
+
+@pytest.mark.parametrize("model", ["model.onnx", "onnx/model.onnx", ".", "onnx"])
+def test_found_beside_the_model_or_one_folder_up(model: str, folder: Path) -> None:
+    (folder / "onnx").mkdir()
+    assert Tokenizer.open(folder / model).vocab == 2048
+
+
+def test_missing(tmp_path: Path) -> None:
+    inner = tmp_path / "a" / "b"
+    inner.mkdir(parents=True)
+    with pytest.raises(SourceError, match=r"model\.onnx: no tokenizer\.json beside the model or one folder up; save"):
+        Tokenizer.open(inner / "model.onnx")
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\xff\xfe", b'{"version": "1.0", "model": {"type": "X"}}'])
+def test_files_that_are_no_tokenizer(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(SourceError, match=r"tokenizer\.json: is not a tokenizer\.json: ") as caught:
+        Tokenizer.open(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_settings_that_are_no_json(folder: Path) -> None:
+    (folder / "tokenizer_config.json").write_text("{")
+    with pytest.raises(SourceError, match=r"tokenizer_config\.json: is not "):
+        Tokenizer.open(folder)
+
+
+def test_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(MissingDependencyError, match=r"needs the package tokenizers: pip install 'kvmnn\[lm\]'"):
+        Tokenizer.open(LM)

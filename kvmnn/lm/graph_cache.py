@@ -50,7 +50,9 @@ class GraphCache:
                 model = onnx.load(str(path), load_external_data=False)
                 facts = next(json.loads(entry.value) for entry in model.metadata_props if entry.key == _FACTS)
                 if facts["key"] == self._key:
-                    return path, Operated(_names(facts["attentions"]), _names(facts["biases"]), bool(facts["unmerged"]))
+                    return path, Operated(
+                        _names(facts["attentions"]), _names(facts["biases"]), facts["unmerged"], facts["query_heads"]
+                    )
         return None
 
     def keep(self, model: Any, operated: Operated) -> Path | None:

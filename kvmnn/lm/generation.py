@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import KvmnnError
 from ..policies.ranking import Floats
-from .model_files import ModelFiles
+from .model_files import ModelFiles, section
 from .runner import Runner
 
 Progress = Callable[[int], object]
@@ -147,15 +147,14 @@ def prefill(runner: Runner, ids: Sequence[int], chunk: int | None = None) -> Flo
     chunk
         Tokens fed at once; None feeds all in one step, which is what policies that act once on a prompt expect.
     """
+    if not len(ids):
+        raise KvmnnError("there are no tokens to begin with")
     runner.reset()
     step = chunk or len(ids)
-    logits: Floats | None = None
-    for begin in range(0, len(ids), step):
-        piece = ids[begin : begin + step]
-        logits = runner.feed(piece, end_chunk=begin + len(piece) == len(ids))[-1]
-    if logits is None:
-        raise KvmnnError("there are no tokens to begin with")
-    return logits
+    last = (len(ids) - 1) // step * step
+    for begin in range(0, last, step):
+        runner.feed(ids[begin : begin + step])
+    return runner.feed(ids[last:], end_chunk=True)[-1]
 
 
 def generate(
@@ -237,6 +236,6 @@ def continuation(tokenizer: Decoding, prompt: Sequence[int], new: Sequence[int])
 
 def ending_tokens(files: ModelFiles) -> frozenset[int]:
     """Tokens that end a text, by the settings beside a model; empty where they say nothing."""
-    found = files.config.get("eos_token_id", files.genai.get("model", {}).get("eos_token_id"))
+    found = files.config.get("eos_token_id", section(files.genai, "model").get("eos_token_id"))
     values = found if isinstance(found, list) else [found]
     return frozenset(value for value in values if isinstance(value, int) and not isinstance(value, bool))

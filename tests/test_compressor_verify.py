@@ -241,6 +241,24 @@ def test_a_refused_file_on_the_command_line(tmp_path: Path, capsys: pytest.Captu
     assert (code, err.startswith("kvmnn: warning: ")) == (0, True)
 
 
+def test_trailing_bytes_may_be_allowed(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    weights, source = pair
+    longer = weights.with_name("longer.bin")
+    longer.write_bytes(weights.read_bytes() + b"tail")
+    code, out, err = run(capsys, "verify", longer, "--against", source)
+    assert (code, out) == (1, "")
+    assert err.endswith("4 more bytes follow: expected the end of the file (trailing_bytes)\n")
+    code, out, err = run(capsys, "verify", longer, "--against", source, "--allow-trailing")
+    size = weights.stat().st_size
+    assert (code, "EXACT" in out) == (0, True)
+    assert (
+        err
+        == f"kvmnn: warning: offset {size}: 4 bytes follow the last block, which loaders pass over (trailing_bytes)\n"
+    )
+    _, out, _ = run(capsys, "verify", longer, "--allow-trailing", "--json")
+    assert json.loads(out)["verdict"] == "accept_warn"
+
+
 # -- inspect ----------------------------------------------------------------------------------------------------------
 
 

@@ -32,6 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
                 against=against,
                 options=_weights.options(arguments, dtype=None),
                 also=also,
+                allow_trailing=arguments.allow_trailing,
                 progress=step,
             )
     except WeightsError as exc:

@@ -54,11 +54,20 @@ def add_header_fields(parser: Any, *, head_dim: bool = True) -> None:
             parser.add_argument(f"--{name}", type=int, metavar="N", help=text)
 
 
-def add_group(parser: Any) -> None:
-    """For verbs that take caches too, and have ``--head-dim`` from them: the other options of a conversion."""
+def add_group(parser: Any, *, trailing: bool = False) -> None:
+    """For verbs that take caches too, and have ``--head-dim`` from them: the other options of a conversion.
+
+    With `trailing` also ``--allow-trailing``.
+    """
     group = parser.add_argument_group("compressor weights", "what kvmnn convert was told, where it was told something")
     add_header_fields(group, head_dim=False)
     add_orders(group)
+    if trailing:
+        group.add_argument(
+            "--allow-trailing",
+            action="store_true",
+            help="only warn of bytes behind the last weight, as loaders take them",
+        )
 
 
 def options(arguments: argparse.Namespace, **more: Any) -> Options:

@@ -33,7 +33,7 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("--no-manifest", action="store_true", help="take a frame alone, whatever lies beside it")
     _common.add_threads(parser)
     _packed.add_packed(parser)
-    _weights.add_group(parser)
+    _weights.add_group(parser, trailing=True)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -54,7 +54,7 @@ class Options:
     slots
         The three Linear layers of each compressor, in file order.
     as_reference
-        Also write what no loader takes: weights without elements, more layers or elements than the limits.
+        Also write what no loader takes: weights without elements, more layers or weights than the limits.
     """
 
     dtype: str = "fp16"
@@ -322,7 +322,7 @@ def _weight(keys: Keys, name: str, options: Options) -> Tensor:
         raise CheckpointError(f"{key!r} is {_kind(value)}: expected a tensor")
     if len(value.shape) != 2:
         raise CheckpointError(f"{key!r} has shape {list(value.shape)}: expected two axes, [out, in]")
-    if not options.as_reference and not 0 < value.numel <= ELEMENTS_MOST:
+    if value.numel > ELEMENTS_MOST or not (value.numel or options.as_reference):
         raise CheckpointError(f"{key!r} has shape {list(value.shape)}: loaders take 1 to {ELEMENTS_MOST} elements")
     return value
 

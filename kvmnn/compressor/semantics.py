@@ -34,6 +34,11 @@ def findings(file: WeightFile) -> Iterator[Finding]:
         yield from _shapes(file)
     for reason, text in file.warnings:
         yield Finding(reason, text, is_error=False)
+    if file.trailing:
+        text = (
+            f"offset {file.size - file.trailing}: {file.trailing} bytes follow the last block, which loaders pass over"
+        )
+        yield Finding("trailing_bytes", text, is_error=False)
     yield from _non_finite(file)
 
 

@@ -30,7 +30,7 @@ def add_model(parser: Any) -> None:
     parser.add_argument("--policy", metavar="SPEC", default="full", help="which tokens stay (default: full)")
     parser.add_argument("--budget", type=_common.whole, metavar="N", help="tokens that the policy keeps in each layer")
     parser.add_argument(
-        "--skip-layers", metavar="N[,N...]|none", help="layers that are never cut (default: the policy's)"
+        "--skip-layers", metavar="L+L", help="layers that are never cut, or none (default: the policy's)"
     )
     parser.add_argument("--packed", metavar="BACKEND", help="hold the cache in the packed layout of this MNN backend")
     parser.add_argument(
@@ -41,7 +41,7 @@ def add_model(parser: Any) -> None:
         "--threads", type=_common.positive, default=1, metavar="N", help="threads of onnxruntime (default: 1)"
     )
     parser.add_argument(
-        "--provider", action="append", default=[], metavar="NAME", help="of onnxruntime (repeatable; default: CPU)"
+        "--provider", action="append", default=[], metavar="NAME", help="of onnxruntime (CPUExecutionProvider)"
     )
 
 

@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 
-from kvmnn.lm.cells import CellStore
 from kvmnn.lm.configurations import FULL, Configuration
 from kvmnn.lm.documents import read_documents
 from kvmnn.lm.evaluation import evaluate
@@ -61,11 +60,8 @@ def family(name: str, config: Mapping[str, Any]) -> str:
     return " ".join(words)
 
 
-def compare(
-    part: Mapping[str, Any], *, texts: int, only: str, jobs: int, store: CellStore | None = None
-) -> Iterator[tuple[str, str, float, bool]]:
-    """Name, family, largest relative difference of a file's NLL, and whether it holds, of every configuration."""
-    expected = [row for row in part["rows"] if only in row["name"] or row["config"]["kind"] == "full"]
+def measured(part: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], *, texts: int, jobs: int) -> dict[str, Any]:
+    """The results of some rows of a part of expected.json, on its first texts."""
     settings = Settings(
         tokens=part["tokens_per_file"],
         chunk=part["chunk"],
@@ -75,9 +71,14 @@ def compare(
     )
     files = [FIXTURES / "texts" / name for name in part["files"][:texts]]
     documents = read_documents(files, Tokenizer.open(FIXTURES / "model.onnx"), settings.tokens)
-    wanted = [configuration(row["name"], row["config"]) for row in expected]
-    results = evaluate(FIXTURES / "model.onnx", documents, wanted, settings, jobs=jobs, store=store)
-    rows = {row["label"]: row for row in results["rows"]}
+    wanted = [configuration(row["name"], row["config"]) for row in rows]
+    return evaluate(FIXTURES / "model.onnx", documents, wanted, settings, jobs=jobs)
+
+
+def compare(part: Mapping[str, Any], *, texts: int, only: str, jobs: int) -> Iterator[tuple[str, str, float, bool]]:
+    """Name, family, largest relative difference of a file's NLL, and whether it holds, of every configuration."""
+    expected = [row for row in part["rows"] if only in row["name"] or row["config"]["kind"] == "full"]
+    rows = {row["label"]: row for row in measured(part, expected, texts=texts, jobs=jobs)["rows"]}
     for row in expected:
         found = np.array([document["nll"] for document in rows[row["name"]]["documents"]])
         there = np.array(row["per_file_nll"][: len(found)])

@@ -1,0 +1,52 @@
+"""A sample of what was measured without kvmnn, to 1e-3 (in truth to the last digit that was written down).
+
+tools/lm/reproduce.py runs all of it.
+"""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import reproduce
+
+SAMPLE = (
+    "recent 128",
+    "streaming 4+124",
+    "l2_low 128 share 0.5 skip01",
+    "h2o 128 4+92+32",
+    "h2o_head 128 4+60+64 decay 0.98",
+)
+EXPECTED = json.loads((reproduce.FIXTURES / "expected.json").read_text(encoding="utf-8"))
+TEXTS = 2
+
+
+@pytest.fixture(scope="module")
+def rows():
+    part = EXPECTED["chunks_of_4"]
+    wanted = [row for row in part["rows"] if row["name"] in (*SAMPLE, "full")]
+    assert len(wanted) == len(SAMPLE) + 1
+    return {row["label"]: row for row in reproduce.measured(part, wanted, texts=TEXTS, jobs=0)["rows"]}
+
+
+@pytest.mark.parametrize("name", ("full", *SAMPLE))
+def test_nll_of_each_text(rows, name):
+    (expected,) = [row for row in EXPECTED["chunks_of_4"]["rows"] if row["name"] == name]
+    found = np.array([document["nll"] for document in rows[name]["documents"]])
+    there = np.array(expected["per_file_nll"][:TEXTS])
+    assert np.abs(found / there - 1).max() < 1e-3
+    assert rows[name]["tokens"] == 2048 * TEXTS
+
+
+def test_what_its_readme_calls_robust(rows):
+    deep = {name: row["deep"]["nll"] for name, row in rows.items()}
+    assert all(deep["full"] < value for name, value in deep.items() if name != "full")
+    assert deep["h2o 128 4+92+32"] > deep["streaming 4+124"]
+
+
+def test_spread():
+    assert reproduce.within_spread([0.01, -0.012, 0.003])
+    assert not reproduce.within_spread([0.01, 0.0101, 0.0099])
+    assert reproduce.within_spread([0.01])
+    assert not reproduce.within_spread([0.2])

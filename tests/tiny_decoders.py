@@ -15,6 +15,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+_SHAPES = {"cache_position": ["seq"], "position_ids": ["batch", "seq"]}
+
 
 @dataclass(frozen=True)
 class Tiny:
@@ -151,7 +153,7 @@ class _Builder:
         inputs = [value("input_ids", ints, ["batch", "seq"]), value("attention_mask", ints, ["batch", "kv"])]
         if tiny.positions:
             inputs.append(value("position_ids", ints, ["batch", "seq"]))
-        inputs += [value(name, ints, ["seq" if name == "cache_position" else 1]) for name in tiny.extra]
+        inputs += [value(name, ints, _SHAPES.get(name, [1])) for name in tiny.extra]
         cache = ["batch", tiny.kv_heads, "past", tiny.head_dim]
         kinds = [(i, kind) for i in range(tiny.layers) for kind in ("key", "value")]
         inputs += [value(tiny.past.format(i=i, kind=kind), self.kind, cache) for i, kind in kinds]

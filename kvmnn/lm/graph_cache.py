@@ -16,7 +16,7 @@ from typing import Any
 
 from ..errors import OutputError, SourceError
 from ..output import FileOutput
-from .graph_file import external_tensors, home
+from .graph_file import external_tensors, home, to_bytes
 from .model_files import OPERATED
 from .packages import package
 from .surgery import VERSION, Operated
@@ -62,7 +62,7 @@ class GraphCache:
         onnx.helper.set_model_props(
             model, {**{entry.key: entry.value for entry in model.metadata_props}, _FACTS: json.dumps(facts)}
         )
-        data = model.SerializeToString()
+        data = to_bytes(model, str(self._graph))
         places = self._places()
         if any(True for _ in external_tensors(model)):
             places = places[:1]

@@ -49,6 +49,23 @@ def read_graph(path: Path) -> Any:
     return model
 
 
+def to_bytes(model: Any, label: str) -> bytes:
+    """A model as the bytes of its file.
+
+    Raises
+    ------
+    ModelError
+        When it is larger than one file can be.
+    """
+    try:
+        return bytes(model.SerializeToString())
+    except Exception as error:  # protobuf's own class, by version
+        raise ModelError(
+            f"{label}: too large to be changed ({one_line(error)}); save it with its weights in another file "
+            "(onnx.save with save_as_external_data)"
+        ) from error
+
+
 def opset(model: Any) -> int:
     """The version of the standard operators that a model uses; 0 where it uses none."""
     return max((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), default=0)

@@ -7,6 +7,7 @@ The names are those that optimum and transformers.js exports share: ``past_key_v
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,7 +45,8 @@ class DecoderInterface:
     query_heads
         Where the settings or the graph say it.
     has_positions
-        Whether positions are an input. Where they are not, the graph counts them itself and its cache cannot be cut.
+        Whether positions are an input, and used. Where they are not, the graph counts them itself and its cache cannot
+        be cut.
     counts_length
         Whether attention takes the length of every layer's past from the mask, so that layers must be equally long.
     merged
@@ -142,7 +144,7 @@ class _Reader:
             dtype=dtype,
             vocab=self._vocab(logits),
             query_heads=self._setting("num_attention_heads", "num_attention_heads", "n_head", "num_heads"),
-            has_positions=positions is not None,
+            has_positions=positions is not None and self._is_used(positions),
             counts_length=self._counts_length(),
             merged=branch is not None,
             max_positions=self._setting("context_length", "max_position_embeddings", "n_positions", "max_seq_len"),
@@ -174,8 +176,7 @@ class _Reader:
 
     def _refuse_own_positions(self) -> None:
         onnx = package("onnx")
-        graphs = [self.model.graph, *subgraphs(self.model.graph)]
-        for node in (node for graph in graphs for node in graph.node if node.op_type == "GroupQueryAttention"):
+        for node in (node for node in self._nodes() if node.op_type == "GroupQueryAttention"):
             settings = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
             if settings.get("do_rotary", 0) and not (len(node.input) > 9 and node.input[9]):
                 raise self._error(
@@ -194,8 +195,14 @@ class _Reader:
         raise self._error(f"inputs that kvmnn does not know: {', '.join(others[:8])}; export with {_WITH_PAST}")
 
     def _counts_length(self) -> bool:
-        graphs = [self.model.graph, *subgraphs(self.model.graph)]
-        return any(node.op_type in _COUNTING for graph in graphs for node in graph.node)
+        return any(node.op_type in _COUNTING for node in self._nodes())
+
+    def _is_used(self, name: str) -> bool:
+        return any(name in node.input for node in self._nodes())
+
+    def _nodes(self) -> Iterator[Any]:
+        for graph in (self.model.graph, *subgraphs(self.model.graph)):
+            yield from graph.node
 
     # Names
 

@@ -11,7 +11,7 @@ from ..errors import AttentionNotExposedError, ModelError
 from .attention import find_attention
 from .decoder import Decoder
 from .graph_cache import GraphCache
-from .graph_file import home, opset, read_graph, relocate_weights
+from .graph_file import home, opset, read_graph, relocate_weights, to_bytes
 from .interface import DecoderInterface
 from .merged import unmerge
 from .model_files import ModelFiles
@@ -73,7 +73,7 @@ def start_decoder(
         if expected is None:  # the session ends here: a large model is held once
             expected = expect(_plain(files, interface, settings, Operated()))
         try:
-            runtime = start(model.SerializeToString(), home(files.graph), settings, files.label)
+            runtime = start(to_bytes(model, files.label), home(files.graph), settings, files.label)
         except ModelError as error:
             reason = str(error)
             continue

@@ -33,7 +33,13 @@ def expect(plain: Decoder) -> Expected:
         When onnxruntime fails.
     """
     ids, positions = _tokens(plain)
-    prompt = plain.run(ids[:_HELD], positions[:_HELD], plain.empty())
+    try:
+        prompt = plain.run(ids[:_HELD], positions[:_HELD], plain.empty())
+    except ModelError as error:
+        raise ModelError(
+            f"{error} (a prompt with an empty past); export one graph for prompt and past "
+            "(optimum-cli export onnx --task text-generation-with-past)"
+        ) from error
     step = plain.run(ids[_HELD:], positions[_HELD:], prompt.present)
     removed = None
     if plain.interface.has_positions:

@@ -141,6 +141,18 @@ def test_logits_of_the_last_token_only(tmp_path: Path) -> None:
     refused(changed(tmp_path, change), r"logits has shape \[1, 1, 48\] for 6 tokens; export with the logits of every")
 
 
+def test_no_prompt_without_a_past(tmp_path: Path) -> None:
+    """The half of an export in two graphs that needs a past."""
+
+    def change(model: onnx.ModelProto) -> None:
+        shape = helper.make_tensor("shape", TensorProto.INT64, [4], [1, 2, 5, 8])
+        model.graph.initializer.append(shape)
+        model.graph.node.insert(0, helper.make_node("Reshape", ["past_key_values.0.key", "shape"], ["five"]))
+        next(node for node in model.graph.node if node.op_type == "Concat").input[0] = "five"
+
+    refused(changed(tmp_path, change), r"\(a prompt with an empty past\); export one graph for prompt and past")
+
+
 # Damaged and foreign files
 
 

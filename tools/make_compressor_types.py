@@ -114,6 +114,14 @@ def rare_floats() -> Iterator[tuple[str, Root]]:
     for name in ("float4_e2m1fn_x2", "bits8"):
         yield name, state(codes().view(getattr(torch, name)))
         yield f"{name}_unused", state(floats().float(), other=codes().view(getattr(torch, name)))
+    values = codes()
+    yield "uint8_and_float8_of_one_storage", state(values, values.view(torch.float8_e5m2)[4])
+    yield "float8_and_uint8_of_one_storage", state(values.view(torch.float8_e5m2), values[4])
+    values = floats().float()
+    values.note = torch.nn.Parameter(torch.zeros(2))
+    parameter = torch.nn.Parameter(floats().half()[0])
+    parameter.note = "attributes"
+    yield "attributes", state(values, parameter)
     for name in ("uint16", "uint32", "uint64"):
         random = torch.randint(-(2**63), 2**63 - 1, (SIDE, SIDE), generator=torch.Generator().manual_seed(3))
         yield name, state(random.view(getattr(torch, name))[:, :SIDE].contiguous())

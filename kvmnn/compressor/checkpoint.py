@@ -188,12 +188,18 @@ def _stored(
                 f"storage {key[:80]!r} has {member.nbytes} bytes: expected {str(count)[:40]} elements of "
                 f"{element.itemsize}"
             )
-        swapped = big_endian and element is not UNTYPED  # torch.load takes those as bytes, which have no order
+        swapped = big_endian and element.itemsize > 1  # torch.load takes untyped ones as bytes, which have no order
         known = Storage(key, element, member.nbytes, partial(archive.read, f"data/{key}"), swapped)
         storages[key] = known
-    elif known.element is not element or not isinstance(count, int) or known.nbytes != count * element.itemsize:
+    elif not _is_same(known.element, element) or not isinstance(count, int) or known.nbytes != count * element.itemsize:
         raise CheckpointError(f"storage {key[:80]!r} is given two sizes or types")
     return known
+
+
+def _is_same(one: ElementType, other: ElementType) -> bool:
+    """Whether a storage may be called both; torch saves float8 views of uint8 tensors as bytes and as untyped."""
+    bytes_ = (UNTYPED, ELEMENT_TYPES["uint8"])
+    return one is other or (one in bytes_ and other in bytes_)
 
 
 def _is_big_endian(archive: Archive) -> bool:

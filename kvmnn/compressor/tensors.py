@@ -92,7 +92,7 @@ ELEMENT_TYPES = {
 """By torch's name."""
 
 UNTYPED = ElementType("untyped", "", 1)
-"""Bytes without a type; the tensor brings one."""
+"""Bytes without a type; the tensor brings one, or takes them as uint8."""
 
 
 @dataclass(eq=False, slots=True)
@@ -218,7 +218,7 @@ def tensor(storage: object, offset: object, shape: object, strides: object, elem
         raise CheckpointError(f"a tensor over {type(storage).__name__}: expected a storage")
     if not (isinstance(shape, tuple) and isinstance(strides, tuple) and len(shape) == len(strides) <= AXES_MOST):
         raise CheckpointError(f"storage {storage.key[:80]!r}: a tensor whose shape and strides do not go together")
-    element = element or storage.element
+    element = element or (ELEMENT_TYPES["uint8"] if storage.element is UNTYPED else storage.element)
     numel, last = 1, _whole(storage, offset)
     for length, stride in zip(shape, strides, strict=True):
         numel *= _whole(storage, length)

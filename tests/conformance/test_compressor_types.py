@@ -15,4 +15,4 @@ def test_every_recorded_type_converts_or_is_refused_as_by_torch(tmp_path: Path) 
         archive.extractall(tmp_path, filter="data")
     results = list(run_index(tmp_path / "index.json", tmp_path))
     assert [(result.name, result.problems) for result in results if result.problems] == []
-    assert len(results) == 405
+    assert len(results) == 414

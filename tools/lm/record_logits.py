@@ -38,7 +38,7 @@ POSITIONS = (0, 1, 2, 36, 37, 100, 200, 255)
 VOCABULARY = 16
 
 Indices = npt.NDArray[np.int64]
-Recorded = dict[str, npt.NDArray[Any]]
+Recorded = dict[str, Any]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -101,7 +101,7 @@ def record(folder: Path) -> Recorded:
     }
     for name, rows in logits.items():
         recorded[f"{name}.positions"] = np.array(POSITIONS)
-        recorded[f"{name}.logits"] = rows[np.ix_(POSITIONS, vocabulary)]
+        recorded[f"{name}.logits"] = rows[np.ix_(np.array(POSITIONS), vocabulary)]
     cuts = {"cut": [np.stack([equal] * decoder.heads)] * decoder.layers, "layers": unequal}
     for name, kept in cuts.items():
         recorded[f"{name}.positions"] = np.arange(PREFIX, PREFIX + TAIL)

@@ -171,8 +171,10 @@ class Trainer:
     log: list[dict[str, Any]]
 
     def __post_init__(self) -> None:
-        last = self.log[-1] if self.log else {"step": 0, "tokens": 0, "seconds": 0.0}
-        self.steps_before, self.tokens_before, self.seconds_before = last["step"], last["tokens"], last["seconds"]
+        last: dict[str, Any] = self.log[-1] if self.log else {"step": 0, "tokens": 0, "seconds": 0.0}
+        self.steps_before: int = last["step"]
+        self.tokens_before: int = last["tokens"]
+        self.seconds_before: float = last["seconds"]
         self.step = self.tokens = 0
         seed = self.recipe.seed + self.steps_before  # windows in another order than before
         lengths = {length for _, lengths in self.recipe.curriculum for length in lengths}

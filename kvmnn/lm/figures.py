@@ -172,7 +172,7 @@ def _ratio_panels(
     if all(is_number(row.get("accuracy")) for _, _, members in lines for _, row in members):
         measures.append(("accuracy", _ACCURACY, accuracy))
     room = plot_style.label_room([*(name for _, name, _ in lines), "full cache 000.00"])
-    cell_width, cell_height = 0.75 + 4.2 + room, 3.1
+    cell_width, cell_height = 0.75 + 4.2 + room, max(3.1, 0.6 + 0.16 * len(lines))
     made = Figure(figsize=(cell_width * len(kinds), cell_height * len(measures) + 0.75))
     width, height = made.get_size_inches()
     for column, what in enumerate(kinds):
@@ -234,8 +234,20 @@ def _comparison(
                 axes.set_title(f"budget {budget:,} tokens")
         if first is not None:
             first.margins(x=0.25)
+            _symlog(first, [measure(row, 0).y / reference - 1 for entry in series for row in entry.rows])
     plot_style.caption(made, f"Against the full cache (line at 0). {_INTERVAL}")
     return made
+
+
+def _symlog(axes: Axes, changes: Sequence[float]) -> None:
+    """Logarithmic above 10 % where one change is so large that the others could not be seen beside it."""
+    sizes = sorted(100 * abs(change) for change in changes)
+    if sizes[-1] > max(8 * sizes[len(sizes) // 2], 30):
+        axes.set_xscale("symlog", linthresh=10)
+        ends = axes.get_xlim()
+        ticks = [tick for tick in (-100, -10, 0, 10, 100, 1000, 10000) if ends[0] <= tick <= ends[1]]
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
 
 
 def _best_last(series: Sequence[Series], budgets: Sequence[int]) -> list[Series]:

@@ -22,6 +22,8 @@ _MARKERS = "os^DvPX*"
 _DASHES = ("-", "--", ":", "-.")
 
 _LABEL_SIZE = 8.5
+_LINE = 1.3 * _LABEL_SIZE / 72  # inches between two names
+_LEADERS_MOST = 12  # more lines to names would hide the plot
 _SAMPLE = 0.62  # inches between a plot and its names
 _SETTINGS: dict[str, Any] = {
     "font.family": "DejaVu Sans",
@@ -85,10 +87,11 @@ FULL: dict[str, Any] = {"color": INK, "linestyle": (0, (5, 2)), "linewidth": 1.0
 
 
 def figure(axes_width: float, axes_height: float, labels: Sequence[str] = ()) -> tuple[Figure, Axes]:
-    """A figure of one plot whose inner size (inches) is given, with room on its right for `labels`."""
+    """A figure of one plot whose least inner size (inches) is given, with room on its right for `labels`."""
     from matplotlib.figure import Figure
 
     left, bottom, top = 0.75, 0.85, 0.45
+    axes_height = max(axes_height, (len(labels) + 1) * _LINE)
     width = left + axes_width + label_room(labels)
     height = bottom + axes_height + top
     made = Figure(figsize=(width, height))
@@ -126,17 +129,18 @@ def label_lines(axes: Axes, ends: Sequence[LineEnd]) -> None:
     width, height = axes.get_position().size * axes.figure.get_size_inches()
     order = sorted(ends, key=lambda end: end.y)
     wanted = [float(to_axes.transform((end.x, end.y))[1]) for end in order]
-    for end, place in zip(order, spread(wanted, 1.3 * _LABEL_SIZE / 72 / height), strict=True):
-        begin, stop = 1 + 0.22 / width, 1 + (_SAMPLE - 0.08) / width
-        axes.annotate(
-            "",
-            xy=(end.x, end.y),
-            xytext=(begin, place),
-            textcoords="axes fraction",
-            annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": RULE, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 2},
-            zorder=0.9,
-        )
+    begin, stop = 1 + 0.22 / width, 1 + (_SAMPLE - 0.08) / width
+    for end, place in zip(order, spread(wanted, _LINE / height), strict=True):
+        if len(ends) <= _LEADERS_MOST:
+            axes.annotate(
+                "",
+                xy=(end.x, end.y),
+                xytext=(begin, place),
+                textcoords="axes fraction",
+                annotation_clip=False,
+                arrowprops={"arrowstyle": "-", "color": RULE, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 2},
+                zorder=0.9,
+            )
         axes.plot(
             [begin, stop], [place, place], transform=axes.transAxes, clip_on=False, **{**end.look, "marker": None}
         )

@@ -51,10 +51,10 @@ def grouped(rows: Sequence[Row], without: Sequence[str] = ()) -> list[Series]:
     """
     found: dict[tuple[object, ...], Series] = {}
     for row in rows:
-        parting = _parting([other for other in rows if other["policy"] == row["policy"]], without)
-        options = {key: _options(row).get(key) for key in parting}
-        key = (row["policy"], *((name, repr(value)) for name, value in options.items()))
-        name = " ".join([str(row["policy"]), *(_option(*item) for item in options.items() if item[1] is not None)])
+        alike = [other for other in rows if other["policy"] == row["policy"]]
+        options = [_told(name, row, alike) for name in _parting(alike, without)]
+        name = " ".join([str(row["policy"]), *(text for text in options if text)])
+        key = (row["policy"], *options)
         series = found.setdefault(key, Series(name))
         if any(_size(row, without) == _size(other, without) for other in series.rows):
             # The options do not say what differs (a preset's own way, say): the label does.
@@ -120,10 +120,24 @@ def _size(row: Row, axes: Sequence[str] = ()) -> tuple[object, ...]:
     return (row.get("budget"), row.get("keep_ratio"), *(repr(_options(row).get(axis)) for axis in axes))
 
 
-def _option(name: str, value: object) -> str:
-    """``keep_low`` says enough, ``0.5`` does not."""
+def _told(name: str, row: Row, alike: Sequence[Row]) -> str:
+    """An option as names have it; a number of tokens as a share of the budget where more rows agree on the share."""
+    value = _options(row).get(name)
+    if value is None:
+        return ""
     if isinstance(value, str):
-        return value
-    if isinstance(value, (list, tuple)):
-        value = "+".join(map(str, value)) or "none"
+        return value  # keep_low says enough, 0.5 does not
+    if isinstance(value, list):
+        return f"{name}={'+'.join(map(str, value)) or 'none'}"
+    share = _share(name, row)
+    if share is not None:
+        equal = sum(_options(other).get(name) == value for other in alike)
+        if sum(_share(name, other) == share for other in alike) > equal:
+            return f"{name}={100 * share:.3g}%"
     return f"{name}={value}"
+
+
+def _share(name: str, row: Row) -> float | None:
+    """A whole number as a share of the row's budget."""
+    value, budget = _options(row).get(name), row.get("budget")
+    return value / budget if type(value) is int and budget else None

@@ -144,6 +144,13 @@ def test_options_that_differ_at_one_budget_do_and_defaults_count() -> None:
     }
 
 
+def test_numbers_that_are_the_same_share_of_every_budget_are_one_series() -> None:
+    rows = [row(f"{b}", "h2o_decayed", budget=b, options={"recent": b // 2}) for b in BUDGETS]
+    rows += [row(f"{b} fixed", "h2o_decayed", budget=b, options={"recent": 32}) for b in BUDGETS]
+    found = {entry.name: len(entry.rows) for entry in series.grouped(rows)}
+    assert found == {"h2o_decayed recent=50%": 3, "h2o_decayed recent=32": 3}
+
+
 def test_rows_that_nothing_tells_apart_are_named_by_their_labels() -> None:
     rows = [row("one", "streaming", budget=8), row("two", "streaming", budget=8, preset="p")]
     assert [entry.name for entry in series.grouped(rows)] == ["streaming", "two"]

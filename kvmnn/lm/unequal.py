@@ -45,7 +45,7 @@ def try_unequal_lengths(decoder: Decoder) -> Lengths:
     ]
     fed, at = ids[_HELD:], positions[_HELD:]
     results = [_try(decoder, fed, at, past, way) for way in ways]
-    if results[0] == "none":
+    if results[0] == "none" or "wrong" in results:
         return "none"
     return "chunks" if all(result == "chunks" for result in results) else "single"
 
@@ -76,7 +76,7 @@ def _try(
     positions: NDArray[np.int64],
     past: Sequence[Pair],
     kept: Sequence[NDArray[np.int64]],
-) -> Lengths:
+) -> Literal["chunks", "single", "none", "wrong"]:
     kind = decoder.interface.dtype
     held = cut(past, kept)
     rows = []
@@ -85,7 +85,7 @@ def _try(
         first = decoder.run(ids[:1], positions[:1], held)
         turned = decoder.run(ids[:1], positions[:1], cut(past, [slots[::-1] for slots in kept]))
         if not alike(turned.logits, first.logits, kind):
-            return "none"
+            return "wrong"
         grown = held
         for place in range(len(ids)):
             step = decoder.run(ids[place : place + 1], positions[place : place + 1], grown)

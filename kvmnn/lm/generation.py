@@ -154,7 +154,8 @@ def prefill(runner: Runner, ids: Sequence[int], chunk: int | None = None) -> Flo
     last = (len(ids) - 1) // step * step
     for begin in range(0, last, step):
         runner.feed(ids[begin : begin + step])
-    return runner.feed(ids[last:], end_chunk=True)[-1]
+    logits: Floats = runner.feed(ids[last:], end_chunk=True)[-1]
+    return logits
 
 
 def generate(

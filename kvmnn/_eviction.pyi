@@ -4,8 +4,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-def cut(kept: npt.NDArray[np.int64], live: int, tables: Sequence[npt.NDArray[Any]]) -> bool: ...
-def fill_bias(bias: npt.NDArray[np.float32], slots: npt.NDArray[np.int64], live: int, dead: float) -> None: ...
+def cut(
+    kept: npt.NDArray[np.int64],
+    live: int,
+    slots: npt.NDArray[np.int64],
+    bias: npt.NDArray[np.float32],
+    dead: float,
+    tables: Sequence[npt.NDArray[Any]],
+) -> bool: ...
 def add_columns(
     attention: npt.NDArray[np.float32],
     slots: npt.NDArray[np.int64],

@@ -14,20 +14,29 @@ cdef struct Run:
     Py_ssize_t size
 
 
-def cut(const int64_t[:, ::1] kept not None, int64_t live, tables) -> bool:
-    """Keep of each row of every table the entries `kept` at its front. One row of `kept` serves all rows.
+def cut(
+    const int64_t[:, ::1] kept not None,
+    int64_t live,
+    const int64_t[:, ::1] slots not None,
+    float[:, ::1] bias not None,
+    float dead,
+    tables,
+) -> bool:
+    """Keep of each row of every table the entries `kept` at its front, and set bias[row, slot] of the others to `dead`.
 
-    Tables are C-contiguous arrays of int64 or float32 with as many rows. False, and nothing done, where a row of `kept`
-    does not hold ascending numbers in [0, live).
+    One row of `kept` serves all rows. `slots` is what each entry's slot is; it may be among the tables, which are
+    C-contiguous arrays of int64 or float32 with as many rows. False, and nothing done, where a row of `kept` does not
+    hold ascending numbers in [0, live).
     """
     cdef Py_ssize_t rows = kept.shape[0], count = kept.shape[1], row, runs = 0
     cdef unsigned char[:, ::1] table
     cdef Run *found
     cdef Py_ssize_t *ends
-    if count == 0:
-        return True
     if count > live:
         return False
+    if count == 0:
+        bury(slots, bias, dead, NULL, NULL, 0, live)
+        return True
     found = <Run *>malloc(rows * min(count, live - count + 1) * sizeof(Run))  # a run ends where something is left out
     ends = <Py_ssize_t *>malloc(rows * sizeof(Py_ssize_t))
     try:
@@ -38,6 +47,7 @@ def cut(const int64_t[:, ::1] kept not None, int64_t live, tables) -> bool:
                 return False
             runs = runs_of(&kept[row, 0], count, found, runs)
             ends[row] = runs
+        bury(slots, bias, dead, found, ends, rows, live)
         for array in tables:
             table = array.view("u1")
             move(table, found, ends, rows, array.itemsize)
@@ -69,6 +79,32 @@ cdef Py_ssize_t runs_of(const int64_t *kept, Py_ssize_t count, Run *found, Py_ss
     return runs
 
 
+cdef void bury(
+    const int64_t[:, ::1] slots,
+    float[:, ::1] bias,
+    float dead,
+    const Run *found,
+    const Py_ssize_t *ends,
+    Py_ssize_t rows,
+    int64_t live,
+) noexcept nogil:
+    """bias[row, slot] = dead for the entries that are in no run."""
+    cdef Py_ssize_t row, run, first = 0, last = 0, i, end
+    for row in range(slots.shape[0]):
+        if rows > 0:
+            last = ends[row if rows > 1 else 0]
+        if rows > 1:
+            first = ends[row - 1] if row else 0
+        i = 0
+        for run in range(first, last + 1):
+            end = found[run].begin if run < last else live
+            while i < end:
+                bias[row, slots[row, i]] = dead
+                i += 1
+            if run < last:
+                i = found[run].begin + found[run].size
+
+
 cdef void move(
     unsigned char[:, ::1] table, const Run *found, const Py_ssize_t *ends, Py_ssize_t rows, Py_ssize_t itemsize
 ) noexcept nogil:
@@ -82,29 +118,6 @@ cdef void move(
             if out != &table[row, found[run].begin * itemsize]:
                 memmove(out, &table[row, found[run].begin * itemsize], found[run].size * itemsize)
             out += found[run].size * itemsize
-
-
-def fill_bias(
-    float[:, :, ::1] bias not None, const int64_t[:, ::1] slots not None, Py_ssize_t live, float dead
-) -> None:
-    """bias[layer, head, slot] = 0 for live tokens and `dead` for all others.
-
-    Rows of `slots` belong to layer x KV head, to layers, or one to all; query heads in a row share a KV head.
-    """
-    cdef Py_ssize_t layer, head, i, row, layers = bias.shape[0], heads = bias.shape[1], width = bias.shape[2]
-    cdef Py_ssize_t rows = slots.shape[0] // layers if slots.shape[0] > 1 else 0
-    cdef float *out
-    if width == 0:
-        return
-    with nogil:
-        for layer in range(layers):
-            for head in range(heads):
-                out = &bias[layer, head, 0]
-                row = 0 if rows == 0 else layer * rows + head * rows // heads
-                for i in range(width):
-                    out[i] = dead
-                for i in range(live):
-                    out[slots[row, i]] = 0
 
 
 def add_columns(

@@ -16,9 +16,6 @@ from .kv_store import KVStore, Pair
 from .session import Step
 from .token_rows import TokenRows
 
-DEAD = float(np.finfo(np.float32).min)
-"""What is added to the attention scores of a masked slot: nothing is left of it after the softmax."""
-
 
 class ModelCache:
     """K, V, true positions, scores and key norms of all layers, cut together.
@@ -96,7 +93,7 @@ class ModelCache:
         group = self._by_layer()[layer]
         if group is None:
             return np.arange(self.seen, dtype=np.int64)
-        rows = group.positions[group.rows_of(layer), : group.live].copy()
+        rows = group.positions_of(layer)
         return rows[0] if len(rows) == 1 else rows
 
     def layers(self) -> list[LayerCache]:
@@ -148,6 +145,8 @@ class ModelCache:
         """The new tokens have been attended: take over what the model returned, score it, cut."""
         self._store.adopt(step.present, self._new)
         self.peak_nbytes = max(self.peak_nbytes, self._store.nbytes)
+        if self._policy is not None and self._policy.prompt_only and self._new != self.seen:
+            return
         for group in self._groups:
             if group.scores is not None:
                 self._score(group, group.scores, step)
@@ -197,7 +196,7 @@ class ModelCache:
 
     def _view(self, group: TokenRows) -> LayerView:
         live = group.live
-        return LayerView(
+        return LayerView.trusted(
             tokens=live,
             layer=group.layers[0],
             scores=None if group.scores is None else group.scores[:, :live],
@@ -237,11 +236,13 @@ class ModelCache:
             self._zeros = np.zeros(2 * self.seen, np.float32)
         biases = [self._zeros[: self.seen].reshape(1, 1, 1, -1)] * self._layers
         for group in self._groups:
+            rows = group.bias[:, : group.width]
+            if group.per_layer > 1 and self._query_heads > group.per_layer:
+                rows = np.repeat(rows, self._query_heads // group.per_layer, axis=0)
             heads = self._query_heads if group.per_layer > 1 else 1
-            bias = np.empty((1 if group.per_layer == 0 else len(group.layers), heads, group.width), np.float32)
-            _eviction.fill_bias(bias, group.slots, group.live, DEAD)
+            bias = np.ascontiguousarray(rows).reshape(-1, 1, heads, 1, group.width)
             for number, layer in enumerate(group.layers):
-                biases[layer] = bias[number if len(bias) > 1 else 0].reshape(1, heads, 1, -1)
+                biases[layer] = bias[number if len(bias) > 1 else 0]
         return biases
 
     def _score(self, group: TokenRows, scores: Floats, step: Step) -> None:

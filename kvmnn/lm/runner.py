@@ -20,7 +20,7 @@ from .session import DecoderSession, Step
 
 Tokens = npt.NDArray[np.int64]
 
-SLACK = 32
+SLACK = 64
 """Evicted tokens that may lie masked in the buffers before K and V are moved together."""
 
 

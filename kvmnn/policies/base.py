@@ -72,6 +72,13 @@ class LayerView:
     seen: int | None = None
     steps: int | None = None
 
+    @classmethod
+    def trusted(cls, **fields: Any) -> LayerView:
+        """A view of fields that fit, unchecked; those left out are as in the constructor."""
+        view = object.__new__(cls)
+        view.__dict__.update(fields)
+        return view
+
     def __post_init__(self) -> None:
         where = f"layer {self.layer}"
         for name in ("tokens", "layer", "new", "seen", "steps"):
@@ -129,6 +136,8 @@ class Policy(ABC):
     """What it looks at; `"scores"` are ``[token]``, `"head scores"` ``[kv_head, token]``."""
     moments: ClassVar[frozenset[Moment]] = frozenset({Moment.ATTENDED})
     """When it acts; at other moments every token stays."""
+    prompt_only: ClassVar[bool] = False
+    """Whether it acts on a prompt and never again."""
 
     skip_layers: tuple[int, ...] = ()
 

@@ -29,6 +29,7 @@ class KNorm(Budgeted):
     name: ClassVar[str] = "knorm"
     needs = "keys"
     rounds_up = False
+    prompt_only = True
 
     def _choose(self, view: LayerView, moment: Moment) -> Indices | None:
         size = self.size(view.tokens)

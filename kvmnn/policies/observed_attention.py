@@ -37,6 +37,7 @@ class ObservedAttention(Budgeted):
     name: ClassVar[str] = "observed_attention"
     needs = "head scores"
     rounds_up = False
+    prompt_only = True
 
     def column_sums(self, weights: npt.NDArray[Any], kv_heads: int) -> Floats:
         """Scores of a prompt from its attention ``[query_head, query, key]``; 0 for a later step (fewer queries).

@@ -92,6 +92,7 @@ class StreamingPress(Budgeted):
     name: ClassVar[str] = "streaming_press"
     needs = "lengths"
     rounds_up = False
+    prompt_only = True
 
     sink: int = 4
 

@@ -196,7 +196,8 @@ def test_rows_refuse_what_cannot_be_kept() -> None:
         with pytest.raises(KvmnnError):
             rows.cut(np.array(kept))
     rows.cut(np.array([4, 1]))
-    assert rows.positions[:, :2].tolist() == [[1, 4]] * 4 and rows.dead == 3
+    assert [rows.positions_of(layer).tolist() for layer in (0, 1)] == [[[1, 4]] * 2] * 2 and rows.dead == 3
+    assert (rows.bias[:, :5] == 0).tolist() == [[False, True, False, False, True]] * 4
 
 
 def test_packed_layout_of_another_type_is_refused() -> None:

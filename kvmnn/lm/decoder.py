@@ -1,9 +1,10 @@
 """A decoder's graph run by onnxruntime: what it is fed, what it gives.
 
 Keys and values are plain numpy arrays on both sides. On the CPU that copies nothing: onnxruntime reads the arrays it is
-given, and its outputs are numpy views of its own memory. Binding OrtValues instead (IOBinding) was measured and saves
-nothing there (docs/lm.md); on other devices the cache crosses to the host and back in every step either way, because
-policies read and cut it on the host.
+given, and its outputs are numpy views of its own memory. Binding OrtValues instead (IOBinding) saves nothing there: a
+step of the shipped model took 1.1, 2.9 and 4.0 ms at 128, 512 and 2,048 tokens in the past with numpy, and 2.2, 3.5 and
+4.1 ms bound (fastest of 60, one thread, onnxruntime 1.31.1). On other devices the cache crosses to the host and back in
+every step, which bound outputs would not spare either, since policies read and cut it on the host.
 """
 
 from __future__ import annotations

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_decoders import Tiny
+from onnx import TensorProto, helper
+from tiny_decoders import Numpy, Tiny
 
 from kvmnn.lm import DecoderSession, operating
 
@@ -159,3 +162,29 @@ def test_a_name_full_of_patterns(tmp_path: Path, made: list[Path]) -> None:
     DecoderSession.open(path)
     DecoderSession.open(other)
     assert made == [other, path] and len(kept(tmp_path)) == 2
+
+
+def test_weights_of_some_gigabytes_are_never_read(tmp_path: Path) -> None:
+    """More than protobuf can hold, in a file of zeros that takes no room."""
+    tiny = Tiny()
+    model = tiny.model()
+    rows = 20_000_000
+    ballast = TensorProto(name="ballast", data_type=TensorProto.FLOAT, dims=[rows, tiny.width])
+    ballast.data_location = TensorProto.EXTERNAL
+    for key, value in (("location", "weights.bin"), ("offset", "0"), ("length", str(rows * tiny.width * 4))):
+        ballast.external_data.add(key=key, value=value)
+    model.graph.initializer.append(ballast)
+    embedding = model.graph.node[0]
+    model.graph.node.insert(1, helper.make_node("Gather", ["ballast", "input_ids"], ["zeros"]))
+    model.graph.node.insert(2, helper.make_node("Add", ["plain", "zeros"], [embedding.output[0]]))
+    embedding.output[0] = "plain"
+    (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
+    with open(tmp_path / "weights.bin", "wb") as file:
+        file.truncate(rows * tiny.width * 4)
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    session = DecoderSession.open(tmp_path, attentions=True)
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * (1 if sys.platform == "darwin" else 1024)
+    assert session.has_bias and grown < 500e6 < 2**31 < (tmp_path / "weights.bin").stat().st_size
+    np.testing.assert_allclose(logits(session), Numpy(tiny).step(IDS, POSITIONS, Numpy(tiny).empty())[0], atol=5e-6)
+    assert kept(tmp_path)[0].stat().st_size < 200_000

@@ -216,8 +216,13 @@ def tensor(storage: object, offset: object, shape: object, strides: object, elem
     """
     if not isinstance(storage, Storage):
         raise CheckpointError(f"a tensor over {type(storage).__name__}: expected a storage")
-    if not (isinstance(shape, tuple) and isinstance(strides, tuple) and len(shape) == len(strides) <= AXES_MOST):
+    if not (
+        isinstance(shape, tuple | list)
+        and isinstance(strides, tuple | list)
+        and len(shape) == len(strides) <= AXES_MOST
+    ):
         raise CheckpointError(f"storage {storage.key[:80]!r}: a tensor whose shape and strides do not go together")
+    shape, strides = tuple(shape), tuple(strides)
     element = element or (ELEMENT_TYPES["uint8"] if storage.element is UNTYPED else storage.element)
     numel, last = 1, _whole(storage, offset)
     for length, stride in zip(shape, strides, strict=True):

@@ -126,11 +126,18 @@ def _size(arguments: Arguments) -> tuple[object, ...]:
 
 
 def _tensor(arguments: Arguments) -> Tensor:
-    """``_rebuild_tensor(storage, offset, size, stride)``, with requires_grad, hooks and flags in the second version."""
-    if not 4 <= len(arguments) <= 7:
-        raise CheckpointError(f"a tensor made of {len(arguments)} values: expected 4 to 7")
-    storage, offset, shape, strides = arguments[:4]
-    return _flagged(tensor(storage, offset, shape, strides, None), arguments[6:])
+    """``_rebuild_tensor(storage, offset, size, stride)``."""
+    if len(arguments) != 4:
+        raise CheckpointError(f"a tensor made of {len(arguments)} values: expected 4")
+    storage, offset, shape, strides = arguments
+    return tensor(storage, offset, shape, strides, None)
+
+
+def _tensor_v2(arguments: Arguments) -> Tensor:
+    """``_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks[, flags])``."""
+    if not 6 <= len(arguments) <= 7:
+        raise CheckpointError(f"a tensor made of {len(arguments)} values: expected 6 or 7")
+    return _flagged(_with_gradients(_tensor(arguments[:4]), arguments[4]), arguments[6:])
 
 
 def _tensor_v3(arguments: Arguments) -> Tensor:
@@ -142,7 +149,17 @@ def _tensor_v3(arguments: Arguments) -> Tensor:
     if element is None:
         raise CheckpointError("a tensor whose dtype is none of torch's")
     storage, offset, shape, strides = arguments[:4]
-    return _flagged(tensor(storage, offset, shape, strides, element), arguments[7:])
+    found = tensor(storage, offset, shape, strides, element)
+    return _flagged(_with_gradients(found, arguments[4]), arguments[7:])
+
+
+_WITH_GRADIENTS = ("float", "bfloat", "complex", "sparse", "meta")
+
+
+def _with_gradients(found: Tensor, wanted: object) -> Tensor:
+    if wanted is True and not found.element.name.startswith(_WITH_GRADIENTS):
+        raise CheckpointError(f"a tensor of type {found.element.name} with a gradient, which torch refuses")
+    return found
 
 
 _NOT_NEGATED = ("bool", "uint16", "uint32", "uint64")
@@ -200,6 +217,8 @@ def _meta(arguments: Arguments) -> Tensor:
 def _parameter(arguments: Arguments) -> object:
     if not arguments:
         raise CheckpointError("a parameter made of nothing")
+    if isinstance(arguments[0], Tensor):
+        _with_gradients(arguments[0], arguments[1] if len(arguments) > 1 else True)
     return arguments[0]
 
 
@@ -256,7 +275,7 @@ _BUILDERS: dict[str, Callable[[Arguments], object]] = {
     "collections.Counter": _counter,
     "torch.Size": _size,
     "torch._utils._rebuild_tensor": _tensor,
-    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor_v2,
     "torch._utils._rebuild_tensor_v3": _tensor_v3,
     "torch._utils._rebuild_qtensor": _quantised,
     "torch._utils._rebuild_sparse_tensor": _sparse,

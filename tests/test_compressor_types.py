@@ -270,6 +270,13 @@ def test_inspect_accounts_for_parts_of_storages(recorded: Path, capsys: pytest.C
         assert min(parts.values()) >= 0
 
 
+def test_inspect_names_what_it_cannot_read(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, part in (("sparse.pth", "weight"), ("quantised_channel_bias.pth", "bias")):
+        path = recorded / name
+        assert cli.main(["inspect", str(path), "--prefix-order", "compress_tk"]) == 1
+        assert capsys.readouterr().err.startswith(f"kvmnn: error: {path}: 'compress_tk.0.0.{part}': ")
+
+
 def test_complex_weights_are_told_of(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, target = str(recorded / "complex32.pth"), str(tmp_path / "w.bin")
     assert cli.main(["convert", source, target, "--prefix-order", "compress_tk"]) == 0

@@ -67,15 +67,16 @@ def _lines(account: Account, title: str) -> list[str]:
     lines = [f"  {title}"]
     lines += [f"    {name:<23} {_value(name, value)}" for name, value in account.header.to_dict().items()]
     width = max(len(row.name) for row in account.rows)
+    kind = max(8, *(len(row.dtype) for row in account.rows))
     lines.append(
-        f"  {'weight':<{width}}  {'shape':>13}  bias  {'type':<8} {'min':>11} {'max':>11} {'mean':>11} {'std':>11}  "
+        f"  {'weight':<{width}}  {'shape':>13}  bias  {'type':<{kind}} {'min':>11} {'max':>11} {'mean':>11} {'std':>11}  "
         "non-finite"
     )
     for row in account.rows:
         numbers = (row.minimum, row.maximum, row.mean, row.std)
         lines.append(
             f"  {row.name:<{width}}  {f'{row.shape[0]} x {row.shape[1]}':>13}  {'yes' if row.bias else 'no':<4}  "
-            f"{row.dtype:<8} {' '.join('          -' if n is None else f'{n:>11.4g}' for n in numbers)}  "
+            f"{row.dtype:<{kind}} {' '.join('          -' if n is None else f'{n:>11.4g}' for n in numbers)}  "
             f"{row.non_finite or ''}".rstrip()
         )
     lines.append("  bytes")

@@ -101,7 +101,7 @@ def of_checkpoint(checkpoint: Checkpoint, options: Options) -> tuple[Account, Se
     """
     with naming(checkpoint.label):
         selection = select(checkpoint.root, options)
-        rows = list(_checkpoint_rows(selection))
+        rows = list(_checkpoint_rows(checkpoint.label, selection))
     tensors = [part for linear in selection.linears for part in (linear.weight, linear.bias) if part is not None]
     roots = [tensor.storage.root or tensor.storage for tensor in tensors]
     used = {storage.key: storage.nbytes for storage in roots}
@@ -116,11 +116,15 @@ def of_checkpoint(checkpoint: Checkpoint, options: Options) -> tuple[Account, Se
     return Account(selection.header, rows, parts, checkpoint.size), selection
 
 
-def _checkpoint_rows(selection: Selection) -> Iterator[Row]:
+def _checkpoint_rows(label: str, selection: Selection) -> Iterator[Row]:
     count = selection.header.weight_count_per_layer
     for number, linear in enumerate(selection.linears):
         rows, cols = linear.weight.shape
-        values = [linear.weight.float32()] + ([] if linear.bias is None else [linear.bias.float32()])
+        with naming(label, repr(f"{linear.name}.weight")):
+            values = [linear.weight.float32()]
+        if linear.bias is not None:
+            with naming(label, repr(f"{linear.name}.bias")):
+                values.append(linear.bias.float32())
         element = linear.weight.element.name
         yield _row(number // count, linear.name, (rows, cols), linear.bias is not None, element, values)
 

@@ -204,3 +204,15 @@ def test_what_fp16_cannot_hold_is_refused() -> None:
     keys[keys == 7e4] = 1.0
     arrays, cast = layer_arrays([LayerCache(layer=3, keys=keys, values=keys)], "fp16")
     assert len(arrays) == 2 and cast.changed == 0
+
+
+def test_an_fp16_cache_as_fp32_loses_nothing() -> None:
+    words = np.arange(24, dtype=np.float16).reshape(2, 3, 4) / 7
+    arrays, cast = layer_arrays([LayerCache(layer=0, keys=words, values=-words)], "fp32")
+    assert (cast.changed, cast.label) == (0, "LOSSLESS")
+    assert [(entry.array.name, entry.array.dtype, entry.geometry) for entry in arrays] == [
+        ("layer_0.key", "fp32", (2, 3, 4)),
+        ("layer_0.value", "fp32", (2, 3, 4)),
+    ]
+    (piece,) = arrays[1].array.pieces()
+    assert np.array_equal(piece.view(np.float32).reshape(2, 3, 4), (-words).astype(np.float32))

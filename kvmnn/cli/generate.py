@@ -108,10 +108,11 @@ def _generate_all(
     sampling: Sampling,
 ) -> dict[str, Generation]:
     """With the full cache, and under the policy if there is one."""
-    from ..lm.generation import ending_tokens, generate
+    from ..lm.generation import ending_tokens, generate, warm_up
     from ..lm.model_files import find_model
 
     ends = ending_tokens(find_model(arguments.model))
+    warm_up(session, ids[0])
     made = {}
     for configuration in [None] if chosen.label == "full" else [None, chosen]:
         label = "full" if configuration is None else configuration.label

@@ -13,6 +13,7 @@ from ..errors import KvmnnError
 from ..policies.ranking import Floats
 from .model_files import ModelFiles, section
 from .runner import Runner
+from .session import DecoderSession
 
 Progress = Callable[[int], object]
 
@@ -53,8 +54,8 @@ class Sampling:
         draws = np.random.default_rng(self.seed)
 
         def choose(logits: Floats) -> int:
-            if np.isnan(logits).any():
-                raise KvmnnError("the model's logits are not numbers (NaN)")
+            if not np.isfinite(logits.max()):  # NaN is the largest
+                raise KvmnnError("the model's logits are no numbers (NaN or infinite)")
             if self.temperature == 0:
                 return int(logits.argmax())
             order = np.argsort(-logits, kind="stable")[: self.top_k]
@@ -135,6 +136,14 @@ def check_positions(label: str, most: int | None, prompt: int, new: int) -> None
         f"{label}: {prompt:,} tokens of prompt and {new:,} new ones need more than the {most:,} positions that the "
         f"model was made for: at most {most - prompt + 1:,} new ones"
     )
+
+
+def warm_up(session: DecoderSession, token: int) -> None:
+    """Let the model run once, and find out what it does with layers of unequal lengths: neither is to be timed."""
+    runner = Runner(session)
+    for _ in range(2):
+        runner.feed([token])
+    session.unequal_lengths()
 
 
 def prefill(runner: Runner, ids: Sequence[int], chunk: int | None = None) -> Floats:

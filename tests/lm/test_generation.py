@@ -169,8 +169,9 @@ def test_equal_seeds_draw_equal_texts(session: DecoderSession, prompt: list[int]
 
 def test_logits_that_are_no_numbers_are_refused() -> None:
     for temperature in (0.0, 1.0):
-        with pytest.raises(KvmnnError, match="NaN"):
-            Sampling(temperature=temperature).chooser()(np.array([0, np.nan], np.float32))
+        for wrong in (np.nan, np.inf):
+            with pytest.raises(KvmnnError, match="NaN or infinite"):
+                Sampling(temperature=temperature).chooser()(np.array([0, wrong, -np.inf], np.float32))
 
 
 @pytest.mark.parametrize(

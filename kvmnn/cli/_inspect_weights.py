@@ -69,8 +69,8 @@ def _lines(account: Account, title: str) -> list[str]:
     width = max(len(row.name) for row in account.rows)
     kind = max(8, *(len(row.dtype) for row in account.rows))
     lines.append(
-        f"  {'weight':<{width}}  {'shape':>13}  bias  {'type':<{kind}} {'min':>11} {'max':>11} {'mean':>11} {'std':>11}  "
-        "non-finite"
+        f"  {'weight':<{width}}  {'shape':>13}  bias  {'type':<{kind}} {'min':>11} {'max':>11} {'mean':>11} "
+        f"{'std':>11}  non-finite"
     )
     for row in account.rows:
         numbers = (row.minimum, row.maximum, row.mean, row.std)

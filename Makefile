@@ -26,7 +26,7 @@ lint: $(STAMPS)/lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(STAMPS)/rivals
+bench: $(STAMPS)/bench
 	$(BIN)/python tools/bench_codec.py
 	$(BIN)/python tools/bench_compressor.py
 	$(BIN)/python tools/bench_h2o.py
@@ -60,8 +60,8 @@ $(STAMPS)/test: $(STAMPS)/install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check '.[test]'
 	@touch $@
 
-$(STAMPS)/rivals: $(STAMPS)/install
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check '.[rivals]'
+$(STAMPS)/bench: $(STAMPS)/install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check '.[rivals,lm]'
 	@touch $@
 
 $(STAMPS)/peers: $(STAMPS)/install

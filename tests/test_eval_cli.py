@@ -243,7 +243,7 @@ def test_interrupted_it_leaves_cells_and_no_processes(capsys, tmp_path, number, 
         [sys.executable, "-m", "kvmnn", *arguments], stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         deadline = time.monotonic() + 60
-        while (not path.exists() or not path.stat().st_size) and time.monotonic() < deadline:
+        while process.poll() is None and not (path.exists() and path.stat().st_size) and time.monotonic() < deadline:
             time.sleep(0.01)
         process.send_signal(number)
         _, err = process.communicate(timeout=60)
@@ -256,3 +256,15 @@ def test_interrupted_it_leaves_cells_and_no_processes(capsys, tmp_path, number, 
     assert 0 < done < 4
     assert run(capsys, *arguments, "-q") == (0, "", "")
     assert len(path.read_text().splitlines()) == 4
+
+
+def test_without_onnxruntime(tmp_path):
+    (tmp_path / "onnxruntime.py").write_text("raise ImportError('not here')\n")
+    command = [sys.executable, "-m", "kvmnn", *QUICK]
+    found = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(tmp_path)}, timeout=60
+    )
+    assert (found.returncode, found.stdout) == (3, "")
+    assert found.stderr.startswith("kvmnn: error: ")
+    assert "pip install 'kvmnn[lm]'" in found.stderr
+    assert found.stderr.count("\n") == 1

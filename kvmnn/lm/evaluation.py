@@ -21,7 +21,7 @@ from .documents import Document
 from .memory import WHAT
 from .model_files import OPERATED, find_model
 from .processes import events
-from .rows import Measured, make_row
+from .rows import LOSSLESS, Measured, make_row
 from .settings import Settings
 from .statistics import LEVEL, RESAMPLES
 from .tasks import Cell, Task
@@ -255,6 +255,7 @@ def _results(
         )
     full = measured[0].scores
     facts = dict(full[0]["model"])
+    rows = [make_row(wanted[number], found, full, documents, settings) for number, found in measured.items()]
     return {
         "kvmnn": __version__,
         "model": {"path": os.fspath(model), "name": Path(model).name, "sha256": digest, **facts},
@@ -268,13 +269,13 @@ def _results(
             "timing_decoded": DECODED,
         },
         "documents": [document.to_dict() for document in documents],
-        "rows": [make_row(wanted[number], found, full, documents, settings) for number, found in measured.items()],
+        "rows": rows,
         "traces": [
             {"label": wanted[number].label, "document": documents[0].name, **found.scores[0]["trace"]}
             for number, found in measured.items()
             if "trace" in found.scores[0]
         ],
-        "notes": _notes(wanted, documents, settings, facts)
+        "notes": _notes(rows, documents, settings, facts)
         + [
             f"{wanted[number].label}: not timed: {found.timing['refused']}"
             for number, found in measured.items()
@@ -296,7 +297,7 @@ def _found(store: CellStore, keys: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _notes(
-    wanted: Sequence[Configuration], documents: Sequence[Document], settings: Settings, facts: dict[str, Any]
+    rows: Sequence[dict[str, Any]], documents: Sequence[Document], settings: Settings, facts: dict[str, Any]
 ) -> list[str]:
     """What a reader of the numbers must know."""
     notes = [
@@ -306,10 +307,11 @@ def _notes(
         if document.tokens < settings.tokens
     ]
     shortest = min(document.tokens for document in documents)
-    for entry in wanted:
-        budget = entry.options.get("budget")
-        if budget is not None and budget >= shortest:
-            notes.append(f"{entry.label}: a text of {shortest:,} tokens fits its budget, so nothing of it is evicted.")
+    for row in rows:
+        if row["policy"] != FULL and row["kind"] == LOSSLESS:
+            fits = row["budget"] is not None and row["budget"] >= shortest
+            why = f"a text of {shortest:,} tokens fits its budget" if fits else "it never had reason to"
+            notes.append(f"{row['label']}: nothing was evicted: {why}.")
     if len(documents) == 1:
         notes.append("One document: there is no interval for the differences to the full cache.")
     limit = facts.get("max_positions")

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from ..errors import KvmnnError
+from .runner import SLACK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,7 @@ class Settings:
     seed: int = 0
     threads: int = 1
     providers: tuple[str, ...] = ("CPUExecutionProvider",)
-    slack: int = 32
+    slack: int = SLACK
     packed: str | None = None
     frame_dtype: Literal["fp16", "fp32"] = "fp16"
     repeats: int = 3

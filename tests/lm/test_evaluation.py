@@ -92,7 +92,7 @@ def test_a_budget_beyond_the_text_gives_exactly_the_numbers_of_the_full_cache(do
         assert row["tokens_kept"] == [48] * 6
         assert (row["versus_full"]["nll"], row["versus_full"]["low"], row["versus_full"]["high"]) == (0, 0, 0)
         assert [d["nll"] for d in row["documents"]] == [d["nll"] for d in full["documents"]]
-    assert any("fits its budget, so nothing of it is evicted" in note for note in results["notes"])
+    assert any("nothing was evicted: a text of 48 tokens fits its budget." in note for note in results["notes"])
 
 
 def test_policies_of_the_same_size_keep_exactly_that_size(documents):
@@ -205,6 +205,15 @@ def read_like(texts):
     from dataclasses import replace
 
     return [replace(texts[0], ids=texts[0].ids[:2])]
+
+
+def test_policies_for_prompts_take_the_first_chunk_for_it(documents):
+    wanted = configurations(["knorm", "streaming_press"], [16])
+    results = run(documents(40, 1), wanted, tokens=40, **QUICK)
+    assert [row["kind"] for row in results["rows"]] == ["LOSSLESS"] * 3
+    assert "knorm 16: nothing was evicted: it never had reason to." in results["notes"]
+    results = run(documents(40, 1), wanted, tokens=40, chunk=20, **QUICK)
+    assert [row["tokens_kept"] for row in results["rows"]] == [[40] * 6, [36] * 6, [36] * 6]
 
 
 # -- presets ----------------------------------------------------------------------------------------------------------

@@ -132,6 +132,12 @@ def test_a_preset(capsys):
     assert max(half["tokens_kept"][2:]) <= 28
 
 
+def test_a_budget_may_be_a_share_of_the_tokens(capsys):
+    code, out, _ = run(capsys, *QUICK, "--chunk", "24", "--budget", "25%", "62.5%", "--json")
+    assert code == 0
+    assert [row["budget"] for row in json.loads(out)["rows"]] == [None, 16, 12, 30]
+
+
 def test_notes_for_readers_of_json(capsys, tmp_path):
     text = tmp_path / "short.txt"
     text.write_text("import os\n")
@@ -172,6 +178,7 @@ def test_what_the_model_refuses_is_named_and_the_rest_is_there(capsys):
         (["--policy", "full", "--skip-layers", "x"], "expected whole numbers"),
         (["--policy", "full", "--json", "--csv"], "both want standard output"),
         (["--policy", "full", "-o", "-"], "printed on standard output anyhow"),
+        (["--policy", "streaming", "--budget", "100%"], "is not a whole number"),
         (["--policy", "full", "--tokens", "0"], "not a whole number above zero"),
         (["--policy", "full", "--frame-dtype", "fp8"], "invalid choice"),
     ],

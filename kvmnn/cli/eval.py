@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import sys
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -28,8 +29,9 @@ take. Every configuration scores the same tokens of the same texts in the same c
 
 MODEL is an ONNX decoder with past_key_values inputs, or its folder, with tokenizer.json beside it. Options of a policy
 are the fields of its class (docs/policies.md); tuples are joined by + (skip_layers=0+1, skip_layers=none), and 50% of a
-whole number is that share of the budget (recent=50%). What evicts is LOSSY; frames are LOSSLESS for what they are
-given.
+whole number is that share of the budget (recent=50%). keep_ratio is a share of what is stored at each cut, so policies
+that cut at every step keep little of it: a share of the text is --budget 25%. What evicts is LOSSY; frames are LOSSLESS
+for what they are given.
 
 Presets are the seed projects' own tables, measured as they did and as it should be: knorm-fixed[:fix_kv_sizes=256+512,
 strategies=keep_low+random,keep_ratio=0.2+0.5,skip_layers=0+1], knorm-ratio[:keep_ratios=0.8+0.5,prune_after=1000,
@@ -44,7 +46,13 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json (default: beside the model)")
     parser.add_argument("--policy", action="append", default=[], metavar="NAME[:OPTION=VALUE,...]")
     parser.add_argument(
-        "--budget", nargs="+", action="extend", type=_common.whole, default=[], metavar="N", help="tokens kept"
+        "--budget",
+        nargs="+",
+        action="extend",
+        type=_budget,
+        default=[],
+        metavar="N",
+        help="tokens kept in each layer, or a share of --tokens such as 25%%",
     )
     parser.add_argument("--preset", action="append", default=[], metavar="NAME[:OPTION=VALUE,...]")
     parser.add_argument("--skip-layers", metavar="L+L", help="layers never cut, where a policy does not say; or none")
@@ -54,6 +62,13 @@ def add_parser(verbs: Any) -> None:
     group.add_argument("--plot", metavar="DIR", help="draw plots into DIR, PNG and SVG (needs matplotlib)")
     group.add_argument("--resume", metavar="FILE", help="keep finished cells in FILE and go on from those that it has")
     _common.add_output(group, "also write the results to OUT: .json, .csv, else Markdown")
+
+
+def _budget(text: str) -> int | float:
+    """Tokens, or a share of them as a number below 1."""
+    if re.fullmatch(r"\d{1,2}(\.\d{1,6})?%", text):
+        return float(text[:-1]) / 100
+    return _common.whole(text)
 
 
 def _add_settings(parser: Any) -> None:
@@ -121,7 +136,8 @@ def _configurations(arguments: argparse.Namespace) -> list[Configuration]:
 
     try:
         skip = None if arguments.skip_layers is None else numbers(arguments.skip_layers)
-        found = configurations(arguments.policy, arguments.budget, skip)
+        budgets = [size if isinstance(size, int) else int(size * arguments.tokens) for size in arguments.budget]
+        found = configurations(arguments.policy, budgets, skip)
         for spec in arguments.preset:
             found += preset(spec, skip)
     except (KvmnnError, TypeError) as exc:
@@ -243,7 +259,7 @@ def _print(arguments: argparse.Namespace, results: dict[str, Any]) -> None:
     elif arguments.csv:
         sys.stdout.write(report.csv_text(results))
     elif not arguments.quiet:
-        if sys.stdout.isatty():
+        if sys.stdout.isatty() and not arguments.verbose:  # -v: the whole table, however wide
             sys.stdout.write(report.terminal(results, shutil.get_terminal_size((100, 24)).columns))
         else:
             sys.stdout.write(report.markdown(results))

@@ -301,6 +301,15 @@ def test_processes_of_their_own_give_the_same_numbers_and_their_memory(documents
     assert json.loads(json.dumps(there)) == there
 
 
+def test_memory_does_not_grow_with_the_text(documents):
+    wanted = configurations(["streaming"], [64])
+    peaks = []
+    for tokens in (256, 1024):
+        cut = run(documents(tokens, 1), wanted, jobs=2, tokens=tokens, chunk=16, **QUICK)["rows"][1]
+        peaks.append(cut["process_peak_bytes"] - cut["process_opened_bytes"])
+    assert peaks[1] < peaks[0] + 4_000_000
+
+
 def test_what_a_process_raises_arrives_here(documents, tmp_path):
     bad = tmp_path / "model.onnx"
     bad.write_bytes(MODEL.read_bytes()[:1000])

@@ -67,11 +67,16 @@ def fault(expected: Expected, operated: Decoder) -> str | None:
         wrong = _wrong_probabilities(prompt, 0) or _wrong_probabilities(step, _HELD)
         if wrong or not operated.has_bias:
             return wrong
-        masked = operated.run(ids[_HELD:], positions[_HELD:], past, [dead_slots(_HELD + _FED, _DEAD)] * len(past))
+        if expected.removed is None:
+            return "masking cannot be compared with removing"
+        heads = len(step.attentions[0]) if step.attentions else operated.interface.query_heads
+        for rows in {1, heads or 1}:
+            bias = np.repeat(dead_slots(_HELD + _FED, _DEAD), rows, axis=1)
+            masked = operated.run(ids[_HELD:], positions[_HELD:], past, [bias] * len(past))
+            if not alike(masked.logits, expected.removed, kind):
+                return "masking slots is not removing them"
     except ModelError as error:
         return str(error)
-    if expected.removed is None or not alike(masked.logits, expected.removed, kind):
-        return "masking slots is not removing them"
     return None
 
 

@@ -13,7 +13,7 @@ from .attention import Attentions, Form, Site
 from .packages import package
 from .tensor_types import TensorTypes
 
-VERSION = 1  # of what this module and attention.py do to a graph; graphs kept by another version are made anew
+VERSION = 2  # of what this module and attention.py do to a graph; graphs kept by another version are made anew
 # Input of an operator that is added to its scores.
 _ADDED: dict[Form, int] = {"standard": 3, "GroupQueryAttention": 10, "MultiHeadAttention": 5}
 

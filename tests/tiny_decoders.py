@@ -25,7 +25,8 @@ class Tiny:
     form: ``written`` (Softmax between two MatMuls), ``rank3`` (the same on ``[heads, query, key]``), ``standard``
     (Attention, opset 23, with a bool mask), ``standard-past`` (Attention that holds the past itself), ``gqa``, ``mha``
     and ``closed`` (operators of onnxruntime). mask: ``own`` (the last columns, for each layer), ``first`` (optimum's:
-    one mask by the length of layer 0, cut to the first columns), ``whole`` (torch's: that mask as it is).
+    one mask by the length of layer 0, cut to the first columns), ``whole`` (torch's: that mask as it is). rotary: of
+    ``gqa``, ``counted`` (by the operator) or ``given`` (by position_ids); not in the reference.
     """
 
     form: str = "written"
@@ -39,7 +40,7 @@ class Tiny:
     softmax32: bool = False
     positions: bool = True
     merged: bool = False
-    rotary: bool = False
+    rotary: str = ""
     attentions: bool = False
     sinks: bool = False
     past: str = "past_key_values.{i}.{kind}"
@@ -328,5 +329,7 @@ class _Builder:
                 angles = np.outer(np.arange(64), np.ones(tiny.head_dim // 2)).astype(tiny.dtype)
                 inputs += [self.const(np.cos(angles)), self.const(np.sin(angles))]
                 settings["do_rotary"] = 1
+                if tiny.rotary == "given":
+                    inputs.append("position_ids")
             self.op("GroupQueryAttention", inputs, [name, *present], "com.microsoft", **settings)
         return name

@@ -147,3 +147,23 @@ def test_positions_that_nothing_uses_are_none(tmp_path: Path) -> None:
     path = Tiny(positions=False, extra=("position_ids",)).save(tmp_path / "model.onnx")
     session = DecoderSession.open(path, cache=False)
     assert not session.interface.has_positions and not session.has_bias
+
+
+def test_group_query_attention_that_rotates_by_given_positions(tmp_path: Path) -> None:
+    """Refused without positions; with them, cutting and masking agree, and steps agree with the whole."""
+    session = DecoderSession.open(
+        Tiny(form="gqa", rotary="given", head_dim=16).save(tmp_path / "model.onnx"), attentions=True, cache=False
+    )
+    assert session.interface.has_positions and session.has_bias
+    whole = session.step(IDS, POSITIONS, session.empty())
+    past = session.step(IDS[:8], POSITIONS[:8], session.empty()).present
+    step = session.step(IDS[8:], POSITIONS[8:], past)
+    np.testing.assert_allclose(step.logits, whole.logits[8:], atol=1e-5)
+    alive = np.array([0, 2, 3, 7])
+    cut = [(keys[:, :, alive].copy(), values[:, :, alive].copy()) for keys, values in past]
+    bias = np.zeros((1, 1, 1, 9), np.float32)
+    bias[..., [1, 4, 5, 6]] = np.finfo(np.float32).min
+    removed, masked = session.step(IDS[8:], POSITIONS[8:], cut), session.step(IDS[8:], POSITIONS[8:], past, [bias] * 2)
+    np.testing.assert_allclose(masked.logits, removed.logits, atol=1e-5)
+    counted_anew = session.step(IDS[8:], np.array([4]), cut)
+    assert np.abs(counted_anew.logits - removed.logits).max() > 0.1

@@ -10,7 +10,7 @@ SOURCES := $(shell find pyx kvmnn -name '*.py' -o -name '*.pyx' -o -name '*.pxd'
 
 .PHONY: demo test test-peers lint bench fuzz test-aarch64 sanitize install clean
 
-demo: install
+demo: $(STAMPS)/lm
 	@PATH="$(abspath $(BIN)):$$PATH" sh tools/demo.sh
 
 test: $(STAMPS)/test
@@ -32,6 +32,9 @@ bench: $(STAMPS)/bench
 	$(BIN)/python tools/bench_compressor.py
 	$(BIN)/python tools/bench_h2o.py
 	$(BIN)/python tools/bench_layout.py
+	$(BIN)/python tools/bench_lm.py
+	$(BIN)/python tools/bench_offline.py
+	$(BIN)/python tools/bench_policies.py
 
 fuzz: $(STAMPS)/test
 	$(BIN)/python tools/fuzz.py
@@ -59,6 +62,10 @@ $(STAMPS)/install: $(BIN)/python $(SOURCES)
 
 $(STAMPS)/test: $(STAMPS)/install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check '.[test]'
+	@touch $@
+
+$(STAMPS)/lm: $(STAMPS)/install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check '.[lm]'
 	@touch $@
 
 $(STAMPS)/bench: $(STAMPS)/install

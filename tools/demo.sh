@@ -1,10 +1,12 @@
 #!/bin/sh
 # The main job on the real sample that ships with the project: what `make demo` runs.
 set -eu
-sample="$(cd "$(dirname "$0")/.." && pwd)/fixtures/kv_real"
+fixtures="$(cd "$(dirname "$0")/.." && pwd)/fixtures"
+sample="$fixtures/kv_real"
 work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
 cp "$sample/k_fp16.npy" "$sample/v_fp16.npy" "$work"
+ln -s "$fixtures/lm" "$work/lm"
 cd "$work"
 
 say() { printf '\n# %s\n' "$*"; }
@@ -25,3 +27,12 @@ run kvmnn encode k_fp16.npy v_fp16.npy -o cache/
 run kvmnn verify cache
 say "Ratio and speed beside plain zstd"
 run kvmnn bench k_fp16.npy v_fp16.npy --rounds 5
+say "What eviction costs a language model: perplexity of held-out text with a quarter of the cache (LOSSY)"
+run kvmnn eval lm --text lm/texts/calendar.py.txt lm/texts/trace.py.txt --tokens 1024 --chunk 4 --no-timing --quiet \
+    --policy recent_only:skip_layers=none --policy h2o_decayed_heads --budget 256 -o eval.json
+python - <<'END'
+import json
+rows = {row["policy"]: row for row in json.load(open("eval.json"))["rows"]}
+names = {"full": "full cache", "recent_only": "window of 256", "h2o_decayed_heads": "H2O with 256"}
+print(", ".join(f"{name} {rows[policy]['perplexity']:.2f}" for policy, name in names.items()))
+END

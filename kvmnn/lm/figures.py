@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 Results = Mapping[str, Any]
 Measure = Callable[[Row, float], Point]
+Budgets = tuple[int, ...]
 
 _PPL, _ACCURACY = "perplexity (lower is better)", "next-token accuracy (%, higher is better)"
 _INTERVAL = "Bars: 95 % interval of the difference to the full cache, paired over the documents."
@@ -104,13 +105,14 @@ def strategy_comparison(results: Results) -> Figure:
     rows = [row for row in cut_rows(results["rows"]) if row.get("budget") is not None]
     if not rows:
         raise NothingToShowError("no policy with a budget was measured")
-    counts = {budget: sum(row["budget"] == budget for row in rows) for budget in {row["budget"] for row in rows}}
-    budgets = sorted(sorted(counts, key=lambda budget: (-counts[budget], -budget))[:_FACETS])
-    series = [entry for entry in grouped(rows) if any(row["budget"] in budgets for row in entry.rows)]
+    every = grouped(rows)
+    counts = {panel: sum(row["budget"] in panel for row in rows) for panel in _alike(every)}
+    panels = sorted(sorted(counts, key=lambda panel: (-counts[panel], -panel[0]))[:_FACETS])
+    series = [entry for entry in every if any(row["budget"] in panel for row in entry.rows for panel in panels)]
     measured = [("perplexity change (%)", perplexity, full["perplexity"])]
     if is_number(full.get("accuracy")) and all(is_number(row.get("accuracy")) for row in rows):
         measured.append(("accuracy change (%)", accuracy, 100 * full["accuracy"]))
-    return _comparison(series, budgets, measured)
+    return _comparison(series, panels, measured)
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------
@@ -134,9 +136,11 @@ def _over_budget(results: Results, title: str, ylabel: str, key: str, measure: M
         for index, entry in enumerate(series)
     ]  # fmt: skip
     axes.set_xscale("log", base=2)
-    axes.set_xticks(budgets, [f"{budget:,}" for budget in budgets])
+    low, high = budgets[0] * 2**-0.35, budgets[-1] * 2**0.35
+    ticks = _apart(budgets, (high / low) ** 0.08)
+    axes.set_xticks(ticks, [f"{budget:,}" for budget in ticks])
     axes.minorticks_off()
-    axes.set_xlim(budgets[0] * 2**-0.35, budgets[-1] * 2**0.35)
+    axes.set_xlim(low, high)
     if key == "perplexity":
         _scale(axes.set_yscale, axes, "y", [row[key] for row in rows])
     axes.set(title=title, xlabel="budget (tokens kept per layer)", ylabel=ylabel)
@@ -204,25 +208,25 @@ def _ratio_panels(
 
 
 def _comparison(
-    series: Sequence[Series], budgets: Sequence[int], measured: Sequence[tuple[str, Measure, float]]
+    series: Sequence[Series], panels: Sequence[Budgets], measured: Sequence[tuple[str, Measure, float]]
 ) -> Figure:
     from matplotlib.figure import Figure
 
-    order = _best_last(series, budgets)
+    order = _best_last(series, panels)
     policies = list(dict.fromkeys(entry.rows[0]["policy"] for entry in series))
     left = 0.3 + max(plot_style.text_width(entry.name, 9) for entry in order)
     panel, gap, tall = 2.1, 0.25, max(0.26 * len(order) + 0.2, 0.8)
-    made = Figure(figsize=(left + len(budgets) * (panel + gap) + 0.5, len(measured) * (tall + 0.95) + 0.35))
+    made = Figure(figsize=(left + len(panels) * (panel + gap) + 0.5, len(measured) * (tall + 0.95) + 0.35))
     width, height = made.get_size_inches()
     for number, (label, measure, reference) in enumerate(measured):
         bottom = 0.75 + (len(measured) - 1 - number) * (tall + 0.95)
         first: Axes | None = None
-        for column, budget in enumerate(budgets):
+        for column, budgets in enumerate(panels):
             box = ((left + column * (panel + gap)) / width, bottom / height, panel / width, tall / height)
             axes = made.add_axes(box, sharex=first)
             first = first or axes
             for place, entry in enumerate(order):
-                for row in (row for row in entry.rows if row["budget"] == budget):
+                for row in (row for row in entry.rows if row["budget"] in budgets):
                     _bar(axes, place, policies.index(row["policy"]), measure(row, 0), reference)
             axes.set_yticks(range(len(order)), [entry.name for entry in order] if column == 0 else [""] * len(order))
             axes.tick_params(axis="y", length=0, labelcolor=INK)
@@ -231,11 +235,15 @@ def _comparison(
             axes.axvline(0, color=INK, linewidth=1.0)
             axes.set_xlabel(label)
             if number == 0:
-                axes.set_title(f"budget {budget:,} tokens")
+                axes.set_title(
+                    "budget " + " to ".join(f"{b:,}" for b in dict.fromkeys((budgets[0], budgets[-1]))) + " tokens"
+                )
         if first is not None:
             first.margins(x=0.25)
             _symlog(first, [measure(row, 0).y / reference - 1 for entry in series for row in entry.rows])
-    plot_style.caption(made, f"Against the full cache (line at 0). {_INTERVAL}")
+    measured_rows = [row for entry in series for row in entry.rows]
+    thin = f" {_INTERVAL.replace('Bars', 'Thin lines')}" if any(perplexity(r, 0).low for r in measured_rows) else ""
+    plot_style.caption(made, f"Against the full cache (line at 0).{thin}")
     return made
 
 
@@ -250,13 +258,28 @@ def _symlog(axes: Axes, changes: Sequence[float]) -> None:
         axes.minorticks_off()
 
 
-def _best_last(series: Sequence[Series], budgets: Sequence[int]) -> list[Series]:
-    """By log perplexity, each measured against the others of the same budget: series need not have all of them."""
-    logs = {
-        budget: [math.log(row["perplexity"]) for entry in series for row in entry.rows if row["budget"] == budget]
-        for budget in budgets
-    }
-    means = {budget: sum(values) / len(values) for budget, values in logs.items()}
+def _alike(series: Sequence[Series]) -> list[Budgets]:
+    """Budgets in ascending groups: those that hardly differ (256, and 8 + 256) are compared with each other."""
+    groups: list[Budgets] = []
+    for budget in sorted({row["budget"] for entry in series for row in entry.rows}):
+        of_both = any(
+            budget in sizes and sizes & set(groups[-1] if groups else ())
+            for sizes in ({row["budget"] for row in entry.rows} for entry in series)
+        )
+        if groups and budget <= 1.06 * groups[-1][0] and not of_both:
+            groups[-1] = (*groups[-1], budget)
+        else:
+            groups.append((budget,))
+    return groups
+
+
+def _best_last(series: Sequence[Series], panels: Sequence[Budgets]) -> list[Series]:
+    """By log perplexity, each measured against the others of its panel: series need not be in all of them."""
+    logs = [
+        [math.log(row["perplexity"]) for entry in series for row in entry.rows if row["budget"] in panel]
+        for panel in panels
+    ]
+    means = {budget: sum(values) / len(values) for panel, values in zip(panels, logs, strict=True) for budget in panel}
 
     def excess(entry: Series) -> float:
         rows = [row for row in entry.rows if row["budget"] in means]
@@ -296,6 +319,15 @@ def _size(row: Row) -> str:
 
 def _share(row: Row, option: str) -> Any:
     return row.get("keep_ratio") if option == "keep_ratio" else row["options"].get(option)
+
+
+def _apart(ticks: Sequence[int], factor: float) -> list[int]:
+    """Ascending ticks without those that would touch the one before."""
+    found: list[int] = []
+    for tick in ticks:
+        if not found or tick > factor * found[-1]:
+            found.append(tick)
+    return found
 
 
 def _dodge(index: int, count: int) -> float:

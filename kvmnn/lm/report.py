@@ -18,6 +18,7 @@ Results = Mapping[str, Any]
 
 ABSENT = "-"
 _MIB = float(1 << 20)
+_SEED_TITLE = "As the seed defines each quantity (docs/lm.md says where that differs):"
 
 
 @dataclass(frozen=True)
@@ -49,26 +50,18 @@ def markdown(results: Results) -> str:
     parts = [_as_markdown(*_filled(results, _COLUMNS))]
     seeds = _seed_table(results["rows"])
     if seeds:
-        parts += ["As the seed defines each quantity (docs/lm.md says where that differs):", _as_markdown(*seeds)]
+        parts += [_SEED_TITLE, _as_markdown(*seeds)]
     parts.append("\n".join(notes(results)))
     return "\n\n".join(parts) + "\n"
 
 
 def terminal(results: Results, width: int) -> str:
-    """The first table for a terminal of `width` columns: what does not fit is left out and named below it."""
-    columns, lines = _filled(results, _COLUMNS)
-    dropped: list[str] = []
-    while _width(columns, lines) > width and any(column.rank for column in columns):
-        last = max(range(len(columns)), key=lambda index: columns[index].rank)
-        dropped.append(columns[last].heading)
-        columns, lines = [c for i, c in enumerate(columns) if i != last], [_without(line, last) for line in lines]
-    widths = _widths(columns, lines)
-    rule = "  ".join("-" * size for size in widths)
-    text = [_padded([c.heading for c in columns], widths, columns), rule]
-    text += [_padded(line, widths, columns) for line in lines]
-    if dropped:
-        text += ["", "Too wide for this terminal (--json, --csv and Markdown have it): " + ", ".join(reversed(dropped))]
-    return "\n".join([*text, "", *notes(results)]) + "\n"
+    """The tables for a terminal of `width` columns: what does not fit is left out and named below them."""
+    parts = [_as_text(*_filled(results, _COLUMNS), width)]
+    seeds = _seed_table(results["rows"])
+    if seeds:
+        parts += [_SEED_TITLE, _as_text(*seeds, width)]
+    return "\n\n".join([*parts, "\n".join(notes(results))]) + "\n"
 
 
 def notes(results: Results) -> list[str]:
@@ -148,7 +141,7 @@ def _change(key: str) -> Callable[[Row, Row | None], str | None]:
     """Relative to the full cache, in per cent, as the seeds print it."""
 
     def text(row: Row, full: Row | None) -> str | None:
-        here, there = _look_up(row, key), None if full is None or row is full else _look_up(full, key)
+        here, there = _look_up(row, key), None if full is None or row["policy"] == "full" else _look_up(full, key)
         return None if here is None or not there else f"{100 * (here / there - 1):+.2f}"
 
     return text
@@ -168,7 +161,7 @@ def _difference(prefix: str) -> Callable[[Row, Row | None], str | None]:
     def text(row: Row, full: Row | None) -> str | None:
         versus = row.get("versus_full") or {}
         mean = versus.get(f"{prefix}nll")
-        if mean is None or row is full:
+        if mean is None:
             return None
         low, high = versus.get(f"{prefix}low"), versus.get(f"{prefix}high")
         return f"{mean:+.4f}" + ("" if low is None or high is None else f" [{low:+.4f}, {high:+.4f}]")
@@ -234,6 +227,10 @@ _SEED_HEADINGS: dict[str, tuple[str, str, float]] = {
     "final_cache_tokens": ("tokens kept", ",d", 1),
     "scored_tokens": ("tokens scored", ",d", 1),
     "chunk": ("chunk (tokens)", ",d", 1),
+    "text_tokens": ("tokens of text", ",d", 1),
+    "chunks_left_out": ("chunks left out", ",d", 1),
+    "prompt_tokens": ("prompt (tokens)", ",d", 1),
+    "new_tokens": ("generated (tokens)", ",d", 1),
 }
 _IN_FIRST_COLUMNS = ("label", "nll")
 
@@ -256,7 +253,7 @@ def _seed_table(rows: Sequence[Row]) -> tuple[list[_Column], list[list[str]]] | 
         ]
         for row, line in zip(seeded, lines, strict=True)
     ]
-    return [_Column(_plain(heading), _label, 0, left=i < 2) for i, heading in enumerate(headings)], cells
+    return [_Column(_plain(heading), _label, i // 3, left=i < 2) for i, heading in enumerate(headings)], cells
 
 
 def _seed_changes(row: Row, seeded: Sequence[Row]) -> dict[str, float]:
@@ -286,6 +283,21 @@ def _as_markdown(columns: Sequence[_Column], lines: Sequence[Sequence[str]]) -> 
     rules = [("---" if column.left else "---:") for column in columns]
     cells = [[column.heading for column in columns], rules, *lines]
     return "\n".join("| " + " | ".join(text.replace("|", "\\|") for text in line) + " |" for line in cells)
+
+
+def _as_text(columns: Sequence[_Column], lines: Sequence[Sequence[str]], width: int) -> str:
+    """Aligned, without the columns of the highest rank where it would be wider than `width`."""
+    dropped: list[str] = []
+    while _width(columns, lines) > width and any(column.rank for column in columns):
+        last = max(range(len(columns)), key=lambda index: columns[index].rank)
+        dropped.append(columns[last].heading)
+        columns, lines = [c for i, c in enumerate(columns) if i != last], [_without(line, last) for line in lines]
+    widths = _widths(columns, lines)
+    text = [_padded([c.heading for c in columns], widths, columns), "  ".join("-" * size for size in widths)]
+    text += [_padded(line, widths, columns) for line in lines]
+    if dropped:
+        text += ["", "Too wide for this terminal (--json, --csv and Markdown have it): " + ", ".join(reversed(dropped))]
+    return "\n".join(text)
 
 
 def _widths(columns: Sequence[_Column], lines: Sequence[Sequence[str]]) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
@@ -83,12 +82,6 @@ def accuracy(row: Row, x: float) -> Point:
     return Point(x, value, value + 100 * (low - mean), value + 100 * (high - mean))
 
 
-def commonest_budget(rows: Sequence[Row]) -> int | None:
-    """The budget that most rows have, the larger one of equals."""
-    counts = Counter(row["budget"] for row in rows if row.get("budget") is not None)
-    return max(counts, key=lambda budget: (counts[budget], budget), default=None)
-
-
 def is_number(value: object) -> bool:
     """Whether something was measured and is finite."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
@@ -121,7 +114,7 @@ def _size(row: Row, axes: Sequence[str] = ()) -> tuple[object, ...]:
 
 
 def _told(name: str, row: Row, alike: Sequence[Row]) -> str:
-    """An option as names have it; a number of tokens as a share of the budget where more rows agree on the share."""
+    """An option as names have it; recent tokens as a share of the budget where more rows agree on the share."""
     value = _options(row).get(name)
     if value is None:
         return ""
@@ -138,6 +131,6 @@ def _told(name: str, row: Row, alike: Sequence[Row]) -> str:
 
 
 def _share(name: str, row: Row) -> float | None:
-    """A whole number as a share of the row's budget."""
+    """What is recent as a share of the row's budget; other numbers of tokens do not grow with it."""
     value, budget = _options(row).get(name), row.get("budget")
-    return value / budget if type(value) is int and budget else None
+    return value / budget if name == "recent" and type(value) is int and budget else None

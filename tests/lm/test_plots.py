@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from lm_results import BUDGETS, document, row
 
 from kvmnn.errors import KvmnnError, MissingDependencyError, OutputError
-from kvmnn.lm import plot_style, plots, series, trace_figures
+from kvmnn.lm import figures, plot_style, plots, series, trace_figures
+from kvmnn.lm.presets import preset
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +172,29 @@ def test_intervals_are_those_of_the_difference_around_the_value() -> None:
     assert hits.low == pytest.approx(49.0) and hits.high == pytest.approx(52.0)
     alone = row("a", "streaming", perplexity=10.0, versus_full=versus | {"low": None})
     assert series.perplexity(alone, 1).low is None
+
+
+def test_sinks_are_a_number_and_no_share() -> None:
+    """streaming-h2o has 4 of 256, 8 of 256 and 8 of 512: the first and the last are equal shares by accident."""
+    made = preset("streaming-h2o")[1:]
+    rows = [row(c.label, c.policy, budget=c.options["budget"], options=dict(c.options)) for c in made]
+    found = {entry.name: [r["label"] for r in entry.rows] for entry in series.grouped(rows)}
+    assert found == {
+        "streaming": ["streaming_8_256", "streaming_8_512"],
+        "h2o_tokens sink=4": ["h2o_4_32_256"],
+        "h2o_tokens sink=8": ["h2o_8_32_256", "h2o_8_64_512"],
+    }
+    # 264 and 520 tokens of streaming are compared with 256 and 512 of H2O
+    assert figures._alike(series.grouped(rows)) == [(256, 264), (512, 520)]
+
+
+def test_budgets_of_one_series_are_never_one_panel() -> None:
+    rows = [row(str(b), "streaming", budget=b) for b in (0, 100, 103, 200)]
+    assert figures._alike(series.grouped(rows)) == [(0,), (100,), (103,), (200,)]
+
+
+def test_ticks_do_not_touch() -> None:
+    assert figures._apart([128, 256, 264, 512, 520], 1.2) == [128, 256, 512]
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------

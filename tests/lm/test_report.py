@@ -114,6 +114,7 @@ def test_terminal_table_fits_and_names_what_it_leaves_out(width: int) -> None:
     assert ("Too wide" in text) == (width < 400)
     if width >= 100:
         assert "LOSSY" in lines[3]
+    assert "As the seed defines" in text and "h2o_8_32_256  streaming-h2o  12.5000" in text
     assert len(lines) == 2 + len(results["rows"])
 
 

@@ -65,8 +65,8 @@ class Runner:
     Raises
     ------
     KvmnnError
-        Where the graph takes no positions (they would be those of the cut cache) or gives no attention probabilities,
-        and the policy needs them.
+        Where the graph takes no positions (they would be those of the cut cache), gives no attention probabilities or
+        allows no layers of unequal lengths, and the policy needs them.
 
     Examples
     --------
@@ -93,6 +93,9 @@ class Runner:
             )
         if policy is not None and policy.needs in ("scores", "head scores") and not session.has_attentions:
             raise KvmnnError(f"{policy.name} needs attention probabilities: open the session with attentions=True")
+        layers = set(range(session.interface.layers))
+        if policy is not None and layers - (skipped := layers & set(policy.skip_layers)) and skipped:
+            session.check_unequal_lengths()
         if positions not in ("true", "stored"):
             raise KvmnnError(f"positions is {positions!r}: expected 'true' or 'stored'")
         if slack < 0:

@@ -143,6 +143,14 @@ class DecoderSession:
         """Whether several tokens may be fed at once while layers hold different numbers of tokens."""
         return self.unequal_lengths() == "chunks"
 
+    def check_unequal_lengths(self) -> None:
+        """Refuse, with `ModelError`, a graph whose layers cannot hold different numbers of tokens."""
+        if self.unequal_lengths() == "none":
+            raise self._decoder.error(
+                "its layers must hold equally many tokens; evict in all layers alike (no skip_layers), or export "
+                "without GroupQueryAttention and with position_ids"
+            )
+
     def _check(self, ids: NDArray[np.int64], positions: NDArray[np.int64], past: Sequence[Pair]) -> None:
         label = self.interface.label
         if ids.ndim != 1 or not len(ids) or positions.shape != ids.shape:
@@ -154,11 +162,6 @@ class DecoderSession:
             raise KvmnnError(f"{label}: expected the past of {self.interface.layers} layers, found {len(past)}")
         if len({keys.shape[2] for keys, _ in past}) == 1:
             return
-        lengths = self.unequal_lengths()
-        if lengths == "none":
-            raise self._decoder.error(
-                "its layers must hold equally many tokens; evict in all layers alike (no skip_layers), or export "
-                "without GroupQueryAttention and with position_ids"
-            )
-        if lengths == "single" and len(ids) > 1:
+        self.check_unequal_lengths()
+        if self.unequal_lengths() == "single" and len(ids) > 1:
             raise self._decoder.error("takes one token at a time while its layers hold different numbers of tokens")

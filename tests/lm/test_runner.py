@@ -140,6 +140,10 @@ def test_what_a_runner_refuses(sessions: Any, tmp_path: Path) -> None:
         cut_first.feed([6])
     cut_first.reset()
     assert cut_first.feed([1, 2]).shape == (2, 48)
+    fused = DecoderSession.open(Tiny(form="gqa").save(tmp_path / "fused.onnx"), cache=False)
+    with pytest.raises(KvmnnError, match="equally many tokens"):
+        Runner(fused, create("recent_only", budget=3, skip_layers=(1,)))
+    Runner(fused, create("recent_only", budget=3, skip_layers=(7,)))
     with pytest.raises(KvmnnError, match="slack"):
         Runner(silent, slack=-1)
     with pytest.raises(KvmnnError, match="positions"):

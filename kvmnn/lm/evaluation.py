@@ -114,8 +114,8 @@ def model_sha256(model: str | os.PathLike[str]) -> str:
     digest = hashlib.sha256()
     beside = [
         path
-        for path in sorted(graph.parent.glob(graph.name + "*"))
-        if path.is_file() and path != graph and OPERATED not in path.name
+        for path in sorted(graph.parent.iterdir())
+        if path.name.startswith(graph.name) and path != graph and OPERATED not in path.name and path.is_file()
     ]
     for path in [graph, *beside]:
         with open(path, "rb") as file:

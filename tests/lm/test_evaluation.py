@@ -346,12 +346,13 @@ def test_nothing_to_do():
 
 
 def test_the_digest_is_that_of_graph_and_weights(tmp_path):
-    (tmp_path / "model.onnx").write_bytes(b"graph")
-    one = model_sha256(tmp_path / "model.onnx")
-    (tmp_path / "model.onnx_data").write_bytes(b"weights")
-    two = model_sha256(tmp_path / "model.onnx")
-    (tmp_path / "model.onnx_data").write_bytes(b"Weights")
-    assert len({one, two, model_sha256(tmp_path / "model.onnx")}) == 3
+    graph = tmp_path / "model[1].onnx"
+    graph.write_bytes(b"graph")
+    one = model_sha256(graph)
+    (tmp_path / "model[1].onnx_data").write_bytes(b"weights")
+    two = model_sha256(graph)
+    (tmp_path / "model[1].onnx_data").write_bytes(b"Weights")
+    assert len({one, two, model_sha256(graph)}) == 3
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvmnn import cli
-from kvmnn.lm import plots, presets
+from kvmnn.lm.evaluation import presets
+from kvmnn.lm.reports import plots
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "lm.md").read_text(encoding="utf-8")

@@ -148,7 +148,9 @@ def test_budgets_of_zero(name: str, options: dict[str, Any]) -> None:
     policy = make(name, base, keep_ratio=0)
     kept = policy.choose(fit(policy, view(60)), acting(policy))
     if name == "h2o_blocks":
-        assert kept is not None and len(kept) == 60  # the engine's rule: where the protected blocks reach the target nothing goes
+        assert (
+            kept is not None and len(kept) == 60
+        )  # the engine's rule: where the protected blocks reach the target nothing goes
     else:
         assert kept is not None and np.atleast_2d(kept).tolist()[0] == expected
 

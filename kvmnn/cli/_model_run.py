@@ -12,8 +12,8 @@ from . import _common
 from ._common import UsageError
 
 if TYPE_CHECKING:
-    from ..lm.configurations import Configuration
-    from ..lm.documents import Ids
+    from ..lm.evaluation.configurations import Configuration
+    from ..lm.evaluation.documents import Ids
     from ..lm.runner import Runner
     from ..lm.session import DecoderSession
     from ..lm.tokenizer import Tokenizer
@@ -48,7 +48,7 @@ def add_model(parser: Any) -> None:
 def configuration(arguments: argparse.Namespace) -> Configuration:
     """The one policy that was asked for; `UsageError` where it makes no sense."""
     from ..errors import KvmnnError
-    from ..lm.configurations import FULL, configurations, numbers
+    from ..lm.evaluation.configurations import FULL, configurations, numbers
 
     budgets = [] if arguments.budget is None else [arguments.budget]
     try:

@@ -13,8 +13,8 @@ from ._common import LOSSLESS, LOSSY, UsageError
 if TYPE_CHECKING:
     from ..cache import LayerCache
     from ..casting import Cast
-    from ..lm.configurations import Configuration
-    from ..lm.documents import Document
+    from ..lm.evaluation.configurations import Configuration
+    from ..lm.evaluation.documents import Document
 
 _TEXT = f"""Let a model read a text and write its KV cache, whole or cut by a policy, for encode, measure and pack:
 
@@ -52,7 +52,7 @@ def add_parser(verbs: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
-    from ..lm.documents import read_document
+    from ..lm.evaluation.documents import read_document
     from ..lm.generation import check_positions, prefill
 
     if arguments.output is None or arguments.output == _common.STDIO:

@@ -16,8 +16,8 @@ from . import _common
 from ._common import UsageError
 
 if TYPE_CHECKING:
-    from ..lm.configurations import Configuration
-    from ..lm.settings import Settings
+    from ..lm.evaluation.configurations import Configuration
+    from ..lm.evaluation.settings import Settings
 
 _TEXT = """Run a language model over texts with its KV cache cut by every policy and budget, and compare with the full
 cache: perplexity, next-token accuracy, bits per byte, time, memory, and what lossless frames of the cache that is left
@@ -131,8 +131,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _configurations(arguments: argparse.Namespace) -> list[Configuration]:
     from ..errors import KvmnnError
-    from ..lm.configurations import configurations, numbers
-    from ..lm.presets import preset
+    from ..lm.evaluation.configurations import configurations, numbers
+    from ..lm.evaluation.presets import preset
 
     try:
         skip = None if arguments.skip_layers is None else numbers(arguments.skip_layers)
@@ -146,7 +146,7 @@ def _configurations(arguments: argparse.Namespace) -> list[Configuration]:
 
 
 def _settings(arguments: argparse.Namespace) -> Settings:
-    from ..lm.settings import Settings
+    from ..lm.evaluation.settings import Settings
     from ..parallel import cpu_count
 
     given: dict[str, Any] = {}
@@ -177,10 +177,10 @@ def _measure(
     settings: Settings,
     stack: ExitStack,
 ) -> dict[str, Any]:
-    from ..lm.cells import CellStore
-    from ..lm.documents import read_documents
-    from ..lm.evaluation import evaluate
-    from ..lm.model_files import find_model
+    from ..lm.evaluation.cells import CellStore
+    from ..lm.evaluation.documents import read_documents
+    from ..lm.evaluation.evaluation import evaluate
+    from ..lm.graph.model_files import find_model
     from ..lm.tokenizer import Tokenizer
 
     find_model(arguments.model)
@@ -207,7 +207,7 @@ def _outputs(arguments: argparse.Namespace, stack: ExitStack) -> Any:
             raise UsageError(f"{arguments.output}: is a directory, expected a file")
         output = stack.enter_context(FileOutput(arguments.output, force=arguments.force, protect=inputs))
     if arguments.plot is not None:
-        from ..lm import plots
+        from ..lm.reports import plots
 
         plots.require()
         with DirectoryOutput(arguments.plot, force=arguments.force) as probe:
@@ -224,7 +224,7 @@ def _outputs(arguments: argparse.Namespace, stack: ExitStack) -> Any:
 
 
 def _plot(arguments: argparse.Namespace, results: dict[str, Any]) -> None:
-    from ..lm import plots
+    from ..lm.reports import plots
 
     left_out: dict[str, str] = {}
     written = plots.write_all(results, arguments.plot, arguments.force, left_out=left_out)
@@ -235,7 +235,7 @@ def _plot(arguments: argparse.Namespace, results: dict[str, Any]) -> None:
 
 
 def _as(suffix: str, results: dict[str, Any]) -> str:
-    from ..lm import report
+    from ..lm.reports import report
 
     if suffix == ".json":
         return json.dumps(results) + "\n"
@@ -252,7 +252,7 @@ def _note(arguments: argparse.Namespace, results: dict[str, Any]) -> None:
 
 
 def _print(arguments: argparse.Namespace, results: dict[str, Any]) -> None:
-    from ..lm import report
+    from ..lm.reports import report
 
     if arguments.json:
         _common.print_json({"verb": "eval", **results})

@@ -11,7 +11,7 @@ from . import _common, _model_run
 from ._common import LOSSLESS, LOSSY, STDIO, UsageError
 
 if TYPE_CHECKING:
-    from ..lm.configurations import Configuration
+    from ..lm.evaluation.configurations import Configuration
     from ..lm.generation import Generation, Sampling
     from ..lm.session import DecoderSession
     from ..lm.tokenizer import Tokenizer
@@ -109,7 +109,7 @@ def _generate_all(
 ) -> dict[str, Generation]:
     """With the full cache, and under the policy if there is one."""
     from ..lm.generation import ending_tokens, generate, warm_up
-    from ..lm.model_files import find_model
+    from ..lm.graph.model_files import find_model
 
     ends = ending_tokens(find_model(arguments.model))
     warm_up(session, ids[0])

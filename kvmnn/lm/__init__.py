@@ -1,7 +1,8 @@
-"""A language model with its KV cache in our hands: cut by any policy, measured, and handed on."""
+"""A language model with its KV cache in our hands: cut by any policy, measured, and handed on (docs/lm.md)."""
 
-from .decoder import Step
-from .session import DecoderSession
+from .cache import ModelCache
+from .runner import Runner
+from .session import DecoderSession, Step
 from .tokenizer import Tokenizer
 
-__all__ = ["DecoderSession", "Step", "Tokenizer"]
+__all__ = ["DecoderSession", "ModelCache", "Runner", "Step", "Tokenizer"]

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import KvmnnError
 from ..policies.ranking import Floats
-from .model_files import ModelFiles, section
+from .graph.model_files import ModelFiles, section
 from .runner import Runner
 from .session import DecoderSession
 

@@ -11,7 +11,7 @@ from ..errors import KvmnnError
 from ..layout import PackLayout
 from ..packed_cache import PackedCache
 from ..policies.ranking import Indices
-from .interface import DecoderInterface
+from .graph.interface import DecoderInterface
 from .kv_store import Pair
 
 

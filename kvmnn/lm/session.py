@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import KvmnnError
-from .decoder import Decoder, Pair, Step
-from .graph_file import read_graph
-from .interface import read_interface
-from .model_files import find_model
-from .operating import start_decoder
-from .starting import CPU, Settings
-from .unequal import Lengths, try_unequal_lengths
+from .graph.decoder import Decoder, Pair, Step
+from .graph.graph_file import read_graph
+from .graph.interface import read_interface
+from .graph.model_files import find_model
+from .graph.operating import start_decoder
+from .graph.starting import CPU, Settings
+from .graph.unequal import Lengths, try_unequal_lengths
 
 __all__ = ["DecoderSession", "Pair", "Step"]
 

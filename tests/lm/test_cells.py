@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from kvmnn.errors import OutputError, SourceError
-from kvmnn.lm.cells import CellStore, cell_key
-from kvmnn.lm.configurations import Configuration
-from kvmnn.lm.documents import Document
-from kvmnn.lm.settings import Settings
+from kvmnn.lm.evaluation.cells import CellStore, cell_key
+from kvmnn.lm.evaluation.configurations import Configuration
+from kvmnn.lm.evaluation.documents import Document
+from kvmnn.lm.evaluation.settings import Settings
 
 DOCUMENT = Document("a.txt", np.arange(5), 9, "ab" * 32)
 CONFIGURATION = Configuration("streaming 64", "streaming", {"budget": 64})

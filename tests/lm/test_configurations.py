@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvmnn.errors import KvmnnError
-from kvmnn.lm.configurations import Configuration, SeedMethod, configurations, numbers, shares
+from kvmnn.lm.evaluation.configurations import Configuration, SeedMethod, configurations, numbers, shares
 from kvmnn.policies import POLICIES, LayerView
 
 

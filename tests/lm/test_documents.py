@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmnn.errors import KvmnnError, SourceError
-from kvmnn.lm import documents
-from kvmnn.lm.documents import read_document, read_documents
+from kvmnn.lm.evaluation import documents
+from kvmnn.lm.evaluation.documents import read_document, read_documents
 from kvmnn.lm.tokenizer import Tokenizer
 
 FIXTURE = Path(__file__).resolve().parents[2] / "fixtures" / "lm"

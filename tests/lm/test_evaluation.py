@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from kvmnn.errors import KvmnnError, MissingDependencyError, SourceError
-from kvmnn.lm import processes
-from kvmnn.lm.cells import CellStore
-from kvmnn.lm.configurations import Configuration, configurations
-from kvmnn.lm.documents import read_documents
-from kvmnn.lm.evaluation import evaluate, model_sha256
-from kvmnn.lm.presets import preset
-from kvmnn.lm.settings import Settings
+from kvmnn.lm.evaluation import processes
+from kvmnn.lm.evaluation.cells import CellStore
+from kvmnn.lm.evaluation.configurations import Configuration, configurations
+from kvmnn.lm.evaluation.documents import read_documents
+from kvmnn.lm.evaluation.evaluation import evaluate, model_sha256
+from kvmnn.lm.evaluation.presets import preset
+from kvmnn.lm.evaluation.settings import Settings
 from kvmnn.lm.tokenizer import Tokenizer
 from kvmnn.policies import POLICIES
 

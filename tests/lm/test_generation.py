@@ -20,7 +20,7 @@ from kvmnn.lm.generation import (
     generate,
     prefill,
 )
-from kvmnn.lm.model_files import ModelFiles
+from kvmnn.lm.graph.model_files import ModelFiles
 from kvmnn.lm.runner import Runner
 from kvmnn.lm.session import DecoderSession
 from kvmnn.lm.tokenizer import Tokenizer

@@ -13,7 +13,8 @@ import pytest
 from onnx import TensorProto, helper
 from tiny_decoders import Numpy, Tiny
 
-from kvmnn.lm import DecoderSession, operating
+from kvmnn.lm import DecoderSession
+from kvmnn.lm.graph import operating
 
 IDS, POSITIONS = np.arange(3, 48, 5), np.arange(9)
 

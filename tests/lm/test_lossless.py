@@ -9,7 +9,7 @@ import kvmnn
 from kvmnn import frame
 from kvmnn.cache import LayerCache
 from kvmnn.errors import FrameError
-from kvmnn.lm.lossless import frame_sizes
+from kvmnn.lm.evaluation.lossless import frame_sizes
 
 
 def layers(dtype=np.float32, kept=(20, 30), seen=50):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvmnn.errors import KvmnnError
 from kvmnn.lm.cache import ModelCache
-from kvmnn.lm.interface import DecoderInterface
+from kvmnn.lm.graph.interface import DecoderInterface
 from kvmnn.lm.kv_store import PlainStore
 from kvmnn.lm.packed_store import PackedStore
 from kvmnn.lm.token_rows import TokenRows

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from lm_results import BUDGETS, document, row
 
 from kvmnn.errors import KvmnnError, MissingDependencyError, OutputError
-from kvmnn.lm import figures, plot_style, plots, series, trace_figures
-from kvmnn.lm.presets import preset
+from kvmnn.lm.evaluation.presets import preset
+from kvmnn.lm.reports import figures, plot_style, plots, series, trace_figures
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def test_all_plots_as_png_and_svg(written: list[Path]) -> None:
 
 def test_equal_results_make_equal_bytes_in_another_process(written: list[Path], tmp_path: Path) -> None:
     code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from lm_results import document; from kvmnn.lm import plots; "
+        "import sys; sys.path.insert(0, sys.argv[1]); from lm_results import document; from kvmnn.lm.reports import plots; "
         "plots.write_all(document(), sys.argv[2]); assert 'matplotlib.pyplot' not in sys.modules"
     )
     tests = str(Path(__file__).parent.parent)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvmnn.errors import KvmnnError
-from kvmnn.lm.presets import PRESETS, preset
+from kvmnn.lm.evaluation.presets import PRESETS, preset
 from kvmnn.policies import Streaming
 
 

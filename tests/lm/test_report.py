@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from lm_results import BUDGETS, document, row
 
-from kvmnn.lm import report
+from kvmnn.lm.reports import report
 
 
 def cells(table: str) -> list[dict[str, str]]:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmnn.errors import KvmnnError
-from kvmnn.lm import scoring
-from kvmnn.lm.scoring import negative_log_probabilities, score, summary
+from kvmnn.lm.evaluation import scoring
+from kvmnn.lm.evaluation.scoring import negative_log_probabilities, score, summary
 
 
 class Table:

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvmnn.lm.configurations import SeedMethod
-from kvmnn.lm.scoring import negative_log_probabilities
-from kvmnn.lm.seed_methods import measure_as_seed
+from kvmnn.lm.evaluation.configurations import SeedMethod
+from kvmnn.lm.evaluation.scoring import negative_log_probabilities
+from kvmnn.lm.evaluation.seed_methods import measure_as_seed
 
 VOCAB = 6
 RANDOM = np.random.default_rng(11)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvmnn.lm import statistics
-from kvmnn.lm.statistics import paired_interval
+from kvmnn.lm.evaluation import statistics
+from kvmnn.lm.evaluation.statistics import paired_interval
 
 
 def test_two_documents_are_drawn_both_ways():

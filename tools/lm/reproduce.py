@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from kvmnn.lm.configurations import FULL, Configuration
-from kvmnn.lm.documents import read_documents
-from kvmnn.lm.evaluation import evaluate
-from kvmnn.lm.settings import Settings
+from kvmnn.lm.evaluation.configurations import FULL, Configuration
+from kvmnn.lm.evaluation.documents import read_documents
+from kvmnn.lm.evaluation.evaluation import evaluate
+from kvmnn.lm.evaluation.settings import Settings
 from kvmnn.lm.tokenizer import Tokenizer
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "lm"

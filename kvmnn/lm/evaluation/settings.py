@@ -1,0 +1,93 @@
+"""How an evaluation runs: everything its numbers depend on beside model, policies and texts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from ...errors import KvmnnError
+from ..runner import SLACK
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings of an evaluation.
+
+    Parameters
+    ----------
+    tokens
+        Tokens scored of each document.
+    chunk
+        Tokens fed at once.
+    deep_from
+        Tokens fed at this position or later are also reported apart; half of `tokens` by default.
+    seed
+        Of the bootstrap and of policies that draw.
+    threads
+        Of onnxruntime, in each process.
+    providers
+        Of onnxruntime.
+    slack
+        Evicted tokens that may stay masked in the buffers before they are cut out (`kvmnn.lm.runner`).
+    packed
+        Backend of the `PackedCache` that holds the cache, or None.
+    frame_dtype
+        Words of the frames of the kept cache: ``"fp16"``, rounded as an engine holds them, or ``"fp32"``, as they are.
+    repeats
+        Of the timed generation; medians are reported.
+    as_seed
+        Whether configurations of presets are also measured as their seeds did.
+    timing
+        Whether TTFT and TPOT are measured.
+    traces
+        Whether memory and live tokens of the first document are recorded over its course.
+    """
+
+    tokens: int = 2048
+    chunk: int = 1
+    deep_from: int = -1
+    seed: int = 0
+    threads: int = 1
+    providers: tuple[str, ...] = ("CPUExecutionProvider",)
+    slack: int = SLACK
+    packed: str | None = None
+    frame_dtype: Literal["fp16", "fp32"] = "fp16"
+    repeats: int = 3
+    as_seed: bool = True
+    timing: bool = True
+    traces: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "chunk", "threads", "repeats"):
+            if getattr(self, name) < 1:
+                raise KvmnnError(f"{name} is {getattr(self, name)}: expected at least 1")
+        if self.seed < 0 or self.slack < 0:
+            raise KvmnnError("seed and slack: expected at least 0")
+        if self.frame_dtype not in ("fp16", "fp32"):
+            raise KvmnnError(f"frame_dtype is {self.frame_dtype!r}: expected 'fp16' or 'fp32'")
+        if self.deep_from < 0:
+            object.__setattr__(self, "deep_from", self.tokens // 2)
+        object.__setattr__(self, "providers", tuple(self.providers))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it; `from_dict` is the way back."""
+        return asdict(self) | {"providers": list(self.providers)}
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> Settings:
+        """Settings from `to_dict`."""
+        return cls(**document)
+
+    def that_change(self, kind: str) -> dict[str, Any]:
+        """The settings that a cell of this kind depends on (`kvmnn.lm.evaluation.cells`)."""
+        used = self.to_dict()
+        for name in ("as_seed", "timing", "traces"):
+            del used[name]
+        if kind != "timing":
+            del used["repeats"]
+        if kind != "score":
+            del used["deep_from"], used["frame_dtype"]
+        if kind == "seed":
+            del used["chunk"]
+        return used

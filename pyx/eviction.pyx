@@ -6,7 +6,7 @@ of one of its heads, or of all layers. `slots` says where each live token lies i
 
 from libc.stdint cimport int64_t
 from libc.stdlib cimport free, malloc
-from libc.string cimport memmove, memset
+from libc.string cimport memcpy, memmove
 
 
 cdef struct Run:
@@ -132,38 +132,41 @@ def add_columns(
     Queries are added first, then the row's heads, in float32 and in order. One row: all heads; else heads in a row share
     one.
     """
-    cdef Py_ssize_t heads = attention.shape[0], queries = attention.shape[1], rows = scores.shape[0]
-    cdef Py_ssize_t group = heads // rows, row, head, query, i
+    cdef Py_ssize_t heads = attention.shape[0], queries = attention.shape[1], width = attention.shape[2]
+    cdef Py_ssize_t rows = scores.shape[0], group = heads // rows, row, head, query, i
     cdef const int64_t *where
     cdef const float *given
     cdef float *columns
     cdef float *sums
+    cdef float *out
     if live == 0:
         return
-    columns = <float *>malloc(2 * live * sizeof(float))
+    columns = <float *>malloc(2 * width * sizeof(float))
     if columns == NULL:
         raise MemoryError()
-    sums = columns + live
+    sums = columns + width
     with nogil:
         for row in range(rows):
-            where = &slots[row, 0]
-            memset(sums, 0, live * sizeof(float))
             for head in range(row * group, (row + 1) * group):
-                given = &attention[head, 0, 0]
-                if queries == 1:
-                    for i in range(live):
-                        sums[i] += given[where[i]]
-                    continue
-                memset(columns, 0, live * sizeof(float))
-                for query in range(queries):
-                    given = &attention[head, query, 0]
-                    for i in range(live):
-                        columns[i] += given[where[i]]
-                for i in range(live):
-                    sums[i] += columns[i]
+                add_queries(&attention[head, 0, 0], queries, width, columns if head > row * group else sums)
+                if head > row * group:
+                    for i in range(width):
+                        sums[i] += columns[i]
+            where = &slots[row, 0]
+            out = &scores[row, 0]
             for i in range(live):
-                scores[row, i] = scores[row, i] * fade + sums[i]
+                out[i] = out[i] * fade + sums[where[i]]
     free(columns)
+
+
+cdef void add_queries(const float *rows, Py_ssize_t queries, Py_ssize_t width, float *out) noexcept nogil:
+    """out = the sum of the rows, from the first to the last."""
+    cdef Py_ssize_t query, i
+    memcpy(out, rows, width * sizeof(float))
+    for query in range(1, queries):
+        rows += width
+        for i in range(width):
+            out[i] += rows[i]
 
 
 def gather(unsigned char[:, :, ::1] rows not None, const int64_t[:, ::1] slots not None, Py_ssize_t live) -> None:

@@ -52,13 +52,14 @@ def norms32(const float[:, :, :] rows not None, float[:, ::1] out not None) -> N
                 <const uint8_t *>&rows[head, 0, 0], rows.strides[1], rows.shape[1], rows.shape[2], &out[head, 0])
 
 
-def choose(const float[:, :] values not None, bint highest, int64_t[:, ::1] out not None) -> None:
-    """out[r] = indices of the out.shape[1] lowest or highest of values[r, :], ascending; equal ones: the first.
+def choose(const float[:, :] values not None, bint highest, int64_t[:, :] out not None, int64_t first) -> None:
+    """out[r] = first + indices of the out.shape[1] lowest or highest of values[r, :], ascending; equal ones: the first.
 
-    The last axis of `values` is contiguous, and at least as long as that of `out`.
+    The last axes are contiguous, and that of `values` is at least as long as that of `out`.
     """
     cdef const kvmnn_norms *table = kvmnn_norms_for(lanes.name)
-    cdef Py_ssize_t row, n = values.shape[1], m = out.shape[1]
+    cdef Py_ssize_t row, i, n = values.shape[1], m = out.shape[1]
+    cdef int64_t *chosen
     cdef uint32_t *ranks
     if out.shape[0] == 0 or m == 0:
         return
@@ -68,5 +69,9 @@ def choose(const float[:, :] values not None, bint highest, int64_t[:, ::1] out 
     with nogil:
         for row in range(values.shape[0]):
             table.rank(&values[row, 0], n, highest, ranks)
-            kvmnn_lowest(ranks, n, m, &out[row, 0])
+            chosen = &out[row, 0]
+            kvmnn_lowest(ranks, n, m, chosen)
+            if first:
+                for i in range(m):
+                    chosen[i] += first
     free(ranks)

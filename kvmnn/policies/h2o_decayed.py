@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import KvmnnError
 from .base import Budgeted, LayerView, Moment, check_count
-from .ranking import Indices, highest
+from .ranking import Indices, between
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,11 +75,9 @@ class H2ODecayed(Budgeted):
             raise KvmnnError(f"layer {view.layer}: {self.name} needs scores")
         first = min(self.sink, size)
         recent = min(self._recent(size), size - first)
-        between = highest(np.atleast_2d(view.scores)[:, first : view.tokens - recent], size - first - recent)
-        kept = np.empty((len(between), size), np.int64)
-        kept[:, :first] = np.arange(first)
-        kept[:, size - recent :] = np.arange(view.tokens - recent, view.tokens)
-        np.add(between, first, out=kept[:, first : size - recent])
+        heavy = size - first - recent
+        scores = np.atleast_2d(view.scores)
+        kept = between(scores, view.tokens, sink=first, count=heavy, recent=recent, highest=True)
         return kept if view.scores.ndim == 2 else kept[0]
 
     def _recent(self, size: int) -> int:

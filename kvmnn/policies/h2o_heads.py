@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
 from ..errors import KvmnnError
 from .base import Budgeted, LayerView, Moment, check_count
-from .ranking import Indices, highest
+from .ranking import Indices, between
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +57,4 @@ class H2OHeads(Budgeted):
         if view.scores is None:
             raise KvmnnError(f"layer {view.layer}: {self.name} needs scores")
         recent = min(self.recent, size)
-        zone = view.tokens - recent
-        heavy = highest(view.scores[:, :zone], size - recent)
-        latest = np.arange(zone, view.tokens, dtype=np.int64)
-        return np.concatenate([heavy, np.broadcast_to(latest, (heavy.shape[0], recent))], axis=1)
+        return between(view.scores, view.tokens, sink=0, count=size - recent, recent=recent, highest=True)

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..errors import KvmnnError
 from .base import BUFFER, Budgeted, LayerView, Moment, check_count
-from .ranking import Indices, highest
+from .ranking import Indices, between
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +71,6 @@ class H2OTokens(Budgeted):
         first = min(self.sink, view.tokens)
         last = max(view.tokens - self.recent, first)
         heavy = min(max(size - self.sink - self.recent, 0), last - first)
-        between = highest(np.atleast_2d(view.scores)[:, first:last], heavy) + first
-        ends = np.arange(first, dtype=np.int64), np.arange(last, view.tokens, dtype=np.int64)
-        sinks, latest = (np.broadcast_to(end, (len(between), len(end))) for end in ends)
-        kept = np.concatenate([sinks, between, latest], axis=1)
+        scores, recent = np.atleast_2d(view.scores), view.tokens - last
+        kept = between(scores, view.tokens, sink=first, count=heavy, recent=recent, highest=True)
         return kept if view.scores.ndim == 2 else kept[0]

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..errors import KvmnnError
 from .base import Budgeted, LayerView, Moment, check_share
-from .ranking import Indices, highest, lowest
+from .ranking import Floats, Indices, between
 
 Strategy = Literal["keep_low", "keep_high", "random"]
 
@@ -71,17 +71,13 @@ class L2Fixed(Budgeted):
         if view.tokens <= size:
             return None
         protected = min(int(size * self.recent_ratio), view.tokens)
-        zone, chosen = view.tokens - protected, max(size - protected, 0)
-        heads = view.kv_heads
-        kept = np.empty((heads, chosen + protected), np.int64)
-        if chosen:
-            kept[:, :chosen] = self._older(view, zone, chosen)
-        kept[:, chosen:] = np.arange(zone, view.tokens)
-        return kept
+        chosen = max(size - protected, 0)
+        values = self._values(view, view.tokens - protected if chosen else 0)
+        high = self.strategy == "keep_high"
+        return between(values, view.tokens, sink=0, count=chosen, recent=protected, highest=high)
 
-    def _older(self, view: LayerView, zone: int, count: int) -> Indices:
-        """`count` of the first `zone` tokens for each head, ascending."""
+    def _values(self, view: LayerView, zone: int) -> Floats:
+        """What the first `zone` tokens are chosen by, ``[kv_head, token]``."""
         if self.generator is not None:
-            return lowest(self.generator.random((view.kv_heads, zone), np.float32), count)
-        norms = view.key_norms(zone)
-        return lowest(norms, count) if self.strategy == "keep_low" else highest(norms, count)
+            return self.generator.random((view.kv_heads, zone), np.float32)
+        return view.key_norms(zone)

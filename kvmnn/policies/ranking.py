@@ -74,8 +74,31 @@ def _chosen(values: Floats, count: int, *, highest: bool) -> Indices:
     if values.shape[1] > 1 and values.strides[1] != values.itemsize:
         values = np.ascontiguousarray(values)
     out = np.empty((values.shape[0], count), np.int64)
-    _norms.choose(values, highest, out)
+    _norms.choose(values, highest, out, 0)
     return out
+
+
+def between(values: Floats, tokens: int, *, sink: int, count: int, recent: int, highest: bool) -> Indices:
+    """The first `sink` and the last `recent` of `tokens` indices, and `count` of those between by their values.
+
+    Parameters
+    ----------
+    values
+        ``[row, token]``; those of the sinks and of the recent tokens do not count.
+
+    Returns
+    -------
+    ndarray
+        int64 ``[row, sink + count + recent]``, ascending.
+    """
+    kept = np.empty((len(values), sink + count + recent), np.int64)
+    kept[:, :sink] = np.arange(sink)
+    kept[:, sink + count :] = np.arange(tokens - recent, tokens)
+    zone = values[:, sink : tokens - recent]
+    if zone.shape[1] > 1 and zone.strides[1] != zone.itemsize:
+        zone = np.ascontiguousarray(zone)
+    _norms.choose(zone, highest, kept[:, sink : sink + count], sink)
+    return kept
 
 
 def by_rank(values: Floats, chosen: Indices, *, highest: bool = False) -> Indices:

@@ -78,6 +78,9 @@ def _add_settings(parser: Any) -> None:
     )
     group.add_argument("--chunk", type=_common.positive, default=1, metavar="N", help="tokens fed at once (1)")
     group.add_argument(
+        "--prompt", type=_common.whole, default=0, metavar="N", help="tokens of the first step, a prompt (as --chunk)"
+    )
+    group.add_argument(
         "--deep", type=_common.whole, metavar="N", help="also report tokens from this position on (half of --tokens)"
     )
     group.add_argument("--seed", type=_common.whole, default=0, metavar="N", help="of random policies, bootstrap (0)")
@@ -159,6 +162,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
     return Settings(
         tokens=arguments.tokens,
         chunk=arguments.chunk,
+        prompt=arguments.prompt,
         seed=arguments.seed,
         threads=arguments.threads or max(1, cpu_count() // arguments.jobs),
         packed=arguments.packed,

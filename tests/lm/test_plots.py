@@ -38,7 +38,8 @@ def test_all_plots_as_png_and_svg(written: list[Path]) -> None:
 def test_equal_results_make_equal_bytes_in_another_process(written: list[Path], tmp_path: Path) -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); from lm_results import document; "
-        "from kvmnn.lm.reports import plots; plots.write_all(document(), sys.argv[2]); assert 'matplotlib.pyplot' not in sys.modules"
+        "from kvmnn.lm.reports import plots; plots.write_all(document(), sys.argv[2]); "
+        "assert 'matplotlib.pyplot' not in sys.modules"
     )
     tests = str(Path(__file__).parent.parent)
     subprocess.run([sys.executable, "-c", code, tests, str(tmp_path / "again")], check=True, timeout=120)

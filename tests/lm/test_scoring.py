@@ -95,3 +95,25 @@ def test_what_is_not_finite_is_refused_by_position(value):
 def test_summary():
     assert summary(4, 2.0, 1) == {"tokens": 4, "nll": 0.5, "perplexity": math.exp(0.5), "accuracy": 0.25}
     assert summary(1, 1000.0, 0)["perplexity"] is None
+
+
+def test_a_prompt_is_the_first_step():
+    class Fed:
+        def __init__(self):
+            self.steps = []
+
+        def feed(self, ids, *, end_chunk=False):
+            self.steps.append((len(ids), end_chunk))
+            return np.zeros((len(ids), 3), np.float32)
+
+    for prompt, chunk, steps in (
+        (5, 1, [(5, True), (1, False), (1, False)]),
+        (3, 2, [(3, True), (2, True), (2, True)]),
+        (1, 4, [(1, True), (4, True), (2, True)]),
+        (50, 4, [(7, True)]),
+        (0, 4, [(4, True), (3, True)]),
+    ):
+        fed = Fed()
+        scored = score(fed, np.zeros(8, np.int64), chunk=chunk, prompt=prompt, deep_from=6)
+        assert fed.steps == steps
+        assert (scored.every.tokens, scored.deep.tokens) == (7, 1)

@@ -100,7 +100,14 @@ class Measurer:
                 advance(new)
 
         try:
-            scored = score(runner, document.ids, chunk=settings.chunk, deep_from=settings.deep_from, after=after)
+            scored = score(
+                runner,
+                document.ids,
+                chunk=settings.chunk,
+                prompt=settings.prompt,
+                deep_from=settings.deep_from,
+                after=after,
+            )
         except KvmnnError as exc:
             if runner.policy is None:
                 raise KvmnnError(f"{document.name}: {exc}") from exc

@@ -109,6 +109,7 @@ def score(
     *,
     chunk: int,
     deep_from: int,
+    prompt: int = 0,
     after: Callable[[int], object] | None = None,
 ) -> Scored:
     """Feed all ids but the last in chunks and score each against the one behind it.
@@ -122,6 +123,8 @@ def score(
     chunk
         Tokens that are fed at once. The lazy policies are told of a chunk's end where it has more than one token, as
         the seed's evaluation does; token by token they keep their surplus.
+    prompt
+        Tokens of the first step; 0 for `chunk`.
     deep_from
         Tokens fed at this position or later are also added up apart.
     after
@@ -134,10 +137,11 @@ def score(
     """
     scored = Scored(Sums(), Sums())
     last = len(ids) - 1
-    for begin in range(0, last, chunk):
-        end = min(begin + chunk, last)
+    begin = end = 0
+    while end < last:
+        begin, end = end, min(end + (prompt or chunk if end == 0 else chunk), last)
         started = time.perf_counter()
-        logits = runner.feed(ids[begin:end], end_chunk=chunk > 1)
+        logits = runner.feed(ids[begin:end], end_chunk=max(chunk, end - begin) > 1)
         scored.seconds += time.perf_counter() - started
         nll, hits = negative_log_probabilities(logits, ids[begin + 1 : end + 1])
         if not np.isfinite(nll).all():

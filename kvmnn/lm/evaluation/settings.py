@@ -20,6 +20,9 @@ class Settings:
         Tokens scored of each document.
     chunk
         Tokens fed at once.
+    prompt
+        Tokens of the first step, read at once as a prompt; 0 for `chunk` of them. Policies that act on a prompt only
+        need one.
     deep_from
         Tokens fed at this position or later are also reported apart; half of `tokens` by default.
     seed
@@ -46,6 +49,7 @@ class Settings:
 
     tokens: int = 2048
     chunk: int = 1
+    prompt: int = 0
     deep_from: int = -1
     seed: int = 0
     threads: int = 1
@@ -62,8 +66,8 @@ class Settings:
         for name in ("tokens", "chunk", "threads", "repeats"):
             if getattr(self, name) < 1:
                 raise KvmnnError(f"{name} is {getattr(self, name)}: expected at least 1")
-        if self.seed < 0 or self.slack < 0:
-            raise KvmnnError("seed and slack: expected at least 0")
+        if min(self.seed, self.slack, self.prompt) < 0:
+            raise KvmnnError("seed, slack and prompt: expected at least 0")
         if self.frame_dtype not in ("fp16", "fp32"):
             raise KvmnnError(f"frame_dtype is {self.frame_dtype!r}: expected 'fp16' or 'fp32'")
         if self.deep_from < 0:
@@ -87,7 +91,7 @@ class Settings:
         if kind != "timing":
             del used["repeats"]
         if kind != "score":
-            del used["deep_from"], used["frame_dtype"]
+            del used["deep_from"], used["frame_dtype"], used["prompt"]
         if kind == "seed":
             del used["chunk"]
         return used

@@ -74,6 +74,7 @@ def notes(results: Results) -> list[str]:
             f"{_counted(len(documents), 'document')}",
             f"{sum(d['tokens'] for d in documents):,} tokens" if documents else None,
             f"{_range(scored)} scored by each row" if scored else None,
+            f"a prompt of {_counted(settings['prompt'], 'token')}" if settings.get("prompt") else None,
             f"fed {_counted(settings['chunk'], 'token')} at a time" if settings.get("chunk") else None,
             f"deep: from token {settings['deep_from']:,} on" if settings.get("deep_from") is not None else None,
             f"seed {settings['seed']}" if settings.get("seed") is not None else None,

@@ -54,7 +54,7 @@ tests=
 for name in block damage frame frame_values hash inspect layout many packed_cache policies policies_ranking predictors rle simd threads zstd; do
     [ ! -e tests/test_$name.py ] || tests="$tests tests/test_$name.py"
 done
-"$WORK/venv/bin/python" -P -m pytest -s -p no:cacheprovider $tests -k "not selftest"
+"$WORK/venv/bin/python" -P -m pytest -s -p no:cacheprovider $tests tests/lm/test_model_cache.py -k "not selftest"
 
 echo "sanitize: $MINUTES minutes of fuzzing"
 "$WORK/venv/bin/python" -P tools/fuzz.py --minutes "$MINUTES" --seed "$SEED" --out "$WORK/found"

@@ -90,7 +90,7 @@ def _add_settings(parser: Any) -> None:
     group.add_argument("--jobs", type=_common.positive, default=1, metavar="N", help="processes at a time (1)")
     group.add_argument("--packed", metavar="BACKEND", help="hold the cache in this packed layout, such as x86-avx2")
     group.add_argument(
-        "--slack", type=_common.whole, metavar="N", help="evicted tokens that may stay masked until moved (64)"
+        "--slack", type=_common.whole, metavar="N", help="evicted tokens that may stay masked (1 in 8 of those kept)"
     )
     group.add_argument(
         "--providers",

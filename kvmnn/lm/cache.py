@@ -16,6 +16,9 @@ from .kv_store import KVStore, Pair
 from .session import Step
 from .token_rows import TokenRows
 
+SHARE = 8
+"""Live tokens for each dead one that may be beside them before K and V are moved: moving then costs little at any size."""
+
 
 class ModelCache:
     """K, V, true positions, scores and key norms of all layers, cut together.
@@ -35,7 +38,7 @@ class ModelCache:
     policy
         Which tokens stay; None for all.
     slack
-        Dead slots that may be in use. Above 0 only for a model that takes a bias.
+        Dead slots that may be in use, or None for an eighth of the live tokens. 0 for a model that takes no bias.
     biased
         Whether the model takes a bias.
 
@@ -55,7 +58,7 @@ class ModelCache:
         kv_heads: int,
         query_heads: int,
         policy: Policy | None,
-        slack: int,
+        slack: int | None,
         biased: bool,
     ) -> None:
         self._store = store
@@ -157,7 +160,7 @@ class ModelCache:
         if self._policy is not None and Moment.ATTENDED in self._policy.moments:
             self._apply(Moment.ATTENDED)
         for group in self._groups:
-            if group.dead > self._slack:
+            if self._is_full(group):
                 self._compact(group, 0)
 
     def end_chunk(self) -> None:
@@ -165,7 +168,7 @@ class ModelCache:
         if self._policy is not None and Moment.CHUNK_END in self._policy.moments:
             self._apply(Moment.CHUNK_END)
             for group in self._groups:
-                if group.dead > self._slack:
+                if self._is_full(group):
                     self._compact(group, 0)
 
     # -- how -----------------------------------------------------------------------------------------------------------
@@ -218,8 +221,12 @@ class ModelCache:
                     f"layer {group.layers[0]}: the policy evicts some of {self._new} new tokens before attention, "
                     f"but this graph takes no bias that could mask them: feed fewer tokens at once"
                 )
-        elif group.dead > self._slack:
+        elif self._is_full(group):
             self._compact(group, self._new)
+
+    def _is_full(self, group: TokenRows) -> bool:
+        """Whether more dead slots are in use than may be."""
+        return group.dead > (group.live // SHARE if self._slack is None else self._slack)
 
     def _compact(self, group: TokenRows, new: int) -> None:
         """Let go of dead slots in K and V, which do not hold the last `new` tokens yet."""

@@ -20,9 +20,6 @@ from .session import DecoderSession, Step
 
 Tokens = npt.NDArray[np.int64]
 
-SLACK = 64
-"""Evicted tokens that may lie masked in the buffers before K and V are moved together."""
-
 
 @dataclass
 class Clock:
@@ -53,8 +50,9 @@ class Runner:
     policy
         Which tokens stay; None for the full cache.
     slack
-        Evicted tokens that may lie masked in the buffers until K and V are moved together; 0 cuts at once, and so does
-        a graph that takes no bias. It changes what is held (`ModelCache.nbytes`), not which tokens are attended.
+        Evicted tokens that may lie masked in the buffers until K and V are moved together, None for an eighth of those
+        kept; 0 cuts at once, and so does a graph that takes no bias. It changes what is held (`ModelCache.nbytes`), not
+        which tokens are attended.
     packed
         Hold K and V in the packed layout of this backend, such as ``"x86-avx2"``: packed, reallocated and unpacked at
         every step, with the same results.
@@ -82,7 +80,7 @@ class Runner:
         session: DecoderSession,
         policy: Policy | None = None,
         *,
-        slack: int = SLACK,
+        slack: int | None = None,
         packed: str | None = None,
         positions: Literal["true", "stored"] = "true",
     ) -> None:
@@ -98,7 +96,7 @@ class Runner:
             session.check_unequal_lengths()
         if positions not in ("true", "stored"):
             raise KvmnnError(f"positions is {positions!r}: expected 'true' or 'stored'")
-        if slack < 0:
+        if slack is not None and slack < 0:
             raise KvmnnError(f"slack is {slack}: expected at least 0")
         self.session = session
         self.policy = policy

@@ -107,6 +107,7 @@ def test_a_key_is_that_of_everything_that_matters():
 CHANGED = {
     "tokens": 100,
     "chunk": 2,
+    "prompt": 64,
     "deep_from": 3,
     "seed": 1,
     "threads": 2,

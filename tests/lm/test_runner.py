@@ -80,9 +80,9 @@ class Reference:
         return logits
 
 
-@pytest.mark.parametrize("slack", [0, 4, 100])
+@pytest.mark.parametrize("slack", [None, 0, 4, 100])
 @pytest.mark.parametrize(("form", "name", "options"), CASES, ids=lambda value: str(value)[:40])
-def test_logits_under_a_policy(sessions: Any, form: str, name: str, options: dict[str, Any], slack: int) -> None:
+def test_logits_under_a_policy(sessions: Any, form: str, name: str, options: dict[str, Any], slack: int | None) -> None:
     tolerance = 3e-2 if FORMS[form].half else 2e-4
     policy = create(name, **options)
     reference, runner = Reference(FORMS[form], policy), Runner(sessions[form], policy, slack=slack)

@@ -60,7 +60,7 @@ class Measurer:
         policy = configuration.make(draw)
         scored = policy is not None and policy.needs in ("scores", "head scores")
         try:
-            session = self._session(scored, self.settings.slack > 0 and policy is not None)
+            session = self._session(scored, self.settings.slack != 0 and policy is not None)
             return Runner(
                 session,
                 policy,

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from ...errors import KvmnnError
-from ..runner import SLACK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +31,7 @@ class Settings:
     providers
         Of onnxruntime.
     slack
-        Evicted tokens that may stay masked in the buffers before they are cut out (`kvmnn.lm.runner`).
+        Evicted tokens that may stay masked in the buffers before they are cut out, or None (`kvmnn.lm.runner`).
     packed
         Backend of the `PackedCache` that holds the cache, or None.
     frame_dtype
@@ -54,7 +53,7 @@ class Settings:
     seed: int = 0
     threads: int = 1
     providers: tuple[str, ...] = ("CPUExecutionProvider",)
-    slack: int = SLACK
+    slack: int | None = None
     packed: str | None = None
     frame_dtype: Literal["fp16", "fp32"] = "fp16"
     repeats: int = 3
@@ -66,7 +65,7 @@ class Settings:
         for name in ("tokens", "chunk", "threads", "repeats"):
             if getattr(self, name) < 1:
                 raise KvmnnError(f"{name} is {getattr(self, name)}: expected at least 1")
-        if min(self.seed, self.slack, self.prompt) < 0:
+        if min(self.seed, self.slack or 0, self.prompt) < 0:
             raise KvmnnError("seed, slack and prompt: expected at least 0")
         if self.frame_dtype not in ("fp16", "fp32"):
             raise KvmnnError(f"frame_dtype is {self.frame_dtype!r}: expected 'fp16' or 'fp32'")

@@ -17,7 +17,7 @@ from .session import Step
 from .token_rows import TokenRows
 
 SHARE = 8
-"""Live tokens for each dead one that may be beside them before K and V are moved: moving then costs little at any size."""
+"""Live tokens for each dead one that may be beside them before K and V are moved: then it costs little at any size."""
 
 
 class ModelCache:

@@ -7,13 +7,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import kvmnn
-from kvmnn.cli import main
 
 KEYS = np.random.default_rng(2).standard_normal((4, 30, 32)).astype(np.float16)
 
@@ -24,18 +22,6 @@ def here(tmp_path, monkeypatch):
     np.save("keys.npy", KEYS)
     np.savez("both.npz", k=KEYS, v=-KEYS.astype(np.float32))
     return tmp_path
-
-
-@pytest.fixture
-def run(capsys):
-    def call(*argv: object, code: int = 0) -> SimpleNamespace:
-        capsys.readouterr()
-        found = main([str(arg) for arg in argv])
-        streams = capsys.readouterr()
-        assert found == code, streams.err
-        return streams
-
-    return call
 
 
 def shell(*argv: str, data: bytes = b"") -> subprocess.CompletedProcess[bytes]:

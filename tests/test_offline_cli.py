@@ -6,13 +6,10 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from offline_model import words, write_dump
-
-from kvmnn.cli import main
 
 K, V = words(1, 40), words(2, 40)
 
@@ -24,18 +21,6 @@ def here(tmp_path, monkeypatch):
     write_dump(Path("dump"), 1, 0, K, V, seq_len=41)
     write_dump(Path("dump"), 2, 0, K.astype("<f4"), V.astype("<f4"))
     return tmp_path
-
-
-@pytest.fixture
-def run(capsys):
-    def call(*argv: object, code: int = 0) -> SimpleNamespace:
-        capsys.readouterr()
-        found = main([str(arg) for arg in argv])
-        streams = capsys.readouterr()
-        assert found == code, streams.err
-        return streams
-
-    return call
 
 
 def test_both_documents_are_written(here, run):

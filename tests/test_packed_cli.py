@@ -11,22 +11,9 @@ import packed_samples
 import pytest
 
 from kvmnn import PackedCache, PackLayout
-from kvmnn.cli import main
 
 TOKENS = 70
 ON_AVX2 = ["--backend", "x86-avx2"]
-
-
-@pytest.fixture
-def run(capsys):
-    def call(*argv: object, code: int = 0) -> SimpleNamespace:
-        capsys.readouterr()
-        found = main([str(arg) for arg in argv])
-        streams = capsys.readouterr()
-        assert found == code, streams.err
-        return streams
-
-    return call
 
 
 @pytest.fixture

@@ -153,7 +153,7 @@ class ModelCache:
         for group in self._groups:
             if group.scores is not None:
                 self._score(group, group.scores, step)
-            if group.norms is not None:
+            if group.norms is not None and self._policy is not None and self._policy.uses_norms:
                 self._add_norms(group, group.norms, step.present)
             if self._new != self.seen:
                 group.steps += 1

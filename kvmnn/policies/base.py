@@ -223,6 +223,11 @@ class Policy(ABC):
         with np.errstate(over="ignore", invalid="ignore"):
             return scores * np.float32(self.fade(new)) + sums
 
+    @property
+    def uses_norms(self) -> bool:
+        """Whether the norms of the keys decide."""
+        return self.needs == "keys"
+
     def fade(self, new: int) -> float:
         """What the scores before `new` tokens are multiplied by; here 1, so nothing fades."""
         return 1.0

@@ -66,6 +66,10 @@ class L2Fixed(Budgeted):
         if (self.strategy == "random") != isinstance(self.generator, np.random.Generator):
             raise KvmnnError(f"{self.name}: strategy 'random', and no other, needs generator=numpy.random.Generator")
 
+    @property
+    def uses_norms(self) -> bool:
+        return self.strategy != "random"
+
     def _choose(self, view: LayerView, moment: Moment) -> Indices | None:
         size = self.size(view.tokens)
         if view.tokens <= size:

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 
 from ..errors import KvmnnError
+from ..packages import package
 from .engines import linears
 from .format import Floats, WeightFile
-from .onnx_export import LayerKind, build, kinds_of, package
+from .onnx_export import LayerKind, build, kinds_of
 from .plan import Precision
 
 _ERRORS_ONLY = 3

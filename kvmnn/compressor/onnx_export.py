@@ -8,7 +8,6 @@ with the words of the file they came from.
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import KvmnnError, MissingDependencyError
+from ..errors import KvmnnError
 from ..output import DirectoryOutput
+from ..packages import package
 from .format import PREFIXES, SLOTS_PER_PREFIX, WeightFile, Words
 from .plan import Precision
 
@@ -231,17 +231,3 @@ def export_onnx(
             directory.file(name).write(build(weights, kind, precision))
         directory.commit()
     return names
-
-
-def package(name: str) -> Any:
-    """An optional package.
-
-    Raises
-    ------
-    MissingDependencyError
-        Where it is not installed.
-    """
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise MissingDependencyError(f"this needs the package {name}: pip install 'kvmnn[lm]'") from error

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import SourceError
-from .packages import package
+from ..packages import package
 
 _FILE = "tokenizer.json"
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from ...errors import OutputError, SourceError
 from ...output import FileOutput
-from ..packages import package
+from ...packages import package
 from .graph_file import external_tensors, home, to_bytes
 from .model_files import OPERATED
 from .surgery import VERSION, Operated

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..packages import package
+from ...packages import package
 
 
 def unmerge(model: Any, branch: str) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import KvmnnError, ModelError
-from ..packages import package
+from ...packages import package
 from .graph_file import one_line
 
 CPU = ("CPUExecutionProvider",)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import KvmnnError
 from ...output import DirectoryOutput
-from ..packages import package
+from ...packages import package
 from . import figures, plot_style, trace_figures
 from .figures import NothingToShowError
 

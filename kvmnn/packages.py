@@ -1,11 +1,11 @@
-"""Optional packages of the ``lm`` extra, imported when they are first needed."""
+"""Optional packages, imported when they are first needed."""
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
 
-from ..errors import MissingDependencyError
+from .errors import MissingDependencyError
 
 _EXTRAS = {"matplotlib": "plot", "torch": "peers", "transformers": "peers"}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import SourceError
+from ..json_object import read_object_if_there
 from ..packages import package
 
 _FILE = "tokenizer.json"
@@ -102,7 +102,7 @@ class Tokenizer:
         return len(text.encode("utf-8"))
 
     def _find_bos(self) -> int | None:
-        named = _read(self.path.with_name("tokenizer_config.json")).get("bos_token")
+        named = read_object_if_there(self.path.with_name("tokenizer_config.json")).get("bos_token")
         if isinstance(named, dict):
             named = named.get("content")
         if isinstance(named, str):
@@ -110,21 +110,10 @@ class Tokenizer:
             if token is not None:
                 return int(token)
         for name in ("config.json", "generation_config.json"):
-            number = _read(self.path.with_name(name)).get("bos_token_id")
+            number = read_object_if_there(self.path.with_name(name)).get("bos_token_id")
             if isinstance(number, int) and not isinstance(number, bool) and 0 <= number < self.vocab:
                 return number
         return None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where the file is absent."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise SourceError(f"{path}: is not readable JSON: {_one_line(error)}") from error
-    return value if isinstance(value, dict) else {}
 
 
 def _one_line(error: Exception) -> str:

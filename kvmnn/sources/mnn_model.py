@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import SourceError
+from ..json_object import read_object
 from ..mapped import MappedFile
 
-_CONFIG_MOST = 16 << 20
 _STEP = 16 << 20
 _WEIGHT_SUFFIXES = (".mnn", ".mnn.weight", ".bin", ".safetensors")
 _FLASH_MODE, _FLASH_BLOCK = 8, 64
@@ -54,7 +53,7 @@ def read_geometry(path: str) -> ModelGeometry:
         file = Path(path, name)
         if file.is_file():
             found = True
-            fields = _load(file) | fields
+            fields = read_object(file) | fields
     if not found:
         raise SourceError(f"{path}: has neither llm_config.json nor config.json, so it is not an MNN model directory")
     shape = fields.get("key_value_shape")
@@ -94,20 +93,6 @@ def fingerprint(path: str) -> str:
                 digest.update(run.data)
             total.update(f"{name} {file.size} {digest.hexdigest()}\n".encode())
     return total.hexdigest()
-
-
-def _load(file: Path) -> dict[str, Any]:
-    try:
-        with file.open("rb") as stream:
-            text = stream.read(_CONFIG_MOST + 1)
-        fields = json.loads(text) if len(text) <= _CONFIG_MOST else None
-    except OSError as exc:
-        raise SourceError(f"{file}: cannot be read: {exc.strerror or exc}") from exc
-    except (ValueError, RecursionError) as exc:
-        raise SourceError(f"{file}: is not valid JSON: {str(exc)[:200]}") from None
-    if not isinstance(fields, dict):
-        raise SourceError(f"{file}: is not a JSON object of a reasonable size")
-    return fields
 
 
 def _natural(value: Any) -> int | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ...errors import ModelError, SourceError
+from ...json_object import read_object_if_there
 
 OPERATED = ".kvmnn-"  # part of the names of the graphs that kvmnn keeps beside a model
 _PREFERRED = ("model.onnx", "decoder_model_merged.onnx", "model_merged.onnx", "decoder_with_past_model.onnx")
@@ -59,7 +59,7 @@ def find_model(path: str | os.PathLike[str]) -> ModelFiles:
         raise SourceError(f"{given}: does not exist")
     if not given.is_dir():
         return _with_settings(given)
-    genai = read_settings(given / "genai_config.json")
+    genai = read_object_if_there(given / "genai_config.json")
     if genai:
         return _with_settings(given / _genai_file(genai, given), genai)
     for folder in (given, given / "onnx"):
@@ -103,10 +103,10 @@ def _genai_file(genai: dict[str, Any], folder: Path) -> str:
 
 def _with_settings(graph: Path, genai: dict[str, Any] | None = None) -> ModelFiles:
     folders = [graph.parent, graph.parent / "model", graph.absolute().parent.parent]
-    config = next((found for folder in folders if (found := read_settings(folder / "config.json"))), {})
+    config = next((found for folder in folders if (found := read_object_if_there(folder / "config.json"))), {})
     text = config.get("text_config")
     if genai is None:
-        genai = read_settings(graph.parent / "genai_config.json")
+        genai = read_object_if_there(graph.parent / "genai_config.json")
     return ModelFiles(graph, text if isinstance(text, dict) else config, genai)
 
 
@@ -118,26 +118,3 @@ def section(settings: dict[str, Any], *names: str) -> dict[str, Any]:
             return {}
         settings = inner
     return settings
-
-
-def read_settings(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; empty where there is no such file.
-
-    Raises
-    ------
-    SourceError
-        When the file is there and is no JSON object.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except NotADirectoryError:
-        return {}
-    except OSError as error:
-        raise SourceError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise SourceError(f"{path}: is not JSON: {' '.join(str(error).split())[:120]}") from error
-    if not isinstance(value, dict):
-        raise SourceError(f"{path}: holds no JSON object")
-    return value

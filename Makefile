@@ -5,8 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.kvmnn
-SOURCES := $(shell find pyx kvmnn -name '*.py' -o -name '*.pyx' -o -name '*.pxd' -o -name '*.pyi' -o -name '*.h' \
-	-o -path '*/native/*.c') setup.py pyproject.toml
+SOURCES := $(shell find pyx kvmnn -name '*.py' -o -name '*.pyx' -o -name '*.pxd' -o -name '*.pyi' -o -name '*.h' -o -name '*.c') setup.py pyproject.toml
 
 .PHONY: demo test test-peers lint bench fuzz test-aarch64 sanitize install clean
 
@@ -28,16 +27,16 @@ lint: $(STAMPS)/lint
 	$(BIN)/mypy
 
 bench: $(STAMPS)/bench
-	$(BIN)/python tools/bench_codec.py
-	$(BIN)/python tools/bench_compressor.py
-	$(BIN)/python tools/bench_h2o.py
-	$(BIN)/python tools/bench_layout.py
-	$(BIN)/python tools/bench_lm.py
-	$(BIN)/python tools/bench_offline.py
-	$(BIN)/python tools/bench_policies.py
+	$(BIN)/python tools/bench/codec.py
+	$(BIN)/python tools/bench/compressor.py
+	$(BIN)/python tools/bench/h2o.py
+	$(BIN)/python tools/bench/layout.py
+	$(BIN)/python tools/bench/lm.py
+	$(BIN)/python tools/bench/offline.py
+	$(BIN)/python tools/bench/policies.py
 
 fuzz: $(STAMPS)/test
-	$(BIN)/python tools/fuzz.py
+	$(BIN)/python tools/fuzz/run.py
 
 test-aarch64: install
 	bash tools/test_aarch64.sh
@@ -48,7 +47,8 @@ sanitize:
 install: $(STAMPS)/install
 
 clean:
-	rm -rf build dist *.egg-info $(VENV) pyx/*.c kvmnn/*.so
+	rm -rf build dist *.egg-info $(VENV)
+	find kvmnn -name '*.so' -delete
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvmnn needs Python 3.11 or newer: \

@@ -1,4 +1,4 @@
-"""Build of the compiled modules: pyx/<name>.pyx becomes kvmnn._<name>.
+"""Build of the compiled modules: pyx/ is a source root, so pyx/kvmnn/frames/_streams.pyx becomes kvmnn.frames._streams.
 
 Environment: KVMNN_DEBUG=1 turns Cython's bounds and overflow checks on; KVMNN_SANITIZE=1 builds with the address and
 undefined-behaviour sanitizers (see docs/fuzzing.md).
@@ -6,6 +6,7 @@ undefined-behaviour sanitizers (see docs/fuzzing.md).
 
 import os
 import sys
+from pathlib import Path
 
 from Cython.Build import cythonize
 from setuptools import Extension, setup
@@ -33,33 +34,35 @@ if SANITIZE:
     flags = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g"]
     COMPILE, LINK = COMPILE + flags, LINK + flags
 
+ROOT = Path("pyx")
 NATIVE = {
-    "offline": ["pyx/native/tokens.c"],
-    "streams": ["pyx/native/lanes.c"],
-    "layout": ["pyx/native/packing.c", "pyx/native/quantise.c"],
-    "scores": ["pyx/native/scores.c"],
-    "norms": ["pyx/native/norms.c"],
+    "kvmnn.frames._streams": ["lanes.c"],
+    "kvmnn.h2o._scores": ["scores.c"],
+    "kvmnn.offline._sizes": ["tokens.c"],
+    "kvmnn.packed._layout": ["packing.c", "quantise.c"],
+    "kvmnn.policies._norms": ["norms.c"],
 }
-DEPENDS = [f"pyx/native/{entry}" for entry in os.listdir("pyx/native") if entry.endswith(".h")]
+"""C files of a module, in the folder of its .pyx."""
+HEADERS = sorted(str(path) for path in ROOT.rglob("*.h"))
 
 
-def extension(name: str) -> Extension:
+def extension(source: Path) -> Extension:
+    name = ".".join(source.relative_to(ROOT).with_suffix("").parts)
     return Extension(
-        f"kvmnn._{name}",
-        [f"pyx/{name}.pyx", *NATIVE.get(name, [])],
-        include_dirs=["pyx"],
-        depends=DEPENDS,
+        name,
+        [str(source), *(str(source.parent / entry) for entry in NATIVE.get(name, []))],
+        include_dirs=[str(ROOT)],
+        depends=HEADERS,
         extra_compile_args=COMPILE,
         extra_link_args=LINK,
     )
 
 
-MODULES = sorted(entry[: -len(".pyx")] for entry in os.listdir("pyx") if entry.endswith(".pyx"))
-
 setup(
     ext_modules=cythonize(
-        [extension(name) for name in MODULES],
-        include_path=["pyx"],
+        [extension(source) for source in sorted(ROOT.rglob("*.pyx"))],
+        build_dir="build",
+        include_path=[str(ROOT)],
         compiler_directives=DIRECTIVES,
         nthreads=0,
     )

@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from .block import Block, encode_block
 from .errors import (
     CacheDroppedWarning,
     FrameError,
@@ -13,12 +12,20 @@ from .errors import (
     OutputError,
     SourceError,
 )
-from .frame import decode, decode_many, encode, encode_many, fnv1a64, inspect
-from .frame_info import FrameInfo, StreamInfo
-from .h2o import H2OConfig, Plan, Planner, block_sums, plan
-from .kv_meta import KVMeta
-from .layout import PackLayout
-from .packed_cache import PackedCache
+from .frames.block import Block, encode_block
+from .frames.decoding import decode
+from .frames.encoding import encode
+from .frames.hashing import fnv1a64
+from .frames.inspection import FrameInfo, StreamInfo, inspect
+from .frames.many import decode_many, encode_many
+from .h2o import plan
+from .h2o.config import H2OConfig
+from .h2o.plan import Plan
+from .h2o.planner import Planner
+from .h2o.scores import block_sums
+from .packed.cache import PackedCache
+from .packed.kv_meta import KVMeta
+from .packed.layout import PackLayout
 
 if TYPE_CHECKING:
     __version__: str

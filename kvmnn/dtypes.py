@@ -1,4 +1,4 @@
-"""The three element types of a KV cache and how arrays map to them.
+"""The three element types of a KV cache, how arrays map to them, and names for types of arrays.
 
 A frame stores words of two or four bytes and never looks at their meaning; the names below exist for people and
 manifests. bf16 has no numpy type of its own, so it travels as ``uint16`` words.
@@ -13,6 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import KvmnnError
+
+Bytes = npt.NDArray[np.uint8]
+Words = npt.NDArray[Any]
+"""K or V, or any array of fp16, bf16 or fp32 words."""
+Floats = npt.NDArray[np.float32]
+Indices = npt.NDArray[np.int64]
+Positions = npt.NDArray[np.int64]
+"""Where tokens stand in their text."""
 
 
 @dataclass(frozen=True)

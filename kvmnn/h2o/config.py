@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from ..checks import whole
 from ..errors import KvmnnError
-from ..packed_buffers import whole
-from ..reserve import INT32_MAX
+from ..packed.reserve import INT32_MAX
 
 ADAPTIVE, STATIC = "adaptive", "static"
 

@@ -7,10 +7,9 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from ..reserve import INT32_MAX, Pair
+from ..dtypes import Floats
+from ..packed.reserve import INT32_MAX, Pair
 from .plan import Plan
-
-Floats = npt.NDArray[np.float32]
 
 
 @dataclass

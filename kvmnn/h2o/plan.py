@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .. import _scores
+from ..checks import whole
 from ..errors import KvmnnError
-from ..packed_buffers import whole
-from ..reserve import INT32_MAX, Pair
+from ..packed.reserve import INT32_MAX, Pair
+from . import _scores
 from .config import H2OConfig
 from .scores import as_scores
 

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..checks import whole
+from ..dtypes import Floats
 from ..errors import KvmnnError
-from ..kv_meta import KVMeta
-from ..packed_buffers import whole
-from ..reserve import INT32_MAX, Pair
+from ..packed.kv_meta import KVMeta
+from ..packed.reserve import INT32_MAX, Pair
 from .clocks import CADENCES, LayerCallClock, TokenClock
 from .config import H2OConfig
-from .layer_state import Compaction, Floats, LayerCall, LayerState, Metrics, PendingPlan, valid_pairs
+from .layer_state import Compaction, LayerCall, LayerState, Metrics, PendingPlan, valid_pairs
 from .plan import Plan, plan
 from .scores import as_rows, as_scores, block_sums, updated
 

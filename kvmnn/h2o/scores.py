@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from .. import _scores
+from ..checks import whole
+from ..dtypes import Floats
 from ..errors import KvmnnError
-from ..packed_buffers import whole
-from ..reserve import INT32_MAX
-
-Floats = npt.NDArray[np.float32]
+from ..packed.reserve import INT32_MAX
+from . import _scores
 
 
 def block_sums(

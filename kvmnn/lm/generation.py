@@ -9,13 +9,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ..dtypes import Floats
 from ..errors import KvmnnError
-from ..policies.ranking import Floats
+from ..threads.pipeline import Progress
 from .graph.model_files import ModelFiles, section
 from .runner import Runner
 from .session import DecoderSession
-
-Progress = Callable[[int], object]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,16 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import dtypes
-from ..cache import LayerCache
-from ..casting import Cast
-from ..dump_writing import write_dump
+from ..arrays.casting import Cast
+from ..arrays.layer_cache import LayerCache
+from ..arrays.layers import LayerArray, array_name
+from ..arrays.named_array import NamedArray, Piece
 from ..errors import KvmnnError
-from ..layer_arrays import LayerArray
-from ..output import DirectoryOutput
-from ..packed_rows import PARTS, Part
-from ..sources import npy
-from ..sources.base import NamedArray, Piece
-from ..sources.packed import array_name
+from ..files.output import DirectoryOutput
+from ..formats import npy
+from ..formats.mnn.dump_writing import write_dump
+from ..packed.rows import PARTS, Part
 
 POSITIONS = "positions.json"
 TOKEN_IDS = "token_ids.json"

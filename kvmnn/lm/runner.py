@@ -10,13 +10,14 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from ..dtypes import Floats
 from ..errors import KvmnnError
-from ..policies import Policy
-from ..policies.ranking import Floats
-from .cache import ModelCache
-from .kv_store import KVStore, Pair, PlainStore
-from .packed_store import PackedStore
-from .session import DecoderSession, Step
+from ..policies.base import Policy
+from .cache.kv_store import KVStore, Pair, PlainStore
+from .cache.model_cache import ModelCache
+from .cache.packed_store import PackedStore
+from .graph.decoder import Step
+from .session import DecoderSession
 
 Tokens = npt.NDArray[np.int64]
 

@@ -13,9 +13,9 @@ from .graph.decoder import Decoder, Pair, Step
 from .graph.graph_file import read_graph
 from .graph.interface import read_interface
 from .graph.model_files import find_model
-from .graph.operating import start_decoder
-from .graph.starting import CPU, Settings
-from .graph.unequal import Lengths, try_unequal_lengths
+from .graph.onnx_sessions import CPU, Settings
+from .graph.preparing import start_decoder
+from .graph.unequal_lengths import Lengths, try_unequal_lengths
 
 __all__ = ["DecoderSession", "Pair", "Step"]
 

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import SourceError
-from ..json_object import read_object_if_there
-from ..packages import package
+from ..files.json_document import read_object_if_there
+from ..optional import package
 
 _FILE = "tokenizer.json"
 

@@ -9,18 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from .. import _streams, _zstdlib
+from ..dtypes import Words
 from ..errors import SourceError
+from ..frames import _streams, _zstdlib
 from .options import Scope
-from .rows import FileTensor
 from .selection import Entry, Selection
-
-Words = npt.NDArray[Any]
+from .token_runs import FileTensor
 
 ALL_LAYERS = Scope(scope="layer_range", layer_start=-(1 << 62))
 """A scope that takes every dump."""

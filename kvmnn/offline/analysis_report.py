@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ..errors import SourceError
-from ..output import DirectoryOutput
+from ..files.output import DirectoryOutput
 from .analyses import RATIOS, Analysis, Metrics, Row, averages
 
 BINS = ((0, 256), (257, 512), (513, 1024), (1025, 2048), (2049, None))

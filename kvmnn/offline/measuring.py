@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..errors import SourceError
-from ..parallel import map_pulled, resolve_threads
-from .budget import Budget
+from ..threads.pipeline import Progress
+from ..threads.pool import map_pulled, resolve_threads
+from .memory_budget import Budget
 from .options import LANES, MeasureOptions
-from .real import StoredSize, stored_size
 from .selection import Selection
-from .sizes import Meters, Progress, StreamSize, memory_needed, stream_size
+from .simulated_sizes import Meters, StreamSize, memory_needed, stream_size
+from .stored_sizes import StoredSize, stored_size
 from .units import PARTS, Unit, units_of
 
 MEMORY = 320 << 20

@@ -12,7 +12,7 @@ STAGES = ("prefill", "decode", "both")
 SCOPES = ("front_n", "layer_range", "layer_ids")
 ENTRY_MODES = ("per_meta", "aggregate", "chunked", "chunked_grouped")
 CODEC_MODES = ("legacy", "adaptive_v22")
-LEVEL_MOST = 22
+MAX_LEVEL = 22
 """The highest compression level of libzstd."""
 
 K_PREDICTORS = NAMES
@@ -131,7 +131,7 @@ class MeasureOptions:
     bitshuffle
         Sort the bits of each payload by plane before it is compressed.
     zstd_level
-        At most `LEVEL_MOST`; below 1 as libzstd understands it.
+        At most `MAX_LEVEL`; below 1 as libzstd understands it.
     predictors
         What adaptive_v22 tries.
     limits
@@ -164,8 +164,8 @@ class MeasureOptions:
             raise OptionError("--online-chunk-seq must be >= 0.")
         if self.online_framing_bytes < 0:
             raise OptionError("--online-framing-bytes must be >= 0.")
-        if self.zstd_level > LEVEL_MOST:
-            raise OptionError(f"--zstd-level must be <= {LEVEL_MOST}.")
+        if self.zstd_level > MAX_LEVEL:
+            raise OptionError(f"--zstd-level must be <= {MAX_LEVEL}.")
         object.__setattr__(self, "predictors", self.predictors.checked())
         self.scope.check_layer_ids()
 

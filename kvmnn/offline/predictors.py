@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .. import _offline
+from ..dtypes import Bytes
 from ..errors import KvmnnError
+from . import _sizes
 
-Bytes = npt.NDArray[np.uint8]
-
-NAMES: tuple[str, ...] = _offline.NAMES
+NAMES: tuple[str, ...] = _sizes.NAMES
 """``raw``; ``delta_seq``, ``xor_seq``: each token minus, or exclusive-or, the one before; ``pair_delta``: odd columns
 of a head minus their left neighbours; ``pair_delta_delta_seq``: the two in that order."""
 
@@ -58,7 +57,7 @@ def apply(lane: npt.NDArray[Any], name: str) -> Bytes:
     tokens, heads, dims, number = _geometry(lane, name)
     if lane.size == 0:
         return lane.copy()
-    stream = _offline.predict(np.ascontiguousarray(lane).reshape(-1), heads, dims, number)
+    stream = _sizes.predict(np.ascontiguousarray(lane).reshape(-1), heads, dims, number)
     return np.frombuffer(stream, np.uint8).reshape(tokens, heads, dims)
 
 
@@ -67,13 +66,13 @@ def undo(stream: npt.NDArray[Any], name: str) -> Bytes:
     tokens, heads, dims, number = _geometry(stream, name)
     if stream.size == 0:
         return stream.copy()
-    lane = _offline.unpredict(np.ascontiguousarray(stream).reshape(-1), heads, dims, number)
+    lane = _sizes.unpredict(np.ascontiguousarray(stream).reshape(-1), heads, dims, number)
     return np.frombuffer(lane, np.uint8).reshape(tokens, heads, dims)
 
 
 def bitshuffle(data: bytes | bytearray | memoryview | Bytes) -> bytes:
     """The bits of `data` (n bytes) by plane: all lowest bits first, ``n * 8`` bits packed from the lowest bit up."""
-    return _offline.bitshuffle(data)
+    return _sizes.bitshuffle(data)
 
 
 def _geometry(lane: npt.NDArray[Any], name: str) -> tuple[int, int, int, int]:

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .. import layer_arrays
+from ..arrays import layers
+from ..arrays.source import Source
 from ..errors import SourceError
-from ..opening import is_frames
-from ..sources import Source, find_packed
+from ..formats.opening import find_packed, is_frames
 from .options import NothingSelectedError, Scope
-from .rows import ArrayTensor, FileTensor, Tensor
+from .token_runs import ArrayTensor, FileTensor, Tensor
 
-_META_MOST = 64 << 20
+_MAX_META = 64 << 20
 _WIDTHS = (2, 4)
 
 
@@ -138,7 +138,7 @@ def select_source(found: Selection, source: Source, scope: Scope, label: str) ->
     SourceError
         When arrays have no place in a cache.
     """
-    arrays = layer_arrays.sort(source.arrays, token_major=source.token_major)
+    arrays = layers.sort(source.arrays, token_major=source.token_major)
     for key, value in zip(arrays[::2], arrays[1::2], strict=True):
         found.scanned += 1
         heads, tokens, dims = key.geometry
@@ -185,7 +185,7 @@ def _add(found: Selection, meta: Path, scope: Scope) -> None:
 
 def _load(meta: Path) -> dict[str, Any]:
     try:
-        if not stat.S_ISREG(meta.stat().st_mode) or meta.stat().st_size > _META_MOST:
+        if not stat.S_ISREG(meta.stat().st_mode) or meta.stat().st_size > _MAX_META:
             raise _SkipError("meta_parse_error")
         fields = json.loads(meta.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .options import MeasureOptions
-from .rows import Tensor
 from .selection import Entry, Selection
+from .token_runs import Tensor
 
 PARTS = ("k", "v")
 _NO_RUN = "__no_run_id__"

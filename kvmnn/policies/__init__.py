@@ -7,11 +7,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import Any
-
-from ..errors import KvmnnError
-from .base import Budgeted, LayerView, Moment, Policy
+from .base import Budgeted, Policy
 from .evicting_cache import EvictingCache
 from .h2o_blocks import H2OBlocks
 from .h2o_decayed import H2ODecayed, H2ODecayedHeads
@@ -23,46 +19,10 @@ from .l2_ratio import L2Ratio
 from .observed_attention import ObservedAttention
 from .ranking import key_norms
 from .recent_only import RecentOnly
+from .registry import POLICIES, create
 from .state import CacheState
 from .streaming import Streaming, StreamingPress
-
-POLICIES: dict[str, type[Policy]] = {
-    policy.name: policy
-    for policy in (
-        L2Ratio,
-        L2Fixed,
-        RecentOnly,
-        Streaming,
-        StreamingPress,
-        H2OTokens,
-        H2OBlocks,
-        H2OHeads,
-        H2ODecayed,
-        H2ODecayedHeads,
-        KNorm,
-        ObservedAttention,
-    )
-}
-"""Every policy by its name."""
-
-
-def create(name: str, **options: Any) -> Policy:
-    """The policy called `name` with its options; ``create(p.name, **p.options()) == p``.
-
-    Raises
-    ------
-    KvmnnError
-        For names and options that do not exist, and for values that the policy refuses.
-    """
-    policy = POLICIES.get(name)
-    if policy is None:
-        raise KvmnnError(f"unknown policy {name!r}: expected one of {', '.join(POLICIES)}")
-    known = sorted(field.name for field in fields(policy))
-    for option in options:
-        if option not in known:
-            raise KvmnnError(f"{name} has no option {option!r}: expected {', '.join(known)}")
-    return policy(**options)
-
+from .view import LayerView, Moment
 
 __all__ = [
     "POLICIES",

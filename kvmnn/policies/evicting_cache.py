@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ..cache import LayerCache, Words, check_pair
+from ..arrays.layer_cache import LayerCache, check_pair
+from ..dtypes import Floats, Indices, Words
 from ..errors import KvmnnError
-from .base import LayerView, Moment, Policy
-from .ranking import Floats, Indices
+from .base import Policy
 from .state import CacheState
+from .view import LayerView, Moment
 
 
 class EvictingCache:

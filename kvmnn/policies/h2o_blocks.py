@@ -8,11 +8,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ..checks import check_count, check_share
+from ..dtypes import Floats, Indices
 from ..errors import KvmnnError
-from ..h2o import H2OConfig, block_sums, plan, updated
-from ..h2o.config import STATIC
-from .base import Budgeted, LayerView, Moment, check_count, check_share
-from .ranking import Floats, Indices
+from ..h2o import plan
+from ..h2o.config import STATIC, H2OConfig
+from ..h2o.scores import block_sums, updated
+from .base import Budgeted
+from .view import LayerView, Moment
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..checks import check_count
+from ..dtypes import Indices
 from ..errors import KvmnnError
-from .base import Budgeted, LayerView, Moment, check_count
-from .ranking import Indices, between
+from .base import Budgeted
+from .ranking import between
+from .view import LayerView, Moment
 
 
 @dataclass(frozen=True, kw_only=True)

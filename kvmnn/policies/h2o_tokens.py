@@ -8,9 +8,12 @@ from typing import ClassVar
 
 import numpy as np
 
+from ..checks import check_count
+from ..dtypes import Indices
 from ..errors import KvmnnError
-from .base import BUFFER, Budgeted, LayerView, Moment, check_count
-from .ranking import Indices, between
+from .base import BUFFER, Budgeted
+from .ranking import between
+from .view import LayerView, Moment
 
 
 @dataclass(frozen=True, kw_only=True)

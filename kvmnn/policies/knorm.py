@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .base import Budgeted, LayerView, Moment
-from .ranking import Indices, by_rank, lowest
+from ..dtypes import Indices
+from .base import Budgeted
+from .ranking import by_rank, lowest
+from .view import LayerView, Moment
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,12 @@ from typing import ClassVar, Literal, get_args
 
 import numpy as np
 
+from ..checks import check_share
+from ..dtypes import Floats, Indices
 from ..errors import KvmnnError
-from .base import Budgeted, LayerView, Moment, check_share
-from .ranking import Floats, Indices, between
+from .base import Budgeted
+from .ranking import between
+from .view import LayerView, Moment
 
 Strategy = Literal["keep_low", "keep_high", "random"]
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from ..checks import check_count
+from ..dtypes import Indices
 from ..errors import KvmnnError
-from .base import Budgeted, LayerView, Moment, check_count
-from .ranking import Indices, by_rank, lowest
+from .base import Budgeted
+from .ranking import by_rank, lowest
+from .view import LayerView, Moment
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,11 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from ..dtypes import Floats, Indices
 from ..errors import KvmnnError
-from .base import Budgeted, LayerView, Moment, group_sums
-from .ranking import Floats, Indices, by_rank, highest
+from .base import Budgeted, group_sums
+from .ranking import by_rank, highest
+from .view import LayerView, Moment
 
 
 @dataclass(frozen=True, kw_only=True)

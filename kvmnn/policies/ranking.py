@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .. import _norms, dtypes
+from .. import dtypes
+from ..dtypes import Floats, Indices
 from ..errors import KvmnnError
-
-Floats = npt.NDArray[np.float32]
-Indices = npt.NDArray[np.int64]
+from . import _norms
 
 
 def key_norms(keys: npt.NDArray[Any]) -> Floats:

@@ -7,8 +7,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from .base import Budgeted, LayerView, Moment
-from .ranking import Indices
+from ..dtypes import Indices
+from .base import Budgeted
+from .view import LayerView, Moment
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,10 +8,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from ..cache import Positions
+from ..checks import check_count
+from ..dtypes import Floats, Indices, Positions
 from ..errors import KvmnnError
-from .base import check_count
-from .ranking import Floats, Indices
 
 Fold = Callable[[Floats, Floats], Floats]
 

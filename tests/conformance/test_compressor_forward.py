@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from conformance import run_index
+from repository import FIXTURES
 from vector_formats import compressor_forward
 
-FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 CASES = 27
 
 

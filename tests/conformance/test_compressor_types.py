@@ -6,8 +6,7 @@ import tarfile
 from pathlib import Path
 
 from conformance import run_index
-
-FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+from repository import FIXTURES
 
 
 def test_every_recorded_type_converts_or_is_refused_as_by_torch(tmp_path: Path) -> None:

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 from conformance import run_index, run_tree
-
-FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+from repository import FIXTURES
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 from conformance import main, run_tree
-
-FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+from repository import FIXTURES
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 from conformance import main, run_index
-
-FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+from repository import FIXTURES
 
 Case = dict[str, Any]
 

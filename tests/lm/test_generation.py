@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from repository import FIXTURES
 
 from kvmnn.errors import KvmnnError
 from kvmnn.lm.generation import (
@@ -26,7 +27,7 @@ from kvmnn.lm.session import DecoderSession
 from kvmnn.lm.tokenizer import Tokenizer
 from kvmnn.policies import create
 
-FIXTURE = Path(__file__).resolve().parent.parent.parent / "fixtures" / "lm"
+FIXTURE = FIXTURES / "lm"
 PROMPT = "class Reader:\n    def __init__(self, path):\n        self.path = path\n\n    def read"
 
 

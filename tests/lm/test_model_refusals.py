@@ -15,7 +15,7 @@ from onnx import TensorProto, helper
 from tiny_decoders import Tiny
 
 from kvmnn.errors import KvmnnError, MissingDependencyError, ModelError, SourceError
-from kvmnn.lm import DecoderSession
+from kvmnn.lm.session import DecoderSession
 
 
 def refused(path: Path, message: str | None, kind: type[KvmnnError] = ModelError, **options: object) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from repository import FIXTURES
 from tiny_decoders import Numpy, Tiny
 
 from kvmnn.errors import KvmnnError
@@ -17,7 +18,7 @@ from kvmnn.lm.session import DecoderSession
 from kvmnn.lm.tokenizer import Tokenizer
 from kvmnn.policies import EvictingCache, Policy, create
 
-SHIPPED = Path(__file__).resolve().parents[2] / "fixtures" / "lm"
+SHIPPED = FIXTURES / "lm"
 STEPS = [9, 1, 1, 4, 1, 1, 5, 1, 2, 1, 1, 1, 3, 1]
 CUTS: list[tuple[str, dict[str, Any]]] = [
     ("recent_only", {"budget": 7, "skip_layers": ()}),

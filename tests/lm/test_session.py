@@ -7,12 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from repository import FIXTURES
 from tiny_decoders import Tiny
 
 from kvmnn.errors import KvmnnError, ModelError
-from kvmnn.lm import DecoderSession, Tokenizer
+from kvmnn.lm.session import DecoderSession
+from kvmnn.lm.tokenizer import Tokenizer
 
-LM = Path(__file__).parents[2] / "fixtures" / "lm"
+LM = FIXTURES / "lm"
 LOWEST = np.finfo(np.float32).min
 
 

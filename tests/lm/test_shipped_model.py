@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from pathlib import Path
 
 import pytest
+from repository import FIXTURES
 from tokenizers import Tokenizer
 
-FIXTURE = Path(__file__).resolve().parent.parent.parent / "fixtures" / "lm"
+FIXTURE = FIXTURES / "lm"
 SPLIT = json.loads((FIXTURE / "split.json").read_text(encoding="utf-8"))
 EXPECTED = json.loads((FIXTURE / "expected.json").read_text(encoding="utf-8"))
 

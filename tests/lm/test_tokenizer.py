@@ -9,11 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from repository import FIXTURES
 
 from kvmnn.errors import MissingDependencyError, SourceError
-from kvmnn.lm import Tokenizer
+from kvmnn.lm.tokenizer import Tokenizer
 
-LM = Path(__file__).parents[2] / "fixtures" / "lm"
+LM = FIXTURES / "lm"
 
 
 @pytest.fixture

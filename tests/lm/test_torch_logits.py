@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from repository import FIXTURES
 
 from kvmnn.lm.session import DecoderSession
 
-FIXTURE = Path(__file__).resolve().parent.parent.parent / "fixtures" / "lm"
+FIXTURE = FIXTURES / "lm"
 TOLERANCE = 1e-4
 
 

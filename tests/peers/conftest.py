@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
+from repository import FIXTURES
 from torch_reference import TorchDecoder, load_model
 
 from kvmnn.lm.session import DecoderSession
 from kvmnn.lm.tokenizer import Tokenizer
 
-FIXTURE = Path(__file__).resolve().parent.parent.parent / "fixtures" / "lm"
+FIXTURE = FIXTURES / "lm"
 
 
 @pytest.fixture(scope="session")

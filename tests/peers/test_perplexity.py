@@ -10,17 +10,17 @@ from __future__ import annotations
 import json
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from repository import FIXTURES
 from transformers import DynamicCache
 
 from kvmnn.lm.runner import Runner
 from kvmnn.policies import create
 
-FIXTURE = Path(__file__).resolve().parent.parent.parent / "fixtures" / "lm"
+FIXTURE = FIXTURES / "lm"
 EXPECTED = json.loads((FIXTURE / "expected.json").read_text(encoding="utf-8"))["peer_check"]
 RECORDED = {row["policy"]: row["nll_torch"] for row in EXPECTED["rows"]}
 BUDGET = EXPECTED["budget"]

@@ -29,15 +29,15 @@ RULE = "sorted by sha256(relative path); see split_documents in tools/lm/corpus.
 SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "__pycache__", "encodings", "bad_coding", "badsyntax"}
 )  # other people's code, code pages, and files that are wrong on purpose
-LEAST_BYTES = 200
-MOST_FOREIGN = 0.05  # share of characters beyond ASCII
+MIN_BYTES = 200
+MAX_FOREIGN = 0.05  # share of characters beyond ASCII
 HELD_OUT = 20
 HELD_OUT_BYTES = range(22_000, 90_001)
 VALIDATION = 40
 VALIDATION_BYTES = range(6_000, 40_001)
 NEVER_HELD_OUT = ("lib2to3", "pydoc_data", "idlelib")
 TOPICS = "pydoc_data/topics.py"
-LEAST_TOPIC = 200
+MIN_TOPIC = 200
 
 Tokens = npt.NDArray[np.uint16]
 
@@ -130,13 +130,13 @@ def stdlib_documents(root: Path) -> Iterator[Document]:
 
 def usable_text(raw: bytes) -> str | None:
     """The text with newlines for line ends; None for tiny files, for other encodings and for tables of characters."""
-    if len(raw) < LEAST_BYTES:
+    if len(raw) < MIN_BYTES:
         return None
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError:
         return None
-    if sum(ord(character) > 127 for character in text) > MOST_FOREIGN * len(text):
+    if sum(ord(character) > 127 for character in text) > MAX_FOREIGN * len(text):
         return None
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
@@ -170,7 +170,7 @@ def with_topics(documents: Iterable[Document]) -> Iterator[Document]:
         tree = ast.parse(document.text)
         topics = next(ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Assign))
         for name, text in sorted(topics.items()):
-            if len(text) > LEAST_TOPIC:
+            if len(text) > MIN_TOPIC:
                 yield Document(f"{document.path}#{name}", text)
 
 

@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from kvmnn.lm.evaluation.configurations import FULL, Configuration
-from kvmnn.lm.evaluation.documents import read_documents
-from kvmnn.lm.evaluation.evaluation import evaluate
-from kvmnn.lm.evaluation.settings import Settings
+from kvmnn.evaluation.evaluating import evaluate
+from kvmnn.evaluation.setup.configurations import FULL, Configuration
+from kvmnn.evaluation.setup.documents import read_documents
+from kvmnn.evaluation.setup.settings import Settings
 from kvmnn.lm.tokenizer import Tokenizer
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "lm"

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvmnn.arrays.named_array import ArrayInfo
 from kvmnn.errors import SourceError
-from kvmnn.mapped import MappedFile
-from kvmnn.output import FileOutput
-from kvmnn.sources.base import ArrayInfo
-from kvmnn.sources.safetensors import layout, read_header
+from kvmnn.files.mapped import MappedFile
+from kvmnn.files.output import FileOutput
+from kvmnn.formats.safetensors import layout, read_header
 
 Weights = dict[str, npt.NDArray[Any]]
 

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvmnn.cli import USAGE, main
-from kvmnn.compressor import format as kvcm
+from kvmnn.cli.command import USAGE, main
+from kvmnn.compressor.kvcm import header, weight_file
 
 from .common import CaseResult, Checker, run_list, sha256, unknown_lists
 
@@ -107,13 +107,13 @@ def _output(folder: Path, expect: dict[str, Any], target: Path, check: Checker, 
 
 def _without_nan(data: bytes) -> tuple[Any, ...]:
     """A file's header and blocks, with one NaN for all."""
-    file = kvcm.parse(data)
+    file = weight_file.parse(data)
     blocks = []
     for block in file.blocks():
         for words in (block.weight, block.bias):
             if words is not None:
                 bits = np.ascontiguousarray(words).view(f"u{words.itemsize}").copy()
-                bits[np.isnan(kvcm.float32_of(words))] = np.iinfo(bits.dtype).max
+                bits[np.isnan(header.float32_of(words))] = np.iinfo(bits.dtype).max
                 blocks.append(bits.tobytes())
     return file.header, file.metadata, blocks
 
@@ -137,8 +137,8 @@ def _corrupt_case(folder: Path, case: dict[str, Any], check: Checker) -> None:
     if accepted:
         for loader in ("ref_csrc_loader", "ref_src_loader"):
             check.equal(f"verdict of {loader} on what kvmnn takes", "accept", case[loader]["verdict"])
-        file, again = kvcm.read(path), io.BytesIO()
-        kvcm.write(again, file.header, ((b.weight, b.bias) for b in file.blocks()), metadata=file.metadata)
+        file, again = weight_file.read(path), io.BytesIO()
+        weight_file.write(again, file.header, ((b.weight, b.bias) for b in file.blocks()), metadata=file.metadata)
         check.equal("written again", again.getvalue() == data, True)
 
 

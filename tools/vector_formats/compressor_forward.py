@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvmnn import KvmnnError
-from kvmnn.cache import LayerCache
-from kvmnn.compressor import format as kvcm
-from kvmnn.compressor.forward import CompressedKV, compress, compress_layers
-from kvmnn.compressor.plan import ENGINES, EngineName, ForwardOptions, Precision
+from kvmnn.arrays.layer_cache import LayerCache
+from kvmnn.compressor.forward.compressing import CompressedKV, compress, compress_layers
+from kvmnn.compressor.forward.plan import ENGINES, EngineName, ForwardOptions, Precision
+from kvmnn.compressor.kvcm import header, weight_file
 
 from .common import CaseResult, Checker, run_list, unknown_lists
 
@@ -51,8 +51,8 @@ def engines() -> list[EngineName]:
 def _case(folder: Path, case: dict[str, Any], check: Checker) -> None:
     check.known_fields(_FIELDS)
     check.equal("unknown settings", sorted(set(case["config"]) - _CONFIG), [])
-    weights = kvcm.read(folder / case["bin"])
-    check.field("prefixes", weights.header.weight_count_per_layer // kvcm.SLOTS_PER_PREFIX)
+    weights = weight_file.read(folder / case["bin"])
+    check.field("prefixes", weights.header.weight_count_per_layer // header.SLOTS_PER_PREFIX)
     check.field("bin_dtype", weights.header.dtype_code)
     with np.load(folder / case["npz"]) as file:
         arrays = {name: file[name] for name in file.files}
@@ -67,7 +67,7 @@ def _case(folder: Path, case: dict[str, Any], check: Checker) -> None:
 
 
 def _run(
-    weights: kvcm.WeightFile,
+    weights: weight_file.WeightFile,
     case: dict[str, Any],
     arrays: dict[str, Floats],
     check: Checker,
@@ -146,7 +146,7 @@ def _positions(made: CompressedKV) -> list[int]:
 
 
 def _compare_layers(
-    weights: kvcm.WeightFile,
+    weights: weight_file.WeightFile,
     case: dict[str, Any],
     arrays: dict[str, Floats],
     made: CompressedKV,

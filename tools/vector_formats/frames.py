@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvmnn import KvmnnError, _decoder, _encoder, _streams, decode, encode, fnv1a64, inspect, zstd
-from kvmnn.frame import CODECS
-from kvmnn.layout import PackLayout
-from kvmnn.predictors import NAMES as PREDICTORS
-from kvmnn.predictors import mode_bits, parse_spec
+from kvmnn import KvmnnError, decode, encode, fnv1a64, inspect
+from kvmnn.frames import _decoder, _encoder, _streams, zstd
+from kvmnn.frames.options import CODECS
+from kvmnn.frames.predictors import NAMES as PREDICTORS
+from kvmnn.frames.predictors import mode_bits, parse_spec
+from kvmnn.packed.layout import PackLayout
 
 from .common import CaseResult, Checker, run_list, sha256, unknown_lists
 

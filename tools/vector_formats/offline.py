@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from kvmnn.cli.measure_arguments import parse_options
+
 from kvmnn import KvmnnError
 from kvmnn.offline import Measurement, measure, select, to_document, to_json, to_markdown
-from kvmnn.offline.arguments import parse_options
 from kvmnn.offline.options import ArgumentsError
 
 from .common import CaseResult, Checker, run_list, unknown_lists

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ...packages import package
+from ...optional import package
 from .graph_file import subgraphs
 
 Form = Literal["softmax", "standard", "GroupQueryAttention", "MultiHeadAttention"]

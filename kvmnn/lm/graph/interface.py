@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import ModelError
-from ...packages import package
+from ...optional import package
 from .graph_file import subgraphs
 from .model_files import ModelFiles, section
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ModelError, SourceError
-from ...json_object import read_object_if_there
+from ...files.json_document import read_object_if_there
 
 OPERATED = ".kvmnn-"  # part of the names of the graphs that kvmnn keeps beside a model
 _PREFERRED = ("model.onnx", "decoder_model_merged.onnx", "model_merged.onnx", "decoder_with_past_model.onnx")

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ...errors import ModelError
 from .decoder import Decoder, Step
-from .unequal import alike, cut, probe_tokens
+from .unequal_lengths import alike, cut, probe_tokens
 
 _HELD, _FED, _DEAD = 6, 3, (1, 4)  # tokens in the past, in the chunk; slots that are masked
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import AttentionNotExposedError
-from ...packages import package
+from ...optional import package
 from .attention import Attentions, Form, Site
 from .tensor_types import TensorTypes
 

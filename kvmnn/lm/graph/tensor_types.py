@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from ...packages import package
+from ...optional import package
 
 _SMALL = 64  # values; constants up to this size may be shapes, which inference has to see
 

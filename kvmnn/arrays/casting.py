@@ -1,0 +1,82 @@
+"""Words of one dtype as words of another, and an honest count of what that changed."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import dtypes
+from .named_array import Piece
+
+
+class Cast:
+    """Casts runs of words; rounds to nearest, ties to even, and counts what does not come back.
+
+    Parameters
+    ----------
+    source, target
+        Names of dtypes.
+
+    Attributes
+    ----------
+    words
+        Words cast so far.
+    changed
+        How many of them do not give the same bits when cast back.
+    largest_error
+        The largest absolute difference among the finite ones that changed.
+    """
+
+    def __init__(self, source: str, target: str) -> None:
+        self.source, self.target = source, target
+        self.words = self.changed = 0
+        self.largest_error = 0.0
+
+    @property
+    def narrows(self) -> bool:
+        """Whether the target cannot hold every value of the source."""
+        return self.source != self.target and self.target != "fp32"
+
+    @property
+    def label(self) -> str:
+        """``LOSSLESS``, or ``LOSSY`` if the target is narrower or anything changed."""
+        return "LOSSY" if self.narrows or self.changed else "LOSSLESS"
+
+    def run(self, words: Piece) -> Piece:
+        """The bytes of whole words, cast."""
+        if self.source == self.target:
+            self.words += words.size // dtypes.by_name(self.source).itemsize
+            return words
+        before = _floats(words, self.source)
+        made = _words(before, self.target)
+        back = _floats(_words(_floats(made, self.target), self.source), self.source)
+        differs = before.view(np.uint32) != back.view(np.uint32)
+        self.words += before.size
+        self.changed += int(np.count_nonzero(differs))
+        with np.errstate(all="ignore"):
+            errors = np.abs(before[differs].astype(np.float64) - back[differs])
+        self.largest_error = max(self.largest_error, float(errors[np.isfinite(errors)].max(initial=0.0)))
+        return made
+
+
+def _floats(words: Piece, dtype: str) -> npt.NDArray[np.float32]:
+    """As float32, which holds every value of every dtype."""
+    if dtype == "fp32":
+        return words.view("<f4")
+    if dtype == "bf16":
+        return (words.view("<u2").astype("<u4") << np.uint32(16)).view("<f4")
+    with np.errstate(invalid="ignore"):
+        return words.view("<f2").astype("<f4")
+
+
+def _words(values: npt.NDArray[np.float32], dtype: str) -> Piece:
+    if dtype == "fp32":
+        return values.view(np.uint8)
+    if dtype == "fp16":
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            return values.astype("<f2").view(np.uint8)
+    bits = values.view("<u4")
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    cut = bits >> np.uint32(16)
+    nan = np.where(cut & np.uint32(0x7F), cut, cut | np.uint32(0x40))  # never an infinity
+    return np.where(np.isnan(values), nan, rounded).astype("<u2").view(np.uint8)

@@ -1,0 +1,225 @@
+"""Where two caches differ: the first place, and how many in all. Words are compared bit by bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import dtypes
+from ..errors import SourceError
+from .layers import LayerArray, sort
+from .named_array import NamedArray, Piece
+from .source import Source
+
+_STEP = 4 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """The first word that differs.
+
+    Parameters
+    ----------
+    layer, part, head, token, dim
+        Where it is; None for arrays that are not known to be K or V of a layer.
+    array
+        What the array is called in the first input.
+    index
+        Its index in that array.
+    first, second
+        Its values.
+    """
+
+    array: str
+    index: tuple[int, ...]
+    first: float
+    second: float
+    layer: int | None = None
+    part: str | None = None
+    head: int | None = None
+    token: int | None = None
+    dim: int | None = None
+
+    def __str__(self) -> str:
+        if self.part is None:
+            where = f"array {self.array!r}, index {list(self.index)}"
+        else:
+            letter = self.part[0].upper()
+            where = f"layer {self.layer}, {letter}, head {self.head}, token {self.token}, dim {self.dim}"
+        return f"{where}: {self.first!r} and {self.second!r}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Differences:
+    """The result of a comparison.
+
+    Parameters
+    ----------
+    words
+        Words compared.
+    differing
+        How many of them differ.
+    first
+        The first that does.
+    unlike
+        Why whole arrays could not be compared: missing ones, other shapes or types.
+    """
+
+    words: int = 0
+    differing: int = 0
+    first: Place | None = None
+    unlike: tuple[str, ...] = ()
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs."""
+        return not self.differing and not self.unlike
+
+
+def compare(first: Source, second: Source) -> Differences:
+    """Compare layer by layer where both inputs are K and V of layers, else array by array of the same name.
+
+    The order of axes does not matter where it is known: a dump's ``[token, kv_head, head_dim]`` is compared with the
+    ``[kv_head, token, head_dim]`` of everything else.
+    """
+    one, two = _layers(first), _layers(second)
+    if one is not None and two is not None:
+        return _compare_layers(one, two)
+    return _compare_arrays(first.arrays, second.arrays)
+
+
+def _layers(source: Source) -> dict[tuple[int, str], LayerArray] | None:
+    try:
+        return {(entry.layer, entry.part): entry for entry in sort(source.arrays, token_major=source.token_major)}
+    except SourceError:
+        return None
+
+
+def _compare_layers(first: dict[tuple[int, str], LayerArray], second: dict[tuple[int, str], LayerArray]) -> Differences:
+    total = Differences()
+    unlike: list[str] = []
+    for layer, part in sorted(first.keys() | second.keys()):  # "key" comes before "value"
+        name = f"layer {layer}, {part[0].upper()}"
+        one, two = first.get((layer, part)), second.get((layer, part))
+        if one is None or two is None:
+            unlike.append(f"{name}: only in the {'second' if one is None else 'first'}")
+        elif one.array.dtype != two.array.dtype:
+            unlike.append(f"{name}: {one.array.dtype} and {two.array.dtype}")
+        elif one.geometry != two.geometry:
+            unlike.append(f"{name}: [kv_head, token, head_dim] is {list(one.geometry)} and {list(two.geometry)}")
+        else:
+            token_major = one.token_major and two.token_major
+            found = _compare_words(_ordered(one, token_major), _ordered(two, token_major))
+            total = _added(total, found, one, token_major)
+    return Differences(words=total.words, differing=total.differing, first=total.first, unlike=tuple(unlike))
+
+
+def _added(total: Differences, found: _Found, entry: LayerArray, token_major: bool) -> Differences:
+    place = total.first
+    if found.differing and place is None:
+        heads, tokens, dims = entry.geometry
+        shape = (tokens, heads, dims) if token_major else (heads, tokens, dims)
+        index = tuple(int(i) for i in np.unravel_index(found.position, shape))
+        token, head = index[:2] if token_major else index[1::-1]
+        place = Place(
+            array=entry.array.name,
+            index=(token, head, index[2]) if entry.token_major else (head, token, index[2]),
+            first=found.first,
+            second=found.second,
+            layer=entry.layer,
+            part=entry.part,
+            head=head,
+            token=token,
+            dim=index[2],
+        )
+    return Differences(words=total.words + found.words, differing=total.differing + found.differing, first=place)
+
+
+def _compare_arrays(first: Sequence[NamedArray], second: Sequence[NamedArray]) -> Differences:
+    words = differing = 0
+    place: Place | None = None
+    unlike: list[str] = []
+    for name, one, two in _pairs(first, second):
+        if one is None or two is None:
+            unlike.append(f"array {name!r}: only in the {'second' if one is None else 'first'}")
+        elif one.dtype != two.dtype:
+            unlike.append(f"array {name!r}: {one.dtype} and {two.dtype}")
+        elif (one.shape, one.order) != (two.shape, two.order) and 1 not in (len(one.shape), len(two.shape)):
+            unlike.append(f"array {name!r}: {list(one.shape)} {one.order} and {list(two.shape)} {two.order}")
+        elif one.nbytes != two.nbytes:
+            unlike.append(f"array {name!r}: {one.nbytes} and {two.nbytes} bytes")
+        else:
+            found = _compare_words((one.dtype, one.pieces(_STEP)), (two.dtype, two.pieces(_STEP)))
+            words, differing = words + found.words, differing + found.differing
+            if found.differing and place is None:
+                index = one.index_of(found.position * one.word_bytes)
+                place = Place(array=name, index=index, first=found.first, second=found.second)
+    return Differences(words=words, differing=differing, first=place, unlike=tuple(unlike))
+
+
+def _pairs(
+    first: Sequence[NamedArray], second: Sequence[NamedArray]
+) -> Iterator[tuple[str, NamedArray | None, NamedArray | None]]:
+    """Arrays of the same name; one array is compared with one array whatever they are called."""
+    if len(first) == len(second) == 1:
+        yield first[0].name, first[0], second[0]
+        return
+    others = {array.name: array for array in second}
+    for array in first:
+        yield array.name, array, others.pop(array.name, None)
+    for name, array in others.items():
+        yield name, None, array
+
+
+_Words = tuple[str, Iterator[Piece]]
+
+
+@dataclass
+class _Found:
+    words: int = 0
+    differing: int = 0
+    position: int = 0
+    first: float = 0.0
+    second: float = 0.0
+
+
+def _ordered(entry: LayerArray, token_major: bool) -> _Words:
+    """The array's words, with the head running slowest unless `token_major`."""
+    pieces = entry.array.pieces(_STEP)
+    if entry.token_major == token_major:
+        return entry.array.dtype, pieces
+    heads, tokens, dims = entry.geometry
+    words = np.concatenate(list(pieces)).view(f"<u{entry.array.word_bytes}").reshape(tokens, heads, dims)
+    return entry.array.dtype, (np.ascontiguousarray(words[:, head]).reshape(-1).view(np.uint8) for head in range(heads))
+
+
+def _compare_words(one: _Words, two: _Words) -> _Found:
+    dtype = dtypes.by_name(one[0])
+    found = _Found()
+    rests: list[Piece] = [np.empty(0, np.uint8), np.empty(0, np.uint8)]
+    while True:
+        for side, pieces in enumerate((one[1], two[1])):
+            if not rests[side].size:
+                rests[side] = next(pieces, rests[side])
+        count = min(rests[0].size, rests[1].size) // dtype.itemsize * dtype.itemsize
+        if not count:
+            return found
+        words = [rest[:count].view(f"<u{dtype.itemsize}") for rest in rests]
+        differs = np.flatnonzero(words[0] != words[1])
+        if differs.size and not found.differing:
+            at = int(differs[0])
+            found.position = found.words + at
+            found.first, found.second = (_value(side[at : at + 1], dtype.name) for side in words)
+        found.words += count // dtype.itemsize
+        found.differing += differs.size
+        rests = [rest[count:] for rest in rests]
+
+
+def _value(word: npt.NDArray[Any], dtype: str) -> float:
+    if dtype == "bf16":
+        return float((word.astype("<u4") << np.uint32(16)).view("<f4")[0])
+    return float(word.view(dtypes.by_name(dtype).numpy)[0])

@@ -1,0 +1,177 @@
+"""K and V among the arrays of a source, brought into one axis order and back.
+
+Which array is K and which V, and of what layer, is in the names; which axis is which is in the number of axes or said
+by the caller. docs/compressor-forward.md lists the rules; what does not follow them is refused, never guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .. import dtypes
+from ..dtypes import Words
+from ..errors import SourceError
+from .named_array import ArrayInfo, NamedArray
+from .names import layer_of, side_of
+
+Pair = tuple[Words, Words]
+
+_NEEDED, _ALLOWED = set("htd"), set("lbhtd")
+_WHOLE, _BY_LAYER = "lbhtd", {4: "bhtd", 3: "htd"}
+
+
+@dataclass(frozen=True)
+class KVArrays:
+    """K and V by layer, and how they lay in their source.
+
+    Parameters
+    ----------
+    layers
+        ``[batch, kv_heads, tokens, head_dim]`` views by layer number.
+    pairs
+        The arrays that they are views of: K, V; one pair with all layers, or a pair for each layer.
+    axes
+        Letters for the axes of each of them: l layer, b batch, h kv_head, t token, d dimension.
+    """
+
+    layers: dict[int, Pair]
+    pairs: tuple[tuple[NamedArray, NamedArray], ...]
+    axes: str
+
+    def restore(self, new: dict[int, Pair]) -> tuple[list[ArrayInfo], list[Words]]:
+        """Other tokens for the same layers, with the names and axes that the source had.
+
+        Returns
+        -------
+        What each array is, and its words, C-contiguous, in the order of `pairs`.
+        """
+        infos: list[ArrayInfo] = []
+        arrays: list[Words] = []
+        layers = iter(new.values())
+        for pair in self.pairs:
+            whole = list(new.values()) if "l" in self.axes else [next(layers)]
+            for side, array in enumerate(pair):
+                words = _to_axes(np.stack([entry[side] for entry in whole]), self.axes)
+                dtype = array.dtype if array.word_bytes == words.itemsize else dtypes.of_array(words).name
+                infos.append(ArrayInfo(name=array.name, dtype=dtype, shape=words.shape, array_dtype=words.dtype.str))
+                arrays.append(words)
+        return infos, arrays
+
+
+def read_kv(where: str, arrays: Sequence[NamedArray], axes: str | None = None) -> KVArrays:
+    """Find K and V among `arrays`.
+
+    Parameters
+    ----------
+    where
+        What messages call the source.
+    arrays
+        All of them must be K or V.
+    axes
+        Letters for the axes of each array, such as ``"lthd"``: h, t and d, and l or b where there are such. Without
+        it, five axes are ``lbhtd``; where names have layer numbers, four are ``bhtd`` and three ``htd``.
+
+    Raises
+    ------
+    SourceError
+        For names that are neither K nor V, a K without its V or the other way round, layers without number or twice,
+        and shapes that do not agree with the axes.
+    """
+    _check_axes(where, axes)
+    pairs = _pair_up(where, arrays)
+    first = pairs[0][0]
+    found = axes or _default_axes(where, first, layer_of(first.name))
+    for array in (array for pair in pairs for array in pair):
+        if len(array.shape) != len(found):
+            raise SourceError(
+                f"{where}: array {array.name!r} has {len(array.shape)} axes {list(array.shape)}, expected "
+                f"{len(found)} ({found})"
+            )
+    if "l" in found:
+        if len(pairs) > 1:
+            raise SourceError(f"{where}: holds {len(pairs)} pairs of K and V, each with all layers; --tensor chooses")
+        keys, values = (_from_axes(_words(array), found) for array in pairs[0])
+        if len(keys) != len(values):
+            raise SourceError(f"{where}: K has {len(keys)} layers, V {len(values)}")
+        return KVArrays(dict(enumerate(zip(keys, values, strict=True))), tuple(pairs), found)
+    layers: dict[int, Pair] = {}
+    by_layer: dict[int, tuple[NamedArray, NamedArray]] = {}
+    for pair in pairs:
+        number = layer_of(pair[0].name)
+        if number is None:
+            raise SourceError(
+                f"{where}: array {pair[0].name!r} does not say which layer it is: expected a name such as "
+                "'layers.3.key', or an axis for the layers (--axes lbhtd, lhtd ...)"
+            )
+        if number in by_layer:
+            raise SourceError(
+                f"{where}: arrays {by_layer[number][0].name!r} and {pair[0].name!r} are both K of layer {number}"
+            )
+        by_layer[number] = pair
+    for number in sorted(by_layer):
+        keys, values = (_from_axes(_words(array), found)[0] for array in by_layer[number])
+        layers[number] = keys, values
+    return KVArrays(layers, tuple(by_layer[number] for number in sorted(by_layer)), found)
+
+
+def _check_axes(where: str, axes: str | None) -> None:
+    if axes is None:
+        return
+    letters = set(axes)
+    if len(letters) != len(axes) or not _NEEDED <= letters <= _ALLOWED:
+        raise SourceError(
+            f"{where}: axes {axes!r}: expected h (kv_head), t (token), d (dimension), each once, and where there are "
+            "such l (layer) and b (batch)"
+        )
+
+
+def _default_axes(where: str, array: NamedArray, layer: int | None) -> str:
+    count = len(array.shape)
+    if count == len(_WHOLE):
+        return _WHOLE
+    if layer is not None and count in _BY_LAYER:
+        return _BY_LAYER[count]
+    raise SourceError(
+        f"{where}: array {array.name!r} has shape {list(array.shape)}: expected five axes (layer, batch, kv_head, "
+        "token, dimension), or a layer number in its name and four or three axes (batch, kv_head, token, dimension); "
+        "--axes says otherwise, e.g. --axes lthd"
+    )
+
+
+def _pair_up(where: str, arrays: Sequence[NamedArray]) -> list[tuple[NamedArray, NamedArray]]:
+    sides: tuple[dict[str, NamedArray], dict[str, NamedArray]] = ({}, {})
+    for array in arrays:
+        side, key = side_of(where, array.name)
+        if key in sides[side]:
+            raise SourceError(f"{where}: arrays {sides[side][key].name!r} and {array.name!r} have the same role")
+        sides[side][key] = array
+    for key in sides[0].keys() ^ sides[1].keys():
+        has, lacks = ("K", "V") if key in sides[0] else ("V", "K")
+        name = (sides[0].get(key) or sides[1][key]).name
+        raise SourceError(f"{where}: array {name!r} is {has} and there is no {lacks} to it")
+    return [(keys, sides[1][key]) for key, keys in sides[0].items()]
+
+
+def _words(array: NamedArray) -> Words:
+    """The whole array; a view of the file where its bytes lie there as they are."""
+    (piece,) = array.pieces()
+    dtype = dtypes.by_name(array.dtype).numpy
+    if array.itemsize != array.word_bytes:
+        raise SourceError(f"array {array.name!r} holds raw bytes, which have no axes")
+    return piece.view(dtype).reshape(array.shape, order=array.order)
+
+
+def _from_axes(words: Words, axes: str) -> Words:
+    """As ``[layer, batch, kv_head, token, dimension]``, with one layer and one batch where there was no such axis."""
+    order = [axes.index(letter) for letter in _WHOLE if letter in axes]
+    missing = tuple(position for position, letter in enumerate(_WHOLE) if letter not in axes)
+    return np.expand_dims(words.transpose(order), missing)
+
+
+def _to_axes(words: Words, axes: str) -> Words:
+    missing = tuple(position for position, letter in enumerate(_WHOLE) if letter not in axes)
+    kept = [letter for letter in _WHOLE if letter in axes]
+    return np.ascontiguousarray(words.squeeze(missing).transpose([kept.index(letter) for letter in axes]))

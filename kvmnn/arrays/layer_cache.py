@@ -1,0 +1,119 @@
+"""One layer's K and V as the rest of kvmnn passes them around. A whole cache is a sequence of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .. import dtypes
+from ..dtypes import Positions, Words
+from ..errors import KvmnnError
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LayerCache:
+    """K and V of one layer, and which tokens of the text they stand for.
+
+    Parameters
+    ----------
+    layer
+        Which layer of the model this is, from 0.
+    keys, values
+        ``[kv_head, token, head_dim]``, of one shape and type: float16, float32, or uint16 for bf16.
+    positions
+        True position of each stored token, ``[token]``, or ``[kv_head, token]`` where heads keep different ones.
+        Without it, the tokens 0, 1, 2 ...
+    ends
+        Like `positions`: the true position after the last token that a stored one stands for. Without it every stored
+        token stands for one.
+    tokens_seen
+        How many tokens the model has seen, whatever is still stored: the true position of the next one. Without it,
+        the highest of `ends`.
+
+    Raises
+    ------
+    KvmnnError
+        For shapes that do not agree, positions below 0, or spans that are empty or reach beyond `tokens_seen`.
+    TypeError
+        For arrays that are not float16, float32 or uint16.
+    """
+
+    layer: int
+    keys: Words
+    values: Words
+    positions: Positions = None  # type: ignore[assignment]  # filled in below
+    ends: Positions = None  # type: ignore[assignment]
+    tokens_seen: int = -1
+
+    def __post_init__(self) -> None:
+        where = f"layer {self.layer}"
+        if self.layer < 0:
+            raise KvmnnError(f"{where}: layers count from 0")
+        check_pair(where, self.keys, self.values, axes=3)
+        given = np.arange(self.tokens, dtype=np.int64) if self.positions is None else _integers(where, self.positions)
+        ends = given + 1 if self.ends is None else _integers(where, self.ends)
+        if given.shape not in ((self.tokens,), (self.kv_heads, self.tokens)) or ends.shape != given.shape:
+            raise KvmnnError(
+                f"{where}: positions {list(given.shape)} and ends {list(ends.shape)} do not fit "
+                f"{self.kv_heads} heads of {self.tokens} tokens"
+            )
+        last = int(ends.max(initial=0))
+        seen = last if self.tokens_seen == -1 else self.tokens_seen
+        if (given < 0).any() or (ends <= given).any() or last > seen:
+            raise KvmnnError(
+                f"{where}: positions must not be below 0, ends must lie behind them and within the {seen} tokens seen"
+            )
+        object.__setattr__(self, "positions", given)
+        object.__setattr__(self, "ends", ends)
+        object.__setattr__(self, "tokens_seen", seen)
+
+    @property
+    def dtype(self) -> str:
+        """``"fp16"``, ``"bf16"`` or ``"fp32"``."""
+        return dtypes.of_array(self.keys).name
+
+    @property
+    def kv_heads(self) -> int:
+        """Heads that are stored."""
+        return int(self.keys.shape[0])
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are stored: the place in the cache of the next one."""
+        return int(self.keys.shape[1])
+
+    @property
+    def head_dim(self) -> int:
+        """Words of a token in one head."""
+        return int(self.keys.shape[2])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of K and V."""
+        return self.keys.nbytes + self.values.nbytes
+
+
+def check_pair(where: str, keys: Words, values: Words, *, axes: int) -> None:
+    """Refuse K and V that differ in shape or type, have another number of axes, or no head or head_dim at all."""
+    for name, array in (("keys", keys), ("values", values)):
+        if not isinstance(array, np.ndarray):
+            raise TypeError(f"{where}: {name} must be a numpy array, not {type(array).__name__}")
+        dtypes.of_array(array)
+        if array.ndim != axes:
+            raise KvmnnError(f"{where}: {name} have shape {list(array.shape)}: expected {axes} axes")
+    if keys.shape != values.shape:
+        raise KvmnnError(
+            f"{where}: keys have shape {list(keys.shape)}, values {list(values.shape)}: expected the same for both"
+        )
+    if keys.dtype != values.dtype:
+        raise KvmnnError(f"{where}: keys are {keys.dtype}, values {values.dtype}: expected the same for both")
+    if keys.shape[-1] == 0 or keys.shape[-3] == 0:
+        raise KvmnnError(f"{where}: shape {list(keys.shape)} has no heads or no head_dim")
+
+
+def _integers(where: str, array: Positions) -> Positions:
+    array = np.asarray(array)
+    if array.dtype.kind not in "iu":
+        raise KvmnnError(f"{where}: positions are {array.dtype}: expected integers")
+    return array.astype(np.int64)

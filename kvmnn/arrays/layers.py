@@ -1,0 +1,174 @@
+"""Arrays sorted into layers: which array is K and which V of which layer, whatever its source calls it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from ..errors import KvmnnError, SourceError
+from ..packed.rows import PARTS, Part
+from .named_array import NamedArray, Piece
+from .names import layer_of, side_of
+
+_DUMP = re.compile(r"(?:.*/)?layer_(?P<layer>\d{1,6})/(?:packed_)?(?P<part>[kv])_(?:packed_)?t(?P<start>\d+)_\d+")
+
+
+@dataclass(frozen=True)
+class LayerArray:
+    """K or V of one layer.
+
+    Parameters
+    ----------
+    layer, part
+        Which.
+    array
+        ``[kv_head, token, head_dim]``, or ``[token, kv_head, head_dim]`` where `token_major`.
+    token_major
+        The order of its axes.
+    """
+
+    layer: int
+    part: Part
+    array: NamedArray
+    token_major: bool = False
+
+    @property
+    def geometry(self) -> tuple[int, int, int]:
+        """``(kv_heads, tokens, head_dim)``."""
+        a, b, dims = self.array.shape
+        return (b, a, dims) if self.token_major else (a, b, dims)
+
+
+def sort(arrays: Sequence[NamedArray], *, token_major: bool = False) -> list[LayerArray]:
+    """K and V of every layer, in order.
+
+    Names may be those kvmnn gives (``layer_3.key``), those of model inputs (``past_key_values.3.value``) or those of a
+    KV dump (``run/layer_3/k_t0_16``), whose pieces are joined along the tokens. Arrays called ``k`` and ``v`` or the
+    like, without a number, are one layer, or with four axes ``[layer, ...]`` all of them.
+
+    Raises
+    ------
+    SourceError
+        When a name says no place, two arrays have the same place, a layer has only one of the two, or layers differ in
+        geometry or type.
+    """
+    found: dict[tuple[int, Part], list[tuple[int, LayerArray]]] = {}
+    for array in arrays:
+        for start, entry in _places(array, token_major):
+            found.setdefault((entry.layer, entry.part), []).append((start, entry))
+    if not found:
+        raise SourceError("there is no K and no V among the arrays")
+    layers = sorted({layer for layer, _ in found})
+    for layer in layers:
+        for part in PARTS:
+            if (layer, part) not in found:
+                raise SourceError(f"layer {layer} has no array of its {part}s")
+    return [_joined(found[layer, part]) for layer in layers for part in PARTS]
+
+
+def _places(array: NamedArray, token_major: bool) -> Iterator[tuple[int, LayerArray]]:
+    """Which tokens of which layers an array holds: ``(first token, array)``."""
+    part, layer, start = _name(array.name)
+    if array.order == "F" or array.itemsize != array.word_bytes:
+        raise SourceError(f"array {array.name!r}: expected words in C order")
+    if len(array.shape) == 4 and (layer is None or array.shape[0] == 1):
+        for index in range(array.shape[0]):
+            yield 0, LayerArray(index if layer is None else layer, part, _row_of(array, index), token_major)
+    elif len(array.shape) == 3:
+        yield start, LayerArray(layer or 0, part, array, token_major)
+    else:
+        raise SourceError(
+            f"array {array.name!r}: has shape {list(array.shape)}: expected [kv_head, token, head_dim]"
+            + (" or [layer, kv_head, token, head_dim]" if layer is None else "")
+        )
+
+
+def _name(name: str) -> tuple[Part, int | None, int]:
+    """Part, layer (None if it does not say) and first token."""
+    dumped = _DUMP.fullmatch(name)
+    if dumped:
+        return PARTS[dumped["part"] == "v"], int(dumped["layer"]), int(dumped["start"])
+    try:
+        side, rest = side_of("", name)
+    except SourceError:
+        raise SourceError(
+            f"array {name!r}: its name does not say whether it is K or V of which layer: expected e.g. "
+            f"'{array_name(0, 'key')}'"
+        ) from None
+    return PARTS[side], layer_of(rest), 0
+
+
+def _row_of(array: NamedArray, index: int) -> NamedArray:
+    """One row of the first axis, as an array of its own."""
+    nbytes = array.nbytes // array.shape[0]
+    return replace(array, shape=array.shape[1:], reader=partial(_slice, array, index * nbytes, nbytes))
+
+
+def _slice(array: NamedArray, begin: int, nbytes: int, step: int) -> Iterator[Piece]:
+    """Bytes of an array from `begin` on; what is before them is passed over, which costs nothing in a mapped file."""
+    position = 0
+    for piece in array.reader(step):
+        low, high = max(begin - position, 0), min(begin + nbytes - position, piece.size)
+        position += piece.size
+        if low < high:
+            yield piece[low:high]
+        if position >= begin + nbytes:
+            return
+
+
+def _joined(pieces: list[tuple[int, LayerArray]]) -> LayerArray:
+    pieces.sort(key=lambda entry: entry[0])
+    first = pieces[0][1]
+    if len(pieces) == 1:
+        return first
+    names = " and ".join(repr(entry.array.name) for _, entry in pieces[:2])
+    tokens, (heads, _, dims) = 0, first.geometry
+    for start, entry in pieces:
+        if not entry.token_major or start != tokens:
+            raise SourceError(f"layer {first.layer}: {names} are both its {first.part}s, and do not follow each other")
+        if (heads, dims, first.array.dtype) != (entry.geometry[0], entry.geometry[2], entry.array.dtype):
+            raise SourceError(f"layer {first.layer}: {names} differ in geometry or type")
+        tokens += entry.geometry[1]
+    arrays = [entry.array for _, entry in pieces]
+    joined = replace(first.array, shape=(tokens, heads, dims), reader=partial(_chain, arrays))
+    return replace(first, array=joined)
+
+
+def _chain(arrays: list[NamedArray], step: int) -> Iterator[Piece]:
+    for array in arrays:
+        yield from array.pieces(step)
+
+
+def common_geometry(layers: Sequence[LayerArray]) -> tuple[int, int, str]:
+    """``(kv_heads, head_dim, dtype)`` that all layers share.
+
+    Raises
+    ------
+    KvmnnError
+        When they do not, or K and V of a layer differ in tokens.
+    """
+    first = layers[0]
+    for key, value in zip(layers[::2], layers[1::2], strict=True):
+        if key.geometry != value.geometry:
+            raise KvmnnError(
+                f"layer {key.layer}: keys are {list(key.array.shape)} and values {list(value.array.shape)}"
+            )
+    for entry in layers:
+        if (entry.geometry[0], entry.geometry[2], entry.array.dtype) != (
+            first.geometry[0],
+            first.geometry[2],
+            first.array.dtype,
+        ):
+            raise KvmnnError(
+                f"layer {entry.layer} has {entry.geometry[0]} kv heads x {entry.geometry[2]} dims of "
+                f"{entry.array.dtype}, layer {first.layer} has {first.geometry[0]} x {first.geometry[2]} of "
+                f"{first.array.dtype}: expected the same"
+            )
+    return first.geometry[0], first.geometry[2], first.array.dtype
+
+
+def array_name(layer: int, part: Part) -> str:
+    """What the array of a layer's K or V is called everywhere."""
+    return f"layer_{layer}.{part}"

@@ -1,0 +1,1 @@
+"""`kvmnn bench`: codecs side by side on the same data."""

@@ -1,0 +1,139 @@
+"""The compressors that `kvmnn bench` measures beside kvmnn, each behind the same two functions."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .. import dtypes
+from ..arrays.named_array import Piece
+from ..frames import decoding, encoding
+
+
+@dataclass(frozen=True)
+class Codec:
+    """Something that makes raw bytes smaller and brings them back.
+
+    Parameters
+    ----------
+    name
+        What the table calls it.
+    version
+        Of the package that does the work.
+    encode
+        uint8 array to bytes.
+    decode
+        Those bytes to a buffer equal to the input.
+    """
+
+    name: str
+    version: str
+    encode: Callable[[Piece], Any]
+    decode: Callable[[Any], Any]
+
+
+def kvmnn_codecs(dtype: str, threads: int | None, *, with_max: bool = False) -> list[Codec]:
+    """kvmnn's own efforts for words of `dtype`."""
+    from ..version import version
+
+    def codec(effort: str) -> Codec:
+        return Codec(
+            f"kvmnn {effort}",
+            version(),
+            lambda data: encoding.encode(data, dtype=dtype, effort=effort, threads=threads),
+            lambda made: decoding.decode(made, dtype=dtype, threads=threads),
+        )
+
+    return [codec(effort) for effort in ("exact", "fast", *(["max"] if with_max else []))]
+
+
+def installed(dtype: str, threads: int | None) -> tuple[list[Codec], list[str]]:
+    """The rivals that can be measured on words of `dtype`, and the names of packages that are not installed."""
+    found: list[Codec] = []
+    missing: list[str] = []
+    for package, make in _RIVALS.items():
+        try:
+            module = importlib.import_module(package)
+        except ImportError:
+            missing.append(package.partition(".")[0])
+            continue
+        found.extend(make(module, dtype, threads))
+    return found, missing
+
+
+def _version(module: Any) -> str:
+    return str(getattr(module, "version()", "unknown"))
+
+
+def _zstandard(module: Any, dtype: str, threads: int | None) -> list[Codec]:
+    def codec(level: int) -> Codec:
+        return Codec(
+            f"zstd -{level}",
+            _version(module),
+            module.ZstdCompressor(level=level).compress,
+            module.ZstdDecompressor().decompress,
+        )
+
+    return [codec(1), codec(3)]
+
+
+def _lz4(module: Any, dtype: str, threads: int | None) -> list[Codec]:
+    import lz4
+
+    return [Codec("lz4", str(lz4.version()), lambda data: module.compress(data.data), module.decompress)]
+
+
+def _blosc2(module: Any, dtype: str, threads: int | None) -> list[Codec]:
+    from ..threads.pool import resolve_threads
+
+    module.set_nthreads(resolve_threads(threads))
+    width = dtypes.by_name(dtype).itemsize
+
+    def codec(name: str, mode: Any) -> Codec:
+        def encode(data: Piece) -> Any:
+            return module.compress2(
+                data, typesize=width, codec=module.Codec.ZSTD, clevel=1, filters=[mode], filters_meta=[0]
+            )
+
+        return Codec(name, _version(module), encode, module.decompress2)
+
+    return [
+        codec("blosc2 shuffle+zstd", module.Filter.SHUFFLE),
+        codec("blosc2 bitshuffle+zstd", module.Filter.BITSHUFFLE),
+    ]
+
+
+def _pcodec(module: Any, dtype: str, threads: int | None) -> list[Codec]:
+    from importlib.metadata import version
+
+    from pcodec import ChunkConfig, standalone
+
+    numbers = {"fp16": np.float16, "bf16": np.uint16, "fp32": np.float32}[dtype]
+
+    def encode(data: Piece) -> Any:
+        return standalone.simple_compress(data.view(numbers), ChunkConfig())
+
+    return [Codec("pcodec", version("pcodec"), encode, standalone.simple_decompress)]
+
+
+def _zipnn(module: Any, dtype: str, threads: int | None) -> list[Codec]:
+    from importlib.metadata import version
+
+    from ..threads.pool import resolve_threads
+
+    names = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+    made = module.ZipNN(input_format="byte", bytearray_dtype=names[dtype], threads=resolve_threads(threads))
+    return [Codec("zipnn", version("zipnn"), lambda data: made.compress(data.tobytes()), made.decompress)]
+
+
+_RIVALS: dict[str, Callable[[Any, str, int | None], list[Codec]]] = {
+    "zstandard": _zstandard,
+    "lz4.frame": _lz4,
+    "blosc2": _blosc2,
+    "pcodec": _pcodec,
+    "zipnn": _zipnn,
+}

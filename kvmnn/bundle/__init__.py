@@ -1,0 +1,1 @@
+"""Frame files and their manifest: written, read, decoded, compared."""

@@ -1,0 +1,134 @@
+"""Frame files and their manifest back to arrays: open, decode, prove."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from ..arrays.named_array import Piece
+from ..errors import FrameError, LimitError, ManifestError
+from ..frames import decoding, inspection
+from ..threads.digest import Digester
+from ..threads.pipeline import Progress, ordered
+from .frame_set import DecodeOptions, FrameSet
+from .manifest import FrameEntry
+
+
+class Decoded(NamedTuple):
+    """A run of an array's raw bytes, in order.
+
+    Parameters
+    ----------
+    array_index
+        Which array of the set.
+    data
+        uint8, little-endian words in memory order; good until the next run is asked for.
+    """
+
+    array_index: int
+    data: Piece
+
+
+class _Job(NamedTuple):
+    array_index: int
+    number: int
+    entry: FrameEntry
+    stored: Piece
+
+
+def decode_frames(
+    frames: FrameSet,
+    options: DecodeOptions | None = None,
+    *,
+    check_frames: bool = False,
+    progress: Progress | None = None,
+) -> Iterator[Decoded]:
+    """Decode every frame, array after array, in bounded memory.
+
+    Where there is a manifest, each array's hash is compared when its last byte has been yielded, so a caller that keeps
+    what it gets must wait for the end.
+
+    Parameters
+    ----------
+    check_frames
+        Compare the hash of each frame before it is decoded too.
+
+    Raises
+    ------
+    FrameError
+        When a frame does not decode, or not to the size it should.
+    ManifestError
+        When a hash differs.
+    LimitError
+        When there are more raw bytes than `options.max_bytes`.
+    """
+    options = options or DecodeOptions()
+    if options.max_bytes is not None and frames.raw_bytes > options.max_bytes:
+        raise LimitError(f"{frames.path}: holds {frames.raw_bytes} raw bytes, above the limit of {options.max_bytes}")
+
+    buffers = _Buffers()
+
+    def work(job: _Job, threads: int | None) -> Piece:
+        alone = threads != 1 or options.threads == 1
+        return _decode_one(frames, job, options, check_frames, threads, buffers if alone else None)
+
+    hashes = [hashlib.sha256() for _ in frames.arrays]
+    decoded = ordered(work, _jobs(frames), lambda job: job.entry.raw_bytes, options.threads)
+    with Digester() as digester:
+        for job, data in decoded:
+            array, digest = frames.arrays[job.array_index], hashes[job.array_index]
+            if array.sha256 is not None:
+                digester.update(digest, data)
+            yield Decoded(job.array_index, data)
+            if job.number + 1 == len(array.frames):
+                digester.wait()
+                if array.sha256 not in (None, digest.hexdigest()):
+                    raise ManifestError(
+                        f"{frames.path}: array {array.name!r}: its bytes do not match the manifest's sha256"
+                    )
+            if progress:
+                progress(data.size)
+            del job, data  # or they would live on while the next frame is decoded
+
+
+def _jobs(frames: FrameSet) -> Iterator[_Job]:
+    for index, array in enumerate(frames.arrays):
+        for number, entry in enumerate(array.frames):
+            yield _Job(index, number, entry, frames.frame(entry))
+
+
+class _Buffers:
+    """Two buffers by turns: fresh memory costs as much as decoding, and the last run may still be being hashed."""
+
+    def __init__(self) -> None:
+        self._buffers: list[Piece] = [np.empty(0, np.uint8), np.empty(0, np.uint8)]
+
+    def take(self, nbytes: int) -> Piece:
+        buffer = self._buffers.pop(0)
+        if buffer.size < nbytes:
+            del buffer
+            buffer = np.empty(nbytes, np.uint8)
+        self._buffers.append(buffer)
+        return buffer[:nbytes]
+
+
+def _decode_one(
+    frames: FrameSet, job: _Job, options: DecodeOptions, check: bool, threads: int | None, buffers: _Buffers | None
+) -> Piece:
+    array, entry = frames.arrays[job.array_index], job.entry
+    part = f" frame {job.number} (offset {entry.offset})" if len(array.frames) > 1 else ""
+    where = f"{frames.path}:{part}" if frames.document is None else f"{frames.path}: array {array.name!r}:{part}"
+    if check and entry.sha256 not in (None, hashlib.sha256(job.stored.data).hexdigest()):
+        raise ManifestError(f"{where} the frame does not match the manifest's sha256")
+    try:
+        info = inspection.inspect(job.stored, dtype=array.dtype, codecs=options.codecs, entropy=False)
+        if info.raw_bytes != entry.raw_bytes:
+            raise FrameError(f"holds {info.raw_bytes} bytes, the manifest says {entry.raw_bytes}")
+        out = buffers.take(entry.raw_bytes) if buffers else np.empty(entry.raw_bytes, np.uint8)
+        decoding.decode(job.stored, dtype=array.dtype, codecs=options.codecs, out=out, threads=threads)
+    except FrameError as exc:
+        raise FrameError(f"{where} {exc}") from None
+    return out

@@ -1,0 +1,245 @@
+"""Arrays to frame files and their manifest: cut, encode, prove, hash, write."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .. import dtypes
+from ..arrays.named_array import NamedArray, Piece
+from ..errors import KvmnnError, LimitError
+from ..files.names import file_names
+from ..files.output import DirectoryOutput, FileOutput, StagedFile
+from ..frames import CODECS, CodecOptions, encode, matches, predictors, zstd
+from ..threads import pool
+from ..threads.digest import Digester
+from ..threads.pipeline import Progress, ordered
+from . import manifest
+from .manifest import FRAME_SUFFIX, ArrayEntry, FrameEntry, Manifest
+
+FRAME_BYTES = 64 << 20
+PACKED_FRAME_BYTES = 16 << 20
+"""The same for packed files, whose pieces are copies in memory rather than views of a mapped file."""
+MIN_FRAME_BYTES = 4
+
+_SCRATCH = 140 << 20
+"""Bytes of working memory for one large piece, which keep the tool under 300 MiB on any number of processors."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodeOptions(CodecOptions):
+    """How arrays become frames.
+
+    Parameters
+    ----------
+    predictors, hi_predictors, codecs, effort, threads
+        As for `kvmnn.encode`; collections are tuples.
+    frame_bytes
+        An array of more raw bytes than this is cut along its leading axes into several frames; 0 never cuts.
+    verify
+        Decode every frame and compare it with its input before anything is kept.
+    """
+
+    predictors: str | tuple[str, ...] | None = None
+    hi_predictors: str | tuple[str, ...] | None = None
+    codecs: tuple[str, ...] = CODECS
+    frame_bytes: int = FRAME_BYTES
+    threads: int | None = None
+    verify: bool = True
+
+    def __post_init__(self) -> None:
+        if self.frame_bytes and self.frame_bytes < MIN_FRAME_BYTES:
+            raise KvmnnError(f"frame_bytes is {self.frame_bytes}: expected 0 (never cut) or at least {MIN_FRAME_BYTES}")
+        self.check()
+
+    def encode(self, piece: Piece, dtype: str, threads: int | None) -> bytes:
+        """The frame of one piece, proved if `verify` says so.
+
+        Raises
+        ------
+        KvmnnError
+            If the frame does not decode to its input, which would be a defect of kvmnn or of the machine.
+        """
+        made = encode(
+            piece,
+            dtype=dtype,
+            predictors=self.predictors,
+            hi_predictors=self.hi_predictors,
+            codecs=self.codecs,
+            effort=self.effort,
+            threads=threads,
+        )
+        if self.verify and not matches(made, piece, dtype=dtype, codecs=self.codecs, threads=threads):
+            raise KvmnnError("a frame did not decode to its own input; nothing was written (please report this)")
+        return made
+
+
+def encode_to_file(
+    arrays: Sequence[NamedArray],
+    output: FileOutput,
+    options: EncodeOptions,
+    *,
+    metadata: dict[str, str] | None = None,
+    progress: Progress | None = None,
+) -> Manifest:
+    """Write one array's frames, back to back, into a file, and its manifest beside it (not beside a device).
+
+    The caller commits `output`.
+    """
+    if len(arrays) != 1:
+        raise KvmnnError(f"a frame file holds one array, not {len(arrays)}: encode into a directory")
+    if not output.is_device:
+        output.check_beside(manifest.SIDE_SUFFIX)
+
+    def write(index: int, made: bytes) -> str:
+        output.file.write(made)
+        return output.target.name
+
+    document = _document(_encode(arrays, options, write, progress), options, metadata)
+    if not output.is_device:
+        output.beside(manifest.SIDE_SUFFIX).write(manifest.to_json(document))
+    return document
+
+
+def encode_to_directory(
+    arrays: Sequence[NamedArray],
+    output: DirectoryOutput,
+    options: EncodeOptions,
+    *,
+    metadata: dict[str, str] | None = None,
+    progress: Progress | None = None,
+) -> Manifest:
+    """Write one frame file for each array, and ``manifest.json``. The caller commits `output`."""
+    names = file_names([array.name for array in arrays], FRAME_SUFFIX)
+    output.check_names([*names, manifest.FILE_NAME])
+    files: dict[int, StagedFile] = {}
+
+    def write(index: int, made: bytes) -> str:
+        if index not in files:
+            files[index] = output.file(names[index])
+        files[index].write(made)
+        return names[index]
+
+    document = _document(_encode(arrays, options, write, progress), options, metadata)
+    output.file(manifest.FILE_NAME).write(manifest.to_json(document))
+    return document
+
+
+def encode_to_bytes(array: NamedArray, options: EncodeOptions, progress: Progress | None = None) -> bytes:
+    """The single frame of an array that needs no cutting.
+
+    Raises
+    ------
+    LimitError
+        If the array needs several frames.
+    """
+    count = array.piece_count(options.frame_bytes)
+    if count > 1:
+        raise LimitError(
+            f"array {array.name!r} needs {count} frames of at most {options.frame_bytes} bytes, but a stream carries "
+            "one: write to a file (-o FILE) or do not cut (--frame-bytes 0)"
+        )
+    frames: list[bytes] = []
+
+    def keep(index: int, made: bytes) -> str:
+        frames.append(made)
+        return ""
+
+    _encode([array], options, keep, progress)
+    return frames[0]
+
+
+class _Job(NamedTuple):
+    array_index: int
+    piece: Piece
+
+
+class _Made(NamedTuple):
+    frame: bytes
+    sha256: str
+
+
+def _encode(
+    arrays: Sequence[NamedArray],
+    options: EncodeOptions,
+    write: Callable[[int, bytes], str],
+    progress: Progress | None,
+) -> list[ArrayEntry]:
+    """Encode all pieces and `write(array index, frame)` them in order; it returns the name of the frame's file."""
+
+    def make(job: _Job, threads: int | None) -> _Made:
+        dtype = arrays[job.array_index].dtype
+        made = options.encode(job.piece, dtype, _affordable(threads, job.piece.size, dtype))
+        return _Made(made, hashlib.sha256(made).hexdigest())
+
+    hashes = [hashlib.sha256() for _ in arrays]
+    frames: list[list[FrameEntry]] = [[] for _ in arrays]
+    jobs = _jobs(arrays, options.frame_bytes, hashes)
+    for job, made in ordered(make, jobs, lambda job: job.piece.size, options.threads):
+        file = write(job.array_index, made.frame)
+        before = frames[job.array_index]
+        frames[job.array_index].append(
+            FrameEntry(
+                file=file,
+                offset=before[-1].offset + before[-1].bytes if before else 0,
+                bytes=len(made.frame),
+                raw_bytes=job.piece.size,
+                sha256=made.sha256,
+            )
+        )
+        if progress:
+            progress(job.piece.size)
+        del job, made  # or they would live on while the next piece is encoded
+    return [
+        ArrayEntry(
+            name=array.name,
+            dtype=array.dtype,
+            shape=array.shape,
+            array_dtype=array.array_dtype,
+            order=array.order,
+            sha256=sha.hexdigest(),
+            frames=tuple(parts),
+        )
+        for array, sha, parts in zip(arrays, hashes, frames, strict=True)
+    ]
+
+
+def _affordable(threads: int | None, nbytes: int, dtype: str) -> int | None:
+    """Threads for one large piece: each works on a stream and its payload, and together they stay in `_SCRATCH`."""
+    if threads is not None:
+        return threads
+    stream = nbytes // dtypes.by_name(dtype).itemsize
+    return max(1, min(pool.cpu_count(), _SCRATCH // (2 * stream + 1)))
+
+
+def _jobs(arrays: Sequence[NamedArray], frame_bytes: int, hashes: Sequence[hashlib._Hash]) -> Iterator[_Job]:
+    """All pieces of all arrays; each is hashed while it is being encoded."""
+    with Digester() as digester:
+        for index, array in enumerate(arrays):
+            for piece in array.pieces(frame_bytes):
+                digester.update(hashes[index], piece)
+                yield _Job(index, piece)
+                digester.wait()
+                del piece  # or an inflated piece would live on while the next is inflated
+
+
+def _document(entries: list[ArrayEntry], options: EncodeOptions, metadata: dict[str, str] | None) -> Manifest:
+    from ..version import version
+
+    def names(chosen: str | tuple[str, ...] | None) -> tuple[str, ...]:
+        known = predictors.resolve(chosen)
+        return tuple(name for name in predictors.NAMES if name in known)
+
+    return Manifest(
+        kvmnn_version=version(),
+        zstd_version=zstd.version(),
+        zstd_byte_exact=zstd.byte_exact(),
+        effort=options.effort,
+        codecs=options.codecs,
+        predictors=names(options.predictors),
+        hi_predictors=None if options.hi_predictors is None else names(options.hi_predictors),
+        arrays=tuple(entries),
+        metadata=metadata or {},
+    )

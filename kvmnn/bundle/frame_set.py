@@ -1,0 +1,177 @@
+"""Frames that can be read: one alone, or all that a manifest lists."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import dtypes
+from ..arrays.named_array import Piece
+from ..errors import FrameError, ManifestError
+from ..files.mapped import STDIN, MappedFile
+from ..frames import CODECS, inspect
+from . import manifest
+from .manifest import FRAME_SUFFIX, ArrayEntry, FrameEntry, Manifest
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeOptions:
+    """How frames become arrays.
+
+    Parameters
+    ----------
+    dtype
+        What a lone frame holds; None takes its container (fp16 or fp32). A manifest knows better.
+    codecs, threads
+        As for `kvmnn.decode`.
+    max_bytes
+        Refuse to decode more raw bytes than this in all; None for no limit.
+    """
+
+    dtype: str | None = None
+    codecs: tuple[str, ...] = CODECS
+    max_bytes: int | None = None
+    threads: int | None = None
+
+
+class FrameSet:
+    """Frames that can be read: one alone, or all that a manifest lists.
+
+    Parameters
+    ----------
+    path
+        What the user named.
+    arrays
+        What the frames hold.
+    document
+        The manifest, or None for a lone frame.
+    """
+
+    def __init__(
+        self, path: str, arrays: Sequence[ArrayEntry], document: Manifest | None, files: dict[str, MappedFile]
+    ) -> None:
+        self.path = path
+        self.arrays = tuple(arrays)
+        self.document = document
+        self._files = files
+        self._root = Path(path if os.path.isdir(path) else os.path.dirname(path) or ".")
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in self.arrays)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all frames."""
+        return sum(array.stored_bytes for array in self.arrays)
+
+    @property
+    def paths(self) -> list[str]:
+        """Every file that is read, the manifest left out."""
+        names = {part.file for array in self.arrays for part in array.frames}
+        return [self._files[name].path if name in self._files else str(self._root / name) for name in names]
+
+    def only(self, array: ArrayEntry) -> FrameSet:
+        """The frames of one of the arrays."""
+        return FrameSet(self.path, [array], self.document, self._files)
+
+    def frame(self, entry: FrameEntry) -> Piece:
+        """The bytes of a frame.
+
+        Raises
+        ------
+        ManifestError
+            When its file is missing, too short, or outside the manifest's directory.
+        """
+        file = self._files.get(entry.file)
+        if file is None:
+            self._files.clear()
+            file = self._files[entry.file] = self._open(entry.file)
+        if entry.offset + entry.bytes > file.size:
+            raise ManifestError(
+                f"{file.label}: has {file.size} bytes, but the manifest puts a frame of {entry.bytes} bytes at offset "
+                f"{entry.offset}"
+            )
+        return file.view(entry.offset, entry.bytes)
+
+    def _open(self, name: str) -> MappedFile:
+        path = self._root / name
+        if not path.resolve().is_relative_to(self._root.resolve()):
+            raise ManifestError(f"{self.path}: the frame file {name!r} leads out of the manifest's directory")
+        if not path.is_file():
+            raise ManifestError(f"{self.path}: the frame file {name!r} is missing")
+        return MappedFile(path)
+
+
+def open_frames(path: str, *, use_manifest: bool = True, options: DecodeOptions | None = None) -> FrameSet:
+    """Open a frame, a manifest, or a bundle directory.
+
+    Parameters
+    ----------
+    path
+        A frame file (with its manifest, ``<path>.json``, where that exists), a manifest file (``.json``), a directory
+        with a ``manifest.json``, or ``"-"`` for a lone frame on standard input.
+    use_manifest
+        False takes a frame file alone even if a manifest lies beside it.
+
+    Raises
+    ------
+    KvmnnError
+        `SourceError`, `ManifestError` or `FrameError`, by what is wrong.
+    """
+    options = options or DecodeOptions()
+    if path == STDIN:
+        return _lone(MappedFile(path), options)
+    if os.path.isdir(path):
+        index = Path(path, manifest.FILE_NAME)
+        if not index.exists():
+            raise ManifestError(f"{path}: has no {manifest.FILE_NAME}, so it is not a kvmnn bundle")
+        document = manifest.load(index)
+        return FrameSet(path, document.arrays, document, {})
+    if path.endswith(".json") and os.path.exists(path):
+        document = manifest.load(Path(path))
+        return FrameSet(path, document.arrays, document, {})
+    file = MappedFile(path)
+    side = Path(path + manifest.SIDE_SUFFIX)
+    if use_manifest and side.exists():
+        document = manifest.load(side)
+        names = {part.file for array in document.arrays for part in array.frames}
+        # A frame and its manifest may have been renamed together: the pair is what belongs together, not the name.
+        if len(names) == 1:
+            return FrameSet(path, document.arrays, document, {names.pop(): file})
+        raise ManifestError(f"{side}: lists {len(names)} frame files, so it is not the manifest of {path}")
+    return _lone(file, options)
+
+
+def _lone(file: MappedFile, options: DecodeOptions) -> FrameSet:
+    """A frame without a manifest: a 1-D array of its words."""
+    if file.size == 0:
+        raise FrameError(f"{file.label}: is empty, not a frame")
+    whole = file.view(0, file.size)
+    try:
+        info = inspect(whole, dtype=options.dtype, codecs=options.codecs, entropy=False)
+    except FrameError as exc:
+        hint = _hint(file)
+        raise FrameError(f"{file.label}: {exc}{hint}") from None
+    entry = FrameEntry(file=file.label, offset=0, bytes=file.size, raw_bytes=info.raw_bytes, sha256=None)
+    name = "stdin" if file.path == STDIN else os.path.basename(file.path).removesuffix(FRAME_SUFFIX)
+    array = ArrayEntry(
+        name=name,
+        dtype=info.dtype,
+        shape=(info.words,),
+        array_dtype=dtypes.by_name(info.dtype).numpy.str,
+        sha256=None,
+        frames=(entry,),
+    )
+    return FrameSet(file.path, [array], None, {file.label: file})
+
+
+def _hint(file: MappedFile) -> str:
+    if file.head(6) == b"\x93NUMPY":
+        return " (it is a .npy file)"
+    if os.path.splitext(file.path)[1].lower() in (".npz", ".safetensors"):
+        return " (it is a file of arrays, not of frames)"
+    return ""

@@ -1,0 +1,254 @@
+"""The manifest: what a set of frames holds, so that the very arrays can be restored and proved.
+
+Version 1. Readers refuse other versions and ignore keys they do not know, so that later releases may add keys within
+version 1 but never change the meaning of one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from .. import dtypes
+from ..arrays.named_array import ArrayInfo, Order
+from ..errors import KvmnnError, ManifestError
+from ..files.json_document import Node, unique_keys
+
+SCHEMA: Final = "kvmnn-manifest"
+SCHEMA_VERSION: Final = 1
+FILE_NAME: Final = "manifest.json"
+SIDE_SUFFIX: Final = ".json"
+"""What is appended to a frame file's name to give its manifest's."""
+
+MAX_BYTES = 256 << 20
+_SMALLEST_FRAME = 14
+_ARRAY_DTYPE = re.compile(r"[<>|][fiuV][124]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrameEntry:
+    """Where a frame lies and what it must be.
+
+    Parameters
+    ----------
+    file
+        Name relative to the manifest's directory.
+    offset, bytes
+        Its range in the file, in bytes.
+    raw_bytes
+        Bytes it decodes to.
+    sha256
+        Of the frame; None when there is no manifest.
+    """
+
+    file: str
+    offset: int
+    bytes: int
+    raw_bytes: int
+    sha256: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrayEntry(ArrayInfo):
+    """An array and its frames, in order.
+
+    Parameters
+    ----------
+    sha256
+        Of the raw bytes: little-endian words in memory order. None when there is no manifest.
+    frames
+        Joined, they decode to the raw bytes.
+    """
+
+    sha256: str | None
+    frames: tuple[FrameEntry, ...]
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all its frames."""
+        return sum(frame.bytes for frame in self.frames)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What made the frames, and what they hold.
+
+    Parameters
+    ----------
+    metadata
+        Text that came with the arrays (``__metadata__`` of a ``.safetensors`` file).
+    hi_predictors
+        None where they are those of `predictors`.
+    """
+
+    kvmnn_version: str
+    zstd_version: str
+    zstd_byte_exact: bool
+    effort: str
+    codecs: tuple[str, ...]
+    predictors: tuple[str, ...]
+    hi_predictors: tuple[str, ...] | None
+    arrays: tuple[ArrayEntry, ...]
+    metadata: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in self.arrays)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all frames."""
+        return sum(array.stored_bytes for array in self.arrays)
+
+
+def to_json(manifest: Manifest) -> bytes:
+    """The manifest as a JSON document."""
+    document = {
+        "schema": SCHEMA,
+        "schema_version": SCHEMA_VERSION,
+        "kvmnn_version": manifest.kvmnn_version,
+        "zstd": {"version": manifest.zstd_version, "byte_exact": manifest.zstd_byte_exact},
+        "effort": manifest.effort,
+        "codecs": list(manifest.codecs),
+        "predictors": list(manifest.predictors),
+        "hi_predictors": None if manifest.hi_predictors is None else list(manifest.hi_predictors),
+        "raw_bytes": manifest.raw_bytes,
+        "stored_bytes": manifest.stored_bytes,
+        "metadata": manifest.metadata,
+        "arrays": [array_to_dict(array) for array in manifest.arrays],
+    }
+    return (json.dumps(document, indent=1) + "\n").encode()
+
+
+def array_to_dict(array: ArrayEntry) -> dict[str, Any]:
+    """An array's part of the manifest."""
+    return {
+        "name": array.name,
+        "shape": list(array.shape),
+        "dtype": array.dtype,
+        "array_dtype": array.array_dtype,
+        "order": array.order,
+        "raw_bytes": array.nbytes,
+        "stored_bytes": array.stored_bytes,
+        "sha256": array.sha256,
+        "frames": [vars(frame) for frame in array.frames],
+    }
+
+
+def load(path: Path) -> Manifest:
+    """Read and check a manifest file.
+
+    Raises
+    ------
+    ManifestError
+        Naming the file and the JSON path of what is wrong.
+    """
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_BYTES + 1)
+    except OSError as exc:
+        raise ManifestError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
+    if len(text) > MAX_BYTES:
+        raise ManifestError(f"{path}: is larger than {MAX_BYTES} bytes")
+    return from_json(text, str(path))
+
+
+def from_json(text: bytes, where: str = "manifest") -> Manifest:
+    """Check and take in a manifest document; `where` begins the messages of errors."""
+    try:
+        document = json.loads(text, object_pairs_hook=unique_keys)
+    except (ValueError, RecursionError) as exc:
+        raise ManifestError(f"{where}: is not valid JSON: {str(exc)[:200]}") from None
+    root = Node(document, where, "")
+    if root.at("schema").text() != SCHEMA:
+        raise root.at("schema").wrong(f"{SCHEMA!r}")
+    version = root.at("schema_version")
+    if version.integer(1) != SCHEMA_VERSION:
+        raise version.wrong(f"{SCHEMA_VERSION}, the version this kvmnn reads")
+    arrays = tuple(_array(node) for node in root.at("arrays").items(least=1))
+    _check_unique(root, arrays)
+    manifest = Manifest(
+        kvmnn_version=root.at("kvmnn_version").text(),
+        zstd_version=root.at("zstd").at("version").text(),
+        zstd_byte_exact=root.at("zstd").at("byte_exact").boolean(),
+        effort=root.at("effort").text(),
+        codecs=root.at("codecs").texts(),
+        predictors=root.at("predictors").texts(),
+        hi_predictors=None if root.at("hi_predictors").value is None else root.at("hi_predictors").texts(),
+        arrays=arrays,
+        metadata=root.at("metadata").text_map(),
+    )
+    _check_sum(root, "raw_bytes", manifest.raw_bytes)
+    _check_sum(root, "stored_bytes", manifest.stored_bytes)
+    return manifest
+
+
+def _check_unique(root: Node, arrays: Sequence[ArrayEntry]) -> None:
+    seen: set[str] = set()
+    for index, array in enumerate(arrays):
+        if array.name in seen:
+            raise ManifestError(f"{root.where}: arrays[{index}].name: {array.name!r} is already taken")
+        seen.add(array.name)
+
+
+def _check_sum(node: Node, key: str, expected: int) -> None:
+    if node.at(key).integer(0) != expected:
+        raise node.at(key).wrong(f"{expected}, the sum of its parts")
+
+
+def _array(node: Node) -> ArrayEntry:
+    dtype = node.at("dtype").text()
+    try:
+        word_bytes = dtypes.by_name(dtype).itemsize
+    except KvmnnError:
+        raise node.at("dtype").wrong(f"one of {', '.join(dtypes.BY_NAME)}") from None
+    array_dtype = node.at("array_dtype").text()
+    if not _ARRAY_DTYPE.fullmatch(array_dtype) or array_dtype in ("|f2", "|f4", "<f1", ">f1", "|f1"):
+        raise node.at("array_dtype").wrong("a numpy type of kind f, i, u or V")
+    if int(array_dtype[2]) != word_bytes and array_dtype != "|u1":
+        raise node.at("array_dtype").wrong(f"a type of {word_bytes} bytes, as {dtype} has, or '|u1'")
+    order = node.at("order").text()
+    if order not in ("C", "F"):
+        raise node.at("order").wrong("'C' or 'F'")
+    shape = tuple(axis.integer(1) for axis in node.at("shape").items(most=64))
+    array = ArrayEntry(
+        name=node.at("name").text(),
+        dtype=dtype,
+        shape=shape,
+        array_dtype=array_dtype,
+        order=_order(order),
+        sha256=node.at("sha256").sha256(),
+        frames=tuple(_frame(frame, word_bytes) for frame in node.at("frames").items(least=1)),
+    )
+    raw_bytes = math.prod(shape) * array.itemsize
+    _check_sum(node, "stored_bytes", array.stored_bytes)
+    _check_sum(node, "raw_bytes", sum(frame.raw_bytes for frame in array.frames))
+    if node.at("raw_bytes").value != raw_bytes:
+        raise node.at("raw_bytes").wrong(f"{raw_bytes}, as its shape and array_dtype say")
+    return array
+
+
+def _order(text: str) -> Order:
+    return "F" if text == "F" else "C"
+
+
+def _frame(node: Node, word_bytes: int) -> FrameEntry:
+    raw_bytes = node.at("raw_bytes").integer(word_bytes)
+    if raw_bytes % word_bytes:
+        raise node.at("raw_bytes").wrong(f"a multiple of {word_bytes}")
+    return FrameEntry(
+        file=node.at("file").file_name(),
+        offset=node.at("offset").integer(0),
+        bytes=node.at("bytes").integer(_SMALLEST_FRAME),
+        raw_bytes=raw_bytes,
+        sha256=node.at("sha256").sha256(),
+    )
+
+
+FRAME_SUFFIX = ".frame"

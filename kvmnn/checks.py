@@ -1,0 +1,50 @@
+"""Checks of numbers that callers give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .errors import KvmnnError
+
+
+def whole(value: Any, name: str, least: int, most: int | None = None) -> int:
+    """`value` as an int between `least` and `most`.
+
+    Raises
+    ------
+    TypeError
+        For what is no integer, booleans included.
+    KvmnnError
+        For one outside.
+    """
+    number = as_int(value, name)
+    if number < least:
+        raise KvmnnError(f"{name} is {number}: expected at least {least}")
+    if most is not None and number > most:
+        raise KvmnnError(f"{name} is {number}: expected at most {most}")
+    return number
+
+
+def as_int(value: Any, name: str) -> int:
+    """`value` as an int; `TypeError` for what is no integer, booleans included."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
+    return int(value)
+
+
+def check_count(what: str, number: object) -> None:
+    """Refuse what is not an integer of at least 0."""
+    if isinstance(number, bool) or not isinstance(number, int | np.integer):
+        raise TypeError(f"{what} must be an integer, not {type(number).__name__}")
+    if number < 0:
+        raise KvmnnError(f"{what} is {number}: expected at least 0")
+
+
+def check_share(what: str, number: object) -> None:
+    """Refuse what is not a finite number of at least 0 that can be multiplied with a number of tokens."""
+    if isinstance(number, bool) or not isinstance(number, int | float | np.integer | np.floating):
+        raise TypeError(f"{what} must be a number, not {type(number).__name__}")
+    if not 0 <= number <= 1e9:
+        raise KvmnnError(f"{what} is {number}: expected a share from 0 on")

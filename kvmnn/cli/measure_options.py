@@ -1,0 +1,110 @@
+"""The command line of the seeds' tool: its options under their names, with their defaults."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import NoReturn
+
+from ..offline.options import (
+    CODEC_MODES,
+    ENTRY_MODES,
+    K_PREDICTORS,
+    LANES,
+    SCOPES,
+    STAGES,
+    V_PREDICTORS,
+    ArgumentsError,
+    MeasureOptions,
+    Predictors,
+    Scope,
+    parse_layer_ids,
+)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare everything that decides which sizes come out."""
+    group = parser.add_argument_group("which dumps")
+    group.add_argument("--stage", choices=STAGES, default="both", help="(default both: any)")
+    group.add_argument("--scope", choices=SCOPES, default="front_n", help="how layers are chosen (default front_n)")
+    group.add_argument("--front-n", type=int, default=2, metavar="N", help="the first N layers (default 2)")
+    group.add_argument("--layer-start", type=int, default=2, metavar="N", help="first of layer_range (default 2)")
+    group.add_argument("--layer-end", type=int, default=-1, metavar="N", help="last of layer_range (default -1: any)")
+    group.add_argument("--layer-ids", default="", metavar="N[,N...]", help="the layers of layer_ids")
+    group.add_argument("--min-seq-len", type=int, default=0, metavar="N", help="tokens of a dump at least (0: any)")
+    group.add_argument("--max-seq-len", type=int, default=0, metavar="N", help="tokens of a dump at most (0: any)")
+    group.add_argument("--strict-fp16", action="store_true", help="leave fp32 out instead of rounding it to fp16")
+    group = parser.add_argument_group("how they are put together and cut up")
+    group.add_argument("--entry-mode", choices=ENTRY_MODES, default="per_meta", help="(default per_meta: not at all)")
+    group.add_argument("--online-chunk-seq", type=int, default=0, metavar="N", help="tokens of a piece (0: one piece)")
+    group.add_argument(
+        "--online-framing-bytes", type=int, default=16, metavar="N", help="added for each piece (default 16)"
+    )
+    group.add_argument("--aggregate-by-stage", action="store_true", help="keep prefill and decode apart")
+    group = parser.add_argument_group("how sizes are simulated")
+    group.add_argument("--codec-mode", choices=CODEC_MODES, default="adaptive_v22", help="(default adaptive_v22)")
+    group.add_argument("--adaptive-block-seq", type=int, default=64, metavar="N", help="tokens of a block (default 64)")
+    group.add_argument("--bitshuffle", action="store_true", help="sort bits by plane before compressing")
+    group.add_argument("--zstd-level", type=int, default=3, metavar="N", help="(default 3)")
+    for lane in LANES:
+        names = K_PREDICTORS if lane.startswith("k") else V_PREDICTORS
+        group.add_argument(
+            f"--{lane.replace('_', '-')}-predictors",
+            default=",".join(names),
+            metavar="NAMES",
+            help=f"what adaptive_v22 tries on the {lane[2:]} bytes of {lane[0].upper()} (default {','.join(names)})",
+        )
+
+
+def options_of(arguments: argparse.Namespace) -> MeasureOptions:
+    """What the arguments ask for.
+
+    Raises
+    ------
+    OptionError
+        With the message of the seeds' tool.
+    """
+    return MeasureOptions(
+        scope=Scope(
+            stage=arguments.stage,
+            scope=arguments.scope,
+            front_n=arguments.front_n,
+            layer_start=arguments.layer_start,
+            layer_end=arguments.layer_end,
+            layer_ids=parse_layer_ids(arguments.layer_ids),
+            min_seq_len=arguments.min_seq_len,
+            max_seq_len=arguments.max_seq_len,
+            strict_fp16=arguments.strict_fp16,
+        ),
+        entry_mode=arguments.entry_mode,
+        online_chunk_seq=arguments.online_chunk_seq,
+        online_framing_bytes=arguments.online_framing_bytes,
+        aggregate_by_stage=arguments.aggregate_by_stage,
+        codec_mode=arguments.codec_mode,
+        adaptive_block_seq=arguments.adaptive_block_seq,
+        bitshuffle=arguments.bitshuffle,
+        zstd_level=arguments.zstd_level,
+        predictors=Predictors(**{lane: _split(getattr(arguments, f"{lane}_predictors")) for lane in LANES}),
+    )
+
+
+def parse_options(argv: Sequence[str]) -> MeasureOptions:
+    """The options in a list of arguments as the seeds' tool takes them, without inputs and outputs.
+
+    Raises
+    ------
+    OptionError
+        For a value that is refused, and for arguments that there are not.
+    """
+    parser = _Parser(prog="measure", add_help=False)
+    add_options(parser)
+    return options_of(parser.parse_args(list(argv)))
+
+
+def _split(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ArgumentsError(message)

@@ -1,0 +1,90 @@
+"""What the verbs share: arguments, sources, sizes, progress, printing."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    pass
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+
+def byte_count(text: str) -> int:
+    """A size such as ``4096``, ``64M`` or ``1G`` (powers of 1024), in bytes."""
+    found = re.fullmatch(r"(\d{1,15})\s*([KMGT]?)(i?B)?", text.strip(), re.IGNORECASE)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: expected a number of bytes, K, M or G")
+    return int(found[1]) << {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}[found[2].upper()]
+
+
+def positive(text: str) -> int:
+    """A whole number above zero."""
+    if not re.fullmatch(r"\d{1,9}", text) or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
+    return int(text)
+
+
+def whole(text: str) -> int:
+    """A whole number, zero included."""
+    if not re.fullmatch(r"\d{1,9}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)
+
+
+def add_verb(verbs: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str, text: str) -> Any:
+    """A sub-parser with the options that every verb has."""
+    parser = verbs.add_parser(
+        name,
+        help=summary,
+        description=text,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("--json", action="store_true", help="print one JSON document on standard output")
+    parser.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors and what --json asks for")
+    parser.add_argument("-v", "--verbose", action="store_true", help="say more")
+    return parser
+
+
+def add_threads(parser: Any) -> None:
+    """``--threads`` and ``--no-zstd``."""
+    parser.add_argument("--threads", type=positive, metavar="N", help="threads to use (default: all processors)")
+    parser.add_argument("--no-zstd", action="store_true", help="behave as an engine without libzstd: RLE only")
+
+
+def add_output(parser: Any, text: str) -> None:
+    """``-o`` and ``-f``."""
+    parser.add_argument("-o", "--output", metavar="OUT", help=text)
+    parser.add_argument("-f", "--force", action="store_true", help="replace files that exist")
+
+
+def add_source(parser: Any, dtype_help: str) -> None:
+    """``--dtype``, ``--tensor`` and ``--skip-unsupported``."""
+    add_dtype(parser, dtype_help)
+    parser.add_argument("--tensor", action="append", default=[], metavar="NAME", help="take this array (repeatable)")
+    parser.add_argument(
+        "--skip-unsupported",
+        action="store_true",
+        help="leave out arrays that no frame holds (float64, int64, empty ...) instead of refusing the file",
+    )
+
+
+def add_dtype(parser: Any, text: str) -> None:
+    """``--dtype``."""
+    parser.add_argument("--dtype", choices=("fp16", "bf16", "fp32"), help=text)
+
+
+def codecs(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """What ``--no-zstd`` leaves."""
+    return ("rle",) if arguments.no_zstd else ("rle", "zstd")
+
+
+# -- sources ----------------------------------------------------------------------------------------------------------
+
+
+# -- output -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,100 @@
+"""``kvmnn export``: a compressor's weight file back to tensors with names."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from .. import printing, shared_options, weights_options
+
+_TEXT = """Write the weights and biases of a KVCM weight file (.bin) under the names that a checkpoint gives them.
+
+The words are copied as they are: LOSSLESS. In .npz, which has no bf16, bf16 words become uint16.
+
+With --onnx, OUT is a directory that gets compress_tk.onnx and so on: graphs that turn groups of tokens into tokens, one
+for each kind of compressor, with the weights of all layers (extra lm)."""
+
+
+def add_parser(verbs: Any) -> None:
+    """Declare the verb."""
+    parser = shared_options.add_verb(verbs, "export", run, "a compressor's .bin to .safetensors or .npz", _TEXT)
+    parser.add_argument("weights", metavar="WEIGHTS", help="weight file (- for standard input)")
+    shared_options.add_output(parser, "OUT.safetensors or OUT.npz; a directory with --onnx")
+    weights_options.add_orders(parser)
+    parser.add_argument("--onnx", action="store_true", help="write ONNX graphs that compute, not tensors")
+    parser.add_argument(
+        "--precision",
+        choices=("fp32", "fp16"),
+        default="fp32",
+        help="with --onnx; fp16: round as an fp16 runtime does, after every Linear",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Carry the verb out."""
+    from ...compressor.conversion.export import export
+    from ...compressor.kvcm.header import SLOTS
+    from ...compressor.kvcm.weight_file import read
+
+    if arguments.onnx:
+        return _onnx(arguments)
+    if arguments.output is None:
+        raise printing.UsageError("export needs an output: -o OUT.safetensors or -o OUT.npz")
+    file = read(arguments.weights)
+    tensors = export(
+        file,
+        arguments.output,
+        prefixes=arguments.prefix_order,
+        slots=arguments.slot_order or SLOTS,
+        force=arguments.force,
+    )
+    if arguments.json:
+        printing.print_json(
+            {
+                "verb": "export",
+                "input": arguments.weights,
+                "output": arguments.output,
+                "label": printing.LOSSLESS,
+                "tensors": tensors,
+                "dtype": file.header.dtype.name,
+            }
+        )
+    printing.say(
+        arguments,
+        f"{arguments.output}: {printing.count(tensors, 'tensor')} of {file.header.dtype.name}, "
+        f"{printing.LOSSLESS} (copied)",
+    )
+    return 0
+
+
+def _onnx(arguments: argparse.Namespace) -> int:
+    from ...compressor.forward.onnx_graph import export_onnx
+    from ...compressor.kvcm.weight_file import read
+
+    if arguments.output is None:
+        raise printing.UsageError("export --onnx needs a directory: -o DIR")
+    if arguments.prefix_order or arguments.slot_order:
+        raise printing.UsageError("--prefix-order and --slot-order name tensors; the graphs of --onnx have none")
+    weights = read(arguments.weights)
+    names = export_onnx(
+        weights,
+        arguments.output,
+        precision=arguments.precision,
+        force=arguments.force,
+        protect=[arguments.weights],
+    )
+    if arguments.json:
+        printing.print_json(
+            {
+                "verb": "export",
+                "input": arguments.weights,
+                "output": arguments.output,
+                "label": printing.LOSSLESS if arguments.precision == "fp32" else printing.LOSSY,
+                "files": names,
+                "precision": arguments.precision,
+                "dtype": weights.header.dtype.name,
+            }
+        )
+    label = f"{printing.LOSSLESS} (copied)" if arguments.precision == "fp32" else f"{printing.LOSSY} (fp16 arithmetic)"
+    printing.say(arguments, f"{arguments.output}: {', '.join(names)}; weights of {weights.header.dtype.name}, {label}")
+    return 0

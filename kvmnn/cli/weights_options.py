@@ -1,0 +1,127 @@
+"""What the verbs share that work on compressor weights."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from .printing import STDIO
+
+if TYPE_CHECKING:
+    from ..compressor.conversion.selection import Options
+
+
+def names(text: str) -> tuple[str, ...]:
+    """A comma-separated list; blanks around the names and empty names do not count."""
+    return tuple(name for item in text.split(",") if (name := item.strip()))
+
+
+def slots(text: str) -> tuple[int, ...]:
+    """Three numbers, comma-separated."""
+    try:
+        found = tuple(int(name) for name in names(text))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 0,3,6") from None
+    if len(found) != 3:
+        raise argparse.ArgumentTypeError(f"{text!r} has {len(found)} numbers: expected three, such as 0,3,6")
+    return found
+
+
+def add_orders(parser: Any) -> None:
+    """``--prefix-order`` and ``--slot-order``."""
+    parser.add_argument(
+        "--prefix-order",
+        type=names,
+        metavar="NAMES",
+        help="compressors in file order (default: compress_tk,compress_tv,compress_ik,compress_iv)",
+    )
+    parser.add_argument(
+        "--slot-order", type=slots, metavar="SLOTS", help="Linear layers in file order (default: 0,3,6)"
+    )
+
+
+def add_header_fields(parser: Any, *, head_dim: bool = True) -> None:
+    """The options that set header fields."""
+    for name, text in (
+        ("compression-factor", "tokens that become one (default: columns / head_dim of the first weight)"),
+        ("min-seq-len", "least number of groups that is compressed (default: 2)"),
+        ("num-heads", "for information (default: 0, not given)"),
+        ("head-dim", "for information (default: rows of the first weight)"),
+    ):
+        if head_dim or name != "head-dim":
+            parser.add_argument(f"--{name}", type=int, metavar="N", help=text)
+
+
+def add_group(parser: Any, *, trailing: bool = False) -> None:
+    """For verbs that take caches too, and have ``--head-dim`` from them: the other options of a conversion.
+
+    With `trailing` also ``--allow-trailing``.
+    """
+    group = parser.add_argument_group("compressor weights", "what kvmnn convert was told, where it was told something")
+    add_header_fields(group, head_dim=False)
+    add_orders(group)
+    if trailing:
+        group.add_argument(
+            "--allow-trailing",
+            action="store_true",
+            help="only warn of bytes behind the last weight, as loaders take them",
+        )
+
+
+def options(arguments: argparse.Namespace, **more: Any) -> Options:
+    """The conversion options that were given; `more` overrides."""
+    from ..compressor.conversion.selection import Options
+
+    given = {
+        "dtype": arguments.dtype,
+        "prefixes": arguments.prefix_order,
+        "slots": arguments.slot_order,
+        "compression_factor": arguments.compression_factor,
+        "min_seq_len": arguments.min_seq_len,
+        "num_heads": arguments.num_heads,
+        "head_dim": arguments.head_dim,
+    }
+    return Options(**{name: value for name, value in {**given, **more}.items() if value is not None})
+
+
+def report(arguments: argparse.Namespace, warnings: list[str], notices: list[str]) -> None:
+    """One line on standard error for each."""
+    if not arguments.quiet:
+        for kind, lines in (("note", notices), ("warning", warnings)):
+            for line in lines:
+                print(f"kvmnn: {kind}: {line}", file=sys.stderr)
+
+
+def is_weight_file(path: str) -> bool:
+    """Whether a file is one of compressor weights: by its magic number, or by ``.bin`` where it is no frame."""
+    from ..compressor.kvcm.header import MAGIC_BYTES
+
+    head = _head(path)
+    if head.startswith(MAGIC_BYTES):
+        return True
+    looks_like_frame = len(head) >= 10 and head[4] < 3 and head[5] < 2 and head[:4] == head[6:10] != bytes(4)
+    return path.lower().endswith(".bin") and not (
+        looks_like_frame or os.path.isdir(path) or os.path.exists(path + ".json")
+    )
+
+
+def is_checkpoint(path: str) -> bool:
+    """Whether a file is a checkpoint of torch's, zip or legacy, or has the name of one."""
+    from ..compressor.checkpoint.opening import is_torch_zip, kind_of
+
+    if path.lower().endswith((".pth", ".pt")):
+        return True
+    return kind_of(_head(path)) == "torch legacy" or is_torch_zip(path)
+
+
+def _head(path: str) -> bytes:
+    """The first bytes; none of a directory, of standard input, or of what cannot be read."""
+    if path == STDIO or not os.path.isfile(path):
+        return b""
+    try:
+        with open(path, "rb") as file:
+            return file.read(64)
+    except OSError:
+        return b""

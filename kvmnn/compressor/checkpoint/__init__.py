@@ -1,0 +1,1 @@
+"""PyTorch and safetensors checkpoints read as data; no pickle is executed."""

@@ -1,0 +1,28 @@
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Buffer: TypeAlias = bytes | bytearray | memoryview | npt.NDArray[np.uint8]
+
+MAX_TEXT: int
+MAX_INT: int
+MAX_PROTOCOL: int
+
+class Unknown: ...
+
+class Global:
+    name: str
+    build: Callable[[tuple[Any, ...]], object] | None
+    def __init__(self, name: str, build: Callable[[tuple[Any, ...]], object] | None = None) -> None: ...
+
+def scan(data: Buffer, begin: int, opcodes_most: int) -> tuple[int, int]: ...
+def load(
+    data: Buffer,
+    begin: int,
+    end: int,
+    resolve: Callable[[str, str], Global],
+    persistent: Callable[[object], object],
+    set_state: Callable[[object, object], bool] | None = None,
+) -> object: ...

@@ -1,0 +1,1 @@
+"""Checkpoints to KVCM files: selection, rounding, conversion, verification, inspection, export."""

@@ -1,0 +1,170 @@
+"""Prove a weight file: its structure, its sense, and, against the checkpoint, every element of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from ...dtypes import Words
+from ...threads.pipeline import Progress
+from ..checkpoint.opening import naming
+from ..checkpoint.tensors import Tensor
+from ..kvcm.header import FIELD_OFFSETS, PREFIXES, SLOTS, SLOTS_PER_PREFIX, Block, float32_of
+from ..kvcm.weight_file import WeightFile, read
+from .convert import prepare
+from .rounding import words_of
+from .selection import Options, Selection
+from .semantics import Finding, findings
+
+
+@dataclass
+class Verdict:
+    """What verifying found.
+
+    Attributes
+    ----------
+    file
+        The file, which is well-formed; one that is not is refused with an exception.
+    findings
+        What is wrong in itself.
+    differences
+        What differs from the checkpoint, the first for each block or header field.
+    compared
+        Elements compared with the checkpoint; 0 without one.
+    notices
+        What was unusual about reading the checkpoint.
+    """
+
+    file: WeightFile
+    findings: list[Finding]
+    differences: list[str] = field(default_factory=list)
+    compared: int = 0
+    notices: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong; warnings do not count."""
+        return not self.differences and not any(finding.is_error for finding in self.findings)
+
+
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    against: str | os.PathLike[str] | None = None,
+    options: Options | None = None,
+    also: Collection[str] = (),
+    allow_trailing: bool = False,
+    progress: Progress | None = None,
+) -> Verdict:
+    """Check a weight file.
+
+    Parameters
+    ----------
+    path
+        The weight file.
+    against
+        The checkpoint that it was made from.
+    options
+        What the conversion was told; None takes the defaults. dtype and, unless given, the prefixes are the file's own.
+    also
+        Header fields to compare that no checkpoint knows: ``"min_seq_len"``, ``"num_heads"``.
+    allow_trailing
+        Take bytes behind the last block.
+    progress
+        Called with the bytes of each block compared.
+
+    Raises
+    ------
+    WeightsError
+        For a file that is not well-formed.
+    CheckpointError
+        For a checkpoint that gives no weights.
+    """
+    file = read(path, allow_trailing=allow_trailing)
+    verdict = Verdict(file, list(findings(file)))
+    if against is not None:
+        _compare(verdict, against, options or Options(), also, progress)
+    return verdict
+
+
+def default_prefixes(file: WeightFile) -> tuple[str, ...]:
+    """The compressors that a file of this many blocks has in the runtime's order."""
+    return PREFIXES[: max(file.header.weight_count_per_layer // SLOTS_PER_PREFIX, 1)]
+
+
+def _compare(
+    verdict: Verdict,
+    against: str | os.PathLike[str],
+    given: Options,
+    also: Collection[str],
+    progress: Progress | None,
+) -> None:
+    file = verdict.file
+    prefixes = default_prefixes(file) if given.prefixes == PREFIXES else given.prefixes
+    given = replace(given, dtype=file.header.dtype.name, prefixes=prefixes, as_reference=True)
+    checkpoint, selection = prepare(against, given)
+    verdict.notices = selection.notices
+    verdict.differences += _header_differences(file, selection, also)
+    if len(selection.linears) != len(file):
+        verdict.differences.append(f"the file has {len(file)} weights, the checkpoint gives {len(selection.linears)}")
+        return
+    with naming(checkpoint.label):
+        for block, linear in zip(file.blocks(), selection.linears, strict=True):
+            place = _place(block, selection, given)
+            parts = (("weight", block.weight, linear.weight), ("bias", block.bias, linear.bias))
+            for part, words, tensor in parts:
+                difference, compared = _difference(words, tensor, file)
+                verdict.compared += compared
+                if difference:
+                    verdict.differences.append(f"offset {block.offset}: {place}: {part}{difference}")
+            if progress is not None:
+                progress(block.nbytes)
+
+
+_DERIVED = ("num_layers", "head_dim", "hidden_size", "compression_factor", "weight_count_per_layer")
+_INFORMATION = ("head_dim", "hidden_size")
+
+
+def _header_differences(file: WeightFile, selection: Selection, also: Collection[str]) -> Iterator[str]:
+    """Fields that differ from what the checkpoint gives; a 0 for information claims nothing."""
+    derived = selection.header
+    for name in (*_DERIVED, *also):
+        found, expected = getattr(file.header, name), getattr(derived, name)
+        if found != expected and (found or name not in _INFORMATION):
+            yield f"offset {FIELD_OFFSETS[name]}: header field {name} is {found}: expected {expected}"
+
+
+def _place(block: Block, selection: Selection, options: Options) -> str:
+    slot = options.slots[block.slot] if block.slot < len(options.slots) else SLOTS[block.slot]
+    prefix = selection.prefixes[block.prefix] if block.prefix < len(selection.prefixes) else f"prefix {block.prefix}"
+    return f"layer {block.layer}, {prefix}, slot {slot}"
+
+
+def _difference(words: Words | None, tensor: Tensor | None, file: WeightFile) -> tuple[str, int]:
+    """How the words differ from the tensor, nothing if they do not; and how many elements were compared."""
+    if words is None or tensor is None:
+        if words is None and tensor is None:
+            return "", 0
+        here, there = ("is there", "has none") if tensor is None else ("is missing", "has one")
+        return f" {here}, the checkpoint {there}", 0
+    expected = words_of(tensor, file.header.dtype)
+    if words.ndim == 1:
+        expected = expected.reshape(-1)
+    if words.shape != expected.shape:
+        return f" has shape {list(words.shape)}, the checkpoint's {list(expected.shape)}", 0
+    bits = np.dtype(f"<u{words.itemsize}")
+    unequal = np.ascontiguousarray(words).view(bits) != np.ascontiguousarray(expected).view(bits)
+    if unequal.any():
+        unequal &= ~(np.isnan(float32_of(words)) & np.isnan(float32_of(expected)))
+    count = int(np.count_nonzero(unequal))
+    if not count:
+        return "", words.size
+    at = tuple(int(i) for i in np.unravel_index(int(np.argmax(unequal)), words.shape))
+    found, wanted = float(float32_of(words[at]).item()), float(float32_of(expected[at]).item())
+    return (
+        f"{list(at)} is {found!r}, the checkpoint gives {wanted!r} ({count} of {words.size} elements differ)",
+        words.size,
+    )

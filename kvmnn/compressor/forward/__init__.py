@@ -1,0 +1,1 @@
+"""KV compressors run on caches, in numpy or onnxruntime."""

@@ -1,0 +1,93 @@
+"""The document beside a compressed cache: what was done to it, and the true positions that its tokens stand for."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...dtypes import Positions
+from ...errors import KvmnnError
+from ...files.json_document import Node, unique_keys
+
+SCHEMA = "kvmnn-compressed-kv"
+SCHEMA_VERSION = 1
+SUFFIX = ".json"
+_MAX_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class Spans:
+    """True positions of the tokens of a cache: each stands for those from `positions` up to before `ends`.
+
+    Parameters
+    ----------
+    positions, ends
+        ``[tokens]``.
+    next_position
+        True position of the next token.
+    """
+
+    positions: Positions
+    ends: Positions
+    next_position: int
+
+    @classmethod
+    def of_plain(cls, tokens: int) -> Spans:
+        """A cache in which every token is still there."""
+        positions = np.arange(tokens, dtype=np.int64)
+        return cls(positions, positions + 1, tokens)
+
+    def first(self, tokens: int) -> Spans:
+        """Those of the first `tokens` tokens."""
+        if tokens >= self.positions.size:
+            return self
+        ends = self.ends[:tokens]
+        return Spans(self.positions[:tokens], ends, int(ends.max(initial=0)))
+
+    def to_list(self) -> list[list[int]]:
+        """``[first, end]`` for each token."""
+        return np.stack([self.positions, self.ends], axis=-1).tolist()  # type: ignore[no-any-return]
+
+
+def render(fields: dict[str, Any], spans: Spans) -> bytes:
+    """The document: `fields`, which include ``next_position``, and the spans on one line behind them."""
+    head = json.dumps({"schema": SCHEMA, "schema_version": SCHEMA_VERSION, **fields}, indent=2)
+    tail = json.dumps(spans.to_list(), separators=(",", ":"))
+    return f'{head[:-2]},\n  "positions": {tail}\n}}\n'.encode()
+
+
+def read_spans(path: str, tokens: int) -> Spans | None:
+    """The spans of the cache file `path`, from the document beside it; None if there is none of this kind.
+
+    Raises
+    ------
+    KvmnnError
+        For a document that is damaged or belongs to a cache of another length.
+    """
+    beside = path + SUFFIX
+    if not os.path.isfile(beside) or os.path.getsize(beside) > _MAX_BYTES:
+        return None
+    try:
+        with open(beside, "rb") as file:
+            document = json.loads(file.read(), object_pairs_hook=unique_keys)
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+        return None
+    root = Node(document, beside, "")
+    version = root.at("schema_version").integer(1)
+    if version != SCHEMA_VERSION:
+        raise KvmnnError(f"{beside}: schema_version is {version}, this kvmnn reads {SCHEMA_VERSION}")
+    following = root.at("next_position").integer(0)
+    pairs = [entry.items(2, 2) for entry in root.at("positions").items()]
+    if len(pairs) != tokens:
+        raise KvmnnError(f"{beside}: has positions for {len(pairs)} tokens, {path} has {tokens}")
+    spans = np.array([[number.integer(0) for number in pair] for pair in pairs], np.int64).reshape(tokens, 2)
+    positions, ends = spans[:, 0], spans[:, 1]
+    if (ends <= positions).any() or int(ends.max(initial=0)) > following:
+        raise KvmnnError(f"{beside}: positions are not spans within the {following} tokens seen")
+    return Spans(positions, ends, following)

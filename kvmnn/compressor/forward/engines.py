@@ -1,0 +1,23 @@
+"""The engines by name."""
+
+from __future__ import annotations
+
+from ..kvcm.weight_file import WeightFile
+from .engine import Engine
+from .numpy_engine import MlpEngine
+from .plan import EngineName, Precision
+
+
+def open_engine(name: EngineName, weights: WeightFile, precision: Precision) -> Engine:
+    """The engine called `name`.
+
+    Raises
+    ------
+    MissingDependencyError
+        For ``"onnx"`` where onnx or onnxruntime is not installed.
+    """
+    if name == "numpy":
+        return MlpEngine(weights, precision)
+    from .onnx_engine import OnnxEngine
+
+    return OnnxEngine(weights, precision)

@@ -1,0 +1,69 @@
+"""The engine that lets onnxruntime multiply, with the graphs of onnx_export.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ...dtypes import Floats
+from ...errors import KvmnnError
+from ...optional import package
+from ..kvcm.weight_file import WeightFile
+from .engine import linears
+from .onnx_graph import LayerKind, build, kinds_of
+from .plan import Precision
+
+_ERRORS_ONLY = 3
+
+
+class OnnxEngine:
+    """Compressors by onnxruntime on the CPU; a session for each kind of compressor, opened when it is first used.
+
+    Raises
+    ------
+    MissingDependencyError
+        Where onnx or onnxruntime is not installed.
+    """
+
+    def __init__(self, weights: WeightFile, precision: Precision) -> None:
+        package("onnx")
+        self._runtime = package("onnxruntime")
+        self._weights = weights
+        self._precision: Precision = precision
+        self._kinds: dict[tuple[int, int], LayerKind] = {}
+        self._sessions: dict[LayerKind, Any] = {}
+        self._session: Any = None
+        self._layer = np.int64(0)
+
+    def use(self, layer: int, prefix: int) -> None:
+        linears(self._weights, layer, prefix, half=self._precision == "fp16")  # refuses what is not finite
+        if (layer, prefix) not in self._kinds:
+            self._kinds |= {
+                (number, prefix): kind for kind in kinds_of(self._weights, prefix) for number in kind.layers
+            }
+        kind = self._kinds[layer, prefix]
+        if kind not in self._sessions:
+            self._sessions[kind] = self._open(kind)
+        self._session = self._sessions[kind]
+        self._layer = np.int64(kind.layers.index(layer))
+
+    def run(self, rows: Floats) -> Floats:
+        try:
+            (tokens,) = self._session.run(None, {"layer": np.asarray(self._layer), "rows": rows})
+        except Exception as error:
+            raise self._failure(error) from error
+        return np.asarray(tokens, np.float32)
+
+    def _open(self, kind: LayerKind) -> Any:
+        options = self._runtime.SessionOptions()
+        options.log_severity_level = _ERRORS_ONLY
+        model = build(self._weights, kind, self._precision)
+        try:
+            return self._runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        except Exception as error:
+            raise self._failure(error) from error
+
+    def _failure(self, error: Exception) -> KvmnnError:
+        """onnxruntime has no common class for its errors."""
+        return KvmnnError(f"{self._weights.label}: onnxruntime failed: {str(error)[:200]}")

@@ -1,0 +1,169 @@
+"""What a KVCM weight file is made of: its constants, its header, its blocks."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import numpy as np
+
+from ...dtypes import BF16, FP16, FP32, DType, Floats, Words
+from ...errors import KvmnnError
+
+MAGIC = 0x4B56434D
+MAGIC_BYTES = MAGIC.to_bytes(4, "little")
+VERSION = 1
+DTYPES: tuple[DType, ...] = (FP16, BF16, FP32)
+"""Element types by their code in the header."""
+
+MAX_LAYERS = 10_000
+MAX_WEIGHTS = 4_096
+MAX_ELEMENTS = 100_000_000
+"""What the runtime's loader allows: layers, weights in a layer, elements in a weight."""
+
+PREFIXES = ("compress_tk", "compress_tv", "compress_ik", "compress_iv")
+"""Order in which the runtime takes the blocks of a layer: text K, text V, image K, image V."""
+TEXT_PREFIXES = PREFIXES[:2]
+SLOTS = (0, 3, 6)
+"""Positions of the three Linear layers among the modules of one compressor."""
+SLOTS_PER_PREFIX = 3
+
+HEADER = struct.Struct("<IIHHIIIIIIII")
+META = struct.Struct("<III")
+HEADER_BYTES = HEADER.size
+META_BYTES = META.size
+MAX_U32 = 0xFFFF_FFFF
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """The 44 bytes in front. Field names are those of the format's own document.
+
+    Parameters
+    ----------
+    dtype_code
+        0 fp16, 1 bf16, 2 fp32: the type of all weights and biases.
+    num_layers, weight_count_per_layer
+        How many blocks follow; biases are not counted.
+    num_heads, head_dim, hidden_size
+        For information; 0 means that the file does not say. `hidden_size` is the width of the first Linear layer,
+        head_dim x compression_factor, and not the hidden size of the model.
+    compression_factor, min_seq_len
+        Tokens that become one, and the least number of such groups that is compressed at all.
+    metadata_size_bytes
+        Bytes between the header and the first block.
+    """
+
+    magic: int = MAGIC
+    version: int = VERSION
+    dtype_code: int
+    reserved: int = 0
+    num_layers: int
+    num_heads: int = 0
+    head_dim: int = 0
+    hidden_size: int = 0
+    compression_factor: int
+    min_seq_len: int = 2
+    weight_count_per_layer: int
+    metadata_size_bytes: int = 0
+
+    @property
+    def dtype(self) -> DType:
+        """The element type that `dtype_code` stands for."""
+        return DTYPES[self.dtype_code]
+
+    def pack(self) -> bytes:
+        """The 44 bytes.
+
+        Raises
+        ------
+        KvmnnError
+            For a number that its field cannot hold.
+        """
+        for name, value in self.to_dict().items():
+            most = 0xFFFF if name in ("dtype_code", "reserved") else MAX_U32
+            if not 0 <= value <= most:
+                found = value if value.bit_length() < 128 else f"a number of {value.bit_length()} bits"
+                raise KvmnnError(f"header field {name} is {found}: expected 0 to {most}")
+        return HEADER.pack(*self.to_dict().values())
+
+    def to_dict(self) -> dict[str, int]:
+        """Field names and values in file order."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+FIELD_OFFSETS = dict(zip((f.name for f in fields(Header)), (0, 4, 8, 10, 12, 16, 20, 24, 28, 32, 36, 40), strict=True))
+"""Where each header field lies (bytes)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """One Linear layer: ``y = x @ weight.T + bias``.
+
+    Parameters
+    ----------
+    layer, index
+        Which block: `index` counts within the layer, prefix by prefix and slot by slot.
+    offset
+        Where the block begins in the file (bytes).
+    weight
+        ``[rows, cols]`` (out, in) words as stored: float16, float32, or uint16 for bf16; a view, possibly unaligned.
+    bias
+        ``[rows]`` words, or None.
+    """
+
+    layer: int
+    index: int
+    offset: int
+    weight: Words
+    bias: Words | None
+
+    @property
+    def rows(self) -> int:
+        """Outputs of the layer."""
+        return int(self.weight.shape[0])
+
+    @property
+    def cols(self) -> int:
+        """Inputs of the layer."""
+        return int(self.weight.shape[1])
+
+    @property
+    def prefix(self) -> int:
+        """Position of the compressor within the layer: 0 text K, 1 text V, 2 image K, 3 image V."""
+        return self.index // SLOTS_PER_PREFIX
+
+    @property
+    def slot(self) -> int:
+        """Position within the compressor: 0, 1, 2."""
+        return self.index % SLOTS_PER_PREFIX
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the block in the file, its own 12 byte head included."""
+        return META_BYTES + self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def weight_float32(self) -> Floats:
+        """The weight as float32 ``[rows, cols]``; a view where the file holds fp32."""
+        return float32_of(self.weight)
+
+    def bias_float32(self) -> Floats | None:
+        """The bias as float32 ``[rows]``, or None."""
+        return None if self.bias is None else float32_of(self.bias)
+
+
+def float32_of(words: Words) -> Floats:
+    """float16, float32 or bf16 (uint16) words as float32: exact, and a view where they are float32 already."""
+    if words.dtype.kind == "u":
+        return (words.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return words.astype(np.float32, copy=False)
+
+
+class BlockPlace(NamedTuple):
+    """Where a block lies and what its head says."""
+
+    offset: int
+    rows: int
+    cols: int
+    has_bias: bool

@@ -1,0 +1,207 @@
+"""One cell of an evaluation: a model, a configuration, a document."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ...errors import KvmnnError, MissingDependencyError
+from ...lm.runner import Runner
+from ...lm.session import DecoderSession
+from ..setup.configurations import Configuration
+from ..setup.documents import Document
+from ..setup.settings import Settings
+from . import memory
+from .lossless import frame_sizes
+from .scoring import score
+from .seed_methods import measure_as_seed
+from .timing import generation_times, seed_generation_times
+from .tracing import Trace
+
+Advance = Callable[[int], object]
+"""Takes a number of further tokens fed."""
+
+
+class RefusedError(KvmnnError):
+    """A configuration that the model cannot run, or not as its seed did; others can go on."""
+
+
+@dataclass
+class Measurer:
+    """Cells of one model, one after the other.
+
+    Parameters
+    ----------
+    model
+        Path of the model.
+    settings
+        How.
+    fresh
+        Whether this process does nothing else, so that its peak memory means something.
+    """
+
+    model: str
+    settings: Settings
+    fresh: bool = False
+    _sessions: dict[tuple[bool, bool], DecoderSession] = field(default_factory=dict)
+
+    def runner(self, configuration: Configuration, document: Document) -> Runner:
+        """A model ready for a document, its policy drawing from a generator of the document's own.
+
+        Raises
+        ------
+        RefusedError
+            Where the model cannot run the configuration.
+        """
+        draw = (self.settings.seed, int(document.sha256[:12], 16))
+        policy = configuration.make(draw)
+        scored = policy is not None and policy.needs in ("scores", "head scores")
+        try:
+            session = self._session(scored, self.settings.slack != 0 and policy is not None)
+            return Runner(
+                session,
+                policy,
+                slack=self.settings.slack,
+                packed=self.settings.packed,
+                positions=configuration.positions,
+            )
+        except MissingDependencyError:
+            raise
+        except KvmnnError as exc:
+            if policy is None:
+                raise
+            raise RefusedError(f"{configuration.policy}: {exc}") from exc
+
+    def score(
+        self,
+        configuration: Configuration,
+        document: Document,
+        advance: Advance | None = None,
+        *,
+        trace: bool = False,
+        first: bool = False,
+    ) -> dict[str, Any]:
+        """Quality, time and bytes of one document; with `first`, the peak memory of this process as well."""
+        settings = self.settings
+        runner = self.runner(configuration, document)
+        start = memory.begin() if first and self.fresh else None
+        sampled = _Bytes(runner)
+        traced = Trace(runner, document.tokens, _skipped(runner)) if trace else None
+
+        def after(seen: int) -> None:
+            new = seen - sampled.seen
+            sampled.after(seen)
+            if traced is not None:
+                traced.after(seen)
+            if advance is not None:
+                advance(new)
+
+        try:
+            scored = score(
+                runner,
+                document.ids,
+                chunk=settings.chunk,
+                prompt=settings.prompt,
+                deep_from=settings.deep_from,
+                after=after,
+            )
+        except KvmnnError as exc:
+            if runner.policy is None:
+                raise KvmnnError(f"{document.name}: {exc}") from exc
+            raise RefusedError(f"{configuration.policy}, {document.name}: {exc}") from exc
+        peak = None if start is None else start.peak()
+        cache = runner.cache
+        cell: dict[str, Any] = {
+            "model": _facts(runner.session),
+            "every": scored.every.to_dict(),
+            "deep": scored.deep.to_dict(),
+            "seconds": scored.seconds,
+            "model_seconds": runner.clock.model_seconds,
+            "policy_seconds": runner.clock.policy_seconds,
+            "cache_bytes_mean": sampled.mean,
+            "cache_bytes_peak": cache.peak_nbytes,
+            "tokens_kept": list(cache.tokens),
+            "tokens_seen": cache.seen,
+            "process_peak_bytes": peak,
+            "process_opened_bytes": None if start is None else start.resident,
+            "frames": frame_sizes(cache.layers(), settings.frame_dtype, settings.threads).to_dict(),
+        }
+        if traced is not None:
+            cell["trace"] = traced.to_dict()
+        return cell
+
+    def seed(self, configuration: Configuration, document: Document, advance: Advance | None = None) -> dict[str, Any]:
+        """The document as the configuration's seed measured it."""
+        method = configuration.seed_method
+        if method is None:
+            raise KvmnnError(f"{configuration.label}: belongs to no seed")
+        runner = self.runner(configuration, document)
+        ids = document.own_ids[: document.tokens]
+        try:
+            cell = measure_as_seed(runner, ids, method, _skipped(runner))
+        except KvmnnError as exc:
+            raise RefusedError(f"{configuration.label} as its seed ran it: {exc}") from exc
+        if advance is not None:
+            advance(len(ids))
+        return cell
+
+    def timing(self, configuration: Configuration, document: Document) -> dict[str, Any]:
+        """TTFT and TPOT, and the seed's own where it has one."""
+        runner = self.runner(configuration, document)
+        try:
+            cell = generation_times(runner, document.ids, self.settings.repeats)
+            if configuration.seed_method is not None and configuration.seed_method.speed and self.settings.as_seed:
+                cell["as_seed"] = seed_generation_times(runner, document.own_ids)
+        except KvmnnError as exc:
+            raise RefusedError(f"{configuration.label}, timed: {exc}") from exc
+        return cell
+
+    def _session(self, attentions: bool, bias: bool) -> DecoderSession:
+        key = (attentions, bias)
+        if key not in self._sessions:
+            self._sessions[key] = DecoderSession.open(
+                self.model,
+                attentions=attentions,
+                bias=bias,
+                threads=self.settings.threads,
+                providers=self.settings.providers,
+            )
+        return self._sessions[key]
+
+
+class _Bytes:
+    """Mean of the bytes held, over the tokens fed."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._sum = 0
+        self.seen = 0
+
+    def after(self, seen: int) -> None:
+        self._sum += self._runner.cache.nbytes * (seen - self.seen)
+        self.seen = seen
+
+    @property
+    def mean(self) -> float:
+        return self._sum / max(self.seen, 1)
+
+
+def _skipped(runner: Runner) -> tuple[int, ...]:
+    return () if runner.policy is None else runner.policy.skip_layers
+
+
+def _facts(session: DecoderSession) -> dict[str, Any]:
+    """What the results document says of the model."""
+    interface = session.interface
+    return {
+        "layers": interface.layers,
+        "kv_heads": interface.kv_heads,
+        "query_heads": session.query_heads,
+        "head_dim": interface.head_dim,
+        "cache_dtype": np.dtype(interface.dtype).name,
+        "vocab": interface.vocab,
+        "max_positions": interface.max_positions,
+    }

@@ -1,0 +1,173 @@
+"""Teacher-forced scoring: how probable the model found each next token, one chunk of logits at a time."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import KvmnnError
+from ..setup.documents import Ids
+
+_BLOCK_WORDS = 1 << 19
+"""Logits that are taken to float64 at once: 4 MiB."""
+
+
+class Feeder(Protocol):
+    """What is needed of `kvmnn.lm.runner.Runner`."""
+
+    def feed(self, ids: Ids, *, end_chunk: bool = False) -> npt.NDArray[Any]:
+        """Feed tokens, cut the cache, return logits ``[token, vocab]``."""
+
+
+@dataclass
+class Sums:
+    """What scored tokens add up to.
+
+    Attributes
+    ----------
+    tokens, hits : int
+        Scored tokens, and those that were the most probable one.
+    nll : float
+        Negative log-probabilities in nats, float64.
+    """
+
+    tokens: int = 0
+    nll: float = 0.0
+    hits: int = 0
+
+    def add(self, nll: npt.NDArray[np.float64], hits: npt.NDArray[np.bool_]) -> None:
+        """Further tokens."""
+        self.tokens += len(nll)
+        self.nll += float(nll.sum())
+        self.hits += int(np.count_nonzero(hits))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As a cell stores it."""
+        return {"tokens": self.tokens, "nll": self.nll, "hits": self.hits}
+
+
+@dataclass
+class Scored:
+    """One document under one configuration.
+
+    Attributes
+    ----------
+    every, deep : Sums
+        All tokens, and those fed at `deep_from` or later.
+    seconds : float
+        Wall time of feeding: the model and the policy, not the scoring.
+    """
+
+    every: Sums
+    deep: Sums
+    seconds: float = 0.0
+
+
+def negative_log_probabilities(
+    logits: npt.NDArray[Any], targets: Ids
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
+    """Of each target its negative log-probability in nats, and whether it is the most probable token.
+
+    Parameters
+    ----------
+    logits
+        ``[token, vocab]``; taken to float64 block by block.
+    targets
+        int64 ``[token]``.
+
+    Notes
+    -----
+    Of equal logits the lower id is the most probable one, as in numpy's and torch's argmax.
+    """
+    nll = np.empty(len(targets), np.float64)
+    hits = np.empty(len(targets), np.bool_)
+    rows = max(1, _BLOCK_WORDS // max(1, logits.shape[1]))
+    for begin in range(0, len(targets), rows):
+        some = slice(begin, begin + rows)
+        block = logits[some].astype(np.float64)
+        best = block.argmax(axis=1)
+        wanted = targets[some]
+        chosen = block[np.arange(len(block)), wanted]
+        highest = block[np.arange(len(block)), best]
+        with np.errstate(invalid="ignore", over="ignore"):
+            block -= highest[:, None]
+            np.exp(block, out=block)
+            nll[some] = np.log(block.sum(axis=1)) + (highest - chosen)
+        hits[some] = best == wanted
+    return nll, hits
+
+
+def score(
+    runner: Feeder,
+    ids: Ids,
+    *,
+    chunk: int,
+    deep_from: int,
+    prompt: int = 0,
+    after: Callable[[int], object] | None = None,
+) -> Scored:
+    """Feed all ids but the last in chunks and score each against the one behind it.
+
+    Parameters
+    ----------
+    runner
+        Freshly reset.
+    ids
+        int64 ``[1 + tokens]``.
+    chunk
+        Tokens that are fed at once. The lazy policies are told of a chunk's end where it has more than one token, as
+        the seed's evaluation does; token by token they keep their surplus.
+    prompt
+        Tokens of the first step; 0 for `chunk`.
+    deep_from
+        Tokens fed at this position or later are also added up apart.
+    after
+        Called after every chunk with the tokens seen so far.
+
+    Raises
+    ------
+    KvmnnError
+        Where a log-probability is not finite, naming the position.
+    """
+    scored = Scored(Sums(), Sums())
+    last = len(ids) - 1
+    begin = end = 0
+    while end < last:
+        begin, end = end, min(end + (prompt or chunk if end == 0 else chunk), last)
+        started = time.perf_counter()
+        logits = runner.feed(ids[begin:end], end_chunk=max(chunk, end - begin) > 1)
+        scored.seconds += time.perf_counter() - started
+        nll, hits = negative_log_probabilities(logits, ids[begin + 1 : end + 1])
+        if not np.isfinite(nll).all():
+            wrong = begin + int(np.flatnonzero(~np.isfinite(nll))[0])
+            raise KvmnnError(f"the model's logits at position {wrong} give no finite log-probability")
+        scored.every.add(nll, hits)
+        if end > deep_from:
+            first = max(deep_from - begin, 0)
+            scored.deep.add(nll[first:], hits[first:])
+        if after is not None:
+            after(end)
+    return scored
+
+
+def summary(tokens: int, nll: float, hits: int) -> dict[str, Any]:
+    """Means of sums: nll (nats a token), perplexity, accuracy; None of each where there are no tokens."""
+    if tokens == 0:
+        return {"tokens": 0, "nll": None, "perplexity": None, "accuracy": None}
+    return {
+        "tokens": tokens,
+        "nll": nll / tokens,
+        "perplexity": perplexity(nll / tokens),
+        "accuracy": hits / tokens,
+    }
+
+
+def perplexity(nll: float) -> float | None:
+    """``exp(nll)``; None beyond float64."""
+    return math.exp(nll) if nll < 709 else None

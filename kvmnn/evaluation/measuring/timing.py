@@ -1,0 +1,90 @@
+"""How fast a model answers under a policy: time to first token, time per output token."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+from ...lm.runner import Runner
+from ..setup.documents import Ids
+
+PIECE = 128
+"""Tokens of a prompt that are fed at once, so that no more logits than these are held."""
+DECODED = 32
+"""Tokens that are fed one by one after the prompt."""
+SEED_PROMPT, SEED_NEW, SEED_WARM_UP = 64, 64, 5
+
+
+def generation_times(runner: Runner, ids: Ids, repeats: int) -> dict[str, Any]:
+    """TTFT and TPOT on one document, medians of `repeats` runs.
+
+    Parameters
+    ----------
+    runner
+        Of the configuration.
+    ids
+        int64 ``[1 + tokens]``. The last `DECODED` tokens but one are decoded, what lies before is the prompt.
+
+    Returns
+    -------
+    dict
+        ``ttft_seconds``: from the first piece of the prompt to the logits of its last token; ``tpot_seconds``: mean of
+        the steps after it, each of one token of the text and so the same for every policy; ``prompt_tokens``,
+        ``decoded_tokens``, ``repeats``.
+    """
+    decoded = min(DECODED, max(len(ids) - 2, 0))
+    prompt = ids[: len(ids) - 1 - decoded]
+    rest = ids[len(prompt) : len(prompt) + decoded]
+    first, each = [], []
+    for _ in range(repeats):
+        runner.reset()
+        began = time.perf_counter()
+        feed_prompt(runner, prompt)
+        first.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        for index in range(decoded):
+            runner.feed(rest[index : index + 1])
+        each.append((time.perf_counter() - began) / max(decoded, 1))
+    return {
+        "ttft_seconds": statistics.median(first),
+        "tpot_seconds": statistics.median(each) if decoded else None,
+        "prompt_tokens": len(prompt),
+        "decoded_tokens": decoded,
+        "repeats": repeats,
+    }
+
+
+def seed_generation_times(runner: Runner, ids: Ids) -> dict[str, Any]:
+    """What seed 004 times (E3 of `presets`), greedily from the first tokens of a text without bos."""
+    prompt = ids[:SEED_PROMPT]
+    _generate(runner, prompt, SEED_WARM_UP)
+    first = _generate(runner, prompt, 1)
+    whole = _generate(runner, prompt, SEED_NEW)
+    return {
+        "ttft_seconds": first,
+        "tpot_seconds": whole / SEED_NEW,
+        "tokens_per_second": SEED_NEW / whole,
+        "prompt_tokens": len(prompt),
+        "new_tokens": SEED_NEW,
+    }
+
+
+def feed_prompt(runner: Runner, prompt: Ids) -> int:
+    """Feed a prompt in pieces, its end being that of a chunk; the most probable next token."""
+    best = 0
+    for begin in range(0, len(prompt), PIECE):
+        piece = prompt[begin : begin + PIECE]
+        logits = runner.feed(piece, end_chunk=begin + len(piece) == len(prompt))
+        best = int(logits[-1].argmax())
+    return best
+
+
+def _generate(runner: Runner, prompt: Ids, new: int) -> float:
+    """Seconds of generating `new` tokens, the prompt's included."""
+    runner.reset()
+    began = time.perf_counter()
+    best = feed_prompt(runner, prompt)
+    for _ in range(new - 1):
+        best = int(runner.feed([best])[-1].argmax())
+    return time.perf_counter() - began

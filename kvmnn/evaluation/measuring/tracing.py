@@ -1,0 +1,53 @@
+"""Memory and live tokens of one document over its course, for the plots."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...lm.runner import Runner
+
+SAMPLES = 128
+
+
+class Trace:
+    """Samples of a run, at most `SAMPLES`.
+
+    Parameters
+    ----------
+    runner
+        Whose cache is looked at.
+    tokens
+        That will be fed.
+    skipped
+        Layers that are never cut: live tokens are those of KV head 0 of the first other layer.
+    """
+
+    def __init__(self, runner: Runner, tokens: int, skipped: tuple[int, ...]) -> None:
+        layers = runner.session.interface.layers
+        self._runner = runner
+        self._layer = next((layer for layer in range(layers) if layer not in skipped), 0)
+        self._every = max(1, -(-tokens // SAMPLES))
+        self._tokens = tokens
+        self._next = 1
+        self._seen: list[int] = []
+        self._bytes: list[int] = []
+        self._kept: list[list[int]] = []
+
+    def after(self, seen: int) -> None:
+        """A chunk has been fed; `seen` tokens of the text so far."""
+        if seen < self._next and seen < self._tokens:
+            return
+        self._next = (seen // self._every + 1) * self._every
+        cache = self._runner.cache
+        positions = cache.positions(self._layer)
+        self._seen.append(seen)
+        self._bytes.append(cache.nbytes)
+        self._kept.append((positions if positions.ndim == 1 else positions[0]).tolist())
+
+    def to_dict(self) -> dict[str, Any]:
+        """As the results document has it, without label and document."""
+        return {
+            "step_tokens": self._seen,
+            "cache_bytes": self._bytes,
+            "keep_map": {"layer": self._layer, "kv_head": 0, "steps": self._seen, "kept": self._kept},
+        }

@@ -1,0 +1,123 @@
+"""Which cells an evaluation needs, and which of them are there already."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from .running.cell_store import CellStore, cell_key
+from .running.tasks import Cell, Task
+from .setup.configurations import Configuration
+from .setup.documents import Document
+from .setup.settings import Settings
+
+
+@dataclass
+class Plan:
+    """Which cells an evaluation consists of, by their keys."""
+
+    tasks: list[Task] = field(default_factory=list)
+    scores: dict[int, list[str]] = field(default_factory=dict)
+    seeds: dict[int, list[str]] = field(default_factory=dict)
+    timings: dict[int, str] = field(default_factory=dict)
+
+
+def distinct(wanted: Sequence[Configuration]) -> list[Configuration]:
+    """Each once; labels that mean different things are told apart."""
+    found: dict[tuple[str, str], Configuration] = {}
+    for entry in wanted:
+        found.setdefault((entry.label + "\0" + str(entry.preset), identity(entry)), entry)
+    taken: set[str] = set()
+    named = []
+    for entry in found.values():
+        label, number = entry.label, 1
+        if label in taken and entry.preset is not None:
+            label = f"{entry.label} ({entry.preset})"
+        while label in taken:
+            number += 1
+            label = f"{entry.label} ({number})"
+        taken.add(label)
+        named.append(
+            Configuration(label, entry.policy, entry.options, entry.preset, entry.seed_method, entry.positions)
+        )
+    return named
+
+
+def identity(configuration: Configuration) -> str:
+    return json.dumps(configuration.identity, sort_keys=True)
+
+
+def plan(
+    digest: str,
+    wanted: Sequence[Configuration],
+    documents: Sequence[Document],
+    settings: Settings,
+    store: CellStore,
+    jobs: int,
+) -> Plan:
+    """Keys of all cells, and tasks for those that are missing."""
+    plan = Plan()
+    planned: set[str] = set()
+    groups: dict[str, list[int]] = {}
+    for number, entry in enumerate(wanted):
+        groups.setdefault(identity(entry), []).append(number)
+    parts = max(1, jobs // len(groups))
+    for numbers in groups.values():
+        speed = settings.as_seed and any(
+            method is not None and method.speed for method in (wanted[number].seed_method for number in numbers)
+        )
+        numbers.sort(key=lambda number: not _has_speed(wanted[number]))
+        for number in numbers:
+            missing = _cells(plan, number, wanted[number], digest, documents, settings, speed)
+            todo = [cell for cell in missing if cell.key not in planned and store.get(cell.key) is None]
+            planned.update(cell.key for cell in todo)
+            plan.tasks += _tasks(wanted[number], documents, todo, parts)
+    return plan
+
+
+def _cells(
+    plan: Plan,
+    number: int,
+    entry: Configuration,
+    digest: str,
+    documents: Sequence[Document],
+    settings: Settings,
+    speed: bool,
+) -> list[Cell]:
+    """All cells of one configuration; their keys go into the plan."""
+    cells = []
+    for index, document in enumerate(documents):
+        trace = settings.traces and index == 0
+        key = cell_key("score", digest, entry, document, settings, {"trace": trace})
+        cells.append(Cell("score", key, index, trace))
+    plan.scores[number] = [cell.key for cell in cells]
+    if settings.timing:
+        key = cell_key("timing", digest, entry, documents[0], settings, {"as_seed": speed})
+        plan.timings[number] = key
+        cells.append(Cell("timing", key, 0))
+    if settings.as_seed and entry.seed_method is not None:
+        how = {"evaluation": entry.seed_method.evaluation, "chunk": entry.seed_method.chunk}
+        keys = [cell_key("seed", digest, entry, document, settings, how) for document in documents]
+        plan.seeds[number] = keys
+        cells += [Cell("seed", key, index) for index, key in enumerate(keys)]
+    return cells
+
+
+def _tasks(entry: Configuration, documents: Sequence[Document], cells: Sequence[Cell], parts: int) -> list[Task]:
+    """The cells as tasks: one, or where there are more processes than configurations one for each share of them."""
+    size = -(-len(documents) // min(parts, len(documents)))
+    found = []
+    for begin in range(0, len(documents), size):
+        mine = tuple(
+            Cell(cell.kind, cell.key, cell.document - begin, cell.trace)
+            for cell in cells
+            if begin <= cell.document < begin + size
+        )
+        if mine:
+            found.append(Task(entry, tuple(documents[begin : begin + size]), mine))
+    return found
+
+
+def _has_speed(entry: Configuration) -> bool:
+    return entry.seed_method is not None and entry.seed_method.speed

@@ -1,0 +1,161 @@
+"""Finished cells of an evaluation, kept in a file, so that an interrupted one goes on where it was.
+
+A cell is one configuration on one document. The file has one JSON object a line, ``{"kvmnn_cell", "key", "cell"}``,
+each brought to the disk before the next begins. The key is a digest of everything that the cell's numbers depend on,
+so a cell of another model, text or setting is never taken for this one; it is left in the file. A last line that was
+torn by a crash is dropped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from ...errors import OutputError, SourceError
+from ...files.output import failures
+from ..setup.configurations import Configuration
+from ..setup.documents import Document
+from ..setup.settings import Settings
+
+NUMBERS_VERSION = 1
+"""Raised whenever kvmnn computes any number of a cell differently, so that cells of before are not reused."""
+
+_FORMAT = 1
+
+
+def cell_key(
+    kind: str,
+    model_sha256: str,
+    configuration: Configuration,
+    document: Document,
+    settings: Settings,
+    extra: Mapping[str, Any],
+) -> str:
+    """The digest under which a cell is stored.
+
+    Parameters
+    ----------
+    kind
+        ``"score"``, ``"seed"`` or ``"timing"``.
+    extra
+        What else this kind depends on.
+    """
+    about = {
+        "numbers": NUMBERS_VERSION,
+        "kind": kind,
+        "model": model_sha256,
+        "configuration": configuration.identity,
+        "document": document.sha256,
+        "ids": hashlib.sha256(document.ids.astype("<i8").tobytes()).hexdigest(),
+        "settings": settings.that_change(kind),
+        "extra": dict(extra),
+    }
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+
+
+class CellStore:
+    """Cells by their keys, in memory and, where there is a path, in a file.
+
+    Parameters
+    ----------
+    path
+        File of cells; made when the first is stored, continued where it is there. None: memory only.
+
+    Raises
+    ------
+    SourceError
+        For a file that holds something else, or cannot be read.
+    OutputError
+        Where another run is writing it, and from `put` when it cannot be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        self.path = None if path is None else Path(path)
+        self._cells: dict[str, dict[str, Any]] = {}
+        self._file: IO[bytes] | None = None
+        if self.path is not None:
+            self._open(self.path)
+
+    def __len__(self) -> int:
+        return len(self._cells)
+
+    def get(self, key: str) -> dict[str, Any] | None:
+        """The cell, or None."""
+        return self._cells.get(key)
+
+    def put(self, key: str, cell: dict[str, Any]) -> None:
+        """Store a cell; when this returns it is on the disk."""
+        self._cells[key] = cell
+        if self._file is not None and self.path is not None:
+            line = json.dumps({"kvmnn_cell": _FORMAT, "key": key, "cell": cell}) + "\n"
+            with failures(self.path):
+                self._file.write(line.encode())
+                self._file.flush()
+                os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _open(self, path: Path) -> None:
+        with failures(path):
+            file = open(path, "a+b")  # noqa: SIM115  # kept open: every cell is appended to it
+        try:
+            _lock(file, path)
+            file.seek(0)
+            data = file.read()
+            whole = data[: data.rfind(b"\n") + 1]
+            self._parse(path, whole, torn=data[len(whole) :])
+            if len(whole) != len(data):
+                with failures(path):
+                    file.truncate(len(whole))
+        except BaseException:
+            file.close()
+            raise
+        self._file = file
+
+    def _parse(self, path: Path, whole: bytes, torn: bytes) -> None:
+        lines = whole.split(b"\n")[:-1]
+        if not lines and torn and not _FIRST.startswith(torn[: len(_FIRST)]):
+            raise SourceError(f"{path}: is not a file of cells: it would be overwritten")
+        for number, line in enumerate(lines, 1):
+            try:
+                entry = json.loads(line)
+                if entry["kvmnn_cell"] != _FORMAT:
+                    raise SourceError(f"{path}: line {number} is of format {entry['kvmnn_cell']}: expected {_FORMAT}")
+                key, cell = str(entry["key"]), entry["cell"]
+                if not isinstance(cell, dict):
+                    raise TypeError
+            except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError):
+                raise SourceError(f"{path}: line {number} is not a cell of an evaluation") from None
+            self._cells[key] = cell
+
+
+_FIRST = b'{"kvmnn_cell": '
+
+
+def _lock(file: IO[bytes], path: Path) -> None:
+    """Two runs would both append; where the system has no such locks, nothing is checked."""
+    with suppress(ImportError):
+        import fcntl
+
+        try:
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OutputError(f"{path}: another evaluation is writing it") from None
+        except OSError:  # a file system without locks
+            return

@@ -1,0 +1,160 @@
+"""Tasks of an evaluation carried out: here, or by processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ... import errors
+from ...errors import KvmnnError
+from ..measuring.cell import Measurer, RefusedError
+from ..setup.settings import Settings
+from .tasks import Task, carry_out
+
+
+@dataclass(frozen=True)
+class Event:
+    """What happened in a task: tokens fed, a cell finished (with its key), a refusal, or its end."""
+
+    task: Task
+    tokens: int = 0
+    key: str | None = None
+    cell: dict[str, Any] | None = None
+    refused: str | None = None
+
+
+def events(tasks: Sequence[Task], model: str, settings: Settings, jobs: int) -> Iterator[Event]:
+    """Carry tasks out and say what happens.
+
+    Parameters
+    ----------
+    tasks
+        Each with cells to measure.
+    model
+        Path.
+    settings
+        How.
+    jobs
+        Processes at a time, one for each task; 0: in this process, where no peak memory can be measured.
+
+    Raises
+    ------
+    KvmnnError
+        What a task raised; the processes of the others are ended.
+    """
+    return _here(tasks, model, settings) if jobs == 0 else _elsewhere(tasks, model, settings, jobs)
+
+
+def _here(tasks: Sequence[Task], model: str, settings: Settings) -> Iterator[Event]:
+    measurer = Measurer(model, settings)
+    for task in tasks:
+        fed: list[int] = []
+        try:
+            for key, cell in carry_out(task, measurer, fed.append):
+                yield Event(task, tokens=sum(fed), key=key, cell=cell)
+                fed.clear()
+        except RefusedError as exc:
+            yield Event(task, refused=str(exc))
+
+
+def _elsewhere(tasks: Sequence[Task], model: str, settings: Settings, jobs: int) -> Iterator[Event]:
+    waiting = deque(tasks)
+    running: dict[int, _Process] = {}
+    said: queue.SimpleQueue[tuple[int, dict[str, Any] | None]] = queue.SimpleQueue()
+    number = 0
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                running[number] = _Process(number, waiting.popleft(), model, settings, said)
+                number += 1
+            of, entry = said.get()
+            process = running[of]
+            if entry is None:
+                process.finish()
+                del running[of]
+                continue
+            if "error" in entry:
+                raise _error(entry)
+            yield Event(process.task, entry.get("tokens", 0), entry.get("key"), entry.get("cell"), entry.get("refused"))
+    finally:
+        for process in running.values():
+            process.end()
+
+
+class _Process:
+    """A worker and the thread that listens to it."""
+
+    def __init__(
+        self,
+        number: int,
+        task: Task,
+        model: str,
+        settings: Settings,
+        said: queue.SimpleQueue[tuple[int, dict[str, Any] | None]],
+    ) -> None:
+        self.task = task
+        order = {"model": model, "settings": settings.to_dict(), "task": task.to_dict()}
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "kvmnn.lm.evaluation.worker"],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+        )
+        self._thread = threading.Thread(target=self._listen, args=(number, json.dumps(order), said), daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """It has said all: wait for it."""
+        code = self._process.wait()
+        self._thread.join()
+        if code:
+            raise KvmnnError(f"{self.task.configuration.label}: the process that measured it ended with code {code}")
+
+    def end(self) -> None:
+        """End it where it is."""
+        self._process.terminate()
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._thread.join()
+
+    def _listen(self, number: int, order: str, said: queue.SimpleQueue[tuple[int, dict[str, Any] | None]]) -> None:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        if stdin is None or stdout is None:
+            raise RuntimeError("the worker has no pipes")
+        try:
+            with stdin:
+                stdin.write(order)
+        except OSError:  # it died; its end says so
+            pass
+        with stdout:
+            for line in stdout:
+                if line.endswith("\n"):
+                    said.put((number, json.loads(line)))
+        said.put((number, None))
+
+
+def _error(entry: dict[str, Any]) -> Exception:
+    """What a worker raised, as the same class."""
+    if entry["error"] == "MemoryError":
+        return MemoryError(entry["message"])
+    kind = getattr(errors, entry["error"], KvmnnError)
+    if entry["error"] == "TypeError":
+        kind = TypeError
+    try:
+        made = kind(entry["message"])
+    except TypeError:  # a class that wants more than a message
+        made = KvmnnError(entry["message"])
+    return made if isinstance(made, Exception) else KvmnnError(entry["message"])

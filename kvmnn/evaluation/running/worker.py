@@ -1,0 +1,69 @@
+"""A process of its own for one task: ``python -m`` this module, a task on standard input, JSON lines back.
+
+Its peak memory is that of one configuration alone, and several of them use several processors. A line is
+``{"tokens": n}`` (progress), ``{"key", "cell"}``, or the last one, ``{"refused": reason}`` or ``{"error", "message"}``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from typing import IO, Any
+
+from ...errors import KvmnnError
+
+_SECONDS_BETWEEN = 0.25
+
+
+def main() -> int:
+    """Carry out the task on standard input."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it and ends this process
+    lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what libraries print must not come between the lines
+    try:
+        _serve(json.load(sys.stdin), lines)
+    except BrokenPipeError:  # nobody listens any more
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), lines.fileno())
+        return 1
+    return 0
+
+
+def _serve(order: dict[str, Any], lines: IO[str]) -> None:
+    def send(**entry: Any) -> None:
+        lines.write(json.dumps(entry) + "\n")
+        lines.flush()
+
+    from ..measuring.cell import Measurer, RefusedError
+    from ..setup.settings import Settings
+    from .tasks import Task, carry_out
+
+    pending, last = 0, time.monotonic()
+
+    def advance(tokens: int) -> None:
+        nonlocal pending, last
+        pending += tokens
+        if time.monotonic() - last >= _SECONDS_BETWEEN:
+            send(tokens=pending)
+            pending, last = 0, time.monotonic()
+
+    try:
+        task = Task.from_dict(order["task"])
+        measurer = Measurer(order["model"], Settings.from_dict(order["settings"]), fresh=True)
+        for key, cell in carry_out(task, measurer, advance):
+            if pending:
+                send(tokens=pending)
+                pending = 0
+            send(key=key, cell=cell)
+    except RefusedError as exc:
+        send(refused=str(exc))
+    except (KvmnnError, TypeError, MemoryError) as exc:
+        send(error=type(exc).__name__, message=str(exc) or "out of memory")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

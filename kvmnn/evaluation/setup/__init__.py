@@ -1,0 +1,1 @@
+"""What is compared, on what: configurations, presets, documents, settings."""

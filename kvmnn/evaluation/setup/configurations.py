@@ -1,0 +1,263 @@
+"""What is compared: policies with their options and budgets, and what they are called in tables."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+from ...errors import KvmnnError
+from ...policies.base import Policy
+from ...policies.registry import POLICIES, create
+
+FULL = "full"
+"""The policy that evicts nothing."""
+
+
+@dataclass(frozen=True)
+class SeedMethod:
+    """How a seed project measured a configuration (kvmnn.lm.evaluation.presets says what that means).
+
+    Parameters
+    ----------
+    evaluation
+        ``"E1"``: token by token; ``"E2"``: in chunks.
+    label
+        The seed's name for the configuration.
+    chunk
+        Tokens fed at once.
+    speed
+        Whether the seed also timed generation (E3).
+    """
+
+    evaluation: Literal["E1", "E2"]
+    label: str
+    chunk: int = 1
+    speed: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {"evaluation": self.evaluation, "label": self.label, "chunk": self.chunk, "speed": self.speed}
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One line of the table.
+
+    Parameters
+    ----------
+    label
+        Its name there.
+    policy
+        ``"full"`` or a name in `kvmnn.policies.POLICIES`.
+    options
+        Arguments of the policy, all that differ from its defaults. A random generator is none of them: each document
+        gets one of its own from the settings' seed.
+    preset
+        The preset it belongs to.
+    seed_method
+        How that preset's seed measured it.
+    positions
+        ``"stored"`` is the classic mistake, for contrast: positions from the stored length.
+    """
+
+    label: str
+    policy: str = FULL
+    options: Mapping[str, Any] = field(default_factory=dict)
+    preset: str | None = None
+    seed_method: SeedMethod | None = None
+    positions: Literal["true", "stored"] = "true"
+
+    def make(self, seed: Sequence[int] = (0,)) -> Policy | None:
+        """The policy, with a generator of this seed where it draws; None for the full cache."""
+        if self.policy == FULL:
+            if self.options:
+                raise KvmnnError(f"{FULL} has no option {next(iter(self.options))!r}")
+            return None
+        return create(self.policy, **self.options, **_generator(self.policy, self.options, seed))
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What its numbers depend on, as JSON has it: all options, defaults included, and no label."""
+        policy = self.make()
+        options = {} if policy is None else jsonable(policy.options())
+        return {"policy": self.policy, "options": options, "positions": self.positions}
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it; `from_dict` is the way back."""
+        return {
+            "label": self.label,
+            "policy": self.policy,
+            "options": jsonable(self.options),
+            "preset": self.preset,
+            "seed_method": None if self.seed_method is None else self.seed_method.to_dict(),
+            "positions": self.positions,
+        }
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> Configuration:
+        """A configuration from `to_dict`."""
+        method = document["seed_method"]
+        options = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in document["options"].items()
+        }
+        return cls(**{**document, "options": options, "seed_method": None if method is None else SeedMethod(**method)})
+
+
+def jsonable(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with lists for tuples."""
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in options.items()}
+
+
+def _generator(policy: str, options: Mapping[str, Any], seed: Sequence[int]) -> dict[str, Any]:
+    if policy not in POLICIES or options.get("strategy") != "random":
+        return {}
+    draws = any(entry.name == "generator" for entry in fields(POLICIES[policy]))
+    return {"generator": np.random.default_rng(list(seed))} if draws else {}
+
+
+# -- from the command line --------------------------------------------------------------------------------------------
+
+
+def configurations(
+    specs: Iterable[str], budgets: Sequence[int], skip_layers: tuple[int, ...] | None = None
+) -> list[Configuration]:
+    """Every policy with every budget.
+
+    Parameters
+    ----------
+    specs
+        ``NAME`` or ``NAME:option=value,...``, read by `parse_spec`.
+    budgets
+        Tokens. A spec that says its own budget or keep_ratio is taken once, and one without any budget to take uses
+        its policy's default.
+    skip_layers
+        Layers never cut, for specs that do not say.
+
+    Raises
+    ------
+    KvmnnError
+        For policies and options that do not exist and values that the policy refuses.
+    """
+    found: list[Configuration] = []
+    for spec in specs:
+        name, texts = parse_spec(spec)
+        if name == FULL:
+            found.append(Configuration(FULL, FULL, texts))
+            found[-1].make()
+            continue
+        known = {entry.name for entry in fields(_policy(name))}
+        fixed = "budget" in texts or "keep_ratio" in texts or "budget" not in known
+        for budget in [None] if fixed or not budgets else list(budgets):
+            options: dict[str, Any] = {} if budget is None else {"budget": budget}
+            options |= _values(name, texts, budget)
+            if skip_layers is not None:
+                options.setdefault("skip_layers", skip_layers)
+            found.append(named(name, options))
+    return found
+
+
+def named(policy: str, options: Mapping[str, Any], **rest: Any) -> Configuration:
+    """A configuration with the label that its options give, checked."""
+    made = Configuration(label_of(policy, options), policy, dict(options), **rest)
+    made.make()
+    return made
+
+
+def parse_spec(spec: str) -> tuple[str, dict[str, str]]:
+    """The name of a policy or preset, and its options as texts."""
+    name, _, rest = spec.partition(":")
+    options: dict[str, str] = {}
+    for part in rest.split(",") if rest else []:
+        key, equals, value = part.partition("=")
+        if not key or not equals:
+            raise KvmnnError(f"{spec!r}: {part!r} is not option=value")
+        if key in options:
+            raise KvmnnError(f"{spec!r}: says {key} twice")
+        options[key] = value
+    return name, options
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """``0+1`` or ``0,1`` as integers; empty and ``none`` are none."""
+    if text in ("", "none"):
+        return ()
+    parts = re.split(r"[+,]", text)
+    if not all(re.fullmatch(r"\d{1,9}", part) for part in parts):
+        raise KvmnnError(f"{text!r}: expected whole numbers such as 0+1, or none")
+    return tuple(int(part) for part in parts)
+
+
+def shares(text: str) -> tuple[float, ...]:
+    """``0.2+0.5`` as numbers."""
+    try:
+        found = tuple(float(part) for part in re.split(r"[+,]", text))
+    except ValueError:
+        raise KvmnnError(f"{text!r}: expected numbers such as 0.2+0.5") from None
+    if not all(math.isfinite(share) for share in found):
+        raise KvmnnError(f"{text!r}: expected finite numbers")
+    return found
+
+
+def label_of(policy: str, options: Mapping[str, Any]) -> str:
+    """The policy, its budget, and every other option that is not the default."""
+    words = [policy]
+    if options.get("budget") is not None:
+        words.append(str(options["budget"]))
+    if options.get("keep_ratio") is not None:
+        words.append(f"{options['keep_ratio']:g}")
+    for entry in fields(_policy(policy)):
+        if entry.name in ("budget", "keep_ratio", "generator") or entry.name not in options:
+            continue
+        value = options[entry.name]
+        if entry.default is MISSING or value != entry.default:
+            shown = "+".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
+            words.append(f"{entry.name}={shown}")
+    return " ".join(words)
+
+
+def _policy(name: str) -> type[Policy]:
+    if name not in POLICIES:
+        raise KvmnnError(f"unknown policy {name!r}: expected {FULL} or one of {', '.join(POLICIES)}")
+    return POLICIES[name]
+
+
+def _values(policy: str, texts: Mapping[str, str], budget: int | None) -> dict[str, Any]:
+    """Options as their policy declares them; a generator comes from the seed and is none."""
+    declared = get_type_hints(_policy(policy))
+    settable = [entry.name for entry in fields(_policy(policy)) if entry.repr]
+    for key in texts:
+        if key not in settable:
+            raise KvmnnError(f"{policy} has no option {key!r}: expected {', '.join(sorted(settable))}")
+    own = texts.get("budget", "")
+    base = int(own) if re.fullmatch(r"\d{1,9}", own) else budget
+    return {key: _value(f"{policy}: {key}", text, declared[key], base) for key, text in texts.items()}
+
+
+def _value(what: str, text: str, declared: Any, budget: int | None) -> Any:
+    """One value; ``25%`` of an integer option is that share of the budget, rounded down."""
+    kinds = get_args(declared) or (declared,)
+    if declared == tuple[int, ...]:
+        return numbers(text)
+    if get_origin(declared) is Literal:
+        return text
+    share = re.fullmatch(r"(\d{1,3}(?:\.\d+)?)%", text)
+    if int in kinds and share:
+        if budget is None:
+            raise KvmnnError(f"{what} is {text}: a share of what? Say a budget")
+        return int(budget * float(share[1]) / 100)
+    if int in kinds and re.fullmatch(r"\d{1,9}", text):
+        return int(text)
+    if float in kinds:
+        try:
+            return float(text)
+        except ValueError:
+            pass
+    expected = "a number" if float in kinds else "a whole number" if int in kinds else "text"
+    if int not in kinds and float not in kinds:
+        return text
+    raise KvmnnError(f"{what} is {text!r}: expected {expected}")

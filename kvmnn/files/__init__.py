@@ -1,0 +1,1 @@
+"""Files on disk: mapped for reading, complete or absent after writing, bounded JSON."""

@@ -1,0 +1,135 @@
+"""A value in a JSON document that knows its path, so that what is wrong with it can be said exactly."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+from ..errors import ManifestError, SourceError
+
+_LARGEST = 2**63 - 1
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For `json.loads`: an object, refused if it has a key twice."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("an object has the same key twice")
+    return found
+
+
+class Node:
+    """A value and where it is: `where` names the document, `path` the place in it.
+
+    Every method raises `ManifestError` for a value that is not what the method says.
+    """
+
+    def __init__(self, value: Any, where: str, path: str) -> None:
+        self.value = value
+        self.where = where
+        self.path = path
+
+    def wrong(self, expected: str) -> ManifestError:
+        """The error that says what was found here and what was expected."""
+        found = json.dumps(self.value)
+        found = found if len(found) <= 80 else found[:77] + "..."
+        return ManifestError(f"{self.where}: {self.path or 'document'}: found {found}, expected {expected}")
+
+    def at(self, key: str) -> Node:
+        """The value under `key` of an object."""
+        if not isinstance(self.value, dict):
+            raise self.wrong("an object")
+        path = f"{self.path}.{key}" if self.path else key
+        if key not in self.value:
+            raise ManifestError(f"{self.where}: {path}: is missing")
+        return Node(self.value[key], self.where, path)
+
+    def items(self, least: int = 0, most: int | None = None) -> list[Node]:
+        if not isinstance(self.value, list):
+            raise self.wrong("a list")
+        if len(self.value) < least or (most is not None and len(self.value) > most):
+            raise ManifestError(f"{self.where}: {self.path}: has {len(self.value)} entries")
+        return [Node(value, self.where, f"{self.path}[{i}]") for i, value in enumerate(self.value)]
+
+    def integer(self, least: int) -> int:
+        if type(self.value) is not int or not least <= self.value <= _LARGEST:
+            raise self.wrong(f"an integer of at least {least}")
+        return self.value
+
+    def whole(self) -> int:
+        if type(self.value) is not int:
+            raise self.wrong("an integer")
+        return self.value
+
+    def boolean(self) -> bool:
+        if not isinstance(self.value, bool):
+            raise self.wrong("true or false")
+        return self.value
+
+    def text(self) -> str:
+        if not isinstance(self.value, str):
+            raise self.wrong("a string")
+        return self.value
+
+    def texts(self) -> tuple[str, ...]:
+        return tuple(item.text() for item in self.items())
+
+    def text_map(self) -> dict[str, str]:
+        if not isinstance(self.value, dict):
+            raise self.wrong("an object of strings")
+        return {key: self.at(key).text() for key in self.value}
+
+    def sha256(self) -> str:
+        if not isinstance(self.value, str) or not _SHA256.fullmatch(self.value):
+            raise self.wrong("64 hexadecimal digits")
+        return self.value
+
+    def file_name(self) -> str:
+        """A plain relative name that cannot lead out of the manifest's directory by itself."""
+        name = self.text()
+        windows = PureWindowsPath(name)
+        parts = PurePosixPath(name).parts
+        if not parts or windows.anchor or parts[0] == "/" or ".." in windows.parts or "\0" in name:
+            raise self.wrong("a relative file name without '..'")
+        return name
+
+
+MAX_BYTES = 16 << 20
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of at most `MAX_BYTES`.
+
+    Raises
+    ------
+    FileNotFoundError, NotADirectoryError
+        Where there is no such file.
+    SourceError
+        Where it cannot be read, is larger, or is no JSON object.
+    """
+    try:
+        with path.open("rb") as stream:
+            text = stream.read(MAX_BYTES + 1)
+        if len(text) > MAX_BYTES:
+            raise SourceError(f"{path}: holds more than {MAX_BYTES:,} bytes")
+        value = json.loads(text)
+    except (FileNotFoundError, NotADirectoryError, SourceError):
+        raise
+    except OSError as error:
+        raise SourceError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"{path}: is not JSON: {' '.join(str(error).split())[:200]}") from None
+    if not isinstance(value, dict):
+        raise SourceError(f"{path}: holds no JSON object: a {type(value).__name__} is not a JSON object")
+    return value
+
+
+def read_object_if_there(path: Path) -> dict[str, Any]:
+    """`read_object`, or an empty one where there is no such file."""
+    try:
+        return read_object(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}

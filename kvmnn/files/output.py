@@ -1,0 +1,293 @@
+"""Output that is there whole or not at all.
+
+Everything is written under a temporary name beside its target, synced and then renamed. Whatever goes wrong before the
+rename, an interrupt included, leaves nothing behind; and nothing that exists is replaced unless the caller forces it.
+Devices and pipes (``/dev/null``, a FIFO) cannot be renamed onto and are written directly.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from ..errors import OutputError
+
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EOPNOTSUPP, errno.EACCES}
+
+
+class StagedFile:
+    """A file being written; every failure is an `OutputError` that names the file the caller asked for.
+
+    Parameters
+    ----------
+    target
+        The name that the caller knows the file by.
+    path
+        Where the bytes go meanwhile; equal to `target` for a device.
+    """
+
+    def __init__(self, target: Path, path: Path) -> None:
+        self.target = target
+        self.path = path
+        with self._naming():
+            self._file: io.BufferedWriter = open(path, "wb" if path == target else "xb")  # noqa: SIM115
+
+    def write(self, data: bytes | memoryview, /) -> int:
+        """Write all of `data`."""
+        with self._naming():
+            return self._file.write(data)
+
+    def seek(self, position: int, whence: int = os.SEEK_SET, /) -> int:
+        """Move to `position` (bytes)."""
+        with self._naming():
+            return self._file.seek(position, whence)
+
+    def tell(self) -> int:
+        """The current position (bytes)."""
+        with self._naming():
+            return self._file.tell()
+
+    def flush(self) -> None:
+        """Hand buffered bytes to the system."""
+        with self._naming():
+            self._file.flush()
+
+    def close(self) -> None:
+        """Bring the file to the disk and close it."""
+        if self._file.closed:
+            return
+        with self._naming():
+            self._file.flush()
+            if stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+                os.fsync(self._file.fileno())
+            self._file.close()
+
+    def abandon(self) -> None:
+        """Close the file whatever state it is in."""
+        with suppress(OSError):
+            self._file.close()
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        with failures(self.target):
+            yield
+
+
+@contextmanager
+def failures(target: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn operating system errors into an `OutputError` about `target`."""
+    try:
+        yield
+    except OSError as exc:
+        raise OutputError(f"{os.fspath(target)}: cannot be written: {exc.strerror or exc}") from exc
+
+
+class _Staged:
+    """What the two kinds of output share: discarded on leaving the ``with`` block unless committed."""
+
+    def __init__(self, target: str | os.PathLike[str], *, force: bool, protect: Iterable[str]) -> None:
+        self.target = Path(target)
+        self.force = force
+        self._protect = [path for path in protect if os.path.exists(path)]
+        self._files: list[StagedFile] = []
+
+    def commit(self) -> None:
+        """Put everything written in its place."""
+        raise NotImplementedError
+
+    def _discard(self) -> None:
+        raise NotImplementedError
+
+    def _close_all(self) -> None:
+        for file in self._files:
+            file.close()
+
+    def _check_free(self, target: Path) -> None:
+        """Refuse a target that is an input, or that exists and is not to be replaced."""
+        if not os.path.lexists(target):
+            return
+        for path in self._protect:
+            with suppress(OSError):
+                if os.path.samefile(path, target):
+                    raise OutputError(f"{target}: is the input itself; choose another output")
+        if target.is_dir():
+            raise OutputError(f"{target}: is a directory")
+        if not self.force:
+            raise OutputError(f"{target}: exists already (-f or --force replaces it)")
+
+    def _place(self, staged: Path, target: Path) -> None:
+        """Rename, and never onto something that came into being meanwhile unless forced."""
+        with failures(target):
+            if not self.force:
+                try:
+                    os.link(staged, target)
+                except FileExistsError:
+                    raise OutputError(f"{target}: exists already (-f or --force replaces it)") from None
+                except OSError as exc:
+                    if exc.errno not in _NO_LINKS:
+                        raise
+                else:
+                    os.unlink(staged)
+                    return
+            os.replace(staged, target)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for file in self._files:
+            file.abandon()
+        self._discard()
+
+
+class FileOutput(_Staged):
+    """A file, and files beside it, that appear together.
+
+    Use as a context manager: write to `file` (and to `beside`), then `commit`.
+
+    Parameters
+    ----------
+    target
+        The file to make. A symbolic link is followed: the file it leads to is replaced, the link stays.
+    force
+        Replace what exists.
+    protect
+        Inputs, which are never replaced, even with `force`.
+
+    Raises
+    ------
+    OutputError
+        From the constructor when the target exists or its directory cannot be written to; from any write.
+    """
+
+    def __init__(self, target: str | os.PathLike[str], *, force: bool = False, protect: Iterable[str] = ()) -> None:
+        super().__init__(os.path.realpath(target), force=force, protect=protect)
+        self.is_device = self.target.exists() and not self.target.is_file() and not self.target.is_dir()
+        self.file = self._stage(self.target)
+
+    def beside(self, suffix: str) -> StagedFile:
+        """Another file, named as the first with `suffix` appended."""
+        return self._stage(self.target.with_name(self.target.name + suffix))
+
+    def check_beside(self, suffix: str) -> None:
+        """Fail now rather than later if the file with `suffix` appended could not be made."""
+        self._check_free(self.target.with_name(self.target.name + suffix))
+
+    def commit(self) -> None:
+        self._close_all()
+        for file in self._files:
+            if file.path != file.target:
+                self._place(file.path, file.target)
+        _sync_directory(self.target.parent)
+
+    def _stage(self, target: Path) -> StagedFile:
+        if self.is_device:
+            file = StagedFile(target, target)
+        else:
+            self._check_free(target)
+            file = StagedFile(target, target.with_name(_temporary_name(target.name)))
+        self._files.append(file)
+        return file
+
+    def _discard(self) -> None:
+        for file in self._files:
+            if file.path != file.target:
+                with suppress(OSError):
+                    file.path.unlink()
+
+
+class DirectoryOutput(_Staged):
+    """A directory of files, written elsewhere first.
+
+    A directory that does not exist yet appears whole, by one rename. Into one that exists the files are moved one by
+    one in the order in which they were begun; other files in it stay as they are.
+
+    Parameters
+    ----------
+    target, force, protect
+        As for `FileOutput`.
+    index
+        Name of the file that describes the others, if there is one: an old one is removed before the first file is
+        moved and the new one is moved last, so that no index ever describes files that are not there.
+    """
+
+    def __init__(
+        self,
+        target: str | os.PathLike[str],
+        *,
+        force: bool = False,
+        protect: Iterable[str] = (),
+        index: str | None = None,
+    ) -> None:
+        super().__init__(os.path.realpath(target), force=force, protect=protect)
+        self._index = index
+        self._merging = self.target.is_dir()
+        if not self._merging and os.path.lexists(self.target):
+            raise OutputError(f"{self.target}: exists already and is not a directory")
+        parent = self.target if self._merging else self.target.parent
+        self._stage = parent / _temporary_name(self.target.name)
+        with failures(self.target):
+            self._stage.mkdir()
+
+    def check_names(self, names: Iterable[str]) -> None:
+        """Fail now rather than later if a file called one of `names` could not be made."""
+        if self._merging:
+            for name in names:
+                self._check_free(self.target / name)
+
+    def file(self, name: str) -> StagedFile:
+        """Begin the file called `name`, which may lie in a folder of its own; the one begun before is closed."""
+        self.check_names([name])
+        self._close_all()
+        with failures(self.target / name):
+            (self._stage / name).parent.mkdir(parents=True, exist_ok=True)
+        file = StagedFile(self.target / name, self._stage / name)
+        self._files.append(file)
+        return file
+
+    def commit(self) -> None:
+        self._close_all()
+        if not self._merging:
+            _sync_directory(self._stage)
+            try:
+                os.rename(self._stage, self.target)
+            except OSError as exc:
+                raise OutputError(f"{self.target}: cannot be written: {exc.strerror or exc}") from exc
+            _sync_directory(self.target.parent)
+            return
+        if self._index and self.force:
+            with failures(self.target / self._index):
+                (self.target / self._index).unlink(missing_ok=True)
+        for file in sorted(self._files, key=lambda f: f.target.name == self._index):
+            with failures(file.target):
+                file.target.parent.mkdir(parents=True, exist_ok=True)
+            self._place(file.path, file.target)
+        _sync_directory(self.target)
+
+    def _discard(self) -> None:
+        shutil.rmtree(self._stage, ignore_errors=True)
+
+
+def _temporary_name(name: str) -> str:
+    return f".{name[:100]}.{secrets.token_hex(4)}.tmp"
+
+
+def _sync_directory(path: Path) -> None:
+    """Make a rename durable where the system can; the data itself is synced already."""
+    with suppress(OSError):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

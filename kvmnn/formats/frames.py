@@ -1,0 +1,45 @@
+"""Anything that kvmnn reads, as a source of arrays: files, directories, packed caches, and frames, decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from ..arrays.named_array import NamedArray, Piece, rechunked
+from ..arrays.source import Source
+from ..bundle.decoding import decode_frames
+from ..bundle.frame_set import DecodeOptions, FrameSet
+from ..bundle.manifest import ArrayEntry
+from ..packed import cache_info
+from ..packed.cache_info import CacheInfo
+
+
+def of_frames(frames: FrameSet, options: DecodeOptions) -> Source:
+    """Frames as a source: each array is decoded when its pieces are asked for, and its hashes are checked."""
+    arrays = [_array(frames, entry, options) for entry in frames.arrays]
+    return Source(arrays, dict(frames.document.metadata) if frames.document else {})
+
+
+def described_by(metadata: dict[str, str], where: str) -> CacheInfo | None:
+    """The description of a packed cache that travels in metadata; None if there is none."""
+    text = metadata.get(cache_info.METADATA_KEY)
+    return None if text is None else cache_info.from_json(text, f"{where}: metadata {cache_info.METADATA_KEY!r}")
+
+
+def _array(frames: FrameSet, entry: ArrayEntry, options: DecodeOptions) -> NamedArray:
+    """An array whose pieces are decoded as they are asked for; its words are little-endian whatever they were."""
+    return NamedArray(
+        name=entry.name,
+        dtype=entry.dtype,
+        shape=entry.shape,
+        array_dtype=entry.array_dtype.replace(">", "<"),
+        order=entry.order,
+        reader=partial(_decoded, frames.only(entry), options),
+    )
+
+
+def _decoded(frames: FrameSet, options: DecodeOptions, step: int) -> Iterator[Piece]:
+    runs = (data for _, data in decode_frames(frames, options, check_frames=True))
+    yield from rechunked(runs, step, frames.raw_bytes)
+    for _ in runs:
+        pass  # the hash of the array is compared behind its last byte

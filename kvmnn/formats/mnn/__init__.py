@@ -1,0 +1,1 @@
+"""Files of the MNN engine: dumps, prefix caches, live cache files, model directories."""

@@ -1,0 +1,205 @@
+"""Packed files of K and V, whoever wrote them: layers found, described, and read as plain arrays.
+
+Finding names the files of every layer. Describing adds what files cannot tell: geometry, pack numbers and tokens, from
+the caller, a model directory, or the document that kvmnn leaves beside the files it writes. Reading touches live
+elements only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from ... import dtypes
+from ...arrays.layers import array_name
+from ...arrays.named_array import NamedArray, UnsupportedArrayError
+from ...arrays.source import Source
+from ...errors import SourceError
+from ...packed import cache_info
+from ...packed.cache_info import CacheInfo, LayerInfo
+from ...packed.fitting import Fit, Geometry, describe, inferred, of_layout, the_fit
+from ...packed.layout import PackLayout
+from ...packed.rows import PARTS, row_dtype
+from ..options import PackedOptions
+from .model import fingerprint, read_geometry
+from .packed_files import PackedFiles
+from .packed_reading import packed_runs
+
+
+@dataclass(frozen=True)
+class Described:
+    """Packed files and all there is to know about them.
+
+    Parameters
+    ----------
+    files
+        What was found.
+    info
+        What they hold.
+    notes
+        What was inferred, and from what, in words.
+    """
+
+    files: PackedFiles
+    info: CacheInfo
+    notes: tuple[str, ...] = field(default=())
+
+    def to_source(self, dtype: str | None = None) -> Source:
+        """``layer_<n>.key`` and ``layer_<n>.value``, each ``[kv_head, token, head_dim]``, of every layer."""
+        layout = self.info.layout
+        if dtype not in (None, layout.dtype):
+            raise UnsupportedArrayError(f"{self.files.path}: holds {layout.dtype} words, not {dtype}")
+        arrays = [
+            NamedArray(
+                name=array_name(layer.layer, part),
+                dtype=row_dtype(layout, part),
+                shape=(layout.kv_heads, layer.tokens, layout.head_dim),
+                array_dtype=dtypes.by_name(row_dtype(layout, part)).numpy.str,
+                reader=partial(packed_runs, files.path(part), layout, part, layer),
+            )
+            for files, layer in zip(self.files.layers, self.info.layers, strict=True)
+            for part in PARTS
+        ]
+        if layout.quantised:  # no way back to these files: what was lost is said, and nothing is noted down
+            return Source(arrays, notes=[*self.notes, *layout.unrecoverable], lossy=True)
+        metadata = {cache_info.METADATA_KEY: cache_info.to_json(self.info)}
+        return Source(arrays, metadata, notes=list(self.notes), cache=self.info)
+
+
+def describe_files(files: PackedFiles, options: PackedOptions) -> Described:
+    """Put together what the caller, the model directory and the document beside the files say.
+
+    Raises
+    ------
+    SourceError
+        When something needed is missing, says different things in different places, or does not fit the sizes; when
+        the engine would not load the files, unless `options` say to read them anyway.
+    """
+    if files.problems and not options.ignore_markers:
+        raise SourceError(f"{files.path}: {files.problems[0]} (--ignore-markers reads the files all the same)")
+    known = read_document(files)
+    if known and files.sizes != [_sizes(known.layout, layer) for layer in known.layers]:
+        raise SourceError(
+            f"{files.document[1] if files.document else files.path}: does not describe the files beside it any more: "
+            f"{_drift(files, known)}; move it away and say what they hold"
+        )
+    notes: list[str] = []
+    fit = _layout(files, options, known, notes)
+    tokens = _tokens(files, options, known, fit)
+    positions = _positions(tokens, known)
+    layers = tuple(
+        LayerInfo(layer=layer.layer, tokens=count, capacity=capacity, positions=runs)
+        for layer, count, capacity, runs in zip(files.layers, tokens, fit.capacities, positions, strict=True)
+    )
+    info = CacheInfo(
+        kind=files.kind,
+        name=files.name,
+        layout=fit.layout,
+        layers=layers,
+        token_ids=options.token_ids or (known.token_ids if known else None),
+        model=fingerprint(options.model) if options.model else (known.model if known else None),
+    )
+    if known:
+        _check_same(files, known, info)
+    elif options.token_ids and {options.token_ids.count} != set(tokens):
+        raise SourceError(f"{files.path}: {options.token_ids.count} token ids for {max(tokens)} tokens")
+    return Described(files, info, tuple(notes))
+
+
+def read_document(files: PackedFiles) -> CacheInfo | None:
+    """What kvmnn left beside the files, for just the layers that were found."""
+    if files.document is None:
+        return None
+    text, where = files.document
+    known = cache_info.from_json(text, where)
+    wanted = {layer.layer for layer in files.layers}
+    kept = tuple(layer for layer in known.layers if layer.layer in wanted)
+    if len(kept) != len(wanted):
+        raise SourceError(f"{where}: describes {len(known.layers)} layers, but there are files of {len(wanted)}")
+    return replace(known, layers=kept)
+
+
+def model_geometry(options: PackedOptions, layers: int | None, where: str) -> Geometry:
+    """The caller's geometry, completed from the model directory.
+
+    Raises
+    ------
+    SourceError
+        When the model has another number of layers than there are files.
+    """
+    if options.model is None:
+        return options.geometry
+    model = read_geometry(options.model)
+    if None not in (model.layers, layers) and model.layers != layers:
+        raise SourceError(f"{where}: has files of {layers} layers, but the model in {options.model} has {model.layers}")
+    return options.geometry.or_else(
+        Geometry(kv_heads=model.kv_heads, head_dim=model.head_dim, flash_block=model.flash_block)
+    )
+
+
+def _sizes(layout: PackLayout, layer: LayerInfo) -> tuple[int, int]:
+    return layout.key_bytes(layer.capacity), layout.value_bytes(layer.capacity)
+
+
+def _drift(files: PackedFiles, known: CacheInfo) -> str:
+    for found, layer in zip(files.layers, known.layers, strict=True):
+        expected = _sizes(known.layout, layer)
+        if (found.key_bytes, found.value_bytes) != expected:
+            return (
+                f"layer {layer.layer} has files of {found.key_bytes} and {found.value_bytes} bytes, it says "
+                f"{expected[0]} and {expected[1]}"
+            )
+    return "they differ in number"
+
+
+def _layout(files: PackedFiles, options: PackedOptions, known: CacheInfo | None, notes: list[str]) -> Fit:
+    whole = len(files.layers) if files.kind == "prefix" and files.layers[0].layer == 0 else None
+    geometry = model_geometry(options, whole, files.path)
+    if known is None:
+        fit = the_fit(files.path, geometry, files.sizes)
+        notes.extend(inferred(geometry, fit, files.sizes))
+        return fit
+    if not any(layout == known.layout for _, layout in geometry.or_else(of_layout(known.layout)).candidates()):
+        raise SourceError(f"{files.path}: its document says {describe(known.layout)}, which is not what was asked for")
+    return Fit(known.layout, "", tuple(layer.capacity for layer in known.layers))
+
+
+def _tokens(files: PackedFiles, options: PackedOptions, known: CacheInfo | None, fit: Fit) -> tuple[int, ...]:
+    count = len(files.layers)
+    if options.tokens:
+        if len(options.tokens) not in (1, count):
+            raise SourceError(f"{files.path}: {len(options.tokens)} numbers of tokens for {count} layers")
+        tokens = options.tokens if len(options.tokens) == count else options.tokens * count
+    elif known:
+        tokens = tuple(layer.tokens for layer in known.layers)
+    elif options.token_ids:
+        tokens = (options.token_ids.count,) * count
+    else:
+        raise SourceError(
+            f"{files.path}: the files do not say how many tokens are live: say --tokens N (at most "
+            f"{min(fit.capacities)}) or --token-ids FILE"
+        )
+    for layer, number, capacity in zip(files.layers, tokens, fit.capacities, strict=True):
+        if not 1 <= number <= capacity:
+            raise SourceError(
+                f"{files.path}: layer {layer.layer}: {number} tokens: expected at least 1 and at most {capacity}, "
+                "which the files have room for"
+            )
+    return tokens
+
+
+def _positions(tokens: tuple[int, ...], known: CacheInfo | None) -> list[cache_info.Ranges]:
+    """Those of the document where it speaks of as many tokens, else 0, 1, 2 ..."""
+    if known and tuple(layer.tokens for layer in known.layers) == tokens:
+        return [layer.positions for layer in known.layers]
+    return [((0, count),) for count in tokens]
+
+
+def _check_same(files: PackedFiles, known: CacheInfo, info: CacheInfo) -> None:
+    for what, said, found in (
+        ("number of tokens", [each.tokens for each in known.layers], [each.tokens for each in info.layers]),
+        ("token ids", known.token_ids or info.token_ids, info.token_ids),
+        ("model", known.model or info.model, info.model),
+    ):
+        if said != found:
+            raise SourceError(f"{files.path}: its document says another {what} than was given")

@@ -1,0 +1,115 @@
+"""MNN KV dumps: a directory of ``meta_*.json`` files, each naming the binary files of its K and V.
+
+A binary file holds the words of one tensor, ``[token, kv_head, head_dim]`` in C order, and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
+from typing import Any
+
+from ... import dtypes
+from ...arrays.named_array import NamedArray, Piece, UnsupportedArrayError
+from ...arrays.source import Source
+from ...errors import SourceError
+from ...files.mapped import MappedFile
+from ..options import ReadOptions
+from ..reading import checked, select
+
+_BY_BYTES = {2: dtypes.FP16, 4: dtypes.FP32}
+_MAX_META = 1 << 20
+
+
+def read(path: str, options: ReadOptions) -> Source:
+    """K and V of every dump below the directory, sorted by metadata path, e.g. ``run/layer_0/k_t0_16``."""
+    root = Path(path)
+    metas = sorted(root.rglob("meta_*.json"))
+    if not metas:
+        hint = "; it is a kvmnn bundle: decode it" if (root / "manifest.json").exists() else ""
+        raise SourceError(f"{path}: has no meta_*.json file below it, so it is not an MNN KV dump{hint}")
+    entries: list[tuple[str, Callable[[], NamedArray]]] = []
+    for meta in metas:
+        entries.extend(_tensors(root, meta, options))
+    arrays, skipped = select(path, entries, options)
+    return Source(arrays, skipped=skipped, token_major=True)
+
+
+def _tensors(root: Path, meta: Path, options: ReadOptions) -> Iterator[tuple[str, Callable[[], NamedArray]]]:
+    fields = load_meta(meta)
+    shape = tuple(positive(meta, fields, key) for key in ("seq_len", "kv_heads", "head_dim"))
+    width = positive(meta, fields, "bytes_per_elem")
+    if width not in _BY_BYTES:
+        raise SourceError(f"{meta}: bytes_per_elem is {width}, expected 2 (fp16) or 4 (fp32)")
+    said = fields.get("dtype", "unknown")
+    if said not in ("unknown", _BY_BYTES[width].name):
+        raise SourceError(f"{meta}: dtype is {said!r}, but bytes_per_elem is {width}")
+    for key in ("k_file", "v_file"):
+        file = inside(root, meta, key, fields.get(key))
+        name = PurePath(file.relative_to(root)).with_suffix("").as_posix()
+        yield name, partial(_array, file, name, shape, _BY_BYTES[width], options)
+
+
+def _array(file: Path, name: str, shape: tuple[int, ...], native: dtypes.DType, options: ReadOptions) -> NamedArray:
+    dtype = dtypes.by_name(options.dtype) if options.dtype else native
+    if dtype.itemsize != native.itemsize:
+        raise UnsupportedArrayError(f"{file}: holds {native.itemsize}-byte words, which are not {dtype.name}")
+    array = NamedArray(
+        name=name, dtype=dtype.name, shape=shape, array_dtype=dtype.numpy.str, reader=partial(_runs, file)
+    )
+    try:
+        found = file.stat().st_size
+    except OSError as exc:
+        raise SourceError(f"{file}: cannot be read: {exc.strerror}") from exc
+    if found != array.nbytes:
+        raise SourceError(
+            f"{file}: has {found} bytes, its metadata says {array.nbytes} "
+            f"({' x '.join(map(str, shape))} x {native.itemsize})"
+        )
+    return checked(array, str(file))
+
+
+def _runs(file: Path, step: int) -> Iterator[Piece]:
+    """The file's bytes, mapped only while they are read: a dump may have more files than a process may map."""
+    mapped = MappedFile(file)
+    yield from mapped.runs(0, mapped.size, step)
+
+
+def load_meta(meta: Path) -> dict[str, Any]:
+    """The fields of a metadata file."""
+    try:
+        with meta.open("rb") as file:
+            text = file.read(_MAX_META + 1)
+    except OSError as exc:
+        raise SourceError(f"{meta}: cannot be read: {exc.strerror}") from exc
+    if len(text) > _MAX_META:
+        raise SourceError(f"{meta}: is larger than {_MAX_META} bytes, which no MNN metadata is")
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as exc:
+        raise SourceError(f"{meta}: is not valid JSON: {str(exc)[:200]}") from None
+    if not isinstance(fields, dict):
+        raise SourceError(f"{meta}: is not a JSON object")
+    return fields
+
+
+def positive(meta: Path, fields: dict[str, Any], key: str) -> int:
+    """A field that is a whole number above zero."""
+    value = fields.get(key)
+    if type(value) is not int or value <= 0:
+        raise SourceError(f"{meta}: {key} is {value!r:.80}, expected a positive integer")
+    return value
+
+
+def inside(root: Path, meta: Path, key: str, value: Any) -> Path:
+    """The file a metadata file names, if it lies below the dump directory."""
+    if not isinstance(value, str) or not value:
+        raise SourceError(f"{meta}: {key} is {value!r:.80}, expected a file name")
+    plain = "\0" not in value and ".." not in PurePosixPath(value).parts and ".." not in PureWindowsPath(value).parts
+    absolute = PurePosixPath(value).is_absolute() or bool(PureWindowsPath(value).anchor)
+    file = meta.parent / value
+    if not plain or absolute or not file.resolve().is_relative_to(root.resolve()):
+        raise SourceError(f"{meta}: {key} {value!r:.200} leads out of the dump directory")
+    return file

@@ -1,0 +1,106 @@
+"""What the directory of an MNN model tells about its cache: geometry where it holds it, and a fingerprint."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ...errors import SourceError
+from ...files.json_document import read_object
+from ...files.mapped import MappedFile
+
+_STEP = 16 << 20
+_WEIGHT_SUFFIXES = (".mnn", ".mnn.weight", ".bin", ".safetensors")
+_FLASH_MODE, _FLASH_BLOCK = 8, 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelGeometry:
+    """What was found; None for what the files do not hold.
+
+    Parameters
+    ----------
+    layers, kv_heads, head_dim
+        Of the language model.
+    flash_block
+        64 or ``"none"``, where ``config.json`` sets ``attention_mode``.
+    """
+
+    layers: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    flash_block: int | Literal["none"] | None = None
+
+
+def read_geometry(path: str) -> ModelGeometry:
+    """Geometry from ``llm_config.json`` and ``config.json`` of a model directory.
+
+    An export of MNN holds ``layer_nums``, and older ones ``key_value_shape``, which ends in ``kv_heads, head_dim``;
+    the names of Hugging Face configurations (``num_hidden_layers``, ``num_key_value_heads``, ``head_dim``) are taken
+    where those are missing.
+
+    Raises
+    ------
+    SourceError
+        When neither file is there or one cannot be read.
+    """
+    fields: dict[str, Any] = {}
+    found = False
+    for name in ("llm_config.json", "config.json"):
+        file = Path(path, name)
+        if file.is_file():
+            found = True
+            fields = read_object(file) | fields
+    if not found:
+        raise SourceError(f"{path}: has neither llm_config.json nor config.json, so it is not an MNN model directory")
+    shape = fields.get("key_value_shape")
+    heads = dims = None
+    if isinstance(shape, list) and len(shape) >= 2:
+        heads, dims = _natural(shape[-2]), _natural(shape[-1])
+    return ModelGeometry(
+        layers=_natural(fields.get("layer_nums")) or _natural(fields.get("num_hidden_layers")),
+        kv_heads=heads or _natural(fields.get("num_key_value_heads")),
+        head_dim=dims or _natural(fields.get("head_dim")),
+        flash_block=_flash(fields.get("attention_mode")),
+    )
+
+
+def fingerprint(path: str) -> str:
+    """SHA-256 over what decides a model's K and V: graph, weights, embeddings and ``llm_config.json``.
+
+    Run-time settings (``config.json``) and the tokenizer do not count. The hash is taken over one line per file, in
+    the order of their names: ``<name> <bytes> <SHA-256 of the contents>``.
+
+    Raises
+    ------
+    SourceError
+        When the directory holds no ``.mnn`` file.
+    """
+    try:
+        names = sorted(entry.name for entry in os.scandir(path) if entry.is_file())
+    except OSError as exc:
+        raise SourceError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
+    if not any(name.endswith(".mnn") for name in names):
+        raise SourceError(f"{path}: has no .mnn file, so it is not an MNN model directory")
+    total = hashlib.sha256()
+    for name in names:
+        if name == "llm_config.json" or name.endswith(_WEIGHT_SUFFIXES):
+            file, digest = MappedFile(Path(path, name)), hashlib.sha256()
+            for run in file.runs(0, file.size, _STEP):
+                digest.update(run.data)
+            total.update(f"{name} {file.size} {digest.hexdigest()}\n".encode())
+    return total.hexdigest()
+
+
+def _natural(value: Any) -> int | None:
+    return value if type(value) is int and value > 0 else None
+
+
+def _flash(mode: Any) -> int | Literal["none"] | None:
+    """`attention_mode` is 8 times the kind of attention (1: flash) plus how K and V are quantised."""
+    if type(mode) is not int or mode < 0:
+        return None
+    return _FLASH_BLOCK if mode // _FLASH_MODE == 1 else "none"

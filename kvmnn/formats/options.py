@@ -1,0 +1,72 @@
+"""What the caller says about an input."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..packed.cache_info import TokenIds
+from ..packed.fitting import Geometry
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """What the caller asks of a source.
+
+    Parameters
+    ----------
+    dtype
+        Name of the dtype to take arrays as; None infers it from each array. Raw bytes need one.
+    fallbacks
+        What arrays and raw bytes whose own type does not say may be taken as, where `dtype` is None: the first that has
+        the word size.
+    tensors
+        Names to take from a file of many arrays; empty takes all.
+    skip_unsupported
+        Leave arrays out that no frame holds (float64, int64, empty ...) instead of refusing the file. Arrays named in
+        `tensors` are never left out.
+    packed
+        What packed files are said to be.
+    """
+
+    dtype: str | None = None
+    fallbacks: tuple[str, ...] = ()
+    tensors: tuple[str, ...] = ()
+    skip_unsupported: bool = False
+    packed: PackedOptions | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedOptions:
+    """What the caller says about packed files.
+
+    Parameters
+    ----------
+    geometry
+        What is known of the layout.
+    tokens
+        Live tokens: none if unknown, one number for all layers, or one for each.
+    name
+        Which prefix of a directory that holds several.
+    model
+        Directory of the MNN model, for geometry and fingerprint.
+    token_ids
+        Those of the text that the cache was made from.
+    layer_order
+        Addresses (the files' names) of live files in the order of the layers.
+    pid
+        The engine's process, whose open files tell the order of the layers.
+    ignore_markers
+        Read a prefix cache whose markers are missing.
+    packed_dump
+        Take the packed variant of a dump that holds both.
+    """
+
+    geometry: Geometry = field(default_factory=Geometry)
+    tokens: tuple[int, ...] = ()
+    name: str | None = None
+    model: str | None = None
+    token_ids: TokenIds | None = None
+    layer_order: tuple[str, ...] = ()
+    pid: int | None = None
+    ignore_markers: bool = False
+    packed_dump: bool = False

@@ -1,0 +1,57 @@
+"""Raw little-endian words: a file of any name, or standard input; the caller says the dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import PurePath
+
+from .. import dtypes
+from ..arrays.named_array import ArrayInfo, NamedArray, Piece, swap_words
+from ..arrays.source import Source
+from ..errors import SourceError
+from ..files.mapped import STDIN, MappedFile
+from .options import ReadOptions
+from .reading import checked
+from .sinks import Runs, Sink
+
+
+def read(path: str, options: ReadOptions) -> Source:
+    """One 1-D array: the whole file."""
+    return read_mapped(MappedFile(path), options)
+
+
+def read_mapped(file: MappedFile, options: ReadOptions) -> Source:
+    """One 1-D array of words: the whole of an open file."""
+    names = [options.dtype] if options.dtype else options.fallbacks
+    if not names:
+        raise SourceError(
+            f"{file.label}: not a .npy, .npz or .safetensors file, and raw bytes need a dtype "
+            "(--dtype fp16, bf16 or fp32)"
+        )
+    dtype = dtypes.by_name(names[0])
+    if file.size == 0:
+        raise SourceError(f"{file.label}: is empty, there is nothing to encode")
+    if file.size % dtype.itemsize:
+        raise SourceError(
+            f"{file.label}: {file.size} bytes are not a whole number of {dtype.itemsize}-byte {dtype.name} words"
+        )
+    array = NamedArray(
+        name="stdin" if file.path == STDIN else PurePath(file.path).stem,
+        dtype=dtype.name,
+        shape=(file.size // dtype.itemsize,),
+        array_dtype=dtype.numpy.str,
+        reader=partial(file.runs, 0, file.size),
+    )
+    return Source([checked(array, file.label)])
+
+
+def write_raw(sink: Sink, arrays: Sequence[ArrayInfo], runs: Runs, metadata: dict[str, str]) -> None:
+    """The words alone, in memory order, in the array's own byte order."""
+    for index, data in runs:
+        sink.write(own_bytes(arrays[index], data).data)
+        del data  # or it would live on while the next run is decoded
+
+
+def own_bytes(array: ArrayInfo, data: Piece) -> Piece:
+    return swap_words(data, array.itemsize) if array.swapped else data

@@ -1,0 +1,127 @@
+"""What the readers of all formats share: which arrays are taken, and as which dtype."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import numpy as np
+
+from .. import dtypes
+from ..arrays.named_array import NamedArray, UnsupportedArrayError
+from ..arrays.source import Source
+from ..errors import KvmnnError, SourceError
+from ..packed.cache_info import METADATA_KEY
+from .options import ReadOptions
+
+
+def select(
+    where: str, entries: Sequence[tuple[str, Callable[[], NamedArray]]], options: ReadOptions
+) -> tuple[list[NamedArray], list[str]]:
+    """Take the arrays that `options` ask for out of a file's `entries` (name, maker).
+
+    Returns
+    -------
+    The arrays in file order, and one line per array that was left out.
+
+    Raises
+    ------
+    SourceError
+        For a name the file does not have, an array no frame holds, or a file with nothing to take.
+    """
+    known = Counter(name for name, _ in entries)
+    for name, count in known.items():
+        if count > 1:
+            raise SourceError(f"{where}: has {count} arrays named {name!r}")
+    for name in options.tensors:
+        if name not in known:
+            raise SourceError(f"{where}: no array named {name!r}; it has {_some(known)}")
+    arrays: list[NamedArray] = []
+    skipped: list[str] = []
+    for name, make in entries:
+        if options.tensors and name not in options.tensors:
+            continue
+        try:
+            arrays.append(make())
+        except UnsupportedArrayError as exc:
+            if options.tensors or not options.skip_unsupported:
+                raise
+            skipped.append(str(exc))
+    if not arrays:
+        raise SourceError(f"{where}: holds no array that can be encoded")
+    return arrays, skipped
+
+
+def _some(names: Iterable[str], most: int = 8) -> str:
+    names = list(names)
+    shown = ", ".join(repr(name) for name in names[:most])
+    return (shown or "none") + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def dtype_name(array_dtype: np.dtype[np.generic], options: ReadOptions, where: str) -> str:
+    """The dtype name under which an array of numpy type `array_dtype` is encoded.
+
+    Raises
+    ------
+    UnsupportedArrayError
+        For object and structured types, word sizes other than 2 and 4, and types that need a dtype and have none.
+    """
+    if array_dtype.hasobject:
+        raise UnsupportedArrayError(f"{where}: holds Python objects (pickles), which are never loaded")
+    if array_dtype.fields is not None or array_dtype.subdtype is not None:
+        raise UnsupportedArrayError(f"{where}: structured type {array_dtype} is not supported")
+    try:
+        if options.dtype is not None:
+            return _taken_as(options.dtype, array_dtype)
+        return dtypes.of_array(np.empty(0, array_dtype)).name
+    except (TypeError, KvmnnError) as exc:
+        for fallback in options.fallbacks if options.dtype is None else ():
+            with suppress(TypeError):
+                return _taken_as(fallback, array_dtype)
+        raise UnsupportedArrayError(f"{where}: {exc}") from None
+
+
+def _taken_as(name: str, array_dtype: np.dtype[np.generic]) -> str:
+    dtype = dtypes.by_name(name)
+    if array_dtype != np.uint8:
+        dtypes.check_array(np.empty(0, array_dtype), dtype)
+    return name
+
+
+def checked(array: NamedArray, where: str) -> NamedArray:
+    """`array` itself, unless it is one that no frame holds: empty, or not a whole number of words."""
+    if array.nbytes == 0:
+        raise UnsupportedArrayError(f"{where}: is empty (shape {list(array.shape)}), there is nothing to encode")
+    if array.nbytes % array.word_bytes:
+        raise UnsupportedArrayError(
+            f"{where}: {array.nbytes} bytes are not a whole number of {array.word_bytes}-byte {array.dtype} words"
+        )
+    return array
+
+
+def chosen(source: Source, path: str, options: ReadOptions) -> Source:
+    """The source with just the arrays that `options` name; a description of the whole cache goes with the whole only.
+
+    Raises
+    ------
+    SourceError
+        For a name that it does not have.
+    """
+    if not options.tensors:
+        return source
+    check_names(path, source, options)
+    arrays = [array for array in source.arrays if array.name in options.tensors]
+    if len(arrays) == len(source.arrays):
+        return source
+    metadata = {key: value for key, value in source.metadata.items() if key != METADATA_KEY}
+    return replace(source, arrays=arrays, metadata=metadata, cache=None)
+
+
+def check_names(path: str, source: Source, options: ReadOptions) -> None:
+    """Files of one array take part in the choice of tensors too."""
+    missing = set(options.tensors) - {array.name for array in source.arrays}
+    if missing:
+        found = ", ".join(repr(array.name) for array in source.arrays[:8])
+        raise SourceError(f"{path}: no array named {min(missing)!r}; it has {found}")

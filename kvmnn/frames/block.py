@@ -1,0 +1,147 @@
+"""The engine's unit of lossless storage: K and V of one token range, kept only when the two together gain."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import KvmnnError
+from .decoding import decode
+from .encoding import encode
+from .hashing import fnv1a64
+from .options import CODECS
+from .words import raw_bytes_of, words_of
+
+
+@dataclass(frozen=True)
+class Block:
+    """What the engine records for one token range of one layer (spec: codec, section 9)."""
+
+    dtype: str | None
+    """fp16, bf16 or fp32; None for words that no container holds (then `fallback` is set)."""
+    raw_bytes: int
+    """Bytes of K and V together."""
+    attempted_bytes: int
+    """Bytes of both frames, kept or not."""
+    compressed_bytes: int
+    """Bytes that count as stored: those of the frames, or the raw ones where the frames do not gain."""
+    fallback: bool
+    """Encoding failed. Frames that merely do not gain are dropped without this flag."""
+    key_frame: bytes | None
+    value_frame: bytes | None
+    raw_hash: int
+    """`fnv1a64` over K's bytes and then V's; 0 where it was not asked for."""
+    blob_hash: int
+    """`fnv1a64` over K's frame and then V's; 0 where none is kept."""
+
+    @property
+    def stored(self) -> bool:
+        """Whether the frames are kept."""
+        return self.key_frame is not None
+
+    @property
+    def ratio(self) -> float:
+        """Raw over compressed bytes, rounded to float32 as the engine keeps it; 1 where nothing is kept."""
+        return _ratio(self.raw_bytes, self.compressed_bytes) if self.stored else 1.0
+
+    @property
+    def attempted_ratio(self) -> float:
+        """Raw over attempted bytes, rounded to float32; 1 after a failure."""
+        return 1.0 if self.fallback else _ratio(self.raw_bytes, self.attempted_bytes)
+
+    def decode(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """K and V as 1-D arrays; `KvmnnError` where the block keeps no frames."""
+        if self.key_frame is None or self.value_frame is None:
+            raise KvmnnError("the block keeps no frames: its K and V stayed raw")
+        return decode(self.key_frame, dtype=self.dtype), decode(self.value_frame, dtype=self.dtype)
+
+
+def encode_block(
+    keys: Any,
+    values: Any,
+    *,
+    dtype: str | None = None,
+    predictors_k: str | Iterable[str] | None = None,
+    predictors_v: str | Iterable[str] | None = None,
+    codecs: Iterable[str] = CODECS,
+    effort: str = "exact",
+    strict_roundtrip_check: bool = True,
+    threads: int | None = None,
+) -> Block:
+    """Encode K and V of one token range under the engine's joint rule.
+
+    Parameters
+    ----------
+    keys, values
+        As for `encode`; the engine's order is ``[kv_head, token, head_dim]``. Both have the same dtype.
+    dtype, codecs, effort, threads
+        As for `encode`.
+    predictors_k, predictors_v
+        Predictor sets for K and for V, each for all lanes.
+    strict_roundtrip_check
+        Compute `Block.raw_hash`, as the engine does under the option of this name.
+
+    Returns
+    -------
+    Block
+        With both frames if together they are smaller than K and V, else with none. Data that the engine cannot encode
+        (empty, a size that is no whole number of words, an element size other than 2 or 4) gives a fallback block, as
+        there, and no error.
+
+    Raises
+    ------
+    TypeError
+        For values that are neither arrays nor bytes-like, and for raw bytes without a dtype.
+    KvmnnError
+        For K and V of different types, and options that do not exist.
+    """
+    raw = raw_bytes_of(keys, "keys"), raw_bytes_of(values, "values")
+    raw_bytes = raw[0].size + raw[1].size
+    kind = _common_dtype(keys, values, dtype)
+    frames: list[bytes] = []
+    if kind is not None and all(part.size and part.size % (4 if kind == "fp32" else 2) == 0 for part in raw):
+        for part, predictors in ((keys, predictors_k), (values, predictors_v)):
+            frames.append(
+                encode(part, dtype=kind, predictors=predictors, codecs=codecs, effort=effort, threads=threads)
+            )
+    failed = not frames
+    attempted = raw_bytes if failed else len(frames[0]) + len(frames[1])
+    stored = not failed and attempted < raw_bytes
+    little_endian = [words_of(part, kind)[1] for part in (keys, values)] if kind is not None else list(raw)
+    return Block(
+        dtype=kind,
+        raw_bytes=raw_bytes,
+        attempted_bytes=attempted,
+        compressed_bytes=attempted if stored else raw_bytes,
+        fallback=failed,
+        key_frame=frames[0] if stored else None,
+        value_frame=frames[1] if stored else None,
+        raw_hash=_chained(*little_endian) if strict_roundtrip_check else 0,
+        blob_hash=_chained(*frames) if stored else 0,
+    )
+
+
+def _common_dtype(keys: Any, values: Any, dtype: str | None) -> str | None:
+    kinds: list[str | None] = []
+    for part in (keys, values):
+        if isinstance(part, np.ndarray) and part.dtype != np.uint8 and part.dtype.itemsize not in (2, 4):
+            kinds.append(None)
+        else:
+            kinds.append(words_of(part, dtype)[0].name)
+    if kinds[0] != kinds[1]:
+        raise KvmnnError(
+            f"keys are {kinds[0] or keys.dtype}, values are {kinds[1] or values.dtype}: expected one dtype"
+        )
+    return kinds[0]
+
+
+def _chained(first: Any, second: Any) -> int:
+    return fnv1a64(second, fnv1a64(first))
+
+
+def _ratio(raw: int, stored: int) -> float:
+    return float(np.float32(raw / stored))

@@ -1,0 +1,79 @@
+"""MNN frames from arrays (docs/format.md is the normative description).
+
+A frame holds one array's words, split into byte lanes (two for 16-bit, four for 32-bit words); each lane is a stream
+with the predictor and the codec that made it smallest. Everything here is lossless whatever the options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ..dtypes import Bytes
+from ..threads.pool import resolve_threads
+from . import _encoder, zstd
+from .candidates import smallest_at_all_levels, smallest_at_one_level
+from .options import CODECS, PARALLEL_FROM, CodecOptions, LaneOptions
+from .words import words_of
+
+
+def encode(
+    values: Any,
+    *,
+    dtype: str | None = None,
+    predictors: str | Iterable[str] | None = None,
+    hi_predictors: str | Iterable[str] | None = None,
+    codecs: Iterable[str] = CODECS,
+    effort: str = "exact",
+    threads: int | None = None,
+) -> bytes:
+    """The frame that MNN would store for an array.
+
+    Parameters
+    ----------
+    values
+        A numpy array of any shape (words in C order; big-endian words are stored little-endian), or raw little-endian
+        bytes: any bytes-like object or a uint8 array, which then need `dtype`. Never changed.
+    dtype
+        ``"fp16"``, ``"bf16"`` (both two-byte words, the same frame) or ``"fp32"``; by default the array's own type:
+        float16, float32, uint16 for bf16. With `dtype` any array of that word size and of kind f, i, u or V will do.
+    predictors
+        What the encoder may try: a spec string, read exactly as the engine reads it, or names out of ``raw``,
+        ``delta_seq``, ``xor_seq``. Default: the three.
+    hi_predictors
+        Another set for the high bytes of two-byte words; the engine has no such option, so None is its behaviour.
+    codecs
+        ``("rle",)`` for an engine without libzstd.
+    effort
+        ``"exact"``: the engine's bytes. ``"fast"``: the predictor is guessed from samples and each stream compressed
+        once. ``"max"``: the smallest frame found with all zstd levels. MNN decodes all three.
+    threads
+        At most so many; None for all processors (used from 1 MiB on).
+
+    Returns
+    -------
+    bytes
+        At least 28 bytes; may be longer than the input (a frame has no "stored" form).
+
+    Raises
+    ------
+    TypeError
+        For values that hold no words of the dtype, and for raw bytes without a dtype.
+    KvmnnError
+        For empty input, a size that is no whole number of words, and options that do not exist.
+    """
+    kind, data = words_of(values, dtype)
+    options = CodecOptions(predictors=predictors, hi_predictors=hi_predictors, codecs=codecs, effort=effort)
+    return encode_words(data, options.for_words(kind), resolve_threads(threads))
+
+
+def encode_words(data: Bytes, options: LaneOptions, threads: int) -> bytes:
+    """The frame of little-endian words, all options resolved."""
+    if options.effort == "max":
+        return smallest_at_all_levels(options, data, threads)
+    fast = options.effort == "fast"
+    if threads == 1 or data.size < PARALLEL_FROM or data.size % options.stride:
+        return _encoder.encode(data, options.stride, options.modes, options.allow, zstd.LEVEL, fast)
+    if fast:
+        options = options._replace(modes=tuple(_encoder.likely_modes(data, options.stride, options.modes)))
+    return smallest_at_one_level(options, data, threads)

@@ -1,0 +1,141 @@
+"""What `kvmnn.inspect` reports about a frame."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+from . import _decoder
+from .decoding import open_frame
+from .options import CODECS
+from .predictors import NAMES as PREDICTORS
+
+
+@dataclass(frozen=True)
+class StreamInfo:
+    """One stream of a frame: ten header bytes at `offset`, then its payload."""
+
+    HEADER_BYTES: ClassVar[int] = 10
+
+    name: str
+    """``lo``, ``hi`` of 16-bit words; ``lane0`` to ``lane3`` of 32-bit words, the least significant byte first."""
+    offset: int
+    payload_offset: int
+    predictor: str
+    codec: str
+    raw_bytes: int
+    payload_bytes: int
+    entropy: float | None
+    """Order-0 entropy of the raw stream in bits per byte: what a coder without context could reach."""
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Payload bits for each raw byte of the stream."""
+        return 8 * self.payload_bytes / self.raw_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "header_bytes": self.HEADER_BYTES, "bits_per_byte": self.bits_per_byte}
+
+
+@dataclass(frozen=True)
+class FrameInfo:
+    """A frame, every byte accounted for: the word count and then `streams`, back to back."""
+
+    HEADER_BYTES: ClassVar[int] = 4
+
+    container: str
+    """``fp16`` (two streams) or ``fp32`` (four)."""
+    dtype: str
+    """The container's name, or bf16 where the caller said so."""
+    words: int
+    streams: tuple[StreamInfo, ...]
+
+    @property
+    def header_bytes(self) -> int:
+        """The word count's and all stream headers' bytes."""
+        return self.HEADER_BYTES + StreamInfo.HEADER_BYTES * len(self.streams)
+
+    @property
+    def raw_bytes(self) -> int:
+        return self.words * len(self.streams)
+
+    @property
+    def frame_bytes(self) -> int:
+        return self.header_bytes + sum(stream.payload_bytes for stream in self.streams)
+
+    @property
+    def ratio(self) -> float:
+        """Raw bytes over frame bytes."""
+        return self.raw_bytes / self.frame_bytes
+
+    @property
+    def entropy_ratio(self) -> float | None:
+        """The ratio at the order-0 entropy of the raw streams, headers left out; None if it was not computed."""
+        bits = [stream.entropy for stream in self.streams if stream.entropy is not None]
+        if len(bits) != len(self.streams):
+            return None
+        return 8 * len(bits) / sum(bits) if sum(bits) else float("inf")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same for JSON; `entropy_ratio` is None where it is infinite."""
+        limit = self.entropy_ratio
+        return {
+            "container": self.container,
+            "dtype": self.dtype,
+            "words": self.words,
+            "raw_bytes": self.raw_bytes,
+            "frame_bytes": self.frame_bytes,
+            "header_bytes": self.header_bytes,
+            "ratio": self.ratio,
+            "entropy_ratio": None if limit == float("inf") else limit,
+            "streams": [stream.to_dict() for stream in self.streams],
+        }
+
+    def __str__(self) -> str:
+        limit = self.entropy_ratio
+        lines = [
+            f"{self.dtype} frame: {self.words} words, {self.raw_bytes} -> {self.frame_bytes} bytes, "
+            f"ratio {self.ratio:.4f}" + ("" if limit is None else f" (order-0 limit {limit:.4f})"),
+            f"{'offset':>10}  {'part':<6} {'predictor':<9} {'codec':<5} {'raw':>11} {'stored':>11} "
+            f"{'bits/byte':>9} {'entropy':>8}",
+            f"{0:>10}  {'words':<6} {'':<9} {'':<5} {'':>11} {self.HEADER_BYTES:>11}",
+        ]
+        for s in self.streams:
+            entropy = "" if s.entropy is None else f"{s.entropy:.3f}"
+            lines.append(f"{s.offset:>10}  {s.name:<6} {'header':<9} {'':<5} {'':>11} {s.HEADER_BYTES:>11}")
+            lines.append(
+                f"{s.payload_offset:>10}  {'':<6} {s.predictor:<9} {s.codec:<5} {s.raw_bytes:>11} "
+                f"{s.payload_bytes:>11} {s.bits_per_byte:>9.3f} {entropy:>8}"
+            )
+        lines.append(f"{self.frame_bytes:>10}  end")
+        return "\n".join(lines)
+
+
+def inspect(frame: Any, *, dtype: str | None = None, codecs: Iterable[str] = CODECS, entropy: bool = True) -> FrameInfo:
+    """Account for every byte of a frame.
+
+    The frame is decoded for it, both to be sure that it is one and for the order-0 entropy of its streams; with
+    `entropy` False only its headers are read, and the entropies are None. Errors as `decode`.
+    """
+    kind, parsed = open_frame(frame, dtype, codecs)
+    if entropy:
+        parsed.decode()
+    streams = []
+    for lane in range(parsed.stride):
+        mode, codec, raw_len, payload_len, offset = parsed.stream(lane)
+        streams.append(
+            StreamInfo(
+                name=_decoder.lane_name(parsed.stride, lane),
+                offset=offset - StreamInfo.HEADER_BYTES,
+                payload_offset=offset,
+                predictor=PREDICTORS[mode],
+                codec=CODECS[codec],
+                raw_bytes=raw_len,
+                payload_bytes=payload_len,
+                entropy=parsed.lane_entropy(lane) if entropy else None,
+            )
+        )
+    parsed.close()
+    container = "fp16" if parsed.stride == 2 else "fp32"
+    return FrameInfo(container=container, dtype=kind.name, words=parsed.words, streams=tuple(streams))

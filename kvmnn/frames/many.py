@@ -1,0 +1,88 @@
+"""Many frames in one call, on all processors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import numpy.typing as npt
+
+from ..dtypes import Bytes
+from ..errors import KvmnnError
+from ..threads.pool import map_pulled, resolve_threads
+from .decoding import decode
+from .encoding import encode_words
+from .options import CODECS, CodecOptions, LaneOptions
+from .words import words_of
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def encode_many(
+    arrays: Iterable[Any],
+    *,
+    dtype: str | None = None,
+    predictors: str | Iterable[str] | None = None,
+    hi_predictors: str | Iterable[str] | None = None,
+    codecs: Iterable[str] = CODECS,
+    effort: str = "exact",
+    threads: int | None = None,
+) -> list[bytes]:
+    """`encode` for many arrays in one call, on all processors; options and errors as there.
+
+    An error names the item it belongs to, and no frame is returned then.
+    """
+    options = CodecOptions(
+        predictors=_kept(predictors), hi_predictors=_kept(hi_predictors), codecs=tuple(codecs), effort=effort
+    )
+
+    def prepare(values: Any) -> tuple[Bytes, LaneOptions]:
+        kind, data = words_of(values, dtype)
+        return data, options.for_words(kind)
+
+    jobs = [_named(index, prepare, values) for index, values in enumerate(arrays)]
+    return _map_frames(lambda job, n: encode_words(*job, n), jobs, resolve_threads(threads))
+
+
+def decode_many(
+    frames: Iterable[Any],
+    *,
+    dtype: str | None = None,
+    codecs: Iterable[str] = CODECS,
+    out: Sequence[Any] | None = None,
+    max_bytes: int | None = None,
+    threads: int | None = None,
+) -> list[npt.NDArray[Any]]:
+    """`decode` for many frames in one call, on all processors; options and errors as there.
+
+    `out`, if given, has one buffer for each frame; `max_bytes` holds for each frame by itself. An error names the item
+    it belongs to.
+    """
+    frames, codecs = list(frames), tuple(codecs)
+    if out is not None and len(out) != len(frames):
+        raise KvmnnError(f"out has {len(out)} buffers for {len(frames)} frames")
+    jobs = list(zip(frames, out if out is not None else [None] * len(frames), strict=True))
+
+    def one(job: tuple[Any, Any], n: int) -> npt.NDArray[Any]:
+        return decode(job[0], dtype=dtype, codecs=codecs, out=job[1], max_bytes=max_bytes, threads=n)
+
+    return _map_frames(one, jobs, resolve_threads(threads))
+
+
+def _kept(predictors: str | Iterable[str] | None) -> str | tuple[str, ...] | None:
+    return predictors if predictors is None or isinstance(predictors, str) else tuple(predictors)
+
+
+def _map_frames(function: Callable[[T, int], R], jobs: list[T], threads: int) -> list[R]:
+    """Whole frames on each thread; where there are fewer frames than threads, one frame after the other on all."""
+    if len(jobs) < threads:
+        return [_named(index, function, job, threads) for index, job in enumerate(jobs)]
+    return map_pulled(lambda entry: _named(entry[0], function, entry[1], 1), list(enumerate(jobs)), threads)
+
+
+def _named(index: int, function: Callable[..., R], *arguments: Any) -> R:
+    try:
+        return function(*arguments)
+    except (KvmnnError, TypeError) as error:
+        raise type(error)(f"item {index}: {error}") from None

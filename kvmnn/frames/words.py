@@ -1,0 +1,57 @@
+"""The words of arrays and buffers, as bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..dtypes import Bytes, DType, by_name, check_array, of_array
+from ..errors import KvmnnError
+
+
+def words_of(values: Any, dtype: str | None) -> tuple[DType, Bytes]:
+    """What `encode` takes its words from: the dtype and a contiguous view (or copy) of the little-endian bytes."""
+    kind = None if dtype is None else by_name(dtype)
+    if isinstance(values, np.ndarray) and values.dtype != np.uint8:
+        if kind is None:
+            kind = of_array(values)
+        check_array(values, kind)
+        if values.dtype.byteorder == ">" or not values.dtype.isnative:
+            values = values.astype(values.dtype.newbyteorder("<"))
+        return kind, np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+    data = raw_bytes_of(values, "values")
+    if kind is None:
+        raise TypeError(f"{type(values).__name__}: raw bytes need a dtype: fp16, bf16 or fp32")
+    return kind, data
+
+
+def raw_bytes_of(data: Any, what: str) -> Bytes:
+    """A 1-D uint8 view (or copy, where it is not contiguous) of anything that has bytes."""
+    if isinstance(data, np.ndarray):
+        if data.dtype.hasobject:
+            raise TypeError(f"{what}: numpy type {data.dtype} has no bytes of its own")
+        return np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+    try:
+        view = memoryview(data)
+    except TypeError:
+        raise TypeError(f"{what}: expected a numpy array or a bytes-like object, not {type(data).__name__}") from None
+    return np.frombuffer(view if view.c_contiguous else view.tobytes(), np.uint8)
+
+
+def writable_bytes(out: Any, size: int) -> Bytes:
+    """The `size` bytes of a buffer that `decode` may write to, as a 1-D view; `KvmnnError` if it is not one."""
+    if isinstance(out, np.ndarray):
+        if not out.flags.c_contiguous or out.dtype.hasobject:
+            raise KvmnnError("out: expected a C-contiguous array of plain numbers")
+        target = out.reshape(-1).view(np.uint8)
+    else:
+        view = memoryview(out)
+        if not view.c_contiguous:
+            raise KvmnnError("out: expected a C-contiguous buffer")
+        target = np.frombuffer(view, np.uint8)
+    if not target.flags.writeable:
+        raise KvmnnError("out: expected a writable buffer")
+    if target.size != size:
+        raise KvmnnError(f"out has {target.size} bytes: the frame holds {size}")
+    return target

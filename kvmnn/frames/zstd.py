@@ -1,0 +1,186 @@
+"""The only door to libzstd: which library kvmnn calls, and whether its bytes are those MNN would store.
+
+MNN compresses with the one-shot ``ZSTD_compress`` at level 3 and accepts what the one-shot ``ZSTD_decompress`` accepts.
+Three ways lead to those functions; the first that works is taken at import, and ``KVMNN_ZSTD`` (``bundled``,
+``system`` or ``python``) forces one:
+
+bundled
+    The libzstd inside the ``zstandard`` wheel's cffi module, opened as a plain shared library (Linux wheels).
+system
+    ``libzstd.so.1``, ``libzstd.so`` or ``libzstd.dylib``, as the engine itself looks for them.
+python
+    ``zstandard``'s Python API, taken apart and put together again so that it gives ``ZSTD_decompress``'s verdicts.
+
+A library outside 1.5.2-1.5.6 is used only when there is no other: its frames decode everywhere, but their bytes are
+not those of MNN's vectors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from ..errors import KvmnnError
+from . import _zstdlib
+
+LEVEL = 3
+"""The compression level MNN uses."""
+
+BYTE_EXACT_VERSIONS = ((1, 5, 2), (1, 5, 6))
+"""First and last libzstd version that give equal bytes at level 3."""
+
+Version = tuple[int, int, int]
+
+_door: str
+_version: Version
+_library: ctypes.CDLL | None = None
+
+
+def version() -> str:
+    """The libzstd version in use, such as ``"1.5.6"``."""
+    return ".".join(map(str, _version))
+
+
+def door() -> str:
+    """How libzstd is called: ``"bundled"``, ``"system"`` or ``"python"``."""
+    return _door
+
+
+def byte_exact() -> bool:
+    """Whether frames made with this libzstd are byte for byte what MNN stores."""
+    return _is_byte_exact(_version)
+
+
+def _is_byte_exact(v: Version) -> bool:
+    return BYTE_EXACT_VERSIONS[0] <= v <= BYTE_EXACT_VERSIONS[1]
+
+
+# -- finding it -------------------------------------------------------------------------------------------------------
+
+
+def _open_door(forced: str | None = None) -> None:
+    """Fill `_zstdlib` from the first door that opens, byte-exact ones first."""
+    global _door, _version, _library
+    openers: dict[str, Callable[[], tuple[ctypes.CDLL, Version] | None]] = {
+        "bundled": _open_bundled,
+        "system": _open_system,
+    }
+    if forced not in (None, "", "python", *openers):
+        raise KvmnnError(f"KVMNN_ZSTD={forced!r}: expected bundled, system or python")
+    others: list[tuple[str, ctypes.CDLL, Version]] = []
+    for name, opener in openers.items():
+        if forced in (None, "", name):
+            found = opener()
+            if found:
+                others.append((name, *found))
+    others.sort(key=lambda entry: not _is_byte_exact(entry[2]))
+    if others:
+        _door, _library, _version = others[0]
+        _zstdlib.use_library([_address(_library, name) for name in _zstdlib.NAMES])
+        return
+    if forced in openers:
+        raise KvmnnError(f"KVMNN_ZSTD={forced}: no such libzstd found")
+    import zstandard
+
+    _door, _version, _library = "python", zstandard.ZSTD_VERSION, None
+    _zstdlib.use_callables(_python_compress, _python_decompress)
+
+
+def _open_bundled() -> tuple[ctypes.CDLL, Version] | None:
+    spec = importlib.util.find_spec("zstandard")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    for folder in spec.submodule_search_locations:
+        for path in sorted(Path(folder).glob("_cffi.*")):
+            if found := _load(str(path)):
+                return found
+    return None
+
+
+def _open_system() -> tuple[ctypes.CDLL, Version] | None:
+    for name in ("libzstd.so.1", "libzstd.so", "libzstd.dylib"):
+        if found := _load(name):
+            return found
+    return None
+
+
+def _load(path: str) -> tuple[ctypes.CDLL, Version] | None:
+    try:
+        library = ctypes.CDLL(path)
+        number = library.ZSTD_versionNumber()
+        for name in _zstdlib.NAMES:
+            _address(library, name)
+    except (OSError, AttributeError):
+        return None
+    return library, (number // 10000, number // 100 % 100, number % 100)
+
+
+def _address(library: ctypes.CDLL, name: str) -> int:
+    return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
+
+
+# -- the python door --------------------------------------------------------------------------------------------------
+
+_MAGIC = 0xFD2FB528
+_MAX_WINDOW = 1 << 31
+
+
+def _python_compress(level: int, sized: bool, data: memoryview) -> bytes:
+    import zstandard
+
+    return zstandard.ZstdCompressor(level=level, write_content_size=sized, write_checksum=False).compress(data)
+
+
+def _python_decompress(payload: memoryview, capacity: int) -> bytes:
+    """What ZSTD_decompress gives: every frame of the payload in turn, skippable ones passed over, no other byte.
+
+    zstandard decodes in one shot only frames that tell their size, and streaming is stricter about window and block
+    sizes. So the one frame that does not tell it gets the size that is left for it; only where several do not, and
+    break those limits, the verdict is that of streaming.
+    """
+    import zstandard
+
+    frames = []
+    at = 0
+    while at < len(payload):
+        end = _zstdlib.extent(payload, at)
+        if int.from_bytes(payload[at : at + 4], "little") == _MAGIC:
+            frames.append(bytes(payload[at:end]))
+        at = end
+    sizes = [zstandard.frame_content_size(frame) for frame in frames]
+    left = capacity - sum(size for size in sizes if size > 0)
+    if left < 0:
+        raise ValueError(f"zstd frames hold {capacity - left} bytes, {capacity} fit")
+    if sizes.count(-1) == 1:
+        unsized = sizes.index(-1)
+        frames[unsized], sizes[unsized] = _with_content_size(frames[unsized], left), left
+    parts = []
+    for frame, size in zip(frames, sizes, strict=True):
+        parts.append(_decompress_frame(frame, size, capacity))
+        capacity -= len(parts[-1])
+    return b"".join(parts)
+
+
+def _with_content_size(frame: bytes, size: int) -> bytes:
+    """The frame, which has no content size, with one of eight bytes."""
+    descriptor = frame[4]
+    end = 6 + (0, 1, 2, 4)[descriptor & 3]  # magic, descriptor, window descriptor, dictionary id
+    return frame[:4] + bytes([descriptor | 0xC0]) + frame[5:end] + size.to_bytes(8, "little") + frame[end:]
+
+
+def _decompress_frame(frame: bytes, content_size: int, capacity: int) -> bytes:
+    import zstandard
+
+    decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
+    if content_size > 0 or (content_size < 0 and capacity):
+        return decompressor.decompress(frame, max_output_size=capacity)
+    stream = decompressor.decompressobj()  # decompress() would not look into a frame that claims to be empty
+    if stream.decompress(frame) or not stream.eof:
+        raise ValueError("zstd frame is not empty as it should be")
+    return b""
+
+
+_open_door(os.environ.get("KVMNN_ZSTD"))

@@ -1,0 +1,1 @@
+"""The KV cache of a language model, layer by layer, cut as a policy says."""

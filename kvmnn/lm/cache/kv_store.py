@@ -1,0 +1,68 @@
+"""K and V of a model's layers, as the model returns them and takes them back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from ...dtypes import Indices, Words
+from . import _eviction
+
+Pair = tuple[Words, Words]
+"""K and V of one layer, ``[1, kv_head, slot, head_dim]``."""
+
+
+class KVStore(Protocol):
+    """Where K and V lie between the steps of a model."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers held."""
+
+    def past(self) -> list[Pair]:
+        """K and V of every layer for the next step."""
+
+    def adopt(self, present: Sequence[Pair], new: int) -> None:
+        """What the step returned: the past, and `new` tokens behind it."""
+
+    def compact(self, layer: int, slots: Indices, live: int) -> None:
+        """Keep the first `live` slots that a row of `slots` names, ascending; one row, or one for each KV head."""
+
+
+class PlainStore:
+    """The model's own buffers: nothing is copied but where tokens are dropped, and then inside the buffer.
+
+    Parameters
+    ----------
+    empty
+        K and V of no tokens, for every layer.
+    """
+
+    def __init__(self, empty: Sequence[Pair]) -> None:
+        self._pairs = list(empty)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(keys.nbytes + values.nbytes for keys, values in self._pairs)
+
+    def past(self) -> list[Pair]:
+        return self._pairs
+
+    def adopt(self, present: Sequence[Pair], new: int) -> None:
+        self._pairs = list(present)
+
+    def compact(self, layer: int, slots: Indices, live: int) -> None:
+        keys, values = self._pairs[layer]
+        self._pairs[layer] = _compacted(keys, slots, live), _compacted(values, slots, live)
+
+
+def _compacted(words: Words, slots: Indices, live: int) -> Words:
+    """The live tokens at the front of the same memory."""
+    if not words.flags.c_contiguous or not words.flags.writeable:
+        words = words.copy()
+    _, heads, slots_there, dims = words.shape
+    if words.size:
+        _eviction.gather(words.view(np.uint8).reshape(heads, slots_there, dims * words.itemsize), slots, live)
+    return words.reshape(-1)[: heads * live * dims].reshape(1, heads, live, dims)

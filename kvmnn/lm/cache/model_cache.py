@@ -1,0 +1,292 @@
+"""The KV cache of a model that runs under an eviction policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ...arrays.layer_cache import LayerCache
+from ...dtypes import Floats, Indices, Positions, Words
+from ...errors import KvmnnError
+from ...policies.base import Policy
+from ...policies.evicting_cache import take_rows
+from ...policies.ranking import key_norms
+from ...policies.view import LayerView, Moment
+from ..graph.decoder import Step
+from . import _eviction
+from .kv_store import KVStore, Pair
+from .token_rows import TokenRows
+
+SHARE = 8
+"""Live tokens for each dead one that may be beside them before K and V are moved: then it costs little at any size."""
+
+
+class ModelCache:
+    """K, V, true positions, scores and key norms of all layers, cut together.
+
+    A step is `begin` (what the model is to attend to), the model, `end`. A token that a policy evicts is dead from then
+    on; where the model can be given a bias, its K and V stay where they lie, masked, until more than `slack` slots are
+    dead, so that a cache is not copied at every step.
+
+    Parameters
+    ----------
+    store
+        What holds K and V.
+    kv_heads, query_heads
+        Heads of each layer.
+    layers
+        How many.
+    policy
+        Which tokens stay; None for all.
+    slack
+        Dead slots that may be in use, or None for an eighth of the live tokens. 0 for a model that takes no bias.
+    biased
+        Whether the model takes a bias.
+
+    Attributes
+    ----------
+    seen : int
+        Tokens that the model has seen.
+    peak_nbytes : int
+        The most bytes of K and V held at once so far.
+    """
+
+    def __init__(
+        self,
+        store: KVStore,
+        *,
+        layers: int,
+        kv_heads: int,
+        query_heads: int,
+        policy: Policy | None,
+        slack: int | None,
+        biased: bool,
+    ) -> None:
+        self._store = store
+        self._kv_heads = kv_heads
+        self._query_heads = query_heads
+        self._policy = policy
+        self._slack = slack
+        self._biased = biased
+        self._zeros = np.zeros(0, np.float32)
+        self._new = 0
+        self.seen = 0
+        self.peak_nbytes = 0
+        cut = [] if policy is None else [layer for layer in range(layers) if layer not in policy.skip_layers]
+        self._layers = layers
+        self._groups: list[TokenRows] = []
+        if policy is not None and cut:
+            per_layer = {"lengths": 0, "scores": 1, "keys": kv_heads, "head scores": kv_heads}[policy.needs]
+            scored, normed = policy.needs in ("scores", "head scores"), policy.needs == "keys"
+            self._groups = [TokenRows(tuple(cut), per_layer, scored=scored, normed=normed)]
+
+    # -- what is held --------------------------------------------------------------------------------------------------
+
+    @property
+    def tokens(self) -> list[int]:
+        """Live tokens of each layer."""
+        return [self.seen if group is None else group.live for group in self._by_layer()]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of K and V held, those of masked tokens included."""
+        return self._store.nbytes
+
+    def positions(self, layer: int) -> Positions:
+        """True positions of a layer's live tokens, ascending: int64 ``[token]``, or ``[kv_head, token]``."""
+        group = self._by_layer()[layer]
+        if group is None:
+            return np.arange(self.seen, dtype=np.int64)
+        rows = group.positions_of(layer)
+        return rows[0] if len(rows) == 1 else rows
+
+    def layers(self) -> list[LayerCache]:
+        """The live tokens of every layer, copied."""
+        caches = []
+        for layer, (group, (keys, values)) in enumerate(zip(self._by_layer(), self._store.past(), strict=True)):
+            kept = np.arange(self.seen) if group is None else group.slots[group.rows_of(layer), : group.live]
+            kept = kept[0] if kept.ndim == 2 and len(kept) == 1 else kept
+            caches.append(
+                LayerCache(
+                    layer=layer,
+                    keys=take_rows(keys[0], kept),
+                    values=take_rows(values[0], kept),
+                    positions=self.positions(layer),
+                    tokens_seen=self.seen,
+                )
+            )
+        return caches
+
+    def scores(self, layer: int) -> Floats | None:
+        """Scores of a layer's live tokens, float32 ``[token]`` or ``[kv_head, token]``; None where nobody scores."""
+        group = self._by_layer()[layer]
+        if group is None or group.scores is None:
+            return None
+        rows = group.scores[group.rows_of(layer), : group.live].copy()
+        return rows[0] if group.per_layer == 1 else rows
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def begin(self, new: int) -> tuple[list[Pair], list[Floats] | None]:
+        """`new` tokens are about to be attended: K and V of the past for every layer, and the bias if there is one.
+
+        The bias is float32 ``[1, 1 or query_heads, 1, past + new]`` for each layer.
+
+        Raises
+        ------
+        KvmnnError
+            Where the policy evicts some of the new tokens before they are attended and the model takes no bias.
+        """
+        for group in self._groups:
+            group.append(new, self.seen)
+        self._new = new
+        self.seen += new
+        if self._policy is not None and Moment.APPENDED in self._policy.moments:
+            self._apply(Moment.APPENDED)
+        return self._store.past(), self._bias()
+
+    def end(self, step: Step) -> None:
+        """The new tokens have been attended: take over what the model returned, score it, cut."""
+        self._store.adopt(step.present, self._new)
+        self.peak_nbytes = max(self.peak_nbytes, self._store.nbytes)
+        if self._policy is not None and self._policy.prompt_only and self._new != self.seen:
+            return
+        for group in self._groups:
+            if group.scores is not None:
+                self._score(group, group.scores, step)
+            if group.norms is not None and self._policy is not None and self._policy.uses_norms:
+                self._add_norms(group, group.norms, step.present)
+            if self._new != self.seen:
+                group.steps += 1
+        if self._policy is not None and Moment.ATTENDED in self._policy.moments:
+            self._apply(Moment.ATTENDED)
+        for group in self._groups:
+            if self._is_full(group):
+                self._compact(group, 0)
+
+    def end_chunk(self) -> None:
+        """A chunk of text has ended."""
+        if self._policy is not None and Moment.CHUNK_END in self._policy.moments:
+            self._apply(Moment.CHUNK_END)
+            for group in self._groups:
+                if self._is_full(group):
+                    self._compact(group, 0)
+
+    # -- how -----------------------------------------------------------------------------------------------------------
+
+    def _by_layer(self) -> list[TokenRows | None]:
+        found: list[TokenRows | None] = [None] * self._layers
+        for group in self._groups:
+            for layer in group.layers:
+                found[layer] = group
+        return found
+
+    def _apply(self, moment: Moment) -> None:
+        if self._policy is None:
+            return
+        groups = []
+        for group in self._groups:
+            kept = self._policy.choose_stacked(self._view(group), moment)
+            if isinstance(kept, list):
+                parts = group.split()
+                for part, row in zip(parts, kept, strict=True):
+                    self._cut(part, row, moment)
+                groups += parts
+                continue
+            if kept is not None:
+                self._cut(group, np.asarray(kept), moment)
+            groups.append(group)
+        self._groups = groups
+
+    def _view(self, group: TokenRows) -> LayerView:
+        live = group.live
+        return LayerView.trusted(
+            tokens=live,
+            layer=group.layers[0],
+            scores=None if group.scores is None else group.scores[:, :live],
+            norms=None if group.norms is None else group.norms[:, :live],
+            new=self._new,
+            seen=self.seen,
+            steps=group.steps,
+        )
+
+    def _cut(self, group: TokenRows, kept: Indices, moment: Moment) -> None:
+        if moment is not Moment.APPENDED:
+            group.cut(kept)
+            return
+        past = group.width - self._new
+        group.cut(kept)
+        if group.live < self._new or (group.slots[:, group.live - self._new] != past).any():
+            if not self._biased:
+                raise KvmnnError(
+                    f"layer {group.layers[0]}: the policy evicts some of {self._new} new tokens before attention, "
+                    f"but this graph takes no bias that could mask them: feed fewer tokens at once"
+                )
+        elif self._is_full(group):
+            self._compact(group, self._new)
+
+    def _is_full(self, group: TokenRows) -> bool:
+        """Whether more dead slots are in use than may be."""
+        return group.dead > (group.live // SHARE if self._slack is None else self._slack)
+
+    def _compact(self, group: TokenRows, new: int) -> None:
+        """Let go of dead slots in K and V, which do not hold the last `new` tokens yet."""
+        if group.dead == 0:
+            return
+        for layer in group.layers:
+            self._store.compact(layer, group.slots[group.rows_of(layer)], group.live - new)
+        group.compacted()
+
+    def _bias(self) -> list[Floats] | None:
+        if not any(group.dead for group in self._groups):
+            return None
+        if self.seen > self._zeros.size:
+            self._zeros = np.zeros(2 * self.seen, np.float32)
+        biases = [self._zeros[: self.seen].reshape(1, 1, 1, -1)] * self._layers
+        for group in self._groups:
+            rows = group.bias[:, : group.width]
+            if group.per_layer > 1 and self._query_heads > group.per_layer:
+                rows = np.repeat(rows, self._query_heads // group.per_layer, axis=0)
+            heads = self._query_heads if group.per_layer > 1 else 1
+            bias = np.ascontiguousarray(rows).reshape(-1, 1, heads, 1, group.width)
+            for number, layer in enumerate(group.layers):
+                biases[layer] = bias[number if len(bias) > 1 else 0]
+        return biases
+
+    def _score(self, group: TokenRows, scores: Floats, step: Step) -> None:
+        policy, attentions = self._policy, step.attentions
+        if policy is None or attentions is None:
+            raise KvmnnError("the policy needs attention probabilities, which the model was not asked for")
+        weights = attentions[group.layers[0]]
+        sums_are_plain = type(policy).column_sums is Policy.column_sums
+        if sums_are_plain and type(policy).fold is Policy.fold and type(policy).scaled is Policy.scaled:
+            for layer in group.layers:
+                rows = group.rows_of(layer)
+                _eviction.add_columns(
+                    attentions[layer], group.slots[rows], scores[rows], group.live, policy.fade(self._new)
+                )
+            return
+        sums = np.zeros((len(scores), group.live), np.float32)
+        for layer in group.layers:
+            rows = group.rows_of(layer)
+            if sums_are_plain:
+                _eviction.add_columns(attentions[layer], group.slots[rows], sums[rows], group.live, 1.0)
+            else:
+                live = _live_columns(attentions[layer], group.slots[rows, : group.live])
+                sums[rows] = policy.column_sums(live, self._kv_heads)
+        if sums_are_plain:
+            sums = policy.scaled(sums, weights.shape[0] * weights.shape[1])
+        scores[:, : group.live] = policy.fold(scores[:, : group.live], sums, self._new)
+
+    def _add_norms(self, group: TokenRows, norms: Floats, present: Sequence[Pair]) -> None:
+        keys: Words = np.concatenate([present[layer][0][0, :, -self._new :] for layer in group.layers])
+        norms[:, group.live - self._new : group.live] = key_norms(keys)
+
+
+def _live_columns(weights: Floats, slots: Indices) -> Floats:
+    """Attention ``[query_head, query, slot]`` of the live slots only, ``[query_head, query, token]``."""
+    if len(slots) == 1:
+        return weights[:, :, slots[0]]
+    per_query_head = np.repeat(slots, weights.shape[0] // len(slots), axis=0)
+    return np.take_along_axis(weights, per_query_head[:, None, :], axis=2)

@@ -1,0 +1,129 @@
+"""Graphs that were operated on, kept for the next time.
+
+They lie beside the model, because the weights in other files are found from there, or in the user's cache directory
+where the model's folder cannot be written to. A graph is found by a digest of the model file and of what was done to
+it, so a model that changed is operated on anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ...errors import OutputError, SourceError
+from ...files.output import FileOutput
+from ...optional import package
+from .graph_file import external_tensors, home, to_bytes
+from .model_files import OPERATED
+from .surgery import VERSION, Operated
+
+_FACTS = "kvmnn"  # entry in the metadata of a kept graph
+
+
+class GraphCache:
+    """Where the operated graph of one model is kept.
+
+    Parameters
+    ----------
+    graph
+        The model's file.
+    wanted
+        What is to be added to it, e.g. ``"attentions+bias"``; part of the key.
+    """
+
+    def __init__(self, graph: Path, wanted: str) -> None:
+        self._graph = graph
+        self._wanted = wanted
+        self._key = _digest(graph, wanted)
+
+    def find(self) -> tuple[Path, Operated] | None:
+        """The kept graph and what was added to it, if it is there and whole."""
+        onnx = package("onnx")
+        for path in self._places():
+            if not path.is_file():
+                continue
+            with suppress(Exception):  # whatever is wrong with it, it is made anew
+                model = onnx.load(str(path), load_external_data=False)
+                facts = next(json.loads(entry.value) for entry in model.metadata_props if entry.key == _FACTS)
+                if facts["key"] == self._key:
+                    return path, Operated(
+                        _names(facts["attentions"]), _names(facts["biases"]), facts["unmerged"], facts["query_heads"]
+                    )
+        return None
+
+    def keep(self, model: Any, operated: Operated) -> Path | None:
+        """Write `model`, whose weights are located as seen from `home`; where, or None where nothing is writable."""
+        onnx = package("onnx")
+        facts = {"key": self._key, **vars(operated)}
+        onnx.helper.set_model_props(
+            model, {**{entry.key: entry.value for entry in model.metadata_props}, _FACTS: json.dumps(facts)}
+        )
+        data = to_bytes(model, str(self._graph))
+        places = self._places()
+        if any(True for _ in external_tensors(model)):
+            places = places[:1]
+        for path in places:
+            with suppress(OSError, OutputError):
+                if not _writable(path.parent):
+                    continue
+                with FileOutput(path, force=True) as output:
+                    output.file.write(data)
+                    output.commit()
+                if path == places[0]:  # in the user's cache other models have the same name
+                    self._forget_others(path)
+                return path
+        return None
+
+    def _places(self) -> list[Path]:
+        name = f"{self._graph.stem}{OPERATED}{self._wanted}-{self._key[:16]}.onnx"
+        return [home(self._graph) / name, user_cache() / name]
+
+    def _forget_others(self, kept: Path) -> None:
+        """Remove what was kept of earlier contents of the same model file."""
+        for path in kept.parent.glob(f"{_literal(self._graph.stem)}{OPERATED}{self._wanted}-{'?' * 16}.onnx"):
+            if path != kept:
+                with suppress(OSError):
+                    path.unlink()
+
+
+def _names(names: list[str] | None) -> tuple[str, ...] | None:
+    return None if names is None else tuple(names)
+
+
+def user_cache() -> Path:
+    """The user's cache directory for graphs (``XDG_CACHE_HOME``, by default ``~/.cache``)."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "kvmnn" / "graphs"
+
+
+def _writable(folder: Path) -> bool:
+    """Whether files may be made in a folder; a folder marked read-only is left alone also by root."""
+    if folder == user_cache():
+        folder.mkdir(parents=True, exist_ok=True)
+    return os.access(folder, os.W_OK) and bool(folder.stat().st_mode & 0o222)
+
+
+def _digest(graph: Path, wanted: str) -> str:
+    try:
+        with open(graph, "rb") as file:
+            content = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise SourceError(f"{graph}: cannot be read: {error.strerror or error}") from error
+    # Which operators can be opened depends on onnxruntime.
+    made_by = f"{VERSION} {package('onnxruntime').__version__} {package('onnx').__version__}"
+    return hashlib.sha256(f"{content} {wanted} {made_by}".encode()).hexdigest()
+
+
+def _external(model: Any) -> Any:
+    from .graph_file import external_tensors
+
+    return external_tensors(model)
+
+
+def _literal(name: str) -> str:
+    """A name in which a glob sees no pattern."""
+    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)

@@ -1,0 +1,104 @@
+"""onnxruntime sessions with kvmnn's settings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...errors import KvmnnError, ModelError
+from ...optional import package
+from .graph_file import one_line
+
+CPU = ("CPUExecutionProvider",)
+_SILENT = 4  # onnxruntime prints errors that it raises as well; ours name the model
+_WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How onnxruntime runs a graph.
+
+    Attributes
+    ----------
+    threads
+        Threads of one operator; 0 leaves the number to onnxruntime.
+    providers
+        Execution providers, the preferred one first.
+    """
+
+    threads: int = 1
+    providers: Sequence[str] = CPU
+
+    def check(self) -> None:
+        """Refuse settings that the installed onnxruntime cannot meet.
+
+        Raises
+        ------
+        MissingDependencyError
+            Where onnxruntime is not installed.
+        KvmnnError
+            For a provider that it does not have, or a number of threads that is none.
+        """
+        available = package("onnxruntime").get_available_providers()
+        if isinstance(self.providers, str) or not self.providers:
+            raise KvmnnError(f"providers: expected a list of names, found {self.providers!r}")
+        for provider in self.providers:
+            if provider not in available:
+                raise KvmnnError(f"onnxruntime has no provider {provider}; installed here: {', '.join(available)}")
+        if self.threads < 0:
+            raise KvmnnError(f"threads: expected 0 (all) or more, found {self.threads}")
+
+
+def start(source: Path | bytes, folder: Path, settings: Settings, label: str) -> Any:
+    """An ``onnxruntime.InferenceSession``.
+
+    Parameters
+    ----------
+    source
+        The file, or the bytes of a graph.
+    folder
+        Where the weights of such bytes lie.
+    settings
+        Checked before.
+    label
+        What messages call the model.
+
+    Raises
+    ------
+    ModelError
+        When onnxruntime does not take the graph.
+    """
+    runtime = package("onnxruntime")
+    options = runtime.SessionOptions()
+    options.log_severity_level = _SILENT
+    options.intra_op_num_threads = settings.threads
+    options.inter_op_num_threads = 1
+    options.use_deterministic_compute = True
+    if isinstance(source, bytes):
+        options.add_session_config_entry(_WEIGHTS_FOLDER, str(folder.absolute()))
+    model = source if isinstance(source, bytes) else str(source)
+    try:
+        return runtime.InferenceSession(model, options, providers=list(settings.providers))
+    except Exception as error:  # onnxruntime's errors share no class
+        raise ModelError(_reason(error, label)) from error
+
+
+def _reason(error: Exception, label: str) -> str:
+    """Why a graph was not taken; a graph that is too new is said to be that."""
+    text = one_line(error, 2000)
+    opset = re.search(r"Opset (\d+) is under development.*till opset (\d+)", text)
+    if opset:
+        return (
+            f"{label}: made with opset {opset[1]}; the installed onnxruntime takes up to {opset[2]}; "
+            f"export with --opset {opset[2]} or upgrade onnxruntime"
+        )
+    written = re.search(r"Unsupported model IR version: (\d+), max supported IR version: (\d+)", text)
+    if written:
+        return (
+            f"{label}: written in ONNX IR version {written[1]}; the installed onnxruntime takes up to {written[2]}; "
+            "upgrade it, or export with an older onnx"
+        )
+    return f"{label}: onnxruntime does not take this graph: {one_line(error, 300)}"

@@ -1,0 +1,57 @@
+"""Sizes of frames that exist: what is measured is encoded as MNN would store it, decoded and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..errors import KvmnnError
+from ..frames import decoding, encoding
+from .token_runs import RowReader
+from .units import Unit
+
+FRAME_BYTES = 64 << 20
+"""Raw bytes of a frame at most; longer pieces take several."""
+
+
+@dataclass(frozen=True)
+class StoredSize:
+    """Frames of K or V.
+
+    Parameters
+    ----------
+    bytes, frames
+        Their length together, and how many there are.
+    """
+
+    bytes: int
+    frames: int
+
+    def __add__(self, other: StoredSize) -> StoredSize:
+        return StoredSize(self.bytes + other.bytes, self.frames + other.frames)
+
+
+def stored_size(unit: Unit, part: str, progress: Callable[[int], object] | None = None) -> StoredSize:
+    """Encode every piece of ``"k"`` or ``"v"`` of `unit`, decode it again and count its bytes.
+
+    Raises
+    ------
+    KvmnnError
+        If a frame does not decode to its input, which would be a defect of kvmnn or of the machine.
+    SourceError
+        When a file cannot be read.
+    """
+    heads, dims = unit.geometry
+    most = max(1, FRAME_BYTES // (2 * heads * dims))
+    reader = RowReader(unit.tensors(part))
+    found = StoredSize(0, 0)
+    for piece in unit.pieces():
+        for start in range(0, piece, most):
+            words = reader.take_whole(min(most, piece - start))
+            made = encoding.encode(words, dtype="fp16", threads=1)
+            if not decoding.matches(made, words, dtype="fp16", threads=1):
+                raise KvmnnError("a frame did not decode to its own input (please report this)")
+            found += StoredSize(len(made), 1)
+            if progress:
+                progress(words.size)
+    return found

@@ -1,0 +1,165 @@
+"""Tokens in a row: tensors ``[token, kv_head, head_dim]`` of 16-bit words, read in runs of whole tokens.
+
+What lies in files is mapped or read only while it is used; fp32 words are rounded to fp16 on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from ..arrays.layers import LayerArray
+from ..arrays.named_array import Piece
+from ..errors import SourceError
+from ..files.mapped import MappedFile
+
+RUN_BYTES = 1 << 20
+"""Bytes of a run of several tokens."""
+
+_READ_UP_TO = 256 << 10  # smaller files are read, not mapped
+
+
+class Tensor(Protocol):
+    """K or V of one dump."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that it is said to have."""
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's 16-bit words."""
+
+    def is_whole(self) -> bool:
+        """Whether there are as many bytes as the tokens take."""
+
+    def runs(self, tokens: int) -> Iterator[Piece]:
+        """All tokens as little-endian 16-bit words, `tokens` at a time, the last run shorter."""
+
+
+class FileTensor:
+    """The words in a dump's binary file.
+
+    Parameters
+    ----------
+    path
+        The file.
+    shape
+        ``(tokens, kv_heads, head_dim)`` as the metadata has it.
+    width
+        Bytes of a word: 2 (taken as they are) or 4 (fp32, rounded to fp16: to nearest, ties to even, too large to inf).
+    found
+        Bytes of the file.
+    """
+
+    def __init__(self, path: Path, shape: tuple[int, int, int], width: int, found: int) -> None:
+        self.path = path
+        self.width = width
+        self.found = found
+        self.shape = shape
+        self.tokens, heads, dims = shape
+        self.token_bytes = 2 * heads * dims
+
+    def is_whole(self) -> bool:
+        return self.found == self.tokens * self.token_bytes // 2 * self.width
+
+    def runs(self, tokens: int) -> Iterator[Piece]:
+        step = tokens * self.token_bytes // 2 * self.width
+        for run in self.raw_runs(step):
+            yield run if self.width == 2 else rounded(run)
+
+    def raw_runs(self, step: int) -> Iterator[Piece]:
+        """The file's own bytes, `step` at a time.
+
+        Raises
+        ------
+        SourceError
+            When it cannot be read, or has another size than before.
+        """
+        if self.found > _READ_UP_TO:
+            file = MappedFile(self.path)
+            if file.size != self.found:
+                raise SourceError(f"{self.path}: has {file.size} bytes, it had {self.found} before")
+            yield from file.runs(0, file.size, step)
+            return
+        try:
+            data = np.frombuffer(self.path.read_bytes(), np.uint8)
+        except OSError as exc:
+            raise SourceError(f"{self.path}: cannot be read: {exc.strerror}") from exc
+        if data.size != self.found:
+            raise SourceError(f"{self.path}: has {data.size} bytes, it had {self.found} before")
+        for start in range(0, data.size, step):
+            yield data[start : start + step]
+
+
+class ArrayTensor:
+    """K or V of a layer of any source; bf16 words stay as they are.
+
+    An array with the heads first is put in order run by run, and has to be whole for that: as a view where its file is
+    mapped, else in memory.
+    """
+
+    def __init__(self, array: LayerArray) -> None:
+        self.array = array
+        heads, self.tokens, dims = array.geometry
+        self.token_bytes = 2 * heads * dims
+
+    def is_whole(self) -> bool:
+        return True
+
+    def runs(self, tokens: int) -> Iterator[Piece]:
+        width = self.array.array.word_bytes
+        if self.array.token_major:
+            runs = self.array.array.pieces(tokens * self.token_bytes // 2 * width)
+        else:
+            runs = self._turned(tokens, width)
+        for run in runs:
+            yield run if width == 2 else rounded(run)
+
+    def _turned(self, tokens: int, width: int) -> Iterator[Piece]:
+        heads, count, dims = self.array.geometry
+        for data in self.array.array.pieces():
+            words = data.view(f"<u{width}").reshape(heads, count, dims)
+            for start in range(0, count, tokens):
+                turned = np.ascontiguousarray(words[:, start : start + tokens].transpose(1, 0, 2))
+                yield turned.reshape(-1).view(np.uint8)
+
+
+def rounded(run: Piece) -> Piece:
+    """fp32 words as fp16 words: to nearest, ties to even, too large to infinity."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return run.view("<f4").astype("<f2").view(np.uint8)
+
+
+class RowReader:
+    """The tokens of several tensors one after the other."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._token_bytes = tensors[0].token_bytes
+        self._step = max(1, RUN_BYTES // self._token_bytes)
+        self._runs = (run for tensor in tensors for run in tensor.runs(self._step))
+        self._rest: Piece = np.empty(0, np.uint8)
+
+    def take(self, tokens: int) -> Iterator[Piece]:
+        """The next `tokens` tokens, in runs as they come.
+
+        Raises
+        ------
+        SourceError
+            When a file cannot be read, or changed.
+        """
+        left = tokens * self._token_bytes
+        while left:
+            if not self._rest.size:
+                self._rest = next(self._runs)
+            run, self._rest = self._rest[:left], self._rest[left:]
+            left -= run.size
+            yield run
+
+    def take_whole(self, tokens: int) -> Piece:
+        """The next `tokens` tokens in one run, copied where they do not lie so."""
+        runs = list(self.take(tokens))
+        return runs[0] if len(runs) == 1 else np.concatenate(runs)

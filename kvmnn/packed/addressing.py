@@ -1,0 +1,275 @@
+"""The numbers of MNN's packed K and V buffers: sizes, strides, and where an element lies (docs/layout.md)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from ..checks import whole
+from ..dtypes import by_name
+from ..errors import KvmnnError, LimitError
+from . import _layout
+from .backends import backend
+
+FLASH_BLOCK = 64
+"""Tokens in a block of V where the engine uses flash attention."""
+
+EXPAND_CHUNK = 64
+"""Tokens of room that the engine adds to what it needs when it allocates."""
+
+MAX_BYTES = 1 << 48  # far beyond any memory, far below any overflow
+
+
+@dataclass(frozen=True)
+class PackNumbers:
+    """The numbers that fix where an element lies.
+
+    Parameters
+    ----------
+    kv_heads, head_dim
+        Geometry of the attention layer.
+    dtype
+        ``fp16``, ``bf16`` or ``fp32``: the elements of what is not int8.
+    lP, hP
+        Pack numbers of the backend.
+    flash_block
+        Tokens in a block of V (64 with flash attention); None without flash attention, where one block spans the
+        capacity.
+    lP8, hP8
+        Pack numbers of the backend's int8 kernels, needed where something is int8.
+    int8_keys, int8_values
+        What the engine quantises: nothing, keys, or both. Values are quantised only with flash attention.
+    eP, eP8
+        Carried for completeness: packing of query tiles, which enters no index and no size here.
+
+    Raises
+    ------
+    KvmnnError
+        For numbers below 1 and for combinations that the engine does not have.
+    """
+
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    lP: int
+    hP: int
+    flash_block: int | None = FLASH_BLOCK
+    lP8: int | None = None
+    hP8: int | None = None
+    int8_keys: bool = False
+    int8_values: bool = False
+    eP: int | None = None
+    eP8: int | None = None
+
+    def __post_init__(self) -> None:
+        by_name(self.dtype)
+        for name in ("kv_heads", "head_dim", "lP", "hP", "flash_block", "lP8", "hP8", "eP", "eP8"):
+            value = getattr(self, name)
+            if value is not None or name in ("kv_heads", "head_dim", "lP", "hP"):
+                object.__setattr__(self, name, whole(value, name, 1))
+        if self.int8_keys and (self.lP8 is None or self.hP8 is None):
+            raise KvmnnError("int8 keys need lP8 and hP8, the pack numbers of the int8 kernels")
+        if self.int8_values and not self.int8_keys:
+            raise KvmnnError("int8 values without int8 keys: expected keys only, or both")
+        if self.int8_values and self.flash_block is None:
+            raise KvmnnError("int8 values without a flash block: the engine quantises values with flash attention only")
+
+    @classmethod
+    def for_backend(
+        cls,
+        name: str,
+        *,
+        kv_heads: int,
+        head_dim: int,
+        flash: bool = True,
+        int8_keys: bool = False,
+        int8_values: bool = False,
+    ) -> Self:
+        """The layout that the backend `name` uses (the table is `kvmnn.backends.BACKENDS`).
+
+        Parameters
+        ----------
+        flash
+            Whether the engine runs with flash attention, as it does unless ``attention_mode`` says otherwise.
+        """
+        row = backend(name)
+        return cls(
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            dtype=row.dtype,
+            lP=row.lP,
+            hP=row.hP,
+            flash_block=FLASH_BLOCK if flash else None,
+            lP8=row.lP8,
+            hP8=row.hP8,
+            int8_keys=int8_keys,
+            int8_values=int8_values,
+            eP=row.eP,
+            eP8=row.eP8,
+        )
+
+    # -- sizes and strides ---------------------------------------------------------------------------------------------
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element that is not int8."""
+        return by_name(self.dtype).itemsize
+
+    @property
+    def quantised(self) -> bool:
+        """Whether keys, or keys and values, are int8."""
+        return self.int8_keys
+
+    @property
+    def unrecoverable(self) -> tuple[str, ...]:
+        """What the buffers alone do not hold, in sentences; empty for float layouts."""
+        lost = []
+        if self.int8_keys:
+            lost.append(
+                "keys: int8 codes hold each key minus its channel's maximum at the time, rounded to 256 steps; the "
+                "maxima are kept in the engine's memory only, so keys come back shifted by a constant per channel"
+            )
+        if self.int8_values:
+            lost.append("values: rounded to 256 steps of the first prefill's range, and clamped to it afterwards")
+        return tuple(lost)
+
+    def value_block(self, capacity: int) -> int:
+        """Tokens in a block of V."""
+        return self.flash_block if self.flash_block is not None else max(capacity, 1)
+
+    def key_shape(self, capacity: int) -> tuple[int, int, int, int]:
+        """One head of K: ``[tile, dims / lP, hP, lP]``; for int8 without the scales and biases after each tile."""
+        lP, hP = self._pack(self.int8_keys)
+        return _up(capacity, hP), _up(self.head_dim, lP), hP, lP
+
+    def value_shape(self, capacity: int) -> tuple[int, int, int, int, int]:
+        """One head of V: ``[block, dims / hP, block / lP, hP, lP]``; for int8 without scales and biases."""
+        lP, hP = self._pack(self.int8_values)
+        block = self.value_block(capacity)
+        return _up(capacity, block), _up(self.head_dim, hP), _up(block, lP), hP, lP
+
+    def key_strides(self) -> tuple[int, int, int, int]:
+        """Distances along the axes of `key_shape`, in elements (bytes for int8)."""
+        lP, hP = self._pack(self.int8_keys)
+        return _up(self.head_dim, lP) * lP * hP + (8 * hP if self.int8_keys else 0), lP * hP, lP, 1
+
+    def value_strides(self, capacity: int) -> tuple[int, int, int, int, int]:
+        """Distances along the axes of `value_shape`, in elements (bytes for int8)."""
+        lP, hP = self._pack(self.int8_values)
+        column = _up(self.value_block(capacity), lP) * lP * hP + (8 * hP if self.int8_values else 0)
+        return column * _up(self.head_dim, hP), column, lP * hP, lP, 1
+
+    def key_head_bytes(self, capacity: int) -> int:
+        """Bytes of one head's part of the K buffer, for room for `capacity` tokens."""
+        return self.key_shape(capacity)[0] * self.key_strides()[0] * (1 if self.int8_keys else self.itemsize)
+
+    def value_head_bytes(self, capacity: int) -> int:
+        """Bytes of one head's part of the V buffer, for room for `capacity` tokens."""
+        blocks = self.value_shape(capacity)[0]
+        return blocks * self.value_strides(capacity)[0] * (1 if self.int8_values else self.itemsize)
+
+    def key_bytes(self, capacity: int) -> int:
+        """Bytes of the K buffer."""
+        return self.kv_heads * self.key_head_bytes(capacity)
+
+    def value_bytes(self, capacity: int) -> int:
+        """Bytes of the V buffer."""
+        return self.kv_heads * self.value_head_bytes(capacity)
+
+    def key_head_offset(self, head: int, capacity: int) -> int:
+        """Byte at which `head` starts in the K buffer."""
+        return whole(head, "head", 0, self.kv_heads - 1) * self.key_head_bytes(capacity)
+
+    def value_head_offset(self, head: int, capacity: int) -> int:
+        """Byte at which `head` starts in the V buffer."""
+        return whole(head, "head", 0, self.kv_heads - 1) * self.value_head_bytes(capacity)
+
+    def capacity_of(self, key_bytes: int, value_bytes: int) -> int:
+        """Tokens for which buffers of these sizes have room, as the engine derives it from a file.
+
+        The capacity they were allocated for may have been smaller: K comes in whole tiles and V in whole blocks. Both
+        lead to the same places for every token.
+
+        Raises
+        ------
+        KvmnnError
+            For sizes that no capacity gives.
+        """
+        capacity = key_bytes // self.key_bytes(1) * self.key_shape(1)[2]
+        if self.flash_block is not None:
+            capacity = min(capacity, value_bytes // self.value_bytes(1) * self.flash_block)
+        else:
+            row = self.kv_heads * self.itemsize * _up(self.head_dim, self.hP) * self.hP
+            capacity = min(capacity, value_bytes // row)
+        if capacity < 1 or (self.key_bytes(capacity), self.value_bytes(capacity)) != (key_bytes, value_bytes):
+            raise KvmnnError(f"K of {key_bytes} and V of {value_bytes} bytes: no capacity of {self} gives these sizes")
+        return capacity
+
+    # -- indexes -------------------------------------------------------------------------------------------------------
+
+    def key_index(self, tokens: Any, dims: Any) -> npt.NDArray[np.int64]:
+        """Where K(token, dim) lies inside its head, in elements (bytes for int8).
+
+        `tokens` and `dims` are integers or arrays of them and broadcast against each other; dims below `head_dim`.
+        """
+        t, d = self._axes(tokens, dims)
+        lP, hP = self._pack(self.int8_keys)
+        tile, unit, _, _ = self.key_strides()
+        return np.asarray(t // hP * tile + d // lP * unit + t % hP * lP + d % lP)
+
+    def value_index(self, tokens: Any, dims: Any, capacity: int | None = None) -> npt.NDArray[np.int64]:
+        """Where V(token, dim) lies inside its head, in elements (bytes for int8).
+
+        `capacity` is needed only without a flash block. Otherwise as `key_index`.
+        """
+        if self.flash_block is None and capacity is None:
+            raise KvmnnError("without a flash block the place of a value depends on the capacity: say which")
+        t, d = self._axes(tokens, dims)
+        lP, hP = self._pack(self.int8_values)
+        room = whole(capacity, "capacity", 1) if capacity is not None else 1
+        block = self.value_block(room)
+        s0, s1, s2, _, _ = self.value_strides(room)
+        r = t % block
+        return np.asarray(t // block * s0 + d // hP * s1 + r // lP * s2 + d % hP * lP + r % lP)
+
+    # -- for the modules around this one -------------------------------------------------------------------------------
+
+    def is_int8(self, side: int) -> bool:
+        """Whether K (0) or V (1) is int8."""
+        return self.int8_values if side else self.int8_keys
+
+    def numbers(self, side: int, capacity: int) -> _layout.Numbers:
+        """What the compiled code needs to know of K (0) or V (1)."""
+        int8, block = self.is_int8(side), self.value_block(capacity)
+        lP, hP = self._pack(int8)
+        size = self.value_head_bytes(capacity) if side else self.key_head_bytes(capacity)
+        tile = (self.value_strides(capacity)[0] if side else self.key_strides()[0]) * (1 if int8 else self.itemsize)
+        return _layout.Numbers(side == 0, self.itemsize, self.head_dim, lP, hP, block, size, tile)
+
+    def check_capacity(self, capacity: int) -> int:
+        """`capacity`; `KvmnnError` where it is none, its child `LimitError` where no memory would do."""
+        whole(capacity, "capacity", 1)
+        if max(self.key_bytes(capacity), self.value_bytes(capacity)) > MAX_BYTES:
+            raise LimitError(f"capacity {capacity} gives buffers beyond any memory")
+        return capacity
+
+    def _pack(self, int8: bool) -> tuple[int, int]:
+        return (self.lP8 or 1, self.hP8 or 1) if int8 else (self.lP, self.hP)
+
+    def _axes(self, tokens: Any, dims: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        axes = []
+        for name, axis, end in (("tokens", tokens, None), ("dims", dims, self.head_dim)):
+            array = np.asarray(axis)
+            if array.dtype.kind not in "iu":
+                raise TypeError(f"{name} must be integers, not {array.dtype}")
+            if array.size and (array.min() < 0 or (end is not None and array.max() >= end)):
+                raise KvmnnError(f"{name} reach from {array.min()} to {array.max()}: expected 0 to {end or 'any'}")
+            axes.append(array.astype(np.int64))
+        return axes[0], axes[1]
+
+
+def _up(a: int, b: int) -> int:
+    return -(-a // b)

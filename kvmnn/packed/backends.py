@@ -1,0 +1,76 @@
+"""Pack numbers of MNN's CPU backends: what `PackLayout.for_backend` looks up.
+
+The numbers depend on how the engine was built and on the processor it runs on, and no file records them. eP, lP, hP
+come from the matrix kernels (`MNNGetMatMulPackMode`), eP8, lP8, hP8 from the int8 ones (`MNNGetGemmUnit`), both read in
+the sources of the fork Livia-Tassel/MNN (3e0f511) and of alibaba/MNN (4d40bdb).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import KvmnnError
+
+_SEEN = "the bytes of a running engine were decoded with them"
+_COMPILED = "the fork's own C++, compiled with them, wrote the test vectors"
+_READ = "read in the sources only"
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One row of the table.
+
+    Attributes
+    ----------
+    dtype
+        What one element of K and V is. It follows from the backend: x86 has no 16-bit core, so its caches are fp32
+        whatever precision was asked for.
+    eP, eP8
+        Packing of query tiles. They never enter an index or a size of K or V.
+    lP, hP
+        Packing of a float cache.
+    lP8, hP8
+        Packing of an int8 cache; None where the backend has none.
+    source
+        Where the numbers were seen at work.
+    """
+
+    dtype: str
+    eP: int
+    lP: int
+    hP: int
+    eP8: int | None
+    lP8: int | None
+    hP8: int | None
+    source: str
+
+
+BACKENDS: dict[str, Backend] = {
+    "generic": Backend("fp32", 16, 1, 4, 4, 16, 4, f"portable C, eP8 is 2 on ARM32; {_COMPILED}"),
+    "x86-sse": Backend("fp32", 12, 1, 4, 4, 16, 4, f"SSSE3 without AVX2; {_COMPILED}"),
+    "x86-avx2": Backend("fp32", 24, 1, 4, 4, 4, 8, f"AVX2, and the PyPI wheels on every processor; {_SEEN}"),
+    "x86-avx512": Backend("fp32", 48, 1, 8, 4, 4, 64, f"built with MNN_AVX512, and VNNI, VL, BW and VBMI; {_SEEN}"),
+    "arm32-fp32": Backend("fp32", 12, 1, 4, 2, 16, 4, f"ARM32 NEON; {_COMPILED}"),
+    "arm64-fp32": Backend("fp32", 12, 1, 8, 4, 16, 4, f"ARM64 NEON without dot products; {_COMPILED}"),
+    "arm64-fp32-sdot": Backend("fp32", 12, 1, 8, 12, 4, 8, f"ARM64 NEON with sdot; {_READ}"),
+    "arm64-fp32-i8mm": Backend("fp32", 12, 1, 8, 10, 8, 8, f"ARM64 NEON with i8mm; {_READ}"),
+    "arm64-fp16": Backend("fp16", 12, 1, 16, 12, 4, 8, f"ARMv8.2 with sdot, precision low; {_COMPILED}"),
+    "arm64-fp16-i8mm": Backend("fp16", 12, 1, 16, 10, 8, 8, f"ARMv8.2 with i8mm, precision low; {_COMPILED}"),
+    "arm32-fp16": Backend("fp16", 12, 1, 8, None, None, None, f"ARMv8.2 in 32 bits; {_COMPILED}"),
+    "arm64-sme2-fp32": Backend("fp32", 16, 1, 64, 16, 4, 32, f"SME2; {_COMPILED}"),
+    "arm64-sme2-fp16": Backend("fp16", 16, 2, 64, 16, 4, 32, f"SME2, precision low; {_COMPILED}"),
+    "arm64-bf16": Backend("fp32", 12, 1, 8, 4, 16, 4, f"NEON, Precision_Low_BF16 (elements stay 4 bytes); {_READ}"),
+    "arm64-bf16-v86": Backend("fp32", 12, 4, 8, 10, 8, 8, f"ARMv8.6, Precision_Low_BF16 (4-byte elements); {_READ}"),
+    "arm32-bf16": Backend("fp32", 12, 1, 4, 2, 16, 4, f"ARM32, Precision_Low_BF16 (4-byte elements); {_READ}"),
+    "riscv-rvv": Backend("fp32", 16, 1, 4, 8, 16, 4, f"RISC-V vectors, upstream only; {_READ}"),
+}
+
+
+def backend(name: str) -> Backend:
+    """The row called `name`; `KvmnnError` for any other name."""
+    if not isinstance(name, str):
+        raise TypeError(f"backend must be a string, not {type(name).__name__}")
+    try:
+        return BACKENDS[name]
+    except KeyError:
+        raise KvmnnError(f"unknown backend {name!r}: expected one of {', '.join(BACKENDS)}") from None

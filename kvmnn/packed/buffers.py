@@ -1,0 +1,76 @@
+"""What callers hand to the packed layouts, checked and turned into arrays of bytes for the compiled code."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..dtypes import Bytes
+from ..errors import KvmnnError
+
+if TYPE_CHECKING:
+    from .addressing import PackNumbers
+
+
+def as_buffer(buffer: Any, name: str, size: int, capacity: int, writable: bool) -> Bytes:
+    """A packed buffer as bytes over the same memory."""
+    if isinstance(buffer, np.ndarray) and not buffer.flags.c_contiguous:
+        raise KvmnnError(f"{name}: expected a C-contiguous array")
+    data = _flat(buffer, name)
+    if data.size != size:
+        raise KvmnnError(f"{name} has {data.size} bytes: expected {size} for a capacity of {capacity} tokens")
+    if writable and not data.flags.writeable:
+        raise KvmnnError(f"{name}: expected a writable buffer")
+    return data
+
+
+def as_rows(part: Any, name: str, layout: PackNumbers) -> Bytes:
+    """Plain rows to read, as bytes ``[kv_heads, tokens, head_dim * itemsize]``; copied only where strides demand it."""
+    heads, dims, size = layout.kv_heads, layout.head_dim, layout.itemsize
+    if isinstance(part, np.ndarray) and part.dtype.itemsize != 1:
+        if part.dtype.kind not in "fiuV" or part.dtype.itemsize != size:
+            raise KvmnnError(f"{name} are {part.dtype}: expected {size}-byte words")
+        if part.ndim != 3 or part.shape[0] != heads or part.shape[2] != dims:
+            raise KvmnnError(f"{name} have the shape {part.shape}: expected ({heads}, tokens, {dims})")
+        if part.strides[2] != size or min(part.strides) < 0:
+            part = np.ascontiguousarray(part)
+        rows: Bytes = part.view(np.uint8)
+        return rows
+    data = _flat(np.ascontiguousarray(part) if isinstance(part, np.ndarray) else part, name)
+    if data.size % (heads * dims * size):
+        raise KvmnnError(
+            f"{name} have {data.size} bytes: expected a whole number of tokens of {heads * dims * size} bytes"
+        )
+    return data.reshape(heads, -1, dims * size)
+
+
+def writable_rows(array: npt.NDArray[Any], name: str) -> Bytes:
+    """Plain rows to write, as bytes over the same memory."""
+    if array.size and (array.strides[2] != array.itemsize or min(array.strides) < 0):
+        raise KvmnnError(f"{name}: expected a contiguous last axis and no negative strides")
+    if not array.flags.writeable:
+        raise KvmnnError(f"{name}: expected a writable array")
+    return array.view(np.uint8)
+
+
+def filled(size: int, fill: int | None) -> Bytes:
+    """New bytes, each `fill`; anything for None."""
+    if fill is None:
+        return np.empty(size, np.uint8)
+    return np.full(size, fill, np.uint8) if fill else np.zeros(size, np.uint8)
+
+
+def size_of(buffer: Any) -> int:
+    """Bytes of an array or a bytes-like object."""
+    return int(buffer.nbytes) if isinstance(buffer, np.ndarray) else memoryview(buffer).nbytes
+
+
+def _flat(data: Any, name: str) -> Bytes:
+    if isinstance(data, np.ndarray):
+        return data.reshape(-1).view(np.uint8)
+    try:
+        return np.frombuffer(memoryview(data), np.uint8)
+    except TypeError:
+        raise TypeError(f"{name}: expected an array or a bytes-like object, not {type(data).__name__}") from None

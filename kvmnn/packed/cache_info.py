@@ -1,0 +1,244 @@
+"""What packed files do not say about themselves, as a document that travels with them.
+
+It lies beside prefix-cache files (``<name>.kvmnn.json``) and inside the metadata of what is made from them (bundles,
+``.safetensors``), under the key ``kvmnn.cache``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import dtypes
+from ..errors import KvmnnError, ManifestError
+from ..files.json_document import Node, unique_keys
+from .layout import PackLayout
+
+SCHEMA: Final = "kvmnn-cache"
+SCHEMA_VERSION: Final = 1
+METADATA_KEY: Final = "kvmnn.cache"
+SIDE_SUFFIX: Final = ".kvmnn.json"
+KINDS: Final = ("prefix", "live")
+MAX_BYTES = 64 << 20
+
+_MAX_TOKENS = 2**31 - 1
+Ranges = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerInfo:
+    """One layer's part of a cache.
+
+    Parameters
+    ----------
+    layer
+        From 0.
+    tokens
+        Live tokens.
+    capacity
+        Tokens that the files have room for.
+    positions
+        True positions of the live tokens in the text, in order, as ``(begin, size)`` runs.
+    """
+
+    layer: int
+    tokens: int
+    capacity: int
+    positions: Ranges
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.tokens <= self.capacity:
+            raise KvmnnError(
+                f"layer {self.layer}: {self.tokens} tokens: expected at least 1 and at most the capacity of "
+                f"{self.capacity}"
+            )
+        if sum(size for _, size in self.positions) != self.tokens:
+            raise KvmnnError(f"layer {self.layer}: the positions are not those of {self.tokens} tokens")
+
+
+@dataclass(frozen=True)
+class TokenIds:
+    """How many token ids a cache was made from, and the SHA-256 of them as little-endian 32-bit words."""
+
+    count: int
+    sha256: str
+
+    @classmethod
+    def of(cls, ids: Sequence[int] | npt.NDArray[Any]) -> TokenIds:
+        """Those of a list of ids; `KvmnnError` unless each is from 0 to 2**31 - 1."""
+        array = np.asarray(ids)
+        if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
+            raise KvmnnError("token ids: expected a list of at least one whole number")
+        if int(array.min()) < 0 or int(array.max()) > _MAX_TOKENS:
+            raise KvmnnError("token ids: expected numbers from 0 to 2147483647")
+        return cls(array.size, hashlib.sha256(array.astype("<i4").tobytes()).hexdigest())
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheInfo:
+    """A cache of packed layers.
+
+    Parameters
+    ----------
+    kind
+        ``prefix`` or ``live``: what the files are or were.
+    name
+        Of the prefix; empty for other kinds.
+    layout
+        Geometry and pack numbers.
+    layers
+        In order.
+    token_ids
+        Of the text, where they were given.
+    model
+        Fingerprint of the model's directory, where it was given.
+    """
+
+    kind: str
+    name: str
+    layout: PackLayout
+    layers: tuple[LayerInfo, ...]
+    token_ids: TokenIds | None = None
+    model: str | None = None
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of the live elements of all layers, K and V; of what is int8 the codes, without scales and biases."""
+        return sum(sum(self.live_bytes_of(layer)) for layer in self.layers)
+
+    def live_bytes_of(self, layer: LayerInfo) -> tuple[int, int]:
+        """Bytes of the live elements of a layer's K and V."""
+        layout = self.layout
+        words = layer.tokens * layout.kv_heads * layout.head_dim
+        return (
+            words * (1 if layout.int8_keys else layout.itemsize),
+            words * (1 if layout.int8_values else layout.itemsize),
+        )
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the packed files of all layers."""
+        return sum(
+            self.layout.key_bytes(each.capacity) + self.layout.value_bytes(each.capacity) for each in self.layers
+        )
+
+
+def joined(runs: Iterable[tuple[int, int]]) -> Ranges:
+    """``(begin, size)`` runs with neighbours made one."""
+    found: list[tuple[int, int]] = []
+    for begin, size in runs:
+        if found and begin == found[-1][0] + found[-1][1]:
+            found[-1] = (found[-1][0], found[-1][1] + size)
+        else:
+            found.append((begin, size))
+    return tuple(found)
+
+
+def to_dict(info: CacheInfo) -> dict[str, Any]:
+    """The document."""
+    layout = info.layout
+    return {
+        "schema": SCHEMA,
+        "schema_version": SCHEMA_VERSION,
+        "kind": info.kind,
+        "name": info.name,
+        "kv_heads": layout.kv_heads,
+        "head_dim": layout.head_dim,
+        "dtype": layout.dtype,
+        "lP": layout.lP,
+        "hP": layout.hP,
+        "flash_block": layout.flash_block,
+        **_int8(layout),
+        "token_ids": None if info.token_ids is None else vars(info.token_ids),
+        "model": info.model,
+        "layers": [{**vars(each), "positions": [list(run) for run in each.positions]} for each in info.layers],
+    }
+
+
+def _int8(layout: PackLayout) -> dict[str, Any]:
+    """For people and ``--json``; documents are written of float caches only."""
+    if not layout.quantised:
+        return {}
+    return {"int8": "both" if layout.int8_values else "keys", "lP8": layout.lP8, "hP8": layout.hP8}
+
+
+def to_json(info: CacheInfo) -> str:
+    """The document as JSON text on one line."""
+    return json.dumps(to_dict(info))
+
+
+def from_json(text: str | bytes, where: str) -> CacheInfo:
+    """Check and take in a document; `where` begins the messages of errors.
+
+    Raises
+    ------
+    ManifestError
+        Naming the path of what is wrong.
+    """
+    if len(text) > MAX_BYTES:
+        raise ManifestError(f"{where}: is larger than {MAX_BYTES} bytes")
+    try:
+        root = Node(json.loads(text, object_pairs_hook=unique_keys), where, "")
+    except (ValueError, RecursionError) as exc:
+        raise ManifestError(f"{where}: is not valid JSON: {str(exc)[:200]}") from None
+    if root.at("schema").text() != SCHEMA:
+        raise root.at("schema").wrong(f"{SCHEMA!r}")
+    if root.at("schema_version").integer(1) != SCHEMA_VERSION:
+        raise root.at("schema_version").wrong(f"{SCHEMA_VERSION}, the version this kvmnn reads")
+    if root.at("kind").text() not in KINDS:
+        raise root.at("kind").wrong(f"one of {', '.join(KINDS)}")
+    layers = tuple(_layer(node) for node in root.at("layers").items(least=1))
+    if [each.layer for each in layers] != sorted({each.layer for each in layers}):
+        raise ManifestError(f"{where}: layers: are not in order, each once")
+    ids, model = root.at("token_ids"), root.at("model")
+    return CacheInfo(
+        kind=root.at("kind").text(),
+        name=root.at("name").text(),
+        layout=_layout(root),
+        layers=layers,
+        token_ids=None if ids.value is None else TokenIds(ids.at("count").integer(1), ids.at("sha256").sha256()),
+        model=None if model.value is None else model.sha256(),
+    )
+
+
+def _layout(root: Node) -> PackLayout:
+    dtype = root.at("dtype")
+    if dtype.text() not in dtypes.BY_NAME:
+        raise dtype.wrong(f"one of {', '.join(dtypes.BY_NAME)}")
+    numbers = {key: root.at(key).integer(1) for key in ("kv_heads", "head_dim", "lP", "hP")}
+    for key, number in numbers.items():
+        if number > _MAX_TOKENS:
+            raise root.at(key).wrong("a 32-bit integer")
+    block = root.at("flash_block")
+    return PackLayout(
+        numbers["kv_heads"],
+        numbers["head_dim"],
+        dtype.text(),
+        numbers["lP"],
+        numbers["hP"],
+        None if block.value is None else block.integer(1),
+    )
+
+
+def _layer(node: Node) -> LayerInfo:
+    runs = []
+    for run in node.at("positions").items(least=1):
+        begin, size = run.items(least=2, most=2)
+        runs.append((begin.integer(0), size.integer(1)))
+    try:
+        return LayerInfo(
+            layer=node.at("layer").integer(0),
+            tokens=node.at("tokens").integer(1),
+            capacity=node.at("capacity").integer(1),
+            positions=tuple(runs),
+        )
+    except ManifestError:
+        raise
+    except KvmnnError as exc:
+        raise ManifestError(f"{node.where}: {node.path}: {exc}") from None

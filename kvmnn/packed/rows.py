@@ -1,0 +1,74 @@
+"""Rows of tokens out of one head of a packed buffer and into it, K and V apart.
+
+A row is the `head_dim` words of one token; a head's buffer is the part of the K or V buffer that belongs to it. Sizes
+are the caller's to check; a wrong one raises `KvmnnError` before anything is touched.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ..dtypes import Bytes, by_name
+from ..errors import KvmnnError
+from . import _layout
+from .layout import PackLayout
+
+Part = Literal["key", "value"]
+PARTS: tuple[Part, Part] = ("key", "value")
+
+
+def head_bytes(layout: PackLayout, part: Part, capacity: int) -> int:
+    """Bytes of one head's buffer with room for `capacity` tokens."""
+    return layout.key_head_bytes(capacity) if part == "key" else layout.value_head_bytes(capacity)
+
+
+def tile_tokens(layout: PackLayout, part: Part, capacity: int) -> int:
+    """Tokens whose bytes lie together: tiles of so many follow each other in a head's buffer."""
+    return layout.key_shape(capacity)[2] if part == "key" else layout.value_block(capacity)
+
+
+def row_dtype(layout: PackLayout, part: Part) -> str:
+    """Name of the dtype that rows are read as: the layout's, or fp32 for what is int8."""
+    return "fp32" if layout.is_int8(PARTS.index(part)) else layout.dtype
+
+
+def row_bytes(layout: PackLayout, part: Part) -> int:
+    """Bytes of a row as it is read."""
+    return layout.head_dim * by_name(row_dtype(layout, part)).itemsize
+
+
+class HeadRows:
+    """Access to the rows of one head after the other.
+
+    Parameters
+    ----------
+    layout, part, capacity
+        What the buffers are. What is int8 is read as fp32, code times scale plus bias, and cannot be written.
+    """
+
+    def __init__(self, layout: PackLayout, part: Part, capacity: int) -> None:
+        self._numbers = layout.numbers(PARTS.index(part), capacity)
+        self._int8 = layout.is_int8(PARTS.index(part))
+        self._row = row_bytes(layout, part)
+        self._size = head_bytes(layout, part, capacity)
+        self._capacity = capacity
+
+    def read(self, head: Bytes, start: int, out: Bytes) -> None:
+        """Copy the rows from token `start` on into `out` (bytes of whole rows)."""
+        gather = _layout.dequantise if self._int8 else _layout.gather
+        gather(self._numbers, head, self._rows(head, start, out), 0, 1, start)
+
+    def write(self, head: Bytes, start: int, rows: Bytes) -> None:
+        """Write `rows` (bytes of whole rows) over those from token `start` on."""
+        if self._int8:
+            raise KvmnnError("int8 rows depend on what the engine saw before: they can be read, not written")
+        _layout.scatter(self._numbers, head, self._rows(head, start, rows), 0, 1, start)
+
+    def _rows(self, head: Bytes, start: int, rows: Bytes) -> Bytes:
+        count, rest = divmod(rows.size, self._row)
+        if head.size != self._size or rest or not count or start < 0 or start + count > self._capacity:
+            raise KvmnnError(
+                f"rows of {rows.size} bytes at token {start} of a head of {head.size} bytes: expected whole rows of "
+                f"{self._row} bytes inside {self._capacity} tokens and {self._size} bytes"
+            )
+        return rows.reshape(1, count, self._row)

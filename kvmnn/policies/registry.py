@@ -1,0 +1,56 @@
+"""All policies by name."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from ..errors import KvmnnError
+from .base import Policy
+from .h2o_blocks import H2OBlocks
+from .h2o_decayed import H2ODecayed, H2ODecayedHeads
+from .h2o_heads import H2OHeads
+from .h2o_tokens import H2OTokens
+from .knorm import KNorm
+from .l2_fixed import L2Fixed
+from .l2_ratio import L2Ratio
+from .observed_attention import ObservedAttention
+from .recent_only import RecentOnly
+from .streaming import Streaming, StreamingPress
+
+POLICIES: dict[str, type[Policy]] = {
+    policy.name: policy
+    for policy in (
+        L2Ratio,
+        L2Fixed,
+        RecentOnly,
+        Streaming,
+        StreamingPress,
+        H2OTokens,
+        H2OBlocks,
+        H2OHeads,
+        H2ODecayed,
+        H2ODecayedHeads,
+        KNorm,
+        ObservedAttention,
+    )
+}
+"""Every policy by its name."""
+
+
+def create(name: str, **options: Any) -> Policy:
+    """The policy called `name` with its options; ``create(p.name, **p.options()) == p``.
+
+    Raises
+    ------
+    KvmnnError
+        For names and options that do not exist, and for values that the policy refuses.
+    """
+    policy = POLICIES.get(name)
+    if policy is None:
+        raise KvmnnError(f"unknown policy {name!r}: expected one of {', '.join(POLICIES)}")
+    known = sorted(field.name for field in fields(policy))
+    for option in options:
+        if option not in known:
+            raise KvmnnError(f"{name} has no option {option!r}: expected {', '.join(known)}")
+    return policy(**options)

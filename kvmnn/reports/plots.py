@@ -1,0 +1,105 @@
+"""All plots of an evaluation, as PNG and SVG. Needs matplotlib (extra ``plot``)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import KvmnnError
+from ..files.output import DirectoryOutput
+from ..optional import package
+from . import figures, plot_style, trace_figures
+from .figures import NothingToShowError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Results = Mapping[str, Any]
+
+KINDS = ("png", "svg")
+PLOTS: dict[str, Callable[[Results], Figure]] = {
+    draw.__name__: draw
+    for draw in (
+        figures.perplexity_over_budget,
+        figures.accuracy_over_budget,
+        figures.perplexity_accuracy_tradeoff,
+        figures.keep_ratio_analysis,
+        figures.strategy_comparison,
+        trace_figures.memory_over_time,
+        trace_figures.keep_map,
+    )
+}
+"""Every plot by its name, which is its file's name."""
+
+
+def require() -> None:
+    """Refuse to begin what will end in plots where matplotlib is missing.
+
+    Raises
+    ------
+    MissingDependencyError
+        Then.
+    """
+    package("matplotlib.figure")
+
+
+def write_all(
+    results: Results,
+    directory: str | os.PathLike[str],
+    force: bool = False,
+    *,
+    left_out: dict[str, str] | None = None,
+) -> list[Path]:
+    """Draw everything that the results hold.
+
+    Parameters
+    ----------
+    results
+        The document of `kvmnn.lm.evaluation.evaluation`.
+    directory
+        Made where there is none; all files appear together.
+    force
+        Replace files that exist.
+    left_out
+        Takes the names of the plots that the results hold nothing for, and the reasons.
+
+    Returns
+    -------
+    list of Path
+        What was written: PNG and SVG of each plot. Equal results make equal bytes with the same matplotlib.
+
+    Raises
+    ------
+    MissingDependencyError
+        Without matplotlib.
+    KvmnnError
+        Where the results hold nothing for any plot.
+    OutputError
+        For files that exist and are not to be replaced, and for what cannot be written.
+    """
+    require()
+    reasons: dict[str, str] = {} if left_out is None else left_out
+    written: list[Path] = []
+    with DirectoryOutput(directory, force=force) as output:
+        for name, made in _drawn(results, reasons):
+            for kind in KINDS:
+                file = output.file(f"{name}.{kind}")
+                file.write(plot_style.as_bytes(made, kind))
+                written.append(Path(directory) / f"{name}.{kind}")
+        if not written:
+            raise KvmnnError("there is nothing to plot: " + "; ".join(f"{n}: {why}" for n, why in reasons.items()))
+        output.commit()
+    return written
+
+
+def _drawn(results: Results, left_out: dict[str, str]) -> Iterator[tuple[str, Figure]]:
+    for name, draw in PLOTS.items():
+        with plot_style.style():
+            try:
+                made = draw(results)
+            except NothingToShowError as exc:
+                left_out[name] = str(exc)
+                continue
+        yield name, made

@@ -1,0 +1,1 @@
+"""The thread pool, ordered pipelines over it, and hashing beside the work."""

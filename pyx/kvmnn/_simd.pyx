@@ -1,0 +1,29 @@
+"""The SIMD level of all leaf loops (simd.h): the fastest that this processor runs, or what KVMNN_SIMD names."""
+
+import os
+
+from .errors import KvmnnError
+
+NAMES = ("baseline", "avx2")
+"""By level: what the target guarantees (SSE2, NEON), and AVX2 with F16C, BMI and BMI2."""
+
+
+def simd_level() -> str:
+    """Name of the level in use."""
+    return NAMES[active_level]
+
+
+def simd_levels() -> list:
+    """Names of the levels that this build and this processor have, the fastest last."""
+    return [name for i, name in enumerate(NAMES) if kvmnn_simd_runs(i)]
+
+
+def set_simd_level(name: str) -> None:
+    """Use the level called `name` from now on; for tests and measurements. `KvmnnError` if it is not available."""
+    global active_level
+    if name not in simd_levels():
+        raise KvmnnError(f"SIMD level {name!r} is not available here: expected one of {', '.join(simd_levels())}")
+    active_level = NAMES.index(name)
+
+
+set_simd_level(os.environ.get("KVMNN_SIMD") or simd_levels().pop())

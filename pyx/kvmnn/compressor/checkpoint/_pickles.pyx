@@ -1,0 +1,426 @@
+"""Pickles read as data: nothing that a pickle names is ever imported, called or given attributes.
+
+`scan` checks the opcodes of one pickle before anything is made of it. `load` then runs a stack machine whose values
+are None, bool, int, float, str, tuples, lists, dicts, and what the caller's own constructors return. Values that no
+checkpoint is read for (bytes, sets, keys other than strings) become `Unknown`, which costs nothing and never compares
+equal to anything, so that neither hashing nor comparing can be made expensive.
+"""
+
+from cpython.unicode cimport PyUnicode_DecodeUTF8
+from libc.stdint cimport int32_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.string cimport memchr, memcpy
+
+from kvmnn.errors import CheckpointError
+
+MAX_TEXT = 1 << 16
+"""Bytes of the longest string that is kept."""
+MAX_INT = 255
+"""Bytes of the longest integer."""
+MAX_PROTOCOL = 5
+
+
+class Unknown:
+    """A value that is there but not looked at."""
+
+    __slots__ = ()
+
+
+class Global:
+    """A name in a pickle, and the inert function that stands for it.
+
+    Parameters
+    ----------
+    name
+        ``module.name``.
+    build
+        Called with the arguments where the pickle calls the name; None where it must not.
+    """
+
+    __slots__ = ("build", "name")
+
+    def __init__(self, name, build=None):
+        self.name = name
+        self.build = build
+
+
+# -- opcodes ----------------------------------------------------------------------------------------------------------
+
+cdef enum:
+    REFUSED = 0
+    FIXED = 1  # `widths` bytes of argument
+    COUNTED = 2  # a length of `widths` bytes, then as many bytes
+    LINES = 3  # two lines
+
+cdef uint8_t[256] kinds
+cdef uint8_t[256] widths
+kinds[:] = [REFUSED] * 256
+widths[:] = [0] * 256
+
+
+def _declare():
+    for width, codes in (
+        (0, b"(.012NQRabdeltsu})]\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x92\x93\x94"),
+        (1, b"Khq\x80"),
+        (2, b"M"),
+        (4, b"Jjr"),
+        (8, b"G\x95"),
+    ):
+        for code in codes:
+            kinds[code] = FIXED
+            widths[code] = width
+    for width, codes in ((1, b"UC\x8a\x8c"), (4, b"XTB\x8b"), (8, b"\x8d\x8e\x96")):
+        for code in codes:
+            kinds[code] = COUNTED
+            widths[code] = width
+    kinds[<uint8_t>b"c"] = LINES
+
+
+_declare()
+
+
+cdef uint64_t number(const uint8_t *p, Py_ssize_t width) noexcept nogil:
+    """The little-endian number of `width` bytes at `p`."""
+    cdef uint64_t value = 0
+    cdef Py_ssize_t i
+    for i in range(width):
+        value |= <uint64_t>p[i] << (8 * i)
+    return value
+
+
+def scan(const uint8_t[::1] data not None, Py_ssize_t begin, Py_ssize_t opcodes_most):
+    """Walk over one pickle without making anything of it.
+
+    Parameters
+    ----------
+    data, begin
+        Where the pickle lies; more may follow it.
+    opcodes_most
+        Most opcodes, and highest place in the memo.
+
+    Returns
+    -------
+    Where the pickle ends, and the highest protocol it announces.
+
+    Raises
+    ------
+    CheckpointError
+        For an opcode that no checkpoint needs, an argument that does not fit, too many opcodes, or no end.
+    """
+    cdef Py_ssize_t position = begin, size = data.shape[0], count = 0, start
+    cdef uint64_t length
+    cdef uint8_t code, kind, width
+    cdef int protocol = 0
+    cdef const uint8_t *end
+    while position < size:
+        start = position
+        code = data[position]
+        kind = kinds[code]
+        width = widths[code]
+        position += 1
+        count += 1
+        if count > opcodes_most:
+            raise CheckpointError(f"offset {start}: the pickle has more than {opcodes_most} opcodes")
+        if kind == REFUSED:
+            raise CheckpointError(f"offset {start}: opcode {_named(code)} is not one that checkpoints need")
+        if kind == LINES:
+            for _ in range(2):
+                end = <const uint8_t *>memchr(&data[position], b"\n", size - position) if position < size else NULL
+                if end == NULL:
+                    raise _cut(start)
+                position = end - &data[0] + 1
+            continue
+        if size - position < width:
+            raise _cut(start)
+        if kind == COUNTED:
+            length = number(&data[position], width)
+            position += width
+            if length > <uint64_t>(size - position):
+                raise _cut(start)
+            if length > MAX_INT and code == 0x8B:
+                raise CheckpointError(f"offset {start}: an integer of {length} bytes: at most {MAX_INT} are taken")
+            position += <Py_ssize_t>length
+            continue
+        if (code == b"r" or code == b"j") and <Py_ssize_t>number(&data[position], 4) > opcodes_most:
+            raise CheckpointError(
+                f"offset {start}: memo place {number(&data[position], 4)} is above the limit of {opcodes_most}"
+            )
+        if code == 0x80:
+            protocol = max(protocol, data[position])
+            if data[position] > MAX_PROTOCOL:
+                raise CheckpointError(
+                    f"offset {start}: pickle protocol {data[position]}: expected at most {MAX_PROTOCOL}"
+                )
+        position += width
+        if code == b".":
+            return position, protocol
+    raise CheckpointError(f"offset {size}: the pickle ends without its STOP")
+
+
+def _cut(start):
+    return CheckpointError(f"offset {start}: the pickle ends within an opcode's argument")
+
+
+def _named(code):
+    import pickletools
+
+    known = pickletools.code2op.get(chr(code))
+    return f"{code:#04x}" + (f" ({known.name})" if known else "")
+
+
+# -- the machine ------------------------------------------------------------------------------------------------------
+
+
+def load(const uint8_t[::1] data not None, Py_ssize_t begin, Py_ssize_t end, resolve, persistent, set_state=None):
+    """Run one pickle that `scan` has passed.
+
+    Parameters
+    ----------
+    data, begin, end
+        Where it lies, as `scan` found it.
+    resolve
+        ``resolve(module, name)`` returns the `Global` for a name, or raises.
+    persistent
+        ``persistent(id)`` returns the value for a persistent id, or raises.
+    set_state
+        ``set_state(value, state)`` says whether a value made by a constructor takes this state, and gives it.
+
+    Raises
+    ------
+    CheckpointError
+        For a pickle that is damaged or does what a checkpoint does not.
+    """
+    return _Machine(resolve, persistent, set_state).run(data, begin, end)
+
+
+cdef class _Machine:
+    cdef list stack, marks
+    cdef dict memo
+    cdef Py_ssize_t floor  # values below belong to an outer mark
+    cdef object resolve, persistent, set_state
+    cdef Py_ssize_t start
+
+    def __init__(self, resolve, persistent, set_state):
+        self.stack = []
+        self.marks = []
+        self.memo = {}
+        self.floor = 0
+        self.resolve = resolve
+        self.persistent = persistent
+        self.set_state = set_state
+        self.start = 0
+
+    cdef object run(self, const uint8_t[::1] data, Py_ssize_t begin, Py_ssize_t end):
+        cdef Py_ssize_t position = begin, length, middle
+        cdef const uint8_t *argument
+        cdef const uint8_t *base = &data[0]
+        cdef uint8_t code
+        while position < end:
+            self.start = position
+            code = base[position]
+            position += 1
+            argument = base + position
+            if kinds[code] == LINES:
+                middle = <const uint8_t *>memchr(argument, b"\n", end - position) - base
+                length = <const uint8_t *>memchr(base + middle + 1, b"\n", end - middle - 1) - base
+                self.stack.append(
+                    self.resolve(self.text(argument, middle - position), self.text(base + middle + 1, length - middle - 1))
+                )
+                position = length + 1
+                continue
+            if kinds[code] == COUNTED:
+                length = <Py_ssize_t>number(argument, widths[code])
+                self.counted(code, argument + widths[code], length)
+                position += widths[code] + length
+                continue
+            position += widths[code]
+            if code == b".":
+                return self.pop()
+            self.step(code, argument)
+        raise self.error("the pickle ends without its STOP")
+
+    cdef int counted(self, uint8_t code, const uint8_t *argument, Py_ssize_t length) except -1:
+        """Strings, bytes and long integers."""
+        if code == 0x8A or code == 0x8B:
+            self.stack.append(int.from_bytes((<const char *>argument)[:length], "little", signed=True))
+        elif code == b"X" or code == 0x8C or code == 0x8D or code == b"U" or code == b"T":
+            self.stack.append(self.text(argument, length) if length <= MAX_TEXT else Unknown())
+        else:
+            self.stack.append(Unknown())
+        return 0
+
+    cdef int step(self, uint8_t code, const uint8_t *argument) except -1:
+        """Every other opcode, the commonest first."""
+        cdef double real
+        cdef uint64_t bits
+        if code == b"q":
+            self.memo[argument[0]] = self.top()
+        elif code == b"h":
+            self.get(argument[0])
+        elif code == b"r":
+            self.memo[<uint32_t>number(argument, 4)] = self.top()
+        elif code == b"j":
+            self.get(<uint32_t>number(argument, 4))
+        elif code == b"K":
+            self.stack.append(argument[0])
+        elif code == b"M":
+            self.stack.append(<uint16_t>number(argument, 2))
+        elif code == b"J":
+            self.stack.append(<int32_t><uint32_t>number(argument, 4))
+        elif code == b"(":
+            self.marks.append(self.floor)
+            self.floor = len(self.stack)
+        elif code == b"t":
+            self.stack.append(tuple(self.pop_mark()))
+        elif code == 0x85:
+            self.stack.append((self.pop(),))
+        elif code == 0x86:
+            second = self.pop()
+            self.stack.append((self.pop(), second))
+        elif code == 0x87:
+            third = self.pop()
+            second = self.pop()
+            self.stack.append((self.pop(), second, third))
+        elif code == b")":
+            self.stack.append(())
+        elif code == b"N":
+            self.stack.append(None)
+        elif code == 0x88:
+            self.stack.append(True)
+        elif code == 0x89:
+            self.stack.append(False)
+        elif code == b"R" or code == 0x81:
+            self.call(self.pop())
+        elif code == b"Q":
+            self.stack.append(self.persistent(self.pop()))
+        elif code == b"}":
+            self.stack.append({})
+        elif code == b"]":
+            self.stack.append([])
+        elif code == b"u":
+            self.set_items(self.pop_mark())
+        elif code == b"s":
+            value = self.pop()
+            self.set_items([self.pop(), value])
+        elif code == b"e":
+            self.extend(self.pop_mark())
+        elif code == b"a":
+            self.extend([self.pop()])
+        elif code == b"d":
+            items = self.pop_mark()
+            self.stack.append({})
+            self.set_items(items)
+        elif code == b"l":
+            self.stack.append(self.pop_mark())
+        elif code == b"b":
+            state = self.pop()
+            if isinstance(self.top(), (dict, Unknown)):
+                return 0
+            if self.set_state is None or not self.set_state(self.top(), state):
+                raise self.error(f"sets the state of {_kind(self.top())}, which no checkpoint does")
+        elif code == b"G":
+            bits = 0
+            for i in range(8):
+                bits = bits << 8 | argument[i]
+            memcpy(&real, &bits, 8)
+            self.stack.append(real)
+        elif code == 0x94:
+            self.memo[len(self.memo)] = self.top()
+        elif code == 0x93:
+            name = self.pop()
+            module = self.pop()
+            if not (isinstance(name, str) and isinstance(module, str)):
+                raise self.error("a global whose name is not a string")
+            self.stack.append(self.resolve(module, name))
+        elif code == 0x92:
+            self.pop()
+            self.call(self.pop())
+        elif code == 0x8F:
+            self.stack.append(Unknown())
+        elif code == 0x90:
+            self.pop_mark()
+            if not isinstance(self.top(), Unknown):
+                raise self.error(f"adds items to {_kind(self.top())}, expected a set")
+        elif code == 0x91:
+            self.pop_mark()
+            self.stack.append(Unknown())
+        elif code == b"0":
+            if len(self.stack) == self.floor and self.marks:
+                self.pop_mark()
+            else:
+                self.pop()
+        elif code == b"1":
+            self.pop_mark()
+        elif code == b"2":
+            self.stack.append(self.top())
+        elif code != 0x80 and code != 0x95:
+            raise self.error(f"opcode {_named(code)} is not implemented")
+        return 0
+
+    cdef int call(self, object arguments) except -1:
+        function = self.pop()
+        if not isinstance(function, Global):
+            raise self.error(f"calls {_kind(function)}, which no checkpoint does")
+        if function.build is None or not isinstance(arguments, tuple):
+            raise self.error(f"calls {function.name}, which no checkpoint does")
+        self.stack.append(function.build(arguments))
+        return 0
+
+    cdef int set_items(self, list items) except -1:
+        cdef Py_ssize_t i
+        target = self.top()
+        if isinstance(target, Unknown):
+            return 0
+        if not isinstance(target, dict):
+            raise self.error(f"sets items of {_kind(target)}, expected a dict")
+        if len(items) % 2:
+            raise self.error("a dict key without a value")
+        for i in range(0, len(items), 2):
+            key = items[i]
+            (<dict>target)[key if isinstance(key, str) else Unknown()] = items[i + 1]
+        return 0
+
+    cdef int extend(self, list items) except -1:
+        target = self.top()
+        if isinstance(target, list):
+            (<list>target).extend(items)
+        elif not isinstance(target, Unknown):
+            raise self.error(f"appends to {_kind(target)}, expected a list")
+        return 0
+
+    cdef int get(self, object place) except -1:
+        try:
+            self.stack.append(self.memo[place])
+        except KeyError:
+            raise self.error(f"memo place {place} is empty") from None
+        return 0
+
+    cdef object top(self):
+        if len(self.stack) <= self.floor:
+            raise self.error("the stack is empty")
+        return self.stack[len(self.stack) - 1]
+
+    cdef object pop(self):
+        if len(self.stack) <= self.floor:
+            raise self.error("the stack is empty")
+        return self.stack.pop()
+
+    cdef list pop_mark(self):
+        if not self.marks:
+            raise self.error("there is no mark on the stack")
+        cdef list items = self.stack[self.floor :]
+        del self.stack[self.floor :]
+        self.floor = self.marks.pop()
+        return items
+
+    cdef object text(self, const uint8_t *p, Py_ssize_t length):
+        try:
+            return PyUnicode_DecodeUTF8(<const char *>p, length, "surrogatepass")
+        except UnicodeDecodeError:
+            raise self.error("a string that is not UTF-8") from None
+
+    cdef object error(self, str text):
+        return CheckpointError(f"offset {self.start}: the pickle is damaged or no checkpoint: {text}")
+
+
+def _kind(value):
+    return value.name if isinstance(value, Global) else type(value).__name__

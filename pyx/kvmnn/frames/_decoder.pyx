@@ -1,0 +1,241 @@
+"""Frames of MNN's lossless codec, taken apart under the verdicts of MNN's own decoder.
+
+Word sizes are called `stride`: 2 for the FP16 container (lanes lo, hi), 4 for the FP32 container (lanes 0 to 3).
+"""
+
+from libc.stdint cimport uint8_t, uint32_t, uint64_t
+from libc.string cimport memset
+
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+
+from kvmnn.frames._stream_header cimport ALLOW_RLE, ALLOW_ZSTD, CODEC_RLE, CODEC_ZSTD, HEADER, MODES, load_le32
+from kvmnn.frames._streams cimport entropy, lanes, rle_decode
+from kvmnn.frames._workspace cimport Workspace, acquire, release
+from kvmnn.frames._zstdlib cimport most_output, zstd
+
+from ..errors import FrameError, KvmnnError
+
+
+cdef struct Stream:
+    int mode
+    int codec
+    size_t raw_len
+    size_t payload_len
+    size_t offset           # of the payload
+
+
+cdef Stream parse_stream(const uint8_t *frame, size_t n, size_t at, int allow, str where) except *:
+    """The stream header at `at`, under every check that needs no decoding."""
+    cdef Stream s
+    if n - at < HEADER:
+        raise FrameError(f"{where} at offset {at}: truncated header: {HEADER} bytes expected, {n - at} found")
+    s.mode = frame[at]
+    s.codec = frame[at + 1]
+    s.raw_len = load_le32(frame + at + 2)
+    s.payload_len = load_le32(frame + at + 6)
+    s.offset = at + HEADER
+    if s.payload_len > n - s.offset:
+        raise FrameError(
+            f"{where} at offset {at}: payload_len {s.payload_len} but only {n - s.offset} bytes follow the header"
+        )
+    if s.raw_len == 0:
+        if s.payload_len != 0:
+            raise FrameError(f"{where} at offset {at}: raw_len 0 with a payload of {s.payload_len} bytes")
+        return s
+    if s.codec != CODEC_RLE and s.codec != CODEC_ZSTD:
+        raise FrameError(f"{where} at offset {at}: codec {s.codec}: expected 0 (RLE) or 1 (ZSTD)")
+    if s.mode >= MODES:
+        raise FrameError(f"{where} at offset {at}: mode {s.mode}: expected 0 (raw), 1 (delta_seq) or 2 (xor_seq)")
+    if not allow & (ALLOW_RLE if s.codec == CODEC_RLE else ALLOW_ZSTD):
+        raise FrameError(f"{where} at offset {at}: codec {'RLE' if s.codec == CODEC_RLE else 'ZSTD'} is not available")
+    # Decoders allocate raw_len bytes: refuse claims that no payload like this can fill (format.md, "Bounds").
+    if (
+        2 * s.raw_len > 131 * s.payload_len
+        if s.codec == CODEC_RLE
+        else s.raw_len > most_output(frame + s.offset, s.payload_len)
+    ):
+        raise FrameError(
+            f"{where} at offset {at}: raw_len {s.raw_len} cannot come from this payload of {s.payload_len} bytes"
+        )
+    return s
+
+
+cdef bint decode_payload(Workspace ws, const uint8_t *frame, Stream s, uint8_t *dst) noexcept nogil:
+    cdef size_t got
+    if s.codec == CODEC_RLE:
+        if not rle_decode(frame + s.offset, s.payload_len, dst, s.raw_len):
+            return False
+    else:
+        if s.payload_len == 0:
+            return False
+        got = zstd.decompress(ws.dctx, dst, s.raw_len, frame + s.offset, s.payload_len)
+        if zstd.is_error(got) or got != s.raw_len:
+            return False
+    lanes().unpredict(dst, s.raw_len, s.mode)
+    return True
+
+
+cdef object bad_payload(Stream s, str where):
+    return FrameError(
+        f"{where}: the {'RLE' if s.codec == CODEC_RLE else 'ZSTD'} payload of {s.payload_len} bytes at offset "
+        f"{s.offset} does not decode to exactly {s.raw_len} bytes"
+    )
+
+
+def lane_name(int stride, int lane) -> str:
+    return ("lo", "hi")[lane] if stride == 2 else f"lane{lane}"
+
+
+cdef class Frame:
+    """A frame whose headers have been checked, and its lanes once they are decoded.
+
+    `stride` 0 finds the container: the number of streams that fill the bytes exactly and agree with the word count.
+    """
+    cdef const uint8_t[::1] data
+    cdef readonly int stride
+    cdef readonly size_t words
+    cdef Stream streams[4]
+    cdef int allow
+    cdef Workspace ws
+    cdef uint8_t *scratch
+
+    def __init__(self, const uint8_t[::1] data not None, int stride, int allow):
+        cdef size_t n = data.shape[0], at = 4
+        cdef int lane, last = 4 if stride == 0 else stride
+        self.data = data
+        self.allow = allow
+        if n < 4:
+            raise FrameError(f"frame: {n} bytes: expected at least 4 (the word count)")
+        self.words = load_le32(&data[0])
+        if self.words == 0:
+            raise FrameError("frame at offset 0: word count 0: expected at least 1")
+        lane = 0
+        while lane < last and not (stride == 0 and lane == 2 and at == n):
+            where = f"stream {lane}"
+            try:
+                self.streams[lane] = parse_stream(&data[0], n, at, allow, where)
+            except FrameError as error:
+                if stride or lane < 2:
+                    raise
+                raise FrameError(
+                    f"frame: after the two streams of an FP16 frame, at offset {at}, there are {n - at} more bytes, "
+                    f"but not the two more streams of an FP32 frame ({error})"
+                ) from None
+            if self.streams[lane].raw_len != self.words:
+                raise FrameError(
+                    f"{where} at offset {at}: raw_len {self.streams[lane].raw_len}: expected the word count {self.words}"
+                )
+            at = self.streams[lane].offset + self.streams[lane].payload_len
+            lane += 1
+        if at != n:
+            raise FrameError(f"frame: {n - at} bytes after its last stream, which ends at offset {at}")
+        self.stride = lane
+
+    def __dealloc__(self):
+        self.close()
+
+    cpdef close(self):
+        """Give the decoded lanes back."""
+        if self.ws is not None:
+            release(self.ws)
+            self.ws = None
+            self.scratch = NULL
+
+    def decode(self) -> None:
+        """Decode every lane on this thread; `FrameError` at the first bad one."""
+        cdef int lane, bad = -1
+        self.reserve()
+        with nogil:
+            for lane in range(self.stride):
+                if not decode_payload(
+                    self.ws, &self.data[0], self.streams[lane], self.scratch + <size_t>lane * self.words
+                ):
+                    bad = lane
+                    break
+        if bad >= 0:
+            raise bad_payload(self.streams[bad], lane_name(self.stride, bad))
+
+    def reserve(self) -> None:
+        """Take the memory of the lanes, so that `decode_lane` may run on several threads."""
+        if self.ws is None:
+            self.ws = acquire(False, True)
+            self.scratch = self.ws.buffer(0, self.words * <size_t>self.stride)
+            if self.scratch == NULL:
+                raise MemoryError(f"no memory to decode {self.words * <size_t>self.stride} bytes")
+
+    def decode_lane(self, int lane) -> None:
+        """Decode one lane after `reserve`."""
+        cdef bint ok
+        if self.ws is None or not 0 <= lane < self.stride:
+            raise KvmnnError(f"lane {lane}: reserve() first, expected 0 to {self.stride - 1}")
+        cdef Workspace ws = acquire(False, True)
+        with nogil:
+            ok = decode_payload(ws, &self.data[0], self.streams[lane], self.scratch + <size_t>lane * self.words)
+        release(ws)
+        if not ok:
+            raise bad_payload(self.streams[lane], lane_name(self.stride, lane))
+
+    def join(self, uint8_t[::1] out not None) -> None:
+        """Write the decoded words to `out`, which has exactly their bytes."""
+        cdef const uint8_t *parts[4]
+        self.check_lanes(out.shape[0], parts)
+        with nogil:
+            lanes().join(parts, self.words, self.stride, &out[0])
+
+    def equals(self, const uint8_t[::1] raw not None) -> bool:
+        """Whether the decoded words are exactly the bytes of `raw`."""
+        cdef const uint8_t *parts[4]
+        cdef bint same
+        if <size_t>raw.shape[0] != self.words * <size_t>self.stride:
+            return False
+        self.check_lanes(raw.shape[0], parts)
+        with nogil:
+            same = lanes().join_equals(parts, self.words, self.stride, &raw[0])
+        return same
+
+    cdef int check_lanes(self, size_t n, const uint8_t **parts) except -1:
+        cdef int lane
+        if self.ws is None:
+            raise KvmnnError("the frame is not decoded")
+        if n != self.words * <size_t>self.stride:
+            raise KvmnnError(f"a buffer of {n} bytes: expected {self.words * <size_t>self.stride}")
+        for lane in range(self.stride):
+            parts[lane] = self.scratch + <size_t>lane * self.words
+        return 0
+
+    def stream(self, int lane) -> tuple:
+        """`(mode, codec, raw_len, payload_len, payload offset)` of one lane."""
+        cdef Stream s = self.streams[lane]
+        return s.mode, s.codec, s.raw_len, s.payload_len, s.offset
+
+    def lane_entropy(self, int lane) -> float:
+        """Order-0 entropy of a decoded lane in bits per byte."""
+        cdef uint64_t counts[256]
+        if self.ws is None:
+            raise KvmnnError("the frame is not decoded")
+        memset(counts, 0, sizeof(counts))
+        with nogil:
+            lanes().histogram(self.scratch + <size_t>lane * self.words, self.words, counts)
+        return entropy(counts)
+
+
+def decode_stream(const uint8_t[::1] data not None, int allow) -> tuple:
+    """The first stream of `data` and how many bytes it took; what follows it is not looked at."""
+    cdef size_t n = data.shape[0]
+    cdef Stream s
+    cdef bint ok
+    cdef bytes out
+    cdef uint8_t *to
+    if n < HEADER:
+        raise FrameError(f"stream: truncated header: {HEADER} bytes expected, {n} found")
+    s = parse_stream(&data[0], n, 0, allow, "stream")
+    out = PyBytes_FromStringAndSize(NULL, s.raw_len)
+    if s.raw_len:
+        to = <uint8_t *>PyBytes_AS_STRING(out)
+        ws = acquire(False, True)
+        with nogil:
+            ok = decode_payload(ws, &data[0], s, to)
+        release(ws)
+        if not ok:
+            raise bad_payload(s, "stream")
+    return out, s.offset + s.payload_len

@@ -1,0 +1,330 @@
+"""Frames of MNN's lossless codec, made: candidates for every lane, and the smallest of them chosen.
+
+Word sizes are called `stride`: 2 for the FP16 container (lanes lo, hi), 4 for the FP32 container (lanes 0 to 3).
+"""
+
+from libc.stdint cimport uint8_t, uint32_t, uint64_t
+from libc.string cimport memcpy, memset
+
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from cpython.ref cimport Py_DECREF, PyObject
+
+from kvmnn.frames._stream_header cimport ALLOW_RLE, ALLOW_ZSTD, CODEC_RLE, CODEC_ZSTD, HEADER, MODES, store_le32
+from kvmnn.frames._streams cimport KVMNN_MODE_RAW, entropy, lanes, rle_bound, rle_encode, rle_least, rle_size
+from kvmnn.frames._workspace cimport Workspace, acquire, release
+from kvmnn.frames._zstdlib cimport zstd
+
+from ..errors import KvmnnError, LimitError
+
+
+cdef enum:
+    ALL_MODES = 7
+    FUSE_UP_TO = 16 << 20  # bytes of a lane whose three streams are made in one pass; above, memory counts more
+    TILE = 4096            # words that are split, predicted and scanned before the next are touched
+    SAMPLE_TILE = 1024     # effort "fast": bytes of one look at a stream ...
+    SAMPLE_TILES = 16      # ... and how many looks it takes
+
+cdef size_t NOT_SMALLER = 0
+cdef size_t NO_MEMORY = <size_t>-1
+cdef size_t U32_MAX = <size_t>0xffffffffULL
+cdef size_t TOO_LONG = <size_t>-2
+
+
+cdef struct Candidate:
+    int mode
+    int codec
+    size_t size
+
+
+cdef inline void store_header(uint8_t *p, Candidate chosen, size_t raw_len) noexcept nogil:
+    p[0] = chosen.mode
+    p[1] = chosen.codec
+    store_le32(p + 2, <uint32_t>raw_len)
+    store_le32(p + 6, <uint32_t>chosen.size)
+
+
+# -- encoding one stream --------------------------------------------------------------------------------------------
+
+cdef size_t payload_bound(size_t n) noexcept nogil:
+    cdef size_t a = rle_bound(n), b = zstd.bound(n)
+    return a if a > b else b
+
+
+cdef const uint8_t *make_stream(
+    Workspace ws, const uint8_t *src, size_t words, int stride, int lane, int mode
+) noexcept nogil:
+    """One lane under one predictor in the workspace's first buffer, or NULL."""
+    cdef uint8_t *stream = ws.buffer(0, words)
+    if stream != NULL:
+        if stride == 1:
+            lanes().predict(src, words, mode, stream)
+        else:
+            lanes().predict_lane(src, words, stride, lane, mode, stream)
+    return stream
+
+
+cdef inline size_t spacing(size_t words) noexcept nogil:
+    """From one stream to the next in a buffer, so that the same place of two streams never falls into the same set of a
+    cache: a lane is often a power of two long, and writing three of them side by side would cost a quarter more."""
+    return ((words + 4095) & ~<size_t>4095) + 1088
+
+
+cdef void make_streams(
+    const uint8_t *src, size_t words, int stride, int lane, uint8_t *streams, size_t *rle_least_sizes
+) noexcept nogil:
+    """One lane under all predictors, `spacing` apart at `streams`, and a lower bound of each one's RLE length.
+
+    Works in tiles, so that the source is read once and repeats are counted in bytes that are still in the cache.
+    """
+    cdef size_t repeats[MODES]
+    cdef size_t start = 0, end, seen
+    cdef int mode
+    memset(repeats, 0, sizeof(repeats))
+    while start < words:
+        end = words if words - start <= TILE else start + TILE
+        lanes().predict_lane_part(
+            src, start, end, stride, lane, streams, streams + spacing(words), streams + 2 * spacing(words)
+        )
+        seen = start - 1 if start else 0
+        for mode in range(MODES):
+            repeats[mode] += lanes().repeats(streams + <size_t>mode * spacing(words) + seen, end - seen)
+        start = end
+    for mode in range(MODES):
+        rle_least_sizes[mode] = rle_least(words, repeats[mode])
+
+
+cdef size_t make_candidate(
+    Workspace ws, const uint8_t *stream, size_t words, int mode, int allow, int level, bint sized, size_t limit,
+    size_t rle_least_size, uint8_t *dst, Candidate *result
+) noexcept nogil:
+    """Payload of one stream: the smaller of RLE (known to take at least `rle_least_size`) and zstd, RLE at equality.
+
+    Returns its size with the payload in dst (payload_bound(words) bytes), NOT_SMALLER when it does not come below
+    `limit`, or NO_MEMORY.
+    """
+    cdef size_t size, best = limit
+    cdef bint found = False
+    if allow & ALLOW_ZSTD:
+        if sized:
+            size = zstd.compress(ws.cctx, dst, payload_bound(words), stream, words, level)
+        else:
+            size = zstd.compress_unsized(ws.cctx, dst, payload_bound(words), stream, words, level)
+        if zstd.is_error(size):
+            return NO_MEMORY  # the one failure left to a one-shot call with a full-sized destination
+        if 0 < size < best:
+            result.mode, result.codec, result.size = mode, CODEC_ZSTD, size
+            best = size
+            found = True
+    if allow & ALLOW_RLE and rle_least_size <= best:
+        # At equal size RLE wins over the zstd payload just made, but not over an earlier candidate.
+        size = rle_size(stream, words, best)
+        if size < best or (found and size == best):
+            rle_encode(stream, words, dst)
+            result.mode, result.codec, result.size = mode, CODEC_RLE, size
+            found = True
+    return result.size if found else NOT_SMALLER
+
+
+cdef int likely_mode(Workspace ws, const uint8_t *src, size_t words, int stride, int lane, int modes) noexcept nogil:
+    """The allowed predictor whose sampled stream has the lowest order-0 entropy; the first at equality."""
+    cdef uint64_t counts[256]
+    cdef uint8_t tile[SAMPLE_TILE]
+    cdef size_t start, step, n
+    cdef int mode, best_mode = KVMNN_MODE_RAW
+    cdef double bits, best = 9.0
+    step = words // SAMPLE_TILES
+    if step < SAMPLE_TILE:
+        step = SAMPLE_TILE
+    for mode in range(MODES):
+        if not modes >> mode & 1:
+            continue
+        if modes == 1 << mode:
+            return mode
+        memset(counts, 0, sizeof(counts))
+        start = 0
+        while start < words:
+            n = words - start if words - start < SAMPLE_TILE else SAMPLE_TILE
+            lanes().predict_lane(src + start * <size_t>stride, n, stride, lane, mode, tile)
+            lanes().histogram(tile + 1, n - 1, counts)  # the first byte lacks its true neighbour
+            start += step
+        bits = entropy(counts)
+        if bits < best:
+            best = bits
+            best_mode = mode
+    return best_mode
+
+
+cdef size_t encode_lane(
+    Workspace ws, const uint8_t *src, size_t words, int stride, int lane, int modes, int allow, int level,
+    uint8_t *dst
+) noexcept nogil:
+    """Header and smallest payload of one lane at dst; its length, or NO_MEMORY, or TOO_LONG."""
+    cdef Candidate chosen = Candidate(0, 0, 0)
+    cdef const uint8_t *stream
+    cdef uint8_t *streams = NULL
+    cdef uint8_t *target = dst + HEADER
+    cdef size_t got, limit = <size_t>-3
+    cdef size_t[MODES] rle
+    cdef int mode
+    if modes == ALL_MODES and stride > 1 and words <= FUSE_UP_TO:
+        streams = ws.buffer(0, MODES * spacing(words))
+        if streams == NULL:
+            return NO_MEMORY
+        make_streams(src, words, stride, lane, streams, rle)
+    for mode in range(MODES):
+        if not modes >> mode & 1:
+            continue
+        if streams != NULL:
+            stream = streams + <size_t>mode * spacing(words)
+        else:
+            stream = make_stream(ws, src, words, stride, lane, mode)
+            if stream == NULL:
+                return NO_MEMORY
+            rle[mode] = 0
+        if target == NULL:
+            return NO_MEMORY
+        got = make_candidate(ws, stream, words, mode, allow, level, True, limit, rle[mode], target, &chosen)
+        if got == NO_MEMORY:
+            return NO_MEMORY
+        if got != NOT_SMALLER:
+            if target != dst + HEADER:
+                memcpy(dst + HEADER, target, got)
+            limit = got
+        target = ws.buffer(1, payload_bound(words))  # the first candidate stays where it is until a better one comes
+    if chosen.size > U32_MAX:
+        return TOO_LONG
+    store_header(dst, chosen, words)
+    return HEADER + chosen.size
+
+
+# -- bytes that are written before their length is known ------------------------------------------------------------
+
+cdef extern from "Python.h":
+    PyObject *PyBytes_New "PyBytes_FromStringAndSize" (const char *, Py_ssize_t) except NULL
+    int _PyBytes_Resize(PyObject **, Py_ssize_t) except -1
+
+
+cdef PyObject *new_bytes(size_t size) except NULL:
+    return PyBytes_New(NULL, size)
+
+
+cdef bytes cut_bytes(PyObject *data, size_t size):
+    """The first `size` bytes as an object of its own; takes the reference. NO_MEMORY and TOO_LONG raise."""
+    if size >= TOO_LONG:
+        Py_DECREF(<object>data)
+        raise no_frame(size)
+    _PyBytes_Resize(&data, size)  # shrinks in place
+    cdef bytes result = <bytes>data
+    Py_DECREF(result)
+    return result
+
+
+cdef object no_frame(size_t code):
+    if code == NO_MEMORY:
+        return MemoryError("no memory for the streams of a frame")
+    return LimitError("a payload above 2^32 - 1 bytes, which is what a stream header can say: encode pieces")
+
+
+# -- encoding for Python ----------------------------------------------------------------------------------------------
+
+def encode(const uint8_t[::1] data not None, int stride, modes, int allow, int level, bint sample) -> bytes:
+    """The frame of `data` on the calling thread.
+
+    `modes`: for each lane a bit set of predictors (1 raw, 2 delta_seq, 4 xor_seq). `allow`: 1 RLE, 2 zstd, 3 both.
+    `sample`: let a histogram of samples choose the predictor instead of trying each.
+    """
+    cdef size_t n = data.shape[0], words, at = 4, got = 0
+    cdef int lane
+    cdef int[4] lane_modes
+    cdef uint8_t *out
+    words = check_words(n, stride)
+    for lane in range(stride):
+        lane_modes[lane] = modes[lane]
+    cdef PyObject *frame = new_bytes(4 + <size_t>stride * (HEADER + payload_bound(words)))
+    out = <uint8_t *>PyBytes_AS_STRING(<object>frame)
+    cdef Workspace ws = acquire(allow & ALLOW_ZSTD != 0, False)
+    with nogil:
+        store_le32(out, <uint32_t>words)
+        for lane in range(stride):
+            if sample:
+                lane_modes[lane] = 1 << likely_mode(ws, &data[0], words, stride, lane, lane_modes[lane])
+            got = encode_lane(ws, &data[0], words, stride, lane, lane_modes[lane], allow, level, out + at)
+            if got >= TOO_LONG:
+                at = got
+                break
+            at += got
+    release(ws)
+    return cut_bytes(frame, at)
+
+
+def encode_stream(const uint8_t[::1] data not None, int modes, int allow, int level=3) -> bytes:
+    """One stream with its header, from bytes that are no lanes of anything; an empty one is ten zero bytes."""
+    cdef size_t n = data.shape[0], got
+    if n == 0:
+        return bytes(HEADER)
+    cdef PyObject *out = new_bytes(HEADER + payload_bound(n))
+    cdef uint8_t *dst = <uint8_t *>PyBytes_AS_STRING(<object>out)
+    cdef Workspace ws = acquire(allow & ALLOW_ZSTD != 0, False)
+    with nogil:
+        got = encode_lane(ws, &data[0], n, 1, 0, modes, allow, level, dst)
+    release(ws)
+    return cut_bytes(out, got)
+
+
+def candidate(
+    const uint8_t[::1] data not None, int stride, int lane, int mode, int allow, int level, bint sized, size_t limit
+):
+    """One lane under one predictor: `(payload size, mode, codec, header + payload)`, or None if not below `limit`."""
+    cdef size_t words = check_words(data.shape[0], stride), got
+    cdef Candidate chosen = Candidate(0, 0, 0)
+    cdef const uint8_t *stream
+    cdef uint8_t *out
+    cdef Workspace ws = acquire(allow & ALLOW_ZSTD != 0, False)
+    try:
+        with nogil:
+            out = ws.buffer(1, HEADER + payload_bound(words))
+            got = NO_MEMORY
+            if out != NULL:
+                stream = make_stream(ws, &data[0], words, stride, lane, mode)
+                if stream != NULL:
+                    got = make_candidate(
+                        ws, stream, words, mode, allow, level, sized, limit, 0, out + HEADER, &chosen
+                    )
+                if got != NO_MEMORY and chosen.size > U32_MAX:
+                    got = TOO_LONG
+                if got < TOO_LONG:
+                    store_header(out, chosen, words)
+        if got >= TOO_LONG:
+            raise no_frame(got)
+        if got == NOT_SMALLER:
+            return None
+        return chosen.size, chosen.mode, chosen.codec, PyBytes_FromStringAndSize(<char *>out, HEADER + chosen.size)
+    finally:
+        release(ws)
+
+
+def likely_modes(const uint8_t[::1] data not None, int stride, modes) -> list:
+    """For each lane a bit set with the one predictor that effort "fast" takes."""
+    cdef size_t words = check_words(data.shape[0], stride)
+    cdef int lane, mode, lane_modes
+    cdef list out = []
+    cdef Workspace ws = acquire(False, False)
+    for lane in range(stride):
+        lane_modes = modes[lane]
+        with nogil:
+            mode = likely_mode(ws, &data[0], words, stride, lane, lane_modes)
+        out.append(1 << mode)
+    release(ws)
+    return out
+
+
+cdef size_t check_words(size_t n, int stride) except? 0:
+    if stride != 2 and stride != 4:
+        raise KvmnnError(f"word size {stride}: expected 2 or 4")
+    if n == 0:
+        raise KvmnnError(f"nothing to encode: expected at least one {stride}-byte word, found 0 bytes")
+    if n % <size_t>stride:
+        raise KvmnnError(f"{n} bytes are not a whole number of {stride}-byte words")
+    if n // <size_t>stride > U32_MAX:
+        raise LimitError(f"{n // <size_t>stride} words: a frame counts words in 32 bits; encode pieces")
+    return n // <size_t>stride

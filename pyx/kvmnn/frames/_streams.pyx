@@ -1,0 +1,207 @@
+"""Byte streams: predictors and RLE (format.md, "Streams"), over the leaf loops of lanes.h."""
+
+from libc.math cimport log2
+from libc.stdint cimport uint8_t, uint64_t
+from libc.string cimport memcpy, memset
+
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+
+from kvmnn._simd cimport active_level
+
+from ..errors import KvmnnError
+
+cdef extern from "kvmnn/frames/lanes.h" nogil:
+    const kvmnn_lanes *kvmnn_lanes_at(int level)
+
+
+cdef enum:
+    RUN_MIN = 4        # shorter runs are literals
+    RUN_MAX = 131      # (control & 127) + 4
+    LITERAL_MAX = 128  # control + 1
+
+
+cdef const kvmnn_lanes *lanes() noexcept nogil:
+    """The loops of the SIMD level in use."""
+    return kvmnn_lanes_at(active_level)
+
+
+# -- RLE ----------------------------------------------------------------------------------------------------------
+
+cdef size_t rle_bound(size_t n) noexcept nogil:
+    """Largest possible payload for n bytes."""
+    return n + (n + LITERAL_MAX - 1) // LITERAL_MAX
+
+
+cdef size_t rle_least(size_t n, size_t repeats) noexcept nogil:
+    """A length that no payload comes below for n bytes of which `repeats` equal the byte before them.
+
+    A run token of length l takes l - 1 >= 3/4 l repeats, so tokens stand for at most 4/3 repeats; all other bytes are
+    literals.
+    """
+    cdef size_t covered = repeats + (repeats + 2) // 3
+    return rle_bound(n - covered) if covered < n else 0
+
+
+cdef size_t rle_size(const uint8_t *s, size_t n, size_t limit) noexcept nogil:
+    """Length of the canonical payload of n bytes, or some number above `limit` if it is longer than that."""
+    cdef const kvmnn_lanes *loops = lanes()
+    cdef size_t i = 0, size = 0, start, length
+    while i < n and size <= limit:
+        start = i
+        i = loops.find_run4(s, i, n)
+        size += rle_bound(i - start)
+        if i < n:
+            length = loops.run_length(s, i, n)
+            i += length
+            size += 2 * (length // RUN_MAX)
+            length %= RUN_MAX
+            if length >= RUN_MIN:
+                size += 2
+            else:
+                i -= length
+    return size
+
+
+cdef size_t rle_encode(const uint8_t *s, size_t n, uint8_t *dst) noexcept nogil:
+    """Write the canonical payload to dst (rle_bound(n) bytes) and return its length."""
+    cdef const kvmnn_lanes *loops = lanes()
+    cdef size_t i = 0, start, length
+    cdef uint8_t *out = dst
+    while i < n:
+        start = i
+        i = loops.find_run4(s, i, n)
+        while start < i:
+            length = min(i - start, <size_t>LITERAL_MAX)
+            out[0] = <uint8_t>(length - 1)
+            memcpy(out + 1, s + start, length)
+            out += 1 + length
+            start += length
+        if i < n:
+            length = loops.run_length(s, i, n)
+            while length >= RUN_MIN:
+                start = min(length, <size_t>RUN_MAX)
+                out[0] = <uint8_t>(0x80 | (start - RUN_MIN))
+                out[1] = s[i]
+                out += 2
+                i += start
+                length -= start
+    return out - dst
+
+
+cdef bint rle_decode(const uint8_t *payload, size_t n, uint8_t *dst, size_t expected) noexcept nogil:
+    """Decode exactly n payload bytes to exactly `expected` bytes; False where the reference decoder rejects."""
+    cdef size_t i = 0, filled = 0, length
+    cdef uint8_t control
+    if n == 0 or expected == 0:
+        return False
+    while i < n:
+        control = payload[i]
+        i += 1
+        if control < 0x80:
+            length = <size_t>control + 1
+            if length > n - i or length > expected - filled:
+                return False
+            memcpy(dst + filled, payload + i, length)
+            i += length
+        else:
+            length = <size_t>(control & 0x7f) + RUN_MIN
+            if i >= n or length > expected - filled:
+                return False
+            memset(dst + filled, payload[i], length)
+            i += 1
+        filled += length
+    return filled == expected
+
+
+cdef double entropy(const uint64_t *counts) noexcept nogil:
+    """Order-0 entropy of a histogram in bits per byte; 0 for an empty one."""
+    cdef double total = 0, bits = 0
+    cdef int b
+    for b in range(256):
+        total += <double>counts[b]
+    for b in range(256):
+        if counts[b]:
+            bits -= <double>counts[b] * log2(<double>counts[b] / total)
+    return bits / total if total > 0 else 0.0
+
+
+# -- the same for Python (conformance, tests) -----------------------------------------------------------------------
+
+def encode_rle(const uint8_t[::1] data not None) -> bytes:
+    """Canonical RLE payload of `data`; `KvmnnError` when it is empty, as the reference encoder refuses."""
+    cdef size_t n = data.shape[0], size
+    if n == 0:
+        raise KvmnnError("RLE: nothing to encode: expected at least 1 byte")
+    cdef bytes out
+    with nogil:
+        size = rle_size(&data[0], n, <size_t>-1)
+    out = PyBytes_FromStringAndSize(NULL, size)
+    cdef uint8_t *to = <uint8_t *>PyBytes_AS_STRING(out)
+    with nogil:
+        rle_encode(&data[0], n, to)
+    return out
+
+
+def decode_rle(const uint8_t[::1] payload not None, size_t expected) -> bytes:
+    """The `expected` bytes that an RLE payload stands for; `KvmnnError` where the reference decoder rejects."""
+    cdef size_t n = payload.shape[0]
+    cdef bint ok = False
+    if n == 0 or expected == 0 or expected > RUN_MAX * n // 2:
+        raise KvmnnError(f"RLE: a payload of {n} bytes cannot stand for {expected} bytes")
+    cdef bytes out = PyBytes_FromStringAndSize(NULL, expected)
+    cdef uint8_t *to = <uint8_t *>PyBytes_AS_STRING(out)
+    with nogil:
+        ok = rle_decode(&payload[0], n, to, expected)
+    if not ok:
+        raise KvmnnError(f"RLE: the payload of {n} bytes does not decode to exactly {expected} bytes")
+    return out
+
+
+def predict(const uint8_t[::1] data not None, int mode) -> bytes:
+    """The predictor `mode` (0 raw, 1 delta_seq, 2 xor_seq) over one byte stream."""
+    cdef size_t n = data.shape[0]
+    if not 0 <= mode <= 2:
+        raise KvmnnError(f"predictor mode {mode}: expected 0, 1 or 2")
+    cdef bytes out = PyBytes_FromStringAndSize(NULL, n)
+    if n:
+        lanes().predict(&data[0], n, mode, <uint8_t *>PyBytes_AS_STRING(out))
+    return out
+
+
+def unpredict(const uint8_t[::1] data not None, int mode) -> bytes:
+    """The inverse of `predict`."""
+    cdef size_t n = data.shape[0]
+    if not 0 <= mode <= 2:
+        raise KvmnnError(f"predictor mode {mode}: expected 0, 1 or 2")
+    cdef bytes out = PyBytes_FromStringAndSize(<const char *>&data[0] if n else NULL, n)
+    if n:
+        lanes().unpredict(<uint8_t *>PyBytes_AS_STRING(out), n, mode)
+    return out
+
+
+def split(const uint8_t[::1] data not None, int stride) -> list:
+    """The `stride` (2 or 4) byte lanes of an array of words, as bytes."""
+    cdef size_t words
+    if stride != 2 and stride != 4:
+        raise KvmnnError(f"word size {stride}: expected 2 or 4")
+    if data.shape[0] % stride:
+        raise KvmnnError(f"{data.shape[0]} bytes are not a whole number of {stride}-byte words")
+    words = data.shape[0] // stride
+    cdef list out = []
+    cdef bytes lane
+    for j in range(stride):
+        lane = PyBytes_FromStringAndSize(NULL, words)
+        if words:
+            lanes().predict_lane(&data[0], words, stride, j, KVMNN_MODE_RAW, <uint8_t *>PyBytes_AS_STRING(lane))
+        out.append(lane)
+    return out
+
+
+def order0_entropy(const uint8_t[::1] data not None) -> float:
+    """Order-0 entropy of the bytes, in bits per byte."""
+    cdef uint64_t counts[256]
+    memset(counts, 0, sizeof(counts))
+    if data.shape[0]:
+        with nogil:
+            lanes().histogram(&data[0], data.shape[0], counts)
+    return entropy(counts)

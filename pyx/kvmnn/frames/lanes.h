@@ -1,0 +1,53 @@
+/* Leaf loops over byte streams, one table per SIMD level.
+ *
+ * A lane is every `stride`-th byte of an array of words: stride 2 for 16-bit words, 4 for 32-bit words.
+ * All functions are free of allocation, of Python and of alignment demands. Source and destination never overlap
+ * unless a function says that it works in place.
+ */
+#ifndef KVMNN_LANES_H
+#define KVMNN_LANES_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+enum { KVMNN_MODE_RAW = 0, KVMNN_MODE_DELTA = 1, KVMNN_MODE_XOR = 2 };
+
+typedef struct {
+    const char *name;
+
+    /* dst[i] = src[stride * i + lane], then the predictor `mode` over dst with the byte before it taken as 0. */
+    void (*predict_lane)(const uint8_t *src, size_t words, int stride, int lane, int mode, uint8_t *dst);
+
+    /* All three predictors of one lane for the words [start, end), from the whole arrays: raw[start - 1] is there. */
+    void (*predict_lane_part)(const uint8_t *src, size_t start, size_t end, int stride, int lane, uint8_t *raw,
+                              uint8_t *delta, uint8_t *exclusive_or);
+
+    /* The predictor over one contiguous stream; `dst` gets n bytes. */
+    void (*predict)(const uint8_t *src, size_t n, int mode, uint8_t *dst);
+
+    /* Undo a predictor in place. */
+    void (*unpredict)(uint8_t *stream, size_t n, int mode);
+
+    /* dst[stride * i + j] = lanes[j][i]. */
+    void (*join)(const uint8_t *const *lanes, size_t words, int stride, uint8_t *dst);
+
+    /* 1 where join() would give exactly `words * stride` bytes of `expected`, else 0. */
+    int (*join_equals)(const uint8_t *const *lanes, size_t words, int stride, const uint8_t *expected);
+
+    /* First p >= i with four equal bytes at p (p + 4 <= n), or n. */
+    size_t (*find_run4)(const uint8_t *s, size_t i, size_t n);
+
+    /* Number of i in 1..n-1 with s[i] == s[i - 1]. */
+    size_t (*repeats)(const uint8_t *s, size_t n);
+
+    /* Number of bytes equal to s[i] from i on, i < n. */
+    size_t (*run_length)(const uint8_t *s, size_t i, size_t n);
+
+    /* counts[b] += occurrences of b. */
+    void (*histogram)(const uint8_t *s, size_t n, uint64_t counts[256]);
+} kvmnn_lanes;
+
+/* The table of a level of simd.h that this processor runs. */
+const kvmnn_lanes *kvmnn_lanes_at(int level);
+
+#endif

@@ -1,0 +1,208 @@
+"""Packed K/V buffers: tokens moved by packing.c and quantise.c (docs/layout.md).
+
+Every function works on the heads [first, last) of one buffer, K or V, without the GIL. kvmnn.packed.layout has checked every
+size, that what is written to may be written, and that the last axis of `rows` is contiguous; nothing is checked again
+here.
+"""
+
+from libc.stdint cimport uint8_t
+from libc.stdlib cimport free, malloc
+
+cdef extern from "kvmnn/packed/packing.h" nogil:
+    ctypedef struct kvmnn_pack:
+        size_t word, dims, lP, hP, block
+
+    ctypedef struct kvmnn_packing:
+        void (*gather)(const kvmnn_pack *, const uint8_t *, size_t, size_t, uint8_t *, size_t) noexcept nogil
+        void (*gather_far)(
+            const kvmnn_pack *, const uint8_t *, size_t, size_t, uint8_t *, size_t, uint8_t *, size_t) noexcept nogil
+        void (*scatter)(const kvmnn_pack *, uint8_t *, size_t, size_t, const uint8_t *, size_t) noexcept nogil
+        void (*scatter_far)(
+            const kvmnn_pack *, uint8_t *, size_t, size_t, const uint8_t *, size_t, uint8_t *, size_t) noexcept nogil
+        void (*zero)(const kvmnn_pack *, uint8_t *, size_t, size_t) noexcept nogil
+        void (*pad)(const kvmnn_pack *, uint8_t *, size_t, size_t) noexcept nogil
+        void (*shift)(const kvmnn_pack *, uint8_t *, size_t, size_t, size_t, uint8_t *, size_t) noexcept nogil
+
+    const kvmnn_packing kvmnn_keys
+    const kvmnn_packing kvmnn_values
+
+    const char *kvmnn_packing_level()
+
+cdef extern from "kvmnn/packed/quantise.h" nogil:
+    ctypedef struct kvmnn_pack8:
+        size_t dims, lP, hP, block
+
+    void kvmnn_quantise_keys(
+        const kvmnn_pack8 *, uint8_t *, float *, float *, size_t, size_t, const uint8_t *, size_t)
+    void kvmnn_quantise_values(
+        const kvmnn_pack8 *, uint8_t *, float *, size_t, size_t, size_t, const uint8_t *, size_t)
+    void kvmnn_dequantise_keys(const kvmnn_pack8 *, const uint8_t *, size_t, size_t, uint8_t *, size_t)
+    void kvmnn_dequantise_values(const kvmnn_pack8 *, const uint8_t *, size_t, size_t, uint8_t *, size_t)
+
+cdef enum:
+    FAR = 8 << 20             # plain bytes from which on what is written will not stay in the caches
+    MIN_SCRATCH = 16 << 10  # half of a first-level cache
+    MAX_SCRATCH = 256 << 10  # a fraction of a second-level cache
+
+
+cdef class Numbers:
+    """The numbers of a float layout (`word` 2 or 4) or of an int8 one (`word` 1, with lP8 and hP8)."""
+
+    cdef kvmnn_pack floats
+    cdef kvmnn_pack8 codes
+    cdef size_t head_bytes, tile_bytes
+    cdef bint is_keys
+    cdef const kvmnn_packing *packing
+
+    def __init__(
+        self, bint is_keys, size_t word, size_t dims, size_t lP, size_t hP, size_t block, size_t head_bytes,
+        size_t tile_bytes
+    ) -> None:
+        self.is_keys = is_keys
+        self.packing = &kvmnn_keys if is_keys else &kvmnn_values
+        self.head_bytes = head_bytes
+        self.floats.word, self.floats.dims, self.floats.lP, self.floats.hP = word, dims, lP, hP
+        self.codes.dims, self.codes.lP, self.codes.hP = dims, lP, hP
+        self.floats.block = self.codes.block = block
+        self.tile_bytes = tile_bytes
+
+    cdef size_t scratch_bytes(self) noexcept nogil:
+        """Enough for a row, and for a tile of K or a block of V where these are not out of all proportion."""
+        cdef size_t row = self.floats.dims * self.floats.word
+        cdef size_t piece = self.tile_bytes if self.tile_bytes <= MAX_SCRATCH else 0
+        return max(row, piece, <size_t>MIN_SCRATCH)
+
+
+cdef inline bint is_far(const uint8_t[:, :, :] rows) noexcept nogil:
+    return rows.shape[0] * rows.shape[1] * rows.shape[2] >= FAR
+
+
+cdef uint8_t *new_scratch(Numbers n) except NULL:
+    cdef uint8_t *scratch = <uint8_t *>malloc(n.scratch_bytes())
+    if scratch == NULL:
+        raise MemoryError("no memory for scratch")
+    return scratch
+
+
+def gather(
+    Numbers n not None, const uint8_t[::1] packed not None, uint8_t[:, :, :] rows not None, size_t first,
+    size_t last, size_t start
+) -> None:
+    """Tokens from `start` on to `rows`, shaped [heads, tokens, bytes of a row]."""
+    cdef const uint8_t *head
+    cdef size_t h, count = rows.shape[1], stride = rows.strides[1], room = n.scratch_bytes()
+    cdef bint far = is_far(rows)
+    cdef uint8_t *scratch = new_scratch(n) if far else NULL
+    with nogil:
+        for h in range(first, last):
+            head = &packed[0] + h * n.head_bytes
+            if far:
+                n.packing.gather_far(&n.floats, head, start, count, &rows[h, 0, 0], stride, scratch, room)
+            else:
+                n.packing.gather(&n.floats, head, start, count, &rows[h, 0, 0], stride)
+        free(scratch)
+
+
+def scatter(
+    Numbers n not None, uint8_t[::1] packed not None, const uint8_t[:, :, :] rows not None, size_t first,
+    size_t last, size_t start
+) -> None:
+    """`rows`, shaped [heads, tokens, bytes of a row], over the tokens from `start` on."""
+    cdef uint8_t *head
+    cdef size_t h, count = rows.shape[1], stride = rows.strides[1], room = n.scratch_bytes()
+    cdef bint far = is_far(rows)
+    cdef uint8_t *scratch = new_scratch(n) if far else NULL
+    with nogil:
+        for h in range(first, last):
+            head = &packed[0] + h * n.head_bytes
+            if far:
+                n.packing.scatter_far(&n.floats, head, start, count, &rows[h, 0, 0], stride, scratch, room)
+            else:
+                n.packing.scatter(&n.floats, head, start, count, &rows[h, 0, 0], stride)
+        free(scratch)
+
+
+def zero(
+    Numbers n not None, uint8_t[::1] packed not None, size_t first, size_t last, size_t start, size_t count
+) -> None:
+    """Zero the words of `count` tokens from `start` on."""
+    cdef uint8_t *head = &packed[0]
+    cdef size_t h
+    with nogil:
+        for h in range(first, last):
+            n.packing.zero(&n.floats, head + h * n.head_bytes, start, count)
+
+
+def pad(Numbers n not None, uint8_t[::1] packed not None, size_t first, size_t last, size_t live) -> None:
+    """Zero every byte that is no word of the first `live` tokens."""
+    cdef uint8_t *head = &packed[0]
+    cdef size_t h
+    with nogil:
+        for h in range(first, last):
+            n.packing.pad(&n.floats, head + h * n.head_bytes, live, n.head_bytes)
+
+
+def shift(
+    Numbers n not None, uint8_t[::1] packed not None, size_t first, size_t last,
+    const size_t[:, ::1] moves not None
+) -> None:
+    """Copy tokens inside each head: rows (source, destination, count) of `moves` one after the other."""
+    cdef uint8_t *head = &packed[0]
+    cdef size_t h, m, room = n.scratch_bytes()
+    cdef uint8_t *scratch = new_scratch(n)
+    with nogil:
+        for h in range(first, last):
+            for m in range(<size_t>moves.shape[0]):
+                n.packing.shift(
+                    &n.floats, head + h * n.head_bytes, moves[m, 0], moves[m, 1], moves[m, 2], scratch, room)
+        free(scratch)
+
+
+def quantise_keys(
+    Numbers n not None, uint8_t[::1] packed not None, float[:, ::1] sums not None, float[:, ::1] most not None,
+    const uint8_t[:, :, :] rows not None, size_t first, size_t last, size_t past
+) -> None:
+    """Append `rows` of floats at `past` as int8; `sums` is [heads, token slots], `most` [heads, dims]."""
+    cdef uint8_t *head = &packed[0]
+    cdef size_t h
+    with nogil:
+        for h in range(first, last):
+            kvmnn_quantise_keys(
+                &n.codes, head + h * n.head_bytes, &sums[h, 0], &most[h, 0], past, <size_t>rows.shape[1],
+                &rows[h, 0, 0], <size_t>rows.strides[1])
+
+
+def quantise_values(
+    Numbers n not None, uint8_t[::1] packed not None, float[:, :, ::1] sums not None,
+    const uint8_t[:, :, :] rows not None, size_t first, size_t last, size_t past
+) -> None:
+    """Append `rows` of floats at `past` as int8; `sums` is [heads, blocks, dims rounded up to hP8]."""
+    cdef uint8_t *head = &packed[0]
+    cdef size_t h
+    with nogil:
+        for h in range(first, last):
+            kvmnn_quantise_values(
+                &n.codes, head + h * n.head_bytes, &sums[h, 0, 0], <size_t>sums.shape[1], past, <size_t>rows.shape[1],
+                &rows[h, 0, 0], <size_t>rows.strides[1])
+
+
+def dequantise(
+    Numbers n not None, const uint8_t[::1] packed not None, uint8_t[:, :, :] rows not None, size_t first,
+    size_t last, size_t start
+) -> None:
+    """code * scale + bias of the tokens from `start` on to `rows` of floats."""
+    cdef const uint8_t *head = &packed[0]
+    cdef size_t h, count = rows.shape[1]
+    with nogil:
+        for h in range(first, last):
+            if n.is_keys:
+                kvmnn_dequantise_keys(
+                    &n.codes, head + h * n.head_bytes, start, count, &rows[h, 0, 0], <size_t>rows.strides[1])
+            else:
+                kvmnn_dequantise_values(
+                    &n.codes, head + h * n.head_bytes, start, count, &rows[h, 0, 0], <size_t>rows.strides[1])
+
+
+def simd_level() -> str:
+    """What the packing loops were compiled for: every processor of the architecture runs it."""
+    return (<bytes>kvmnn_packing_level()).decode()

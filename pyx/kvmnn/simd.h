@@ -1,0 +1,80 @@
+/* SIMD levels: loops in plain C, compiled once per level, one table of functions for each; the level is chosen at run
+ * time by kvmnn._simd, and every level gives the same bytes.
+ *
+ * A C file with loops sets KVMNN_LOOPS to a header and KVMNN_TABLE to the type of its table, then includes this file.
+ * The header is included once per level, with LEVEL(name) for the names of its functions, KVMNN_LEVEL_NAME for a string
+ * and LEVEL_FLOATS for the number of floats in a vector; it must end by defining `static const KVMNN_TABLE
+ * LEVEL(table)`. `level_tables[level]` is what comes out.
+ */
+#ifndef KVMNN_SIMD_H
+#define KVMNN_SIMD_H
+
+#include <stddef.h>
+
+#if defined(_MSC_VER)
+#define restrict __restrict
+#endif
+
+enum { KVMNN_BASELINE, KVMNN_AVX2, KVMNN_LEVELS };
+
+#if (defined(__x86_64__) || defined(__i386__)) && defined(__GNUC__)
+#define KVMNN_HAS_AVX2 1
+#endif
+
+/* Whether this build has `level` and this processor runs it. */
+static inline int kvmnn_simd_runs(int level) {
+    if (level == KVMNN_BASELINE) return 1;
+#ifdef KVMNN_HAS_AVX2
+    if (level == KVMNN_AVX2) {
+        __builtin_cpu_init();
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi") &&
+               __builtin_cpu_supports("bmi2");
+    }
+#endif
+    return 0;
+}
+
+#endif
+
+#ifdef KVMNN_LOOPS
+
+#define LEVEL_FLOATS 4
+#define LEVEL(name) baseline_##name
+#define KVMNN_LEVEL_NAME "baseline"
+#include KVMNN_LOOPS
+#undef KVMNN_LEVEL_NAME
+#undef LEVEL
+#undef LEVEL_FLOATS
+
+#ifdef KVMNN_HAS_AVX2
+#include <immintrin.h>
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,f16c,bmi,bmi2"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,f16c,bmi,bmi2")
+#endif
+#define LEVEL_FLOATS 8
+#define LEVEL_F16C 1
+#define LEVEL(name) avx2_##name
+#define KVMNN_LEVEL_NAME "avx2"
+#include KVMNN_LOOPS
+#undef KVMNN_LEVEL_NAME
+#undef LEVEL
+#undef LEVEL_F16C
+#undef LEVEL_FLOATS
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif
+
+static const KVMNN_TABLE *const level_tables[KVMNN_LEVELS] = {
+    &baseline_table,
+#ifdef KVMNN_HAS_AVX2
+    &avx2_table,
+#endif
+};
+
+#endif

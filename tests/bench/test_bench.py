@@ -1,0 +1,63 @@
+"""The bench: every codec's round trip is checked, and the figures derived are what they say."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from kvmnn.bench import benchmark, rivals
+from kvmnn.bench.benchmark import Result, Timing
+from kvmnn.bench.rivals import Codec
+from kvmnn.cli.command import main
+
+KEYS = np.random.default_rng(4).standard_normal((64, 64)).astype(np.float16)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+def test_every_rival_that_is_installed_gives_the_data_back(dtype):
+    data = KEYS.view(np.uint8).ravel()
+    found, missing = rivals.installed(dtype, 1)
+    for codec in found + rivals.kvmnn_codecs(dtype, 1, with_max=True):
+        back = codec.decode(codec.encode(data))
+        assert benchmark._same(back, data), codec.name
+        assert codec.version
+    assert set(missing) <= {"lz4", "blosc2", "pcodec", "zipnn"}
+
+
+def test_break_even():
+    second = Timing(wall=1.0, cpu=1.0)
+    result = Result("x", "1", 100, 50, encode=second, decode=second)
+    assert result.ratio == 2
+    # 2 s of work save 50 of 100 bytes: at 25 bytes per second sending them takes as long
+    assert result.break_even == pytest.approx(25)
+    bandwidth = result.break_even
+    assert 2 + 50 / bandwidth == pytest.approx(100 / bandwidth)
+    assert Result("x", "1", 100, 101, encode=second, decode=second).break_even is None
+
+
+def test_a_codec_that_fails_or_lies_is_a_line_of_the_table(tmp_path, capsys, monkeypatch):
+    def broken(data):
+        raise RuntimeError("no luck")
+
+    liars = [Codec("liar", "1", bytes, lambda made: made[::-1]), Codec("broken", "1", broken, bytes)]
+    monkeypatch.setattr(rivals, "installed", lambda dtype, threads: (liars, ["absent"]))
+    np.save(tmp_path / "k.npy", KEYS)
+    assert main(["bench", str(tmp_path / "k.npy"), "--rounds", "1"]) == 0
+    lines = {line.split("  ")[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "failed: KvmnnError: the round trip changed the data" in lines["liar"]
+    assert "failed: RuntimeError: no luck" in lines["broken"]
+    assert "not installed" in lines["absent"]
+    assert {"kvmnn exact", "kvmnn fast", "kvmnn max"} <= set(lines)
+
+
+def test_json(tmp_path, capsys):
+    np.save(tmp_path / "k.npy", KEYS)
+    assert main(["bench", str(tmp_path / "k.npy"), "--rounds", "1", "--max-bytes", "4K", "--json"]) == 0
+    (report,) = json.loads(capsys.readouterr().out)["arrays"]
+    assert (report["array_bytes"], report["sample_bytes"], report["dtype"]) == (8192, 4096, "fp16")
+    exact = report["results"][0]
+    assert exact["codec"] == "kvmnn exact"
+    assert exact["ratio"] == pytest.approx(4096 / exact["stored_bytes"])
+    assert exact["encode_bytes_per_s_wall"] == pytest.approx(4096 / exact["encode"]["wall"])

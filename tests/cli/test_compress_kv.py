@@ -1,0 +1,248 @@
+"""``kvmnn compress-kv``: caches in, caches and their true positions out, one line about it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from compressor_model import to_words, weight_file
+
+from kvmnn.cli.command import main
+from kvmnn.compressor import kvcm
+from kvmnn.compressor.forward.compressing import compress
+from kvmnn.compressor.forward.plan import ForwardOptions
+from kvmnn.formats.opening import open_source
+
+SHAPE = (2, 1, 3, 21, 4)
+ONNX = all(map(importlib.util.find_spec, ("onnx", "onnxruntime")))
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    random = np.random.default_rng(2)
+    made = weight_file(random, layers=2, factor=5, dtype="fp16")
+    with open("w.bin", "wb") as file:
+        kvcm.write(file, made.header, ((block.weight, block.bias) for block in made.blocks()))
+    keys, values = (random.standard_normal(SHAPE).astype(np.float32) for _ in range(2))
+    np.savez("c.npz", k=keys, v=values)
+    return SimpleNamespace(path=tmp_path, weights=kvcm.read("w.bin"), keys=keys, values=values)
+
+
+@pytest.fixture
+def run(capsys):
+    def call(*argv: object, code: int = 0) -> SimpleNamespace:
+        capsys.readouterr()
+        found = main(["compress-kv", *map(str, argv)])
+        streams = capsys.readouterr()
+        assert found == code, streams.err
+        return streams
+
+    return call
+
+
+def test_a_whole_cache(here, run):
+    said = run("w.bin", "c.npz", "-o", "o.npz", "--image-tokens", 11, "-v").out.splitlines()
+    assert said == [
+        "image: 11 tokens -> 3 (2 groups of 5, 1 kept)",
+        "text: 10 tokens -> 2 (2 groups of 5, 0 kept)",
+        "o.npz: LOSSY, 21 -> 5 tokens in 2 layers, token ratio 4.2000, 4,032 -> 960 bytes; "
+        "the next token goes to place 5 and has position 21",
+    ]
+    expected = compress(here.weights, here.keys, here.values, ForwardOptions(image_len=11))
+    with np.load("o.npz") as made:
+        assert made.files == ["k", "v"]
+        np.testing.assert_array_equal(made["k"], expected.keys)
+        np.testing.assert_array_equal(made["v"], expected.values)
+    document = json.loads((here.path / "o.npz.json").read_text())
+    assert document["positions"] == [[0, 5], [5, 10], [10, 11], [11, 16], [16, 21]]
+    assert (document["label"], document["new_len"], document["next_position"]) == ("LOSSY", 5, 21)
+    assert (document["cache"], document["weights"]["file"]) == ("c.npz", "w.bin")
+    assert sorted(path.name for path in here.path.iterdir()) == ["c.npz", "o.npz", "o.npz.json", "w.bin"]
+
+
+@pytest.mark.parametrize(
+    ("names", "axes"),
+    [
+        (("layers.{}.key", "layers.{}.value"), "bhtd"),
+        (("past_key_values.{}.key", "past_key_values.{}.value"), "bhtd"),
+        (("key_cache.{}", "value_cache.{}"), "htd"),
+        (("k_{}", "v_{}"), "htd"),
+        (("K{}", "V{}"), "htd"),
+        (("run/layer_{}/k_t0_21", "run/layer_{}/v_t0_21"), "thd"),
+    ],
+)
+def test_arrays_of_one_layer(here, run, names, axes):
+    order = ["bhtd".index(letter) for letter in axes]
+    cut = (lambda array: array) if "b" in axes else (lambda array: array[0])
+    order = order if "b" in axes else [position - 1 for position in order]
+    arrays = {
+        name.format(layer): cut(array[layer]).transpose(order)
+        for layer in (1, 0)
+        for name, array in zip(names, (here.keys, here.values), strict=True)
+    }
+    np.savez("layers.npz", **arrays)
+    run("w.bin", "layers.npz", "-o", "o.safetensors", *(["--axes", axes] if axes == "thd" else []))
+    expected = compress(here.weights, here.keys, here.values)
+    for array in open_source("o.safetensors").arrays:
+        layer = int("".join(filter(str.isdigit, array.name))[0])
+        whole = expected.values if "value" in array.name.split(".")[-1].lower() else expected.keys
+        whole = expected.values if array.name.rpartition("/")[2][0] in "vV" else whole
+        (piece,) = array.pieces()
+        found = piece.view(np.float32).reshape(array.shape)
+        np.testing.assert_array_equal(found, cut(whole[layer]).transpose(order))
+
+
+@pytest.mark.parametrize("axes", ["lthd", "lhtd", "tlbhd", "bldth"])
+def test_axes_in_any_order(here, run, axes):
+    def laid(array):
+        order = ["lbhtd".index(letter) for letter in axes]
+        return array.transpose(order) if "b" in axes else array[:, 0].transpose([max(n - 1, 0) for n in order])
+
+    np.savez("other.npz", keys=laid(here.keys), values=laid(here.values))
+    run("w.bin", "other.npz", "-o", "o.npz", "--axes", axes)
+    expected = compress(here.weights, here.keys, here.values)
+    with np.load("o.npz") as made:
+        np.testing.assert_array_equal(made["keys"], laid(expected.keys))
+        np.testing.assert_array_equal(made["values"], laid(expected.values))
+
+
+def test_an_mnn_dump(here, run):
+    dump = here.path / "dump" / "layer_1"
+    dump.mkdir(parents=True)
+    meta = {"seq_len": 21, "kv_heads": 3, "head_dim": 4, "bytes_per_elem": 4, "k_file": "k_t0_21.bin"}
+    (dump / "meta_t0_21.json").write_text(json.dumps({**meta, "v_file": "v_t0_21.bin"}))
+    here.keys[1, 0].transpose(1, 0, 2).tofile(dump / "k_t0_21.bin")
+    here.values[1, 0].transpose(1, 0, 2).tofile(dump / "v_t0_21.bin")
+    run("w.bin", "dump", "-o", "o.npz", "--axes", "thd")
+    expected = compress(here.weights, here.keys, here.values)
+    with np.load("o.npz") as made:
+        np.testing.assert_allclose(made["layer_1/k_t0_21"], expected.keys[1, 0].transpose(1, 0, 2), atol=1e-6)
+
+
+def test_bf16_stays_bf16_in_safetensors(here, run):
+    words = {"k": to_words(here.keys, "bf16"), "v": to_words(here.values, "bf16")}
+    np.savez("b.npz", **words)
+    run("w.bin", "b.npz", "-o", "o.safetensors")
+    assert [(a.name, a.dtype, a.shape) for a in open_source("o.safetensors").arrays] == [
+        ("k", "bf16", (2, 1, 3, 5, 4)),
+        ("v", "bf16", (2, 1, 3, 5, 4)),
+    ]
+    run("w.bin", "o.safetensors", "-o", "again.npz", "--min-seq-len", 1)
+    document = json.loads((here.path / "again.npz.json").read_text())
+    assert (document["positions"], document["next_position"]) == ([[0, 21]], 21)
+
+
+@pytest.mark.parametrize("engine", ["numpy", pytest.param("onnx", marks=pytest.mark.skipif(not ONNX, reason="no lm"))])
+def test_fp16_parity_and_json(here, run, engine):
+    said = run("w.bin", "c.npz", "-o", "o.npz", "--precision", "fp16", "--engine", engine, "--json")
+    document = json.loads(said.out)
+    assert said.err == ""
+    assert (document["verb"], document["label"], document["engine"]) == ("compress-kv", "LOSSY", engine)
+    assert (document["tokens"], document["new_len"], document["raw_bytes"], document["stored_bytes"]) == (
+        21,
+        5,
+        4032,
+        480,
+    )
+    expected = compress(here.weights, here.keys, here.values, ForwardOptions(precision="fp16"))
+    with np.load("o.npz") as made:
+        assert made["k"].dtype == np.float16
+        np.testing.assert_allclose(made["k"], expected.keys, atol=2e-3, rtol=1e-2)
+
+
+def test_dead_tokens_and_short_segments(here, run):
+    said = run("w.bin", "c.npz", "-o", "o.npz", "--tokens", 9)
+    assert "o.npz: UNCHANGED (no segment with weights for it has 2 whole groups of 5 (text 1)), 9 -> 9" in said.out
+    assert "1,728 -> 1,728 bytes; the next token goes to place 9 and has position 9" in said.out
+    with np.load("o.npz") as made:
+        np.testing.assert_array_equal(made["k"], here.keys[..., :9, :])
+    assert "LOSSY" in run("w.bin", "c.npz", "-o", "p.npz", "--tokens", 9, "--precision", "fp16").out
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "message"),
+    [
+        ("w.bin c.npz", 2, "no output given"),
+        ("w.bin c.npz -o o.npy", 2, "o.npy: expected a .npz or .safetensors file as output"),
+        ("w.bin - -o o.npz", 2, "read from files"),
+        ("w.bin c.npz -o o.npz --image-tokens -1", 2, "'-1' is not a whole number"),
+        ("w.bin c.npz -o c.npz -f", 1, "c.npz: is the input itself"),
+        ("w.bin c.npz -o taken.npz", 1, "taken.npz: exists already"),
+        ("w.bin c.npz -o free.npz", 1, "free.npz.json: exists already"),
+        ("c.npz c.npz -o o.npz", 1, "field magic is"),
+        ("w.bin gone.npz -o o.npz", 1, "gone.npz: cannot be read"),
+        ("w.bin c.npz -o o.npz --factor 4", 1, "nothing to compress: no compressor in the weights takes groups of 4"),
+        ("w.bin c.npz -o o.npz --tokens 0", 1, "nothing to compress: the cache is empty"),
+        ("w.bin c.npz -o o.npz --axes lbht", 1, "axes 'lbht': expected h (kv_head), t (token), d (dimension)"),
+        ("w.bin c.npz -o o.npz --axes htd", 1, "array 'k' has 5 axes [2, 1, 3, 21, 4], expected 3 (htd)"),
+        ("w.bin c.npz -o o.npz --tensor k", 1, "array 'k' is K and there is no V to it"),
+        ("w.bin other.npz -o o.npz", 1, "array 'scores' is neither K nor V by its name"),
+        ("w.bin flat.npz -o o.npz", 1, "array 'k' has shape [1, 3, 21, 4]: expected five axes"),
+        ("w.bin flat.npz -o o.npz --axes bhtd", 1, "array 'k' does not say which layer it is"),
+        ("w.bin twice.npz -o o.npz", 1, "arrays 'a.0.k' and 'b.0.k' are both K of layer 0"),
+        ("w.bin five.npz -o o.npz", 1, "holds 2 pairs of K and V, each with all layers"),
+        ("w.bin role.npz -o o.npz", 1, "arrays 'k' and 'key' have the same role"),
+        ("w.bin uneven.npz -o o.npz", 1, "K has 2 layers, V 1"),
+        ("w.bin nan.npz -o o.npz", 1, "keys of layer 0: batch 0, kv_head 2, token 7, dimension 1 is nan"),
+        ("w.bin many.npz -o o.npz", 1, "has weights for 2 layers, the cache has a layer 3"),
+        ("w.bin stale.npz -o o.npz", 1, "stale.npz.json: has positions for 1 tokens, stale.npz has 21"),
+    ],
+)
+def test_errors_are_one_line_and_leave_nothing(here, run, argv, code, message):
+    keys, values = here.keys, here.values
+    bad = keys.copy()
+    bad[0, 0, 2, 7, 1] = np.nan
+    np.savez("other.npz", k=keys, v=values, scores=keys[0, 0, 0])
+    np.savez("flat.npz", k=keys[0], v=values[0])
+    np.savez("twice.npz", **{f"{a}.0.{b}": keys[0] for a in "ab" for b in "kv"})
+    np.savez("five.npz", **{f"{a}.{b}": keys for a in "ab" for b in "kv"})
+    np.savez("role.npz", k=keys, key=keys)
+    np.savez("uneven.npz", k=keys, v=values[:1])
+    np.savez("nan.npz", k=bad, v=values)
+    np.savez("many.npz", k=np.concatenate([keys, keys]), v=np.concatenate([values, values]))
+    np.savez("stale.npz", k=keys, v=values)
+    document = {"schema": "kvmnn-compressed-kv", "schema_version": 1, "next_position": 1, "positions": [[0, 1]]}
+    (here.path / "stale.npz.json").write_text(json.dumps(document))
+    (here.path / "taken.npz").write_text("mine")
+    (here.path / "free.npz.json").write_text("mine")
+    before = {path.name: path.read_bytes() for path in here.path.iterdir()}
+    said = run(*argv.split(), code=code)
+    assert said.out == ""
+    assert said.err.startswith("kvmnn: error: ")
+    assert said.err.count("\n") == 1
+    assert message in said.err
+    assert {path.name: path.read_bytes() for path in here.path.iterdir()} == before
+
+
+def test_a_missing_package_is_exit_code_3(here, run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    assert "needs the package onnx" in run("w.bin", "c.npz", "-o", "o.npz", "--engine", "onnx", code=3).err
+    assert not (here.path / "o.npz").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema_version": 2}, "schema_version is 2, this kvmnn reads 1"),
+        ({"next_position": 20}, "positions are not spans within the 20 tokens seen"),
+        ({"positions": [[0, 0], *[[n, n + 1] for n in range(1, 21)]]}, "positions are not spans"),
+        ({"positions": [[0]]}, "positions[0]: has 1 entries"),
+        ({"positions": 3}, "positions: found 3, expected a list"),
+    ],
+)
+def test_a_damaged_document_beside_a_cache(here, run, change, message):
+    document = {"schema": "kvmnn-compressed-kv", "schema_version": 1, "next_position": 21}
+    document["positions"] = [[n, n + 1] for n in range(21)]
+    beside = here.path / "c.npz.json"
+    beside.write_text(json.dumps({**document, **change}))
+    assert message in run("w.bin", "c.npz", "-o", "o.npz", code=1).err
+    beside.write_text(json.dumps(document))
+    run("w.bin", "c.npz", "-o", "o.npz")
+    for other in ("{}", "not json", '{"schema": "something else"}'):
+        beside.write_text(other)
+        run("w.bin", "c.npz", "-o", "o.npz", "-f")

@@ -1,0 +1,219 @@
+"""``kvmnn dump-kv``: the caches that a model has, in the forms that encode, measure and pack read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from repository import FIXTURES
+
+from kvmnn.arrays.layer_cache import LayerCache
+from kvmnn.cli.command import main
+from kvmnn.errors import KvmnnError
+from kvmnn.lm.kv_dump import layer_arrays
+from kvmnn.lm.session import DecoderSession
+from kvmnn.lm.tokenizer import Tokenizer
+
+FIXTURE = FIXTURES / "lm"
+TEXT = FIXTURE / "texts" / "trace.py.txt"
+TOKENS, LAYERS = 90, 6
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., SimpleNamespace]:
+    def call(*argv: object, code: int = 0) -> SimpleNamespace:
+        capsys.readouterr()
+        found = main([str(arg) for arg in argv])
+        streams = capsys.readouterr()
+        assert found == code, streams.err
+        return SimpleNamespace(out=streams.out, err=streams.err)
+
+    return call
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def model_says() -> tuple[list[int], list[tuple[np.ndarray, np.ndarray]]]:
+    """Ids of the text, and K and V of them all in one step, straight from the session."""
+    tokenizer, session = Tokenizer.open(FIXTURE), DecoderSession.open(FIXTURE)
+    ids = [tokenizer.bos, *tokenizer.encode(TEXT.read_text(encoding="utf-8"))[: TOKENS - 1].tolist()]
+    step = session.step(np.array(ids), np.arange(TOKENS), session.empty())
+    return ids, [(keys[0].copy(), values[0].copy()) for keys, values in step.present]
+
+
+def dump(run: Callable[..., Any], *more: object, out: str = "kv") -> Any:
+    argv = ["dump-kv", FIXTURE, "--text", TEXT, "--tokens", TOKENS, "-o", out, *more, "--json"]
+    return json.loads(run(*argv).out)
+
+
+def npy_files(folder: str) -> list[Path]:
+    return sorted(Path(folder).glob("*.npy"))
+
+
+def test_the_words_that_the_model_computed(run: Callable[..., Any], model_says: Any) -> None:
+    ids, layers = model_says
+    found = dump(run)
+    assert (found["label"], found["dtype"], found["tokens_kept"]) == ("LOSSLESS", "fp32", [TOKENS] * LAYERS)
+    assert found["rounded"]["changed"] == 0
+    assert len(npy_files("kv")) == 2 * LAYERS
+    for layer, (keys, values) in enumerate(layers):
+        assert np.array_equal(np.load(f"kv/layer_{layer}.key.npy"), keys)
+        assert np.array_equal(np.load(f"kv/layer_{layer}.value.npy"), values)
+    assert json.loads(Path("kv/token_ids.json").read_text()) == ids
+    positions = json.loads(Path("kv/positions.json").read_text())
+    assert positions["tokens_seen"] == TOKENS
+    assert [entry["positions"] for entry in positions["layers"]] == [list(range(TOKENS))] * LAYERS
+    assert found["bytes"] == sum(np.load(path).nbytes for path in npy_files("kv"))
+
+
+def test_rounding_is_said_and_counted(run: Callable[..., Any], model_says: Any) -> None:
+    found = dump(run, "--dtype", "fp16")
+    assert (found["label"], found["dtype"], found["rounded"]["from"]) == ("LOSSY", "fp16", "fp32")
+    changed, worst = 0, 0.0
+    for layer, pair in enumerate(model_says[1]):
+        for part, words in zip(("key", "value"), pair, strict=True):
+            here = np.load(f"kv/layer_{layer}.{part}.npy")
+            assert here.dtype == np.float16 and np.array_equal(here, words.astype(np.float16))
+            changed += int((here.astype(np.float32) != words).sum())
+            worst = max(worst, float(np.abs(here.astype(np.float64) - words).max()))
+    assert (found["rounded"]["changed"], found["rounded"]["largest_error"]) == (changed, worst)
+    said = run("dump-kv", FIXTURE, "--text", TEXT, "--tokens", TOKENS, "-o", "kv", "--dtype", "fp16", "-f").out
+    assert f"LOSSY (fp32 rounded to fp16: {changed:,} of" in said
+
+
+@pytest.mark.parametrize("policy", ["streaming", "h2o_decayed_heads", "l2_fixed", "knorm"])
+def test_a_cut_cache_has_the_tokens_that_its_positions_name(
+    run: Callable[..., Any], model_says: Any, policy: str
+) -> None:
+    found = dump(run, "--policy", policy, "--budget", 20)
+    skipped = 2 if policy == "l2_fixed" else 0
+    assert (found["label"], found["tokens_kept"]) == ("LOSSY", [TOKENS] * skipped + [20] * (LAYERS - skipped))
+    positions = json.loads(Path("kv/positions.json").read_text())
+    for entry, (keys, values) in zip(positions["layers"], model_says[1], strict=True):
+        places = np.broadcast_to(np.array(entry["positions"]), (keys.shape[0], entry["tokens"]))
+        for part, words in (("key", keys), ("value", values)):
+            here = np.load(f"kv/layer_{entry['layer']}.{part}.npy")
+            kept = np.take_along_axis(words, places[:, :, None], axis=1)
+            assert np.array_equal(here, kept), (policy, entry["layer"], part)  # one step: eviction comes after it
+    assert len(json.loads(Path("kv/token_ids.json").read_text())) == TOKENS
+
+
+@pytest.mark.parametrize("cut", [(), ("--policy", "l2_fixed", "--budget", 20)], ids=["whole", "layers unequal"])
+@pytest.mark.parametrize("form", ["npy", "mnn"])
+def test_the_pipeline(run: Callable[..., Any], form: str, cut: tuple[str, ...]) -> None:
+    """dump-kv -> encode -> verify -> decode, -> measure, -> pack -> unpack."""
+    dump(run, "--format", form, *cut)
+    inputs = npy_files("kv") if form == "npy" else ["kv"]
+    encoded = json.loads(run("encode", *inputs, "-o", "frames/", "--json").out)
+    assert (len(encoded["arrays"]), encoded["label"]) == (2 * LAYERS, "LOSSLESS")
+    verified = json.loads(run("verify", "frames/", "--json").out)
+    assert verified["label"] == "LOSSLESS"
+    run("decode", "frames/", "-o", "back/")
+    if form == "npy":
+        for path in inputs:
+            assert (Path("back") / Path(path).name).read_bytes() == Path(path).read_bytes()
+    measured = json.loads(run("measure", *inputs, "--json").out)
+    assert measured["verb"] == "measure"
+    run("pack", *inputs, "--name", "p", "--backend", "x86-avx2", "-o", "packed/")
+    run("unpack", "packed/", "-o", "plain/")
+    dump(run, *cut, out="again")
+    for path in npy_files("again"):
+        assert (Path("plain") / path.name).read_bytes() == path.read_bytes()
+
+
+def test_an_mnn_dump_is_as_the_engine_lays_it_out(run: Callable[..., Any], model_says: Any) -> None:
+    dump(run, "--format", "mnn", "--dtype", "fp16", "--run-id", "r1")
+    for layer, (keys, values) in enumerate(model_says[1]):
+        meta = json.loads(Path(f"kv/r1/layer_{layer}/meta_t0_{TOKENS}.json").read_text())
+        assert (meta["seq_len"], meta["kv_heads"], meta["head_dim"], meta["dtype"]) == (TOKENS, 4, 64, "fp16")
+        for name, words in ((meta["k_file"], keys), (meta["v_file"], values)):
+            here = np.fromfile(f"kv/r1/layer_{layer}/{name}", np.float16).reshape(TOKENS, 4, 64)
+            assert np.array_equal(here, words.astype(np.float16).transpose(1, 0, 2))
+
+
+def test_chunks_change_the_cut_but_not_the_size(run: Callable[..., Any]) -> None:
+    at_once = dump(run, "--policy", "h2o_decayed", "--budget", 20)
+    by_token = dump(run, "--policy", "h2o_decayed", "--budget", 20, "--chunk", 1, out="slow")
+    assert at_once["tokens_kept"] == by_token["tokens_kept"] == [20] * LAYERS
+
+
+def test_a_text_that_is_shorter(run: Callable[..., Any], folder: Path) -> None:
+    (folder / "short.txt").write_text("def f(): pass\n")
+    argv = ["dump-kv", FIXTURE, "--text", "short.txt", "-o", "kv"]
+    found = json.loads(run(*argv, "--json").out)
+    assert 2 < found["tokens_seen"] < 20
+    assert f"the text has only {found['tokens_seen']} tokens" in run(*argv, "-f").out
+    one = json.loads(run(*argv, "--tokens", 1, "-f", "--json").out)
+    assert one["tokens_kept"] == [1] * LAYERS
+
+
+def test_what_exists_is_replaced_only_if_forced(run: Callable[..., Any]) -> None:
+    dump(run)
+    before = {path.name: path.stat().st_mtime_ns for path in Path("kv").iterdir()}
+    argv = ["dump-kv", FIXTURE, "--text", TEXT, "--tokens", 5, "-o", "kv"]
+    assert "exists already" in run(*argv, code=1).err
+    assert {path.name: path.stat().st_mtime_ns for path in Path("kv").iterdir()} == before
+    run(*argv, "-f")
+    assert np.load("kv/layer_0.key.npy").shape == (4, 5, 64)
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "message"),
+    [
+        (["--text", str(TEXT)], 2, "no output given"),
+        (["--text", str(TEXT), "-o", "-"], 2, "no output given"),
+        (["-o", "kv"], 2, "--text"),
+        (["--text", str(TEXT), "-o", "kv", "--tokens", "4097"], 1, "4,096 positions"),
+        (["--text", "empty.txt", "-o", "kv"], 1, "empty.txt: is empty"),
+        (["--text", "latin.txt", "-o", "kv"], 1, "is not UTF-8"),
+        (["--text", "none.txt", "-o", "kv"], 1, "none.txt"),
+        (["--text", str(TEXT), "-o", "latin.txt", "--tokens", "5"], 1, "latin.txt: exists already"),
+        (["--text", str(TEXT), "-o", "kv", "--tokens", "9", "--format", "mnn", "--run-id", "../x"], 1, "not a run id"),
+        (
+            ["--text", str(TEXT), "-o", "kv", "--tokens", "9", "--policy", "recent_only", "--budget", "0"],
+            1,
+            "layer 2: the policy keeps no token of it",
+        ),
+    ],
+)
+def test_one_line_and_nothing_written(
+    run: Callable[..., Any], folder: Path, argv: list[str], code: int, message: str
+) -> None:
+    (folder / "empty.txt").write_bytes(b"")
+    (folder / "latin.txt").write_bytes(b"caf\xe9")
+    found = run("dump-kv", FIXTURE, *argv, code=code)
+    assert message in found.err and len(found.err.splitlines()) == 1
+    assert sorted(path.name for path in folder.iterdir()) == ["empty.txt", "latin.txt"]
+
+
+def test_what_fp16_cannot_hold_is_refused() -> None:
+    keys = np.full((1, 2, 4), 7e4, np.float32)
+    cache = LayerCache(layer=3, keys=keys, values=np.zeros_like(keys))
+    with pytest.raises(KvmnnError, match=r"layer 3: 8 of its keys are beyond fp16 \(65504\): dump them as fp32"):
+        layer_arrays([cache], "fp16")
+    keys[0, 0, 0] = np.inf  # what was infinite stays so
+    keys[keys == 7e4] = 1.0
+    arrays, cast = layer_arrays([LayerCache(layer=3, keys=keys, values=keys)], "fp16")
+    assert len(arrays) == 2 and cast.changed == 0
+
+
+def test_an_fp16_cache_as_fp32_loses_nothing() -> None:
+    words = np.arange(24, dtype=np.float16).reshape(2, 3, 4) / 7
+    arrays, cast = layer_arrays([LayerCache(layer=0, keys=words, values=-words)], "fp32")
+    assert (cast.changed, cast.label) == (0, "LOSSLESS")
+    assert [(entry.array.name, entry.array.dtype, entry.geometry) for entry in arrays] == [
+        ("layer_0.key", "fp32", (2, 3, 4)),
+        ("layer_0.value", "fp32", (2, 3, 4)),
+    ]
+    (piece,) = arrays[1].array.pieces()
+    assert np.array_equal(piece.view(np.float32).reshape(2, 3, 4), (-words).astype(np.float32))

@@ -1,0 +1,278 @@
+"""``kvmnn eval``: what is printed and written, and one line for everything that cannot be."""
+
+from __future__ import annotations
+
+import csv
+import fcntl
+import io
+import json
+import os
+import pty
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+
+import pytest
+from repository import FIXTURES
+
+from kvmnn.cli.command import main
+
+FIXTURE = FIXTURES / "lm"
+TEXTS = [str(FIXTURE / "texts" / name) for name in ("calendar.py.txt", "asyncio__tasks.py.txt")]
+BASE = ["eval", str(FIXTURE), "--text", *TEXTS, "--tokens", "48", "--threads", "1"]
+QUICK = [*BASE, "--policy", "streaming", "--budget", "16", "--no-timing"]
+
+
+def run(capsys, *arguments):
+    code = main([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def fails(capsys, *arguments):
+    code, out, err = run(capsys, *arguments)
+    assert out == ""
+    assert err.startswith("kvmnn: error: ")
+    assert err.count("\n") == 1
+    return code, err
+
+
+@pytest.fixture(scope="module")
+def cells(tmp_path_factory):
+    """Finished cells of `QUICK`, so that most tests need not measure again."""
+    path = tmp_path_factory.mktemp("eval") / "cells.jsonl"
+    assert main([*QUICK, "--resume", str(path), "-q"]) == 0
+    return path
+
+
+def test_a_markdown_table(capsys, cells, tmp_path):
+    code, out, err = run(capsys, *QUICK, "--resume", cells, "-o", tmp_path / "table.md")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0].startswith("| policy | kind |")
+    assert lines[2].startswith("| full | LOSSLESS |")
+    assert lines[3].startswith("| streaming 16 | LOSSY | 16 |")
+    assert (tmp_path / "table.md").read_text() == out
+
+
+def test_json_and_csv_have_the_same_numbers(capsys, cells, tmp_path):
+    code, out, err = run(capsys, *QUICK, "--resume", cells, "--json", "-o", tmp_path / "r.csv")
+    assert (code, err) == (0, "")
+    document = json.loads(out)
+    assert document["verb"] == "eval"
+    assert [row["label"] for row in document["rows"]] == ["full", "streaming 16"]
+    assert document["settings"]["tokens"] == 48
+    assert document["rows"][1]["process_peak_bytes"] > 0
+    lines = list(csv.DictReader(io.StringIO((tmp_path / "r.csv").read_text())))
+    assert len(lines) == 2 * (1 + 2)
+    whole = [line for line in lines if not line["document"]]
+    assert [float(line["nll"]) for line in whole] == [row["nll"] for row in document["rows"]]
+    code, out, _ = run(capsys, *QUICK, "--resume", cells, "--csv", "-o", tmp_path / "r.json")
+    assert code == 0
+    assert out == (tmp_path / "r.csv").read_text()
+    assert json.loads((tmp_path / "r.json").read_text())["rows"] == document["rows"]
+
+
+def test_the_terminal_shows_progress_and_a_table(tmp_path):
+    command = [sys.executable, "-m", "kvmnn", *QUICK, "--resume", str(tmp_path / "cells")]
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        shown = b""
+        while True:
+            try:
+                some = os.read(ours, 1 << 16)
+            except OSError:  # Linux: the other end is closed
+                break
+            if not some:
+                break
+            shown += some
+    os.close(ours)
+    assert process.returncode == 0
+    text = shown.decode()
+    assert "evaluating" in text
+    assert "0/4 cells" in text
+    assert "streaming 16" in text
+
+
+def test_plots(capsys, cells, tmp_path):
+    plots = tmp_path / "plots"
+    code, _, err = run(capsys, *QUICK, "--plot", plots)
+    assert code == 0
+    assert f"plot files in {plots}" in err
+    names = {path.name for path in plots.iterdir()}
+    assert {"keep_map.png", "keep_map.svg", "memory_over_time.png", "perplexity_over_budget.svg"} <= names
+    code, err = fails(capsys, *QUICK, "--resume", cells, "--plot", plots)
+    assert code == 1
+    assert "exists already" in err
+
+
+def test_a_preset(capsys):
+    code, out, err = run(
+        capsys,
+        *BASE,
+        "--preset",
+        "knorm-ratio:keep_ratios=0.5,prune_after=20",
+        "--repeats",
+        "1",
+        "--json",
+        "--chunk",
+        "8",
+    )
+    assert (code, err) == (0, "")
+    full, baseline, half = json.loads(out)["rows"]
+    assert (full["preset"], baseline["preset"], half["preset"]) == (None, "knorm-ratio", "knorm-ratio")
+    assert half["as_seed"]["evaluation"] == "E1"
+    assert half["ttft_seconds"] > 0
+    assert half["tokens_kept"][:2] == [48, 48]
+    assert max(half["tokens_kept"][2:]) <= 28
+
+
+def test_a_budget_may_be_a_share_of_the_tokens(capsys):
+    code, out, _ = run(capsys, *QUICK, "--chunk", "24", "--budget", "25%", "62.5%", "--json")
+    assert code == 0
+    assert [row["budget"] for row in json.loads(out)["rows"]] == [None, 16, 12, 30]
+
+
+def test_notes_for_readers_of_json(capsys, tmp_path):
+    text = tmp_path / "short.txt"
+    text.write_text("import os\n")
+    code, out, err = run(
+        capsys, "eval", FIXTURE, "--text", text, "--policy", "streaming", "--budget", 64, "--no-timing", "--json"
+    )
+    assert code == 0
+    notes = json.loads(out)["notes"]
+    assert err == "".join(f"kvmnn: note: {note}\n" for note in notes)
+    assert [note.split(":")[0] for note in notes] == [
+        notes[0].split(":")[0],
+        "streaming 64",
+        "One document",
+    ]
+    assert "short.txt has only" in notes[0]
+
+
+def test_what_the_model_refuses_is_named_and_the_rest_is_there(capsys):
+    code, out, err = run(
+        capsys, *QUICK, "--policy", "h2o_tokens:recent=4,buffer=0", "--chunk", "24", "--slack", "0", "--json"
+    )
+    assert code == 1
+    document = json.loads(out)
+    assert [row["label"] for row in document["rows"]] == ["full", "streaming 16"]
+    assert "kvmnn: refused: h2o_tokens 16" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "expected a --policy or a --preset"),
+        (["--policy", "nothing"], "unknown policy 'nothing'"),
+        (["--policy", "streaming:sink"], "is not option=value"),
+        (["--policy", "streaming", "--budget", "4"], "leaves no window behind 4 sinks"),
+        (["--policy", "knorm"], "expected a budget (tokens) or a keep_ratio"),
+        (["--policy", "h2o_heads", "--budget", "64"], "less than the 512 recent ones"),
+        (["--preset", "nothing"], "unknown preset 'nothing'"),
+        (["--policy", "full", "--skip-layers", "x"], "expected whole numbers"),
+        (["--policy", "full", "--json", "--csv"], "both want standard output"),
+        (["--policy", "full", "-o", "-"], "printed on standard output anyhow"),
+        (["--policy", "streaming", "--budget", "100%"], "is not a whole number"),
+        (["--policy", "full", "--tokens", "0"], "not a whole number above zero"),
+        (["--policy", "full", "--frame-dtype", "fp8"], "invalid choice"),
+    ],
+)
+def test_usage(capsys, arguments, message):
+    code, err = fails(capsys, "eval", FIXTURE, "--text", TEXTS[0], *arguments)
+    assert code == 2
+    assert message in err
+
+
+def test_data_that_cannot_be_used(capsys, tmp_path):
+    policy = ["--policy", "recent_only", "--budget", "8", "--no-timing"]
+    for name, data in {"empty": b"", "latin": "é".encode("latin-1")}.items():
+        (tmp_path / name).write_bytes(data)
+    empty, latin = tmp_path / "empty", tmp_path / "latin"
+    cases = {
+        f"{empty}: is empty": [FIXTURE, "--text", empty],
+        f"{latin}: is not UTF-8: byte 0 is 0xe9": [FIXTURE, "--text", latin],
+        f"{tmp_path / 'no'}: cannot be read": [FIXTURE, "--text", tmp_path / "no"],
+        "does not exist": [tmp_path / "model", "--text", TEXTS[0]],
+        "has no *.txt files": [FIXTURE, "--text", tmp_path],
+        "is not a file of cells": [FIXTURE, "--text", TEXTS[0], "--resume", latin],
+        "onnxruntime has no provider Nothing": [FIXTURE, "--text", TEXTS[0], "--providers", "Nothing", "--tokens", "9"],
+        "backend": [FIXTURE, "--text", TEXTS[0], "--packed", "z80", "--tokens", "9"],
+    }
+    for message, arguments in cases.items():
+        code, err = fails(capsys, "eval", *arguments, *policy)
+        assert code == 1, err
+        assert message in err
+
+
+def test_damaged_models(capsys, tmp_path):
+    graph = (FIXTURE / "model.onnx").read_bytes()
+    rest = ["--text", TEXTS[0], "--policy", "streaming", "--budget", "16", "--tokens", "9", "--no-timing"]
+    (tmp_path / "model.onnx").write_bytes(graph[: len(graph) // 2])
+    code, err = fails(capsys, "eval", tmp_path, *rest)
+    assert code == 1
+    assert "tokenizer.json" in err
+    code, err = fails(capsys, "eval", tmp_path, "--tokenizer", FIXTURE / "tokenizer.json", *rest)
+    assert code == 1
+    assert str(tmp_path / "model.onnx") in err
+
+
+def test_outputs_are_refused_before_anything_is_measured(capsys, tmp_path):
+    there = tmp_path / "there.md"
+    there.write_text("mine")
+    code, err = fails(capsys, *QUICK, "-o", there)
+    assert (code, "exists already" in err) == (1, True)
+    code, err = fails(capsys, *QUICK, "-f", "-o", TEXTS[0])
+    assert code == 1
+    code, err = fails(capsys, *QUICK, "-o", tmp_path)
+    assert (code, "is a directory" in err) == (2, True)
+    assert there.read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["there.md"]
+
+
+def test_forced_output_replaces_the_file(capsys, cells, tmp_path):
+    there = tmp_path / "there.md"
+    there.write_text("mine")
+    assert run(capsys, *QUICK, "--resume", cells, "-f", "-q", "-o", there) == (0, "", "")
+    assert there.read_text().startswith("| policy |")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted_it_leaves_cells_and_no_processes(capsys, tmp_path, number, code):
+    path = tmp_path / "cells"
+    arguments = [*QUICK, "--tokens", "200", "--resume", str(path), "--jobs", "2", "-o", str(tmp_path / "out.md")]
+    with subprocess.Popen(
+        [sys.executable, "-m", "kvmnn", *arguments], stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        deadline = time.monotonic() + 60
+        while process.poll() is None and not (path.exists() and path.stat().st_size) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    assert err == f"kvmnn: error: {'interrupted' if code == 130 else 'terminated'}\n"
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["cells"]
+    done = len(path.read_text().splitlines())
+    assert 0 < done < 4
+    if number == signal.SIGINT:
+        assert run(capsys, *arguments, "-q") == (0, "", "")
+        assert len(path.read_text().splitlines()) == 4
+
+
+def test_without_onnxruntime(tmp_path):
+    (tmp_path / "onnxruntime.py").write_text("raise ImportError('not here')\n")
+    command = [sys.executable, "-m", "kvmnn", *QUICK]
+    found = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(tmp_path)}, timeout=60
+    )
+    assert (found.returncode, found.stdout) == (3, "")
+    assert found.stderr.startswith("kvmnn: error: ")
+    assert "pip install 'kvmnn[lm]'" in found.stderr
+    assert found.stderr.count("\n") == 1

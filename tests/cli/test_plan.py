@@ -1,0 +1,183 @@
+"""``kvmnn plan``: files in, pairs and a picture out."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from kvmnn import PackedCache
+from kvmnn.cli.command import main
+from kvmnn.cli.keep_map import keep_map
+from kvmnn.cli.score_files import read_scores
+from kvmnn.h2o import H2OConfig, block_sums, plan
+
+RNG = np.random.default_rng(4)
+ATTENTION = RNG.random((2, 4, 1, 500), dtype=np.float32)
+OPTIONS = ("--block", 16, "--sink", 16, "--recent", 40, "--target-ratio", 3.5)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    np.save("layers.npy", ATTENTION)
+    np.save("heads.npy", ATTENTION[0, :, 0].astype(np.float16))
+    np.save("scores.npy", np.arange(20, dtype=np.float32))
+    np.savez("scores.npz", layer_0=np.arange(20, dtype=np.float32), layer_1=-np.arange(20, dtype=np.float32))
+    return tmp_path
+
+
+@pytest.fixture
+def run(capsys):
+    def call(*argv: object, code: int = 0) -> SimpleNamespace:
+        capsys.readouterr()
+        found = main(["plan", *map(str, argv)])
+        streams = capsys.readouterr()
+        assert found == code, streams.err
+        return streams
+
+    return call
+
+
+def expected(attention, **more):
+    sums = block_sums(attention, 16)
+    return plan(sums, 500, block_tokens=16, sink_tokens=16, recent_tokens=40, **{"target_lossy_ratio": 3.5, **more})
+
+
+def test_attention_of_layers(here, run):
+    found = json.loads(run("layers.npy", *OPTIONS, "--json").out)
+    for layer, attention in zip(found["layers"], ATTENTION, strict=True):
+        made = expected(attention)
+        assert layer["pairs"] == [list(pair) for pair in made.reserve]
+        assert (layer["remove"], layer["tokens"], layer["tokens_after"]) == (500, 500, made.final_keep)
+        assert layer["keep"] == "".join("01"[int(kept)] for kept in made.keep)
+        assert layer["lossy_ratio"] == float(made.lossy_ratio) and layer["lossy_ratio_of"] == "tokens"
+    assert found["label"] == "LOSSY" and found["verb"] == "plan" and found["config"]["block_tokens"] == 16
+
+
+def test_text_is_what_compact_reads_and_a_picture(here, run):
+    made = expected(ATTENTION[0, :, 0].astype(np.float16))
+    head, pairs, picture, legend = run("heads.npy", *OPTIONS).out.splitlines()
+    assert (
+        head
+        == f"layer 0 (heads): LOSSY, {made.final_keep} of 500 tokens stay, {made.lossy_ratio:.3f} x tokens, target 143"
+    )
+    assert pairs == "  --remove 500 --reserve " + ",".join(f"{b}:{n}" for b, n in made.reserve)
+    letters = picture.split()[1]
+    assert letters[0] == "S" and letters[-4:] == "RRRR" and letters.count("#") == made.keep.sum() - 5
+    assert "16 tokens a letter" in legend
+    assert run("heads.npy", *OPTIONS, "--no-map").out.splitlines() == [head, pairs]
+    assert run("heads.npy", *OPTIONS, "-q").out == ""
+
+
+def test_the_file_is_one_that_compact_takes(here, run, capsys):
+    run("scores.npz", "--block", 8, "--sink", 8, "--recent", 8, "-o", "plan.json")
+    plans = json.loads((here / "plan.json").read_text())
+    assert [entry["pairs"] for entry in plans] == [[[0, 8], [112, 48]], [[0, 48], [152, 8]]]
+    assert "exists already" in run("scores.npz", "-o", "plan.json", code=1).err
+    run("scores.npz", "-f", "-o", "plan.json", "--recent", 9999)
+    assert json.loads((here / "plan.json").read_text()) == [{"layer": n, "remove": 0, "pairs": []} for n in (0, 1)]
+    from kvmnn import PackLayout
+
+    layout = PackLayout.for_backend("x86-avx2", kv_heads=1, head_dim=8)
+    for entry in plans:
+        cache = PackedCache(layout)
+        cache.append(np.zeros((1, 160, 8), np.float32), np.zeros((1, 160, 8), np.float32))
+        cache.realloc(entry["remove"], entry["pairs"])
+        assert len(cache) == 56
+
+
+def test_standard_output(here, run):
+    streams = run("scores.npy", "-o", "-", "--block", 8, "--sink", 8, "--recent", 8)
+    assert json.loads(streams.out)[0]["remove"] == 160
+    assert "LOSSY" in streams.err
+    assert "standard output" in run("scores.npy", "-o", "-", "--json", code=2).err
+
+
+def test_nothing_to_drop_is_lossless(here, run):
+    assert "LOSSLESS, all 1,280 tokens stay: sink and recent reach" in run("scores.npy", "--recent", 1280).out
+    assert "LOSSLESS, all 1,280 tokens stay" in run("scores.npy", "--keep-ratio", 1, "--recent", 0).out
+
+
+def test_scores_as_json_and_numbers_that_are_none(here, run):
+    (here / "a.json").write_text("[[1, NaN, -Infinity, 2e999], [3, 1, 2, 0]]")
+    found = json.loads(run("a.json", "--recent", 0, "--json", "--block", 10, "--tokens", 40, "--sink", 0).out)
+    assert [layer["keep"] for layer in found["layers"]] == ["1001", "1010"]
+
+
+def test_every_dtype_and_order(here, run):
+    scores = np.arange(20, dtype=np.float32)
+    (here / "bf16.bin").write_bytes((scores.view(np.uint32) >> 16).astype("<u2").tobytes())
+    np.save("big.npy", scores.astype(">f2"))
+    np.save("fortran.npy", np.asfortranarray(ATTENTION))
+    options = ("--block", 8, "--sink", 8, "--recent", 8, "--json")
+    expected_pairs = json.loads(run("scores.npy", *options).out)["layers"][0]["pairs"]
+    assert json.loads(run("bf16.bin", "--dtype", "bf16", *options).out)["layers"][0]["pairs"] == expected_pairs
+    assert json.loads(run("big.npy", *options).out)["layers"][0]["pairs"] == expected_pairs
+    layers = [json.loads(run(name, *OPTIONS, "--json").out)["layers"] for name in ("layers.npy", "fortran.npy")]
+    assert [layer["pairs"] for layer in layers[0]] == [layer["pairs"] for layer in layers[1]]
+
+
+def test_bytes_and_static_targets(here, run):
+    found = json.loads(run("scores.npy", "--keep-ratio", 0.5, "--recent", 64, "--bytes-per-token", 256, "--json").out)
+    (layer,) = found["layers"]
+    assert layer["target"] == 640 and layer["lossy_ratio_of"] == "bytes"
+    assert layer["lossy_ratio"] == float(np.float32(1280 * 256) / np.float32(640 * 256 + 8 * len(layer["pairs"])))
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "message"),
+    [
+        (("nowhere.npy",), 1, "nowhere.npy"),
+        (("scores.npy", "--tokens", "9"), 1, "20 scores for 9 tokens"),
+        (("scores.npy", "--kind", "attention"), 1, r"shape (20,)"),
+        (("layers.npy", "--kind", "scores"), 1, "expected (blocks,)"),
+        (("keys.npy",), 1, "keys has numbers below 0: expected attention"),
+        (("raw.bin",), 1, "dtype"),
+        (("scores.npy", "--block", "0"), 2, "--block"),
+        (("scores.npy", "--sink", "-1"), 2, "--sink"),
+        (("scores.npy", "--target-ratio", "0.5"), 2, "expected at least 1"),
+        (("scores.npy", "--target-ratio", "nan"), 2, "not a number"),
+        (("scores.npy", "--keep-ratio", "2"), 2, "expected 0 to 1"),
+        (("scores.npy", "--keep-ratio", "1", "--target-ratio", "2"), 2, "one or the other"),
+        (("scores.npy", "--alpha", "7"), 2, "--alpha"),
+        (("bad.json",), 1, "not valid JSON"),
+        (("text.json",), 1, "list of scores"),
+        (("mixed.json",), 1, "entry 1"),
+        (("huge.json",), 1, "too large"),
+        (("empty.json",), 1, "shape (0,)"),
+        (("deep.json",), 1, "not valid JSON"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(here, run, argv, code, message):
+    np.save("keys.npy", RNG.standard_normal((2, 30, 8)).astype(np.float16))
+    (here / "raw.bin").write_bytes(bytes(8))
+    (here / "bad.json").write_text("[1,")
+    (here / "text.json").write_text('{"a": 1}')
+    (here / "mixed.json").write_text("[[1], [true]]")
+    (here / "huge.json").write_text("[1" + "0" * 400 + "]")
+    (here / "empty.json").write_text("[]")
+    (here / "deep.json").write_text("[" * 100_000)
+    said = run(*argv, code=code).err
+    assert said.startswith("kvmnn: error: ") and said.count("\n") == 1
+    assert message in said
+
+
+def test_pictures_of_many_blocks_fit():
+    made = plan(RNG.random(1 << 14), 1 << 20)
+    lines = keep_map(made, 80)
+    assert len(lines) <= 8 and all(len(line) <= 80 for line in lines)
+    assert set("".join(line.split(None, 1)[1] for line in lines)) <= set("S#R.123456789")
+    kept = made.keep.reshape(1, -1).mean()
+    digits = [int(letter) for line in lines for letter in line.split(None, 1)[1] if letter.isdigit()]
+    assert abs(np.mean(digits) / 10 - kept) < 0.05
+
+
+def test_attention_is_divided_by_heads_and_queries(here):
+    np.save("queries.npy", np.ones((2, 4, 3, 20), np.float32))
+    found = read_scores("queries.npy", H2OConfig(block_tokens=10, ema_alpha=0.5))
+    assert [(layer.name, layer.kv_len, layer.scores.tolist()) for layer in found] == [
+        (f"queries[{i}]", 20, [5.0, 5.0]) for i in range(2)
+    ]

@@ -1,0 +1,393 @@
+"""Conversion: the reference's rules in their order, the extensions behind them, rounding, and what is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from compressor_files import checkpoint, weights
+from hypothesis import given
+from hypothesis import strategies as st
+from kvcm_loaders import csrc_accepts, src_accepts
+
+from kvmnn import KvmnnError
+from kvmnn.cli import command
+from kvmnn.compressor import kvcm
+from kvmnn.compressor.checkpoint.tensors import ELEMENT_TYPES, Storage, Tensor
+from kvmnn.compressor.conversion import convert as conversion
+from kvmnn.compressor.conversion.convert import Conversion, convert
+from kvmnn.compressor.conversion.rounding import count_non_finite, rounded, words_of
+from kvmnn.compressor.conversion.selection import Options, Selection, select
+from kvmnn.dtypes import BF16, FP16, FP32
+from kvmnn.errors import CheckpointError, OutputError
+
+STATE = weights()
+OTHER = weights(seed=1)
+TEXT = weights(prefixes=kvcm.TEXT_PREFIXES)
+
+
+def converted(tmp_path: Path, root: Any, options: Options | None = None) -> tuple[kvcm.WeightFile, Conversion]:
+    source = checkpoint(tmp_path / "c.pth", root)
+    done = convert(source, tmp_path / "w.bin", options, force=True)
+    data = (tmp_path / "w.bin").read_bytes()
+    assert src_accepts(data)
+    assert csrc_accepts(data)
+    return kvcm.parse(data), done
+
+
+def refusal(tmp_path: Path, root: Any, options: Options | None = None) -> str:
+    source = checkpoint(tmp_path / "c.pth", root)
+    with pytest.raises(KvmnnError) as refused:
+        convert(source, tmp_path / "w.bin", options)
+    assert os.listdir(tmp_path) == ["c.pth"]
+    return str(refused.value)
+
+
+def holds(file: kvcm.WeightFile, state: dict[str, npt.NDArray[np.float32]], prefixes: tuple[str, ...]) -> bool:
+    names = [f"{p}.{layer}.{s}" for layer in range(file.header.num_layers) for p in prefixes for s in kvcm.SLOTS]
+    for name, block in zip(names, file.blocks(), strict=True):
+        bias = state.get(f"{name}.bias")
+        if not np.array_equal(block.weight, state[f"{name}.weight"].astype(np.float16)):
+            return False
+        if (block.bias is None) != (bias is None):
+            return False
+        if bias is not None and not np.array_equal(block.bias, bias.astype(np.float16)):
+            return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("root", "notice"),
+    [
+        ({"model_state_dict": {"compressor": STATE}, "compressor": OTHER, "epoch": 1}, None),
+        ({"model_state_dict": {"compressor": 1}, "compressor": STATE, "state_dict": OTHER}, None),
+        ({"compressor": STATE, **OTHER}, None),
+        ({**STATE, "state_dict": OTHER}, None),
+        (dict(reversed(STATE.items())), None),
+        ({f"module.{key}": value for key, value in STATE.items()}, "'module.' or 'compressor.' was left out"),
+        (
+            {f"module.compressor.{key}": value for key, value in STATE.items()},
+            "'module.' or 'compressor.' was left out",
+        ),
+        ({"compressor": {f"module.{key}": value for key, value in STATE.items()}}, "was left out"),
+        ({"state_dict": STATE, "model_state_dict": OTHER}, "taken from state_dict"),
+        ({"model_state_dict": STATE}, "taken from model_state_dict"),
+        ({"model_state_dict": {f"compressor.{key}": value for key, value in STATE.items()}}, "taken from model_state"),
+        ({**STATE, "compress_ik.7.0.extra": 1}, "counted from the weights alone"),
+    ],
+)
+def test_where_the_weights_are_looked_for(tmp_path: Path, root: Any, notice: str | None) -> None:
+    file, done = converted(tmp_path, root)
+    assert holds(file, STATE, kvcm.PREFIXES)
+    assert [notice is not None and notice in text for text in done.notices] == [True] * (notice is not None)
+
+
+def test_text_only_is_found_out_only_where_nothing_speaks_against_it(tmp_path: Path) -> None:
+    file, done = converted(tmp_path, TEXT)
+    assert holds(file, TEXT, kvcm.TEXT_PREFIXES)
+    assert file.header.weight_count_per_layer == 6
+    assert "text only, as with --prefix-order compress_tk,compress_tv" in done.notices[0]
+    partial = {**TEXT, "compress_ik.0.0.weight": STATE["compress_ik.0.0.weight"]}
+    (tmp_path / "w.bin").unlink()
+    assert "'compress_ik.0.3.weight' is missing" in refusal(tmp_path, partial)
+    (tmp_path / "c.pth").unlink()
+    assert "for a text-only compressor say --prefix-order" in refusal(
+        tmp_path, TEXT, Options(prefixes=(*kvcm.PREFIXES[:3],))
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"compress_tk.0.0.weight": None}, "'compress_tk.0.0.weight' is missing"),
+        ({"compress_iv.1.6.weight": None}, "'compress_iv.1.6.weight' is missing"),
+        ({"compress_tk.3.0.weight": STATE["compress_tk.0.0.weight"]}, "'compress_tk.2.0.weight' is missing"),
+        ({"compress_tk.02.0.weight": STATE["compress_tk.0.0.weight"]}, "'compress_tk.2.0.weight' is missing"),
+        ({"compress_tk.0.0.weight": [1]}, "is a list: expected a tensor"),
+        ({"compress_iv.1.6.bias": 1}, "is an int: expected a tensor"),
+        ({"compress_tk.0.0.weight": STATE["compress_tk.0.0.bias"]}, r"has shape \[4\]: expected two axes"),
+        ({"compress_ik.1.3.weight": np.zeros((4, 2, 2), np.float32)}, r"has shape \[4, 2, 2\]"),
+        ({"compress_ik.1.3.weight": np.zeros((0, 4), np.float32)}, r"has shape \[0, 4\]: loaders take"),
+        ({"compress_tk.0.0.weight": np.zeros((0, 4), np.float32)}, r"\[0, 4\]"),
+        ({"compress_tk.0.0.weight": np.zeros((5, 12), np.float32)}, "no multiple of head_dim 5"),
+    ],
+)
+def test_a_broken_compressor_leaves_nothing_behind(tmp_path: Path, change: dict[str, Any], match: str) -> None:
+    state = {key: value for key, value in {**STATE, **change}.items() if value is not None}
+    text = refusal(tmp_path, {"model_state_dict": {"compressor": state}, "state_dict": OTHER})
+    assert re.search(match, text), text
+
+
+@pytest.mark.parametrize(
+    ("root", "match"),
+    [
+        ([1], "holds a list: expected a dict"),
+        (STATE["compress_tk.0.0.weight"], "holds a bare tensor"),
+        ({}, "has no layer of compress_tk, .* it has no keys"),
+        ({"attention.0.weight": STATE["compress_tk.0.0.weight"]}, "it has 'attention.0.weight'"),
+        ({3: 4}, "not all of its keys are strings"),
+        ({"compress_tk.0.weight": 1, "compress_tk.x.0.weight": 1}, "has no layer"),
+        ({"a": 1, "module.compress_tk.0.0.weight": 1, "compressor.compress_tk.0.0.weight": 1}, "is there twice"),
+    ],
+)
+def test_a_checkpoint_without_a_compressor(tmp_path: Path, root: Any, match: str) -> None:
+    assert re.search(match, refusal(tmp_path, root))
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (Options(slots=(0, 3)), "has 2 entries: expected 3"),
+        (Options(dtype="float16"), "unknown dtype"),
+        (Options(head_dim=5), "no multiple of head_dim 5"),
+        (Options(min_seq_len=-1), "min_seq_len is -1: expected 0 to 4294967295"),
+        (Options(num_heads=-1), "num_heads is -1"),
+        (Options(compression_factor=2**32), "compression_factor is 4294967296"),
+        (Options(prefixes=()), "no layer of no prefix at all"),
+        (Options(prefixes=(*kvcm.PREFIXES, "x")), "'x.0.0.weight' is missing"),
+        (Options(prefixes=("compress_tk",) * 1366), "2 layers of 4098 weights: loaders take 10000 of 4096"),
+    ],
+)
+def test_options_that_give_no_file(tmp_path: Path, options: Options, match: str) -> None:
+    assert match in refusal(tmp_path, STATE, options)
+
+
+def test_header_fields(tmp_path: Path) -> None:
+    file, _ = converted(tmp_path, STATE)
+    assert file.header == kvcm.Header(
+        dtype_code=0,
+        num_layers=2,
+        head_dim=4,
+        hidden_size=12,
+        compression_factor=3,
+        weight_count_per_layer=12,
+    )
+    options = Options(dtype="fp32", compression_factor=7, min_seq_len=9, num_heads=32, head_dim=6)
+    header = converted(tmp_path, STATE, options)[0].header
+    assert (header.compression_factor, header.min_seq_len, header.num_heads, header.head_dim) == (7, 9, 32, 6)
+    header = converted(tmp_path, STATE, Options(compression_factor=-1, head_dim=-3))[0].header
+    assert (header.compression_factor, header.head_dim) == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "match"),
+    [
+        ({"compress_tv.1.3.bias": np.zeros(5, np.float32)}, Options(), "left out 1 bias \\('compress_tv.1.3'\\)"),
+        (
+            {"compress_tv.1.3.weight": np.full((4, 4), 7e4, np.float32)},
+            Options(),
+            "16 elements are infinite .* as fp16",
+        ),
+        (
+            {"compress_tv.1.3.bias": np.full(4, np.nan, np.float32)},
+            Options(dtype="fp32"),
+            "4 elements .* as fp32, the first in 'compress_tv.1.3.bias'",
+        ),
+        ({"compress_tv.1.3.weight": np.zeros((5, 5), np.float32)}, Options(), "layers differ in shape: .*1.3.weight"),
+        ({}, Options(compression_factor=4), "compression_factor 4 is not columns / rows .* 12 / 4"),
+        ({}, Options(prefixes=kvcm.PREFIXES[::-1]), "whatever they are"),
+        ({}, Options(slots=(6, 3, 0)), "slot order 6,3,0"),
+        ({"compress_tk.0.9.weight": 1, "attention.0.weight": 2}, Options(), "not used: 2 keys"),
+    ],
+)
+def test_warnings(tmp_path: Path, change: dict[str, Any], options: Options, match: str) -> None:
+    _, done = converted(tmp_path, {**STATE, **change}, options)
+    assert any(re.search(match, warning) for warning in done.warnings), done.warnings
+
+
+def test_no_warnings_where_there_is_nothing_to_warn_of(tmp_path: Path) -> None:
+    _, done = converted(tmp_path, STATE)
+    assert (done.warnings, done.notices, done.unused, done.rounded_types) == ([], [], [], ["float32"])
+    assert converted(tmp_path, STATE, Options(dtype="fp32"))[1].rounded_types == []
+
+
+def test_a_bias_of_any_shape_with_one_element_a_row(tmp_path: Path) -> None:
+    state = {**STATE, "compress_tk.0.0.bias": STATE["compress_tk.0.0.bias"].reshape(2, 2)}
+    assert holds(converted(tmp_path, state)[0], STATE, kvcm.PREFIXES)
+
+
+def test_weights_without_rows_only_as_the_reference_writes_them(tmp_path: Path) -> None:
+    state = {**STATE, "compress_ik.1.3.weight": np.zeros((0, 4), np.float32)}
+    assert "loaders take 1 to" in refusal(tmp_path, state)
+    convert(tmp_path / "c.pth", tmp_path / "w.bin", Options(as_reference=True))
+    data = (tmp_path / "w.bin").read_bytes()
+    assert not src_accepts(data)
+    assert b"\0\0\0\0\4\0\0\0\0\0\0\0" in data
+
+
+# -- rounding ---------------------------------------------------------------------------------------------------------
+
+
+def nearest(value: int, exponent_bits: int, fraction_bits: int) -> int:
+    """Bits of a float32, rounded to a smaller format by exact integer arithmetic; NaN aside."""
+    sign, magnitude = value >> 31, value & 0x7FFF_FFFF
+    bias, most = (1 << exponent_bits - 1) - 1, (1 << exponent_bits) - 1
+    infinity = most << fraction_bits
+    if magnitude >= 0x7F80_0000:
+        return sign << exponent_bits + fraction_bits | infinity
+    exponent = max(magnitude >> 23, 1)
+    significand = (magnitude & 0x7F_FFFF) | ((1 << 23) if magnitude >> 23 else 0)
+    shift = 23 - fraction_bits
+    if exponent - 127 + bias < 1:
+        shift += 1 - (exponent - 127 + bias)
+    target = max(exponent - 127 + bias, 1)
+    quotient, rest = significand >> shift, significand & ((1 << shift) - 1)
+    half = 1 << shift - 1
+    quotient += rest > half or (rest == half and quotient & 1)
+    result = quotient if target == 1 else quotient + (target - 1 << fraction_bits)
+    return sign << exponent_bits + fraction_bits | min(result, infinity)
+
+
+EDGES = [
+    *(0, 0x8000_0000, 1, 0x7F_FFFF, 0x80_0000, 0x3F80_0000, 0x3F80_1000, 0x3F80_3000, 0x3F80_8000, 0x3F81_8000),
+    *(0x477F_E000, 0x477F_EFFF, 0x477F_F000, 0x4780_0000, 0x3300_0000, 0x3300_0001, 0x3380_0000, 0x3880_0000),
+    *(0x387F_C000, 0x387F_E000, 0x387F_FFFF, 0x7F7F_FFFF, 0x7F7F_8000, 0x7F7F_7FFF, 0x7F80_0000, 0xFF80_0000),
+]
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50))
+def test_rounding_is_to_the_nearest_and_ties_go_to_even(bits: list[int]) -> None:
+    bits = [b for b in bits if b & 0x7FFF_FFFF <= 0x7F80_0000] + EDGES
+    floats = np.array(bits, np.uint32).view(np.float32)
+    assert rounded(floats, FP16).view(np.uint16).tolist() == [nearest(b, 5, 10) for b in bits]
+    assert rounded(floats, BF16).tolist() == [nearest(b, 8, 7) for b in bits]
+    assert rounded(floats, FP32).view(np.uint32).tolist() == bits
+
+
+def of(values: npt.NDArray[Any], name: str) -> Tensor:
+    data = values.reshape(-1).view(np.uint8)
+    storage = Storage("0", ELEMENT_TYPES[name], data.size, lambda: data)
+    return Tensor(storage, storage.element, 0, values.shape, (1,))
+
+
+def test_float64_is_rounded_by_way_of_float32() -> None:
+    value = np.array([1 + 2**-11 + 2**-40])  # to fp16 at once this is 1 + 2^-10; by way of float32 a tie, hence 1
+    assert words_of(of(value, "float64"), FP16).tolist() == [1.0]
+    assert value.astype(np.float16).tolist() == [1 + 2**-10]
+    assert words_of(of(np.array([2**24 + 1], np.int64), "int64"), FP32).tolist() == [2.0**24]
+    assert words_of(of(np.array([1e300, -1e300]), "float64"), BF16).tolist() == [0x7F80, 0xFF80]
+
+
+def test_words_of_the_same_type_keep_their_bits() -> None:
+    for name, dtype, patterns in (
+        ("float16", FP16, [0x7C01, 0xFE01, 1, 0x8000]),
+        ("bfloat16", BF16, [0x7F81, 0xFFC1, 1, 0x8000]),
+    ):
+        words = np.array(patterns, "<u2")
+        assert words_of(of(words.view(dtype.numpy), name), dtype).view("<u2").tolist() == patterns
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16, FP32])
+def test_non_finite_elements_are_counted(dtype: Any) -> None:
+    words = rounded(np.array([1, np.nan, np.inf, -np.inf, 0, -0.0, 3e38], np.float32), dtype)
+    assert count_non_finite(words, dtype) == {"fp16": 4, "bf16": 3, "fp32": 3}[dtype.name]
+    assert np.isnan(kvcm.float32_of(words)).tolist() == [False, True] + [False] * 5
+
+
+# -- output -----------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_replaced_unless_forced(tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "c.pth", STATE)
+    target = tmp_path / "w.bin"
+    target.write_bytes(b"mine")
+    with pytest.raises(OutputError, match="exists already"):
+        convert(source, target)
+    assert target.read_bytes() == b"mine"
+    convert(source, target, force=True)
+    assert len(target.read_bytes()) > 1000
+    with pytest.raises(OutputError, match="is the input itself"):
+        convert(source, source, force=True)
+
+
+def test_a_failure_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = checkpoint(tmp_path / "c.pth", STATE)
+    calls = 0
+
+    def fail(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 20:
+            raise CheckpointError("the disk was pulled out")
+        return original(*arguments)
+
+    original = conversion.words_of
+    monkeypatch.setattr(conversion, "words_of", fail)
+    with pytest.raises(CheckpointError, match="pulled out"):
+        convert(source, tmp_path / "w.bin")
+    assert os.listdir(tmp_path) == ["c.pth"]
+
+
+def test_a_damaged_storage_is_found_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = checkpoint(tmp_path / "c.pth", STATE)
+    data = bytearray(source.read_bytes())
+    data[data.index(STATE["compress_iv.1.6.bias"].tobytes())] ^= 1
+    source.write_bytes(data)
+    monkeypatch.setattr(conversion, "write_file", None)
+    with pytest.raises(CheckpointError, match=r"'compress_iv.1.6.bias': member .* does not match its checksum"):
+        convert(source, tmp_path / "w.bin")
+
+
+def test_progress_counts_every_byte_but_the_header(tmp_path: Path) -> None:
+    done: list[int] = []
+    source = checkpoint(tmp_path / "c.pth", STATE)
+    result = convert(source, tmp_path / "w.bin", progress=done.append)
+    assert sum(done) + kvcm.HEADER_BYTES == result.nbytes == (tmp_path / "w.bin").stat().st_size
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, target = checkpoint(tmp_path / "c.pth", {**STATE, "x": 1}), tmp_path / "new" / "folder" / "w.bin"
+    options = ["--dtype", "bf16", "--prefix-order", " compress_tk,, compress_tv", "--slot-order", "0, 3 ,6,"]
+    assert command.main(["convert", "--input", str(source), "--output", str(target), *options]) == 0
+    shown = capsys.readouterr()
+    first, second = shown.out.splitlines()
+    assert first == f"Wrote {target} (layers=2, weights/layer=6, dtype=bf16, factor=3, hidden_size=12, head_dim=4)"
+    assert second.startswith("sha256 ")
+    assert second.endswith("bytes, LOSSY (float32 rounded to bf16)")
+    assert shown.err.startswith("kvmnn: warning: not used: 25 keys ('compress_ik.0.0.weight'")
+    assert command.main(["convert", str(source), str(target), "--json", "-f", "--dtype", "fp32"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["label"] == "LOSSLESS"
+    assert document["unused"] == ["x"]
+    assert document["bytes"] == target.stat().st_size
+    assert command.main(["convert", str(source), str(target)]) == 1
+    assert "exists already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["in.pth"],
+        ["in.pth", "a.bin", "--output", "b.bin"],
+        ["--input", "in.pth"],
+        ["in.pth", "a.bin", "--dtype", "float16"],
+        ["in.pth", "a.bin", "--slot-order", "0,3"],
+        ["in.pth", "a.bin", "--slot-order", "a,b,c"],
+        ["in.pth", "a.bin", "--min-seq-len", "x"],
+        ["in.pth", "-", "--json"],
+    ],
+)
+def test_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["convert", *arguments]) == 2
+    assert capsys.readouterr().err.startswith("kvmnn: error: ")
+
+
+def test_selection_without_a_file() -> None:
+    selection = select(_tensors(), Options())
+    assert isinstance(selection, Selection)
+    assert selection.nbytes == 44 + 24 * 12 + 2 * sum(value.size for value in STATE.values())
+
+
+def _tensors() -> dict[str, Tensor]:
+    found = {}
+    for name, value in STATE.items():
+        made = of(value, "float32")
+        strides = tuple(stride // 4 for stride in value.strides)
+        found[name] = Tensor(made.storage, made.element, 0, value.shape, strides)
+    return found

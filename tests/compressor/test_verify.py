@@ -1,0 +1,374 @@
+"""Proofs of weight files: findings and their codes, comparison with the checkpoint, accounts of every byte, export."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from compressor_files import checkpoint, weight_file, weights
+from fixtures.compressor_checkpoint import training_state
+
+import kvmnn
+from kvmnn import KvmnnError
+from kvmnn.cli import command
+from kvmnn.compressor import kvcm
+from kvmnn.compressor.checkpoint.opening import open_checkpoint
+from kvmnn.compressor.conversion.convert import convert
+from kvmnn.compressor.conversion.export import export
+from kvmnn.compressor.conversion.inspect import of_checkpoint, of_file
+from kvmnn.compressor.conversion.selection import Options
+from kvmnn.compressor.conversion.semantics import findings
+from kvmnn.compressor.conversion.verify import verify
+
+STATE = weights()
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    """A weight file and its checkpoint."""
+    source = checkpoint(tmp_path / "c.pth", training_state(STATE))
+    convert(source, tmp_path / "w.bin")
+    return tmp_path / "w.bin", source
+
+
+# -- findings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("data", "reasons"),
+    [
+        (weight_file(), []),
+        (weight_file(count=6), []),
+        (weight_file(header={"head_dim": 0, "hidden_size": 0, "num_heads": 0}), []),
+        (weight_file(count=7), ["weight_count_not_multiple_of_3"]),
+        (weight_file(count=3), ["missing_text_mlp"]),
+        (weight_file(count=9), ["odd_prefix_count", "missing_image_mlp"]),
+        (weight_file(count=15), ["odd_prefix_count"]),
+        (weight_file(header={"hidden_size": 5}), ["hidden_size_mismatch", "factor_mismatch"]),
+        (weight_file(header={"head_dim": 3}), ["head_dim_mismatch", "factor_mismatch"]),
+        (weight_file(header={"compression_factor": 3}), ["factor_mismatch"]),
+        (weight_file(header={"compression_factor": 3, "head_dim": 0}), ["factor_mismatch"]),
+        (weight_file(header={"compression_factor": 0}), ["factor_invalid"]),
+        (weight_file(header={"compression_factor": 1}), ["factor_invalid"]),
+        (weight_file(header={"reserved": 1}), ["reserved_nonzero"]),
+    ],
+)
+def test_reasons(data: bytes, reasons: list[str]) -> None:
+    assert [finding.reason for finding in findings(kvcm.parse(data))] == reasons
+
+
+def with_shape(block: int, rows: int, cols: int) -> bytes:
+    """Two layers of six blocks, one of them of another shape."""
+    header = kvcm.Header(
+        dtype_code=0, num_layers=2, head_dim=2, hidden_size=4, compression_factor=2, weight_count_per_layer=6
+    )
+    shapes = [(2, 4), (2, 2), (2, 2)] * 4
+    shapes[block] = (rows, cols)
+    sink = io.BytesIO()
+    kvcm.write(sink, header, ((np.zeros(shape, "<f2"), None) for shape in shapes))
+    return sink.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("block", "shape", "text"),
+    [
+        (1, (2, 3), "layer 0, block 1: the weight has 3 columns: expected 2, the rows of the weight before it"),
+        (3, (2, 6), "layer 0, block 3: the weight has 6 columns: expected 4, the columns of the first weight"),
+        (5, (3, 2), "layer 0, block 5: the weight has 3 rows: expected 2, the head_dim"),
+        (6, (2, 6), "layer 1, block 0: the weight has 6 columns: expected 4"),
+        (10, (3, 2), "layer 1, block 4: the weight has 3 x 2: expected 2 x 2 as in layer 0"),
+    ],
+)
+def test_shapes_that_do_not_chain(block: int, shape: tuple[int, int], text: str) -> None:
+    (finding,) = findings(kvcm.parse(with_shape(block, *shape)))
+    assert finding.reason == "shape_chain"
+    assert text in finding.text
+    assert finding.is_error
+
+
+def test_elements_that_are_no_numbers_are_warned_of() -> None:
+    data = bytearray(weight_file())
+    struct.pack_into("<2H", data, 56, 0x7C00, 0xFE00)
+    (finding,) = findings(kvcm.parse(bytes(data)))
+    assert (finding.reason, finding.is_error) == ("non_finite", False)
+    assert finding.text.startswith("2 elements are infinite or no number, the first in the weight of layer 0, block 0")
+
+
+# -- against the checkpoint -------------------------------------------------------------------------------------------
+
+
+def test_a_converted_file_is_exact(pair: tuple[Path, Path]) -> None:
+    verdict = verify(pair[0], against=pair[1])
+    assert verdict.ok
+    assert verdict.compared == sum(value.size for value in STATE.values())
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+def test_every_flipped_element_is_found_with_its_place(tmp_path: Path, dtype: str) -> None:
+    source = checkpoint(tmp_path / "c.pth", STATE)
+    convert(source, tmp_path / "w.bin", Options(dtype=dtype))
+    whole = (tmp_path / "w.bin").read_bytes()
+    file = kvcm.parse(whole)
+    size = file.header.dtype.itemsize
+    for layer, index, part, at in ((0, 0, "weight", (0, 0)), (1, 7, "weight", (3, 2)), (1, 11, "bias", (3,))):
+        place = file.place(layer, index)
+        element = np.ravel_multi_index(at, (place.rows, place.cols) if part == "weight" else (place.rows,))
+        begin = place.offset + 12 + int(element) * size + (part == "bias") * place.rows * place.cols * size
+        changed = bytearray(whole)
+        changed[begin] ^= 1
+        (tmp_path / "w.bin").write_bytes(changed)
+        verdict = verify(tmp_path / "w.bin", against=source)
+        assert not verdict.ok
+        prefix, slot = kvcm.PREFIXES[index // 3], kvcm.SLOTS[index % 3]
+        expected = f"offset {place.offset}: layer {layer}, {prefix}, slot {slot}: {part}{list(at)} is "
+        assert [text.startswith(expected) for text in verdict.differences] == [True], verdict.differences
+
+
+def test_the_payload_of_nan_does_not_matter_but_nan_does(tmp_path: Path) -> None:
+    name = "compress_tk.0.0.weight"
+    source = checkpoint(tmp_path / "c.pth", {**STATE, name: np.full((4, 12), np.nan, np.float32)})
+    convert(source, tmp_path / "w.bin")
+    data = bytearray((tmp_path / "w.bin").read_bytes())
+    struct.pack_into("<H", data, 56, 0xFFFF)
+    (tmp_path / "w.bin").write_bytes(data)
+    assert verify(tmp_path / "w.bin", against=source).ok
+    struct.pack_into("<H", data, 58, 0x7C00)
+    (tmp_path / "w.bin").write_bytes(data)
+    verdict = verify(tmp_path / "w.bin", against=source)
+    assert re.search(r"weight\[0, 1\] is inf, the checkpoint gives nan \(1 of 48", verdict.differences[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"compress_tk.0.0.bias": None}, "bias is there, the checkpoint has none"),
+        (
+            {"compress_tv.0.3.weight": np.zeros((4, 5), np.float32)},
+            r"weight has shape \[4, 4\], the checkpoint's \[4, 5\]",
+        ),
+        ({"compress_tk.0.0.weight": np.zeros((4, 8), np.float32)}, "header field hidden_size is 12: expected 8"),
+        (weights(3), "header field num_layers is 2: expected 3"),
+    ],
+)
+def test_a_file_of_another_checkpoint(
+    pair: tuple[Path, Path], tmp_path: Path, change: dict[str, Any], match: str
+) -> None:
+    state = {key: value for key, value in {**STATE, **change}.items() if value is not None}
+    other = checkpoint(tmp_path / "other.pth", state)
+    differences = verify(pair[0], against=other).differences
+    assert any(re.search(match, text) for text in differences), differences
+
+
+def test_a_missing_bias_is_found(tmp_path: Path) -> None:
+    state = {key: value for key, value in STATE.items() if not key.endswith("bias")}
+    convert(checkpoint(tmp_path / "c.pth", state), tmp_path / "w.bin")
+    differences = verify(tmp_path / "w.bin", against=checkpoint(tmp_path / "d.pth", STATE)).differences
+    assert len(differences) == 24
+    assert differences[0].endswith("bias is missing, the checkpoint has one")
+
+
+def test_text_only_and_other_orders(tmp_path: Path) -> None:
+    source = checkpoint(tmp_path / "c.pth", STATE)
+    convert(source, tmp_path / "t.bin", Options(prefixes=kvcm.TEXT_PREFIXES))
+    assert verify(tmp_path / "t.bin", against=source).ok
+    other = Options(prefixes=kvcm.PREFIXES[::-1], slots=(3, 0, 6))
+    convert(source, tmp_path / "o.bin", other)
+    assert verify(tmp_path / "o.bin", against=source).differences
+    assert not verify(tmp_path / "o.bin", against=source, options=other).differences
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    code = command.main([str(argument) for argument in arguments])
+    shown = capsys.readouterr()
+    return code, shown.out, shown.err
+
+
+def test_verify_on_the_command_line(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, source = pair
+    code, out, err = run(capsys, "verify", file)
+    assert (code, err) == (0, "")
+    assert out.startswith(f"{file}: VALID (no --against: nothing to compare with), 2 layers of 12 weights, fp16")
+    code, out, err = run(capsys, "verify", file, "--against", source)
+    assert (code, err) == (0, "")
+    assert f"EXACT ({_size():,} elements compared with {source}, rounded to fp16)" in out
+    code, out, err = run(capsys, "verify", file, "--against", source, "--min-seq-len", 5, "--num-heads", 1)
+    assert (code, out) == (1, "")
+    assert err.splitlines() == [
+        f"kvmnn: error: {file}: DIFFERS from {source}: offset 32: header field min_seq_len is 2: expected 5",
+        f"kvmnn: error: {file}: DIFFERS from {source}: offset 16: header field num_heads is 0: expected 1",
+    ]
+    code, out, err = run(capsys, "verify", file, "--against", source, "--json")
+    document = json.loads(out)
+    assert (document["kind"], document["verdict"], document["reasons"]) == ("weights", "accept", [])
+    code, _, err = run(capsys, "verify", file, "--against", source, "--against", source)
+    assert code == 2
+
+
+def _size() -> int:
+    return sum(value.size for value in STATE.values())
+
+
+def test_a_refused_file_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "w.bin"
+    path.write_bytes(weight_file(header={"dtype_code": 9}))
+    code, out, err = run(capsys, "verify", path, "--json")
+    document = json.loads(out)
+    assert code == 1
+    assert (document["verdict"], document["reasons"]) == ("reject", ["bad_dtype"])
+    assert document["findings"][0]["offset"] == 8
+    assert (
+        err
+        == f"kvmnn: error: {path}: offset 8: field dtype_code is 9: expected 0 (fp16), 1 (bf16), 2 (fp32) (bad_dtype)\n"
+    )
+    path.write_bytes(weight_file(header={"compression_factor": 1}))
+    code, out, err = run(capsys, "verify", path)
+    assert (code, out) == (1, "")
+    assert err.endswith("field compression_factor is 1: expected 2 or more (factor_invalid)\n")
+    path.write_bytes(weight_file(header={"reserved": 1}))
+    code, _, err = run(capsys, "verify", path)
+    assert (code, err.startswith("kvmnn: warning: ")) == (0, True)
+
+
+def test_trailing_bytes_may_be_allowed(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    weights, source = pair
+    longer = weights.with_name("longer.bin")
+    longer.write_bytes(weights.read_bytes() + b"tail")
+    code, out, err = run(capsys, "verify", longer, "--against", source)
+    assert (code, out) == (1, "")
+    assert err.endswith("4 more bytes follow: expected the end of the file (trailing_bytes)\n")
+    code, out, err = run(capsys, "verify", longer, "--against", source, "--allow-trailing")
+    size = weights.stat().st_size
+    assert (code, "EXACT" in out) == (0, True)
+    assert (
+        err
+        == f"kvmnn: warning: offset {size}: 4 bytes follow the last block, which loaders pass over (trailing_bytes)\n"
+    )
+    _, out, _ = run(capsys, "verify", longer, "--allow-trailing", "--json")
+    assert json.loads(out)["verdict"] == "accept_warn"
+
+
+# -- inspect ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_byte_of_a_weight_file_is_accounted_for() -> None:
+    file = kvcm.parse(weight_file(2, metadata=b"note") + b"tail", allow_trailing=True)
+    account = of_file(file)
+    assert sum(account.parts.values()) == account.size == file.size
+    assert account.parts["metadata"] == account.parts["trailing"] == 4
+    assert account.parts["header"] == 44
+    assert account.parts["block heads"] == 24 * 12
+
+
+def test_statistics_are_of_the_finite_elements(tmp_path: Path) -> None:
+    weight = np.array([[1, 2], [np.inf, np.nan]], "<f4")
+    header = kvcm.Header(dtype_code=2, num_layers=1, compression_factor=1, weight_count_per_layer=2)
+    path = tmp_path / "w.bin"
+    with path.open("wb") as file:
+        kvcm.write(file, header, [(weight, np.array([3, 6], "<f4")), (weight[1:], None)])
+    first, second = of_file(kvcm.read(path)).rows
+    assert (first.minimum, first.maximum, first.mean, first.non_finite) == (1, 6, 3, 2)
+    assert first.std == pytest.approx(np.std([1, 2, 3, 6]))
+    assert (second.minimum, second.std, second.non_finite, second.bias) == (None, None, 2, False)
+
+
+def test_every_byte_of_a_checkpoint_is_accounted_for(pair: tuple[Path, Path]) -> None:
+    account, selection = of_checkpoint(open_checkpoint(pair[1]), Options())
+    assert sum(account.parts.values()) == account.size == pair[1].stat().st_size
+    assert account.parts["storages of the compressor"] == 4 * _size()
+    assert account.parts["other storages"] == 4 * (2 * _size() + len(STATE))
+    assert [row.name for row in account.rows] == [linear.name for linear in selection.linears]
+    assert account.rows[0].maximum == max(STATE["compress_tk.0.0.weight"].max(), STATE["compress_tk.0.0.bias"].max())
+
+
+def test_inspect_on_the_command_line(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    for path, kind in zip(pair, ("weights", "checkpoint"), strict=True):
+        code, out, err = run(capsys, "inspect", path)
+        assert (code, err) == (0, "")
+        assert "compress_iv.1.6" in out
+        assert f"{path.stat().st_size:,}" in out.splitlines()[-1]
+        code, out, _ = run(capsys, "inspect", path, "--json")
+        (document,) = json.loads(out)["inputs"]
+        assert (code, document["kind"], len(document["weights"])) == (0, kind, 24)
+        assert sum(document["parts"].values()) == document["bytes"]
+
+
+# -- export -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+def test_export_and_convert_are_inverse(tmp_path: Path, dtype: str) -> None:
+    source = checkpoint(tmp_path / "c.pth", STATE)
+    convert(source, tmp_path / "w.bin", Options(dtype=dtype))
+    file = kvcm.read(tmp_path / "w.bin")
+    assert export(file, tmp_path / "w.safetensors") == len(STATE)
+    again = convert(tmp_path / "w.safetensors", tmp_path / "again.bin", Options(dtype=dtype))
+    assert again.rounded_types == []
+    assert (tmp_path / "again.bin").read_bytes() == (tmp_path / "w.bin").read_bytes()
+    export(file, tmp_path / "w.npz")
+    with np.load(tmp_path / "w.npz") as arrays:
+        assert list(arrays) == [
+            f"{prefix}.{layer}.{slot}.{part}"
+            for layer in range(2)
+            for prefix in kvcm.PREFIXES
+            for slot in kvcm.SLOTS
+            for part in ("weight", "bias")
+        ]
+        assert np.array_equal(arrays["compress_ik.1.3.weight"], file.block(1, 7).weight)
+
+
+def test_export_needs_names_that_fit(tmp_path: Path) -> None:
+    file = kvcm.parse(weight_file(count=9))
+    export(file, tmp_path / "nine.npz")
+    export(file, tmp_path / "named.npz", prefixes=("a", "b", "c"), slots=(1, 2, 3))
+    with np.load(tmp_path / "named.npz") as arrays:
+        assert "c.0.3.bias" in arrays
+    for prefixes in (("a", "b"), ("a", "a", "b")):
+        with pytest.raises(KvmnnError, match="has 9 weights in a layer: expected"):
+            export(file, tmp_path / "x.npz", prefixes=prefixes)
+    with pytest.raises(KvmnnError, match=r"ends in \.safetensors or \.npz"):
+        export(file, tmp_path / "x.bin")
+
+
+def test_export_on_the_command_line(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "w.safetensors"
+    code, out, _ = run(capsys, "export", pair[0], "-o", target)
+    assert (code, out) == (0, f"{target}: 48 tensors of fp16, LOSSLESS (copied)\n")
+    code, _, err = run(capsys, "export", pair[0], "-o", target)
+    assert code == 1
+    assert "exists already" in err
+    assert run(capsys, "export", pair[0])[0] == 2
+
+
+def test_a_frame_may_be_called_bin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "frame.bin"
+    path.write_bytes(kvmnn.encode(np.arange(64, dtype=np.float16)))
+    assert run(capsys, "inspect", path)[0] == 0
+    code, out, _ = run(capsys, "verify", path)
+    assert (code, "DECODES" in out) == (0, True)
+    path.write_bytes(weight_file(header={"magic": 0}))
+    code, _, err = run(capsys, "verify", path)
+    assert (code, "(bad_magic)" in err) == (1, True)
+
+
+def test_a_checkpoint_on_standard_input(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    file, source = pair
+    command = [sys.executable, "-m", "kvmnn", "convert", "-", "-"]
+    with source.open("rb") as stdin:
+        done = subprocess.run(command, stdin=stdin, capture_output=True, check=True)
+    assert done.stdout == file.read_bytes()
+    assert done.stderr.decode().startswith("Wrote - (layers=2")

@@ -1,0 +1,35 @@
+"""What docs/h2o.md shows is what happens."""
+
+from __future__ import annotations
+
+import doctest
+import json
+from pathlib import Path
+
+from repository import DOCS
+
+from kvmnn.cli.command import main
+from kvmnn.h2o import H2OConfig, plan
+
+PAGE = DOCS / "h2o.md"
+SCORES = [9, 1, 2, 8, 1, 0, 3, 7, 1, 2, 2, 5, 5]
+
+
+def test_the_python_examples():
+    failed, tried = doctest.testfile(str(PAGE), module_relative=False)
+    assert (failed, tried) == (0, 12)
+
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("scores.json").write_text(json.dumps(SCORES))
+    command, *shown = PAGE.read_text().split("    $ kvmnn ")[1].split("\n\n")[0].splitlines()
+    assert main(command.split()) == 0
+    assert capsys.readouterr().out.splitlines() == [line.removeprefix("    ") for line in shown]
+
+
+def test_what_is_said_of_the_defaults():
+    """Nothing goes below 1,024 tokens."""
+    assert H2OConfig(target_mode="adaptive").target_lossy_ratio == 3.0
+    lengths = [kv for kv in range(512, 2000) if plan([0.0] * -(-kv // 64), kv, H2OConfig()).evicted]
+    assert lengths[0] == 1024

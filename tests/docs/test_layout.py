@@ -1,0 +1,35 @@
+"""The examples of docs/layout.md give what the page says, and its table is the code's."""
+
+from __future__ import annotations
+
+import doctest
+
+import kvmnn.layout
+import kvmnn.packed_cache
+from repository import DOCS
+
+from kvmnn.packed.backends import BACKENDS
+
+PAGE = DOCS / "layout.md"
+
+
+def test_examples() -> None:
+    found = doctest.testfile(str(PAGE), module_relative=False)
+    assert found.attempted >= 20
+    assert found.failed == 0
+
+
+def test_docstrings() -> None:
+    for module in (kvmnn.layout, kvmnn.packed_cache):
+        found = doctest.testmod(module)
+        assert found.attempted > 3
+        assert found.failed == 0
+
+
+def test_table_of_backends() -> None:
+    rows = [line.strip("|").split(" | ") for line in PAGE.read_text(encoding="utf-8").splitlines()]
+    written = {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows if row[0].strip() in BACKENDS}
+    for name, row in BACKENDS.items():
+        numbers = (row.dtype, row.eP, row.lP, row.hP, row.eP8, row.lP8, row.hP8)
+        assert written[name] == [*("-" if n is None else str(n) for n in numbers), row.source]
+    assert len(written) == len(BACKENDS)

@@ -1,0 +1,46 @@
+"""docs/lm.md: its commands are commands, its tables name what there is, its figures are those of the fixture."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+
+import pytest
+from repository import ROOT
+
+from kvmnn.evaluation.setup import presets
+from kvmnn.reports import plots
+
+PAGE = (ROOT / "docs" / "lm.md").read_text(encoding="utf-8")
+COMMANDS = re.findall(r"^    (kvmnn .*)$", PAGE.replace("\\\n", " "), re.MULTILINE)
+
+
+def test_there_are_commands_of_every_verb_that_runs_a_model() -> None:
+    assert {command.split()[1] for command in COMMANDS} >= {"eval", "generate", "dump-kv", "encode", "measure", "pack"}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_are_understood(command: str) -> None:
+    assert command._parse(shlex.split(command)[1:]) is not None
+
+
+def test_every_plot_is_described() -> None:
+    table = PAGE.split("## Plots")[1].split("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(plots.PLOTS)
+
+
+def test_every_preset_is_named() -> None:
+    assert all(f"`{name}`" in PAGE or f"--preset {name}" in PAGE for name in presets.PRESETS)
+
+
+def test_the_price_of_stored_positions_is_the_one_measured() -> None:
+    rows = json.loads((ROOT / "fixtures" / "lm" / "expected.json").read_text(encoding="utf-8"))["chunks_of_4"]["rows"]
+    found = {row["name"]: row["ppl"] for row in rows}
+    right, wrong = found["streaming 4+252"], found["streaming 4+252 WRONG positions"]
+    assert f"tokens is {right:.1f} with true positions and {wrong:.0f} with stored ones" in PAGE
+
+
+def test_links_lead_somewhere() -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", PAGE):
+        assert (ROOT / "docs" / target).exists(), target

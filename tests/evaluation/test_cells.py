@@ -1,0 +1,127 @@
+"""Finished cells survive whatever ends a run, and are never taken for others."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from kvmnn.errors import OutputError, SourceError
+from kvmnn.evaluation.running.cell_store import CellStore, cell_key
+from kvmnn.evaluation.setup.configurations import Configuration
+from kvmnn.evaluation.setup.documents import Document
+from kvmnn.evaluation.setup.settings import Settings
+
+DOCUMENT = Document("a.txt", np.arange(5), 9, "ab" * 32)
+CONFIGURATION = Configuration("streaming 64", "streaming", {"budget": 64})
+BASE = ("score", "model", CONFIGURATION, DOCUMENT, Settings(), {"trace": False})
+
+
+def test_what_is_stored_is_found_again(tmp_path):
+    path = tmp_path / "cells.jsonl"
+    with CellStore(path) as store:
+        store.put("one", {"nll": 0.1 + 0.2, "tokens": [1, None]})
+        store.put("two", {})
+    with CellStore(path) as store:
+        assert len(store) == 2
+        assert store.get("one") == {"nll": 0.1 + 0.2, "tokens": [1, None]}
+        assert store.get("three") is None
+        store.put("three", {"x": 1})
+    assert [json.loads(line)["key"] for line in path.read_text().splitlines()] == ["one", "two", "three"]
+
+
+def test_a_torn_last_line_is_dropped_wherever_it_was_torn(tmp_path):
+    path = tmp_path / "cells.jsonl"
+    with CellStore(path) as store:
+        store.put("one", {"a": 1})
+    first = path.stat().st_size
+    with CellStore(path) as store:
+        store.put("two", {"b": 2})
+    data = path.read_bytes()
+    for end in range(first, len(data)):
+        path.write_bytes(data[:end])
+        with CellStore(path) as store:
+            assert (len(store), store.get("one")) == (1, {"a": 1})
+            store.put("three", {"c": 3})
+        with CellStore(path) as store:
+            assert (len(store), store.get("three")) == (2, {"c": 3})
+    for end in range(first):
+        path.write_bytes(data[:end])
+        with CellStore(path) as store:
+            assert len(store) == 0
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"some text that somebody wants to keep", "is not a file of cells"),
+        (b"import os\n", "line 1 is not a cell of an evaluation"),
+        (b'{"kvmnn_cell": 1, "key": "a", "cell": {}}\n[1]\n', "line 2 is not a cell"),
+        (b'{"kvmnn_cell": 1, "key": "a", "cell": []}\n', "line 1 is not a cell"),
+        (b'{"kvmnn_cell": 2, "key": "a", "cell": {}}\n', "line 1 is of format 2: expected 1"),
+        (b"\xff\xfe\n", "line 1 is not a cell"),
+        (b"\n", "line 1 is not a cell"),
+    ],
+)
+def test_other_files_are_refused_and_left_alone(tmp_path, data, message):
+    path = tmp_path / "file"
+    path.write_bytes(data)
+    with pytest.raises(SourceError, match=message):
+        CellStore(path)
+    assert path.read_bytes() == data
+
+
+def test_two_runs_do_not_write_one_file(tmp_path):
+    path = tmp_path / "cells.jsonl"
+    with CellStore(path), pytest.raises(OutputError, match="another evaluation is writing it"):
+        CellStore(path)
+    CellStore(path).close()
+
+
+def test_where_nothing_can_be_written(tmp_path):
+    with pytest.raises(OutputError, match="cannot be written"):
+        CellStore(tmp_path / "nowhere" / "cells.jsonl")
+    with pytest.raises(OutputError, match="cannot be written"):
+        CellStore(tmp_path)
+
+
+def test_a_key_is_that_of_everything_that_matters():
+    assert cell_key(*BASE) == cell_key(*BASE)
+    renamed = Configuration("other label", "streaming", {"budget": 64, "sink": 4}, preset="p")
+    assert cell_key("score", "model", renamed, dataclasses.replace(DOCUMENT, name="b"), *BASE[4:]) == cell_key(*BASE)
+    others = [
+        ("timing", *BASE[1:]),
+        ("score", "other model", *BASE[2:]),
+        (*BASE[:2], Configuration("x", "streaming", {"budget": 65}), *BASE[3:]),
+        (*BASE[:2], Configuration("x", "streaming", {"budget": 64}, positions="stored"), *BASE[3:]),
+        (*BASE[:3], dataclasses.replace(DOCUMENT, sha256="cd" * 32), *BASE[4:]),
+        (*BASE[:3], dataclasses.replace(DOCUMENT, ids=np.arange(6)), *BASE[4:]),
+        (*BASE[:5], {"trace": True}),
+    ]
+    keys = {cell_key(*BASE)} | {cell_key(*other) for other in others}
+    assert len(keys) == 1 + len(others)
+
+
+CHANGED = {
+    "tokens": 100,
+    "chunk": 2,
+    "prompt": 64,
+    "deep_from": 3,
+    "seed": 1,
+    "threads": 2,
+    "providers": ("other",),
+    "slack": 0,
+    "packed": "x86-avx2",
+    "frame_dtype": "fp32",
+}
+
+
+@pytest.mark.parametrize("name", [entry.name for entry in dataclasses.fields(Settings)])
+def test_settings_that_change_a_score_change_its_key(name):
+    current = Settings()
+    value = CHANGED.get(name, not getattr(current, name) if name != "repeats" else 9)
+    changed = dataclasses.replace(current, **{name: value})
+    same = cell_key(*BASE[:4], changed, BASE[5]) == cell_key(*BASE)
+    assert same == (name not in CHANGED)

@@ -1,0 +1,101 @@
+"""Policies as they are asked for on the command line."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from kvmnn.errors import KvmnnError
+from kvmnn.evaluation.setup.configurations import Configuration, SeedMethod, configurations, numbers, shares
+from kvmnn.policies import POLICIES, LayerView
+
+
+def test_every_policy_with_every_budget():
+    found = configurations(["streaming:sink=8", "recent_only"], [64, 128], (0,))
+    assert [(entry.label, dict(entry.options)) for entry in found] == [
+        ("streaming 64 skip_layers=0 sink=8", {"budget": 64, "sink": 8, "skip_layers": (0,)}),
+        ("streaming 128 skip_layers=0 sink=8", {"budget": 128, "sink": 8, "skip_layers": (0,)}),
+        ("recent_only 64 skip_layers=0", {"budget": 64, "skip_layers": (0,)}),
+        ("recent_only 128 skip_layers=0", {"budget": 128, "skip_layers": (0,)}),
+    ]
+
+
+def test_a_spec_that_says_its_size_is_taken_once():
+    found = configurations(["streaming:budget=99", "l2_ratio:keep_ratio=0.5", "full"], [64, 128])
+    assert [entry.policy for entry in found] == ["streaming", "l2_ratio", "full"]
+    assert found[0].options["budget"] == 99
+    assert found[1].options["keep_ratio"] == 0.5
+    assert found[2].make() is None
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_every_policy_of_the_registry_can_be_asked_for(name):
+    (found,) = configurations([name], [700])
+    policy = found.make()
+    assert policy.name == name
+    assert policy.budget == 700
+    assert Configuration.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    assert json.dumps(found.identity)
+
+
+def test_values_have_the_types_that_the_policy_declares():
+    (found,) = configurations(["l2_fixed:recent_ratio=1,strategy=keep_high,skip_layers=none"], [10])
+    assert found.options == {"budget": 10, "recent_ratio": 1.0, "strategy": "keep_high", "skip_layers": ()}
+    (found,) = configurations(["h2o_tokens:recent=25%,sink=10%"], [130])
+    assert (found.options["recent"], found.options["sink"]) == (32, 13)
+    (found,) = configurations(["h2o_tokens:budget=40,recent=50%"], [130])
+    assert found.options["recent"] == 20
+
+
+def test_a_random_policy_draws_from_its_seed():
+    (found,) = configurations(["l2_fixed:strategy=random,skip_layers=none"], [5])
+    view = LayerView(tokens=40, keys=np.zeros((2, 40, 4), np.float32))
+    first, again, other = (found.make(seed).keep(view).tolist() for seed in ((1, 2), (1, 2), (1, 3)))
+    assert first == again
+    assert first != other
+    assert "generator" not in found.identity["options"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("stream", "unknown policy 'stream': expected full or one of l2_ratio"),
+        ("streaming:sinks=3", "streaming has no option 'sinks': expected"),
+        ("streaming:sink", "'streaming:sink': 'sink' is not option=value"),
+        ("streaming:sink=3,sink=4", "says sink twice"),
+        ("streaming:sink=x", "streaming: sink is 'x': expected a whole number"),
+        ("streaming:sink=-1", "streaming: sink is '-1': expected a whole number"),
+        ("streaming:sink=64", "leaves no window behind 64 sinks"),
+        ("l2_fixed:recent_ratio=much", "recent_ratio is 'much': expected a number"),
+        ("l2_fixed:strategy=best", "strategy is 'best'"),
+        ("l2_fixed:skip_layers=a", "'a': expected whole numbers such as 0[+]1, or none"),
+        ("full:budget=3", "full has no option 'budget'"),
+        ("l2_fixed:generator=1", "l2_fixed has no option 'generator': expected budget, keep_ratio"),
+    ],
+)
+def test_what_cannot_be(spec, message):
+    with pytest.raises((KvmnnError, TypeError), match=message):
+        configurations([spec], [64])
+
+
+def test_a_share_needs_something_to_be_a_share_of():
+    with pytest.raises(KvmnnError, match="a share of what"):
+        configurations(["h2o_tokens:keep_ratio=0.5,recent=50%"], [])
+
+
+def test_lists():
+    assert numbers("0+1,2") == (0, 1, 2)
+    assert numbers("none") == numbers("") == ()
+    assert shares("0.2+1") == (0.2, 1.0)
+    for wrong in ("nan", "1+x", "inf"):
+        with pytest.raises(KvmnnError, match="expected"):
+            shares(wrong)
+
+
+def test_identity_has_no_label_and_all_defaults():
+    one = Configuration("a", "streaming", {"budget": 512}, "p", SeedMethod("E1", "x"))
+    two = Configuration("b", "streaming", {"budget": 512, "sink": 4, "skip_layers": ()})
+    assert one.identity == two.identity
+    assert one.identity != Configuration("a", "streaming", {"budget": 512}, positions="stored").identity

@@ -1,0 +1,79 @@
+"""Frames of a kept cache: their sizes are those of real frames of the same bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import kvmnn
+from kvmnn.arrays.layer_cache import LayerCache
+from kvmnn.errors import FrameError
+from kvmnn.evaluation.measuring.lossless import frame_sizes
+from kvmnn.frames import encoding
+from kvmnn.frames import encoding as frame
+
+
+def layers(dtype=np.float32, kept=(20, 30), seen=50):
+    random = np.random.default_rng(3)
+    return [
+        LayerCache(
+            layer=number,
+            keys=random.standard_normal((2, tokens, 8)).astype(dtype),
+            values=random.standard_normal((2, tokens, 8)).astype(dtype),
+            tokens_seen=seen,
+        )
+        for number, tokens in enumerate(kept)
+    ]
+
+
+def coded(cache, dtype):
+    return sum(len(kvmnn.encode(part.astype(dtype))) for layer in cache for part in (layer.keys, layer.values))
+
+
+def test_rounded_to_fp16_as_an_engine_holds_it():
+    cache = layers()
+    found = frame_sizes(cache)
+    assert (found.dtype, found.rounded) == ("fp16", True)
+    assert found.full_bytes == 2 * 2 * 2 * 50 * 8 * 2  # layers, K and V, heads, tokens, words, bytes
+    assert found.kept_bytes == 2 * 2 * 50 * 8 * 2
+    assert found.frame_bytes == coded(cache, np.float16)
+
+
+def test_fp32_exactly_as_held():
+    cache = layers()
+    found = frame_sizes(cache, "fp32")
+    assert (found.dtype, found.rounded) == ("fp32", False)
+    assert found.full_bytes == 2 * 2 * 2 * 50 * 8 * 4
+    assert found.frame_bytes == coded(cache, np.float32)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_an_fp16_cache_stays_what_it_is(dtype):
+    cache = layers(np.float16)
+    found = frame_sizes(cache, dtype)
+    assert (found.dtype, found.rounded) == ("fp16", False)
+    assert found.frame_bytes == coded(cache, np.float16)
+
+
+def test_beyond_fp16_is_infinite_and_no_warning():
+    cache = layers()
+    cache[0].keys[0, 0, 0] = 1e6
+    assert frame_sizes(cache).frame_bytes == coded_quietly(cache)
+
+
+def coded_quietly(cache):
+    with np.errstate(over="ignore"):
+        return coded(cache, np.float16)
+
+
+def test_nothing_kept():
+    found = frame_sizes(layers(kept=(0, 0)))
+    assert (found.kept_bytes, found.frame_bytes) == (0, 0)
+    assert found.full_bytes > 0
+
+
+def test_a_frame_that_does_not_decode_to_its_words_is_noticed(monkeypatch):
+    good = encoding.encode
+    monkeypatch.setattr(frame, "encode", lambda words, **rest: good(np.zeros_like(words), **rest))
+    with pytest.raises(FrameError, match="layer 0: the frame of its keys does not decode to them"):
+        frame_sizes(layers())

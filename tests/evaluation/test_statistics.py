@@ -1,0 +1,50 @@
+"""The paired bootstrap against cases that can be worked out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvmnn.evaluation import statistics
+from kvmnn.evaluation.statistics import paired_interval
+
+
+def test_two_documents_are_drawn_both_ways():
+    # A quarter of the draws is one document twice, a quarter the other: the bounds are the documents themselves.
+    assert paired_interval([0.1, 0.3], [1, 1], seed=1) == (pytest.approx(0.2), pytest.approx(0.1), pytest.approx(0.3))
+
+
+def test_one_document_has_no_interval():
+    assert paired_interval([0.25], [7], seed=0) == (0.25, None, None)
+
+
+def test_documents_count_by_their_tokens():
+    mean, low, high = paired_interval([0.0, 1.0], [1, 3], seed=0)
+    assert mean == 0.75
+    assert (low, high) == (0.0, 1.0)
+
+
+def test_the_interval_is_that_of_the_normal_law_for_many_documents():
+    values = np.random.default_rng(2).normal(0.5, 0.2, 400)
+    mean, low, high = paired_interval(values, np.ones(400), seed=3)
+    error = values.std() / 20
+    assert mean == pytest.approx(values.mean())
+    assert low == pytest.approx(mean - 1.96 * error, abs=0.1 * error)
+    assert high == pytest.approx(mean + 1.96 * error, abs=0.1 * error)
+
+
+def test_the_seed_decides():
+    values = [0.1, 0.5, 0.2, 0.9, 0.4]
+    first = paired_interval(values, [1] * 5, seed=1, resamples=50)
+    assert first == paired_interval(values, [1] * 5, seed=1, resamples=50)
+    assert first != paired_interval(values, [1] * 5, seed=2, resamples=50)
+
+
+def test_draws_in_blocks(monkeypatch):
+    monkeypatch.setattr(statistics, "_AT_ONCE", 10)
+    mean, low, high = paired_interval([0.1, 0.5, 0.2], [1, 1, 1], seed=1, resamples=100)
+    assert low < mean < high
+
+
+def test_no_difference_at_all():
+    assert paired_interval([0.0] * 5, [1, 2, 3, 4, 5], seed=0) == (0.0, 0.0, 0.0)

@@ -1,0 +1,43 @@
+"""Settings files: what is no JSON object is refused in one line, and nothing large is read."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvmnn import json_object
+from kvmnn.errors import SourceError
+from kvmnn.files.json_document import read_object, read_object_if_there
+
+
+def test_an_object_and_none(tmp_path):
+    path = tmp_path / "config.json"
+    assert read_object_if_there(path) == {}
+    with pytest.raises(FileNotFoundError):
+        read_object(path)
+    path.write_text('{"layers": 2}')
+    assert read_object(path) == read_object_if_there(path) == {"layers": 2}
+    assert read_object_if_there(path / "below a file") == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "is not JSON"), ("[" * 200_000, "is not JSON"), ("\xff", "is not JSON"), ("[1]", "no JSON object")],
+    ids=["cut", "deep", "no UTF-8", "list"],
+)
+def test_what_is_none(tmp_path, text, message):
+    path = tmp_path / "config.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(SourceError, match=message):
+        read_object_if_there(path)
+
+
+def test_size_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(json_object, "MAX_BYTES", 20)
+    path = tmp_path / "config.json"
+    path.write_text('{"a": 1}' + " " * 12)
+    assert read_object(path) == {"a": 1}
+    path.write_text('{"a": 1}' + " " * 13)
+    with pytest.raises(SourceError, match="more than 20 bytes"):
+        read_object(path)
+    with pytest.raises(SourceError, match="cannot be read"):
+        read_object(tmp_path)

@@ -1,0 +1,175 @@
+"""Output is there whole or not at all, and nothing that exists is lost by accident."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from kvmnn.errors import OutputError
+from kvmnn.files.output import DirectoryOutput, FileOutput
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def test_a_file_appears_at_commit(tmp_path):
+    with FileOutput(tmp_path / "a") as output:
+        output.file.write(b"one")
+        output.beside(".json").write(b"{}")
+        assert not (tmp_path / "a").exists()
+        output.commit()
+    assert names(tmp_path) == ["a", "a.json"]
+    assert (tmp_path / "a").read_bytes() == b"one"
+
+
+def test_permissions_are_those_of_any_new_file(tmp_path):
+    (tmp_path / "plain").touch()
+    with FileOutput(tmp_path / "a") as output:
+        output.commit()
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == stat.S_IMODE((tmp_path / "plain").stat().st_mode)
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, None])
+@pytest.mark.parametrize("existing", [False, True])
+def test_nothing_is_left_without_commit(tmp_path, error, existing):
+    if existing:
+        (tmp_path / "a").write_bytes(b"old")
+    before = names(tmp_path)
+
+    def attempt() -> None:
+        with FileOutput(tmp_path / "a", force=True) as output:
+            output.file.write(b"x" * 1_000_000)
+            output.beside(".json").write(b"{}")
+            if error:
+                raise error
+
+    if error:
+        with pytest.raises(error):
+            attempt()
+    else:
+        attempt()
+    assert names(tmp_path) == before
+    assert not existing or (tmp_path / "a").read_bytes() == b"old"
+
+
+def test_existing_files_need_force(tmp_path):
+    (tmp_path / "a").write_bytes(b"old")
+    with pytest.raises(OutputError, match="exists already"):
+        FileOutput(tmp_path / "a")
+    with FileOutput(tmp_path / "a", force=True) as output:
+        output.file.write(b"new")
+        output.commit()
+    assert (tmp_path / "a").read_bytes() == b"new"
+    assert names(tmp_path) == ["a"]
+
+
+def test_a_file_that_comes_into_being_meanwhile_is_kept(tmp_path):
+    with pytest.raises(OutputError, match="exists already"), FileOutput(tmp_path / "a") as output:
+        (tmp_path / "a").write_bytes(b"theirs")
+        output.commit()
+    assert (tmp_path / "a").read_bytes() == b"theirs"
+    assert names(tmp_path) == ["a"]
+
+
+def test_the_input_is_never_replaced(tmp_path):
+    (tmp_path / "a").write_bytes(b"input")
+    (tmp_path / "link").symlink_to("a")
+    os.link(tmp_path / "a", tmp_path / "hard")
+    for target in ("a", "link", "hard"):
+        with pytest.raises(OutputError, match="is the input itself"):
+            FileOutput(tmp_path / target, force=True, protect=[str(tmp_path / "a")])
+    assert (tmp_path / "a").read_bytes() == b"input"
+
+
+def test_a_symbolic_link_is_followed(tmp_path):
+    (tmp_path / "real").write_bytes(b"old")
+    (tmp_path / "link").symlink_to("real")
+    with FileOutput(tmp_path / "link", force=True) as output:
+        output.file.write(b"new")
+        output.commit()
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real").read_bytes() == b"new"
+
+
+def test_a_directory_is_no_file(tmp_path):
+    with pytest.raises(OutputError, match="is a directory"):
+        FileOutput(tmp_path, force=True)
+    with pytest.raises(OutputError, match="No such file or directory"):
+        FileOutput(tmp_path / "missing" / "a")
+
+
+def test_devices_are_written_to_and_stay(tmp_path):
+    with FileOutput(os.devnull) as output:
+        assert output.is_device
+        output.file.write(b"gone")
+        output.commit()
+    assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
+    with (
+        pytest.raises(OutputError, match="/dev/full: cannot be written: No space left"),
+        FileOutput("/dev/full") as full,
+    ):
+        full.file.write(b"x" * 100_000)
+        full.commit()
+
+
+def write_directory(target: Path, **options: object) -> None:
+    with DirectoryOutput(target, index="index", **options) as output:  # type: ignore[arg-type]
+        output.file("a").write(b"a")
+        output.file("b").write(b"b")
+        output.file("index").write(b"a b")
+        output.commit()
+
+
+def test_a_directory_appears_whole(tmp_path):
+    write_directory(tmp_path / "out")
+    assert names(tmp_path) == ["out", "out/a", "out/b", "out/index"]
+
+
+def test_a_directory_that_exists_keeps_its_other_files(tmp_path):
+    (tmp_path / "mine").write_bytes(b"mine")
+    write_directory(tmp_path)
+    assert names(tmp_path) == ["a", "b", "index", "mine"]
+    (tmp_path / "a").write_bytes(b"old")
+    with pytest.raises(OutputError, match="exists already"):
+        write_directory(tmp_path)
+    assert (tmp_path / "a").read_bytes() == b"old"
+    write_directory(tmp_path, force=True)
+    assert (tmp_path / "a").read_bytes() == b"a"
+    assert names(tmp_path) == ["a", "b", "index", "mine"]
+
+
+@pytest.mark.parametrize("existing", [False, True])
+def test_no_directory_without_commit(tmp_path, existing):
+    if existing:
+        (tmp_path / "out").mkdir()
+    with pytest.raises(KeyboardInterrupt), DirectoryOutput(tmp_path / "out") as output:
+        output.file("a").write(b"a")
+        raise KeyboardInterrupt
+    assert names(tmp_path) == (["out"] if existing else [])
+
+
+def test_a_file_is_no_directory(tmp_path):
+    (tmp_path / "out").write_bytes(b"file")
+    with pytest.raises(OutputError, match="is not a directory"):
+        DirectoryOutput(tmp_path / "out", force=True)
+
+
+def test_an_index_never_describes_files_that_are_not_there(tmp_path, monkeypatch):
+    write_directory(tmp_path)
+    real, moved = os.replace, []
+
+    def failing(source: object, target: Path) -> None:
+        assert not (tmp_path / "index").exists()
+        if moved:
+            raise OSError(5, "Input/output error")
+        moved.append(target)
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", failing)
+    with pytest.raises(OutputError, match="Input/output error"):
+        write_directory(tmp_path, force=True)
+    assert names(tmp_path) == ["a", "b"]

@@ -1,0 +1,189 @@
+"""Files that the real engine (the MNN 3.6.1 wheel) reads and writes, against what kvmnn makes of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engine_client import (
+    CONTINUATION,
+    GEOMETRY,
+    NAME,
+    PREFIX_IDS,
+    QUERY_IDS,
+    Engine,
+    continuation,
+    needs_engine,
+    unpack_fixture,
+)
+
+from kvmnn import KVMeta, PackedCache, PackLayout
+from kvmnn.cli.command import main
+from kvmnn.formats.mnn import live as mnn_live
+from kvmnn.formats.opening import open_any
+from kvmnn.formats.options import PackedOptions, ReadOptions
+from kvmnn.packed.fitting import Geometry
+
+pytestmark = needs_engine
+
+LAYOUT = PackLayout(kv_heads=2, head_dim=16, dtype="fp32", lP=1, hP=4)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return unpack_fixture("model", tmp_path_factory.mktemp("engine"))
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory):
+    return unpack_fixture("prefix", tmp_path_factory.mktemp("written"))
+
+
+def kvmnn(*argv: object) -> None:
+    assert main([str(arg) for arg in argv]) == 0
+
+
+def described(prefix: Path) -> list[object]:
+    return [prefix, *GEOMETRY, "--tokens", 50]
+
+
+@pytest.mark.parametrize("capacity", [None, 50, 114, 300])
+def test_the_engine_loads_what_kvmnn_packed(model, prefix, tmp_path, capacity):
+    kvmnn("unpack", *described(prefix), "-o", tmp_path / "arrays.npz")
+    room = [] if capacity is None else ["--capacity", capacity]
+    target = [*GEOMETRY, "--name", NAME, *room]
+    kvmnn("pack", tmp_path / "arrays.npz", *target, "-o", tmp_path / "packed")
+    assert continuation(model, tmp_path / "packed", tmp_path / "scratch") == CONTINUATION
+
+
+def test_the_engine_loads_what_went_through_frames(model, prefix, tmp_path):
+    kvmnn("encode", *described(prefix), "--model", model, "-o", f"{tmp_path}/frames/")
+    kvmnn("decode", tmp_path / "frames", "--model", model, "-o", f"{tmp_path}/restored/")
+    assert continuation(model, tmp_path / "restored", tmp_path / "scratch") == CONTINUATION
+
+
+def test_a_damaged_value_plane_gives_other_tokens(model, prefix, tmp_path):
+    kvmnn("unpack", *described(prefix), "-o", tmp_path / "arrays.npz")
+    arrays = dict(np.load(tmp_path / "arrays.npz"))
+    arrays["layer_0.value"][0] = -arrays["layer_0.value"][0]
+    np.savez(tmp_path / "damaged.npz", **arrays)
+    kvmnn("pack", tmp_path / "damaged.npz", *GEOMETRY, "--name", NAME, "-o", tmp_path / "packed")
+    found = continuation(model, tmp_path / "packed", tmp_path / "scratch")
+    assert len(found) == 3
+    assert found != CONTINUATION
+
+
+def test_a_prefix_of_another_name_written_by_the_engine_now(model, tmp_path):
+    """The engine writes, kvmnn ships and renames, another engine loads."""
+    (tmp_path / "written").mkdir()
+    with Engine(model, tmp_path / "scratch", tmp_path / "written") as engine:
+        engine.call("prefix", "fresh")
+        engine.call("generate", PREFIX_IDS, 0)
+    assert (tmp_path / "written" / "fresh_1_sync.v").exists()
+    kvmnn("encode", tmp_path / "written", *GEOMETRY, "--tokens", 50, "-o", f"{tmp_path}/frames/")
+    kvmnn("decode", tmp_path / "frames", "--name", "moved", "-o", f"{tmp_path}/restored/")
+    assert continuation(model, tmp_path / "restored", tmp_path / "again", "moved") == CONTINUATION
+
+
+@pytest.mark.parametrize(("begin", "end"), [(10, 35), (25, 50)])
+def test_the_engine_goes_on_from_a_compacted_prefix_as_from_its_own(model, prefix, tmp_path, begin, end):
+    """Compacted by kvmnn and loaded, or erased by the engine in a running session: the same tokens follow."""
+    with Engine(model, tmp_path / "scratch") as engine:
+        engine.call("forward", PREFIX_IDS)
+        engine.call("erase", begin, end)
+        expected = engine.call("generate", QUERY_IDS, 3)
+    assert len(expected) == 3
+    assert expected != CONTINUATION
+    behind = ["--reserve", f"{end - begin}:{50 - end}"] if end < 50 else []
+    kvmnn("compact", *described(prefix), "--remove", 50 - begin, *behind, "-o", tmp_path / "small")
+    with Engine(model, tmp_path / "again", tmp_path / "small") as engine:
+        assert engine.call("prefix", NAME) == 1
+        engine.call("generate", PREFIX_IDS[: 50 - end + begin], 0)
+        assert engine.call("generate", QUERY_IDS, 3) == expected
+
+
+# -- a running session ------------------------------------------------------------------------------------------------
+
+
+def live(scratch: Path, pid: int, tokens: int, int8: str | None = None) -> dict[str, np.ndarray]:
+    """The engine's caches as they lie in its files now."""
+    geometry = Geometry(kv_heads=2, head_dim=16, backend="x86-avx2", int8=int8)
+    options = ReadOptions(packed=PackedOptions(geometry=geometry, tokens=(tokens,), pid=pid))
+    source = open_any(str(scratch), options)
+    return {
+        array.name: np.concatenate(list(array.pieces())).view("<f4").reshape(array.shape) for array in source.arrays
+    }
+
+
+class Replay:
+    """`PackedCache` for each layer, doing what the engine does; rows that are new come from the engine's files."""
+
+    def __init__(self, layers: int) -> None:
+        self.meta = KVMeta(dialect="upstream")
+        self.caches = [PackedCache(LAYOUT, dialect="upstream") for _ in range(layers)]
+
+    def forward(self, found: dict[str, np.ndarray], count: int) -> None:
+        for layer, cache in enumerate(self.caches):
+            rows = (found[f"layer_{layer}.{part}"][:, -count:] for part in ("key", "value"))
+            cache.step(self.meta, *rows)
+        self.meta.sync()
+
+    def check(self, found: dict[str, np.ndarray], scratch: Path, pid: int) -> None:
+        """The same arrays; and the same files to the last stale row."""
+        files = mnn_live.find(str(scratch), pid=pid)
+        for layer, cache in enumerate(self.caches):
+            keys, values = cache.to_arrays()
+            np.testing.assert_array_equal(keys, found[f"layer_{layer}.key"])
+            np.testing.assert_array_equal(values, found[f"layer_{layer}.value"])
+            assert Path(files.layers[layer].key).read_bytes() == cache.key_buffer.tobytes()
+            assert Path(files.layers[layer].value).read_bytes() == cache.value_buffer.tobytes()
+
+
+def test_live_files_follow_a_replay(model, tmp_path):
+    ids = [*PREFIX_IDS, *QUERY_IDS, *PREFIX_IDS]
+    replay = Replay(2)
+    with Engine(model, tmp_path, None) as engine:
+
+        def forward(tokens: list[int]) -> dict[str, np.ndarray]:
+            history = engine.call("forward", tokens)
+            expected = replay.meta.previous - replay.meta.remove + replay.meta.reserve_size() + len(tokens)
+            assert history == expected
+            found = live(tmp_path, engine.pid, history)
+            replay.forward(found, len(tokens))
+            replay.check(found, tmp_path, engine.pid)
+            return found
+
+        first = forward(ids)
+        forward([11])
+
+        engine.call("erase", 20, 60)
+        replay.meta.erase(20, 60)
+        erased = forward([12, 13])
+        np.testing.assert_array_equal(erased["layer_1.key"][:, :20], first["layer_1.key"][:, :20])
+        np.testing.assert_array_equal(erased["layer_1.key"][:, 20:67], first["layer_1.key"][:, 60:])
+
+        plan = [[0, 8], [16, 5], [40, 10]]
+        engine.call("reserve", 60, plan)
+        replay.meta.set_info(0, 60, [(begin, size) for begin, size in plan])
+        kept = forward([14])
+        assert kept["layer_0.key"].shape[1] == 10 + 23 + 1
+        np.testing.assert_array_equal(kept["layer_0.value"][:, 18:23], erased["layer_0.value"][:, 26:31])
+        forward(PREFIX_IDS * 3)  # past the capacity: the files grow
+
+
+@pytest.mark.parametrize(("mode", "int8"), [(9, "keys"), (10, "both")])
+def test_int8_caches_come_back_within_a_step(model, tmp_path, mode, int8):
+    ids = [*PREFIX_IDS, *QUERY_IDS, *PREFIX_IDS]
+    found = {}
+    for name, settings, kind in (("plain", {}, None), ("int8", {"attention_mode": mode, "reuse_kv": False}, int8)):
+        with Engine(model, tmp_path / name, **settings) as engine:
+            engine.call("forward", ids)
+            found[name] = live(tmp_path / name, engine.pid, len(ids), kind)
+    keys, values = found["plain"]["layer_0.key"], found["plain"]["layer_0.value"]
+    shifted = keys - keys.max(axis=1, keepdims=True)  # what the engine quantises
+    step = (shifted.max(axis=2, keepdims=True) - shifted.min(axis=2, keepdims=True)) / 255
+    assert (np.abs(found["int8"]["layer_0.key"] - shifted) <= 0.51 * step + 1e-6).all()
+    step = (values.max(axis=1, keepdims=True) - values.min(axis=1, keepdims=True)) / 255
+    most = 0.51 * step + 1e-6 if int8 == "both" else 0
+    assert (np.abs(found["int8"]["layer_0.value"] - values) <= most).all()

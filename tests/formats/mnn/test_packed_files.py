@@ -1,0 +1,412 @@
+"""Finding and reading packed files: what is refused, what is inferred, and that only live elements are read."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import packed_samples
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvmnn import KvmnnError, OutputError, PackLayout, SourceError
+from kvmnn.formats.mnn import live as mnn_live
+from kvmnn.formats.mnn import prefix as mnn_prefix
+from kvmnn.formats.mnn.model import fingerprint, read_geometry
+from kvmnn.formats.mnn.packed_writing import PackedPart
+from kvmnn.formats.opening import find_packed, open_any
+from kvmnn.formats.options import PackedOptions, ReadOptions
+from kvmnn.packed.fitting import Geometry, capacity_of, fits, the_fit
+from kvmnn.packed.rows import PARTS
+
+AVX2 = Geometry(kv_heads=2, head_dim=6, backend="x86-avx2")
+
+
+def read(path, tokens=(), geometry=AVX2, **options):
+    return open_any(str(path), ReadOptions(packed=PackedOptions(geometry=geometry, tokens=tokens, **options)))
+
+
+def words(array):
+    return np.concatenate(list(array.pieces())).view(array.array_dtype).reshape(array.shape)
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    return packed_samples.write_prefix(tmp_path / "p", packed_samples.arrays(2, 2, 70, 6), capacity=114)
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_files_of_any_geometry_are_read_back(tmp_path_factory, data):
+    heads, dims, tokens = (data.draw(st.integers(1, most)) for most in (3, 20, 90))
+    lP, hP = data.draw(st.integers(1, 8)), data.draw(st.sampled_from([1, 3, 4, 8, 16, 64]))
+    block = data.draw(st.sampled_from([64, 5, None]))
+    capacity = tokens + data.draw(st.integers(0, 70))
+    dtype = data.draw(st.sampled_from(["fp16", "bf16", "fp32"]))
+    step = data.draw(st.integers(1, 200)) * np.dtype(packed_samples.WORDS[dtype]).itemsize
+    sample = packed_samples.write_prefix(
+        tmp_path_factory.mktemp("any"),
+        packed_samples.arrays(1, heads, tokens, dims, dtype),
+        lP=lP,
+        hP=hP,
+        block=block,
+        capacity=capacity,
+    )
+    geometry = Geometry(kv_heads=heads, head_dim=dims, dtype=dtype, lP=lP, hP=hP, flash_block=block or "none")
+    source = read(sample.path, (tokens,), geometry)
+    for array, expected in zip(source.arrays, sample.arrays, strict=True):
+        np.testing.assert_array_equal(words(array), expected)
+        assert b"".join(piece.tobytes() for piece in array.reader(step)) == expected.tobytes()
+
+
+def test_arrays_are_named_and_described(prefix):
+    source = read(prefix.path, (70,))
+    assert [array.name for array in source.arrays] == ["layer_0.key", "layer_0.value", "layer_1.key", "layer_1.value"]
+    assert source.cache.layers[1].positions == ((0, 70),)
+    assert source.notes == []
+
+
+def test_a_single_file_stands_for_its_layer(prefix):
+    source = read(prefix.path / "sys_1.v", (70,))
+    assert [array.name for array in source.arrays] == ["layer_1.key", "layer_1.value"]
+    np.testing.assert_array_equal(words(source.arrays[0]), prefix.arrays[2])
+
+
+def test_layers_may_hold_different_numbers_of_tokens(prefix):
+    source = read(prefix.path, (70, 9))
+    assert [array.shape[1] for array in source.arrays] == [70, 70, 9, 9]
+
+
+# -- what is missing or does not fit ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tokens", "geometry", "message"),
+    [
+        ((), AVX2, r"do not say how many tokens are live: say --tokens N \(at most 116\)"),
+        ((117,), AVX2, r"layer 0: 117 tokens: expected at least 1 and at most 116"),
+        ((0,), AVX2, r"0 tokens"),
+        ((1, 2, 3), AVX2, r"3 numbers of tokens for 2 layers"),
+        ((70,), Geometry(head_dim=6), r"do not say kv_heads \(--kv-heads\)"),
+        ((70,), Geometry(kv_heads=2), r"do not say head_dim \(--head-dim\)"),
+        ((70,), Geometry(kv_heads=5, head_dim=6), r"fit none of the \d+ layouts known for 5 kv heads x 6 dims"),
+        ((70,), Geometry(kv_heads=2, head_dim=6, backend="x86-avx512"), r"K file of 5568 bytes is not a whole number"),
+        (
+            (70,),
+            Geometry(kv_heads=2, head_dim=6, backend="x86-avx2", flash_block="none"),
+            r"do not belong together: 5568 bytes give K room for 116 tokens, 8192 bytes give V room for 128",
+        ),
+        ((70,), Geometry(kv_heads=2, head_dim=6, lP=7, hP=9), r"no layout is known"),
+    ],
+)
+def test_what_cannot_be_known_is_asked_for(prefix, tokens, geometry, message):
+    with pytest.raises(SourceError, match=message):
+        read(prefix.path, tokens, geometry)
+
+
+def test_pack_numbers_are_inferred_only_where_one_layout_is_left(prefix):
+    source = read(prefix.path, (70,), Geometry(kv_heads=2, head_dim=6, dtype="fp32"))
+    assert "of those known only that of generic/x86-sse/x86-avx2" in source.notes[0]
+    assert source.notes[1:] == ["flash block 64 inferred from the sizes of the files"]
+    with pytest.raises(SourceError, match=r"2 layouts fit the sizes .* hP 4, .* hP 8"):
+        read(prefix.path, (70,), Geometry(kv_heads=2, head_dim=6))
+
+
+def test_a_flash_block_that_sizes_do_not_decide(tmp_path):
+    sample = packed_samples.write_prefix(tmp_path / "p", packed_samples.arrays(1, 2, 64, 8), capacity=64)
+    named = Geometry(kv_heads=2, head_dim=8, backend="x86-avx2")
+    source = read(sample.path, (64,), named)
+    assert source.notes == [
+        "flash block 64 taken, the engine's default; the sizes would fit --flash-block none as well"
+    ]
+    with pytest.raises(SourceError, match="layouts fit"):
+        read(sample.path, (64,), Geometry(kv_heads=2, head_dim=8, dtype="fp32"))
+    assert read(sample.path, (64,), named.or_else(Geometry(flash_block="none"))).notes == []
+
+
+@settings(max_examples=200)
+@given(
+    st.integers(1, 5),
+    st.integers(1, 70),
+    st.sampled_from([(1, 4), (1, 8), (2, 64), (4, 8), (3, 5)]),
+    st.sampled_from([64, 7, None]),
+    st.integers(1, 400),
+)
+def test_capacity_is_the_highest_that_gives_the_same_files(heads, dims, packs, block, capacity):
+    layout = PackLayout(heads, dims, "fp32", *packs, block)
+    sizes = layout.key_bytes(capacity), layout.value_bytes(capacity)
+    found = capacity_of(layout, *sizes)
+    assert found is not None
+    assert found >= capacity
+    assert (layout.key_bytes(found), layout.value_bytes(found)) == sizes
+    assert (layout.key_bytes(found + 1), layout.value_bytes(found + 1)) != sizes
+    assert capacity_of(layout, sizes[0] + 1, sizes[1]) is None
+    assert capacity_of(layout, 0, sizes[1]) is None
+
+
+def test_the_real_layout_is_always_among_those_that_fit():
+    for name in ("x86-avx2", "x86-avx512", "arm64-fp16", "arm64-sme2-fp16", "arm64-bf16-v86"):
+        layout = PackLayout.for_backend(name, kv_heads=3, head_dim=20)
+        sizes = [(layout.key_bytes(177), layout.value_bytes(177))]
+        found = fits(Geometry(kv_heads=3, head_dim=20), sizes)
+        assert any(name in fit.backends.split("/") for fit in found), name
+        assert the_fit("x", Geometry(kv_heads=3, head_dim=20, backend=name), sizes).layout.hP == layout.hP
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p: (p / "sys_0_sync.v").unlink(), r"1 of 4 markers are missing, sys_0_sync\.v first"),
+        (lambda p: (p / "sys_1.k").unlink(), r"sys_1\.k: cannot be read"),
+        (lambda p: [(p / f"sys_0{x}").unlink() for x in (".k", ".v")], "no files of layer 0, but of layer 1"),
+        (lambda p: os.truncate(p / "sys_1.v", 8191), "V file of 8191 bytes is not a whole number"),
+        (lambda p: os.truncate(p / "sys_1.v", 0), "V file of 0 bytes"),
+        (lambda p: os.truncate(p / "sys_1.k", 192 * 40), "do not belong together"),
+        (lambda p: ((p / "sys_1.k").unlink(), (p / "sys_1.k").mkdir()), "not a regular file"),
+        (lambda p: (p / "other_0.k").touch(), "2 prefixes, say which with --name: 'other', 'sys'"),
+    ],
+)
+def test_files_that_are_not_whole(prefix, change, message):
+    change(prefix.path)
+    with pytest.raises(SourceError, match=message):
+        read(prefix.path, (70,))
+
+
+def test_missing_markers_can_be_ignored(prefix):
+    (prefix.path / "sys_0_sync.k").unlink()
+    assert len(read(prefix.path, (70,), ignore_markers=True).arrays) == 4
+
+
+def test_a_file_that_shrinks_after_it_was_opened(prefix):
+    source = read(prefix.path, (70,))
+    os.truncate(prefix.path / "sys_0.k", 100)
+    with pytest.raises(SourceError, match="has 100 bytes, 5568 when it was opened"):
+        words(source.arrays[0])
+
+
+def test_names_with_underscores_and_digits(tmp_path):
+    sample = packed_samples.write_prefix(tmp_path / "p", packed_samples.arrays(2, 1, 3, 4), name="a_1_0", capacity=8)
+    files = mnn_prefix.find(str(sample.path))
+    assert (files.name, len(files.layers)) == ("a_1_0", 2)
+    with pytest.raises(SourceError, match="has no prefix 'b'; it has 'a_1_0'"):
+        mnn_prefix.find(str(sample.path), "b")
+    with pytest.raises(SourceError, match="is not named as prefix-cache files are"):
+        mnn_prefix.find(str(sample.path / "x.k"))
+
+
+@pytest.mark.parametrize("bad", [0, -3])
+def test_geometry_refuses_numbers_below_one(bad):
+    for name in ("kv_heads", "head_dim", "lP", "hP", "flash_block"):
+        with pytest.raises(KvmnnError, match=f"{name} is {bad}"):
+            Geometry(**{name: bad})
+
+
+# -- live files -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def live(tmp_path):
+    layers = packed_samples.arrays(2, 2, 20, 6)
+    for layer, address in enumerate(("00005560831CAB70", "000055C4C7A96F40")):
+        for part, buffer in zip("kv", packed_samples.packed(*layers[2 * layer :][:2], 1, 4, 64, 84), strict=True):
+            (tmp_path / f"{address}.{part}").write_bytes(buffer.tobytes())
+    return tmp_path, layers
+
+
+def test_live_files_need_an_order(live):
+    path, layers = live
+    with pytest.raises(SourceError, match=r"nothing in the 2 pairs of files tells their layers: say --pid"):
+        read(path, (20,))
+    order = ("000055c4c7a96f40", "00005560831CAB70")
+    source = read(path, (20,), layer_order=order)
+    assert source.cache.kind == "live"
+    np.testing.assert_array_equal(words(source.arrays[0]), layers[2])
+    with pytest.raises(SourceError, match="the order names"):
+        read(path, (20,), layer_order=order[:1])
+    one = read(path / "00005560831CAB70.v", (20,))
+    np.testing.assert_array_equal(words(one.arrays[1]), layers[1])
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
+def test_open_descriptors_tell_the_order(live):
+    path, layers = live
+    handles = [os.open(path / f"{name}.{part}", os.O_RDONLY) for name in
+               ("000055C4C7A96F40", "00005560831CAB70") for part in "kv"]  # fmt: skip
+    try:
+        source = read(path, (20,), pid=os.getpid())
+        np.testing.assert_array_equal(words(source.arrays[0]), layers[2])
+        os.close(handles.pop())
+        os.close(handles.pop())
+        with pytest.raises(SourceError, match=r"has 2 pairs of files, but process .* has 1 of them open"):
+            read(path, (20,), pid=os.getpid())
+    finally:
+        for handle in handles:
+            os.close(handle)
+    with pytest.raises(SourceError, match="open files cannot be listed"):
+        mnn_live.open_order(path, 2**22 + 1)
+
+
+# -- packed dumps -----------------------------------------------------------------------------------------------------
+
+
+def write_dump(folder, dtype="fp16", *, used=21, room=85, block=64, **changes):
+    layers = packed_samples.arrays(1, 2, used, 6, dtype)
+    layout = PackLayout(2, 6, dtype, 1, 8, block)
+    fields = {"layout": "packed", "layer_id": 0, "used_seq_len": used, "max_seq_len": room, "kv_heads": 2}
+    fields |= {"head_dim": 6, "bytes_per_elem": layout.itemsize, "pack_h": 8, "pack_l": 1, "flash_upper_kv": block}
+    fields |= {"key_stride_bytes": layout.key_head_bytes(room), "value_stride_bytes": layout.value_head_bytes(room)}
+    fields |= {"key_used_bytes": layout.key_head_bytes(used), "value_used_bytes": layout.value_head_bytes(used)}
+    fields |= {"stage": "prefill", "run_id": "r", "k_file": "packed_k.bin", "v_file": "packed_v.bin"}
+    folder = folder / "r" / "layer_0"
+    folder.mkdir(parents=True)
+    for part, buffer in zip("kv", packed_samples.packed(*layers, 1, 8, block, used), strict=True):
+        (folder / f"packed_{part}.bin").write_bytes(buffer.tobytes())
+    (folder / f"packed_meta_packed_t0_{used}.json").write_text(json.dumps(fields | changes))
+    return layers
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+def test_packed_dumps(tmp_path, dtype):
+    layers = write_dump(tmp_path, dtype)
+    source = open_any(str(tmp_path))
+    assert [array.name for array in source.arrays] == ["r/layer_0/packed_k", "r/layer_0/packed_v"]
+    for array, expected in zip(source.arrays, layers, strict=True):
+        np.testing.assert_array_equal(words(array), expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layout": "plain"}, "layout is 'plain', expected 'packed'"),
+        ({"bytes_per_elem": 1}, "bytes_per_elem is 1"),
+        ({"used_seq_len": 86}, "used_seq_len is 86, above max_seq_len, 85"),
+        ({"used_seq_len": 60}, "key_used_bytes is 288, expected 768 for 60 tokens"),
+        ({"key_stride_bytes": 7}, "key_stride_bytes is 7, expected 1056"),
+        ({"pack_h": 0}, "pack_h is 0"),
+        ({"k_file": "../../x"}, "leads out of the dump directory"),
+        ({"kv_heads": 3}, "has 576 bytes, its metadata says 864"),
+    ],
+)
+def test_packed_dumps_that_lie(tmp_path, changes, message):
+    write_dump(tmp_path, **changes)
+    with pytest.raises(SourceError, match=message):
+        open_any(str(tmp_path))
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+
+def test_geometry_of_a_model_directory(tmp_path):
+    (tmp_path / "llm_config.json").write_text('{"layer_nums": 2, "key_value_shape": [2, 1, 0, 8, 256]}')
+    (tmp_path / "config.json").write_text('{"attention_mode": 0, "layer_nums": 9}')
+    found = read_geometry(str(tmp_path))
+    assert (found.layers, found.kv_heads, found.head_dim, found.flash_block) == (2, 8, 256, "none")
+    (tmp_path / "llm_config.json").write_text('{"num_key_value_heads": 3, "head_dim": -1, "num_hidden_layers": 4}')
+    (tmp_path / "config.json").write_text('{"attention_mode": 8}')
+    found = read_geometry(str(tmp_path))
+    assert (found.layers, found.kv_heads, found.head_dim, found.flash_block) == (4, 3, None, 64)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(SourceError, match="not a JSON object"):
+        read_geometry(str(tmp_path))
+
+
+def test_a_model_of_another_number_of_layers(prefix, tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "llm.mnn").write_bytes(b"graph")
+    (model / "llm_config.json").write_text('{"layer_nums": 3, "key_value_shape": [2, 1, 0, 2, 6]}')
+    with pytest.raises(SourceError, match=r"has files of 2 layers, but the model in .* has 3"):
+        read(prefix.path, (70,), Geometry(backend="x86-avx2"), model=str(model))
+    (model / "llm_config.json").write_text('{"layer_nums": 2, "key_value_shape": [2, 1, 0, 2, 6]}')
+    source = read(prefix.path, (70,), Geometry(backend="x86-avx2"), model=str(model))
+    assert source.cache.model == fingerprint(str(model))
+
+
+def test_a_fingerprint_is_of_what_decides_k_and_v(tmp_path):
+    (tmp_path / "llm.mnn").write_bytes(b"graph")
+    (tmp_path / "llm.mnn.weight").write_bytes(b"weights")
+    (tmp_path / "config.json").write_text("{}")
+    first = fingerprint(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"thread_num": 4}')
+    (tmp_path / "tokenizer.txt").touch()
+    assert fingerprint(str(tmp_path)) == first
+    (tmp_path / "llm.mnn.weight").write_bytes(b"weightz")
+    assert fingerprint(str(tmp_path)) != first
+    with pytest.raises(SourceError, match=r"has no \.mnn file"):
+        fingerprint(str(tmp_path.parent))
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_rows_find_their_place_in_runs_of_any_size(tmp_path_factory, data):
+    heads, dims, tokens = (data.draw(st.integers(1, most)) for most in (3, 9, 70))
+    lP, hP = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([1, 4, 8]))
+    block = data.draw(st.sampled_from([64, 5, None]))
+    order = data.draw(st.sampled_from(["head", "token"]))
+    capacity = tokens + data.draw(st.integers(0, 9))
+    layout = PackLayout(heads, dims, "fp16", lP, hP, block)
+    layers = packed_samples.arrays(1, heads, tokens, dims, "fp16")
+    expected = packed_samples.packed(*layers, lP, hP, block, capacity, b"\0")
+    folder = tmp_path_factory.mktemp("part")
+    for part, array, buffer in zip(PARTS, layers, expected, strict=True):
+        path = folder / part
+        path.touch()
+        file = PackedPart(path, path, layout, part, capacity=capacity, tokens=tokens, order=order)
+        plain = array if order == "head" else array.swapaxes(0, 1)
+        data_bytes = np.frombuffer(plain.tobytes(), np.uint8)
+        step = data.draw(st.integers(1, 500))
+        runs = [data_bytes[start : start + step] for start in range(0, data_bytes.size, step)]
+        for run in runs:
+            file.write(run)
+        file.rewind()
+        assert all(file.holds(run) for run in runs)
+        file.rewind()
+        assert not all(file.holds(run ^ np.uint8(1)) for run in runs)
+        file.close()
+        assert path.read_bytes() == buffer.tobytes()
+
+
+def test_rows_must_be_as_many_as_announced(tmp_path):
+    (tmp_path / "x").touch()
+    layout = PackLayout(1, 4, "fp32", 1, 4)
+    file = PackedPart(tmp_path / "x", tmp_path / "x", layout, "key", capacity=8, tokens=2)
+    file.write(np.zeros(16, np.uint8))
+    with pytest.raises(KvmnnError, match="1 rows came, 2 were announced"):
+        file.rewind()
+    with pytest.raises(KvmnnError, match="more rows came than 2 tokens have"):
+        file.write(np.zeros(32, np.uint8))
+    file.close()
+
+
+def test_a_directory_without_packed_files(tmp_path):
+    assert find_packed(str(tmp_path)) is None
+    assert find_packed(str(tmp_path / "x.npy")) is None
+
+
+def test_live_files_are_written_and_found_again(tmp_path):
+    rng = np.random.default_rng(4)
+    layout = PackLayout(kv_heads=2, head_dim=6, dtype="fp32", lP=1, hP=4)
+    plain = [rng.standard_normal((2, 2, 9, 6)).astype(np.float32) for _ in range(3)]
+    buffers = [layout.pack(k, v, capacity=40) for k, v in plain]
+    order = mnn_live.write(str(tmp_path / "live"), buffers, first_address=0x7F00_0000_1000)
+    assert order[0] == "00007F0000001000" and len(set(order)) == 3
+    found = mnn_live.find(str(tmp_path / "live"), order=order)
+    for layer, (k, v) in zip(found.layers, plain, strict=True):
+        back = layout.unpack(Path(layer.key).read_bytes(), Path(layer.value).read_bytes(), 9)
+        assert np.array_equal(back[0], k) and np.array_equal(back[1], v)
+    with pytest.raises(OutputError):
+        mnn_live.write(str(tmp_path / "live"), buffers, first_address=0x7F00_0000_1000)
+    assert mnn_live.write(str(tmp_path / "live"), buffers, first_address=0x7F00_0000_1000, force=True) == order
+    for layers, address in (([], 0), (buffers, -1), (buffers, 2**64 - 9)):
+        with pytest.raises(SourceError):
+            mnn_live.write(str(tmp_path / "other"), layers, first_address=address)
+    assert not (tmp_path / "other").exists()

@@ -1,0 +1,123 @@
+"""Every SIMD level gives the same bytes, whatever the size and the alignment; and the native self-test."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import codec_model
+import numpy as np
+import pytest
+from codec_samples import kv_like, runs, structured
+from repository import NATIVE, ROOT, SELFTEST
+
+import kvmnn
+from kvmnn import KvmnnError, _simd
+from kvmnn.frames import _streams
+
+SIZES = [*range(301), 4093, 4095, 4096, 4097, 4111, 8191, 8192, 8195]
+
+
+@pytest.fixture(params=_simd.simd_levels())
+def level(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = _simd.simd_level()
+    _simd.set_simd_level(request.param)
+    yield request.param
+    _simd.set_simd_level(before)
+
+
+def test_levels() -> None:
+    levels = _simd.simd_levels()
+    assert levels[0] == "baseline" and _simd.simd_level() in levels
+    with pytest.raises(KvmnnError, match=r"'avx512' is not available.*baseline"):
+        _simd.set_simd_level("avx512")
+    assert _simd.simd_level() in levels
+
+
+def pool(seed: int) -> memoryview:
+    """Bytes with runs of every length, and noise behind them."""
+    rng = np.random.default_rng(seed)
+    return memoryview(runs(rng, 2500, 2) + rng.bytes(5000))
+
+
+def test_streams_of_every_size(level: str) -> None:
+    assert _simd.simd_level() == level
+    data = pool(1)
+    for n in SIZES:
+        for offset in (0, 1, 4321 % (len(data) - n)):
+            stream = data[offset : offset + n]
+            raw = bytes(stream)
+            for mode in (0, 1, 2):
+                predicted = _streams.predict(stream, mode)
+                assert predicted == codec_model.predict(raw, mode), (n, offset, mode)
+                assert _streams.unpredict(memoryview(b"x" + predicted)[1:], mode) == raw, (n, offset, mode)
+            if n:
+                assert _streams.encode_rle(stream) == codec_model.rle_encode(raw), (n, offset)
+
+
+@pytest.mark.parametrize("stride", [2, 4])
+def test_lanes_of_every_size(level: str, stride: int) -> None:
+    data = pool(2)
+    for words in [*range(1, 140), 1023, 1024, 1025, 2047, 2049]:
+        for offset in (0, 1, 3):
+            raw = data[offset : offset + words * stride]
+            assert _streams.split(raw, stride) == codec_model.split(bytes(raw), stride), (words, offset)
+
+
+@pytest.mark.parametrize("stride", [2, 4])
+def test_frames_do_not_depend_on_the_level(level: str, stride: int) -> None:
+    dtype = "fp16" if stride == 2 else "fp32"
+    for words in (1, 17, 300, 4099):
+        for name, raw in structured(words, stride, seed=9):
+            frame = kvmnn.encode(memoryview(b"?" + raw)[1:], dtype=dtype)
+            assert frame == codec_model.encode(raw, stride), name
+            out = bytearray(len(raw) + 1)
+            kvmnn.decode(frame, out=memoryview(out)[1:])
+            assert out[1:] == raw, name
+            assert kvmnn.frame.matches(frame, memoryview(b"?" + raw)[1:], dtype=dtype), name
+
+
+def test_fast_and_entropy_do_not_depend_on_the_level(level: str) -> None:
+    raw = kv_like(50_001)
+    assert kvmnn.fnv1a64(kvmnn.encode(raw, dtype="fp16", effort="fast")) == FAST_HASH
+    assert [_streams.order0_entropy(raw[:n]) for n in range(1, 300)] == ENTROPIES
+
+
+RAW = kv_like(50_001)
+FAST_HASH = kvmnn.fnv1a64(kvmnn.encode(RAW, dtype="fp16", effort="fast"))
+ENTROPIES = [_streams.order0_entropy(RAW[:n]) for n in range(1, 300)]
+
+
+def test_the_environment_chooses_a_level() -> None:
+    code = "from kvmnn import _streams; print(_streams.simd_level())"
+    for name in _simd.simd_levels():
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", code],
+            env={**os.environ, "KVMNN_SIMD": name},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.stdout.strip() == name, done.stderr
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        env={**os.environ, "KVMNN_SIMD": "none"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0 and "'none' is not available" in done.stderr
+
+
+@pytest.mark.skipif(not (shutil.which("cc") and SELFTEST.exists()), reason="no C compiler or no sources")
+def test_native_selftest(tmp_path: Path) -> None:
+    """The table of every level, from C, with guard bytes around every buffer; `make test-aarch64` runs the same."""
+    program = tmp_path / "selftest"
+    sources = ["-I", str(ROOT / "pyx"), str(NATIVE / "frames" / "lanes.c"), str(SELFTEST / "lanes.c")]
+    subprocess.run(["cc", "-O3", "-std=c11", "-Wall", "-Wextra", "-Werror", *sources, "-o", str(program)], check=True)
+    done = subprocess.run([str(program)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in _simd.simd_levels():
+        assert name in done.stdout

@@ -1,0 +1,153 @@
+"""The three doors to libzstd give the verdicts of ZSTD_decompress and, at equal versions, the same frames."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import codec_model
+import pytest
+import zstandard
+from codec_samples import EXAMPLES, Payload, expected_verdict, frame_around, verdict, zstd_payloads
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvmnn import KvmnnError
+from kvmnn.frames import _zstdlib, zstd
+
+PAYLOADS = zstd_payloads()
+DOORS = ["python", "bundled", "system"]
+
+
+def run_door(door: str) -> dict:
+    script = Path(__file__).with_name("zstd_door.py")
+    environment = {**os.environ, "KVMNN_ZSTD": door, "PYTHONPATH": str(script.parent)}
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
+    if f"KVMNN_ZSTD={door}: no such libzstd found" in done.stderr:
+        return {}
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, dict]:
+    return {door: run_door(door) for door in DOORS}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_door_gives_the_verdicts_of_zstd_decompress(reports: dict[str, dict], door: str) -> None:
+    report = reports[door]
+    if door != "python" and not report:
+        assert not _present(door)
+        pytest.skip(f"no {door} libzstd on this machine")
+    assert report["door"] == door
+    expected = {payload.name: payload.accepted for payload in PAYLOADS}
+    assert {name for name, got in report["verdicts"].items() if got != expected[name]} == set()
+    assert report["wrong"] == []
+
+
+def test_doors_make_the_same_frames(reports: dict[str, dict]) -> None:
+    exact = {door: report["frames"] for door, report in reports.items() if report.get("byte_exact")}
+    assert "python" in exact, f"zstandard {zstandard.__version__} is not byte-exact"
+    same_version = [r["frames"] for r in reports.values() if r and r["version"] == reports["python"]["version"]]
+    assert all(frames == exact["python"] for frames in same_version)
+    # Across versions level 3 is the same and the high levels of effort "max" need not be.
+    for frames in exact.values():
+        assert [f for i, f in enumerate(frames[:-1]) if i % 3 != 2] == [
+            f for i, f in enumerate(exact["python"][:-1]) if i % 3 != 2
+        ]
+        assert frames[-1] == exact["python"][-1]
+
+
+def _present(door: str) -> bool:
+    if door == "system":
+        return codec_model.library("libzstd.so.1") is not None
+    folder = Path(zstandard.__file__).parent
+    return any(codec_model.library(str(path)) for path in folder.glob("_cffi.*"))
+
+
+def test_an_unknown_door() -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", "import kvmnn"],
+        env={**os.environ, "KVMNN_ZSTD": "front"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0 and "KVMNN_ZSTD='front': expected bundled, system or python" in done.stderr
+
+
+@pytest.mark.parametrize("payload", PAYLOADS, ids=lambda payload: payload.name)
+@pytest.mark.parametrize("mode", [0, 1, 2])
+def test_verdicts_in_a_frame(payload: Payload, mode: int) -> None:
+    frame = frame_around(payload.payload, len(payload.raw), codec=1, mode=mode)
+    got = verdict(frame)
+    assert (got is not None) == payload.accepted
+    if got is not None:
+        assert got[1][::2] == codec_model.unpredict(payload.raw, mode)
+    assert verdict(frame, codecs=("rle",)) is None
+
+
+@pytest.mark.parametrize("payload", PAYLOADS, ids=lambda payload: payload.name)
+def test_the_references_own_verdicts(payload: Payload) -> None:
+    for decompress in (codec_model.zstd_decompress_by_frames, codec_model.library("libzstd.so.1")):
+        if decompress is None:
+            continue
+        try:
+            out = decompress(payload.payload, len(payload.raw))
+        except codec_model.Reject:
+            assert not payload.accepted
+        else:
+            assert payload.accepted and out == payload.raw
+
+
+@EXAMPLES
+@given(st.data())
+def test_any_concatenation(data: st.DataObject) -> None:
+    """Frames of any kind in any order, with an expected length that may be wrong."""
+    payload, size = b"", 0
+    for _ in range(data.draw(st.integers(1, 4))):
+        kind = data.draw(st.sampled_from(["sized", "unsized", "checksum", "skippable"]))
+        content = data.draw(st.binary(max_size=40))
+        if kind == "skippable":
+            number = data.draw(st.integers(0, 15))
+            payload += (0x184D2A50 + number).to_bytes(4, "little") + len(content).to_bytes(4, "little") + content
+        else:
+            compressor = zstandard.ZstdCompressor(
+                write_content_size=kind != "unsized", write_checksum=kind == "checksum"
+            )
+            payload += compressor.compress(content)
+            size += len(content)
+    size = max(1, size + data.draw(st.sampled_from([0, 0, 0, 1, -1])))
+    at = data.draw(st.integers(-40, len(payload) - 1))
+    if at >= 0:
+        payload = payload[:at] + bytes([payload[at] ^ data.draw(st.integers(0, 255))]) + payload[at + 1 :]
+    frame = frame_around(payload, size, codec=1)
+    assert verdict(frame) == expected_verdict(frame)
+
+
+def test_one_shot_functions() -> None:
+    for data in (b"", b"x", bytes(1000), bytes(range(256)) * 500):
+        packed = _zstdlib.compress(data)
+        assert packed == zstandard.ZstdCompressor(level=3).compress(data) == codec_model.zstd_compress(data)
+        assert _zstdlib.decompress(packed, len(data)) == data
+        with pytest.raises(ValueError, match="decode"):
+            _zstdlib.decompress(packed, len(data) + 1)
+        with pytest.raises(ValueError, match="decode"):
+            _zstdlib.decompress(packed[:-1], len(data))
+
+
+def test_library_tables_are_checked() -> None:
+    with pytest.raises(ValueError, match="non-zero addresses"):
+        _zstdlib.use_library([1, 2, 3])
+    with pytest.raises(ValueError, match="non-zero addresses"):
+        _zstdlib.use_library([0] * len(_zstdlib.NAMES))
+
+
+def test_what_is_in_use() -> None:
+    assert zstd.door() in DOORS
+    version = tuple(map(int, zstd.version().split(".")))
+    assert zstd.byte_exact() == ((1, 5, 2) <= version <= (1, 5, 6))
+    with pytest.raises(KvmnnError, match="expected bundled"):
+        zstd._open_door("window")

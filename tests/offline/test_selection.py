@@ -1,0 +1,222 @@
+"""Which dumps are taken, and what becomes of damaged ones."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from offline_model import words, write_dump
+
+from kvmnn import SourceError
+from kvmnn.formats.opening import open_source
+from kvmnn.offline import MeasureOptions, NothingSelectedError, Scope, Selection, measure, select, select_source
+from kvmnn.offline.selection import is_dump
+
+K, V = words(1, 4), words(2, 4)
+
+
+def skipped(root: Path, **scope: object) -> dict[str, int]:
+    return dict(select([root], Scope(**scope)).skipped)  # type: ignore[arg-type]
+
+
+FIELDS = [
+    ({"layer_id": "zero"}, "meta_invalid_numeric_fields"),
+    ({"seq_start": []}, "meta_invalid_numeric_fields"),
+    ({"seq_len": float("inf")}, "meta_invalid_numeric_fields"),
+    ({"kv_heads": float("nan")}, "meta_invalid_numeric_fields"),
+    ({"head_dim": {"a": 1}}, "meta_invalid_numeric_fields"),
+    ({"bytes_per_elem": "2.0"}, "meta_invalid_numeric_fields"),
+    ({"seq_len": -1}, "invalid_shape"),
+    ({"kv_heads": False}, "invalid_shape"),
+    ({"head_dim": None}, "invalid_shape"),
+    ({"k_file": None}, "missing_k_or_v_file"),
+    ({"v_file": 7}, "missing_k_or_v_file"),
+    ({"v_file": "gone.bin"}, "missing_k_or_v_binary"),
+    ({"v_file": "a\0b"}, "missing_k_or_v_binary"),
+    ({"v_file": "x" * 5000}, "missing_k_or_v_binary"),
+    ({"k_file": "."}, "binary_read_error"),
+    ({"k_file": "/dev/zero"}, "binary_read_error"),
+    ({"bytes_per_elem": 8}, "unsupported_bytes_per_elem_8"),
+    ({"bytes_per_elem": None}, "unsupported_bytes_per_elem_0"),
+    ({"bytes_per_elem": -(10**20)}, f"unsupported_bytes_per_elem_{-(10**20)}"),
+]
+
+
+@pytest.mark.parametrize(("fields", "reason"), FIELDS)
+def test_every_fault_has_its_reason(tmp_path, fields, reason):
+    write_dump(tmp_path, 0, 0, K, V, **fields)
+    assert skipped(tmp_path) == {reason: 1}
+
+
+@pytest.mark.parametrize("fields", [{"seq_len": "4"}, {"kv_heads": 2.9}, {"layer_id": True}, {"head_dim": " 8 "}])
+def test_numbers_are_whatever_int_takes(tmp_path, fields):
+    write_dump(tmp_path, 0, 0, K, V, **fields)
+    found = select([tmp_path], Scope())
+    assert [(entry.tokens, entry.kv_heads, entry.head_dim, entry.is_whole()) for entry in found.entries] == [
+        (4, 2, 8, True)
+    ]
+
+
+@pytest.mark.parametrize(
+    "content", [b"{", b"", b"\xff\xfe{}", b"\xef\xbb\xbf{}", b"[" * 100_000, b'{"layer_id": ' + b"9" * 5000 + b"}"]
+)
+def test_metadata_that_is_no_json(tmp_path, content):
+    (tmp_path / "meta_x.json").write_bytes(content)
+    assert skipped(tmp_path) == {"meta_parse_error": 1}
+
+
+def test_metadata_that_cannot_be_read(tmp_path):
+    (tmp_path / "meta_x.json").mkdir()
+    os.mkfifo(tmp_path / "meta_y.json")
+    (tmp_path / "meta_z.json").symlink_to("nowhere")
+    assert skipped(tmp_path) == {"meta_parse_error": 3}
+
+
+@pytest.mark.parametrize("content", ["[]", "3", "null", '"text"'])
+def test_json_that_is_no_object_is_refused(tmp_path, content):
+    (tmp_path / "meta_x.json").write_text(content)
+    with pytest.raises(SourceError, match=r"meta_x\.json: holds JSON that is not an object"):
+        select([tmp_path], Scope())
+
+
+def test_what_there_is_not(tmp_path):
+    with pytest.raises(SourceError, match="is not a directory"):
+        select([tmp_path / "gone"], Scope())
+    with pytest.raises(NothingSelectedError, match=r"has no meta_\*\.json file below it"):
+        select([tmp_path], Scope())
+    with pytest.raises(NothingSelectedError, match="No entries selected after filtering"):
+        measure([], Selection(), MeasureOptions())
+
+
+@pytest.mark.parametrize(
+    ("change", "size"),
+    [
+        ({"seq_len": 5}, None),
+        ({"seq_len": 3}, None),
+        ({"kv_heads": 10**30}, None),
+        ({}, 0),
+        ({}, 127),
+        ({"bytes_per_elem": 4}, 126),
+    ],
+)
+def test_files_that_are_short_or_long_fail_when_they_are_compressed(tmp_path, change, size):
+    meta = write_dump(tmp_path, 0, 0, K, V, **change)
+    write_dump(tmp_path, 1, 0, K, V)
+    if size is not None:
+        file = meta.parent / "v_t0_4.bin"
+        file.write_bytes(bytes(size))
+    selection = select([tmp_path], Scope())
+    assert len(selection.entries) == 2
+    found = measure(["x"], selection, MeasureOptions())
+    assert dict(selection.skipped) == {"compression_failed": 1}
+    assert found.totals.raw_bytes() == K.nbytes + V.nbytes
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_files_that_change_meanwhile_fail(tmp_path, large):
+    k, v = (words(seed, 3000, dims=64) for seed in (1, 2)) if large else (K, V)
+    meta = write_dump(tmp_path, 0, 0, k, v)
+    write_dump(tmp_path, 1, 0, K, V)
+    selection = select([tmp_path], Scope())
+    file = meta.parent / json.loads(meta.read_text())["k_file"]
+    file.write_bytes(file.read_bytes()[:-2])
+    found = measure(["x"], selection, MeasureOptions(), real=True)
+    assert dict(selection.skipped) == {"compression_failed": 1}
+    assert list(found.layers) == [1]
+
+
+def test_one_bad_dump_fails_its_whole_group_once(tmp_path):
+    write_dump(tmp_path, 0, 0, K, V)
+    write_dump(tmp_path, 0, 4, K, V, seq_len=5)
+    write_dump(tmp_path, 0, 8, K, V, run="other")
+    selection = select([tmp_path], Scope())
+    found = measure(["x"], selection, MeasureOptions(entry_mode="aggregate"))
+    assert (found.groups, dict(selection.skipped)) == (2, {"compression_failed": 1})
+    assert found.totals.raw_bytes() == K.nbytes + V.nbytes
+
+
+def test_filters_are_silent(tmp_path):
+    for layer in range(4):
+        write_dump(tmp_path, layer, 0, K, V)
+        write_dump(tmp_path, layer, 4, K[:1], V[:1])
+
+    def taken(**scope: object) -> list[tuple[int, int]]:
+        found = select([tmp_path], Scope(**scope))  # type: ignore[arg-type]
+        assert found.scanned == 8 and not found.skipped
+        return [(entry.layer, entry.tokens) for entry in found.entries]
+
+    assert taken(front_n=1) == [(0, 4), (0, 1)]
+    assert taken(stage="decode", front_n=3) == [(0, 1), (1, 1), (2, 1)]
+    assert taken(scope="layer_range", layer_start=1, layer_end=2, stage="prefill") == [(1, 4), (2, 4)]
+    assert taken(scope="layer_range", layer_start=3) == [(3, 4), (3, 1)]
+    assert taken(scope="layer_ids", layer_ids=(3, 0, 3), min_seq_len=2) == [(0, 4), (3, 4)]
+    assert taken(max_seq_len=1) == [(0, 1), (1, 1)]
+    assert taken(min_seq_len=5) == []
+
+
+def test_a_negative_layer_is_in_no_front_but_may_be_in_a_range(tmp_path):
+    write_dump(tmp_path, -1, 0, K, V)
+    assert not select([tmp_path], Scope()).entries
+    assert len(select([tmp_path], Scope(scope="layer_range", layer_start=-1)).entries) == 1
+
+
+def test_dumps_are_told_apart_by_run_or_directory(tmp_path):
+    write_dump(tmp_path, 0, 0, K, V, run="a")
+    write_dump(tmp_path, 1, 0, K, V, run="a")
+    write_dump(tmp_path, 0, 0, K, V, run=None)
+    write_dump(tmp_path, 1, 0, K, V, run="c", run_id=5)
+    found = select([tmp_path], Scope())
+    assert len(found.dumps) == 3
+    assert [entry.run_id for entry in found.entries] == ["a", "a", "", ""]
+
+
+def test_fp32_is_rounded_or_left_out(tmp_path):
+    wide = words(1, 4, dtype="<f4")
+    wide[0, 0, :3] = [1e6, np.nan, -np.inf]
+    write_dump(tmp_path, 0, 0, wide, wide)
+    entry = select([tmp_path], Scope()).entries[0]
+    run = next(entry.k.runs(100))
+    with np.errstate(over="ignore"):
+        assert run.tobytes() == wide.astype("<f2").tobytes()
+    assert skipped(tmp_path, strict_fp16=True) == {"skip_fp32_strict": 1}
+
+
+def test_any_source_is_measured_as_its_dump_would_be(tmp_path):
+    write_dump(tmp_path / "dump", 0, 0, K, V)
+    np.savez(tmp_path / "kv.npz", **{"layer_0.key": K.transpose(1, 0, 2), "layer_0.value": V.transpose(1, 0, 2)})
+    dumped = measure(["x"], select([tmp_path / "dump"], Scope()), MeasureOptions())
+    found = Selection()
+    select_source(found, open_source(str(tmp_path / "kv.npz")), Scope(), "kv.npz")
+    measured = measure(["x"], found, MeasureOptions())
+    assert measured.totals == dumped.totals
+
+    wide = Selection()
+    np.savez(tmp_path / "wide.npz", k=K.transpose(1, 0, 2).astype("f4"), v=V.transpose(1, 0, 2).astype(">f4"))
+    select_source(wide, open_source(str(tmp_path / "wide.npz")), Scope(), "wide.npz")
+    assert wide.converted == 1
+    assert measure(["x"], wide, MeasureOptions()).totals == dumped.totals
+    assert not is_dump(str(tmp_path / "kv.npz")) and is_dump(str(tmp_path / "dump"))
+
+
+def test_a_source_is_filtered_too(tmp_path):
+    arrays = {f"layers.{n}.{part}": K.transpose(1, 0, 2) for n in range(3) for part in ("key", "value")}
+    np.savez(tmp_path / "kv.npz", **arrays)
+    source = open_source(str(tmp_path / "kv.npz"))
+    for scope, layers in (
+        (Scope(), [0, 1]),
+        (Scope(stage="prefill"), []),
+        (Scope(min_seq_len=5), []),
+        (Scope(scope="layer_ids", layer_ids=(2,), strict_fp16=True), [2]),
+    ):
+        found = Selection()
+        select_source(found, source, scope, "kv.npz")
+        assert ([entry.layer for entry in found.entries], found.scanned) == (layers, 3)
+
+
+def test_a_source_whose_k_and_v_differ_is_refused(tmp_path):
+    np.savez(tmp_path / "kv.npz", k=K.transpose(1, 0, 2), v=V.transpose(1, 0, 2)[:1])
+    with pytest.raises(SourceError, match=r"layer 0: keys are fp16 \[2, 4, 8\] and values fp16 \[1, 4, 8\]"):
+        select_source(Selection(), open_source(str(tmp_path / "kv.npz")), Scope(), "kv.npz")

@@ -1,0 +1,327 @@
+"""Sizes of byte lanes against slow plain Python, whatever the shape, options, SIMD level and number of threads."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import offline_model
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from offline_model import words, write_dump
+
+from kvmnn import KvmnnError, _simd
+from kvmnn.offline import (
+    MeasureOptions,
+    OptionError,
+    Predictors,
+    Scope,
+    _sizes,
+    measure,
+    predictors,
+    select,
+    to_document,
+)
+from kvmnn.offline.memory_budget import Budget
+
+SHAPES = st.tuples(st.integers(1, 9), st.integers(1, 5), st.integers(1, 70))
+
+
+@pytest.fixture(autouse=True, scope="module", params=_simd.simd_levels())
+def level(request):
+    before = _simd.simd_level()
+    _simd.set_simd_level(request.param)
+    yield
+    _simd.set_simd_level(before)
+
+
+def lane_of(shape: tuple[int, ...], seed: int, spread: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, spread, shape).astype(np.uint8)
+
+
+@given(SHAPES, st.integers(0, 99), st.sampled_from(predictors.NAMES))
+@settings(max_examples=150, deadline=None)
+def test_predictors_are_those_of_plain_python_and_can_be_undone(shape, seed, name):
+    lane = lane_of(shape, seed, 256)
+    made = predictors.apply(lane, name)
+    assert made.tobytes() == offline_model.predict(lane, name).tobytes()
+    assert predictors.undo(made, name).tobytes() == lane.tobytes()
+
+
+@given(st.binary(max_size=100))
+@settings(max_examples=150, deadline=None)
+def test_bitshuffle_is_that_of_plain_python(data):
+    assert predictors.bitshuffle(data) == offline_model.bitshuffle(data)
+
+
+def test_predictors_refuse_what_is_no_lane():
+    with pytest.raises(TypeError, match=r"expected uint8 \[token, kv_head, head_dim\]"):
+        predictors.apply(np.zeros((2, 3), np.uint8), "raw")
+    with pytest.raises(KvmnnError, match="unknown predictor 'sub'"):
+        predictors.undo(np.zeros((2, 3, 4), np.uint8), "sub")
+    assert predictors.apply(np.zeros((0, 3, 4), np.uint8), "pair_delta").shape == (0, 3, 4)
+    for arguments in ((b"abc", 1, 2, 0), (b"ab", 0, 1, 0), (b"ab", 1, 0, 0), (b"ab", 1, 1, 5), (b"ab", 1, 1, -1)):
+        with pytest.raises(ValueError, match=r"no whole tokens|no predictor"):
+            _sizes.predict(*arguments)
+
+
+@given(
+    SHAPES,
+    st.integers(0, 99),
+    st.sampled_from([1, 3, 256]),
+    st.lists(st.sampled_from(predictors.NAMES), min_size=1, max_size=5, unique=True),
+    st.integers(1, 6),
+    st.sampled_from([1, 3, 9, -3]),
+    st.booleans(),
+    st.integers(1, 9),
+)
+@settings(max_examples=200, deadline=None)
+def test_a_meter_gives_the_size_of_plain_python(shape, seed, spread, names, block, level, shuffled, step):
+    tokens, heads, dims = shape
+    meter = _sizes.StreamMeter()
+    for lane in (0, 1):  # the second time with what the first left behind
+        data = lane_of((*shape, 2), seed + lane, spread)
+        meter.setup(lane, heads, dims, block, [predictors.NAMES.index(n) for n in names], level, shuffled, True)
+        meter.begin(tokens)
+        for start in range(0, tokens, step):
+            meter.feed(data[start : start + step].reshape(-1))
+        size, blocks, won, limit = meter.finish()
+        mine = np.ascontiguousarray(data[..., lane])
+        expected, modes = offline_model.stream_size(mine, names, block, level, shuffled)
+        assert size + blocks + 8 == expected
+        assert dict(zip(names, won, strict=True)) == modes
+        counts = np.bincount(mine.reshape(-1))
+        share = counts[counts > 0] / mine.size
+        assert limit == pytest.approx(-(share * np.log2(share)).sum() * mine.size / 8, abs=1e-6)
+
+
+def test_a_meter_that_grows_and_shrinks_stays_right():
+    meter = _sizes.StreamMeter()
+    names = list(predictors.NAMES)
+    for tokens, block in ((9, 2), (300, 400), (40, 3), (500, 499), (1, 1)):
+        data = words(tokens, tokens)
+        meter.setup(1, 2, 8, block, range(5), 3, True, False)
+        meter.begin(tokens)
+        meter.feed(data.reshape(-1).view(np.uint8))
+        size, blocks, _, limit = meter.finish()
+        lane = np.ascontiguousarray(data.view(np.uint8).reshape(tokens, 2, 8, 2)[..., 1])
+        assert size + blocks + 8 == offline_model.stream_size(lane, names, block, 3, True)[0]
+        assert limit == 0
+    assert meter.held() > 0
+    meter.forget()
+    assert meter.held() == 0
+
+
+def test_a_meter_refuses_what_does_not_fit():
+    meter = _sizes.StreamMeter()
+    with pytest.raises(ValueError, match=r"setup\(\) first"):
+        meter.begin(1)
+    for bad in (
+        (2, 1, 1, 1, [0]),
+        (0, 0, 1, 1, [0]),
+        (0, 1, 0, 1, [0]),
+        (0, 1, 1, 0, [0]),
+        (0, 1, 1, 1, []),
+        (0, 1, 1, 1, [5]),
+    ):
+        with pytest.raises(ValueError, match="expected"):
+            meter.setup(*bad, 3, False, True)
+    meter.setup(0, 2, 2, 4, [0], 3, False, True)
+    with pytest.raises(ValueError, match="no whole tokens, or more"):
+        meter.feed(bytes(8))
+    meter.begin(2)
+    for size in (7, 24):
+        with pytest.raises(ValueError, match="no whole tokens, or more"):
+            meter.feed(bytes(size))
+    meter.feed(bytes(8))
+    with pytest.raises(ValueError, match="1 of 2 tokens"):
+        meter.finish()
+
+
+OPTIONS = st.builds(
+    MeasureOptions,
+    entry_mode=st.sampled_from(["per_meta", "aggregate", "chunked", "chunked_grouped"]),
+    online_chunk_seq=st.sampled_from([0, 1, 5, 100]),
+    online_framing_bytes=st.integers(0, 20),
+    aggregate_by_stage=st.booleans(),
+    codec_mode=st.sampled_from(["adaptive_v22", "legacy"]),
+    adaptive_block_seq=st.sampled_from([1, 4, 64, 1 << 70]),
+    bitshuffle=st.booleans(),
+    zstd_level=st.sampled_from([1, 3]),
+    predictors=st.builds(Predictors, k_lo=st.sampled_from([("xor_seq",), ("pair_delta", "raw", "pair_delta")])),
+)
+
+
+@pytest.fixture(scope="module")
+def dumps(tmp_path_factory) -> Path:
+    """Two layers, two runs, prefill and decode, fp16 and fp32, out of order, and one that is short."""
+    root = tmp_path_factory.mktemp("dumps")
+    write_dump(root, 0, 12, words(1, 1), words(2, 1))
+    write_dump(root, 0, 0, words(3, 12), words(4, 12))
+    write_dump(root, 0, 13, words(5, 1), words(6, 1))
+    write_dump(root, 1, 0, words(7, 30, dims=7), words(8, 30, dims=7), run="other")
+    write_dump(root, 1, 40, words(9, 9, dims=7, dtype="<f4"), words(10, 9, dims=7, dtype="<f4"), run="other")
+    write_dump(root, 1, 0, words(11, 6), words(12, 6), seq_len=7)
+    return root
+
+
+@given(OPTIONS)
+@settings(max_examples=60, deadline=None)
+def test_sums_are_those_of_plain_python(dumps, options):
+    found = to_document(measure(["x"], select([dumps], options.scope), options, threads=2))
+    groups: dict = {}
+    for number, (layer, start, k, v, run, stage) in enumerate(DUMPS):
+        key = (run, layer, stage if options.aggregate_by_stage else 0) if options.is_grouped else number
+        groups.setdefault(key, []).append((start, k, v))
+    sizes, extra, raw = {"k": 0, "v": 0}, 0, 0
+    for group in groups.values():
+        group.sort(key=lambda entry: entry[0])
+        for part, index in (("k", 1), ("v", 2)):
+            rows = np.concatenate([entry[index] for entry in group]).astype("<f2")
+            raw += rows.nbytes
+            step = options.online_chunk_seq or len(rows)
+            pieces = [rows[i : i + step] for i in range(0, len(rows), step)] if options.is_chunked else [rows]
+            extra = 4 + 4 * len(group) if options.entry_mode == "aggregate" else 0
+            sizes[part] += extra + sum(piece_size(piece, part, options) for piece in pieces)
+            sizes[part] += options.online_framing_bytes * len(pieces) if options.is_chunked else 0
+    assert (found["k_compressed_bytes"], found["v_compressed_bytes"]) == (sizes["k"], sizes["v"])
+    assert found["raw_bytes"] == raw
+    assert found["skip_reasons"] == {"compression_failed": 1}
+    assert found["converted_fp32_entries"] == 1
+
+
+DUMPS = [  # in the order of the walk
+    (1, 0, words(7, 30, dims=7), words(8, 30, dims=7), "other", "prefill"),
+    (1, 40, words(9, 9, dims=7, dtype="<f4"), words(10, 9, dims=7, dtype="<f4"), "other", "prefill"),
+    (0, 0, words(3, 12), words(4, 12), "run", "prefill"),
+    (0, 12, words(1, 1), words(2, 1), "run", "decode"),
+    (0, 13, words(5, 1), words(6, 1), "run", "decode"),
+]
+
+
+def piece_size(piece: np.ndarray, part: str, options: MeasureOptions) -> int:
+    lanes = piece.view(np.uint8).reshape(*piece.shape, 2)
+    total = 0
+    for name, lane in (("hi", lanes[..., 1]), ("lo", lanes[..., 0])):
+        adaptive = options.codec_mode == "adaptive_v22"
+        names = list(options.predictors.of(f"{part}_{name}")) if adaptive else [{"hi": "delta_seq", "lo": "raw"}[name]]
+        block = min(options.adaptive_block_seq, len(piece)) if adaptive else len(piece)
+        total += offline_model.stream_size(
+            np.ascontiguousarray(lane), names, block, options.zstd_level, options.bitshuffle, adaptive
+        )[0]
+    return total
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_threads_and_memory_do_not_change_anything(dumps, threads, monkeypatch):
+    options = MeasureOptions(entry_mode="chunked_grouped", online_chunk_seq=5)
+    monkeypatch.setattr("kvmnn.offline.measuring.MEMORY", 1)
+    monkeypatch.setattr("kvmnn.offline.rows.RUN_BYTES", 40)
+    seen: list[int] = []
+    measured = measure(["x"], select([dumps], options.scope), options, real=True, threads=threads, progress=seen.append)
+    reference = measure(["x"], select([dumps], options.scope), options, threads=1)
+    assert to_document(measured) == to_document(reference)
+    assert sum(seen) == 2 * measured.totals.raw_bytes()
+
+
+def test_large_files_are_mapped_and_give_the_same(tmp_path):
+    keys, values = words(1, 3000, dims=64), words(2, 3000, dims=64, dtype="<f2")
+    write_dump(tmp_path / "a", 0, 0, keys, values)
+    options = MeasureOptions()
+    found = measure(["x"], select([tmp_path], options.scope), options)
+    assert (
+        found.totals.lanes["k_hi"].simulated_bytes
+        == offline_model.stream_size(
+            np.ascontiguousarray(keys.view(np.uint8).reshape(3000, 2, 64, 2)[..., 1]),
+            list(predictors.NAMES),
+            64,
+            3,
+            False,
+        )[0]
+    )
+
+
+def test_frames_that_exist_are_counted(dumps):
+    import kvmnn
+
+    options = MeasureOptions(scope=Scope(front_n=1))
+    found = measure(["x"], select([dumps], options.scope), options, real=True)
+    mine = [array for layer, _, k, _, _, _ in DUMPS if layer == 0 for array in (k,)]
+    assert found.totals.stored["k"].bytes == sum(len(kvmnn.encode(array)) for array in mine)
+    assert found.totals.stored["k"].frames == 3
+    assert found.totals.stored_bytes() > found.totals.stored["k"].bytes
+
+
+def test_a_frame_that_does_not_decode_is_never_counted(dumps, monkeypatch):
+    monkeypatch.setattr("kvmnn.frame.matches", lambda *_, **__: False)
+    options = MeasureOptions()
+    with pytest.raises(KvmnnError, match="did not decode to its own input"):
+        measure(["x"], select([dumps], options.scope), options, real=True)
+
+
+def test_a_budget_lets_one_through_that_is_too_large_and_no_other_beside_it():
+    import threading
+
+    budget, order = Budget(10), []
+    inside, go_on = threading.Event(), threading.Event()
+
+    def first() -> None:
+        with budget.holding(50):
+            inside.set()
+            go_on.wait(10)
+            order.append("first")
+
+    def second() -> None:
+        inside.wait(10)
+        go_on.set()
+        with budget.holding(1):
+            order.append("second")
+
+    threads = [threading.Thread(target=job) for job in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert order == ["first", "second"]
+
+
+REFUSED = [
+    (lambda: Scope(front_n=0), "--front-n must be > 0 when scope=front_n."),
+    (lambda: Scope(stage="all"), "--stage is 'all'"),
+    (lambda: MeasureOptions(adaptive_block_seq=0), "--adaptive-block-seq must be > 0."),
+    (lambda: MeasureOptions(online_chunk_seq=-1), "--online-chunk-seq must be >= 0."),
+    (lambda: MeasureOptions(online_framing_bytes=-1), "--online-framing-bytes must be >= 0."),
+    (lambda: MeasureOptions(zstd_level=23), "--zstd-level must be <= 22."),
+    (lambda: MeasureOptions(codec_mode="new"), "--codec-mode is 'new'"),
+    (lambda: MeasureOptions(predictors=Predictors(v_lo=("delta",))), "--v-lo-predictors: invalid predictor `delta`"),
+    (lambda: MeasureOptions(predictors=Predictors(k_hi=())), "--k-hi-predictors: predictor list is empty"),
+    (lambda: MeasureOptions(scope=Scope(scope="layer_ids")), "--layer-ids must be non-empty when scope=layer_ids."),
+    # of two faults, the one that the seeds' tool names
+    (
+        lambda: MeasureOptions(adaptive_block_seq=0, predictors=Predictors(k_hi=()), scope=Scope(scope="layer_ids")),
+        "--adaptive-block-seq must be > 0.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED)
+def test_options_are_refused_with_the_tools_words(make, message):
+    with pytest.raises(OptionError) as caught:
+        make()
+    assert str(caught.value).startswith(message)
+
+
+def test_values_beyond_what_c_holds_are_fine(dumps):
+    options = MeasureOptions(
+        scope=Scope(scope="layer_range", layer_start=-(10**30), max_seq_len=10**30),
+        entry_mode="chunked",
+        online_chunk_seq=10**30,
+        adaptive_block_seq=10**30,
+        online_framing_bytes=10**30,
+        zstd_level=-(10**30),
+    )
+    found = to_document(measure(["x"], select([dumps], options.scope), options))
+    assert found["k_chunk_meta_bytes"] == 5 * 10**30
+    assert sys.getsizeof(found["k_compressed_bytes"]) > 32

@@ -1,0 +1,533 @@
+"""PackedCache and KVMeta: growth, plans and int8 as the engine does them, against a slow model."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layout_model import Cache, Int8Head, Numbers
+
+from kvmnn import CacheDroppedWarning, KVMeta, KvmnnError, LimitError, PackedCache, PackLayout
+from kvmnn.packed.reserve import check_plan
+
+WORDS = {"fp16": "<f2", "bf16": "<u2", "fp32": "<f4"}
+
+
+def plain(layout: PackLayout, tokens: int, seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    shape = (layout.kv_heads, tokens, layout.head_dim)
+    words = [rng.integers(0, 1 << 8 * layout.itemsize, shape, np.uint64) for _ in "kv"]
+    return [part.astype(f"<u{layout.itemsize}").view(WORDS[layout.dtype]) for part in words]
+
+
+def state(cache: PackedCache) -> tuple[Any, ...]:
+    return cache.past, cache.capacity, cache.key_buffer.tobytes(), cache.value_buffer.tobytes()
+
+
+def filled(tokens: int, **options: Any) -> PackedCache:
+    layout = PackLayout.for_backend("x86-avx2", kv_heads=2, head_dim=6)
+    cache = PackedCache(layout, **options)
+    cache.append(*plain(layout, tokens))
+    return cache
+
+
+# -- against the model ------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def histories(draw: st.DrawFn, dialect: str) -> tuple[PackLayout, dict[str, Any], list[tuple[Any, ...]]]:
+    layout = PackLayout(
+        kv_heads=draw(st.integers(1, 2)),
+        head_dim=draw(st.sampled_from([1, 3, 7, 8, 12, 16])),
+        dtype=draw(st.sampled_from(["fp16", "fp32"])),
+        lP=draw(st.sampled_from([1, 1, 2, 3, 4, 8])),
+        hP=draw(st.sampled_from([1, 4, 5, 8, 16, 64])),
+        flash_block=draw(st.sampled_from([64, 64, 16, None, 6])),
+    )
+    options = {"expand_chunk": draw(st.sampled_from([0, 4, 64])), "fresh_byte": draw(st.sampled_from([0, 0xA5]))}
+    steps: list[tuple[Any, ...]] = []
+    past = 0
+    for number in range(draw(st.integers(1, 5))):
+        add = draw(st.integers(1, 60))
+        if number == 0:
+            steps.append((0, [], add))
+            past = add
+            continue
+        remove = draw(st.integers(0, past + (5 if dialect == "fork" else 0)))
+        pairs, at = [], 0
+        for _ in range(draw(st.integers(0, 4))):
+            begin = draw(st.integers(at, max(at, remove)))
+            size = draw(st.integers(1, max(1, remove - begin)))
+            pairs.append((begin, size))
+            at = begin + size
+        if dialect == "fork" and draw(st.integers(0, 4)) == 0:
+            pairs = draw(st.permutations(pairs)) + draw(st.sampled_from([[], [(0, 0)], [(-1, 2)], [(0, 1)]]))
+        if dialect == "upstream":
+            pairs = [(b, s) for b, s in draw(st.permutations(pairs)) if b + s <= remove]
+        steps.append((remove, pairs, add))
+        past = max(0, past - remove + sum(size for _, size in pairs) + add)
+    return layout, options, steps
+
+
+def replay(layout: PackLayout, options: dict[str, Any], steps: list[tuple[Any, ...]], dialect: str) -> None:
+    cache = PackedCache(layout, dialect=dialect, on_invalid="engine", threads=2, **options)
+    n = Numbers(layout.kv_heads, layout.head_dim, layout.itemsize, layout.lP, layout.hP, layout.flash_block)
+    slow = Cache(n, options["expand_chunk"], options["fresh_byte"], dialect)
+    for seed, (wish, pairs, add) in enumerate(steps):
+        remove = wish if dialect == "fork" else min(wish, cache.past)
+        pairs = [pair for pair in pairs if dialect == "fork" or sum(pair) <= remove]
+        rows = plain(layout, add, seed)
+        words = [part.view(f"<u{layout.itemsize}") for part in rows]
+        fresh = remove == cache.past and (not pairs or dialect == "upstream")
+        if remove > cache.past and add > room_after(cache, remove, pairs, add, options["expand_chunk"]):
+            before = state(cache)
+            with pytest.raises(KvmnnError, match="the engine would make room for"):
+                cache.append(*rows, remove=remove, reserve=pairs)
+            assert state(cache) == before
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CacheDroppedWarning)
+            messages = cache.append(*rows, remove=remove, reserve=pairs)
+        if fresh:
+            slow.alloc(add)
+        else:
+            assert len(messages) == slow.realloc(remove, pairs, add)
+        slow.push(*words)
+        assert (cache.past, cache.capacity) == (slow.past, slow.capacity)
+        assert cache.key_buffer.tobytes() == slow.keys.tobytes()
+        assert cache.value_buffer.tobytes() == slow.values.tobytes()
+        arrays = slow.arrays()
+        for side, part in enumerate(cache.to_arrays()):
+            assert part.tobytes() == arrays[side].tobytes()
+
+
+def room_after(cache: PackedCache, remove: int, pairs: list[tuple[int, int]], add: int, expand: int) -> int:
+    """What the fork makes room for where `remove` is more than there is: everything goes, yet it counts on."""
+    need = cache.past + add - remove
+    if need >= 0 and all(size > 0 for _, size in pairs):
+        need += sum(size for _, size in pairs)
+    return need + expand if need > cache.capacity else cache.capacity
+
+
+@settings(max_examples=150, deadline=None)
+@given(histories("fork"))
+def test_the_fork(history: tuple[Any, ...]) -> None:
+    replay(*history, "fork")
+
+
+@settings(max_examples=100, deadline=None)
+@given(histories("upstream"))
+def test_upstream_mixes_rows_as_told(history: tuple[Any, ...]) -> None:
+    """Pairs in any order, overlapping ones too: upstream copies them one after the other, in place."""
+    replay(*history, "upstream")
+
+
+@settings(max_examples=60, deadline=None)
+@given(histories("fork"), st.integers(1, 3))
+def test_what_is_accepted_is_what_the_fork_applies_in_full(history: tuple[Any, ...], threads: int) -> None:
+    layout, options, steps = history
+    strict = PackedCache(layout, threads=threads, **options)
+    loose = PackedCache(layout, on_invalid="engine", **options)
+    for seed, (remove, pairs, add) in enumerate(steps):
+        before = state(strict)
+        rows = plain(layout, add, seed)
+        try:
+            assert strict.append(*rows, remove=remove, reserve=pairs) == ()
+        except KvmnnError:
+            assert state(strict) == before
+            probe = PackedCache.from_buffers(
+                layout, before[2], before[3], before[0], capacity=before[1], on_invalid="engine", **options
+            )
+            assert probe.realloc(remove, pairs, add) != ()
+            return
+        assert loose.append(*rows, remove=remove, reserve=pairs) == ()
+        assert state(strict) == state(loose)
+
+
+# -- plans ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("remove", "reserve", "message"),
+    [
+        (41, [], "expected at most the 40 live tokens"),
+        (2**40, [], "expected at most the 40 live tokens"),
+        (-1, [], "remove is -1"),
+        (20, [(0, 5), (4, 3)], "where the pair before it ends"),
+        (20, [(10, 3), (0, 4)], "where the pair before it ends"),
+        (20, [(18, 4)], "the window's 20 tokens"),
+        (20, [(-1, 4)], "expected begin at 0"),
+        (20, [(0, 0)], "size of at least 1"),
+        (20, [(0, -3)], "size of at least 1"),
+        (20, [(0, 4), (6, 2), (30, 9)], r"reserve\[2\] is \(30, 9\)"),
+        (20, [(2**31 - 1, 1)], "the window's 20 tokens"),
+        (20, [(2**31 - 1, 2**31 - 1)], "the window's 20 tokens"),
+        (20, [(2**31, 1)], "begin of reserve"),
+        (20, [(0, 2**31)], "size of reserve"),
+        (20, [(-(2**31) - 1, 1)], "begin of reserve"),
+        (20, [(2**64, 1)], "begin of reserve"),
+        (20, [(1, 2, 3)], "has 3 numbers"),
+    ],
+)
+def test_plans_that_do_not_fit_change_nothing(remove: int, reserve: list[Any], message: str) -> None:
+    cache = filled(40)
+    before = state(cache)
+    with pytest.raises(KvmnnError, match=message):
+        cache.realloc(remove, reserve, 1)
+    with pytest.raises(KvmnnError, match=message):
+        cache.append(*plain(cache.layout, 1), remove=remove, reserve=reserve)
+    assert state(cache) == before
+
+
+def test_numbers_that_are_none() -> None:
+    cache = filled(10)
+    for remove, reserve in ((1.0, []), (True, []), ("1", []), (5, [(0.0, 1)]), (5, [(0, None)])):
+        with pytest.raises(TypeError, match="must be an integer"):
+            cache.realloc(remove, reserve)
+    with pytest.raises(TypeError, match="PackLayout"):
+        PackedCache("x86-avx2")
+
+
+@pytest.mark.parametrize(
+    ("remove", "reserve", "add", "errors", "past"),
+    [
+        (20, [(0, 5), (4, 3)], 1, 1, 20),
+        (20, [(0, 4), (30, 9)], 1, 1, 20),
+        (20, [(0, 0), (5, 3)], 1, 1, 20),
+        (45, [], 1, 2, 0),
+        (42, [(0, 2)], 5, 1, 0),
+        (2**63, [], 0, 1, 0),
+    ],
+)
+def test_the_forks_outcome(remove: int, reserve: list[Any], add: int, errors: int, past: int) -> None:
+    cache = filled(40, on_invalid="engine")
+    assert len(cache.realloc(remove, reserve, add)) == errors
+    assert cache.past == past
+
+
+def test_pairs_before_a_bad_one_have_been_copied() -> None:
+    cache = filled(40, on_invalid="engine")
+    rows = cache.to_arrays()
+    cache.realloc(40, [(10, 5), (12, 3)])
+    assert cache.past == 0
+    moved = cache.layout.gather(cache.key_buffer, cache.value_buffer, 0, 5, past=5, capacity=cache.capacity)
+    assert all(np.array_equal(a, b[:, 10:15], equal_nan=True) for a, b in zip(moved, rows, strict=True))
+
+
+def test_room_beyond_32_bits_is_refused() -> None:
+    cache = filled(10)
+    before = state(cache)
+    with pytest.raises(LimitError, match="counts in 32 bits"):
+        cache.realloc(add=2**31)
+    engine = filled(10, on_invalid="engine")
+    with pytest.raises(LimitError, match="counts in 32 bits"):
+        engine.realloc(10, [(0, 2**31 - 1), (5, 2**31 - 1)])
+    assert state(cache) == state(engine) == before
+
+
+def test_no_room_for_a_push() -> None:
+    cache = filled(10)
+    with pytest.raises(KvmnnError, match="no room for 65 tokens behind 10"):
+        cache.push(*plain(cache.layout, 65))
+    cache.push(*plain(cache.layout, 64))
+    assert (cache.past, cache.capacity) == (74, 74)
+
+
+@pytest.mark.parametrize(("begin", "end"), [(-1, 3), (3, 3), (5, 3), (0, 41), (40, 0), (41, 0)])
+def test_erasing_what_is_not_there(begin: int, end: int) -> None:
+    cache = filled(40)
+    with pytest.raises(KvmnnError):
+        cache.erase(begin, end)
+    assert cache.past == 40
+
+
+def test_erasing() -> None:
+    for begin, end, kept in ((5, 9, [*range(5), *range(9, 40)]), (30, 0, range(30)), (30, 40, range(30)), (0, 0, [])):
+        cache = filled(40)
+        rows = cache.to_arrays()
+        cache.erase(begin, end)
+        assert len(cache) == len(kept)
+        for part, whole in zip(cache.to_arrays(), rows, strict=True):
+            assert part.tobytes() == whole[:, list(kept)].tobytes()
+
+
+def test_an_emptied_cache_is_allocated_anew() -> None:
+    cache = filled(200)
+    cache.erase(0)
+    assert (cache.past, cache.capacity) == (0, 264)
+    cache.append(*plain(cache.layout, 3))
+    assert (cache.past, cache.capacity) == (3, 67)
+
+
+def test_upstream_drops_what_the_fork_compacts() -> None:
+    fork, upstream = filled(80), filled(80, dialect="upstream")
+    row = plain(fork.layout, 1)
+    fork.append(*row, remove=80, reserve=[(0, 32), (64, 16)])
+    with pytest.warns(CacheDroppedWarning, match="drops all 80 tokens"):
+        upstream.append(*row, remove=80, reserve=[(0, 32), (64, 16)])
+    assert (fork.past, fork.capacity) == (49, 144)
+    assert (upstream.past, upstream.capacity) == (1, 65)
+    meta = KVMeta(80, dialect="upstream")
+    meta.set_info(1, 80, [(0, 32), (64, 16)])
+    assert meta.sync() == 49
+
+
+def test_upstream_goes_by_the_shared_count() -> None:
+    """After the drop the counts say 49 where there is one token; 100 more are room for 149."""
+    cache = filled(1, dialect="upstream")
+    meta = KVMeta(49, dialect="upstream")
+    cache.step(meta, *plain(cache.layout, 100))
+    assert (cache.past, cache.capacity, meta.sync()) == (101, 149 + 64, 149)
+
+
+@pytest.mark.parametrize(
+    ("remove", "reserve", "message"),
+    [
+        (41, [], "count below zero"),
+        (30, [(1000, 4)], "outside its buffers"),
+        (30, [(-20, 4)], "outside its buffers"),
+        (40, [(0, 4)], None),
+        (39, [(0, -5)], "below zero"),
+    ],
+)
+def test_upstream_never_leaves_its_buffers(remove: int, reserve: list[Any], message: str | None) -> None:
+    cache = filled(40, dialect="upstream", on_invalid="engine")
+    before = state(cache)
+    if message is None:
+        with pytest.warns(CacheDroppedWarning):
+            cache.realloc(remove, reserve)
+        assert cache.capacity == 0
+        return
+    with pytest.raises(KvmnnError, match=message):
+        cache.realloc(remove, reserve)
+    assert state(cache) == before
+
+
+def test_upstream_checks_plans_unless_told_not_to() -> None:
+    cache = filled(40, dialect="upstream")
+    with pytest.raises(KvmnnError, match="where the pair before it ends"):
+        cache.realloc(30, [(10, 5), (0, 5)])
+    check_plan(40, 30, ((0, 5), (5, 25)), quantised=False)
+
+
+def test_adopted_buffers() -> None:
+    cache = filled(40)
+    again = PackedCache.from_buffers(cache.layout, cache.key_buffer, cache.value_buffer, 40, capacity=104)
+    assert state(again) == state(cache)
+    again.realloc(40, [(4, 30)])
+    assert state(again) != state(cache)
+    keys, values = bytearray(cache.key_buffer), bytearray(cache.value_buffer)
+    inside = PackedCache.from_buffers(cache.layout, keys, values, 40, capacity=104, copy=False)
+    inside.realloc(40, [(4, 30)])
+    assert (bytes(keys), bytes(values)) == state(again)[2:]
+    assert PackedCache.from_buffers(cache.layout, keys, values, 30).capacity == 104
+    for past, message in ((105, "past is 105"), (-1, "past is -1")):
+        with pytest.raises(KvmnnError, match=message):
+            PackedCache.from_buffers(cache.layout, keys, values, past, capacity=104)
+    with pytest.raises(KvmnnError, match="writable"):
+        PackedCache.from_buffers(cache.layout, bytes(keys), values, 30, copy=False)
+    with pytest.raises(KvmnnError, match="for a capacity of 108"):
+        PackedCache.from_buffers(cache.layout, keys, values, 30, capacity=108)
+
+
+def test_reading_into_arrays() -> None:
+    cache = filled(40)
+    out = np.empty((2, 40, 6), np.float32), np.empty((2, 40, 6), np.float32)
+    assert cache.to_arrays(out) is out
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(out, plain(cache.layout, 40), strict=True))
+    cache.gather(30, 10, tuple(part[:, :10] for part in out))
+    assert all(a[:, :10].tobytes() == b[:, 30:].tobytes() for a, b in zip(out, plain(cache.layout, 40), strict=True))
+
+
+def test_options_that_are_none() -> None:
+    layout = PackLayout.for_backend("x86-avx2", kv_heads=2, head_dim=6)
+    for options in ({"dialect": "other"}, {"on_invalid": "ignore"}, {"expand_chunk": -1}, {"fresh_byte": 256}):
+        with pytest.raises(KvmnnError):
+            PackedCache(layout, **options)
+
+
+def test_an_empty_cache() -> None:
+    cache = PackedCache(PackLayout.for_backend("arm64-fp16", kv_heads=2, head_dim=6))
+    assert (len(cache), cache.capacity) == (0, 0)
+    assert [part.shape for part in cache.to_arrays()] == [(2, 0, 6)] * 2
+    with pytest.raises(KvmnnError, match="the cache is empty"):
+        cache.gather(0, 1)
+    for dialect in ("fork", "upstream"):
+        for on_invalid in ("raise", "engine"):
+            empty = PackedCache(cache.layout, dialect=dialect, on_invalid=on_invalid)
+            for remove, reserve in ((1, []), (0, [(0, 1)])):
+                with pytest.raises(KvmnnError, match="nothing was allocated"):
+                    empty.realloc(remove, reserve)
+                with pytest.raises(KvmnnError, match="nothing was allocated"):
+                    empty.append(*plain(cache.layout, 1), remove=remove, reserve=reserve)
+    cache.realloc(add=10)
+    assert (len(cache), cache.capacity) == (0, 74)
+
+
+# -- counts -----------------------------------------------------------------------------------------------------------
+
+
+def test_counts_of_a_step() -> None:
+    meta = KVMeta(100)
+    meta.set_info(3, 500, [(0, 10), (20, 5)])
+    assert (meta.add, meta.remove, meta.reserve_size()) == (3, 100, 15)
+    assert meta.sync() == 100 - 100 + 3 + 15
+    assert (meta.add, meta.remove, meta.reserve) == (0, 0, ())
+
+
+@pytest.mark.parametrize(
+    ("dialect", "remove", "pairs", "expected"),
+    [
+        ("fork", 24, [(0, 5), (4, 3)], 11),
+        ("fork", 24, [(10, 3), (0, 4)], 10),
+        ("fork", 20, [(18, 4)], 7),
+        ("fork", 24, [(-1, 4)], 3),
+        ("fork", 24, [(0, 0), (5, 3)], 3),
+        ("fork", 35, [(0, 5)], 0),
+        ("upstream", 24, [(30, 9)], 12),
+        ("upstream", 24, [(0, 0), (5, 3)], 2),
+    ],
+)
+def test_sync(dialect: str, remove: int, pairs: list[tuple[int, int]], expected: int) -> None:
+    assert KVMeta(26, 1, remove, tuple(pairs), dialect).sync() == expected
+
+
+def test_counts_erase_as_the_engine_plans_it() -> None:
+    meta = KVMeta(100)
+    meta.erase(21, 70)
+    assert (meta.remove, meta.reserve) == (79, ((49, 30),))
+    meta.erase(21)
+    assert (meta.remove, meta.reserve) == (79, ())
+    with pytest.raises(KvmnnError, match="cannot erase"):
+        meta.erase(100)
+    with pytest.raises(KvmnnError, match="previous is -1"):
+        KVMeta(-1)
+    with pytest.raises(KvmnnError, match="unknown dialect"):
+        KVMeta(dialect="mine")
+
+
+# -- int8 -------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_int8_is_the_model(data: st.DataObject) -> None:
+    both = data.draw(st.booleans())
+    layout = PackLayout(
+        data.draw(st.integers(1, 2)),
+        data.draw(st.sampled_from([1, 3, 7, 8, 18])),
+        "fp32",
+        1,
+        4,
+        data.draw(st.sampled_from([64, 16])),
+        lP8=data.draw(st.sampled_from([4, 8, 16, 3])),
+        hP8=data.draw(st.sampled_from([4, 8, 32, 5])),
+        int8_keys=True,
+        int8_values=both,
+    )
+    steps = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=4))
+    capacity = sum(steps)
+    cache = PackedCache(layout, expand_chunk=capacity - steps[0])
+    rng = np.random.default_rng(data.draw(st.integers(0, 9)))
+    scale = data.draw(st.sampled_from([1.0, 100.0, 1e-8]))
+    numbers = layout.head_dim, layout.lP8, layout.hP8, layout.flash_block, capacity
+    heads = [Int8Head(*numbers) for _ in range(layout.kv_heads)]
+    for count in steps:
+        rows = [
+            (rng.standard_normal((layout.kv_heads, count, layout.head_dim)) * scale).astype(np.float32) for _ in "kv"
+        ]
+        cache.append(*rows)
+        for head, model in enumerate(heads):
+            model.append(rows[0][head], rows[1][head])
+    sums = cache.int8_sums
+    assert sums is not None and cache.capacity == capacity
+    assert cache.key_buffer.tobytes() == b"".join(bytes(head.keys) for head in heads)
+    assert sums.key_sum.tobytes() == b"".join(head.key_sum.tobytes() for head in heads)
+    assert sums.key_max.tobytes() == b"".join(head.key_max.tobytes() for head in heads)
+    if both:
+        assert cache.value_buffer.tobytes() == b"".join(bytes(head.values) for head in heads)
+        assert sums.value_sum is not None
+        assert sums.value_sum.tobytes() == b"".join(head.value_sum.tobytes() for head in heads)
+
+
+@pytest.mark.parametrize("name", ["x86-avx2", "x86-avx512", "arm64-fp32", "generic", "arm64-sme2-fp32", "arm32-fp32"])
+def test_int8_comes_back_less_the_channel_maximum(name: str) -> None:
+    layout = PackLayout.for_backend(name, kv_heads=2, head_dim=24, int8_keys=True, int8_values=True)
+    cache = PackedCache(layout)
+    rng = np.random.default_rng(3)
+    rows = [rng.standard_normal((2, 90, 24)).astype(np.float32) for _ in "kv"]
+    cache.append(*rows)
+    file = PackedCache.from_buffers(layout, cache.key_buffer.tobytes(), cache.value_buffer.tobytes(), 90)
+    keys, values = file.to_arrays()
+    assert keys.dtype == values.dtype == np.float32
+    shifted = rows[0] - rows[0].max(axis=1, keepdims=True)
+    step = (shifted.max(axis=2) - shifted.min(axis=2))[:, :, None] / 255
+    assert (np.abs(keys - shifted) <= 0.51 * step).all()
+    step = (rows[1].max(axis=1) - rows[1].min(axis=1))[:, None] / 255
+    assert (np.abs(values - rows[1]) <= 0.51 * step).all()
+    assert len(layout.unrecoverable) == 2
+    assert "maxim" in layout.unrecoverable[0]
+    assert PackLayout.for_backend(name, kv_heads=2, head_dim=24).unrecoverable == ()
+
+
+def test_int8_keys_beside_float_values() -> None:
+    layout = PackLayout.for_backend("x86-avx2", kv_heads=2, head_dim=10, int8_keys=True)
+    cache = PackedCache(layout)
+    rows = [np.random.default_rng(1).standard_normal((2, 20, 10)).astype(np.float32) for _ in "kv"]
+    cache.append(*rows)
+    assert np.array_equal(cache.to_arrays()[1], rows[1])
+    assert len(layout.unrecoverable) == 1
+    assert layout.capacity_of(cache.key_buffer.size, cache.value_buffer.size) >= cache.capacity
+
+
+def test_a_first_step_of_one_token_leaves_nothing_of_its_key() -> None:
+    """The maxima rise in steps of several tokens only; before, keys are taken against the least float."""
+    layout = PackLayout.for_backend("x86-avx2", kv_heads=1, head_dim=8, int8_keys=True, int8_values=True)
+    cache = PackedCache(layout)
+    cache.append(np.ones((1, 1, 8), np.float32), np.ones((1, 1, 8), np.float32))
+    keys, values = cache.to_arrays()
+    assert (keys == np.finfo(np.float32).max).all()
+    assert (values == 1).all()
+
+
+def test_int8_and_plans() -> None:
+    layout = PackLayout.for_backend("x86-avx2", kv_heads=1, head_dim=8, int8_keys=True)
+    rows = [np.random.default_rng(1).standard_normal((1, 20, 8)).astype(np.float32) for _ in "kv"]
+    cache, engine = PackedCache(layout), PackedCache(layout, on_invalid="engine")
+    cache.append(*rows)
+    engine.append(*rows)
+    with pytest.raises(KvmnnError, match="ignores the pairs"):
+        cache.realloc(5, [(0, 2)])
+    engine.realloc(5, [(0, 2)])
+    cache.realloc(5)
+    assert state(cache) == state(engine)
+    assert cache.past == 15
+
+
+def test_int8_that_cannot_be_made() -> None:
+    layout = PackLayout.for_backend("x86-avx2", kv_heads=1, head_dim=8, int8_keys=True)
+    cache = PackedCache(layout)
+    rows = [np.ones((1, 5, 8), np.float32) for _ in "kv"]
+    cache.append(*rows)
+    adopted = PackedCache.from_buffers(layout, cache.key_buffer, cache.value_buffer, 5, capacity=69)
+    before = state(adopted)
+    for call in (adopted.append, adopted.push):
+        with pytest.raises(KvmnnError, match="in no file"):
+            call(*rows)
+    assert state(adopted) == before
+    adopted.append(*rows, remove=5)
+    assert adopted.past == 5
+    for call in (
+        lambda: layout.pack(*rows),
+        lambda: layout.scatter(*rows, cache.key_buffer, cache.value_buffer, 0, past=5, capacity=69),
+        lambda: layout.zero(cache.key_buffer, cache.value_buffer, 0, 5, past=5, capacity=69),
+    ):
+        with pytest.raises(KvmnnError, match="made by appending"):
+            call()
+    half = PackedCache(PackLayout.for_backend("arm64-fp16", kv_heads=1, head_dim=8, int8_keys=True))
+    with pytest.raises(KvmnnError, match="for fp32 only"):
+        half.append(*(row.astype(np.float16) for row in rows))

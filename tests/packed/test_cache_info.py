@@ -1,0 +1,85 @@
+"""The document beside packed files: strict about everything in it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvmnn import KvmnnError, ManifestError, PackLayout
+from kvmnn.packed.cache_info import CacheInfo, LayerInfo, TokenIds, from_json, joined, to_dict, to_json
+
+INFO = CacheInfo(
+    kind="prefix",
+    name="sys",
+    layout=PackLayout(2, 16, "fp16", 2, 64, None),
+    layers=(
+        LayerInfo(layer=0, tokens=50, capacity=114, positions=((0, 50),)),
+        LayerInfo(layer=1, tokens=25, capacity=114, positions=((0, 20), (30, 5))),
+    ),
+    token_ids=TokenIds.of([1, 2, 3]),
+    model="ab" * 32,
+)
+
+
+def test_there_and_back():
+    assert from_json(to_json(INFO), "x") == INFO
+    assert INFO.live_bytes == 75 * 2 * 2 * 16 * 2
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (["schema"], "kvmnn-manifest", "x: schema: found .*, expected 'kvmnn-cache'"),
+        (["schema_version"], 2, "x: schema_version: found 2, expected 1"),
+        (["kind"], "dump", "x: kind: found .*, expected one of prefix, live"),
+        (["name"], None, "x: name: found null, expected a string"),
+        (["kv_heads"], 0, "x: kv_heads: found 0, expected an integer of at least 1"),
+        (["head_dim"], True, "x: head_dim: found true"),
+        (["lP"], 2**31, "x: lP: found 2147483648, expected a 32-bit integer"),
+        (["hP"], 1.0, r"x: hP: found 1\.0"),
+        (["flash_block"], 0, "x: flash_block: found 0"),
+        (["dtype"], "int8", "x: dtype: found .*, expected one of fp16, bf16, fp32"),
+        (["token_ids", "count"], 0, r"x: token_ids\.count: found 0"),
+        (["token_ids", "sha256"], "AB" * 32, r"x: token_ids\.sha256: found .*, expected 64 hexadecimal digits"),
+        (["model"], "abc", "x: model: found .*, expected 64 hexadecimal digits"),
+        (["layers"], [], "x: layers: has 0 entries"),
+        (["layers", 0, "tokens"], 115, r"x: layers\[0\]: layer 0: 115 tokens: expected .* capacity of 114"),
+        (["layers", 1, "tokens"], 26, r"x: layers\[1\]: layer 1: the positions are not those of 26 tokens"),
+        (["layers", 1, "positions", 1], [30], r"x: layers\[1\]\.positions\[1\]: has 1 entries"),
+        (["layers", 1, "positions", 1], [-1, 5], r"x: layers\[1\]\.positions\[1\]\[0\]: found -1"),
+        (["layers", 0, "layer"], 1, "x: layers: are not in order, each once"),
+    ],
+)
+def test_what_is_wrong_is_said(path, value, message):
+    document = json.loads(to_json(INFO))
+    inner = document
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    with pytest.raises(ManifestError, match=message):
+        from_json(json.dumps(document), "x")
+    if isinstance(path[-1], str):
+        del inner[path[-1]]
+        with pytest.raises(ManifestError, match=rf"{path[-1]}: is missing"):
+            from_json(json.dumps(document), "x")
+
+
+@pytest.mark.parametrize("text", ["", "[", "[1]", '{"a": 1, "a": 2}', "[" * 100_000, b"\xff"])
+def test_what_is_no_document(text):
+    with pytest.raises(ManifestError, match=r"x: (is not valid JSON|document: found)"):
+        from_json(text, "x")
+
+
+def test_keys_that_are_not_known_are_passed_over():
+    assert from_json(json.dumps(to_dict(INFO) | {"later": 1}), "x") == INFO
+
+
+@pytest.mark.parametrize("ids", [[], [[1]], [1.5], [-1], [2**31], ["1"], [True]])
+def test_token_ids_are_a_list_of_words(ids):
+    with pytest.raises(KvmnnError, match="token ids: expected"):
+        TokenIds.of(ids)
+
+
+def test_runs_are_joined():
+    assert joined([(0, 2), (2, 3), (9, 1), (10, 1), (4, 1)]) == ((0, 5), (9, 2), (4, 1))

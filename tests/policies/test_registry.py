@@ -1,0 +1,438 @@
+"""One matrix over the registry: what every policy must do, whatever it keeps."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvmnn import KvmnnError, policies
+from kvmnn.policies import POLICIES, Budgeted, EvictingCache, L2Fixed, LayerView, Moment, Policy, create, ranking
+
+HEADS, DIMS = 3, 8
+
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "l2_ratio": [{"prune_after": 4}, {"prune_after": 4, "form": "original"}],
+    "l2_fixed": [
+        {},
+        {"recent_ratio": 0.5},
+        {"strategy": "keep_high", "recent_ratio": 0.3},
+        {"strategy": "random", "generator": np.random.default_rng(1)},
+    ],
+    "recent_only": [{}],
+    "streaming": [{"sink": 2}],
+    "streaming_press": [{"sink": 2}],
+    "h2o_tokens": [{"sink": 2, "recent": 4, "buffer": 0}],
+    "h2o_blocks": [{"sink": 2, "recent": 4, "block_tokens": 4, "update_interval": 1, "trigger_min_tokens": 4}],
+    "h2o_heads": [{"recent": 4}],
+    "h2o_decayed": [{"sink": 2, "recent": 4}, {"decay": 1}],
+    "h2o_decayed_heads": [{"sink": 2, "recent": 4, "decay": 0.5}],
+    "knorm": [{}],
+    "observed_attention": [{}],
+}
+BUDGETS: list[dict[str, Any]] = [{"budget": 12}, {"keep_ratio": 0.4}]
+CASES = [(name, {**more, **budget}) for name, several in OPTIONS.items() for more in several for budget in BUDGETS]
+matrix = pytest.mark.parametrize(("name", "options"), CASES, ids=lambda value: str(value).replace(" ", ""))
+
+
+def make(name: str, options: dict[str, Any], **more: Any) -> Policy:
+    return create(name, **{"skip_layers": (), **options, **more})
+
+
+def acting(policy: Policy) -> Moment:
+    return Moment.ATTENDED if Moment.ATTENDED in policy.moments else Moment.APPENDED
+
+
+def view(tokens: int, seed: int = 0, *, tied: bool = False, dtype: Any = np.float16, **more: Any) -> Any:
+    """A layer with all that any policy may need; for the form of scores see `fit`."""
+    rng = np.random.default_rng(seed)
+    keys = np.ones((HEADS, tokens, DIMS)) if tied else rng.standard_normal((HEADS, tokens, DIMS))
+    scores = np.ones((HEADS, tokens)) if tied else rng.random((HEADS, tokens))
+    return {"tokens": tokens, "keys": keys.astype(dtype), "scores": scores.astype(np.float32), **more}
+
+
+def fit(policy: Policy, fields: dict[str, Any]) -> LayerView:
+    scores = fields["scores"]
+    return LayerView(**{**fields, "scores": scores[0] if policy.needs == "scores" else scores})
+
+
+def test_every_policy_is_in_the_matrix() -> None:
+    assert sorted(OPTIONS) == sorted(POLICIES)
+    assert all(policy.name == name for name, policy in POLICIES.items())
+
+
+@matrix
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_is_kept(name: str, options: dict[str, Any], tied: bool) -> None:
+    policy = make(name, options)
+    fields = view(60, tied=tied)
+    before = fields["keys"].tobytes(), fields["scores"].tobytes()
+    kept = policy.keep(fit(policy, fields), acting(policy))
+    assert kept.dtype == np.int64 and kept.ndim in (1, 2) and (kept.ndim == 1 or kept.shape[0] == HEADS)
+    assert 0 < kept.shape[-1] < 60
+    if name != "h2o_blocks":  # whole blocks
+        assert kept.shape[-1] == (12 if "budget" in options else 24)
+    for row in np.atleast_2d(kept).tolist():
+        assert len(set(row)) == len(row) and min(row) >= 0 and max(row) < 60
+        if options.get("form") != "original" and name not in ("knorm", "observed_attention"):
+            assert row == sorted(row)
+    assert (fields["keys"].tobytes(), fields["scores"].tobytes()) == before
+
+
+@matrix
+def test_ties_go_to_the_older_token(name: str, options: dict[str, Any]) -> None:
+    """Where everything is equal, what is kept beside the protected tokens is the oldest."""
+    policy = make(name, options)
+    if getattr(policy, "strategy", "") == "random" or name in ("recent_only", "h2o_blocks"):
+        return
+    for row in np.atleast_2d(policy.keep(fit(policy, view(60, tied=True)), acting(policy))).tolist():
+        recent = next((i for i, token in enumerate(row) if token != i), len(row))
+        assert row[recent:] == list(range(60 - len(row) + recent, 60))
+
+
+@matrix
+def test_repeatable(name: str, options: dict[str, Any]) -> None:
+    answers = []
+    for _ in range(2):
+        policy = make(name, {**options, **({"generator": np.random.default_rng(7)} if "generator" in options else {})})
+        answers.append(policy.keep(fit(policy, view(60)), acting(policy)).tolist())
+    assert answers[0] == answers[1]
+
+
+@matrix
+@pytest.mark.parametrize("tokens", [0, 1, 3, 4, 12])
+def test_few_tokens_stay(name: str, options: dict[str, Any], tokens: int) -> None:
+    policy = make(name, {key: value for key, value in options.items() if key != "keep_ratio"}, budget=12)
+    if options.get("form") == "original" and tokens >= 4:
+        assert sorted(policy.keep(fit(policy, view(tokens)))[0].tolist()) == list(range(tokens))
+        return
+    if name != "h2o_blocks":  # whose plans may keep everything, too
+        assert policy.choose(fit(policy, view(tokens)), acting(policy)) is None
+    assert policy.keep(fit(policy, view(tokens)), acting(policy)).tolist() == list(range(tokens))
+
+
+@matrix
+def test_budgets_beyond_the_length(name: str, options: dict[str, Any]) -> None:
+    base = {key: value for key, value in options.items() if key not in ("budget", "keep_ratio")}
+    for budget in ({"budget": 60}, {"budget": 10**12}, {"keep_ratio": 1.0}, {"keep_ratio": 7.5}):
+        policy = make(name, base, **budget)
+        kept = np.atleast_2d(policy.keep(fit(policy, view(60)), acting(policy)))
+        assert [sorted(row) for row in kept.tolist()] == [list(range(60))] * len(kept), budget
+
+
+ZERO = {  # what stays of 60 tokens, first and last, where the budget is 0
+    "streaming": None,
+    "h2o_heads": None,
+    "h2o_decayed": None,
+    "h2o_decayed_heads": None,
+    "h2o_tokens": [0, 1, 56, 57, 58, 59],
+    "h2o_blocks": [0, 1, 2, 3, 56, 57, 58, 59],
+}
+
+
+@matrix
+def test_budgets_of_zero(name: str, options: dict[str, Any]) -> None:
+    """Nothing stays, but what is protected; or the policy says why it cannot be."""
+    base = {key: value for key, value in options.items() if key not in ("budget", "keep_ratio")}
+    expected = ZERO.get(name, [])
+    if expected is None:
+        with pytest.raises(KvmnnError, match="a budget of 0 tokens"):
+            make(name, base, budget=0)
+        expected = []
+    elif name != "h2o_blocks":
+        policy = make(name, base, budget=0)
+        assert np.atleast_2d(policy.keep(fit(policy, view(60)), acting(policy))).tolist()[0] == expected
+    policy = make(name, base, keep_ratio=0)
+    kept = policy.choose(fit(policy, view(60)), acting(policy))
+    if name == "h2o_blocks":
+        assert (
+            kept is not None and len(kept) == 60
+        )  # the engine's rule: where the protected blocks reach the target nothing goes
+    else:
+        assert kept is not None and np.atleast_2d(kept).tolist()[0] == expected
+
+
+@matrix
+def test_skipped_layers_and_other_moments(name: str, options: dict[str, Any]) -> None:
+    policy = make(name, options, skip_layers=[1, 5])
+    assert policy.skip_layers == (1, 5)
+    for layer in range(7):
+        kept = policy.choose(fit(policy, view(60, layer=layer)), acting(policy))
+        assert (kept is None) == (layer in (1, 5))
+    for moment in set(Moment) - policy.moments:
+        assert policy.choose(fit(policy, view(60)), moment) is None
+
+
+@matrix
+def test_broken_values_have_their_place(name: str, options: dict[str, Any]) -> None:
+    """NaN goes first, infinities last or first by their size: nothing raises, nothing warns."""
+    policy = make(name, options)
+    fields = view(60)
+    fields["keys"][:, 20] = np.nan
+    fields["keys"][:, 21] = np.inf
+    fields["keys"][:, 22] = -np.inf
+    fields["keys"][:, 23] = -0.0
+    fields["scores"][:, 20:24] = [np.nan, np.inf, -np.inf, -0.0]
+    for row in np.atleast_2d(policy.keep(fit(policy, fields), acting(policy))).tolist():
+        if name == "h2o_blocks":
+            assert not set(range(20, 24)) & set(row)  # one block, and its sum is NaN
+        elif policy.needs == "keys" and not hasattr(policy, "strategy"):
+            assert 23 in row and not {20, 21, 22} & set(row)
+        elif policy.needs in ("scores", "head scores"):
+            assert 21 in row and not {20, 22} & set(row)
+        elif getattr(policy, "strategy", "") == "keep_high":
+            assert {21, 22} <= set(row) and not {20, 23} & set(row)
+
+
+@matrix
+@pytest.mark.parametrize("dtype", [np.float32, np.uint16])
+def test_other_types(name: str, options: dict[str, Any], dtype: Any) -> None:
+    policy = make(name, options)
+    fields = view(60)
+    exact = np.round(fields["keys"].astype(np.float32) * 4) / 4  # the same values in every type
+    as_half = {**fields, "keys": exact.astype(np.float16)}
+    there = exact if dtype is np.float32 else (exact.view(np.uint32) >> 16).astype(np.uint16)
+    if "generator" in options:
+        return
+    found = policy.keep(fit(policy, {**fields, "keys": there}), acting(policy))
+    assert found.tolist() == policy.keep(fit(policy, as_half), acting(policy)).tolist()
+
+
+@matrix
+def test_repr_and_options_make_it_again(name: str, options: dict[str, Any]) -> None:
+    policy = make(name, options)
+    more = {"generator": options["generator"]} if "generator" in options else {}
+    assert create(name, **policy.options(), **more) == policy
+    if not more:
+        assert eval(repr(policy), vars(policies)) == policy
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        policy.skip_layers = ()  # type: ignore[misc]
+
+
+@matrix
+def test_docstrings_name_their_sources(name: str, options: dict[str, Any]) -> None:
+    text = POLICIES[name].__doc__ or ""
+    for word in ("Paper:", "arXiv", "Where it differs", "Parameters", "Notes"):
+        assert word in text, word
+    assert "Seed" in text or "Original:" in text
+
+
+@matrix
+def test_in_a_cache(name: str, options: dict[str, Any]) -> None:
+    """K, V, positions and scores stay together through prompt, decoding and chunk ends."""
+    policy = make(name, options)
+    cache, rng = EvictingCache(policy, layer=2), np.random.default_rng(3)
+    text = rng.standard_normal((2, HEADS, 75, DIMS)).astype(np.float32)
+    seen = 0
+    for step in [30, *[1] * 20, 10, *[1] * 15]:
+        attend = cache.append(*text[:, :, seen : seen + step])
+        seen += step
+        if policy.needs in ("scores", "head scores"):
+            cache.attended(weights=rng.random((2 * HEADS, step, attend.tokens)).astype(np.float32))
+        else:
+            cache.attended()
+        stored = cache.end_chunk() if step == 10 else cache.stored
+        assert stored.tokens_seen == seen and stored.layer == 2
+        at = np.broadcast_to(stored.positions, (HEADS, stored.tokens))
+        for array, whole in ((stored.keys, text[0]), (stored.values, text[1])):
+            assert np.array_equal(array, np.take_along_axis(whole, at[:, :, None], axis=1))
+        assert cache.state.scores is None or cache.state.scores.shape[-1] == stored.tokens
+    assert stored.tokens < 75
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("l2", {}, "unknown policy 'l2': expected one of l2_ratio, "),
+        ("knorm", {"ratio": 1}, "knorm has no option 'ratio': expected budget, keep_ratio, skip_layers"),
+        ("knorm", {}, "knorm: expected a budget"),
+        ("knorm", {"budget": 3, "keep_ratio": 0.5}, "expected only one"),
+        ("knorm", {"budget": -1}, "budget is -1: expected at least 0"),
+        ("knorm", {"keep_ratio": -0.1}, "keep_ratio is -0.1: expected a share"),
+        ("knorm", {"keep_ratio": math.nan}, "keep_ratio is nan"),
+        ("knorm", {"keep_ratio": math.inf}, "keep_ratio is inf"),
+        ("knorm", {"budget": 1, "skip_layers": (-1,)}, "skip_layers is -1"),
+        ("l2_ratio", {"budget": 1, "prune_after": -1}, "prune_after is -1"),
+        ("l2_ratio", {"budget": 1, "form": "paper"}, "form is 'paper': expected 'seed' or 'original'"),
+        ("l2_fixed", {"strategy": "best"}, "strategy is 'best': expected one of keep_low, keep_high, random"),
+        ("l2_fixed", {"strategy": "random"}, "needs generator"),
+        ("l2_fixed", {"generator": np.random.default_rng(0)}, "needs generator"),
+        ("l2_fixed", {"recent_ratio": -1}, "recent_ratio is -1"),
+        ("streaming", {"sink": 512}, "a budget of 512 tokens leaves no window behind 512 sinks"),
+        ("streaming", {"sink": -1}, "sink is -1"),
+        ("h2o_tokens", {"recent": -1}, "recent is -1"),
+        ("h2o_heads", {"budget": 511}, "a budget of 511 tokens is less than the 512 recent ones"),
+        ("h2o_blocks", {"block_tokens": -1}, "block_tokens is -1"),
+        ("h2o_blocks", {"ema_alpha": math.nan}, "ema_alpha is nan"),
+    ],
+)
+def test_refused_options(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(KvmnnError, match=message):
+        create(name, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("knorm", {"budget": 1.5}),
+        ("knorm", {"budget": True}),
+        ("knorm", {"keep_ratio": "half"}),
+        ("l2_fixed", {"skip_layers": ("0",)}),
+    ],
+)
+def test_wrong_types(name: str, options: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match="must be a"):
+        create(name, **options)
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if POLICIES[name].needs != "lengths"])
+def test_missing_inputs(name: str) -> None:
+    policy = make(name, {**OPTIONS[name][0], "budget": 12})
+    with pytest.raises(KvmnnError, match=f"layer 3: {name} needs (the keys|scores)"):
+        policy.choose(LayerView(tokens=60, layer=3), acting(policy))
+    if policy.needs != "keys":
+        wrong = np.zeros((60,) if policy.needs == "head scores" else (3, 60), np.float32)
+        with pytest.raises(KvmnnError, match=r"needs scores \[.*found \["):
+            policy.choose(LayerView(tokens=60, scores=wrong), acting(policy))
+
+
+def test_views_refuse() -> None:
+    with pytest.raises(KvmnnError, match="tokens is -1"):
+        LayerView(tokens=-1)
+    with pytest.raises(KvmnnError, match=r"keys have shape \[1, 4, 2\]: expected \[kv_head, 5, head_dim\]"):
+        LayerView(tokens=5, keys=np.zeros((1, 4, 2), np.float32))
+    with pytest.raises(KvmnnError, match=r"layer 2: scores have shape \[4\]: expected \[5\]"):
+        LayerView(tokens=5, layer=2, scores=np.zeros(4, np.float32))
+    with pytest.raises(TypeError, match="layer 0: values must be a numpy array, not list"):
+        LayerView(tokens=1, values=[[[1.0]]])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="scores are <U1"):
+        LayerView(tokens=1, scores=np.array(["a"]))  # type: ignore[arg-type]
+    assert LayerView(tokens=2, scores=np.array([1e300, 1])).scores.tolist() == [math.inf, 1]  # type: ignore[union-attr]
+
+
+def test_attention_that_does_not_fit() -> None:
+    policy = create("h2o_tokens")
+    for weights, heads, message in (
+        (np.zeros((3, 4)), 1, "expected floats"),
+        (np.zeros((3, 1, 4), np.int32), 1, "expected floats"),
+        (np.zeros((3, 1, 4)), 2, "3 query heads do not form groups for 2"),
+        (np.zeros((3, 1, 4)), 0, "for 0 KV heads"),
+    ):
+        with pytest.raises(KvmnnError, match=message):
+            policy.column_sums(weights, heads)
+    observed = create("observed_attention", budget=1)
+    with pytest.raises(KvmnnError, match="5 queries for 4 keys: expected at most as many"):
+        observed.column_sums(np.zeros((1, 5, 4)), 1)
+    assert observed.column_sums(np.ones((1, 3, 4)), 1).tolist() == [[0.0] * 4]
+    assert observed.column_sums(np.tri(3)[None], 1).tolist() == [[1.0, 1.0, 1.0]]
+    with pytest.raises(KvmnnError, match="4 tokens: streaming_press needs more than its 4 sinks"):
+        create("streaming_press", budget=2).choose(LayerView(tokens=4))
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if "scores" in POLICIES[name].needs])
+def test_broken_attention_gives_broken_scores_quietly(name: str) -> None:
+    weights = np.ones((4, 3, 3), np.float32)
+    weights[0, :, 0] = [np.inf, -np.inf, 1]
+    weights[1, 0, 1] = np.nan
+    sums = make(name, {**OPTIONS[name][0], "budget": 12}).column_sums(weights, 2)
+    row = sums if sums.ndim == 1 else sums[0]
+    assert sums.shape == ((3,) if POLICIES[name].needs == "scores" else (2, 3)) and sums.dtype == np.float32
+    assert np.isnan(row[:2]).all() and np.isfinite(row[2])
+
+
+def test_prompt_only() -> None:
+    for name in ("knorm", "observed_attention", "streaming_press"):
+        policy = make(name, {"budget": 5})
+        assert policy.choose(fit(policy, view(60, new=60, seen=60))) is not None
+        assert policy.choose(fit(policy, view(60, new=1, seen=60))) is None
+        assert policy.choose(fit(policy, view(60, new=20, seen=80))) is None
+
+
+def test_random_is_uniform_and_its_own_for_each_head() -> None:
+    policy = L2Fixed(budget=10, recent_ratio=0.2, strategy="random", generator=np.random.default_rng(0), skip_layers=())
+    counts = np.zeros(20, int)
+    different = 0
+    for _ in range(400):
+        kept = policy.keep(LayerView(tokens=22, keys=np.zeros((2, 22, 1), np.float32)))
+        assert kept[:, 8:].tolist() == [[20, 21]] * 2
+        different += kept[0].tolist() != kept[1].tolist()
+        np.add.at(counts, kept[:, :8].reshape(-1), 1)
+    assert different > 390 and counts.min() > 250 and counts.max() < 390  # 320 expected, deviation 14
+
+
+def test_budgets_round_as_their_originals() -> None:
+    assert [create("knorm", keep_ratio=1 - 0.9).size(10), create("l2_ratio", keep_ratio=0.5).size(7)] == [0, 4]  # type: ignore[attr-defined]
+    assert all(issubclass(policy, Budgeted) for policy in POLICIES.values())
+
+
+def test_fading_scores() -> None:
+    """Every token of the text fades what was there before it, whatever the steps in which it came."""
+    rng = np.random.default_rng(7)
+    policy = create("h2o_decayed_heads", budget=8, sink=1, recent=3, decay=0.75)
+    cache = EvictingCache(policy)
+    expected: dict[int, np.ndarray] = {}
+    for step in (5, 1, 3, 1, 2, 1):
+        cache.append(*np.zeros((2, 2, step, 4), np.float32))
+        weights = rng.random((2, step, cache.stored.tokens)).astype(np.float32)
+        positions = np.broadcast_to(cache.state.positions, (2, cache.stored.tokens))
+        before = {(head, int(p)): expected.get((head, int(p)), 0.0) for head in range(2) for p in positions[head]}
+        after = {
+            (head, int(p)): before[head, int(p)] * 0.75**step + float(weights[head, :, column].sum())
+            for head in range(2)
+            for column, p in enumerate(positions[head])
+        }
+        cache.attended(weights=weights)
+        assert cache.state.scores is not None
+        expected = {}
+        for head in range(2):
+            order = sorted((p for h, p in after if h == head), key=lambda p: -after[head, p])
+            if len(order) > 8:
+                latest = sorted(order)[-3:]
+                heavy = [p for p in order if p != 0 and p not in latest][:4]
+                order = [0, *heavy, *latest]
+            assert np.broadcast_to(cache.state.positions, (2, len(order)))[head].tolist() == sorted(order)
+            expected |= {(head, p): after[head, p] for p in order}
+            found = cache.state.scores[head]
+            assert np.allclose(found, [after[head, p] for p in sorted(order)], rtol=1e-5)
+
+
+def test_without_fading_and_sinks_it_is_h2o_by_head() -> None:
+    fields = view(60, seed=5)
+    plain = create("h2o_decayed_heads", budget=12, sink=0, recent=5, decay=1)
+    assert np.array_equal(
+        plain.keep(LayerView(**fields)), create("h2o_heads", budget=12, recent=5).keep(LayerView(**fields))
+    )
+    scores = np.ones(3, np.float32)
+    assert plain.fold(scores, scores, 7).tolist() == [2, 2, 2]
+    for options in ({"decay": 1.5}, {"decay": -0.1}, {"decay": True}, {"sink": 5, "recent": 8}, {"recent": -1}):
+        with pytest.raises(KvmnnError):
+            create("h2o_decayed", budget=12, **options)
+
+
+@matrix
+def test_stacked_layers_are_as_each_alone(name: str, options: dict[str, Any]) -> None:
+    if options.get("strategy") == "random":
+        return  # draws anew for each head
+    policy = make(name, options)
+    layers = [view(60, seed=seed) for seed in (1, 2, 3)]
+    alone = [policy.keep(fit(policy, fields), acting(policy)) for fields in layers]
+    axis = (lambda parts: np.stack([part[0] for part in parts])) if policy.needs == "scores" else np.concatenate
+    stack = LayerView(
+        tokens=60,
+        scores=axis([fields["scores"] for fields in layers]),
+        norms=np.concatenate([ranking.key_norms(fields["keys"]) for fields in layers]),
+    )
+    together = policy.choose_stacked(stack, acting(policy))
+    assert together is not None
+    if policy.needs == "lengths":
+        assert all(np.array_equal(together, kept) for kept in alone)
+    else:
+        rows = [row for kept in alone for row in np.atleast_2d(kept)]
+        assert len(together) == len(rows) and all(map(np.array_equal, together, rows))
+    assert policy.choose_stacked(stack, next(moment for moment in Moment if moment not in policy.moments)) is None

@@ -1,0 +1,235 @@
+"""Plots of an evaluation: what is drawn, what is left out, and that equal results make equal files."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lm_results import BUDGETS, document, row
+
+from kvmnn.errors import KvmnnError, MissingDependencyError, OutputError
+from kvmnn.evaluation.setup.presets import preset
+from kvmnn.reports import figures, plot_style, plots, series, trace_figures
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return plots.write_all(document(), tmp_path_factory.mktemp("plots") / "new")
+
+
+def test_all_plots_as_png_and_svg(written: list[Path]) -> None:
+    assert [path.name for path in written] == [f"{name}.{kind}" for name in plots.PLOTS for kind in ("png", "svg")]
+    assert len(plots.PLOTS) == 7
+    for path in written:
+        head = path.read_bytes()[:200]
+        assert head.startswith(b"\x89PNG\r\n" if path.suffix == ".png" else b"<?xml"), path
+    assert sorted(path.name for path in written[0].parent.iterdir()) == sorted(path.name for path in written)
+
+
+def test_equal_results_make_equal_bytes_in_another_process(written: list[Path], tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from lm_results import document; "
+        "from kvmnn.lm.reports import plots; plots.write_all(document(), sys.argv[2]); "
+        "assert 'matplotlib.pyplot' not in sys.modules"
+    )
+    tests = str(Path(__file__).parent.parent)
+    subprocess.run([sys.executable, "-c", code, tests, str(tmp_path / "again")], check=True, timeout=120)
+    for path in written:
+        ours, again = (hashlib.sha256(p.read_bytes()).hexdigest() for p in (path, tmp_path / "again" / path.name))
+        assert ours == again, path.name
+        if path.suffix == ".svg":
+            assert b"<dc:date>" not in path.read_bytes()
+
+
+def test_the_users_matplotlib_settings_neither_matter_nor_change(written: list[Path], tmp_path: Path) -> None:
+    import matplotlib
+
+    with matplotlib.rc_context({"figure.facecolor": "red", "font.size": 30, "svg.hashsalt": "other"}):
+        again = plots.write_all(document(), tmp_path / "again")
+        assert matplotlib.rcParams["font.size"] == 30
+    assert [p.read_bytes() for p in again] == [p.read_bytes() for p in written]
+
+
+def test_existing_files_are_replaced_only_if_forced(tmp_path: Path) -> None:
+    results = document() | {"traces": [], "rows": [entry for entry in document()["rows"] if entry["budget"] is None]}
+    results["rows"].append(row("streaming 4", "streaming", budget=4, perplexity=20.0, nll=3.0))
+    (tmp_path / "perplexity_over_budget.svg").write_text("mine")
+    with pytest.raises(OutputError, match=r"perplexity_over_budget\.svg: exists already"):
+        plots.write_all(results, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["perplexity_over_budget.svg"]
+    plots.write_all(results, tmp_path, force=True)
+    assert (tmp_path / "perplexity_over_budget.svg").read_text() != "mine"
+
+
+def test_plots_without_data_are_left_out_with_the_reason(tmp_path: Path) -> None:
+    rows = [
+        row("full", "full", perplexity=8.0, nll=2.0),
+        row("streaming 4", "streaming", budget=4, perplexity=9.0, nll=2.2),
+    ]
+    left_out: dict[str, str] = {}
+    made = plots.write_all({"rows": rows}, tmp_path / "new", left_out=left_out)
+    assert {path.stem for path in made} == {"perplexity_over_budget", "strategy_comparison"}
+    assert left_out == {
+        "accuracy_over_budget": "no policy with a budget has a measured accuracy",
+        "perplexity_accuracy_tradeoff": "no policy has both a perplexity and an accuracy",
+        "keep_ratio_analysis": "no policy ran with two values of recent_ratio or keep_ratio and all else equal",
+        "memory_over_time": "no run recorded the bytes of its cache",
+        "keep_map": "no run that cuts the cache recorded which tokens live",
+    }
+
+
+def test_nothing_at_all_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(KvmnnError, match="nothing to plot: perplexity_over_budget: no policy"):
+        plots.write_all({"rows": [row("full", "full", perplexity=8.0)]}, tmp_path / "new")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingDependencyError, match=r"kvmnn\[plot\]"):
+        plots.write_all(document(), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ({"perplexity": math.nan}, {"perplexity": math.inf}, {"versus_full": None}, {"budget": 0}),
+        ({"perplexity": 5000.0}, {"accuracy": None}, {"options": {"$a_$\\bad": "x" * 200}}),
+    ],
+    ids=["no number", "far off"],
+)
+def test_odd_values_draw_without_a_warning(changes: tuple[dict[str, Any], ...], tmp_path: Path) -> None:
+    results = document()
+    for place, change in enumerate(changes, 2):
+        results["rows"][place] |= change
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert plots.write_all(results, tmp_path / "new")
+
+
+def test_many_policies_still_have_looks_of_their_own() -> None:
+    looks = [tuple(sorted(plot_style.look(index).items())) for index in range(24)]
+    assert len(set(looks)) == 24
+
+
+# -- series -----------------------------------------------------------------------------------------------------------
+
+
+def test_options_that_follow_from_the_budget_do_not_part_a_series() -> None:
+    rows = [row(f"h2o {b}", "h2o_decayed", budget=b, options={"sink": 4, "recent": b // 2}) for b in BUDGETS]
+    (only,) = series.grouped(rows)
+    assert (only.name, only.rows) == ("h2o_decayed", rows)
+
+
+def test_options_that_differ_at_one_budget_do_and_defaults_count() -> None:
+    rows = [
+        row("a", "l2_fixed", budget=64, options={"strategy": "keep_high"}),
+        row("b", "l2_fixed", budget=64),  # keep_low by default
+        row("c", "l2_fixed", budget=32, options={"strategy": "keep_low", "budget": 32}),
+        row("d", "l2_fixed", budget=32, options={"strategy": "keep_low", "budget": 32}, positions="stored"),
+    ]
+    found = {entry.name: [r["label"] for r in entry.rows] for entry in series.grouped(rows)}
+    assert found == {
+        "l2_fixed keep_high": ["a"],
+        "l2_fixed keep_low": ["b", "c"],
+        "l2_fixed keep_low stored positions": ["d"],
+    }
+
+
+def test_numbers_that_are_the_same_share_of_every_budget_are_one_series() -> None:
+    rows = [row(f"{b}", "h2o_decayed", budget=b, options={"recent": b // 2}) for b in BUDGETS]
+    rows += [row(f"{b} fixed", "h2o_decayed", budget=b, options={"recent": 32}) for b in BUDGETS]
+    found = {entry.name: len(entry.rows) for entry in series.grouped(rows)}
+    assert found == {"h2o_decayed recent=50%": 3, "h2o_decayed recent=32": 3}
+
+
+def test_rows_that_nothing_tells_apart_are_named_by_their_labels() -> None:
+    rows = [row("one", "streaming", budget=8), row("two", "streaming", budget=8, preset="p")]
+    assert [entry.name for entry in series.grouped(rows)] == ["streaming", "two"]
+
+
+def test_an_axis_parts_no_series() -> None:
+    rows = [row(str(x), "l2_fixed", budget=8, options={"recent_ratio": x}) for x in (0.1, 0.2)]
+    assert len(series.grouped(rows)) == 2
+    assert len(series.grouped(rows, without=("recent_ratio",))) == 1
+
+
+def test_intervals_are_those_of_the_difference_around_the_value() -> None:
+    versus = {"nll": 0.1, "low": 0.05, "high": 0.2, "accuracy": -0.02, "accuracy_low": -0.03, "accuracy_high": 0.0}
+    entry = row("a", "streaming", perplexity=10.0, accuracy=0.5, versus_full=versus)
+    ppl, hits = series.perplexity(entry, 1), series.accuracy(entry, 1)
+    assert (ppl.y, hits.y) == (10.0, 50.0)
+    assert ppl.low == pytest.approx(10 * math.exp(-0.05)) and ppl.high == pytest.approx(10 * math.exp(0.1))
+    assert hits.low == pytest.approx(49.0) and hits.high == pytest.approx(52.0)
+    alone = row("a", "streaming", perplexity=10.0, versus_full=versus | {"low": None})
+    assert series.perplexity(alone, 1).low is None
+
+
+def test_sinks_are_a_number_and_no_share() -> None:
+    """streaming-h2o has 4 of 256, 8 of 256 and 8 of 512: the first and the last are equal shares by accident."""
+    made = preset("streaming-h2o")[1:]
+    rows = [row(c.label, c.policy, budget=c.options["budget"], options=dict(c.options)) for c in made]
+    found = {entry.name: [r["label"] for r in entry.rows] for entry in series.grouped(rows)}
+    assert found == {
+        "streaming": ["streaming_8_256", "streaming_8_512"],
+        "h2o_tokens sink=4": ["h2o_4_32_256"],
+        "h2o_tokens sink=8": ["h2o_8_32_256", "h2o_8_64_512"],
+    }
+    # 264 and 520 tokens of streaming are compared with 256 and 512 of H2O
+    assert figures._alike(series.grouped(rows)) == [(256, 264), (512, 520)]
+
+
+def test_budgets_of_one_series_are_never_one_panel() -> None:
+    rows = [row(str(b), "streaming", budget=b) for b in (0, 100, 103, 200)]
+    assert figures._alike(series.grouped(rows)) == [(0,), (100,), (103,), (200,)]
+
+
+def test_ticks_do_not_touch() -> None:
+    assert figures._apart([128, 256, 264, 512, 520], 1.2) == [128, 256, 512]
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.floats(-1, 2), max_size=12), st.floats(0.001, 0.08))
+def test_labels_keep_their_distance_their_order_and_the_plots_height(places: list[float], gap: float) -> None:
+    found = plot_style.spread(sorted(places), gap)
+    assert len(found) == len(places)
+    assert all(b - a >= gap - 1e-9 for a, b in itertools.pairwise(found))
+    assert all(-1e-9 <= place <= 1 + 1e-9 for place in found)
+
+
+def test_labels_that_have_room_stay_where_they_are() -> None:
+    assert plot_style.spread([0.1, 0.4, 0.9], 0.1) == pytest.approx([0.1, 0.4, 0.9])
+    assert plot_style.spread([0.5, 0.5], 0.1) == pytest.approx([0.45, 0.55])
+
+
+def test_the_keep_map_shows_each_cell_as_it_was() -> None:
+    recorded = {"steps": [1, 2, 3, 4], "kept": [[0], [0, 1], [0, 2], [0, 3]], "layer": 0, "kv_head": 0}
+    image, tokens = trace_figures._image(recorded)
+    live, gone, unseen = 0, 1, 2
+    assert tokens == 4
+    assert image.T.tolist() == [
+        [live, unseen, unseen, unseen],
+        [live, live, unseen, unseen],
+        [live, gone, live, unseen],
+        [live, gone, gone, live],
+    ]
+
+
+def test_a_long_document_is_drawn_in_bounded_size() -> None:
+    steps = list(range(1000, 100_001, 1000))
+    kept = [list(range(seen - 500, seen)) for seen in steps]
+    image, tokens = trace_figures._image({"steps": steps, "kept": kept})
+    assert tokens == 100_000 and image.shape == (400, 400)
+    assert set(image[:, -1].tolist()) == {0, 1}

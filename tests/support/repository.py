@@ -1,0 +1,9 @@
+"""Where things lie in this repository."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FIXTURES = ROOT / "fixtures"
+DOCS = ROOT / "docs"
+NATIVE = ROOT / "pyx" / "kvmnn"
+SELFTEST = ROOT / "pyx" / "selftest"

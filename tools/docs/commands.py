@@ -1,0 +1,82 @@
+"""Run the `$ kvmnn ...` lines of a page of docs and compare what they print, or write it in: `--write PAGE`.
+
+Commands stand in ```console blocks and share one fresh directory, in which `cache/` is a prefix cache that MNN 3.6.1
+wrote and `model/` the model it belongs to (fixtures/mnn_engine). Rates and versions vary and are not compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import re
+import shlex
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvmnn.cli.command import main as kvmnn
+
+FIXTURES = Path(__file__).resolve().parent.parent / "fixtures" / "mnn_engine"
+_BLOCK = re.compile(r"^```console\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_VARYING = re.compile(r"\b\d+ MB/s|(?:kvmnn|zstd) \d+\.\d+\.\d+")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pages", nargs="+", type=Path, metavar="PAGE")
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    for page in options.pages:
+        text = page.read_text(encoding="utf-8")
+        told = retold(text)
+        if options.write:
+            page.write_text(told, encoding="utf-8")
+        elif comparable(told) != comparable(text):
+            raise SystemExit(f"{page}: its commands print something else by now (--write corrects it)")
+
+
+def retold(text: str) -> str:
+    """The page with what its commands print now."""
+    with fresh_directory():
+        return _BLOCK.sub(lambda block: f"```console\n{_run(block[1])}```", text)
+
+
+def comparable(text: str) -> str:
+    """The page without what varies from run to run and from machine to machine."""
+    return _VARYING.sub("", text)
+
+
+@contextlib.contextmanager
+def fresh_directory() -> Iterator[None]:
+    """A new working directory with the cache and its model."""
+    with tempfile.TemporaryDirectory() as folder:
+        for archive, name in (("prefix", "cache"), ("model", "model")):
+            with tarfile.open(FIXTURES / f"{archive}.tar.xz") as stored:
+                stored.extractall(Path(folder, name), filter="data")
+        before = os.getcwd()
+        os.chdir(folder)
+        try:
+            yield
+        finally:
+            os.chdir(before)
+
+
+def _run(block: str) -> str:
+    """The commands of a block, each with what it prints; `\\` at the end of a line continues it."""
+    said = ""
+    for command in re.findall(r"^\$ (.*(?:\\\n.*)*)$", block, re.MULTILINE):
+        name, *argv = shlex.split(command)
+        if name != "kvmnn":
+            raise ValueError(f"{name!r} is not a command of the docs")
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            code = kvmnn(argv)
+        said += f"$ {command}\n{printed.getvalue()}" + (f"(exit code {code})\n" if code else "")
+    return said
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,8 @@
 """kvmnn: the KV cache of LLMs that run on MNN, outside the engine. See the README for a tour."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from .arrays.layer_cache import LayerCache
 from .errors import (
     CacheDroppedWarning,
     FrameError,
@@ -12,32 +13,47 @@ from .errors import (
     OutputError,
     SourceError,
 )
-from .frames.block import Block, encode_block
-from .frames.decoding import decode
-from .frames.encoding import encode
-from .frames.hashing import fnv1a64
-from .frames.inspection import FrameInfo, StreamInfo, inspect
-from .frames.many import decode_many, encode_many
-from .h2o import plan
-from .h2o.config import H2OConfig
-from .h2o.plan import Plan
-from .h2o.planner import Planner
-from .h2o.scores import block_sums
-from .packed.cache import PackedCache
-from .packed.kv_meta import KVMeta
-from .packed.layout import PackLayout
+from .frames import (
+    Block,
+    FrameInfo,
+    StreamInfo,
+    decode,
+    decode_many,
+    encode,
+    encode_block,
+    encode_many,
+    fnv1a64,
+    inspect,
+)
+from .h2o import H2OConfig, Plan, Planner, block_sums, plan
+from .packed import KVMeta, PackedCache, PackLayout
 
 if TYPE_CHECKING:
+    from . import compressor, lm, policies
+    from .formats import open
+
     __version__: str
 else:
+    _LAZY = ("bench", "bundle", "compressor", "evaluation", "formats", "lm", "offline", "policies", "reports")
 
-    def __getattr__(name: str) -> str:
-        """``__version__``: looked up when asked for, because importlib.metadata costs a fifth of the whole import."""
+    def __getattr__(name: str) -> Any:
+        """Folders that cost time to import, `open` and ``__version__``: when they are asked for (PEP 562)."""
         if name == "__version__":
-            from importlib.metadata import version
+            from .version import version
 
-            return version("kvmnn")
+            return version()
+        if name == "open":
+            from .formats import open
+
+            return open
+        if name in _LAZY:
+            from importlib import import_module
+
+            return import_module(f".{name}", __name__)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_LAZY, *__all__})
 
 
 __all__ = [
@@ -48,6 +64,7 @@ __all__ = [
     "H2OConfig",
     "KVMeta",
     "KvmnnError",
+    "LayerCache",
     "LimitError",
     "ManifestError",
     "MissingDependencyError",
@@ -60,6 +77,7 @@ __all__ = [
     "StreamInfo",
     "__version__",
     "block_sums",
+    "compressor",
     "decode",
     "decode_many",
     "encode",
@@ -67,5 +85,8 @@ __all__ = [
     "encode_many",
     "fnv1a64",
     "inspect",
+    "lm",
+    "open",
     "plan",
+    "policies",
 ]

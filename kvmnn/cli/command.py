@@ -13,8 +13,6 @@ from importlib import import_module
 from types import FrameType
 from typing import Any, NoReturn
 
-from .. import _simd
-
 _VERBS = (
     "encode",
     "decode",
@@ -35,7 +33,7 @@ _VERBS = (
     "generate",
     "dump-kv",
 )
-"""In the order of the help. Each is a module here, with _ for -, that is imported when it is needed."""
+"""In the order of the help. Each is a module in verbs/, with _ for -, that is imported when it is needed."""
 
 OK, DATA, USAGE, MISSING, TERMINATED, INTERRUPTED = 0, 1, 2, 3, 143, 130
 
@@ -73,7 +71,7 @@ def _parse(argv: list[str]) -> argparse.Namespace | None:
     parser.add_argument("--version", action=_Version, nargs=0, help="print versions and exit")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", parser_class=_Parser)
     for verb in argv[:1] if argv and argv[0] in _VERBS else _VERBS:
-        import_module("." + verb.replace("-", "_"), __name__).add_parser(verbs)
+        import_module(".verbs." + verb.replace("-", "_"), __package__).add_parser(verbs)
     arguments = parser.parse_args(argv)
     if not hasattr(arguments, "run"):
         parser.print_help()
@@ -163,6 +161,7 @@ def version_text() -> str:
 
     import numpy as np
 
+    from .. import _simd
     from ..frames import zstd
     from ..version import version
 

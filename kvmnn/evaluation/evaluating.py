@@ -1,7 +1,7 @@
 """What eviction costs a language model: every configuration on every document, the same tokens in the same chunks.
 
 Teacher-forced: the text itself is fed, whatever the model would have said, and the log-probability of each next token
-is added up. The results document is what `kvmnn.lm.reports.report` and `kvmnn.lm.reports.plots` take.
+is added up. The results document is what `kvmnn.reports.tables` and `kvmnn.reports.plots` take.
 """
 
 from __future__ import annotations

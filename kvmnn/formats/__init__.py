@@ -3,6 +3,7 @@
 from .mnn.describing import Described, describe_files
 from .mnn.packed_files import PackedFiles
 from .opening import SUFFIXES, find_packed, is_frames, open_any, open_source
+from .opening import open_any as open
 from .options import PackedOptions, ReadOptions
 from .reading import chosen
 
@@ -16,6 +17,7 @@ __all__ = [
     "describe_files",
     "find_packed",
     "is_frames",
+    "open",
     "open_any",
     "open_source",
 ]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..errors import KvmnnError
-from ..frames import decoding, encoding
+from ..frames import encode, matches
 from .token_runs import RowReader
 from .units import Unit
 
@@ -48,8 +48,8 @@ def stored_size(unit: Unit, part: str, progress: Callable[[int], object] | None 
     for piece in unit.pieces():
         for start in range(0, piece, most):
             words = reader.take_whole(min(most, piece - start))
-            made = encoding.encode(words, dtype="fp16", threads=1)
-            if not decoding.matches(made, words, dtype="fp16", threads=1):
+            made = encode(words, dtype="fp16", threads=1)
+            if not matches(made, words, dtype="fp16", threads=1):
                 raise KvmnnError("a frame did not decode to its own input (please report this)")
             found += StoredSize(len(made), 1)
             if progress:

@@ -57,7 +57,7 @@ def write_all(
     Parameters
     ----------
     results
-        The document of `kvmnn.lm.evaluation.evaluation`.
+        The document of `kvmnn.evaluation.evaluating`.
     directory
         Made where there is none; all files appear together.
     force

@@ -1,6 +1,6 @@
 """Results of an evaluation as text: Markdown, CSV, and a table that fits a terminal.
 
-All three take the document that `kvmnn.lm.evaluation` makes. A value that nobody measured is ``-``; a column in which
+All three take the document that `kvmnn.evaluation` makes. A value that nobody measured is ``-``; a column in which
 nobody measured anything is left out.
 """
 
@@ -23,7 +23,7 @@ def markdown(results: Results) -> str:
     Parameters
     ----------
     results
-        ``{"model", "settings", "documents", "rows"}``, rows as `kvmnn.lm.evaluation.evaluation` makes them.
+        ``{"model", "settings", "documents", "rows"}``, rows as `kvmnn.evaluation.evaluating` makes them.
 
     Returns
     -------

@@ -88,7 +88,7 @@ def test_frames_are_cut_along_the_leading_axes_and_listed_in_order(tmp_path):
         position += entry.bytes
     assert position == len(stored) == array.stored_bytes
     assert array.sha256 == hashlib.sha256(KEYS.tobytes()).hexdigest()
-    assert document.zstd_version == kvmnn.zstd.version()
+    assert document.zstd_version == kvmnn.frames.zstd.version()
     assert document.predictors == ("raw", "delta_seq", "xor_seq")
 
 
@@ -119,7 +119,7 @@ def test_bad_options_are_refused_at_once(options):
 
 
 def test_a_frame_that_does_not_decode_to_its_input_is_never_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvmnn.frame.matches", lambda *_, **__: False)
+    monkeypatch.setattr("kvmnn.bundle.encoding.matches", lambda *_, **__: False)
     with pytest.raises(KvmnnError, match="did not decode to its own input"):
         frame_file(tmp_path / "k.frame", named(KEYS))
     assert not list(tmp_path.iterdir())

@@ -260,7 +260,7 @@ def test_standard_output_carries_one_frame(here, run):
 def test_version(run):
     text = run("--version").out
     assert text.startswith(f"kvmnn {kvmnn.__version__}\n")
-    for word in ("Python 3", "numpy ", f"zstd {kvmnn.zstd.version()}", "byte-exact with MNN: ", "SIMD level: "):
+    for word in ("Python 3", "numpy ", f"zstd {kvmnn.frames.zstd.version()}", "byte-exact with MNN: ", "SIMD level: "):
         assert word in text
 
 

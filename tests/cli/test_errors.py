@@ -179,8 +179,8 @@ def test_whatever_happens_while_working(here, capsys, monkeypatch, error):
     def fail(*_: object, **__: object) -> bytes:
         raise error
 
-    monkeypatch.setattr("kvmnn.frame.encode", fail)
-    monkeypatch.setattr("kvmnn.bundle.EncodeOptions.__post_init__", lambda self: None)
+    monkeypatch.setattr("kvmnn.bundle.encoding.encode", fail)
+    monkeypatch.setattr("kvmnn.bundle.encoding.EncodeOptions.__post_init__", lambda self: None)
     before = tree(here)
     assert main(["encode", "ok.npy", "-o", "x.frame"]) == (130 if error is KeyboardInterrupt else 1)
     assert capsys.readouterr().err.count("\n") == 1

@@ -185,7 +185,7 @@ def test_a_long_cache_goes_in_chunks(monkeypatch):
     keys, values = cache(random, 1, 2, 5, 61, 4)
     expected = compress(weights, keys, values, ForwardOptions(image_len=31))
     for rows in (1, 3, 7, 20, 45):
-        monkeypatch.setattr("kvmnn.compressor.grouping._CHUNK_BYTES", rows * 4 * 12)
+        monkeypatch.setattr("kvmnn.compressor.forward.grouping._CHUNK_BYTES", rows * 4 * 12)
         made = compress(weights, keys, values, ForwardOptions(image_len=31))
         np.testing.assert_allclose(made.keys, expected.keys, rtol=0, atol=1e-6)
         np.testing.assert_allclose(made.values, expected.values, rtol=0, atol=1e-6)

@@ -103,7 +103,9 @@ def test_outputs_must_be_head_dim():
 
 
 def test_the_onnx_engine_is_given_nothing_when_shapes_are_wrong(weights, monkeypatch):
-    monkeypatch.setattr("kvmnn.compressor.forward.open_engine", lambda *_: pytest.fail("an engine was opened"))
+    monkeypatch.setattr(
+        "kvmnn.compressor.forward.compressing.open_engine", lambda *_: pytest.fail("an engine was opened")
+    )
     refused("expected at least 3", weights, *arrays(3, 1, 2, 12, 4))
 
 

@@ -236,7 +236,7 @@ def test_the_machine_refuses_what_makes_no_sense(data: bytes, match: str) -> Non
 _LIMITED = """
 import resource, sys, time
 from kvmnn import KvmnnError
-from kvmnn.compressor.convert import prepare
+from kvmnn.compressor.conversion.convert import prepare
 from kvmnn.compressor.selection import Options
 start = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (start + int(sys.argv[2]) * 2**20,) * 2)

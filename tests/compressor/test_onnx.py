@@ -110,7 +110,7 @@ def test_nothing_is_written_when_something_is_wrong(tmp_path):
 
 
 def test_more_than_a_model_holds_is_said_before_it_is_made(monkeypatch):
-    monkeypatch.setattr("kvmnn.compressor.onnx_export._MAX_PROTOBUF", 300)
+    monkeypatch.setattr("kvmnn.compressor.forward.onnx_graph._MAX_PROTOBUF", 300)
     weights = weight_file(np.random.default_rng(0), layers=2)
     with pytest.raises(KvmnnError, match="compress_tk has 736 bytes of weights, an ONNX model holds less than 2 GiB"):
         build(weights, layer_kinds(weights)[0])

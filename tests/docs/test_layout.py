@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import doctest
 
-import kvmnn.layout
-import kvmnn.packed_cache
 from repository import DOCS
 
+import kvmnn.packed.cache
+import kvmnn.packed.layout
 from kvmnn.packed.backends import BACKENDS
 
 PAGE = DOCS / "layout.md"
@@ -20,7 +20,7 @@ def test_examples() -> None:
 
 
 def test_docstrings() -> None:
-    for module in (kvmnn.layout, kvmnn.packed_cache):
+    for module in (kvmnn.packed.layout, kvmnn.packed.cache):
         found = doctest.testmod(module)
         assert found.attempted > 3
         assert found.failed == 0

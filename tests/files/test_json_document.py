@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvmnn import json_object
 from kvmnn.errors import SourceError
+from kvmnn.files import json_document
 from kvmnn.files.json_document import read_object, read_object_if_there
 
 
@@ -32,7 +32,7 @@ def test_what_is_none(tmp_path, text, message):
 
 
 def test_size_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(json_object, "MAX_BYTES", 20)
+    monkeypatch.setattr(json_document, "MAX_BYTES", 20)
     path = tmp_path / "config.json"
     path.write_text('{"a": 1}' + " " * 12)
     assert read_object(path) == {"a": 1}

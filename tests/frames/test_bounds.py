@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from codec_samples import stream
+from repository import SUPPORT
 
 import kvmnn
 from kvmnn import FrameError
@@ -93,7 +94,7 @@ def test_bombs_are_no_frames(name: str) -> None:
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc and RLIMIT_AS")
 def test_bombs_cost_nothing() -> None:
     """In a child that may take 24 MiB more address space than it has, so that even asking for memory would fail."""
-    command = [sys.executable, "-P", "-c", CHILD, str(Path(__file__).parent)]
+    command = [sys.executable, "-P", "-c", CHILD, str(SUPPORT), str(Path(__file__).parent)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
 
@@ -133,7 +134,7 @@ def test_import_is_light() -> None:
     code = "import sys; import numpy; a = set(sys.modules); import kvmnn; print(*sorted(set(sys.modules) - a))"
     done = subprocess.run([sys.executable, "-P", "-W", "error", "-c", code], capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())
-    assert "kvmnn._decoder" in loaded
+    assert "kvmnn.frames._decoder" in loaded
     heavy = {"torch", "onnxruntime", "tqdm", "pandas", "scipy", "matplotlib", "asyncio", "multiprocessing", "unittest"}
     assert {name.split(".")[0] for name in loaded} & heavy == set()
     assert len(loaded) < 120

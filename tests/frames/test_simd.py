@@ -15,7 +15,7 @@ from repository import NATIVE, ROOT, SELFTEST
 
 import kvmnn
 from kvmnn import KvmnnError, _simd
-from kvmnn.frames import _streams
+from kvmnn.frames import _streams, matches
 
 SIZES = [*range(301), 4093, 4095, 4096, 4097, 4111, 8191, 8192, 8195]
 
@@ -76,7 +76,7 @@ def test_frames_do_not_depend_on_the_level(level: str, stride: int) -> None:
             out = bytearray(len(raw) + 1)
             kvmnn.decode(frame, out=memoryview(out)[1:])
             assert out[1:] == raw, name
-            assert kvmnn.frame.matches(frame, memoryview(b"?" + raw)[1:], dtype=dtype), name
+            assert matches(frame, memoryview(b"?" + raw)[1:], dtype=dtype), name
 
 
 def test_fast_and_entropy_do_not_depend_on_the_level(level: str) -> None:
@@ -91,7 +91,7 @@ ENTROPIES = [_streams.order0_entropy(RAW[:n]) for n in range(1, 300)]
 
 
 def test_the_environment_chooses_a_level() -> None:
-    code = "from kvmnn import _streams; print(_streams.simd_level())"
+    code = "from kvmnn import _simd; print(_simd.simd_level())"
     for name in _simd.simd_levels():
         done = subprocess.run(
             [sys.executable, "-P", "-c", code],

@@ -12,6 +12,7 @@ import zstandard
 from codec_samples import EXAMPLES, Payload, expected_verdict, frame_around, verdict, zstd_payloads
 from hypothesis import given
 from hypothesis import strategies as st
+from repository import SUPPORT
 
 from kvmnn import KvmnnError
 from kvmnn.frames import _zstdlib, zstd
@@ -21,7 +22,7 @@ DOORS = ["python", "bundled", "system"]
 
 
 def run_door(door: str) -> dict:
-    script = Path(__file__).with_name("zstd_door.py")
+    script = SUPPORT / "zstd_door.py"
     environment = {**os.environ, "KVMNN_ZSTD": door, "PYTHONPATH": str(script.parent)}
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
     if f"KVMNN_ZSTD={door}: no such libzstd found" in done.stderr:

@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from process_memory import anonymous_peak
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 
 FILE_BYTES = 240 << 20
 FRAME_BYTES = 20 << 20
-
-
-def anonymous_peak(*argv: str, options: tuple[str, ...] = ("-q", "--threads", "2")) -> int:
-    """Bytes of anonymous memory that a run of the command held at its highest, interpreter and libraries included."""
-    options = () if argv == ("--version",) else options
-    process = subprocess.Popen([sys.executable, "-m", "kvmnn", *argv, *options], stdout=subprocess.DEVNULL)
-    status = Path(f"/proc/{process.pid}/status")
-    peak = 0
-    while process.poll() is None:
-        for line in status.read_text().splitlines():
-            if line.startswith("RssAnon"):
-                peak = max(peak, int(line.split()[1]) << 10)
-        time.sleep(0.002)
-    assert process.returncode == 0
-    return peak
 
 
 @pytest.fixture(scope="module", params=["<f2", "<f4"])

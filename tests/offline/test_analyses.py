@@ -177,7 +177,7 @@ def test_a_full_disk_ends_the_conversion(dumps, tmp_path, monkeypatch):
     def full(self: object, *_: object) -> None:
         raise OutputError("x: cannot be written: No space left on device") from OSError(errno.ENOSPC, "No space left")
 
-    monkeypatch.setattr("kvmnn.output.StagedFile.write", full)
+    monkeypatch.setattr("kvmnn.files.output.StagedFile.write", full)
     found = to_fp16(dumps, tmp_path / "half")
     assert (found.disk_full, found.status, len(found.errors)) == (True, 3, 1)
     assert [path for path in (tmp_path / "half").rglob("*") if path.is_file()] == []

@@ -218,7 +218,7 @@ def piece_size(piece: np.ndarray, part: str, options: MeasureOptions) -> int:
 def test_threads_and_memory_do_not_change_anything(dumps, threads, monkeypatch):
     options = MeasureOptions(entry_mode="chunked_grouped", online_chunk_seq=5)
     monkeypatch.setattr("kvmnn.offline.measuring.MEMORY", 1)
-    monkeypatch.setattr("kvmnn.offline.rows.RUN_BYTES", 40)
+    monkeypatch.setattr("kvmnn.offline.token_runs.RUN_BYTES", 40)
     seen: list[int] = []
     measured = measure(["x"], select([dumps], options.scope), options, real=True, threads=threads, progress=seen.append)
     reference = measure(["x"], select([dumps], options.scope), options, threads=1)
@@ -255,7 +255,7 @@ def test_frames_that_exist_are_counted(dumps):
 
 
 def test_a_frame_that_does_not_decode_is_never_counted(dumps, monkeypatch):
-    monkeypatch.setattr("kvmnn.frame.matches", lambda *_, **__: False)
+    monkeypatch.setattr("kvmnn.offline.stored_sizes.matches", lambda *_, **__: False)
     options = MeasureOptions()
     with pytest.raises(KvmnnError, match="did not decode to its own input"):
         measure(["x"], select([dumps], options.scope), options, real=True)

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lm_results import BUDGETS, document, row
+from repository import SUPPORT
 
 from kvmnn.errors import KvmnnError, MissingDependencyError, OutputError
 from kvmnn.evaluation.setup.presets import preset
@@ -38,10 +39,10 @@ def test_all_plots_as_png_and_svg(written: list[Path]) -> None:
 def test_equal_results_make_equal_bytes_in_another_process(written: list[Path], tmp_path: Path) -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); from lm_results import document; "
-        "from kvmnn.lm.reports import plots; plots.write_all(document(), sys.argv[2]); "
+        "from kvmnn.reports import plots; plots.write_all(document(), sys.argv[2]); "
         "assert 'matplotlib.pyplot' not in sys.modules"
     )
-    tests = str(Path(__file__).parent.parent)
+    tests = str(SUPPORT)
     subprocess.run([sys.executable, "-c", code, tests, str(tmp_path / "again")], check=True, timeout=120)
     for path in written:
         ours, again = (hashlib.sha256(p.read_bytes()).hexdigest() for p in (path, tmp_path / "again" / path.name))

@@ -1,4 +1,4 @@
-"""A made-up results document, shaped as `kvmnn.lm.evaluation.evaluation` makes it. Its numbers measure nothing."""
+"""A made-up results document, shaped as `kvmnn.evaluation.evaluating` makes it. Its numbers measure nothing."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from kvmnn.cli.command import main as kvmnn
 
-FIXTURES = Path(__file__).resolve().parent.parent / "fixtures" / "mnn_engine"
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures" / "mnn_engine"
 _BLOCK = re.compile(r"^```console\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _VARYING = re.compile(r"\b\d+ MB/s|(?:kvmnn|zstd) \d+\.\d+\.\d+")
 

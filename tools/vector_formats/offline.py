@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvmnn.cli.measure_arguments import parse_options
-
 from kvmnn import KvmnnError
+from kvmnn.cli.measure_options import parse_options
 from kvmnn.offline import Measurement, measure, select, to_document, to_json, to_markdown
 from kvmnn.offline.options import ArgumentsError
 

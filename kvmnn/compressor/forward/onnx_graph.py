@@ -211,7 +211,7 @@ def export_onnx(
     precision
         ``"fp16"`` adds the roundings of an fp16 runtime to the graphs.
     force, protect
-        As for `kvmnn.output.DirectoryOutput`.
+        As for `kvmnn.files.output.DirectoryOutput`.
 
     Returns
     -------

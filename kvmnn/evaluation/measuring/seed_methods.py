@@ -1,4 +1,4 @@
-"""One document measured as the seeds did (`kvmnn.lm.evaluation.presets` says what E1 and E2 are)."""
+"""One document measured as the seeds did (`kvmnn.evaluation.setup.presets` says what E1 and E2 are)."""
 
 from __future__ import annotations
 

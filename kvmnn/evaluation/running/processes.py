@@ -103,7 +103,7 @@ class _Process:
         self.task = task
         order = {"model": model, "settings": settings.to_dict(), "task": task.to_dict()}
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "kvmnn.lm.evaluation.worker"],
+            [sys.executable, "-P", "-m", "kvmnn.evaluation.running.worker"],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

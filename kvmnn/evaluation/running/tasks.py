@@ -22,7 +22,7 @@ class Cell:
     kind
         ``"score"``, ``"seed"`` or ``"timing"``.
     key
-        Where its result goes (`kvmnn.lm.evaluation.cells`).
+        Where its result goes (`kvmnn.evaluation.running.cell_store`).
     document
         Which of the task's documents, by index.
     trace

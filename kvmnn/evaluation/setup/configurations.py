@@ -20,7 +20,7 @@ FULL = "full"
 
 @dataclass(frozen=True)
 class SeedMethod:
-    """How a seed project measured a configuration (kvmnn.lm.evaluation.presets says what that means).
+    """How a seed project measured a configuration (kvmnn.evaluation.setup.presets says what that means).
 
     Parameters
     ----------

@@ -83,7 +83,7 @@ class Settings:
         return cls(**document)
 
     def that_change(self, kind: str) -> dict[str, Any]:
-        """The settings that a cell of this kind depends on (`kvmnn.lm.evaluation.cells`)."""
+        """The settings that a cell of this kind depends on (`kvmnn.evaluation.running.cell_store`)."""
         used = self.to_dict()
         for name in ("as_seed", "timing", "traces"):
             del used[name]

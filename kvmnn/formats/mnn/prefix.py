@@ -124,7 +124,7 @@ def _document(path: Path) -> tuple[str, str] | None:
         raise SourceError(f"{path}: cannot be read: {exc}") from exc
 
 
-_SUFFIX = {"key": "k", "value": "v"}
+PART_LETTER = {"key": "k", "value": "v"}
 
 
 def check_name(name: str) -> str:
@@ -136,7 +136,7 @@ def check_name(name: str) -> str:
 
 def file_names(info: CacheInfo) -> list[str]:
     """Every file of a prefix cache, in the order in which they are written: the engine's markers after the data."""
-    pairs = [(layer.layer, _SUFFIX[part]) for layer in info.layers for part in PARTS]
+    pairs = [(layer.layer, PART_LETTER[part]) for layer in info.layers for part in PARTS]
     data = [data_name(info.name, *pair) for pair in pairs]
     markers = [marker_name(info.name, *pair) for pair in pairs]
     return [*data, *markers, info.name + cache_info.SIDE_SUFFIX]

@@ -17,7 +17,7 @@ from ...packed.rows import Part
 from ...threads.pipeline import Progress
 from .packed_reading import packed_runs
 from .packed_writing import PackedPart
-from .prefix import _SUFFIX, check_leftovers, check_name, data_name, file_names
+from .prefix import PART_LETTER, check_leftovers, check_name, data_name, file_names
 
 _STEP = 8 << 20
 
@@ -127,7 +127,7 @@ def _write_part(
     entry: LayerArray, info: CacheInfo, output: DirectoryOutput, cast: Cast, progress: Progress | None
 ) -> None:
     layer = info.layers[entry.layer]
-    file = output.file(data_name(info.name, entry.layer, _SUFFIX[entry.part]))
+    file = output.file(data_name(info.name, entry.layer, PART_LETTER[entry.part]))
     part = PackedPart(
         file.target,
         file.path,

@@ -7,7 +7,7 @@ manifests. bf16 has no numpy type of its own, so it travels as ``uint16`` words.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,12 @@ Floats = npt.NDArray[np.float32]
 Indices = npt.NDArray[np.int64]
 Positions = npt.NDArray[np.int64]
 """Where tokens stand in their text."""
+KVPair = tuple[Words, Words]
+"""Keys and values of the same tokens."""
+
+Part = Literal["key", "value"]
+"""K or V."""
+PARTS: tuple[Part, Part] = ("key", "value")
 
 
 @dataclass(frozen=True)

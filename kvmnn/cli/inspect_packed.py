@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..formats.mnn import prefix
+from ..text import count
 from . import packed_options, printing
 
 if TYPE_CHECKING:
@@ -114,9 +115,8 @@ def _undescribed(files: PackedFiles, options: PackedOptions, why: Exception) -> 
 def _heading(files: PackedFiles) -> list[str]:
     name = f" {files.name!r}" if files.name else ""
     whole = sum(key + value for key, value in files.sizes)
-    heading = (
-        f"{files.path}: {_WHAT[files.kind]}{name}, {printing.count(len(files.layers), 'layer')}, {whole:,} bytes"
-        + (", all markers there" if files.kind == "prefix" and not files.problems else "")
+    heading = f"{files.path}: {_WHAT[files.kind]}{name}, {count(len(files.layers), 'layer')}, {whole:,} bytes" + (
+        ", all markers there" if files.kind == "prefix" and not files.problems else ""
     )
     return [heading, *(f"  would not load: {problem}" for problem in files.problems)]
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..text import megabytes_per_second
 from . import packed_options, printing, shared_options
 from .printing import UsageError
 
@@ -149,7 +150,7 @@ def report(
         arguments,
         f"{arguments.output}: prefix {info.name!r}, {printing.summary(info)}\n"
         f"  {printing.share(info.live_bytes, info.file_bytes)}\n"
-        f"  {what_happened(packed)}, {printing.megabytes_per_second(info.live_bytes, seconds)}",
+        f"  {what_happened(packed)}, {megabytes_per_second(info.live_bytes, seconds)}",
     )
 
 

@@ -8,25 +8,16 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import KvmnnError
-from . import printing
+from ..text import count, span
 
 if TYPE_CHECKING:
     from ..packed.cache_info import CacheInfo
 
 
 STDIO = "-"
-
-
-LOSSLESS = "LOSSLESS"
-
-
-LOSSY = "LOSSY"
-
-
-UNCHANGED = "UNCHANGED"
 
 
 class UsageError(KvmnnError):
@@ -60,21 +51,6 @@ def is_directory(output: str) -> bool:
     return output.endswith(("/", os.sep)) or os.path.isdir(output)
 
 
-def ratio(raw_bytes: int, stored_bytes: int) -> float:
-    """Raw over stored bytes."""
-    return raw_bytes / stored_bytes if stored_bytes else 0.0
-
-
-def count(number: int, what: str) -> str:
-    """``1 frame``, ``2 frames``."""
-    return f"{number:,} {what}" + ("" if number == 1 else "s")
-
-
-def megabytes_per_second(nbytes: int, seconds: float) -> str:
-    """A rate for people: 10^6 bytes a second."""
-    return f"{nbytes / 1e6 / max(seconds, 1e-9):.0f} MB/s"
-
-
 def say(arguments: argparse.Namespace, line: str, *, data_on_stdout: bool = False) -> None:
     """The verb's result for people; silent where ``--json`` or ``-q`` says so."""
     if not arguments.quiet and not arguments.json:
@@ -86,6 +62,23 @@ def cache_document(info: CacheInfo | None) -> dict[str, Any] | None:
     from ..packed.cache_info import to_dict
 
     return None if info is None else {**to_dict(info), "live_bytes": info.live_bytes, "file_bytes": info.file_bytes}
+
+
+class Result(Protocol):
+    """What a verb's library function returns: the same for the shell and for a notebook."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+
+    def __str__(self) -> str: ...
+
+
+def show(arguments: argparse.Namespace, verb: str, result: Result, *, data_on_stdout: bool = False) -> None:
+    """Print a result: as JSON for ``--json``, as text unless ``-q``."""
+    if arguments.json:
+        print_json({"verb": verb, **result.to_dict()})
+    elif text := str(result):
+        say(arguments, text, data_on_stdout=data_on_stdout)
 
 
 def print_json(document: Any) -> None:
@@ -120,15 +113,11 @@ def summary(info: CacheInfo) -> str:
     tokens = sorted({layer.tokens for layer in info.layers})
     capacities = sorted({layer.capacity for layer in info.layers})
     return (
-        f"{printing.count(len(info.layers), 'layer')}, {describe(info.layout)}, {_span(tokens)} tokens, "
-        f"capacity {_span(capacities)}"
+        f"{count(len(info.layers), 'layer')}, {describe(info.layout)}, {span(tokens)} tokens, "
+        f"capacity {span(capacities)}"
     )
 
 
 def share(live: int, whole: int) -> str:
     """Live and padded bytes, in words."""
     return f"{live:,} live bytes of {whole:,} ({100 * live / whole:.1f} %), {whole - live:,} padding and room"
-
-
-def _span(numbers: list[int]) -> str:
-    return f"{numbers[0]:,}" if len(numbers) == 1 else f"{numbers[0]:,} to {numbers[-1]:,}"

@@ -7,6 +7,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from ..text import count
 from . import printing, weights_options
 
 if TYPE_CHECKING:
@@ -76,8 +77,8 @@ def _report(verdict: Verdict, against: str | None, arguments: argparse.Namespace
             how = f"EXACT ({verdict.compared:,} elements compared with {against}, rounded to {header.dtype.name})"
         printing.say(
             arguments,
-            f"{arguments.input}: {how}, {printing.count(header.num_layers, 'layer')} of "
-            f"{printing.count(header.weight_count_per_layer, 'weight')}, {header.dtype.name}, "
+            f"{arguments.input}: {how}, {count(header.num_layers, 'layer')} of "
+            f"{count(header.weight_count_per_layer, 'weight')}, {header.dtype.name}, "
             f"factor {header.compression_factor}, {verdict.file.size:,} bytes",
         )
 

@@ -237,7 +237,7 @@ _LIMITED = """
 import resource, sys, time
 from kvmnn import KvmnnError
 from kvmnn.compressor.conversion.convert import prepare
-from kvmnn.compressor.selection import Options
+from kvmnn.compressor.conversion.selection import Options
 start = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (start + int(sys.argv[2]) * 2**20,) * 2)
 begin = time.process_time()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from ...text import count
 from .. import loading, printing, shared_options
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def _table(report: Report, threads: int) -> str:
     limit = "none" if report.entropy_ratio is None else f"{report.entropy_ratio:.4f}"
     lines = [
         f"{report.name}: {report.dtype}, {report.array_bytes:,} bytes{part}; order-0 limit of the byte streams {limit}"
-        f"; {printing.count(threads, 'thread')}, medians of {report.rounds}, every round trip LOSSLESS unless said",
+        f"; {count(threads, 'thread')}, medians of {report.rounds}, every round trip LOSSLESS unless said",
         f"{'':<24} {'':>8} {'encode MB/s':>17} {'decode MB/s':>17} {'break-even':>11}",
         f"{'codec':<24} {'ratio':>8} {'cpu':>8} {'wall':>8} {'cpu':>8} {'wall':>8} {'MB/s':>11}",
     ]

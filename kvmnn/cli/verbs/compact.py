@@ -7,6 +7,7 @@ import re
 import time
 from typing import TYPE_CHECKING, Any
 
+from ...text import LOSSLESS
 from .. import packed_options, prefix_output, printing, shared_options
 from ..printing import UsageError
 
@@ -65,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
                 "verb": "compact",
                 "input": arguments.input,
                 "output": output,
-                "label": "LOSSY" if kept < before else printing.LOSSLESS,
+                "label": "LOSSY" if kept < before else LOSSLESS,
                 "tokens_before": before,
                 "tokens_after": kept,
                 "seconds": seconds,
@@ -76,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     lines = [
         f"{output}: prefix {name!r}, {printing.summary(after)}",
         f"  {printing.share(after.live_bytes, after.file_bytes)}",
-        f"  {'LOSSY' if kept < before else printing.LOSSLESS}: {kept:,} of {before:,} tokens of all layers stay; the "
+        f"  {'LOSSY' if kept < before else LOSSLESS}: {kept:,} of {before:,} tokens of all layers stay; the "
         f"files keep their size (repack or pack --capacity makes them smaller)",
     ]
     printing.say(arguments, "\n".join(lines))

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from ...compressor.kvcm import weight_file
 from ...dtypes import Words
+from ...text import LOSSY, UNCHANGED, count
 from .. import loading, printing, shared_options
-from ..printing import LOSSY, STDIO, UNCHANGED, UsageError
+from ..printing import STDIO, UsageError
 
 if TYPE_CHECKING:
     from ...arrays.kv_arrays import KVArrays
@@ -193,15 +194,15 @@ def _report(arguments: argparse.Namespace, report: dict[str, Any], plan: Plan, s
         for segment in plan.segments:
             printing.say(
                 arguments,
-                f"{segment.kind}: {printing.count(segment.tokens, 'token')} -> {segment.new_tokens:,} "
-                f"({printing.count(segment.groups, 'group')} of {segment.factor}, "
+                f"{segment.kind}: {count(segment.tokens, 'token')} -> {segment.new_tokens:,} "
+                f"({count(segment.groups, 'group')} of {segment.factor}, "
                 f"{segment.tokens - segment.grouped} kept)",
             )
     note = f" ({plan.explanation})" if plan.reason else ""
     printing.say(
         arguments,
-        f"{arguments.output}: {report['label']}{note}, {plan.seq_len:,} -> {printing.count(plan.new_len, 'token')} in "
-        f"{printing.count(len(report['layers']), 'layer')}, token ratio {plan.ratio:.4f}, "
+        f"{arguments.output}: {report['label']}{note}, {plan.seq_len:,} -> {count(plan.new_len, 'token')} in "
+        f"{count(len(report['layers']), 'layer')}, token ratio {plan.ratio:.4f}, "
         f"{report['raw_bytes']:,} -> {report['stored_bytes']:,} bytes; the next token goes to place {plan.new_len:,} "
         f"and has position {report['next_position']:,}",
     )

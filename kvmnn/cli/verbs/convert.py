@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from ...text import LOSSLESS, LOSSY
 from .. import printing, shared_options, weights_options
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def _converted(source: str, target: str, options: Options, arguments: argparse.N
 def _report(source: str, target: str, conversion: Conversion, arguments: argparse.Namespace) -> None:
     weights_options.report(arguments, conversion.warnings, conversion.notices)
     header = conversion.header
-    label = printing.LOSSY if conversion.rounded_types else printing.LOSSLESS
+    label = LOSSY if conversion.rounded_types else LOSSLESS
     how = f" ({_rounded(conversion)})" if conversion.rounded_types else ""
     if arguments.json:
         printing.print_json(

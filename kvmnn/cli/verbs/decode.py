@@ -8,8 +8,9 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from ...formats.writing import write_directory
+from ...text import LOSSLESS, count, megabytes_per_second
 from .. import packed_options, prefix_output, printing, shared_options
-from ..printing import LOSSLESS, STDIO, UsageError
+from ..printing import STDIO, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -213,8 +214,8 @@ def _report(frames: FrameSet, output: str, arguments: argparse.Namespace, second
         return
     what = f"{LOSSLESS} (sha256 of the manifest)" if proved else "no manifest to check it against"
     line = (
-        f"{output}: {printing.count(len(frames.arrays), 'array')}, {frames.stored_bytes:,} -> {frames.raw_bytes:,} "
-        f"bytes, {what}, {printing.megabytes_per_second(frames.raw_bytes, seconds)}"
+        f"{output}: {count(len(frames.arrays), 'array')}, {frames.stored_bytes:,} -> {frames.raw_bytes:,} "
+        f"bytes, {what}, {megabytes_per_second(frames.raw_bytes, seconds)}"
     )
     printing.say(arguments, line, data_on_stdout=printing.to_stdout(arguments))
 

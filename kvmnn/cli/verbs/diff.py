@@ -6,6 +6,7 @@ import argparse
 from dataclasses import asdict
 from typing import Any
 
+from ...text import count
 from .. import loading, packed_options, printing, shared_options
 
 _TEXT = """Compare two of anything that kvmnn reads: packed files, dumps, bundles and frames, files of arrays. Words are
@@ -49,5 +50,5 @@ def run(arguments: argparse.Namespace) -> int:
     if found.first is not None:
         lines.append(f"first difference: {found.first}")
         lines.append(f"{found.differing:,} of {found.words:,} words differ")
-    printing.say(arguments, "\n".join(lines) if lines else f"equal: {printing.count(found.words, 'word')}, bit by bit")
+    printing.say(arguments, "\n".join(lines) if lines else f"equal: {count(found.words, 'word')}, bit by bit")
     return 0 if found.equal else 1

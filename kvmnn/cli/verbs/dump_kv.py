@@ -7,8 +7,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...text import LOSSLESS, LOSSY, count
 from .. import model_run, printing, shared_options
-from ..printing import LOSSLESS, LOSSY, UsageError
+from ..printing import UsageError
 
 if TYPE_CHECKING:
     from ...arrays.casting import Cast
@@ -134,6 +135,6 @@ def _line(arguments: argparse.Namespace, result: dict[str, Any]) -> str:
     how = f"{result['label']} ({'; '.join(reasons) or 'the words that the model computed'})"
     short = f", the text has only {seen:,} tokens" if seen < result["asked_tokens"] else ""
     return (
-        f"{arguments.output}: {printing.count(len(kept), 'layer')}, {share} tokens, {result['dtype']}, "
+        f"{arguments.output}: {count(len(kept), 'layer')}, {share} tokens, {result['dtype']}, "
         f"{result['bytes']:,} bytes{short}\n  {how}"
     )

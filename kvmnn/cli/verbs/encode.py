@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
+from ...text import LOSSLESS, count, megabytes_per_second, ratio
 from .. import loading, packed_options, printing, shared_options
-from ..printing import LOSSLESS, STDIO, UsageError
+from ..printing import STDIO, UsageError
 
 if TYPE_CHECKING:
     from ...arrays.source import Source
@@ -86,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     _report(document, output, arguments, time.perf_counter() - started, source.cache)
     if source.cache:
         packed = source.cache.file_bytes
-        times = printing.ratio(packed, document.stored_bytes)
+        times = ratio(packed, document.stored_bytes)
         printing.say(arguments, f"  the packed files have {packed:,} bytes, {times:.2f} times as many as the frames")
     return 0
 
@@ -172,7 +173,7 @@ def _report(
                 "label": LOSSLESS if verified else None,
                 "raw_bytes": document.raw_bytes,
                 "stored_bytes": document.stored_bytes,
-                "ratio": printing.ratio(document.raw_bytes, document.stored_bytes),
+                "ratio": ratio(document.raw_bytes, document.stored_bytes),
                 "seconds": seconds,
                 "effort": document.effort,
                 "kvmnn_version": document.kvmnn_version,
@@ -180,7 +181,7 @@ def _report(
                 "byte_exact": document.zstd_byte_exact and document.effort == "exact",
                 "cache": printing.cache_document(cache),
                 "arrays": [
-                    {**array_to_dict(array), "ratio": printing.ratio(array.nbytes, array.stored_bytes)}
+                    {**array_to_dict(array), "ratio": ratio(array.nbytes, array.stored_bytes)}
                     for array in document.arrays
                 ],
             }
@@ -191,15 +192,15 @@ def _report(
             printing.say(
                 arguments,
                 f"{array.name}: {array.dtype} {list(array.shape)}, {array.nbytes:,} -> {array.stored_bytes:,} bytes, "
-                f"ratio {printing.ratio(array.nbytes, array.stored_bytes):.4f}",
+                f"ratio {ratio(array.nbytes, array.stored_bytes):.4f}",
             )
-    name = output if len(document.arrays) == 1 else f"{output} ({printing.count(len(document.arrays), 'array')})"
+    name = output if len(document.arrays) == 1 else f"{output} ({count(len(document.arrays), 'array')})"
     printing.say(arguments, _line(name, document.raw_bytes, document.stored_bytes, frames, verified, seconds))
 
 
 def _line(name: str, raw_bytes: int, stored_bytes: int, frames: int, verified: bool, seconds: float) -> str:
     return (
-        f"{name}: {raw_bytes:,} -> {stored_bytes:,} bytes, ratio {printing.ratio(raw_bytes, stored_bytes):.4f}, "
-        f"{printing.count(frames, 'frame')}, {LOSSLESS + ' (decoded and compared)' if verified else 'not verified'}, "
-        f"{printing.megabytes_per_second(raw_bytes, seconds)}"
+        f"{name}: {raw_bytes:,} -> {stored_bytes:,} bytes, ratio {ratio(raw_bytes, stored_bytes):.4f}, "
+        f"{count(frames, 'frame')}, {LOSSLESS + ' (decoded and compared)' if verified else 'not verified'}, "
+        f"{megabytes_per_second(raw_bytes, seconds)}"
     )

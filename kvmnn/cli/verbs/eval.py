@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from ...reports import tables
+from ...text import count
 from .. import printing, shared_options
 from ..printing import UsageError
 
@@ -248,7 +249,7 @@ def _plot(arguments: argparse.Namespace, results: dict[str, Any]) -> None:
     if not arguments.quiet:
         for name, reason in left_out.items():
             print(f"kvmnn: note: no {name}: {reason}", file=sys.stderr)
-        print(f"kvmnn: {printing.count(len(written), 'plot file')} in {arguments.plot}", file=sys.stderr)
+        print(f"kvmnn: {count(len(written), 'plot file')} in {arguments.plot}", file=sys.stderr)
 
 
 def _as(suffix: str, results: dict[str, Any]) -> str:

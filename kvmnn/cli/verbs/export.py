@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from ...text import LOSSLESS, LOSSY, count
 from .. import printing, shared_options, weights_options
 
 _TEXT = """Write the weights and biases of a KVCM weight file (.bin) under the names that a checkpoint gives them.
@@ -54,15 +55,14 @@ def run(arguments: argparse.Namespace) -> int:
                 "verb": "export",
                 "input": arguments.weights,
                 "output": arguments.output,
-                "label": printing.LOSSLESS,
+                "label": LOSSLESS,
                 "tensors": tensors,
                 "dtype": file.header.dtype.name,
             }
         )
     printing.say(
         arguments,
-        f"{arguments.output}: {printing.count(tensors, 'tensor')} of {file.header.dtype.name}, "
-        f"{printing.LOSSLESS} (copied)",
+        f"{arguments.output}: {count(tensors, 'tensor')} of {file.header.dtype.name}, {LOSSLESS} (copied)",
     )
     return 0
 
@@ -89,12 +89,12 @@ def _onnx(arguments: argparse.Namespace) -> int:
                 "verb": "export",
                 "input": arguments.weights,
                 "output": arguments.output,
-                "label": printing.LOSSLESS if arguments.precision == "fp32" else printing.LOSSY,
+                "label": LOSSLESS if arguments.precision == "fp32" else LOSSY,
                 "files": names,
                 "precision": arguments.precision,
                 "dtype": weights.header.dtype.name,
             }
         )
-    label = f"{printing.LOSSLESS} (copied)" if arguments.precision == "fp32" else f"{printing.LOSSY} (fp16 arithmetic)"
+    label = f"{LOSSLESS} (copied)" if arguments.precision == "fp32" else f"{LOSSY} (fp16 arithmetic)"
     printing.say(arguments, f"{arguments.output}: {', '.join(names)}; weights of {weights.header.dtype.name}, {label}")
     return 0

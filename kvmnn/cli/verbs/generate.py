@@ -7,8 +7,9 @@ import shutil
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ...text import LOSSLESS, LOSSY
 from .. import model_run, printing, shared_options
-from ..printing import LOSSLESS, LOSSY, STDIO, UsageError
+from ..printing import STDIO, UsageError
 
 if TYPE_CHECKING:
     from ...evaluation.setup.configurations import Configuration

@@ -8,6 +8,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from ...frames import inspection
+from ...text import count, ratio
 from .. import inspect_weights, packed_options, printing, shared_options, weights_options
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def _source(path: str, arguments: argparse.Namespace, options: DecodeOptions) ->
 
     read = ReadOptions(dtype=options.dtype, skip_unsupported=True, packed=packed_options.options(arguments))
     source = open_source(path, read)
-    lines = [f"{path}: {printing.count(len(source.arrays), 'array')} to encode"]
+    lines = [f"{path}: {count(len(source.arrays), 'array')} to encode"]
     lines += [f"  {a.name}: {a.dtype} {list(a.shape)} {a.order}, {a.nbytes:,} bytes" for a in source.arrays]
     lines += [f"  not: {line}" for line in source.skipped]
     arrays = [
@@ -117,7 +118,7 @@ def _bundle(
     streams = _Streams()
     arrays: list[dict[str, Any]] = []
     lines = [
-        f"{path}: {printing.count(len(frames.arrays), 'array')}, made by kvmnn {document.kvmnn_version}, "
+        f"{path}: {count(len(frames.arrays), 'array')}, made by kvmnn {document.kvmnn_version}, "
         f"zstd {document.zstd_version}, effort {document.effort}"
     ]
     if cache:
@@ -129,10 +130,10 @@ def _bundle(
         infos = [_frame_info(frames, index, number, options) for number in range(len(array.frames))]
         for info in infos:
             streams.add(info)
-        ratio = printing.ratio(array.nbytes, array.stored_bytes)
+        times = ratio(array.nbytes, array.stored_bytes)
         lines.append(
             f"  {array.name:<{width}}  {array.dtype} {list(array.shape)} {array.order}  {array.nbytes:,} -> "
-            f"{array.stored_bytes:,} bytes  ratio {ratio:.4f}  {printing.count(len(infos), 'frame')}"
+            f"{array.stored_bytes:,} bytes  ratio {times:.4f}  {count(len(infos), 'frame')}"
         )
         if arguments.verbose or sum(len(each.frames) for each in frames.arrays) == 1:
             for entry, info in zip(array.frames, infos, strict=True):
@@ -140,11 +141,11 @@ def _bundle(
         described = array_to_dict(array)
         for part, info in zip(described["frames"], infos, strict=True):
             part |= {"streams": info.to_dict()["streams"]}
-        arrays.append({**described, "ratio": ratio})
-    ratio = printing.ratio(frames.raw_bytes, frames.stored_bytes)
+        arrays.append({**described, "ratio": times})
+    total = ratio(frames.raw_bytes, frames.stored_bytes)
     limit = streams.entropy_ratio
     lines.append(
-        f"  total: {frames.raw_bytes:,} -> {frames.stored_bytes:,} bytes, ratio {ratio:.4f}"
+        f"  total: {frames.raw_bytes:,} -> {frames.stored_bytes:,} bytes, ratio {total:.4f}"
         + ("" if limit is None else f" (order-0 limit {limit:.4f})")
     )
     lines += streams.lines()
@@ -153,7 +154,7 @@ def _bundle(
         "kind": "bundle",
         "raw_bytes": frames.raw_bytes,
         "stored_bytes": frames.stored_bytes,
-        "ratio": ratio,
+        "ratio": total,
         "entropy_ratio": limit,
         "kvmnn_version": document.kvmnn_version,
         "zstd_version": document.zstd_version,

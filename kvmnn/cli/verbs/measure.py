@@ -8,9 +8,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...text import LOSSLESS, LOSSY, count
 from .. import loading, packed_options, printing, shared_options
 from ..measure_options import add_options, options_of
-from ..printing import LOSSLESS, LOSSY, UsageError
+from ..printing import UsageError
 
 if TYPE_CHECKING:
     from ...offline.measuring import Measurement
@@ -151,8 +152,8 @@ def _report(arguments: argparse.Namespace, measured: Measurement) -> None:
         document = {"verb": "measure", "label": lossless, "evaluation": to_document(measured)}
         printing.print_json(document | {"breakdown": to_breakdown(measured)})
     printing.say(arguments, to_table(measured))
-    for name, count in sorted(measured.selection.skipped.items()):
-        printing.say(arguments, f"skipped: {count:,} {name}")
+    for name, number in sorted(measured.selection.skipped.items()):
+        printing.say(arguments, f"skipped: {number:,} {name}")
     for path in (arguments.out_json, arguments.out_md):
         if path:
             printing.say(arguments, f"Wrote {path}")
@@ -215,9 +216,9 @@ def _convert(arguments: argparse.Namespace) -> int:
         )
     printing.say(
         arguments,
-        f"{LOSSY}: {printing.count(found.converted, 'dump')} rounded to fp16, {found.copied:,} copied, "
+        f"{LOSSY}: {count(found.converted, 'dump')} rounded to fp16, {found.copied:,} copied, "
         f"{found.skipped:,} skipped",
     )
     if found.errors:
-        raise SourceError(f"{printing.count(len(found.errors), 'dump')} not converted, first: {found.errors[0]}")
+        raise SourceError(f"{count(len(found.errors), 'dump')} not converted, first: {found.errors[0]}")
     return 0

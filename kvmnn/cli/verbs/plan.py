@@ -9,6 +9,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from ...text import LOSSLESS, count
 from .. import printing, shared_options
 from ..printing import UsageError
 
@@ -94,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
     seconds = time.perf_counter() - started
     document = [_entry(number, made) for number, made in enumerate(plans)]
     _write(arguments, document)
-    label = "LOSSY" if any(made.evicted for made in plans) else printing.LOSSLESS
+    label = "LOSSY" if any(made.evicted for made in plans) else LOSSLESS
     if arguments.json:
         printing.print_json(
             {
@@ -213,7 +214,7 @@ def _pairs(made: Plan) -> str:
     """As `kvmnn compact --reserve` reads them, or the first of very many."""
     shown = ",".join(f"{begin}:{size}" for begin, size in made.reserve[:_MAX_PAIRS])
     left = len(made.reserve) - _MAX_PAIRS
-    return shown if left <= 0 else f"{shown} ... {printing.count(left, 'pair')} more (-o writes them all)"
+    return shown if left <= 0 else f"{shown} ... {count(left, 'pair')} more (-o writes them all)"
 
 
 def _number(text: str) -> float:

@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from ...text import LOSSLESS, LOSSY, count, megabytes_per_second
 from .. import loading, packed_options, prefix_output, printing, shared_options
-from ..printing import LOSSLESS, LOSSY, UsageError
+from ..printing import UsageError
 
 if TYPE_CHECKING:
     from ...arrays.named_array import Piece
@@ -70,8 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
     how = f"{LOSSY} (int8 times scale plus bias)" if source.lossy else f"{LOSSLESS} (live elements copied as they are)"
     printing.say(
         arguments,
-        f"{arguments.output}: {printing.count(len(source.arrays), 'array')}, {nbytes:,} bytes, {how}, "
-        f"{printing.megabytes_per_second(nbytes, seconds)}",
+        f"{arguments.output}: {count(len(source.arrays), 'array')}, {nbytes:,} bytes, {how}, "
+        f"{megabytes_per_second(nbytes, seconds)}",
     )
     return 0
 

@@ -8,8 +8,8 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from ...text import LOSSLESS, count, megabytes_per_second, ratio
 from .. import loading, packed_options, printing, shared_options, verify_weights, weights_options
-from ..printing import LOSSLESS
 
 if TYPE_CHECKING:
     from ...bundle.comparing import Difference
@@ -77,7 +77,7 @@ def _report(frames: FrameSet, difference: Difference | None, arguments: argparse
                 "difference": None if difference is None else difference._asdict(),
                 "raw_bytes": frames.raw_bytes,
                 "stored_bytes": frames.stored_bytes,
-                "ratio": printing.ratio(frames.raw_bytes, frames.stored_bytes),
+                "ratio": ratio(frames.raw_bytes, frames.stored_bytes),
                 "arrays": len(frames.arrays),
                 "frames": sum(len(array.frames) for array in frames.arrays),
                 "seconds": seconds,
@@ -97,8 +97,8 @@ def _report(frames: FrameSet, difference: Difference | None, arguments: argparse
     }[proof]
     printing.say(
         arguments,
-        f"{arguments.input}: {how}, {printing.count(len(frames.arrays), 'array')}, "
+        f"{arguments.input}: {how}, {count(len(frames.arrays), 'array')}, "
         f"{frames.stored_bytes:,} -> {frames.raw_bytes:,} bytes, "
-        f"ratio {printing.ratio(frames.raw_bytes, frames.stored_bytes):.4f}, "
-        f"{printing.megabytes_per_second(frames.raw_bytes, seconds)}",
+        f"ratio {ratio(frames.raw_bytes, frames.stored_bytes):.4f}, "
+        f"{megabytes_per_second(frames.raw_bytes, seconds)}",
     )

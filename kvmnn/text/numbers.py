@@ -1,0 +1,25 @@
+"""Numbers and rates for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def ratio(raw_bytes: int, stored_bytes: int) -> float:
+    """Raw over stored bytes; 0 where nothing is stored."""
+    return raw_bytes / stored_bytes if stored_bytes else 0.0
+
+
+def count(number: int, what: str) -> str:
+    """``1 frame``, ``2 frames``."""
+    return f"{number:,} {what}" + ("" if number == 1 else "s")
+
+
+def megabytes_per_second(nbytes: int, seconds: float) -> str:
+    """A rate: 10^6 bytes a second."""
+    return f"{nbytes / 1e6 / max(seconds, 1e-9):.0f} MB/s"
+
+
+def span(numbers: Sequence[int]) -> str:
+    """``7`` or ``7 to 12``: the least and the greatest of ascending numbers."""
+    return f"{numbers[0]:,}" if len(numbers) == 1 else f"{numbers[0]:,} to {numbers[-1]:,}"

@@ -4,11 +4,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from ._opcodes import scan as scan
+
 Buffer: TypeAlias = bytes | bytearray | memoryview | npt.NDArray[np.uint8]
 
 MAX_TEXT: int
-MAX_INT: int
-MAX_PROTOCOL: int
 
 class Unknown: ...
 
@@ -17,7 +17,6 @@ class Global:
     build: Callable[[tuple[Any, ...]], object] | None
     def __init__(self, name: str, build: Callable[[tuple[Any, ...]], object] | None = None) -> None: ...
 
-def scan(data: Buffer, begin: int, opcodes_most: int) -> tuple[int, int]: ...
 def load(
     data: Buffer,
     begin: int,

@@ -73,10 +73,6 @@ cdef class Numbers:
         return max(row, piece, <size_t>MIN_SCRATCH)
 
 
-cdef inline bint is_far(const uint8_t[:, :, :] rows) noexcept nogil:
-    return rows.shape[0] * rows.shape[1] * rows.shape[2] >= FAR
-
-
 cdef uint8_t *new_scratch(Numbers n) except NULL:
     cdef uint8_t *scratch = <uint8_t *>malloc(n.scratch_bytes())
     if scratch == NULL:
@@ -84,23 +80,38 @@ cdef uint8_t *new_scratch(Numbers n) except NULL:
     return scratch
 
 
+cdef int move(
+    Numbers n, bint out, uint8_t *packed, uint8_t *rows, size_t head_stride, size_t row_stride, size_t first,
+    size_t last, size_t start, size_t count, size_t all_bytes
+) except -1:
+    """Packed tokens to plain rows, or with `out` False the other way; pieces past the caches where there is much."""
+    cdef bint far = all_bytes >= FAR
+    cdef uint8_t *scratch = new_scratch(n) if far else NULL
+    cdef size_t h, room = n.scratch_bytes()
+    cdef uint8_t *head
+    cdef uint8_t *plain
+    with nogil:
+        for h in range(first, last):
+            head, plain = packed + h * n.head_bytes, rows + h * head_stride
+            if far and out:
+                n.packing.gather_far(&n.floats, head, start, count, plain, row_stride, scratch, room)
+            elif far:
+                n.packing.scatter_far(&n.floats, head, start, count, plain, row_stride, scratch, room)
+            elif out:
+                n.packing.gather(&n.floats, head, start, count, plain, row_stride)
+            else:
+                n.packing.scatter(&n.floats, head, start, count, plain, row_stride)
+        free(scratch)
+    return 0
+
+
 def gather(
     Numbers n not None, const uint8_t[::1] packed not None, uint8_t[:, :, :] rows not None, size_t first,
     size_t last, size_t start
 ) -> None:
     """Tokens from `start` on to `rows`, shaped [heads, tokens, bytes of a row]."""
-    cdef const uint8_t *head
-    cdef size_t h, count = rows.shape[1], stride = rows.strides[1], room = n.scratch_bytes()
-    cdef bint far = is_far(rows)
-    cdef uint8_t *scratch = new_scratch(n) if far else NULL
-    with nogil:
-        for h in range(first, last):
-            head = &packed[0] + h * n.head_bytes
-            if far:
-                n.packing.gather_far(&n.floats, head, start, count, &rows[h, 0, 0], stride, scratch, room)
-            else:
-                n.packing.gather(&n.floats, head, start, count, &rows[h, 0, 0], stride)
-        free(scratch)
+    move(n, True, <uint8_t *>&packed[0], &rows[0, 0, 0], rows.strides[0], rows.strides[1], first, last, start,
+         rows.shape[1], rows.shape[0] * rows.shape[1] * rows.shape[2])
 
 
 def scatter(
@@ -108,18 +119,8 @@ def scatter(
     size_t last, size_t start
 ) -> None:
     """`rows`, shaped [heads, tokens, bytes of a row], over the tokens from `start` on."""
-    cdef uint8_t *head
-    cdef size_t h, count = rows.shape[1], stride = rows.strides[1], room = n.scratch_bytes()
-    cdef bint far = is_far(rows)
-    cdef uint8_t *scratch = new_scratch(n) if far else NULL
-    with nogil:
-        for h in range(first, last):
-            head = &packed[0] + h * n.head_bytes
-            if far:
-                n.packing.scatter_far(&n.floats, head, start, count, &rows[h, 0, 0], stride, scratch, room)
-            else:
-                n.packing.scatter(&n.floats, head, start, count, &rows[h, 0, 0], stride)
-        free(scratch)
+    move(n, False, &packed[0], <uint8_t *>&rows[0, 0, 0], rows.strides[0], rows.strides[1], first, last, start,
+         rows.shape[1], rows.shape[0] * rows.shape[1] * rows.shape[2])
 
 
 def zero(

@@ -1,6 +1,6 @@
 """Pickles read as data: nothing that a pickle names is ever imported, called or given attributes.
 
-`scan` checks the opcodes of one pickle before anything is made of it. `load` then runs a stack machine whose values
+`scan` (_opcodes.pyx) checks the opcodes of one pickle before anything is made of it. `load` then runs a stack machine whose values
 are None, bool, int, float, str, tuples, lists, dicts, and what the caller's own constructors return. Values that no
 checkpoint is read for (bytes, sets, keys other than strings) become `Unknown`, which costs nothing and never compares
 equal to anything, so that neither hashing nor comparing can be made expensive.
@@ -10,13 +10,14 @@ from cpython.unicode cimport PyUnicode_DecodeUTF8
 from libc.stdint cimport int32_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memchr, memcpy
 
+from kvmnn.compressor.checkpoint._opcodes cimport COUNTED, LINES, kinds, number, widths
+
 from kvmnn.errors import CheckpointError
+
+from ._opcodes import opcode_name, scan
 
 MAX_TEXT = 1 << 16
 """Bytes of the longest string that is kept."""
-MAX_INT = 255
-"""Bytes of the longest integer."""
-MAX_PROTOCOL = 5
 
 
 class Unknown:
@@ -41,133 +42,6 @@ class Global:
     def __init__(self, name, build=None):
         self.name = name
         self.build = build
-
-
-# -- opcodes ----------------------------------------------------------------------------------------------------------
-
-cdef enum:
-    REFUSED = 0
-    FIXED = 1  # `widths` bytes of argument
-    COUNTED = 2  # a length of `widths` bytes, then as many bytes
-    LINES = 3  # two lines
-
-cdef uint8_t[256] kinds
-cdef uint8_t[256] widths
-kinds[:] = [REFUSED] * 256
-widths[:] = [0] * 256
-
-
-def _declare():
-    for width, codes in (
-        (0, b"(.012NQRabdeltsu})]\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x92\x93\x94"),
-        (1, b"Khq\x80"),
-        (2, b"M"),
-        (4, b"Jjr"),
-        (8, b"G\x95"),
-    ):
-        for code in codes:
-            kinds[code] = FIXED
-            widths[code] = width
-    for width, codes in ((1, b"UC\x8a\x8c"), (4, b"XTB\x8b"), (8, b"\x8d\x8e\x96")):
-        for code in codes:
-            kinds[code] = COUNTED
-            widths[code] = width
-    kinds[<uint8_t>b"c"] = LINES
-
-
-_declare()
-
-
-cdef uint64_t number(const uint8_t *p, Py_ssize_t width) noexcept nogil:
-    """The little-endian number of `width` bytes at `p`."""
-    cdef uint64_t value = 0
-    cdef Py_ssize_t i
-    for i in range(width):
-        value |= <uint64_t>p[i] << (8 * i)
-    return value
-
-
-def scan(const uint8_t[::1] data not None, Py_ssize_t begin, Py_ssize_t opcodes_most):
-    """Walk over one pickle without making anything of it.
-
-    Parameters
-    ----------
-    data, begin
-        Where the pickle lies; more may follow it.
-    opcodes_most
-        Most opcodes, and highest place in the memo.
-
-    Returns
-    -------
-    Where the pickle ends, and the highest protocol it announces.
-
-    Raises
-    ------
-    CheckpointError
-        For an opcode that no checkpoint needs, an argument that does not fit, too many opcodes, or no end.
-    """
-    cdef Py_ssize_t position = begin, size = data.shape[0], count = 0, start
-    cdef uint64_t length
-    cdef uint8_t code, kind, width
-    cdef int protocol = 0
-    cdef const uint8_t *end
-    while position < size:
-        start = position
-        code = data[position]
-        kind = kinds[code]
-        width = widths[code]
-        position += 1
-        count += 1
-        if count > opcodes_most:
-            raise CheckpointError(f"offset {start}: the pickle has more than {opcodes_most} opcodes")
-        if kind == REFUSED:
-            raise CheckpointError(f"offset {start}: opcode {_named(code)} is not one that checkpoints need")
-        if kind == LINES:
-            for _ in range(2):
-                end = <const uint8_t *>memchr(&data[position], b"\n", size - position) if position < size else NULL
-                if end == NULL:
-                    raise _cut(start)
-                position = end - &data[0] + 1
-            continue
-        if size - position < width:
-            raise _cut(start)
-        if kind == COUNTED:
-            length = number(&data[position], width)
-            position += width
-            if length > <uint64_t>(size - position):
-                raise _cut(start)
-            if length > MAX_INT and code == 0x8B:
-                raise CheckpointError(f"offset {start}: an integer of {length} bytes: at most {MAX_INT} are taken")
-            position += <Py_ssize_t>length
-            continue
-        if (code == b"r" or code == b"j") and <Py_ssize_t>number(&data[position], 4) > opcodes_most:
-            raise CheckpointError(
-                f"offset {start}: memo place {number(&data[position], 4)} is above the limit of {opcodes_most}"
-            )
-        if code == 0x80:
-            protocol = max(protocol, data[position])
-            if data[position] > MAX_PROTOCOL:
-                raise CheckpointError(
-                    f"offset {start}: pickle protocol {data[position]}: expected at most {MAX_PROTOCOL}"
-                )
-        position += width
-        if code == b".":
-            return position, protocol
-    raise CheckpointError(f"offset {size}: the pickle ends without its STOP")
-
-
-def _cut(start):
-    return CheckpointError(f"offset {start}: the pickle ends within an opcode's argument")
-
-
-def _named(code):
-    import pickletools
-
-    known = pickletools.code2op.get(chr(code))
-    return f"{code:#04x}" + (f" ({known.name})" if known else "")
-
-
-# -- the machine ------------------------------------------------------------------------------------------------------
 
 
 def load(const uint8_t[::1] data not None, Py_ssize_t begin, Py_ssize_t end, resolve, persistent, set_state=None):
@@ -353,7 +227,7 @@ cdef class _Machine:
         elif code == b"2":
             self.stack.append(self.top())
         elif code != 0x80 and code != 0x95:
-            raise self.error(f"opcode {_named(code)} is not implemented")
+            raise self.error(f"opcode {opcode_name(code)} is not implemented")
         return 0
 
     cdef int call(self, object arguments) except -1:

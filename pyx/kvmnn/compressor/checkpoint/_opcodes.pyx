@@ -1,0 +1,124 @@
+"""The opcodes of pickles: which ones are taken, and a walk over them that makes nothing."""
+
+from libc.stdint cimport uint8_t, uint64_t
+from libc.string cimport memchr
+
+from kvmnn.errors import CheckpointError
+
+MAX_INT = 255
+"""Bytes of the longest integer."""
+MAX_PROTOCOL = 5
+
+kinds[:] = [REFUSED] * 256
+widths[:] = [0] * 256
+
+
+def _declare():
+    for width, codes in (
+        (0, b"(.012NQRabdeltsu})]\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x92\x93\x94"),
+        (1, b"Khq\x80"),
+        (2, b"M"),
+        (4, b"Jjr"),
+        (8, b"G\x95"),
+    ):
+        for code in codes:
+            kinds[code] = FIXED
+            widths[code] = width
+    for width, codes in ((1, b"UC\x8a\x8c"), (4, b"XTB\x8b"), (8, b"\x8d\x8e\x96")):
+        for code in codes:
+            kinds[code] = COUNTED
+            widths[code] = width
+    kinds[<uint8_t>b"c"] = LINES
+
+
+_declare()
+
+
+cdef uint64_t number(const uint8_t *p, Py_ssize_t width) noexcept nogil:
+    """The little-endian number of `width` bytes at `p`."""
+    cdef uint64_t value = 0
+    cdef Py_ssize_t i
+    for i in range(width):
+        value |= <uint64_t>p[i] << (8 * i)
+    return value
+
+
+def scan(const uint8_t[::1] data not None, Py_ssize_t begin, Py_ssize_t opcodes_most):
+    """Walk over one pickle without making anything of it.
+
+    Parameters
+    ----------
+    data, begin
+        Where the pickle lies; more may follow it.
+    opcodes_most
+        Most opcodes, and highest place in the memo.
+
+    Returns
+    -------
+    Where the pickle ends, and the highest protocol it announces.
+
+    Raises
+    ------
+    CheckpointError
+        For an opcode that no checkpoint needs, an argument that does not fit, too many opcodes, or no end.
+    """
+    cdef Py_ssize_t position = begin, size = data.shape[0], count = 0, start
+    cdef uint64_t length
+    cdef uint8_t code, kind, width
+    cdef int protocol = 0
+    cdef const uint8_t *end
+    while position < size:
+        start = position
+        code = data[position]
+        kind = kinds[code]
+        width = widths[code]
+        position += 1
+        count += 1
+        if count > opcodes_most:
+            raise CheckpointError(f"offset {start}: the pickle has more than {opcodes_most} opcodes")
+        if kind == REFUSED:
+            raise CheckpointError(f"offset {start}: opcode {opcode_name(code)} is not one that checkpoints need")
+        if kind == LINES:
+            for _ in range(2):
+                end = <const uint8_t *>memchr(&data[position], b"\n", size - position) if position < size else NULL
+                if end == NULL:
+                    raise _cut(start)
+                position = end - &data[0] + 1
+            continue
+        if size - position < width:
+            raise _cut(start)
+        if kind == COUNTED:
+            length = number(&data[position], width)
+            position += width
+            if length > <uint64_t>(size - position):
+                raise _cut(start)
+            if length > MAX_INT and code == 0x8B:
+                raise CheckpointError(f"offset {start}: an integer of {length} bytes: at most {MAX_INT} are taken")
+            position += <Py_ssize_t>length
+            continue
+        if (code == b"r" or code == b"j") and <Py_ssize_t>number(&data[position], 4) > opcodes_most:
+            raise CheckpointError(
+                f"offset {start}: memo place {number(&data[position], 4)} is above the limit of {opcodes_most}"
+            )
+        if code == 0x80:
+            protocol = max(protocol, data[position])
+            if data[position] > MAX_PROTOCOL:
+                raise CheckpointError(
+                    f"offset {start}: pickle protocol {data[position]}: expected at most {MAX_PROTOCOL}"
+                )
+        position += width
+        if code == b".":
+            return position, protocol
+    raise CheckpointError(f"offset {size}: the pickle ends without its STOP")
+
+
+def _cut(start):
+    return CheckpointError(f"offset {start}: the pickle ends within an opcode's argument")
+
+
+def opcode_name(code):
+    """``0x28 (MARK)``: an opcode for an error message."""
+    import pickletools
+
+    known = pickletools.code2op.get(chr(code))
+    return f"{code:#04x}" + (f" ({known.name})" if known else "")

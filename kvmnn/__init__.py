@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING, Any
 
-from .arrays.layer_cache import LayerCache
 from .errors import (
     CacheDroppedWarning,
     FrameError,
@@ -25,37 +24,45 @@ from .frames import (
     fnv1a64,
     inspect,
 )
-from .h2o import H2OConfig, Plan, Planner, block_sums, plan
-from .packed import KVMeta, PackedCache, PackLayout
 
 if TYPE_CHECKING:
-    from . import compressor, lm, policies
-    from .formats import open
+    from . import compressor as compressor
+    from . import lm as lm
+    from . import policies as policies
+    from .arrays import LayerCache
+    from .formats import open as open
+    from .h2o import H2OConfig, Plan, Planner, block_sums, plan
+    from .packed import KVMeta, PackedCache, PackLayout
 
     __version__: str
 else:
-    _LAZY = ("bench", "bundle", "compressor", "evaluation", "formats", "lm", "offline", "policies", "reports")
+    _FOLDERS = ("arrays", "bench", "bundle", "compressor", "evaluation", "formats", "h2o", "lm", "offline", "packed")
+    _FOLDERS += ("policies", "reports")
+    _NAMES = {
+        "LayerCache": "arrays",
+        "open": "formats",
+        **dict.fromkeys(("H2OConfig", "Plan", "Planner", "block_sums", "plan"), "h2o"),
+        **dict.fromkeys(("KVMeta", "PackLayout", "PackedCache"), "packed"),
+    }
 
     def __getattr__(name: str) -> Any:
-        """Folders that cost time to import, `open` and ``__version__``: when they are asked for (PEP 562)."""
+        """Whatever is not the codec is imported when it is asked for, so that ``import kvmnn`` is quick (PEP 562)."""
+        from importlib import import_module
+
         if name == "__version__":
-            from .version import version
-
-            return version()
-        if name == "open":
-            from .formats import open
-
-            return open
-        if name in _LAZY:
-            from importlib import import_module
-
+            return import_module(".version", __name__).version()
+        if name in _FOLDERS:
             return import_module(f".{name}", __name__)
+        if name in _NAMES:
+            found = globals()[name] = getattr(import_module(f".{_NAMES[name]}", __name__), name)
+            return found
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *_LAZY, *__all__})
+        return sorted({*globals(), *_FOLDERS, *__all__})
 
 
+# Not here: `open`, which would hide the built-in one behind a star, and the folders.
 __all__ = [
     "Block",
     "CacheDroppedWarning",
@@ -77,7 +84,6 @@ __all__ = [
     "StreamInfo",
     "__version__",
     "block_sums",
-    "compressor",
     "decode",
     "decode_many",
     "encode",
@@ -85,8 +91,5 @@ __all__ = [
     "encode_many",
     "fnv1a64",
     "inspect",
-    "lm",
-    "open",
     "plan",
-    "policies",
 ]

@@ -1,1 +1,7 @@
 """What flows between files and codecs: named arrays, sources of them, and caches of K and V by layer."""
+
+from .layer_cache import LayerCache
+from .named_array import ArrayInfo, NamedArray, UnsupportedArrayError
+from .source import Source
+
+__all__ = ["ArrayInfo", "LayerCache", "NamedArray", "Source", "UnsupportedArrayError"]

@@ -9,18 +9,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from .. import dtypes
+from ..dtypes import Bytes
 from ..errors import SourceError
 
 Order = Literal["C", "F"]
+"""Which axis runs fastest in memory: the last or the first."""
 
+Piece = Bytes
+"""A run of little-endian words in memory order; do not write to it."""
 
-Piece = npt.NDArray[np.uint8]
+_STEP = 8 << 20
 
 
 class UnsupportedArrayError(SourceError):
@@ -63,7 +67,7 @@ class ArrayInfo:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole array."""
+        """Bytes of all elements."""
         return math.prod(self.shape) * self.itemsize
 
     @property
@@ -72,7 +76,7 @@ class ArrayInfo:
         return self.array_dtype.startswith(">")
 
     def piece_bytes(self, limit: int) -> int:
-        """Bytes of every piece but the last: the most whole rows of the leading axes that fit into `limit`.
+        """Bytes of every piece but the last: as many complete rows of the leading axes as fit into `limit`.
 
         Parameters
         ----------
@@ -117,7 +121,7 @@ class NamedArray(ArrayInfo):
         Parameters
         ----------
         limit
-            Most bytes per piece; 0 yields the array whole.
+            Most bytes per piece; 0 yields the array in one piece.
 
         Yields
         ------
@@ -135,6 +139,28 @@ class NamedArray(ArrayInfo):
             del piece
         if found != self.nbytes:
             raise SourceError(f"array {self.name!r}: {found} bytes came where {self.nbytes} were announced")
+
+    def to_numpy(self) -> npt.NDArray[Any]:
+        """The array in memory, freshly allocated and writable.
+
+        Returns
+        -------
+        numpy.ndarray
+            Of `shape`, `order` and `array_dtype`, the latter in little-endian byte order; bf16 as uint16 words.
+
+        Raises
+        ------
+        SourceError
+            When the file turns out to be damaged or shorter than it said.
+        """
+        words = np.empty(self.nbytes, np.uint8)
+        done = 0
+        for piece in self.pieces(_STEP):
+            place = words[done : done + piece.size]
+            place[:] = piece[: place.size]
+            done += piece.size
+            del piece
+        return words.view(np.dtype(self.array_dtype).newbyteorder("<")).reshape(self.shape, order=self.order)
 
 
 def swap_words(piece: Piece, itemsize: int) -> Piece:

@@ -1,26 +1,28 @@
-"""What was taken from one input."""
+"""What was taken from one input, or from several joined into one."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
+from ..packed import cache_info
+from ..packed.cache_info import CacheInfo
 from .named_array import NamedArray
-
-if TYPE_CHECKING:
-    from ..packed.cache_info import CacheInfo
 
 
 @dataclass
 class Source:
-    """What was taken from one input.
+    """Named arrays and what their input says about them.
+
+    A source maps names to arrays, in the input's order: ``source["k"].to_numpy()`` reads one, ``list(source)`` gives the
+    names. Nothing is read before it is asked for.
 
     Parameters
     ----------
     arrays
         In the input's order.
     metadata
-        What else the input carried.
+        Other text that the input carried, e.g. ``__metadata__`` of a ``.safetensors`` file.
     skipped
         One line for each array that was left out.
     notes
@@ -31,6 +33,8 @@ class Source:
         Whether the arrays are ``[token, kv_head, head_dim]``.
     lossy
         Whether the words are not the input's own but made from what an engine had rounded.
+    inputs
+        What was opened: paths, and ``"-"`` for standard input. Outputs never replace them.
     """
 
     arrays: list[NamedArray]
@@ -40,3 +44,73 @@ class Source:
     cache: CacheInfo | None = None
     token_major: bool = False
     lossy: bool = False
+    inputs: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the arrays, in order."""
+        return tuple(array.name for array in self.arrays)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in self.arrays)
+
+    def __getitem__(self, name: str) -> NamedArray:
+        for array in self.arrays:
+            if array.name == name:
+                return array
+        raise KeyError(f"no array named {name!r}; there are {', '.join(map(repr, self.names[:8])) or 'none'}")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.arrays)
+
+    def __repr__(self) -> str:
+        shown = [f"{array.name}: {array.dtype} {list(array.shape)}" for array in self.arrays[:8]]
+        if len(self.arrays) > len(shown):
+            shown.append(f"{len(self.arrays) - len(shown)} more")
+        return f"<Source {' + '.join(self.inputs)} ({self.nbytes:,} bytes) {'; '.join(shown)}>"
+
+
+def joined(sources: Sequence[Source]) -> Source:
+    """All arrays of all sources as one, with distinct names: a taken name gets ``~2``, ``~3`` ... appended.
+
+    One source alone is returned as it is. Of several, the first wins where metadata has the same key, and what
+    describes a packed cache (`Source.cache` and its metadata) is dropped, for it describes one input only.
+    """
+    if len(sources) == 1:
+        return sources[0]
+    found = Source([])
+    taken: set[str] = set()
+    for source in sources:
+        for array in source.arrays:
+            name, count = array.name, 1
+            while name in taken:
+                count += 1
+                name = f"{array.name}~{count}"
+            taken.add(name)
+            found.arrays.append(replace(array, name=name))
+        for key, value in source.metadata.items():
+            if key != cache_info.METADATA_KEY:
+                found.metadata.setdefault(key, value)
+        found.skipped.extend(source.skipped)
+        found.notes.extend(source.notes)
+        found.token_major |= source.token_major
+        found.lossy |= source.lossy
+        found.inputs += source.inputs
+    return found
+
+
+def described_by(metadata: dict[str, str], where: str) -> CacheInfo | None:
+    """The description of a packed cache that travels in metadata; None if there is none.
+
+    Raises
+    ------
+    ManifestError
+        When it is malformed; `where` begins the message.
+    """
+    text = metadata.get(cache_info.METADATA_KEY)
+    return None if text is None else cache_info.from_json(text, f"{where}: metadata {cache_info.METADATA_KEY!r}")

@@ -23,17 +23,13 @@ def load(
     frames: bool = False,
     known: CacheInfo | None = None,
 ) -> Source:
-    """All arrays of all inputs as one source, with distinct names: a taken name gets ``~2``, ``~3`` ... appended.
+    """All arrays of all inputs as one source.
 
-    With `frames`, frames are inputs too; what packed files do not say and the arguments neither is taken from `known`.
-    What describes a packed cache is kept only if it is the only input.
+    With `frames`, frames are inputs too; what neither packed files nor the arguments say is taken from `known`.
     """
-    from dataclasses import replace
-
-    from ..arrays.source import Source
-    from ..formats.opening import open_any, open_source
+    from ..arrays.source import joined
+    from ..formats import opening
     from ..formats.options import ReadOptions
-    from ..packed.cache_info import METADATA_KEY
 
     if list(paths).count(STDIO) > 1:
         raise UsageError("standard input can be read only once")
@@ -43,27 +39,9 @@ def load(
         tensors=tuple(arguments.tensor),
         skip_unsupported=arguments.skip_unsupported,
         packed=packed_options.options(arguments, known),
+        frames=frames,
     )
-    whole = Source([])
-    taken: set[str] = set()
-    for path in paths:
-        source = open_any(path, options) if frames else open_source(path, options)
-        if len(paths) == 1:
-            return source
-        for array in source.arrays:
-            name, count = array.name, 1
-            while name in taken:
-                count += 1
-                name = f"{array.name}~{count}"
-            taken.add(name)
-            whole.arrays.append(replace(array, name=name))
-        for key, value in source.metadata.items():
-            if key != METADATA_KEY:
-                whole.metadata.setdefault(key, value)
-        whole.skipped.extend(source.skipped)
-        whole.notes.extend(source.notes)
-        whole.token_major |= source.token_major
-    return whole
+    return joined([opening.open(path, options) for path in paths])
 
 
 def report_skipped(source: Source, arguments: argparse.Namespace) -> None:

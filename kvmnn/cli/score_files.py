@@ -14,7 +14,7 @@ from ..arrays.named_array import NamedArray
 from ..dtypes import Floats
 from ..errors import SourceError
 from ..files.json_document import unique_keys
-from ..formats.opening import open_source
+from ..formats import opening
 from ..formats.options import ReadOptions
 from ..h2o.config import H2OConfig
 from ..h2o.scores import block_sums, updated
@@ -103,7 +103,7 @@ _EXPECTED = {
 
 
 def _arrays(path: str, options: ReadOptions | None) -> list[tuple[str, Floats]]:
-    source = open_source(path, options)
+    source = opening.open(path, options, frames=False)
     return [(array.name, _floats(array)) for array in source.arrays]
 
 

@@ -2,22 +2,22 @@
 
 from .mnn.describing import Described, describe_files
 from .mnn.packed_files import PackedFiles
-from .opening import SUFFIXES, find_packed, is_frames, open_any, open_source
-from .opening import open_any as open
+from .opening import ARRAY_FORMATS, ArrayFormat, array_format, find_packed, is_frames, kind_of, open
 from .options import PackedOptions, ReadOptions
 from .reading import chosen
 
 __all__ = [
-    "SUFFIXES",
+    "ARRAY_FORMATS",
+    "ArrayFormat",
     "Described",
     "PackedFiles",
     "PackedOptions",
     "ReadOptions",
+    "array_format",
     "chosen",
     "describe_files",
     "find_packed",
     "is_frames",
+    "kind_of",
     "open",
-    "open_any",
-    "open_source",
 ]

@@ -1,4 +1,4 @@
-"""Anything that kvmnn reads, as a source of arrays: files, directories, packed caches, and frames, decoded."""
+"""Frames as a source of arrays, decoded as their pieces are asked for."""
 
 from __future__ import annotations
 
@@ -10,20 +10,12 @@ from ..arrays.source import Source
 from ..bundle.decoding import decode_frames
 from ..bundle.frame_set import DecodeOptions, FrameSet
 from ..bundle.manifest import ArrayEntry
-from ..packed import cache_info
-from ..packed.cache_info import CacheInfo
 
 
 def of_frames(frames: FrameSet, options: DecodeOptions) -> Source:
     """Frames as a source: each array is decoded when its pieces are asked for, and its hashes are checked."""
     arrays = [_array(frames, entry, options) for entry in frames.arrays]
-    return Source(arrays, dict(frames.document.metadata) if frames.document else {})
-
-
-def described_by(metadata: dict[str, str], where: str) -> CacheInfo | None:
-    """The description of a packed cache that travels in metadata; None if there is none."""
-    text = metadata.get(cache_info.METADATA_KEY)
-    return None if text is None else cache_info.from_json(text, f"{where}: metadata {cache_info.METADATA_KEY!r}")
+    return Source(arrays, dict(frames.document.metadata) if frames.document else {}, inputs=(frames.path,))
 
 
 def _array(frames: FrameSet, entry: ArrayEntry, options: DecodeOptions) -> NamedArray:

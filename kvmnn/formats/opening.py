@@ -4,91 +4,122 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path, PurePath
+from typing import Any, Literal, NamedTuple
 
-from ..arrays.source import Source
+from ..arrays.source import Source, described_by
 from ..bundle import manifest
 from ..bundle.frame_set import DecodeOptions, open_frames
-from ..bundle.manifest import FRAME_SUFFIX
 from ..files.mapped import STDIN, MappedFile
 from . import npy, npz, raw, safetensors
-from .frames import described_by, of_frames
+from .frames import of_frames
 from .mnn import dump, live, packed_dump, prefix
 from .mnn.describing import describe_files
 from .mnn.packed_files import PackedFiles
 from .options import PackedOptions, ReadOptions
 from .reading import check_names, chosen
+from .sinks import Writer
 
 
-def is_frames(path: str) -> bool:
-    """Whether a path is a bundle, a manifest, or a frame, by what it is called and what lies beside it."""
-    if os.path.isdir(path):
-        return os.path.exists(os.path.join(path, manifest.FILE_NAME))
-    suffix = PurePath(path).suffix.lower()
-    if suffix in SUFFIXES:
-        return False
-    return suffix in (FRAME_SUFFIX, ".json") or os.path.exists(path + manifest.SIDE_SUFFIX)
+class ArrayFormat(NamedTuple):
+    """A format of files of arrays."""
+
+    read: Callable[[str, ReadOptions], Source]
+    write: Writer
+    holds_many: bool
+    """Whether a file holds any number of arrays, or one."""
 
 
-def open_any(path: str, options: ReadOptions | None = None, threads: int | None = None) -> Source:
-    """Open a source, or frames as if they were one; `Source.cache` is set wherever the input tells.
-
-    Raises
-    ------
-    KvmnnError
-        As `open_source` and `open_frames`.
-    """
-    options = options or ReadOptions()
-    if is_frames(path):
-        frames = open_frames(path, options=DecodeOptions(dtype=options.dtype))
-        source = chosen(of_frames(frames, DecodeOptions(threads=threads)), path, options)
-    else:
-        source = open_source(path, options)
-    if source.cache is None:
-        source.cache = described_by(source.metadata, path)
-    return source
-
-
-_READERS: dict[str, Callable[[str, ReadOptions], Source]] = {
-    ".npy": npy.read,
-    ".npz": npz.read,
-    ".safetensors": safetensors.read,
-    ".k": lambda path, options: _packed(path, options),
-    ".v": lambda path, options: _packed(path, options),
+ARRAY_FORMATS = {
+    ".npy": ArrayFormat(npy.read, npy.write_npy, False),
+    ".npz": ArrayFormat(npz.read, npz.write_npz, True),
+    ".safetensors": ArrayFormat(safetensors.read, safetensors.write_safetensors, True),
 }
+"""By suffix. A new format is a line here."""
+
+_PACKED_SUFFIXES = (".k", ".v")
+_FRAME_SUFFIXES = (manifest.FRAME_SUFFIX, ".json")
 
 
-SUFFIXES = tuple(_READERS)
-"""Of files that are known by what they are called."""
-
-
-def open_source(path: str, options: ReadOptions | None = None) -> Source:
-    """Open a file or directory of arrays by what its name says it is.
+def open(
+    path: str | os.PathLike[str],
+    options: ReadOptions | None = None,
+    *,
+    dtype: str | None = None,
+    tensors: tuple[str, ...] = (),
+    skip_unsupported: bool | None = None,
+    packed: PackedOptions | None = None,
+    frames: bool | None = None,
+    threads: int | None = None,
+) -> Source:
+    """Open anything that kvmnn reads: its arrays, by name, read or decoded when they are asked for.
 
     Parameters
     ----------
     path
-        A ``.npy``, ``.npz`` or ``.safetensors`` file, the directory of an MNN KV dump, of a prefix cache or of live
-        cache files, any other file of raw words (``options.dtype`` says of which), or ``"-"``: raw words or a ``.npy``
-        file on standard input.
+        A ``.npy``, ``.npz`` or ``.safetensors`` file; a frame, a manifest or a directory of frames with its manifest;
+        the directory of an MNN KV dump, of a prefix cache or of live cache files, or one of their ``.k`` and ``.v``
+        files; any other file of raw words, which need a `dtype`; or ``"-"``: raw words or a ``.npy`` file on standard
+        input.
     options
-        dtype, choice of tensors, what to do with unsupported ones, what packed files are said to be.
+        All that follows in one object, and what only that has. A keyword that is given replaces the field of that name.
+    dtype, tensors, skip_unsupported, packed, frames, threads
+        As in `ReadOptions`, with the same defaults.
+
+    Returns
+    -------
+    Source
+        Its `cache` is set where the input says what packed cache it holds or was made from.
 
     Raises
     ------
-    SourceError
-        When the input is missing, damaged, or holds something no frame can hold.
+    KvmnnError
+        When the input is missing, damaged, lacks an array in `tensors`, or holds something no frame can hold:
+        `SourceError`, or for frames `FrameError` and `ManifestError`.
+
+    Examples
+    --------
+    >>> source = kvmnn.open("cache.safetensors")
+    >>> for name in source:
+    ...     print(name, source[name].dtype, source[name].shape)
+    >>> keys = source["layer_0.key"].to_numpy()
     """
-    options = options or ReadOptions()
-    if path == STDIN:
-        source = _stdin(options)
-    elif os.path.isdir(path):
-        source = _directory(path, options)
-    else:
-        source = _READERS.get(PurePath(path).suffix.lower(), raw.read)(path, options)
-    if options.tensors:
-        check_names(path, source, options)
+    given: dict[str, Any] = {
+        "dtype": dtype,
+        "tensors": tuple(tensors) or None,
+        "skip_unsupported": skip_unsupported,
+        "packed": packed,
+        "frames": frames,
+        "threads": threads,
+    }
+    options = replace(options or ReadOptions(), **{name: value for name, value in given.items() if value is not None})
+    path = os.fspath(path)
+    source = _decoded(path, options) if options.frames and is_frames(path) else _read(path, options)
+    if options.frames and source.cache is None:
+        source.cache = described_by(source.metadata, path)
+    source.inputs = (path,)
     return source
+
+
+def kind_of(path: str) -> Literal["frames", "arrays"] | None:
+    """What lies at a path, by its name and by what lies beside it or in it; None for a name that does not say."""
+    if os.path.isdir(path):
+        return "frames" if os.path.exists(os.path.join(path, manifest.FILE_NAME)) else "arrays"
+    suffix = PurePath(path).suffix.lower()
+    if suffix in ARRAY_FORMATS or suffix in _PACKED_SUFFIXES:
+        return "arrays"
+    return "frames" if suffix in _FRAME_SUFFIXES or os.path.exists(path + manifest.SIDE_SUFFIX) else None
+
+
+def is_frames(path: str) -> bool:
+    """Whether a path is a bundle, a manifest, or a frame."""
+    return kind_of(path) == "frames"
+
+
+def array_format(name: str) -> ArrayFormat | None:
+    """The format of arrays that a file of this name has; None for names of other files."""
+    return ARRAY_FORMATS.get(PurePath(name).suffix.lower())
 
 
 def find_packed(path: str, options: PackedOptions | None = None) -> PackedFiles | None:
@@ -97,18 +128,41 @@ def find_packed(path: str, options: PackedOptions | None = None) -> PackedFiles 
     Raises
     ------
     SourceError
-        When there are such files but not whole.
+        When there are such files, but some are missing.
     """
     options = options or PackedOptions()
     if os.path.isdir(path):
         listing = set(os.listdir(path))
-    elif PurePath(path).suffix in (".k", ".v"):
+    elif PurePath(path).suffix in _PACKED_SUFFIXES:
         listing = {PurePath(path).name}
     else:
         return None
     if live.is_live(listing):
         return live.find(path, options.layer_order, options.pid)
     return prefix.find(path, options.name) if prefix.names_in(listing) else None
+
+
+def _decoded(path: str, options: ReadOptions) -> Source:
+    frames = open_frames(path, options=DecodeOptions(dtype=options.dtype))
+    return chosen(of_frames(frames, DecodeOptions(threads=options.threads)), path, options)
+
+
+def _read(path: str, options: ReadOptions) -> Source:
+    """A file or directory taken as it is."""
+    known = array_format(path)
+    if path == STDIN:
+        source = _standard_input(options)
+    elif os.path.isdir(path):
+        source = _directory(path, options)
+    elif known is not None:
+        source = known.read(path, options)
+    elif PurePath(path).suffix.lower() in _PACKED_SUFFIXES:
+        source = _packed(path, options)
+    else:
+        source = raw.read(path, options)
+    if options.tensors:
+        check_names(path, source, options)
+    return source
 
 
 def _packed(path: str, options: ReadOptions) -> Source:
@@ -128,7 +182,7 @@ def _directory(path: str, options: ReadOptions) -> Source:
     return dump.read(path, options)
 
 
-def _stdin(options: ReadOptions) -> Source:
+def _standard_input(options: ReadOptions) -> Source:
     file = MappedFile(STDIN)
     if file.head(len(npy.MAGIC)) == npy.MAGIC:
         return npy.read_mapped(file, options)

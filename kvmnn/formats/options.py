@@ -26,6 +26,11 @@ class ReadOptions:
         `tensors` are never left out.
     packed
         What packed files are said to be.
+    frames
+        Recognise what kvmnn itself wrote: decode frames, and read the description of a packed cache that travels in
+        metadata. Without it every file is taken as it is, and a frame is raw words.
+    threads
+        For decoding frames; None for all processors.
     """
 
     dtype: str | None = None
@@ -33,6 +38,8 @@ class ReadOptions:
     tensors: tuple[str, ...] = ()
     skip_unsupported: bool = False
     packed: PackedOptions | None = None
+    frames: bool = True
+    threads: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

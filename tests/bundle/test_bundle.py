@@ -24,7 +24,7 @@ from kvmnn.bundle.frame_set import DecodeOptions, FrameSet, open_frames
 from kvmnn.errors import FrameError, KvmnnError, LimitError, ManifestError
 from kvmnn.files.names import file_names
 from kvmnn.files.output import DirectoryOutput, FileOutput
-from kvmnn.formats.opening import open_source
+from kvmnn.formats import open as open_source
 from kvmnn.threads import pipeline
 
 KEYS = np.random.default_rng(1).standard_normal((8, 50, 64)).astype(np.float16)

@@ -15,7 +15,7 @@ from kvmnn.cli.command import main
 from kvmnn.compressor import kvcm
 from kvmnn.compressor.forward.compressing import compress
 from kvmnn.compressor.forward.plan import ForwardOptions
-from kvmnn.formats.opening import open_source
+from kvmnn.formats import open as open_source
 
 SHAPE = (2, 1, 3, 21, 4)
 ONNX = all(map(importlib.util.find_spec, ("onnx", "onnxruntime")))

@@ -10,7 +10,7 @@ import pytest
 
 from kvmnn.arrays.named_array import ArrayInfo
 from kvmnn.errors import OutputError, SourceError
-from kvmnn.formats.opening import open_source
+from kvmnn.formats import open as open_source
 from kvmnn.formats.options import ReadOptions
 from kvmnn.formats.safetensors import layout
 

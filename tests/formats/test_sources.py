@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvmnn.arrays.named_array import ArrayInfo, NamedArray
 from kvmnn.errors import SourceError
-from kvmnn.formats.opening import open_source
+from kvmnn.formats import open as open_source
 from kvmnn.formats.options import ReadOptions
 
 WORDS = np.arange(2 * 3 * 4, dtype=np.float32).reshape(2, 3, 4)

@@ -11,7 +11,7 @@ import pytest
 from offline_model import words, write_dump
 
 from kvmnn import SourceError
-from kvmnn.formats.opening import open_source
+from kvmnn.formats import open as open_source
 from kvmnn.offline import MeasureOptions, NothingSelectedError, Scope, Selection, measure, select, select_source
 from kvmnn.offline.selection import is_dump
 

@@ -103,13 +103,13 @@ def _to_stdout(frames: FrameSet, runs: Any, arguments: argparse.Namespace) -> No
 
 def _prefix_info(frames: FrameSet, output: str, arguments: argparse.Namespace) -> CacheInfo | None:
     """The prefix cache that the frames were made from, if that is what is to be written."""
-    from ...formats.frames import described_by
+    from ...arrays.source import described_by
+    from ...formats.opening import array_format
 
     info = described_by(frames.document.metadata, arguments.input) if frames.document else None
     if info is None or info.kind != "prefix" or arguments.arrays:
         return None
-    is_file = PurePath(output).suffix.lower() in (".npz", ".safetensors", ".npy")
-    return None if is_file and not printing.is_directory(output) else info
+    return None if array_format(output) and not printing.is_directory(output) else info
 
 
 def _restore_prefix(frames: FrameSet, info: CacheInfo, options: DecodeOptions, arguments: argparse.Namespace) -> int:

@@ -131,14 +131,10 @@ def _write(source: Source, output: str, arguments: argparse.Namespace, options: 
     from ...bundle.encoding import encode_to_directory, encode_to_file
     from ...bundle.manifest import FILE_NAME, FRAME_SUFFIX
     from ...files.output import DirectoryOutput, FileOutput
+    from ...formats.opening import array_format
 
     many = len(source.arrays) > 1
-    is_file = os.path.exists(output) or PurePath(output).suffix.lower() in (
-        FRAME_SUFFIX,
-        ".npy",
-        ".npz",
-        ".safetensors",
-    )
+    is_file = os.path.exists(output) or PurePath(output).suffix.lower() == FRAME_SUFFIX or array_format(output)
     if many and is_file and not printing.is_directory(output):
         raise UsageError(f"{output}: {len(source.arrays)} arrays need a directory: use -o DIR/")
     total = sum(array.nbytes for array in source.arrays)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from ...frames import inspection
@@ -26,8 +24,6 @@ live and padded bytes, and where something cannot be known from the files, what 
 
 The weight file of a KV compressor (.bin), or a checkpoint of one (.pth, .pt), gives its header and a table of its
 weights: shape, bias, least and greatest value, mean, standard deviation, elements that are no number."""
-
-_SOURCES = (".npy", ".npz", ".safetensors", ".k", ".v")
 
 
 def add_parser(verbs: Any) -> None:
@@ -58,11 +54,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _inspected(path: str, arguments: argparse.Namespace, options: DecodeOptions) -> tuple[dict[str, Any], str]:
     from ...bundle.frame_set import open_frames
+    from ...formats.opening import kind_of
     from ..inspect_packed import account
 
     if not arguments.no_manifest and (weights_options.is_weight_file(path) or weights_options.is_checkpoint(path)):
         return inspect_weights.inspected(path, arguments)
-    if _is_source(path):
+    if kind_of(path) == "arrays":
         return account(path, arguments) or _source(path, arguments, options)
     frames = open_frames(path, use_manifest=not arguments.no_manifest, options=options)
     if frames.document is None:
@@ -71,18 +68,11 @@ def _inspected(path: str, arguments: argparse.Namespace, options: DecodeOptions)
     return _bundle(path, frames, arguments, options)
 
 
-def _is_source(path: str) -> bool:
-    if os.path.isdir(path):
-        return not os.path.exists(os.path.join(path, "manifest.json"))
-    return PurePath(path).suffix.lower() in _SOURCES
-
-
 def _source(path: str, arguments: argparse.Namespace, options: DecodeOptions) -> tuple[dict[str, Any], str]:
-    from ...formats.opening import open_source
-    from ...formats.options import ReadOptions
+    from ...formats import opening
 
-    read = ReadOptions(dtype=options.dtype, skip_unsupported=True, packed=packed_options.options(arguments))
-    source = open_source(path, read)
+    packed = packed_options.options(arguments)
+    source = opening.open(path, dtype=options.dtype, skip_unsupported=True, packed=packed, frames=False)
     lines = [f"{path}: {count(len(source.arrays), 'array')} to encode"]
     lines += [f"  {a.name}: {a.dtype} {list(a.shape)} {a.order}, {a.nbytes:,} bytes" for a in source.arrays]
     lines += [f"  not: {line}" for line in source.skipped]
@@ -109,8 +99,8 @@ def _frame_info(frames: FrameSet, index: int, number: int, options: DecodeOption
 def _bundle(
     path: str, frames: FrameSet, arguments: argparse.Namespace, options: DecodeOptions
 ) -> tuple[dict[str, Any], str]:
+    from ...arrays.source import described_by
     from ...bundle.manifest import array_to_dict
-    from ...formats.frames import described_by
 
     document = frames.document
     assert document is not None

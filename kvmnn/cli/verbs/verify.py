@@ -41,10 +41,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
     if not arguments.no_manifest and weights_options.is_weight_file(arguments.input):
         return verify_weights.run(arguments)
+    from ...arrays.source import described_by
     from ...bundle.comparing import compare
     from ...bundle.decoding import decode_frames
     from ...bundle.frame_set import DecodeOptions, open_frames
-    from ...formats.frames import described_by
 
     options = DecodeOptions(dtype=arguments.dtype, codecs=shared_options.codecs(arguments), threads=arguments.threads)
     frames = open_frames(arguments.input, use_manifest=not arguments.no_manifest, options=options)

@@ -20,8 +20,8 @@ from engine_client import (
 
 from kvmnn import KVMeta, PackedCache, PackLayout
 from kvmnn.cli.command import main
+from kvmnn.formats import open as open_any
 from kvmnn.formats.mnn import live as mnn_live
-from kvmnn.formats.opening import open_any
 from kvmnn.formats.options import PackedOptions, ReadOptions
 from kvmnn.packed.fitting import Geometry
 

@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmnn import KvmnnError, OutputError, PackLayout, SourceError
+from kvmnn.formats import find_packed
+from kvmnn.formats import open as open_any
 from kvmnn.formats.mnn import live as mnn_live
 from kvmnn.formats.mnn import prefix as mnn_prefix
 from kvmnn.formats.mnn.model import fingerprint, read_geometry
 from kvmnn.formats.mnn.packed_writing import PackedPart
-from kvmnn.formats.opening import find_packed, open_any
 from kvmnn.formats.options import PackedOptions, ReadOptions
 from kvmnn.packed.fitting import Geometry, capacity_of, fits, the_fit
 from kvmnn.packed.rows import PARTS

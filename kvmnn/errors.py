@@ -11,6 +11,10 @@ class KvmnnError(ValueError):
     """
 
 
+class OptionError(KvmnnError):
+    """Options that contradict each other or the input, or do not say enough. Exit code 2 of the command."""
+
+
 class FrameError(KvmnnError):
     """Bytes that are not a frame MNN would decode."""
 

@@ -14,8 +14,8 @@ from .named_array import NamedArray
 class Source:
     """Named arrays and what their input says about them.
 
-    A source maps names to arrays, in the input's order: ``source["k"].to_numpy()`` reads one, ``list(source)`` gives the
-    names. Nothing is read before it is asked for.
+    A source maps names to arrays, in the input's order: ``source["k"].to_numpy()`` reads one, ``list(source)`` gives
+    the names. Nothing is read before it is asked for.
 
     Parameters
     ----------

@@ -66,7 +66,7 @@ def installed(dtype: str, threads: int | None) -> tuple[list[Codec], list[str]]:
 
 
 def _version(module: Any) -> str:
-    return str(getattr(module, "version()", "unknown"))
+    return str(getattr(module, "__version__", "unknown"))
 
 
 def _zstandard(module: Any, dtype: str, threads: int | None) -> list[Codec]:

@@ -1,1 +1,33 @@
 """Frame files and their manifest: written, read, decoded, compared."""
+
+from .comparing import Difference, compare
+from .decoding import DecodedRun, decode_frames
+from .encoding import EncodeOptions
+from .frame_set import DecodeOptions, FrameSet, open_frames
+from .inspecting import ArrayFrames, BundleInfo, LoneFrame, StreamTotal, inspect
+from .manifest import ArrayEntry, FrameEntry, Manifest
+from .verifying import Verified, verify
+from .writing import Encoded, encode
+
+__all__ = [
+    "ArrayEntry",
+    "ArrayFrames",
+    "BundleInfo",
+    "DecodeOptions",
+    "DecodedRun",
+    "Difference",
+    "EncodeOptions",
+    "Encoded",
+    "FrameEntry",
+    "FrameSet",
+    "LoneFrame",
+    "Manifest",
+    "StreamTotal",
+    "Verified",
+    "compare",
+    "decode_frames",
+    "encode",
+    "inspect",
+    "open_frames",
+    "verify",
+]

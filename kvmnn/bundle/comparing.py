@@ -13,6 +13,8 @@ from ..threads.pipeline import Progress
 from .decoding import decode_frames
 from .frame_set import DecodeOptions, FrameSet
 
+_STEP = 1 << 20
+
 
 class Difference(NamedTuple):
     """Where an array is not what it was compared with."""
@@ -47,35 +49,37 @@ def compare(
             return Difference(entry.name, f"has {entry.nbytes} bytes, {other.name!r} has {other.nbytes}")
         if entry.order != other.order and not _flat(other):
             return Difference(entry.name, f"order {entry.order} became {other.order}")
-    current = -1
+    current, expected = 0, _Reader(pairs[0])
     for index, data in decode_frames(frames, options, check_frames=True, progress=progress):
         if index != current:
-            current, position, expected = index, 0, _Reader(pairs[index])
-        for start in range(0, data.size, _COMPARE_STEP):
-            run = data[start : start + _COMPARE_STEP]
-            differs = np.flatnonzero(run != expected.take(run.size))
-            if differs.size:
-                entry = frames.arrays[index]
-                offset = position + start + int(differs[0])
-                return Difference(
-                    entry.name, f"first differs at element {list(entry.index_of(offset))} (byte {offset})"
-                )
-        position += data.size
-        del data, run  # or they would live on while the next frame is decoded
+            current, expected = index, _Reader(pairs[index])
+        offset = expected.first_difference(data)
+        if offset is not None:
+            entry = frames.arrays[index]
+            return Difference(entry.name, f"first differs at element {list(entry.index_of(offset))} (byte {offset})")
+        del data  # or it would live on while the next frame is decoded
     return None
 
 
-_COMPARE_STEP = 1 << 20
-
-
 class _Reader:
-    """An array's bytes, taken in runs of any length."""
+    """An array that is read along with bytes to compare it with."""
 
     def __init__(self, array: NamedArray) -> None:
-        self._pieces = array.pieces(_COMPARE_STEP)
+        self._pieces = array.pieces(_STEP)
         self._rest: Piece = np.empty(0, np.uint8)
+        self._position = 0
 
-    def take(self, nbytes: int) -> Piece:
+    def first_difference(self, data: Piece) -> int | None:
+        """Compare the array's next bytes with `data`; the offset in the array of the first byte that differs."""
+        for start in range(0, data.size, _STEP):
+            run = data[start : start + _STEP]
+            differs = np.flatnonzero(run != self._take(run.size))
+            if differs.size:
+                return self._position + int(differs[0])
+            self._position += run.size
+        return None
+
+    def _take(self, nbytes: int) -> Piece:
         while self._rest.size < nbytes:
             piece = next(self._pieces, None)
             if piece is None:

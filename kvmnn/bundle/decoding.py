@@ -1,4 +1,4 @@
-"""Frame files and their manifest back to arrays: open, decode, prove."""
+"""Frames of a file or a bundle decoded in order, array after array, and checked against the manifest."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .frame_set import DecodeOptions, FrameSet
 from .manifest import FrameEntry
 
 
-class Decoded(NamedTuple):
+class DecodedRun(NamedTuple):
     """A run of an array's raw bytes, in order.
 
     Parameters
@@ -45,7 +45,7 @@ def decode_frames(
     *,
     check_frames: bool = False,
     progress: Progress | None = None,
-) -> Iterator[Decoded]:
+) -> Iterator[DecodedRun]:
     """Decode every frame, array after array, in bounded memory.
 
     Where there is a manifest, each array's hash is compared when its last byte has been yielded, so a caller that keeps
@@ -53,8 +53,14 @@ def decode_frames(
 
     Parameters
     ----------
+    frames
+        What to decode: `open_frames`.
+    options
+        Limits, codecs, threads.
     check_frames
         Compare the hash of each frame before it is decoded too.
+    progress
+        Called with raw bytes.
 
     Raises
     ------
@@ -82,7 +88,7 @@ def decode_frames(
             array, digest = frames.arrays[job.array_index], hashes[job.array_index]
             if array.sha256 is not None:
                 digester.update(digest, data)
-            yield Decoded(job.array_index, data)
+            yield DecodedRun(job.array_index, data)
             if job.number + 1 == len(array.frames):
                 digester.wait()
                 if array.sha256 not in (None, digest.hexdigest()):
@@ -119,8 +125,8 @@ def _decode_one(
     frames: FrameSet, job: _Job, options: DecodeOptions, check: bool, threads: int | None, buffers: _Buffers | None
 ) -> Piece:
     array, entry = frames.arrays[job.array_index], job.entry
-    part = f" frame {job.number} (offset {entry.offset})" if len(array.frames) > 1 else ""
-    where = f"{frames.path}:{part}" if frames.document is None else f"{frames.path}: array {array.name!r}:{part}"
+    place = f" frame {job.number} (offset {entry.offset})" if len(array.frames) > 1 else ""
+    where = f"{frames.path}:{place}" if frames.document is None else f"{frames.path}: array {array.name!r}:{place}"
     if check and entry.sha256 not in (None, hashlib.sha256(job.stored.data).hexdigest()):
         raise ManifestError(f"{where} the frame does not match the manifest's sha256")
     try:

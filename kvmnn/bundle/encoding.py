@@ -20,6 +20,7 @@ from . import manifest
 from .manifest import FRAME_SUFFIX, ArrayEntry, FrameEntry, Manifest
 
 FRAME_BYTES = 64 << 20
+"""Raw bytes above which an array is cut into several frames, where nothing else is said."""
 PACKED_FRAME_BYTES = 16 << 20
 """The same for packed files, whose pieces are copies in memory rather than views of a mapped file."""
 MIN_FRAME_BYTES = 4
@@ -37,7 +38,8 @@ class EncodeOptions(CodecOptions):
     predictors, hi_predictors, codecs, effort, threads
         As for `kvmnn.encode`; collections are tuples.
     frame_bytes
-        An array of more raw bytes than this is cut along its leading axes into several frames; 0 never cuts.
+        An array of more raw bytes than this is cut along its leading axes into several frames; 0 never cuts. None is
+        64 MiB, and 16 MiB for packed files.
     verify
         Decode every frame and compare it with its input before anything is kept.
     """
@@ -45,7 +47,7 @@ class EncodeOptions(CodecOptions):
     predictors: str | tuple[str, ...] | None = None
     hi_predictors: str | tuple[str, ...] | None = None
     codecs: tuple[str, ...] = CODECS
-    frame_bytes: int = FRAME_BYTES
+    frame_bytes: int | None = None
     threads: int | None = None
     verify: bool = True
 
@@ -53,6 +55,11 @@ class EncodeOptions(CodecOptions):
         if self.frame_bytes and self.frame_bytes < MIN_FRAME_BYTES:
             raise KvmnnError(f"frame_bytes is {self.frame_bytes}: expected 0 (never cut) or at least {MIN_FRAME_BYTES}")
         self.check()
+
+    @property
+    def cut_above(self) -> int:
+        """Raw bytes above which an array is cut; 0: never."""
+        return FRAME_BYTES if self.frame_bytes is None else self.frame_bytes
 
     def encode(self, piece: Piece, dtype: str, threads: int | None) -> bytes:
         """The frame of one piece, proved if `verify` says so.
@@ -135,20 +142,27 @@ def encode_to_bytes(array: NamedArray, options: EncodeOptions, progress: Progres
     LimitError
         If the array needs several frames.
     """
-    count = array.piece_count(options.frame_bytes)
+    count = array.piece_count(options.cut_above)
     if count > 1:
         raise LimitError(
-            f"array {array.name!r} needs {count} frames of at most {options.frame_bytes} bytes, but a stream carries "
+            f"array {array.name!r} needs {count} frames of at most {options.cut_above} bytes, but a stream carries "
             "one: write to a file (-o FILE) or do not cut (--frame-bytes 0)"
         )
+    return encode_to_memory(array, options, progress)[0]
+
+
+def encode_to_memory(
+    array: NamedArray, options: EncodeOptions, progress: Progress | None = None
+) -> tuple[bytes, Manifest]:
+    """An array's frames, back to back, and their manifest, which names no file."""
     frames: list[bytes] = []
 
     def keep(index: int, made: bytes) -> str:
         frames.append(made)
         return ""
 
-    _encode([array], options, keep, progress)
-    return frames[0]
+    entries = _encode([array], options, keep, progress)
+    return b"".join(frames), _document(entries, options, None)
 
 
 class _Job(NamedTuple):
@@ -176,7 +190,7 @@ def _encode(
 
     hashes = [hashlib.sha256() for _ in arrays]
     frames: list[list[FrameEntry]] = [[] for _ in arrays]
-    jobs = _jobs(arrays, options.frame_bytes, hashes)
+    jobs = _jobs(arrays, options.cut_above, hashes)
     for job, made in ordered(make, jobs, lambda job: job.piece.size, options.threads):
         file = write(job.array_index, made.frame)
         before = frames[job.array_index]
@@ -200,9 +214,9 @@ def _encode(
             array_dtype=array.array_dtype,
             order=array.order,
             sha256=sha.hexdigest(),
-            frames=tuple(parts),
+            frames=tuple(entries),
         )
-        for array, sha, parts in zip(arrays, hashes, frames, strict=True)
+        for array, sha, entries in zip(arrays, hashes, frames, strict=True)
     ]
 
 

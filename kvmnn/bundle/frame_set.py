@@ -6,12 +6,15 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from .. import dtypes
 from ..arrays.named_array import Piece
+from ..arrays.source import described_by
 from ..errors import FrameError, ManifestError
 from ..files.mapped import STDIN, MappedFile
 from ..frames import CODECS, inspect
+from ..packed.cache_info import CacheInfo
 from . import manifest
 from .manifest import FRAME_SUFFIX, ArrayEntry, FrameEntry, Manifest
 
@@ -36,8 +39,15 @@ class DecodeOptions:
     threads: int | None = None
 
 
+class FrameFile(NamedTuple):
+    """An open file of frames and what the manifest calls it."""
+
+    name: str
+    file: MappedFile
+
+
 class FrameSet:
-    """Frames that can be read: one alone, or all that a manifest lists.
+    """Frames that can be read: one alone, or all that a manifest lists. `open_frames` makes it.
 
     Parameters
     ----------
@@ -47,15 +57,17 @@ class FrameSet:
         What the frames hold.
     document
         The manifest, or None for a lone frame.
+    current
+        The file of frames that is open already, where one is.
     """
 
     def __init__(
-        self, path: str, arrays: Sequence[ArrayEntry], document: Manifest | None, files: dict[str, MappedFile]
+        self, path: str, arrays: Sequence[ArrayEntry], document: Manifest | None, current: FrameFile | None = None
     ) -> None:
         self.path = path
         self.arrays = tuple(arrays)
         self.document = document
-        self._files = files
+        self._current = current
         self._root = Path(path if os.path.isdir(path) else os.path.dirname(path) or ".")
 
     @property
@@ -69,14 +81,31 @@ class FrameSet:
         return sum(array.stored_bytes for array in self.arrays)
 
     @property
+    def frame_count(self) -> int:
+        """Frames of all arrays."""
+        return sum(len(array.frames) for array in self.arrays)
+
+    @property
+    def cache(self) -> CacheInfo | None:
+        """The packed cache that the manifest says the arrays were read from; None if it says nothing of one.
+
+        Raises
+        ------
+        ManifestError
+            When the description is malformed.
+        """
+        return described_by(self.document.metadata, self.path) if self.document else None
+
+    @property
     def paths(self) -> list[str]:
         """Every file that is read, the manifest left out."""
-        names = {part.file for array in self.arrays for part in array.frames}
-        return [self._files[name].path if name in self._files else str(self._root / name) for name in names]
+        names = {entry.file for array in self.arrays for entry in array.frames}
+        opened = self._current
+        return [opened.file.path if opened and opened.name == name else str(self._root / name) for name in names]
 
     def only(self, array: ArrayEntry) -> FrameSet:
         """The frames of one of the arrays."""
-        return FrameSet(self.path, [array], self.document, self._files)
+        return FrameSet(self.path, [array], self.document, self._current)
 
     def frame(self, entry: FrameEntry) -> Piece:
         """The bytes of a frame.
@@ -86,16 +115,20 @@ class FrameSet:
         ManifestError
             When its file is missing, too short, or outside the manifest's directory.
         """
-        file = self._files.get(entry.file)
-        if file is None:
-            self._files.clear()
-            file = self._files[entry.file] = self._open(entry.file)
+        file = self._file(entry.file)
         if entry.offset + entry.bytes > file.size:
             raise ManifestError(
                 f"{file.label}: has {file.size} bytes, but the manifest puts a frame of {entry.bytes} bytes at offset "
                 f"{entry.offset}"
             )
         return file.view(entry.offset, entry.bytes)
+
+    def _file(self, name: str) -> MappedFile:
+        """A file of frames; only the last one asked for stays mapped, as a bundle may have more than a process may."""
+        if self._current is None or self._current.name != name:
+            self._current = None
+            self._current = FrameFile(name, self._open(name))
+        return self._current.file
 
     def _open(self, name: str) -> MappedFile:
         path = self._root / name
@@ -116,6 +149,8 @@ def open_frames(path: str, *, use_manifest: bool = True, options: DecodeOptions 
         with a ``manifest.json``, or ``"-"`` for a lone frame on standard input.
     use_manifest
         False takes a frame file alone even if a manifest lies beside it.
+    options
+        What a lone frame holds and which codecs are allowed.
 
     Raises
     ------
@@ -130,18 +165,18 @@ def open_frames(path: str, *, use_manifest: bool = True, options: DecodeOptions 
         if not index.exists():
             raise ManifestError(f"{path}: has no {manifest.FILE_NAME}, so it is not a kvmnn bundle")
         document = manifest.load(index)
-        return FrameSet(path, document.arrays, document, {})
+        return FrameSet(path, document.arrays, document)
     if path.endswith(".json") and os.path.exists(path):
         document = manifest.load(Path(path))
-        return FrameSet(path, document.arrays, document, {})
+        return FrameSet(path, document.arrays, document)
     file = MappedFile(path)
     side = Path(path + manifest.SIDE_SUFFIX)
     if use_manifest and side.exists():
         document = manifest.load(side)
-        names = {part.file for array in document.arrays for part in array.frames}
+        names = {entry.file for array in document.arrays for entry in array.frames}
         # A frame and its manifest may have been renamed together: the pair is what belongs together, not the name.
         if len(names) == 1:
-            return FrameSet(path, document.arrays, document, {names.pop(): file})
+            return FrameSet(path, document.arrays, document, FrameFile(names.pop(), file))
         raise ManifestError(f"{side}: lists {len(names)} frame files, so it is not the manifest of {path}")
     return _lone(file, options)
 
@@ -150,12 +185,10 @@ def _lone(file: MappedFile, options: DecodeOptions) -> FrameSet:
     """A frame without a manifest: a 1-D array of its words."""
     if file.size == 0:
         raise FrameError(f"{file.label}: is empty, not a frame")
-    whole = file.view(0, file.size)
     try:
-        info = inspect(whole, dtype=options.dtype, codecs=options.codecs, entropy=False)
+        info = inspect(file.view(0, file.size), dtype=options.dtype, codecs=options.codecs, entropy=False)
     except FrameError as exc:
-        hint = _hint(file)
-        raise FrameError(f"{file.label}: {exc}{hint}") from None
+        raise FrameError(f"{file.label}: {exc}{_hint(file)}") from None
     entry = FrameEntry(file=file.label, offset=0, bytes=file.size, raw_bytes=info.raw_bytes, sha256=None)
     name = "stdin" if file.path == STDIN else os.path.basename(file.path).removesuffix(FRAME_SUFFIX)
     array = ArrayEntry(
@@ -166,7 +199,7 @@ def _lone(file: MappedFile, options: DecodeOptions) -> FrameSet:
         sha256=None,
         frames=(entry,),
     )
-    return FrameSet(file.path, [array], None, {file.label: file})
+    return FrameSet(file.path, [array], None, FrameFile(file.label, file))
 
 
 def _hint(file: MappedFile) -> str:

@@ -1,4 +1,4 @@
-"""The manifest: what a set of frames holds, so that the very arrays can be restored and proved.
+"""The manifest: what a set of frames holds, so that the same arrays can be restored and proved.
 
 Version 1. Readers refuse other versions and ignore keys they do not know, so that later releases may add keys within
 version 1 but never change the meaning of one.
@@ -15,18 +15,19 @@ from pathlib import Path
 from typing import Any, Final
 
 from .. import dtypes
-from ..arrays.named_array import ArrayInfo, Order
-from ..errors import KvmnnError, ManifestError
-from ..files.json_document import Node, unique_keys
+from ..arrays.named_array import ArrayInfo
+from ..errors import KvmnnError, ManifestError, SourceError
+from ..files.json_document import Node, parse, read_bounded
 
 SCHEMA: Final = "kvmnn-manifest"
 SCHEMA_VERSION: Final = 1
 FILE_NAME: Final = "manifest.json"
+FRAME_SUFFIX: Final = ".frame"
 SIDE_SUFFIX: Final = ".json"
 """What is appended to a frame file's name to give its manifest's."""
 
 MAX_BYTES = 256 << 20
-_SMALLEST_FRAME = 14
+_MIN_FRAME_BYTES = 14
 _ARRAY_DTYPE = re.compile(r"[<>|][fiuV][124]")
 
 
@@ -150,22 +151,17 @@ def load(path: Path) -> Manifest:
         Naming the file and the JSON path of what is wrong.
     """
     try:
-        with path.open("rb") as file:
-            text = file.read(MAX_BYTES + 1)
+        text = read_bounded(path, MAX_BYTES)
     except OSError as exc:
         raise ManifestError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
-    if len(text) > MAX_BYTES:
-        raise ManifestError(f"{path}: is larger than {MAX_BYTES} bytes")
+    except SourceError as exc:
+        raise ManifestError(str(exc)) from exc
     return from_json(text, str(path))
 
 
 def from_json(text: bytes, where: str = "manifest") -> Manifest:
-    """Check and take in a manifest document; `where` begins the messages of errors."""
-    try:
-        document = json.loads(text, object_pairs_hook=unique_keys)
-    except (ValueError, RecursionError) as exc:
-        raise ManifestError(f"{where}: is not valid JSON: {str(exc)[:200]}") from None
-    root = Node(document, where, "")
+    """The manifest in a JSON document; `where` begins the messages of errors, which are those of `load`."""
+    root = parse(text, where, MAX_BYTES)
     if root.at("schema").text() != SCHEMA:
         raise root.at("schema").wrong(f"{SCHEMA!r}")
     version = root.at("schema_version")
@@ -222,7 +218,7 @@ def _array(node: Node) -> ArrayEntry:
         dtype=dtype,
         shape=shape,
         array_dtype=array_dtype,
-        order=_order(order),
+        order="F" if order == "F" else "C",
         sha256=node.at("sha256").sha256(),
         frames=tuple(_frame(frame, word_bytes) for frame in node.at("frames").items(least=1)),
     )
@@ -234,10 +230,6 @@ def _array(node: Node) -> ArrayEntry:
     return array
 
 
-def _order(text: str) -> Order:
-    return "F" if text == "F" else "C"
-
-
 def _frame(node: Node, word_bytes: int) -> FrameEntry:
     raw_bytes = node.at("raw_bytes").integer(word_bytes)
     if raw_bytes % word_bytes:
@@ -245,10 +237,7 @@ def _frame(node: Node, word_bytes: int) -> FrameEntry:
     return FrameEntry(
         file=node.at("file").file_name(),
         offset=node.at("offset").integer(0),
-        bytes=node.at("bytes").integer(_SMALLEST_FRAME),
+        bytes=node.at("bytes").integer(_MIN_FRAME_BYTES),
         raw_bytes=raw_bytes,
         sha256=node.at("sha256").sha256(),
     )
-
-
-FRAME_SUFFIX = ".frame"

@@ -81,14 +81,13 @@ def _parse(argv: list[str]) -> argparse.Namespace | None:
 
 def _guarded(arguments: argparse.Namespace) -> int:
     """Every way a verb can fail, as one line and an exit code."""
-    from ..errors import KvmnnError, MissingDependencyError
-    from .printing import UsageError
+    from ..errors import KvmnnError, MissingDependencyError, OptionError
 
     try:
         code: int = arguments.run(arguments)
         sys.stdout.flush()
         return code
-    except UsageError as exc:
+    except OptionError as exc:
         return _fail(str(exc), USAGE)
     except MissingDependencyError as exc:
         return _fail(str(exc), MISSING)

@@ -1,17 +1,16 @@
-"""What verbs print, and how numbers are written."""
+"""What verbs print: results, data on standard output, progress."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..errors import KvmnnError
-from ..text import count, span
+from ..errors import OptionError
+from ..files.names import is_directory as is_directory
 
 if TYPE_CHECKING:
     from ..packed.cache_info import CacheInfo
@@ -20,8 +19,51 @@ if TYPE_CHECKING:
 STDIO = "-"
 
 
-class UsageError(KvmnnError):
+class UsageError(OptionError):
     """The command line asks for something that makes no sense; exit code 2."""
+
+
+class Result(Protocol):
+    """What a verb's library function returns: the same for the shell and for a notebook."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+
+    def __str__(self) -> str: ...
+
+
+def show(
+    arguments: argparse.Namespace,
+    verb: str,
+    result: Result,
+    *,
+    text: str | None = None,
+    data_on_stdout: bool = False,
+) -> None:
+    """Print a result: as JSON for ``--json``, else as `text` (default: ``str(result)``) unless ``-q``."""
+    if arguments.json:
+        print_json({"verb": verb, **result.to_dict()})
+    elif line := str(result) if text is None else text:
+        say(arguments, line, data_on_stdout=data_on_stdout)
+
+
+def show_failure(arguments: argparse.Namespace, verb: str, result: Result) -> int:
+    """Print the result of a check that failed: as JSON for ``--json``, and as an error; returns the exit code."""
+    if arguments.json:
+        print_json({"verb": verb, **result.to_dict()})
+    print("kvmnn: error:", result, file=sys.stderr)
+    return 1
+
+
+def say(arguments: argparse.Namespace, line: str, *, data_on_stdout: bool = False) -> None:
+    """A line for people; silent where ``--json`` or ``-q`` says so."""
+    if not arguments.quiet and not arguments.json:
+        print(line, file=sys.stderr if data_on_stdout else sys.stdout)
+
+
+def print_json(document: Any) -> None:
+    """The verb's result as JSON."""
+    print(json.dumps(document, indent=2))
 
 
 def to_stdout(arguments: argparse.Namespace) -> bool:
@@ -32,7 +74,7 @@ def to_stdout(arguments: argparse.Namespace) -> bool:
 
 
 class Stdout:
-    """Standard output as a sink for bytes: writes all of them, even where PYTHONUNBUFFERED makes writes partial."""
+    """Standard output as a stream of bytes: writes all of them, even where PYTHONUNBUFFERED makes writes partial."""
 
     def write(self, data: bytes | memoryview, /) -> int:
         """Write all of `data`."""
@@ -46,51 +88,32 @@ class Stdout:
         sys.stdout.buffer.flush()
 
 
-def is_directory(output: str) -> bool:
-    """Whether an output is meant as a directory."""
-    return output.endswith(("/", os.sep)) or os.path.isdir(output)
-
-
-def say(arguments: argparse.Namespace, line: str, *, data_on_stdout: bool = False) -> None:
-    """The verb's result for people; silent where ``--json`` or ``-q`` says so."""
-    if not arguments.quiet and not arguments.json:
-        print(line, file=sys.stderr if data_on_stdout else sys.stdout)
-
-
-def cache_document(info: CacheInfo | None) -> dict[str, Any] | None:
-    """A packed cache for ``--json``."""
-    from ..packed.cache_info import to_dict
-
-    return None if info is None else {**to_dict(info), "live_bytes": info.live_bytes, "file_bytes": info.file_bytes}
-
-
-class Result(Protocol):
-    """What a verb's library function returns: the same for the shell and for a notebook."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
-
-    def __str__(self) -> str: ...
-
-
-def show(arguments: argparse.Namespace, verb: str, result: Result, *, data_on_stdout: bool = False) -> None:
-    """Print a result: as JSON for ``--json``, as text unless ``-q``."""
+def data_stdout(arguments: argparse.Namespace, what: str) -> Stdout:
+    """Standard output for data (`what`, for the message); `UsageError` where ``--json`` wants it too."""
     if arguments.json:
-        print_json({"verb": verb, **result.to_dict()})
-    elif text := str(result):
-        say(arguments, text, data_on_stdout=data_on_stdout)
-
-
-def print_json(document: Any) -> None:
-    """The verb's result as JSON."""
-    print(json.dumps(document, indent=2))
+        raise UsageError(f"--json and the {what} both want standard output: write the {what} to a file (-o FILE)")
+    return Stdout()
 
 
 @contextmanager
-def progress(arguments: argparse.Namespace, total: int, label: str) -> Iterator[Callable[[int], object] | None]:
-    """A function that takes a number of bytes done, or None where no bar is wanted: no terminal, or ``-q``.
+def progress(
+    arguments: argparse.Namespace, total: int, label: str, *, unit: str = "B"
+) -> Iterator[Callable[[int], object] | None]:
+    """A progress bar on the terminal that appears when the work takes longer than a second.
 
-    The bar appears only when the work takes longer than a second.
+    Parameters
+    ----------
+    total
+        Units of all the work.
+    label
+        What is being done.
+    unit
+        Bytes (``"B"``) unless said otherwise, e.g. ``"token"``.
+
+    Yields
+    ------
+    A function that takes the number of units done since the last call, or None where no bar is wanted: no terminal,
+    ``-q``, or no tqdm.
     """
     if arguments.quiet or not sys.stderr.isatty():
         yield None
@@ -101,23 +124,25 @@ def progress(arguments: argparse.Namespace, total: int, label: str) -> Iterator[
         yield None
         return
     with tqdm(
-        total=total, desc=label, unit="B", unit_scale=True, delay=1, leave=False, file=sys.stderr, dynamic_ncols=True
+        total=total, desc=label, unit=unit, unit_scale=True, delay=1, leave=False, file=sys.stderr, dynamic_ncols=True
     ) as bar:
         yield bar.update
 
 
+def cache_document(info: CacheInfo | None) -> dict[str, Any] | None:
+    """A packed cache for ``--json``."""
+    from ..packed import summary
+
+    return summary.cache_document(info)
+
+
 def summary(info: CacheInfo) -> str:
     """A cache in a few words."""
-    from ..packed.fitting import describe
+    from ..packed.summary import cache_summary
 
-    tokens = sorted({layer.tokens for layer in info.layers})
-    capacities = sorted({layer.capacity for layer in info.layers})
-    return (
-        f"{count(len(info.layers), 'layer')}, {describe(info.layout)}, {span(tokens)} tokens, "
-        f"capacity {span(capacities)}"
-    )
+    return cache_summary(info)
 
 
-def share(live: int, whole: int) -> str:
+def share(live: int, total: int) -> str:
     """Live and padded bytes, in words."""
-    return f"{live:,} live bytes of {whole:,} ({100 * live / whole:.1f} %), {whole - live:,} padding and room"
+    return f"{live:,} live bytes of {total:,} ({100 * live / total:.1f} %), {total - live:,} padding and room"

@@ -1,4 +1,4 @@
-"""A value in a JSON document that knows its path, so that what is wrong with it can be said exactly."""
+"""JSON documents, read with a bound on their size; values that know their path, so that errors can name it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from typing import Any
 
 from ..errors import ManifestError, SourceError
 
-_LARGEST = 2**63 - 1
+MAX_BYTES = 16 << 20
+"""Of a document, unless its reader says otherwise."""
+
+_MAX_INTEGER = 2**63 - 1
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -55,7 +58,7 @@ class Node:
         return [Node(value, self.where, f"{self.path}[{i}]") for i, value in enumerate(self.value)]
 
     def integer(self, least: int) -> int:
-        if type(self.value) is not int or not least <= self.value <= _LARGEST:
+        if type(self.value) is not int or not least <= self.value <= _MAX_INTEGER:
             raise self.wrong(f"an integer of at least {least}")
         return self.value
 
@@ -97,11 +100,48 @@ class Node:
         return name
 
 
-MAX_BYTES = 16 << 20
+def parse(text: str | bytes, where: str, max_bytes: int | None = None) -> Node:
+    """The document in `text`, in which no object has a key twice; `where` begins the messages of errors.
+
+    Raises
+    ------
+    ManifestError
+        When it is larger than `max_bytes` (default `MAX_BYTES`) or is not valid JSON.
+    """
+    limit = MAX_BYTES if max_bytes is None else max_bytes
+    if len(text) > limit:
+        raise ManifestError(f"{where}: is larger than {limit} bytes")
+    try:
+        return Node(json.loads(text, object_pairs_hook=unique_keys), where, "")
+    except (ValueError, RecursionError) as error:
+        raise ManifestError(f"{where}: is not valid JSON: {str(error)[:200]}") from None
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of at most `MAX_BYTES`.
+def read_bounded(path: Path, max_bytes: int | None = None) -> bytes:
+    """The bytes of a file.
+
+    Raises
+    ------
+    FileNotFoundError, NotADirectoryError
+        Where there is no such file.
+    SourceError
+        Where it cannot be read or holds more than `max_bytes` (default `MAX_BYTES`).
+    """
+    limit = MAX_BYTES if max_bytes is None else max_bytes
+    try:
+        with path.open("rb") as stream:
+            text = stream.read(limit + 1)
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as error:
+        raise SourceError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if len(text) > limit:
+        raise SourceError(f"{path}: holds more than {limit:,} bytes")
+    return text
+
+
+def read_object(path: Path, max_bytes: int | None = None) -> dict[str, Any]:
+    """The JSON object in a file of at most `max_bytes` (default `MAX_BYTES`).
 
     Raises
     ------
@@ -110,16 +150,9 @@ def read_object(path: Path) -> dict[str, Any]:
     SourceError
         Where it cannot be read, is larger, or is no JSON object.
     """
+    text = read_bounded(path, max_bytes)
     try:
-        with path.open("rb") as stream:
-            text = stream.read(MAX_BYTES + 1)
-        if len(text) > MAX_BYTES:
-            raise SourceError(f"{path}: holds more than {MAX_BYTES:,} bytes")
         value = json.loads(text)
-    except (FileNotFoundError, NotADirectoryError, SourceError):
-        raise
-    except OSError as error:
-        raise SourceError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{path}: is not JSON: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(value, dict):

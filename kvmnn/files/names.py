@@ -1,7 +1,8 @@
-"""File names for arrays."""
+"""Names of files: for arrays, of outputs, of inputs."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable
 
@@ -18,4 +19,18 @@ def file_names(names: Iterable[str], suffix: str) -> list[str]:
             candidate = f"{plain}~{count}"
         taken.add(candidate.lower())
         found.append(candidate + suffix)
+    return found
+
+
+def is_directory(output: str) -> bool:
+    """Whether an output is meant as a directory: it ends in a slash, or there is one."""
+    return output.endswith(("/", os.sep)) or os.path.isdir(output)
+
+
+def with_contents(paths: Iterable[str]) -> list[str]:
+    """Paths, and the files directly in those that are directories."""
+    found = list(paths)
+    for path in list(found):
+        if os.path.isdir(path):
+            found.extend(entry.path for entry in os.scandir(path))
     return found

@@ -1,23 +1,33 @@
 """The formats people have their caches in, one file each, read and written; ``mnn/`` has the engine's own files."""
 
+from .array_formats import ARRAY_FORMATS, ArrayFormat, array_format, holds_many
+from .listing import ArraysInfo, inspect
 from .mnn.describing import Described, describe_files
 from .mnn.packed_files import PackedFiles
-from .opening import ARRAY_FORMATS, ArrayFormat, array_format, find_packed, is_frames, kind_of, open
+from .opening import find_packed, is_frames, kind_of, open
 from .options import PackedOptions, ReadOptions
 from .reading import chosen
+from .restoring import Restored, restore
+from .writing import write_arrays
 
 __all__ = [
     "ARRAY_FORMATS",
     "ArrayFormat",
+    "ArraysInfo",
     "Described",
     "PackedFiles",
     "PackedOptions",
     "ReadOptions",
+    "Restored",
     "array_format",
     "chosen",
     "describe_files",
     "find_packed",
+    "holds_many",
+    "inspect",
     "is_frames",
     "kind_of",
     "open",
+    "restore",
+    "write_arrays",
 ]

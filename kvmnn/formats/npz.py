@@ -1,7 +1,7 @@
 """``.npz`` archives: stored members are mapped, deflated ones inflated piece by piece; nothing is ever unpickled.
 
 The archive's directory is read by `zipfile`; the members' data is taken from the mapped file, so that an archive of
-thousands of arrays is opened once and no member is ever held whole.
+thousands of arrays is opened once and only a piece of a member is ever in memory.
 """
 
 from __future__ import annotations

@@ -3,40 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path, PurePath
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from ..arrays.source import Source, described_by
 from ..bundle import manifest
 from ..bundle.frame_set import DecodeOptions, open_frames
 from ..files.mapped import STDIN, MappedFile
-from . import npy, npz, raw, safetensors
+from . import npy, raw
+from .array_formats import ARRAY_FORMATS, array_format
 from .frames import of_frames
 from .mnn import dump, live, packed_dump, prefix
 from .mnn.describing import describe_files
 from .mnn.packed_files import PackedFiles
 from .options import PackedOptions, ReadOptions
 from .reading import check_names, chosen
-from .sinks import Writer
-
-
-class ArrayFormat(NamedTuple):
-    """A format of files of arrays."""
-
-    read: Callable[[str, ReadOptions], Source]
-    write: Writer
-    holds_many: bool
-    """Whether a file holds any number of arrays, or one."""
-
-
-ARRAY_FORMATS = {
-    ".npy": ArrayFormat(npy.read, npy.write_npy, False),
-    ".npz": ArrayFormat(npz.read, npz.write_npz, True),
-    ".safetensors": ArrayFormat(safetensors.read, safetensors.write_safetensors, True),
-}
-"""By suffix. A new format is a line here."""
 
 _PACKED_SUFFIXES = (".k", ".v")
 _FRAME_SUFFIXES = (manifest.FRAME_SUFFIX, ".json")
@@ -115,11 +97,6 @@ def kind_of(path: str) -> Literal["frames", "arrays"] | None:
 def is_frames(path: str) -> bool:
     """Whether a path is a bundle, a manifest, or a frame."""
     return kind_of(path) == "frames"
-
-
-def array_format(name: str) -> ArrayFormat | None:
-    """The format of arrays that a file of this name has; None for names of other files."""
-    return ARRAY_FORMATS.get(PurePath(name).suffix.lower())
 
 
 def find_packed(path: str, options: PackedOptions | None = None) -> PackedFiles | None:

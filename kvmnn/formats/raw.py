@@ -17,12 +17,12 @@ from .sinks import Runs, Sink
 
 
 def read(path: str, options: ReadOptions) -> Source:
-    """One 1-D array: the whole file."""
+    """One 1-D array: all words of the file."""
     return read_mapped(MappedFile(path), options)
 
 
 def read_mapped(file: MappedFile, options: ReadOptions) -> Source:
-    """One 1-D array of words: the whole of an open file."""
+    """One 1-D array: all words of an open file."""
     names = [options.dtype] if options.dtype else options.fallbacks
     if not names:
         raise SourceError(
@@ -54,4 +54,5 @@ def write_raw(sink: Sink, arrays: Sequence[ArrayInfo], runs: Runs, metadata: dic
 
 
 def own_bytes(array: ArrayInfo, data: Piece) -> Piece:
+    """Little-endian words of an array in the array's own byte order."""
     return swap_words(data, array.itemsize) if array.swapped else data

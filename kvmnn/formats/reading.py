@@ -102,7 +102,7 @@ def checked(array: NamedArray, where: str) -> NamedArray:
 
 
 def chosen(source: Source, path: str, options: ReadOptions) -> Source:
-    """The source with just the arrays that `options` name; a description of the whole cache goes with the whole only.
+    """The source with just the arrays that `options` name; what describes a cache stays only if none is left out.
 
     Raises
     ------
@@ -120,7 +120,7 @@ def chosen(source: Source, path: str, options: ReadOptions) -> Source:
 
 
 def check_names(path: str, source: Source, options: ReadOptions) -> None:
-    """Files of one array take part in the choice of tensors too."""
+    """`SourceError` for a name in `options.tensors` that the source does not have."""
     missing = set(options.tensors) - {array.name for array in source.arrays}
     if missing:
         found = ", ".join(repr(array.name) for array in source.arrays[:8])

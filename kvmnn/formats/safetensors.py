@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from ..arrays.named_array import ArrayInfo, NamedArray, UnsupportedArrayError
 from ..arrays.source import Source
 from ..errors import OutputError, SourceError
@@ -65,8 +67,6 @@ def read(path: str, options: ReadOptions) -> Source:
 
 
 def _array(file: MappedFile, tensor: Tensor, start: int, options: ReadOptions) -> NamedArray:
-    import numpy as np
-
     where = f"{file.path}: tensor {tensor.name!r}"
     if tensor.kind not in _NUMPY:
         raise UnsupportedArrayError(f"{where}: type {tensor.kind} is not one that frames hold (F16, BF16, F32)")

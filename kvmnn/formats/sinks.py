@@ -12,7 +12,7 @@ Runs = Iterable[tuple[int, Piece]]
 
 
 class Sink(Protocol):
-    """Where bytes go: an `output.StagedFile`, or standard output."""
+    """What takes bytes: a file being written, or standard output."""
 
     def write(self, data: bytes | memoryview, /) -> int: ...
 
@@ -27,9 +27,11 @@ class SeekableSink(Sink, Protocol):
 
 
 Writer = Callable[[SeekableSink, Sequence[ArrayInfo], Runs, dict[str, str]], None]
+"""Writes arrays and metadata in one format."""
 
 
 def beginnings(runs: Runs) -> Iterator[tuple[int, Piece, bool]]:
+    """The runs, each with whether it is the first of its array."""
     current = -1
     for index, data in runs:
         yield index, data, index != current

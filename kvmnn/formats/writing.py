@@ -2,16 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ..arrays.named_array import ArrayInfo
 from ..errors import OutputError
-from ..files.names import file_names
-from ..files.output import DirectoryOutput, StagedFile
+from ..files.names import file_names, is_directory
+from ..files.output import DirectoryOutput, FileOutput, StagedFile
 from . import npy
-from .opening import array_format
+from .array_formats import array_format
 from .raw import own_bytes, write_raw
 from .sinks import Runs, Writer, beginnings
+
+
+def write_arrays(
+    output: str,
+    arrays: Sequence[ArrayInfo],
+    runs: Runs,
+    metadata: dict[str, str] | None = None,
+    *,
+    force: bool = False,
+    protect: Iterable[str] = (),
+) -> None:
+    """Write arrays into one file, or into a directory as one ``.npy`` file each; complete or not at all.
+
+    Parameters
+    ----------
+    output
+        A directory (ends in a slash, or is one), or a file in the format that its suffix says: ``.npy``, ``.npz``,
+        ``.safetensors``, else the raw words of one array.
+    arrays
+        What they are.
+    runs
+        Their bytes, array after array: ``(array index, little-endian bytes in memory order)``.
+    metadata
+        For the formats that have a place for it (``.safetensors``).
+    force
+        Replace files that exist.
+    protect
+        Inputs, which are never replaced.
+
+    Raises
+    ------
+    OutputError
+        When the format cannot hold the arrays, a file exists, or it cannot be written.
+    """
+    if is_directory(output):
+        with DirectoryOutput(output, force=force, protect=protect) as directory:
+            write_directory(directory, arrays, runs)
+            directory.commit()
+        return
+    writer = writer_for(output, arrays)
+    with FileOutput(output, force=force, protect=protect) as file:
+        writer(file.file, arrays, runs, metadata or {})
+        file.commit()
 
 
 def writer_for(name: str, arrays: Sequence[ArrayInfo]) -> Writer:

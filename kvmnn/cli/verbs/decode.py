@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
+from dataclasses import replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from ...formats.writing import write_directory
-from ...text import LOSSLESS, count, megabytes_per_second
 from .. import packed_options, prefix_output, printing, shared_options
 from ..printing import STDIO, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from ...bundle.decoding import Decoded
-    from ...bundle.frame_set import DecodeOptions, FrameSet
+    from ...bundle import DecodeOptions, FrameSet
     from ...packed.cache_info import CacheInfo
 
 _TEXT = """Decode frames into the arrays they were made from.
@@ -57,8 +54,8 @@ def add_parser(verbs: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
-    from ...bundle.decoding import decode_frames
-    from ...bundle.frame_set import DecodeOptions, open_frames
+    from ...bundle import DecodeOptions, open_frames
+    from ...formats import restore
 
     options = DecodeOptions(
         dtype=arguments.dtype,
@@ -70,54 +67,45 @@ def run(arguments: argparse.Namespace) -> int:
     if frames.document is not None and arguments.dtype not in (None, *(array.dtype for array in frames.arrays)):
         said = frames.arrays[0].dtype
         raise UsageError(f"the manifest says {said}, not {arguments.dtype} (--no-manifest ignores it)")
-    started = time.perf_counter()
-
-    def runs(step: Callable[[int], object] | None) -> Iterator[Decoded]:
-        return decode_frames(frames, options, progress=step)
-
-    if printing.to_stdout(arguments):
-        output = "standard output"
-        _to_stdout(frames, runs, arguments)
-    else:
-        output = arguments.output or _derived(arguments.input, frames)
-        info = _prefix_info(frames, output, arguments)
-        if info:
-            return _restore_prefix(frames, info, options, arguments)
-        _write(frames, runs, output, arguments)
-    _report(frames, output, arguments, time.perf_counter() - started)
+    on_stdout = printing.to_stdout(arguments)
+    output = printing.data_stdout(arguments, "data") if on_stdout else _output(arguments, frames)
+    info = _prefix_info(frames, output, arguments) if isinstance(output, str) else None
+    if info:
+        return _restore_prefix(frames, info, options, arguments)
+    with printing.progress(arguments, frames.raw_bytes, "decode") as step:
+        made = restore(frames, output, options, force=arguments.force, progress=step)
+    printing.show(arguments, "decode", made, data_on_stdout=on_stdout)
     return 0
 
 
-def _to_stdout(frames: FrameSet, runs: Any, arguments: argparse.Namespace) -> None:
-    from ...formats.raw import write_raw
-
-    if len(frames.arrays) > 1:
-        raise UsageError(f"standard output carries one array, not {len(frames.arrays)}: use -o DIR/ or -o X.npz")
-    if arguments.json:
-        raise UsageError("--json and the data both want standard output: write the data to a file (-o FILE)")
-    stdout = printing.Stdout()
-    with printing.progress(arguments, frames.raw_bytes, "decode") as step:
-        write_raw(stdout, frames.arrays, runs(step), {})
-    stdout.flush()
+def _output(arguments: argparse.Namespace, frames: FrameSet) -> str:
+    """The output's name: as given, or the input's without what encode appended."""
+    path = PurePath(arguments.input)
+    if arguments.output is not None:
+        output: str = arguments.output
+        return output
+    if arguments.input == STDIO or path.suffix != ".frame" or len(frames.arrays) > 1:
+        raise UsageError("no output given: use -o X.npy, -o X.npz, -o DIR/ or -o -")
+    stem = path.with_suffix("")
+    return str(stem if stem.suffix == ".npy" else stem.with_suffix(".npy"))
 
 
 def _prefix_info(frames: FrameSet, output: str, arguments: argparse.Namespace) -> CacheInfo | None:
     """The prefix cache that the frames were made from, if that is what is to be written."""
-    from ...arrays.source import described_by
-    from ...formats.opening import array_format
+    from ...formats import array_format
 
-    info = described_by(frames.document.metadata, arguments.input) if frames.document else None
+    info = frames.cache
     if info is None or info.kind != "prefix" or arguments.arrays:
         return None
     return None if array_format(output) and not printing.is_directory(output) else info
 
 
 def _restore_prefix(frames: FrameSet, info: CacheInfo, options: DecodeOptions, arguments: argparse.Namespace) -> int:
-    from dataclasses import replace
 
     from ...errors import LimitError
     from ...formats.frames import of_frames
     from ...formats.mnn.prefix_writing import plan
+    from ...formats.restoring import array_document
 
     source = replace(of_frames(frames, options), cache=info)
     arrays = prefix_output.layers_of(source, arguments)
@@ -131,8 +119,13 @@ def _restore_prefix(frames: FrameSet, info: CacheInfo, options: DecodeOptions, a
     started = time.perf_counter()
     packed = prefix_output.write(arguments, arrays, planned, [arguments.input, *frames.paths], "decode")
     seconds = time.perf_counter() - started
-    more = {"input": arguments.input, "raw_bytes": frames.raw_bytes, "stored_bytes": frames.stored_bytes}
-    prefix_output.report(arguments, "decode", packed, seconds, more=more | {"arrays": _arrays(frames)})
+    more = {
+        "input": arguments.input,
+        "raw_bytes": frames.raw_bytes,
+        "stored_bytes": frames.stored_bytes,
+        "arrays": [array_document(array) for array in frames.arrays],
+    }
+    prefix_output.report(arguments, "decode", packed, seconds, more=more)
     return 0
 
 
@@ -144,7 +137,6 @@ def _check_same(info: CacheInfo, target: CacheInfo, arguments: argparse.Namespac
     SourceError
         Saying what differs.
     """
-    import sys
 
     from ...errors import SourceError
     from ...formats.mnn.model import fingerprint
@@ -167,60 +159,3 @@ def _check_same(info: CacheInfo, target: CacheInfo, arguments: argparse.Namespac
     if not arguments.quiet:
         for line in found:
             print(f"kvmnn: warning: {line}", file=sys.stderr)
-
-
-def _derived(name: str, frames: FrameSet) -> str:
-    """The output's name where none was given: the input's without what encode appended."""
-    path = PurePath(name)
-    if name == STDIO or path.suffix != ".frame" or len(frames.arrays) > 1:
-        raise UsageError("no output given: use -o X.npy, -o X.npz, -o DIR/ or -o -")
-    stem = path.with_suffix("")
-    return str(stem if stem.suffix == ".npy" else stem.with_suffix(".npy"))
-
-
-def _write(frames: FrameSet, runs: Any, output: str, arguments: argparse.Namespace) -> None:
-    from ...files.output import DirectoryOutput, FileOutput
-    from ...formats.writing import writer_for
-
-    metadata = frames.document.metadata if frames.document else {}
-    protect = [path for path in [arguments.input, *frames.paths] if path != STDIO]
-    with printing.progress(arguments, frames.raw_bytes, "decode") as step:
-        if printing.is_directory(output):
-            with DirectoryOutput(output, force=arguments.force, protect=protect) as directory:
-                write_directory(directory, frames.arrays, runs(step))
-                directory.commit()
-            return
-        writer = writer_for(output, frames.arrays)
-        with FileOutput(output, force=arguments.force, protect=protect) as file:
-            writer(file.file, frames.arrays, runs(step), metadata)
-            file.commit()
-
-
-def _report(frames: FrameSet, output: str, arguments: argparse.Namespace, seconds: float) -> None:
-    proved = frames.document is not None
-    if arguments.json:
-        printing.print_json(
-            {
-                "verb": "decode",
-                "input": arguments.input,
-                "output": output,
-                "label": LOSSLESS if proved else None,
-                "raw_bytes": frames.raw_bytes,
-                "stored_bytes": frames.stored_bytes,
-                "seconds": seconds,
-                "arrays": _arrays(frames),
-            }
-        )
-        return
-    what = f"{LOSSLESS} (sha256 of the manifest)" if proved else "no manifest to check it against"
-    line = (
-        f"{output}: {count(len(frames.arrays), 'array')}, {frames.stored_bytes:,} -> {frames.raw_bytes:,} "
-        f"bytes, {what}, {megabytes_per_second(frames.raw_bytes, seconds)}"
-    )
-    printing.say(arguments, line, data_on_stdout=printing.to_stdout(arguments))
-
-
-def _arrays(frames: FrameSet) -> list[dict[str, Any]]:
-    return [
-        {"name": a.name, "dtype": a.dtype, "shape": list(a.shape), "array_dtype": a.array_dtype} for a in frames.arrays
-    ]

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
-import time
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from ...text import LOSSLESS, count, megabytes_per_second, ratio
 from .. import loading, packed_options, printing, shared_options, verify_weights, weights_options
 
 if TYPE_CHECKING:
-    from ...bundle.comparing import Difference
-    from ...bundle.frame_set import FrameSet
+    from ...arrays.source import Source
+    from ...bundle import FrameSet
 
 _TEXT = """Decode frames again and prove what comes out.
 
@@ -38,67 +34,25 @@ def add_parser(verbs: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Carry the verb out."""
+    """Carry the verb out; 1 for any difference."""
     if not arguments.no_manifest and weights_options.is_weight_file(arguments.input):
         return verify_weights.run(arguments)
-    from ...arrays.source import described_by
-    from ...bundle.comparing import compare
-    from ...bundle.decoding import decode_frames
-    from ...bundle.frame_set import DecodeOptions, open_frames
+    from ...bundle import DecodeOptions, open_frames, verify
 
     options = DecodeOptions(dtype=arguments.dtype, codecs=shared_options.codecs(arguments), threads=arguments.threads)
     frames = open_frames(arguments.input, use_manifest=not arguments.no_manifest, options=options)
-    started = time.perf_counter()
-    difference: Difference | None = None
+    against = _original(frames, arguments) if arguments.against else None
     with printing.progress(arguments, frames.raw_bytes, "verify") as step:
-        if arguments.against:
-            known = described_by(frames.document.metadata, arguments.input) if frames.document else None
-            dtypes = [array.dtype for array in frames.arrays]
-            source = loading.load(arguments.against, arguments, dtypes, known=known)
-            loading.report_skipped(source, arguments)
-            difference = compare(frames, source.arrays, options, progress=step)
-        else:
-            deque(decode_frames(frames, options, check_frames=True, progress=step), maxlen=0)
-    _report(frames, difference, arguments, time.perf_counter() - started)
-    return 0 if difference is None else 1
+        found = verify(frames, against, options, progress=step)
+    if not found.ok:
+        return printing.show_failure(arguments, "verify", found)
+    printing.show(arguments, "verify", found)
+    return 0
 
 
-def _report(frames: FrameSet, difference: Difference | None, arguments: argparse.Namespace, seconds: float) -> None:
-    proof = "bytes" if arguments.against else "sha256" if frames.document else None
-    label = None if difference else LOSSLESS if proof else "DECODES"
-    if arguments.json:
-        printing.print_json(
-            {
-                "verb": "verify",
-                "input": arguments.input,
-                "against": arguments.against,
-                "label": label or "DIFFERS",
-                "proof": proof,
-                "difference": None if difference is None else difference._asdict(),
-                "raw_bytes": frames.raw_bytes,
-                "stored_bytes": frames.stored_bytes,
-                "ratio": ratio(frames.raw_bytes, frames.stored_bytes),
-                "arrays": len(frames.arrays),
-                "frames": sum(len(array.frames) for array in frames.arrays),
-                "seconds": seconds,
-            }
-        )
-    if difference is not None:
-        print(
-            f"kvmnn: error: {arguments.input}: DIFFERS from {', '.join(arguments.against)}: "
-            f"array {difference.array!r} {difference.what}",
-            file=sys.stderr,
-        )
-        return
-    how = {
-        "bytes": f"{LOSSLESS} (every byte compared with {', '.join(arguments.against)})",
-        "sha256": f"{LOSSLESS} (decoded, sha256 of the manifest)",
-        None: "DECODES (no manifest and no --against: nothing to compare with)",
-    }[proof]
-    printing.say(
-        arguments,
-        f"{arguments.input}: {how}, {count(len(frames.arrays), 'array')}, "
-        f"{frames.stored_bytes:,} -> {frames.raw_bytes:,} bytes, "
-        f"ratio {ratio(frames.raw_bytes, frames.stored_bytes):.4f}, "
-        f"{megabytes_per_second(frames.raw_bytes, seconds)}",
-    )
+def _original(frames: FrameSet, arguments: argparse.Namespace) -> Source:
+    """What the frames were made from; what it does not say of itself is as the frames have it."""
+    dtypes = [array.dtype for array in frames.arrays]
+    source = loading.load(arguments.against, arguments, dtypes, known=frames.cache)
+    loading.report_skipped(source, arguments)
+    return source

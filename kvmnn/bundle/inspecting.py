@@ -1,0 +1,246 @@
+"""Inspect: every byte of frames accounted for, by frame, by array and by stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import FrameError
+from ..frames import FrameInfo, StreamInfo
+from ..frames import inspect as inspect_frame
+from ..packed.cache_info import CacheInfo
+from ..packed.summary import cache_document, cache_summary
+from ..text import count, ratio
+from .frame_set import DecodeOptions, FrameSet
+from .manifest import ArrayEntry, Manifest, array_to_dict
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoneFrame:
+    """A frame without a manifest."""
+
+    path: str
+    info: FrameInfo
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same for JSON."""
+        return {"input": self.path, "kind": "frame", **self.info.to_dict()}
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, *, verbose: bool = False) -> str:
+        """The table of its streams."""
+        return f"{self.path}: {self.info}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrayFrames:
+    """An array of a bundle, and the accounts of its frames, in order."""
+
+    entry: ArrayEntry
+    frames: tuple[FrameInfo, ...]
+
+    @property
+    def ratio(self) -> float:
+        """Raw over stored bytes."""
+        return ratio(self.entry.nbytes, self.entry.stored_bytes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in the manifest, with the streams of each frame."""
+        document = array_to_dict(self.entry)
+        frames = [
+            {**frame, "streams": info.to_dict()["streams"]}
+            for frame, info in zip(document["frames"], self.frames, strict=True)
+        ]
+        return {**document, "frames": frames, "ratio": self.ratio}
+
+    def line(self, width: int) -> str:
+        """Name, shape and sizes."""
+        array = self.entry
+        return (
+            f"{array.name:<{width}}  {array.dtype} {list(array.shape)} {array.order}  {array.nbytes:,} -> "
+            f"{array.stored_bytes:,} bytes  ratio {self.ratio:.4f}  {count(len(self.frames), 'frame')}"
+        )
+
+
+@dataclass(kw_only=True)
+class StreamTotal:
+    """The streams of one name, of all frames, added up; sizes in bytes."""
+
+    raw_bytes: int = 0
+    payload_bytes: int = 0
+    header_bytes: int = 0
+    entropy_bits: float = 0.0
+    chosen: dict[str, int] = field(default_factory=dict)
+    """How often each predictor and codec were chosen, e.g. ``"delta_seq+zstd"``."""
+
+    def add(self, stream: StreamInfo) -> None:
+        """Count a stream in."""
+        self.raw_bytes += stream.raw_bytes
+        self.payload_bytes += stream.payload_bytes
+        self.header_bytes += stream.HEADER_BYTES
+        self.entropy_bits += (stream.entropy or 0.0) * stream.raw_bytes
+        choice = f"{stream.predictor}+{stream.codec}"
+        self.chosen[choice] = self.chosen.get(choice, 0) + 1
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Payload bits for each raw byte."""
+        return 8 * self.payload_bytes / self.raw_bytes
+
+    @property
+    def entropy(self) -> float:
+        """Mean order-0 entropy in bits for each raw byte."""
+        return self.entropy_bits / self.raw_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same for JSON."""
+        return {
+            "raw_bytes": self.raw_bytes,
+            "payload_bytes": self.payload_bytes,
+            "header_bytes": self.header_bytes,
+            "bits_per_byte": self.bits_per_byte,
+            "entropy": self.entropy,
+            "chosen": self.chosen,
+        }
+
+    def __str__(self) -> str:
+        choices = ", ".join(f"{choice} x{times}" for choice, times in sorted(self.chosen.items()))
+        return (
+            f"{self.raw_bytes:>15,} -> {self.payload_bytes:>15,} bytes  {self.bits_per_byte:.3f} bits/byte (entropy "
+            f"{self.entropy:.3f})  {choices}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BundleInfo:
+    """Frames with a manifest: arrays, and streams added up.
+
+    Parameters
+    ----------
+    path
+        What was opened.
+    manifest
+        Its manifest.
+    arrays
+        In order.
+    streams
+        Totals by container and stream, e.g. ``"fp16 hi"``.
+    cache
+        The packed cache that the arrays were read from, if the manifest says so.
+    """
+
+    path: str
+    manifest: Manifest
+    arrays: tuple[ArrayFrames, ...]
+    streams: dict[str, StreamTotal]
+    cache: CacheInfo | None = None
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of all arrays."""
+        return self.manifest.raw_bytes
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all frames."""
+        return self.manifest.stored_bytes
+
+    @property
+    def ratio(self) -> float:
+        """Raw over stored bytes."""
+        return ratio(self.raw_bytes, self.stored_bytes)
+
+    @property
+    def entropy_ratio(self) -> float | None:
+        """The ratio at the order-0 entropy of all streams; None for data without entropy."""
+        bits = sum(total.entropy_bits for total in self.streams.values())
+        return 8 * sum(total.raw_bytes for total in self.streams.values()) / bits if bits else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same for JSON."""
+        return {
+            "input": self.path,
+            "kind": "bundle",
+            "raw_bytes": self.raw_bytes,
+            "stored_bytes": self.stored_bytes,
+            "ratio": self.ratio,
+            "entropy_ratio": self.entropy_ratio,
+            "kvmnn_version": self.manifest.kvmnn_version,
+            "zstd_version": self.manifest.zstd_version,
+            "effort": self.manifest.effort,
+            "cache": cache_document(self.cache),
+            "streams": {name: total.to_dict() for name, total in self.streams.items()},
+            "arrays": [array.to_dict() for array in self.arrays],
+        }
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, *, verbose: bool = False) -> str:
+        """A line for each array, the totals, and each stream's share; with `verbose` the table of every frame."""
+        made = self.manifest
+        lines = [
+            f"{self.path}: {count(len(self.arrays), 'array')}, made by kvmnn {made.kvmnn_version}, "
+            f"zstd {made.zstd_version}, effort {made.effort}"
+        ]
+        if self.cache:
+            name = f" {self.cache.name!r}" if self.cache.name else ""
+            told = cache_summary(self.cache)
+            lines.append(f"  {self.cache.kind} cache{name}: {told}, {self.cache.file_bytes:,} bytes as packed files")
+        tables = verbose or sum(len(array.frames) for array in self.arrays) == 1
+        width = max(len(array.entry.name) for array in self.arrays)
+        for array in self.arrays:
+            lines.append(f"  {array.line(width)}")
+            for entry, info in zip(array.entry.frames, array.frames, strict=True) if tables else ():
+                lines.append(f"  {entry.file} at {entry.offset}: {info}".replace("\n", "\n    "))
+        limit = "" if self.entropy_ratio is None else f" (order-0 limit {self.entropy_ratio:.4f})"
+        lines.append(f"  total: {self.raw_bytes:,} -> {self.stored_bytes:,} bytes, ratio {self.ratio:.4f}{limit}")
+        lines += [f"    {name:<11} {total}" for name, total in self.streams.items()]
+        return "\n".join(lines)
+
+
+def inspect(frames: FrameSet, options: DecodeOptions | None = None) -> BundleInfo | LoneFrame:
+    """Account for every byte of frames; they are decoded for it.
+
+    Parameters
+    ----------
+    frames
+        `open_frames`.
+    options
+        Which codecs are allowed.
+
+    Raises
+    ------
+    FrameError
+        When a frame does not decode; the message names its array and number.
+    """
+    options = options or DecodeOptions()
+    arrays = tuple(
+        ArrayFrames(
+            entry=entry,
+            frames=tuple(_inspected(frames, entry, number, options) for number in range(len(entry.frames))),
+        )
+        for entry in frames.arrays
+    )
+    if frames.document is None:
+        return LoneFrame(path=frames.path, info=arrays[0].frames[0])
+    streams = _totals(info for array in arrays for info in array.frames)
+    return BundleInfo(path=frames.path, manifest=frames.document, arrays=arrays, streams=streams, cache=frames.cache)
+
+
+def _inspected(frames: FrameSet, array: ArrayEntry, number: int, options: DecodeOptions) -> FrameInfo:
+    try:
+        return inspect_frame(frames.frame(array.frames[number]), dtype=array.dtype, codecs=options.codecs)
+    except FrameError as exc:
+        raise FrameError(f"{frames.path}: array {array.name!r}: frame {number}: {exc}") from None
+
+
+def _totals(infos: Iterable[FrameInfo]) -> dict[str, StreamTotal]:
+    found: dict[str, StreamTotal] = {}
+    for info in infos:
+        for stream in info.streams:
+            found.setdefault(f"{info.container} {stream.name}", StreamTotal()).add(stream)
+    return found

@@ -1,0 +1,145 @@
+"""Verify: frames decoded again, and what comes out proved."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..arrays.source import Source
+from ..text import LOSSLESS, count, megabytes_per_second, ratio
+from ..threads.pipeline import Progress
+from .comparing import Difference, compare
+from .decoding import decode_frames
+from .frame_set import DecodeOptions, FrameSet
+
+DECODES = "DECODES"
+DIFFERS = "DIFFERS"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """What decoding frames again has shown.
+
+    Parameters
+    ----------
+    input
+        The frames.
+    against
+        The original they were compared with; empty if none was given.
+    proof
+        ``"bytes"``: all bytes were compared; ``"sha256"``: the hashes of the manifest; None: nothing to compare with.
+    difference
+        The first one, if there is one.
+    raw_bytes, stored_bytes
+        Of all arrays and of all frames.
+    arrays, frames
+        How many.
+    seconds
+        Time that it took.
+    """
+
+    input: str
+    against: tuple[str, ...]
+    proof: Literal["bytes", "sha256"] | None
+    difference: Difference | None
+    raw_bytes: int
+    stored_bytes: int
+    arrays: int
+    frames: int
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing differs."""
+        return self.difference is None
+
+    @property
+    def label(self) -> str:
+        """``LOSSLESS`` if that was proved, ``DIFFERS``, or ``DECODES`` where there is nothing to compare with."""
+        if self.difference is not None:
+            return DIFFERS
+        return LOSSLESS if self.proof else DECODES
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same for JSON."""
+        return {
+            "input": self.input,
+            "against": list(self.against),
+            "label": self.label,
+            "proof": self.proof,
+            "difference": None if self.difference is None else self.difference._asdict(),
+            "raw_bytes": self.raw_bytes,
+            "stored_bytes": self.stored_bytes,
+            "ratio": ratio(self.raw_bytes, self.stored_bytes),
+            "arrays": self.arrays,
+            "frames": self.frames,
+            "seconds": self.seconds,
+        }
+
+    def __str__(self) -> str:
+        original = ", ".join(self.against)
+        if self.difference is not None:
+            return f"{self.input}: {DIFFERS} from {original}: array {self.difference.array!r} {self.difference.what}"
+        how = {
+            "bytes": f"every byte compared with {original}",
+            "sha256": "decoded, sha256 of the manifest",
+            None: "no manifest and no --against: nothing to compare with",
+        }[self.proof]
+        return (
+            f"{self.input}: {self.label} ({how}), {count(self.arrays, 'array')}, "
+            f"{self.stored_bytes:,} -> {self.raw_bytes:,} bytes, "
+            f"ratio {ratio(self.raw_bytes, self.stored_bytes):.4f}, "
+            f"{megabytes_per_second(self.raw_bytes, self.seconds)}"
+        )
+
+
+def verify(
+    frames: FrameSet,
+    against: Source | None = None,
+    options: DecodeOptions | None = None,
+    *,
+    progress: Progress | None = None,
+) -> Verified:
+    """Decode frames again, and compare what comes out with the original or with the manifest.
+
+    Parameters
+    ----------
+    frames
+        `open_frames`.
+    against
+        The original (`kvmnn.open`), whose bytes are then compared; without it the hashes of the manifest are. A frame
+        without a manifest can only be shown to decode.
+    options
+        Limits, codecs, threads.
+    progress
+        Called with raw bytes.
+
+    Returns
+    -------
+    Verified
+        With `ok` False for arrays that differ from `against`.
+
+    Raises
+    ------
+    KvmnnError
+        When a frame does not decode, or a hash differs from the manifest's.
+    """
+    started = time.perf_counter()
+    difference: Difference | None = None
+    if against is not None:
+        difference = compare(frames, against.arrays, options, progress=progress)
+    else:
+        deque(decode_frames(frames, options, check_frames=True, progress=progress), maxlen=0)
+    return Verified(
+        input=frames.path,
+        against=() if against is None else against.inputs,
+        proof="bytes" if against is not None else "sha256" if frames.document else None,
+        difference=difference,
+        raw_bytes=frames.raw_bytes,
+        stored_bytes=frames.stored_bytes,
+        arrays=len(frames.arrays),
+        frames=frames.frame_count,
+        seconds=time.perf_counter() - started,
+    )

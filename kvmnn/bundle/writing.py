@@ -1,0 +1,194 @@
+"""Encode: a source into a frame file, a bundle or a stream."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from ..arrays.source import Source
+from ..errors import OptionError
+from ..files.names import is_directory
+from ..files.output import DirectoryOutput, FileOutput
+from ..packed.cache_info import CacheInfo
+from ..packed.summary import cache_document
+from ..text import LOSSLESS, count, megabytes_per_second, ratio
+from ..threads.pipeline import Progress
+from . import manifest
+from .encoding import PACKED_FRAME_BYTES, EncodeOptions, encode_to_directory, encode_to_file, encode_to_memory
+from .manifest import Manifest, array_to_dict
+
+
+class Stream(Protocol):
+    """A buffered binary stream."""
+
+    def write(self, data: bytes, /) -> int: ...
+    def flush(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoded:
+    """Frames that were written.
+
+    Parameters
+    ----------
+    output
+        File or directory; None for a stream.
+    manifest
+        What was written; no file of frames has a name in it where there is no output.
+    verified
+        Whether every frame was decoded and compared with its input.
+    seconds
+        Time that it took.
+    cache
+        The packed cache that the arrays were read from, if it was one.
+    """
+
+    output: str | None
+    manifest: Manifest
+    verified: bool
+    seconds: float
+    cache: CacheInfo | None = None
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of all arrays."""
+        return self.manifest.raw_bytes
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all frames."""
+        return self.manifest.stored_bytes
+
+    @property
+    def ratio(self) -> float:
+        """Raw over stored bytes."""
+        return ratio(self.raw_bytes, self.stored_bytes)
+
+    @property
+    def label(self) -> str | None:
+        """``LOSSLESS`` if that was proved, else None."""
+        return LOSSLESS if self.verified else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same for JSON."""
+        made = self.manifest
+        return {
+            "output": self.output,
+            "label": self.label,
+            "raw_bytes": self.raw_bytes,
+            "stored_bytes": self.stored_bytes,
+            "ratio": self.ratio,
+            "seconds": self.seconds,
+            "effort": made.effort,
+            "kvmnn_version": made.kvmnn_version,
+            "zstd_version": made.zstd_version,
+            "byte_exact": made.zstd_byte_exact and made.effort == "exact",
+            "cache": cache_document(self.cache),
+            "arrays": [
+                {**array_to_dict(array), "ratio": ratio(array.nbytes, array.stored_bytes)} for array in made.arrays
+            ],
+        }
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, *, verbose: bool = False) -> str:
+        """One line; with `verbose` also one for each array."""
+        arrays = self.manifest.arrays
+        lines = []
+        if verbose and self.output is not None:
+            lines += [
+                f"{array.name}: {array.dtype} {list(array.shape)}, {array.nbytes:,} -> {array.stored_bytes:,} bytes, "
+                f"ratio {ratio(array.nbytes, array.stored_bytes):.4f}"
+                for array in arrays
+            ]
+        name = self.output or arrays[0].name
+        if len(arrays) > 1:
+            name += f" ({count(len(arrays), 'array')})"
+        proof = f"{LOSSLESS} (decoded and compared)" if self.verified else "not verified"
+        lines.append(
+            f"{name}: {self.raw_bytes:,} -> {self.stored_bytes:,} bytes, ratio {self.ratio:.4f}, "
+            f"{count(sum(len(array.frames) for array in arrays), 'frame')}, {proof}, "
+            f"{megabytes_per_second(self.raw_bytes, self.seconds)}"
+        )
+        if self.cache:
+            packed = self.cache.file_bytes
+            times = ratio(packed, self.stored_bytes)
+            lines.append(f"  the packed files have {packed:,} bytes, {times:.2f} times as many as the frames")
+        return "\n".join(lines)
+
+
+def encode(
+    source: Source,
+    output: str | os.PathLike[str] | Stream,
+    options: EncodeOptions | None = None,
+    *,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Encoded:
+    """Encode all arrays of a source into frames, and write the manifest that restores and proves them.
+
+    Parameters
+    ----------
+    source
+        What to encode: `kvmnn.open`.
+    output
+        For one array a file, which gets the frames, back to back, and its manifest beside it (``<output>.json``); a
+        directory (several arrays, a name that ends in a slash, or a directory that exists), which gets one frame file
+        for each array and ``manifest.json``; or a binary stream, which gets the one frame of one array and no manifest.
+    options
+        Predictors, codecs, effort, where arrays are cut, threads, verification.
+    force
+        Replace files that exist; the inputs of `source` are never replaced.
+    progress
+        Called with raw bytes.
+
+    Raises
+    ------
+    OptionError
+        When a stream would have to carry more than one frame.
+    KvmnnError
+        When an input is damaged, the output exists or cannot be written, or a frame does not decode to its input.
+        Nothing is left behind then.
+    """
+    options = options or EncodeOptions()
+    if source.cache and options.frame_bytes is None:
+        options = replace(options, frame_bytes=PACKED_FRAME_BYTES)
+    started = time.perf_counter()
+    if isinstance(output, str | os.PathLike):
+        path = os.fspath(output)
+        made = _to_path(source, path, options, force, progress)
+    else:
+        path = None
+        made = _to_stream(source, output, options, progress)
+    seconds = time.perf_counter() - started
+    return Encoded(output=path, manifest=made, verified=options.verify, seconds=seconds, cache=source.cache)
+
+
+def _to_path(source: Source, path: str, options: EncodeOptions, force: bool, progress: Progress | None) -> Manifest:
+    if len(source) > 1 or is_directory(path):
+        with DirectoryOutput(path, force=force, protect=source.inputs, index=manifest.FILE_NAME) as directory:
+            made = encode_to_directory(source.arrays, directory, options, metadata=source.metadata, progress=progress)
+            directory.commit()
+        return made
+    with FileOutput(path, force=force, protect=source.inputs) as file:
+        made = encode_to_file(source.arrays, file, options, metadata=source.metadata, progress=progress)
+        file.commit()
+    return made
+
+
+def _to_stream(source: Source, stream: Stream, options: EncodeOptions, progress: Progress | None) -> Manifest:
+    if len(source) > 1:
+        raise OptionError(f"a stream carries one frame, not {len(source)}: write to a directory (-o DIR/)")
+    (array,) = source.arrays
+    if array.piece_count(options.cut_above) > 1:
+        raise OptionError(
+            f"a stream carries one frame, but {array.nbytes} bytes are above --frame-bytes: "
+            "use --frame-bytes 0 or -o FILE"
+        )
+    frame, made = encode_to_memory(array, options, progress)
+    stream.write(frame)
+    stream.flush()
+    return made

@@ -1,0 +1,41 @@
+"""The formats of files of arrays, by the names of the files. A new one is a module here and a line in the table."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import PurePath
+from typing import NamedTuple
+
+from ..arrays.source import Source
+from . import npy, npz, safetensors
+from .options import ReadOptions
+from .sinks import Writer
+
+
+class ArrayFormat(NamedTuple):
+    """How files of a format are read and written."""
+
+    read: Callable[[str, ReadOptions], Source]
+    write: Writer
+    holds_many: bool
+    """Whether a file holds any number of arrays, or one."""
+
+
+ARRAY_FORMATS = {
+    ".npy": ArrayFormat(npy.read, npy.write_npy, False),
+    ".npz": ArrayFormat(npz.read, npz.write_npz, True),
+    ".safetensors": ArrayFormat(safetensors.read, safetensors.write_safetensors, True),
+}
+"""By suffix, in lower case."""
+
+
+def array_format(name: str) -> ArrayFormat | None:
+    """The format that a file of this name has; None for all other names."""
+    return ARRAY_FORMATS.get(PurePath(name).suffix.lower())
+
+
+def holds_many(name: str) -> bool:
+    """Whether a file called `name` is of a format that holds several arrays; a directory of that name does not."""
+    known = array_format(name)
+    return known is not None and known.holds_many and not os.path.isdir(name)

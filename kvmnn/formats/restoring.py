@@ -1,0 +1,146 @@
+"""Restore: frames into the arrays they were made from, as files of any format or as raw words on a stream."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..arrays.named_array import ArrayInfo
+from ..bundle.decoding import decode_frames
+from ..bundle.frame_set import DecodeOptions, FrameSet
+from ..errors import OptionError
+from ..text import LOSSLESS, count, megabytes_per_second
+from ..threads.pipeline import Progress
+from .raw import write_raw
+from .sinks import Sink
+from .writing import write_arrays
+
+
+class Stream(Sink, Protocol):
+    """A buffered binary stream."""
+
+    def flush(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """Arrays that were decoded and written.
+
+    Parameters
+    ----------
+    input
+        The frames.
+    output
+        File or directory; None for a stream.
+    arrays
+        What was written.
+    verified
+        Whether there was a manifest, whose hashes were compared.
+    stored_bytes
+        Of all frames.
+    seconds
+        Time that it took.
+    """
+
+    input: str
+    output: str | None
+    arrays: tuple[ArrayInfo, ...]
+    verified: bool
+    stored_bytes: int
+    seconds: float
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in self.arrays)
+
+    @property
+    def label(self) -> str | None:
+        """``LOSSLESS`` if the manifest proved it, else None."""
+        return LOSSLESS if self.verified else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same for JSON."""
+        return {
+            "input": self.input,
+            "output": self.output,
+            "label": self.label,
+            "raw_bytes": self.raw_bytes,
+            "stored_bytes": self.stored_bytes,
+            "seconds": self.seconds,
+            "arrays": [array_document(array) for array in self.arrays],
+        }
+
+    def __str__(self) -> str:
+        proof = f"{LOSSLESS} (sha256 of the manifest)" if self.verified else "no manifest to check it against"
+        return (
+            f"{self.output or 'standard output'}: {count(len(self.arrays), 'array')}, {self.stored_bytes:,} -> "
+            f"{self.raw_bytes:,} bytes, {proof}, {megabytes_per_second(self.raw_bytes, self.seconds)}"
+        )
+
+
+def restore(
+    frames: FrameSet,
+    output: str | os.PathLike[str] | Stream,
+    options: DecodeOptions | None = None,
+    *,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Restored:
+    """Decode frames and write the arrays they were made from; the hashes of the manifest are compared.
+
+    Parameters
+    ----------
+    frames
+        `kvmnn.bundle.open_frames`.
+    output
+        A ``.npz`` or ``.safetensors`` file; a directory (ends in a slash, or is one) for a ``.npy`` file of each array;
+        for one array also a ``.npy`` file, any other file for its raw words, or a binary stream for those.
+    options
+        Limits, codecs, threads.
+    force
+        Replace files that exist; the frames are never replaced.
+    progress
+        Called with raw bytes.
+
+    Raises
+    ------
+    OptionError
+        When a stream would have to carry more than one array.
+    KvmnnError
+        When a frame does not decode, a hash differs, or the output cannot hold the arrays, exists or cannot be written.
+        No file is left behind then.
+    """
+    started = time.perf_counter()
+    runs = decode_frames(frames, options, progress=progress)
+    if isinstance(output, str | os.PathLike):
+        path = os.fspath(output)
+        metadata = frames.document.metadata if frames.document else None
+        protect = [frames.path, *frames.paths]
+        write_arrays(path, frames.arrays, runs, metadata, force=force, protect=protect)
+    else:
+        path = None
+        if len(frames.arrays) > 1:
+            raise OptionError(f"a stream carries one array, not {len(frames.arrays)}: use -o DIR/ or -o X.npz")
+        write_raw(output, frames.arrays, runs, {})
+        output.flush()
+    return Restored(
+        input=frames.path,
+        output=path,
+        arrays=frames.arrays,
+        verified=frames.document is not None,
+        stored_bytes=frames.stored_bytes,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def array_document(array: ArrayInfo) -> dict[str, Any]:
+    """What an array is, for JSON."""
+    return {
+        "name": array.name,
+        "dtype": array.dtype,
+        "shape": list(array.shape),
+        "array_dtype": array.array_dtype,
+    }

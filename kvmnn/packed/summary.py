@@ -1,0 +1,30 @@
+"""A packed cache in a few words, and as JSON."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..text import count, span
+from .cache_info import CacheInfo, to_dict
+from .fitting import describe
+
+
+def cache_document(info: CacheInfo | None) -> dict[str, Any] | None:
+    """The description of a cache with its sizes in bytes, for JSON."""
+    return None if info is None else {**to_dict(info), "live_bytes": info.live_bytes, "file_bytes": info.file_bytes}
+
+
+def cache_summary(info: CacheInfo) -> str:
+    """Layers, layout, tokens and capacity on one line."""
+    tokens = sorted({layer.tokens for layer in info.layers})
+    capacities = sorted({layer.capacity for layer in info.layers})
+    return (
+        f"{count(len(info.layers), 'layer')}, {describe(info.layout)}, {span(tokens)} tokens, "
+        f"capacity {span(capacities)}"
+    )
+
+
+def live_share(info: CacheInfo) -> str:
+    """Live and padded bytes on one line."""
+    live, total = info.live_bytes, info.file_bytes
+    return f"{live:,} live bytes of {total:,} ({100 * live / total:.1f} %), {total - live:,} padding and room"

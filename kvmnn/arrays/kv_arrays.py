@@ -12,12 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from .. import dtypes
-from ..dtypes import Words
+from ..dtypes import PARTS, KVPair, Part, Words
 from ..errors import SourceError
 from .named_array import ArrayInfo, NamedArray
-from .names import layer_of, side_of
-
-Pair = tuple[Words, Words]
+from .names import layer_of, part_of
 
 _NEEDED, _ALLOWED = set("htd"), set("lbhtd")
 _WHOLE, _BY_LAYER = "lbhtd", {4: "bhtd", 3: "htd"}
@@ -37,11 +35,11 @@ class KVArrays:
         Letters for the axes of each of them: l layer, b batch, h kv_head, t token, d dimension.
     """
 
-    layers: dict[int, Pair]
+    layers: dict[int, KVPair]
     pairs: tuple[tuple[NamedArray, NamedArray], ...]
     axes: str
 
-    def restore(self, new: dict[int, Pair]) -> tuple[list[ArrayInfo], list[Words]]:
+    def restore(self, new: dict[int, KVPair]) -> tuple[list[ArrayInfo], list[Words]]:
         """Other tokens for the same layers, with the names and axes that the source had.
 
         Returns
@@ -52,9 +50,9 @@ class KVArrays:
         arrays: list[Words] = []
         layers = iter(new.values())
         for pair in self.pairs:
-            whole = list(new.values()) if "l" in self.axes else [next(layers)]
-            for side, array in enumerate(pair):
-                words = _to_axes(np.stack([entry[side] for entry in whole]), self.axes)
+            entries = list(new.values()) if "l" in self.axes else [next(layers)]
+            for array, stacked in zip(pair, zip(*entries, strict=True), strict=True):
+                words = _to_axes(np.stack(stacked), self.axes)
                 dtype = array.dtype if array.word_bytes == words.itemsize else dtypes.of_array(words).name
                 infos.append(ArrayInfo(name=array.name, dtype=dtype, shape=words.shape, array_dtype=words.dtype.str))
                 arrays.append(words)
@@ -97,7 +95,7 @@ def read_kv(where: str, arrays: Sequence[NamedArray], axes: str | None = None) -
         if len(keys) != len(values):
             raise SourceError(f"{where}: K has {len(keys)} layers, V {len(values)}")
         return KVArrays(dict(enumerate(zip(keys, values, strict=True))), tuple(pairs), found)
-    layers: dict[int, Pair] = {}
+    layers: dict[int, KVPair] = {}
     by_layer: dict[int, tuple[NamedArray, NamedArray]] = {}
     for pair in pairs:
         number = layer_of(pair[0].name)
@@ -142,17 +140,18 @@ def _default_axes(where: str, array: NamedArray, layer: int | None) -> str:
 
 
 def _pair_up(where: str, arrays: Sequence[NamedArray]) -> list[tuple[NamedArray, NamedArray]]:
-    sides: tuple[dict[str, NamedArray], dict[str, NamedArray]] = ({}, {})
+    found: dict[Part, dict[str, NamedArray]] = {part: {} for part in PARTS}
     for array in arrays:
-        side, key = side_of(where, array.name)
-        if key in sides[side]:
-            raise SourceError(f"{where}: arrays {sides[side][key].name!r} and {array.name!r} have the same role")
-        sides[side][key] = array
-    for key in sides[0].keys() ^ sides[1].keys():
-        has, lacks = ("K", "V") if key in sides[0] else ("V", "K")
-        name = (sides[0].get(key) or sides[1][key]).name
+        part, rest = part_of(where, array.name)
+        if rest in found[part]:
+            raise SourceError(f"{where}: arrays {found[part][rest].name!r} and {array.name!r} have the same role")
+        found[part][rest] = array
+    keys, values = found["key"], found["value"]
+    for rest in keys.keys() ^ values.keys():
+        has, lacks = ("K", "V") if rest in keys else ("V", "K")
+        name = (keys.get(rest) or values[rest]).name
         raise SourceError(f"{where}: array {name!r} is {has} and there is no {lacks} to it")
-    return [(keys, sides[1][key]) for key, keys in sides[0].items()]
+    return [(array, values[rest]) for rest, array in keys.items()]
 
 
 def _words(array: NamedArray) -> Words:

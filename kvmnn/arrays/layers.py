@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from ..dtypes import PARTS, Part
 from ..errors import KvmnnError, SourceError
-from ..packed.rows import PARTS, Part
 from .named_array import NamedArray, Piece
-from .names import layer_of, side_of
+from .names import layer_of, part_of
 
 _DUMP = re.compile(r"(?:.*/)?layer_(?P<layer>\d{1,6})/(?:packed_)?(?P<part>[kv])_(?:packed_)?t(?P<start>\d+)_\d+")
 
@@ -91,13 +91,13 @@ def _name(name: str) -> tuple[Part, int | None, int]:
     if dumped:
         return PARTS[dumped["part"] == "v"], int(dumped["layer"]), int(dumped["start"])
     try:
-        side, rest = side_of("", name)
+        part, rest = part_of("", name)
     except SourceError:
         raise SourceError(
             f"array {name!r}: its name does not say whether it is K or V of which layer: expected e.g. "
             f"'{array_name(0, 'key')}'"
         ) from None
-    return PARTS[side], layer_of(rest), 0
+    return part, layer_of(rest), 0
 
 
 def _row_of(array: NamedArray, index: int) -> NamedArray:

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import re
 
+from ..dtypes import Part
 from ..errors import SourceError
 
-_K_WORDS = ("k", "key", "keys")
-
-
-_V_WORDS = ("v", "value", "values")
-
-
+_PART_WORDS: dict[str, Part] = {
+    **dict.fromkeys(("k", "key", "keys"), "key"),
+    **dict.fromkeys(("v", "value", "values"), "value"),
+}
 _WORD = re.compile(r"[A-Za-z]+\d*|\d+")
-
-
 _LAYER_WORD = re.compile(r"(?:layers?|l|keys?|values?|k|v)?(\d+)", re.IGNORECASE)
 
 
-def side_of(where: str, name: str) -> tuple[int, str]:
-    """0 for K, 1 for V, by the last word that says so; and the name with that word taken out.
+def part_of(where: str, name: str) -> tuple[Part, str]:
+    """K or V by the last word that says so; and the name with that word replaced by ``*``.
 
     Raises
     ------
@@ -28,9 +25,9 @@ def side_of(where: str, name: str) -> tuple[int, str]:
     """
     for word in reversed(list(_WORD.finditer(name))):
         letters = word[0].rstrip("0123456789")
-        for side, words in enumerate((_K_WORDS, _V_WORDS)):
-            if letters.lower() in words:
-                return side, f"{name[: word.start()]}*{name[word.start() + len(letters) :]}"
+        part = _PART_WORDS.get(letters.lower())
+        if part:
+            return part, f"{name[: word.start()]}*{name[word.start() + len(letters) :]}"
     raise SourceError(
         f"{where}: array {name!r} is neither K nor V by its name: expected a word k, key or keys, v, value or values "
         "in it (--tensor chooses arrays)"

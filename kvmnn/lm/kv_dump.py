@@ -15,11 +15,11 @@ from ..arrays.casting import Cast
 from ..arrays.layer_cache import LayerCache
 from ..arrays.layers import LayerArray, array_name
 from ..arrays.named_array import NamedArray, Piece
+from ..dtypes import PARTS, Part
 from ..errors import KvmnnError
 from ..files.output import DirectoryOutput
 from ..formats import npy
 from ..formats.mnn.dump_writing import write_dump
-from ..packed.rows import PARTS, Part
 
 POSITIONS = "positions.json"
 TOKEN_IDS = "token_ids.json"

@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from ..checks import whole
-from ..dtypes import by_name
+from ..dtypes import Indices, Part, by_name
 from ..errors import KvmnnError, LimitError
-from . import _layout
 from .backends import backend
 
 FLASH_BLOCK = 64
@@ -123,6 +121,14 @@ class PackNumbers:
         """Whether keys, or keys and values, are int8."""
         return self.int8_keys
 
+    def is_int8(self, part: Part) -> bool:
+        """Whether K (``"key"``) or V (``"value"``) is int8."""
+        return self.int8_keys if part == "key" else self.int8_values
+
+    def pack_numbers(self, part: Part) -> tuple[int, int]:
+        """lP and hP of K or V: those of the int8 kernels for what is int8."""
+        return (self.lP8 or 1, self.hP8 or 1) if self.is_int8(part) else (self.lP, self.hP)
+
     @property
     def unrecoverable(self) -> tuple[str, ...]:
         """What the buffers alone do not hold, in sentences; empty for float layouts."""
@@ -142,23 +148,23 @@ class PackNumbers:
 
     def key_shape(self, capacity: int) -> tuple[int, int, int, int]:
         """One head of K: ``[tile, dims / lP, hP, lP]``; for int8 without the scales and biases after each tile."""
-        lP, hP = self._pack(self.int8_keys)
+        lP, hP = self.pack_numbers("key")
         return _up(capacity, hP), _up(self.head_dim, lP), hP, lP
 
     def value_shape(self, capacity: int) -> tuple[int, int, int, int, int]:
         """One head of V: ``[block, dims / hP, block / lP, hP, lP]``; for int8 without scales and biases."""
-        lP, hP = self._pack(self.int8_values)
+        lP, hP = self.pack_numbers("value")
         block = self.value_block(capacity)
         return _up(capacity, block), _up(self.head_dim, hP), _up(block, lP), hP, lP
 
     def key_strides(self) -> tuple[int, int, int, int]:
         """Distances along the axes of `key_shape`, in elements (bytes for int8)."""
-        lP, hP = self._pack(self.int8_keys)
+        lP, hP = self.pack_numbers("key")
         return _up(self.head_dim, lP) * lP * hP + (8 * hP if self.int8_keys else 0), lP * hP, lP, 1
 
     def value_strides(self, capacity: int) -> tuple[int, int, int, int, int]:
         """Distances along the axes of `value_shape`, in elements (bytes for int8)."""
-        lP, hP = self._pack(self.int8_values)
+        lP, hP = self.pack_numbers("value")
         column = _up(self.value_block(capacity), lP) * lP * hP + (8 * hP if self.int8_values else 0)
         return column * _up(self.head_dim, hP), column, lP * hP, lP, 1
 
@@ -210,17 +216,17 @@ class PackNumbers:
 
     # -- indexes -------------------------------------------------------------------------------------------------------
 
-    def key_index(self, tokens: Any, dims: Any) -> npt.NDArray[np.int64]:
+    def key_index(self, tokens: Any, dims: Any) -> Indices:
         """Where K(token, dim) lies inside its head, in elements (bytes for int8).
 
         `tokens` and `dims` are integers or arrays of them and broadcast against each other; dims below `head_dim`.
         """
         t, d = self._axes(tokens, dims)
-        lP, hP = self._pack(self.int8_keys)
+        lP, hP = self.pack_numbers("key")
         tile, unit, _, _ = self.key_strides()
         return np.asarray(t // hP * tile + d // lP * unit + t % hP * lP + d % lP)
 
-    def value_index(self, tokens: Any, dims: Any, capacity: int | None = None) -> npt.NDArray[np.int64]:
+    def value_index(self, tokens: Any, dims: Any, capacity: int | None = None) -> Indices:
         """Where V(token, dim) lies inside its head, in elements (bytes for int8).
 
         `capacity` is needed only without a flash block. Otherwise as `key_index`.
@@ -228,38 +234,29 @@ class PackNumbers:
         if self.flash_block is None and capacity is None:
             raise KvmnnError("without a flash block the place of a value depends on the capacity: say which")
         t, d = self._axes(tokens, dims)
-        lP, hP = self._pack(self.int8_values)
+        lP, hP = self.pack_numbers("value")
         room = whole(capacity, "capacity", 1) if capacity is not None else 1
         block = self.value_block(room)
         s0, s1, s2, _, _ = self.value_strides(room)
         r = t % block
         return np.asarray(t // block * s0 + d // hP * s1 + r // lP * s2 + d % hP * lP + r % lP)
 
-    # -- for the modules around this one -------------------------------------------------------------------------------
-
-    def is_int8(self, side: int) -> bool:
-        """Whether K (0) or V (1) is int8."""
-        return self.int8_values if side else self.int8_keys
-
-    def numbers(self, side: int, capacity: int) -> _layout.Numbers:
-        """What the compiled code needs to know of K (0) or V (1)."""
-        int8, block = self.is_int8(side), self.value_block(capacity)
-        lP, hP = self._pack(int8)
-        size = self.value_head_bytes(capacity) if side else self.key_head_bytes(capacity)
-        tile = (self.value_strides(capacity)[0] if side else self.key_strides()[0]) * (1 if int8 else self.itemsize)
-        return _layout.Numbers(side == 0, self.itemsize, self.head_dim, lP, hP, block, size, tile)
+    # -- checks --------------------------------------------------------------------------------------------------------
 
     def check_capacity(self, capacity: int) -> int:
-        """`capacity`; `KvmnnError` where it is none, its child `LimitError` where no memory would do."""
+        """`capacity`, in tokens.
+
+        Raises
+        ------
+        KvmnnError
+            For one below 1; its child `LimitError` for buffers that no memory holds.
+        """
         whole(capacity, "capacity", 1)
         if max(self.key_bytes(capacity), self.value_bytes(capacity)) > MAX_BYTES:
             raise LimitError(f"capacity {capacity} gives buffers beyond any memory")
         return capacity
 
-    def _pack(self, int8: bool) -> tuple[int, int]:
-        return (self.lP8 or 1, self.hP8 or 1) if int8 else (self.lP, self.hP)
-
-    def _axes(self, tokens: Any, dims: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _axes(self, tokens: Any, dims: Any) -> tuple[Indices, Indices]:
         axes = []
         for name, axis, end in (("tokens", tokens, None), ("dims", dims, self.head_dim)):
             array = np.asarray(axis)

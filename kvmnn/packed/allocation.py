@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-from .buffers import filled
+from .buffers import Buffers, filled
 from .layout import PackLayout
-
-Buffers = tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]
 
 
 def fresh(layout: PackLayout, capacity: int, fresh_byte: int) -> Buffers:

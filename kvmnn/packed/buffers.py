@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from ..dtypes import Bytes
+from ..dtypes import PARTS, Bytes, KVPair, Part, by_name
 from ..errors import KvmnnError
+from .addressing import PackNumbers
 
-if TYPE_CHECKING:
-    from .addressing import PackNumbers
+Buffers = tuple[Bytes, Bytes]
+"""The packed K and V of a layer."""
+
+T = TypeVar("T")
+
+
+def by_part(pair: tuple[T, T]) -> dict[Part, T]:
+    """What belongs to K and what belongs to V."""
+    return dict(zip(PARTS, pair, strict=True))
+
+
+def as_buffers(
+    layout: PackNumbers, key_buffer: Any, value_buffer: Any, capacity: int, writable: bool = False
+) -> Buffers:
+    """Two packed buffers as bytes over the same memory, their sizes those of a checked `capacity`."""
+    return (
+        as_buffer(key_buffer, "key_buffer", layout.key_bytes(capacity), capacity, writable),
+        as_buffer(value_buffer, "value_buffer", layout.value_bytes(capacity), capacity, writable),
+    )
 
 
 def as_buffer(buffer: Any, name: str, size: int, capacity: int, writable: bool) -> Bytes:
@@ -44,6 +62,33 @@ def as_rows(part: Any, name: str, layout: PackNumbers) -> Bytes:
             f"{name} have {data.size} bytes: expected a whole number of tokens of {heads * dims * size} bytes"
         )
     return data.reshape(heads, -1, dims * size)
+
+
+def both_rows(keys: Any, values: Any, layout: PackNumbers) -> Buffers:
+    """`as_rows` of K and of V, which must have the same number of tokens."""
+    rows = as_rows(keys, "keys", layout), as_rows(values, "values", layout)
+    if rows[0].shape != rows[1].shape:
+        raise KvmnnError(f"keys of {rows[0].shape[1]} tokens and values of {rows[1].shape[1]}: expected as many")
+    return rows
+
+
+def plain_arrays(layout: PackNumbers, count: int, out: KVPair | None = None) -> KVPair:
+    """Two arrays ``[kv_heads, count, head_dim]`` for plain tokens: new ones, or `out`, checked.
+
+    What is int8 is read as float32.
+    """
+    shape = (layout.kv_heads, count, layout.head_dim)
+    words = by_name(layout.dtype).numpy
+    types = tuple(np.dtype("<f4") if layout.is_int8(part) else words for part in PARTS)
+    if out is None:
+        return np.empty(shape, types[0]), np.empty(shape, types[1])
+    for number, array in enumerate(out):
+        if not isinstance(array, np.ndarray):
+            raise TypeError(f"out[{number}] must be a numpy array, not {type(array).__name__}")
+        size = types[number].itemsize
+        if array.shape != shape or array.itemsize != size:
+            raise KvmnnError(f"out[{number}] is {array.dtype} {array.shape}: expected {size}-byte words {shape}")
+    return out
 
 
 def writable_rows(array: npt.NDArray[Any], name: str) -> Bytes:

@@ -7,22 +7,20 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ..checks import whole
-from ..dtypes import Bytes
+from ..dtypes import Bytes, KVPair, Part
 from ..errors import CacheDroppedWarning, KvmnnError, LimitError
 from ..threads.pool import resolve_threads
 from . import _layout
 from .addressing import EXPAND_CHUNK
 from .allocation import fresh, grown
-from .buffers import as_rows, size_of
+from .buffers import Buffers, as_buffers, both_rows, by_part, plain_arrays, size_of
 from .int8_sums import Int8Sums
 from .kv_meta import KVMeta, erase_plan
 from .layout import PackLayout
-from .reserve import INT32_MAX, Outcome, Pair, as_dialect, as_pairs, check_plan, fork_outcome, upstream_outcome
-
-Arrays = tuple[npt.NDArray[Any], npt.NDArray[Any]]
+from .native import native_numbers, share_heads
+from .reserve import INT32_MAX, Outcome, Pair, as_dialect, as_pairs, check_reserve, fork_outcome, upstream_outcome
 
 
 class PackedCache:
@@ -78,7 +76,7 @@ class PackedCache:
         self._expand_chunk = whole(expand_chunk, "expand_chunk", 0, INT32_MAX)
         self._fresh_byte = whole(fresh_byte, "fresh_byte", 0, 255)
         self._threads = resolve_threads(threads)
-        self._buffers: tuple[Bytes, Bytes] = (np.empty(0, np.uint8), np.empty(0, np.uint8))
+        self._buffers: Buffers = (np.empty(0, np.uint8), np.empty(0, np.uint8))
         self._sums: Int8Sums | None = None
         self._capacity = self._past = 0
 
@@ -121,7 +119,7 @@ class PackedCache:
             capacity = layout.capacity_of(size_of(key_buffer), size_of(value_buffer))
         room = layout.check_capacity(capacity)
         whole(past, "past", 0, room)
-        packed = layout.buffers(key_buffer, value_buffer, room, writable=not copy)
+        packed = as_buffers(layout, key_buffer, value_buffer, room, writable=not copy)
         cache._buffers = (packed[0].copy(), packed[1].copy()) if copy else packed
         cache._capacity, cache._past = room, past
         return cache
@@ -171,16 +169,16 @@ class PackedCache:
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def to_arrays(self, out: Arrays | None = None) -> Arrays:
+    def to_arrays(self, out: KVPair | None = None) -> KVPair:
         """All live tokens of K and V, each ``[kv_heads, past, head_dim]``, in `out` if that is given.
 
         int8 comes back as float32; `PackLayout.unrecoverable` says what is missing then.
         """
         if self._past == 0:
-            return self._layout.plain(0, out)
+            return plain_arrays(self._layout, 0, out)
         return self.gather(0, self._past, out)
 
-    def gather(self, start: int, count: int, out: Arrays | None = None) -> Arrays:
+    def gather(self, start: int, count: int, out: KVPair | None = None) -> KVPair:
         """The live tokens ``[start, start + count)``, as `PackLayout.gather`."""
         if self._capacity == 0:
             raise KvmnnError(f"range of {count} tokens from {start}: the cache is empty")
@@ -216,7 +214,7 @@ class PackedCache:
         """
         rows = self._rows(keys, values)
         count = rows[0].shape[1]
-        pairs, before = self._plan(remove, reserve, previous)
+        pairs, before = self._checked(remove, reserve, previous)
         messages: tuple[str, ...] = ()
         if remove == before and (not pairs or self._dialect == "upstream"):
             self._start_anew(count, pairs)
@@ -258,7 +256,7 @@ class PackedCache:
             For a plan that the fork would not apply in full, unless ``on_invalid="engine"``; for numbers that the
             engine cannot be given; where upstream would leave its buffers. Nothing has changed then.
         """
-        pairs, before = self._plan(remove, reserve, previous)
+        pairs, before = self._checked(remove, reserve, previous)
         whole(add, "add", 0)
         if self._dialect == "upstream" and remove == before:
             self._start_anew(add, pairs)
@@ -285,15 +283,12 @@ class PackedCache:
 
     # -- how -----------------------------------------------------------------------------------------------------------
 
-    def _rows(self, keys: Any, values: Any) -> tuple[Bytes, Bytes]:
+    def _rows(self, keys: Any, values: Any) -> Buffers:
         if self._layout.quantised and self._layout.dtype != "fp32":
             raise KvmnnError(f"int8 from {self._layout.dtype}: kvmnn knows the engine's arithmetic for fp32 only")
-        rows = as_rows(keys, "keys", self._layout), as_rows(values, "values", self._layout)
-        if rows[0].shape != rows[1].shape:
-            raise KvmnnError(f"keys of {rows[0].shape[1]} tokens and values of {rows[1].shape[1]}: expected as many")
-        return rows
+        return both_rows(keys, values, self._layout)
 
-    def _plan(self, remove: int, reserve: Iterable[Pair], previous: int | None) -> tuple[tuple[Pair, ...], int]:
+    def _checked(self, remove: int, reserve: Iterable[Pair], previous: int | None) -> tuple[tuple[Pair, ...], int]:
         """The pairs, and how many tokens the engine believes there are; numbers that it cannot be given are refused."""
         pairs = as_pairs(reserve)
         if (whole(remove, "remove", 0) or pairs) and self._capacity == 0:
@@ -328,7 +323,7 @@ class PackedCache:
 
     def _reallocate(self, remove: int, pairs: tuple[Pair, ...], add: int, before: int, pushing: int) -> tuple[str, ...]:
         if self._on_invalid == "raise":
-            check_plan(self._past, remove, pairs, self._layout.quantised)
+            check_reserve(self._past, remove, pairs, self._layout.quantised)
         outcome = self._outcome(remove, pairs, add, before)
         room = self._room_for(outcome.need) if outcome.need > self._capacity else self._capacity
         if outcome.past + pushing > room:
@@ -362,26 +357,28 @@ class PackedCache:
         if not len(moves):
             return
 
-        def work(side: int, first: int, last: int) -> None:
-            _layout.shift(self._layout.numbers(side, self._capacity), self._buffers[side], first, last, moves)
+        buffers = by_part(self._buffers)
 
-        self._layout.share(work, self._threads)
+        def work(part: Part, first: int, last: int) -> None:
+            _layout.shift(native_numbers(self._layout, part, self._capacity), buffers[part], first, last, moves)
 
-    def _push(self, rows: tuple[Bytes, Bytes]) -> None:
-        count = rows[0].shape[1]
+        share_heads(work, self._layout.kv_heads, self._threads)
+
+    def _push(self, both: Buffers) -> None:
+        count = both[0].shape[1]
         if count == 0:
             return
-        sums = self._sums
+        buffers, rows, sums = by_part(self._buffers), by_part(both), self._sums
 
-        def work(side: int, first: int, last: int) -> None:
-            numbers = self._layout.numbers(side, self._capacity)
-            packed = self._buffers[side]
-            if not self._layout.is_int8(side) or sums is None:
-                _layout.scatter(numbers, packed, rows[side], first, last, self._past)
-            elif side == 0:
-                _layout.quantise_keys(numbers, packed, sums.key_sum, sums.key_max, rows[0], first, last, self._past)
+        def work(part: Part, first: int, last: int) -> None:
+            numbers = native_numbers(self._layout, part, self._capacity)
+            packed, new = buffers[part], rows[part]
+            if not self._layout.is_int8(part) or sums is None:
+                _layout.scatter(numbers, packed, new, first, last, self._past)
+            elif part == "key":
+                _layout.quantise_keys(numbers, packed, sums.key_sum, sums.key_max, new, first, last, self._past)
             elif sums.value_sum is not None:
-                _layout.quantise_values(numbers, packed, sums.value_sum, rows[1], first, last, self._past)
+                _layout.quantise_values(numbers, packed, sums.value_sum, new, first, last, self._past)
 
-        self._layout.share(work, self._threads)
+        share_heads(work, self._layout.kv_heads, self._threads)
         self._past += count

@@ -9,7 +9,7 @@ from ..checks import whole
 from ..errors import KvmnnError
 from .reserve import Pair, as_dialect, as_pairs
 
-_MOST = (1 << 63) - 1
+_MAX_COUNT = (1 << 63) - 1
 
 
 @dataclass
@@ -40,14 +40,14 @@ class KVMeta:
     def __post_init__(self) -> None:
         as_dialect(self.dialect)
         for name in ("previous", "add", "remove"):
-            setattr(self, name, whole(getattr(self, name), name, 0, _MOST))
+            setattr(self, name, whole(getattr(self, name), name, 0, _MAX_COUNT))
         self.reserve = as_pairs(self.reserve)
 
     def set_info(self, add: int, remove: int, reserve: Iterable[Pair] = ()) -> None:
         """What ``setKVCacheInfo`` does: `remove` is cut to what there is, nothing else is looked at."""
         pairs = as_pairs(reserve)
-        self.add = whole(add, "add", 0, _MOST)
-        self.remove = min(whole(remove, "remove", 0, _MOST), self.previous)
+        self.add = whole(add, "add", 0, _MAX_COUNT)
+        self.remove = min(whole(remove, "remove", 0, _MAX_COUNT), self.previous)
         self.reserve = pairs
 
     def erase(self, begin: int, end: int = 0) -> None:

@@ -6,19 +6,16 @@ into tiles after the pack numbers lP and hP of its matrix kernels; V moreover in
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
-import numpy as np
-
-from ..checks import as_int, whole
-from ..dtypes import Bytes, Words, by_name
+from ..checks import whole
+from ..dtypes import KVPair, Part
 from ..errors import KvmnnError
-from ..threads.pool import map_pulled, resolve_threads
 from . import _layout
 from .addressing import EXPAND_CHUNK, FLASH_BLOCK, PackNumbers
-from .buffers import as_buffer, as_rows, filled, size_of, writable_rows
+from .buffers import Buffers, as_buffers, both_rows, by_part, filled, plain_arrays, size_of, writable_rows
+from .native import native_numbers, share_heads
+from .token_range import TokenRange
 
 __all__ = ["EXPAND_CHUNK", "FLASH_BLOCK", "PackLayout"]
 
@@ -51,7 +48,7 @@ class PackLayout(PackNumbers):
         out: tuple[Any, Any] | None = None,
         padding: str = "zero",
         threads: int | None = 1,
-    ) -> tuple[Bytes, Bytes]:
+    ) -> Buffers:
         """Plain arrays ``[kv_heads, tokens, head_dim]`` as a K and a V buffer.
 
         Parameters
@@ -77,22 +74,25 @@ class PackLayout(PackNumbers):
         self._floats_only("pack")
         if padding not in ("zero", "keep"):
             raise KvmnnError(f"padding is {padding!r}: expected 'zero' or 'keep'")
-        rows = as_rows(keys, "keys", self), as_rows(values, "values", self)
-        tokens = self._same_tokens(*rows)
+        both = both_rows(keys, values, self)
+        rows, tokens = by_part(both), both[0].shape[1]
         room = tokens + EXPAND_CHUNK if capacity is None else whole(capacity, "capacity", max(tokens, 1))
+        self.check_capacity(room)
         if out is None:
-            packed = self.empty(room, 0 if padding == "keep" else None)
+            fill = 0 if padding == "keep" else None
+            packed = filled(self.key_bytes(room), fill), filled(self.value_bytes(room), fill)
         else:
-            packed = self.buffers(*out, room, writable=True)
+            packed = as_buffers(self, *out, room, writable=True)
+        buffers = by_part(packed)
 
-        def work(side: int, first: int, last: int) -> None:
-            numbers = self.numbers(side, room)
+        def work(part: Part, first: int, last: int) -> None:
+            numbers = native_numbers(self, part, room)
             if padding == "zero":
-                _layout.pad(numbers, packed[side], first, last, tokens)
+                _layout.pad(numbers, buffers[part], first, last, tokens)
             if tokens:
-                _layout.scatter(numbers, packed[side], rows[side], first, last, 0)
+                _layout.scatter(numbers, buffers[part], rows[part], first, last, 0)
 
-        self.share(work, threads)
+        share_heads(work, self.kv_heads, threads)
         return packed
 
     def unpack(
@@ -102,9 +102,9 @@ class PackLayout(PackNumbers):
         tokens: int,
         *,
         capacity: int | None = None,
-        out: tuple[Words, Words] | None = None,
+        out: KVPair | None = None,
         threads: int | None = 1,
-    ) -> tuple[Words, Words]:
+    ) -> KVPair:
         """The first `tokens` tokens as plain arrays ``[kv_heads, tokens, head_dim]``; the inverse of `pack`.
 
         `capacity` is derived from the sizes of the buffers by default. Otherwise as `gather`, but no tokens at all are
@@ -113,8 +113,8 @@ class PackLayout(PackNumbers):
         if capacity is None:
             capacity = self.capacity_of(size_of(key_buffer), size_of(value_buffer))
         if whole(tokens, "tokens", 0) == 0:
-            self.buffers(key_buffer, value_buffer, capacity)
-            return self.plain(0, out)
+            as_buffers(self, key_buffer, value_buffer, self.check_capacity(capacity))
+            return plain_arrays(self, 0, out)
         return self.gather(
             key_buffer, value_buffer, 0, tokens, past=tokens, capacity=capacity, out=out, threads=threads
         )
@@ -128,9 +128,9 @@ class PackLayout(PackNumbers):
         *,
         past: int,
         capacity: int,
-        out: tuple[Words, Words] | None = None,
+        out: KVPair | None = None,
         threads: int | None = 1,
-    ) -> tuple[Words, Words]:
+    ) -> KVPair:
         """Tokens ``[start, start + count)`` of both buffers, each as ``[kv_heads, count, head_dim]``.
 
         Of an int8 layout what comes back is float32, code times scale plus bias; `unrecoverable` says what that is not.
@@ -156,15 +156,15 @@ class PackLayout(PackNumbers):
         KvmnnError
             For a range outside the live tokens and for buffers of another size.
         """
-        packed = self._range(key_buffer, value_buffer, start, count, past, capacity)
-        plain = self.plain(count, out)
-        rows = writable_rows(plain[0], "out[0]"), writable_rows(plain[1], "out[1]")
+        tokens = TokenRange.of(self, key_buffer, value_buffer, start, count, past=past, capacity=capacity)
+        plain = plain_arrays(self, count, out)
+        rows = by_part((writable_rows(plain[0], "out[0]"), writable_rows(plain[1], "out[1]")))
 
-        def work(side: int, first: int, last: int) -> None:
-            read = _layout.dequantise if self.is_int8(side) else _layout.gather
-            read(self.numbers(side, capacity), packed[side], rows[side], first, last, start)
+        def work(part: Part, first: int, last: int) -> None:
+            read = _layout.dequantise if self.is_int8(part) else _layout.gather
+            read(native_numbers(self, part, capacity), tokens.buffers[part], rows[part], first, last, start)
 
-        self.share(work, threads)
+        share_heads(work, self.kv_heads, threads)
         return plain
 
     def scatter(
@@ -185,84 +185,27 @@ class PackLayout(PackNumbers):
         is written then.
         """
         self._floats_only("scatter")
-        rows = as_rows(keys, "keys", self), as_rows(values, "values", self)
-        count = self._same_tokens(*rows)
-        packed = self._range(key_buffer, value_buffer, start, count, past, capacity, writable=True)
+        both = both_rows(keys, values, self)
+        rows, count = by_part(both), both[0].shape[1]
+        tokens = TokenRange.of(
+            self, key_buffer, value_buffer, start, count, past=past, capacity=capacity, writable=True
+        )
 
-        def work(side: int, first: int, last: int) -> None:
-            _layout.scatter(self.numbers(side, capacity), packed[side], rows[side], first, last, start)
+        def work(part: Part, first: int, last: int) -> None:
+            numbers = native_numbers(self, part, capacity)
+            _layout.scatter(numbers, tokens.buffers[part], rows[part], first, last, start)
 
-        self.share(work, threads)
+        share_heads(work, self.kv_heads, threads)
 
     def zero(self, key_buffer: Any, value_buffer: Any, start: int, count: int, *, past: int, capacity: int) -> None:
         """Set the elements that `gather` would return to zero bytes; padding stays as it is. Errors as there."""
         self._floats_only("zero")
-        packed = self._range(key_buffer, value_buffer, start, count, past, capacity, writable=True)
-        for side in (0, 1):
-            _layout.zero(self.numbers(side, capacity), packed[side], 0, self.kv_heads, start, count)
-
-    # -- for the modules around this one -------------------------------------------------------------------------------
-
-    def buffers(self, key_buffer: Any, value_buffer: Any, capacity: int, writable: bool = False) -> tuple[Bytes, Bytes]:
-        """The two buffers as arrays of bytes over the same memory, their sizes checked."""
-        self.check_capacity(capacity)
-        return (
-            as_buffer(key_buffer, "key_buffer", self.key_bytes(capacity), capacity, writable),
-            as_buffer(value_buffer, "value_buffer", self.value_bytes(capacity), capacity, writable),
+        tokens = TokenRange.of(
+            self, key_buffer, value_buffer, start, count, past=past, capacity=capacity, writable=True
         )
-
-    def empty(self, capacity: int, fill: int | None) -> tuple[Bytes, Bytes]:
-        """Two new buffers, every byte `fill`, or anything for None."""
-        self.check_capacity(capacity)
-        return filled(self.key_bytes(capacity), fill), filled(self.value_bytes(capacity), fill)
+        for part, buffer in tokens.buffers.items():
+            _layout.zero(native_numbers(self, part, capacity), buffer, 0, self.kv_heads, start, count)
 
     def _floats_only(self, what: str) -> None:
         if self.quantised:
             raise KvmnnError(f"{what}: int8 rows are made by appending to a kvmnn.PackedCache, in the engine's order")
-
-    def _same_tokens(self, keys: Bytes, values: Bytes) -> int:
-        if keys.shape != values.shape:
-            raise KvmnnError(f"keys of {keys.shape[1]} tokens and values of {values.shape[1]}: expected as many")
-        return int(keys.shape[1])
-
-    def plain(self, count: int, out: tuple[Words, Words] | None = None) -> tuple[Words, Words]:
-        """Two arrays for so many plain tokens: new ones, or `out`, checked."""
-        shape = (self.kv_heads, count, self.head_dim)
-        words = by_name(self.dtype).numpy
-        types = tuple(np.dtype("<f4") if self.is_int8(side) else words for side in (0, 1))
-        if out is None:
-            return np.empty(shape, types[0]), np.empty(shape, types[1])
-        for number, array in enumerate(out):
-            if not isinstance(array, np.ndarray):
-                raise TypeError(f"out[{number}] must be a numpy array, not {type(array).__name__}")
-            size = types[number].itemsize
-            if array.shape != shape or array.itemsize != size:
-                raise KvmnnError(f"out[{number}] is {array.dtype} {array.shape}: expected {size}-byte words {shape}")
-        return out
-
-    def _range(
-        self,
-        key_buffer: Any,
-        value_buffer: Any,
-        start: int,
-        count: int,
-        past: int,
-        capacity: int,
-        writable: bool = False,
-    ) -> tuple[Bytes, Bytes]:
-        self.check_capacity(capacity)
-        if as_int(count, "count") < 1 or as_int(start, "start") < 0:
-            raise KvmnnError(f"range of {count} tokens from {start}: expected at least 1 token from 0 on")
-        if start + count > capacity or start + count > past:
-            raise KvmnnError(
-                f"range of {count} tokens from {start} ends at {start + count}: expected at most the {past} live "
-                f"tokens and the capacity {capacity}"
-            )
-        return self.buffers(key_buffer, value_buffer, capacity, writable)
-
-    def share(self, work: Callable[[int, int, int], None], threads: int | None) -> None:
-        """Call `work(side, first head, last head)` for all heads of K and of V on so many threads."""
-        share = min(resolve_threads(threads), self.kv_heads)
-        cuts = [self.kv_heads * i // share for i in range(share + 1)]
-        parts = [(side, first, last) for side in (0, 1) for first, last in pairwise(cuts)]
-        map_pulled(lambda part: work(*part), parts, share)

@@ -70,7 +70,7 @@ def as_pairs(reserve: Iterable[Iterable[int]]) -> tuple[Pair, ...]:
     return tuple(pairs)
 
 
-def check_plan(past: int, remove: int, pairs: tuple[Pair, ...], quantised: bool) -> None:
+def check_reserve(past: int, remove: int, pairs: tuple[Pair, ...], quantised: bool) -> None:
     """Raise `KvmnnError` unless the plan is one that the fork applies in full."""
     if remove > past:
         raise KvmnnError(f"remove is {remove}: expected at most the {past} live tokens")

@@ -6,33 +6,29 @@ are the caller's to check; a wrong one raises `KvmnnError` before anything is to
 
 from __future__ import annotations
 
-from typing import Literal
-
-from ..dtypes import Bytes, by_name
+from ..dtypes import Bytes, Part, by_name
 from ..errors import KvmnnError
 from . import _layout
-from .layout import PackLayout
-
-Part = Literal["key", "value"]
-PARTS: tuple[Part, Part] = ("key", "value")
+from .addressing import PackNumbers
+from .native import native_numbers
 
 
-def head_bytes(layout: PackLayout, part: Part, capacity: int) -> int:
+def head_bytes(layout: PackNumbers, part: Part, capacity: int) -> int:
     """Bytes of one head's buffer with room for `capacity` tokens."""
     return layout.key_head_bytes(capacity) if part == "key" else layout.value_head_bytes(capacity)
 
 
-def tile_tokens(layout: PackLayout, part: Part, capacity: int) -> int:
-    """Tokens whose bytes lie together: tiles of so many follow each other in a head's buffer."""
+def tile_tokens(layout: PackNumbers, part: Part, capacity: int) -> int:
+    """Tokens of a tile: the tokens whose bytes lie together in a head's buffer."""
     return layout.key_shape(capacity)[2] if part == "key" else layout.value_block(capacity)
 
 
-def row_dtype(layout: PackLayout, part: Part) -> str:
+def row_dtype(layout: PackNumbers, part: Part) -> str:
     """Name of the dtype that rows are read as: the layout's, or fp32 for what is int8."""
-    return "fp32" if layout.is_int8(PARTS.index(part)) else layout.dtype
+    return "fp32" if layout.is_int8(part) else layout.dtype
 
 
-def row_bytes(layout: PackLayout, part: Part) -> int:
+def row_bytes(layout: PackNumbers, part: Part) -> int:
     """Bytes of a row as it is read."""
     return layout.head_dim * by_name(row_dtype(layout, part)).itemsize
 
@@ -46,9 +42,9 @@ class HeadRows:
         What the buffers are. What is int8 is read as fp32, code times scale plus bias, and cannot be written.
     """
 
-    def __init__(self, layout: PackLayout, part: Part, capacity: int) -> None:
-        self._numbers = layout.numbers(PARTS.index(part), capacity)
-        self._int8 = layout.is_int8(PARTS.index(part))
+    def __init__(self, layout: PackNumbers, part: Part, capacity: int) -> None:
+        self._numbers = native_numbers(layout, part, capacity)
+        self._int8 = layout.is_int8(part)
         self._row = row_bytes(layout, part)
         self._size = head_bytes(layout, part, capacity)
         self._capacity = capacity

@@ -218,7 +218,7 @@ def test_a_document_that_is_stale_or_contradicted(prefix, run):
 
 
 def test_pack_takes_what_models_and_dumps_call_things(prefix, run):
-    stacked = [np.stack(prefix.arrays[side::2]) for side in (0, 1)]
+    stacked = [np.stack(prefix.arrays[first::2]) for first in (0, 1)]
     np.save("k.npy", stacked[0])
     np.save("v.npy", stacked[1])
     names = {f"past_key_values.{i // 2}.{('key', 'value')[i % 2]}": a[None] for i, a in enumerate(prefix.arrays)}

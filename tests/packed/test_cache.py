@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from layout_model import Cache, Int8Head, Numbers
 
 from kvmnn import CacheDroppedWarning, KVMeta, KvmnnError, LimitError, PackedCache, PackLayout
-from kvmnn.packed.reserve import check_plan
+from kvmnn.packed.reserve import check_reserve
 
 WORDS = {"fp16": "<f2", "bf16": "<u2", "fp32": "<f4"}
 
@@ -100,9 +100,8 @@ def replay(layout: PackLayout, options: dict[str, Any], steps: list[tuple[Any, .
         assert (cache.past, cache.capacity) == (slow.past, slow.capacity)
         assert cache.key_buffer.tobytes() == slow.keys.tobytes()
         assert cache.value_buffer.tobytes() == slow.values.tobytes()
-        arrays = slow.arrays()
-        for side, part in enumerate(cache.to_arrays()):
-            assert part.tobytes() == arrays[side].tobytes()
+        for array, expected in zip(cache.to_arrays(), slow.arrays(), strict=True):
+            assert array.tobytes() == expected.tobytes()
 
 
 def room_after(cache: PackedCache, remove: int, pairs: list[tuple[int, int]], add: int, expand: int) -> int:
@@ -311,7 +310,7 @@ def test_upstream_checks_plans_unless_told_not_to() -> None:
     cache = filled(40, dialect="upstream")
     with pytest.raises(KvmnnError, match="where the pair before it ends"):
         cache.realloc(30, [(10, 5), (0, 5)])
-    check_plan(40, 30, ((0, 5), (5, 25)), quantised=False)
+    check_reserve(40, 30, ((0, 5), (5, 25)), quantised=False)
 
 
 def test_adopted_buffers() -> None:

@@ -252,8 +252,8 @@ def test_large_outputs_are_written_alike(name: str, misaligned: int) -> None:
     for head in range(6):
         small = tuple(np.full(size, 0x77, np.uint8) for size in (one.key_bytes(capacity), one.value_bytes(capacity)))
         one.pack(*(part[head : head + 1] for part in plain), capacity=capacity, out=small, padding="keep")
-        for side in (0, 1):
-            assert same(out[side].reshape(6, -1)[head], small[side])
+        for buffer, expected in zip(out, small, strict=True):
+            assert same(buffer.reshape(6, -1)[head], expected)
     back = tuple(memory(part.nbytes).view(part.dtype).reshape(part.shape) for part in plain)
     layout.unpack(*out, tokens, capacity=capacity, out=back)
     assert all(same(a, b) for a, b in zip(back, plain, strict=True))

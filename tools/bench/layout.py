@@ -22,8 +22,11 @@ import numpy as np
 from common import ROOT, interleaved, ratio, table, write_results
 
 from kvmnn import PackedCache, PackLayout
+from kvmnn.dtypes import by_name
 from kvmnn.packed import _layout
 from kvmnn.packed.backends import BACKENDS
+from kvmnn.packed.buffers import by_part
+from kvmnn.packed.native import native_numbers
 
 HEADS, TOKENS, DIMS, BLOCK = 32, 4096, 128, 64
 ALIGNED = [(block * BLOCK, BLOCK) for block in range(0, TOKENS // BLOCK, 3)]
@@ -73,7 +76,7 @@ class Engine:
 
 def measure(engine: Engine, names: list[str], dtype: str, lP: int, hP: int, rounds: int) -> dict[str, Any]:
     layout = PackLayout(HEADS, DIMS, dtype, lP, hP)
-    words = layout.plain(0)[0].dtype
+    words = by_name(layout.dtype).numpy
     rng = np.random.default_rng(0)
     shape = (HEADS, TOKENS, DIMS)
     plain = rng.integers(0, 60000, shape, np.uint32).astype(f"<u{layout.itemsize}").view(words)
@@ -81,11 +84,11 @@ def measure(engine: Engine, names: list[str], dtype: str, lP: int, hP: int, roun
     back.view(np.uint8).fill(1)
     buffers = layout.pack(plain, plain, capacity=TOKENS)
     rows, out = plain.view(np.uint8), back.view(np.uint8)
-    sides = [layout.numbers(side, TOKENS) for side in (0, 1)]
     jobs: dict[str, Callable[[], Any]] = {"memcpy": lambda: np.copyto(back, plain)}
-    for side, name in enumerate("KV"):
-        jobs[f"pack {name}"] = bind(_layout.scatter, sides[side], buffers[side], rows, 0, HEADS, 0)
-        jobs[f"unpack {name}"] = bind(_layout.gather, sides[side], buffers[side], out, 0, HEADS, 0)
+    for part, buffer in by_part(buffers).items():
+        name, numbers = part[0].upper(), native_numbers(layout, part, TOKENS)
+        jobs[f"pack {name}"] = bind(_layout.scatter, numbers, buffer, rows, 0, HEADS, 0)
+        jobs[f"unpack {name}"] = bind(_layout.gather, numbers, buffer, out, 0, HEADS, 0)
     times = interleaved(jobs, rounds, time.thread_time)
     result: dict[str, Any] = {"backends": names, "dtype": dtype, "lP": lP, "hP": hP}
     result["memcpy GB/s"] = plain.nbytes / statistics.median(times["memcpy"]) / 1e9
@@ -104,14 +107,13 @@ def bind(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
 def engine_rates(engine: Engine, layout: PackLayout, plain: Any, back: Any, buffers: Any) -> dict[str, float]:
     """The engine's loops, once each: they are slow enough."""
     rates = {}
-    for side, name in (("keys", "K"), ("values", "V")):
-        buffer = buffers[side == "values"]
+    for part, buffer in by_part(buffers).items():
         step = buffer.size // HEADS
         for verb, array in (("pack", plain), ("unpack", back)):
             heads = [(buffer.ctypes.data + h * step, array[h].ctypes.data) for h in range(HEADS)]
             start = time.thread_time()
-            engine.call(f"{verb}_{side}", layout, heads, TOKENS)
-            rates[f"{verb} {name}"] = plain.nbytes / (time.thread_time() - start) / 1e9
+            engine.call(f"{verb}_{part}s", layout, heads, TOKENS)
+            rates[f"{verb} {part[0].upper()}"] = plain.nbytes / (time.thread_time() - start) / 1e9
     return rates
 
 

@@ -100,7 +100,7 @@ class Replay:
         total = case["tokens_total"]
         words = np.dtype(f"<u{layout.itemsize}") if not layout.quantised else np.dtype("<f4")
         shape = (case["heads"], total, case["head_dim"])
-        self.inputs = [np.frombuffer(sections[f"input_{side}"], words).reshape(shape) for side in "kv"]
+        self.inputs = [np.frombuffer(sections[f"input_{letter}"], words).reshape(shape) for letter in "kv"]
         options: dict[str, Any] = {"on_invalid": "engine", "expand_chunk": case["expand_chunk"]}
         self.caches = [PackedCache(layout, fresh_byte=byte, **options) for byte in (0, 0 if case["disk"] else _FILL)]
         self.tokens: list[int] = []
@@ -153,10 +153,8 @@ class Replay:
         if kind == "realloc":
             return self._realloc(*op[1:])
         if kind == "dump":
-            for side, name in enumerate("kv"):
-                self.dumps[f"{op[1]}_{name}"], self.filled[f"{op[1]}_{name}"] = (
-                    (cache.value_buffer if side else cache.key_buffer).tobytes() for cache in self.caches
-                )
+            for dumps, cache in zip((self.dumps, self.filled), self.caches, strict=True):
+                dumps[f"{op[1]}_k"], dumps[f"{op[1]}_v"] = cache.key_buffer.tobytes(), cache.value_buffer.tobytes()
             self._check_arrays(op[1])
             return {"name": op[1], "tokens": list(self.tokens)}
         raise ValueError(f"unknown op {kind!r}")
@@ -194,11 +192,9 @@ class Replay:
         if layout.quantised or not self.tokens:
             return
         arrays = cache.to_arrays()
-        for side in (0, 1):
-            expected = self.inputs[side][:, self.tokens]
-            self.check.equal(
-                f"arrays of {name}, {'KV'[side]}", sha256(arrays[side].tobytes()), sha256(expected.tobytes())
-            )
+        for letter, array, pushed in zip("KV", arrays, self.inputs, strict=True):
+            expected = pushed[:, self.tokens]
+            self.check.equal(f"arrays of {name}, {letter}", sha256(array.tobytes()), sha256(expected.tobytes()))
         check_repacked(layout, cache, arrays, self.check, name)
 
 
@@ -212,5 +208,6 @@ def check_repacked(layout: PackLayout, cache: PackedCache, arrays: Any, check: C
     fresh = layout.pack(*arrays, capacity=cache.capacity)
     live = layout.pack(*(np.full_like(a.view(f"<u{layout.itemsize}"), -1 % (1 << 8 * layout.itemsize)) for a in arrays),
                        capacity=cache.capacity)  # fmt: skip
-    for side, buffer in enumerate((cache.key_buffer, cache.value_buffer)):
-        check.equal(f"{name} packed anew, {'KV'[side]}", sha256(fresh[side]), sha256(buffer & live[side]))
+    buffers = cache.key_buffer, cache.value_buffer
+    for letter, made, buffer, mask in zip("KV", fresh, buffers, live, strict=True):
+        check.equal(f"{name} packed anew, {letter}", sha256(made), sha256(buffer & mask))

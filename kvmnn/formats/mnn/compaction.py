@@ -17,7 +17,7 @@ from ...files.output import DirectoryOutput, StagedFile, failures
 from ...packed import cache_info
 from ...packed.cache import PackedCache
 from ...packed.cache_info import CacheInfo, LayerInfo, Ranges
-from ...packed.reserve import Pair, as_pairs, check_plan
+from ...packed.reserve import Pair, as_pairs, check_reserve
 from ...threads.pipeline import Progress
 from .describing import Described
 from .prefix import check_leftovers, check_name, file_names
@@ -51,7 +51,7 @@ def apply(layer: LayerInfo, plan: Plan) -> LayerInfo:
     where = f"layer {layer.layer}"
     try:
         pairs = as_pairs(plan.reserve)
-        check_plan(layer.tokens, whole(remove, "remove", 0), pairs, quantised=False)
+        check_reserve(layer.tokens, whole(remove, "remove", 0), pairs, quantised=False)
     except KvmnnError as exc:
         raise KvmnnError(f"{where}: {exc}") from None
     start = layer.tokens - remove

@@ -14,12 +14,13 @@ from ... import dtypes
 from ...arrays.layers import array_name
 from ...arrays.named_array import NamedArray, UnsupportedArrayError
 from ...arrays.source import Source
+from ...dtypes import PARTS
 from ...errors import SourceError
 from ...packed import cache_info
 from ...packed.cache_info import CacheInfo, LayerInfo
 from ...packed.fitting import Fit, Geometry, describe, inferred, of_layout, the_fit
 from ...packed.layout import PackLayout
-from ...packed.rows import PARTS, row_dtype
+from ...packed.rows import row_dtype
 from ..options import PackedOptions
 from .model import fingerprint, read_geometry
 from .packed_files import PackedFiles

@@ -14,10 +14,11 @@ from typing import Any
 from ... import dtypes
 from ...arrays.named_array import NamedArray, UnsupportedArrayError
 from ...arrays.source import Source
+from ...dtypes import PARTS, Part
 from ...errors import SourceError
 from ...packed.cache_info import LayerInfo
 from ...packed.layout import PackLayout
-from ...packed.rows import PARTS, Part, head_bytes
+from ...packed.rows import head_bytes
 from ..options import ReadOptions
 from ..reading import select
 from .dump import inside, load_meta, positive

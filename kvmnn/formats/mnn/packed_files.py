@@ -6,8 +6,8 @@ import os
 import stat
 from dataclasses import dataclass
 
+from ...dtypes import Part
 from ...errors import SourceError
-from ...packed.rows import Part
 
 
 @dataclass(frozen=True, kw_only=True)

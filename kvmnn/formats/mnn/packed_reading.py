@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from ...arrays.named_array import Piece, rechunked
+from ...dtypes import Part
 from ...errors import SourceError
 from ...files.mapped import MappedFile
 from ...packed.cache_info import LayerInfo
 from ...packed.layout import PackLayout
-from ...packed.rows import HeadRows, Part, head_bytes, row_bytes, tile_tokens
+from ...packed.rows import HeadRows, head_bytes, row_bytes, tile_tokens
 
 _BLOCK_BYTES = 1 << 20
 

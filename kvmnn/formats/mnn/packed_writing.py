@@ -11,10 +11,11 @@ from typing import Literal
 import numpy as np
 
 from ...arrays.named_array import Piece
+from ...dtypes import Part
 from ...errors import KvmnnError
 from ...files.output import failures
 from ...packed.layout import PackLayout
-from ...packed.rows import HeadRows, Part, head_bytes
+from ...packed.rows import HeadRows, head_bytes
 
 RowOrder = Literal["head", "token"]
 """Which axis runs slowest: ``[kv_head, token, head_dim]`` or ``[token, kv_head, head_dim]``."""

@@ -11,10 +11,10 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from ...dtypes import PARTS
 from ...errors import OutputError, SourceError
 from ...packed import cache_info
 from ...packed.cache_info import MAX_BYTES, SIDE_SUFFIX, CacheInfo
-from ...packed.rows import PARTS
 from .packed_files import PackedFiles, PackedLayer, size_of
 
 _DATA = re.compile(r"(?P<name>.+)_(?P<layer>0|[1-9]\d{0,5})\.(?P<part>[kv])", re.DOTALL)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from ...arrays.casting import Cast
 from ...arrays.layers import LayerArray, common_geometry
+from ...dtypes import Part
 from ...errors import KvmnnError
 from ...files.output import DirectoryOutput
 from ...packed import cache_info
 from ...packed.cache_info import CacheInfo, LayerInfo
 from ...packed.layout import PackLayout
-from ...packed.rows import Part
 from ...threads.pipeline import Progress
 from .packed_reading import packed_runs
 from .packed_writing import PackedPart

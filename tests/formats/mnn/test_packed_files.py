@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from kvmnn import KvmnnError, OutputError, PackLayout, SourceError
 from kvmnn.formats import find_packed
 from kvmnn.formats import open as open_any
+from kvmnn.dtypes import PARTS
 from kvmnn.formats.mnn import live as mnn_live
 from kvmnn.formats.mnn import prefix as mnn_prefix
 from kvmnn.formats.mnn.model import fingerprint, read_geometry
 from kvmnn.formats.mnn.packed_writing import PackedPart
 from kvmnn.formats.options import PackedOptions, ReadOptions
 from kvmnn.packed.fitting import Geometry, capacity_of, fits, the_fit
-from kvmnn.packed.rows import PARTS
 
 AVX2 = Geometry(kv_heads=2, head_dim=6, backend="x86-avx2")
 

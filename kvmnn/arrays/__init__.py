@@ -1,7 +1,17 @@
 """What flows between files and codecs: named arrays, sources of them, and caches of K and V by layer."""
 
+from .differences import Differences, Place, compare
 from .layer_cache import LayerCache
 from .named_array import ArrayInfo, NamedArray, UnsupportedArrayError
 from .source import Source
 
-__all__ = ["ArrayInfo", "LayerCache", "NamedArray", "Source", "UnsupportedArrayError"]
+__all__ = [
+    "ArrayInfo",
+    "Differences",
+    "LayerCache",
+    "NamedArray",
+    "Place",
+    "Source",
+    "UnsupportedArrayError",
+    "compare",
+]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
 from .. import dtypes
+from ..text import LOSSLESS, LOSSY
 from .named_array import Piece
 
 
@@ -40,10 +43,26 @@ class Cast:
     @property
     def label(self) -> str:
         """``LOSSLESS``, or ``LOSSY`` if the target is narrower or anything changed."""
-        return "LOSSY" if self.narrows or self.changed else "LOSSLESS"
+        return LOSSY if self.narrows or self.changed else LOSSLESS
+
+    def to_dict(self) -> dict[str, Any]:
+        """The counts, for JSON."""
+        return {
+            "from": self.source,
+            "to": self.target,
+            "words": self.words,
+            "changed": self.changed,
+            "largest_error": self.largest_error,
+        }
+
+    def __str__(self) -> str:
+        return (
+            f"{self.source} -> {self.target}: {self.changed:,} of {self.words:,} words changed, largest error "
+            f"{self.largest_error:.3g}"
+        )
 
     def run(self, words: Piece) -> Piece:
-        """The bytes of whole words, cast."""
+        """A run of words as bytes, cast; no word may be cut."""
         if self.source == self.target:
             self.words += words.size // dtypes.by_name(self.source).itemsize
             return words

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from .. import dtypes
+from ..dtypes import Part
 from ..errors import SourceError
+from ..text import count
 from .layers import LayerArray, sort
 from .named_array import NamedArray, Piece
 from .source import Source
 
 _STEP = 4 << 20
+_Layers = dict[tuple[int, Part], LayerArray]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +42,7 @@ class Place:
     first: float
     second: float
     layer: int | None = None
-    part: str | None = None
+    part: Part | None = None
     head: int | None = None
     token: int | None = None
     dim: int | None = None
@@ -66,18 +69,41 @@ class Differences:
     first
         The first that does.
     unlike
-        Why whole arrays could not be compared: missing ones, other shapes or types.
+        Why arrays could not be compared: missing ones, other shapes or types.
+    first_input, second_input
+        What was compared.
     """
 
     words: int = 0
     differing: int = 0
     first: Place | None = None
     unlike: tuple[str, ...] = ()
+    first_input: str = ""
+    second_input: str = ""
 
     @property
     def equal(self) -> bool:
         """Whether nothing differs."""
         return not self.differing and not self.unlike
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as JSON values."""
+        return {
+            "first_input": self.first_input,
+            "second_input": self.second_input,
+            "equal": self.equal,
+            "words": self.words,
+            "differing": self.differing,
+            "first": None if self.first is None else asdict(self.first),
+            "unlike": list(self.unlike),
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{line} (first input, second input)" for line in self.unlike]
+        if self.first is not None:
+            lines.append(f"first difference: {self.first}")
+            lines.append(f"{self.differing:,} of {self.words:,} words differ")
+        return "\n".join(lines) if lines else f"equal: {count(self.words, 'word')}, bit by bit"
 
 
 def compare(first: Source, second: Source) -> Differences:
@@ -88,18 +114,20 @@ def compare(first: Source, second: Source) -> Differences:
     """
     one, two = _layers(first), _layers(second)
     if one is not None and two is not None:
-        return _compare_layers(one, two)
-    return _compare_arrays(first.arrays, second.arrays)
+        found = _compare_layers(one, two)
+    else:
+        found = _compare_arrays(first.arrays, second.arrays)
+    return replace(found, first_input=" ".join(first.inputs), second_input=" ".join(second.inputs))
 
 
-def _layers(source: Source) -> dict[tuple[int, str], LayerArray] | None:
+def _layers(source: Source) -> _Layers | None:
     try:
         return {(entry.layer, entry.part): entry for entry in sort(source.arrays, token_major=source.token_major)}
     except SourceError:
         return None
 
 
-def _compare_layers(first: dict[tuple[int, str], LayerArray], second: dict[tuple[int, str], LayerArray]) -> Differences:
+def _compare_layers(first: _Layers, second: _Layers) -> Differences:
     total = Differences()
     unlike: list[str] = []
     for layer, part in sorted(first.keys() | second.keys()):  # "key" comes before "value"
@@ -202,21 +230,19 @@ def _compare_words(one: _Words, two: _Words) -> _Found:
     found = _Found()
     rests: list[Piece] = [np.empty(0, np.uint8), np.empty(0, np.uint8)]
     while True:
-        for side, pieces in enumerate((one[1], two[1])):
-            if not rests[side].size:
-                rests[side] = next(pieces, rests[side])
-        count = min(rests[0].size, rests[1].size) // dtype.itemsize * dtype.itemsize
-        if not count:
+        rests = [rest if rest.size else next(run[1], rest) for rest, run in zip(rests, (one, two), strict=True)]
+        nbytes = min(rests[0].size, rests[1].size) // dtype.itemsize * dtype.itemsize
+        if not nbytes:
             return found
-        words = [rest[:count].view(f"<u{dtype.itemsize}") for rest in rests]
+        words = [rest[:nbytes].view(f"<u{dtype.itemsize}") for rest in rests]
         differs = np.flatnonzero(words[0] != words[1])
         if differs.size and not found.differing:
             at = int(differs[0])
             found.position = found.words + at
-            found.first, found.second = (_value(side[at : at + 1], dtype.name) for side in words)
-        found.words += count // dtype.itemsize
+            found.first, found.second = (_value(run[at : at + 1], dtype.name) for run in words)
+        found.words += nbytes // dtype.itemsize
         found.differing += differs.size
-        rests = [rest[count:] for rest in rests]
+        rests = [rest[nbytes:] for rest in rests]
 
 
 def _value(word: npt.NDArray[Any], dtype: str) -> float:

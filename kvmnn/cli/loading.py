@@ -46,8 +46,14 @@ def load(
 
 def report_skipped(source: Source, arguments: argparse.Namespace) -> None:
     """One line on standard error for each array that was left out, and for each thing that was inferred."""
+    report_notes(source.notes, arguments)
     if not arguments.quiet:
-        for line in source.notes:
-            print(f"kvmnn: note: {line}", file=sys.stderr)
         for line in source.skipped:
             print(f"kvmnn: skipped: {line}", file=sys.stderr)
+
+
+def report_notes(notes: Sequence[str], arguments: argparse.Namespace, kind: str = "note") -> None:
+    """One line on standard error for each thing that was inferred, or worth a warning."""
+    if not arguments.quiet:
+        for line in notes:
+            print(f"kvmnn: {kind}: {line}", file=sys.stderr)

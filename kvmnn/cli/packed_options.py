@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..packed.backends import BACKENDS
 from . import shared_options
+from .printing import STDIO, UsageError
 
 if TYPE_CHECKING:
     from ..formats.options import PackedOptions
     from ..packed.cache_info import CacheInfo, TokenIds
     from ..packed.fitting import Geometry
-
-_MAX_IDS = 1 << 30
 
 
 def add_packed(parser: Any, backend: str = "--backend") -> None:
@@ -56,6 +55,25 @@ def add_text(parser: Any) -> None:
     parser.add_argument("--token-ids", metavar="FILE", help="ids of the text: a JSON list, numbers, or a .npy file")
 
 
+def add_target(parser: Any) -> None:
+    """``-o``, ``-f`` and ``--capacity`` of a prefix cache that is written."""
+    shared_options.add_output(parser, "directory to write the files to")
+    parser.add_argument(
+        "--capacity",
+        type=shared_options.positive,
+        metavar="N",
+        help="tokens to leave room for (default: as before, else no more than there are: the engine makes room itself)",
+    )
+
+
+def required_output(arguments: argparse.Namespace) -> str:
+    """The directory that was named; `UsageError` if none was."""
+    output: str | None = arguments.output
+    if output is None or output == STDIO:
+        raise UsageError("no output given: use -o DIR/")
+    return output
+
+
 def geometry(arguments: argparse.Namespace, dtype: str | None = None) -> Geometry:
     """What the arguments say about the layout."""
     from ..packed.fitting import Geometry
@@ -93,42 +111,12 @@ def options(arguments: argparse.Namespace, known: CacheInfo | None = None) -> Pa
 
 
 def token_ids(path: str | None) -> TokenIds | None:
-    """Count and hash of the ids in a file.
-
-    Raises
-    ------
-    SourceError
-        For a file that holds no list of ids.
-    """
+    """Count and hash of the ids in a file, where one was named."""
     if path is None:
         return None
-    from ..errors import KvmnnError, SourceError
-    from ..files.mapped import MappedFile
-    from ..packed.cache_info import TokenIds
+    from ..formats.mnn import read_token_ids
 
-    file = MappedFile(path)
-    if file.size > _MAX_IDS:
-        raise SourceError(f"{file.label}: {file.size} bytes are too many for a list of token ids")
-    try:
-        return TokenIds.of(_ids(file.head(file.size)))
-    except (ValueError, OverflowError) as exc:
-        if isinstance(exc, KvmnnError):
-            raise SourceError(f"{file.label}: {exc}") from None
-        raise SourceError(f"{file.label}: holds no list of token ids") from None
-
-
-def _ids(data: bytes) -> Any:
-    import io
-    import json
-
-    import numpy as np
-
-    if data.startswith(b"\x93NUMPY"):
-        return np.load(io.BytesIO(data), allow_pickle=False).reshape(-1)
-    text = data.decode()
-    return (
-        json.loads(text) if text.lstrip().startswith("[") else [int(word) for word in re.split(r"[\s,]+", text.strip())]
-    )
+    return read_token_ids(path)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -7,14 +7,10 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from ..errors import OptionError
 from ..files.names import is_directory as is_directory
-
-if TYPE_CHECKING:
-    from ..packed.cache_info import CacheInfo
-
 
 STDIO = "-"
 
@@ -127,22 +123,3 @@ def progress(
         total=total, desc=label, unit=unit, unit_scale=True, delay=1, leave=False, file=sys.stderr, dynamic_ncols=True
     ) as bar:
         yield bar.update
-
-
-def cache_document(info: CacheInfo | None) -> dict[str, Any] | None:
-    """A packed cache for ``--json``."""
-    from ..packed import summary
-
-    return summary.cache_document(info)
-
-
-def summary(info: CacheInfo) -> str:
-    """A cache in a few words."""
-    from ..packed.summary import cache_summary
-
-    return cache_summary(info)
-
-
-def share(live: int, total: int) -> str:
-    """Live and padded bytes, in words."""
-    return f"{live:,} live bytes of {total:,} ({100 * live / total:.1f} %), {total - live:,} padding and room"

@@ -3,8 +3,9 @@
 from .array_formats import ARRAY_FORMATS, ArrayFormat, array_format, holds_many
 from .listing import ArraysInfo, inspect
 from .mnn.describing import Described, describe_files
+from .mnn.finding import find_packed
 from .mnn.packed_files import PackedFiles
-from .opening import find_packed, is_frames, kind_of, open
+from .opening import is_frames, kind_of, open
 from .options import PackedOptions, ReadOptions
 from .reading import chosen
 from .restoring import Restored, restore

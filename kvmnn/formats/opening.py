@@ -14,9 +14,9 @@ from ..files.mapped import STDIN, MappedFile
 from . import npy, raw
 from .array_formats import ARRAY_FORMATS, array_format
 from .frames import of_frames
-from .mnn import dump, live, packed_dump, prefix
+from .mnn import dump, packed_dump
 from .mnn.describing import describe_files
-from .mnn.packed_files import PackedFiles
+from .mnn.finding import find_packed
 from .options import PackedOptions, ReadOptions
 from .reading import check_names, chosen
 
@@ -97,26 +97,6 @@ def kind_of(path: str) -> Literal["frames", "arrays"] | None:
 def is_frames(path: str) -> bool:
     """Whether a path is a bundle, a manifest, or a frame."""
     return kind_of(path) == "frames"
-
-
-def find_packed(path: str, options: PackedOptions | None = None) -> PackedFiles | None:
-    """The packed files that a directory, or one of its ``.k`` and ``.v`` files, belongs to; None if there are none.
-
-    Raises
-    ------
-    SourceError
-        When there are such files, but some are missing.
-    """
-    options = options or PackedOptions()
-    if os.path.isdir(path):
-        listing = set(os.listdir(path))
-    elif PurePath(path).suffix in _PACKED_SUFFIXES:
-        listing = {PurePath(path).name}
-    else:
-        return None
-    if live.is_live(listing):
-        return live.find(path, options.layer_order, options.pid)
-    return prefix.find(path, options.name) if prefix.names_in(listing) else None
 
 
 def _decoded(path: str, options: ReadOptions) -> Source:

@@ -14,7 +14,8 @@ from typing import Any
 from ..arrays import layers
 from ..arrays.source import Source
 from ..errors import SourceError
-from ..formats.opening import find_packed, is_frames
+from ..formats import find_packed
+from ..formats.opening import is_frames
 from .options import NothingSelectedError, Scope
 from .token_runs import ArrayTensor, FileTensor, Tensor
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from .. import dtypes
 from ..errors import KvmnnError, ManifestError
-from ..files.json_document import Node, unique_keys
+from ..files.json_document import Node, parse
 from .layout import PackLayout
 
 SCHEMA: Final = "kvmnn-cache"
@@ -64,20 +64,31 @@ class LayerInfo:
 
 @dataclass(frozen=True)
 class TokenIds:
-    """How many token ids a cache was made from, and the SHA-256 of them as little-endian 32-bit words."""
+    """The token ids that a cache was made from, as a fingerprint.
+
+    Parameters
+    ----------
+    count
+        How many they are.
+    sha256
+        Of them as little-endian 32-bit words.
+    where
+        What messages call them.
+    """
 
     count: int
     sha256: str
+    where: str = field(default="the list", compare=False, repr=False)
 
     @classmethod
-    def of(cls, ids: Sequence[int] | npt.NDArray[Any]) -> TokenIds:
-        """Those of a list of ids; `KvmnnError` unless each is from 0 to 2**31 - 1."""
+    def of(cls, ids: Sequence[int] | npt.NDArray[Any], where: str = "the list") -> TokenIds:
+        """The fingerprint of a list of ids; `KvmnnError` unless each is from 0 to 2**31 - 1."""
         array = np.asarray(ids)
         if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
             raise KvmnnError("token ids: expected a list of at least one whole number")
         if int(array.min()) < 0 or int(array.max()) > _MAX_TOKENS:
             raise KvmnnError("token ids: expected numbers from 0 to 2147483647")
-        return cls(array.size, hashlib.sha256(array.astype("<i4").tobytes()).hexdigest())
+        return cls(array.size, hashlib.sha256(array.astype("<i4").tobytes()).hexdigest(), where)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +153,7 @@ def joined(runs: Iterable[tuple[int, int]]) -> Ranges:
 
 def to_dict(info: CacheInfo) -> dict[str, Any]:
     """The document."""
-    layout = info.layout
+    layout, ids = info.layout, info.token_ids
     return {
         "schema": SCHEMA,
         "schema_version": SCHEMA_VERSION,
@@ -155,7 +166,7 @@ def to_dict(info: CacheInfo) -> dict[str, Any]:
         "hP": layout.hP,
         "flash_block": layout.flash_block,
         **_int8(layout),
-        "token_ids": None if info.token_ids is None else vars(info.token_ids),
+        "token_ids": ids and {"count": ids.count, "sha256": ids.sha256},
         "model": info.model,
         "layers": [{**vars(each), "positions": [list(run) for run in each.positions]} for each in info.layers],
     }
@@ -181,12 +192,7 @@ def from_json(text: str | bytes, where: str) -> CacheInfo:
     ManifestError
         Naming the path of what is wrong.
     """
-    if len(text) > MAX_BYTES:
-        raise ManifestError(f"{where}: is larger than {MAX_BYTES} bytes")
-    try:
-        root = Node(json.loads(text, object_pairs_hook=unique_keys), where, "")
-    except (ValueError, RecursionError) as exc:
-        raise ManifestError(f"{where}: is not valid JSON: {str(exc)[:200]}") from None
+    root = parse(text, where, MAX_BYTES)
     if root.at("schema").text() != SCHEMA:
         raise root.at("schema").wrong(f"{SCHEMA!r}")
     if root.at("schema_version").integer(1) != SCHEMA_VERSION:

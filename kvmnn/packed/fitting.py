@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from .. import dtypes
+from ..checks import whole
 from ..errors import KvmnnError, SourceError
 from .addressing import FLASH_BLOCK
 from .backends import BACKENDS
@@ -52,8 +53,8 @@ class Geometry:
     def __post_init__(self) -> None:
         for name in ("kv_heads", "head_dim", "lP", "hP", "flash_block"):
             value = getattr(self, name)
-            if value is not None and value != "none" and value < 1:
-                raise KvmnnError(f"{name} is {value}: expected at least 1")
+            if value is not None and value != "none":
+                whole(value, name, 1)
         if self.dtype is not None:
             dtypes.by_name(self.dtype)
         if self.backend is not None:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import sys
-import time
-from dataclasses import replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from .. import packed_options, prefix_output, printing, shared_options
+from .. import loading, packed_options, printing, shared_options
 from ..printing import STDIO, UsageError
 
 if TYPE_CHECKING:
-    from ...bundle import DecodeOptions, FrameSet
-    from ...packed.cache_info import CacheInfo
+    from ...bundle import FrameSet
+    from ...formats import Restored
 
 _TEXT = """Decode frames into the arrays they were made from.
 
@@ -29,7 +26,7 @@ becomes a 1-D array.
 
 Frames made from a prefix cache become its files again with -o DIR/ (--arrays: .npy files instead), byte for byte in
 every live element. --model, --token-ids and --backend are compared with what the manifest says, and what differs is
-refused; --force restores all the same.
+refused; --force restores anyway.
 
 Without -o raw words go to standard output if that is a file or a pipe; on a terminal, X.npy.frame becomes X.npy."""
 
@@ -56,6 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
     from ...bundle import DecodeOptions, open_frames
     from ...formats import restore
+    from ...formats.mnn import RestoredPrefix, is_prefix, restore_prefix
 
     options = DecodeOptions(
         dtype=arguments.dtype,
@@ -69,11 +67,23 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"the manifest says {said}, not {arguments.dtype} (--no-manifest ignores it)")
     on_stdout = printing.to_stdout(arguments)
     output = printing.data_stdout(arguments, "data") if on_stdout else _output(arguments, frames)
-    info = _prefix_info(frames, output, arguments) if isinstance(output, str) else None
-    if info:
-        return _restore_prefix(frames, info, options, arguments)
     with printing.progress(arguments, frames.raw_bytes, "decode") as step:
-        made = restore(frames, output, options, force=arguments.force, progress=step)
+        made: Restored | RestoredPrefix
+        if isinstance(output, str) and not arguments.arrays and is_prefix(frames, output):
+            made = restore_prefix(
+                frames,
+                output,
+                packed_options.geometry(arguments),
+                name=arguments.name,
+                model=arguments.model,
+                token_ids=packed_options.token_ids(arguments.token_ids),
+                options=options,
+                force=arguments.force,
+                progress=step,
+            )
+            loading.report_notes(made.warnings, arguments, "warning")
+        else:
+            made = restore(frames, output, options, force=arguments.force, progress=step)
     printing.show(arguments, "decode", made, data_on_stdout=on_stdout)
     return 0
 
@@ -88,74 +98,3 @@ def _output(arguments: argparse.Namespace, frames: FrameSet) -> str:
         raise UsageError("no output given: use -o X.npy, -o X.npz, -o DIR/ or -o -")
     stem = path.with_suffix("")
     return str(stem if stem.suffix == ".npy" else stem.with_suffix(".npy"))
-
-
-def _prefix_info(frames: FrameSet, output: str, arguments: argparse.Namespace) -> CacheInfo | None:
-    """The prefix cache that the frames were made from, if that is what is to be written."""
-    from ...formats import array_format
-
-    info = frames.cache
-    if info is None or info.kind != "prefix" or arguments.arrays:
-        return None
-    return None if array_format(output) and not printing.is_directory(output) else info
-
-
-def _restore_prefix(frames: FrameSet, info: CacheInfo, options: DecodeOptions, arguments: argparse.Namespace) -> int:
-
-    from ...errors import LimitError
-    from ...formats.frames import of_frames
-    from ...formats.mnn.prefix_writing import plan
-    from ...formats.restoring import array_document
-
-    source = replace(of_frames(frames, options), cache=info)
-    arrays = prefix_output.layers_of(source, arguments)
-    target = replace(info, layout=prefix_output.only_layout(arguments, arrays, info.layout, info.layout.dtype))
-    _check_same(info, target, arguments)
-    planned = plan(arrays, target.layout, prefix_output.prefix_name(arguments, info), like=info)
-    if options.max_bytes is not None and planned.file_bytes > options.max_bytes:
-        raise LimitError(
-            f"{arguments.input}: its files have {planned.file_bytes} bytes, above the limit of {options.max_bytes}"
-        )
-    started = time.perf_counter()
-    packed = prefix_output.write(arguments, arrays, planned, [arguments.input, *frames.paths], "decode")
-    seconds = time.perf_counter() - started
-    more = {
-        "input": arguments.input,
-        "raw_bytes": frames.raw_bytes,
-        "stored_bytes": frames.stored_bytes,
-        "arrays": [array_document(array) for array in frames.arrays],
-    }
-    prefix_output.report(arguments, "decode", packed, seconds, more=more)
-    return 0
-
-
-def _check_same(info: CacheInfo, target: CacheInfo, arguments: argparse.Namespace) -> None:
-    """Refuse, or with ``--force`` warn about, another layout, model or text than the cache was made with.
-
-    Raises
-    ------
-    SourceError
-        Saying what differs.
-    """
-
-    from ...errors import SourceError
-    from ...formats.mnn.model import fingerprint
-    from ...packed.fitting import describe
-
-    found = []
-    if target.layout != info.layout:
-        found.append(f"the cache has {describe(info.layout)}; asked for was {describe(target.layout)}")
-    if arguments.model and info.model is None:
-        found.append("the manifest does not say which model the cache is of")
-    elif arguments.model and fingerprint(arguments.model) != info.model:
-        found.append(f"the cache is of another model than the one in {arguments.model}")
-    ids = packed_options.token_ids(arguments.token_ids)
-    if ids and info.token_ids is None:
-        found.append("the manifest does not say which token ids the cache was made from")
-    elif ids and ids != info.token_ids:
-        found.append(f"the cache was made from other token ids than those in {arguments.token_ids}")
-    if found and not arguments.force:
-        raise SourceError(f"{arguments.input}: {found[0]} (--force restores it all the same)")
-    if not arguments.quiet:
-        for line in found:
-            print(f"kvmnn: warning: {line}", file=sys.stderr)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 from typing import Any
 
-from ...text import count
 from .. import loading, packed_options, printing, shared_options
 
 _TEXT = """Compare two of anything that kvmnn reads: packed files, dumps, bundles and frames, files of arrays. Words are
@@ -27,28 +25,11 @@ def add_parser(verbs: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
-    from ...arrays.differences import compare
+    from ...arrays import compare
 
     first, second = (loading.load([path], arguments, frames=True) for path in (arguments.first, arguments.second))
     for source in (first, second):
         loading.report_skipped(source, arguments)
-    found = compare(first, second)
-    if arguments.json:
-        printing.print_json(
-            {
-                "verb": "diff",
-                "first_input": arguments.first,
-                "second_input": arguments.second,
-                "equal": found.equal,
-                "words": found.words,
-                "differing": found.differing,
-                "first": None if found.first is None else asdict(found.first),
-                "unlike": list(found.unlike),
-            }
-        )
-    lines = [f"{line} (first input, second input)" for line in found.unlike]
-    if found.first is not None:
-        lines.append(f"first difference: {found.first}")
-        lines.append(f"{found.differing:,} of {found.words:,} words differ")
-    printing.say(arguments, "\n".join(lines) if lines else f"equal: {count(found.words, 'word')}, bit by bit")
-    return 0 if found.equal else 1
+    differences = compare(first, second)
+    printing.show(arguments, "diff", differences)
+    return 0 if differences.equal else 1

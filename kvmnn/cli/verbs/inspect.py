@@ -50,16 +50,13 @@ def _inspected(path: str, arguments: argparse.Namespace) -> tuple[dict[str, Any]
     """What an input holds, as JSON and as text."""
     from ...bundle import DecodeOptions, inspect, open_frames
     from ...formats import kind_of
-    from ..inspect_packed import account
+    from ...formats.mnn import inspect_packed
 
     if not arguments.no_manifest and (weights_options.is_weight_file(path) or weights_options.is_checkpoint(path)):
         return inspect_weights.inspected(path, arguments)
     if kind_of(path) == "arrays":
-        arrays = account(path, arguments)
-        if arrays is None:
-            found = _arrays(path, arguments)
-            arrays = found.to_dict(), str(found)
-        return arrays
+        found = inspect_packed(path, packed_options.options(arguments)) or _arrays(path, arguments)
+        return found.to_dict(), str(found)
     options = DecodeOptions(dtype=arguments.dtype, codecs=shared_options.codecs(arguments))
     frames = inspect(open_frames(path, use_manifest=not arguments.no_manifest, options=options), options)
     return frames.to_dict(), frames.text(verbose=arguments.verbose)

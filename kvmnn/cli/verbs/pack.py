@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import time
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .. import loading, packed_options, prefix_output, shared_options
-from ..printing import UsageError
-
-if TYPE_CHECKING:
-    from ...arrays.layers import LayerArray
-    from ...arrays.source import Source
-    from ...packed.cache_info import CacheInfo
+from .. import loading, packed_options, printing, shared_options
 
 _TEXT = """Pack plain arrays into a prefix cache that the engine loads: <name>_<layer>.k and .v, their markers, and
 <name>.kvmnn.json, from which kvmnn knows what the files hold.
@@ -30,7 +22,7 @@ def add_parser(verbs: Any) -> None:
     """Declare the verb."""
     parser = shared_options.add_verb(verbs, "pack", run, "plain arrays to a prefix cache", _TEXT)
     parser.add_argument("inputs", nargs="+", metavar="IN")
-    prefix_output.add_target(parser)
+    packed_options.add_target(parser)
     shared_options.add_source(parser, "what the words are (default: the arrays' own type; raw words need it)")
     parser.add_argument("--token-major", action="store_true", help="the arrays are [token, kv_head, head_dim]")
     parser.add_argument("--cast", action="store_true", help="convert to the backend's dtype; LOSSY if it is narrower")
@@ -39,34 +31,25 @@ def add_parser(verbs: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
-    prefix_output.required_output(arguments)
+    from ...formats.mnn import pack
+
+    output = packed_options.required_output(arguments)
     source = loading.load(arguments.inputs, arguments, frames=True)
     loading.report_skipped(source, arguments)
-    arrays = prefix_output.layers_of(source, arguments)
-    info = _target(source, arrays, arguments)
-    started = time.perf_counter()
-    packed = prefix_output.write(arguments, arrays, info, arguments.inputs, "pack")
-    prefix_output.report(arguments, "pack", packed, time.perf_counter() - started, source.notes)
+    with printing.progress(arguments, source.nbytes, "pack") as step:
+        packed = pack(
+            source,
+            output,
+            packed_options.geometry(arguments),
+            name=arguments.name,
+            capacity=arguments.capacity,
+            tokens=arguments.tokens,
+            token_ids=packed_options.token_ids(arguments.token_ids),
+            model=arguments.model,
+            token_major=arguments.token_major,
+            cast=arguments.cast,
+            force=arguments.force,
+            progress=step,
+        )
+    printing.show(arguments, "pack", packed)
     return 0
-
-
-def _target(source: Source, arrays: list[LayerArray], arguments: argparse.Namespace) -> CacheInfo:
-    from ...formats.mnn.model import fingerprint
-    from ...formats.mnn.prefix_writing import plan
-
-    known, dtype = source.cache, arrays[0].array.dtype
-    layout = prefix_output.only_layout(arguments, arrays, known.layout if known else None, dtype)
-    if layout.dtype != dtype and not arguments.cast:
-        raise UsageError(f"the arrays are {dtype}, the layout holds {layout.dtype}: --cast converts them")
-    info = plan(arrays, layout, prefix_output.prefix_name(arguments, known), capacity=arguments.capacity, like=known)
-    ids = packed_options.token_ids(arguments.token_ids)
-    tokens = {layer.tokens for layer in info.layers}
-    if arguments.tokens and tokens != set(arguments.tokens):
-        raise UsageError(f"the arrays have {max(tokens)} tokens, --tokens says {max(arguments.tokens)}")
-    if ids and known is None and tokens != {ids.count}:
-        raise UsageError(f"the arrays have {max(tokens)} tokens, {arguments.token_ids} has {ids.count} ids")
-    return replace(
-        info,
-        token_ids=ids or info.token_ids,
-        model=fingerprint(arguments.model) if arguments.model else info.model,
-    )

@@ -1,1 +1,36 @@
 """Files of the MNN engine: dumps, prefix caches, live cache files, model directories."""
+
+from .compaction import Compacted, CompactionPlan, compact, read_plans
+from .describing import Described, describe_files
+from .finding import describe_packed, find_packed
+from .inspection import PackedInspection, inspect_packed
+from .packed_files import PackedFiles
+from .packing import pack, repack
+from .prefix_writing import Packed
+from .restoring import RestoredPrefix, is_prefix, restore_prefix
+from .token_ids import read_token_ids
+from .unpacking import FORMS, Unpacked, unpack
+
+__all__ = [
+    "FORMS",
+    "Compacted",
+    "CompactionPlan",
+    "Described",
+    "Packed",
+    "PackedFiles",
+    "PackedInspection",
+    "RestoredPrefix",
+    "Unpacked",
+    "compact",
+    "describe_files",
+    "describe_packed",
+    "find_packed",
+    "inspect_packed",
+    "is_prefix",
+    "pack",
+    "read_plans",
+    "read_token_ids",
+    "repack",
+    "restore_prefix",
+    "unpack",
+]

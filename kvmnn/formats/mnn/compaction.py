@@ -5,26 +5,34 @@ from __future__ import annotations
 
 import mmap
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ...checks import whole
-from ...errors import KvmnnError
+from ...dtypes import Bytes
+from ...errors import KvmnnError, SourceError
+from ...files.json_document import parse, read_bounded
 from ...files.output import DirectoryOutput, StagedFile, failures
 from ...packed import cache_info
 from ...packed.cache import PackedCache
-from ...packed.cache_info import CacheInfo, LayerInfo, Ranges
+from ...packed.cache_info import SIDE_SUFFIX, CacheInfo, LayerInfo, Ranges
 from ...packed.reserve import Pair, as_pairs, check_reserve
+from ...packed.summary import cache_document, cache_summary, live_share
+from ...text import LOSSLESS, LOSSY
 from ...threads.pipeline import Progress
 from .describing import Described
+from .packing import prefix_name
 from .prefix import check_leftovers, check_name, file_names
 
 
 @dataclass(frozen=True)
-class Plan:
+class CompactionPlan:
     """What stays of one layer.
 
     Parameters
@@ -39,7 +47,88 @@ class Plan:
     reserve: tuple[Pair, ...]
 
 
-def apply(layer: LayerInfo, plan: Plan) -> LayerInfo:
+@dataclass(frozen=True, kw_only=True)
+class Compacted:
+    """A prefix cache that was compacted into a directory.
+
+    Parameters
+    ----------
+    input, output
+        Paths.
+    before, after
+        What the files held, and what they hold.
+    seconds
+        Time that it took.
+    notes
+        One line for each thing about the input that was inferred.
+    """
+
+    input: str
+    output: str
+    before: CacheInfo
+    after: CacheInfo
+    seconds: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def tokens_before(self) -> int:
+        """Tokens of all layers before."""
+        return sum(layer.tokens for layer in self.before.layers)
+
+    @property
+    def tokens_after(self) -> int:
+        """Tokens of all layers that stay."""
+        return sum(layer.tokens for layer in self.after.layers)
+
+    @property
+    def label(self) -> str:
+        """``LOSSY`` if any token went, else ``LOSSLESS``."""
+        return LOSSY if self.tokens_after < self.tokens_before else LOSSLESS
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as JSON values."""
+        return {
+            "input": self.input,
+            "output": self.output,
+            "label": self.label,
+            "tokens_before": self.tokens_before,
+            "tokens_after": self.tokens_after,
+            "seconds": self.seconds,
+            "notes": list(self.notes),
+            "cache": cache_document(self.after),
+        }
+
+    def __str__(self) -> str:
+        return (
+            f"{self.output}: prefix {self.after.name!r}, {cache_summary(self.after)}\n"
+            f"  {live_share(self.after)}\n"
+            f"  {self.label}: {self.tokens_after:,} of {self.tokens_before:,} tokens of all layers stay; the files "
+            "keep their size (repack or pack --capacity makes them smaller)"
+        )
+
+
+def read_plans(path: str, layers: int) -> list[CompactionPlan]:
+    """The plans in a JSON file: a list of ``{"layer": 0, "remove": N, "pairs": [[begin, size], ...]}``.
+
+    Raises
+    ------
+    KvmnnError
+        When the file is not such a list, or has not one plan for each of the `layers`.
+    """
+    entries = parse(read_bounded(Path(path)), path).items()
+    plans: dict[int, CompactionPlan] = {}
+    for entry in entries:
+        pairs = []
+        for pair in entry.at("pairs").items():
+            begin, size = pair.items(2, 2)
+            pairs.append((begin.whole(), size.whole()))
+        plans[entry.at("layer").integer(0)] = CompactionPlan(entry.at("remove").integer(0), tuple(pairs))
+    if sorted(plans) != list(range(layers)) or len(entries) != layers:
+        raise SourceError(f"{path}: has plans for {len(entries)} layers: expected one for each of {layers}")
+    return [plans[layer] for layer in range(layers)]
+
+
+def apply(layer: LayerInfo, plan: CompactionPlan) -> LayerInfo:
     """What a layer holds after a plan.
 
     Raises
@@ -75,29 +164,61 @@ def _slice(positions: Ranges, begin: int, size: int) -> Iterator[tuple[int, int]
 
 def compact(
     described: Described,
-    plans: Sequence[Plan],
-    output: DirectoryOutput,
+    plans: Sequence[CompactionPlan],
+    output: str,
     *,
     name: str | None = None,
     dialect: str = "fork",
+    force: bool = False,
     progress: Progress | None = None,
-) -> CacheInfo:
-    """Copy packed files and compact the copies; the caller commits `output`.
+) -> Compacted:
+    """Copy packed files into a directory and compact the copies, all or none.
 
     Parameters
     ----------
+    described
+        The files: `describe_packed`.
     plans
         One for each layer, or one for all.
+    output
+        The directory; it is made if it is not there.
     name
         Of the prefix that is written; None keeps the name there is.
     dialect
         Whose rules decide (`kvmnn.PackedCache`).
+    force
+        Replace files that exist; the inputs are never replaced.
+    progress
+        Called with bytes of packed files.
 
     Raises
     ------
+    OptionError
+        When there is no name.
     KvmnnError
         For plans that cannot be applied as they stand; nothing is written then.
     """
+    started = time.perf_counter()
+    info = described.info
+    name = prefix_name(name, info)
+    with DirectoryOutput(output, force=force, protect=described.files.paths, index=name + SIDE_SUFFIX) as directory:
+        each = _each_layer(described, plans, dialect)
+        layers = tuple(apply(layer, plan) for layer, plan in zip(info.layers, each, strict=True))
+        after = replace(info, kind="prefix", name=check_name(name), layers=layers)
+        _write_files(described, each, after, directory, dialect, progress)
+        directory.commit()
+    return Compacted(
+        input=described.files.path,
+        output=output,
+        before=info,
+        after=after,
+        seconds=time.perf_counter() - started,
+        notes=described.notes,
+    )
+
+
+def _each_layer(described: Described, plans: Sequence[CompactionPlan], dialect: str) -> list[CompactionPlan]:
+    """A plan for each layer, checked as far as it can be without applying it."""
     info = described.info
     if info.layout.quantised:
         raise KvmnnError(f"{described.files.path}: an int8 cache: the engine keeps no part of a window of those")
@@ -106,16 +227,22 @@ def compact(
     each = list(plans) if len(plans) == len(info.layers) else list(plans) * len(info.layers)
     if dialect == "upstream":
         _check_upstream(info, each)
-    after = replace(
-        info,
-        kind="prefix",
-        name=check_name(info.name if name is None else name),
-        layers=tuple(apply(layer, plan) for layer, plan in zip(info.layers, each, strict=True)),
-    )
+    return each
+
+
+def _write_files(
+    described: Described,
+    plans: Sequence[CompactionPlan],
+    after: CacheInfo,
+    output: DirectoryOutput,
+    dialect: str,
+    progress: Progress | None,
+) -> None:
+    info = described.info
     names = file_names(after)
     output.check_names(names)
     check_leftovers(output.target, after, names)
-    for files, before, layer, plan in zip(described.files.layers, info.layers, after.layers, each, strict=True):
+    for files, before, layer, plan in zip(described.files.layers, info.layers, after.layers, plans, strict=True):
         key, value = (
             _copied(path, output.file(target))
             for path, target in zip((files.key, files.value), names[2 * layer.layer :], strict=False)
@@ -123,14 +250,13 @@ def compact(
         _compact_layer(key, value, info, before, plan, layer.tokens, dialect)
         if progress:
             progress(files.key_bytes + files.value_bytes)
-    for name in names[2 * len(after.layers) :]:
-        file = output.file(name)
-        if name.endswith(cache_info.SIDE_SUFFIX):
+    for file_name in names[2 * len(after.layers) :]:
+        file = output.file(file_name)
+        if file_name.endswith(SIDE_SUFFIX):
             file.write((cache_info.to_json(after) + "\n").encode())
-    return after
 
 
-def _check_upstream(info: CacheInfo, plans: Sequence[Plan]) -> None:
+def _check_upstream(info: CacheInfo, plans: Sequence[CompactionPlan]) -> None:
     for layer, plan in zip(info.layers, plans, strict=True):
         if plan.remove in (None, layer.tokens):
             raise KvmnnError(
@@ -146,7 +272,13 @@ def _copied(path: str, file: StagedFile) -> StagedFile:
 
 
 def _compact_layer(
-    key: StagedFile, value: StagedFile, info: CacheInfo, layer: LayerInfo, plan: Plan, tokens: int, dialect: str
+    key: StagedFile,
+    value: StagedFile,
+    info: CacheInfo,
+    layer: LayerInfo,
+    plan: CompactionPlan,
+    tokens: int,
+    dialect: str,
 ) -> None:
     with _mapped(key) as keys, _mapped(value) as values:
         cache = PackedCache.from_buffers(
@@ -159,7 +291,7 @@ def _compact_layer(
 
 
 @contextmanager
-def _mapped(file: StagedFile) -> Iterator[np.ndarray]:
+def _mapped(file: StagedFile) -> Iterator[Bytes]:
     with failures(file.target), open(file.path, "r+b") as handle:
         mapping = mmap.mmap(handle.fileno(), 0)
     yield np.frombuffer(mapping, np.uint8)

@@ -5,7 +5,6 @@ A binary file holds the words of one tensor, ``[token, kv_head, head_dim]`` in C
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
@@ -15,12 +14,13 @@ from ... import dtypes
 from ...arrays.named_array import NamedArray, Piece, UnsupportedArrayError
 from ...arrays.source import Source
 from ...errors import SourceError
+from ...files.json_document import read_object
 from ...files.mapped import MappedFile
 from ..options import ReadOptions
 from ..reading import checked, select
 
 _BY_BYTES = {2: dtypes.FP16, 4: dtypes.FP32}
-_MAX_META = 1 << 20
+MAX_META_BYTES = 1 << 20  # no metadata of MNN is that large
 
 
 def read(path: str, options: ReadOptions) -> Source:
@@ -80,19 +80,9 @@ def _runs(file: Path, step: int) -> Iterator[Piece]:
 def load_meta(meta: Path) -> dict[str, Any]:
     """The fields of a metadata file."""
     try:
-        with meta.open("rb") as file:
-            text = file.read(_MAX_META + 1)
+        return read_object(meta, MAX_META_BYTES)
     except OSError as exc:
         raise SourceError(f"{meta}: cannot be read: {exc.strerror}") from exc
-    if len(text) > _MAX_META:
-        raise SourceError(f"{meta}: is larger than {_MAX_META} bytes, which no MNN metadata is")
-    try:
-        fields = json.loads(text)
-    except (ValueError, RecursionError) as exc:
-        raise SourceError(f"{meta}: is not valid JSON: {str(exc)[:200]}") from None
-    if not isinstance(fields, dict):
-        raise SourceError(f"{meta}: is not a JSON object")
-    return fields
 
 
 def positive(meta: Path, fields: dict[str, Any], key: str) -> int:

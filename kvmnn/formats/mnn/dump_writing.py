@@ -1,4 +1,4 @@
-"""K and V of a cache as the engine's KV dump writes them: plain (`mnn_dump` reads it) or packed (`mnn_packed_dump`)."""
+"""K and V of a cache as the engine's KV dump writes them: plain (`dump` reads it) or packed (`packed_dump`)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def write_dump(
     Parameters
     ----------
     arrays
-        K and V of every layer by turns, as `layer_arrays.sort` gives them.
+        K and V of every layer by turns, as `kvmnn.arrays.layers.sort` gives them.
     run_id
         What the engine calls a run: a plain file name.
     packed_as

@@ -38,7 +38,7 @@ class PackedFiles:
     layers
         In order, numbered from 0 unless the user named the files of one.
     document
-        The text that kvmnn left beside them, and the file it is in.
+        The contents of the JSON file that kvmnn left beside them, and its path.
     problems
         Why the engine would not load them; empty if it would.
     """
@@ -47,13 +47,18 @@ class PackedFiles:
     name: str
     path: str
     layers: tuple[PackedLayer, ...]
-    document: tuple[str, str] | None = None
+    document: tuple[bytes, str] | None = None
     problems: tuple[str, ...] = ()
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
         """Bytes of the K and V file of every layer."""
         return [(layer.key_bytes, layer.value_bytes) for layer in self.layers]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(key + value for key, value in self.sizes)
 
     @property
     def paths(self) -> list[str]:

@@ -11,14 +11,16 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ...dtypes import PARTS
+from ...dtypes import PARTS, Part
 from ...errors import OutputError, SourceError
+from ...files.json_document import read_bounded
 from ...packed import cache_info
 from ...packed.cache_info import MAX_BYTES, SIDE_SUFFIX, CacheInfo
 from .packed_files import PackedFiles, PackedLayer, size_of
 
 _DATA = re.compile(r"(?P<name>.+)_(?P<layer>0|[1-9]\d{0,5})\.(?P<part>[kv])", re.DOTALL)
-_EITHER = ("k", "v")
+PART_LETTER: dict[Part, str] = {"key": "k", "value": "v"}
+"""K and V in the names of files."""
 
 
 def data_name(name: str, layer: int, part: str) -> str:
@@ -99,12 +101,12 @@ def _layers(path: str, name: str, listing: set[str]) -> list[int]:
 
 
 def _layer(folder: Path, name: str, layer: int) -> PackedLayer:
-    key, value = (str(folder / data_name(name, layer, part)) for part in _EITHER)
+    key, value = (str(folder / data_name(name, layer, part)) for part in PART_LETTER.values())
     return PackedLayer(layer=layer, key=key, value=value, key_bytes=size_of(key), value_bytes=size_of(value))
 
 
 def _problems(folder: Path, name: str, layers: list[int], listing: set[str]) -> Iterable[str]:
-    markers = [marker_name(name, layer, part) for layer in layers for part in _EITHER]
+    markers = [marker_name(name, layer, part) for layer in layers for part in PART_LETTER.values()]
     missing = [marker for marker in markers if marker not in listing]
     if missing:
         yield (
@@ -113,18 +115,11 @@ def _problems(folder: Path, name: str, layers: list[int], listing: set[str]) -> 
         )
 
 
-def _document(path: Path) -> tuple[str, str] | None:
+def _document(path: Path) -> tuple[bytes, str] | None:
     if not path.exists():
         return None
-    if size_of(str(path)) > MAX_BYTES:
-        raise SourceError(f"{path}: is larger than {MAX_BYTES} bytes")
-    try:
-        return path.read_text(encoding="utf-8"), str(path)
-    except (OSError, UnicodeDecodeError) as exc:
-        raise SourceError(f"{path}: cannot be read: {exc}") from exc
-
-
-PART_LETTER = {"key": "k", "value": "v"}
+    size_of(str(path))  # a regular file: opening a pipe would wait
+    return read_bounded(path, MAX_BYTES), str(path)
 
 
 def check_name(name: str) -> str:

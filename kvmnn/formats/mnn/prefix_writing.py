@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ...arrays.casting import Cast
 from ...arrays.layers import LayerArray, common_geometry
 from ...dtypes import Part
 from ...errors import KvmnnError
+from ...files.names import with_contents
 from ...files.output import DirectoryOutput
 from ...packed import cache_info
-from ...packed.cache_info import CacheInfo, LayerInfo
+from ...packed.cache_info import SIDE_SUFFIX, CacheInfo, LayerInfo
 from ...packed.layout import PackLayout
+from ...packed.summary import cache_document, cache_summary, live_share
+from ...text import megabytes_per_second
 from ...threads.pipeline import Progress
 from .packed_reading import packed_runs
 from .packed_writing import PackedPart
@@ -22,27 +27,57 @@ from .prefix import PART_LETTER, check_leftovers, check_name, data_name, file_na
 _STEP = 8 << 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Packed:
-    """What was written.
+    """A prefix cache that was written.
 
     Parameters
     ----------
+    output
+        The directory.
     info
-        The cache.
-    label
-        ``LOSSLESS`` if every word came back from the files as it went in; ``LOSSY`` if words were cast to a narrower
-        dtype.
+        What its files hold.
     cast
-        What the cast changed.
+        What converting the words changed; nothing where they kept their dtype.
+    seconds
+        Time that writing and reading back took.
+    notes
+        One line for each thing about the input that was inferred.
     """
 
+    output: str
     info: CacheInfo
-    label: str
     cast: Cast
+    seconds: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """``LOSSLESS`` if every word came back from the files as it went in; ``LOSSY`` if words were narrowed."""
+        return self.cast.label
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as JSON values."""
+        return {
+            "output": self.output,
+            "label": self.label,
+            "seconds": self.seconds,
+            "notes": list(self.notes),
+            "cast": self.cast.to_dict(),
+            "cache": cache_document(self.info),
+        }
+
+    def __str__(self) -> str:
+        same = self.cast.source == self.cast.target
+        proof = "every file read back and compared" if same else str(self.cast)
+        return (
+            f"{self.output}: prefix {self.info.name!r}, {cache_summary(self.info)}\n"
+            f"  {live_share(self.info)}\n"
+            f"  {self.label} ({proof}), {megabytes_per_second(self.info.live_bytes, self.seconds)}"
+        )
 
 
-def plan(
+def prefix_info(
     arrays: Sequence[LayerArray],
     layout: PackLayout,
     name: str,
@@ -62,7 +97,7 @@ def plan(
     Raises
     ------
     KvmnnError
-        When arrays and layout do not agree, layers are missing, or the capacity is too small.
+        When arrays and layout do not agree, layers are missing, the capacity is too small, or the name is none.
     """
     heads, dims, _ = common_geometry(arrays)
     if (heads, dims) != (layout.kv_heads, layout.head_dim):
@@ -99,9 +134,31 @@ def plan(
 
 
 def write_prefix(
-    arrays: Sequence[LayerArray], info: CacheInfo, output: DirectoryOutput, progress: Progress | None = None
+    arrays: Sequence[LayerArray],
+    info: CacheInfo,
+    output: str,
+    *,
+    force: bool = False,
+    protect: Iterable[str] = (),
+    notes: Sequence[str] = (),
+    progress: Progress | None = None,
 ) -> Packed:
-    """Write a prefix cache and read every file back; the caller commits `output`.
+    """Write the files of a prefix cache into a directory, all or none, and read every file back.
+
+    Parameters
+    ----------
+    arrays
+        K and V of every layer by turns, as `kvmnn.arrays.layers.sort` gives them.
+    info
+        What the files will hold: `prefix_info`.
+    force
+        Replace files that exist.
+    protect
+        Files and directories that are read: never replaced.
+    notes
+        For the result.
+    progress
+        Called with bytes of arrays.
 
     Raises
     ------
@@ -110,6 +167,18 @@ def write_prefix(
     OutputError
         When files exist, or files of more layers of the same name would stay beside the new ones.
     """
+    started = time.perf_counter()
+    directory = DirectoryOutput(output, force=force, protect=with_contents(protect), index=info.name + SIDE_SUFFIX)
+    with directory:
+        cast = _write_files(arrays, info, directory, progress)
+        directory.commit()
+    seconds = time.perf_counter() - started
+    return Packed(output=output, info=info, cast=cast, seconds=seconds, notes=tuple(notes))
+
+
+def _write_files(
+    arrays: Sequence[LayerArray], info: CacheInfo, output: DirectoryOutput, progress: Progress | None
+) -> Cast:
     names = file_names(info)
     output.check_names(names)
     check_leftovers(output.target, info, names)
@@ -118,9 +187,9 @@ def write_prefix(
         _write_part(entry, info, output, cast, progress)
     for name in names[len(arrays) :]:
         file = output.file(name)
-        if name.endswith(cache_info.SIDE_SUFFIX):
+        if name.endswith(SIDE_SUFFIX):
             file.write((cache_info.to_json(info) + "\n").encode())
-    return Packed(info, cast.label, cast)
+    return cast
 
 
 def _write_part(

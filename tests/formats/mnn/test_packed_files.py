@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmnn import KvmnnError, OutputError, PackLayout, SourceError
+from kvmnn.dtypes import PARTS
 from kvmnn.formats import find_packed
 from kvmnn.formats import open as open_any
-from kvmnn.dtypes import PARTS
 from kvmnn.formats.mnn import live as mnn_live
 from kvmnn.formats.mnn import prefix as mnn_prefix
 from kvmnn.formats.mnn.model import fingerprint, read_geometry

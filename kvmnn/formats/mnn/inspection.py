@@ -1,0 +1,221 @@
+"""What packed files are and hold, whether or not everything is known that they do not say themselves."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...errors import SourceError
+from ...packed.cache_info import CacheInfo
+from ...packed.fitting import Fit, describe, fits
+from ...packed.summary import cache_document, cache_summary, live_share
+from ...text import count
+from ..options import PackedOptions
+from . import prefix
+from .describing import Described, describe_files, model_geometry
+from .finding import find_packed
+from .packed_files import PackedFiles
+
+_KINDS = {"prefix": "MNN prefix cache", "live": "live files of an MNN cache"}
+_MAX_RUNS = 12
+"""Runs of positions of a layer that are shown."""
+
+
+@dataclass(frozen=True)
+class DescribedCache:
+    """Packed files of which everything is known.
+
+    Parameters
+    ----------
+    described
+        The files, what they hold, and what of that was inferred.
+    """
+
+    described: Described
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as JSON values."""
+        files, info = self.described.files, self.described.info
+        layers = []
+        for found, layer in zip(files.layers, info.layers, strict=True):
+            live, total = sum(info.live_bytes_of(layer)), found.key_bytes + found.value_bytes
+            layers.append(
+                {
+                    "layer": layer.layer,
+                    "key_file": found.key,
+                    "value_file": found.value,
+                    "key_bytes": found.key_bytes,
+                    "value_bytes": found.value_bytes,
+                    "live_bytes": live,
+                    "padded_bytes": total - live,
+                }
+            )
+        return {
+            **_document(files),
+            "notes": list(self.described.notes),
+            "cache": cache_document(info),
+            "padded_bytes": info.file_bytes - info.live_bytes,
+            "layers": layers,
+        }
+
+    def __str__(self) -> str:
+        files, info = self.described.files, self.described.info
+        lines = [*_heading(files), f"  {cache_summary(info)}"]
+        lines += [f"  note: {note}" for note in (*self.described.notes, *info.layout.unrecoverable)]
+        lines.append(f"  {live_share(info)}")
+        lines += _origin(info)
+        for found, layer in zip(files.layers, info.layers, strict=True):
+            live = info.live_bytes_of(layer)
+            lines.append(
+                f"  layer {layer.layer}: {layer.tokens:,} of {layer.capacity:,} tokens, "
+                f"{_file(found.key, found.key_bytes, live[0])}, {_file(found.value, found.value_bytes, live[1])}"
+            )
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class UndescribedCache:
+    """Packed files of which something is not known that they do not say themselves.
+
+    Parameters
+    ----------
+    files
+        What was found.
+    reason
+        What is not known.
+    possible
+        The layouts that the sizes of the files leave, where the heads are known.
+    """
+
+    files: PackedFiles
+    reason: str
+    possible: Sequence[Fit]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as JSON values."""
+        return {
+            **_document(self.files),
+            "cache": None,
+            "not_known": self.reason,
+            "possible": [
+                {
+                    "backends": fit.backends.split("/"),
+                    "layout": describe(fit.layout),
+                    "capacities": list(fit.capacities),
+                }
+                for fit in self.possible
+            ],
+            "layers": [vars(found) for found in self.files.layers],
+        }
+
+    def __str__(self) -> str:
+        lines = [*_heading(self.files), f"  not known: {self.reason}"]
+        lines += [
+            f"  may be: {fit.backends}: {describe(fit.layout)}, capacity {max(fit.capacities):,}"
+            for fit in self.possible
+        ]
+        lines += [
+            f"  layer {found.layer}: {os.path.basename(found.key)} {found.key_bytes:,} bytes, "
+            f"{os.path.basename(found.value)} {found.value_bytes:,} bytes"
+            for found in self.files.layers
+        ]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class PackedInspection:
+    """What the packed files at a path are: one cache, or the prefix caches of a directory.
+
+    Parameters
+    ----------
+    path
+        What was inspected.
+    caches
+        In the order of their names.
+    """
+
+    path: str
+    caches: tuple[DescribedCache | UndescribedCache, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as JSON values: of the one cache, or of all prefixes."""
+        if len(self.caches) == 1:
+            return self.caches[0].to_dict()
+        return {"input": self.path, "kind": "prefix caches", "prefixes": [each.to_dict() for each in self.caches]}
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.caches))
+
+
+def inspect_packed(path: str, options: PackedOptions | None = None) -> PackedInspection | None:
+    """Account for the packed files at `path`, every prefix of them; None if there are none.
+
+    Parameters
+    ----------
+    options
+        What is known of the files; with a name, that prefix alone.
+
+    Raises
+    ------
+    SourceError
+        When files of a cache are missing.
+    """
+    options = options or PackedOptions()
+    names = prefix.names_in(os.listdir(path)) if os.path.isdir(path) and options.name is None else []
+    each = [replace(options, name=name) for name in names] if len(names) > 1 else [options]
+    caches = tuple(found for found in (_inspected(path, one) for one in each) if found)
+    return PackedInspection(path, caches) if caches else None
+
+
+def _inspected(path: str, options: PackedOptions) -> DescribedCache | UndescribedCache | None:
+    files = find_packed(path, options)
+    if files is None:
+        return None
+    try:
+        return DescribedCache(describe_files(files, replace(options, ignore_markers=True)))
+    except SourceError as exc:
+        reason = str(exc).removeprefix(f"{files.path}: ")
+    try:
+        possible = fits(model_geometry(options, None, files.path), files.sizes)
+    except SourceError:
+        possible = []
+    return UndescribedCache(files, reason, possible)
+
+
+def _heading(files: PackedFiles) -> list[str]:
+    name = f" {files.name!r}" if files.name else ""
+    heading = f"{files.path}: {_KINDS[files.kind]}{name}, {count(len(files.layers), 'layer')}, {files.nbytes:,} bytes"
+    if files.kind == "prefix" and not files.problems:
+        heading += ", all markers there"
+    return [heading, *(f"  would not load: {problem}" for problem in files.problems)]
+
+
+def _document(files: PackedFiles) -> dict[str, Any]:
+    return {
+        "input": files.path,
+        "kind": f"{files.kind} cache",
+        "name": files.name,
+        "file_bytes": files.nbytes,
+        "problems": list(files.problems),
+    }
+
+
+def _file(path: str, size: int, live: int) -> str:
+    return f"{os.path.basename(path)} {size:,} bytes ({live:,} live, {size - live:,} not)"
+
+
+def _origin(info: CacheInfo) -> list[str]:
+    """Where the tokens come from, as far as that was noted down."""
+    lines = []
+    if info.token_ids:
+        lines.append(f"  made from {info.token_ids.count:,} token ids, sha256 {info.token_ids.sha256}")
+    if info.model:
+        lines.append(f"  computed by the model with the fingerprint {info.model}")
+    for layer in info.layers:
+        if layer.positions != ((0, layer.tokens),):
+            kept = ", ".join(f"{begin}:{size}" for begin, size in layer.positions[:_MAX_RUNS])
+            more = " ..." if len(layer.positions) > _MAX_RUNS else ""
+            lines.append(f"  layer {layer.layer} holds the tokens {kept}{more}")
+    return lines

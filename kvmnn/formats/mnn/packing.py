@@ -1,0 +1,162 @@
+"""Plain arrays, or a packed cache of another backend, into a prefix cache that the engine loads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ...arrays.layers import LayerArray, common_geometry, sort
+from ...arrays.source import Source
+from ...errors import OptionError
+from ...packed.addressing import FLASH_BLOCK
+from ...packed.cache_info import CacheInfo, TokenIds
+from ...packed.fitting import Geometry, of_layout
+from ...packed.layout import PackLayout
+from ...threads.pipeline import Progress
+from .model import fingerprint
+from .prefix_writing import Packed, prefix_info, write_prefix
+
+
+def pack(
+    source: Source,
+    output: str,
+    geometry: Geometry | None = None,
+    *,
+    name: str | None = None,
+    capacity: int | None = None,
+    tokens: Sequence[int] = (),
+    token_ids: TokenIds | None = None,
+    model: str | None = None,
+    token_major: bool = False,
+    cast: bool = False,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Packed:
+    """Pack K and V of every layer into the files of a prefix cache; each file is read back and compared.
+
+    Parameters
+    ----------
+    source
+        Arrays ``[kv_head, token, head_dim]`` whose names say which layer's K or V they are (`kvmnn.open`).
+    output
+        The directory; it is made if it is not there.
+    geometry
+        The layout: a backend, or pack numbers. What it leaves open is taken from what `source` says of a packed cache,
+        and from the shapes of the arrays.
+    name
+        Of the prefix; by default the one that the cache had.
+    capacity
+        Tokens to leave room for; by default as before, else no more than there are.
+    tokens
+        How many tokens the layers are said to have, one number or one for each layer.
+    token_ids, model
+        The token ids of the text and the directory of the MNN model, to be noted down.
+    token_major
+        Whether the arrays are ``[token, kv_head, head_dim]``.
+    cast
+        Convert words to the dtype of the layout, to nearest even.
+    force
+        Replace files that exist; the inputs are never replaced.
+    progress
+        Called with bytes of arrays.
+
+    Raises
+    ------
+    OptionError
+        When the options name no layout or several, no name, another dtype than the arrays have, or other tokens.
+    KvmnnError
+        When the arrays are not K and V of layers from 0 on, and as `write_prefix`.
+    """
+    arrays = sort(source.arrays, token_major=source.token_major or token_major)
+    known, dtype = source.cache, arrays[0].array.dtype
+    layout = chosen_layout(geometry or Geometry(), arrays, known.layout if known else None, dtype)
+    if layout.dtype != dtype and not cast:
+        raise OptionError(f"the arrays are {dtype}, the layout holds {layout.dtype}: --cast converts them")
+    info = prefix_info(arrays, layout, prefix_name(name, known), capacity=capacity, like=known)
+    found = {layer.tokens for layer in info.layers}
+    if tokens and found != set(tokens):
+        raise OptionError(f"the arrays have {max(found)} tokens, --tokens says {max(tokens)}")
+    if token_ids and known is None and found != {token_ids.count}:
+        raise OptionError(f"the arrays have {max(found)} tokens, {token_ids.where} has {token_ids.count} ids")
+    info = replace(
+        info,
+        token_ids=token_ids or info.token_ids,
+        model=fingerprint(model) if model else info.model,
+    )
+    return write_prefix(arrays, info, output, force=force, protect=source.inputs, notes=source.notes, progress=progress)
+
+
+def repack(
+    source: Source,
+    output: str,
+    backend: str,
+    *,
+    name: str | None = None,
+    capacity: int | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Packed:
+    """Write a packed cache in the layout of another backend; the flash block stays.
+
+    Parameters
+    ----------
+    source
+        A packed cache, or what was made from one and still describes it (`Source.cache`).
+    backend
+        A name of `kvmnn.backends.BACKENDS`. Where its dtype differs, words are converted to nearest even.
+    output, name, capacity, force, progress
+        As for `pack`.
+
+    Raises
+    ------
+    OptionError
+        When `source` is not a packed cache.
+    KvmnnError
+        As `pack`.
+    """
+    if source.cache is None:
+        raise OptionError(f"{' '.join(source.inputs)}: is not a packed cache: use pack for plain arrays")
+    arrays = sort(source.arrays, token_major=source.token_major)
+    before = of_layout(source.cache.layout)
+    target = Geometry(
+        kv_heads=before.kv_heads, head_dim=before.head_dim, backend=backend, flash_block=before.flash_block
+    )
+    ((_, layout),) = target.candidates()
+    info = prefix_info(arrays, layout, prefix_name(name, source.cache), capacity=capacity, like=source.cache)
+    return write_prefix(arrays, info, output, force=force, protect=source.inputs, notes=source.notes, progress=progress)
+
+
+def prefix_name(name: str | None, info: CacheInfo | None) -> str:
+    """The name that was given, or the one that the cache had; `OptionError` where there is neither."""
+    found = name or (info.name if info else "")
+    if not found:
+        raise OptionError("the prefix needs a name: --name NAME")
+    return found
+
+
+def chosen_layout(geometry: Geometry, arrays: Sequence[LayerArray], known: PackLayout | None, dtype: str) -> PackLayout:
+    """The only layout that `geometry` names, completed by the `known` one and by the arrays.
+
+    Parameters
+    ----------
+    dtype
+        Of the words, where `geometry` names no backend.
+
+    Raises
+    ------
+    OptionError
+        When it leaves several, or none.
+    """
+    heads, dims, _ = common_geometry(arrays)
+    if known and geometry == Geometry():
+        return known
+    block = FLASH_BLOCK if known is None else of_layout(known).flash_block
+    full = geometry.or_else(Geometry(kv_heads=heads, head_dim=dims, flash_block=block))
+    if full.backend is None:
+        full = full.or_else(Geometry(dtype=dtype))
+    found = full.candidates()
+    if len(found) != 1:
+        raise OptionError(
+            f"{len(found)} layouts are known for what was said: name one (--backend NAME, or --lp N --hp N)"
+        )
+    return found[0][1]

@@ -1,0 +1,154 @@
+"""Frames back into the files of the prefix cache that they were made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ...arrays.layers import sort
+from ...arrays.named_array import ArrayInfo
+from ...bundle.frame_set import DecodeOptions, FrameSet
+from ...errors import LimitError, OptionError, SourceError
+from ...files.names import is_directory
+from ...packed.cache_info import CacheInfo, TokenIds
+from ...packed.fitting import Geometry, describe
+from ...packed.layout import PackLayout
+from ...threads.pipeline import Progress
+from ..array_formats import array_format
+from ..frames import of_frames
+from ..restoring import array_document
+from .model import fingerprint
+from .packing import chosen_layout, prefix_name
+from .prefix_writing import Packed, prefix_info, write_prefix
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoredPrefix:
+    """A prefix cache that was written from frames.
+
+    Parameters
+    ----------
+    input
+        The frames.
+    packed
+        What was written.
+    arrays
+        What the frames hold.
+    stored_bytes
+        Of all frames.
+    warnings
+        How what was asked for differs from what the manifest says; empty unless that was forced.
+    """
+
+    input: str
+    packed: Packed
+    arrays: tuple[ArrayInfo, ...]
+    stored_bytes: int
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in self.arrays)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as JSON values."""
+        return {
+            **self.packed.to_dict(),
+            "input": self.input,
+            "raw_bytes": self.raw_bytes,
+            "stored_bytes": self.stored_bytes,
+            "arrays": [array_document(array) for array in self.arrays],
+        }
+
+    def __str__(self) -> str:
+        return str(self.packed)
+
+
+def is_prefix(frames: FrameSet, output: str) -> bool:
+    """Whether frames are of a prefix cache, and `output` is a place for its files: no file of arrays."""
+    if frames.cache is None or frames.cache.kind != "prefix":
+        return False
+    return array_format(output) is None or is_directory(output)
+
+
+def restore_prefix(
+    frames: FrameSet,
+    output: str,
+    geometry: Geometry | None = None,
+    *,
+    name: str | None = None,
+    model: str | None = None,
+    token_ids: TokenIds | None = None,
+    options: DecodeOptions | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> RestoredPrefix:
+    """Decode frames into the files of the prefix cache that they were made from, byte for byte in live elements.
+
+    Parameters
+    ----------
+    frames
+        `kvmnn.bundle.open_frames`, of a prefix cache.
+    output
+        The directory.
+    geometry, model, token_ids
+        The layout, the directory of the model and the ids of the text that are expected, where they are.
+    name
+        Of the prefix; by default as before.
+    options
+        Limits, codecs, threads.
+    force
+        Replace files that exist, and write the files although something expected differs.
+    progress
+        Called with raw bytes.
+
+    Raises
+    ------
+    OptionError
+        When the frames are not of a packed cache.
+    SourceError
+        When the manifest says another layout, model or text than is expected.
+    LimitError
+        When the files would be larger than the options allow.
+    KvmnnError
+        As `restore` and `write_prefix`.
+    """
+    info, options = frames.cache, options or DecodeOptions()
+    if info is None:
+        raise OptionError(f"{frames.path}: does not describe a packed cache")
+    arrays = sort(of_frames(frames, options).arrays)
+    layout = chosen_layout(geometry or Geometry(), arrays, info.layout, info.layout.dtype)
+    warnings = _differences(info, layout, model, token_ids)
+    if warnings and not force:
+        raise SourceError(f"{frames.path}: {warnings[0]} (--force restores it anyway)")
+    target = prefix_info(arrays, layout, prefix_name(name, info), like=info)
+    if options.max_bytes is not None and target.file_bytes > options.max_bytes:
+        raise LimitError(
+            f"{frames.path}: its files have {target.file_bytes} bytes, above the limit of {options.max_bytes}"
+        )
+    protect = [frames.path, *frames.paths]
+    packed = write_prefix(arrays, target, output, force=force, protect=protect, progress=progress)
+    return RestoredPrefix(
+        input=frames.path,
+        packed=packed,
+        arrays=frames.arrays,
+        stored_bytes=frames.stored_bytes,
+        warnings=tuple(warnings),
+    )
+
+
+def _differences(info: CacheInfo, layout: PackLayout, model: str | None, token_ids: TokenIds | None) -> list[str]:
+    """How the layout, model or text that is expected differs from what the cache was made with."""
+    found = []
+    if layout != info.layout:
+        found.append(f"the cache has {describe(info.layout)}; asked for was {describe(layout)}")
+    if model and info.model is None:
+        found.append("the manifest does not say which model the cache is of")
+    elif model and fingerprint(model) != info.model:
+        found.append(f"the cache is of another model than the one in {model}")
+    if token_ids and info.token_ids is None:
+        found.append("the manifest does not say which token ids the cache was made from")
+    elif token_ids and token_ids != info.token_ids:
+        found.append(f"the cache was made from other token ids than those in {token_ids.where}")
+    return found

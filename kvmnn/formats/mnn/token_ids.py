@@ -1,0 +1,45 @@
+"""Lists of token ids in files."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from typing import Any
+
+import numpy as np
+
+from ...errors import KvmnnError, SourceError
+from ...files.mapped import MappedFile
+from ...packed.cache_info import TokenIds
+
+MAX_BYTES = 1 << 30
+"""Of a file of token ids."""
+
+
+def read_token_ids(path: str) -> TokenIds:
+    """Count and hash of the ids in a file: a JSON list, numbers between spaces or commas, or a ``.npy`` array.
+
+    Raises
+    ------
+    SourceError
+        For a file that holds no list of ids.
+    """
+    file = MappedFile(path)
+    if file.size > MAX_BYTES:
+        raise SourceError(f"{file.label}: {file.size} bytes are too many for a list of token ids")
+    try:
+        return TokenIds.of(_ids(file.head(file.size)), where=file.label)
+    except KvmnnError as exc:
+        raise SourceError(f"{file.label}: {exc}") from None
+    except (ValueError, OverflowError, RecursionError):
+        raise SourceError(f"{file.label}: holds no list of token ids") from None
+
+
+def _ids(data: bytes) -> Any:
+    if data.startswith(b"\x93NUMPY"):
+        return np.load(io.BytesIO(data), allow_pickle=False).reshape(-1)
+    text = data.decode()
+    if text.lstrip().startswith("["):
+        return json.loads(text)
+    return [int(word) for word in re.split(r"[\s,]+", text.strip())]

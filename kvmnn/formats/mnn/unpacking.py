@@ -1,0 +1,166 @@
+"""Packed files, or anything else that kvmnn reads, into files of plain arrays or a KV dump."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ...arrays.layers import sort
+from ...arrays.named_array import ArrayInfo, Piece
+from ...arrays.source import Source
+from ...errors import OptionError
+from ...files.names import with_contents
+from ...files.output import DirectoryOutput
+from ...packed.cache_info import CacheInfo
+from ...packed.summary import cache_document
+from ...text import LOSSLESS, LOSSY, count, megabytes_per_second
+from ...threads.pipeline import Progress
+from ..writing import write_arrays
+from .dump_writing import write_dump
+
+Form = Literal["arrays", "dump", "packed-dump"]
+FORMS: tuple[Form, ...] = ("arrays", "dump", "packed-dump")
+"""What `unpack` writes: files of arrays, or a KV dump of the engine, plain or packed."""
+
+_STEP = 8 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unpacked:
+    """Plain arrays that were written.
+
+    Parameters
+    ----------
+    input, output
+        Paths.
+    arrays
+        What was written.
+    lossy
+        Whether the words were made from int8 codes.
+    seconds
+        Time that it took.
+    notes
+        One line for each thing about the input that was inferred.
+    cache
+        The packed cache that the arrays come from, where that is known.
+    """
+
+    input: str
+    output: str
+    arrays: tuple[ArrayInfo, ...]
+    lossy: bool
+    seconds: float
+    notes: tuple[str, ...] = ()
+    cache: CacheInfo | None = None
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in self.arrays)
+
+    @property
+    def label(self) -> str:
+        """``LOSSLESS`` for live elements copied as they are; ``LOSSY`` for what the engine keeps as int8."""
+        return LOSSY if self.lossy else LOSSLESS
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as JSON values."""
+        return {
+            "input": self.input,
+            "output": self.output,
+            "label": self.label,
+            "raw_bytes": self.raw_bytes,
+            "seconds": self.seconds,
+            "notes": list(self.notes),
+            "cache": cache_document(self.cache),
+            "arrays": [{"name": a.name, "dtype": a.dtype, "shape": list(a.shape)} for a in self.arrays],
+        }
+
+    def __str__(self) -> str:
+        how = "int8 times scale plus bias" if self.lossy else "live elements copied as they are"
+        return (
+            f"{self.output}: {count(len(self.arrays), 'array')}, {self.raw_bytes:,} bytes, {self.label} ({how}), "
+            f"{megabytes_per_second(self.raw_bytes, self.seconds)}"
+        )
+
+
+def unpack(
+    source: Source,
+    output: str,
+    *,
+    form: Form = "arrays",
+    run_id: str = "kvmnn",
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Unpacked:
+    """Write the arrays of a packed cache, or of any other source, as plain arrays or as a KV dump.
+
+    Parameters
+    ----------
+    source
+        What `kvmnn.open` gives.
+    output
+        A ``.npz`` or ``.safetensors`` file, a directory (ends in a slash, or is one) for a ``.npy`` file of each array
+        or for a dump, or any other file for one array.
+    form
+        ``"arrays"``, ``[kv_head, token, head_dim]``; ``"dump"``, ``[token, kv_head, head_dim]`` as the engine dumps
+        them; ``"packed-dump"``, its packed variant.
+    run_id
+        Of a dump.
+    force
+        Replace files that exist; the inputs are never replaced.
+    progress
+        Called with bytes of arrays.
+
+    Raises
+    ------
+    OptionError
+        For a packed dump of what is not a packed cache.
+    KvmnnError
+        When the output cannot hold the arrays, exists, or cannot be written.
+    """
+    started = time.perf_counter()
+    if form == "arrays":
+        runs = _runs(source, progress)
+        write_arrays(output, source.arrays, runs, source.metadata, force=force, protect=source.inputs)
+    else:
+        _write_dump(source, output, form, run_id, force, progress)
+    return Unpacked(
+        input=" ".join(source.inputs),
+        output=output,
+        arrays=tuple(source.arrays),
+        lossy=source.lossy,
+        seconds=time.perf_counter() - started,
+        notes=tuple(source.notes),
+        cache=source.cache,
+    )
+
+
+def _write_dump(source: Source, output: str, form: Form, run_id: str, force: bool, progress: Progress | None) -> None:
+    layout = source.cache.layout if source.cache else None
+    if form == "packed-dump" and layout is None:
+        raise OptionError(
+            f"{' '.join(source.inputs)}: is not a packed cache, so nothing says how to pack it: use --as dump"
+        )
+    arrays = sort(source.arrays, token_major=source.token_major)
+    with DirectoryOutput(output, force=force, protect=with_contents(source.inputs)) as directory:
+        write_dump(
+            arrays,
+            directory,
+            run_id,
+            packed_as=layout if form == "packed-dump" else None,
+            flash=layout is None or layout.flash_block is not None,
+            progress=progress,
+        )
+        directory.commit()
+
+
+def _runs(source: Source, progress: Progress | None) -> Iterator[tuple[int, Piece]]:
+    for index, array in enumerate(source.arrays):
+        for piece in array.pieces(_STEP):
+            yield index, piece
+            if progress:
+                progress(piece.size)
+            del piece

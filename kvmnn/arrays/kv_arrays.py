@@ -69,8 +69,8 @@ def read_kv(where: str, arrays: Sequence[NamedArray], axes: str | None = None) -
     arrays
         All of them must be K or V.
     axes
-        Letters for the axes of each array, such as ``"lthd"``: h, t and d, and l or b where there are such. Without
-        it, five axes are ``lbhtd``; where names have layer numbers, four are ``bhtd`` and three ``htd``.
+        Letters for the axes of each array, such as ``"lthd"``: h, t and d, and l or b for layers or batches. Without it,
+        five axes are ``lbhtd``; where names have layer numbers, four are ``bhtd`` and three ``htd``.
 
     Raises
     ------
@@ -155,7 +155,7 @@ def _pair_up(where: str, arrays: Sequence[NamedArray]) -> list[tuple[NamedArray,
 
 
 def _words(array: NamedArray) -> Words:
-    """The whole array; a view of the file where its bytes lie there as they are."""
+    """All words of an array; a view of the file where its bytes lie there as they are."""
     (piece,) = array.pieces()
     dtype = dtypes.by_name(array.dtype).numpy
     if array.itemsize != array.word_bytes:

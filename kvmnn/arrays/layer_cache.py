@@ -1,4 +1,4 @@
-"""One layer's K and V as the rest of kvmnn passes them around. A whole cache is a sequence of them."""
+"""K and V of one layer; a cache is a sequence of them."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class LayerArray:
 def sort(arrays: Sequence[NamedArray], *, token_major: bool = False) -> list[LayerArray]:
     """K and V of every layer, in order.
 
-    Names may be those kvmnn gives (``layer_3.key``), those of model inputs (``past_key_values.3.value``) or those of a
+    Names may be as kvmnn gives them (``layer_3.key``), as models call inputs (``past_key_values.3.value``) or as in a
     KV dump (``run/layer_3/k_t0_16``), whose pieces are joined along the tokens. Arrays called ``k`` and ``v`` or the
     like, without a number, are one layer, or with four axes ``[layer, ...]`` all of them.
 

@@ -126,7 +126,7 @@ class PackNumbers:
         return self.int8_keys if part == "key" else self.int8_values
 
     def pack_numbers(self, part: Part) -> tuple[int, int]:
-        """lP and hP of K or V: those of the int8 kernels for what is int8."""
+        """lP and hP of K or V; lP8 and hP8 for what is int8."""
         return (self.lP8 or 1, self.hP8 or 1) if self.is_int8(part) else (self.lP, self.hP)
 
     @property
@@ -196,7 +196,7 @@ class PackNumbers:
     def capacity_of(self, key_bytes: int, value_bytes: int) -> int:
         """Tokens for which buffers of these sizes have room, as the engine derives it from a file.
 
-        The capacity they were allocated for may have been smaller: K comes in whole tiles and V in whole blocks. Both
+        The capacity they were allocated for may have been smaller: K comes in tiles and V in blocks. Both
         lead to the same places for every token.
 
         Raises

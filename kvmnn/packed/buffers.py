@@ -25,7 +25,7 @@ def by_part(pair: tuple[T, T]) -> dict[Part, T]:
 def as_buffers(
     layout: PackNumbers, key_buffer: Any, value_buffer: Any, capacity: int, writable: bool = False
 ) -> Buffers:
-    """Two packed buffers as bytes over the same memory, their sizes those of a checked `capacity`."""
+    """Two packed buffers as bytes over the same memory; `KvmnnError` unless they have the sizes for `capacity`."""
     return (
         as_buffer(key_buffer, "key_buffer", layout.key_bytes(capacity), capacity, writable),
         as_buffer(value_buffer, "value_buffer", layout.value_bytes(capacity), capacity, writable),

@@ -31,7 +31,7 @@ class PackedCache:
     layout
         The numbers of the layer and backend.
     dialect
-        ``"fork"`` checks plans and applies pairs to the whole window; ``"upstream"`` does as MNN 3.6.1: where `remove`
+        ``"fork"`` checks plans and applies pairs to all of the window; ``"upstream"`` does as MNN 3.6.1: where `remove`
         equals the tokens there are, it drops the cache and ignores the pairs (kvmnn then warns).
     on_invalid
         ``"raise"`` refuses a plan that the fork would not apply in full, and changes nothing; ``"engine"`` does what

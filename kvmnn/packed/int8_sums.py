@@ -12,17 +12,17 @@ from .layout import PackLayout
 
 @dataclass
 class Int8Sums:
-    """Side arrays of an int8 cache with room for so many tokens.
+    """Side arrays of an int8 cache.
 
     Attributes
     ----------
     key_sum
-        Sum over the dims of each dequantised key, ``[kv_heads, token slots]``, slots in whole groups of hP8.
+        Sum over the dims of each dequantised key, ``[kv_heads, token slots]``, slots in groups of hP8.
     key_max
         Running maximum of each channel, ``[kv_heads, head_dim]``; what keys are quantised against.
     value_sum
-        Sum over the tokens of each block of each dequantised value, ``[kv_heads, blocks, dims]``, dims in whole groups
-        of hP8; None where values are not int8.
+        Sum over the tokens of each block of each dequantised value, ``[kv_heads, blocks, dims]``, dims in groups of
+        hP8; None where values are not int8.
     """
 
     key_sum: Floats

@@ -23,7 +23,7 @@ __all__ = ["EXPAND_CHUNK", "FLASH_BLOCK", "PackLayout"]
 class PackLayout(PackNumbers):
     """Where each element of a packed cache lies, and the copying that follows from it.
 
-    Parameters are those of `PackNumbers`: kv_heads, head_dim, dtype, lP, hP, flash_block, and lP8, hP8, int8_keys,
+    Parameters as for `PackNumbers`: kv_heads, head_dim, dtype, lP, hP, flash_block, and lP8, hP8, int8_keys,
     int8_values for what is int8. Most callers want `PackLayout.for_backend`.
 
     Examples

@@ -50,12 +50,12 @@ class HeadRows:
         self._capacity = capacity
 
     def read(self, head: Bytes, start: int, out: Bytes) -> None:
-        """Copy the rows from token `start` on into `out` (bytes of whole rows)."""
+        """Copy the rows from token `start` on into `out`, the bytes of a number of rows."""
         gather = _layout.dequantise if self._int8 else _layout.gather
         gather(self._numbers, head, self._rows(head, start, out), 0, 1, start)
 
     def write(self, head: Bytes, start: int, rows: Bytes) -> None:
-        """Write `rows` (bytes of whole rows) over those from token `start` on."""
+        """Write `rows`, as bytes, over the rows from token `start` on."""
         if self._int8:
             raise KvmnnError("int8 rows depend on what the engine saw before: they can be read, not written")
         _layout.scatter(self._numbers, head, self._rows(head, start, rows), 0, 1, start)

@@ -374,7 +374,7 @@ def test_compact_layer_by_layer(prefix, run):
         (["--remove", "71"], 1, "remove is 71: expected at most the 70 live tokens"),
         (["--remove", "-1"], 1, "remove is -1"),
         (["--remove", "70"], 1, "nothing would stay of its 70 tokens"),
-        (["--dialect", "upstream", "--reserve", "0:8"], 1, "MNN 3.6.1 drops the whole cache where remove is all 70"),
+        (["--dialect", "upstream", "--reserve", "0:8"], 1, "MNN 3.6.1 drops the cache where remove is all 70"),
         (["--reserve", "0-8"], 2, "'0-8' is not a pair begin:size"),
         (["--remove", "many"], 2, "'many' is not a whole number"),
         (["--plan", "none.json"], 1, "none.json"),

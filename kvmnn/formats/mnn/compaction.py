@@ -260,7 +260,7 @@ def _check_upstream(info: CacheInfo, plans: Sequence[CompactionPlan]) -> None:
     for layer, plan in zip(info.layers, plans, strict=True):
         if plan.remove in (None, layer.tokens):
             raise KvmnnError(
-                f"layer {layer.layer}: MNN 3.6.1 drops the whole cache where remove is all {layer.tokens} tokens: "
+                f"layer {layer.layer}: MNN 3.6.1 drops the cache where remove is all {layer.tokens} tokens: "
                 "remove fewer, or choose the fork's dialect"
             )
 

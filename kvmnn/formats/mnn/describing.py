@@ -77,7 +77,7 @@ def describe_files(files: PackedFiles, options: PackedOptions) -> Described:
         the engine would not load the files, unless `options` say to read them anyway.
     """
     if files.problems and not options.ignore_markers:
-        raise SourceError(f"{files.path}: {files.problems[0]} (--ignore-markers reads the files all the same)")
+        raise SourceError(f"{files.path}: {files.problems[0]} (--ignore-markers reads the files anyway)")
     known = read_document(files)
     if known and files.sizes != [_sizes(known.layout, layer) for layer in known.layers]:
         raise SourceError(
@@ -154,8 +154,8 @@ def _drift(files: PackedFiles, known: CacheInfo) -> str:
 
 
 def _layout(files: PackedFiles, options: PackedOptions, known: CacheInfo | None, notes: list[str]) -> Fit:
-    whole = len(files.layers) if files.kind == "prefix" and files.layers[0].layer == 0 else None
-    geometry = model_geometry(options, whole, files.path)
+    layers = len(files.layers) if files.kind == "prefix" and files.layers[0].layer == 0 else None
+    geometry = model_geometry(options, layers, files.path)
     if known is None:
         fit = the_fit(files.path, geometry, files.sizes)
         notes.extend(inferred(geometry, fit, files.sizes))
@@ -190,7 +190,7 @@ def _tokens(files: PackedFiles, options: PackedOptions, known: CacheInfo | None,
 
 
 def _positions(tokens: tuple[int, ...], known: CacheInfo | None) -> list[cache_info.Ranges]:
-    """Those of the document where it speaks of as many tokens, else 0, 1, 2 ..."""
+    """The positions in the document if it has the same number of tokens, else 0, 1, 2 and so on."""
     if known and tuple(layer.tokens for layer in known.layers) == tokens:
         return [layer.positions for layer in known.layers]
     return [((0, count),) for count in tokens]

@@ -86,7 +86,7 @@ def load_meta(meta: Path) -> dict[str, Any]:
 
 
 def positive(meta: Path, fields: dict[str, Any], key: str) -> int:
-    """A field that is a whole number above zero."""
+    """A field that is an integer above zero."""
     value = fields.get(key)
     if type(value) is not int or value <= 0:
         raise SourceError(f"{meta}: {key} is {value!r:.80}, expected a positive integer")

@@ -81,7 +81,7 @@ def _array(
 
 
 def _capacity(file: Path, meta: Path, fields: dict[str, Any], layout: PackLayout, part: Part) -> int:
-    """Tokens that the file has room for: whole tiles of those in use, or the buffer as a whole."""
+    """Tokens that the file has room for: the tiles in use, or all of the buffer."""
     used, most = positive(meta, fields, "used_seq_len"), positive(meta, fields, "max_seq_len")
     if used > most:
         raise SourceError(f"{meta}: used_seq_len is {used}, above max_seq_len, {most}")

@@ -100,7 +100,7 @@ class PackedPart:
         self._map.close()
 
     def _places(self, run: Piece) -> Iterator[tuple[int, int, Piece]]:
-        """The whole rows of what has come, as runs of one head: ``(head, first token, rows)``."""
+        """The complete rows that have come, as runs of one head: ``(head, first token, rows)``."""
         if self._rest.size:
             run = np.concatenate([self._rest, run])
         count = run.size // self._row

@@ -90,7 +90,7 @@ def prefix_info(
     Parameters
     ----------
     capacity
-        Tokens to leave room for; None for what `like` has, or for as many as there are.
+        Tokens to leave room for; None for the capacity of `like`, or for the number of tokens.
     like
         Where positions, token ids and model come from, if it has the same layers and tokens.
 

@@ -1,0 +1,162 @@
+"""What pack, unpack, repack, compact and inspect return: the same for a notebook and for the command."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import packed_samples
+import pytest
+
+import kvmnn
+from kvmnn.arrays import Place, compare
+from kvmnn.errors import OptionError
+from kvmnn.formats import PackedOptions
+from kvmnn.formats.mnn import (
+    CompactionPlan,
+    compact,
+    describe_packed,
+    inspect_packed,
+    pack,
+    read_plans,
+    read_token_ids,
+    repack,
+    unpack,
+)
+from kvmnn.packed.fitting import Geometry
+
+TOKENS = 20
+OPTIONS = PackedOptions(geometry=Geometry(kv_heads=2, head_dim=6, backend="x86-avx2"), tokens=(TOKENS,))
+ARGUMENTS = ["--kv-heads", 2, "--head-dim", 6, "--backend", "x86-avx2", "--tokens", TOKENS]
+
+
+@pytest.fixture
+def arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
+    """K and V of two layers; as packed files they are in ``p``."""
+    monkeypatch.chdir(tmp_path)
+    made = packed_samples.arrays(2, 2, TOKENS, 6)
+    packed_samples.write_prefix(Path("p"), made, capacity=TOKENS)
+    return made
+
+
+def same_as_command(result: Any, run: Callable[..., SimpleNamespace], *argv: object, code: int = 0) -> None:
+    """The command prints the result's dict with --json, and its text; but for the time that it took."""
+    found = json.loads(run(*argv, "--json", code=code).out)
+    assert found.pop("verb") == argv[0]
+    expected = json.loads(json.dumps(result.to_dict()))
+    assert list(found) == list(expected)
+    for document in (found, expected):
+        document.pop("seconds", None)
+    assert found == expected
+    again = [*argv, "--force"] if "-o" in argv else argv
+    said, text = (re.sub(r"\d+ MB/s", "N MB/s", each) for each in (run(*again, code=code).out, f"{result}\n"))
+    assert said == text
+
+
+def removed(folder: str) -> str:
+    """`folder`, emptied."""
+    for path in Path(folder).iterdir():
+        path.unlink()
+    return folder
+
+
+def test_pack_and_unpack(arrays: list[np.ndarray], run: Callable[..., SimpleNamespace]) -> None:
+    unpacked = unpack(kvmnn.open("p", packed=OPTIONS), "a.safetensors")
+    assert (unpacked.label, unpacked.raw_bytes) == ("LOSSLESS", sum(array.nbytes for array in arrays))
+    assert [array.name for array in unpacked.arrays][:2] == ["layer_0.key", "layer_0.value"]
+    Path("a.safetensors").unlink()
+    same_as_command(unpacked, run, "unpack", "p", *ARGUMENTS, "-o", "a.safetensors")
+    packed = pack(kvmnn.open("a.safetensors"), "q", name="other")
+    assert (packed.label, packed.info.name, packed.cast.words) == ("LOSSLESS", "other", 4 * arrays[0].size)
+    removed("q")
+    same_as_command(packed, run, "pack", "a.safetensors", "--name", "other", "-o", "q")
+    assert compare(kvmnn.open("q"), kvmnn.open("p", packed=OPTIONS)).equal
+
+
+def test_the_inputs_are_protected(arrays: list[np.ndarray]) -> None:
+    with pytest.raises(kvmnn.OutputError, match="is the input itself"):
+        pack(kvmnn.open("p", packed=OPTIONS), "p", name="sys", force=True)
+
+
+def test_repack_casts(arrays: list[np.ndarray], run: Callable[..., SimpleNamespace]) -> None:
+    source = kvmnn.open("p", packed=OPTIONS)
+    made = repack(source, "q", "arm64-fp16", name="sys")
+    assert made.label == "LOSSY"
+    assert made.cast.changed > 0
+    np.testing.assert_array_equal(kvmnn.open("q")["layer_1.key"].to_numpy(), arrays[2].astype(np.float16))
+    removed("q")
+    argv = [argument if argument != "--backend" else "--from" for argument in ARGUMENTS]
+    same_as_command(made, run, "repack", "p", *argv, "--to", "arm64-fp16", "-o", "q")
+
+
+def test_compact(arrays: list[np.ndarray], run: Callable[..., SimpleNamespace]) -> None:
+    described = describe_packed("p", OPTIONS)
+    made = compact(described, [CompactionPlan(12, ((0, 4),))], "q")
+    assert (made.label, made.tokens_before, made.tokens_after) == ("LOSSY", 40, 24)
+    assert made.after.layers[1].positions == ((0, 12),)
+    removed("q")
+    same_as_command(made, run, "compact", "p", *ARGUMENTS, "--remove", 12, "--reserve", "0:4", "-o", "q")
+
+
+def test_inspection(arrays: list[np.ndarray], run: Callable[..., SimpleNamespace]) -> None:
+    packed_samples.write_prefix(Path("two"), arrays[:2], capacity=TOKENS)
+    packed_samples.write_prefix(Path("two"), arrays[:2], capacity=TOKENS, name="x")
+    for path, options, argv in (("p", OPTIONS, ARGUMENTS), ("p", None, []), ("two", None, [])):
+        found = inspect_packed(path, options)
+        assert found is not None
+        document = json.loads(run("inspect", path, *argv, "--json").out)["inputs"][0]
+        assert document == json.loads(json.dumps(found.to_dict()))
+        assert run("inspect", path, *argv).out == f"{found}\n"
+    np.save("a.npy", arrays[0])
+    assert inspect_packed("a.npy") is None
+
+
+def test_compare(arrays: list[np.ndarray], run: Callable[..., SimpleNamespace]) -> None:
+    np.save("k.npy", arrays[0])
+    arrays[0][1, 2, 3] = 7
+    np.save("l.npy", arrays[0])
+    found = compare(kvmnn.open("k.npy"), kvmnn.open("l.npy"))
+    assert found.first is not None
+    assert (found.first_input, found.second_input, found.first.index) == ("k.npy", "l.npy", (1, 2, 3))
+    same_as_command(found, run, "diff", "k.npy", "l.npy", code=1)
+    assert str(Place(array="k", index=(0,), first=1.0, second=2.0)) == "array 'k', index [0]: 1.0 and 2.0"
+
+
+def test_what_is_left_open_is_an_option_error(arrays: list[np.ndarray]) -> None:
+    np.savez("a.npz", k=arrays[0], v=arrays[1])
+    plain = kvmnn.open("a.npz")
+    with pytest.raises(OptionError, match="layouts are known for what was said"):
+        pack(plain, "q", name="x")
+    with pytest.raises(OptionError, match="needs a name"):
+        pack(plain, "q", Geometry(backend="x86-avx2"))
+    with pytest.raises(OptionError, match="is not a packed cache: use pack"):
+        repack(plain, "q", "x86-avx2")
+    with pytest.raises(OptionError, match="holds no packed files"):
+        describe_packed("a.npz")
+    with pytest.raises(OptionError, match=r"the arrays have 20 tokens, ids\.npy has 3 ids"):
+        np.save("ids.npy", np.arange(3))
+        pack(plain, "q", Geometry(backend="x86-avx2"), name="x", token_ids=read_token_ids("ids.npy"))
+    assert not Path("q").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{}", "found {}, expected a list"),
+        ("[1]", r"\[0\]: found 1, expected an object"),
+        ('[{"layer": 0, "remove": 3, "pairs": [[1]]}]', r"pairs\[0\]: has 1 entries"),
+        ('[{"layer": 0, "layer": 0}]', "the same key twice"),
+        ("[" * 100_000, "is not valid JSON"),
+        ('[{"layer": 1, "remove": 3, "pairs": []}]', "has plans for 1 layers"),
+    ],
+)
+def test_plans_that_are_none(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(kvmnn.KvmnnError, match=message):
+        read_plans(str(path), 1)

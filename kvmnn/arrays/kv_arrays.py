@@ -69,8 +69,8 @@ def read_kv(where: str, arrays: Sequence[NamedArray], axes: str | None = None) -
     arrays
         All of them must be K or V.
     axes
-        Letters for the axes of each array, such as ``"lthd"``: h, t and d, and l or b for layers or batches. Without it,
-        five axes are ``lbhtd``; where names have layer numbers, four are ``bhtd`` and three ``htd``.
+        Letters for the axes of each array, such as ``"lthd"``: h, t and d, and l or b for layers or batches. Without
+        it, five axes are ``lbhtd``; where names have layer numbers, four are ``bhtd`` and three ``htd``.
 
     Raises
     ------

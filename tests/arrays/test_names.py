@@ -27,5 +27,5 @@ def test_names_that_say_it(name, part, rest, layer):
 
 @pytest.mark.parametrize("name", ["", "weights", "kv", "monkey", "valued"])
 def test_names_that_do_not(name):
-    with pytest.raises(SourceError, match="a file: array .* is neither K nor V"):
+    with pytest.raises(SourceError, match=r"a file: array .* is neither K nor V"):
         part_of("a file", name)

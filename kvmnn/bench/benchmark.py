@@ -1,119 +1,72 @@
-"""What `kvmnn bench` measures: speed, ratio, what was reachable, and when compressing pays."""
+"""Codecs measured in turns on the same data."""
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
 import numpy as np
 
 from ..arrays.named_array import NamedArray, Piece
+from ..arrays.source import Source
 from ..errors import KvmnnError
-from ..frames import encoding, inspection
+from ..frames import encode, inspect
+from ..threads.pipeline import Progress
+from ..threads.pool import cpu_count
 from . import rivals
+from .results import Comparison, Machine, Report, Result, Timing
 from .rivals import Codec
 
+MAX_BYTES = 64 << 20
+"""Bytes of an array that are measured unless said otherwise."""
 MAX_SAMPLE = 1 << 20
-"""Bytes of the sample on which effort max is measured unless all of it is asked for: it is that slow."""
+"""Bytes of them on which effort max is measured unless all of them are asked for: it is that slow."""
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Median seconds of one call: on the clock, and of processor time summed over threads."""
-
-    wall: float
-    cpu: float
-
-
-@dataclass(frozen=True)
-class Result:
-    """One codec on one array.
-
-    Parameters
-    ----------
-    codec, version
-        What was measured.
-    raw_bytes, stored_bytes
-        Before and after.
-    encode, decode
-        Timings; None where the codec failed.
-    error
-        Why there is no result.
-    """
-
-    codec: str
-    version: str
-    raw_bytes: int
-    stored_bytes: int
-    encode: Timing | None
-    decode: Timing | None
-    error: str | None = None
-
-    @property
-    def ratio(self) -> float | None:
-        """Raw over stored bytes."""
-        return self.raw_bytes / self.stored_bytes if self.stored_bytes else None
-
-    @property
-    def break_even(self) -> float | None:
-        """Link speed (bytes per second) below which compress + send + decompress beats sending raw; None if none does.
-
-        With n raw bytes, ratio r, encode and decode speeds E and D (bytes per second, wall clock) and a link of B bytes
-        per second, one after the other: ``n/E + n/(r B) + n/D < n/B``, so ``B < (1 - 1/r) / (1/E + 1/D)``. Work that
-        overlaps the transfer pays up to higher speeds.
-        """
-        if not self.ratio or self.ratio <= 1 or self.encode is None or self.decode is None:
-            return None
-        seconds_per_byte = (self.encode.wall + self.decode.wall) / self.raw_bytes
-        return (1 - 1 / self.ratio) / seconds_per_byte
-
-    def to_dict(self) -> dict[str, Any]:
-        """The same for JSON, derived figures included; speeds in bytes per second."""
-
-        def speed(timing: Timing | None, kind: str) -> float | None:
-            return None if timing is None else self.raw_bytes / max(getattr(timing, kind), 1e-9)
-
-        return {
-            **asdict(self),
-            "ratio": self.ratio,
-            "encode_bytes_per_s_cpu": speed(self.encode, "cpu"),
-            "encode_bytes_per_s_wall": speed(self.encode, "wall"),
-            "decode_bytes_per_s_cpu": speed(self.decode, "cpu"),
-            "decode_bytes_per_s_wall": speed(self.decode, "wall"),
-            "break_even_bytes_per_s": self.break_even,
-        }
-
-
-@dataclass(frozen=True)
-class Report:
-    """All codecs on one array.
+def compare(
+    source: Source,
+    *,
+    max_bytes: int = MAX_BYTES,
+    rounds: int = 5,
+    threads: int = 1,
+    with_max: bool = False,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Measure kvmnn's efforts and every rival that is installed on the arrays of a source.
 
     Parameters
     ----------
-    entropy_ratio
-        The ratio at the order-0 entropy of the byte-split streams: what a coder without context could reach. None for
-        data without entropy.
-    sample_bytes
-        How much of the array (its beginning) was measured.
-    missing
-        Packages that are not installed.
+    source
+        The data: `kvmnn.open`.
+    max_bytes
+        Bytes of each array, from its beginning, to measure; 0 for all.
+    rounds
+        Turns of each codec, of which the medians are taken.
+    threads
+        Threads for each codec.
+    with_max
+        Measure effort max on all of that, and not on its first MiB only.
+    progress
+        Called with 1 after each turn of a codec; there are `turns` of them.
+
+    Raises
+    ------
+    SourceError
+        When an array turns out to be damaged. A codec that fails or does not restore the data is a line of the result.
     """
+    reports = [
+        measure(array, max_bytes=max_bytes, rounds=rounds, threads=threads, with_max=with_max, progress=progress)
+        for array in source.arrays
+    ]
+    return Comparison(machine=_machine(), threads=threads, arrays=tuple(reports))
 
-    name: str
-    dtype: str
-    array_bytes: int
-    sample_bytes: int
-    entropy_ratio: float | None
-    rounds: int
-    results: tuple[Result, ...]
-    missing: tuple[str, ...]
 
-    def to_dict(self) -> dict[str, Any]:
-        """The same for JSON."""
-        return {**vars(self), "results": [result.to_dict() for result in self.results], "missing": list(self.missing)}
+def turns(source: Source, rounds: int, threads: int) -> int:
+    """How often `compare` will call its `progress`."""
+    return sum((rounds + 1) * (3 + len(rivals.installed(array.dtype, threads)[0])) for array in source.arrays)
 
 
 def measure(
@@ -123,7 +76,7 @@ def measure(
     rounds: int,
     threads: int | None,
     with_max: bool = False,
-    progress: Callable[[int], object] | None = None,
+    progress: Progress | None = None,
 ) -> Report:
     """Measure every codec on the beginning of an array.
 
@@ -133,9 +86,13 @@ def measure(
     Parameters
     ----------
     max_bytes
-        Most bytes of the array to measure.
+        Most bytes of the array to measure; 0 for all.
+    rounds
+        Turns of each codec.
+    threads
+        Threads for each codec; None for all processors.
     with_max
-        Measure effort max on the whole sample, and not on its first MiB only.
+        Measure effort max on all of the sample, and not on its first MiB only.
     progress
         Called with 1 after every turn of a codec.
     """
@@ -143,14 +100,18 @@ def measure(
     codecs = rivals.kvmnn_codecs(array.dtype, threads)
     slowest = rivals.kvmnn_codecs(array.dtype, threads, with_max=True)[-1]
     others, missing = rivals.installed(array.dtype, threads)
-    part = sample if with_max else sample[: MAX_SAMPLE // array.word_bytes * array.word_bytes]
-    runs = [_Run(codec, sample) for codec in codecs] + [_Run(slowest, part)] + [_Run(codec, sample) for codec in others]
+    beginning = sample if with_max else sample[: MAX_SAMPLE // array.word_bytes * array.word_bytes]
+    runs = (
+        [_Run(codec, sample) for codec in codecs]
+        + [_Run(slowest, beginning)]
+        + [_Run(codec, sample) for codec in others]
+    )
     for turn in range(rounds + 1):
         for run in runs:
             run.turn(counted=turn > 0)
             if progress:
                 progress(1)
-    info = inspection.inspect(encoding.encode(sample, dtype=array.dtype, effort="fast", threads=threads))
+    info = inspect(encode(sample, dtype=array.dtype, effort="fast", threads=threads))
     limit = info.entropy_ratio
     return Report(
         name=array.name,
@@ -164,9 +125,8 @@ def measure(
     )
 
 
-def turns(rounds: int, dtype: str, threads: int | None) -> int:
-    """How often `measure` will call its `progress`."""
-    return (rounds + 1) * (3 + len(rivals.installed(dtype, threads)[0]))
+def _machine() -> Machine:
+    return Machine(platform.processor() or platform.machine(), cpu_count(), platform.system())
 
 
 class _Run:
@@ -184,8 +144,8 @@ class _Run:
         if self._error:
             return
         try:
-            made, encoding = _timed(self._codec.encode, self._sample)
-            back, decoding = _timed(self._codec.decode, made)
+            made, encode_time = _timed(self._codec.encode, self._sample)
+            back, decode_time = _timed(self._codec.decode, made)
             if not counted and not _same(back, self._sample):
                 raise KvmnnError("the round trip changed the data")
         except KeyboardInterrupt:
@@ -195,8 +155,8 @@ class _Run:
             return
         self._stored = len(made)
         if counted:
-            self._encodes.append(encoding)
-            self._decodes.append(decoding)
+            self._encodes.append(encode_time)
+            self._decodes.append(decode_time)
 
     def result(self) -> Result:
         ok = self._error is None and self._encodes

@@ -1,4 +1,4 @@
-"""The compressors that `kvmnn bench` measures beside kvmnn, each behind the same two functions."""
+"""The compressors that are measured beside kvmnn, each behind the same two functions."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _zstandard(module: Any, dtype: str, threads: int | None) -> list[Codec]:
 def _lz4(module: Any, dtype: str, threads: int | None) -> list[Codec]:
     import lz4
 
-    return [Codec("lz4", str(lz4.version()), lambda data: module.compress(data.data), module.decompress)]
+    return [Codec("lz4", str(lz4.__version__), lambda data: module.compress(data.data), module.decompress)]
 
 
 def _blosc2(module: Any, dtype: str, threads: int | None) -> list[Codec]:

@@ -7,8 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from kvmnn.bench import benchmark, rivals
-from kvmnn.bench.benchmark import Result, Timing
+from kvmnn.bench import Result, Timing, benchmark, rivals
 from kvmnn.bench.rivals import Codec
 from kvmnn.cli.command import main
 

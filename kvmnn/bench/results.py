@@ -1,0 +1,171 @@
+"""What a comparison of codecs found, derived figures included."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..text import count
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median seconds of one call: on the clock, and of processor time summed over threads."""
+
+    wall: float
+    cpu: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """One codec on one array.
+
+    Parameters
+    ----------
+    codec, version
+        What was measured.
+    raw_bytes, stored_bytes
+        Before and after.
+    encode, decode
+        Timings; None where the codec failed.
+    error
+        Why there is no result.
+    """
+
+    codec: str
+    version: str
+    raw_bytes: int
+    stored_bytes: int
+    encode: Timing | None
+    decode: Timing | None
+    error: str | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """Raw over stored bytes."""
+        return self.raw_bytes / self.stored_bytes if self.stored_bytes else None
+
+    @property
+    def break_even(self) -> float | None:
+        """Link speed (bytes per second) below which compress + send + decompress beats sending raw; None if none does.
+
+        With n raw bytes, ratio r, encode and decode speeds E and D (bytes per second, wall clock) and a link of B bytes
+        per second, one after the other: ``n/E + n/(r B) + n/D < n/B``, so ``B < (1 - 1/r) / (1/E + 1/D)``. Work that
+        overlaps the transfer pays up to higher speeds.
+        """
+        if not self.ratio or self.ratio <= 1 or self.encode is None or self.decode is None:
+            return None
+        seconds_per_byte = (self.encode.wall + self.decode.wall) / self.raw_bytes
+        return (1 - 1 / self.ratio) / seconds_per_byte
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same for JSON, derived figures included; speeds in bytes per second."""
+
+        def speed(timing: Timing | None, kind: str) -> float | None:
+            return None if timing is None else self.raw_bytes / max(getattr(timing, kind), 1e-9)
+
+        return {
+            **asdict(self),
+            "ratio": self.ratio,
+            "encode_bytes_per_s_cpu": speed(self.encode, "cpu"),
+            "encode_bytes_per_s_wall": speed(self.encode, "wall"),
+            "decode_bytes_per_s_cpu": speed(self.decode, "cpu"),
+            "decode_bytes_per_s_wall": speed(self.decode, "wall"),
+            "break_even_bytes_per_s": self.break_even,
+        }
+
+    def __str__(self) -> str:
+        if self.encode is None or self.decode is None or self.ratio is None:
+            return f"{self.codec:<24} failed: {self.error}"
+        times = (self.encode.cpu, self.encode.wall, self.decode.cpu, self.decode.wall)
+        speeds = " ".join(f"{self.raw_bytes / 1e6 / max(seconds, 1e-9):>8.0f}" for seconds in times)
+        pays = "never" if self.break_even is None else f"{self.break_even / 1e6:.1f}"
+        return f"{self.codec:<24} {self.ratio:>8.4f} {speeds} {pays:>11}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """All codecs on one array.
+
+    Parameters
+    ----------
+    entropy_ratio
+        The ratio at the order-0 entropy of the byte-split streams: what a coder without context could reach. None for
+        data without entropy.
+    sample_bytes
+        How much of the array (its beginning) was measured.
+    missing
+        Packages that are not installed.
+    """
+
+    name: str
+    dtype: str
+    array_bytes: int
+    sample_bytes: int
+    entropy_ratio: float | None
+    rounds: int
+    results: tuple[Result, ...]
+    missing: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same for JSON."""
+        return {**vars(self), "results": [result.to_dict() for result in self.results], "missing": list(self.missing)}
+
+    def __str__(self) -> str:
+        lines = [
+            f"{'':<24} {'':>8} {'encode MB/s':>17} {'decode MB/s':>17} {'break-even':>11}",
+            f"{'codec':<24} {'ratio':>8} {'cpu':>8} {'wall':>8} {'cpu':>8} {'wall':>8} {'MB/s':>11}",
+        ]
+        for result in self.results:
+            note = "" if result.raw_bytes == self.sample_bytes else f"  (first {result.raw_bytes:,} bytes)"
+            lines.append(f"{result}{note}")
+        lines += [f"{name:<24} not installed" for name in self.missing]
+        return "\n".join(lines)
+
+    def heading(self, threads: int) -> str:
+        """What was measured, on one line."""
+        part = "" if self.sample_bytes == self.array_bytes else f", first {self.sample_bytes:,} measured"
+        limit = "none" if self.entropy_ratio is None else f"{self.entropy_ratio:.4f}"
+        return (
+            f"{self.name}: {self.dtype}, {self.array_bytes:,} bytes{part}; order-0 limit of the byte streams {limit}"
+            f"; {count(threads, 'thread')}, medians of {self.rounds}, every round trip LOSSLESS unless said"
+        )
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the codecs ran on."""
+
+    processor: str
+    cpus: int
+    system: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """All codecs on all arrays.
+
+    Parameters
+    ----------
+    machine
+        Where.
+    threads
+        Threads that each codec had.
+    arrays
+        One report for each array.
+    """
+
+    machine: Machine
+    threads: int
+    arrays: tuple[Report, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same for JSON."""
+        return {
+            "machine": asdict(self.machine),
+            "threads": self.threads,
+            "arrays": [report.to_dict() for report in self.arrays],
+        }
+
+    def __str__(self) -> str:
+        return "\n\n".join(f"{report.heading(self.threads)}\n{report}" for report in self.arrays)

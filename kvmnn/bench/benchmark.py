@@ -148,8 +148,6 @@ class _Run:
             back, decode_time = _timed(self._codec.decode, made)
             if not counted and not _same(back, self._sample):
                 raise KvmnnError("the round trip changed the data")
-        except KeyboardInterrupt:
-            raise
         except Exception as exc:
             self._error = f"{type(exc).__name__}: {exc}"[:200]
             return

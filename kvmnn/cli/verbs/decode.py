@@ -10,8 +10,8 @@ from .. import loading, packed_options, printing, shared_options
 from ..printing import STDIO, UsageError
 
 if TYPE_CHECKING:
-    from ...bundle import FrameSet
-    from ...formats import Restored
+    from ...bundle import DecodeOptions, FrameSet
+    from ...threads.pipeline import Progress
 
 _TEXT = """Decode frames into the arrays they were made from.
 
@@ -52,8 +52,6 @@ def add_parser(verbs: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
     from ...bundle import DecodeOptions, open_frames
-    from ...formats import restore
-    from ...formats.mnn import RestoredPrefix, is_prefix, restore_prefix
 
     options = DecodeOptions(
         dtype=arguments.dtype,
@@ -68,24 +66,37 @@ def run(arguments: argparse.Namespace) -> int:
     on_stdout = printing.to_stdout(arguments)
     output = printing.data_stdout(arguments, "data") if on_stdout else _output(arguments, frames)
     with printing.progress(arguments, frames.raw_bytes, "decode") as step:
-        made: Restored | RestoredPrefix
-        if isinstance(output, str) and not arguments.arrays and is_prefix(frames, output):
-            made = restore_prefix(
-                frames,
-                output,
-                packed_options.geometry(arguments),
-                name=arguments.name,
-                model=arguments.model,
-                token_ids=packed_options.token_ids(arguments.token_ids),
-                options=options,
-                force=arguments.force,
-                progress=step,
-            )
-            loading.report_notes(made.warnings, arguments, "warning")
-        else:
-            made = restore(frames, output, options, force=arguments.force, progress=step)
+        made = _restored(frames, output, options, arguments, step)
     printing.show(arguments, "decode", made, data_on_stdout=on_stdout)
     return 0
+
+
+def _restored(
+    frames: FrameSet,
+    output: str | printing.Stdout,
+    options: DecodeOptions,
+    arguments: argparse.Namespace,
+    progress: Progress | None,
+) -> printing.Result:
+    """The files of a prefix cache, where the frames were made from one, or plain arrays."""
+    from ...formats import restore
+    from ...formats.mnn import is_prefix, restore_prefix
+
+    if arguments.arrays or not isinstance(output, str) or not is_prefix(frames, output):
+        return restore(frames, output, options, force=arguments.force, progress=progress)
+    made = restore_prefix(
+        frames,
+        output,
+        packed_options.geometry(arguments),
+        name=arguments.name,
+        model=arguments.model,
+        token_ids=packed_options.token_ids(arguments.token_ids),
+        options=options,
+        force=arguments.force,
+        progress=progress,
+    )
+    loading.report_notes(made.warnings, arguments, "warning")
+    return made
 
 
 def _output(arguments: argparse.Namespace, frames: FrameSet) -> str:

@@ -40,16 +40,14 @@ def read(path: str, options: ReadOptions) -> Source:
 def _tensors(root: Path, meta: Path, options: ReadOptions) -> Iterator[tuple[str, Callable[[], NamedArray]]]:
     fields = load_meta(meta)
     shape = tuple(positive(meta, fields, key) for key in ("seq_len", "kv_heads", "head_dim"))
-    width = positive(meta, fields, "bytes_per_elem")
-    if width not in _BY_BYTES:
-        raise SourceError(f"{meta}: bytes_per_elem is {width}, expected 2 (fp16) or 4 (fp32)")
+    dtype = word_type(meta, fields)
     said = fields.get("dtype", "unknown")
-    if said not in ("unknown", _BY_BYTES[width].name):
-        raise SourceError(f"{meta}: dtype is {said!r}, but bytes_per_elem is {width}")
+    if said not in ("unknown", dtype.name):
+        raise SourceError(f"{meta}: dtype is {said!r}, but bytes_per_elem is {dtype.itemsize}")
     for key in ("k_file", "v_file"):
         file = inside(root, meta, key, fields.get(key))
         name = PurePath(file.relative_to(root)).with_suffix("").as_posix()
-        yield name, partial(_array, file, name, shape, _BY_BYTES[width], options)
+        yield name, partial(_array, file, name, shape, dtype, options)
 
 
 def _array(file: Path, name: str, shape: tuple[int, ...], native: dtypes.DType, options: ReadOptions) -> NamedArray:
@@ -91,6 +89,14 @@ def positive(meta: Path, fields: dict[str, Any], key: str) -> int:
     if type(value) is not int or value <= 0:
         raise SourceError(f"{meta}: {key} is {value!r:.80}, expected a positive integer")
     return value
+
+
+def word_type(meta: Path, fields: dict[str, Any]) -> dtypes.DType:
+    """The type of the words, by their size."""
+    width = positive(meta, fields, "bytes_per_elem")
+    if width not in _BY_BYTES:
+        raise SourceError(f"{meta}: bytes_per_elem is {width}, expected 2 (fp16) or 4 (fp32)")
+    return _BY_BYTES[width]
 
 
 def inside(root: Path, meta: Path, key: str, value: Any) -> Path:

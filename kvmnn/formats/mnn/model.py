@@ -11,10 +11,11 @@ from typing import Any, Literal
 from ...errors import SourceError
 from ...files.json_document import read_object
 from ...files.mapped import MappedFile
+from ...packed.addressing import FLASH_BLOCK
 
 _STEP = 16 << 20
 _WEIGHT_SUFFIXES = (".mnn", ".mnn.weight", ".bin", ".safetensors")
-_FLASH_MODE, _FLASH_BLOCK = 8, 64
+_FLASH_MODE = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,4 +104,4 @@ def _flash(mode: Any) -> int | Literal["none"] | None:
     """`attention_mode` is 8 times the kind of attention (1: flash) plus how K and V are quantised."""
     if type(mode) is not int or mode < 0:
         return None
-    return _FLASH_BLOCK if mode // _FLASH_MODE == 1 else "none"
+    return FLASH_BLOCK if mode // _FLASH_MODE == 1 else "none"

@@ -21,12 +21,11 @@ from ...packed.layout import PackLayout
 from ...packed.rows import head_bytes
 from ..options import ReadOptions
 from ..reading import select
-from .dump import inside, load_meta, positive
+from .dump import inside, load_meta, positive, word_type
 from .packed_files import size_of
 from .packed_reading import packed_runs
 
 GLOB = "packed_meta_*.json"
-_BY_BYTES = {2: dtypes.FP16, 4: dtypes.FP32}
 
 
 def read(path: str, options: ReadOptions) -> Source:
@@ -45,13 +44,10 @@ def _tensors(root: Path, meta: Path, options: ReadOptions) -> Iterator[tuple[str
     fields = load_meta(meta)
     if fields.get("layout") != "packed":
         raise SourceError(f"{meta}: layout is {fields.get('layout')!r:.80}, expected 'packed'")
-    width = positive(meta, fields, "bytes_per_elem")
-    if width not in _BY_BYTES:
-        raise SourceError(f"{meta}: bytes_per_elem is {width}, expected 2 (fp16) or 4 (fp32)")
     layout = PackLayout(
         positive(meta, fields, "kv_heads"),
         positive(meta, fields, "head_dim"),
-        _BY_BYTES[width].name,
+        word_type(meta, fields).name,
         positive(meta, fields, "pack_l"),
         positive(meta, fields, "pack_h"),
         positive(meta, fields, "flash_upper_kv"),

@@ -15,6 +15,7 @@ import pytest
 
 import kvmnn
 from kvmnn.arrays import Place, compare
+from kvmnn.bundle import open_frames
 from kvmnn.errors import OptionError
 from kvmnn.formats import PackedOptions
 from kvmnn.formats.mnn import (
@@ -22,12 +23,15 @@ from kvmnn.formats.mnn import (
     compact,
     describe_packed,
     inspect_packed,
+    is_prefix,
     pack,
     read_plans,
     read_token_ids,
     repack,
+    restore_prefix,
     unpack,
 )
+from kvmnn.packed.cache_info import TokenIds
 from kvmnn.packed.fitting import Geometry
 
 TOKENS = 20
@@ -92,6 +96,20 @@ def test_repack_casts(arrays: list[np.ndarray], run: Callable[..., SimpleNamespa
     removed("q")
     argv = [argument if argument != "--backend" else "--from" for argument in ARGUMENTS]
     same_as_command(made, run, "repack", "p", *argv, "--to", "arm64-fp16", "-o", "q")
+
+
+def test_restore(arrays: list[np.ndarray], run: Callable[..., SimpleNamespace]) -> None:
+    run("encode", "p", *ARGUMENTS, "-o", "b/")
+    frames = open_frames("b")
+    assert is_prefix(frames, "q") and not is_prefix(frames, "q.npz")
+    restored = restore_prefix(frames, "q")
+    assert (restored.packed.label, restored.raw_bytes, restored.warnings) == ("LOSSLESS", 4 * arrays[0].nbytes, ())
+    removed("q")
+    same_as_command(restored, run, "decode", "b", "-o", "q")
+    with pytest.raises(kvmnn.SourceError, match=r"b: the manifest does not say which token ids .*\(--force"):
+        restore_prefix(frames, "r", token_ids=TokenIds.of(range(TOKENS)))
+    forced = restore_prefix(frames, "r", token_ids=TokenIds.of(range(TOKENS)), force=True)
+    assert len(forced.warnings) == 1
 
 
 def test_compact(arrays: list[np.ndarray], run: Callable[..., SimpleNamespace]) -> None:

@@ -4,7 +4,7 @@
     python tools/fuzz/run.py --case SEED:NUMBER          repeat one case, as a failure report names it
 
 Every case is a function of the seed and its number. A worker process notes the number in a small shared file before it
-starts the case, so that a crash or a hang can be laid at its door; what was found is saved in build/fuzz. One line a
+starts the case, so that a crash or a hang is known to be its doing; what was found is saved in build/fuzz. One line a
 minute; exit code 0 if nothing was found, 1 if something was.
 """
 

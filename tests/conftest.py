@@ -2,9 +2,12 @@
 
 import os
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from repository import FIXTURES
 
 # Child processes would otherwise import the checkout's kvmnn/, whose kernels are not compiled, from their working
 # directory.
@@ -24,3 +27,15 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., SimpleNamespace]:
         return streams
 
     return call
+
+
+@pytest.fixture(scope="session")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder with the files of `fixtures/<name>/vectors.tar.xz`, unpacked once; tests leave it as it is."""
+    from conformance import unpack
+
+    @cache
+    def folder(name: str) -> Path:
+        return unpack(FIXTURES / name / "vectors.tar.xz", tmp_path_factory.mktemp(name))
+
+    return folder

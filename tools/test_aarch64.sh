@@ -1,6 +1,6 @@
 #!/bin/sh
 # The compiled code on ARM, under qemu-user (make test-aarch64):
-#   1. pyx/native: cross-compiled with all warnings as errors, and its self-tests run;
+#   1. the C files: cross-compiled with all warnings as errors, and its self-tests run;
 #   2. every Cython module: cross-compiled, and the codec's tests and vectors run by an aarch64 Python.
 #
 # Usage: tools/test_aarch64.sh [--selftest-only] [folders with vectors for tools/conformance.py ...]
@@ -50,10 +50,11 @@ mkdir -p "$WORK"
 
 # -- 1. the native loops --------------------------------------------------------------------------------------------
 
-$CC -O3 -std=c11 -Wall -Wextra -Werror pyx/native/lanes.c pyx/native/selftest.c -o "$WORK/selftest"
-qemu-aarch64 -L /usr/aarch64-linux-gnu "$WORK/selftest"
-$CC -O3 -std=c11 -Wall -Wextra -Werror pyx/native/packing.c pyx/native/selftest_packing.c -o "$WORK/selftest_packing"
-qemu-aarch64 -L /usr/aarch64-linux-gnu "$WORK/selftest_packing"
+for room in frames/lanes packed/packing; do
+    name=${room#*/}
+    $CC -O3 -std=c11 -Wall -Wextra -Werror -I pyx pyx/kvmnn/$room.c pyx/selftest/$name.c -o "$WORK/selftest_$name"
+    qemu-aarch64 -L /usr/aarch64-linux-gnu "$WORK/selftest_$name"
+done
 [ $selftest_only = no ] || exit 0
 
 # -- 2. an aarch64 Python in a folder of its own ----------------------------------------------------------------------
@@ -101,22 +102,24 @@ fi
 echo "cross-compiling the Cython modules"
 "$PYTHON" -c "
 import runpy, setuptools
-setuptools.setup = lambda **_: None  # setup.py then stops at writing the C files
-made = runpy.run_path('setup.py')
-with open('$WORK/modules', 'w') as file:
-    for name in made['MODULES']:
-        print(name, *made['NATIVE'].get(name, []), file=file)
+def note(ext_modules):  # setup.py then stops at writing the C files
+    with open('$WORK/modules', 'w') as file:
+        for module in ext_modules:
+            print(module.name, *module.sources, file=file)
+setuptools.setup = note
+runpy.run_path('setup.py')
 " >"$WORK/cython.log" 2>&1 || { cat "$WORK/cython.log"; exit 1; }
 rm -rf "$SITE/kvmnn" "$SITE"/kvmnn-*.dist-info
 cp -r kvmnn "$SITE/kvmnn"
-rm -f "$SITE"/kvmnn/*.so
+find "$SITE/kvmnn" -name '*.so' -delete
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 mkdir "$SITE/kvmnn-$version.dist-info"
 printf 'Metadata-Version: 2.1\nName: kvmnn\nVersion: %s\n' "$version" >"$SITE/kvmnn-$version.dist-info/METADATA"
-while read -r name native; do
+while read -r name sources; do
+    target=$SITE/$(echo "$name" | tr . /).cpython-$(echo $ARM | tr -d .)-aarch64-linux-gnu.so
     $CC -shared -fPIC -O3 -ffp-contract=off -fvisibility=hidden -Wall -Wno-unused-function \
         -I pyx -isystem "$ROOT/usr/include/python$ARM" -isystem "$ROOT/usr/include" \
-        "pyx/$name.c" $native -o "$SITE/kvmnn/_$name.cpython-$(echo $ARM | tr -d .)-aarch64-linux-gnu.so"
+        $sources -o "$target"
 done <"$WORK/modules"
 
 # Beside the x86 package in the working directory Python would take that one, so the rest happens elsewhere.
@@ -131,23 +134,15 @@ arm_python() {
 
 arm_python -c "
 import platform, numpy, kvmnn
-from kvmnn import _streams, zstd
+from kvmnn import _simd
+from kvmnn.frames import zstd
 print('aarch64 Python:', platform.machine(), platform.python_version(), 'numpy', numpy.__version__,
-      'libzstd', zstd.version(), zstd.door(), 'lanes', *_streams.simd_levels())
+      'libzstd', zstd.version(), zstd.door(), 'lanes', *_simd.simd_levels())
 assert platform.machine() == 'aarch64'"
 
 # What starts other processes is left out: they would be aarch64 programs that only qemu can start.
-arm_python -m pytest -q -p no:cacheprovider tests/test_frame.py tests/test_frame_values.py tests/test_rle.py \
-    tests/test_predictors.py tests/test_hash.py tests/test_many.py tests/test_block.py tests/test_inspect.py \
-    tests/test_damage.py tests/test_zstd.py tests/test_simd.py tests/test_layout.py tests/test_packed_cache.py \
-    tests/test_policies_ranking.py tests/test_policies_models.py \
+arm_python -m pytest -q -p no:cacheprovider tests/frames tests/attacks/test_frame_damage.py \
+    tests/packed/test_layout.py tests/packed/test_cache.py tests/policies/test_ranking.py tests/policies/test_rules.py \
     -k "not door and not same_frames and not environment and not selftest and not native"
-if [ -z "$vectors" ]; then
-    vectors=vectors
-    mkdir vectors
-    for name in frames layout real_kv; do
-        mkdir vectors/$name
-        tar -xJf fixtures/$name/vectors.tar.xz -C vectors/$name
-    done
-fi
+[ -n "$vectors" ] || vectors="fixtures/frames fixtures/layout fixtures/real_kv"
 arm_python tools/conformance.py $vectors

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import struct
-import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,6 @@ from compressor_files import weight_file
 from hypothesis import given
 from hypothesis import strategies as st
 from kvcm_loaders import csrc_accepts, src_accepts
-from repository import FIXTURES
 
 from kvmnn import KvmnnError
 from kvmnn.compressor import kvcm
@@ -236,13 +235,11 @@ def test_the_writer_refuses_a_header_that_does_not_fit() -> None:
         kvcm.write(io.BytesIO(), kvcm.Header(**{**header.to_dict(), "compression_factor": 1}), [], metadata=b"x")
 
 
-def test_the_model_of_the_loaders_agrees_with_the_loaders(tmp_path: Path) -> None:
-    with tarfile.open(FIXTURES / "compressor" / "vectors.tar.xz") as archive:
-        wanted = [entry for entry in archive if entry.name.startswith("bad_")]
-        archive.extractall(tmp_path, wanted, filter="data")
-    cases = json.loads((tmp_path / "bad_index.json").read_text())["cases"]
+def test_the_model_of_the_loaders_agrees_with_the_loaders(unpacked: Callable[[str], Path]) -> None:
+    folder = unpacked("compressor")
+    cases = json.loads((folder / "bad_index.json").read_text())["cases"]
     for case in cases:
-        data = (tmp_path / case["file"]).read_bytes()
+        data = (folder / case["file"]).read_bytes()
         assert src_accepts(data) == (case["ref_src_loader"]["verdict"] == "accept"), case["file"]
         assert csrc_accepts(data) == (case["ref_csrc_loader"]["verdict"] == "accept"), case["file"]
     assert len(cases) == 82

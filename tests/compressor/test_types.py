@@ -6,7 +6,7 @@ import json
 import math
 import pickle
 import struct
-import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import pytest
 from compressor_files import legacy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from repository import FIXTURES
 
 from kvmnn import KvmnnError
 from kvmnn.cli import command
@@ -34,11 +33,8 @@ ONE = Options(prefixes=("compress_tk",))
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("types")
-    with tarfile.open(FIXTURES / "compressor_types" / "vectors.tar.xz") as archive:
-        archive.extractall(folder, filter="data")
-    return folder
+def recorded(unpacked: Callable[[str], Path]) -> Path:
+    return unpacked("compressor_types")
 
 
 # -- float8 -----------------------------------------------------------------------------------------------------------

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conformance import main, run_index
-from repository import FIXTURES
 
 
 @pytest.fixture(scope="module")
-def vectors(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("compressor")
-    with tarfile.open(FIXTURES / "compressor" / "vectors.tar.xz") as archive:
-        archive.extractall(folder, filter="data")
-    return folder
+def vectors(unpacked: Callable[[str], Path]) -> Path:
+    return unpacked("compressor")
 
 
 @pytest.mark.parametrize(("index", "cases"), [("conv_index.json", 93), ("bad_index.json", 82)])

@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import json
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conformance import run_index, run_tree
-from repository import FIXTURES
 
 
 @pytest.fixture(scope="module")
-def vectors(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("h2o")
-    with tarfile.open(FIXTURES / "h2o" / "vectors.tar.xz") as archive:
-        archive.extractall(folder, filter="data")
-    return folder
+def vectors(unpacked: Callable[[str], Path]) -> Path:
+    return unpacked("h2o")
 
 
 @pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("live")
-    with tarfile.open(FIXTURES / "real_kv" / "vectors.tar.xz") as archive:
-        members = [entry for entry in archive if "mnn_h2o_live/" in entry.name]
-        archive.extractall(folder, members, filter="data")
-    return folder
+def live(unpacked: Callable[[str], Path]) -> Path:
+    return unpacked("real_kv") / "mnn_h2o_live"
 
 
 def test_every_vector_passes(vectors: Path) -> None:
@@ -109,7 +100,7 @@ def test_the_live_eviction_is_explained(live: Path) -> None:
     ],
 )
 def test_another_configuration_does_not_explain_it(live: Path, tmp_path: Path, key: str, value: float) -> None:
-    index_path = next(live.rglob("index.json"))
+    index_path = live / "index.json"
     for entry in index_path.parent.iterdir():
         if entry != index_path:
             (tmp_path / entry.name).symlink_to(entry)

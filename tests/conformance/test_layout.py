@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
-import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conformance import main, run_tree
-from repository import FIXTURES
 
 
 @pytest.fixture(scope="module")
-def layout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return extracted("layout", tmp_path_factory)
+def layout(unpacked: Callable[[str], Path]) -> Path:
+    return unpacked("layout")
 
 
 @pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return extracted("real_kv", tmp_path_factory)
-
-
-def extracted(name: str, factory: pytest.TempPathFactory) -> Path:
-    folder = factory.mktemp(name)
-    with tarfile.open(FIXTURES / name / "vectors.tar.xz") as archive:
-        archive.extractall(folder, filter="data")
-    return folder
+def real(unpacked: Callable[[str], Path]) -> Path:
+    return unpacked("real_kv")
 
 
 def test_every_layout_vector_passes(layout: Path) -> None:

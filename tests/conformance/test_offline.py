@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conformance import main, run_index
-from repository import FIXTURES
 
 
 @pytest.fixture(scope="module")
-def vectors(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("offline")
-    with tarfile.open(FIXTURES / "offline" / "vectors.tar.xz") as archive:
-        archive.extractall(folder, filter="data")
-    return folder
+def vectors(unpacked: Callable[[str], Path]) -> Path:
+    return unpacked("offline")
 
 
 def test_every_vector_passes(vectors: Path) -> None:

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import json
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conformance import main, run_index
-from repository import FIXTURES
 
 Case = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def vectors(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("policies")
-    with tarfile.open(FIXTURES / "policies" / "vectors.tar.xz") as archive:
-        archive.extractall(folder, filter="data")
-    return folder
+def vectors(unpacked: Callable[[str], Path]) -> Path:
+    return unpacked("policies")
 
 
 @pytest.fixture(scope="module")

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import json
-import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from repository import FIXTURES
 
 from kvmnn import H2OConfig, PackedCache, PackLayout, Planner
 
-FIXTURE = FIXTURES / "real_kv" / "vectors.tar.xz"
-
 
 @pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("live")
-    with tarfile.open(FIXTURE) as archive:
-        archive.extractall(folder, [m for m in archive if "mnn_h2o_live/" in m.name], filter="data")
-    return next(folder.rglob("index.json")).parent
+def live(unpacked: Callable[[str], Path]) -> Path:
+    return unpacked("real_kv") / "mnn_h2o_live"
 
 
 def test_seven_steps_byte_for_byte(live):

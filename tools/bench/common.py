@@ -20,7 +20,7 @@ import kvmnn
 from kvmnn import _simd
 from kvmnn.frames import zstd
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 
 

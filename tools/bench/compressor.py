@@ -1,4 +1,4 @@
-"""Compressor weights: `python tools/bench_compressor.py [--quick] [--torch PYTHON]` writes benchmarks/compressor.*
+"""Compressor weights: `python tools/bench/compressor.py [--quick] [--torch PYTHON]` writes benchmarks/compressor.*
 
 Converts a generated training checkpoint of LLaVA-1.5-7B's compressor (32 layers, four compressors, AdamW's moments,
 about 178 MB) to fp16 and verifies the result against it. Every figure is of child processes limited to one thread:
@@ -19,8 +19,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common import table, write_results
-from compressor_checkpoint import parameters, training_state, write_checkpoint
+from common import ROOT, table, write_results
+
+sys.path.append(str(ROOT / "tools"))
+from fixtures.compressor_checkpoint import parameters, training_state, write_checkpoint
 
 CPU_LIMIT_S = 0.20
 MEMORY_LIMIT_MB = 100

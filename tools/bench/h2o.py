@@ -1,4 +1,4 @@
-"""Measure the H2O planner: `python tools/bench_h2o.py` writes benchmarks/h2o.md and .json.
+"""Measure the H2O planner: `python tools/bench/h2o.py` writes benchmarks/h2o.md and .json.
 
 One core, everything warm, CPU time, medians over rounds in which all jobs take turns. A plan includes its pairs as
 Python tuples, ready for `PackedCache.realloc`. Bandwidth counts the attention rows read, 10^9 bytes a second; numpy's

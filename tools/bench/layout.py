@@ -1,7 +1,7 @@
-"""Speed of packed layouts: `python tools/bench_layout.py [--rounds N] [--backends NAME ...]`.
+"""Speed of packed layouts: `python tools/bench/layout.py [--rounds N] [--backends NAME ...]`.
 
 Packing and unpacking of K and of V, and compaction, of 32 heads x 4096 tokens x 128 dims, on one core, each beside a
-memcpy of the same bytes in the same rounds, and beside the engine's own way (tools/bench_layout_engine.c, compiled
+memcpy of the same bytes in the same rounds, and beside the engine's own way (tools/bench/layout_engine.c, compiled
 here); and what a second thread gains, beside what it gains for memcpy. Results go to benchmarks/layout.{md,json}.
 """
 
@@ -62,7 +62,7 @@ class Engine:
 
     def __init__(self, folder: Path) -> None:
         library = folder / "engine.so"
-        source = ROOT / "tools" / "bench_layout_engine.c"
+        source = ROOT / "tools" / "bench" / "layout_engine.c"
         subprocess.run(["cc", "-O3", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
         self._library = ctypes.CDLL(str(library))
 

@@ -1,4 +1,4 @@
-/* The engine's own way of packing, reading and moving, for tools/bench_layout.py: one element after the other, each
+/* The engine's own way of packing, reading and moving, for tools/bench/layout.py: one element after the other, each
  * place computed from the index formulas, as MNN's cache manager does it. */
 #include <stddef.h>
 #include <stdint.h>

@@ -1,4 +1,4 @@
-"""Measure a language model under a policy: `python tools/bench_lm.py` writes benchmarks/lm.md and .json.
+"""Measure a language model under a policy: `python tools/bench/lm.py` writes benchmarks/lm.md and .json.
 
 On the shipped model, one thread of onnxruntime:
 

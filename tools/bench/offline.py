@@ -1,4 +1,4 @@
-"""`kvmnn measure` against its own zstd calls: `python tools/bench_offline.py [--quick]` writes benchmarks/offline.*
+"""`kvmnn measure` against its own zstd calls: `python tools/bench/offline.py [--quick]` writes benchmarks/offline.*
 
 1 GiB of generated dumps: 32 layers of K and V, 8,192 tokens of 8 heads x 128 dims in fp16. The limit of measuring is
 the zstd calls that the evaluation is made of: every block of 64 tokens under every predictor, and the chosen payloads

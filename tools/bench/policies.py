@@ -1,4 +1,4 @@
-"""The policies that look at keys against numpy: `python tools/bench_policies.py [--quick]` writes benchmarks/policies.*
+"""The policies that look at keys against numpy: `python tools/bench/policies.py [--quick]` writes benchmarks/policies.*
 
 The rival is what one would write in numpy: `np.linalg.norm(keys.astype(np.float32), axis=-1)`, argpartition, sort. CPU
 times of one thread, interleaved, medians of ratios. With SIMD level "baseline" forced the kernels do without AVX2 and

@@ -1,7 +1,7 @@
 """Measure what ratio MNN frames reach, and why: the tables of docs/ratios.md.
 
-    python tools/measure_ratios.py K.npy V.npy ...     arrays of float16 or float32
-    python tools/measure_ratios.py --synth             K and V like data made here
+    python tools/docs/ratios.py K.npy V.npy ...     arrays of float16 or float32
+    python tools/docs/ratios.py --synth             K and V like data made here
 
 Arrays of four axes are read as [layer, token, head, dim], of three as one layer. A float32 array is measured as it is
 and as bf16, cut to its upper 16 bits. Two files whose names differ only in `_k` and `_v` are measured together as well.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import re
 import shutil
 import tempfile
@@ -14,8 +12,7 @@ from typing import Any
 
 import numpy as np
 from damage import damaged
-
-from kvmnn.cli import main
+from hostile_files import array_inputs, quietly
 
 NUMBERS = (
     b"0",
@@ -48,45 +45,10 @@ WORDS = (
 
 @cache
 def originals() -> dict[str, dict[str, bytes]]:
-    """Whole inputs by name: relative file names and contents. Made once, with kvmnn itself where it writes them."""
+    """Valid inputs by name: relative file names and contents."""
     rng = np.random.default_rng(1)
     half = rng.normal(size=(3, 25, 32)).astype(np.float16)
-    single = rng.normal(size=(4, 6)).astype(np.float32)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        np.save(folder / "half.npy", half)
-        np.save(folder / "fortran.npy", np.asfortranarray(single))
-        np.save(folder / "big.npy", half.astype(">f2"))
-        np.savez(folder / "stored.npz", a=half, b=single)
-        np.savez_compressed(folder / "deflated.npz", a=half, b=single)
-        (folder / "raw.bin").write_bytes(half.tobytes())
-        dump = folder / "dump"
-        dump.mkdir()
-        for part in "kv":
-            (dump / f"{part}_t0_15.bin").write_bytes(half.tobytes())
-        (dump / "meta_t0_15.json").write_text(
-            '{"layer_id": 0, "stage": "prefill", "token_begin": 0, "token_end": 15, "seq_len": 3, "kv_heads": 25, '
-            '"head_dim": 32, "bytes_per_elem": 2, "dtype": "fp16", "k_file": "k_t0_15.bin", "v_file": "v_t0_15.bin"}'
-        )
-        quietly(["encode", str(folder / "stored.npz"), "-o", f"{folder}/bundle/", "--frame-bytes", "4096"])
-        quietly(["encode", str(folder / "half.npy"), "-o", str(folder / "lone.frame"), "--frame-bytes", "4096"])
-        quietly(["decode", str(folder / "bundle"), "-o", str(folder / "tensors.safetensors")])
-        inputs: dict[str, dict[str, bytes]] = {}
-        for path in sorted(folder.iterdir()):
-            if path.is_dir():
-                inputs[path.name + "/"] = {p.name: p.read_bytes() for p in sorted(path.iterdir())}
-            elif path.suffix != ".json":
-                side = folder / (path.name + ".json")
-                inputs[path.name] = {p.name: p.read_bytes() for p in (path, side) if p.exists()}
-    assert len(inputs) == 10, sorted(inputs)
-    return inputs
-
-
-def quietly(argv: list[str]) -> tuple[int, str]:
-    out, err = io.TextIOWrapper(io.BytesIO()), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main(argv)
-    return code, err.getvalue()
+    return array_inputs(half, rng.normal(size=(4, 6)).astype(np.float32), 4096)
 
 
 def make(rng: Random) -> dict[str, Any]:

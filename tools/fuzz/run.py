@@ -1,10 +1,10 @@
-"""Throw hostile input at kvmnn for some minutes and compare it with the slow reference codec of tests/reference.py.
+"""Throw hostile input at kvmnn for some minutes and compare with the reference codec, tests/support/codec_model.py.
 
     python tools/fuzz/run.py [--minutes 10] [--seed N] [--only frames,payloads,values,specs,files]
     python tools/fuzz/run.py --case SEED:NUMBER          repeat one case, as a failure report names it
 
 Every case is a function of the seed and its number. A worker process notes the number in a small shared file before it
-starts the case, so that a crash or a hang can be laid at its door; what was found is saved in build/fuzz. One line a
+starts the case, so that a crash or a hang is known to be its doing; what was found is saved in build/fuzz. One line a
 minute; exit code 0 if nothing was found, 1 if something was.
 """
 
@@ -24,7 +24,7 @@ import traceback
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests" / "support")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("tools/fuzz", "tests/support", "tools")]
 
 JOURNAL = struct.Struct("<QQQQ")  # case number, cases done, frames accepted, peak KiB
 PARALLEL_LIMIT = 3 << 30  # bytes of address space for a worker

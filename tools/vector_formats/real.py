@@ -167,7 +167,7 @@ def _geometry(index: dict[str, Any]) -> PackLayout:
 
 
 def _h2o_read(folder: Path, snapshot: dict[str, Any], layer: int) -> tuple[bytes, bytes]:
-    k, v = ((folder / snapshot["files"][f"layer{layer}_{side}"]["path"]).read_bytes() for side in "kv")
+    k, v = ((folder / snapshot["files"][f"layer{layer}_{letter}"]["path"]).read_bytes() for letter in "kv")
     return k, v
 
 
@@ -221,8 +221,8 @@ def _h2o_case(folder: Path, index: dict[str, Any], case: dict[str, Any], check: 
     cache.realloc(case["remove"], case["reserve"])
     check.field("past_after", cache.past)
     kept = [token for begin, size in case["reserve"] for token in range(begin, begin + size)]
-    for side, array in enumerate(cache.to_arrays()):
-        check.equal(f"rows that stay, {'KV'[side]}", sha256(array.tobytes()), sha256(rows[side][:, kept].tobytes()))
+    for letter, left, all_rows in zip("KV", cache.to_arrays(), rows, strict=True):
+        check.equal(f"rows that stay, {letter}", sha256(left.tobytes()), sha256(all_rows[:, kept].tobytes()))
     expected = _h2o_read(folder, after, case["layer"])
     row = case["ignored_row"]
     appended = layout.gather(*expected, row, 1, past=row + 1, capacity=index["capacity"])
@@ -247,15 +247,15 @@ def _prefix_case(folder: Path, index: dict[str, Any], case: dict[str, Any], chec
     found = {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path.read_bytes())} for path in place.iterdir()}
     check.field("files", found)
     layers = range(index["layers"])
-    markers = {f"{name}_{layer}_sync.{side}" for layer in layers for side in "kv"}
+    markers = {f"{name}_{layer}_sync.{letter}" for layer in layers for letter in "kv"}
     check.equal("empty files", {file for file, entry in found.items() if entry["bytes"] == 0}, markers)
     first = folder / index["cases"][0]["folder"]
     for layer in layers:
-        k, v = ((place / f"{name}_{layer}.{side}").read_bytes() for side in "kv")
+        k, v = ((place / f"{name}_{layer}.{letter}").read_bytes() for letter in "kv")
         live = PackedCache.from_buffers(layout, k, v, index["tokens"])
         arrays = live.to_arrays()
         check_repacked(layout, live, arrays, check, f"layer {layer}")
-        other = (np.fromfile(first / f"{name}_{layer}.{side}", np.uint8) for side in "kv")
-        for side, expected in enumerate(layout.unpack(*other, index["tokens"])):
-            distance = float(np.abs(arrays[side] - expected).max())
-            check.equal(f"layer {layer} {'KV'[side]} within 1e-4 of {first.name} ({distance})", distance <= 1e-4, True)
+        other = (np.fromfile(first / f"{name}_{layer}.{letter}", np.uint8) for letter in "kv")
+        for letter, found_rows, expected in zip("KV", arrays, layout.unpack(*other, index["tokens"]), strict=True):
+            distance = float(np.abs(found_rows - expected).max())
+            check.equal(f"layer {layer} {letter} within 1e-4 of {first.name} ({distance})", distance <= 1e-4, True)

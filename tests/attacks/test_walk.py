@@ -1,0 +1,165 @@
+"""Every reader meets cut and flipped files, and JSON that no encoder writes, through the command itself.
+
+Whatever the damage: exit status 0, 1 or 2, one line of error, no exception, nothing half-written, an end in time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+from hostile_files import quietly, samples
+
+CUTS, FLIPS = 100, 60
+SLOW = {"settings of a model", "tokenizer", "text", "ONNX", "dump, measured"}
+"""Readers that take some 30 ms a file; they get a fifth."""
+SECONDS = 10
+DIGITS = b"9" * 5000
+
+HOSTILE_JSON = {
+    "empty": b"",
+    "deep list": b"[" * 200_000,
+    "deep object": b'{"a":' * 200_000,
+    "huge integer": b'{"a": ' + DIGITS + b"}",
+    "list of a huge integer": b"[" + DIGITS + b"]",
+    "lone surrogate": b'{"\\ud800": "\\udfff"}',
+    "not UTF-8": b'{"a": "\xff\xfe"}',
+    "UTF-16": '{"a": 1}'.encode("utf-16"),
+    "byte order mark": b'\xef\xbb\xbf{"a": 1}',
+    "NUL": b'{"a": "\\u0000"}\0',
+    "not a number": b'{"a": NaN, "b": -Infinity}',
+    "huge float": b"[1e999999]",
+    "list": b"[]",
+    "word": b"null",
+    "twice the same key": b'{"a": 1, "a": 2}',
+}
+
+KNOWN = {
+    ("token ids", "ids.json", "deep list"): (RecursionError, "--token-ids of deep JSON"),
+    ("token ids", "ids.npy", "flipped"): (
+        AssertionError,
+        "TokenError or TypeError of numpy: --token-ids of a .npy",
+    ),
+}
+"""Defects that are known and not mended yet: reader, file, damage."""
+
+
+def cut(data: bytes, slow: bool) -> Iterator[tuple[str, bytes]]:
+    """Cut at every byte, or at every k-th."""
+    for end in range(0, len(data), max(1, len(data) // (CUTS // 5 if slow else CUTS))):
+        yield f"to {end} bytes", data[:end]
+
+
+def flipped(data: bytes, slow: bool) -> Iterator[tuple[str, bytes]]:
+    """Bytes flipped at random places."""
+    rng = Random(len(data))
+    for _ in range(FLIPS // 5 if slow else FLIPS):
+        changed = bytearray(data)
+        places = [rng.randrange(len(data)) for _ in range(rng.choice((1, 1, 2, 4)))]
+        for place in places:
+            changed[place] ^= rng.randrange(1, 256)
+        yield f"at {places}", bytes(changed)
+
+
+DAMAGES = {"cut": cut, "flipped": flipped}
+
+
+class Reader:
+    """A sample on disk, of which one file at a time is replaced."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        self.kind, self.sample, self.folder = kind, samples()[kind], folder
+        self.inside = folder / "in"
+        self.calls = 0
+        for name, data in self.sample.files.items():
+            self.put(name, data)
+
+    def put(self, name: str, data: bytes) -> None:
+        path = self.inside / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+    def run(self, command: str) -> tuple[int, str]:
+        """One verb; everything that holds whatever its input is asserted here."""
+        self.calls += 1
+        out = self.folder / "made" / str(self.calls)
+        out.parent.mkdir(exist_ok=True)
+        inside, start = self.names(), time.monotonic()
+        code, errors = quietly(command.format(**{"in": self.inside, "out": out}).split())
+        assert time.monotonic() - start < SECONDS, "slow"
+        assert code in (0, 1, 2), f"exit status {code}: {errors}"
+        told = [line for line in errors.splitlines() if not line.startswith(("kvmnn: note: ", "kvmnn: warning: "))]
+        assert all(line.startswith("kvmnn: error: ") for line in told), errors
+        assert len(told) == (code != 0) or command.startswith("verify "), errors  # verify has a line for each finding
+        assert len(errors) < 4000, "a long line"
+        assert self.names() == inside, "the input's folder was changed"
+        left = [path.name for path in out.parent.iterdir() if code != 0 and path.name.startswith(out.name)]
+        left += [path.name for path in out.parent.iterdir() if path.name.startswith(".") or ".tmp" in path.name]
+        assert not left, f"left behind: {left}"
+        return code, errors
+
+    def names(self) -> set[Path]:
+        """Files of the input, but for the graphs that kvmnn.lm keeps beside a model."""
+        return set(self.inside.rglob("*")) - set(self.inside.glob("*.kvmnn-*.onnx"))
+
+    def commands(self, name: str) -> list[str]:
+        """Those that read the file `name`: all of them, unless they name others of the damaged files."""
+        others = [other for other in self.sample.damaged if other != name]
+        return [c for c in self.sample.commands if not any(f"{{in}}/{other}" in c.split() for other in others)]
+
+
+@pytest.fixture
+def reader(request: pytest.FixtureRequest, tmp_path: Path) -> Reader:
+    return Reader(request.param, tmp_path)
+
+
+READERS = sorted(samples())
+
+
+def test_all_kinds_of_files_are_here() -> None:
+    """The list of what is read; a new reader is added here and in tests/support/hostile_files.py."""
+    assert {name.split(",")[0] for name in READERS} >= {
+        *("npy", "npz", "safetensors", "raw", "dump", "prefix", "live", "document of a prefix cache"),
+        *("frame", "manifest of a frame", "manifest of a bundle", "weights", "checkpoint", "scores", "plan"),
+        *("token ids", "settings of an MNN model"),
+    }
+
+
+@pytest.mark.parametrize("reader", READERS, indirect=True)
+def test_the_sample_is_good(reader: Reader) -> None:
+    for command in reader.sample.commands:
+        assert reader.run(command)[0] == 0
+
+
+def cases(names: list[str], damages: list[str]) -> list[object]:
+    """Every damage to every damaged file whose name ends in one of `names`; known defects are expected to fail."""
+    found = []
+    for reader in READERS:
+        for name in samples()[reader].damaged:
+            for what in damages if name.endswith(tuple(names)) else ():
+                known = KNOWN.get((reader, name, what))
+                marks = pytest.mark.xfail(strict=True, raises=known[0], reason=known[1]) if known else ()
+                found.append(pytest.param(reader, name, what, marks=marks, id=f"{reader}-{name}-{what}"))
+    return found
+
+
+@pytest.mark.parametrize(("reader", "name", "what"), cases([""], ["cut", "flipped"]), indirect=["reader"])
+def test_cut_and_flipped_files(reader: Reader, name: str, what: str) -> None:
+    commands, whole = reader.commands(name), reader.sample.files[name]
+    for number, (place, data) in enumerate(DAMAGES[what](whole, reader.kind in SLOW)):
+        reader.put(name, data)
+        command = commands[number % len(commands)]
+        try:
+            reader.run(command)
+        except BaseException as error:
+            raise AssertionError(f"{name} {what} {place}, {command!r}: {error!r}") from error
+
+
+@pytest.mark.parametrize(("reader", "name", "what"), cases([".json"], sorted(HOSTILE_JSON)), indirect=["reader"])
+def test_json_that_no_encoder_writes(reader: Reader, name: str, what: str) -> None:
+    reader.put(name, HOSTILE_JSON[what])
+    for command in reader.commands(name):
+        reader.run(command)

@@ -1,0 +1,287 @@
+"""Small valid files of every kind that kvmnn reads, to be damaged, and the commands that read them.
+
+All are made here: arrays from seeded generators, containers by numpy, onnx and tokenizers, frames, manifests and packed
+caches by kvmnn itself. `tests/attacks` cuts and flips them byte by byte; `tools/fuzz/files.py` damages larger ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import compressor_files
+import numpy as np
+import packed_samples
+
+from kvmnn import encode
+from kvmnn.cli import main
+
+
+def quietly(argv: list[str]) -> tuple[int, str]:
+    """Exit code and standard error of a verb in this process."""
+    out, err = io.TextIOWrapper(io.BytesIO()), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(argv)
+    return code, err.getvalue()
+
+
+def array_inputs(half: np.ndarray, single: np.ndarray, frame_bytes: int) -> dict[str, dict[str, bytes]]:
+    """Arrays in every container, and their frames: name of the input (a folder ends in /), file names, contents.
+
+    half: float16 ``[token, kv_head, head_dim]``; single: float32.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        np.save(folder / "half.npy", half)
+        np.save(folder / "fortran.npy", np.asfortranarray(single))
+        np.save(folder / "big.npy", half.astype(">f2"))
+        np.savez(folder / "stored.npz", a=half, b=single)
+        np.savez_compressed(folder / "deflated.npz", a=half, b=single)
+        (folder / "raw.bin").write_bytes(half.tobytes())
+        write_dump(folder / "dump", half)
+        cut = ["--frame-bytes", str(frame_bytes)]
+        made(["encode", folder / "stored.npz", "-o", f"{folder}/bundle/", *cut])
+        made(["encode", folder / "half.npy", "-o", folder / "lone.frame", *cut])
+        made(["decode", folder / "bundle", "-o", folder / "tensors.safetensors"])
+        inputs: dict[str, dict[str, bytes]] = {}
+        for path in sorted(folder.iterdir()):
+            if path.is_dir():
+                inputs[path.name + "/"] = contents(path)
+            elif path.suffix != ".json":
+                beside = folder / (path.name + ".json")
+                inputs[path.name] = {p.name: p.read_bytes() for p in (path, beside) if p.exists()}
+    assert len(inputs) == 10, sorted(inputs)
+    return inputs
+
+
+def write_dump(folder: Path, half: np.ndarray) -> None:
+    """K and V of one layer as MNN's engine dumps them: equal here."""
+    folder.mkdir()
+    tokens, heads, dims = half.shape
+    for part in "kv":
+        (folder / f"{part}_t0_{tokens}.bin").write_bytes(half.tobytes())
+    document = {"layer_id": 0, "stage": "prefill", "token_begin": 0, "token_end": tokens, "seq_len": tokens}
+    document |= {"kv_heads": heads, "head_dim": dims, "bytes_per_elem": 2, "dtype": "fp16"}
+    document |= {"k_file": f"k_t0_{tokens}.bin", "v_file": f"v_t0_{tokens}.bin"}
+    (folder / f"meta_t0_{tokens}.json").write_text(json.dumps(document))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def made(argv: list[object]) -> None:
+    code, errors = quietly([str(word) for word in argv])
+    assert code == 0, errors
+
+
+# -- one sample for each reader ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Valid files, and the verbs that read them: ``{in}`` is their folder, ``{out}`` a place for output."""
+
+    files: dict[str, bytes]
+    commands: tuple[str, ...]
+    damaged: tuple[str, ...]
+    """The files that the walk damages, one at a time."""
+
+
+PREFIX = "--kv-heads 1 --head-dim 4 --backend x86-sse"
+
+
+@cache
+def samples() -> dict[str, Sample]:
+    """A sample for each reader, by its name; those of models only where their packages are installed."""
+    rng = np.random.default_rng(1)
+    inputs = array_inputs(rng.normal(size=(3, 2, 2)).astype(np.float16), rng.normal(size=(2, 3)).astype(np.float32), 16)
+    with tempfile.TemporaryDirectory() as name:
+        found = {
+            **_arrays(inputs),
+            **{kind: make(Path(name, kind)) for kind, make in _MAKERS.items()},
+        }
+    with contextlib.suppress(ModuleNotFoundError):
+        found |= _models()
+    return found
+
+
+def _arrays(inputs: dict[str, dict[str, bytes]]) -> dict[str, Sample]:
+    def array(name: str, *options: str) -> Sample:
+        files, into = inputs[name], "{in}" if name.endswith("/") else f"{{in}}/{name}"
+        words = " ".join(options)
+        return Sample(files, (f"encode {into} -o {{out}}/ {words}",), tuple(files))
+
+    frame, bundle = inputs["lone.frame"], inputs["bundle/"]
+    alone = {"lone.frame": encode(bytes(range(24)), dtype="fp16", codecs=("zstd",))}
+    return {
+        "npy": array("half.npy"),
+        "npy, Fortran order": array("fortran.npy"),
+        "npy, big-endian": array("big.npy"),
+        "npz": array("stored.npz"),
+        "npz, deflated": array("deflated.npz"),
+        "safetensors": array("tensors.safetensors"),
+        "raw": array("raw.bin", "--dtype fp16"),
+        "dump": array("dump/"),
+        "dump, measured": Sample(inputs["dump/"], ("measure {in} --real",), ("meta_t0_3.json", "k_t0_3.bin")),
+        "frame": Sample(
+            alone,
+            (
+                "inspect {in}/lone.frame",
+                "decode {in}/lone.frame -o {out}.npy --max-bytes 1M",
+                "verify {in}/lone.frame",
+            ),
+            ("lone.frame",),
+        ),
+        "manifest of a frame": Sample(
+            frame,
+            ("inspect {in}/lone.frame", "decode {in}/lone.frame -o {out}.npy --max-bytes 1M"),
+            ("lone.frame.json",),
+        ),
+        "manifest of a bundle": Sample(
+            bundle,
+            ("verify {in}", "inspect {in} --json", "decode {in} -o {out}.npz --max-bytes 1M"),
+            ("manifest.json",),
+        ),
+        "scores": Sample(
+            inputs["fortran.npy"], ("plan {in}/fortran.npy --kind scores --tokens 6 --block 2",), ("fortran.npy",)
+        ),
+    }
+
+
+def _prefix(folder: Path) -> Sample:
+    """A prefix cache of 5 tokens, with a document of kvmnn, a model's settings and token ids beside it."""
+    folder.mkdir()
+    layers = packed_samples.arrays(1, 1, 5, 4)
+    np.savez(folder / "kv.npz", **{"layer_0.key": layers[0], "layer_0.value": layers[1]})
+    made(["pack", folder / "kv.npz", "-o", folder / "sys", *PREFIX.split(), "--name", "sys"])
+    return Sample(
+        contents(folder / "sys"),
+        ("inspect {in}", "unpack {in} -o {out}.npz", "encode {in} -o {out}/"),
+        ("sys.kvmnn.json",),
+    )
+
+
+def _bare_prefix(folder: Path) -> Sample:
+    sample = _prefix(folder)
+    files = {name: data for name, data in sample.files.items() if not name.endswith(".json")}
+    asked = f"{PREFIX} --tokens 5 --ignore-markers"
+    return Sample(files, (f"unpack {{in}} -o {{out}}.npz {asked}", f"encode {{in}} -o {{out}}/ {asked}"), ("sys_0.k",))
+
+
+def _model_settings(folder: Path) -> Sample:
+    sample = _bare_prefix(folder)
+    layers = {"layer_nums": 1, "key_value_shape": [2, 1, 0, 1, 4], "attention_mask": "float", "hidden_size": 4}
+    settings = {"config.json": {"llm_config": "llm_config.json"}, "llm_config.json": layers}
+    files = {f"model/{name}": json.dumps(document).encode() for name, document in settings.items()}
+    graph = {"model/llm.mnn": b"any bytes: only their hash is taken"}
+    command = f"unpack {{in}}/cache -o {{out}}.npz {PREFIX} --tokens 5 --ignore-markers --model {{in}}/model"
+    cache = {f"cache/{name}": data for name, data in sample.files.items()}
+    return Sample({**cache, **files, **graph}, (command,), tuple(files))
+
+
+def _token_ids(folder: Path) -> Sample:
+    sample = _bare_prefix(folder)
+    files = {"ids.json": b"[1, 2, 3, 4, 5]", "ids.txt": b"1 2 3 4 5\n", "ids.npy": saved(np.arange(5))}
+    cache = {f"cache/{name}": data for name, data in sample.files.items()}
+    commands = tuple(
+        f"encode {{in}}/cache -o {{out}}/ {PREFIX} --tokens 5 --ignore-markers --token-ids {{in}}/{name}"
+        for name in files
+    )
+    return Sample({**cache, **files}, commands, tuple(files))
+
+
+def _live(folder: Path) -> Sample:
+    folder.mkdir()
+    layers = packed_samples.arrays(1, 1, 5, 4)
+    for part, buffer in zip("kv", packed_samples.packed(*layers, 1, 4, 64, 69), strict=True):
+        (folder / f"00005560831CAB70.{part}").write_bytes(buffer.tobytes())
+    command = "unpack {in} -o {out}.npz --kv-heads 1 --head-dim 4 --tokens 5 --layer-order 00005560831CAB70"
+    return Sample(contents(folder), (command,), ("00005560831CAB70.k",))
+
+
+def _plan(folder: Path) -> Sample:
+    sample = _bare_prefix(folder)
+    document = [{"layer": 0, "remove": 5, "pairs": [[0, 2], [4, 1]]}]
+    cache = {f"cache/{name}": data for name, data in sample.files.items()}
+    command = f"compact {{in}}/cache -o {{out}}/ {PREFIX} --tokens 5 --ignore-markers --plan {{in}}/plan.json"
+    return Sample({**cache, "plan.json": json.dumps(document).encode()}, (command,), ("plan.json",))
+
+
+def _weights(_: Path) -> Sample:
+    data = compressor_files.weight_file(count=6, head_dim=1, factor=2, metadata=b"{}")
+    commands = ("verify {in}/w.bin", "inspect {in}/w.bin", "export {in}/w.bin -o {out}.safetensors")
+    return Sample({"w.bin": data}, commands, ("w.bin",))
+
+
+def _checkpoint(folder: Path) -> Sample:
+    folder.mkdir()
+    state = compressor_files.weights(1, head_dim=1, factor=2, prefixes=("compress_tk",))
+    path = compressor_files.checkpoint(folder / "c.pth", {"model_state_dict": {"compressor": state}})
+    command = "convert {in}/c.pth {out}.bin --prefix-order compress_tk"
+    return Sample({"c.pth": path.read_bytes()}, (command,), ("c.pth",))
+
+
+def _checkpoint_tensors(folder: Path) -> Sample:
+    folder.mkdir()
+    state = compressor_files.weights(1, head_dim=1, factor=2, prefixes=("compress_tk",))
+    header: dict[str, object] = {}
+    data = b""
+    for name, array in state.items():
+        header[name] = {"dtype": "F32", "shape": array.shape, "data_offsets": [len(data), len(data) + array.nbytes]}
+        data += array.tobytes()
+    text = json.dumps(header).encode()
+    file = len(text).to_bytes(8, "little") + text + data
+    command = "convert {in}/c.safetensors {out}.bin --prefix-order compress_tk"
+    return Sample({"c.safetensors": file}, (command,), ("c.safetensors",))
+
+
+def saved(array: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+_MAKERS: dict[str, Callable[[Path], Sample]] = {
+    "document of a prefix cache": _prefix,
+    "prefix": _bare_prefix,
+    "live": _live,
+    "settings of an MNN model": _model_settings,
+    "token ids": _token_ids,
+    "plan": _plan,
+    "weights": _weights,
+    "checkpoint": _checkpoint,
+    "checkpoint, safetensors": _checkpoint_tensors,
+}
+
+
+def _models() -> dict[str, Sample]:
+    """A decoder of one layer with its tokenizer and settings."""
+    from tiny_decoders import Tiny
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    settings = {
+        "tokenizer_config.json": {"bos_token": "a"},
+        "config.json": {"num_key_value_heads": 2, "vocab_size": 8, "bos_token_id": 0},
+        "generation_config.json": {"bos_token_id": 0},
+        "genai_config.json": {"model": {"decoder": {"filename": "model.onnx"}}},
+    }
+    files = {name: json.dumps(document).encode() for name, document in settings.items()}
+    graph = {"model.onnx": Tiny(layers=1, head_dim=2, vocab=8).model().SerializeToString()}
+    words = {"tokenizer.json": tokenizer.to_str().encode(), "text.txt": b"a b a"}
+    all_files = {**files, **graph, **words}
+    commands = ("dump-kv {in} --text {in}/text.txt --tokens 3 -o {out}",)
+    return {
+        "settings of a model": Sample(all_files, commands, tuple(files)),
+        "tokenizer": Sample(all_files, commands, ("tokenizer.json",)),
+        "text": Sample(all_files, commands, ("text.txt",)),
+        "ONNX": Sample(all_files, commands, ("model.onnx",)),
+    }

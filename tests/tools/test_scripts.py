@@ -1,0 +1,57 @@
+"""Every script of tools/ starts from any directory, and names only files that exist."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from repository import ROOT
+
+TOOLS = ROOT / "tools"
+SCRIPTS = sorted(
+    str(path.relative_to(TOOLS)) for path in TOOLS.rglob("*.py") if '\nif __name__ == "__main__":' in path.read_text()
+)
+SHELL = sorted(str(path.relative_to(TOOLS)) for path in TOOLS.rglob("*.sh"))
+NEED_TORCH = {"fixtures/compressor_types.py"}
+OF_OTHERS = {"docs/KVCacheCompressionWeightFormat.md"}  # InfiniLM's
+PATHS = re.compile(r"(?<![\w/.-])((?:tools|tests|pyx|fixtures|docs|benchmarks)/[\w./-]*\w)")
+
+
+def test_scripts_are_found() -> None:
+    assert {"conformance.py", "fuzz/run.py", "bench/codec.py", "docs/ratios.py"} <= set(SCRIPTS)
+    assert SHELL == ["demo.sh", "sanitize.sh", "test_aarch64.sh"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_from_any_directory(script: str, tmp_path: Path) -> None:
+    if script in NEED_TORCH:
+        pytest.importorskip("torch")
+    # The script's own folder has to be on the path, as it is for whoever types the command.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    command = [sys.executable, str(TOOLS / script), "--help"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("usage: ")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("script", SHELL)
+def test_shell_scripts_parse(script: str) -> None:
+    subprocess.run(["sh", "-n", str(TOOLS / script)], check=True)
+
+
+NAMING = [
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile")),
+    *(path for folder in ("docs", "fixtures", "tests/attacks") for path in (ROOT / folder).glob("*.md")),
+    *(path for path in TOOLS.rglob("*") if path.suffix in (".py", ".sh", ".c")),
+]
+
+
+@pytest.mark.parametrize("path", NAMING, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_that_are_named_exist(path: Path) -> None:
+    named = set(PATHS.findall(path.read_text(encoding="utf-8"))) - OF_OTHERS
+    assert [name for name in named if not (ROOT / name).exists() and not list(ROOT.glob(f"{name}.*"))] == []

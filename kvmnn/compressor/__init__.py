@@ -1,1 +1,90 @@
-"""Weights of KV-cache compressors: KVCM files, the checkpoints they come from, and the way between them."""
+"""KV compressors: KVCM weight files, the checkpoints they are made from, and caches compressed with them.
+
+A *checkpoint* holds what a training saved; `convert` makes a *weight file* (KVCM, ``.bin``) of it. A weight file holds
+*compressors*: for each layer one for K and one for V of text, and often two for images, each of three Linear layers.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import kvcm
+    from .checkpoint.opening import open_checkpoint
+    from .conversion.convert import Conversion, convert, prepare
+    from .conversion.export import Export, export
+    from .conversion.inspect import CheckpointAccount, WeightFileAccount, inspect
+    from .conversion.selection import ConvertOptions
+    from .conversion.verify import Verdict, verify
+    from .forward.cache_file import CompressedFile, compress_file, compress_source
+    from .forward.compressing import CompressedKV, compress, compress_layers
+    from .forward.compression_plan import CompressionPlan
+    from .forward.onnx_graph import export_onnx
+    from .forward.options import ForwardOptions
+    from .kvcm import WeightFile, read
+
+_HOMES = {
+    "CheckpointAccount": "conversion.inspect",
+    "CompressedFile": "forward.cache_file",
+    "CompressedKV": "forward.compressing",
+    "CompressionPlan": "forward.compression_plan",
+    "Conversion": "conversion.convert",
+    "ConvertOptions": "conversion.selection",
+    "Export": "conversion.export",
+    "ForwardOptions": "forward.options",
+    "Verdict": "conversion.verify",
+    "WeightFile": "kvcm",
+    "WeightFileAccount": "conversion.inspect",
+    "compress": "forward.compressing",
+    "compress_file": "forward.cache_file",
+    "compress_layers": "forward.compressing",
+    "compress_source": "forward.cache_file",
+    "convert": "conversion.convert",
+    "export": "conversion.export",
+    "export_onnx": "forward.onnx_graph",
+    "inspect": "conversion.inspect",
+    "open_checkpoint": "checkpoint.opening",
+    "prepare": "conversion.convert",
+    "read": "kvcm",
+    "verify": "conversion.verify",
+}
+"""Where each name is; its module is imported when the name is asked for (PEP 562)."""
+
+
+def __getattr__(name: str) -> Any:
+    if name == "kvcm":
+        return import_module(".kvcm", __name__)
+    if name in _HOMES:
+        return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+__all__ = [
+    "CheckpointAccount",
+    "CompressedFile",
+    "CompressedKV",
+    "CompressionPlan",
+    "Conversion",
+    "ConvertOptions",
+    "Export",
+    "ForwardOptions",
+    "Verdict",
+    "WeightFile",
+    "WeightFileAccount",
+    "compress",
+    "compress_file",
+    "compress_layers",
+    "compress_source",
+    "convert",
+    "export",
+    "export_onnx",
+    "inspect",
+    "kvcm",
+    "open_checkpoint",
+    "prepare",
+    "read",
+    "verify",
+]

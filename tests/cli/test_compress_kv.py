@@ -14,7 +14,7 @@ from compressor_model import to_words, weight_file
 from kvmnn.cli.command import main
 from kvmnn.compressor import kvcm
 from kvmnn.compressor.forward.compressing import compress
-from kvmnn.compressor.forward.plan import ForwardOptions
+from kvmnn.compressor.forward.options import ForwardOptions
 from kvmnn.formats import open as open_source
 
 SHAPE = (2, 1, 3, 21, 4)
@@ -157,7 +157,7 @@ def test_fp16_parity_and_json(here, run, engine):
 
 def test_dead_tokens_and_short_segments(here, run):
     said = run("w.bin", "c.npz", "-o", "o.npz", "--tokens", 9)
-    assert "o.npz: UNCHANGED (no segment with weights for it has 2 whole groups of 5 (text 1)), 9 -> 9" in said.out
+    assert "o.npz: UNCHANGED (no segment with a compressor has 2 groups of 5 (text 1)), 9 -> 9" in said.out
     assert "1,728 -> 1,728 bytes; the next token goes to place 9 and has position 9" in said.out
     with np.load("o.npz") as made:
         np.testing.assert_array_equal(made["k"], here.keys[..., :9, :])
@@ -176,7 +176,7 @@ def test_dead_tokens_and_short_segments(here, run):
         ("w.bin c.npz -o free.npz", 1, "free.npz.json: exists already"),
         ("c.npz c.npz -o o.npz", 1, "field magic is"),
         ("w.bin gone.npz -o o.npz", 1, "gone.npz: cannot be read"),
-        ("w.bin c.npz -o o.npz --factor 4", 1, "nothing to compress: no compressor in the weights takes groups of 4"),
+        ("w.bin c.npz -o o.npz --factor 4", 1, "nothing to compress: no compressor in the weight file takes groups of 4"),
         ("w.bin c.npz -o o.npz --tokens 0", 1, "nothing to compress: the cache is empty"),
         ("w.bin c.npz -o o.npz --axes lbht", 1, "axes 'lbht': expected h (kv_head), t (token), d (dimension)"),
         ("w.bin c.npz -o o.npz --axes htd", 1, "array 'k' has 5 axes [2, 1, 3, 21, 4], expected 3 (htd)"),

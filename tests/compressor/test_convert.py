@@ -22,8 +22,9 @@ from kvmnn.compressor import kvcm
 from kvmnn.compressor.checkpoint.tensors import ELEMENT_TYPES, Storage, Tensor
 from kvmnn.compressor.conversion import convert as conversion
 from kvmnn.compressor.conversion.convert import Conversion, convert
-from kvmnn.compressor.conversion.rounding import count_non_finite, rounded, words_of
+from kvmnn.compressor.conversion.rounding import count_non_finite, words_of
 from kvmnn.compressor.conversion.selection import Options, Selection, select
+from kvmnn.compressor.kvcm.words import rounded
 from kvmnn.dtypes import BF16, FP16, FP32
 from kvmnn.errors import CheckpointError, OutputError
 

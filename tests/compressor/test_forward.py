@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvmnn import KvmnnError
 from kvmnn.arrays.layer_cache import LayerCache
 from kvmnn.compressor.forward.compressing import compress, compress_layers
-from kvmnn.compressor.forward.plan import ForwardOptions
+from kvmnn.compressor.forward.options import ForwardOptions
 
 ONNX = all(importlib.util.find_spec(name) for name in ("onnx", "onnxruntime"))
 ENGINES = ["numpy", *(["onnx"] if ONNX else [])]

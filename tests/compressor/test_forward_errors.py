@@ -12,7 +12,7 @@ from compressor_model import to_words, weight_file
 from kvmnn import KvmnnError, MissingDependencyError
 from kvmnn.arrays.layer_cache import LayerCache
 from kvmnn.compressor.forward.compressing import compress
-from kvmnn.compressor.forward.plan import ForwardOptions
+from kvmnn.compressor.forward.options import ForwardOptions
 
 ENGINES = ["numpy", *(["onnx"] if all(map(importlib.util.find_spec, ("onnx", "onnxruntime"))) else [])]
 
@@ -182,7 +182,7 @@ def test_bf16_has_no_fp16_parity(weights):
 
 @pytest.mark.parametrize("name", ["image_len", "factor", "min_seq_len", "seq_len"])
 def test_numbers_in_options(name):
-    with pytest.raises(KvmnnError, match=f"{name} is -1: expected 0 or more"):
+    with pytest.raises(KvmnnError, match=f"{name} is -1: expected at least 0"):
         ForwardOptions(**{name: -1})
     for wrong in (1.5, "2", True):
         with pytest.raises(TypeError):

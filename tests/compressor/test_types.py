@@ -23,9 +23,10 @@ from kvmnn.compressor.checkpoint.opening import open_checkpoint
 from kvmnn.compressor.checkpoint.tensors import ELEMENT_TYPES, Storage, Tensor
 from kvmnn.compressor.checkpoint.torch_names import set_state
 from kvmnn.compressor.conversion.convert import convert, prepare
-from kvmnn.compressor.conversion.rounding import rounded, words_of
+from kvmnn.compressor.conversion.rounding import words_of
 from kvmnn.compressor.conversion.selection import _EXACT, Options
 from kvmnn.compressor.conversion.verify import verify
+from kvmnn.compressor.kvcm.words import rounded
 from kvmnn.dtypes import BF16, FP16, FP32, by_name
 from kvmnn.errors import CheckpointError
 

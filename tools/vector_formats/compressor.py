@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvmnn.cli.command import USAGE, main
-from kvmnn.compressor.kvcm import header, weight_file
+from kvmnn.compressor.kvcm import float32_of, weight_file
 
 from .common import CaseResult, Checker, run_list, sha256, unknown_lists
 
@@ -113,7 +113,7 @@ def _without_nan(data: bytes) -> tuple[Any, ...]:
         for words in (block.weight, block.bias):
             if words is not None:
                 bits = np.ascontiguousarray(words).view(f"u{words.itemsize}").copy()
-                bits[np.isnan(header.float32_of(words))] = np.iinfo(bits.dtype).max
+                bits[np.isnan(float32_of(words))] = np.iinfo(bits.dtype).max
                 blocks.append(bits.tobytes())
     return file.header, file.metadata, blocks
 

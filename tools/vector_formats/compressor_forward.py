@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kvmnn import KvmnnError
 from kvmnn.arrays.layer_cache import LayerCache
 from kvmnn.compressor.forward.compressing import CompressedKV, compress, compress_layers
-from kvmnn.compressor.forward.plan import ENGINES, EngineName, ForwardOptions, Precision
+from kvmnn.compressor.forward.options import ENGINES, EngineName, ForwardOptions, Precision
 from kvmnn.compressor.kvcm import header, weight_file
 
 from .common import CaseResult, Checker, run_list, unknown_lists

@@ -10,8 +10,9 @@ import numpy as np
 
 from ...dtypes import Floats
 from ..checkpoint.opening import Checkpoint, naming
-from ..kvcm.header import HEADER_BYTES, META_BYTES, SLOTS, SLOTS_PER_PREFIX, Header, float32_of
+from ..kvcm.header import HEADER_BYTES, META_BYTES, SLOTS, SLOTS_PER_PREFIX, Header
 from ..kvcm.weight_file import WeightFile
+from ..kvcm.words import float32_of
 from .selection import Options, Selection, select
 from .verify import default_prefixes
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...dtypes import BF16, FP16, FP32, DType, Floats, Words
+from ...dtypes import BF16, FP16, FP32, DType, Words
 from ...errors import CheckpointError
 from ..checkpoint.tensors import Tensor
+from ..kvcm.words import rounded
 
 _SAME = {"float16": FP16, "bfloat16": BF16, "float32": FP32}
 
@@ -51,24 +52,6 @@ def check_convertible(tensor: Tensor, dtype: DType) -> None:
 
 def _is_same(tensor: Tensor, dtype: DType) -> bool:
     return _SAME.get(tensor.element.name) == dtype
-
-
-def rounded(floats: Floats, dtype: DType) -> Words:
-    """float32 to words of `dtype`; NaN stays NaN, with a payload that nothing promises."""
-    if dtype == FP32:
-        return floats.astype(dtype.numpy, copy=False)
-    if dtype == FP16:
-        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            return floats.astype(dtype.numpy)
-    bits = np.ascontiguousarray(floats).view(np.uint32)
-    halves = bits >> np.uint32(16)
-    halves &= np.uint32(1)
-    halves += bits
-    halves += np.uint32(0x7FFF)
-    halves >>= np.uint32(16)
-    words = halves.astype(dtype.numpy)
-    words[np.isnan(floats)] = 0x7FC0
-    return words
 
 
 _EXPONENTS = {FP16: 0x7C00, BF16: 0x7F80, FP32: 0x7F80_0000}

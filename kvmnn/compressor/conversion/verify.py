@@ -12,8 +12,9 @@ from ...dtypes import Words
 from ...threads.pipeline import Progress
 from ..checkpoint.opening import naming
 from ..checkpoint.tensors import Tensor
-from ..kvcm.header import FIELD_OFFSETS, PREFIXES, SLOTS, SLOTS_PER_PREFIX, Block, float32_of
+from ..kvcm.header import FIELD_OFFSETS, PREFIXES, SLOTS, SLOTS_PER_PREFIX, Block
 from ..kvcm.weight_file import WeightFile, read
+from ..kvcm.words import float32_of
 from .convert import prepare
 from .rounding import words_of
 from .selection import Options, Selection

@@ -1,7 +1,7 @@
 """Run a compressor on a cache: groups of tokens become one token each. LOSSY.
 
 Everything is checked before anything is computed, and everything is computed before anything is returned: a caller has
-either the whole compressed cache or an error, and its own arrays are never written to.
+either the complete compressed cache or an error, and its own arrays are never written to.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 
 from ...arrays.layer_cache import LayerCache, check_pair
-from ...dtypes import Positions, Words
+from ...dtypes import PARTS, KVPair, Positions, Words
 from ...errors import KvmnnError
 from ...threads.pipeline import Progress
 from ..kvcm.weight_file import WeightFile
+from .compression_plan import CompressionPlan, make_plan
 from .engines import open_engine
 from .grouping import apply
-from .plan import ForwardOptions, Plan, make_plan
+from .options import ForwardOptions
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -40,7 +41,7 @@ class CompressedKV:
     values: Words
     positions: Positions
     ends: Positions
-    plan: Plan
+    plan: CompressionPlan
 
     @property
     def new_len(self) -> int:
@@ -66,7 +67,7 @@ def compress(
     Parameters
     ----------
     weights
-        From `kvmnn.compressor.format.read`. Layer i of the cache is compressed by layer i of the weights.
+        From `kvmnn.compressor.read`. Layer i of the cache is compressed by the compressors of layer i.
     keys, values
         ``[layers, batch, kv_heads, tokens, head_dim]``: float32, float16, or uint16 for bf16; keys as they are stored,
         that is, rotated already. Not written to.
@@ -78,7 +79,7 @@ def compress(
     Returns
     -------
     CompressedKV
-        In arrays of its own, also where nothing was to be compressed (`Plan.reason` then says why).
+        In arrays of its own, also where nothing was to be compressed (`CompressionPlan.reason` then says why).
 
     Raises
     ------
@@ -113,7 +114,7 @@ def compress_layers(
     options: ForwardOptions | None = None,
     *,
     progress: Progress | None = None,
-) -> tuple[list[LayerCache], Plan]:
+) -> tuple[list[LayerCache], CompressionPlan]:
     """The same for a cache in `LayerCache` form: each layer is compressed by the weights of its own number.
 
     Returns
@@ -157,11 +158,11 @@ def compress_layers(
 
 def compress_arrays(
     weights: WeightFile,
-    layers: dict[int, tuple[Words, Words]],
+    layers: dict[int, KVPair],
     options: ForwardOptions,
     *,
     progress: Progress | None = None,
-) -> tuple[dict[int, tuple[Words, Words]], Plan]:
+) -> tuple[dict[int, KVPair], CompressionPlan]:
     """The same for K and V by layer number, ``[batch, kv_heads, tokens, head_dim]`` each.
 
     Raises
@@ -183,18 +184,18 @@ def compress_arrays(
     plan = make_plan(weights, list(layers), batch, tokens, head_dim, options)
     dtype = _result_type(keys, options)
     engine = None if plan.reason else open_engine(options.engine, weights, options.precision)
-    new: dict[int, tuple[Words, Words]] = {}
+    new: dict[int, KVPair] = {}
     for number, pair in layers.items():
         shape = (*keys.shape[:2], plan.new_len, head_dim)
         new[number] = np.empty(shape, dtype), np.empty(shape, dtype)
-        for side, array in enumerate(pair):
-            apply(engine, plan, number, side, _native(array), new[number][side])
+        for part, array, result in zip(PARTS, pair, new[number], strict=True):
+            apply(engine, plan, number, part, _native(array), result)
             if progress:
                 progress(array.nbytes)
     return new, plan
 
 
-def merge_spans(plan: Plan, positions: Positions, ends: Positions) -> tuple[Positions, Positions]:
+def merge_spans(plan: CompressionPlan, positions: Positions, ends: Positions) -> tuple[Positions, Positions]:
     """The true positions of the new tokens: those of a group reach from its lowest to its highest.
 
     Parameters

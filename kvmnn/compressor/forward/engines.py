@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..kvcm.weight_file import WeightFile
 from .engine import Engine
 from .numpy_engine import MlpEngine
-from .plan import EngineName, Precision
+from .options import EngineName, Precision
 
 
 def open_engine(name: EngineName, weights: WeightFile, precision: Precision) -> Engine:

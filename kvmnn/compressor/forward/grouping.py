@@ -6,18 +6,19 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...dtypes import Floats, Words
+from ...dtypes import BF16, Floats, Part, Words
 from ...errors import KvmnnError
-from ..kvcm.header import PREFIXES, float32_of
+from ..kvcm.header import PREFIXES
+from ..kvcm.words import float32_of, rounded
+from .compression_plan import CompressionPlan, Segment
 from .engine import Engine, to_half
-from .plan import Plan, Segment
 
 _CHUNK_BYTES = 8 << 20
-"""Most bytes of float32 rows that are multiplied at once."""
+"""Bytes of float32 rows that are multiplied at once, at most."""
 
 
-def apply(engine: Engine | None, plan: Plan, layer: int, side: int, array: Words, result: Words) -> None:
-    """Compress K (`side` 0) or V (1) of one layer.
+def apply(engine: Engine | None, plan: CompressionPlan, layer: int, part: Part, array: Words, result: Words) -> None:
+    """Compress K or V of one layer.
 
     Parameters
     ----------
@@ -31,13 +32,13 @@ def apply(engine: Engine | None, plan: Plan, layer: int, side: int, array: Words
     KvmnnError
         For tokens in groups that are not finite, and for results that the type of `result` cannot hold.
     """
-    name = f"{'values' if side else 'keys'} of layer {layer}"
+    name = f"{part}s of layer {layer}"
     position = 0
     for segment in plan.segments:
         middle, end = segment.begin + segment.grouped, segment.begin + segment.tokens
         if engine is not None and segment.groups:
-            engine.use(layer, segment.prefixes[side])
-            made = f"layer {layer}, {PREFIXES[segment.prefixes[side]]}"
+            engine.use(layer, segment.prefix(part))
+            made = f"layer {layer}, {PREFIXES[segment.prefix(part)]}"
             _groups(engine, segment, name, made, array, result[:, :, position : position + segment.groups])
             position += segment.groups
         kept = array[:, :, middle:end]
@@ -63,7 +64,7 @@ def _groups(engine: Engine, segment: Segment, name: str, made: str, array: Words
 
 
 def _chunks(shape: tuple[int, ...], groups: int, most: int) -> Iterator[tuple[int, slice, int, int]]:
-    """``(batch, heads, first group, groups)`` of at most `most` rows: as many whole heads as fit, or parts of one."""
+    """``(batch, heads, first group, groups)`` of at most `most` rows: as many heads as fit, or parts of one."""
     step = max(most // groups, 1)
     for batch in range(shape[0]):
         for head in range(0, shape[1], step):
@@ -90,14 +91,8 @@ def _store(what: str, values: Words, target: Words) -> None:
         target[...] = values
         return
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-        target[...] = _bf16_of(values) if target.dtype.kind == "u" else values
+        target[...] = rounded(values, BF16) if target.dtype.kind == "u" else values
     lost = np.isfinite(values) & ~np.isfinite(float32_of(target))
     if lost.any():
         kind = "bf16" if target.dtype.kind == "u" else "fp16"
         raise KvmnnError(f"{what}: {int(lost.sum())} numbers are beyond {kind}")
-
-
-def _bf16_of(values: Floats) -> Words:
-    words = values.view(np.uint32)
-    odd = (words >> np.uint32(16)) & np.uint32(1)
-    return ((words + (np.uint32(0x7FFF) + odd)) >> np.uint32(16)).astype(np.uint16)

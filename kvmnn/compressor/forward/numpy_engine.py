@@ -13,7 +13,7 @@ from ...dtypes import Floats
 from ..kvcm.header import SLOTS_PER_PREFIX
 from ..kvcm.weight_file import WeightFile
 from .engine import linears, to_half
-from .plan import Precision
+from .options import Precision
 
 
 class MlpEngine:

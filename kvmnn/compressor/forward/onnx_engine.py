@@ -12,7 +12,7 @@ from ...optional import package
 from ..kvcm.weight_file import WeightFile
 from .engine import linears
 from .onnx_graph import LayerKind, build, kinds_of
-from .plan import Precision
+from .options import Precision
 
 _ERRORS_ONLY = 3
 

@@ -21,7 +21,7 @@ from ...files.output import DirectoryOutput
 from ...optional import package
 from ..kvcm.header import PREFIXES, SLOTS_PER_PREFIX
 from ..kvcm.weight_file import WeightFile
-from .plan import Precision
+from .options import Precision
 
 OPSET = 17
 _IR_VERSION = 8

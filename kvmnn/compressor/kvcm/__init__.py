@@ -1,6 +1,7 @@
 """The KVCM weight file (docs/compressor-weights.md): header, reading, writing."""
 
 from .header import (
+    DTYPES,
     FIELD_OFFSETS,
     HEADER_BYTES,
     MAGIC_BYTES,
@@ -13,9 +14,9 @@ from .header import (
     Block,
     BlockPlace,
     Header,
-    float32_of,
 )
-from .weight_file import DTYPES, WeightFile, parse, read, write
+from .weight_file import WeightFile, parse, read, write
+from .words import float32_of
 
 __all__ = [
     "DTYPES",

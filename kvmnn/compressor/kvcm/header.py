@@ -6,10 +6,9 @@ import struct
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-import numpy as np
-
 from ...dtypes import BF16, FP16, FP32, DType, Floats, Words
 from ...errors import KvmnnError
+from .words import float32_of
 
 MAGIC = 0x4B56434D
 MAGIC_BYTES = MAGIC.to_bytes(4, "little")
@@ -151,13 +150,6 @@ class Block:
     def bias_float32(self) -> Floats | None:
         """The bias as float32 ``[rows]``, or None."""
         return None if self.bias is None else float32_of(self.bias)
-
-
-def float32_of(words: Words) -> Floats:
-    """float16, float32 or bf16 (uint16) words as float32: exact, and a view where they are float32 already."""
-    if words.dtype.kind == "u":
-        return (words.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return words.astype(np.float32, copy=False)
 
 
 class BlockPlace(NamedTuple):

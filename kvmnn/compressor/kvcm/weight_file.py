@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ...dtypes import Floats, Words
+from ...dtypes import Words
 from ...errors import KvmnnError, WeightsError
 from ...files.mapped import MappedFile
 from .header import (
@@ -30,46 +30,14 @@ from .header import (
     MAX_WEIGHTS,
     META,
     META_BYTES,
-    PREFIXES,
-    SLOTS,
-    SLOTS_PER_PREFIX,
-    TEXT_PREFIXES,
     VERSION,
     Block,
     BlockPlace,
     Header,
-    float32_of,
 )
 
 if TYPE_CHECKING:
     from ...formats.sinks import Sink
-
-__all__ = [
-    "DTYPES",
-    "FIELD_OFFSETS",
-    "HEADER_BYTES",
-    "MAGIC",
-    "MAGIC_BYTES",
-    "MAX_ELEMENTS",
-    "MAX_LAYERS",
-    "MAX_WEIGHTS",
-    "META_BYTES",
-    "PREFIXES",
-    "SLOTS",
-    "SLOTS_PER_PREFIX",
-    "TEXT_PREFIXES",
-    "VERSION",
-    "Block",
-    "BlockPlace",
-    "Floats",
-    "Header",
-    "WeightFile",
-    "Words",
-    "float32_of",
-    "parse",
-    "read",
-    "write",
-]
 
 
 class WeightFile:

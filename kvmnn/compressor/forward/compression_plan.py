@@ -5,78 +5,27 @@ The rules are those of the runtime that loads KVCM files; docs/compressor-forwar
 
 from __future__ import annotations
 
-import operator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from ...dtypes import PARTS, Part
 from ...errors import KvmnnError
+from ...text import count
 from ..kvcm.header import PREFIXES, SLOTS_PER_PREFIX
 from ..kvcm.weight_file import WeightFile
+from .options import ForwardOptions
 
 Kind = Literal["image", "text"]
 Reason = Literal["disabled", "empty", "factor", "no_text_mlp", "too_short", "factor_not_trained"]
 
-Precision = Literal["fp32", "fp16"]
-EngineName = Literal["numpy", "onnx"]
-PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16")
-ENGINES: tuple[EngineName, ...] = ("numpy", "onnx")
-
-_KIND_PREFIXES: dict[Kind, tuple[int, int]] = {"text": (0, 1), "image": (2, 3)}
+_PREFIX: dict[tuple[Kind, Part], int] = {
+    ("text", "key"): 0,
+    ("text", "value"): 1,
+    ("image", "key"): 2,
+    ("image", "value"): 3,
+}
 _TEXT_BLOCKS = 2 * SLOTS_PER_PREFIX
 _IMAGE_BLOCKS = 4 * SLOTS_PER_PREFIX
-
-
-@dataclass(frozen=True, kw_only=True)
-class ForwardOptions:
-    """What the caller asks of a compression.
-
-    Parameters
-    ----------
-    image_len
-        Tokens at the front that belong to the image; more than there are means all of them.
-    factor
-        Tokens that become one; 0 and 1 mean what the weights' header says.
-    min_seq_len
-        Least number of whole groups (not tokens) for a segment to be compressed; 0 means what the header says.
-    seq_len
-        Tokens of the cache that are live; None or more than there are means all of them.
-    enabled
-        False leaves the cache as it is.
-    precision
-        ``"fp32"`` computes in float32 and rounds the result once, to the type of the cache. ``"fp16"`` gives what a
-        runtime with an fp16 cache computes: tokens and weights in fp16, the result of every Linear rounded to fp16.
-    engine
-        ``"numpy"``, or ``"onnx"`` for onnxruntime.
-
-    Raises
-    ------
-    KvmnnError
-        For negative numbers and unknown names.
-    TypeError
-        For numbers that are not whole.
-    """
-
-    image_len: int = 0
-    factor: int = 0
-    min_seq_len: int = 0
-    seq_len: int | None = None
-    enabled: bool = True
-    precision: Precision = "fp32"
-    engine: EngineName = "numpy"
-
-    def __post_init__(self) -> None:
-        for name in ("image_len", "factor", "min_seq_len", "seq_len"):
-            value = getattr(self, name)
-            if value is None and name == "seq_len":
-                continue
-            if isinstance(value, bool):
-                raise TypeError(f"{name} must be a number, not {value}")
-            if operator.index(value) < 0:
-                raise KvmnnError(f"{name} is {value}: expected 0 or more")
-            object.__setattr__(self, name, operator.index(value))
-        for name, known in (("precision", PRECISIONS), ("engine", ENGINES)):
-            if getattr(self, name) not in known:
-                raise KvmnnError(f"unknown {name} {getattr(self, name)!r}: expected one of {', '.join(known)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,14 +60,19 @@ class Segment:
         """Tokens that remain of it."""
         return self.groups + self.tokens - self.grouped
 
-    @property
-    def prefixes(self) -> tuple[int, int]:
-        """Which compressors of a layer take its K and its V."""
-        return _KIND_PREFIXES[self.kind]
+    def prefix(self, part: Part) -> int:
+        """Which compressor of a layer takes its K or V."""
+        return _PREFIX[self.kind, part]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kind}: {count(self.tokens, 'token')} -> {self.new_tokens:,} "
+            f"({count(self.groups, 'group')} of {self.factor}, {self.tokens - self.grouped} kept)"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class CompressionPlan:
     """Lengths before and after, and the segments between.
 
     Parameters
@@ -159,7 +113,7 @@ class Plan:
 
 def make_plan(
     weights: WeightFile, layers: list[int], batch: int, tokens: int, head_dim: int, options: ForwardOptions
-) -> Plan:
+) -> CompressionPlan:
     """Decide what happens to a cache, and check that the weights can do it to every layer.
 
     Parameters
@@ -197,7 +151,7 @@ def make_plan(
         for kind, begin, length in spans
         if length
     )
-    plan = Plan(
+    plan = CompressionPlan(
         seq_len=seq_len,
         new_len=sum(segment.new_tokens for segment in segments),
         factor=factor,
@@ -232,14 +186,14 @@ def _compressors(weights: WeightFile) -> list[tuple[int, int]]:
 
 
 def _trained_for(weights: WeightFile, inputs: int) -> bool:
-    """Whether any compressor takes that many inputs; the runtime compresses nothing where none does."""
+    """Whether any compressor takes `inputs` inputs; the runtime compresses nothing where none does."""
     return any(
         weights.place(layer, prefix * SLOTS_PER_PREFIX).cols == inputs for layer, prefix in _compressors(weights)
     )
 
 
 def _makes(weights: WeightFile, outputs: int) -> bool:
-    """Whether every compressor makes that many outputs, so that a wrong number of inputs is the factor's doing."""
+    """Whether every compressor makes `outputs` outputs, so that a wrong number of inputs is due to the factor."""
     last = SLOTS_PER_PREFIX - 1
     return all(
         weights.place(layer, prefix * SLOTS_PER_PREFIX + last).rows == outputs
@@ -247,14 +201,14 @@ def _makes(weights: WeightFile, outputs: int) -> bool:
     )
 
 
-def _check_weights(weights: WeightFile, layers: list[int], head_dim: int, plan: Plan) -> None:
+def _check_weights(weights: WeightFile, layers: list[int], head_dim: int, plan: CompressionPlan) -> None:
     have = weights.header.num_layers
     if layers and max(layers) >= have:
         raise KvmnnError(
             f"{weights.label}: has weights for {have} layers, the cache has a layer {max(layers)}: "
             f"expected at least {max(layers) + 1}"
         )
-    used = [prefix for segment in plan.segments if segment.groups for prefix in segment.prefixes]
+    used = [prefix for segment in plan.segments if segment.groups for prefix in map(segment.prefix, PARTS)]
     for layer in layers:
         for prefix in used:
             _check_chain(weights, layer, prefix, head_dim, plan.factor)
@@ -273,14 +227,14 @@ def _check_chain(weights: WeightFile, layer: int, prefix: int, head_dim: int, fa
         raise KvmnnError(f"{where}: makes {width} outputs, expected {head_dim} (head_dim)")
 
 
-def _explain(plan: Plan) -> str:
-    whole = ", ".join(f"{s.kind} {s.tokens // plan.factor if plan.factor else 0}" for s in plan.segments)
+def _explain(plan: CompressionPlan) -> str:
+    groups = ", ".join(f"{s.kind} {s.tokens // plan.factor if plan.factor else 0}" for s in plan.segments)
     texts: dict[Reason, str] = {
         "disabled": "compression is switched off",
         "empty": "the cache is empty",
         "factor": f"the factor is {plan.factor}, which leaves every token alone",
-        "no_text_mlp": "the weights have no compressor for text",
-        "too_short": f"no segment with weights for it has {plan.min_seq_len} whole groups of {plan.factor} ({whole})",
-        "factor_not_trained": f"no compressor in the weights takes groups of {plan.factor} tokens",
+        "no_text_mlp": "the weight file has no compressor for text",
+        "too_short": f"no segment with a compressor has {plan.min_seq_len} groups of {plan.factor} ({groups})",
+        "factor_not_trained": f"no compressor in the weight file takes groups of {plan.factor} tokens",
     }
     return texts[plan.reason] if plan.reason else ""

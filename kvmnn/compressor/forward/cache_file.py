@@ -1,0 +1,242 @@
+"""A compressor applied to a cache in a file: ``.npz`` or ``.safetensors`` out, with a document of positions beside it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+
+from ...arrays.kv_arrays import KVArrays, read_kv
+from ...arrays.named_array import ArrayInfo
+from ...arrays.source import Source
+from ...dtypes import Words
+from ...errors import KvmnnError, OptionError
+from ...files.output import FileOutput
+from ...formats import array_format, opening
+from ...formats.options import ReadOptions
+from ...formats.writing import writer_for
+from ...text import LOSSY, UNCHANGED, count
+from ...threads.pipeline import Progress
+from ...version import version
+from ..kvcm.weight_file import read
+from .compressed_file import SUFFIX, Spans, read_spans, render
+from .compressing import compress_arrays, merge_spans
+from .compression_plan import CompressionPlan
+from .options import EngineName, ForwardOptions, Precision
+
+_REFUSED = ("factor", "no_text_mlp", "factor_not_trained", "empty", "disabled")
+"""Reasons for which no output is written; a cache that is too short is written as it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressedFile:
+    """A compressed cache that was written.
+
+    Attributes
+    ----------
+    output, cache, weights
+        The three files, `cache` and `weights` without their directories.
+    weights_sha256
+        Of the weight file.
+    label
+        ``"LOSSY"``, or ``"UNCHANGED"`` where the output has the words of the input.
+    layers
+        Their numbers.
+    axes
+        Letters for the axes of each array.
+    precision, engine
+        As in the options.
+    plan
+        What was done, or why nothing was.
+    next_position
+        True position of the next token.
+    raw_bytes, stored_bytes
+        Bytes of the live tokens before and after.
+    seconds
+        Time taken.
+    """
+
+    output: str
+    cache: str
+    weights: str
+    weights_sha256: str
+    label: str
+    layers: tuple[int, ...]
+    axes: str
+    precision: Precision
+    engine: EngineName
+    plan: CompressionPlan
+    next_position: int
+    raw_bytes: int
+    stored_bytes: int
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {"output": self.output, **self.document(), "seconds": self.seconds}
+
+    def document(self) -> dict[str, Any]:
+        """What stands in the document beside the output, but for the positions."""
+        return {
+            "label": self.label,
+            "kvmnn_version": version(),
+            "weights": {"file": self.weights, "sha256": self.weights_sha256},
+            "cache": self.cache,
+            "layers": list(self.layers),
+            "axes": self.axes,
+            "precision": self.precision,
+            "engine": self.engine,
+            "plan": self.plan.to_dict(),
+            "note": self.plan.explanation or None,
+            "tokens": self.plan.seq_len,
+            "new_len": self.plan.new_len,
+            "token_ratio": self.plan.ratio,
+            "next_position": self.next_position,
+            "raw_bytes": self.raw_bytes,
+            "stored_bytes": self.stored_bytes,
+        }
+
+    def __str__(self) -> str:
+        plan = self.plan
+        note = f" ({plan.explanation})" if plan.reason else ""
+        return (
+            f"{self.output}: {self.label}{note}, {plan.seq_len:,} -> {count(plan.new_len, 'token')} in "
+            f"{count(len(self.layers), 'layer')}, token ratio {plan.ratio:.4f}, "
+            f"{self.raw_bytes:,} -> {self.stored_bytes:,} bytes; the next token goes to place {plan.new_len:,} "
+            f"and has position {self.next_position:,}"
+        )
+
+
+def compress_file(
+    weights: str | os.PathLike[str],
+    cache: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    options: ForwardOptions | None = None,
+    *,
+    axes: str | None = None,
+    read_options: ReadOptions | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> CompressedFile:
+    """Compress the K and V in a file or directory.
+
+    Parameters
+    ----------
+    weights
+        The weight file.
+    cache
+        Anything that `kvmnn.open` opens, with nothing but K and V in it; docs/compressor-forward.md has the names.
+    output
+        A ``.npz`` or ``.safetensors`` file. It gets the names and axes of `cache`, and beside it OUTPUT.json with the
+        true positions; both appear together or not at all.
+    options
+        Segments, factor, precision, engine.
+    axes
+        Letters for the axes of each array, such as ``"lthd"``, where they lie otherwise than by default.
+    read_options
+        For `kvmnn.open`.
+    force
+        Replace what exists.
+    progress
+        Called with bytes of K and V that were dealt with.
+
+    Raises
+    ------
+    KvmnnError
+        As for `compress`; also where there is nothing to compress but for a cache that is too short.
+    SourceError
+        For arrays that are neither K nor V, and axes that do not fit.
+    OptionError
+        For an output of another format.
+    OutputError
+        When the output exists or cannot be written.
+    """
+    source = opening.open(cache, read_options)
+    return compress_source(weights, source, cache, output, options, axes=axes, force=force, progress=progress)
+
+
+def compress_source(
+    weights: str | os.PathLike[str],
+    source: Source,
+    cache: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    options: ForwardOptions | None = None,
+    *,
+    axes: str | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> CompressedFile:
+    """As `compress_file`, with a `source` that was opened from `cache` already."""
+    started = time.perf_counter()
+    options = options or ForwardOptions()
+    weights, cache, output = os.fspath(weights), os.fspath(cache), os.fspath(output)
+    _check_output(output)
+    weight_file = read(weights)
+    arrays = read_kv(cache, source.arrays, axes)
+    stored = int(next(iter(arrays.layers.values()))[0].shape[2])
+    live = stored if options.seq_len is None else options.seq_len
+    spans = (read_spans(cache, stored) or Spans.of_plain(stored)).first(live)
+    with FileOutput(output, force=force, protect=[weights, cache]) as file:
+        if not file.is_device:
+            file.check_beside(SUFFIX)
+        layers, plan = compress_arrays(weight_file, arrays.layers, options, progress=progress)
+        if plan.reason in _REFUSED:
+            raise KvmnnError(f"{cache}: nothing to compress: {plan.explanation}")
+        spans = Spans(*merge_spans(plan, spans.positions, spans.ends), spans.next_position)
+        infos, words = arrays.restore(layers)
+        result = CompressedFile(
+            output=output,
+            cache=PurePath(cache).name,
+            weights=PurePath(weights).name,
+            weights_sha256=_sha256(weights),
+            label=UNCHANGED if plan.reason and _same_types(arrays, infos) else LOSSY,
+            layers=tuple(arrays.layers),
+            axes=arrays.axes,
+            precision=options.precision,
+            engine=options.engine,
+            plan=plan,
+            next_position=spans.next_position,
+            raw_bytes=_live_bytes(arrays, plan.seq_len),
+            stored_bytes=sum(info.nbytes for info in infos),
+            seconds=time.perf_counter() - started,
+        )
+        _write(file, output, source, infos, words)
+        if not file.is_device:
+            file.beside(SUFFIX).write(render(result.document(), spans))
+        file.commit()
+    return result
+
+
+def _check_output(output: str) -> None:
+    known = array_format(output)
+    if known is None or not known.holds_many or os.path.isdir(output):
+        raise OptionError(f"{output}: expected a .npz or .safetensors file as output")
+
+
+def _same_types(arrays: KVArrays, infos: Sequence[ArrayInfo]) -> bool:
+    before = (array.dtype for pair in arrays.pairs for array in pair)
+    return all(dtype == info.dtype for dtype, info in zip(before, infos, strict=True))
+
+
+def _live_bytes(arrays: KVArrays, live: int) -> int:
+    before = [array for pair in arrays.pairs for array in pair]
+    stored = before[0].shape[arrays.axes.index("t")]
+    return sum(array.nbytes for array in before) // stored * live
+
+
+def _sha256(path: str) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _write(file: FileOutput, output: str, source: Source, infos: list[ArrayInfo], arrays: list[Words]) -> None:
+    """The arrays, and the source's metadata but for kvmnn's description of a packed cache, which no longer holds."""
+    metadata = {key: value for key, value in source.metadata.items() if not key.startswith("kvmnn.")}
+    runs = ((number, array.reshape(-1).view(np.uint8)) for number, array in enumerate(arrays))
+    writer_for(output, infos)(file.file, infos, runs, metadata)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from .printing import STDIO
-
 if TYPE_CHECKING:
-    from ..compressor.conversion.selection import Options
+    from ..compressor import ConvertOptions
 
 
 def names(text: str) -> tuple[str, ...]:
@@ -70,9 +67,9 @@ def add_group(parser: Any, *, trailing: bool = False) -> None:
         )
 
 
-def options(arguments: argparse.Namespace, **more: Any) -> Options:
+def options(arguments: argparse.Namespace, **more: Any) -> ConvertOptions:
     """The conversion options that were given; `more` overrides."""
-    from ..compressor.conversion.selection import Options
+    from ..compressor import ConvertOptions
 
     given = {
         "dtype": arguments.dtype,
@@ -83,7 +80,7 @@ def options(arguments: argparse.Namespace, **more: Any) -> Options:
         "num_heads": arguments.num_heads,
         "head_dim": arguments.head_dim,
     }
-    return Options(**{name: value for name, value in {**given, **more}.items() if value is not None})
+    return ConvertOptions(**{name: value for name, value in {**given, **more}.items() if value is not None})
 
 
 def report(arguments: argparse.Namespace, warnings: list[str], notices: list[str]) -> None:
@@ -95,33 +92,14 @@ def report(arguments: argparse.Namespace, warnings: list[str], notices: list[str
 
 
 def is_weight_file(path: str) -> bool:
-    """Whether a file is one of compressor weights: by its magic number, or by ``.bin`` where it is no frame."""
-    from ..compressor.kvcm.header import MAGIC_BYTES
+    """As in `kvmnn.compressor`, which is imported when it is asked."""
+    from .. import compressor
 
-    head = _head(path)
-    if head.startswith(MAGIC_BYTES):
-        return True
-    looks_like_frame = len(head) >= 10 and head[4] < 3 and head[5] < 2 and head[:4] == head[6:10] != bytes(4)
-    return path.lower().endswith(".bin") and not (
-        looks_like_frame or os.path.isdir(path) or os.path.exists(path + ".json")
-    )
+    return compressor.is_weight_file(path)
 
 
 def is_checkpoint(path: str) -> bool:
-    """Whether a file is a checkpoint of torch's, zip or legacy, or has the name of one."""
-    from ..compressor.checkpoint.opening import is_torch_zip, kind_of
+    """As in `kvmnn.compressor`, which is imported when it is asked."""
+    from .. import compressor
 
-    if path.lower().endswith((".pth", ".pt")):
-        return True
-    return kind_of(_head(path)) == "torch legacy" or is_torch_zip(path)
-
-
-def _head(path: str) -> bytes:
-    """The first bytes; none of a directory, of standard input, or of what cannot be read."""
-    if path == STDIO or not os.path.isfile(path):
-        return b""
-    try:
-        with open(path, "rb") as file:
-            return file.read(64)
-    except OSError:
-        return b""
+    return compressor.is_checkpoint(path)

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import kvcm
-    from .checkpoint.opening import open_checkpoint
+    from .checkpoint.opening import is_checkpoint, open_checkpoint
     from .conversion.convert import Conversion, convert, prepare
     from .conversion.export import Export, export
     from .conversion.inspect import CheckpointAccount, WeightFileAccount, inspect
     from .conversion.selection import ConvertOptions
-    from .conversion.verify import Verdict, verify
+    from .conversion.verify import Rejection, Verdict, verify
     from .forward.cache_file import CompressedFile, compress_file, compress_source
     from .forward.compressing import CompressedKV, compress, compress_layers
     from .forward.compression_plan import CompressionPlan
     from .forward.onnx_graph import export_onnx
     from .forward.options import ForwardOptions
-    from .kvcm import WeightFile, read
+    from .kvcm import WeightFile, is_weight_file, read
 
 _HOMES = {
     "CheckpointAccount": "conversion.inspect",
@@ -31,6 +31,7 @@ _HOMES = {
     "ConvertOptions": "conversion.selection",
     "Export": "conversion.export",
     "ForwardOptions": "forward.options",
+    "Rejection": "conversion.verify",
     "Verdict": "conversion.verify",
     "WeightFile": "kvcm",
     "WeightFileAccount": "conversion.inspect",
@@ -42,6 +43,8 @@ _HOMES = {
     "export": "conversion.export",
     "export_onnx": "forward.onnx_graph",
     "inspect": "conversion.inspect",
+    "is_checkpoint": "checkpoint.opening",
+    "is_weight_file": "kvcm",
     "open_checkpoint": "checkpoint.opening",
     "prepare": "conversion.convert",
     "read": "kvcm",
@@ -71,6 +74,7 @@ __all__ = [
     "ConvertOptions",
     "Export",
     "ForwardOptions",
+    "Rejection",
     "Verdict",
     "WeightFile",
     "WeightFileAccount",
@@ -82,6 +86,8 @@ __all__ = [
     "export",
     "export_onnx",
     "inspect",
+    "is_checkpoint",
+    "is_weight_file",
     "kvcm",
     "open_checkpoint",
     "prepare",

@@ -21,6 +21,17 @@ _PAGE = mmap.PAGESIZE
 _WORTH_DROPPING = 1 << 20
 
 
+def head_of(path: str, nbytes: int = 64) -> bytes:
+    """The first bytes of a file; none of a directory, of standard input, or of what cannot be read."""
+    if path == STDIN or not os.path.isfile(path):
+        return b""
+    try:
+        with open(path, "rb") as file:
+            return file.read(nbytes)
+    except OSError:
+        return b""
+
+
 class MappedFile:
     """The bytes of a file, mapped. Pipes and standard input (``"-"``) are copied to a temporary file first.
 

@@ -176,7 +176,11 @@ def test_dead_tokens_and_short_segments(here, run):
         ("w.bin c.npz -o free.npz", 1, "free.npz.json: exists already"),
         ("c.npz c.npz -o o.npz", 1, "field magic is"),
         ("w.bin gone.npz -o o.npz", 1, "gone.npz: cannot be read"),
-        ("w.bin c.npz -o o.npz --factor 4", 1, "nothing to compress: no compressor in the weight file takes groups of 4"),
+        (
+            "w.bin c.npz -o o.npz --factor 4",
+            1,
+            "nothing to compress: no compressor in the weight file takes groups of 4",
+        ),
         ("w.bin c.npz -o o.npz --tokens 0", 1, "nothing to compress: the cache is empty"),
         ("w.bin c.npz -o o.npz --axes lbht", 1, "axes 'lbht': expected h (kv_head), t (token), d (dimension)"),
         ("w.bin c.npz -o o.npz --axes htd", 1, "array 'k' has 5 axes [2, 1, 3, 21, 4], expected 3 (htd)"),

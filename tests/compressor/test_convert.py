@@ -23,7 +23,7 @@ from kvmnn.compressor.checkpoint.tensors import ELEMENT_TYPES, Storage, Tensor
 from kvmnn.compressor.conversion import convert as conversion
 from kvmnn.compressor.conversion.convert import Conversion, convert
 from kvmnn.compressor.conversion.rounding import count_non_finite, words_of
-from kvmnn.compressor.conversion.selection import Options, Selection, select
+from kvmnn.compressor.conversion.selection import ConvertOptions, Selection, select
 from kvmnn.compressor.kvcm.words import rounded
 from kvmnn.dtypes import BF16, FP16, FP32
 from kvmnn.errors import CheckpointError, OutputError
@@ -33,7 +33,7 @@ OTHER = weights(seed=1)
 TEXT = weights(prefixes=kvcm.TEXT_PREFIXES)
 
 
-def converted(tmp_path: Path, root: Any, options: Options | None = None) -> tuple[kvcm.WeightFile, Conversion]:
+def converted(tmp_path: Path, root: Any, options: ConvertOptions | None = None) -> tuple[kvcm.WeightFile, Conversion]:
     source = checkpoint(tmp_path / "c.pth", root)
     done = convert(source, tmp_path / "w.bin", options, force=True)
     data = (tmp_path / "w.bin").read_bytes()
@@ -42,7 +42,7 @@ def converted(tmp_path: Path, root: Any, options: Options | None = None) -> tupl
     return kvcm.parse(data), done
 
 
-def refusal(tmp_path: Path, root: Any, options: Options | None = None) -> str:
+def refusal(tmp_path: Path, root: Any, options: ConvertOptions | None = None) -> str:
     source = checkpoint(tmp_path / "c.pth", root)
     with pytest.raises(KvmnnError) as refused:
         convert(source, tmp_path / "w.bin", options)
@@ -99,7 +99,7 @@ def test_text_only_is_found_out_only_where_nothing_speaks_against_it(tmp_path: P
     assert "'compress_ik.0.3.weight' is missing" in refusal(tmp_path, partial)
     (tmp_path / "c.pth").unlink()
     assert "for a text-only compressor say --prefix-order" in refusal(
-        tmp_path, TEXT, Options(prefixes=(*kvcm.PREFIXES[:3],))
+        tmp_path, TEXT, ConvertOptions(prefixes=(*kvcm.PREFIXES[:3],))
     )
 
 
@@ -144,18 +144,18 @@ def test_a_checkpoint_without_a_compressor(tmp_path: Path, root: Any, match: str
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        (Options(slots=(0, 3)), "has 2 entries: expected 3"),
-        (Options(dtype="float16"), "unknown dtype"),
-        (Options(head_dim=5), "no multiple of head_dim 5"),
-        (Options(min_seq_len=-1), "min_seq_len is -1: expected 0 to 4294967295"),
-        (Options(num_heads=-1), "num_heads is -1"),
-        (Options(compression_factor=2**32), "compression_factor is 4294967296"),
-        (Options(prefixes=()), "no layer of no prefix at all"),
-        (Options(prefixes=(*kvcm.PREFIXES, "x")), "'x.0.0.weight' is missing"),
-        (Options(prefixes=("compress_tk",) * 1366), "2 layers of 4098 weights: loaders take 10000 of 4096"),
+        (ConvertOptions(slots=(0, 3)), "has 2 entries: expected 3"),
+        (ConvertOptions(dtype="float16"), "unknown dtype"),
+        (ConvertOptions(head_dim=5), "no multiple of head_dim 5"),
+        (ConvertOptions(min_seq_len=-1), "min_seq_len is -1: expected 0 to 4294967295"),
+        (ConvertOptions(num_heads=-1), "num_heads is -1"),
+        (ConvertOptions(compression_factor=2**32), "compression_factor is 4294967296"),
+        (ConvertOptions(prefixes=()), "no layer of no prefix at all"),
+        (ConvertOptions(prefixes=(*kvcm.PREFIXES, "x")), "'x.0.0.weight' is missing"),
+        (ConvertOptions(prefixes=("compress_tk",) * 1366), "2 layers of 4098 weights: loaders take 10000 of 4096"),
     ],
 )
-def test_options_that_give_no_file(tmp_path: Path, options: Options, match: str) -> None:
+def test_options_that_give_no_file(tmp_path: Path, options: ConvertOptions, match: str) -> None:
     assert match in refusal(tmp_path, STATE, options)
 
 
@@ -169,35 +169,43 @@ def test_header_fields(tmp_path: Path) -> None:
         compression_factor=3,
         weight_count_per_layer=12,
     )
-    options = Options(dtype="fp32", compression_factor=7, min_seq_len=9, num_heads=32, head_dim=6)
+    options = ConvertOptions(dtype="fp32", compression_factor=7, min_seq_len=9, num_heads=32, head_dim=6)
     header = converted(tmp_path, STATE, options)[0].header
     assert (header.compression_factor, header.min_seq_len, header.num_heads, header.head_dim) == (7, 9, 32, 6)
-    header = converted(tmp_path, STATE, Options(compression_factor=-1, head_dim=-3))[0].header
+    header = converted(tmp_path, STATE, ConvertOptions(compression_factor=-1, head_dim=-3))[0].header
     assert (header.compression_factor, header.head_dim) == (3, 4)
 
 
 @pytest.mark.parametrize(
     ("change", "options", "match"),
     [
-        ({"compress_tv.1.3.bias": np.zeros(5, np.float32)}, Options(), "left out 1 bias \\('compress_tv.1.3'\\)"),
+        (
+            {"compress_tv.1.3.bias": np.zeros(5, np.float32)},
+            ConvertOptions(),
+            "left out 1 bias \\('compress_tv.1.3'\\)",
+        ),
         (
             {"compress_tv.1.3.weight": np.full((4, 4), 7e4, np.float32)},
-            Options(),
+            ConvertOptions(),
             "16 elements are infinite .* as fp16",
         ),
         (
             {"compress_tv.1.3.bias": np.full(4, np.nan, np.float32)},
-            Options(dtype="fp32"),
+            ConvertOptions(dtype="fp32"),
             "4 elements .* as fp32, the first in 'compress_tv.1.3.bias'",
         ),
-        ({"compress_tv.1.3.weight": np.zeros((5, 5), np.float32)}, Options(), "layers differ in shape: .*1.3.weight"),
-        ({}, Options(compression_factor=4), "compression_factor 4 is not columns / rows .* 12 / 4"),
-        ({}, Options(prefixes=kvcm.PREFIXES[::-1]), "whatever they are"),
-        ({}, Options(slots=(6, 3, 0)), "slot order 6,3,0"),
-        ({"compress_tk.0.9.weight": 1, "attention.0.weight": 2}, Options(), "not used: 2 keys"),
+        (
+            {"compress_tv.1.3.weight": np.zeros((5, 5), np.float32)},
+            ConvertOptions(),
+            "layers differ in shape: .*1.3.weight",
+        ),
+        ({}, ConvertOptions(compression_factor=4), "compression_factor 4 is not columns / rows .* 12 / 4"),
+        ({}, ConvertOptions(prefixes=kvcm.PREFIXES[::-1]), "whatever they are"),
+        ({}, ConvertOptions(slots=(6, 3, 0)), "slot order 6,3,0"),
+        ({"compress_tk.0.9.weight": 1, "attention.0.weight": 2}, ConvertOptions(), "not used: 2 keys"),
     ],
 )
-def test_warnings(tmp_path: Path, change: dict[str, Any], options: Options, match: str) -> None:
+def test_warnings(tmp_path: Path, change: dict[str, Any], options: ConvertOptions, match: str) -> None:
     _, done = converted(tmp_path, {**STATE, **change}, options)
     assert any(re.search(match, warning) for warning in done.warnings), done.warnings
 
@@ -205,7 +213,7 @@ def test_warnings(tmp_path: Path, change: dict[str, Any], options: Options, matc
 def test_no_warnings_where_there_is_nothing_to_warn_of(tmp_path: Path) -> None:
     _, done = converted(tmp_path, STATE)
     assert (done.warnings, done.notices, done.unused, done.rounded_types) == ([], [], [], ["float32"])
-    assert converted(tmp_path, STATE, Options(dtype="fp32"))[1].rounded_types == []
+    assert converted(tmp_path, STATE, ConvertOptions(dtype="fp32"))[1].rounded_types == []
 
 
 def test_a_bias_of_any_shape_with_one_element_a_row(tmp_path: Path) -> None:
@@ -216,7 +224,7 @@ def test_a_bias_of_any_shape_with_one_element_a_row(tmp_path: Path) -> None:
 def test_weights_without_rows_only_as_the_reference_writes_them(tmp_path: Path) -> None:
     state = {**STATE, "compress_ik.1.3.weight": np.zeros((0, 4), np.float32)}
     assert "loaders take 1 to" in refusal(tmp_path, state)
-    convert(tmp_path / "c.pth", tmp_path / "w.bin", Options(as_reference=True))
+    convert(tmp_path / "c.pth", tmp_path / "w.bin", ConvertOptions(as_reference=True))
     data = (tmp_path / "w.bin").read_bytes()
     assert not src_accepts(data)
     assert b"\0\0\0\0\4\0\0\0\0\0\0\0" in data
@@ -330,7 +338,7 @@ def test_a_damaged_storage_is_found_before_anything_is_written(tmp_path: Path, m
     data = bytearray(source.read_bytes())
     data[data.index(STATE["compress_iv.1.6.bias"].tobytes())] ^= 1
     source.write_bytes(data)
-    monkeypatch.setattr(conversion, "write_file", None)
+    monkeypatch.setattr(conversion.Prepared, "write", None)
     with pytest.raises(CheckpointError, match=r"'compress_iv.1.6.bias': member .* does not match its checksum"):
         convert(source, tmp_path / "w.bin")
 
@@ -380,7 +388,7 @@ def test_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_selection_without_a_file() -> None:
-    selection = select(_tensors(), Options())
+    selection = select(_tensors(), ConvertOptions())
     assert isinstance(selection, Selection)
     assert selection.nbytes == 44 + 24 * 12 + 2 * sum(value.size for value in STATE.values())
 

@@ -31,7 +31,7 @@ def wider(layer, index, weight):
 def test_exported_files_run_by_themselves(tmp_path, dtype, precision):
     random = np.random.default_rng(6)
     weights = weight_file(random, layers=3, dtype=dtype, bias=lambda: random.random() < 0.5)
-    names = export_onnx(weights, tmp_path / "graphs", precision=precision)
+    names = export_onnx(weights, tmp_path / "graphs", precision=precision).files
     assert sorted(path.name for path in (tmp_path / "graphs").iterdir()) == sorted(names)
     rows = random.standard_normal((9, 12)).astype(np.float32)
     checked = set()
@@ -105,7 +105,7 @@ def test_nothing_is_written_when_something_is_wrong(tmp_path):
     with pytest.raises(OutputError, match=r"compress_ik.onnx: exists already"):
         export_onnx(good, tmp_path / "graphs")
     assert [path.name for path in (tmp_path / "graphs").iterdir()] == ["compress_ik.onnx"]
-    assert len(export_onnx(good, tmp_path / "graphs", force=True)) == 4
+    assert len(export_onnx(good, tmp_path / "graphs", force=True).files) == 4
     assert onnx.load(tmp_path / "graphs" / "compress_ik.onnx").graph.name == "compress_ik"
 
 

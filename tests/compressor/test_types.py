@@ -24,13 +24,13 @@ from kvmnn.compressor.checkpoint.tensors import ELEMENT_TYPES, Storage, Tensor
 from kvmnn.compressor.checkpoint.torch_names import set_state
 from kvmnn.compressor.conversion.convert import convert, prepare
 from kvmnn.compressor.conversion.rounding import words_of
-from kvmnn.compressor.conversion.selection import _EXACT, Options
+from kvmnn.compressor.conversion.selection import _EXACT, ConvertOptions
 from kvmnn.compressor.conversion.verify import verify
 from kvmnn.compressor.kvcm.words import rounded
 from kvmnn.dtypes import BF16, FP16, FP32, by_name
 from kvmnn.errors import CheckpointError
 
-ONE = Options(prefixes=("compress_tk",))
+ONE = ConvertOptions(prefixes=("compress_tk",))
 
 
 @pytest.fixture(scope="module")
@@ -247,7 +247,7 @@ def test_what_was_converted_is_verified_and_its_label_is_true(recorded: Path, tm
     names = ("float8_e5m2.pth", "complex64_neg.pth", "old_views.pth", "neg_int16.pth", "float8_e8m0fnu.safetensors")
     for name in names:
         source, target = recorded / name, tmp_path / f"{name}.bin"
-        done = convert(source, target, Options(dtype=dtype, prefixes=("compress_tk",)))
+        done = convert(source, target, ConvertOptions(dtype=dtype, prefixes=("compress_tk",)))
         verdict = verify(target, against=source, options=ONE)
         assert verdict.differences == []
         assert verdict.compared == (target.stat().st_size - 44 - 36) // by_name(dtype).itemsize

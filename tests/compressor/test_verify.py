@@ -24,7 +24,7 @@ from kvmnn.compressor.checkpoint.opening import open_checkpoint
 from kvmnn.compressor.conversion.convert import convert
 from kvmnn.compressor.conversion.export import export
 from kvmnn.compressor.conversion.inspect import of_checkpoint, of_file
-from kvmnn.compressor.conversion.selection import Options
+from kvmnn.compressor.conversion.selection import ConvertOptions
 from kvmnn.compressor.conversion.semantics import findings
 from kvmnn.compressor.conversion.verify import verify
 
@@ -114,7 +114,7 @@ def test_a_converted_file_is_exact(pair: tuple[Path, Path]) -> None:
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 def test_every_flipped_element_is_found_with_its_place(tmp_path: Path, dtype: str) -> None:
     source = checkpoint(tmp_path / "c.pth", STATE)
-    convert(source, tmp_path / "w.bin", Options(dtype=dtype))
+    convert(source, tmp_path / "w.bin", ConvertOptions(dtype=dtype))
     whole = (tmp_path / "w.bin").read_bytes()
     file = kvcm.parse(whole)
     size = file.header.dtype.itemsize
@@ -177,9 +177,9 @@ def test_a_missing_bias_is_found(tmp_path: Path) -> None:
 
 def test_text_only_and_other_orders(tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "c.pth", STATE)
-    convert(source, tmp_path / "t.bin", Options(prefixes=kvcm.TEXT_PREFIXES))
+    convert(source, tmp_path / "t.bin", ConvertOptions(prefixes=kvcm.TEXT_PREFIXES))
     assert verify(tmp_path / "t.bin", against=source).ok
-    other = Options(prefixes=kvcm.PREFIXES[::-1], slots=(3, 0, 6))
+    other = ConvertOptions(prefixes=kvcm.PREFIXES[::-1], slots=(3, 0, 6))
     convert(source, tmp_path / "o.bin", other)
     assert verify(tmp_path / "o.bin", against=source).differences
     assert not verify(tmp_path / "o.bin", against=source, options=other).differences
@@ -285,11 +285,11 @@ def test_statistics_are_of_the_finite_elements(tmp_path: Path) -> None:
 
 
 def test_every_byte_of_a_checkpoint_is_accounted_for(pair: tuple[Path, Path]) -> None:
-    account, selection = of_checkpoint(open_checkpoint(pair[1]), Options())
+    account = of_checkpoint(open_checkpoint(pair[1]), ConvertOptions())
     assert sum(account.parts.values()) == account.size == pair[1].stat().st_size
     assert account.parts["storages of the compressor"] == 4 * _size()
     assert account.parts["other storages"] == 4 * (2 * _size() + len(STATE))
-    assert [row.name for row in account.rows] == [linear.name for linear in selection.linears]
+    assert [row.name for row in account.rows] == [linear.name for linear in account.selection.linears]
     assert account.rows[0].maximum == max(STATE["compress_tk.0.0.weight"].max(), STATE["compress_tk.0.0.bias"].max())
 
 
@@ -311,10 +311,10 @@ def test_inspect_on_the_command_line(pair: tuple[Path, Path], capsys: pytest.Cap
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 def test_export_and_convert_are_inverse(tmp_path: Path, dtype: str) -> None:
     source = checkpoint(tmp_path / "c.pth", STATE)
-    convert(source, tmp_path / "w.bin", Options(dtype=dtype))
+    convert(source, tmp_path / "w.bin", ConvertOptions(dtype=dtype))
     file = kvcm.read(tmp_path / "w.bin")
-    assert export(file, tmp_path / "w.safetensors") == len(STATE)
-    again = convert(tmp_path / "w.safetensors", tmp_path / "again.bin", Options(dtype=dtype))
+    assert export(file, tmp_path / "w.safetensors").tensors == len(STATE)
+    again = convert(tmp_path / "w.safetensors", tmp_path / "again.bin", ConvertOptions(dtype=dtype))
     assert again.rounded_types == []
     assert (tmp_path / "again.bin").read_bytes() == (tmp_path / "w.bin").read_bytes()
     export(file, tmp_path / "w.npz")

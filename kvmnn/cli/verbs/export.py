@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ...text import LOSSLESS, LOSSY, count
 from .. import printing, shared_options, weights_options
 
 _TEXT = """Write the weights and biases of a KVCM weight file (.bin) under the names that a checkpoint gives them.
@@ -33,68 +32,28 @@ def add_parser(verbs: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
-    from ...compressor.conversion.export import export
-    from ...compressor.kvcm.header import SLOTS
-    from ...compressor.kvcm.weight_file import read
+    from ...compressor import export, export_onnx
 
+    _check(arguments)
     if arguments.onnx:
-        return _onnx(arguments)
-    if arguments.output is None:
-        raise printing.UsageError("export needs an output: -o OUT.safetensors or -o OUT.npz")
-    file = read(arguments.weights)
+        graphs = export_onnx(arguments.weights, arguments.output, precision=arguments.precision, force=arguments.force)
+        printing.show(arguments, "export", graphs)
+        return 0
     tensors = export(
-        file,
+        arguments.weights,
         arguments.output,
         prefixes=arguments.prefix_order,
-        slots=arguments.slot_order or SLOTS,
+        slots=arguments.slot_order,
         force=arguments.force,
     )
-    if arguments.json:
-        printing.print_json(
-            {
-                "verb": "export",
-                "input": arguments.weights,
-                "output": arguments.output,
-                "label": LOSSLESS,
-                "tensors": tensors,
-                "dtype": file.header.dtype.name,
-            }
-        )
-    printing.say(
-        arguments,
-        f"{arguments.output}: {count(tensors, 'tensor')} of {file.header.dtype.name}, {LOSSLESS} (copied)",
-    )
+    printing.show(arguments, "export", tensors)
     return 0
 
 
-def _onnx(arguments: argparse.Namespace) -> int:
-    from ...compressor.forward.onnx_graph import export_onnx
-    from ...compressor.kvcm.weight_file import read
-
-    if arguments.output is None:
+def _check(arguments: argparse.Namespace) -> None:
+    if arguments.output is None and arguments.onnx:
         raise printing.UsageError("export --onnx needs a directory: -o DIR")
-    if arguments.prefix_order or arguments.slot_order:
+    if arguments.output is None:
+        raise printing.UsageError("export needs an output: -o OUT.safetensors or -o OUT.npz")
+    if arguments.onnx and (arguments.prefix_order or arguments.slot_order):
         raise printing.UsageError("--prefix-order and --slot-order name tensors; the graphs of --onnx have none")
-    weights = read(arguments.weights)
-    names = export_onnx(
-        weights,
-        arguments.output,
-        precision=arguments.precision,
-        force=arguments.force,
-        protect=[arguments.weights],
-    )
-    if arguments.json:
-        printing.print_json(
-            {
-                "verb": "export",
-                "input": arguments.weights,
-                "output": arguments.output,
-                "label": LOSSLESS if arguments.precision == "fp32" else LOSSY,
-                "files": names,
-                "precision": arguments.precision,
-                "dtype": weights.header.dtype.name,
-            }
-        )
-    label = f"{LOSSLESS} (copied)" if arguments.precision == "fp32" else f"{LOSSY} (fp16 arithmetic)"
-    printing.say(arguments, f"{arguments.output}: {', '.join(names)}; weights of {weights.header.dtype.name}, {label}")
-    return 0

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ...errors import CheckpointError, LimitError
-from ...files.mapped import STDIN, MappedFile
+from ...files.mapped import STDIN, MappedFile, head_of
 from ..kvcm.header import MAGIC_BYTES
 from . import _pickles
 from ._pickles import Global
@@ -56,8 +56,8 @@ class Checkpoint:
 
     Attributes
     ----------
-    label
-        What messages call the file.
+    path, label
+        The file, and what messages call it.
     kind
         ``"torch zip"``, ``"torch legacy"`` or ``"safetensors"``.
     root
@@ -72,6 +72,7 @@ class Checkpoint:
         What is unusual about the file.
     """
 
+    path: str
     label: str
     kind: str
     root: object
@@ -124,6 +125,13 @@ def kind_of(head: bytes) -> str | None:
     return None
 
 
+def is_checkpoint(path: str) -> bool:
+    """Whether a file is a checkpoint of torch's, zip or legacy, or has the name of one."""
+    if path.lower().endswith((".pth", ".pt")):
+        return True
+    return kind_of(head_of(path)) == "torch legacy" or is_torch_zip(path)
+
+
 def is_torch_zip(path: str) -> bool:
     """Whether a zip archive has a ``data.pkl`` and so comes from torch rather than from numpy."""
     try:
@@ -171,7 +179,7 @@ def _zip(file: MappedFile) -> Checkpoint:
         notices.append(
             "big-endian, but words of uint16, uint32, uint64 and complex32 are taken as little-endian, as by torch.load"
         )
-    return Checkpoint(file.label, "torch zip", root, file.size, data.size, storages, notices)
+    return Checkpoint(file.path, file.label, "torch zip", root, file.size, data.size, storages, notices)
 
 
 def _stored(
@@ -215,7 +223,9 @@ def _legacy(file: MappedFile) -> Checkpoint:
     names = Names()
     reader = LegacyReader(file, names, MAX_OPCODES)
     notices = _notices(reader.protocol, names.used_numpy)
-    return Checkpoint(file.label, "torch legacy", reader.root, file.size, reader.pickle_bytes, reader.storages, notices)
+    return Checkpoint(
+        file.path, file.label, "torch legacy", reader.root, file.size, reader.pickle_bytes, reader.storages, notices
+    )
 
 
 def _notices(protocol: int, used_numpy: bool) -> list[str]:
@@ -241,7 +251,7 @@ def _safetensors(file: MappedFile) -> Checkpoint:
         storages[entry.name] = storage
         strides = tuple(_strides(entry.shape))
         _nest(root, entry.name, Tensor(storage, element, 0, entry.shape, strides))
-    return Checkpoint(file.label, "safetensors", root, file.size, start, storages)
+    return Checkpoint(file.path, file.label, "safetensors", root, file.size, start, storages)
 
 
 def _nest(root: dict[str, object], name: str, value: Tensor) -> None:

@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from ...dtypes import Bytes, Floats
 from ...errors import CheckpointError, LimitError
-from ..kvcm.header import MAX_ELEMENTS, float32_of
+from ..kvcm.header import MAX_ELEMENTS
+from ..kvcm.words import float32_of
 from . import floats8
 
 MAX_AXES = 64

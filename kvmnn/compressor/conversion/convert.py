@@ -6,28 +6,34 @@ import hashlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...dtypes import Words
 from ...files.output import FileOutput, failures
+from ...text import LOSSLESS, LOSSY
 from ...threads.pipeline import Progress
+from .. import kvcm
 from ..checkpoint.opening import Checkpoint, naming, open_checkpoint
 from ..checkpoint.tensors import Tensor
 from ..kvcm.header import META_BYTES, Header
-from ..kvcm.weight_file import write
 from .rounding import check_convertible, count_non_finite, words_of
-from .selection import Options, Selection, select
+from .selection import ConvertOptions, Selection, select
 
 if TYPE_CHECKING:
     from ...formats.sinks import Sink
 
 
-@dataclass(frozen=True)
+_STREAM = "-"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Conversion:
     """What a conversion did.
 
     Attributes
     ----------
+    source, target
+        The checkpoint and the weight file; ``"-"`` for standard input, and for a stream.
     header
         As written.
     nbytes, sha256
@@ -40,6 +46,8 @@ class Conversion:
         See `selection.Selection`.
     """
 
+    source: str
+    target: str
     header: Header
     nbytes: int
     sha256: str
@@ -49,23 +57,83 @@ class Conversion:
     notices: list[str]
     unused: list[str]
 
+    @property
+    def label(self) -> str:
+        """``"LOSSLESS"``, or ``"LOSSY"`` where elements were rounded."""
+        return LOSSY if self.rounded_types else LOSSLESS
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {
+            "input": self.source,
+            "output": self.target,
+            "bytes": self.nbytes,
+            "sha256": self.sha256,
+            "label": self.label,
+            "dtype": self.header.dtype.name,
+            "rounded_types": self.rounded_types,
+            "header": self.header.to_dict(),
+            "non_finite": self.non_finite,
+            "warnings": self.warnings,
+            "notices": self.notices,
+            "unused": self.unused,
+        }
+
+    def __str__(self) -> str:
+        header = self.header
+        how = f" ({self._rounded()})" if self.rounded_types else ""
+        return (
+            f"Wrote {self.target} (layers={header.num_layers}, weights/layer={header.weight_count_per_layer}, "
+            f"dtype={header.dtype.name}, factor={header.compression_factor}, hidden_size={header.hidden_size}, "
+            f"head_dim={header.head_dim})\nsha256 {self.sha256}, {self.nbytes:,} bytes, {self.label}{how}"
+        )
+
+    def _rounded(self) -> str:
+        names = [f"the real part of {name}" if name.startswith("complex") else name for name in self.rounded_types]
+        return f"{', '.join(names)} rounded to {self.header.dtype.name}"
+
+
+class Prepared(NamedTuple):
+    """A checkpoint and what a conversion takes of it."""
+
+    checkpoint: Checkpoint
+    selection: Selection
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight file."""
+        return self.selection.nbytes
+
+    def write(
+        self, target: str | os.PathLike[str] | Sink, *, force: bool = False, progress: Progress | None = None
+    ) -> Conversion:
+        """The second half of `convert`."""
+        if not isinstance(target, str | os.PathLike):
+            return _write(self, _STREAM, target, progress)
+        with failures(target):
+            os.makedirs(os.path.dirname(os.path.realpath(target)), exist_ok=True)
+        with FileOutput(target, force=force, protect=[self.checkpoint.path]) as output:
+            conversion = _write(self, os.fspath(target), output.file, progress)
+            output.commit()
+        return conversion
+
 
 def convert(
     source: str | os.PathLike[str],
-    target: str | os.PathLike[str],
-    options: Options | None = None,
+    target: str | os.PathLike[str] | Sink,
+    options: ConvertOptions | None = None,
     *,
     force: bool = False,
     progress: Progress | None = None,
 ) -> Conversion:
-    """Convert a checkpoint; the output appears whole or not at all, and only after everything has been checked.
+    """Convert a checkpoint to a weight file.
 
     Parameters
     ----------
     source
-        ``.pth``, ``.pt`` or ``.safetensors``.
+        ``.pth``, ``.pt`` or ``.safetensors``; ``"-"`` for standard input.
     target
-        The weight file; directories above it are made.
+        The weight file, which appears complete or not at all; directories above it are made. Or a stream to write to.
     options
         See there.
     force
@@ -80,29 +148,12 @@ def convert(
     OutputError
         When the file exists or cannot be written.
     """
-    checkpoint, selection = prepare(source, options or Options())
-    return write_file(checkpoint, selection, target, force=force, progress=progress)
+    return prepare(source, options).write(target, force=force, progress=progress)
 
 
-def write_file(
-    checkpoint: Checkpoint,
-    selection: Selection,
-    target: str | os.PathLike[str],
-    *,
-    force: bool = False,
-    progress: Progress | None = None,
-) -> Conversion:
-    """Write what `prepare` chose; as `convert`."""
-    with failures(target):
-        os.makedirs(os.path.dirname(os.path.realpath(target)), exist_ok=True)
-    with FileOutput(target, force=force, protect=[checkpoint.label]) as output:
-        conversion = write_selection(checkpoint, selection, output.file, progress)
-        output.commit()
-    return conversion
-
-
-def prepare(source: str | os.PathLike[str], options: Options) -> tuple[Checkpoint, Selection]:
-    """Open a checkpoint, choose its tensors, and read what they lie in, checksums included."""
+def prepare(source: str | os.PathLike[str], options: ConvertOptions | None = None) -> Prepared:
+    """Open a checkpoint, choose its tensors, and read what they lie in, checksums included; errors as for `convert`."""
+    options = options or ConvertOptions()
     checkpoint = open_checkpoint(source)
     with naming(checkpoint.label):
         selection = select(checkpoint.root, options)
@@ -113,26 +164,26 @@ def prepare(source: str | os.PathLike[str], options: Options) -> tuple[Checkpoin
                     check_convertible(tensor, selection.header.dtype)
                     tensor.words()
     selection.notices[:0] = checkpoint.notices
-    return checkpoint, selection
+    return Prepared(checkpoint, selection)
 
 
-def write_selection(
-    checkpoint: Checkpoint, selection: Selection, sink: Sink, progress: Progress | None = None
-) -> Conversion:
-    """Round and write the tensors of a selection."""
+def _write(prepared: Prepared, target: str, sink: Sink, progress: Progress | None) -> Conversion:
+    checkpoint, selection = prepared
     hashing = _Hashing(sink)
     rounding = _Rounding(selection, progress)
     with naming(checkpoint.label):
-        nbytes = write(hashing, selection.header, rounding.blocks(), allow_empty=True)
+        nbytes = kvcm.write(hashing, selection.header, rounding.blocks(), allow_empty=True)
     return Conversion(
-        selection.header,
-        nbytes,
-        hashing.digest.hexdigest(),
-        selection.rounded_types,
-        rounding.non_finite,
-        [*selection.warnings, *rounding.warnings()],
-        selection.notices,
-        selection.unused,
+        source=checkpoint.path,
+        target=target,
+        header=selection.header,
+        nbytes=nbytes,
+        sha256=hashing.digest.hexdigest(),
+        rounded_types=selection.rounded_types,
+        non_finite=rounding.non_finite,
+        warnings=[*selection.warnings, *rounding.warnings()],
+        notices=selection.notices,
+        unused=selection.unused,
     )
 
 

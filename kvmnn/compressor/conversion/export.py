@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import PurePath
+from typing import Any
 
 import numpy as np
 
@@ -13,15 +15,49 @@ from ...dtypes import Words
 from ...errors import KvmnnError
 from ...files.output import FileOutput
 from ...formats.writing import writer_for
+from ...text import LOSSLESS, count
 from ..kvcm.header import SLOTS, SLOTS_PER_PREFIX
-from ..kvcm.weight_file import WeightFile
+from ..kvcm.weight_file import WeightFile, read
 from .verify import default_prefixes
 
 SUFFIXES = (".safetensors", ".npz")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """Tensors that were written.
+
+    Attributes
+    ----------
+    source, target
+        The weight file and the file with names.
+    tensors
+        How many.
+    dtype
+        Their type.
+    """
+
+    source: str
+    target: str
+    tensors: int
+    dtype: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {
+            "input": self.source,
+            "output": self.target,
+            "label": LOSSLESS,
+            "tensors": self.tensors,
+            "dtype": self.dtype,
+        }
+
+    def __str__(self) -> str:
+        return f"{self.target}: {count(self.tensors, 'tensor')} of {self.dtype}, {LOSSLESS} (copied)"
+
+
 def names(
-    file: WeightFile, prefixes: tuple[str, ...] | None = None, slots: tuple[int, ...] = SLOTS
+    file: WeightFile, prefixes: tuple[str, ...] | None = None, slots: tuple[int, ...] | None = None
 ) -> Iterator[tuple[str, Words]]:
     """``(name, words)`` of every weight and bias, as a checkpoint calls them.
 
@@ -30,18 +66,18 @@ def names(
     prefixes
         Compressors in the order of the file; None takes the runtime's.
     slots
-        The three Linear layers of each.
+        The three Linear layers of each; None takes 0, 3 and 6.
 
     Raises
     ------
     KvmnnError
         When the names do not go with the number of blocks.
     """
-    count = file.header.weight_count_per_layer
-    prefixes = prefixes or default_prefixes(file)
-    if count != len(prefixes) * SLOTS_PER_PREFIX or len(set(prefixes)) < len(prefixes) or len(set(slots)) < len(slots):
+    blocks = file.header.weight_count_per_layer
+    prefixes, slots = prefixes or default_prefixes(file), slots or SLOTS
+    if blocks != len(prefixes) * SLOTS_PER_PREFIX or len(set(prefixes)) < len(prefixes) or len(set(slots)) < len(slots):
         raise KvmnnError(
-            f"{file.label}: has {count} weights in a layer: expected {len(prefixes) * SLOTS_PER_PREFIX}, three for "
+            f"{file.label}: has {blocks} weights in a layer: expected {len(prefixes) * SLOTS_PER_PREFIX}, three for "
             f"each of {', '.join(prefixes)}, all of different names (--prefix-order and --slot-order give others)"
         )
     for block in file.blocks():
@@ -52,20 +88,27 @@ def names(
 
 
 def export(
-    file: WeightFile,
+    weights: WeightFile | str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
     prefixes: tuple[str, ...] | None = None,
-    slots: tuple[int, ...] = SLOTS,
+    slots: tuple[int, ...] | None = None,
     force: bool = False,
-) -> int:
+) -> Export:
     """Write every weight and bias under its name; bf16 becomes BF16 in ``.safetensors`` and uint16 in ``.npz``.
 
     The header's fields go into the metadata of a ``.safetensors`` file; ``.npz`` has no place for them.
 
-    Returns
-    -------
-    Number of tensors.
+    Parameters
+    ----------
+    weights
+        A weight file, or its path; ``"-"`` for standard input.
+    target
+        A ``.safetensors`` or ``.npz`` file.
+    prefixes, slots
+        As for `names`.
+    force
+        Replace what exists.
 
     Raises
     ------
@@ -76,6 +119,7 @@ def export(
     """
     if PurePath(target).suffix.lower() not in SUFFIXES:
         raise KvmnnError(f"{os.fspath(target)}: expected a name that ends in {' or '.join(SUFFIXES)}")
+    file = weights if isinstance(weights, WeightFile) else read(weights)
     tensors = list(names(file, prefixes, slots))
     arrays = [
         ArrayInfo(name=name, dtype=file.header.dtype.name, shape=words.shape, array_dtype=words.dtype.str)
@@ -86,7 +130,8 @@ def export(
         runs = ((number, _bytes(words)) for number, (_, words) in enumerate(tensors))
         writer_for(str(target), arrays)(output.file, arrays, runs, metadata)
         output.commit()
-    return len(tensors)
+    source = file.label if isinstance(weights, WeightFile) else os.fspath(weights)
+    return Export(source=source, target=os.fspath(target), tensors=len(tensors), dtype=file.header.dtype.name)
 
 
 def _bytes(words: Words) -> Piece:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -9,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from ...dtypes import Floats
-from ..checkpoint.opening import Checkpoint, naming
-from ..kvcm.header import HEADER_BYTES, META_BYTES, SLOTS, SLOTS_PER_PREFIX, Header
-from ..kvcm.weight_file import WeightFile
+from ..checkpoint.opening import Checkpoint, naming, open_checkpoint
+from ..kvcm.header import DTYPES, HEADER_BYTES, META_BYTES, SLOTS, SLOTS_PER_PREFIX, Header
+from ..kvcm.weight_file import WeightFile, is_weight_file, read
 from ..kvcm.words import float32_of
-from .selection import Options, Selection, select
+from .selection import ConvertOptions, Selection, select
 from .verify import default_prefixes
 
 
@@ -53,20 +54,143 @@ class Row:
         return {**self.__dict__, "shape": list(self.shape)}
 
 
-@dataclass(frozen=True)
-class Account:
-    """A file's header as it is or would be, its weights, and its bytes by what they are for.
+@dataclass(frozen=True, kw_only=True)
+class _Account:
+    """What both kinds of account have.
 
-    The values of `parts` add up to `size`.
+    Attributes
+    ----------
+    path
+        The file.
+    header
+        As it is, or as `convert` would write it.
+    rows
+        The weights.
+    parts
+        Bytes by what they are for; they add up to `size`.
+    size
+        Bytes of the file.
     """
 
+    path: str
     header: Header
     rows: list[Row]
     parts: dict[str, int]
     size: int
 
+    def _contents(self) -> dict[str, Any]:
+        return {
+            "header": self.header.to_dict(),
+            "bytes": self.size,
+            "parts": self.parts,
+            "weights": [row.to_dict() for row in self.rows],
+        }
 
-def of_file(file: WeightFile) -> Account:
+    def _table(self, title: str) -> list[str]:
+        lines = [f"  {title}"]
+        lines += [f"    {name:<23} {_value(name, value)}" for name, value in self.header.to_dict().items()]
+        lines += _table(self.rows)
+        lines.append("  bytes")
+        lines += [f"    {name:<28} {nbytes:>15,}" for name, nbytes in self.parts.items()]
+        lines.append(f"    {'file':<28} {self.size:>15,}")
+        return lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightFileAccount(_Account):
+    """What a weight file holds.
+
+    Attributes
+    ----------
+    path, header, rows, parts, size
+        The file, its header, its weights, and its bytes by what they are for.
+    warnings
+        What loaders take but no converter writes.
+    """
+
+    warnings: list[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {
+            "input": self.path,
+            "kind": "weights",
+            "dtype": self.header.dtype.name,
+            "warnings": self.warnings,
+            **self._contents(),
+        }
+
+    def __str__(self) -> str:
+        head = [f"{self.path}: compressor weights, {self.header.dtype.name}, {self.size:,} bytes"]
+        head += [f"  warning: {text}" for text in self.warnings]
+        return "\n".join(head + self._table("header"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointAccount(_Account):
+    """What a checkpoint holds, and what a conversion would take of it.
+
+    Attributes
+    ----------
+    path, header, rows, parts, size
+        The file, the header that `convert` would write, the weights, and bytes by what they are for.
+    container
+        ``"torch zip"``, ``"torch legacy"`` or ``"safetensors"``.
+    selection
+        What a conversion would take.
+    notices
+        What was unusual about reading it.
+    """
+
+    container: str
+    selection: Selection
+    notices: list[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {
+            "input": self.path,
+            "kind": "checkpoint",
+            "container": self.container,
+            "warnings": self.selection.warnings,
+            "notices": self.notices,
+            "unused": self.selection.unused,
+            **self._contents(),
+        }
+
+    def __str__(self) -> str:
+        head = [f"{self.path}: checkpoint ({self.container}) with compressor weights, {self.size:,} bytes"]
+        head += [f"  note: {text}" for text in self.notices]
+        head += [f"  warning: {text}" for text in self.selection.warnings]
+        return "\n".join(head + self._table("header as kvmnn convert would write it"))
+
+
+def inspect(
+    path: str | os.PathLike[str], options: ConvertOptions | None = None
+) -> WeightFileAccount | CheckpointAccount:
+    """Account for a weight file or a checkpoint.
+
+    Parameters
+    ----------
+    path
+        Either.
+    options
+        What a conversion of the checkpoint would be told.
+
+    Raises
+    ------
+    WeightsError, CheckpointError
+        For a file that is damaged, and for a checkpoint without a compressor.
+    SourceError
+        When it cannot be read.
+    """
+    path = os.fspath(path)
+    if is_weight_file(path):
+        return of_file(read(path, allow_trailing=True))
+    return of_checkpoint(open_checkpoint(path), options or ConvertOptions())
+
+
+def of_file(file: WeightFile) -> WeightFileAccount:
     """Account for a weight file."""
     words = file.header.dtype.itemsize
     weights = biases = 0
@@ -81,7 +205,17 @@ def of_file(file: WeightFile) -> Account:
         "biases": biases,
         "trailing": file.trailing,
     }
-    return Account(file.header, list(_file_rows(file)), parts, file.size)
+    warnings = [text for _, text in file.warnings]
+    if file.trailing:
+        warnings.append(f"{file.trailing} bytes follow the last block: kvmnn verify refuses the file")
+    return WeightFileAccount(
+        path=file.label,
+        header=file.header,
+        rows=list(_file_rows(file)),
+        parts=parts,
+        size=file.size,
+        warnings=warnings,
+    )
 
 
 def _file_rows(file: WeightFile) -> Iterator[Row]:
@@ -94,8 +228,8 @@ def _file_rows(file: WeightFile) -> Iterator[Row]:
         yield _row(block.layer, name, shape, has_bias, file.header.dtype.name, values)
 
 
-def of_checkpoint(checkpoint: Checkpoint, options: Options) -> tuple[Account, Selection]:
-    """Account for a checkpoint, and say which of its tensors a conversion would take.
+def of_checkpoint(checkpoint: Checkpoint, options: ConvertOptions) -> CheckpointAccount:
+    """Account for a checkpoint.
 
     Raises
     ------
@@ -105,18 +239,30 @@ def of_checkpoint(checkpoint: Checkpoint, options: Options) -> tuple[Account, Se
     with naming(checkpoint.label):
         selection = select(checkpoint.root, options)
         rows = list(_checkpoint_rows(checkpoint.label, selection))
+    return CheckpointAccount(
+        path=checkpoint.path,
+        header=selection.header,
+        rows=rows,
+        parts=_checkpoint_parts(checkpoint, selection),
+        size=checkpoint.size,
+        container=checkpoint.kind,
+        selection=selection,
+        notices=checkpoint.notices + selection.notices,
+    )
+
+
+def _checkpoint_parts(checkpoint: Checkpoint, selection: Selection) -> dict[str, int]:
     tensors = [part for linear in selection.linears for part in (linear.weight, linear.bias) if part is not None]
     roots = [tensor.storage.root or tensor.storage for tensor in tensors]
     used = {storage.key: storage.nbytes for storage in roots}
     stored = sum(storage.nbytes for storage in checkpoint.storages.values())
     rest = checkpoint.size - checkpoint.pickle_bytes - stored
-    parts = {
+    return {
         "pickle" if checkpoint.kind != "safetensors" else "header": checkpoint.pickle_bytes,
         "storages of the compressor": sum(used.values()),
         "other storages": stored - sum(used.values()),
         "directory, names, padding" if rest >= 0 else "saved by deflating": rest,
     }
-    return Account(selection.header, rows, parts, checkpoint.size), selection
 
 
 def _checkpoint_rows(label: str, selection: Selection) -> Iterator[Row]:
@@ -149,3 +295,28 @@ def _row(layer: int, name: str, shape: tuple[int, int], bias: bool, dtype: str, 
         std=float(finite.std()),
         non_finite=int(flat.size - finite.size),
     )
+
+
+def _table(rows: list[Row]) -> list[str]:
+    width = max(len(row.name) for row in rows)
+    kind = max(8, *(len(row.dtype) for row in rows))
+    lines = [
+        f"  {'weight':<{width}}  {'shape':>13}  bias  {'type':<{kind}} {'min':>11} {'max':>11} {'mean':>11} "
+        f"{'std':>11}  non-finite"
+    ]
+    for row in rows:
+        numbers = (row.minimum, row.maximum, row.mean, row.std)
+        lines.append(
+            f"  {row.name:<{width}}  {f'{row.shape[0]} x {row.shape[1]}':>13}  {'yes' if row.bias else 'no':<4}  "
+            f"{row.dtype:<{kind}} {' '.join('          -' if n is None else f'{n:>11.4g}' for n in numbers)}  "
+            f"{row.non_finite or ''}".rstrip()
+        )
+    return lines
+
+
+def _value(name: str, value: int) -> str:
+    if name == "magic":
+        return f"{value:#010x}"
+    if name == "dtype_code":
+        return f"{value} ({DTYPES[value].name})"
+    return str(value) + (" (not given)" if value == 0 and name in ("num_heads", "head_dim", "hidden_size") else "")

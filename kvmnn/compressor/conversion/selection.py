@@ -38,7 +38,7 @@ Keys = dict[str, object]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class ConvertOptions:
     """What a conversion may be told; names and defaults are the published converter's.
 
     Parameters
@@ -127,7 +127,7 @@ class Selection:
         return sorted(found - _EXACT[self.header.dtype.name])
 
 
-def select(root: object, options: Options) -> Selection:
+def select(root: object, options: ConvertOptions) -> Selection:
     """Find the compressor in a checkpoint's object and lay out the weight file.
 
     Parameters
@@ -163,7 +163,7 @@ def select(root: object, options: Options) -> Selection:
     raise first_error or CheckpointError("holds no compressor")
 
 
-def check_options(options: Options) -> None:
+def check_options(options: ConvertOptions) -> None:
     """Refuse options that fit no checkpoint.
 
     Raises
@@ -179,7 +179,7 @@ def check_options(options: Options) -> None:
 # -- where the compressor is ------------------------------------------------------------------------------------------
 
 
-def _locate(root: object, options: Options) -> tuple[Keys, list[str]]:
+def _locate(root: object, options: ConvertOptions) -> tuple[Keys, list[str]]:
     """The keys of the compressor by the reference's rules, or by the first extension that finds layers."""
     if not isinstance(root, dict):
         raise CheckpointError(f"holds {_kind(root)}: expected a dict with the compressor's weights")
@@ -258,7 +258,7 @@ def _layers(keys: Iterable[str], prefixes: tuple[str, ...], slots: tuple[int, ..
 # -- which blocks it gives --------------------------------------------------------------------------------------------
 
 
-def _attempts(keys: Keys, options: Options) -> Iterator[tuple[tuple[str, ...], bool, str]]:
+def _attempts(keys: Keys, options: ConvertOptions) -> Iterator[tuple[tuple[str, ...], bool, str]]:
     """Prefixes, how layers are counted, and the notice: first as the reference, then the extensions."""
     counted = "layers were counted from the weights alone; other keys name more layers"
     yield options.prefixes, False, ""
@@ -270,7 +270,7 @@ def _attempts(keys: Keys, options: Options) -> Iterator[tuple[tuple[str, ...], b
         yield TEXT_PREFIXES, True, f"{text}; {counted}"
 
 
-def _lay_out(keys: Keys, options: Options, prefixes: tuple[str, ...], weights_only: bool) -> Selection:
+def _lay_out(keys: Keys, options: ConvertOptions, prefixes: tuple[str, ...], weights_only: bool) -> Selection:
     layers = _layers(keys, prefixes, options.slots if weights_only else None)
     if layers <= 0:
         raise CheckpointError(f"has no layer of {', '.join(prefixes)}")
@@ -288,7 +288,7 @@ def _lay_out(keys: Keys, options: Options, prefixes: tuple[str, ...], weights_on
     return selection
 
 
-def _header(keys: Keys, options: Options, prefixes: tuple[str, ...], layers: int) -> Header:
+def _header(keys: Keys, options: ConvertOptions, prefixes: tuple[str, ...], layers: int) -> Header:
     name = f"{prefixes[0]}.0.{options.slots[0]}"
     rows, hidden_size = _weight(keys, name, options).shape
     head_dim = options.head_dim if options.head_dim > 0 else rows
@@ -310,7 +310,7 @@ def _header(keys: Keys, options: Options, prefixes: tuple[str, ...], layers: int
     return header
 
 
-def _weight(keys: Keys, name: str, options: Options) -> Tensor:
+def _weight(keys: Keys, name: str, options: ConvertOptions) -> Tensor:
     key = f"{name}.weight"
     if key not in keys:
         hint = ""
@@ -327,7 +327,7 @@ def _weight(keys: Keys, name: str, options: Options) -> Tensor:
     return value
 
 
-def _linear(selection: Selection, keys: Keys, name: str, options: Options) -> Linear:
+def _linear(selection: Selection, keys: Keys, name: str, options: ConvertOptions) -> Linear:
     weight = _weight(keys, name, options)
     if f"{name}.bias" not in keys:
         return Linear(name, weight, None)
@@ -342,7 +342,7 @@ def _linear(selection: Selection, keys: Keys, name: str, options: Options) -> Li
 # -- what may surprise ------------------------------------------------------------------------------------------------
 
 
-def _layout_warnings(selection: Selection, options: Options) -> Iterator[str]:
+def _layout_warnings(selection: Selection, options: ConvertOptions) -> Iterator[str]:
     header, linears = selection.header, selection.linears
     known = (PREFIXES, TEXT_PREFIXES)
     if selection.prefixes not in known:
@@ -375,7 +375,7 @@ def _layout_warnings(selection: Selection, options: Options) -> Iterator[str]:
         yield f"left out the imaginary parts of {_listed('complex tensor', 'complex tensors', cut)}"
 
 
-def _key_warnings(selection: Selection, keys: Keys, options: Options) -> Iterator[str]:
+def _key_warnings(selection: Selection, keys: Keys, options: ConvertOptions) -> Iterator[str]:
     dropped = [linear.name for linear in selection.linears if linear.bias is None and f"{linear.name}.bias" in keys]
     if dropped:
         yield f"left out {_listed('bias', 'biases', dropped)}: the length is not the number of rows of the weight"

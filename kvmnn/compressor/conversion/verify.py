@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from ...dtypes import Words
+from ...errors import WeightsError
+from ...text import count
 from ...threads.pipeline import Progress
 from ..checkpoint.opening import naming
 from ..checkpoint.tensors import Tensor
@@ -17,16 +20,20 @@ from ..kvcm.weight_file import WeightFile, read
 from ..kvcm.words import float32_of
 from .convert import prepare
 from .rounding import words_of
-from .selection import Options, Selection
+from .selection import ConvertOptions, Selection
 from .semantics import Finding, findings
 
+_SHOWN = 5
 
-@dataclass
+
+@dataclass(kw_only=True)
 class Verdict:
     """What verifying found.
 
     Attributes
     ----------
+    path, against
+        The weight file, and the checkpoint that it was compared with, if any.
     file
         The file, which is well-formed; one that is not is refused with an exception.
     findings
@@ -39,6 +46,8 @@ class Verdict:
         What was unusual about reading the checkpoint.
     """
 
+    path: str
+    against: str | None
     file: WeightFile
     findings: list[Finding]
     differences: list[str] = field(default_factory=list)
@@ -50,12 +59,82 @@ class Verdict:
         """Whether nothing is wrong; warnings do not count."""
         return not self.differences and not any(finding.is_error for finding in self.findings)
 
+    @property
+    def warnings(self) -> list[str]:
+        """What is odd but wrong in no loader's eyes."""
+        return [f"{finding.text} ({finding.reason})" for finding in self.findings if not finding.is_error]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {
+            **_origin(self.path, self.against),
+            "verdict": "reject" if not self.ok else "accept_warn" if self.warnings else "accept",
+            "reasons": [finding.reason for finding in self.findings],
+            "findings": [
+                {"reason": finding.reason, "level": "semantic" if finding.is_error else "warning", "text": finding.text}
+                for finding in self.findings
+            ],
+            "differences": self.differences,
+            "compared_elements": self.compared,
+            "notices": self.notices,
+            "header": self.file.header.to_dict(),
+            "bytes": self.file.size,
+        }
+
+    def complaints(self) -> list[str]:
+        """One line for each thing that is wrong, the first few differences among them; none if `ok`."""
+        lines = [f"{self.path}: {finding.text} ({finding.reason})" for finding in self.findings if finding.is_error]
+        where = f"{self.path}: DIFFERS from {self.against}"
+        lines += [f"{where}: {difference}" for difference in self.differences[:_SHOWN]]
+        left = len(self.differences) - _SHOWN
+        return lines + ([f"{where} in {left} more places"] if left > 0 else [])
+
+    def __str__(self) -> str:
+        if not self.ok:
+            return "\n".join(self.complaints())
+        header = self.file.header
+        how = "VALID (no --against: nothing to compare with)"
+        if self.against is not None:
+            how = f"EXACT ({self.compared:,} elements compared with {self.against}, rounded to {header.dtype.name})"
+        return (
+            f"{self.path}: {how}, {count(header.num_layers, 'layer')} of "
+            f"{count(header.weight_count_per_layer, 'weight')}, {header.dtype.name}, "
+            f"factor {header.compression_factor}, {self.file.size:,} bytes"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejection:
+    """A weight file that is not well-formed, for ``--json``; `verify` raises `error`."""
+
+    path: str
+    against: str | None
+    error: WeightsError
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        error = self.error
+        found = {"reason": error.reason, "level": "format", "offset": error.offset, "text": str(error)}
+        return {
+            **_origin(self.path, self.against),
+            "verdict": "reject",
+            "reasons": [error.reason],
+            "findings": [found],
+        }
+
+    def __str__(self) -> str:
+        return str(self.error)
+
+
+def _origin(path: str, against: str | None) -> dict[str, Any]:
+    return {"kind": "weights", "input": path, "against": against}
+
 
 def verify(
     path: str | os.PathLike[str],
     *,
     against: str | os.PathLike[str] | None = None,
-    options: Options | None = None,
+    options: ConvertOptions | None = None,
     also: Collection[str] = (),
     allow_trailing: bool = False,
     progress: Progress | None = None,
@@ -85,9 +164,10 @@ def verify(
         For a checkpoint that gives no weights.
     """
     file = read(path, allow_trailing=allow_trailing)
-    verdict = Verdict(file, list(findings(file)))
-    if against is not None:
-        _compare(verdict, against, options or Options(), also, progress)
+    source = None if against is None else os.fspath(against)
+    verdict = Verdict(path=os.fspath(path), against=source, file=file, findings=list(findings(file)))
+    if source is not None:
+        _compare(verdict, source, options or ConvertOptions(), also, progress)
     return verdict
 
 
@@ -98,8 +178,8 @@ def default_prefixes(file: WeightFile) -> tuple[str, ...]:
 
 def _compare(
     verdict: Verdict,
-    against: str | os.PathLike[str],
-    given: Options,
+    against: str,
+    given: ConvertOptions,
     also: Collection[str],
     progress: Progress | None,
 ) -> None:
@@ -138,7 +218,7 @@ def _header_differences(file: WeightFile, selection: Selection, also: Collection
             yield f"offset {FIELD_OFFSETS[name]}: header field {name} is {found}: expected {expected}"
 
 
-def _place(block: Block, selection: Selection, options: Options) -> str:
+def _place(block: Block, selection: Selection, options: ConvertOptions) -> str:
     slot = options.slots[block.slot] if block.slot < len(options.slots) else SLOTS[block.slot]
     prefix = selection.prefixes[block.prefix] if block.prefix < len(selection.prefixes) else f"prefix {block.prefix}"
     return f"layer {block.layer}, {prefix}, slot {slot}"
@@ -160,12 +240,12 @@ def _difference(words: Words | None, tensor: Tensor | None, file: WeightFile) ->
     unequal = np.ascontiguousarray(words).view(bits) != np.ascontiguousarray(expected).view(bits)
     if unequal.any():
         unequal &= ~(np.isnan(float32_of(words)) & np.isnan(float32_of(expected)))
-    count = int(np.count_nonzero(unequal))
-    if not count:
+    differing = int(np.count_nonzero(unequal))
+    if not differing:
         return "", words.size
     at = tuple(int(i) for i in np.unravel_index(int(np.argmax(unequal)), words.shape))
     found, wanted = float(float32_of(words[at]).item()), float(float32_of(expected[at]).item())
     return (
-        f"{list(at)} is {found!r}, the checkpoint gives {wanted!r} ({count} of {words.size} elements differ)",
+        f"{list(at)} is {found!r}, the checkpoint gives {wanted!r} ({differing} of {words.size} elements differ)",
         words.size,
     )

@@ -1,4 +1,4 @@
-"""A compressor applied to a cache in a file: ``.npz`` or ``.safetensors`` out, with a document of positions beside it."""
+"""A compressor applied to a cache in a file; a document beside the output has the true positions of its tokens."""
 
 from __future__ import annotations
 

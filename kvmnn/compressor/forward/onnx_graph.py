@@ -19,8 +19,9 @@ from ...dtypes import Words
 from ...errors import KvmnnError
 from ...files.output import DirectoryOutput
 from ...optional import package
+from ...text import LOSSLESS, LOSSY
 from ..kvcm.header import PREFIXES, SLOTS_PER_PREFIX
-from ..kvcm.weight_file import WeightFile
+from ..kvcm.weight_file import WeightFile, read
 from .options import Precision
 
 OPSET = 17
@@ -60,7 +61,7 @@ def layer_kinds(weights: WeightFile) -> list[LayerKind]:
     Raises
     ------
     KvmnnError
-        When the blocks of a layer are not whole compressors.
+        When the blocks of a layer are not complete compressors.
     """
     count = weights.header.weight_count_per_layer
     if count % SLOTS_PER_PREFIX:
@@ -192,30 +193,64 @@ class _GraphBuilder:
         return output
 
 
+@dataclass(frozen=True, kw_only=True)
+class OnnxExport:
+    """Graphs that were written.
+
+    Attributes
+    ----------
+    source, target
+        The weight file and the directory.
+    files
+        Names in the directory.
+    precision
+        As was asked for.
+    dtype
+        Type of the weights.
+    """
+
+    source: str
+    target: str
+    files: list[str]
+    precision: Precision
+    dtype: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {
+            "input": self.source,
+            "output": self.target,
+            "label": LOSSLESS if self.precision == "fp32" else LOSSY,
+            "files": self.files,
+            "precision": self.precision,
+            "dtype": self.dtype,
+        }
+
+    def __str__(self) -> str:
+        label = f"{LOSSLESS} (copied)" if self.precision == "fp32" else f"{LOSSY} (fp16 arithmetic)"
+        return f"{self.target}: {', '.join(self.files)}; weights of {self.dtype}, {label}"
+
+
 def export_onnx(
-    weights: WeightFile,
+    weights: WeightFile | str | os.PathLike[str],
     path: str | os.PathLike[str],
     *,
     precision: Precision = "fp32",
     force: bool = False,
     protect: Iterable[str] = (),
-) -> list[str]:
+) -> OnnxExport:
     """Write every kind's graph as ``<name>.onnx`` into a directory, all of them or none.
 
     Parameters
     ----------
     weights
-        A checked file.
+        A weight file, or its path, which is then protected; ``"-"`` for standard input.
     path
         The directory; made if it does not exist.
     precision
         ``"fp16"`` adds the roundings of an fp16 runtime to the graphs.
     force, protect
         As for `kvmnn.files.output.DirectoryOutput`.
-
-    Returns
-    -------
-    The names of the files.
 
     Raises
     ------
@@ -224,12 +259,20 @@ def export_onnx(
     OutputError
         When the directory cannot be written to or a file exists already.
     """
-    kinds = layer_kinds(weights)
+    file = weights if isinstance(weights, WeightFile) else read(weights)
+    source = file.label if isinstance(weights, WeightFile) else os.fspath(weights)
+    kinds = layer_kinds(file)
     names = [f"{kind.name}.onnx" for kind in kinds]
     package("onnx")
-    with DirectoryOutput(path, force=force, protect=protect) as directory:
+    with DirectoryOutput(path, force=force, protect=[source, *protect]) as directory:
         directory.check_names(names)
         for kind, name in zip(kinds, names, strict=True):
-            directory.file(name).write(build(weights, kind, precision))
+            directory.file(name).write(build(file, kind, precision))
         directory.commit()
-    return names
+    return OnnxExport(
+        source=source,
+        target=os.fspath(path),
+        files=names,
+        precision=precision,
+        dtype=file.header.dtype.name,
+    )

@@ -15,7 +15,7 @@ from .header import (
     BlockPlace,
     Header,
 )
-from .weight_file import WeightFile, parse, read, write
+from .weight_file import WeightFile, is_weight_file, parse, read, write
 from .words import float32_of
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "Header",
     "WeightFile",
     "float32_of",
+    "is_weight_file",
     "parse",
     "read",
     "write",

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ...dtypes import Words
 from ...errors import KvmnnError, WeightsError
-from ...files.mapped import MappedFile
+from ...files.mapped import MappedFile, head_of
 from .header import (
     DTYPES,
     FIELD_OFFSETS,
@@ -54,7 +54,7 @@ class WeightFile:
     trailing
         Bytes behind the last block; 0 unless they were tolerated.
     size
-        Bytes of the whole file.
+        Bytes of the file.
     warnings
         ``(reason, text)`` of what a loader takes but a writer should not write.
     """
@@ -245,10 +245,21 @@ def read(path: str | os.PathLike[str], *, allow_trailing: bool = False) -> Weigh
     return WeightFile(file.label, file.view(0, file.size) if file.size else _NOTHING, allow_trailing=allow_trailing)
 
 
+def is_weight_file(path: str) -> bool:
+    """Whether a file is a weight file: by its magic number, or by ``.bin`` where it is no frame."""
+    head = head_of(path)
+    if head.startswith(MAGIC_BYTES):
+        return True
+    looks_like_frame = len(head) >= 10 and head[4] < 3 and head[5] < 2 and head[:4] == head[6:10] != bytes(4)
+    return path.lower().endswith(".bin") and not (
+        looks_like_frame or os.path.isdir(path) or os.path.exists(path + ".json")
+    )
+
+
 def parse(data: bytes | memoryview, *, label: str = "weights", allow_trailing: bool = False) -> WeightFile:
     """The same for bytes in memory, of which the result holds views."""
-    whole = np.frombuffer(data, np.uint8) if len(data) else _NOTHING
-    return WeightFile(label, whole, allow_trailing=allow_trailing)
+    mapped = np.frombuffer(data, np.uint8) if len(data) else _NOTHING
+    return WeightFile(label, mapped, allow_trailing=allow_trailing)
 
 
 _NOTHING: npt.NDArray[np.uint8] = np.empty(0, np.uint8)

@@ -6,6 +6,7 @@ go to `PackedCache.realloc`. `Planner` does it for all layers, call by call.
 
 from .clocks import CADENCES, LayerCallClock, TokenClock
 from .config import H2OConfig
+from .layer_plans import LayerPlan, LayerPlans, LayerScores, plan_layers
 from .layer_state import Compaction, LayerCall, LayerState, Metrics, PendingPlan
 from .plan import Plan, plan
 from .planner import Planner
@@ -17,6 +18,9 @@ __all__ = [
     "H2OConfig",
     "LayerCall",
     "LayerCallClock",
+    "LayerPlan",
+    "LayerPlans",
+    "LayerScores",
     "LayerState",
     "Metrics",
     "PendingPlan",
@@ -25,5 +29,6 @@ __all__ = [
     "TokenClock",
     "block_sums",
     "plan",
+    "plan_layers",
     "updated",
 ]

@@ -10,9 +10,7 @@ import pytest
 
 from kvmnn import PackedCache
 from kvmnn.cli.command import main
-from kvmnn.cli.keep_map import keep_map
-from kvmnn.cli.score_files import read_scores
-from kvmnn.h2o import H2OConfig, block_sums, plan
+from kvmnn.h2o import block_sums, plan
 
 RNG = np.random.default_rng(4)
 ATTENTION = RNG.random((2, 4, 1, 500), dtype=np.float32)
@@ -163,21 +161,3 @@ def test_what_cannot_be_planned_is_one_line(here, run, argv, code, message):
     said = run(*argv, code=code).err
     assert said.startswith("kvmnn: error: ") and said.count("\n") == 1
     assert message in said
-
-
-def test_pictures_of_many_blocks_fit():
-    made = plan(RNG.random(1 << 14), 1 << 20)
-    lines = keep_map(made, 80)
-    assert len(lines) <= 8 and all(len(line) <= 80 for line in lines)
-    assert set("".join(line.split(None, 1)[1] for line in lines)) <= set("S#R.123456789")
-    kept = made.keep.reshape(1, -1).mean()
-    digits = [int(letter) for line in lines for letter in line.split(None, 1)[1] if letter.isdigit()]
-    assert abs(np.mean(digits) / 10 - kept) < 0.05
-
-
-def test_attention_is_divided_by_heads_and_queries(here):
-    np.save("queries.npy", np.ones((2, 4, 3, 20), np.float32))
-    found = read_scores("queries.npy", H2OConfig(block_tokens=10, ema_alpha=0.5))
-    assert [(layer.name, layer.kv_len, layer.scores.tolist()) for layer in found] == [
-        (f"queries[{i}]", 20, [5.0, 5.0]) for i in range(2)
-    ]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ..h2o.plan import Plan
+from .plan import Plan
 
 LEGEND = "S sink, # heavy hitter, R recent, . dropped, 1 to 9 tenths kept"
-_MAX_LINES = 8
+MAX_LINES = 8
 
 
 def keep_map(made: Plan, width: int = 80) -> list[str]:
@@ -23,13 +23,13 @@ def keep_map(made: Plan, width: int = 80) -> list[str]:
 
     Returns
     -------
-    At most eight lines. A letter stands for as many blocks as that takes; where some of them are kept and some dropped
-    it is the digit of how many tenths are kept.
+    At most `MAX_LINES` lines. A letter stands for several blocks where that is needed to fit; where some of these are
+    kept and some dropped, it is a digit: how many tenths are kept.
     """
     letters = _letters(made)
     gutter = len(f"{made.kv_len:,}") + 2
     columns = max(10, width - gutter)
-    group = -(-letters.size // (columns * _MAX_LINES))
+    group = -(-letters.size // (columns * MAX_LINES))
     drawn = [_merged(letters[i : i + group]) for i in range(0, letters.size, group)]
     step = group * made.block_tokens
     return [
@@ -41,7 +41,7 @@ def keep_map(made: Plan, width: int = 80) -> list[str]:
 def tokens_per_letter(made: Plan, width: int = 80) -> int:
     """Tokens that one letter of `keep_map` stands for."""
     columns = max(10, width - len(f"{made.kv_len:,}") - 2)
-    return -(-made.keep.size // (columns * _MAX_LINES)) * made.block_tokens
+    return -(-made.keep.size // (columns * MAX_LINES)) * made.block_tokens
 
 
 def _letters(made: Plan) -> npt.NDArray[np.str_]:

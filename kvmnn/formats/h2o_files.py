@@ -1,9 +1,10 @@
-"""Scores or attention in files, as the planner wants them: a vector of block scores and a length for each layer."""
+"""The files of the H2O planner: scores or attention of each layer in, plans for `kvmnn compact` out."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import time
+from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
 
@@ -14,31 +15,54 @@ from ..arrays.named_array import NamedArray
 from ..dtypes import Floats
 from ..errors import SourceError
 from ..files.json_document import unique_keys
-from ..formats import opening
-from ..formats.options import ReadOptions
+from ..files.output import FileOutput
 from ..h2o.config import H2OConfig
+from ..h2o.layer_plans import LayerPlans, LayerScores, plan_layers
 from ..h2o.scores import block_sums, updated
+from . import opening
+from .options import ReadOptions
 
 KINDS = ("scores", "attention")
 
 
-@dataclass(frozen=True)
-class LayerScores:
-    """What is known of one layer.
+def plan_file(
+    path: str,
+    config: H2OConfig | None = None,
+    output: str | None = None,
+    *,
+    options: ReadOptions | None = None,
+    kind: str | None = None,
+    tokens: int | None = None,
+    threads: int = 1,
+    tile: int | None = None,
+    force: bool = False,
+) -> LayerPlans:
+    """Plan an eviction for every layer of a file of scores or of attention, as if each layer triggered now.
 
-    Attributes
+    Parameters
     ----------
-    name
-        Where it came from.
-    kv_len
-        Tokens.
-    scores
-        float32 ``[blocks]``.
-    """
+    path, config, options, kind, tokens, threads, tile
+        As for `read_scores`.
+    output
+        A JSON file to write, for `kvmnn compact --plan`.
+    force
+        Replace it where it exists.
 
-    name: str
-    kv_len: int
-    scores: Floats
+    Raises
+    ------
+    KvmnnError
+        As for `kvmnn.h2o.plan`; `SourceError` for a file that holds something else, `OutputError` for the output.
+    """
+    config = config or H2OConfig()
+    started = time.perf_counter()
+    scores = read_scores(path, config, options=options, kind=kind, tokens=tokens, threads=threads, tile=tile)
+    plans = plan_layers(scores, config)
+    plans = replace(plans, input=path, output=output, seconds=time.perf_counter() - started)
+    if output is not None:
+        with FileOutput(output, force=force, protect=[path]) as file:
+            file.file.write((json.dumps(plans.entries()) + "\n").encode())
+            file.commit()
+    return plans
 
 
 def read_scores(
@@ -75,24 +99,17 @@ def read_scores(
     SourceError
         For a file that holds something else.
     """
-    arrays = _json(path) if PurePath(path).suffix.lower() == ".json" else _arrays(path, options)
     found: list[LayerScores] = []
-    for name, array in arrays:
+    for name, array in _json(path) if PurePath(path).suffix.lower() == ".json" else _arrays(path, options):
         what = kind or ("scores" if array.ndim == 1 else "attention")
-        single = 1 if what == "scores" else (2, 3)[array.ndim in (3, 4)]
-        if array.ndim not in (single, single + 1) or not array.size:
-            raise SourceError(f"{path}: {name} has the shape {array.shape}: expected {_EXPECTED[what]}")
-        layers = [(name, array)] if array.ndim == single else [(f"{name}[{i}]", a) for i, a in enumerate(array)]
-        for label, part in layers:
-            if what == "attention":
-                if (part < 0).any():
-                    raise SourceError(f"{path}: {label} has numbers below 0: expected attention, as softmax gives it")
-                sums = block_sums(part, config.block, threads=threads, tile=tile)
-                count = part.shape[0] * (part.shape[1] if part.ndim == 3 else 1)
-                scores = updated(np.empty(0), sums, count=count, alpha=float(config.alpha))
-                found.append(LayerScores(label, part.shape[-1], scores))
+        for label, part in _layers(path, name, array, what):
+            if what == "scores":
+                found.append(LayerScores(name=label, kv_len=tokens or part.size * config.block, scores=part))
+            elif (part < 0).any():
+                raise SourceError(f"{path}: {label} has numbers below 0: expected attention, as softmax gives it")
             else:
-                found.append(LayerScores(label, tokens or part.size * config.block, part))
+                scores = _scored(part, config, threads, tile)
+                found.append(LayerScores(name=label, kv_len=part.shape[-1], scores=scores))
     return found
 
 
@@ -100,6 +117,21 @@ _EXPECTED = {
     "scores": "(blocks,) or (layers, blocks)",
     "attention": "(heads, keys), (heads, queries, keys) or (layers, heads, queries, keys)",
 }
+
+
+def _layers(path: str, name: str, array: Floats, what: str) -> list[tuple[str, Floats]]:
+    """The layers in an array, each with its name."""
+    single = 1 if what == "scores" else (2, 3)[array.ndim in (3, 4)]
+    if array.ndim not in (single, single + 1) or not array.size:
+        raise SourceError(f"{path}: {name} has the shape {array.shape}: expected {_EXPECTED[what]}")
+    return [(name, array)] if array.ndim == single else [(f"{name}[{i}]", part) for i, part in enumerate(array)]
+
+
+def _scored(attention: Floats, config: H2OConfig, threads: int, tile: int | None) -> Floats:
+    """Block scores after one step from zeros."""
+    sums = block_sums(attention, config.block, threads=threads, tile=tile)
+    rows = attention.shape[0] * (attention.shape[1] if attention.ndim == 3 else 1)
+    return updated(np.empty(0), sums, count=rows, alpha=float(config.alpha))
 
 
 def _arrays(path: str, options: ReadOptions | None) -> list[tuple[str, Floats]]:

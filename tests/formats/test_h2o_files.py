@@ -1,0 +1,48 @@
+"""Scores and attention in files, and plans of them: the same for a notebook as for the shell."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvmnn.cli.command import main
+from kvmnn.formats.h2o_files import plan_file, read_scores
+from kvmnn.h2o import H2OConfig, LayerScores, plan_layers
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_attention_is_divided_by_heads_and_queries(here: Path) -> None:
+    np.save("queries.npy", np.ones((2, 4, 3, 20), np.float32))
+    found = read_scores("queries.npy", H2OConfig(block_tokens=10, ema_alpha=0.5))
+    assert [(layer.name, layer.kv_len, layer.scores.tolist()) for layer in found] == [
+        (f"queries[{i}]", 20, [5.0, 5.0]) for i in range(2)
+    ]
+
+
+def test_a_notebook_gets_what_the_shell_gets(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.save("scores.npy", np.arange(40, dtype=np.float32).reshape(2, 20))
+    config = H2OConfig(block_tokens=8, sink_tokens=8, recent_tokens=8)
+    plans = plan_file("scores.npy", config, "a.json", kind="scores")
+    argv = ["plan", "scores.npy", "--kind", "scores", "--block", "8", "--sink", "8", "--recent", "8"]
+    assert main([*argv, "-o", "b.json"]) == 0
+    assert capsys.readouterr().out == f"{plans}\n"
+    assert (here / "a.json").read_bytes() == (here / "b.json").read_bytes()
+    assert main([*argv, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    expected = json.loads(json.dumps({"verb": "plan", **plans.to_dict()}))
+    assert {**told, "seconds": 0, "output": None} == {**expected, "seconds": 0, "output": None}
+
+
+def test_scores_in_memory_are_planned_alike() -> None:
+    scores = [LayerScores(name="a", kv_len=160, scores=np.arange(20, dtype=np.float32))]
+    plans = plan_layers(scores, H2OConfig(block_tokens=8, sink_tokens=8, recent_tokens=8))
+    assert plans.label == "LOSSY"
+    assert plans.entries() == [{"layer": 0, "remove": 160, "pairs": [[0, 8], [112, 48]]}]

@@ -1,4 +1,4 @@
-"""The command line of the seeds' tool: its options under their names, with their defaults."""
+"""The options of `kvmnn measure`: those of the reference's tool under their names, and what kvmnn adds."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from ..offline.options import (
     Scope,
     parse_layer_ids,
 )
+from . import shared_options
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -56,13 +57,40 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         )
 
 
+def add_inputs_and_outputs(parser: argparse.ArgumentParser) -> None:
+    """Declare what is read and written, and how fast."""
+    parser.add_argument("inputs", nargs="*", metavar="INPUT")
+    parser.add_argument("--dump-dir", action="append", default=[], metavar="DIR", help="an input")
+    parser.add_argument("--out-json", default="", metavar="FILE", help="write the evaluation's JSON document")
+    parser.add_argument("--out-md", default="", metavar="FILE", help="write the evaluation's Markdown summary")
+    parser.add_argument("--overwrite", "-f", "--force", action="store_true", help="replace files that exist")
+    parser.add_argument("--real", action="store_true", help="also encode frames, decode them and compare")
+    parser.add_argument("--no-limits", action="store_true", help="do not compute order-0 entropy limits (faster)")
+    parser.add_argument(
+        "--threads", type=shared_options.positive, metavar="N", help="threads to use (default: all processors)"
+    )
+    parser.add_argument(
+        "--token-major", action="store_true", help="arrays of other inputs are [token, kv_head, head_dim]"
+    )
+
+
+def add_other_work(parser: argparse.ArgumentParser) -> None:
+    """Declare what can be done with dumps instead of measuring them."""
+    group = parser.add_argument_group("instead of measuring")
+    group.add_argument("--analysis", metavar="DIR", help="entropies and split ratios of every dump and head")
+    group.add_argument("--skip-head-metrics", action="store_true", help="with --analysis: no head_metrics.csv")
+    group.add_argument("--run-log", metavar="FILE", help="with --analysis: prompt tokens of each run")
+    group.add_argument("--to-fp16", metavar="DIR", help="convert a tree of fp32 dumps to fp16 (LOSSY)")
+    group.add_argument("--allow-fp16", action="store_true", help="with --to-fp16: take fp16 dumps over too")
+
+
 def options_of(arguments: argparse.Namespace) -> MeasureOptions:
     """What the arguments ask for.
 
     Raises
     ------
     OptionError
-        With the message of the seeds' tool.
+        With the message of the reference's tool.
     """
     return MeasureOptions(
         scope=Scope(
@@ -84,17 +112,18 @@ def options_of(arguments: argparse.Namespace) -> MeasureOptions:
         adaptive_block_seq=arguments.adaptive_block_seq,
         bitshuffle=arguments.bitshuffle,
         zstd_level=arguments.zstd_level,
+        limits=not getattr(arguments, "no_limits", False),
         predictors=Predictors(**{lane: _split(getattr(arguments, f"{lane}_predictors")) for lane in LANES}),
     )
 
 
 def parse_options(argv: Sequence[str]) -> MeasureOptions:
-    """The options in a list of arguments as the seeds' tool takes them, without inputs and outputs.
+    """The options in a list of arguments as the reference's tool takes them, without inputs and outputs.
 
     Raises
     ------
     OptionError
-        For a value that is refused, and for arguments that there are not.
+        For a value that is refused, and for unknown arguments.
     """
     parser = _Parser(prog="measure", add_help=False)
     add_options(parser)

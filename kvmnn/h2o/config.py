@@ -45,11 +45,11 @@ class H2OConfig:
     block_tokens
         Tokens in a block, the unit that is kept or dropped; at least 1 is used.
     sink_tokens, recent_tokens
-        Tokens at the start and at the end whose blocks always stay; a block that they only touch stays whole.
+        Tokens at the start and at the end whose blocks always stay; a block that they only touch stays as well.
     target_mode
         ``"adaptive"``: keep one token in `target_lossy_ratio`; ``"static"``: keep the share `target_keep_ratio`.
     target_lossy_ratio
-        At least 1 is used. The engine's own default is 3.0; its test scripts, and the seed's table, have 3.5.
+        At least 1 is used. The engine's own default is 3.0; its test scripts and published tables have 3.5.
     target_keep_ratio
         0 to 1.
     ema_alpha

@@ -1,11 +1,17 @@
-"""The seeds' offline evaluation: what lossless compression of KV dumps would give, simulated and for real."""
+"""The offline evaluation of the H2O work on MNN: what lossless compression of KV dumps would give, and does give."""
 
-from .measuring import Measurement, measure
-from .options import MeasureOptions, NothingSelectedError, OptionError, Predictors, Scope
-from .report import to_document, to_json, to_markdown
-from .selection import Selection, select, select_source
+from ..errors import OptionError
+from .analyses import all_layers, analyse
+from .analysis_report import AnalysisReport, write_analysis
+from .fp16_dumps import Converted, to_fp16
+from .measurement import Measurement, to_document, to_json, to_markdown
+from .measuring import measure, work_bytes
+from .options import MeasureOptions, NothingSelectedError, Predictors, Scope
+from .selection import Selection, is_dump, select, select_source
 
 __all__ = [
+    "AnalysisReport",
+    "Converted",
     "MeasureOptions",
     "Measurement",
     "NothingSelectedError",
@@ -13,10 +19,16 @@ __all__ = [
     "Predictors",
     "Scope",
     "Selection",
+    "all_layers",
+    "analyse",
+    "is_dump",
     "measure",
     "select",
     "select_source",
     "to_document",
+    "to_fp16",
     "to_json",
     "to_markdown",
+    "work_bytes",
+    "write_analysis",
 ]

@@ -1,4 +1,4 @@
-"""The seeds' earlier analyses of dumps: byte entropies and split ("gear") ratios, of layers and of single heads.
+"""The earlier analyses of dumps in the H2O work on MNN: byte entropies and split ("gear") ratios, of layers and heads.
 
 fp16 words are split into high and low bytes, fp32 words into high and low 16-bit halves (little-endian bytes); "delta"
 is the high part minus that of the token before, modulo its range, the first token as it is. Sizes are those of zstd
@@ -8,19 +8,25 @@ frames and simulated: nothing is written in compressed form.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ..dtypes import Words
+from ..dtypes import PARTS, Part, Words
 from ..errors import SourceError
 from ..frames import _streams, _zstdlib
+from ..threads.pipeline import Progress
 from .options import Scope
 from .selection import Entry, Selection
 from .token_runs import FileTensor
 
 ALL_LAYERS = Scope(scope="layer_range", layer_start=-(1 << 62))
 """A scope that takes every dump."""
+
+
+def all_layers(scope: Scope) -> Scope:
+    """A scope that takes the dumps of all layers with the stages and lengths of `scope`."""
+    return replace(ALL_LAYERS, stage=scope.stage, min_seq_len=scope.min_seq_len, max_seq_len=scope.max_seq_len)
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,7 @@ class Row:
     entry
         The dump.
     part
-        ``"k"`` or ``"v"``.
+        K or V.
     head
         None for all.
     raw_bytes
@@ -79,7 +85,7 @@ class Row:
     """
 
     entry: Entry
-    part: str
+    part: Part
     head: int | None
     raw_bytes: int
     metrics: Metrics
@@ -99,14 +105,14 @@ def analyse(
     *,
     level: int = 3,
     with_heads: bool = True,
-    progress: Callable[[int], object] | None = None,
+    progress: Progress | None = None,
 ) -> Analysis:
-    """Metrics of every selected dump whose files are whole; others count as failed.
+    """Metrics of every selected dump whose files are complete; others count as failed.
 
     Parameters
     ----------
     selection
-        Made by `select` (of dumps, with `ALL_LAYERS` for all of them).
+        Made by `select` with a scope such as `ALL_LAYERS`.
     level
         zstd level.
     """
@@ -114,7 +120,7 @@ def analyse(
     found, zstd = Analysis(), _Zstd(level)
     for entry in selection.entries:
         try:
-            tensors = [(part, _load(tensor)) for part, tensor in (("k", entry.k), ("v", entry.v))]
+            tensors = [(part, _load(entry.tensor(part))) for part in PARTS]
         except SourceError:
             found.failed += 1
             continue
@@ -135,7 +141,7 @@ def measure_words(words: Words, zstd: Callable[[Words], int]) -> Metrics:
     hi, lo = (words >> bits).astype(kind), words.astype(kind)
     delta = hi.copy()
     np.subtract(hi[1:], hi[:-1], out=delta[1:])
-    sizes = {name: zstd(part) for name, part in (("hi", hi), ("lo", lo), ("delta", delta))}
+    sizes = {name: zstd(stream) for name, stream in (("hi", hi), ("lo", lo), ("delta", delta))}
     both = {
         "hi_entropy": _entropy(hi),
         "lo_entropy": _entropy(lo),
@@ -167,7 +173,7 @@ def averages(rows: Sequence[Row], name: str) -> tuple[float, float]:
     return mean, sum(raw for raw, _ in weighted) / compressed if compressed else 0.0
 
 
-def _heads(entry: Entry, part: str, words: Words, zstd: Callable[[Words], int]) -> Iterator[Row]:
+def _heads(entry: Entry, part: Part, words: Words, zstd: Callable[[Words], int]) -> Iterator[Row]:
     for head in range(entry.kv_heads):
         own = np.ascontiguousarray(words[:, head])
         yield Row(entry, part, head, own.nbytes, measure_words(own, zstd))
@@ -177,7 +183,7 @@ def _load(tensor: object) -> Words:
     """``[token, kv_head, head_dim]`` words of a dump's file, not rounded."""
     if not isinstance(tensor, FileTensor):
         raise SourceError("only KV dumps are analysed")
-    if not tensor.is_whole():
+    if not tensor.is_complete():
         raise SourceError(f"{tensor.path}: has {tensor.found} bytes, its metadata says otherwise")
     runs = [run.copy() for run in tensor.raw_runs(max(tensor.found, 1))]
     return runs[0].view(f"<u{tensor.width}").reshape(tensor.shape)

@@ -6,12 +6,17 @@ import csv
 import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from ..dtypes import PARTS
 from ..errors import SourceError
 from ..files.output import DirectoryOutput
-from .analyses import RATIOS, Analysis, Metrics, Row, averages
+from ..threads.pipeline import Progress
+from .analyses import RATIOS, Analysis, Metrics, Row, analyse, averages
+from .options import LETTERS
+from .selection import Selection
 
 BINS = ((0, 256), (257, 512), (513, 1024), (1025, 2048), (2049, None))
 """Prompt tokens by which runs are grouped: first and last of each group."""
@@ -19,14 +24,75 @@ BINS = ((0, 256), (257, 512), (513, 1024), (1025, 2048), (2049, None))
 _COLUMNS = ("run_id", "layer", "stage", "seq_start", "tokens", "kv_heads", "head_dim", "bytes_per_elem", "part")
 
 
-def write(analysis: Analysis, output: DirectoryOutput, prompts: Mapping[str, int] | None, with_heads: bool) -> None:
-    """Write the files into `output`, which the caller commits.
+@dataclass(frozen=True, kw_only=True)
+class AnalysisReport:
+    """The analyses that were written.
+
+    Attributes
+    ----------
+    output
+        The directory.
+    analysis
+        All rows.
+    skipped
+        Why dumps were left out, and how many.
+    """
+
+    output: str
+    analysis: Analysis
+    skipped: dict[str, int]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {
+            "analysis": self.output,
+            "tensors": len(self.analysis.layers),
+            "failed": self.analysis.failed,
+            "skipped": self.skipped,
+        }
+
+    def __str__(self) -> str:
+        return f"{summary(self.analysis)}\nWrote {self.output}"
+
+
+def write_analysis(
+    selection: Selection,
+    output: str,
+    *,
+    level: int = 3,
+    with_heads: bool = True,
+    run_log: str | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> AnalysisReport:
+    """Analyse the selected dumps and write the files into a directory, all of them or none.
 
     Parameters
     ----------
-    prompts
-        Prompt tokens by run id, for grouped_summary.md; None for none.
+    selection, level, with_heads, progress
+        As for `analyse`.
+    output
+        The directory; made if it does not exist.
+    run_log
+        File with the prompt tokens of each run, as `read_run_log` takes it, for grouped_summary.md.
+    force
+        Replace files that exist.
+
+    Raises
+    ------
+    NothingSelectedError, SourceError, OutputError
+        For a selection without dumps, for the run log, and for the output.
     """
+    prompts = read_run_log(run_log) if run_log else None
+    selection.require_entries()
+    with DirectoryOutput(output, force=force) as directory:
+        analysis = analyse(selection, level=level, with_heads=with_heads, progress=progress)
+        _write(analysis, directory, prompts, with_heads)
+        directory.commit()
+    return AnalysisReport(output=output, analysis=analysis, skipped=dict(selection.skipped))
+
+
+def _write(analysis: Analysis, output: DirectoryOutput, prompts: Mapping[str, int] | None, with_heads: bool) -> None:
     files = {"layer_metrics.csv": to_csv(analysis.layers)}
     if with_heads:
         files["head_metrics.csv"] = to_csv(analysis.heads)
@@ -50,7 +116,7 @@ def to_csv(rows: Iterable[Row]) -> str:
         place = [entry.run_id, entry.layer, entry.stage, entry.seq_start, entry.tokens, entry.kv_heads, entry.head_dim]
         width = row.raw_bytes // (entry.tokens * entry.head_dim * (1 if heads else entry.kv_heads))
         numbers = [f"{value:.6f}" for value in asdict(row.metrics).values()]
-        out.writerow([*place, width, row.part, *([row.head] if heads else []), row.raw_bytes, *numbers])
+        out.writerow([*place, width, LETTERS[row.part], *([row.head] if heads else []), row.raw_bytes, *numbers])
     return text.getvalue()
 
 
@@ -94,7 +160,7 @@ def _table(rows: Sequence[Row]) -> list[str]:
     lines = ["| ratio | K average | K weighted | V average | V weighted |", "|---|---|---|---|---|"]
     for name in RATIOS:
         cells = []
-        for part in ("k", "v"):
+        for part in PARTS:
             mean, weighted = averages([row for row in rows if row.part == part], name)
             cells += [f"{mean:.4f}", f"{weighted:.4f}"]
         lines.append(f"| {name} | {' | '.join(cells)} |")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import KvmnnError, OutputError, SourceError
 from ..files.output import FileOutput, failures
 from ..formats.mnn.dump import inside, load_meta, positive
+from ..text import LOSSY, count
+from ..threads.pipeline import Progress
 from .token_runs import FileTensor
 
 _RUN_BYTES = 4 << 20
@@ -24,6 +26,8 @@ class Converted:
 
     Parameters
     ----------
+    source, target
+        The two directories.
     converted, copied
         fp32 dumps that were rounded, and fp16 dumps that were taken over.
     skipped
@@ -34,29 +38,60 @@ class Converted:
         Whether the disk was full; nothing more was tried then.
     """
 
-    converted: int
-    copied: int
-    skipped: int
-    errors: list[str]
+    source: str
+    target: str
+    converted: int = 0
+    copied: int = 0
+    skipped: int = 0
+    errors: list[str] = field(default_factory=list)
     disk_full: bool = False
 
     @property
     def status(self) -> int:
-        """The exit code of the seeds' tool: 0 ok, 1 nothing found, 2 some errors, 3 disk full."""
+        """The exit code of the reference's tool: 0 ok, 1 nothing found, 2 some errors, 3 disk full."""
         if self.disk_full:
             return 3
         if self.errors:
             return 2
         return 0 if self.converted + self.copied + self.skipped else 1
 
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {
+            "to_fp16": self.target,
+            "label": LOSSY,
+            "converted": self.converted,
+            "copied": self.copied,
+            "skipped": self.skipped,
+            "errors": self.errors,
+        }
+
+    def __str__(self) -> str:
+        return (
+            f"{LOSSY}: {count(self.converted, 'dump')} rounded to fp16, {self.copied:,} copied, "
+            f"{self.skipped:,} skipped"
+        )
+
+    def check_found(self) -> None:
+        """Raise `SourceError` if there was no dump at all."""
+        if self.status == 1:
+            if not os.path.isdir(self.source):
+                raise SourceError(f"{self.source}: is not a directory")
+            raise SourceError(f"{self.source}: has no meta_*.json file below it, so it is not an MNN KV dump")
+
+    def check_complete(self) -> None:
+        """Raise `SourceError` if any dump could not be converted."""
+        if self.errors:
+            raise SourceError(f"{count(len(self.errors), 'dump')} not converted, first: {self.errors[0]}")
+
 
 def to_fp16(
-    source: Path,
-    target: Path,
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
     *,
     allow_fp16: bool = False,
     overwrite: bool = False,
-    progress: Callable[[int], object] | None = None,
+    progress: Progress | None = None,
 ) -> Converted:
     """Convert every dump below `source` into the same place below `target`.
 
@@ -69,13 +104,13 @@ def to_fp16(
     OutputError
         When `target` is inside `source` or the other way round.
     """
-    source, target = source.resolve(), target.resolve()
-    if source == target or source in target.parents or target in source.parents:
-        raise OutputError(f"{target}: the input and the output must not lie in each other")
-    found = Converted(0, 0, 0, [])
-    for meta in sorted(source.rglob("meta_*.json")):
+    tree, made = Path(source).resolve(), Path(target).resolve()
+    if tree == made or tree in made.parents or made in tree.parents:
+        raise OutputError(f"{made}: the input and the output must not lie in each other")
+    found = Converted(os.fspath(source), os.fspath(target))
+    for meta in sorted(tree.rglob("meta_*.json")):
         try:
-            _convert(source, meta, target, found, allow_fp16, overwrite, progress)
+            _convert(tree, meta, made, found, allow_fp16, overwrite, progress)
         except KvmnnError as exc:
             found.errors.append(str(exc))
             if isinstance(exc.__cause__, OSError) and exc.__cause__.errno == errno.ENOSPC:
@@ -91,7 +126,7 @@ def _convert(
     found: Converted,
     allow_fp16: bool,
     overwrite: bool,
-    progress: Callable[[int], object] | None,
+    progress: Progress | None,
 ) -> None:
     fields = load_meta(meta)
     width = positive(meta, fields, "bytes_per_elem")
@@ -132,7 +167,7 @@ def _tensor(source: Path, meta: Path, fields: dict[str, Any], key: str, width: i
     except OSError as exc:
         raise SourceError(f"{path}: cannot be read: {exc.strerror}") from exc
     tensor = FileTensor(path, (tokens, heads, dims), width, size)
-    if not tensor.is_whole():
+    if not tensor.is_complete():
         raise SourceError(f"{path}: has {size} bytes, its metadata says {tokens} x {heads} x {dims} x {width}")
     return tensor
 

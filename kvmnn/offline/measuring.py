@@ -2,137 +2,74 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import SourceError
+from ..dtypes import PARTS, Part
+from ..errors import OptionError, OutputError, SourceError
+from ..files.output import FileOutput, failures
 from ..threads.pipeline import Progress
 from ..threads.pool import map_pulled, resolve_threads
-from .memory_budget import Budget
-from .options import LANES, MeasureOptions
-from .selection import Selection
+from .measurement import Measurement, to_json, to_markdown
+from .memory_budget import MemoryBudget
+from .options import HALVES, Half, MeasureOptions, lane_of
+from .selection import Selection, select
 from .simulated_sizes import Meters, StreamSize, memory_needed, stream_size
 from .stored_sizes import StoredSize, stored_size
-from .units import PARTS, Unit, units_of
+from .totals import Totals
+from .units import Unit, units_of
 
 MEMORY = 320 << 20
 """Bytes of anonymous memory that streams which are measured at one time may take, unless one alone takes more."""
 
 COMPRESSION_FAILED = "compression_failed"
 
-
-@dataclass
-class LaneTotal:
-    """One byte lane of a layer, or of all layers: sums over its streams."""
-
-    raw_bytes: int = 0
-    simulated_bytes: int = 0
-    limit_bytes: float = 0.0
-    modes: Counter[str] = field(default_factory=Counter)
-
-    def add(self, size: StreamSize) -> None:
-        """Count one stream in."""
-        self.raw_bytes += size.raw_bytes
-        self.simulated_bytes += size.bytes
-        self.limit_bytes += size.limit_bytes
-        for name, count in size.modes.items():
-            self.modes[name] += count
-
-
-@dataclass
-class Totals:
-    """A layer, or all of them.
-
-    Parameters
-    ----------
-    lanes
-        By name: ``"k_hi"``, ``"k_lo"``, ``"v_hi"``, ``"v_lo"``.
-    extra_bytes
-        By part, ``"k"`` and ``"v"``: framing and tables, which belong to the simulated size.
-    stored
-        By part: frames that were made and decoded, where that was asked for.
-    """
-
-    lanes: dict[str, LaneTotal] = field(default_factory=lambda: {lane: LaneTotal() for lane in LANES})
-    extra_bytes: Counter[str] = field(default_factory=Counter)
-    stored: dict[str, StoredSize] = field(default_factory=dict)
-
-    def raw_bytes(self, parts: Sequence[str] = PARTS) -> int:
-        """fp16 bytes of what could be compressed."""
-        return sum(self.lanes[f"{part}_{lane}"].raw_bytes for part in parts for lane in ("hi", "lo"))
-
-    def simulated_bytes(self, parts: Sequence[str] = PARTS) -> int:
-        """Bytes that the simulated format would take."""
-        lanes = sum(self.lanes[f"{part}_{lane}"].simulated_bytes for part in parts for lane in ("hi", "lo"))
-        return lanes + sum(self.extra_bytes[part] for part in parts)
-
-    def limit_bytes(self, parts: Sequence[str] = PARTS) -> float:
-        """What the order-0 entropy of the byte lanes amounts to."""
-        return sum(self.lanes[f"{part}_{lane}"].limit_bytes for part in parts for lane in ("hi", "lo"))
-
-    def stored_bytes(self, parts: Sequence[str] = PARTS) -> int:
-        """Bytes of frames that were made and decoded."""
-        return sum(self.stored[part].bytes for part in parts if part in self.stored)
-
-
-@dataclass
-class Measurement:
-    """What came out.
-
-    Parameters
-    ----------
-    inputs
-        The directories or files, as absolute paths.
-    options, selection
-        What was asked for and what was found; `selection.skipped` includes what could not be compressed.
-    groups, chunks
-        Groups of dumps, where dumps are grouped; pieces of K and of V, where they are cut.
-    totals, layers
-        Everything, and by layer number.
-    is_stored
-        Whether frames were made too.
-    """
-
-    inputs: list[str]
-    options: MeasureOptions
-    selection: Selection
-    groups: int
-    chunks: int
-    totals: Totals
-    layers: dict[int, Totals]
-    is_stored: bool
+_Results = dict[tuple[int, Part, Half | None], StreamSize | StoredSize]
+"""By unit, part and half."""
 
 
 class _Job(NamedTuple):
     unit: int
-    part: str
-    lane: str | None  # None: frames of both lanes
+    part: Part
+    half: Half | None  # None: frames, which hold both
     cost: int
     memory: int
 
 
 def measure(
     inputs: Sequence[str],
-    selection: Selection,
-    options: MeasureOptions,
+    selection: Selection | None = None,
+    options: MeasureOptions | None = None,
     *,
     real: bool = False,
     threads: int | None = None,
+    out_json: str | None = None,
+    out_md: str | None = None,
+    force: bool = False,
     progress: Progress | None = None,
 ) -> Measurement:
-    """Measure what was selected.
+    """Measure how well KV dumps can be compressed without loss.
 
     Parameters
     ----------
     inputs
-        What the report calls the data.
+        What the documents call the data; without a `selection`, directories of MNN KV dumps.
+    selection
+        What to measure, as `select` and `select_source` give it.
+    options
+        What to measure it with; None for the defaults.
     real
         Also encode frames, decode them and compare.
     threads
         None for all processors.
+    out_json, out_md
+        Files to write the reference's two documents to; directories above them are made. Both appear, or neither.
+    force
+        Replace these where they exist.
     progress
         Called with bytes done, out of those of `work_bytes`; never from two threads at once.
 
@@ -140,32 +77,63 @@ def measure(
     ------
     NothingSelectedError
         When no dump was selected.
+    OptionError
+        When both documents have the same name.
+    OutputError
+        When a document exists, is an input, or cannot be written.
     KvmnnError
         If a frame does not decode to what it was made of, which would be a defect of kvmnn or of the machine.
     """
+    options = options or MeasureOptions()
+    selection = select(inputs, options.scope) if selection is None else selection
     selection.require_entries()
-    units = units_of(selection, options)
-    jobs = _jobs(units, options, real)
-    results, broken = _run(jobs, units, options, resolve_threads(threads), progress)
-    return _sum_up(list(inputs), options, selection, units, results, broken, real)
+    with ExitStack() as stack:
+        outputs = _open_documents(stack, out_json, out_md, force, [*inputs, *selection.files()])
+        units = units_of(selection, options)
+        jobs = _jobs(units, options, real)
+        results, broken = _run(jobs, units, options, resolve_threads(threads), progress)
+        measured = _sum_up(list(inputs), options, selection, units, results, broken, real)
+        for output, make in outputs:
+            output.file.write(make(measured).encode())
+        for output, _ in outputs:
+            output.commit()
+    return measured
 
 
 def work_bytes(selection: Selection, options: MeasureOptions, real: bool) -> int:
     """The bytes that `progress` will have heard of in the end, unless files turn out to be unreadable."""
-    return sum((2 + 2 * real) * unit.raw_bytes for unit in units_of(selection, options) if unit.is_whole())
+    return sum((2 + 2 * real) * unit.raw_bytes for unit in units_of(selection, options) if unit.is_complete())
+
+
+def _open_documents(
+    stack: ExitStack, out_json: str | None, out_md: str | None, force: bool, protect: list[str]
+) -> list[tuple[FileOutput, Callable[[Measurement], str]]]:
+    """The outputs, opened before anything is measured, each with what makes its text."""
+    wanted = [(Path(path), make) for path, make in ((out_json, to_json), (out_md, to_markdown)) if path]
+    for path, _ in wanted:
+        if os.path.lexists(path) and not force:
+            raise OutputError(f"{path}: exists already (--overwrite replaces it)")
+    if len({os.path.realpath(path) for path, _ in wanted}) < len(wanted):
+        raise OptionError(f"{out_json} and {out_md} name the same file")
+    outputs: list[tuple[FileOutput, Callable[[Measurement], str]]] = []
+    for path, make in wanted:
+        with failures(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        outputs.append((stack.enter_context(FileOutput(path, force=force, protect=protect)), make))
+    return outputs
 
 
 def _jobs(units: list[Unit], options: MeasureOptions, real: bool) -> list[_Job]:
     """The largest first, so that no thread is left with one at the end."""
     found = []
     for index, unit in enumerate(units):
-        if not unit.is_whole():
+        if not unit.is_complete():
             continue
         memory = memory_needed(unit, options)
         for part in PARTS:
-            for lane in ("hi", "lo"):
-                cost = unit.raw_bytes * len(options.predictors.of(f"{part}_{lane}"))
-                found.append(_Job(index, part, lane, cost, memory))
+            for half in HALVES:
+                cost = unit.raw_bytes * len(options.predictors.of(lane_of(part, half)))
+                found.append(_Job(index, part, half, cost, memory))
             if real:
                 found.append(_Job(index, part, None, 3 * unit.raw_bytes, 3 * unit.piece_bytes))
     return sorted(found, key=lambda job: -job.cost)
@@ -173,23 +141,23 @@ def _jobs(units: list[Unit], options: MeasureOptions, real: bool) -> list[_Job]:
 
 def _run(
     jobs: list[_Job], units: list[Unit], options: MeasureOptions, threads: int, progress: Progress | None
-) -> tuple[dict[tuple[int, str, str | None], StreamSize | StoredSize], set[int]]:
+) -> tuple[_Results, set[int]]:
     """The results by unit, part and lane, and the units whose files could not be read."""
-    meters, budget = Meters(MEMORY // threads), Budget(MEMORY)
+    meters, budget = Meters(MEMORY // threads), MemoryBudget(MEMORY)
     tell = _one_at_a_time(progress)
 
     def work(job: _Job) -> StreamSize | StoredSize | None:
         unit = units[job.unit]
         with budget.holding(job.memory):
             try:
-                if job.lane is None:
+                if job.half is None:
                     return stored_size(unit, job.part, tell)
-                return stream_size(unit, job.part, job.lane, options, meters, tell)
+                return stream_size(unit, job.part, job.half, options, meters, tell)
             except (SourceError, OSError):
                 return None
 
     made = map_pulled(work, jobs, threads)
-    results = {(job.unit, job.part, job.lane): size for job, size in zip(jobs, made, strict=True) if size is not None}
+    results = {(job.unit, job.part, job.half): size for job, size in zip(jobs, made, strict=True) if size is not None}
     broken = {job.unit for job, size in zip(jobs, made, strict=True) if size is None}
     return results, broken
 
@@ -199,24 +167,24 @@ def _sum_up(
     options: MeasureOptions,
     selection: Selection,
     units: list[Unit],
-    results: dict[tuple[int, str, str | None], StreamSize | StoredSize],
+    results: _Results,
     broken: set[int],
     real: bool,
 ) -> Measurement:
     layers: dict[int, Totals] = {}
     totals, chunks = Totals(), 0
     for index, unit in enumerate(units):
-        if index in broken or not unit.is_whole():
+        if index in broken or not unit.is_complete():
             selection.skipped[COMPRESSION_FAILED] += 1
             continue
         chunks += 2 * unit.piece_count()
         for total in (totals, layers.setdefault(unit.layer, Totals())):
             for part in PARTS:
                 total.extra_bytes[part] += unit.extra_bytes
-                for lane in ("hi", "lo"):
-                    size = results[index, part, lane]
+                for half in HALVES:
+                    size = results[index, part, half]
                     if isinstance(size, StreamSize):
-                        total.lanes[f"{part}_{lane}"].add(size)
+                        total.lanes[lane_of(part, half)].add(size)
                 stored = results.get((index, part, None))
                 if isinstance(stored, StoredSize):
                     total.stored[part] = total.stored.get(part, StoredSize(0, 0)) + stored
@@ -232,7 +200,7 @@ def _sum_up(
     )
 
 
-def _one_at_a_time(progress: Progress | None) -> Callable[[int], object] | None:
+def _one_at_a_time(progress: Progress | None) -> Progress | None:
     if progress is None:
         return None
     lock = threading.Lock()

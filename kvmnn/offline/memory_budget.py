@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class Budget:
-    """So many bytes, shared by any number of threads; what alone takes more waits until it is alone."""
+class MemoryBudget:
+    """Bytes shared by any number of threads; a worker that needs more than all of them waits until it is alone."""
 
     def __init__(self, nbytes: int) -> None:
         self._limit = nbytes
@@ -17,7 +17,7 @@ class Budget:
 
     @contextmanager
     def holding(self, nbytes: int) -> Iterator[None]:
-        """Wait until `nbytes` are to be had, and hold them inside the ``with`` block."""
+        """Wait until `nbytes` are free, and hold them inside the ``with`` block."""
         with self._changed:
             self._changed.wait_for(lambda: self._used == 0 or self._used + nbytes <= self._limit)
             self._used += nbytes

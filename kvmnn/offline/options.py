@@ -1,11 +1,16 @@
-"""The options of the offline evaluation, with the names, defaults and refusals of the seeds' own tool."""
+"""The options of the offline evaluation, with the names, defaults and refusals of the reference's tool.
+
+The reference is the offline evaluation in the H2O work on MNN (docs/offline.md).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
-from ..errors import KvmnnError
+from ..dtypes import Part
+from ..errors import KvmnnError, OptionError
 from .predictors import NAMES, parse_list
 
 STAGES = ("prefill", "decode", "both")
@@ -15,12 +20,18 @@ CODEC_MODES = ("legacy", "adaptive_v22")
 MAX_LEVEL = 22
 """The highest compression level of libzstd."""
 
+Half = Literal["hi", "lo"]
+"""The high or the low bytes of 16-bit words."""
+HALVES: tuple[Half, Half] = ("hi", "lo")
+
+LETTERS: dict[Part, str] = {"key": "k", "value": "v"}
+"""What options, documents and columns call K and V."""
+
+LANES = ("k_hi", "k_lo", "v_hi", "v_lo")
+"""The byte lanes, as options and documents call them."""
+
 K_PREDICTORS = NAMES
 V_PREDICTORS = ("raw", "delta_seq", "xor_seq")
-
-
-class OptionError(KvmnnError):
-    """An option with a value that makes no sense, alone or with the others."""
 
 
 class ArgumentsError(OptionError):
@@ -79,7 +90,7 @@ class Scope:
         return layer in self.layer_ids
 
     def takes_length(self, tokens: int) -> bool:
-        """Whether a dump of so many tokens is neither too short nor too long."""
+        """Whether a dump of `tokens` tokens is neither too short nor too long."""
         if self.min_seq_len > 0 and tokens < self.min_seq_len:
             return False
         return not (self.max_seq_len > 0 and tokens > self.max_seq_len)
@@ -102,9 +113,6 @@ class Predictors:
     def checked(self) -> Predictors:
         """The same without repetitions; `OptionError` for unknown names and empty lists."""
         return Predictors(**{lane: _named(f"--{lane.replace('_', '-')}-predictors", self.of(lane)) for lane in LANES})
-
-
-LANES = ("k_hi", "k_lo", "v_hi", "v_lo")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +148,7 @@ class MeasureOptions:
     Raises
     ------
     OptionError
-        With the message of the seeds' tool, for the first option that it would refuse.
+        With the message of the reference's tool, for the first option that it would refuse.
     """
 
     scope: Scope = field(default_factory=Scope)
@@ -178,6 +186,11 @@ class MeasureOptions:
     def is_chunked(self) -> bool:
         """Whether dumps are cut into pieces."""
         return self.entry_mode in ("chunked", "chunked_grouped")
+
+
+def lane_of(part: Part, half: Half) -> str:
+    """The name of a byte lane, one of `LANES`."""
+    return f"{LETTERS[part]}_{half}"
 
 
 def _named(flag: str, names: Sequence[str]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Which dumps are measured: a walk over ``meta_*.json`` files, with the seeds' filters and reasons to skip."""
+"""Which dumps are measured: a walk over ``meta_*.json`` files, with the reference's filters and reasons to skip."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 from ..arrays import layers
 from ..arrays.source import Source
+from ..dtypes import Part
 from ..errors import SourceError
 from ..formats import find_packed
 from ..formats.opening import is_frames
@@ -33,7 +34,7 @@ class Entry:
         As its metadata says.
     run_id
         Empty where there is none.
-    k, v
+    keys, values
         Its tensors.
     """
 
@@ -44,12 +45,16 @@ class Entry:
     head_dim: int
     stage: str
     run_id: str
-    k: Tensor
-    v: Tensor
+    keys: Tensor
+    values: Tensor
 
-    def is_whole(self) -> bool:
+    def tensor(self, part: Part) -> Tensor:
+        """K or V."""
+        return self.keys if part == "key" else self.values
+
+    def is_complete(self) -> bool:
         """Whether both tensors have the bytes that the metadata says."""
-        return self.k.is_whole() and self.v.is_whole()
+        return self.keys.is_complete() and self.values.is_complete()
 
 
 @dataclass
@@ -80,6 +85,11 @@ class Selection:
         """Raise `NothingSelectedError` if there are none."""
         if not self.entries:
             raise NothingSelectedError("No entries selected after filtering. Check --dump-dir/--stage/--scope options.")
+
+    def files(self) -> list[str]:
+        """The binary files of all entries that are dumps."""
+        tensors = (tensor for entry in self.entries for tensor in (entry.keys, entry.values))
+        return [str(tensor.path) for tensor in tensors if isinstance(tensor, FileTensor)]
 
     def add(self, entry: Entry, dump: str, *, converted: bool) -> None:
         """Take one more."""
@@ -160,7 +170,7 @@ def select_source(found: Selection, source: Source, scope: Scope, label: str) ->
 
 
 def _add(found: Selection, meta: Path, scope: Scope) -> None:
-    """One metadata file, checked in the seeds' order; filters are silent, `_SkipError` carries reasons."""
+    """One metadata file, checked in the reference's order; filters are silent, `_SkipError` carries reasons."""
     fields = _load(meta)
     stage = str(fields.get("stage", "unknown"))
     if scope.stage not in ("both", stage):
@@ -177,10 +187,10 @@ def _add(found: Selection, meta: Path, scope: Scope) -> None:
         raise _SkipError(f"unsupported_bytes_per_elem_{width}")
     if width == 4 and scope.strict_fp16:
         raise _SkipError("skip_fp32_strict")
-    k, v = (FileTensor(path, (tokens, heads, dims), width, size) for path, size in files)
+    keys, values = (FileTensor(path, (tokens, heads, dims), width, size) for path, size in files)
     run_id = fields.get("run_id")
     run_id = run_id if isinstance(run_id, str) else ""
-    entry = Entry(layer, seq_start, tokens, heads, dims, stage, run_id, k, v)
+    entry = Entry(layer, seq_start, tokens, heads, dims, stage, run_id, keys, values)
     found.add(entry, run_id or str(meta.parent), converted=width == 4)
 
 
@@ -197,7 +207,7 @@ def _load(meta: Path) -> dict[str, Any]:
 
 
 def _numbers(fields: dict[str, Any]) -> tuple[int, int, int, int, int, int]:
-    """layer_id, seq_start, seq_len, kv_heads, head_dim, bytes_per_elem: whatever `int` takes, as the seeds' tool."""
+    """layer_id, seq_start, seq_len, kv_heads, head_dim, bytes_per_elem: whatever `int` takes, as in the reference."""
     try:
         return (
             int(fields.get("layer_id", -1)),

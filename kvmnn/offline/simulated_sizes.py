@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..dtypes import Part
 from ..threads.pipeline import Progress
 from . import _sizes
-from .options import MeasureOptions
+from .options import Half, MeasureOptions, lane_of
 from .predictors import NAMES
 from .token_runs import RowReader
 from .units import Unit
@@ -16,7 +17,7 @@ HEADER_BYTES = 8
 
 HI, LO = 1, 0
 _MIN_LEVEL = -(1 << 17)
-_LEGACY = {"hi": ("delta_seq",), "lo": ("raw",)}
+_LEGACY: dict[Half, tuple[str, ...]] = {"hi": ("delta_seq",), "lo": ("raw",)}
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,9 @@ class Meters:
 
 
 def stream_size(
-    unit: Unit, part: str, lane: str, options: MeasureOptions, meters: Meters, progress: Progress | None = None
+    unit: Unit, part: Part, half: Half, options: MeasureOptions, meters: Meters, progress: Progress | None = None
 ) -> StreamSize:
-    """The simulated size of lane ``"hi"`` or ``"lo"`` of part ``"k"`` or ``"v"``.
+    """The simulated size of one byte lane of K or V.
 
     Raises
     ------
@@ -80,11 +81,11 @@ def stream_size(
     """
     heads, dims = unit.geometry
     adaptive = options.codec_mode == "adaptive_v22"
-    names = options.predictors.of(f"{part}_{lane}") if adaptive else _LEGACY[lane]
+    names = options.predictors.of(lane_of(part, half)) if adaptive else _LEGACY[half]
     block = min(options.adaptive_block_seq, unit.piece_tokens) if adaptive else unit.piece_tokens
     meter = meters.take()
     meter.setup(
-        HI if lane == "hi" else LO,
+        HI if half == "hi" else LO,
         heads,
         dims,
         block,

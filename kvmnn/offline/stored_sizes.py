@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
+from ..dtypes import Part
 from ..errors import KvmnnError
 from ..frames import encode, matches
+from ..threads.pipeline import Progress
 from .token_runs import RowReader
 from .units import Unit
 
 FRAME_BYTES = 64 << 20
-"""Raw bytes of a frame at most; longer pieces take several."""
+"""Raw bytes of a frame, at most; longer pieces take several."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class StoredSize:
     Parameters
     ----------
     bytes, frames
-        Their length together, and how many there are.
+        Their total length, and how many there are.
     """
 
     bytes: int
@@ -31,8 +32,8 @@ class StoredSize:
         return StoredSize(self.bytes + other.bytes, self.frames + other.frames)
 
 
-def stored_size(unit: Unit, part: str, progress: Callable[[int], object] | None = None) -> StoredSize:
-    """Encode every piece of ``"k"`` or ``"v"`` of `unit`, decode it again and count its bytes.
+def stored_size(unit: Unit, part: Part, progress: Progress | None = None) -> StoredSize:
+    """Encode every piece of K or V of `unit`, decode it again and count its bytes.
 
     Raises
     ------
@@ -42,12 +43,12 @@ def stored_size(unit: Unit, part: str, progress: Callable[[int], object] | None 
         When a file cannot be read.
     """
     heads, dims = unit.geometry
-    most = max(1, FRAME_BYTES // (2 * heads * dims))
+    step = max(1, FRAME_BYTES // (2 * heads * dims))
     reader = RowReader(unit.tensors(part))
     found = StoredSize(0, 0)
     for piece in unit.pieces():
-        for start in range(0, piece, most):
-            words = reader.take_whole(min(most, piece - start))
+        for start in range(0, piece, step):
+            words = reader.take_run(min(step, piece - start))
             made = encode(words, dtype="fp16", threads=1)
             if not matches(made, words, dtype="fp16", threads=1):
                 raise KvmnnError("a frame did not decode to its own input (please report this)")

@@ -1,4 +1,4 @@
-"""Tokens in a row: tensors ``[token, kv_head, head_dim]`` of 16-bit words, read in runs of whole tokens.
+"""Tokens in a row: tensors ``[token, kv_head, head_dim]`` of 16-bit words, read in runs of complete tokens.
 
 What lies in files is mapped or read only while it is used; fp32 words are rounded to fp16 on the way.
 """
@@ -27,13 +27,13 @@ class Tensor(Protocol):
 
     @property
     def tokens(self) -> int:
-        """Tokens that it is said to have."""
+        """Tokens by its metadata."""
 
     @property
     def token_bytes(self) -> int:
         """Bytes of a token's 16-bit words."""
 
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether there are as many bytes as the tokens take."""
 
     def runs(self, tokens: int) -> Iterator[Piece]:
@@ -63,7 +63,7 @@ class FileTensor:
         self.tokens, heads, dims = shape
         self.token_bytes = 2 * heads * dims
 
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         return self.found == self.tokens * self.token_bytes // 2 * self.width
 
     def runs(self, tokens: int) -> Iterator[Piece]:
@@ -98,8 +98,8 @@ class FileTensor:
 class ArrayTensor:
     """K or V of a layer of any source; bf16 words stay as they are.
 
-    An array with the heads first is put in order run by run, and has to be whole for that: as a view where its file is
-    mapped, else in memory.
+    An array with the heads first is put in order run by run, which takes all of it: as a view where its file is mapped,
+    else in memory.
     """
 
     def __init__(self, array: LayerArray) -> None:
@@ -107,7 +107,7 @@ class ArrayTensor:
         heads, self.tokens, dims = array.geometry
         self.token_bytes = 2 * heads * dims
 
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         return True
 
     def runs(self, tokens: int) -> Iterator[Piece]:
@@ -159,7 +159,7 @@ class RowReader:
             left -= run.size
             yield run
 
-    def take_whole(self, tokens: int) -> Piece:
-        """The next `tokens` tokens in one run, copied where they do not lie so."""
+    def take_run(self, tokens: int) -> Piece:
+        """The next `tokens` tokens in one run, copied where they lie in several."""
         runs = list(self.take(tokens))
         return runs[0] if len(runs) == 1 else np.concatenate(runs)

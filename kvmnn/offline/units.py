@@ -1,15 +1,15 @@
-"""What is compressed as one: dumps alone, or those of a run and layer together, whole or in pieces."""
+"""What is compressed as one: dumps alone, or those of a run and layer together, in one piece or several."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ..dtypes import Part
 from .options import MeasureOptions
 from .selection import Entry, Selection
 from .token_runs import Tensor
 
-PARTS = ("k", "v")
 _NO_RUN = "__no_run_id__"
 
 
@@ -24,7 +24,7 @@ class Unit:
     piece_tokens
         Tokens of a piece, the last one shorter.
     extra_bytes
-        What the format itself takes for K, and again for V: framing of pieces, or a table of the dumps.
+        Bytes of the format itself for K, and as many for V: framing of pieces, or a table of the dumps.
     """
 
     entries: tuple[Entry, ...]
@@ -65,16 +65,16 @@ class Unit:
             yield min(self.piece_tokens, tokens - start)
 
     def piece_count(self) -> int:
-        """How many pieces there are of K, and again of V."""
+        """How many pieces there are of K; V has as many."""
         return -(-self.tokens // self.piece_tokens)
 
-    def tensors(self, part: str) -> list[Tensor]:
-        """The tensors of ``"k"`` or ``"v"``."""
-        return [entry.k if part == "k" else entry.v for entry in self.entries]
+    def tensors(self, part: Part) -> list[Tensor]:
+        """K or V of its dumps."""
+        return [entry.tensor(part) for entry in self.entries]
 
-    def is_whole(self) -> bool:
-        """Whether no binary file is short or long."""
-        return all(entry.is_whole() for entry in self.entries)
+    def is_complete(self) -> bool:
+        """Whether every binary file has the bytes that its metadata says."""
+        return all(entry.is_complete() for entry in self.entries)
 
 
 def units_of(selection: Selection, options: MeasureOptions) -> list[Unit]:

@@ -69,7 +69,7 @@ def check(metrics: Metrics, array: np.ndarray) -> None:
 
 def test_metrics_of_dumps_and_heads(dumps):
     found = analyse(select([dumps], ALL_LAYERS))
-    arrays = {("run", "k"): K, ("run", "v"): V, ("wide", "k"): WIDE, ("wide", "v"): WIDE}
+    arrays = {("run", "key"): K, ("run", "value"): V, ("wide", "key"): WIDE, ("wide", "value"): WIDE}
     assert [(row.entry.run_id, row.part) for row in found.layers] == list(arrays)
     for row in found.layers:
         check(row.metrics, arrays[row.entry.run_id, row.part])
@@ -89,7 +89,7 @@ def test_what_changed_counts_as_failed(dumps):
 def test_averages_leave_zeros_out_except_of_plain_zstd(dumps):
     entry = select([dumps], ALL_LAYERS).entries[0]
     rows = [
-        Row(entry, "k", None, raw, Metrics(zstd_ratio=r, gear_ratio=r))
+        Row(entry, "key", None, raw, Metrics(zstd_ratio=r, gear_ratio=r))
         for raw, r in ((100, 2.0), (300, 0.0), (100, 4.0))
     ]
     assert averages(rows, "zstd_ratio") == pytest.approx((2.0, 200 / 75))

@@ -55,7 +55,7 @@ def test_every_fault_has_its_reason(tmp_path, fields, reason):
 def test_numbers_are_whatever_int_takes(tmp_path, fields):
     write_dump(tmp_path, 0, 0, K, V, **fields)
     found = select([tmp_path], Scope())
-    assert [(entry.tokens, entry.kv_heads, entry.head_dim, entry.is_whole()) for entry in found.entries] == [
+    assert [(entry.tokens, entry.kv_heads, entry.head_dim, entry.is_complete()) for entry in found.entries] == [
         (4, 2, 8, True)
     ]
 
@@ -178,7 +178,7 @@ def test_fp32_is_rounded_or_left_out(tmp_path):
     wide[0, 0, :3] = [1e6, np.nan, -np.inf]
     write_dump(tmp_path, 0, 0, wide, wide)
     entry = select([tmp_path], Scope()).entries[0]
-    run = next(entry.k.runs(100))
+    run = next(entry.keys.runs(100))
     with np.errstate(over="ignore"):
         assert run.tobytes() == wide.astype("<f2").tobytes()
     assert skipped(tmp_path, strict_fp16=True) == {"skip_fp32_strict": 1}

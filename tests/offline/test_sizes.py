@@ -24,7 +24,7 @@ from kvmnn.offline import (
     select,
     to_document,
 )
-from kvmnn.offline.memory_budget import Budget
+from kvmnn.offline.memory_budget import MemoryBudget
 
 SHAPES = st.tuples(st.integers(1, 9), st.integers(1, 5), st.integers(1, 70))
 
@@ -249,9 +249,9 @@ def test_frames_that_exist_are_counted(dumps):
     options = MeasureOptions(scope=Scope(front_n=1))
     found = measure(["x"], select([dumps], options.scope), options, real=True)
     mine = [array for layer, _, k, _, _, _ in DUMPS if layer == 0 for array in (k,)]
-    assert found.totals.stored["k"].bytes == sum(len(kvmnn.encode(array)) for array in mine)
-    assert found.totals.stored["k"].frames == 3
-    assert found.totals.stored_bytes() > found.totals.stored["k"].bytes
+    assert found.totals.stored["key"].bytes == sum(len(kvmnn.encode(array)) for array in mine)
+    assert found.totals.stored["key"].frames == 3
+    assert found.totals.stored_bytes() > found.totals.stored["key"].bytes
 
 
 def test_a_frame_that_does_not_decode_is_never_counted(dumps, monkeypatch):
@@ -264,7 +264,7 @@ def test_a_frame_that_does_not_decode_is_never_counted(dumps, monkeypatch):
 def test_a_budget_lets_one_through_that_is_too_large_and_no_other_beside_it():
     import threading
 
-    budget, order = Budget(10), []
+    budget, order = MemoryBudget(10), []
     inside, go_on = threading.Event(), threading.Event()
 
     def first() -> None:
@@ -298,7 +298,7 @@ REFUSED = [
     (lambda: MeasureOptions(predictors=Predictors(v_lo=("delta",))), "--v-lo-predictors: invalid predictor `delta`"),
     (lambda: MeasureOptions(predictors=Predictors(k_hi=())), "--k-hi-predictors: predictor list is empty"),
     (lambda: MeasureOptions(scope=Scope(scope="layer_ids")), "--layer-ids must be non-empty when scope=layer_ids."),
-    # of two faults, the one that the seeds' tool names
+    # of two faults, the one that the reference's tool names
     (
         lambda: MeasureOptions(adaptive_block_seq=0, predictors=Predictors(k_hi=()), scope=Scope(scope="layer_ids")),
         "--adaptive-block-seq must be > 0.",

@@ -1,33 +1,79 @@
-"""The two documents of the seeds' tool, key for key and line for line, and kvmnn's own, which says more."""
+"""What a measurement gives: the two documents of the reference's tool, key for key and line for line, and more."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from .measuring import LaneTotal, Measurement, Totals
-from .options import LANES
-from .units import PARTS
+from ..dtypes import PARTS
+from ..text import LOSSLESS, LOSSY, ratio
+from .breakdown import Breakdown
+from .options import LANES, LETTERS, MeasureOptions
+from .selection import Selection
+from .totals import Totals
 
 SCHEMA_VERSION = 3
 CODEC = "fp16_gear_predictive_zstd"
-SIMULATED = "simulated: zstd frames were made and their lengths added up; no such file exists"
-STORED = "STORED: frames as MNN makes them were encoded, decoded and compared: LOSSLESS for the 16-bit words measured"
-LIMIT = "order-0 entropy of the byte lanes as they are; what uses neighbours (predictors, matches) can go below"
 
 
-def ratio(raw_bytes: float, compressed_bytes: float) -> float:
-    """Raw over compressed bytes; 0 where there are none."""
-    return raw_bytes / compressed_bytes if compressed_bytes > 0 else 0.0
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What came out.
+
+    Parameters
+    ----------
+    inputs
+        The directories or files, as the documents call them.
+    options, selection
+        What was asked for and what was found; `selection.skipped` includes what could not be compressed.
+    groups, chunks
+        Groups of dumps, where dumps are grouped; pieces of K and of V, where they are cut.
+    totals, layers
+        Everything, and by layer number.
+    is_stored
+        Whether frames were made too.
+    """
+
+    inputs: list[str]
+    options: MeasureOptions
+    selection: Selection
+    groups: int
+    chunks: int
+    totals: Totals
+    layers: dict[int, Totals]
+    is_stored: bool
+
+    @property
+    def label(self) -> str:
+        """``"LOSSY"`` if fp32 words were rounded before anything was measured, else ``"LOSSLESS"``."""
+        return LOSSY if self.selection.converted else LOSSLESS
+
+    @property
+    def breakdown(self) -> Breakdown:
+        """Sizes by layer, part and byte lane."""
+        return Breakdown(
+            overall=self.totals, layers=self.layers, has_limits=self.options.limits, is_stored=self.is_stored
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {"label": self.label, "evaluation": to_document(self), "breakdown": self.breakdown.to_dict()}
+
+    def __str__(self) -> str:
+        lines = [str(self.breakdown)]
+        if converted := self.selection.converted:
+            lines.append(f"{LOSSY}: {converted:,} fp32 entries were rounded to fp16 before anything else")
+        lines += [f"skipped: {number:,} {name}" for name, number in sorted(self.selection.skipped.items())]
+        return "\n".join(lines)
 
 
 def to_document(measured: Measurement) -> dict[str, Any]:
-    """The seeds' JSON document (`SCHEMA_VERSION`); ``dump_dir`` is a list where there are several inputs."""
+    """The JSON document of the reference's tool (`SCHEMA_VERSION`); with several inputs ``dump_dir`` is a list."""
     options, selection, totals = measured.options, measured.selection, measured.totals
     scope = options.scope
-    raw = {part: totals.raw_bytes([part]) for part in PARTS}
-    compressed = {part: totals.simulated_bytes([part]) for part in PARTS}
+    raw = {LETTERS[part]: totals.raw_bytes([part]) for part in PARTS}
+    compressed = {LETTERS[part]: totals.simulated_bytes([part]) for part in PARTS}
     overall = ratio(sum(raw.values()), sum(compressed.values()))
     return {
         "schema_version": SCHEMA_VERSION,
@@ -57,8 +103,8 @@ def to_document(measured: Measurement) -> dict[str, Any]:
         "k_compressed_bytes": compressed["k"],
         "v_raw_bytes": raw["v"],
         "v_compressed_bytes": compressed["v"],
-        "k_chunk_meta_bytes": totals.extra_bytes["k"],
-        "v_chunk_meta_bytes": totals.extra_bytes["v"],
+        "k_chunk_meta_bytes": totals.extra_bytes["key"],
+        "v_chunk_meta_bytes": totals.extra_bytes["value"],
         "raw_bytes": sum(raw.values()),
         "compressed_bytes": sum(compressed.values()),
         "k_lossless_ratio": ratio(raw["k"], compressed["k"]),
@@ -79,7 +125,7 @@ def to_json(measured: Measurement) -> str:
 
 
 def to_markdown(measured: Measurement) -> str:
-    """The seeds' summary in Markdown."""
+    """The Markdown summary of the reference's tool."""
     made = to_document(measured)
     inputs = "`, `".join(measured.inputs)
     lines = [
@@ -134,83 +180,3 @@ def to_markdown(measured: Measurement) -> str:
         lines.append("- Skip reasons:")
         lines += [f"  - {name}: {count}" for name, count in sorted(made["skip_reasons"].items())]
     return "\n".join(lines) + "\n"
-
-
-# -- what kvmnn adds -------------------------------------------------------------------------------------------------
-
-
-def to_breakdown(measured: Measurement) -> dict[str, Any]:
-    """Sizes by layer, part and byte lane, each with its entropy limit, and which numbers are simulated or stored."""
-    meaning = {"simulated": SIMULATED}
-    if measured.options.limits:
-        meaning["limit"] = LIMIT
-    if measured.is_stored:
-        meaning["stored"] = STORED
-    return {
-        "meaning": meaning,
-        "overall": _totals(measured.totals, measured),
-        "layers": {str(layer): _totals(totals, measured) for layer, totals in measured.layers.items()},
-    }
-
-
-def _totals(totals: Totals, measured: Measurement) -> dict[str, Any]:
-    parts = {part: _part(totals, part, measured) for part in PARTS}
-    return {**_sizes(totals, PARTS, measured), **parts}
-
-
-def _part(totals: Totals, part: str, measured: Measurement) -> dict[str, Any]:
-    lanes = {lane: _lane(totals.lanes[f"{part}_{lane}"], measured) for lane in ("hi", "lo")}
-    return {**_sizes(totals, [part], measured), "framing_bytes": totals.extra_bytes[part], "lanes": lanes}
-
-
-def _sizes(totals: Totals, parts: Sequence[str], measured: Measurement) -> dict[str, Any]:
-    raw = totals.raw_bytes(parts)
-    found = _size(raw, totals.simulated_bytes(parts), totals.limit_bytes(parts), measured)
-    if measured.is_stored:
-        stored = totals.stored_bytes(parts)
-        frames = sum(totals.stored[part].frames for part in parts if part in totals.stored)
-        found |= {"stored_bytes": stored, "stored_ratio": ratio(raw, stored), "stored_frames": frames, "verified": True}
-    return found
-
-
-def _lane(lane: LaneTotal, measured: Measurement) -> dict[str, Any]:
-    return {**_size(lane.raw_bytes, lane.simulated_bytes, lane.limit_bytes, measured), "modes": dict(lane.modes)}
-
-
-def _size(raw: int, simulated: int, limit: float, measured: Measurement) -> dict[str, Any]:
-    found = {"raw_bytes": raw, "simulated_bytes": simulated, "simulated_ratio": ratio(raw, simulated)}
-    if not measured.options.limits:
-        return found
-    return {**found, "limit_bytes": limit, "limit_ratio": raw / limit if limit > 0 else None}
-
-
-def to_table(measured: Measurement) -> str:
-    """The breakdown for people."""
-    header = f"{'':<12} {'raw bytes':>15} {'simulated':>15} {'ratio':>8}"
-    header += f" {'order-0 limit':>13}" if measured.options.limits else ""
-    header += f" {'STORED':>15} {'ratio':>8}" if measured.is_stored else ""
-    lines = [header]
-    for label, totals in [*((f"layer {n}", t) for n, t in measured.layers.items()), ("all", measured.totals)]:
-        whole = _totals(totals, measured)
-        lines.append(_line(label, whole))
-        for part in PARTS:
-            lines.append(_line(f"  {part.upper()}", whole[part]))
-            lines += [_line(f"    {lane}", whole[part]["lanes"][lane]) for lane in ("hi", "lo")]
-    lines += ["", SIMULATED]
-    if measured.options.limits:
-        lines.append(f"limit: {LIMIT}")
-    if measured.is_stored:
-        lines.append(STORED)
-    if measured.selection.converted:
-        lines.append(f"LOSSY: {measured.selection.converted:,} fp32 entries were rounded to fp16 before anything else")
-    return "\n".join(lines)
-
-
-def _line(label: str, size: dict[str, Any]) -> str:
-    line = f"{label:<12} {size['raw_bytes']:>15,} {size['simulated_bytes']:>15,} {size['simulated_ratio']:>8.4f}"
-    if "limit_ratio" in size:
-        limit = size["limit_ratio"]
-        line += f" {'none' if limit is None else f'{limit:.4f}':>13}"
-    if "stored_bytes" in size:
-        line += f" {size['stored_bytes']:>15,} {size['stored_ratio']:>8.4f}"
-    return line

@@ -1,0 +1,131 @@
+"""Sizes by layer, part and byte lane, each with its entropy limit, and which numbers are simulated or stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..dtypes import PARTS, Part
+from ..text import ratio
+from .options import HALVES, LETTERS, lane_of
+from .stored_sizes import StoredSize
+from .totals import LaneTotal, Totals
+
+SIMULATED = "simulated: zstd frames were made and their lengths added up; no such file exists"
+STORED = "STORED: frames as MNN makes them were encoded, decoded and compared: LOSSLESS for the 16-bit words measured"
+LIMIT = "order-0 entropy of the byte lanes as they are; what uses neighbours (predictors, matches) can go below"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The sizes of a layer, a part or a lane; None where limits were not computed or no frames were made."""
+
+    raw_bytes: int
+    simulated_bytes: int
+    limit_bytes: float | None = None
+    stored: StoredSize | None = None
+
+    @property
+    def limit_ratio(self) -> float | None:
+        """Raw bytes over the limit; None without a limit above 0."""
+        return self.raw_bytes / self.limit_bytes if self.limit_bytes else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        found: dict[str, Any] = {
+            "raw_bytes": self.raw_bytes,
+            "simulated_bytes": self.simulated_bytes,
+            "simulated_ratio": ratio(self.raw_bytes, self.simulated_bytes),
+        }
+        if self.limit_bytes is not None:
+            found |= {"limit_bytes": self.limit_bytes, "limit_ratio": self.limit_ratio}
+        if self.stored is not None:
+            found |= {
+                "stored_bytes": self.stored.bytes,
+                "stored_ratio": ratio(self.raw_bytes, self.stored.bytes),
+                "stored_frames": self.stored.frames,
+                "verified": True,
+            }
+        return found
+
+    def line(self, label: str) -> str:
+        """A line of the table."""
+        simulated = ratio(self.raw_bytes, self.simulated_bytes)
+        line = f"{label:<12} {self.raw_bytes:>15,} {self.simulated_bytes:>15,} {simulated:>8.4f}"
+        if self.limit_bytes is not None:
+            line += f" {'none' if self.limit_ratio is None else f'{self.limit_ratio:.4f}':>13}"
+        if self.stored is not None:
+            line += f" {self.stored.bytes:>15,} {ratio(self.raw_bytes, self.stored.bytes):>8.4f}"
+        return line
+
+
+@dataclass(frozen=True, kw_only=True)
+class Breakdown:
+    """All sizes.
+
+    Attributes
+    ----------
+    overall, layers
+        Of everything, and by layer number.
+    has_limits
+        Whether entropy limits were computed.
+    is_stored
+        Whether frames were made too.
+    """
+
+    overall: Totals
+    layers: dict[int, Totals]
+    has_limits: bool
+    is_stored: bool
+
+    def of(self, totals: Totals, parts: Sequence[Part] = PARTS) -> Sizes:
+        """The sizes of a layer, or of one part of it."""
+        return Sizes(
+            raw_bytes=totals.raw_bytes(parts),
+            simulated_bytes=totals.simulated_bytes(parts),
+            limit_bytes=totals.limit_bytes(parts) if self.has_limits else None,
+            stored=StoredSize(totals.stored_bytes(parts), totals.stored_frames(parts)) if self.is_stored else None,
+        )
+
+    def of_lane(self, lane: LaneTotal) -> Sizes:
+        """The sizes of a lane, for which no frames exist."""
+        limit = lane.limit_bytes if self.has_limits else None
+        return Sizes(raw_bytes=lane.raw_bytes, simulated_bytes=lane.simulated_bytes, limit_bytes=limit)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        meaning = {"simulated": SIMULATED}
+        if self.has_limits:
+            meaning["limit"] = LIMIT
+        if self.is_stored:
+            meaning["stored"] = STORED
+        return {
+            "meaning": meaning,
+            "overall": self._document(self.overall),
+            "layers": {str(layer): self._document(totals) for layer, totals in self.layers.items()},
+        }
+
+    def _document(self, totals: Totals) -> dict[str, Any]:
+        return self.of(totals).to_dict() | {LETTERS[part]: self._part(totals, part) for part in PARTS}
+
+    def _part(self, totals: Totals, part: Part) -> dict[str, Any]:
+        lanes = {half: totals.lanes[lane_of(part, half)] for half in HALVES}
+        found = {half: {**self.of_lane(lane).to_dict(), "modes": dict(lane.modes)} for half, lane in lanes.items()}
+        sizes = self.of(totals, [part]).to_dict()
+        return {**sizes, "framing_bytes": totals.extra_bytes[part], "lanes": found}
+
+    def __str__(self) -> str:
+        header = f"{'':<12} {'raw bytes':>15} {'simulated':>15} {'ratio':>8}"
+        header += f" {'order-0 limit':>13}" if self.has_limits else ""
+        header += f" {'STORED':>15} {'ratio':>8}" if self.is_stored else ""
+        lines = [header]
+        for label, totals in [*((f"layer {n}", t) for n, t in self.layers.items()), ("all", self.overall)]:
+            lines.append(self.of(totals).line(label))
+            for part in PARTS:
+                lines.append(self.of(totals, [part]).line(f"  {LETTERS[part].upper()}"))
+                lines += [self.of_lane(totals.lanes[lane_of(part, half)]).line(f"    {half}") for half in HALVES]
+        lines += ["", SIMULATED]
+        if self.has_limits:
+            lines.append(f"limit: {LIMIT}")
+        return "\n".join([*lines, STORED] if self.is_stored else lines)

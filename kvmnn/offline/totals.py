@@ -1,0 +1,73 @@
+"""Sums of sizes: over the streams of a byte lane, over the lanes of a layer, over layers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..dtypes import PARTS, Part
+from .options import HALVES, LANES, lane_of
+from .simulated_sizes import StreamSize
+from .stored_sizes import StoredSize
+
+
+@dataclass
+class LaneTotal:
+    """One byte lane of a layer, or of all layers: sums over its streams."""
+
+    raw_bytes: int = 0
+    simulated_bytes: int = 0
+    limit_bytes: float = 0.0
+    modes: Counter[str] = field(default_factory=Counter)
+
+    def add(self, size: StreamSize) -> None:
+        """Count one stream in."""
+        self.raw_bytes += size.raw_bytes
+        self.simulated_bytes += size.bytes
+        self.limit_bytes += size.limit_bytes
+        for name, count in size.modes.items():
+            self.modes[name] += count
+
+
+@dataclass
+class Totals:
+    """A layer, or all of them.
+
+    Parameters
+    ----------
+    lanes
+        By name: ``"k_hi"``, ``"k_lo"``, ``"v_hi"``, ``"v_lo"``.
+    extra_bytes
+        By part: framing and tables, which belong to the simulated size.
+    stored
+        By part: frames that were made and decoded, where that was asked for.
+    """
+
+    lanes: dict[str, LaneTotal] = field(default_factory=lambda: {lane: LaneTotal() for lane in LANES})
+    extra_bytes: Counter[Part] = field(default_factory=Counter)
+    stored: dict[Part, StoredSize] = field(default_factory=dict)
+
+    def raw_bytes(self, parts: Sequence[Part] = PARTS) -> int:
+        """fp16 bytes of what could be compressed."""
+        return sum(lane.raw_bytes for lane in self.of(parts))
+
+    def simulated_bytes(self, parts: Sequence[Part] = PARTS) -> int:
+        """Bytes that the simulated format would take."""
+        return sum(lane.simulated_bytes for lane in self.of(parts)) + sum(self.extra_bytes[part] for part in parts)
+
+    def limit_bytes(self, parts: Sequence[Part] = PARTS) -> float:
+        """What the order-0 entropy of the byte lanes amounts to."""
+        return sum(lane.limit_bytes for lane in self.of(parts))
+
+    def stored_bytes(self, parts: Sequence[Part] = PARTS) -> int:
+        """Bytes of frames that were made and decoded."""
+        return sum(self.stored[part].bytes for part in parts if part in self.stored)
+
+    def stored_frames(self, parts: Sequence[Part] = PARTS) -> int:
+        """How many these frames are."""
+        return sum(self.stored[part].frames for part in parts if part in self.stored)
+
+    def of(self, parts: Sequence[Part]) -> list[LaneTotal]:
+        """The lanes of `parts`."""
+        return [self.lanes[lane_of(part, half)] for part in parts for half in HALVES]

@@ -10,10 +10,11 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from ..dtypes import Floats
+from ..dtypes import Floats, KVPair
 from ..errors import KvmnnError
 from ..policies.base import Policy
-from .cache.kv_store import KVStore, Pair, PlainStore
+from ..policies.full import Full
+from .cache.kv_store import KVStore, PlainStore
 from .cache.model_cache import ModelCache
 from .cache.packed_store import PackedStore
 from .graph.decoder import Step
@@ -49,7 +50,7 @@ class Runner:
     session
         The model, opened with ``attentions=True`` where the policy scores tokens by them.
     policy
-        Which tokens stay; None for the full cache.
+        Which tokens stay; without one all of them (`kvmnn.policies.Full`).
     slack
         Evicted tokens that may lie masked in the buffers until K and V are moved together, None for an eighth of those
         kept; 0 cuts at once, and so does a graph that takes no bias. It changes what is held (`ModelCache.nbytes`), not
@@ -85,15 +86,17 @@ class Runner:
         packed: str | None = None,
         positions: Literal["true", "stored"] = "true",
     ) -> None:
-        if policy is not None and not session.interface.has_positions:
+        policy = policy or Full()
+        if policy.evicts and not session.interface.has_positions:
             raise KvmnnError(
                 f"{session.interface.label} has no input for positions, so a cut cache would shift them: export it "
                 f"with position_ids to run it under a policy"
             )
-        if policy is not None and policy.needs in ("scores", "head scores") and not session.has_attentions:
+        if policy.needs_attention and not session.has_attentions:
             raise KvmnnError(f"{policy.name} needs attention probabilities: open the session with attentions=True")
         layers = set(range(session.interface.layers))
-        if policy is not None and layers - (skipped := layers & set(policy.skip_layers)) and skipped:
+        skipped = layers & set(policy.skip_layers)
+        if skipped and skipped != layers:
             session.check_unequal_lengths()
         if positions not in ("true", "stored"):
             raise KvmnnError(f"positions is {positions!r}: expected 'true' or 'stored'")
@@ -109,7 +112,7 @@ class Runner:
     def reset(self) -> None:
         """Forget the text and begin a new one."""
         interface, session = self.session.interface, self.session
-        by_head = self.policy is not None and self.policy.needs in ("keys", "head scores") and interface.kv_heads > 1
+        by_head = self.policy.by_head and interface.kv_heads > 1
         biased = session.has_bias and (session.query_heads is not None or not by_head)
         self.cache = ModelCache(
             self._store(),
@@ -173,7 +176,9 @@ class Runner:
         clock.tokens += len(tokens)
         return step.logits
 
-    def _one_by_one(self, ids: Tokens, positions: Tokens, past: Sequence[Pair], bias: Sequence[Floats] | None) -> Step:
+    def _one_by_one(
+        self, ids: Tokens, positions: Tokens, past: Sequence[KVPair], bias: Sequence[Floats] | None
+    ) -> Step:
         """What one step of several tokens would have returned, had the graph masked it rightly."""
         steps: list[Step] = []
         for i in range(len(ids)):
@@ -191,8 +196,7 @@ class Runner:
     def _store(self) -> KVStore:
         if self._packed is None:
             return PlainStore(self.session.empty())
-        by_head = self.policy is not None and self.policy.needs in ("keys", "head scores")
-        return PackedStore(self.session.interface, self._packed, by_head=by_head)
+        return PackedStore(self.session.interface, self._packed, by_head=self.policy.by_head)
 
     def _checked(self, ids: npt.ArrayLike) -> Tokens:
         tokens = np.asarray(ids)
@@ -204,7 +208,7 @@ class Runner:
         return tokens.astype(np.int64)
 
 
-def _unequal(past: Sequence[Pair]) -> bool:
+def _unequal(past: Sequence[KVPair]) -> bool:
     return len({keys.shape[2] for keys, _ in past}) > 1
 
 

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from ..dtypes import KVPair
 from ..errors import KvmnnError
-from .graph.decoder import Decoder, Pair, Step
+from .graph.decoder import Decoder, Step
 from .graph.graph_file import read_graph
 from .graph.interface import read_interface
 from .graph.model_files import find_model
@@ -17,7 +18,7 @@ from .graph.onnx_sessions import CPU, Settings
 from .graph.preparing import start_decoder
 from .graph.unequal_lengths import Lengths, try_unequal_lengths
 
-__all__ = ["DecoderSession", "Pair", "Step"]
+__all__ = ["DecoderSession", "Step"]
 
 
 class DecoderSession:
@@ -92,7 +93,7 @@ class DecoderSession:
         interface = read_interface(read_graph(files.graph), files)
         return cls(start_decoder(files, interface, settings, attentions=attentions, bias=bias, cache=cache))
 
-    def empty(self) -> list[Pair]:
+    def empty(self) -> list[KVPair]:
         """A past of no tokens: K and V ``[1, kv_heads, 0, head_dim]`` for each layer."""
         return self._decoder.empty()
 
@@ -100,7 +101,7 @@ class DecoderSession:
         self,
         ids: NDArray[np.int64],
         positions: NDArray[np.int64],
-        past: Sequence[Pair],
+        past: Sequence[KVPair],
         bias: Sequence[NDArray[np.float32]] | None = None,
     ) -> Step:
         """Feed tokens.
@@ -151,7 +152,7 @@ class DecoderSession:
                 "without GroupQueryAttention and with position_ids"
             )
 
-    def _check(self, ids: NDArray[np.int64], positions: NDArray[np.int64], past: Sequence[Pair]) -> None:
+    def _check(self, ids: NDArray[np.int64], positions: NDArray[np.int64], past: Sequence[KVPair]) -> None:
         label = self.interface.label
         if ids.ndim != 1 or not len(ids) or positions.shape != ids.shape:
             raise KvmnnError(

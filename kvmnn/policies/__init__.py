@@ -1,4 +1,4 @@
-"""Which tokens of a cache stay: one file for each policy, one registry. LOSSY, all of them.
+"""Which tokens of a cache stay: one file for each policy, one registry. LOSSY, all of them but `Full`.
 
 >>> from kvmnn.policies import LayerView, create
 >>> create("streaming", sink=2, budget=5).keep(LayerView(tokens=8)).tolist()
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from .base import Budgeted, Policy
 from .evicting_cache import EvictingCache
+from .full import Full
 from .h2o_blocks import H2OBlocks
 from .h2o_decayed import H2ODecayed, H2ODecayedHeads
 from .h2o_heads import H2OHeads
@@ -20,15 +21,17 @@ from .observed_attention import ObservedAttention
 from .ranking import key_norms
 from .recent_only import RecentOnly
 from .registry import POLICIES, create
+from .scoring import PromptMean, RunningMean, Scoring, Summed
 from .state import CacheState
 from .streaming import Streaming, StreamingPress
-from .view import LayerView, Moment
+from .view import LayerView, Moment, View
 
 __all__ = [
     "POLICIES",
     "Budgeted",
     "CacheState",
     "EvictingCache",
+    "Full",
     "H2OBlocks",
     "H2ODecayed",
     "H2ODecayedHeads",
@@ -41,9 +44,14 @@ __all__ = [
     "Moment",
     "ObservedAttention",
     "Policy",
+    "PromptMean",
     "RecentOnly",
+    "RunningMean",
+    "Scoring",
     "Streaming",
     "StreamingPress",
+    "Summed",
+    "View",
     "create",
     "key_norms",
 ]

@@ -1,16 +1,16 @@
 """What every eviction policy is: a small value object that says which tokens of one layer stay.
 
-A policy knows nothing of files, models or packed layouts. It is asked about one layer at a time and answers with token
-indices; `CacheState` and `EvictingCache` remember and cut.
+A policy knows nothing of files, models or packed layouts. It declares what it looks at and when it acts, and has one
+method, `Policy.rule`, that answers with token indices; `CacheState` and `EvictingCache` remember and cut.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,15 +18,20 @@ import numpy.typing as npt
 from ..checks import check_count, check_share
 from ..dtypes import Floats, Indices
 from ..errors import KvmnnError
-from .view import LayerView, Moment
+from .scoring import Scoring, Summed
+from .view import Moment, View
 
 BUFFER = 64
-"""Tokens that the lazy caches of seed 004 store above their limit before they cut."""
+"""Tokens that the lazy caches of the StreamingLLM + H2O project store above their limit before they cut."""
+
+Needs: TypeAlias = Literal["lengths", "keys", "scores", "head scores"]
+Kept: TypeAlias = Indices | list[Indices] | None
+"""Indices ``[kept]`` for all rows or ``[row, kept]``, a list of rows of different lengths, or None: all stay."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(ABC):
-    """Which tokens of a layer stay.
+    """Which tokens of a layer stay. A new policy is a dataclass of its options with a `name` and a `rule`.
 
     Parameters
     ----------
@@ -36,8 +41,9 @@ class Policy(ABC):
 
     name: ClassVar[str]
     """Its key in `kvmnn.policies.POLICIES`."""
-    needs: ClassVar[Literal["lengths", "keys", "scores", "head scores"]]
-    """What it looks at; `"scores"` are ``[token]``, `"head scores"` ``[kv_head, token]``."""
+    needs: ClassVar[Needs] = "lengths"
+    """What it looks at. Scores are sums of attention: `"scores"` one for each token, `"head scores"` one for each token
+    in each KV head. With keys or head scores each KV head keeps tokens of its own."""
     moments: ClassVar[frozenset[Moment]] = frozenset({Moment.ATTENDED})
     """When it acts; at other moments every token stays."""
     prompt_only: ClassVar[bool] = False
@@ -50,8 +56,58 @@ class Policy(ABC):
             check_count("skip_layers", layer)
         object.__setattr__(self, "skip_layers", tuple(self.skip_layers))
 
-    def choose(self, view: LayerView, moment: Moment = Moment.ATTENDED) -> Indices | None:
-        """The tokens that stay, in the order in which they are to be stored, or None where all stay as they are.
+    @abstractmethod
+    def rule(self, view: View) -> Kept:
+        """The tokens that stay: the one method that a policy writes.
+
+        It is asked only at its `moments`, for layers that are cut, with what `needs` names. It must treat every row of
+        `View.row_scores` and `View.key_norms` by itself, because several layers are decided in one call.
+
+        Returns
+        -------
+        ndarray, list or None
+            Distinct indices of tokens in the order in which they are to be stored: int64 ``[row, kept]``, ``[kept]``
+            where one set holds for all rows, a list of rows where they differ in length; None where all stay.
+        """
+
+    # -- what a special policy declares ---------------------------------------------------------------------------
+
+    @property
+    def scoring(self) -> Scoring:
+        """How attention becomes scores; by default it is summed up and never fades."""
+        return Summed()
+
+    @property
+    def needs_norms(self) -> bool:
+        """Whether the norms of the keys decide."""
+        return self.needs == "keys"
+
+    # -- what callers ask -----------------------------------------------------------------------------------------
+
+    @property
+    def needs_attention(self) -> bool:
+        """Whether it ranks tokens by the attention that they draw."""
+        return self.needs in ("scores", "head scores")
+
+    @property
+    def by_head(self) -> bool:
+        """Whether each KV head keeps tokens of its own."""
+        return self.needs in ("keys", "head scores")
+
+    @property
+    def evicts(self) -> bool:
+        """Whether any token can go."""
+        return bool(self.moments)
+
+    def choose(self, view: View, moment: Moment | None = None) -> Indices | None:
+        """The tokens of one layer that stay, in the order in which they are to be stored, or None where all stay.
+
+        Parameters
+        ----------
+        view
+            The layer.
+        moment
+            When; by default what `view` says.
 
         Returns
         -------
@@ -63,44 +119,48 @@ class Policy(ABC):
         KvmnnError
             Where `view` lacks what the policy needs.
         """
-        if moment not in self.moments or view.layer in self.skip_layers:
+        if moment is not None:
+            view = view.at(moment)
+        if view.moment not in self.moments or view.layer in self.skip_layers:
             return None
-        self._check(view)
-        return self._choose(view, moment)
+        if self.needs != "lengths":
+            self._check(view)
+        kept = self._ruled(view)
+        if kept is None:
+            return None
+        if not self.by_head:
+            return kept if isinstance(kept, np.ndarray) and kept.ndim == 1 else kept[0]
+        kept = _stacked(kept)
+        if isinstance(kept, list):
+            raise KvmnnError(f"layer {view.layer}: {self.name} keeps different numbers of tokens in heads of one layer")
+        return kept
 
-    def keep(self, view: LayerView, moment: Moment = Moment.ATTENDED) -> Indices:
+    def keep(self, view: View, moment: Moment | None = None) -> Indices:
         """Like `choose`, with ``[0, 1, 2 ...]`` where all stay."""
         kept = self.choose(view, moment)
         return np.arange(view.tokens, dtype=np.int64) if kept is None else kept
 
-    def choose_stacked(self, view: LayerView, moment: Moment = Moment.ATTENDED) -> Sequence[Indices] | Indices | None:
+    def choose_stacked(self, view: View, moment: Moment | None = None) -> Kept:
         """`choose` for several layers that store equally many tokens, at once.
 
         Parameters
         ----------
         view
-            Scores and norms with the heads of one layer after the other on their first axis: ``[layer x kv_head,
-            token]``, or ``[layer, token]`` for scores of all heads together. No layer of it is one that is skipped.
+            Rows of all the layers, none of which is skipped.
+        moment
+            When; by default what `view` says.
 
         Returns
         -------
         ndarray, list or None
-            ``[kept]`` where one set holds for every layer; ``[row, kept]``; a list of rows where they differ in length;
-            or None where all stay.
+            As `rule` answers.
         """
-        if moment not in self.moments:
-            return None
-        if self.needs != "scores" or view.scores is None:
-            return self._choose(view, moment)
-        rows = [self._choose(replace(view, scores=row), moment) for row in view.scores]
-        if all(row is None for row in rows):
-            return None
-        whole = np.arange(view.tokens, dtype=np.int64)
-        kept = [whole if row is None else row for row in rows]
-        return np.stack(kept) if len({len(row) for row in kept}) == 1 else kept
+        if moment is not None:
+            view = view.at(moment)
+        return _stacked(self._ruled(view)) if view.moment in self.moments else None
 
-    def column_sums(self, weights: Floats, kv_heads: int) -> Floats:
-        """What one step's attention adds to the scores: sums over the queries, float32.
+    def column_sums(self, weights: npt.NDArray[Any], kv_heads: int) -> Floats:
+        """What one step's attention adds to the scores, float32.
 
         Parameters
         ----------
@@ -114,44 +174,25 @@ class Policy(ABC):
         ndarray
             ``[key]``, all heads summed, or ``[kv_head, key]``, the heads of each group summed, as `needs` says.
         """
-        by_head = group_sums(weights, kv_heads)
-        sums = by_head if self.needs == "head scores" else group_sums(by_head[:, None], 1)[0]
-        return self.scaled(sums, weights.shape[0] * weights.shape[1])
-
-    def scaled(self, sums: Floats, rows: int) -> Floats:
-        """Attention summed over `rows` rows, heads times queries, as it enters the scores; here unchanged."""
-        return sums
-
-    def fold(self, scores: Floats, sums: Floats, new: int = 1) -> Floats:
-        """The scores after a step of `new` tokens, of as many tokens as `sums`: float32, the old ones times `fade`."""
-        with np.errstate(over="ignore", invalid="ignore"):
-            return scores * np.float32(self.fade(new)) + sums
-
-    @property
-    def uses_norms(self) -> bool:
-        """Whether the norms of the keys decide."""
-        return self.needs == "keys"
-
-    def fade(self, new: int) -> float:
-        """What the scores before `new` tokens are multiplied by; here 1, so nothing fades."""
-        return 1.0
+        return self.scoring.from_weights(weights, kv_heads, by_head=self.by_head)
 
     def options(self) -> Mapping[str, Any]:
         """The arguments that make an equal policy (a random generator is not among them)."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.repr}
 
-    @abstractmethod
-    def _choose(self, view: LayerView, moment: Moment) -> Indices | None:
-        """`choose` for a layer that is not skipped, at one of `moments`, with what `needs` names."""
+    def _ruled(self, view: View) -> Kept:
+        if self.prompt_only and not view.is_prompt:
+            return None
+        return self.rule(view)
 
-    def _check(self, view: LayerView) -> None:
-        if self.needs == "keys" and view.keys is None and view.norms is None:
+    def _check(self, view: View) -> None:
+        if self.needs == "keys" and not view.has_norms:
             raise KvmnnError(f"layer {view.layer}: {self.name} needs the keys")
-        if self.needs in ("scores", "head scores"):
-            axes = 1 if self.needs == "scores" else 2
+        if self.needs_attention:
+            axes = 2 if self.by_head else 1
             if view.scores is None or view.scores.ndim != axes:
                 found = "none" if view.scores is None else list(view.scores.shape)
-                expected = "[token]" if axes == 1 else "[kv_head, token]"
+                expected = "[kv_head, token]" if self.by_head else "[token]"
                 raise KvmnnError(f"layer {view.layer}: {self.name} needs scores {expected}, found {found}")
 
 
@@ -195,16 +236,8 @@ class Budgeted(Policy):
         return math.ceil(share) if self.rounds_up else int(share)
 
 
-def group_sums(weights: npt.NDArray[Any], kv_heads: int) -> Floats:
-    """Attention ``[query_head, query, key]`` summed over the queries and the query heads of each group: float32."""
-    array = np.asarray(weights)
-    if array.dtype.kind != "f" or array.ndim != 3:
-        raise KvmnnError(f"attention is {array.dtype} {list(array.shape)}: expected floats [query_head, query, key]")
-    check_count("kv_heads", kv_heads)
-    if kv_heads == 0 or array.shape[0] % kv_heads:
-        raise KvmnnError(f"{array.shape[0]} query heads do not form groups for {kv_heads} KV heads")
-    with np.errstate(over="ignore", invalid="ignore"):
-        sums = array.sum(axis=1, dtype=np.float32)
-        by_group = sums.reshape(kv_heads, array.shape[0] // kv_heads, array.shape[2])
-        grouped: Floats = by_group.sum(axis=1, dtype=np.float32)
-    return grouped
+def _stacked(kept: Kept) -> Kept:
+    """Rows of equal lengths as one array."""
+    if isinstance(kept, list) and len({len(row) for row in kept}) == 1:
+        return np.stack(kept)
+    return kept

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import numpy.typing as npt
 
@@ -17,7 +19,8 @@ class EvictingCache:
     """K and V of one layer, and the `CacheState` that is cut with them whenever the policy says so.
 
     One step is `append` (which returns what is to be attended), attention, `attended`. A caller that works in chunks
-    calls `end_chunk` after each. Any policy works here; the lazy ones of seed 004 are what their classes were there.
+    calls `end_chunk` after each. Any policy works here; the lazy ones do what the classes of the
+    StreamingLLM + H2O project do.
 
     Parameters
     ----------
@@ -57,8 +60,7 @@ class EvictingCache:
         """Store the tokens of a step, ``[kv_head, token, head_dim]``, and return what they are to attend to."""
         check_pair(f"layer {self.layer}", keys, values, axes=3)
         if self._keys is None or self._values is None:
-            needs = self.policy.needs
-            self.state = CacheState(needs if needs in ("scores", "head scores") else None, keys.shape[0])
+            self.state = CacheState(self.policy.needs, keys.shape[0])
             self._keys, self._values = keys[:, :0], values[:, :0]
         self._check_same(self._keys, keys)
         self._keys = np.concatenate([self._keys, keys], axis=1)
@@ -83,7 +85,7 @@ class EvictingCache:
         if weights is not None:
             sums = self.policy.column_sums(weights, self.stored.kv_heads)
         if sums is not None:
-            self.state.add_scores(sums, lambda scores, added: self.policy.fold(scores, added, self._new))
+            self.state.add_scores(sums, partial(self.policy.scoring.fold, new=self._new))
         if self._new != self.state.seen:
             self.state.steps += 1
         self._apply(Moment.ATTENDED)
@@ -106,8 +108,9 @@ class EvictingCache:
             new=self._new,
             seen=self.state.seen,
             steps=self.state.steps,
+            moment=moment,
         )
-        kept = self.policy.choose(view, moment)
+        kept = self.policy.choose(view)
         if kept is not None:
             self.state.cut(kept)
             self._keys, self._values = take_rows(self._keys, kept), take_rows(self._values, kept)

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
 from ..checks import check_count, check_share
-from ..dtypes import Floats, Indices
+from ..dtypes import Indices
 from ..errors import KvmnnError
 from ..h2o import plan
 from ..h2o.config import STATIC, H2OConfig
-from ..h2o.scores import block_sums, updated
+from ..h2o.scores import block_sums
 from .base import Budgeted
-from .view import LayerView, Moment
+from .scoring import RunningMean
+from .view import View
 
 
 @dataclass(frozen=True, kw_only=True)
 class H2OBlocks(Budgeted):
-    """Keep whole blocks: those of sinks and recent tokens, and those that drew the most attention until the target.
+    """Keep blocks of tokens: those of sinks and recent tokens, and those that drew the most attention until the target.
 
-    Paper: arXiv 2306.14048 (H2O). Seeds: 000 and 001 (H2O in MNN). The choice is `kvmnn.h2o.plan`; docs/h2o.md.
+    Paper: arXiv 2306.14048 (H2O). Original: the planner of the MNN fork with H2O. The choice is `kvmnn.h2o.plan`;
+    docs/h2o.md.
 
     Parameters
     ----------
     keep_ratio
-        Target before whole blocks and protected ones raise it; a third by default, the engine's adaptive target 3.0
+        Target before full blocks and protected ones raise it; a third by default, the engine's adaptive target 3.0
         (`for_lossy_ratio`). Cut to 1.
     budget
         Or the target in tokens.
@@ -42,8 +43,8 @@ class H2OBlocks(Budgeted):
 
     * Scores belong to tokens here, as those of the other policies, and are added up to blocks when a plan is made; the
       engine averages block sums. The two agree but for rounding. `kvmnn.h2o.Planner` is the engine bit for bit.
-    * `update_interval` counts decode steps of the layer since its last plan, as seed 000 says; the engine counts calls
-      of all layers together.
+    * `update_interval` counts decode steps of the layer since its last plan, as the fork's settings are described;
+      the engine counts calls of all layers together.
     * What a plan drops goes right after the step that made it, not at the start of the next: nothing attends between.
     * Scores are cut when the cache is, never before it.
     """
@@ -72,28 +73,20 @@ class H2OBlocks(Budgeted):
             check_count(f"{self.name}: {field}", getattr(self, field))
         check_share(f"{self.name}: ema_alpha", self.ema_alpha)
 
-    def scaled(self, sums: Floats, rows: int) -> Floats:
-        """The mean over heads and queries."""
-        mean: Floats = sums / np.float32(max(1, rows))
-        return mean
+    @property
+    def scoring(self) -> RunningMean:
+        return RunningMean(self.ema_alpha)
 
-    def fold(self, scores: Floats, sums: Floats, new: int = 1) -> Floats:
-        """Running mean with weight `ema_alpha` for what there was."""
-        return updated(scores.reshape(-1), sums.reshape(-1), count=1, alpha=self.ema_alpha).reshape(scores.shape)
-
-    def choose_stacked(self, view: LayerView, moment: Moment = Moment.ATTENDED) -> Sequence[Indices] | Indices | None:
-        return super().choose_stacked(view, moment) if self._due(view) else None
-
-    def _due(self, view: LayerView) -> bool:
+    def _due(self, view: View) -> bool:
         enough = view.tokens >= max(1, self.trigger_min_tokens)
         return enough and (view.steps is None or view.steps >= max(1, self.update_interval))
 
-    def _choose(self, view: LayerView, moment: Moment) -> Indices | None:
-        if view.scores is None or not self._due(view):
+    def rule(self, view: View) -> list[Indices] | None:
+        if not self._due(view):
             return None
         config = self._config(view.tokens)
-        made = plan(block_sums(view.scores[None], config.block), view.tokens, config)
-        return made.tokens().astype(np.int64)  # all of them, where nothing goes: the count of steps begins anew
+        plans = [plan(block_sums(row[None], config.block), view.tokens, config) for row in view.row_scores()]
+        return [made.tokens().astype(np.int64) for made in plans]  # all of them where nothing goes: steps count anew
 
     def _config(self, tokens: int) -> H2OConfig:
         ratio = self.keep_ratio

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
-
-import numpy as np
+from typing import ClassVar
 
 from ..checks import check_count
 from ..dtypes import Indices
 from ..errors import KvmnnError
-from .base import Budgeted
+from .base import Budgeted, Needs
 from .ranking import between
-from .view import LayerView, Moment
+from .scoring import Summed
+from .view import View
 
 
 @dataclass(frozen=True, kw_only=True)
 class H2ODecayed(Budgeted):
     """Keep the first tokens, the latest, and between them those with the highest fading scores; one set for all heads.
 
-    Paper: arXiv 2306.14048 (H2O), which does not fade scores. Seed: 004 has the three kinds of tokens.
+    Paper: arXiv 2306.14048 (H2O), which does not fade scores. Original: kvmnn's own; the StreamingLLM + H2O project has
+    the three kinds of tokens.
 
     Sums that never fade favour tokens that have been there for long. Here every token of the text multiplies the scores
     before it by `decay`, so attention of long ago counts less.
@@ -38,13 +37,12 @@ class H2ODecayed(Budgeted):
 
     Notes
     -----
-    Where it differs from the originals, and why: the step's attention is added to the scores first, then the cache is
-    cut, at every step above the budget; the seed cuts before attention and lazily (`h2o_tokens`). Of equal scores the
-    older token stays; NaN counts as the lowest.
+    Where it differs from `h2o_tokens`: the step's attention is added to the scores first, then the cache is cut, at
+    every step above the budget. Of equal scores the older token stays; NaN counts as the lowest.
     """
 
     name: ClassVar[str] = "h2o_decayed"
-    needs: ClassVar[Literal["scores", "head scores"]] = "scores"
+    needs: ClassVar[Needs] = "scores"
     default_budget = 256
 
     sink: int = 4
@@ -64,24 +62,18 @@ class H2ODecayed(Budgeted):
                 f"{self._recent(self.budget)} recent ones"
             )
 
-    def fade(self, new: int) -> float:
-        return float(self.decay) ** new
+    @property
+    def scoring(self) -> Summed:
+        return Summed(self.decay)
 
-    def choose_stacked(self, view: LayerView, moment: Moment = Moment.ATTENDED) -> Sequence[Indices] | Indices | None:
-        return self._choose(view, moment) if moment in self.moments else None
-
-    def _choose(self, view: LayerView, moment: Moment) -> Indices | None:
+    def rule(self, view: View) -> Indices | None:
         size = self.size(view.tokens)
         if view.tokens <= size:
             return None
-        if view.scores is None:
-            raise KvmnnError(f"layer {view.layer}: {self.name} needs scores")
         first = min(self.sink, size)
         recent = min(self._recent(size), size - first)
         heavy = size - first - recent
-        scores = np.atleast_2d(view.scores)
-        kept = between(scores, view.tokens, sink=first, count=heavy, recent=recent, highest=True)
-        return kept if view.scores.ndim == 2 else kept[0]
+        return between(view.row_scores(), view.tokens, sink=first, count=heavy, recent=recent, highest=True)
 
     def _recent(self, size: int) -> int:
         return size // 2 if self.recent is None else self.recent
@@ -91,7 +83,7 @@ class H2ODecayed(Budgeted):
 class H2ODecayedHeads(H2ODecayed):
     """`h2o_decayed` with scores and a set of tokens for each KV head.
 
-    Paper: arXiv 2306.14048 (H2O), whose code has a set for each head. Seed: 004.
+    Paper: arXiv 2306.14048 (H2O), whose code has a set for each head. Original: kvmnn's own.
 
     Parameters
     ----------
@@ -105,4 +97,4 @@ class H2ODecayedHeads(H2ODecayed):
     """
 
     name: ClassVar[str] = "h2o_decayed_heads"
-    needs: ClassVar[Literal["scores", "head scores"]] = "head scores"
+    needs: ClassVar[Needs] = "head scores"

@@ -10,15 +10,14 @@ from ..dtypes import Indices
 from ..errors import KvmnnError
 from .base import Budgeted
 from .ranking import between
-from .view import LayerView, Moment
+from .view import View
 
 
 @dataclass(frozen=True, kw_only=True)
 class H2OHeads(Budgeted):
     """Keep, in each KV head, the tokens that drew the most attention and the latest ones.
 
-    Paper: arXiv 2306.14048 (H2O). Original: FMInference/H2O, `H2OKVCache_LayerWise`; seed 004 is derived from the same
-    paper..
+    Paper: arXiv 2306.14048 (H2O). Original: FMInference/H2O, `H2OKVCache_LayerWise`.
 
     Parameters
     ----------
@@ -53,11 +52,9 @@ class H2OHeads(Budgeted):
                 f"{self.name}: a budget of {self.budget} tokens is less than the {self.recent} recent ones"
             )
 
-    def _choose(self, view: LayerView, moment: Moment) -> Indices | None:
+    def rule(self, view: View) -> Indices | None:
         size = self.size(view.tokens)
         if view.tokens <= size:
             return None
-        if view.scores is None:
-            raise KvmnnError(f"layer {view.layer}: {self.name} needs scores")
         recent = min(self.recent, size)
-        return between(view.scores, view.tokens, sink=0, count=size - recent, recent=recent, highest=True)
+        return between(view.row_scores(), view.tokens, sink=0, count=size - recent, recent=recent, highest=True)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
 from ..checks import check_count
 from ..dtypes import Indices
-from ..errors import KvmnnError
 from .base import BUFFER, Budgeted
 from .ranking import between
-from .view import LayerView, Moment
+from .view import Moment, View
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,9 +17,9 @@ class H2OTokens(Budgeted):
     """Keep the first tokens, the latest, and between them those that drew the most attention; one set for all heads.
 
     Paper: Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models",
-    arXiv 2306.14048. Seed: 004 (`H2ODynamicCache`)..
+    arXiv 2306.14048. Original: `H2ODynamicCache` of the StreamingLLM + H2O project.
 
-    Scores are sums of attention over heads and queries, never decayed (`Policy.column_sums`, `CacheState.add_scores`).
+    Scores are sums of attention over heads and queries, never decayed (`Summed`).
 
     Parameters
     ----------
@@ -38,14 +34,14 @@ class H2OTokens(Budgeted):
 
     Notes
     -----
-    Where it differs from the seed's code, and why:
+    Where it differs from the original, and why:
 
-    * Of equal scores the older token stays, and a NaN score counts as the lowest; the seed leaves both to topk. It
+    * Of equal scores the older token stays, and a NaN score counts as the lowest; the original leaves both to topk. It
       matters where a prompt exceeds ``budget + buffer``: its tokens have not been attended then and all score 0.
-    * Kept from the seed: new tokens have no score at their first cut, so of a chunk longer than `recent` most is lost
-      before anything attends to it; use chunks of at most `recent` tokens.
-    * The cut returns indices, and `EvictingCache` says what was cut before attention, so a mask can follow; the seed's
-      own mask does not.
+    * Kept from the original: new tokens have no score at their first cut, so of a chunk longer than `recent` most is
+      lost before anything attends to it; use chunks of at most `recent` tokens.
+    * The cut returns indices, and `EvictingCache` says what was cut before attention, so a mask can follow; the
+      original's own mask does not.
     """
 
     name: ClassVar[str] = "h2o_tokens"
@@ -62,18 +58,12 @@ class H2OTokens(Budgeted):
         for field in ("sink", "recent", "buffer"):
             check_count(f"{self.name}: {field}", getattr(self, field))
 
-    def choose_stacked(self, view: LayerView, moment: Moment = Moment.ATTENDED) -> Sequence[Indices] | Indices | None:
-        return self._choose(view, moment) if moment in self.moments else None
-
-    def _choose(self, view: LayerView, moment: Moment) -> Indices | None:
+    def rule(self, view: View) -> Indices | None:
         size = self.size(view.tokens)
-        if view.tokens <= size + (self.buffer if moment is Moment.APPENDED else 0):
+        if view.tokens <= size + (self.buffer if view.moment is Moment.APPENDED else 0):
             return None
-        if view.scores is None:
-            raise KvmnnError(f"layer {view.layer}: {self.name} needs scores")
         first = min(self.sink, view.tokens)
         last = max(view.tokens - self.recent, first)
         heavy = min(max(size - self.sink - self.recent, 0), last - first)
-        scores, recent = np.atleast_2d(view.scores), view.tokens - last
-        kept = between(scores, view.tokens, sink=first, count=heavy, recent=recent, highest=True)
-        return kept if view.scores.ndim == 2 else kept[0]
+        scores, recent = view.row_scores(), view.tokens - last
+        return between(scores, view.tokens, sink=first, count=heavy, recent=recent, highest=True)

@@ -8,14 +8,14 @@ from typing import ClassVar
 from ..dtypes import Indices
 from .base import Budgeted
 from .ranking import by_rank, lowest
-from .view import LayerView, Moment
+from .view import View
 
 
 @dataclass(frozen=True, kw_only=True)
 class KNorm(Budgeted):
     """Keep the tokens of the prompt with the lowest key norms, lowest first; decoding is left alone.
 
-    Paper: arXiv 2406.11430. Seed: 003 names the method after this form of it. Original: kvpress, `KnormPress`.
+    Paper: arXiv 2406.11430. Original: kvpress, `KnormPress`.
 
     Parameters
     ----------
@@ -33,9 +33,9 @@ class KNorm(Budgeted):
     rounds_up = False
     prompt_only = True
 
-    def _choose(self, view: LayerView, moment: Moment) -> Indices | None:
+    def rule(self, view: View) -> Indices | None:
         size = self.size(view.tokens)
-        if size >= view.tokens or not view.is_prompt:
+        if size >= view.tokens:
             return None
         norms = view.key_norms()
         return by_rank(norms, lowest(norms, size))

@@ -1,4 +1,4 @@
-"""Keep a fixed number of tokens: a protected recent part, and of the older ones those chosen by key norm or lot."""
+"""Keep a fixed number of tokens: a protected recent part, and older ones chosen by key norm or at random."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..dtypes import Floats, Indices
 from ..errors import KvmnnError
 from .base import Budgeted
 from .ranking import between
-from .view import LayerView, Moment
+from .view import View
 
 Strategy = Literal["keep_low", "keep_high", "random"]
 
@@ -21,8 +21,8 @@ Strategy = Literal["keep_low", "keep_high", "random"]
 class L2Fixed(Budgeted):
     """Keep `budget` tokens per KV head, the latest of them protected, the others chosen by key norm.
 
-    Paper: arXiv 2406.11430 (Devoto et al., the norm criterion). Seed: 003 (`fix_size_l2_compress`), which adds the
-    protected part and the fixed size..
+    Paper: arXiv 2406.11430 (Devoto et al., the norm criterion). Original: `fix_size_l2_compress` of the
+    l2_compress / KnormPress project, which adds the protected part and the fixed size.
 
     Parameters
     ----------
@@ -30,8 +30,8 @@ class L2Fixed(Budgeted):
         Tokens that stay, 1024 by default.
     recent_ratio
         Share of the budget that is protected: ``int(budget * recent_ratio)`` latest tokens (truncated in float64, so
-        0.29 of 100 is 28). 1 keeps the latest tokens only; above 1 more than `budget` stay. The seed calls it
-        keep_ratio.
+        0.29 of 100 is 28). 1 keeps the latest tokens only; above 1 more than `budget` stay. The
+        original calls it keep_ratio.
     strategy
         Which of the older tokens stay: ``"keep_low"`` or ``"keep_high"`` norms, or ``"random"``: uniformly without
         replacement, anew for each head and call.
@@ -40,14 +40,15 @@ class L2Fixed(Budgeted):
 
     Notes
     -----
-    Where it differs from the seed's code, and why:
+    Where it differs from the original, and why:
 
     * ``random`` takes its generator as an argument instead of a global one, so that a run can be repeated; which
       tokens it draws is numpy's matter, not torch's.
-    * An unknown strategy is refused when the policy is made; the seed notices it when a layer first evicts.
+    * An unknown strategy is refused when the policy is made; the original notices it when a layer first evicts.
     * Norms are float32 for every cache, of equal norms the older token stays, and a NaN norm goes first for
       ``keep_high`` too.
-    * The budget may be a share of the tokens (`keep_ratio`), which the seed does not have. A budget of 0 keeps nothing.
+    * The budget may be a share of the tokens (`keep_ratio`), which the original does not have. A budget of 0 keeps
+      nothing.
     """
 
     name: ClassVar[str] = "l2_fixed"
@@ -70,10 +71,10 @@ class L2Fixed(Budgeted):
             raise KvmnnError(f"{self.name}: strategy 'random', and no other, needs generator=numpy.random.Generator")
 
     @property
-    def uses_norms(self) -> bool:
+    def needs_norms(self) -> bool:
         return self.strategy != "random"
 
-    def _choose(self, view: LayerView, moment: Moment) -> Indices | None:
+    def rule(self, view: View) -> Indices | None:
         size = self.size(view.tokens)
         if view.tokens <= size:
             return None
@@ -83,8 +84,8 @@ class L2Fixed(Budgeted):
         high = self.strategy == "keep_high"
         return between(values, view.tokens, sink=0, count=chosen, recent=protected, highest=high)
 
-    def _values(self, view: LayerView, zone: int) -> Floats:
+    def _values(self, view: View, zone: int) -> Floats:
         """What the first `zone` tokens are chosen by, ``[kv_head, token]``."""
         if self.generator is not None:
-            return self.generator.random((view.kv_heads, zone), np.float32)
+            return self.generator.random((view.key_rows, zone), np.float32)
         return view.key_norms(zone)

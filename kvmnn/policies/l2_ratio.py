@@ -10,7 +10,7 @@ from ..dtypes import Indices
 from ..errors import KvmnnError
 from .base import Budgeted
 from .ranking import by_rank, lowest
-from .view import LayerView, Moment
+from .view import View
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,17 +18,17 @@ class L2Ratio(Budgeted):
     """Keep the tokens with the lowest key norms, each KV head its own.
 
     Paper: Devoto et al., "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression", arXiv 2406.11430.
-    Seed: 003 (`l2_compress`)..
+    Original: the paper's l2compress; `l2_compress` of the l2_compress / KnormPress project.
 
     Parameters
     ----------
     prune_after
-        The seed's form cuts above this many tokens, the original's from this many on.
+        The form ``"seed"`` cuts above this many tokens, ``"original"`` from this many on.
     form
-        ``"seed"`` stores what stays in temporal order and leaves a cache alone that would lose nothing.
-        ``"original"`` stores it by ascending norm, even where nothing is lost.
+        ``"seed"``, the project's: what stays is stored in temporal order, and a cache that would lose nothing is left
+        alone. ``"original"``, the paper's: it is stored by ascending norm, even where nothing is lost.
     skip_layers
-        The seed's default is 0 and 1; `original` has none.
+        The project's default is 0 and 1; `original` has none.
 
     Notes
     -----
@@ -39,7 +39,7 @@ class L2Ratio(Budgeted):
     * Of equal norms the older token stays; the originals promise no order. A NaN norm goes first.
     * The newest token competes like any other, as in both originals: it can go at once.
     * The order of storage changes nothing for keys that already carry their rotary position, only what later rules
-      call recent; the gain the seed ascribes to it cannot come from attention.
+      call recent; the gain that the project ascribes to it cannot come from attention.
     """
 
     name: ClassVar[str] = "l2_ratio"
@@ -62,7 +62,7 @@ class L2Ratio(Budgeted):
         if self.form not in ("seed", "original"):
             raise KvmnnError(f"{self.name}: form is {self.form!r}: expected 'seed' or 'original'")
 
-    def _choose(self, view: LayerView, moment: Moment) -> Indices | None:
+    def rule(self, view: View) -> Indices | None:
         size = min(self.size(view.tokens), view.tokens)
         if self.form == "original":
             untouched = view.tokens < self.prune_after

@@ -9,15 +9,15 @@ import numpy as np
 
 from ..dtypes import Indices
 from .base import Budgeted
-from .view import LayerView, Moment
+from .view import View
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecentOnly(Budgeted):
-    """Keep the `budget` latest tokens: a sliding window, the yardstick of the others.
+    """Keep the `budget` latest tokens: a sliding window, which the others are compared with.
 
-    Paper: the window attention that StreamingLLM (arXiv 2309.17453) compares itself with. Seed: 003, where it is
-    `fix_size_l2_compress` with everything protected..
+    Paper: the window attention that StreamingLLM (arXiv 2309.17453) compares itself with. Original:
+    `fix_size_l2_compress` of the l2_compress / KnormPress project, with everything protected.
 
     Parameters
     ----------
@@ -26,7 +26,7 @@ class RecentOnly(Budgeted):
 
     Notes
     -----
-    Where it differs from the seed's code: keys are not looked at, so it answers once for all heads; a budget of 0 keeps
+    Where it differs from the original: keys are not looked at, so it answers once for all heads; a budget of 0 keeps
     nothing.
     """
 
@@ -36,7 +36,7 @@ class RecentOnly(Budgeted):
 
     skip_layers: tuple[int, ...] = (0, 1)
 
-    def _choose(self, view: LayerView, moment: Moment) -> Indices | None:
+    def rule(self, view: View) -> Indices | None:
         size = self.size(view.tokens)
         if view.tokens <= size:
             return None

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..errors import KvmnnError
 from .base import Policy
+from .full import Full
 from .h2o_blocks import H2OBlocks
 from .h2o_decayed import H2ODecayed, H2ODecayedHeads
 from .h2o_heads import H2OHeads
@@ -35,22 +36,22 @@ POLICIES: dict[str, type[Policy]] = {
         ObservedAttention,
     )
 }
-"""Every policy by its name."""
+"""Every policy that evicts, by its name."""
 
 
 def create(name: str, **options: Any) -> Policy:
-    """The policy called `name` with its options; ``create(p.name, **p.options()) == p``.
+    """The policy called `name` with its options, or `Full`; ``create(p.name, **p.options()) == p``.
 
     Raises
     ------
     KvmnnError
         For names and options that do not exist, and for values that the policy refuses.
     """
-    policy = POLICIES.get(name)
+    policy = Full if name == Full.name else POLICIES.get(name)
     if policy is None:
-        raise KvmnnError(f"unknown policy {name!r}: expected one of {', '.join(POLICIES)}")
-    known = sorted(field.name for field in fields(policy))
+        raise KvmnnError(f"unknown policy {name!r}: expected one of {', '.join(POLICIES)} or {Full.name}")
+    known = sorted(field.name for field in fields(policy) if field.init)
     for option in options:
         if option not in known:
-            raise KvmnnError(f"{name} has no option {option!r}: expected {', '.join(known)}")
+            raise KvmnnError(f"{name} has no option {option!r}: expected {', '.join(known) or 'none'}")
     return policy(**options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +11,7 @@ import numpy.typing as npt
 from ..checks import check_count
 from ..dtypes import Floats, Indices, Positions
 from ..errors import KvmnnError
+from .base import Needs
 
 Fold = Callable[[Floats, Floats], Floats]
 
@@ -20,9 +21,9 @@ class CacheState:
 
     Parameters
     ----------
-    scores
-        ``None`` where nobody scores, ``"scores"`` for one vector ``[token]`` for all heads, ``"head scores"`` for
-        ``[kv_head, token]``.
+    needs
+        As of a policy: ``"scores"`` keeps scores ``[token]`` for all heads, ``"head scores"`` scores
+        ``[kv_head, token]``, anything else none.
     kv_heads
         Needed for head scores.
 
@@ -38,14 +39,14 @@ class CacheState:
         Steps attended since the last cut; the prompt's is none of them.
     """
 
-    def __init__(self, scores: Literal["scores", "head scores"] | None = None, kv_heads: int = 1) -> None:
+    def __init__(self, needs: Needs = "lengths", kv_heads: int = 1) -> None:
         check_count("kv_heads", kv_heads)
         self.seen = 0
         self.steps = 0
         self.positions: Positions = np.empty(0, np.int64)
         self.scores: Floats | None = None
-        if scores is not None:
-            self.scores = np.empty((kv_heads, 0) if scores == "head scores" else 0, np.float32)
+        if needs in ("scores", "head scores"):
+            self.scores = np.empty((kv_heads, 0) if needs == "head scores" else 0, np.float32)
 
     @property
     def tokens(self) -> int:
@@ -65,10 +66,10 @@ class CacheState:
         self.seen += count
 
     def add_scores(self, sums: npt.NDArray[Any], fold: Fold = np.add) -> None:
-        """Fold what one step's attention gave to each stored token into the scores (`Policy.fold`), in float32.
+        """Fold what one step's attention gave to each stored token into the scores (`Scoring.fold`), in float32.
 
         Where there are fewer or more sums than tokens, those that have both are folded and the rest is left: so does
-        seed 004.
+        the StreamingLLM + H2O project.
 
         Raises
         ------

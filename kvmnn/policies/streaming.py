@@ -11,15 +11,15 @@ from ..checks import check_count
 from ..dtypes import Indices
 from ..errors import KvmnnError
 from .base import BUFFER, Budgeted
-from .view import LayerView, Moment
+from .view import Moment, View
 
 
 @dataclass(frozen=True, kw_only=True)
 class Streaming(Budgeted):
     """Keep the first `sink` and the latest other tokens, `budget` together.
 
-    Paper: Xiao et al., "Efficient Streaming Language Models with Attention Sinks", arXiv 2309.17453. Seed: 004
-    (`StreamingDynamicCache`, the lazy cache form)..
+    Paper: Xiao et al., "Efficient Streaming Language Models with Attention Sinks", arXiv 2309.17453.
+    Original: `StreamingDynamicCache` of the StreamingLLM + H2O project (the lazy cache form).
 
     Parameters
     ----------
@@ -37,9 +37,9 @@ class Streaming(Budgeted):
     Where it differs from the originals, and why:
 
     * A window of 0 tokens is refused: the originals slice from -0 and keep everything.
-    * The seed's cache calls the window alone its size, so `streaming_8_256` stores 264 tokens; here `budget` counts
-      everything, which compares fairly with the other policies. `lazy` takes the seed's numbers.
-    * True positions stay with the tokens (`CacheState`); the seed's first runs gave rotary positions from the stored
+    * The lazy cache calls the window alone its size, so its `streaming_8_256` stores 264 tokens; here `budget` counts
+      everything, which compares fairly with the other policies. `lazy` takes the original's numbers.
+    * True positions stay with the tokens (`CacheState`); the project's first runs gave rotary positions from the stored
       length.
     """
 
@@ -53,7 +53,7 @@ class Streaming(Budgeted):
 
     @classmethod
     def lazy(cls, sink: int, window: int, buffer: int = BUFFER, *, skip_layers: tuple[int, ...] = ()) -> Streaming:
-        """The seed's cache: `sink` and `window` tokens, cut when `buffer` more have come."""
+        """The original's cache: `sink` and `window` tokens, cut when `buffer` more have come."""
         check_count("window", window)
         return cls(sink=sink, budget=sink + window, buffer=buffer, skip_layers=skip_layers)
 
@@ -64,9 +64,9 @@ class Streaming(Budgeted):
         if self.budget is not None and self.budget <= self.sink:
             raise KvmnnError(f"{self.name}: a budget of {self.budget} tokens leaves no window behind {self.sink} sinks")
 
-    def _choose(self, view: LayerView, moment: Moment) -> Indices | None:
+    def rule(self, view: View) -> Indices | None:
         size = self.size(view.tokens)
-        if view.tokens <= size + (self.buffer if moment is Moment.ATTENDED else 0):
+        if view.tokens <= size + (self.buffer if view.moment is Moment.ATTENDED else 0):
             return None
         return sink_and_recent(view.tokens, min(self.sink, size), max(size - self.sink, 0))
 
@@ -75,7 +75,7 @@ class Streaming(Budgeted):
 class StreamingPress(Budgeted):
     """`Streaming` as kvpress has it: once, on the prompt, a share of it.
 
-    Paper: arXiv 2309.17453. Original: kvpress, `StreamingLLMPress`..
+    Paper: arXiv 2309.17453. Original: kvpress, `StreamingLLMPress`.
 
     Parameters
     ----------
@@ -102,9 +102,9 @@ class StreamingPress(Budgeted):
         super().__post_init__()
         check_count(f"{self.name}: sink", self.sink)
 
-    def _choose(self, view: LayerView, moment: Moment) -> Indices | None:
+    def rule(self, view: View) -> Indices | None:
         size = self.size(view.tokens)
-        if size >= view.tokens or not view.is_prompt:
+        if size >= view.tokens:
             return None
         if view.tokens <= self.sink:
             raise KvmnnError(

@@ -1,10 +1,11 @@
-"""What a policy sees of one layer."""
+"""What a policy sees of the tokens that it decides about."""
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -24,27 +25,92 @@ class Moment(Enum):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class LayerView:
-    """One layer as a policy sees it.
+class View:
+    """The stored tokens of one layer, or of several layers that store equally many.
+
+    Arrays have a row for each set of tokens that is chosen: for each KV head where heads choose for themselves, else
+    for each layer; the rows of one layer come after those of the one before it.
 
     Parameters
     ----------
     tokens
         How many are stored.
     layer
-        Which layer, from 0.
-    keys, values
-        ``[kv_head, token, head_dim]``, float16, float32 or uint16 (bf16); None where the policy does not look at them.
+        Which layer, from 0; of several the first.
     scores
-        Accumulated attention: ``[token]`` for all heads together or ``[kv_head, token]``.
+        What attention gave to each token so far: float32 ``[row, token]`` (of one layer also ``[token]``).
     norms
-        L2 norms of the keys, ``[kv_head, token]``, where they are known already; policies then need no keys.
+        L2 norms of the keys, float32 ``[row, token]``.
     new
         Tokens of the latest step, or None where nobody counts steps.
     seen
         Tokens the model has seen; None for as many as are stored.
     steps
-        Decode steps since the layer was last cut, or None where nobody counts them.
+        Decode steps since the tokens were last cut, or None where nobody counts them.
+    moment
+        When the policy is asked.
+    """
+
+    tokens: int
+    layer: int = 0
+    scores: Floats | None = None
+    norms: Floats | None = None
+    new: int | None = None
+    seen: int | None = None
+    steps: int | None = None
+    moment: Moment = Moment.ATTENDED
+
+    @property
+    def has_norms(self) -> bool:
+        """Whether `key_norms` has an answer."""
+        return self.norms is not None
+
+    @property
+    def key_rows(self) -> int:
+        """Rows that `key_norms` has."""
+        return len(self._norms())
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether everything seen came in the latest step, which is how kvpress tells a prompt from decoding."""
+        return self.new is None or self.new == (self.tokens if self.seen is None else self.seen)
+
+    def key_norms(self, first: int | None = None) -> Floats:
+        """L2 norms of the keys of the `first` tokens (of all of them without it), float32 ``[row, token]``."""
+        return self._norms()[:, :first]
+
+    def row_scores(self) -> Floats:
+        """The scores as float32 ``[row, token]``, also where one row serves a layer."""
+        if self.scores is None:
+            raise KvmnnError(f"layer {self.layer}: no scores are known")
+        return self.scores if self.scores.ndim == 2 else self.scores[None]
+
+    def at(self, moment: Moment) -> Self:
+        """The same at another moment."""
+        if moment is self.moment:
+            return self
+        view = copy(self)
+        object.__setattr__(view, "moment", moment)
+        return view
+
+    def _norms(self) -> Floats:
+        if self.norms is None:
+            raise KvmnnError(f"layer {self.layer}: neither keys nor their norms are known")
+        return self.norms
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LayerView(View):
+    """One layer, with its keys and values; everything is checked.
+
+    Parameters
+    ----------
+    keys, values
+        ``[kv_head, token, head_dim]``, float16, float32 or uint16 (bf16); None where the policy does not look at them.
+    scores
+        ``[token]`` for all heads together or ``[kv_head, token]``; any numbers, which become float32.
+    norms
+        ``[kv_head, token]``, where they are known already; policies then need no keys.
 
     Raises
     ------
@@ -54,22 +120,8 @@ class LayerView:
         For values of the wrong type.
     """
 
-    tokens: int
-    layer: int = 0
     keys: npt.NDArray[Any] | None = None
     values: npt.NDArray[Any] | None = None
-    scores: Floats | None = None
-    norms: Floats | None = None
-    new: int | None = None
-    seen: int | None = None
-    steps: int | None = None
-
-    @classmethod
-    def trusted(cls, **fields: Any) -> LayerView:
-        """A view of fields that fit, unchecked; those left out are as in the constructor."""
-        view = object.__new__(cls)
-        view.__dict__.update(fields)
-        return view
 
     def __post_init__(self) -> None:
         where = f"layer {self.layer}"
@@ -91,25 +143,17 @@ class LayerView:
             raise KvmnnError(f"{where}: norms have shape {list(self.norms.shape)}: expected [kv_head, {self.tokens}]")
 
     @property
-    def kv_heads(self) -> int:
-        """Heads of the keys, or of their norms."""
-        known = self.norms if self.norms is not None else self.keys
-        if known is None:
-            raise KvmnnError(f"layer {self.layer}: neither keys nor their norms are known")
-        return int(known.shape[0])
-
-    def key_norms(self, first: int | None = None) -> Floats:
-        """L2 norms of the keys of the `first` tokens (of all of them without it), float32 ``[kv_head, token]``."""
-        if self.norms is not None:
-            return self.norms[:, :first]
-        if self.keys is None:
-            raise KvmnnError(f"layer {self.layer}: neither keys nor their norms are known")
-        return key_norms(self.keys[:, :first])
+    def has_norms(self) -> bool:
+        return self.norms is not None or self.keys is not None
 
     @property
-    def is_prompt(self) -> bool:
-        """Whether everything seen came in the latest step, which is how kvpress tells a prompt from decoding."""
-        return self.new is None or self.new == (self.tokens if self.seen is None else self.seen)
+    def key_rows(self) -> int:
+        return super().key_rows if self.keys is None else int(self.keys.shape[0])
+
+    def key_norms(self, first: int | None = None) -> Floats:
+        if self.norms is None and self.keys is not None:
+            return key_norms(self.keys[:, :first])
+        return super().key_norms(first)
 
 
 def as_scores(where: str, scores: npt.NDArray[Any], tokens: int) -> Floats:

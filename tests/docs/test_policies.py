@@ -25,6 +25,15 @@ def test_examples() -> None:
     assert doctest.testmod(policies).failed == 0
 
 
+def test_a_policy_is_short() -> None:
+    """Its examples run above; each is a complete policy of fewer than 40 lines with one method."""
+    section = PAGE.read_text(encoding="utf-8").partition("## How to write a policy")[2].partition("\n## ")[0]
+    examples = re.findall(r">>> @dataclass.*?\n(?:\.\.\. ?.*\n)+", section)
+    assert len(examples) == 2
+    for example in examples:
+        assert example.count("\n") < 40 and example.count("def ") == example.count("def rule(") == 1
+
+
 def test_tables_name_every_policy() -> None:
     keeps, sources = tables()[:2]
     for table in (keeps, sources):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from kvmnn.lm.cache.model_cache import ModelCache
 from kvmnn.lm.cache.packed_store import PackedStore
 from kvmnn.lm.cache.token_rows import TokenRows
 from kvmnn.lm.graph.interface import DecoderInterface
-from kvmnn.policies import EvictingCache, Policy, create
+from kvmnn.policies import EvictingCache, Policy, View, create
 
 LAYERS, DIMS = 3, 8
 POLICIES: list[tuple[str, dict[str, Any]]] = [
@@ -64,7 +64,7 @@ def empty(kv_heads: int, dtype: Any) -> list[tuple[np.ndarray, np.ndarray]]:
     return [(np.zeros((1, kv_heads, 0, DIMS), dtype),) * 2 for _ in range(LAYERS)]
 
 
-class Pair:
+class Both:
     """A ModelCache, and an EvictingCache for each layer, fed the same."""
 
     def __init__(
@@ -139,15 +139,15 @@ def test_every_policy_keeps_what_its_layers_would_keep_alone(
     name: str, options: dict[str, Any], slack: int | None
 ) -> None:
     for seed, (kv_heads, group, dtype) in enumerate([(2, 1, np.float32), (1, 3, np.float16), (4, 2, np.float16)]):
-        pair = Pair(create(name, **{"skip_layers": (), **options}), seed, slack=slack, kv_heads=kv_heads, group=group,
+        both = Both(create(name, **{"skip_layers": (), **options}), seed, slack=slack, kv_heads=kv_heads, group=group,
                     dtype=dtype, packed=False)  # fmt: skip
         for number, new in enumerate([17, 1, 1, 4, 1, 1, 1, 6, 1, 1, 2, 1, 1, 1, 3, 1]):
-            pair.step(new)
+            both.step(new)
             if number % 5 == 4:
-                pair.ours.end_chunk()
-                for cache in pair.theirs:
+                both.ours.end_chunk()
+                for cache in both.theirs:
                     cache.end_chunk()
-            pair.compare()
+            both.compare()
 
 
 @settings(max_examples=40, deadline=None)
@@ -161,27 +161,27 @@ def test_every_policy_keeps_what_its_layers_would_keep_alone(
 )
 def test_any_text(case: Any, slack: int | None, kv_heads: int, steps: Any, packed: bool, seed: int) -> None:
     name, options = case
-    pair = Pair(create(name, **{"skip_layers": (), **options}), seed, slack=slack, kv_heads=kv_heads, group=2,
+    both = Both(create(name, **{"skip_layers": (), **options}), seed, slack=slack, kv_heads=kv_heads, group=2,
                 dtype=np.float32, packed=packed)  # fmt: skip
     for new, ends in steps:
-        pair.step(new)
+        both.step(new)
         if ends:
-            pair.ours.end_chunk()
-            for cache in pair.theirs:
+            both.ours.end_chunk()
+            for cache in both.theirs:
                 cache.end_chunk()
-    pair.compare()
+    both.compare()
 
 
 def test_slack_bounds_the_dead_slots_and_holds_no_more_than_it_says() -> None:
     for slack, allowed in ((0, 0), (5, 5), (32, 32), (None, 1)):
-        pair = Pair(create("streaming", budget=10, sink=2), 1, slack=slack, kv_heads=2, group=1, dtype=np.float32,
+        both = Both(create("streaming", budget=10, sink=2), 1, slack=slack, kv_heads=2, group=1, dtype=np.float32,
                     packed=False)  # fmt: skip
         most = 0
         for _ in range(120):
-            pair.step(1)
-            most = max(most, pair.ours.nbytes)
+            both.step(1)
+            most = max(most, both.ours.nbytes)
         assert most == (10 + allowed) * 2 * DIMS * 4 * 2 * LAYERS
-        assert pair.ours.peak_nbytes == most + 2 * DIMS * 4 * 2 * LAYERS  # with the new token, before the cut
+        assert both.ours.peak_nbytes == most + 2 * DIMS * 4 * 2 * LAYERS  # with the new token, before the cut
 
 
 def test_without_a_bias_new_tokens_cannot_be_evicted_before_they_are_attended() -> None:
@@ -207,3 +207,39 @@ def test_rows_refuse_what_cannot_be_kept() -> None:
 def test_packed_layout_of_another_type_is_refused() -> None:
     with pytest.raises(KvmnnError, match="holds fp16, the cache of this model is fp32"):
         PackedStore(interface(2), "arm64-fp16", by_head=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AboveMean(Policy):
+    """Keeps as many tokens of each row as are above its mean."""
+
+    name = "above_mean"
+    needs: ClassVar = "scores"
+
+    def rule(self, view: View) -> list[np.ndarray]:
+        return [np.flatnonzero(row >= row.mean()) for row in view.row_scores()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AboveMeanByHead(AboveMean):
+    name = "above_mean_by_head"
+    needs: ClassVar = "head scores"
+
+
+def test_layers_part_where_a_policy_keeps_different_numbers_of_them() -> None:
+    both = Both(AboveMean(), 5, slack=3, kv_heads=2, group=1, dtype=np.float32, packed=False)
+    for new in (9, 1, 4, 2, 7):
+        both.step(new)
+        both.compare()
+    assert len(set(both.ours.tokens)) > 1
+
+
+def test_heads_of_one_layer_cannot_part() -> None:
+    cache = ModelCache(PlainStore(empty(2, np.float32)), layers=LAYERS, kv_heads=2, query_heads=2, slack=0, biased=True,
+                       policy=AboveMeanByHead())  # fmt: skip
+    cache.begin(4)
+    weights = np.zeros((2, 4, 4), np.float32)
+    weights[0, 0, 0] = weights[1, 0, 1:] = 1
+    present = [(np.zeros((1, 2, 4, DIMS), np.float32),) * 2] * LAYERS
+    with pytest.raises(KvmnnError, match=r"layer 0: above_mean_by_head keeps \[1, 3\] tokens: expected the same"):
+        cache.end(Returned(present, [weights] * LAYERS))  # type: ignore[arg-type]

@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
+from kvmnn.policies import LayerView, Moment, Policy, create
+
 Array = npt.NDArray[Any]
 
 
@@ -121,3 +123,50 @@ def keys(draw: st.DrawFn, max_tokens: int = 24) -> Array:
     if layout == "every other":
         return np.repeat(array, 2, axis=2)[:, :, ::2]
     return array
+
+
+# -- every policy ------------------------------------------------------------------------------------------------------
+
+HEADS, DIMS = 3, 8
+
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "l2_ratio": [{"prune_after": 4}, {"prune_after": 4, "form": "original"}],
+    "l2_fixed": [
+        {},
+        {"recent_ratio": 0.5},
+        {"strategy": "keep_high", "recent_ratio": 0.3},
+        {"strategy": "random", "generator": np.random.default_rng(1)},
+    ],
+    "recent_only": [{}],
+    "streaming": [{"sink": 2}],
+    "streaming_press": [{"sink": 2}],
+    "h2o_tokens": [{"sink": 2, "recent": 4, "buffer": 0}],
+    "h2o_blocks": [{"sink": 2, "recent": 4, "block_tokens": 4, "update_interval": 1, "trigger_min_tokens": 4}],
+    "h2o_heads": [{"recent": 4}],
+    "h2o_decayed": [{"sink": 2, "recent": 4}, {"decay": 1}],
+    "h2o_decayed_heads": [{"sink": 2, "recent": 4, "decay": 0.5}],
+    "knorm": [{}],
+    "observed_attention": [{}],
+}
+BUDGETS: list[dict[str, Any]] = [{"budget": 12}, {"keep_ratio": 0.4}]
+
+
+def make(name: str, options: dict[str, Any], **more: Any) -> Policy:
+    return create(name, **{"skip_layers": (), **options, **more})
+
+
+def acting(policy: Policy) -> Moment:
+    return Moment.ATTENDED if Moment.ATTENDED in policy.moments else Moment.APPENDED
+
+
+def view(tokens: int, seed: int = 0, *, tied: bool = False, dtype: Any = np.float16, **more: Any) -> Any:
+    """A layer with all that any policy may need; for the form of scores see `fit`."""
+    rng = np.random.default_rng(seed)
+    keys = np.ones((HEADS, tokens, DIMS)) if tied else rng.standard_normal((HEADS, tokens, DIMS))
+    scores = np.ones((HEADS, tokens)) if tied else rng.random((HEADS, tokens))
+    return {"tokens": tokens, "keys": keys.astype(dtype), "scores": scores.astype(np.float32), **more}
+
+
+def fit(policy: Policy, fields: dict[str, Any]) -> LayerView:
+    scores = fields["scores"]
+    return LayerView(**{**fields, "scores": scores[0] if policy.needs == "scores" else scores})

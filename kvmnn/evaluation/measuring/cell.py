@@ -109,7 +109,7 @@ class Measurer:
                 after=after,
             )
         except KvmnnError as exc:
-            if runner.policy is None:
+            if not runner.policy.evicts:
                 raise KvmnnError(f"{document.name}: {exc}") from exc
             raise RefusedError(f"{configuration.policy}, {document.name}: {exc}") from exc
         peak = None if start is None else start.peak()

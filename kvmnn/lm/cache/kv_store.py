@@ -1,4 +1,4 @@
-"""K and V of a model's layers, as the model returns them and takes them back."""
+"""K and V of a model's layers, as the model returns them and takes them back: ``[1, kv_head, slot, head_dim]``."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ from typing import Protocol
 
 import numpy as np
 
-from ...dtypes import Indices, Words
+from ...dtypes import Indices, KVPair, Words
 from . import _eviction
-
-Pair = tuple[Words, Words]
-"""K and V of one layer, ``[1, kv_head, slot, head_dim]``."""
 
 
 class KVStore(Protocol):
@@ -21,10 +18,10 @@ class KVStore(Protocol):
     def nbytes(self) -> int:
         """Bytes of the buffers held."""
 
-    def past(self) -> list[Pair]:
+    def past(self) -> list[KVPair]:
         """K and V of every layer for the next step."""
 
-    def adopt(self, present: Sequence[Pair], new: int) -> None:
+    def adopt(self, present: Sequence[KVPair], new: int) -> None:
         """What the step returned: the past, and `new` tokens behind it."""
 
     def compact(self, layer: int, slots: Indices, live: int) -> None:
@@ -40,17 +37,17 @@ class PlainStore:
         K and V of no tokens, for every layer.
     """
 
-    def __init__(self, empty: Sequence[Pair]) -> None:
+    def __init__(self, empty: Sequence[KVPair]) -> None:
         self._pairs = list(empty)
 
     @property
     def nbytes(self) -> int:
         return sum(keys.nbytes + values.nbytes for keys, values in self._pairs)
 
-    def past(self) -> list[Pair]:
+    def past(self) -> list[KVPair]:
         return self._pairs
 
-    def adopt(self, present: Sequence[Pair], new: int) -> None:
+    def adopt(self, present: Sequence[KVPair], new: int) -> None:
         self._pairs = list(present)
 
     def compact(self, layer: int, slots: Indices, live: int) -> None:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from ...arrays.layer_cache import LayerCache
-from ...dtypes import Floats, Indices, Positions, Words
+from ...dtypes import Floats, Indices, KVPair, Positions, Words
 from ...errors import KvmnnError
 from ...policies.base import Policy
 from ...policies.evicting_cache import take_rows
 from ...policies.ranking import key_norms
-from ...policies.view import LayerView, Moment
+from ...policies.scoring import Summed
+from ...policies.view import Moment, View
 from ..graph.decoder import Step
 from . import _eviction
-from .kv_store import KVStore, Pair
+from .kv_store import KVStore
 from .token_rows import TokenRows
 
 SHARE = 8
@@ -38,7 +39,7 @@ class ModelCache:
     layers
         How many.
     policy
-        Which tokens stay; None for all.
+        Which tokens stay.
     slack
         Dead slots that may be in use, or None for an eighth of the live tokens. 0 for a model that takes no bias.
     biased
@@ -59,7 +60,7 @@ class ModelCache:
         layers: int,
         kv_heads: int,
         query_heads: int,
-        policy: Policy | None,
+        policy: Policy,
         slack: int | None,
         biased: bool,
     ) -> None:
@@ -67,18 +68,19 @@ class ModelCache:
         self._kv_heads = kv_heads
         self._query_heads = query_heads
         self._policy = policy
+        self._scoring = policy.scoring
         self._slack = slack
         self._biased = biased
         self._zeros = np.zeros(0, np.float32)
         self._new = 0
         self.seen = 0
         self.peak_nbytes = 0
-        cut = [] if policy is None else [layer for layer in range(layers) if layer not in policy.skip_layers]
+        cut = [layer for layer in range(layers) if policy.evicts and layer not in policy.skip_layers]
         self._layers = layers
         self._groups: list[TokenRows] = []
-        if policy is not None and cut:
-            per_layer = {"lengths": 0, "scores": 1, "keys": kv_heads, "head scores": kv_heads}[policy.needs]
-            scored, normed = policy.needs in ("scores", "head scores"), policy.needs == "keys"
+        if cut:
+            per_layer = kv_heads if policy.by_head else int(policy.needs_attention)
+            scored, normed = policy.needs_attention, policy.needs == "keys"
             self._groups = [TokenRows(tuple(cut), per_layer, scored=scored, normed=normed)]
 
     # -- what is held --------------------------------------------------------------------------------------------------
@@ -128,7 +130,7 @@ class ModelCache:
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
-    def begin(self, new: int) -> tuple[list[Pair], list[Floats] | None]:
+    def begin(self, new: int) -> tuple[list[KVPair], list[Floats] | None]:
         """`new` tokens are about to be attended: K and V of the past for every layer, and the bias if there is one.
 
         The bias is float32 ``[1, 1 or query_heads, 1, past + new]`` for each layer.
@@ -142,36 +144,33 @@ class ModelCache:
             group.append(new, self.seen)
         self._new = new
         self.seen += new
-        if self._policy is not None and Moment.APPENDED in self._policy.moments:
-            self._apply(Moment.APPENDED)
+        self._apply(Moment.APPENDED)
         return self._store.past(), self._bias()
 
     def end(self, step: Step) -> None:
         """The new tokens have been attended: take over what the model returned, score it, cut."""
         self._store.adopt(step.present, self._new)
         self.peak_nbytes = max(self.peak_nbytes, self._store.nbytes)
-        if self._policy is not None and self._policy.prompt_only and self._new != self.seen:
+        if self._policy.prompt_only and self._new != self.seen:
             return
         for group in self._groups:
             if group.scores is not None:
                 self._score(group, group.scores, step)
-            if group.norms is not None and self._policy is not None and self._policy.uses_norms:
+            if group.norms is not None and self._policy.needs_norms:
                 self._add_norms(group, group.norms, step.present)
             if self._new != self.seen:
                 group.steps += 1
-        if self._policy is not None and Moment.ATTENDED in self._policy.moments:
-            self._apply(Moment.ATTENDED)
+        self._apply(Moment.ATTENDED)
         for group in self._groups:
             if self._is_full(group):
                 self._compact(group, 0)
 
     def end_chunk(self) -> None:
         """A chunk of text has ended."""
-        if self._policy is not None and Moment.CHUNK_END in self._policy.moments:
-            self._apply(Moment.CHUNK_END)
-            for group in self._groups:
-                if self._is_full(group):
-                    self._compact(group, 0)
+        self._apply(Moment.CHUNK_END)
+        for group in self._groups:
+            if self._is_full(group):
+                self._compact(group, 0)
 
     # -- how -----------------------------------------------------------------------------------------------------------
 
@@ -183,25 +182,36 @@ class ModelCache:
         return found
 
     def _apply(self, moment: Moment) -> None:
-        if self._policy is None:
+        if moment not in self._policy.moments:
             return
         groups = []
         for group in self._groups:
-            kept = self._policy.choose_stacked(self._view(group), moment)
+            kept = self._policy.choose_stacked(self._view(group, moment))
             if isinstance(kept, list):
                 parts = group.split()
-                for part, row in zip(parts, kept, strict=True):
-                    self._cut(part, row, moment)
+                for part, rows in zip(parts, self._by_part(group, kept), strict=True):
+                    self._cut(part, rows, moment)
                 groups += parts
                 continue
             if kept is not None:
-                self._cut(group, np.asarray(kept), moment)
+                self._cut(group, kept, moment)
             groups.append(group)
         self._groups = groups
 
-    def _view(self, group: TokenRows) -> LayerView:
+    def _by_part(self, group: TokenRows, kept: list[Indices]) -> Iterator[Indices]:
+        """The kept tokens of each layer of a group whose layers part."""
+        for layer in group.layers:
+            rows = kept[group.rows_of(layer)]
+            if len({len(row) for row in rows}) != 1 or len(kept) != len(group.slots):
+                raise KvmnnError(
+                    f"layer {layer}: {self._policy.name} keeps {[len(row) for row in rows]} tokens: "
+                    f"expected the same number in every head"
+                )
+            yield np.stack(rows)
+
+    def _view(self, group: TokenRows, moment: Moment) -> View:
         live = group.live
-        return LayerView.trusted(
+        return View(
             tokens=live,
             layer=group.layers[0],
             scores=None if group.scores is None else group.scores[:, :live],
@@ -209,6 +219,7 @@ class ModelCache:
             new=self._new,
             seen=self.seen,
             steps=group.steps,
+            moment=moment,
         )
 
     def _cut(self, group: TokenRows, kept: Indices, moment: Moment) -> None:
@@ -255,31 +266,29 @@ class ModelCache:
         return biases
 
     def _score(self, group: TokenRows, scores: Floats, step: Step) -> None:
-        policy, attentions = self._policy, step.attentions
-        if policy is None or attentions is None:
+        attentions, scoring = step.attentions, self._scoring
+        if attentions is None:
             raise KvmnnError("the policy needs attention probabilities, which the model was not asked for")
-        weights = attentions[group.layers[0]]
-        sums_are_plain = type(policy).column_sums is Policy.column_sums
-        if sums_are_plain and type(policy).fold is Policy.fold and type(policy).scaled is Policy.scaled:
+        if isinstance(scoring, Summed):
+            fade = scoring.fade(self._new)
             for layer in group.layers:
                 rows = group.rows_of(layer)
-                _eviction.add_columns(
-                    attentions[layer], group.slots[rows], scores[rows], group.live, policy.fade(self._new)
-                )
+                _eviction.add_columns(attentions[layer], group.slots[rows], scores[rows], group.live, fade)
             return
-        sums = np.zeros((len(scores), group.live), np.float32)
+        added = np.zeros((len(scores), group.live), np.float32)
         for layer in group.layers:
             rows = group.rows_of(layer)
-            if sums_are_plain:
-                _eviction.add_columns(attentions[layer], group.slots[rows], sums[rows], group.live, 1.0)
+            if scoring.by_query:
+                weights = _live_columns(attentions[layer], group.slots[rows, : group.live])
+                added[rows] = scoring.from_weights(weights, self._kv_heads, by_head=self._policy.by_head)
             else:
-                live = _live_columns(attentions[layer], group.slots[rows, : group.live])
-                sums[rows] = policy.column_sums(live, self._kv_heads)
-        if sums_are_plain:
-            sums = policy.scaled(sums, weights.shape[0] * weights.shape[1])
-        scores[:, : group.live] = policy.fold(scores[:, : group.live], sums, self._new)
+                _eviction.add_columns(attentions[layer], group.slots[rows], added[rows], group.live, 1.0)
+        if not scoring.by_query:
+            heads, queries = attentions[group.layers[0]].shape[:2]
+            added = scoring.from_sums(added, heads * queries)
+        scores[:, : group.live] = scoring.fold(scores[:, : group.live], added, self._new)
 
-    def _add_norms(self, group: TokenRows, norms: Floats, present: Sequence[Pair]) -> None:
+    def _add_norms(self, group: TokenRows, norms: Floats, present: Sequence[KVPair]) -> None:
         keys: Words = np.concatenate([present[layer][0][0, :, -self._new :] for layer in group.layers])
         norms[:, group.live - self._new : group.live] = key_norms(keys)
 

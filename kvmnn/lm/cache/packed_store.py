@@ -7,12 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from ... import dtypes
-from ...dtypes import Indices
+from ...dtypes import Indices, KVPair
 from ...errors import KvmnnError
 from ...packed.cache import PackedCache
 from ...packed.layout import PackLayout
 from ..graph.interface import DecoderInterface
-from .kv_store import Pair
 
 
 class PackedStore:
@@ -51,10 +50,10 @@ class PackedStore:
     def nbytes(self) -> int:
         return sum(cache.key_buffer.nbytes + cache.value_buffer.nbytes for caches in self._caches for cache in caches)
 
-    def past(self) -> list[Pair]:
+    def past(self) -> list[KVPair]:
         return [self._unpacked(caches) for caches in self._caches]
 
-    def adopt(self, present: Sequence[Pair], new: int) -> None:
+    def adopt(self, present: Sequence[KVPair], new: int) -> None:
         for caches, (keys, values) in zip(self._caches, present, strict=True):
             heads = self._interface.kv_heads // len(caches)
             for number, cache in enumerate(caches):
@@ -67,7 +66,7 @@ class PackedStore:
             row = slots[number if len(slots) > 1 else 0, :live]
             cache.realloc(remove=len(cache), reserve=_pairs(row))
 
-    def _unpacked(self, caches: Sequence[PackedCache]) -> Pair:
+    def _unpacked(self, caches: Sequence[PackedCache]) -> KVPair:
         pairs = [cache.to_arrays() for cache in caches]
         dtype = self._interface.dtype
         keys, values = (

@@ -12,20 +12,16 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ...dtypes import KVPair
 from ...errors import KvmnnError, ModelError
 from .graph_file import one_line
 from .interface import DecoderInterface
 from .surgery import Operated
-
-Floats: TypeAlias = NDArray[Any]
-"""float16 or float32, as the graph's cache is."""
-Pair: TypeAlias = tuple[Floats, Floats]
-"""Keys and values of a layer, ``[1, kv_head, token, head_dim]``."""
 
 
 @dataclass
@@ -45,7 +41,7 @@ class Step:
     """
 
     logits: NDArray[np.float32]
-    present: list[Pair]
+    present: list[KVPair]
     attentions: list[NDArray[np.float32]] | None
     seconds: float
 
@@ -76,7 +72,7 @@ class Decoder:
         self._zeros = np.zeros((1, 1, 1, 0), np.float32)
         self._ones = np.ones((1, 0), interface.types.get(interface.mask or "", np.int64))
 
-    def empty(self) -> list[Pair]:
+    def empty(self) -> list[KVPair]:
         """A past of no tokens: K and V ``[1, kv_heads, 0, head_dim]`` for each layer."""
         shape = (1, self.interface.kv_heads, 0, self.interface.head_dim)
         kind = self.interface.dtype
@@ -86,7 +82,7 @@ class Decoder:
         self,
         ids: NDArray[np.int64],
         positions: NDArray[np.int64],
-        past: Sequence[Pair],
+        past: Sequence[KVPair],
         bias: Sequence[NDArray[np.float32]] | None = None,
     ) -> Step:
         """Feed tokens; the arguments and results of `DecoderSession.step`, whose checks come before this."""
@@ -103,7 +99,7 @@ class Decoder:
         """A refusal that names the model."""
         return ModelError(f"{self.interface.label}: {message}")
 
-    def _feed(self, ids: NDArray[np.int64], positions: NDArray[np.int64], past: Sequence[Pair]) -> dict[str, Any]:
+    def _feed(self, ids: NDArray[np.int64], positions: NDArray[np.int64], past: Sequence[KVPair]) -> dict[str, Any]:
         interface = self.interface
         held = max(keys.shape[2] for keys, _ in past)
         total = held + len(ids)
@@ -127,7 +123,7 @@ class Decoder:
         return values[None].astype(self.interface.types[name], copy=False)
 
     def _feed_bias(
-        self, feed: dict[str, Any], tokens: int, past: Sequence[Pair], bias: Sequence[NDArray[np.float32]] | None
+        self, feed: dict[str, Any], tokens: int, past: Sequence[KVPair], bias: Sequence[NDArray[np.float32]] | None
     ) -> None:
         names = self._operated.biases
         if names is None:

@@ -13,8 +13,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ...dtypes import KVPair
 from ...errors import ModelError
-from .decoder import Decoder, Pair
+from .decoder import Decoder
 
 Lengths = Literal["chunks", "single", "none"]
 
@@ -62,7 +63,7 @@ def alike(got: NDArray[np.float32], expected: NDArray[np.float32], kind: type[np
     return bool(np.isfinite(got).all() and np.abs(got - expected).max(initial=0.0) <= share * max(scale, 1e-3))
 
 
-def cut(past: Sequence[Pair], kept: Sequence[NDArray[np.int64]]) -> list[Pair]:
+def cut(past: Sequence[KVPair], kept: Sequence[NDArray[np.int64]]) -> list[KVPair]:
     """The slots `kept` of each layer."""
     return [
         (np.ascontiguousarray(keys[:, :, slots]), np.ascontiguousarray(values[:, :, slots]))
@@ -74,7 +75,7 @@ def _try(
     decoder: Decoder,
     ids: NDArray[np.int64],
     positions: NDArray[np.int64],
-    past: Sequence[Pair],
+    past: Sequence[KVPair],
     kept: Sequence[NDArray[np.int64]],
 ) -> Literal["chunks", "single", "none", "wrong"]:
     kind = decoder.interface.dtype

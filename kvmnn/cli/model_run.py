@@ -1,4 +1,4 @@
-"""What the verbs that run one model on one text share: model, policy, how it runs."""
+"""What the verbs that run one model on one text share: its arguments, and the bar that counts tokens."""
 
 from __future__ import annotations
 
@@ -12,14 +12,11 @@ from . import shared_options
 from .printing import UsageError
 
 if TYPE_CHECKING:
-    from ..evaluation.setup.configurations import Configuration
-    from ..evaluation.setup.documents import Ids
-    from ..lm.runner import Runner
-    from ..lm.session import DecoderSession
-    from ..lm.tokenizer import Tokenizer
+    from ..lm.run_options import RunOptions
+    from ..policies.labels import LabelledPolicy
 
 EPILOG = """A policy is NAME or NAME:option=value,...: 'streaming', 'h2o_decayed_heads:recent=50%',
-'l2_fixed:strategy=random,recent_ratio=0.5' (docs/policies.md has them all); 'full' is the whole cache. Tokens always
+'l2_fixed:strategy=random,recent_ratio=0.5' (docs/policies.md has them all); 'full' is the full cache. Tokens always
 keep their true positions."""
 
 
@@ -49,10 +46,26 @@ def add_model(parser: Any) -> None:
     )
 
 
-def configuration(arguments: argparse.Namespace) -> Configuration:
+def run_options(arguments: argparse.Namespace) -> RunOptions:
+    """How the model runs, as the arguments of `add_model` say."""
+    from ..lm.graph.onnx_sessions import CPU
+    from ..lm.run_options import RunOptions
+
+    return RunOptions(
+        tokenizer=arguments.tokenizer,
+        chunk=arguments.chunk,
+        packed=arguments.packed,
+        threads=arguments.threads,
+        providers=tuple(arguments.provider) or CPU,
+    )
+
+
+def policy(arguments: argparse.Namespace) -> LabelledPolicy:
     """The one policy that was asked for; `UsageError` where it makes no sense."""
     from ..errors import KvmnnError
     from ..evaluation.setup.configurations import FULL, configurations, numbers
+    from ..policies.full import Full
+    from ..policies.labels import LabelledPolicy
 
     budgets = [] if arguments.budget is None else [arguments.budget]
     try:
@@ -66,50 +79,8 @@ def configuration(arguments: argparse.Namespace) -> Configuration:
         raise UsageError(
             f"--policy {arguments.policy} and --budget {arguments.budget}: the policy says its size itself"
         )
-    return found
-
-
-def open_model(arguments: argparse.Namespace, chosen: Configuration) -> tuple[DecoderSession, Tokenizer]:
-    """The model, with attention probabilities where the policy needs them, and its tokenizer."""
-    from ..lm.session import DecoderSession
-    from ..lm.tokenizer import Tokenizer
-
-    policy = chosen.make()
-    tokenizer = Tokenizer.open(arguments.tokenizer or arguments.model)
-    session = DecoderSession.open(
-        arguments.model,
-        attentions=policy is not None and policy.needs in ("scores", "head scores"),
-        threads=arguments.threads,
-        providers=tuple(arguments.provider or ["CPUExecutionProvider"]),
-    )
-    return session, tokenizer
-
-
-def runner(arguments: argparse.Namespace, session: DecoderSession, chosen: Configuration | None) -> Runner:
-    """The model under the policy; None: with the full cache."""
-    from ..lm.runner import Runner
-
-    policy = None if chosen is None else chosen.make((arguments.seed,))
-    return Runner(session, policy, packed=arguments.packed)
-
-
-def with_bos(tokenizer: Tokenizer, text: str) -> Ids:
-    """Token ids of a text behind the token that begins every text.
-
-    Raises
-    ------
-    KvmnnError
-        Where that leaves no token.
-    """
-    import numpy as np
-
-    from ..errors import KvmnnError
-
-    own = np.asarray(tokenizer.encode(text), np.int64)
-    ids = own if tokenizer.bos is None else np.concatenate([np.array([tokenizer.bos], np.int64), own])
-    if not ids.size:
-        raise KvmnnError("the text has no tokens, and the model has none that begins a text")
-    return ids
+    made = found.make((arguments.seed,)) or Full()
+    return LabelledPolicy(policy=made, label=found.label, options=found.options)
 
 
 @contextmanager

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ..errors import KvmnnError
+from ..lm.documents import Document
 from ..lm.graph.model_files import OPERATED, find_model
 from .planning import distinct, identity, plan
 from .results import results
 from .running.cell_store import CellStore
 from .running.processes import events
 from .setup.configurations import FULL, Configuration
-from .setup.documents import Document
 from .setup.settings import Settings
 
 

@@ -6,10 +6,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ..lm.documents import Document
 from .running.cell_store import CellStore, cell_key
 from .running.tasks import Cell, Task
 from .setup.configurations import Configuration
-from .setup.documents import Document
 from .setup.settings import Settings
 
 

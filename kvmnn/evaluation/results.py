@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import KvmnnError
+from ..lm.documents import Document
 from .measuring.memory import WHAT
 from .measuring.timing import DECODED, PIECE
 from .planning import Plan, identity
 from .rows import LOSSLESS, Measured, make_row
 from .running.cell_store import NUMBERS_VERSION, CellStore
 from .setup.configurations import FULL, Configuration
-from .setup.documents import Document
 from .setup.settings import Settings
 from .statistics import LEVEL, RESAMPLES
 

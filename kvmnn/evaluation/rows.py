@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..lm.documents import Document
+from ..policies.labels import jsonable
 from .measuring.scoring import perplexity, summary
-from .setup.configurations import FULL, Configuration, jsonable
-from .setup.documents import Document
+from .setup.configurations import FULL, Configuration
 from .setup.settings import Settings
 from .statistics import paired_interval
 

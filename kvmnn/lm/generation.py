@@ -1,70 +1,19 @@
-"""Text from a model whose cache is under a policy, and where it leaves the text of the full cache."""
+"""New tokens from a model whose cache is under a policy."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Any
 
 from ..dtypes import Floats
 from ..errors import KvmnnError
 from ..threads.pipeline import Progress
 from .graph.model_files import ModelFiles, section
 from .runner import Runner
+from .sampling import Sampling
 from .session import DecoderSession
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How the next token is chosen.
-
-    Parameters
-    ----------
-    temperature
-        Logits are divided by it; 0 takes the most probable token (the first of equal ones).
-    top_k
-        Only so many of the most probable tokens are drawn from; None for all.
-    seed
-        Of the draws. Each token takes one number from it, so that runs with equal logits draw equal tokens.
-
-    Raises
-    ------
-    KvmnnError
-        For a temperature below 0 or that is no number, and a `top_k` or `seed` out of range.
-    """
-
-    temperature: float = 0.0
-    top_k: int | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise KvmnnError(f"temperature is {self.temperature}: expected a finite number, at least 0")
-        if self.top_k is not None and self.top_k < 1:
-            raise KvmnnError(f"top_k is {self.top_k}: expected at least 1")
-        if self.seed < 0:
-            raise KvmnnError(f"seed is {self.seed}: expected at least 0")
-
-    def chooser(self) -> Callable[[Floats], int]:
-        """A function from logits ``[vocabulary]`` to a token; it remembers what it has drawn."""
-        draws = np.random.default_rng(self.seed)
-
-        def choose(logits: Floats) -> int:
-            if not np.isfinite(logits.max()):  # NaN is the largest
-                raise KvmnnError("the model's logits are no numbers (NaN or infinite)")
-            if self.temperature == 0:
-                return int(logits.argmax())
-            order = np.argsort(-logits, kind="stable")[: self.top_k]
-            chosen = logits[order].astype(np.float64)
-            with np.errstate(over="ignore"):  # a tiny temperature gives -inf, whose weight is 0
-                weights = np.exp((chosen - chosen[0]) / self.temperature)
-            sums = np.cumsum(weights)
-            return int(order[min(np.searchsorted(sums, draws.random() * sums[-1], side="right"), len(order) - 1)])
-
-        return choose
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,21 +53,15 @@ class Generation:
         return asdict(self)
 
 
-class Decoding(Protocol):
-    """What is needed of `kvmnn.lm.tokenizer.Tokenizer` to give tokens back as text."""
-
-    def decode(self, ids: Sequence[int]) -> str: ...
-
-
-def check_positions(label: str, most: int | None, prompt: int, new: int) -> None:
+def check_positions(label: str, limit: int | None, prompt: int, new: int) -> None:
     """Refuse what would need more positions than the model was made for.
 
     Parameters
     ----------
     label
         What messages call the model.
-    most
-        Its positions; None where nobody knows.
+    limit
+        Its positions; None where they are not known.
     prompt, new
         Tokens of the prompt, and tokens to generate: the last of them is not fed any more.
 
@@ -127,13 +70,13 @@ def check_positions(label: str, most: int | None, prompt: int, new: int) -> None
     KvmnnError
         A policy does not help: tokens keep their true positions however small the cache is.
     """
-    if most is None or prompt + max(new - 1, 0) <= most:
+    if limit is None or prompt + max(new - 1, 0) <= limit:
         return
-    if prompt > most:
-        raise KvmnnError(f"{label}: the prompt has {prompt:,} tokens, the model was made for {most:,} positions")
+    if prompt > limit:
+        raise KvmnnError(f"{label}: the prompt has {prompt:,} tokens, the model was made for {limit:,} positions")
     raise KvmnnError(
-        f"{label}: {prompt:,} tokens of prompt and {new:,} new ones need more than the {most:,} positions that the "
-        f"model was made for: at most {most - prompt + 1:,} new ones"
+        f"{label}: {prompt:,} tokens of prompt and {new:,} new ones need more than the {limit:,} positions that the "
+        f"model was made for: at most {limit - prompt + 1:,} new ones"
     )
 
 
@@ -166,7 +109,7 @@ def prefill(runner: Runner, ids: Sequence[int], chunk: int | None = None) -> Flo
     return logits
 
 
-def generate(
+def generate_tokens(
     runner: Runner,
     prompt: Sequence[int],
     max_tokens: int,
@@ -227,20 +170,6 @@ def generate(
         model_seconds=(runner.clock.model_seconds - model) / steps if steps else None,
         policy_seconds=(runner.clock.policy_seconds - policy) / steps if steps else None,
     )
-
-
-def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """Where two texts part, counted from 0; None where they are equal."""
-    for index, (a, b) in enumerate(zip(one, other, strict=False)):
-        if a != b:
-            return index
-    return None if len(one) == len(other) else min(len(one), len(other))
-
-
-def continuation(tokenizer: Decoding, prompt: Sequence[int], new: Sequence[int]) -> str:
-    """The text of the new tokens behind that of the prompt; alone some tokens would read differently."""
-    before, whole = tokenizer.decode(list(prompt)), tokenizer.decode([*prompt, *new])
-    return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(list(new))
 
 
 def ending_tokens(files: ModelFiles) -> frozenset[int]:

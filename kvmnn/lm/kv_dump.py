@@ -1,100 +1,234 @@
-"""The cache of a model as files that encode, measure and pack read: ``.npy`` arrays, or a KV dump as MNN writes it."""
+"""The KV cache of a model on a text, written as files."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
 
-import numpy as np
-import numpy.typing as npt
-
-from .. import dtypes
 from ..arrays.casting import Cast
-from ..arrays.layer_cache import LayerCache
-from ..arrays.layers import LayerArray, array_name
-from ..arrays.named_array import NamedArray, Piece
-from ..dtypes import PARTS, Part
-from ..errors import KvmnnError
 from ..files.output import DirectoryOutput
-from ..formats import npy
 from ..formats.mnn.dump_writing import write_dump
+from ..policies.base import Policy
+from ..policies.full import Full
+from ..policies.labels import LabelledPolicy
+from ..text import LOSSLESS, LOSSY, count, span
+from ..version import version
+from .documents import read_document
+from .generation import check_positions, prefill
+from .kv_files import POSITIONS, layer_arrays, write_about, write_npy
+from .run_options import RunOptions
 
-POSITIONS = "positions.json"
-TOKEN_IDS = "token_ids.json"
 
+@dataclass(frozen=True, kw_only=True)
+class Rounding:
+    """What writing words in another type changed.
 
-def layer_arrays(caches: Sequence[LayerCache], dtype: str | None = None) -> tuple[list[LayerArray], Cast]:
-    """K and V of every layer by turns, as words of `dtype` (as they are by default), and what the cast changed.
-
-    Raises
-    ------
-    KvmnnError
-        For a layer without tokens, and for values that are finite and would not be so in fp16.
+    Attributes
+    ----------
+    source
+        The type of the model's cache: ``"fp16"`` or ``"fp32"``.
+    words, changed
+        Words written, and those that do not have the same bits when read back.
+    largest_error
+        The largest absolute difference among them.
     """
-    cast = Cast(caches[0].dtype, dtype or caches[0].dtype)
-    found: list[LayerArray] = []
-    for cache in caches:
-        if cache.tokens == 0:
-            raise KvmnnError(f"layer {cache.layer}: the policy keeps no token of it, so there is nothing to write")
-        for part, words in zip(PARTS, (cache.keys, cache.values), strict=True):
-            found.append(LayerArray(cache.layer, part, _array(cache.layer, part, words, cast)))
-    return found, cast
+
+    source: str
+    words: int
+    changed: int
+    largest_error: float
+
+    @classmethod
+    def of(cls, cast: Cast) -> Rounding:
+        """What a cast counted."""
+        return cls(source=cast.source, words=cast.words, changed=cast.changed, largest_error=cast.largest_error)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {
+            "from": self.source,
+            "words": self.words,
+            "changed": self.changed,
+            "largest_error": self.largest_error,
+        }
 
 
-def write_npy(arrays: Sequence[LayerArray], output: DirectoryOutput) -> list[str]:
-    """``layer_<n>.key.npy`` and ``.value.npy``, ``[kv_head, token, head_dim]``; their names. The caller commits."""
-    names = []
-    for entry in arrays:
-        name = f"{entry.array.name}.npy"
-        file = output.file(name)
-        npy.write_header(file, entry.array)
-        for piece in entry.array.pieces():
-            file.write(piece.data)
-        names.append(name)
-    return names
+@dataclass(frozen=True, kw_only=True)
+class KVDump:
+    """What was written.
+
+    Attributes
+    ----------
+    output
+        The directory.
+    seconds
+        Of reading the text.
+    model, text_name, text_sha256
+        The model's path as it was given, the text's file name and the digest of all of the file.
+    policy
+        What cut the cache.
+    format, dtype
+        Of the files, and of their words.
+    rounding
+        What the words lost.
+    tokens_asked, tokens_seen, tokens_kept
+        Of the text: asked for, read, and written for each layer.
+    nbytes
+        Of K and V.
+    """
+
+    output: str
+    seconds: float
+    model: str
+    text_name: str
+    text_sha256: str
+    policy: LabelledPolicy
+    format: str
+    dtype: str
+    rounding: Rounding
+    tokens_asked: int
+    tokens_seen: int
+    tokens_kept: tuple[int, ...]
+    nbytes: int
+
+    @property
+    def label(self) -> str:
+        """Whether tokens or bits are gone."""
+        return LOSSY if min(self.tokens_kept) < self.tokens_seen or self.rounding.changed else LOSSLESS
+
+    def origin(self) -> dict[str, Any]:
+        """Where the words come from, as ``positions.json`` has it."""
+        return {
+            "kvmnn": version(),
+            "label": self.label,
+            "model": self.model,
+            "text": {"name": self.text_name, "sha256": self.text_sha256},
+            "policy": self.policy.to_dict(),
+            "format": self.format,
+            "dtype": self.dtype,
+            "rounded": self.rounding.to_dict(),
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {
+            "output": self.output,
+            "seconds": self.seconds,
+            **self.origin(),
+            "tokens_seen": self.tokens_seen,
+            "tokens_kept": list(self.tokens_kept),
+            "asked_tokens": self.tokens_asked,
+            "bytes": self.nbytes,
+        }
+
+    def __str__(self) -> str:
+        kept = span(sorted(set(self.tokens_kept)))
+        short = f", the text has only {self.tokens_seen:,} tokens" if self.tokens_seen < self.tokens_asked else ""
+        return (
+            f"{self.output}: {count(len(self.tokens_kept), 'layer')}, {kept} tokens, {self.dtype}, "
+            f"{self.nbytes:,} bytes{short}\n  {self.label} ({self._why(kept)})"
+        )
+
+    def _why(self, kept: str) -> str:
+        reasons = []
+        if min(self.tokens_kept) < self.tokens_seen:
+            reasons.append(f"{self.policy.label}: {kept} of {self.tokens_seen:,} tokens kept")
+        if self.rounding.changed:
+            reasons.append(
+                f"{self.rounding.source} rounded to {self.dtype}: {self.rounding.changed:,} of "
+                f"{self.rounding.words:,} words changed, largest error {self.rounding.largest_error:.3g}"
+            )
+        return "; ".join(reasons) or "the words that the model computed"
 
 
-def write_mnn(arrays: Sequence[LayerArray], output: DirectoryOutput, run_id: str) -> None:
-    """``<run_id>/layer_<n>/`` as the engine's dump has it, ``[token, kv_head, head_dim]``. The caller commits."""
-    write_dump(arrays, output, run_id)
-
-
-def write_about(
-    output: DirectoryOutput, caches: Sequence[LayerCache], ids: Sequence[int], about: Mapping[str, Any]
-) -> None:
-    """What the arrays do not say: ``positions.json`` with the true positions, ``token_ids.json`` with the text.
+def dump_kv(
+    model: str | os.PathLike[str],
+    text: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    policy: Policy | LabelledPolicy | None = None,
+    *,
+    tokens: int,
+    format: Literal["npy", "mnn"] = "npy",
+    dtype: Literal["fp16", "fp32"] | None = None,
+    run_id: str = "kvmnn",
+    force: bool = False,
+    options: RunOptions | None = None,
+) -> KVDump:
+    """Let a model read a text, cut its cache by a policy, and write K and V of every layer.
 
     Parameters
     ----------
-    ids
-        Every token that the model has seen, evicted ones included.
-    about
-        Further fields of the first document: model, text, policy.
+    model
+        An ONNX decoder: file or folder, its ``tokenizer.json`` beside it.
+    text
+        A UTF-8 file.
+    output
+        A directory that does not exist yet. Beside the arrays it gets ``positions.json`` (true positions of the tokens
+        that are there) and ``token_ids.json`` (every token of the text).
+    policy
+        Which tokens stay; without one all do.
+    tokens
+        Tokens of the text that are read, the one that begins every text included; at most those there are.
+    format
+        ``"npy"``: ``layer_<n>.key.npy`` and ``layer_<n>.value.npy``, ``[kv_head, token, head_dim]``. ``"mnn"``: a KV
+        dump as MNN's engine writes it, ``[token, kv_head, head_dim]``.
+    dtype
+        Of the words; by default that of the model's cache.
+    run_id
+        Of an MNN dump.
+    force
+        Replace what exists.
+    options
+        How the model runs.
+
+    Raises
+    ------
+    MissingDependencyError
+        Where onnxruntime, onnx or tokenizers is not installed.
+    SourceError, ModelError
+        For a model, tokenizer or text that cannot be read.
+    OutputError
+        For an output that exists or cannot be written.
+    KvmnnError
+        For a policy that the model cannot run or that leaves a layer empty, more tokens than the model has positions,
+        and values beyond fp16 that are to be written as such.
     """
-    layers = [{"layer": cache.layer, "tokens": cache.tokens, "positions": cache.positions.tolist()} for cache in caches]
-    document = {**about, "tokens_seen": caches[0].tokens_seen, "layers": layers}
-    output.file(TOKEN_IDS).write((json.dumps([int(token) for token in ids]) + "\n").encode())
-    output.file(POSITIONS).write((json.dumps(document) + "\n").encode())
-
-
-def _array(layer: int, part: Part, words: npt.NDArray[Any], cast: Cast) -> NamedArray:
-    data = cast.run(np.ascontiguousarray(words).view(np.uint8).reshape(-1))
-    target = dtypes.by_name(cast.target)
-    if cast.source != cast.target and target.numpy.kind == "f":
-        lost = int(np.isinf(data.view(target.numpy)).sum() - np.isinf(words).sum())
-        if lost:
-            raise KvmnnError(f"layer {layer}: {lost} of its {part}s are beyond fp16 (65504): dump them as fp32")
-    return NamedArray(
-        name=array_name(layer, part),
-        dtype=target.name,
-        shape=words.shape,
-        array_dtype=target.numpy.str,
-        reader=partial(_runs, data),
+    chosen = policy if isinstance(policy, LabelledPolicy) else LabelledPolicy.of(policy or Full())
+    options = options or RunOptions()
+    session, tokenizer = options.open(model, chosen.policy)
+    document = read_document(Path(text), tokenizer, max(tokens - 1, 1))
+    ids: Sequence[int] = document.ids[:tokens].tolist()
+    check_positions(session.interface.label, session.interface.max_positions, len(ids), 1)
+    runner = options.runner(session, chosen.policy)
+    started = time.perf_counter()
+    prefill(runner, ids, options.chunk)
+    caches = runner.cache.layers()
+    seconds = time.perf_counter() - started
+    arrays, cast = layer_arrays(caches, dtype)
+    dump = KVDump(
+        output=os.fspath(output),
+        seconds=seconds,
+        model=os.fspath(model),
+        text_name=document.name,
+        text_sha256=document.sha256,
+        policy=chosen,
+        format=format,
+        dtype=cast.target,
+        rounding=Rounding.of(cast),
+        tokens_asked=tokens,
+        tokens_seen=len(ids),
+        tokens_kept=tuple(cache.tokens for cache in caches),
+        nbytes=sum(entry.array.nbytes for entry in arrays),
     )
-
-
-def _runs(data: Piece, step: int) -> Iterator[Piece]:
-    for begin in range(0, data.size, step):
-        yield data[begin : begin + step]
+    with DirectoryOutput(dump.output, force=force, protect=[os.fspath(text), dump.model], index=POSITIONS) as directory:
+        if format == "npy":
+            write_npy(arrays, directory)
+        else:
+            write_dump(arrays, directory, run_id)
+        write_about(directory, caches, ids, dump.origin())
+        directory.commit()
+    return dump

@@ -11,8 +11,8 @@ import pytest
 from kvmnn.errors import OutputError, SourceError
 from kvmnn.evaluation.running.cell_store import CellStore, cell_key
 from kvmnn.evaluation.setup.configurations import Configuration
-from kvmnn.evaluation.setup.documents import Document
 from kvmnn.evaluation.setup.settings import Settings
+from kvmnn.lm.documents import Document
 
 DOCUMENT = Document("a.txt", np.arange(5), 9, "ab" * 32)
 CONFIGURATION = Configuration("streaming 64", "streaming", {"budget": 64})

@@ -13,9 +13,9 @@ from kvmnn.evaluation.evaluating import evaluate, model_sha256
 from kvmnn.evaluation.running import processes
 from kvmnn.evaluation.running.cell_store import CellStore
 from kvmnn.evaluation.setup.configurations import Configuration, configurations
-from kvmnn.evaluation.setup.documents import read_documents
 from kvmnn.evaluation.setup.presets import preset
 from kvmnn.evaluation.setup.settings import Settings
+from kvmnn.lm.documents import read_documents
 from kvmnn.lm.tokenizer import Tokenizer
 from kvmnn.policies import POLICIES
 

@@ -12,17 +12,11 @@ import pytest
 from repository import FIXTURES
 
 from kvmnn.errors import KvmnnError
-from kvmnn.lm.generation import (
-    Sampling,
-    check_positions,
-    continuation,
-    ending_tokens,
-    first_difference,
-    generate,
-    prefill,
-)
+from kvmnn.lm.comparison import continuation, first_difference
+from kvmnn.lm.generation import check_positions, ending_tokens, generate_tokens, prefill
 from kvmnn.lm.graph.model_files import ModelFiles
 from kvmnn.lm.runner import Runner
+from kvmnn.lm.sampling import Sampling
 from kvmnn.lm.session import DecoderSession
 from kvmnn.lm.tokenizer import Tokenizer
 from kvmnn.policies import create
@@ -56,7 +50,7 @@ def greedy_without_a_cache(session: DecoderSession, prompt: list[int], new: int)
 
 
 def test_the_full_cache_generates_what_the_model_says_without_one(session: DecoderSession, prompt: list[int]) -> None:
-    made = generate(Runner(session), prompt, 12)
+    made = generate_tokens(Runner(session), prompt, 12)
     assert list(made.ids) == greedy_without_a_cache(session, prompt, 12)
     assert made.stopped == "length"
     assert made.tokens_seen == len(prompt) + 11  # the last one is not fed
@@ -66,8 +60,8 @@ def test_the_full_cache_generates_what_the_model_says_without_one(session: Decod
 
 @pytest.mark.parametrize("name", ["streaming", "h2o_decayed_heads", "l2_fixed", "h2o_tokens"])
 def test_a_budget_that_holds_everything_changes_nothing(session: DecoderSession, prompt: list[int], name: str) -> None:
-    full = generate(Runner(session), prompt, 10)
-    cut = generate(Runner(session, create(name, budget=500)), prompt, 10)
+    full = generate_tokens(Runner(session), prompt, 10)
+    cut = generate_tokens(Runner(session, create(name, budget=500)), prompt, 10)
     assert cut.ids == full.ids
     assert cut.tokens_kept == full.tokens_kept
 
@@ -75,10 +69,10 @@ def test_a_budget_that_holds_everything_changes_nothing(session: DecoderSession,
 def test_a_small_budget_is_kept_and_positions_stay_true(session: DecoderSession, prompt: list[int]) -> None:
     fed: list[list[int]] = []
     recorder = _recording(session, fed)
-    made = generate(Runner(recorder, create("streaming", budget=8, sink=2)), prompt, 20)
+    made = generate_tokens(Runner(recorder, create("streaming", budget=8, sink=2)), prompt, 20)
     assert set(made.tokens_kept) == {8}
     assert [place for places in fed for place in places] == list(range(len(prompt) + 19))
-    assert made.ids != generate(Runner(session), prompt, 20).ids
+    assert made.ids != generate_tokens(Runner(session), prompt, 20).ids
 
 
 def test_reading_the_prompt_in_chunks_changes_nothing_for_the_full_cache(
@@ -90,35 +84,35 @@ def test_reading_the_prompt_in_chunks_changes_nothing_for_the_full_cache(
 
 def test_a_runner_begins_a_new_text_each_time(session: DecoderSession, prompt: list[int]) -> None:
     runner = Runner(session, create("h2o_decayed", budget=12))
-    assert generate(runner, prompt, 6).ids == generate(runner, prompt, 6).ids
+    assert generate_tokens(runner, prompt, 6).ids == generate_tokens(runner, prompt, 6).ids
 
 
 def test_the_end_of_a_text_ends_it(session: DecoderSession, prompt: list[int]) -> None:
-    free = generate(Runner(session), prompt, 8).ids
-    made = generate(Runner(session), prompt, 8, ends={free[3]})
+    free = generate_tokens(Runner(session), prompt, 8).ids
+    made = generate_tokens(Runner(session), prompt, 8, ends={free[3]})
     assert made.stopped == "end of text"
     assert made.ids == free[: free.index(free[3]) + 1]
 
 
 def test_progress_counts_every_token(session: DecoderSession, prompt: list[int]) -> None:
     told: list[int] = []
-    generate(Runner(session), prompt, 5, progress=told.append)
+    generate_tokens(Runner(session), prompt, 5, progress=told.append)
     assert sum(told) == 5
 
 
 def test_one_token_has_no_time_for_each(session: DecoderSession, prompt: list[int]) -> None:
-    made = generate(Runner(session), prompt, 1)
+    made = generate_tokens(Runner(session), prompt, 1)
     assert (len(made.ids), made.token_seconds, made.model_seconds, made.policy_seconds) == (1, None, None, None)
     assert made.tokens_seen == len(prompt)
 
 
 def test_what_cannot_be_generated_is_refused(session: DecoderSession, prompt: list[int]) -> None:
     with pytest.raises(KvmnnError, match="max_tokens is 0"):
-        generate(Runner(session), prompt, 0)
+        generate_tokens(Runner(session), prompt, 0)
     with pytest.raises(KvmnnError, match="no tokens to begin with"):
-        generate(Runner(session), [], 4)
+        generate_tokens(Runner(session), [], 4)
     with pytest.raises(KvmnnError, match=r"more than the 4,096 positions .*: at most 4,0\d\d new ones"):
-        generate(Runner(session, create("streaming", budget=64)), prompt, 5000)
+        generate_tokens(Runner(session, create("streaming", budget=64)), prompt, 5000)
 
 
 def test_positions_are_counted_to_the_last() -> None:
@@ -163,7 +157,8 @@ def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
 
 def test_equal_seeds_draw_equal_texts(session: DecoderSession, prompt: list[int]) -> None:
     texts = [
-        generate(Runner(session), prompt, 12, sampling=Sampling(temperature=1.5, seed=seed)).ids for seed in (3, 3, 4)
+        generate_tokens(Runner(session), prompt, 12, sampling=Sampling(temperature=1.5, seed=seed)).ids
+        for seed in (3, 3, 4)
     ]
     assert texts[0] == texts[1] != texts[2]
 

@@ -23,8 +23,8 @@ import numpy as np
 
 from kvmnn.evaluation.evaluating import evaluate
 from kvmnn.evaluation.setup.configurations import FULL, Configuration
-from kvmnn.evaluation.setup.documents import read_documents
 from kvmnn.evaluation.setup.settings import Settings
+from kvmnn.lm.documents import read_documents
 from kvmnn.lm.tokenizer import Tokenizer
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "lm"

@@ -197,7 +197,7 @@ def _measure(
 ) -> dict[str, Any]:
     from ...evaluation.evaluating import evaluate
     from ...evaluation.running.cell_store import CellStore
-    from ...evaluation.setup.documents import read_documents
+    from ...lm.documents import read_documents
     from ...lm.graph.model_files import find_model
     from ...lm.tokenizer import Tokenizer
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from ...errors import KvmnnError, MissingDependencyError
+from ...lm.documents import Document
 from ...lm.runner import Runner
 from ...lm.session import DecoderSession
 from ..setup.configurations import Configuration
-from ..setup.documents import Document
 from ..setup.settings import Settings
 from . import memory
 from .lossless import frame_sizes

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import KvmnnError
-from ..setup.documents import Ids
+from ...lm.documents import Ids
 
 _BLOCK_WORDS = 1 << 19
 """Logits that are taken to float64 at once: 4 MiB."""

@@ -6,9 +6,9 @@ import math
 import time
 from typing import Any
 
+from ...lm.documents import Ids
 from ...lm.runner import Runner
 from ..setup.configurations import SeedMethod
-from ..setup.documents import Ids
 from .scoring import negative_log_probabilities
 
 

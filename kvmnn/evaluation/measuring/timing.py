@@ -6,8 +6,8 @@ import statistics
 import time
 from typing import Any
 
+from ...lm.documents import Ids
 from ...lm.runner import Runner
-from ..setup.documents import Ids
 
 PIECE = 128
 """Tokens of a prompt that are fed at once, so that no more logits than these are held."""

@@ -19,8 +19,8 @@ from typing import IO, Any, Self
 
 from ...errors import OutputError, SourceError
 from ...files.output import failures
+from ...lm.documents import Document
 from ..setup.configurations import Configuration
-from ..setup.documents import Document
 from ..setup.settings import Settings
 
 NUMBERS_VERSION = 1

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from ...lm.documents import Document
 from ..measuring.cell import Advance, Measurer, RefusedError
 from ..setup.configurations import Configuration
-from ..setup.documents import Document
 
 
 @dataclass(frozen=True)

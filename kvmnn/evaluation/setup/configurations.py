@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 
 from ...errors import KvmnnError
 from ...policies.base import Policy
+from ...policies.labels import jsonable, label_of
 from ...policies.registry import POLICIES, create
 
 FULL = "full"
@@ -108,11 +109,6 @@ class Configuration:
         return cls(**{**document, "options": options, "seed_method": None if method is None else SeedMethod(**method)})
 
 
-def jsonable(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options with lists for tuples."""
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in options.items()}
-
-
 def _generator(policy: str, options: Mapping[str, Any], seed: Sequence[int]) -> dict[str, Any]:
     if policy not in POLICIES or options.get("strategy") != "random":
         return {}
@@ -163,7 +159,7 @@ def configurations(
 
 def named(policy: str, options: Mapping[str, Any], **rest: Any) -> Configuration:
     """A configuration with the label that its options give, checked."""
-    made = Configuration(label_of(policy, options), policy, dict(options), **rest)
+    made = Configuration(label_of(_policy(policy), options), policy, dict(options), **rest)
     made.make()
     return made
 
@@ -201,23 +197,6 @@ def shares(text: str) -> tuple[float, ...]:
     if not all(math.isfinite(share) for share in found):
         raise KvmnnError(f"{text!r}: expected finite numbers")
     return found
-
-
-def label_of(policy: str, options: Mapping[str, Any]) -> str:
-    """The policy, its budget, and every other option that is not the default."""
-    words = [policy]
-    if options.get("budget") is not None:
-        words.append(str(options["budget"]))
-    if options.get("keep_ratio") is not None:
-        words.append(f"{options['keep_ratio']:g}")
-    for entry in fields(_policy(policy)):
-        if entry.name in ("budget", "keep_ratio", "generator") or entry.name not in options:
-            continue
-        value = options[entry.name]
-        if entry.default is MISSING or value != entry.default:
-            shown = "+".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
-            words.append(f"{entry.name}={shown}")
-    return " ".join(words)
 
 
 def _policy(name: str) -> type[Policy]:

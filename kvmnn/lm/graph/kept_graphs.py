@@ -118,12 +118,6 @@ def _digest(graph: Path, wanted: str) -> str:
     return hashlib.sha256(f"{content} {wanted} {made_by}".encode()).hexdigest()
 
 
-def _external(model: Any) -> Any:
-    from .graph_file import external_tensors
-
-    return external_tensors(model)
-
-
 def _literal(name: str) -> str:
     """A name in which a glob sees no pattern."""
     return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)

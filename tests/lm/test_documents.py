@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from repository import FIXTURES
 
 from kvmnn.errors import KvmnnError, SourceError
-from kvmnn.evaluation.setup import documents
-from kvmnn.evaluation.setup.documents import read_document, read_documents
+from kvmnn.lm import documents
+from kvmnn.lm.documents import read_document, read_documents
 from kvmnn.lm.tokenizer import Tokenizer
 
 FIXTURE = FIXTURES / "lm"

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import KvmnnError, SourceError
+from ..errors import KvmnnError, SourceError
 
 Ids = npt.NDArray[np.int64]
 

@@ -1,0 +1,71 @@
+"""What tables and documents call a policy with its options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Self
+
+from .base import Policy
+from .full import Full
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelledPolicy:
+    """A policy as results name it.
+
+    Parameters
+    ----------
+    policy
+        The policy itself.
+    label
+        Its name in tables.
+    options
+        The options that were asked for.
+    """
+
+    policy: Policy = field(default_factory=Full)
+    label: str = Full.name
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, policy: Policy) -> Self:
+        """A policy with those of its options that are not the defaults."""
+        changed = {}
+        for entry in fields(policy):
+            if entry.repr and entry.init and getattr(policy, entry.name) != entry.default:
+                changed[entry.name] = getattr(policy, entry.name)
+        return cls(policy=policy, label=label_of(type(policy), changed), options=changed)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it: the form of an evaluation's configurations."""
+        return {
+            "label": self.label,
+            "policy": self.policy.name,
+            "options": jsonable(self.options),
+            "preset": None,
+            "seed_method": None,
+            "positions": "true",
+        }
+
+
+def label_of(policy: type[Policy], options: Mapping[str, Any]) -> str:
+    """The policy, its budget, and every other option that is not the default: ``"streaming 256 sink=8"``."""
+    words = [policy.name]
+    if options.get("budget") is not None:
+        words.append(str(options["budget"]))
+    if options.get("keep_ratio") is not None:
+        words.append(f"{options['keep_ratio']:g}")
+    for entry in fields(policy):
+        if entry.name in ("budget", "keep_ratio", "generator") or entry.name not in options:
+            continue
+        value = options[entry.name]
+        if entry.default is MISSING or value != entry.default:
+            shown = "+".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
+            words.append(f"{entry.name}={shown}")
+    return " ".join(words)
+
+
+def jsonable(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with lists for tuples."""
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in options.items()}

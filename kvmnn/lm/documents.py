@@ -50,7 +50,7 @@ class Document:
     nbytes
         UTF-8 bytes of the scored tokens.
     sha256
-        Of the whole file.
+        Of all of the file.
     begins_with_bos
         Whether the first id is not of the text.
     asked
@@ -71,7 +71,7 @@ class Document:
 
     @property
     def own_ids(self) -> Ids:
-        """The text's tokens without bos, which is what the seeds feed."""
+        """The text's tokens without bos, which is what the projects of the presets feed."""
         return self.ids[1:] if self.begins_with_bos else self.ids
 
     def to_dict(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def read_document(path: Path, tokenizer: TextTokenizer, tokens: int, *, name: st
     """
     if tokens < 1:
         raise KvmnnError(f"tokens is {tokens}: expected at least 1")
-    prefix, length, digest, whole = _read(path, max(_PREFIX_CHARACTERS, _CHARACTERS_A_TOKEN * tokens))
+    prefix, length, digest, complete = _read(path, max(_PREFIX_CHARACTERS, _CHARACTERS_A_TOKEN * tokens))
     if not length:
         raise SourceError(f"{path}: is empty: expected text")
     own = np.asarray(tokenizer.encode(prefix), np.int64)
@@ -116,7 +116,7 @@ def read_document(path: Path, tokenizer: TextTokenizer, tokens: int, *, name: st
     if len(ids) < 2:
         raise SourceError(f"{path}: has {len(own)} tokens: expected at least {2 if bos is None else 1}")
     scored = ids[1:]
-    everything = whole and bos is not None and len(scored) == len(own)
+    everything = complete and bos is not None and len(scored) == len(own)
     nbytes = length if everything else _bytes_of(tokenizer, scored)
     return Document(name or path.name, ids, nbytes, digest, bos is not None, tokens)
 

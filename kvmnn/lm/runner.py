@@ -214,7 +214,7 @@ def _unequal(past: Sequence[KVPair]) -> bool:
 
 def _stacked(rows: Sequence[Floats]) -> Floats:
     """Attention of single queries, ``[query_head, 1, slot]`` and each a slot longer, as that of one chunk."""
-    whole = np.zeros((rows[0].shape[0], len(rows), rows[-1].shape[2]), np.float32)
+    stacked = np.zeros((rows[0].shape[0], len(rows), rows[-1].shape[2]), np.float32)
     for i, row in enumerate(rows):
-        whole[:, i, : row.shape[2]] = row[:, 0]
-    return whole
+        stacked[:, i, : row.shape[2]] = row[:, 0]
+    return stacked

@@ -54,7 +54,7 @@ class Tokenizer:
             self._tokenizer: Any = kind.from_str(text)
         except Exception as error:  # the package raises plain Exception
             raise SourceError(f"{self.path}: is not a tokenizer.json: {_one_line(error)}") from error
-        # A file may ask for padding and truncation of every text; a text is fed whole here.
+        # A file may ask for padding and truncation of every text; here all of a text is fed.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self.vocab: int = self._tokenizer.get_vocab_size()

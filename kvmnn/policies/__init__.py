@@ -17,6 +17,7 @@ from .h2o_tokens import H2OTokens
 from .knorm import KNorm
 from .l2_fixed import L2Fixed
 from .l2_ratio import L2Ratio
+from .labels import LabelledPolicy
 from .observed_attention import ObservedAttention
 from .ranking import key_norms
 from .recent_only import RecentOnly
@@ -40,6 +41,7 @@ __all__ = [
     "KNorm",
     "L2Fixed",
     "L2Ratio",
+    "LabelledPolicy",
     "LayerView",
     "Moment",
     "ObservedAttention",

@@ -42,11 +42,11 @@ class View:
     norms
         L2 norms of the keys, float32 ``[row, token]``.
     new
-        Tokens of the latest step, or None where nobody counts steps.
+        Tokens of the latest step, or None where steps are not counted.
     seen
         Tokens the model has seen; None for as many as are stored.
     steps
-        Decode steps since the tokens were last cut, or None where nobody counts them.
+        Decode steps since the tokens were last cut, or None where they are not counted.
     moment
         When the policy is asked.
     """

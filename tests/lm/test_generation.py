@@ -41,7 +41,7 @@ def prompt(tokenizer: Tokenizer) -> list[int]:
 
 
 def greedy_without_a_cache(session: DecoderSession, prompt: list[int], new: int) -> list[int]:
-    """The whole text is fed again for every token: nothing to hold, nothing to get wrong."""
+    """All of the text is fed again for every token: nothing to hold, nothing to get wrong."""
     ids = list(prompt)
     for _ in range(new):
         step = session.step(np.array(ids), np.arange(len(ids)), session.empty())

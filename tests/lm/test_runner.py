@@ -102,8 +102,8 @@ def test_logits_under_a_policy(sessions: Any, form: str, name: str, options: dic
     assert runner.clock.tokens == sum(STEPS) and runner.clock.model_seconds > 0 < runner.clock.policy_seconds
 
 
-def test_the_seeds_h2o_masks_what_it_evicts_before_attention(sessions: Any) -> None:
-    """It cuts when tokens come: what it drops of a long chunk is attended by nobody, with slack or without."""
+def test_h2o_tokens_masks_what_it_evicts_before_attention(sessions: Any) -> None:
+    """It cuts when tokens come: what it drops of a long chunk is never attended, with slack or without."""
     policy = create("h2o_tokens", budget=8, sink=1, recent=3, buffer=0)
     ids = np.random.default_rng(1).integers(0, 48, 40)
     found = []

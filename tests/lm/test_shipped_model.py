@@ -1,4 +1,4 @@
-"""fixtures/lm is what its README says: texts that nobody changed, a tokenizer that fits, numbers that are there."""
+"""fixtures/lm is what its README says: unchanged texts, a tokenizer that fits, numbers that are there."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_expected_numbers(table, rows):
 
 @pytest.mark.parametrize("table", ["chunks_of_4", "token_by_token"])
 def test_expected_perplexities_follow_from_their_texts(table):
-    """Every row scores the same tokens of the same texts, and its parts give its whole."""
+    """Every row scores the same tokens of the same texts, and its parts add up."""
     files, tokens = EXPECTED[table]["files"], EXPECTED[table]["tokens_per_file"]
     assert {row["tokens"] for row in EXPECTED[table]["rows"]} == {len(files) * tokens}
     for row in EXPECTED[table]["rows"]:

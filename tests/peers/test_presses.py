@@ -131,7 +131,7 @@ def test_streaming_press(decoder, ids, full, ratio, sink):
     ],
 )
 def test_the_runner_keeps_what_the_press_keeps(session, decoder, ids, full, name, kind, options):
-    """The whole way: onnxruntime's keys and attention, kvmnn's cache."""
+    """End to end: onnxruntime's keys and attention, kvmnn's cache."""
     theirs = kept_by(decoder, ids, full, kind(compression_ratio=0.5))
     policy = create(name, keep_ratio=0.5, **options)
     runner = Runner(session, policy)

@@ -1,4 +1,4 @@
-"""`CacheState` and `EvictingCache`: what is cut stays together, and the lazy caches act when the seeds' do."""
+"""`CacheState` and `EvictingCache`: what is cut stays together, and the lazy caches act when their originals do."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def test_what_is_kept(name: str, options: dict[str, Any], tied: bool) -> None:
     kept = policy.keep(fit(policy, fields), acting(policy))
     assert kept.dtype == np.int64 and kept.ndim in (1, 2) and (kept.ndim == 1 or kept.shape[0] == HEADS)
     assert 0 < kept.shape[-1] < 60
-    if name != "h2o_blocks":  # whole blocks
+    if name != "h2o_blocks":  # blocks of several tokens
         assert kept.shape[-1] == (12 if "budget" in options else 24)
     for row in np.atleast_2d(kept).tolist():
         assert len(set(row)) == len(row) and min(row) >= 0 and max(row) < 60

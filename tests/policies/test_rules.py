@@ -141,7 +141,7 @@ def test_observed_attention(heads: int, group: int, tokens: int, compression: fl
 @given(model.rows(70), st.integers(1, 9), SMALL, SMALL, st.integers(0, 60))
 @quick
 def test_h2o_blocks(rows: model.Array, block: int, sink: int, recent: int, budget: int) -> None:
-    """What the planner keeps of the blocks' sums; never more than whole blocks above the budget."""
+    """What the planner keeps of the blocks' sums; never more than complete blocks above the budget."""
     policy = H2OBlocks(
         block_tokens=block, sink=sink, recent=recent, budget=budget, trigger_min_tokens=1, skip_layers=()
     )

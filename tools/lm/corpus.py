@@ -100,7 +100,7 @@ def prepare(stdlib: Path, output: Path, vocabulary: int) -> Corpus:
     split = split_documents(list(stdlib_documents(stdlib)))
     if len(split.held_out) < HELD_OUT or len(split.validation) < VALIDATION or not split.training:
         raise SourceError(
-            f"{stdlib}: is not a whole standard library: {len(split.training)} files are left to train on"
+            f"{stdlib}: is not a complete standard library: {len(split.training)} files are left to train on"
         )
     split = Split(list(with_topics(split.training)), split.validation, split.held_out)
     saved = output / "tokenizer.json"

@@ -90,7 +90,7 @@ class NeoxConfig:
 
 
 def build(config: NeoxConfig, weights: Weights, *, attentions: bool = False) -> onnx.ModelProto:
-    """The whole model.
+    """The model.
 
     Parameters
     ----------

@@ -99,7 +99,7 @@ def main() -> int:
     """Compare, print, and say by the exit code whether everything holds."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default="", help="configurations whose name contains this")
-    parser.add_argument("--texts", type=int, default=8, help="at most so many of the texts")
+    parser.add_argument("--texts", type=int, default=8, help="at most this many of the texts")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     parser.add_argument("--verbose", action="store_true", help="a line for every configuration")
     arguments = parser.parse_args()

@@ -22,7 +22,7 @@ from transformers.utils import logging
 from unexport import unexport
 
 Floats: TypeAlias = npt.NDArray[np.float32]
-Pair: TypeAlias = tuple[Floats, Floats]
+KVPair: TypeAlias = tuple[Floats, Floats]
 
 
 @dataclass
@@ -40,7 +40,7 @@ class TorchStep:
     """
 
     logits: Floats
-    present: list[Pair]
+    present: list[KVPair]
     attentions: list[Floats]
 
 
@@ -66,13 +66,13 @@ class TorchDecoder:
         self.heads: int = model.config.num_attention_heads
         self.head_dim: int = model.config.hidden_size // self.heads
 
-    def empty(self) -> list[Pair]:
+    def empty(self) -> list[KVPair]:
         """A past of no tokens."""
         nothing = np.zeros((1, self.heads, 0, self.head_dim), np.float32)
         return [(nothing, nothing)] * self.layers
 
     @torch.no_grad()
-    def step(self, ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], past: Sequence[Pair]) -> TorchStep:
+    def step(self, ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], past: Sequence[KVPair]) -> TorchStep:
         """Feed tokens ``[token]`` with their true positions."""
         cache = DynamicCache()
         for layer, (keys, values) in enumerate(past):

@@ -121,7 +121,7 @@ class ModelCache:
         return caches
 
     def scores(self, layer: int) -> Floats | None:
-        """Scores of a layer's live tokens, float32 ``[token]`` or ``[kv_head, token]``; None where nobody scores."""
+        """Scores of a layer's live tokens, float32 ``[token]`` or ``[kv_head, token]``; None without scores."""
         group = self._by_layer()[layer]
         if group is None or group.scores is None:
             return None

@@ -41,7 +41,7 @@ class GraphCache:
         self._key = _digest(graph, wanted)
 
     def find(self) -> tuple[Path, Operated] | None:
-        """The kept graph and what was added to it, if it is there and whole."""
+        """The kept graph and what was added to it, if it is there and undamaged."""
         onnx = package("onnx")
         for path in self._places():
             if not path.is_file():

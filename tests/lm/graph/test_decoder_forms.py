@@ -150,7 +150,7 @@ def test_positions_that_nothing_uses_are_none(tmp_path: Path) -> None:
 
 
 def test_group_query_attention_that_rotates_by_given_positions(tmp_path: Path) -> None:
-    """Refused without positions; with them, cutting and masking agree, and steps agree with the whole."""
+    """Refused without positions; with them, cutting and masking agree, and steps agree with one step of all tokens."""
     session = DecoderSession.open(
         Tiny(form="gqa", rotary="given", head_dim=16).save(tmp_path / "model.onnx"), attentions=True, cache=False
     )

@@ -1,0 +1,31 @@
+"""What policies are called in tables and documents."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvmnn.policies import Full, L2Fixed, L2Ratio, Streaming
+from kvmnn.policies.labels import LabelledPolicy, label_of
+
+
+def test_labels_say_what_is_not_the_default() -> None:
+    assert label_of(Streaming, {}) == "streaming"
+    assert label_of(Streaming, {"budget": 64, "sink": 4, "buffer": 2}) == "streaming 64 buffer=2"
+    assert label_of(L2Ratio, {"keep_ratio": 0.5, "skip_layers": ()}) == "l2_ratio 0.5 skip_layers=none"
+    assert label_of(L2Ratio, {"skip_layers": (0, 2)}) == "l2_ratio skip_layers=0+2"
+
+
+def test_a_policy_labels_itself() -> None:
+    assert LabelledPolicy.of(Full()) == LabelledPolicy()
+    named = LabelledPolicy.of(Streaming(budget=64, skip_layers=(3,)))
+    assert (named.label, named.options) == ("streaming 64 skip_layers=3", {"skip_layers": (3,), "budget": 64})
+    assert named.to_dict() == {
+        "label": "streaming 64 skip_layers=3",
+        "policy": "streaming",
+        "options": {"skip_layers": [3], "budget": 64},
+        "preset": None,
+        "seed_method": None,
+        "positions": "true",
+    }
+    drawn = LabelledPolicy.of(L2Fixed(budget=4, strategy="random", generator=np.random.default_rng(0)))
+    assert drawn.label == "l2_fixed 4 strategy=random"

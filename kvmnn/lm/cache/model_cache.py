@@ -188,18 +188,18 @@ class ModelCache:
         for group in self._groups:
             kept = self._policy.choose_stacked(self._view(group, moment))
             if isinstance(kept, list):
-                parts = group.split()
-                for part, rows in zip(parts, self._by_part(group, kept), strict=True):
-                    self._cut(part, rows, moment)
-                groups += parts
+                alone = group.split()
+                for layer, rows in zip(alone, self._kept_by_layer(group, kept), strict=True):
+                    self._cut(layer, rows, moment)
+                groups += alone
                 continue
             if kept is not None:
                 self._cut(group, kept, moment)
             groups.append(group)
         self._groups = groups
 
-    def _by_part(self, group: TokenRows, kept: list[Indices]) -> Iterator[Indices]:
-        """The kept tokens of each layer of a group whose layers part."""
+    def _kept_by_layer(self, group: TokenRows, kept: list[Indices]) -> Iterator[Indices]:
+        """What each layer of a group keeps, where layers keep different numbers of tokens."""
         for layer in group.layers:
             rows = kept[group.rows_of(layer)]
             if len({len(row) for row in rows}) != 1 or len(kept) != len(group.slots):

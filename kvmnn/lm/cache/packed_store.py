@@ -69,9 +69,7 @@ class PackedStore:
     def _unpacked(self, caches: Sequence[PackedCache]) -> KVPair:
         pairs = [cache.to_arrays() for cache in caches]
         dtype = self._interface.dtype
-        keys, values = (
-            np.concatenate([pair[side] for pair in pairs])[None].astype(dtype, copy=False) for side in (0, 1)
-        )
+        keys, values = (np.concatenate(part)[None].astype(dtype, copy=False) for part in zip(*pairs, strict=True))
         return keys, values
 
 

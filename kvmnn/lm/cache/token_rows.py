@@ -119,17 +119,17 @@ class TokenRows:
 
     def split(self) -> list[TokenRows]:
         """The rows of each layer by themselves."""
-        parts = []
+        found = []
         for layer in self.layers:
-            part = TokenRows((layer,), max(1, self.per_layer))
+            alone = TokenRows((layer,), max(1, self.per_layer))
             rows = self.rows_of(layer)
-            part.slots, part._places = self.slots[rows].copy(), self._places[rows].copy()
-            part.bias = self.bias[rows].copy()
-            part.scores = None if self.scores is None else self.scores[rows].copy()
-            part.norms = None if self.norms is None else self.norms[rows].copy()
-            part.live, part.width, part.steps = self.live, self.width, self.steps
-            parts.append(part)
-        return parts
+            alone.slots, alone._places = self.slots[rows].copy(), self._places[rows].copy()
+            alone.bias = self.bias[rows].copy()
+            alone.scores = None if self.scores is None else self.scores[rows].copy()
+            alone.norms = None if self.norms is None else self.norms[rows].copy()
+            alone.live, alone.width, alone.steps = self.live, self.width, self.steps
+            found.append(alone)
+        return found
 
     def _cut(self, kept: Indices) -> bool:
         tables = [table for table in (self.slots, self.scores, self.norms) if table is not None]

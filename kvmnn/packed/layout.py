@@ -28,6 +28,7 @@ class PackLayout(PackNumbers):
 
     Examples
     --------
+    >>> import numpy as np
     >>> layout = PackLayout.for_backend("x86-avx2", kv_heads=1, head_dim=2)
     >>> words = np.arange(6, dtype=np.float32).reshape(1, 3, 2)  # three tokens of two dims
     >>> keys, values = layout.pack(words, words, capacity=3)

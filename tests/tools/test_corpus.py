@@ -96,6 +96,6 @@ def test_the_tokenizer_gives_every_text_back():
 
 def test_a_folder_that_is_no_library_is_refused(tmp_path):
     (tmp_path / "x.py").write_text("pass\n" * 50)
-    with pytest.raises(SourceError, match="is not a whole standard library: 1 files"):
+    with pytest.raises(SourceError, match="is not a complete standard library: 1 files"):
         corpus.prepare(tmp_path, tmp_path / "out", 300)
     assert not (tmp_path / "out").exists()

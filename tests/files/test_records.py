@@ -1,0 +1,86 @@
+"""Dataclasses that are written as JSON objects and read back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import pytest
+
+from kvmnn.errors import SourceError
+from kvmnn.files.records import Record
+
+
+@dataclass(frozen=True)
+class Inner(Record):
+    begin: int = field(metadata={"key": "from"})
+    note: str | None = field(default=None, metadata={"omit": True})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outer(Record):
+    name: str
+    share: float
+    sizes: tuple[int, ...]
+    inner: Inner | None
+    rest: tuple[Inner, ...] = ()
+    kind: Literal["a", "b"] = "a"
+    more: Mapping[str, object] = field(default_factory=dict)
+    yes: bool | None = None
+
+
+FULL = Outer(
+    name="x", share=0.1 + 0.2, sizes=(1, 2), inner=Inner(3, "n"), rest=(Inner(4),), kind="b", more={"z": [1]}, yes=True
+)
+PLAIN: dict[str, Any] = {"name": "x", "share": 0.5, "sizes": [], "inner": None}
+
+
+def test_there_and_back() -> None:
+    document = FULL.to_dict()
+    assert document == {
+        "name": "x",
+        "share": 0.1 + 0.2,
+        "sizes": [1, 2],
+        "inner": {"from": 3, "note": "n"},
+        "rest": [{"from": 4}],
+        "kind": "b",
+        "more": {"z": [1]},
+        "yes": True,
+    }
+    assert list(document) == ["name", "share", "sizes", "inner", "rest", "kind", "more", "yes"]
+    assert Outer.from_dict(json.loads(json.dumps(document))) == FULL
+
+
+def test_defaults_and_unknown_keys() -> None:
+    assert Outer.from_dict({**PLAIN, "later": 1}) == Outer(name="x", share=0.5, sizes=(), inner=None)
+
+
+def test_a_whole_number_may_stand_for_a_number() -> None:
+    assert Outer.from_dict({**PLAIN, "share": 2}).share == 2
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ([], "document: found [], expected an object"),
+        ({"name": "x"}, "document.share: is missing"),
+        ({**PLAIN, "name": 1}, "document.name: found 1, expected text"),
+        ({**PLAIN, "share": "1"}, "document.share: found '1', expected a number"),
+        ({**PLAIN, "share": True}, "document.share: found True, expected a number"),
+        ({**PLAIN, "share": None}, "document.share: found None, expected a number"),
+        ({**PLAIN, "sizes": 1}, "document.sizes: found 1, expected a list"),
+        ({**PLAIN, "sizes": [1, 2.5]}, "document.sizes[1]: found 2.5, expected a whole number"),
+        ({**PLAIN, "inner": {"from": None}}, "document.inner.from: found None, expected a whole number"),
+        ({**PLAIN, "rest": [{"from": 1}, {}]}, "document.rest[1].from: is missing"),
+        ({**PLAIN, "kind": "c"}, "document.kind: found 'c', expected 'a' or 'b'"),
+        ({**PLAIN, "kind": []}, "document.kind: found [], expected 'a' or 'b'"),
+        ({**PLAIN, "more": [1]}, "document.more: found [1], expected an object"),
+        ({**PLAIN, "yes": 1}, "document.yes: found 1, expected true or false"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_place(document: object, message: str) -> None:
+    with pytest.raises(SourceError) as caught:
+        Outer.from_dict(document)
+    assert str(caught.value) == message

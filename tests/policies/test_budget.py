@@ -1,0 +1,41 @@
+"""A budget is a number of tokens or a share of them."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvmnn.errors import KvmnnError
+from kvmnn.policies.budget import Budget
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [("0", 0), ("256", 256), ("25%", 250), ("62.5%", 625), ("100%", 1000), ("150%", 1500), ("0%", 0)],
+)
+def test_texts(text: str, tokens: int) -> None:
+    assert Budget.parse(text).of(1000) == tokens
+
+
+@pytest.mark.parametrize("text", ["", "a", "-1", "1e3", "0.25", "%", "25 %", "1000%", "1.%", "1234567890"])
+def test_other_texts_are_refused(text: str) -> None:
+    with pytest.raises(KvmnnError, match="is not a whole number of tokens or a share"):
+        Budget.parse(text)
+
+
+@given(st.decimals(0, 100, places=2), st.integers(0, 1 << 20))
+def test_a_share_is_exact_and_rounded_down(percent: object, tokens: int) -> None:
+    assert Budget.parse(f"{percent}%").of(tokens) == int(Fraction(str(percent)) * tokens / 100)
+
+
+def test_a_number_or_a_share() -> None:
+    assert Budget(tokens=7).of(3) == 7
+    assert Budget(share=0.29).of(100) == 29
+    for wrong in ({}, {"tokens": 1, "share": 0.5}, {"tokens": -1}, {"share": -0.1}, {"share": float("nan")}):
+        with pytest.raises(KvmnnError):
+            Budget(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        Budget(tokens=1.5)  # type: ignore[arg-type]

@@ -1,11 +1,8 @@
-"""What the verbs that run one model on one text share: its arguments, and the bar that counts tokens."""
+"""What the verbs that run one model on one text share: their arguments."""
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from . import shared_options
@@ -64,7 +61,6 @@ def policy(arguments: argparse.Namespace) -> LabelledPolicy:
     """The one policy that was asked for; `UsageError` where it makes no sense."""
     from ..errors import KvmnnError
     from ..evaluation.setup.configurations import FULL, configurations, numbers
-    from ..policies.full import Full
     from ..policies.labels import LabelledPolicy
 
     budgets = [] if arguments.budget is None else [arguments.budget]
@@ -79,17 +75,5 @@ def policy(arguments: argparse.Namespace) -> LabelledPolicy:
         raise UsageError(
             f"--policy {arguments.policy} and --budget {arguments.budget}: the policy says its size itself"
         )
-    made = found.make((arguments.seed,)) or Full()
+    made = found.make((arguments.seed,))
     return LabelledPolicy(policy=made, label=found.label, options=found.options)
-
-
-@contextmanager
-def token_progress(arguments: argparse.Namespace, total: int, label: str) -> Iterator[Callable[[int], object] | None]:
-    """A function that takes a number of tokens done, or None where no bar is wanted."""
-    if arguments.quiet or not sys.stderr.isatty():
-        yield None
-        return
-    from tqdm import tqdm
-
-    with tqdm(total=total, desc=label, unit="token", delay=1, leave=False, file=sys.stderr, dynamic_ncols=True) as bar:
-        yield bar.update

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -91,11 +91,17 @@ def data_stdout(arguments: argparse.Namespace, what: str) -> Stdout:
     return Stdout()
 
 
+class Advance(Protocol):
+    """What moves a progress bar: units done since the last call, and a word about the work."""
+
+    def __call__(self, done: int, note: str = "", /) -> object: ...
+
+
 @contextmanager
 def progress(
-    arguments: argparse.Namespace, total: int, label: str, *, unit: str = "B"
-) -> Iterator[Callable[[int], object] | None]:
-    """A progress bar on the terminal that appears when the work takes longer than a second.
+    arguments: argparse.Namespace, total: int, label: str, *, unit: str = "B", delay: float = 1
+) -> Iterator[Advance | None]:
+    """A progress bar on the terminal that appears when the work takes longer than `delay` seconds.
 
     Parameters
     ----------
@@ -120,6 +126,13 @@ def progress(
         yield None
         return
     with tqdm(
-        total=total, desc=label, unit=unit, unit_scale=True, delay=1, leave=False, file=sys.stderr, dynamic_ncols=True
-    ) as bar:
-        yield bar.update
+        total=total, desc=label, unit=unit, unit_scale=True, delay=delay, leave=False, file=sys.stderr,
+        dynamic_ncols=True,
+    ) as bar:  # fmt: skip
+
+        def advance(done: int, note: str = "", /) -> None:
+            if note:
+                bar.set_postfix_str(note, refresh=False)
+            bar.update(done)
+
+        yield advance

@@ -36,7 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("--top-k needs a --temperature above 0")
     policy = model_run.policy(arguments)
     prompt = _prompt(arguments)
-    with model_run.token_progress(arguments, arguments.max_tokens * (1 + policy.policy.evicts), "generate") as step:
+    tokens = arguments.max_tokens * (1 + policy.policy.evicts)
+    with printing.progress(arguments, tokens, "generate", unit="token") as step:
         result = generate(
             arguments.model,
             prompt,

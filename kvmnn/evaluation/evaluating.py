@@ -1,7 +1,7 @@
 """What eviction costs a language model: every configuration on every document, the same tokens in the same chunks.
 
 Teacher-forced: the text itself is fed, whatever the model would have said, and the log-probability of each next token
-is added up. The results document is what `kvmnn.reports.tables` and `kvmnn.reports.plots` take.
+is added up.
 """
 
 from __future__ import annotations
@@ -9,90 +9,93 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
-from typing import Any, Protocol
+from contextlib import ExitStack
+from typing import Protocol
 
 from ..errors import KvmnnError
-from ..lm.documents import Document
+from ..lm.documents import Document, read_documents
 from ..lm.graph.model_files import OPERATED, find_model
-from .planning import distinct, identity, plan
-from .results import results
+from ..lm.tokenizer import Tokenizer
+from .assembling import Evaluation
+from .planning import EvaluationPlan, distinct, identity, plan
+from .result import EvaluationResult
 from .running.cell_store import CellStore
 from .running.processes import events
 from .setup.configurations import FULL, Configuration
 from .setup.settings import Settings
 
+Path = str | os.PathLike[str]
 
-class Progress(Protocol):
+
+class EvaluationProgress(Protocol):
     """Who is told how far an evaluation is."""
 
     def start(self, tokens: int, cells: int) -> None:
-        """So much is left to do."""
+        """How much there is to do."""
 
     def advance(self, tokens: int, cells: int) -> None:
-        """So much more is done."""
+        """How much more is done."""
 
 
 def evaluate(
-    model: str | os.PathLike[str],
-    documents: Sequence[Document],
+    model: Path,
+    documents: Sequence[Document | Path],
     configurations: Sequence[Configuration],
-    settings: Settings,
+    settings: Settings | None = None,
     *,
+    tokenizer: Path | None = None,
     jobs: int = 1,
-    store: CellStore | None = None,
-    progress: Progress | None = None,
-) -> dict[str, Any]:
-    """Measure and compare; the full cache is always among what is compared, first.
+    store: CellStore | Path | None = None,
+    progress: EvaluationProgress | None = None,
+) -> EvaluationResult:
+    """Measure configurations and compare them with the full cache, which is always the first of them.
 
     Parameters
     ----------
     model
         ONNX file or folder.
     documents
-        At least one.
+        UTF-8 files, folders of ``*.txt``, or documents that were read before. At least one.
     configurations
-        What is compared. The same one twice is measured once.
+        What is compared (`kvmnn.evaluation.configurations` and `preset` make them). The same one twice is measured
+        once.
     settings
         How.
+    tokenizer
+        ``tokenizer.json`` for documents that are files; by default the one beside the model.
     jobs
         Processes at a time, a configuration in each; 0 measures in this process, which leaves `process_peak_bytes` out.
     store
-        Where finished cells are taken from and put.
+        Where finished cells are taken from and put: a store or its file.
     progress
         Told of tokens and cells.
-
-    Returns
-    -------
-    dict
-        ``kvmnn``, ``model``, ``settings``, ``documents``, ``rows``, ``traces``, ``notes`` (sentences), ``refused``
-        (``label`` and ``reason`` of configurations that the model cannot run; they have no row).
 
     Raises
     ------
     KvmnnError
-        For models, texts and policies that cannot be used at all.
+        For models, texts and policies that cannot be used at all. A configuration that the model cannot run is named in
+        `EvaluationResult.refused`.
     """
-    if not documents:
-        raise KvmnnError("expected at least one text")
-    wanted = [Configuration(FULL)] + [entry for entry in configurations if entry.label != FULL or entry.policy != FULL]
-    wanted = distinct(wanted)
-    digest = model_sha256(model)
-    store = store if store is not None else CellStore()
-    planned = plan(digest, wanted, documents, settings, store, jobs)
-    if progress is not None:
-        progress.start(sum(task.tokens for task in planned.tasks), sum(len(task.cells) for task in planned.tasks))
-    refused: dict[str, str] = {}
-    for event in events(planned.tasks, os.fspath(model), settings, jobs):
-        if event.key is not None and event.cell is not None:
-            store.put(event.key, event.cell)
-        if event.refused is not None:
-            refused[identity(event.task.configuration)] = event.refused
-        if progress is not None:
-            progress.advance(event.tokens, int(event.key is not None))
-    return results(model, digest, wanted, documents, settings, planned, store, refused, jobs)
+    settings = settings or Settings()
+    wanted = [Configuration(FULL), *(entry for entry in configurations if (entry.label, entry.policy) != (FULL, FULL))]
+    with ExitStack() as stack:
+        read = _documents(model, documents, tokenizer, settings.tokens)
+        if not isinstance(store, CellStore):
+            store = stack.enter_context(CellStore(store))
+        evaluation = Evaluation(
+            model=os.fspath(model),
+            sha256=model_sha256(model),
+            wanted=distinct(wanted),
+            documents=read,
+            settings=settings,
+            jobs=jobs,
+        )
+        planned = plan(evaluation.sha256, evaluation.wanted, read, settings, store, jobs)
+        refused = _carry_out(planned, evaluation, store, progress)
+        return evaluation.result(planned, store, refused)
 
 
-def model_sha256(model: str | os.PathLike[str]) -> str:
+def model_sha256(model: Path) -> str:
     """SHA-256 of the model's graph, and of the files of weights beside it that belong to it."""
     graph = find_model(model).graph
     digest = hashlib.sha256()
@@ -105,3 +108,33 @@ def model_sha256(model: str | os.PathLike[str]) -> str:
         with open(path, "rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
+
+
+def _documents(
+    model: Path, documents: Sequence[Document | Path], tokenizer: Path | None, tokens: int
+) -> Sequence[Document]:
+    read = [entry for entry in documents if isinstance(entry, Document)]
+    paths = [entry for entry in documents if not isinstance(entry, Document)]
+    if paths:
+        find_model(model)  # a model that is not there is the better message
+        read += read_documents(paths, Tokenizer.open(tokenizer or model), tokens)
+    if not read:
+        raise KvmnnError("expected at least one text")
+    return read
+
+
+def _carry_out(
+    planned: EvaluationPlan, evaluation: Evaluation, store: CellStore, progress: EvaluationProgress | None
+) -> dict[str, str]:
+    """Measure the missing cells; the reasons of refused configurations, by their identity."""
+    if progress is not None:
+        progress.start(sum(task.tokens for task in planned.tasks), sum(len(task.cells) for task in planned.tasks))
+    refused: dict[str, str] = {}
+    for event in events(planned.tasks, evaluation.model, evaluation.settings, evaluation.jobs):
+        if event.key is not None and event.cell is not None:
+            store.put(event.key, event.cell.to_dict())
+        if event.refused is not None:
+            refused[identity(event.task.configuration)] = event.refused
+        if progress is not None:
+            progress.advance(event.tokens, int(event.key is not None))
+    return refused

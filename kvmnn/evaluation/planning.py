@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..lm.documents import Document
 from .running.cell_store import CellStore, cell_key
-from .running.tasks import Cell, Task
+from .running.tasks import MissingCell, Task
 from .setup.configurations import Configuration
 from .setup.settings import Settings
 
 
 @dataclass
-class Plan:
-    """Which cells an evaluation consists of, by their keys."""
+class EvaluationPlan:
+    """The cells of an evaluation by their keys, for each configuration by its index; and tasks for the missing ones."""
 
     tasks: list[Task] = field(default_factory=list)
     scores: dict[int, list[str]] = field(default_factory=dict)
-    seeds: dict[int, list[str]] = field(default_factory=dict)
+    by_definition: dict[int, list[str]] = field(default_factory=dict)
     timings: dict[int, str] = field(default_factory=dict)
 
 
@@ -38,9 +38,7 @@ def distinct(wanted: Sequence[Configuration]) -> list[Configuration]:
             number += 1
             label = f"{entry.label} ({number})"
         taken.add(label)
-        named.append(
-            Configuration(label, entry.policy, entry.options, entry.preset, entry.seed_method, entry.positions)
-        )
+        named.append(replace(entry, label=label))
     return named
 
 
@@ -55,18 +53,16 @@ def plan(
     settings: Settings,
     store: CellStore,
     jobs: int,
-) -> Plan:
+) -> EvaluationPlan:
     """Keys of all cells, and tasks for those that are missing."""
-    plan = Plan()
+    plan = EvaluationPlan()
     planned: set[str] = set()
     groups: dict[str, list[int]] = {}
     for number, entry in enumerate(wanted):
         groups.setdefault(identity(entry), []).append(number)
     parts = max(1, jobs // len(groups))
     for numbers in groups.values():
-        speed = settings.as_seed and any(
-            method is not None and method.speed for method in (wanted[number].seed_method for number in numbers)
-        )
+        speed = settings.project_definitions and any(_has_speed(wanted[number]) for number in numbers)
         numbers.sort(key=lambda number: not _has_speed(wanted[number]))
         for number in numbers:
             missing = _cells(plan, number, wanted[number], digest, documents, settings, speed)
@@ -77,40 +73,40 @@ def plan(
 
 
 def _cells(
-    plan: Plan,
+    plan: EvaluationPlan,
     number: int,
     entry: Configuration,
     digest: str,
     documents: Sequence[Document],
     settings: Settings,
     speed: bool,
-) -> list[Cell]:
+) -> list[MissingCell]:
     """All cells of one configuration; their keys go into the plan."""
     cells = []
     for index, document in enumerate(documents):
         trace = settings.traces and index == 0
         key = cell_key("score", digest, entry, document, settings, {"trace": trace})
-        cells.append(Cell("score", key, index, trace))
+        cells.append(MissingCell("score", key, index, trace))
     plan.scores[number] = [cell.key for cell in cells]
     if settings.timing:
         key = cell_key("timing", digest, entry, documents[0], settings, {"as_seed": speed})
         plan.timings[number] = key
-        cells.append(Cell("timing", key, 0))
-    if settings.as_seed and entry.seed_method is not None:
-        how = {"evaluation": entry.seed_method.evaluation, "chunk": entry.seed_method.chunk}
+        cells.append(MissingCell("timing", key, 0))
+    if settings.project_definitions and entry.definition is not None:
+        how = {"evaluation": entry.definition.evaluation, "chunk": entry.definition.chunk}
         keys = [cell_key("seed", digest, entry, document, settings, how) for document in documents]
-        plan.seeds[number] = keys
-        cells += [Cell("seed", key, index) for index, key in enumerate(keys)]
+        plan.by_definition[number] = keys
+        cells += [MissingCell("seed", key, index) for index, key in enumerate(keys)]
     return cells
 
 
-def _tasks(entry: Configuration, documents: Sequence[Document], cells: Sequence[Cell], parts: int) -> list[Task]:
+def _tasks(entry: Configuration, documents: Sequence[Document], cells: Sequence[MissingCell], parts: int) -> list[Task]:
     """The cells as tasks: one, or where there are more processes than configurations one for each share of them."""
     size = -(-len(documents) // min(parts, len(documents)))
     found = []
     for begin in range(0, len(documents), size):
         mine = tuple(
-            Cell(cell.kind, cell.key, cell.document - begin, cell.trace)
+            MissingCell(cell.kind, cell.key, cell.document - begin, cell.trace)
             for cell in cells
             if begin <= cell.document < begin + size
         )
@@ -120,4 +116,4 @@ def _tasks(entry: Configuration, documents: Sequence[Document], cells: Sequence[
 
 
 def _has_speed(entry: Configuration) -> bool:
-    return entry.seed_method is not None and entry.seed_method.speed
+    return entry.definition is not None and entry.definition.speed

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from ..lm.documents import Document
-from ..policies.labels import jsonable
+from ..reports.rows import Difference, DocumentRow, ProjectNumbers, Row
+from ..text import LOSSLESS, LOSSY
+from .measuring.cells import ProjectCell, RefusedCell, ScoreCell, Sums, TimingCell
 from .measuring.scoring import perplexity, summary
-from .setup.configurations import FULL, Configuration
+from .setup.configurations import FULL, Configuration, ProjectDefinition
 from .setup.settings import Settings
-from .statistics import paired_interval
-
-Cell = Mapping[str, Any]
-LOSSLESS, LOSSY = "LOSSLESS", "LOSSY"
+from .statistics import LEVEL, paired_interval
 
 
 @dataclass(frozen=True)
@@ -26,166 +24,186 @@ class Measured:
     ----------
     scores
         Of each document.
-    seeds
-        As the seed measured each document; None where it did not.
+    by_definition
+        Of each document by the definition of the preset's project; None where nobody asked.
     timing
         Of the first document; None where nobody timed.
     """
 
-    scores: Sequence[Cell]
-    seeds: Sequence[Cell] | None = None
-    timing: Cell | None = None
+    scores: Sequence[ScoreCell]
+    by_definition: Sequence[ProjectCell | RefusedCell] | None = None
+    timing: TimingCell | RefusedCell | None = None
 
 
 def make_row(
     configuration: Configuration,
     measured: Measured,
-    full: Sequence[Cell],
+    full: Sequence[ScoreCell],
     documents: Sequence[Document],
     settings: Settings,
-) -> dict[str, Any]:
+) -> Row:
     """The row of a configuration.
 
     Parameters
     ----------
     full
-        Score cells of the full cache, document by document.
+        Cells of the full cache, document by document.
     """
     cells = measured.scores
-    policy = configuration.make()
-    options = {} if policy is None else jsonable(policy.options())
-    every, deep = _total(cells, "every"), _total(cells, "deep")
-    model, own = _sum(cells, "model_seconds"), _sum(cells, "policy_seconds")
-    seconds = _sum(cells, "seconds")
-    timing = measured.timing or {}
-    return {
-        "label": configuration.label,
-        "policy": configuration.policy,
-        "options": options,
-        "budget": options.get("budget"),
-        "keep_ratio": options.get("keep_ratio"),
-        "preset": configuration.preset,
-        "positions": configuration.positions,
-        "kind": LOSSY if any(_evicted(cell) for cell in cells) else LOSSLESS,
-        **summary(*every),
-        "bits_per_byte": _bits_per_byte(every[1], sum(document.nbytes for document in documents)),
-        "deep": {"from": settings.deep_from, **summary(*deep)},
-        "versus_full": None if configuration.policy == FULL else _versus(cells, full, settings.seed),
-        "seconds": seconds,
-        "model_seconds": model,
-        "policy_seconds": own,
-        "ttft_seconds": timing.get("ttft_seconds"),
-        "tpot_seconds": timing.get("tpot_seconds"),
-        "tokens_per_second": every[0] / seconds if seconds > 0 else None,
-        "cache_bytes_mean": _weighted(cells, "cache_bytes_mean"),
-        "cache_bytes_peak": max(cell["cache_bytes_peak"] for cell in cells),
-        "process_peak_bytes": _highest(cells, "process_peak_bytes"),
-        "process_opened_bytes": _highest(cells, "process_opened_bytes"),
-        "tokens_kept": [max(kept) for kept in zip(*(cell["tokens_kept"] for cell in cells), strict=True)],
-        **_ratios(cells),
-        "as_seed": None if measured.seeds is None else _as_seed(configuration, measured.seeds, timing.get("as_seed")),
-        "documents": [_document(cell, document) for cell, document in zip(cells, documents, strict=True)],
-    }
+    options = configuration.policy_options()
+    every, deep = _total([cell.every for cell in cells]), _total([cell.deep for cell in cells])
+    quality = summary(every)
+    seconds = sum(cell.seconds for cell in cells)
+    timing = measured.timing if isinstance(measured.timing, TimingCell) else None
+    frames = [cell.frames for cell in cells]
+    full_bytes = sum(frame.full_bytes for frame in frames)
+    kept, coded = sum(frame.kept_bytes for frame in frames), sum(frame.frame_bytes for frame in frames)
+    return Row(
+        label=configuration.label,
+        policy=configuration.policy,
+        options=options,
+        budget=options.get("budget"),
+        keep_ratio=options.get("keep_ratio"),
+        preset=configuration.preset,
+        positions=configuration.positions,
+        kind=LOSSY if any(_evicted(cell) for cell in cells) else LOSSLESS,
+        tokens=quality.tokens,
+        nll=quality.nll,
+        perplexity=quality.perplexity,
+        accuracy=quality.accuracy,
+        bits_per_byte=_bits_per_byte(every.nll, sum(document.nbytes for document in documents)),
+        deep=summary(deep, settings.deep_from),
+        versus_full=_versus(cells, full, settings.seed) if configuration.policy != FULL else None,
+        seconds=seconds,
+        model_seconds=sum(cell.model_seconds for cell in cells),
+        policy_seconds=sum(cell.policy_seconds for cell in cells),
+        ttft_seconds=None if timing is None else timing.ttft_seconds,
+        tpot_seconds=None if timing is None else timing.tpot_seconds,
+        tokens_per_second=every.tokens / seconds if seconds > 0 else None,
+        cache_bytes_mean=float(sum(cell.cache_bytes_mean * cell.every.tokens for cell in cells) / every.tokens),
+        cache_bytes_peak=max(cell.cache_bytes_peak for cell in cells),
+        process_peak_bytes=_highest([cell.process_peak_bytes for cell in cells]),
+        process_opened_bytes=_highest([cell.process_opened_bytes for cell in cells]),
+        tokens_kept=tuple(max(kept) for kept in zip(*(cell.tokens_kept for cell in cells), strict=True)),
+        lossy_ratio=full_bytes / kept if kept else None,
+        lossless_ratio=kept / coded if kept else None,
+        ratio=full_bytes / coded if kept else None,
+        lossless_dtype=frames[0].dtype,
+        rounded_first=any(frame.rounded for frame in frames),
+        full_bytes=full_bytes,
+        kept_bytes=kept,
+        frame_bytes=coded,
+        project=_project_numbers(configuration.definition, measured.by_definition, timing),
+        documents=tuple(_document_row(cell, document) for cell, document in zip(cells, documents, strict=True)),
+    )
 
 
-def _versus(cells: Sequence[Cell], full: Sequence[Cell], seed: int) -> dict[str, Any]:
+def _versus(cells: Sequence[ScoreCell], full: Sequence[ScoreCell], seed: int) -> Difference:
     """Differences to the full cache over documents, with their paired bootstrap intervals."""
-    found: dict[str, Any] = {"documents": len(cells), "level": 0.95}
-    names = {
-        ("every", "nll"): ("nll", "low", "high"),
-        ("deep", "nll"): ("deep_nll", "deep_low", "deep_high"),
-        ("every", "hits"): ("accuracy", "accuracy_low", "accuracy_high"),
-        ("deep", "hits"): ("deep_accuracy", "deep_accuracy_low", "deep_accuracy_high"),
-    }
-    for (part, key), labels in names.items():
-        pairs = [(cell[part], base[part]) for cell, base in zip(cells, full, strict=True) if cell[part]["tokens"]]
-        if not pairs:
-            found.update(dict.fromkeys(labels))
-            continue
-        differences = [(mine[key] - base[key]) / mine["tokens"] for mine, base in pairs]
-        found.update(zip(labels, paired_interval(differences, [m["tokens"] for m, _ in pairs], seed=seed), strict=True))
-    if len(cells) == 1:
-        found["note"] = "one document: no interval"
-    return found
+    every = [(cell.every, base.every) for cell, base in zip(cells, full, strict=True)]
+    deep = [(cell.deep, base.deep) for cell, base in zip(cells, full, strict=True)]
+    nll, low, high = _interval(every, lambda sums: sums.nll, seed)
+    deep_nll, deep_low, deep_high = _interval(deep, lambda sums: sums.nll, seed)
+    accuracy, accuracy_low, accuracy_high = _interval(every, lambda sums: sums.hits, seed)
+    deep_accuracy, deep_accuracy_low, deep_accuracy_high = _interval(deep, lambda sums: sums.hits, seed)
+    return Difference(
+        documents=len(cells),
+        level=LEVEL,
+        nll=nll,
+        low=low,
+        high=high,
+        deep_nll=deep_nll,
+        deep_low=deep_low,
+        deep_high=deep_high,
+        accuracy=accuracy,
+        accuracy_low=accuracy_low,
+        accuracy_high=accuracy_high,
+        deep_accuracy=deep_accuracy,
+        deep_accuracy_low=deep_accuracy_low,
+        deep_accuracy_high=deep_accuracy_high,
+        note="one document: no interval" if len(cells) == 1 else None,
+    )
 
 
-def _ratios(cells: Sequence[Cell]) -> dict[str, Any]:
-    frames = [cell["frames"] for cell in cells]
-    full, kept, coded = (_sum(frames, name) for name in ("full_bytes", "kept_bytes", "frame_bytes"))
-    return {
-        "lossy_ratio": full / kept if kept else None,
-        "lossless_ratio": kept / coded if kept else None,
-        "ratio": full / coded if kept else None,
-        "lossless_dtype": frames[0]["dtype"],
-        "rounded_first": any(frame["rounded"] for frame in frames),
-        "full_bytes": full,
-        "kept_bytes": kept,
-        "frame_bytes": coded,
-    }
+def _interval(
+    pairs: Sequence[tuple[Sums, Sums]], get: Callable[[Sums], float], seed: int
+) -> tuple[float | None, float | None, float | None]:
+    """Mean difference a token of documents with tokens, and the ends of its interval."""
+    known = [(mine, base) for mine, base in pairs if mine.tokens]
+    if not known:
+        return None, None, None
+    differences = [(get(mine) - get(base)) / mine.tokens for mine, base in known]
+    return paired_interval(differences, [mine.tokens for mine, _ in known], seed=seed)
 
 
-def _as_seed(configuration: Configuration, cells: Sequence[Cell], speed: Cell | None) -> dict[str, Any]:
-    method = configuration.seed_method
-    if method is None:
-        return {}
-    found: dict[str, Any] = {"evaluation": method.evaluation, "label": method.label}
-    refused = next((cell["refused"] for cell in cells if "refused" in cell), None)
+def _project_numbers(
+    definition: ProjectDefinition | None,
+    measured: Sequence[ProjectCell | RefusedCell] | None,
+    timing: TimingCell | None,
+) -> ProjectNumbers | None:
+    if definition is None or measured is None:
+        return None
+    refused = next((cell.refused for cell in measured if isinstance(cell, RefusedCell)), None)
     if refused is not None:
-        return found | {"refused": refused}
-    weight, scored = _sum(cells, "weight"), _sum(cells, "scored_tokens")
-    nll = _sum(cells, "weighted_nll") / weight if weight else None
-    found |= {
-        "perplexity": None if nll is None else perplexity(nll),
-        "accuracy": _sum(cells, "hits") / scored if scored else None,
-        "nll": nll,
-        "scored_tokens": scored,
-        "text_tokens": _sum(cells, "text_tokens"),
-        "final_cache_tokens": max(cell["final_cache_tokens"] for cell in cells),
-    }
-    if method.evaluation == "E1":
-        found |= {name: _mean([cell[name] for cell in cells]) for name in ("ttft_seconds", "tpot_seconds")}
-        found["tokens_per_second"] = _mean(
-            [cell["text_tokens"] / cell["seconds"] for cell in cells if cell["seconds"] > 0]
+        return ProjectNumbers(evaluation=definition.evaluation, label=definition.label, refused=refused)
+    cells = [cell for cell in measured if isinstance(cell, ProjectCell)]
+    weight, scored = sum(cell.weight for cell in cells), sum(cell.scored_tokens for cell in cells)
+    nll = sum(cell.weighted_nll for cell in cells) / weight if weight else None
+    found = ProjectNumbers(
+        evaluation=definition.evaluation,
+        label=definition.label,
+        perplexity=None if nll is None else perplexity(nll),
+        accuracy=sum(cell.hits for cell in cells) / scored if scored else None,
+        nll=nll,
+        scored_tokens=scored,
+        text_tokens=sum(cell.text_tokens for cell in cells),
+        final_cache_tokens=max(cell.final_cache_tokens for cell in cells),
+    )
+    if definition.evaluation == "E1":
+        return replace(
+            found,
+            ttft_seconds=_mean([cell.ttft_seconds for cell in cells]),
+            tpot_seconds=_mean([cell.tpot_seconds for cell in cells]),
+            tokens_per_second=_mean([cell.text_tokens / cell.seconds for cell in cells if cell.seconds > 0]),
         )
+    found = replace(found, chunk=definition.chunk, chunks_left_out=sum(cell.chunks_left_out or 0 for cell in cells))
+    if timing is None or timing.project is None:
         return found
-    found |= {"chunk": method.chunk, "chunks_left_out": _sum(cells, "chunks_left_out")}
-    if speed is not None:
-        found |= speed
-    return found
+    return replace(found, **timing.project.to_dict())
 
 
-def _document(cell: Cell, document: Document) -> dict[str, Any]:
-    every, deep = summary(**cell["every"]), summary(**cell["deep"])
-    return {
-        "name": document.name,
-        **every,
-        "bits_per_byte": _bits_per_byte(cell["every"]["nll"], document.nbytes),
-        "deep": deep,
-        "tokens_kept": cell["tokens_kept"],
-        "seconds": cell["seconds"],
-        "model_seconds": cell["model_seconds"],
-        "policy_seconds": cell["policy_seconds"],
-        "cache_bytes_mean": cell["cache_bytes_mean"],
-        "cache_bytes_peak": cell["cache_bytes_peak"],
-        "frames": dict(cell["frames"]),
-    }
+def _document_row(cell: ScoreCell, document: Document) -> DocumentRow:
+    quality = summary(cell.every)
+    return DocumentRow(
+        name=document.name,
+        tokens=quality.tokens,
+        nll=quality.nll,
+        perplexity=quality.perplexity,
+        accuracy=quality.accuracy,
+        bits_per_byte=_bits_per_byte(cell.every.nll, document.nbytes),
+        deep=summary(cell.deep),
+        tokens_kept=cell.tokens_kept,
+        seconds=cell.seconds,
+        model_seconds=cell.model_seconds,
+        policy_seconds=cell.policy_seconds,
+        cache_bytes_mean=cell.cache_bytes_mean,
+        cache_bytes_peak=cell.cache_bytes_peak,
+        frames=cell.frames,
+    )
+
+
+def _total(sums: Sequence[Sums]) -> Sums:
+    return Sums(
+        sum(entry.tokens for entry in sums), sum(entry.nll for entry in sums), sum(entry.hits for entry in sums)
+    )
 
 
 def _bits_per_byte(nll: float, nbytes: int) -> float | None:
     return nll / math.log(2) / nbytes if nbytes else None
 
 
-def _evicted(cell: Cell) -> bool:
-    return any(kept < cell["tokens_seen"] for kept in cell["tokens_kept"])
-
-
-def _total(cells: Sequence[Cell], part: str) -> tuple[int, float, int]:
-    sums = [cell[part] for cell in cells]
-    return _sum(sums, "tokens"), _sum(sums, "nll"), _sum(sums, "hits")
-
-
-def _sum(cells: Sequence[Cell], name: str) -> Any:
-    return sum(cell[name] for cell in cells)
+def _evicted(cell: ScoreCell) -> bool:
+    return any(kept < cell.tokens_seen for kept in cell.tokens_kept)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -193,11 +211,5 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _weighted(cells: Sequence[Cell], name: str) -> float:
-    tokens = [cell["every"]["tokens"] for cell in cells]
-    return float(sum(cell[name] * count for cell, count in zip(cells, tokens, strict=True)) / sum(tokens))
-
-
-def _highest(cells: Sequence[Cell], name: str) -> int | None:
-    known = [cell[name] for cell in cells if cell[name] is not None]
-    return max(known) if known else None
+def _highest(values: Sequence[int | None]) -> int | None:
+    return max((value for value in values if value is not None), default=None)

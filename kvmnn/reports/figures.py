@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import plot_style
 from .plot_style import FULL, INK, MUTED, LineEnd
-from .series import Point, Row, Series, accuracy, cut_rows, full_row, grouped, is_number, perplexity
+from .results import Results
+from .rows import Row, full_row
+from .series import Point, Series, accuracy, cut_rows, grouped, is_number, measured, perplexity
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Results = Mapping[str, Any]
 Measure = Callable[[Row, float], Point]
 Budgets = tuple[int, ...]
 
@@ -29,36 +30,36 @@ class NothingToShowError(Exception):
 
 def perplexity_over_budget(results: Results) -> Figure:
     """Perplexity of every policy over its budget."""
-    return _over_budget(results, "Perplexity over budget", _PPL, "perplexity", perplexity)
+    return _over_budget(results, "Perplexity over budget", _PPL, perplexity)
 
 
 def accuracy_over_budget(results: Results) -> Figure:
     """Accuracy of every policy over its budget."""
-    return _over_budget(results, "Accuracy over budget", _ACCURACY, "accuracy", accuracy)
+    return _over_budget(results, "Accuracy over budget", _ACCURACY, accuracy)
 
 
 def perplexity_accuracy_tradeoff(results: Results) -> Figure:
     """Accuracy over perplexity; a line joins the budgets of a policy."""
-    rows = [row for row in cut_rows(results["rows"]) if is_number(row.get("accuracy"))]
+    rows = [row for row in cut_rows(results.rows) if is_number(row.accuracy)]
     if not rows:
         raise NothingToShowError("no policy has both a perplexity and an accuracy")
     series = grouped(rows)
     made, axes = plot_style.figure(5.6, 4.0, [entry.name for entry in series])
     ends, sizes = [], []
     for index, entry in enumerate(series):
-        members = sorted(entry.rows, key=lambda row: (row.get("budget") or 0, row.get("keep_ratio") or 0))
-        xs, ys = [row["perplexity"] for row in members], [100 * row["accuracy"] for row in members]
+        members = sorted(entry.rows, key=lambda row: (row.budget or 0, row.keep_ratio or 0))
+        xs, ys = [measured(row.perplexity) for row in members], [100 * measured(row.accuracy) for row in members]
         look = plot_style.look(index)
         axes.plot(xs, ys, **look, markeredgecolor="white", markeredgewidth=0.5)
         sizes += [(x, y, _size(row)) for row, x, y in zip(members, xs, ys, strict=True)]
         ends.append(LineEnd(entry.name, xs[0], ys[0], look))
-    full = full_row(results["rows"])
-    if full is not None and is_number(full.get("perplexity")) and is_number(full.get("accuracy")):
-        x, y = full["perplexity"], 100 * full["accuracy"]
+    full = full_row(results.rows)
+    if full is not None and is_number(full.perplexity) and is_number(full.accuracy):
+        x, y = full.perplexity, 100 * full.accuracy
         look = {"color": INK, "marker": "*", "markersize": 11, "linestyle": "none", "zorder": 5}
         axes.plot([x], [y], **look)
         ends.append(LineEnd("full cache", x, y, look))
-    _scale(axes.set_xscale, axes, "x", [row["perplexity"] for row in rows])
+    _scale(axes.set_xscale, axes, "x", [measured(row.perplexity) for row in rows])
     axes.set(title="Perplexity against accuracy", xlabel=_PPL, ylabel=_ACCURACY)
     axes.margins(0.08)
     plot_style.label_lines(axes, ends)
@@ -69,14 +70,14 @@ def perplexity_accuracy_tradeoff(results: Results) -> Figure:
 
 def keep_ratio_analysis(results: Results) -> Figure:
     """Perplexity and accuracy over the protected share of a fixed size, or over the share that is kept."""
-    rows = cut_rows(results["rows"])
+    rows = cut_rows(results.rows)
     lines: list[tuple[str, str, list[tuple[float, Row]]]] = []
     for option, what in (("recent_ratio", "share of the budget that is recent"), ("keep_ratio", "share kept")):
-        found = [row for row in rows if is_number(_share(row, option))]
+        found = [row for row in rows if _share(row, option) is not None]
         for entry in grouped(found, without=(option,)) if option == "recent_ratio" else grouped(found):
-            for budget in sorted({row.get("budget") or 0 for row in entry.rows}):
+            for budget in sorted({row.budget or 0 for row in entry.rows}):
                 members = sorted(
-                    ((float(_share(row, option)), row) for row in entry.rows if (row.get("budget") or 0) == budget),
+                    ((measured(_share(row, option)), row) for row in entry.rows if (row.budget or 0) == budget),
                     key=lambda pair: pair[0],
                 )
                 if len({x for x, _ in members}) > 1:
@@ -89,39 +90,39 @@ def keep_ratio_analysis(results: Results) -> Figure:
 
 def strategy_comparison(results: Results) -> Figure:
     """What each policy costs against the full cache, side by side for every budget."""
-    full = full_row(results["rows"])
-    if full is None or not is_number(full.get("perplexity")):
+    full = full_row(results.rows)
+    if full is None or not is_number(full.perplexity):
         raise NothingToShowError("the full cache was not measured")
-    rows = [row for row in cut_rows(results["rows"]) if row.get("budget") is not None]
+    rows = [row for row in cut_rows(results.rows) if row.budget is not None]
     if not rows:
         raise NothingToShowError("no policy with a budget was measured")
     every = grouped(rows)
-    counts = {panel: sum(row["budget"] in panel for row in rows) for panel in _alike(every)}
+    counts = {panel: sum(row.budget in panel for row in rows) for panel in _alike(every)}
     panels = sorted(sorted(counts, key=lambda panel: (-counts[panel], -panel[0]))[:_FACETS])
-    series = [entry for entry in every if any(row["budget"] in panel for row in entry.rows for panel in panels)]
-    measured = [("perplexity change (%)", perplexity, full["perplexity"])]
-    if is_number(full.get("accuracy")) and all(is_number(row.get("accuracy")) for row in rows):
-        measured.append(("accuracy change (%)", accuracy, 100 * full["accuracy"]))
-    return _comparison(series, panels, measured)
+    series = [entry for entry in every if any(row.budget in panel for row in entry.rows for panel in panels)]
+    quantities = [("perplexity change (%)", perplexity, full.perplexity)]
+    if is_number(full.accuracy) and all(is_number(row.accuracy) for row in rows):
+        quantities.append(("accuracy change (%)", accuracy, 100 * full.accuracy))
+    return _comparison(series, panels, quantities)
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------
 
 
-def _over_budget(results: Results, title: str, ylabel: str, key: str, measure: Measure) -> Figure:
-    rows = [row for row in cut_rows(results["rows"]) if row.get("budget") and is_number(row.get(key))]
+def _over_budget(results: Results, title: str, ylabel: str, measure: Measure) -> Figure:
+    rows = [row for row in cut_rows(results.rows) if row.budget and is_number(measure(row, 0).y)]
     if not rows:
-        raise NothingToShowError(f"no policy with a budget has a measured {key}")
+        raise NothingToShowError(f"no policy with a budget has a measured {measure.__name__}")
     series = grouped(rows)
-    full = full_row(results["rows"])
-    reference = measure(full, 0).y if full is not None and is_number(full.get(key)) else None
+    full = full_row(results.rows)
+    reference = None if full is None else measure(full, 0).y
     names = [entry.name for entry in series]
     made, axes = plot_style.figure(5.6, 4.0, [*names, "full cache 000.00"])
-    budgets = sorted({row["budget"] for row in rows})
+    budgets = sorted({row.budget or 0 for row in rows})
     ends = [
         _line(axes, entry.name, index, [
-            measure(row, row["budget"] * 2 ** _dodge(index, len(series)))
-            for row in sorted(entry.rows, key=lambda row: row["budget"])
+            measure(row, (row.budget or 0) * 2 ** _dodge(index, len(series)))
+            for row in sorted(entry.rows, key=lambda row: row.budget or 0)
         ])
         for index, entry in enumerate(series)
     ]  # fmt: skip
@@ -131,11 +132,11 @@ def _over_budget(results: Results, title: str, ylabel: str, key: str, measure: M
     axes.set_xticks(ticks, [f"{budget:,}" for budget in ticks])
     axes.minorticks_off()
     axes.set_xlim(low, high)
-    if key == "perplexity":
-        _scale(axes.set_yscale, axes, "y", [row[key] for row in rows])
+    if measure is perplexity:
+        _scale(axes.set_yscale, axes, "y", [measured(row.perplexity) for row in rows])
     axes.set(title=title, xlabel="budget (tokens kept per layer)", ylabel=ylabel)
     axes.margins(y=0.08)
-    if reference is not None:
+    if is_number(reference):
         axes.axhline(reference, **FULL)
         ends.append(LineEnd(f"full cache {reference:.2f}", axes.get_xlim()[1], reference, FULL))
     plot_style.label_lines(axes, ends)
@@ -161,17 +162,17 @@ def _ratio_panels(
 ) -> Figure:
     from matplotlib.figure import Figure
 
-    full = full_row(results["rows"])
-    measures: list[tuple[str, str, Measure]] = [("perplexity", _PPL, perplexity)]
-    if all(is_number(row.get("accuracy")) for _, _, members in lines for _, row in members):
-        measures.append(("accuracy", _ACCURACY, accuracy))
+    full = full_row(results.rows)
+    measures: list[tuple[str, Measure]] = [(_PPL, perplexity)]
+    if all(is_number(row.accuracy) for _, _, members in lines for _, row in members):
+        measures.append((_ACCURACY, accuracy))
     room = plot_style.label_room([*(name for _, name, _ in lines), "full cache 000.00"])
     cell_width, cell_height = 0.75 + 4.2 + room, max(3.1, 0.6 + 0.16 * len(lines))
     made = Figure(figsize=(cell_width * len(kinds), cell_height * len(measures) + 0.75))
     width, height = made.get_size_inches()
     for column, what in enumerate(kinds):
         shown = [line for line in lines if line[0] == what]
-        for number, (key, ylabel, measure) in enumerate(measures):
+        for number, (ylabel, measure) in enumerate(measures):
             bottom = 0.8 + (len(measures) - 1 - number) * cell_height
             box = ((column * cell_width + 0.75) / width, bottom / height, 4.2 / width, (cell_height - 0.45) / height)
             axes = made.add_axes(box)
@@ -183,13 +184,12 @@ def _ratio_panels(
             axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
             axes.set(xlabel=what if number == len(measures) - 1 else "", ylabel=ylabel.split(" (")[0])
             axes.margins(0.06)
-            if full is not None and is_number(full.get(key)):
-                reference = measure(full, 0).y
+            if full is not None and is_number(reference := measure(full, 0).y):
                 axes.axhline(reference, **FULL)
                 ends.append(LineEnd(f"full cache {reference:.2f}", axes.get_xlim()[1], reference, FULL))
             if number == 0:
                 axes.set_title(f"Keep ratio: {what}")
-            if key == "accuracy":
+            if measure is accuracy:
                 axes.set_ylabel("accuracy (%)")
             plot_style.label_lines(axes, ends)
     if any(perplexity(row, x).low is not None for _, _, members in lines for x, row in members):
@@ -198,26 +198,26 @@ def _ratio_panels(
 
 
 def _comparison(
-    series: Sequence[Series], panels: Sequence[Budgets], measured: Sequence[tuple[str, Measure, float]]
+    series: Sequence[Series], panels: Sequence[Budgets], quantities: Sequence[tuple[str, Measure, float]]
 ) -> Figure:
     from matplotlib.figure import Figure
 
     order = _best_last(series, panels)
-    policies = list(dict.fromkeys(entry.rows[0]["policy"] for entry in series))
+    policies = list(dict.fromkeys(entry.rows[0].policy for entry in series))
     left = 0.3 + max(plot_style.text_width(entry.name, 9) for entry in order)
     panel, gap, tall = 2.1, 0.25, max(0.26 * len(order) + 0.2, 0.8)
-    made = Figure(figsize=(left + len(panels) * (panel + gap) + 0.5, len(measured) * (tall + 0.95) + 0.35))
+    made = Figure(figsize=(left + len(panels) * (panel + gap) + 0.5, len(quantities) * (tall + 0.95) + 0.35))
     width, height = made.get_size_inches()
-    for number, (label, measure, reference) in enumerate(measured):
-        bottom = 0.75 + (len(measured) - 1 - number) * (tall + 0.95)
+    for number, (label, measure, reference) in enumerate(quantities):
+        bottom = 0.75 + (len(quantities) - 1 - number) * (tall + 0.95)
         first: Axes | None = None
         for column, budgets in enumerate(panels):
             box = ((left + column * (panel + gap)) / width, bottom / height, panel / width, tall / height)
             axes = made.add_axes(box, sharex=first)
             first = first or axes
             for place, entry in enumerate(order):
-                for row in (row for row in entry.rows if row["budget"] in budgets):
-                    _bar(axes, place, policies.index(row["policy"]), measure(row, 0), reference)
+                for row in (row for row in entry.rows if row.budget in budgets):
+                    _bar(axes, place, policies.index(row.policy), measure(row, 0), reference)
             axes.set_yticks(range(len(order)), [entry.name for entry in order] if column == 0 else [""] * len(order))
             axes.tick_params(axis="y", length=0, labelcolor=INK)
             axes.set_ylim(-0.6, len(order) - 0.4)
@@ -231,8 +231,8 @@ def _comparison(
         if first is not None:
             first.margins(x=0.25)
             _symlog(first, [measure(row, 0).y / reference - 1 for entry in series for row in entry.rows])
-    measured_rows = [row for entry in series for row in entry.rows]
-    thin = f" {_INTERVAL.replace('Bars', 'Thin lines')}" if any(perplexity(r, 0).low for r in measured_rows) else ""
+    rows = [row for entry in series for row in entry.rows]
+    thin = f" {_INTERVAL.replace('Bars', 'Thin lines')}" if any(perplexity(r, 0).low for r in rows) else ""
     plot_style.caption(made, f"Against the full cache (line at 0).{thin}")
     return made
 
@@ -251,10 +251,10 @@ def _symlog(axes: Axes, changes: Sequence[float]) -> None:
 def _alike(series: Sequence[Series]) -> list[Budgets]:
     """Budgets in ascending groups: those that hardly differ (256, and 8 + 256) are compared with each other."""
     groups: list[Budgets] = []
-    for budget in sorted({row["budget"] for entry in series for row in entry.rows}):
+    for budget in sorted({row.budget or 0 for entry in series for row in entry.rows}):
         of_both = any(
             budget in sizes and sizes & set(groups[-1] if groups else ())
-            for sizes in ({row["budget"] for row in entry.rows} for entry in series)
+            for sizes in ({row.budget or 0 for row in entry.rows} for entry in series)
         )
         if groups and budget <= 1.06 * groups[-1][0] and not of_both:
             groups[-1] = (*groups[-1], budget)
@@ -266,14 +266,14 @@ def _alike(series: Sequence[Series]) -> list[Budgets]:
 def _best_last(series: Sequence[Series], panels: Sequence[Budgets]) -> list[Series]:
     """By log perplexity, each measured against the others of its panel: series need not be in all of them."""
     logs = [
-        [math.log(row["perplexity"]) for entry in series for row in entry.rows if row["budget"] in panel]
+        [math.log(measured(row.perplexity)) for entry in series for row in entry.rows if row.budget in panel]
         for panel in panels
     ]
     means = {budget: sum(values) / len(values) for panel, values in zip(panels, logs, strict=True) for budget in panel}
 
     def excess(entry: Series) -> float:
-        rows = [row for row in entry.rows if row["budget"] in means]
-        return sum(math.log(row["perplexity"]) - means[row["budget"]] for row in rows) / len(rows)
+        rows = [row for row in entry.rows if row.budget in means]
+        return sum(math.log(measured(row.perplexity)) - means[row.budget or 0] for row in rows) / len(rows)
 
     return sorted(series, key=excess, reverse=True)
 
@@ -302,13 +302,14 @@ def _bar(axes: Axes, place: int, index: int, point: Point, reference: float) -> 
 
 def _size(row: Row) -> str:
     """The budget, or else the share."""
-    if row.get("budget") is not None:
-        return f"{row['budget']}"
-    return "" if row.get("keep_ratio") is None else f"{row['keep_ratio']:g}"
+    if row.budget is not None:
+        return f"{row.budget}"
+    return "" if row.keep_ratio is None else f"{row.keep_ratio:g}"
 
 
-def _share(row: Row, option: str) -> Any:
-    return row.get("keep_ratio") if option == "keep_ratio" else row["options"].get(option)
+def _share(row: Row, option: str) -> float | None:
+    found = row.keep_ratio if option == "keep_ratio" else row.options.get(option)
+    return float(found) if is_number(found) else None
 
 
 def _apart(ticks: Sequence[int], factor: float) -> list[int]:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import KvmnnError
 from ..files.output import DirectoryOutput
 from ..optional import package
 from . import figures, plot_style, trace_figures
 from .figures import NothingToShowError
+from .results import Results
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-Results = Mapping[str, Any]
 
 KINDS = ("png", "svg")
 PLOTS: dict[str, Callable[[Results], Figure]] = {
@@ -34,15 +33,19 @@ PLOTS: dict[str, Callable[[Results], Figure]] = {
 """Every plot by its name, which is its file's name."""
 
 
-def require() -> None:
-    """Refuse to begin what will end in plots where matplotlib is missing.
+def require(directory: str | os.PathLike[str], force: bool = False) -> None:
+    """Refuse to begin what could not end in plots.
 
     Raises
     ------
     MissingDependencyError
-        Then.
+        Without matplotlib.
+    OutputError
+        Where files of plots exist in `directory` and are not to be replaced.
     """
     package("matplotlib.figure")
+    with DirectoryOutput(directory, force=force) as probe:
+        probe.check_names(f"{name}.{kind}" for name in PLOTS for kind in KINDS)
 
 
 def write_all(
@@ -57,7 +60,7 @@ def write_all(
     Parameters
     ----------
     results
-        The document of `kvmnn.evaluation.evaluating`.
+        An `EvaluationResult` of `kvmnn.evaluation`.
     directory
         Made where there is none; all files appear together.
     force
@@ -79,7 +82,7 @@ def write_all(
     OutputError
         For files that exist and are not to be replaced, and for what cannot be written.
     """
-    require()
+    package("matplotlib.figure")
     reasons: dict[str, str] = {} if left_out is None else left_out
     written: list[Path] = []
     with DirectoryOutput(directory, force=force) as output:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any
+from typing import TypeGuard
 
 from ..policies.registry import POLICIES
-
-Row = Mapping[str, Any]
+from .rows import Row
 
 _SIZES = ("budget", "keep_ratio")
 
@@ -32,14 +31,9 @@ class Series:
     rows: list[Row] = field(default_factory=list)
 
 
-def full_row(rows: Sequence[Row]) -> Row | None:
-    """The row of the full cache."""
-    return next((row for row in rows if row["policy"] == "full"), None)
-
-
 def cut_rows(rows: Sequence[Row]) -> list[Row]:
-    """All others, those whose perplexity is no number left out."""
-    return [row for row in rows if row["policy"] != "full" and is_number(row.get("perplexity"))]
+    """All rows but the full cache's, those whose perplexity is no number left out."""
+    return [row for row in rows if not row.is_full and is_number(row.perplexity)]
 
 
 def grouped(rows: Sequence[Row], without: Sequence[str] = ()) -> list[Series]:
@@ -50,39 +44,41 @@ def grouped(rows: Sequence[Row], without: Sequence[str] = ()) -> list[Series]:
     """
     found: dict[tuple[object, ...], Series] = {}
     for row in rows:
-        alike = [other for other in rows if other["policy"] == row["policy"]]
+        alike = [other for other in rows if other.policy == row.policy]
         options = [_told(name, row, alike) for name in _parting(alike, without)]
-        name = " ".join([str(row["policy"]), *(text for text in options if text)])
-        key = (row["policy"], *options)
+        name = " ".join([row.policy, *(text for text in options if text)])
+        key = (row.policy, *options)
         series = found.setdefault(key, Series(name))
         if any(_size(row, without) == _size(other, without) for other in series.rows):
-            # The options do not say what differs (a preset's own way, say): the label does.
-            series = found.setdefault((*key, row["label"]), Series(row["label"]))
+            # The options do not say what differs: the label does.
+            series = found.setdefault((*key, row.label), Series(row.label))
         series.rows.append(row)
     return list(found.values())
 
 
 def perplexity(row: Row, x: float) -> Point:
     """Its perplexity at `x`; the interval is that of the difference to the full cache."""
-    versus = row.get("versus_full") or {}
-    mean, low, high = (versus.get(key) for key in ("nll", "low", "high"))
-    value = float(row["perplexity"])
-    if mean is None or low is None or high is None:
+    value, versus = measured(row.perplexity), row.versus_full
+    if versus is None or versus.nll is None or versus.low is None or versus.high is None:
         return Point(x, value)
-    return Point(x, value, value * math.exp(low - mean), value * math.exp(high - mean))
+    return Point(x, value, value * math.exp(versus.low - versus.nll), value * math.exp(versus.high - versus.nll))
 
 
 def accuracy(row: Row, x: float) -> Point:
     """Its accuracy in per cent at `x`, likewise."""
-    versus = row.get("versus_full") or {}
-    mean, low, high = (versus.get(key) for key in ("accuracy", "accuracy_low", "accuracy_high"))
-    value = 100 * float(row["accuracy"])
-    if mean is None or low is None or high is None:
+    value, versus = 100 * measured(row.accuracy), row.versus_full
+    if versus is None or versus.accuracy is None or versus.accuracy_low is None or versus.accuracy_high is None:
         return Point(x, value)
+    mean, low, high = versus.accuracy, versus.accuracy_low, versus.accuracy_high
     return Point(x, value, value + 100 * (low - mean), value + 100 * (high - mean))
 
 
-def is_number(value: object) -> bool:
+def measured(value: float | None) -> float:
+    """A value, NaN where nothing was measured."""
+    return math.nan if value is None else float(value)
+
+
+def is_number(value: object) -> TypeGuard[float]:
     """Whether something was measured and is finite."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
@@ -100,17 +96,21 @@ def _differs(rows: Sequence[Row], name: str) -> bool:
     return any(len(found) > 1 for found in values.values())
 
 
-def _options(row: Row) -> dict[str, Any]:
+def _options(row: Row) -> dict[str, object]:
     """The policy's options, those that a row leaves out because they are the defaults included."""
-    policy = POLICIES.get(row["policy"])
-    defaults = {} if policy is None else {entry.name: entry.default for entry in fields(policy) if entry.repr}
-    options = {name: value for name, value in defaults.items() if value is not MISSING} | dict(row["options"])
-    options["positions"] = "stored positions" if row.get("positions") == "stored" else None
+    policy = POLICIES.get(row.policy)
+    defaults: dict[str, object] = (
+        {} if policy is None else {entry.name: entry.default for entry in fields(policy) if entry.repr}
+    )
+    options: dict[str, object] = {name: value for name, value in defaults.items() if value is not MISSING} | dict(
+        row.options
+    )
+    options["positions"] = "stored positions" if row.positions == "stored" else None
     return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
 
 
 def _size(row: Row, axes: Sequence[str] = ()) -> tuple[object, ...]:
-    return (row.get("budget"), row.get("keep_ratio"), *(repr(_options(row).get(axis)) for axis in axes))
+    return (row.budget, row.keep_ratio, *(repr(_options(row).get(axis)) for axis in axes))
 
 
 def _told(name: str, row: Row, alike: Sequence[Row]) -> str:
@@ -132,5 +132,5 @@ def _told(name: str, row: Row, alike: Sequence[Row]) -> str:
 
 def _share(name: str, row: Row) -> float | None:
     """What is recent as a share of the row's budget; other numbers of tokens do not grow with it."""
-    value, budget = _options(row).get(name), row.get("budget")
+    value, budget = _options(row).get(name), row.budget
     return value / budget if name == "recent" and type(value) is int and budget else None

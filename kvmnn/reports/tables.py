@@ -1,6 +1,6 @@
 """Results of an evaluation as text: Markdown, CSV, and a table that fits a terminal.
 
-All three take the document that `kvmnn.evaluation` makes. A value that nobody measured is ``-``; a column in which
+All three take an `EvaluationResult` of `kvmnn.evaluation`. A value that nobody measured is ``-``; a column in which
 nobody measured anything is left out.
 """
 
@@ -9,21 +9,19 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-from .columns import COLUMNS, Column, Results, Row, filled, plain, range_text, scalars, seed_table
+from ..text import count
+from .columns import COLUMNS, Column, filled, plain, project_table, range_text, scalars
+from .results import Results
+from .rows import Row
 
-_SEED_TITLE = "As the seed defines each quantity (docs/lm.md says where that differs):"
+PROJECTS = {"E1": "l2_compress / KnormPress", "E2": "StreamingLLM + H2O"}
+"""Whose definitions the table of a preset follows, by `ProjectNumbers.evaluation`."""
 
 
 def markdown(results: Results) -> str:
-    """Markdown: the table, the same as a preset's seed defines it where there is one, and what was measured on what.
-
-    Parameters
-    ----------
-    results
-        ``{"model", "settings", "documents", "rows"}``, rows as `kvmnn.evaluation.evaluating` makes them.
+    """Markdown: the table, that of presets by their projects' definitions if any, and what was measured on what.
 
     Returns
     -------
@@ -31,9 +29,9 @@ def markdown(results: Results) -> str:
         Ends with a newline.
     """
     parts = [_as_markdown(*filled(results, COLUMNS))]
-    seeds = seed_table(results["rows"])
-    if seeds:
-        parts += [_SEED_TITLE, _as_markdown(*seeds)]
+    project = project_table(results.rows)
+    if project:
+        parts += [_project_title(results.rows), _as_markdown(*project)]
     parts.append("\n".join(notes(results)))
     return "\n\n".join(parts) + "\n"
 
@@ -41,50 +39,57 @@ def markdown(results: Results) -> str:
 def terminal(results: Results, width: int) -> str:
     """The tables for a terminal of `width` columns: what does not fit is left out and named below them."""
     parts = [_as_text(*filled(results, COLUMNS), width)]
-    seeds = seed_table(results["rows"])
-    if seeds:
-        parts += [_SEED_TITLE, _as_text(*seeds, width)]
+    project = project_table(results.rows)
+    if project:
+        parts += [_project_title(results.rows), _as_text(*project, width)]
     return "\n\n".join([*parts, "\n".join(notes(results))]) + "\n"
 
 
 def notes(results: Results) -> list[str]:
     """What was measured on what, one sentence or two a line."""
-    documents, settings, model = results["documents"], results.get("settings", {}), results.get("model", {})
-    rows: Sequence[Row] = results["rows"]
-    scored = [row["tokens"] for row in rows if row.get("tokens") is not None]
+    settings, rows = results.settings, results.rows
+    scored = [row.tokens for row in rows if row.tokens is not None]
     lines = [
         _sentence(
-            f"{_counted(len(documents), 'document')}",
-            f"{sum(d['tokens'] for d in documents):,} tokens" if documents else None,
+            count(len(results.documents), "document"),
+            f"{sum(text.tokens for text in results.documents):,} tokens" if results.documents else None,
             f"{range_text(scored)} scored by each row" if scored else None,
-            f"a prompt of {_counted(settings['prompt'], 'token')}" if settings.get("prompt") else None,
-            f"fed {_counted(settings['chunk'], 'token')} at a time" if settings.get("chunk") else None,
-            f"deep: from token {settings['deep_from']:,} on" if settings.get("deep_from") is not None else None,
-            f"seed {settings['seed']}" if settings.get("seed") is not None else None,
-            _counted(settings["threads"], "thread") if settings.get("threads") else None,
-        )
+            f"a prompt of {count(settings.prompt, 'token')}" if settings.prompt else None,
+            f"fed {count(settings.chunk, 'token')} at a time",
+            f"deep: from token {settings.deep_from:,} on",
+            f"seed {settings.seed}",
+            count(settings.threads, "thread"),
+        ),
+        _sentence(f"Model: {plain(results.model.name)}", f"kvmnn {results.kvmnn}"),
     ]
-    name = model.get("label") or model.get("name") or model.get("path")
-    if name:
-        lines.append(_sentence(f"Model: {plain(name)}", f"kvmnn {results['kvmnn']}" if "kvmnn" in results else None))
-    if any((row.get("versus_full") or {}).get("low") is not None for row in rows):
-        lines.append(
+    lines += _explanations(rows)
+    lines += [plain(note) for note in results.notes]
+    lines += [plain(f"Not run: {entry.label}: {entry.reason}") for entry in results.refused]
+    return lines
+
+
+def _explanations(rows: Sequence[Row]) -> Iterator[str]:
+    """What columns mean, of those that are there."""
+    if any(row.versus_full is not None and row.versus_full.low is not None for row in rows):
+        yield (
             "dNLL: difference to the full cache on the same tokens; in brackets its 95 % interval by a paired "
             "bootstrap over the documents."
         )
-    if any(row["policy"] != "full" for row in rows):
-        lines.append("Change: relative to the full cache.")
-    if any(row.get("lossy_ratio") is not None for row in rows):
-        lines.append(
+    if not all(row.is_full for row in rows):
+        yield "Change: relative to the full cache."
+    if any(row.lossy_ratio is not None for row in rows):
+        yield (
             "LOSSY ratio: bytes of the full cache over bytes kept; LOSSLESS ratio: bytes kept over bytes of their "
             "frames, decoded and compared."
         )
-    if any(row.get("rounded_first") for row in rows):
-        kinds = sorted({str(row["lossless_dtype"]) for row in rows if row.get("rounded_first")})
-        lines.append(f"The frames hold {' and '.join(kinds)}: the cache was rounded before, which is LOSSY.")
-    lines += [plain(note) for note in results.get("notes") or ()]
-    lines += [plain(f"Not run: {entry['label']}: {entry['reason']}") for entry in results.get("refused") or ()]
-    return lines
+    if any(row.rounded_first for row in rows):
+        kinds = sorted({str(row.lossless_dtype) for row in rows if row.rounded_first})
+        yield f"The frames hold {' and '.join(kinds)}: the cache was rounded before, which is LOSSY."
+
+
+def _project_title(rows: Sequence[Row]) -> str:
+    names = dict.fromkeys(PROJECTS[row.project.evaluation] for row in rows if row.project is not None)
+    return f"By the definitions of {' and of '.join(names)} (docs/lm.md says where they differ):"
 
 
 def csv_text(results: Results) -> str:
@@ -93,13 +98,15 @@ def csv_text(results: Results) -> str:
     Columns of nested values are joined by dots (``versus_full.low``, ``tokens_kept.0``). `document` is empty in the
     line that stands for all documents. Not measured is empty.
     """
-    lines: list[dict[str, Any]] = []
-    for row in results["rows"]:
-        lines.append({"document": "", **dict(scalars({k: v for k, v in row.items() if k != "documents"}))})
-        for document in row.get("documents") or ():
-            about = {key: row.get(key) for key in ("label", "policy", "budget", "keep_ratio", "preset", "kind")}
-            found = dict(scalars({key: value for key, value in document.items() if key != "name"}))
-            lines.append({"document": document["name"], **about, **found})
+    lines: list[dict[str, object]] = []
+    for row in results.rows:
+        found = row.to_dict()
+        documents = found.pop("documents")
+        lines.append({"document": "", **dict(scalars(found))})
+        about = {key: found[key] for key in ("label", "policy", "budget", "keep_ratio", "preset", "kind")}
+        for document in documents:
+            name = document.pop("name")
+            lines.append({"document": name, **about, **dict(scalars(document))})
     found_names = dict.fromkeys(["label", "document", *(key for line in lines for key in line)])
     groups = {name[: dot.start()] for name in found_names for dot in re.finditer(r"\.", name)}
     names = [name for name in found_names if name not in groups]  # a group that one row lacks is no column
@@ -108,12 +115,6 @@ def csv_text(results: Results) -> str:
     writer.writerow(names)
     writer.writerows([[_cell(line.get(name)) for name in names] for line in lines])
     return sink.getvalue()
-
-
-# -- the columns ------------------------------------------------------------------------------------------------------
-
-
-# -- as the seeds define it -------------------------------------------------------------------------------------------
 
 
 # -- text -------------------------------------------------------------------------------------------------------------
@@ -157,7 +158,7 @@ def _without(line: Sequence[str], index: int) -> list[str]:
     return [text for i, text in enumerate(line) if i != index]
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -167,7 +168,3 @@ def _cell(value: Any) -> str:
 
 def _sentence(*parts: str | None) -> str:
     return ", ".join(part for part in parts if part) + "."
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number:,} {what}" + ("" if number == 1 else "s")

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from . import plot_style
-from .figures import NothingToShowError, Results
+from .figures import NothingToShowError
 from .plot_style import FULL, MUTED, LineEnd
+from .results import KeepMap, Results, Trace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-Trace = Mapping[str, Any]
 
 MAX_MAPS = 9
 _MAP_CELLS = 400
@@ -26,25 +25,25 @@ _LIVE, _GONE, _UNSEEN = 0, 1, 2
 
 def memory_over_time(results: Results) -> Figure:
     """Bytes that the cache holds over the tokens seen."""
-    traces = _of_first_document([trace for trace in results.get("traces", ()) if trace.get("cache_bytes")])
+    traces = _of_first_document([trace for trace in results.traces if trace.cache_bytes])
     if not traces:
         raise NothingToShowError("no run recorded the bytes of its cache")
-    made, axes = plot_style.figure(5.6, 4.0, [trace["label"] for trace in traces])
+    made, axes = plot_style.figure(5.6, 4.0, [trace.label for trace in traces])
     ends = []
     drawn: dict[tuple[object, ...], dict[str, Any]] = {}
     for trace in traces:
-        steps, sizes = trace["step_tokens"], [size / _MIB for size in trace["cache_bytes"]]
+        steps, sizes = trace.step_tokens, [size / _MIB for size in trace.cache_bytes]
         # Policies of one size hold the same: they share a line, which has all their names.
         course = (*steps, *sizes)
         if course not in drawn:
-            drawn[course] = FULL if trace["label"] == "full" else plot_style.look(len(drawn)) | {"marker": None}
+            drawn[course] = FULL if trace.label == "full" else plot_style.look(len(drawn)) | {"marker": None}
             axes.plot(steps, sizes, **drawn[course])
-        ends.append(LineEnd(trace["label"], steps[-1], sizes[-1], drawn[course]))
+        ends.append(LineEnd(trace.label, steps[-1], sizes[-1], drawn[course]))
     axes.set_ylim(bottom=0)
     axes.margins(x=0.01)
     axes.set(title="Memory over time", xlabel="tokens seen", ylabel="K and V held, all layers (MiB)")
     plot_style.label_lines(axes, ends)
-    plot_style.caption(made, f"Document: {traces[0]['document']}.")
+    plot_style.caption(made, f"Document: {traces[0].document}.")
     return made
 
 
@@ -54,35 +53,35 @@ def keep_map(results: Results) -> Figure:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    traces = _of_first_document([trace for trace in results.get("traces", ()) if _has_map(trace)])
+    maps = [(trace, trace.keep_map) for trace in results.traces if trace.keep_map is not None and trace.keep_map.steps]
     # The full cache keeps everything: its panel would be a triangle.
-    every = [trace for trace in traces if trace["label"] != "full"]
-    traces = every[:MAX_MAPS]
-    if not traces:
+    every = [(trace, found) for trace, found in maps if trace.label != "full" and trace.document == maps[0][0].document]
+    shown = every[:MAX_MAPS]
+    if not shown:
         raise NothingToShowError("no run that cuts the cache recorded which tokens live")
-    columns = min(len(traces), 3)
-    lines = -(-len(traces) // columns)
+    columns = min(len(shown), 3)
+    lines = -(-len(shown) // columns)
     cell, left, foot, between = 2.9, 0.7, 0.85, 0.5
     made = Figure(figsize=(left + columns * (cell + 0.25) + 0.1, foot + lines * (cell + between)))
     width, height = made.get_size_inches()
     colours = ListedColormap([plot_style.look(0)["color"], "#e3e3e3", "white"])
-    for number, trace in enumerate(traces):
+    for number, (trace, found) in enumerate(shown):
         line, column = divmod(number, columns)
         box = (left + column * (cell + 0.25), foot + (lines - 1 - line) * (cell + between), cell, cell)
         axes = made.add_axes((box[0] / width, box[1] / height, cell / width, cell / height))
-        image, tokens = _image(trace["keep_map"])
+        image, tokens = _image(found)
         axes.imshow(
             image, cmap=colours, vmin=0, vmax=2, origin="lower", extent=(0, tokens, 0, tokens), interpolation="nearest"
         )
         axes.grid(False)
-        axes.set_title("\n".join(textwrap.wrap(trace["label"], 36)[:2]), fontsize=9)
-        which = f"layer {trace['keep_map']['layer']}, KV head {trace['keep_map']['kv_head']}"
+        axes.set_title("\n".join(textwrap.wrap(trace.label, 36)[:2]), fontsize=9)
+        which = f"layer {found.layer}, KV head {found.kv_head}"
         axes.text(0.03, 0.97, which, transform=axes.transAxes, va="top", fontsize=7.5, color=MUTED)
         if column == 0:
             axes.set_ylabel("position in the text (token)")
         else:
             axes.tick_params(labelleft=False)
-        if number + columns >= len(traces):
+        if number + columns >= len(shown):
             axes.set_xlabel("tokens seen")
         else:
             axes.tick_params(labelbottom=False)
@@ -94,30 +93,25 @@ def keep_map(results: Results) -> Figure:
         fontsize=8,
         labelcolor=MUTED,
     )
-    more = f" {len(every) - len(traces)} more not shown." if len(every) > len(traces) else ""
-    plot_style.caption(made, f"Document: {traces[0]['document']}.{more}")
+    more = f" {len(every) - len(shown)} more not shown." if len(every) > len(shown) else ""
+    plot_style.caption(made, f"Document: {shown[0][0].document}.{more}")
     return made
 
 
-def _image(recorded: Mapping[str, Any]) -> tuple[npt.NDArray[np.uint8], int]:
+def _image(recorded: KeepMap) -> tuple[npt.NDArray[np.uint8], int]:
     """``[position, step]`` of `_LIVE`, `_GONE` and `_UNSEEN`, both axes linear in tokens; and how many tokens."""
-    steps = np.asarray(recorded["steps"], np.int64)
+    steps = np.asarray(recorded.steps, np.int64)
     tokens = int(steps[-1])
     cells = min(tokens, _MAP_CELLS)
     places = (np.arange(cells) + 0.5) * tokens / cells
     image = np.full((cells, cells), _UNSEEN, np.uint8)
     for column, recording in enumerate(np.minimum(np.searchsorted(steps, places), len(steps) - 1)):
         image[places < steps[recording], column] = _GONE
-        kept = np.asarray(recorded["kept"][recording], np.int64)
+        kept = np.asarray(recorded.kept[recording], np.int64)
         # A cell stands for several tokens: it lives if the nearest one does, so that shares look right.
         image[np.isin(places.astype(np.int64), kept), column] = _LIVE
     return image, tokens
 
 
-def _has_map(trace: Trace) -> bool:
-    recorded = trace.get("keep_map")
-    return bool(recorded and recorded["steps"])
-
-
 def _of_first_document(traces: Sequence[Trace]) -> list[Trace]:
-    return [trace for trace in traces if trace["document"] == traces[0]["document"]]
+    return [trace for trace in traces if trace.document == traces[0].document]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvmnn.errors import KvmnnError
-from kvmnn.evaluation.setup.configurations import Configuration, SeedMethod, configurations, numbers, shares
-from kvmnn.policies import POLICIES, LayerView
+from kvmnn.evaluation.setup.configurations import Configuration, ProjectDefinition, configurations, numbers, shares
+from kvmnn.policies import POLICIES, Full, LayerView
 
 
 def test_every_policy_with_every_budget():
@@ -27,7 +27,7 @@ def test_a_spec_that_says_its_size_is_taken_once():
     assert [entry.policy for entry in found] == ["streaming", "l2_ratio", "full"]
     assert found[0].options["budget"] == 99
     assert found[1].options["keep_ratio"] == 0.5
-    assert found[2].make() is None
+    assert found[2].make() == Full()
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
@@ -95,7 +95,7 @@ def test_lists():
 
 
 def test_identity_has_no_label_and_all_defaults():
-    one = Configuration("a", "streaming", {"budget": 512}, "p", SeedMethod("E1", "x"))
+    one = Configuration("a", "streaming", {"budget": 512}, "p", ProjectDefinition("E1", "x"))
     two = Configuration("b", "streaming", {"budget": 512, "sink": 4, "skip_layers": ()})
     assert one.identity == two.identity
     assert one.identity != Configuration("a", "streaming", {"budget": 512}, positions="stored").identity

@@ -9,7 +9,8 @@ import pytest
 from repository import FIXTURES
 
 from kvmnn.errors import KvmnnError, MissingDependencyError, SourceError
-from kvmnn.evaluation.evaluating import evaluate, model_sha256
+from kvmnn.evaluation import EvaluationResult, evaluate
+from kvmnn.evaluation.evaluating import model_sha256
 from kvmnn.evaluation.running import processes
 from kvmnn.evaluation.running.cell_store import CellStore
 from kvmnn.evaluation.setup.configurations import Configuration, configurations
@@ -22,7 +23,7 @@ from kvmnn.policies import POLICIES
 FIXTURE = FIXTURES / "lm"
 MODEL = FIXTURE / "model.onnx"
 NAMES = ("calendar.py.txt", "asyncio__tasks.py.txt")
-QUICK = {"timing": False, "as_seed": False}
+QUICK = {"timing": False, "project_definitions": False}
 TIMES = {"seconds", "model_seconds", "policy_seconds", "tokens_per_second", "ttft_seconds", "tpot_seconds"}
 OWN_PROCESS = {"process_peak_bytes", "process_opened_bytes"}
 
@@ -53,11 +54,11 @@ def numbers(results):
             return {key: strip(entry) for key, entry in value.items() if key not in TIMES | OWN_PROCESS}
         return [strip(entry) for entry in value] if isinstance(value, list) else value
 
-    return strip(results["rows"])
+    return strip(results.to_dict()["rows"])
 
 
 class Counter:
-    """Progress that stops everything after so many cells."""
+    """Progress that stops everything after a number of cells."""
 
     def __init__(self, stop=None):
         self.stop = stop
@@ -83,7 +84,7 @@ def test_a_budget_beyond_the_text_gives_exactly_the_numbers_of_the_full_cache(do
     wanted = configurations([*specs, "l2_fixed:strategy=random"], [64])
     results = run(documents(48), wanted, tokens=48, chunk=chunk, **QUICK)
     full, *others = numbers(results)
-    assert results["refused"] == []
+    assert results.refused == ()
     assert {row["policy"] for row in others} == set(POLICIES)
     quality = ("tokens", "nll", "perplexity", "accuracy", "bits_per_byte", "deep", "full_bytes", "frame_bytes")
     for row in others:
@@ -92,28 +93,28 @@ def test_a_budget_beyond_the_text_gives_exactly_the_numbers_of_the_full_cache(do
         assert row["tokens_kept"] == [48] * 6
         assert (row["versus_full"]["nll"], row["versus_full"]["low"], row["versus_full"]["high"]) == (0, 0, 0)
         assert [d["nll"] for d in row["documents"]] == [d["nll"] for d in full["documents"]]
-    assert any("nothing was evicted: a text of 48 tokens fits its budget." in note for note in results["notes"])
+    assert any("nothing was evicted: a text of 48 tokens fits its budget." in note for note in results.notes)
 
 
 def test_policies_of_the_same_size_keep_exactly_that_size(documents):
     specs = ["recent_only:skip_layers=none", "streaming", "h2o_decayed", "h2o_decayed_heads", "h2o_tokens:recent=8"]
     wanted = configurations(specs, [32])
     for chunk in (1, 4):
-        rows = run(documents(128, 1), wanted, tokens=128, chunk=chunk, **QUICK)["rows"]
-        assert rows[0]["tokens_kept"] == [128] * 6
+        rows = run(documents(128, 1), wanted, tokens=128, chunk=chunk, **QUICK).rows
+        assert rows[0].tokens_kept == (128,) * 6
         for row in rows[1:-1]:
-            assert row["tokens_kept"] == [32] * 6, row["label"]
-            assert row["kind"] == "LOSSY"
-            assert row["lossy_ratio"] == 4
-            assert row["ratio"] == pytest.approx(row["lossy_ratio"] * row["lossless_ratio"])
-            assert row["full_bytes"] == 6 * 2 * 4 * 128 * 64 * 2  # layers, K and V, heads, tokens, words, bytes
-        lazy = rows[-1]["tokens_kept"]
-        assert lazy == [32] * 6 if chunk > 1 else 32 < lazy[0] <= 32 + 64
+            assert row.tokens_kept == (32,) * 6, row.label
+            assert row.kind == "LOSSY"
+            assert row.lossy_ratio == 4
+            assert row.ratio == pytest.approx(row.lossy_ratio * row.lossless_ratio)
+            assert row.full_bytes == 6 * 2 * 4 * 128 * 64 * 2  # layers, K and V, heads, tokens, words, bytes
+        lazy = rows[-1].tokens_kept
+        assert lazy == (32,) * 6 if chunk > 1 else 32 < lazy[0] <= 32 + 64
 
 
 def test_skipped_layers_are_never_cut(documents):
     results = run(documents(64), configurations(["streaming"], [16], (0, 5)), tokens=64, **QUICK)
-    assert results["rows"][1]["tokens_kept"] == [64, 16, 16, 16, 16, 64]
+    assert results.rows[1].tokens_kept == (64, 16, 16, 16, 16, 64)
 
 
 def test_a_packed_cache_gives_the_same_numbers(documents):
@@ -129,9 +130,9 @@ def test_positions_of_the_cut_cache_are_the_classic_mistake(documents):
         Configuration("true", "streaming", {"budget": 64}),
         Configuration("stored", "streaming", {"budget": 64}, positions="stored"),
     ]
-    full, true, stored = run(documents(512, 1), wanted, tokens=512, chunk=8, **QUICK)["rows"]
-    assert full["deep"]["nll"] < true["deep"]["nll"]
-    assert stored["deep"]["perplexity"] > 3 * true["deep"]["perplexity"]
+    full, true, stored = run(documents(512, 1), wanted, tokens=512, chunk=8, **QUICK).rows
+    assert full.deep.nll < true.deep.nll
+    assert stored.deep.perplexity > 3 * true.deep.perplexity
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
@@ -139,66 +140,72 @@ def test_positions_of_the_cut_cache_are_the_classic_mistake(documents):
 
 def test_a_row_adds_its_documents_up(documents):
     texts = documents(90)
-    row = run(texts, configurations(["streaming"], [30]), tokens=90, deep_from=70, **QUICK)["rows"][1]
-    nll = sum(document["nll"] * document["tokens"] for document in row["documents"])
-    assert row["tokens"] == 180
-    assert row["nll"] == pytest.approx(nll / 180)
-    assert row["perplexity"] == pytest.approx(math.exp(row["nll"]))
-    assert row["bits_per_byte"] == pytest.approx(nll / math.log(2) / sum(text.nbytes for text in texts))
-    assert row["deep"]["tokens"] == 40
-    assert row["seconds"] > row["model_seconds"] > 0
-    assert row["policy_seconds"] > 0
-    assert row["cache_bytes_peak"] >= row["cache_bytes_mean"] > 0
-    assert row["versus_full"]["low"] <= row["versus_full"]["nll"] <= row["versus_full"]["high"]
+    row = run(texts, configurations(["streaming"], [30]), tokens=90, deep_from=70, **QUICK).rows[1]
+    nll = sum(document.nll * document.tokens for document in row.documents)
+    assert row.tokens == 180
+    assert row.nll == pytest.approx(nll / 180)
+    assert row.perplexity == pytest.approx(math.exp(row.nll))
+    assert row.bits_per_byte == pytest.approx(nll / math.log(2) / sum(text.nbytes for text in texts))
+    assert row.deep.tokens == 40
+    assert row.seconds > row.model_seconds > 0
+    assert row.policy_seconds > 0
+    assert row.cache_bytes_peak >= row.cache_bytes_mean > 0
+    assert row.versus_full.low <= row.versus_full.nll <= row.versus_full.high
 
 
 def test_one_document_has_no_interval(documents):
     results = run(documents(40, 1), configurations(["recent_only"], [16]), tokens=40, **QUICK)
-    versus = results["rows"][1]["versus_full"]
-    assert versus["nll"] is not None
-    assert (versus["low"], versus["high"], versus["note"]) == (None, None, "one document: no interval")
-    assert "One document: there is no interval for the differences to the full cache." in results["notes"]
+    versus = results.rows[1].versus_full
+    assert versus.nll is not None
+    assert (versus.low, versus.high, versus.note) == (None, None, "one document: no interval")
+    assert "One document: there is no interval for the differences to the full cache." in results.notes
 
 
 def test_a_short_text_is_said_to_be_one(tmp_path):
     (tmp_path / "short.txt").write_text("import os\n" * 5)
     texts = read_documents([tmp_path / "short.txt"], Tokenizer.open(MODEL), 500)
     results = run(texts, configurations(["streaming"], [400]), tokens=500, **QUICK)
-    assert results["rows"][1]["deep"] == {"from": 250, "tokens": 0, "nll": None, "perplexity": None, "accuracy": None}
-    assert results["rows"][1]["versus_full"]["deep_nll"] is None
+    assert results.rows[1].deep.to_dict() == {
+        "from": 250,
+        "tokens": 0,
+        "nll": None,
+        "perplexity": None,
+        "accuracy": None,
+    }
+    assert results.rows[1].versus_full.deep_nll is None
     count = texts[0].tokens
-    assert f"short.txt has only {count} tokens to score, 500 were asked for: all of it was scored." in results["notes"]
-    assert any(f"a text of {count} tokens fits its budget" in note for note in results["notes"])
+    assert f"short.txt has only {count} tokens to score, 500 were asked for: all of it was scored." in results.notes
+    assert any(f"a text of {count} tokens fits its budget" in note for note in results.notes)
 
 
 def test_frames_of_the_words_as_they_are_held(documents):
-    full = run(documents(40, 1), [], tokens=40, frame_dtype="fp32", **QUICK)["rows"][0]
-    assert (full["lossless_dtype"], full["rounded_first"], full["kind"]) == ("fp32", False, "LOSSLESS")
-    assert full["full_bytes"] == full["kept_bytes"] == full["cache_bytes_peak"]
-    assert full["lossless_ratio"] > 1
+    full = run(documents(40, 1), [], tokens=40, frame_dtype="fp32", **QUICK).rows[0]
+    assert (full.lossless_dtype, full.rounded_first, full.kind) == ("fp32", False, "LOSSLESS")
+    assert full.full_bytes == full.kept_bytes == full.cache_bytes_peak
+    assert full.lossless_ratio > 1
 
 
 def test_traces_of_the_first_document(documents):
     wanted = configurations(["streaming:skip_layers=0"], [16])
     results = run(documents(300), wanted, tokens=300, chunk=2, traces=True, **QUICK)
-    full, cut = results["traces"]
-    assert (full["label"], full["document"]) == ("full", "calendar.py.txt")
-    assert full["step_tokens"][-1] == cut["step_tokens"][-1] == 300
-    assert len(cut["step_tokens"]) <= 256
-    assert full["keep_map"]["kept"][-1] == list(range(300))
-    assert cut["keep_map"]["layer"] == 1
-    assert cut["keep_map"]["kept"][-1] == [0, 1, 2, 3, *range(288, 300)]
-    assert max(cut["cache_bytes"]) <= max(full["cache_bytes"])
-    assert run(documents(300), [], tokens=300, chunk=50, **QUICK)["traces"] == []
+    full, cut = results.traces
+    assert (full.label, full.document) == ("full", "calendar.py.txt")
+    assert full.step_tokens[-1] == cut.step_tokens[-1] == 300
+    assert len(cut.step_tokens) <= 256
+    assert full.keep_map.kept[-1] == tuple(range(300))
+    assert cut.keep_map.layer == 1
+    assert cut.keep_map.kept[-1] == (0, 1, 2, 3, *range(288, 300))
+    assert max(cut.cache_bytes) <= max(full.cache_bytes)
+    assert run(documents(300), [], tokens=300, chunk=50, **QUICK).traces == ()
 
 
 def test_generation_is_timed(documents):
     wanted = configurations(["streaming"], [24])
-    for row in run(documents(70, 1), wanted, tokens=70, repeats=2, chunk=10)["rows"]:
-        assert row["ttft_seconds"] > 0
-        assert row["tpot_seconds"] > 0
-    short = run(read_like(documents(70, 1)), wanted, tokens=1, repeats=1)["rows"][0]
-    assert short["tpot_seconds"] is None
+    for row in run(documents(70, 1), wanted, tokens=70, repeats=2, chunk=10).rows:
+        assert row.ttft_seconds > 0
+        assert row.tpot_seconds > 0
+    short = run(read_like(documents(70, 1)), wanted, tokens=1, repeats=1).rows[0]
+    assert short.tpot_seconds is None
 
 
 def read_like(texts):
@@ -210,46 +217,46 @@ def read_like(texts):
 def test_policies_for_prompts_take_the_first_chunk_for_it(documents):
     wanted = configurations(["knorm", "streaming_press"], [16])
     results = run(documents(40, 1), wanted, tokens=40, **QUICK)
-    assert [row["kind"] for row in results["rows"]] == ["LOSSLESS"] * 3
-    assert "knorm 16: nothing was evicted: it never had reason to." in results["notes"]
+    assert [row.kind for row in results.rows] == ["LOSSLESS"] * 3
+    assert "knorm 16: nothing was evicted: it never had reason to." in results.notes
     results = run(documents(40, 1), wanted, tokens=40, chunk=20, **QUICK)
-    assert [row["tokens_kept"] for row in results["rows"]] == [[40] * 6, [36] * 6, [36] * 6]
+    assert [row.tokens_kept for row in results.rows] == [(40,) * 6, (36,) * 6, (36,) * 6]
 
 
 # -- presets ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_preset_as_its_seed_measured_it(documents):
+def test_a_preset_by_its_projects_definition(documents):
     texts = documents(100)
     wanted = preset("knorm-fixed:fix_kv_sizes=32,strategies=keep_low")
     results = run(texts, wanted, tokens=100, timing=False)
-    full, baseline, low, window = results["rows"]
-    assert [row["label"] for row in results["rows"]] == ["full", "baseline", "fix 32 keep_low 0.2", "recent_only 32"]
-    assert full["as_seed"] is None
-    assert (baseline["nll"], baseline["preset"]) == (full["nll"], "knorm-fixed")
+    full, baseline, low, window = results.rows
+    assert [row.label for row in results.rows] == ["full", "baseline", "fix 32 keep_low 0.2", "recent_only 32"]
+    assert full.project is None
+    assert (baseline.nll, baseline.preset) == (full.nll, "knorm-fixed")
     for row in (baseline, low, window):
-        seen = row["as_seed"]
-        assert (seen["evaluation"], seen["scored_tokens"], seen["text_tokens"]) == ("E1", 198, 200)
-        assert seen["ttft_seconds"] > 0
-        assert seen["tokens_per_second"] > 0
-    assert baseline["as_seed"]["final_cache_tokens"] == 99
-    assert low["as_seed"]["final_cache_tokens"] == window["as_seed"]["final_cache_tokens"] == 32
-    assert low["tokens_kept"] == [100, 100, 32, 32, 32, 32]
+        seen = row.project
+        assert (seen.evaluation, seen.scored_tokens, seen.text_tokens) == ("E1", 198, 200)
+        assert seen.ttft_seconds > 0
+        assert seen.tokens_per_second > 0
+    assert baseline.project.final_cache_tokens == 99
+    assert low.project.final_cache_tokens == window.project.final_cache_tokens == 32
+    assert low.tokens_kept == (100, 100, 32, 32, 32, 32)
     # Without bos and the first token it is another quantity, but not far off.
-    assert baseline["as_seed"]["nll"] == pytest.approx(baseline["nll"], rel=0.2)
-    assert baseline["as_seed"]["nll"] != baseline["nll"]
+    assert baseline.project.nll == pytest.approx(baseline.nll, rel=0.2)
+    assert baseline.project.nll != baseline.nll
 
 
-def test_the_lazy_caches_of_seed_004(documents):
+def test_the_lazy_caches_of_streaming_llm_and_h2o(documents):
     wanted = [entry for entry in preset("streaming-h2o") if entry.label in ("baseline", "h2o_4_32_256")]
     results = run(documents(600, 1), wanted, tokens=600, chunk=8, repeats=1)
-    _, baseline, h2o = results["rows"]
-    assert h2o["tokens_kept"] == [256] * 6
-    assert (h2o["as_seed"]["chunk"], h2o["as_seed"]["final_cache_tokens"]) == (256, 256)
-    assert (h2o["as_seed"]["scored_tokens"], h2o["as_seed"]["chunks_left_out"]) == (597, 0)
-    assert (baseline["as_seed"]["chunk"], baseline["as_seed"]["scored_tokens"]) == (1024, 599)
+    _, baseline, h2o = results.rows
+    assert h2o.tokens_kept == (256,) * 6
+    assert (h2o.project.chunk, h2o.project.final_cache_tokens) == (256, 256)
+    assert (h2o.project.scored_tokens, h2o.project.chunks_left_out) == (597, 0)
+    assert (baseline.project.chunk, baseline.project.scored_tokens) == (1024, 599)
     for row in (baseline, h2o):
-        assert row["as_seed"]["tpot_seconds"] * row["as_seed"]["tokens_per_second"] == pytest.approx(1)
+        assert row.project.tpot_seconds * row.project.tokens_per_second == pytest.approx(1)
 
 
 # -- cells ------------------------------------------------------------------------------------------------------------
@@ -277,15 +284,25 @@ def test_an_interrupted_run_goes_on_where_it_was(documents, tmp_path):
         assert progress.cells == 6
 
 
+def test_a_cell_of_another_shape_is_refused(documents, tmp_path):
+    path, texts = tmp_path / "cells.jsonl", documents(30, 1)
+    run(texts, [], store=path, tokens=30, **QUICK)
+    line = json.loads(path.read_text())
+    for cell, message in (({}, r"\.model: is missing"), (line["cell"] | {"seconds": "x"}, r"\.seconds: found 'x'")):
+        path.write_text(json.dumps(line | {"cell": cell}) + "\n")
+        with pytest.raises(SourceError, match=rf"cells\.jsonl: cell{message}"):
+            run(texts, [], store=path, tokens=30, **QUICK)
+
+
 def test_what_is_asked_for_twice_is_measured_once(documents):
     wanted = [Configuration("a", "streaming", {"budget": 9}), Configuration("b", "streaming", {"budget": 9})]
     progress = Counter()
-    rows = run(documents(30, 1), [*wanted, wanted[0]], progress=progress, tokens=30, **QUICK)["rows"]
-    assert [row["label"] for row in rows] == ["full", "a", "b"]
+    rows = run(documents(30, 1), [*wanted, wanted[0]], progress=progress, tokens=30, **QUICK).rows
+    assert [row.label for row in rows] == ["full", "a", "b"]
     assert progress.cells == 2
     other = Configuration("a", "streaming", {"budget": 10})
-    rows = run(documents(30, 1), [wanted[0], other], tokens=30, **QUICK)["rows"]
-    assert [row["label"] for row in rows] == ["full", "a", "a (2)"]
+    rows = run(documents(30, 1), [wanted[0], other], tokens=30, **QUICK).rows
+    assert [row.label for row in rows] == ["full", "a", "a (2)"]
 
 
 def test_processes_of_their_own_give_the_same_numbers_and_their_memory(documents):
@@ -295,18 +312,18 @@ def test_processes_of_their_own_give_the_same_numbers_and_their_memory(documents
     there = run(texts, wanted, jobs=4, progress=progress, tokens=60, **QUICK)  # a document in each
     assert numbers(there) == numbers(here)
     assert (progress.tokens, progress.cells) == (4 * 60, 4)
-    for row in there["rows"]:
-        assert 10_000_000 < row["process_opened_bytes"] <= row["process_peak_bytes"] < 2_000_000_000
-    assert here["rows"][0]["process_peak_bytes"] is None
-    assert json.loads(json.dumps(there)) == there
+    for row in there.rows:
+        assert 10_000_000 < row.process_opened_bytes <= row.process_peak_bytes < 2_000_000_000
+    assert here.rows[0].process_peak_bytes is None
+    assert EvaluationResult.from_dict(json.loads(there.to_text("json"))) == there
 
 
 def test_memory_does_not_grow_with_the_text(documents):
     wanted = configurations(["streaming"], [64])
     peaks = []
     for tokens in (192, 768):
-        cut = run(documents(tokens, 1), wanted, jobs=2, tokens=tokens, chunk=16, **QUICK)["rows"][1]
-        peaks.append(cut["process_peak_bytes"] - cut["process_opened_bytes"])
+        cut = run(documents(tokens, 1), wanted, jobs=2, tokens=tokens, chunk=16, **QUICK).rows[1]
+        peaks.append(cut.process_peak_bytes - cut.process_opened_bytes)
     assert peaks[1] < peaks[0] + 4_000_000
 
 
@@ -316,10 +333,10 @@ def test_what_a_process_raises_arrives_here(documents, tmp_path):
     with pytest.raises(KvmnnError) as caught:
         evaluate(bad, documents(30, 1), [], Settings(tokens=30, **QUICK), jobs=1)
     assert str(bad) in str(caught.value)
-    assert type(processes._error({"error": "MissingDependencyError", "message": "x"})) is MissingDependencyError
-    assert type(processes._error({"error": "WeightsError", "message": "x"})) is KvmnnError
-    assert type(processes._error({"error": "TypeError", "message": "x"})) is TypeError
-    assert type(processes._error({"error": "MemoryError", "message": "x"})) is MemoryError
+    assert type(processes._error("MissingDependencyError", "x")) is MissingDependencyError
+    assert type(processes._error("WeightsError", "x")) is KvmnnError
+    assert type(processes._error("TypeError", "x")) is TypeError
+    assert type(processes._error("MemoryError", "x")) is MemoryError
 
 
 def test_a_process_that_dies_is_noticed(documents, monkeypatch):
@@ -332,10 +349,21 @@ def test_what_the_model_refuses_does_not_stop_the_others(documents):
     # Without a bias nothing can mask the tokens that go before they are attended.
     wanted = configurations(["h2o_tokens:recent=4,buffer=0", "streaming"], [16])
     results = run(documents(64, 1), wanted, tokens=64, chunk=32, slack=0, **QUICK)
-    assert [row["label"] for row in results["rows"]] == ["full", "streaming 16"]
-    (refused,) = results["refused"]
-    assert refused["label"].startswith("h2o_tokens 16")
-    assert "feed fewer tokens at once" in refused["reason"]
+    assert [row.label for row in results.rows] == ["full", "streaming 16"]
+    (refused,) = results.refused
+    assert refused.label.startswith("h2o_tokens 16")
+    assert "feed fewer tokens at once" in refused.reason
+
+
+def test_files_and_documents_give_the_same(documents):
+    paths = [FIXTURE / "texts" / name for name in NAMES]
+    settings = Settings(tokens=30, **QUICK)
+    found = evaluate(FIXTURE, paths, configurations(["streaming"], [16]), settings, jobs=0)
+    assert numbers(found) == numbers(run(documents(30), configurations(["streaming"], [16]), tokens=30, **QUICK))
+    assert evaluate(FIXTURE, paths, [], found.settings, jobs=0).settings == found.settings
+    assert "streaming 16" in str(found)
+    assert found.to_text("markdown").startswith("| policy |")
+    assert found.to_text("csv").startswith("label,document,policy")
 
 
 def test_nothing_to_do():

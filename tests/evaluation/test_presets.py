@@ -1,4 +1,4 @@
-"""The seeds' own tables."""
+"""The projects' own tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_knorm_fixed():
     assert [entry.options["strategy"] for entry in found[1:4]] == ["keep_low", "keep_high", "random"]
     assert all(entry.options["recent_ratio"] == 0.2 for entry in found if entry.policy == "l2_fixed")
     assert all(entry.options["skip_layers"] == (0, 1) for entry in found[1:])
-    assert all((entry.seed_method.evaluation, entry.seed_method.chunk) == ("E1", 1) for entry in found)
+    assert all((entry.definition.evaluation, entry.definition.chunk) == ("E1", 1) for entry in found)
 
 
 def test_knorm_fixed_with_the_scripts_own_arguments():
@@ -51,14 +51,14 @@ def test_streaming_h2o():
     assert found[2].make().budget == 520
     last = found[5].make()
     assert (last.budget, last.sink, last.recent, last.buffer) == (512, 8, 64, 64)
-    assert [entry.seed_method.chunk for entry in found] == [1024, 256, 512, 256, 256, 512]
-    assert all(entry.seed_method.evaluation == "E2" and entry.seed_method.speed for entry in found)
+    assert [entry.definition.chunk for entry in found] == [1024, 256, 512, 256, 256, 512]
+    assert all(entry.definition.evaluation == "E2" and entry.definition.speed for entry in found)
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
-def test_every_entry_names_its_preset_and_its_seeds_label(name):
+def test_every_entry_names_its_preset_and_its_projects_label(name):
     for entry in preset(name):
-        assert (entry.preset, entry.seed_method.label) == (name, entry.label)
+        assert (entry.preset, entry.definition.label) == (name, entry.label)
 
 
 @pytest.mark.parametrize(

@@ -27,20 +27,20 @@ def rows():
     part = EXPECTED["chunks_of_4"]
     wanted = [row for row in part["rows"] if row["name"] in (*SAMPLE, "full")]
     assert len(wanted) == len(SAMPLE) + 1
-    return {row["label"]: row for row in reproduce.measured(part, wanted, texts=TEXTS, jobs=0)["rows"]}
+    return {row.label: row for row in reproduce.measured(part, wanted, texts=TEXTS, jobs=0).rows}
 
 
 @pytest.mark.parametrize("name", ("full", *SAMPLE))
 def test_nll_of_each_text(rows, name):
     (expected,) = [row for row in EXPECTED["chunks_of_4"]["rows"] if row["name"] == name]
-    found = np.array([document["nll"] for document in rows[name]["documents"]])
+    found = np.array([document.nll for document in rows[name].documents])
     there = np.array(expected["per_file_nll"][:TEXTS])
     assert np.abs(found / there - 1).max() < 1e-3
-    assert rows[name]["tokens"] == 2048 * TEXTS
+    assert rows[name].tokens == 2048 * TEXTS
 
 
 def test_what_its_readme_calls_robust(rows):
-    deep = {name: row["deep"]["nll"] for name, row in rows.items()}
+    deep = {name: row.deep.nll for name, row in rows.items()}
     assert all(deep["full"] < value for name, value in deep.items() if name != "full")
     assert deep["h2o 128 4+92+32"] > deep["streaming 4+124"]
 

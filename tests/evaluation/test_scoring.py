@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvmnn.errors import KvmnnError
 from kvmnn.evaluation.measuring import scoring
+from kvmnn.evaluation.measuring.cells import Sums
 from kvmnn.evaluation.measuring.scoring import negative_log_probabilities, score, summary
 
 
@@ -81,7 +82,7 @@ def test_the_same_tokens_whatever_the_chunk(chunk):
 def test_text_shorter_than_deep_has_no_deep_tokens():
     found = score(Table(np.zeros((3, 4), np.float32)), np.zeros(4, np.int64), chunk=2, deep_from=3)
     assert found.deep.tokens == 0
-    assert summary(0, 0.0, 0) == {"tokens": 0, "nll": None, "perplexity": None, "accuracy": None}
+    assert summary(Sums(0, 0.0, 0)).to_dict() == {"tokens": 0, "nll": None, "perplexity": None, "accuracy": None}
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -93,8 +94,13 @@ def test_what_is_not_finite_is_refused_by_position(value):
 
 
 def test_summary():
-    assert summary(4, 2.0, 1) == {"tokens": 4, "nll": 0.5, "perplexity": math.exp(0.5), "accuracy": 0.25}
-    assert summary(1, 1000.0, 0)["perplexity"] is None
+    assert summary(Sums(4, 2.0, 1)).to_dict() == {
+        "tokens": 4,
+        "nll": 0.5,
+        "perplexity": math.exp(0.5),
+        "accuracy": 0.25,
+    }
+    assert summary(Sums(1, 1000.0, 0)).perplexity is None
 
 
 def test_a_prompt_is_the_first_step():

@@ -8,18 +8,21 @@ import math
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lm_results import BUDGETS, document, row
+from lm_results import BUDGETS, document, results, row
 from repository import SUPPORT
 
 from kvmnn.errors import KvmnnError, MissingDependencyError, OutputError
 from kvmnn.evaluation.setup.presets import preset
 from kvmnn.reports import figures, plot_style, plots, series, trace_figures
+from kvmnn.reports.results import KeepMap
+from kvmnn.reports.rows import Difference
 
 
 @pytest.fixture(scope="module")
@@ -61,13 +64,13 @@ def test_the_users_matplotlib_settings_neither_matter_nor_change(written: list[P
 
 
 def test_existing_files_are_replaced_only_if_forced(tmp_path: Path) -> None:
-    results = document() | {"traces": [], "rows": [entry for entry in document()["rows"] if entry["budget"] is None]}
-    results["rows"].append(row("streaming 4", "streaming", budget=4, perplexity=20.0, nll=3.0))
+    whole = [entry for entry in document().rows if entry.budget is None]
+    made = results([*whole, row("streaming 4", "streaming", budget=4, perplexity=20.0, nll=3.0)])
     (tmp_path / "perplexity_over_budget.svg").write_text("mine")
     with pytest.raises(OutputError, match=r"perplexity_over_budget\.svg: exists already"):
-        plots.write_all(results, tmp_path)
+        plots.write_all(made, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["perplexity_over_budget.svg"]
-    plots.write_all(results, tmp_path, force=True)
+    plots.write_all(made, tmp_path, force=True)
     assert (tmp_path / "perplexity_over_budget.svg").read_text() != "mine"
 
 
@@ -77,7 +80,7 @@ def test_plots_without_data_are_left_out_with_the_reason(tmp_path: Path) -> None
         row("streaming 4", "streaming", budget=4, perplexity=9.0, nll=2.2),
     ]
     left_out: dict[str, str] = {}
-    made = plots.write_all({"rows": rows}, tmp_path / "new", left_out=left_out)
+    made = plots.write_all(results(rows), tmp_path / "new", left_out=left_out)
     assert {path.stem for path in made} == {"perplexity_over_budget", "strategy_comparison"}
     assert left_out == {
         "accuracy_over_budget": "no policy with a budget has a measured accuracy",
@@ -90,7 +93,7 @@ def test_plots_without_data_are_left_out_with_the_reason(tmp_path: Path) -> None
 
 def test_nothing_at_all_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(KvmnnError, match="nothing to plot: perplexity_over_budget: no policy"):
-        plots.write_all({"rows": [row("full", "full", perplexity=8.0)]}, tmp_path / "new")
+        plots.write_all(results([row("full", "full", perplexity=8.0)]), tmp_path / "new")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -110,12 +113,12 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, 
     ids=["no number", "far off"],
 )
 def test_odd_values_draw_without_a_warning(changes: tuple[dict[str, Any], ...], tmp_path: Path) -> None:
-    results = document()
+    rows = list(document().rows)
     for place, change in enumerate(changes, 2):
-        results["rows"][place] |= change
+        rows[place] = replace(rows[place], **change)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert plots.write_all(results, tmp_path / "new")
+        assert plots.write_all(replace(document(), rows=tuple(rows)), tmp_path / "new")
 
 
 def test_many_policies_still_have_looks_of_their_own() -> None:
@@ -139,7 +142,7 @@ def test_options_that_differ_at_one_budget_do_and_defaults_count() -> None:
         row("c", "l2_fixed", budget=32, options={"strategy": "keep_low", "budget": 32}),
         row("d", "l2_fixed", budget=32, options={"strategy": "keep_low", "budget": 32}, positions="stored"),
     ]
-    found = {entry.name: [r["label"] for r in entry.rows] for entry in series.grouped(rows)}
+    found = {entry.name: [r.label for r in entry.rows] for entry in series.grouped(rows)}
     assert found == {
         "l2_fixed keep_high": ["a"],
         "l2_fixed keep_low": ["b", "c"],
@@ -166,13 +169,15 @@ def test_an_axis_parts_no_series() -> None:
 
 
 def test_intervals_are_those_of_the_difference_around_the_value() -> None:
-    versus = {"nll": 0.1, "low": 0.05, "high": 0.2, "accuracy": -0.02, "accuracy_low": -0.03, "accuracy_high": 0.0}
+    versus = Difference(
+        documents=2, level=0.95, nll=0.1, low=0.05, high=0.2, accuracy=-0.02, accuracy_low=-0.03, accuracy_high=0.0
+    )
     entry = row("a", "streaming", perplexity=10.0, accuracy=0.5, versus_full=versus)
     ppl, hits = series.perplexity(entry, 1), series.accuracy(entry, 1)
     assert (ppl.y, hits.y) == (10.0, 50.0)
     assert ppl.low == pytest.approx(10 * math.exp(-0.05)) and ppl.high == pytest.approx(10 * math.exp(0.1))
     assert hits.low == pytest.approx(49.0) and hits.high == pytest.approx(52.0)
-    alone = row("a", "streaming", perplexity=10.0, versus_full=versus | {"low": None})
+    alone = row("a", "streaming", perplexity=10.0, versus_full=replace(versus, low=None))
     assert series.perplexity(alone, 1).low is None
 
 
@@ -180,7 +185,7 @@ def test_sinks_are_a_number_and_no_share() -> None:
     """streaming-h2o has 4 of 256, 8 of 256 and 8 of 512: the first and the last are equal shares by accident."""
     made = preset("streaming-h2o")[1:]
     rows = [row(c.label, c.policy, budget=c.options["budget"], options=dict(c.options)) for c in made]
-    found = {entry.name: [r["label"] for r in entry.rows] for entry in series.grouped(rows)}
+    found = {entry.name: [r.label for r in entry.rows] for entry in series.grouped(rows)}
     assert found == {
         "streaming": ["streaming_8_256", "streaming_8_512"],
         "h2o_tokens sink=4": ["h2o_4_32_256"],
@@ -216,7 +221,7 @@ def test_labels_that_have_room_stay_where_they_are() -> None:
 
 
 def test_the_keep_map_shows_each_cell_as_it_was() -> None:
-    recorded = {"steps": [1, 2, 3, 4], "kept": [[0], [0, 1], [0, 2], [0, 3]], "layer": 0, "kv_head": 0}
+    recorded = KeepMap(layer=0, kv_head=0, steps=(1, 2, 3, 4), kept=((0,), (0, 1), (0, 2), (0, 3)))
     image, tokens = trace_figures._image(recorded)
     live, gone, unseen = 0, 1, 2
     assert tokens == 4
@@ -229,8 +234,8 @@ def test_the_keep_map_shows_each_cell_as_it_was() -> None:
 
 
 def test_a_long_document_is_drawn_in_bounded_size() -> None:
-    steps = list(range(1000, 100_001, 1000))
-    kept = [list(range(seen - 500, seen)) for seen in steps]
-    image, tokens = trace_figures._image({"steps": steps, "kept": kept})
+    steps = tuple(range(1000, 100_001, 1000))
+    kept = tuple(tuple(range(seen - 500, seen)) for seen in steps)
+    image, tokens = trace_figures._image(KeepMap(layer=0, kv_head=0, steps=steps, kept=kept))
     assert tokens == 100_000 and image.shape == (400, 400)
     assert set(image[:, -1].tolist()) == {0, 1}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import math
-from typing import Any
+from dataclasses import replace
 
 import pytest
-from lm_results import BUDGETS, document, row
+from lm_results import BUDGETS, document, results, row
 
 from kvmnn.reports import tables
+from kvmnn.reports.results import Refusal
+from kvmnn.reports.rows import ProjectNumbers
 
 
 def cells(table: str) -> list[dict[str, str]]:
@@ -20,14 +22,10 @@ def cells(table: str) -> list[dict[str, str]]:
     return [dict(zip(split[0], line, strict=True)) for line in split[2:]]
 
 
-def bare(rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-    return {"settings": {}, "model": {}, "documents": [], "rows": rows, **more}
-
-
 def test_every_row_has_its_numbers_in_the_units_of_the_headings() -> None:
-    results = document()
-    table = cells(tables.markdown(results))
-    assert [line["policy"] for line in table] == [entry["label"] for entry in results["rows"]]
+    sample = document()
+    table = cells(tables.markdown(sample))
+    assert [line["policy"] for line in table] == [entry.label for entry in sample.rows]
     full, cut = table[0], table[1]
     assert full["budget (tokens)"] == full["dNLL (nats) [95 %]"] == full["PPL change (%)"] == "-"
     assert (full["kind"], cut["kind"]) == ("LOSSLESS", "LOSSY")
@@ -48,7 +46,7 @@ def test_every_row_has_its_numbers_in_the_units_of_the_headings() -> None:
 def test_columns_that_nobody_measured_are_left_out() -> None:
     text = tables.markdown(document())
     assert "process peak" not in text  # the document has none
-    table = cells(tables.markdown(bare([row("full", "full", perplexity=2.0), row("streaming 4", "streaming")])))
+    table = cells(tables.markdown(results([row("full", "full", perplexity=2.0), row("streaming 4", "streaming")])))
     assert table == [
         {"policy": "full", "kind": "LOSSY", "PPL": "2.0000"},
         {"policy": "streaming 4", "kind": "LOSSY", "PPL": "-"},
@@ -56,36 +54,48 @@ def test_columns_that_nobody_measured_are_left_out() -> None:
 
 
 def test_layers_of_unequal_lengths_and_shares_are_shown() -> None:
-    entry = row("l2_ratio 0.25", "l2_ratio", keep_ratio=0.25, tokens_kept=[2048, 2048, 512])
-    (line,) = cells(tables.markdown(bare([entry])))
+    entry = row("l2_ratio 0.25", "l2_ratio", keep_ratio=0.25, tokens_kept=(2048, 2048, 512))
+    (line,) = cells(tables.markdown(results([entry])))
     assert line["budget (tokens)"] == "25 %"
     assert line["tokens kept"] == "512 to 2,048"
 
 
 def test_a_label_cannot_break_the_table() -> None:
-    text = tables.markdown(bare([row("a|b\nc", "streaming", perplexity=1.5)]))
+    text = tables.markdown(results([row("a|b\nc", "streaming", perplexity=1.5)]))
     assert "| a\\|b c | LOSSY | 1.5000 |" in text
 
 
 def test_presets_have_a_table_of_their_own() -> None:
-    results = document()
-    base = row("baseline", "full", preset="streaming-h2o", as_seed={"perplexity": 10.0, "accuracy": 0.5, "chunk": 1024})
-    results["rows"].append(base)
-    results["rows"][-2]["as_seed"] |= {"label": "h2o_8_32_256", "accuracy": 0.4, "odd": "a|b"}
-    second = tables.markdown(results).split("\n\n")[2].splitlines()
+    sample = document()
+    whole = ProjectNumbers(evaluation="E2", label="baseline", perplexity=10.0, accuracy=0.5, chunk=1024)
+    numbers = sample.rows[-1].project
+    assert numbers is not None
+    cut = replace(sample.rows[-1], project=replace(numbers, accuracy=0.4))
+    no = row(
+        "x", "h2o_tokens", preset="streaming-h2o", project=ProjectNumbers(evaluation="E2", label="x", refused="a|b")
+    )
+    rows = (*sample.rows[:-1], cut, row("baseline", "full", preset="streaming-h2o", project=whole), no)
+    parts = tables.markdown(replace(sample, rows=rows)).split("\n\n")
+    assert parts[1] == "By the definitions of StreamingLLM + H2O (docs/lm.md says where they differ):"
+    second = parts[2].splitlines()
     assert second[0] == (
         "| policy | preset | PPL | PPL change (%) | accuracy (%) | accuracy change (%) | TPOT (ms) | chunk (tokens) "
-        "| odd |"
+        "| generated (tokens) | evaluation | refused |"
     )
-    assert second[2] == "| h2o_8_32_256 | streaming-h2o | 12.5000 | +25.00 | 40.00 | -20.00 | 1.200 | 256 | a\\|b |"
-    assert second[3] == "| baseline | streaming-h2o | 10.0000 | - | 50.00 | - | - | 1,024 | - |"
-    assert "as the seed" not in tables.markdown(bare([row("full", "full")])).lower()
+    assert second[2] == (
+        "| h2o_8_32_256 | streaming-h2o | 12.5000 | +25.00 | 40.00 | -20.00 | 1.200 | 256 | 64 | E2 | - |"
+    )
+    assert second[3] == "| baseline | streaming-h2o | 10.0000 | - | 50.00 | - | - | 1,024 | - | E2 | - |"
+    assert second[4] == "| x | streaming-h2o | - | - | - | - | - | - | - | E2 | a\\|b |"
+    assert "by the definition" not in tables.markdown(results([row("full", "full")])).lower()
 
 
 def test_the_lines_below_say_what_was_measured() -> None:
-    results = document() | {"notes": ["b.txt is\nshort."], "refused": [{"label": "h2o 8", "reason": "no attention"}]}
-    results["rows"][1] |= {"rounded_first": True}
-    lines = tables.notes(results)
+    sample = document()
+    full, cut, *rest = sample.rows
+    rows = (full, replace(cut, rounded_first=True), *rest)
+    refused = (Refusal(label="h2o 8", reason="no attention"),)
+    lines = tables.notes(replace(sample, rows=rows, notes=("b.txt is\nshort.",), refused=refused))
     assert lines[0] == (
         "2 documents, 4,096 tokens, 4,094 scored by each row, fed 4 tokens at a time, deep: from token 1,024 on, "
         "seed 0, 1 thread."
@@ -97,15 +107,15 @@ def test_the_lines_below_say_what_was_measured() -> None:
 
 
 def test_notes_say_nothing_of_what_is_not_there() -> None:
-    text = "\n".join(tables.notes(bare([row("full", "full")])))
+    text = "\n".join(tables.notes(results([row("full", "full")])))
     assert "LOSS" not in text and "bootstrap" not in text and "Change" not in text
-    assert tables.markdown(bare([])).startswith("| policy |\n| --- |\n")
+    assert tables.markdown(results([])).startswith("| policy |\n| --- |\n")
 
 
 @pytest.mark.parametrize("width", [20, 60, 100, 150, 400])
 def test_terminal_table_fits_and_names_what_it_leaves_out(width: int) -> None:
-    results = document()
-    text = tables.terminal(results, width)
+    sample = document()
+    text = tables.terminal(sample, width)
     lines = text.split("\n\n")[0].splitlines()
     headings = lines[0].split("  ")
     assert headings[0] == "policy" and "PPL" in lines[0]
@@ -114,34 +124,34 @@ def test_terminal_table_fits_and_names_what_it_leaves_out(width: int) -> None:
     assert ("Too wide" in text) == (width < 400)
     if width >= 100:
         assert "LOSSY" in lines[3]
-    assert "As the seed defines" in text and "h2o_8_32_256  streaming-h2o  12.5000" in text
-    assert len(lines) == 2 + len(results["rows"])
+    assert "By the definitions of StreamingLLM + H2O" in text and "h2o_8_32_256  streaming-h2o  12.5000" in text
+    assert len(lines) == 2 + len(sample.rows)
 
 
 def test_csv_has_every_scalar_once_and_reads_back() -> None:
-    results = document()
-    lines = list(csv.DictReader(io.StringIO(tables.csv_text(results))))
+    sample = document()
+    lines = list(csv.DictReader(io.StringIO(tables.csv_text(sample))))
     rows = [line for line in lines if not line["document"]]
-    assert [line["label"] for line in rows] == [entry["label"] for entry in results["rows"]]
-    for line, entry in zip(rows, results["rows"], strict=True):
-        assert float(line["perplexity"]) == entry["perplexity"]  # exactly: repr round-trips
-        assert line["budget"] == ("" if entry["budget"] is None else str(entry["budget"]))
-        assert line["tokens_kept.5"] == str(entry["tokens_kept"][5])
+    assert [line["label"] for line in rows] == [entry.label for entry in sample.rows]
+    for line, entry in zip(rows, sample.rows, strict=True):
+        assert float(line["perplexity"]) == entry.perplexity  # exactly: repr round-trips
+        assert line["budget"] == ("" if entry.budget is None else str(entry.budget))
+        assert line["tokens_kept.5"] == str(entry.tokens_kept[5])
         assert line["deep.tokens"] == "2048"
-        assert line["versus_full.low"] == ("" if entry["versus_full"] is None else repr(entry["versus_full"]["low"]))
+        assert line["versus_full.low"] == ("" if entry.versus_full is None else repr(entry.versus_full.low))
         assert line["process_peak_bytes"] == ""
     assert "versus_full" not in lines[0] and "as_seed" not in lines[0]
     of_documents = [line for line in lines if line["label"] == "streaming 128" and line["document"]]
     assert [line["document"] for line in of_documents] == ["a.txt", "b.txt"]
-    assert float(of_documents[0]["nll"]) == results["rows"][1]["documents"][0]["nll"]
-    assert len(lines) == 3 * len(results["rows"])
+    assert float(of_documents[0]["nll"]) == sample.rows[1].documents[0].nll
+    assert len(lines) == 3 * len(sample.rows)
 
 
 def test_csv_quotes_what_needs_it() -> None:
-    text = tables.csv_text(bare([row('a,"b"\nc', "x", kind=True, nll=0.1)]))
+    text = tables.csv_text(results([row('a,"b"\nc', "x", rounded_first=True, nll=0.1)]))
     (line,) = csv.DictReader(io.StringIO(text))
-    assert (line["label"], line["kind"], line["nll"]) == ('a,"b"\nc', "true", "0.1")
+    assert (line["label"], line["rounded_first"], line["nll"]) == ('a,"b"\nc', "true", "0.1")
 
 
 def test_budgets_of_the_sample_are_what_the_tests_think() -> None:
-    assert {entry["budget"] for entry in document()["rows"]} == {None, *BUDGETS}
+    assert {entry.budget for entry in document().rows} == {None, *BUDGETS}

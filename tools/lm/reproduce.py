@@ -21,11 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from kvmnn.evaluation.evaluating import evaluate
-from kvmnn.evaluation.setup.configurations import FULL, Configuration
-from kvmnn.evaluation.setup.settings import Settings
-from kvmnn.lm.documents import read_documents
-from kvmnn.lm.tokenizer import Tokenizer
+from kvmnn.evaluation import Configuration, EvaluationResult, Settings, evaluate
+from kvmnn.evaluation.setup.configurations import FULL
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "lm"
 TOLERANCE = 1e-3
@@ -60,27 +57,26 @@ def family(name: str, config: Mapping[str, Any]) -> str:
     return " ".join(words)
 
 
-def measured(part: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], *, texts: int, jobs: int) -> dict[str, Any]:
+def measured(part: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], *, texts: int, jobs: int) -> EvaluationResult:
     """The results of some rows of a part of expected.json, on its first texts."""
     settings = Settings(
         tokens=part["tokens_per_file"],
         chunk=part["chunk"],
         deep_from=part["deep_from"],
         timing=False,
-        as_seed=False,
+        project_definitions=False,
     )
     files = [FIXTURES / "texts" / name for name in part["files"][:texts]]
-    documents = read_documents(files, Tokenizer.open(FIXTURES / "model.onnx"), settings.tokens)
     wanted = [configuration(row["name"], row["config"]) for row in rows]
-    return evaluate(FIXTURES / "model.onnx", documents, wanted, settings, jobs=jobs)
+    return evaluate(FIXTURES / "model.onnx", files, wanted, settings, jobs=jobs)
 
 
 def compare(part: Mapping[str, Any], *, texts: int, only: str, jobs: int) -> Iterator[tuple[str, str, float, bool]]:
     """Name, family, largest relative difference of a file's NLL, and whether it holds, of every configuration."""
     expected = [row for row in part["rows"] if only in row["name"] or row["config"]["kind"] == "full"]
-    rows = {row["label"]: row for row in measured(part, expected, texts=texts, jobs=jobs)["rows"]}
+    rows = {row.label: row for row in measured(part, expected, texts=texts, jobs=jobs).rows}
     for row in expected:
-        found = np.array([document["nll"] for document in rows[row["name"]]["documents"]])
+        found = np.array([document.nll for document in rows[row["name"]].documents])
         there = np.array(row["per_file_nll"][: len(found)])
         worst = float(np.abs(found / there - 1).max())
         holds = worst <= TOLERANCE if row["config"]["kind"] != "l2_random" else within_spread(found - there)
@@ -99,7 +95,7 @@ def main() -> int:
     """Compare, print, and say by the exit code whether everything holds."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default="", help="configurations whose name contains this")
-    parser.add_argument("--texts", type=int, default=8, help="at most this many of the texts")
+    parser.add_argument("--texts", type=int, default=8, help="texts at most")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     parser.add_argument("--verbose", action="store_true", help="a line for every configuration")
     arguments = parser.parse_args()

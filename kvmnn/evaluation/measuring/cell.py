@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -15,18 +14,19 @@ from ...lm.session import DecoderSession
 from ..setup.configurations import Configuration
 from ..setup.settings import Settings
 from . import memory
+from .cells import ModelFacts, ProjectCell, ScoreCell, TimingCell
 from .lossless import frame_sizes
+from .project_definitions import measure_by_definition
 from .scoring import score
-from .seed_methods import measure_as_seed
-from .timing import generation_times, seed_generation_times
-from .tracing import Trace
+from .timing import generation_times, project_generation_times
+from .tracing import Tracer
 
 Advance = Callable[[int], object]
 """Takes a number of further tokens fed."""
 
 
 class RefusedError(KvmnnError):
-    """A configuration that the model cannot run, or not as its seed did; others can go on."""
+    """A configuration that the model cannot run, or not by its project's definition; others can go on."""
 
 
 @dataclass
@@ -58,9 +58,8 @@ class Measurer:
         """
         draw = (self.settings.seed, int(document.sha256[:12], 16))
         policy = configuration.make(draw)
-        scored = policy is not None and policy.needs in ("scores", "head scores")
         try:
-            session = self._session(scored, self.settings.slack != 0 and policy is not None)
+            session = self._session(policy.needs_attention, self.settings.slack != 0 and policy.evicts)
             return Runner(
                 session,
                 policy,
@@ -71,7 +70,7 @@ class Measurer:
         except MissingDependencyError:
             raise
         except KvmnnError as exc:
-            if policy is None:
+            if not policy.evicts:
                 raise
             raise RefusedError(f"{configuration.policy}: {exc}") from exc
 
@@ -83,13 +82,13 @@ class Measurer:
         *,
         trace: bool = False,
         first: bool = False,
-    ) -> dict[str, Any]:
+    ) -> ScoreCell:
         """Quality, time and bytes of one document; with `first`, the peak memory of this process as well."""
         settings = self.settings
         runner = self.runner(configuration, document)
         start = memory.begin() if first and self.fresh else None
         sampled = _Bytes(runner)
-        traced = Trace(runner, document.tokens, _skipped(runner)) if trace else None
+        traced = Tracer(runner, document.tokens, runner.policy.skip_layers) if trace else None
 
         def after(seen: int) -> None:
             new = seen - sampled.seen
@@ -114,47 +113,47 @@ class Measurer:
             raise RefusedError(f"{configuration.policy}, {document.name}: {exc}") from exc
         peak = None if start is None else start.peak()
         cache = runner.cache
-        cell: dict[str, Any] = {
-            "model": _facts(runner.session),
-            "every": scored.every.to_dict(),
-            "deep": scored.deep.to_dict(),
-            "seconds": scored.seconds,
-            "model_seconds": runner.clock.model_seconds,
-            "policy_seconds": runner.clock.policy_seconds,
-            "cache_bytes_mean": sampled.mean,
-            "cache_bytes_peak": cache.peak_nbytes,
-            "tokens_kept": list(cache.tokens),
-            "tokens_seen": cache.seen,
-            "process_peak_bytes": peak,
-            "process_opened_bytes": None if start is None else start.resident,
-            "frames": frame_sizes(cache.layers(), settings.frame_dtype, settings.threads).to_dict(),
-        }
-        if traced is not None:
-            cell["trace"] = traced.to_dict()
-        return cell
+        return ScoreCell(
+            model=_facts(runner.session),
+            every=scored.every,
+            deep=scored.deep,
+            seconds=scored.seconds,
+            model_seconds=runner.clock.model_seconds,
+            policy_seconds=runner.clock.policy_seconds,
+            cache_bytes_mean=sampled.mean,
+            cache_bytes_peak=cache.peak_nbytes,
+            tokens_kept=tuple(cache.tokens),
+            tokens_seen=cache.seen,
+            process_peak_bytes=peak,
+            process_opened_bytes=None if start is None else start.resident,
+            frames=frame_sizes(cache.layers(), settings.frame_dtype, settings.threads),
+            trace=None if traced is None else traced.course(),
+        )
 
-    def seed(self, configuration: Configuration, document: Document, advance: Advance | None = None) -> dict[str, Any]:
-        """The document as the configuration's seed measured it."""
-        method = configuration.seed_method
-        if method is None:
-            raise KvmnnError(f"{configuration.label}: belongs to no seed")
+    def by_definition(
+        self, configuration: Configuration, document: Document, advance: Advance | None = None
+    ) -> ProjectCell:
+        """The document by the definition of the configuration's project."""
+        if configuration.definition is None:
+            raise KvmnnError(f"{configuration.label}: belongs to no preset's project")
         runner = self.runner(configuration, document)
         ids = document.own_ids[: document.tokens]
         try:
-            cell = measure_as_seed(runner, ids, method, _skipped(runner))
+            cell = measure_by_definition(runner, ids, configuration.definition, runner.policy.skip_layers)
         except KvmnnError as exc:
-            raise RefusedError(f"{configuration.label} as its seed ran it: {exc}") from exc
+            raise RefusedError(f"{configuration.label} by its project's definition: {exc}") from exc
         if advance is not None:
             advance(len(ids))
         return cell
 
-    def timing(self, configuration: Configuration, document: Document) -> dict[str, Any]:
-        """TTFT and TPOT, and the seed's own where it has one."""
+    def timing(self, configuration: Configuration, document: Document) -> TimingCell:
+        """TTFT and TPOT, and those by the definition of the configuration's project where it has one."""
         runner = self.runner(configuration, document)
+        definition = configuration.definition
         try:
             cell = generation_times(runner, document.ids, self.settings.repeats)
-            if configuration.seed_method is not None and configuration.seed_method.speed and self.settings.as_seed:
-                cell["as_seed"] = seed_generation_times(runner, document.own_ids)
+            if definition is not None and definition.speed and self.settings.project_definitions:
+                cell = replace(cell, project=project_generation_times(runner, document.own_ids))
         except KvmnnError as exc:
             raise RefusedError(f"{configuration.label}, timed: {exc}") from exc
         return cell
@@ -189,19 +188,14 @@ class _Bytes:
         return self._sum / max(self.seen, 1)
 
 
-def _skipped(runner: Runner) -> tuple[int, ...]:
-    return () if runner.policy is None else runner.policy.skip_layers
-
-
-def _facts(session: DecoderSession) -> dict[str, Any]:
-    """What the results document says of the model."""
+def _facts(session: DecoderSession) -> ModelFacts:
     interface = session.interface
-    return {
-        "layers": interface.layers,
-        "kv_heads": interface.kv_heads,
-        "query_heads": session.query_heads,
-        "head_dim": interface.head_dim,
-        "cache_dtype": np.dtype(interface.dtype).name,
-        "vocab": interface.vocab,
-        "max_positions": interface.max_positions,
-    }
+    return ModelFacts(
+        layers=interface.layers,
+        kv_heads=interface.kv_heads,
+        query_heads=session.query_heads,
+        head_dim=interface.head_dim,
+        cache_dtype=np.dtype(interface.dtype).name,
+        vocab=interface.vocab,
+        max_positions=interface.max_positions,
+    )

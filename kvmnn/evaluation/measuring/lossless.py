@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -12,38 +11,9 @@ import numpy.typing as npt
 from ...arrays.layer_cache import LayerCache
 from ...errors import FrameError
 from ...frames import decoding, encoding
+from ...reports.rows import FrameSizes
 
 FrameType = Literal["fp16", "fp32"]
-
-
-@dataclass(frozen=True)
-class FrameSizes:
-    """Bytes of one cache.
-
-    Attributes
-    ----------
-    dtype : str
-        Of the words in the frames.
-    rounded : bool
-        Whether the words are the cache's own rounded to fp16 first, which is LOSSY by itself; frames are LOSSLESS for
-        the words that they were given.
-    full_bytes : int
-        The full cache of all tokens seen, in that dtype.
-    kept_bytes : int
-        What the policy left of it.
-    frame_bytes : int
-        The frames of that, each decoded and found equal.
-    """
-
-    dtype: str
-    rounded: bool
-    full_bytes: int
-    kept_bytes: int
-    frame_bytes: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """As a cell stores it."""
-        return asdict(self)
 
 
 def frame_sizes(layers: Iterable[LayerCache], dtype: FrameType = "fp16", threads: int = 1) -> FrameSizes:
@@ -78,7 +48,7 @@ def frame_sizes(layers: Iterable[LayerCache], dtype: FrameType = "fp16", threads
                 raise FrameError(f"layer {layer.layer}: the frame of its {part} does not decode to them")
             kept += words.nbytes
             coded += len(made)
-    return FrameSizes(name, rounded, full, kept, coded)
+    return FrameSizes(dtype=name, rounded=rounded, full_bytes=full, kept_bytes=kept, frame_bytes=coded)
 
 
 def _words(values: npt.NDArray[Any], dtype: FrameType) -> tuple[npt.NDArray[Any], bool]:

@@ -32,7 +32,7 @@ class Start:
     resident: int | None
 
     def peak(self) -> int | None:
-        """Highest resident memory since then, in bytes; of the whole process where the system cannot begin anew."""
+        """Highest resident memory since then, in bytes; since the process began where the system cannot forget."""
         return _status("VmHWM") or _from_usage()
 
 

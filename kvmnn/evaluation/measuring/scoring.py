@@ -13,6 +13,8 @@ import numpy.typing as npt
 
 from ...errors import KvmnnError
 from ...lm.documents import Ids
+from ...reports.rows import Quality
+from .cells import Sums
 
 _BLOCK_WORDS = 1 << 19
 """Logits that are taken to float64 at once: 4 MiB."""
@@ -23,33 +25,6 @@ class Feeder(Protocol):
 
     def feed(self, ids: Ids, *, end_chunk: bool = False) -> npt.NDArray[Any]:
         """Feed tokens, cut the cache, return logits ``[token, vocab]``."""
-
-
-@dataclass
-class Sums:
-    """What scored tokens add up to.
-
-    Attributes
-    ----------
-    tokens, hits : int
-        Scored tokens, and those that were the most probable one.
-    nll : float
-        Negative log-probabilities in nats, float64.
-    """
-
-    tokens: int = 0
-    nll: float = 0.0
-    hits: int = 0
-
-    def add(self, nll: npt.NDArray[np.float64], hits: npt.NDArray[np.bool_]) -> None:
-        """Further tokens."""
-        self.tokens += len(nll)
-        self.nll += float(nll.sum())
-        self.hits += int(np.count_nonzero(hits))
-
-    def to_dict(self) -> dict[str, Any]:
-        """As a cell stores it."""
-        return {"tokens": self.tokens, "nll": self.nll, "hits": self.hits}
 
 
 @dataclass
@@ -122,7 +97,7 @@ def score(
         int64 ``[1 + tokens]``.
     chunk
         Tokens that are fed at once. The lazy policies are told of a chunk's end where it has more than one token, as
-        the seed's evaluation does; token by token they keep their surplus.
+        StreamingLLM + H2O do; token by token they keep their surplus.
     prompt
         Tokens of the first step; 0 for `chunk`.
     deep_from
@@ -147,25 +122,29 @@ def score(
         if not np.isfinite(nll).all():
             wrong = begin + int(np.flatnonzero(~np.isfinite(nll))[0])
             raise KvmnnError(f"the model's logits at position {wrong} give no finite log-probability")
-        scored.every.add(nll, hits)
+        _add(scored.every, nll, hits)
         if end > deep_from:
             first = max(deep_from - begin, 0)
-            scored.deep.add(nll[first:], hits[first:])
+            _add(scored.deep, nll[first:], hits[first:])
         if after is not None:
             after(end)
     return scored
 
 
-def summary(tokens: int, nll: float, hits: int) -> dict[str, Any]:
-    """Means of sums: nll (nats a token), perplexity, accuracy; None of each where there are no tokens."""
-    if tokens == 0:
-        return {"tokens": 0, "nll": None, "perplexity": None, "accuracy": None}
-    return {
-        "tokens": tokens,
-        "nll": nll / tokens,
-        "perplexity": perplexity(nll / tokens),
-        "accuracy": hits / tokens,
-    }
+def _add(sums: Sums, nll: npt.NDArray[np.float64], hits: npt.NDArray[np.bool_]) -> None:
+    sums.tokens += len(nll)
+    sums.nll += float(nll.sum())
+    sums.hits += int(np.count_nonzero(hits))
+
+
+def summary(sums: Sums, begin: int | None = None) -> Quality:
+    """Means of sums; None of each where there are no tokens. `begin` is the position of the first token, if told."""
+    if sums.tokens == 0:
+        return Quality(begin=begin, tokens=0, nll=None, perplexity=None, accuracy=None)
+    nll = sums.nll / sums.tokens
+    return Quality(
+        begin=begin, tokens=sums.tokens, nll=nll, perplexity=perplexity(nll), accuracy=sums.hits / sums.tokens
+    )
 
 
 def perplexity(nll: float) -> float | None:

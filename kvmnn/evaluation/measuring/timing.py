@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import Any
 
 from ...lm.documents import Ids
 from ...lm.runner import Runner
+from .cells import ProjectTimes, TimingCell
 
 PIECE = 128
 """Tokens of a prompt that are fed at once, so that no more logits than these are held."""
 DECODED = 32
 """Tokens that are fed one by one after the prompt."""
-SEED_PROMPT, SEED_NEW, SEED_WARM_UP = 64, 64, 5
+PROJECT_PROMPT, PROJECT_NEW, PROJECT_WARM_UP = 64, 64, 5
+"""Tokens of the prompt, generated, and generated beforehand, by the definition of StreamingLLM + H2O."""
 
 
-def generation_times(runner: Runner, ids: Ids, repeats: int) -> dict[str, Any]:
+def generation_times(runner: Runner, ids: Ids, repeats: int) -> TimingCell:
     """TTFT and TPOT on one document, medians of `repeats` runs.
 
     Parameters
@@ -25,13 +26,6 @@ def generation_times(runner: Runner, ids: Ids, repeats: int) -> dict[str, Any]:
         Of the configuration.
     ids
         int64 ``[1 + tokens]``. The last `DECODED` tokens but one are decoded, what lies before is the prompt.
-
-    Returns
-    -------
-    dict
-        ``ttft_seconds``: from the first piece of the prompt to the logits of its last token; ``tpot_seconds``: mean of
-        the steps after it, each of one token of the text and so the same for every policy; ``prompt_tokens``,
-        ``decoded_tokens``, ``repeats``.
     """
     decoded = min(DECODED, max(len(ids) - 2, 0))
     prompt = ids[: len(ids) - 1 - decoded]
@@ -46,28 +40,28 @@ def generation_times(runner: Runner, ids: Ids, repeats: int) -> dict[str, Any]:
         for index in range(decoded):
             runner.feed(rest[index : index + 1])
         each.append((time.perf_counter() - began) / max(decoded, 1))
-    return {
-        "ttft_seconds": statistics.median(first),
-        "tpot_seconds": statistics.median(each) if decoded else None,
-        "prompt_tokens": len(prompt),
-        "decoded_tokens": decoded,
-        "repeats": repeats,
-    }
+    return TimingCell(
+        ttft_seconds=statistics.median(first),
+        tpot_seconds=statistics.median(each) if decoded else None,
+        prompt_tokens=len(prompt),
+        decoded_tokens=decoded,
+        repeats=repeats,
+    )
 
 
-def seed_generation_times(runner: Runner, ids: Ids) -> dict[str, Any]:
-    """What seed 004 times (E3 of `presets`), greedily from the first tokens of a text without bos."""
-    prompt = ids[:SEED_PROMPT]
-    _generate(runner, prompt, SEED_WARM_UP)
+def project_generation_times(runner: Runner, ids: Ids) -> ProjectTimes:
+    """What StreamingLLM + H2O time (E3 of `presets`), greedily from the first tokens of a text without bos."""
+    prompt = ids[:PROJECT_PROMPT]
+    _generate(runner, prompt, PROJECT_WARM_UP)
     first = _generate(runner, prompt, 1)
-    whole = _generate(runner, prompt, SEED_NEW)
-    return {
-        "ttft_seconds": first,
-        "tpot_seconds": whole / SEED_NEW,
-        "tokens_per_second": SEED_NEW / whole,
-        "prompt_tokens": len(prompt),
-        "new_tokens": SEED_NEW,
-    }
+    seconds = _generate(runner, prompt, PROJECT_NEW)
+    return ProjectTimes(
+        ttft_seconds=first,
+        tpot_seconds=seconds / PROJECT_NEW,
+        tokens_per_second=PROJECT_NEW / seconds,
+        prompt_tokens=len(prompt),
+        new_tokens=PROJECT_NEW,
+    )
 
 
 def feed_prompt(runner: Runner, prompt: Ids) -> int:

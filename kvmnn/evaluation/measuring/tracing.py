@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ...lm.runner import Runner
+from ...reports.results import KeepMap
+from .cells import Course
 
 SAMPLES = 128
 
 
-class Trace:
-    """Samples of a run, at most `SAMPLES`.
+class Tracer:
+    """Takes samples of a run, at most `SAMPLES`.
 
     Parameters
     ----------
@@ -44,10 +44,8 @@ class Trace:
         self._bytes.append(cache.nbytes)
         self._kept.append((positions if positions.ndim == 1 else positions[0]).tolist())
 
-    def to_dict(self) -> dict[str, Any]:
-        """As the results document has it, without label and document."""
-        return {
-            "step_tokens": self._seen,
-            "cache_bytes": self._bytes,
-            "keep_map": {"layer": self._layer, "kv_head": 0, "steps": self._seen, "kept": self._kept},
-        }
+    def course(self) -> Course:
+        """The samples so far."""
+        seen = tuple(self._seen)
+        keep_map = KeepMap(layer=self._layer, kv_head=0, steps=seen, kept=tuple(map(tuple, self._kept)))
+        return Course(step_tokens=seen, cache_bytes=tuple(self._bytes), keep_map=keep_map)

@@ -15,11 +15,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Self
 
 from ...errors import OutputError, SourceError
 from ...files.output import failures
 from ...lm.documents import Document
+from ..measuring.cells import Kind
 from ..setup.configurations import Configuration
 from ..setup.settings import Settings
 
@@ -30,19 +31,19 @@ _FORMAT = 1
 
 
 def cell_key(
-    kind: str,
+    kind: Kind,
     model_sha256: str,
     configuration: Configuration,
     document: Document,
     settings: Settings,
-    extra: Mapping[str, Any],
+    extra: Mapping[str, object],
 ) -> str:
     """The digest under which a cell is stored.
 
     Parameters
     ----------
     kind
-        ``"score"``, ``"seed"`` or ``"timing"``.
+        Of the cell.
     extra
         What else this kind depends on.
     """
@@ -60,7 +61,7 @@ def cell_key(
 
 
 class CellStore:
-    """Cells by their keys, in memory and, where there is a path, in a file.
+    """Cells as JSON objects by their keys, in memory and, where there is a path, in a file.
 
     Parameters
     ----------
@@ -77,7 +78,7 @@ class CellStore:
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         self.path = None if path is None else Path(path)
-        self._cells: dict[str, dict[str, Any]] = {}
+        self._cells: dict[str, Mapping[str, object]] = {}
         self._file: IO[bytes] | None = None
         if self.path is not None:
             self._open(self.path)
@@ -85,11 +86,11 @@ class CellStore:
     def __len__(self) -> int:
         return len(self._cells)
 
-    def get(self, key: str) -> dict[str, Any] | None:
+    def get(self, key: str) -> Mapping[str, object] | None:
         """The cell, or None."""
         return self._cells.get(key)
 
-    def put(self, key: str, cell: dict[str, Any]) -> None:
+    def put(self, key: str, cell: Mapping[str, object]) -> None:
         """Store a cell; when this returns it is on the disk."""
         self._cells[key] = cell
         if self._file is not None and self.path is not None:
@@ -118,18 +119,18 @@ class CellStore:
             _lock(file, path)
             file.seek(0)
             data = file.read()
-            whole = data[: data.rfind(b"\n") + 1]
-            self._parse(path, whole, torn=data[len(whole) :])
-            if len(whole) != len(data):
+            complete = data[: data.rfind(b"\n") + 1]
+            self._parse(path, complete, torn=data[len(complete) :])
+            if len(complete) != len(data):
                 with failures(path):
-                    file.truncate(len(whole))
+                    file.truncate(len(complete))
         except BaseException:
             file.close()
             raise
         self._file = file
 
-    def _parse(self, path: Path, whole: bytes, torn: bytes) -> None:
-        lines = whole.split(b"\n")[:-1]
+    def _parse(self, path: Path, complete: bytes, torn: bytes) -> None:
+        lines = complete.split(b"\n")[:-1]
         if not lines and torn and not _FIRST.startswith(torn[: len(_FIRST)]):
             raise SourceError(f"{path}: is not a file of cells: it would be overwritten")
         for number, line in enumerate(lines, 1):

@@ -11,12 +11,13 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ... import errors
 from ...errors import KvmnnError
 from ..measuring.cell import Measurer, RefusedError
+from ..measuring.cells import Cell, read_cell
 from ..setup.settings import Settings
+from .messages import Message
 from .tasks import Task, carry_out
 
 
@@ -27,7 +28,7 @@ class Event:
     task: Task
     tokens: int = 0
     key: str | None = None
-    cell: dict[str, Any] | None = None
+    cell: Cell | None = None
     refused: str | None = None
 
 
@@ -68,22 +69,22 @@ def _here(tasks: Sequence[Task], model: str, settings: Settings) -> Iterator[Eve
 def _elsewhere(tasks: Sequence[Task], model: str, settings: Settings, jobs: int) -> Iterator[Event]:
     waiting = deque(tasks)
     running: dict[int, _Process] = {}
-    said: queue.SimpleQueue[tuple[int, dict[str, Any] | None]] = queue.SimpleQueue()
+    said: queue.SimpleQueue[tuple[int, Message | None]] = queue.SimpleQueue()
     number = 0
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
                 running[number] = _Process(number, waiting.popleft(), model, settings, said)
                 number += 1
-            of, entry = said.get()
+            of, message = said.get()
             process = running[of]
-            if entry is None:
+            if message is None:
                 process.finish()
                 del running[of]
                 continue
-            if "error" in entry:
-                raise _error(entry)
-            yield Event(process.task, entry.get("tokens", 0), entry.get("key"), entry.get("cell"), entry.get("refused"))
+            if message.error is not None:
+                raise _error(message.error, message.message)
+            yield _event(process.task, message)
     finally:
         for process in running.values():
             process.end()
@@ -98,7 +99,7 @@ class _Process:
         task: Task,
         model: str,
         settings: Settings,
-        said: queue.SimpleQueue[tuple[int, dict[str, Any] | None]],
+        said: queue.SimpleQueue[tuple[int, Message | None]],
     ) -> None:
         self.task = task
         order = {"model": model, "settings": settings.to_dict(), "task": task.to_dict()}
@@ -130,7 +131,7 @@ class _Process:
             self._process.wait()
         self._thread.join()
 
-    def _listen(self, number: int, order: str, said: queue.SimpleQueue[tuple[int, dict[str, Any] | None]]) -> None:
+    def _listen(self, number: int, order: str, said: queue.SimpleQueue[tuple[int, Message | None]]) -> None:
         stdin, stdout = self._process.stdin, self._process.stdout
         if stdin is None or stdout is None:
             raise RuntimeError("the worker has no pipes")
@@ -142,19 +143,24 @@ class _Process:
         with stdout:
             for line in stdout:
                 if line.endswith("\n"):
-                    said.put((number, json.loads(line)))
+                    said.put((number, Message.from_dict(json.loads(line))))
         said.put((number, None))
 
 
-def _error(entry: dict[str, Any]) -> Exception:
+def _event(task: Task, message: Message) -> Event:
+    key = message.key
+    if key is None:
+        return Event(task, tokens=message.tokens or 0, refused=message.refused)
+    return Event(task, key=key, cell=read_cell(task.kind_of(key), message.cell, task.configuration.label))
+
+
+def _error(name: str, message: str) -> Exception:
     """What a worker raised, as the same class."""
-    if entry["error"] == "MemoryError":
-        return MemoryError(entry["message"])
-    kind = getattr(errors, entry["error"], KvmnnError)
-    if entry["error"] == "TypeError":
-        kind = TypeError
+    if name in ("MemoryError", "TypeError"):
+        return MemoryError(message) if name == "MemoryError" else TypeError(message)
+    kind = getattr(errors, name, KvmnnError)
     try:
-        made = kind(entry["message"])
+        made = kind(message)
     except TypeError:  # a class that wants more than a message
-        made = KvmnnError(entry["message"])
-    return made if isinstance(made, Exception) else KvmnnError(entry["message"])
+        made = KvmnnError(message)
+    return made if isinstance(made, Exception) else KvmnnError(message)

@@ -8,28 +8,30 @@ from typing import Any
 
 import numpy as np
 
+from ...files.records import Record
 from ...lm.documents import Document
 from ..measuring.cell import Advance, Measurer, RefusedError
+from ..measuring.cells import Cell, Kind, RefusedCell
 from ..setup.configurations import Configuration
 
 
 @dataclass(frozen=True)
-class Cell:
-    """A cell that is missing.
+class MissingCell(Record):
+    """A cell to measure.
 
     Parameters
     ----------
     kind
-        ``"score"``, ``"seed"`` or ``"timing"``.
+        Of the cell.
     key
-        Where its result goes (`kvmnn.evaluation.running.cell_store`).
+        Where it goes (`kvmnn.evaluation.running.cell_store`).
     document
         Which of the task's documents, by index.
     trace
         Whether its course is recorded.
     """
 
-    kind: str
+    kind: Kind
     key: str
     document: int
     trace: bool = False
@@ -41,12 +43,16 @@ class Task:
 
     configuration: Configuration
     documents: tuple[Document, ...]
-    cells: tuple[Cell, ...]
+    cells: tuple[MissingCell, ...]
 
     @property
     def tokens(self) -> int:
         """Tokens of the cells that are counted for progress."""
         return sum(self.documents[cell.document].tokens for cell in self.cells if cell.kind != "timing")
+
+    def kind_of(self, key: str) -> Kind:
+        """The kind of one of its cells."""
+        return next(cell.kind for cell in self.cells if cell.key == key)
 
     def to_dict(self) -> dict[str, Any]:
         """As it is handed to a process; `from_dict` is the way back."""
@@ -63,7 +69,7 @@ class Task:
                 }
                 for document in self.documents
             ],
-            "cells": [vars(cell) for cell in self.cells],
+            "cells": [cell.to_dict() for cell in self.cells],
         }
 
     @classmethod
@@ -72,14 +78,14 @@ class Task:
         return cls(
             Configuration.from_dict(document["configuration"]),
             tuple(Document(**{**entry, "ids": np.array(entry["ids"], np.int64)}) for entry in document["documents"]),
-            tuple(Cell(**entry) for entry in document["cells"]),
+            tuple(MissingCell.from_dict(entry) for entry in document["cells"]),
         )
 
 
-def carry_out(task: Task, measurer: Measurer, advance: Advance) -> Iterator[tuple[str, dict[str, Any]]]:
+def carry_out(task: Task, measurer: Measurer, advance: Advance) -> Iterator[tuple[str, Cell]]:
     """The task's cells with their keys, each as soon as it is finished.
 
-    What the model cannot do as the seed did is a cell too, ``{"refused": reason}``.
+    What the model cannot do by the definition of a project is a cell too, a `RefusedCell`.
 
     Raises
     ------
@@ -90,14 +96,15 @@ def carry_out(task: Task, measurer: Measurer, advance: Advance) -> Iterator[tupl
     for cell in task.cells:
         document = task.documents[cell.document]
         if cell.kind == "score":
-            found = measurer.score(task.configuration, document, advance, trace=cell.trace, first=first)
+            yield cell.key, measurer.score(task.configuration, document, advance, trace=cell.trace, first=first)
             first = False
-        else:
-            try:
-                if cell.kind == "seed":
-                    found = measurer.seed(task.configuration, document, advance)
-                else:
-                    found = measurer.timing(task.configuration, document)
-            except RefusedError as exc:
-                found = {"refused": str(exc)}
+            continue
+        found: Cell
+        try:
+            if cell.kind == "seed":
+                found = measurer.by_definition(task.configuration, document, advance)
+            else:
+                found = measurer.timing(task.configuration, document)
+        except RefusedError as exc:
+            found = RefusedCell(str(exc))
         yield cell.key, found

@@ -1,7 +1,7 @@
 """A process of its own for one task: ``python -m`` this module, a task on standard input, JSON lines back.
 
-Its peak memory is that of one configuration alone, and several of them use several processors. A line is
-``{"tokens": n}`` (progress), ``{"key", "cell"}``, or the last one, ``{"refused": reason}`` or ``{"error", "message"}``.
+Its peak memory is that of one configuration alone, and several of them use several processors. Lines are
+`kvmnn.evaluation.running.messages.Message`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import IO, Any
 
@@ -33,14 +34,15 @@ def main() -> int:
     return 0
 
 
-def _serve(order: dict[str, Any], lines: IO[str]) -> None:
-    def send(**entry: Any) -> None:
-        lines.write(json.dumps(entry) + "\n")
-        lines.flush()
-
+def _serve(order: Mapping[str, Any], lines: IO[str]) -> None:
     from ..measuring.cell import Measurer, RefusedError
     from ..setup.settings import Settings
+    from .messages import Message
     from .tasks import Task, carry_out
+
+    def send(message: Message) -> None:
+        lines.write(json.dumps(message.to_dict()) + "\n")
+        lines.flush()
 
     pending, last = 0, time.monotonic()
 
@@ -48,7 +50,7 @@ def _serve(order: dict[str, Any], lines: IO[str]) -> None:
         nonlocal pending, last
         pending += tokens
         if time.monotonic() - last >= _SECONDS_BETWEEN:
-            send(tokens=pending)
+            send(Message(tokens=pending))
             pending, last = 0, time.monotonic()
 
     try:
@@ -56,13 +58,13 @@ def _serve(order: dict[str, Any], lines: IO[str]) -> None:
         measurer = Measurer(order["model"], Settings.from_dict(order["settings"]), fresh=True)
         for key, cell in carry_out(task, measurer, advance):
             if pending:
-                send(tokens=pending)
+                send(Message(tokens=pending))
                 pending = 0
-            send(key=key, cell=cell)
+            send(Message(key=key, cell=cell.to_dict()))
     except RefusedError as exc:
-        send(refused=str(exc))
+        send(Message(refused=str(exc)))
     except (KvmnnError, TypeError, MemoryError) as exc:
-        send(error=type(exc).__name__, message=str(exc) or "out of memory")
+        send(Message(error=type(exc).__name__, message=str(exc) or "out of memory"))
 
 
 if __name__ == "__main__":

@@ -5,34 +5,37 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 
 import numpy as np
 
 from ...errors import KvmnnError
+from ...files.records import Record
 from ...policies.base import Policy
+from ...policies.budget import Budget
+from ...policies.full import Full
 from ...policies.labels import jsonable, label_of
 from ...policies.registry import POLICIES, create
 
-FULL = "full"
+FULL = Full.name
 """The policy that evicts nothing."""
 
 
 @dataclass(frozen=True)
-class SeedMethod:
-    """How a seed project measured a configuration (kvmnn.evaluation.setup.presets says what that means).
+class ProjectDefinition(Record):
+    """How the project that a preset is from measured a configuration (`presets` says what that means).
 
     Parameters
     ----------
     evaluation
         ``"E1"``: token by token; ``"E2"``: in chunks.
     label
-        The seed's name for the configuration.
+        The project's name for the configuration.
     chunk
         Tokens fed at once.
     speed
-        Whether the seed also timed generation (E3).
+        Whether the project also timed generation (E3).
     """
 
     evaluation: Literal["E1", "E2"]
@@ -40,13 +43,9 @@ class SeedMethod:
     chunk: int = 1
     speed: bool = False
 
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return {"evaluation": self.evaluation, "label": self.label, "chunk": self.chunk, "speed": self.speed}
-
 
 @dataclass(frozen=True)
-class Configuration:
+class Configuration(Record):
     """One line of the table.
 
     Parameters
@@ -60,8 +59,8 @@ class Configuration:
         gets one of its own from the settings' seed.
     preset
         The preset it belongs to.
-    seed_method
-        How that preset's seed measured it.
+    definition
+        How that preset's project measured it.
     positions
         ``"stored"`` is the classic mistake, for contrast: positions from the stored length.
     """
@@ -70,43 +69,28 @@ class Configuration:
     policy: str = FULL
     options: Mapping[str, Any] = field(default_factory=dict)
     preset: str | None = None
-    seed_method: SeedMethod | None = None
+    definition: ProjectDefinition | None = field(default=None, metadata={"key": "seed_method"})
     positions: Literal["true", "stored"] = "true"
 
-    def make(self, seed: Sequence[int] = (0,)) -> Policy | None:
-        """The policy, with a generator of this seed where it draws; None for the full cache."""
-        if self.policy == FULL:
-            if self.options:
-                raise KvmnnError(f"{FULL} has no option {next(iter(self.options))!r}")
-            return None
+    def make(self, seed: Sequence[int] = (0,)) -> Policy:
+        """The policy, with a generator of this seed where it draws."""
         return create(self.policy, **self.options, **_generator(self.policy, self.options, seed))
+
+    def policy_options(self) -> dict[str, Any]:
+        """All options of the policy as JSON has them, defaults included."""
+        return jsonable(self.make().options())
 
     @property
     def identity(self) -> dict[str, Any]:
         """What its numbers depend on, as JSON has it: all options, defaults included, and no label."""
-        policy = self.make()
-        options = {} if policy is None else jsonable(policy.options())
-        return {"policy": self.policy, "options": options, "positions": self.positions}
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON has it; `from_dict` is the way back."""
-        return {
-            "label": self.label,
-            "policy": self.policy,
-            "options": jsonable(self.options),
-            "preset": self.preset,
-            "seed_method": None if self.seed_method is None else self.seed_method.to_dict(),
-            "positions": self.positions,
-        }
+        return {"policy": self.policy, "options": self.policy_options(), "positions": self.positions}
 
     @classmethod
-    def from_dict(cls, document: Mapping[str, Any]) -> Configuration:
+    def from_dict(cls, document: object, where: str = "configuration") -> Self:
         """A configuration from `to_dict`."""
-        method = document["seed_method"]
-        options = {
-            key: tuple(value) if isinstance(value, list) else value for key, value in document["options"].items()
-        }
-        return cls(**{**document, "options": options, "seed_method": None if method is None else SeedMethod(**method)})
+        found = super().from_dict(document, where)
+        options = {key: tuple(value) if isinstance(value, list) else value for key, value in found.options.items()}
+        return replace(found, options=options)
 
 
 def _generator(policy: str, options: Mapping[str, Any], seed: Sequence[int]) -> dict[str, Any]:
@@ -224,13 +208,10 @@ def _value(what: str, text: str, declared: Any, budget: int | None) -> Any:
         return numbers(text)
     if get_origin(declared) is Literal:
         return text
-    share = re.fullmatch(r"(\d{1,3}(?:\.\d+)?)%", text)
-    if int in kinds and share:
-        if budget is None:
+    if int in kinds and (size := _tokens(text)) is not None:
+        if size.share is not None and budget is None:
             raise KvmnnError(f"{what} is {text}: a share of what? Say a budget")
-        return int(budget * float(share[1]) / 100)
-    if int in kinds and re.fullmatch(r"\d{1,9}", text):
-        return int(text)
+        return size.of(budget or 0)
     if float in kinds:
         try:
             return float(text)
@@ -240,3 +221,10 @@ def _value(what: str, text: str, declared: Any, budget: int | None) -> Any:
     if int not in kinds and float not in kinds:
         return text
     raise KvmnnError(f"{what} is {text!r}: expected {expected}")
+
+
+def _tokens(text: str) -> Budget | None:
+    try:
+        return Budget.parse(text)
+    except KvmnnError:
+        return None

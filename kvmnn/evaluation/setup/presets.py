@@ -1,25 +1,25 @@
-"""The configurations of the two seed projects, and how they measured them.
+"""Tables of two projects: their configurations, and how they measured them.
 
-The seeds' tables can be made again as they were (`as_seed` in a row) beside the sound numbers of the same policy, for
-which every configuration scores the same tokens in the same chunks.
+A preset is measured twice: soundly, every configuration on the same tokens in the same chunks, and by its project's own
+definitions (`Row.project`), so that the project's table can be made again.
 
-* **E1** (seed 003, ``knorm-*``) feeds one token of the text at a time, without bos, and compresses after each: of n
-  tokens n-1 are scored, perplexity is exp(mean NLL) and accuracy hits/(n-1). Its TTFT is the time of the very first
-  call, one token into an empty cache; TPOT the mean of all other calls; throughput n over the time of all; its final
-  cache size is that of the first layer that is not skipped.
-* **E2** (seed 004, ``streaming-h2o``) feeds chunks, also without bos, and each method has a chunk of its own: streaming
-  its window, H2O its capacity, the baseline 1,024 tokens. The loss of a chunk of c tokens is the mean over the c-1
-  tokens that follow another one of the same chunk (the first of a chunk is never scored), weighted by c; perplexity is
-  exp of the weighted mean. Chunks whose loss is not finite, and so those of one token, are left out. The caches are
-  lazy: they cut when 64 tokens more than their size have come, and at the end of a chunk. So the methods score
-  different tokens with different context, which makes the comparison unsound.
-* **E3** (seed 004) times generation after a warm-up of 5 tokens: TTFT is generating one token from the prompt, TPOT the
+* **E1** (l2_compress, which KnormPress of kvpress follows; ``knorm-*``) feeds one token of the text at a time, without
+  bos, and compresses after each: of n tokens n-1 are scored, perplexity is exp(mean NLL) and accuracy hits/(n-1). Its
+  TTFT is the time of the very first call, one token into an empty cache; TPOT the mean of all other calls; throughput n
+  over the time of all; its final cache size is that of the first layer that is not skipped.
+* **E2** (StreamingLLM + H2O; ``streaming-h2o``) feeds chunks, also without bos, and each method has a chunk of its own:
+  streaming its window, H2O its capacity, the baseline 1,024 tokens. The loss of a chunk of c tokens is the mean over
+  the c-1 tokens that follow another one of the same chunk (the first of a chunk is never scored), weighted by c;
+  perplexity is exp of the weighted mean. Chunks whose loss is not finite, and so those of one token, are left out. The
+  caches are lazy: they cut when 64 tokens more than their size have come, and at the end of a chunk. So the methods
+  score different tokens with different context, which makes the comparison unsound.
+* **E3** (with E2) times generation after a warm-up of 5 tokens: TTFT is generating one token from the prompt, TPOT the
   time of generating N tokens, the prompt's included, divided by N. Its prompt and N are not recorded; here they are the
   first 64 tokens of the first text, and 64. Its "attention time" needs a clock inside the model and is not measured.
 
-True positions are given to the model in all of them, which seed 003 does by accident (layer 0 is not cut) and seed 004
-since it found out. Where a graph cannot evict before it attends, `kvmnn.lm.runner` says what happens instead.
-Over several texts the seeds' sums run on through all of them; times are means of the texts' values.
+True positions are given to the model in all of them, which l2_compress does by accident (layer 0 is not cut) and
+StreamingLLM + H2O since it found out. Where a graph cannot evict before it attends, `kvmnn.lm.runner` says what happens
+instead. Over several texts the projects' sums run on through all of them; times are means of the texts' values.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dataclasses import replace
 from ...errors import KvmnnError
 from ...policies.base import BUFFER
 from ...policies.streaming import Streaming
-from .configurations import FULL, Configuration, SeedMethod, numbers, parse_spec, shares
+from .configurations import FULL, Configuration, ProjectDefinition, numbers, parse_spec, shares
 
 SIZES = (256, 512, 1024)
 STRATEGIES = ("keep_low", "keep_high", "random")
@@ -80,10 +80,10 @@ def _knorm_fixed(options: Mapping[str, str]) -> list[Configuration]:
             for strategy in strategies:
                 label = f"fix {size} {strategy} {ratio:g}"
                 chosen = {"budget": size, "recent_ratio": ratio, "strategy": strategy, "skip_layers": skip}
-                found.append(Configuration(label, "l2_fixed", chosen, seed_method=SeedMethod("E1", label)))
+                found.append(Configuration(label, "l2_fixed", chosen, definition=ProjectDefinition("E1", label)))
         label = f"recent_only {size}"
         window = {"budget": size, "skip_layers": skip}
-        found.append(Configuration(label, "recent_only", window, seed_method=SeedMethod("E1", label)))
+        found.append(Configuration(label, "recent_only", window, definition=ProjectDefinition("E1", label)))
     return found
 
 
@@ -97,7 +97,7 @@ def _knorm_ratio(options: Mapping[str, str]) -> list[Configuration]:
     for ratio in shares(options.get("keep_ratios", "1.0+0.8+0.5+0.3")):
         label = f"l2_compress {ratio:g} after {prune_after}"
         chosen = {"keep_ratio": ratio, "prune_after": prune_after, "skip_layers": skip}
-        found.append(Configuration(label, "l2_ratio", chosen, seed_method=SeedMethod("E1", label)))
+        found.append(Configuration(label, "l2_ratio", chosen, definition=ProjectDefinition("E1", label)))
     return found
 
 
@@ -107,20 +107,20 @@ def _streaming_h2o(_: Mapping[str, str]) -> list[Configuration]:
         label = f"streaming_{sink}_{window}"
         lazy = Streaming.lazy(sink, window)
         chosen = {"budget": lazy.budget, "sink": sink, "buffer": BUFFER}
-        method = SeedMethod("E2", label, chunk=window, speed=True)
-        found.append(Configuration(label, "streaming", chosen, seed_method=method))
+        definition = ProjectDefinition("E2", label, chunk=window, speed=True)
+        found.append(Configuration(label, "streaming", chosen, definition=definition))
     for sink, recent, capacity in ((4, 32, 256), (8, 32, 256), (8, 64, 512)):
         label = f"h2o_{sink}_{recent}_{capacity}"
         chosen = {"budget": capacity, "sink": sink, "recent": recent, "buffer": BUFFER}
-        method = SeedMethod("E2", label, chunk=capacity, speed=True)
-        found.append(Configuration(label, "h2o_tokens", chosen, seed_method=method))
+        definition = ProjectDefinition("E2", label, chunk=capacity, speed=True)
+        found.append(Configuration(label, "h2o_tokens", chosen, definition=definition))
     return found
 
 
 def _baseline(evaluation: str) -> Configuration:
     if evaluation == "E1":
-        return Configuration("baseline", FULL, seed_method=SeedMethod("E1", "baseline"))
-    return Configuration("baseline", FULL, seed_method=SeedMethod("E2", "baseline", BASELINE_CHUNK, speed=True))
+        return Configuration("baseline", FULL, definition=ProjectDefinition("E1", "baseline"))
+    return Configuration("baseline", FULL, definition=ProjectDefinition("E2", "baseline", BASELINE_CHUNK, speed=True))
 
 
 PRESETS: dict[str, tuple[Callable[[Mapping[str, str]], list[Configuration]], tuple[str, ...]]] = {

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ...errors import KvmnnError
+from ...files.records import Record
+from ..measuring.cells import Kind
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(Record):
     """Settings of an evaluation.
 
     Parameters
@@ -38,8 +39,8 @@ class Settings:
         Words of the frames of the kept cache: ``"fp16"``, rounded as an engine holds them, or ``"fp32"``, as they are.
     repeats
         Of the timed generation; medians are reported.
-    as_seed
-        Whether configurations of presets are also measured as their seeds did.
+    project_definitions
+        Whether configurations of presets are also measured by their projects' definitions (JSON: ``as_seed``).
     timing
         Whether TTFT and TPOT are measured.
     traces
@@ -57,7 +58,7 @@ class Settings:
     packed: str | None = None
     frame_dtype: Literal["fp16", "fp32"] = "fp16"
     repeats: int = 3
-    as_seed: bool = True
+    project_definitions: bool = field(default=True, metadata={"key": "as_seed"})
     timing: bool = True
     traces: bool = False
 
@@ -73,18 +74,9 @@ class Settings:
             object.__setattr__(self, "deep_from", self.tokens // 2)
         object.__setattr__(self, "providers", tuple(self.providers))
 
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON has it; `from_dict` is the way back."""
-        return asdict(self) | {"providers": list(self.providers)}
-
-    @classmethod
-    def from_dict(cls, document: Mapping[str, Any]) -> Settings:
-        """Settings from `to_dict`."""
-        return cls(**document)
-
-    def that_change(self, kind: str) -> dict[str, Any]:
+    def that_change(self, kind: Kind) -> dict[str, Any]:
         """The settings that a cell of this kind depends on (`kvmnn.evaluation.running.cell_store`)."""
-        used = self.to_dict()
+        used = Settings.from_dict(self.to_dict()).to_dict()  # without what a subclass adds
         for name in ("as_seed", "timing", "traces"):
             del used[name]
         if kind != "timing":

@@ -1,18 +1,20 @@
-"""One document measured as the seeds did (`kvmnn.evaluation.setup.presets` says what E1 and E2 are)."""
+"""One document by the definition of a preset's project (`kvmnn.evaluation.setup.presets` says what E1 and E2 are)."""
 
 from __future__ import annotations
 
 import math
 import time
-from typing import Any
 
 from ...lm.documents import Ids
 from ...lm.runner import Runner
-from ..setup.configurations import SeedMethod
+from ..setup.configurations import ProjectDefinition
+from .cells import ProjectCell
 from .scoring import negative_log_probabilities
 
 
-def measure_as_seed(runner: Runner, ids: Ids, method: SeedMethod, skipped: tuple[int, ...]) -> dict[str, Any]:
+def measure_by_definition(
+    runner: Runner, ids: Ids, definition: ProjectDefinition, skipped: tuple[int, ...]
+) -> ProjectCell:
     """Sums and times of one document.
 
     Parameters
@@ -24,10 +26,12 @@ def measure_as_seed(runner: Runner, ids: Ids, method: SeedMethod, skipped: tuple
     skipped
         Layers that the policy never cuts; the final cache size is that of the first other layer.
     """
-    return _token_by_token(runner, ids, skipped) if method.evaluation == "E1" else _in_chunks(runner, ids, method.chunk)
+    if definition.evaluation == "E1":
+        return _token_by_token(runner, ids, skipped)
+    return _in_chunks(runner, ids, definition.chunk)
 
 
-def _token_by_token(runner: Runner, ids: Ids, skipped: tuple[int, ...]) -> dict[str, Any]:
+def _token_by_token(runner: Runner, ids: Ids, skipped: tuple[int, ...]) -> ProjectCell:
     nll, hits, seconds = 0.0, 0, []
     for index in range(len(ids) - 1):
         began = time.perf_counter()
@@ -39,20 +43,20 @@ def _token_by_token(runner: Runner, ids: Ids, skipped: tuple[int, ...]) -> dict[
     sizes = runner.cache.tokens
     layer = next((layer for layer in range(len(sizes)) if layer not in skipped), 0)
     rest = seconds[1:]
-    return {
-        "weight": len(seconds),
-        "weighted_nll": nll,
-        "hits": hits,
-        "scored_tokens": len(seconds),
-        "text_tokens": len(ids),
-        "seconds": sum(seconds),
-        "ttft_seconds": seconds[0] if seconds else None,
-        "tpot_seconds": sum(rest) / len(rest) if rest else None,
-        "final_cache_tokens": sizes[layer],
-    }
+    return ProjectCell(
+        weight=len(seconds),
+        weighted_nll=nll,
+        hits=hits,
+        scored_tokens=len(seconds),
+        text_tokens=len(ids),
+        seconds=sum(seconds),
+        ttft_seconds=seconds[0] if seconds else None,
+        tpot_seconds=sum(rest) / len(rest) if rest else None,
+        final_cache_tokens=sizes[layer],
+    )
 
 
-def _in_chunks(runner: Runner, ids: Ids, chunk: int) -> dict[str, Any]:
+def _in_chunks(runner: Runner, ids: Ids, chunk: int) -> ProjectCell:
     weighted, weight, scored, hits, left_out = 0.0, 0, 0, 0, 0
     began = time.perf_counter()
     for begin in range(0, len(ids), chunk):
@@ -67,13 +71,13 @@ def _in_chunks(runner: Runner, ids: Ids, chunk: int) -> dict[str, Any]:
         weight += len(some)
         scored += len(nll)
         hits += int(hit.sum())
-    return {
-        "weight": weight,
-        "weighted_nll": weighted,
-        "hits": hits,
-        "scored_tokens": scored,
-        "text_tokens": len(ids),
-        "chunks_left_out": left_out,
-        "seconds": time.perf_counter() - began,
-        "final_cache_tokens": max(runner.cache.tokens),
-    }
+    return ProjectCell(
+        weight=weight,
+        weighted_nll=weighted,
+        hits=hits,
+        scored_tokens=scored,
+        text_tokens=len(ids),
+        chunks_left_out=left_out,
+        seconds=time.perf_counter() - began,
+        final_cache_tokens=max(runner.cache.tokens),
+    )

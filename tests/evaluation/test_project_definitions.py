@@ -1,4 +1,4 @@
-"""How the seeds measure, on a model whose logits are known."""
+"""How the projects of presets measure, on a model whose logits are known."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from kvmnn.evaluation.measuring.project_definitions import measure_by_definition
 from kvmnn.evaluation.measuring.scoring import negative_log_probabilities
-from kvmnn.evaluation.measuring.seed_methods import measure_as_seed
-from kvmnn.evaluation.setup.configurations import SeedMethod
+from kvmnn.evaluation.setup.configurations import ProjectDefinition
 
 VOCAB = 6
 RANDOM = np.random.default_rng(11)
@@ -38,23 +38,23 @@ class Model:
 
 def test_token_by_token():
     model = Model()
-    found = measure_as_seed(model, IDS, SeedMethod("E1", "x"), skipped=(0,))
+    found = measure_by_definition(model, IDS, ProjectDefinition("E1", "x"), skipped=(0,))
     assert model.chunks == [(1, False)] * 10  # n - 1 tokens are scored, the last one is not fed
-    assert (found["weight"], found["scored_tokens"], found["text_tokens"]) == (10, 10, 11)
-    assert found["weighted_nll"] == pytest.approx(NLL.sum(), rel=1e-12)
-    assert found["hits"] == HITS.sum()
-    assert found["final_cache_tokens"] == 4
-    assert found["ttft_seconds"] + 9 * found["tpot_seconds"] == pytest.approx(found["seconds"])
+    assert (found.weight, found.scored_tokens, found.text_tokens) == (10, 10, 11)
+    assert found.weighted_nll == pytest.approx(NLL.sum(), rel=1e-12)
+    assert found.hits == HITS.sum()
+    assert found.final_cache_tokens == 4
+    assert found.ttft_seconds + 9 * found.tpot_seconds == pytest.approx(found.seconds)
 
 
 def test_the_final_size_is_that_of_the_first_layer_not_skipped():
-    assert measure_as_seed(Model(), IDS, SeedMethod("E1", "x"), skipped=())["final_cache_tokens"] == 10
+    assert measure_by_definition(Model(), IDS, ProjectDefinition("E1", "x"), skipped=()).final_cache_tokens == 10
 
 
 @pytest.mark.parametrize("chunk", [2, 3, 4, 5, 11, 1024])
 def test_in_chunks(chunk):
     model = Model()
-    found = measure_as_seed(model, IDS, SeedMethod("E2", "x", chunk), skipped=())
+    found = measure_by_definition(model, IDS, ProjectDefinition("E2", "x", chunk), skipped=())
     sizes = [min(chunk, 11 - begin) for begin in range(0, 11, chunk)]
     assert model.chunks == [(size, True) for size in sizes]
     weighted, weight, hits = 0.0, 0, 0
@@ -65,11 +65,11 @@ def test_in_chunks(chunk):
             weighted += NLL[inner].mean() * size
             weight += size
             hits += HITS[inner].sum()
-    assert found["weighted_nll"] == pytest.approx(weighted, rel=1e-12)
-    assert (found["weight"], found["hits"]) == (weight, hits)
-    assert found["chunks_left_out"] == sizes.count(1)
-    assert math.isfinite(found["weighted_nll"])
+    assert found.weighted_nll == pytest.approx(weighted, rel=1e-12)
+    assert (found.weight, found.hits) == (weight, hits)
+    assert found.chunks_left_out == sizes.count(1)
+    assert math.isfinite(found.weighted_nll)
 
 
 def test_one_token_is_no_text():
-    assert measure_as_seed(Model(), IDS[:1], SeedMethod("E1", "x"), ())["scored_tokens"] == 0
+    assert measure_by_definition(Model(), IDS[:1], ProjectDefinition("E1", "x"), ()).scored_tokens == 0

@@ -1,0 +1,118 @@
+"""The command line of ``kvmnn eval``: what is compared, and how it is measured."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from . import shared_options
+from .printing import UsageError
+
+if TYPE_CHECKING:
+    from ..evaluation import Configuration, Settings
+    from ..policies.budget import Budget
+
+
+def add_compared(parser: Any) -> None:
+    """The model, the texts and the configurations."""
+    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("--text", nargs="+", required=True, metavar="FILE", help="UTF-8 texts, or folders of *.txt")
+    parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json (default: beside the model)")
+    parser.add_argument("--policy", action="append", default=[], metavar="NAME[:OPTION=VALUE,...]")
+    parser.add_argument(
+        "--budget",
+        nargs="+",
+        action="extend",
+        type=_budget,
+        default=[],
+        metavar="N",
+        help="tokens kept in each layer, or a share of --tokens such as 25%%",
+    )
+    parser.add_argument("--preset", action="append", default=[], metavar="NAME[:OPTION=VALUE,...]")
+    parser.add_argument("--skip-layers", metavar="L+L", help="layers never cut, where a policy does not say; or none")
+
+
+def add_settings(parser: Any) -> None:
+    """How it is measured."""
+    positive, whole = shared_options.positive, shared_options.whole
+    add = parser.add_argument_group("how it is measured").add_argument
+    add("--tokens", type=positive, default=2048, metavar="N", help="tokens scored of each text (2048)")
+    add("--chunk", type=positive, default=1, metavar="N", help="tokens fed at once (1)")
+    add("--prompt", type=whole, default=0, metavar="N", help="tokens of the first step, a prompt (as --chunk)")
+    add("--deep", type=whole, metavar="N", help="also report tokens from this position on (half of --tokens)")
+    add("--seed", type=whole, default=0, metavar="N", help="of random policies, bootstrap (0)")
+    add("--threads", type=positive, metavar="N", help="onnxruntime's, in each process (all over --jobs)")
+    add("--jobs", type=positive, default=1, metavar="N", help="processes at a time (1)")
+    add("--packed", metavar="BACKEND", help="hold the cache in this packed layout, such as x86-avx2")
+    add("--slack", type=whole, metavar="N", help="evicted tokens that may stay masked (1 in 8 of those kept)")
+    add(
+        "--providers",
+        "--provider",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME",
+        help="of onnxruntime (CPUExecutionProvider)",
+    )
+    add(
+        "--frame-dtype",
+        choices=("fp16", "fp32"),
+        default="fp16",
+        help="words in the frames: rounded to fp16 as engines hold them, or an fp32 cache as it is (fp16)",
+    )
+    add("--repeats", type=positive, default=3, metavar="N", help="runs of the timed generation (3)")
+    add("--no-timing", action="store_true", help="do not measure TTFT and TPOT")
+    add("--no-as-seed", action="store_true", help="do not measure presets by their projects' definitions")
+
+
+def configurations(arguments: argparse.Namespace) -> list[Configuration]:
+    """Every policy with every budget, and those of presets; `UsageError` for what cannot be."""
+    from ..errors import KvmnnError
+    from ..evaluation.setup.configurations import configurations, numbers
+    from ..evaluation.setup.presets import preset
+
+    try:
+        skip = None if arguments.skip_layers is None else numbers(arguments.skip_layers)
+        found = configurations(arguments.policy, [budget.of(arguments.tokens) for budget in arguments.budget], skip)
+        for spec in arguments.preset:
+            found += preset(spec, skip)
+    except (KvmnnError, TypeError) as exc:
+        raise UsageError(str(exc)) from exc
+    return found
+
+
+def settings(arguments: argparse.Namespace) -> Settings:
+    """How it is measured."""
+    from ..evaluation import Settings
+    from ..threads.pool import cpu_count
+
+    return Settings(
+        tokens=arguments.tokens,
+        chunk=arguments.chunk,
+        prompt=arguments.prompt,
+        deep_from=-1 if arguments.deep is None else arguments.deep,
+        seed=arguments.seed,
+        threads=arguments.threads or max(1, cpu_count() // arguments.jobs),
+        providers=tuple(arguments.providers) or Settings.providers,
+        slack=arguments.slack,
+        packed=arguments.packed,
+        frame_dtype=arguments.frame_dtype,
+        repeats=arguments.repeats,
+        project_definitions=not arguments.no_as_seed,
+        timing=not arguments.no_timing,
+        traces=arguments.plot is not None,
+    )
+
+
+def _budget(text: str) -> Budget:
+    """Tokens, or a share of them below all."""
+    from ..errors import KvmnnError
+    from ..policies.budget import Budget
+
+    try:
+        found = Budget.parse(text)
+    except KvmnnError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from None
+    if found.share is not None and found.share >= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of tokens or a share below 100%")
+    return found

@@ -1,0 +1,145 @@
+"""The result of an evaluation, put together from its cells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from ..errors import KvmnnError
+from ..lm.documents import Document
+from ..reports.results import Refusal, TextFacts, Trace
+from ..reports.rows import Row
+from ..text import LOSSLESS
+from ..version import version
+from .measuring.cells import ModelFacts, RefusedCell, read_cell
+from .measuring.memory import WHAT
+from .measuring.timing import DECODED, PIECE
+from .planning import EvaluationPlan, identity
+from .result import Bootstrap, EvaluatedModel, EvaluationResult, SettingsUsed
+from .rows import Measured, make_row
+from .running.cell_store import NUMBERS_VERSION, CellStore
+from .setup.configurations import Configuration
+from .setup.settings import Settings
+from .statistics import LEVEL, RESAMPLES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What is evaluated: the model and its digest, the configurations (the full cache first), the documents."""
+
+    model: str
+    sha256: str
+    wanted: Sequence[Configuration]
+    documents: Sequence[Document]
+    settings: Settings
+    jobs: int
+
+    def result(self, plan: EvaluationPlan, store: CellStore, refused: Mapping[str, str]) -> EvaluationResult:
+        """The result, once every cell of the plan is in the store.
+
+        Parameters
+        ----------
+        refused
+            Reasons, by the identity of the configuration.
+
+        Raises
+        ------
+        KvmnnError
+            Where a cell is not there.
+        """
+        measured = {
+            number: _measured(plan, store, number)
+            for number, entry in enumerate(self.wanted)
+            if identity(entry) not in refused
+        }
+        full = measured[0].scores
+        rows = [
+            make_row(self.wanted[number], found, full, self.documents, self.settings)
+            for number, found in measured.items()
+        ]
+        return EvaluationResult(
+            kvmnn=version(),
+            model=self._model(full[0].model),
+            settings=self._settings_used(),
+            documents=tuple(
+                TextFacts(name=text.name, tokens=text.tokens, bytes=text.nbytes, sha256=text.sha256)
+                for text in self.documents
+            ),
+            rows=tuple(rows),
+            traces=tuple(self._traces(measured)),
+            notes=(*self._notes(rows, full[0].model), *self._not_timed(measured)),
+            refused=tuple(
+                Refusal(label=entry.label, reason=refused[identity(entry)])
+                for entry in self.wanted
+                if identity(entry) in refused
+            ),
+        )
+
+    def _model(self, facts: ModelFacts) -> EvaluatedModel:
+        return EvaluatedModel(path=self.model, name=Path(self.model).name, sha256=self.sha256, **facts.to_dict())
+
+    def _settings_used(self) -> SettingsUsed:
+        return SettingsUsed(
+            **{entry.name: getattr(self.settings, entry.name) for entry in fields(Settings)},
+            jobs=self.jobs,
+            numbers_version=NUMBERS_VERSION,
+            bootstrap=Bootstrap(resamples=RESAMPLES, level=LEVEL, over="documents"),
+            process_peak=WHAT,
+            timing_prompt_piece=PIECE,
+            timing_decoded=DECODED,
+        )
+
+    def _traces(self, measured: Mapping[int, Measured]) -> Iterator[Trace]:
+        for number, found in measured.items():
+            course = found.scores[0].trace
+            if course is not None:
+                yield Trace(
+                    label=self.wanted[number].label,
+                    document=self.documents[0].name,
+                    step_tokens=course.step_tokens,
+                    cache_bytes=course.cache_bytes,
+                    keep_map=course.keep_map,
+                )
+
+    def _not_timed(self, measured: Mapping[int, Measured]) -> Iterator[str]:
+        for number, found in measured.items():
+            if isinstance(found.timing, RefusedCell):
+                yield f"{self.wanted[number].label}: not timed: {found.timing.refused}"
+
+    def _notes(self, rows: Sequence[Row], facts: ModelFacts) -> Iterator[str]:
+        """What a reader of the numbers must know."""
+        for document in self.documents:
+            if document.tokens < self.settings.tokens:
+                yield (
+                    f"{document.name} has only {document.tokens:,} tokens to score, {self.settings.tokens:,} were "
+                    "asked for: all of it was scored."
+                )
+        shortest = min(document.tokens for document in self.documents)
+        for row in rows:
+            if not row.is_full and row.kind == LOSSLESS:
+                fits = row.budget is not None and row.budget >= shortest
+                why = f"a text of {shortest:,} tokens fits its budget" if fits else "it never had reason to"
+                yield f"{row.label}: nothing was evicted: {why}."
+        if len(self.documents) == 1:
+            yield "One document: there is no interval for the differences to the full cache."
+        longest = max(len(document.ids) - 1 for document in self.documents)
+        if facts.max_positions is not None and longest > facts.max_positions:
+            yield f"The texts reach position {longest - 1:,}; the model was made for {facts.max_positions:,}."
+
+
+def _measured(plan: EvaluationPlan, store: CellStore, number: int) -> Measured:
+    by_definition, timing = plan.by_definition.get(number), plan.timings.get(number)
+    where = f"{store.path or 'a store of cells'}: cell"
+    return Measured(
+        [read_cell("score", _document(store, key), where) for key in plan.scores[number]],
+        None if by_definition is None else [read_cell("seed", _document(store, key), where) for key in by_definition],
+        None if timing is None else read_cell("timing", _document(store, timing), where),
+    )
+
+
+def _document(store: CellStore, key: str) -> object:
+    document = store.get(key)
+    if document is None:
+        raise KvmnnError("a cell of the evaluation was not measured: run it again with the same --resume file")
+    return document

@@ -1,0 +1,116 @@
+"""What an evaluation gives: rows, what they were measured on and how, and what a reader must know."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ..files.records import Record
+from ..reports import plots, tables
+from ..reports.results import Refusal, TextFacts, Trace
+from ..reports.rows import Row
+from .setup.settings import Settings
+
+Form = Literal["markdown", "csv", "json"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluatedModel(Record):
+    """The model: where it is, the SHA-256 of its graph and weights, and its shape."""
+
+    path: str
+    name: str
+    sha256: str
+    layers: int
+    kv_heads: int
+    query_heads: int | None
+    head_dim: int
+    cache_dtype: str
+    vocab: int
+    max_positions: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bootstrap(Record):
+    """How intervals were made: resamples, the share of them within the bounds, and what was resampled."""
+
+    resamples: int
+    level: float
+    over: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SettingsUsed(Settings):
+    """Settings, and what else the numbers depend on.
+
+    Attributes
+    ----------
+    jobs : int
+        Processes at a time.
+    numbers_version : int
+        Of the way in which kvmnn computes them.
+    process_peak : str
+        What `Row.process_peak_bytes` means.
+    timing_prompt_piece, timing_decoded : int
+        Tokens of the timed prompt that are fed at once, and tokens fed one by one after it.
+    """
+
+    jobs: int
+    numbers_version: int
+    bootstrap: Bootstrap
+    process_peak: str
+    timing_prompt_piece: int
+    timing_decoded: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationResult(Record):
+    """The results of `evaluate`. As text it is a table as wide as the terminal.
+
+    Attributes
+    ----------
+    kvmnn : str
+        Version that measured.
+    rows : tuple of Row
+        One for each configuration, the full cache first.
+    traces : tuple of Trace
+        The first document's course under each configuration, if it was asked for.
+    notes : tuple of str
+        Sentences that a reader of the numbers must know.
+    refused : tuple of Refusal
+        Configurations that the model cannot run; they have no row.
+    """
+
+    kvmnn: str
+    model: EvaluatedModel
+    settings: SettingsUsed
+    documents: tuple[TextFacts, ...]
+    rows: tuple[Row, ...]
+    traces: tuple[Trace, ...] = ()
+    notes: tuple[str, ...] = ()
+    refused: tuple[Refusal, ...] = ()
+
+    def __str__(self) -> str:
+        return tables.terminal(self, shutil.get_terminal_size((100, 24)).columns).rstrip("\n")
+
+    def to_text(self, form: Form) -> str:
+        """Everything as Markdown, as CSV (a line for each row and document) or as JSON; ends with a newline."""
+        if form == "json":
+            return json.dumps(self.to_dict()) + "\n"
+        return tables.csv_text(self) if form == "csv" else tables.markdown(self)
+
+    def plot(
+        self, directory: str | os.PathLike[str], *, force: bool = False, left_out: dict[str, str] | None = None
+    ) -> list[Path]:
+        """Draw everything as PNG and SVG; `kvmnn.reports.plots.write_all` says how."""
+        return plots.write_all(self, directory, force, left_out=left_out)
+
+
+def form_of(path: str | os.PathLike[str]) -> Form:
+    """The form that a file's name asks for: ``.json``, ``.csv``, else Markdown."""
+    forms: dict[str, Form] = {".csv": "csv", ".json": "json"}
+    return forms.get(Path(path).suffix.lower(), "markdown")

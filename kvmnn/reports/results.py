@@ -1,0 +1,101 @@
+"""What reports read of an evaluation's results (`kvmnn.evaluation.EvaluationResult` has all of it)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..files.records import Record
+from .rows import Row
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextFacts(Record):
+    """A document: its name, tokens scored, their UTF-8 bytes, and the SHA-256 of its file."""
+
+    name: str
+    tokens: int
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepMap(Record):
+    """Which tokens of one KV head live.
+
+    Attributes
+    ----------
+    steps : tuple of int
+        Tokens seen at each sample.
+    kept : tuple of tuple of int
+        Positions in the text of the tokens that live then.
+    """
+
+    layer: int
+    kv_head: int
+    steps: tuple[int, ...]
+    kept: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace(Record):
+    """A document's course under one configuration: at each step the tokens seen, and the bytes that the cache holds."""
+
+    label: str
+    document: str
+    step_tokens: tuple[int, ...]
+    cache_bytes: tuple[int, ...]
+    keep_map: KeepMap | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal(Record):
+    """A configuration that the model cannot run."""
+
+    label: str
+    reason: str
+
+
+class Model(Protocol):
+    """The model that was evaluated."""
+
+    @property
+    def name(self) -> str:
+        """File or folder."""
+
+
+class Settings(Protocol):
+    """How it was evaluated (`kvmnn.evaluation.Settings`)."""
+
+    @property
+    def chunk(self) -> int: ...
+    @property
+    def prompt(self) -> int: ...
+    @property
+    def deep_from(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def threads(self) -> int: ...
+
+
+class Results(Protocol):
+    """What tables and plots are made of."""
+
+    @property
+    def kvmnn(self) -> str: ...
+    @property
+    def model(self) -> Model: ...
+    @property
+    def settings(self) -> Settings: ...
+    @property
+    def documents(self) -> Sequence[TextFacts]: ...
+    @property
+    def rows(self) -> Sequence[Row]: ...
+    @property
+    def traces(self) -> Sequence[Trace]: ...
+    @property
+    def notes(self) -> Sequence[str]: ...
+    @property
+    def refused(self) -> Sequence[Refusal]: ...

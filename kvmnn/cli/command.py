@@ -168,6 +168,6 @@ def version_text() -> str:
     return (
         f"kvmnn {version()}\n"
         f"Python {platform.python_version()}, numpy {np.__version__}\n"
-        f"zstd {zstd.version()} ({zstd.door()}), byte-exact with MNN: {exact}\n"
+        f"zstd {zstd.version()} ({zstd.binding()}), byte-exact with MNN: {exact}\n"
         f"SIMD level: {_simd.simd_level()}"
     )

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..dtypes import by_name
 from ..errors import KvmnnError
 from .decoding import decode
 from .encoding import encode
@@ -89,8 +90,8 @@ def encode_block(
     -------
     Block
         With both frames if together they are smaller than K and V, else with none. Data that the engine cannot encode
-        (empty, a size that is no whole number of words, an element size other than 2 or 4) gives a fallback block, as
-        there, and no error.
+        (empty, a size that is not a multiple of the word size, words of other than 2 or 4 bytes) gives a fallback
+        block, as there, and no error.
 
     Raises
     ------
@@ -100,18 +101,18 @@ def encode_block(
         For K and V of different types, and options that do not exist.
     """
     raw = raw_bytes_of(keys, "keys"), raw_bytes_of(values, "values")
-    raw_bytes = raw[0].size + raw[1].size
+    raw_bytes = sum(data.size for data in raw)
     kind = _common_dtype(keys, values, dtype)
     frames: list[bytes] = []
-    if kind is not None and all(part.size and part.size % (4 if kind == "fp32" else 2) == 0 for part in raw):
-        for part, predictors in ((keys, predictors_k), (values, predictors_v)):
-            frames.append(
-                encode(part, dtype=kind, predictors=predictors, codecs=codecs, effort=effort, threads=threads)
-            )
+    if kind is not None and all(data.size and data.size % by_name(kind).itemsize == 0 for data in raw):
+        frames = [
+            encode(words, dtype=kind, predictors=predictors, codecs=codecs, effort=effort, threads=threads)
+            for words, predictors in ((keys, predictors_k), (values, predictors_v))
+        ]
     failed = not frames
-    attempted = raw_bytes if failed else len(frames[0]) + len(frames[1])
+    attempted = raw_bytes if failed else sum(map(len, frames))
     stored = not failed and attempted < raw_bytes
-    little_endian = [words_of(part, kind)[1] for part in (keys, values)] if kind is not None else list(raw)
+    little_endian = list(raw) if kind is None else [words_of(words, kind)[1] for words in (keys, values)]
     return Block(
         dtype=kind,
         raw_bytes=raw_bytes,
@@ -127,11 +128,11 @@ def encode_block(
 
 def _common_dtype(keys: Any, values: Any, dtype: str | None) -> str | None:
     kinds: list[str | None] = []
-    for part in (keys, values):
-        if isinstance(part, np.ndarray) and part.dtype != np.uint8 and part.dtype.itemsize not in (2, 4):
+    for words in (keys, values):
+        if isinstance(words, np.ndarray) and words.dtype != np.uint8 and words.dtype.itemsize not in (2, 4):
             kinds.append(None)
         else:
-            kinds.append(words_of(part, dtype)[0].name)
+            kinds.append(words_of(words, dtype)[0].name)
     if kinds[0] != kinds[1]:
         raise KvmnnError(
             f"keys are {kinds[0] or keys.dtype}, values are {kinds[1] or values.dtype}: expected one dtype"

@@ -12,19 +12,74 @@ from .options import ZSTD_BIT, LaneOptions
 from .predictors import NAMES as PREDICTORS
 
 _NO_LIMIT = (1 << 62) - 1
-_LEVEL_22_UP_TO = 16 << 20  # bytes of a stream; above, level 22 wants more than a gigabyte
+_LEVEL_22_UP_TO = 16 << 20
+"""Bytes of a stream; for larger ones level 22 takes more than a gigabyte of memory."""
 
 
 class Candidate(NamedTuple):
-    """A stream under one predictor at one level; the least is chosen: size first, then the order of trial."""
+    """A stream made under one predictor at one level."""
 
     size: int
     mode: int
-    unsized: bool
-    """Whether zstd's header leaves the content size out."""
+    sized: bool
+    """Whether zstd's header holds the content size."""
     level: int
     stream: bytes
     """Header and payload."""
+
+    @property
+    def rank(self) -> tuple[int, int, bool, int]:
+        """The least is chosen: by size, then by the order of trial."""
+        return self.size, *_order(self.mode, self.sized, self.level)
+
+
+def smallest_at_one_level(options: LaneOptions, data: Bytes, threads: int) -> bytes:
+    """The frame of the smallest streams at the engine's level."""
+    best = _Best(options, data)
+    tasks = [
+        (lane, mode)
+        for mode in range(len(PREDICTORS))
+        for lane in reversed(range(options.stride))  # the high bytes take longest: first
+        if options.modes[lane] >> mode & 1
+    ]
+    map_pulled(lambda task: best.offer(*task, zstd.LEVEL, True), tasks, threads)
+    return best.frame()
+
+
+def smallest_at_all_levels(options: LaneOptions, data: Bytes, threads: int) -> bytes:
+    """The frame of the smallest streams: all predictors at levels 1 and 3, then high levels for those near the best."""
+    best = _Best(options, data)
+    sizes: dict[tuple[int, int], int] = {}
+    pairs = [
+        (lane, mode)
+        for mode in range(len(PREDICTORS))
+        for lane in range(options.stride)
+        if options.modes[lane] >> mode & 1
+    ]
+
+    def at_low_levels(task: tuple[int, int]) -> None:
+        lane, mode = task
+        best.offer(lane, mode, zstd.LEVEL, True)
+        for level in (1, zstd.LEVEL):
+            found = _encoder.candidate(data, options.stride, lane, mode, options.allow, level, False, _NO_LIMIT)
+            assert found is not None
+            size, *_ = found
+            sizes[task] = min(size, sizes.get(task, _NO_LIMIT))
+            best.offer(lane, mode, level, False)
+
+    def at_a_high_level(task: tuple[int, int, int]) -> None:
+        best.offer(*task, False)
+
+    map_pulled(at_low_levels, pairs, threads)
+    if options.allow & ZSTD_BIT:
+        near = [
+            (lane, mode)
+            for lane, mode in pairs
+            if sizes[lane, mode] <= 1.05 * min(size for (other, _), size in sizes.items() if other == lane)
+        ]
+        levels = (9, 13, 16, 19, 22) if data.size // options.stride <= _LEVEL_22_UP_TO else (9, 13, 16, 19)
+        map_pulled(at_a_high_level, [(lane, mode, level) for level in levels for lane, mode in near], threads)
+    return best.frame()
 
 
 class _Best:
@@ -40,15 +95,17 @@ class _Best:
         """Try one candidate; safe on several threads, with the same result in any order."""
         with self.lock:
             best = self.lanes[lane]
-        order = (mode, not sized, level)
-        limit = _NO_LIMIT if best is None else best.size + (order < best[1:4])
+        limit = _NO_LIMIT
+        if best is not None:
+            wins_ties = _order(mode, sized, level) < _order(best.mode, best.sized, best.level)
+            limit = best.size + 1 if wins_ties else best.size
         made = _encoder.candidate(self.data, self.options.stride, lane, mode, self.options.allow, level, sized, limit)
         if made is not None:
             size, _, _, stream = made
-            found = Candidate(size, *order, stream)
+            found = Candidate(size, mode, sized, level, stream)
             with self.lock:
                 best = self.lanes[lane]
-                if best is None or found[:4] < best[:4]:
+                if best is None or found.rank < best.rank:
                     self.lanes[lane] = found
 
     def frame(self) -> bytes:
@@ -56,49 +113,6 @@ class _Best:
         return b"".join([(self.data.size // self.options.stride).to_bytes(4, "little"), *streams])
 
 
-def smallest_at_one_level(options: LaneOptions, data: Bytes, threads: int) -> bytes:
-    best = _Best(options, data)
-    tasks = [
-        (lane, mode)
-        for mode in range(len(PREDICTORS))
-        for lane in reversed(range(options.stride))  # the high bytes take longest: first
-        if options.modes[lane] >> mode & 1
-    ]
-    map_pulled(lambda task: best.offer(*task, zstd.LEVEL, True), tasks, threads)
-    return best.frame()
-
-
-def smallest_at_all_levels(options: LaneOptions, data: Bytes, threads: int) -> bytes:
-    """All predictors at levels 1 and 3 first, then the high levels for those that came near the best."""
-    best = _Best(options, data)
-    sizes: dict[tuple[int, int], int] = {}
-    pairs = [
-        (lane, mode)
-        for mode in range(len(PREDICTORS))
-        for lane in range(options.stride)
-        if options.modes[lane] >> mode & 1
-    ]
-
-    def first(task: tuple[int, int]) -> None:
-        lane, mode = task
-        best.offer(lane, mode, zstd.LEVEL, True)
-        for level in (1, zstd.LEVEL):
-            found = _encoder.candidate(data, options.stride, lane, mode, options.allow, level, False, _NO_LIMIT)
-            assert found is not None
-            size = found[0]
-            sizes[task] = min(size, sizes.get(task, _NO_LIMIT))
-            best.offer(lane, mode, level, False)
-
-    def second(task: tuple[int, int, int]) -> None:
-        best.offer(*task, False)
-
-    map_pulled(first, pairs, threads)
-    if options.allow & ZSTD_BIT:
-        near = [
-            (lane, mode)
-            for lane, mode in pairs
-            if sizes[lane, mode] <= 1.05 * min(size for (other, _), size in sizes.items() if other == lane)
-        ]
-        levels = (9, 13, 16, 19, 22) if data.size // options.stride <= _LEVEL_22_UP_TO else (9, 13, 16, 19)
-        map_pulled(second, [(lane, mode, level) for level in levels for lane, mode in near], threads)
-    return best.frame()
+def _order(mode: int, sized: bool, level: int) -> tuple[int, bool, int]:
+    """When a candidate is tried: by predictor, with the content size first, then by level."""
+    return mode, not sized, level

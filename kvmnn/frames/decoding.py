@@ -41,7 +41,7 @@ def decode(
     max_bytes
         Refuse a frame that claims to hold more raw bytes, before any memory is taken.
     threads
-        At most so many; None for all processors (used from 1 MiB on).
+        At most this number; None for all processors. Frames below 1 MiB are worked on by one.
 
     Returns
     -------

@@ -48,7 +48,7 @@ def encode(
         ``"exact"``: the engine's bytes. ``"fast"``: the predictor is guessed from samples and each stream compressed
         once. ``"max"``: the smallest frame found with all zstd levels. MNN decodes all three.
     threads
-        At most so many; None for all processors (used from 1 MiB on).
+        At most this number; None for all processors. Frames below 1 MiB are worked on by one.
 
     Returns
     -------
@@ -60,7 +60,7 @@ def encode(
     TypeError
         For values that hold no words of the dtype, and for raw bytes without a dtype.
     KvmnnError
-        For empty input, a size that is no whole number of words, and options that do not exist.
+        For empty input, a size that is not a multiple of the word size, and options that do not exist.
     """
     kind, data = words_of(values, dtype)
     options = CodecOptions(predictors=predictors, hi_predictors=hi_predictors, codecs=codecs, effort=effort)

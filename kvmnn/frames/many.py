@@ -75,7 +75,7 @@ def _kept(predictors: str | Iterable[str] | None) -> str | tuple[str, ...] | Non
 
 
 def _map_frames(function: Callable[[T, int], R], jobs: list[T], threads: int) -> list[R]:
-    """Whole frames on each thread; where there are fewer frames than threads, one frame after the other on all."""
+    """A frame to a thread; where there are fewer frames than threads, one frame after the other on all threads."""
     if len(jobs) < threads:
         return [_named(index, function, job, threads) for index, job in enumerate(jobs)]
     return map_pulled(lambda entry: _named(entry[0], function, entry[1], 1), list(enumerate(jobs)), threads)

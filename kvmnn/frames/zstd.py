@@ -1,7 +1,7 @@
-"""The only door to libzstd: which library kvmnn calls, and whether its bytes are those MNN would store.
+"""The only calls of libzstd: which library is used, and whether its bytes are those MNN would store.
 
 MNN compresses with the one-shot ``ZSTD_compress`` at level 3 and accepts what the one-shot ``ZSTD_decompress`` accepts.
-Three ways lead to those functions; the first that works is taken at import, and ``KVMNN_ZSTD`` (``bundled``,
+There are three bindings to those functions; the first that works is taken at import, and ``KVMNN_ZSTD`` (``bundled``,
 ``system`` or ``python``) forces one:
 
 bundled
@@ -9,7 +9,7 @@ bundled
 system
     ``libzstd.so.1``, ``libzstd.so`` or ``libzstd.dylib``, as the engine itself looks for them.
 python
-    ``zstandard``'s Python API, taken apart and put together again so that it gives ``ZSTD_decompress``'s verdicts.
+    ``zstandard``'s Python API, called so that it accepts exactly what ``ZSTD_decompress`` accepts.
 
 A library outside 1.5.2-1.5.6 is used only when there is no other: its frames decode everywhere, but their bytes are
 not those of MNN's vectors.
@@ -34,7 +34,7 @@ BYTE_EXACT_VERSIONS = ((1, 5, 2), (1, 5, 6))
 
 Version = tuple[int, int, int]
 
-_door: str
+_binding: str
 _version: Version
 _library: ctypes.CDLL | None = None
 
@@ -44,9 +44,9 @@ def version() -> str:
     return ".".join(map(str, _version))
 
 
-def door() -> str:
+def binding() -> str:
     """How libzstd is called: ``"bundled"``, ``"system"`` or ``"python"``."""
-    return _door
+    return _binding
 
 
 def byte_exact() -> bool:
@@ -61,9 +61,9 @@ def _is_byte_exact(v: Version) -> bool:
 # -- finding it -------------------------------------------------------------------------------------------------------
 
 
-def _open_door(forced: str | None = None) -> None:
-    """Fill `_zstdlib` from the first door that opens, byte-exact ones first."""
-    global _door, _version, _library
+def _bind(forced: str | None = None) -> None:
+    """Fill `_zstdlib` from the first binding that works, byte-exact ones first."""
+    global _binding, _version, _library
     openers: dict[str, Callable[[], tuple[ctypes.CDLL, Version] | None]] = {
         "bundled": _open_bundled,
         "system": _open_system,
@@ -78,14 +78,14 @@ def _open_door(forced: str | None = None) -> None:
                 others.append((name, *found))
     others.sort(key=lambda entry: not _is_byte_exact(entry[2]))
     if others:
-        _door, _library, _version = others[0]
+        _binding, _library, _version = others[0]
         _zstdlib.use_library([_address(_library, name) for name in _zstdlib.NAMES])
         return
     if forced in openers:
         raise KvmnnError(f"KVMNN_ZSTD={forced}: no such libzstd found")
     import zstandard
 
-    _door, _version, _library = "python", zstandard.ZSTD_VERSION, None
+    _binding, _version, _library = "python", zstandard.ZSTD_VERSION, None
     _zstdlib.use_callables(_python_compress, _python_decompress)
 
 
@@ -122,7 +122,7 @@ def _address(library: ctypes.CDLL, name: str) -> int:
     return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
 
 
-# -- the python door --------------------------------------------------------------------------------------------------
+# -- zstandard's Python API --------------------------------------------------------------------------------------------
 
 _MAGIC = 0xFD2FB528
 _MAX_WINDOW = 1 << 31
@@ -183,4 +183,4 @@ def _decompress_frame(frame: bytes, content_size: int, capacity: int) -> bytes:
     return b""
 
 
-_open_door(os.environ.get("KVMNN_ZSTD"))
+_bind(os.environ.get("KVMNN_ZSTD"))

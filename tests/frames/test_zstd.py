@@ -1,4 +1,4 @@
-"""The three doors to libzstd give the verdicts of ZSTD_decompress and, at equal versions, the same frames."""
+"""The three bindings to libzstd give the verdicts of ZSTD_decompress and, at equal versions, the same frames."""
 
 import json
 import os
@@ -18,14 +18,15 @@ from kvmnn import KvmnnError
 from kvmnn.frames import _zstdlib, zstd
 
 PAYLOADS = zstd_payloads()
-DOORS = ["python", "bundled", "system"]
+BINDINGS = ["python", "bundled", "system"]
 
 
-def run_door(door: str) -> dict:
-    script = SUPPORT / "zstd_door.py"
-    environment = {**os.environ, "KVMNN_ZSTD": door, "PYTHONPATH": str(script.parent)}
+def run_binding(binding: str) -> dict:
+    script = SUPPORT / "zstd_binding.py"
+    paths = [str(script.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "KVMNN_ZSTD": binding, "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
-    if f"KVMNN_ZSTD={door}: no such libzstd found" in done.stderr:
+    if f"KVMNN_ZSTD={binding}: no such libzstd found" in done.stderr:
         return {}
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -33,23 +34,23 @@ def run_door(door: str) -> dict:
 
 @pytest.fixture(scope="module")
 def reports() -> dict[str, dict]:
-    return {door: run_door(door) for door in DOORS}
+    return {binding: run_binding(binding) for binding in BINDINGS}
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_a_door_gives_the_verdicts_of_zstd_decompress(reports: dict[str, dict], door: str) -> None:
-    report = reports[door]
-    if door != "python" and not report:
-        assert not _present(door)
-        pytest.skip(f"no {door} libzstd on this machine")
-    assert report["door"] == door
+@pytest.mark.parametrize("binding", BINDINGS)
+def test_a_binding_gives_the_verdicts_of_zstd_decompress(reports: dict[str, dict], binding: str) -> None:
+    report = reports[binding]
+    if binding != "python" and not report:
+        assert not _present(binding)
+        pytest.skip(f"no {binding} libzstd on this machine")
+    assert report["binding"] == binding
     expected = {payload.name: payload.accepted for payload in PAYLOADS}
     assert {name for name, got in report["verdicts"].items() if got != expected[name]} == set()
     assert report["wrong"] == []
 
 
-def test_doors_make_the_same_frames(reports: dict[str, dict]) -> None:
-    exact = {door: report["frames"] for door, report in reports.items() if report.get("byte_exact")}
+def test_bindings_make_the_same_frames(reports: dict[str, dict]) -> None:
+    exact = {binding: report["frames"] for binding, report in reports.items() if report.get("byte_exact")}
     assert "python" in exact, f"zstandard {zstandard.__version__} is not byte-exact"
     same_version = [r["frames"] for r in reports.values() if r and r["version"] == reports["python"]["version"]]
     assert all(frames == exact["python"] for frames in same_version)
@@ -61,14 +62,14 @@ def test_doors_make_the_same_frames(reports: dict[str, dict]) -> None:
         assert frames[-1] == exact["python"][-1]
 
 
-def _present(door: str) -> bool:
-    if door == "system":
+def _present(binding: str) -> bool:
+    if binding == "system":
         return codec_model.library("libzstd.so.1") is not None
     folder = Path(zstandard.__file__).parent
     return any(codec_model.library(str(path)) for path in folder.glob("_cffi.*"))
 
 
-def test_an_unknown_door() -> None:
+def test_an_unknown_binding() -> None:
     done = subprocess.run(
         [sys.executable, "-P", "-c", "import kvmnn"],
         env={**os.environ, "KVMNN_ZSTD": "front"},
@@ -147,8 +148,8 @@ def test_library_tables_are_checked() -> None:
 
 
 def test_what_is_in_use() -> None:
-    assert zstd.door() in DOORS
+    assert zstd.binding() in BINDINGS
     version = tuple(map(int, zstd.version().split(".")))
     assert zstd.byte_exact() == ((1, 5, 2) <= version <= (1, 5, 6))
     with pytest.raises(KvmnnError, match="expected bundled"):
-        zstd._open_door("window")
+        zstd._bind("window")

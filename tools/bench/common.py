@@ -95,7 +95,7 @@ def machine() -> dict[str, Any]:
         "numpy": np.__version__,
         "kvmnn": kvmnn.__version__,
         "zstd": zstd.version(),
-        "zstd_door": zstd.door(),
+        "zstd_door": zstd.binding(),
         "zstandard": zstandard.__version__,
         "simd": _simd.simd_level(),
     }

@@ -23,7 +23,7 @@ LIMIT = 32 << 20  # raw bytes: above, a frame's claim must be refused by max_byt
 
 def one_shot() -> codec_model.Decompress:
     """ZSTD_decompress of the libzstd release that kvmnn uses: releases differ about damaged blocks."""
-    if zstd.door() == "system":
+    if zstd.binding() == "system":
         paths = ["libzstd.so.1", "libzstd.so"]
     else:
         paths = [str(path) for path in sorted(Path(zstandard.__file__).parent.glob("_cffi.*"))]

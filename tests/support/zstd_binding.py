@@ -1,4 +1,4 @@
-"""Run by test_zstd.py in a process of its own: what kvmnn does through the door that KVMNN_ZSTD names, as JSON."""
+"""Run by test_zstd.py in a process of its own: what kvmnn does through the binding that KVMNN_ZSTD names, as JSON."""
 
 import json
 import sys
@@ -49,7 +49,7 @@ def report() -> dict:
         if _zstdlib.decompress(_zstdlib.compress(bytes(n)), n) != bytes(n)
     ]
     return {
-        "door": zstd.door(),
+        "binding": zstd.binding(),
         "version": zstd.version(),
         "byte_exact": zstd.byte_exact(),
         "verdicts": verdicts,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from ..arrays.source import Source
 from ..errors import OptionError
 from ..files.names import is_directory
-from ..files.output import DirectoryOutput, FileOutput
+from ..files.output import DirectoryOutput, FileOutput, Stream
 from ..packed.cache_info import CacheInfo
 from ..packed.summary import cache_document
 from ..text import LOSSLESS, count, megabytes_per_second, ratio
@@ -18,13 +18,6 @@ from ..threads.pipeline import Progress
 from . import manifest
 from .encoding import PACKED_FRAME_BYTES, EncodeOptions, encode_to_directory, encode_to_file, encode_to_memory
 from .manifest import Manifest, array_to_dict
-
-
-class Stream(Protocol):
-    """A buffered binary stream."""
-
-    def write(self, data: bytes, /) -> int: ...
-    def flush(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)

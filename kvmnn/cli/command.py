@@ -128,7 +128,6 @@ class _Parser(argparse.ArgumentParser):
 
 class _Version(argparse.Action):
     def __call__(self, *_: Any) -> NoReturn:
-
         print(version_text(), flush=True)
         raise SystemExit(OK)
 

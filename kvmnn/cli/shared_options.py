@@ -1,17 +1,11 @@
-"""What the verbs share: arguments, sources, sizes, progress, printing."""
+"""Options that several verbs have, and types of their values."""
 
 from __future__ import annotations
 
 import argparse
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    pass
-
-
-# -- arguments --------------------------------------------------------------------------------------------------------
+from typing import Any
 
 
 def byte_count(text: str) -> int:
@@ -82,9 +76,3 @@ def add_dtype(parser: Any, text: str) -> None:
 def codecs(arguments: argparse.Namespace) -> tuple[str, ...]:
     """What ``--no-zstd`` leaves."""
     return ("rle",) if arguments.no_zstd else ("rle", "zstd")
-
-
-# -- sources ----------------------------------------------------------------------------------------------------------
-
-
-# -- output -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Output that is there whole or not at all.
+"""Output that is complete or not there at all.
 
 Everything is written under a temporary name beside its target, synced and then renamed. Whatever goes wrong before the
 rename, an interrupt included, leaves nothing behind; and nothing that exists is replaced unless the caller forces it.
@@ -17,11 +17,18 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from ..errors import OutputError
 
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EOPNOTSUPP, errno.EACCES}
+
+
+class Stream(Protocol):
+    """A buffered binary stream, such as ``sys.stdout.buffer``."""
+
+    def write(self, data: bytes | memoryview, /) -> int: ...
+    def flush(self) -> None: ...
 
 
 class StagedFile:
@@ -210,7 +217,7 @@ class FileOutput(_Staged):
 class DirectoryOutput(_Staged):
     """A directory of files, written elsewhere first.
 
-    A directory that does not exist yet appears whole, by one rename. Into one that exists the files are moved one by
+    A directory that does not exist yet appears with all its files, by one rename. Into one that exists the files are moved one by
     one in the order in which they were begun; other files in it stay as they are.
 
     Parameters

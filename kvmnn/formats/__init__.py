@@ -1,6 +1,6 @@
 """The formats people have their caches in, one file each, read and written; ``mnn/`` has the engine's own files."""
 
-from .array_formats import ARRAY_FORMATS, ArrayFormat, array_format, holds_many
+from .array_formats import ARRAY_FORMATS, ArrayFormat, array_format
 from .listing import ArraysInfo, inspect
 from .mnn.describing import Described, describe_files
 from .mnn.finding import find_packed
@@ -24,7 +24,6 @@ __all__ = [
     "chosen",
     "describe_files",
     "find_packed",
-    "holds_many",
     "inspect",
     "is_frames",
     "kind_of",

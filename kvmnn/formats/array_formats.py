@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import PurePath
 from typing import NamedTuple
@@ -33,9 +32,3 @@ ARRAY_FORMATS = {
 def array_format(name: str) -> ArrayFormat | None:
     """The format that a file of this name has; None for all other names."""
     return ARRAY_FORMATS.get(PurePath(name).suffix.lower())
-
-
-def holds_many(name: str) -> bool:
-    """Whether a file called `name` is of a format that holds several arrays; a directory of that name does not."""
-    known = array_format(name)
-    return known is not None and known.holds_many and not os.path.isdir(name)

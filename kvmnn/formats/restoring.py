@@ -5,23 +5,17 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from ..arrays.named_array import ArrayInfo
 from ..bundle.decoding import decode_frames
 from ..bundle.frame_set import DecodeOptions, FrameSet
 from ..errors import OptionError
+from ..files.output import Stream
 from ..text import LOSSLESS, count, megabytes_per_second
 from ..threads.pipeline import Progress
 from .raw import write_raw
-from .sinks import Sink
 from .writing import write_arrays
-
-
-class Stream(Sink, Protocol):
-    """A buffered binary stream."""
-
-    def flush(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _TEXT = """Decode frames into the arrays they were made from.
 
 IN is a frame, a frame with its manifest (IN.json) beside it, a manifest, a directory with a manifest.json, or "-" for
-one frame on standard input. With a manifest the very arrays come back and their hashes are checked; a frame alone
+one frame on standard input. With a manifest the same arrays come back and their hashes are checked; a frame alone
 becomes a 1-D array.
 
   -o X.npy                     one array

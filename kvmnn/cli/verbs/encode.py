@@ -19,7 +19,7 @@ IN is a .npy, .npz or .safetensors file, the directory of an MNN KV dump, any ot
 which kind), or "-" for standard input (raw words or a .npy file). Several inputs make one bundle. The directory of a
 prefix cache gives the live K and V of every layer, and decode makes its files again.
 
-  -o FILE    one array: its frame, and FILE.json beside it, from which decode restores the very array
+  -o FILE    one array: its frame, and FILE.json beside it, from which decode restores the same array
   -o DIR/    any number of arrays: one frame file each and DIR/manifest.json
   -o -       one frame and nothing else on standard output
 

@@ -217,8 +217,8 @@ class FileOutput(_Staged):
 class DirectoryOutput(_Staged):
     """A directory of files, written elsewhere first.
 
-    A directory that does not exist yet appears with all its files, by one rename. Into one that exists the files are moved one by
-    one in the order in which they were begun; other files in it stay as they are.
+    A directory that does not exist yet appears with all its files, by one rename. Into one that exists the files are
+    moved one by one in the order in which they were begun; other files in it stay as they are.
 
     Parameters
     ----------

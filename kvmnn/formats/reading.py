@@ -91,7 +91,7 @@ def _taken_as(name: str, array_dtype: np.dtype[np.generic]) -> str:
 
 
 def checked(array: NamedArray, where: str) -> NamedArray:
-    """`array` itself; `UnsupportedArrayError` for one that no frame holds: empty, or not a multiple of the word size."""
+    """`array` itself, unless it is one that no frame holds: empty, or no multiple of the word size."""
     if array.nbytes == 0:
         raise UnsupportedArrayError(f"{where}: is empty (shape {list(array.shape)}), there is nothing to encode")
     if array.nbytes % array.word_bytes:

@@ -7,6 +7,8 @@ import json
 import numpy as np
 import pytest
 
+import kvmnn
+from kvmnn import bench
 from kvmnn.bench import Result, Timing, benchmark, rivals
 from kvmnn.bench.rivals import Codec
 from kvmnn.cli.command import main
@@ -60,3 +62,18 @@ def test_json(tmp_path, capsys):
     assert exact["codec"] == "kvmnn exact"
     assert exact["ratio"] == pytest.approx(4096 / exact["stored_bytes"])
     assert exact["encode_bytes_per_s_wall"] == pytest.approx(4096 / exact["encode"]["wall"])
+
+
+def test_the_library_compares_as_the_command_does(tmp_path, capsys):
+    np.save(tmp_path / "k.npy", KEYS)
+    source = kvmnn.open(tmp_path / "k.npy")
+    calls: list[int] = []
+    found = bench.compare(source, rounds=1, progress=calls.append)
+    assert sum(calls) == bench.turns(source, 1, 1)
+    assert main(["bench", str(tmp_path / "k.npy"), "--rounds", "1", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    document = found.to_dict()
+    assert {"verb", *document} == set(said)
+    assert set(document["arrays"][0]["results"][0]) == set(said["arrays"][0]["results"][0])
+    assert str(found).startswith("k: fp16, 8,192 bytes; order-0 limit of the byte streams")
+    assert all(result.version != "unknown" for result in found.arrays[0].results)

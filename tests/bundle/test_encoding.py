@@ -1,0 +1,69 @@
+"""Arrays to frames and a manifest: cut, listed, proved."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+import pytest
+from bundles import CUT, KEYS, frame_file, named
+
+import kvmnn
+from kvmnn.bundle import EncodeOptions, manifest
+from kvmnn.bundle.encoding import encode_to_bytes
+from kvmnn.errors import KvmnnError, LimitError
+
+
+def test_frames_are_cut_along_the_leading_axes_and_listed_in_order(tmp_path):
+    path = frame_file(tmp_path / "k.frame", named(KEYS))
+    document = manifest.load(tmp_path / "k.frame.json")
+    (array,) = document.arrays
+    stored = path.read_bytes()
+    rows = 4096 // 128
+    position = 0
+    for number, entry in enumerate(array.frames):
+        assert (entry.file, entry.offset) == ("k.frame", position)
+        part = stored[position : position + entry.bytes]
+        expected = KEYS.reshape(-1, 64)[number * rows : (number + 1) * rows]
+        assert part == kvmnn.encode(expected)
+        assert entry.sha256 == hashlib.sha256(part).hexdigest()
+        assert entry.raw_bytes == expected.nbytes
+        position += entry.bytes
+    assert position == len(stored) == array.stored_bytes
+    assert array.sha256 == hashlib.sha256(KEYS.tobytes()).hexdigest()
+    assert document.zstd_version == kvmnn.frames.zstd.version()
+    assert document.predictors == ("raw", "delta_seq", "xor_seq")
+
+
+def test_a_lone_frame_is_what_the_library_makes():
+    assert encode_to_bytes(named(KEYS), EncodeOptions()) == kvmnn.encode(KEYS)
+    with pytest.raises(LimitError, match="needs 13 frames"):
+        encode_to_bytes(named(KEYS), CUT)
+
+
+def test_options_reach_the_encoder(tmp_path):
+    options = EncodeOptions(predictors="raw", hi_predictors="xor_seq", codecs=("rle",), effort="fast")
+    expected = kvmnn.encode(KEYS, predictors="raw", hi_predictors="xor_seq", codecs=("rle",), effort="fast")
+    path = frame_file(tmp_path / "k.frame", named(KEYS), options)
+    assert path.read_bytes() == expected
+    document = manifest.load(tmp_path / "k.frame.json")
+    assert (document.predictors, document.hi_predictors, document.codecs, document.effort) == (
+        ("raw",), ("xor_seq",), ("rle",), "fast",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"frame_bytes": 3}, {"effort": "slow"}, {"codecs": ()}, {"predictors": ("none",)}, {"frame_bytes": -1}],
+)
+def test_bad_options_are_refused_at_once(options):
+    with pytest.raises(KvmnnError):
+        EncodeOptions(**options)
+
+
+def test_a_frame_that_does_not_decode_to_its_input_is_never_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvmnn.bundle.encoding.matches", lambda *_, **__: False)
+    with pytest.raises(KvmnnError, match="did not decode to its own input"):
+        frame_file(tmp_path / "k.frame", named(KEYS))
+    assert not list(tmp_path.iterdir())
+    frame_file(tmp_path / "k.frame", named(KEYS), replace(CUT, verify=False))

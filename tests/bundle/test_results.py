@@ -1,0 +1,109 @@
+"""encode, verify, inspect and restore as library functions: the shell's JSON and text come from their results."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvmnn
+from kvmnn import bundle, formats
+from kvmnn.bundle import EncodeOptions
+from kvmnn.errors import OptionError, OutputError
+
+KEYS = np.random.default_rng(8).standard_normal((4, 30, 32)).astype(np.float16)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    np.save("keys.npy", KEYS)
+    np.savez("both.npz", k=KEYS, v=-KEYS.astype(np.float32))
+    return tmp_path
+
+
+def timeless(result: object) -> dict[str, object]:
+    document = result if isinstance(result, dict) else result.to_dict()  # type: ignore[attr-defined]
+    return {key: value for key, value in document.items() if key not in ("seconds", "verb", "output")}
+
+
+def test_encode(here, run):
+    made = bundle.encode(kvmnn.open("both.npz"), "one/", EncodeOptions(frame_bytes=4096))
+    said = json.loads(run("encode", "both.npz", "-o", "two/", "--frame-bytes", "4K", "--json").out)
+    assert timeless(made) == timeless(said)
+    assert (made.label, made.ratio) == ("LOSSLESS", made.raw_bytes / made.stored_bytes)
+    assert str(made).startswith("one/ (2 arrays): 23,040 -> ")
+    assert made.text(verbose=True).count("\n") == 2
+    with pytest.raises(OutputError, match="exists already"):
+        bundle.encode(kvmnn.open("both.npz"), "one/")
+    with pytest.raises(OutputError, match="is the input itself"):
+        bundle.encode(kvmnn.open("keys.npy"), "keys.npy", force=True)
+
+
+def test_encode_to_a_stream(here):
+    stream = io.BytesIO()
+    made = bundle.encode(kvmnn.open("keys.npy"), stream)
+    assert stream.getvalue() == kvmnn.encode(KEYS)
+    assert made.output is None
+    assert str(made).startswith("keys: 7,680 -> ")
+    with pytest.raises(OptionError, match="carries one frame, not 2"):
+        bundle.encode(kvmnn.open("both.npz"), stream)
+    with pytest.raises(OptionError, match="7680 bytes are above"):
+        bundle.encode(kvmnn.open("keys.npy"), stream, EncodeOptions(frame_bytes=4096))
+
+
+def test_restore(here, run):
+    bundle.encode(kvmnn.open("both.npz"), "frames/")
+    frames = bundle.open_frames("frames")
+    made = formats.restore(frames, "one.npz")
+    assert timeless(made) == timeless(json.loads(run("decode", "frames", "-o", "two.npz", "--json").out))
+    assert str(made).startswith("one.npz: 2 arrays, ")
+    assert Path("one.npz").read_bytes() == Path("two.npz").read_bytes()
+    with pytest.raises(OptionError, match="carries one array, not 2"):
+        formats.restore(frames, io.BytesIO())
+    with pytest.raises(OutputError, match="is the input itself"):
+        formats.restore(frames.only(frames.arrays[0]), "frames/k.frame", force=True)
+
+
+def test_restore_to_a_stream(here):
+    bundle.encode(kvmnn.open("keys.npy"), "keys.frame")
+    stream = io.BytesIO()
+    made = formats.restore(bundle.open_frames("keys.frame"), stream)
+    assert stream.getvalue() == KEYS.tobytes()
+    assert (made.output, made.label) == (None, "LOSSLESS")
+    lone = formats.restore(bundle.open_frames("keys.frame", use_manifest=False), "lone.npy")
+    assert lone.label is None
+    assert "no manifest to check it against" in str(lone)
+
+
+def test_verify(here, run):
+    bundle.encode(kvmnn.open("keys.npy"), "keys.frame")
+    np.save("other.npy", KEYS + 1)
+    for against, label, proof in (
+        (None, "LOSSLESS", "sha256"), ("keys.npy", "LOSSLESS", "bytes"), ("other.npy", "DIFFERS", "bytes"),
+    ):  # fmt: skip
+        found = bundle.verify(bundle.open_frames("keys.frame"), against and kvmnn.open(against))
+        assert (found.label, found.proof, found.ok) == (label, proof, label != "DIFFERS")
+        arguments = ["--against", against] if against else []
+        said = run("verify", "keys.frame", *arguments, "--json", code=0 if found.ok else 1)
+        assert timeless(found) == timeless(json.loads(said.out))
+    assert str(found).startswith("keys.frame: DIFFERS from other.npy: array 'keys' first differs at element [0, 0, 0]")
+    alone = bundle.verify(bundle.open_frames("keys.frame", use_manifest=False))
+    assert (alone.label, alone.proof) == ("DECODES", None)
+
+
+def test_inspect(here, run):
+    bundle.encode(kvmnn.open("both.npz"), "frames/")
+    Path("lone.frame").write_bytes(kvmnn.encode(KEYS))
+    said = json.loads(run("inspect", "frames", "lone.frame", "both.npz", "--json").out)["inputs"]
+    found = bundle.inspect(bundle.open_frames("frames"))
+    lone = bundle.inspect(bundle.open_frames("lone.frame"))
+    arrays = formats.inspect(kvmnn.open("both.npz"))
+    assert [each.to_dict() for each in (found, lone, arrays)] == said
+    text = run("inspect", "frames", "lone.frame", "both.npz").out
+    assert text == f"{found}\n\n{lone}\n\n{arrays}\n"
+    assert isinstance(found, bundle.BundleInfo)
+    assert found.streams["fp16 hi"].raw_bytes == KEYS.size

@@ -1,0 +1,88 @@
+"""MNN KV dumps: arrays by metadata path; and damaged ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sources import content
+
+from kvmnn import formats
+from kvmnn.errors import SourceError
+
+
+def dump(folder: Path, *, start: int = 0, tokens: int = 3, width: int = 2, **changes: object) -> np.ndarray:
+    """Write one dump as the engine does; returns K."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = f"t{start}_{start + tokens}"
+    values = np.arange(tokens * 2 * 4, dtype=f"<f{width}").reshape(tokens, 2, 4)
+    (folder / f"k_{stem}.bin").write_bytes(values.tobytes())
+    (folder / f"v_{stem}.bin").write_bytes((-values).tobytes())
+    meta = {"layer_id": 0, "seq_start": start, "seq_len": tokens, "kv_heads": 2, "head_dim": 4, "bytes_per_elem": width,
+            "dtype": f"fp{8 * width}", "k_file": f"k_{stem}.bin", "v_file": f"v_{stem}.bin", **changes}  # fmt: skip
+    (folder / f"meta_{stem}.json").write_text(json.dumps(meta))
+    return values
+
+
+def test_mnn_dump(tmp_path):
+    first = dump(tmp_path / "run" / "layer_0")
+    second = dump(tmp_path / "run" / "layer_1", start=16, width=4, dtype="unknown")
+    arrays = formats.open(str(tmp_path)).arrays
+    assert [a.name for a in arrays] == [
+        "run/layer_0/k_t0_3", "run/layer_0/v_t0_3", "run/layer_1/k_t16_19", "run/layer_1/v_t16_19",
+    ]  # fmt: skip
+    assert [(a.dtype, a.shape, a.array_dtype) for a in arrays[::2]] == [
+        ("fp16", (3, 2, 4), "<f2"),
+        ("fp32", (3, 2, 4), "<f4"),
+    ]
+    assert content(arrays[0]) == first.tobytes()
+    assert content(arrays[3]) == (-second).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seq_len": 4}, "has 48 bytes, its metadata says 64"),
+        ({"seq_len": 0}, "seq_len is 0"),
+        ({"kv_heads": "2"}, "kv_heads is '2'"),
+        ({"head_dim": True}, "head_dim is True"),
+        ({"bytes_per_elem": 1}, "bytes_per_elem is 1"),
+        ({"dtype": "fp32"}, "dtype is 'fp32'"),
+        ({"k_file": None}, "k_file is None"),
+        ({"k_file": "missing.bin"}, "No such file"),
+        ({"k_file": "../../outside.bin"}, "leads out of the dump directory"),
+        ({"k_file": "/etc/hostname"}, "leads out of the dump directory"),
+        ({"k_file": "C:\\x.bin"}, "leads out of the dump directory"),
+        ({"k_file": "link.bin"}, "leads out of the dump directory"),
+        ({"k_file": "v_t0_3.bin"}, "2 arrays named"),
+    ],
+)
+def test_bad_mnn_dump(tmp_path, changes, message):
+    dump(tmp_path / "dump" / "layer_0", **changes)
+    (tmp_path / "outside.bin").write_bytes(bytes(48))
+    (tmp_path / "dump" / "layer_0" / "link.bin").symlink_to(tmp_path / "outside.bin")
+    with pytest.raises(SourceError) as caught:
+        formats.open(str(tmp_path / "dump"))
+    assert message in str(caught.value)
+
+
+def test_a_file_that_changes_after_it_was_listed(tmp_path):
+    dump(tmp_path)
+    array, _ = formats.open(str(tmp_path)).arrays
+    (tmp_path / "k_t0_3.bin").write_bytes(bytes(46))
+    with pytest.raises(SourceError, match="46 bytes came where 48 were announced"):
+        content(array)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000, '"x"'])
+def test_bad_metadata(tmp_path, text):
+    (tmp_path / "meta_t0_3.json").write_text(text)
+    with pytest.raises(SourceError, match=r"meta_t0_3.json: (is not|holds no) JSON"):
+        formats.open(str(tmp_path))
+
+
+def test_a_directory_without_metadata(tmp_path):
+    with pytest.raises(SourceError, match=r"has no meta_\*.json"):
+        formats.open(str(tmp_path))

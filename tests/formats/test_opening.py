@@ -1,0 +1,95 @@
+"""One function opens any input: files of arrays, frames, bundles, raw words, standard input."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvmnn
+from kvmnn import bundle, formats
+from kvmnn.errors import FrameError, SourceError
+from kvmnn.formats import ReadOptions
+
+KEYS = np.random.default_rng(7).standard_normal((2, 3, 4)).astype(np.float16)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    np.save("keys.npy", KEYS)
+    np.savez("both.npz", k=KEYS, v=-KEYS)
+    bundle.encode(kvmnn.open("keys.npy"), "keys.frame")
+    bundle.encode(kvmnn.open("both.npz"), "both/")
+    Path("raw.bin").write_bytes(KEYS.tobytes())
+    return tmp_path
+
+
+@pytest.mark.parametrize("path", ["keys.npy", "keys.frame", "keys.frame.json"])
+def test_the_same_array_from_any_input(here, path):
+    source = kvmnn.open(path)
+    assert source.inputs == (path,)
+    np.testing.assert_array_equal(source["keys"].to_numpy(), KEYS)
+
+
+def test_a_bundle_and_a_choice_of_it(here):
+    assert kvmnn.open("both").names == kvmnn.open(here / "both" / "manifest.json").names == ("k", "v")
+    source = kvmnn.open("both", tensors=["v"])
+    assert source.names == ("v",)
+    np.testing.assert_array_equal(source["v"].to_numpy(), -KEYS)
+    with pytest.raises(SourceError, match="no array named 'x'; it has 'k', 'v'"):
+        kvmnn.open("both", tensors=("x",))
+
+
+def test_raw_words_need_a_dtype(here):
+    with pytest.raises(SourceError, match="raw bytes need a dtype"):
+        kvmnn.open("raw.bin")
+    np.testing.assert_array_equal(kvmnn.open("raw.bin", dtype="fp16")["raw"].to_numpy(), KEYS.ravel())
+
+
+def test_frames_may_be_taken_as_files(here):
+    source = kvmnn.open("keys.frame", dtype="fp16", frames=False)
+    assert source["keys"].to_numpy().tobytes() == Path("keys.frame").read_bytes()
+    with pytest.raises(SourceError, match="it is a kvmnn bundle: decode it"):
+        kvmnn.open("both", frames=False)
+
+
+def test_a_damaged_frame_is_refused(here):
+    Path("cut.frame").write_bytes(Path("keys.frame").read_bytes()[:-1])
+    with pytest.raises(FrameError, match=r"cut\.frame"):
+        kvmnn.open("cut.frame")
+
+
+def test_keywords_replace_options(here):
+    options = ReadOptions(dtype="bf16", tensors=("v",))
+    assert [(array.name, array.dtype) for array in kvmnn.open("both.npz", options).arrays] == [("v", "bf16")]
+    found = kvmnn.open("both.npz", options, dtype="fp16").arrays
+    assert [(array.name, array.dtype) for array in found] == [("v", "fp16")]
+
+
+def test_standard_input(here):
+    script = "import kvmnn; print(kvmnn.open('-')['stdin'].to_numpy().tobytes().hex())"
+    with open("keys.npy", "rb") as file:
+        done = subprocess.run([sys.executable, "-c", script], stdin=file, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == KEYS.tobytes().hex()
+
+
+def test_what_lies_at_a_path(here):
+    kinds = {
+        "keys.npy": "arrays", "x.SAFETENSORS": "arrays", "x.k": "arrays", ".": "arrays", "keys.frame": "frames",
+        "both": "frames", "both/manifest.json": "frames", "x.frame": "frames", "raw.bin": None, "-": None,
+    }  # fmt: skip
+    assert {path: formats.kind_of(path) for path in kinds} == kinds
+    Path("raw.bin.json").touch()
+    assert formats.kind_of("raw.bin") == "frames"
+
+
+def test_formats_by_name():
+    assert {suffix: known.holds_many for suffix, known in formats.ARRAY_FORMATS.items()} == {
+        ".npy": False, ".npz": True, ".safetensors": True,
+    }  # fmt: skip
+    assert formats.array_format("X.NPZ") is formats.ARRAY_FORMATS[".npz"]
+    assert formats.array_format("x.frame") is None

@@ -1,0 +1,54 @@
+"""The ordered pipeline: order, its bound on memory, failures, threads."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvmnn.errors import KvmnnError
+from kvmnn.threads import pipeline
+
+
+@given(sizes=st.lists(st.integers(0, 40), max_size=30), threads=st.integers(1, 4))
+@settings(deadline=None)
+def test_order_and_bound(sizes, threads):
+    scale = pipeline.IN_FLIGHT // 20
+    running, peak, lock = 0, 0, threading.Lock()
+
+    def work(item: tuple[int, int], allowed: int | None) -> int:
+        nonlocal running, peak
+        with lock:
+            running += item[1] * scale
+            peak = max(peak, running)
+        with lock:
+            running -= item[1] * scale
+        return item[0]
+
+    items = list(enumerate(sizes))
+    done = list(pipeline.ordered(work, items, lambda item: item[1] * scale, threads))
+    assert done == [(item, item[0]) for item in items]
+    assert peak <= max([pipeline.IN_FLIGHT, *(size * scale for size in sizes)])
+
+
+def test_the_first_failure_comes_through():
+    def work(item: int, threads: int | None) -> int:
+        if item >= 5:
+            raise KvmnnError(f"item {item}")
+        return item
+
+    seen = []
+    with pytest.raises(KvmnnError, match="item 5"):
+        seen.extend(item for item, _ in pipeline.ordered(work, range(10), lambda _: 1, 2) if item < 100)
+    assert threading.active_count() < 40
+
+
+def test_a_lone_item_has_all_threads():
+    assert [r for _, r in pipeline.ordered(lambda _, threads: threads, [1], lambda _: 1, 3)] == [3]
+    assert [r for _, r in pipeline.ordered(lambda _, threads: threads, [1, 2], lambda _: 1, 3)] == [1, 1]
+    assert [r for _, r in pipeline.ordered(lambda _, threads: threads, [1, 2], lambda _: pipeline.IN_FLIGHT, 3)] == [
+        3,
+        3,
+    ]

@@ -51,6 +51,7 @@ class Node:
         return Node(self.value[key], self.where, path)
 
     def items(self, least: int = 0, most: int | None = None) -> list[Node]:
+        """The entries of a list of at least `least` and at most `most`."""
         if not isinstance(self.value, list):
             raise self.wrong("a list")
         if len(self.value) < least or (most is not None and len(self.value) > most):
@@ -58,34 +59,41 @@ class Node:
         return [Node(value, self.where, f"{self.path}[{i}]") for i, value in enumerate(self.value)]
 
     def integer(self, least: int) -> int:
+        """An integer of at least `least` that fits 64 bits."""
         if type(self.value) is not int or not least <= self.value <= _MAX_INTEGER:
             raise self.wrong(f"an integer of at least {least}")
         return self.value
 
     def whole(self) -> int:
+        """Any integer."""
         if type(self.value) is not int:
             raise self.wrong("an integer")
         return self.value
 
     def boolean(self) -> bool:
+        """True or false."""
         if not isinstance(self.value, bool):
             raise self.wrong("true or false")
         return self.value
 
     def text(self) -> str:
+        """A string."""
         if not isinstance(self.value, str):
             raise self.wrong("a string")
         return self.value
 
     def texts(self) -> tuple[str, ...]:
+        """A list of strings."""
         return tuple(item.text() for item in self.items())
 
     def text_map(self) -> dict[str, str]:
+        """An object whose values are strings."""
         if not isinstance(self.value, dict):
             raise self.wrong("an object of strings")
         return {key: self.at(key).text() for key in self.value}
 
     def sha256(self) -> str:
+        """A SHA-256 in lower-case hexadecimal digits."""
         if not isinstance(self.value, str) or not _SHA256.fullmatch(self.value):
             raise self.wrong("64 hexadecimal digits")
         return self.value

@@ -18,7 +18,7 @@ from ..errors import SourceError
 
 STDIN = "-"
 _PAGE = mmap.PAGESIZE
-_WORTH_DROPPING = 1 << 20
+_MIN_DROP_BYTES = 1 << 20
 
 
 def head_of(path: str, nbytes: int = 64) -> bytes:
@@ -84,7 +84,7 @@ class MappedFile:
 
     def drop(self, offset: int, nbytes: int) -> None:
         """Let go of the pages behind a large range; they come back from the page cache if touched again."""
-        if nbytes >= _WORTH_DROPPING and self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
+        if nbytes >= _MIN_DROP_BYTES and self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
             first = offset // _PAGE * _PAGE
             self._map.madvise(mmap.MADV_DONTNEED, first, offset + nbytes - first)
 

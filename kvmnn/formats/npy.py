@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import PurePath
-from typing import Protocol
 
 import numpy as np
 from numpy.lib import format as npy_format
@@ -96,11 +95,7 @@ def read_mapped(file: MappedFile, options: ReadOptions) -> Source:
     return Source([checked(array, where)])
 
 
-class _Writable(Protocol):
-    def write(self, data: bytes, /) -> int: ...
-
-
-def write_header(stream: _Writable, array: ArrayInfo) -> None:
+def write_header(sink: Sink, array: ArrayInfo) -> None:
     """Write the header that ``numpy.save`` writes for such an array."""
     buffer = io.BytesIO()
     npy_format.write_array_header_1_0(
@@ -111,7 +106,7 @@ def write_header(stream: _Writable, array: ArrayInfo) -> None:
             "shape": array.shape,
         },
     )
-    stream.write(buffer.getvalue())
+    sink.write(buffer.getvalue())
 
 
 def write_npy(sink: Sink, arrays: Sequence[ArrayInfo], runs: Runs, metadata: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""The search for the smallest stream of every lane, shared out over threads."""
+"""The smallest stream of every lane, searched for on all threads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .options import ZSTD_BIT, LaneOptions
 from .predictors import NAMES as PREDICTORS
 
 _NO_LIMIT = (1 << 62) - 1
-_LEVEL_22_UP_TO = 16 << 20
+_MAX_LEVEL_22_BYTES = 16 << 20
 """Bytes of a stream; for larger ones level 22 takes more than a gigabyte of memory."""
 
 
@@ -77,7 +77,7 @@ def smallest_at_all_levels(options: LaneOptions, data: Bytes, threads: int) -> b
             for lane, mode in pairs
             if sizes[lane, mode] <= 1.05 * min(size for (other, _), size in sizes.items() if other == lane)
         ]
-        levels = (9, 13, 16, 19, 22) if data.size // options.stride <= _LEVEL_22_UP_TO else (9, 13, 16, 19)
+        levels = (9, 13, 16, 19, 22) if data.size // options.stride <= _MAX_LEVEL_22_BYTES else (9, 13, 16, 19)
         map_pulled(at_a_high_level, [(lane, mode, level) for level in levels for lane, mode in near], threads)
     return best.frame()
 

@@ -12,7 +12,7 @@ from ..dtypes import FP16, FP32, DType, by_name
 from ..errors import FrameError, LimitError
 from ..threads.pool import map_pulled, resolve_threads
 from . import _decoder
-from .options import CODECS, PARALLEL_FROM, codec_bits
+from .options import CODECS, MIN_PARALLEL_BYTES, codec_bits
 from .words import raw_bytes_of, words_of, writable_bytes
 
 
@@ -89,7 +89,7 @@ def matches(
 
 
 def _decode_lanes(parsed: _decoder.Frame, threads: int) -> None:
-    if threads == 1 or parsed.words * parsed.stride < PARALLEL_FROM:
+    if threads == 1 or parsed.words * parsed.stride < MIN_PARALLEL_BYTES:
         parsed.decode()
     else:
         parsed.reserve()

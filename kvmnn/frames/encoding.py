@@ -13,7 +13,7 @@ from ..dtypes import Bytes
 from ..threads.pool import resolve_threads
 from . import _encoder, zstd
 from .candidates import smallest_at_all_levels, smallest_at_one_level
-from .options import CODECS, PARALLEL_FROM, CodecOptions, LaneOptions
+from .options import CODECS, MIN_PARALLEL_BYTES, CodecOptions, LaneOptions
 from .words import words_of
 
 
@@ -72,7 +72,7 @@ def encode_words(data: Bytes, options: LaneOptions, threads: int) -> bytes:
     if options.effort == "max":
         return smallest_at_all_levels(options, data, threads)
     fast = options.effort == "fast"
-    if threads == 1 or data.size < PARALLEL_FROM or data.size % options.stride:
+    if threads == 1 or data.size < MIN_PARALLEL_BYTES or data.size % options.stride:
         return _encoder.encode(data, options.stride, options.modes, options.allow, zstd.LEVEL, fast)
     if fast:
         options = options._replace(modes=tuple(_encoder.likely_modes(data, options.stride, options.modes)))

@@ -1,4 +1,4 @@
-"""What `kvmnn.inspect` reports about a frame."""
+"""Every byte of a frame accounted for: `inspect` and what it gives."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ class StreamInfo:
         return 8 * self.payload_bytes / self.raw_bytes
 
     def to_dict(self) -> dict[str, Any]:
+        """The same for JSON."""
         return {**asdict(self), "header_bytes": self.HEADER_BYTES, "bits_per_byte": self.bits_per_byte}
 
 
@@ -58,10 +59,12 @@ class FrameInfo:
 
     @property
     def raw_bytes(self) -> int:
+        """Bytes of the words."""
         return self.words * len(self.streams)
 
     @property
     def frame_bytes(self) -> int:
+        """Bytes of the frame."""
         return self.header_bytes + sum(stream.payload_bytes for stream in self.streams)
 
     @property

@@ -15,8 +15,8 @@ CODECS = ("rle", "zstd")
 
 EFFORTS = ("exact", "fast", "max")
 
-PARALLEL_FROM = 1 << 20
-"""Raw bytes from which one frame's streams are shared out over threads."""
+MIN_PARALLEL_BYTES = 1 << 20
+"""Raw bytes from which the streams of a frame are shared out over threads."""
 
 RLE_BIT, ZSTD_BIT = 1, 2
 

@@ -8,7 +8,7 @@ from types import TracebackType
 
 from ..dtypes import Bytes
 
-_WORTH_A_THREAD = 1 << 20
+_MIN_THREAD_BYTES = 1 << 20
 
 
 class Digester:
@@ -24,7 +24,7 @@ class Digester:
     def update(self, digest: hashlib._Hash, piece: Bytes) -> None:
         """Feed `piece`, which must not change any more, to `digest`; large ones return at once."""
         self.wait()
-        if piece.size < _WORTH_A_THREAD:
+        if piece.size < _MIN_THREAD_BYTES:
             digest.update(piece.data)
         else:
             self._last = self._pool.submit(digest.update, piece.data)

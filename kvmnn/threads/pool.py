@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
-from ..errors import KvmnnError
+from ..checks import whole
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -27,14 +27,8 @@ def cpu_count() -> int:
 
 
 def resolve_threads(threads: int | None) -> int:
-    """The number of threads a caller means: None for every processor."""
-    if threads is None:
-        return cpu_count()
-    if isinstance(threads, bool) or not isinstance(threads, int):
-        raise TypeError(f"threads must be an integer or None, not {type(threads).__name__}")
-    if threads < 1:
-        raise KvmnnError(f"threads is {threads}: expected at least 1")
-    return threads
+    """The number of threads a caller means: None for every processor; errors as `checks.whole`, from 1 on."""
+    return cpu_count() if threads is None else whole(threads, "threads", 1)
 
 
 def map_pulled(function: Callable[[T], R], items: Iterable[T], threads: int) -> list[R]:

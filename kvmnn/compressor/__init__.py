@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .conversion.inspect import CheckpointAccount, WeightFileAccount, inspect
     from .conversion.selection import ConvertOptions
     from .conversion.verify import Rejection, Verdict, verify
-    from .forward.cache_file import CompressedFile, compress_file, compress_source
+    from .forward.cache_file import CompressedFile, check_output, compress_file, compress_source
     from .forward.compressing import CompressedKV, compress, compress_layers
     from .forward.compression_plan import CompressionPlan
     from .forward.onnx_graph import export_onnx
@@ -35,6 +35,7 @@ _HOMES = {
     "Verdict": "conversion.verify",
     "WeightFile": "kvcm",
     "WeightFileAccount": "conversion.inspect",
+    "check_output": "forward.cache_file",
     "compress": "forward.compressing",
     "compress_file": "forward.cache_file",
     "compress_layers": "forward.compressing",
@@ -78,6 +79,7 @@ __all__ = [
     "Verdict",
     "WeightFile",
     "WeightFileAccount",
+    "check_output",
     "compress",
     "compress_file",
     "compress_layers",

@@ -66,12 +66,13 @@ def add_parser(verbs: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
-    from ...compressor import ForwardOptions, compress_source
+    from ...compressor import ForwardOptions, check_output, compress_source
 
     if arguments.output is None:
         raise UsageError("no output given: use -o OUT.npz or -o OUT.safetensors")
     if STDIO in (arguments.cache, arguments.weights):
         raise UsageError("a cache and weights are read from files, not from standard input")
+    check_output(arguments.output)
     options = ForwardOptions(
         image_len=arguments.image_tokens,
         factor=arguments.factor,

@@ -176,7 +176,7 @@ def compress_source(
     started = time.perf_counter()
     options = options or ForwardOptions()
     weights, cache, output = os.fspath(weights), os.fspath(cache), os.fspath(output)
-    _check_output(output)
+    check_output(output)
     weight_file = read(weights)
     arrays = read_kv(cache, source.arrays, axes)
     stored = int(next(iter(arrays.layers.values()))[0].shape[2])
@@ -213,7 +213,8 @@ def compress_source(
     return result
 
 
-def _check_output(output: str) -> None:
+def check_output(output: str) -> None:
+    """Refuse an output that cannot hold a cache: `OptionError`."""
     known = array_format(output)
     if known is None or not known.holds_many or os.path.isdir(output):
         raise OptionError(f"{output}: expected a .npz or .safetensors file as output")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def options(arguments: argparse.Namespace, **more: Any) -> ConvertOptions:
     return ConvertOptions(**{name: value for name, value in {**given, **more}.items() if value is not None})
 
 
-def report(arguments: argparse.Namespace, warnings: list[str], notices: list[str]) -> None:
+def report(arguments: argparse.Namespace, warnings: Sequence[str], notices: Sequence[str]) -> None:
     """One line on standard error for each."""
     if not arguments.quiet:
         for kind, lines in (("note", notices), ("warning", warnings)):

@@ -23,7 +23,7 @@ from .stored_sizes import StoredSize, stored_size
 from .totals import Totals
 from .units import Unit, units_of
 
-MEMORY = 320 << 20
+MAX_MEMORY = 320 << 20
 """Bytes of anonymous memory that streams which are measured at one time may take, unless one alone takes more."""
 
 COMPRESSION_FAILED = "compression_failed"
@@ -143,7 +143,7 @@ def _run(
     jobs: list[_Job], units: list[Unit], options: MeasureOptions, threads: int, progress: Progress | None
 ) -> tuple[_Results, set[int]]:
     """The results by unit, part and lane, and the units whose files could not be read."""
-    meters, budget = Meters(MEMORY // threads), MemoryBudget(MEMORY)
+    meters, budget = Meters(MAX_MEMORY // threads), MemoryBudget(MAX_MEMORY)
     tell = _one_at_a_time(progress)
 
     def work(job: _Job) -> StreamSize | StoredSize | None:

@@ -19,7 +19,7 @@ from ..files.mapped import MappedFile
 RUN_BYTES = 1 << 20
 """Bytes of a run of several tokens."""
 
-_READ_UP_TO = 256 << 10  # smaller files are read, not mapped
+_MAX_READ = 256 << 10  # larger files are mapped
 
 
 class Tensor(Protocol):
@@ -79,7 +79,7 @@ class FileTensor:
         SourceError
             When it cannot be read, or has another size than before.
         """
-        if self.found > _READ_UP_TO:
+        if self.found > _MAX_READ:
             file = MappedFile(self.path)
             if file.size != self.found:
                 raise SourceError(f"{self.path}: has {file.size} bytes, it had {self.found} before")

@@ -217,7 +217,7 @@ def piece_size(piece: np.ndarray, part: str, options: MeasureOptions) -> int:
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_threads_and_memory_do_not_change_anything(dumps, threads, monkeypatch):
     options = MeasureOptions(entry_mode="chunked_grouped", online_chunk_seq=5)
-    monkeypatch.setattr("kvmnn.offline.measuring.MEMORY", 1)
+    monkeypatch.setattr("kvmnn.offline.measuring.MAX_MEMORY", 1)
     monkeypatch.setattr("kvmnn.offline.token_runs.RUN_BYTES", 40)
     seen: list[int] = []
     measured = measure(["x"], select([dumps], options.scope), options, real=True, threads=threads, progress=seen.append)

@@ -28,7 +28,7 @@ _U32 = 0xFFFF_FFFF
 _ENCRYPTED = 0x1
 _STORED, _DEFLATED = 0, 8
 _MAX_DEFLATE = 1_032
-"""The most that deflate can make of one byte."""
+"""Bytes that deflate can make of one, at most."""
 
 MAX_ENTRIES = 1 << 18
 
@@ -67,13 +67,13 @@ class Archive:
         self._check_overlap(entries)
         self._sort_in(entries)
 
-    def read(self, name: str, most: int = MAX_INFLATED) -> Bytes:
+    def read(self, name: str, max_bytes: int = MAX_INFLATED) -> Bytes:
         """All bytes of a member, compared with its checksum; a view of the file where it is stored as it is.
 
         Raises
         ------
         LimitError
-            For a member of more than `most` bytes.
+            For a deflated member of more than `max_bytes` bytes.
         """
         member = self.members[name]
         where = f"member {name!r}"
@@ -84,7 +84,7 @@ class Archive:
         elif member.method == _DEFLATED:
             if name in self._inflated:
                 return self._inflated[name]
-            data = self._inflate(member, where, most)
+            data = self._inflate(member, where, max_bytes)
         else:
             raise CheckpointError(f"{where}: compression method {member.method} is neither stored nor deflated")
         if name not in self._proven:
@@ -186,10 +186,10 @@ class Archive:
             raise CheckpointError(f"member {member.name[:80]!r} reaches into the directory")
         return begin
 
-    def _inflate(self, member: Member, where: str, most: int) -> Bytes:
-        if member.nbytes > min(most, member.packed_bytes * _MAX_DEFLATE):
+    def _inflate(self, member: Member, where: str, max_bytes: int) -> Bytes:
+        if member.nbytes > min(max_bytes, member.packed_bytes * _MAX_DEFLATE):
             raise LimitError(
-                f"{where}: {member.nbytes} bytes deflated to {member.packed_bytes}: at most {most} bytes, and "
+                f"{where}: {member.nbytes} bytes deflated to {member.packed_bytes}: at most {max_bytes} bytes, and "
                 f"{_MAX_DEFLATE} for one, are read"
             )
         packed = self.file.view(self._begin(member), member.packed_bytes)

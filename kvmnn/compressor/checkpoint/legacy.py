@@ -23,11 +23,11 @@ PROTOCOL = 1001
 class LegacyReader:
     """The object of a legacy checkpoint; storages are placed once their keys are known, and read when needed."""
 
-    def __init__(self, file: MappedFile, names: Names, opcodes_most: int) -> None:
+    def __init__(self, file: MappedFile, names: Names, max_opcodes: int) -> None:
         self._file = file
         self._data = file.view(0, file.size)
         self._names = names
-        self._opcodes_most = opcodes_most
+        self._max_opcodes = max_opcodes
         self.storages: dict[str, Storage] = {}
         self._parts: dict[str, Storage] = {}
         self._places: dict[str, int] = {}
@@ -52,7 +52,7 @@ class LegacyReader:
 
     def _pickle(self) -> object:
         begin = self.position
-        self.position, protocol = _pickles.scan(self._data, begin, self._opcodes_most)
+        self.position, protocol = _pickles.scan(self._data, begin, self._max_opcodes)
         self.protocol = max(self.protocol, protocol)
         return _pickles.load(self._data, begin, self.position, self._names.resolve, self._persistent, set_state)
 
@@ -64,27 +64,28 @@ class LegacyReader:
                     raise CheckpointError(
                         f"storage {key[:80]!r} has no type, which a legacy file needs: torch.load refuses it too"
                     )
-                whole = self._storage(key, element, count)
-                return whole if part is None else self._part(whole, part)
+                root = self._storage(key, element, count)
+                return root if part is None else self._part(root, part)
         raise CheckpointError("a persistent id that does not name a storage")
 
-    def _part(self, whole: Storage, view: object) -> Storage:
+    def _part(self, root: Storage, view: object) -> Storage:
         """A storage within another, as ``(key, offset, number of elements)``."""
         match view:
             case (str(key), int(offset), int(count)):
                 pass
             case _:
-                raise CheckpointError(f"storage {whole.key[:80]!r}: a part that is not a key, an offset and a size")
-        step = whole.element.itemsize
+                raise CheckpointError(f"storage {root.key[:80]!r}: a part that is not a key, an offset and a size")
+        step = root.element.itemsize
         begin, end = offset * step, (offset + count) * step
-        if not 0 <= begin <= end <= whole.nbytes:
+        if not 0 <= begin <= end <= root.nbytes:
             raise CheckpointError(
-                f"storage {key[:80]!r} is bytes {begin} to {end} of storage {whole.key[:80]!r}, which has "
-                f"{whole.nbytes}"[:300]
+                f"storage {key[:80]!r} is bytes {begin} to {end} of storage {root.key[:80]!r}, which has {root.nbytes}"[
+                    :300
+                ]
             )
-        part = Storage(key, whole.element, end - begin, lambda: whole.read()[begin:end], root=whole, begin=begin)
+        part = Storage(key, root.element, end - begin, lambda: root.read()[begin:end], root=root, begin=begin)
         known = self._parts.setdefault(key, part)
-        if known is not part and (known.root, known.begin, known.nbytes) != (whole, begin, end - begin):
+        if known is not part and (known.root, known.begin, known.nbytes) != (root, begin, end - begin):
             raise CheckpointError(f"storage {key[:80]!r} is given two places or sizes")
         return known
 

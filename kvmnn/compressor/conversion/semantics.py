@@ -46,15 +46,15 @@ def findings(file: WeightFile) -> Iterator[Finding]:
 def _counts(file: WeightFile) -> Iterator[Finding]:
     count = file.header.weight_count_per_layer
     where = f"offset {FIELD_OFFSETS['weight_count_per_layer']}: field weight_count_per_layer is {count}"
-    whole = [len(TEXT_PREFIXES) * SLOTS_PER_PREFIX, len(PREFIXES) * SLOTS_PER_PREFIX]
-    expected = f"expected {whole[0]} (text) or {whole[1]} (text and image)"
+    complete = [len(TEXT_PREFIXES) * SLOTS_PER_PREFIX, len(PREFIXES) * SLOTS_PER_PREFIX]
+    expected = f"expected {complete[0]} (text) or {complete[1]} (text and image)"
     if count % SLOTS_PER_PREFIX:
         yield Finding("weight_count_not_multiple_of_3", f"{where}: {expected}, three for each compressor")
-    elif count < whole[0]:
+    elif count < complete[0]:
         yield Finding("missing_text_mlp", f"{where}: text V is missing, so the runtime never compresses: {expected}")
-    elif count not in whole:
+    elif count not in complete:
         yield Finding("odd_prefix_count", f"{where}, {count // SLOTS_PER_PREFIX} compressors: {expected}")
-        if count < whole[1]:
+        if count < complete[1]:
             yield Finding("missing_image_mlp", f"{where}: image V is missing, so image tokens stay as they are")
 
 

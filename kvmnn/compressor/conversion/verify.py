@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from .semantics import Finding, findings
 _SHOWN = 5
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Verdict:
     """What verifying found.
 
@@ -50,9 +50,9 @@ class Verdict:
     against: str | None
     file: WeightFile
     findings: list[Finding]
-    differences: list[str] = field(default_factory=list)
+    differences: Sequence[str] = ()
     compared: int = 0
-    notices: list[str] = field(default_factory=list)
+    notices: Sequence[str] = ()
 
     @property
     def ok(self) -> bool:
@@ -74,9 +74,9 @@ class Verdict:
                 {"reason": finding.reason, "level": "semantic" if finding.is_error else "warning", "text": finding.text}
                 for finding in self.findings
             ],
-            "differences": self.differences,
+            "differences": list(self.differences),
             "compared_elements": self.compared,
-            "notices": self.notices,
+            "notices": list(self.notices),
             "header": self.file.header.to_dict(),
             "bytes": self.file.size,
         }
@@ -164,11 +164,19 @@ def verify(
         For a checkpoint that gives no weights.
     """
     file = read(path, allow_trailing=allow_trailing)
-    source = None if against is None else os.fspath(against)
-    verdict = Verdict(path=os.fspath(path), against=source, file=file, findings=list(findings(file)))
-    if source is not None:
-        _compare(verdict, source, options or ConvertOptions(), also, progress)
-    return verdict
+    found = list(findings(file))
+    if against is None:
+        return Verdict(path=os.fspath(path), against=None, file=file, findings=found)
+    comparison = _compare(file, against, options or ConvertOptions(), also, progress)
+    return Verdict(
+        path=os.fspath(path),
+        against=os.fspath(against),
+        file=file,
+        findings=found,
+        differences=comparison.differences,
+        compared=comparison.elements,
+        notices=comparison.notices,
+    )
 
 
 def default_prefixes(file: WeightFile) -> tuple[str, ...]:
@@ -176,33 +184,38 @@ def default_prefixes(file: WeightFile) -> tuple[str, ...]:
     return PREFIXES[: max(file.header.weight_count_per_layer // SLOTS_PER_PREFIX, 1)]
 
 
+class _Comparison(NamedTuple):
+    differences: list[str]
+    elements: int
+    notices: list[str]
+
+
 def _compare(
-    verdict: Verdict,
-    against: str,
+    file: WeightFile,
+    against: str | os.PathLike[str],
     given: ConvertOptions,
     also: Collection[str],
     progress: Progress | None,
-) -> None:
-    file = verdict.file
+) -> _Comparison:
     prefixes = default_prefixes(file) if given.prefixes == PREFIXES else given.prefixes
     given = replace(given, dtype=file.header.dtype.name, prefixes=prefixes, as_reference=True)
     checkpoint, selection = prepare(against, given)
-    verdict.notices = selection.notices
-    verdict.differences += _header_differences(file, selection, also)
+    differences, elements = list(_header_differences(file, selection, also)), 0
     if len(selection.linears) != len(file):
-        verdict.differences.append(f"the file has {len(file)} weights, the checkpoint gives {len(selection.linears)}")
-        return
+        differences.append(f"the file has {len(file)} weights, the checkpoint gives {len(selection.linears)}")
+        return _Comparison(differences, 0, selection.notices)
     with naming(checkpoint.label):
         for block, linear in zip(file.blocks(), selection.linears, strict=True):
             place = _place(block, selection, given)
             parts = (("weight", block.weight, linear.weight), ("bias", block.bias, linear.bias))
             for part, words, tensor in parts:
                 difference, compared = _difference(words, tensor, file)
-                verdict.compared += compared
+                elements += compared
                 if difference:
-                    verdict.differences.append(f"offset {block.offset}: {place}: {part}{difference}")
+                    differences.append(f"offset {block.offset}: {place}: {part}{difference}")
             if progress is not None:
                 progress(block.nbytes)
+    return _Comparison(differences, elements, selection.notices)
 
 
 _DERIVED = ("num_layers", "head_dim", "hidden_size", "compression_factor", "weight_count_per_layer")

@@ -1,4 +1,4 @@
-"""What a compressor will do to a cache: segments, groups, lengths; and whether its weights can. It computes no K or V.
+"""What a KV compressor will do to a cache: segments, groups, lengths; and whether its weight file can. No K or V here.
 
 The rules are those of the runtime that loads KVCM files; docs/compressor-forward.md states them.
 """
@@ -114,27 +114,27 @@ class CompressionPlan:
 def make_plan(
     weights: WeightFile, layers: list[int], batch: int, tokens: int, head_dim: int, options: ForwardOptions
 ) -> CompressionPlan:
-    """Decide what happens to a cache, and check that the weights can do it to every layer.
+    """Decide what happens to a cache, and check that the weight file has what every layer needs.
 
     Parameters
     ----------
     weights
-        Their header gives factor and least number of groups where `options` do not.
+        Its header gives factor and least number of groups where `options` do not.
     layers
-        The cache's layers, which are those of the weights with the same numbers.
+        The cache's layers; each is compressed by the compressors of the layer with its number.
     batch, tokens, head_dim
         Shape of the cache.
 
     Raises
     ------
     KvmnnError
-        When the weights have fewer layers than the cache, or a compressor that is needed does not fit the cache or
+        When the weight file has fewer layers than the cache, or a compressor that is needed does not fit the cache or
         itself. Nothing has been computed then.
     """
     header = weights.header
     seq_len = tokens if options.seq_len is None else min(options.seq_len, tokens)
     factor = options.factor if options.factor > 1 else header.compression_factor
-    least = options.min_seq_len or header.min_seq_len
+    min_groups = options.min_seq_len or header.min_seq_len
     image_len = min(options.image_len, seq_len)
     has_text = header.weight_count_per_layer >= _TEXT_BLOCKS
     has_image = header.weight_count_per_layer >= _IMAGE_BLOCKS
@@ -143,7 +143,7 @@ def make_plan(
     def groups(kind: Kind, length: int) -> int:
         if reason or (kind == "image" and not has_image):
             return 0
-        return length // factor if length // factor >= least else 0
+        return length // factor if length // factor >= min_groups else 0
 
     spans: list[tuple[Kind, int, int]] = [("image", 0, image_len), ("text", image_len, seq_len - image_len)]
     segments = tuple(
@@ -155,7 +155,7 @@ def make_plan(
         seq_len=seq_len,
         new_len=sum(segment.new_tokens for segment in segments),
         factor=factor,
-        min_seq_len=least,
+        min_seq_len=min_groups,
         image_len=image_len,
         segments=segments,
         reason=reason or (None if any(segment.groups for segment in segments) else "too_short"),

@@ -63,13 +63,13 @@ def _groups(engine: Engine, segment: Segment, name: str, made: str, array: Words
         _store(made, new, result[batch, heads, begin : begin + count])
 
 
-def _chunks(shape: tuple[int, ...], groups: int, most: int) -> Iterator[tuple[int, slice, int, int]]:
-    """``(batch, heads, first group, groups)`` of at most `most` rows: as many heads as fit, or parts of one."""
-    step = max(most // groups, 1)
+def _chunks(shape: tuple[int, ...], groups: int, max_rows: int) -> Iterator[tuple[int, slice, int, int]]:
+    """``(batch, heads, first group, groups)`` of at most `max_rows` rows: as many heads as fit, or parts of one."""
+    step = max(max_rows // groups, 1)
     for batch in range(shape[0]):
         for head in range(0, shape[1], step):
-            for begin in range(0, groups, most):
-                yield batch, slice(head, min(head + step, shape[1])), begin, min(most, groups - begin)
+            for begin in range(0, groups, max_rows):
+                yield batch, slice(head, min(head + step, shape[1])), begin, min(max_rows, groups - begin)
 
 
 def _check_finite(name: str, tokens: Words, rounded: Floats, batch: int, head: int, first: int) -> None:

@@ -81,10 +81,10 @@ class Header:
             For a number that its field cannot hold.
         """
         for name, value in self.to_dict().items():
-            most = 0xFFFF if name in ("dtype_code", "reserved") else MAX_U32
-            if not 0 <= value <= most:
+            limit = 0xFFFF if name in ("dtype_code", "reserved") else MAX_U32
+            if not 0 <= value <= limit:
                 found = value if value.bit_length() < 128 else f"a number of {value.bit_length()} bits"
-                raise KvmnnError(f"header field {name} is {found}: expected 0 to {most}")
+                raise KvmnnError(f"header field {name} is {found}: expected 0 to {limit}")
         return HEADER.pack(*self.to_dict().values())
 
     def to_dict(self) -> dict[str, int]:

@@ -90,17 +90,3 @@ def report(arguments: argparse.Namespace, warnings: Sequence[str], notices: Sequ
         for kind, lines in (("note", notices), ("warning", warnings)):
             for line in lines:
                 print(f"kvmnn: {kind}: {line}", file=sys.stderr)
-
-
-def is_weight_file(path: str) -> bool:
-    """As in `kvmnn.compressor`, which is imported when it is asked."""
-    from .. import compressor
-
-    return compressor.is_weight_file(path)
-
-
-def is_checkpoint(path: str) -> bool:
-    """As in `kvmnn.compressor`, which is imported when it is asked."""
-    from .. import compressor
-
-    return compressor.is_checkpoint(path)

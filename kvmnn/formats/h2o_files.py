@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy.typing as npt
 from ..arrays.named_array import NamedArray
 from ..dtypes import Floats
 from ..errors import SourceError
-from ..files.json_document import unique_keys
+from ..files.json_document import parse, read_bounded
 from ..files.output import FileOutput
 from ..h2o.config import H2OConfig
 from ..h2o.layer_plans import LayerPlans, LayerScores, plan_layers
@@ -22,7 +22,7 @@ from ..h2o.scores import block_sums, updated
 from . import opening
 from .options import ReadOptions
 
-KINDS = ("scores", "attention")
+_MAX_JSON = 256 << 20
 
 
 def plan_file(
@@ -51,7 +51,7 @@ def plan_file(
     Raises
     ------
     KvmnnError
-        As for `kvmnn.h2o.plan`; `SourceError` for a file that holds something else, `OutputError` for the output.
+        As for `kvmnn.h2o.plan` and `read_scores`; `OutputError` for the output.
     """
     config = config or H2OConfig()
     started = time.perf_counter()
@@ -96,7 +96,7 @@ def read_scores(
 
     Raises
     ------
-    SourceError
+    SourceError, ManifestError
         For a file that holds something else.
     """
     found: list[LayerScores] = []
@@ -152,11 +152,7 @@ def _floats(array: NamedArray) -> Floats:
 
 
 def _json(path: str) -> list[tuple[str, Floats]]:
-    try:
-        with open(path, "rb") as file:
-            document = json.load(file, object_pairs_hook=unique_keys)
-    except (ValueError, RecursionError) as exc:
-        raise SourceError(f"{path}: is not valid JSON: {str(exc)[:200]}") from None
+    document = parse(read_bounded(Path(path), _MAX_JSON), path, _MAX_JSON).value
     lists = document if isinstance(document, list) and document and isinstance(document[0], list) else [document]
     for number, scores in enumerate(lists):
         if not isinstance(scores, list) or not all(type(score) in (int, float) for score in scores):

@@ -1,7 +1,7 @@
 """The offline evaluation of the H2O work on MNN: what lossless compression of KV dumps would give, and does give."""
 
 from ..errors import OptionError
-from .analyses import all_layers, analyse
+from .analyses import ALL_LAYERS, all_layers, analyse
 from .analysis_report import AnalysisReport, write_analysis
 from .fp16_dumps import Converted, to_fp16
 from .measurement import Measurement, to_document, to_json, to_markdown
@@ -10,6 +10,7 @@ from .options import MeasureOptions, NothingSelectedError, Predictors, Scope
 from .selection import Selection, is_dump, select, select_source
 
 __all__ = [
+    "ALL_LAYERS",
     "AnalysisReport",
     "Converted",
     "MeasureOptions",

@@ -15,8 +15,8 @@ from ..arrays import layers
 from ..arrays.source import Source
 from ..dtypes import Part
 from ..errors import SourceError
-from ..formats import find_packed
-from ..formats.opening import is_frames
+from ..files.json_document import read_bounded
+from ..formats import find_packed, is_frames
 from .options import NothingSelectedError, Scope
 from .token_runs import ArrayTensor, FileTensor, Tensor
 
@@ -196,10 +196,10 @@ def _add(found: Selection, meta: Path, scope: Scope) -> None:
 
 def _load(meta: Path) -> dict[str, Any]:
     try:
-        if not stat.S_ISREG(meta.stat().st_mode) or meta.stat().st_size > _MAX_META:
+        if not stat.S_ISREG(meta.stat().st_mode):
             raise _SkipError("meta_parse_error")
-        fields = json.loads(meta.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        fields = json.loads(read_bounded(meta, _MAX_META).decode())
+    except (OSError, SourceError, ValueError, RecursionError):
         raise _SkipError("meta_parse_error") from None
     if not isinstance(fields, dict):
         raise SourceError(f"{meta}: holds JSON that is not an object")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from .. import inspect_weights, packed_options, printing, shared_options, weights_options
+from .. import packed_options, printing, shared_options, weights_options
 
 if TYPE_CHECKING:
     from ...formats import ArraysInfo
@@ -48,12 +48,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _inspected(path: str, arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """What an input holds, as JSON and as text."""
+    from ... import compressor
     from ...bundle import DecodeOptions, inspect, open_frames
     from ...formats import kind_of
     from ...formats.mnn import inspect_packed
 
-    if not arguments.no_manifest and (weights_options.is_weight_file(path) or weights_options.is_checkpoint(path)):
-        return inspect_weights.inspected(path, arguments)
+    if not arguments.no_manifest and (compressor.is_weight_file(path) or compressor.is_checkpoint(path)):
+        account = compressor.inspect(path, weights_options.options(arguments))
+        return account.to_dict(), str(account)
     if kind_of(path) == "arrays":
         found = inspect_packed(path, packed_options.options(arguments)) or _arrays(path, arguments)
         return found.to_dict(), str(found)

@@ -35,10 +35,11 @@ def add_parser(verbs: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out; 1 for any difference."""
-    if not arguments.no_manifest and weights_options.is_weight_file(arguments.input):
-        return verify_weights.run(arguments)
     from ...bundle import DecodeOptions, open_frames, verify
+    from ...compressor import is_weight_file
 
+    if not arguments.no_manifest and is_weight_file(arguments.input):
+        return verify_weights.run(arguments)
     options = DecodeOptions(dtype=arguments.dtype, codecs=shared_options.codecs(arguments), threads=arguments.threads)
     frames = open_frames(arguments.input, use_manifest=not arguments.no_manifest, options=options)
     against = _original(frames, arguments) if arguments.against else None

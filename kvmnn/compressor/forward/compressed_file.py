@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ...dtypes import Positions
-from ...errors import KvmnnError
-from ...files.json_document import Node, unique_keys
+from ...errors import KvmnnError, ManifestError, SourceError
+from ...files.json_document import parse, read_bounded
 
 SCHEMA = "kvmnn-compressed-kv"
 SCHEMA_VERSION = 1
@@ -69,16 +70,14 @@ def read_spans(path: str, tokens: int) -> Spans | None:
         For a document that is damaged or belongs to a cache of another length.
     """
     beside = path + SUFFIX
-    if not os.path.isfile(beside) or os.path.getsize(beside) > _MAX_BYTES:
+    if not os.path.isfile(beside):
         return None
     try:
-        with open(beside, "rb") as file:
-            document = json.loads(file.read(), object_pairs_hook=unique_keys)
-    except (OSError, ValueError, RecursionError):
+        root = parse(read_bounded(Path(beside), _MAX_BYTES), beside, _MAX_BYTES)
+    except (OSError, ManifestError, SourceError):
         return None
-    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+    if not isinstance(root.value, dict) or root.value.get("schema") != SCHEMA:
         return None
-    root = Node(document, beside, "")
     version = root.at("schema_version").integer(1)
     if version != SCHEMA_VERSION:
         raise KvmnnError(f"{beside}: schema_version is {version}, this kvmnn reads {SCHEMA_VERSION}")

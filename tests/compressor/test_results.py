@@ -1,0 +1,103 @@
+"""What a notebook gets from `kvmnn.compressor` is what the shell prints."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from compressor_files import checkpoint, weights
+from compressor_model import weight_file
+
+import kvmnn
+from kvmnn.cli.command import main
+from kvmnn.compressor import ForwardOptions, compress, compress_file, convert, export, inspect, kvcm, verify
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    checkpoint(tmp_path / "c.pth", weights())
+    return tmp_path
+
+
+@pytest.fixture
+def shell(capsys: pytest.CaptureFixture[str]) -> Any:
+    def call(*argv: str, code: int = 0) -> tuple[str, str]:
+        capsys.readouterr()
+        assert main(list(argv)) == code
+        return capsys.readouterr()
+
+    return call
+
+
+def told(text: str) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(text)
+    return {**document, "seconds": 0}
+
+
+def as_json(verb: str, result: Any) -> dict[str, Any]:
+    return told(json.dumps({"verb": verb, **result.to_dict()}))
+
+
+def test_every_name_of_the_face_is_there() -> None:
+    for name in kvmnn.compressor.__all__:
+        assert getattr(kvmnn.compressor, name) is not None
+        assert name in dir(kvmnn.compressor)
+    with pytest.raises(AttributeError, match="no attribute 'decompress'"):
+        kvmnn.compressor.decompress  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_the_face_imports_nothing_until_it_is_asked() -> None:
+    code = (
+        "import sys, kvmnn; kvmnn.compressor; print(sum(name.startswith('kvmnn.compressor') for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "1\n"
+
+
+def test_conversion_and_export(here: Path, shell: Any) -> None:
+    made = convert("c.pth", "w.bin")
+    assert shell("convert", "c.pth", "w.bin", "-f")[0] == f"{made}\n"
+    assert told(shell("convert", "c.pth", "w.bin", "-f", "--json")[0]) == as_json("convert", made)
+    assert made.label == "LOSSY"
+    exported = export("w.bin", "w.npz")
+    assert shell("export", "w.bin", "-o", "w.npz", "-f")[0] == f"{exported}\n"
+    assert told(shell("export", "w.bin", "-o", "w.npz", "-f", "--json")[0]) == as_json("export", exported)
+    assert export(kvcm.read("w.bin"), "v.npz").tensors == exported.tensors
+
+
+def test_accounts_and_verdicts(here: Path, shell: Any) -> None:
+    convert("c.pth", "w.bin")
+    for path in ("w.bin", "c.pth"):
+        account = inspect(path)
+        assert shell("inspect", path)[0] == f"{account}\n"
+        assert json.loads(shell("inspect", path, "--json")[0])["inputs"] == [json.loads(json.dumps(account.to_dict()))]
+    verdict = verify("w.bin", against="c.pth")
+    assert shell("verify", "w.bin", "--against", "c.pth")[0] == f"{verdict}\n"
+    assert told(shell("verify", "w.bin", "--against", "c.pth", "--json")[0]) == as_json("verify", verdict)
+    checkpoint(here / "d.pth", weights(seed=3))
+    verdict = verify("w.bin", against="d.pth")
+    err = shell("verify", "w.bin", "--against", "d.pth", code=1)[1]
+    assert err == "".join(f"kvmnn: error: {line}\n" for line in str(verdict).splitlines())
+    assert f"in {len(verdict.differences) - 5} more places" in str(verdict)
+
+
+def test_a_compressed_cache_file(here: Path, shell: Any) -> None:
+    random = np.random.default_rng(2)
+    made = weight_file(random, layers=2, factor=5, dtype="fp16")
+    with open("w.bin", "wb") as file:
+        kvcm.write(file, made.header, ((block.weight, block.bias) for block in made.blocks()))
+    keys, values = (random.standard_normal((2, 1, 3, 21, 4)).astype(np.float32) for _ in range(2))
+    np.savez("c.npz", k=keys, v=values)
+    result = compress_file("w.bin", "c.npz", "o.npz", ForwardOptions(image_len=11))
+    argv = ["compress-kv", "w.bin", "c.npz", "-o", "o.npz", "-f", "--image-tokens", "11"]
+    assert shell(*argv)[0] == f"{result}\n"
+    assert told(shell(*argv, "--json")[0]) == as_json("compress-kv", result)
+    assert result.plan == compress(kvcm.read("w.bin"), keys, values, ForwardOptions(image_len=11)).plan
+    for name in ("o.npy", "o.txt"):
+        with pytest.raises(kvmnn.KvmnnError, match=r"expected a \.npz or \.safetensors file"):
+            compress_file("w.bin", "c.npz", name)

@@ -1,0 +1,63 @@
+"""What a notebook gets from `kvmnn.offline` is what the shell prints."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from offline_model import words, write_dump
+
+from kvmnn.errors import OptionError, OutputError, SourceError
+from kvmnn.offline import ALL_LAYERS, measure, select, to_fp16, to_json, to_markdown, write_analysis
+
+K, V = words(1, 40), words(2, 40)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_dump(Path("dump"), 0, 0, K, V)
+    write_dump(Path("dump"), 1, 0, K.astype("<f4"), V.astype("<f4"))
+    return tmp_path
+
+
+def test_a_measurement(here, run):
+    found = measure([os.path.abspath("dump")], real=True, out_json="a/b.json", out_md="a/b.md")
+    assert run("measure", "dump", "--real").out == f"{found}\n"
+    assert json.loads(run("measure", "dump", "--real", "--json").out) == {"verb": "measure", **found.to_dict()}
+    assert Path("a/b.json").read_text() == to_json(found)
+    assert Path("a/b.md").read_text() == to_markdown(found)
+    assert found.label == "LOSSY"
+
+
+def test_documents_that_cannot_be_written(here):
+    with pytest.raises(OptionError, match="name the same file"):
+        measure(["dump"], out_json="x", out_md="./x")
+    Path("taken").write_text("mine")
+    with pytest.raises(OutputError, match="exists already"):
+        measure(["dump"], out_json="y", out_md="taken")
+    assert sorted(path.name for path in here.iterdir()) == ["dump", "taken"]
+
+
+def test_an_analysis(here, run):
+    report = write_analysis(select(["dump"], ALL_LAYERS), "an")
+    assert run("measure", "dump", "--analysis", "an", "-f").out == f"{report}\n"
+    told = json.loads(run("measure", "dump", "--analysis", "an", "-f", "--json").out)
+    assert told == {"verb": "measure", **report.to_dict()}
+
+
+def test_a_conversion(here, run):
+    found = to_fp16("dump", "half", allow_fp16=True)
+    assert run("measure", "dump", "--to-fp16", "other", "--allow-fp16").out == f"{found}\n"
+    assert found.to_dict() | {"errors": []} == {
+        "to_fp16": "half",
+        "label": "LOSSY",
+        "converted": 1,
+        "copied": 1,
+        "skipped": 0,
+        "errors": [],
+    }
+    with pytest.raises(SourceError, match="is not a directory"):
+        to_fp16("gone", "half").check_found()

@@ -15,16 +15,8 @@ from .view import View
 class KNorm(Budgeted):
     """Keep the tokens of the prompt with the lowest key norms, lowest first; decoding is left alone.
 
-    Paper: arXiv 2406.11430. Original: kvpress, `KnormPress`.
-
-    Parameters
-    ----------
-    keep_ratio
-        ``1 - compression_ratio`` of kvpress; rounded down in float64, so 0.9 of 10 pruned leaves none.
-
-    Notes
-    -----
-    Where it differs from kvpress, and why: norms are float32 for every cache and of equal norms the older token comes
+    Paper: arXiv 2406.11430. Original: kvpress, `KnormPress`, whose ``1 - compression_ratio`` is `keep_ratio`, rounded
+    down in float64: 0.9 of 10 pruned leaves none. Where it differs from kvpress, and why: norms are float32 for every cache and of equal norms the older token comes
     first, so that the answer is defined; NaN comes last; the budget may also be a number of tokens.
     """
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from ..dtypes import Indices
 from .base import Budgeted
@@ -15,12 +14,20 @@ from .view import View
 class KNorm(Budgeted):
     """Keep the tokens of the prompt with the lowest key norms, lowest first; decoding is left alone.
 
-    Paper: arXiv 2406.11430. Original: kvpress, `KnormPress`, whose ``1 - compression_ratio`` is `keep_ratio`, rounded
-    down in float64: 0.9 of 10 pruned leaves none. Where it differs from kvpress, and why: norms are float32 for every cache and of equal norms the older token comes
+    Paper: arXiv 2406.11430. Original: kvpress, `KnormPress`.
+
+    Parameters
+    ----------
+    keep_ratio
+        ``1 - compression_ratio`` of kvpress; rounded down in float64, so 0.9 of 10 pruned leaves none.
+
+    Notes
+    -----
+    Where it differs from kvpress, and why: norms are float32 for every cache and of equal norms the older token comes
     first, so that the answer is defined; NaN comes last; the budget may also be a number of tokens.
     """
 
-    name: ClassVar[str] = "knorm"
+    name = "knorm"
     needs = "keys"
     rounds_up = False
     prompt_only = True

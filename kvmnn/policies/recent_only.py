@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -14,17 +13,24 @@ from .view import View
 
 @dataclass(frozen=True, kw_only=True)
 class RecentOnly(Budgeted):
-    """Keep the `budget` latest tokens (1024 by default): a sliding window, which the others are compared with.
+    """Keep the `budget` latest tokens: a sliding window, which the others are compared with.
 
     Paper: the window attention that StreamingLLM (arXiv 2309.17453) compares itself with. Original:
-    `fix_size_l2_compress` of the l2_compress / KnormPress project, with everything protected. Where it differs: keys
-    are not looked at, so it answers once for all heads; a budget of 0 keeps nothing.
+    `fix_size_l2_compress` of the l2_compress / KnormPress project, with everything protected.
+
+    Parameters
+    ----------
+    budget
+        Tokens that stay, 1024 by default.
+
+    Notes
+    -----
+    Where it differs from the original: keys are not looked at, heads keep the same; a budget of 0 keeps nothing.
     """
 
-    name: ClassVar[str] = "recent_only"
+    name = "recent_only"
     needs = "lengths"
     default_budget = 1024
-
     skip_layers: tuple[int, ...] = (0, 1)
 
     def rule(self, view: View) -> Indices | None:

@@ -68,8 +68,9 @@ def add_settings(parser: Any) -> None:
 def configurations(arguments: argparse.Namespace) -> list[Configuration]:
     """Every policy with every budget, and those of presets; `UsageError` for what cannot be."""
     from ..errors import KvmnnError
-    from ..evaluation.setup.configurations import configurations, numbers
+    from ..evaluation.setup.configurations import configurations
     from ..evaluation.setup.presets import preset
+    from ..policies.specs import numbers
 
     try:
         skip = None if arguments.skip_layers is None else numbers(arguments.skip_layers)

@@ -60,20 +60,20 @@ def run_options(arguments: argparse.Namespace) -> RunOptions:
 def policy(arguments: argparse.Namespace) -> LabelledPolicy:
     """The one policy that was asked for; `UsageError` where it makes no sense."""
     from ..errors import KvmnnError
-    from ..evaluation.setup.configurations import FULL, configurations, numbers
-    from ..policies.labels import LabelledPolicy
+    from ..policies.labels import LabelledPolicy, label_of
+    from ..policies.specs import make, numbers, options_of
 
     budgets = [] if arguments.budget is None else [arguments.budget]
     try:
         skip = None if arguments.skip_layers is None else numbers(arguments.skip_layers)
-        (found,) = configurations([arguments.policy], budgets, skip)
+        ((name, options),) = options_of(arguments.policy, budgets, skip)
+        made = make(name, options, (arguments.seed,))
     except KvmnnError as exc:
         raise UsageError(str(exc)) from None
-    if found.policy == FULL and (budgets or skip):
+    if not made.evicts and (budgets or skip):
         raise UsageError("--budget and --skip-layers need a --policy")
-    if budgets and found.options.get("budget") != arguments.budget:
+    if budgets and options.get("budget") != arguments.budget:
         raise UsageError(
             f"--policy {arguments.policy} and --budget {arguments.budget}: the policy says its size itself"
         )
-    made = found.make((arguments.seed,))
-    return LabelledPolicy(policy=made, label=found.label, options=found.options)
+    return LabelledPolicy(policy=made, label=label_of(type(made), options), options=options)

@@ -39,6 +39,21 @@ POLICIES: dict[str, type[Policy]] = {
 """Every policy that evicts, by its name."""
 
 
+def policy_called(name: str) -> type[Policy]:
+    """The class of a policy, `Full` included.
+
+    Raises
+    ------
+    KvmnnError
+        Where there is none of that name.
+    """
+    if name == Full.name:
+        return Full
+    if name not in POLICIES:
+        raise KvmnnError(f"unknown policy {name!r}: expected {Full.name} or one of {', '.join(POLICIES)}")
+    return POLICIES[name]
+
+
 def create(name: str, **options: Any) -> Policy:
     """The policy called `name` with its options, or `Full`; ``create(p.name, **p.options()) == p``.
 
@@ -47,9 +62,7 @@ def create(name: str, **options: Any) -> Policy:
     KvmnnError
         For names and options that do not exist, and for values that the policy refuses.
     """
-    policy = Full if name == Full.name else POLICIES.get(name)
-    if policy is None:
-        raise KvmnnError(f"unknown policy {name!r}: expected one of {', '.join(POLICIES)} or {Full.name}")
+    policy = policy_called(name)
     known = sorted(field.name for field in fields(policy) if field.init)
     for option in options:
         if option not in known:

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from kvmnn.errors import KvmnnError
-from kvmnn.evaluation.setup.configurations import Configuration, ProjectDefinition, configurations, numbers, shares
+from kvmnn.evaluation.setup.configurations import Configuration, ProjectDefinition, configurations, shares
 from kvmnn.policies import POLICIES, Full, LayerView
+from kvmnn.policies.specs import numbers
 
 
 def test_every_policy_with_every_budget():

@@ -207,7 +207,7 @@ def test_in_a_cache(name: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("l2", {}, "unknown policy 'l2': expected one of l2_ratio, "),
+        ("l2", {}, "unknown policy 'l2': expected full or one of l2_ratio, "),
         ("knorm", {"ratio": 1}, "knorm has no option 'ratio': expected budget, keep_ratio, skip_layers"),
         ("knorm", {}, "knorm: expected a budget"),
         ("knorm", {"budget": 3, "keep_ratio": 0.5}, "expected only one"),

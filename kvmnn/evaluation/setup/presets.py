@@ -29,8 +29,9 @@ from dataclasses import replace
 
 from ...errors import KvmnnError
 from ...policies.base import BUFFER
+from ...policies.specs import numbers, parse_spec
 from ...policies.streaming import Streaming
-from .configurations import FULL, Configuration, ProjectDefinition, numbers, parse_spec, shares
+from .configurations import FULL, Configuration, ProjectDefinition, shares
 
 SIZES = (256, 512, 1024)
 STRATEGIES = ("keep_low", "keep_high", "random")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 
+import numpy as np
 from repository import DOCS
 
 import kvmnn.packed.cache
@@ -21,7 +22,7 @@ def test_examples() -> None:
 
 def test_docstrings() -> None:
     for module in (kvmnn.packed.layout, kvmnn.packed.cache):
-        found = doctest.testmod(module)
+        found = doctest.testmod(module, extraglobs={"np": np})
         assert found.attempted > 3
         assert found.failed == 0
 

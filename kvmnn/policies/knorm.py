@@ -1,7 +1,5 @@
 """Keep a share of the prompt by key norm, in kvpress's form."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ..dtypes import Indices

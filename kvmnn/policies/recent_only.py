@@ -1,7 +1,5 @@
 """Keep the latest tokens."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -64,7 +64,7 @@ def attacks(canary: str) -> dict[str, bytes]:
         "persistent id as call": b"\x80\x02" + system + text + b"\x85RQ.",
         "stack global": b"\x80\x04\x8c\x05posix\x8c\x06system\x93" + text + b"\x85R.",
         "hidden in a dotted name": b"\x80\x04\x8c\x0bcollections\x8c\x13OrderedDict.__class__\x93" + text + b"\x85R.",
-        "torch's own doors": b"\x80\x02ctorch.hub\nload\n" + text + b"\x85R.",
+        "torch's own ways in": b"\x80\x02ctorch.hub\nload\n" + text + b"\x85R.",
         "copyreg": b"\x80\x02ccopyreg\n__newobj__\n" + system + text + b"\x86R.",
         "two levels": b"\x80\x02c__builtin__\ngetattr\ncos\nX\x06\0\0\0system\x86R" + text + b"\x85R.",
         "state of a name": b"\x80\x02" + rebuild + b"N}X\x08\0\0\0__code__" + source + b"s\x86b0N.",

@@ -1,4 +1,4 @@
-"""A plan as people see it: one letter for each block, or for several where there are too many."""
+"""A plan as a picture: one letter for each block, or for several neighbouring blocks of a long cache."""
 
 from __future__ import annotations
 

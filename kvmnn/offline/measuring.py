@@ -71,7 +71,7 @@ def measure(
     force
         Replace these where they exist.
     progress
-        Called with bytes done, out of those of `work_bytes`; never from two threads at once.
+        Called with bytes done, which add up to `work_bytes`; never from two threads at once.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""What is compressed as one: dumps alone, or those of a run and layer together, in one piece or several."""
+"""What is compressed as one: single dumps, or all of a run and layer together, in one piece or several."""
 
 from __future__ import annotations
 

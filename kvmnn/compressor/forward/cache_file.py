@@ -149,7 +149,7 @@ def compress_file(
     Raises
     ------
     KvmnnError
-        As for `compress`; also where there is nothing to compress but for a cache that is too short.
+        As for `compress`; also where nothing can be compressed, unless the cache is merely too short.
     SourceError
         For arrays that are neither K nor V, and axes that do not fit.
     OptionError

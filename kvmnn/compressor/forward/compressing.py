@@ -196,7 +196,7 @@ def compress_arrays(
 
 
 def merge_spans(plan: CompressionPlan, positions: Positions, ends: Positions) -> tuple[Positions, Positions]:
-    """The true positions of the new tokens: those of a group reach from its lowest to its highest.
+    """The true positions of the new tokens; a group spans from its lowest position to its highest.
 
     Parameters
     ----------

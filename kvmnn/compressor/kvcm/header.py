@@ -37,7 +37,7 @@ MAX_U32 = 0xFFFF_FFFF
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """The 44 bytes in front. Field names are those of the format's own document.
+    """The 44 bytes at the start; fields are named as in the format's own document.
 
     Parameters
     ----------

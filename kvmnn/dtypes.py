@@ -27,6 +27,8 @@ KVPair = tuple[Words, Words]
 Part = Literal["key", "value"]
 """K or V."""
 PARTS: tuple[Part, Part] = ("key", "value")
+PART_LETTERS: dict[Part, str] = {"key": "k", "value": "v"}
+"""In names of files and columns."""
 
 
 @dataclass(frozen=True)

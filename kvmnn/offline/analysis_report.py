@@ -10,12 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..dtypes import PARTS
+from ..dtypes import PART_LETTERS, PARTS
 from ..errors import SourceError
 from ..files.output import DirectoryOutput
 from ..threads.pipeline import Progress
 from .analyses import RATIOS, Analysis, Metrics, Row, analyse, averages
-from .options import LETTERS
 from .selection import Selection
 
 BINS = ((0, 256), (257, 512), (513, 1024), (1025, 2048), (2049, None))
@@ -116,7 +115,7 @@ def to_csv(rows: Iterable[Row]) -> str:
         place = [entry.run_id, entry.layer, entry.stage, entry.seq_start, entry.tokens, entry.kv_heads, entry.head_dim]
         width = row.raw_bytes // (entry.tokens * entry.head_dim * (1 if heads else entry.kv_heads))
         numbers = [f"{value:.6f}" for value in asdict(row.metrics).values()]
-        out.writerow([*place, width, LETTERS[row.part], *([row.head] if heads else []), row.raw_bytes, *numbers])
+        out.writerow([*place, width, PART_LETTERS[row.part], *([row.head] if heads else []), row.raw_bytes, *numbers])
     return text.getvalue()
 
 

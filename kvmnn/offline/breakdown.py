@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..dtypes import PARTS, Part
+from ..dtypes import PART_LETTERS, PARTS, Part
 from ..text import ratio
-from .options import HALVES, LETTERS, lane_of
+from .options import HALVES, lane_of
 from .stored_sizes import StoredSize
 from .totals import LaneTotal, Totals
 
@@ -107,7 +107,7 @@ class Breakdown:
         }
 
     def _document(self, totals: Totals) -> dict[str, Any]:
-        return self.of(totals).to_dict() | {LETTERS[part]: self._part(totals, part) for part in PARTS}
+        return self.of(totals).to_dict() | {PART_LETTERS[part]: self._part(totals, part) for part in PARTS}
 
     def _part(self, totals: Totals, part: Part) -> dict[str, Any]:
         lanes = {half: totals.lanes[lane_of(part, half)] for half in HALVES}
@@ -123,7 +123,7 @@ class Breakdown:
         for label, totals in [*((f"layer {n}", t) for n, t in self.layers.items()), ("all", self.overall)]:
             lines.append(self.of(totals).line(label))
             for part in PARTS:
-                lines.append(self.of(totals, [part]).line(f"  {LETTERS[part].upper()}"))
+                lines.append(self.of(totals, [part]).line(f"  {PART_LETTERS[part].upper()}"))
                 lines += [self.of_lane(totals.lanes[lane_of(part, half)]).line(f"    {half}") for half in HALVES]
         lines += ["", SIMULATED]
         if self.has_limits:

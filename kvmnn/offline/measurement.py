@@ -6,10 +6,10 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from ..dtypes import PARTS
+from ..dtypes import PART_LETTERS, PARTS
 from ..text import LOSSLESS, LOSSY, ratio
 from .breakdown import Breakdown
-from .options import LANES, LETTERS, MeasureOptions
+from .options import LANES, MeasureOptions
 from .selection import Selection
 from .totals import Totals
 
@@ -72,8 +72,8 @@ def to_document(measured: Measurement) -> dict[str, Any]:
     """The JSON document of the reference's tool (`SCHEMA_VERSION`); with several inputs ``dump_dir`` is a list."""
     options, selection, totals = measured.options, measured.selection, measured.totals
     scope = options.scope
-    raw = {LETTERS[part]: totals.raw_bytes([part]) for part in PARTS}
-    compressed = {LETTERS[part]: totals.simulated_bytes([part]) for part in PARTS}
+    raw = {PART_LETTERS[part]: totals.raw_bytes([part]) for part in PARTS}
+    compressed = {PART_LETTERS[part]: totals.simulated_bytes([part]) for part in PARTS}
     overall = ratio(sum(raw.values()), sum(compressed.values()))
     return {
         "schema_version": SCHEMA_VERSION,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..dtypes import Part
+from ..dtypes import PART_LETTERS, Part
 from ..errors import KvmnnError, OptionError
 from .predictors import NAMES, parse_list
 
@@ -24,8 +24,6 @@ Half = Literal["hi", "lo"]
 """The high or the low bytes of 16-bit words."""
 HALVES: tuple[Half, Half] = ("hi", "lo")
 
-LETTERS: dict[Part, str] = {"key": "k", "value": "v"}
-"""What options, documents and columns call K and V."""
 
 LANES = ("k_hi", "k_lo", "v_hi", "v_lo")
 """The byte lanes, as options and documents call them."""
@@ -190,7 +188,7 @@ class MeasureOptions:
 
 def lane_of(part: Part, half: Half) -> str:
     """The name of a byte lane, one of `LANES`."""
-    return f"{LETTERS[part]}_{half}"
+    return f"{PART_LETTERS[part]}_{half}"
 
 
 def _named(flag: str, names: Sequence[str]) -> tuple[str, ...]:

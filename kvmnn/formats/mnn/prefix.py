@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ...dtypes import PARTS, Part
+from ...dtypes import PART_LETTERS, PARTS
 from ...errors import OutputError, SourceError
 from ...files.json_document import read_bounded
 from ...packed import cache_info
@@ -19,8 +19,6 @@ from ...packed.cache_info import MAX_BYTES, SIDE_SUFFIX, CacheInfo
 from .packed_files import PackedFiles, PackedLayer, size_of
 
 _DATA = re.compile(r"(?P<name>.+)_(?P<layer>0|[1-9]\d{0,5})\.(?P<part>[kv])", re.DOTALL)
-PART_LETTER: dict[Part, str] = {"key": "k", "value": "v"}
-"""K and V in the names of files."""
 
 
 def data_name(name: str, layer: int, part: str) -> str:
@@ -101,12 +99,12 @@ def _layers(path: str, name: str, listing: set[str]) -> list[int]:
 
 
 def _layer(folder: Path, name: str, layer: int) -> PackedLayer:
-    key, value = (str(folder / data_name(name, layer, part)) for part in PART_LETTER.values())
+    key, value = (str(folder / data_name(name, layer, part)) for part in PART_LETTERS.values())
     return PackedLayer(layer=layer, key=key, value=value, key_bytes=size_of(key), value_bytes=size_of(value))
 
 
 def _problems(folder: Path, name: str, layers: list[int], listing: set[str]) -> Iterable[str]:
-    markers = [marker_name(name, layer, part) for layer in layers for part in PART_LETTER.values()]
+    markers = [marker_name(name, layer, part) for layer in layers for part in PART_LETTERS.values()]
     missing = [marker for marker in markers if marker not in listing]
     if missing:
         yield (
@@ -131,7 +129,7 @@ def check_name(name: str) -> str:
 
 def file_names(info: CacheInfo) -> list[str]:
     """Every file of a prefix cache, in the order in which they are written: the engine's markers after the data."""
-    pairs = [(layer.layer, PART_LETTER[part]) for layer in info.layers for part in PARTS]
+    pairs = [(layer.layer, PART_LETTERS[part]) for layer in info.layers for part in PARTS]
     data = [data_name(info.name, *pair) for pair in pairs]
     markers = [marker_name(info.name, *pair) for pair in pairs]
     return [*data, *markers, info.name + cache_info.SIDE_SUFFIX]

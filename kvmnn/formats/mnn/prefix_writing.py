@@ -10,7 +10,7 @@ from typing import Any
 
 from ...arrays.casting import Cast
 from ...arrays.layers import LayerArray, common_geometry
-from ...dtypes import Part
+from ...dtypes import PART_LETTERS, Part
 from ...errors import KvmnnError
 from ...files.names import with_contents
 from ...files.output import DirectoryOutput
@@ -22,7 +22,7 @@ from ...text import megabytes_per_second
 from ...threads.pipeline import Progress
 from .packed_reading import packed_runs
 from .packed_writing import PackedPart
-from .prefix import PART_LETTER, check_leftovers, check_name, data_name, file_names
+from .prefix import check_leftovers, check_name, data_name, file_names
 
 _STEP = 8 << 20
 
@@ -196,7 +196,7 @@ def _write_part(
     entry: LayerArray, info: CacheInfo, output: DirectoryOutput, cast: Cast, progress: Progress | None
 ) -> None:
     layer = info.layers[entry.layer]
-    file = output.file(data_name(info.name, entry.layer, PART_LETTER[entry.part]))
+    file = output.file(data_name(info.name, entry.layer, PART_LETTERS[entry.part]))
     part = PackedPart(
         file.target,
         file.path,

@@ -62,7 +62,13 @@ def add_settings(parser: Any) -> None:
     )
     add("--repeats", type=positive, default=3, metavar="N", help="runs of the timed generation (3)")
     add("--no-timing", action="store_true", help="do not measure TTFT and TPOT")
-    add("--no-as-seed", action="store_true", help="do not measure presets by their projects' definitions")
+    add(
+        "--no-project-definitions",
+        dest="no_project_definitions",
+        action="store_true",
+        help="do not measure presets by their projects' definitions",
+    )
+    add("--no-as-seed", dest="no_project_definitions", action="store_true", help=argparse.SUPPRESS)  # its older name
 
 
 def configurations(arguments: argparse.Namespace) -> list[Configuration]:
@@ -99,7 +105,7 @@ def settings(arguments: argparse.Namespace) -> Settings:
         packed=arguments.packed,
         frame_dtype=arguments.frame_dtype,
         repeats=arguments.repeats,
-        project_definitions=not arguments.no_as_seed,
+        project_definitions=not arguments.no_project_definitions,
         timing=not arguments.no_timing,
         traces=arguments.plot is not None,
     )

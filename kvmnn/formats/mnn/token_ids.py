@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,10 @@ def read_token_ids(path: str) -> TokenIds:
 
 def _ids(data: bytes) -> Any:
     if data.startswith(b"\x93NUMPY"):
-        return np.load(io.BytesIO(data), allow_pickle=False).reshape(-1)
+        try:
+            return np.load(io.BytesIO(data), allow_pickle=False).reshape(-1)
+        except (TypeError, TokenError) as exc:  # numpy's, of a header that is damaged
+            raise ValueError("not a .npy file") from exc
     text = data.decode()
     if text.lstrip().startswith("["):
         return json.loads(text)

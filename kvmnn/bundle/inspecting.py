@@ -13,7 +13,7 @@ from ..packed.cache_info import CacheInfo
 from ..packed.summary import cache_document, cache_summary
 from ..text import count, ratio
 from .frame_set import DecodeOptions, FrameSet
-from .manifest import ArrayEntry, Manifest, array_to_dict
+from .manifest import ArrayEntry, Manifest, Sizes, array_to_dict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ class StreamTotal:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BundleInfo:
+class BundleInfo(Sizes):
     """Frames with a manifest: arrays, and streams added up.
 
     Parameters
@@ -137,21 +137,6 @@ class BundleInfo:
     arrays: tuple[ArrayFrames, ...]
     streams: dict[str, StreamTotal]
     cache: CacheInfo | None = None
-
-    @property
-    def raw_bytes(self) -> int:
-        """Bytes of all arrays."""
-        return self.manifest.raw_bytes
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of all frames."""
-        return self.manifest.stored_bytes
-
-    @property
-    def ratio(self) -> float:
-        """Raw over stored bytes."""
-        return ratio(self.raw_bytes, self.stored_bytes)
 
     @property
     def entropy_ratio(self) -> float | None:

@@ -18,6 +18,7 @@ from .. import dtypes
 from ..arrays.named_array import ArrayInfo
 from ..errors import KvmnnError, ManifestError, SourceError
 from ..files.json_document import Node, parse, read_bounded
+from ..text import ratio
 
 SCHEMA: Final = "kvmnn-manifest"
 SCHEMA_VERSION: Final = 1
@@ -106,6 +107,27 @@ class Manifest:
     def stored_bytes(self) -> int:
         """Bytes of all frames."""
         return sum(array.stored_bytes for array in self.arrays)
+
+
+class Sizes:
+    """The sizes of a result that has a manifest."""
+
+    manifest: Manifest
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of all arrays."""
+        return self.manifest.raw_bytes
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all frames."""
+        return self.manifest.stored_bytes
+
+    @property
+    def ratio(self) -> float:
+        """Raw over stored bytes."""
+        return ratio(self.raw_bytes, self.stored_bytes)
 
 
 def to_json(manifest: Manifest) -> bytes:

@@ -17,11 +17,11 @@ from ..text import LOSSLESS, count, megabytes_per_second, ratio
 from ..threads.pipeline import Progress
 from . import manifest
 from .encoding import PACKED_FRAME_BYTES, EncodeOptions, encode_to_directory, encode_to_file, encode_to_memory
-from .manifest import Manifest, array_to_dict
+from .manifest import Manifest, Sizes, array_to_dict
 
 
 @dataclass(frozen=True, kw_only=True)
-class Encoded:
+class Encoded(Sizes):
     """Frames that were written.
 
     Parameters
@@ -43,21 +43,6 @@ class Encoded:
     verified: bool
     seconds: float
     cache: CacheInfo | None = None
-
-    @property
-    def raw_bytes(self) -> int:
-        """Bytes of all arrays."""
-        return self.manifest.raw_bytes
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of all frames."""
-        return self.manifest.stored_bytes
-
-    @property
-    def ratio(self) -> float:
-        """Raw over stored bytes."""
-        return ratio(self.raw_bytes, self.stored_bytes)
 
     @property
     def label(self) -> str | None:

@@ -61,7 +61,7 @@ def extension(source: Path) -> Extension:
 setup(
     ext_modules=cythonize(
         [extension(source) for source in sorted(ROOT.rglob("*.pyx"))],
-        build_dir="build",
+        build_dir="build/debug" if DEBUG else "build",  # C made without checks is not taken for C with them
         include_path=[str(ROOT)],
         compiler_directives=DIRECTIVES,
         nthreads=0,

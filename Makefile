@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.kvmnn
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 SOURCES := $(shell find pyx kvmnn -name '*.py' -o -name '*.pyx' -o -name '*.pxd' -o -name '*.pyi' -o -name '*.h' -o -name '*.c') setup.py pyproject.toml
 
 .PHONY: demo test test-peers lint bench fuzz test-aarch64 sanitize install clean
@@ -55,27 +56,21 @@ $(BIN)/python:
 	make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
 
+# kvmnn is built and installed once; extras then add what they need and nothing is built again.
 $(STAMPS)/install: $(BIN)/python $(SOURCES)
+	@echo "building kvmnn in $(VENV): about a minute on two cores"
 	@rm -rf build/lib* build/bdist*
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check .
+	@$(PIP) .
 	@mkdir -p $(STAMPS) && touch $@
 
-$(STAMPS)/test: $(STAMPS)/install
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check '.[test]'
-	@touch $@
+$(STAMPS)/test: EXTRAS := test
+$(STAMPS)/lm: EXTRAS := lm
+$(STAMPS)/bench: EXTRAS := rivals lm
+$(STAMPS)/peers: EXTRAS := test peers
+$(STAMPS)/lint: EXTRAS := test lint
 
-$(STAMPS)/lm: $(STAMPS)/install
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check '.[lm]'
-	@touch $@
-
-$(STAMPS)/bench: $(STAMPS)/install
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check '.[rivals,lm]'
-	@touch $@
-
-$(STAMPS)/peers: $(STAMPS)/install
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' '.[test,peers]'
-	@touch $@
-
-$(STAMPS)/lint: $(STAMPS)/install
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check '.[test,lint]'
+$(STAMPS)/test $(STAMPS)/lm $(STAMPS)/bench $(STAMPS)/peers $(STAMPS)/lint: $(STAMPS)/install
+	@echo "installing what is needed for: $(EXTRAS)"
+	@$(BIN)/python tools/extras.py $(EXTRAS) >$@.txt
+	@$(PIP) $(if $(findstring peers,$(EXTRAS)),'$(TORCH)') -r $@.txt
 	@touch $@

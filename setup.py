@@ -4,6 +4,7 @@ Environment: KVMNN_DEBUG=1 turns Cython's bounds and overflow checks on; KVMNN_S
 undefined-behaviour sanitizers (see docs/fuzzing.md).
 """
 
+import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -28,12 +29,13 @@ DIRECTIVES = {
 if sys.platform == "win32":
     COMPILE, LINK = ["/O2", "/fp:precise"], []
 else:
-    COMPILE = ["-O3", "-ffp-contract=off", "-fvisibility=hidden", "-Wno-unused-function"]
-    LINK = []
+    COMPILE = ["-O3", "-g0", "-ffp-contract=off", "-fvisibility=hidden", "-Wno-unused-function"]
+    LINK = ["-Wl,-s"] if sys.platform == "linux" else []
 if SANITIZE:
     flags = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g"]
-    COMPILE, LINK = COMPILE + flags, LINK + flags
+    COMPILE, LINK = COMPILE + flags, flags
 
+CORES = os.cpu_count() or 1
 ROOT = Path("pyx")
 NATIVE = {
     "kvmnn.frames._streams": ["lanes.c"],
@@ -64,6 +66,7 @@ setup(
         build_dir="build/debug" if DEBUG else "build",  # C made without checks is not taken for C with them
         include_path=[str(ROOT)],
         compiler_directives=DIRECTIVES,
-        nthreads=0,
-    )
+        nthreads=CORES if multiprocessing.get_start_method() == "fork" else 0,
+    ),
+    options={"build_ext": {"parallel": CORES}},
 )

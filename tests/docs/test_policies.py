@@ -51,7 +51,7 @@ def test_figures_are_the_benchmarks() -> None:
         row["policy"]: (f"{row['long_us'] / 1e3:.3g} ms", f"{row['step_us']:.3g} us") for row in measured["decisions"]
     }
     for row in tables()[0]:
-        assert (row[5], row[6]) == costs[row[0].strip("`")]
+        assert (row[5], row[6]) == costs.get(row[0].strip("`"), ("-", "-")), "a policy not measured yet has dashes"
     speeds = {r["level"]: r for r in measured["norms_and_choice"] if r["limit"] is not None}
     for level, *cells in tables()[-1]:
         entry = speeds[level.strip("`")]

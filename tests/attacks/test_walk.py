@@ -13,6 +13,8 @@ from random import Random
 import pytest
 from hostile_files import quietly, samples
 
+from kvmnn.formats import ARRAY_FORMATS
+
 CUTS, FLIPS = 100, 60
 SLOW = {"settings of a model", "tokenizer", "text", "ONNX", "dump, measured"}
 """Readers that take some 30 ms a file; they get a fifth."""
@@ -119,6 +121,7 @@ def test_all_kinds_of_files_are_here() -> None:
         *("npy", "npz", "safetensors", "raw", "dump", "prefix", "live", "document of a prefix cache"),
         *("frame", "manifest of a frame", "manifest of a bundle", "weights", "checkpoint", "scores", "plan"),
         *("token ids", "settings of an MNN model"),
+        *(suffix[1:] for suffix in ARRAY_FORMATS),
     }
 
 

@@ -45,7 +45,7 @@ NATIVE = {
     "kvmnn.policies._norms": ["norms.c"],
 }
 """C files of a module, in the folder of its .pyx."""
-HEADERS = sorted(str(path) for path in ROOT.rglob("*.h"))
+HEADERS = list(ROOT.glob("kvmnn/*.h"))
 
 
 def extension(source: Path) -> Extension:
@@ -54,7 +54,7 @@ def extension(source: Path) -> Extension:
         name,
         [str(source), *(str(source.parent / entry) for entry in NATIVE.get(name, []))],
         include_dirs=[str(ROOT)],
-        depends=HEADERS,
+        depends=sorted(str(path) for path in (*HEADERS, *source.parent.glob("*.h"))),
         extra_compile_args=COMPILE,
         extra_link_args=LINK,
     )

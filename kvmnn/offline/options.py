@@ -11,7 +11,7 @@ from typing import Literal
 
 from ..dtypes import PART_LETTERS, Part
 from ..errors import KvmnnError, OptionError
-from .predictors import NAMES, parse_list
+from .predictors import parse_list
 
 STAGES = ("prefill", "decode", "both")
 SCOPES = ("front_n", "layer_range", "layer_ids")
@@ -28,8 +28,9 @@ HALVES: tuple[Half, Half] = ("hi", "lo")
 LANES = ("k_hi", "k_lo", "v_hi", "v_lo")
 """The byte lanes, as options and documents call them."""
 
-K_PREDICTORS = NAMES
+K_PREDICTORS = ("raw", "delta_seq", "xor_seq", "pair_delta", "pair_delta_delta_seq")
 V_PREDICTORS = ("raw", "delta_seq", "xor_seq")
+"""What the evaluation tries unless told otherwise; predictors that it does not know are asked for by name."""
 
 
 class ArgumentsError(OptionError):

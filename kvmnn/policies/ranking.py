@@ -30,7 +30,7 @@ def key_norms(keys: npt.NDArray[Any]) -> Floats:
     -------
     ndarray
         float32 ``[kv_head, token]``. All arithmetic is float32 whatever the cache's type, and the same bits on every
-        machine (native/norms.h has the order of the sum). A sum beyond float32 is infinite, as in torch.
+        machine (norms.h has the order of the sum). A sum beyond float32 is infinite, as in torch.
 
     Raises
     ------

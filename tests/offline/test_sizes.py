@@ -62,7 +62,13 @@ def test_predictors_refuse_what_is_no_lane():
     with pytest.raises(KvmnnError, match="unknown predictor 'sub'"):
         predictors.undo(np.zeros((2, 3, 4), np.uint8), "sub")
     assert predictors.apply(np.zeros((0, 3, 4), np.uint8), "pair_delta").shape == (0, 3, 4)
-    for arguments in ((b"abc", 1, 2, 0), (b"ab", 0, 1, 0), (b"ab", 1, 0, 0), (b"ab", 1, 1, 5), (b"ab", 1, 1, -1)):
+    for arguments in (
+        (b"abc", 1, 2, 0),
+        (b"ab", 0, 1, 0),
+        (b"ab", 1, 0, 0),
+        (b"ab", 1, 1, len(predictors.NAMES)),
+        (b"ab", 1, 1, -1),
+    ):
         with pytest.raises(ValueError, match=r"no whole tokens|no predictor"):
             _sizes.predict(*arguments)
 
@@ -102,7 +108,7 @@ def test_a_meter_that_grows_and_shrinks_stays_right():
     names = list(predictors.NAMES)
     for tokens, block in ((9, 2), (300, 400), (40, 3), (500, 499), (1, 1)):
         data = words(tokens, tokens)
-        meter.setup(1, 2, 8, block, range(5), 3, True, False)
+        meter.setup(1, 2, 8, block, range(len(names)), 3, True, False)
         meter.begin(tokens)
         meter.feed(data.reshape(-1).view(np.uint8))
         size, blocks, _, limit = meter.finish()
@@ -124,7 +130,7 @@ def test_a_meter_refuses_what_does_not_fit():
         (0, 1, 0, 1, [0]),
         (0, 1, 1, 0, [0]),
         (0, 1, 1, 1, []),
-        (0, 1, 1, 1, [5]),
+        (0, 1, 1, 1, [len(predictors.NAMES)]),
     ):
         with pytest.raises(ValueError, match="expected"):
             meter.setup(*bad, 3, False, True)

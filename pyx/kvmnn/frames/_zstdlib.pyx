@@ -1,4 +1,4 @@
-"""libzstd as a table of functions that need no GIL. `kvmnn.zstd` decides which library fills it.
+"""libzstd as a table of functions that need no GIL. `kvmnn.frames.zstd` decides which library fills it.
 
 Two fillings: addresses of the real functions, or, where no library with public symbols exists, two Python callables
 (`compress(level, sized, data) -> bytes` and `decompress(payload, capacity) -> bytes`) that are called with the GIL.

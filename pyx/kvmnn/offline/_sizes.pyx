@@ -46,20 +46,27 @@ cdef void predict_into(
         loops.delta(src, n, row, dst)
     elif predictor == XOR_SEQ:
         loops.exclusive_or(src, n, row, dst)
-    elif predictor == RAW:
-        memcpy(dst, src, n)
-    else:
+    elif predictor == PAIR_DELTA:
         loops.pair(src, n, dims, dst)
-        if predictor == PAIR_DELTA_DELTA_SEQ:
-            loops.delta_in_place(dst, n, row)
+    elif predictor == PAIR_DELTA_DELTA_SEQ:
+        loops.pair(src, n, dims, dst)
+        loops.delta_in_place(dst, n, row)
+    else:
+        memcpy(dst, src, n)
 
 
 cdef int same_as(int predictor, size_t tokens, size_t dims) noexcept nogil:
     """The lowest predictor that gives the same bytes on a block of this shape."""
     if tokens <= 1:
-        predictor = PAIR_DELTA if predictor >= PAIR_DELTA else RAW
-    if dims <= 1 and predictor >= PAIR_DELTA:
-        predictor = RAW if predictor == PAIR_DELTA else DELTA_SEQ
+        if predictor == DELTA_SEQ or predictor == XOR_SEQ:
+            predictor = RAW
+        elif predictor == PAIR_DELTA_DELTA_SEQ:
+            predictor = PAIR_DELTA
+    if dims <= 1:
+        if predictor == PAIR_DELTA:
+            predictor = RAW
+        elif predictor == PAIR_DELTA_DELTA_SEQ:
+            predictor = DELTA_SEQ
     return predictor
 
 
@@ -97,7 +104,7 @@ def unpredict(const uint8_t[::1] data not None, size_t heads, size_t dims, int p
                 loops.undo_delta(dst, n, row)
             elif predictor == XOR_SEQ:
                 loops.undo_exclusive_or(dst, n, row)
-            if predictor >= PAIR_DELTA:
+            if predictor == PAIR_DELTA or predictor == PAIR_DELTA_DELTA_SEQ:
                 loops.undo_pair(dst, n, dims)
     return out
 
@@ -193,7 +200,7 @@ cdef class StreamMeter:
         self.begun = False
 
     def begin(self, size_t tokens) -> None:
-        """Start a piece of so many tokens; its blocks begin at its first token."""
+        """Start a piece of `tokens` tokens; its blocks begin at its first token."""
         cdef size_t block = min(self.block_tokens, tokens) * self.row
         cdef bint single = tokens <= self.block_tokens
         if self.row == 0 or tokens == 0:

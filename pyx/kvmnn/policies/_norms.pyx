@@ -1,6 +1,6 @@
-"""L2 norms of keys, and the lowest or highest values of rows: the doors to native/norms.c (docs/policies.md).
+"""L2 norms of keys, and the lowest or highest values of rows: calls of norms.c (docs/policies.md).
 
-The loops are those of the SIMD level that `kvmnn._streams` has chosen. kvmnn.policies.ranking has checked shapes,
+The loops are those of the SIMD level that `kvmnn._simd` has chosen. kvmnn.policies.ranking has checked shapes,
 types and counts; nothing is checked again here.
 """
 

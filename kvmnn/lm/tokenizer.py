@@ -83,6 +83,8 @@ class Tokenizer:
         for place in places:
             if (place / _FILE).is_file():
                 return cls(place / _FILE)
+        if not given.exists():
+            raise SourceError(f"{given}: does not exist")
         raise SourceError(
             f"{given}: no {_FILE} beside the model or one folder up; save the model's tokenizer there "
             "(AutoTokenizer.save_pretrained) or name it with --tokenizer"

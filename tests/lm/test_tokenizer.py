@@ -73,6 +73,9 @@ def test_found_beside_the_model_or_one_folder_up(model: str, folder: Path) -> No
 def test_missing(tmp_path: Path) -> None:
     inner = tmp_path / "a" / "b"
     inner.mkdir(parents=True)
+    with pytest.raises(SourceError, match=r"model\.onnx: does not exist"):
+        Tokenizer.open(inner / "model.onnx")
+    (inner / "model.onnx").touch()
     with pytest.raises(SourceError, match=r"model\.onnx: no tokenizer\.json beside the model or one folder up; save"):
         Tokenizer.open(inner / "model.onnx")
 

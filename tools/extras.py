@@ -5,6 +5,7 @@ With it the Makefile installs what extras need without building kvmnn a second t
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 import tomllib
@@ -22,17 +23,15 @@ def requirements(extras: dict[str, list[str]], name: str) -> list[str]:
     return found
 
 
-def main(names: list[str]) -> int:
-    if not names or names[0] in ("-h", "--help"):
-        print(__doc__)
-        return 0
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("extras", nargs="+", metavar="EXTRA")
+    names = parser.parse_args().extras
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    print(
-        *dict.fromkeys(line for name in names for line in requirements(project["optional-dependencies"], name)),
-        sep="\n",
-    )
+    known = project["optional-dependencies"]
+    print(*dict.fromkeys(line for name in names for line in requirements(known, name)), sep="\n")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

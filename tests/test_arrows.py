@@ -14,7 +14,7 @@ FLOORS = (
     ("__main__",),
     ("cli",),
     ("evaluation",),
-    ("lm", "compressor", "offline", "bench"),
+    ("lm", "compressor", "offline", "bench", "runtime"),
     ("formats", "reports"),
     ("bundle", "policies"),
     ("arrays", "h2o"),

@@ -1,0 +1,249 @@
+"""The options of the lossless runtime, under the engine's names and with its defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from ..checks import whole
+from ..errors import KvmnnError
+from ..frames.options import CODECS
+from ..h2o import H2OConfig
+from ..packed.reserve import INT32_MAX
+
+Mode = Literal["probe", "full", "store"]
+Scope = Literal["none", "front_n", "h2o_kept", "front_n_and_h2o_kept"]
+
+MODES: tuple[Mode, ...] = ("probe", "full", "store")
+SCOPES: tuple[Scope, ...] = ("none", "front_n", "h2o_kept", "front_n_and_h2o_kept")
+CODEC = "gear_delta"
+"""The only codec that the engine's runtime knows."""
+
+FLASH_ATTENTION = 8
+_QUANTISED_MODES = (1, 2, 9, 10)
+
+_PREFIX = "kv_lossless_"
+_SWITCHES = ("enable", "runtime_enable", "store_disable_front", "strict_roundtrip_check")
+_LEAST = {
+    "front_n": 0,
+    "block_tokens": 1,
+    "hot_recent_tokens": 0,
+    "hot_sink_tokens": 0,
+    "kept_sample_layers": 0,
+    "kept_sample_token_interval": 0,
+    "front_sample_token_interval": 0,
+    "store_bootstrap_tokens": 0,
+    "store_grouped_step_tokens": 0,
+    "async_threads": 0,
+    "max_queue": 1,
+    "decode_cache_blocks": 0,
+}
+_TEXTS = ("predictors_k", "predictors_v", "codec_runtime", "codec")
+_NAMED = ("scope", "runtime_mode")
+MAX_THREADS = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeConfig:
+    """Options of a `LosslessRuntime`; the defaults are the engine's, with which nothing is compressed.
+
+    Attributes
+    ----------
+    enable, runtime_enable, codec
+        All three must be set, `codec` to ``"gear_delta"``, for anything to be compressed.
+    mode
+        ``"probe"`` measures one layer, ``"full"`` encodes and decodes without touching the cache, ``"store"`` replaces
+        cold rows by their frames.
+    scope
+        Which layers: the first `front_n`, those of `h2o`'s range, both, or none.
+    front_n
+        Layers of the front.
+    block_tokens
+        Tokens of a block.
+    hot_sink_tokens, hot_recent_tokens
+        Tokens at the start and at the end that are never compressed.
+    kept_sample_layers, kept_sample_token_interval, front_sample_token_interval
+        Engine only: how many layers of the range, and which decode steps, are compressed in mode ``"full"`` (the last
+        one also in ``"store"``). 0 layers means all.
+    store_disable_front
+        In mode ``"store"`` leave the front layers raw.
+    store_bootstrap_tokens, store_grouped_step_tokens
+        Engine only: tokens of the first and of every later block in mode ``"store"``; 0 derives them from
+        `block_tokens`.
+    predictors_k, predictors_v
+        Predictors that the encoder tries for K and for V, as `kvmnn.encode` reads them.
+    async_threads
+        Threads that encode; 0 encodes in the call itself.
+    max_queue
+        Encodings that may wait before further blocks have to.
+    decode_cache_blocks
+        Entries of each cache of decoded blocks; 0 for none.
+    strict_roundtrip_check
+        Compare what a block decodes to with what went in.
+    h2o
+        Options of the eviction planner. Its trigger and interval also govern when blocks are encoded.
+    flash_attention
+        Whether the engine adds up un-normalised attention tile by tile; only the attention scores depend on it.
+    layer_nums
+        Layers that the model's configuration claims; None where it says nothing.
+
+    Raises
+    ------
+    KvmnnError
+        For a number below its least value and for a name that does not exist.
+    TypeError
+        For a value of the wrong type.
+    """
+
+    enable: bool = False
+    runtime_enable: bool = False
+    codec: str = "none"
+    mode: Mode = "probe"
+    scope: Scope = "front_n"
+    front_n: int = 2
+    block_tokens: int = 128
+    hot_recent_tokens: int = 256
+    hot_sink_tokens: int = 16
+    kept_sample_layers: int = 1
+    kept_sample_token_interval: int = 1
+    front_sample_token_interval: int = 1
+    store_disable_front: bool = False
+    store_bootstrap_tokens: int = 32
+    store_grouped_step_tokens: int = 256
+    codec_runtime: str = "fp16_gear_predictive_v3"
+    predictors_k: str = "raw,delta_seq,xor_seq,pair_delta"
+    predictors_v: str = "raw,delta_seq,xor_seq"
+    async_threads: int = 1
+    max_queue: int = 256
+    decode_cache_blocks: int = 64
+    strict_roundtrip_check: bool = False
+    h2o: H2OConfig = field(default_factory=lambda: H2OConfig(enable=False))
+    flash_attention: bool = True
+    layer_nums: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in (*_SWITCHES, "flash_attention"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be a bool, not {type(getattr(self, name)).__name__}")
+        for name, least in _LEAST.items():
+            whole(getattr(self, name), name, least, MAX_THREADS if name == "async_threads" else INT32_MAX)
+        for name in _TEXTS:
+            if not isinstance(getattr(self, name), str):
+                raise TypeError(f"{name} must be a string, not {type(getattr(self, name)).__name__}")
+        if self.layer_nums is not None:
+            whole(self.layer_nums, "layer_nums", 1, INT32_MAX)
+        if self.mode not in MODES:
+            raise KvmnnError(f"mode is {self.mode!r}: expected one of {', '.join(MODES)}")
+        if self.scope not in SCOPES:
+            raise KvmnnError(f"scope is {self.scope!r}: expected one of {', '.join(SCOPES)}")
+        if not isinstance(self.h2o, H2OConfig):
+            raise TypeError(f"h2o must be an H2OConfig, not {type(self.h2o).__name__}")
+        if self.h2o.quantised:
+            raise KvmnnError("h2o.quantised: the runtime reads float rows, an int8 cache would be misread")
+
+    @classmethod
+    def from_engine(cls, document: Mapping[str, Any]) -> RuntimeConfig:
+        """The options in an engine's JSON configuration, its defaults and clamps applied.
+
+        Parameters
+        ----------
+        document
+            The object in the engine's ``config.json``. Keys that are not about the cache are passed over.
+
+        Raises
+        ------
+        KvmnnError
+            For ``kv_`` keys that do not exist (the engine ignores them: a typing error then goes unseen), for values of
+            the wrong type, and for an ``attention_mode`` that quantises K or V, which the engine would read as floats.
+        """
+        known = {f"{_PREFIX}{name}" for name in (*_SWITCHES, *_LEAST, *_TEXTS, *_NAMED)}
+        unknown = sorted(
+            key for key in document if key.startswith("kv_") and not key.startswith("kv_h2o_") and key not in known
+        )
+        if unknown:
+            raise KvmnnError(f"{', '.join(unknown)}: no option of the runtime; expected names out of {_listed(known)}")
+        values: dict[str, Any] = {"h2o": H2OConfig.from_engine(document)}
+        values |= _read(document, _SWITCHES, bool) | _read(document, _TEXTS, str)
+        for name, number in _read(document, tuple(_LEAST), int).items():
+            values[name] = max(_LEAST[name], whole(number, _PREFIX + name, -INT32_MAX - 1, INT32_MAX))
+        named = _read(document, _NAMED, str)
+        if "scope" in named:
+            values["scope"] = _scope(named["scope"])
+        if "runtime_mode" in named:
+            values["mode"] = named["runtime_mode"] if named["runtime_mode"] in MODES else "probe"
+        values["flash_attention"] = _flash_attention(document)
+        values["layer_nums"] = document.get("layer_nums")
+        return cls(**values)
+
+    def for_layers(self, layers: int, bytes_per_token: int) -> RuntimeConfig:
+        """These options for `layers` layers whose K and V have `bytes_per_token` bytes a token."""
+        h2o = replace(self.h2o, layers=layers, bytes_per_token=bytes_per_token)
+        return replace(self, h2o=h2o, layer_nums=layers)
+
+    # -- what follows from them ----------------------------------------------------------------------------------------
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is compressed at all."""
+        return self.enable and self.runtime_enable and self.codec == CODEC
+
+    @property
+    def stores(self) -> bool:
+        """Whether rows are replaced by frames, so that they must be restored before each call."""
+        return self.enable and self.runtime_enable and self.mode == "store"
+
+    @property
+    def codecs(self) -> tuple[str, ...]:
+        """Stream codecs that the encoder tries."""
+        return CODECS
+
+
+def check_layers(config: RuntimeConfig, layers: int) -> int:
+    """`layers`, unless the model's configuration claims another number, with which blocks go to the wrong layers."""
+    whole(layers, "layers", 1, INT32_MAX)
+    if config.layer_nums not in (None, layers):
+        raise KvmnnError(
+            f"layer_nums is {config.layer_nums}, the model has {layers} layers: the engine would restore blocks into "
+            f"other layers; expected {layers}"
+        )
+    return layers
+
+
+def _scope(text: str) -> Scope:
+    if text in ("front_n_and_h2o_kept", "front_n+h2o_kept"):
+        return "front_n_and_h2o_kept"
+    return "none" if text == "none" else "h2o_kept" if text == "h2o_kept" else "front_n"
+
+
+def _flash_attention(document: Mapping[str, Any]) -> bool:
+    mode = document.get("attention_mode", FLASH_ATTENTION)
+    if isinstance(mode, bool) or not isinstance(mode, int):
+        raise KvmnnError(f"attention_mode is {mode!r}: expected an integer")
+    if mode in _QUANTISED_MODES:
+        raise KvmnnError(
+            f"attention_mode {mode} quantises K or V: the engine's store would read the int8 buffers as floats; "
+            "expected 0 or 8"
+        )
+    return mode // FLASH_ATTENTION == 1
+
+
+def _read(document: Mapping[str, Any], names: tuple[str, ...], kind: type) -> dict[str, Any]:
+    """The values of the keys that are there; each must be of `kind`."""
+    found = {}
+    for name in names:
+        key = _PREFIX + name
+        if key not in document:
+            continue
+        value = document[key]
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise KvmnnError(f"{key} is {value!r}: expected {_KIND_NAMES[kind]}")
+        found[name] = value
+    return found
+
+
+_KIND_NAMES = {bool: "true or false", int: "an integer", str: "a string"}
+
+
+def _listed(names: set[str]) -> str:
+    return ", ".join(sorted(names))

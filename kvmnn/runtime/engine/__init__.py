@@ -1,0 +1,6 @@
+"""The engine's own behaviour, its defects included: what a run of it would report, event by event."""
+
+from .events import CallEvent
+from .runtime import EngineRuntime
+
+__all__ = ["CallEvent", "EngineRuntime"]

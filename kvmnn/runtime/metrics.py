@@ -1,0 +1,161 @@
+"""Figures of a run, under the engine's names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from ..text import count, ratio
+from .latencies import Latencies, LatencySummary
+
+MEBIBYTE = 1 << 20
+
+
+class Timings:
+    """Durations of the three operations that a caller waits for."""
+
+    def __init__(self) -> None:
+        self.compress, self.decompress, self.wait = Latencies(), Latencies(), Latencies()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerMetrics:
+    """Figures of one layer since the request began.
+
+    Attributes
+    ----------
+    raw_bytes, compressed_bytes
+        Encoded so far; a block that does not gain counts with its raw size in both.
+    stored_raw_bytes, stored_bytes
+        Of the blocks that stand for rows now: their raw size, and that of their frames.
+    """
+
+    layer: int
+    tokens: int = 0
+    raw_bytes: int = 0
+    compressed_bytes: int = 0
+    decompressed_bytes: int = 0
+    compress_us: int = 0
+    decompress_us: int = 0
+    updates: int = 0
+    fallbacks: int = 0
+    skips: int = 0
+    blocks: int = 0
+    stored_raw_bytes: int = 0
+    stored_bytes: int = 0
+
+    def to_dict(self) -> dict[str, int]:
+        """Name to figure."""
+        return {entry.name: getattr(self, entry.name) for entry in fields(self)}
+
+    def __str__(self) -> str:
+        share = ratio(self.raw_bytes, self.compressed_bytes)
+        sizes = f"{self.blocks:>6,} {self.raw_bytes:>12,} {self.compressed_bytes:>12,} {share:>7.3f}"
+        return f"{self.layer:>5} {self.tokens:>8,} {sizes} {self.fallbacks:>9,}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeMetrics:
+    """Figures of all layers; the fields of the engine have its names, times are those of kvmnn.
+
+    Attributes
+    ----------
+    h2o_lossless_ratio
+        Raw over compressed bytes of everything encoded, rounded to float32.
+    h2o_codec_us
+        How long the last encoding took.
+    h2o_lossless_queue_depth_peak
+        Most blocks that waited, or lay in one layer's list, at one time.
+    h2o_lossless_async_queue_peak
+        Most encodings that were open at one time.
+    h2o_lossless_async_wait_us
+        Time that calls were blocked by open encodings.
+    h2o_keep_ratio, h2o_lossy_ratio
+        Of the eviction planner (docs/h2o.md): one event, no mean.
+    total_ratio
+        Lossy times lossless ratio, both of this run: bytes of all tokens ever appended over bytes that are held. The
+        engine's product of its two figures is another number.
+    compress, decompress, wait
+        Percentiles of single operations.
+    layers
+        One entry for each layer.
+    """
+
+    h2o_lossless_raw_bytes: int = 0
+    h2o_lossless_compressed_bytes: int = 0
+    h2o_lossless_decompressed_bytes: int = 0
+    h2o_lossless_compress_us: int = 0
+    h2o_lossless_decompress_us: int = 0
+    h2o_lossless_ratio: float = 1.0
+    h2o_lossless_fallback_count: int = 0
+    h2o_lossless_backpressure_skip_count: int = 0
+    h2o_lossless_queue_depth_peak: int = 0
+    h2o_lossless_async_queue_peak: int = 0
+    h2o_lossless_async_wait_us: int = 0
+    h2o_lossless_decode_cache_hit: int = 0
+    h2o_lossless_decode_cache_miss: int = 0
+    h2o_codec_us: int = 0
+    h2o_keep_ratio: float = 1.0
+    h2o_lossy_ratio: float = 1.0
+    h2o_total_evict_tokens: int = 0
+    lossy_ratio: float = 1.0
+    lossless_ratio: float = 1.0
+    total_ratio: float = 1.0
+    compress: LatencySummary = field(default_factory=Latencies().summary)
+    decompress: LatencySummary = field(default_factory=Latencies().summary)
+    wait: LatencySummary = field(default_factory=Latencies().summary)
+    layers: tuple[LayerMetrics, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Name to figure; percentiles and layers as objects."""
+        return {entry.name: _plain(getattr(self, entry.name)) for entry in fields(self)}
+
+    def bench_columns(self) -> dict[str, float | int]:
+        """The columns that the engine's ``llm_bench`` prints."""
+        return {
+            "h2o_keep": self.h2o_keep_ratio,
+            "h2o_lossy": self.h2o_lossy_ratio,
+            "h2o_lossless": self.h2o_lossless_ratio,
+            "h2o_codec_us": self.h2o_codec_us,
+            "h2o_lossless_raw_mb": self.h2o_lossless_raw_bytes / MEBIBYTE,
+            "h2o_lossless_comp_mb": self.h2o_lossless_compressed_bytes / MEBIBYTE,
+            "h2o_lossless_comp_us": self.h2o_lossless_compress_us,
+            "h2o_lossless_decomp_us": self.h2o_lossless_decompress_us,
+            "h2o_lossless_queue_peak": self.h2o_lossless_queue_depth_peak,
+            "h2o_lossless_fallback": self.h2o_lossless_fallback_count,
+            "h2o_lossless_backpressure_skip": self.h2o_lossless_backpressure_skip_count,
+            "h2o_lossless_async_queue_peak": self.h2o_lossless_async_queue_peak,
+            "h2o_lossless_async_wait_us": self.h2o_lossless_async_wait_us,
+            "h2o_lossless_decode_cache_hit": self.h2o_lossless_decode_cache_hit,
+            "h2o_lossless_decode_cache_miss": self.h2o_lossless_decode_cache_miss,
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def lines(self) -> list[str]:
+        """A table of the layers, then sums and percentiles."""
+        rows = [f"{'layer':>5} {'tokens':>8} {'blocks':>6} {'raw bytes':>12} {'compressed':>12} {'ratio':>7} fallbacks"]
+        rows += [str(layer) for layer in self.layers]
+        rows.append(
+            f"lossless {self.lossless_ratio:.3f}, lossy {self.lossy_ratio:.3f}, total {self.total_ratio:.3f} "
+            f"(raw bytes over stored bytes, of this run)"
+        )
+        rows.append(
+            f"{count(self.h2o_lossless_fallback_count, 'fallback')}, "
+            f"{count(self.h2o_lossless_backpressure_skip_count, 'skip')}, queue peak "
+            f"{self.h2o_lossless_queue_depth_peak:,}, cache {self.h2o_lossless_decode_cache_hit:,} hits and "
+            f"{self.h2o_lossless_decode_cache_miss:,} misses"
+        )
+        rows += [
+            f"{name:<10} {part.count:>8,} x, p50 {part.p50_us:>10,.1f} us, p95 {part.p95_us:>10,.1f} us, "
+            f"p99 {part.p99_us:>10,.1f} us"
+            for name, part in (("compress", self.compress), ("decompress", self.decompress), ("wait", self.wait))
+        ]
+        return rows
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, LatencySummary):
+        return value.to_dict()
+    return [layer.to_dict() for layer in value] if isinstance(value, tuple) else value

@@ -1,0 +1,79 @@
+"""Traces of the engine's lossless store, through the same code as tools/conformance.py."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conformance import run_index
+from repository import FIXTURES
+from vector_formats import store
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("store")
+    with tarfile.open(FIXTURES / "store" / "vectors.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+def test_every_trace_is_reproduced(traces: Path) -> None:
+    results = list(run_index(traces / "index.json", traces))
+    assert [(result.name, result.problems) for result in results if result.problems] == []
+    assert len(results) == 139
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Paths of all numbers and strings of a document."""
+    if isinstance(value, dict):
+        return [leaf for key in value for leaf in leaves(value[key], (*path, key))]
+    if isinstance(value, list):
+        return [leaf for number, item in enumerate(value) for leaf in leaves(item, (*path, number))]
+    return [path]
+
+
+def altered(value: Any) -> Any:
+    return value + 1 if isinstance(value, int | float) else ("0" if value[:1] != "0" else "1") + value[1:]
+
+
+@pytest.mark.parametrize("name", ["h2o_store_k_all_layers", "layer_nums_2_store", "cache1_full", "queue1_full_lazy"])
+def test_every_field_of_an_event_is_compared(traces: Path, tmp_path: Path, name: str) -> None:
+    index = json.loads((traces / "index.json").read_text())
+    (case,) = (case for case in index["cases"] if case["name"] == name)
+    index["cases"] = [{**case, "part": "changed.tar"}]
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    (tmp_path / "arrays.tar").write_bytes((traces / "arrays.tar").read_bytes())
+    with tarfile.open(traces / "events.tar") as archive:
+        document = json.load(archive.extractfile(case["events"]))  # type: ignore[arg-type]
+    seen = set()
+    for path in leaves(document["events"]):
+        kind = tuple(part for part in path if isinstance(part, str))
+        if kind in seen or kind == ("call",):
+            continue
+        seen.add(kind)
+        changed = json.loads(json.dumps(document))
+        place = changed["events"]
+        for part in path[:-1]:
+            place = place[part]
+        place[path[-1]] = altered(place[path[-1]])
+        assert problems(tmp_path, case["events"], changed), kind
+    assert len(seen) > 25
+    without = json.loads(json.dumps(document))
+    del without["events"][-1]
+    assert problems(tmp_path, case["events"], without)
+
+
+def problems(folder: Path, member: str, document: dict[str, Any]) -> list[str]:
+    data = json.dumps(document).encode()
+    with tarfile.open(folder / "changed.tar", "w") as archive:
+        entry = tarfile.TarInfo(member)
+        entry.size = len(data)
+        archive.addfile(entry, BytesIO(data))
+    store._archive.cache_clear()
+    ((_, found),) = [(result.name, result.problems) for result in run_index(folder / "index.json", folder)]
+    return found

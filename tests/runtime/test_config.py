@@ -1,0 +1,117 @@
+"""RuntimeConfig: the engine's keys, defaults and clamps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvmnn import KvmnnError
+from kvmnn.runtime import RuntimeConfig
+from kvmnn.runtime.config import check_layers
+
+DEFAULTS = {
+    "kv_lossless_enable": ("enable", False),
+    "kv_lossless_scope": ("scope", "front_n"),
+    "kv_lossless_front_n": ("front_n", 2),
+    "kv_lossless_codec": ("codec", "none"),
+    "kv_lossless_runtime_enable": ("runtime_enable", False),
+    "kv_lossless_runtime_mode": ("mode", "probe"),
+    "kv_lossless_block_tokens": ("block_tokens", 128),
+    "kv_lossless_hot_recent_tokens": ("hot_recent_tokens", 256),
+    "kv_lossless_hot_sink_tokens": ("hot_sink_tokens", 16),
+    "kv_lossless_kept_sample_layers": ("kept_sample_layers", 1),
+    "kv_lossless_kept_sample_token_interval": ("kept_sample_token_interval", 1),
+    "kv_lossless_front_sample_token_interval": ("front_sample_token_interval", 1),
+    "kv_lossless_store_disable_front": ("store_disable_front", False),
+    "kv_lossless_store_bootstrap_tokens": ("store_bootstrap_tokens", 32),
+    "kv_lossless_store_grouped_step_tokens": ("store_grouped_step_tokens", 256),
+    "kv_lossless_codec_runtime": ("codec_runtime", "fp16_gear_predictive_v3"),
+    "kv_lossless_predictors_k": ("predictors_k", "raw,delta_seq,xor_seq,pair_delta"),
+    "kv_lossless_predictors_v": ("predictors_v", "raw,delta_seq,xor_seq"),
+    "kv_lossless_async_threads": ("async_threads", 1),
+    "kv_lossless_max_queue": ("max_queue", 256),
+    "kv_lossless_decode_cache_blocks": ("decode_cache_blocks", 64),
+    "kv_lossless_strict_roundtrip_check": ("strict_roundtrip_check", False),
+}
+
+
+@pytest.mark.parametrize(("key", "name", "default"), [(key, *value) for key, value in DEFAULTS.items()])
+def test_each_key_has_its_default_and_reaches_its_field(key: str, name: str, default: Any) -> None:
+    assert getattr(RuntimeConfig.from_engine({}), name) == default
+    given: Any = {bool: True, int: 7}.get(type(default), default)
+    if name in ("scope", "mode", "codec"):
+        given = {"scope": "h2o_kept", "mode": "store", "codec": "gear_delta"}[name]
+    assert getattr(RuntimeConfig.from_engine({key: given}), name) == given
+
+
+def test_h2o_has_the_engines_defaults() -> None:
+    h2o = RuntimeConfig.from_engine({}).h2o
+    found = (h2o.enable, h2o.layer_start, h2o.layer_end, h2o.block_tokens, h2o.sink_tokens, h2o.recent_tokens)
+    assert found == (False, 2, -1, 64, 32, 256)
+    assert (h2o.target_lossy_ratio, h2o.update_interval, h2o.trigger_min_tokens) == (3.0, 16, 512)
+    assert RuntimeConfig.from_engine({"kv_h2o_update_interval": 0}).h2o.interval == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "name", "used"),
+    [
+        ("kv_lossless_front_n", -1, "front_n", 0),
+        ("kv_lossless_block_tokens", 0, "block_tokens", 1),
+        ("kv_lossless_block_tokens", -5, "block_tokens", 1),
+        ("kv_lossless_hot_recent_tokens", -1, "hot_recent_tokens", 0),
+        ("kv_lossless_hot_sink_tokens", -1, "hot_sink_tokens", 0),
+        ("kv_lossless_max_queue", 0, "max_queue", 1),
+        ("kv_lossless_async_threads", -3, "async_threads", 0),
+        ("kv_lossless_decode_cache_blocks", -3, "decode_cache_blocks", 0),
+        ("kv_lossless_scope", "front_n+h2o_kept", "scope", "front_n_and_h2o_kept"),
+        ("kv_lossless_scope", "none", "scope", "none"),
+        ("kv_lossless_scope", "whatever", "scope", "front_n"),
+        ("kv_lossless_runtime_mode", "whatever", "mode", "probe"),
+        ("attention_mode", 0, "flash_attention", False),
+        ("attention_mode", 8, "flash_attention", True),
+        ("layer_nums", 24, "layer_nums", 24),
+    ],
+)
+def test_values_are_cut_as_the_engine_does(key: str, value: Any, name: str, used: Any) -> None:
+    assert getattr(RuntimeConfig.from_engine({key: value}), name) == used
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ({"kv_lossless_blocktokens": 3}, "kv_lossless_blocktokens: no option of the runtime"),
+        ({"kv_losless_enable": True, "kv_foo": 1}, "kv_foo, kv_losless_enable: no option"),
+        ({"kv_h2o_blocks": 3}, "kv_h2o_blocks"),
+        ({"attention_mode": 10}, "attention_mode 10 quantises"),
+        ({"attention_mode": 1}, "quantises"),
+        ({"kv_lossless_enable": 1}, "kv_lossless_enable is 1: expected true or false"),
+        ({"kv_lossless_front_n": "2"}, "kv_lossless_front_n is '2': expected an integer"),
+        ({"kv_lossless_front_n": True}, "expected an integer"),
+        ({"kv_lossless_front_n": 1 << 40}, "kv_lossless_front_n is 1099511627776"),
+        ({"kv_lossless_scope": 3}, "expected a string"),
+        ({"layer_nums": 0}, "layer_nums is 0"),
+        ({"kv_lossless_async_threads": 100000}, "async_threads is 100000"),
+    ],
+)
+def test_what_would_be_misread_is_refused(document: dict[str, Any], message: str) -> None:
+    with pytest.raises(KvmnnError, match=message):
+        RuntimeConfig.from_engine(document)
+
+
+def test_keys_of_others_are_passed_over() -> None:
+    assert RuntimeConfig.from_engine({"reuse_kv": True, "llm_model": "x", "kvcache_mmap": True}) == RuntimeConfig()
+
+
+def test_a_wrong_number_of_layers_is_refused() -> None:
+    with pytest.raises(KvmnnError, match="layer_nums is 32, the model has 24 layers"):
+        check_layers(RuntimeConfig.from_engine({"layer_nums": 32}), 24)
+    assert check_layers(RuntimeConfig.from_engine({}), 24) == 24
+
+
+@pytest.mark.parametrize("changes", [{"mode": "off"}, {"scope": "all"}, {"front_n": -1}, {"max_queue": 0}])
+def test_the_constructor_does_not_cut(changes: dict[str, Any]) -> None:
+    with pytest.raises(KvmnnError):
+        RuntimeConfig(**changes)
+    with pytest.raises(TypeError):
+        RuntimeConfig(enable=1)  # type: ignore[arg-type]

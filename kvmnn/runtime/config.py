@@ -15,6 +15,8 @@ from ..packed.reserve import INT32_MAX
 Mode = Literal["probe", "full", "store"]
 Scope = Literal["none", "front_n", "h2o_kept", "front_n_and_h2o_kept"]
 
+Verify = Literal["compare", "hash"]
+
 MODES: tuple[Mode, ...] = ("probe", "full", "store")
 SCOPES: tuple[Scope, ...] = ("none", "front_n", "h2o_kept", "front_n_and_h2o_kept")
 CODEC = "gear_delta"
@@ -87,6 +89,15 @@ class RuntimeConfig:
         Whether the engine adds up un-normalised attention tile by tile; only the attention scores depend on it.
     layer_nums
         Layers that the model's configuration claims; None where it says nothing.
+    verify
+        Behaviour "sound" only, no key of the engine: ``"compare"`` decodes every block and compares all its bytes
+        before its rows are dropped; ``"hash"`` keeps their hash instead and checks it whenever they are restored.
+    decode_cache_bytes
+        Behaviour "sound" only: bytes of decoded rows that are kept besides `decode_cache_blocks`.
+    max_bytes_in_flight
+        Behaviour "sound" only: raw bytes that may be in encoding, and as many in restores ahead of their call.
+    prefetch_layers
+        Behaviour "sound" only: layers whose blocks threads decode ahead of their call.
 
     Raises
     ------
@@ -121,6 +132,10 @@ class RuntimeConfig:
     h2o: H2OConfig = field(default_factory=lambda: H2OConfig(enable=False))
     flash_attention: bool = True
     layer_nums: int | None = None
+    verify: Verify = "compare"
+    decode_cache_bytes: int = 8 << 20
+    max_bytes_in_flight: int = 64 << 20
+    prefetch_layers: int = 1
 
     def __post_init__(self) -> None:
         for name in (*_SWITCHES, "flash_attention"):
@@ -135,6 +150,10 @@ class RuntimeConfig:
             whole(self.layer_nums, "layer_nums", 1, INT32_MAX)
         if self.mode not in MODES:
             raise KvmnnError(f"mode is {self.mode!r}: expected one of {', '.join(MODES)}")
+        if self.verify not in ("compare", "hash"):
+            raise KvmnnError(f"verify is {self.verify!r}: expected 'compare' or 'hash'")
+        for name in ("decode_cache_bytes", "max_bytes_in_flight", "prefetch_layers"):
+            whole(getattr(self, name), name, 0)
         if self.scope not in SCOPES:
             raise KvmnnError(f"scope is {self.scope!r}: expected one of {', '.join(SCOPES)}")
         if not isinstance(self.h2o, H2OConfig):

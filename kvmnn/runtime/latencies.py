@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 _STEPS_PER_OCTAVE = 8
@@ -45,6 +48,15 @@ class Latencies:
         self.max_ns = max(self.max_ns, nanoseconds)
         bucket = _bucket(nanoseconds)
         self._buckets[bucket] = self._buckets.get(bucket, 0) + 1
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Count how long the block takes."""
+        began = time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            self.add(time.perf_counter_ns() - began)
 
     def percentile_us(self, share: float) -> float:
         """The duration that `share` of all do not exceed, in microseconds; 0 where there is none."""

@@ -12,10 +12,11 @@ MEBIBYTE = 1 << 20
 
 
 class Timings:
-    """Durations of the three operations that a caller waits for."""
+    """Durations of the operations that cost time."""
 
     def __init__(self) -> None:
         self.compress, self.decompress, self.wait = Latencies(), Latencies(), Latencies()
+        self.verify = Latencies()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,8 @@ class LayerMetrics:
         Encoded so far; a block that does not gain counts with its raw size in both.
     stored_raw_bytes, stored_bytes
         Of the blocks that stand for rows now: their raw size, and that of their frames.
+    held_bytes
+        Of all rows and frames that are there now, room to grow included.
     """
 
     layer: int
@@ -43,6 +46,7 @@ class LayerMetrics:
     blocks: int = 0
     stored_raw_bytes: int = 0
     stored_bytes: int = 0
+    held_bytes: int = 0
 
     def to_dict(self) -> dict[str, int]:
         """Name to figure."""
@@ -75,8 +79,10 @@ class RuntimeMetrics:
     total_ratio
         Lossy times lossless ratio, both of this run: bytes of all tokens ever appended over bytes that are held. The
         engine's product of its two figures is another number.
-    compress, decompress, wait
-        Percentiles of single operations.
+    compress, decompress, wait, verify
+        Percentiles of single operations; verify is the check before rows are dropped.
+    restores_ahead, restores_late
+        Blocks that a thread had decoded before they were needed, and blocks that it was still decoding then.
     layers
         One entry for each layer.
     """
@@ -104,6 +110,9 @@ class RuntimeMetrics:
     compress: LatencySummary = field(default_factory=Latencies().summary)
     decompress: LatencySummary = field(default_factory=Latencies().summary)
     wait: LatencySummary = field(default_factory=Latencies().summary)
+    verify: LatencySummary = field(default_factory=Latencies().summary)
+    restores_ahead: int = 0
+    restores_late: int = 0
     layers: tuple[LayerMetrics, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -150,9 +159,14 @@ class RuntimeMetrics:
         rows += [
             f"{name:<10} {part.count:>8,} x, p50 {part.p50_us:>10,.1f} us, p95 {part.p95_us:>10,.1f} us, "
             f"p99 {part.p99_us:>10,.1f} us"
-            for name, part in (("compress", self.compress), ("decompress", self.decompress), ("wait", self.wait))
+            for name, part in self._timed
         ]
         return rows
+
+    @property
+    def _timed(self) -> tuple[tuple[str, LatencySummary], ...]:
+        names = ("compress", "verify", "decompress", "wait")
+        return tuple((name, getattr(self, name)) for name in names)
 
 
 def _plain(value: Any) -> Any:

@@ -15,8 +15,7 @@ import numpy as np
 
 from kvmnn import fnv1a64
 from kvmnn.h2o import H2OConfig, Plan, Planner, plan
-from kvmnn.runtime import RuntimeConfig
-from kvmnn.runtime.engine import EngineRuntime
+from kvmnn.runtime import LosslessRuntime, RuntimeConfig
 
 from .common import CaseResult, Checker, run_list
 
@@ -67,12 +66,13 @@ class _Replay:
         heads, head_dim, size = geometry["kv_heads"], geometry["head_dim"], geometry["elem_bytes"]
         h2o = replace(config.h2o, layers=self.layer_nums, heads=1, bytes_per_token=2 * heads * head_dim * size)
         self.planner = _RecordedPlans(h2o, document["plans"])
-        self.runtime = EngineRuntime(
+        self.runtime = LosslessRuntime(
             replace(config, layer_nums=self.layer_nums),
             layers=self.layers,
             kv_heads=heads,
             head_dim=head_dim,
             dtype={2: "fp16", 4: "fp32"}[size],
+            behaviour="engine",
             on_invalid="engine",
             planner=self.planner,
             timing="lazy" if case["async_schedule"] == "lazy" else "eager",

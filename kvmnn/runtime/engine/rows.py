@@ -26,6 +26,11 @@ class Rows:
         return int(self._both.shape[2])
 
     @property
+    def held_bytes(self) -> int:
+        """Bytes of the buffer, which clearing a range does not make smaller."""
+        return int(self._both.nbytes)
+
+    @property
     def live(self) -> KVPair:
         """K and V of all tokens, as views."""
         return self._both[0, :, : self.tokens], self._both[1, :, : self.tokens]

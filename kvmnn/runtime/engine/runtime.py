@@ -335,4 +335,5 @@ def _layer_metrics(index: int, state: LayerState) -> LayerMetrics:
         blocks=len(state.blocks),
         stored_raw_bytes=sum(block.block.raw_bytes for block in stored),
         stored_bytes=sum(block.block.compressed_bytes for block in stored),
+        held_bytes=state.rows.held_bytes if state.rows is not None else 0,
     )

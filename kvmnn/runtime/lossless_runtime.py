@@ -1,0 +1,206 @@
+"""One object for all layers of a running cache."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Literal
+
+from ..arrays import LayerCache
+from ..dtypes import KVPair, Words
+from ..errors import KvmnnError
+from ..h2o import Planner
+from .config import RuntimeConfig
+from .engine import CallEvent, EngineRuntime
+from .engine.tasks import Timing
+from .metrics import RuntimeMetrics
+from .sound import SoundCall, SoundRuntime
+
+Behaviour = Literal["sound", "engine"]
+
+
+class LosslessRuntime:
+    """Keeps K and V of a running model, the cold tokens as frames.
+
+    Every call of a layer has two halves, between which the caller computes attention; `sync` ends a step of all
+    layers. The first step is a prefill::
+
+        for layer in range(layers):
+            keys, values = runtime.begin(layer, new_keys, new_values)
+            ...  # attention over keys and values
+            runtime.end(rows=attention)
+        runtime.sync()
+
+    Parameters
+    ----------
+    config
+        Options.
+    layers, kv_heads, head_dim
+        Of the model.
+    dtype
+        ``"fp16"``, ``"bf16"`` or ``"fp32"``.
+    behaviour
+        ``"sound"``: nothing is ever lost; every cold token is stored once, and what attention reads equals a plain
+        cache bit for bit. ``"engine"``: what the MNN fork does, its defects included (docs/runtime.md lists them).
+    planner
+        Makes the eviction plans; None for one from ``config.h2o``. Cadence ``"tokens"`` for ``"sound"``,
+        ``"layer-calls"`` for ``"engine"``.
+    timing
+        Behaviour "engine" only: ``"eager"`` workers are done at once, ``"lazy"`` ones when somebody waits for them.
+    on_invalid
+        Behaviour "engine" only: ``"engine"`` accepts a wrong ``layer_nums`` and mixes up layers as the engine does.
+
+    Raises
+    ------
+    KvmnnError
+        For options that do not exist or do not fit the model.
+    """
+
+    def __init__(
+        self,
+        config: RuntimeConfig,
+        *,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: str,
+        behaviour: Behaviour = "sound",
+        planner: Planner | None = None,
+        timing: Timing = "eager",
+        on_invalid: str = "raise",
+    ) -> None:
+        self._runtime: SoundRuntime | EngineRuntime
+        if behaviour == "engine":
+            self._runtime = EngineRuntime(
+                config,
+                layers=layers,
+                kv_heads=kv_heads,
+                head_dim=head_dim,
+                dtype=dtype,
+                planner=planner,
+                timing=timing,
+                on_invalid=on_invalid,
+            )
+        elif behaviour == "sound":
+            self._runtime = SoundRuntime(
+                config, layers=layers, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, planner=planner
+            )
+        else:
+            raise KvmnnError(f"behaviour is {behaviour!r}: expected 'sound' or 'engine'")
+        self.behaviour: Behaviour = behaviour
+
+    def __enter__(self) -> LosslessRuntime:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- one call of one layer -----------------------------------------------------------------------------------------
+
+    def begin(self, layer: int, keys: Words, values: Words) -> KVPair:
+        """First half of a call: carry out the layer's eviction plan, append its new tokens, restore what is stored.
+
+        Parameters
+        ----------
+        layer
+            Which, from 0.
+        keys, values
+            The new tokens, ``[kv_head, token, head_dim]``.
+
+        Returns
+        -------
+        (keys, values)
+            All tokens of the layer, ``[kv_head, token, head_dim]``, for reading only. They hold until the next call of
+            the runtime: one array serves all layers.
+
+        Raises
+        ------
+        RestoreError
+            For stored rows that cannot be brought back. Nothing has changed then.
+        KvmnnError
+            For arrays of another shape, and for calls out of order.
+        TypeError
+            For arrays of another type.
+        """
+        found = self._runtime.begin(layer, keys, values)
+        assert found is not None
+        return found
+
+    def append(self, layer: int, keys: Words, values: Words) -> None:
+        """As `begin`, for a caller that needs no rows now (behaviour "sound"): nothing is restored."""
+        self._sound("append").begin(layer, keys, values, read=False)
+
+    def end(self, *, sums: Any = None, rows: Any = None) -> SoundCall | CallEvent:
+        """Second half of a call: score, plan, hand in the blocks that became cold, take in those that are done.
+
+        Parameters
+        ----------
+        sums, rows
+            The attention of this call, as `Planner.end` takes it; needed for layers that evict.
+
+        Returns
+        -------
+        SoundCall or CallEvent
+            What the call did, by the behaviour.
+        """
+        return self._runtime.end(sums=sums, rows=rows)
+
+    def sync(self) -> None:
+        """End a step of all layers."""
+        self._runtime.sync()
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def start_request(self, *, keep: bool) -> None:
+        """A new request: the next step is a prefill, over the tokens there are (`keep`) or over none."""
+        self._runtime.start_request(keep=keep)
+
+    def reset(self) -> None:
+        """Drop all tokens of all layers; the next step is a prefill."""
+        self._runtime.reset()
+
+    def erase(self, begin: int, end: int = 0) -> None:
+        """Drop the tokens that stand at positions ``[begin, end)`` of the text; end 0 means all from `begin`.
+
+        Sound: in every layer, at once; those after them keep their positions, unless the range reaches the end.
+        Engine: at the next step, counted in the tokens of the last layer, and ignored where the range does not exist.
+
+        Raises
+        ------
+        KvmnnError
+            Sound: for a range that does not exist.
+        """
+        self._runtime.erase(begin, end)
+
+    # -- what there is -------------------------------------------------------------------------------------------------
+
+    def live(self, layer: int) -> KVPair:
+        """K and V of a layer. Sound: restored copies. Engine: views of the rows as they are, zeros included."""
+        return self._runtime.live(layer)
+
+    def read(self, layer: int) -> LayerCache:
+        """Copies of K and V of a layer and where its tokens stand (behaviour "sound")."""
+        return self._sound("read").read(layer)
+
+    def flush(self) -> None:
+        """Encode all that is cold and wait for it (behaviour "sound"), as before a session is parked."""
+        self._sound("flush").flush()
+
+    def wait(self) -> None:
+        """Wait for open encodings and take them in (behaviour "sound")."""
+        self._sound("wait").wait()
+
+    def close(self) -> None:
+        """End the threads; the cache stays readable."""
+        if isinstance(self._runtime, SoundRuntime):
+            self._runtime.close()
+
+    def metrics(self) -> RuntimeMetrics:
+        """Figures so far."""
+        return self._runtime.metrics()
+
+    def _sound(self, what: str) -> SoundRuntime:
+        if not isinstance(self._runtime, SoundRuntime):
+            raise KvmnnError(f"{what}: only with behaviour 'sound'")
+        return self._runtime

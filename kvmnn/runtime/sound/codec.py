@@ -1,0 +1,98 @@
+"""Rows to frames and back, with a check of both directions."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...dtypes import DType, Words
+from ...errors import KvmnnError
+from ...frames import Block, decode, encode_block, fnv1a64, matches
+from ..config import RuntimeConfig
+
+
+@dataclass(frozen=True)
+class Frames:
+    """K and V of a piece as two frames.
+
+    Attributes
+    ----------
+    checksum
+        CRC-32 over both, checked before each decoding: a frame has no checksum of its own.
+    raw_hash
+        Hash of the rows; 0 where they were compared instead.
+    """
+
+    key: bytes
+    value: bytes
+    checksum: int
+    raw_hash: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both frames."""
+        return len(self.key) + len(self.value)
+
+
+class RowCodec:
+    """Encodes, checks and decodes rows ``[2, kv_head, token, head_dim]`` (K, then V) of one cache."""
+
+    def __init__(self, config: RuntimeConfig, dtype: DType, kv_heads: int, head_dim: int) -> None:
+        self._config = config
+        self._dtype = dtype
+        self._shape = (kv_heads, head_dim)
+
+    def encode(self, rows: Words) -> Block:
+        """K and V under the engine's joint rule."""
+        return encode_block(
+            rows[0],
+            rows[1],
+            dtype=self._dtype.name,
+            predictors_k=self._config.predictors_k,
+            predictors_v=self._config.predictors_v,
+            codecs=self._config.codecs,
+            strict_roundtrip_check=self._config.verify == "hash",
+            threads=1,
+        )
+
+    def verified(self, block: Block, rows: Words) -> Frames | None:
+        """The frames of a block that gains; None for one that does not.
+
+        Raises
+        ------
+        KvmnnError
+            For frames that do not decode to `rows`, every byte compared (with ``verify="compare"``).
+        """
+        key, value = block.key_frame, block.value_frame
+        if key is None or value is None:
+            return None
+        if self._config.verify == "compare":
+            for frame, part in ((key, rows[0]), (value, rows[1])):
+                if not matches(frame, part, dtype=self._dtype.name, threads=1):
+                    raise KvmnnError("the frame decodes to other bytes than it was made of")
+        return Frames(key, value, checksum(key, value), block.raw_hash)
+
+    def decode(self, frames: Frames, count: int) -> Words:
+        """The rows of `count` tokens.
+
+        Raises
+        ------
+        KvmnnError
+            For frames that were changed, or do not hold these rows.
+        """
+        if checksum(frames.key, frames.value) != frames.checksum:
+            raise KvmnnError("its frames were changed in memory")
+        heads, head_dim = self._shape
+        rows = np.empty((2, heads, count, head_dim), self._dtype.numpy)
+        for frame, part in ((frames.key, rows[0]), (frames.value, rows[1])):
+            decode(frame, dtype=self._dtype.name, out=part, threads=1)
+        if frames.raw_hash and fnv1a64(rows[1], fnv1a64(rows[0])) != frames.raw_hash:
+            raise KvmnnError("its frames decode to other rows than they were made of")
+        return rows
+
+
+def checksum(key: bytes, value: bytes) -> int:
+    """CRC-32 over two frames."""
+    return zlib.crc32(value, zlib.crc32(key))

@@ -1,0 +1,92 @@
+"""What is counted for each layer of a sound runtime, and what is reported of all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..metrics import LayerMetrics
+from .layer_rows import LayerRows
+
+MICROSECOND = 1000
+
+
+@dataclass
+class LayerFigures:
+    """Counters of one layer since the request began."""
+
+    raw_bytes: int = 0
+    compressed_bytes: int = 0
+    decompressed_bytes: int = 0
+    compress_ns: int = 0
+    decompress_ns: int = 0
+    updates: int = 0
+    fallbacks: int = 0
+    skips: int = 0
+    appended_bytes: int = 0
+    evicted_tokens: int = 0
+
+    def metrics(self, layer: int, rows: LayerRows) -> LayerMetrics:
+        """The public form, with what the layer holds now."""
+        stored = [piece for piece in rows.pieces if piece.state == "stored" and piece.frames is not None]
+        token_bytes = rows.raw_bytes // rows.tokens if rows.tokens else 0
+        return LayerMetrics(
+            layer=layer,
+            tokens=rows.tokens,
+            raw_bytes=self.raw_bytes,
+            compressed_bytes=self.compressed_bytes,
+            decompressed_bytes=self.decompressed_bytes,
+            compress_us=self.compress_ns // MICROSECOND,
+            decompress_us=self.decompress_ns // MICROSECOND,
+            updates=self.updates,
+            fallbacks=self.fallbacks,
+            skips=self.skips,
+            blocks=len(stored),
+            stored_raw_bytes=sum(piece.count for piece in stored) * token_bytes,
+            stored_bytes=sum(piece.held_bytes for piece in stored),
+            held_bytes=rows.held_bytes,
+        )
+
+
+@dataclass(frozen=True)
+class Ratios:
+    """Lossy, lossless and total ratio of one run: bytes of all rows over those that stay, and over those held."""
+
+    appended_bytes: int
+    live_bytes: int
+    held_bytes: int
+
+    @property
+    def lossy(self) -> float:
+        """All rows ever appended over those that were not evicted."""
+        return _share(self.appended_bytes, self.live_bytes)
+
+    @property
+    def lossless(self) -> float:
+        """Those rows over what holds them now, hot rows and room included."""
+        return _share(self.live_bytes, self.held_bytes)
+
+    @property
+    def total(self) -> float:
+        """The product: all rows over what is held."""
+        return _share(self.appended_bytes, self.held_bytes)
+
+
+def ratios(layers: Sequence[LayerRows], figures: Sequence[LayerFigures]) -> Ratios:
+    """The ratios of all layers together."""
+    return Ratios(
+        sum(one.appended_bytes for one in figures),
+        sum(rows.raw_bytes for rows in layers),
+        sum(rows.held_bytes for rows in layers),
+    )
+
+
+def float32_ratio(raw: int, compressed: int) -> float:
+    """As the engine keeps a ratio; 1 where nothing was encoded."""
+    return float(np.float32(raw / compressed)) if compressed else 1.0
+
+
+def _share(before: int, after: int) -> float:
+    return before / after if after else 1.0

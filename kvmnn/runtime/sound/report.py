@@ -1,0 +1,46 @@
+"""What one call of a sound runtime did."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from ...text import count
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoundCall:
+    """One call of one layer.
+
+    Attributes
+    ----------
+    layer
+        Which.
+    tokens
+        Tokens that it holds, the new ones included.
+    evicted
+        Tokens that went before the new ones came.
+    planned
+        Tokens that the planner means to evict at the layer's next call.
+    submitted, finished
+        Encodings handed in by this call, and taken in by it (of any layer).
+    waiting
+        Blocks of this layer that found no place in the queue; they are tried again at its next call.
+    """
+
+    layer: int
+    tokens: int
+    evicted: int
+    planned: int
+    submitted: int
+    finished: int
+    waiting: int
+
+    def to_dict(self) -> dict[str, int]:
+        """Name to figure."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return (
+            f"layer {self.layer}: {count(self.tokens, 'token')}, {self.evicted:,} evicted, "
+            f"{count(self.submitted, 'block')} handed in, {self.waiting:,} waiting"
+        )

@@ -1,0 +1,96 @@
+"""A bounded pool of threads over kernels that hold no GIL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Generic, TypeVar
+
+R = TypeVar("R")
+
+
+class Workers:
+    """Threads, made when they are first needed; none where `threads` is 0."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self._executor: ThreadPoolExecutor | None = None
+
+    def submit(self, function: Callable[[], R]) -> Future[R]:
+        """Run `function` on a thread; in the call itself where there is none, or none takes it."""
+        if self.threads:
+            try:
+                if self._executor is None:
+                    self._executor = ThreadPoolExecutor(self.threads, thread_name_prefix="kvmnn-runtime")
+                return self._executor.submit(function)
+            except RuntimeError:  # no new thread to be had, or the pool was shut down from elsewhere
+                self._executor = None
+        return run_now(function)
+
+    def close(self) -> None:
+        """Wait for the threads and end them."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=True, cancel_futures=True)
+            self._executor = None
+
+
+def run_now(function: Callable[[], R]) -> Future[R]:
+    """A future that is done: of `function` run in this call."""
+    future: Future[R] = Future()
+    try:
+        future.set_result(function())
+    except Exception as error:
+        future.set_exception(error)
+    return future
+
+
+class OpenJobs(Generic[R]):
+    """Jobs that were handed in, in their order, with the raw bytes that they hold."""
+
+    def __init__(self, workers: Workers, max_open: int, max_bytes: int) -> None:
+        self._workers = workers
+        self._max_open, self._max_bytes = max_open, max_bytes
+        self._open: list[tuple[R, int, Future[object]]] = []
+        self.nbytes = self.peak = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether one more job of so many bytes may be handed in; a single one always may."""
+        return not self._open or (len(self._open) < self._max_open and self.nbytes + nbytes <= self._max_bytes)
+
+    @property
+    def full(self) -> bool:
+        """Whether nothing more is taken."""
+        return not self.has_room(0)
+
+    def submit(self, what: R, nbytes: int, function: Callable[[], object]) -> None:
+        """Hand in a job; `what` comes back with its result."""
+        self._open.append((what, nbytes, self._workers.submit(function)))
+        self.nbytes += nbytes
+        if self._workers.threads:
+            self.peak = max(self.peak, len(self._open))
+
+    def finished(self, *, wait: bool = False) -> list[tuple[R, Future[object]]]:
+        """What is done, each once; with `wait`, everything."""
+        if not self._open:
+            return []
+        done = []
+        still_open = []
+        for what, nbytes, future in self._open:
+            if wait:
+                future.exception() if not future.cancelled() else None
+            if future.done():
+                done.append((what, future))
+                self.nbytes -= nbytes
+            else:
+                still_open.append((what, nbytes, future))
+        self._open = still_open
+        return done
+
+    def forget(self) -> None:
+        """Cancel what has not started and take no results of the rest."""
+        for _, _, future in self._open:
+            future.cancel()
+        self._open, self.nbytes = [], 0

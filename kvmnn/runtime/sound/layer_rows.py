@@ -11,6 +11,7 @@ import numpy as np
 from ...dtypes import DType, Words
 from ...packed.reserve import Pair
 from ..schedule import ColdRange
+from .memory import copied, empty
 from .piece import Piece
 from .positions import PositionRuns
 from .tail import Tail
@@ -101,7 +102,7 @@ class LayerRows:
             new = [Piece(block, rows[:, :, at : at + block], "due") for at in range(first, end, block)]
             due += new
             pieces += new
-            self.tail = Tail(rows[:, :, end:].copy())
+            self.tail = Tail(copied(rows[:, :, end:]))
         self.pieces = pieces
         return due
 
@@ -205,7 +206,11 @@ class _Group:
 
     def rows(self, rows_of: RowsOf) -> Words:
         """The rows of all pieces, in an array of their own."""
-        return np.concatenate([rows_of(piece) for piece in self.pieces], axis=2)
+        parts = [rows_of(piece) for piece in self.pieces]
+        heads, head_dim = parts[0].shape[1], parts[0].shape[3]
+        count = sum(piece.count for piece in self.pieces)
+        joined = empty((2, heads, count, head_dim), parts[0].dtype)
+        return np.concatenate(parts, axis=2, out=joined)
 
     def joined(self, rows_of: RowsOf) -> Piece:
         """The one piece."""

@@ -44,8 +44,8 @@ class Piece:
 
     @property
     def owns_rows(self) -> bool:
-        """Whether the rows are no view, which would keep a larger array alive."""
-        return self.rows is None or self.rows.base is None
+        """Whether the rows are no part of a larger array, which they would keep alive."""
+        return self.rows is None or self.rows.base is None or self.rows.flags.c_contiguous
 
     def own_rows(self) -> None:
         """Copy rows that are a view."""

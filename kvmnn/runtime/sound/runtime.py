@@ -22,6 +22,7 @@ from .encoding import Encoded, Job, encode_and_verify, result_of, settle
 from .figures import MICROSECOND, float32_ratio, ratios
 from .layer import Layer
 from .layer_rows import RowsOf
+from .memory import empty
 from .report import SoundCall
 from .restoring import Restorer
 from .steps import Steps
@@ -281,7 +282,7 @@ class SoundRuntime:
         """The array that rows are assembled in: one for all layers."""
         if self._workspace.shape[2] < tokens:
             heads, head_dim = self._shape
-            self._workspace = np.empty((2, heads, tokens + tokens // 8 + 64, head_dim), self._dtype.numpy)
+            self._workspace = empty((2, heads, tokens + tokens // 8 + 64, head_dim), self._dtype.numpy)
         return self._workspace
 
     # -- encoding ------------------------------------------------------------------------------------------------------

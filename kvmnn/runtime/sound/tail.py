@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from ...dtypes import Words
+from .memory import empty
 
 ROOM_TOKENS = 64
 """Least room beyond the need when the array grows; an eighth of the need where that is more."""
@@ -32,7 +31,7 @@ class Tail:
         need = self.count + add
         if need > self._rows.shape[2]:
             heads, head_dim = self._rows.shape[1], self._rows.shape[3]
-            wide = np.empty((2, heads, need + max(ROOM_TOKENS, need // 8), head_dim), self._rows.dtype)
+            wide = empty((2, heads, need + max(ROOM_TOKENS, need // 8), head_dim), self._rows.dtype)
             wide[:, :, : self.count] = self.rows
             self._rows = wide
 

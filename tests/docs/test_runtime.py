@@ -1,0 +1,34 @@
+"""What docs/runtime.md shows is what happens, and the traces that it names are there."""
+
+from __future__ import annotations
+
+import doctest
+import json
+import re
+import tarfile
+
+from repository import DOCS, FIXTURES
+
+from kvmnn.runtime.config import _LEAST, _NAMED, _SWITCHES, _TEXTS
+
+PAGE = DOCS / "runtime.md"
+
+
+def test_the_python_examples() -> None:
+    failed, tried = doctest.testfile(str(PAGE), module_relative=False)
+    assert (failed, tried) == (0, 10)
+
+
+def test_every_trace_that_is_named_ships() -> None:
+    table = PAGE.read_text().split("| engine | sound | why | trace |\n")[1].split("\n\n")[0]
+    named = {name for line in table.splitlines()[1:] for name in re.findall(r"`(\w+)`", line.rsplit("|", 2)[-2])}
+    with tarfile.open(FIXTURES / "store" / "vectors.tar.xz") as archive:
+        index = json.load(archive.extractfile("index.json"))  # type: ignore[arg-type]
+    assert len(named) > 15
+    assert named <= {case["name"] for case in index["cases"]}
+
+
+def test_every_option_is_in_the_table() -> None:
+    table = PAGE.read_text().split("| key `kv_lossless_...` |")[1].split("\n\n")[0]
+    told = {name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split("|")[1])}
+    assert told == {*_LEAST, *_NAMED, *_SWITCHES, *_TEXTS}

@@ -15,8 +15,11 @@ class Timings:
     """Durations of the operations that cost time."""
 
     def __init__(self) -> None:
-        self.compress, self.decompress, self.wait = Latencies(), Latencies(), Latencies()
-        self.verify = Latencies()
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self.compress, self.decompress, self.wait, self.verify = (Latencies() for _ in range(4))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +79,9 @@ class RuntimeMetrics:
         Time that calls were blocked by open encodings.
     h2o_keep_ratio, h2o_lossy_ratio
         Of the eviction planner (docs/h2o.md): one event, no mean.
-    total_ratio
-        Lossy times lossless ratio, both of this run: bytes of all tokens ever appended over bytes that are held. The
-        engine's product of its two figures is another number.
+    lossy_ratio, lossless_ratio, total_ratio
+        Of this run: bytes of all tokens ever appended over those that are left; those over the bytes that hold them,
+        hot rows and room to grow included; and the product.
     compress, decompress, wait, verify
         Percentiles of single operations; verify is the check before rows are dropped.
     restores_ahead, restores_late

@@ -6,6 +6,7 @@ import time
 
 from ...frames import Block
 from ..config import RuntimeConfig
+from ..metrics import Timings
 from .decoding import Decoder
 from .events import AppliedEvent, CallEvent, DecodeEvent
 from .state import LayerState
@@ -28,9 +29,10 @@ class Applier:
         How long the last encoding took.
     """
 
-    def __init__(self, config: RuntimeConfig, decoder: Decoder) -> None:
+    def __init__(self, config: RuntimeConfig, decoder: Decoder, timings: Timings) -> None:
         self._config = config
         self._decoder = decoder
+        self._timings = timings
         self.queue_peak = 0
         self.last_compress_ns = 0
 
@@ -134,7 +136,9 @@ class Applier:
         began = time.perf_counter_ns()
         how, pair = self._decoder.decode(state, stored)
         if how == "miss":
-            state.decompress_ns += time.perf_counter_ns() - began
+            elapsed = time.perf_counter_ns() - began
+            state.decompress_ns += elapsed
+            self._timings.decompress.add(elapsed)
         raw_bytes = stored.block.raw_bytes
         event.decodes.append(DecodeEvent(stored.start, stored.count, raw_bytes, how, pair is not None))
         if pair is None:

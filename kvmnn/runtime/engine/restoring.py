@@ -7,6 +7,7 @@ import time
 import numpy as np
 
 from ...dtypes import KVPair
+from ..latencies import Latencies
 from .decoding import Decoder
 from .events import CallEvent, RestoreEvent, ScatterEvent
 from .rows import Rows
@@ -19,7 +20,7 @@ Chunk = tuple[int, int, KVPair]
 """Start, count, and K and V, flat."""
 
 
-def restore(state: LayerState, rows: Rows, decoder: Decoder, event: CallEvent) -> None:
+def restore(state: LayerState, rows: Rows, decoder: Decoder, event: CallEvent, times: Latencies) -> None:
     """Look up or decode every stored block of `state` and write it into `rows`; the list is empty afterwards.
 
     What cannot be decoded is counted as a fallback and stays zero. Neighbouring chunks are joined end to end, which
@@ -31,7 +32,7 @@ def restore(state: LayerState, rows: Rows, decoder: Decoder, event: CallEvent) -
         if not stored.dropped:
             event.erased += 1
             continue
-        chunk = _decoded(state, stored, decoder, event)
+        chunk = _decoded(state, stored, decoder, event, times)
         if chunk is not None:
             chunks.append(chunk)
     state.blocks = []
@@ -46,7 +47,9 @@ def restore(state: LayerState, rows: Rows, decoder: Decoder, event: CallEvent) -
             state.fallbacks += 1
 
 
-def _decoded(state: LayerState, stored: StoredBlock, decoder: Decoder, event: CallEvent) -> Chunk | None:
+def _decoded(
+    state: LayerState, stored: StoredBlock, decoder: Decoder, event: CallEvent, times: Latencies
+) -> Chunk | None:
     began = time.perf_counter_ns()
     how, pair = decoder.decode(state, stored)
     block = stored.block
@@ -56,7 +59,9 @@ def _decoded(state: LayerState, stored: StoredBlock, decoder: Decoder, event: Ca
     if pair is None:
         state.fallbacks += 1
         return None
-    state.decompress_ns += max(MICROSECOND, time.perf_counter_ns() - began)
+    elapsed = max(MICROSECOND, time.perf_counter_ns() - began)
+    state.decompress_ns += elapsed
+    times.add(elapsed)
     return stored.start, stored.count, pair
 
 

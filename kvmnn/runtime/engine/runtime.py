@@ -12,6 +12,7 @@ from ...h2o import LayerCall, Planner
 from ...packed.kv_meta import erase_plan
 from ..config import RuntimeConfig, check_layers
 from ..metrics import LayerMetrics, RuntimeMetrics, Timings
+from ..ratios import Ratios
 from ..schedule import BlockRange, ColdRange, Scope, cold_range, due_range
 from .applying import Applier
 from .decoding import Decoder
@@ -72,11 +73,11 @@ class EngineRuntime:
         self._scope = Scope(config)
         self._tasks = Tasks(timing)
         self._decoder = Decoder(config.decode_cache_blocks, config.strict_roundtrip_check)
-        self._applier = Applier(config, self._decoder)
+        self._timings = Timings()
+        self._applier = Applier(config, self._decoder, self._timings)
         self._rows = [Rows(kv_heads, head_dim, words) for _ in range(layers)]
         self._states = self._fresh_states()
-        self._timings = Timings()
-        self._async_peak = 0
+        self._async_peak = self._appended_bytes = 0
         self._calls = 0
         self._decode = False
         self._open: CallEvent | None = None
@@ -113,7 +114,7 @@ class EngineRuntime:
         self._calls += 1
         before = self.planner.clock.layer(len(self._states)) if self._decode else 0  # type: ignore[union-attr]
         if self.config.stores:
-            restore(self._states[before], rows, self._decoder, event)
+            restore(self._states[before], rows, self._decoder, event, self._timings.decompress)
         pending = self.planner.layers[before].pending
         found = self.planner.begin(rows.tokens, add, decode=self._decode)
         if pending is not None:
@@ -127,6 +128,7 @@ class EngineRuntime:
         else:
             rows.edit(found.remove, found.reserve, add)
         rows.append(keys, values)
+        self._appended_bytes += keys.nbytes + values.nbytes
         event.kv_len = rows.tokens
         return rows.live
 
@@ -176,7 +178,7 @@ class EngineRuntime:
 
     def metrics(self) -> RuntimeMetrics:
         """What the engine reports now."""
-        reported, planned = self.reported, self.planner.metrics
+        reported, planned, found = self.reported, self.planner.metrics, self._ratios()
         return RuntimeMetrics(
             h2o_lossless_raw_bytes=reported.raw_bytes,
             h2o_lossless_compressed_bytes=reported.compressed_bytes,
@@ -195,14 +197,23 @@ class EngineRuntime:
             h2o_keep_ratio=planned.h2o_keep_ratio,
             h2o_lossy_ratio=planned.h2o_lossy_ratio,
             h2o_total_evict_tokens=planned.h2o_total_evict_tokens,
-            lossy_ratio=planned.h2o_lossy_ratio,
-            lossless_ratio=reported.ratio,
-            total_ratio=planned.h2o_lossy_ratio * reported.ratio,
+            lossy_ratio=found.lossy,
+            lossless_ratio=found.lossless,
+            total_ratio=found.total,
             compress=self._timings.compress.summary(),
             decompress=self._timings.decompress.summary(),
             wait=self._timings.wait.summary(),
             layers=tuple(_layer_metrics(index, state) for index, state in enumerate(self._states)),
         )
+
+    def _ratios(self) -> Ratios:
+        """Of this run: the buffers stay as large as they are, and frames and copies come on top."""
+        live = sum(keys.nbytes + values.nbytes for keys, values in (rows.live for rows in self._rows))
+        frames = sum(one.block.compressed_bytes for state in self._states for one in state.blocks)
+        cached = [*(one for state in self._states for one in state.cache.entries), *self._decoder.shared.entries]
+        copies = {id(one.keys): one.keys.nbytes + one.values.nbytes for one in cached}
+        held = sum(rows.held_bytes for rows in self._rows) + frames + sum(copies.values())
+        return Ratios(self._appended_bytes, live, held)
 
     # -- the lossless part of a call -----------------------------------------------------------------------------------
 
@@ -313,7 +324,7 @@ class EngineRuntime:
         self._states = self._fresh_states()
         self._decoder.reset()
         self._applier.queue_peak = self._applier.last_compress_ns = self._async_peak = 0
-        self._timings = Timings()
+        self._timings.clear()
 
     def _fresh_states(self) -> list[LayerState]:
         return [LayerState() for _ in range(self.config.h2o.layer_count)]

@@ -15,11 +15,12 @@ from ...h2o import LayerCall, Planner
 from ...packed.reserve import INT32_MAX, Pair
 from ..config import RuntimeConfig, check_layers
 from ..metrics import RuntimeMetrics, Timings
+from ..ratios import float32_ratio
 from ..schedule import Scope, cold_range
 from .codec import RowCodec
 from .decoded_rows import DecodedRows
 from .encoding import Encoded, Job, encode_and_verify, result_of, settle
-from .figures import MICROSECOND, float32_ratio, ratios
+from .figures import MICROSECOND, ratios
 from .layer import Layer
 from .layer_rows import RowsOf
 from .memory import empty
@@ -66,7 +67,7 @@ class SoundRuntime:
     def _begin_anew(self) -> None:
         self._steps = Steps(len(self._layers))
         self._timings = Timings()
-        self._last_compress_ns = self._queue_peak = 0
+        self._last_compress_ns = self._queue_peak = self._taken = 0
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -166,7 +167,8 @@ class SoundRuntime:
         call = self.planner.end(sums, rows=rows)
         self._steps.ended()
         layer = self._layers[number]
-        finished = self._take_finished()
+        before = self._taken
+        self._take_finished()
         submitted = self._schedule(number, call) if self._steps.decode else 0
         planned = call.plan.evicted if call.plan is not None else 0
         return SoundCall(
@@ -175,7 +177,7 @@ class SoundRuntime:
             evicted=evicted,
             planned=planned,
             submitted=submitted,
-            finished=finished,
+            finished=self._taken - before,
             waiting=len(layer.waiting),
         )
 
@@ -308,17 +310,17 @@ class SoundRuntime:
             if not self._jobs.has_room(rows.nbytes):
                 layer.figures.skips += 1
                 break
-            layer.waiting.popleft()
-            piece.state = "queued"
             job = Job(number, piece, self._generation)
             self._jobs.submit(job, rows.nbytes, partial(encode_and_verify, self._codec, rows))
+            layer.waiting.popleft()
+            piece.state = "queued"
             submitted += 1
             if not self._workers.threads:
                 self._take_finished()
         return submitted
 
-    def _take_finished(self, *, wait: bool = False) -> int:
-        """Take in the encodings that are done; returns how many."""
+    def _take_finished(self, *, wait: bool = False) -> None:
+        """Take in the encodings that are done."""
         if wait and len(self._jobs):
             with self._timings.wait.measured():
                 done = self._jobs.finished(wait=True)
@@ -327,7 +329,7 @@ class SoundRuntime:
         for job, future in done:
             if job.generation == self._generation and job.piece.alive:
                 self._apply(job, result_of(future))
-        return len(done)
+        self._taken += len(done)
 
     def _apply(self, job: Job, result: Encoded | None) -> None:
         layer, piece = self._layers[job.layer], job.piece

@@ -1,0 +1,141 @@
+"""What the engine loses and a sound runtime does not (docs/runtime.md), on the same history."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from plain_cache import new_rows
+
+from kvmnn import KvmnnError
+from kvmnn.h2o import H2OConfig
+from kvmnn.runtime import LosslessRuntime, RuntimeConfig
+from kvmnn.runtime.sound import SoundCall
+
+LAYERS, HEADS, HEAD_DIM = 3, 2, 8
+STORE = RuntimeConfig(
+    enable=True,
+    runtime_enable=True,
+    codec="gear_delta",
+    mode="store",
+    front_n=LAYERS,
+    block_tokens=16,
+    hot_recent_tokens=16,
+    hot_sink_tokens=4,
+    store_bootstrap_tokens=16,
+    async_threads=0,
+    h2o=H2OConfig(enable=False, trigger_min_tokens=1, update_interval=1),
+)
+
+
+class Pair:
+    """Both behaviours on the same rows; `equal` says whether attention read the same in all layers of the last step."""
+
+    def __init__(self, config: RuntimeConfig = STORE) -> None:
+        self.rng = np.random.default_rng(0)
+        behaviours: Any = ("sound", "engine")
+        self.runtimes = [
+            LosslessRuntime(config, layers=LAYERS, kv_heads=HEADS, head_dim=HEAD_DIM, dtype="fp16", behaviour=behaviour)
+            for behaviour in behaviours
+        ]
+
+    def step(self, tokens: int) -> bool:
+        equal = True
+        for layer in range(LAYERS):
+            new = new_rows(self.rng, HEADS, tokens, HEAD_DIM, "<f2", "smooth")
+            read = [runtime.begin(layer, new[0], new[1]) for runtime in self.runtimes]
+            equal &= all(one.tobytes() == other.tobytes() for one, other in zip(*read, strict=True))
+            for runtime in self.runtimes:
+                runtime.end()
+        for runtime in self.runtimes:
+            runtime.sync()
+        return equal
+
+    def both(self, name: str, *arguments: Any, **options: Any) -> None:
+        for runtime in self.runtimes:
+            getattr(runtime, name)(*arguments, **options)
+
+    def lengths(self) -> list[list[int]]:
+        return [[runtime.live(layer)[0].shape[1] for layer in range(LAYERS)] for runtime in self.runtimes]
+
+
+def test_a_request_without_surprises_reads_the_same() -> None:
+    pair = Pair()
+    assert pair.step(120)
+    assert all(pair.step(1) for _ in range(60))
+    sound, engine = (runtime.metrics() for runtime in pair.runtimes)
+    assert sound.layers[0].stored_raw_bytes > 4 * engine.layers[0].stored_raw_bytes
+
+
+def test_a_follow_up_prefill_reads_zeros_in_the_engine() -> None:
+    pair = Pair()
+    pair.step(120)
+    pair.step(1)
+    pair.both("start_request", keep=True)
+    assert not pair.step(5)
+    assert pair.runtimes[1].metrics().h2o_lossless_fallback_count == 0
+    assert pair.step(1)
+
+
+def test_an_erasure_leaves_stale_blocks_in_the_engine() -> None:
+    pair = Pair()
+    pair.step(120)
+    pair.step(1)
+    pair.both("erase", 90)
+    pair.both("start_request", keep=True)
+    pair.step(40)
+    assert not pair.step(1)
+    assert pair.lengths()[0] == [131] * LAYERS
+
+
+def test_a_reset_keeps_old_rows_in_the_engine() -> None:
+    pair = Pair()
+    pair.step(120)
+    pair.step(1)
+    pair.both("reset")
+    pair.step(50)
+    assert pair.lengths() == [[50, 50, 50], [50, 171, 171]]
+
+
+@pytest.mark.parametrize("behaviour", ["sound", "engine"])
+def test_a_wrong_number_of_layers_is_refused(behaviour: Any) -> None:
+    config = RuntimeConfig.from_engine({"layer_nums": 32})
+    with pytest.raises(KvmnnError, match="layer_nums is 32, the model has 3 layers"):
+        LosslessRuntime(config, layers=3, kv_heads=1, head_dim=8, dtype="fp16", behaviour=behaviour)
+
+
+def test_options_that_do_not_exist() -> None:
+    def made(**options: Any) -> LosslessRuntime:
+        return LosslessRuntime(STORE, **{"layers": 1, "kv_heads": 1, "head_dim": 8, "dtype": "fp16", **options})
+
+    for options, message in (
+        ({"behaviour": "safe"}, "expected 'sound' or 'engine'"),
+        ({"dtype": "int8"}, "unknown dtype"),
+        ({"layers": 0}, "layers is 0"),
+        ({"kv_heads": 0}, "kv_heads is 0"),
+        ({"behaviour": "engine", "timing": "late"}, "expected one of eager, lazy"),
+        ({"behaviour": "engine", "on_invalid": "ignore"}, "expected 'raise' or 'engine'"),
+    ):
+        with pytest.raises(KvmnnError, match=message):
+            made(**options)
+    engine = made(behaviour="engine")
+    for call in (engine.flush, engine.wait, lambda: engine.read(0)):
+        with pytest.raises(KvmnnError, match="only with behaviour 'sound'"):
+            call()
+    engine.close()
+
+
+def test_a_call_says_what_it_did() -> None:
+    pair = Pair()
+    pair.step(120)
+    new = new_rows(pair.rng, HEADS, 1, HEAD_DIM, "<f2", "smooth")
+    for runtime in pair.runtimes:
+        runtime.begin(0, new[0], new[1])
+    sound, engine = (runtime.end() for runtime in pair.runtimes)
+    assert isinstance(sound, SoundCall)
+    assert sound.to_dict() == {
+        "layer": 0, "tokens": 121, "evicted": 0, "planned": 0, "submitted": 6, "finished": 6, "waiting": 0
+    }  # fmt: skip
+    assert str(sound) == "layer 0: 121 tokens, 0 evicted, 6 blocks handed in, 0 waiting"
+    assert engine.to_dict()["block"]["how"] == "sync"

@@ -1,0 +1,134 @@
+"""Pieces of a layer: where they are cut, joined and dropped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvmnn.dtypes import FP16
+from kvmnn.runtime.schedule import ColdRange
+from kvmnn.runtime.sound.layer_rows import LayerRows
+from kvmnn.runtime.sound.piece import Piece
+from kvmnn.runtime.sound.positions import PositionRuns
+
+BLOCK, SINK, RECENT = 8, 4, 6
+
+
+class Store:
+    """Rows whose due pieces are stored at once, their rows kept aside."""
+
+    def __init__(self) -> None:
+        self.rows = LayerRows(2, 3, FP16)
+        self.aside: dict[int, Any] = {}
+        self.plain = np.empty((2, 2, 0, 3), np.float16)
+        self.next = 0
+
+    def append(self, count: int) -> None:
+        numbers = np.arange(self.next, self.next + count) % 2000
+        new = np.broadcast_to(numbers[None, None, :, None], (2, 2, count, 3)).astype(np.float16)
+        self.rows.append(new[0], new[1], self.next)
+        self.plain = np.concatenate([self.plain, new], axis=2)
+        self.next += count
+
+    def store(self) -> None:
+        for piece in self.rows.carve(ColdRange(SINK, max(SINK, self.rows.tokens - RECENT)), BLOCK):
+            assert piece.state == "due" and piece.count <= BLOCK
+            self.aside[id(piece)] = (piece, piece.rows)
+            piece.rows, piece.state = None, "stored"
+
+    def rows_of(self, piece: Piece) -> Any:
+        return piece.rows if piece.rows is not None else self.aside[id(piece)][1]
+
+    def keep(self, mask: Any) -> None:
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]])))
+        pairs = [(int(begin), int(end - begin)) for begin, end in edges.reshape(-1, 2)]
+        self.rows.swap(self.rows.kept(pairs, self.rows_of, block=BLOCK, hot_sink=SINK))
+        self.plain = self.plain[:, :, mask.astype(bool)]
+
+    def check(self) -> None:
+        out = np.empty_like(self.plain)
+        assert self.rows.tokens == out.shape[2]
+        self.rows.copy_to(out, self.rows_of)
+        assert out.tobytes() == self.plain.tobytes()
+        positions = self.rows.positions.array() % 2000
+        assert positions.tolist() == self.plain[0, 0, :, 0].astype(int).tolist()
+
+
+histories = st.lists(
+    st.one_of(st.tuples(st.just("append"), st.integers(1, 40)), st.tuples(st.just("keep"), st.integers(0, 1 << 30))),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(histories)
+def test_rows_stay_what_they_are_and_blocks_stay_few(history: list[tuple[str, int]]) -> None:
+    store = Store()
+    for what, number in history:
+        if what == "append":
+            store.append(number)
+        elif store.rows.tokens:
+            rng = np.random.default_rng(number)
+            runs = rng.integers(1, 12, store.rows.tokens)
+            mask = np.repeat(rng.random(runs.size) < rng.random(), runs)[: store.rows.tokens]
+            store.keep(mask.astype(int))
+            for first, second in zip(store.rows.pieces, store.rows.pieces[1:], strict=False):
+                assert "raw" not in (first.state, second.state) or first.state != second.state
+        store.check()
+        store.store()
+        store.check()
+        raw = sum(piece.count for piece in store.rows.pieces if piece.state == "raw")
+        assert raw <= SINK
+        assert store.rows.tail.count <= SINK + RECENT + BLOCK - 1 or store.rows.tokens <= SINK + RECENT + BLOCK
+        assert len(store.rows.pieces) <= 3 + 2 * store.rows.tokens / BLOCK
+
+
+def test_a_cut_block_becomes_raw_and_joins_its_neighbours() -> None:
+    store = Store()
+    store.append(SINK + 4 * BLOCK + RECENT)
+    store.store()
+    before = list(store.rows.pieces)
+    mask = np.ones(store.rows.tokens, int)
+    mask[SINK + BLOCK + 2 : SINK + 3 * BLOCK - 2] = 0  # 2 tokens of the second block stay, and 2 of the third
+    store.keep(mask)
+    assert [(piece.count, piece.state) for piece in store.rows.pieces] == [
+        (4, "raw"), (8, "stored"), (4, "raw"), (8, "stored")
+    ]  # fmt: skip
+    assert [piece.alive for piece in before] == [True, True, False, False, True]
+    assert store.rows.pieces[1] is before[1]
+    store.store()
+    assert [piece.state for piece in store.rows.pieces] == ["raw", "stored", "stored", "stored"]
+    store.check()
+
+
+def test_short_blocks_that_fit_together_are_joined() -> None:
+    store = Store()
+    store.append(SINK + 4 * BLOCK + RECENT)
+    store.store()
+    mask = np.ones(store.rows.tokens, int)
+    mask[SINK + 3 : SINK + BLOCK] = 0
+    store.keep(mask)
+    store.store()
+    assert [piece.count for piece in store.rows.pieces] == [4, 3, 8, 8, 8]
+    mask = np.ones(store.rows.tokens, int)
+    mask[SINK + 3 + 4 : SINK + 3 + 8] = 0
+    store.keep(mask)
+    store.store()
+    assert [(piece.count, piece.state) for piece in store.rows.pieces][1:] == [(7, "stored")] + [(8, "stored")] * 2
+
+
+def test_positions_as_runs() -> None:
+    runs = PositionRuns()
+    runs.append(0, 10)
+    runs.append(10, 5)
+    runs.append(20, 5)
+    assert runs.array().tolist() == [*range(15), *range(20, 25)]
+    assert runs.outside(3, 22) == [(0, 3), (17, 3)]
+    assert runs.outside(15, 20) == [(0, 20)]
+    assert runs.outside(0, 99) == []
+    kept = runs.kept([(0, 2), (14, 3)])
+    assert kept.array().tolist() == [0, 1, 14, 20, 21] and kept.end == 22
+    assert PositionRuns().array().size == 0 and PositionRuns().end == 0

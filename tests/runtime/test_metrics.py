@@ -1,0 +1,125 @@
+"""Figures of a run: names, percentiles, ratios, table."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from plain_cache import new_rows
+
+from kvmnn.h2o import H2OConfig
+from kvmnn.runtime import LosslessRuntime, RuntimeConfig
+from kvmnn.runtime.latencies import Latencies
+
+CONFIG = RuntimeConfig(
+    enable=True,
+    runtime_enable=True,
+    codec="gear_delta",
+    mode="store",
+    scope="front_n_and_h2o_kept",
+    front_n=1,
+    block_tokens=16,
+    hot_recent_tokens=16,
+    hot_sink_tokens=4,
+    async_threads=0,
+    decode_cache_blocks=0,
+    h2o=H2OConfig(
+        layer_start=1,
+        block_tokens=8,
+        sink_tokens=8,
+        recent_tokens=16,
+        target_lossy_ratio=2.0,
+        trigger_min_tokens=64,
+        update_interval=4,
+    ),
+)
+HEADS, HEAD_DIM, LAYERS = 2, 16, 3
+
+
+def run(config: RuntimeConfig, behaviour: str = "sound", steps: int = 40) -> LosslessRuntime:
+    runtime = LosslessRuntime(
+        config,
+        layers=LAYERS,
+        kv_heads=HEADS,
+        head_dim=HEAD_DIM,
+        dtype="fp16",
+        behaviour=behaviour,  # type: ignore[arg-type]
+    )
+    rng = np.random.default_rng(1)
+    for tokens in [150] + [1] * steps:
+        for layer in range(LAYERS):
+            new = new_rows(rng, HEADS, tokens, HEAD_DIM, "<f2", "smooth")
+            keys, _ = runtime.begin(layer, new[0], new[1])
+            runtime.end(rows=rng.random((4, tokens, keys.shape[1]), np.float32))
+        runtime.sync()
+    return runtime
+
+
+@given(st.lists(st.integers(0, 10**12), min_size=1, max_size=60))
+def test_percentiles_are_never_below_and_hardly_above(durations: list[int]) -> None:
+    latencies = Latencies()
+    for duration in durations:
+        latencies.add(duration)
+    for share in (0.5, 0.95, 0.99):
+        true = sorted(durations)[max(0, int(np.ceil(share * len(durations))) - 1)] / 1e3
+        assert true <= latencies.percentile_us(share) <= true * 1.126
+    summary = latencies.summary()
+    assert (summary.count, summary.max_us) == (len(durations), max(durations) / 1e3)
+    assert summary.total_us == sum(durations) / 1e3
+
+
+def test_nothing_measured_is_zero() -> None:
+    assert set(Latencies().summary().to_dict().values()) == {0}
+
+
+@pytest.mark.parametrize("behaviour", ["sound", "engine"])
+def test_names_and_sums(behaviour: str) -> None:
+    metrics = run(CONFIG, behaviour).metrics()
+    document = json.loads(json.dumps(metrics.to_dict()))
+    names = ("raw_bytes", "compressed_bytes", "decompressed_bytes", "compress_us", "decompress_us", "ratio")
+    names += ("fallback_count", "backpressure_skip_count", "queue_depth_peak", "async_queue_peak", "async_wait_us")
+    names += ("decode_cache_hit", "decode_cache_miss")
+    assert {f"h2o_lossless_{name}" for name in names} | {"h2o_codec_us"} <= set(document)
+    assert metrics.h2o_lossless_raw_bytes > metrics.h2o_lossless_compressed_bytes > 0
+    assert metrics.h2o_lossless_ratio == pytest.approx(
+        metrics.h2o_lossless_raw_bytes / metrics.h2o_lossless_compressed_bytes, rel=1e-6
+    )
+    assert metrics.h2o_lossless_decompressed_bytes > 0 and metrics.compress.p50_us <= metrics.compress.p99_us
+    assert len(metrics.layers) == LAYERS and document["layers"][0]["layer"] == 0
+    assert metrics.h2o_total_evict_tokens > 0
+    columns = metrics.bench_columns()
+    assert columns["h2o_lossless_raw_mb"] == metrics.h2o_lossless_raw_bytes / 1024 / 1024
+    assert str(metrics).splitlines()[0].split()[:3] == ["layer", "tokens", "blocks"]
+    assert len(str(metrics).splitlines()) == 1 + LAYERS + 6
+
+
+def test_lossy_lossless_and_total_ratio_are_of_the_same_run() -> None:
+    metrics = run(CONFIG).metrics()
+    token_bytes = 2 * HEADS * HEAD_DIM * 2
+    live = sum(layer.tokens for layer in metrics.layers) * token_bytes
+    held = sum(layer.held_bytes for layer in metrics.layers)
+    appended = LAYERS * 190 * token_bytes
+    assert metrics.layers[0].tokens == 190 and metrics.layers[1].tokens < 130
+    assert metrics.lossy_ratio == appended / live
+    assert metrics.lossless_ratio == live / held
+    assert metrics.total_ratio == appended / held
+    stored = metrics.layers[0]
+    assert stored.stored_raw_bytes == stored.blocks * 16 * token_bytes > stored.stored_bytes
+
+
+def test_the_engine_frees_nothing() -> None:
+    config = replace(CONFIG, h2o=replace(CONFIG.h2o, enable=False), decode_cache_blocks=64, front_n=3)
+    metrics = run(config, "engine").metrics()
+    assert metrics.h2o_lossless_ratio > 1.1
+    assert metrics.lossless_ratio < 1
+
+
+def test_a_reset_begins_all_figures_anew() -> None:
+    runtime = run(CONFIG)
+    runtime.reset()
+    fresh = LosslessRuntime(CONFIG, layers=LAYERS, kv_heads=HEADS, head_dim=HEAD_DIM, dtype="fp16")
+    assert runtime.metrics() == fresh.metrics()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,11 @@ from repository import ROOT
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 def test_memory_is_flat_and_no_block_is_lost() -> None:
-    script = ROOT / "tests" / "support" / "runtime_soak.py"
-    done = subprocess.run([sys.executable, str(script), "1000"], check=True, capture_output=True, text=True)
+    support = ROOT / "tests" / "support"
+    paths = os.pathsep.join([str(support), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, str(support / "runtime_soak.py"), "1000"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths})
+    assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["different"], found["not_stored"], found["fallbacks"]) == (0, 0, 0)
     assert found["updates"] > 100 and found["evicted"] > 1000

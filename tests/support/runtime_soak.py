@@ -58,9 +58,8 @@ def run(steps: int, threads: int) -> dict[str, Any]:
     config = replace(CONFIG, async_threads=threads)
     with LosslessRuntime(config, layers=LAYERS, kv_heads=HEADS, head_dim=HEAD_DIM, dtype="fp16") as runtime:
         planner: Any = runtime._runtime.planner
-        position = 0
-        for step in range(steps):
-            if step % 251 == 250:  # the layers that evict nothing would grow without end
+        for position in range(steps):
+            if position % 251 == 250:  # the layers that evict nothing would grow without end
                 runtime.erase(position - 200, position - 20)
                 for rows in plain:
                     rows.erase(position - 200, position - 20)
@@ -68,15 +67,14 @@ def run(steps: int, threads: int) -> dict[str, Any]:
                 plan = planner.layers[layer].pending
                 if plan is not None:
                     plain[layer].evict(plan.pairs, plan.remove)
-                new = pool[(step * LAYERS + layer) * 37 % 4096]
+                new = pool[(position * LAYERS + layer) * 37 % 4096]
                 plain[layer].append(new, position)
                 keys, values = runtime.begin(layer, new[0], new[1])
                 different += keys.tobytes() != plain[layer].rows[0].tobytes()
                 different += values.tobytes() != plain[layer].rows[1].tobytes()
-                runtime.end(rows=attention[step % 64, :, : keys.shape[1]])
+                runtime.end(rows=attention[position % 64, :, : keys.shape[1]])
             runtime.sync()
-            position += 1
-            if step == steps // 10:
+            if position == steps // 10:
                 early = anonymous()
         runtime.flush()
         metrics = runtime.metrics()

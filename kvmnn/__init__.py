@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from . import compressor as compressor
     from . import lm as lm
     from . import policies as policies
+    from . import runtime as runtime
     from .arrays import LayerCache
     from .formats import open as open
     from .h2o import H2OConfig, Plan, Planner, block_sums, plan
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     __version__: str
 else:
     _FOLDERS = ("arrays", "bench", "bundle", "compressor", "evaluation", "formats", "h2o", "lm", "offline", "packed")
-    _FOLDERS += ("policies", "reports")
+    _FOLDERS += ("policies", "reports", "runtime")
     _NAMES = {
         "LayerCache": "arrays",
         "open": "formats",

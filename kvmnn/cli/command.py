@@ -29,6 +29,7 @@ _VERBS = (
     "diff",
     "measure",
     "plan",
+    "replay",
     "eval",
     "generate",
     "dump-kv",

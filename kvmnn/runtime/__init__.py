@@ -2,7 +2,20 @@
 
 from .config import RuntimeConfig
 from .errors import RestoreError
+from .history import History, attention_of, history_of
 from .lossless_runtime import LosslessRuntime
 from .metrics import LayerMetrics, RuntimeMetrics
+from .replaying import ReplayResult, replay
 
-__all__ = ["LayerMetrics", "LosslessRuntime", "RestoreError", "RuntimeConfig", "RuntimeMetrics"]
+__all__ = [
+    "History",
+    "LayerMetrics",
+    "LosslessRuntime",
+    "ReplayResult",
+    "RestoreError",
+    "RuntimeConfig",
+    "RuntimeMetrics",
+    "attention_of",
+    "history_of",
+    "replay",
+]

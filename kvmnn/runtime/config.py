@@ -93,7 +93,8 @@ class RuntimeConfig:
         Behaviour "sound" only, no key of the engine: ``"compare"`` decodes every block and compares all its bytes
         before its rows are dropped; ``"hash"`` keeps their hash instead and checks it whenever they are restored.
     decode_cache_bytes
-        Behaviour "sound" only: bytes of decoded rows that are kept besides `decode_cache_blocks`.
+        Behaviour "sound" only: bytes of decoded rows that may be kept, in at most `decode_cache_blocks` entries. 0, the
+        default, keeps none: every copy takes back memory that a block gained.
     max_bytes_in_flight
         Behaviour "sound" only: raw bytes that may be in encoding, and as many in restores ahead of their call.
     prefetch_layers
@@ -133,7 +134,7 @@ class RuntimeConfig:
     flash_attention: bool = True
     layer_nums: int | None = None
     verify: Verify = "compare"
-    decode_cache_bytes: int = 8 << 20
+    decode_cache_bytes: int = 0
     max_bytes_in_flight: int = 64 << 20
     prefetch_layers: int = 1
 

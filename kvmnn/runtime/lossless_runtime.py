@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from ..arrays import LayerCache
-from ..dtypes import KVPair, Words
+from ..dtypes import KVPair, Positions, Words
 from ..errors import KvmnnError
 from ..h2o import Planner
 from .config import RuntimeConfig
@@ -178,6 +178,10 @@ class LosslessRuntime:
     def live(self, layer: int) -> KVPair:
         """K and V of a layer. Sound: restored copies. Engine: views of the rows as they are, zeros included."""
         return self._runtime.live(layer)
+
+    def positions(self, layer: int) -> Positions:
+        """Where the tokens of a layer stand in the text, ``[token]``; the engine takes no account of resets."""
+        return self._runtime.positions(layer)
 
     def read(self, layer: int) -> LayerCache:
         """Copies of K and V of a layer and where its tokens stand (behaviour "sound")."""

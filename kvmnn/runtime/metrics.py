@@ -82,6 +82,8 @@ class RuntimeMetrics:
     lossy_ratio, lossless_ratio, total_ratio
         Of this run: bytes of all tokens ever appended over those that are left; those over the bytes that hold them,
         hot rows and room to grow included; and the product.
+    held_bytes
+        Of all rows, frames and decoded copies that are there now, room to grow included.
     compress, decompress, wait, verify
         Percentiles of single operations; verify is the check before rows are dropped.
     restores_ahead, restores_late
@@ -110,6 +112,7 @@ class RuntimeMetrics:
     lossy_ratio: float = 1.0
     lossless_ratio: float = 1.0
     total_ratio: float = 1.0
+    held_bytes: int = 0
     compress: LatencySummary = field(default_factory=Latencies().summary)
     decompress: LatencySummary = field(default_factory=Latencies().summary)
     wait: LatencySummary = field(default_factory=Latencies().summary)

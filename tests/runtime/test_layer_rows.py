@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmnn.dtypes import FP16
+from kvmnn.runtime.positions import PositionRuns
 from kvmnn.runtime.schedule import ColdRange
 from kvmnn.runtime.sound.layer_rows import LayerRows
 from kvmnn.runtime.sound.piece import Piece
-from kvmnn.runtime.sound.positions import PositionRuns
 
 BLOCK, SINK, RECENT = 8, 4, 6
 

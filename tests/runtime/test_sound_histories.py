@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_cache import PlainLayer, new_rows
 
-from kvmnn.h2o import H2OConfig
+from kvmnn.h2o import H2OConfig, Planner
+from kvmnn.h2o.layer_state import PendingPlan
 from kvmnn.runtime import LosslessRuntime, RuntimeConfig
 
 DTYPES = {"fp16": "<f2", "fp32": "<f4", "bf16": "<u2"}
@@ -233,3 +234,20 @@ def test_no_thread_means_the_same_run_twice() -> None:
         figures.append({name: value for name, value in found.items() if not name.endswith(drop) and name != "layers"})
         figures[-1]["pieces"] = pieces_of(both.runtime, 1)
     assert figures[0] == figures[1]
+
+
+def test_a_layer_that_plans_at_every_step_is_stored_all_the_same() -> None:
+    class AlwaysPlanning(Planner):
+        def end(self, *arguments: Any, **options: Any) -> Any:
+            call = super().end(*arguments, **options)
+            self.layers[0].pending = PendingPlan(call.kv_len, (0, call.kv_len - 1))
+            return call
+
+    planner = AlwaysPlanning(replace(STORE.h2o, layers=1), cadence="tokens")
+    runtime = LosslessRuntime(STORE, layers=1, kv_heads=1, head_dim=4, dtype="fp16", planner=planner)
+    for tokens in [200] + [1] * 70:
+        rows = np.ones((1, tokens, 4), np.float16)
+        runtime.begin(0, rows, rows)
+        runtime.end()
+        runtime.sync()
+    assert runtime.metrics().layers[0].blocks > 5

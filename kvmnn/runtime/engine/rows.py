@@ -6,6 +6,7 @@ import numpy as np
 
 from ...dtypes import DType, KVPair, Words
 from ...packed.reserve import Pair, fork_outcome
+from ..positions import PositionRuns
 
 EXPAND_TOKENS = 64
 """Room beyond the need at each allocation."""
@@ -19,6 +20,7 @@ class Rows:
         self._dtype = dtype.numpy
         self._both: Words = np.zeros(self._shape, self._dtype)
         self.tokens = 0
+        self.positions = PositionRuns()
 
     @property
     def capacity(self) -> int:
@@ -40,6 +42,7 @@ class Rows:
         heads, head_dim = self._shape[1], self._shape[3]
         self._both = np.zeros((2, heads, add + EXPAND_TOKENS, head_dim), self._dtype)
         self.tokens = 0
+        self.positions = PositionRuns()
 
     def edit(self, remove: int, pairs: tuple[Pair, ...], add: int) -> None:
         """Drop the last `remove` tokens but for `pairs` of them, and make room for `add` more."""
@@ -48,14 +51,18 @@ class Rows:
             self._grow(outcome.need + EXPAND_TOKENS)
         for source, to, count in outcome.moves:
             self._both[:, :, to : to + count] = self._both[:, :, source : source + count].copy()
+        start = self.tokens - remove
+        kept = [(source, count) for source, _, count in outcome.moves]
+        self.positions = self.positions.kept([(0, start), *kept] if start > 0 else kept)
         self.tokens = outcome.past
 
-    def append(self, keys: Words, values: Words) -> None:
-        """Put new tokens behind the others; there must be room."""
+    def append(self, keys: Words, values: Words, position: int) -> None:
+        """Put new tokens, of which the first stands at `position`, behind the others; there must be room."""
         end = self.tokens + keys.shape[1]
         self._both[0, :, self.tokens : end] = keys
         self._both[1, :, self.tokens : end] = values
         self.tokens = end
+        self.positions.append(position, keys.shape[1])
 
     def holds(self, start: int, count: int) -> bool:
         """Whether the range lies inside the live tokens."""

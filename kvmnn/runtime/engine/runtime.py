@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from ...dtypes import KVPair, Words, by_name
+from ...dtypes import KVPair, Positions, Words, by_name
 from ...errors import KvmnnError
 from ...frames import encode_block
 from ...h2o import LayerCall, Planner
@@ -78,7 +78,7 @@ class EngineRuntime:
         self._rows = [Rows(kv_heads, head_dim, words) for _ in range(layers)]
         self._states = self._fresh_states()
         self._async_peak = self._appended_bytes = 0
-        self._calls = 0
+        self._calls = self._position = self._add = 0
         self._decode = False
         self._open: CallEvent | None = None
         self.reported = Reported()
@@ -127,7 +127,8 @@ class EngineRuntime:
             rows.clear(add)
         else:
             rows.edit(found.remove, found.reserve, add)
-        rows.append(keys, values)
+        rows.append(keys, values, self._position)
+        self._add = add
         self._appended_bytes += keys.nbytes + values.nbytes
         event.kv_len = rows.tokens
         return rows.live
@@ -151,6 +152,7 @@ class EngineRuntime:
     def sync(self) -> None:
         """End a step of all layers."""
         self.planner.sync()
+        self._position += self._add
         self._decode = True
 
     # -- what there is -------------------------------------------------------------------------------------------------
@@ -158,6 +160,10 @@ class EngineRuntime:
     def live(self, layer: int) -> KVPair:
         """K and V of a layer as they are now, cleared ranges included."""
         return self._rows[layer].live
+
+    def positions(self, layer: int) -> Positions:
+        """Where the tokens of a layer stand in the text, resets and erasures left out of account."""
+        return self._rows[layer].positions.array()
 
     def state_figures(self, index: int) -> tuple[int, ...]:
         """The figures of a trace about one layer index, in its order."""
@@ -200,10 +206,11 @@ class EngineRuntime:
             lossy_ratio=found.lossy,
             lossless_ratio=found.lossless,
             total_ratio=found.total,
+            held_bytes=found.held_bytes,
             compress=self._timings.compress.summary(),
             decompress=self._timings.decompress.summary(),
             wait=self._timings.wait.summary(),
-            layers=tuple(_layer_metrics(index, state) for index, state in enumerate(self._states)),
+            layers=tuple(self._layer_metrics(index) for index in range(len(self._states))),
         )
 
     def _ratios(self) -> Ratios:
@@ -214,6 +221,27 @@ class EngineRuntime:
         copies = {id(one.keys): one.keys.nbytes + one.values.nbytes for one in cached}
         held = sum(rows.held_bytes for rows in self._rows) + frames + sum(copies.values())
         return Ratios(self._appended_bytes, live, held)
+
+    def _layer_metrics(self, index: int) -> LayerMetrics:
+        """Figures of one index; rows are those of the layer of this number, whatever the engine takes it for."""
+        state, rows = self._states[index], self._rows[index] if index < len(self._rows) else None
+        stored = [block for block in state.blocks if block.dropped]
+        return LayerMetrics(
+            layer=index,
+            tokens=rows.tokens if rows is not None else 0,
+            raw_bytes=state.raw_bytes,
+            compressed_bytes=state.compressed_bytes,
+            decompressed_bytes=state.decompressed_bytes,
+            compress_us=state.compress_ns // MICROSECOND,
+            decompress_us=state.decompress_ns // MICROSECOND,
+            updates=state.updates,
+            fallbacks=state.fallbacks,
+            skips=state.skips,
+            blocks=len(state.blocks),
+            stored_raw_bytes=sum(block.block.raw_bytes for block in stored),
+            stored_bytes=sum(block.block.compressed_bytes for block in stored),
+            held_bytes=rows.held_bytes if rows is not None else 0,
+        )
 
     # -- the lossless part of a call -----------------------------------------------------------------------------------
 
@@ -328,23 +356,3 @@ class EngineRuntime:
 
     def _fresh_states(self) -> list[LayerState]:
         return [LayerState() for _ in range(self.config.h2o.layer_count)]
-
-
-def _layer_metrics(index: int, state: LayerState) -> LayerMetrics:
-    stored = [block for block in state.blocks if block.dropped]
-    return LayerMetrics(
-        layer=index,
-        tokens=state.rows.tokens if state.rows is not None else 0,
-        raw_bytes=state.raw_bytes,
-        compressed_bytes=state.compressed_bytes,
-        decompressed_bytes=state.decompressed_bytes,
-        compress_us=state.compress_ns // MICROSECOND,
-        decompress_us=state.decompress_ns // MICROSECOND,
-        updates=state.updates,
-        fallbacks=state.fallbacks,
-        skips=state.skips,
-        blocks=len(state.blocks),
-        stored_raw_bytes=sum(block.block.raw_bytes for block in stored),
-        stored_bytes=sum(block.block.compressed_bytes for block in stored),
-        held_bytes=state.rows.held_bytes if state.rows is not None else 0,
-    )

@@ -49,10 +49,10 @@ class LayerFigures:
         )
 
 
-def ratios(layers: Sequence[LayerRows], figures: Sequence[LayerFigures]) -> Ratios:
-    """The ratios of all layers together."""
+def ratios(layers: Sequence[LayerRows], figures: Sequence[LayerFigures], cached_bytes: int) -> Ratios:
+    """The ratios of all layers together; decoded copies are held, too."""
     return Ratios(
         sum(one.appended_bytes for one in figures),
         sum(rows.raw_bytes for rows in layers),
-        sum(rows.held_bytes for rows in layers),
+        sum(rows.held_bytes for rows in layers) + cached_bytes,
     )

@@ -26,6 +26,8 @@ class Layer:
         Pieces that are due and have no place in the queue yet.
     last_step
         Token step at which the layer was last looked at; None before the first time.
+    triggered
+        Whether the layer has ever had as many tokens as it takes to begin; evictions may bring it below again.
     """
 
     def __init__(self, config: RuntimeConfig, kv_heads: int, head_dim: int, dtype: DType) -> None:
@@ -33,6 +35,7 @@ class Layer:
         self.figures = LayerFigures()
         self.waiting: deque[Piece] = deque()
         self.last_step: int | None = None
+        self.triggered = False
         self._config = config
         self._measured = 0
 
@@ -72,4 +75,5 @@ class Layer:
         self.figures = LayerFigures()
         self.waiting.clear()
         self.last_step = None
+        self.triggered = False
         self._measured = 0

@@ -10,10 +10,10 @@ import numpy as np
 
 from ...dtypes import DType, Words
 from ...packed.reserve import Pair
+from ..positions import PositionRuns
 from ..schedule import ColdRange
 from .memory import copied, empty
 from .piece import Piece
-from .positions import PositionRuns
 from .tail import Tail
 
 RowsOf = Callable[[Piece], Words]

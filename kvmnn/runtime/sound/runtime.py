@@ -9,9 +9,9 @@ import numpy as np
 
 from ...arrays import LayerCache
 from ...checks import whole
-from ...dtypes import KVPair, Words, by_name
+from ...dtypes import KVPair, Positions, Words, by_name
 from ...errors import KvmnnError
-from ...h2o import LayerCall, Planner
+from ...h2o import Planner
 from ...packed.reserve import INT32_MAX, Pair
 from ..config import RuntimeConfig, check_layers
 from ..metrics import RuntimeMetrics, Timings
@@ -28,6 +28,10 @@ from .report import SoundCall
 from .restoring import Restorer
 from .steps import Steps
 from .workers import OpenJobs, Workers
+
+MAX_PATIENCE_STEPS = 64
+"""Steps that a layer whose plan is about to be carried out waits for; one that plans at every step must not wait for
+ever."""
 
 
 class SoundRuntime:
@@ -169,7 +173,7 @@ class SoundRuntime:
         layer = self._layers[number]
         before = self._taken
         self._take_finished()
-        submitted = self._schedule(number, call) if self._steps.decode else 0
+        submitted = self._schedule(number) if self._steps.decode else 0
         planned = call.plan.evicted if call.plan is not None else 0
         return SoundCall(
             layer=number,
@@ -203,6 +207,11 @@ class SoundRuntime:
         seen = max(self._steps.position, rows.positions.end)
         return LayerCache(layer=layer, keys=out[0], values=out[1], positions=rows.positions.array(), tokens_seen=seen)
 
+    def positions(self, layer: int) -> Positions:
+        """Where the tokens of a layer stand in the text."""
+        whole(layer, "layer", 0, len(self._layers) - 1)
+        return self._layers[layer].rows.positions.array()
+
     def flush(self) -> None:
         """Encode everything that is cold in the layers of the scope, and wait for it."""
         self._steps.check_between("flush")
@@ -229,8 +238,8 @@ class SoundRuntime:
         layers = tuple(layer.figures.metrics(number, layer.rows) for number, layer in enumerate(self._layers))
         raw = sum(one.raw_bytes for one in layers)
         compressed = sum(one.compressed_bytes for one in layers)
-        found = ratios([one.rows for one in self._layers], [one.figures for one in self._layers])
         cache, planned = self._restorer.cache, self.planner.metrics
+        found = ratios([one.rows for one in self._layers], [one.figures for one in self._layers], cache.nbytes)
         return RuntimeMetrics(
             h2o_lossless_raw_bytes=raw,
             h2o_lossless_compressed_bytes=compressed,
@@ -252,6 +261,7 @@ class SoundRuntime:
             lossy_ratio=found.lossy,
             lossless_ratio=found.lossless,
             total_ratio=found.total,
+            held_bytes=found.held_bytes,
             compress=self._timings.compress.summary(),
             decompress=self._timings.decompress.summary(),
             wait=self._timings.wait.summary(),
@@ -289,13 +299,15 @@ class SoundRuntime:
 
     # -- encoding ------------------------------------------------------------------------------------------------------
 
-    def _schedule(self, number: int, call: LayerCall) -> int:
+    def _schedule(self, number: int) -> int:
         """Hand in what is cold; returns how many blocks."""
         layer, config, step = self._layers[number], self.config, self._steps.token_step
-        if self.planner.layers[number].pending is not None:
-            return 0  # the tokens are about to be renumbered
         tokens = layer.rows.tokens
-        if tokens < config.h2o.trigger_tokens or self._scope.budget(number, step, tokens, tokens) is None:
+        layer.triggered |= tokens >= config.h2o.trigger_tokens
+        patient = step - (layer.last_step or 0) < MAX_PATIENCE_STEPS
+        if self.planner.layers[number].pending is not None and patient:
+            return 0  # blocks made now would be cut
+        if not layer.triggered or self._scope.budget(number, step, tokens, tokens) is None:
             return 0
         if layer.last_step is None or step - layer.last_step >= config.h2o.interval:
             layer.take_due(cold_range(config, tokens))

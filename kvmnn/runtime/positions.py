@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...dtypes import Positions
-from ...packed.reserve import Pair
+from ..dtypes import Positions
+from ..packed.reserve import Pair
 
 
 class PositionRuns:

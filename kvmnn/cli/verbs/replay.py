@@ -1,0 +1,61 @@
+"""``kvmnn replay``: a cache run through the lossless runtime once more."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from .. import loading, packed_options, printing, shared_options
+
+_TEXT = """Run K and V that were computed once through the lossless runtime, the first tokens as a prompt and the others
+one by one: what would be compressed, when, and what it would take. The cache is compared with what attention would
+read.
+
+  kvmnn replay dump/ --config config.json --prompt 512
+
+CACHE is anything that kvmnn reads as K and V of layers. --config is the engine's own JSON file (its kv_lossless_ and
+kv_h2o_ keys; docs/runtime.md). Evictions need --scores: attention probabilities, [layer, head, query, key] or an array
+[head, query, key] for each layer."""
+
+
+def add_parser(verbs: Any) -> None:
+    """Declare the verb."""
+    parser = shared_options.add_verb(verbs, "replay", run, "a cache run through the lossless runtime", _TEXT)
+    parser.add_argument("inputs", nargs="+", metavar="CACHE")
+    parser.add_argument("--config", required=True, metavar="FILE", help="the engine's JSON configuration")
+    parser.add_argument("--prompt", type=shared_options.positive, metavar="N", help="tokens of the prompt (half)")
+    parser.add_argument(
+        "--behaviour", choices=("sound", "engine"), default="sound", help="engine: with the MNN fork's defects (sound)"
+    )
+    parser.add_argument("--scores", metavar="FILE", help="attention probabilities, for evictions")
+    parser.add_argument("--compare", choices=("ends", "all"), default="ends", help="which calls to compare (ends)")
+    shared_options.add_source(parser, "what the words are, where the input does not say")
+    packed_options.add_packed(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Carry the verb out."""
+    from ...files.json_document import read_object
+    from ...formats import opening
+    from ...runtime import RuntimeConfig, attention_of, history_of, replay
+
+    config = RuntimeConfig.from_engine(read_object(Path(arguments.config)))
+    source = loading.load(arguments.inputs, arguments, frames=True)
+    loading.report_skipped(source, arguments)
+    history = history_of(source)
+    attention = None
+    if arguments.scores:
+        attention = attention_of(opening.open(arguments.scores), len(history.layers), history.tokens)
+    with printing.progress(arguments, history.tokens, "replaying", unit="token") as progress:
+        result = replay(
+            history,
+            config,
+            prompt=arguments.prompt,
+            behaviour=arguments.behaviour,
+            attention=attention,
+            compare=arguments.compare,
+            progress=progress,
+        )
+    printing.show(arguments, "replay", result)
+    return 0

@@ -1,0 +1,166 @@
+"""A history run through a runtime again, from Python and from the shell."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from repository import FIXTURES
+
+from kvmnn import KvmnnError
+from kvmnn import open as open_source
+from kvmnn.cli.command import main
+from kvmnn.runtime import History, RuntimeConfig, history_of, replay
+
+KEYS: dict[str, Any] = {
+    "kv_lossless_enable": True,
+    "kv_lossless_runtime_enable": True,
+    "kv_lossless_codec": "gear_delta",
+    "kv_lossless_runtime_mode": "store",
+    "kv_lossless_front_n": 4,
+    "kv_lossless_block_tokens": 32,
+    "kv_lossless_hot_recent_tokens": 32,
+    "kv_lossless_async_threads": 0,
+    "kv_h2o_trigger_min_tokens": 64,
+    "kv_h2o_update_interval": 1,
+}
+EVICTING = KEYS | {
+    "kv_h2o_enable": True,
+    "kv_lossless_scope": "front_n_and_h2o_kept",
+    "kv_lossless_front_n": 2,
+    "kv_h2o_block_tokens": 8,
+    "kv_h2o_sink_tokens": 8,
+    "kv_h2o_recent_tokens": 16,
+    "kv_h2o_update_interval": 4,
+    "kv_h2o_target_lossy_ratio": 1.3,
+    "kv_h2o_trigger_min_tokens": 110,
+}
+TOKENS = 160
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first tokens of the real cache, as [layer, kv_head, token, head_dim]."""
+    path = tmp_path_factory.mktemp("replay") / "cache.npz"
+    parts = {part: np.load(FIXTURES / "kv_real" / f"{part}_fp16.npy")[:, :TOKENS] for part in "kv"}
+    np.savez(path, **{part: array.transpose(0, 2, 1, 3) for part, array in parts.items()})
+    return path
+
+
+@pytest.fixture(scope="module")
+def history(cache: Path) -> History:
+    return history_of(open_source(str(cache)))
+
+
+def causal_attention(layers: int, heads: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    values = np.random.default_rng(0).random((layers, heads, TOKENS, TOKENS), np.float32)
+    masked = np.tril(values)
+    return masked / masked.sum(axis=-1, keepdims=True)
+
+
+@pytest.mark.parametrize("behaviour", ["sound", "engine"])
+@pytest.mark.parametrize("mode", ["probe", "full", "store"])
+def test_what_attention_reads_is_compared(history: History, behaviour: Any, mode: str) -> None:
+    config = RuntimeConfig.from_engine(KEYS | {"kv_lossless_runtime_mode": mode})
+    result = replay(history, config, prompt=100, behaviour=behaviour, compare="all")
+    assert (result.wrong_calls, result.compared_calls) == (0, 4 * 61)
+    assert (result.layers, result.prompt, result.tokens, len(result.points)) == (4, 100, TOKENS, 61)
+    assert "LOSSLESS: 244 calls compared" in str(result)
+    assert result.metrics.h2o_lossless_ratio > 1
+
+
+def test_all_cold_tokens_are_stored(history: History) -> None:
+    result = replay(history, RuntimeConfig.from_engine(KEYS))
+    assert result.prompt == TOKENS // 2
+    assert [layer.blocks for layer in result.metrics.layers] == [(TOKENS - 16 - 32) // 32] * 4
+    assert result.points[-1].held_bytes == result.metrics.held_bytes
+    assert result.points[-1].appended_bytes == result.points[-1].live_bytes == 4 * TOKENS * 4 * 64 * 2 * 2
+
+
+def test_evictions_first_then_what_is_kept_is_stored(history: History) -> None:
+    config = RuntimeConfig.from_engine(EVICTING)
+    attention = tuple(causal_attention(4, 2))
+    result = replay(history, config, prompt=100, attention=attention, compare="all")
+    assert result.wrong_calls == 0
+    metrics = result.metrics
+    assert [layer.tokens == TOKENS for layer in metrics.layers] == [True, True, False, False]
+    assert all(layer.blocks for layer in metrics.layers)
+    assert metrics.lossy_ratio > 1.2 and metrics.total_ratio == pytest.approx(
+        metrics.lossy_ratio * metrics.lossless_ratio
+    )
+    with pytest.raises(KvmnnError, match="kv_h2o_enable without attention"):
+        replay(history, config)
+
+
+def test_the_engine_runs_with_evictions_too(history: History) -> None:
+    result = replay(
+        history,
+        RuntimeConfig.from_engine(EVICTING),
+        prompt=100,
+        behaviour="engine",
+        attention=tuple(causal_attention(4, 2)),
+        compare="all",
+    )
+    assert result.wrong_calls == 0 and result.metrics.h2o_total_evict_tokens > 0
+
+
+def test_histories_that_are_none() -> None:
+    rows = np.zeros((2, 3, 4), np.float16)
+    for layers, message in (
+        (((rows, rows), (rows[:1], rows[:1])), "expected .kv_head, token, head_dim., the same for all"),
+        (((rows[:, :0], rows[:, :0]),), "no tokens"),
+    ):
+        with pytest.raises(KvmnnError, match=message):
+            History(layers, "fp16")
+    with pytest.raises(KvmnnError, match="prompt is 4: expected at most 3"):
+        replay(History(((rows, rows),), "fp16"), RuntimeConfig(), prompt=4)
+
+
+def test_the_command(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text(json.dumps(EVICTING))
+    np.save("attention.npy", causal_attention(4, 2))
+    command = ["replay", str(cache), "--config", "config.json", "--prompt", "100"]
+    assert main([*command, "--scores", "attention.npy", "--compare", "all"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "4 layers, 160 tokens: 100 as prompt, 60 as steps"
+    assert lines[-1] == "LOSSLESS: 244 calls compared, every byte that attention reads is right"
+    assert main([*command, "--scores", "attention.npy", "--json", "--behaviour", "engine"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["verb"] == "replay" and document["behaviour"] == "engine"
+    assert {"h2o_lossless_ratio", "layers", "compress"} <= set(document["metrics"]) and len(document["points"]) == 61
+
+
+@pytest.mark.parametrize(
+    ("config", "more", "code", "message"),
+    [
+        (EVICTING, [], 1, "without attention"),
+        ({"kv_lossles_enable": True}, [], 1, "kv_lossles_enable: no option of the runtime"),
+        (KEYS | {"layer_nums": 32}, [], 1, "layer_nums is 32, the model has 4 layers"),
+        (KEYS, ["--prompt", "161"], 1, "prompt is 161: expected at most 160"),
+        (KEYS, ["--behaviour", "safe"], 2, "invalid choice"),
+        (EVICTING, ["--scores", "short.npy"], 1, "attention of 3 layers: expected 4"),
+        (EVICTING, ["--scores", "flat.npy"], 1, "attention of layer 0 has shape"),
+    ],
+)
+def test_what_the_command_refuses(
+    cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    config: dict[str, Any],
+    more: list[str],
+    code: int,
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text(json.dumps(config))
+    np.save("short.npy", causal_attention(3, 1))
+    np.save("flat.npy", np.ones((4, TOKENS, 9), np.float32))
+    assert main(["replay", str(cache), "--config", "config.json", *more]) == code
+    assert message in capsys.readouterr().err

@@ -5,8 +5,11 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any, Literal
 
+import numpy as np
+
 from ..arrays import LayerCache
-from ..dtypes import KVPair, Positions, Words
+from ..checks import whole
+from ..dtypes import KVPair, Positions, Words, by_name
 from ..errors import KvmnnError
 from ..h2o import Planner
 from .config import RuntimeConfig
@@ -87,6 +90,8 @@ class LosslessRuntime:
         else:
             raise KvmnnError(f"behaviour is {behaviour!r}: expected 'sound' or 'engine'")
         self.behaviour: Behaviour = behaviour
+        self._geometry = layers, kv_heads, head_dim
+        self._words = by_name(dtype).numpy
 
     def __enter__(self) -> LosslessRuntime:
         return self
@@ -123,12 +128,14 @@ class LosslessRuntime:
         TypeError
             For arrays of another type.
         """
+        self._check(layer, keys, values)
         found = self._runtime.begin(layer, keys, values)
         assert found is not None
         return found
 
     def append(self, layer: int, keys: Words, values: Words) -> None:
         """As `begin`, for a caller that needs no rows now (behaviour "sound"): nothing is restored."""
+        self._check(layer, keys, values)
         self._sound("append").begin(layer, keys, values, read=False)
 
     def end(self, *, sums: Any = None, rows: Any = None) -> SoundCall | CallEvent:
@@ -208,3 +215,17 @@ class LosslessRuntime:
         if not isinstance(self._runtime, SoundRuntime):
             raise KvmnnError(f"{what}: only with behaviour 'sound'")
         return self._runtime
+
+    def _check(self, layer: int, keys: Words, values: Words) -> None:
+        """Refuse a layer that there is not, and new tokens of another shape or type."""
+        layers, heads, head_dim = self._geometry
+        whole(layer, "layer", 0, layers - 1)
+        for name, array in (("keys", keys), ("values", values)):
+            if not isinstance(array, np.ndarray):
+                raise TypeError(f"{name} must be a numpy array, not {type(array).__name__}")
+            if array.dtype != self._words:
+                raise TypeError(f"{name} are {array.dtype}: expected {self._words}")
+            if array.ndim != 3 or array.shape[::2] != (heads, head_dim) or array.shape != keys.shape:
+                raise KvmnnError(
+                    f"{name} have shape {list(array.shape)}: expected [{heads}, tokens, {head_dim}] for both"
+                )

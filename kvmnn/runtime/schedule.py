@@ -65,15 +65,15 @@ class Scope:
         if not config.active:
             return None
         front, kept = self.in_front(layer), layer in self.kept
-        whole = config.scope == "front_n" or (config.scope == "front_n_and_h2o_kept" and front)
+        all_tokens = config.scope == "front_n" or (config.scope == "front_n_and_h2o_kept" and front)
         if config.mode == "store" and config.store_disable_front and front:
-            whole = False
+            all_tokens = False
             applies = kept and config.scope in ("h2o_kept", "front_n_and_h2o_kept")
         else:
             applies = self.covers(layer)
         if not applies or not self._sampled(layer, token_step, front, kept):
             return None
-        return kv_len if whole else keep_tokens
+        return kv_len if all_tokens else keep_tokens
 
     def _sampled(self, layer: int, token_step: int, front: bool, kept: bool) -> bool:
         config = self.config

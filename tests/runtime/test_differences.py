@@ -139,3 +139,21 @@ def test_a_call_says_what_it_did() -> None:
     }  # fmt: skip
     assert str(sound) == "layer 0: 121 tokens, 0 evicted, 6 blocks handed in, 0 waiting"
     assert engine.to_dict()["block"]["how"] == "sync"
+
+
+@pytest.mark.parametrize("behaviour", ["sound", "engine"])
+def test_new_tokens_of_another_shape_are_refused(behaviour: Any) -> None:
+    runtime = LosslessRuntime(STORE, layers=2, kv_heads=2, head_dim=8, dtype="fp16", behaviour=behaviour)
+    rows = np.ones((2, 3, 8), np.float16)
+    for layer, keys, values in ((2, rows, rows), (0, rows[:1], rows[:1]), (0, rows, rows[:, :2]), (0, rows[0], rows)):
+        with pytest.raises(KvmnnError):
+            runtime.begin(layer, keys, values)
+    for values in (rows.astype(np.float32), rows.tolist(), rows.astype(">f2")):
+        with pytest.raises(TypeError):
+            runtime.begin(0, rows, values)  # type: ignore[arg-type]
+    runtime.begin(0, rows, rows)
+    with pytest.raises(KvmnnError, match="the call of layer 0 was not ended"):
+        runtime.begin(1, rows, rows)
+    runtime.end()
+    with pytest.raises(KvmnnError, match="no call was begun"):
+        runtime.end()

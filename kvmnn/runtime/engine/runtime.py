@@ -109,6 +109,8 @@ class EngineRuntime:
 
     def begin(self, layer: int, keys: Words, values: Words) -> KVPair:
         """Restore, edit and append; returns K and V that the attention of this call reads."""
+        if self._open is not None:
+            raise KvmnnError(f"begin: the call of layer {self._open.layer} was not ended")
         rows, add = self._rows[layer], keys.shape[1]
         event = self._open = CallEvent(call=self._calls, layer=layer)
         self._calls += 1

@@ -130,8 +130,8 @@ class LayerRows:
     def kept(self, pairs: list[Pair], rows_of: RowsOf, *, block: int, hot_sink: int) -> Contents:
         """What the layer holds when only the tokens in `pairs` (index and count, ascending) stay.
 
-        Pieces that stay whole are left as they are. Those that are cut become raw, and so do neighbours that fit into
-        one block together. Nothing is changed before `swap`.
+        Pieces of which every token stays are left as they are. Those that are cut become raw, and so do neighbours that
+        fit into one block together. Nothing is changed before `swap`.
         """
         groups: list[_Group] = []
         start = 0

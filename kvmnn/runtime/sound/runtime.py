@@ -130,7 +130,6 @@ class SoundRuntime:
 
     def begin(self, layer: int, keys: Words, values: Words, *, read: bool = True) -> KVPair | None:
         """Evict, append, and give out what attention reads; None without `read`."""
-        self._check_rows(keys, values)
         add = keys.shape[1]
         self._steps.check_begin(layer, add)
         self._take_finished()
@@ -359,20 +358,6 @@ class SoundRuntime:
         figures.compress_ns += result.compress_ns
         figures.raw_bytes += raw
         figures.compressed_bytes += result.frames.nbytes if result.frames is not None else raw
-
-    # -- checks --------------------------------------------------------------------------------------------------------
-
-    def _check_rows(self, keys: Words, values: Words) -> None:
-        heads, head_dim = self._shape
-        for name, array in (("keys", keys), ("values", values)):
-            if not isinstance(array, np.ndarray):
-                raise TypeError(f"{name} must be a numpy array, not {type(array).__name__}")
-            if array.dtype != self._dtype.numpy:
-                raise TypeError(f"{name} are {array.dtype}: expected {self._dtype.numpy}")
-            if array.ndim != 3 or array.shape[::2] != (heads, head_dim) or array.shape != keys.shape:
-                raise KvmnnError(
-                    f"{name} have shape {list(array.shape)}: expected [{heads}, tokens, {head_dim}] for both"
-                )
 
 
 def read_only(both: Words) -> KVPair:

@@ -57,7 +57,7 @@ class OpenJobs(Generic[R]):
         return len(self._open)
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether one more job of so many bytes may be handed in; a single one always may."""
+        """Whether one more job of `nbytes` may be handed in; the only one always may."""
         return not self._open or (len(self._open) < self._max_open and self.nbytes + nbytes <= self._max_bytes)
 
     @property

@@ -5,12 +5,15 @@ from .errors import RestoreError
 from .history import History, attention_of, history_of
 from .lossless_runtime import LosslessRuntime
 from .metrics import LayerMetrics, RuntimeMetrics
-from .replaying import ReplayResult, replay
+from .replay_point import ReplayPoint
+from .replay_result import ReplayResult
+from .replaying import replay
 
 __all__ = [
     "History",
     "LayerMetrics",
     "LosslessRuntime",
+    "ReplayPoint",
     "ReplayResult",
     "RestoreError",
     "RuntimeConfig",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -12,13 +12,12 @@ from ..checks import whole
 from ..dtypes import KVPair, Positions, Words, by_name
 from ..errors import KvmnnError
 from ..h2o import Planner
+from .behaviours import Behaviour
 from .config import RuntimeConfig
 from .engine import CallEvent, EngineRuntime
 from .engine.tasks import Timing
 from .metrics import RuntimeMetrics
 from .sound import SoundCall, SoundRuntime
-
-Behaviour = Literal["sound", "engine"]
 
 
 class LosslessRuntime:

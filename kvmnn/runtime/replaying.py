@@ -4,109 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
 from ..checks import whole
 from ..dtypes import Floats, KVPair
-from ..text import LOSSLESS, count
+from .behaviours import Behaviour
 from .config import RuntimeConfig
 from .history import History, check_attention
-from .lossless_runtime import Behaviour, LosslessRuntime
-from .metrics import RuntimeMetrics
+from .lossless_runtime import LosslessRuntime
+from .replay_point import ReplayPoint
+from .replay_result import ReplayResult
 
 MAX_POINTS = 200
 """Steps at which memory and ratio are noted; beyond, every second, third ... step."""
 
 Progress = Callable[[int], object]
 """Called with the number of tokens done since the last call."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplayPoint:
-    """Figures after a step, sums over the layers.
-
-    Attributes
-    ----------
-    appended_bytes, live_bytes, held_bytes
-        Of all rows so far; of those that are left; of the rows, frames and decoded copies that hold them.
-    ratio
-        Raw over compressed bytes of everything encoded so far.
-    step_us
-        How long the step took, attention and model left out.
-    """
-
-    step: int
-    tokens: int
-    appended_bytes: int
-    live_bytes: int
-    held_bytes: int
-    ratio: float
-    queue_depth_peak: int
-    step_us: float
-
-    def __str__(self) -> str:
-        sizes = f"{self.live_bytes:>13,} {self.held_bytes:>13,} {self.ratio:>7.3f}"
-        return f"{self.step:>6,} {self.tokens:>8,} {sizes} {self.queue_depth_peak:>6,} {self.step_us:>9,.0f}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplayResult:
-    """A replay.
-
-    Attributes
-    ----------
-    prompt, tokens
-        Tokens of the prefill, and of the history.
-    wrong_calls
-        Calls at which attention would have read other bytes than were appended; of all calls of the first and the last
-        decode step and the prefill, or with ``compare="all"`` of every call.
-    compared_calls
-        How many were compared.
-    seconds
-        Of the runtime's own work.
-    """
-
-    behaviour: Behaviour
-    layers: int
-    prompt: int
-    tokens: int
-    compared_calls: int
-    wrong_calls: int
-    seconds: float
-    metrics: RuntimeMetrics
-    points: tuple[ReplayPoint, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
-        own = {name: getattr(self, name) for name in _OWN_FIELDS}
-        return own | {"metrics": self.metrics.to_dict(), "points": [asdict(point) for point in self.points]}
-
-    def __str__(self) -> str:
-        return "\n".join(self.lines())
-
-    def lines(self) -> list[str]:
-        """Tables over steps and layers, and the verdict."""
-        steps = self.tokens - self.prompt
-        head = f"{self.layers} layers, {count(self.tokens, 'token')}: {self.prompt:,} as prompt, {steps:,} as steps"
-        verdict = (
-            f"{LOSSLESS}: {count(self.compared_calls, 'call')} compared, every byte that attention reads is right"
-            if not self.wrong_calls
-            else f"WRONG: attention reads other bytes than were appended at {self.wrong_calls:,} of "
-            f"{count(self.compared_calls, 'call')} compared"
-        )
-        table = [f"{'step':>6} {'tokens':>8} {'live bytes':>13} {'held bytes':>13} {'ratio':>7} {'queue':>6} {'us':>9}"]
-        shown = list(self.points[:: max(1, len(self.points) // 10)])
-        if self.points and shown[-1] is not self.points[-1]:
-            shown.append(self.points[-1])
-        table += [str(point) for point in shown]
-        return [head, *table, *self.metrics.lines(), verdict]
-
-
-_OWN_FIELDS = ("behaviour", "layers", "prompt", "tokens", "compared_calls", "wrong_calls", "seconds")
 
 
 def replay(

@@ -164,3 +164,18 @@ def test_what_the_command_refuses(
     np.save("flat.npy", np.ones((4, TOKENS, 9), np.float32))
     assert main(["replay", str(cache), "--config", "config.json", *more]) == code
     assert message in capsys.readouterr().err
+
+
+def test_plots(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text(json.dumps(KEYS))
+    command = ["replay", str(cache), "--config", "config.json", "--plot", "plots"]
+    assert main(command) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "8 plot files in plots"
+    names = {f"{what}_over_steps.{kind}" for what in ("memory", "ratio", "queue", "latency") for kind in ("png", "svg")}
+    assert {path.name for path in Path("plots").iterdir()} == names
+    assert main(command) == 1
+    assert main([*command, "--force", "-q"]) == 0

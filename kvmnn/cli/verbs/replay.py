@@ -30,6 +30,8 @@ def add_parser(verbs: Any) -> None:
     )
     parser.add_argument("--scores", metavar="FILE", help="attention probabilities, for evictions")
     parser.add_argument("--compare", choices=("ends", "all"), default="ends", help="which calls to compare (ends)")
+    parser.add_argument("--plot", metavar="DIR", help="draw memory, ratio, queue, latency into DIR (matplotlib)")
+    parser.add_argument("-f", "--force", action="store_true", help="replace files that exist")
     shared_options.add_source(parser, "what the words are, where the input does not say")
     packed_options.add_packed(parser)
 
@@ -38,8 +40,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
     from ...files.json_document import read_object
     from ...formats import opening
-    from ...runtime import RuntimeConfig, attention_of, history_of, replay
+    from ...runtime import RuntimeConfig, attention_of, history_of, replay, replay_plots
+    from ...text import count
 
+    if arguments.plot:
+        replay_plots.require(arguments.plot, arguments.force)
     config = RuntimeConfig.from_engine(read_object(Path(arguments.config)))
     source = loading.load(arguments.inputs, arguments, frames=True)
     loading.report_skipped(source, arguments)
@@ -57,5 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
             compare=arguments.compare,
             progress=progress,
         )
+    written = result.plot(arguments.plot, force=arguments.force) if arguments.plot else []
     printing.show(arguments, "replay", result)
+    if written:
+        printing.say(arguments, f"{count(len(written), 'plot file')} in {arguments.plot}")
     return 0

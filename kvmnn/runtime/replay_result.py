@@ -1,0 +1,74 @@
+"""What a replay found."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..text import LOSSLESS, count
+from . import replay_plots
+from .behaviours import Behaviour
+from .metrics import RuntimeMetrics
+from .replay_point import ReplayPoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayResult:
+    """A replay.
+
+    Attributes
+    ----------
+    prompt, tokens
+        Tokens of the prefill, and of the history.
+    wrong_calls
+        Calls at which attention would have read other bytes than were appended; of all calls of the first and the last
+        decode step and the prefill, or with ``compare="all"`` of every call.
+    compared_calls
+        How many were compared.
+    seconds
+        Of the runtime's own work.
+    """
+
+    behaviour: Behaviour
+    layers: int
+    prompt: int
+    tokens: int
+    compared_calls: int
+    wrong_calls: int
+    seconds: float
+    metrics: RuntimeMetrics
+    points: tuple[ReplayPoint, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        own = {name: getattr(self, name) for name in _OWN_FIELDS}
+        return own | {"metrics": self.metrics.to_dict(), "points": [asdict(point) for point in self.points]}
+
+    def plot(self, directory: str | os.PathLike[str], force: bool = False) -> list[Path]:
+        """Draw memory, ratio, queue and latency over the steps; `replay_plots.write_all` says how."""
+        return replay_plots.write_all(self.points, directory, force)
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def lines(self) -> list[str]:
+        """Tables over steps and layers, and the verdict."""
+        steps = self.tokens - self.prompt
+        head = f"{self.layers} layers, {count(self.tokens, 'token')}: {self.prompt:,} as prompt, {steps:,} as steps"
+        verdict = (
+            f"{LOSSLESS}: {count(self.compared_calls, 'call')} compared, every byte that attention reads is right"
+            if not self.wrong_calls
+            else f"WRONG: attention reads other bytes than were appended at {self.wrong_calls:,} of "
+            f"{count(self.compared_calls, 'call')} compared"
+        )
+        table = [f"{'step':>6} {'tokens':>8} {'live bytes':>13} {'held bytes':>13} {'ratio':>7} {'queue':>6} {'us':>9}"]
+        shown = list(self.points[:: max(1, len(self.points) // 10)])
+        if self.points and shown[-1] is not self.points[-1]:
+            shown.append(self.points[-1])
+        table += [str(point) for point in shown]
+        return [head, *table, *self.metrics.lines(), verdict]
+
+
+_OWN_FIELDS = ("behaviour", "layers", "prompt", "tokens", "compared_calls", "wrong_calls", "seconds")

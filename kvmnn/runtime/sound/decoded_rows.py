@@ -43,7 +43,7 @@ class DecodedRows:
 
     def insert(self, piece: Piece, rows: Words) -> None:
         """Keep the rows of a piece if there is room, once those of dead pieces are gone."""
-        if id(piece) in self._entries:
+        if id(piece) in self._entries or rows.nbytes > self._max_bytes or not self._max_entries:
             return
         if not self._has_room(rows):
             self.sweep()

@@ -75,14 +75,11 @@ def test_rows_stay_what_they_are_and_blocks_stay_few(history: list[tuple[str, in
             runs = rng.integers(1, 12, store.rows.tokens)
             mask = np.repeat(rng.random(runs.size) < rng.random(), runs)[: store.rows.tokens]
             store.keep(mask.astype(int))
-            for first, second in zip(store.rows.pieces, store.rows.pieces[1:], strict=False):
-                assert "raw" not in (first.state, second.state) or first.state != second.state
         store.check()
         store.store()
         store.check()
         raw = sum(piece.count for piece in store.rows.pieces if piece.state == "raw")
-        assert raw <= SINK
-        assert store.rows.tail.count <= SINK + RECENT + BLOCK - 1 or store.rows.tokens <= SINK + RECENT + BLOCK
+        assert raw + store.rows.tail.count < SINK + RECENT + BLOCK
         assert len(store.rows.pieces) <= 3 + 2 * store.rows.tokens / BLOCK
 
 

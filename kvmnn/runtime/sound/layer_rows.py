@@ -37,12 +37,13 @@ class LayerRows:
         self.pieces: list[Piece] = []
         self.tail = Tail(np.empty((2, kv_heads, 0, head_dim), dtype.numpy))
         self.positions = PositionRuns()
+        self._piece_tokens = 0
         self._token_bytes = 2 * kv_heads * head_dim * dtype.itemsize
 
     @property
     def tokens(self) -> int:
         """Tokens of the layer."""
-        return sum(piece.count for piece in self.pieces) + self.tail.count
+        return self._piece_tokens + self.tail.count
 
     @property
     def raw_bytes(self) -> int:
@@ -65,6 +66,10 @@ class LayerRows:
         for piece in self.pieces:
             yield offset, piece
             offset += piece.count
+
+    def start_of(self, wanted: Piece) -> int:
+        """The index of the first token of a piece; 0 for one that is not there."""
+        return next((start for start, piece in self.placed() if piece is wanted), 0)
 
     def append(self, keys: Words, values: Words, position: int) -> None:
         """Put new tokens, of which the first stands at `position`, behind the others."""
@@ -103,7 +108,7 @@ class LayerRows:
             due += new
             pieces += new
             self.tail = Tail(copied(rows[:, :, end:]))
-        self.pieces = pieces
+        self.pieces, self._piece_tokens = pieces, sum(piece.count for piece in pieces)
         return due
 
     def _carved(self, piece: Piece, cold: ColdRange, block: int, due: list[Piece]) -> list[Piece]:
@@ -150,6 +155,7 @@ class LayerRows:
         for piece in self.pieces:
             piece.alive = id(piece) in staying
         self.pieces, self.tail, self.positions = contents.pieces, contents.tail, contents.positions
+        self._piece_tokens = sum(piece.count for piece in self.pieces)
 
     def clear(self) -> None:
         """Drop everything."""

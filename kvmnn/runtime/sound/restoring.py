@@ -9,7 +9,6 @@ from functools import partial
 
 from ...dtypes import Words
 from ...errors import KvmnnError
-from ..errors import RestoreError
 from ..metrics import Timings
 from .codec import RowCodec
 from .decoded_rows import DecodedRows
@@ -35,23 +34,15 @@ class Restorer:
         self._max_bytes, self._token_bytes = max_bytes, token_bytes
         self._coming: dict[int, tuple[Piece, Future[Words]]] = {}
 
-    def rows(self, layer: int, start: int, piece: Piece, figures: LayerFigures, timings: Timings) -> Words:
-        """The rows of a piece that begins at token `start`.
-
-        Raises
-        ------
-        RestoreError
-            For frames that do not give the rows back. Nothing has changed then.
-        """
-        if piece.rows is not None:
-            return piece.rows
+    def rows(self, piece: Piece, figures: LayerFigures, timings: Timings) -> Words:
+        """The rows of a stored piece; whatever a decoder raises for frames that do not give them back."""
         cached = self.cache.find(piece)
         if cached is not None:
             return cached
         began = time.perf_counter_ns()
         rows = self._prefetched(piece, timings)
         if rows is None:
-            rows = self._decoded(layer, start, piece)
+            rows = self._decoded(piece)
         self.cache.insert(piece, rows)
         elapsed = time.perf_counter_ns() - began
         timings.decompress.add(elapsed)
@@ -98,12 +89,12 @@ class Restorer:
             timings.wait.add(time.perf_counter_ns() - began)
         return None if future.exception() is not None else future.result()
 
-    def _decoded(self, layer: int, start: int, piece: Piece) -> Words:
+    def _decoded(self, piece: Piece) -> Words:
         if piece.frames is None:
-            raise RestoreError(layer, start, piece.count, "it has neither rows nor frames")
-        try:
-            return self.codec.decode(piece.frames, piece.count)
-        except KvmnnError as error:
-            raise RestoreError(layer, start, piece.count, str(error)) from error
-        except Exception as error:
-            raise RestoreError(layer, start, piece.count, f"{type(error).__name__}: {error}") from error
+            raise KvmnnError("it has neither rows nor frames")
+        return self.codec.decode(piece.frames, piece.count)
+
+
+def reason_of(error: Exception) -> str:
+    """What went wrong, in a word for errors that have no message of kvmnn's."""
+    return str(error) if isinstance(error, KvmnnError) else f"{type(error).__name__}: {error}"

@@ -14,6 +14,7 @@ from ...errors import KvmnnError
 from ...h2o import Planner
 from ...packed.reserve import INT32_MAX, Pair
 from ..config import RuntimeConfig, check_layers
+from ..errors import RestoreError
 from ..metrics import RuntimeMetrics, Timings
 from ..ratios import float32_ratio
 from ..schedule import Scope, cold_range
@@ -24,8 +25,9 @@ from .figures import MICROSECOND, ratios
 from .layer import Layer
 from .layer_rows import RowsOf
 from .memory import empty
+from .piece import Piece
 from .report import SoundCall
-from .restoring import Restorer
+from .restoring import Restorer, reason_of
 from .steps import Steps
 from .workers import OpenJobs, Workers
 
@@ -275,8 +277,16 @@ class SoundRuntime:
     def _rows_of(self, number: int) -> RowsOf:
         """Rows of the pieces of a layer, decoded when they are asked for."""
         layer = self._layers[number]
-        starts = {id(piece): start for start, piece in layer.rows.placed()}
-        return lambda piece: self._restorer.rows(number, starts.get(id(piece), 0), piece, layer.figures, self._timings)
+
+        def rows_of(piece: Piece) -> Words:
+            if piece.rows is not None:
+                return piece.rows
+            try:
+                return self._restorer.rows(piece, layer.figures, self._timings)
+            except Exception as error:
+                raise RestoreError(number, layer.rows.start_of(piece), piece.count, reason_of(error)) from error
+
+        return rows_of
 
     def _restored(self, number: int) -> RowsOf:
         """As `_rows_of`, with everything decoded now, so that nothing can fail later."""

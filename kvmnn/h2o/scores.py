@@ -105,7 +105,7 @@ def as_rows(rows: Any) -> Floats:
     with np.errstate(over="ignore"):
         array = array.astype(np.float32, copy=False)
     if array.strides[2] != 4 or array.strides[0] % 4 or array.strides[1] % 4 or not array.flags.aligned:
-        array = np.ascontiguousarray(array)
+        array = np.require(array, requirements=("C", "A"))  # ascontiguousarray leaves words that straddle addresses
     return array
 
 
@@ -115,4 +115,4 @@ def as_scores(values: Any, name: str) -> Floats:
     if array.ndim != 1 or (array.size and array.dtype.kind not in "fiu"):
         raise KvmnnError(f"{name} are {array.dtype} of shape {array.shape}: expected a list of numbers")
     with np.errstate(over="ignore"):
-        return np.ascontiguousarray(array, dtype=np.float32)
+        return np.require(array, np.float32, ("C", "A"))

@@ -102,7 +102,7 @@ fi
 echo "cross-compiling the Cython modules"
 "$PYTHON" -c "
 import runpy, setuptools
-def note(ext_modules):  # setup.py then stops at writing the C files
+def note(ext_modules, **_):  # setup.py then stops at writing the C files
     with open('$WORK/modules', 'w') as file:
         for module in ext_modules:
             print(module.name, *module.sources, file=file)

@@ -27,7 +27,7 @@ _QUANTISED_MODES = (1, 2, 9, 10)
 
 _PREFIX = "kv_lossless_"
 _SWITCHES = ("enable", "runtime_enable", "store_disable_front", "strict_roundtrip_check")
-_LEAST = {
+_MINIMA = {
     "front_n": 0,
     "block_tokens": 1,
     "hot_recent_tokens": 0,
@@ -142,7 +142,7 @@ class RuntimeConfig:
         for name in (*_SWITCHES, "flash_attention"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, not {type(getattr(self, name)).__name__}")
-        for name, least in _LEAST.items():
+        for name, least in _MINIMA.items():
             whole(getattr(self, name), name, least, MAX_THREADS if name == "async_threads" else INT32_MAX)
         for name in _TEXTS:
             if not isinstance(getattr(self, name), str):
@@ -177,7 +177,7 @@ class RuntimeConfig:
             For ``kv_`` keys that do not exist (the engine ignores them: a typing error then goes unseen), for values of
             the wrong type, and for an ``attention_mode`` that quantises K or V, which the engine would read as floats.
         """
-        known = {f"{_PREFIX}{name}" for name in (*_SWITCHES, *_LEAST, *_TEXTS, *_NAMED)}
+        known = {f"{_PREFIX}{name}" for name in (*_SWITCHES, *_MINIMA, *_TEXTS, *_NAMED)}
         unknown = sorted(
             key for key in document if key.startswith("kv_") and not key.startswith("kv_h2o_") and key not in known
         )
@@ -185,8 +185,8 @@ class RuntimeConfig:
             raise KvmnnError(f"{', '.join(unknown)}: no option of the runtime; expected names out of {_listed(known)}")
         values: dict[str, Any] = {"h2o": H2OConfig.from_engine(document)}
         values |= _read(document, _SWITCHES, bool) | _read(document, _TEXTS, str)
-        for name, number in _read(document, tuple(_LEAST), int).items():
-            values[name] = max(_LEAST[name], whole(number, _PREFIX + name, -INT32_MAX - 1, INT32_MAX))
+        for name, number in _read(document, tuple(_MINIMA), int).items():
+            values[name] = max(_MINIMA[name], whole(number, _PREFIX + name, -INT32_MAX - 1, INT32_MAX))
         named = _read(document, _NAMED, str)
         if "scope" in named:
             values["scope"] = _scope(named["scope"])

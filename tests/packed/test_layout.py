@@ -188,7 +188,7 @@ def test_values_without_flash_need_the_capacity() -> None:
 # -- tokens in and out ------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(layouts(), st.integers(0, 90), st.integers(0, 30), st.booleans(), st.integers(1, 3))
 def test_packing_is_the_model(layout: PackLayout, tokens: int, room: int, clear: bool, threads: int) -> None:
     capacity = max(1, tokens + room)
@@ -207,7 +207,7 @@ def test_packing_is_the_model(layout: PackLayout, tokens: int, room: int, clear:
         assert all(same(a, b) for a, b in zip(fresh, made, strict=True))
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(layouts(), st.data())
 def test_ranges_are_the_model(layout: PackLayout, data: st.DataObject) -> None:
     capacity = data.draw(st.integers(1, 100))

@@ -58,7 +58,7 @@ $(BIN)/python:
 
 # kvmnn is built and installed once; extras then add what they need and nothing is built again.
 $(STAMPS)/install: $(BIN)/python $(SOURCES)
-	@echo "building kvmnn in $(VENV): about a minute on two cores"
+	@echo "building kvmnn in $(VENV): one to three minutes on two cores"
 	@rm -rf build/lib* build/bdist*
 	@$(PIP) .
 	@mkdir -p $(STAMPS) && touch $@

@@ -39,9 +39,6 @@ HOSTILE_JSON = {
     "twice the same key": b'{"a": 1, "a": 2}',
 }
 
-KNOWN: dict[tuple[str, str, str], tuple[type[BaseException], str]] = {}
-"""Defects that are known and not mended yet, by reader, file and damage: what is raised, and a word on it."""
-
 
 def cut(data: bytes, slow: bool) -> Iterator[tuple[str, bytes]]:
     """Cut at every byte, or at every k-th."""
@@ -137,9 +134,7 @@ def cases(names: list[str], damages: list[str]) -> list[object]:
     for reader in READERS:
         for name in samples()[reader].damaged:
             for what in damages if name.endswith(tuple(names)) else ():
-                known = KNOWN.get((reader, name, what))
-                marks = pytest.mark.xfail(strict=True, raises=known[0], reason=known[1]) if known else ()
-                found.append(pytest.param(reader, name, what, marks=marks, id=f"{reader}-{name}-{what}"))
+                found.append(pytest.param(reader, name, what, id=f"{reader}-{name}-{what}"))
     return found
 
 

@@ -8,16 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import KvmnnError
-from ..files.output import DirectoryOutput
-from ..optional import package
-from . import figures, plot_style, trace_figures
+from . import figures, plot_files, plot_style, trace_figures
 from .figures import NothingToShowError
 from .results import Results
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-KINDS = ("png", "svg")
 PLOTS: dict[str, Callable[[Results], Figure]] = {
     draw.__name__: draw
     for draw in (
@@ -43,9 +40,7 @@ def require(directory: str | os.PathLike[str], force: bool = False) -> None:
     OutputError
         Where files of plots exist in `directory` and are not to be replaced.
     """
-    package("matplotlib.figure")
-    with DirectoryOutput(directory, force=force) as probe:
-        probe.check_names(f"{name}.{kind}" for name in PLOTS for kind in KINDS)
+    plot_files.require(PLOTS, directory, force)
 
 
 def write_all(
@@ -82,18 +77,10 @@ def write_all(
     OutputError
         For files that exist and are not to be replaced, and for what cannot be written.
     """
-    package("matplotlib.figure")
     reasons: dict[str, str] = {} if left_out is None else left_out
-    written: list[Path] = []
-    with DirectoryOutput(directory, force=force) as output:
-        for name, made in _drawn(results, reasons):
-            for kind in KINDS:
-                file = output.file(f"{name}.{kind}")
-                file.write(plot_style.as_bytes(made, kind))
-                written.append(Path(directory) / f"{name}.{kind}")
-        if not written:
-            raise KvmnnError("there is nothing to plot: " + "; ".join(f"{n}: {why}" for n, why in reasons.items()))
-        output.commit()
+    written = plot_files.write(_drawn(results, reasons), directory, force)
+    if not written:
+        raise KvmnnError("there is nothing to plot: " + "; ".join(f"{n}: {why}" for n, why in reasons.items()))
     return written
 
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..files.output import DirectoryOutput
-from ..optional import package
-from ..reports import plot_style
+from ..reports import plot_files, plot_style
 from ..reports.plot_style import LineEnd
 from .replay_point import ReplayPoint
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-KINDS = ("png", "svg")
 _MIB = float(1 << 20)
 
 Points = Sequence[ReplayPoint]
@@ -61,33 +58,20 @@ PLOTS: dict[str, Callable[[Points], Figure]] = {
 
 
 def require(directory: str | os.PathLike[str], force: bool = False) -> None:
-    """Refuse to begin what could not end in plots.
-
-    Raises
-    ------
-    MissingDependencyError
-        Without matplotlib.
-    OutputError
-        Where files of plots exist in `directory` and are not to be replaced.
-    """
-    package("matplotlib.figure")
-    with DirectoryOutput(directory, force=force) as probe:
-        probe.check_names(f"{name}.{kind}" for name in PLOTS for kind in KINDS)
+    """Refuse to begin what could not end in plots; errors as `plot_files.require`."""
+    plot_files.require(PLOTS, directory, force)
 
 
 def write_all(points: Points, directory: str | os.PathLike[str], force: bool = False) -> list[Path]:
     """Draw all plots; returns the files. Errors as for `require`."""
-    package("matplotlib.figure")
-    written = []
-    with DirectoryOutput(directory, force=force) as output:
-        for name, draw in PLOTS.items():
-            with plot_style.style():
-                made = draw(points)
-            for kind in KINDS:
-                output.file(f"{name}.{kind}").write(plot_style.as_bytes(made, kind))
-                written.append(Path(directory) / f"{name}.{kind}")
-        output.commit()
-    return written
+    return plot_files.write(_all(points), directory, force)
+
+
+def _all(points: Points) -> Iterator[tuple[str, Figure]]:
+    for name, draw in PLOTS.items():
+        with plot_style.style():
+            made = draw(points)
+        yield name, made
 
 
 def _drawn(points: Points, title: str, ylabel: str, lines: Sequence[Line]) -> Figure:

@@ -129,13 +129,13 @@ def test_the_sample_is_good(reader: Reader) -> None:
 
 
 def cases(names: list[str], damages: list[str]) -> list[object]:
-    """Every damage to every damaged file whose name ends in one of `names`; known defects are expected to fail."""
-    found = []
-    for reader in READERS:
-        for name in samples()[reader].damaged:
-            for what in damages if name.endswith(tuple(names)) else ():
-                found.append(pytest.param(reader, name, what, id=f"{reader}-{name}-{what}"))
-    return found
+    """Every damage to every damaged file whose name ends in one of `names`."""
+    return [
+        pytest.param(reader, name, what, id=f"{reader}-{name}-{what}")
+        for reader in READERS
+        for name in samples()[reader].damaged
+        for what in (damages if name.endswith(tuple(names)) else ())
+    ]
 
 
 @pytest.mark.parametrize(("reader", "name", "what"), cases([""], ["cut", "flipped"]), indirect=["reader"])

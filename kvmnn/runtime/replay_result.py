@@ -57,18 +57,27 @@ class ReplayResult:
         """Tables over steps and layers, and the verdict."""
         steps = self.tokens - self.prompt
         head = f"{self.layers} layers, {count(self.tokens, 'token')}: {self.prompt:,} as prompt, {steps:,} as steps"
-        verdict = (
-            f"{LOSSLESS}: {count(self.compared_calls, 'call')} compared, every byte that attention reads is right"
-            if not self.wrong_calls
-            else f"WRONG: attention reads other bytes than were appended at {self.wrong_calls:,} of "
-            f"{count(self.compared_calls, 'call')} compared"
-        )
         table = [f"{'step':>6} {'tokens':>8} {'live bytes':>13} {'held bytes':>13} {'ratio':>7} {'queue':>6} {'us':>9}"]
         shown = list(self.points[:: max(1, len(self.points) // 10)])
         if self.points and shown[-1] is not self.points[-1]:
             shown.append(self.points[-1])
         table += [str(point) for point in shown]
-        return [head, *table, *self.metrics.lines(), verdict]
+        return [head, *table, *self.metrics.lines(), self._verdict()]
+
+    @property
+    def calls(self) -> int:
+        """Calls of all layers: the prefill and each decode step."""
+        return self.layers * (1 + self.tokens - self.prompt)
+
+    def _verdict(self) -> str:
+        if self.wrong_calls:
+            return (
+                f"WRONG: attention reads other bytes than were appended at {self.wrong_calls:,} of "
+                f"{count(self.compared_calls, 'call')} compared"
+            )
+        if self.compared_calls < self.calls:
+            return f"equal in the {self.compared_calls:,} of {count(self.calls, 'call')} that were compared"
+        return f"{LOSSLESS}: {count(self.calls, 'call')} compared, every byte that attention reads is right"
 
 
 _OWN_FIELDS = ("behaviour", "layers", "prompt", "tokens", "compared_calls", "wrong_calls", "seconds")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,14 @@ def test_what_attention_reads_is_compared(history: History, behaviour: Any, mode
     assert (result.layers, result.prompt, result.tokens, len(result.points)) == (4, 100, TOKENS, 61)
     assert "LOSSLESS: 244 calls compared" in str(result)
     assert result.metrics.h2o_lossless_ratio > 1
+
+
+def test_lossless_is_said_of_all_calls_only(history: History) -> None:
+    result = replay(history, RuntimeConfig.from_engine(KEYS), prompt=100)
+    assert (result.compared_calls, result.calls) == (12, 244)
+    assert "LOSSLESS" not in str(result)
+    assert str(result).splitlines()[-1] == "equal in the 12 of 244 calls that were compared"
+    assert str(replace(result, wrong_calls=3)).splitlines()[-1].startswith("WRONG: ")
 
 
 def test_all_cold_tokens_are_stored(history: History) -> None:

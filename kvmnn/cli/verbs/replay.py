@@ -9,8 +9,8 @@ from typing import Any
 from .. import loading, packed_options, printing, shared_options
 
 _TEXT = """Run K and V that were computed once through the lossless runtime, the first tokens as a prompt and the others
-one by one: what would be compressed, when, and what it would take. The cache is compared with what attention would
-read.
+one by one: what would be compressed, when, and what it would take. What attention would read is compared with the
+cache, by default at the ends; LOSSLESS needs --compare all. A difference is exit code 1.
 
   kvmnn replay dump/ --config config.json --prompt 512
 
@@ -29,7 +29,12 @@ def add_parser(verbs: Any) -> None:
         "--behaviour", choices=("sound", "engine"), default="sound", help="engine: with the MNN fork's defects (sound)"
     )
     parser.add_argument("--scores", metavar="FILE", help="attention probabilities, for evictions")
-    parser.add_argument("--compare", choices=("ends", "all"), default="ends", help="which calls to compare (ends)")
+    parser.add_argument(
+        "--compare",
+        choices=("ends", "all"),
+        default="ends",
+        help="which calls to compare: ends, those of the first two steps and the last, or all (ends)",
+    )
     parser.add_argument("--plot", metavar="DIR", help="draw memory, ratio, queue, latency into DIR (matplotlib)")
     parser.add_argument("-f", "--force", action="store_true", help="replace files that exist")
     shared_options.add_source(parser, "what the words are, where the input does not say")
@@ -66,4 +71,4 @@ def run(arguments: argparse.Namespace) -> int:
     printing.show(arguments, "replay", result)
     if written:
         printing.say(arguments, f"{count(len(written), 'plot file')} in {arguments.plot}")
-    return 0
+    return 1 if result.wrong_calls else 0

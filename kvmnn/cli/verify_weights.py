@@ -23,8 +23,12 @@ def run(arguments: argparse.Namespace) -> int:
             verdict = verify(
                 arguments.input,
                 against=against,
-                options=weights_options.options(arguments, dtype=None),
-                also=[name for name in ("min_seq_len", "num_heads") if getattr(arguments, name) is not None],
+                options=weights_options.options(arguments),
+                given=[
+                    name
+                    for name, value in (("dtype", arguments.dtype), ("prefixes", arguments.prefix_order))
+                    if value is not None
+                ],
                 allow_trailing=arguments.allow_trailing,
                 progress=step,
             )

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from . import printing
+
 if TYPE_CHECKING:
     from ..compressor import ConvertOptions
 
@@ -27,6 +29,14 @@ def slots(text: str) -> tuple[int, ...]:
     return found
 
 
+def entry(text: str) -> tuple[str, str]:
+    """``KEY=VALUE``."""
+    key, separator, value = text.partition("=")
+    if not (key and separator):
+        raise argparse.ArgumentTypeError(f"{text!r} is no entry: expected KEY=VALUE")
+    return key, value
+
+
 def add_orders(parser: Any) -> None:
     """``--prefix-order`` and ``--slot-order``."""
     parser.add_argument(
@@ -41,7 +51,7 @@ def add_orders(parser: Any) -> None:
 
 
 def add_header_fields(parser: Any, *, head_dim: bool = True) -> None:
-    """The options that set header fields."""
+    """The options that set header fields and metadata."""
     for name, text in (
         ("compression-factor", "tokens that become one (default: columns / head_dim of the first weight)"),
         ("min-seq-len", "least number of groups that is compressed (default: 2)"),
@@ -50,6 +60,13 @@ def add_header_fields(parser: Any, *, head_dim: bool = True) -> None:
     ):
         if head_dim or name != "head-dim":
             parser.add_argument(f"--{name}", type=int, metavar="N", help=text)
+    parser.add_argument(
+        "--metadata",
+        type=entry,
+        action="append",
+        metavar="KEY=VALUE",
+        help="an entry of the section that loaders skip (repeatable; default: none)",
+    )
 
 
 def add_group(parser: Any, *, trailing: bool = False) -> None:
@@ -80,8 +97,16 @@ def options(arguments: argparse.Namespace, **more: Any) -> ConvertOptions:
         "min_seq_len": arguments.min_seq_len,
         "num_heads": arguments.num_heads,
         "head_dim": arguments.head_dim,
+        "metadata": _metadata(arguments),
     }
     return ConvertOptions(**{name: value for name, value in {**given, **more}.items() if value is not None})
+
+
+def _metadata(arguments: argparse.Namespace) -> dict[str, str] | None:
+    entries = dict(arguments.metadata or ())
+    if len(entries) < len(arguments.metadata or ()):
+        raise printing.UsageError("--metadata has a key twice")
+    return entries or None
 
 
 def report(arguments: argparse.Namespace, warnings: Sequence[str], notices: Sequence[str]) -> None:

@@ -203,12 +203,12 @@ def test_verify_on_the_command_line(
     assert out.startswith(f"{file}: VALID (no --against: nothing to compare with), 2 layers of 12 weights, fp16")
     code, out, err = run(capsys, "verify", file, "--against", source)
     assert (code, err) == (0, "")
-    assert f"EXACT ({_size():,} elements compared with {source}, rounded to fp16)" in out
+    assert f"EXACT (header and {_size():,} elements compared with {source}, rounded to fp16)" in out
     code, out, err = run(capsys, "verify", file, "--against", source, "--min-seq-len", 5, "--num-heads", 1)
     assert (code, out) == (1, "")
     assert err.splitlines() == [
-        f"kvmnn: error: {file}: DIFFERS from {source}: offset 32: header field min_seq_len is 2: expected 5",
         f"kvmnn: error: {file}: DIFFERS from {source}: offset 16: header field num_heads is 0: expected 1",
+        f"kvmnn: error: {file}: DIFFERS from {source}: offset 32: header field min_seq_len is 2: expected 5",
     ]
     code, out, err = run(capsys, "verify", file, "--against", source, "--json")
     document = json.loads(out)
@@ -251,7 +251,7 @@ def test_trailing_bytes_may_be_allowed(pair: tuple[Path, Path], capsys: pytest.C
     assert err.endswith("4 more bytes follow: expected the end of the file (trailing_bytes)\n")
     code, out, err = run(capsys, "verify", longer, "--against", source, "--allow-trailing")
     size = weights.stat().st_size
-    assert (code, "EXACT" in out) == (0, True)
+    assert (code, "EXACT" in out, "rounded to fp16; 4 bytes behind them not)" in out) == (0, True, True)
     assert (
         err
         == f"kvmnn: warning: offset {size}: 4 bytes follow the last block, which loaders pass over (trailing_bytes)\n"

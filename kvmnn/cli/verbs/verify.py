@@ -18,7 +18,8 @@ with the original file (several --against make one set, as several inputs of enc
 A frame alone can only be shown to decode, and then the word is DECODES. Any mismatch ends with exit code 1.
 
 The weight file of a KV compressor (.bin) is checked in structure and sense; with --against its checkpoint, every
-weight, every bias and the header are compared with what the conversion gives."""
+weight, every bias, every header field and the metadata are compared with what kvmnn convert would write: tell the
+options that it was told."""
 
 
 def add_parser(verbs: Any) -> None:

@@ -172,7 +172,7 @@ def _write(prepared: Prepared, target: str, sink: Sink, progress: Progress | Non
     hashing = _Hashing(sink)
     rounding = _Rounding(selection, progress)
     with naming(checkpoint.label):
-        nbytes = kvcm.write(hashing, selection.header, rounding.blocks(), allow_empty=True)
+        nbytes = kvcm.write(hashing, selection.header, rounding.blocks(), metadata=selection.metadata, allow_empty=True)
     return Conversion(
         source=checkpoint.path,
         target=target,

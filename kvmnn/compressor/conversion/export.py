@@ -97,7 +97,8 @@ def export(
 ) -> Export:
     """Write every weight and bias under its name; bf16 becomes BF16 in ``.safetensors`` and uint16 in ``.npz``.
 
-    The header's fields go into the metadata of a ``.safetensors`` file; ``.npz`` has no place for them.
+    The header's fields and the metadata (key ``metadata``; as hexadecimal digits under ``metadata_hex`` where it is no
+    UTF-8) go into the metadata of a ``.safetensors`` file; ``.npz`` has no place for them.
 
     Parameters
     ----------
@@ -125,13 +126,22 @@ def export(
         ArrayInfo(name=name, dtype=file.header.dtype.name, shape=words.shape, array_dtype=words.dtype.str)
         for name, words in tensors
     ]
-    metadata = {name: str(value) for name, value in file.header.to_dict().items()}
+    metadata = {name: str(value) for name, value in file.header.to_dict().items()} | _metadata(file.metadata)
     with FileOutput(target, force=force, protect=[file.label]) as output:
         runs = ((number, _bytes(words)) for number, (_, words) in enumerate(tensors))
         writer_for(str(target), arrays)(output.file, arrays, runs, metadata)
         output.commit()
     source = file.label if isinstance(weights, WeightFile) else os.fspath(weights)
     return Export(source=source, target=os.fspath(target), tensors=len(tensors), dtype=file.header.dtype.name)
+
+
+def _metadata(data: bytes) -> dict[str, str]:
+    if not data:
+        return {}
+    try:
+        return {"metadata": data.decode("utf-8")}
+    except UnicodeDecodeError:
+        return {"metadata_hex": data.hex()}
 
 
 def _bytes(words: Words) -> Piece:

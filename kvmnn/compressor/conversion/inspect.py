@@ -12,10 +12,14 @@ import numpy as np
 from ...dtypes import Floats
 from ..checkpoint.opening import Checkpoint, naming, open_checkpoint
 from ..kvcm.header import DTYPES, HEADER_BYTES, META_BYTES, SLOTS, SLOTS_PER_PREFIX, Header
+from ..kvcm.metadata import shown, unpack
 from ..kvcm.weight_file import WeightFile, is_weight_file, read
 from ..kvcm.words import float32_of
 from .selection import ConvertOptions, Selection, select
 from .verify import default_prefixes
+
+_HEAD = 64
+"""Bytes of metadata that is no list of entries, in the JSON."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +66,8 @@ class _Account:
     ----------
     path
         The file.
-    header
-        As it is, or as `convert` would write it.
+    header, metadata
+        As they are, or as `convert` would write them.
     rows
         The weights.
     parts
@@ -74,6 +78,7 @@ class _Account:
 
     path: str
     header: Header
+    metadata: bytes
     rows: list[Row]
     parts: dict[str, int]
     size: int
@@ -81,14 +86,31 @@ class _Account:
     def _contents(self) -> dict[str, Any]:
         return {
             "header": self.header.to_dict(),
+            "metadata": self._metadata_document(),
             "bytes": self.size,
             "parts": self.parts,
             "weights": [row.to_dict() for row in self.rows],
         }
 
+    def _metadata_document(self) -> dict[str, Any]:
+        """How many bytes; the entries, or else the first bytes as hexadecimal digits."""
+        entries = unpack(self.metadata)
+        shown = {"head": self.metadata[:_HEAD].hex()} if entries is None else {"entries": entries}
+        return {"bytes": len(self.metadata), **(shown if self.metadata else {})}
+
+    def _metadata_lines(self) -> list[str]:
+        if not self.metadata:
+            return []
+        entries = unpack(self.metadata)
+        if entries is None:
+            return [f"  metadata, {shown(self.metadata)}"]
+        width = max(23, *(len(_line(key)) for key in entries)) if entries else 0
+        return ["  metadata"] + [f"    {_line(key):<{width}} {_line(text)}" for key, text in entries.items()]
+
     def _table(self, title: str) -> list[str]:
         lines = [f"  {title}"]
         lines += [f"    {name:<23} {_value(name, value)}" for name, value in self.header.to_dict().items()]
+        lines += self._metadata_lines()
         lines += _table(self.rows)
         lines.append("  bytes")
         lines += [f"    {name:<28} {nbytes:>15,}" for name, nbytes in self.parts.items()]
@@ -102,8 +124,8 @@ class WeightFileAccount(_Account):
 
     Attributes
     ----------
-    path, header, rows, parts, size
-        The file, its header, its weights, and its bytes by what they are for.
+    path, header, metadata, rows, parts, size
+        The file, its header and metadata, its weights, and its bytes by what they are for.
     warnings
         What loaders take but no converter writes.
     """
@@ -132,8 +154,8 @@ class CheckpointAccount(_Account):
 
     Attributes
     ----------
-    path, header, rows, parts, size
-        The file, the header that `convert` would write, the weights, and bytes by what they are for.
+    path, header, metadata, rows, parts, size
+        The file, the header and metadata that `convert` would write, the weights, and bytes by what they are for.
     container
         ``"torch zip"``, ``"torch legacy"`` or ``"safetensors"``.
     selection
@@ -199,7 +221,7 @@ def of_file(file: WeightFile) -> WeightFileAccount:
         biases += place.rows * words * place.has_bias
     parts = {
         "header": HEADER_BYTES,
-        "metadata": len(file.metadata),
+        "metadata": file.header.metadata_size_bytes,
         "block heads": META_BYTES * len(file),
         "weights": weights,
         "biases": biases,
@@ -211,6 +233,7 @@ def of_file(file: WeightFile) -> WeightFileAccount:
     return WeightFileAccount(
         path=file.label,
         header=file.header,
+        metadata=file.metadata,
         rows=list(_file_rows(file)),
         parts=parts,
         size=file.size,
@@ -242,6 +265,7 @@ def of_checkpoint(checkpoint: Checkpoint, options: ConvertOptions) -> Checkpoint
     return CheckpointAccount(
         path=checkpoint.path,
         header=selection.header,
+        metadata=selection.metadata,
         rows=rows,
         parts=_checkpoint_parts(checkpoint, selection),
         size=checkpoint.size,
@@ -312,6 +336,11 @@ def _table(rows: list[Row]) -> list[str]:
             f"{row.non_finite or ''}".rstrip()
         )
     return lines
+
+
+def _line(text: str) -> str:
+    """A text of the file without control characters."""
+    return text if text.isprintable() else ascii(text)
 
 
 def _value(name: str, value: int) -> str:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from ...dtypes import by_name
 from ...errors import CheckpointError, KvmnnError, LimitError
 from ..checkpoint.tensors import Tensor
+from ..kvcm import metadata
 from ..kvcm.header import (
     DTYPES,
     HEADER_BYTES,
@@ -53,6 +54,8 @@ class ConvertOptions:
         Compressors in file order. The runtime takes them by position, so another order than the default is misread.
     slots
         The three Linear layers of each compressor, in file order.
+    metadata
+        Names and texts for the section that loaders skip; the published converter leaves it empty.
     as_reference
         Also write what no loader takes: weights without elements, more layers or weights than the limits.
     """
@@ -64,6 +67,7 @@ class ConvertOptions:
     slots: tuple[int, ...] = SLOTS
     num_heads: int = 0
     head_dim: int = 0
+    metadata: Mapping[str, str] = field(default_factory=dict)
     as_reference: bool = False
 
 
@@ -90,7 +94,7 @@ class Selection:
 
     Attributes
     ----------
-    header, linears
+    header, linears, metadata
         What is written.
     prefixes
         The compressors, fewer than asked for where the checkpoint is found to be text-only.
@@ -105,6 +109,7 @@ class Selection:
     header: Header
     linears: list[Linear]
     prefixes: tuple[str, ...]
+    metadata: bytes = b""
     warnings: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
@@ -113,9 +118,13 @@ class Selection:
     def nbytes(self) -> int:
         """Bytes of the weight file."""
         word = self.header.dtype.itemsize
-        return HEADER_BYTES + sum(
-            META_BYTES + word * (linear.weight.numel + (0 if linear.bias is None else linear.weight.shape[0]))
-            for linear in self.linears
+        return (
+            HEADER_BYTES
+            + len(self.metadata)
+            + sum(
+                META_BYTES + word * (linear.weight.numel + (0 if linear.bias is None else linear.weight.shape[0]))
+                for linear in self.linears
+            )
         )
 
     @property
@@ -279,8 +288,7 @@ def _lay_out(keys: Keys, options: ConvertOptions, prefixes: tuple[str, ...], wei
             f"{layers if layers.bit_length() < 128 else 'far too many'} layers of {len(prefixes) * SLOTS_PER_PREFIX} "
             f"weights: loaders take {MAX_LAYERS} of {MAX_WEIGHTS}"
         )
-    header = _header(keys, options, prefixes, layers)
-    selection = Selection(header, [], prefixes)
+    selection = Selection(_header(keys, options, prefixes, layers), [], prefixes, metadata.pack(options.metadata))
     for layer in range(layers):
         for prefix in prefixes:
             for slot in options.slots:
@@ -305,6 +313,7 @@ def _header(keys: Keys, options: ConvertOptions, prefixes: tuple[str, ...], laye
         compression_factor=options.compression_factor if options.compression_factor > 0 else hidden_size // head_dim,
         min_seq_len=options.min_seq_len,
         weight_count_per_layer=len(prefixes) * SLOTS_PER_PREFIX,
+        metadata_size_bytes=len(metadata.pack(options.metadata)),
     )
     header.pack()
     return header
@@ -344,8 +353,7 @@ def _linear(selection: Selection, keys: Keys, name: str, options: ConvertOptions
 
 def _layout_warnings(selection: Selection, options: ConvertOptions) -> Iterator[str]:
     header, linears = selection.header, selection.linears
-    known = (PREFIXES, TEXT_PREFIXES)
-    if selection.prefixes not in known:
+    if selection.prefixes not in (PREFIXES, TEXT_PREFIXES):
         yield (
             f"prefix order {','.join(selection.prefixes)}: the file has no names, and the runtime takes its blocks as "
             f"{','.join(PREFIXES)}, whatever they are"

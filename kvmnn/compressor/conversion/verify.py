@@ -15,7 +15,8 @@ from ...text import count
 from ...threads.pipeline import Progress
 from ..checkpoint.opening import naming
 from ..checkpoint.tensors import Tensor
-from ..kvcm.header import FIELD_OFFSETS, PREFIXES, SLOTS, SLOTS_PER_PREFIX, Block
+from ..kvcm import metadata
+from ..kvcm.header import FIELD_OFFSETS, HEADER_BYTES, PREFIXES, SLOTS, SLOTS_PER_PREFIX, Block
 from ..kvcm.weight_file import WeightFile, read
 from ..kvcm.words import float32_of
 from .convert import prepare
@@ -95,7 +96,11 @@ class Verdict:
         header = self.file.header
         how = "VALID (no --against: nothing to compare with)"
         if self.against is not None:
-            how = f"EXACT ({self.compared:,} elements compared with {self.against}, rounded to {header.dtype.name})"
+            left = f"; {count(self.file.trailing, 'byte')} behind them not" if self.file.trailing else ""
+            how = (
+                f"EXACT (header and {self.compared:,} elements compared with {self.against}, "
+                f"rounded to {header.dtype.name}{left})"
+            )
         return (
             f"{self.path}: {how}, {count(header.num_layers, 'layer')} of "
             f"{count(header.weight_count_per_layer, 'weight')}, {header.dtype.name}, "
@@ -135,7 +140,7 @@ def verify(
     *,
     against: str | os.PathLike[str] | None = None,
     options: ConvertOptions | None = None,
-    also: Collection[str] = (),
+    given: Collection[str] = (),
     allow_trailing: bool = False,
     progress: Progress | None = None,
 ) -> Verdict:
@@ -148,9 +153,10 @@ def verify(
     against
         The checkpoint that it was made from.
     options
-        What the conversion was told; None takes the defaults. dtype and, unless given, the prefixes are the file's own.
-    also
-        Header fields to compare that no checkpoint knows: ``"min_seq_len"``, ``"num_heads"``.
+        What the conversion was told; None takes the defaults. `dtype` and `prefixes` at their defaults are the file's
+        own.
+    given
+        ``"dtype"``, ``"prefixes"``: these options count, at their defaults too.
     allow_trailing
         Take bytes behind the last block.
     progress
@@ -167,7 +173,7 @@ def verify(
     found = list(findings(file))
     if against is None:
         return Verdict(path=os.fspath(path), against=None, file=file, findings=found)
-    comparison = _compare(file, against, options or ConvertOptions(), also, progress)
+    comparison = _compare(file, against, options or ConvertOptions(), given, progress)
     return Verdict(
         path=os.fspath(path),
         against=os.fspath(against),
@@ -193,20 +199,24 @@ class _Comparison(NamedTuple):
 def _compare(
     file: WeightFile,
     against: str | os.PathLike[str],
-    given: ConvertOptions,
-    also: Collection[str],
+    options: ConvertOptions,
+    given: Collection[str],
     progress: Progress | None,
 ) -> _Comparison:
-    prefixes = default_prefixes(file) if given.prefixes == PREFIXES else given.prefixes
-    given = replace(given, dtype=file.header.dtype.name, prefixes=prefixes, as_reference=True)
-    checkpoint, selection = prepare(against, given)
-    differences, elements = list(_header_differences(file, selection, also)), 0
+    told = replace(options, as_reference=True)
+    if "dtype" not in given and options.dtype == ConvertOptions.dtype:
+        told = replace(told, dtype=file.header.dtype.name)
+    if "prefixes" not in given and options.prefixes == PREFIXES:
+        told = replace(told, prefixes=default_prefixes(file))
+    checkpoint, selection = prepare(against, told)
+    notices = [*selection.notices, *_left_out(selection)]
+    differences, elements = list(_header_differences(file, selection)), 0
     if len(selection.linears) != len(file):
         differences.append(f"the file has {len(file)} weights, the checkpoint gives {len(selection.linears)}")
-        return _Comparison(differences, 0, selection.notices)
+        return _Comparison(differences, 0, notices)
     with naming(checkpoint.label):
         for block, linear in zip(file.blocks(), selection.linears, strict=True):
-            place = _place(block, selection, given)
+            place = _place(block, selection, told)
             parts = (("weight", block.weight, linear.weight), ("bias", block.bias, linear.bias))
             for part, words, tensor in parts:
                 difference, compared = _difference(words, tensor, file)
@@ -215,20 +225,28 @@ def _compare(
                     differences.append(f"offset {block.offset}: {place}: {part}{difference}")
             if progress is not None:
                 progress(block.nbytes)
-    return _Comparison(differences, elements, selection.notices)
+    return _Comparison(differences, elements, notices)
 
 
-_DERIVED = ("num_layers", "head_dim", "hidden_size", "compression_factor", "weight_count_per_layer")
-_INFORMATION = ("head_dim", "hidden_size")
+def _header_differences(file: WeightFile, selection: Selection) -> Iterator[str]:
+    """Every header field, and the metadata, that a conversion would write otherwise."""
+    expected = selection.header.to_dict()
+    for name, found in file.header.to_dict().items():
+        if found != expected[name]:
+            yield f"offset {FIELD_OFFSETS[name]}: header field {name} is {found}: expected {expected[name]}"
+    for difference in metadata.differences(file.metadata, selection.metadata):
+        yield f"offset {HEADER_BYTES}: {difference}"
 
 
-def _header_differences(file: WeightFile, selection: Selection, also: Collection[str]) -> Iterator[str]:
-    """Fields that differ from what the checkpoint gives; a 0 for information claims nothing."""
-    derived = selection.header
-    for name in (*_DERIVED, *also):
-        found, expected = getattr(file.header, name), getattr(derived, name)
-        if found != expected and (found or name not in _INFORMATION):
-            yield f"offset {FIELD_OFFSETS[name]}: header field {name} is {found}: expected {expected}"
+def _left_out(selection: Selection) -> Iterator[str]:
+    """Compressors of the checkpoint that a file without them cannot be compared with."""
+    left = [name for name in PREFIXES if name not in selection.prefixes and _has(selection.unused, name)]
+    if left:
+        yield f"the file has {', '.join(selection.prefixes)} only: {', '.join(left)} of the checkpoint not compared"
+
+
+def _has(keys: list[str], prefix: str) -> bool:
+    return any(key.startswith(f"{prefix}.") for key in keys)
 
 
 def _place(block: Block, selection: Selection, options: ConvertOptions) -> str:

@@ -49,8 +49,6 @@ class WeightFile:
         What messages call the file.
     header
         The `Header`.
-    metadata
-        The bytes between header and blocks, as they are.
     trailing
         Bytes behind the last block; 0 unless they were tolerated.
     size
@@ -65,7 +63,6 @@ class WeightFile:
         self.size = data.size
         self.warnings: list[tuple[str, str]] = []
         self.header = self._read_header()
-        self.metadata = self._read_metadata()
         self._offsets, self._rows, self._cols = array("Q"), array("I"), array("I")
         self._has_bias = bytearray()
         end = self._walk()
@@ -79,6 +76,11 @@ class WeightFile:
 
     def __len__(self) -> int:
         return len(self._offsets)
+
+    @property
+    def metadata(self) -> bytes:
+        """A copy of the bytes between header and blocks."""
+        return self._data[HEADER_BYTES : HEADER_BYTES + self.header.metadata_size_bytes].tobytes()
 
     def place(self, layer: int, index: int) -> BlockPlace:
         """Offset and shape of block `index` of `layer`, without touching its data."""
@@ -152,9 +154,6 @@ class WeightFile:
                 )
             )
         return header
-
-    def _read_metadata(self) -> bytes:
-        return self._data[HEADER_BYTES : HEADER_BYTES + self.header.metadata_size_bytes].tobytes()
 
     def _walk(self) -> int:
         """Check every block's head and end; returns where the last one ends."""

@@ -62,11 +62,11 @@ def print_json(document: Any) -> None:
     print(json.dumps(document, indent=2))
 
 
-def to_stdout(arguments: argparse.Namespace) -> bool:
-    """Whether data goes to standard output: said so, or nothing said and it is no terminal."""
+def to_stdout(arguments: argparse.Namespace, source: str) -> bool:
+    """Whether data goes to standard output: said so; or nothing said, it came from standard input, and no terminal."""
     if arguments.output == STDIO:
         return True
-    return arguments.output is None and not arguments.json and not sys.stdout.isatty()
+    return arguments.output is None and source == STDIO and not arguments.json and not sys.stdout.isatty()
 
 
 class Stdout:

@@ -87,17 +87,20 @@ def test_a_lone_frame_is_one_dimensional(here, run):
     assert np.load("b.npy").dtype == np.uint16
 
 
-def test_names_without_output(here, run, monkeypatch):
-    monkeypatch.setattr(sys.stdout.__class__, "isatty", lambda self: True, raising=False)
-    run("encode", "keys.npy")
+def test_names_without_output(here, run):
+    """A file becomes a file, wherever standard output leads: notebooks and logs get no binary data."""
+    assert "LOSSLESS" in run("encode", "keys.npy").out
     assert Path("keys.npy.frame.json").exists()
     Path("keys.npy").unlink()
-    run("decode", "keys.npy.frame")
+    assert "LOSSLESS" in run("decode", "keys.npy.frame").out
     np.testing.assert_array_equal(np.load("keys.npy"), KEYS)
     run("encode", "both.npz")
     assert Path("both.npz.frames/manifest.json").exists()
     assert "no output given" in run("encode", "keys.npy", "both.npz", code=2).err
     assert "no output given" in run("decode", "both.npz.frames", code=2).err
+    assert "no output given" in run("decode", "both.npz.frames/manifest.json", code=2).err
+    Path("lone.bin").write_bytes(kvmnn.encode(KEYS))
+    assert "no output given" in run("decode", "lone.bin", code=2).err
 
 
 def test_no_zstd(here, run):

@@ -28,7 +28,8 @@ Frames made from a prefix cache become its files again with -o DIR/ (--arrays: .
 every live element. --model, --token-ids and --backend are compared with what the manifest says, and what differs is
 refused; --force restores anyway.
 
-Without -o raw words go to standard output if that is a file or a pipe; on a terminal, X.npy.frame becomes X.npy."""
+Without -o, X.npy.frame becomes X.npy; only what comes from standard input goes to standard output, as raw words (if
+that is a file or a pipe)."""
 
 
 def add_parser(verbs: Any) -> None:
@@ -63,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     if frames.document is not None and arguments.dtype not in (None, *(array.dtype for array in frames.arrays)):
         said = frames.arrays[0].dtype
         raise UsageError(f"the manifest says {said}, not {arguments.dtype} (--no-manifest ignores it)")
-    on_stdout = printing.to_stdout(arguments)
+    on_stdout = printing.to_stdout(arguments, arguments.input)
     output = printing.data_stdout(arguments, "data") if on_stdout else _output(arguments, frames)
     with printing.progress(arguments, frames.raw_bytes, "decode") as step:
         made = _restored(frames, output, options, arguments, step)

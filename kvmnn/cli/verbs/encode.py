@@ -23,7 +23,8 @@ prefix cache gives the live K and V of every layer, and decode makes its files a
   -o DIR/    any number of arrays: one frame file each and DIR/manifest.json
   -o -       one frame and nothing else on standard output
 
-Without -o the frame goes to standard output if that is a file or a pipe; on a terminal, X.npy becomes X.npy.frame.
+Without -o, X.npy becomes X.npy.frame and X.npz becomes X.npz.frames/; only what comes from standard input goes to
+standard output (if that is a file or a pipe).
 An array above --frame-bytes is cut along its leading axes into several frames.
 Every frame is decoded and compared with its input before LOSSLESS is printed."""
 
@@ -68,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     source = loading.load(arguments.inputs, arguments)
     loading.report_skipped(source, arguments)
-    on_stdout = printing.to_stdout(arguments)
+    on_stdout = printing.to_stdout(arguments, arguments.inputs[0])
     output = printing.data_stdout(arguments, "frame") if on_stdout else _output(arguments, source)
     with printing.progress(arguments, source.nbytes, "encode") as step:
         made = encode(source, output, options, force=arguments.force, progress=step)

@@ -1,4 +1,4 @@
-"""Frames that can be read: one alone, or all that a manifest lists."""
+"""Frames that can be read: those of a file by themselves, or all that a manifest lists."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from .. import dtypes
 from ..arrays.named_array import Piece
 from ..arrays.source import described_by
 from ..errors import FrameError, ManifestError
 from ..files.mapped import STDIN, MappedFile
-from ..frames import CODECS, inspect
+from ..frames import CODECS
+from ..frames.sequence import split
 from ..packed.cache_info import CacheInfo
+from ..text import count
 from . import manifest
 from .manifest import FRAME_SUFFIX, ArrayEntry, FrameEntry, Manifest
 
@@ -26,7 +27,7 @@ class DecodeOptions:
     Parameters
     ----------
     dtype
-        What a lone frame holds; None takes its container (fp16 or fp32). A manifest knows better.
+        What frames without a manifest hold; None takes their container (fp16 or fp32). A manifest knows better.
     codecs, threads
         As for `kvmnn.decode`.
     max_bytes
@@ -47,7 +48,7 @@ class FrameFile(NamedTuple):
 
 
 class FrameSet:
-    """Frames that can be read: one alone, or all that a manifest lists. `open_frames` makes it.
+    """Frames that can be read: those of a file by themselves, or all that a manifest lists. `open_frames` makes it.
 
     Parameters
     ----------
@@ -56,7 +57,7 @@ class FrameSet:
     arrays
         What the frames hold.
     document
-        The manifest, or None for a lone frame.
+        The manifest, or None for a file of frames without one.
     current
         The file of frames that is open already, where one is.
     """
@@ -84,6 +85,13 @@ class FrameSet:
     def frame_count(self) -> int:
         """Frames of all arrays."""
         return sum(len(array.frames) for array in self.arrays)
+
+    @property
+    def unknown(self) -> str:
+        """What a file of several frames without a manifest does not say, for people; empty for all others."""
+        if self.document is not None or self.frame_count == 1:
+            return ""
+        return f"{count(self.frame_count, 'frame')} one after another, without a manifest: shape and names are unknown"
 
     @property
     def cache(self) -> CacheInfo | None:
@@ -146,11 +154,12 @@ def open_frames(path: str, *, use_manifest: bool = True, options: DecodeOptions 
     ----------
     path
         A frame file (with its manifest, ``<path>.json``, where that exists), a manifest file (``.json``), a directory
-        with a ``manifest.json``, or ``"-"`` for a lone frame on standard input.
+        with a ``manifest.json``, or ``"-"`` for standard input. A file without a manifest holds one frame or more, one
+        after another: an array of their words, whose name and shape are unknown.
     use_manifest
         False takes a frame file alone even if a manifest lies beside it.
     options
-        What a lone frame holds and which codecs are allowed.
+        What frames without a manifest hold and which codecs are allowed.
 
     Raises
     ------
@@ -182,22 +191,31 @@ def open_frames(path: str, *, use_manifest: bool = True, options: DecodeOptions 
 
 
 def _lone(file: MappedFile, options: DecodeOptions) -> FrameSet:
-    """A frame without a manifest: a 1-D array of its words."""
+    """Frames without a manifest, one or several one after another: a 1-D array of their words."""
     if file.size == 0:
         raise FrameError(f"{file.label}: is empty, not a frame")
     try:
-        info = inspect(file.view(0, file.size), dtype=options.dtype, codecs=options.codecs, entropy=False)
+        kind, found = split(file.view(0, file.size), dtype=options.dtype, codecs=options.codecs)
     except FrameError as exc:
         raise FrameError(f"{file.label}: {exc}{_hint(file)}") from None
-    entry = FrameEntry(file=file.label, offset=0, bytes=file.size, raw_bytes=info.raw_bytes, sha256=None)
     name = "stdin" if file.path == STDIN else os.path.basename(file.path).removesuffix(FRAME_SUFFIX)
+    entries = [
+        FrameEntry(
+            file=file.label,
+            offset=frame.offset,
+            bytes=frame.bytes,
+            raw_bytes=frame.words * kind.itemsize,
+            sha256=None,
+        )
+        for frame in found
+    ]
     array = ArrayEntry(
         name=name,
-        dtype=info.dtype,
-        shape=(info.words,),
-        array_dtype=dtypes.by_name(info.dtype).numpy.str,
+        dtype=kind.name,
+        shape=(sum(frame.words for frame in found),),
+        array_dtype=kind.numpy.str,
         sha256=None,
-        frames=(entry,),
+        frames=tuple(entries),
     )
     return FrameSet(file.path, [array], None, FrameFile(file.label, file))
 

@@ -36,6 +36,69 @@ class LoneFrame:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoneFrames:
+    """Frames one after another, without a manifest.
+
+    Parameters
+    ----------
+    path
+        The file.
+    entry
+        The array of all their words: its name is the file's, its shape unknown.
+    frames
+        Their accounts, in order.
+    unknown
+        What nothing says, for people.
+    """
+
+    path: str
+    entry: ArrayEntry
+    frames: tuple[FrameInfo, ...]
+    unknown: str
+
+    @property
+    def ratio(self) -> float:
+        """Raw over stored bytes."""
+        return ratio(self.entry.nbytes, self.entry.stored_bytes)
+
+    @property
+    def streams(self) -> dict[str, StreamTotal]:
+        """Totals by container and stream, e.g. ``"fp16 hi"``."""
+        return _totals(self.frames)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same for JSON."""
+        return {
+            "input": self.path,
+            "kind": "frames",
+            "dtype": self.entry.dtype,
+            "raw_bytes": self.entry.nbytes,
+            "stored_bytes": self.entry.stored_bytes,
+            "ratio": self.ratio,
+            "streams": {name: total.to_dict() for name, total in self.streams.items()},
+            "frames": [
+                {"offset": entry.offset, **info.to_dict()}
+                for entry, info in zip(self.entry.frames, self.frames, strict=True)
+            ],
+        }
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, *, verbose: bool = False) -> str:
+        """The totals and each stream's share; with `verbose` the table of every frame."""
+        array = self.entry
+        lines = [
+            f"{self.path}: {self.unknown}",
+            f"  {array.dtype}, {array.shape[0]:,} words, {array.nbytes:,} -> {array.stored_bytes:,} bytes, "
+            f"ratio {self.ratio:.4f}",
+        ]
+        for entry, info in zip(array.frames, self.frames, strict=True) if verbose else ():
+            lines.append(f"  at {entry.offset}: {info}".replace("\n", "\n    "))
+        return "\n".join(lines + _total_lines(self.streams))
+
+
+@dataclass(frozen=True, kw_only=True)
 class ArrayFrames:
     """An array of a bundle, and the accounts of its frames, in order."""
 
@@ -183,11 +246,10 @@ class BundleInfo(Sizes):
                 lines.append(f"  {entry.file} at {entry.offset}: {info}".replace("\n", "\n    "))
         limit = "" if self.entropy_ratio is None else f" (order-0 limit {self.entropy_ratio:.4f})"
         lines.append(f"  total: {self.raw_bytes:,} -> {self.stored_bytes:,} bytes, ratio {self.ratio:.4f}{limit}")
-        lines += [f"    {name:<11} {total}" for name, total in self.streams.items()]
-        return "\n".join(lines)
+        return "\n".join(lines + _total_lines(self.streams))
 
 
-def inspect(frames: FrameSet, options: DecodeOptions | None = None) -> BundleInfo | LoneFrame:
+def inspect(frames: FrameSet, options: DecodeOptions | None = None) -> BundleInfo | LoneFrame | LoneFrames:
     """Account for every byte of frames; they are decoded for it.
 
     Parameters
@@ -211,7 +273,10 @@ def inspect(frames: FrameSet, options: DecodeOptions | None = None) -> BundleInf
         for entry in frames.arrays
     )
     if frames.document is None:
-        return LoneFrame(path=frames.path, info=arrays[0].frames[0])
+        (array,) = arrays
+        if len(array.frames) == 1:
+            return LoneFrame(path=frames.path, info=array.frames[0])
+        return LoneFrames(path=frames.path, entry=array.entry, frames=array.frames, unknown=frames.unknown)
     streams = _totals(info for array in arrays for info in array.frames)
     return BundleInfo(path=frames.path, manifest=frames.document, arrays=arrays, streams=streams, cache=frames.cache)
 
@@ -229,3 +294,7 @@ def _totals(infos: Iterable[FrameInfo]) -> dict[str, StreamTotal]:
         for stream in info.streams:
             found.setdefault(f"{info.container} {stream.name}", StreamTotal()).add(stream)
     return found
+
+
+def _total_lines(streams: dict[str, StreamTotal]) -> list[str]:
+    return [f"    {name:<11} {total}" for name, total in streams.items()]

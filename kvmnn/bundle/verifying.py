@@ -38,6 +38,8 @@ class Verified:
         How many.
     seconds
         Time that it took.
+    unknown
+        What nothing says of several frames without a manifest, for people; else empty.
     """
 
     input: str
@@ -49,6 +51,7 @@ class Verified:
     arrays: int
     frames: int
     seconds: float
+    unknown: str = ""
 
     @property
     def ok(self) -> bool:
@@ -87,6 +90,8 @@ class Verified:
             "sha256": "decoded, sha256 of the manifest",
             None: "no manifest and no --against: nothing to compare with",
         }[self.proof]
+        if self.unknown:
+            how = f"{how}; {self.unknown}"
         return (
             f"{self.input}: {self.label} ({how}), {count(self.arrays, 'array')}, "
             f"{self.stored_bytes:,} -> {self.raw_bytes:,} bytes, "
@@ -142,4 +147,5 @@ def verify(
         arrays=len(frames.arrays),
         frames=frames.frame_count,
         seconds=time.perf_counter() - started,
+        unknown=frames.unknown,
     )

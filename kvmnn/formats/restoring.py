@@ -36,6 +36,8 @@ class Restored:
         Of all frames.
     seconds
         Time that it took.
+    unknown
+        What nothing says of several frames without a manifest, for people; else empty.
     """
 
     input: str
@@ -44,6 +46,7 @@ class Restored:
     verified: bool
     stored_bytes: int
     seconds: float
+    unknown: str = ""
 
     @property
     def raw_bytes(self) -> int:
@@ -69,6 +72,7 @@ class Restored:
 
     def __str__(self) -> str:
         proof = f"{LOSSLESS} (sha256 of the manifest)" if self.verified else "no manifest to check it against"
+        proof = self.unknown or proof
         return (
             f"{self.output or 'standard output'}: {count(len(self.arrays), 'array')}, {self.stored_bytes:,} -> "
             f"{self.raw_bytes:,} bytes, {proof}, {megabytes_per_second(self.raw_bytes, self.seconds)}"
@@ -127,6 +131,7 @@ def restore(
         verified=frames.document is not None,
         stored_bytes=frames.stored_bytes,
         seconds=time.perf_counter() - started,
+        unknown=frames.unknown,
     )
 
 

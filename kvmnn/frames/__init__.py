@@ -8,6 +8,7 @@ from .hashing import fnv1a64
 from .inspection import FrameInfo, StreamInfo, inspect
 from .many import decode_many, encode_many
 from .options import CODECS, EFFORTS, CodecOptions
+from .sequence import decode_all
 
 __all__ = [
     "CODECS",
@@ -17,6 +18,7 @@ __all__ = [
     "FrameInfo",
     "StreamInfo",
     "decode",
+    "decode_all",
     "decode_many",
     "encode",
     "encode_block",

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+import numpy as np
 import pytest
 from bundles import KEYS, frame_file, joined, named
 
@@ -26,6 +30,37 @@ def test_a_frame_alone(tmp_path):
     assert open_frames(str(tmp_path / "k.frame"), options=DecodeOptions(dtype="bf16")).arrays[0].dtype == "bf16"
     with pytest.raises(FrameError, match=r"k\.frame: .*fp32"):
         open_frames(str(tmp_path / "k.frame"), options=DecodeOptions(dtype="fp32"))
+
+
+@pytest.mark.parametrize("values", [KEYS, KEYS.astype(np.float32)], ids=["fp16", "fp32"])
+def test_frames_one_after_another(tmp_path, values, run, monkeypatch):
+    """A frame file of an array that was cut, without its manifest: its words, in order."""
+    monkeypatch.chdir(tmp_path)
+    np.save("k.npy", values)
+    run("encode", "k.npy", "-o", "k.frame", "--frame-bytes", "4K")
+    count, size = -(-values.nbytes // 4096), values.nbytes
+    Path("k.frame.json").rename("kept.json")
+    frames = open_frames("k.frame")
+    assert (frames.document, frames.frame_count) == (None, count)
+    assert frames.arrays[0].shape == (KEYS.size,)
+    assert joined(frames) == [values.tobytes()]
+    unknown = f"{count} frames one after another, without a manifest: shape and names are unknown"
+    said = run("decode", "k.frame", "-o", "back.npy").out
+    assert unknown in said
+    assert "LOSSLESS" not in said
+    assert np.load("back.npy").tobytes() == values.tobytes()
+    said = run("verify", "k.frame").out
+    assert f"DECODES (no manifest and no --against: nothing to compare with; {unknown})" in said
+    assert "LOSSLESS (every byte compared with k.npy" in run("verify", "k.frame", "--against", "k.npy").out
+    assert run("inspect", "k.frame").out.startswith(f"k.frame: {unknown}\n  {frames.arrays[0].dtype}, 25,600 words, ")
+    assert run("inspect", "-v", "k.frame").out.count(" frame: ") == count
+    (found,) = json.loads(run("inspect", "k.frame", "--json").out)["inputs"]
+    assert (found["kind"], found["raw_bytes"], len(found["frames"])) == ("frames", size, count)
+    assert found["frames"][-1]["offset"] + found["frames"][-1]["frame_bytes"] == Path("k.frame").stat().st_size
+    assert run("decode", "k.frame", "-o", "x.npy", "--max-bytes", size - 1, code=1).err
+    Path("k.frame").write_bytes(Path("k.frame").read_bytes()[:-3])
+    assert f"k.frame: after {count - 1} whole " in run("decode", "k.frame", "-o", "x.npy", code=1).err
+    assert not Path("x.npy").exists()
 
 
 def test_the_side_manifest_can_be_ignored(tmp_path):

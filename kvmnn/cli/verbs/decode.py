@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 _TEXT = """Decode frames into the arrays they were made from.
 
 IN is a frame, a frame with its manifest (IN.json) beside it, a manifest, a directory with a manifest.json, or "-" for
-one frame on standard input. With a manifest the same arrays come back and their hashes are checked; a frame alone
-becomes a 1-D array.
+standard input. With a manifest the same arrays come back and their hashes are checked; a frame alone, or several one
+after another, become a 1-D array of their words: only a manifest knows shape and names.
 
   -o X.npy                     one array
   -o X.npz, X.safetensors      any number of arrays
@@ -41,7 +41,7 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--max-bytes", type=shared_options.byte_count, metavar="SIZE", help="refuse to decode more raw bytes than this"
     )
-    parser.add_argument("--no-manifest", action="store_true", help="take a frame alone, whatever lies beside it")
+    parser.add_argument("--no-manifest", action="store_true", help="take frames alone, whatever lies beside them")
     shared_options.add_threads(parser)
     group = parser.add_argument_group("prefix caches", "what is expected of the files that are restored")
     group.add_argument("--arrays", action="store_true", help="write plain arrays, not the files they came from")

@@ -28,7 +28,7 @@ def add_parser(verbs: Any) -> None:
     parser = shared_options.add_verb(verbs, "inspect", run, "what a frame, bundle or file holds", _TEXT)
     parser.add_argument("inputs", nargs="+", metavar="FRAME|BUNDLE|FILE")
     shared_options.add_dtype(parser, "what a frame without a manifest holds (default: fp16 or fp32, by its streams)")
-    parser.add_argument("--no-manifest", action="store_true", help="take a frame alone, whatever lies beside it")
+    parser.add_argument("--no-manifest", action="store_true", help="take frames alone, whatever lies beside them")
     weights_options.add_group(parser)
     parser.add_argument("--no-zstd", action="store_true", help="judge as an engine without libzstd")
     packed_options.add_packed(parser)

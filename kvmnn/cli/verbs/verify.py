@@ -15,7 +15,7 @@ _TEXT = """Decode frames again and prove what comes out.
 
 With a manifest the hash of every frame and of every array is checked; with --against the bytes themselves are compared
 with the original file (several --against make one set, as several inputs of encode do). Either prints LOSSLESS.
-A frame alone can only be shown to decode, and then the word is DECODES. Any mismatch ends with exit code 1.
+Frames without a manifest can only be shown to decode, and then the word is DECODES. Any mismatch ends with exit code 1.
 
 The weight file of a KV compressor (.bin) is checked in structure and sense; with --against its checkpoint, every
 weight, every bias, every header field and the metadata are compared with what kvmnn convert would write: tell the
@@ -28,7 +28,7 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("input", metavar="FRAME|BUNDLE|WEIGHTS")
     parser.add_argument("--against", action="append", default=[], metavar="FILE", help="the original (repeatable)")
     shared_options.add_source(parser, "what a frame without a manifest, or a file of raw words, holds")
-    parser.add_argument("--no-manifest", action="store_true", help="take a frame alone, whatever lies beside it")
+    parser.add_argument("--no-manifest", action="store_true", help="take frames alone, whatever lies beside them")
     shared_options.add_threads(parser)
     packed_options.add_packed(parser)
     weights_options.add_group(parser, trailing=True)

@@ -14,8 +14,9 @@ import numpy as np
 from .. import dtypes
 from ..dtypes import PARTS, KVPair, Part, Words
 from ..errors import SourceError
+from .layers import with_whole_dumps
 from .named_array import ArrayInfo, NamedArray
-from .names import layer_of, part_of
+from .names import conventional, known_axes, layer_of, part_of
 
 _NEEDED, _ALLOWED = set("htd"), set("lbhtd")
 _WHOLE, _BY_LAYER = "lbhtd", {4: "bhtd", 3: "htd"}
@@ -59,7 +60,14 @@ class KVArrays:
         return infos, arrays
 
 
-def read_kv(where: str, arrays: Sequence[NamedArray], axes: str | None = None) -> KVArrays:
+def read_kv(
+    where: str,
+    arrays: Sequence[NamedArray],
+    axes: str | None = None,
+    *,
+    token_major: bool = False,
+    least_tokens: int = 0,
+) -> KVArrays:
     """Find K and V among `arrays`.
 
     Parameters
@@ -70,18 +78,28 @@ def read_kv(where: str, arrays: Sequence[NamedArray], axes: str | None = None) -
         All of them must be K or V.
     axes
         Letters for the axes of each array, such as ``"lthd"``: h, t and d, and l or b for layers or batches. Without
-        it, five axes are ``lbhtd``; where names have layer numbers, four are ``bhtd`` and three ``htd``.
+        it, names in `CONVENTIONS` say it, and `token_major` for three axes. Other arrays with five axes are ``lbhtd``;
+        with a layer number in their names those with four are ``bhtd`` and with three ``htd``, as far as their shapes
+        have no second reading.
+    token_major
+        `Source.token_major`: three axes are ``thd``.
+    least_tokens
+        Fewest tokens that a cache is expected to have: heads that are as many or more could be tokens as well. 0: none
+        could.
 
     Raises
     ------
     SourceError
         For names that are neither K nor V, a K without its V or the other way round, layers without number or twice,
-        and shapes that do not agree with the axes.
+        shapes that do not agree with the axes, and arrays whose heads could be tokens and whose axes nothing says.
     """
     _check_axes(where, axes)
-    pairs = _pair_up(where, arrays)
+    pairs = _pair_up(where, with_whole_dumps(arrays))
     first = pairs[0][0]
-    found = axes or _default_axes(where, first, layer_of(first.name))
+    found = axes or _said_axes([array for pair in pairs for array in pair], token_major)
+    if found is None:
+        found = _default_axes(where, first, _layer(first.name))
+        _check_only_reading(where, first, found, least_tokens)
     for array in (array for pair in pairs for array in pair):
         if len(array.shape) != len(found):
             raise SourceError(
@@ -95,24 +113,34 @@ def read_kv(where: str, arrays: Sequence[NamedArray], axes: str | None = None) -
         if len(keys) != len(values):
             raise SourceError(f"{where}: K has {len(keys)} layers, V {len(values)}")
         return KVArrays(dict(enumerate(zip(keys, values, strict=True))), tuple(pairs), found)
+    by_layer = _by_layer(where, pairs)
     layers: dict[int, KVPair] = {}
-    by_layer: dict[int, tuple[NamedArray, NamedArray]] = {}
+    for number in sorted(by_layer):
+        keys, values = (_from_axes(_words(array), found)[0] for array in by_layer[number])
+        layers[number] = keys, values
+    return KVArrays(layers, tuple(by_layer[number] for number in sorted(by_layer)), found)
+
+
+def _by_layer(where: str, pairs: list[tuple[NamedArray, NamedArray]]) -> dict[int, tuple[NamedArray, NamedArray]]:
+    found: dict[int, tuple[NamedArray, NamedArray]] = {}
     for pair in pairs:
-        number = layer_of(pair[0].name)
+        number = _layer(pair[0].name)
         if number is None:
             raise SourceError(
                 f"{where}: array {pair[0].name!r} does not say which layer it is: expected a name such as "
                 "'layers.3.key', or an axis for the layers (--axes lbhtd, lhtd ...)"
             )
-        if number in by_layer:
+        if number in found:
             raise SourceError(
-                f"{where}: arrays {by_layer[number][0].name!r} and {pair[0].name!r} are both K of layer {number}"
+                f"{where}: arrays {found[number][0].name!r} and {pair[0].name!r} are both K of layer {number}"
             )
-        by_layer[number] = pair
-    for number in sorted(by_layer):
-        keys, values = (_from_axes(_words(array), found)[0] for array in by_layer[number])
-        layers[number] = keys, values
-    return KVArrays(layers, tuple(by_layer[number] for number in sorted(by_layer)), found)
+        found[number] = pair
+    return found
+
+
+def _layer(name: str) -> int | None:
+    said = conventional(name)
+    return layer_of(name) if said is None else said.layer
 
 
 def _check_axes(where: str, axes: str | None) -> None:
@@ -124,6 +152,29 @@ def _check_axes(where: str, axes: str | None) -> None:
             f"{where}: axes {axes!r}: expected h (kv_head), t (token), d (dimension), each once, and where there are "
             "such l (layer) and b (batch)"
         )
+
+
+def _said_axes(arrays: Sequence[NamedArray], token_major: bool) -> str | None:
+    """The axes that names or the source give to all arrays; None where one has none, or they differ."""
+    (count, *others) = {len(array.shape) for array in arrays}
+    if others:
+        return None
+    unnamed = "thd" if token_major and count == 3 else None
+    found = {known_axes(array.name, count) or unnamed for array in arrays}
+    return found.pop() if len(found) == 1 else None
+
+
+def _check_only_reading(where: str, array: NamedArray, axes: str, least_tokens: int) -> None:
+    """Refuse an array whose kv_heads could be its tokens."""
+    heads = array.shape[axes.index("h")]
+    if not least_tokens or heads < least_tokens:
+        return
+    other = axes.replace("ht", "th")
+    raise SourceError(
+        f"{where}: array {array.name!r} {list(array.shape)}: nothing says whether {heads} or "
+        f"{array.shape[axes.index('t')]} is the number of tokens: say --axes {axes} (heads first) or --axes {other} "
+        "(tokens first)"
+    )
 
 
 def _default_axes(where: str, array: NamedArray, layer: int | None) -> str:

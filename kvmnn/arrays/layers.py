@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from ..dtypes import PARTS, Part
 from ..errors import KvmnnError, SourceError
-from .named_array import NamedArray, Piece
-from .names import layer_of, part_of
-
-_DUMP = re.compile(r"(?:.*/)?layer_(?P<layer>\d{1,6})/(?:packed_)?(?P<part>[kv])_(?:packed_)?t(?P<start>\d+)_\d+")
+from .named_array import NamedArray, Piece, rechunked
+from .names import conventional, layer_of, part_of
 
 
 @dataclass(frozen=True)
@@ -44,9 +41,14 @@ class LayerArray:
 def sort(arrays: Sequence[NamedArray], *, token_major: bool = False) -> list[LayerArray]:
     """K and V of every layer, in order.
 
-    Names may be as kvmnn gives them (``layer_3.key``), as models call inputs (``past_key_values.3.value``) or as in a
-    KV dump (``run/layer_3/k_t0_16``), whose pieces are joined along the tokens. Arrays called ``k`` and ``v`` or the
-    like, without a number, are one layer, or with four axes ``[layer, ...]`` all of them.
+    Names may be those of `CONVENTIONS`, such as ``layer_3.key`` or ``past_key_values.3.value``; the pieces of a KV dump
+    (``run/layer_3/k_t0_16``) are joined along the tokens. Others say K or V by a word and the layer by a number. Arrays
+    called ``k`` and ``v`` or the like, without a number, are one layer, or with four axes ``[layer, ...]`` all of them.
+
+    Parameters
+    ----------
+    token_major
+        Whether arrays are ``[token, kv_head, head_dim]``; those of a KV dump say so by their names.
 
     Raises
     ------
@@ -70,7 +72,7 @@ def sort(arrays: Sequence[NamedArray], *, token_major: bool = False) -> list[Lay
 
 def _places(array: NamedArray, token_major: bool) -> Iterator[tuple[int, LayerArray]]:
     """Which tokens of which layers an array holds: ``(first token, array)``."""
-    part, layer, start = _name(array.name)
+    part, layer, start, token_major = _name(array.name, token_major)
     if array.order == "F" or array.itemsize != array.word_bytes:
         raise SourceError(f"array {array.name!r}: expected words in C order")
     if len(array.shape) == 4 and (layer is None or array.shape[0] == 1):
@@ -85,11 +87,11 @@ def _places(array: NamedArray, token_major: bool) -> Iterator[tuple[int, LayerAr
         )
 
 
-def _name(name: str) -> tuple[Part, int | None, int]:
-    """Part, layer (None if it does not say) and first token."""
-    dumped = _DUMP.fullmatch(name)
-    if dumped:
-        return PARTS[dumped["part"] == "v"], int(dumped["layer"]), int(dumped["start"])
+def _name(name: str, token_major: bool) -> tuple[Part, int | None, int, bool]:
+    """Part, layer (None if it does not say), first token, and whether tokens come before heads."""
+    found = conventional(name)
+    if found is not None:
+        return found.part, found.layer, found.start, found.order == "thd" if found.is_dump else token_major
     try:
         part, rest = part_of("", name)
     except SourceError:
@@ -97,7 +99,7 @@ def _name(name: str) -> tuple[Part, int | None, int]:
             f"array {name!r}: its name does not say whether it is K or V of which layer: expected e.g. "
             f"'{array_name(0, 'key')}'"
         ) from None
-    return part, layer_of(rest), 0
+    return part, layer_of(rest), 0, token_major
 
 
 def _row_of(array: NamedArray, index: int) -> NamedArray:
@@ -131,14 +133,34 @@ def _joined(pieces: list[tuple[int, LayerArray]]) -> LayerArray:
         if (heads, dims, first.array.dtype) != (entry.geometry[0], entry.geometry[2], entry.array.dtype):
             raise SourceError(f"layer {first.layer}: {names} differ in geometry or type")
         tokens += entry.geometry[1]
-    arrays = [entry.array for _, entry in pieces]
-    joined = replace(first.array, shape=(tokens, heads, dims), reader=partial(_chain, arrays))
+    joined = replace(
+        first.array,
+        name=f"{first.array.name.rpartition('_t')[0]}_t0_{tokens}",
+        shape=(tokens, heads, dims),
+        array_dtype=first.array.array_dtype.replace(">", "<"),
+        reader=partial(_chain, [entry.array for _, entry in pieces]),
+    )
     return replace(first, array=joined)
 
 
 def _chain(arrays: list[NamedArray], step: int) -> Iterator[Piece]:
-    for array in arrays:
-        yield from array.pieces(step)
+    runs = (run for array in arrays for run in array.pieces(step))
+    yield from rechunked(runs, step, sum(array.nbytes for array in arrays))
+
+
+def with_whole_dumps(arrays: Sequence[NamedArray]) -> list[NamedArray]:
+    """The same arrays; where all are of KV dumps, and some are pieces of one layer, those joined along the tokens.
+
+    Raises
+    ------
+    SourceError
+        As for `sort`.
+    """
+    places = [conventional(array.name) for array in arrays]
+    dumps = [(place.layer, place.part) for place in places if place and place.is_dump]
+    if len(dumps) < len(arrays) or len(set(dumps)) == len(dumps):
+        return list(arrays)
+    return [entry.array for entry in sort(arrays)]
 
 
 def common_geometry(layers: Sequence[LayerArray]) -> tuple[int, int, str]:

@@ -1,18 +1,96 @@
-"""Which layer an array is of, and whether it holds K or V, by its name."""
+"""Which layer an array is of, whether it holds K or V, and which axis is which, by its name."""
 
 from __future__ import annotations
 
 import re
+from typing import Literal, NamedTuple
 
-from ..dtypes import Part
+from ..dtypes import PARTS, Part
 from ..errors import SourceError
 
+AxisOrder = Literal["htd", "thd"]
+"""Heads before tokens (``[kv_head, token, head_dim]``), or tokens before heads."""
+
+CONVENTIONS: tuple[tuple[str, AxisOrder], ...] = (
+    ("layer_{layer}.{part}", "htd"),  # kvmnn itself
+    ("past_key_values.{layer}.{part}", "htd"),  # inputs of decoders in ONNX, with a batch in front
+    ("present.{layer}.{part}", "htd"),  # their outputs
+    ("{folder}layer_{layer}/{letter}_t{start}_{end}", "thd"),  # MNN's KV dumps
+    ("{folder}layer_{layer}/packed_{letter}_packed_t{start}_{end}", "htd"),  # their packed variant
+)
+"""Names whose axes are known, and the order of these. A slash may be an underscore, as in names of files."""
+
+_PLACEHOLDERS = {
+    "{folder}": r"(?P<folder>(?:.*/)?)",
+    "{layer}": r"(?P<layer>\d{1,9})",
+    "{part}": "(?P<part>key|value)",
+    "{letter}": "(?P<letter>[kv])",
+    "{start}": r"(?P<start>\d{1,18})",
+    "{end}": r"(?P<end>\d{1,18})",
+}
+
+
+def _pattern(template: str) -> re.Pattern[str]:
+    text = re.escape(template).replace(r"\{", "{").replace(r"\}", "}")
+    for placeholder, pattern in _PLACEHOLDERS.items():
+        text = text.replace(placeholder, pattern)
+    return re.compile(text.replace("/", "[/_]"), re.DOTALL | re.ASCII)
+
+
+_PATTERNS = tuple((_pattern(template), order) for template, order in CONVENTIONS)
 _PART_WORDS: dict[str, Part] = {
     **dict.fromkeys(("k", "key", "keys"), "key"),
     **dict.fromkeys(("v", "value", "values"), "value"),
 }
 _WORD = re.compile(r"[A-Za-z]+\d*|\d+")
 _LAYER_WORD = re.compile(r"(?:layers?|l|keys?|values?|k|v)?(\d+)", re.IGNORECASE)
+
+
+class ConventionalName(NamedTuple):
+    """What a name in `CONVENTIONS` says.
+
+    Parameters
+    ----------
+    part, layer
+        K or V of which layer.
+    order
+        Of the axes.
+    start
+        The first token; 0 where the name does not say.
+    is_dump
+        Whether the array may be a run of tokens of several, as in KV dumps.
+    """
+
+    part: Part
+    layer: int
+    order: AxisOrder
+    start: int = 0
+    is_dump: bool = False
+
+
+def conventional(name: str) -> ConventionalName | None:
+    """What a name says that is in `CONVENTIONS`; None for all others."""
+    for pattern, order in _PATTERNS:
+        found = pattern.fullmatch(name)
+        if found:
+            said = found.groupdict()
+            letter = said.get("letter") or said["part"][0]
+            start = said.get("start")
+            return ConventionalName(
+                PARTS[letter == "v"], int(said["layer"]), order, int(start or 0), is_dump=start is not None
+            )
+    return None
+
+
+def known_axes(name: str, count: int) -> str | None:
+    """Letters for the `count` axes of an array with a name in `CONVENTIONS`: b batch, h kv_head, t token, d dimension.
+
+    None for other names and other numbers of axes than three, and four with a batch.
+    """
+    found = conventional(name)
+    if found is None or count not in (3, 4):
+        return None
+    return found.order if count == 3 else "b" + found.order
 
 
 def part_of(where: str, name: str) -> tuple[Part, str]:

@@ -111,17 +111,82 @@ def test_axes_in_any_order(here, run, axes):
         np.testing.assert_array_equal(made["values"], laid(expected.values))
 
 
-def test_an_mnn_dump(here, run):
-    dump = here.path / "dump" / "layer_1"
-    dump.mkdir(parents=True)
-    meta = {"seq_len": 21, "kv_heads": 3, "head_dim": 4, "bytes_per_elem": 4, "k_file": "k_t0_21.bin"}
-    (dump / "meta_t0_21.json").write_text(json.dumps({**meta, "v_file": "v_t0_21.bin"}))
-    here.keys[1, 0].transpose(1, 0, 2).tofile(dump / "k_t0_21.bin")
-    here.values[1, 0].transpose(1, 0, 2).tofile(dump / "v_t0_21.bin")
-    run("w.bin", "dump", "-o", "o.npz", "--axes", "thd")
-    expected = compress(here.weights, here.keys, here.values)
-    with np.load("o.npz") as made:
-        np.testing.assert_allclose(made["layer_1/k_t0_21"], expected.keys[1, 0].transpose(1, 0, 2), atol=1e-6)
+@pytest.fixture
+def dump(here):
+    """Layer 1 as the engine dumps it: 16 tokens of the prompt, then 5 more."""
+    folder = here.path / "dump" / "run" / "layer_1"
+    folder.mkdir(parents=True)
+    for begin, end in ((0, 16), (16, 21)):
+        meta = {"seq_len": end - begin, "kv_heads": 3, "head_dim": 4, "bytes_per_elem": 4}
+        for letter, array in (("k", here.keys), ("v", here.values)):
+            meta[f"{letter}_file"] = f"{letter}_t{begin}_{end}.bin"
+            array[1, 0, :, begin:end].transpose(1, 0, 2).tofile(folder / meta[f"{letter}_file"])
+        (folder / f"meta_t{begin}_{end}.json").write_text(json.dumps(meta))
+    return here.path / "dump"
+
+
+def test_an_mnn_dump_has_known_axes_wherever_it_goes(here, run, dump):
+    main(["encode", "dump", "-o", "bundle/", "-q"])
+    main(["decode", "bundle", "-o", "arrays.npz", "-q"])
+    expected = compress(here.weights, here.keys, here.values).keys[1, 0].transpose(1, 0, 2)
+    for number, cache in enumerate(("dump", "bundle", "arrays.npz")):
+        for axes in ([], ["--axes", "thd"]):
+            assert "LOSSY, 21 -> 5 tokens in 1 layer" in run("w.bin", cache, "-o", f"{number}.npz", "-f", *axes).out
+            with np.load(f"{number}.npz") as made:
+                np.testing.assert_allclose(made["run/layer_1/k_t0_21"], expected, atol=1e-6)
+
+
+def test_a_dump_with_a_gap_is_refused(here, run, dump):
+    (dump / "run" / "layer_1" / "meta_t0_16.json").rename(dump / "run" / "layer_1" / "meta_t1_17.json")
+    for part in "kv":
+        (dump / "run" / "layer_1" / f"{part}_t0_16.bin").rename(dump / "run" / "layer_1" / f"{part}_t1_17.bin")
+    meta = dump / "run" / "layer_1" / "meta_t1_17.json"
+    meta.write_text(meta.read_text().replace("t0_16", "t1_17"))
+    assert "are both its keys, and do not follow each other" in run("w.bin", "dump", "-o", "o.npz", code=1).err
+
+
+@pytest.mark.parametrize(
+    ("names", "shape", "options", "axes"),
+    [
+        ("k v", (2, 1, 12, 40, 4), "", "lbhtd lbthd"),
+        ("k_0 v_0", (1, 40, 12, 4), "", "bhtd bthd"),
+        ("k_0 v_0", (40, 3, 4), "", "htd thd"),
+        ("k_0 v_0", (9, 40, 4), "--min-seq-len 1", "htd thd"),
+        ("k_0 v_0", (12, 40, 4), "--image-tokens 12", "htd thd"),
+    ],
+)
+def test_heads_that_could_be_tokens_are_asked_about(here, run, names, shape, options, axes):
+    np.savez("two.npz", **dict.fromkeys(names.split(), np.ones(shape, np.float32)))
+    first, other = axes.split()
+    said = run("w.bin", "two.npz", "-o", "o.npz", *options.split(), code=1).err
+    assert f"array '{names.split()[0]}' {list(shape)}: nothing says whether" in said
+    assert f"say --axes {first} (heads first) or --axes {other} (tokens first)" in said
+    for choice in (first, other):
+        run("w.bin", "two.npz", "-o", f"{choice}.npz", "--axes", choice)
+
+
+@pytest.mark.parametrize(
+    ("names", "shape", "options"),
+    [
+        ("layer_0.key layer_0.value", (12, 40, 4), ""),
+        ("past_key_values.1.key past_key_values.1.value", (1, 12, 40, 4), ""),
+        ("present.1.key present.1.value", (1, 12, 40, 4), ""),
+        ("k_0 v_0", (9, 40, 4), ""),
+        ("k_0 v_0", (12, 40, 4), "--image-tokens 13"),
+        ("k_0 v_0", (12, 40, 4), "--tokens 40"),
+    ],
+)
+def test_names_and_numbers_of_tokens_say_it(here, run, names, shape, options):
+    np.savez("one.npz", **dict.fromkeys(names.split(), np.ones(shape, np.float32)))
+    assert "LOSSY, 40 -> " in run("w.bin", "one.npz", "-o", "o.npz", *options.split()).out
+
+
+def test_the_document_of_an_earlier_compression_says_the_axes(here, run):
+    np.savez("first.npz", k_0=np.ones((100, 12, 4), np.float32), v_0=np.ones((100, 12, 4), np.float32))
+    run("w.bin", "first.npz", "-o", "o.npz", "--axes", "thd")
+    assert "LOSSY, 20 -> 4 tokens" in run("w.bin", "o.npz", "-o", "p.npz").out
+    (here.path / "o.npz.json").unlink()
+    assert "say --axes" in run("w.bin", "o.npz", "-o", "q.npz", code=1).err
 
 
 def test_bf16_stays_bf16_in_safetensors(here, run):

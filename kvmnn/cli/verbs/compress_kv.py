@@ -17,8 +17,10 @@ file, or the directory of an MNN KV dump, that holds in fp16, bf16 or fp32 eithe
   two arrays a layer       [batch, kv_head, token, dimension] or [kv_head, token, dimension]; names with the layer's
                            number, such as layers.0.key and layers.0.value, past_key_values.0.key, k_0 and v_0
 
-and nothing else (--tensor chooses). --axes says where axes lie otherwise: l layer, b batch, h kv_head, t token, d
-dimension; an MNN KV dump needs --axes thd. Keys are taken as they are stored, that is, rotated.
+and nothing else (--tensor chooses). An MNN KV dump, and a file made of one, is [token, kv_head, dimension].
+--axes says where axes lie otherwise: l layer, b batch, h kv_head, t token, d dimension. Where neither names nor --axes
+say which axis is the tokens', and the heads are so many that they could be, it is asked for. Keys are taken as they
+are stored, that is, rotated.
 
 The first --image-tokens tokens are compressed by the weights for images, the others by those for text; tokens behind
 the last whole group of each stay as they are, and so does a segment with fewer than --min-seq-len groups.
@@ -34,7 +36,7 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("cache", metavar="CACHE")
     shared_options.add_output(parser, ".npz or .safetensors file")
     shared_options.add_source(parser, "what the words are (default: each array's own type)")
-    parser.add_argument("--axes", metavar="LETTERS", help="the axes of each array, e.g. lthd (see above)")
+    parser.add_argument("--axes", metavar="LETTERS", help="the axes of each array, such as lthd")
     parser.add_argument(
         "--image-tokens",
         type=shared_options.whole,

@@ -25,9 +25,9 @@ from ...text import LOSSY, UNCHANGED, count
 from ...threads.pipeline import Progress
 from ...version import version
 from ..kvcm.weight_file import read
-from .compressed_file import SUFFIX, Spans, read_spans, render
+from .compressed_file import SUFFIX, Spans, read_axes, read_spans, render
 from .compressing import compress_arrays, merge_spans
-from .compression_plan import CompressionPlan
+from .compression_plan import CompressionPlan, least_tokens
 from .options import EngineName, ForwardOptions, Precision
 
 _REFUSED = ("factor", "no_text_mlp", "factor_not_trained", "empty", "disabled")
@@ -138,7 +138,8 @@ def compress_file(
     options
         Segments, factor, precision, engine.
     axes
-        Letters for the axes of each array, such as ``"lthd"``, where they lie otherwise than by default.
+        Letters for the axes of each array, such as ``"lthd"``, where nothing else says them: the names, the kind of
+        `cache`, or the document that an earlier compression left beside it.
     read_options
         For `kvmnn.open`.
     force
@@ -151,7 +152,8 @@ def compress_file(
     KvmnnError
         As for `compress`; also where nothing can be compressed, unless the cache is merely too short.
     SourceError
-        For arrays that are neither K nor V, and axes that do not fit.
+        For arrays that are neither K nor V, axes that do not fit, and shapes with two readings and nothing that says
+        which.
     OptionError
         For an output of another format.
     OutputError
@@ -178,7 +180,13 @@ def compress_source(
     weights, cache, output = os.fspath(weights), os.fspath(cache), os.fspath(output)
     check_output(output)
     weight_file = read(weights)
-    arrays = read_kv(cache, source.arrays, axes)
+    arrays = read_kv(
+        cache,
+        source.arrays,
+        axes or read_axes(cache),
+        token_major=source.token_major,
+        least_tokens=least_tokens(weight_file.header, options),
+    )
     stored = int(next(iter(arrays.layers.values()))[0].shape[2])
     live = stored if options.seq_len is None else options.seq_len
     spans = (read_spans(cache, stored) or Spans.of_plain(stored)).first(live)

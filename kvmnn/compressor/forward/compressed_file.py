@@ -12,7 +12,7 @@ import numpy as np
 
 from ...dtypes import Positions
 from ...errors import KvmnnError, ManifestError, SourceError
-from ...files.json_document import parse, read_bounded
+from ...files.json_document import Node, parse, read_bounded
 
 SCHEMA = "kvmnn-compressed-kv"
 SCHEMA_VERSION = 1
@@ -69,15 +69,10 @@ def read_spans(path: str, tokens: int) -> Spans | None:
     KvmnnError
         For a document that is damaged or belongs to a cache of another length.
     """
+    root = _document(path)
+    if root is None:
+        return None
     beside = path + SUFFIX
-    if not os.path.isfile(beside):
-        return None
-    try:
-        root = parse(read_bounded(Path(beside), _MAX_BYTES), beside, _MAX_BYTES)
-    except (OSError, ManifestError, SourceError):
-        return None
-    if not isinstance(root.value, dict) or root.value.get("schema") != SCHEMA:
-        return None
     version = root.at("schema_version").integer(1)
     if version != SCHEMA_VERSION:
         raise KvmnnError(f"{beside}: schema_version is {version}, this kvmnn reads {SCHEMA_VERSION}")
@@ -90,3 +85,22 @@ def read_spans(path: str, tokens: int) -> Spans | None:
     if (ends <= positions).any() or int(ends.max(initial=0)) > following:
         raise KvmnnError(f"{beside}: positions are not spans within the {following} tokens seen")
     return Spans(positions, ends, following)
+
+
+def read_axes(path: str) -> str | None:
+    """The letters of the axes of the arrays in the cache file `path`, from the document beside it; None without it."""
+    root = _document(path)
+    axes = root.value.get("axes") if root is not None else None
+    return axes if isinstance(axes, str) else None
+
+
+def _document(path: str) -> Node | None:
+    """The document beside the cache file `path`; None if there is none of this kind."""
+    beside = path + SUFFIX
+    if not os.path.isfile(beside):
+        return None
+    try:
+        root = parse(read_bounded(Path(beside), _MAX_BYTES), beside, _MAX_BYTES)
+    except (OSError, ManifestError, SourceError):
+        return None
+    return root if isinstance(root.value, dict) and root.value.get("schema") == SCHEMA else None

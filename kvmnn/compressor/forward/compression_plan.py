@@ -11,7 +11,7 @@ from typing import Any, Literal
 from ...dtypes import PARTS, Part
 from ...errors import KvmnnError
 from ...text import count
-from ..kvcm.header import PREFIXES, SLOTS_PER_PREFIX
+from ..kvcm.header import PREFIXES, SLOTS_PER_PREFIX, Header
 from ..kvcm.weight_file import WeightFile
 from .options import ForwardOptions
 
@@ -133,8 +133,7 @@ def make_plan(
     """
     header = weights.header
     seq_len = tokens if options.seq_len is None else min(options.seq_len, tokens)
-    factor = options.factor if options.factor > 1 else header.compression_factor
-    min_groups = options.min_seq_len or header.min_seq_len
+    factor, min_groups = _factor(header, options), _min_groups(header, options)
     image_len = min(options.image_len, seq_len)
     has_text = header.weight_count_per_layer >= _TEXT_BLOCKS
     has_image = header.weight_count_per_layer >= _IMAGE_BLOCKS
@@ -167,6 +166,19 @@ def make_plan(
         return replace(plan, segments=kept, new_len=seq_len, reason="factor_not_trained")
     _check_weights(weights, layers, head_dim, plan)
     return plan
+
+
+def least_tokens(header: Header, options: ForwardOptions) -> int:
+    """Tokens without which a cache is not what `options` speak of, or is too short to be compressed."""
+    return max(_factor(header, options) * max(_min_groups(header, options), 1), options.image_len, options.seq_len or 0)
+
+
+def _factor(header: Header, options: ForwardOptions) -> int:
+    return options.factor if options.factor > 1 else header.compression_factor
+
+
+def _min_groups(header: Header, options: ForwardOptions) -> int:
+    return options.min_seq_len or header.min_seq_len
 
 
 def _no_op(options: ForwardOptions, seq_len: int, batch: int, factor: int, has_text: bool) -> Reason | None:

@@ -10,6 +10,9 @@ import pytest
 from sources import content
 
 from kvmnn import formats
+from kvmnn.arrays import compare
+from kvmnn.arrays.layers import sort
+from kvmnn.bundle import encode
 from kvmnn.errors import SourceError
 
 
@@ -39,6 +42,18 @@ def test_mnn_dump(tmp_path):
     ]
     assert content(arrays[0]) == first.tobytes()
     assert content(arrays[3]) == (-second).tobytes()
+
+
+def test_a_dump_stays_one_in_a_bundle(tmp_path):
+    for start in (0, 3):
+        dump(tmp_path / "dump" / "run" / "layer_0", start=start)
+    source = formats.open(tmp_path / "dump")
+    encode(source, tmp_path / "bundle")
+    found = compare(source, formats.open(tmp_path / "bundle"))
+    assert (found.equal, found.words) == (True, 2 * 6 * 8)
+    (keys, _) = sort(formats.open(tmp_path / "bundle").arrays)
+    assert (keys.array.name, keys.geometry) == ("run/layer_0/k_t0_6", (2, 6, 4))
+    assert b"".join(run.tobytes() for run in keys.array.pieces(16)) == b"".join(map(content, source.arrays[::2]))
 
 
 @pytest.mark.parametrize(

@@ -12,19 +12,6 @@ from .errors import (
     OutputError,
     SourceError,
 )
-from .frames import (
-    Block,
-    FrameInfo,
-    StreamInfo,
-    decode,
-    decode_all,
-    decode_many,
-    encode,
-    encode_block,
-    encode_many,
-    fnv1a64,
-    inspect,
-)
 
 if TYPE_CHECKING:
     from . import compressor as compressor
@@ -33,22 +20,38 @@ if TYPE_CHECKING:
     from . import runtime as runtime
     from .arrays import LayerCache
     from .formats import open as open
+    from .frames import (
+        Block,
+        FrameInfo,
+        StreamInfo,
+        decode,
+        decode_all,
+        decode_many,
+        encode,
+        encode_block,
+        encode_many,
+        fnv1a64,
+        inspect,
+    )
     from .h2o import H2OConfig, Plan, Planner, block_sums, plan
     from .packed import KVMeta, PackedCache, PackLayout
 
     __version__: str
 else:
-    _FOLDERS = ("arrays", "bench", "bundle", "compressor", "evaluation", "formats", "h2o", "lm", "offline", "packed")
-    _FOLDERS += ("policies", "reports", "runtime")
+    _FOLDERS = ("arrays", "bench", "bundle", "compressor", "evaluation", "formats", "frames", "h2o", "lm", "offline")
+    _FOLDERS += ("packed", "policies", "reports", "runtime")
+    _CODEC = ("Block", "FrameInfo", "StreamInfo", "decode", "decode_all", "decode_many", "encode")
+    _CODEC += ("encode_block", "encode_many", "fnv1a64", "inspect")
     _NAMES = {
         "LayerCache": "arrays",
         "open": "formats",
+        **dict.fromkeys(_CODEC, "frames"),
         **dict.fromkeys(("H2OConfig", "Plan", "Planner", "block_sums", "plan"), "h2o"),
         **dict.fromkeys(("KVMeta", "PackLayout", "PackedCache"), "packed"),
     }
 
     def __getattr__(name: str) -> Any:
-        """Whatever is not the codec is imported when it is asked for, so that ``import kvmnn`` is quick (PEP 562)."""
+        """Names are imported when they are asked for, so that ``import kvmnn`` takes no time (PEP 562)."""
         from importlib import import_module
 
         if name == "__version__":

@@ -6,14 +6,25 @@ import sys
 import kvmnn
 
 
-def test_import_is_light() -> None:
-    code = "import sys; import numpy; a = set(sys.modules); import kvmnn; print(*sorted(set(sys.modules) - a))"
+def loaded_by(code: str) -> set[str]:
+    """The modules that some code loads, beside those of numpy."""
+    code = f"import sys, numpy; a = set(sys.modules); {code}; print(*sorted(set(sys.modules) - a))"
     done = subprocess.run([sys.executable, "-P", "-W", "error", "-c", code], capture_output=True, text=True, check=True)
-    loaded = set(done.stdout.split())
+    return set(done.stdout.split())
+
+
+def test_import_is_light() -> None:
+    loaded = loaded_by("import kvmnn.frames")
     assert "kvmnn.frames._decoder" in loaded
     heavy = {"torch", "onnxruntime", "tqdm", "pandas", "scipy", "matplotlib", "asyncio", "multiprocessing", "unittest"}
     assert {name.split(".")[0] for name in loaded} & heavy == set()
     assert len(loaded) < 120
+
+
+def test_import_of_the_face_loads_nothing() -> None:
+    """An interrupt in the first tenths of a second of the command finds `main` there, not half of numpy."""
+    assert {name for name in loaded_by("import kvmnn") if name.startswith("kvmnn.")} == {"kvmnn.errors"}
+    assert loaded_by("import kvmnn; kvmnn.encode") >= {"kvmnn.frames._decoder"}
 
 
 def test_public_names() -> None:

@@ -1,173 +1,171 @@
-"""The ``kvmnn`` command. Each verb is a module: arguments in, one library call, one printed result."""
+"""The way into the ``kvmnn`` command, and every way out of it: one line and an exit code.
+
+Nothing but what every start needs is imported before `main` guards against interrupts and errors.
+"""
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
-from importlib import import_module
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, TextIO
 
-_VERBS = (
-    "encode",
-    "decode",
-    "inspect",
-    "verify",
-    "bench",
-    "convert",
-    "export",
-    "compress-kv",
-    "unpack",
-    "pack",
-    "compact",
-    "repack",
-    "diff",
-    "measure",
-    "plan",
-    "replay",
-    "eval",
-    "generate",
-    "dump-kv",
-)
-"""In the order of the help. Each is a module in verbs/, with _ for -, that is imported when it is needed."""
+from ..errors import KvmnnError, MissingDependencyError, OptionError
+from . import streams
 
-OK, DATA, USAGE, MISSING, TERMINATED, INTERRUPTED = 0, 1, 2, 3, 143, 130
+if TYPE_CHECKING:
+    from argparse import Namespace
 
-_EPILOG = """exit codes: 0 ok, 1 bad data or failed check, 2 usage, 3 an optional package is missing, 130 interrupted
+OK, DATA, USAGE, MISSING, DEFECT = 0, 1, 2, 3, 70
+HUNG_UP, INTERRUPTED, READER_GONE, TERMINATED = 129, 130, 141, 143
+"""128 and the number of the signal, as shells have it."""
 
-  kvmnn encode keys.npy -o keys.frame       writes keys.frame and keys.frame.json
-  kvmnn inspect keys.frame
-  kvmnn verify keys.frame --against keys.npy
-  kvmnn decode keys.frame -o back.npy
-  kvmnn convert compressor.pth compressor.bin && kvmnn verify compressor.bin --against compressor.pth"""
+TRACEBACK = "KVMNN_TRACEBACK"
+"""An environment variable: if it is set to anything but 0, errors come with their traceback."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code and never lets an exception or ``SystemExit`` through."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    arguments: Namespace | None = None
+    streams.claim_descriptors()
     try:
-        arguments = _parse(sys.argv[1:] if argv is None else list(argv))
-    except SystemExit as exc:
-        return exc.code if isinstance(exc.code, int) else USAGE
-    except BrokenPipeError:  # --version and --help print while they are parsed
-        _forget_stdout()
-        return DATA
-    if arguments is None:
-        return OK
-    with _Terminable():
-        return _guarded(arguments)
+        with _signals(), _warnings():
+            from . import parser
 
-
-def _parse(argv: list[str]) -> argparse.Namespace | None:
-    parser = _Parser(
-        prog="kvmnn",
-        description="Encode, decode, inspect and verify KV caches in MNN's lossless frame format.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print versions and exit")
-    verbs = parser.add_subparsers(title="verbs", metavar="VERB", parser_class=_Parser)
-    for verb in argv[:1] if argv and argv[0] in _VERBS else _VERBS:
-        import_module(".verbs." + verb.replace("-", "_"), __package__).add_parser(verbs)
-    arguments = parser.parse_args(argv)
-    if not hasattr(arguments, "run"):
-        parser.print_help()
-        return None
-    return arguments
-
-
-def _guarded(arguments: argparse.Namespace) -> int:
-    """Every way a verb can fail, as one line and an exit code."""
-    from ..errors import KvmnnError, MissingDependencyError, OptionError
-
-    try:
-        code: int = arguments.run(arguments)
-        sys.stdout.flush()
-        return code
-    except OptionError as exc:
-        return _fail(str(exc), USAGE)
-    except MissingDependencyError as exc:
-        return _fail(str(exc), MISSING)
-    except KvmnnError as exc:
-        return _fail(str(exc), DATA)
-    except MemoryError:
-        return _fail("out of memory", DATA)
-    except BrokenPipeError:
-        _forget_stdout()
-        return _fail("standard output was closed by its reader", DATA)
-    except OSError as exc:
-        _forget_stdout()
-        name = f"{exc.filename}: " if exc.filename else ""
-        return _fail(f"{name}{exc.strerror or exc}", DATA)
-    except _TerminatedError:
-        return _fail("terminated", TERMINATED)
-    except KeyboardInterrupt:
-        return _fail("interrupted", INTERRUPTED)
-
-
-def _fail(message: str, code: int) -> int:
-    with suppress(OSError, ValueError):  # nobody may be listening any more
-        print("kvmnn: error:", " ".join(message.split()), file=sys.stderr, flush=True)
+            arguments = parser.parse(words)
+            code: int = arguments.run(arguments)
+            streams.flush()
+    except BaseException as exc:
+        code = _failed(exc, arguments)
+    for stream in (sys.stdout, sys.stderr):
+        streams.forget(stream)
     return code
 
 
-def _forget_stdout() -> None:
-    """What is still buffered cannot be written; without this the interpreter would complain about it on exit."""
-    with suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _failed(exc: BaseException, arguments: Namespace | None) -> int:
+    """Say in one line what happened; returns the exit code."""
+    if isinstance(exc, SystemExit):
+        return exc.code if isinstance(exc.code, int) else USAGE
+    if isinstance(exc, streams.ReaderGoneError):  # as `| head` leaves every other command: silently
+        return READER_GONE
+    if os.environ.get(TRACEBACK, "0") not in ("", "0"):
+        import traceback
+
+        streams.err_lines("".join(traceback.format_exception(exc)).rstrip("\n"))
+    message, code = _verdict(exc, arguments)
+    streams.err("error", message)
+    return code
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        print(f"kvmnn: error: {message} (see {self.prog} --help)", file=sys.stderr)
-        raise SystemExit(USAGE)
+def _verdict(exc: BaseException, arguments: Namespace | None) -> tuple[str, int]:
+    for cause in _chain(exc):
+        if isinstance(cause, _SignalledError):
+            return cause.said, cause.code
+        if isinstance(cause, KeyboardInterrupt):
+            return "interrupted", INTERRUPTED
+    if isinstance(exc, OptionError):
+        return str(exc), USAGE
+    if isinstance(exc, MissingDependencyError):
+        return str(exc), MISSING
+    if isinstance(exc, KvmnnError):
+        return str(exc), DATA
+    if isinstance(exc, MemoryError):
+        return "out of memory", DATA
+    if isinstance(exc, OSError):
+        name = f"{os.fsdecode(exc.filename)}: " if isinstance(exc.filename, str | bytes) else ""
+        return f"{name}{exc.strerror or exc}", DATA
+    if isinstance(exc, UnicodeEncodeError):  # of a file's name, by the system's encoding
+        return f"{exc.object[:200]}: cannot be a name here ({exc.encoding}); PYTHONUTF8=1 may help", DATA
+    return _defect(exc, arguments), DEFECT
 
 
-class _Version(argparse.Action):
-    def __call__(self, *_: Any) -> NoReturn:
-        print(version_text(), flush=True)
-        raise SystemExit(OK)
+def _chain(exc: BaseException | None) -> Iterator[BaseException]:
+    """An exception and those it came from: imports turn an interrupt into an error of their own."""
+    seen: list[BaseException] = []
+    while exc is not None and exc not in seen:
+        seen.append(exc)
+        yield exc
+        exc = exc.__cause__ or exc.__context__
 
 
-class _TerminatedError(BaseException):
-    """SIGTERM arrived; raised so that temporary files are removed."""
+def _defect(exc: BaseException, arguments: Namespace | None) -> str:
+    """An error that nobody foresaw: where it was raised, and what was being read."""
+    trace, place = exc.__traceback__, ""
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if "kvmnn" in file:
+            place = f" ({os.path.basename(file)}:{trace.tb_lineno})"
+        trace = trace.tb_next
+    what = f"unexpected {type(exc).__name__}: {str(exc)[:500] or 'no message'}{place}"
+    files = _files(arguments)
+    with_it = f", with {files[0]}" if files else ""
+    return f"{f'{files[0]}: ' if files else ''}{what}; please report this{with_it} ({TRACEBACK}=1 shows more)"
 
 
-class _Terminable:
-    """While active, SIGTERM unwinds the stack instead of killing the process where it stands."""
-
-    def __enter__(self) -> None:
-        self._old: Any = None
-        if threading.current_thread() is threading.main_thread():
-            self._old = signal.signal(signal.SIGTERM, self._handle)
-
-    def __exit__(self, *_: object) -> None:
-        if self._old is not None:
-            signal.signal(signal.SIGTERM, self._old)
-
-    @staticmethod
-    def _handle(number: int, frame: FrameType | None) -> None:
-        raise _TerminatedError
+def _files(arguments: Namespace | None) -> list[str]:
+    """The files among the arguments, in the order of the options' names."""
+    found: list[str] = []
+    for value in vars(arguments).values() if arguments is not None else ():
+        words = value if isinstance(value, list | tuple) else [value]
+        found += [word for word in words if isinstance(word, str) and "\0" not in word and os.path.exists(word)]
+    return found
 
 
-def version_text() -> str:
-    """What ``kvmnn --version`` prints."""
-    import platform
+class _SignalledError(BaseException):
+    """A signal that ends the process; raised so that temporary files are removed."""
 
-    import numpy as np
+    def __init__(self, said: str, code: int) -> None:
+        super().__init__(said)
+        self.said, self.code = said, code
 
-    from .. import _simd
-    from ..frames import zstd
-    from ..version import version
 
-    exact = "yes" if zstd.byte_exact() else "no"
-    return (
-        f"kvmnn {version()}\n"
-        f"Python {platform.python_version()}, numpy {np.__version__}\n"
-        f"zstd {zstd.version()} ({zstd.binding()}), byte-exact with MNN: {exact}\n"
-        f"SIMD level: {_simd.simd_level()}"
-    )
+@contextmanager
+def _signals() -> Iterator[None]:
+    """While active, SIGTERM and SIGHUP unwind the stack instead of killing the process where it stands.
+
+    A signal that is ignored (``nohup``) or has a handler stays as it is.
+    """
+    ways = {"SIGTERM": ("terminated", TERMINATED), "SIGHUP": ("the terminal was closed", HUNG_UP)}
+    found = {getattr(signal, name): way for name, way in ways.items() if hasattr(signal, name)}
+    old: dict[int, Any] = {}
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        for other in old:
+            signal.signal(other, signal.SIG_IGN)  # what is being removed is removed to the end
+        raise _SignalledError(*found[number])
+
+    if threading.current_thread() is threading.main_thread():
+        old = {number: signal.SIG_DFL for number in found if signal.getsignal(number) is signal.SIG_DFL}
+        for number in old:
+            signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _warnings() -> Iterator[None]:
+    """Warnings of libraries are one line each, as everything else that is said."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        yield
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    streams.err("warning", message)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from . import packed_options
+from . import packed_options, printing
 from .printing import STDIO, UsageError
 
 if TYPE_CHECKING:
@@ -47,13 +46,10 @@ def load(
 def report_skipped(source: Source, arguments: argparse.Namespace) -> None:
     """One line on standard error for each array that was left out, and for each thing that was inferred."""
     report_notes(source.notes, arguments)
-    if not arguments.quiet:
-        for line in source.skipped:
-            print(f"kvmnn: skipped: {line}", file=sys.stderr)
+    report_notes(source.skipped, arguments, "skipped")
 
 
 def report_notes(notes: Sequence[str], arguments: argparse.Namespace, kind: str = "note") -> None:
     """One line on standard error for each thing that was inferred, or worth a warning."""
-    if not arguments.quiet:
-        for line in notes:
-            print(f"kvmnn: {kind}: {line}", file=sys.stderr)
+    for line in notes:
+        printing.note(arguments, line, kind)

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 from ..errors import OptionError
 from ..files.names import is_directory as is_directory
+from . import streams
+from .streams import Stdout as Stdout
 
 STDIO = "-"
 
@@ -47,41 +49,42 @@ def show_failure(arguments: argparse.Namespace, verb: str, result: Result) -> in
     """Print the result of a check that failed: as JSON for ``--json``, and as an error; returns the exit code."""
     if arguments.json:
         print_json({"verb": verb, **result.to_dict()})
-    print("kvmnn: error:", result, file=sys.stderr)
+    streams.err("error", result)
     return 1
 
 
 def say(arguments: argparse.Namespace, line: str, *, data_on_stdout: bool = False) -> None:
     """A line for people; silent where ``--json`` or ``-q`` says so."""
     if not arguments.quiet and not arguments.json:
-        print(line, file=sys.stderr if data_on_stdout else sys.stdout)
+        (streams.err_lines if data_on_stdout else streams.out)(line)
+
+
+def note(arguments: argparse.Namespace, line: object, kind: str = "note") -> None:
+    """One line on standard error: what was inferred or left out, or is worth a warning; none with ``-q``."""
+    if not arguments.quiet:
+        streams.err(kind, line)
+
+
+def complain(line: object) -> None:
+    """A finding of a check, as one line of error."""
+    streams.err("error", line)
+
+
+def write(text: str) -> None:
+    """Text on standard output as it is: results that are a document of their own."""
+    streams.out(text, end="")
 
 
 def print_json(document: Any) -> None:
     """The verb's result as JSON."""
-    print(json.dumps(document, indent=2))
+    streams.out(json.dumps(document, indent=2))
 
 
 def to_stdout(arguments: argparse.Namespace, source: str) -> bool:
     """Whether data goes to standard output: said so; or nothing said, it came from standard input, and no terminal."""
     if arguments.output == STDIO:
         return True
-    return arguments.output is None and source == STDIO and not arguments.json and not sys.stdout.isatty()
-
-
-class Stdout:
-    """Standard output as a stream of bytes: writes all of them, even where PYTHONUNBUFFERED makes writes partial."""
-
-    def write(self, data: bytes | memoryview, /) -> int:
-        """Write all of `data`."""
-        rest = memoryview(data).cast("B")
-        while rest:
-            rest = rest[sys.stdout.buffer.write(rest) or 0 :]
-        return len(data)
-
-    def flush(self) -> None:
-        """Hand buffered bytes to the system."""
-        sys.stdout.buffer.flush()
+    return arguments.output is None and source == STDIO and not arguments.json and not streams.on_terminal()
 
 
 def data_stdout(arguments: argparse.Namespace, what: str) -> Stdout:
@@ -117,7 +120,7 @@ def progress(
     A function that takes the number of units done since the last call, or None where no bar is wanted: no terminal,
     ``-q``, or no tqdm.
     """
-    if arguments.quiet or not sys.stderr.isatty():
+    if arguments.quiet or sys.stderr is None or not sys.stderr.isatty():
         yield None
         return
     try:

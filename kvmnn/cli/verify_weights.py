@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 
 from . import printing, weights_options
 
@@ -40,5 +39,5 @@ def run(arguments: argparse.Namespace) -> int:
     if verdict.ok or arguments.json:
         printing.show(arguments, "verify", verdict)
     for line in verdict.complaints():
-        print("kvmnn: error:", line, file=sys.stderr)
+        printing.complain(line)
     return 0 if verdict.ok else 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -111,7 +110,6 @@ def _metadata(arguments: argparse.Namespace) -> dict[str, str] | None:
 
 def report(arguments: argparse.Namespace, warnings: Sequence[str], notices: Sequence[str]) -> None:
     """One line on standard error for each."""
-    if not arguments.quiet:
-        for kind, lines in (("note", notices), ("warning", warnings)):
-            for line in lines:
-                print(f"kvmnn: {kind}: {line}", file=sys.stderr)
+    for kind, lines in (("note", notices), ("warning", warnings)):
+        for line in lines:
+            printing.note(arguments, line, kind)

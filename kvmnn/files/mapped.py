@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import shutil
@@ -57,6 +58,8 @@ class MappedFile:
 
     def _open(self) -> mmap.mmap | None:
         if self.path == STDIN:
+            if sys.stdin is None:
+                raise OSError(errno.EBADF, "it is closed")
             return _spool(sys.stdin.buffer)
         with open(self.path, "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

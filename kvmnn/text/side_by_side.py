@@ -6,6 +6,8 @@ import unicodedata
 from collections.abc import Iterator
 from itertools import zip_longest
 
+from .visible import visible
+
 _NARROW = 50
 _TAB = 4
 
@@ -27,7 +29,7 @@ def side_by_side(left: tuple[str, str], right: tuple[str, str], width: int) -> s
 
 def wrapped(text: str, width: int) -> list[str]:
     """Lines of at most `width` columns; what was longer goes on in the next."""
-    return [piece for line in text.split("\n") for piece in _pieces(_visible(line), width)]
+    return [piece for line in text.split("\n") for piece in _pieces(visible(line.expandtabs(_TAB)), width)]
 
 
 def columns(text: str) -> int:
@@ -50,11 +52,6 @@ def _columns(letter: str) -> int:
     if unicodedata.combining(letter):
         return 0
     return 2 if unicodedata.east_asian_width(letter) in "WF" else 1
-
-
-def _visible(line: str) -> str:
-    shown = line.expandtabs(_TAB)
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in shown)
 
 
 def _cut(text: str, width: int) -> str:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from ...text import count
-from .. import eval_options, printing, shared_options
+from .. import eval_options, printing, shared_options, streams
 from ..printing import UsageError
 
 if TYPE_CHECKING:
@@ -109,28 +108,27 @@ def _outputs(arguments: argparse.Namespace, stack: ExitStack) -> Callable[[Evalu
 def _plot(arguments: argparse.Namespace, result: EvaluationResult) -> None:
     left_out: dict[str, str] = {}
     written = result.plot(arguments.plot, force=arguments.force, left_out=left_out)
-    if not arguments.quiet:
-        for name, reason in left_out.items():
-            print(f"kvmnn: note: no {name}: {reason}", file=sys.stderr)
-        print(f"kvmnn: {count(len(written), 'plot file')} in {arguments.plot}", file=sys.stderr)
+    for name, reason in left_out.items():
+        printing.note(arguments, f"no {name}: {reason}")
+    printing.note(arguments, f"{count(len(written), 'plot file')} in {arguments.plot}", "written")
 
 
 def _note(arguments: argparse.Namespace, result: EvaluationResult) -> None:
     """What a reader must know where no table says it, and what the model refused, on standard error."""
-    if (arguments.json or arguments.csv) and not arguments.quiet:
+    if arguments.json or arguments.csv:
         for note in result.notes:
-            print(f"kvmnn: note: {note}", file=sys.stderr)
+            printing.note(arguments, note)
     for entry in result.refused:
-        print(f"kvmnn: refused: {entry.label}: {' '.join(entry.reason.split())}", file=sys.stderr)
+        streams.err("refused", f"{entry.label}: {entry.reason}")
 
 
 def _print(arguments: argparse.Namespace, result: EvaluationResult) -> None:
     if arguments.csv:
-        sys.stdout.write(result.to_text("csv"))
-    elif arguments.json or (sys.stdout.isatty() and not arguments.verbose):  # -v: all columns, however wide
+        printing.write(result.to_text("csv"))
+    elif arguments.json or (streams.on_terminal() and not arguments.verbose):  # -v: all columns, however wide
         printing.show(arguments, "eval", result)
     elif not arguments.quiet:
-        sys.stdout.write(result.to_text("markdown"))
+        printing.write(result.to_text("markdown"))
 
 
 class _Progress:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
-import sys
 from typing import TYPE_CHECKING, Any
 
-from .. import printing, shared_options
+from .. import printing, shared_options, streams
 from ..printing import UsageError
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         printing.print_json(plans.entries())
     if arguments.json:
         printing.show(arguments, "plan", plans)
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 100
+    width = shutil.get_terminal_size().columns if streams.on_terminal() else 100
     for line in plans.lines(width=width, picture=not arguments.no_map):
         printing.say(arguments, line, data_on_stdout=to_stdout)
     return 0

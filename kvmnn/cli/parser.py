@@ -1,0 +1,101 @@
+"""The command's parser: every verb with its options, help that fits the terminal."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, NoReturn
+
+from ..text import did_you_mean
+from . import streams
+
+GROUPS = {
+    "frames": ("encode", "decode", "inspect", "verify", "diff", "bench"),
+    "KV caches of MNN": ("unpack", "pack", "repack", "compact", "plan", "replay", "measure"),
+    "language models": ("eval", "generate", "dump-kv"),
+    "compressor weights": ("convert", "export", "compress-kv"),
+}
+"""Verbs as the help has them. Each is a module in verbs/, with _ for -, that is imported when it is needed."""
+
+VERBS = tuple(verb for group in GROUPS.values() for verb in group)
+
+_EPILOG = """exit codes: 0 ok, 1 bad data or a failed check, 2 usage, 3 an optional package is missing, 70 a defect of
+kvmnn; 129, 130, 141, 143 ended by a signal
+
+  kvmnn encode keys.npy -o keys.frame       writes keys.frame and keys.frame.json
+  kvmnn inspect keys.frame
+  kvmnn verify keys.frame --against keys.npy
+  kvmnn decode keys.frame -o back.npy"""
+
+
+def build_parser(verbs: Sequence[str] = VERBS) -> argparse.ArgumentParser:
+    """The parser of the command with `verbs`: all of them, for completions and manuals."""
+    parser = Parser(
+        prog="kvmnn",
+        description="Encode, decode, inspect and verify KV caches in MNN's lossless frame format.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print versions and exit")
+    added = parser.add_subparsers(title="verbs", metavar="VERB", parser_class=Parser)
+    for verb in verbs:
+        import_module(".verbs." + verb.replace("-", "_"), __package__).add_parser(added)
+    return parser
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    """The arguments in `words`; only the verb that is named is imported."""
+    parser = build_parser(words[:1] if words and words[0] in VERBS else VERBS)
+    arguments = parser.parse_args(words)
+    if not hasattr(arguments, "run"):
+        parser.print_help()
+        raise SystemExit(0)
+    return arguments
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what it has to say as the whole command does."""
+
+    def error(self, message: str) -> NoReturn:
+        streams.err("error", f"{message} (see {self.prog} --help)")
+        raise SystemExit(2)
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        streams.flush()
+        super().exit(status, message)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        streams.out(message, end="")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = [str(choice) for choice in action.choices]
+            meant = did_you_mean(str(value), known) or f" (choose from {', '.join(known)})"
+            raise argparse.ArgumentError(action, f"invalid choice: {value!r}{meant}")
+
+
+class _Version(argparse.Action):
+    def __call__(self, *_: Any) -> NoReturn:
+        streams.out(version_text())
+        streams.flush()
+        raise SystemExit(0)
+
+
+def version_text() -> str:
+    """What ``kvmnn --version`` prints."""
+    import platform
+
+    import numpy as np
+
+    from .. import _simd
+    from ..frames import zstd
+    from ..version import version
+
+    exact = "yes" if zstd.byte_exact() else "no"
+    return (
+        f"kvmnn {version()}\n"
+        f"Python {platform.python_version()}, numpy {np.__version__}\n"
+        f"zstd {zstd.version()} ({zstd.binding()}), byte-exact with MNN: {exact}\n"
+        f"SIMD level: {_simd.simd_level()}"
+    )

@@ -1,0 +1,117 @@
+"""The standard streams, which may be closed, full, left by their reader, or of an encoding that lacks letters.
+
+Whatever the command says goes through here, so that no name and no text of a file reaches a terminal as a command.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from contextlib import suppress
+from typing import TextIO
+
+from ..text.visible import one_line, visible
+
+
+class ReaderGoneError(BaseException):
+    """Nobody reads standard output any more. No mistake of anybody, so no handler of errors sees it."""
+
+
+def claim_descriptors() -> None:
+    """Open what was handed over closed of 0, 1 and 2 on nothing, so that no file gets the number of a stream."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            with suppress(OSError):
+                os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
+
+
+def out(text: str, end: str = "\n") -> None:
+    """Text on standard output.
+
+    Raises
+    ------
+    OSError
+        Where it cannot be written, or standard output is closed.
+    """
+    stream = _stdout()
+    try:
+        stream.write(_encodable(visible(text), stream) + end)
+    except BrokenPipeError:
+        raise ReaderGoneError from None
+
+
+def flush() -> None:
+    """Hand to the system what `out` still holds; errors as there."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        raise ReaderGoneError from None
+
+
+def err(kind: str, message: object) -> None:
+    """``kvmnn: kind: message`` as one line on standard error; nothing where nobody can read it."""
+    err_lines(f"kvmnn: {kind}: {one_line(str(message))}")
+
+
+def err_lines(text: str) -> None:
+    """Lines on standard error; nothing where nobody can read them."""
+    stream = sys.stderr
+    if stream is not None:
+        with suppress(OSError, ValueError):
+            stream.write(_encodable(visible(text), stream) + "\n")
+            stream.flush()
+
+
+def on_terminal() -> bool:
+    """Whether standard output is a terminal."""
+    return sys.stdout is not None and sys.stdout.isatty()
+
+
+class Stdout:
+    """Standard output as a stream of bytes: writes all of them, even where PYTHONUNBUFFERED makes writes partial."""
+
+    def write(self, data: bytes | memoryview, /) -> int:
+        """Write all of `data`."""
+        rest = memoryview(data).cast("B")
+        stream = _stdout().buffer
+        try:
+            while rest:
+                rest = rest[stream.write(rest) or 0 :]
+        except BrokenPipeError:
+            raise ReaderGoneError from None
+        return len(data)
+
+    def flush(self) -> None:
+        """Hand buffered bytes to the system."""
+        try:
+            _stdout().buffer.flush()
+        except BrokenPipeError:
+            raise ReaderGoneError from None
+
+
+def forget(stream: TextIO | None) -> None:
+    """Give up what a stream still holds; without this the interpreter would complain about it on exit."""
+    if stream is not None:
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+            return
+        with suppress(OSError, ValueError, AttributeError):
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, stream.fileno())
+            os.close(nothing)
+
+
+def _stdout() -> TextIO:
+    if sys.stdout is None:
+        raise OSError(errno.EBADF, "standard output is closed")
+    return sys.stdout
+
+
+def _encodable(text: str, stream: TextIO) -> str:
+    """With escapes for letters that the stream's encoding lacks."""
+    encoding = stream.encoding or "utf-8"  # that of an io.StringIO is None
+    return text.encode(encoding, "backslashreplace").decode(encoding)

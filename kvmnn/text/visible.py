@@ -1,0 +1,36 @@
+"""Names and texts that others made, on their way to a terminal."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+
+def visible(text: str, *, lines: bool = True) -> str:
+    """A text in which nothing is left that a terminal would act on or not show.
+
+    Control characters (C0, C1, DEL), marks that change the direction of writing, other characters without a form of
+    their own, and surrogates become escapes such as ``\\x1b`` and ``\\u202e``; a byte of a file name that is not UTF-8
+    becomes ``\\xff``.
+
+    Parameters
+    ----------
+    lines
+        Line ends of the text are its own, and stay; otherwise they are escaped as well, as names need it.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or (lines and c == "\n") else _escaped(c) for c in text)
+
+
+def one_line(text: str) -> str:
+    """A message as one visible line: line ends and the blanks around them become one blank."""
+    return visible(re.sub(r"\s*\n\s*", " ", text.strip("\n")), lines=False)
+
+
+def _escaped(letter: str) -> str:
+    if unicodedata.category(letter) == "Zs":  # blanks of other widths do no harm
+        return letter
+    if "\udc80" <= letter <= "\udcff":
+        return f"\\x{ord(letter) - 0xDC00:02x}"
+    return letter.encode("unicode_escape").decode("ascii")

@@ -1,0 +1,158 @@
+"""The command as a process: streams that are closed or full, signals, errors that nobody foresaw."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvmnn.cli import main
+from kvmnn.errors import SourceError
+
+KEYS = np.random.default_rng(3).standard_normal((4, 30, 32)).astype(np.float16)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    np.save("keys.npy", KEYS)
+    return tmp_path
+
+
+def shell(line: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    """A line of sh, in which $K is the command."""
+    names = os.environ | {"K": f"{sys.executable} -P -m kvmnn"} | environment
+    return subprocess.run(["sh", "-c", line], capture_output=True, timeout=60, env=names, stdin=subprocess.DEVNULL)
+
+
+# -- streams -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "out", "err"),
+    [
+        ("$K encode keys.npy -o a.frame >&-", 1, b"", b"kvmnn: error: standard output is closed\n"),
+        ("$K encode keys.npy -o b.frame -q >&-", 0, b"", b""),
+        ("$K encode keys.npy -o - >&-", 1, b"", b"kvmnn: error: standard output is closed\n"),
+        ("$K encode - --dtype fp16 -o c.frame <&-", 1, b"", b"standard input: cannot be read: it is closed\n"),
+        ("$K --version >/dev/full", 1, b"", b"kvmnn: error: No space left on device\n"),
+        ("$K encode --help >/dev/full", 1, b"", b"kvmnn: error: No space left on device\n"),
+        ("$K decode missing.frame -o - 2>&-", 1, b"", b""),
+        ("$K encode keys.npy -o d.frame >&- 2>&- <&-", 1, b"", b""),
+        ("$K encode 2>/dev/full", 2, b"", b""),
+    ],
+)
+def test_closed_and_full_streams(here, line, code, out, err):
+    done = shell(line)
+    assert (done.returncode, done.stdout) == (code, out)
+    assert done.stderr.endswith(err) if err else done.stderr == b""
+    assert done.stderr.count(b"\n") == bool(err)
+    for made in here.glob("*.frame"):  # none of them has what was said: no file got the number of a closed stream
+        assert shell(f"$K verify -q {made.name} --against keys.npy").returncode == 0
+    assert bool(list(here.glob("*.frame"))) == (("-o - " not in line and ".frame >&-" in line) or "-q" in line)
+
+
+def test_into_head(here):
+    done = shell("{ $K inspect keys.npy; echo $? >code; } | head -c 0")
+    assert (Path("code").read_text(), done.stderr) == ("141\n", b"")
+
+
+@pytest.mark.parametrize("environment", [{"PYTHONIOENCODING": "utf-8:strict"}, {"LC_ALL": "C", "PYTHONUTF8": "0"}])
+def test_names_that_are_not_utf8(here, environment):
+    os.rename("keys.npy", b"\xff\xe9.npy")
+    done = shell("$K encode *.npy -o \xe9.frame && $K inspect *.frame && $K decode *.frame -o \xe9", **environment)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"\\xff\\xe9" in done.stdout
+    assert done.stdout.count(b"LOSSLESS") == 2
+
+
+# -- signals -----------------------------------------------------------------------------------------------------------
+
+STARTS = {
+    "python -m kvmnn": "import runpy; runpy.run_module('kvmnn', run_name='__main__')",
+    "kvmnn": "from kvmnn.cli import main; sys.exit(main())",
+}
+SIGNALLED = """
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, *_):
+        if name == {module!r}:
+            os.kill(os.getpid(), {number})
+sys.meta_path.insert(0, Finder())
+sys.argv = ["kvmnn", "encode", "keys.npy", "-o", "k.frame"]
+"""
+
+
+@pytest.mark.parametrize("start", sorted(STARTS))
+@pytest.mark.parametrize("module", ["numpy", "kvmnn.cli.verbs.encode", "kvmnn.frames._encoder"])
+def test_an_interrupt_during_imports(here, start, module):
+    code = SIGNALLED.format(module=module, number=int(signal.SIGINT)) + STARTS[start]
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"kvmnn: error: interrupted\n")
+
+
+@pytest.mark.parametrize(("ignored", "code", "said"), [(False, 129, b"the terminal was closed"), (True, 0, b"")])
+def test_a_terminal_that_is_closed(here, ignored, code, said):
+    source = SIGNALLED.format(module="kvmnn.bundle", number=int(signal.SIGHUP)) + STARTS["kvmnn"]
+    if ignored:  # nohup
+        source = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN){source}"
+    done = subprocess.run([sys.executable, "-P", "-c", source], capture_output=True, timeout=60)
+    assert (done.returncode, said in done.stderr) == (code, True)
+    assert done.stderr.count(b"\n") == bool(said)
+    assert {path.name for path in here.iterdir()} == {"keys.npy"} | ({"k.frame", "k.frame.json"} if ignored else set())
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def fails_with(monkeypatch, error: BaseException) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("kvmnn.bundle.encode", fail)
+
+
+class Panic(BaseException):
+    """As errors of Rust are: no Exception."""
+
+
+@pytest.mark.parametrize("error", [TypeError("no\nsuch\x1b[31mthing"), Panic("thing"), RecursionError("thing")])
+def test_an_error_that_nobody_foresaw(here, monkeypatch, capsys, error):
+    fails_with(monkeypatch, error)
+    assert main(["encode", "keys.npy", "-o", "k.frame"]) == 70
+    said = capsys.readouterr().err
+    assert said.startswith(f"kvmnn: error: keys.npy: unexpected {type(error).__name__}: ")
+    assert "please report this, with keys.npy (KVMNN_TRACEBACK=1 shows more)" in said
+    assert said.count("\n") == 1
+    assert "\x1b" not in said
+    monkeypatch.setenv("KVMNN_TRACEBACK", "1")
+    assert main(["encode", "keys.npy", "-o", "k.frame"]) == 70
+    shown = capsys.readouterr().err
+    assert shown.startswith("Traceback (most recent call last):\n")
+    assert shown.endswith(said)
+    assert "\x1b" not in shown
+
+
+def test_an_interrupt_that_became_another_error(here, monkeypatch, capsys):
+    error = ImportError("numpy failed to import")
+    error.__context__ = KeyboardInterrupt()
+    fails_with(monkeypatch, error)
+    assert main(["encode", "keys.npy", "-o", "k.frame"]) == 130
+    assert capsys.readouterr().err == "kvmnn: error: interrupted\n"
+
+
+def test_a_message_of_many_lines_is_one(here, monkeypatch, capsys):
+    fails_with(monkeypatch, SourceError("a\n  b\r\x07\u202e"))
+    assert main(["encode", "keys.npy", "-o", "k.frame"]) == 1
+    assert capsys.readouterr().err == "kvmnn: error: a b\\r\\x07\\u202e\n"
+
+
+def test_a_name_that_the_system_cannot_have(here, monkeypatch, capsys):
+    fails_with(monkeypatch, UnicodeEncodeError("ascii", "kéys", 1, 2, "ordinal not in range(128)"))
+    assert main(["encode", "keys.npy", "-o", "k.frame"]) == 1
+    assert capsys.readouterr().err == "kvmnn: error: kéys: cannot be a name here (ascii); PYTHONUTF8=1 may help\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from . import shared_options
+from . import engine_config, shared_options
 from .printing import UsageError
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ def add_compared(parser: Any) -> None:
         metavar="N",
         help="tokens kept in each layer, or a share of --tokens such as 25%%",
     )
+    engine_config.add_config(parser)
     parser.add_argument("--preset", action="append", default=[], metavar="NAME[:OPTION=VALUE,...]")
     parser.add_argument("--skip-layers", metavar="L+L", help="layers never cut, where a policy does not say; or none")
 
@@ -78,9 +79,11 @@ def configurations(arguments: argparse.Namespace) -> list[Configuration]:
     from ..evaluation.setup.presets import preset
     from ..policies.specs import numbers
 
+    defaults = engine_config.policy_defaults(arguments, arguments.policy)
     try:
         skip = None if arguments.skip_layers is None else numbers(arguments.skip_layers)
-        found = configurations(arguments.policy, [budget.of(arguments.tokens) for budget in arguments.budget], skip)
+        budgets = [budget.of(arguments.tokens) for budget in arguments.budget]
+        found = configurations(arguments.policy, budgets, skip, defaults)
         for spec in arguments.preset:
             found += preset(spec, skip)
     except (KvmnnError, TypeError) as exc:

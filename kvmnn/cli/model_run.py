@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from . import shared_options
+from . import engine_config, shared_options
 from .printing import UsageError
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ def add_model(parser: Any) -> None:
     parser.add_argument(
         "--skip-layers", metavar="L+L", help="layers that are never cut, or none (default: the policy's)"
     )
+    engine_config.add_config(parser)
     parser.add_argument("--packed", metavar="BACKEND", help="hold the cache in the packed layout of this MNN backend")
     parser.add_argument(
         "--chunk", type=shared_options.positive, metavar="N", help="read the text N tokens at a time (default: at once)"
@@ -63,10 +64,11 @@ def policy(arguments: argparse.Namespace) -> LabelledPolicy:
     from ..policies.labels import LabelledPolicy, label_of
     from ..policies.specs import make, numbers, options_of
 
+    defaults = engine_config.policy_defaults(arguments, [arguments.policy])
     budgets = [] if arguments.budget is None else [arguments.budget]
     try:
         skip = None if arguments.skip_layers is None else numbers(arguments.skip_layers)
-        ((name, options),) = options_of(arguments.policy, budgets, skip)
+        ((name, options),) = options_of(arguments.policy, budgets, skip, defaults)
         made = make(name, options, (arguments.seed,))
     except KvmnnError as exc:
         raise UsageError(str(exc)) from None

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from ..h2o.figures import together
 from ..lm.documents import Document
 from ..reports.rows import Difference, DocumentRow, ProjectNumbers, Row
 from ..text import LOSSLESS, LOSSY
@@ -93,6 +94,7 @@ def make_row(
         full_bytes=full_bytes,
         kept_bytes=kept,
         frame_bytes=coded,
+        h2o=together(cell.h2o for cell in cells if cell.h2o is not None),
         project=_project_numbers(configuration.definition, measured.by_definition, timing),
         documents=tuple(_document_row(cell, document) for cell, document in zip(cells, documents, strict=True)),
     )
@@ -189,6 +191,7 @@ def _document_row(cell: ScoreCell, document: Document) -> DocumentRow:
         cache_bytes_mean=cell.cache_bytes_mean,
         cache_bytes_peak=cell.cache_bytes_peak,
         frames=cell.frames,
+        h2o=cell.h2o,
     )
 
 

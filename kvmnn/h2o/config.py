@@ -15,6 +15,9 @@ from ..packed.reserve import INT32_MAX
 
 ADAPTIVE, STATIC = "adaptive", "static"
 
+QUANTISED_MODES = (1, 2, 9, 10)
+"""Values of the engine's ``attention_mode`` with which K or V are int8."""
+
 _ENGINE_KEYS = {
     "kv_h2o_enable": "enable",
     "kv_h2o_layer_start": "layer_start",
@@ -131,7 +134,10 @@ class H2OConfig:
                 raise KvmnnError(f"{key}: is no option of the planner; expected one of {', '.join(_ENGINE_KEYS)}")
         if "target_mode" in values:
             values["target_mode"] = STATIC if values["target_mode"] == STATIC else ADAPTIVE
-        return cls(**values)
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise KvmnnError(f"kv_h2o_{error}") from None
 
     # -- what the engine makes of it -----------------------------------------------------------------------------------
 

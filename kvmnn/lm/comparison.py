@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from ..policies.base import Policy
 from ..policies.full import Full
 from ..policies.labels import LabelledPolicy
+from ..reports.tables import h2o_text
 from ..text import LOSSLESS, LOSSY, span
 from ..text.side_by_side import side_by_side, wrapped
 from ..threads.pipeline import Progress
@@ -116,7 +117,8 @@ class Generated:
             equal = f"equal: all {len(full.ids):,} new tokens"
         else:
             equal = f"equal up to new token {place:,}, different from {place + 1:,} of {len(full.ids):,} on"
-        return [both, "", equal, *_numbers({Full.name: full, self.policy.label: cut})]
+        lines = [both, "", equal, *_numbers({Full.name: full, self.policy.label: cut})]
+        return lines if cut.h2o is None else [*lines, "", h2o_text(cut.h2o, width)]
 
 
 def generate(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ..dtypes import Floats
 from ..errors import KvmnnError
+from ..h2o.figures import H2OFigures
 from ..threads.pipeline import Progress
 from .graph.model_files import ModelFiles, section
 from .runner import Runner
@@ -36,6 +37,8 @@ class Generation:
         Mean of the steps after it, the choice of the token included (TPOT); None where there were none.
     model_seconds, policy_seconds
         Means of the same steps: inside onnxruntime, and for holding, scoring and cutting the cache.
+    h2o
+        What the engine's planner did, where it is what evicts.
     """
 
     ids: tuple[int, ...]
@@ -47,10 +50,13 @@ class Generation:
     token_seconds: float | None
     model_seconds: float | None
     policy_seconds: float | None
+    h2o: H2OFigures | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it."""
-        return asdict(self)
+        found = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        del found["h2o"]
+        return found if self.h2o is None else {**found, "h2o": self.h2o.to_dict()}
 
 
 def check_positions(label: str, limit: int | None, prompt: int, new: int) -> None:
@@ -169,6 +175,7 @@ def generate_tokens(
         token_seconds=seconds / steps if steps else None,
         model_seconds=(runner.clock.model_seconds - model) / steps if steps else None,
         policy_seconds=(runner.clock.policy_seconds - policy) / steps if steps else None,
+        h2o=runner.cache.h2o_figures(),
     )
 
 

@@ -14,9 +14,11 @@ from ..dtypes import Floats, KVPair
 from ..errors import KvmnnError
 from ..policies.base import Policy
 from ..policies.full import Full
+from ..policies.h2o_engine import H2OEngine
 from .cache.kv_store import KVStore, PlainStore
 from .cache.model_cache import ModelCache
 from .cache.packed_store import PackedStore
+from .cache.planned_eviction import PlannedEviction
 from .graph.decoder import Step
 from .session import DecoderSession
 
@@ -94,9 +96,8 @@ class Runner:
             )
         if policy.needs_attention and not session.has_attentions:
             raise KvmnnError(f"{policy.name} needs attention probabilities: open the session with attentions=True")
-        layers = set(range(session.interface.layers))
-        skipped = layers & set(policy.skip_layers)
-        if skipped and skipped != layers:
+        layers = session.interface.layers
+        if layers > 1 and (policy.layers_apart or 0 < len(policy.skipped(layers)) < layers):
             session.check_unequal_lengths()
         if positions not in ("true", "stored"):
             raise KvmnnError(f"positions is {positions!r}: expected 'true' or 'stored'")
@@ -122,6 +123,7 @@ class Runner:
             policy=self.policy,
             slack=self._slack if biased else 0,
             biased=biased,
+            planned=self._planned(),
         )
         self.clock = Clock()
         self._whole = True
@@ -192,6 +194,14 @@ class Runner:
             attentions = [_stacked([row[layer] for row in rows]) for layer in range(len(past))]
         logits = np.concatenate([step.logits for step in steps])
         return Step(logits, list(past), attentions, sum(step.seconds for step in steps))
+
+    def _planned(self) -> PlannedEviction | None:
+        """What evicts by plans for all layers, where the policy is the engine's planner."""
+        if not isinstance(self.policy, H2OEngine):
+            return None
+        interface = self.session.interface
+        token_bytes = 2 * interface.kv_heads * interface.head_dim * np.dtype(interface.dtype).itemsize
+        return PlannedEviction(self.policy.planner(interface.layers, token_bytes))
 
     def _store(self) -> KVStore:
         if self._packed is None:

@@ -12,6 +12,7 @@ from .evicting_cache import EvictingCache
 from .full import Full
 from .h2o_blocks import H2OBlocks
 from .h2o_decayed import H2ODecayed, H2ODecayedHeads
+from .h2o_engine import H2OEngine
 from .h2o_heads import H2OHeads
 from .h2o_tokens import H2OTokens
 from .knorm import KNorm
@@ -36,6 +37,7 @@ __all__ = [
     "H2OBlocks",
     "H2ODecayed",
     "H2ODecayedHeads",
+    "H2OEngine",
     "H2OHeads",
     "H2OTokens",
     "KNorm",

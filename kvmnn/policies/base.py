@@ -48,6 +48,8 @@ class Policy(ABC):
     """When it acts; at other moments every token stays."""
     prompt_only: ClassVar[bool] = False
     """Whether it acts on a prompt and never again."""
+    layers_apart: ClassVar[bool] = False
+    """Whether layers are cut at different steps, and so hold different numbers of tokens."""
 
     skip_layers: tuple[int, ...] = ()
 
@@ -98,6 +100,10 @@ class Policy(ABC):
     def evicts(self) -> bool:
         """Whether any token can go."""
         return bool(self.moments)
+
+    def skipped(self, layers: int) -> frozenset[int]:
+        """The layers that are never cut of a model that has `layers`."""
+        return frozenset(self.skip_layers) & frozenset(range(layers))
 
     def choose(self, view: View, moment: Moment | None = None) -> Indices | None:
         """The tokens of one layer that stay, in the order in which they are to be stored, or None where all stay.

@@ -10,6 +10,7 @@ from .base import Policy
 from .full import Full
 from .h2o_blocks import H2OBlocks
 from .h2o_decayed import H2ODecayed, H2ODecayedHeads
+from .h2o_engine import H2OEngine
 from .h2o_heads import H2OHeads
 from .h2o_tokens import H2OTokens
 from .knorm import KNorm
@@ -36,7 +37,10 @@ POLICIES: dict[str, type[Policy]] = {
         ObservedAttention,
     )
 }
-"""Every policy that evicts, by its name."""
+"""Every policy that evicts and can decide for one layer alone, by its name."""
+
+MODEL_POLICIES: dict[str, type[Policy]] = {H2OEngine.name: H2OEngine}
+"""Those that decide for all layers of a model together, in `kvmnn.lm`."""
 
 
 def policy_called(name: str) -> type[Policy]:
@@ -49,9 +53,10 @@ def policy_called(name: str) -> type[Policy]:
     """
     if name == Full.name:
         return Full
-    if name not in POLICIES:
-        raise KvmnnError(f"unknown policy {name!r}: expected {Full.name} or one of {', '.join(POLICIES)}")
-    return POLICIES[name]
+    known = POLICIES | MODEL_POLICIES
+    if name not in known:
+        raise KvmnnError(f"unknown policy {name!r}: expected {Full.name} or one of {', '.join(known)}")
+    return known[name]
 
 
 def create(name: str, **options: Any) -> Policy:

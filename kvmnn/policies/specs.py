@@ -30,7 +30,10 @@ def parse_spec(spec: str) -> tuple[str, dict[str, str]]:
 
 
 def options_of(
-    spec: str, budgets: Sequence[int] = (), skip_layers: tuple[int, ...] | None = None
+    spec: str,
+    budgets: Sequence[int] = (),
+    skip_layers: tuple[int, ...] | None = None,
+    defaults: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """The name and the options of a policy for each budget, as `make` takes them.
 
@@ -43,6 +46,8 @@ def options_of(
         its policy's default.
     skip_layers
         Layers never cut, for specs that do not say.
+    defaults
+        Options that specs of a policy do not say, by its name.
 
     Raises
     ------
@@ -53,7 +58,8 @@ def options_of(
     known = _settable(name)
     fixed = "budget" in texts or "keep_ratio" in texts or "budget" not in known
     for budget in [None] if fixed or not budgets else list(budgets):
-        options: dict[str, Any] = {} if budget is None else {"budget": budget}
+        options: dict[str, Any] = dict((defaults or {}).get(name, {}))
+        options |= {} if budget is None else {"budget": budget}
         options |= _values(name, texts, budget)
         if skip_layers is not None and "skip_layers" in known:
             options.setdefault("skip_layers", skip_layers)

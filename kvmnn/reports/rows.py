@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..files.records import Record
+from ..h2o.figures import H2OFigures
 from ..policies.full import Full
 
 
@@ -103,6 +104,7 @@ class DocumentRow(Record):
     cache_bytes_mean: float
     cache_bytes_peak: int
     frames: FrameSizes
+    h2o: H2OFigures | None = field(default=None, metadata={"omit": True})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +181,8 @@ class Row(Record):
         Bytes of the full cache over those kept; those kept over those of their frames; the product.
     project
         By the definitions of the preset's project (JSON: ``as_seed``).
+    h2o
+        What the engine's planner did, where it is what evicts: counts of all documents, ratios of the last one.
     """
 
     label: str
@@ -216,6 +220,7 @@ class Row(Record):
     kept_bytes: int | None = None
     frame_bytes: int | None = None
     project: ProjectNumbers | None = field(default=None, metadata={"key": "as_seed"})
+    h2o: H2OFigures | None = field(default=None, metadata={"omit": True})
     documents: tuple[DocumentRow, ...] = ()
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import TypeGuard
 
-from ..policies.registry import POLICIES
+from ..policies.registry import MODEL_POLICIES, POLICIES
 from .rows import Row
 
 _SIZES = ("budget", "keep_ratio")
@@ -98,7 +98,7 @@ def _differs(rows: Sequence[Row], name: str) -> bool:
 
 def _options(row: Row) -> dict[str, object]:
     """The policy's options, those that a row leaves out because they are the defaults included."""
-    policy = POLICIES.get(row.policy)
+    policy = (POLICIES | MODEL_POLICIES).get(row.policy)
     defaults: dict[str, object] = (
         {} if policy is None else {entry.name: entry.default for entry in fields(policy) if entry.repr}
     )

@@ -11,8 +11,10 @@ import io
 import re
 from collections.abc import Iterator, Sequence
 
+from ..h2o.figures import H2OFigures
 from ..text import count
 from .columns import COLUMNS, Column, filled, plain, project_table, range_text, scalars
+from .h2o_table import H2O_TITLE, h2o_table, rows_with_figures
 from .results import Results
 from .rows import Row
 
@@ -32,6 +34,9 @@ def markdown(results: Results) -> str:
     project = project_table(results.rows)
     if project:
         parts += [_project_title(results.rows), _as_markdown(*project)]
+    planned = h2o_table(rows_with_figures(results.rows))
+    if planned:
+        parts += [H2O_TITLE, _as_markdown(*planned)]
     parts.append("\n".join(notes(results)))
     return "\n\n".join(parts) + "\n"
 
@@ -42,7 +47,16 @@ def terminal(results: Results, width: int) -> str:
     project = project_table(results.rows)
     if project:
         parts += [_project_title(results.rows), _as_text(*project, width)]
+    planned = h2o_table(rows_with_figures(results.rows))
+    if planned:
+        parts += [H2O_TITLE, _as_text(*planned, width)]
     return "\n\n".join([*parts, "\n".join(notes(results))]) + "\n"
+
+
+def h2o_text(figures: H2OFigures, width: int) -> str:
+    """What the engine's planner did in one run, for a terminal of `width` columns."""
+    table = h2o_table([("", figures)])
+    return H2O_TITLE + "\n\n" + _as_text(*table, width) if table else ""
 
 
 def notes(results: Results) -> list[str]:

@@ -10,6 +10,7 @@ from ..checks import whole
 from ..errors import KvmnnError
 from ..frames.options import CODECS
 from ..h2o import H2OConfig
+from ..h2o.config import QUANTISED_MODES
 from ..packed.reserve import INT32_MAX
 
 Mode = Literal["probe", "full", "store"]
@@ -23,7 +24,6 @@ CODEC = "gear_delta"
 """The only codec that the engine's runtime knows."""
 
 FLASH_ATTENTION = 8
-_QUANTISED_MODES = (1, 2, 9, 10)
 
 _PREFIX = "kv_lossless_"
 _SWITCHES = ("enable", "runtime_enable", "store_disable_front", "strict_roundtrip_check")
@@ -240,7 +240,7 @@ def _flash_attention(document: Mapping[str, Any]) -> bool:
     mode = document.get("attention_mode", FLASH_ATTENTION)
     if isinstance(mode, bool) or not isinstance(mode, int):
         raise KvmnnError(f"attention_mode is {mode!r}: expected an integer")
-    if mode in _QUANTISED_MODES:
+    if mode in QUANTISED_MODES:
         raise KvmnnError(
             f"attention_mode {mode} quantises K or V: the engine's store would read the int8 buffers as floats; "
             "expected 0 or 8"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from .. import printing, shared_options, streams
+from .. import engine_config, printing, shared_options, streams
 from ..printing import UsageError
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ _TEXT = """Plan an H2O eviction as the engine plans it, from scores of blocks or
 begin:size, and a picture of it. Every layer is planned as if it triggered now.
 
   kvmnn plan attention.npy --block 64 --sink 32 --recent 256 --target-ratio 3.5
+  kvmnn plan attention.npy --config config.json
   kvmnn plan scores.npz -o plan.json && kvmnn compact CACHE/ -o small/ --plan plan.json
 
 IN is an array with one axis (scores of blocks) or with two to four (attention: [heads, keys], [heads, queries, keys],
@@ -31,13 +33,12 @@ def add_parser(verbs: Any) -> None:
     shared_options.add_source(parser, "what raw words are")
     parser.add_argument("--kind", choices=("scores", "attention"), help="what IN holds, where its axes do not say")
     parser.add_argument("--tokens", type=shared_options.positive, metavar="N", help="tokens that the scores are about")
-    parser.add_argument("--block", type=shared_options.positive, default=64, metavar="N", help="tokens in a block (64)")
     parser.add_argument(
-        "--sink", type=shared_options.whole, default=32, metavar="N", help="tokens kept at the start (32)"
+        "--config", metavar="FILE", help="the engine's JSON file, whose kv_h2o_ keys say what no option says"
     )
-    parser.add_argument(
-        "--recent", type=shared_options.whole, default=256, metavar="N", help="tokens kept at the end (256)"
-    )
+    parser.add_argument("--block", type=shared_options.positive, metavar="N", help="tokens in a block (64)")
+    parser.add_argument("--sink", type=shared_options.whole, metavar="N", help="tokens kept at the start (32)")
+    parser.add_argument("--recent", type=shared_options.whole, metavar="N", help="tokens kept at the end (256)")
     parser.add_argument(
         "--target-ratio",
         type=_number,
@@ -45,7 +46,7 @@ def add_parser(verbs: Any) -> None:
         help="tokens before over tokens after (3.0, the engine's own default)",
     )
     parser.add_argument("--keep-ratio", type=_number, metavar="X", help="share of tokens to keep, instead")
-    parser.add_argument("--alpha", type=_number, default=0.9, metavar="X", help="weight of older scores (0.9)")
+    parser.add_argument("--alpha", type=_number, metavar="X", help="weight of older scores (0.9)")
     parser.add_argument(
         "--engine-threads", type=shared_options.positive, default=1, metavar="N", help="order of additions (1)"
     )
@@ -93,26 +94,40 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _config(arguments: argparse.Namespace) -> H2OConfig:
-    from ...h2o import H2OConfig
-
     if arguments.target_ratio is not None and arguments.keep_ratio is not None:
         raise UsageError("--target-ratio and --keep-ratio: say one or the other")
     if arguments.target_ratio is not None and arguments.target_ratio < 1:
         raise UsageError(f"--target-ratio is {arguments.target_ratio:g}: expected at least 1")
     if arguments.keep_ratio is not None and not 0 <= arguments.keep_ratio <= 1:
         raise UsageError(f"--keep-ratio is {arguments.keep_ratio:g}: expected 0 to 1")
-    if not 0 <= arguments.alpha <= 1:
+    if arguments.alpha is not None and not 0 <= arguments.alpha <= 1:
         raise UsageError(f"--alpha is {arguments.alpha:g}: expected 0 to 1")
-    return H2OConfig(
-        block_tokens=arguments.block,
-        sink_tokens=arguments.sink,
-        recent_tokens=arguments.recent,
-        target_mode="adaptive" if arguments.keep_ratio is None else "static",
-        target_lossy_ratio=arguments.target_ratio or 3.0,
-        target_keep_ratio=0.5 if arguments.keep_ratio is None else arguments.keep_ratio,
-        ema_alpha=arguments.alpha,
-        bytes_per_token=arguments.bytes_per_token,
-    )
+    said = {
+        "block_tokens": arguments.block,
+        "sink_tokens": arguments.sink,
+        "recent_tokens": arguments.recent,
+        "target_lossy_ratio": arguments.target_ratio,
+        "target_keep_ratio": arguments.keep_ratio,
+        "ema_alpha": arguments.alpha,
+        "bytes_per_token": arguments.bytes_per_token,
+    }
+    if arguments.target_ratio is not None or arguments.keep_ratio is not None:
+        said["target_mode"] = "adaptive" if arguments.keep_ratio is None else "static"
+    return replace(_engine_config(arguments), **{name: value for name, value in said.items() if value is not None})
+
+
+def _engine_config(arguments: argparse.Namespace) -> H2OConfig:
+    """What ``--config`` says, or the engine's defaults."""
+    from ...errors import KvmnnError
+    from ...h2o import H2OConfig
+
+    if arguments.config is None:
+        return H2OConfig()
+    document = engine_config.read_config(arguments.config)
+    try:
+        return H2OConfig.from_engine(document)
+    except KvmnnError as exc:
+        raise UsageError(f"{arguments.config}: {exc}") from None
 
 
 def _number(text: str) -> float:

@@ -88,7 +88,7 @@ class Measurer:
         runner = self.runner(configuration, document)
         start = memory.begin() if first and self.fresh else None
         sampled = _Bytes(runner)
-        traced = Tracer(runner, document.tokens, runner.policy.skip_layers) if trace else None
+        traced = Tracer(runner, document.tokens, _skipped(runner)) if trace else None
 
         def after(seen: int) -> None:
             new = seen - sampled.seen
@@ -127,6 +127,7 @@ class Measurer:
             process_peak_bytes=peak,
             process_opened_bytes=None if start is None else start.resident,
             frames=frame_sizes(cache.layers(), settings.frame_dtype, settings.threads),
+            h2o=cache.h2o_figures(),
             trace=None if traced is None else traced.course(),
         )
 
@@ -139,7 +140,7 @@ class Measurer:
         runner = self.runner(configuration, document)
         ids = document.own_ids[: document.tokens]
         try:
-            cell = measure_by_definition(runner, ids, configuration.definition, runner.policy.skip_layers)
+            cell = measure_by_definition(runner, ids, configuration.definition, _skipped(runner))
         except KvmnnError as exc:
             raise RefusedError(f"{configuration.label} by its project's definition: {exc}") from exc
         if advance is not None:
@@ -186,6 +187,11 @@ class _Bytes:
     @property
     def mean(self) -> float:
         return self._sum / max(self.seen, 1)
+
+
+def _skipped(runner: Runner) -> tuple[int, ...]:
+    """Layers that the policy never cuts."""
+    return tuple(sorted(runner.policy.skipped(runner.session.interface.layers)))
 
 
 def _facts(session: DecoderSession) -> ModelFacts:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, overload
 
 from ...files.records import Record
+from ...h2o.figures import H2OFigures
 from ...reports.results import KeepMap
 from ...reports.rows import FrameSizes
 
@@ -70,6 +71,7 @@ class ScoreCell(Record):
     process_peak_bytes: int | None
     process_opened_bytes: int | None
     frames: FrameSizes
+    h2o: H2OFigures | None = field(default=None, metadata={"omit": True})
     trace: Course | None = field(default=None, metadata={"omit": True})
 
 

@@ -95,7 +95,10 @@ class Configuration(Record):
 
 
 def configurations(
-    specs: Iterable[str], budgets: Sequence[int], skip_layers: tuple[int, ...] | None = None
+    specs: Iterable[str],
+    budgets: Sequence[int],
+    skip_layers: tuple[int, ...] | None = None,
+    defaults: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[Configuration]:
     """Every policy with every budget.
 
@@ -108,13 +111,15 @@ def configurations(
         its policy's default.
     skip_layers
         Layers never cut, for specs that do not say.
+    defaults
+        Options that specs of a policy do not say, by its name.
 
     Raises
     ------
     KvmnnError
         For policies and options that do not exist and values that the policy refuses.
     """
-    return [named(*options) for spec in specs for options in options_of(spec, budgets, skip_layers)]
+    return [named(*options) for spec in specs for options in options_of(spec, budgets, skip_layers, defaults)]
 
 
 def named(policy: str, options: Mapping[str, Any], **rest: Any) -> Configuration:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 
 from ...arrays.layer_cache import LayerCache
 from ...dtypes import Floats, Indices, KVPair, Positions, Words
 from ...errors import KvmnnError
+from ...h2o.figures import H2OFigures
 from ...policies.base import Policy
 from ...policies.evicting_cache import take_rows
 from ...policies.ranking import key_norms
@@ -17,6 +19,7 @@ from ...policies.view import Moment, View
 from ..graph.decoder import Step
 from . import _eviction
 from .kv_store import KVStore
+from .planned_eviction import PlannedEviction
 from .token_rows import TokenRows
 
 SHARE = 8
@@ -44,6 +47,8 @@ class ModelCache:
         Dead slots that may be in use, or None for an eighth of the live tokens. 0 for a model that takes no bias.
     biased
         Whether the model takes a bias.
+    planned
+        What evicts instead of the policy's rule, where a planner does.
 
     Attributes
     ----------
@@ -63,6 +68,7 @@ class ModelCache:
         policy: Policy,
         slack: int | None,
         biased: bool,
+        planned: PlannedEviction | None = None,
     ) -> None:
         self._store = store
         self._kv_heads = kv_heads
@@ -75,10 +81,14 @@ class ModelCache:
         self._new = 0
         self.seen = 0
         self.peak_nbytes = 0
-        cut = [layer for layer in range(layers) if policy.evicts and layer not in policy.skip_layers]
+        skipped = policy.skipped(layers)
+        cut = [layer for layer in range(layers) if policy.evicts and layer not in skipped]
         self._layers = layers
+        self._planned = planned
         self._groups: list[TokenRows] = []
-        if cut:
+        if planned is not None:
+            self._groups = [TokenRows((layer,), 1) for layer in cut]
+        elif cut:
             per_layer = kv_heads if policy.by_head else int(policy.needs_attention)
             scored, normed = policy.needs_attention, policy.needs == "keys"
             self._groups = [TokenRows(tuple(cut), per_layer, scored=scored, normed=normed)]
@@ -128,6 +138,10 @@ class ModelCache:
         rows = group.scores[group.rows_of(layer), : group.live].copy()
         return rows[0] if group.per_layer == 1 else rows
 
+    def h2o_figures(self) -> H2OFigures | None:
+        """What the engine's planner did, where it is what evicts."""
+        return None if self._planned is None else self._planned.figures(self.seen, self.tokens)
+
     # -- a step --------------------------------------------------------------------------------------------------------
 
     def begin(self, new: int) -> tuple[list[KVPair], list[Floats] | None]:
@@ -140,17 +154,23 @@ class ModelCache:
         KvmnnError
             Where the policy evicts some of the new tokens before they are attended and the model takes no bias.
         """
+        if self._planned is not None:
+            self._carry_out(self._planned)
         for group in self._groups:
             group.append(new, self.seen)
         self._new = new
         self.seen += new
-        self._apply(Moment.APPENDED)
+        if self._planned is None:
+            self._apply(Moment.APPENDED)
         return self._store.past(), self._bias()
 
     def end(self, step: Step) -> None:
         """The new tokens have been attended: take over what the model returned, score it, cut."""
         self._store.adopt(step.present, self._new)
         self.peak_nbytes = max(self.peak_nbytes, self._store.nbytes)
+        if self._planned is not None:
+            self._planned.end(self.tokens, self._new, decode=self._new != self.seen, rows=partial(self._rows, step))
+            return
         if self._policy.prompt_only and self._new != self.seen:
             return
         for group in self._groups:
@@ -197,6 +217,25 @@ class ModelCache:
                 self._cut(group, kept, moment)
             groups.append(group)
         self._groups = groups
+
+    def _carry_out(self, planned: PlannedEviction) -> None:
+        """Drop what the plans of the step before say, before new tokens come."""
+        kept = planned.begin(self.tokens)
+        for group in self._groups:
+            tokens = kept[group.layers[0]]
+            if tokens is not None:
+                group.cut(tokens)
+                if self._is_full(group):
+                    self._compact(group, 0)
+
+    def _rows(self, step: Step, layer: int) -> Floats:
+        """The attention of a layer's live tokens."""
+        group, attentions = self._by_layer()[layer], step.attentions
+        if attentions is None:
+            raise KvmnnError("the policy needs attention probabilities, which the model was not asked for")
+        if group is None or not group.dead:
+            return attentions[layer]
+        return _live_columns(attentions[layer], group.slots[:, : group.live])
 
     def _kept_by_layer(self, group: TokenRows, kept: list[Indices]) -> Iterator[Indices]:
         """What each layer of a group keeps, where layers keep different numbers of tokens."""

@@ -9,7 +9,7 @@ import shlex
 import pytest
 from repository import ROOT
 
-from kvmnn.cli import command as command_line
+from kvmnn.cli.parser import parse
 from kvmnn.evaluation.setup import presets
 from kvmnn.reports import plots
 
@@ -23,7 +23,7 @@ def test_there_are_commands_of_every_verb_that_runs_a_model() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_are_understood(command: str) -> None:
-    assert command_line._parse(shlex.split(command)[1:]) is not None
+    assert parse(shlex.split(command)[1:]) is not None
 
 
 def test_every_plot_is_described() -> None:

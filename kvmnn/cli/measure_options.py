@@ -27,10 +27,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare everything that decides which sizes come out."""
     group = parser.add_argument_group("which dumps")
     group.add_argument("--stage", choices=STAGES, default="both", help="(default both: any)")
-    group.add_argument("--scope", choices=SCOPES, default="front_n", help="how layers are chosen (default front_n)")
-    group.add_argument("--front-n", type=int, default=2, metavar="N", help="the first N layers (default 2)")
-    group.add_argument("--layer-start", type=int, default=2, metavar="N", help="first of layer_range (default 2)")
-    group.add_argument("--layer-end", type=int, default=-1, metavar="N", help="last of layer_range (default -1: any)")
+    group.add_argument("--scope", choices=SCOPES, help="how layers are chosen (default all; the evaluation's: front_n)")
+    group.add_argument("--front-n", type=int, metavar="N", help="the first N layers (default of front_n: 2)")
+    group.add_argument("--layer-start", type=int, metavar="N", help="first of layer_range (default 2)")
+    group.add_argument("--layer-end", type=int, metavar="N", help="last of layer_range (default -1: any)")
     group.add_argument("--layer-ids", default="", metavar="N[,N...]", help="the layers of layer_ids")
     group.add_argument("--min-seq-len", type=int, default=0, metavar="N", help="tokens of a dump at least (0: any)")
     group.add_argument("--max-seq-len", type=int, default=0, metavar="N", help="tokens of a dump at most (0: any)")
@@ -120,6 +120,8 @@ def options_of(arguments: argparse.Namespace) -> MeasureOptions:
 def parse_options(argv: Sequence[str]) -> MeasureOptions:
     """The options in a list of arguments as the reference's tool takes them, without inputs and outputs.
 
+    Its default scope is ``front_n``.
+
     Raises
     ------
     OptionError
@@ -127,6 +129,7 @@ def parse_options(argv: Sequence[str]) -> MeasureOptions:
     """
     parser = _Parser(prog="measure", add_help=False)
     add_options(parser)
+    parser.set_defaults(scope="front_n")
     return options_of(parser.parse_args(list(argv)))
 
 

@@ -20,7 +20,7 @@ from .options import Scope
 from .selection import Entry, Selection
 from .token_runs import FileTensor
 
-ALL_LAYERS = Scope(scope="layer_range", layer_start=-(1 << 62))
+ALL_LAYERS = Scope(scope="all")
 """A scope that takes every dump."""
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..dtypes import PART_LETTERS, PARTS, Part
-from ..text import ratio
+from ..text import count, ratio, span
 from .options import HALVES, lane_of
 from .stored_sizes import StoredSize
 from .totals import LaneTotal, Totals
@@ -67,7 +67,9 @@ class Breakdown:
     Attributes
     ----------
     overall, layers
-        Of everything, and by layer number.
+        Of everything that was measured, and by layer number.
+    found_layers
+        How many layers the inputs have, measured or not.
     has_limits
         Whether entropy limits were computed.
     is_stored
@@ -76,6 +78,7 @@ class Breakdown:
 
     overall: Totals
     layers: dict[int, Totals]
+    found_layers: int
     has_limits: bool
     is_stored: bool
 
@@ -100,10 +103,19 @@ class Breakdown:
             meaning["limit"] = LIMIT
         if self.is_stored:
             meaning["stored"] = STORED
+        tokens = [totals.tokens for totals in self.layers.values()]
         return {
             "meaning": meaning,
-            "overall": self._document(self.overall),
-            "layers": {str(layer): self._document(totals) for layer, totals in self.layers.items()},
+            "found_layers": self.found_layers,
+            "overall": {
+                "layers": len(self.layers),
+                "least_tokens": min(tokens, default=0),
+                "most_tokens": max(tokens, default=0),
+                **self._document(self.overall),
+            },
+            "layers": {
+                str(layer): {"tokens": totals.tokens, **self._document(totals)} for layer, totals in self.layers.items()
+            },
         }
 
     def _document(self, totals: Totals) -> dict[str, Any]:
@@ -120,12 +132,20 @@ class Breakdown:
         header += f" {'order-0 limit':>13}" if self.has_limits else ""
         header += f" {'STORED':>15} {'ratio':>8}" if self.is_stored else ""
         lines = [header]
-        for label, totals in [*((f"layer {n}", t) for n, t in self.layers.items()), ("all", self.overall)]:
+        for label, totals in [*((f"layer {n}", t) for n, t in self.layers.items()), ("total", self.overall)]:
             lines.append(self.of(totals).line(label))
             for part in PARTS:
                 lines.append(self.of(totals, [part]).line(f"  {PART_LETTERS[part].upper()}"))
                 lines += [self.of_lane(totals.lanes[lane_of(part, half)]).line(f"    {half}") for half in HALVES]
-        lines += ["", SIMULATED]
+        lines += ["", f"total: {self._measured()}", SIMULATED]
         if self.has_limits:
             lines.append(f"limit: {LIMIT}")
         return "\n".join([*lines, STORED] if self.is_stored else lines)
+
+    def _measured(self) -> str:
+        """Of how many layers and tokens the total is."""
+        layers = count(self.found_layers, "layer")
+        if len(self.layers) < self.found_layers:
+            layers = f"{len(self.layers):,} of {layers}"
+        tokens = sorted({totals.tokens for totals in self.layers.values()})
+        return f"{layers}, {span(tokens)} tokens{' each' if len(self.layers) > 1 else ''}" if tokens else "nothing"

@@ -53,7 +53,11 @@ class Measurement:
     def breakdown(self) -> Breakdown:
         """Sizes by layer, part and byte lane."""
         return Breakdown(
-            overall=self.totals, layers=self.layers, has_limits=self.options.limits, is_stored=self.is_stored
+            overall=self.totals,
+            layers=self.layers,
+            found_layers=len(self.selection.layers),
+            has_limits=self.options.limits,
+            is_stored=self.is_stored,
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -179,6 +179,7 @@ def _sum_up(
             continue
         chunks += 2 * unit.piece_count()
         for total in (totals, layers.setdefault(unit.layer, Totals())):
+            total.tokens += unit.tokens
             for part in PARTS:
                 total.extra_bytes[part] += unit.extra_bytes
                 for half in HALVES:

@@ -1,6 +1,7 @@
-"""The options of the offline evaluation, with the names, defaults and refusals of the reference's tool.
+"""The options of the offline evaluation, with the names and refusals of the reference's tool.
 
-The reference is the offline evaluation in the H2O work on MNN (docs/offline.md).
+The reference is the offline evaluation in the H2O work on MNN (docs/offline.md). The defaults are its own too, but for
+the scope: it takes two layers unless told otherwise, kvmnn all.
 """
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ from ..errors import KvmnnError, OptionError
 from .predictors import parse_list
 
 STAGES = ("prefill", "decode", "both")
-SCOPES = ("front_n", "layer_range", "layer_ids")
+SCOPES = ("all", "front_n", "layer_range", "layer_ids")
+_OPTIONS_OF = {
+    "front_n": "front_n",
+    "layer_start": "layer_range",
+    "layer_end": "layer_range",
+    "layer_ids": "layer_ids",
+}
 ENTRY_MODES = ("per_meta", "aggregate", "chunked", "chunked_grouped")
 CODEC_MODES = ("legacy", "adaptive_v22")
 MAX_LEVEL = 22
@@ -50,8 +57,9 @@ class Scope:
     stage
         ``"prefill"``, ``"decode"``, or ``"both"``, which keeps any.
     scope
-        ``"front_n"``: the first `front_n` layers; ``"layer_range"``: from `layer_start` to `layer_end`, both included,
-        or to the last where that is below 0; ``"layer_ids"``: those in `layer_ids`.
+        ``"all"`` layers; ``"front_n"``: the first `front_n` (2); ``"layer_range"``: from `layer_start` (2) to
+        `layer_end`, both included, or to the last where that is below 0 (-1); ``"layer_ids"``: those in `layer_ids`.
+        Without it, whichever of these options is given says it; without any of them, all layers.
     min_seq_len, max_seq_len
         Tokens that a dump must and may have; 0 for any.
     strict_fp16
@@ -59,10 +67,10 @@ class Scope:
     """
 
     stage: str = "both"
-    scope: str = "front_n"
-    front_n: int = 2
-    layer_start: int = 2
-    layer_end: int = -1
+    scope: str = None  # type: ignore[assignment]  # filled in below, as are the next three
+    front_n: int = None  # type: ignore[assignment]
+    layer_start: int = None  # type: ignore[assignment]
+    layer_end: int = None  # type: ignore[assignment]
     layer_ids: tuple[int, ...] = ()
     min_seq_len: int = 0
     max_seq_len: int = 0
@@ -70,10 +78,22 @@ class Scope:
 
     def __post_init__(self) -> None:
         _one_of("--stage", self.stage, STAGES)
+        given: str | None = self.scope
+        defaults = {"scope": given or self._said(), "front_n": 2, "layer_start": 2, "layer_end": -1}
+        for name, default in defaults.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
         _one_of("--scope", self.scope, SCOPES)
         object.__setattr__(self, "layer_ids", tuple(sorted(set(self.layer_ids))))
         if self.scope == "front_n" and self.front_n <= 0:
             raise OptionError("--front-n must be > 0 when scope=front_n.")
+
+    def _said(self) -> str:
+        """The scope that the options given belong to."""
+        said = {scope for name, scope in _OPTIONS_OF.items() if getattr(self, name) not in (None, ())}
+        if len(said) > 1:
+            raise OptionError(f"options of {' and '.join(sorted(said))}: say which with --scope")
+        return said.pop() if said else "all"
 
     def check_layer_ids(self) -> None:
         """Refuse the scope ``layer_ids`` without any."""
@@ -82,6 +102,8 @@ class Scope:
 
     def takes_layer(self, layer: int) -> bool:
         """Whether a layer is in the scope."""
+        if self.scope == "all":
+            return True
         if self.scope == "front_n":
             return 0 <= layer < self.front_n
         if self.scope == "layer_range":

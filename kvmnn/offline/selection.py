@@ -67,6 +67,8 @@ class Selection:
         In the order of the walk.
     dumps
         What tells one dump from another: run ids, or directories.
+    layers
+        Numbers of the layers that were found, whether or not the scope takes them.
     scanned
         Metadata files (or pairs of arrays) that were looked at.
     converted
@@ -77,6 +79,7 @@ class Selection:
 
     entries: list[Entry] = field(default_factory=list)
     dumps: set[str] = field(default_factory=set)
+    layers: set[int] = field(default_factory=set)
     scanned: int = 0
     converted: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
@@ -158,7 +161,10 @@ def select_source(found: Selection, source: Source, scope: Scope, label: str) ->
                 f"{label}: layer {key.layer}: keys are {key.array.dtype} {list(key.array.shape)} and values "
                 f"{value.array.dtype} {list(value.array.shape)}: expected the same"
             )
-        if scope.stage not in ("both", "unknown") or not scope.takes_layer(key.layer):
+        if scope.stage not in ("both", "unknown"):
+            continue
+        found.layers.add(key.layer)
+        if not scope.takes_layer(key.layer):
             continue
         if not scope.takes_length(tokens):
             continue
@@ -176,6 +182,7 @@ def _add(found: Selection, meta: Path, scope: Scope) -> None:
     if scope.stage not in ("both", stage):
         return
     layer, seq_start, tokens, heads, dims, width = _numbers(fields)
+    found.layers.add(layer)
     if not scope.takes_layer(layer):
         return
     if min(tokens, heads, dims) <= 0:

@@ -36,6 +36,8 @@ class Totals:
 
     Parameters
     ----------
+    tokens
+        Of all that was measured of the layer; of all layers, their sum.
     lanes
         By name: ``"k_hi"``, ``"k_lo"``, ``"v_hi"``, ``"v_lo"``.
     extra_bytes
@@ -44,6 +46,7 @@ class Totals:
         By part: frames that were made and decoded, where that was asked for.
     """
 
+    tokens: int = 0
     lanes: dict[str, LaneTotal] = field(default_factory=lambda: {lane: LaneTotal() for lane in LANES})
     extra_bytes: Counter[Part] = field(default_factory=Counter)
     stored: dict[Part, StoredSize] = field(default_factory=dict)

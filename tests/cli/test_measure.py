@@ -27,12 +27,37 @@ def test_both_documents_are_written(here, run):
     said = run("measure", "--dump-dir", "dump", "--out-json", "new/deep/a.json", "--out-md", "new/a.md").out
     made = json.loads(Path("new/deep/a.json").read_text())
     assert made["dump_dir"] == str(here / "dump")
-    assert (made["selected_entries"], made["skip_reasons"]) == (2, {"compression_failed": 1})
+    assert (made["scope"], made["selected_layers"]) == ("all", [0, 1, 2])
+    assert (made["selected_entries"], made["skip_reasons"]) == (3, {"compression_failed": 1})
     assert Path("new/a.md").read_text().startswith("# H2O v6 Offline Lossless Summary\n\n- Dump dir: `/")
     assert said.endswith("Wrote new/deep/a.json\nWrote new/a.md\n")
     assert "skipped: 1 compression_failed" in said
     assert "simulated: " in said and "order-0 limit" in said and "STORED" not in said
     assert sorted(path.name for path in here.iterdir()) == ["dump", "new"]
+
+
+@pytest.mark.parametrize(
+    ("options", "layers", "said"),
+    [
+        ("", ["0", "2"], "2 of 3 layers, 40 tokens each"),
+        ("--scope front_n --front-n 2", ["0"], "1 of 3 layers, 40 tokens"),
+        ("--scope front_n", ["0"], "1 of 3 layers, 40 tokens"),
+        ("--layer-ids 0,2", ["0", "2"], "2 of 3 layers, 40 tokens each"),
+    ],
+)
+def test_a_total_says_of_what_it_is(here, run, options, layers, said):
+    assert f"\ntotal: {said}\n" in run("measure", "dump", *options.split()).out
+    made = json.loads(run("measure", "dump", "--json", *options.split()).out)["breakdown"]
+    total = made["overall"]
+    assert (list(made["layers"]), made["found_layers"]) == (layers, 3)
+    assert (total["layers"], total["least_tokens"], total["most_tokens"]) == (len(layers), 40, 40)
+    assert [layer["tokens"] for layer in made["layers"].values()] == [40] * len(layers)
+
+
+def test_all_layers_are_measured_whatever_they_hold(here, run):
+    write_dump(Path("other"), 0, 0, K, V)
+    write_dump(Path("other"), 5, 0, K[:7], V[:7])
+    assert "\ntotal: 2 layers, 7 to 40 tokens each\n" in run("measure", "other").out
 
 
 def test_an_output_that_exists_stays(here, run):

@@ -12,7 +12,16 @@ from offline_model import words, write_dump
 
 from kvmnn import SourceError
 from kvmnn.formats import open as open_source
-from kvmnn.offline import MeasureOptions, NothingSelectedError, Scope, Selection, measure, select, select_source
+from kvmnn.offline import (
+    MeasureOptions,
+    NothingSelectedError,
+    OptionError,
+    Scope,
+    Selection,
+    measure,
+    select,
+    select_source,
+)
 from kvmnn.offline.selection import is_dump
 
 K, V = words(1, 4), words(2, 4)
@@ -153,13 +162,30 @@ def test_filters_are_silent(tmp_path):
     assert taken(scope="layer_range", layer_start=1, layer_end=2, stage="prefill") == [(1, 4), (2, 4)]
     assert taken(scope="layer_range", layer_start=3) == [(3, 4), (3, 1)]
     assert taken(scope="layer_ids", layer_ids=(3, 0, 3), min_seq_len=2) == [(0, 4), (3, 4)]
-    assert taken(max_seq_len=1) == [(0, 1), (1, 1)]
+    assert taken(max_seq_len=1) == [(0, 1), (1, 1), (2, 1), (3, 1)]
+    assert taken(scope="front_n", max_seq_len=1) == [(0, 1), (1, 1)]
+    assert taken(layer_end=2, max_seq_len=1) == [(2, 1)]
+    assert taken(layer_ids=(3,), max_seq_len=1) == [(3, 1)]
     assert taken(min_seq_len=5) == []
+
+
+def test_options_of_two_scopes_are_asked_about(tmp_path):
+    with pytest.raises(OptionError, match="options of front_n and layer_ids: say which with --scope"):
+        Scope(front_n=1, layer_ids=(2,))
+    assert Scope(scope="layer_ids", front_n=1, layer_ids=(2,)).takes_layer(2)
+
+
+def test_layers_that_are_found_are_counted(tmp_path):
+    for layer in range(4):
+        write_dump(tmp_path, layer, 0, K, V)
+    found = measure(["x"], options=MeasureOptions(), selection=select([tmp_path], Scope(front_n=2)))
+    assert (sorted(found.layers), found.selection.layers) == ([0, 1], {0, 1, 2, 3})
 
 
 def test_a_negative_layer_is_in_no_front_but_may_be_in_a_range(tmp_path):
     write_dump(tmp_path, -1, 0, K, V)
-    assert not select([tmp_path], Scope()).entries
+    assert not select([tmp_path], Scope(front_n=2)).entries
+    assert len(select([tmp_path], Scope()).entries) == 1
     assert len(select([tmp_path], Scope(scope="layer_range", layer_start=-1)).entries) == 1
 
 
@@ -206,7 +232,8 @@ def test_a_source_is_filtered_too(tmp_path):
     np.savez(tmp_path / "kv.npz", **arrays)
     source = open_source(str(tmp_path / "kv.npz"))
     for scope, layers in (
-        (Scope(), [0, 1]),
+        (Scope(), [0, 1, 2]),
+        (Scope(front_n=2), [0, 1]),
         (Scope(stage="prefill"), []),
         (Scope(min_seq_len=5), []),
         (Scope(scope="layer_ids", layer_ids=(2,), strict_fp16=True), [2]),

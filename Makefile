@@ -8,7 +8,7 @@ STAMPS := $(VENV)/.kvmnn
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 SOURCES := $(shell find pyx kvmnn -name '*.py' -o -name '*.pyx' -o -name '*.pxd' -o -name '*.pyi' -o -name '*.h' -o -name '*.c') setup.py pyproject.toml
 
-.PHONY: demo test test-peers lint bench fuzz test-aarch64 sanitize install clean
+.PHONY: demo test test-peers lint bench fuzz mutants test-aarch64 sanitize install clean
 
 demo: $(STAMPS)/lm
 	@PATH="$(abspath $(BIN)):$$PATH" sh tools/demo.sh
@@ -38,6 +38,11 @@ bench: $(STAMPS)/bench
 
 fuzz: $(STAMPS)/test
 	$(BIN)/python tools/fuzz/run.py
+
+# Small changes of the code, each of which a test should notice; hours. MUTANTS='--count 30 --only kvmnn/packed'
+mutants: $(STAMPS)/test
+	@$(PIP) 'Cython>=3.1,<4' 'setuptools>=77'
+	$(BIN)/python tools/mutants/run.py $(MUTANTS)
 
 test-aarch64: install
 	bash tools/test_aarch64.sh

@@ -78,6 +78,14 @@ def test_a_changed_frame_is_found(tmp_path):
         list(decode_frames(frames))
 
 
+def test_the_only_frame_has_no_number(tmp_path):
+    folder = bundle(tmp_path / "out", named(KEYS), options=EncodeOptions(frame_bytes=0))
+    frame = (folder / "k.frame").read_bytes()
+    (folder / "k.frame").write_bytes(frame[:-1] + bytes([frame[-1] ^ 1]))
+    with pytest.raises(ManifestError, match="array 'k': the frame does not match"):
+        joined(open_frames(str(folder)))
+
+
 def test_swapped_frames_are_found_even_if_their_own_hashes_are_not_checked(tmp_path):
     def change(document):
         parts = document["arrays"][1]["frames"]

@@ -172,8 +172,9 @@ def test_header_fields(tmp_path: Path) -> None:
     options = ConvertOptions(dtype="fp32", compression_factor=7, min_seq_len=9, num_heads=32, head_dim=6)
     header = converted(tmp_path, STATE, options)[0].header
     assert (header.compression_factor, header.min_seq_len, header.num_heads, header.head_dim) == (7, 9, 32, 6)
-    header = converted(tmp_path, STATE, ConvertOptions(compression_factor=-1, head_dim=-3))[0].header
-    assert (header.compression_factor, header.head_dim) == (3, 4)
+    for factor, dim, expected in ((-1, -3, (3, 4)), (0, 0, (3, 4)), (1, 1, (1, 1))):
+        header = converted(tmp_path, STATE, ConvertOptions(compression_factor=factor, head_dim=dim))[0].header
+        assert (header.compression_factor, header.head_dim) == expected
 
 
 @pytest.mark.parametrize(

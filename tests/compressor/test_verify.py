@@ -167,6 +167,17 @@ def test_a_file_of_another_checkpoint(
     assert any(re.search(match, text) for text in differences), differences
 
 
+def test_weights_beyond_the_checkpoints_prefixes_are_named_by_number(tmp_path: Path) -> None:
+    """As many weights, in a layer of four prefixes there and in two layers of two here."""
+    convert(checkpoint(tmp_path / "one.pth", weights(1)), tmp_path / "w.bin")
+    two = checkpoint(tmp_path / "two.pth", weights(2, prefixes=kvcm.TEXT_PREFIXES))
+    differences = verify(
+        tmp_path / "w.bin", against=two, options=ConvertOptions(prefixes=kvcm.TEXT_PREFIXES)
+    ).differences
+    named = {text.split(", ")[1] for text in differences if ", slot " in text}
+    assert "prefix 2" in named <= {*kvcm.TEXT_PREFIXES, "prefix 2", "prefix 3"}
+
+
 def test_a_missing_bias_is_found(tmp_path: Path) -> None:
     state = {key: value for key, value in STATE.items() if not key.endswith("bias")}
     convert(checkpoint(tmp_path / "c.pth", state), tmp_path / "w.bin")

@@ -142,6 +142,24 @@ def test_a_directory_that_exists_keeps_its_other_files(tmp_path):
     assert names(tmp_path) == ["a", "b", "index", "mine"]
 
 
+def test_an_index_that_comes_into_being_meanwhile_is_kept(tmp_path):
+    with pytest.raises(OutputError, match="exists already"), DirectoryOutput(tmp_path, index="index") as output:
+        output.file("a").write(b"a")
+        output.file("index").write(b"a")
+        (tmp_path / "index").write_bytes(b"theirs")
+        output.commit()
+    assert (tmp_path / "index").read_bytes() == b"theirs"
+
+
+def test_a_directory_without_an_index_is_replaced_file_by_file(tmp_path):
+    (tmp_path / "a").write_bytes(b"old")
+    with DirectoryOutput(tmp_path, force=True) as output:
+        output.file("a").write(b"new")
+        output.commit()
+    assert names(tmp_path) == ["a"]
+    assert (tmp_path / "a").read_bytes() == b"new"
+
+
 @pytest.mark.parametrize("existing", [False, True])
 def test_no_directory_without_commit(tmp_path, existing):
     if existing:

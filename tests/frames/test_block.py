@@ -1,5 +1,7 @@
 """The engine's unit: K and V together, kept only if they gain together."""
 
+from dataclasses import replace
+
 import codec_model
 import numpy as np
 import pytest
@@ -51,6 +53,12 @@ def test_no_gain_is_no_fallback() -> None:
     assert block.blob_hash == 0 and block.raw_hash == codec_model.fnv1a64(NOISE.tobytes() * 2)
     with pytest.raises(KvmnnError, match="keeps no frames"):
         block.decode()
+
+
+@pytest.mark.parametrize("name", ["key_frame", "value_frame"])
+def test_a_block_decodes_both_frames_or_none(name: str) -> None:
+    with pytest.raises(KvmnnError, match="keeps no frames"):
+        replace(encode_block(GOOD, GOOD), **{name: None}).decode()
 
 
 def test_equal_size_is_no_gain() -> None:

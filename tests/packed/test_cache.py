@@ -306,6 +306,24 @@ def test_upstream_never_leaves_its_buffers(remove: int, reserve: list[Any], mess
     assert state(cache) == before
 
 
+@pytest.mark.parametrize(
+    ("begin", "size", "fits"),
+    [(-10, 4, True), (-11, 4, False), (90, 4, True), (91, 4, False), (0, 94, True)],
+)
+def test_upstream_copies_up_to_the_edge_of_its_buffers(begin: int, size: int, fits: bool) -> None:
+    """40 tokens, the last 30 of which are the window, in room for 104: a pair may reach from 10 before to 94 behind."""
+    cache = filled(40, dialect="upstream", on_invalid="engine")
+    if not fits:
+        with pytest.raises(KvmnnError, match="outside its buffers"):
+            cache.realloc(30, [(begin, size)])
+        return
+    rows = cache.layout.gather(cache.key_buffer, cache.value_buffer, 10 + begin, size, past=104, capacity=104)
+    cache.realloc(30, [(begin, size)])
+    assert cache.past == 10 + size
+    for part, expected in zip(cache.to_arrays(), rows, strict=True):
+        assert part[:, 10:].tobytes() == expected.tobytes()
+
+
 def test_upstream_checks_plans_unless_told_not_to() -> None:
     cache = filled(40, dialect="upstream")
     with pytest.raises(KvmnnError, match="where the pair before it ends"):

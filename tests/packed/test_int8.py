@@ -112,6 +112,26 @@ def test_int8_and_plans() -> None:
     assert cache.past == 15
 
 
+def test_adopted_int8_stays_adopted_when_it_grows() -> None:
+    """Room for more does not bring back maxima that are in no file; a fresh cache has them from its first room on."""
+    layout = PackLayout.for_backend("x86-avx2", kv_heads=1, head_dim=8, int8_keys=True)
+    rows = [np.random.default_rng(1).standard_normal((1, 5, 8)).astype(np.float32) for _ in "kv"]
+    cache = PackedCache(layout)
+    cache.realloc(add=5)
+    assert cache.int8_sums is not None
+    cache.push(*rows)
+    adopted = PackedCache.from_buffers(layout, cache.key_buffer, cache.value_buffer, 5)
+    adopted.realloc(add=200)
+    assert adopted.capacity > cache.capacity and adopted.int8_sums is None
+    with pytest.raises(KvmnnError, match="in no file"):
+        adopted.push(*rows)
+    for part, before in zip(adopted.to_arrays(), cache.to_arrays(), strict=True):
+        assert part.tobytes() == before.tobytes()
+    plain = PackedCache(PackLayout.for_backend("x86-avx2", kv_heads=1, head_dim=8))
+    plain.realloc(add=5)
+    assert plain.int8_sums is None
+
+
 def test_int8_that_cannot_be_made() -> None:
     layout = PackLayout.for_backend("x86-avx2", kv_heads=1, head_dim=8, int8_keys=True)
     cache = PackedCache(layout)

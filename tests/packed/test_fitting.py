@@ -1,0 +1,32 @@
+"""What is known of packed files, and the layouts that agree with it."""
+
+from __future__ import annotations
+
+from kvmnn.packed.backends import BACKENDS
+from kvmnn.packed.fitting import Geometry
+
+
+def test_what_is_said_stays_and_what_is_not_is_taken() -> None:
+    said = Geometry(kv_heads=2, dtype="fp16", lP=2, hP=8)
+    other = Geometry(kv_heads=4, head_dim=64, dtype="fp32", backend="x86-avx2", flash_block="none", lP=1, hP=4)
+    assert said.or_else(other) == Geometry(kv_heads=2, head_dim=64, dtype="fp16", lP=2, hP=8, flash_block="none")
+    assert other.or_else(said) == other
+    assert Geometry().or_else(other) == other
+
+
+def test_pack_numbers_of_another_are_not_mixed_with_a_backend() -> None:
+    backend, numbers = Geometry(backend="arm64-fp16"), Geometry(dtype="fp32", lP=1, hP=4)
+    assert backend.or_else(numbers) == backend
+    assert numbers.or_else(backend) == numbers
+    assert Geometry(hP=4).or_else(backend) == Geometry(hP=4)
+    assert Geometry(lP=1).or_else(numbers) == numbers
+
+
+def test_either_pack_number_alone_chooses() -> None:
+    both = {(layout.lP, layout.hP) for _, layout in Geometry(kv_heads=1, head_dim=4).candidates()}
+    assert len(both) > 2 and len(BACKENDS) > 2
+    for lP, hP in both:
+        for known in ({"lP": lP}, {"hP": hP}, {"lP": lP, "hP": hP}):
+            found = [layout for _, layout in Geometry(kv_heads=1, head_dim=4, **known).candidates()]
+            assert found
+            assert all(getattr(layout, name) == value for layout in found for name, value in known.items())

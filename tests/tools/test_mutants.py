@@ -1,0 +1,88 @@
+"""tools/mutants: which changes are found, where they are made, and that the list of survivors is current."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from repository import ROOT
+
+sys.path.insert(0, str(ROOT / "tools" / "mutants"))
+
+import rooms
+from changes import Change, changes_of
+
+
+def found(tmp_path: Path, name: str, source: str) -> list[Change]:
+    (tmp_path / name).write_text(source)
+    return changes_of(tmp_path, name)
+
+
+def changed(tmp_path: Path, name: str, source: str) -> list[str]:
+    """The source with each change made, in order."""
+    return [change.applied(source.encode()).decode() for change in found(tmp_path, name, source)]
+
+
+@pytest.mark.parametrize(
+    ("source", "results"),
+    [
+        ("a < b\n", ["a <= b\n"]),
+        ("(a) is  not (b)\n", ["(a) is (b)\n"]),
+        ("a not in b\n", ["a in b\n"]),
+        ("a == b != c\n", ["a != b != c\n", "a == b == c\n"]),
+        ("a and b and c\n", ["a or b and c\n", "a and b or c\n"]),
+        ("é = (a  # a and b\n + b)\n", ["é = (a  # a and b\n - b)\n"]),
+        ("a -= -1\n", ["a += -1\n", "a -= +1\n", "a -= -2\n"]),
+        ("def f(a: Literal[1] = 2) -> 'a < 3': ...\n", ["def f(a: Literal[1] = 3) -> 'a < 3': ...\n"]),
+        ("a = f'{b + 1}', True, 1.5, '1 + 1'\n", []),
+    ],
+)
+def test_changes_of_python(tmp_path: Path, source: str, results: list[str]) -> None:
+    assert changed(tmp_path, "a.py", source) == results
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "results"),
+    [
+        ("a.pyx", "if a < <size_t>b and c[::1] >> d: # 1 < 2\n", ["<=", "or"]),
+        ("a.pyx", 'cdef int f(uint8_t *a) except -1:\n    """1 < 2"""\n    return a + 1\n', ["-", "2"]),
+        (
+            "a.c",
+            "#define A 1\n/* 2 */ if (a->b <= 7 && c++ < -1) d += 3; // 4\n",
+            ["<", "8", "||", "<=", "2", "-=", "4"],
+        ),
+    ],
+)
+def test_changes_of_compiled_code(tmp_path: Path, name: str, source: str, results: list[str]) -> None:
+    assert [change.new for change in found(tmp_path, name, source)] == results
+
+
+def test_equal_places_of_a_line_have_keys_of_their_own(tmp_path: Path) -> None:
+    keys = [change.key for change in found(tmp_path, "a.py", "x = 1\na = 1 + 1\n")]
+    assert keys[0] == "a.py: x = 1: '1' -> '2'"
+    assert len(set(keys)) == 4
+
+
+def test_tests_of_a_module_begin_with_its_own() -> None:
+    tests = rooms.tests_of(ROOT, "kvmnn/compressor/conversion/verify.py", Counter())
+    assert tests[0] == "tests/compressor/test_verify.py" and len(tests) > 5
+    assert rooms.tests_of(ROOT, "pyx/kvmnn/h2o/_scores.pyx", Counter())[0] == "tests/h2o/test_scores.py"
+    killer = "tests/compressor/test_types.py"
+    assert rooms.tests_of(ROOT, "kvmnn/compressor/conversion/verify.py", Counter([killer]))[0] == killer
+
+
+def test_every_module_with_changes_has_tests_and_explanations_are_of_the_code_as_it_is() -> None:
+    every = [
+        c
+        for pattern in rooms.SOURCES
+        for path in ROOT.glob(pattern)
+        for c in changes_of(ROOT, str(path.relative_to(ROOT)))
+    ]
+    assert len(every) > 10_000
+    assert not [file for file in {change.file for change in every} if not rooms.tests_of(ROOT, file, Counter())]
+    entries = rooms.written()
+    assert not rooms.stale([*entries["tunables"], *entries["survivors"]], every)
+    assert all(len(entry["why"]) > 20 for kind in entries.values() for entry in kind)
+    assert all({"line", "change"} <= entry.keys() for entry in entries["survivors"])

@@ -1,0 +1,121 @@
+"""Change the code in small ways and see whether the tests of the room notice.
+
+    python tools/mutants/run.py [--count 300] [--seed N]    draw changes, test them, list what survives
+    python tools/mutants/run.py --only kvmnn/packed         of one file or folder
+    python tools/mutants/run.py --survivors                 what survived, once more: against all tests of the room
+    python tools/mutants/run.py --report                    what is known, nothing run
+
+Works on a copy of the tree in build/mutants, and adds what it finds to results.jsonl there: runs with other seeds add
+up, and what was tested already is not tested again. One change of ten is one of Cython or C (--compiled), for which its
+module is built anew. Exit code 0 if at least 95 % were noticed and every survivor stands in explained.json with its
+reason; else 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from random import Random
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(Path(__file__).parent))
+
+import rooms  # noqa: E402  (beside this file)
+from changes import Change  # noqa: E402
+from copied import Copy  # noqa: E402
+
+ENOUGH = 0.95
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--compiled", type=float, default=0.1, help="share of changes in Cython and C")
+    parser.add_argument("--only", default="", help="a file or folder, such as kvmnn/packed or pyx/kvmnn/frames")
+    parser.add_argument("--survivors", action="store_true", help="test again what survived")
+    parser.add_argument("--report", action="store_true", help="print what is known")
+    parser.add_argument("--work", type=Path, default=ROOT / "build" / "mutants")
+    arguments = parser.parse_args()
+    results = Results(arguments.work / "results.jsonl")
+    every = rooms.drawn_from(ROOT)
+    if old := rooms.stale([*rooms.written()["survivors"]], every):
+        print("mutants: explained.json names what is not in the code:", *old, sep="\n  ")
+        return 1
+    if not arguments.report:
+        print(f"mutants: seed {arguments.seed}, {len(every)} changes to draw from", flush=True)
+        copy = Copy(ROOT, arguments.work)
+        for change in chosen(every, results, arguments):
+            outcome = copy.tested(change, results.killers(change.file), arguments.survivors)
+            results.add(change, outcome)
+            print(f"{outcome['outcome']:8} {outcome['seconds']:4.0f} s  {change.file}:{change.line} {change.old!r} -> "
+                  f"{change.new!r}  {outcome.get('by', '')}", flush=True)  # fmt: skip
+    return report(every, results)
+
+
+def chosen(every: list[Change], results: Results, arguments: argparse.Namespace) -> list[Change]:
+    """A random sample of what is not tested yet; changes of one compiled module beside each other."""
+    mine = [change for change in every if change.file.startswith(arguments.only)]
+    if arguments.survivors:
+        return [c for c in mine if results.outcome(c) == "survived" and rooms.explanation(c) is None]
+    rng = Random(arguments.seed)
+    mine = [change for change in mine if results.outcome(change) is None]
+    python = [change for change in mine if change.file.endswith(".py")]
+    compiled = [change for change in mine if not change.file.endswith(".py")]
+    few = min(len(compiled), round(arguments.count * (arguments.compiled if python else 1)))
+    first = rng.sample(python, min(len(python), arguments.count - few))
+    return first + sorted(rng.sample(compiled, few), key=lambda change: change.file)
+
+
+class Results:
+    """What is known of changes, one line of JSON each; the last of a change counts."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        lines = path.read_text().splitlines() if path.exists() else []
+        self.found: dict[str, dict[str, Any]] = {record["key"]: record for record in map(json.loads, lines)}
+
+    def add(self, change: Change, outcome: dict[str, Any]) -> None:
+        record = {"key": change.key, "file": change.file, "line": change.line, **outcome}
+        self.found[change.key] = record
+        with self.path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def outcome(self, change: Change) -> str | None:
+        return self.found[change.key]["outcome"] if change.key in self.found else None
+
+    def killers(self, file: str) -> Counter[str]:
+        """How often a test file noticed a change of this module."""
+        tests = (re.split("::| ", r["by"])[0] for r in self.found.values() if r["file"] == file and r.get("by"))
+        return Counter(tests)
+
+
+def report(every: list[Change], results: Results) -> int:
+    """Figures of all changes of the present code that were tested; the survivors."""
+    known = [(change, results.outcome(change)) for change in every if results.outcome(change) not in (None, "no build")]
+    if not known:
+        print("mutants: nothing tested")
+        return 1
+    survivors = [change for change, outcome in known if outcome == "survived"]
+    open_ones = [change for change in survivors if rooms.explanation(change) is None]
+    counts = Counter(outcome for _, outcome in known)
+    for change in open_ones:
+        print(f"survives: {change.file}:{change.line}: {change.old!r} -> {change.new!r}\n    {change.text}")
+    for kind, is_kind in (("Python", True), ("Cython and C", False)):
+        of_kind = [outcome for change, outcome in known if change.file.endswith(".py") is is_kind]
+        noticed = sum(outcome != "survived" for outcome in of_kind)
+        print(f"mutants: {kind}: {len(of_kind)} tested, {noticed} noticed")
+    share = 1 - len(survivors) / len(known)
+    print(f"mutants: {len(known)} tested, {100 * share:.1f} % noticed ({counts['timeout']} by a time-out); "
+          f"{len(survivors)} survive, {len(survivors) - len(open_ones)} of them explained")  # fmt: skip
+    return int(share < ENOUGH or bool(open_ones))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

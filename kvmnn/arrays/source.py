@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from ..packed import cache_info
 from ..packed.cache_info import CacheInfo
 from .named_array import NamedArray
+from .valid_names import check_name
 
 
 @dataclass
@@ -91,6 +92,7 @@ def joined(sources: Sequence[Source]) -> Source:
             while name in taken:
                 count += 1
                 name = f"{array.name}~{count}"
+            check_name(name, " ".join(source.inputs))
             taken.add(name)
             found.arrays.append(replace(array, name=name))
         for key, value in source.metadata.items():

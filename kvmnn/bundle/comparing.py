@@ -50,7 +50,7 @@ def compare(
         if entry.order != other.order and not _flat(other):
             return Difference(entry.name, f"order {entry.order} became {other.order}")
     current, expected = 0, _Reader(pairs[0])
-    for index, data in decode_frames(frames, options, check_frames=True, progress=progress):
+    for index, data in decode_frames(frames, options, progress=progress):
         if index != current:
             current, expected = index, _Reader(pairs[index])
         offset = expected.first_difference(data)

@@ -43,13 +43,13 @@ def decode_frames(
     frames: FrameSet,
     options: DecodeOptions | None = None,
     *,
-    check_frames: bool = False,
+    check_arrays: bool = True,
     progress: Progress | None = None,
 ) -> Iterator[DecodedRun]:
     """Decode every frame, array after array, in bounded memory.
 
-    Where there is a manifest, each array's hash is compared when its last byte has been yielded, so a caller that keeps
-    what it gets must wait for the end.
+    Where there is a manifest, the hash of each frame is compared before it is decoded, and each array's when its last
+    byte has been yielded, so a caller that keeps what it gets must wait for the end.
 
     Parameters
     ----------
@@ -57,8 +57,8 @@ def decode_frames(
         What to decode: `open_frames`.
     options
         Limits, codecs, threads.
-    check_frames
-        Compare the hash of each frame before it is decoded too.
+    check_arrays
+        False leaves the hashes of the arrays to the caller.
     progress
         Called with raw bytes.
 
@@ -79,19 +79,20 @@ def decode_frames(
 
     def work(job: _Job, threads: int | None) -> Piece:
         alone = threads != 1 or options.threads == 1
-        return _decode_one(frames, job, options, check_frames, threads, buffers if alone else None)
+        return _decode_one(frames, job, options, threads, buffers if alone else None)
 
     hashes = [hashlib.sha256() for _ in frames.arrays]
     decoded = ordered(work, _jobs(frames), lambda job: job.entry.raw_bytes, options.threads)
     with Digester() as digester:
         for job, data in decoded:
             array, digest = frames.arrays[job.array_index], hashes[job.array_index]
-            if array.sha256 is not None:
+            checked = check_arrays and array.sha256 is not None
+            if checked:
                 digester.update(digest, data)
             yield DecodedRun(job.array_index, data)
-            if job.number + 1 == len(array.frames):
+            if checked and job.number + 1 == len(array.frames):
                 digester.wait()
-                if array.sha256 not in (None, digest.hexdigest()):
+                if array.sha256 != digest.hexdigest():
                     raise ManifestError(
                         f"{frames.path}: array {array.name!r}: its bytes do not match the manifest's sha256"
                     )
@@ -122,12 +123,12 @@ class _Buffers:
 
 
 def _decode_one(
-    frames: FrameSet, job: _Job, options: DecodeOptions, check: bool, threads: int | None, buffers: _Buffers | None
+    frames: FrameSet, job: _Job, options: DecodeOptions, threads: int | None, buffers: _Buffers | None
 ) -> Piece:
     array, entry = frames.arrays[job.array_index], job.entry
     place = f" frame {job.number} (offset {entry.offset})" if len(array.frames) > 1 else ""
     where = f"{frames.path}:{place}" if frames.document is None else f"{frames.path}: array {array.name!r}:{place}"
-    if check and entry.sha256 not in (None, hashlib.sha256(job.stored.data).hexdigest()):
+    if entry.sha256 not in (None, hashlib.sha256(job.stored.data).hexdigest()):
         raise ManifestError(f"{where} the frame does not match the manifest's sha256")
     try:
         info = inspection.inspect(job.stored, dtype=array.dtype, codecs=options.codecs, entropy=False)

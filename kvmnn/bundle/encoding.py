@@ -18,6 +18,7 @@ from ..threads.digest import Digester
 from ..threads.pipeline import Progress, ordered
 from . import manifest
 from .manifest import FRAME_SUFFIX, ArrayEntry, FrameEntry, Manifest
+from .rereading import read_back
 
 FRAME_BYTES = 64 << 20
 """Raw bytes above which an array is cut into several frames, where nothing else is said."""
@@ -41,7 +42,7 @@ class EncodeOptions(CodecOptions):
         An array of more raw bytes than this is cut along its leading axes into several frames; 0 never cuts. None is
         64 MiB, and 16 MiB for packed files.
     verify
-        Decode every frame and compare it with its input before anything is kept.
+        Decode every frame and compare it with its input before anything is kept, and read what was written again.
     """
 
     predictors: str | tuple[str, ...] | None = None
@@ -106,7 +107,10 @@ def encode_to_file(
 
     document = _document(_encode(arrays, options, write, progress), options, metadata)
     if not output.is_device:
-        output.beside(manifest.SIDE_SUFFIX).write(manifest.to_json(document))
+        index = output.beside(manifest.SIDE_SUFFIX)
+        index.write(manifest.to_json(document))
+        if options.verify:
+            read_back(document, index, {output.target.name: output.file}, options.threads)
     return document
 
 
@@ -130,7 +134,10 @@ def encode_to_directory(
         return names[index]
 
     document = _document(_encode(arrays, options, write, progress), options, metadata)
-    output.file(manifest.FILE_NAME).write(manifest.to_json(document))
+    index = output.file(manifest.FILE_NAME)
+    index.write(manifest.to_json(document))
+    if options.verify:
+        read_back(document, index, {names[number]: file for number, file in files.items()}, options.threads)
     return document
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from ..arrays.named_array import Piece
 from ..arrays.source import described_by
+from ..arrays.valid_names import name_of_file
 from ..errors import FrameError, ManifestError
 from ..files.mapped import STDIN, MappedFile
 from ..frames import CODECS
@@ -198,7 +199,7 @@ def _lone(file: MappedFile, options: DecodeOptions) -> FrameSet:
         kind, found = split(file.view(0, file.size), dtype=options.dtype, codecs=options.codecs)
     except FrameError as exc:
         raise FrameError(f"{file.label}: {exc}{_hint(file)}") from None
-    name = "stdin" if file.path == STDIN else os.path.basename(file.path).removesuffix(FRAME_SUFFIX)
+    name = "stdin" if file.path == STDIN else name_of_file(file.path.removesuffix(FRAME_SUFFIX) + FRAME_SUFFIX)
     entries = [
         FrameEntry(
             file=file.label,

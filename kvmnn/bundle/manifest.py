@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from .. import dtypes
 from ..arrays.named_array import ArrayInfo
+from ..arrays.valid_names import shortened, wrong_name
 from ..errors import KvmnnError, ManifestError, SourceError
 from ..files.json_document import Node, parse, read_bounded
 from ..text import ratio
@@ -236,7 +237,7 @@ def _array(node: Node) -> ArrayEntry:
         raise node.at("order").wrong("'C' or 'F'")
     shape = tuple(axis.integer(1) for axis in node.at("shape").items(most=64))
     array = ArrayEntry(
-        name=node.at("name").text(),
+        name=_name(node.at("name")),
         dtype=dtype,
         shape=shape,
         array_dtype=array_dtype,
@@ -250,6 +251,13 @@ def _array(node: Node) -> ArrayEntry:
     if node.at("raw_bytes").value != raw_bytes:
         raise node.at("raw_bytes").wrong(f"{raw_bytes}, as its shape and array_dtype say")
     return array
+
+
+def _name(node: Node) -> str:
+    name = node.text()
+    if wrong := wrong_name(name):
+        raise ManifestError(f"{node.where}: {node.path}: {shortened(name)} {wrong}")
+    return name
 
 
 def _frame(node: Node, word_bytes: int) -> FrameEntry:

@@ -136,7 +136,7 @@ def verify(
     if against is not None:
         difference = compare(frames, against.arrays, options, progress=progress)
     else:
-        deque(decode_frames(frames, options, check_frames=True, progress=progress), maxlen=0)
+        deque(decode_frames(frames, options, progress=progress), maxlen=0)
     return Verified(
         input=frames.path,
         against=() if against is None else against.inputs,

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..arrays.source import Source
 from ..errors import OptionError
-from ..files.names import is_directory
+from ..files.names import is_directory, renamed
 from ..files.output import DirectoryOutput, FileOutput, Stream
 from ..packed.cache_info import CacheInfo
 from ..packed.summary import cache_document
@@ -82,6 +82,7 @@ class Encoded(Sizes):
                 f"ratio {ratio(array.nbytes, array.stored_bytes):.4f}"
                 for array in arrays
             ]
+        others = renamed((array.name, array.frames[0].file) for array in arrays if len(arrays) > 1)
         name = self.output or arrays[0].name
         if len(arrays) > 1:
             name += f" ({count(len(arrays), 'array')})"
@@ -91,6 +92,8 @@ class Encoded(Sizes):
             f"{count(sum(len(array.frames) for array in arrays), 'frame')}, {proof}, "
             f"{megabytes_per_second(self.raw_bytes, self.seconds)}"
         )
+        if others:
+            lines.append(f"  {others}")
         if self.cache:
             packed = self.cache.file_bytes
             times = ratio(packed, self.stored_bytes)

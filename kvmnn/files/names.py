@@ -4,22 +4,55 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import PurePath, PureWindowsPath
+
+from ..errors import OutputError
 
 
 def file_names(names: Iterable[str], suffix: str) -> list[str]:
     """Plain file names for arrays, distinct even where case does not count, in the order of `names`."""
     taken: set[str] = set()
+    counts: dict[str, int] = {}
     found = []
     for name in names:
         plain = re.sub(r"[^\w.+~-]+", "_", name, flags=re.ASCII).lstrip(".")[:120] or "array"
-        candidate, count = plain, 1
+        candidate, count = plain, counts.get(plain.lower(), 1)
         while candidate.lower() in taken:
             count += 1
             candidate = f"{plain}~{count}"
+        counts[plain.lower()] = count
         taken.add(candidate.lower())
         found.append(candidate + suffix)
     return found
+
+
+def member_names(names: Sequence[str], suffix: str, where: str) -> list[str]:
+    """The names of members of an archive for arrays, from which the arrays' own can be told again.
+
+    Raises
+    ------
+    OutputError
+        For a name that is no plain relative path, or that readers of such archives would take for another one.
+    """
+    all_names = set(names)
+    for name in names:
+        plain = not set("\\\0") & set(name) and not PureWindowsPath(name).is_absolute()
+        if name and not (plain and all(part not in ("", ".", "..") for part in name.split("/"))):
+            wrong = "is no plain relative path"
+        elif name.endswith(suffix) and name.removesuffix(suffix) in all_names:
+            wrong = f"would be taken for {name.removesuffix(suffix)!r}, which is there, too"
+        else:
+            continue
+        raise OutputError(f"{where}: the array name {name!r} {wrong}: use .safetensors or a directory (-o DIR/)")
+    return [name + suffix for name in names]
+
+
+def renamed(files: Iterable[tuple[str, str]], most: int = 4) -> str:
+    """For people: which arrays, of those whose `(name, file)` is given, lie in files of other names; empty if none."""
+    changed = [f"{name!r} in {file}" for name, file in files if PurePath(file).stem != name]
+    more = f" and {len(changed) - most:,} more" if len(changed) > most else ""
+    return f"names that files cannot have: {', '.join(changed[:most])}{more}" if changed else ""
 
 
 def is_directory(output: str) -> bool:

@@ -180,7 +180,7 @@ class FileOutput(_Staged):
 
     def __init__(self, target: str | os.PathLike[str], *, force: bool = False, protect: Iterable[str] = ()) -> None:
         super().__init__(os.path.realpath(target), force=force, protect=protect)
-        self.is_device = self.target.exists() and not self.target.is_file() and not self.target.is_dir()
+        self.is_device = is_device(self.target)
         self.file = self._stage(self.target)
 
     def beside(self, suffix: str) -> StagedFile:
@@ -284,6 +284,11 @@ class DirectoryOutput(_Staged):
 
     def _discard(self) -> None:
         shutil.rmtree(self._stage, ignore_errors=True)
+
+
+def is_device(target: str | os.PathLike[str]) -> bool:
+    """Whether there is something that is neither a file nor a directory: what is written to it cannot be read again."""
+    return os.path.exists(target) and not os.path.isfile(target) and not os.path.isdir(target)
 
 
 def _temporary_name(name: str) -> str:

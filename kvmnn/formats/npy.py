@@ -7,13 +7,13 @@ import math
 import warnings
 from collections.abc import Sequence
 from functools import partial
-from pathlib import PurePath
 
 import numpy as np
 from numpy.lib import format as npy_format
 
 from ..arrays.named_array import ArrayInfo, NamedArray, Order
 from ..arrays.source import Source
+from ..arrays.valid_names import name_of_file
 from ..errors import SourceError
 from ..files.mapped import STDIN, MappedFile
 from .options import ReadOptions
@@ -75,7 +75,7 @@ def read_mapped(file: MappedFile, options: ReadOptions) -> Source:
     """
     where = file.label
     header = Header(file.head(MAX_HEADER), where)
-    name = "stdin" if file.path == STDIN else PurePath(file.path).stem
+    name = "stdin" if file.path == STDIN else name_of_file(file.path)
     dtype = dtype_name(header.dtype, options, where)
     found = file.size - header.size
     if found != header.nbytes:

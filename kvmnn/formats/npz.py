@@ -19,6 +19,7 @@ from ..arrays.named_array import ArrayInfo, NamedArray, Piece
 from ..arrays.source import Source
 from ..errors import SourceError
 from ..files.mapped import MappedFile
+from ..files.names import member_names
 from . import npy
 from .npy import MAX_HEADER, Header
 from .options import ReadOptions
@@ -166,11 +167,12 @@ class _Inflater:
 
 def write_npz(sink: SeekableSink, arrays: Sequence[ArrayInfo], runs: Runs, metadata: dict[str, str]) -> None:
     """All arrays as ``numpy.savez`` writes them, uncompressed and with a fixed date."""
+    names = member_names([array.name for array in arrays], ".npy", ".npz")
     with zipfile.ZipFile(sink, "w", zipfile.ZIP_STORED, allowZip64=True) as archive, ExitStack() as open_member:
         for index, data, begins in beginnings(runs):
             if begins:
                 open_member.close()
-                info = zipfile.ZipInfo(arrays[index].name + ".npy")
+                info = zipfile.ZipInfo(names[index])
                 member = open_member.enter_context(archive.open(info, "w", force_zip64=True))
                 npy.write_header(member, arrays[index])
             member.write(own_bytes(arrays[index], data).data)

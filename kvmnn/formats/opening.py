@@ -8,6 +8,7 @@ from pathlib import Path, PurePath
 from typing import Any, Literal
 
 from ..arrays.source import Source, described_by
+from ..arrays.valid_names import check_name, name_of_file
 from ..bundle import manifest
 from ..bundle.frame_set import DecodeOptions, open_frames
 from ..files.mapped import STDIN, MappedFile
@@ -80,8 +81,17 @@ def open(
     source = _decoded(path, options) if options.frames and is_frames(path) else _read(path, options)
     if options.frames and source.cache is None:
         source.cache = described_by(source.metadata, path)
+    _check_array_names(source, path)
     source.inputs = (path,)
     return source
+
+
+def _check_array_names(source: Source, path: str) -> None:
+    """`SourceError` for a name that arrays may not have; a note for one that the file's was changed to."""
+    for array in source.arrays:
+        check_name(array.name, path)
+    if source.names == (name_of_file(path),) and PurePath(path).stem != source.names[0]:
+        source.notes.append(f"the array is called {source.names[0]}: no name of an array has all that the file's has")
 
 
 def kind_of(path: str) -> Literal["frames", "arrays"] | None:

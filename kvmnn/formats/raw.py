@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from pathlib import PurePath
 
 from .. import dtypes
 from ..arrays.named_array import ArrayInfo, NamedArray, Piece, swap_words
 from ..arrays.source import Source
+from ..arrays.valid_names import name_of_file
 from ..errors import SourceError
 from ..files.mapped import STDIN, MappedFile
 from .options import ReadOptions
@@ -37,7 +37,7 @@ def read_mapped(file: MappedFile, options: ReadOptions) -> Source:
             f"{file.label}: {file.size} bytes are not a whole number of {dtype.itemsize}-byte {dtype.name} words"
         )
     array = NamedArray(
-        name="stdin" if file.path == STDIN else PurePath(file.path).stem,
+        name="stdin" if file.path == STDIN else name_of_file(file.path),
         dtype=dtype.name,
         shape=(file.size // dtype.itemsize,),
         array_dtype=dtype.numpy.str,

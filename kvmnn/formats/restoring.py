@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from ..arrays.named_array import ArrayInfo
 from ..bundle.decoding import decode_frames
 from ..bundle.frame_set import DecodeOptions, FrameSet
 from ..errors import OptionError
-from ..files.output import Stream
+from ..files.names import renamed
+from ..files.output import Stream, is_device
 from ..text import LOSSLESS, count, megabytes_per_second
 from ..threads.pipeline import Progress
 from .raw import write_raw
+from .rereading import ReadBackError
 from .writing import write_arrays
 
 
@@ -32,6 +36,10 @@ class Restored:
         What was written.
     verified
         Whether there was a manifest, whose hashes were compared.
+    reread
+        Whether that was done with what the output reads back as; else with what went to a stream or device.
+    files
+        Names of the files in a directory, one for each array; else none.
     stored_bytes
         Of all frames.
     seconds
@@ -44,6 +52,8 @@ class Restored:
     output: str | None
     arrays: tuple[ArrayInfo, ...]
     verified: bool
+    reread: bool
+    files: tuple[str, ...]
     stored_bytes: int
     seconds: float
     unknown: str = ""
@@ -67,16 +77,18 @@ class Restored:
             "raw_bytes": self.raw_bytes,
             "stored_bytes": self.stored_bytes,
             "seconds": self.seconds,
-            "arrays": [array_document(array) for array in self.arrays],
+            "arrays": [{**array_document(array), "file": file} for array, file in zip_longest(self.arrays, self.files)],
         }
 
     def __str__(self) -> str:
-        proof = f"{LOSSLESS} (sha256 of the manifest)" if self.verified else "no manifest to check it against"
-        proof = self.unknown or proof
-        return (
+        how = "read back, sha256 of the manifest" if self.reread else "sha256 of the manifest"
+        proof = f"{LOSSLESS} ({how})" if self.verified else self.unknown or "no manifest to check it against"
+        line = (
             f"{self.output or 'standard output'}: {count(len(self.arrays), 'array')}, {self.stored_bytes:,} -> "
             f"{self.raw_bytes:,} bytes, {proof}, {megabytes_per_second(self.raw_bytes, self.seconds)}"
         )
+        others = renamed(zip((array.name for array in self.arrays), self.files, strict=False))
+        return f"{line}\n  {others}" if others else line
 
 
 def restore(
@@ -112,27 +124,47 @@ def restore(
         No file is left behind then.
     """
     started = time.perf_counter()
-    runs = decode_frames(frames, options, progress=progress)
     if isinstance(output, str | os.PathLike):
-        path = os.fspath(output)
-        metadata = frames.document.metadata if frames.document else None
-        protect = [frames.path, *frames.paths]
-        write_arrays(path, frames.arrays, runs, metadata, force=force, protect=protect)
+        path, reread = os.fspath(output), not is_device(output)
+        files = _to_path(frames, path, options or DecodeOptions(), force, progress)
     else:
-        path = None
+        path, reread, files = None, False, []
         if len(frames.arrays) > 1:
             raise OptionError(f"a stream carries one array, not {len(frames.arrays)}: use -o DIR/ or -o X.npz")
-        write_raw(output, frames.arrays, runs, {})
+        write_raw(output, frames.arrays, decode_frames(frames, options, progress=progress), {})
         output.flush()
     return Restored(
         input=frames.path,
         output=path,
         arrays=frames.arrays,
         verified=frames.document is not None,
+        reread=reread,
+        files=tuple(files),
         stored_bytes=frames.stored_bytes,
         seconds=time.perf_counter() - started,
         unknown=frames.unknown,
     )
+
+
+def _to_path(frames: FrameSet, path: str, options: DecodeOptions, force: bool, progress: Progress | None) -> list[str]:
+    """Files of the arrays; what reads back is compared with the hashes of the manifest. Names of files in a folder."""
+    hashes = [array.sha256 for array in frames.arrays if array.sha256]
+    known = bool(hashes) and not is_device(path)
+    try:
+        return write_arrays(
+            path,
+            frames.arrays,
+            decode_frames(frames, options, check_arrays=not known, progress=progress),
+            frames.document.metadata if frames.document else None,
+            hashes=hashes if known else None,
+            force=force,
+            protect=[frames.path, *frames.paths],
+            threads=options.threads,
+        )
+    except ReadBackError as error:
+        # Either the frames do not hold what the manifest says, which is an error of its own, or the file does not.
+        deque(decode_frames(frames.only(frames.arrays[error.index]), options), maxlen=0)
+        raise
 
 
 def array_document(array: ArrayInfo) -> dict[str, Any]:

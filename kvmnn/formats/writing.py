@@ -11,6 +11,7 @@ from ..files.output import DirectoryOutput, FileOutput, StagedFile
 from . import npy
 from .array_formats import array_format
 from .raw import own_bytes, write_raw
+from .rereading import Hashed, Written, read_back
 from .sinks import Runs, Writer, beginnings
 
 
@@ -20,10 +21,14 @@ def write_arrays(
     runs: Runs,
     metadata: dict[str, str] | None = None,
     *,
+    hashes: Sequence[str] | None = None,
     force: bool = False,
     protect: Iterable[str] = (),
-) -> None:
+    threads: int | None = None,
+) -> list[str]:
     """Write arrays into one file, or into a directory as one ``.npy`` file each; complete or not at all.
+
+    What was written is read again and compared before it gets its name; a device (``/dev/null``) cannot be.
 
     Parameters
     ----------
@@ -36,25 +41,45 @@ def write_arrays(
         Their bytes, array after array: ``(array index, little-endian bytes in memory order)``.
     metadata
         For the formats that have a place for it (``.safetensors``).
+    hashes
+        The SHA-256 that the bytes of each array must have; None for whatever `runs` gives.
     force
         Replace files that exist.
     protect
         Inputs, which are never replaced.
+    threads
+        For reading again; None for all processors.
+
+    Returns
+    -------
+    The names of the files in a directory, one for each array; none for a file.
 
     Raises
     ------
     OutputError
-        When the format cannot hold the arrays, a file exists, or it cannot be written.
+        When the format cannot hold the arrays, a file exists, it cannot be written, or does not read back
+        (`ReadBackError`).
     """
+    hashed = Hashed(runs, len(arrays))
+    runs = hashed if hashes is None else runs
     if is_directory(output):
         with DirectoryOutput(output, force=force, protect=protect) as directory:
-            write_directory(directory, arrays, runs)
+            files = write_directory(directory, arrays, runs)
+            format_ = array_format(files[0].target.name)
+            each = zip(files, arrays, strict=True)
+            written = [Written(file.path, file.target, format_, [array]) for file, array in each]
+            read_back(written, hashes or hashed.hashes, threads)
             directory.commit()
-        return
+        return [file.target.name for file in files]
     writer = writer_for(output, arrays)
-    with FileOutput(output, force=force, protect=protect) as file:
-        writer(file.file, arrays, runs, metadata or {})
-        file.commit()
+    with FileOutput(output, force=force, protect=protect) as out:
+        writer(out.file, arrays, runs, metadata or {})
+        out.file.close()
+        if not out.is_device:
+            one = Written(out.file.path, out.target, array_format(output), arrays)
+            read_back([one], hashes or hashed.hashes, threads)
+        out.commit()
+    return []
 
 
 def writer_for(name: str, arrays: Sequence[ArrayInfo]) -> Writer:
@@ -73,14 +98,17 @@ def writer_for(name: str, arrays: Sequence[ArrayInfo]) -> Writer:
     return known.write if known else write_raw
 
 
-def write_directory(directory: DirectoryOutput, arrays: Sequence[ArrayInfo], runs: Runs) -> None:
-    """Write one ``.npy`` file for each array; the caller commits `directory`."""
+def write_directory(directory: DirectoryOutput, arrays: Sequence[ArrayInfo], runs: Runs) -> list[StagedFile]:
+    """Write one ``.npy`` file for each array; the files, all closed. The caller commits `directory`."""
     names = file_names([array.name for array in arrays], ".npy")
     directory.check_names(names)
-    file: StagedFile | None = None
+    files: list[StagedFile] = []
     for index, data, begins in beginnings(runs):
-        if begins or file is None:
-            file = directory.file(names[index])
-            npy.write_header(file, arrays[index])
-        file.write(own_bytes(arrays[index], data).data)
+        if begins:
+            files.append(directory.file(names[index]))
+            npy.write_header(files[-1], arrays[index])
+        files[-1].write(own_bytes(arrays[index], data).data)
         del data
+    for file in files[-1:]:
+        file.close()
+    return files

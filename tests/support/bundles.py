@@ -42,7 +42,7 @@ def frame_file(path: Path, array: NamedArray, options: EncodeOptions = CUT) -> P
 
 def joined(frames: FrameSet, **options: object) -> list[bytes]:
     parts: list[list[bytes]] = [[] for _ in frames.arrays]
-    for index, data in decode_frames(frames, DecodeOptions(**options), check_frames=True):  # type: ignore[arg-type]
+    for index, data in decode_frames(frames, DecodeOptions(**options)):  # type: ignore[arg-type]
         parts[index].append(bytes(data))
     return [b"".join(part) for part in parts]
 

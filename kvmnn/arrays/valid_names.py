@@ -1,0 +1,46 @@
+"""Which names arrays may have: checked where they enter, so that no writer has to."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import PurePath
+
+from ..errors import SourceError
+
+MAX_NAME_BYTES = 255
+"""Of a name in UTF-8: what file systems take for a file's."""
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
+
+
+def wrong_name(name: str) -> str | None:
+    """Why an array may not have this name, wherever it comes from; None if it may.
+
+    Such names are cut or altered by some formats (a zip archive ends names at a NUL) and by terminals.
+    """
+    if found := _CONTROL.search(name):
+        return f"has the control character {found[0]!r} in it"
+    if found := _SURROGATE.search(name):
+        return f"is not Unicode: it has the lone surrogate {found[0]!r} in it"
+    nbytes = len(name.encode())
+    return f"has {nbytes:,} bytes, above the limit of {MAX_NAME_BYTES}" if nbytes > MAX_NAME_BYTES else None
+
+
+def check_name(name: str, where: str) -> None:
+    """`SourceError` for a name that an array may not have; `where` begins the message."""
+    if wrong := wrong_name(name):
+        raise SourceError(f"{where}: the array name {shortened(name)} {wrong}")
+
+
+def shortened(name: str, most: int = 60) -> str:
+    """A name for a message: quoted, what does not print escaped, the middle of a long one left out."""
+    shown = name if len(name) <= most else f"{name[: most // 2]}...{name[-most // 2 :]}"
+    return ascii(shown) if wrong_name(shown) else repr(shown)
+
+
+def name_of_file(path: str) -> str:
+    """The name of the one array in a file: the file's without its suffix, what no array's may have in it escaped."""
+    stem = os.fsencode(PurePath(path).stem).decode("utf-8", "backslashreplace")
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", stem)

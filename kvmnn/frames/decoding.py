@@ -13,7 +13,7 @@ from ..errors import FrameError, LimitError
 from ..threads.pool import map_pulled, resolve_threads
 from . import _decoder
 from .options import CODECS, MIN_PARALLEL_BYTES, codec_bits
-from .words import raw_bytes_of, words_of, writable_bytes
+from .words import raw_bytes_of, words_of, writable_rows
 
 
 def decode(
@@ -37,7 +37,8 @@ def decode(
     codecs
         ``("rle",)`` gives the verdicts of an engine without libzstd.
     out
-        A writable C-contiguous buffer of exactly the raw size to decode into. It is untouched if the frame is refused.
+        A writable buffer of exactly the raw size to decode into: C-contiguous, or an array that is so behind its first
+        axis (``cache[:, 128:256]`` of a ``[kv_head, token, head_dim]``). It is untouched if the frame is refused.
     max_bytes
         Refuse a frame that claims to hold more raw bytes, before any memory is taken.
     threads
@@ -60,15 +61,15 @@ def decode(
     if max_bytes is not None and raw_bytes > max_bytes:
         raise LimitError(f"frame holds {raw_bytes} bytes: max_bytes is {max_bytes}")
     if out is not None:
-        target = writable_bytes(out, raw_bytes)
+        target = writable_rows(out, raw_bytes)
         _decode_lanes(parsed, resolve_threads(threads))
     else:
         _decode_lanes(parsed, resolve_threads(threads))
         out = np.empty(parsed.words, kind.numpy)
-        target = out.view(np.uint8)
+        target = out.view(np.uint8).reshape(1, -1)
     parsed.join(target)
     parsed.close()
-    return out if isinstance(out, np.ndarray) else target.view(kind.numpy)
+    return out if isinstance(out, np.ndarray) else target[0].view(kind.numpy)
 
 
 def matches(

@@ -1,4 +1,4 @@
-"""The engine's 64-bit hash."""
+"""The engine's 64-bit hash, and a checksum for memory."""
 
 from __future__ import annotations
 
@@ -18,3 +18,12 @@ def fnv1a64(data: Any, seed: int = _hashing.SEED) -> int:
     if not 0 <= seed < 1 << 64:
         raise KvmnnError(f"seed {seed}: expected an unsigned 64-bit number")
     return _hashing.fnv1a64(raw_bytes_of(data, "data"), seed)
+
+
+def checksum(data: Any, seed: int = 0) -> int:
+    """64 bits that tell whether bytes in memory are what they were, at the speed of memory.
+
+    A change within one aligned 64-bit word always shows, any other all but always. It does not hold against intent, and
+    differs with byte order: never write it to a file.
+    """
+    return _hashing.checksum(raw_bytes_of(data, "data"), seed)

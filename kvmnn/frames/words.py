@@ -39,17 +39,21 @@ def raw_bytes_of(data: Any, what: str) -> Bytes:
     return np.frombuffer(view if view.c_contiguous else view.tobytes(), np.uint8)
 
 
-def writable_bytes(out: Any, size: int) -> Bytes:
-    """The `size` bytes of a buffer that `decode` may write to, as a 1-D view; `KvmnnError` if it is not one."""
+def writable_rows(out: Any, size: int) -> Bytes:
+    """The `size` bytes of a buffer that `decode` may write to, as a view ``[row, byte]``; `KvmnnError` if it is none.
+
+    One row, unless the first axis of an array has a stride of its own.
+    """
     if isinstance(out, np.ndarray):
-        if not out.flags.c_contiguous or out.dtype.hasobject:
-            raise KvmnnError("out: expected a C-contiguous array of plain numbers")
-        target = out.reshape(-1).view(np.uint8)
+        rows = 1 if out.flags.c_contiguous else len(out)
+        if out.dtype.hasobject or (rows > 1 and not (out.ndim > 1 and out[0].flags.c_contiguous)):
+            raise KvmnnError("out: expected plain numbers, C-contiguous behind the first axis")
+        target = out.reshape(rows, -1).view(np.uint8)
     else:
         view = memoryview(out)
         if not view.c_contiguous:
             raise KvmnnError("out: expected a C-contiguous buffer")
-        target = np.frombuffer(view, np.uint8)
+        target = np.frombuffer(view, np.uint8).reshape(1, -1)
     if not target.flags.writeable:
         raise KvmnnError("out: expected a writable buffer")
     if target.size != size:

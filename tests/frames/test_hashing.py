@@ -1,4 +1,4 @@
-"""The engine's 64-bit hash."""
+"""The engine's 64-bit hash, and the checksum for memory."""
 
 import codec_model
 import numpy as np
@@ -9,6 +9,9 @@ from hypothesis import strategies as st
 
 import kvmnn
 from kvmnn import KvmnnError, fnv1a64
+from kvmnn.frames.hashing import checksum
+
+RNG = np.random.default_rng(11)
 
 
 @pytest.mark.parametrize(
@@ -48,3 +51,32 @@ def test_what_has_no_bytes(data: object) -> None:
         kvmnn.fnv1a64(data)
     with pytest.raises(TypeError, match="no bytes"):
         kvmnn.fnv1a64(np.array([data], dtype=object))
+
+
+@EXAMPLES
+@given(st.binary(min_size=1, max_size=300), st.data())
+def test_a_change_within_a_word_shows_in_the_checksum(data: bytes, draw: st.DataObject) -> None:
+    at = draw.draw(st.integers(0, len(data) - 1))
+    changed = bytearray(data)
+    for offset in range(at, min(len(data), at // 8 * 8 + 8)):
+        changed[offset] ^= draw.draw(st.integers(1, 255))
+    assert checksum(changed) != checksum(data) == checksum(bytearray(data))
+
+
+def test_checksums_tell_order_length_and_seed() -> None:
+    data = RNG.integers(0, 256, 4096, np.uint8)
+    words = data.reshape(-1, 8)
+    seen = {checksum(data), checksum(words[::-1]), checksum(np.roll(words, 8, axis=0)), checksum(data, 1)}
+    seen |= {checksum(bytes(count)) for count in range(200)}
+    assert len(seen) == 204
+
+
+@pytest.mark.parametrize("flips", [1, 2, 3])
+def test_flipped_bits_show_in_the_checksum(flips: int) -> None:
+    data = RNG.integers(0, 256, 2000, np.uint8)
+    whole = checksum(data)
+    for _ in range(2000):
+        changed = data.copy()
+        for bit in RNG.choice(8 * data.size, flips, replace=False):
+            changed[bit // 8] ^= 1 << (bit % 8)
+        assert checksum(changed) != whole

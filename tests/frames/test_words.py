@@ -230,6 +230,18 @@ def test_out_inside_a_larger_array() -> None:
     assert (cache[2] == FP16.reshape(-1)).all() and (cache[[0, 1, 3]] == 9).all()
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_out_with_a_stride_in_its_first_axis(dtype: type) -> None:
+    values = RNG.standard_normal((3, 5, 8)).astype(dtype)
+    cache = np.full((3, 40, 8), 9, dtype)
+    out = cache[:, 20:25]
+    assert kvmnn.decode(kvmnn.encode(values), out=out) is out
+    assert (cache[:, 20:25] == values).all() and (cache[:, :20] == 9).all() and (cache[:, 25:] == 9).all()
+    for refused in (cache[:, 20:30:2], cache[:, 20:25, ::-1], np.zeros((3, 8, 5), dtype).transpose(0, 2, 1)):
+        with pytest.raises(KvmnnError, match="C-contiguous"):
+            kvmnn.decode(kvmnn.encode(values), out=refused)
+
+
 def test_out_may_be_the_input() -> None:
     frame = bytearray(kvmnn.encode(RNG.integers(0, 1 << 16, 500).astype(np.uint16)))
     expected = kvmnn.decode(bytes(frame)).tobytes()

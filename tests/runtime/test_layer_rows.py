@@ -39,6 +39,10 @@ class Store:
             self.aside[id(piece)] = (piece, piece.rows)
             piece.rows, piece.state = None, "stored"
 
+    def write(self, piece: Piece, out: Any) -> None:
+        """As `rows_of`, into an array."""
+        out[...] = self.rows_of(piece)
+
     def rows_of(self, piece: Piece) -> Any:
         return piece.rows if piece.rows is not None else self.aside[id(piece)][1]
 
@@ -51,7 +55,7 @@ class Store:
     def check(self) -> None:
         out = np.empty_like(self.plain)
         assert self.rows.tokens == out.shape[2]
-        self.rows.copy_to(out, self.rows_of)
+        self.rows.copy_to(out, self.write)
         assert out.tobytes() == self.plain.tobytes()
         positions = self.rows.positions.array() % 2000
         assert positions.tolist() == self.plain[0, 0, :, 0].astype(int).tolist()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +9,7 @@ import numpy as np
 from ...dtypes import DType, Words
 from ...errors import KvmnnError
 from ...frames import Block, decode, encode_block, fnv1a64, matches
+from ...frames.hashing import checksum
 from ..config import RuntimeConfig
 
 
@@ -20,7 +20,7 @@ class Frames:
     Attributes
     ----------
     checksum
-        CRC-32 over both, checked before each decoding: a frame has no checksum of its own.
+        Over both, checked before each decoding: a frame has no checksum of its own.
     raw_hash
         Hash of the rows; 0 where they were compared instead.
     """
@@ -72,27 +72,31 @@ class RowCodec:
             for frame, part in ((key, rows[0]), (value, rows[1])):
                 if not matches(frame, part, dtype=self._dtype.name, threads=1):
                     raise KvmnnError("the frame decodes to other bytes than it was made of")
-        return Frames(key, value, checksum(key, value), block.raw_hash)
+        return Frames(key, value, checksum_of(key, value), block.raw_hash)
 
-    def decode(self, frames: Frames, count: int) -> Words:
-        """The rows of `count` tokens.
+    def decode(self, frames: Frames, out: Words) -> None:
+        """Write the rows to `out`, ``[2, kv_head, token, head_dim]`` of any strides in the first two axes.
 
         Raises
         ------
         KvmnnError
             For frames that were changed, or do not hold these rows.
         """
-        if checksum(frames.key, frames.value) != frames.checksum:
+        if checksum_of(frames.key, frames.value) != frames.checksum:
             raise KvmnnError("its frames were changed in memory")
+        for frame, part in ((frames.key, out[0]), (frames.value, out[1])):
+            decode(frame, dtype=self._dtype.name, out=part, threads=1)
+        if frames.raw_hash and fnv1a64(out[1], fnv1a64(out[0])) != frames.raw_hash:
+            raise KvmnnError("its frames decode to other rows than they were made of")
+
+    def decoded(self, frames: Frames, count: int) -> Words:
+        """The rows of `count` tokens, in an array of their own; errors as `decode`."""
         heads, head_dim = self._shape
         rows = np.empty((2, heads, count, head_dim), self._dtype.numpy)
-        for frame, part in ((frames.key, rows[0]), (frames.value, rows[1])):
-            decode(frame, dtype=self._dtype.name, out=part, threads=1)
-        if frames.raw_hash and fnv1a64(rows[1], fnv1a64(rows[0])) != frames.raw_hash:
-            raise KvmnnError("its frames decode to other rows than they were made of")
+        self.decode(frames, rows)
         return rows
 
 
-def checksum(key: bytes, value: bytes) -> int:
-    """CRC-32 over two frames."""
-    return zlib.crc32(value, zlib.crc32(key))
+def checksum_of(key: bytes, value: bytes) -> int:
+    """The checksum over two frames."""
+    return checksum(value, checksum(key))

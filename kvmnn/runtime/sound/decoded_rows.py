@@ -43,12 +43,8 @@ class DecodedRows:
 
     def insert(self, piece: Piece, rows: Words) -> None:
         """Keep the rows of a piece if there is room, once those of dead pieces are gone."""
-        if id(piece) in self._entries or rows.nbytes > self._max_bytes or not self._max_entries:
+        if id(piece) in self._entries or not self.has_room(rows.nbytes):
             return
-        if not self._has_room(rows):
-            self.sweep()
-            if not self._has_room(rows):
-                return
         self._entries[id(piece)] = piece, rows
         self.nbytes += rows.nbytes
 
@@ -57,5 +53,13 @@ class DecodedRows:
         self._entries = {key: entry for key, entry in self._entries.items() if entry[0].alive}
         self.nbytes = sum(rows.nbytes for _, rows in self._entries.values())
 
-    def _has_room(self, rows: Words) -> bool:
-        return len(self._entries) < self._max_entries and self.nbytes + rows.nbytes <= self._max_bytes
+    def has_room(self, nbytes: int) -> bool:
+        """Whether rows of `nbytes` would be kept."""
+        if nbytes > self._max_bytes or not self._max_entries:
+            return False
+        if self._full(nbytes):
+            self.sweep()
+        return not self._full(nbytes)
+
+    def _full(self, nbytes: int) -> bool:
+        return len(self._entries) >= self._max_entries or self.nbytes + nbytes > self._max_bytes

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from ...dtypes import DType
 from ...packed.reserve import Pair
 from ..config import RuntimeConfig
+from ..errors import RestoreError
 from ..schedule import ColdRange
 from .figures import LayerFigures
 from .layer_rows import Contents, LayerRows, RowsOf
 from .piece import Piece
+from .restoring import reason_of
 
 
 class Layer:
@@ -59,6 +63,14 @@ class Layer:
                 return piece
             self.waiting.popleft()
         return None
+
+    @contextmanager
+    def restoring(self, number: int, piece: Piece) -> Iterator[None]:
+        """Whatever fails inside is a `RestoreError` that names the layer and the tokens of the piece."""
+        try:
+            yield
+        except Exception as error:
+            raise RestoreError(number, self.rows.start_of(piece), piece.count, reason_of(error)) from error
 
     def kept(self, pairs: list[Pair], rows_of: RowsOf) -> Contents:
         """As `LayerRows.kept`, with the blocks and the hot tokens of the options."""

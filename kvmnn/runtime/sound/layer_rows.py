@@ -19,6 +19,9 @@ from .tail import Tail
 RowsOf = Callable[[Piece], Words]
 """The rows of a piece, decoded where it has none."""
 
+WriteRows = Callable[[Piece, Words], None]
+"""Writes the rows of a piece to an array of their shape."""
+
 
 class LayerRows:
     """The rows of one layer and what they stand for.
@@ -76,11 +79,11 @@ class LayerRows:
         self.tail.append(keys, values)
         self.positions.append(position, keys.shape[1])
 
-    def copy_to(self, out: Words, rows_of: RowsOf) -> None:
+    def copy_to(self, out: Words, write: WriteRows) -> None:
         """Write all rows into ``out[:, :, :tokens]``."""
         offset = 0
         for piece in self.pieces:
-            out[:, :, offset : offset + piece.count] = rows_of(piece)
+            write(piece, out[:, :, offset : offset + piece.count])
             offset += piece.count
         out[:, :, offset : offset + self.tail.count] = self.tail.rows
 

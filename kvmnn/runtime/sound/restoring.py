@@ -10,7 +10,7 @@ from functools import partial
 from ...dtypes import Words
 from ...errors import KvmnnError
 from ..metrics import Timings
-from .codec import RowCodec
+from .codec import Frames, RowCodec
 from .decoded_rows import DecodedRows
 from .figures import LayerFigures
 from .piece import Piece
@@ -42,13 +42,20 @@ class Restorer:
         began = time.perf_counter_ns()
         rows = self._prefetched(piece, timings)
         if rows is None:
-            rows = self._decoded(piece)
+            rows = self.codec.decoded(_frames(piece), piece.count)
         self.cache.insert(piece, rows)
-        elapsed = time.perf_counter_ns() - began
-        timings.decompress.add(elapsed)
-        figures.decompress_ns += elapsed
-        figures.decompressed_bytes += rows.nbytes
+        self._count(began, rows.nbytes, figures, timings)
         return rows
+
+    def write(self, piece: Piece, out: Words, figures: LayerFigures, timings: Timings) -> None:
+        """Write the rows of a stored piece to `out`; errors as `rows`. Nothing is kept that would only be copied."""
+        if self.cache.has(piece) or id(piece) in self._coming or self.cache.has_room(out.nbytes):
+            out[...] = self.rows(piece, figures, timings)
+            return
+        self.cache.misses += 1
+        began = time.perf_counter_ns()
+        self.codec.decode(_frames(piece), out)
+        self._count(began, out.nbytes, figures, timings)
 
     def prefetch(self, pieces: Iterable[Piece]) -> None:
         """Let threads decode pieces that will be needed soon, as far as the bound on bytes goes."""
@@ -63,7 +70,7 @@ class Restorer:
             room -= size
             if room < 0:
                 return
-            future = self._workers.submit(partial(self.codec.decode, frames, piece.count))
+            future = self._workers.submit(partial(self.codec.decoded, frames, piece.count))
             self._coming[id(piece)] = piece, future
 
     def reset(self) -> None:
@@ -89,10 +96,18 @@ class Restorer:
             timings.wait.add(time.perf_counter_ns() - began)
         return None if future.exception() is not None else future.result()
 
-    def _decoded(self, piece: Piece) -> Words:
-        if piece.frames is None:
-            raise KvmnnError("it has neither rows nor frames")
-        return self.codec.decode(piece.frames, piece.count)
+    @staticmethod
+    def _count(began: int, nbytes: int, figures: LayerFigures, timings: Timings) -> None:
+        elapsed = time.perf_counter_ns() - began
+        timings.decompress.add(elapsed)
+        figures.decompress_ns += elapsed
+        figures.decompressed_bytes += nbytes
+
+
+def _frames(piece: Piece) -> Frames:
+    if piece.frames is None:
+        raise KvmnnError("it has neither rows nor frames")
+    return piece.frames
 
 
 def reason_of(error: Exception) -> str:

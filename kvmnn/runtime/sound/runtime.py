@@ -14,7 +14,6 @@ from ...errors import KvmnnError
 from ...h2o import Planner
 from ...packed.reserve import INT32_MAX, Pair
 from ..config import RuntimeConfig, check_layers
-from ..errors import RestoreError
 from ..metrics import RuntimeMetrics, Timings
 from ..ratios import float32_ratio
 from ..schedule import Scope, cold_range
@@ -23,11 +22,11 @@ from .decoded_rows import DecodedRows
 from .encoding import Encoded, Job, encode_and_verify, result_of, settle
 from .figures import MICROSECOND, ratios
 from .layer import Layer
-from .layer_rows import RowsOf
+from .layer_rows import RowsOf, WriteRows
 from .memory import empty
 from .piece import Piece
 from .report import SoundCall
-from .restoring import Restorer, reason_of
+from .restoring import Restorer
 from .steps import Steps
 from .workers import OpenJobs, Workers
 
@@ -142,7 +141,7 @@ class SoundRuntime:
         rows_of = self._restored(layer) if pending else self._rows_of(layer)
         if read and rows.pieces and not pending:
             assembled = self._space(before + add)
-            rows.copy_to(assembled, rows_of)
+            rows.copy_to(assembled, self._write(layer))
         rows.tail.reserve(add)
         found = self.planner.begin(before, add, decode=self._steps.decode, layer=layer)
         with self._steps.breaking():  # what fails from here on leaves the layer half done
@@ -162,7 +161,7 @@ class SoundRuntime:
                 assembled[1, :, before : before + add] = values
             elif rows.pieces:
                 assembled = self._space(rows.tokens)
-                rows.copy_to(assembled, rows_of)
+                rows.copy_to(assembled, lambda piece, out: np.copyto(out, rows_of(piece)))
         self._prefetch(layer)
         return read_only((assembled if assembled is not None else rows.tail.rows)[:, :, : rows.tokens])
 
@@ -204,7 +203,7 @@ class SoundRuntime:
         self._steps.check_sound()
         rows = self._layers[layer].rows
         out = np.empty((2, self._shape[0], rows.tokens, self._shape[1]), self._dtype.numpy)
-        rows.copy_to(out, self._rows_of(layer))
+        rows.copy_to(out, self._write(layer))
         seen = max(self._steps.position, rows.positions.end)
         return LayerCache(layer=layer, keys=out[0], values=out[1], positions=rows.positions.array(), tokens_seen=seen)
 
@@ -281,12 +280,23 @@ class SoundRuntime:
         def rows_of(piece: Piece) -> Words:
             if piece.rows is not None:
                 return piece.rows
-            try:
+            with layer.restoring(number, piece):
                 return self._restorer.rows(piece, layer.figures, self._timings)
-            except Exception as error:
-                raise RestoreError(number, layer.rows.start_of(piece), piece.count, reason_of(error)) from error
 
         return rows_of
+
+    def _write(self, number: int) -> WriteRows:
+        """As `_rows_of`, into an array."""
+        layer = self._layers[number]
+
+        def write(piece: Piece, out: Words) -> None:
+            if piece.rows is not None:
+                out[...] = piece.rows
+                return
+            with layer.restoring(number, piece):
+                self._restorer.write(piece, out, layer.figures, self._timings)
+
+        return write
 
     def _restored(self, number: int) -> RowsOf:
         """As `_rows_of`, with everything decoded now, so that nothing can fail later."""

@@ -175,12 +175,22 @@ cdef class Frame:
         if not ok:
             raise bad_payload(self.streams[lane], lane_name(self.stride, lane))
 
-    def join(self, uint8_t[::1] out not None) -> None:
-        """Write the decoded words to `out`, which has exactly their bytes."""
+    def join(self, uint8_t[:, :] out not None) -> None:
+        """Write the decoded words to the rows of `out`, each contiguous, which together have exactly their bytes."""
         cdef const uint8_t *parts[4]
-        self.check_lanes(out.shape[0], parts)
+        cdef Py_ssize_t row
+        cdef size_t words = out.shape[1] // self.stride
+        cdef int lane
+        if out.shape[1] > 1 and out.strides[1] != 1:
+            raise KvmnnError(f"rows with a stride of {out.strides[1]}: expected contiguous ones")
+        if words * <size_t>self.stride != <size_t>out.shape[1]:
+            raise KvmnnError(f"rows of {out.shape[1]} bytes: expected words of {self.stride}")
+        self.check_lanes(out.shape[0] * out.shape[1], parts)
         with nogil:
-            lanes().join(parts, self.words, self.stride, &out[0])
+            for row in range(out.shape[0]):
+                lanes().join(parts, words, self.stride, &out[row, 0])
+                for lane in range(self.stride):
+                    parts[lane] += words
 
     def equals(self, const uint8_t[::1] raw not None) -> bool:
         """Whether the decoded words are exactly the bytes of `raw`."""

@@ -15,10 +15,12 @@ if TYPE_CHECKING:
 
 def add_compared(parser: Any) -> None:
     """The model, the texts and the configurations."""
-    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("model", metavar="MODEL", help="an ONNX decoder with its KV cache outside: file or folder")
     parser.add_argument("--text", nargs="+", required=True, metavar="FILE", help="UTF-8 texts, or folders of *.txt")
     parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json (default: beside the model)")
-    parser.add_argument("--policy", action="append", default=[], metavar="NAME[:OPTION=VALUE,...]")
+    parser.add_argument(
+        "--policy", action="append", default=[], metavar="SPEC", help="NAME[:OPTION=VALUE,...] (repeatable)"
+    )
     parser.add_argument(
         "--budget",
         nargs="+",
@@ -29,39 +31,35 @@ def add_compared(parser: Any) -> None:
         help="tokens kept in each layer, or a share of --tokens such as 25%%",
     )
     engine_config.add_config(parser)
-    parser.add_argument("--preset", action="append", default=[], metavar="NAME[:OPTION=VALUE,...]")
+    parser.add_argument(
+        "--preset", action="append", default=[], metavar="SPEC", help="NAME[:OPTION=VALUE,...] (repeatable)"
+    )
     parser.add_argument("--skip-layers", metavar="L+L", help="layers never cut, where a policy does not say; or none")
 
 
 def add_settings(parser: Any) -> None:
     """How it is measured."""
     positive, whole = shared_options.positive, shared_options.whole
-    add = parser.add_argument_group("how it is measured").add_argument
-    add("--tokens", type=positive, default=2048, metavar="N", help="tokens scored of each text (2048)")
-    add("--chunk", type=positive, default=1, metavar="N", help="tokens fed at once (1)")
-    add("--prompt", type=whole, default=0, metavar="N", help="tokens of the first step, a prompt (as --chunk)")
-    add("--deep", type=whole, metavar="N", help="also report tokens from this position on (half of --tokens)")
-    add("--seed", type=whole, default=0, metavar="N", help="of random policies, bootstrap (0)")
-    add("--threads", type=positive, metavar="N", help="onnxruntime's, in each process (all over --jobs)")
-    add("--jobs", type=positive, default=1, metavar="N", help="processes at a time (1)")
+    group = parser.add_argument_group("how it is measured")
+    add = group.add_argument
+    add("--tokens", type=positive, default=2048, metavar="N", help="tokens scored of each text (default: 2048)")
+    add("--chunk", type=positive, default=1, metavar="N", help="tokens fed at once (default: 1)")
+    add("--prompt", type=whole, default=0, metavar="N", help="tokens of the first step, a prompt (default: as --chunk)")
+    add("--deep", type=whole, metavar="N", help="also report tokens from this position on (default: half of --tokens)")
+    add("--seed", type=whole, default=0, metavar="N", help="of random policies, bootstrap (default: 0)")
+    add("--threads", type=positive, metavar="N", help="onnxruntime's, in each process (default: all over --jobs)")
+    add("--jobs", type=positive, default=1, metavar="N", help="processes at a time (default: 1)")
     add("--packed", metavar="BACKEND", help="hold the cache in this packed layout, such as x86-avx2")
-    add("--slack", type=whole, metavar="N", help="evicted tokens that may stay masked (1 in 8 of those kept)")
-    add(
-        "--providers",
-        "--provider",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="NAME",
-        help="of onnxruntime (CPUExecutionProvider)",
-    )
+    add("--slack", type=whole, metavar="N", help="evicted tokens that may stay masked (default: 1 in 8 of those kept)")
+    shared_options.add_provider(group)
+    add("--providers", dest="provider", nargs="+", action="extend", help=argparse.SUPPRESS)  # its older name
     add(
         "--frame-dtype",
         choices=("fp16", "fp32"),
         default="fp16",
-        help="words in the frames: rounded to fp16 as engines hold them, or an fp32 cache as it is (fp16)",
+        help="words in the frames: rounded to fp16 as engines hold them, or an fp32 cache as it is (default: fp16)",
     )
-    add("--repeats", type=positive, default=3, metavar="N", help="runs of the timed generation (3)")
+    add("--repeats", type=positive, default=3, metavar="N", help="runs of the timed generation (default: 3)")
     add("--no-timing", action="store_true", help="do not measure TTFT and TPOT")
     add(
         "--no-project-definitions",
@@ -103,7 +101,7 @@ def settings(arguments: argparse.Namespace) -> Settings:
         deep_from=-1 if arguments.deep is None else arguments.deep,
         seed=arguments.seed,
         threads=arguments.threads or max(1, cpu_count() // arguments.jobs),
-        providers=tuple(arguments.providers) or Settings.providers,
+        providers=tuple(arguments.provider) or Settings.providers,
         slack=arguments.slack,
         packed=arguments.packed,
         frame_dtype=arguments.frame_dtype,

@@ -26,44 +26,55 @@ from . import shared_options
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare everything that decides which sizes come out."""
     group = parser.add_argument_group("which dumps")
-    group.add_argument("--stage", choices=STAGES, default="both", help="(default both: any)")
-    group.add_argument("--scope", choices=SCOPES, help="how layers are chosen (default all; the evaluation's: front_n)")
-    group.add_argument("--front-n", type=int, metavar="N", help="the first N layers (default of front_n: 2)")
-    group.add_argument("--layer-start", type=int, metavar="N", help="first of layer_range (default 2)")
-    group.add_argument("--layer-end", type=int, metavar="N", help="last of layer_range (default -1: any)")
+    group.add_argument("--stage", choices=STAGES, default="both", help="(default: both: any)")
+    group.add_argument(
+        "--scope", choices=SCOPES, help="how layers are chosen (default: all; the evaluation's: front_n)"
+    )
+    group.add_argument("--front-n", type=int, metavar="N", help="the first N layers (default: 2)")
+    group.add_argument("--layer-start", type=int, metavar="N", help="first of layer_range (default: 2)")
+    group.add_argument("--layer-end", type=int, metavar="N", help="last of layer_range (default: -1: any)")
     group.add_argument("--layer-ids", default="", metavar="N[,N...]", help="the layers of layer_ids")
-    group.add_argument("--min-seq-len", type=int, default=0, metavar="N", help="tokens of a dump at least (0: any)")
-    group.add_argument("--max-seq-len", type=int, default=0, metavar="N", help="tokens of a dump at most (0: any)")
+    group.add_argument(
+        "--min-seq-len", type=int, default=0, metavar="N", help="tokens of a dump at least (default: 0, any)"
+    )
+    group.add_argument(
+        "--max-seq-len", type=int, default=0, metavar="N", help="tokens of a dump at most (default: 0, any)"
+    )
     group.add_argument("--strict-fp16", action="store_true", help="leave fp32 out instead of rounding it to fp16")
     group = parser.add_argument_group("how they are put together and cut up")
-    group.add_argument("--entry-mode", choices=ENTRY_MODES, default="per_meta", help="(default per_meta: not at all)")
-    group.add_argument("--online-chunk-seq", type=int, default=0, metavar="N", help="tokens of a piece (0: one piece)")
+    group.add_argument("--entry-mode", choices=ENTRY_MODES, default="per_meta", help="(default: per_meta: not at all)")
     group.add_argument(
-        "--online-framing-bytes", type=int, default=16, metavar="N", help="added for each piece (default 16)"
+        "--online-chunk-seq", type=int, default=0, metavar="N", help="tokens of a piece (default: 0, one piece)"
+    )
+    group.add_argument(
+        "--online-framing-bytes", type=int, default=16, metavar="N", help="added for each piece (default: 16)"
     )
     group.add_argument("--aggregate-by-stage", action="store_true", help="keep prefill and decode apart")
     group = parser.add_argument_group("how sizes are simulated")
-    group.add_argument("--codec-mode", choices=CODEC_MODES, default="adaptive_v22", help="(default adaptive_v22)")
-    group.add_argument("--adaptive-block-seq", type=int, default=64, metavar="N", help="tokens of a block (default 64)")
+    group.add_argument("--codec-mode", choices=CODEC_MODES, default="adaptive_v22", help="(default: adaptive_v22)")
+    group.add_argument(
+        "--adaptive-block-seq", type=int, default=64, metavar="N", help="tokens of a block (default: 64)"
+    )
     group.add_argument("--bitshuffle", action="store_true", help="sort bits by plane before compressing")
-    group.add_argument("--zstd-level", type=int, default=3, metavar="N", help="(default 3)")
+    group.add_argument("--zstd-level", type=int, default=3, metavar="N", help="(default: 3)")
     for lane in LANES:
         names = K_PREDICTORS if lane.startswith("k") else V_PREDICTORS
         group.add_argument(
             f"--{lane.replace('_', '-')}-predictors",
             default=",".join(names),
             metavar="NAMES",
-            help=f"what adaptive_v22 tries on the {lane[2:]} bytes of {lane[0].upper()} (default {','.join(names)})",
+            help=f"what adaptive_v22 tries on the {lane[2:]} bytes of {lane[0].upper()} (default: {','.join(names)})",
         )
 
 
 def add_inputs_and_outputs(parser: argparse.ArgumentParser) -> None:
     """Declare what is read and written, and how fast."""
-    parser.add_argument("inputs", nargs="*", metavar="INPUT")
+    parser.add_argument("inputs", nargs="*", metavar="INPUT", help="a dump, or K and V of layers")
     parser.add_argument("--dump-dir", action="append", default=[], metavar="DIR", help="an input")
     parser.add_argument("--out-json", default="", metavar="FILE", help="write the evaluation's JSON document")
     parser.add_argument("--out-md", default="", metavar="FILE", help="write the evaluation's Markdown summary")
-    parser.add_argument("--overwrite", "-f", "--force", action="store_true", help="replace files that exist")
+    shared_options.add_force(parser)
+    parser.add_argument("--overwrite", dest="force", action="store_true", help=argparse.SUPPRESS)  # the evaluation's
     parser.add_argument("--real", action="store_true", help="also encode frames, decode them and compare")
     parser.add_argument("--no-limits", action="store_true", help="do not compute order-0 entropy limits (faster)")
     parser.add_argument(

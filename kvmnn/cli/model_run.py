@@ -39,9 +39,7 @@ def add_model(parser: Any) -> None:
     parser.add_argument(
         "--threads", type=shared_options.positive, default=1, metavar="N", help="threads of onnxruntime (default: 1)"
     )
-    parser.add_argument(
-        "--provider", action="append", default=[], metavar="NAME", help="of onnxruntime (CPUExecutionProvider)"
-    )
+    shared_options.add_provider(parser)
 
 
 def run_options(arguments: argparse.Namespace) -> RunOptions:

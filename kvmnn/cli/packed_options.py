@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..packed.backends import BACKENDS
-from . import shared_options
+from . import help, shared_options
 from .printing import STDIO, UsageError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def add_packed(parser: Any, backend: str = "--backend") -> None:
     """Everything that can be said about packed files; `backend` is the option that names theirs."""
-    group = parser.add_argument_group("packed files", "what prefix caches and live cache files do not say themselves")
+    group = parser.add_argument_group("packed files", "What prefix caches and live cache files do not say themselves.")
     add_layout(group, backend)
     group.add_argument("--kv-heads", type=shared_options.positive, metavar="N", help="kv heads of a layer")
     group.add_argument("--head-dim", type=shared_options.positive, metavar="N", help="dimensions of a head")
@@ -33,6 +33,7 @@ def add_packed(parser: Any, backend: str = "--backend") -> None:
     )
     group.add_argument("--ignore-markers", action="store_true", help="read a prefix whose markers are missing")
     group.add_argument("--packed", action="store_true", help="of a KV dump with both, take the packed variant")
+    help.fold(parser, group, "--help-packed")
 
 
 def add_layout(parser: Any, backend: str) -> None:

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from ..text import did_you_mean
-from . import streams
+from . import help, streams
 
 GROUPS = {
     "frames": ("encode", "decode", "inspect", "verify", "diff", "bench"),
@@ -23,7 +23,7 @@ VERBS = tuple(verb for group in GROUPS.values() for verb in group)
 _EPILOG = """exit codes: 0 ok, 1 bad data or a failed check, 2 usage, 3 an optional package is missing, 70 a defect of
 kvmnn; 129, 130, 141, 143 ended by a signal
 
-  kvmnn encode keys.npy -o keys.frame       writes keys.frame and keys.frame.json
+  kvmnn encode keys.npy -o keys.frame     writes keys.frame and keys.frame.json
   kvmnn inspect keys.frame
   kvmnn verify keys.frame --against keys.npy
   kvmnn decode keys.frame -o back.npy"""
@@ -31,11 +31,10 @@ kvmnn; 129, 130, 141, 143 ended by a signal
 
 def build_parser(verbs: Sequence[str] = VERBS) -> argparse.ArgumentParser:
     """The parser of the command with `verbs`: all of them, for completions and manuals."""
-    parser = Parser(
+    parser = _Top(
         prog="kvmnn",
-        description="Encode, decode, inspect and verify KV caches in MNN's lossless frame format.",
+        description="The KV cache of LLMs on MNN, outside the engine: lossless frames, packed layouts, eviction.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print versions and exit")
     added = parser.add_subparsers(title="verbs", metavar="VERB", parser_class=Parser)
@@ -47,7 +46,11 @@ def build_parser(verbs: Sequence[str] = VERBS) -> argparse.ArgumentParser:
 def parse(words: list[str]) -> argparse.Namespace:
     """The arguments in `words`; only the verb that is named is imported."""
     parser = build_parser(words[:1] if words and words[0] in VERBS else VERBS)
-    arguments = parser.parse_args(words)
+    arguments, unknown = parser.parse_known_args(words)
+    if unknown:
+        named = _verbs(parser).choices.get(words[0], parser)
+        known = [option for action in named._actions for option in action.option_strings]
+        named.error(f"unrecognized arguments: {' '.join(unknown)}{did_you_mean(unknown[0], known)}")
     if not hasattr(arguments, "run"):
         parser.print_help()
         raise SystemExit(0)
@@ -56,6 +59,18 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 class Parser(argparse.ArgumentParser):
     """Says what it has to say as the whole command does."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"formatter_class": help.Formatter} | options)
+        self.color = False  # Python 3.14 would have it
+
+    def format_usage(self) -> str:
+        self.usage = help.usage(self)
+        return super().format_usage()
+
+    def format_help(self) -> str:
+        self.usage = help.usage(self)
+        return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         streams.err("error", f"{message} (see {self.prog} --help)")
@@ -73,6 +88,28 @@ class Parser(argparse.ArgumentParser):
             known = [str(choice) for choice in action.choices]
             meant = did_you_mean(str(value), known) or f" (choose from {', '.join(known)})"
             raise argparse.ArgumentError(action, f"invalid choice: {value!r}{meant}")
+
+
+class _Top(Parser):
+    def format_help(self) -> str:
+        """As argparse has it, with the verbs in their groups."""
+        shown = {action.dest: action for action in _verbs(self)._get_subactions()}
+        formatter = self._get_formatter()
+        formatter.add_usage(help.usage(self), [], [])
+        formatter.add_text(self.description)
+        for title, names in GROUPS.items():
+            formatter.start_section(title)
+            formatter.add_arguments([shown[name] for name in names if name in shown])
+            formatter.end_section()
+        formatter.start_section("options")
+        formatter.add_arguments([action for action in self._actions if action.option_strings])
+        formatter.end_section()
+        formatter.add_text(self.epilog)
+        return formatter.format_help()
+
+
+def _verbs(parser: argparse.ArgumentParser) -> argparse._SubParsersAction[Any]:
+    return next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
 
 
 class _Version(argparse.Action):

@@ -36,7 +36,6 @@ def add_verb(verbs: Any, name: str, run: Callable[[argparse.Namespace], int], su
         name,
         help=summary,
         description=text,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run)
     parser.add_argument("--json", action="store_true", help="print one JSON document on standard output")
@@ -54,7 +53,23 @@ def add_threads(parser: Any) -> None:
 def add_output(parser: Any, text: str) -> None:
     """``-o`` and ``-f``."""
     parser.add_argument("-o", "--output", metavar="OUT", help=text)
+    add_force(parser)
+
+
+def add_force(parser: Any) -> None:
+    """``-f``."""
     parser.add_argument("-f", "--force", action="store_true", help="replace files that exist")
+
+
+def add_provider(parser: Any) -> None:
+    """``--provider``."""
+    parser.add_argument(
+        "--provider",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="of onnxruntime, the preferred first (repeatable; default: CPUExecutionProvider)",
+    )
 
 
 def add_source(parser: Any, dtype_help: str) -> None:

@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from ..errors import KvmnnError
+from ..text import did_you_mean
 from .base import Policy
 from .full import Full
 from .h2o_blocks import H2OBlocks
@@ -55,7 +56,8 @@ def policy_called(name: str) -> type[Policy]:
         return Full
     known = POLICIES | MODEL_POLICIES
     if name not in known:
-        raise KvmnnError(f"unknown policy {name!r}: expected {Full.name} or one of {', '.join(known)}")
+        meant = did_you_mean(name, [Full.name, *known])
+        raise KvmnnError(f"unknown policy {name!r}: expected {Full.name} or one of {', '.join(known)}{meant}")
     return known[name]
 
 
@@ -71,5 +73,6 @@ def create(name: str, **options: Any) -> Policy:
     known = sorted(field.name for field in fields(policy) if field.init)
     for option in options:
         if option not in known:
-            raise KvmnnError(f"{name} has no option {option!r}: expected {', '.join(known) or 'none'}")
+            meant = did_you_mean(option, known)
+            raise KvmnnError(f"{name} has no option {option!r}: expected {', '.join(known) or 'none'}{meant}")
     return policy(**options)

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import numpy as np
 
 from ..errors import KvmnnError
+from ..text import did_you_mean
 from .base import Policy
 from .budget import Budget
 from .registry import create, policy_called
@@ -94,7 +95,8 @@ def _values(policy: str, texts: Mapping[str, str], budget: int | None) -> dict[s
     settable = _settable(policy)
     for key in texts:
         if key not in settable:
-            raise KvmnnError(f"{policy} has no option {key!r}: expected {', '.join(sorted(settable)) or 'none'}")
+            meant = did_you_mean(key, settable)
+            raise KvmnnError(f"{policy} has no option {key!r}: expected {', '.join(sorted(settable)) or 'none'}{meant}")
     own = texts.get("budget", "")
     base = int(own) if re.fullmatch(r"\d{1,9}", own) else budget
     return {key: _value(f"{policy}: {key}", text, declared[key], base) for key, text in texts.items()}

@@ -17,21 +17,21 @@ link speed below which compress + send + decompress (on the clock, one after the
 def add_parser(verbs: Any) -> None:
     """Declare the verb."""
     parser = shared_options.add_verb(verbs, "bench", run, "speed and ratio beside the rivals", _TEXT)
-    parser.add_argument("inputs", nargs="+", metavar="FILE")
+    parser.add_argument("inputs", nargs="+", metavar="IN", help="anything that encode reads")
     shared_options.add_source(parser, "what the words are (default: the array's own type; raw words need it)")
     parser.add_argument(
-        "--rounds", type=shared_options.positive, default=5, metavar="N", help="turns a codec (default 5)"
+        "--rounds", type=shared_options.positive, default=5, metavar="N", help="turns a codec (default: 5)"
     )
     parser.add_argument(
         "--max-bytes",
         type=shared_options.byte_count,
         default=64 << 20,
         metavar="SIZE",
-        help="measure the beginning of larger arrays (default 64M; 0: all)",
+        help="measure the beginning of larger arrays (default: 64M; 0: all)",
     )
     parser.add_argument("--max", action="store_true", help="measure effort max on all the data, not on its first MiB")
     parser.add_argument(
-        "--threads", type=shared_options.positive, default=1, metavar="N", help="threads to use (default 1)"
+        "--threads", type=shared_options.positive, default=1, metavar="N", help="threads to use (default: 1)"
     )
 
 

@@ -16,7 +16,8 @@ _TEXT = """Compact the packed files of a prefix cache or of a live one: of the l
 pairs stay, begin:size, begin counted from the start of that window. The files keep their size, and what lies behind the
 live tokens stays as it was, as in the engine.
 
-  kvmnn compact sys/ -o small/ --remove 160 --reserve 0:64,128:32 --tokens 160 --model MODEL/
+  kvmnn compact sys/ -o small/ --remove 160 --reserve 0:64,128:32 \\
+      --tokens 160 --model MODEL/
 
 LOSSY: the tokens that go are gone. The true position of every kept token stands in <name>.kvmnn.json. Rotary positions
 inside K are not computed again, in the engine neither."""
@@ -25,7 +26,7 @@ inside K are not computed again, in the engine neither."""
 def add_parser(verbs: Any) -> None:
     """Declare the verb."""
     parser = shared_options.add_verb(verbs, "compact", run, "drop tokens from packed files as the engine does", _TEXT)
-    parser.add_argument("input", metavar="IN")
+    parser.add_argument("input", metavar="IN", help="the directory of a prefix cache or of live files")
     shared_options.add_output(parser, "directory to write the files to")
     shared_options.add_dtype(parser, "what the words are, where the pack numbers do not say")
     parser.add_argument("--remove", type=_whole, metavar="N", help="tokens in the window at the end (default: all)")

@@ -13,9 +13,12 @@ _TEXT = """Compress K and V of a cache with the weights of a KV compressor: ever
 WEIGHTS is a compressor's weight file (.bin; kvmnn convert makes one of a checkpoint). CACHE is a .npz or .safetensors
 file, or the directory of an MNN KV dump, that holds in fp16, bf16 or fp32 either
 
-  two arrays, K and V      [layer, batch, kv_head, token, dimension]; names such as k and v, keys and values
-  two arrays a layer       [batch, kv_head, token, dimension] or [kv_head, token, dimension]; names with the layer's
-                           number, such as layers.0.key and layers.0.value, past_key_values.0.key, k_0 and v_0
+  two arrays, K and V   [layer, batch, kv_head, token, dimension]; names such as
+                        k and v, keys and values
+  two arrays a layer    [batch, kv_head, token, dimension] or
+                        [kv_head, token, dimension]; names with the layer's
+                        number, such as layers.0.key and layers.0.value,
+                        past_key_values.0.key, k_0 and v_0
 
 and nothing else (--tensor chooses). An MNN KV dump, and a file made of one, is [token, kv_head, dimension].
 --axes says where axes lie otherwise: l layer, b batch, h kv_head, t token, d dimension. Where neither names nor --axes
@@ -32,8 +35,8 @@ stands for: the next token goes to place new_len of the cache, but its key is ro
 def add_parser(verbs: Any) -> None:
     """Declare the verb."""
     parser = shared_options.add_verb(verbs, "compress-kv", run, "run a KV compressor on a cache (LOSSY)", _TEXT)
-    parser.add_argument("weights", metavar="WEIGHTS")
-    parser.add_argument("cache", metavar="CACHE")
+    parser.add_argument("weights", metavar="WEIGHTS", help="weight file of a compressor (.bin)")
+    parser.add_argument("cache", metavar="CACHE", help=".npz, .safetensors, or the directory of a dump")
     shared_options.add_output(parser, ".npz or .safetensors file")
     shared_options.add_source(parser, "what the words are (default: each array's own type)")
     parser.add_argument("--axes", metavar="LETTERS", help="the axes of each array, such as lthd")
@@ -42,7 +45,7 @@ def add_parser(verbs: Any) -> None:
         type=shared_options.whole,
         default=0,
         metavar="N",
-        help="tokens of the image, at the front (default 0)",
+        help="tokens of the image, at the front (default: 0)",
     )
     parser.add_argument(
         "--tokens", type=shared_options.whole, metavar="N", help="tokens that are live, where arrays are longer"
@@ -63,7 +66,7 @@ def add_parser(verbs: Any) -> None:
         default="fp32",
         help="fp16: round as an fp16 runtime does, after every Linear; OUT is then fp16",
     )
-    parser.add_argument("--engine", choices=("numpy", "onnx"), default="numpy", help="what computes (default numpy)")
+    parser.add_argument("--engine", choices=("numpy", "onnx"), default="numpy", help="what computes (default: numpy)")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -17,8 +17,8 @@ K and V of layers by their names, the order of their axes does not matter."""
 def add_parser(verbs: Any) -> None:
     """Declare the verb."""
     parser = shared_options.add_verb(verbs, "diff", run, "the first difference between two caches", _TEXT)
-    parser.add_argument("first", metavar="A")
-    parser.add_argument("second", metavar="B")
+    parser.add_argument("first", metavar="A", help="anything that kvmnn reads")
+    parser.add_argument("second", metavar="B", help="what it is compared with")
     shared_options.add_source(parser, "what the words are, where neither type nor pack numbers say")
     packed_options.add_packed(parser)
 

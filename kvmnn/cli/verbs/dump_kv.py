@@ -10,11 +10,16 @@ from ..printing import UsageError
 
 _TEXT = f"""Let a model read a text and write its KV cache, full or cut by a policy, for encode, measure and pack:
 
-  --format npy   layer_<n>.key.npy and layer_<n>.value.npy, [kv_head, token, head_dim]
-  --format mnn   a KV dump as MNN's engine writes it, [token, kv_head, head_dim]
+  --format npy   layer_<n>.key.npy and layer_<n>.value.npy,
+                 [kv_head, token, head_dim]
+  --format mnn   a KV dump as MNN's engine writes it,
+                 [token, kv_head, head_dim]
 
-  kvmnn dump-kv MODEL --text a.txt -o kv && kvmnn encode kv/*.npy -o kv.frames/ && kvmnn verify kv.frames/
-  kvmnn dump-kv MODEL --text a.txt -o kv --format mnn --dtype fp16 && kvmnn measure kv
+  kvmnn dump-kv MODEL --text a.txt -o kv
+  kvmnn encode kv/*.npy -o kv.frames/ && kvmnn verify kv.frames/
+
+  kvmnn dump-kv MODEL --text a.txt -o dump --format mnn --dtype fp16
+  kvmnn measure dump
 
 positions.json beside them has the true positions of the tokens that are there, token_ids.json every token of the text.
 Rounding fp32 to fp16 is LOSSY, and so is a policy that evicts.

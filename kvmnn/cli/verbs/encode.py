@@ -19,7 +19,8 @@ IN is a .npy, .npz or .safetensors file, the directory of an MNN KV dump, any ot
 which kind), or "-" for standard input (raw words or a .npy file). Several inputs make one bundle. The directory of a
 prefix cache gives the live K and V of every layer, and decode makes its files again.
 
-  -o FILE    one array: its frame, and FILE.json beside it, from which decode restores the same array
+  -o FILE    one array: its frame, and FILE.json beside it, from which decode
+             restores the same array
   -o DIR/    any number of arrays: one frame file each and DIR/manifest.json
   -o -       one frame and nothing else on standard output
 
@@ -32,7 +33,7 @@ Every frame is decoded and compared with its input before LOSSLESS is printed.""
 def add_parser(verbs: Any) -> None:
     """Declare the verb."""
     parser = shared_options.add_verb(verbs, "encode", run, "arrays to frames", _TEXT)
-    parser.add_argument("inputs", nargs="+", metavar="IN")
+    parser.add_argument("inputs", nargs="+", metavar="IN", help="arrays, a dump, a prefix cache; - for standard input")
     shared_options.add_output(parser, "file, directory, or - (standard output)")
     shared_options.add_source(parser, "what the words are (default: the array's own type; raw words need it)")
     parser.add_argument("--predictors", metavar="SPEC", help="e.g. raw,delta_seq (default: raw,delta_seq,xor_seq)")
@@ -47,7 +48,7 @@ def add_parser(verbs: Any) -> None:
         "--frame-bytes",
         type=_frame_bytes,
         metavar="SIZE",
-        help="cut arrays above this many raw bytes (default 64M, 16M for packed files; 0: never)",
+        help="cut arrays above this many raw bytes (default: 64M, 16M for packed files; 0: never)",
     )
     parser.add_argument("--no-verify", action="store_true", help="do not decode and compare each frame")
     shared_options.add_threads(parser)

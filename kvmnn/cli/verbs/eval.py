@@ -18,9 +18,12 @@ _TEXT = """Run a language model over texts with its KV cache cut by every policy
 cache: perplexity, next-token accuracy, bits per byte, time, memory, and what lossless frames of the cache that is left
 take. Every configuration scores the same tokens of the same texts in the same chunks.
 
-  kvmnn eval model/ --text texts/ --policy streaming --policy h2o_decayed --budget 256 512 --jobs 2
-  kvmnn eval model/ --text a.txt b.txt --policy l2_fixed:recent_ratio=0.5,strategy=keep_high --budget 512 --json
-  kvmnn eval model/ --text a.txt --preset streaming-h2o --plot plots/ --resume cells.jsonl
+  kvmnn eval model/ --text texts/ --policy streaming --policy h2o_decayed \\
+      --budget 256 512 --jobs 2
+  kvmnn eval model/ --text a.txt b.txt --budget 512 --json \\
+      --policy l2_fixed:recent_ratio=0.5,strategy=keep_high
+  kvmnn eval model/ --text a.txt --preset streaming-h2o --plot plots/ \\
+      --resume cells.jsonl
 
 MODEL is an ONNX decoder with past_key_values inputs, or its folder, with tokenizer.json beside it. Options of a policy
 are the fields of its class (docs/policies.md); tuples are joined by + (skip_layers=0+1, skip_layers=none), and 50% of a
@@ -29,8 +32,12 @@ that cut at every step keep little of it: a share of the text is --budget 25%. W
 for what they are given.
 
 Presets are tables of two projects, measured by their own definitions and as it should be. Of l2_compress / KnormPress:
-knorm-fixed[:fix_kv_sizes=256+512,strategies=keep_low+random,keep_ratio=0.2+0.5,skip_layers=0+1] and
-knorm-ratio[:keep_ratios=0.8+0.5,prune_after=1000,skip_layers=0+1]. Of StreamingLLM + H2O: streaming-h2o."""
+
+  knorm-fixed[:fix_kv_sizes=256+512,strategies=keep_low+random,
+               keep_ratio=0.2+0.5,skip_layers=0+1]
+  knorm-ratio[:keep_ratios=0.8+0.5,prune_after=1000,skip_layers=0+1]
+
+Of StreamingLLM + H2O: streaming-h2o."""
 
 
 def add_parser(verbs: Any) -> None:

@@ -26,7 +26,9 @@ weights: shape, bias, least and greatest value, mean, standard deviation, elemen
 def add_parser(verbs: Any) -> None:
     """Declare the verb."""
     parser = shared_options.add_verb(verbs, "inspect", run, "what a frame, bundle or file holds", _TEXT)
-    parser.add_argument("inputs", nargs="+", metavar="FRAME|BUNDLE|FILE")
+    parser.add_argument(
+        "inputs", nargs="+", metavar="IN", help="a frame, a bundle, any file or folder that kvmnn reads"
+    )
     shared_options.add_dtype(parser, "what a frame without a manifest holds (default: fp16 or fp32, by its streams)")
     parser.add_argument("--no-manifest", action="store_true", help="take frames alone, whatever lies beside them")
     weights_options.add_group(parser)

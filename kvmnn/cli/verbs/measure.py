@@ -66,7 +66,7 @@ def _measure(arguments: argparse.Namespace, options: MeasureOptions) -> None:
             threads=arguments.threads,
             out_json=arguments.out_json,
             out_md=arguments.out_md,
-            force=arguments.overwrite,
+            force=arguments.force,
             progress=progress,
         )
     printing.show(arguments, "measure", measured)
@@ -101,7 +101,7 @@ def _analyse(arguments: argparse.Namespace, options: MeasureOptions) -> None:
             level=options.zstd_level,
             with_heads=not arguments.skip_head_metrics,
             run_log=arguments.run_log,
-            force=arguments.overwrite,
+            force=arguments.force,
             progress=progress,
         )
     printing.show(arguments, "measure", report)
@@ -112,9 +112,7 @@ def _convert(arguments: argparse.Namespace) -> None:
 
     if len(arguments.inputs) != 1:
         raise UsageError("--to-fp16 takes one INPUT")
-    found = to_fp16(
-        arguments.inputs[0], arguments.to_fp16, allow_fp16=arguments.allow_fp16, overwrite=arguments.overwrite
-    )
+    found = to_fp16(arguments.inputs[0], arguments.to_fp16, allow_fp16=arguments.allow_fp16, overwrite=arguments.force)
     found.check_found()
     printing.show(arguments, "measure", found)
     found.check_complete()

@@ -21,7 +21,7 @@ back and compared before it appears."""
 def add_parser(verbs: Any) -> None:
     """Declare the verb."""
     parser = shared_options.add_verb(verbs, "pack", run, "plain arrays to a prefix cache", _TEXT)
-    parser.add_argument("inputs", nargs="+", metavar="IN")
+    parser.add_argument("inputs", nargs="+", metavar="IN", help="arrays, a dump, a bundle")
     packed_options.add_target(parser)
     shared_options.add_source(parser, "what the words are (default: the arrays' own type; raw words need it)")
     parser.add_argument("--token-major", action="store_true", help="the arrays are [token, kv_head, head_dim]")

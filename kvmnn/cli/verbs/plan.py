@@ -19,7 +19,8 @@ begin:size, and a picture of it. Every layer is planned as if it triggered now.
 
   kvmnn plan attention.npy --block 64 --sink 32 --recent 256 --target-ratio 3.5
   kvmnn plan attention.npy --config config.json
-  kvmnn plan scores.npz -o plan.json && kvmnn compact CACHE/ -o small/ --plan plan.json
+  kvmnn plan scores.npz -o plan.json
+  kvmnn compact CACHE/ -o small/ --plan plan.json
 
 IN is an array with one axis (scores of blocks) or with two to four (attention: [heads, keys], [heads, queries, keys],
 [layers, heads, queries, keys]), a file of one such array for each layer, or a .json list of scores."""
@@ -28,7 +29,7 @@ IN is an array with one axis (scores of blocks) or with two to four (attention: 
 def add_parser(verbs: Any) -> None:
     """Declare the verb."""
     parser = shared_options.add_verb(verbs, "plan", run, "which tokens H2O would keep", _TEXT)
-    parser.add_argument("input", metavar="IN")
+    parser.add_argument("input", metavar="IN", help="scores of blocks, or attention")
     shared_options.add_output(parser, "JSON file for `kvmnn compact --plan`; - for standard output")
     shared_options.add_source(parser, "what raw words are")
     parser.add_argument("--kind", choices=("scores", "attention"), help="what IN holds, where its axes do not say")
@@ -36,22 +37,24 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--config", metavar="FILE", help="the engine's JSON file, whose kv_h2o_ keys say what no option says"
     )
-    parser.add_argument("--block", type=shared_options.positive, metavar="N", help="tokens in a block (64)")
-    parser.add_argument("--sink", type=shared_options.whole, metavar="N", help="tokens kept at the start (32)")
-    parser.add_argument("--recent", type=shared_options.whole, metavar="N", help="tokens kept at the end (256)")
+    parser.add_argument("--block", type=shared_options.positive, metavar="N", help="tokens in a block (default: 64)")
+    parser.add_argument("--sink", type=shared_options.whole, metavar="N", help="tokens kept at the start (default: 32)")
+    parser.add_argument(
+        "--recent", type=shared_options.whole, metavar="N", help="tokens kept at the end (default: 256)"
+    )
     parser.add_argument(
         "--target-ratio",
         type=_number,
         metavar="X",
-        help="tokens before over tokens after (3.0, the engine's own default)",
+        help="tokens before over tokens after (default: 3, the engine's)",
     )
     parser.add_argument("--keep-ratio", type=_number, metavar="X", help="share of tokens to keep, instead")
-    parser.add_argument("--alpha", type=_number, metavar="X", help="weight of older scores (0.9)")
+    parser.add_argument("--alpha", type=_number, metavar="X", help="weight of older scores (default: 0.9)")
     parser.add_argument(
-        "--engine-threads", type=shared_options.positive, default=1, metavar="N", help="order of additions (1)"
+        "--engine-threads", type=shared_options.positive, default=1, metavar="N", help="order of additions (default: 1)"
     )
     parser.add_argument(
-        "--tile", type=shared_options.positive, metavar="N", help="keys in a tile of the attention (all)"
+        "--tile", type=shared_options.positive, metavar="N", help="keys in a tile of the attention (default: all)"
     )
     parser.add_argument(
         "--bytes-per-token",

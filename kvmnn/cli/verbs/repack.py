@@ -10,7 +10,8 @@ from .. import loading, packed_options, printing, shared_options
 
 _TEXT = """Write a prefix cache in the layout of another backend, e.g. one computed on a PC for a phone:
 
-  kvmnn repack sys/ --from x86-avx2 --to arm64-fp16 -o phone/ --kv-heads 2 --head-dim 64 --tokens 50
+  kvmnn repack sys/ -o phone/ --from x86-avx2 --to arm64-fp16 \\
+      --kv-heads 2 --head-dim 64 --tokens 50
 
 Where the backends' dtypes differ, words are converted, to nearest even: fp32 to fp16 is LOSSY and the line about it
 says how many words changed; fp16 to fp32 is LOSSLESS."""
@@ -19,7 +20,7 @@ says how many words changed; fp16 to fp32 is LOSSLESS."""
 def add_parser(verbs: Any) -> None:
     """Declare the verb."""
     parser = shared_options.add_verb(verbs, "repack", run, "a packed cache for another backend", _TEXT)
-    parser.add_argument("input", metavar="IN")
+    parser.add_argument("input", metavar="IN", help="the directory of a prefix cache, or one of its files")
     packed_options.add_target(parser)
     shared_options.add_source(parser, "what the words are, where the pack numbers do not say")
     packed_options.add_packed(parser, backend="--from")

@@ -22,21 +22,26 @@ kv_h2o_ keys; docs/runtime.md). Evictions need --scores: attention probabilities
 def add_parser(verbs: Any) -> None:
     """Declare the verb."""
     parser = shared_options.add_verb(verbs, "replay", run, "a cache run through the lossless runtime", _TEXT)
-    parser.add_argument("inputs", nargs="+", metavar="CACHE")
+    parser.add_argument("inputs", nargs="+", metavar="CACHE", help="K and V of layers")
     parser.add_argument("--config", required=True, metavar="FILE", help="the engine's JSON configuration")
-    parser.add_argument("--prompt", type=shared_options.positive, metavar="N", help="tokens of the prompt (half)")
     parser.add_argument(
-        "--behaviour", choices=("sound", "engine"), default="sound", help="engine: with the MNN fork's defects (sound)"
+        "--prompt", type=shared_options.positive, metavar="N", help="tokens of the prompt (default: half)"
+    )
+    parser.add_argument(
+        "--behaviour",
+        choices=("sound", "engine"),
+        default="sound",
+        help="engine: with the MNN fork's defects (default: sound)",
     )
     parser.add_argument("--scores", metavar="FILE", help="attention probabilities, for evictions")
     parser.add_argument(
         "--compare",
         choices=("ends", "all"),
         default="ends",
-        help="which calls to compare: ends, those of the first two steps and the last, or all (ends)",
+        help="which calls to compare: ends, those of the first two steps and the last, or all (default: ends)",
     )
     parser.add_argument("--plot", metavar="DIR", help="draw memory, ratio, queue, latency into DIR (matplotlib)")
-    parser.add_argument("-f", "--force", action="store_true", help="replace files that exist")
+    shared_options.add_force(parser)
     shared_options.add_source(parser, "what the words are, where the input does not say")
     packed_options.add_packed(parser)
 

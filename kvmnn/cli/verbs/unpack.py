@@ -13,11 +13,13 @@ _TEXT = """Turn packed K and V into plain arrays [kv_head, token, head_dim], cal
 IN is the directory of a prefix cache, of live cache files or of a packed KV dump, or one of their .k or .v files;
 anything else that kvmnn reads will do as well.
 
-  -o X.npz, X.safetensors      all arrays; .safetensors keeps what pack needs to restore the files
-  -o DIR/                      one .npy file for each array
-  -o X.npy, -o X               one array (--tensor layer_0.key chooses)
-  --as dump -o DIR/            a KV dump as the engine writes it, [token, kv_head, head_dim]
-  --as packed-dump -o DIR/     its packed variant
+  -o X.npz, X.safetensors  all arrays; .safetensors keeps what pack needs to
+                           restore the files
+  -o DIR/                  one .npy file for each array
+  -o X.npy, -o X           one array (--tensor layer_0.key chooses)
+  --as dump -o DIR/        a KV dump as the engine writes it,
+                           [token, kv_head, head_dim]
+  --as packed-dump -o DIR/ its packed variant
 
 Live elements only: padding and room are left out. Of caches that the engine keeps in int8 (--int8) the codes times
 their scales plus biases come back as fp32, and what cannot be recovered is said."""
@@ -26,10 +28,16 @@ their scales plus biases come back as fp32, and what cannot be recovered is said
 def add_parser(verbs: Any) -> None:
     """Declare the verb."""
     parser = shared_options.add_verb(verbs, "unpack", run, "packed files to plain arrays", _TEXT)
-    parser.add_argument("input", metavar="IN")
+    parser.add_argument("input", metavar="IN", help="the directory of a cache, one of its files, arrays")
     shared_options.add_output(parser, "file or directory")
     shared_options.add_source(parser, "what the words are, where the pack numbers do not say")
-    parser.add_argument("--as", dest="form", choices=("arrays", "dump", "packed-dump"), default="arrays")
+    parser.add_argument(
+        "--as",
+        dest="form",
+        choices=("arrays", "dump", "packed-dump"),
+        default="arrays",
+        help="what to write (default: arrays)",
+    )
     parser.add_argument("--run-id", default="kvmnn", metavar="ID", help="of a dump (default: kvmnn)")
     packed_options.add_packed(parser)
 

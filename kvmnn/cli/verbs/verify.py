@@ -25,7 +25,7 @@ options that it was told."""
 def add_parser(verbs: Any) -> None:
     """Declare the verb."""
     parser = shared_options.add_verb(verbs, "verify", run, "prove that frames decode to their arrays", _TEXT)
-    parser.add_argument("input", metavar="FRAME|BUNDLE|WEIGHTS")
+    parser.add_argument("input", metavar="IN", help="a frame, a manifest, a bundle; a weight file")
     parser.add_argument("--against", action="append", default=[], metavar="FILE", help="the original (repeatable)")
     shared_options.add_source(parser, "what a frame without a manifest, or a file of raw words, holds")
     parser.add_argument("--no-manifest", action="store_true", help="take frames alone, whatever lies beside them")

@@ -31,6 +31,7 @@ from ...errors import KvmnnError
 from ...policies.base import BUFFER
 from ...policies.specs import numbers, parse_spec
 from ...policies.streaming import Streaming
+from ...text import did_you_mean
 from .configurations import FULL, Configuration, ProjectDefinition, shares
 
 SIZES = (256, 512, 1024)
@@ -57,11 +58,12 @@ def preset(spec: str, skip_layers: tuple[int, ...] | None = None) -> list[Config
     """
     name, options = parse_spec(spec)
     if name not in PRESETS:
-        raise KvmnnError(f"unknown preset {name!r}: expected one of {', '.join(PRESETS)}")
+        raise KvmnnError(f"unknown preset {name!r}: expected one of {', '.join(PRESETS)}{did_you_mean(name, PRESETS)}")
     make, known = PRESETS[name]
     for option in options:
         if option not in known:
-            raise KvmnnError(f"preset {name} has no option {option!r}: expected {', '.join(known) or 'none'}")
+            meant = did_you_mean(option, known)
+            raise KvmnnError(f"preset {name} has no option {option!r}: expected {', '.join(known) or 'none'}{meant}")
     if "skip_layers" in known and skip_layers is not None:
         options.setdefault("skip_layers", "+".join(map(str, skip_layers)))
     made = [replace(entry, preset=name) for entry in make(options)]

@@ -1,0 +1,106 @@
+"""Help that fits the terminal: paragraphs are filled, lists stay lists, options of a few are folded away."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+_WIDEST = 100
+_NARROWEST = 40
+_HELP_COLUMN = 26
+
+
+class Formatter(argparse.HelpFormatter):
+    """Breaks lines between words only; lines that begin with blanks are lists or examples, and stay as they are."""
+
+    def __init__(self, prog: str, **options: Any) -> None:
+        columns = max(_NARROWEST, min(_WIDEST, shutil.get_terminal_size().columns))
+        super().__init__(prog, **options | {"max_help_position": _HELP_COLUMN, "width": columns - 1})
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines = _filled(text, width - len(indent))
+        return "\n".join(indent + line if line else "" for line in lines).rstrip("\n")
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return _wrapped(" ".join(text.split()), width)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings or action.nargs == 0:
+            return super()._format_action_invocation(action)
+        values = self._format_args(action, self._get_default_metavar_for_optional(action))
+        return f"{', '.join(action.option_strings)} {values}"
+
+
+def usage(parser: argparse.ArgumentParser) -> str:
+    """One line of what must be given; the options stand below anyhow."""
+    formatter = Formatter(parser.prog)
+
+    def shown(action: argparse.Action) -> str:
+        if action.option_strings:
+            values = formatter._format_args(action, formatter._get_default_metavar_for_optional(action))
+            return f"{action.option_strings[-1]} {values}"
+        return formatter._format_args(action, formatter._get_default_metavar_for_positional(action))
+
+    words = [parser.prog, "[options]"]
+    words += [
+        f"({' | '.join(map(shown, group._group_actions))})"
+        for group in parser._mutually_exclusive_groups
+        if group.required
+    ]
+    words += [shown(action) for action in parser._actions if action.option_strings and action.required]
+    words += [shown(action) for action in parser._actions if not action.option_strings]
+    return " ".join(words).replace("%", "%%")
+
+
+def fold(parser: argparse.ArgumentParser, group: Any, option: str) -> None:
+    """Show the options of a group only where `option` asks for them."""
+    texts = {action: action.help for action in group._group_actions}
+    for action in texts:
+        action.help = argparse.SUPPRESS
+    group.add_argument(option, action=_Unfold, nargs=0, group=group, texts=texts, help="show these options and exit")
+
+
+def help_of(parser: argparse.ArgumentParser) -> dict[argparse.Action, str]:
+    """All options with their help, those that are folded away included, and none that are hidden."""
+    texts = {action: action.help or "" for action in parser._actions}
+    for action in parser._actions:
+        if isinstance(action, _Unfold):
+            texts |= action.texts
+    return {action: text for action, text in texts.items() if text != argparse.SUPPRESS}
+
+
+class _Unfold(argparse.Action):
+    def __init__(self, *, group: Any, texts: dict[argparse.Action, str], **options: Any) -> None:
+        super().__init__(default=argparse.SUPPRESS, **options)
+        self._group, self.texts = group, texts
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        for action, text in self.texts.items():
+            action.help = text
+        formatter = parser._get_formatter()
+        formatter.start_section(self._group.title)
+        formatter.add_text(self._group.description)
+        formatter.add_arguments(list(self.texts))
+        formatter.end_section()
+        parser._print_message(formatter.format_help())
+        parser.exit()
+
+
+def _filled(text: str, width: int) -> Iterator[str]:
+    """The lines of a text of paragraphs and indented lines."""
+    paragraph: list[str] = []
+    for line in [*text.strip("\n").split("\n"), ""]:
+        if line.strip() and not line.startswith(" "):
+            paragraph.append(line.strip())
+            continue
+        if paragraph:
+            yield from _wrapped(" ".join(paragraph), width)
+            paragraph.clear()
+        yield line
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]

@@ -1,0 +1,110 @@
+"""Help as an 80-column terminal shows it: no line is longer, nothing is cut, every option says what it does."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+import pytest
+
+from kvmnn.cli import build_parser
+from kvmnn.cli.help import help_of
+from kvmnn.cli.parser import GROUPS, VERBS
+
+
+def parsers() -> dict[str, argparse.ArgumentParser]:
+    """The whole command's and those of the verbs, by their names."""
+    parser = build_parser()
+    (verbs,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return {"kvmnn": parser, **verbs.choices}
+
+
+PARSERS = parsers()
+
+
+def test_every_verb_stands_in_one_group() -> None:
+    assert sorted(PARSERS) == sorted(["kvmnn", *VERBS])
+    assert len(set(VERBS)) == len(VERBS)
+    shown = PARSERS["kvmnn"].format_help()
+    places = [shown.index(f"\n{title}:\n") for title in GROUPS]
+    assert places == sorted(places)
+    for title, verbs in GROUPS.items():
+        section = shown.partition(f"\n{title}:\n")[2].partition("\n\n")[0]
+        assert re.findall(r"^  ([a-z-]+) ", section, re.MULTILINE) == list(verbs)
+
+
+@pytest.mark.parametrize("columns", [80, 60])
+@pytest.mark.parametrize("verb", sorted(PARSERS))
+def test_lines_fit_the_terminal(verb, columns, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    parser = PARSERS[verb]
+    for shown in (parser.format_help(), parser.format_usage()):
+        for line in shown.splitlines():
+            example = columns < 80 and line.startswith(("  ", "usage: "))  # these are written for 80
+            assert len(line) <= (80 if example else columns), line
+
+
+@pytest.mark.parametrize("verb", sorted(PARSERS))
+def test_words_are_whole(verb, monkeypatch) -> None:
+    """What a narrow terminal shows are the words that a wide one shows."""
+
+    def words(columns: int) -> list[str]:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        return PARSERS[verb].format_help().split()
+
+    assert words(80) == words(200)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_option_says_what_it_does(verb) -> None:
+    for action, text in help_of(PARSERS[verb]).items():
+        assert text, action
+        assert "(default " not in text, f"{action}: (default: ...)"
+        default = action.default
+        if type(default) in (int, float) and action.nargs != 0 and default > 0:
+            assert "default" in text, f"{action}: says nothing of its default"
+
+
+def test_flags_are_the_same_everywhere() -> None:
+    """One option, one letter, one meaning; what only older scripts say is hidden."""
+    seen: dict[str, set[tuple[str, ...]]] = {}
+    for verb in VERBS:
+        shown = {action for action in help_of(PARSERS[verb]) if action.option_strings}
+        for action in shown:
+            seen.setdefault(action.dest, set()).add(tuple(action.option_strings))
+        forced = any("--force" in action.option_strings for action in shown)
+        written = {"--output", "--out-json"} & {name for action in shown for name in action.option_strings}
+        assert forced or not written, verb
+    del seen["backend"]  # of repack there are two: --from and --to
+    assert {dest: names for dest, names in seen.items() if len(names) > 1} == {}
+    assert seen["force"] == {("-f", "--force")}
+    assert seen["provider"] == {("--provider",)}
+
+
+def test_options_of_packed_files_are_shown_once(run, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for verb in ("encode", "inspect", "pack", "measure"):
+        assert "--ignore-markers" not in run(verb, "--help").out
+        assert "--help-packed" in run(verb, "--help").out
+        shown = run(verb, "--help-packed").out
+        assert shown.startswith("packed files:\n")
+        assert "--ignore-markers" in shown
+        assert max(map(len, shown.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("argv", "meant"),
+    [
+        (["encdoe"], "'encode'"),
+        (["dump_kv"], "'dump-kv'"),
+        (["encode", "x", "--effort", "exakt"], "'exact'"),
+        (["pack", "x", "-o", "y", "--backend", "arm64-pf16"], "'arm64-fp16'"),
+        (["eval", "m", "--text", "t", "--policy", "streamin"], "'streaming'"),
+        (["eval", "m", "--text", "t", "--preset", "knorm-fix"], "'knorm-fixed'"),
+        (["eval", "m", "--text", "t", "--policy", "streaming:sinks=2"], "'sink'"),
+        (["generate", "m", "--prompt", "p", "--policy", "L2-fixed"], "'l2_fixed'"),
+        (["encode", "x", "--no-verfy"], "'--no-verify'"),
+    ],
+)
+def test_did_you_mean(run, argv, meant) -> None:
+    assert f"did you mean {meant}" in run(*argv, code=2).err

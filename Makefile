@@ -35,6 +35,7 @@ bench: $(STAMPS)/bench
 	$(BIN)/python tools/bench/lm.py
 	$(BIN)/python tools/bench/offline.py
 	$(BIN)/python tools/bench/policies.py
+	$(BIN)/python tools/bench/runtime.py
 
 fuzz: $(STAMPS)/test
 	$(BIN)/python tools/fuzz/run.py

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..dtypes import FP16, FP32, DType, by_name
-from ..errors import FrameError, LimitError
+from ..dtypes import FP16, FP32, Bytes, DType, by_name
+from ..errors import FrameError, KvmnnError, LimitError
 from ..threads.pool import map_pulled, resolve_threads
 from . import _decoder
 from .options import CODECS, MIN_PARALLEL_BYTES, codec_bits
@@ -70,6 +70,36 @@ def decode(
     parsed.join(target)
     parsed.close()
     return out if isinstance(out, np.ndarray) else target[0].view(kind.numpy)
+
+
+class Decoder:
+    """Decodes many small frames of one dtype, one after another on this thread, with the least work for each.
+
+    Parameters
+    ----------
+    dtype, codecs
+        As for `decode`.
+    """
+
+    def __init__(self, dtype: str, codecs: Iterable[str] = CODECS) -> None:
+        self._itemsize, self._allow = by_name(dtype).itemsize, codec_bits(codecs)
+
+    def into(self, frame: bytes, out: Bytes) -> None:
+        """Decode into ``out[row, byte]``, uint8, rows contiguous; untouched if the frame is refused.
+
+        Raises
+        ------
+        FrameError
+            As `decode`.
+        KvmnnError
+            For an `out` of another size than the frame holds.
+        """
+        parsed = _decoder.Frame(frame, self._itemsize, self._allow)
+        if parsed.words * self._itemsize != out.size:
+            raise KvmnnError(f"out has {out.size} bytes: the frame holds {parsed.words * self._itemsize}")
+        parsed.decode()
+        parsed.join(out)
+        parsed.close()
 
 
 def matches(

@@ -26,4 +26,4 @@ def checksum(data: Any, seed: int = 0) -> int:
     A change within one aligned 64-bit word always shows, any other all but always. It does not hold against intent, and
     differs with byte order: never write it to a file.
     """
-    return _hashing.checksum(raw_bytes_of(data, "data"), seed)
+    return _hashing.checksum(data if isinstance(data, bytes) else raw_bytes_of(data, "data"), seed)

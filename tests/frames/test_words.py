@@ -10,6 +10,7 @@ from codec_samples import NUMPY, kv_like
 
 import kvmnn
 from kvmnn import FrameError, KvmnnError, LimitError
+from kvmnn.frames.decoding import Decoder
 
 RNG = np.random.default_rng(3)
 FP16 = RNG.normal(size=(2, 6, 8)).astype(np.float16)
@@ -240,6 +241,21 @@ def test_out_with_a_stride_in_its_first_axis(dtype: type) -> None:
     for refused in (cache[:, 20:30:2], cache[:, 20:25, ::-1], np.zeros((3, 8, 5), dtype).transpose(0, 2, 1)):
         with pytest.raises(KvmnnError, match="C-contiguous"):
             kvmnn.decode(kvmnn.encode(values), out=refused)
+
+
+def test_a_decoder_of_many_frames() -> None:
+    decoder, frame = Decoder("fp16"), kvmnn.encode(FP16)
+    cache = np.full((4, 500), 9, np.uint8)
+    decoder.into(frame, cache[:, 100:148])
+    assert cache[:, 100:148].tobytes() == FP16.tobytes() and (cache[:, :100] == 9).all()
+    with pytest.raises(KvmnnError, match="out has 188 bytes: the frame holds 192"):
+        decoder.into(frame, cache[:, 100:147])
+    with pytest.raises(KvmnnError, match="contiguous"):
+        decoder.into(frame, cache[:, 100:196:2])
+    cache[:] = 9
+    with pytest.raises(FrameError):
+        decoder.into(frame[:-1], cache[:, 100:148])
+    assert (cache == 9).all()
 
 
 def test_out_may_be_the_input() -> None:

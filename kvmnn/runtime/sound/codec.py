@@ -8,7 +8,8 @@ import numpy as np
 
 from ...dtypes import DType, Words
 from ...errors import KvmnnError
-from ...frames import Block, decode, encode_block, fnv1a64, matches
+from ...frames import Block, encode_block, fnv1a64, matches
+from ...frames.decoding import Decoder
 from ...frames.hashing import checksum
 from ..config import RuntimeConfig
 
@@ -43,6 +44,7 @@ class RowCodec:
         self._config = config
         self._dtype = dtype
         self._shape = (kv_heads, head_dim)
+        self._decoder = Decoder(dtype.name)
 
     def encode(self, rows: Words) -> Block:
         """K and V under the engine's joint rule."""
@@ -75,7 +77,7 @@ class RowCodec:
         return Frames(key, value, checksum_of(key, value), block.raw_hash)
 
     def decode(self, frames: Frames, out: Words) -> None:
-        """Write the rows to `out`, ``[2, kv_head, token, head_dim]`` of any strides in the first two axes.
+        """Write the rows to `out`, ``[2, kv_head, token, head_dim]``, contiguous behind the first two axes.
 
         Raises
         ------
@@ -84,8 +86,9 @@ class RowCodec:
         """
         if checksum_of(frames.key, frames.value) != frames.checksum:
             raise KvmnnError("its frames were changed in memory")
-        for frame, part in ((frames.key, out[0]), (frames.value, out[1])):
-            decode(frame, dtype=self._dtype.name, out=part, threads=1)
+        rows = out.reshape(2, self._shape[0], -1).view(np.uint8)
+        self._decoder.into(frames.key, rows[0])
+        self._decoder.into(frames.value, rows[1])
         if frames.raw_hash and fnv1a64(out[1], fnv1a64(out[0])) != frames.raw_hash:
             raise KvmnnError("its frames decode to other rows than they were made of")
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from ...dtypes import DType
 from ...packed.reserve import Pair
@@ -64,13 +62,9 @@ class Layer:
             self.waiting.popleft()
         return None
 
-    @contextmanager
-    def restoring(self, number: int, piece: Piece) -> Iterator[None]:
-        """Whatever fails inside is a `RestoreError` that names the layer and the tokens of the piece."""
-        try:
-            yield
-        except Exception as error:
-            raise RestoreError(number, self.rows.start_of(piece), piece.count, reason_of(error)) from error
+    def restore_error(self, number: int, piece: Piece, error: Exception) -> RestoreError:
+        """What is raised where a piece of this layer, which is the one of that number, cannot be brought back."""
+        return RestoreError(number, self.rows.start_of(piece), piece.count, reason_of(error))
 
     def kept(self, pairs: list[Pair], rows_of: RowsOf) -> Contents:
         """As `LayerRows.kept`, with the blocks and the hot tokens of the options."""

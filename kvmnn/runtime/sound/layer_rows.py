@@ -95,6 +95,9 @@ class LayerRows:
         Blocks have `block` tokens. A shorter run between two pieces can never grow and becomes a shorter block; what
         is too short at the end of the cold range waits there.
         """
+        raw = any(piece.state == "raw" and start + piece.count > cold.begin for start, piece in self.placed())
+        if not raw and cold.end - self._piece_tokens < block:
+            return []
         due: list[Piece] = []
         pieces: list[Piece] = []
         for offset, piece in self.placed():

@@ -280,8 +280,10 @@ class SoundRuntime:
         def rows_of(piece: Piece) -> Words:
             if piece.rows is not None:
                 return piece.rows
-            with layer.restoring(number, piece):
+            try:
                 return self._restorer.rows(piece, layer.figures, self._timings)
+            except Exception as error:
+                raise layer.restore_error(number, piece, error) from error
 
         return rows_of
 
@@ -293,8 +295,10 @@ class SoundRuntime:
             if piece.rows is not None:
                 out[...] = piece.rows
                 return
-            with layer.restoring(number, piece):
+            try:
                 self._restorer.write(piece, out, layer.figures, self._timings)
+            except Exception as error:
+                raise layer.restore_error(number, piece, error) from error
 
         return write
 

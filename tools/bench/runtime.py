@@ -1,0 +1,230 @@
+"""Measure the lossless runtime: `python tools/bench/runtime.py` writes benchmarks/runtime.md and .json.
+
+K and V (fp16) of the shipped model on a text that ships, 2,048 tokens, most of them as the prompt; store mode, one
+thread and no workers, CPU time, rounds in which all jobs take turns:
+
+* a replay against the codec calls that it makes, made once more in a loop: every encoding with its check, every
+  decoding of every step, into an array that is there;
+* what a call of a layer costs besides: scheduling, taking in results, counting;
+* the lossless ratio of the run, of the front two layers and of all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from common import ROOT, interleaved, ratio, table, write_results
+
+import kvmnn
+from kvmnn.frames.decoding import Decoder
+from kvmnn.lm import dump_kv
+from kvmnn.runtime import LosslessRuntime, RuntimeConfig
+from kvmnn.runtime.history import History, history_of
+from kvmnn.runtime.sound import codec
+
+TOKENS, STEPS, PLAIN_STEPS = 2048, 32, 500
+CODEC_LIMIT, CALL_LIMIT_US, RATIO_LIMIT = 1.15, 20.0, 1.3
+BLOCKS = (32, 64, 128)
+
+Job = Callable[[], Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds; for trying the script out")
+    rounds = 3 if parser.parse_args().quick else 15
+    history = real_history()
+    replays = [replay_row(history, layers, block, rounds) for layers in (2, len(history.layers)) for block in BLOCKS]
+    call_us = layer_call_us(history, rounds)
+    sections = [replay_section(replays), call_section(call_us)]
+    data = {
+        "replays": replays,
+        "layer_call_us": call_us,
+        "limits": {"codec": CODEC_LIMIT, "layer_call_us": CALL_LIMIT_US, "lossless_ratio": RATIO_LIMIT},
+    }
+    print(write_results("runtime", "The lossless runtime", sections, data).read_text(encoding="utf-8"))
+
+
+def real_history() -> History:
+    """K and V of the shipped model on the longest text, as fp16."""
+    model = ROOT / "fixtures" / "lm"
+    text = max((model / "texts").glob("*.txt"), key=lambda path: path.stat().st_size)
+    with tempfile.TemporaryDirectory() as folder:
+        dump_kv(model, text, Path(folder) / "kv", tokens=TOKENS, dtype="fp16", format="mnn")
+        return history_of(kvmnn.open(Path(folder) / "kv"))
+
+
+def config(layers: int, block: int, mode: str = "store") -> RuntimeConfig:
+    return RuntimeConfig.from_engine(
+        {
+            "kv_lossless_enable": True,
+            "kv_lossless_runtime_enable": True,
+            "kv_lossless_codec": "gear_delta",
+            "kv_lossless_runtime_mode": mode,
+            "kv_lossless_scope": "front_n",
+            "kv_lossless_front_n": layers,
+            "kv_lossless_block_tokens": block,
+            "kv_lossless_hot_recent_tokens": 64,
+            "kv_lossless_async_threads": 0,
+            "kv_h2o_trigger_min_tokens": 64,
+            "kv_h2o_update_interval": 1,
+        }
+    )
+
+
+# -- a replay and its codec calls --------------------------------------------------------------------------------------
+
+
+def replay_row(history: History, layers: int, block: int, rounds: int) -> dict[str, Any]:
+    """A replay of layers that are all stored, over the same codec calls made alone."""
+    part = History(history.layers[:layers], history.dtype)
+    settings = config(layers, block)
+
+    def run() -> LosslessRuntime:
+        runtime = runtime_of(part, settings)
+        for begin, end in spans(STEPS):
+            step(runtime, part, begin, end)
+        return runtime
+
+    calls = recorded(run)
+    jobs: dict[str, Job] = {"replay": run, "codec": lambda: [call() for call in calls]}
+    times = interleaved(jobs, rounds, time.process_time)
+    metrics = run().metrics()
+    return {
+        "layers": layers,
+        "block": block,
+        "codec_calls": len(calls),
+        "codec_ms": 1e3 * statistics.median(times["codec"]),
+        "replay_ms": 1e3 * statistics.median(times["replay"]),
+        "replay_over_codec": ratio(times, "replay", "codec"),
+        "encoded_ratio": metrics.h2o_lossless_ratio,
+        "held_ratio": metrics.lossless_ratio,
+    }
+
+
+def spans(steps: int) -> list[tuple[int, int]]:
+    first = TOKENS - steps
+    return [(0, first), *((at, at + 1) for at in range(first, TOKENS))]
+
+
+def runtime_of(history: History, settings: RuntimeConfig) -> LosslessRuntime:
+    return LosslessRuntime(
+        settings,
+        layers=len(history.layers),
+        kv_heads=history.kv_heads,
+        head_dim=history.head_dim,
+        dtype=history.dtype,
+    )
+
+
+def step(runtime: LosslessRuntime, history: History, begin: int, end: int) -> None:
+    for number, (keys, values) in enumerate(history.layers):
+        runtime.begin(number, keys[:, begin:end], values[:, begin:end])
+        runtime.end()
+    runtime.sync()
+
+
+def recorded(run: Job) -> list[Job]:
+    """The codec calls of `run`, to be made again with the public functions; decodings go to arrays that are there."""
+    found: list[Job] = []
+    rooms: dict[int, Any] = {}
+
+    def encoding(name: str) -> Any:
+        function = getattr(codec, name)
+
+        def call(*values: Any, **options: Any) -> Any:
+            kept = tuple(np.array(value) if isinstance(value, np.ndarray) else value for value in values)
+            found.append(lambda: function(*kept, **options))
+            return function(*values, **options)
+
+        return mock.patch.object(codec, name, call)
+
+    into = Decoder.into
+
+    def decoding(self: Decoder, frame: bytes, out: Any) -> None:
+        room = rooms.setdefault(out.size, np.empty(out.size, np.uint8))
+        found.append(lambda: kvmnn.decode(frame, dtype="fp16", out=room, threads=1))
+        into(self, frame, out)
+
+    with encoding("encode_block"), encoding("matches"), mock.patch.object(Decoder, "into", decoding):
+        run()
+    return found
+
+
+def replay_section(rows: list[dict[str, Any]]) -> str:
+    cells = [
+        [
+            "front 2" if row["layers"] == 2 else f"all {row['layers']}",
+            str(row["block"]),
+            f"{row['codec_calls']:,}",
+            f"{row['codec_ms']:.1f}",
+            f"{row['replay_ms']:.1f}",
+            f"**{row['replay_over_codec']:.2f}**",
+            f"{row['encoded_ratio']:.3f}",
+            f"{row['held_ratio']:.3f}",
+        ]
+        for row in rows
+    ]
+    header = ["layers", "block", "codec calls", "codec, ms", "replay, ms", "replay / codec", "ratio encoded", "held"]
+    return (
+        f"## A replay and its codec calls\n\n{TOKENS - STEPS:,} tokens of prompt and {STEPS} steps; each step reads "
+        f"all tokens of all layers. Aims: replay / codec at most {CODEC_LIMIT:g}; a lossless ratio of at least "
+        f"{RATIO_LIMIT:g} in the front two layers. *Encoded* counts what was encoded, as the engine does; *held* is "
+        f"all raw bytes over all bytes held, hot tokens and room to grow included.\n\n{table(header, cells)}\n"
+    )
+
+
+# -- a call without codec ----------------------------------------------------------------------------------------------
+
+
+def layer_call_us(history: History, rounds: int) -> dict[str, float]:
+    """Microseconds of a layer call that appends one token, in a layer with stored blocks, without a restore."""
+    part = History(history.layers[:1], history.dtype)
+    first = TOKENS - PLAIN_STEPS
+
+    def job(mode: str) -> Job:
+        def prepare() -> LosslessRuntime:
+            runtime = runtime_of(part, config(1, PLAIN_STEPS, mode))
+            step(runtime, part, 0, first)
+            step(runtime, part, first, first + 1)
+            runtime.flush()
+            return runtime
+
+        def run() -> float:
+            runtime = prepare()
+            keys, values = part.layers[0]
+            began = time.process_time()
+            for at in range(first + 1, first + PLAIN_STEPS // 2):
+                runtime.append(0, keys[:, at : at + 1], values[:, at : at + 1])
+                runtime.end()
+                runtime.sync()
+            return (time.process_time() - began) / (PLAIN_STEPS // 2 - 1)
+
+        return run
+
+    jobs = {"store": job("store"), "off": job("probe")}
+    found: dict[str, list[float]] = {name: [] for name in jobs}
+    for _ in range(rounds):
+        for name, one in jobs.items():
+            found[name].append(1e6 * one())
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def call_section(found: dict[str, float]) -> str:
+    return (
+        f"## A call of a layer, besides the codec\n\nOne token appended and scheduled, nothing restored and nothing "
+        f"due: {found['store']:.1f} us in a layer with stored blocks, {found['off']:.1f} us in mode probe. Aim: "
+        f"less than {CALL_LIMIT_US:g} us.\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -2,6 +2,11 @@
 
 import subprocess
 import sys
+import sysconfig
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import pytest
 
 import kvmnn
 
@@ -32,3 +37,12 @@ def test_public_names() -> None:
     assert {"encode", "decode", "inspect", "fnv1a64", "encode_many", "decode_many", "encode_block"} <= set(
         kvmnn.__all__
     )
+
+
+@pytest.mark.skipif(bool(sysconfig.get_config_var("Py_GIL_DISABLED")), reason="has no stable API")
+def test_one_build_of_each_compiled_module_for_every_python() -> None:
+    suffixes = tuple(EXTENSION_SUFFIXES)
+    names = [path.name for path in Path(kvmnn.__file__).parent.rglob("*") if path.name.endswith(suffixes)]
+    assert len(names) > 10
+    assert [name for name in names if sys.platform != "win32" and not name.endswith(".abi3.so")] == []
+    assert len({name.partition(".")[0] for name in names}) == len(names)

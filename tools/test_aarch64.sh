@@ -94,7 +94,7 @@ fi
 if ! "$PYTHON" -c "import Cython, setuptools" 2>/dev/null; then
     [ -e "$WORK/venv/bin/python" ] || "$PYTHON" -m venv "$WORK/venv"
     PYTHON=$WORK/venv/bin/python
-    "$PYTHON" -m pip install -q --disable-pip-version-check "Cython>=3.1,<4" "setuptools>=77"
+    "$PYTHON" -m pip install -q --disable-pip-version-check "Cython>=3.3,<4" "setuptools>=77"
 fi
 
 # -- 3. kvmnn for it --------------------------------------------------------------------------------------------------
@@ -116,9 +116,9 @@ version=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 mkdir "$SITE/kvmnn-$version.dist-info"
 printf 'Metadata-Version: 2.1\nName: kvmnn\nVersion: %s\n' "$version" >"$SITE/kvmnn-$version.dist-info/METADATA"
 while read -r name sources; do
-    target=$SITE/$(echo "$name" | tr . /).cpython-$(echo $ARM | tr -d .)-aarch64-linux-gnu.so
+    target=$SITE/$(echo "$name" | tr . /).abi3.so
     $CC -shared -fPIC -O3 -ffp-contract=off -fvisibility=hidden -Wall -Wno-unused-function \
-        -I pyx -isystem "$ROOT/usr/include/python$ARM" -isystem "$ROOT/usr/include" \
+        -DPy_LIMITED_API=0x030B0000 -I pyx -isystem "$ROOT/usr/include/python$ARM" -isystem "$ROOT/usr/include" \
         $sources -o "$target"
 done <"$WORK/modules"
 

@@ -6,7 +6,7 @@ Word sizes are called `stride`: 2 for the FP16 container (lanes lo, hi), 4 for t
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.string cimport memset
 
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
 
 from kvmnn.frames._stream_header cimport ALLOW_RLE, ALLOW_ZSTD, CODEC_RLE, CODEC_ZSTD, HEADER, MODES, load_le32
 from kvmnn.frames._streams cimport entropy, lanes, rle_decode
@@ -241,7 +241,7 @@ def decode_stream(const uint8_t[::1] data not None, int allow) -> tuple:
     s = parse_stream(&data[0], n, 0, allow, "stream")
     out = PyBytes_FromStringAndSize(NULL, s.raw_len)
     if s.raw_len:
-        to = <uint8_t *>PyBytes_AS_STRING(out)
+        to = <uint8_t *>PyBytes_AsString(out)
         ws = acquire(False, True)
         with nogil:
             ok = decode_payload(ws, &data[0], s, to)

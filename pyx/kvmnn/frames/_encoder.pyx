@@ -6,8 +6,7 @@ Word sizes are called `stride`: 2 for the FP16 container (lanes lo, hi), 4 for t
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
-from cpython.ref cimport Py_DECREF, PyObject
+from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
 
 from kvmnn.frames._stream_header cimport ALLOW_RLE, ALLOW_ZSTD, CODEC_RLE, CODEC_ZSTD, HEADER, MODES, store_le32
 from kvmnn.frames._streams cimport KVMNN_MODE_RAW, entropy, lanes, rle_bound, rle_encode, rle_least, rle_size
@@ -156,13 +155,14 @@ cdef int likely_mode(Workspace ws, const uint8_t *src, size_t words, int stride,
 
 cdef size_t encode_lane(
     Workspace ws, const uint8_t *src, size_t words, int stride, int lane, int modes, int allow, int level,
-    uint8_t *dst
+    uint8_t **slots, Candidate *chosen
 ) noexcept nogil:
-    """Header and smallest payload of one lane at dst; its length, or NO_MEMORY, or TOO_LONG."""
-    cdef Candidate chosen = Candidate(0, 0, 0)
+    """The smallest payload of one lane in slots[0]; its size, or NO_MEMORY, or TOO_LONG.
+
+    The two slots have payload_bound(words) bytes each and change places whenever a better candidate was made.
+    """
     cdef const uint8_t *stream
     cdef uint8_t *streams = NULL
-    cdef uint8_t *target = dst + HEADER
     cdef size_t got, limit = <size_t>-3
     cdef size_t[MODES] rle
     cdef int mode
@@ -181,42 +181,59 @@ cdef size_t encode_lane(
             if stream == NULL:
                 return NO_MEMORY
             rle[mode] = 0
-        if target == NULL:
-            return NO_MEMORY
-        got = make_candidate(ws, stream, words, mode, allow, level, True, limit, rle[mode], target, &chosen)
+        got = make_candidate(ws, stream, words, mode, allow, level, True, limit, rle[mode], slots[1], chosen)
         if got == NO_MEMORY:
             return NO_MEMORY
         if got != NOT_SMALLER:
-            if target != dst + HEADER:
-                memcpy(dst + HEADER, target, got)
+            slots[0], slots[1] = slots[1], slots[0]
             limit = got
-        target = ws.buffer(1, payload_bound(words))  # the first candidate stays where it is until a better one comes
-    if chosen.size > U32_MAX:
-        return TOO_LONG
-    store_header(dst, chosen, words)
-    return HEADER + chosen.size
+    return chosen.size if chosen.size <= U32_MAX else TOO_LONG
 
 
-# -- bytes that are written before their length is known ------------------------------------------------------------
+# -- encoding for Python ----------------------------------------------------------------------------------------------
 
-cdef extern from "Python.h":
-    PyObject *PyBytes_New "PyBytes_FromStringAndSize" (const char *, Py_ssize_t) except NULL
-    int _PyBytes_Resize(PyObject **, Py_ssize_t) except -1
+cdef bytes encode_lanes(
+    const uint8_t *src, size_t words, int stride, int *modes, int allow, int level, bint sample, size_t begin
+):
+    """`begin` bytes for the caller to fill, and behind them header and smallest payload of every lane.
 
-
-cdef PyObject *new_bytes(size_t size) except NULL:
-    return PyBytes_New(NULL, size)
-
-
-cdef bytes cut_bytes(PyObject *data, size_t size):
-    """The first `size` bytes as an object of its own; takes the reference. NO_MEMORY and TOO_LONG raise."""
-    if size >= TOO_LONG:
-        Py_DECREF(<object>data)
-        raise no_frame(size)
-    _PyBytes_Resize(&data, size)  # shrinks in place
-    cdef bytes result = <bytes>data
-    Py_DECREF(result)
-    return result
+    Payloads are made in the workspace and copied once, when it is known how long all are.
+    """
+    cdef size_t room = payload_bound(words), got = NO_MEMORY, at = begin
+    cdef Candidate[4] chosen
+    cdef uint8_t *slots[5]
+    cdef uint8_t *out
+    cdef int lane
+    cdef bytes frame
+    cdef Workspace ws = acquire(allow & ALLOW_ZSTD != 0, False)
+    try:
+        with nogil:
+            out = ws.buffer(1, <size_t>(stride + 1) * room)
+            if out != NULL:
+                for lane in range(stride + 1):
+                    slots[lane] = out + <size_t>lane * room
+                for lane in range(stride):
+                    if sample:
+                        modes[lane] = 1 << likely_mode(ws, src, words, stride, lane, modes[lane])
+                    chosen[lane] = Candidate(0, 0, 0)
+                    got = encode_lane(
+                        ws, src, words, stride, lane, modes[lane], allow, level, slots + lane, &chosen[lane]
+                    )
+                    if got >= TOO_LONG:
+                        break
+                    at += HEADER + got
+        if got >= TOO_LONG:
+            raise no_frame(got)
+        frame = PyBytes_FromStringAndSize(NULL, at)
+        out = <uint8_t *>PyBytes_AsString(frame) + begin
+        with nogil:
+            for lane in range(stride):
+                store_header(out, chosen[lane], words)
+                memcpy(out + HEADER, slots[lane], chosen[lane].size)
+                out += HEADER + chosen[lane].size
+        return frame
+    finally:
+        release(ws)
 
 
 cdef object no_frame(size_t code):
@@ -225,50 +242,27 @@ cdef object no_frame(size_t code):
     return LimitError("a payload above 2^32 - 1 bytes, which is what a stream header can say: encode pieces")
 
 
-# -- encoding for Python ----------------------------------------------------------------------------------------------
-
 def encode(const uint8_t[::1] data not None, int stride, modes, int allow, int level, bint sample) -> bytes:
     """The frame of `data` on the calling thread.
 
     `modes`: for each lane a bit set of predictors (1 raw, 2 delta_seq, 4 xor_seq). `allow`: 1 RLE, 2 zstd, 3 both.
     `sample`: let a histogram of samples choose the predictor instead of trying each.
     """
-    cdef size_t n = data.shape[0], words, at = 4, got = 0
+    cdef size_t words = check_words(data.shape[0], stride)
     cdef int lane
     cdef int[4] lane_modes
-    cdef uint8_t *out
-    words = check_words(n, stride)
     for lane in range(stride):
         lane_modes[lane] = modes[lane]
-    cdef PyObject *frame = new_bytes(4 + <size_t>stride * (HEADER + payload_bound(words)))
-    out = <uint8_t *>PyBytes_AS_STRING(<object>frame)
-    cdef Workspace ws = acquire(allow & ALLOW_ZSTD != 0, False)
-    with nogil:
-        store_le32(out, <uint32_t>words)
-        for lane in range(stride):
-            if sample:
-                lane_modes[lane] = 1 << likely_mode(ws, &data[0], words, stride, lane, lane_modes[lane])
-            got = encode_lane(ws, &data[0], words, stride, lane, lane_modes[lane], allow, level, out + at)
-            if got >= TOO_LONG:
-                at = got
-                break
-            at += got
-    release(ws)
-    return cut_bytes(frame, at)
+    cdef bytes frame = encode_lanes(&data[0], words, stride, lane_modes, allow, level, sample, 4)
+    store_le32(<uint8_t *>PyBytes_AsString(frame), <uint32_t>words)
+    return frame
 
 
 def encode_stream(const uint8_t[::1] data not None, int modes, int allow, int level=3) -> bytes:
     """One stream with its header, from bytes that are no lanes of anything; an empty one is ten zero bytes."""
-    cdef size_t n = data.shape[0], got
-    if n == 0:
+    if data.shape[0] == 0:
         return bytes(HEADER)
-    cdef PyObject *out = new_bytes(HEADER + payload_bound(n))
-    cdef uint8_t *dst = <uint8_t *>PyBytes_AS_STRING(<object>out)
-    cdef Workspace ws = acquire(allow & ALLOW_ZSTD != 0, False)
-    with nogil:
-        got = encode_lane(ws, &data[0], n, 1, 0, modes, allow, level, dst)
-    release(ws)
-    return cut_bytes(out, got)
+    return encode_lanes(&data[0], data.shape[0], 1, &modes, allow, level, False, 0)
 
 
 def candidate(

@@ -4,7 +4,7 @@ from libc.math cimport log2
 from libc.stdint cimport uint8_t, uint64_t
 from libc.string cimport memcpy, memset
 
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
 
 from kvmnn._simd cimport active_level
 
@@ -136,7 +136,7 @@ def encode_rle(const uint8_t[::1] data not None) -> bytes:
     with nogil:
         size = rle_size(&data[0], n, <size_t>-1)
     out = PyBytes_FromStringAndSize(NULL, size)
-    cdef uint8_t *to = <uint8_t *>PyBytes_AS_STRING(out)
+    cdef uint8_t *to = <uint8_t *>PyBytes_AsString(out)
     with nogil:
         rle_encode(&data[0], n, to)
     return out
@@ -149,7 +149,7 @@ def decode_rle(const uint8_t[::1] payload not None, size_t expected) -> bytes:
     if n == 0 or expected == 0 or expected > RUN_MAX * n // 2:
         raise KvmnnError(f"RLE: a payload of {n} bytes cannot stand for {expected} bytes")
     cdef bytes out = PyBytes_FromStringAndSize(NULL, expected)
-    cdef uint8_t *to = <uint8_t *>PyBytes_AS_STRING(out)
+    cdef uint8_t *to = <uint8_t *>PyBytes_AsString(out)
     with nogil:
         ok = rle_decode(&payload[0], n, to, expected)
     if not ok:
@@ -164,7 +164,7 @@ def predict(const uint8_t[::1] data not None, int mode) -> bytes:
         raise KvmnnError(f"predictor mode {mode}: expected 0, 1 or 2")
     cdef bytes out = PyBytes_FromStringAndSize(NULL, n)
     if n:
-        lanes().predict(&data[0], n, mode, <uint8_t *>PyBytes_AS_STRING(out))
+        lanes().predict(&data[0], n, mode, <uint8_t *>PyBytes_AsString(out))
     return out
 
 
@@ -175,7 +175,7 @@ def unpredict(const uint8_t[::1] data not None, int mode) -> bytes:
         raise KvmnnError(f"predictor mode {mode}: expected 0, 1 or 2")
     cdef bytes out = PyBytes_FromStringAndSize(<const char *>&data[0] if n else NULL, n)
     if n:
-        lanes().unpredict(<uint8_t *>PyBytes_AS_STRING(out), n, mode)
+        lanes().unpredict(<uint8_t *>PyBytes_AsString(out), n, mode)
     return out
 
 
@@ -192,7 +192,7 @@ def split(const uint8_t[::1] data not None, int stride) -> list:
     for j in range(stride):
         lane = PyBytes_FromStringAndSize(NULL, words)
         if words:
-            lanes().predict_lane(&data[0], words, stride, j, KVMNN_MODE_RAW, <uint8_t *>PyBytes_AS_STRING(lane))
+            lanes().predict_lane(&data[0], words, stride, j, KVMNN_MODE_RAW, <uint8_t *>PyBytes_AsString(lane))
         out.append(lane)
     return out
 

@@ -7,7 +7,7 @@ Two fillings: addresses of the real functions, or, where no library with public 
 from libc.stdint cimport uintptr_t
 from libc.string cimport memcpy
 
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
+from cpython.bytes cimport PyBytes_AsString, PyBytes_Size
 from cpython.memoryview cimport PyMemoryView_FromMemory
 from cpython.buffer cimport PyBUF_READ
 
@@ -91,11 +91,11 @@ cdef size_t _python_bound(size_t n) noexcept nogil:
 
 cdef size_t _put(object data, void *dst, size_t capacity) except? 0:
     cdef bytes b = data
-    cdef size_t n = PyBytes_GET_SIZE(b)
+    cdef size_t n = PyBytes_Size(b)
     if n > capacity:
         return <size_t>FAILED
     if n:
-        memcpy(dst, PyBytes_AS_STRING(b), n)  # dst may be NULL where nothing is expected
+        memcpy(dst, PyBytes_AsString(b), n)  # dst may be NULL where nothing is expected
     return n
 
 

@@ -4,7 +4,7 @@ from libc.stdint cimport uint8_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
 
 from kvmnn._simd cimport active_level
 from kvmnn.frames._streams cimport KVMNN_MODE_RAW, entropy, lanes
@@ -84,7 +84,7 @@ def predict(const uint8_t[::1] data not None, size_t heads, size_t dims, int pre
     """The stream of `predictor` (an index of `NAMES`) over bytes ``[token, head, dim]``."""
     cdef size_t n = data.shape[0], row = checked_row(n, heads, dims, predictor)
     cdef bytes out = PyBytes_FromStringAndSize(NULL, n)
-    cdef uint8_t *dst = <uint8_t *>PyBytes_AS_STRING(out)
+    cdef uint8_t *dst = <uint8_t *>PyBytes_AsString(out)
     if n:
         with nogil:
             predict_into(kvmnn_tokens_at(active_level), &data[0], n, row, dims, predictor, dst)
@@ -95,7 +95,7 @@ def unpredict(const uint8_t[::1] data not None, size_t heads, size_t dims, int p
     """The inverse of `predict`."""
     cdef size_t n = data.shape[0], row = checked_row(n, heads, dims, predictor)
     cdef bytes out = PyBytes_FromStringAndSize(NULL, n)
-    cdef uint8_t *dst = <uint8_t *>PyBytes_AS_STRING(out)
+    cdef uint8_t *dst = <uint8_t *>PyBytes_AsString(out)
     cdef const kvmnn_tokens *loops = kvmnn_tokens_at(active_level)
     if n:
         with nogil:
@@ -114,7 +114,7 @@ def bitshuffle(const uint8_t[::1] data not None) -> bytes:
     cdef size_t n = data.shape[0]
     cdef bytes out = PyBytes_FromStringAndSize(NULL, n)
     if n:
-        kvmnn_tokens_at(active_level).bitshuffle(&data[0], n, <uint8_t *>PyBytes_AS_STRING(out))
+        kvmnn_tokens_at(active_level).bitshuffle(&data[0], n, <uint8_t *>PyBytes_AsString(out))
     return out
 
 

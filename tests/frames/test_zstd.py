@@ -71,7 +71,7 @@ def _present(binding: str) -> bool:
 
 def test_an_unknown_binding() -> None:
     done = subprocess.run(
-        [sys.executable, "-P", "-c", "import kvmnn"],
+        [sys.executable, "-P", "-c", "import kvmnn.frames"],
         env={**os.environ, "KVMNN_ZSTD": "front"},
         capture_output=True,
         text=True,

@@ -7,7 +7,7 @@ from typing import Any
 
 from .errors import MissingDependencyError
 
-_EXTRAS = {"matplotlib": "plot", "torch": "peers", "transformers": "peers"}
+_EXTRAS = {"matplotlib": "plot", "torch": "peers", "transformers": "peers", "pyarrow": "data"}
 
 
 def package(name: str) -> Any:

@@ -9,14 +9,22 @@ from . import engine_config, shared_options
 from .printing import UsageError
 
 if TYPE_CHECKING:
-    from ..evaluation import Configuration, Settings
+    from ..evaluation import Configuration, Settings, TextOptions
     from ..policies.budget import Budget
 
 
 def add_compared(parser: Any) -> None:
     """The model, the texts and the configurations."""
     parser.add_argument("model", metavar="MODEL", help="an ONNX decoder with its KV cache outside: file or folder")
-    parser.add_argument("--text", nargs="+", required=True, metavar="FILE", help="UTF-8 texts, or folders of *.txt")
+    texts = "texts: .txt, .jsonl, .parquet, folders of them"
+    parser.add_argument("--text", nargs="+", required=True, metavar="FILE", help=texts)
+    parser.add_argument("--field", default="text", metavar="NAME", help="key or column of the texts (default: text)")
+    parser.add_argument(
+        "--samples",
+        type=shared_options.positive,
+        metavar="N",
+        help="N of all texts, drawn by --seed (default: all)",
+    )
     parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json (default: beside the model)")
     parser.add_argument(
         "--policy", action="append", default=[], metavar="SPEC", help="NAME[:OPTION=VALUE,...] (repeatable)"
@@ -46,7 +54,7 @@ def add_settings(parser: Any) -> None:
     add("--chunk", type=positive, default=1, metavar="N", help="tokens fed at once (default: 1)")
     add("--prompt", type=whole, default=0, metavar="N", help="tokens of the first step, a prompt (default: as --chunk)")
     add("--deep", type=whole, metavar="N", help="also report tokens from this position on (default: half of --tokens)")
-    add("--seed", type=whole, default=0, metavar="N", help="of random policies, bootstrap (default: 0)")
+    add("--seed", type=whole, default=0, metavar="N", help="of random policies, bootstrap, --samples (default: 0)")
     add("--threads", type=positive, metavar="N", help="onnxruntime's, in each process (default: all over --jobs)")
     add("--jobs", type=positive, default=1, metavar="N", help="processes at a time (default: 1)")
     add("--packed", metavar="BACKEND", help="hold the cache in this packed layout, such as x86-avx2")
@@ -87,6 +95,17 @@ def configurations(arguments: argparse.Namespace) -> list[Configuration]:
     except (KvmnnError, TypeError) as exc:
         raise UsageError(str(exc)) from exc
     return found
+
+
+def text_options(arguments: argparse.Namespace) -> TextOptions:
+    """Which texts are taken; `UsageError` for what cannot be."""
+    from ..errors import KvmnnError
+    from ..evaluation import TextOptions
+
+    try:
+        return TextOptions(field=arguments.field, samples=arguments.samples, seed=arguments.seed)
+    except KvmnnError as exc:
+        raise UsageError(f"--{exc}") from None
 
 
 def settings(arguments: argparse.Namespace) -> Settings:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..lm.documents import Document, read_documents
+from ..lm.documents import Document, TextOptions, read_documents
 from .evaluating import EvaluationProgress, evaluate
 from .result import EvaluationResult
 from .setup.configurations import Configuration, configurations
@@ -15,6 +15,7 @@ __all__ = [
     "EvaluationProgress",
     "EvaluationResult",
     "Settings",
+    "TextOptions",
     "configurations",
     "evaluate",
     "preset",

@@ -26,7 +26,8 @@ from .statistics import LEVEL, RESAMPLES
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What is evaluated: the model and its digest, the configurations (the full cache first), the documents."""
+    """What is evaluated: the model and its digest, the configurations (the full cache first), the documents
+    and what was left out of their files."""
 
     model: str
     sha256: str
@@ -34,6 +35,7 @@ class Evaluation:
     documents: Sequence[Document]
     settings: Settings
     jobs: int
+    text_notes: tuple[str, ...] = ()
 
     def result(self, plan: EvaluationPlan, store: CellStore, refused: Mapping[str, str]) -> EvaluationResult:
         """The result, once every cell of the plan is in the store.
@@ -109,6 +111,7 @@ class Evaluation:
 
     def _notes(self, rows: Sequence[Row], facts: ModelFacts) -> Iterator[str]:
         """What a reader of the numbers must know."""
+        yield from self.text_notes
         for document in self.documents:
             if document.tokens < self.settings.tokens:
                 yield (

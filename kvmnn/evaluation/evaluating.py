@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from typing import Protocol
 
 from ..errors import KvmnnError
-from ..lm.documents import Document, read_documents
+from ..lm.documents import Document, TextOptions, read_documents
 from ..lm.graph.model_files import OPERATED, find_model
 from ..lm.tokenizer import Tokenizer
 from .assembling import Evaluation
@@ -44,6 +44,7 @@ def evaluate(
     settings: Settings | None = None,
     *,
     tokenizer: Path | None = None,
+    texts: TextOptions | None = None,
     jobs: int = 1,
     store: CellStore | Path | None = None,
     progress: EvaluationProgress | None = None,
@@ -55,7 +56,8 @@ def evaluate(
     model
         ONNX file or folder.
     documents
-        UTF-8 files, folders of ``*.txt``, or documents that were read before. At least one.
+        Files and folders as `kvmnn.lm.documents.read_documents` takes them, or documents that were read before. At
+        least one.
     configurations
         What is compared (`kvmnn.evaluation.configurations` and `preset` make them). The same one twice is measured
         once.
@@ -63,6 +65,8 @@ def evaluate(
         How.
     tokenizer
         ``tokenizer.json`` for documents that are files; by default the one beside the model.
+    texts
+        Which texts are taken of files and folders; all by default.
     jobs
         Processes at a time, a configuration in each; 0 measures in this process, which leaves `process_peak_bytes` out.
     store
@@ -79,7 +83,8 @@ def evaluate(
     settings = settings or Settings()
     wanted = [Configuration(FULL), *(entry for entry in configurations if (entry.label, entry.policy) != (FULL, FULL))]
     with ExitStack() as stack:
-        read = _documents(model, documents, tokenizer, settings.tokens)
+        notes: list[str] = []
+        read = _documents(model, documents, tokenizer, settings.tokens, texts, notes)
         if not isinstance(store, CellStore):
             store = stack.enter_context(CellStore(store))
         evaluation = Evaluation(
@@ -89,6 +94,7 @@ def evaluate(
             documents=read,
             settings=settings,
             jobs=jobs,
+            text_notes=tuple(notes),
         )
         planned = plan(evaluation.sha256, evaluation.wanted, read, settings, store, jobs)
         refused = _carry_out(planned, evaluation, store, progress)
@@ -111,13 +117,18 @@ def model_sha256(model: Path) -> str:
 
 
 def _documents(
-    model: Path, documents: Sequence[Document | Path], tokenizer: Path | None, tokens: int
+    model: Path,
+    documents: Sequence[Document | Path],
+    tokenizer: Path | None,
+    tokens: int,
+    texts: TextOptions | None,
+    notes: list[str],
 ) -> Sequence[Document]:
     read = [entry for entry in documents if isinstance(entry, Document)]
     paths = [entry for entry in documents if not isinstance(entry, Document)]
     if paths:
         find_model(model)  # a model that is not there is the better message
-        read += read_documents(paths, Tokenizer.open(tokenizer or model), tokens)
+        read += read_documents(paths, Tokenizer.open(tokenizer or model), tokens, texts, notes=notes)
     if not read:
         raise KvmnnError("expected at least one text")
     return read

@@ -5,21 +5,27 @@ from __future__ import annotations
 import codecs
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from ..checks import whole
 from ..errors import KvmnnError, SourceError
+from ..text import count
+from .text_records import LINES, ROWS, Record, holds_records, records
 
 Ids = npt.NDArray[np.int64]
 
 _BLOCK_BYTES = 1 << 20
 _PREFIX_CHARACTERS = 1 << 20
 _CHARACTERS_A_TOKEN = 64
+
+MAX_DOCUMENTS = 10_000
+"""Texts that are taken at once: their tokens are held."""
 
 
 class TextTokenizer(Protocol):
@@ -43,14 +49,14 @@ class Document:
     Parameters
     ----------
     name
-        The file's name.
+        The file's name, with its line or row where it holds many.
     ids
         int64 ``[1 + tokens]``: the token that is fed first (bos, or the text's own first token where the model has
         none), then those that are scored.
     nbytes
         UTF-8 bytes of the scored tokens.
     sha256
-        Of all of the file.
+        Of all of the text.
     begins_with_bos
         Whether the first id is not of the text.
     asked
@@ -79,23 +85,82 @@ class Document:
         return {"name": self.name, "tokens": self.tokens, "bytes": self.nbytes, "sha256": self.sha256}
 
 
-def read_documents(paths: Iterable[str | os.PathLike[str]], tokenizer: TextTokenizer, tokens: int) -> list[Document]:
-    """The documents of files and folders (all their ``*.txt``, by name), each under a name of its own.
+@dataclass(frozen=True, kw_only=True)
+class TextOptions:
+    """Which texts are taken of files and folders.
+
+    Parameters
+    ----------
+    field
+        Key or column of the texts, in files that hold many.
+    samples
+        Take this many texts, drawn without replacement from all there are; None takes all, at most `MAX_DOCUMENTS`.
+    seed
+        Of the draw.
 
     Raises
     ------
-    SourceError
-        For a file that is empty, not UTF-8 or not there, and for a folder without texts.
+    KvmnnError
+        For `samples` outside 1 to `MAX_DOCUMENTS` and a seed below 0.
     """
+
+    field: str = "text"
+    samples: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.samples is not None:
+            whole(self.samples, "samples", 1, MAX_DOCUMENTS)
+        whole(self.seed, "seed", 0)
+
+
+def read_documents(
+    paths: Iterable[str | os.PathLike[str]],
+    tokenizer: TextTokenizer,
+    tokens: int,
+    options: TextOptions | None = None,
+    *,
+    notes: list[str] | None = None,
+) -> list[Document]:
+    """The documents of files and folders, each under a name of its own, in the order in which they lie there.
+
+    Parameters
+    ----------
+    paths
+        UTF-8 texts, ``.jsonl`` and ``.parquet`` files (`kvmnn.lm.text_records`), and folders, of which all such files
+        are taken by name. Records without text are left out.
+    tokenizer, tokens
+        As for `read_document`.
+    options
+        Which texts.
+    notes
+        Gets a sentence for whatever was left out.
+
+    Raises
+    ------
+    MissingDependencyError
+        For Parquet where pyarrow is not installed.
+    SourceError
+        For a file that is empty, not UTF-8, damaged or not there, for a line or row that is no record, for a folder
+        without texts, and for more than `MAX_DOCUMENTS` texts.
+    """
+    options, said = options or TextOptions(), [] if notes is None else notes
+    files = list(_files(paths))
+    chosen = None if options.samples is None else _drawn(files, options, said)
     documents: list[Document] = []
     taken: set[str] = set()
-    for path in _files(paths):
-        name, number = path.name, 1
-        while name in taken:
-            number += 1
-            name = f"{path.name}~{number}"
-        taken.add(name)
-        documents.append(read_document(path, tokenizer, tokens, name=name))
+    for index, (path, record) in enumerate(_texts(files, options.field, said if chosen is None else [])):
+        if chosen is not None and index not in chosen:
+            continue
+        name = _own_name(path.name if record is None else f"{path.name}:{record.number}", taken)
+        if record is None:
+            documents.append(read_document(path, tokenizer, tokens, name=name))
+        else:
+            documents.append(_of_record(path, record, tokenizer, tokens, name))
+        if chosen is not None and len(documents) == len(chosen):
+            break
+        if len(documents) > MAX_DOCUMENTS:
+            raise SourceError(f"{path}: more than {MAX_DOCUMENTS:,} texts: expected --samples N, which draws N of them")
     return documents
 
 
@@ -104,25 +169,93 @@ def read_document(path: Path, tokenizer: TextTokenizer, tokens: int, *, name: st
 
     Of a long file only its first 64 characters a token, at least 2**20, are tokenized: what lies behind cannot reach
     the tokens asked for.
+
+    Raises
+    ------
+    SourceError
+        For a file that is empty, not UTF-8 or not there, and for one of many texts.
     """
+    if holds_records(path):
+        raise SourceError(f"{path}: holds many texts: expected a UTF-8 text")
+    text = _read(path, _characters(tokens))
+    if not text.length:
+        raise SourceError(f"{path}: is empty: expected text")
+    return _document(str(path), name or path.name, text, tokenizer, tokens)
+
+
+class _Text(NamedTuple):
+    """The first characters of a text, its bytes, its SHA-256, and whether these are all of its characters."""
+
+    prefix: str
+    length: int
+    digest: str
+    complete: bool
+
+
+def _characters(tokens: int) -> int:
     if tokens < 1:
         raise KvmnnError(f"tokens is {tokens}: expected at least 1")
-    prefix, length, digest, complete = _read(path, max(_PREFIX_CHARACTERS, _CHARACTERS_A_TOKEN * tokens))
-    if not length:
-        raise SourceError(f"{path}: is empty: expected text")
-    own = np.asarray(tokenizer.encode(prefix), np.int64)
+    return max(_PREFIX_CHARACTERS, _CHARACTERS_A_TOKEN * tokens)
+
+
+def _of_record(path: Path, record: Record, tokenizer: TextTokenizer, tokens: int, name: str) -> Document:
+    words, characters = record.text.encode("utf-8"), _characters(tokens)
+    text = _Text(
+        record.text[:characters], len(words), hashlib.sha256(words).hexdigest(), len(record.text) <= characters
+    )
+    return _document(f"{path}:{record.number}", name, text, tokenizer, tokens)
+
+
+def _document(where: str, name: str, text: _Text, tokenizer: TextTokenizer, tokens: int) -> Document:
+    own = np.asarray(tokenizer.encode(text.prefix), np.int64)
     bos = tokenizer.bos
     ids = own[: tokens + 1] if bos is None else np.concatenate([np.array([bos], np.int64), own[:tokens]])
     if len(ids) < 2:
-        raise SourceError(f"{path}: has {len(own)} tokens: expected at least {2 if bos is None else 1}")
+        raise SourceError(f"{where}: has {len(own)} tokens: expected at least {2 if bos is None else 1}")
     scored = ids[1:]
-    everything = complete and bos is not None and len(scored) == len(own)
-    nbytes = length if everything else _bytes_of(tokenizer, scored)
-    return Document(name or path.name, ids, nbytes, digest, bos is not None, tokens)
+    everything = text.complete and bos is not None and len(scored) == len(own)
+    nbytes = text.length if everything else _bytes_of(tokenizer, scored)
+    return Document(name, ids, nbytes, text.digest, bos is not None, tokens)
 
 
-def _read(path: Path, characters: int) -> tuple[str, int, str, bool]:
-    """The first characters of a UTF-8 file, its bytes, its SHA-256, and whether these are all of its characters."""
+def _drawn(files: Sequence[Path], options: TextOptions, notes: list[str]) -> frozenset[int]:
+    """Which of all texts are taken, counted through all files."""
+    there = sum(1 for _ in _texts(files, options.field, notes))
+    asked = options.samples or 0
+    if there <= asked:
+        if there < asked:
+            notes.append(f"{asked:,} texts were asked for, there are {there:,}: all of them were taken.")
+        return frozenset(range(there))
+    return frozenset(np.random.default_rng(options.seed).choice(there, asked, replace=False).tolist())
+
+
+def _texts(files: Iterable[Path], field: str, notes: list[str]) -> Iterator[tuple[Path, Record | None]]:
+    """Every text: its file, and its record where the file holds many."""
+    for path in files:
+        if not holds_records(path):
+            yield path, None
+            continue
+        empty = there = 0
+        for record in records(path, field):
+            empty, there = empty + (not record.text), there + bool(record.text)
+            if record.text:
+                yield path, record
+        if not there:
+            raise SourceError(f"{path}: has no text in {field!r}")
+        if empty:
+            notes.append(f"{path.name}: {count(empty, 'record')} without text left out.")
+
+
+def _own_name(wanted: str, taken: set[str]) -> str:
+    name, number = wanted, 1
+    while name in taken:
+        number += 1
+        name = f"{wanted}~{number}"
+    taken.add(name)
+    return name
+
+
+def _read(path: Path, characters: int) -> _Text:
     digest, decoder = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")()
     parts: list[str] = []
     have = length = 0
@@ -139,7 +272,7 @@ def _read(path: Path, characters: int) -> tuple[str, int, str, bool]:
     except OSError as exc:
         raise SourceError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
     prefix = "".join(parts)[:characters]
-    return prefix, length, digest.hexdigest(), have <= characters
+    return _Text(prefix, length, digest.hexdigest(), have <= characters)
 
 
 def _decoded(path: Path, decoder: codecs.IncrementalDecoder, block: bytes, before: int) -> str:
@@ -164,7 +297,11 @@ def _files(paths: Iterable[str | os.PathLike[str]]) -> Iterator[Path]:
         if not path.is_dir():
             yield path
             continue
-        found = sorted(entry for entry in path.glob("*.txt") if entry.is_file())
+        suffixes = (".txt", *LINES, *ROWS)
+        try:
+            found = sorted(entry for entry in path.iterdir() if entry.suffix.lower() in suffixes and entry.is_file())
+        except OSError as exc:
+            raise SourceError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
         if not found:
-            raise SourceError(f"{path}: has no *.txt files")
+            raise SourceError(f"{path}: has no *.txt, *.jsonl or *.parquet files")
         yield from found

@@ -145,5 +145,5 @@ def test_folders_and_names_that_are_taken(tmp_path):
     found = read_documents([tmp_path / "a", tmp_path / "b" / "one.txt"], Letters(0), 2)
     assert [document.name for document in found] == ["one.txt", "two.txt", "one.txt~2"]
     (tmp_path / "c").mkdir()
-    with pytest.raises(SourceError, match=r"c: has no \*\.txt files"):
+    with pytest.raises(SourceError, match=r"c: has no \*\.txt, \*\.jsonl or"):
         read_documents([tmp_path / "c"], Letters(0), 2)

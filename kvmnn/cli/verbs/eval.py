@@ -56,6 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out; 1 where the model refused a configuration, so that scripts notice the missing row."""
     _check(arguments)
     configurations, settings = eval_options.configurations(arguments), eval_options.settings(arguments)
+    texts = eval_options.text_options(arguments)
     from ...evaluation import evaluate
 
     with ExitStack() as stack:
@@ -67,6 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
                 configurations,
                 settings,
                 tokenizer=arguments.tokenizer,
+                texts=texts,
                 jobs=arguments.jobs,
                 store=arguments.resume,
                 progress=progress,

@@ -37,6 +37,8 @@ class DecoderSession:
     """
 
     def __init__(self, decoder: Decoder) -> None:
+        if not isinstance(decoder, Decoder):
+            raise TypeError(f"a session is opened by DecoderSession.open(path), found a {type(decoder).__name__}")
         self._decoder = decoder
         self._lengths: Lengths | None = None
         self.interface = decoder.interface

@@ -20,6 +20,7 @@ from .l2_fixed import L2Fixed
 from .l2_ratio import L2Ratio
 from .labels import LabelledPolicy
 from .observed_attention import ObservedAttention
+from .past_key_values import fix_size_l2_compress, l2_compress
 from .ranking import key_norms
 from .recent_only import RecentOnly
 from .registry import POLICIES, create
@@ -57,5 +58,7 @@ __all__ = [
     "Summed",
     "View",
     "create",
+    "fix_size_l2_compress",
     "key_norms",
+    "l2_compress",
 ]

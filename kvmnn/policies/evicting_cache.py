@@ -10,6 +10,7 @@ import numpy.typing as npt
 from ..arrays.layer_cache import LayerCache, check_pair
 from ..dtypes import Floats, Indices, Words
 from ..errors import KvmnnError
+from ..text import count
 from .base import Policy
 from .state import CacheState
 from .view import LayerView, Moment
@@ -42,6 +43,15 @@ class EvictingCache:
         self._keys: Words | None = None
         self._values: Words | None = None
         self._new = 0
+
+    def __repr__(self) -> str:
+        if self._keys is None:
+            return f"EvictingCache({self.policy!r}, layer={self.layer}, empty)"
+        heads, tokens, head_dim = self._keys.shape
+        return (
+            f"EvictingCache({self.policy!r}, layer={self.layer}, {tokens:,} of {count(self.state.seen, 'token')}, "
+            f"{count(heads, 'KV head')} of {head_dim}, {self._keys.dtype})"
+        )
 
     @property
     def stored(self) -> LayerCache:

@@ -182,3 +182,8 @@ def test_settings_of_models_with_a_text_part(tmp_path: Path) -> None:
     Tiny().save(tmp_path / "model.onnx")
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": 99}}))
     assert DecoderSession.open(tmp_path, cache=False).interface.max_positions == 99
+
+
+def test_a_session_is_opened_by_its_path() -> None:
+    with pytest.raises(TypeError, match=r"DecoderSession\.open\(path\), found a str"):
+        DecoderSession("model/")  # type: ignore[arg-type]

@@ -244,3 +244,11 @@ def test_caches_refuse() -> None:
     with pytest.raises(KvmnnError, match="keeps no scores"):
         cache.attended(np.zeros(2, np.float32))
     assert cache.stored.tokens == 2
+
+
+def test_a_cache_says_in_one_line_what_it_is() -> None:
+    cache = EvictingCache(Streaming(budget=5, sink=1), 3)
+    assert repr(cache) == f"EvictingCache({cache.policy!r}, layer=3, empty)"
+    cache.append(np.zeros((2, 9, 4), np.float16), np.zeros((2, 9, 4), np.float16))
+    cache.attended()
+    assert repr(cache) == f"EvictingCache({cache.policy!r}, layer=3, 5 of 9 tokens, 2 KV heads of 4, float16)"

@@ -52,11 +52,12 @@ def write_prefix(
     block: int | None = 64,
     capacity: int,
     markers: bool = True,
+    padding: bytes = b"\xa5",
 ) -> SimpleNamespace:
     """A prefix cache as the engine would leave it."""
     folder.mkdir(parents=True, exist_ok=True)
     for layer in range(len(layers) // 2):
-        buffers = packed(layers[2 * layer], layers[2 * layer + 1], lP, hP, block, capacity)
+        buffers = packed(layers[2 * layer], layers[2 * layer + 1], lP, hP, block, capacity, padding)
         for part, buffer in zip("kv", buffers, strict=True):
             (folder / f"{name}_{layer}.{part}").write_bytes(buffer.tobytes())
             if markers:

@@ -7,6 +7,7 @@ elements only.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -17,14 +18,15 @@ from ...arrays.source import Source
 from ...dtypes import PARTS
 from ...errors import SourceError
 from ...packed import cache_info
-from ...packed.cache_info import CacheInfo, LayerInfo
+from ...packed.cache_info import CacheInfo, LayerInfo, TokenIds
 from ...packed.fitting import Fit, Geometry, describe, inferred, of_layout, the_fit
 from ...packed.layout import PackLayout
 from ...packed.rows import row_dtype
+from ...text import count as count_of
 from ..options import PackedOptions
 from .model import fingerprint, read_geometry
 from .packed_files import PackedFiles
-from .packed_reading import packed_runs
+from .packed_reading import packed_runs, used_rows
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,8 @@ def describe_files(files: PackedFiles, options: PackedOptions) -> Described:
         _check_same(files, known, info)
     elif options.token_ids and {options.token_ids.count} != set(tokens):
         raise SourceError(f"{files.path}: {options.token_ids.count} token ids for {max(tokens)} tokens")
+    if not known:
+        notes += _doubts(files, info)
     return Described(files, info, tuple(notes))
 
 
@@ -115,7 +119,8 @@ def read_document(files: PackedFiles) -> CacheInfo | None:
     known = cache_info.from_json(text, where)
     wanted = {layer.layer for layer in files.layers}
     kept = tuple(layer for layer in known.layers if layer.layer in wanted)
-    if len(kept) != len(wanted):
+    whole = os.path.isdir(files.path)
+    if len(kept) != len(wanted) or (whole and len(kept) != len(known.layers)):
         raise SourceError(f"{where}: describes {len(known.layers)} layers, but there are files of {len(wanted)}")
     return replace(known, layers=kept)
 
@@ -198,9 +203,43 @@ def _positions(tokens: tuple[int, ...], known: CacheInfo | None) -> list[cache_i
 
 def _check_same(files: PackedFiles, known: CacheInfo, info: CacheInfo) -> None:
     for what, said, found in (
-        ("number of tokens", [each.tokens for each in known.layers], [each.tokens for each in info.layers]),
+        ("number of tokens", _tokens_of(known), _tokens_of(info)),
         ("token ids", known.token_ids or info.token_ids, info.token_ids),
         ("model", known.model or info.model, info.model),
     ):
         if said != found:
-            raise SourceError(f"{files.path}: its document says another {what} than was given")
+            raise SourceError(
+                f"{files.path}: its document says another {what} than was given: {_shown(said)}, not {_shown(found)}"
+            )
+
+
+def _tokens_of(info: CacheInfo) -> tuple[int, ...]:
+    return tuple(layer.tokens for layer in info.layers)
+
+
+def _shown(value: tuple[int, ...] | TokenIds | str | None) -> str:
+    if isinstance(value, TokenIds):
+        return f"{value.count} ids with the SHA-256 {value.sha256[:12]}..."
+    if isinstance(value, tuple):
+        return ",".join(map(str, value if len(set(value)) > 1 else value[:1]))
+    return f"{str(value)[:12]}..."
+
+
+def _doubts(files: PackedFiles, info: CacheInfo) -> list[str]:
+    """Where the rows of K speak for another number of tokens than was said, in words; an engine may leave old rows."""
+    if info.layout.quantised:
+        return []
+    more, fewer = [], []
+    for found, layer in zip(files.layers, info.layers, strict=True):
+        used = used_rows(found.key, info.layout, "key", layer.capacity)
+        if used > layer.tokens:
+            more.append(f"rows behind the {layer.tokens} tokens are not zero, up to row {used}")
+        elif used < layer.tokens:
+            fewer.append(f"the last {layer.tokens - used} of {layer.tokens} tokens are all zero")
+    layers = count_of(len(files.layers), "layer")
+    notes = []
+    if more:
+        notes.append(f"in {len(more)} of {layers} {more[0]}: more tokens may be live than --tokens says")
+    if fewer:
+        notes.append(f"in {len(fewer)} of {layers} {fewer[0]}: fewer tokens may be live than --tokens says")
+    return notes

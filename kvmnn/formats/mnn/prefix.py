@@ -20,6 +20,8 @@ from .packed_files import PackedFiles, PackedLayer, size_of
 
 _DATA = re.compile(r"(?P<name>.+)_(?P<layer>0|[1-9]\d{0,5})\.(?P<part>[kv])", re.DOTALL)
 
+_MARKER = re.compile(r"(?P<name>.+)_(?P<layer>0|[1-9]\d{0,5})_sync\.[kv]", re.DOTALL)
+
 
 def data_name(name: str, layer: int, part: str) -> str:
     """Name of a data file; `part` is ``k`` or ``v``."""
@@ -92,9 +94,12 @@ def _the_name(path: str, names: list[str], wanted: str | None) -> str:
 
 def _layers(path: str, name: str, listing: set[str]) -> list[int]:
     found = {int(m["layer"]) for m in map(_DATA.fullmatch, listing) if m and m["name"] == name}
-    missing = sorted(set(range(max(found) + 1)) - found)
+    marked = {int(m["layer"]) for m in map(_MARKER.fullmatch, listing) if m and m["name"] == name}
+    last = max(found | marked)
+    missing = sorted(set(range(last + 1)) - found)
     if missing:
-        raise SourceError(f"{path}: prefix {name!r} has no files of layer {missing[0]}, but of layer {max(found)}")
+        what = "" if last in found else "a marker "
+        raise SourceError(f"{path}: prefix {name!r} has no files of layer {missing[0]}, but {what}of layer {last}")
     return sorted(found)
 
 

@@ -21,6 +21,7 @@ from kvmnn.formats.mnn import prefix as mnn_prefix
 from kvmnn.formats.mnn.model import fingerprint, read_geometry
 from kvmnn.formats.mnn.packed_writing import PackedPart
 from kvmnn.formats.options import PackedOptions, ReadOptions
+from kvmnn.packed import cache_info
 from kvmnn.packed.fitting import Geometry, capacity_of, fits, the_fit
 
 AVX2 = Geometry(kv_heads=2, head_dim=6, backend="x86-avx2")
@@ -189,6 +190,52 @@ def test_a_file_that_shrinks_after_it_was_opened(prefix):
     os.truncate(prefix.path / "sys_0.k", 100)
     with pytest.raises(SourceError, match="has 100 bytes, 5568 when it was opened"):
         words(source.arrays[0])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "notes"),
+    [
+        ((50,), []),
+        (
+            (40,),
+            [
+                "in 2 of 2 layers rows behind the 40 tokens are not zero, up to row 50: more tokens may be live than "
+                "--tokens says"
+            ],
+        ),
+        (
+            (60, 50),
+            [
+                "in 1 of 2 layers the last 10 of 60 tokens are all zero: fewer tokens may be live than --tokens says",
+            ],
+        ),
+    ],
+)
+@pytest.mark.parametrize("padding", [b"\0", b"\xa5"])
+def test_rows_that_speak_for_another_number_of_tokens_are_noted(tmp_path, tokens, notes, padding):
+    made = packed_samples.arrays(2, 2, 50, 6)
+    sample = packed_samples.write_prefix(tmp_path / "p", made, capacity=114, padding=padding)
+    assert read(sample.path, tokens).notes == notes
+
+
+def test_a_document_beside_the_files_is_compared_in_numbers(prefix):
+    source = read(prefix.path, (70,))
+    (prefix.path / "sys.kvmnn.json").write_text(cache_info.to_json(source.cache))
+    assert read(prefix.path).notes == []
+    with pytest.raises(SourceError, match="says another number of tokens than was given: 70, not 69"):
+        read(prefix.path, (69,))
+    for file in prefix.path.glob("sys_1*"):
+        file.unlink()
+    with pytest.raises(SourceError, match="describes 2 layers, but there are files of 1"):
+        read(prefix.path)
+    assert read(prefix.path / "sys_0.k").cache.layers[0].tokens == 70
+
+
+def test_layers_that_are_missing_are_told_by_their_markers(prefix):
+    for part in "kv":
+        (prefix.path / f"sys_1.{part}").unlink()
+    with pytest.raises(SourceError, match="prefix 'sys' has no files of layer 1, but a marker of layer 1"):
+        read(prefix.path, (70,))
 
 
 def test_names_with_underscores_and_digits(tmp_path):

@@ -5,7 +5,7 @@ from .listing import ArraysInfo, inspect
 from .mnn.describing import Described, describe_files
 from .mnn.finding import find_packed
 from .mnn.packed_files import PackedFiles
-from .opening import is_frames, kind_of, open
+from .opening import folder_kind, is_frames, kind_of, not_a_frame, open
 from .options import PackedOptions, ReadOptions
 from .reading import chosen
 from .restoring import Restored, restore
@@ -24,9 +24,11 @@ __all__ = [
     "chosen",
     "describe_files",
     "find_packed",
+    "folder_kind",
     "inspect",
     "is_frames",
     "kind_of",
+    "not_a_frame",
     "open",
     "restore",
     "write_arrays",

@@ -11,8 +11,9 @@ from ..arrays.source import Source, described_by
 from ..arrays.valid_names import check_name, name_of_file
 from ..bundle import manifest
 from ..bundle.frame_set import DecodeOptions, open_frames
-from ..files.mapped import STDIN, MappedFile
-from . import npy, raw
+from ..errors import KvmnnError, SourceError
+from ..files.mapped import STDIN, MappedFile, head_of
+from . import npy, npy_folder, raw
 from .array_formats import ARRAY_FORMATS, array_format
 from .frames import of_frames
 from .mnn import dump, packed_dump
@@ -20,7 +21,9 @@ from .mnn.describing import describe_files
 from .mnn.finding import find_packed
 from .options import PackedOptions, ReadOptions
 from .reading import check_names, chosen
+from .unknown import HEAD_BYTES, file_not_known, folder_not_known
 
+FolderKind = Literal["packed", "packed dump", "dump", "npy"]
 _PACKED_SUFFIXES = (".k", ".v")
 _FRAME_SUFFIXES = (manifest.FRAME_SUFFIX, ".json")
 
@@ -43,8 +46,8 @@ def open(
     path
         A ``.npy``, ``.npz`` or ``.safetensors`` file; a frame, a manifest or a directory of frames with its manifest;
         the directory of an MNN KV dump, of a prefix cache or of live cache files, or one of their ``.k`` and ``.v``
-        files; any other file of raw words, which need a `dtype`; or ``"-"``: raw words or a ``.npy`` file on standard
-        input.
+        files; a directory of ``.npy`` files; any other file of raw words, which need a `dtype`; or ``"-"``: raw words
+        or a ``.npy`` file on standard input.
     options
         All that follows in one object, and what only that has. A keyword that is given replaces the field of that name.
     dtype, tensors, skip_unsupported, packed, frames, threads
@@ -104,6 +107,33 @@ def kind_of(path: str) -> Literal["frames", "arrays"] | None:
     return "frames" if suffix in _FRAME_SUFFIXES or os.path.exists(path + manifest.SIDE_SUFFIX) else None
 
 
+def folder_kind(path: str, packed: PackedOptions | None = None) -> FolderKind | None:
+    """What a directory holds that is no bundle of frames; None for nothing that is known.
+
+    Raises
+    ------
+    SourceError
+        As for `find_packed`, and where the directory cannot be read.
+    """
+    if find_packed(path, packed):
+        return "packed"
+    root = Path(path)
+    packed_meta, meta = (next(root.rglob(pattern), None) for pattern in (packed_dump.GLOB, dump.GLOB))
+    if packed_meta and ((packed and packed.packed_dump) or not meta):
+        return "packed dump"
+    if meta:
+        return "dump"
+    return "npy" if npy_folder.files_in(path) else None
+
+
+def not_a_frame(path: str, found: KvmnnError) -> KvmnnError:
+    """What to raise for an input that was read as a frame and is none: `found`, unless its name says nothing."""
+    if kind_of(path) is not None or not os.path.isfile(path):
+        return found
+    reason = str(found).removeprefix(f"{path}: ")
+    return SourceError(f"{path}: {file_not_known(path, head_of(path, HEAD_BYTES), f'; as a frame: {reason}')}")
+
+
 def is_frames(path: str) -> bool:
     """Whether a path is a bundle, a manifest, or a frame."""
     return kind_of(path) == "frames"
@@ -140,13 +170,13 @@ def _packed(path: str, options: ReadOptions) -> Source:
 
 
 def _directory(path: str, options: ReadOptions) -> Source:
-    if find_packed(path, options.packed):
+    kind = folder_kind(path, options.packed)
+    if kind == "packed":
         return _packed(path, options)
-    root = Path(path)
-    packed = next(root.rglob(packed_dump.GLOB), None)
-    if packed and ((options.packed and options.packed.packed_dump) or not next(root.rglob("meta_*.json"), None)):
-        return packed_dump.read(path, options)
-    return dump.read(path, options)
+    if kind is None:
+        raise SourceError(f"{path}: {folder_not_known(path)}")
+    read = {"packed dump": packed_dump.read, "dump": dump.read, "npy": npy_folder.read}[kind]
+    return read(path, options)
 
 
 def _standard_input(options: ReadOptions) -> Source:

@@ -14,6 +14,7 @@ from ..files.mapped import STDIN, MappedFile
 from .options import ReadOptions
 from .reading import checked
 from .sinks import Runs, Sink
+from .unknown import HEAD_BYTES, file_not_known
 
 
 def read(path: str, options: ReadOptions) -> Source:
@@ -26,7 +27,7 @@ def read_mapped(file: MappedFile, options: ReadOptions) -> Source:
     names = [options.dtype] if options.dtype else options.fallbacks
     if not names:
         raise SourceError(
-            f"{file.label}: not a .npy, .npz or .safetensors file, and raw bytes need a dtype "
+            f"{file.label}: {file_not_known(file.path, file.head(HEAD_BYTES))}; raw bytes need a dtype "
             "(--dtype fp16, bf16 or fp32)"
         )
     dtype = dtypes.by_name(names[0])

@@ -16,7 +16,7 @@ from ..arrays.source import Source
 from ..dtypes import Part
 from ..errors import SourceError
 from ..files.json_document import read_bounded
-from ..formats import find_packed, is_frames
+from ..formats import folder_kind, is_frames
 from .options import NothingSelectedError, Scope
 from .token_runs import ArrayTensor, FileTensor, Tensor
 
@@ -123,10 +123,7 @@ def select(roots: Iterable[str | os.PathLike[str]], scope: Scope) -> Selection:
 
 def is_dump(path: str) -> bool:
     """Whether a path is to be walked: a directory that no other source or bundle of frames makes anything of."""
-    if not os.path.isdir(path) or is_frames(path) or find_packed(path):
-        return False
-    root = Path(path)
-    return bool(next(root.rglob("meta_*.json"), None)) or not next(root.rglob("packed_meta_*.json"), None)
+    return os.path.isdir(path) and not is_frames(path) and folder_kind(path) in ("dump", None)
 
 
 def add_dumps(found: Selection, root: Path, scope: Scope) -> None:

@@ -69,7 +69,7 @@ def tree(folder: Path) -> dict[str, int]:
         ("encode odd.bin --dtype fp16 -o x.frame", 1, "odd.bin: 3 bytes are not a whole number of 2-byte fp16 words"),
         ("encode empty.bin --dtype fp16 -o x.frame", 1, "empty.bin: is empty"),
         ("encode odd.bin -o x.frame", 1, "raw bytes need a dtype (--dtype fp16, bf16 or fp32)"),
-        ("encode dir -o x/", 1, "dir: has no meta_*.json file below it"),
+        ("encode dir -o x/", 1, "dir: not a file kvmnn knows: it is an empty folder"),
         ("encode bundle -o x/", 1, "it is a kvmnn bundle: decode it"),
         ("encode both.npz --tensor x -o x/", 1, "no array named 'x'; it has 'k', 'v'"),
         ("encode ok.npy --tensor x -o x/", 1, "no array named 'x'; it has 'ok'"),

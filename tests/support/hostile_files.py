@@ -129,6 +129,7 @@ def _arrays(inputs: dict[str, dict[str, bytes]]) -> dict[str, Sample]:
         "safetensors": array("tensors.safetensors"),
         "raw": array("raw.bin", "--dtype fp16"),
         "dump": array("dump/"),
+        "folder": Sample(inputs["half.npy"], ("encode {in} -o {out}/",), tuple(inputs["half.npy"])),
         "dump, measured": Sample(inputs["dump/"], ("measure {in} --real",), ("meta_t0_3.json", "k_t0_3.bin")),
         "frame": Sample(
             alone,

@@ -11,7 +11,7 @@ from ..printing import STDIO, UsageError
 _TEXT = """Compress K and V of a cache with the weights of a KV compressor: every group of tokens becomes one. LOSSY.
 
 WEIGHTS is a compressor's weight file (.bin; kvmnn convert makes one of a checkpoint). CACHE is a .npz or .safetensors
-file, or the directory of an MNN KV dump, that holds in fp16, bf16 or fp32 either
+file, a directory of .npy files or an MNN KV dump, that holds in fp16, bf16 or fp32 either
 
   two arrays, K and V   [layer, batch, kv_head, token, dimension]; names such as
                         k and v, keys and values

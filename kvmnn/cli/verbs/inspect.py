@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from ...errors import KvmnnError
 from .. import packed_options, printing, shared_options, weights_options
 
 if TYPE_CHECKING:
@@ -13,8 +14,8 @@ if TYPE_CHECKING:
 _TEXT = """Account for every byte of a frame, or list what a bundle or a file of arrays holds.
 
 A frame gives its table of streams. A manifest, a bundle directory or a frame with its manifest gives a line for each
-array, totals, and each stream's share (-v: the table of every frame too). A .npy, .npz or .safetensors file or an MNN
-dump gives the arrays that encode would take from it.
+array, totals, and each stream's share (-v: the table of every frame too). A .npy, .npz or .safetensors file, an MNN
+dump or a directory of .npy files gives the arrays that encode would take from it.
 
 The directory of a prefix cache or of live cache files, or one of their .k and .v files, gives what it is, geometry,
 live and padded bytes, and where something cannot be known from the files, what it may be.
@@ -52,7 +53,7 @@ def _inspected(path: str, arguments: argparse.Namespace) -> tuple[dict[str, Any]
     """What an input holds, as JSON and as text."""
     from ... import compressor
     from ...bundle import DecodeOptions, inspect, open_frames
-    from ...formats import kind_of
+    from ...formats import kind_of, not_a_frame
     from ...formats.mnn import inspect_packed
 
     if not arguments.no_manifest and (compressor.is_weight_file(path) or compressor.is_checkpoint(path)):
@@ -62,7 +63,10 @@ def _inspected(path: str, arguments: argparse.Namespace) -> tuple[dict[str, Any]
         found = inspect_packed(path, packed_options.options(arguments)) or _arrays(path, arguments)
         return found.to_dict(), str(found)
     options = DecodeOptions(dtype=arguments.dtype, codecs=shared_options.codecs(arguments))
-    frames = inspect(open_frames(path, use_manifest=not arguments.no_manifest, options=options), options)
+    try:
+        frames = inspect(open_frames(path, use_manifest=not arguments.no_manifest, options=options), options)
+    except KvmnnError as found:
+        raise not_a_frame(path, found) from None
     return frames.to_dict(), frames.text(verbose=arguments.verbose)
 
 

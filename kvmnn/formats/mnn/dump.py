@@ -20,18 +20,15 @@ from ..options import ReadOptions
 from ..reading import checked, select
 
 _BY_BYTES = {2: dtypes.FP16, 4: dtypes.FP32}
+GLOB = "meta_*.json"
 MAX_META_BYTES = 1 << 20  # no metadata of MNN is that large
 
 
 def read(path: str, options: ReadOptions) -> Source:
     """K and V of every dump below the directory, sorted by metadata path, e.g. ``run/layer_0/k_t0_16``."""
     root = Path(path)
-    metas = sorted(root.rglob("meta_*.json"))
-    if not metas:
-        hint = "; it is a kvmnn bundle: decode it" if (root / "manifest.json").exists() else ""
-        raise SourceError(f"{path}: has no meta_*.json file below it, so it is not an MNN KV dump{hint}")
     entries: list[tuple[str, Callable[[], NamedArray]]] = []
-    for meta in metas:
+    for meta in sorted(root.rglob(GLOB)):
         entries.extend(_tensors(root, meta, options))
     arrays, skipped = select(path, entries, options)
     return Source(arrays, skipped=skipped, token_major=True)

@@ -99,5 +99,5 @@ def test_bad_metadata(tmp_path, text):
 
 
 def test_a_directory_without_metadata(tmp_path):
-    with pytest.raises(SourceError, match=r"has no meta_\*.json"):
+    with pytest.raises(SourceError, match=r"not a file kvmnn knows: it is an empty folder"):
         formats.open(str(tmp_path))

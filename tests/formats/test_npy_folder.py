@@ -1,0 +1,81 @@
+"""Directories of ``.npy`` files: read back wherever kvmnn writes them, and paired into layers by their names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import packed_samples
+import pytest
+
+import kvmnn
+from kvmnn.errors import SourceError
+from kvmnn.formats import folder_kind
+
+TOKENS = 20
+ON_AVX2 = ["--backend", "x86-avx2"]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch, run):
+    """A prefix cache `p`, and the directory `d` that unpack makes of it."""
+    monkeypatch.chdir(tmp_path)
+    sample = packed_samples.write_prefix(Path("p"), packed_samples.arrays(12, 2, TOKENS, 6), capacity=24)
+    run("unpack", "p", *sample.options, *ON_AVX2, "-o", "d/")
+    return sample
+
+
+def test_arrays_come_in_the_order_of_layers(here):
+    source = kvmnn.open("d")
+    assert source.names == tuple(f"layer_{n}.{part}" for n in range(12) for part in ("key", "value"))
+    for array, expected in zip(source.arrays, here.arrays, strict=True):
+        np.testing.assert_array_equal(array.to_numpy(), expected)
+    assert kvmnn.open("d", tensors=["layer_3.value"]).names == ("layer_3.value",)
+    with pytest.raises(SourceError, match="no array named 'x'"):
+        kvmnn.open("d", tensors=["x"])
+
+
+def test_other_names_come_last_and_other_files_not_at_all(here):
+    for name in ("b10", "b9", "a"):
+        np.save(f"d/{name}.npy", np.ones((2, 2), np.float16))
+    Path("d/positions.json").write_text("{}")
+    Path("d/more.npy").mkdir()
+    assert kvmnn.open("d").names[-4:] == ("layer_11.value", "a", "b9", "b10")
+
+
+def test_every_verb_takes_one(here, run, tmp_path):
+    assert "d: 24 arrays to encode" in run("inspect", "d").out
+    assert "LOSSLESS" in run("encode", "d", "-o", "d.frames/").out
+    assert "every byte compared with d" in run("verify", "d.frames/", "--against", "d").out
+    run("decode", "d.frames", "--arrays", "-o", "e/")
+    run("pack", "e", *ON_AVX2, "--name", "sys", "-o", "q/")
+    assert "equal: " in run("diff", "q", "d").out
+    assert "equal: " in run("diff", "d", "e").out
+    assert "total: 12 layers, 20 tokens each" in run("measure", "d").out
+    config = {"kv_lossless_runtime_enable": True, "kv_lossless_runtime_mode": "store", "kv_lossless_block_tokens": 8}
+    Path("c.json").write_text(json.dumps(config))
+    assert "12 layers, 20 tokens" in run("replay", "d", "--config", "c.json").out
+
+
+def test_a_dump_that_went_through_files_is_still_one(here, run):
+    run("unpack", "d", "--as", "dump", "-o", "dump/", "--run-id", "2026")
+    run("encode", "dump", "-o", "dump.frames/")
+    run("decode", "dump.frames", "--arrays", "-o", "back/")
+    assert Path("back/2026_layer_11_k_t0_20.npy").exists()
+    assert "equal: " in run("diff", "back", "d").out
+    assert "total: 12 layers, 20 tokens each" in run("measure", "back").out
+
+
+def test_a_file_that_is_cut_after_it_was_opened(here):
+    source = kvmnn.open("d")
+    file = Path("d/layer_0.key.npy")
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(SourceError, match=r"layer_0\.key\.npy: has 100 bytes, too few for the 960"):
+        source["layer_0.key"].to_numpy()
+
+
+def test_what_a_folder_is(here, run):
+    run("unpack", "d", "--as", "dump", "-o", "dump/")
+    Path("empty").mkdir()
+    assert [folder_kind(name) for name in ("p", "d", "dump", "empty")] == ["packed", "npy", "dump", None]

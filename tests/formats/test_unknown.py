@@ -1,0 +1,78 @@
+"""Inputs that kvmnn does not know: said so, with the nearest thing that it does know."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvmnn
+from kvmnn.errors import SourceError
+from kvmnn.formats import unknown
+
+
+def npy() -> bytes:
+    file = io.BytesIO()
+    np.save(file, np.ones(4, np.float16))
+    return file.getvalue()
+
+
+FILES = [
+    ("model.onnx", b"\x08\x07\x12\x07pytorch", "an ONNX model (eval, generate and dump-kv take it)"),
+    ("model", b"\x08\x07\x12\x07pytorch", "an ONNX model"),
+    ("x.gguf", b"GGUF\3\0\0\0", "a GGUF model (kvmnn reads K and V as .npy, .npz, .safetensors"),
+    ("a.txt", "Grüße\n".encode() * 900, "text (eval, generate and dump-kv read it with --text)"),
+    ("a.dat", b'{"a": 1}', "JSON"),
+    ("llm.mnn", b"\x14\0\0\0", "the graph of an MNN model (--model takes its folder"),
+    ("k.data", npy(), "a NumPy array (name it with the suffix .npy)"),
+    ("x.zst", b"\x28\xb5\x2f\xfd1234", "a zstd archive"),
+    ("st", (20).to_bytes(8, "little") + b'{"k":{}}', "a safetensors file"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "what"), FILES)
+def test_files(tmp_path, run, monkeypatch, name, content, what):
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_bytes(content)
+    said = run("inspect", name, code=1).err
+    assert (
+        said.startswith(f"kvmnn: error: {name}: not a file kvmnn knows: it looks like {what}") and said.count("\n") == 1
+    )
+    with pytest.raises(SourceError, match=r"not a file kvmnn knows: it looks like .*; raw bytes need a dtype"):
+        kvmnn.open(name)
+
+
+def test_files_of_which_nothing_can_be_said(tmp_path, run):
+    (tmp_path / "x").write_bytes(bytes(range(128, 200)))
+    assert "x: not a file kvmnn knows; as a frame: stream 0 at offset 4: " in run("inspect", tmp_path / "x", code=1).err
+    (tmp_path / "x").write_bytes(b"")
+    assert "x: not a file kvmnn knows: it is empty" in run("inspect", tmp_path / "x", code=1).err
+    (tmp_path / "x.frame").write_bytes(b"hello")  # its name says what it should be
+    assert "not a file kvmnn knows" not in run("inspect", tmp_path / "x.frame", code=1).err
+    (tmp_path / "plain").write_bytes(kvmnn.encode(np.ones(40, np.float16)))
+    run("inspect", tmp_path / "plain")
+
+
+@pytest.mark.parametrize(
+    ("names", "what"),
+    [
+        ([], "it is an empty folder"),
+        (["config.json", "llm.mnn"], "it looks like the folder of an MNN model (--model takes it"),
+        (["model.onnx"], "it looks like the folder of a model (eval,"),
+        (["a.txt", "kv.npz"], "it is a folder with kv.npz: name the file itself"),
+        (["a.txt"], "the folder has no manifest.json of frames"),
+    ],
+)
+def test_folders(tmp_path, run, names, what):
+    for name in names:
+        (tmp_path / name).write_bytes(b"x")
+    for verb in ("inspect", "encode"):
+        assert f"{tmp_path}: not a file kvmnn knows: {what}" in run(verb, tmp_path, code=1).err
+
+
+@pytest.mark.parametrize("length", [unknown.HEAD_BYTES - 1, unknown.HEAD_BYTES])
+def test_text_that_is_cut_inside_a_character(length):
+    head = ("ü " * unknown.HEAD_BYTES).encode()[: length - 1] + "é".encode()[:1]
+    assert ("text" in unknown.file_not_known("x", head)) is (length == unknown.HEAD_BYTES)

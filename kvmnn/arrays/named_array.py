@@ -17,6 +17,7 @@ import numpy.typing as npt
 from .. import dtypes
 from ..dtypes import Bytes
 from ..errors import SourceError
+from ..files.changes import Reading
 
 Order = Literal["C", "F"]
 """Which axis runs fastest in memory: the last or the first."""
@@ -155,11 +156,12 @@ class NamedArray(ArrayInfo):
         """
         words = np.empty(self.nbytes, np.uint8)
         done = 0
-        for piece in self.pieces(_STEP):
-            place = words[done : done + piece.size]
-            place[:] = piece[: place.size]
-            done += piece.size
-            del piece
+        with Reading():
+            for piece in self.pieces(_STEP):
+                place = words[done : done + piece.size]
+                place[:] = piece[: place.size]
+                done += piece.size
+                del piece
         return words.view(np.dtype(self.array_dtype).newbyteorder("<")).reshape(self.shape, order=self.order)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..arrays.source import Source
+from ..files.changes import Reading
 from ..text import LOSSLESS, count, megabytes_per_second, ratio
 from ..threads.pipeline import Progress
 from .comparing import Difference, compare
@@ -133,10 +134,11 @@ def verify(
     """
     started = time.perf_counter()
     difference: Difference | None = None
-    if against is not None:
-        difference = compare(frames, against.arrays, options, progress=progress)
-    else:
-        deque(decode_frames(frames, options, progress=progress), maxlen=0)
+    with Reading():
+        if against is not None:
+            difference = compare(frames, against.arrays, options, progress=progress)
+        else:
+            deque(decode_frames(frames, options, progress=progress), maxlen=0)
     return Verified(
         input=frames.path,
         against=() if against is None else against.inputs,

@@ -35,11 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     streams.claim_descriptors()
     try:
         with _signals(), _warnings():
+            from ..files.changes import Reading
             from . import parser
 
             arguments = parser.parse(words)
-            code: int = arguments.run(arguments)
-            streams.flush()
+            with Reading():
+                code: int = arguments.run(arguments)
+                streams.flush()
     except BaseException as exc:
         code = _failed(exc, arguments)
     for stream in (sys.stdout, sys.stderr):

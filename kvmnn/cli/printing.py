@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from ..errors import OptionError
+from ..files import changes
 from ..files.names import is_directory as is_directory
 from . import streams
 from .streams import Stdout as Stdout
@@ -39,6 +40,7 @@ def show(
     data_on_stdout: bool = False,
 ) -> None:
     """Print a result: as JSON for ``--json``, else as `text` (default: ``str(result)``) unless ``-q``."""
+    changes.check()
     if arguments.json:
         print_json({"verb": verb, **result.to_dict()})
     elif line := str(result) if text is None else text:
@@ -47,6 +49,7 @@ def show(
 
 def show_failure(arguments: argparse.Namespace, verb: str, result: Result) -> int:
     """Print the result of a check that failed: as JSON for ``--json``, and as an error; returns the exit code."""
+    changes.check()
     if arguments.json:
         print_json({"verb": verb, **result.to_dict()})
     streams.err("error", result)

@@ -16,6 +16,8 @@ import numpy as np
 
 from ..dtypes import Bytes
 from ..errors import SourceError
+from ._mapping import Mapping
+from .changes import FileState, note
 
 STDIN = "-"
 _PAGE = mmap.PAGESIZE
@@ -36,47 +38,61 @@ def head_of(path: str, nbytes: int = 64) -> bytes:
 class MappedFile:
     """The bytes of a file, mapped. Pipes and standard input (``"-"``) are copied to a temporary file first.
 
+    A file that is cut, or that the disk does not give, reads as zeros from there on, and is an error afterwards:
+    `changes.Reading` finds whatever changed while it was read.
+
     Parameters
     ----------
     path
         File to open; ``"-"`` for standard input.
+    expected
+        What the file was when it was first looked at.
 
     Raises
     ------
     SourceError
-        When the file cannot be opened.
+        When the file cannot be opened, or is not what it was.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, expected: FileState | None = None) -> None:
         self.path = os.fspath(path)
         self.label = "standard input" if self.path == STDIN else self.path
+        self._state: FileState | None = None
         try:
-            self._map = self._open()
+            self._map = self._open(expected)
         except OSError as exc:
             raise SourceError(f"{self.label}: cannot be read: {exc.strerror or exc}") from exc
-        self.size = len(self._map) if self._map is not None else 0
+        self.size = 0 if self._map is None else self._map.nbytes
 
-    def _open(self) -> mmap.mmap | None:
+    def _open(self, expected: FileState | None) -> Mapping | None:
         if self.path == STDIN:
             if sys.stdin is None:
                 raise OSError(errno.EBADF, "it is closed")
             return _spool(sys.stdin.buffer)
         with open(self.path, "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
                 return _spool(file)
-            return _map(file)
+            self._state = expected or FileState(self.label, self.path, found)
+            note(self._state)
+            self._state.expect(found)
+            made = _map(file)
+            if made is not None:
+                self._state.follow(made)
+            return made
 
     def view(self, offset: int, nbytes: int) -> Bytes:
         """A read-only view of `nbytes` bytes from `offset`; the range must lie within the file."""
+        self._note()
         if self._map is None or offset < 0 or nbytes < 0 or offset + nbytes > self.size:
             raise SourceError(
                 f"{self.label}: needs {nbytes} bytes at offset {offset}, but the file has {self.size} bytes"
             )
-        return np.frombuffer(self._map, np.uint8, nbytes, offset)
+        return np.frombuffer(memoryview(self._map), np.uint8, nbytes, offset)
 
     def head(self, nbytes: int) -> bytes:
         """The first `nbytes` bytes, or all if there are fewer."""
-        return b"" if self._map is None else self._map[:nbytes]
+        return b"" if self._map is None else self.view(0, min(nbytes, self.size)).tobytes()
 
     def runs(self, offset: int, nbytes: int, step: int) -> Iterator[Bytes]:
         """Views of `step` bytes each; pages of a large view are given back once the caller comes for the next."""
@@ -84,21 +100,28 @@ class MappedFile:
             length = min(step, offset + nbytes - start)
             yield self.view(start, length)
             self.drop(start, length)
+        if self._state is not None:
+            self._state.check()
 
     def drop(self, offset: int, nbytes: int) -> None:
         """Let go of the pages behind a large range; they come back from the page cache if touched again."""
-        if nbytes >= _MIN_DROP_BYTES and self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
+        if nbytes >= _MIN_DROP_BYTES and self._map is not None:
             first = offset // _PAGE * _PAGE
-            self._map.madvise(mmap.MADV_DONTNEED, first, offset + nbytes - first)
+            self._map.drop(first, offset + nbytes - first)
+
+    def _note(self) -> None:
+        if self._state is not None:
+            note(self._state)
+            if self._map is not None and self._map.watch.damaged:
+                raise self._state.error()
 
 
-def _map(file: BinaryIO) -> mmap.mmap | None:
-    if os.fstat(file.fileno()).st_size == 0:
-        return None
-    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+def _map(file: BinaryIO) -> Mapping | None:
+    nbytes = os.fstat(file.fileno()).st_size
+    return Mapping(file.fileno(), nbytes) if nbytes else None
 
 
-def _spool(stream: BinaryIO) -> mmap.mmap | None:
+def _spool(stream: BinaryIO) -> Mapping | None:
     with tempfile.TemporaryFile() as spool:
         shutil.copyfileobj(stream, spool, 1 << 20)
         spool.flush()

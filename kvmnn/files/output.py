@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from ..errors import OutputError
+from . import changes
 
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EOPNOTSUPP, errno.EACCES}
 
@@ -106,9 +107,10 @@ class _Staged:
         self.force = force
         self._protect = [path for path in protect if os.path.exists(path)]
         self._files: list[StagedFile] = []
+        self._reading = changes.Reading()
 
     def commit(self) -> None:
-        """Put everything written in its place."""
+        """Put everything written in its place; `SourceError` where an input changed while it was read."""
         raise NotImplementedError
 
     def _discard(self) -> None:
@@ -117,6 +119,10 @@ class _Staged:
     def _close_all(self) -> None:
         for file in self._files:
             file.close()
+
+    def _close_for_good(self) -> None:
+        changes.check()
+        self._close_all()
 
     def _check_free(self, target: Path) -> None:
         """Refuse a target that is an input, or that exists and is not to be replaced."""
@@ -148,6 +154,7 @@ class _Staged:
             os.replace(staged, target)
 
     def __enter__(self) -> Self:
+        self._reading.begin()
         return self
 
     def __exit__(
@@ -156,6 +163,7 @@ class _Staged:
         for file in self._files:
             file.abandon()
         self._discard()
+        self._reading.end(error)
 
 
 class FileOutput(_Staged):
@@ -192,7 +200,7 @@ class FileOutput(_Staged):
         self._check_free(self.target.with_name(self.target.name + suffix))
 
     def commit(self) -> None:
-        self._close_all()
+        self._close_for_good()
         for file in self._files:
             if file.path != file.target:
                 self._place(file.path, file.target)
@@ -264,7 +272,7 @@ class DirectoryOutput(_Staged):
         return file
 
     def commit(self) -> None:
-        self._close_all()
+        self._close_for_good()
         if not self._merging:
             _sync_directory(self._stage)
             try:

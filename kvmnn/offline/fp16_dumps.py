@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import KvmnnError, OutputError, SourceError
+from ..files.changes import FileState
 from ..files.output import FileOutput, failures
 from ..formats.mnn.dump import inside, load_meta, positive
 from ..text import LOSSY, count
@@ -163,12 +164,12 @@ def _tensor(source: Path, meta: Path, fields: dict[str, Any], key: str, width: i
     path = inside(source, meta, key, fields.get(key))
     tokens, heads, dims = (positive(meta, fields, name) for name in ("seq_len", "kv_heads", "head_dim"))
     try:
-        size = path.stat().st_size
+        file = FileState.of(path)
     except OSError as exc:
         raise SourceError(f"{path}: cannot be read: {exc.strerror}") from exc
-    tensor = FileTensor(path, (tokens, heads, dims), width, size)
+    tensor = FileTensor(file, (tokens, heads, dims), width)
     if not tensor.is_complete():
-        raise SourceError(f"{path}: has {size} bytes, its metadata says {tokens} x {heads} x {dims} x {width}")
+        raise SourceError(f"{path}: has {file.size} bytes, its metadata says {tokens} x {heads} x {dims} x {width}")
     return tensor
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from ..dtypes import PARTS, Part
 from ..errors import OptionError, OutputError, SourceError
+from ..files.changes import Reading
 from ..files.output import FileOutput, failures
 from ..threads.pipeline import Progress
 from ..threads.pool import map_pulled, resolve_threads
@@ -88,6 +89,7 @@ def measure(
     selection = select(inputs, options.scope) if selection is None else selection
     selection.require_entries()
     with ExitStack() as stack:
+        stack.enter_context(Reading())
         outputs = _open_documents(stack, out_json, out_md, force, [*inputs, *selection.files()])
         units = units_of(selection, options)
         jobs = _jobs(units, options, real)

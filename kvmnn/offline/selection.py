@@ -15,6 +15,7 @@ from ..arrays import layers
 from ..arrays.source import Source
 from ..dtypes import Part
 from ..errors import SourceError
+from ..files.changes import FileState
 from ..files.json_document import read_bounded
 from ..formats import folder_kind, is_frames
 from .options import NothingSelectedError, Scope
@@ -191,7 +192,7 @@ def _add(found: Selection, meta: Path, scope: Scope) -> None:
         raise _SkipError(f"unsupported_bytes_per_elem_{width}")
     if width == 4 and scope.strict_fp16:
         raise _SkipError("skip_fp32_strict")
-    keys, values = (FileTensor(path, (tokens, heads, dims), width, size) for path, size in files)
+    keys, values = (FileTensor(file, (tokens, heads, dims), width) for file in files)
     run_id = fields.get("run_id")
     run_id = run_id if isinstance(run_id, str) else ""
     entry = Entry(layer, seq_start, tokens, heads, dims, stage, run_id, keys, values)
@@ -225,15 +226,15 @@ def _numbers(fields: dict[str, Any]) -> tuple[int, int, int, int, int, int]:
         raise _SkipError("meta_invalid_numeric_fields") from None
 
 
-def _files(meta: Path, fields: dict[str, Any]) -> list[tuple[Path, int]]:
-    """The two binary files and their sizes in bytes."""
+def _files(meta: Path, fields: dict[str, Any]) -> list[FileState]:
+    """The two binary files."""
     names = [fields.get("k_file"), fields.get("v_file")]
     if not all(isinstance(name, str) and name for name in names):
         raise _SkipError("missing_k_or_v_file")
     paths = [meta.parent / str(name) for name in names]
     if not all(_exists(path) for path in paths):
         raise _SkipError("missing_k_or_v_binary")
-    return [(path, _size(path)) for path in paths]
+    return [_regular(path) for path in paths]
 
 
 def _exists(path: Path) -> bool:
@@ -243,12 +244,12 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def _size(path: Path) -> int:
-    """Bytes of a regular file that can be opened; devices and pipes, which may never end, cannot."""
+def _regular(path: Path) -> FileState:
+    """A regular file that can be opened; devices and pipes, which may never end, cannot."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise _SkipError("binary_read_error")
-        with path.open("rb") as file:
-            return os.fstat(file.fileno()).st_size
+        with path.open("rb"):
+            return FileState.of(path)
     except OSError:
         raise _SkipError("binary_read_error") from None

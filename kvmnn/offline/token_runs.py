@@ -14,6 +14,7 @@ import numpy as np
 from ..arrays.layers import LayerArray
 from ..arrays.named_array import Piece
 from ..errors import SourceError
+from ..files.changes import FileState, note
 from ..files.mapped import MappedFile
 
 RUN_BYTES = 1 << 20
@@ -45,20 +46,19 @@ class FileTensor:
 
     Parameters
     ----------
-    path
-        The file.
+    file
+        What the file is.
     shape
         ``(tokens, kv_heads, head_dim)`` as the metadata has it.
     width
         Bytes of a word: 2 (taken as they are) or 4 (fp32, rounded to fp16: to nearest, ties to even, too large to inf).
-    found
-        Bytes of the file.
     """
 
-    def __init__(self, path: Path, shape: tuple[int, int, int], width: int, found: int) -> None:
-        self.path = path
+    def __init__(self, file: FileState, shape: tuple[int, int, int], width: int) -> None:
+        self.path = Path(file.path)
         self.width = width
-        self.found = found
+        self.found = file.size
+        self._file = file
         self.shape = shape
         self.tokens, heads, dims = shape
         self.token_bytes = 2 * heads * dims
@@ -77,20 +77,18 @@ class FileTensor:
         Raises
         ------
         SourceError
-            When it cannot be read, or has another size than before.
+            When it cannot be read, or changed.
         """
         if self.found > _MAX_READ:
-            file = MappedFile(self.path)
-            if file.size != self.found:
-                raise SourceError(f"{self.path}: has {file.size} bytes, it had {self.found} before")
+            file = MappedFile(self.path, expected=self._file)
             yield from file.runs(0, file.size, step)
             return
         try:
             data = np.frombuffer(self.path.read_bytes(), np.uint8)
         except OSError as exc:
             raise SourceError(f"{self.path}: cannot be read: {exc.strerror}") from exc
-        if data.size != self.found:
-            raise SourceError(f"{self.path}: has {data.size} bytes, it had {self.found} before")
+        note(self._file)
+        self._file.check()
         for start in range(0, data.size, step):
             yield data[start : start + step]
 

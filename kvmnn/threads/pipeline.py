@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -94,7 +95,8 @@ class _Window(Generic[T, R]):
 
     def submit(self, item: T) -> None:
         self._pool = self._pool or ThreadPoolExecutor(self._cores, "kvmnn-piece")
-        self._waiting.append((item, self._pool.submit(self._work, item, 1)))
+        job = self._pool.submit(contextvars.copy_context().run, self._work, item, 1)
+        self._waiting.append((item, job))
         self._bytes += self._size(item)
 
     def make_room(self, nbytes: int) -> Iterator[tuple[T, R]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import os
 import threading
 from collections import deque
@@ -55,7 +56,7 @@ def map_pulled(function: Callable[[T], R], items: Iterable[T], threads: int) -> 
             except BaseException as failure:
                 failures[index] = failure
 
-    helpers = [_executor().submit(work) for _ in range(workers - 1)]
+    helpers = [_executor().submit(contextvars.copy_context().run, work) for _ in range(workers - 1)]
     try:
         work()
     finally:

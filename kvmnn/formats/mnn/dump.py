@@ -14,6 +14,7 @@ from ... import dtypes
 from ...arrays.named_array import NamedArray, Piece, UnsupportedArrayError
 from ...arrays.source import Source
 from ...errors import SourceError
+from ...files.changes import FileState
 from ...files.json_document import read_object
 from ...files.mapped import MappedFile
 from ..options import ReadOptions
@@ -51,24 +52,24 @@ def _array(file: Path, name: str, shape: tuple[int, ...], native: dtypes.DType, 
     dtype = dtypes.by_name(options.dtype) if options.dtype else native
     if dtype.itemsize != native.itemsize:
         raise UnsupportedArrayError(f"{file}: holds {native.itemsize}-byte words, which are not {dtype.name}")
-    array = NamedArray(
-        name=name, dtype=dtype.name, shape=shape, array_dtype=dtype.numpy.str, reader=partial(_runs, file)
-    )
     try:
-        found = file.stat().st_size
+        state = FileState.of(file)
     except OSError as exc:
         raise SourceError(f"{file}: cannot be read: {exc.strerror}") from exc
-    if found != array.nbytes:
+    array = NamedArray(
+        name=name, dtype=dtype.name, shape=shape, array_dtype=dtype.numpy.str, reader=partial(_runs, file, state)
+    )
+    if state.size != array.nbytes:
         raise SourceError(
-            f"{file}: has {found} bytes, its metadata says {array.nbytes} "
+            f"{file}: has {state.size} bytes, its metadata says {array.nbytes} "
             f"({' x '.join(map(str, shape))} x {native.itemsize})"
         )
     return checked(array, str(file))
 
 
-def _runs(file: Path, step: int) -> Iterator[Piece]:
+def _runs(file: Path, state: FileState, step: int) -> Iterator[Piece]:
     """The file's bytes, mapped only while they are read: a dump may have more files than a process may map."""
-    mapped = MappedFile(file)
+    mapped = MappedFile(file, expected=state)
     yield from mapped.runs(0, mapped.size, step)
 
 

@@ -25,7 +25,7 @@ def packed_runs(path: str, layout: PackLayout, part: Part, layer: LayerInfo, ste
     file = MappedFile(path)
     size = head_bytes(layout, part, layer.capacity)
     if file.size != size * layout.kv_heads:
-        raise SourceError(f"{path}: has {file.size} bytes, {size * layout.kv_heads} when it was opened")
+        raise SourceError(f"{path}: changed while it was read: has {file.size} bytes, had {size * layout.kv_heads}")
     row = row_bytes(layout, part)
     blocks = _row_blocks(file, layout, part, layer, max(_BLOCK_BYTES // row, 1))
     yield from rechunked(blocks, step, row * layer.tokens * layout.kv_heads)

@@ -188,7 +188,7 @@ def test_missing_markers_can_be_ignored(prefix):
 def test_a_file_that_shrinks_after_it_was_opened(prefix):
     source = read(prefix.path, (70,))
     os.truncate(prefix.path / "sys_0.k", 100)
-    with pytest.raises(SourceError, match="has 100 bytes, 5568 when it was opened"):
+    with pytest.raises(SourceError, match="changed while it was read: has 100 bytes, had 5568"):
         words(source.arrays[0])
 
 

@@ -1,0 +1,83 @@
+"""Files mapped for reading, which stay readable when the file is cut: see guard.h."""
+
+from cpython.buffer cimport PyBuffer_FillInfo
+from cpython.exc cimport PyErr_SetFromErrno
+
+
+cdef extern from "guard.h" nogil:
+    ctypedef struct kv_region:
+        pass
+    kv_region *kv_watch(void *address, size_t nbytes)
+    void kv_unwatch(kv_region *region)
+    void kv_release(kv_region *region)
+    bint kv_is_damaged(const kv_region *region)
+    int kv_dup(int fd)
+    void kv_close(int fd)
+    void *kv_map(int fd, size_t nbytes)
+    void kv_drop(void *address, size_t nbytes)
+    void kv_unmap(void *address, size_t nbytes)
+
+
+cdef class Watch:
+    """Whether a mapping was damaged; remembers it when the mapping is gone."""
+
+    cdef kv_region *_region
+
+    @property
+    def damaged(self) -> bool:
+        """Whether a page could not be read: zeros stand in its place and in that of all behind it."""
+        return self._region != NULL and kv_is_damaged(self._region)
+
+    def __dealloc__(self):
+        if self._region != NULL:
+            kv_release(self._region)
+
+
+cdef class Mapping:
+    """The first `nbytes` bytes (at least 1) of an open file as a read-only buffer; `fileno` is a descriptor of its own.
+
+    Raises
+    ------
+    OSError
+        When the file cannot be mapped.
+    """
+
+    cdef readonly Watch watch
+    cdef readonly Py_ssize_t nbytes
+    cdef object __weakref__
+    cdef void *_address
+    cdef int _fd
+    cdef bint _is_open
+
+    def __cinit__(self, int fd, Py_ssize_t nbytes):
+        self._fd = kv_dup(fd)
+        if self._fd < 0:
+            PyErr_SetFromErrno(OSError)
+        self._is_open = True
+        self._address = kv_map(self._fd, nbytes)
+        if self._address == NULL:
+            PyErr_SetFromErrno(OSError)
+        self.nbytes = nbytes
+        self.watch = Watch.__new__(Watch)
+        self.watch._region = kv_watch(self._address, nbytes)
+        if self.watch._region == NULL:
+            raise MemoryError
+
+    def __dealloc__(self):
+        if self.watch is not None and self.watch._region != NULL:
+            kv_unwatch(self.watch._region)
+        if self._address != NULL:
+            kv_unmap(self._address, self.nbytes)
+        if self._is_open:
+            kv_close(self._fd)
+
+    def __getbuffer__(self, Py_buffer *buffer, int flags):
+        PyBuffer_FillInfo(buffer, self, self._address, self.nbytes, 1, flags)
+
+    def fileno(self) -> int:
+        """The descriptor of the file, open as long as the mapping."""
+        return self._fd
+
+    def drop(self, Py_ssize_t offset, Py_ssize_t nbytes) -> None:
+        """Let go of pages: `offset` is a multiple of the page's size, and the range lies within the mapping."""
+        kv_drop(<char *> self._address + offset, nbytes)

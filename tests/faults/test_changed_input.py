@@ -1,0 +1,89 @@
+"""Inputs that are cut or written to while they are read: one line of error, no signal, nothing left of the output.
+
+Each case runs in a process of its own, which SIGBUS would end.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import changing_inputs
+import numpy as np
+import pytest
+
+from kvmnn.errors import SourceError
+from kvmnn.files.changes import Reading
+from kvmnn.files.mapped import MappedFile
+
+VERBS = {"encoded": "in.npy", "encoded_dump": "in/k_t0_2048.bin", "measured": "in/v_t0_2048.bin"}
+VERBS |= {"decoded": "in.frame", "verified": "in.frame", "compared": "words.npy"}
+
+
+def outcome(case: str, folder: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, changing_inputs.__file__, case, str(folder)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        timeout=60,
+    )
+    assert done.returncode == 0, f"{signal.Signals(-done.returncode) if done.returncode < 0 else done.stderr}"
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("how", sorted(changing_inputs.CHANGES))
+@pytest.mark.parametrize("verb", VERBS)
+def test_verbs(verb: str, how: str, tmp_path: Path) -> None:
+    assert outcome(f"{verb}-{how}", tmp_path) == f"SourceError: {tmp_path / VERBS[verb]}: changed while it was read"
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith((".", "out"))]
+
+
+@pytest.mark.parametrize("reader", [reader.__name__ for reader in changing_inputs.READERS])
+def test_readers(reader: str, tmp_path: Path) -> None:
+    assert outcome(reader, tmp_path).endswith(": changed while it was read")
+
+
+def test_a_file_that_is_replaced_or_removed_is_read_as_it_was(tmp_path: Path) -> None:
+    path, other = tmp_path / "a", tmp_path / "b"
+    path.write_bytes(b"a" * 8192)
+    other.write_bytes(b"b")
+    with Reading():
+        file = MappedFile(path)
+        other.replace(path)
+        assert file.view(0, file.size).tobytes() == b"a" * 8192
+        path.unlink()
+        assert file.view(0, file.size).tobytes() == b"a" * 8192
+
+
+def test_only_what_a_block_reads_is_its_concern(tmp_path: Path) -> None:
+    for name in "ab":
+        np.save(tmp_path / f"{name}.npy", np.zeros(4096))
+    one, other = MappedFile(tmp_path / "a.npy"), MappedFile(tmp_path / "b.npy")
+    other.head(10)
+    with Reading():
+        one.head(10)
+        (tmp_path / "b.npy").write_bytes(b"")
+    with pytest.raises(SourceError, match=r"b\.npy: changed while it was read"), Reading():
+        other.view(0, 4096).sum()
+
+
+def test_other_faults_go_where_they_went() -> None:
+    """A SIGBUS that is none of ours still ends the process; one that the process handles still gets there."""
+    script = """
+import os, signal, sys, tempfile
+from kvmnn.files.mapped import MappedFile
+if len(sys.argv) > 1:
+    signal.signal(signal.SIGBUS, lambda *_: (print("handled", flush=True), os._exit(0)))
+MappedFile(sys.executable).head(1)
+os.kill(os.getpid(), signal.SIGBUS)
+sys.stdout.flush()
+"""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", script]
+    assert subprocess.run(command, env=env, timeout=60).returncode == -signal.SIGBUS
+    done = subprocess.run([*command, "handled"], env=env, timeout=60, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "handled\n")

@@ -1,0 +1,206 @@
+"""Inputs that change while they are read, in a process of its own: `python changing_inputs.py CASE FOLDER`.
+
+Prints what the case ended in, as one line. Without its guard the process dies of SIGBUS.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+import kvmnn
+from kvmnn.bundle import DecodeOptions, EncodeOptions, encode, open_frames, verify
+from kvmnn.compressor.checkpoint.opening import open_checkpoint
+from kvmnn.compressor.kvcm import weight_file
+from kvmnn.errors import KvmnnError
+from kvmnn.files.changes import Reading
+from kvmnn.formats import restore
+from kvmnn.offline import measure
+
+ROWS = 2048
+WORDS = np.arange(ROWS * 512, dtype=np.uint32).astype(np.float32).reshape(ROWS, 512)  # 4 MiB
+CUT = 64 << 10
+SMALL = EncodeOptions(frame_bytes=256 << 10, threads=1)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, CUT)
+
+
+def rewritten(path: Path) -> None:
+    """Other bytes in the same place, the size as before."""
+    half = path.stat().st_size // 2
+    with path.open("r+b") as file:
+        file.seek(half)
+        file.write(bytes(half))
+
+
+def longer(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(bytes(100))
+
+
+CHANGES: dict[str, Callable[[Path], None]] = {"cut": cut, "rewritten": rewritten, "longer": longer}
+
+
+def once(action: Callable[[], None]) -> Callable[[int], None]:
+    """For `progress`: the first call does it."""
+    waiting = [action]
+
+    def call(_: int) -> None:
+        if waiting:
+            waiting.pop()()
+
+    return call
+
+
+# -- verbs ------------------------------------------------------------------------------------------------------------
+
+
+def encoded(folder: Path, change: Callable[[Path], None]) -> object:
+    np.save(folder / "in.npy", WORDS)
+    changes = once(lambda: change(folder / "in.npy"))
+    return encode(kvmnn.open(folder / "in.npy"), folder / "out.frame", SMALL, progress=changes)
+
+
+def encoded_dump(folder: Path, change: Callable[[Path], None]) -> object:
+    dump(folder)
+    changes = once(lambda: change(folder / "in" / "k_t0_2048.bin"))
+    return encode(kvmnn.open(folder / "in"), str(folder / "out") + "/", SMALL, progress=changes)
+
+
+def frames_of(folder: Path) -> Path:
+    np.save(folder / "words.npy", WORDS)
+    encode(kvmnn.open(folder / "words.npy"), folder / "in.frame", SMALL)
+    return folder / "in.frame"
+
+
+def decoded(folder: Path, change: Callable[[Path], None]) -> object:
+    path = frames_of(folder)
+    options = DecodeOptions(threads=1)
+    return restore(open_frames(str(path)), str(folder / "out.npy"), options, progress=once(lambda: change(path)))
+
+
+def verified(folder: Path, change: Callable[[Path], None]) -> object:
+    path = frames_of(folder)
+    options = DecodeOptions(threads=1)
+    return verify(open_frames(str(path)), options=options, progress=once(lambda: change(path)))
+
+
+def compared(folder: Path, change: Callable[[Path], None]) -> object:
+    path, other = frames_of(folder), folder / "words.npy"
+    options = DecodeOptions(threads=1)
+    return verify(open_frames(str(path)), kvmnn.open(other), options, progress=once(lambda: change(other)))
+
+
+def measured(folder: Path, change: Callable[[Path], None]) -> object:
+    dump(folder)
+    file = folder / "in" / "v_t0_2048.bin"
+    return measure([str(folder / "in")], real=True, threads=1, progress=once(lambda: change(file)))
+
+
+VERBS = (encoded, encoded_dump, decoded, verified, compared, measured)
+
+# -- readers ----------------------------------------------------------------------------------------------------------
+
+
+def dump(folder: Path) -> None:
+    import json
+
+    inside = folder / "in"
+    inside.mkdir()
+    for part in "kv":
+        (inside / f"{part}_t0_{ROWS}.bin").write_bytes(WORDS.astype("<f2").tobytes())
+    meta = {"layer_id": 0, "stage": "prefill", "token_begin": 0, "token_end": ROWS, "seq_len": ROWS, "kv_heads": 4}
+    meta |= {"head_dim": 128, "bytes_per_elem": 2, "dtype": "fp16"}
+    meta |= {f"{part}_file": f"{part}_t0_{ROWS}.bin" for part in "kv"}
+    (inside / f"meta_t0_{ROWS}.json").write_text(json.dumps(meta))
+
+
+def pieces_of(path: Path, **options: object) -> Iterator[object]:
+    source = kvmnn.open(path, **options)  # type: ignore[arg-type]
+    yield path
+    for array in source.arrays:
+        for piece in array.pieces(1 << 20):
+            yield int(piece.sum())
+
+
+def npy(folder: Path) -> Iterator[object]:
+    np.save(folder / "a.npy", WORDS)
+    yield from pieces_of(folder / "a.npy")
+
+
+def npz(folder: Path) -> Iterator[object]:
+    np.savez(folder / "a.npz", k=WORDS)
+    yield from pieces_of(folder / "a.npz")
+
+
+def deflated(folder: Path) -> Iterator[object]:
+    np.savez_compressed(folder / "a.npz", k=np.random.default_rng(0).random((512, 1024), np.float32))
+    yield from pieces_of(folder / "a.npz")
+
+
+def tensors(folder: Path) -> Iterator[object]:
+    np.save(folder / "a.npy", WORDS)
+    restore(open_frames(str(frames_of(folder))), str(folder / "a.safetensors"))
+    yield from pieces_of(folder / "a.safetensors")
+
+
+def raw(folder: Path) -> Iterator[object]:
+    (folder / "a.raw").write_bytes(WORDS.tobytes())
+    yield from pieces_of(folder / "a.raw", dtype="fp32")
+
+
+def dumped(folder: Path) -> Iterator[object]:
+    dump(folder)
+    for entry in pieces_of(folder / "in"):
+        yield folder / "in" / "k_t0_2048.bin" if isinstance(entry, Path) else entry
+
+
+def checkpoint(folder: Path) -> Iterator[object]:
+    from compressor_files import checkpoint as write_checkpoint
+
+    path = write_checkpoint(folder / "c.pth", {"compress_tk.0.weight": WORDS})
+    opened = open_checkpoint(path)
+    yield Path(path)
+    yield from (int(storage.read().sum()) for storage in opened.storages.values())
+
+
+def weights(folder: Path) -> Iterator[object]:
+    from compressor_files import weight_file as weight_bytes
+
+    path = folder / "w.bin"
+    path.write_bytes(weight_bytes(count=6, head_dim=64, factor=5))
+    opened = weight_file.read(path)
+    yield path
+    yield from (float(block.weight.sum()) for block in opened.blocks())
+
+
+READERS = (npy, npz, deflated, tensors, raw, dumped, checkpoint, weights)
+
+
+def read(kind: Callable[[Path], Iterator[object]], folder: Path) -> object:
+    with Reading():
+        steps = kind(folder)
+        path = next(steps)
+        assert isinstance(path, Path)
+        cut(path)
+        return sum(1 for _ in steps)
+
+
+def main(case: str, folder: Path) -> None:
+    known = {job.__name__: job for job in (*VERBS, *READERS)}
+    name, _, how = case.partition("-")
+    try:
+        found = known[name](folder, CHANGES[how]) if how else read(known[name], folder)  # type: ignore[operator, arg-type]
+        print("went through:", str(found).splitlines()[0])
+    except KvmnnError as error:
+        print(f"{type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

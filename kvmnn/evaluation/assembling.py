@@ -124,6 +124,12 @@ class Evaluation:
                 fits = row.budget is not None and row.budget >= shortest
                 why = f"a text of {shortest:,} tokens fits its budget" if fits else "it never had reason to"
                 yield f"{row.label}: nothing was evicted: {why}."
+        unequal = [row.label for row in rows if row.unequal_layers]
+        if unequal:
+            yield (
+                f"Layers hold unequal numbers of tokens (tokens kept: the least and the most): {'; '.join(unequal)}. "
+                "They hold more than rows of the same budget that cut every layer."
+            )
         if len(self.documents) == 1:
             yield "One document: there is no interval for the differences to the full cache."
         longest = max(len(document.ids) - 1 for document in self.documents)

@@ -86,6 +86,7 @@ def make_row(
         process_peak_bytes=_highest([cell.process_peak_bytes for cell in cells]),
         process_opened_bytes=_highest([cell.process_opened_bytes for cell in cells]),
         tokens_kept=tuple(max(kept) for kept in zip(*(cell.tokens_kept for cell in cells), strict=True)),
+        unequal_layers=any(len(set(cell.tokens_kept)) > 1 for cell in cells),
         lossy_ratio=full_bytes / kept if kept else None,
         lossless_ratio=kept / coded if kept else None,
         ratio=full_bytes / coded if kept else None,

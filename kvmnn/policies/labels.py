@@ -50,19 +50,24 @@ class LabelledPolicy:
 
 
 def label_of(policy: type[Policy], options: Mapping[str, Any]) -> str:
-    """The policy, its budget, and every other option that is not the default: ``"streaming 256 sink=8"``."""
+    """The policy, its budget, and every other option that is not the default: ``"streaming 256 sink=8"``.
+
+    Layers that are never cut are named whatever the default is, because they hold more than the budget says.
+    """
     words = [policy.name]
     if options.get("budget") is not None:
         words.append(str(options["budget"]))
     if options.get("keep_ratio") is not None:
         words.append(f"{options['keep_ratio']:g}")
     for entry in fields(policy):
+        if entry.name == "skip_layers":
+            skipped = options.get(entry.name, entry.default)
+            words += [f"{entry.name}={'+'.join(map(str, skipped))}"] if skipped else []
+            continue
         if entry.name in ("budget", "keep_ratio", "generator") or entry.name not in options:
             continue
-        value = options[entry.name]
-        if entry.default is MISSING or value != entry.default:
-            shown = "+".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
-            words.append(f"{entry.name}={shown}")
+        if entry.default is MISSING or options[entry.name] != entry.default:
+            words.append(f"{entry.name}={options[entry.name]}")
     return " ".join(words)
 
 

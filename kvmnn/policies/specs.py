@@ -46,7 +46,8 @@ def options_of(
         Tokens. A spec that says its own budget or keep_ratio is taken once, and one without any budget to take uses
         its policy's default.
     skip_layers
-        Layers never cut, for specs that do not say.
+        Layers never cut, for specs that do not say. None: the budget holds in every layer, also of policies whose
+        classes leave layers whole by default as their originals do.
     defaults
         Options that specs of a policy do not say, by its name.
 
@@ -62,8 +63,8 @@ def options_of(
         options: dict[str, Any] = dict((defaults or {}).get(name, {}))
         options |= {} if budget is None else {"budget": budget}
         options |= _values(name, texts, budget)
-        if skip_layers is not None and "skip_layers" in known:
-            options.setdefault("skip_layers", skip_layers)
+        if "skip_layers" in known and (skip_layers is not None or _skipped_by_default(name)):
+            options.setdefault("skip_layers", skip_layers or ())
         yield name, options
 
 
@@ -87,6 +88,10 @@ def numbers(text: str) -> tuple[int, ...]:
 
 def _settable(policy: str) -> list[str]:
     return [entry.name for entry in fields(policy_called(policy)) if entry.repr]
+
+
+def _skipped_by_default(policy: str) -> bool:
+    return any(entry.name == "skip_layers" and entry.default for entry in fields(policy_called(policy)))
 
 
 def _values(policy: str, texts: Mapping[str, str], budget: int | None) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .results import Results
 from .rows import Difference, ProjectNumbers, Row, full_row
@@ -19,7 +19,7 @@ _MIB = float(1 << 20)
 class Column:
     """A column: its heading, unit included, and the text of a row, None where nothing was measured.
 
-    `rank` says what a narrow terminal goes without: the highest first, 0 never.
+    `rank` says what a narrow terminal goes without: the highest first, 0 never. With 1 labels are shortened for it.
     """
 
     heading: str
@@ -77,34 +77,36 @@ def _label(row: Row, full: Row | None) -> str | None:
 
 COLUMNS = (
     Column("policy", _label, 0, left=True),
-    Column("kind", lambda row, full: row.kind, 1, left=True),
-    Column("budget (tokens)", _budget, 16),
+    Column("kind", lambda row, full: row.kind, 3, left=True),
+    Column("budget (tokens)", _budget, 17),
     Column("PPL", _number(lambda row: row.perplexity, ".4f"), 0),
-    Column("PPL change (%)", _change(lambda row: row.perplexity), 3),
-    Column("accuracy (%)", _number(lambda row: row.accuracy, ".2f", 100), 2),
-    Column("accuracy change (%)", _change(lambda row: row.accuracy), 12),
-    Column("bits/byte", _number(lambda row: row.bits_per_byte, ".4f"), 14),
-    Column("deep PPL", _number(lambda row: None if row.deep is None else row.deep.perplexity, ".4f"), 9),
-    Column("deep accuracy (%)", _number(lambda row: None if row.deep is None else row.deep.accuracy, ".2f", 100), 18),
-    Column("dNLL (nats) [95 %]", _difference(lambda found: (found.nll, found.low, found.high)), 8),
-    Column("deep dNLL (nats) [95 %]", _difference(lambda found: (found.deep_nll, found.deep_low, found.deep_high)), 17),
-    Column("TTFT (ms)", _number(lambda row: row.ttft_seconds, ".2f", 1e3), 13),
-    Column("TPOT (ms)", _number(lambda row: row.tpot_seconds, ".3f", 1e3), 6),
-    Column("tokens/s", _number(lambda row: row.tokens_per_second, ",.0f"), 10),
-    Column("policy/model time (%)", _policy_share, 7),
-    Column("tokens kept", _kept, 19),
-    Column("cache mean (MiB)", _number(lambda row: row.cache_bytes_mean, ".3f", 1 / _MIB), 11),
-    Column("cache peak (MiB)", _number(lambda row: row.cache_bytes_peak, ".3f", 1 / _MIB), 4),
-    Column("process peak (MiB)", _number(lambda row: row.process_peak_bytes, ".0f", 1 / _MIB), 20),
-    Column("LOSSY ratio", _number(lambda row: row.lossy_ratio, ".3f"), 15),
-    Column("LOSSLESS ratio", _number(lambda row: row.lossless_ratio, ".4f"), 15),
-    Column("product", _number(lambda row: row.ratio, ".3f"), 5),
+    Column("PPL change (%)", _change(lambda row: row.perplexity), 5),
+    Column("accuracy (%)", _number(lambda row: row.accuracy, ".2f", 100), 4),
+    Column("accuracy change (%)", _change(lambda row: row.accuracy), 13),
+    Column("bits/byte", _number(lambda row: row.bits_per_byte, ".4f"), 15),
+    Column("deep PPL", _number(lambda row: None if row.deep is None else row.deep.perplexity, ".4f"), 10),
+    Column("deep accuracy (%)", _number(lambda row: None if row.deep is None else row.deep.accuracy, ".2f", 100), 19),
+    Column("dNLL (nats) [95 %]", _difference(lambda found: (found.nll, found.low, found.high)), 1),
+    Column("deep dNLL (nats) [95 %]", _difference(lambda found: (found.deep_nll, found.deep_low, found.deep_high)), 18),
+    Column("TTFT (ms)", _number(lambda row: row.ttft_seconds, ".2f", 1e3), 14),
+    Column("TPOT (ms)", _number(lambda row: row.tpot_seconds, ".3f", 1e3), 8),
+    Column("tokens/s", _number(lambda row: row.tokens_per_second, ",.0f"), 11),
+    Column("policy/model time (%)", _policy_share, 9),
+    Column("tokens kept", _kept, 20),
+    Column("cache mean (MiB)", _number(lambda row: row.cache_bytes_mean, ".3f", 1 / _MIB), 12),
+    Column("cache peak (MiB)", _number(lambda row: row.cache_bytes_peak, ".3f", 1 / _MIB), 6),
+    Column("process peak (MiB)", _number(lambda row: row.process_peak_bytes, ".0f", 1 / _MIB), 21),
+    Column("LOSSY ratio", _number(lambda row: row.lossy_ratio, ".3f"), 16),
+    Column("LOSSLESS ratio", _number(lambda row: row.lossless_ratio, ".4f"), 16),
+    Column("product", _number(lambda row: row.ratio, ".3f"), 7),
 )
 
 
 def filled(results: Results, columns: Sequence[Column]) -> tuple[list[Column], list[list[str]]]:
     """Columns in which something was measured, and the text of every row."""
     full = full_row(results.rows)
+    if any(row.unequal_layers for row in results.rows):  # then the budget does not say what is held
+        columns = [replace(column, rank=1) if column.text is _kept else column for column in columns]
     texts = [[column.text(row, full) for column in columns] for row in results.rows]
     used = [i for i in range(len(columns)) if i == 0 or any(line[i] is not None for line in texts)]
     return [columns[i] for i in used], [[_or_absent(line[i]) for i in used] for line in texts]

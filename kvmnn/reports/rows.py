@@ -177,6 +177,8 @@ class Row(Record):
         Resident memory of the configuration's process at most, and once the model was open.
     tokens_kept
         Of each layer, the highest of all documents.
+    unequal_layers
+        Whether layers hold different numbers of tokens, so that the budget is not what every layer holds.
     lossy_ratio, lossless_ratio, ratio
         Bytes of the full cache over those kept; those kept over those of their frames; the product.
     project
@@ -211,6 +213,7 @@ class Row(Record):
     process_peak_bytes: int | None = None
     process_opened_bytes: int | None = None
     tokens_kept: tuple[int, ...] | None = None
+    unequal_layers: bool | None = None
     lossy_ratio: float | None = None
     lossless_ratio: float | None = None
     ratio: float | None = None

@@ -17,6 +17,7 @@ from .columns import COLUMNS, Column, filled, plain, project_table, range_text, 
 from .h2o_table import H2O_TITLE, h2o_table, rows_with_figures
 from .results import Results
 from .rows import Row
+from .text_table import as_text, wrapped
 
 PROJECTS = {"E1": "l2_compress / KnormPress", "E2": "StreamingLLM + H2O"}
 """Whose definitions the table of a preset follows, by `ProjectNumbers.evaluation`."""
@@ -42,21 +43,21 @@ def markdown(results: Results) -> str:
 
 
 def terminal(results: Results, width: int) -> str:
-    """The tables for a terminal of `width` columns: what does not fit is left out and named below them."""
-    parts = [_as_text(*filled(results, COLUMNS), width)]
+    """The tables for a terminal of `width` columns: labels are shortened, what does not fit is named below them."""
+    parts = [as_text(*filled(results, COLUMNS), width)]
     project = project_table(results.rows)
     if project:
-        parts += [_project_title(results.rows), _as_text(*project, width)]
+        parts += [wrapped([_project_title(results.rows)], width), as_text(*project, width)]
     planned = h2o_table(rows_with_figures(results.rows))
     if planned:
-        parts += [H2O_TITLE, _as_text(*planned, width)]
-    return "\n\n".join([*parts, "\n".join(notes(results))]) + "\n"
+        parts += [wrapped([H2O_TITLE], width), as_text(*planned, width)]
+    return "\n\n".join([*parts, wrapped(notes(results), width)]) + "\n"
 
 
 def h2o_text(figures: H2OFigures, width: int) -> str:
     """What the engine's planner did in one run, for a terminal of `width` columns."""
     table = h2o_table([("", figures)])
-    return H2O_TITLE + "\n\n" + _as_text(*table, width) if table else ""
+    return wrapped([H2O_TITLE], width) + "\n\n" + as_text(*table, width) if table else ""
 
 
 def notes(results: Results) -> list[str]:
@@ -138,38 +139,6 @@ def _as_markdown(columns: Sequence[Column], lines: Sequence[Sequence[str]]) -> s
     rules = [("---" if column.left else "---:") for column in columns]
     cells = [[column.heading for column in columns], rules, *lines]
     return "\n".join("| " + " | ".join(text.replace("|", "\\|") for text in line) + " |" for line in cells)
-
-
-def _as_text(columns: Sequence[Column], lines: Sequence[Sequence[str]], width: int) -> str:
-    """Aligned, without the columns of the highest rank where it would be wider than `width`."""
-    dropped: list[str] = []
-    while _width(columns, lines) > width and any(column.rank for column in columns):
-        last = max(range(len(columns)), key=lambda index: columns[index].rank)
-        dropped.append(columns[last].heading)
-        columns, lines = [c for i, c in enumerate(columns) if i != last], [_without(line, last) for line in lines]
-    widths = _widths(columns, lines)
-    text = [_padded([c.heading for c in columns], widths, columns), "  ".join("-" * size for size in widths)]
-    text += [_padded(line, widths, columns) for line in lines]
-    if dropped:
-        text += ["", "Too wide for this terminal (--json, --csv and Markdown have it): " + ", ".join(reversed(dropped))]
-    return "\n".join(text)
-
-
-def _widths(columns: Sequence[Column], lines: Sequence[Sequence[str]]) -> list[int]:
-    return [max([len(column.heading), *(len(line[i]) for line in lines)]) for i, column in enumerate(columns)]
-
-
-def _width(columns: Sequence[Column], lines: Sequence[Sequence[str]]) -> int:
-    return sum(_widths(columns, lines)) + 2 * (len(columns) - 1)
-
-
-def _padded(line: Sequence[str], widths: Sequence[int], columns: Sequence[Column]) -> str:
-    cells = [f"{text:<{w}}" if c.left else f"{text:>{w}}" for text, w, c in zip(line, widths, columns, strict=True)]
-    return "  ".join(cells).rstrip()
-
-
-def _without(line: Sequence[str], index: int) -> list[str]:
-    return [text for i, text in enumerate(line) if i != index]
 
 
 def _cell(value: object) -> str:

@@ -79,8 +79,7 @@ def test_a_cut_cache_has_the_tokens_that_its_positions_name(
     run: Callable[..., Any], model_says: Any, policy: str
 ) -> None:
     found = dump(run, "--policy", policy, "--budget", 20)
-    skipped = 2 if policy == "l2_fixed" else 0
-    assert (found["label"], found["tokens_kept"]) == ("LOSSY", [TOKENS] * skipped + [20] * (LAYERS - skipped))
+    assert (found["label"], found["tokens_kept"]) == ("LOSSY", [20] * LAYERS)
     positions = json.loads(Path("kv/positions.json").read_text())
     for entry, (keys, values) in zip(positions["layers"], model_says[1], strict=True):
         places = np.broadcast_to(np.array(entry["positions"]), (keys.shape[0], entry["tokens"]))
@@ -91,7 +90,11 @@ def test_a_cut_cache_has_the_tokens_that_its_positions_name(
     assert len(json.loads(Path("kv/token_ids.json").read_text())) == TOKENS
 
 
-@pytest.mark.parametrize("cut", [(), ("--policy", "l2_fixed", "--budget", 20)], ids=["whole", "layers unequal"])
+@pytest.mark.parametrize(
+    "cut",
+    [(), ("--policy", "l2_fixed", "--budget", 20, "--skip-layers", "0+1")],
+    ids=["whole", "layers unequal"],
+)
 @pytest.mark.parametrize("form", ["npy", "mnn"])
 def test_the_pipeline(run: Callable[..., Any], form: str, cut: tuple[str, ...]) -> None:
     """dump-kv -> encode -> verify -> decode, -> measure, -> pack -> unpack."""

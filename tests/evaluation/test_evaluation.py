@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
 
@@ -97,7 +99,7 @@ def test_a_budget_beyond_the_text_gives_exactly_the_numbers_of_the_full_cache(do
 
 
 def test_policies_of_the_same_size_keep_exactly_that_size(documents):
-    specs = ["recent_only:skip_layers=none", "streaming", "h2o_decayed", "h2o_decayed_heads", "h2o_tokens:recent=8"]
+    specs = ["recent_only", "streaming", "h2o_decayed", "h2o_decayed_heads", "h2o_tokens:recent=8"]
     wanted = configurations(specs, [32])
     for chunk in (1, 4):
         rows = run(documents(128, 1), wanted, tokens=128, chunk=chunk, **QUICK).rows
@@ -114,7 +116,13 @@ def test_policies_of_the_same_size_keep_exactly_that_size(documents):
 
 def test_skipped_layers_are_never_cut(documents):
     results = run(documents(64), configurations(["streaming"], [16], (0, 5)), tokens=64, **QUICK)
-    assert results.rows[1].tokens_kept == (64, 16, 16, 16, 16, 64)
+    full, cut = results.rows
+    assert cut.tokens_kept == (64, 16, 16, 16, 16, 64)
+    assert (full.unequal_layers, cut.unequal_layers) == (False, True)
+    assert any(note.startswith("Layers hold unequal numbers of tokens") and cut.label in note for note in results.notes)
+    assert "16 to 64" in str(results)
+    header, whole, *_ = csv.reader(io.StringIO(results.to_text("csv")))
+    assert whole[header.index("unequal_layers")] == "false"
 
 
 def test_a_packed_cache_gives_the_same_numbers(documents):
@@ -231,7 +239,12 @@ def test_a_preset_by_its_projects_definition(documents):
     wanted = preset("knorm-fixed:fix_kv_sizes=32,strategies=keep_low")
     results = run(texts, wanted, tokens=100, timing=False)
     full, baseline, low, window = results.rows
-    assert [row.label for row in results.rows] == ["full", "baseline", "fix 32 keep_low 0.2", "recent_only 32"]
+    assert [row.label for row in results.rows] == [
+        "full",
+        "baseline",
+        "fix 32 keep_low 0.2 skip_layers=0+1",
+        "recent_only 32 skip_layers=0+1",
+    ]
     assert full.project is None
     assert (baseline.nll, baseline.preset) == (full.nll, "knorm-fixed")
     for row in (baseline, low, window):

@@ -70,7 +70,11 @@ def test_generating_with_a_policy_and_without() -> None:
 def test_dumping_a_cache(tmp_path: Path) -> None:
     dump = dump_kv(MODEL, TEXT, tmp_path / "kv", create("recent_only", budget=9), tokens=20, dtype="fp16")
     assert (dump.label, dump.tokens_seen, dump.tokens_kept) == ("LOSSY", 20, (20, 20, 9, 9, 9, 9))
-    assert dump.policy.label == "recent_only 9" and dump.rounding.source == "fp32" and dump.rounding.changed
+    assert (
+        dump.policy.label == "recent_only 9 skip_layers=0+1"
+        and dump.rounding.source == "fp32"
+        and dump.rounding.changed
+    )
     assert np.load(tmp_path / "kv" / "layer_5.key.npy").shape == (4, 9, 64)
     assert str(dump).startswith(f"{tmp_path / 'kv'}: 6 layers, 9 to 20 tokens, fp16, ")
     full = dump_kv(MODEL, TEXT, tmp_path / "full", tokens=7)

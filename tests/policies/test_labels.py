@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvmnn.policies import Full, L2Fixed, L2Ratio, Streaming
+from kvmnn.policies import Full, L2Fixed, L2Ratio, RecentOnly, Streaming
 from kvmnn.policies.labels import LabelledPolicy, label_of
 
 
 def test_labels_say_what_is_not_the_default() -> None:
     assert label_of(Streaming, {}) == "streaming"
     assert label_of(Streaming, {"budget": 64, "sink": 4, "buffer": 2}) == "streaming 64 buffer=2"
-    assert label_of(L2Ratio, {"keep_ratio": 0.5, "skip_layers": ()}) == "l2_ratio 0.5 skip_layers=none"
+    assert label_of(L2Ratio, {"keep_ratio": 0.5, "skip_layers": ()}) == "l2_ratio 0.5"
     assert label_of(L2Ratio, {"skip_layers": (0, 2)}) == "l2_ratio skip_layers=0+2"
+
+
+def test_layers_that_are_never_cut_are_named_even_where_they_are_the_default() -> None:
+    assert label_of(RecentOnly, {"budget": 96}) == "recent_only 96 skip_layers=0+1"
+    assert LabelledPolicy.of(RecentOnly(budget=96)).label == "recent_only 96 skip_layers=0+1"
+    assert LabelledPolicy.of(RecentOnly(budget=96, skip_layers=())).label == "recent_only 96"
 
 
 def test_a_policy_labels_itself() -> None:
@@ -28,4 +34,4 @@ def test_a_policy_labels_itself() -> None:
         "positions": "true",
     }
     drawn = LabelledPolicy.of(L2Fixed(budget=4, strategy="random", generator=np.random.default_rng(0)))
-    assert drawn.label == "l2_fixed 4 strategy=random"
+    assert drawn.label == "l2_fixed 4 skip_layers=0+1 strategy=random"

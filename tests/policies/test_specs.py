@@ -30,6 +30,18 @@ def test_a_policy_for_each_budget() -> None:
     assert list(options_of("streaming")) == [("streaming", {})]
 
 
+def test_a_budget_holds_in_every_layer_unless_somebody_says_otherwise() -> None:
+    ((_, options),) = options_of("recent_only", (96,))
+    assert make("recent_only", options).skip_layers == ()
+    for name in POLICIES:
+        ((_, options),) = options_of(name, (700,))
+        assert make(name, options).skip_layers == ()
+    ((_, options),) = options_of("l2_fixed:skip_layers=0+1", (96,))
+    assert options["skip_layers"] == (0, 1)
+    ((_, options),) = options_of("l2_fixed", (96,), (5,))
+    assert options["skip_layers"] == (5,)
+
+
 def test_the_full_cache_takes_nothing() -> None:
     assert list(options_of("full", (8, 16), (0,))) == [("full", {})]
     assert make("full", {}) == Full()

@@ -155,3 +155,28 @@ def test_csv_quotes_what_needs_it() -> None:
 
 def test_budgets_of_the_sample_are_what_the_tests_think() -> None:
     assert {entry.budget for entry in document().rows} == {None, *BUDGETS}
+
+
+def test_80_columns_keep_what_matters_and_shorten_labels() -> None:
+    sample = document()
+    long = [
+        replace(entry, label=f"{entry.label} strategy=keep_high recent_ratio=0.5 skip_layers={number}")
+        for number, entry in enumerate(sample.rows)
+    ]
+    for rows in (sample.rows, tuple(long)):
+        text = tables.terminal(replace(sample, rows=rows), 80)
+        table = text.split("\n\n")[0].splitlines()
+        assert "dNLL (nats) [95 %]" in table[0] and "PPL" in table[0]
+        assert "+0.0938 [+0.0750, +0.1172]" in table[3]
+        assert max(map(len, text.splitlines())) <= 80
+        labels = [line.split("  ")[0] for line in table[2:]]
+        assert len(set(labels)) == len(labels) == len(rows)
+    assert "streaming 128 keep_high recent" in table[3]
+    assert " is streaming 128 strategy=keep_high" in " ".join(text.split())
+
+
+def test_layers_of_unequal_lengths_are_shown_in_80_columns() -> None:
+    rows = [*document().rows, row("l2_ratio 0.25", "l2_ratio", tokens_kept=(2048, 512), unequal_layers=True)]
+    table = tables.terminal(results(rows), 80).split("\n\n")[0].splitlines()
+    assert table[-1].endswith("512 to 2,048") or " 512 to 2,048 " in table[-1]
+    assert "dNLL (nats) [95 %]" in table[0] and max(map(len, table)) <= 80

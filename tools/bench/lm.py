@@ -38,7 +38,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "l2_fixed": {"recent_ratio": 0.5},
     "h2o_heads": {"recent": BUDGET // 2},
 }
-EVALUATED = ["full", "recent_only:skip_layers=none", "streaming", "l2_fixed:recent_ratio=0.5", "h2o_decayed",
+EVALUATED = ["full", "recent_only", "streaming", "l2_fixed:recent_ratio=0.5", "h2o_decayed",
              "h2o_decayed_heads"]  # fmt: skip
 
 Tokens = npt.NDArray[np.int64]

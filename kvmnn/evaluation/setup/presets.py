@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from ...errors import KvmnnError
 from ...policies.base import BUFFER
@@ -83,10 +84,8 @@ def _knorm_fixed(options: Mapping[str, str]) -> list[Configuration]:
             for strategy in strategies:
                 label = f"fix {size} {strategy} {ratio:g}"
                 chosen = {"budget": size, "recent_ratio": ratio, "strategy": strategy, "skip_layers": skip}
-                found.append(Configuration(label, "l2_fixed", chosen, definition=ProjectDefinition("E1", label)))
-        label = f"recent_only {size}"
-        window = {"budget": size, "skip_layers": skip}
-        found.append(Configuration(label, "recent_only", window, definition=ProjectDefinition("E1", label)))
+                found.append(_entry(label, "l2_fixed", chosen))
+        found.append(_entry(f"recent_only {size}", "recent_only", {"budget": size, "skip_layers": skip}))
     return found
 
 
@@ -100,7 +99,7 @@ def _knorm_ratio(options: Mapping[str, str]) -> list[Configuration]:
     for ratio in shares(options.get("keep_ratios", "1.0+0.8+0.5+0.3")):
         label = f"l2_compress {ratio:g} after {prune_after}"
         chosen = {"keep_ratio": ratio, "prune_after": prune_after, "skip_layers": skip}
-        found.append(Configuration(label, "l2_ratio", chosen, definition=ProjectDefinition("E1", label)))
+        found.append(_entry(label, "l2_ratio", chosen))
     return found
 
 
@@ -118,6 +117,13 @@ def _streaming_h2o(_: Mapping[str, str]) -> list[Configuration]:
         definition = ProjectDefinition("E2", label, chunk=capacity, speed=True)
         found.append(Configuration(label, "h2o_tokens", chosen, definition=definition))
     return found
+
+
+def _entry(label: str, policy: str, options: Mapping[str, Any]) -> Configuration:
+    """A configuration of l2_compress / KnormPress; its own label also names the layers that are never cut."""
+    skipped = "+".join(map(str, options["skip_layers"]))
+    ours = f"{label} skip_layers={skipped}" if skipped else label
+    return Configuration(ours, policy, options, definition=ProjectDefinition("E1", label))
 
 
 def _baseline(evaluation: str) -> Configuration:

@@ -11,6 +11,7 @@ from typing import Literal
 
 from ..files.records import Record
 from ..reports import plots, tables
+from ..reports.plot_files import PLAIN, PlotOptions
 from ..reports.results import Refusal, TextFacts, Trace
 from ..reports.rows import Row
 from .setup.settings import Settings
@@ -104,10 +105,15 @@ class EvaluationResult(Record):
         return tables.csv_text(self) if form == "csv" else tables.markdown(self)
 
     def plot(
-        self, directory: str | os.PathLike[str], *, force: bool = False, left_out: dict[str, str] | None = None
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        force: bool = False,
+        options: PlotOptions = PLAIN,
+        left_out: dict[str, str] | None = None,
     ) -> list[Path]:
-        """Draw everything as PNG and SVG; `kvmnn.reports.plots.write_all` says how."""
-        return plots.write_all(self, directory, force, left_out=left_out)
+        """Draw everything, as PNG and SVG by default; `kvmnn.reports.plots.write_all` says how."""
+        return plots.write_all(self, directory, force, options=options, left_out=left_out)
 
 
 def form_of(path: str | os.PathLike[str]) -> Form:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK, MUTED, RULE = "#222222", "#5f5f5f", "#d9d9d9"
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#999933", "#332288")
 _MARKERS = "os^DvPX*"
 _DASHES = ("-", "--", ":", "-.")
 
@@ -25,6 +25,16 @@ _LABEL_SIZE = 8.5
 _LINE = 1.3 * _LABEL_SIZE / 72  # inches between two names
 _MAX_LEADERS = 12  # more lines to names would hide the plot
 _SAMPLE = 0.62  # inches between a plot and its names
+_NUMBER_SIZE = 6.5
+_DIRECTIONS = ((0, -1), (0, 1), (1, 0), (-1, 0), (0.8, -0.8), (-0.8, -0.8), (0.8, 0.8), (-0.8, 0.8))
+_DISTANCES = (8, 14, 20, 28, 36, 46)  # points between a marker and its number
+_LEADER: dict[str, Any] = {"arrowstyle": "-", "color": MUTED, "linewidth": 0.4, "shrinkA": 1, "shrinkB": 2}
+_TITLE = "title"
+_METADATA: dict[str, dict[str, Any]] = {
+    "png": {"Software": None},
+    "svg": {"Date": None, "Creator": "kvmnn"},
+    "pdf": {"CreationDate": None, "Creator": "kvmnn", "Producer": None},
+}
 _SETTINGS: dict[str, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
@@ -72,12 +82,15 @@ def style() -> Iterator[None]:
         yield
 
 
-def look(index: int) -> dict[str, Any]:
-    """Colour, marker and dashes of the line number `index`; different for the first 24."""
-    turn = index // len(_COLOURS)
+def look(index: int, variant: int = 0) -> dict[str, Any]:
+    """Colour, marker and dashes of the line number `index`; different for the first 24.
+
+    A `variant` of a line has its colour, and other dashes and another marker.
+    """
+    turn = index // len(_COLOURS) + variant
     return {
         "color": _COLOURS[index % len(_COLOURS)],
-        "marker": _MARKERS[index % len(_MARKERS)],
+        "marker": _MARKERS[(index + 3 * variant) % len(_MARKERS)],
         "linestyle": _DASHES[turn % len(_DASHES)],
     }
 
@@ -150,14 +163,48 @@ def label_lines(axes: Axes, ends: Sequence[LineEnd]) -> None:
 
 
 def label_points(axes: Axes, points: Sequence[tuple[float, float, str]]) -> None:
-    """Short texts below points ``(x, y, text)``; those that would lie on an earlier one are left out."""
-    placed: list[tuple[float, float]] = []
-    for x, y, text in points:
-        at = axes.transData.transform((x, y)) * 72 / axes.figure.dpi
-        if any(abs(at[0] - other[0]) < 15 and abs(at[1] - other[1]) < 7 for other in placed):
+    """Short texts beside points ``(x, y, text)``: each as near to its point as those before it and the points allow."""
+    to_points = 72 / axes.figure.dpi
+    places = [axes.transData.transform((x, y)) * to_points for x, y, _ in points]
+    (left, bottom), (right, top) = axes.transAxes.transform(((0, 0), (1, 1))) * to_points
+    taken = [(place[0] - 3, place[1] - 3, place[0] + 3, place[1] + 3) for place in places]
+    for (x, y, text), place in zip(points, places, strict=True):
+        half = 72 * text_width(text, _NUMBER_SIZE) / 2 + 1
+        best: tuple[float, tuple[float, float]] | None = None
+        for distance in _DISTANCES:
+            for dx, dy in _DIRECTIONS:
+                at = place[0] + dx * (distance + half - 4), place[1] + dy * distance
+                box = (at[0] - half, at[1] - 4, at[0] + half, at[1] + 4)
+                outside = box[0] < left or box[1] < bottom or box[2] > right or box[3] > top
+                cost = sum(_shared(box, other) for other in taken) + (1000 if outside else 0)
+                if best is None or cost < best[0]:
+                    best = cost, at
+            if best is not None and best[0] == 0:
+                break
+        if best is None:
             continue
-        placed.append((at[0], at[1]))
-        axes.annotate(text, (x, y), (0, -9), textcoords="offset points", ha="center", fontsize=6.5, color=MUTED)
+        at = best[1]
+        taken.append((at[0] - half, at[1] - 4, at[0] + half, at[1] + 4))
+        offset = at[0] - place[0], at[1] - place[1]
+        far = max(abs(offset[0]) - half, abs(offset[1])) > _DISTANCES[1]
+        axes.annotate(
+            text,
+            (x, y),
+            offset,
+            textcoords="offset points",
+            ha="center",
+            va="center",
+            fontsize=_NUMBER_SIZE,
+            color=MUTED,
+            arrowprops=_LEADER if far else None,
+        )
+
+
+def _shared(one: tuple[float, ...], other: tuple[float, ...]) -> float:
+    """The area that two boxes share."""
+    width = min(one[2], other[2]) - max(one[0], other[0])
+    height = min(one[3], other[3]) - max(one[1], other[1])
+    return max(width, 0.0) * max(height, 0.0)
 
 
 def spread(wanted: Sequence[float], gap: float) -> list[float]:
@@ -175,17 +222,28 @@ def spread(wanted: Sequence[float], gap: float) -> list[float]:
     return [start + gap * index for index, start in enumerate(starts)]
 
 
+def title(axes: Axes, text: str) -> None:
+    """What a figure shows, above it; `remove_titles` takes it away again. Names of panels are none."""
+    axes.set_title(text).set_gid(_TITLE)
+
+
+def remove_titles(made: Figure) -> None:
+    """Leave titles to the text that the figure will stand in."""
+    from matplotlib.text import Text
+
+    for text in made.findobj(Text):
+        if text.get_gid() == _TITLE:
+            text.set_text("")
+
+
 def caption(made: Figure, text: str) -> None:
     """A line at the foot that says what is shown."""
     made.text(0.012, 0.015, text, color=MUTED, fontsize=7.5, va="bottom", ha="left")
 
 
 def as_bytes(made: Figure, kind: str) -> bytes:
-    """The figure as ``"png"`` or ``"svg"``, without a date or the name of what made it."""
+    """The figure as ``"png"``, ``"svg"`` or ``"pdf"``, without a date, so that equal figures are equal bytes."""
     sink = io.BytesIO()
     with style():
-        if kind == "svg":
-            made.savefig(sink, format="svg", metadata={"Date": None, "Creator": "kvmnn"})
-        else:
-            made.savefig(sink, format="png", dpi=150, metadata={"Software": None})
+        made.savefig(sink, format=kind, dpi=150, metadata=_METADATA[kind])
     return sink.getvalue()

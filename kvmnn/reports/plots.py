@@ -1,4 +1,4 @@
-"""All plots of an evaluation, as PNG and SVG. Needs matplotlib (extra ``plot``)."""
+"""All plots of an evaluation, as files. Needs matplotlib (extra ``plot``)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import KvmnnError
-from . import figures, plot_files, plot_style, trace_figures
-from .figures import NothingToShowError
+from . import comparison_figure, figures, plot_files, plot_style, trace_figures
+from .figure_parts import NothingToShowError
+from .plot_files import PLAIN, PlotOptions
 from .results import Results
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ PLOTS: dict[str, Callable[[Results], Figure]] = {
         figures.accuracy_over_budget,
         figures.perplexity_accuracy_tradeoff,
         figures.keep_ratio_analysis,
-        figures.strategy_comparison,
+        comparison_figure.strategy_comparison,
         trace_figures.memory_over_time,
         trace_figures.keep_map,
     )
@@ -30,7 +31,7 @@ PLOTS: dict[str, Callable[[Results], Figure]] = {
 """Every plot by its name, which is its file's name."""
 
 
-def require(directory: str | os.PathLike[str], force: bool = False) -> None:
+def require(directory: str | os.PathLike[str], force: bool = False, options: PlotOptions = PLAIN) -> None:
     """Refuse to begin what could not end in plots.
 
     Raises
@@ -40,7 +41,7 @@ def require(directory: str | os.PathLike[str], force: bool = False) -> None:
     OutputError
         Where files of plots exist in `directory` and are not to be replaced.
     """
-    plot_files.require(PLOTS, directory, force)
+    plot_files.require(PLOTS, directory, force, options)
 
 
 def write_all(
@@ -48,6 +49,7 @@ def write_all(
     directory: str | os.PathLike[str],
     force: bool = False,
     *,
+    options: PlotOptions = PLAIN,
     left_out: dict[str, str] | None = None,
 ) -> list[Path]:
     """Draw everything that the results hold.
@@ -60,13 +62,15 @@ def write_all(
         Made where there is none; all files appear together.
     force
         Replace files that exist.
+    options
+        Which kinds of files, and whether with titles.
     left_out
         Takes the names of the plots that the results hold nothing for, and the reasons.
 
     Returns
     -------
     list of Path
-        What was written: PNG and SVG of each plot. Equal results make equal bytes with the same matplotlib.
+        What was written: each kind of each plot. Equal results make equal bytes with the same matplotlib.
 
     Raises
     ------
@@ -78,7 +82,7 @@ def write_all(
         For files that exist and are not to be replaced, and for what cannot be written.
     """
     reasons: dict[str, str] = {} if left_out is None else left_out
-    written = plot_files.write(_drawn(results, reasons), directory, force)
+    written = plot_files.write(_drawn(results, reasons), directory, force, options)
     if not written:
         raise KvmnnError("there is nothing to plot: " + "; ".join(f"{n}: {why}" for n, why in reasons.items()))
     return written

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from ..policies.registry import MODEL_POLICIES, POLICIES
+from .plot_style import look
 from .rows import Row
 
 _SIZES = ("budget", "keep_ratio")
@@ -56,6 +57,45 @@ def grouped(rows: Sequence[Row], without: Sequence[str] = ()) -> list[Series]:
     return list(found.values())
 
 
+class Looks:
+    """How the policies of a run are drawn: one colour each in all figures, whatever else a figure shows.
+
+    Policies that run with several values of an option that is a word (``strategy``, ``form``) are told apart by it;
+    what differs in numbers only has the same colour, and dashes and markers of its own.
+
+    Parameters
+    ----------
+    rows
+        All rows of the run, whose order gives the colours.
+    """
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        cut = cut_rows(rows)
+        self._families: dict[tuple[object, ...], int] = {}
+        self._of: dict[str, tuple[int, int]] = {}
+        variants: dict[int, int] = {}
+        members: dict[str, int] = {}
+        for entry in grouped(cut):
+            for row in entry.rows:
+                members.setdefault(row.label, id(entry))
+        known: dict[int, tuple[int, int]] = {}
+        for row in cut:
+            family = self._families.setdefault(_family(row, cut), len(self._families))
+            if members[row.label] not in known:
+                known[members[row.label]] = (family, variants.get(family, 0))
+                variants[family] = variants.get(family, 0) + 1
+            self._of[row.label] = known[members[row.label]]
+
+    def of(self, label: str, variant: int | None = None) -> dict[str, Any]:
+        """How the row called `label` is drawn; with `variant`, that of its figure instead of the run's."""
+        family, own = self._of.get(label, (len(self._families), 0))
+        return look(family, own if variant is None else variant)
+
+    def family(self, label: str) -> int:
+        """Which colour the row called `label` has, as a number."""
+        return self._of.get(label, (len(self._families), 0))[0]
+
+
 def perplexity(row: Row, x: float) -> Point:
     """Its perplexity at `x`; the interval is that of the difference to the full cache."""
     value, versus = measured(row.perplexity), row.versus_full
@@ -86,6 +126,13 @@ def is_number(value: object) -> TypeGuard[float]:
 def _parting(rows: Sequence[Row], without: Sequence[str]) -> list[str]:
     names = dict.fromkeys(key for row in rows for key in _options(row) if key not in (*_SIZES, *without))
     return [name for name in names if _differs(rows, name)]
+
+
+def _family(row: Row, rows: Sequence[Row]) -> tuple[object, ...]:
+    """The policy, and its options that are words and differ."""
+    alike = [other for other in rows if other.policy == row.policy]
+    values = [_options(row).get(name) for name in _parting(alike, ())]
+    return (row.policy, *(value for value in values if isinstance(value, str)))
 
 
 def _differs(rows: Sequence[Row], name: str) -> bool:

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from ..policies.full import Full
 from . import plot_style
-from .figures import NothingToShowError
+from .figure_parts import NothingToShowError
 from .plot_style import FULL, MUTED, LineEnd
 from .results import KeepMap, Results, Trace
+from .series import Looks
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 MAX_MAPS = 9
 _MAP_CELLS = 400
 _MIB = float(1 << 20)
+_GREY = "#e3e3e3"
 _LIVE, _GONE, _UNSEEN = 0, 1, 2
 
 
@@ -29,19 +32,21 @@ def memory_over_time(results: Results) -> Figure:
     if not traces:
         raise NothingToShowError("no run recorded the bytes of its cache")
     made, axes = plot_style.figure(5.6, 4.0, [trace.label for trace in traces])
+    looks = _looks(results)
+    courses = [(*trace.step_tokens, *trace.cache_bytes) for trace in traces]
     ends = []
-    drawn: dict[tuple[object, ...], dict[str, Any]] = {}
-    for trace in traces:
+    for number, (trace, course) in enumerate(zip(traces, courses, strict=True)):
         steps, sizes = trace.step_tokens, [size / _MIB for size in trace.cache_bytes]
-        # Policies of one size hold the same: they share a line, which has all their names.
-        course = (*steps, *sizes)
-        if course not in drawn:
-            drawn[course] = FULL if trace.label == "full" else plot_style.look(len(drawn)) | {"marker": None}
-            axes.plot(steps, sizes, **drawn[course])
-        ends.append(LineEnd(trace.label, steps[-1], sizes[-1], drawn[course]))
+        look = looks[trace.label] | {"marker": None}
+        alike, before = courses.count(course), courses[:number].count(course)
+        # Policies of one size hold the same: dashes take turns, so that each colour is seen.
+        turns = {"linestyle": (4 * before, (4, 4 * (alike - 1)))} if alike > 1 else {}
+        axes.plot(steps, sizes, **look | turns)
+        ends.append(LineEnd(trace.label, steps[-1], sizes[-1], look))
     axes.set_ylim(bottom=0)
     axes.margins(x=0.01)
-    axes.set(title="Memory over time", xlabel="tokens seen", ylabel="K and V held, all layers (MiB)")
+    plot_style.title(axes, "Memory over time")
+    axes.set(xlabel="tokens seen", ylabel="K and V held, all layers (MiB)")
     plot_style.label_lines(axes, ends)
     plot_style.caption(made, f"Document: {traces[0].document}.")
     return made
@@ -51,11 +56,13 @@ def keep_map(results: Results) -> Figure:
     """Which tokens of one document live, over the tokens seen: a panel for each policy."""
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
 
     maps = [(trace, trace.keep_map) for trace in results.traces if trace.keep_map is not None and trace.keep_map.steps]
     # The full cache keeps everything: its panel would be a triangle.
-    every = [(trace, found) for trace, found in maps if trace.label != "full" and trace.document == maps[0][0].document]
+    full = {row.label for row in results.rows if row.is_full} | {Full.name}
+    every = [
+        (trace, found) for trace, found in maps if trace.label not in full and trace.document == maps[0][0].document
+    ]
     shown = every[:MAX_MAPS]
     if not shown:
         raise NothingToShowError("no run that cuts the cache recorded which tokens live")
@@ -64,12 +71,13 @@ def keep_map(results: Results) -> Figure:
     cell, left, foot, between = 2.9, 0.7, 0.85, 0.5
     made = Figure(figsize=(left + columns * (cell + 0.25) + 0.1, foot + lines * (cell + between)))
     width, height = made.get_size_inches()
-    colours = ListedColormap([plot_style.look(0)["color"], "#e3e3e3", "white"])
+    looks = Looks(results.rows)
     for number, (trace, found) in enumerate(shown):
         line, column = divmod(number, columns)
         box = (left + column * (cell + 0.25), foot + (lines - 1 - line) * (cell + between), cell, cell)
         axes = made.add_axes((box[0] / width, box[1] / height, cell / width, cell / height))
         image, tokens = _image(found)
+        colours = ListedColormap([looks.of(trace.label)["color"], _GREY, "white"])
         axes.imshow(
             image, cmap=colours, vmin=0, vmax=2, origin="lower", extent=(0, tokens, 0, tokens), interpolation="nearest"
         )
@@ -85,17 +93,23 @@ def keep_map(results: Results) -> Figure:
             axes.set_xlabel("tokens seen")
         else:
             axes.tick_params(labelbottom=False)
-    made.legend(
-        handles=[Patch(facecolor=colours(_LIVE), label="live"), Patch(facecolor=colours(_GONE), label="evicted")],
-        loc="lower right",
-        ncols=2,
-        frameon=False,
-        fontsize=8,
-        labelcolor=MUTED,
-    )
     more = f" {len(every) - len(shown)} more not shown." if len(every) > len(shown) else ""
-    plot_style.caption(made, f"Document: {shown[0][0].document}.{more}")
+    plot_style.caption(made, f"Coloured: live. Grey: evicted. Document: {shown[0][0].document}.{more}")
     return made
+
+
+def _looks(results: Results) -> dict[str, dict[str, Any]]:
+    """How each row's course is drawn: in its policy's colour, sizes told apart by dashes."""
+    looks, counts, found = Looks(results.rows), dict[int, int](), {Full.name: FULL}
+    for trace in results.traces:
+        row = next((row for row in results.rows if row.label == trace.label), None)
+        if row is not None and row.is_full:
+            found[trace.label] = FULL
+        elif trace.label not in found:
+            family = looks.family(trace.label)
+            found[trace.label] = looks.of(trace.label, counts.get(family, 0))
+            counts[family] = counts.get(family, 0) + 1
+    return found
 
 
 def _image(recorded: KeepMap) -> tuple[npt.NDArray[np.uint8], int]:

@@ -20,7 +20,7 @@ from repository import SUPPORT
 
 from kvmnn.errors import KvmnnError, MissingDependencyError, OutputError
 from kvmnn.evaluation.setup.presets import preset
-from kvmnn.reports import figures, plot_style, plots, series, trace_figures
+from kvmnn.reports import comparison_figure, figure_parts, figures, plot_style, plots, series, trace_figures
 from kvmnn.reports.results import KeepMap
 from kvmnn.reports.rows import Difference
 
@@ -192,16 +192,16 @@ def test_sinks_are_a_number_and_no_share() -> None:
         "h2o_tokens sink=8": ["h2o_8_32_256", "h2o_8_64_512"],
     }
     # 264 and 520 tokens of streaming are compared with 256 and 512 of H2O
-    assert figures._alike(series.grouped(rows)) == [(256, 264), (512, 520)]
+    assert comparison_figure._alike(series.grouped(rows)) == [(256, 264), (512, 520)]
 
 
 def test_budgets_of_one_series_are_never_one_panel() -> None:
     rows = [row(str(b), "streaming", budget=b) for b in (0, 100, 103, 200)]
-    assert figures._alike(series.grouped(rows)) == [(0,), (100,), (103,), (200,)]
+    assert comparison_figure._alike(series.grouped(rows)) == [(0,), (100,), (103,), (200,)]
 
 
 def test_ticks_do_not_touch() -> None:
-    assert figures._apart([128, 256, 264, 512, 520], 1.2) == [128, 256, 512]
+    assert figure_parts.apart([128, 256, 264, 512, 520], 1.2) == [128, 256, 512]
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------
@@ -239,3 +239,128 @@ def test_a_long_document_is_drawn_in_bounded_size() -> None:
     image, tokens = trace_figures._image(KeepMap(layer=0, kv_head=0, steps=steps, kept=kept))
     assert tokens == 100_000 and image.shape == (400, 400)
     assert set(image[:, -1].tolist()) == {0, 1}
+
+
+# -- looks ------------------------------------------------------------------------------------------------------------
+
+
+def colours_of(made: Any) -> dict[str, str]:
+    """The colour of the sample beside each name right of a plot."""
+    found = {}
+    for axes in made.axes:
+        height = {round(line.get_ydata()[0], 9): line for line in axes.lines if line.get_transform() == axes.transAxes}
+        for text in axes.texts:
+            line = height.get(round(text.get_position()[1], 9))
+            if line is not None:
+                found[text.get_text()] = line.get_color()
+    return found
+
+
+def test_a_policy_has_one_colour_in_every_figure_of_a_run() -> None:
+    sample = document()
+    looks = series.Looks(sample.rows)
+    expected = {
+        name: looks.of(label)["color"]
+        for name, label in (
+            ("streaming", "streaming 128"),
+            ("keep_low", "l2_fixed 128 keep_low"),
+            ("random", "l2_fixed 128 random"),
+            ("h2o_decayed_heads", "h2o_decayed_heads 128"),
+            ("h2o_tokens", "h2o_8_32_256"),
+        )
+    }
+    assert len(set(expected.values())) == 5
+    seen = dict.fromkeys(expected, 0)
+    for draw in plots.PLOTS.values():
+        for text, colour in colours_of(draw(sample)).items():
+            for name, wanted in expected.items():
+                if name in text:
+                    assert colour == wanted, (draw.__name__, text)
+                    seen[name] += 1
+    assert seen["streaming"] == 4 and seen["keep_low"] > 10, seen
+    bars = comparison_figure.strategy_comparison(sample)
+    assert {tuple(bar.get_facecolor()[:3]) for axes in bars.axes for bar in axes.patches} == {
+        plot_style_rgb(colour) for colour in expected.values()
+    }
+    maps = trace_figures.keep_map(sample)
+    shown = [axes.images[0].cmap(0)[:3] for axes in maps.axes]
+    assert shown == [plot_style_rgb(expected["streaming"]), plot_style_rgb(expected["h2o_decayed_heads"])]
+
+
+def plot_style_rgb(colour: str) -> tuple[float, ...]:
+    from matplotlib.colors import to_rgb
+
+    return to_rgb(colour)
+
+
+def test_a_colour_does_not_depend_on_what_else_a_figure_shows() -> None:
+    rows = [row(f"l2_ratio {x}", "l2_ratio", keep_ratio=x, perplexity=9.0) for x in (0.5, 0.8)]  # in some figures only
+    sample = replace(document(), rows=(document().rows[0], *rows, *document().rows[1:]))
+    lines = colours_of(figures.perplexity_over_budget(sample))
+    assert lines["streaming"] == series.Looks(sample.rows).of("streaming 128")["color"] == plot_style.look(1)["color"]
+
+
+def test_variants_of_one_colour_are_told_apart() -> None:
+    found = [plot_style.look(index, variant) for index in range(9) for variant in range(4)]
+    assert len({tuple(sorted(entry.items())) for entry in found}) == 36
+    assert len({plot_style.look(3, variant)["color"] for variant in range(4)}) == 1
+
+
+# -- axes -------------------------------------------------------------------------------------------------------------
+
+
+@given(st.floats(0.5, 1e5), st.floats(3, 1e4))
+def test_a_logarithmic_axis_has_enough_ticks_and_not_too_many(low: float, factor: float) -> None:
+    ticks = figure_parts.log_ticks(low, low * factor)
+    assert 4 <= len(ticks) <= 12
+    assert all(low <= tick <= low * factor for tick in ticks)
+
+
+def test_perplexities_far_apart_have_ticks_that_can_be_read() -> None:
+    rows = [row("full", "full", perplexity=9.0)]
+    rows += [row(f"s {b}", "streaming", budget=b, perplexity=9.5 + 2000 / b) for b in (16, 64, 256)]
+    (axes,) = figures.perplexity_over_budget(results(rows)).axes
+    low, high = axes.get_ylim()
+    assert axes.get_yscale() == "log"
+    assert sum(low <= tick <= high for tick in axes.get_yticks()) >= 5
+
+
+def test_strategies_keep_their_order_and_a_logarithmic_axis_says_so() -> None:
+    rows = [row("full", "full", perplexity=9.0)]
+    costs = {"streaming": 9.3, "recent_only": 60.0, "knorm": 9.1, "h2o_decayed": 9.2}
+    rows += [row(f"{name} 64", name, budget=64, perplexity=cost) for name, cost in costs.items()]
+    (axes,) = comparison_figure.strategy_comparison(results(rows)).axes
+    assert [text.get_text() for text in axes.get_yticklabels()] == [*costs][::-1]  # the first on top
+    assert axes.get_xlabel() == "relative perplexity change (%)\nlogarithmic beyond 10 %"
+    rows[2] = replace(rows[2], perplexity=9.4)
+    (axes,) = comparison_figure.strategy_comparison(results(rows)).axes
+    assert axes.get_xlabel() == "relative perplexity change (%)"
+
+
+def test_every_point_of_the_tradeoff_has_its_number() -> None:
+    sample = document()
+    (axes,) = figures.perplexity_accuracy_tradeoff(sample).axes
+    numbers = [text for text in axes.texts if text.get_text().isdigit()]
+    assert len(numbers) == len(sample.rows) - 1
+    assert {text.get_text() for text in numbers} == {str(budget) for budget in BUDGETS}
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_kinds_of_files_and_no_titles(tmp_path: Path) -> None:
+    with_pdf = plots.PlotOptions(kinds=("pdf",))
+    first = plots.write_all(document(), tmp_path / "a", options=with_pdf)
+    again = plots.write_all(document(), tmp_path / "b", options=with_pdf)
+    assert {path.suffix for path in first} == {".pdf"} and first[0].read_bytes().startswith(b"%PDF")
+    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in again]
+    made = figures.perplexity_over_budget(document())
+    assert made.axes[0].get_title(loc="left") == "Perplexity over budget" or made.axes[0].get_title()
+    plot_style.remove_titles(made)
+    assert made.axes[0].get_title(loc="left") == made.axes[0].get_title() == ""
+    panels = comparison_figure.strategy_comparison(document())
+    plot_style.remove_titles(panels)
+    assert "budget 128 tokens" in (panels.axes[0].get_title(loc="left") + panels.axes[0].get_title())
+    for wrong in ((), ("gif",), ("png", "png")):
+        with pytest.raises(KvmnnError, match="expected some of png, svg, pdf"):
+            plots.PlotOptions(kinds=wrong)

@@ -13,7 +13,7 @@ from . import help, streams
 GROUPS = {
     "frames": ("encode", "decode", "inspect", "verify", "diff", "bench"),
     "KV caches of MNN": ("unpack", "pack", "repack", "compact", "plan", "replay", "measure"),
-    "language models": ("eval", "generate", "dump-kv"),
+    "language models": ("eval", "plot", "generate", "dump-kv"),
     "compressor weights": ("convert", "export", "compress-kv"),
 }
 """Verbs as the help has them. Each is a module in verbs/, with _ for -, that is imported when it is needed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..lm.documents import Document, TextOptions, read_documents
 from .evaluating import EvaluationProgress, evaluate
 from .result import EvaluationResult
+from .saved import Plotted, plot, read_results
 from .setup.configurations import Configuration, configurations
 from .setup.presets import preset
 from .setup.settings import Settings
@@ -14,10 +15,13 @@ __all__ = [
     "Document",
     "EvaluationProgress",
     "EvaluationResult",
+    "Plotted",
     "Settings",
     "TextOptions",
     "configurations",
     "evaluate",
+    "plot",
     "preset",
     "read_documents",
+    "read_results",
 ]

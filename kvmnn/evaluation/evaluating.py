@@ -30,8 +30,8 @@ Path = str | os.PathLike[str]
 class EvaluationProgress(Protocol):
     """Who is told how far an evaluation is."""
 
-    def start(self, tokens: int, cells: int) -> None:
-        """How much there is to do."""
+    def start(self, tokens: int, cells: int, reused: int) -> None:
+        """How much there is to do, and how many cells were there already."""
 
     def advance(self, tokens: int, cells: int) -> None:
         """How much more is done."""
@@ -139,7 +139,8 @@ def _carry_out(
 ) -> dict[str, str]:
     """Measure the missing cells; the reasons of refused configurations, by their identity."""
     if progress is not None:
-        progress.start(sum(task.tokens for task in planned.tasks), sum(len(task.cells) for task in planned.tasks))
+        cells = sum(len(task.cells) for task in planned.tasks)
+        progress.start(sum(task.tokens for task in planned.tasks), cells, planned.cells - cells)
     refused: dict[str, str] = {}
     for event in events(planned.tasks, evaluation.model, evaluation.settings, evaluation.jobs):
         if event.key is not None and event.cell is not None:

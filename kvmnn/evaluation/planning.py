@@ -22,6 +22,12 @@ class EvaluationPlan:
     by_definition: dict[int, list[str]] = field(default_factory=dict)
     timings: dict[int, str] = field(default_factory=dict)
 
+    @property
+    def cells(self) -> int:
+        """How many cells there are, those that are there already included."""
+        lists = (*self.scores.values(), *self.by_definition.values(), self.timings.values())
+        return len({key for keys in lists for key in keys})
+
 
 def distinct(wanted: Sequence[Configuration]) -> list[Configuration]:
     """Each once; labels that mean different things are told apart."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -16,12 +16,17 @@ from .budget import Budget
 from .registry import create, policy_called
 
 
-def parse_spec(spec: str) -> tuple[str, dict[str, str]]:
-    """The name of a policy or preset, and its options as texts: ``NAME`` or ``NAME:option=value,...``."""
+def parse_spec(spec: str, flags: Collection[str] = ()) -> tuple[str, dict[str, str]]:
+    """The name of a policy or preset, and its options as texts: ``NAME`` or ``NAME:option=value,...``.
+
+    Options named in `flags` stand alone and are ``"true"``.
+    """
     name, _, rest = spec.partition(":")
     options: dict[str, str] = {}
     for part in rest.split(",") if rest else []:
         key, equals, value = part.partition("=")
+        if key in flags and not equals:
+            equals, value = "=", "true"
         if not key or not equals:
             raise KvmnnError(f"{spec!r}: {part!r} is not option=value")
         if key in options:

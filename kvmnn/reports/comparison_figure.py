@@ -77,7 +77,7 @@ def _comparison(
                     "budget " + " to ".join(f"{b:,}" for b in dict.fromkeys((budgets[0], budgets[-1]))) + " tokens"
                 )
         if first is not None:
-            first.margins(x=0.25)
+            first.margins(x=0.32)
             if far:
                 _symlog(first)
     rows = [row for entry in series for row in entry.rows]

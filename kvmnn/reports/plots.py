@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import KvmnnError
-from . import comparison_figure, figures, plot_files, plot_style, trace_figures
+from . import comparison_figure, figures, improvement_figure, plot_files, plot_style, trace_figures
 from .figure_parts import NothingToShowError
 from .plot_files import PLAIN, PlotOptions
 from .results import Results
@@ -24,6 +24,7 @@ PLOTS: dict[str, Callable[[Results], Figure]] = {
         figures.perplexity_accuracy_tradeoff,
         figures.keep_ratio_analysis,
         comparison_figure.strategy_comparison,
+        improvement_figure.improvement_summary,
         trace_figures.memory_over_time,
         trace_figures.keep_map,
     )

@@ -168,7 +168,7 @@ def _told(name: str, row: Row, alike: Sequence[Row]) -> str:
     if isinstance(value, str):
         return value  # keep_low says enough, 0.5 does not
     if isinstance(value, list):
-        return f"{name}={'+'.join(map(str, value)) or 'none'}"
+        return f"{name}={'+'.join(map(str, value))}" if value else ""
     share = _share(name, row)
     if share is not None:
         equal = sum(_options(other).get(name) == value for other in alike)

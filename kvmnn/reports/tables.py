@@ -15,6 +15,8 @@ from ..h2o.figures import H2OFigures
 from ..text import count
 from .columns import COLUMNS, Column, filled, plain, project_table, range_text, scalars
 from .h2o_table import H2O_TITLE, h2o_table, rows_with_figures
+from .pivot import TITLE as PIVOT_TITLE
+from .pivot import pivot_table
 from .results import Results
 from .rows import Row
 from .text_table import as_text, wrapped
@@ -38,6 +40,9 @@ def markdown(results: Results) -> str:
     planned = h2o_table(rows_with_figures(results.rows))
     if planned:
         parts += [H2O_TITLE, _as_markdown(*planned)]
+    pivot = pivot_table(results.rows)
+    if pivot:
+        parts += [PIVOT_TITLE, _as_markdown(*pivot)]
     parts.append("\n".join(notes(results)))
     return "\n\n".join(parts) + "\n"
 
@@ -51,6 +56,9 @@ def terminal(results: Results, width: int) -> str:
     planned = h2o_table(rows_with_figures(results.rows))
     if planned:
         parts += [wrapped([H2O_TITLE], width), as_text(*planned, width)]
+    pivot = pivot_table(results.rows)
+    if pivot:
+        parts += [wrapped([PIVOT_TITLE], width), as_text(*pivot, width)]
     return "\n\n".join([*parts, wrapped(notes(results), width)]) + "\n"
 
 

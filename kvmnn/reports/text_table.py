@@ -29,7 +29,8 @@ def as_text(columns: Sequence[Column], lines: Sequence[Sequence[str]], width: in
         (" " * _GAP).join("-" * widths[i] for i in shown),
         *(_padded([name, *line[1:]], widths, columns, shown) for name, line in zip(short, lines, strict=True)),
     ]
-    cut = [f"{one} is {name}" for one, name in zip(short, names, strict=True) if one != name and one != _respelt(name)]
+    pairs = dict(zip(names, short, strict=True))
+    cut = [f"{one} is {name}" for name, one in pairs.items() if one not in (name, _respelt(name))]
     dropped = [column.heading for i, column in enumerate(columns) if i not in shown]
     said = [f"Shortened: {'; '.join(cut)}."] if cut else []
     if dropped:
@@ -72,18 +73,18 @@ def _shortened(names: Sequence[str], width: int) -> list[str]:
     """Names of at most `width` columns, as different from each other as they were; unchanged where all fit."""
     if all(len(name) <= width for name in names):
         return list(names)
-    found: list[str] = []
-    for name in names:
+    found: dict[str, str] = {}
+    for name in dict.fromkeys(names):
         short = _respelt(name)
         if len(short) > width:
             short = short[: width - 2] + ".."
         number = 1
-        while short in found and name not in names[: names.index(name)]:
+        while short in found.values():
             number += 1
             mark = f"..{number}"
             short = _respelt(name)[: width - len(mark)] + mark
-        found.append(short)
-    return found
+        found[name] = short
+    return [found[name] for name in names]
 
 
 def _respelt(name: str) -> str:

@@ -40,7 +40,9 @@ def memory_over_time(results: Results) -> Figure:
         look = looks[trace.label] | {"marker": None}
         alike, before = courses.count(course), courses[:number].count(course)
         # Policies of one size hold the same: dashes take turns, so that each colour is seen.
-        turns = {"linestyle": (4 * before, (4, 4 * (alike - 1)))} if alike > 1 else {}
+        turns = (
+            {"linestyle": (4 * before, (4, 4 * (alike - 1)))} if alike > 1 and look["color"] != FULL["color"] else {}
+        )
         axes.plot(steps, sizes, **look | turns)
         ends.append(LineEnd(trace.label, steps[-1], sizes[-1], look))
     axes.set_ylim(bottom=0)

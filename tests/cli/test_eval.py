@@ -8,6 +8,7 @@ import io
 import json
 import os
 import pty
+import re
 import signal
 import struct
 import subprocess
@@ -50,7 +51,7 @@ def cells(tmp_path_factory):
 
 def test_a_markdown_table(capsys, cells, tmp_path):
     code, out, err = run(capsys, *QUICK, "--resume", cells, "-o", tmp_path / "table.md")
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, f"kvmnn: note: 4 cells reused from {cells}\n")
     lines = out.splitlines()
     assert lines[0].startswith("| policy | kind |")
     assert lines[2].startswith("| full | LOSSLESS |")
@@ -60,7 +61,7 @@ def test_a_markdown_table(capsys, cells, tmp_path):
 
 def test_json_and_csv_have_the_same_numbers(capsys, cells, tmp_path):
     code, out, err = run(capsys, *QUICK, "--resume", cells, "--json", "-o", tmp_path / "r.csv")
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, f"kvmnn: note: 4 cells reused from {cells}\n")
     document = json.loads(out)
     assert document["verb"] == "eval"
     assert [row["label"] for row in document["rows"]] == ["full", "streaming 16"]
@@ -123,7 +124,8 @@ def test_a_preset(capsys):
         "--chunk",
         "8",
     )
-    assert (code, err) == (0, "")
+    assert code == 0
+    assert err.startswith("kvmnn: note: Layers hold unequal numbers of tokens") and err.count("\n") == 1
     full, baseline, half = json.loads(out)["rows"]
     assert (full["preset"], baseline["preset"], half["preset"]) == (None, "knorm-ratio", "knorm-ratio")
     assert half["as_seed"]["evaluation"] == "E1"
@@ -168,7 +170,8 @@ def test_what_the_model_refuses_is_named_and_the_rest_is_there(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "expected a --policy or a --preset"),
+        (["--budget", "64"], "--budget needs a --policy"),
+        (["--policy", "full", "--plot-format", "png,gif"], "'gif' is no kind of plot: expected some of png, svg, pdf"),
         (["--policy", "nothing"], "unknown policy 'nothing'"),
         (["--policy", "streaming:sink"], "is not option=value"),
         (["--policy", "streaming", "--budget", "4"], "leaves no window behind 4 sinks"),
@@ -255,7 +258,11 @@ def test_interrupted_it_leaves_cells_and_no_processes(capsys, tmp_path, number, 
         process.send_signal(number)
         _, err = process.communicate(timeout=60)
     assert process.returncode == code, err
-    assert err == f"kvmnn: error: {'interrupted' if code == 130 else 'terminated'}\n"
+    kept = len(path.read_text().splitlines())
+    assert err == (
+        f"kvmnn: note: {kept} of 4 cells kept in {path}: the same command goes on from there\n"
+        f"kvmnn: error: {'interrupted' if code == 130 else 'terminated'}\n"
+    )
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
     assert [entry.name for entry in tmp_path.iterdir()] == ["cells"]
@@ -264,6 +271,43 @@ def test_interrupted_it_leaves_cells_and_no_processes(capsys, tmp_path, number, 
     if number == signal.SIGINT:
         assert run(capsys, *arguments, "-q") == (0, "", "")
         assert len(path.read_text().splitlines()) == 4
+
+
+def test_killed_and_resumed_it_gives_what_an_uninterrupted_run_gives(capsys, tmp_path):
+    arguments = [*QUICK, "--tokens", "120", "--policy", "l2_fixed:strategy=random", "--json"]
+    path = tmp_path / "cells"
+    for cells in (1, 3):  # killed twice, wherever it is then
+        with subprocess.Popen(
+            [sys.executable, "-m", "kvmnn", *arguments, "--resume", str(path)], stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE, start_new_session=True,
+        ) as process:  # fmt: skip
+            deadline = time.monotonic() + 60
+            while process.poll() is None and time.monotonic() < deadline:
+                if path.exists() and path.read_bytes().count(b"\n") >= cells:
+                    break
+                time.sleep(0.005)
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate(timeout=60)
+    code, out, err = run(capsys, *arguments, "--resume", path)
+    assert code == 0
+    assert "cells reused from" in err
+    resumed = untimed(json.loads(out))
+    code, out, _ = run(capsys, *arguments)
+    assert (code, untimed(json.loads(out))) == (0, resumed)
+
+
+def untimed(value):
+    """A document without times and the memory of processes."""
+    if isinstance(value, dict):
+        return {key: untimed(entry) for key, entry in value.items() if not re.search("second|process_.*bytes", key)}
+    return [untimed(entry) for entry in value] if isinstance(value, list) else value
+
+
+def test_without_a_policy_it_is_the_baseline(capsys):
+    code, out, err = run(capsys, *BASE, "--no-timing", "--chunk", "16")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[2].startswith("| full | LOSSLESS |")
+    assert not out.splitlines()[3]
 
 
 def test_without_onnxruntime(tmp_path):

@@ -60,7 +60,11 @@ def test_a_torn_last_line_is_dropped_wherever_it_was_torn(tmp_path):
         (b"import os\n", "line 1 is not a cell of an evaluation"),
         (b'{"kvmnn_cell": 1, "key": "a", "cell": {}}\n[1]\n', "line 2 is not a cell"),
         (b'{"kvmnn_cell": 1, "key": "a", "cell": []}\n', "line 1 is not a cell"),
-        (b'{"kvmnn_cell": 2, "key": "a", "cell": {}}\n', "line 1 is of format 2: expected 1"),
+        (b'{"kvmnn_cell": 3, "key": "a", "cell": {}}\n', "line 1 is of format 3: expected 2"),
+        (b'{"kvmnn_cell": 2, "key": "a", "cell": {}}\n', "line 1 is not a cell"),
+        (b'{"kvmnn_cell": 2, "key": "a", "sha256": "0", "cell": {}}\n', "line 1 does not have the hash"),
+        (b'{"kvmnn_cell": ' + b"[" * 100_000 + b"\n", "line 1 is not a cell"),
+        (b'{"kvmnn_cell": 1, "key": "a", "cell": {"x": ' + b"9" * 5000 + b"}}\n", "line 1 is not a cell"),
         (b"\xff\xfe\n", "line 1 is not a cell"),
         (b"\n", "line 1 is not a cell"),
     ],
@@ -71,6 +75,32 @@ def test_other_files_are_refused_and_left_alone(tmp_path, data, message):
     with pytest.raises(SourceError, match=message):
         CellStore(path)
     assert path.read_bytes() == data
+
+
+def test_edited_numbers_are_found(tmp_path):
+    path = tmp_path / "cells.jsonl"
+    with CellStore(path) as store:
+        store.put("one", {"nll": 2.5, "tokens": [1, 2]})
+        store.put("two", {"nll": 2.5})
+    data = path.read_bytes()
+    for before, after in ((b"[1, 2]", b"[1, 3]"), (b'"two"', b'"six"'), (b"2.5", b"2.4")):
+        path.write_bytes(data.replace(before, after, 1))
+        with pytest.raises(SourceError, match=r"cells\.jsonl: line \d does not have the hash that it names"):
+            CellStore(path)
+    path.write_bytes(data.split(b"\n")[1] + b"\n")  # as the message says
+    with CellStore(path) as store:
+        assert (len(store), store.get("two")) == (1, {"nll": 2.5})
+
+
+def test_cells_of_the_format_before_are_left_alone_and_not_used(tmp_path):
+    path = tmp_path / "cells.jsonl"
+    path.write_bytes(b'{"kvmnn_cell": 1, "key": "a", "cell": {}}\n')
+    with CellStore(path) as store:
+        assert store.get("a") is None
+        store.put("a", {"b": 1})
+    assert len(path.read_bytes().splitlines()) == 2
+    with CellStore(path) as store:
+        assert store.get("a") == {"b": 1}
 
 
 def test_two_runs_do_not_write_one_file(tmp_path):

@@ -67,8 +67,8 @@ class Counter:
         self.cells = self.tokens = 0
         self.planned = None
 
-    def start(self, tokens, cells):
-        self.planned = (tokens, cells)
+    def start(self, tokens, cells, reused):
+        self.planned, self.reused = (tokens, cells), reused
 
     def advance(self, tokens, cells):
         self.cells += cells
@@ -285,7 +285,7 @@ def test_an_interrupted_run_goes_on_where_it_was(documents, tmp_path):
         assert len(store) == 3
         progress = Counter()
         assert numbers(run(texts, wanted, store=store, progress=progress, tokens=40, **QUICK)) == whole
-        assert progress.planned == (3 * 40, 3)
+        assert (progress.planned, progress.reused) == ((3 * 40, 3), 3)
         assert (progress.tokens, progress.cells) == (3 * 40, 3)
     with CellStore(path) as store:
         progress = Counter()
@@ -302,7 +302,8 @@ def test_a_cell_of_another_shape_is_refused(documents, tmp_path):
     run(texts, [], store=path, tokens=30, **QUICK)
     line = json.loads(path.read_text())
     for cell, message in (({}, r"\.model: is missing"), (line["cell"] | {"seconds": "x"}, r"\.seconds: found 'x'")):
-        path.write_text(json.dumps(line | {"cell": cell}) + "\n")
+        with CellStore(path) as store:
+            store.put(line["key"], cell)
         with pytest.raises(SourceError, match=rf"cells\.jsonl: cell{message}"):
             run(texts, [], store=path, tokens=30, **QUICK)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from kvmnn.errors import KvmnnError
 from kvmnn.evaluation.setup.presets import PRESETS, preset
-from kvmnn.policies import Streaming
+from kvmnn.policies import LayerView, Streaming
 
 
 def test_knorm_fixed():
@@ -55,6 +58,43 @@ def test_streaming_h2o():
     assert all(entry.definition.evaluation == "E2" and entry.definition.speed for entry in found)
 
 
+def test_what_is_left_out():
+    labels = [entry.label for entry in preset("knorm-fixed:fix_kv_sizes=512,strategies=keep_low,skip_layers=none")]
+    assert labels == ["baseline", "fix 512 keep_low 0.2", "recent_only 512"]
+    spec = "knorm-fixed:fix_kv_sizes=512,strategies=keep_low,keep_ratios=0.1+0.2+0.3,no_baseline,no_recent_only"
+    assert [entry.definition.label for entry in preset(spec)] == [f"fix 512 keep_low 0.{n}" for n in (1, 2, 3)]
+    for name in PRESETS:
+        assert [entry.label for entry in preset(name)[1:]] == [entry.label for entry in preset(f"{name}:no_baseline")]
+
+
+def test_the_ablation_changes_one_thing_at_a_time():
+    entries = preset("knorm-ablation:keep_ratio=0.7,prune_after=20,fix_kv_size=16,recent=0.25")
+    _, first, threshold, order, pure, hybrid = (entry.make() for entry in entries)
+    assert len({(entry.keep_ratio, entry.skip_layers) for entry in (first, threshold, order)}) == 1
+    keys = np.random.default_rng(3).standard_normal((2, 21, 4)).astype(np.float32)
+    views = {n: LayerView(tokens=n, keys=keys[:, :n], layer=5) for n in (20, 21)}
+    assert first.choose(views[20]) is not None  # the paper's code cuts at the threshold, the project above it
+    assert threshold.choose(views[20]) is None and order.choose(views[20]) is None
+    one, other = threshold.keep(views[21]), order.keep(views[21])
+    assert one.tolist() != other.tolist() and np.sort(one).tolist() == other.tolist()  # the order, and nothing else
+    assert (pure.recent_ratio, hybrid.recent_ratio, pure.budget, hybrid.budget) == (0.0, 0.25, 16, 16)
+    assert replace(hybrid, recent_ratio=0.0) == pure
+
+
+def test_sizes_of_the_lazy_caches():
+    def labels(options):
+        return [entry.label for entry in preset(f"streaming-h2o:{options},no_baseline")]
+
+    assert labels("capacity=1024") == ["streaming_8_1024", "h2o_4_32_1024", "h2o_8_32_1024", "h2o_8_64_1024"]
+    assert labels("heavy_hitter=100,sink=4,recent=20") == ["streaming_4_124", "h2o_4_20_124"]
+    assert labels("recent=16+64,sink=2,capacity=128") == ["streaming_2_128", "h2o_2_16_128", "h2o_2_64_128"]
+    assert [entry.options["budget"] for entry in preset("streaming-h2o:capacity=128,sink=2,no_baseline")] == [
+        130,
+        128,
+        128,
+    ]
+
+
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_every_entry_names_its_preset_and_its_projects_label(name):
     for entry in preset(name):
@@ -66,12 +106,19 @@ def test_every_entry_names_its_preset_and_its_projects_label(name):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("knorm", "unknown preset 'knorm': expected one of knorm-fixed, knorm-ratio, streaming-h2o"),
+        ("knorm", "unknown preset 'knorm': expected one of knorm-fixed, knorm-ratio, knorm-ablation, streaming-h2o"),
         (
             "knorm-ratio:keep_ratio=1",
             "preset knorm-ratio has no option 'keep_ratio': expected keep_ratios, prune_after",
         ),
-        ("streaming-h2o:sink=4", "preset streaming-h2o has no option 'sink': expected none"),
+        ("streaming-h2o:window=4", "preset streaming-h2o has no option 'window': expected sink, heavy_hitter, recent"),
+        ("streaming-h2o:heavy_hitter=4,capacity=8", "capacity is sink [+] heavy_hitter [+] recent: say one"),
+        ("streaming-h2o:capacity=20", "capacity 20 has no room for 4 sinks and 32 recent"),
+        ("knorm-ratio:no_recent_only", "preset knorm-ratio has no option 'no_recent_only'"),
+        ("knorm-fixed:no_baseline=maybe", "no_baseline takes no value"),
+        ("knorm-fixed:keep_ratio=0.1,keep_ratios=0.2", "are the same: say one"),
+        ("knorm-fixed:strategies", "'strategies' is not option=value"),
+        ("knorm-ablation:keep_ratio=0.1+0.2", "keep_ratio is '0.1[+]0.2': expected one share"),
         ("knorm-fixed:strategies=best", "strategy is 'best'"),
         ("knorm-fixed:fix_kv_sizes=many", "expected whole numbers"),
         ("knorm-ratio:keep_ratios=-1", "keep_ratio is -1"),

@@ -20,7 +20,16 @@ from repository import SUPPORT
 
 from kvmnn.errors import KvmnnError, MissingDependencyError, OutputError
 from kvmnn.evaluation.setup.presets import preset
-from kvmnn.reports import comparison_figure, figure_parts, figures, plot_style, plots, series, trace_figures
+from kvmnn.reports import (
+    comparison_figure,
+    figure_parts,
+    figures,
+    improvement_figure,
+    plot_style,
+    plots,
+    series,
+    trace_figures,
+)
 from kvmnn.reports.results import KeepMap
 from kvmnn.reports.rows import Difference
 
@@ -31,8 +40,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def test_all_plots_as_png_and_svg(written: list[Path]) -> None:
-    assert [path.name for path in written] == [f"{name}.{kind}" for name in plots.PLOTS for kind in ("png", "svg")]
-    assert len(plots.PLOTS) == 7
+    drawn = [name for name in plots.PLOTS if name != "improvement_summary"]  # the sample has no ablation
+    assert [path.name for path in written] == [f"{name}.{kind}" for name in drawn for kind in ("png", "svg")]
+    assert len(plots.PLOTS) == 8
     for path in written:
         head = path.read_bytes()[:200]
         assert head.startswith(b"\x89PNG\r\n" if path.suffix == ".png" else b"<?xml"), path
@@ -86,6 +96,7 @@ def test_plots_without_data_are_left_out_with_the_reason(tmp_path: Path) -> None
         "accuracy_over_budget": "no policy with a budget has a measured accuracy",
         "perplexity_accuracy_tradeoff": "no policy has both a perplexity and an accuracy",
         "keep_ratio_analysis": "no policy ran with two values of recent_ratio or keep_ratio and all else equal",
+        "improvement_summary": "no two rows differ in an improvement of l2_compress only (--preset knorm-ablation)",
         "memory_over_time": "no run recorded the bytes of its cache",
         "keep_map": "no run that cuts the cache recorded which tokens live",
     }
@@ -271,7 +282,7 @@ def test_a_policy_has_one_colour_in_every_figure_of_a_run() -> None:
     }
     assert len(set(expected.values())) == 5
     seen = dict.fromkeys(expected, 0)
-    for draw in plots.PLOTS.values():
+    for draw in [draw for name, draw in plots.PLOTS.items() if name != "improvement_summary"]:
         for text, colour in colours_of(draw(sample)).items():
             for name, wanted in expected.items():
                 if name in text:
@@ -343,6 +354,24 @@ def test_every_point_of_the_tradeoff_has_its_number() -> None:
     numbers = [text for text in axes.texts if text.get_text().isdigit()]
     assert len(numbers) == len(sample.rows) - 1
     assert {text.get_text() for text in numbers} == {str(budget) for budget in BUDGETS}
+
+
+def test_each_improvement_is_measured_by_itself() -> None:
+    found = [
+        row(entry.label, entry.policy, options=entry.policy_options(), budget=entry.options.get("budget"),
+            keep_ratio=entry.options.get("keep_ratio"), perplexity=ppl, accuracy=ppl / 100)
+        for entry, ppl in zip(preset("knorm-ablation"), (9.0, 10.0, 10.1, 10.1, 11.0, 9.9), strict=True)
+    ]  # fmt: skip
+    steps = improvement_figure.improvements(found)
+    assert [(step.name.split("\n")[0], step.before, step.after) for step in steps] == [
+        ("threshold", found[1], found[2]),
+        ("order", found[2], found[3]),
+        ("hybrid, 512 tokens", found[4], found[5]),
+    ]
+    made = improvement_figure.improvement_summary(results(found))
+    widths = [bar.get_width() for bar in made.axes[0].patches]
+    assert widths == pytest.approx([100 * (9.9 / 11 - 1), 0.0, 1.0])  # the first on top
+    assert [text.get_text() for text in made.axes[0].get_yticklabels()][2] == "threshold\nfrom 512 -> above 512"
 
 
 # -- files ------------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 from lm_results import BUDGETS, document, results, row
 
 from kvmnn.reports import tables
+from kvmnn.reports.pivot import pivot_table
 from kvmnn.reports.results import Refusal
 from kvmnn.reports.rows import ProjectNumbers
 
@@ -180,3 +181,32 @@ def test_layers_of_unequal_lengths_are_shown_in_80_columns() -> None:
     table = tables.terminal(results(rows), 80).split("\n\n")[0].splitlines()
     assert table[-1].endswith("512 to 2,048") or " 512 to 2,048 " in table[-1]
     assert "dNLL (nats) [95 %]" in table[0] and max(map(len, table)) <= 80
+
+
+def test_a_pivot_by_protected_share_names_the_best() -> None:
+    rows = [row("full", "full", perplexity=9.0)]
+    for share, low, drawn in ((0.3, 49.87, 50.94), (0.4, 49.59, 50.76), (0.5, 52.24, 51.90)):
+        for strategy, value in (("keep_low", low), ("random", drawn)):
+            options = {"recent_ratio": share, "strategy": strategy}
+            rows.append(row(f"{strategy} {share}", "l2_fixed", options=options, budget=512, perplexity=value))
+    rows.append(row("window", "recent_only", budget=512, perplexity=53.0))
+    columns, lines = pivot_table(rows) or ([], [])
+    assert [column.heading for column in columns] == [
+        "budget", "recent", "l2_fixed keep_low", "l2_fixed random", "recent_only", "best",
+    ]  # fmt: skip
+    assert lines == [
+        ["512", "0.3", "49.87", "50.94", "53.00", "l2_fixed keep_low"],
+        ["512", "0.4", "49.59", "50.76", "53.00", "l2_fixed keep_low"],
+        ["512", "0.5", "52.24", "51.90", "53.00", "l2_fixed random"],
+    ]
+    assert "| 512 | 0.5 | 52.24 | 51.90 | 53.00 | l2_fixed random |" in tables.markdown(results(rows))
+    assert pivot_table(rows[:2]) is None
+
+
+def test_a_pivot_by_budget() -> None:
+    rows = [row(f"{p} {b}", p, budget=b, perplexity=10.0 + b / c) for p, c in (("a", 8), ("b", 9)) for b in (64, 128)]
+    rows.append(row("c 64", "c", budget=64, perplexity=11.0))
+    _, lines = pivot_table(rows) or ([], [])
+    assert lines == [["64", "18.00", "17.11", "11.00", "c"], ["128", "26.00", "24.22", "-", "b"]]
+    text = tables.terminal(results(rows), 80)
+    assert max(map(len, text.splitlines())) <= 80 and "best" in text

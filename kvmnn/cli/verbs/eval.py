@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...text import count
-from .. import eval_options, printing, shared_options, streams
+from .. import eval_options, plot_options, printing, shared_options, streams
 from ..printing import UsageError
 
 if TYPE_CHECKING:
@@ -34,10 +35,15 @@ for what they are given.
 Presets are tables of two projects, measured by their own definitions and as it should be. Of l2_compress / KnormPress:
 
   knorm-fixed[:fix_kv_sizes=256+512,strategies=keep_low+random,
-               keep_ratio=0.2+0.5,skip_layers=0+1]
+               keep_ratios=0.2+0.5,skip_layers=0+1,no_recent_only]
   knorm-ratio[:keep_ratios=0.8+0.5,prune_after=1000,skip_layers=0+1]
+  knorm-ablation[:keep_ratio=0.8,prune_after=512,fix_kv_size=512,
+                  recent=0.5,skip_layers=0+1]
 
-Of StreamingLLM + H2O: streaming-h2o."""
+Of StreamingLLM + H2O: streaming-h2o[:sink=8,recent=32,capacity=256] (or heavy_hitter=216 instead of capacity). All take
+no_baseline. knorm-ablation takes the project's improvements apart: the threshold, the order, the hybrid. Without a
+policy or preset it is the baseline, the full cache alone. A budget holds in every layer unless skip_layers is said;
+presets skip the layers that their projects skip, and say so in their labels."""
 
 
 def add_parser(verbs: Any) -> None:
@@ -47,7 +53,8 @@ def add_parser(verbs: Any) -> None:
     eval_options.add_settings(parser)
     group = parser.add_argument_group("output")
     group.add_argument("--csv", action="store_true", help="print CSV: a line for each row and document")
-    group.add_argument("--plot", metavar="DIR", help="draw plots into DIR, PNG and SVG (needs matplotlib)")
+    group.add_argument("--plot", metavar="DIR", help="draw plots into DIR (needs matplotlib)")
+    plot_options.add(group)
     group.add_argument("--resume", metavar="FILE", help="keep finished cells in FILE and go on from those that it has")
     shared_options.add_output(group, "also write the results to OUT: .json, .csv, else Markdown")
 
@@ -84,8 +91,9 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UsageError("--json and --csv both want standard output")
     if arguments.output == printing.STDIO:
         raise UsageError("-o -: results are printed on standard output anyhow")
-    if not arguments.policy and not arguments.preset:
-        raise UsageError("expected a --policy or a --preset")
+    if arguments.budget and not arguments.policy:
+        raise UsageError("--budget needs a --policy")
+    plot_options.of(arguments)
 
 
 def _outputs(arguments: argparse.Namespace, stack: ExitStack) -> Callable[[EvaluationResult], None]:
@@ -102,7 +110,7 @@ def _outputs(arguments: argparse.Namespace, stack: ExitStack) -> Callable[[Evalu
     if arguments.plot is not None:
         from ...reports import plots
 
-        plots.require(arguments.plot, arguments.force)
+        plots.require(arguments.plot, arguments.force, plot_options.of(arguments))
 
     def write(result: EvaluationResult) -> None:
         if arguments.plot is not None:
@@ -116,7 +124,8 @@ def _outputs(arguments: argparse.Namespace, stack: ExitStack) -> Callable[[Evalu
 
 def _plot(arguments: argparse.Namespace, result: EvaluationResult) -> None:
     left_out: dict[str, str] = {}
-    written = result.plot(arguments.plot, force=arguments.force, left_out=left_out)
+    options = plot_options.of(arguments)
+    written = result.plot(arguments.plot, force=arguments.force, options=options, left_out=left_out)
     for name, reason in left_out.items():
         printing.note(arguments, f"no {name}: {reason}")
     printing.note(arguments, f"{count(len(written), 'plot file')} in {arguments.plot}", "written")
@@ -147,12 +156,16 @@ class _Progress:
         self._arguments = arguments
         self._stack = ExitStack()
         self._advance: printing.Advance | None = None
-        self._cells = self._all = 0
+        self._cells = self._all = self._others = 0
 
-    def start(self, tokens: int, cells: int) -> None:
+    def start(self, tokens: int, cells: int, reused: int) -> None:
+        store = self._arguments.resume
+        if store is not None and reused:
+            printing.note(self._arguments, f"{count(reused, 'cell')} reused from {store}")
         bar = printing.progress(self._arguments, tokens, "evaluating", unit="tok", delay=0)
-        self._advance, self._all = self._stack.enter_context(bar), cells
-        self.advance(0, 0)
+        self._advance, self._all = self._stack.enter_context(bar), cells + reused
+        self._others = self._stored() - reused
+        self.advance(0, reused)
 
     def advance(self, tokens: int, cells: int) -> None:
         self._cells += cells
@@ -162,5 +175,14 @@ class _Progress:
     def __enter__(self) -> _Progress:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._stack.close()
+        interrupted = kind is not None and not issubclass(kind, Exception)
+        if interrupted and self._all and self._arguments.resume is not None:
+            kept = f"{self._stored() - self._others} of {count(self._all, 'cell')} kept in {self._arguments.resume}"
+            printing.note(self._arguments, f"{kept}: the same command goes on from there")
+
+    def _stored(self) -> int:
+        """Cells in the file, those of other runs too; the last may have come when nobody could count it any more."""
+        path = self._arguments.resume
+        return Path(path).read_bytes().count(b"\n") if path is not None and Path(path).is_file() else 0

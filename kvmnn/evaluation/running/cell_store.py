@@ -1,9 +1,10 @@
 """Finished cells of an evaluation, kept in a file, so that an interrupted one goes on where it was.
 
-A cell is one configuration on one document. The file has one JSON object a line, ``{"kvmnn_cell", "key", "cell"}``,
-each brought to the disk before the next begins. The key is a digest of everything that the cell's numbers depend on,
-so a cell of another model, text or setting is never taken for this one; it is left in the file. A last line that was
-torn by a crash is dropped.
+A cell is one configuration on one document. The file has one JSON object a line, ``{"kvmnn_cell", "key", "sha256",
+"cell"}``, each brought to the disk before the next begins. The key is a digest of everything that the cell's numbers
+depend on, so a cell of another model, text or setting is never taken for this one; it is left in the file. The hash is
+that of the cell under its key: numbers that somebody edited are found. A last line that was torn by a crash is dropped.
+Lines of the format before, which had no hash, are left in the file and not used.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from ..setup.settings import Settings
 NUMBERS_VERSION = 1
 """Raised whenever kvmnn computes any number of a cell differently, so that cells of before are not reused."""
 
-_FORMAT = 1
+_FORMAT = 2
+_WITHOUT_HASH = 1
 
 
 def cell_key(
@@ -94,7 +96,7 @@ class CellStore:
         """Store a cell; when this returns it is on the disk."""
         self._cells[key] = cell
         if self._file is not None and self.path is not None:
-            line = json.dumps({"kvmnn_cell": _FORMAT, "key": key, "cell": cell}) + "\n"
+            line = json.dumps({"kvmnn_cell": _FORMAT, "key": key, "sha256": _hash(key, cell), "cell": cell}) + "\n"
             with failures(self.path):
                 self._file.write(line.encode())
                 self._file.flush()
@@ -136,14 +138,29 @@ class CellStore:
         for number, line in enumerate(lines, 1):
             try:
                 entry = json.loads(line)
-                if entry["kvmnn_cell"] != _FORMAT:
-                    raise SourceError(f"{path}: line {number} is of format {entry['kvmnn_cell']}: expected {_FORMAT}")
+                form = entry["kvmnn_cell"]
+                if form not in (_FORMAT, _WITHOUT_HASH):
+                    raise SourceError(f"{path}: line {number} is of format {form!r}: expected {_FORMAT}")
                 key, cell = str(entry["key"]), entry["cell"]
+                said = _hash(key, cell) if form == _WITHOUT_HASH else entry["sha256"]
                 if not isinstance(cell, dict):
                     raise TypeError
-            except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError):
+                found = _hash(key, cell)
+            except SourceError:
+                raise
+            except (KeyError, TypeError, ValueError, RecursionError):  # deep, or an integer of thousands of digits
                 raise SourceError(f"{path}: line {number} is not a cell of an evaluation") from None
-            self._cells[key] = cell
+            if said != found:
+                raise SourceError(
+                    f"{path}: line {number} does not have the hash that it names: it was edited or is damaged; delete "
+                    "the line and its cell is measured anew"
+                )
+            if form == _FORMAT:
+                self._cells[key] = cell
+
+
+def _hash(key: str, cell: Mapping[str, object]) -> str:
+    return hashlib.sha256(json.dumps([key, cell], sort_keys=True).encode()).hexdigest()
 
 
 _FIRST = b'{"kvmnn_cell": '

@@ -1,0 +1,22 @@
+"""How plots are written, for the verbs that draw evaluations."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..reports.plot_files import PlotOptions
+
+
+def add(parser: Any) -> None:
+    """``--plot-format`` and ``--no-titles``."""
+    parser.add_argument("--plot-format", metavar="KIND,...", default="png,svg", help="of png, svg and pdf (png,svg)")
+    parser.add_argument("--no-titles", action="store_true", help="plots without titles, for papers that have captions")
+
+
+def of(arguments: argparse.Namespace) -> PlotOptions:
+    """The options; `OptionError` for kinds that there are not."""
+    from ..reports.plot_files import PlotOptions
+
+    return PlotOptions(kinds=tuple(arguments.plot_format.split(",")), titles=not arguments.no_titles)

@@ -1,0 +1,32 @@
+"""``kvmnn plot``: the plots of an evaluation from its saved results."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from .. import plot_options, printing, shared_options
+
+_TEXT = """Draw the plots of an evaluation from its results as JSON (kvmnn eval -o RESULTS.json, or --json). No model is
+needed. memory_over_time and keep_map need results of kvmnn eval --plot: other runs record no course.
+
+  kvmnn eval model/ --text texts/ --policy streaming --budget 256 --plot plots/ -o results.json
+  kvmnn plot results.json -o paper/ --plot-format pdf --no-titles"""
+
+
+def add_parser(verbs: Any) -> None:
+    """Declare the verb."""
+    parser = shared_options.add_verb(verbs, "plot", run, "plots of an evaluation from its saved results", _TEXT)
+    parser.add_argument("results", metavar="RESULTS.json")
+    parser.add_argument("-o", "--output", required=True, metavar="DIR", help="folder for the plots")
+    parser.add_argument("-f", "--force", action="store_true", help="replace files that exist")
+    plot_options.add(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Carry the verb out."""
+    from ...evaluation import plot
+
+    drawn = plot(arguments.results, arguments.output, force=arguments.force, options=plot_options.of(arguments))
+    printing.show(arguments, "plot", drawn)
+    return 0

@@ -1,0 +1,111 @@
+"""``kvmnn plot``: the plots of a run from its saved results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from lm_results import document
+from repository import FIXTURES
+
+from kvmnn.cli.command import main
+from kvmnn.evaluation import read_results
+from kvmnn.reports import plots
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = tmp_path_factory.mktemp("saved") / "results.json"
+    path.write_text(document().to_text("json"))
+    return path
+
+
+def test_it_draws_what_the_run_drew(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fixture, text = FIXTURES / "lm", FIXTURES / "lm" / "texts" / "calendar.py.txt"
+    run("eval", fixture, "--text", text, "--tokens", 48, "--chunk", 8, "--policy", "streaming", "--budget", 16,
+        "--no-timing", "--plot", "one", "-o", "results.json")  # fmt: skip
+    said = run("plot", "results.json", "-o", "other")
+    names = sorted(path.name for path in Path("one").iterdir())
+    assert sorted(path.name for path in Path("other").iterdir()) == names and "keep_map.png" in names
+    for name in names:
+        assert Path("one", name).read_bytes() == Path("other", name).read_bytes(), name
+    assert f"{len(names)} plot files in other" in said.out
+    assert "no keep_ratio_analysis: no policy ran with two values" in said.out
+
+
+def test_what_the_command_prints_as_json_is_read_too(run, tmp_path, saved):
+    path = tmp_path / "printed.json"
+    path.write_text(json.dumps({"verb": "eval", **json.loads(saved.read_text())}, indent=2))
+    assert read_results(path) == read_results(saved) == document()
+    found = json.loads(run("plot", path, "-o", tmp_path / "p", "--plot-format", "pdf", "--no-titles", "--json").out)
+    assert [Path(name).name for name in found["files"]] == [
+        f"{name}.pdf" for name in plots.PLOTS if name != "improvement_summary"
+    ]
+    assert list(found["left_out"]) == ["improvement_summary"]
+    assert b"Perplexity over budget" not in b"".join(path.read_bytes() for path in (tmp_path / "p").iterdir())
+
+
+def test_existing_files_need_force(run, tmp_path, saved):
+    (tmp_path / "keep_map.svg").write_text("mine")
+    assert "keep_map.svg: exists already" in run("plot", saved, "-o", tmp_path, code=1).err
+    assert (tmp_path / "keep_map.svg").read_text() == "mine"
+    run("plot", saved, "-o", tmp_path, "-f", "--plot-format", "svg", "-q")
+    assert "mine" not in (tmp_path / "keep_map.svg").read_text()
+
+
+def damaged(saved, where, value):
+    """The document with one value replaced."""
+    found = json.loads(saved.read_text())
+    place = found
+    for key in where[:-1]:
+        place = place[key]
+    place[where[-1]] = value
+    return json.dumps(found)
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "message"),
+    [
+        (("rows", 1, "perplexity"), "many", "rows[1].perplexity: found 'many', expected a number"),
+        (("rows", 1, "budget"), 10**400, "holds a number of 401 digits"),
+        (("rows", 1, "label"), "x" * 100_000, "holds a text of 100,000 characters"),
+        (("rows",), [{}] * 2000, "has 2,000 rows: expected at most 1,000"),
+        (("rows",), [{}], "rows[0].label: is missing"),
+        (("traces", 1, "step_tokens"), [1, 2], "cannot be drawn"),
+        (("settings",), None, "holds no results of an evaluation"),
+        (("documents",), 7, "documents: found 7, expected a list"),
+    ],
+)
+def test_other_results_are_one_line(capsys, tmp_path, saved, where, value, message):
+    path = tmp_path / "r.json"
+    path.write_text(damaged(saved, where, value))
+    fails(capsys, path, tmp_path / "plots", message)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "is not JSON"),
+        (b"[]", "holds no JSON object"),
+        (b'{"verb": "measure"}', "holds no results of an evaluation"),
+        (b'{"rows": ' + b"[" * 100_000, "is not JSON"),
+        (b'{"rows": ' + b"9" * 5000 + b"}", "is not JSON"),
+        (b"\xff\xfe", "is not JSON"),
+        (None, "cannot be read"),
+    ],
+)
+def test_other_files_are_one_line(capsys, tmp_path, data, message):
+    path = tmp_path / "r.json"
+    if data is not None:
+        path.write_bytes(data)
+    fails(capsys, path, tmp_path / "plots", message)
+
+
+def fails(capsys, path, output, message):
+    assert main(["plot", str(path), "-o", str(output)]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1
+    assert err.startswith("kvmnn: error: ") and message in err
+    assert not output.exists()

@@ -11,7 +11,9 @@ if TYPE_CHECKING:
 
 def add(parser: Any) -> None:
     """``--plot-format`` and ``--no-titles``."""
-    parser.add_argument("--plot-format", metavar="KIND,...", default="png,svg", help="of png, svg and pdf (png,svg)")
+    parser.add_argument(
+        "--plot-format", metavar="KIND,...", default="png,svg", help="of png, svg and pdf (default: png,svg)"
+    )
     parser.add_argument("--no-titles", action="store_true", help="plots without titles, for papers that have captions")
 
 

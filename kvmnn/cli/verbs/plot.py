@@ -10,7 +10,8 @@ from .. import plot_options, printing, shared_options
 _TEXT = """Draw the plots of an evaluation from its results as JSON (kvmnn eval -o RESULTS.json, or --json). No model is
 needed. memory_over_time and keep_map need results of kvmnn eval --plot: other runs record no course.
 
-  kvmnn eval model/ --text texts/ --policy streaming --budget 256 --plot plots/ -o results.json
+  kvmnn eval model/ --text texts/ --policy streaming --budget 256 \\
+      --plot plots/ -o results.json
   kvmnn plot results.json -o paper/ --plot-format pdf --no-titles"""
 
 

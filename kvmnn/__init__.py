@@ -1,6 +1,13 @@
 """kvmnn: the KV cache of LLMs that run on MNN, outside the engine. See the README for a tour."""
 
+from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any
+
+if PathFinder.find_spec(f"{__name__}._simd", __path__) is None:  # before anything else can fail in a stranger way
+    raise ImportError(
+        f"kvmnn has no compiled modules in {__path__[0]}: run `pip install -e .` in the checkout, "
+        "or leave it, to import the kvmnn that is installed"
+    )
 
 from .errors import (
     CacheDroppedWarning,

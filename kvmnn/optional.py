@@ -7,7 +7,9 @@ from typing import Any
 
 from .errors import MissingDependencyError
 
-_EXTRAS = {"matplotlib": "plot", "torch": "peers", "transformers": "peers", "pyarrow": "data"}
+_LM = "onnxruntime onnx tokenizers"
+_TOGETHER = dict.fromkeys(_LM.split(), _LM)
+"""What is needed where one of them is, so that nobody installs one after the other."""
 
 
 def package(name: str) -> Any:
@@ -21,11 +23,10 @@ def package(name: str) -> Any:
     Raises
     ------
     MissingDependencyError
-        Where it is not installed; the message names the extra that brings it.
+        Where it is not installed; the message says how to install it and what is needed with it.
     """
     try:
         return importlib.import_module(name)
     except ImportError as error:
         top = name.partition(".")[0]
-        extra = _EXTRAS.get(top, "lm")
-        raise MissingDependencyError(f"this needs the package {top}: pip install 'kvmnn[{extra}]'") from error
+        raise MissingDependencyError(f"this needs the package {top}: pip install {_TOGETHER.get(top, top)}") from error

@@ -1,5 +1,6 @@
 """What a plain `import kvmnn` loads and offers."""
 
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -30,6 +31,22 @@ def test_import_of_the_face_loads_nothing() -> None:
     """An interrupt in the first tenths of a second of the command finds `main` there, not half of numpy."""
     assert {name for name in loaded_by("import kvmnn") if name.startswith("kvmnn.")} == {"kvmnn.errors"}
     assert loaded_by("import kvmnn; kvmnn.encode") >= {"kvmnn.frames._decoder"}
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["import kvmnn", "import kvmnn.frames.zstd", "from kvmnn.packed import PackLayout", "import kvmnn.lm.cache"],
+)
+def test_a_checkout_that_is_not_built_says_what_to_do(code: str, tmp_path: Path) -> None:
+    package = Path(kvmnn.__file__).parent
+    shutil.copytree(package, tmp_path / "kvmnn", ignore=shutil.ignore_patterns("*.so", "*.pyd", "__pycache__"))
+    command = [sys.executable, "-P", "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {code}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1] == (
+        f"ImportError: kvmnn has no compiled modules in {tmp_path / 'kvmnn'}: run `pip install -e .` in the checkout, "
+        "or leave it, to import the kvmnn that is installed"
+    )
+    assert (done.stderr.count("Traceback"), "circular" in done.stderr) == (1, False)
 
 
 def test_public_names() -> None:

@@ -5,7 +5,7 @@ There are three bindings to those functions; the first that works is taken at im
 ``system`` or ``python``) forces one:
 
 bundled
-    The libzstd inside the ``zstandard`` wheel's cffi module, opened as a plain shared library (Linux wheels).
+    The libzstd inside the ``zstandard`` package's cffi module, opened as a plain shared library (Linux and macOS).
 system
     ``libzstd.so.1``, ``libzstd.so`` or ``libzstd.dylib``, as the engine itself looks for them.
 python

@@ -318,5 +318,5 @@ def test_without_onnxruntime(tmp_path):
     )
     assert (found.returncode, found.stdout) == (3, "")
     assert found.stderr.startswith("kvmnn: error: ")
-    assert "pip install 'kvmnn[lm]'" in found.stderr
+    assert "this needs the package onnxruntime: pip install onnxruntime onnx tokenizers" in found.stderr
     assert found.stderr.count("\n") == 1

@@ -1,6 +1,6 @@
 """Record what torch computes with the shipped model: the numbers that kvmnn's steps have to equal.
 
-`python tools/lm/record_logits.py [OUT.npz]` (needs torch and transformers: `pip install kvmnn[peers]`) runs the first
+`python tools/lm/record_logits.py [OUT.npz]` (needs torch and transformers: `pip install '.[peers]'`) runs the first
 tokens of a held-out text through transformers' GPTNeoXForCausalLM (float32, eager attention) and stores, for each of
 five ways to feed them, some logits: the same 16 vocabulary ids at a few positions. The default output is
 fixtures/lm/torch_logits.npz.
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"record_logits.py: error: {exc}", file=sys.stderr)
         return 1
     except ImportError as exc:
-        print(f"record_logits.py: error: {exc.name} is missing: pip install kvmnn[peers]", file=sys.stderr)
+        print(f"record_logits.py: error: {exc.name} is missing: pip install torch transformers", file=sys.stderr)
         return 3
     values = sum(array.size for name, array in recorded.items() if name.endswith(".logits"))
     print(f"{options.output}: {values} logits")

@@ -1,7 +1,7 @@
 """Train the small GPT-NeoX language model of fixtures/lm on the CPython standard library, on a CPU.
 
 `python tools/lm/train.py --out OUT --bf16 --steps 5120` (or `--minutes 45`): corpus, split by file, tokenizer,
-training, and weights rounded to what fp16 holds. Needs torch, transformers and tokenizers (`pip install kvmnn[peers]`),
+training, and weights rounded to what fp16 holds. Needs torch, transformers and tokenizers (`pip install '.[peers]'`),
 no network. With CPython 3.11.7 split, texts and tokenizer come out as they are in fixtures/lm, byte for byte; the
 weights differ from run to run. `python tools/lm/export_onnx.py OUT OUT/model.onnx` exports the result.
 """
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"train.py: error: {exc}", file=sys.stderr)
         return 1
     except ImportError as exc:
-        print(f"train.py: error: {exc.name} is missing: pip install kvmnn[peers]", file=sys.stderr)
+        print(f"train.py: error: {exc.name} is missing: pip install torch transformers tokenizers", file=sys.stderr)
         return 3
     return 0
 

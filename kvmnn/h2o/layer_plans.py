@@ -77,18 +77,32 @@ class LayerPlan:
             "keep": "".join("1" if kept else "0" for kept in made.keep | (made.evicted == 0)),
         }
 
-    def lines(self) -> list[str]:
+    def lines(self, config: H2OConfig) -> list[str]:
         """What stays, and the pairs as `kvmnn compact` takes them; without the picture."""
         made = self.plan
         head = f"layer {self.layer} ({self.name}): "
         if not made.evicted:
-            why = "sink and recent reach the target" if made.floor_dominates else "the target is all of them"
+            why = self._why(config) if made.floor_dominates else "the target is all of them"
             return [head + f"{LOSSLESS}, all {made.kv_len:,} tokens stay: {why}"]
         head += (
             f"{LOSSY}, {made.final_keep:,} of {made.kv_len:,} tokens stay, {float(made.lossy_ratio):.3f} x "
             f"{self._ratio_of}, target {made.target_before_floor:,}"
         )
         return [head, f"  --remove {made.remove} --reserve {self._pairs()}"]
+
+    def _why(self, config: H2OConfig) -> str:
+        """Why the floor leaves nothing to evict, and what to lower."""
+        target = self.plan.target_before_floor
+        floors = {"--recent": min(config.recent_tokens, self.plan.kv_len), "--sink": config.sink_tokens}
+        lower = [name for name, tokens in floors.items() if tokens >= target]
+        if not lower:
+            lower = ["--block"] if sum(floors.values()) < target else [max(floors, key=lambda name: floors[name])]
+        values = {"--recent": config.recent_tokens, "--sink": config.sink_tokens, "--block": config.block}
+        options = " and ".join(f"{name} ({values[name]:,})" for name in lower)
+        return (
+            f"sink and recent reach the target, {self.plan.floor_tokens:,} tokens in blocks of {config.block:,} where "
+            f"{target:,} are to stay: lower {options}"
+        )
 
     @property
     def _ratio_of(self) -> str:
@@ -157,7 +171,7 @@ class LayerPlans:
         """For people: each layer's figures, pairs and, unless `picture` is False, its blocks in `width` columns."""
         lines = []
         for layer in self.layers:
-            lines += layer.lines()
+            lines += layer.lines(self.config)
             if picture:
                 lines += [f"  {line}" for line in keep_map(layer.plan, width - 2)]
             if picture and layer.layer == 0:

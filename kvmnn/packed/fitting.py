@@ -73,6 +73,12 @@ class Geometry:
         }
         return replace(self, **filled)
 
+    @property
+    def missing(self) -> str:
+        """Which of kv_heads and head_dim is not known, and the options that say it; empty for neither."""
+        options = {"kv_heads": "--kv-heads", "head_dim": "--head-dim"}
+        return " and ".join(f"{name} ({option})" for name, option in options.items() if getattr(self, name) is None)
+
     def candidates(self) -> list[tuple[str, PackLayout]]:
         """Every layout that agrees with what is known, named by the backends that have it.
 
@@ -81,16 +87,8 @@ class Geometry:
         SourceError
             When kv_heads or head_dim is not known.
         """
-        if self.kv_heads is None or self.head_dim is None:
-            missing = " and ".join(
-                f"{name} ({option})"
-                for name, option, value in (
-                    ("kv_heads", "--kv-heads", self.kv_heads),
-                    ("head_dim", "--head-dim", self.head_dim),
-                )
-                if value is None
-            )
-            raise SourceError(f"the files do not say {missing}; --model DIR may")
+        if self.missing:
+            raise SourceError(f"the files do not say {self.missing}; --model DIR may")
         if self.int8 and self.backend is None:
             raise SourceError("int8 caches need the backend named (--backend)")
         found: dict[PackLayout, list[str]] = {}
@@ -186,7 +184,7 @@ def the_fit(where: str, geometry: Geometry, sizes: Sequence[tuple[int, int]]) ->
         if len(found) == 1:
             return found[0]
     if found:
-        names = "; ".join(f"{fit.backends}: {describe(fit.layout)}" for fit in found[:6])
+        names = "; ".join(f"{fit.backends}: {describe(fit.layout)}" for fit in found)
         raise SourceError(
             f"{where}: {len(found)} layouts fit the sizes of the files, say which (--backend, --dtype, --flash-block): "
             f"{names}"

@@ -161,3 +161,18 @@ def test_what_cannot_be_planned_is_one_line(here, run, argv, code, message):
     said = run(*argv, code=code).err
     assert said.startswith("kvmnn: error: ") and said.count("\n") == 1
     assert message in said
+
+
+@pytest.mark.parametrize(
+    ("options", "lower"),
+    [
+        ("", "lower --recent (256)"),
+        ("--recent 16 --block 16", "lower --sink (32)"),
+        ("--recent 4 --sink 4", "lower --block (64)"),
+        ("--recent 40 --sink 40 --block 1", "lower --recent (40) and --sink (40)"),
+    ],
+)
+def test_floors_that_cover_everything_say_what_to_lower(tmp_path, run, options, lower):
+    np.save(tmp_path / "a.npy", np.full((2, 100), 0.01, np.float32))
+    said = run(tmp_path / "a.npy", "--no-map", *options.split()).out
+    assert "LOSSLESS, all 100 tokens stay: sink and recent reach the target" in said and said.endswith(f"{lower}\n")

@@ -161,6 +161,10 @@ def _drift(files: PackedFiles, known: CacheInfo) -> str:
 def _layout(files: PackedFiles, options: PackedOptions, known: CacheInfo | None, notes: list[str]) -> Fit:
     layers = len(files.layers) if files.kind == "prefix" and files.layers[0].layer == 0 else None
     geometry = model_geometry(options, layers, files.path)
+    if known is None and options.model and geometry.missing:
+        raise SourceError(
+            f"{files.path}: neither its files nor those of the model in {options.model} say {geometry.missing}"
+        )
     if known is None:
         fit = the_fit(files.path, geometry, files.sizes)
         notes.extend(inferred(geometry, fit, files.sizes))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePath
 from typing import Any, Literal
 
 from ...errors import SourceError
 from ...files.json_document import read_object
 from ...files.mapped import MappedFile
 from ...packed.addressing import FLASH_BLOCK
+from .graph import read_graph
 
+SETTINGS = ("llm_config.json", "config.json")
 _STEP = 16 << 20
 _WEIGHT_SUFFIXES = (".mnn", ".mnn.weight", ".bin", ".safetensors")
 _FLASH_MODE = 8
@@ -37,26 +39,51 @@ class ModelGeometry:
 
 
 def read_geometry(path: str) -> ModelGeometry:
-    """Geometry from ``llm_config.json`` and ``config.json`` of a model directory.
+    """Geometry from ``llm_config.json``, ``config.json`` and the graph of a model directory.
 
     An export of MNN holds ``layer_nums``, and older ones ``key_value_shape``, which ends in ``kv_heads, head_dim``;
     the names of Hugging Face configurations (``num_hidden_layers``, ``num_key_value_heads``, ``head_dim``) are taken
-    where those are missing.
+    where those are missing, and the attention operators of the graph (``llm_model``, else ``llm.mnn``) where both are.
 
     Raises
     ------
     SourceError
-        When neither file is there or one cannot be read.
+        When none of the files is there or one cannot be read.
     """
     fields: dict[str, Any] = {}
     found = False
-    for name in ("llm_config.json", "config.json"):
+    for name in SETTINGS:
         file = Path(path, name)
         if file.is_file():
             found = True
             fields = read_object(file) | fields
-    if not found:
+    graph = graph_of(path, fields)
+    if not found and graph is None:
         raise SourceError(f"{path}: has neither llm_config.json nor config.json, so it is not an MNN model directory")
+    said = _said(fields)
+    if graph is None or None not in (said.layers, said.kv_heads, said.head_dim):
+        return said
+    drawn = read_graph(graph)
+    if drawn is None:
+        return said
+    return replace(
+        said,
+        layers=said.layers or drawn.layers,
+        kv_heads=said.kv_heads or drawn.kv_heads,
+        head_dim=said.head_dim or drawn.head_dim,
+    )
+
+
+def graph_of(path: str, fields: dict[str, Any]) -> Path | None:
+    """The graph in a model directory whose settings are `fields`; None where there is none."""
+    name = fields.get("llm_model")
+    plain = isinstance(name, str) and name == PurePath(name).name and "\0" not in name
+    graph = Path(path, str(name) if plain else "llm.mnn")
+    return graph if graph.is_file() else None
+
+
+def _said(fields: dict[str, Any]) -> ModelGeometry:
+    """What the settings say."""
     shape = fields.get("key_value_shape")
     heads = dims = None
     if isinstance(shape, list) and len(shape) >= 2:

@@ -156,7 +156,9 @@ def chosen_layout(geometry: Geometry, arrays: Sequence[LayerArray], known: PackL
         full = full.or_else(Geometry(dtype=dtype))
     found = full.candidates()
     if len(found) != 1:
+        names = "; ".join(f"{backends}: lP {layout.lP}, hP {layout.hP}, {layout.dtype}" for backends, layout in found)
         raise OptionError(
             f"{len(found)} layouts are known for what was said: name one (--backend NAME, or --lp N --hp N)"
+            + (f": {names}" if names else "")
         )
     return found[0][1]

@@ -1,0 +1,82 @@
+"""What a model's directory tells: its settings, and its graph where these are silent."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+
+import packed_samples
+import pytest
+from repository import FIXTURES
+
+from kvmnn.errors import SourceError
+from kvmnn.formats.mnn.graph import GraphGeometry, read_graph
+from kvmnn.formats.mnn.model import read_geometry
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """A model as MNN 3.6.1 exports it: two layers, two kv heads, 16 dimensions."""
+    folder = tmp_path_factory.mktemp("exported")
+    with tarfile.open(FIXTURES / "mnn_engine" / "model.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    return next(folder.rglob("llm.mnn")).parent
+
+
+def test_the_graph_says_what_the_settings_do_not(exported):
+    settings = json.loads((exported / "llm_config.json").read_text())
+    assert "key_value_shape" not in settings and "head_dim" not in settings
+    found = read_geometry(str(exported))
+    assert (found.layers, found.kv_heads, found.head_dim) == (2, 2, 16)
+
+
+def test_settings_come_before_the_graph_and_name_it(exported, tmp_path):
+    (tmp_path / "other.mnn").write_bytes((exported / "llm.mnn").read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps({"llm_model": "other.mnn", "head_dim": 8}))
+    found = read_geometry(str(tmp_path))
+    assert (found.layers, found.kv_heads, found.head_dim) == (2, 2, 8)
+    (tmp_path / "config.json").write_text(json.dumps({"llm_model": "../other.mnn"}))
+    assert read_geometry(str(tmp_path)).kv_heads is None
+
+
+def test_a_graph_alone_will_do(exported, tmp_path):
+    (tmp_path / "llm.mnn").write_bytes((exported / "llm.mnn").read_bytes())
+    assert read_geometry(str(tmp_path)).head_dim == 16
+    (tmp_path / "llm.mnn").unlink()
+    with pytest.raises(SourceError, match=r"has neither llm_config\.json nor config\.json"):
+        read_geometry(str(tmp_path))
+
+
+def test_a_model_says_all_that_a_prefix_does_not(exported, tmp_path, run):
+    sample = packed_samples.write_prefix(tmp_path / "p", packed_samples.arrays(2, 2, 20, 16), capacity=84)
+    arguments = ("encode", sample.path, "--tokens", 20, "--backend", "x86-avx2", "-o", tmp_path / "f/")
+    run(*arguments, "--model", exported)
+    (tmp_path / "silent").mkdir()
+    (tmp_path / "silent" / "llm_config.json").write_text('{"layer_nums": 2, "hidden_size": 64}')
+    said = run(*arguments, "-f", "--model", tmp_path / "silent", code=1).err
+    assert "neither its files nor those of the model in" in said
+    assert "say kv_heads (--kv-heads) and head_dim (--head-dim)" in said
+
+
+def test_every_layout_that_fits_is_listed(tmp_path, run):
+    sample = packed_samples.write_prefix(tmp_path / "p", packed_samples.arrays(1, 2, 70, 6), capacity=114)
+    said = run("encode", sample.path, *sample.options, "-o", tmp_path / "f/", code=1).err
+    assert "say which (--backend" in said and ": generic/x86-sse/x86-avx2/" in said and "; arm32-fp16: " in said
+    run("unpack", sample.path, *sample.options, "--backend", "x86-avx2", "-o", tmp_path / "k.npz")
+    said = run("pack", tmp_path / "k.npz", "--name", "sys", "-o", tmp_path / "q/", code=2).err
+    assert "generic/x86-sse/x86-avx2/arm32-fp32/arm32-bf16/riscv-rvv: lP 1, hP 4, fp32; x86-avx512" in said
+
+
+def test_damaged_graphs_say_nothing_or_the_same(exported, tmp_path):
+    graph = (exported / "llm.mnn").read_bytes()
+    whole = GraphGeometry(2, 2, 16)
+    file = tmp_path / "llm.mnn"
+    for length in (0, 1, 4, 60, *range(1000, len(graph), 1999)):
+        file.write_bytes(graph[:length])
+        assert read_graph(file) in (None, whole)
+    for place in range(0, len(graph) - 4, 997):
+        file.write_bytes(graph[:place] + b"\xff\xff\xff\xff" + graph[place + 4 :])
+        found = read_graph(file)
+        assert found is None or found.layers <= 2
+    file.write_bytes(b"\x04\0\0\0" * 5000)
+    assert read_graph(file) is None

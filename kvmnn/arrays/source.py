@@ -35,7 +35,9 @@ class Source:
     lossy
         Whether the words are not the input's own but made from what an engine had rounded.
     inputs
-        What was opened: paths, and ``"-"`` for standard input. Outputs never replace them.
+        What was opened: paths, and ``"-"`` for standard input.
+    opened
+        Files that are read besides: those in directories, manifests, metadata.
     """
 
     arrays: list[NamedArray]
@@ -46,6 +48,12 @@ class Source:
     token_major: bool = False
     lossy: bool = False
     inputs: tuple[str, ...] = ()
+    opened: tuple[str, ...] = ()
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Every file that is read, and directories that were opened. Outputs never replace them."""
+        return self.inputs + self.opened
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -103,6 +111,7 @@ def joined(sources: Sequence[Source]) -> Source:
         found.token_major |= source.token_major
         found.lossy |= source.lossy
         found.inputs += source.inputs
+        found.opened += source.opened
     return found
 
 

@@ -12,6 +12,7 @@ from ..arrays.named_array import Piece
 from ..arrays.source import described_by
 from ..arrays.valid_names import name_of_file
 from ..errors import FrameError, ManifestError
+from ..files.identity import identity
 from ..files.mapped import STDIN, MappedFile
 from ..frames import CODECS
 from ..frames.sequence import split
@@ -61,12 +62,20 @@ class FrameSet:
         The manifest, or None for a file of frames without one.
     current
         The file of frames that is open already, where one is.
+    index
+        The file of the manifest.
     """
 
     def __init__(
-        self, path: str, arrays: Sequence[ArrayEntry], document: Manifest | None, current: FrameFile | None = None
+        self,
+        path: str,
+        arrays: Sequence[ArrayEntry],
+        document: Manifest | None,
+        current: FrameFile | None = None,
+        index: Path | None = None,
     ) -> None:
         self.path = path
+        self._index = index
         self.arrays = tuple(arrays)
         self.document = document
         self._current = current
@@ -106,15 +115,16 @@ class FrameSet:
         return described_by(self.document.metadata, self.path) if self.document else None
 
     @property
-    def paths(self) -> list[str]:
-        """Every file that is read, the manifest left out."""
+    def files(self) -> list[str]:
+        """Every file that is read, that of the manifest as well."""
         names = {entry.file for array in self.arrays for entry in array.frames}
         opened = self._current
-        return [opened.file.path if opened and opened.name == name else str(self._root / name) for name in names]
+        frames = [opened.file.path if opened and opened.name == name else str(self._root / name) for name in names]
+        return frames if self._index is None else [str(self._index), *frames]
 
     def only(self, array: ArrayEntry) -> FrameSet:
         """The frames of one of the arrays."""
-        return FrameSet(self.path, [array], self.document, self._current)
+        return FrameSet(self.path, [array], self.document, self._current, self._index)
 
     def frame(self, entry: FrameEntry) -> Piece:
         """The bytes of a frame.
@@ -174,11 +184,9 @@ def open_frames(path: str, *, use_manifest: bool = True, options: DecodeOptions 
         index = Path(path, manifest.FILE_NAME)
         if not index.exists():
             raise ManifestError(f"{path}: has no {manifest.FILE_NAME}, so it is not a kvmnn bundle")
-        document = manifest.load(index)
-        return FrameSet(path, document.arrays, document)
+        return _listed(path, index)
     if path.endswith(".json") and os.path.exists(path):
-        document = manifest.load(Path(path))
-        return FrameSet(path, document.arrays, document)
+        return _listed(path, Path(path))
     file = MappedFile(path)
     side = Path(path + manifest.SIDE_SUFFIX)
     if use_manifest and side.exists():
@@ -186,9 +194,20 @@ def open_frames(path: str, *, use_manifest: bool = True, options: DecodeOptions 
         names = {entry.file for array in document.arrays for entry in array.frames}
         # A frame and its manifest may have been renamed together: the pair is what belongs together, not the name.
         if len(names) == 1:
-            return FrameSet(path, document.arrays, document, FrameFile(names.pop(), file))
+            return FrameSet(path, document.arrays, document, FrameFile(names.pop(), file), side)
         raise ManifestError(f"{side}: lists {len(names)} frame files, so it is not the manifest of {path}")
     return _lone(file, options)
+
+
+def _listed(path: str, index: Path) -> FrameSet:
+    """The frames that a manifest lists, each in a file of its own right."""
+    document = manifest.load(index)
+    found: dict[tuple[int, int], str] = {}
+    for name in sorted({entry.file for array in document.arrays for entry in array.frames}):
+        one = identity(index.parent / name)
+        if one is not None and found.setdefault(one, name) != name:
+            raise ManifestError(f"{path}: {name!r} and {found[one]!r} are one file of frames under two names")
+    return FrameSet(path, document.arrays, document, index=index)
 
 
 def _lone(file: MappedFile, options: DecodeOptions) -> FrameSet:

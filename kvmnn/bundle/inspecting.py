@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import FrameError
+from ..errors import FrameError, ManifestError
 from ..frames import FrameInfo, StreamInfo
 from ..frames import inspect as inspect_frame
 from ..packed.cache_info import CacheInfo
@@ -263,6 +264,8 @@ def inspect(frames: FrameSet, options: DecodeOptions | None = None) -> BundleInf
     ------
     FrameError
         When a frame does not decode; the message names its array and number.
+    ManifestError
+        When a frame is not what the manifest says: its bytes, its words, its predictors and codecs.
     """
     options = options or DecodeOptions()
     arrays = tuple(
@@ -282,10 +285,32 @@ def inspect(frames: FrameSet, options: DecodeOptions | None = None) -> BundleInf
 
 
 def _inspected(frames: FrameSet, array: ArrayEntry, number: int, options: DecodeOptions) -> FrameInfo:
+    entry = array.frames[number]
+    stored = frames.frame(entry)
+    where = f"{frames.path}: array {array.name!r}: frame {number}:"
+    if entry.sha256 not in (None, hashlib.sha256(stored.data).hexdigest()):
+        raise ManifestError(f"{where} does not match the manifest's sha256")
     try:
-        return inspect_frame(frames.frame(array.frames[number]), dtype=array.dtype, codecs=options.codecs)
+        info = inspect_frame(stored, dtype=array.dtype, codecs=options.codecs)
     except FrameError as exc:
-        raise FrameError(f"{frames.path}: array {array.name!r}: frame {number}: {exc}") from None
+        raise FrameError(f"{where} {exc}") from None
+    if info.raw_bytes != entry.raw_bytes:
+        raise ManifestError(f"{where} holds {info.raw_bytes} bytes, the manifest says {entry.raw_bytes}")
+    if frames.document is not None:
+        _check_streams(frames.document, info, where)
+    return info
+
+
+def _check_streams(document: Manifest, info: FrameInfo, where: str) -> None:
+    """`ManifestError` for a stream that was not made with what the manifest says the encoder might use."""
+    for stream in info.streams:
+        of_hi = stream.name == "hi" and document.hi_predictors is not None
+        predictors = (document.hi_predictors if of_hi else document.predictors) or ("raw",)
+        for what, used, said in (("predictor", stream.predictor, predictors), ("codec", stream.codec, document.codecs)):
+            if used not in said:
+                raise ManifestError(
+                    f"{where} stream {stream.name} has {what} {used}, the manifest says {', '.join(said)}"
+                )
 
 
 def _totals(infos: Iterable[FrameInfo]) -> dict[str, StreamTotal]:

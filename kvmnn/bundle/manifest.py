@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -66,10 +67,13 @@ class ArrayEntry(ArrayInfo):
         Of the raw bytes: little-endian words in memory order. None when there is no manifest.
     frames
         Joined, they decode to the raw bytes.
+    shared
+        Whether its frames may be those of other arrays, which must say so as well.
     """
 
     sha256: str | None
     frames: tuple[FrameEntry, ...]
+    shared: bool = False
 
     @property
     def stored_bytes(self) -> int:
@@ -162,6 +166,7 @@ def array_to_dict(array: ArrayEntry) -> dict[str, Any]:
         "stored_bytes": array.stored_bytes,
         "sha256": array.sha256,
         "frames": [vars(frame) for frame in array.frames],
+        **({"shared": True} if array.shared else {}),
     }
 
 
@@ -173,6 +178,8 @@ def load(path: Path) -> Manifest:
     ManifestError
         Naming the file and the JSON path of what is wrong.
     """
+    if path.exists() and not path.is_file():  # a FIFO would be waited for
+        raise ManifestError(f"{path}: is not a regular file, so it is no manifest")
     try:
         text = read_bounded(path, MAX_BYTES)
     except OSError as exc:
@@ -192,6 +199,7 @@ def from_json(text: bytes, where: str = "manifest") -> Manifest:
         raise version.wrong(f"{SCHEMA_VERSION}, the version this kvmnn reads")
     arrays = tuple(_array(node) for node in root.at("arrays").items(least=1))
     _check_unique(root, arrays)
+    _check_ranges(root, arrays)
     manifest = Manifest(
         kvmnn_version=root.at("kvmnn_version").text(),
         zstd_version=root.at("zstd").at("version").text(),
@@ -214,6 +222,22 @@ def _check_unique(root: Node, arrays: Sequence[ArrayEntry]) -> None:
         if array.name in seen:
             raise ManifestError(f"{root.where}: arrays[{index}].name: {array.name!r} is already taken")
         seen.add(array.name)
+
+
+def _check_ranges(root: Node, arrays: Sequence[ArrayEntry]) -> None:
+    """No byte of a file belongs to two frames, lest a small file stand for many arrays, but frames that are shared."""
+    ranges = sorted(
+        (frame.file, frame.offset, frame.offset + frame.bytes, index, array.shared)
+        for index, array in enumerate(arrays)
+        for frame in array.frames
+    )
+    for (file, *range_, one, shared), (other_file, *other_range, other, other_shared) in pairwise(ranges):
+        shares = shared and other_shared and one != other and range_ == other_range
+        if file == other_file and other_range[0] < range_[1] and not shares:
+            raise ManifestError(
+                f"{root.where}: arrays[{other}]: bytes {other_range[0]} to {other_range[1]} of {file!r} belong to "
+                f"arrays[{one}] as well, and are not declared as shared"
+            )
 
 
 def _check_sum(node: Node, key: str, expected: int) -> None:
@@ -244,6 +268,7 @@ def _array(node: Node) -> ArrayEntry:
         order="F" if order == "F" else "C",
         sha256=node.at("sha256").sha256(),
         frames=tuple(_frame(frame, word_bytes) for frame in node.at("frames").items(least=1)),
+        shared="shared" in node.value and node.at("shared").boolean(),
     )
     raw_bytes = math.prod(shape) * array.itemsize
     _check_sum(node, "stored_bytes", array.stored_bytes)

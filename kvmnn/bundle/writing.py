@@ -150,11 +150,11 @@ def encode(
 
 def _to_path(source: Source, path: str, options: EncodeOptions, force: bool, progress: Progress | None) -> Manifest:
     if len(source) > 1 or is_directory(path):
-        with DirectoryOutput(path, force=force, protect=source.inputs, index=manifest.FILE_NAME) as directory:
+        with DirectoryOutput(path, force=force, protect=source.files, index=manifest.FILE_NAME) as directory:
             made = encode_to_directory(source.arrays, directory, options, metadata=source.metadata, progress=progress)
             directory.commit()
         return made
-    with FileOutput(path, force=force, protect=source.inputs) as file:
+    with FileOutput(path, force=force, protect=source.files) as file:
         made = encode_to_file(source.arrays, file, options, metadata=source.metadata, progress=progress)
         file.commit()
     return made

@@ -99,12 +99,14 @@ class Node:
         return self.value
 
     def file_name(self) -> str:
-        """A plain relative name that cannot lead out of the manifest's directory by itself."""
+        """A plain relative name that cannot lead out of the manifest's directory by itself, in its one spelling."""
         name = self.text()
         windows = PureWindowsPath(name)
-        parts = PurePosixPath(name).parts
-        if not parts or windows.anchor or parts[0] == "/" or ".." in windows.parts or "\0" in name:
+        path = PurePosixPath(name)
+        if not path.parts or windows.anchor or path.parts[0] == "/" or ".." in windows.parts or "\0" in name:
             raise self.wrong("a relative file name without '..'")
+        if path.as_posix() != name:
+            raise self.wrong(f"the name of a file, {path.as_posix()!r}")
         return name
 
 

@@ -21,6 +21,7 @@ from typing import Protocol, Self
 
 from ..errors import OutputError
 from . import changes
+from .identity import identity
 
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EOPNOTSUPP, errno.EACCES}
 
@@ -105,7 +106,7 @@ class _Staged:
     def __init__(self, target: str | os.PathLike[str], *, force: bool, protect: Iterable[str]) -> None:
         self.target = Path(target)
         self.force = force
-        self._protect = [path for path in protect if os.path.exists(path)]
+        self._protected = {found for path in protect if (found := identity(path))}
         self._files: list[StagedFile] = []
         self._reading = changes.Reading()
 
@@ -128,10 +129,8 @@ class _Staged:
         """Refuse a target that is an input, or that exists and is not to be replaced."""
         if not os.path.lexists(target):
             return
-        for path in self._protect:
-            with suppress(OSError):
-                if os.path.samefile(path, target):
-                    raise OutputError(f"{target}: is the input itself; choose another output")
+        if identity(target) in self._protected:
+            raise OutputError(f"{target}: is the input itself; choose another output")
         if target.is_dir():
             raise OutputError(f"{target}: is a directory")
         if not self.force:

@@ -15,7 +15,8 @@ from ..bundle.manifest import ArrayEntry
 def of_frames(frames: FrameSet, options: DecodeOptions) -> Source:
     """Frames as a source: each array is decoded when its pieces are asked for, and its hashes are checked."""
     arrays = [_array(frames, entry, options) for entry in frames.arrays]
-    return Source(arrays, dict(frames.document.metadata) if frames.document else {}, inputs=(frames.path,))
+    metadata = dict(frames.document.metadata) if frames.document else {}
+    return Source(arrays, metadata, inputs=(frames.path,), opened=tuple(frames.files))
 
 
 def _array(frames: FrameSet, entry: ArrayEntry, options: DecodeOptions) -> NamedArray:

@@ -12,6 +12,7 @@ from pathlib import PurePath
 from ..arrays.named_array import NamedArray, Piece
 from ..arrays.names import conventional
 from ..arrays.source import Source
+from ..arrays.valid_names import name_of_file
 from ..errors import SourceError
 from ..files.mapped import MappedFile
 from . import npy
@@ -39,10 +40,9 @@ def read(path: str, options: ReadOptions) -> Source:
     SourceError
         When there is none, or as for a single file.
     """
-    arrays, skipped = select(
-        path, [(PurePath(file).stem, partial(_array, file, options)) for file in files_in(path)], options
-    )
-    return Source(arrays, skipped=skipped)
+    files = files_in(path)
+    arrays, skipped = select(path, [(name_of_file(file), partial(_array, file, options)) for file in files], options)
+    return Source(arrays, skipped=skipped, opened=tuple(files))
 
 
 def _order(name: str) -> tuple[bool, list[int | str]]:

@@ -158,7 +158,7 @@ def _to_path(frames: FrameSet, path: str, options: DecodeOptions, force: bool, p
             frames.document.metadata if frames.document else None,
             hashes=hashes if known else None,
             force=force,
-            protect=[frames.path, *frames.paths],
+            protect=frames.files,
             threads=options.threads,
         )
     except ReadBackError as error:

@@ -134,11 +134,7 @@ def is_checkpoint(path: str) -> bool:
 
 def is_torch_zip(path: str) -> bool:
     """Whether a zip archive has a ``data.pkl`` and so comes from torch rather than from numpy."""
-    try:
-        with open(path, "rb") as file:
-            head = file.read(4096)
-    except OSError:
-        return False
+    head = head_of(path, 4096)
     name_bytes = int.from_bytes(head[26:28], "little")
     return kind_of(head) == "torch zip" and not head[30 : 30 + name_bytes].endswith(b".npy")
 

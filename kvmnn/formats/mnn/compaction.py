@@ -201,7 +201,7 @@ def compact(
     started = time.perf_counter()
     info = described.info
     name = prefix_name(name, info)
-    with DirectoryOutput(output, force=force, protect=described.files.paths, index=name + SIDE_SUFFIX) as directory:
+    with DirectoryOutput(output, force=force, protect=described.files.opened, index=name + SIDE_SUFFIX) as directory:
         each = _each_layer(described, plans, dialect)
         layers = tuple(apply(layer, plan) for layer, plan in zip(info.layers, each, strict=True))
         after = replace(info, kind="prefix", name=check_name(name), layers=layers)

@@ -63,10 +63,12 @@ class Described:
             for files, layer in zip(self.files.layers, self.info.layers, strict=True)
             for part in PARTS
         ]
+        opened = self.files.opened
         if layout.quantised:  # no way back to these files: what was lost is said, and nothing is noted down
-            return Source(arrays, notes=[*self.notes, *layout.unrecoverable], lossy=True)
+            notes = [*self.notes, *layout.unrecoverable]
+            return Source(arrays, notes=notes, lossy=True, opened=opened)
         metadata = {cache_info.METADATA_KEY: cache_info.to_json(self.info)}
-        return Source(arrays, metadata, notes=list(self.notes), cache=self.info)
+        return Source(arrays, metadata, notes=list(self.notes), cache=self.info, opened=opened)
 
 
 def describe_files(files: PackedFiles, options: PackedOptions) -> Described:

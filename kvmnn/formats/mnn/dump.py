@@ -29,13 +29,17 @@ def read(path: str, options: ReadOptions) -> Source:
     """K and V of every dump below the directory, sorted by metadata path, e.g. ``run/layer_0/k_t0_16``."""
     root = Path(path)
     entries: list[tuple[str, Callable[[], NamedArray]]] = []
+    opened: list[str] = []
     for meta in sorted(root.rglob(GLOB)):
-        entries.extend(_tensors(root, meta, options))
+        opened.append(str(meta))
+        for name, file, make in _tensors(root, meta, options):
+            opened.append(str(file))
+            entries.append((name, make))
     arrays, skipped = select(path, entries, options)
-    return Source(arrays, skipped=skipped, token_major=True)
+    return Source(arrays, skipped=skipped, token_major=True, opened=tuple(opened))
 
 
-def _tensors(root: Path, meta: Path, options: ReadOptions) -> Iterator[tuple[str, Callable[[], NamedArray]]]:
+def _tensors(root: Path, meta: Path, options: ReadOptions) -> Iterator[tuple[str, Path, Callable[[], NamedArray]]]:
     fields = load_meta(meta)
     shape = tuple(positive(meta, fields, key) for key in ("seq_len", "kv_heads", "head_dim"))
     dtype = word_type(meta, fields)
@@ -45,7 +49,7 @@ def _tensors(root: Path, meta: Path, options: ReadOptions) -> Iterator[tuple[str
     for key in ("k_file", "v_file"):
         file = inside(root, meta, key, fields.get(key))
         name = PurePath(file.relative_to(root)).with_suffix("").as_posix()
-        yield name, partial(_array, file, name, shape, dtype, options)
+        yield name, file, partial(_array, file, name, shape, dtype, options)
 
 
 def _array(file: Path, name: str, shape: tuple[int, ...], native: dtypes.DType, options: ReadOptions) -> NamedArray:

@@ -32,15 +32,19 @@ def read(path: str, options: ReadOptions) -> Source:
     """K and V of every packed dump below the directory, each ``[kv_head, token, head_dim]``, by metadata path."""
     root = Path(path)
     entries: list[tuple[str, Callable[[], NamedArray]]] = []
+    opened: list[str] = []
     for meta in sorted(root.rglob(GLOB)):
-        entries.extend(_tensors(root, meta, options))
+        opened.append(str(meta))
+        for name, file, make in _tensors(root, meta, options):
+            opened.append(str(file))
+            entries.append((name, make))
     if not entries:
         raise SourceError(f"{path}: has no {GLOB} file below it, so it is not a packed MNN KV dump")
     arrays, skipped = select(path, entries, options)
-    return Source(arrays, skipped=skipped)
+    return Source(arrays, skipped=skipped, opened=tuple(opened))
 
 
-def _tensors(root: Path, meta: Path, options: ReadOptions) -> Iterator[tuple[str, Callable[[], NamedArray]]]:
+def _tensors(root: Path, meta: Path, options: ReadOptions) -> Iterator[tuple[str, Path, Callable[[], NamedArray]]]:
     fields = load_meta(meta)
     if fields.get("layout") != "packed":
         raise SourceError(f"{meta}: layout is {fields.get('layout')!r:.80}, expected 'packed'")
@@ -55,7 +59,7 @@ def _tensors(root: Path, meta: Path, options: ReadOptions) -> Iterator[tuple[str
     for part in PARTS:
         file = inside(root, meta, f"{part[0]}_file", fields.get(f"{part[0]}_file"))
         name = PurePath(file.relative_to(root)).with_suffix("").as_posix()
-        yield name, partial(_array, file, name, meta, fields, layout, part, options)
+        yield name, file, partial(_array, file, name, meta, fields, layout, part, options)
 
 
 def _array(

@@ -65,6 +65,11 @@ class PackedFiles:
         """Every data file."""
         return [path for layer in self.layers for path in (layer.key, layer.value)]
 
+    @property
+    def opened(self) -> tuple[str, ...]:
+        """Every file that is read: data, and the document beside them."""
+        return (*self.paths, *([self.document[1]] if self.document else []))
+
 
 def size_of(path: str) -> int:
     """Bytes of a regular file; `SourceError` for anything else."""

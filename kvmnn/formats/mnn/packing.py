@@ -83,7 +83,7 @@ def pack(
         token_ids=token_ids or info.token_ids,
         model=fingerprint(model) if model else info.model,
     )
-    return write_prefix(arrays, info, output, force=force, protect=source.inputs, notes=source.notes, progress=progress)
+    return write_prefix(arrays, info, output, force=force, protect=source.files, notes=source.notes, progress=progress)
 
 
 def repack(
@@ -123,7 +123,7 @@ def repack(
     )
     ((_, layout),) = target.candidates()
     info = prefix_info(arrays, layout, prefix_name(name, source.cache), capacity=capacity, like=source.cache)
-    return write_prefix(arrays, info, output, force=force, protect=source.inputs, notes=source.notes, progress=progress)
+    return write_prefix(arrays, info, output, force=force, protect=source.files, notes=source.notes, progress=progress)
 
 
 def prefix_name(name: str | None, info: CacheInfo | None) -> str:

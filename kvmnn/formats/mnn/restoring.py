@@ -127,8 +127,7 @@ def restore_prefix(
         raise LimitError(
             f"{frames.path}: its files have {target.file_bytes} bytes, above the limit of {options.max_bytes}"
         )
-    protect = [frames.path, *frames.paths]
-    packed = write_prefix(arrays, target, output, force=force, protect=protect, progress=progress)
+    packed = write_prefix(arrays, target, output, force=force, protect=frames.files, progress=progress)
     return RestoredPrefix(
         input=frames.path,
         packed=packed,

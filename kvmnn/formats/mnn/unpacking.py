@@ -124,7 +124,7 @@ def unpack(
     started = time.perf_counter()
     if form == "arrays":
         runs = _runs(source, progress)
-        write_arrays(output, source.arrays, runs, source.metadata, force=force, protect=source.inputs)
+        write_arrays(output, source.arrays, runs, source.metadata, force=force, protect=source.files)
     else:
         _write_dump(source, output, form, run_id, force, progress)
     return Unpacked(
@@ -145,7 +145,7 @@ def _write_dump(source: Source, output: str, form: Form, run_id: str, force: boo
             f"{' '.join(source.inputs)}: is not a packed cache, so nothing says how to pack it: use --as dump"
         )
     arrays = sort(source.arrays, token_major=source.token_major)
-    with DirectoryOutput(output, force=force, protect=with_contents(source.inputs)) as directory:
+    with DirectoryOutput(output, force=force, protect=with_contents(source.files)) as directory:
         write_dump(
             arrays,
             directory,

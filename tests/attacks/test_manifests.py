@@ -1,0 +1,221 @@
+"""Manifests that lie, repeat frames, name what is no file, or would be replaced by what they describe."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from bundles import edit
+from hostile_files import write_dump
+
+import kvmnn
+from kvmnn.bundle import manifest
+
+KEYS = np.random.default_rng(4).standard_normal((4, 30, 32)).astype(np.float16)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch, run):
+    monkeypatch.chdir(tmp_path)
+    np.save("k.npy", KEYS)
+    np.savez("both.npz", k=KEYS, v=-KEYS)
+    run("encode", "k.npy", "-o", "k.frame")
+    run("encode", "both.npz", "-o", "both/", "--frame-bytes", "4K")
+    return tmp_path
+
+
+def document(path: str = "k.frame.json") -> Any:
+    return json.loads(Path(path).read_text())
+
+
+# -- numbers that frames deny ------------------------------------------------------------------------------------------
+
+
+def larger(found: Any) -> None:
+    """1 TiB in a frame of a few KiB, and all sums in order."""
+    (array,) = found["arrays"]
+    array["shape"], array["frames"][0]["raw_bytes"] = [1 << 39], 1 << 40
+    array["raw_bytes"] = found["raw_bytes"] = 1 << 40
+
+
+def another_hash(found: Any) -> None:
+    found["arrays"][0]["frames"][0]["sha256"] = "0" * 64
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (larger, "holds 7680 bytes, the manifest says 1099511627776"),
+        (another_hash, "does not match the manifest's sha256"),
+    ],
+)
+def test_every_verb_compares_frames_with_their_manifest(here, run, change, message):
+    edit(Path("k.frame.json"), change)
+    for argv in (["inspect", "k.frame"], ["verify", "k.frame"], ["decode", "k.frame", "-o", "x.npy"]):
+        said = run(*argv, code=1)
+        assert message in said.err
+        assert said.out == ""
+    assert not Path("x.npy").exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("codecs", ["rle"], "stream lo has codec zstd, the manifest says rle"),
+        ("predictors", ["xor_seq"], "stream lo has predictor raw, the manifest says xor_seq"),
+        ("hi_predictors", ["xor_seq"], "stream hi has predictor raw, the manifest says xor_seq"),
+    ],
+)
+def test_inspect_compares_streams_with_the_manifest(here, run, key, value, message):
+    edit(Path("k.frame.json"), lambda found: found.update({key: value}))
+    assert message in run("inspect", "k.frame", code=1).err
+
+
+# -- frames that are used twice ----------------------------------------------------------------------------------------
+
+
+def doubled(found: Any, count: int, **more: object) -> None:
+    """The first array `count` times, under names of their own."""
+    array = {**found["arrays"][0], **more}
+    found["arrays"] = [{**array, "name": f"k{number}"} for number in range(count)]
+    found["raw_bytes"], found["stored_bytes"] = array["raw_bytes"] * count, array["stored_bytes"] * count
+
+
+def test_a_frame_cannot_stand_for_many_arrays(here, run):
+    edit(Path("k.frame.json"), lambda found: doubled(found, 1000))
+    for argv in (["inspect", "k.frame"], ["decode", "k.frame", "-o", "x/"]):
+        error = run(*argv, code=1).err
+        assert "arrays[1]: bytes 0 to " in error
+        assert "of 'k.frame' belong to arrays[0] as well, and are not declared as shared" in error
+
+
+def test_frames_that_are_declared_as_shared(here, run):
+    edit(Path("k.frame.json"), lambda found: doubled(found, 3, shared=True))
+    assert "LOSSLESS" in run("verify", "k.frame").out
+    run("decode", "k.frame", "-o", "x/")
+    assert {np.load(path).tobytes() for path in Path("x").iterdir()} == {KEYS.tobytes()}
+    assert manifest.from_json(manifest.to_json(manifest.load(Path("k.frame.json")))).arrays[2].shared
+
+
+def overlapping(found: Any) -> None:
+    """The second frame begins inside the first."""
+    for array in found["arrays"]:
+        array["shared"] = True
+    found["arrays"][0]["frames"][1]["offset"] -= 1
+
+
+def twice_in_one(found: Any) -> None:
+    parts = found["arrays"][0]["frames"]
+    found["arrays"][0]["shared"] = True
+    parts[0] = parts[1]
+
+
+def shared_by_one(found: Any) -> None:
+    doubled(found, 2)
+    found["arrays"][1]["shared"] = True
+
+
+@pytest.mark.parametrize("change", [overlapping, twice_in_one, shared_by_one])
+def test_what_is_shared_is_a_whole_frame_of_arrays_that_both_say_so(here, run, change):
+    path = "both/manifest.json"
+    edit(Path(path), change)
+    found = document(path)
+    for array in found["arrays"]:
+        array["stored_bytes"] = sum(frame["bytes"] for frame in array["frames"])
+    found["stored_bytes"] = sum(array["stored_bytes"] for array in found["arrays"])
+    Path(path).write_text(json.dumps(found))
+    error = run("inspect", "both", code=1).err
+    assert "not declared as shared" in error or "raw_bytes" in error
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_one_file_under_two_names(here, run, link):
+    def change(found: Any) -> None:
+        first = found["arrays"][0]
+        frames = [{**frame, "file": "v.frame"} for frame in first["frames"]]
+        found["arrays"][1] = {**first, "name": "v", "frames": frames}
+        found["stored_bytes"] = 2 * first["stored_bytes"]
+
+    Path("both/v.frame").unlink()
+    link("k.frame" if link is os.symlink else "both/k.frame", "both/v.frame")
+    edit(Path("both/manifest.json"), change)
+    assert "'v.frame' and 'k.frame' are one file of frames under two names" in run("verify", "both", code=1).err
+
+
+# -- what is no file ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["k.frame/", "./k.frame", "a//k.frame", "a/./k.frame"])
+def test_names_of_files_have_one_spelling(here, run, name):
+    edit(Path("k.frame.json"), lambda found: found["arrays"][0]["frames"][0].update(file=name))
+    for verb in ("inspect", "verify"):
+        assert "frames[0].file: found" in run(verb, "k.frame.json", code=1).err
+
+
+def test_a_manifest_is_a_regular_file(here, run):
+    """A FIFO was waited for, for ever."""
+    Path("k.frame.json").unlink()
+    os.mkfifo("k.frame.json")
+    Path("both/manifest.json").unlink()
+    os.mkfifo("both/manifest.json")
+    for name in ("k.frame", "k.frame.json", "both", "both/manifest.json"):
+        assert "json: is not a regular file, so it is no manifest" in run("inspect", name, code=1).err
+    Path("k.frame.json").unlink()
+    Path("k.frame.json").mkdir()
+    assert "k.frame.json: is not a regular file" in run("decode", "k.frame", "-o", "x.npy", code=1).err
+    assert "DECODES" in run("verify", "--no-manifest", "k.frame").out
+
+
+# -- outputs that are inputs -------------------------------------------------------------------------------------------
+
+
+def tree() -> dict[str, str]:
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in Path().rglob("*") if path.is_file()}
+
+
+def test_no_output_replaces_an_input(here, run):
+    write_dump(here / "dump", KEYS)
+    os.link("k.frame.json", "hard.bin")
+    os.symlink("k.frame.json", "soft.bin")
+    os.symlink("../both/manifest.json", "dump/leads.bin")
+    run("encode", "both.npz", "-o", "plain.frames/")
+    run("decode", "both", "-o", "arrays/")
+    before = tree()
+    for argv in (
+        "decode k.frame -o k.frame.json",
+        "decode k.frame -o k.frame",
+        "decode k.frame.json -o k.frame",
+        "decode k.frame.json -o k.frame.json",
+        "decode k.frame -o hard.bin",
+        "decode k.frame -o soft.bin",
+        "decode k.frame -o ./both/../k.frame.json",
+        "unpack k.frame -o k.frame.json",
+        "encode k.npy -o k.npy",
+        "encode arrays --tensor k -o arrays/v.npy",
+        "unpack arrays -o arrays/",
+        "encode dump --tensor k_t0_4 -o dump/k_t0_4.bin",
+        "encode dump --tensor k_t0_4 -o dump/v_t0_4.bin",
+        "encode dump --tensor k_t0_4 -o dump/meta_t0_4.json",
+        "unpack dump --tensor k_t0_4 -o dump/meta_t0_4.json",
+    ):
+        assert "is the input itself" in run(*argv.split(), "--force", code=1).err, argv
+        assert tree() == before, argv
+
+
+def test_a_side_manifest_does_not_replace_an_input_either(here, run):
+    os.link("k.npy", "new.frame.json")
+    before = tree()
+    assert "new.frame.json: is the input itself" in run("encode", "k.npy", "-o", "new.frame", "-f", code=1).err
+    assert tree() == before
+
+
+def test_what_is_no_input_is_replaced(here, run):
+    run("decode", "both", "-o", "both/")
+    run("decode", "both", "-o", "both/", "--force")
+    run("encode", "both.npz", "-o", "both/", "--force")
+    assert kvmnn.open("both").files[0] == "both"

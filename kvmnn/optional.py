@@ -11,6 +11,10 @@ _LM = "onnxruntime onnx tokenizers"
 _TOGETHER = dict.fromkeys(_LM.split(), _LM)
 """What is needed where one of them is, so that nobody installs one after the other."""
 
+_FATAL = 4
+"""Of onnxruntime's lines on standard error. Those below carry names out of the model as they are, and what is wrong is
+raised as well."""
+
 
 def package(name: str) -> Any:
     """The module `name`.
@@ -26,7 +30,10 @@ def package(name: str) -> Any:
         Where it is not installed; the message says how to install it and what is needed with it.
     """
     try:
-        return importlib.import_module(name)
+        found = importlib.import_module(name)
     except ImportError as error:
         top = name.partition(".")[0]
         raise MissingDependencyError(f"this needs the package {top}: pip install {_TOGETHER.get(top, top)}") from error
+    if name == "onnxruntime":
+        found.set_default_logger_severity(_FATAL)
+    return found

@@ -80,7 +80,7 @@ class Result:
         times = (self.encode.cpu, self.encode.wall, self.decode.cpu, self.decode.wall)
         speeds = " ".join(f"{self.raw_bytes / 1e6 / max(seconds, 1e-9):>8.0f}" for seconds in times)
         pays = "never" if self.break_even is None else f"{self.break_even / 1e6:.1f}"
-        return f"{self.codec:<24} {self.ratio:>8.4f} {speeds} {pays:>11}"
+        return f"{self.codec:<22} {self.ratio:>7.4f} {speeds} {pays:>11}"
 
 
 @dataclass(frozen=True)
@@ -113,13 +113,13 @@ class Report:
 
     def __str__(self) -> str:
         lines = [
-            f"{'':<24} {'':>8} {'encode MB/s':>17} {'decode MB/s':>17} {'break-even':>11}",
-            f"{'codec':<24} {'ratio':>8} {'cpu':>8} {'wall':>8} {'cpu':>8} {'wall':>8} {'MB/s':>11}",
+            f"{'':<22} {'':>7} {'encode MB/s':>17} {'decode MB/s':>17} {'break-even':>11}",
+            f"{'codec':<22} {'ratio':>7} {'cpu':>8} {'wall':>8} {'cpu':>8} {'wall':>8} {'MB/s':>11}",
         ]
         for result in self.results:
             note = "" if result.raw_bytes == self.sample_bytes else f"  (first {result.raw_bytes:,} bytes)"
             lines.append(f"{result}{note}")
-        lines += [f"{name:<24} not installed" for name in self.missing]
+        lines += [f"{name:<22} not installed" for name in self.missing]
         return "\n".join(lines)
 
     def heading(self, threads: int) -> str:

@@ -125,7 +125,7 @@ class ArrayFrames:
         array = self.entry
         return (
             f"{array.name:<{width}}  {array.dtype} {list(array.shape)} {array.order}  {array.nbytes:,} -> "
-            f"{array.stored_bytes:,} bytes  ratio {self.ratio:.4f}  {count(len(self.frames), 'frame')}"
+            f"{array.stored_bytes:,}  ratio {self.ratio:.4f}  {count(len(self.frames), 'frame')}"
         )
 
 
@@ -172,10 +172,8 @@ class StreamTotal:
 
     def __str__(self) -> str:
         choices = ", ".join(f"{choice} x{times}" for choice, times in sorted(self.chosen.items()))
-        return (
-            f"{self.raw_bytes:>15,} -> {self.payload_bytes:>15,} bytes  {self.bits_per_byte:.3f} bits/byte (entropy "
-            f"{self.entropy:.3f})  {choices}"
-        )
+        sizes = f"{self.raw_bytes:>13,} {self.payload_bytes:>13,}"
+        return f"{sizes} {self.bits_per_byte:>9.3f} {self.entropy:>8.3f}  {choices}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,4 +320,5 @@ def _totals(infos: Iterable[FrameInfo]) -> dict[str, StreamTotal]:
 
 
 def _total_lines(streams: dict[str, StreamTotal]) -> list[str]:
-    return [f"    {name:<11} {total}" for name, total in streams.items()]
+    heading = f"    {'bytes of':<11} {'raw':>13} {'stored':>13} {'bits/byte':>9} {'entropy':>8}  chosen"
+    return [heading, *(f"    {name:<11} {total}" for name, total in streams.items())]

@@ -33,12 +33,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     arguments: Namespace | None = None
     streams.claim_descriptors()
+    streams.forget_names()
     try:
         with _signals(), _warnings():
             from ..files.changes import Reading
             from . import parser
 
             arguments = parser.parse(words)
+            streams.expect_names(_words(arguments))
             with Reading():
                 code: int = arguments.run(arguments)
                 streams.flush()
@@ -110,11 +112,16 @@ def _defect(exc: BaseException, arguments: Namespace | None) -> str:
 
 
 def _files(arguments: Namespace | None) -> list[str]:
-    """The files among the arguments, in the order of the options' names."""
+    """The files among the arguments."""
+    return [word for word in _words(arguments) if "\0" not in word and os.path.exists(word)]
+
+
+def _words(arguments: Namespace | None) -> list[str]:
+    """The arguments that are words, but for texts."""
     found: list[str] = []
-    for value in vars(arguments).values() if arguments is not None else ():
-        words = value if isinstance(value, list | tuple) else [value]
-        found += [word for word in words if isinstance(word, str) and "\0" not in word and os.path.exists(word)]
+    for name, value in vars(arguments).items() if arguments is not None else ():
+        values = value if isinstance(value, list | tuple) else [value]
+        found += [word for word in values if isinstance(word, str) and name != "prompt"]
     return found
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import PurePath
 from typing import Any, Protocol
 
 from ..errors import OptionError
@@ -43,8 +45,24 @@ def show(
     changes.check()
     if arguments.json:
         print_json({"verb": verb, **result.to_dict()})
-    elif line := str(result) if text is None else text:
+        return
+    if verb != "generate":  # whose result has texts with lines of their own
+        expect_names(result.to_dict())
+    if line := str(result) if text is None else text:
         say(arguments, line, data_on_stdout=data_on_stdout)
+
+
+def expect_names(document: Any) -> None:
+    """The texts in a document are names, which stay in their line where the result is printed as text."""
+    if isinstance(document, str):
+        streams.expect_names([document])
+    elif isinstance(document, dict):
+        for key, value in document.items():
+            expect_names(key)
+            expect_names(value)
+    elif isinstance(document, list | tuple):
+        for value in document:
+            expect_names(value)
 
 
 def show_failure(arguments: argparse.Namespace, verb: str, result: Result) -> int:
@@ -88,6 +106,20 @@ def to_stdout(arguments: argparse.Namespace, source: str) -> bool:
     if arguments.output == STDIO:
         return True
     return arguments.output is None and source == STDIO and not arguments.json and not streams.on_terminal()
+
+
+def output_or_beside(arguments: argparse.Namespace, source: str, suffix: str) -> str:
+    """The output: as given, or beside the input under its name with another suffix; one with a slash is a directory.
+
+    `UsageError` for standard output, which carries no such data, and where the input gives no name.
+    """
+    given: str | None = arguments.output
+    if given is not None and given != STDIO:
+        return given
+    path = PurePath(source)
+    if given == STDIO or source == STDIO or not path.name.strip("."):
+        raise UsageError(f"no output given: use -o {'DIR/' if suffix.endswith('/') else f'OUT{suffix}'}")
+    return str(path if os.path.isdir(source) else path.with_suffix("")) + suffix
 
 
 def data_stdout(arguments: argparse.Namespace, what: str) -> Stdout:

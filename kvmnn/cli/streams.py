@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import shutil
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import TextIO
 
+from ..text.folding import folded
 from ..text.visible import one_line, visible
 
 
@@ -28,6 +32,29 @@ def claim_descriptors() -> None:
                 os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
 
 
+_broken: dict[str, str] = {}
+"""Parts of names that have line ends, and how they are shown."""
+
+
+def forget_names() -> None:
+    """Begin anew, with the names of the working directory."""
+    _broken.clear()
+    with suppress(OSError):
+        expect_names([os.getcwd()])
+
+
+def expect_names(words: Iterable[str]) -> None:
+    """Names, of files or of what is in them, that a result will repeat.
+
+    A result is lines, so that `out` cannot tell the end of one from a line end in a name. It can where it knows the
+    name.
+    """
+    for word in words:
+        for found in re.finditer(r"[^\n/]{0,8}\n+[^\n/.]{0,8}", word):
+            if found[0].strip("\n"):
+                _broken[found[0]] = visible(found[0], lines=False)
+
+
 def out(text: str, end: str = "\n") -> None:
     """Text on standard output.
 
@@ -38,7 +65,7 @@ def out(text: str, end: str = "\n") -> None:
     """
     stream = _stdout()
     try:
-        stream.write(_encodable(visible(text), stream) + end)
+        stream.write(_shown(text, stream) + end)
     except BrokenPipeError:
         raise ReaderGoneError from None
 
@@ -62,7 +89,7 @@ def err_lines(text: str) -> None:
     stream = sys.stderr
     if stream is not None:
         with suppress(OSError, ValueError):
-            stream.write(_encodable(visible(text), stream) + "\n")
+            stream.write(_shown(text, stream) + "\n")
             stream.flush()
 
 
@@ -111,7 +138,12 @@ def _stdout() -> TextIO:
     return sys.stdout
 
 
-def _encodable(text: str, stream: TextIO) -> str:
-    """With escapes for letters that the stream's encoding lacks."""
+def _shown(text: str, stream: TextIO) -> str:
+    """With escapes for what a terminal would act on, and for letters that the stream's encoding lacks."""
+    for part, shown in _broken.items():
+        text = text.replace(part, shown)
+    text = visible(text)
+    if stream.isatty():
+        text = folded(text, shutil.get_terminal_size().columns)
     encoding = stream.encoding or "utf-8"  # that of an io.StringIO is None
     return text.encode(encoding, "backslashreplace").decode(encoding)

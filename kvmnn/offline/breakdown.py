@@ -52,11 +52,11 @@ class Sizes:
     def line(self, label: str) -> str:
         """A line of the table."""
         simulated = ratio(self.raw_bytes, self.simulated_bytes)
-        line = f"{label:<12} {self.raw_bytes:>15,} {self.simulated_bytes:>15,} {simulated:>8.4f}"
+        line = f"{label:<9} {self.raw_bytes:>13,} {self.simulated_bytes:>13,} {simulated:>6.4f}"
         if self.limit_bytes is not None:
             line += f" {'none' if self.limit_ratio is None else f'{self.limit_ratio:.4f}':>13}"
         if self.stored is not None:
-            line += f" {self.stored.bytes:>15,} {ratio(self.raw_bytes, self.stored.bytes):>8.4f}"
+            line += f" {self.stored.bytes:>13,} {ratio(self.raw_bytes, self.stored.bytes):>6.4f}"
         return line
 
 
@@ -128,9 +128,9 @@ class Breakdown:
         return {**sizes, "framing_bytes": totals.extra_bytes[part], "lanes": found}
 
     def __str__(self) -> str:
-        header = f"{'':<12} {'raw bytes':>15} {'simulated':>15} {'ratio':>8}"
+        header = f"{'':<9} {'raw bytes':>13} {'simulated':>13} {'ratio':>6}"
         header += f" {'order-0 limit':>13}" if self.has_limits else ""
-        header += f" {'STORED':>15} {'ratio':>8}" if self.is_stored else ""
+        header += f" {'STORED':>13} {'ratio':>6}" if self.is_stored else ""
         lines = [header]
         for label, totals in [*((f"layer {n}", t) for n, t in self.layers.items()), ("total", self.overall)]:
             lines.append(self.of(totals).line(label))

@@ -43,6 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     for number, path in enumerate(arguments.inputs):
         document, text = _inspected(path, arguments)
         documents.append(document)
+        printing.expect_names(document)
         printing.say(arguments, ("\n" if number else "") + text)
     if arguments.json:
         printing.print_json({"verb": "inspect", "inputs": documents})

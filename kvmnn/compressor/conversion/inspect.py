@@ -323,19 +323,22 @@ def _row(layer: int, name: str, shape: tuple[int, int], bias: bool, dtype: str, 
 
 def _table(rows: list[Row]) -> list[str]:
     width = max(len(row.name) for row in rows)
-    kind = max(8, *(len(row.dtype) for row in rows))
+    kind = max(4, *(len(row.dtype) for row in rows))
     lines = [
-        f"  {'weight':<{width}}  {'shape':>13}  bias  {'type':<{kind}} {'min':>11} {'max':>11} {'mean':>11} "
-        f"{'std':>11}  non-finite"
+        f"  {'weight':<{width}} {'shape':>10} bias {'type':<{kind}} {'min':>8} {'max':>8} {'mean':>9} {'std':>8}"
+        + ("  non-finite" if any(row.non_finite for row in rows) else "")
     ]
     for row in rows:
         numbers = (row.minimum, row.maximum, row.mean, row.std)
         lines.append(
-            f"  {row.name:<{width}}  {f'{row.shape[0]} x {row.shape[1]}':>13}  {'yes' if row.bias else 'no':<4}  "
-            f"{row.dtype:<{kind}} {' '.join('          -' if n is None else f'{n:>11.4g}' for n in numbers)}  "
-            f"{row.non_finite or ''}".rstrip()
+            f"  {row.name:<{width}} {f'{row.shape[0]}x{row.shape[1]}':>10} {'yes' if row.bias else 'no':<4} "
+            f"{row.dtype:<{kind}} {' '.join(map(_number, numbers, (8, 8, 9, 8)))}  {row.non_finite or ''}".rstrip()
         )
     return lines
+
+
+def _number(value: float | None, width: int) -> str:
+    return f"{'-':>{width}}" if value is None else f"{value:>{width}.3g}"
 
 
 def _line(text: str) -> str:

@@ -14,7 +14,7 @@ from .engine import linears
 from .onnx_graph import LayerKind, build, kinds_of
 from .options import Precision
 
-_ERRORS_ONLY = 3
+_SILENT = 4  # errors are raised; its lines would carry names of the file as they are
 
 
 class OnnxEngine:
@@ -57,7 +57,7 @@ class OnnxEngine:
 
     def _open(self, kind: LayerKind) -> Any:
         options = self._runtime.SessionOptions()
-        options.log_severity_level = _ERRORS_ONLY
+        options.log_severity_level = _SILENT
         model = build(self._weights, kind, self._precision)
         try:
             return self._runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])

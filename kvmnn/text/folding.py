@@ -1,0 +1,35 @@
+"""Lines that are longer than a terminal is wide, broken between words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from .side_by_side import columns
+
+_INDENT = 4
+
+
+def folded(text: str, width: int) -> str:
+    """Lines of at most `width` columns where their words allow it; what goes on is indented beneath its line."""
+    return "\n".join(_folded(line, width) for line in text.split("\n"))
+
+
+def _folded(line: str, width: int) -> str:
+    if columns(line) <= width:
+        return line
+    indent = len(line) - len(line.lstrip(" ")) + _INDENT
+    rows, row = [], ""
+    for word in _words(line, width - indent):
+        if row.strip() and columns(row + word) > width:
+            rows.append(row)
+            row = " " * indent + word.lstrip(" ")
+        else:
+            row += word
+    return "\n".join([*rows, row])
+
+
+def _words(line: str, width: int) -> Iterator[str]:
+    """Words with the blanks before them; lists that are too long for a line are cut behind their commas."""
+    for word in re.findall(r" *[^ ]+", line):
+        yield from [word] if columns(word.lstrip(" ")) <= width else re.findall(r" *[^ ,]*,?", word)[:-1]

@@ -1,0 +1,193 @@
+"""Nothing that a file says reaches a terminal as a command: names and texts of others are escaped, in every verb."""
+
+from __future__ import annotations
+
+import ast
+import json
+import unicodedata
+from pathlib import Path
+
+import compressor_files
+import numpy as np
+import pytest
+from hostile_files import samples
+from repository import ROOT
+
+import kvmnn
+from kvmnn.cli import main
+from kvmnn.optional import package
+
+NAME = "x\nINJECTED\x1b[31m\r\x9b2J\u202e\x7f\u2028"
+"""A line of its own, colours, a return to the line's start, C1, the direction of writing, DEL, a separator."""
+
+OUTLETS = {"cli/streams.py", "evaluation/running/worker.py"}
+"""Modules that write to the standard streams; everything else goes through the first."""
+
+MENTIONS = {"cli/command.py", "cli/printing.py"}
+"""Modules that name the streams and write nothing to them: the last flush, and the terminal of the progress bar."""
+
+
+# -- no print goes round the outlet ------------------------------------------------------------------------------------
+
+
+def written(text: str) -> list[str]:
+    """What a module writes to the standard streams by itself."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("print", "input"):
+            found.append(f"{node.lineno}: {node.func.id}")
+        if isinstance(node, ast.Attribute) and ast.unparse(node).replace("_", "") in ("sys.stdout", "sys.stderr"):
+            found.append(f"{node.lineno}: {ast.unparse(node)}")
+        if isinstance(node, ast.ImportFrom) and node.module == "sys":
+            found.append(f"{node.lineno}: from sys import")
+    return found
+
+
+def test_everything_said_goes_through_one_place() -> None:
+    package = ROOT / "kvmnn"
+    round_it = {str(path.relative_to(package)): written(path.read_text()) for path in package.rglob("*.py")}
+    assert {name: lines for name, lines in round_it.items() if lines and name not in OUTLETS | MENTIONS} == {}
+
+
+@pytest.mark.parametrize("line", ["print('x')", "import sys; sys.stderr.write('x')", "from sys import stdout"])
+def test_a_print_that_goes_round_is_found(line) -> None:
+    assert written(line)
+
+
+# -- a walk over all verbs ---------------------------------------------------------------------------------------------
+
+
+def said(capfd: pytest.CaptureFixture[str], argv: list[str]) -> tuple[int, str]:
+    """Exit code and everything that a verb says, native code included, after the checks that hold for all of it."""
+    capfd.readouterr()
+    code = main(argv)
+    streams = capfd.readouterr()
+    for text in streams:
+        wrong = {c for c in text if not c.isprintable() and c != "\n" and unicodedata.category(c) != "Zs"}
+        assert not wrong, (argv, wrong)
+        lines = text.splitlines()
+        assert not [line for line in lines if line.strip(" |-").startswith("INJECTED")], (argv, text)
+    assert code in (0, 1, 2), streams.err
+    return code, streams.out + streams.err
+
+
+@pytest.mark.parametrize("kind", sorted(samples()))
+def test_names_of_files(kind, tmp_path, capfd) -> None:
+    """Every reader, its files in a folder with a hostile name; good files, and files that are refused."""
+    sample = samples()[kind]
+    folder = tmp_path / NAME / "in"
+    for name, data in sample.files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    for good in (True, False):
+        for number, command in enumerate(sample.commands):
+            out = tmp_path / f"{NAME}{good}{number}"
+            argv = [word.replace("{in}", str(folder)).replace("{out}", str(out)) for word in command.split()]
+            code, _ = said(capfd, argv)
+            assert code == 0 or not good
+            said(capfd, argv)  # the output exists
+        for name in sample.damaged:
+            (folder / name).write_bytes(sample.files[name][: len(sample.files[name]) // 2])
+
+
+WORDS = np.random.default_rng(0).standard_normal((2, 6, 8)).astype(np.float16)
+
+
+def in_npz(folder: Path, name: str) -> Path:
+    np.savez(folder / "a.npz", **{name: WORDS, f"{name}2": WORDS.astype(np.float64)})
+    return folder / "a.npz"
+
+
+def in_safetensors(folder: Path, name: str) -> Path:
+    entry = {"dtype": "F16", "shape": [2, 6, 8], "data_offsets": [0, WORDS.nbytes]}
+    head = json.dumps({name: entry, "__metadata__": {name: name}}).encode()
+    (folder / "a.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + WORDS.tobytes())
+    return folder / "a.safetensors"
+
+
+def in_manifest(folder: Path, name: str) -> Path:
+    np.save(folder / "k.npy", WORDS)
+    assert main(["encode", "-q", str(folder / "k.npy"), "-o", str(folder / "k.frame")]) == 0
+    beside = folder / "k.frame.json"
+    document = json.loads(beside.read_text())
+    document["arrays"][0]["name"] = name
+    beside.write_text(json.dumps(document))
+    return folder / "k.frame"
+
+
+def in_checkpoint(folder: Path, name: str) -> Path:
+    path = folder / "c.pth"
+    compressor_files.checkpoint(path, {f"{name}.0.weight": np.zeros((2, 2), np.float32)})
+    return path
+
+
+@pytest.mark.parametrize("made", [in_npz, in_safetensors, in_manifest])
+def test_names_of_arrays(made, tmp_path, capfd) -> None:
+    path, out = str(made(tmp_path, NAME)), str(tmp_path / "out")
+    for argv in (
+        ["inspect", "-v", path],
+        ["encode", "-v", path, "-o", f"{out}1/", "--skip-unsupported"],
+        ["encode", path, "-o", f"{out}2/"],
+        ["encode", path, "--tensor", "no", "-o", f"{out}3/"],
+        ["encode", path, "--tensor", f"no{NAME}", "-o", f"{out}3/"],
+        ["decode", path, "-o", f"{out}4/"],
+        ["decode", path, "-o", f"{out}5.npz"],
+        ["verify", path],
+        ["verify", path, "--against", path],
+        ["verify", f"{out}1", "--against", path],
+        ["diff", path, path],
+        ["diff", path, f"{out}1"],
+        ["bench", path, "--rounds", "1"],
+        ["measure", path],
+        ["pack", path, "-o", f"{out}6/", "--backend", "x86-avx2"],
+        ["unpack", path, "-o", f"{out}7/"],
+        ["plan", path],
+        ["compress-kv", path, path, "-o", f"{out}8.npz"],
+        ["replay", path, "--config", path],
+        ["convert", path, f"{out}9.bin"],
+        ["export", path, "-o", f"{out}10.npz"],
+    ):
+        said(capfd, argv)
+        said(capfd, [*argv, "--json"])
+
+
+@pytest.mark.parametrize("verb", ["encode", "eval", "generate", "pack", "compact"])
+def test_words_of_the_command_line(verb, capfd) -> None:
+    for argv in ([verb, f"--{NAME}"], [verb, NAME, f"--dtype={NAME}"], [NAME], [verb, NAME, "-o", NAME]):
+        said(capfd, argv)
+
+
+@pytest.mark.parametrize("document", [{NAME: 1}, [NAME], {"schema": NAME}, {"arrays": [{NAME: NAME}]}, NAME])
+def test_texts_of_json(document, tmp_path, capfd) -> None:
+    (tmp_path / "k.frame").write_bytes(kvmnn.encode(WORDS))
+    (tmp_path / "k.frame.json").write_text(json.dumps(document))
+    np.save(tmp_path / "k.npy", WORDS)
+    (tmp_path / "t.json").write_text(json.dumps(document))
+    for argv in (
+        ["decode", f"{tmp_path}/k.frame", "-o", f"{tmp_path}/o.npy"],
+        ["inspect", f"{tmp_path}/t.json"],
+        ["replay", f"{tmp_path}/k.npy", "--config", f"{tmp_path}/t.json"],
+        ["pack", f"{tmp_path}/k.npy", "-o", f"{tmp_path}/p/", "--token-ids", f"{tmp_path}/t.json"],
+        ["compact", f"{tmp_path}/k.npy", "-o", f"{tmp_path}/p/", "--plan", f"{tmp_path}/t.json"],
+        ["plan", f"{tmp_path}/t.json"],
+    ):
+        said(capfd, argv)
+
+
+def test_onnxruntime_prints_nothing_of_a_model(tmp_path, capfd) -> None:
+    """Its lines on standard error are written by native code, with names as they are."""
+    onnx = pytest.importorskip("onnx")
+    onnxruntime = package("onnxruntime")
+    value = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1])
+    unused = onnx.numpy_helper.from_array(np.zeros(3, np.float32), NAME)
+    node = onnx.helper.make_node("Identity", ["x"], ["y"], name=NAME)
+    out = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [1])
+    graph = onnx.helper.make_graph([node], NAME, [value], [out], [unused])
+    model = onnx.helper.make_model(graph, ir_version=8, opset_imports=[onnx.helper.make_opsetid("", 17)])
+    capfd.readouterr()
+    onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    assert capfd.readouterr() == ("", "")
+    onnx.save(model, tmp_path / "model.onnx")
+    for verb in ("generate --prompt a", "dump-kv --text a -o b", "eval --text a --policy full"):
+        code, text = said(capfd, [*verb.split(), str(tmp_path)])
+        assert code in (1, 2), text

@@ -1,0 +1,75 @@
+"""Results in a terminal of 80 columns: tables fit, sentences are broken between words; pipes get lines as they are."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import compressor_files
+import numpy as np
+import pytest
+
+from kvmnn.text.folding import folded
+
+WORDS = np.random.default_rng(4).standard_normal((2, 320, 64)).astype(np.float32)
+VERBS = """
+encode keys.npy
+encode kv.npz -f -v
+inspect keys.npy.frame -v
+inspect kv.npz.frames
+inspect kv.npz
+verify kv.npz.frames --against kv.npz
+decode keys.npy.frame -o back.npy
+diff kv.npz kv.npz.frames
+bench keys.npy --rounds 1 --max-bytes 16K
+pack kv.npz -o sys/ --name sys --backend x86-avx2
+inspect sys/
+repack sys/ --from x86-avx2 --to arm64-fp16
+compact sys/ --remove 100 --reserve 0:10
+measure kv.npz --real
+plan scores.npy
+convert comp.pth
+inspect comp.bin
+inspect comp.pth
+verify comp.bin --against comp.pth
+export comp.bin
+compress-kv comp.bin kv.npz -v
+"""
+
+WRITERS = ("encode", "decode", "pack", "repack", "compact", "convert", "export", "compress-kv")
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    np.save("keys.npy", np.repeat(WORDS, 16, axis=1).astype(np.float16))
+    np.savez("kv.npz", **{f"layer_{n}.{part}": WORDS for n in range(2) for part in ("key", "value")})
+    np.save("scores.npy", np.random.default_rng(1).random((4, 1, 9000)).astype(np.float32))
+    compressor_files.checkpoint(Path("comp.pth"), compressor_files.weights(2, head_dim=64))
+    return tmp_path
+
+
+def test_results_fit_a_terminal(here, run, monkeypatch) -> None:
+    rows: dict[str, list[str]] = {}
+    for command in VERBS.strip().splitlines():
+        lines = run(*command.split()).out.splitlines()
+        rows[command] = [line for line in lines if len(re.findall(r" {3,}[\d.,]+", line)) > 2]
+        assert not [line for line in rows[command] if len(line) > 80], "a table is too wide"
+    assert sum(map(bool, rows.values())) >= 6, "there are tables to look at"
+    monkeypatch.setattr(sys.stdout.__class__, "isatty", lambda self: True, raising=False)
+    for command in VERBS.strip().splitlines():
+        writes = command.split()[0] in WRITERS
+        shown = run(*command.split(), *(["-f"] if writes else [])).out.splitlines()
+        assert shown, command
+        assert not [line for line in shown if len(line) > 80], command
+
+
+def test_lines_are_broken_between_words() -> None:
+    assert folded("one two three\nfour", 9) == "one two\n    three\nfour"
+    assert folded("  a  1  2", 80) == "  a  1  2"
+    assert folded("  ab cd ef", 7) == "  ab cd\n      ef"
+    assert folded("x" * 30 + " y", 10) == "x" * 30 + "\n    y"
+    assert folded("  1:20,30:4,5:6", 12) == "  1:20,30:4,\n      5:6"
+    assert folded("日本 日本", 6) == "日本\n    日本"

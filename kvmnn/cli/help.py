@@ -69,7 +69,7 @@ def help_of(parser: argparse.ArgumentParser) -> dict[argparse.Action, str]:
     for action in parser._actions:
         if isinstance(action, _Unfold):
             texts |= action.texts
-    return {action: text for action, text in texts.items() if text != argparse.SUPPRESS}
+    return {action: text.replace("%%", "%") for action, text in texts.items() if text != argparse.SUPPRESS}
 
 
 class _Unfold(argparse.Action):

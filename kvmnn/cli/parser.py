@@ -15,6 +15,7 @@ GROUPS = {
     "KV caches of MNN": ("unpack", "pack", "repack", "compact", "plan", "replay", "measure"),
     "language models": ("eval", "plot", "generate", "dump-kv"),
     "compressor weights": ("convert", "export", "compress-kv"),
+    "the command itself": ("completion",),
 }
 """Verbs as the help has them. Each is a module in verbs/, with _ for -, that is imported when it is needed."""
 
@@ -48,7 +49,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser = build_parser(words[:1] if words and words[0] in VERBS else VERBS)
     arguments, unknown = parser.parse_known_args(words)
     if unknown:
-        named = _verbs(parser).choices.get(words[0], parser)
+        named = verbs_of(parser).choices.get(words[0], parser)
         known = [option for action in named._actions for option in action.option_strings]
         named.error(f"unrecognized arguments: {' '.join(unknown)}{did_you_mean(unknown[0], known)}")
     if not hasattr(arguments, "run"):
@@ -93,7 +94,7 @@ class Parser(argparse.ArgumentParser):
 class _Top(Parser):
     def format_help(self) -> str:
         """As argparse has it, with the verbs in their groups."""
-        shown = {action.dest: action for action in _verbs(self)._get_subactions()}
+        shown = {action.dest: action for action in verbs_of(self)._get_subactions()}
         formatter = self._get_formatter()
         formatter.add_usage(help.usage(self), [], [])
         formatter.add_text(self.description)
@@ -108,7 +109,8 @@ class _Top(Parser):
         return formatter.format_help()
 
 
-def _verbs(parser: argparse.ArgumentParser) -> argparse._SubParsersAction[Any]:
+def verbs_of(parser: argparse.ArgumentParser) -> argparse._SubParsersAction[Any]:
+    """The verbs that a parser has."""
     return next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
 
 

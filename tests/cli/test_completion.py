@@ -1,0 +1,83 @@
+"""Completions and the manual page: made from the parser, whole, and taken by the programs they are for."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kvmnn.cli import build_parser
+from kvmnn.cli.completions import bash, described
+from kvmnn.cli.parser import VERBS
+
+BASH = shutil.which("bash")
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("completion") / "kvmnn.bash"
+    path.write_text(bash(described(build_parser())))
+    return path
+
+
+def completed(script: Path, *words: str) -> list[str]:
+    """What bash offers for the last of the words of a command line."""
+    listed = " ".join(f"'{word}'" for word in words)
+    code = f"source {script}; COMP_WORDS=({listed}); COMP_CWORD={len(words) - 1}; _kvmnn; "
+    done = subprocess.run([str(BASH), "-c", code + 'printf "%s\\n" "${COMPREPLY[@]}"'], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.split()
+
+
+@pytest.mark.skipif(BASH is None, reason="needs bash")
+def test_bash_completes(script) -> None:
+    assert completed(script, "kvmnn", "") == [*VERBS, "--help", "--version"]
+    assert completed(script, "kvmnn", "com") == ["compact", "compress-kv", "completion"]
+    assert completed(script, "kvmnn", "encode", "--effort", "") == ["exact", "fast", "max"]
+    assert completed(script, "kvmnn", "encode", "--no") == ["--no-verify", "--no-zstd"]
+    assert "--ignore-markers" in completed(script, "kvmnn", "pack", "--i")  # of those that help folds away as well
+    assert completed(script, "kvmnn", "pack", "x", "--backend", "arm64-fp16") == ["arm64-fp16", "arm64-fp16-i8mm"]
+    assert completed(script, "kvmnn", "completion", "") == ["bash", "zsh", "fish", "man"]
+    for files in (["encode", ""], ["encode", "-o", ""], ["encode", "x"], ["generate", "--policy", ""]):
+        assert completed(script, "kvmnn", *files) == []  # bash itself completes names of files then
+    assert "--overwrite" not in completed(script, "kvmnn", "measure", "--")
+
+
+@pytest.mark.parametrize("form", ["bash", "zsh", "fish", "man"])
+def test_all_verbs_and_options_are_there(form, run) -> None:
+    text = run("completion", form).out.replace("\\-", "-")
+    for verb in described(build_parser()):
+        assert verb.name in text
+        for option in verb.options:
+            for name in option.names:
+                assert (name if form != "fish" else f"-{'l' if name[:2] == '--' else 's'} {name.lstrip('-')}") in text
+            assert all(choice in text for choice in option.choices)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_take_them(shell, run, tmp_path) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"needs {shell}")
+    path = tmp_path / "script"
+    path.write_text(run("completion", shell).out)
+    done = subprocess.run([shell, "-n", str(path)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_manual_page_is_good_roff(run, tmp_path) -> None:
+    page = run("completion", "man").out
+    macros = {line.split()[0] for line in page.splitlines() if line.startswith(".")}
+    assert macros == {".TH", ".SH", ".SS", ".PP", ".TP", ".B", ".I", ".nf", ".fi"}
+    assert not [line for line in page.splitlines() if line.startswith("'")]
+    if shutil.which("groff"):
+        (tmp_path / "kvmnn.1").write_text(page)
+        argv = ["groff", "-man", "-Tascii", "-ww", "-z", str(tmp_path / "kvmnn.1")]
+        done = subprocess.run(argv, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_words_that_are_no_shell(run) -> None:
+    assert "did you mean 'fish'" in run("completion", "fsh", code=2).err
+    assert "required: SHELL" in run("completion", code=2).err

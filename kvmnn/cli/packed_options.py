@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..packed.backends import BACKENDS
 from . import help, shared_options
-from .printing import STDIO, UsageError
 
 if TYPE_CHECKING:
     from ..formats.options import PackedOptions
@@ -58,21 +57,13 @@ def add_text(parser: Any) -> None:
 
 def add_target(parser: Any) -> None:
     """``-o``, ``-f`` and ``--capacity`` of a prefix cache that is written."""
-    shared_options.add_output(parser, "directory to write the files to")
+    shared_options.add_output(parser, "directory to write the files to (default: beside IN)")
     parser.add_argument(
         "--capacity",
         type=shared_options.positive,
         metavar="N",
         help="tokens to leave room for (default: as before, else no more than there are: the engine makes room itself)",
     )
-
-
-def required_output(arguments: argparse.Namespace) -> str:
-    """The directory that was named; `UsageError` if none was."""
-    output: str | None = arguments.output
-    if output is None or output == STDIO:
-        raise UsageError("no output given: use -o DIR/")
-    return output
 
 
 def geometry(arguments: argparse.Namespace, dtype: str | None = None) -> Geometry:

@@ -232,7 +232,7 @@ def test_dead_tokens_and_short_segments(here, run):
 @pytest.mark.parametrize(
     ("argv", "code", "message"),
     [
-        ("w.bin c.npz", 2, "no output given"),
+        ("w.bin c.npz -o -", 2, "no output given"),
         ("w.bin c.npz -o o.npy", 2, "o.npy: expected a .npz or .safetensors file as output"),
         ("w.bin - -o o.npz", 2, "read from files"),
         ("w.bin c.npz -o o.npz --image-tokens -1", 2, "'-1' is not a whole number"),

@@ -373,9 +373,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["in.pth"],
+        ["-"],
         ["in.pth", "a.bin", "--output", "b.bin"],
-        ["--input", "in.pth"],
+        ["--input", "-"],
         ["in.pth", "a.bin", "--dtype", "float16"],
         ["in.pth", "a.bin", "--slot-order", "0,3"],
         ["in.pth", "a.bin", "--slot-order", "a,b,c"],

@@ -132,7 +132,7 @@ def test_the_verb(tmp_path, monkeypatch, capsys):
     said = json.loads(capsys.readouterr().out)
     assert (said["label"], said["files"]) == ("LOSSY", ["compress_tk.onnx", "compress_tv.onnx"])
     assert (tmp_path / "graphs" / "compress_tv.onnx").read_bytes() == build(weights, kinds[1], "fp16")
-    assert main(["export", "w.bin", "--onnx"]) == 2
+    assert main(["export", "w.bin", "--onnx", "-o", "-"]) == 2
     assert main(["export", "w.bin", "--onnx", "-o", "graphs"]) == 1
     monkeypatch.setitem(sys.modules, "onnx", None)
     assert main(["export", "w.bin", "--onnx", "-o", "others"]) == 3

@@ -362,7 +362,7 @@ def test_export_on_the_command_line(
     code, _, err = run(capsys, "export", pair[0], "-o", target)
     assert code == 1
     assert "exists already" in err
-    assert run(capsys, "export", pair[0])[0] == 2
+    assert run(capsys, "export", pair[0], "-o", "-")[0] == 2
 
 
 def test_a_frame_may_be_called_bin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

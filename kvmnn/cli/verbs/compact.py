@@ -27,7 +27,7 @@ def add_parser(verbs: Any) -> None:
     """Declare the verb."""
     parser = shared_options.add_verb(verbs, "compact", run, "drop tokens from packed files as the engine does", _TEXT)
     parser.add_argument("input", metavar="IN", help="the directory of a prefix cache or of live files")
-    shared_options.add_output(parser, "directory to write the files to")
+    shared_options.add_output(parser, "directory to write the files to (default: IN.compact/)")
     shared_options.add_dtype(parser, "what the words are, where the pack numbers do not say")
     parser.add_argument("--remove", type=_whole, metavar="N", help="tokens in the window at the end (default: all)")
     parser.add_argument("--reserve", type=_pairs, default=(), metavar="BEGIN:SIZE,...", help="what stays of the window")
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
     from ...formats.mnn import compact, describe_packed
 
-    output = packed_options.required_output(arguments)
+    output = printing.output_or_beside(arguments, arguments.input, ".compact/")
     described = describe_packed(arguments.input, packed_options.options(arguments))
     loading.report_notes(described.notes, arguments)
     plans = _plans(arguments, len(described.info.layers))

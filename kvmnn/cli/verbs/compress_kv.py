@@ -37,7 +37,7 @@ def add_parser(verbs: Any) -> None:
     parser = shared_options.add_verb(verbs, "compress-kv", run, "run a KV compressor on a cache (LOSSY)", _TEXT)
     parser.add_argument("weights", metavar="WEIGHTS", help="weight file of a compressor (.bin)")
     parser.add_argument("cache", metavar="CACHE", help=".npz, .safetensors, or the directory of a dump")
-    shared_options.add_output(parser, ".npz or .safetensors file")
+    shared_options.add_output(parser, ".npz or .safetensors file (default: CACHE.compressed.npz)")
     shared_options.add_source(parser, "what the words are (default: each array's own type)")
     parser.add_argument("--axes", metavar="LETTERS", help="the axes of each array, such as lthd")
     parser.add_argument(
@@ -73,11 +73,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
     from ...compressor import ForwardOptions, check_output, compress_source
 
-    if arguments.output is None:
-        raise UsageError("no output given: use -o OUT.npz or -o OUT.safetensors")
     if STDIO in (arguments.cache, arguments.weights):
         raise UsageError("a cache and weights are read from files, not from standard input")
-    check_output(arguments.output)
+    kind = ".safetensors" if arguments.cache.endswith(".safetensors") else ".npz"
+    output = printing.output_or_beside(arguments, arguments.cache, f".compressed{kind}")
+    check_output(output)
     options = ForwardOptions(
         image_len=arguments.image_tokens,
         factor=arguments.factor,
@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.weights,
             source,
             arguments.cache,
-            arguments.output,
+            output,
             options,
             axes=arguments.axes,
             force=arguments.force,

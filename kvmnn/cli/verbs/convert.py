@@ -17,7 +17,9 @@ def add_parser(verbs: Any) -> None:
     """Declare the verb."""
     parser = shared_options.add_verb(verbs, "convert", run, "a compressor's .pth to the engine's .bin", _TEXT)
     parser.add_argument("source", nargs="?", metavar="IN", help="checkpoint (- for standard input)")
-    parser.add_argument("target", nargs="?", metavar="OUT", help="weight file (- for standard output)")
+    parser.add_argument(
+        "target", nargs="?", metavar="OUT", help="weight file (- for standard output; default: IN as .bin)"
+    )
     parser.add_argument("--input", metavar="IN", help="the same as the first argument")
     shared_options.add_output(parser, "the same as the second argument")
     parser.add_argument("--dtype", choices=("fp16", "bf16", "fp32"), help="type of the weights (default: fp16)")
@@ -52,6 +54,8 @@ def _paths(arguments: argparse.Namespace) -> tuple[str, str]:
     given = [path for path in (arguments.source, arguments.target) if path is not None]
     named = [path for path in (arguments.input, arguments.output) if path is not None]
     paths = named + given if arguments.input is not None else given + named
+    if len(paths) == 1 and arguments.output is None:
+        return paths[0], printing.output_or_beside(arguments, paths[0], ".bin")
     if len(paths) != 2:
-        raise printing.UsageError("convert needs one input and one output: kvmnn convert IN OUT")
+        raise printing.UsageError("convert needs one input and at most one output: kvmnn convert IN [OUT]")
     return paths[0], paths[1]

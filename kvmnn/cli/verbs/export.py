@@ -19,7 +19,7 @@ def add_parser(verbs: Any) -> None:
     """Declare the verb."""
     parser = shared_options.add_verb(verbs, "export", run, "a compressor's .bin to .safetensors or .npz", _TEXT)
     parser.add_argument("weights", metavar="WEIGHTS", help="weight file (- for standard input)")
-    shared_options.add_output(parser, "OUT.safetensors or OUT.npz; a directory with --onnx")
+    shared_options.add_output(parser, ".safetensors or .npz file, a directory with --onnx (default: beside WEIGHTS)")
     weights_options.add_orders(parser)
     parser.add_argument("--onnx", action="store_true", help="write ONNX graphs that compute, not tensors")
     parser.add_argument(
@@ -34,26 +34,19 @@ def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
     from ...compressor import export, export_onnx
 
-    _check(arguments)
+    if arguments.onnx and (arguments.prefix_order or arguments.slot_order):
+        raise printing.UsageError("--prefix-order and --slot-order name tensors; the graphs of --onnx have none")
+    output = printing.output_or_beside(arguments, arguments.weights, ".onnx/" if arguments.onnx else ".safetensors")
     if arguments.onnx:
-        graphs = export_onnx(arguments.weights, arguments.output, precision=arguments.precision, force=arguments.force)
+        graphs = export_onnx(arguments.weights, output, precision=arguments.precision, force=arguments.force)
         printing.show(arguments, "export", graphs)
         return 0
     tensors = export(
         arguments.weights,
-        arguments.output,
+        output,
         prefixes=arguments.prefix_order,
         slots=arguments.slot_order,
         force=arguments.force,
     )
     printing.show(arguments, "export", tensors)
     return 0
-
-
-def _check(arguments: argparse.Namespace) -> None:
-    if arguments.output is None and arguments.onnx:
-        raise printing.UsageError("export --onnx needs a directory: -o DIR")
-    if arguments.output is None:
-        raise printing.UsageError("export needs an output: -o OUT.safetensors or -o OUT.npz")
-    if arguments.onnx and (arguments.prefix_order or arguments.slot_order):
-        raise printing.UsageError("--prefix-order and --slot-order name tensors; the graphs of --onnx have none")

@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from .. import loading, packed_options, printing, shared_options
+from ..printing import UsageError
 
 _TEXT = """Pack plain arrays into a prefix cache that the engine loads: <name>_<layer>.k and .v, their markers, and
 <name>.kvmnn.json, from which kvmnn knows what the files hold.
@@ -33,7 +34,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
     from ...formats.mnn import pack
 
-    output = packed_options.required_output(arguments)
+    if arguments.output is None and len(arguments.inputs) > 1:
+        raise UsageError("no output given for several inputs: use -o DIR/")
+    output = printing.output_or_beside(arguments, arguments.inputs[0], ".packed/")
     source = loading.load(arguments.inputs, arguments, frames=True)
     loading.report_skipped(source, arguments)
     with printing.progress(arguments, source.nbytes, "pack") as step:

@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
     from ...formats.mnn import repack
 
-    output = packed_options.required_output(arguments)
+    output = printing.output_or_beside(arguments, arguments.input, f".{arguments.to}/")
     source = loading.load([arguments.input], arguments, frames=True)
     loading.report_skipped(source, arguments)
     with printing.progress(arguments, source.nbytes, "repack") as step:

@@ -6,7 +6,6 @@ import argparse
 from typing import Any
 
 from .. import loading, packed_options, printing, shared_options
-from ..printing import UsageError
 
 _TEXT = """Turn packed K and V into plain arrays [kv_head, token, head_dim], called layer_<n>.key and layer_<n>.value.
 
@@ -29,7 +28,7 @@ def add_parser(verbs: Any) -> None:
     """Declare the verb."""
     parser = shared_options.add_verb(verbs, "unpack", run, "packed files to plain arrays", _TEXT)
     parser.add_argument("input", metavar="IN", help="the directory of a cache, one of its files, arrays")
-    shared_options.add_output(parser, "file or directory")
+    shared_options.add_output(parser, "file or directory (default: IN.safetensors, a dump: IN.dump/)")
     shared_options.add_source(parser, "what the words are, where the pack numbers do not say")
     parser.add_argument(
         "--as",
@@ -46,14 +45,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
     from ...formats.mnn import unpack
 
-    if arguments.output is None:
-        raise UsageError("no output given: use -o X.safetensors, -o X.npz or -o DIR/")
+    suffix = ".safetensors" if arguments.form == "arrays" else f".{arguments.form}/"
+    output = printing.output_or_beside(arguments, arguments.input, suffix)
     source = loading.load([arguments.input], arguments, frames=True)
     loading.report_skipped(source, arguments)
     with printing.progress(arguments, source.nbytes, "unpack") as step:
         unpacked = unpack(
             source,
-            arguments.output,
+            output,
             form=arguments.form,
             run_id=arguments.run_id,
             force=arguments.force,

@@ -1,0 +1,61 @@
+"""Where things go without -o: beside the input, under its name, and never over what is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import compressor_files
+import numpy as np
+import pytest
+
+WORDS = np.random.default_rng(4).standard_normal((2, 12, 8)).astype(np.float32)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch, run):
+    monkeypatch.chdir(tmp_path)
+    Path("in").mkdir()
+    np.savez("in/kv.npz", **{"layer_0.key": WORDS, "layer_0.value": -WORDS})
+    compressor_files.checkpoint(Path("in/comp.v1.pth"), compressor_files.weights(1, head_dim=8))
+    run("convert", "in/comp.v1.pth", "in/w.bin", "-q")
+    run("pack", "in/kv.npz", "-o", "in/sys/", "--name", "sys", "--backend", "x86-avx2", "-q")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("argv", "made"),
+    [
+        ("convert in/comp.v1.pth", "in/comp.v1.bin"),
+        ("export in/w.bin", "in/w.safetensors"),
+        ("compress-kv in/w.bin in/kv.npz", "in/kv.compressed.npz"),
+        ("encode in/kv.npz", "in/kv.npz.frames/manifest.json"),
+        ("pack in/kv.npz --name p --backend x86-avx2", "in/kv.packed/p_0.k"),
+        ("unpack in/sys/", "in/sys.safetensors"),
+        ("unpack in/sys --as dump", "in/sys.dump"),
+        ("repack in/sys --from x86-avx2 --to arm64-fp16", "in/sys.arm64-fp16/sys_0.k"),
+        ("compact in/sys --remove 4", "in/sys.compact/sys_0.k"),
+    ],
+)
+def test_beside_the_input(here, run, argv, made) -> None:
+    run(*argv.split())
+    assert Path(made).exists()
+    assert "exists already" in run(*argv.split(), code=1).err or Path(made).name == "manifest.json"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "convert -",
+        "export -",
+        "export in/w.bin -o -",
+        "pack in/kv.npz in/kv.npz",
+        "pack in/kv.npz -o -",
+        "unpack in/sys -o -",
+        "compact . --remove 1",
+        "compress-kv in/w.bin in/kv.npz -o -",
+    ],
+)
+def test_where_nothing_gives_a_name(here, run, argv) -> None:
+    before = sorted(here.rglob("*"))
+    assert "no output given" in run(*argv.split(), code=2).err
+    assert sorted(here.rglob("*")) == before

@@ -9,12 +9,16 @@ from ..version import version
 from . import help
 from .parser import GROUPS, verbs_of
 
+_KEPT, _FILLED = (".RS -6n", ".nf"), (".fi", ".RE")
+"""Around lines that are written for 80 columns: nearly without the margin of manual pages."""
+
 
 def manual(parser: argparse.ArgumentParser) -> str:
     """The page ``kvmnn.1`` in the man macros of roff."""
     verbs = verbs_of(parser)
     summaries = {action.dest: action.help or "" for action in verbs._get_subactions()}
-    lines = [f'.TH KVMNN 1 "" "kvmnn {version()}"', ".SH NAME", f"kvmnn \\- {_plain(parser.description or '')}"]
+    summary = (parser.description or "").partition("\n")[0]
+    lines = [f'.TH KVMNN 1 "" "kvmnn {version()}"', ".SH NAME", f"kvmnn \\- {_plain(summary)}"]
     lines += [".SH SYNOPSIS", ".B kvmnn", ".I VERB", "[options] ..."]
     lines += [".SH VERBS"]
     for title, names in GROUPS.items():
@@ -43,10 +47,10 @@ def _paragraphs(text: str) -> Iterator[str]:
             continue
         if kept != line.startswith(" "):
             kept = not kept
-            yield ".nf" if kept else ".fi"
+            yield from _KEPT if kept else _FILLED
         yield _plain(line)
     if kept:
-        yield ".fi"
+        yield from _FILLED
 
 
 def _plain(text: str) -> str:

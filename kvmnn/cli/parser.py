@@ -21,6 +21,10 @@ GROUPS = {
 
 VERBS = tuple(verb for group in GROUPS.values() for verb in group)
 
+_TEXT = """The KV cache of LLMs on MNN, outside the engine: lossless frames, packed layouts, eviction.
+
+The verbs, in groups; kvmnn VERB --help says more of each."""
+
 _EPILOG = """exit codes: 0 ok, 1 bad data or a failed check, 2 usage, 3 an optional package is missing, 70 a defect of
 kvmnn; 129, 130, 141, 143 ended by a signal
 
@@ -34,7 +38,7 @@ def build_parser(verbs: Sequence[str] = VERBS) -> argparse.ArgumentParser:
     """The parser of the command with `verbs`: all of them, for completions and manuals."""
     parser = _Top(
         prog="kvmnn",
-        description="The KV cache of LLMs on MNN, outside the engine: lossless frames, packed layouts, eviction.",
+        description=_TEXT,
         epilog=_EPILOG,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print versions and exit")

@@ -77,7 +77,10 @@ def show_failure(arguments: argparse.Namespace, verb: str, result: Result) -> in
 def say(arguments: argparse.Namespace, line: str, *, data_on_stdout: bool = False) -> None:
     """A line for people; silent where ``--json`` or ``-q`` says so."""
     if not arguments.quiet and not arguments.json:
-        (streams.err_lines if data_on_stdout else streams.out)(line)
+        if data_on_stdout:
+            streams.err_lines(line)
+        else:
+            streams.out(line, fold=True)
 
 
 def note(arguments: argparse.Namespace, line: object, kind: str = "note") -> None:

@@ -55,8 +55,8 @@ def expect_names(words: Iterable[str]) -> None:
                 _broken[found[0]] = visible(found[0], lines=False)
 
 
-def out(text: str, end: str = "\n") -> None:
-    """Text on standard output.
+def out(text: str, end: str = "\n", *, fold: bool = False) -> None:
+    """Text on standard output; with `fold` its lines are broken between words where a terminal is narrower.
 
     Raises
     ------
@@ -65,7 +65,7 @@ def out(text: str, end: str = "\n") -> None:
     """
     stream = _stdout()
     try:
-        stream.write(_shown(text, stream) + end)
+        stream.write(_shown(text, stream, fold) + end)
     except BrokenPipeError:
         raise ReaderGoneError from None
 
@@ -89,7 +89,7 @@ def err_lines(text: str) -> None:
     stream = sys.stderr
     if stream is not None:
         with suppress(OSError, ValueError):
-            stream.write(_shown(text, stream) + "\n")
+            stream.write(_shown(text, stream, fold=True) + "\n")
             stream.flush()
 
 
@@ -138,12 +138,12 @@ def _stdout() -> TextIO:
     return sys.stdout
 
 
-def _shown(text: str, stream: TextIO) -> str:
+def _shown(text: str, stream: TextIO, fold: bool) -> str:
     """With escapes for what a terminal would act on, and for letters that the stream's encoding lacks."""
     for part, shown in _broken.items():
         text = text.replace(part, shown)
     text = visible(text)
-    if stream.isatty():
+    if fold and stream.isatty():
         text = folded(text, shutil.get_terminal_size().columns)
     encoding = stream.encoding or "utf-8"  # that of an io.StringIO is None
     return text.encode(encoding, "backslashreplace").decode(encoding)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import KvmnnError
+from ..text import did_you_mean
 
 _SEEN = "the bytes of a running engine were decoded with them"
 _COMPILED = "the fork's own C++, compiled with them, wrote the test vectors"
@@ -73,4 +74,5 @@ def backend(name: str) -> Backend:
     try:
         return BACKENDS[name]
     except KeyError:
-        raise KvmnnError(f"unknown backend {name!r}: expected one of {', '.join(BACKENDS)}") from None
+        meant = did_you_mean(name, BACKENDS)
+        raise KvmnnError(f"unknown backend {name!r}: expected one of {', '.join(BACKENDS)}{meant}") from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import unicodedata
 
 
@@ -18,14 +17,16 @@ def visible(text: str, *, lines: bool = True) -> str:
     lines
         Line ends of the text are its own, and stay; otherwise they are escaped as well, as names need it.
     """
+    if lines:
+        return "\n".join(visible(line, lines=False) for line in text.split("\n"))
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() or (lines and c == "\n") else _escaped(c) for c in text)
+    return "".join(c if c.isprintable() else _escaped(c) for c in text)
 
 
 def one_line(text: str) -> str:
     """A message as one visible line: line ends and the blanks around them become one blank."""
-    return visible(re.sub(r"\s*\n\s*", " ", text.strip("\n")), lines=False)
+    return visible(" ".join(filter(None, map(str.strip, text.split("\n")))), lines=False)
 
 
 def _escaped(letter: str) -> str:

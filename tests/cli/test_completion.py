@@ -69,7 +69,7 @@ def test_shells_take_them(shell, run, tmp_path) -> None:
 def test_the_manual_page_is_good_roff(run, tmp_path) -> None:
     page = run("completion", "man").out
     macros = {line.split()[0] for line in page.splitlines() if line.startswith(".")}
-    assert macros == {".TH", ".SH", ".SS", ".PP", ".TP", ".B", ".I", ".nf", ".fi"}
+    assert macros == {".TH", ".SH", ".SS", ".PP", ".TP", ".B", ".I", ".nf", ".fi", ".RS", ".RE"}
     assert not [line for line in page.splitlines() if line.startswith("'")]
     if shutil.which("groff"):
         (tmp_path / "kvmnn.1").write_text(page)

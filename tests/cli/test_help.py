@@ -10,6 +10,8 @@ import pytest
 from kvmnn.cli import build_parser
 from kvmnn.cli.help import help_of
 from kvmnn.cli.parser import GROUPS, VERBS
+from kvmnn.errors import KvmnnError
+from kvmnn.packed.backends import backend
 
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
@@ -104,7 +106,13 @@ def test_options_of_packed_files_are_shown_once(run, monkeypatch) -> None:
         (["eval", "m", "--text", "t", "--policy", "streaming:sinks=2"], "'sink'"),
         (["generate", "m", "--prompt", "p", "--policy", "L2-fixed"], "'l2_fixed'"),
         (["encode", "x", "--no-verfy"], "'--no-verify'"),
+        (["completion", "fsh"], "'fish'"),
     ],
 )
 def test_did_you_mean(run, argv, meant) -> None:
     assert f"did you mean {meant}" in run(*argv, code=2).err
+
+
+def test_did_you_mean_a_backend() -> None:
+    with pytest.raises(KvmnnError, match="did you mean 'arm64-fp16'"):
+        backend("arm64_fp16")

@@ -115,12 +115,6 @@ def in_manifest(folder: Path, name: str) -> Path:
     return folder / "k.frame"
 
 
-def in_checkpoint(folder: Path, name: str) -> Path:
-    path = folder / "c.pth"
-    compressor_files.checkpoint(path, {f"{name}.0.weight": np.zeros((2, 2), np.float32)})
-    return path
-
-
 @pytest.mark.parametrize("made", [in_npz, in_safetensors, in_manifest])
 def test_names_of_arrays(made, tmp_path, capfd) -> None:
     path, out = str(made(tmp_path, NAME)), str(tmp_path / "out")
@@ -172,6 +166,55 @@ def test_texts_of_json(document, tmp_path, capfd) -> None:
         ["plan", f"{tmp_path}/t.json"],
     ):
         said(capfd, argv)
+
+
+def test_names_in_checkpoints(tmp_path, capfd) -> None:
+    more = {NAME: np.zeros((2, 2), np.float32), f"compress_tk.0.{NAME}": np.zeros(2, np.float32)}
+    path = compressor_files.checkpoint(tmp_path / "c.pth", compressor_files.weights(1) | more)
+    only = compressor_files.checkpoint(tmp_path / "o.pth", more)
+    told = [f"--metadata={NAME}={NAME}", f"--prefix-order={NAME},{NAME}2"]
+    for argv in (
+        ["inspect", "-v", str(path)],
+        ["convert", "-v", str(path), f"{tmp_path}/w.bin"],
+        ["convert", str(path), f"{tmp_path}/m.bin", told[0]],
+        ["inspect", f"{tmp_path}/m.bin"],
+        ["verify", f"{tmp_path}/m.bin", "--against", str(path)],
+        ["verify", f"{tmp_path}/w.bin", "--against", str(only)],
+        ["inspect", str(only)],
+        ["convert", str(only)],
+        ["convert", str(path), f"{tmp_path}/p.bin", told[1]],
+        ["export", f"{tmp_path}/w.bin", "-o", f"{tmp_path}/e.npz", told[1]],
+    ):
+        said(capfd, argv)
+
+
+@pytest.mark.parametrize("name", ["llm_config.json", "config.json"])
+def test_texts_of_a_models_settings(tmp_path, capfd, name) -> None:
+    np.savez(tmp_path / "kv.npz", **{"layer_0.key": WORDS, "layer_0.value": WORDS})
+    for document in (
+        {"hidden_size": NAME},
+        {"head_dim": [NAME]},
+        {NAME: NAME},
+        [NAME],
+        {"layer_nums": 1, "dtype": NAME},
+    ):
+        (tmp_path / name).write_text(json.dumps(document))
+        said(capfd, ["pack", f"{tmp_path}/kv.npz", "-o", f"{tmp_path}/p/", "--model", str(tmp_path)])
+
+
+def test_words_of_a_tokenizer(tmp_path, capfd) -> None:
+    """What a model says is printed in its own lines, and nothing of it acts on the terminal."""
+    tokenizers = pytest.importorskip("tokenizers")
+    from tiny_decoders import Tiny
+
+    Tiny().save(tmp_path / "model.onnx")
+    words = {f"w{n}\x1b[31m\r\u202e\x9b": n for n in range(48)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token=next(iter(words))))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    for columns in ("--json", "-q", "-v"):
+        argv = ["generate", str(tmp_path), "--prompt", "a\x1b[2Jb", "--max-tokens", "4", columns]
+        code, _ = said(capfd, [*argv, "--policy", "streaming", "--budget", "6"])
+        assert code == 0
 
 
 def test_onnxruntime_prints_nothing_of_a_model(tmp_path, capfd) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -73,3 +74,11 @@ def test_lines_are_broken_between_words() -> None:
     assert folded("x" * 30 + " y", 10) == "x" * 30 + "\n    y"
     assert folded("  1:20,30:4,5:6", 12) == "  1:20,30:4,\n      5:6"
     assert folded("日本 日本", 6) == "日本\n    日本"
+
+
+def test_documents_are_not_broken(here, run, monkeypatch) -> None:
+    monkeypatch.setattr(sys.stdout.__class__, "isatty", lambda self: True, raising=False)
+    long = Path("keys" + " with a long name" * 8 + ".npy")
+    long.write_bytes(Path("keys.npy").read_bytes())
+    assert json.loads(run("encode", str(long), "--json").out)["verb"] == "encode"
+    assert max(map(len, run("completion", "bash").out.splitlines())) > 80

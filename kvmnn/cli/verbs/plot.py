@@ -18,7 +18,7 @@ needed. memory_over_time and keep_map need results of kvmnn eval --plot: other r
 def add_parser(verbs: Any) -> None:
     """Declare the verb."""
     parser = shared_options.add_verb(verbs, "plot", run, "plots of an evaluation from its saved results", _TEXT)
-    parser.add_argument("results", metavar="RESULTS.json")
+    parser.add_argument("results", metavar="RESULTS.json", help="what eval -o RESULTS.json wrote")
     parser.add_argument("-o", "--output", required=True, metavar="DIR", help="folder for the plots")
     parser.add_argument("-f", "--force", action="store_true", help="replace files that exist")
     plot_options.add(parser)

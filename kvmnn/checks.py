@@ -21,10 +21,18 @@ def whole(value: Any, name: str, least: int, most: int | None = None) -> int:
     """
     number = as_int(value, name)
     if number < least:
-        raise KvmnnError(f"{name} is {number}: expected at least {least}")
+        raise KvmnnError(f"{name} is {shown(number)}: expected at least {least}")
     if most is not None and number > most:
-        raise KvmnnError(f"{name} is {number}: expected at most {most}")
+        raise KvmnnError(f"{name} is {shown(number)}: expected at most {most}")
     return number
+
+
+def shown(value: object) -> str:
+    """A value as messages show it: cut where it is long, and no thousands of digits, which Python refuses to write."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an integer of {value.bit_length():,} bits"
+    text = str(value) if isinstance(value, np.generic) else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def as_int(value: Any, name: str) -> int:
@@ -39,7 +47,7 @@ def check_count(what: str, number: object) -> None:
     if isinstance(number, bool) or not isinstance(number, int | np.integer):
         raise TypeError(f"{what} must be an integer, not {type(number).__name__}")
     if number < 0:
-        raise KvmnnError(f"{what} is {number}: expected at least 0")
+        raise KvmnnError(f"{what} is {shown(number)}: expected at least 0")
 
 
 def check_share(what: str, number: object) -> None:
@@ -47,4 +55,4 @@ def check_share(what: str, number: object) -> None:
     if isinstance(number, bool) or not isinstance(number, int | float | np.integer | np.floating):
         raise TypeError(f"{what} must be a number, not {type(number).__name__}")
     if not 0 <= number <= 1e9:
-        raise KvmnnError(f"{what} is {number}: expected a share from 0 on")
+        raise KvmnnError(f"{what} is {shown(number)}: expected a share from 0 on")

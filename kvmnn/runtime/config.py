@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ..checks import whole
+from ..checks import shown, whole
 from ..errors import KvmnnError
 from ..frames.options import CODECS
 from ..h2o import H2OConfig
@@ -156,7 +156,7 @@ class RuntimeConfig:
         for name in ("decode_cache_bytes", "max_bytes_in_flight", "prefetch_layers"):
             whole(getattr(self, name), name, 0)
         if self.scope not in SCOPES:
-            raise KvmnnError(f"scope is {self.scope!r}: expected one of {', '.join(SCOPES)}")
+            raise KvmnnError(f"scope is {shown(self.scope)}: expected one of {', '.join(SCOPES)}")
         if not isinstance(self.h2o, H2OConfig):
             raise TypeError(f"h2o must be an H2OConfig, not {type(self.h2o).__name__}")
         if self.h2o.quantised:
@@ -239,7 +239,7 @@ def _scope(text: str) -> Scope:
 def _flash_attention(document: Mapping[str, Any]) -> bool:
     mode = document.get("attention_mode", FLASH_ATTENTION)
     if isinstance(mode, bool) or not isinstance(mode, int):
-        raise KvmnnError(f"attention_mode is {mode!r}: expected an integer")
+        raise KvmnnError(f"attention_mode is {shown(mode)}: expected an integer")
     if mode in QUANTISED_MODES:
         raise KvmnnError(
             f"attention_mode {mode} quantises K or V: the engine's store would read the int8 buffers as floats; "
@@ -257,7 +257,7 @@ def _read(document: Mapping[str, Any], names: tuple[str, ...], kind: type) -> di
             continue
         value = document[key]
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise KvmnnError(f"{key} is {value!r}: expected {_KIND_NAMES[kind]}")
+            raise KvmnnError(f"{key} is {shown(value)}: expected {_KIND_NAMES[kind]}")
         found[name] = value
     return found
 

@@ -1,10 +1,11 @@
-"""Every reader meets cut and flipped files, and JSON that no encoder writes, through the command itself.
+"""Every reader meets cut, flipped and lying files, and JSON that no encoder writes, through the command itself.
 
 Whatever the damage: exit status 0, 1 or 2, one line of error, no exception, nothing half-written, an end in time.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,11 +16,17 @@ from hostile_files import quietly, samples
 
 from kvmnn.formats import ARRAY_FORMATS
 
-CUTS, FLIPS = 100, 60
+CUTS, FLIPS, LIES = 100, 60, 40
 SLOW = {"settings of a model", "tokenizer", "text", "ONNX", "dump, measured"}
 """Readers that take some 30 ms a file; they get a fifth."""
 SECONDS = 10
 DIGITS = b"9" * 5000
+WRITTEN_LIES = [str(n).encode() for n in (0, 1, -1, 2, 1 << 16, (1 << 31) - 1, 1 << 32, (1 << 63) - 1, 10**30)]
+BINARY_LIES = [
+    number.to_bytes(size, "little")
+    for size in (4, 8)
+    for number in (0, 1, 1 << 31, (1 << 31) - 1, 1 << 8 * size - 2, (1 << 8 * size) - 1)
+]
 
 HOSTILE_JSON = {
     "empty": b"",
@@ -57,7 +64,22 @@ def flipped(data: bytes, slow: bool) -> Iterator[tuple[str, bytes]]:
         yield f"at {places}", bytes(changed)
 
 
-DAMAGES = {"cut": cut, "flipped": flipped}
+def lying(data: bytes, slow: bool) -> Iterator[tuple[str, bytes]]:
+    """Numbers in text that say something else; in binary files, words that say very much or nothing."""
+    rng = Random(len(data))
+    written = list(re.finditer(rb"\d+", data)) if data[:1] in b"{[" or data[:6] == b"\x93NUMPY" else []
+    for _ in range(LIES // 5 if slow else LIES):
+        if written:
+            number = rng.choice(written)
+            start, end, lie = *number.span(), rng.choice(WRITTEN_LIES)
+        else:
+            lie = rng.choice(BINARY_LIES)
+            start = rng.randrange(max(1, len(data) - len(lie)))
+            end = start + len(lie)
+        yield f"{lie!r} at {start}", data[:start] + lie + data[end:]
+
+
+DAMAGES = {"cut": cut, "flipped": flipped, "lying": lying}
 
 
 class Reader:
@@ -86,7 +108,8 @@ class Reader:
         assert code in (0, 1, 2), f"exit status {code}: {errors}"
         told = [line for line in errors.splitlines() if not line.startswith(("kvmnn: note: ", "kvmnn: warning: "))]
         assert all(line.startswith("kvmnn: error: ") for line in told), errors
-        assert len(told) == (code != 0) or command.startswith("verify "), errors  # verify has a line for each finding
+        # verify has a line for each finding; diff says a difference on standard output
+        assert len(told) == (code != 0) or command.startswith(("verify ", "diff ")), errors
         assert len(errors) < 4000, "a long line"
         assert self.names() == inside, "the input's folder was changed"
         left = [path.name for path in out.parent.iterdir() if code != 0 and path.name.startswith(out.name)]
@@ -138,8 +161,8 @@ def cases(names: list[str], damages: list[str]) -> list[object]:
     ]
 
 
-@pytest.mark.parametrize(("reader", "name", "what"), cases([""], ["cut", "flipped"]), indirect=["reader"])
-def test_cut_and_flipped_files(reader: Reader, name: str, what: str) -> None:
+@pytest.mark.parametrize(("reader", "name", "what"), cases([""], sorted(DAMAGES)), indirect=["reader"])
+def test_damaged_files(reader: Reader, name: str, what: str) -> None:
     commands, whole = reader.commands(name), reader.sample.files[name]
     for number, (place, data) in enumerate(DAMAGES[what](whole, reader.kind in SLOW)):
         reader.put(name, data)

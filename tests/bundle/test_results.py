@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import packed_samples
 import pytest
 
 import kvmnn
@@ -53,6 +54,21 @@ def test_encode_to_a_stream(here):
         bundle.encode(kvmnn.open("both.npz"), stream)
     with pytest.raises(OptionError, match="7680 bytes are above"):
         bundle.encode(kvmnn.open("keys.npy"), stream, EncodeOptions(frame_bytes=4096))
+
+
+def test_packed_caches_are_cut_finer_unless_told_otherwise(here, run):
+    """Frames of 64 MiB at most, of 16 where a cache was packed; what the caller says counts for both."""
+    keys, values = packed_samples.arrays(1, 1, 64, 4)
+    np.savez("kv.npz", **{"layer_0.key": keys, "layer_0.value": values})
+    run("pack", "kv.npz", "-o", "sys/", "--kv-heads", 1, "--head-dim", 4, "--backend", "x86-sse", "--name", "sys")
+    np.save("large.npy", np.zeros(17 << 19, np.float16))
+    for source, options, frames in (
+        ("sys", EncodeOptions(frame_bytes=256), 4),
+        ("sys", EncodeOptions(), 1),
+        ("large.npy", EncodeOptions(effort="fast"), 1),
+    ):
+        bundle.encode(kvmnn.open(source), "cut/", options, force=True)
+        assert len(bundle.open_frames("cut").arrays[0].frames) == frames
 
 
 def test_restore(here, run):

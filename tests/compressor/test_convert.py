@@ -203,6 +203,7 @@ def test_header_fields(tmp_path: Path) -> None:
         ({}, ConvertOptions(compression_factor=4), "compression_factor 4 is not columns / rows .* 12 / 4"),
         ({}, ConvertOptions(prefixes=kvcm.PREFIXES[::-1]), "whatever they are"),
         ({}, ConvertOptions(slots=(6, 3, 0)), "slot order 6,3,0"),
+        ({}, ConvertOptions(slots=(0, 3, 3)), "slot order 0,3,3"),
         ({"compress_tk.0.9.weight": 1, "attention.0.weight": 2}, ConvertOptions(), "not used: 2 keys"),
     ],
 )

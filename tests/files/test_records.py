@@ -74,6 +74,7 @@ def test_a_whole_number_may_stand_for_a_number() -> None:
         ({**PLAIN, "sizes": [1, 2.5]}, "document.sizes[1]: found 2.5, expected a whole number"),
         ({**PLAIN, "inner": {"from": None}}, "document.inner.from: found None, expected a whole number"),
         ({**PLAIN, "rest": [{"from": 1}, {}]}, "document.rest[1].from: is missing"),
+        ({**PLAIN, "rest": [1]}, "document.rest[0]: found 1, expected an object"),
         ({**PLAIN, "kind": "c"}, "document.kind: found 'c', expected 'a' or 'b'"),
         ({**PLAIN, "kind": []}, "document.kind: found [], expected 'a' or 'b'"),
         ({**PLAIN, "more": [1]}, "document.more: found [1], expected an object"),

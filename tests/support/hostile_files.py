@@ -198,6 +198,50 @@ def _token_ids(folder: Path) -> Sample:
     return Sample({**cache, **files}, commands, tuple(files))
 
 
+def _packing(folder: Path) -> Sample:
+    """Arrays that are packed, measured, compared with a copy of theirs, and run through the runtime."""
+    folder.mkdir()
+    layers = packed_samples.arrays(1, 1, 5, 4)
+    named = {"layer_0.key": layers[0], "layer_0.value": layers[1]}
+    np.savez(folder / "kv.npz", **named)
+    (folder / "same").mkdir()
+    np.savez(folder / "same/kv.npz", **named)
+    (folder / "runtime.json").write_text(json.dumps(_RUNTIME))
+    commands = (
+        f"pack {{in}}/kv.npz -o {{out}}/ {PREFIX} --name sys",
+        "measure {in}/kv.npz",
+        "diff {in}/kv.npz {in}/same/kv.npz",
+        "replay {in}/kv.npz --config {in}/runtime.json",
+    )
+    return Sample(contents(folder), commands, ("kv.npz",))
+
+
+_RUNTIME = {"kv_lossless_enable": True, "kv_lossless_scope": "front_n", "kv_lossless_front_n": 1}
+
+
+def _runtime_settings(folder: Path) -> Sample:
+    files = _packing(folder).files
+    return Sample(files, ("replay {in}/kv.npz --config {in}/runtime.json",), ("runtime.json",))
+
+
+def _repacking(folder: Path) -> Sample:
+    sample = _prefix(folder)
+    commands = ("repack {in} --to arm64-fp16 -o {out}/", "diff {in} {in}", "compact {in} --remove 2 -o {out}/")
+    return Sample(sample.files, commands, ("sys_0.k", "sys_0.v", "sys.kvmnn.json"))
+
+
+def _compressing(folder: Path, damaged: str = "kv.npz") -> Sample:
+    folder.mkdir()
+    weights = compressor_files.weight_file(count=6, head_dim=2, factor=2)
+    keys, values = np.random.default_rng(1).normal(size=(2, 1, 1, 6, 2)).astype(np.float32)
+    np.savez(folder / "kv.npz", k=keys, v=values)
+    return Sample(
+        {"w.bin": weights, **contents(folder)},
+        ("compress-kv {in}/w.bin {in}/kv.npz -o {out}.npz --axes lhtd",),
+        (damaged,),
+    )
+
+
 def _live(folder: Path) -> Sample:
     folder.mkdir()
     layers = packed_samples.arrays(1, 1, 5, 4)
@@ -253,6 +297,11 @@ _MAKERS: dict[str, Callable[[Path], Sample]] = {
     "document of a prefix cache": _prefix,
     "prefix": _bare_prefix,
     "live": _live,
+    "arrays, packed and replayed": _packing,
+    "prefix, repacked": _repacking,
+    "cache, compressed": _compressing,
+    "weights, compressing": lambda folder: _compressing(folder, "w.bin"),
+    "settings of a runtime": _runtime_settings,
     "settings of an MNN model": _model_settings,
     "token ids": _token_ids,
     "plan": _plan,

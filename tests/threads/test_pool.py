@@ -30,6 +30,15 @@ def test_one_frame_on_threads(dtype: str, effort: str) -> None:
     assert kvmnn.decode(one, threads=1).tobytes() == data
 
 
+@pytest.mark.parametrize(("processors", "threads"), [(5, 5), (None, 1)])
+def test_processors_where_the_system_does_not_say_which(
+    monkeypatch: pytest.MonkeyPatch, processors: int | None, threads: int
+) -> None:
+    monkeypatch.delattr("os.sched_getaffinity")
+    monkeypatch.setattr("os.cpu_count", lambda: processors)
+    assert pool.cpu_count() == pool.resolve_threads(None) == threads
+
+
 def test_fewer_candidates_than_threads() -> None:
     for options in ({"predictors": "raw"}, {"predictors": "raw", "hi_predictors": "xor_seq"}, {"codecs": ("rle",)}):
         one = kvmnn.encode(LARGE["fp16"], dtype="fp16", threads=1, **options)

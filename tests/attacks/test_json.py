@@ -1,0 +1,96 @@
+"""JSON that is none, and JSON that readers differ about, in every document that is read: settings of models and
+tokenizers, manifests, plans, token ids, descriptions of dumps and weights.
+
+What is valid and what is not is said by RFC 8259; the cases are made by tests/support/json_cases.py.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hostile_files import quietly, samples
+from json_cases import places
+
+from kvmnn.errors import KvmnnError
+from kvmnn.files.json_document import parse, read_object
+
+NOT_JSON = {b"[]", b"{}", b"[,]", b"1,000", b"1 2", b"[] []", b"{} {}", b"true false"}
+"""No documents, or other ones, but not wrong inside of brackets."""
+SLOW = {"settings of a model": 9, "tokenizer": 9}
+EVERY = 3
+
+
+def test_documents_are_json_or_refused(tmp_path: Path) -> None:
+    for verdict, atom, text in places():
+        found = refusal(lambda text=text: parse(text, "x"))
+        if verdict != "either" and not (text == b"[" + atom + b"]" and atom in (b"", b" ", b"1,000")):
+            assert (found is None) == (verdict == "yes"), (verdict, text[:80], found)
+        (tmp_path / "x.json").write_bytes(text)
+        found = refusal(lambda: read_object(tmp_path / "x.json"))
+        if verdict == "no" or (verdict == "yes" and not text.strip().startswith(b"{")):
+            assert found is not None or (text == b"[" + atom + b"]"), (verdict, text[:80])
+
+
+def refusal(read: Any) -> str | None:
+    try:
+        read()
+    except KvmnnError as error:
+        assert "\n" not in str(error) and len(str(error)) < 500
+        return str(error)
+    return None
+
+
+DOCUMENTS = [
+    (kind, name) for kind, sample in sorted(samples().items()) for name in sample.damaged if name.endswith(".json")
+]
+
+
+def test_documents_of_all_kinds_are_attacked() -> None:
+    found = {name for _, name in DOCUMENTS}
+    assert found >= {"manifest.json", "plan.json", "ids.json", "meta_t0_3.json", "runtime.json", "sys.kvmnn.json"}
+
+
+@pytest.mark.parametrize(("kind", "name"), DOCUMENTS, ids=lambda value: str(value))
+def test_every_reader_of_json(kind: str, name: str, tmp_path: Path) -> None:
+    """The case instead of the document, and instead of each of its values by turns."""
+    sample = samples()[kind]
+    for file, data in sample.files.items():
+        (tmp_path / "in" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / file).write_bytes(data)
+    others = [other for other in sample.damaged if other != name]
+    commands = [c for c in sample.commands if not any(f"{{in}}/{other}" in c.split() for other in others)]
+    document = json.loads(sample.files[name])
+    step = SLOW.get(kind, EVERY)
+    for number, (_, atom, text) in enumerate(list(places())[len(name) % step :: step]):
+        if number % 2 and len(atom) < 10_000:
+            text = with_value(document, number // 2, atom)
+        (tmp_path / "in" / name).write_bytes(text)
+        out = tmp_path / f"out{number}"
+        code, errors = quietly(commands[number % len(commands)].format(**{"in": tmp_path / "in", "out": out}).split())
+        told = [line for line in errors.splitlines() if not line.startswith(("kvmnn: note: ", "kvmnn: warning: "))]
+        assert code in (0, 1, 2) and len(told) == (code != 0) and len(errors) < 4000, (text[:200], code, errors[:4000])
+        assert code == 0 or not [path for path in tmp_path.iterdir() if path.name.startswith((out.name, "."))], text[
+            :200
+        ]
+
+
+def with_value(document: Any, number: int, atom: bytes) -> bytes:
+    """The document with one of its values, at any depth, replaced by the atom."""
+    marks: list[tuple[Any, Any]] = []
+
+    def walk(value: Any) -> None:
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            marks.append((value, key))
+            if isinstance(inner, dict | list):
+                walk(inner)
+
+    walk(document)
+    holder, key = marks[number % len(marks)]
+    before = holder[key]
+    holder[key] = "@here@"
+    text = json.dumps(document).encode().replace(b'"@here@"', atom, 1)
+    holder[key] = before
+    return text

@@ -1,0 +1,175 @@
+"""Verbs that are killed, or find the disk full: what has its final name is whole, and is what it would have been.
+
+Killed with SIGKILL before every operation by which files come into being and get their names, and at random moments.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import compressor_files
+import numpy as np
+import packed_samples
+import pytest
+from hostile_files import PREFIX
+from verb_server import Server, tree
+
+TOKENS = 40
+COMMANDS = {
+    "encode": "encode in/kv.npz -o out/ --frame-bytes 1K",
+    "decode": "decode in/kv -o out.npz",
+    "pack": f"pack in/kv.npz -o out/ {PREFIX} --name sys",
+    "unpack": "unpack in/sys -o out.npz",
+    "repack": "repack in/sys --to arm64-fp16 -o out/",
+    "compact": "compact in/sys --remove 7 -o out/",
+    "compact over another": "compact in/sys --remove 7 -o in/other -f",
+    "measure": "measure in/kv.npz --out-json out.json --out-md out.md",
+    "plan": "plan in/scores.npy --kind scores --tokens 40 --block 2 --sink 2 --recent 4 -o out.json",
+    "convert": "convert in/c.pth out.bin",
+    "compress-kv": "compress-kv in/w.bin in/kv.npz -o out.npz --min-seq-len 1",
+    "export": "export in/w.bin -o out.safetensors",
+    "export to .npz": "export in/w.bin -o out.npz",
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    found = Server()
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory, server: Server) -> dict[str, bytes]:
+    folder = tmp_path_factory.mktemp("inputs")
+    keys, values = packed_samples.arrays(1, 1, TOKENS, 4)
+    np.savez(folder / "kv.npz", **{"layer_0.key": keys, "layer_0.value": values})
+    np.save(folder / "scores.npy", np.arange(20, dtype=np.float32))
+    compressor_files.checkpoint(folder / "c.pth", compressor_files.weights())
+    (folder / "w.bin").write_bytes(compressor_files.weight_file(count=6, head_dim=4, factor=2))
+    for command in (
+        f"pack {folder}/kv.npz -o {folder}/sys/ {PREFIX} --name sys",
+        f"encode {folder}/kv.npz -o {folder}/kv/",
+    ):
+        assert server(command)["code"] == 0
+    return tree(folder)
+
+
+class Place:
+    """A folder with the inputs, in which a verb is run."""
+
+    def __init__(self, folder: Path, inputs: dict[str, bytes]) -> None:
+        self.folder, self.inputs = folder, {f"in/{name}": data for name, data in inputs.items()}
+        for name, data in self.inputs.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(data)
+
+    def command(self, verb: str) -> str:
+        return " ".join(str(self.folder / w) if w.startswith(("in/", "out")) else w for w in COMMANDS[verb].split())
+
+    def made(self) -> dict[str, bytes]:
+        """What is there under final names; what a killed verb leaves begins with a dot and ends in .tmp."""
+        found = tree(self.folder)
+        return {name: data for name, data in found.items() if not any(part[:1] == "." for part in Path(name).parts)}
+
+
+@pytest.mark.parametrize("verb", COMMANDS)
+def test_killed(verb: str, server: Server, inputs: dict[str, bytes], tmp_path: Path) -> None:
+    whole = Place(tmp_path / "whole", inputs)
+    answer = server(whole.command(verb))
+    assert answer["code"] == 0, answer["errors"]
+    expected, moments = whole.made(), answer["moments"]
+    assert moments > 0 and expected != whole.inputs
+    rng = Random(verb)
+    ways = [{"die_at": moment + 1} for moment in range(moments)] + [{"after": rng.random() / 10} for _ in range(3)]
+    for number, way in enumerate(ways):
+        place = Place(tmp_path / str(number), inputs)
+        answer = server(place.command(verb), **way)
+        assert answer["code"] == -9 or ("after" in way and answer["code"] == 0), answer
+        made = place.made()
+        for name, data in made.items():
+            assert settled(data) in {settled(expected.get(name, b"")), place.inputs.get(name)}, (way, name)
+        assert place.inputs.keys() <= made.keys() or verb == "compact over another", way
+        again = server(place.command(verb) + ("" if " -f" in COMMANDS[verb] else " -f"))
+        if verb != "compact over another":
+            assert again["code"] == 0, again["errors"]
+            assert place.made().keys() == expected.keys()
+
+
+def settled(data: bytes) -> bytes:
+    """Without what differs from run to run: folders and seconds in the documents of measure."""
+    return re.sub(rb"[\w/.-]*/in/|\b\d+\.\d+(e-\d+)?\b", b"", data)
+
+
+LIMITS = (0, 1, 64, 300)
+DISK = [verb for verb in COMMANDS if verb not in ("encode", "decode")]
+
+
+@pytest.mark.parametrize("verb", DISK)
+def test_files_that_cannot_grow(verb: str, server: Server, inputs: dict[str, bytes], tmp_path: Path) -> None:
+    for limit in LIMITS:
+        place = Place(tmp_path / str(limit), inputs)
+        answer = server(place.command(verb), bytes=limit)
+        if answer["code"] == 0 and limit > 1:
+            assert all(len(data) <= limit for name, data in place.made().items() if name not in place.inputs)
+        else:
+            check_refused(answer, place)
+
+
+@pytest.mark.parametrize("verb", DISK)
+def test_a_full_disk(verb: str, server: Server, inputs: dict[str, bytes], tmp_path: Path) -> None:
+    """A file system of one page beyond the inputs, or of no file beyond them."""
+    pages = sum(-(-len(data) // 4096) for data in inputs.values())
+    for options in (f"size={4096 * (pages + 4)},nr_inodes=1000", f"size=1M,nr_inodes={len(inputs) + 6}"):
+        disk = tmp_path / "disk"
+        disk.mkdir(exist_ok=True)
+        mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(disk)]
+        if os.geteuid() or subprocess.run(mount, capture_output=True, check=False).returncode:
+            pytest.skip("needs to mount a small tmpfs")
+        try:
+            place = Place(disk, inputs)
+            filler = disk / "filler"
+            with filler.open("wb") as file:
+                written = 0
+                try:
+                    while written < 1 << 20 and "inodes=1000" in options:
+                        written += os.write(file.fileno(), bytes(4096))
+                except OSError:
+                    pass
+            place.inputs["filler"] = filler.read_bytes()
+            number = 0
+            try:
+                while "size=1M" in options:
+                    (disk / f"more{number}").touch()
+                    place.inputs[f"more{number}"] = b""
+                    number += 1
+            except OSError:
+                pass
+            check_refused(server(place.command(verb)), place)
+        finally:
+            subprocess.run(["umount", str(disk)], check=True)
+
+
+def check_refused(answer: dict[str, object], place: Place) -> None:
+    """One line of error, and everything as it was."""
+    errors = str(answer["errors"])
+    assert answer["code"] == 1, answer
+    assert errors.startswith("kvmnn: error: ") and errors.count("\n") == 1, errors
+    assert tree(place.folder) == place.inputs
+
+
+def test_a_device_that_is_full(server: Server, inputs: dict[str, bytes], tmp_path: Path) -> None:
+    place = Place(tmp_path, inputs)
+    for command in (
+        "convert in/c.pth /dev/full",
+        "plan in/scores.npy --kind scores --tokens 40 --block 2 -o /dev/full",
+    ):
+        words = " ".join(str(tmp_path / w) if w.startswith("in/") else w for w in command.split())
+        answer = server(words)
+        assert answer["code"] == 1 and "No space left on device" in answer["errors"], answer
+        check_refused(answer, place)

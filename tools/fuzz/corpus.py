@@ -1,0 +1,65 @@
+"""The inputs that guided fuzzing starts from: kept in tools/fuzz/corpus, one a line, in hexadecimal digits.
+
+    python tools/fuzz/corpus.py unpack TARGET DIR     write them, and a few that are made here, as files into DIR
+    python tools/fuzz/corpus.py pack TARGET DIR       keep the files of DIR (after fuzz -merge=1, docs/fuzzing.md)
+
+Targets are the functions of tools/fuzz/guided.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import pickle
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+CORPUS = Path(__file__).parent / "corpus"
+MOST = 600  # bytes of an input that is kept
+
+
+def kept(target: str) -> list[bytes]:
+    path = CORPUS / f"{target}.txt"
+    return [bytes.fromhex(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def made(target: str) -> Iterator[bytes]:
+    """Valid inputs to begin with."""
+    import kvmnn
+
+    if target == "pickles":
+        state = OrderedDict((f"compress_tk.0.{slot}.weight", [slot, 1.5, None, b"x", (1, 2)]) for slot in range(3))
+        yield from (pickle.dumps({"model_state_dict": state, "epoch": 2**70}, protocol) for protocol in range(6))
+        return
+    rng = np.random.default_rng(1)
+    for dtype in ("fp16", "fp32"):
+        for words in (1, 7, 40, 300):
+            steps = rng.normal(size=words)
+            for array in (np.zeros(words), np.cumsum(steps), np.repeat(steps, 9)[:words]):
+                frame = kvmnn.encode(array.astype(np.float16 if dtype == "fp16" else np.float32))
+                yield frame if target == "frames" else frame[4:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["unpack", "pack"])
+    parser.add_argument("target", choices=["frames", "streams", "pickles"])
+    parser.add_argument("folder", type=Path)
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    if arguments.what == "unpack":
+        for data in (*kept(arguments.target), *made(arguments.target)):
+            (arguments.folder / hashlib.sha256(data).hexdigest()[:16]).write_bytes(data)
+        return
+    inputs = [path.read_bytes() for path in sorted(arguments.folder.iterdir())]
+    lines = sorted((data.hex() for data in inputs if len(data) <= MOST), key=lambda line: (len(line), line))
+    CORPUS.mkdir(exist_ok=True)
+    (CORPUS / f"{arguments.target}.txt").write_text("\n".join(lines) + "\n")
+    print(f"{len(lines)} of {len(inputs)} inputs kept: those of at most {MOST} bytes")
+
+
+if __name__ == "__main__":
+    main()

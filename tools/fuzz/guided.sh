@@ -1,0 +1,64 @@
+#!/bin/sh
+# Coverage-guided fuzzing of the compiled decoders with libFuzzer, under the address and undefined-behaviour sanitizers
+# (make fuzz; docs/fuzzing.md tells more).
+#
+# Usage: tools/fuzz/guided.sh [minutes, default 5] [target: frames, streams or pickles, default all three by turns]
+# CLANG names clang with its runtime libraries (19 or newer; Debian: clang-19 libclang-rt-19-dev); PYTHON has kvmnn and Cython.
+# Everything stays in build/guided. Exit: 0 nothing found, 1 something found, 3 no clang, Cython or libpython.
+set -eu
+cd "$(dirname "$0")/../.."
+
+MINUTES=${1:-5}
+TARGETS=${2:-frames streams pickles}
+PYTHON=${PYTHON:-python3}
+CLANG=${CLANG:-$(command -v clang-19 || command -v clang || echo none)}
+WORK=$PWD/build/guided
+MODULES="_simd frames/_decoder frames/_encoder frames/_hashing frames/_streams frames/_workspace frames/_zstdlib
+    compressor/checkpoint/_opcodes compressor/checkpoint/_pickles"
+
+config() { "$PYTHON" -c "import sysconfig; print(sysconfig.get_config_var('$1'))"; }
+include=$("$PYTHON" -c "import sysconfig; print(sysconfig.get_paths()['include'])")
+if ! command -v "$CLANG" >/dev/null || ! "$PYTHON" -c 'import Cython, numpy, zstandard' 2>/dev/null ||
+    [ ! -e "$include/Python.h" ]; then
+    echo "guided: clang, Cython, numpy, zstandard and Python's headers are needed" >&2
+    exit 3
+fi
+
+# A copy of the package, into which the modules under test are compiled with counters.
+rm -rf "$WORK/src"
+mkdir -p "$WORK/src" "$WORK/made"
+cp -r kvmnn "$WORK/src/"
+find "$WORK/src/kvmnn" -name '*.so' -delete
+suffix=$(config EXT_SUFFIX)
+counters=inline-8bit-counters,pc-table,indirect-calls,trace-cmp
+for module in $MODULES; do
+    name=$WORK/made/$(echo "$module" | tr / .)
+    if [ ! -e "$name.so" ] || [ -n "$(find pyx tools/fuzz/guided.sh -newer "$name.so" -type f)" ]; then
+        echo "guided: building kvmnn/$module"
+        "$PYTHON" -m cython -3 -I pyx -X boundscheck=False,wraparound=False,initializedcheck=False,nonecheck=False \
+            -X cdivision=True "pyx/kvmnn/$module.pyx" -o "$name.c"
+        more=
+        [ "$module" != frames/_streams ] || more=pyx/kvmnn/frames/lanes.c
+        "$CLANG" -O1 -gline-tables-only -ffp-contract=off -fsanitize=address,undefined -fno-sanitize-recover=undefined \
+            -fsanitize-coverage=$counters -Wno-everything -fPIC -shared -I "$include" -I pyx "$name.c" $more -o "$name.so"
+    fi
+    cp "$name.so" "$WORK/src/kvmnn/$module$suffix"
+done
+"$CLANG" -O1 -g -fsanitize=address,undefined,fuzzer -Wl,--export-dynamic -I "$include" tools/fuzz/guided.c \
+    -L "$(config LIBDIR)" -Wl,-rpath,"$(config LIBDIR)" "-lpython$(config LDVERSION)" -o "$WORK/fuzz"
+
+export PYTHONPATH="$WORK/src:$PWD/tools/fuzz:$("$PYTHON" -c 'import sys; print(":".join(filter(None, sys.path)))')"
+export PYTHONHOME="$("$PYTHON" -c 'import sys; print(sys.base_prefix)')" PYTHONDONTWRITEBYTECODE=1
+export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
+seconds=$("$PYTHON" -c "print(max(1, int(60 * float('$MINUTES') / $(echo $TARGETS | wc -w))))")
+for KVMNN_FUZZ in $TARGETS; do
+    export KVMNN_FUZZ
+    echo "guided: $KVMNN_FUZZ, $seconds seconds"
+    "$PYTHON" tools/fuzz/corpus.py unpack "$KVMNN_FUZZ" "$WORK/corpus/$KVMNN_FUZZ"
+    "$WORK/fuzz" -max_total_time="$seconds" -max_len=2000 -timeout=20 -rss_limit_mb=2000 -print_final_stats=1 \
+        -artifact_prefix="$WORK/found-$KVMNN_FUZZ-" "$WORK/corpus/$KVMNN_FUZZ" 2>"$WORK/$KVMNN_FUZZ.log" || {
+        tail -n 40 "$WORK/$KVMNN_FUZZ.log"
+        exit 1
+    }
+    grep -E 'DONE|stat::number_of_executed_units' "$WORK/$KVMNN_FUZZ.log"
+done

@@ -36,6 +36,7 @@ def test_encode(here, run):
     said = json.loads(run("encode", "both.npz", "-o", "two/", "--frame-bytes", "4K", "--json").out)
     assert timeless(made) == timeless(said)
     assert (made.label, made.ratio) == ("LOSSLESS", made.raw_bytes / made.stored_bytes)
+    assert 0 <= made.seconds < 60
     assert str(made).startswith("one/ (2 arrays): 23,040 -> ")
     assert made.text(verbose=True).count("\n") == 2
     with pytest.raises(OutputError, match="exists already"):

@@ -78,7 +78,7 @@ def drawn_from(root: Path) -> list[Change]:
 
 def is_tunable(change: Change) -> bool:
     """Whether the change is one of a number that may be another: memory, speed, how a plot looks."""
-    return any(fits(entry, change) for entry in written()["tunables"])
+    return change.old.isdigit() and any(fits(entry, change) for entry in written()["tunables"])
 
 
 def explanation(change: Change) -> str | None:

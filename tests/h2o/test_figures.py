@@ -1,0 +1,14 @@
+"""The engine's figures of a planner."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from kvmnn.h2o.figures import PlannerFigures
+
+
+def test_before_any_plan_everything_is_kept() -> None:
+    figures = asdict(PlannerFigures())
+    ratios = {name for name in figures if not name.endswith(("_tokens", "_us"))}
+    assert len(ratios) == 5 and len(figures) == 8
+    assert figures == {name: 1.0 if name in ratios else 0 for name in figures}

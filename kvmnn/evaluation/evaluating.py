@@ -21,7 +21,7 @@ from .planning import EvaluationPlan, distinct, identity, plan
 from .result import EvaluationResult
 from .running.cell_store import CellStore
 from .running.processes import events
-from .setup.configurations import FULL, Configuration
+from .setup.configurations import FULL, Compared, Configuration, compared
 from .setup.settings import Settings
 
 Path = str | os.PathLike[str]
@@ -39,33 +39,38 @@ class EvaluationProgress(Protocol):
 
 def evaluate(
     model: Path,
-    documents: Sequence[Document | Path],
-    configurations: Sequence[Configuration],
-    settings: Settings | None = None,
+    texts: Path | Document | Sequence[Document | Path],
+    policies: Compared | Sequence[Compared] = (),
+    budgets: int | str | Sequence[int | str] = (),
     *,
+    settings: Settings | None = None,
     tokenizer: Path | None = None,
-    texts: TextOptions | None = None,
+    text_options: TextOptions | None = None,
     jobs: int = 1,
     store: CellStore | Path | None = None,
     progress: EvaluationProgress | None = None,
 ) -> EvaluationResult:
-    """Measure configurations and compare them with the full cache, which is always the first of them.
+    """Run a model over texts under every policy and budget, and compare with the full cache, always the first row.
 
     Parameters
     ----------
     model
         ONNX file or folder.
-    documents
+    texts
         Files and folders as `kvmnn.lm.documents.read_documents` takes them, or documents that were read before. At
         least one.
-    configurations
-        What is compared (`kvmnn.evaluation.configurations` and `preset` make them). The same one twice is measured
-        once.
+    policies
+        What is compared: specs as the command takes them (``"streaming"``, ``"l2_fixed:recent_ratio=0.5"``), with every
+        budget, which holds in every layer unless ``skip_layers`` is said; policies, as they are; configurations
+        (`kvmnn.evaluation.preset` makes those of the projects). The same one twice is measured once; none: the full
+        cache alone.
+    budgets
+        Tokens kept in each layer, or shares of the tokens scored such as ``"25%"``, for specs.
     settings
-        How.
+        How it is measured.
     tokenizer
-        ``tokenizer.json`` for documents that are files; by default the one beside the model.
-    texts
+        ``tokenizer.json`` for texts that are files; by default the one beside the model.
+    text_options
         Which texts are taken of files and folders; all by default.
     jobs
         Processes at a time, a configuration in each; 0 measures in this process, which leaves `process_peak_bytes` out.
@@ -74,17 +79,24 @@ def evaluate(
     progress
         Told of tokens and cells.
 
+    Returns
+    -------
+    EvaluationResult
+        Typed rows; ``.table()``, ``.to_csv()`` and ``.plot(directory)`` show them.
+
     Raises
     ------
     KvmnnError
-        For models, texts and policies that cannot be used at all. A configuration that the model cannot run is named in
-        `EvaluationResult.refused`.
+        For models, texts, budgets and policies that cannot be used at all. A configuration that the model cannot run is
+        named in `EvaluationResult.refused`.
     """
     settings = settings or Settings()
+    configurations = compared(policies, budgets, settings.tokens)
     wanted = [Configuration(FULL), *(entry for entry in configurations if (entry.label, entry.policy) != (FULL, FULL))]
     with ExitStack() as stack:
         notes: list[str] = []
-        read = _documents(model, documents, tokenizer, settings.tokens, texts, notes)
+        documents = [texts] if isinstance(texts, Document | str | os.PathLike) else texts
+        read = _documents(model, documents, tokenizer, settings.tokens, text_options, notes)
         if not isinstance(store, CellStore):
             store = stack.enter_context(CellStore(store))
         evaluation = Evaluation(
@@ -121,14 +133,14 @@ def _documents(
     documents: Sequence[Document | Path],
     tokenizer: Path | None,
     tokens: int,
-    texts: TextOptions | None,
+    options: TextOptions | None,
     notes: list[str],
 ) -> Sequence[Document]:
     read = [entry for entry in documents if isinstance(entry, Document)]
     paths = [entry for entry in documents if not isinstance(entry, Document)]
     if paths:
         find_model(model)  # a model that is not there is the better message
-        read += read_documents(paths, Tokenizer.open(tokenizer or model), tokens, texts, notes=notes)
+        read += read_documents(paths, Tokenizer.open(tokenizer or model), tokens, options, notes=notes)
     if not read:
         raise KvmnnError("expected at least one text")
     return read

@@ -98,6 +98,14 @@ class EvaluationResult(Record):
     def __str__(self) -> str:
         return tables.terminal(self, shutil.get_terminal_size((100, 24)).columns).rstrip("\n")
 
+    def table(self, width: int | None = None) -> str:
+        """The tables and what a reader must know: aligned for `width` columns, or as Markdown with all columns."""
+        return tables.markdown(self) if width is None else tables.terminal(self, width)
+
+    def to_csv(self) -> str:
+        """Every number: a line for each row, and below it one for each document."""
+        return tables.csv_text(self)
+
     def to_text(self, form: Form) -> str:
         """Everything as Markdown, as CSV (a line for each row and document) or as JSON; ends with a newline."""
         if form == "json":

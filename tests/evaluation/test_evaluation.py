@@ -45,7 +45,7 @@ def documents():
 
 
 def run(documents, wanted, jobs=0, store=None, progress=None, **settings):
-    return evaluate(MODEL, documents, wanted, Settings(**settings), jobs=jobs, store=store, progress=progress)
+    return evaluate(MODEL, documents, wanted, settings=Settings(**settings), jobs=jobs, store=store, progress=progress)
 
 
 def numbers(results):
@@ -345,7 +345,7 @@ def test_what_a_process_raises_arrives_here(documents, tmp_path):
     bad = tmp_path / "model.onnx"
     bad.write_bytes(MODEL.read_bytes()[:1000])
     with pytest.raises(KvmnnError) as caught:
-        evaluate(bad, documents(30, 1), [], Settings(tokens=30, **QUICK), jobs=1)
+        evaluate(bad, documents(30, 1), [], settings=Settings(tokens=30, **QUICK), jobs=1)
     assert str(bad) in str(caught.value)
     assert type(processes._error("MissingDependencyError", "x")) is MissingDependencyError
     assert type(processes._error("WeightsError", "x")) is KvmnnError
@@ -372,9 +372,9 @@ def test_what_the_model_refuses_does_not_stop_the_others(documents):
 def test_files_and_documents_give_the_same(documents):
     paths = [FIXTURE / "texts" / name for name in NAMES]
     settings = Settings(tokens=30, **QUICK)
-    found = evaluate(FIXTURE, paths, configurations(["streaming"], [16]), settings, jobs=0)
+    found = evaluate(FIXTURE, paths, configurations(["streaming"], [16]), settings=settings, jobs=0)
     assert numbers(found) == numbers(run(documents(30), configurations(["streaming"], [16]), tokens=30, **QUICK))
-    assert evaluate(FIXTURE, paths, [], found.settings, jobs=0).settings == found.settings
+    assert evaluate(FIXTURE, paths, settings=found.settings, jobs=0).settings == found.settings
     assert "streaming 16" in str(found)
     assert found.to_text("markdown").startswith("| policy |")
     assert found.to_text("csv").startswith("label,document,policy")
@@ -382,7 +382,7 @@ def test_files_and_documents_give_the_same(documents):
 
 def test_nothing_to_do():
     with pytest.raises(KvmnnError, match="expected at least one text"):
-        evaluate(MODEL, [], [], Settings())
+        evaluate(MODEL, [], [])
     with pytest.raises(SourceError, match="nowhere: does not exist"):
         model_sha256("nowhere")
 

@@ -68,7 +68,7 @@ def measured(part: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], *, text
     )
     files = [FIXTURES / "texts" / name for name in part["files"][:texts]]
     wanted = [configuration(row["name"], row["config"]) for row in rows]
-    return evaluate(FIXTURES / "model.onnx", files, wanted, settings, jobs=jobs)
+    return evaluate(FIXTURES / "model.onnx", files, wanted, settings=settings, jobs=jobs)
 
 
 def compare(part: Mapping[str, Any], *, texts: int, only: str, jobs: int) -> Iterator[tuple[str, str, float, bool]]:

@@ -8,11 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
-from ...errors import KvmnnError
+from ...errors import KvmnnError, OptionError
 from ...files.records import Record
 from ...policies.base import Policy
+from ...policies.budget import Budget
 from ...policies.full import Full
-from ...policies.labels import jsonable, label_of
+from ...policies.labels import LabelledPolicy, jsonable, label_of
 from ...policies.registry import policy_called
 from ...policies.specs import make, options_of
 
@@ -91,6 +92,10 @@ class Configuration(Record):
         return replace(found, options=options)
 
 
+Compared = str | Policy | Configuration
+"""A policy by its spec or itself, or a configuration."""
+
+
 # -- from the command line --------------------------------------------------------------------------------------------
 
 
@@ -120,6 +125,27 @@ def configurations(
         For policies and options that do not exist and values that the policy refuses.
     """
     return [named(*options) for spec in specs for options in options_of(spec, budgets, skip_layers, defaults)]
+
+
+def compared(
+    policies: Compared | Sequence[Compared], budgets: int | str | Sequence[int | str], tokens: int
+) -> list[Configuration]:
+    """What `kvmnn.evaluation.evaluate` was asked to compare; shares of budgets are of `tokens`."""
+    entries = [policies] if isinstance(policies, Compared) else policies
+    sizes = [budgets] if isinstance(budgets, int | str) else budgets
+    wanted = [Budget.parse(str(size)).of(tokens) for size in sizes]
+    if wanted and not any(isinstance(entry, str) for entry in entries):
+        raise OptionError("budgets are for policies that are named: expected a name such as 'streaming' among them")
+    found: list[Configuration] = []
+    for entry in entries:
+        if isinstance(entry, str):
+            found += configurations([entry], wanted)
+        elif isinstance(entry, Policy):
+            known = LabelledPolicy.of(entry)
+            found.append(Configuration(known.label, entry.name, dict(known.options)))
+        else:
+            found.append(entry)
+    return found
 
 
 def named(policy: str, options: Mapping[str, Any], **rest: Any) -> Configuration:

@@ -1,0 +1,61 @@
+"""`kvmnn.lm.evaluate`: what the command does, from Python."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+import pytest
+from repository import FIXTURES
+
+import kvmnn.lm
+from kvmnn.errors import KvmnnError, OptionError
+from kvmnn.evaluation import EvaluationResult, Settings, evaluate, preset
+from kvmnn.evaluation.setup.configurations import compared
+from kvmnn.policies import create
+
+MODEL = FIXTURES / "lm"
+TEXTS = [MODEL / "texts" / name for name in ("calendar.py.txt", "asyncio__tasks.py.txt")]
+SETTINGS = Settings(tokens=40, chunk=8, timing=False, project_definitions=False)
+
+
+@pytest.fixture(scope="module")
+def result() -> EvaluationResult:
+    policies = ["recent_only", "streaming:sink=2", create("recent_only", budget=12)]
+    return kvmnn.lm.evaluate(MODEL, TEXTS, policies, [16, "50%"], settings=SETTINGS, jobs=0)
+
+
+def test_policies_and_budgets(result: EvaluationResult) -> None:
+    assert kvmnn.lm.evaluate is evaluate and "evaluate" in kvmnn.lm.__all__
+    assert [(row.label, row.tokens_kept) for row in result.rows] == [
+        ("full", (40,) * 6),
+        ("recent_only 16", (16,) * 6),
+        ("recent_only 20", (20,) * 6),
+        ("streaming 16 sink=2", (16,) * 6),
+        ("streaming 20 sink=2", (20,) * 6),
+        ("recent_only 12 skip_layers=0+1", (40, 40, 12, 12, 12, 12)),  # a policy is taken as it is
+    ]
+
+
+def test_what_a_result_gives(result: EvaluationResult, tmp_path: Path) -> None:
+    assert result.table().startswith("| policy |") and "| streaming 16 sink=2 |" in result.table()
+    assert max(map(len, result.table(80).splitlines())) <= 80
+    lines = list(csv.DictReader(io.StringIO(result.to_csv())))
+    assert [float(line["nll"]) for line in lines if not line["document"]] == [row.nll for row in result.rows]
+    assert any(path.name == "perplexity_over_budget.png" for path in result.plot(tmp_path / "plots"))
+
+
+def test_one_text_and_no_policy_are_the_baseline() -> None:
+    (row,) = evaluate(MODEL, TEXTS[0], settings=SETTINGS, jobs=0).rows
+    assert (row.label, row.kind) == ("full", "LOSSLESS")
+
+
+def test_what_may_be_compared() -> None:
+    assert [entry.label for entry in compared("streaming", "25%", 400)] == ["streaming 100"]
+    assert compared(preset("knorm-ratio"), (), 100) == preset("knorm-ratio")
+    with pytest.raises(OptionError, match="budgets are for policies that are named"):
+        compared(create("streaming", budget=9), [64], 100)
+    for policies, budgets, message in (("none", 4, "unknown policy 'none'"), ("streaming", "much", "'much' is not")):
+        with pytest.raises(KvmnnError, match=message):
+            compared(policies, budgets, 100)

@@ -8,7 +8,7 @@ STAMPS := $(VENV)/.kvmnn
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 SOURCES := $(shell find pyx kvmnn -name '*.py' -o -name '*.pyx' -o -name '*.pxd' -o -name '*.pyi' -o -name '*.h' -o -name '*.c') setup.py pyproject.toml
 
-.PHONY: demo test test-peers lint bench fuzz mutants test-aarch64 sanitize install clean
+.PHONY: demo test test-peers lint bench wheel fuzz mutants test-aarch64 sanitize install clean
 
 demo: $(STAMPS)/lm
 	@PATH="$(abspath $(BIN)):$$PATH" sh tools/demo.sh
@@ -42,8 +42,13 @@ fuzz: $(STAMPS)/test
 
 # Small changes of the code, each of which a test should notice; hours. MUTANTS='--count 30 --only kvmnn/packed'
 mutants: $(STAMPS)/test
-	@$(PIP) 'Cython>=3.1,<4' 'setuptools>=77'
+	@$(PIP) 'Cython>=3.3,<4' 'setuptools>=77'
 	$(BIN)/python tools/mutants/run.py $(MUTANTS)
+
+# For other machines of this kind, tested without a compiler, under each of PYTHONS.
+PYTHONS ?= $(PYTHON)
+wheel:
+	bash tools/wheel.sh $(PYTHONS)
 
 test-aarch64: install
 	bash tools/test_aarch64.sh
@@ -64,7 +69,7 @@ $(BIN)/python:
 
 # kvmnn is built and installed once; extras then add what they need and nothing is built again.
 $(STAMPS)/install: $(BIN)/python $(SOURCES)
-	@echo "building kvmnn in $(VENV): one to three minutes on two cores"
+	@echo "building kvmnn in $(VENV): about a minute on two cores, once"
 	@rm -rf build/lib* build/bdist*
 	@$(PIP) .
 	@mkdir -p $(STAMPS) && touch $@

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..text import count
+from ..text.numbers import LEAST_RATE_BYTES
 
 
 @dataclass(frozen=True)
@@ -77,10 +78,13 @@ class Result:
     def __str__(self) -> str:
         if self.encode is None or self.decode is None or self.ratio is None:
             return f"{self.codec:<24} failed: {self.error}"
+        line = f"{self.codec:<22} {self.ratio:>7.4f}"
+        if self.raw_bytes < LEAST_RATE_BYTES:
+            return f"{line} {'-':>8} {'-':>8} {'-':>8} {'-':>8} {'-':>11}"
         times = (self.encode.cpu, self.encode.wall, self.decode.cpu, self.decode.wall)
         speeds = " ".join(f"{self.raw_bytes / 1e6 / max(seconds, 1e-9):>8.0f}" for seconds in times)
         pays = "never" if self.break_even is None else f"{self.break_even / 1e6:.1f}"
-        return f"{self.codec:<22} {self.ratio:>7.4f} {speeds} {pays:>11}"
+        return f"{line} {speeds} {pays:>11}"
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ..arrays.source import Source
 from ..files.changes import Reading
-from ..text import LOSSLESS, count, megabytes_per_second, ratio
+from ..text import LOSSLESS, at_rate, count, ratio
 from ..threads.pipeline import Progress
 from .comparing import Difference, compare
 from .decoding import decode_frames
@@ -96,8 +96,8 @@ class Verified:
         return (
             f"{self.input}: {self.label} ({how}), {count(self.arrays, 'array')}, "
             f"{self.stored_bytes:,} -> {self.raw_bytes:,} bytes, "
-            f"ratio {ratio(self.raw_bytes, self.stored_bytes):.4f}, "
-            f"{megabytes_per_second(self.raw_bytes, self.seconds)}"
+            f"ratio {ratio(self.raw_bytes, self.stored_bytes):.4f}"
+            f"{at_rate(self.raw_bytes, self.seconds)}"
         )
 
 

@@ -13,7 +13,7 @@ from ..files.names import is_directory, renamed
 from ..files.output import DirectoryOutput, FileOutput, Stream
 from ..packed.cache_info import CacheInfo
 from ..packed.summary import cache_document
-from ..text import LOSSLESS, count, megabytes_per_second, ratio
+from ..text import LOSSLESS, at_rate, count, ratio
 from ..threads.pipeline import Progress
 from . import manifest
 from .encoding import PACKED_FRAME_BYTES, EncodeOptions, encode_to_directory, encode_to_file, encode_to_memory
@@ -89,8 +89,8 @@ class Encoded(Sizes):
         proof = f"{LOSSLESS} (decoded and compared)" if self.verified else "not verified"
         lines.append(
             f"{name}: {self.raw_bytes:,} -> {self.stored_bytes:,} bytes, ratio {self.ratio:.4f}, "
-            f"{count(sum(len(array.frames) for array in arrays), 'frame')}, {proof}, "
-            f"{megabytes_per_second(self.raw_bytes, self.seconds)}"
+            f"{count(sum(len(array.frames) for array in arrays), 'frame')}, {proof}"
+            f"{at_rate(self.raw_bytes, self.seconds)}"
         )
         if others:
             lines.append(f"  {others}")

@@ -15,7 +15,7 @@ from ..bundle.frame_set import DecodeOptions, FrameSet
 from ..errors import OptionError
 from ..files.names import renamed
 from ..files.output import Stream, is_device
-from ..text import LOSSLESS, count, megabytes_per_second
+from ..text import LOSSLESS, at_rate, count
 from ..threads.pipeline import Progress
 from .raw import write_raw
 from .rereading import ReadBackError
@@ -85,7 +85,7 @@ class Restored:
         proof = f"{LOSSLESS} ({how})" if self.verified else self.unknown or "no manifest to check it against"
         line = (
             f"{self.output or 'standard output'}: {count(len(self.arrays), 'array')}, {self.stored_bytes:,} -> "
-            f"{self.raw_bytes:,} bytes, {proof}, {megabytes_per_second(self.raw_bytes, self.seconds)}"
+            f"{self.raw_bytes:,} bytes, {proof}{at_rate(self.raw_bytes, self.seconds)}"
         )
         others = renamed(zip((array.name for array in self.arrays), self.files, strict=False))
         return f"{line}\n  {others}" if others else line

@@ -54,6 +54,15 @@ class Block:
         """Raw over attempted bytes, rounded to float32; 1 after a failure."""
         return 1.0 if self.fallback else _ratio(self.raw_bytes, self.attempted_bytes)
 
+    def __repr__(self) -> str:
+        """One line: the frames and their sizes, not their bytes."""
+        about = (
+            f"{self.dtype or 'no dtype'}, {self.raw_bytes:,} -> {self.compressed_bytes:,} bytes, ratio {self.ratio:.4f}"
+        )
+        if self.key_frame is None or self.value_frame is None:
+            return f"<Block {about}, kept raw{', fallback' if self.fallback else ''}>"
+        return f"<Block {about}, key frame {len(self.key_frame):,}, value frame {len(self.value_frame):,}>"
+
     def decode(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         """K and V as 1-D arrays; `KvmnnError` where the block keeps no frames."""
         if self.key_frame is None or self.value_frame is None:

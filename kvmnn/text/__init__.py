@@ -1,7 +1,7 @@
 """How results are written for people: labels, numbers, rates."""
 
 from .labels import LOSSLESS, LOSSY, UNCHANGED
-from .numbers import count, megabytes_per_second, ratio, span
+from .numbers import at_rate, count, ratio, span
 from .suggestion import did_you_mean
 from .visible import one_line, visible
 
@@ -9,9 +9,9 @@ __all__ = [
     "LOSSLESS",
     "LOSSY",
     "UNCHANGED",
+    "at_rate",
     "count",
     "did_you_mean",
-    "megabytes_per_second",
     "one_line",
     "ratio",
     "span",

@@ -15,9 +15,13 @@ def count(number: int, what: str) -> str:
     return f"{number:,} {what}" + ("" if number == 1 else "s")
 
 
-def megabytes_per_second(nbytes: int, seconds: float) -> str:
-    """A rate: 10^6 bytes a second."""
-    return f"{nbytes / 1e6 / max(seconds, 1e-9):.0f} MB/s"
+LEAST_RATE_BYTES = 1 << 20
+"""Bytes below which no rate is printed: what it would say is how long things take to begin."""
+
+
+def at_rate(nbytes: int, seconds: float) -> str:
+    """A rate behind other facts, such as ``, 187 MB/s`` (10^6 bytes a second); empty for few bytes."""
+    return f", {nbytes / 1e6 / max(seconds, 1e-9):.0f} MB/s" if nbytes >= LEAST_RATE_BYTES else ""
 
 
 def span(numbers: Sequence[int]) -> str:

@@ -77,3 +77,11 @@ def test_the_library_compares_as_the_command_does(tmp_path, capsys):
     assert set(document["arrays"][0]["results"][0]) == set(said["arrays"][0]["results"][0])
     assert str(found).startswith("k: fp16, 8,192 bytes; order-0 limit of the byte streams")
     assert all(result.version != "unknown" for result in found.arrays[0].results)
+
+
+def test_rates_of_small_arrays_are_not_printed():
+    second = Timing(cpu=1.0, wall=1.0)
+    small, large = (str(Result("x", "1", size, size // 2, encode=second, decode=second)) for size in (1000, 1 << 20))
+    assert small.split() == ["x", "2.0000", "-", "-", "-", "-", "-"]
+    assert large.split() == ["x", "2.0000", "1", "1", "1", "1", "0.3"]
+    assert len(small) == len(large)

@@ -42,6 +42,20 @@ def test_the_tour(here, run):
     assert Path("back.npy").read_bytes() == Path("keys.npy").read_bytes()
 
 
+def test_rates_are_of_inputs_that_take_a_while(here, run):
+    np.save("large.npy", np.zeros(1 << 19, np.float16))
+    for name, rates in (("keys", 0), ("large", 1)):
+        for argv in (
+            ["encode", f"{name}.npy", "-o", f"{name}.frame"],
+            ["verify", f"{name}.frame"],
+            ["decode", f"{name}.frame", "-o", f"{name}.back.npy"],
+            ["unpack", f"{name}.npy", "-o", f"{name}.out.npy"],
+        ):
+            said = run(*argv).out
+            assert said.count(" MB/s") == rates
+            assert ",\n" not in said
+
+
 def test_lossless_is_only_said_after_a_proof(here, run):
     said = run("encode", "keys.npy", "-o", "keys.frame", "--no-verify")
     assert "not verified" in said.out
@@ -268,7 +282,7 @@ def test_version(run):
 
 
 def test_help(run):
-    assert "verbs" in run().out
+    assert "VERB" in run().out
     for verb in ("encode", "decode", "inspect", "verify", "bench"):
         assert verb in run("--help").out
         assert "--json" in run(verb, "--help").out

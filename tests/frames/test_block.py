@@ -38,6 +38,15 @@ def test_the_ratio_is_a_float32() -> None:
     assert float(np.float32(block.ratio)) == block.ratio
 
 
+def test_the_repr_is_one_line() -> None:
+    block = encode_block(GOOD, NOISE)
+    assert repr(block).startswith(f"<Block fp16, {block.raw_bytes:,} -> {block.compressed_bytes:,} bytes, ratio ")
+    assert repr(encode_block(NOISE, NOISE)) == "<Block fp16, 800 -> 800 bytes, ratio 1.0000, kept raw>"
+    odd = encode_block(b"odd", b"odd", dtype="fp16")
+    assert repr(odd) == "<Block fp16, 6 -> 6 bytes, ratio 1.0000, kept raw, fallback>"
+    assert all(len(repr(each)) < 120 and "\n" not in repr(each) for each in (block, odd))
+
+
 def test_one_may_grow_if_both_together_gain() -> None:
     block = encode_block(GOOD, NOISE)
     assert block.stored and len(block.value_frame) > NOISE.nbytes

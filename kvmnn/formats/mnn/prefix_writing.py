@@ -18,7 +18,7 @@ from ...packed import cache_info
 from ...packed.cache_info import SIDE_SUFFIX, CacheInfo, LayerInfo
 from ...packed.layout import PackLayout
 from ...packed.summary import cache_document, cache_summary, live_share
-from ...text import megabytes_per_second
+from ...text import at_rate
 from ...threads.pipeline import Progress
 from .packed_reading import packed_runs
 from .packed_writing import PackedPart
@@ -73,7 +73,7 @@ class Packed:
         return (
             f"{self.output}: prefix {self.info.name!r}, {cache_summary(self.info)}\n"
             f"  {live_share(self.info)}\n"
-            f"  {self.label} ({proof}), {megabytes_per_second(self.info.live_bytes, self.seconds)}"
+            f"  {self.label} ({proof}){at_rate(self.info.live_bytes, self.seconds)}"
         )
 
 

@@ -15,7 +15,7 @@ from ...files.names import with_contents
 from ...files.output import DirectoryOutput
 from ...packed.cache_info import CacheInfo
 from ...packed.summary import cache_document
-from ...text import LOSSLESS, LOSSY, count, megabytes_per_second
+from ...text import LOSSLESS, LOSSY, at_rate, count
 from ...threads.pipeline import Progress
 from ..writing import write_arrays
 from .dump_writing import write_dump
@@ -81,8 +81,8 @@ class Unpacked:
     def __str__(self) -> str:
         how = "int8 times scale plus bias" if self.lossy else "live elements copied as they are"
         return (
-            f"{self.output}: {count(len(self.arrays), 'array')}, {self.raw_bytes:,} bytes, {self.label} ({how}), "
-            f"{megabytes_per_second(self.raw_bytes, self.seconds)}"
+            f"{self.output}: {count(len(self.arrays), 'array')}, {self.raw_bytes:,} bytes, {self.label} ({how})"
+            f"{at_rate(self.raw_bytes, self.seconds)}"
         )
 
 

@@ -96,7 +96,12 @@ def make_row(
         kept_bytes=kept,
         frame_bytes=coded,
         h2o=together(cell.h2o for cell in cells if cell.h2o is not None),
-        project=_project_numbers(configuration.definition, measured.by_definition, timing),
+        project=_project_numbers(
+            configuration.definition,
+            measured.by_definition,
+            timing,
+            _highest([cell.process_peak_bytes for cell in cells]),
+        ),
         documents=tuple(_document_row(cell, document) for cell, document in zip(cells, documents, strict=True)),
     )
 
@@ -143,6 +148,7 @@ def _project_numbers(
     definition: ProjectDefinition | None,
     measured: Sequence[ProjectCell | RefusedCell] | None,
     timing: TimingCell | None,
+    peak: int | None,
 ) -> ProjectNumbers | None:
     if definition is None or measured is None:
         return None
@@ -169,7 +175,8 @@ def _project_numbers(
             tpot_seconds=_mean([cell.tpot_seconds for cell in cells]),
             tokens_per_second=_mean([cell.text_tokens / cell.seconds for cell in cells if cell.seconds > 0]),
         )
-    found = replace(found, chunk=definition.chunk, chunks_left_out=sum(cell.chunks_left_out or 0 for cell in cells))
+    left_out = sum(cell.chunks_left_out or 0 for cell in cells)
+    found = replace(found, chunk=definition.chunk, chunks_left_out=left_out, process_peak_bytes=peak)
     if timing is None or timing.project is None:
         return found
     return replace(found, **timing.project.to_dict())

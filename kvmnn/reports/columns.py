@@ -120,6 +120,7 @@ _PROJECT_HEADINGS: dict[str, tuple[str, str, float]] = {
     "ttft_seconds": ("TTFT (ms)", ".2f", 1e3),
     "tpot_seconds": ("TPOT (ms)", ".3f", 1e3),
     "tokens_per_second": ("tokens/s", ",.0f", 1),
+    "process_peak_bytes": ("process peak (MiB)", ".0f", 1 / _MIB),
     "final_cache_tokens": ("tokens kept", ",d", 1),
     "scored_tokens": ("tokens scored", ",d", 1),
     "chunk": ("chunk (tokens)", ",d", 1),
@@ -127,6 +128,7 @@ _PROJECT_HEADINGS: dict[str, tuple[str, str, float]] = {
     "chunks_left_out": ("chunks left out", ",d", 1),
     "prompt_tokens": ("prompt (tokens)", ",d", 1),
     "new_tokens": ("generated (tokens)", ",d", 1),
+    "repeats": ("warm repeats", ",d", 1),
 }
 
 

@@ -54,6 +54,7 @@ def improvement_summary(results: Results) -> Figure:
         axes.set_ylim(-0.6, len(steps) - 0.4)
         axes.grid(axis="y", visible=False)
         axes.axvline(0, color=INK, linewidth=1.0)
+        axes.use_sticky_edges = False  # room on both sides of 0
         axes.margins(x=0.3)
         axes.set_xlabel(label)
     plot_style.caption(made, "Against the row that differs in this one thing. Points: documents.")

@@ -17,7 +17,7 @@ def pivot_table(rows: Sequence[Row]) -> tuple[list[Column], list[list[str]]] | N
     """A line for each size, and for each protected share where it differs; a column for each policy; None for less.
 
     The sizes are budgets, or shares where there are no budgets. A policy without a protected share has the same number
-    in all lines of its size.
+    in all lines of its size. Sizes at which a single policy ran have no line.
     """
     rows = [row for row in cut_rows(rows) if _size(row) is not None]
     shares = {_share(row) for row in rows} - {None}
@@ -25,7 +25,8 @@ def pivot_table(rows: Sequence[Row]) -> tuple[list[Column], list[list[str]]] | N
     found = {(_size(row) or 0, _share(row) if len(shares) > 1 else None) for row in rows}
     parted = {size for size, share in found if share is not None}
     keys = sorted((key for key in found if key[1] is not None or key[0] not in parted), key=_order)
-    if len(series) < 2 or len(keys) < 2:
+    keys = [key for key in keys if sum(_perplexity(entry, key) is not None for entry in series) > 1]
+    if len(keys) < 2:
         return None
     headings = ["budget", *(["recent"] if len(shares) > 1 else []), *(entry.name for entry in series), "best"]
     last = len(headings) - 1

@@ -117,8 +117,10 @@ class ProjectNumbers(Record):
         ``"E1"``: l2_compress / KnormPress; ``"E2"``: StreamingLLM + H2O.
     label : str
         The project's name for the configuration.
-    chunk, chunks_left_out, prompt_tokens, new_tokens : int or None
-        E2 only.
+    chunk, chunks_left_out, prompt_tokens, new_tokens, repeats : int or None
+        E2 only; times are medians of so many repeats.
+    process_peak_bytes : int or None
+        E2 only: that of the row, for what the project's device had allocated at most.
     refused : str or None
         Why nothing was measured.
     """
@@ -138,6 +140,8 @@ class ProjectNumbers(Record):
     tokens_per_second: float | None = None
     prompt_tokens: int | None = field(default=None, metadata={"omit": True})
     new_tokens: int | None = field(default=None, metadata={"omit": True})
+    repeats: int | None = field(default=None, metadata={"omit": True})
+    process_peak_bytes: int | None = field(default=None, metadata={"omit": True})
     refused: str | None = field(default=None, metadata={"omit": True})
 
     def to_dict(self) -> dict[str, Any]:

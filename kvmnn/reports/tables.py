@@ -85,6 +85,8 @@ def notes(results: Results) -> list[str]:
         ),
         _sentence(f"Model: {plain(results.model.name)}", f"kvmnn {results.kvmnn}"),
     ]
+    if any(row.ttft_seconds is not None for row in rows):
+        lines.append(f"TTFT and TPOT: medians of {count(settings.repeats, 'run')} after a warm-up.")
     lines += _explanations(rows)
     lines += [plain(note) for note in results.notes]
     lines += [plain(f"Not run: {entry.label}: {entry.reason}") for entry in results.refused]

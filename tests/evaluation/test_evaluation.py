@@ -270,6 +270,7 @@ def test_the_lazy_caches_of_streaming_llm_and_h2o(documents):
     assert (baseline.project.chunk, baseline.project.scored_tokens) == (1024, 599)
     for row in (baseline, h2o):
         assert row.project.tpot_seconds * row.project.tokens_per_second == pytest.approx(1)
+        assert row.project.repeats == 1
 
 
 # -- cells ------------------------------------------------------------------------------------------------------------
@@ -329,6 +330,8 @@ def test_processes_of_their_own_give_the_same_numbers_and_their_memory(documents
     for row in there.rows:
         assert 10_000_000 < row.process_opened_bytes <= row.process_peak_bytes < 2_000_000_000
     assert here.rows[0].process_peak_bytes is None
+    lazy = run(texts[:1], preset("streaming-h2o")[:1], jobs=1, tokens=60, timing=False).rows[1]
+    assert lazy.project.process_peak_bytes == lazy.process_peak_bytes > 10_000_000
     assert EvaluationResult.from_dict(json.loads(there.to_text("json"))) == there
 
 

@@ -201,6 +201,8 @@ def test_a_pivot_by_protected_share_names_the_best() -> None:
     ]
     assert "| 512 | 0.5 | 52.24 | 51.90 | 53.00 | l2_fixed random |" in tables.markdown(results(rows))
     assert pivot_table(rows[:2]) is None
+    alone = [row(f"{b}", "streaming" if b > 9 else "knorm", budget=b, perplexity=b) for b in (8, 16, 32)]
+    assert pivot_table(alone) is None  # nothing to compare with at any size
 
 
 def test_a_pivot_by_budget() -> None:

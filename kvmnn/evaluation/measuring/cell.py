@@ -154,7 +154,7 @@ class Measurer:
         try:
             cell = generation_times(runner, document.ids, self.settings.repeats)
             if definition is not None and definition.speed and self.settings.project_definitions:
-                cell = replace(cell, project=project_generation_times(runner, document.own_ids))
+                cell = replace(cell, project=project_generation_times(runner, document.own_ids, self.settings.repeats))
         except KvmnnError as exc:
             raise RefusedError(f"{configuration.label}, timed: {exc}") from exc
         return cell

@@ -114,6 +114,7 @@ class ProjectTimes(Record):
     tokens_per_second: float
     prompt_tokens: int
     new_tokens: int
+    repeats: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,12 +13,14 @@ PIECE = 128
 """Tokens of a prompt that are fed at once, so that no more logits than these are held."""
 DECODED = 32
 """Tokens that are fed one by one after the prompt."""
-PROJECT_PROMPT, PROJECT_NEW, PROJECT_WARM_UP = 64, 64, 5
-"""Tokens of the prompt, generated, and generated beforehand, by the definition of StreamingLLM + H2O."""
+WARM_UP = 5
+"""Tokens that are decoded before anything is timed."""
+PROJECT_PROMPT, PROJECT_NEW = 64, 64
+"""Tokens of the prompt, and generated, by the definition of StreamingLLM + H2O."""
 
 
 def generation_times(runner: Runner, ids: Ids, repeats: int) -> TimingCell:
-    """TTFT and TPOT on one document, medians of `repeats` runs.
+    """TTFT and TPOT on one document, medians of `repeats` warm runs.
 
     Parameters
     ----------
@@ -31,6 +33,9 @@ def generation_times(runner: Runner, ids: Ids, repeats: int) -> TimingCell:
     prompt = ids[: len(ids) - 1 - decoded]
     rest = ids[len(prompt) : len(prompt) + decoded]
     first, each = [], []
+    feed_prompt(runner, prompt[:PIECE])
+    for index in range(min(WARM_UP, decoded)):
+        runner.feed(rest[index : index + 1])
     for _ in range(repeats):
         runner.reset()
         began = time.perf_counter()
@@ -49,18 +54,22 @@ def generation_times(runner: Runner, ids: Ids, repeats: int) -> TimingCell:
     )
 
 
-def project_generation_times(runner: Runner, ids: Ids) -> ProjectTimes:
-    """What StreamingLLM + H2O time (E3 of `presets`), greedily from the first tokens of a text without bos."""
+def project_generation_times(runner: Runner, ids: Ids, repeats: int) -> ProjectTimes:
+    """What StreamingLLM + H2O time (E3 of `presets`), greedily from the first tokens of a text without bos.
+
+    The project runs once after its warm-up; these are medians of `repeats` runs.
+    """
     prompt = ids[:PROJECT_PROMPT]
-    _generate(runner, prompt, PROJECT_WARM_UP)
-    first = _generate(runner, prompt, 1)
-    seconds = _generate(runner, prompt, PROJECT_NEW)
+    _generate(runner, prompt, WARM_UP)
+    first = statistics.median(_generate(runner, prompt, 1) for _ in range(repeats))
+    seconds = statistics.median(_generate(runner, prompt, PROJECT_NEW) for _ in range(repeats))
     return ProjectTimes(
         ttft_seconds=first,
         tpot_seconds=seconds / PROJECT_NEW,
         tokens_per_second=PROJECT_NEW / seconds,
         prompt_tokens=len(prompt),
         new_tokens=PROJECT_NEW,
+        repeats=repeats,
     )
 
 

@@ -25,7 +25,7 @@ from ..measuring.cells import Kind
 from ..setup.configurations import Configuration
 from ..setup.settings import Settings
 
-NUMBERS_VERSION = 1
+NUMBERS_VERSION = 2
 """Raised whenever kvmnn computes any number of a cell differently, so that cells of before are not reused."""
 
 _FORMAT = 2

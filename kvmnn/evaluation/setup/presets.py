@@ -15,7 +15,9 @@ definitions (`Row.project`), so that the project's table can be made again.
   score different tokens with different context, which makes the comparison unsound.
 * **E3** (with E2) times generation after a warm-up of 5 tokens: TTFT is generating one token from the prompt, TPOT the
   time of generating N tokens, the prompt's included, divided by N. Its prompt and N are not recorded; here they are the
-  first 64 tokens of the first text, and 64. Its "attention time" needs a clock inside the model and is not measured.
+  first 64 tokens of the first text, and 64, and times are medians of `Settings.repeats` runs where the project has one.
+  For its peak memory, that of torch's allocator on the device, stands the highest resident memory of the process. Its
+  "attention time" needs a clock inside the model and is not measured.
 
 **The ablation** (``knorm-ablation``) takes the two improvements that l2_compress / KnormPress names over the paper's
 code apart. That code stores by norm and cuts from `prune_after` tokens on; the project stores in temporal order and

@@ -76,6 +76,7 @@ def add_inputs_and_outputs(parser: argparse.ArgumentParser) -> None:
     shared_options.add_force(parser)
     parser.add_argument("--overwrite", dest="force", action="store_true", help=argparse.SUPPRESS)  # the evaluation's
     parser.add_argument("--real", action="store_true", help="also encode frames, decode them and compare")
+    parser.add_argument("--fp32", action="store_true", help="also simulate fp32 words, in four byte lanes")
     parser.add_argument("--no-limits", action="store_true", help="do not compute order-0 entropy limits (faster)")
     parser.add_argument(
         "--threads", type=shared_options.positive, metavar="N", help="threads to use (default: all processors)"
@@ -124,6 +125,7 @@ def options_of(arguments: argparse.Namespace) -> MeasureOptions:
         bitshuffle=arguments.bitshuffle,
         zstd_level=arguments.zstd_level,
         limits=not getattr(arguments, "no_limits", False),
+        fp32=getattr(arguments, "fp32", False),
         predictors=Predictors(**{lane: _split(getattr(arguments, f"{lane}_predictors")) for lane in LANES}),
     )
 

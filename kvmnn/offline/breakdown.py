@@ -8,12 +8,13 @@ from typing import Any
 
 from ..dtypes import PART_LETTERS, PARTS, Part
 from ..text import count, ratio, span
-from .options import HALVES, lane_of
+from .options import FP32_LANES, HALVES, lane_of
 from .stored_sizes import StoredSize
-from .totals import LaneTotal, Totals
+from .totals import FP32Totals, LaneTotal, Totals
 
 SIMULATED = "simulated: zstd frames were made and their lengths added up; no such file exists"
 STORED = "STORED: frames as MNN makes them were encoded, decoded and compared: LOSSLESS for the 16-bit words measured"
+FP32 = "simulated too: fp32 words as they are, nothing rounded, in four byte lanes, the lowest byte first"
 LIMIT = "order-0 entropy of the byte lanes as they are; what uses neighbours (predictors, matches) can go below"
 
 
@@ -104,6 +105,7 @@ class Breakdown:
         if self.is_stored:
             meaning["stored"] = STORED
         tokens = [totals.tokens for totals in self.layers.values()]
+        fp32 = {"fp32": self._fp32_document()} if self.overall.fp32 else {}
         return {
             "meaning": meaning,
             "found_layers": self.found_layers,
@@ -116,6 +118,7 @@ class Breakdown:
             "layers": {
                 str(layer): {"tokens": totals.tokens, **self._document(totals)} for layer, totals in self.layers.items()
             },
+            **fp32,
         }
 
     def _document(self, totals: Totals) -> dict[str, Any]:
@@ -127,6 +130,39 @@ class Breakdown:
         sizes = self.of(totals, [part]).to_dict()
         return {**sizes, "framing_bytes": totals.extra_bytes[part], "lanes": found}
 
+    def _fp32_document(self) -> dict[str, Any]:
+        """The same of fp32 words: overall, and of each layer that has such."""
+        layers = {str(layer): self._fp32(totals.fp32) for layer, totals in self.layers.items() if totals.fp32}
+        overall = {"layers": len(layers), **self._fp32(self.overall.fp32)}
+        return {"meaning": FP32, "overall": overall, "layers": layers}
+
+    def _fp32(self, totals: FP32Totals | None) -> dict[str, Any]:
+        if totals is None:
+            return {}
+        found = self.of_lane(totals.sum()).to_dict()
+        for part in PARTS:
+            lanes = {lane: totals.lanes[part, lane] for lane in FP32_LANES}
+            found[PART_LETTERS[part]] = {
+                **self.of_lane(totals.sum([part])).to_dict(),
+                "framing_bytes": totals.extra_bytes[part],
+                "lanes": {
+                    str(n): {**self.of_lane(lane).to_dict(), "modes": dict(lane.modes)} for n, lane in lanes.items()
+                },
+            }
+        return found
+
+    def _fp32_lines(self) -> list[str]:
+        lines = []
+        labelled = [*((f"layer {n}", totals.fp32) for n, totals in self.layers.items()), ("total", self.overall.fp32)]
+        for label, totals in labelled:
+            if totals is None:
+                continue
+            lines.append(self.of_lane(totals.sum()).line(f"{label} fp32"))
+            for part in PARTS:
+                lines.append(self.of_lane(totals.sum([part])).line(f"  {PART_LETTERS[part].upper()}"))
+                lines += [self.of_lane(totals.lanes[part, n]).line(f"    lane {n}") for n in FP32_LANES]
+        return lines
+
     def __str__(self) -> str:
         header = f"{'':<9} {'raw bytes':>13} {'simulated':>13} {'ratio':>6}"
         header += f" {'order-0 limit':>13}" if self.has_limits else ""
@@ -137,9 +173,13 @@ class Breakdown:
             for part in PARTS:
                 lines.append(self.of(totals, [part]).line(f"  {PART_LETTERS[part].upper()}"))
                 lines += [self.of_lane(totals.lanes[lane_of(part, half)]).line(f"    {half}") for half in HALVES]
+        lines += self._fp32_lines()
         lines += ["", f"total: {self._measured()}", SIMULATED]
         if self.has_limits:
             lines.append(f"limit: {LIMIT}")
+        if self.overall.fp32:
+            layers = sum(totals.fp32 is not None for totals in self.layers.values())
+            lines.append(f"fp32: {count(layers, 'layer')}, {FP32}")
         return "\n".join([*lines, STORED] if self.is_stored else lines)
 
     def _measured(self) -> str:

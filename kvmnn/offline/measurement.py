@@ -68,6 +68,8 @@ class Measurement:
         lines = [str(self.breakdown)]
         if converted := self.selection.converted:
             lines.append(f"{LOSSY}: {converted:,} fp32 entries were rounded to fp16 before anything else")
+        if self.options.fp32 and self.totals.fp32 is None:
+            lines.append("--fp32: no fp32 words were measured")
         lines += [f"skipped: {number:,} {name}" for name, number in sorted(self.selection.skipped.items())]
         return "\n".join(lines)
 

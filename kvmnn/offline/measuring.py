@@ -17,11 +17,11 @@ from ..threads.pipeline import Progress
 from ..threads.pool import map_pulled, resolve_threads
 from .measurement import Measurement, to_json, to_markdown
 from .memory_budget import MemoryBudget
-from .options import HALVES, Half, MeasureOptions, lane_of
+from .options import FP32_LANES, HALVES, Half, MeasureOptions, lane_of
 from .selection import Selection, select
-from .simulated_sizes import Meters, StreamSize, memory_needed, stream_size
+from .simulated_sizes import Meters, StreamSize, fp32_stream_size, memory_needed, stream_size
 from .stored_sizes import StoredSize, stored_size
-from .totals import Totals
+from .totals import FP32Totals, Totals
 from .units import Unit, units_of
 
 MAX_MEMORY = 320 << 20
@@ -29,14 +29,17 @@ MAX_MEMORY = 320 << 20
 
 COMPRESSION_FAILED = "compression_failed"
 
-_Results = dict[tuple[int, Part, Half | None], StreamSize | StoredSize]
-"""By unit, part and half."""
+_What = Half | int | None
+"""A byte lane of 16-bit words, or of 32-bit ones by its number; None for frames, which hold all."""
+
+_Results = dict[tuple[int, Part, _What], StreamSize | StoredSize]
+"""By unit and part."""
 
 
 class _Job(NamedTuple):
     unit: int
     part: Part
-    half: Half | None  # None: frames, which hold both
+    what: _What
     cost: int
     memory: int
 
@@ -104,7 +107,9 @@ def measure(
 
 def work_bytes(selection: Selection, options: MeasureOptions, real: bool) -> int:
     """The bytes that `progress` will have heard of in the end, unless files turn out to be unreadable."""
-    return sum((2 + 2 * real) * unit.raw_bytes for unit in units_of(selection, options) if unit.is_complete())
+    units = [unit for unit in units_of(selection, options) if unit.is_complete()]
+    fp32 = sum(4 * unit.raw_bytes for unit in units if unit.is_fp32) if options.fp32 else 0
+    return sum((2 + 2 * real) * unit.raw_bytes for unit in units) + fp32
 
 
 def _open_documents(
@@ -136,6 +141,8 @@ def _jobs(units: list[Unit], options: MeasureOptions, real: bool) -> list[_Job]:
             for half in HALVES:
                 cost = unit.raw_bytes * len(options.predictors.of(lane_of(part, half)))
                 found.append(_Job(index, part, half, cost, memory))
+            if options.fp32 and unit.is_fp32:
+                found.extend(_Job(index, part, lane, 2 * unit.raw_bytes, memory) for lane in FP32_LANES)
             if real:
                 found.append(_Job(index, part, None, 3 * unit.raw_bytes, 3 * unit.piece_bytes))
     return sorted(found, key=lambda job: -job.cost)
@@ -152,14 +159,16 @@ def _run(
         unit = units[job.unit]
         with budget.holding(job.memory):
             try:
-                if job.half is None:
+                if job.what is None:
                     return stored_size(unit, job.part, tell)
-                return stream_size(unit, job.part, job.half, options, meters, tell)
+                if isinstance(job.what, int):
+                    return fp32_stream_size(unit, job.part, job.what, options, meters, tell)
+                return stream_size(unit, job.part, job.what, options, meters, tell)
             except (SourceError, OSError):
                 return None
 
     made = map_pulled(work, jobs, threads)
-    results = {(job.unit, job.part, job.half): size for job, size in zip(jobs, made, strict=True) if size is not None}
+    results = {(job.unit, job.part, job.what): size for job, size in zip(jobs, made, strict=True) if size is not None}
     broken = {job.unit for job, size in zip(jobs, made, strict=True) if size is None}
     return results, broken
 
@@ -188,6 +197,7 @@ def _sum_up(
                     size = results[index, part, half]
                     if isinstance(size, StreamSize):
                         total.lanes[lane_of(part, half)].add(size)
+                _add_fp32(total, part, unit, [results.get((index, part, lane)) for lane in FP32_LANES])
                 stored = results.get((index, part, None))
                 if isinstance(stored, StoredSize):
                     total.stored[part] = total.stored.get(part, StoredSize(0, 0)) + stored
@@ -201,6 +211,15 @@ def _sum_up(
         layers=dict(sorted(layers.items())),
         is_stored=real,
     )
+
+
+def _add_fp32(total: Totals, part: Part, unit: Unit, sizes: Sequence[StreamSize | StoredSize | None]) -> None:
+    for lane, size in enumerate(sizes):
+        if isinstance(size, StreamSize):
+            total.fp32 = total.fp32 or FP32Totals()
+            total.fp32.lanes[part, lane].add(size)
+    if total.fp32 and sizes[0]:
+        total.fp32.extra_bytes[part] += unit.extra_bytes
 
 
 def _one_at_a_time(progress: Progress | None) -> Progress | None:

@@ -35,6 +35,9 @@ HALVES: tuple[Half, Half] = ("hi", "lo")
 LANES = ("k_hi", "k_lo", "v_hi", "v_lo")
 """The byte lanes, as options and documents call them."""
 
+FP32_LANES = (0, 1, 2, 3)
+"""The byte lanes of 32-bit words, the lowest byte first."""
+
 K_PREDICTORS = ("raw", "delta_seq", "xor_seq", "pair_delta", "pair_delta_delta_seq")
 V_PREDICTORS = ("raw", "delta_seq", "xor_seq")
 """What the evaluation tries unless told otherwise; predictors that it does not know are asked for by name."""
@@ -165,6 +168,8 @@ class MeasureOptions:
         What adaptive_v22 tries.
     limits
         Count bytes for the order-0 entropy limits.
+    fp32
+        Simulate fp32 words in four byte lanes too, beside the fp16 words that they are rounded to.
 
     Raises
     ------
@@ -183,6 +188,7 @@ class MeasureOptions:
     zstd_level: int = 3
     predictors: Predictors = field(default_factory=Predictors)
     limits: bool = True
+    fp32: bool = False
 
     def __post_init__(self) -> None:
         _one_of("--entry-mode", self.entry_mode, ENTRY_MODES)
@@ -197,6 +203,8 @@ class MeasureOptions:
             raise OptionError(f"--zstd-level must be <= {MAX_LEVEL}.")
         object.__setattr__(self, "predictors", self.predictors.checked())
         self.scope.check_layer_ids()
+        if self.fp32 and self.scope.strict_fp16:
+            raise OptionError("--fp32 and --strict-fp16 exclude each other.")
 
     @property
     def is_grouped(self) -> bool:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
+from ..arrays.named_array import Piece
 from ..dtypes import Part
 from ..threads.pipeline import Progress
 from . import _sizes
-from .options import Half, MeasureOptions, lane_of
+from .options import HALVES, Half, MeasureOptions, lane_of
 from .predictors import NAMES
 from .token_runs import RowReader
 from .units import Unit
@@ -79,9 +83,40 @@ def stream_size(
     SourceError
         When a file cannot be read.
     """
+    return _simulated(unit, part, half, half, RowReader(unit.tensors(part)).take, options, meters, progress)
+
+
+def fp32_stream_size(
+    unit: Unit, part: Part, lane: int, options: MeasureOptions, meters: Meters, progress: Progress | None = None
+) -> StreamSize:
+    """The simulated size of one of the four byte lanes of fp32 words, the lowest byte first.
+
+    The upper two lanes are tried under the predictors of the high bytes, the lower two under those of the low ones.
+    Errors as for `stream_size`.
+    """
+    reader = RowReader(unit.tensors(part), as_stored=True)
+
+    def take(tokens: int) -> Iterator[Piece]:
+        for run in reader.take(tokens):
+            yield np.ascontiguousarray(run.view("<u2")[lane // 2 :: 2]).view(np.uint8)
+
+    return _simulated(unit, part, HALVES[1 - lane % 2], HALVES[lane < 2], take, options, meters, progress)
+
+
+def _simulated(
+    unit: Unit,
+    part: Part,
+    half: Half,
+    tried: Half,
+    take: Callable[[int], Iterator[Piece]],
+    options: MeasureOptions,
+    meters: Meters,
+    progress: Progress | None,
+) -> StreamSize:
+    """The size of the `half` of 16-bit words that `take` gives for a number of tokens, by the predictors of `tried`."""
     heads, dims = unit.geometry
     adaptive = options.codec_mode == "adaptive_v22"
-    names = options.predictors.of(lane_of(part, half)) if adaptive else _LEGACY[half]
+    names = options.predictors.of(lane_of(part, tried)) if adaptive else _LEGACY[tried]
     block = min(options.adaptive_block_seq, unit.piece_tokens) if adaptive else unit.piece_tokens
     meter = meters.take()
     meter.setup(
@@ -94,11 +129,10 @@ def stream_size(
         options.bitshuffle,
         options.limits,
     )
-    reader = RowReader(unit.tensors(part))
     total, limit, modes = 0, 0.0, dict.fromkeys(names, 0)
     for tokens in unit.pieces():
         meter.begin(tokens)
-        for run in reader.take(tokens):
+        for run in take(tokens):
             meter.feed(run)
             if progress:
                 progress(run.size // 2)

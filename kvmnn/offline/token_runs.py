@@ -34,11 +34,18 @@ class Tensor(Protocol):
     def token_bytes(self) -> int:
         """Bytes of a token's 16-bit words."""
 
+    @property
+    def width(self) -> int:
+        """Bytes of a word as it is stored: 2 or 4."""
+
     def is_complete(self) -> bool:
         """Whether there are as many bytes as the tokens take."""
 
+    def stored_runs(self, tokens: int) -> Iterator[Piece]:
+        """All tokens as the words that are stored, `tokens` at a time, the last run shorter."""
+
     def runs(self, tokens: int) -> Iterator[Piece]:
-        """All tokens as little-endian 16-bit words, `tokens` at a time, the last run shorter."""
+        """The same as little-endian 16-bit words."""
 
 
 class FileTensor:
@@ -66,9 +73,11 @@ class FileTensor:
     def is_complete(self) -> bool:
         return self.found == self.tokens * self.token_bytes // 2 * self.width
 
+    def stored_runs(self, tokens: int) -> Iterator[Piece]:
+        return self.raw_runs(tokens * self.token_bytes // 2 * self.width)
+
     def runs(self, tokens: int) -> Iterator[Piece]:
-        step = tokens * self.token_bytes // 2 * self.width
-        for run in self.raw_runs(step):
+        for run in self.stored_runs(tokens):
             yield run if self.width == 2 else rounded(run)
 
     def raw_runs(self, step: int) -> Iterator[Piece]:
@@ -102,20 +111,21 @@ class ArrayTensor:
 
     def __init__(self, array: LayerArray) -> None:
         self.array = array
+        self.width = array.array.word_bytes
         heads, self.tokens, dims = array.geometry
         self.token_bytes = 2 * heads * dims
 
     def is_complete(self) -> bool:
         return True
 
-    def runs(self, tokens: int) -> Iterator[Piece]:
-        width = self.array.array.word_bytes
+    def stored_runs(self, tokens: int) -> Iterator[Piece]:
         if self.array.token_major:
-            runs = self.array.array.pieces(tokens * self.token_bytes // 2 * width)
-        else:
-            runs = self._turned(tokens, width)
-        for run in runs:
-            yield run if width == 2 else rounded(run)
+            return self.array.array.pieces(tokens * self.token_bytes // 2 * self.width)
+        return self._turned(tokens, self.width)
+
+    def runs(self, tokens: int) -> Iterator[Piece]:
+        for run in self.stored_runs(tokens):
+            yield run if self.width == 2 else rounded(run)
 
     def _turned(self, tokens: int, width: int) -> Iterator[Piece]:
         heads, count, dims = self.array.geometry
@@ -133,12 +143,21 @@ def rounded(run: Piece) -> Piece:
 
 
 class RowReader:
-    """The tokens of several tensors one after the other."""
+    """The tokens of several tensors one after the other, as 16-bit words, or as the words of one width that are stored.
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._token_bytes = tensors[0].token_bytes
-        self._step = max(1, RUN_BYTES // self._token_bytes)
-        self._runs = (run for tensor in tensors for run in tensor.runs(self._step))
+    Parameters
+    ----------
+    tensors
+        Of one geometry.
+    as_stored
+        Take the words as they are; all tensors have the same width then.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], *, as_stored: bool = False) -> None:
+        self._token_bytes = tensors[0].token_bytes // 2 * (tensors[0].width if as_stored else 2)
+        step = max(1, RUN_BYTES // self._token_bytes)
+        runs = (tensor.stored_runs(step) if as_stored else tensor.runs(step) for tensor in tensors)
+        self._runs = (run for several in runs for run in several)
         self._rest: Piece = np.empty(0, np.uint8)
 
     def take(self, tokens: int) -> Iterator[Piece]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..dtypes import PARTS, Part
-from .options import HALVES, LANES, lane_of
+from .options import FP32_LANES, HALVES, LANES, lane_of
 from .simulated_sizes import StreamSize
 from .stored_sizes import StoredSize
 
@@ -31,6 +31,33 @@ class LaneTotal:
 
 
 @dataclass
+class FP32Totals:
+    """fp32 words of a layer, or of all of them, in four byte lanes.
+
+    Parameters
+    ----------
+    lanes
+        By part and number, the lowest byte first.
+    extra_bytes
+        By part: framing and tables.
+    """
+
+    lanes: dict[tuple[Part, int], LaneTotal] = field(
+        default_factory=lambda: {(part, lane): LaneTotal() for part in PARTS for lane in FP32_LANES}
+    )
+    extra_bytes: Counter[Part] = field(default_factory=Counter)
+
+    def sum(self, parts: Sequence[Part] = PARTS) -> LaneTotal:
+        """The lanes of `parts` together, framing and tables included."""
+        lanes = [lane for (part, _), lane in self.lanes.items() if part in parts]
+        return LaneTotal(
+            raw_bytes=sum(lane.raw_bytes for lane in lanes),
+            simulated_bytes=sum(lane.simulated_bytes for lane in lanes) + sum(self.extra_bytes[part] for part in parts),
+            limit_bytes=sum(lane.limit_bytes for lane in lanes),
+        )
+
+
+@dataclass
 class Totals:
     """A layer, or all of them.
 
@@ -44,12 +71,15 @@ class Totals:
         By part: framing and tables, which belong to the simulated size.
     stored
         By part: frames that were made and decoded, where that was asked for.
+    fp32
+        fp32 words in four byte lanes, where that was asked for; None for no such words.
     """
 
     tokens: int = 0
     lanes: dict[str, LaneTotal] = field(default_factory=lambda: {lane: LaneTotal() for lane in LANES})
     extra_bytes: Counter[Part] = field(default_factory=Counter)
     stored: dict[Part, StoredSize] = field(default_factory=dict)
+    fp32: FP32Totals | None = None
 
     def raw_bytes(self, parts: Sequence[Part] = PARTS) -> int:
         """fp16 bytes of what could be compressed."""

@@ -72,6 +72,11 @@ class Unit:
         """K or V of its dumps."""
         return [entry.tensor(part) for entry in self.entries]
 
+    @property
+    def is_fp32(self) -> bool:
+        """Whether all its words are stored in 32 bits."""
+        return all(tensor.width == 4 for entry in self.entries for tensor in (entry.keys, entry.values))
+
     def is_complete(self) -> bool:
         """Whether every binary file has the bytes that its metadata says."""
         return all(entry.is_complete() for entry in self.entries)

@@ -8,7 +8,7 @@ from typing import Any, Self
 import numpy as np
 
 from ..checks import whole
-from ..dtypes import Indices, Part, by_name
+from ..dtypes import PARTS, Indices, Part, by_name
 from ..errors import KvmnnError, LimitError
 from .backends import backend
 
@@ -128,6 +128,12 @@ class PackNumbers:
     def pack_numbers(self, part: Part) -> tuple[int, int]:
         """lP and hP of K or V; lP8 and hP8 for what is int8."""
         return (self.lP8 or 1, self.hP8 or 1) if self.is_int8(part) else (self.lP, self.hP)
+
+    @property
+    def places(self) -> tuple[Any, ...]:
+        """All that decides where elements lie and what they are; equal for backends whose buffers are alike."""
+        parts = [(self.is_int8(part), self.pack_numbers(part)) for part in PARTS]
+        return self.kv_heads, self.head_dim, self.dtype, self.flash_block, *parts
 
     @property
     def unrecoverable(self) -> tuple[str, ...]:

@@ -167,6 +167,15 @@ class PackedCache:
     def __repr__(self) -> str:
         return f"<PackedCache of {self._past} tokens, room for {self._capacity}, {self._dialect}, {self._layout}>"
 
+    def __eq__(self, other: object) -> bool:
+        """Whether geometry and stored rows are equal, bit by bit; room, padding and dialect do not matter."""
+        if not isinstance(other, PackedCache):
+            return NotImplemented
+        if (self._layout.places, self._past) != (other._layout.places, other._past):
+            return False
+        pairs = zip(self.to_arrays(), other.to_arrays(), strict=True)
+        return all(np.array_equal(one.view(np.uint8), two.view(np.uint8)) for one, two in pairs)
+
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def to_arrays(self, out: KVPair | None = None) -> KVPair:

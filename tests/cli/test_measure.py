@@ -135,6 +135,24 @@ def test_json_says_which_number_is_which(here, run):
     assert "limit_bytes" not in made["breakdown"]["overall"]
 
 
+def test_fp32_stands_beside_fp16(here, run):
+    said = run("measure", "dump", "--fp32").out
+    assert "\ntotal fp32 " in said and "\nlayer 2 fp32 " in said and "\nlayer 0 fp32 " not in said
+    assert "\nfp32: 1 layer, simulated too: fp32 words as they are, nothing rounded" in said
+    made = json.loads(run("measure", "dump", "--fp32", "--json").out)
+    plain = json.loads(run("measure", "dump", "--json").out)
+    fp32 = made["breakdown"].pop("fp32")
+    assert made == plain
+    assert (fp32["overall"]["layers"], list(fp32["layers"])) == (1, ["2"])
+    assert fp32["overall"]["raw_bytes"] == 2 * (K.nbytes + V.nbytes)
+    for part in ("k", "v"):
+        lanes = fp32["layers"]["2"][part]["lanes"]
+        assert list(lanes) == ["0", "1", "2", "3"]
+        assert sum(lane["simulated_bytes"] for lane in lanes.values()) == fp32["overall"][part]["simulated_bytes"]
+    assert "--fp32: no fp32 words were measured" in run("measure", "dump", "--fp32", "--layer-ids", "0").out
+    assert "exclude each other" in run("measure", "dump", "--fp32", "--strict-fp16", code=2).err
+
+
 def test_the_table_of_real_frames_says_so(here, run):
     said = run("measure", "dump", "--real", "--front-n", "3").out
     assert "STORED: frames as MNN makes them were encoded, decoded and compared: LOSSLESS" in said

@@ -13,15 +13,18 @@ from hypothesis import strategies as st
 from offline_model import words, write_dump
 
 from kvmnn import KvmnnError, _simd
+from kvmnn.formats import open as open_source
 from kvmnn.offline import (
     MeasureOptions,
     OptionError,
     Predictors,
     Scope,
+    Selection,
     _sizes,
     measure,
     predictors,
     select,
+    select_source,
     to_document,
 )
 from kvmnn.offline.memory_budget import MemoryBudget
@@ -331,3 +334,37 @@ def test_values_beyond_what_c_holds_are_fine(dumps):
     found = to_document(measure(["x"], select([dumps], options.scope), options))
     assert found["k_chunk_meta_bytes"] == 5 * 10**30
     assert sys.getsizeof(found["k_compressed_bytes"]) > 32
+
+
+@pytest.mark.parametrize("mode", ["adaptive_v22", "legacy"])
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_fp32_in_four_lanes_is_that_of_plain_python(tmp_path, mode, heads_first):
+    k, v = (words(seed, 90, dtype="<f4") for seed in (1, 2))
+    if heads_first:
+        np.savez(tmp_path / "kv.npz", k=k.transpose(1, 0, 2), v=v.transpose(1, 0, 2))
+        selection = Selection()
+        select_source(selection, open_source(tmp_path / "kv.npz"), Scope(), "kv")
+    else:
+        write_dump(tmp_path, 0, 0, k, v)
+        selection = select([tmp_path], Scope())
+    options = MeasureOptions(fp32=True, codec_mode=mode, entry_mode="chunked", online_framing_bytes=5)
+    found = measure(["x"], selection, options, threads=2)
+    assert found.totals.fp32 is not None and found.totals.fp32 == found.layers[0].fp32
+    for part, array in (("key", k), ("value", v)):
+        lanes = np.ascontiguousarray(array).view(np.uint8).reshape(*array.shape, 4)
+        expected = 0
+        for number in range(4):
+            half = "hi" if number >= 2 else "lo"
+            names = list(options.predictors.of(f"{part[0]}_{half}"))
+            names = names if mode == "adaptive_v22" else [{"hi": "delta_seq", "lo": "raw"}[half]]
+            block = 64 if mode == "adaptive_v22" else 90
+            lane = np.ascontiguousarray(lanes[..., number])
+            size, modes = offline_model.stream_size(lane, names, block, 3, False, mode == "adaptive_v22")
+            made = found.totals.fp32.lanes[part, number]
+            assert (made.raw_bytes, made.simulated_bytes, dict(made.modes)) == (lane.size, size, modes)
+            expected += size
+        assert found.totals.fp32.sum([part]).simulated_bytes == expected + 5
+    assert found.totals.fp32.sum().raw_bytes == k.nbytes + v.nbytes
+    plain = measure(["x"], selection, MeasureOptions(codec_mode=mode, entry_mode="chunked", online_framing_bytes=5))
+    found.totals.fp32 = None
+    assert found.totals == plain.totals

@@ -383,3 +383,32 @@ def test_an_empty_cache() -> None:
                     empty.append(*plain(cache.layout, 1), remove=remove, reserve=reserve)
     cache.realloc(add=10)
     assert (len(cache), cache.capacity) == (0, 74)
+
+
+# -- as an object -----------------------------------------------------------------------------------------------------
+
+
+def test_caches_are_equal_by_geometry_and_stored_rows():
+    one, same = filled(70), filled(70, dialect="upstream", expand_chunk=8, fresh_byte=7)
+    assert one == same and one.capacity != same.capacity
+    assert one != filled(69) and one != "a cache"
+    assert PackedCache(one.layout) == PackedCache(one.layout) != one
+    keys = one.to_arrays()[0]
+    same.realloc(remove=1, reserve=[])
+    assert one != same
+    same.append(keys[:, -1:], keys[:, -1:])
+    assert one != same  # other values
+
+
+@pytest.mark.parametrize(
+    ("backend", "equal"), [("x86-sse", True), ("x86-avx512", False), ("arm64-fp32", False), ("arm32-fp32", True)]
+)
+def test_backends_whose_buffers_are_alike_are_one_geometry(backend, equal):
+    one = filled(20)
+    other = PackedCache(PackLayout.for_backend(backend, kv_heads=2, head_dim=6))
+    other.append(*one.to_arrays())
+    assert (one == other) is equal
+
+
+def test_a_cache_prints_on_one_line():
+    assert repr(filled(3)).startswith("<PackedCache of 3 tokens, room for 67, fork, ") and "\n" not in repr(filled(3))

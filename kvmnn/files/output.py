@@ -2,6 +2,7 @@
 
 Everything is written under a temporary name beside its target, synced and then renamed. Whatever goes wrong before the
 rename, an interrupt included, leaves nothing behind; and nothing that exists is replaced unless the caller forces it.
+What a process leaves that is killed outright, the next one that writes to the same folder removes.
 Devices and pipes (``/dev/null``, a FIFO) cannot be renamed onto and are written directly.
 """
 
@@ -10,7 +11,6 @@ from __future__ import annotations
 import errno
 import io
 import os
-import secrets
 import shutil
 import stat
 from collections.abc import Iterable, Iterator
@@ -22,6 +22,7 @@ from typing import Protocol, Self
 from ..errors import OutputError
 from . import changes
 from .identity import identity
+from .temporary import Temporary
 
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EOPNOTSUPP, errno.EACCES}
 
@@ -42,13 +43,15 @@ class StagedFile:
         The name that the caller knows the file by.
     path
         Where the bytes go meanwhile; equal to `target` for a device.
+    is_new
+        Whether nothing may be there yet.
     """
 
-    def __init__(self, target: Path, path: Path) -> None:
+    def __init__(self, target: Path, path: Path, *, is_new: bool = False) -> None:
         self.target = target
         self.path = path
         with self._naming():
-            self._file: io.BufferedWriter = open(path, "wb" if path == target else "xb")  # noqa: SIM115
+            self._file: io.BufferedWriter = open(path, "xb" if is_new else "wb")  # noqa: SIM115
 
     def write(self, data: bytes | memoryview, /) -> int:
         """Write all of `data`."""
@@ -109,6 +112,7 @@ class _Staged:
         self._protected = {found for path in protect if (found := identity(path))}
         self._files: list[StagedFile] = []
         self._reading = changes.Reading()
+        self._temporaries: list[Temporary] = []
 
     def commit(self) -> None:
         """Put everything written in its place; `SourceError` where an input changed while it was read."""
@@ -120,6 +124,11 @@ class _Staged:
     def _close_all(self) -> None:
         for file in self._files:
             file.close()
+
+    def _temporary(self, target: Path, *, parent: Path | None = None, is_folder: bool = False) -> Temporary:
+        with failures(target):
+            self._temporaries.append(Temporary(target, parent=parent, is_folder=is_folder))
+        return self._temporaries[-1]
 
     def _close_for_good(self) -> None:
         changes.check()
@@ -162,6 +171,8 @@ class _Staged:
         for file in self._files:
             file.abandon()
         self._discard()
+        for temporary in self._temporaries:
+            temporary.release()
         self._reading.end(error)
 
 
@@ -210,7 +221,7 @@ class FileOutput(_Staged):
             file = StagedFile(target, target)
         else:
             self._check_free(target)
-            file = StagedFile(target, target.with_name(_temporary_name(target.name)))
+            file = StagedFile(target, self._temporary(target).path)
         self._files.append(file)
         return file
 
@@ -250,9 +261,7 @@ class DirectoryOutput(_Staged):
         if not self._merging and os.path.lexists(self.target):
             raise OutputError(f"{self.target}: exists already and is not a directory")
         parent = self.target if self._merging else self.target.parent
-        self._stage = parent / _temporary_name(self.target.name)
-        with failures(self.target):
-            self._stage.mkdir()
+        self._stage = self._temporary(self.target, parent=parent, is_folder=True).path
 
     def check_names(self, names: Iterable[str]) -> None:
         """Fail now rather than later if a file called one of `names` could not be made."""
@@ -266,7 +275,7 @@ class DirectoryOutput(_Staged):
         self._close_all()
         with failures(self.target / name):
             (self._stage / name).parent.mkdir(parents=True, exist_ok=True)
-        file = StagedFile(self.target / name, self._stage / name)
+        file = StagedFile(self.target / name, self._stage / name, is_new=True)
         self._files.append(file)
         return file
 
@@ -296,10 +305,6 @@ class DirectoryOutput(_Staged):
 def is_device(target: str | os.PathLike[str]) -> bool:
     """Whether there is something that is neither a file nor a directory: what is written to it cannot be read again."""
     return os.path.exists(target) and not os.path.isfile(target) and not os.path.isdir(target)
-
-
-def _temporary_name(name: str) -> str:
-    return f".{name[:100]}.{secrets.token_hex(4)}.tmp"
 
 
 def _sync_directory(path: Path) -> None:

@@ -1,0 +1,114 @@
+"""Temporary files and folders beside what they will become, and the removal of those that dead processes left.
+
+A name is ``.<target>.kvmnn-<pid>-<random>.tmp``. The process that writes there holds a lock (``flock``), which ends
+with it however it ends, in whatever pid namespace or container it ran. Whoever writes to the same folder next removes
+what bears such a name and is not locked. Where a file system has no locks nothing is removed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+fcntl: Any
+try:
+    import fcntl
+except ImportError:  # Windows: nothing is locked and nothing is removed
+    fcntl = None
+
+_NAME = re.compile(r"\..{0,200}\.kvmnn-\d+-[0-9a-f]{8}\.tmp", re.DOTALL)
+
+
+class Temporary:
+    """A new file or folder that is this process's until `release`.
+
+    Parameters
+    ----------
+    target
+        What it will become.
+    parent
+        Where it lies; None for beside its target.
+    is_folder
+        Make a folder instead of a file.
+
+    Raises
+    ------
+    OSError
+        When it cannot be made.
+    """
+
+    def __init__(self, target: Path, *, parent: Path | None = None, is_folder: bool = False) -> None:
+        folder = target.parent if parent is None else parent
+        sweep(folder)
+        while True:
+            self.path = folder / f".{_short(target.name)}.kvmnn-{os.getpid()}-{secrets.token_hex(4)}.tmp"
+            self._handle = _make(self.path, is_folder)
+            if self._handle is None or (_lock(self._handle, wait=True) and _leads_to(self.path, self._handle)):
+                return
+            os.close(self._handle)  # somebody swept before it was locked
+
+    def release(self) -> None:
+        """Let go of the lock; what is still there may be removed by others."""
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
+
+
+def sweep(folder: Path) -> None:
+    """Remove what processes that are gone have left in a folder."""
+    if fcntl is None:
+        return
+    with suppress(OSError), os.scandir(folder) as entries:
+        for path in [entry.path for entry in entries if _NAME.fullmatch(entry.name)]:
+            with suppress(OSError):
+                _remove_if_free(path)
+
+
+def _remove_if_free(path: str) -> None:
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        kind = os.fstat(handle).st_mode
+        if (stat.S_ISREG(kind) or stat.S_ISDIR(kind)) and _lock(handle, wait=False):
+            if stat.S_ISDIR(kind):
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                os.unlink(path)
+    finally:
+        os.close(handle)
+
+
+def _short(name: str) -> str:
+    """As much of a name as leaves room for the rest in the 255 bytes that file systems have."""
+    return os.fsencode(name)[:100].decode("utf-8", "ignore")
+
+
+def _make(path: Path, is_folder: bool) -> int | None:
+    """A descriptor of something new, kept for its lock; None for folders where they cannot be opened."""
+    if not is_folder:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
+    path.mkdir()
+    return None if fcntl is None else os.open(path, os.O_RDONLY)
+
+
+def _lock(handle: int, *, wait: bool) -> bool:
+    """Whether the lock is ours; a file system without locks locks nothing out, and gives none to those who sweep."""
+    if fcntl is None:
+        return wait
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:
+        return wait
+    return True
+
+
+def _leads_to(path: Path, handle: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(handle))
+    except FileNotFoundError:
+        return False

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..arrays.named_array import Piece
-from ..errors import FrameError, LimitError, ManifestError
+from ..errors import FrameError, ManifestError
 from ..frames import decoding, inspection
 from ..threads.digest import Digester
 from ..threads.pipeline import Progress, ordered
@@ -72,8 +72,7 @@ def decode_frames(
         When there are more raw bytes than `options.max_bytes`.
     """
     options = options or DecodeOptions()
-    if options.max_bytes is not None and frames.raw_bytes > options.max_bytes:
-        raise LimitError(f"{frames.path}: holds {frames.raw_bytes} raw bytes, above the limit of {options.max_bytes}")
+    frames.check_size(options)
 
     buffers = _Buffers()
 

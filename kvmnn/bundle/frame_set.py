@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ..arrays.named_array import Piece
 from ..arrays.source import described_by
 from ..arrays.valid_names import name_of_file
-from ..errors import FrameError, ManifestError
+from ..errors import FrameError, LimitError, ManifestError
 from ..files.identity import identity
 from ..files.mapped import STDIN, MappedFile
 from ..frames import CODECS
@@ -121,6 +121,11 @@ class FrameSet:
         opened = self._current
         frames = [opened.file.path if opened and opened.name == name else str(self._root / name) for name in names]
         return frames if self._index is None else [str(self._index), *frames]
+
+    def check_size(self, options: DecodeOptions) -> None:
+        """`LimitError` for more raw bytes than `options` allow."""
+        if options.max_bytes is not None and self.raw_bytes > options.max_bytes:
+            raise LimitError(f"{self.path}: holds {self.raw_bytes} raw bytes, above the limit of {options.max_bytes}")
 
     def only(self, array: ArrayEntry) -> FrameSet:
         """The frames of one of the arrays."""

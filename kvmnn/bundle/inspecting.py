@@ -256,7 +256,7 @@ def inspect(frames: FrameSet, options: DecodeOptions | None = None) -> BundleInf
     frames
         `open_frames`.
     options
-        Which codecs are allowed.
+        Limits and codecs.
 
     Raises
     ------
@@ -264,8 +264,11 @@ def inspect(frames: FrameSet, options: DecodeOptions | None = None) -> BundleInf
         When a frame does not decode; the message names its array and number.
     ManifestError
         When a frame is not what the manifest says: its bytes, its words, its predictors and codecs.
+    LimitError
+        When there are more raw bytes than `options.max_bytes`.
     """
     options = options or DecodeOptions()
+    frames.check_size(options)
     arrays = tuple(
         ArrayFrames(
             entry=entry,

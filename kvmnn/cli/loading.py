@@ -39,6 +39,7 @@ def load(
         skip_unsupported=arguments.skip_unsupported,
         packed=packed_options.options(arguments, known),
         frames=frames,
+        max_bytes=getattr(arguments, "max_bytes", None),
     )
     return joined([opening.open(path, options) for path in paths])
 

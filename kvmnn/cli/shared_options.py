@@ -50,6 +50,16 @@ def add_threads(parser: Any) -> None:
     parser.add_argument("--no-zstd", action="store_true", help="behave as an engine without libzstd: RLE only")
 
 
+def add_max_bytes(parser: Any) -> None:
+    """``--max-bytes``."""
+    parser.add_argument(
+        "--max-bytes",
+        type=byte_count,
+        metavar="SIZE",
+        help="refuse an input of more raw bytes (default: what its files can hold)",
+    )
+
+
 def add_output(parser: Any, text: str) -> None:
     """``-o`` and ``-f``."""
     parser.add_argument("-o", "--output", metavar="OUT", help=text)

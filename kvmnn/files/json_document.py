@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -139,7 +140,7 @@ def read_bounded(path: Path, max_bytes: int | None = None) -> bytes:
     """
     limit = MAX_BYTES if max_bytes is None else max_bytes
     try:
-        with path.open("rb") as stream:
+        with open(path, "rb", opener=_open_without_waiting) as stream:
             text = stream.read(limit + 1)
     except (FileNotFoundError, NotADirectoryError):
         raise
@@ -148,6 +149,14 @@ def read_bounded(path: Path, max_bytes: int | None = None) -> bytes:
     if len(text) > limit:
         raise SourceError(f"{path}: holds more than {limit:,} bytes")
     return text
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    """A named pipe that nobody writes to is empty; opened as usual it would be waited for without end."""
+    handle = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    if hasattr(os, "set_blocking"):
+        os.set_blocking(handle, True)
+    return handle
 
 
 def read_object(path: Path, max_bytes: int | None = None) -> dict[str, Any]:

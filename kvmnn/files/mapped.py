@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import shutil
 import stat
 import sys
 import tempfile
@@ -15,13 +14,14 @@ from typing import BinaryIO
 import numpy as np
 
 from ..dtypes import Bytes
-from ..errors import SourceError
+from ..errors import LimitError, SourceError
 from ._mapping import Mapping
 from .changes import FileState, note
 
 STDIN = "-"
 _PAGE = mmap.PAGESIZE
 _MIN_DROP_BYTES = 1 << 20
+_SPOOL_BYTES = 1 << 20
 
 
 def head_of(path: str, nbytes: int = 64) -> bytes:
@@ -47,32 +47,40 @@ class MappedFile:
         File to open; ``"-"`` for standard input.
     expected
         What the file was when it was first looked at.
+    max_bytes
+        Most bytes of a pipe or of standard input; None for as many as the disk holds.
 
     Raises
     ------
     SourceError
-        When the file cannot be opened, or is not what it was.
+        When the file cannot be opened, is a device, or is not what it was.
+    LimitError
+        When a pipe holds more than `max_bytes`.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, expected: FileState | None = None) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, expected: FileState | None = None, max_bytes: int | None = None
+    ) -> None:
         self.path = os.fspath(path)
         self.label = "standard input" if self.path == STDIN else self.path
         self._state: FileState | None = None
         try:
-            self._map = self._open(expected)
+            self._map = self._open(expected, max_bytes)
         except OSError as exc:
             raise SourceError(f"{self.label}: cannot be read: {exc.strerror or exc}") from exc
         self.size = 0 if self._map is None else self._map.nbytes
 
-    def _open(self, expected: FileState | None) -> Mapping | None:
+    def _open(self, expected: FileState | None, max_bytes: int | None) -> Mapping | None:
         if self.path == STDIN:
             if sys.stdin is None:
                 raise OSError(errno.EBADF, "it is closed")
-            return _spool(sys.stdin.buffer)
+            return _spool(sys.stdin.buffer, self.label, max_bytes)
         with open(self.path, "rb") as file:
             found = os.fstat(file.fileno())
+            if stat.S_ISBLK(found.st_mode) or (stat.S_ISCHR(found.st_mode) and not file.isatty()):
+                raise SourceError(f"{self.label}: is a device: expected a file or a pipe")
             if not stat.S_ISREG(found.st_mode):
-                return _spool(file)
+                return _spool(file, self.label, max_bytes)
             self._state = expected or FileState(self.label, self.path, found)
             note(self._state)
             self._state.expect(found)
@@ -121,8 +129,12 @@ def _map(file: BinaryIO) -> Mapping | None:
     return Mapping(file.fileno(), nbytes) if nbytes else None
 
 
-def _spool(stream: BinaryIO) -> Mapping | None:
+def _spool(stream: BinaryIO, label: str, max_bytes: int | None) -> Mapping | None:
+    """A pipe is read once, to an unnamed file that ends with its mapping."""
     with tempfile.TemporaryFile() as spool:
-        shutil.copyfileobj(stream, spool, 1 << 20)
+        while run := stream.read(_SPOOL_BYTES):
+            spool.write(run)
+            if max_bytes is not None and spool.tell() > max_bytes:
+                raise LimitError(f"{label}: holds more than the limit of {max_bytes} bytes")
         spool.flush()
         return _map(spool)

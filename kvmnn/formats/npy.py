@@ -62,7 +62,7 @@ class Header:
 
 def read(path: str, options: ReadOptions) -> Source:
     """One array named after the file."""
-    return read_mapped(MappedFile(path), options)
+    return read_mapped(MappedFile(path, max_bytes=options.max_bytes), options)
 
 
 def read_mapped(file: MappedFile, options: ReadOptions) -> Source:

@@ -11,7 +11,7 @@ from ..arrays.source import Source, described_by
 from ..arrays.valid_names import check_name, name_of_file
 from ..bundle import manifest
 from ..bundle.frame_set import DecodeOptions, open_frames
-from ..errors import KvmnnError, SourceError
+from ..errors import KvmnnError, LimitError, SourceError
 from ..files.mapped import STDIN, MappedFile, head_of
 from . import npy, npy_folder, raw
 from .array_formats import ARRAY_FORMATS, array_format
@@ -84,6 +84,8 @@ def open(
     source = _decoded(path, options) if options.frames and is_frames(path) else _read(path, options)
     if options.frames and source.cache is None:
         source.cache = described_by(source.metadata, path)
+    if options.max_bytes is not None and source.nbytes > options.max_bytes:
+        raise LimitError(f"{path}: holds {source.nbytes} raw bytes, above the limit of {options.max_bytes}")
     _check_array_names(source, path)
     source.inputs = (path,)
     return source
@@ -128,7 +130,7 @@ def folder_kind(path: str, packed: PackedOptions | None = None) -> FolderKind | 
 
 def not_a_frame(path: str, found: KvmnnError) -> KvmnnError:
     """What to raise for an input that was read as a frame and is none: `found`, unless its name says nothing."""
-    if kind_of(path) is not None or not os.path.isfile(path):
+    if isinstance(found, LimitError) or kind_of(path) is not None or not os.path.isfile(path):
         return found
     reason = str(found).removeprefix(f"{path}: ")
     return SourceError(f"{path}: {file_not_known(path, head_of(path, HEAD_BYTES), f'; as a frame: {reason}')}")
@@ -180,7 +182,7 @@ def _directory(path: str, options: ReadOptions) -> Source:
 
 
 def _standard_input(options: ReadOptions) -> Source:
-    file = MappedFile(STDIN)
+    file = MappedFile(STDIN, max_bytes=options.max_bytes)
     if file.head(len(npy.MAGIC)) == npy.MAGIC:
         return npy.read_mapped(file, options)
     return raw.read_mapped(file, options)

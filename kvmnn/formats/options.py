@@ -31,6 +31,9 @@ class ReadOptions:
         metadata. Without it every file is taken as it is, and a frame is raw words.
     threads
         For decoding frames; None for all processors.
+    max_bytes
+        Refuse inputs that hold more raw bytes than this in all; None for what their files can honestly hold, which
+        each format bounds by itself (deflated members: 1,032 times their bytes).
     """
 
     dtype: str | None = None
@@ -40,6 +43,7 @@ class ReadOptions:
     packed: PackedOptions | None = None
     frames: bool = True
     threads: int | None = None
+    max_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from .unknown import HEAD_BYTES, file_not_known
 
 def read(path: str, options: ReadOptions) -> Source:
     """One 1-D array: all words of the file."""
-    return read_mapped(MappedFile(path), options)
+    return read_mapped(MappedFile(path, max_bytes=options.max_bytes), options)
 
 
 def read_mapped(file: MappedFile, options: ReadOptions) -> Source:

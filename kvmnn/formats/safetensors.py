@@ -59,7 +59,7 @@ def read(path: str, options: ReadOptions) -> Source:
     F16, BF16 and F32 are taken as they are. I16, U16, I32, U32 and U8 are plain words or bytes and are taken when
     `options.dtype` says as what; all other types are unsupported.
     """
-    file = MappedFile(path)
+    file = MappedFile(path, max_bytes=options.max_bytes)
     tensors, metadata, start = read_header(file)
     entries = [(t.name, partial(_array, file, t, start, options)) for t in tensors]
     arrays, skipped = select(path, entries, options)

@@ -14,7 +14,7 @@ from typing import Any
 from ..arrays import layers
 from ..arrays.source import Source
 from ..dtypes import Part
-from ..errors import SourceError
+from ..errors import LimitError, SourceError
 from ..files.changes import FileState
 from ..files.json_document import read_bounded
 from ..formats import folder_kind, is_frames
@@ -89,6 +89,12 @@ class Selection:
         """Raise `NothingSelectedError` if there are none."""
         if not self.entries:
             raise NothingSelectedError("No entries selected after filtering. Check --dump-dir/--stage/--scope options.")
+
+    def check_size(self, max_bytes: int | None) -> None:
+        """Raise `LimitError` if the entries have more bytes than `max_bytes`."""
+        nbytes = sum(2 * entry.tokens * entry.kv_heads * entry.head_dim * 2 for entry in self.entries)
+        if max_bytes is not None and nbytes > max_bytes:
+            raise LimitError(f"the entries hold {nbytes} raw bytes (fp16), above the limit of {max_bytes}")
 
     def files(self) -> list[str]:
         """The binary files of all entries that are dumps."""

@@ -269,7 +269,7 @@ def test_safetensors(tmp_path: Path) -> None:
         (bytes(257) + b"ustar" + bytes(300), "tar archive"),
         (b"\x93NUMPY\1\0" + bytes(100), "is no checkpoint: begins with 93 4e"),
         (b"PK\3\4" + bytes(100), "is cut off"),
-        (b"PK\3\4" + bytes(100) + b"PK\5\6" + bytes(18), "0 data.pkl: expected one"),
+        (b"PK\3\4" + bytes(100) + b"PK\5\6" + bytes(12) + b"\x68" + bytes(5), "0 data.pkl: expected one"),
     ],
 )
 def test_files_that_are_no_checkpoints_are_told_apart(tmp_path: Path, data: bytes, match: str) -> None:

@@ -23,6 +23,7 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("--input", metavar="IN", help="the same as the first argument")
     shared_options.add_output(parser, "the same as the second argument")
     parser.add_argument("--dtype", choices=("fp16", "bf16", "fp32"), help="type of the weights (default: fp16)")
+    shared_options.add_max_bytes(parser)
     weights_options.add_header_fields(parser)
     weights_options.add_orders(parser)
     parser.add_argument(
@@ -38,7 +39,11 @@ def run(arguments: argparse.Namespace) -> int:
     to_stdout = target == printing.STDIO
     if to_stdout and arguments.json:
         raise printing.UsageError("--json and the weights both want standard output: name an output file")
-    prepared = prepare(source, weights_options.options(arguments, as_reference=arguments.as_reference))
+    prepared = prepare(
+        source,
+        weights_options.options(arguments, as_reference=arguments.as_reference),
+        max_bytes=arguments.max_bytes,
+    )
     stdout = printing.Stdout()
     with printing.progress(arguments, prepared.nbytes, "convert") as step:
         conversion = prepared.write(stdout if to_stdout else target, force=arguments.force, progress=step)

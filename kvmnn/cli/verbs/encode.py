@@ -51,6 +51,7 @@ def add_parser(verbs: Any) -> None:
         help="cut arrays above this many raw bytes (default: 64M, 16M for packed files; 0: never)",
     )
     parser.add_argument("--no-verify", action="store_true", help="do not decode and compare each frame")
+    shared_options.add_max_bytes(parser)
     shared_options.add_threads(parser)
     packed_options.add_packed(parser)
 

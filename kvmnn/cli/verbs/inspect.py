@@ -32,6 +32,7 @@ def add_parser(verbs: Any) -> None:
     )
     shared_options.add_dtype(parser, "what a frame without a manifest holds (default: fp16 or fp32, by its streams)")
     parser.add_argument("--no-manifest", action="store_true", help="take frames alone, whatever lies beside them")
+    shared_options.add_max_bytes(parser)
     weights_options.add_group(parser)
     parser.add_argument("--no-zstd", action="store_true", help="judge as an engine without libzstd")
     packed_options.add_packed(parser)
@@ -63,7 +64,9 @@ def _inspected(path: str, arguments: argparse.Namespace) -> tuple[dict[str, Any]
     if kind_of(path) == "arrays":
         found = inspect_packed(path, packed_options.options(arguments)) or _arrays(path, arguments)
         return found.to_dict(), str(found)
-    options = DecodeOptions(dtype=arguments.dtype, codecs=shared_options.codecs(arguments))
+    options = DecodeOptions(
+        dtype=arguments.dtype, codecs=shared_options.codecs(arguments), max_bytes=arguments.max_bytes
+    )
     try:
         frames = inspect(open_frames(path, use_manifest=not arguments.no_manifest, options=options), options)
     except KvmnnError as found:
@@ -75,6 +78,7 @@ def _arrays(path: str, arguments: argparse.Namespace) -> ArraysInfo:
     from ... import formats
 
     packed = packed_options.options(arguments)
+    limits = formats.ReadOptions(max_bytes=arguments.max_bytes)
     return formats.inspect(
-        formats.open(path, dtype=arguments.dtype, skip_unsupported=True, packed=packed, frames=False)
+        formats.open(path, limits, dtype=arguments.dtype, skip_unsupported=True, packed=packed, frames=False)
     )

@@ -31,6 +31,7 @@ def add_parser(verbs: Any) -> None:
     measure_options.add_inputs_and_outputs(parser)
     measure_options.add_options(parser)
     measure_options.add_other_work(parser)
+    shared_options.add_max_bytes(parser)
     shared_options.add_source(parser, "what the words are, where the input does not say")
     packed_options.add_packed(parser)
 
@@ -86,6 +87,7 @@ def _select(arguments: argparse.Namespace, options: MeasureOptions) -> Selection
         source.token_major |= arguments.token_major
         loading.report_skipped(source, arguments)
         select_source(found, source, options.scope, others[0])
+    found.check_size(arguments.max_bytes)
     return found
 
 
@@ -93,6 +95,7 @@ def _analyse(arguments: argparse.Namespace, options: MeasureOptions) -> None:
     from ...offline import all_layers, select, write_analysis
 
     selection = select(arguments.inputs, all_layers(options.scope))
+    selection.check_size(arguments.max_bytes)
     total = sum(map(os.path.getsize, selection.files()))
     with printing.progress(arguments, total, "analysing") as progress:
         report = write_analysis(

@@ -29,6 +29,7 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("--against", action="append", default=[], metavar="FILE", help="the original (repeatable)")
     shared_options.add_source(parser, "what a frame without a manifest, or a file of raw words, holds")
     parser.add_argument("--no-manifest", action="store_true", help="take frames alone, whatever lies beside them")
+    shared_options.add_max_bytes(parser)
     shared_options.add_threads(parser)
     packed_options.add_packed(parser)
     weights_options.add_group(parser, trailing=True)
@@ -41,7 +42,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     if not arguments.no_manifest and is_weight_file(arguments.input):
         return verify_weights.run(arguments)
-    options = DecodeOptions(dtype=arguments.dtype, codecs=shared_options.codecs(arguments), threads=arguments.threads)
+    options = DecodeOptions(
+        dtype=arguments.dtype,
+        codecs=shared_options.codecs(arguments),
+        max_bytes=arguments.max_bytes,
+        threads=arguments.threads,
+    )
     frames = open_frames(arguments.input, use_manifest=not arguments.no_manifest, options=options)
     against = _original(frames, arguments) if arguments.against else None
     with printing.progress(arguments, frames.raw_bytes, "verify") as step:

@@ -82,13 +82,15 @@ class Checkpoint:
     notices: list[str] = field(default_factory=list)
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike[str], *, max_bytes: int | None = None) -> Checkpoint:
     """Open a checkpoint without running anything in it.
 
     Parameters
     ----------
     path
         A file that torch.save wrote, or a ``.safetensors`` file; ``"-"`` for standard input.
+    max_bytes
+        Most bytes of all its storages; None for no limit but those of the format.
 
     Raises
     ------
@@ -96,22 +98,32 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         When it is none, is damaged, or asks for a class or function that weights do not need.
     SourceError
         When it cannot be read.
+    LimitError
+        When it holds more than `max_bytes`.
     """
     if os.fspath(path) != STDIN and os.path.isdir(path):
         raise CheckpointError(
             f"{os.fspath(path)}: is a directory: expected a checkpoint file (.pth, .pt, .safetensors)"
         )
-    file = MappedFile(path)
+    file = MappedFile(path, max_bytes=max_bytes)
     with naming(file.label):
-        head = file.head(512)
-        match kind_of(head):
-            case "torch zip":
-                return _zip(file)
-            case "torch legacy":
-                return _legacy(file)
-            case "safetensors":
-                return _safetensors(file)
-        raise CheckpointError(_guess(head))
+        opened = _opened(file)
+        held = sum(storage.nbytes for storage in opened.storages.values())
+        if max_bytes is not None and held > max_bytes:
+            raise LimitError(f"its storages hold {held} bytes, above the limit of {max_bytes}")
+        return opened
+
+
+def _opened(file: MappedFile) -> Checkpoint:
+    head = file.head(512)
+    match kind_of(head):
+        case "torch zip":
+            return _zip(file)
+        case "torch legacy":
+            return _legacy(file)
+        case "safetensors":
+            return _safetensors(file)
+    raise CheckpointError(_guess(head))
 
 
 def kind_of(head: bytes) -> str | None:

@@ -151,10 +151,15 @@ def convert(
     return prepare(source, options).write(target, force=force, progress=progress)
 
 
-def prepare(source: str | os.PathLike[str], options: ConvertOptions | None = None) -> Prepared:
-    """Open a checkpoint, choose its tensors, and read what they lie in, checksums included; errors as for `convert`."""
+def prepare(
+    source: str | os.PathLike[str], options: ConvertOptions | None = None, *, max_bytes: int | None = None
+) -> Prepared:
+    """Open a checkpoint, choose its tensors, and read what they lie in, checksums included; errors as for `convert`.
+
+    With `max_bytes` one whose storages hold more bytes is a `LimitError`.
+    """
     options = options or ConvertOptions()
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_checkpoint(source, max_bytes=max_bytes)
     with naming(checkpoint.label):
         selection = select(checkpoint.root, options)
     for linear in selection.linears:

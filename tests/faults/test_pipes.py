@@ -1,0 +1,83 @@
+"""Pipes, devices and sockets where files are expected: read once or refused, never waited for without end."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hostile_files import write_dump
+
+import kvmnn
+from kvmnn.errors import LimitError, SourceError
+from kvmnn.files.mapped import MappedFile
+
+Run = Callable[..., SimpleNamespace]
+WORDS = np.arange(3 * 2 * 2, dtype=np.float16).reshape(3, 2, 2)
+
+
+def fed(pipe: Path, data: bytes) -> threading.Thread:
+    """A named pipe into which `data` is written once somebody reads."""
+    os.mkfifo(pipe)
+
+    def write() -> None:
+        with suppress(BrokenPipeError), pipe.open("wb") as stream:
+            stream.write(data)
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("name", ["a.npy", "a.npz", "a.safetensors"])
+def test_arrays_from_a_pipe_are_read_once(tmp_path: Path, name: str, run: Run) -> None:
+    np.savez(tmp_path / "whole.npz", k=WORDS)
+    np.save(tmp_path / "k.npy", WORDS)
+    run("encode", tmp_path / "k.npy", "-o", tmp_path / "k.frame", "-q")
+    run("decode", tmp_path / "k.frame", "-o", tmp_path / "whole.safetensors", "-q")
+    whole = {"a.npy": "k.npy", "a.npz": "whole.npz", "a.safetensors": "whole.safetensors"}[name]
+    thread = fed(tmp_path / name, (tmp_path / whole).read_bytes())
+    (array,) = kvmnn.open(tmp_path / name).arrays
+    assert array.to_numpy().tobytes() == WORDS.tobytes()
+    thread.join(10)
+
+
+def test_a_pipe_is_spooled_up_to_the_limit(tmp_path: Path) -> None:
+    fed(tmp_path / "a.npy", bytes(1 << 22))
+    with pytest.raises(LimitError, match=r"a\.npy: holds more than the limit of 1000000 bytes"):
+        kvmnn.open(tmp_path / "a.npy", kvmnn.formats.ReadOptions(max_bytes=1_000_000))
+
+
+@pytest.mark.parametrize("device", ["/dev/zero", "/dev/urandom"])
+def test_devices_have_no_end(device: str) -> None:
+    with pytest.raises(SourceError, match="is a device"):
+        MappedFile(device)
+
+
+def test_a_socket_is_no_file(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "s.npy"))
+        with pytest.raises(SourceError, match="cannot be read"):
+            kvmnn.open(tmp_path / "s.npy")
+
+
+@pytest.mark.parametrize("name", ["meta_t0_3.json", "k_t0_3.bin"])
+def test_a_pipe_in_a_dump_is_not_waited_for(tmp_path: Path, name: str, run: Run) -> None:
+    write_dump(tmp_path / "dump", WORDS)
+    (tmp_path / "dump" / name).unlink()
+    os.mkfifo(tmp_path / "dump" / name)
+    for verb in ("encode", "inspect", "measure"):
+        output = ["-o", tmp_path / "out/"] if verb == "encode" else []
+        assert name in run(verb, tmp_path / "dump", *output, code=1).err or verb == "measure"
+
+
+def test_inspect_of_a_pipe_reads_it_once(tmp_path: Path, run: Run) -> None:
+    np.save(tmp_path / "k.npy", WORDS)
+    fed(tmp_path / "p.npy", (tmp_path / "k.npy").read_bytes())
+    assert "fp16" in run("inspect", tmp_path / "p.npy").out

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +13,10 @@ import pytest
 
 from kvmnn.arrays.named_array import ArrayInfo
 from kvmnn.errors import OutputError, SourceError
+from kvmnn.files.mapped import MappedFile
 from kvmnn.formats import open as open_source
 from kvmnn.formats.options import ReadOptions
-from kvmnn.formats.safetensors import layout
+from kvmnn.formats.safetensors import layout, read_header
 
 
 def pack(path: Path, header: object, data: bytes = b"", *, length: int | None = None) -> str:
@@ -84,7 +88,7 @@ def test_bad_files(tmp_path, header, data, message):
 
 
 @pytest.mark.parametrize(
-    ("length", "message"), [(1 << 63, "above the limit of 100000000"), (100_000, "is truncated: the header needs")]
+    ("length", "message"), [(1 << 63, "above the limit of 16777216"), (100_000, "is truncated: the header needs")]
 )
 def test_lying_header_length(tmp_path, length, message):
     with pytest.raises(SourceError, match=message):
@@ -92,6 +96,31 @@ def test_lying_header_length(tmp_path, length, message):
     (tmp_path / "x.safetensors").write_bytes(b"1234567")
     with pytest.raises(SourceError, match="too few"):
         open_source(str(tmp_path / "x.safetensors"))
+
+
+def test_a_header_above_the_limit_is_refused_before_it_is_read(tmp_path):
+    """84 MiB took 16 seconds and 1.3 GB; a hole in a file costs who sends it nothing."""
+    path = tmp_path / "x.safetensors"
+    path.write_bytes((84 << 20).to_bytes(8, "little") + b"{")
+    os.truncate(path, 100 << 20)
+    start = time.process_time()
+    with pytest.raises(SourceError, match="above the limit"):
+        open_source(str(path))
+    assert time.process_time() - start < 0.5
+
+
+def test_a_header_of_many_tensors_takes_little(tmp_path):
+    count = 20_000
+    header = {f"layers.{number}.w": tensor("F16", [2], 4 * number, 4 * number + 4) for number in range(count)}
+    path = Path(pack(tmp_path / "x.safetensors", header, bytes(4 * count)))
+    tracemalloc.start()
+    try:
+        found, _, _ = read_header(MappedFile(path))
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(found) == count
+    assert most < 14 * path.stat().st_size  # 16 MiB, the limit: less than a quarter of a gigabyte
 
 
 def info(name: str, dtype: str, array_dtype: str, *shape: int, order: str = "C") -> ArrayInfo:

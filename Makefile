@@ -8,7 +8,7 @@ STAMPS := $(VENV)/.kvmnn
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 SOURCES := $(shell find pyx kvmnn -name '*.py' -o -name '*.pyx' -o -name '*.pxd' -o -name '*.pyi' -o -name '*.h' -o -name '*.c') setup.py pyproject.toml
 
-.PHONY: demo test test-peers lint bench wheel fuzz mutants test-aarch64 sanitize install clean
+.PHONY: demo test test-peers lint bench wheel fuzz attack mutants test-aarch64 sanitize install clean
 
 demo: $(STAMPS)/lm
 	@PATH="$(abspath $(BIN)):$$PATH" sh tools/demo.sh
@@ -36,6 +36,11 @@ bench: $(STAMPS)/bench
 	$(BIN)/python tools/bench/offline.py
 	$(BIN)/python tools/bench/policies.py
 	$(BIN)/python tools/bench/runtime.py
+
+# Hostile input, faults and short fuzzing; docs/reliability.md says what each of them is for.
+attack: $(STAMPS)/test
+	$(BIN)/pytest -q tests/attacks tests/faults tests/cli/test_process.py tests/cli/test_errors.py
+	$(BIN)/python tools/fuzz/run.py --minutes 2
 
 fuzz: $(STAMPS)/test
 	$(BIN)/python tools/fuzz/run.py

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .. import dtypes
 from ..arrays.named_array import NamedArray, Piece
+from ..arrays.names import part_of
+from ..dtypes import PARTS
 from ..errors import KvmnnError, LimitError
 from ..files.names import file_names
 from ..files.output import DirectoryOutput, FileOutput, StagedFile
@@ -38,6 +40,8 @@ class EncodeOptions(CodecOptions):
     ----------
     predictors, hi_predictors, codecs, effort, threads
         As for `kvmnn.encode`; collections are tuples.
+    predictors_k, predictors_v
+        Others for arrays that are K and for those that are V by their names; None takes `predictors`.
     frame_bytes
         An array of more raw bytes than this is cut along its leading axes into several frames; 0 never cuts. None is
         64 MiB, and 16 MiB for packed files.
@@ -47,6 +51,8 @@ class EncodeOptions(CodecOptions):
 
     predictors: str | tuple[str, ...] | None = None
     hi_predictors: str | tuple[str, ...] | None = None
+    predictors_k: str | tuple[str, ...] | None = None
+    predictors_v: str | tuple[str, ...] | None = None
     codecs: tuple[str, ...] = CODECS
     frame_bytes: int | None = None
     threads: int | None = None
@@ -55,7 +61,30 @@ class EncodeOptions(CodecOptions):
     def __post_init__(self) -> None:
         if self.frame_bytes and self.frame_bytes < MIN_FRAME_BYTES:
             raise KvmnnError(f"frame_bytes is {self.frame_bytes}: expected 0 (never cut) or at least {MIN_FRAME_BYTES}")
+        for chosen in self.used_predictors:
+            replace(CodecOptions(), predictors=chosen).check()
         self.check()
+
+    @property
+    def used_predictors(self) -> list[str | tuple[str, ...] | None]:
+        """The sets that arrays may be encoded with."""
+        if self.predictors_k is None and self.predictors_v is None:
+            return [self.predictors]
+        return [self.predictors if chosen is None else chosen for chosen in (self.predictors_k, self.predictors_v)]
+
+    def for_array(self, name: str) -> EncodeOptions:
+        """The options for one array, with predictors for K or V as its name says.
+
+        Raises
+        ------
+        SourceError
+            When it is neither by its name, and there are predictors of their own for K or V.
+        """
+        if self.predictors_k is None and self.predictors_v is None:
+            return self
+        part, _ = part_of("--predictors-k, --predictors-v", name)
+        chosen = self.used_predictors[PARTS.index(part)]
+        return replace(self, predictors=chosen, predictors_k=None, predictors_v=None)
 
     @property
     def cut_above(self) -> int:
@@ -192,9 +221,10 @@ def _encode(
 
     def make(job: _Job, threads: int | None) -> _Made:
         dtype = arrays[job.array_index].dtype
-        made = options.encode(job.piece, dtype, _affordable(threads, job.piece.size, dtype))
+        made = chosen[job.array_index].encode(job.piece, dtype, _affordable(threads, job.piece.size, dtype))
         return _Made(made, hashlib.sha256(made).hexdigest())
 
+    chosen = [options.for_array(array.name) for array in arrays]
     hashes = [hashlib.sha256() for _ in arrays]
     frames: list[list[FrameEntry]] = [[] for _ in arrays]
     jobs = _jobs(arrays, options.cut_above, hashes)
@@ -249,8 +279,8 @@ def _jobs(arrays: Sequence[NamedArray], frame_bytes: int, hashes: Sequence[hashl
 def _document(entries: list[ArrayEntry], options: EncodeOptions, metadata: dict[str, str] | None) -> Manifest:
     from ..version import version
 
-    def names(chosen: str | tuple[str, ...] | None) -> tuple[str, ...]:
-        known = predictors.resolve(chosen)
+    def names(*sets: str | tuple[str, ...] | None) -> tuple[str, ...]:
+        known = frozenset[str]().union(*(predictors.resolve(chosen) for chosen in sets))
         return tuple(name for name in predictors.NAMES if name in known)
 
     return Manifest(
@@ -259,7 +289,7 @@ def _document(entries: list[ArrayEntry], options: EncodeOptions, metadata: dict[
         zstd_byte_exact=zstd.byte_exact(),
         effort=options.effort,
         codecs=options.codecs,
-        predictors=names(options.predictors),
+        predictors=names(*options.used_predictors),
         hi_predictors=None if options.hi_predictors is None else names(options.hi_predictors),
         arrays=tuple(entries),
         metadata=metadata or {},

@@ -182,6 +182,21 @@ def test_choice_of_tensors(here, run):
     assert said.err.count("\n") == 1
 
 
+def test_predictors_of_their_own_for_keys_and_values(here, run):
+    run("encode", "both.npz", "-o", "out", "--predictors-k", "xor_seq", "--predictors-v", "delta_seq")
+    both = np.load("both.npz")
+    assert Path("out/k.frame").read_bytes() == kvmnn.encode(both["k"], predictors="xor_seq")
+    assert Path("out/v.frame").read_bytes() == kvmnn.encode(both["v"], predictors="delta_seq")
+    assert json.loads(Path("out/manifest.json").read_text())["predictors"] == ["delta_seq", "xor_seq"]
+    assert "xor_seq+" in run("inspect", "out").out
+    run("verify", "out", "--against", "both.npz")
+    run("encode", "both.npz", "-o", "some", "--predictors-v", "delta_seq", "--predictors", "raw")
+    assert Path("some/k.frame").read_bytes() == kvmnn.encode(both["k"], predictors="raw")
+    np.save("weights.npy", KEYS)
+    assert "neither K nor V by its name" in run("encode", "weights.npy", "--predictors-k", "raw", code=1).err
+    assert not Path("weights.npy.frame").exists()
+
+
 def test_several_inputs_with_one_name(here, run):
     Path("run").mkdir()
     np.save("run/keys.npy", KEYS + 1)

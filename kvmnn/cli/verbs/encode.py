@@ -37,6 +37,8 @@ def add_parser(verbs: Any) -> None:
     shared_options.add_output(parser, "file, directory, or - (standard output)")
     shared_options.add_source(parser, "what the words are (default: the array's own type; raw words need it)")
     parser.add_argument("--predictors", metavar="SPEC", help="e.g. raw,delta_seq (default: raw,delta_seq,xor_seq)")
+    parser.add_argument("--predictors-k", metavar="SPEC", help="predictors for arrays that are K by their names")
+    parser.add_argument("--predictors-v", metavar="SPEC", help="predictors for arrays that are V by their names")
     parser.add_argument("--hi-predictors", metavar="SPEC", help="other predictors for the high bytes of 16-bit words")
     parser.add_argument(
         "--effort",
@@ -63,6 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
     options = EncodeOptions(
         predictors=arguments.predictors,
         hi_predictors=arguments.hi_predictors,
+        predictors_k=arguments.predictors_k,
+        predictors_v=arguments.predictors_v,
         codecs=shared_options.codecs(arguments),
         effort=arguments.effort,
         frame_bytes=arguments.frame_bytes,

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from typing import Any
 
 from .printing import UsageError
 
-HELP = "the engine's JSON file: its kv_h2o_ keys are the options of --policy h2o_engine"
-
 
 def add_config(parser: Any) -> None:
-    """``--config FILE``."""
-    parser.add_argument("--config", metavar="FILE", help=HELP)
+    """``--config FILE`` and ``--lossless MODE``."""
+    parser.add_argument(
+        "--config", metavar="FILE", help="the engine's JSON file, for --policy h2o_engine and --lossless"
+    )
+    parser.add_argument(
+        "--lossless",
+        metavar="MODE[:KEY=VALUE,...]",
+        help="put the cache into the lossless runtime: probe, full or store, with keys such as front_n=6",
+    )
 
 
 def read_config(path: str) -> dict[str, Any]:
@@ -51,8 +57,60 @@ def policy_defaults(arguments: argparse.Namespace, specs: list[str]) -> dict[str
         return {}
     document = read_config(arguments.config)
     if not any(spec.partition(":")[0] == H2OEngine.name for spec in specs):
-        raise UsageError(f"--config {arguments.config}: nothing takes options from it; expected --policy h2o_engine")
+        if arguments.lossless is not None:
+            return {}
+        raise UsageError(
+            f"--config {arguments.config}: nothing takes options from it; expected --policy h2o_engine or --lossless"
+        )
     try:
         return {H2OEngine.name: H2OEngine.options_from_engine(document)}
     except KvmnnError as exc:
         raise UsageError(f"{arguments.config}: {exc}") from None
+
+
+def lossless_document(arguments: argparse.Namespace) -> dict[str, Any] | None:
+    """What ``--lossless`` and ``--config`` ask of the runtime around the cache, as the engine's JSON; None for none.
+
+    Raises
+    ------
+    UsageError
+        For modes, keys and values that do not exist.
+    SourceError
+        As `read_config`.
+    """
+    from ..errors import KvmnnError
+    from ..policies.specs import parse_spec
+    from ..runtime import RuntimeConfig
+    from ..runtime.config import CODEC, MODES
+
+    if arguments.lossless is None:
+        return None
+    if arguments.packed is not None:
+        raise UsageError("--packed and --lossless: a cache is held in one of them")
+    found = {} if arguments.config is None else read_config(arguments.config)
+    found = {key: value for key, value in found.items() if key.startswith("kv_") or key in _MODEL_KEYS}
+    try:
+        mode, options = parse_spec(arguments.lossless)
+        if mode not in MODES:
+            raise UsageError(f"--lossless {mode}: expected one of {', '.join(MODES)}")
+        for key, text in options.items():
+            name = f"kv_{key}" if key.startswith("h2o_") else f"kv_lossless_{key}"
+            found[name] = _value(text)
+        switches = {"enable": True, "runtime_enable": True, "codec": CODEC, "runtime_mode": mode}
+        found |= {f"kv_lossless_{key}": value for key, value in switches.items()}
+        RuntimeConfig.from_engine(found)
+    except UsageError:
+        raise
+    except KvmnnError as exc:
+        raise UsageError(f"--lossless {arguments.lossless}: {exc}") from None
+    return found
+
+
+_MODEL_KEYS = ("layer_nums", "attention_mode")
+
+
+def _value(text: str) -> object:
+    """A value of the engine's JSON as a spec writes it; lists are joined by ``+``."""
+    if text in ("true", "false"):
+        return text == "true"
+    return int(text) if re.fullmatch(r"-?\d{1,12}", text) else text.replace("+", ",")

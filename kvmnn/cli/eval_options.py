@@ -128,6 +128,7 @@ def settings(arguments: argparse.Namespace) -> Settings:
         project_definitions=not arguments.no_project_definitions,
         timing=not arguments.no_timing,
         traces=arguments.plot is not None,
+        lossless=engine_config.lossless_document(arguments),
     )
 
 

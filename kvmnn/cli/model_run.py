@@ -11,6 +11,7 @@ from .printing import UsageError
 if TYPE_CHECKING:
     from ..lm.run_options import RunOptions
     from ..policies.labels import LabelledPolicy
+    from ..runtime import RuntimeConfig
 
 EPILOG = """A policy is NAME or NAME:option=value,...: 'streaming', 'h2o_decayed_heads:recent=50%',
 'l2_fixed:strategy=random,recent_ratio=0.5' (docs/policies.md has them all); 'full' is the full cache. Tokens always
@@ -51,9 +52,19 @@ def run_options(arguments: argparse.Namespace) -> RunOptions:
         tokenizer=arguments.tokenizer,
         chunk=arguments.chunk,
         packed=arguments.packed,
+        lossless=_lossless(arguments),
         threads=arguments.threads,
         providers=tuple(arguments.provider) or CPU,
     )
+
+
+def _lossless(arguments: argparse.Namespace) -> RuntimeConfig | None:
+    document = engine_config.lossless_document(arguments)
+    if document is None:
+        return None
+    from ..runtime import RuntimeConfig
+
+    return RuntimeConfig.from_engine(document)
 
 
 def policy(arguments: argparse.Namespace) -> LabelledPolicy:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from ..h2o.figures import together
 from ..lm.documents import Document
 from ..reports.rows import Difference, DocumentRow, ProjectNumbers, Row
+from ..reports.runtime_figures import runs_together
 from ..text import LOSSLESS, LOSSY
 from .measuring.cells import ProjectCell, RefusedCell, ScoreCell, Sums, TimingCell
 from .measuring.scoring import perplexity, summary
@@ -96,6 +97,7 @@ def make_row(
         kept_bytes=kept,
         frame_bytes=coded,
         h2o=together(cell.h2o for cell in cells if cell.h2o is not None),
+        runtime=runs_together(cell.runtime for cell in cells if cell.runtime is not None),
         project=_project_numbers(
             configuration.definition,
             measured.by_definition,
@@ -200,6 +202,7 @@ def _document_row(cell: ScoreCell, document: Document) -> DocumentRow:
         cache_bytes_peak=cell.cache_bytes_peak,
         frames=cell.frames,
         h2o=cell.h2o,
+        runtime=cell.runtime,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from ..policies.base import Policy
 from ..policies.full import Full
 from ..policies.labels import LabelledPolicy
-from ..reports.tables import h2o_text
+from ..reports.tables import h2o_text, runtime_text
 from ..text import LOSSLESS, LOSSY, span
 from ..text.side_by_side import side_by_side, wrapped
 from ..threads.pipeline import Progress
@@ -107,7 +107,8 @@ class Generated:
     def lines(self, width: int) -> list[str]:
         """Both texts beside each other in `width` columns, where they part, and what each run took."""
         if self.cut is None:
-            return [*wrapped(self.full.text, width), "", *_numbers({self.policy.label: self.full.generation})]
+            alone = [*wrapped(self.full.text, width), "", *_numbers({self.policy.label: self.full.generation})]
+            return [*alone, *_runtime({self.policy.label: self.full.generation}, width)]
         full, cut = self.full.generation, self.cut.generation
         both = side_by_side(
             ("full cache", self.full.text), (f"{self.cut.label}: {self.policy.label}", self.cut.text), width
@@ -118,6 +119,7 @@ class Generated:
         else:
             equal = f"equal up to new token {place:,}, different from {place + 1:,} of {len(full.ids):,} on"
         lines = [both, "", equal, *_numbers({Full.name: full, self.policy.label: cut})]
+        lines += _runtime({Full.name: full, self.policy.label: cut}, width)
         return lines if cut.h2o is None else [*lines, "", h2o_text(cut.h2o, width)]
 
 
@@ -224,6 +226,12 @@ def _numbers(made: dict[str, Generation]) -> list[str]:
     cells = [[heading, *(text(label, one) for label, one in made.items())] for heading, text in rows]
     sizes = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
     return ["  ".join(text.ljust(size) for text, size in zip(line, sizes, strict=True)).rstrip() for line in cells]
+
+
+def _runtime(made: dict[str, Generation], width: int) -> list[str]:
+    """A table of what the lossless runtime did, where there was one."""
+    figures = [(label, one.runtime) for label, one in made.items() if one.runtime is not None]
+    return ["", runtime_text(figures, width)] if figures else []
 
 
 def _range(numbers: Sequence[int]) -> str:

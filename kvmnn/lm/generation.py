@@ -10,6 +10,7 @@ from typing import Any
 from ..dtypes import Floats
 from ..errors import KvmnnError
 from ..h2o.figures import H2OFigures
+from ..reports.runtime_figures import RuntimeFigures
 from ..threads.pipeline import Progress
 from .graph.model_files import ModelFiles, section
 from .runner import Runner
@@ -39,6 +40,8 @@ class Generation:
         Means of the same steps: inside onnxruntime, and for holding, scoring and cutting the cache.
     h2o
         What the engine's planner did, where it is what evicts.
+    runtime
+        What the lossless runtime did, where the cache lies in one.
     """
 
     ids: tuple[int, ...]
@@ -51,12 +54,16 @@ class Generation:
     model_seconds: float | None
     policy_seconds: float | None
     h2o: H2OFigures | None = None
+    runtime: RuntimeFigures | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it."""
         found = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        del found["h2o"]
-        return found if self.h2o is None else {**found, "h2o": self.h2o.to_dict()}
+        for name, figures in (("h2o", self.h2o), ("runtime", self.runtime)):
+            del found[name]
+            if figures is not None:
+                found[name] = figures.to_dict()
+        return found
 
 
 def check_positions(label: str, limit: int | None, prompt: int, new: int) -> None:
@@ -176,6 +183,7 @@ def generate_tokens(
         model_seconds=(runner.clock.model_seconds - model) / steps if steps else None,
         policy_seconds=(runner.clock.policy_seconds - policy) / steps if steps else None,
         h2o=runner.cache.h2o_figures(),
+        runtime=runner.runtime_figures(),
     )
 
 

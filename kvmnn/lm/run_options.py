@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..policies.base import Policy
+from ..runtime import RuntimeConfig
 from .graph.onnx_sessions import CPU
 from .runner import Runner
 from .session import DecoderSession
@@ -26,6 +27,8 @@ class RunOptions:
         a prompt expect.
     packed
         Hold the cache in the packed layout of this backend (`Runner`).
+    lossless
+        Hold the cache in a lossless runtime of these options.
     threads
         Of onnxruntime; 0 leaves the number to it.
     providers
@@ -35,6 +38,7 @@ class RunOptions:
     tokenizer: str | os.PathLike[str] | None = None
     chunk: int | None = None
     packed: str | None = None
+    lossless: RuntimeConfig | None = None
     threads: int = 1
     providers: Sequence[str] = CPU
 
@@ -56,4 +60,4 @@ class RunOptions:
 
     def runner(self, session: DecoderSession, policy: Policy) -> Runner:
         """The model with its cache under a policy."""
-        return Runner(session, policy, packed=self.packed)
+        return Runner(session, policy, packed=self.packed, lossless=self.lossless)

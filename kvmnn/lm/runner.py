@@ -15,7 +15,10 @@ from ..errors import KvmnnError
 from ..policies.base import Policy
 from ..policies.full import Full
 from ..policies.h2o_engine import H2OEngine
+from ..reports.runtime_figures import RuntimeFigures
+from ..runtime import RuntimeConfig
 from .cache.kv_store import KVStore, PlainStore
+from .cache.lossless_store import LosslessStore
 from .cache.model_cache import ModelCache
 from .cache.packed_store import PackedStore
 from .cache.planned_eviction import PlannedEviction
@@ -60,6 +63,8 @@ class Runner:
     packed
         Hold K and V in the packed layout of this backend, such as ``"x86-avx2"``: packed, reallocated and unpacked at
         every step, with the same results.
+    lossless
+        Hold K and V in a lossless runtime of these options (`kvmnn.lm.cache.lossless_store`), with the same results.
     positions
         ``"true"``: every token is given its place in the text. ``"stored"`` gives the place in the cut cache of layer 0
         instead, a mistake that is easily made; it is here so that its price can be seen.
@@ -86,6 +91,7 @@ class Runner:
         *,
         slack: int | None = None,
         packed: str | None = None,
+        lossless: RuntimeConfig | None = None,
         positions: Literal["true", "stored"] = "true",
     ) -> None:
         policy = policy or Full()
@@ -106,7 +112,10 @@ class Runner:
         self.session = session
         self.policy = policy
         self._slack = slack
+        if packed is not None and lossless is not None:
+            raise KvmnnError("a cache is held packed or in the lossless runtime: expected one of the two")
         self._packed = packed
+        self._lossless = lossless
         self._positions = positions
         self.reset()
 
@@ -115,8 +124,9 @@ class Runner:
         interface, session = self.session.interface, self.session
         by_head = self.policy.by_head and interface.kv_heads > 1
         biased = session.has_bias and (session.query_heads is not None or not by_head)
+        self._held = self._store()
         self.cache = ModelCache(
-            self._store(),
+            self._held,
             layers=interface.layers,
             kv_heads=interface.kv_heads,
             query_heads=session.query_heads or interface.kv_heads,
@@ -127,6 +137,13 @@ class Runner:
         )
         self.clock = Clock()
         self._whole = True
+
+    def runtime_figures(self) -> RuntimeFigures | None:
+        """What the lossless runtime did to the text so far, evicted tokens let go; None where there is none."""
+        if not isinstance(self._held, LosslessStore):
+            return None
+        self.cache.settle()
+        return self._held.figures()
 
     def feed(self, ids: npt.ArrayLike, *, end_chunk: bool = False) -> Floats:
         """Let the model read further tokens of the text, and cut the cache.
@@ -204,6 +221,8 @@ class Runner:
         return PlannedEviction(self.policy.planner(interface.layers, token_bytes))
 
     def _store(self) -> KVStore:
+        if self._lossless is not None:
+            return LosslessStore(self.session.interface, self._lossless, by_head=self.policy.by_head)
         if self._packed is None:
             return PlainStore(self.session.empty())
         return PackedStore(self.session.interface, self._packed, by_head=self.policy.by_head)

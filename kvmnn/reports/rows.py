@@ -9,6 +9,7 @@ from typing import Any, Literal
 from ..files.records import Record
 from ..h2o.figures import H2OFigures
 from ..policies.full import Full
+from .runtime_figures import RuntimeFigures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +106,7 @@ class DocumentRow(Record):
     cache_bytes_peak: int
     frames: FrameSizes
     h2o: H2OFigures | None = field(default=None, metadata={"omit": True})
+    runtime: RuntimeFigures | None = field(default=None, metadata={"omit": True})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,6 +191,8 @@ class Row(Record):
         By the definitions of the preset's project (JSON: ``as_seed``).
     h2o
         What the engine's planner did, where it is what evicts: counts of all documents, ratios of the last one.
+    runtime
+        What the lossless runtime did, where the cache lay in one: all documents added up.
     """
 
     label: str
@@ -228,6 +232,7 @@ class Row(Record):
     frame_bytes: int | None = None
     project: ProjectNumbers | None = field(default=None, metadata={"key": "as_seed"})
     h2o: H2OFigures | None = field(default=None, metadata={"omit": True})
+    runtime: RuntimeFigures | None = field(default=None, metadata={"omit": True})
     documents: tuple[DocumentRow, ...] = ()
 
     @property

@@ -19,6 +19,8 @@ from .pivot import TITLE as PIVOT_TITLE
 from .pivot import pivot_table
 from .results import Results
 from .rows import Row
+from .runtime_figures import RuntimeFigures
+from .runtime_table import RUNTIME_TITLE, rows_with_runtime, runtime_table
 from .text_table import as_text, wrapped
 
 PROJECTS = {"E1": "l2_compress / KnormPress", "E2": "StreamingLLM + H2O"}
@@ -43,6 +45,9 @@ def markdown(results: Results) -> str:
     pivot = pivot_table(results.rows)
     if pivot:
         parts += [PIVOT_TITLE, _as_markdown(*pivot)]
+    stored = runtime_table(rows_with_runtime(results.rows))
+    if stored:
+        parts += [RUNTIME_TITLE, _as_markdown(*stored)]
     parts.append("\n".join(notes(results)))
     return "\n\n".join(parts) + "\n"
 
@@ -59,6 +64,9 @@ def terminal(results: Results, width: int) -> str:
     pivot = pivot_table(results.rows)
     if pivot:
         parts += [wrapped([PIVOT_TITLE], width), as_text(*pivot, width)]
+    stored = runtime_table(rows_with_runtime(results.rows))
+    if stored:
+        parts += [wrapped([RUNTIME_TITLE], width), as_text(*stored, width)]
     return "\n\n".join([*parts, wrapped(notes(results), width)]) + "\n"
 
 
@@ -66,6 +74,12 @@ def h2o_text(figures: H2OFigures, width: int) -> str:
     """What the engine's planner did in one run, for a terminal of `width` columns."""
     table = h2o_table([("", figures)])
     return wrapped([H2O_TITLE], width) + "\n\n" + as_text(*table, width) if table else ""
+
+
+def runtime_text(figures: Sequence[tuple[str, RuntimeFigures]], width: int) -> str:
+    """What the lossless runtime did in runs with their labels, for a terminal of `width` columns."""
+    table = runtime_table(figures)
+    return wrapped([RUNTIME_TITLE], width) + "\n\n" + as_text(*table, width) if table else ""
 
 
 def notes(results: Results) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -12,6 +13,7 @@ from ..checks import whole
 from ..dtypes import KVPair, Positions, Words, by_name
 from ..errors import KvmnnError
 from ..h2o import Planner
+from ..packed.reserve import Pair
 from .behaviours import Behaviour
 from .config import RuntimeConfig
 from .engine import CallEvent, EngineRuntime
@@ -179,6 +181,25 @@ class LosslessRuntime:
         """
         self._runtime.erase(begin, end)
 
+    def evict(self, layer: int, kept: Sequence[Pair]) -> None:
+        """Keep only these of a layer's tokens, now: an eviction that the caller decided on (behaviour "sound").
+
+        Parameters
+        ----------
+        layer
+            Which, from 0.
+        kept
+            Pairs of index and count, ascending.
+
+        Raises
+        ------
+        RestoreError
+            For stored rows that cannot be brought back. Nothing has changed then.
+        KvmnnError
+            For tokens that are not there, and inside a step.
+        """
+        self._sound("evict").evict(layer, kept)
+
     # -- what there is -------------------------------------------------------------------------------------------------
 
     def live(self, layer: int) -> KVPair:
@@ -205,6 +226,11 @@ class LosslessRuntime:
         """End the threads; the cache stays readable."""
         if isinstance(self._runtime, SoundRuntime):
             self._runtime.close()
+
+    @property
+    def held_bytes(self) -> int:
+        """Of all rows, frames and decoded copies that are there now (behaviour "sound")."""
+        return self._sound("held_bytes").held_bytes
 
     def metrics(self) -> RuntimeMetrics:
         """Figures so far."""

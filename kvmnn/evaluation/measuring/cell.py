@@ -65,6 +65,7 @@ class Measurer:
                 policy,
                 slack=self.settings.slack,
                 packed=self.settings.packed,
+                lossless=self.settings.runtime,
                 positions=configuration.positions,
             )
         except MissingDependencyError:
@@ -128,6 +129,7 @@ class Measurer:
             process_opened_bytes=None if start is None else start.resident,
             frames=frame_sizes(cache.layers(), settings.frame_dtype, settings.threads),
             h2o=cache.h2o_figures(),
+            runtime=runner.runtime_figures(),
             trace=None if traced is None else traced.course(),
         )
 

@@ -10,6 +10,7 @@ from ...files.records import Record
 from ...h2o.figures import H2OFigures
 from ...reports.results import KeepMap
 from ...reports.rows import FrameSizes
+from ...reports.runtime_figures import RuntimeFigures
 
 Kind = Literal["score", "seed", "timing"]
 """Of a cell, as files of cells have it; "seed": by the definition of a preset's project."""
@@ -72,6 +73,7 @@ class ScoreCell(Record):
     process_opened_bytes: int | None
     frames: FrameSizes
     h2o: H2OFigures | None = field(default=None, metadata={"omit": True})
+    runtime: RuntimeFigures | None = field(default=None, metadata={"omit": True})
     trace: Course | None = field(default=None, metadata={"omit": True})
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ...errors import KvmnnError
 from ...files.records import Record
+from ...runtime import RuntimeConfig
 from ..measuring.cells import Kind
 
 
@@ -45,6 +47,9 @@ class Settings(Record):
         Whether TTFT and TPOT are measured.
     traces
         Whether memory and live tokens of the first document are recorded over its course.
+    lossless
+        Options of a lossless runtime around the cache, as the engine's JSON has them (`RuntimeConfig.from_engine`), or
+        None for none.
     """
 
     tokens: int = 2048
@@ -61,6 +66,7 @@ class Settings(Record):
     project_definitions: bool = field(default=True, metadata={"key": "as_seed"})
     timing: bool = True
     traces: bool = False
+    lossless: Mapping[str, object] | None = field(default=None, metadata={"omit": True})
 
     def __post_init__(self) -> None:
         for name in ("tokens", "chunk", "threads", "repeats"):
@@ -72,7 +78,14 @@ class Settings(Record):
             raise KvmnnError(f"frame_dtype is {self.frame_dtype!r}: expected 'fp16' or 'fp32'")
         if self.deep_from < 0:
             object.__setattr__(self, "deep_from", self.tokens // 2)
+        if self.packed is not None and self.runtime is not None:
+            raise KvmnnError("packed and lossless: a cache is held packed or in the lossless runtime")
         object.__setattr__(self, "providers", tuple(self.providers))
+
+    @property
+    def runtime(self) -> RuntimeConfig | None:
+        """The options of the lossless runtime around the cache."""
+        return None if self.lossless is None else RuntimeConfig.from_engine(self.lossless)
 
     def that_change(self, kind: Kind) -> dict[str, Any]:
         """The settings that a cell of this kind depends on (`kvmnn.evaluation.running.cell_store`)."""

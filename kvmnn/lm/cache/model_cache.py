@@ -138,6 +138,11 @@ class ModelCache:
         rows = group.scores[group.rows_of(layer), : group.live].copy()
         return rows[0] if group.per_layer == 1 else rows
 
+    def settle(self) -> None:
+        """Let go of the dead slots that are still held; what is attended does not change."""
+        for group in self._groups:
+            self._compact(group, 0)
+
     def h2o_figures(self) -> H2OFigures | None:
         """What the engine's planner did, where it is what evicts."""
         return None if self._planned is None else self._planned.figures(self.seen, self.tokens)

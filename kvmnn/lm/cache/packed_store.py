@@ -64,7 +64,7 @@ class PackedStore:
         caches = self._caches[layer]
         for number, cache in enumerate(caches):
             row = slots[number if len(slots) > 1 else 0, :live]
-            cache.realloc(remove=len(cache), reserve=_pairs(row))
+            cache.realloc(remove=len(cache), reserve=runs_of(row))
 
     def _unpacked(self, caches: Sequence[PackedCache]) -> KVPair:
         pairs = [cache.to_arrays() for cache in caches]
@@ -73,7 +73,7 @@ class PackedStore:
         return keys, values
 
 
-def _pairs(slots: Indices) -> list[tuple[int, int]]:
+def runs_of(slots: Indices) -> list[tuple[int, int]]:
     """Ascending slots as (begin, size) of the runs that they form."""
     if not len(slots):
         return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from .codec import RowCodec
 from .decoded_rows import DecodedRows
 from .encoding import Encoded, Job, encode_and_verify, result_of, settle
 from .figures import MICROSECOND, ratios
+from .forgetting import check_kept, forget_plan
 from .layer import Layer
 from .layer_rows import RowsOf, WriteRows
 from .memory import empty
@@ -100,11 +102,9 @@ class SoundRuntime:
         """Drop the tokens that stand at positions ``[begin, end)`` of the text, in every layer, now."""
         self._steps.check_between("erase")
         self._take_finished()
-        stop = end or self._steps.position
-        if not 0 <= begin < stop <= self._steps.position:
-            raise KvmnnError(
-                f"cannot erase positions {begin} to {stop}: expected a range inside the {self._steps.position} seen"
-            )
+        seen, stop = self._steps.position, end or self._steps.position
+        if not 0 <= begin < stop <= seen:
+            raise KvmnnError(f"cannot erase positions {begin} to {stop}: expected a range inside the {seen} seen")
         found = []
         for number, layer in enumerate(self._layers):
             pairs = layer.rows.positions.outside(begin, stop)
@@ -114,18 +114,23 @@ class SoundRuntime:
                 before = layer.rows.raw_bytes
                 layer.swap(contents, pairs)
                 layer.figures.appended_bytes -= before - layer.rows.raw_bytes
-                self._forget_plan(number, pairs)
+                forget_plan(self.planner.layers[number], pairs, self.config.h2o.block)
         self._restorer.cache.sweep()
-        if stop == self._steps.position:
+        if stop == seen:
             self._steps.position = begin
 
-    def _forget_plan(self, number: int, pairs: list[Pair]) -> None:
-        """The planner's view of a layer that lost tokens: no plan in waiting, scores of the blocks that are left."""
-        state, block = self.planner.layers[number], self.config.h2o.block
-        state.pending = None
-        kept = [np.arange(first, first + size) // block for first, size in pairs]
-        blocks = np.unique(np.concatenate(kept)) if kept else np.empty(0, np.int64)
-        state.scores = state.scores[blocks[blocks < state.scores.size]]
+    def evict(self, layer: int, kept: Sequence[Pair]) -> None:
+        """Keep only the tokens in `kept` of a layer, now."""
+        self._steps.check_between("evict")
+        self._take_finished()
+        state = self._layers[whole(layer, "layer", 0, len(self._layers) - 1)]
+        pairs = check_kept(layer, kept, before := state.rows.tokens)
+        if pairs == state.rows.all:
+            return
+        state.swap(state.kept(pairs, self._restored(layer)), pairs)
+        self._restorer.cache.sweep()
+        forget_plan(self.planner.layers[layer], pairs, self.config.h2o.block)
+        state.figures.evicted_tokens += before - state.rows.tokens
 
     # -- one call of one layer -----------------------------------------------------------------------------------------
 
@@ -233,11 +238,15 @@ class SoundRuntime:
         self.wait()
         self._workers.close()
 
+    @property
+    def held_bytes(self) -> int:
+        """Of all rows, frames and decoded copies that are there now."""
+        return sum(layer.rows.held_bytes for layer in self._layers) + self._restorer.cache.nbytes
+
     def metrics(self) -> RuntimeMetrics:
         """Figures of the request so far."""
         layers = tuple(layer.figures.metrics(number, layer.rows) for number, layer in enumerate(self._layers))
-        raw = sum(one.raw_bytes for one in layers)
-        compressed = sum(one.compressed_bytes for one in layers)
+        raw, compressed = sum(one.raw_bytes for one in layers), sum(one.compressed_bytes for one in layers)
         cache, planned = self._restorer.cache, self.planner.metrics
         found = ratios([one.rows for one in self._layers], [one.figures for one in self._layers], cache.nbytes)
         return RuntimeMetrics(

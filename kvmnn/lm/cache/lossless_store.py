@@ -1,0 +1,111 @@
+"""K and V of a model's layers in a lossless runtime, their cold tokens as frames between the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+
+import numpy as np
+
+from ... import dtypes
+from ...dtypes import Indices, KVPair
+from ...reports.runtime_figures import RuntimeFigures, RuntimeLayer
+from ...runtime import LosslessRuntime, RuntimeConfig
+from ...runtime.config import check_layers
+from ..graph.interface import DecoderInterface
+from .packed_store import runs_of
+
+
+class LosslessStore:
+    """A `LosslessRuntime` around the cache: what a step returns is appended, what the next one attends to is restored.
+
+    One run of the graph does all layers, so all rows are there while it runs; between two steps only the hot ones are,
+    and the frames of the others. The policy decides what goes, not the runtime's own planner.
+
+    Parameters
+    ----------
+    interface
+        The model's.
+    config
+        Options of the runtime; its scope, trigger and interval count, its eviction does not.
+    by_head
+        Whether heads keep different tokens: each is then a layer of its own for the runtime.
+
+    Raises
+    ------
+    KvmnnError
+        Where the configuration claims another number of layers than the model has.
+    """
+
+    def __init__(self, interface: DecoderInterface, config: RuntimeConfig, *, by_head: bool) -> None:
+        self._layers = check_layers(config, interface.layers)
+        self._parts = interface.kv_heads if by_head else 1
+        self._heads = interface.kv_heads // self._parts
+        self._mode = config.mode
+        self._seen = 0
+        self._token_bytes = 2 * self._heads * interface.head_dim * np.dtype(interface.dtype).itemsize
+        self._runtime = LosslessRuntime(
+            _spread(config, self._layers, self._parts),
+            layers=self._layers * self._parts,
+            kv_heads=self._heads,
+            head_dim=interface.head_dim,
+            dtype=dtypes.of_array(np.empty(0, interface.dtype)).name,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held between the steps."""
+        return self._runtime.held_bytes
+
+    def past(self) -> list[KVPair]:
+        return [self._restored(layer) for layer in range(self._layers)]
+
+    def adopt(self, present: Sequence[KVPair], new: int) -> None:
+        for layer, (keys, values) in enumerate(present):
+            for part in range(self._parts):
+                heads = slice(part * self._heads, (part + 1) * self._heads)
+                self._runtime.append(layer * self._parts + part, keys[0, heads, -new:], values[0, heads, -new:])
+                self._runtime.end()
+        self._runtime.sync()
+        self._seen += new
+
+    def compact(self, layer: int, slots: Indices, live: int) -> None:
+        for part in range(self._parts):
+            row = slots[part if len(slots) > 1 else 0, :live]
+            self._runtime.evict(layer * self._parts + part, runs_of(row))
+
+    def figures(self) -> RuntimeFigures:
+        """What the runtime did, once the encodings that are open are done."""
+        self._runtime.wait()
+        metrics = self._runtime.metrics()
+        layers = []
+        for layer in range(self._layers):
+            parts = metrics.layers[layer * self._parts : (layer + 1) * self._parts]
+            names = [entry.name for entry in fields(RuntimeLayer) if entry.name not in ("layer", "tokens")]
+            sums = {name: sum(getattr(part, name) for part in parts) for name in names}
+            layers.append(RuntimeLayer(layer=layer, tokens=max(part.tokens for part in parts), **sums))
+        shared = {
+            entry.name: getattr(metrics, entry.name) for entry in fields(RuntimeFigures) if entry.name[:4] == "h2o_"
+        }
+        return RuntimeFigures(
+            mode=self._mode,
+            appended_bytes=self._seen * len(metrics.layers) * self._token_bytes,
+            live_bytes=sum(part.tokens for part in metrics.layers) * self._token_bytes,
+            held_bytes=metrics.held_bytes,
+            **shared,
+            layers=tuple(layers),
+        )
+
+    def _restored(self, layer: int) -> KVPair:
+        caches = [self._runtime.read(layer * self._parts + part) for part in range(self._parts)]
+        if len(caches) == 1:
+            return caches[0].keys[None], caches[0].values[None]
+        keys, values = ([getattr(cache, side) for cache in caches] for side in ("keys", "values"))
+        return np.concatenate(keys)[None], np.concatenate(values)[None]
+
+
+def _spread(config: RuntimeConfig, layers: int, parts: int) -> RuntimeConfig:
+    """The options for a runtime that has `parts` layers for each of the model's, and no eviction of its own."""
+    evicting = replace(config.h2o, layers=layers).layer_range
+    h2o = replace(config.h2o, enable=False, layer_start=evicting.start * parts, layer_end=evicting.stop * parts - 1)
+    return replace(config, front_n=config.front_n * parts, layer_nums=None, h2o=h2o)

@@ -1,0 +1,113 @@
+"""Models with the lossless runtime around their cache: the same logits bit for bit, and what the runtime says of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_decoders import Tiny
+
+from kvmnn.errors import KvmnnError
+from kvmnn.lm import DecoderSession, Runner
+from kvmnn.policies import POLICIES, Full, Policy, create
+from kvmnn.policies.registry import MODEL_POLICIES
+from kvmnn.reports.runtime_figures import RuntimeFigures, runs_together
+from kvmnn.runtime import RuntimeConfig
+
+FORMS = {"half": Tiny(layers=3, half=True, head_dim=32), "float": Tiny(layers=3, groups=1, head_dim=32)}
+STEPS = [70, *[1] * 15, 4, *[1] * 10, 7, *[1] * 5]
+
+
+def config(mode: str = "store", **keys: Any) -> RuntimeConfig:
+    known = {
+        "enable": True, "runtime_enable": True, "codec": "gear_delta", "runtime_mode": mode, "async_threads": 0,
+        "scope": "front_n", "front_n": 3, "block_tokens": 16, "hot_sink_tokens": 2, "hot_recent_tokens": 6,
+    }  # fmt: skip
+    document = {f"kv_lossless_{key}": value for key, value in (known | keys).items()}
+    return RuntimeConfig.from_engine(document | {"kv_h2o_trigger_min_tokens": 16, "kv_h2o_update_interval": 1})
+
+
+SIZED: dict[str, dict[str, Any]] = {
+    "l2_ratio": {"keep_ratio": 0.7, "prune_after": 55},
+    "h2o_tokens": {"budget": 50, "sink": 2, "recent": 12, "buffer": 7},
+    "h2o_blocks": {"keep_ratio": 0.5, "sink": 2, "recent": 6, "block_tokens": 4, "trigger_min_tokens": 16},
+    "h2o_heads": {"budget": 50, "recent": 10},
+    "h2o_engine": {"block_tokens": 4, "sink_tokens": 2, "recent_tokens": 8, "trigger_min_tokens": 24},
+}
+
+
+def policies() -> list[Policy]:
+    found = [create(name, **SIZED.get(name, {"budget": 50})) for name in (*POLICIES, *MODEL_POLICIES)]
+    return [Full(), *found, create("recent_only", budget=50, skip_layers=()), create("streaming", budget=50, buffer=9)]
+
+
+@pytest.fixture(scope="module", params=sorted(FORMS))
+def session(request: Any, tmp_path_factory: pytest.TempPathFactory) -> DecoderSession:
+    path = tmp_path_factory.mktemp("tiny") / "model.onnx"
+    return DecoderSession.open(FORMS[request.param].save(path), attentions=True, cache=False)
+
+
+def fed(runner: Runner) -> np.ndarray:
+    rng = np.random.default_rng(2)
+    return np.concatenate([runner.feed(rng.integers(0, 48, count), end_chunk=count > 1) for count in STEPS])
+
+
+CASES = [("store", policy) for policy in policies()]
+CASES += [(mode, create("streaming", budget=50)) for mode in ("full", "probe")]  # which leave the rows alone
+
+
+@pytest.mark.parametrize(("mode", "policy"), CASES, ids=lambda value: getattr(value, "name", value))
+def test_the_same_logits_with_every_policy(session: DecoderSession, policy: Policy, mode: str) -> None:
+    plain, stored = Runner(session, policy), Runner(session, policy, lossless=config(mode))
+    expected, found = fed(plain), fed(stored)
+    assert found.tobytes() == expected.tobytes()
+    assert stored.cache.tokens == plain.cache.tokens
+    for ours, theirs in zip(stored.cache.layers(), plain.cache.layers(), strict=True):
+        assert ours.keys.tobytes() == theirs.keys.tobytes() and ours.values.tobytes() == theirs.values.tobytes()
+    figures = stored.runtime_figures()
+    assert figures is not None and plain.runtime_figures() is None
+    plain.cache.settle()
+    assert figures.live_bytes == plain.cache.nbytes and figures.lossy_ratio is not None
+    assert figures.appended_bytes == plain.cache.nbytes * sum(STEPS) * 3 // sum(plain.cache.tokens)
+    assert figures.h2o_lossless_fallback_count == 0 and figures.h2o_lossless_raw_bytes > 0
+    blocks = sum(layer.blocks for layer in figures.layers)
+    assert [layer.tokens for layer in figures.layers] == plain.cache.tokens
+    assert (blocks > 0) is (mode == "store")
+    assert RuntimeFigures.from_dict(figures.to_dict()) == figures
+
+
+def test_store_frees_rows() -> None:
+    """On keys that compress well the cache takes less between the steps than its rows."""
+    from kvmnn.lm.cache.lossless_store import LosslessStore
+    from kvmnn.lm.graph.interface import DecoderInterface
+
+    fields: dict[str, Any] = dict.fromkeys(DecoderInterface.__dataclass_fields__)
+    interface = DecoderInterface(
+        **{**fields, "layers": 2, "kv_heads": 2, "head_dim": 16, "dtype": np.float16, "label": "flat"}
+    )
+    for by_head in (False, True):
+        store = LosslessStore(interface, config(front_n=1, block_tokens=64), by_head=by_head)
+        present: list[Any] = [(np.zeros((1, 2, 0, 16), np.float16),) * 2] * 2
+        for count in (1000, 1, 1, 1):
+            new = np.broadcast_to(np.arange(count, dtype=np.float16)[None, None, :, None] // 50, (1, 2, count, 16))
+            present = [tuple(np.concatenate([part, new], axis=2) for part in pair) for pair in store.past()]
+            store.adopt(present, count)
+        figures = store.figures()
+        first, other = figures.layers
+        raw = 1003 * 2 * 2 * 16 * 2
+        assert first.held_bytes < raw // 3 and other.held_bytes >= raw and other.blocks == 0
+        assert store.nbytes == figures.held_bytes == first.held_bytes + other.held_bytes
+        assert (figures.lossy_ratio, figures.appended_bytes) == (1.0, 2 * raw)
+        both = runs_together([figures, figures])
+        assert both is not None and both.held_bytes == 2 * figures.held_bytes and both.layers[0].tokens == 2006
+        assert both.total_ratio == figures.total_ratio and runs_together([]) is None
+        for restored, computed in zip(store.past(), present, strict=True):
+            assert all(a.tobytes() == b.tobytes() for a, b in zip(restored, computed, strict=True))
+
+
+def test_what_is_refused(session: DecoderSession) -> None:
+    with pytest.raises(KvmnnError, match="layer_nums is 9, the model has 3 layers"):
+        Runner(session, lossless=RuntimeConfig.from_engine({"layer_nums": 9}))
+    with pytest.raises(KvmnnError, match="packed or in the lossless runtime"):
+        Runner(session, packed="x86-avx2", lossless=config())

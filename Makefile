@@ -29,6 +29,7 @@ lint: $(STAMPS)/lint
 
 bench: $(STAMPS)/bench
 	$(BIN)/python tools/bench/codec.py
+	$(BIN)/python tools/bench/combined.py
 	$(BIN)/python tools/bench/compressor.py
 	$(BIN)/python tools/bench/h2o.py
 	$(BIN)/python tools/bench/layout.py

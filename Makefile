@@ -45,6 +45,8 @@ attack: $(STAMPS)/test
 
 fuzz: $(STAMPS)/test
 	$(BIN)/python tools/fuzz/run.py
+	@$(PIP) 'Cython>=3.1,<4'
+	PYTHON=$(abspath $(BIN))/python sh tools/fuzz/guided.sh || test $$? = 3
 
 # Small changes of the code, each of which a test should notice; hours. MUTANTS='--count 30 --only kvmnn/packed'
 mutants: $(STAMPS)/test

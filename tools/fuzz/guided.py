@@ -30,7 +30,7 @@ def frames(data: memoryview) -> bytearray | None:
     except FrameError:
         return None
     out = bytearray(frame.words * frame.stride)
-    frame.join(out)
+    frame.join(memoryview(out).cast("B", (frame.words, frame.stride)))
     assert frame.equals(out)
     frame.close()
     return out

@@ -1,0 +1,75 @@
+"""Frames encoded and decoded by many threads at once: what tools/fuzz/threads.sh runs under the thread sanitizer.
+
+With --race two threads decode into one array, which is the caller's own race: the sanitizer has to report it.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+
+import numpy as np
+
+import kvmnn
+
+RNG = np.random.default_rng(0)
+LARGE = np.cumsum(RNG.normal(size=(1 << 19) + 5)).astype(np.float16)
+SMALL = [np.cumsum(RNG.normal(size=n)).astype(kind) for n in (1, 100, 5000, 30_000) for kind in ("f2", "f4")]
+FRAMES = kvmnn.encode_many(SMALL, threads=4)
+
+
+def one_frame_on_many_threads() -> None:
+    alone = kvmnn.encode(LARGE, threads=1)
+    for threads in (2, 4, 8):
+        assert kvmnn.encode(LARGE, threads=threads) == alone
+        assert kvmnn.decode(alone, threads=threads).tobytes() == LARGE.tobytes()
+
+
+def many_frames() -> None:
+    for array, frame in zip(SMALL, FRAMES, strict=True):
+        found = kvmnn.decode_many(FRAMES, threads=4)
+        assert [each.tobytes() for each in found] == [each.tobytes() for each in SMALL]
+        assert kvmnn.encode(array) == frame
+        try:
+            kvmnn.decode(frame[:-1])
+        except kvmnn.FrameError:
+            continue
+        raise AssertionError("a cut frame was decoded")
+
+
+def race() -> None:
+    for _ in range(20):
+        kvmnn.decode(FRAMES[-2], out=SHARED, threads=1)
+
+
+SHARED = np.empty_like(SMALL[-2])
+
+
+def on_threads(work: Callable[[], None], count: int) -> None:
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+if __name__ == "__main__":
+    if "--help" in sys.argv[1:]:
+        print(f"usage: {sys.argv[0]} [--race]\n{__doc__}")
+    elif "--race" in sys.argv[1:]:
+        on_threads(race, 2)
+    else:
+        one_frame_on_many_threads()
+        on_threads(many_frames, 8)
+        print(f"{kvmnn.frames._decoder.__file__}: done")

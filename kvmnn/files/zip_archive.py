@@ -279,12 +279,13 @@ def _wide(extra: bytes, packed: int, size: int, offset: int) -> tuple[int, int, 
     while position + 4 <= len(extra):
         kind, length = struct.unpack_from("<HH", extra, position)
         if kind == 1:
-            wide = iter(struct.unpack(f"<{length // 8}Q", extra[position + 4 :][: length // 8 * 8]))
+            numbers = extra[position + 4 : position + 4 + length]
+            wide = iter(struct.unpack_from(f"<{len(numbers) // 8}Q", numbers))
             try:
                 size = next(wide) if size == _U32 else size
                 packed = next(wide) if packed == _U32 else packed
                 offset = next(wide) if offset == _U32 else offset
-            except (StopIteration, struct.error):
+            except StopIteration:
                 break
             return packed, size, offset
         position += 4 + length

@@ -75,6 +75,10 @@ LIES: dict[str, tuple[bytes, str]] = {
         archive(Entry(b"k.npy", bytes(100) + DATA), Entry(b"v.npy", DATA, at=40)),
         "overlaps",
     ),
+    "a zip64 field that is cut": (
+        archive(Entry(b"k.npy", DATA, local={"size": 0xFFFFFFFF, "extra": b"\1\0\x10\x1b" + bytes(4)})),
+        "without its zip64 field",
+    ),
     "data in the next member": (
         archive(Entry(b"k.npy", DATA, local={"extra": b""}), Entry(b"v.npy", DATA)).replace(
             b"k.npy" + DATA[:6], b"k.npy" + DATA[:6]

@@ -168,7 +168,7 @@ def test_what_exists_is_replaced_only_if_forced(run: Callable[..., Any]) -> None
         (
             ["--text", str(TEXT), "-o", "kv", "--tokens", "9", "--policy", "recent_only", "--budget", "0"],
             1,
-            "layer 2: the policy keeps no token of it",
+            "layer 0: the policy keeps no token of it",
         ),
     ],
 )

@@ -29,7 +29,7 @@ ALSO = {
         "tests/attacks/test_frame_bombs.py",
         "tests/attacks/test_frame_damage.py",
     ],
-    "kvmnn/h2o": ["tests/conformance/test_h2o.py", "tests/cli/test_plan.py"],
+    "kvmnn/h2o": ["tests/conformance/test_h2o.py", "tests/cli/test_plan.py", "tests/formats/test_h2o_files.py"],
     "kvmnn/lm": ["tests/evaluation", "tests/attacks/test_models.py", "tests/cli/test_generate.py"],
     "kvmnn/lm/kv_dump.py": ["tests/cli/test_dump_kv.py"],
     "kvmnn/evaluation": ["tests/cli/test_eval.py", "tests/reports"],

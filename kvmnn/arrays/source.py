@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from ..packed import cache_info
 from ..packed.cache_info import CacheInfo
 from .named_array import NamedArray
 from .valid_names import check_name
+
+DUMP_KEY: Final = "kvmnn.dump"
+"""Key of `Source.metadata` for the metadata files of a KV dump: they stay in bundles, which become the dump again."""
 
 
 @dataclass
@@ -88,7 +92,7 @@ def joined(sources: Sequence[Source]) -> Source:
     """All arrays of all sources as one, with distinct names: a taken name gets ``~2``, ``~3`` ... appended.
 
     One source alone is returned as it is. Of several, the first wins where metadata has the same key, and what
-    describes a packed cache (`Source.cache` and its metadata) is dropped, for it describes one input only.
+    describes one input only is dropped: a packed cache (`Source.cache`), and kvmnn's own metadata (`others_metadata`).
     """
     if len(sources) == 1:
         return sources[0]
@@ -103,9 +107,7 @@ def joined(sources: Sequence[Source]) -> Source:
             check_name(name, " ".join(source.inputs))
             taken.add(name)
             found.arrays.append(replace(array, name=name))
-        for key, value in source.metadata.items():
-            if key != cache_info.METADATA_KEY:
-                found.metadata.setdefault(key, value)
+        found.metadata = others_metadata(source.metadata) | found.metadata
         found.skipped.extend(source.skipped)
         found.notes.extend(source.notes)
         found.token_major |= source.token_major
@@ -113,6 +115,11 @@ def joined(sources: Sequence[Source]) -> Source:
         found.inputs += source.inputs
         found.opened += source.opened
     return found
+
+
+def others_metadata(metadata: dict[str, str]) -> dict[str, str]:
+    """Metadata without what kvmnn itself notes down of a whole input, which does not hold of a part or of several."""
+    return {key: value for key, value in metadata.items() if not key.startswith("kvmnn.")}
 
 
 def described_by(metadata: dict[str, str], where: str) -> CacheInfo | None:

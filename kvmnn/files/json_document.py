@@ -169,13 +169,17 @@ def read_object(path: Path, max_bytes: int | None = None) -> dict[str, Any]:
     SourceError
         Where it cannot be read, is larger, or is no JSON object.
     """
-    text = read_bounded(path, max_bytes)
+    return as_object(read_bounded(path, max_bytes), str(path))
+
+
+def as_object(text: bytes, where: str) -> dict[str, Any]:
+    """The JSON object that `text` is; `SourceError`, which begins with `where`, if it is none."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise SourceError(f"{path}: is not JSON: {' '.join(str(error).split())[:200]}") from None
+        raise SourceError(f"{where}: is not JSON: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(value, dict):
-        raise SourceError(f"{path}: holds no JSON object: a {type(value).__name__} is not a JSON object")
+        raise SourceError(f"{where}: holds no JSON object: a {type(value).__name__} is not a JSON object")
     return value
 
 

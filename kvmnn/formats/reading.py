@@ -11,9 +11,8 @@ import numpy as np
 
 from .. import dtypes
 from ..arrays.named_array import NamedArray, UnsupportedArrayError
-from ..arrays.source import Source
+from ..arrays.source import Source, others_metadata
 from ..errors import KvmnnError, SourceError
-from ..packed.cache_info import METADATA_KEY
 from .options import ReadOptions
 
 
@@ -102,7 +101,7 @@ def checked(array: NamedArray, where: str) -> NamedArray:
 
 
 def chosen(source: Source, path: str, options: ReadOptions) -> Source:
-    """The source with just the arrays that `options` name; what describes a cache stays only if none is left out.
+    """The source with just the arrays that `options` name; what describes it as a whole stays only if none is left out.
 
     Raises
     ------
@@ -115,8 +114,7 @@ def chosen(source: Source, path: str, options: ReadOptions) -> Source:
     arrays = [array for array in source.arrays if array.name in options.tensors]
     if len(arrays) == len(source.arrays):
         return source
-    metadata = {key: value for key, value in source.metadata.items() if key != METADATA_KEY}
-    return replace(source, arrays=arrays, metadata=metadata, cache=None)
+    return replace(source, arrays=arrays, metadata=others_metadata(source.metadata), cache=None)
 
 
 def check_names(path: str, source: Source, options: ReadOptions) -> None:

@@ -133,9 +133,14 @@ def _unreadable(file: Written, error: KvmnnError, index: int) -> ReadBackError:
 
 def _raw(file: Written) -> NamedArray:
     (info,) = file.arrays
-    mapped = MappedFile(file.path)
     about = {field.name: getattr(info, field.name) for field in fields(ArrayInfo)}
-    return NamedArray(**about, reader=partial(mapped.runs, 0, mapped.size))
+    return NamedArray(**about, reader=partial(_whole, file.path))
+
+
+def _whole(path: Path, step: int) -> Iterator[Piece]:
+    """The file's bytes, mapped only while they are read: there may be more files than a process may map."""
+    mapped = MappedFile(path)
+    yield from mapped.runs(0, mapped.size, step)
 
 
 def _hash(array: NamedArray) -> str:

@@ -81,14 +81,18 @@ class Restored:
         }
 
     def __str__(self) -> str:
-        how = "read back, sha256 of the manifest" if self.reread else "sha256 of the manifest"
-        proof = f"{LOSSLESS} ({how})" if self.verified else self.unknown or "no manifest to check it against"
-        line = (
-            f"{self.output or 'standard output'}: {count(len(self.arrays), 'array')}, {self.stored_bytes:,} -> "
-            f"{self.raw_bytes:,} bytes, {proof}{at_rate(self.raw_bytes, self.seconds)}"
-        )
+        line = self.said_of(count(len(self.arrays), "array"))
         others = renamed(zip((array.name for array in self.arrays), self.files, strict=False))
         return f"{line}\n  {others}" if others else line
+
+    def said_of(self, held: str) -> str:
+        """One line: where `held` was written, the sizes, and what is proved."""
+        how = "read back, sha256 of the manifest" if self.reread else "sha256 of the manifest"
+        proof = f"{LOSSLESS} ({how})" if self.verified else self.unknown or "no manifest to check it against"
+        return (
+            f"{self.output or 'standard output'}: {held}, {self.stored_bytes:,} -> "
+            f"{self.raw_bytes:,} bytes, {proof}{at_rate(self.raw_bytes, self.seconds)}"
+        )
 
 
 def restore(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ..arrays.named_array import ArrayInfo
+from ..arrays.source import DUMP_KEY
 from ..errors import OutputError
 from ..files.names import file_names, is_directory
 from ..files.output import DirectoryOutput, FileOutput, StagedFile
@@ -73,7 +74,7 @@ def write_arrays(
         return [file.target.name for file in files]
     writer = writer_for(output, arrays)
     with FileOutput(output, force=force, protect=protect) as out:
-        writer(out.file, arrays, runs, metadata or {})
+        writer(out.file, arrays, runs, {key: text for key, text in (metadata or {}).items() if key != DUMP_KEY})
         out.file.close()
         if not out.is_device:
             one = Written(out.file.path, out.target, array_format(output), arrays)

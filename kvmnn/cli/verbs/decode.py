@@ -23,6 +23,7 @@ after another, become a 1-D array of their words: only a manifest knows shape an
   -o X.npz, X.safetensors      any number of arrays
   -o DIR/                      one .npy file for each array
   -o X, -o -                   the raw words of one array
+  --as dump -o DIR/            the KV dump that was encoded
 
 Frames made from a prefix cache become its files again with -o DIR/ (--arrays: .npy files instead), byte for byte in
 every live element. --model, --token-ids and --backend are compared with what the manifest says, and what differs is
@@ -40,6 +41,12 @@ def add_parser(verbs: Any) -> None:
     shared_options.add_dtype(parser, "what a frame without a manifest holds (default: fp16 or fp32, by its streams)")
     parser.add_argument(
         "--max-bytes", type=shared_options.byte_count, metavar="SIZE", help="refuse to decode more raw bytes than this"
+    )
+    parser.add_argument(
+        "--as",
+        dest="form",
+        choices=("dump",),
+        help="give back the KV dump that was encoded: its files of K and V, and its metadata files",
     )
     parser.add_argument("--no-manifest", action="store_true", help="take frames alone, whatever lies beside them")
     shared_options.add_threads(parser)
@@ -65,6 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
         said = frames.arrays[0].dtype
         raise UsageError(f"the manifest says {said}, not {arguments.dtype} (--no-manifest ignores it)")
     on_stdout = printing.to_stdout(arguments, arguments.input)
+    if arguments.form and (on_stdout or arguments.arrays):
+        raise UsageError("--as dump writes a directory of files: use -o DIR/, and no --arrays")
     output = printing.data_stdout(arguments, "data") if on_stdout else _output(arguments, frames)
     with printing.progress(arguments, frames.raw_bytes, "decode") as step:
         made = _restored(frames, output, options, arguments, step)
@@ -79,10 +88,12 @@ def _restored(
     arguments: argparse.Namespace,
     progress: Progress | None,
 ) -> printing.Result:
-    """The files of a prefix cache, where the frames were made from one, or plain arrays."""
+    """A KV dump if asked for, the files of a prefix cache, where the frames were made from one, or plain arrays."""
     from ...formats import restore
-    from ...formats.mnn import is_prefix, restore_prefix
+    from ...formats.mnn import is_prefix, restore_dump, restore_prefix
 
+    if arguments.form and isinstance(output, str):
+        return restore_dump(frames, output, options, force=arguments.force, progress=progress)
     if arguments.arrays or not isinstance(output, str) or not is_prefix(frames, output):
         return restore(frames, output, options, force=arguments.force, progress=progress)
     made = restore_prefix(

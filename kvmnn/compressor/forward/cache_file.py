@@ -14,7 +14,7 @@ import numpy as np
 
 from ...arrays.kv_arrays import KVArrays, read_kv
 from ...arrays.named_array import ArrayInfo
-from ...arrays.source import Source
+from ...arrays.source import Source, others_metadata
 from ...dtypes import Words
 from ...errors import KvmnnError, OptionError
 from ...files.output import FileOutput
@@ -245,7 +245,7 @@ def _sha256(path: str) -> str:
 
 
 def _write(file: FileOutput, output: str, source: Source, infos: list[ArrayInfo], arrays: list[Words]) -> None:
-    """The arrays, and the source's metadata but for kvmnn's description of a packed cache, which no longer holds."""
-    metadata = {key: value for key, value in source.metadata.items() if not key.startswith("kvmnn.")}
+    """The arrays, and the source's metadata but for what kvmnn noted down of its files, which no longer holds."""
+    metadata = others_metadata(source.metadata)
     runs = ((number, array.reshape(-1).view(np.uint8)) for number, array in enumerate(arrays))
     writer_for(output, infos)(file.file, infos, runs, metadata)

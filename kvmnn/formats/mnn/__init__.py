@@ -2,6 +2,7 @@
 
 from .compaction import Compacted, CompactionPlan, compact, read_plans
 from .describing import Described, describe_files
+from .dump_restoring import RestoredDump, restore_dump
 from .finding import describe_packed, find_packed
 from .inspection import PackedInspection, inspect_packed
 from .packed_files import PackedFiles
@@ -19,6 +20,7 @@ __all__ = [
     "Packed",
     "PackedFiles",
     "PackedInspection",
+    "RestoredDump",
     "RestoredPrefix",
     "Unpacked",
     "compact",
@@ -31,6 +33,7 @@ __all__ = [
     "read_plans",
     "read_token_ids",
     "repack",
+    "restore_dump",
     "restore_prefix",
     "unpack",
 ]

@@ -8,39 +8,63 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from ... import dtypes
 from ...arrays.named_array import NamedArray, Piece, UnsupportedArrayError
 from ...arrays.source import Source
 from ...errors import SourceError
 from ...files.changes import FileState
-from ...files.json_document import read_object
+from ...files.json_document import as_object, read_bounded
 from ...files.mapped import MappedFile
 from ..options import ReadOptions
 from ..reading import checked, select
+from . import dump_metadata
 
 _BY_BYTES = {2: dtypes.FP16, 4: dtypes.FP32}
 GLOB = "meta_*.json"
 MAX_META_BYTES = 1 << 20  # no metadata of MNN is that large
 
 
+class Tensor(NamedTuple):
+    """What a metadata file says of its K or V: the name of the array, the file, ``[token, kv_head, head_dim]``."""
+
+    name: str
+    file: Path
+    shape: tuple[int, ...]
+    dtype: dtypes.DType
+
+
 def read(path: str, options: ReadOptions) -> Source:
-    """K and V of every dump below the directory, sorted by metadata path, e.g. ``run/layer_0/k_t0_16``."""
+    """K and V of every dump below the directory, sorted by metadata path, e.g. ``run/layer_0/k_t0_16``.
+
+    The texts of all metadata files go with them (`dump_metadata`), unless an array was left out.
+    """
     root = Path(path)
     entries: list[tuple[str, Callable[[], NamedArray]]] = []
     opened: list[str] = []
+    texts: dict[str, bytes] = {}
     for meta in sorted(root.rglob(GLOB)):
         opened.append(str(meta))
-        for name, file, make in _tensors(root, meta, options):
-            opened.append(str(file))
-            entries.append((name, make))
+        text = texts[meta.relative_to(root).as_posix()] = _text(meta)
+        for tensor in tensors(root, meta, as_object(text, str(meta))):
+            opened.append(str(tensor.file))
+            entries.append((tensor.name, partial(_array, tensor, options)))
     arrays, skipped = select(path, entries, options)
-    return Source(arrays, skipped=skipped, token_major=True, opened=tuple(opened))
+    source = Source(arrays, skipped=skipped, token_major=True, opened=tuple(opened))
+    if len(arrays) == len(entries):
+        source.metadata, source.notes = dump_metadata.of(texts, path)
+    return source
 
 
-def _tensors(root: Path, meta: Path, options: ReadOptions) -> Iterator[tuple[str, Path, Callable[[], NamedArray]]]:
-    fields = load_meta(meta)
+def tensors(root: Path, meta: Path, fields: dict[str, Any]) -> Iterator[Tensor]:
+    """K and V of the metadata file `meta`, which has `fields`, in a dump whose directory is `root`.
+
+    Raises
+    ------
+    SourceError
+        When the fields are not those of a dump, or name a file outside the directory.
+    """
     shape = tuple(positive(meta, fields, key) for key in ("seq_len", "kv_heads", "head_dim"))
     dtype = word_type(meta, fields)
     said = fields.get("dtype", "unknown")
@@ -49,10 +73,11 @@ def _tensors(root: Path, meta: Path, options: ReadOptions) -> Iterator[tuple[str
     for key in ("k_file", "v_file"):
         file = inside(root, meta, key, fields.get(key))
         name = PurePath(file.relative_to(root)).with_suffix("").as_posix()
-        yield name, file, partial(_array, file, name, shape, dtype, options)
+        yield Tensor(name, file, shape, dtype)
 
 
-def _array(file: Path, name: str, shape: tuple[int, ...], native: dtypes.DType, options: ReadOptions) -> NamedArray:
+def _array(tensor: Tensor, options: ReadOptions) -> NamedArray:
+    name, file, shape, native = tensor
     dtype = dtypes.by_name(options.dtype) if options.dtype else native
     if dtype.itemsize != native.itemsize:
         raise UnsupportedArrayError(f"{file}: holds {native.itemsize}-byte words, which are not {dtype.name}")
@@ -79,8 +104,12 @@ def _runs(file: Path, state: FileState, step: int) -> Iterator[Piece]:
 
 def load_meta(meta: Path) -> dict[str, Any]:
     """The fields of a metadata file."""
+    return as_object(_text(meta), str(meta))
+
+
+def _text(meta: Path) -> bytes:
     try:
-        return read_object(meta, MAX_META_BYTES)
+        return read_bounded(meta, MAX_META_BYTES)
     except OSError as exc:
         raise SourceError(f"{meta}: cannot be read: {exc.strerror}") from exc
 
@@ -108,6 +137,14 @@ def inside(root: Path, meta: Path, key: str, value: Any) -> Path:
     plain = "\0" not in value and ".." not in PurePosixPath(value).parts and ".." not in PureWindowsPath(value).parts
     absolute = PurePosixPath(value).is_absolute() or bool(PureWindowsPath(value).anchor)
     file = meta.parent / value
-    if not plain or absolute or not file.resolve().is_relative_to(root.resolve()):
+    if not plain or absolute or leaves(root, file):
         raise SourceError(f"{meta}: {key} {value!r:.200} leads out of the dump directory")
     return file
+
+
+def leaves(root: Path, file: Path) -> bool:
+    """Whether a file lies outside the directory `root`, links followed, or has a name that none can have."""
+    try:
+        return not file.resolve().is_relative_to(root.resolve())
+    except (ValueError, OSError, RuntimeError):  # a lone surrogate, links that lead in circles
+        return True

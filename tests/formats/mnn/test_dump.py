@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
-import numpy as np
 import pytest
+from plain_dumps import dump
 from sources import content
 
 from kvmnn import formats
@@ -14,19 +11,6 @@ from kvmnn.arrays import compare
 from kvmnn.arrays.layers import sort
 from kvmnn.bundle import encode
 from kvmnn.errors import SourceError
-
-
-def dump(folder: Path, *, start: int = 0, tokens: int = 3, width: int = 2, **changes: object) -> np.ndarray:
-    """Write one dump as the engine does; returns K."""
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = f"t{start}_{start + tokens}"
-    values = np.arange(tokens * 2 * 4, dtype=f"<f{width}").reshape(tokens, 2, 4)
-    (folder / f"k_{stem}.bin").write_bytes(values.tobytes())
-    (folder / f"v_{stem}.bin").write_bytes((-values).tobytes())
-    meta = {"layer_id": 0, "seq_start": start, "seq_len": tokens, "kv_heads": 2, "head_dim": 4, "bytes_per_elem": width,
-            "dtype": f"fp{8 * width}", "k_file": f"k_{stem}.bin", "v_file": f"v_{stem}.bin", **changes}  # fmt: skip
-    (folder / f"meta_{stem}.json").write_text(json.dumps(meta))
-    return values
 
 
 def test_mnn_dump(tmp_path):

@@ -4,7 +4,7 @@ from .comparing import Difference, compare
 from .decoding import DecodedRun, decode_frames
 from .encoding import EncodeOptions
 from .frame_set import DecodeOptions, FrameSet, open_frames
-from .inspecting import ArrayFrames, BundleInfo, LoneFrame, LoneFrames, StreamTotal, inspect
+from .inspecting import ArrayFrames, BundleInfo, LoneFrame, LoneFrames, RawInfo, StreamTotal, inspect
 from .manifest import ArrayEntry, FrameEntry, Manifest
 from .verifying import Verified, verify
 from .writing import Encoded, encode
@@ -23,6 +23,7 @@ __all__ = [
     "LoneFrame",
     "LoneFrames",
     "Manifest",
+    "RawInfo",
     "StreamTotal",
     "Verified",
     "compare",

@@ -25,7 +25,7 @@ class DecodedRun(NamedTuple):
     array_index
         Which array of the set.
     data
-        uint8, little-endian words in memory order; good until the next run is asked for.
+        uint8, little-endian words in memory order; good until the next run is asked for; not to be written to.
     """
 
     array_index: int
@@ -128,7 +128,10 @@ def _decode_one(
     place = f" frame {job.number} (offset {entry.offset})" if len(array.frames) > 1 else ""
     where = f"{frames.path}:{place}" if frames.document is None else f"{frames.path}: array {array.name!r}:{place}"
     if entry.sha256 not in (None, hashlib.sha256(job.stored.data).hexdigest()):
-        raise ManifestError(f"{where} the frame does not match the manifest's sha256")
+        what = "what is stored raw" if entry.is_raw else "the frame"
+        raise ManifestError(f"{where} {what} does not match the manifest's sha256")
+    if entry.is_raw:
+        return job.stored
     try:
         info = inspection.inspect(job.stored, dtype=array.dtype, codecs=options.codecs, entropy=False)
         if info.raw_bytes != entry.raw_bytes:

@@ -11,7 +11,7 @@ from .. import dtypes
 from ..arrays.named_array import NamedArray, Piece
 from ..arrays.names import part_of
 from ..dtypes import PARTS
-from ..errors import KvmnnError, LimitError
+from ..errors import KvmnnError, LimitError, OptionError
 from ..files.names import file_names
 from ..files.output import DirectoryOutput, FileOutput, StagedFile
 from ..frames import CODECS, CodecOptions, encode, matches, predictors, zstd
@@ -20,6 +20,7 @@ from ..threads.digest import Digester
 from ..threads.pipeline import Progress, ordered
 from . import manifest
 from .manifest import FRAME_SUFFIX, ArrayEntry, FrameEntry, Manifest
+from .no_gain import blocks_of, keep_raw
 from .rereading import read_back
 
 FRAME_BYTES = 64 << 20
@@ -47,6 +48,11 @@ class EncodeOptions(CodecOptions):
         64 MiB, and 16 MiB for packed files.
     verify
         Decode every frame and compare it with its input before anything is kept, and read what was written again.
+    block
+        Store K and V of a layer, paired by their names, raw where their frames together are no smaller than they are:
+        the engine's rule (`kvmnn.encode_block`).
+    allow_raw
+        The same for every array by itself. Files that hold words rather than frames need their manifest.
     """
 
     predictors: str | tuple[str, ...] | None = None
@@ -57,10 +63,14 @@ class EncodeOptions(CodecOptions):
     frame_bytes: int | None = None
     threads: int | None = None
     verify: bool = True
+    block: bool = False
+    allow_raw: bool = False
 
     def __post_init__(self) -> None:
         if self.frame_bytes and self.frame_bytes < MIN_FRAME_BYTES:
             raise KvmnnError(f"frame_bytes is {self.frame_bytes}: expected 0 (never cut) or at least {MIN_FRAME_BYTES}")
+        if self.block and self.allow_raw:
+            raise OptionError("--block and --allow-raw: an array is judged with its partner or by itself")
         for chosen in self.used_predictors:
             replace(CodecOptions(), predictors=chosen).check()
         self.check()
@@ -85,6 +95,20 @@ class EncodeOptions(CodecOptions):
         part, _ = part_of("--predictors-k, --predictors-v", name)
         chosen = self.used_predictors[PARTS.index(part)]
         return replace(self, predictors=chosen, predictors_k=None, predictors_v=None)
+
+    def judged(self, arrays: Sequence[NamedArray]) -> list[tuple[int, ...]]:
+        """Indices of the arrays that are stored raw together where their frames do not gain; errors as `blocks_of`."""
+        if self.block:
+            return blocks_of(arrays)
+        return [(index,) for index in range(len(arrays))] if self.allow_raw else []
+
+    def check_has_manifest(self) -> None:
+        """`OptionError` where words might be stored raw and there is no manifest that says so."""
+        if self.block or self.allow_raw:
+            raise OptionError(
+                "--block and --allow-raw need a manifest, which says what is stored raw: write to a file (-o FILE) or "
+                "a directory (-o DIR/)"
+            )
 
     @property
     def cut_above(self) -> int:
@@ -129,12 +153,18 @@ def encode_to_file(
         raise KvmnnError(f"a frame file holds one array, not {len(arrays)}: encode into a directory")
     if not output.is_device:
         output.check_beside(manifest.SIDE_SUFFIX)
+    else:
+        options.check_has_manifest()
 
     def write(index: int, made: bytes) -> str:
         output.file.write(made)
         return output.target.name
 
-    document = _document(_encode(arrays, options, write, progress), options, metadata)
+    def rewrite(index: int) -> StagedFile:
+        output.file.rewrite()
+        return output.file
+
+    document = _document(_encode(arrays, options, write, progress, rewrite), options, metadata)
     if not output.is_device:
         index = output.beside(manifest.SIDE_SUFFIX)
         index.write(manifest.to_json(document))
@@ -162,7 +192,11 @@ def encode_to_directory(
         files[index].write(made)
         return names[index]
 
-    document = _document(_encode(arrays, options, write, progress), options, metadata)
+    def rewrite(index: int) -> StagedFile:
+        files[index].rewrite()
+        return files[index]
+
+    document = _document(_encode(arrays, options, write, progress, rewrite), options, metadata)
     index = output.file(manifest.FILE_NAME)
     index.write(manifest.to_json(document))
     if options.verify:
@@ -191,6 +225,7 @@ def encode_to_memory(
     array: NamedArray, options: EncodeOptions, progress: Progress | None = None
 ) -> tuple[bytes, Manifest]:
     """An array's frames, back to back, and their manifest, which names no file."""
+    options.check_has_manifest()
     frames: list[bytes] = []
 
     def keep(index: int, made: bytes) -> str:
@@ -216,14 +251,19 @@ def _encode(
     options: EncodeOptions,
     write: Callable[[int, bytes], str],
     progress: Progress | None,
+    rewrite: Callable[[int], StagedFile] | None = None,
 ) -> list[ArrayEntry]:
-    """Encode all pieces and `write(array index, frame)` them in order; it returns the name of the frame's file."""
+    """Encode all pieces and `write(array index, frame)` them in order; it returns the name of the frame's file.
+
+    `rewrite(array index)` gives that file emptied, for the words of an array that is stored raw.
+    """
 
     def make(job: _Job, threads: int | None) -> _Made:
         dtype = arrays[job.array_index].dtype
         made = chosen[job.array_index].encode(job.piece, dtype, _affordable(threads, job.piece.size, dtype))
         return _Made(made, hashlib.sha256(made).hexdigest())
 
+    judged = options.judged(arrays) if rewrite else []
     chosen = [options.for_array(array.name) for array in arrays]
     hashes = [hashlib.sha256() for _ in arrays]
     frames: list[list[FrameEntry]] = [[] for _ in arrays]
@@ -243,7 +283,7 @@ def _encode(
         if progress:
             progress(job.piece.size)
         del job, made  # or they would live on while the next piece is encoded
-    return [
+    made_entries = [
         ArrayEntry(
             name=array.name,
             dtype=array.dtype,
@@ -255,6 +295,7 @@ def _encode(
         )
         for array, sha, entries in zip(arrays, hashes, frames, strict=True)
     ]
+    return keep_raw(arrays, made_entries, judged, options.cut_above, rewrite) if rewrite else made_entries
 
 
 def _affordable(threads: int | None, nbytes: int, dtype: str) -> int | None:

@@ -7,14 +7,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..arrays.named_array import Piece
 from ..errors import FrameError, ManifestError
 from ..frames import FrameInfo, StreamInfo
 from ..frames import inspect as inspect_frame
+from ..frames.inspection import entropies
 from ..packed.cache_info import CacheInfo
 from ..packed.summary import cache_document, cache_summary
 from ..text import count, ratio
 from .frame_set import DecodeOptions, FrameSet
-from .manifest import ArrayEntry, Manifest, Sizes, array_to_dict
+from .manifest import ArrayEntry, Manifest, Sizes, array_to_dict, frames_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,11 +102,33 @@ class LoneFrames:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RawInfo:
+    """Words that are stored as they are, because no frame of them was smaller.
+
+    Parameters
+    ----------
+    dtype
+        Of the words.
+    raw_bytes
+        Their size.
+    entropy
+        Mean order-0 entropy of their streams in bits for each byte: what a frame could have reached.
+    """
+
+    dtype: str
+    raw_bytes: int
+    entropy: float
+
+    def __str__(self) -> str:
+        return f"{self.dtype} words, stored: raw, {self.raw_bytes:,} bytes (entropy {self.entropy:.3f} bits/byte)"
+
+
+@dataclass(frozen=True, kw_only=True)
 class ArrayFrames:
-    """An array of a bundle, and the accounts of its frames, in order."""
+    """An array of a bundle, and the accounts of its frames, or of words stored raw, in order."""
 
     entry: ArrayEntry
-    frames: tuple[FrameInfo, ...]
+    frames: tuple[FrameInfo | RawInfo, ...]
 
     @property
     def ratio(self) -> float:
@@ -115,7 +139,7 @@ class ArrayFrames:
         """As in the manifest, with the streams of each frame."""
         document = array_to_dict(self.entry)
         frames = [
-            {**frame, "streams": info.to_dict()["streams"]}
+            {**frame, "streams": [] if isinstance(info, RawInfo) else info.to_dict()["streams"]}
             for frame, info in zip(document["frames"], self.frames, strict=True)
         ]
         return {**document, "frames": frames, "ratio": self.ratio}
@@ -125,7 +149,7 @@ class ArrayFrames:
         array = self.entry
         return (
             f"{array.name:<{width}}  {array.dtype} {list(array.shape)} {array.order}  {array.nbytes:,} -> "
-            f"{array.stored_bytes:,}  ratio {self.ratio:.4f}  {count(len(self.frames), 'frame')}"
+            f"{array.stored_bytes:,}  ratio {self.ratio:.4f}  {frames_of([array])}"
         )
 
 
@@ -138,7 +162,7 @@ class StreamTotal:
     header_bytes: int = 0
     entropy_bits: float = 0.0
     chosen: dict[str, int] = field(default_factory=dict)
-    """How often each predictor and codec were chosen, e.g. ``"delta_seq+zstd"``."""
+    """How often each predictor and codec were chosen, e.g. ``"delta_seq+zstd"``; ``"stored raw"``: no frame at all."""
 
     def add(self, stream: StreamInfo) -> None:
         """Count a stream in."""
@@ -146,7 +170,16 @@ class StreamTotal:
         self.payload_bytes += stream.payload_bytes
         self.header_bytes += stream.HEADER_BYTES
         self.entropy_bits += (stream.entropy or 0.0) * stream.raw_bytes
-        choice = f"{stream.predictor}+{stream.codec}"
+        self._count(f"{stream.predictor}+{stream.codec}")
+
+    def add_raw(self, words: RawInfo) -> None:
+        """Count words in that are stored raw."""
+        self.raw_bytes += words.raw_bytes
+        self.payload_bytes += words.raw_bytes
+        self.entropy_bits += words.entropy * words.raw_bytes
+        self._count("stored raw")
+
+    def _count(self, choice: str) -> None:
         self.chosen[choice] = self.chosen.get(choice, 0) + 1
 
     @property
@@ -189,7 +222,7 @@ class BundleInfo(Sizes):
     arrays
         In order.
     streams
-        Totals by container and stream, e.g. ``"fp16 hi"``.
+        Totals by container and stream, e.g. ``"fp16 hi"``; ``"fp16 raw"`` for words stored raw.
     cache
         The packed cache that the arrays were read from, if the manifest says so.
     """
@@ -269,28 +302,45 @@ def inspect(frames: FrameSet, options: DecodeOptions | None = None) -> BundleInf
     """
     options = options or DecodeOptions()
     frames.check_size(options)
+    if frames.document is None:
+        entry = frames.arrays[0]
+        alone = tuple(_frame(frames, entry, number, options) for number in range(len(entry.frames)))
+        if len(alone) == 1:
+            return LoneFrame(path=frames.path, info=alone[0])
+        return LoneFrames(path=frames.path, entry=entry, frames=alone, unknown=frames.unknown)
     arrays = tuple(
         ArrayFrames(
             entry=entry,
-            frames=tuple(_inspected(frames, entry, number, options) for number in range(len(entry.frames))),
+            frames=tuple(
+                _raw(frames, entry, number) if stored.is_raw else _frame(frames, entry, number, options)
+                for number, stored in enumerate(entry.frames)
+            ),
         )
         for entry in frames.arrays
     )
-    if frames.document is None:
-        (array,) = arrays
-        if len(array.frames) == 1:
-            return LoneFrame(path=frames.path, info=array.frames[0])
-        return LoneFrames(path=frames.path, entry=array.entry, frames=array.frames, unknown=frames.unknown)
     streams = _totals(info for array in arrays for info in array.frames)
     return BundleInfo(path=frames.path, manifest=frames.document, arrays=arrays, streams=streams, cache=frames.cache)
 
 
-def _inspected(frames: FrameSet, array: ArrayEntry, number: int, options: DecodeOptions) -> FrameInfo:
+def _raw(frames: FrameSet, array: ArrayEntry, number: int) -> RawInfo:
+    stored, _ = _stored(frames, array, number)
+    streams = entropies(stored, array.dtype)
+    return RawInfo(dtype=array.dtype, raw_bytes=stored.size, entropy=sum(streams) / len(streams))
+
+
+def _stored(frames: FrameSet, array: ArrayEntry, number: int) -> tuple[Piece, str]:
+    """What a file holds of a frame, as the manifest has it, and the beginning of messages about it."""
     entry = array.frames[number]
     stored = frames.frame(entry)
     where = f"{frames.path}: array {array.name!r}: frame {number}:"
     if entry.sha256 not in (None, hashlib.sha256(stored.data).hexdigest()):
         raise ManifestError(f"{where} does not match the manifest's sha256")
+    return stored, where
+
+
+def _frame(frames: FrameSet, array: ArrayEntry, number: int, options: DecodeOptions) -> FrameInfo:
+    entry = array.frames[number]
+    stored, where = _stored(frames, array, number)
     try:
         info = inspect_frame(stored, dtype=array.dtype, codecs=options.codecs)
     except FrameError as exc:
@@ -314,9 +364,12 @@ def _check_streams(document: Manifest, info: FrameInfo, where: str) -> None:
                 )
 
 
-def _totals(infos: Iterable[FrameInfo]) -> dict[str, StreamTotal]:
+def _totals(infos: Iterable[FrameInfo | RawInfo]) -> dict[str, StreamTotal]:
     found: dict[str, StreamTotal] = {}
     for info in infos:
+        if isinstance(info, RawInfo):
+            found.setdefault(f"{info.dtype} raw", StreamTotal()).add_raw(info)
+            continue
         for stream in info.streams:
             found.setdefault(f"{info.container} {stream.name}", StreamTotal()).add(stream)
     return found

@@ -1,7 +1,8 @@
 """The manifest: what a set of frames holds, so that the same arrays can be restored and proved.
 
-Version 1. Readers refuse other versions and ignore keys they do not know, so that later releases may add keys within
-version 1 but never change the meaning of one.
+Version 1, and version 2 where arrays are stored raw: a reader of version 1 would take their words for frames. Readers
+refuse other versions and ignore keys they do not know, so that later releases may add keys within a version but never
+change the meaning of one.
 """
 
 from __future__ import annotations
@@ -13,17 +14,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from .. import dtypes
 from ..arrays.named_array import ArrayInfo
 from ..arrays.valid_names import shortened, wrong_name
 from ..errors import KvmnnError, ManifestError, SourceError
 from ..files.json_document import Node, parse, read_bounded
-from ..text import ratio
+from ..text import count, ratio
 
 SCHEMA: Final = "kvmnn-manifest"
 SCHEMA_VERSION: Final = 1
+RAW_SCHEMA_VERSION: Final = 2
+"""Of a manifest that lists words stored raw."""
 FILE_NAME: Final = "manifest.json"
 FRAME_SUFFIX: Final = ".frame"
 SIDE_SUFFIX: Final = ".json"
@@ -31,12 +34,14 @@ SIDE_SUFFIX: Final = ".json"
 
 MAX_BYTES = 256 << 20
 _MIN_FRAME_BYTES = 14
+Stored = Literal["frame", "raw"]
+STORED: Final[tuple[Stored, ...]] = ("frame", "raw")
 _ARRAY_DTYPE = re.compile(r"[<>|][fiuV][124]")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FrameEntry:
-    """Where a frame lies and what it must be.
+    """Where a frame, or what stands for one, lies and what it must be.
 
     Parameters
     ----------
@@ -48,6 +53,8 @@ class FrameEntry:
         Bytes it decodes to.
     sha256
         Of the frame; None when there is no manifest.
+    stored
+        ``"raw"`` where the words themselves lie there, little-endian, because no frame of them was smaller.
     """
 
     file: str
@@ -55,6 +62,19 @@ class FrameEntry:
     bytes: int
     raw_bytes: int
     sha256: str | None
+    stored: Stored = "frame"
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether the words themselves are stored, not a frame of them."""
+        return self.stored == "raw"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same for JSON; `stored` only where it is not a frame, as version 1 of the schema has no such key."""
+        document = dict(vars(self))
+        if not self.is_raw:
+            del document["stored"]
+        return document
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +124,12 @@ class Manifest:
     metadata: dict[str, str] = field(default_factory=dict)
 
     @property
+    def schema_version(self) -> int:
+        """The lowest version of the schema that can say all this."""
+        raw = any(frame.is_raw for array in self.arrays for frame in array.frames)
+        return RAW_SCHEMA_VERSION if raw else SCHEMA_VERSION
+
+    @property
     def raw_bytes(self) -> int:
         """Bytes of all arrays."""
         return sum(array.nbytes for array in self.arrays)
@@ -139,7 +165,7 @@ def to_json(manifest: Manifest) -> bytes:
     """The manifest as a JSON document."""
     document = {
         "schema": SCHEMA,
-        "schema_version": SCHEMA_VERSION,
+        "schema_version": manifest.schema_version,
         "kvmnn_version": manifest.kvmnn_version,
         "zstd": {"version": manifest.zstd_version, "byte_exact": manifest.zstd_byte_exact},
         "effort": manifest.effort,
@@ -165,9 +191,19 @@ def array_to_dict(array: ArrayEntry) -> dict[str, Any]:
         "raw_bytes": array.nbytes,
         "stored_bytes": array.stored_bytes,
         "sha256": array.sha256,
-        "frames": [vars(frame) for frame in array.frames],
+        "frames": [frame.to_dict() for frame in array.frames],
         **({"shared": True} if array.shared else {}),
     }
+
+
+def frames_of(arrays: Sequence[ArrayEntry]) -> str:
+    """How arrays are stored, for people: ``"3 frames"``, ``"stored: raw"``, ``"3 frames, 2 pieces stored: raw"``."""
+    entries = [frame for array in arrays for frame in array.frames]
+    raw = sum(frame.is_raw for frame in entries)
+    if raw == len(entries):
+        return "stored: raw"
+    frames = count(len(entries) - raw, "frame")
+    return f"{frames}, {count(raw, 'piece')} stored: raw" if raw else frames
 
 
 def load(path: Path) -> Manifest:
@@ -195,9 +231,10 @@ def from_json(text: bytes, where: str = "manifest") -> Manifest:
     if root.at("schema").text() != SCHEMA:
         raise root.at("schema").wrong(f"{SCHEMA!r}")
     version = root.at("schema_version")
-    if version.integer(1) != SCHEMA_VERSION:
-        raise version.wrong(f"{SCHEMA_VERSION}, the version this kvmnn reads")
-    arrays = tuple(_array(node) for node in root.at("arrays").items(least=1))
+    if version.integer(1) not in (SCHEMA_VERSION, RAW_SCHEMA_VERSION):
+        raise version.wrong(f"{SCHEMA_VERSION} or {RAW_SCHEMA_VERSION}, the versions this kvmnn reads")
+    may_be_raw = version.value == RAW_SCHEMA_VERSION
+    arrays = tuple(_array(node, may_be_raw) for node in root.at("arrays").items(least=1))
     _check_unique(root, arrays)
     _check_ranges(root, arrays)
     manifest = Manifest(
@@ -245,7 +282,7 @@ def _check_sum(node: Node, key: str, expected: int) -> None:
         raise node.at(key).wrong(f"{expected}, the sum of its parts")
 
 
-def _array(node: Node) -> ArrayEntry:
+def _array(node: Node, may_be_raw: bool) -> ArrayEntry:
     dtype = node.at("dtype").text()
     try:
         word_bytes = dtypes.by_name(dtype).itemsize
@@ -267,7 +304,7 @@ def _array(node: Node) -> ArrayEntry:
         array_dtype=array_dtype,
         order="F" if order == "F" else "C",
         sha256=node.at("sha256").sha256(),
-        frames=tuple(_frame(frame, word_bytes) for frame in node.at("frames").items(least=1)),
+        frames=tuple(_frame(frame, word_bytes, may_be_raw) for frame in node.at("frames").items(least=1)),
         shared="shared" in node.value and node.at("shared").boolean(),
     )
     raw_bytes = math.prod(shape) * array.itemsize
@@ -285,14 +322,32 @@ def _name(node: Node) -> str:
     return name
 
 
-def _frame(node: Node, word_bytes: int) -> FrameEntry:
+def _frame(node: Node, word_bytes: int, may_be_raw: bool) -> FrameEntry:
     raw_bytes = node.at("raw_bytes").integer(word_bytes)
     if raw_bytes % word_bytes:
         raise node.at("raw_bytes").wrong(f"a multiple of {word_bytes}")
+    stored = _stored(node, may_be_raw)
+    size = node.at("bytes").integer(0 if stored == "raw" else _MIN_FRAME_BYTES)
+    if stored == "raw" and size != raw_bytes:
+        raise node.at("bytes").wrong(f"{raw_bytes}, its raw_bytes, as the words are stored raw")
     return FrameEntry(
         file=node.at("file").file_name(),
         offset=node.at("offset").integer(0),
-        bytes=node.at("bytes").integer(_MIN_FRAME_BYTES),
+        bytes=size,
         raw_bytes=raw_bytes,
         sha256=node.at("sha256").sha256(),
+        stored=stored,
     )
+
+
+def _stored(node: Node, may_be_raw: bool) -> Stored:
+    """Whether a range holds a frame or words; refused where readers of version 1 would take words for a frame."""
+    if "stored" not in node.value:
+        return "frame"
+    said = node.at("stored")
+    for stored in STORED:
+        if said.value == stored:
+            if stored == "raw" and not may_be_raw:
+                raise said.wrong(f"'frame': only version {RAW_SCHEMA_VERSION} of the schema has words stored raw")
+            return stored
+    raise said.wrong(" or ".join(map(repr, STORED)))

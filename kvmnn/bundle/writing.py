@@ -17,7 +17,7 @@ from ..text import LOSSLESS, at_rate, count, ratio
 from ..threads.pipeline import Progress
 from . import manifest
 from .encoding import PACKED_FRAME_BYTES, EncodeOptions, encode_to_directory, encode_to_file, encode_to_memory
-from .manifest import Manifest, Sizes, array_to_dict
+from .manifest import Manifest, Sizes, array_to_dict, frames_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class Encoded(Sizes):
         if verbose and self.output is not None:
             lines += [
                 f"{array.name}: {array.dtype} {list(array.shape)}, {array.nbytes:,} -> {array.stored_bytes:,} bytes, "
-                f"ratio {ratio(array.nbytes, array.stored_bytes):.4f}"
+                f"ratio {ratio(array.nbytes, array.stored_bytes):.4f}, {frames_of([array])}"
                 for array in arrays
             ]
         others = renamed((array.name, array.frames[0].file) for array in arrays if len(arrays) > 1)
@@ -89,7 +89,7 @@ class Encoded(Sizes):
         proof = f"{LOSSLESS} (decoded and compared)" if self.verified else "not verified"
         lines.append(
             f"{name}: {self.raw_bytes:,} -> {self.stored_bytes:,} bytes, ratio {self.ratio:.4f}, "
-            f"{count(sum(len(array.frames) for array in arrays), 'frame')}, {proof}"
+            f"{frames_of(arrays)}, {proof}"
             f"{at_rate(self.raw_bytes, self.seconds)}"
         )
         if others:
@@ -129,7 +129,8 @@ def encode(
     Raises
     ------
     OptionError
-        When a stream would have to carry more than one frame.
+        When a stream would have to carry more than one frame, or words stored raw; when K or V of `options.block` has
+        no partner.
     KvmnnError
         When an input is damaged, the output exists or cannot be written, or a frame does not decode to its input.
         Nothing is left behind then.

@@ -68,6 +68,12 @@ class StagedFile:
         with self._naming():
             return self._file.tell()
 
+    def rewrite(self) -> None:
+        """Begin anew, empty, even where the file was closed."""
+        with self._naming():
+            self._file.close()
+            self._file = open(self.path, "wb")  # noqa: SIM115
+
     def flush(self) -> None:
         """Hand buffered bytes to the system."""
         with self._naming():

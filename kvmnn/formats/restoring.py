@@ -13,6 +13,7 @@ from ..arrays.named_array import ArrayInfo
 from ..bundle.decoding import decode_frames
 from ..bundle.frame_set import DecodeOptions, FrameSet
 from ..errors import OptionError
+from ..files.changes import Reading
 from ..files.names import renamed
 from ..files.output import Stream, is_device
 from ..text import LOSSLESS, at_rate, count
@@ -135,7 +136,8 @@ def restore(
         path, reread, files = None, False, []
         if len(frames.arrays) > 1:
             raise OptionError(f"a stream carries one array, not {len(frames.arrays)}: use -o DIR/ or -o X.npz")
-        write_raw(output, frames.arrays, decode_frames(frames, options, progress=progress), {})
+        with Reading():
+            write_raw(output, frames.arrays, decode_frames(frames, options, progress=progress), {})
         output.flush()
     return Restored(
         input=frames.path,

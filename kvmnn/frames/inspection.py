@@ -6,7 +6,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-from . import _decoder
+import numpy as np
+
+from ..dtypes import Bytes, by_name
+from . import _decoder, _streams
 from .decoding import open_frame
 from .options import CODECS
 from .predictors import NAMES as PREDICTORS
@@ -142,3 +145,9 @@ def inspect(frame: Any, *, dtype: str | None = None, codecs: Iterable[str] = COD
     parsed.close()
     container = "fp16" if parsed.stride == 2 else "fp32"
     return FrameInfo(container=container, dtype=kind.name, words=parsed.words, streams=tuple(streams))
+
+
+def entropies(words: Bytes, dtype: str) -> tuple[float, ...]:
+    """Order-0 entropy in bits per byte of each stream that a frame of `words` (little-endian) would have."""
+    stride = by_name(dtype).itemsize
+    return tuple(_streams.order0_entropy(np.ascontiguousarray(words[lane::stride])) for lane in range(stride))

@@ -27,6 +27,8 @@ directory of a prefix cache gives the live K and V of every layer, and decode ma
 Without -o, X.npy becomes X.npy.frame and X.npz becomes X.npz.frames/; only what comes from standard input goes to
 standard output (if that is a file or a pipe).
 An array above --frame-bytes is cut along its leading axes into several frames.
+A frame of words without redundancy is larger than they are; --block and
+--allow-raw store such arrays as they are, and the manifest says "stored": "raw".
 Every frame is decoded and compared with its input before LOSSLESS is printed."""
 
 
@@ -52,6 +54,13 @@ def add_parser(verbs: Any) -> None:
         metavar="SIZE",
         help="cut arrays above this many raw bytes (default: 64M, 16M for packed files; 0: never)",
     )
+    raw = parser.add_mutually_exclusive_group()
+    raw.add_argument(
+        "--block",
+        action="store_true",
+        help="MNN's rule: K and V of a layer stay raw where their frames together do not shrink",
+    )
+    raw.add_argument("--allow-raw", action="store_true", help="any array stays raw where its frames do not shrink")
     parser.add_argument("--no-verify", action="store_true", help="do not decode and compare each frame")
     shared_options.add_max_bytes(parser)
     shared_options.add_threads(parser)
@@ -72,6 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
         frame_bytes=arguments.frame_bytes,
         threads=arguments.threads,
         verify=not arguments.no_verify,
+        block=arguments.block,
+        allow_raw=arguments.allow_raw,
     )
     source = loading.load(arguments.inputs, arguments)
     loading.report_skipped(source, arguments)

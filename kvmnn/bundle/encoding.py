@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -115,8 +116,8 @@ class EncodeOptions(CodecOptions):
         """Raw bytes above which an array is cut; 0: never."""
         return FRAME_BYTES if self.frame_bytes is None else self.frame_bytes
 
-    def encode(self, piece: Piece, dtype: str, threads: int | None) -> bytes:
-        """The frame of one piece, proved if `verify` says so.
+    def encode(self, piece: Piece, dtype: str, threads: int | None, progress: Progress | None = None) -> bytes:
+        """The frame of one piece, proved if `verify` says so; `progress` as for `kvmnn.encode`.
 
         Raises
         ------
@@ -131,6 +132,7 @@ class EncodeOptions(CodecOptions):
             codecs=self.codecs,
             effort=self.effort,
             threads=threads,
+            progress=progress,
         )
         if self.verify and not matches(made, piece, dtype=dtype, codecs=self.codecs, threads=threads):
             raise KvmnnError("a frame did not decode to its own input; nothing was written (please report this)")
@@ -260,9 +262,15 @@ def _encode(
 
     def make(job: _Job, threads: int | None) -> _Made:
         dtype = arrays[job.array_index].dtype
-        made = chosen[job.array_index].encode(job.piece, dtype, _affordable(threads, job.piece.size, dtype))
+        made = chosen[job.array_index].encode(job.piece, dtype, _affordable(threads, job.piece.size, dtype), step)
         return _Made(made, hashlib.sha256(made).hexdigest())
 
+    def step(done: int) -> None:
+        with lock:  # pieces are encoded side by side
+            if progress:
+                progress(done)
+
+    lock = threading.Lock()
     judged = options.judged(arrays) if rewrite else []
     chosen = [options.for_array(array.name) for array in arrays]
     hashes = [hashlib.sha256() for _ in arrays]
@@ -280,8 +288,6 @@ def _encode(
                 sha256=made.sha256,
             )
         )
-        if progress:
-            progress(job.piece.size)
         del job, made  # or they would live on while the next piece is encoded
     made_entries = [
         ArrayEntry(

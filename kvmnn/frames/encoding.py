@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..dtypes import Bytes
+from ..threads.pipeline import Progress
 from ..threads.pool import resolve_threads
 from . import _encoder, zstd
 from .candidates import smallest_at_all_levels, smallest_at_one_level
@@ -26,6 +27,7 @@ def encode(
     codecs: Iterable[str] = CODECS,
     effort: str = "exact",
     threads: int | None = None,
+    progress: Progress | None = None,
 ) -> bytes:
     """The frame that MNN would store for an array.
 
@@ -49,6 +51,9 @@ def encode(
         once. ``"max"``: the smallest frame found with all zstd levels. MNN decodes all three.
     threads
         At most this number; None for all processors. Frames below 1 MiB are worked on by one.
+    progress
+        Called with raw bytes that have been dealt with since the last call, by effort ``"max"`` many times; on any
+        thread, one call after another. The sum is the size of `values`.
 
     Returns
     -------
@@ -64,13 +69,20 @@ def encode(
     """
     kind, data = words_of(values, dtype)
     options = CodecOptions(predictors=predictors, hi_predictors=hi_predictors, codecs=codecs, effort=effort)
-    return encode_words(data, options.for_words(kind), resolve_threads(threads))
+    return encode_words(data, options.for_words(kind), resolve_threads(threads), progress)
 
 
-def encode_words(data: Bytes, options: LaneOptions, threads: int) -> bytes:
+def encode_words(data: Bytes, options: LaneOptions, threads: int, progress: Progress | None = None) -> bytes:
     """The frame of little-endian words, all options resolved."""
     if options.effort == "max":
-        return smallest_at_all_levels(options, data, threads)
+        return smallest_at_all_levels(options, data, threads, progress)
+    made = _at_one_level(data, options, threads)
+    if progress:
+        progress(data.size)
+    return made
+
+
+def _at_one_level(data: Bytes, options: LaneOptions, threads: int) -> bytes:
     fast = options.effort == "fast"
     if threads == 1 or data.size < MIN_PARALLEL_BYTES or data.size % options.stride:
         return _encoder.encode(data, options.stride, options.modes, options.allow, zstd.LEVEL, fast)

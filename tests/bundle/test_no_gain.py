@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bundles import edit, frame_file, named
+from plain_dumps import dump
 
 import kvmnn
 from kvmnn import bundle, formats
@@ -151,6 +152,15 @@ def test_pieces_of_a_dump_are_blocks_of_their_own():
     np.savez("dump.npz", **pieces, **{f"dump/layer_0/{part}_t8_40": ones for part in "kv"})
     bundle.encode(kvmnn.open("dump.npz"), "frames/", BLOCK)
     assert raw_of("frames") == list(pieces)
+
+
+def test_a_dump_that_is_stored_raw_is_given_back(run):
+    dump(Path("dump/run/layer_0"))
+    run("encode", "dump", "-o", "frames/", "--block")
+    assert raw_of("frames") == ["run/layer_0/k_t0_3", "run/layer_0/v_t0_3"]
+    run("decode", "frames", "--as", "dump", "-o", "back/")
+    for file in Path("dump").rglob("*.*"):
+        assert Path("back", file.relative_to("dump")).read_bytes() == file.read_bytes()
 
 
 @pytest.mark.parametrize(

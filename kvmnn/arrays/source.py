@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Final
 
 from ..packed import cache_info
 from ..packed.cache_info import CacheInfo
+from .lazy_arrays import LazyArrays
 from .named_array import NamedArray
 from .valid_names import check_name
 
@@ -44,9 +46,9 @@ class Source:
         Files that are read besides: those in directories, manifests, metadata.
     """
 
-    arrays: list[NamedArray]
+    arrays: Sequence[NamedArray]
     metadata: dict[str, str] = field(default_factory=dict)
-    skipped: list[str] = field(default_factory=list)
+    skipped: Sequence[str] = ()
     notes: list[str] = field(default_factory=list)
     cache: CacheInfo | None = None
     token_major: bool = False
@@ -62,21 +64,26 @@ class Source:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the arrays, in order."""
-        return tuple(array.name for array in self.arrays)
+        return tuple(self)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
+        if isinstance(self.arrays, LazyArrays):
+            return self.arrays.nbytes
         return sum(array.nbytes for array in self.arrays)
 
     def __getitem__(self, name: str) -> NamedArray:
-        for array in self.arrays:
-            if array.name == name:
-                return array
-        raise KeyError(f"no array named {name!r}; there are {', '.join(map(repr, self.names[:8])) or 'none'}")
+        if isinstance(self.arrays, LazyArrays):
+            found = self.arrays.find(name)
+        else:
+            found = next((array for array in self.arrays if array.name == name), None)
+        if found is not None:
+            return found
+        raise KeyError(f"no array named {name!r}; there are {', '.join(map(repr, islice(self, 8))) or 'none'}")
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
+        return self.arrays.names() if isinstance(self.arrays, LazyArrays) else (array.name for array in self.arrays)
 
     def __len__(self) -> int:
         return len(self.arrays)
@@ -97,6 +104,8 @@ def joined(sources: Sequence[Source]) -> Source:
     if len(sources) == 1:
         return sources[0]
     found = Source([])
+    arrays: list[NamedArray] = []
+    skipped: list[str] = []
     taken: set[str] = set()
     for source in sources:
         for array in source.arrays:
@@ -106,14 +115,15 @@ def joined(sources: Sequence[Source]) -> Source:
                 name = f"{array.name}~{count}"
             check_name(name, " ".join(source.inputs))
             taken.add(name)
-            found.arrays.append(replace(array, name=name))
+            arrays.append(replace(array, name=name))
         found.metadata = others_metadata(source.metadata) | found.metadata
-        found.skipped.extend(source.skipped)
+        skipped.extend(source.skipped)
         found.notes.extend(source.notes)
         found.token_major |= source.token_major
         found.lossy |= source.lossy
         found.inputs += source.inputs
         found.opened += source.opened
+    found.arrays, found.skipped = arrays, skipped
     return found
 
 

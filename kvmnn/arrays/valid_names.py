@@ -20,6 +20,8 @@ def wrong_name(name: str) -> str | None:
 
     Such names are cut or altered by some formats (a zip archive ends names at a NUL) and by terminals.
     """
+    if name.isascii() and name.isprintable() and len(name) <= MAX_NAME_BYTES:
+        return None  # nearly all are, and there may be a million
     if found := _CONTROL.search(name):
         return f"has the control character {found[0]!r} in it"
     if found := _SURROGATE.search(name):

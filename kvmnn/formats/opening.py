@@ -93,9 +93,9 @@ def open(
 
 def _check_array_names(source: Source, path: str) -> None:
     """`SourceError` for a name that arrays may not have; a note for one that the file's was changed to."""
-    for array in source.arrays:
-        check_name(array.name, path)
-    if source.names == (name_of_file(path),) and PurePath(path).stem != source.names[0]:
+    for name in source:
+        check_name(name, path)
+    if len(source) == 1 and source.names == (name_of_file(path),) and PurePath(path).stem != source.names[0]:
         source.notes.append(f"the array is called {source.names[0]}: no name of an array has all that the file's has")
 
 

@@ -36,7 +36,7 @@ def select(
             raise SourceError(f"{where}: has {count} arrays named {name!r}")
     for name in options.tensors:
         if name not in known:
-            raise SourceError(f"{where}: no array named {name!r}; it has {_some(known)}")
+            raise SourceError(f"{where}: no array named {name!r}; it has {some(known)}")
     arrays: list[NamedArray] = []
     skipped: list[str] = []
     for name, make in entries:
@@ -53,7 +53,8 @@ def select(
     return arrays, skipped
 
 
-def _some(names: Iterable[str], most: int = 8) -> str:
+def some(names: Iterable[str], most: int = 8) -> str:
+    """The first of an input's names for a message, and how many more there are."""
     names = list(names)
     shown = ", ".join(repr(name) for name in names[:most])
     return (shown or "none") + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,32 +1,28 @@
 """``.safetensors`` files, read and written without the safetensors package.
 
-The header is checked as the format demands: at most `MAX_HEADER` bytes, unique names, and offsets that tile the data
-without holes or overlaps, so that no byte of a file is left unread.
+The header is read by `safetensors_header`.
 """
 
 from __future__ import annotations
 
-import gc
 import json
-import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from .. import dtypes
+from ..arrays.lazy_arrays import Lazily, LazyArrays
 from ..arrays.named_array import ArrayInfo, NamedArray, UnsupportedArrayError
 from ..arrays.source import Source
 from ..errors import OutputError, SourceError
 from ..files.mapped import MappedFile
 from .options import ReadOptions
-from .reading import checked, dtype_name, select
+from .reading import checked, dtype_name, some
+from .safetensors_header import METADATA, Header, Tensors, read_header
 from .sinks import Runs, SeekableSink, beginnings
-
-MAX_HEADER = 16 << 20
-"""Bytes: some 180,000 tensors, which take two seconds and 200 MB to read. The library's own limit is 100 MB."""
-_METADATA = "__metadata__"
 
 _NUMPY = {
     "F16": "<f2",
@@ -38,135 +34,86 @@ _NUMPY = {
     "U32": "<u4",
     "U8": "|u1",
 }
-_OTHER_BYTES = {
-    **dict.fromkeys(("BOOL", "I8", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0"), 1),
-    **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
-}
-
-
-class Tensor(NamedTuple):
-    """An entry of the header: type and shape, and where its bytes lie behind the header."""
-
-    name: str
-    kind: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
 
 
 def read(path: str, options: ReadOptions) -> Source:
     """Every tensor, in the order of its data, and the file's ``__metadata__``.
 
     F16, BF16 and F32 are taken as they are. I16, U16, I32, U32 and U8 are plain words or bytes and are taken when
-    `options.dtype` says as what; all other types are unsupported.
+    `options.dtype` says as what; all other types are unsupported. An array is made when it is asked for: a file may
+    have a million.
     """
     file = MappedFile(path, max_bytes=options.max_bytes)
-    tensors, metadata, start = read_header(file)
-    entries = [(t.name, partial(_array, file, t, start, options)) for t in tensors]
-    arrays, skipped = select(path, entries, options)
-    return Source(arrays, metadata, skipped)
+    header = read_header(file)
+    dtypes_found = {kind: _dtype_of(kind, options) for kind in header.tensors.kinds}
+    make = partial(_array, file, header, dtypes_found)
+    wanted = _wanted(path, header.tensors, options)
+    fine = _held_by_frames(header.tensors, dtypes_found)[wanted]
+    taken, left_out = wanted[fine], wanted[~fine]
+    if left_out.size and (options.tensors or not options.skip_unsupported):
+        make(int(left_out[0]))
+    if not taken.size:
+        raise SourceError(f"{path}: holds no array that can be encoded")
+    nbytes = int((header.tensors.ends[taken] - header.tensors.begins[taken]).sum())
+    arrays = LazyArrays(taken, make, header.tensors.names, header.tensors.find, nbytes)
+    return Source(arrays, header.metadata, Lazily(left_out, partial(_why_not, make)))
 
 
-def _array(file: MappedFile, tensor: Tensor, start: int, options: ReadOptions) -> NamedArray:
+def _wanted(path: str, tensors: Tensors, options: ReadOptions) -> npt.NDArray[np.int64]:
+    """The numbers of the tensors that `options` ask for."""
+    if not options.tensors:
+        return np.arange(len(tensors))
+    found = {name: tensors.find(name) for name in options.tensors}
+    for name, number in found.items():
+        if number is None:
+            raise SourceError(f"{path}: no array named {name!r}; it has {some(map(tensors.name, range(len(tensors))))}")
+    return np.array(sorted({number for number in found.values() if number is not None}), np.int64)
+
+
+def _dtype_of(kind: str, options: ReadOptions) -> str | UnsupportedArrayError:
+    """What tensors of a type are taken as, or why they are not."""
+    if kind not in _NUMPY:
+        return UnsupportedArrayError(f"type {kind} is not one that frames hold (F16, BF16, F32)")
+    if not (options.dtype or options.fallbacks) and kind not in ("F16", "BF16", "F32"):
+        return UnsupportedArrayError(f"type {kind} needs a dtype to be taken as (--dtype)")
+    try:
+        return dtype_name(np.dtype(_NUMPY[kind]), options, "")
+    except UnsupportedArrayError as exc:
+        return UnsupportedArrayError(str(exc).removeprefix(": "))
+
+
+def _held_by_frames(tensors: Tensors, found: dict[str, str | UnsupportedArrayError]) -> npt.NDArray[np.bool_]:
+    """For each tensor whether `_array` makes one of it."""
+    words = [0 if isinstance(dtype, Exception) else dtypes.by_name(dtype).itemsize for dtype in found.values()]
+    nbytes = tensors.ends - tensors.begins
+    word = np.array([word or 1 for word in words], np.uint8)[tensors.codes]
+    known = np.array([word > 0 for word in words], np.bool_)[tensors.codes]
+    fine: npt.NDArray[np.bool_] = known & (nbytes > 0) & (nbytes % word == 0)
+    return fine
+
+
+def _array(file: MappedFile, header: Header, found: dict[str, str | UnsupportedArrayError], number: int) -> NamedArray:
+    tensor = header.tensors[number]
     where = f"{file.path}: tensor {tensor.name!r}"
-    if tensor.kind not in _NUMPY:
-        raise UnsupportedArrayError(f"{where}: type {tensor.kind} is not one that frames hold (F16, BF16, F32)")
-    if not (options.dtype or options.fallbacks) and tensor.kind not in ("F16", "BF16", "F32"):
-        raise UnsupportedArrayError(f"{where}: type {tensor.kind} needs a dtype to be taken as (--dtype)")
+    dtype = found[tensor.kind]
+    if isinstance(dtype, UnsupportedArrayError):
+        raise UnsupportedArrayError(f"{where}: {dtype}")
     array = NamedArray(
         name=tensor.name,
-        dtype=dtype_name(np.dtype(_NUMPY[tensor.kind]), options, where),
+        dtype=dtype,
         shape=tensor.shape,
         array_dtype=_NUMPY[tensor.kind],
-        reader=partial(file.runs, start + tensor.begin, tensor.end - tensor.begin),
+        reader=partial(file.runs, header.start + tensor.begin, tensor.end - tensor.begin),
     )
     return checked(array, where)
 
 
-def read_header(file: MappedFile) -> tuple[list[Tensor], dict[str, str], int]:
-    """The tensors in the order of their data, the metadata, and where the data begins (bytes); all checked."""
-    where = file.label
-    if file.size < 8:
-        raise SourceError(f"{where}: {file.size} bytes are too few for a .safetensors file")
-    length = int.from_bytes(file.head(8), "little")
-    if length > MAX_HEADER:
-        raise SourceError(f"{where}: a header of {length} bytes is above the limit of {MAX_HEADER}")
-    if 8 + length > file.size:
-        raise SourceError(f"{where}: is truncated: the header needs {length} bytes, the file has {file.size - 8}")
+def _why_not(make: Callable[[int], NamedArray], number: int) -> str:
     try:
-        with _no_collections():
-            found = json.loads(bytes(file.view(8, length)), object_pairs_hook=tuple)
-            if not isinstance(found, tuple):
-                raise SourceError(f"{where}: the header is not a JSON object")
-            header = _object(found)
-            del found
-            metadata = header.pop(_METADATA, ())
-            metadata = _object(metadata) if isinstance(metadata, tuple) else {"": None}
-            tensors = sorted((_tensor(where, n, v) for n, v in header.items()), key=lambda t: (t.begin, t.end))
-    except SourceError:
-        raise
-    except (ValueError, RecursionError) as exc:
-        raise SourceError(f"{where}: the header is not valid JSON: {str(exc)[:200]}") from None
-    if not all(isinstance(v, str) for v in metadata.values()):
-        raise SourceError(f"{where}: {_METADATA} is not an object of strings")
-    _check_tiling(where, tensors, file.size - 8 - length)
-    return tensors, metadata, 8 + length
-
-
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """Garbage is not looked for while very many objects are made, none of which is any: it would take half the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-def _object(pairs: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
-    """A JSON object from the pairs that stand in it; to have the parser call this for each takes twice as long."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name appears twice")
-    return found
-
-
-def _tensor(where: str, name: str, pairs: Any) -> Tensor:
-    value = _object(pairs) if isinstance(pairs, tuple) else {}
-
-    def naturals(key: str) -> list[int]:
-        found = value.get(key)
-        if not isinstance(found, list) or not all(type(n) is int and n >= 0 for n in found) or len(found) > 64:
-            raise SourceError(f"{where}: tensor {name!r}: {key} is not a list of non-negative integers")
-        return found
-
-    shape, offsets = naturals("shape"), naturals("data_offsets")
-    kind = value.get("dtype")
-    if not isinstance(kind, str) or len(offsets) != 2 or offsets[1] < offsets[0]:
-        raise SourceError(f"{where}: tensor {name!r}: bad dtype or data_offsets")
-    itemsize = _OTHER_BYTES.get(kind) or int(_NUMPY.get(kind, "  0")[2:])
-    if itemsize and math.prod(shape) * itemsize != offsets[1] - offsets[0]:
-        raise SourceError(
-            f"{where}: tensor {name!r}: shape {shape} of {kind} needs {math.prod(shape) * itemsize} bytes, "
-            f"its data_offsets give {offsets[1] - offsets[0]}"
-        )
-    return Tensor(name, kind, tuple(shape), offsets[0], offsets[1])
-
-
-def _check_tiling(where: str, tensors: Sequence[Tensor], data_bytes: int) -> None:
-    position = 0
-    for tensor in tensors:
-        if tensor.begin != position:
-            raise SourceError(
-                f"{where}: tensor {tensor.name!r} begins at {tensor.begin}, expected {position}: "
-                "data must have no holes and no overlaps"
-            )
-        position = tensor.end
-    if position != data_bytes:
-        what = "is truncated" if position > data_bytes else "has trailing bytes"
-        raise SourceError(f"{where}: {what}: its tensors need {position} bytes of data, it has {data_bytes}")
+        make(number)
+    except UnsupportedArrayError as exc:
+        return str(exc)
+    raise AssertionError(f"tensor {number} can be taken")
 
 
 def layout(arrays: Sequence[ArrayInfo], metadata: dict[str, str]) -> tuple[bytes, dict[str, int]]:
@@ -179,7 +126,7 @@ def layout(arrays: Sequence[ArrayInfo], metadata: dict[str, str]) -> tuple[bytes
     OutputError
         For what the format cannot express: Fortran order, a tensor named ``__metadata__``.
     """
-    header: dict[str, Any] = {_METADATA: metadata} if metadata else {}
+    header: dict[str, Any] = {METADATA: metadata} if metadata else {}
     begins: dict[str, int] = {}
     position = 0
     for array in sorted(arrays, key=lambda a: -a.itemsize):
@@ -199,8 +146,8 @@ def layout(arrays: Sequence[ArrayInfo], metadata: dict[str, str]) -> tuple[bytes
 def _kind(array: ArrayInfo) -> str:
     if array.order == "F":
         raise OutputError(f"array {array.name!r} is in Fortran order, which .safetensors cannot hold: use .npy or .npz")
-    if array.name == _METADATA:
-        raise OutputError(f"an array named {_METADATA!r} cannot be stored in .safetensors: use .npy or .npz")
+    if array.name == METADATA:
+        raise OutputError(f"an array named {METADATA!r} cannot be stored in .safetensors: use .npy or .npz")
     if array.itemsize == array.word_bytes == 2 and array.dtype == "bf16" and array.array_dtype[1] in "uV":
         return "BF16"
     kind = {"f": "F", "i": "I", "u": "U", "V": "U"}[array.array_dtype[1]]

@@ -13,7 +13,8 @@ from kvmnn.arrays.named_array import ArrayInfo
 from kvmnn.errors import SourceError
 from kvmnn.files.mapped import MappedFile
 from kvmnn.files.output import FileOutput
-from kvmnn.formats.safetensors import layout, read_header
+from kvmnn.formats.safetensors import layout
+from kvmnn.formats.safetensors_header import read_header
 
 Weights = dict[str, npt.NDArray[Any]]
 
@@ -30,12 +31,12 @@ def read_weights(path: Path) -> Weights:
         For damaged files and for tensors of another type.
     """
     file = MappedFile(path)
-    tensors, _, start = read_header(file)
+    header = read_header(file)
     weights: Weights = {}
-    for tensor in tensors:
+    for tensor in header.tensors:
         if tensor.kind not in _NUMPY:
             raise SourceError(f"{path}: tensor {tensor.name!r} is {tensor.kind}: expected F16 or F32")
-        data = file.view(start + tensor.begin, tensor.end - tensor.begin)
+        data = file.view(header.start + tensor.begin, tensor.end - tensor.begin)
         weights[tensor.name] = data.view(_NUMPY[tensor.kind]).reshape(tensor.shape)
     return weights
 

@@ -26,6 +26,8 @@ MAX_PICKLE = 64 << 20
 """Bytes of the largest ``data.pkl``; a training checkpoint of LLaVA-1.5's compressor has 0.3 MB."""
 MAX_OPCODES = 4 << 20
 
+MAX_SAFETENSORS_HEADER = 16 << 20
+"""Bytes: every tensor becomes an object here, and a compressor has hundreds."""
 _SAFETENSORS = {
     "F64": "float64",
     "F32": "float32",
@@ -246,20 +248,20 @@ def _notices(protocol: int, used_numpy: bool) -> list[str]:
 
 
 def _safetensors(file: MappedFile) -> Checkpoint:
-    from ...formats import safetensors
+    from ...formats.safetensors_header import read_header
 
-    entries, _, start = safetensors.read_header(file)
+    header = read_header(file, most=MAX_SAFETENSORS_HEADER)
     root: dict[str, object] = {}
     storages: dict[str, Storage] = {}
-    for entry in entries:
+    for entry in header.tensors:
         kind = _SAFETENSORS.get(entry.kind)
         element = ElementType(entry.kind[:40], "", 1) if kind is None else ELEMENT_TYPES[kind]
         size = entry.end - entry.begin
-        storage = Storage(entry.name, element, size, partial(file.view, start + entry.begin, size))
+        storage = Storage(entry.name, element, size, partial(file.view, header.start + entry.begin, size))
         storages[entry.name] = storage
         strides = tuple(_strides(entry.shape))
         _nest(root, entry.name, Tensor(storage, element, 0, entry.shape, strides))
-    return Checkpoint(file.path, file.label, "safetensors", root, file.size, start, storages)
+    return Checkpoint(file.path, file.label, "safetensors", root, file.size, header.start, storages)
 
 
 def _nest(root: dict[str, object], name: str, value: Tensor) -> None:

@@ -68,7 +68,7 @@ def add_settings(parser: Any) -> None:
         help="words in the frames: rounded to fp16 as engines hold them, or an fp32 cache as it is (default: fp16)",
     )
     add("--repeats", type=positive, default=3, metavar="N", help="runs of the timed generation (default: 3)")
-    add("--no-timing", action="store_true", help="do not measure TTFT and TPOT")
+    add("--no-timing", action="store_true", help="do not measure TTFT, TPOT and attention time")
     add(
         "--no-project-definitions",
         dest="no_project_definitions",

@@ -10,9 +10,9 @@ from ..errors import KvmnnError
 from ..lm.documents import Document
 from ..reports.results import Refusal, TextFacts, Trace
 from ..reports.rows import Row
-from ..text import LOSSLESS
+from ..text import LOSSLESS, count
 from ..version import version
-from .measuring.cells import ModelFacts, RefusedCell, read_cell
+from .measuring.cells import ModelFacts, RefusedCell, TimingCell, read_cell
 from .measuring.memory import WHAT
 from .measuring.timing import DECODED, PIECE
 from .planning import EvaluationPlan, identity
@@ -108,6 +108,7 @@ class Evaluation:
         for number, found in measured.items():
             if isinstance(found.timing, RefusedCell):
                 yield f"{self.wanted[number].label}: not timed: {found.timing.refused}"
+        yield from _without_attention_time([found.timing for found in measured.values()])
 
     def _notes(self, rows: Sequence[Row], facts: ModelFacts) -> Iterator[str]:
         """What a reader of the numbers must know."""
@@ -135,6 +136,14 @@ class Evaluation:
         longest = max(len(document.ids) - 1 for document in self.documents)
         if facts.max_positions is not None and longest > facts.max_positions:
             yield f"The texts reach position {longest - 1:,}; the model was made for {facts.max_positions:,}."
+
+
+def _without_attention_time(timings: Sequence[TimingCell | RefusedCell | None]) -> Iterator[str]:
+    """Why rows have none, each reason once."""
+    timed = [entry for entry in timings if isinstance(entry, TimingCell)]
+    for reason in dict.fromkeys(entry.no_attention for entry in timed if entry.no_attention is not None):
+        rows = sum(entry.no_attention == reason for entry in timed)
+        yield f"No attention time in {count(rows, 'row')}: {reason}"
 
 
 def _measured(plan: EvaluationPlan, store: CellStore, number: int) -> Measured:

@@ -95,7 +95,7 @@ def _cells(
         cells.append(MissingCell("score", key, index, trace))
     plan.scores[number] = [cell.key for cell in cells]
     if settings.timing:
-        key = cell_key("timing", digest, entry, documents[0], settings, {"as_seed": speed})
+        key = cell_key("timing", digest, entry, documents[0], settings, {"as_seed": speed, "attention": True})
         plan.timings[number] = key
         cells.append(MissingCell("timing", key, 0))
     if settings.project_definitions and entry.definition is not None:

@@ -81,6 +81,7 @@ def make_row(
         policy_seconds=sum(cell.policy_seconds for cell in cells),
         ttft_seconds=None if timing is None else timing.ttft_seconds,
         tpot_seconds=None if timing is None else timing.tpot_seconds,
+        attention_seconds=None if timing is None else timing.attention_seconds,
         tokens_per_second=every.tokens / seconds if seconds > 0 else None,
         cache_bytes_mean=float(sum(cell.cache_bytes_mean * cell.every.tokens for cell in cells) / every.tokens),
         cache_bytes_peak=max(cell.cache_bytes_peak for cell in cells),
@@ -103,6 +104,7 @@ def make_row(
             measured.by_definition,
             timing,
             _highest([cell.process_peak_bytes for cell in cells]),
+            cells[0].model.layers,
         ),
         documents=tuple(_document_row(cell, document) for cell, document in zip(cells, documents, strict=True)),
     )
@@ -151,6 +153,7 @@ def _project_numbers(
     measured: Sequence[ProjectCell | RefusedCell] | None,
     timing: TimingCell | None,
     peak: int | None,
+    layers: int,
 ) -> ProjectNumbers | None:
     if definition is None or measured is None:
         return None
@@ -181,7 +184,12 @@ def _project_numbers(
     found = replace(found, chunk=definition.chunk, chunks_left_out=left_out, process_peak_bytes=peak)
     if timing is None or timing.project is None:
         return found
-    return replace(found, **timing.project.to_dict())
+    attention = timing.attention_seconds
+    return replace(
+        found,
+        attention_seconds=None if attention is None else attention / layers,
+        **timing.project.to_dict(),
+    )
 
 
 def _document_row(cell: ScoreCell, document: Document) -> DocumentRow:

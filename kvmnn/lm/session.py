@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,7 @@ from .graph.interface import read_interface
 from .graph.model_files import find_model
 from .graph.onnx_sessions import CPU, Settings
 from .graph.preparing import start_decoder
+from .graph.profile import Profile
 from .graph.unequal_lengths import Lengths, try_unequal_lengths
 
 __all__ = ["DecoderSession", "Step"]
@@ -56,6 +58,7 @@ class DecoderSession:
         threads: int = 1,
         providers: Sequence[str] = CPU,
         cache: bool = True,
+        profile: Path | None = None,
     ) -> DecoderSession:
         """Open a decoder.
 
@@ -75,6 +78,8 @@ class DecoderSession:
             Execution providers of onnxruntime, the preferred one first.
         cache
             Keep a changed graph for the next time, beside the model (or in the user's cache directory).
+        profile
+            A folder for onnxruntime's profile, which `profile` reads; the caller removes it.
 
         Raises
         ------
@@ -89,11 +94,21 @@ class DecoderSession:
         KvmnnError
             For a provider that is not installed.
         """
-        settings = Settings(threads, providers)
+        settings = Settings(threads, providers, profile)
         settings.check()
         files = find_model(path)
         interface = read_interface(read_graph(files.graph), files)
         return cls(start_decoder(files, interface, settings, attentions=attentions, bias=bias, cache=cache))
+
+    def profile(self) -> Profile:
+        """The profile of a session that was opened with one.
+
+        Raises
+        ------
+        ModelError
+            Where the graph's attention cannot be found in it.
+        """
+        return Profile(self._decoder.runtime, self.interface)
 
     def empty(self) -> list[KVPair]:
         """A past of no tokens: K and V ``[1, kv_heads, 0, head_dim]`` for each layer."""

@@ -71,6 +71,13 @@ def _policy_share(row: Row, full: Row | None) -> str | None:
     return None if policy is None or not model else f"{100 * policy / model:.1f}"
 
 
+def _attention(row: Row, full: Row | None) -> str | None:
+    """Absent in so many words where steps were timed: a note says why."""
+    if row.attention_seconds is None:
+        return None if row.tpot_seconds is None else ABSENT
+    return f"{row.attention_seconds * 1e3:.3f}"
+
+
 def _label(row: Row, full: Row | None) -> str | None:
     return plain(row.label)
 
@@ -90,6 +97,7 @@ COLUMNS = (
     Column("deep dNLL (nats) [95 %]", _difference(lambda found: (found.deep_nll, found.deep_low, found.deep_high)), 18),
     Column("TTFT (ms)", _number(lambda row: row.ttft_seconds, ".2f", 1e3), 14),
     Column("TPOT (ms)", _number(lambda row: row.tpot_seconds, ".3f", 1e3), 8),
+    Column("attention (ms)", _attention, 15),
     Column("tokens/s", _number(lambda row: row.tokens_per_second, ",.0f"), 11),
     Column("policy/model time (%)", _policy_share, 9),
     Column("tokens kept", _kept, 20),
@@ -119,6 +127,7 @@ _PROJECT_HEADINGS: dict[str, tuple[str, str, float]] = {
     "accuracy_change": ("accuracy change (%)", "+.2f", 100),
     "ttft_seconds": ("TTFT (ms)", ".2f", 1e3),
     "tpot_seconds": ("TPOT (ms)", ".3f", 1e3),
+    "attention_seconds": ("attention of a layer (ms)", ".4f", 1e3),
     "tokens_per_second": ("tokens/s", ",.0f", 1),
     "process_peak_bytes": ("process peak (MiB)", ".0f", 1 / _MIB),
     "final_cache_tokens": ("tokens kept", ",d", 1),

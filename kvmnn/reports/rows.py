@@ -121,6 +121,8 @@ class ProjectNumbers(Record):
         The project's name for the configuration.
     chunk, chunks_left_out, prompt_tokens, new_tokens, repeats : int or None
         E2 only; times are medians of so many repeats.
+    attention_seconds : float or None
+        E2 only: of one layer, the mean over layers and steps of one token.
     process_peak_bytes : int or None
         E2 only: that of the row, for what the project's device had allocated at most.
     refused : str or None
@@ -139,6 +141,7 @@ class ProjectNumbers(Record):
     chunks_left_out: int | None = field(default=None, metadata={"omit": True})
     ttft_seconds: float | None = None
     tpot_seconds: float | None = None
+    attention_seconds: float | None = field(default=None, metadata={"omit": True})
     tokens_per_second: float | None = None
     prompt_tokens: int | None = field(default=None, metadata={"omit": True})
     new_tokens: int | None = field(default=None, metadata={"omit": True})
@@ -177,6 +180,8 @@ class Row(Record):
         Wall time of all documents: all, inside onnxruntime, holding, choosing and cutting.
     ttft_seconds, tpot_seconds
         Time to the first token of a prompt, and for each token after it.
+    attention_seconds
+        Attention of all layers, in each of the steps after the prompt.
     cache_bytes_mean, cache_bytes_peak
         K and V held, over the tokens fed.
     process_peak_bytes, process_opened_bytes
@@ -215,6 +220,7 @@ class Row(Record):
     policy_seconds: float | None = None
     ttft_seconds: float | None = None
     tpot_seconds: float | None = None
+    attention_seconds: float | None = None
     tokens_per_second: float | None = None
     cache_bytes_mean: float | None = None
     cache_bytes_peak: int | None = None

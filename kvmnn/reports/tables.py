@@ -101,6 +101,8 @@ def notes(results: Results) -> list[str]:
     ]
     if any(row.ttft_seconds is not None for row in rows):
         lines.append(f"TTFT and TPOT: medians of {count(settings.repeats, 'run')} after a warm-up.")
+    if any(row.attention_seconds is not None for row in rows):
+        lines.append("Attention: scores, softmax and values of all layers in a step of one token, profiled apart.")
     lines += _explanations(rows)
     lines += [plain(note) for note in results.notes]
     lines += [plain(f"Not run: {entry.label}: {entry.reason}") for entry in results.refused]

@@ -26,7 +26,15 @@ FIXTURE = FIXTURES / "lm"
 MODEL = FIXTURE / "model.onnx"
 NAMES = ("calendar.py.txt", "asyncio__tasks.py.txt")
 QUICK = {"timing": False, "project_definitions": False}
-TIMES = {"seconds", "model_seconds", "policy_seconds", "tokens_per_second", "ttft_seconds", "tpot_seconds"}
+TIMES = {
+    "seconds",
+    "model_seconds",
+    "policy_seconds",
+    "tokens_per_second",
+    "ttft_seconds",
+    "tpot_seconds",
+    "attention_seconds",
+}
 OWN_PROCESS = {"process_peak_bytes", "process_opened_bytes"}
 
 
@@ -212,8 +220,10 @@ def test_generation_is_timed(documents):
     for row in run(documents(70, 1), wanted, tokens=70, repeats=2, chunk=10).rows:
         assert row.ttft_seconds > 0
         assert row.tpot_seconds > 0
+        assert row.attention_seconds > 0
     short = run(read_like(documents(70, 1)), wanted, tokens=1, repeats=1).rows[0]
     assert short.tpot_seconds is None
+    assert short.attention_seconds is None
 
 
 def read_like(texts):
@@ -271,6 +281,7 @@ def test_the_lazy_caches_of_streaming_llm_and_h2o(documents):
     for row in (baseline, h2o):
         assert row.project.tpot_seconds * row.project.tokens_per_second == pytest.approx(1)
         assert row.project.repeats == 1
+        assert row.project.attention_seconds == pytest.approx(row.attention_seconds / 6)  # of one layer
 
 
 # -- cells ------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -11,9 +12,11 @@ from ...errors import KvmnnError, MissingDependencyError
 from ...lm.documents import Document
 from ...lm.runner import Runner
 from ...lm.session import DecoderSession
+from ...policies.base import Policy
 from ..setup.configurations import Configuration
 from ..setup.settings import Settings
 from . import memory
+from .attention_time import attention_time
 from .cells import ModelFacts, ProjectCell, ScoreCell, TimingCell
 from .lossless import frame_sizes
 from .project_definitions import measure_by_definition
@@ -59,9 +62,8 @@ class Measurer:
         draw = (self.settings.seed, int(document.sha256[:12], 16))
         policy = configuration.make(draw)
         try:
-            session = self._session(policy.needs_attention, self.settings.slack != 0 and policy.evicts)
             return Runner(
-                session,
+                self._session(*self._wanted(policy)),
                 policy,
                 slack=self.settings.slack,
                 packed=self.settings.packed,
@@ -150,28 +152,49 @@ class Measurer:
         return cell
 
     def timing(self, configuration: Configuration, document: Document) -> TimingCell:
-        """TTFT and TPOT, and those by the definition of the configuration's project where it has one."""
+        """TTFT, TPOT and attention time, and what the configuration's project times by its own definition."""
         runner = self.runner(configuration, document)
         definition = configuration.definition
         try:
             cell = generation_times(runner, document.ids, self.settings.repeats)
             if definition is not None and definition.speed and self.settings.project_definitions:
                 cell = replace(cell, project=project_generation_times(runner, document.own_ids, self.settings.repeats))
+            return self._with_attention(cell, runner, document)
         except KvmnnError as exc:
             raise RefusedError(f"{configuration.label}, timed: {exc}") from exc
-        return cell
+
+    def _with_attention(self, cell: TimingCell, runner: Runner, document: Document) -> TimingCell:
+        wanted = self._wanted(runner.policy)
+
+        def open_profiled(folder: Path) -> DecoderSession:
+            self._sessions.pop(wanted, None)  # a large model is held once
+            return self._open(*wanted, folder)
+
+        try:
+            found = attention_time(runner, document.ids, open_profiled)
+        except KvmnnError as exc:
+            return replace(cell, no_attention=str(exc))
+        return cell if found is None else replace(cell, attention_seconds=found.seconds)
+
+    def _wanted(self, policy: Policy) -> tuple[bool, bool]:
+        """Whether the policy's sessions give attention probabilities, and take biases."""
+        return policy.needs_attention, self.settings.slack != 0 and policy.evicts
 
     def _session(self, attentions: bool, bias: bool) -> DecoderSession:
         key = (attentions, bias)
         if key not in self._sessions:
-            self._sessions[key] = DecoderSession.open(
-                self.model,
-                attentions=attentions,
-                bias=bias,
-                threads=self.settings.threads,
-                providers=self.settings.providers,
-            )
+            self._sessions[key] = self._open(attentions, bias)
         return self._sessions[key]
+
+    def _open(self, attentions: bool, bias: bool, profile: Path | None = None) -> DecoderSession:
+        return DecoderSession.open(
+            self.model,
+            attentions=attentions,
+            bias=bias,
+            threads=self.settings.threads,
+            providers=self.settings.providers,
+            profile=profile,
+        )
 
 
 class _Bytes:

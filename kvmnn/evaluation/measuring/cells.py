@@ -129,6 +129,10 @@ class TimingCell(Record):
         From the first piece of the prompt to the logits of its last token.
     tpot_seconds : float or None
         Mean of the steps after it, each of one token of the text and so the same for every policy.
+    attention_seconds : float or None
+        Of each of those steps, the attention of all layers (`kvmnn.lm.graph.profile.AttentionTime`).
+    no_attention : str or None
+        Why it is not known, where there were such steps.
     project : ProjectTimes or None
         By the definition of a preset's project (JSON: ``as_seed``).
     """
@@ -138,6 +142,8 @@ class TimingCell(Record):
     prompt_tokens: int
     decoded_tokens: int
     repeats: int
+    attention_seconds: float | None = field(default=None, metadata={"omit": True})
+    no_attention: str | None = field(default=None, metadata={"omit": True})
     project: ProjectTimes | None = field(default=None, metadata={"key": "as_seed", "omit": True})
 
 

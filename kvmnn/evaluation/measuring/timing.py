@@ -29,9 +29,8 @@ def generation_times(runner: Runner, ids: Ids, repeats: int) -> TimingCell:
     ids
         int64 ``[1 + tokens]``. The last `DECODED` tokens but one are decoded, what lies before is the prompt.
     """
-    decoded = min(DECODED, max(len(ids) - 2, 0))
-    prompt = ids[: len(ids) - 1 - decoded]
-    rest = ids[len(prompt) : len(prompt) + decoded]
+    prompt, rest = split(ids)
+    decoded = len(rest)
     first, each = [], []
     feed_prompt(runner, prompt[:PIECE])
     for index in range(min(WARM_UP, decoded)):
@@ -71,6 +70,13 @@ def project_generation_times(runner: Runner, ids: Ids, repeats: int) -> ProjectT
         new_tokens=PROJECT_NEW,
         repeats=repeats,
     )
+
+
+def split(ids: Ids) -> tuple[Ids, Ids]:
+    """The prompt, and the tokens that are decoded one by one after it; the text's last token is fed to nobody."""
+    decoded = min(DECODED, max(len(ids) - 2, 0))
+    end = len(ids) - 1
+    return ids[: end - decoded], ids[end - decoded : end]
 
 
 def feed_prompt(runner: Runner, prompt: Ids) -> int:

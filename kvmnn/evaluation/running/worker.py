@@ -23,6 +23,7 @@ _SECONDS_BETWEEN = 0.25
 def main() -> int:
     """Carry out the task on standard input."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it and ends this process
+    signal.signal(signal.SIGTERM, _leave)
     lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print must not come between the lines
     try:
@@ -32,6 +33,11 @@ def main() -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), lines.fileno())
         return 1
     return 0
+
+
+def _leave(number: int, frame: object) -> None:
+    """Unwind, so that temporary files go."""
+    raise SystemExit(128 + number)
 
 
 def _serve(order: Mapping[str, Any], lines: IO[str]) -> None:

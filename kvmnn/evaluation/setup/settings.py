@@ -44,7 +44,7 @@ class Settings(Record):
     project_definitions
         Whether configurations of presets are also measured by their projects' definitions (JSON: ``as_seed``).
     timing
-        Whether TTFT and TPOT are measured.
+        Whether TTFT, TPOT and the time of attention are measured.
     traces
         Whether memory and live tokens of the first document are recorded over its course.
     lossless

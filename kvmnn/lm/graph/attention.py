@@ -102,6 +102,19 @@ def find_attention(model: Any, opset: int, past_values: Iterable[str]) -> Attent
     return _Finder(model, opset, tuple(past_values)).find()
 
 
+def attention_nodes(model: Any, past_values: Iterable[str]) -> tuple[tuple[Any, ...], ...]:
+    """The nodes that are the attention of each layer.
+
+    The product with the keys, what lies between it and the Softmax (scale, mask), the Softmax, and what follows up to
+    the product with the values; or the operator that does all of it. What makes the mask is none of it.
+
+    Returns
+    -------
+    In the order of the graph; empty where there are not as many as layers.
+    """
+    return _Finder(model, 0, tuple(past_values)).spans()
+
+
 class _Finder:
     def __init__(self, model: Any, opset: int, past_values: tuple[str, ...]) -> None:
         self.model, self.graph, self.opset = model, model.graph, opset
@@ -138,6 +151,48 @@ class _Finder:
                     closed[f"{node.domain}::{node.op_type}"] += 1
         self._count_hidden(closed)
         return Attentions(self._number(found), dict(closed))
+
+    def spans(self) -> tuple[tuple[Any, ...], ...]:
+        found = []
+        for node in self.graph.node:
+            if node.op_type in _FUSED:
+                found.append((node,))
+            elif node.op_type == "Softmax" and node.domain in _STANDARD:
+                before, after = self._from_keys(node.input[0], {}), self._to_values(node.output[0], set())
+                if before and after:
+                    found.append((*before, node, *after))
+        return tuple(found) if len(found) == len(self.layer_of_input) else ()
+
+    def _from_keys(self, name: str, known: dict[str, list[Any]], depth: int = 0) -> list[Any]:
+        """The product of two computed tensors that becomes this one, and what lies between; empty where none does."""
+        node = self.producer.get(name)
+        if node is None or depth > 12:
+            return []
+        if name not in known:
+            known[name] = []
+            if node.op_type in _PRODUCTS:
+                known[name] = [] if any(self._is_weight(operand) for operand in node.input[:2]) else [node]
+            elif node.op_type in _SCORING:
+                before = [self._from_keys(operand, known, depth + 1) for operand in node.input if operand]
+                each = {entry.output[0]: entry for entries in before for entry in entries}
+                known[name] = [*each.values(), node] if each else []
+        return known[name]
+
+    def _to_values(self, name: str, seen: set[str], depth: int = 0) -> list[Any]:
+        """What lies between probabilities and their product with computed values, the product included."""
+        found: list[Any] = []
+        if name in seen or depth > 8:
+            return found
+        seen.add(name)
+        for node in self.consumers[name]:
+            if node.op_type in _PRODUCTS:
+                others = [operand for operand in node.input if operand and operand != name]
+                if others and not self._is_weight(others[0]):
+                    found.append(node)
+            elif node.op_type in _KEEPING | _LAYING_OUT:
+                further = self._to_values(node.output[0], seen, depth + 1)
+                found += [node, *further] if further else []
+        return found
 
     def _number(self, found: list[tuple[int | None, Form, Any, str]]) -> tuple[Site, ...]:
         if len(found) != len(self.layer_of_input):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from ...optional import package
 from .graph_file import one_line
 
 CPU = ("CPUExecutionProvider",)
+OPTIMIZED, EVENTS = "optimized.onnx", "events"  # of a profiled session; the latter begins a name
 _SILENT = 4  # onnxruntime prints errors that it raises as well; ours name the model
 _WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
 
@@ -27,10 +29,14 @@ class Settings:
         Threads of one operator; 0 leaves the number to onnxruntime.
     providers
         Execution providers, the preferred one first.
+    profile
+        A folder in which every session puts a folder of its own, with its graph as onnxruntime runs it
+        (``optimized.onnx``) and, once profiling ends, the times of all nodes; None for no profile.
     """
 
     threads: int = 1
     providers: Sequence[str] = CPU
+    profile: Path | None = None
 
     def check(self) -> None:
         """Refuse settings that the installed onnxruntime cannot meet.
@@ -77,6 +83,11 @@ def start(source: Path | bytes, folder: Path, settings: Settings, label: str) ->
     options.intra_op_num_threads = settings.threads
     options.inter_op_num_threads = 1
     options.use_deterministic_compute = True
+    if settings.profile is not None:
+        own = Path(tempfile.mkdtemp(dir=settings.profile))
+        options.enable_profiling = True
+        options.profile_file_prefix = str(own / EVENTS)
+        options.optimized_model_filepath = str(own / OPTIMIZED)
     if isinstance(source, bytes):
         options.add_session_config_entry(_WEIGHTS_FOLDER, str(folder.absolute()))
     model = source if isinstance(source, bytes) else str(source)

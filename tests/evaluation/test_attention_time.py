@@ -1,0 +1,155 @@
+"""The time of attention: of the steps that are timed, found in the graph that runs, and nothing left behind."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from repository import FIXTURES
+from tiny_decoders import Tiny
+
+from kvmnn.errors import ModelError
+from kvmnn.evaluation import Settings, evaluate
+from kvmnn.evaluation.measuring.attention_time import attention_time
+from kvmnn.lm.documents import Document
+from kvmnn.lm.graph.profile import AttentionTime
+from kvmnn.lm.runner import Runner
+from kvmnn.lm.session import DecoderSession
+from kvmnn.policies import create
+from kvmnn.policies.base import Policy
+
+IDS = np.arange(60) % 48
+FORMS = {
+    "written": (Tiny(), 2 * 4),  # of each layer FusedMatMul, Add, Softmax, MatMul
+    "written, three dimensions": (Tiny(form="rank3"), 2 * 4),
+    "written, sinks": (Tiny(sinks=True), 2 * 6),
+    "fp16, softmax in fp32": (Tiny(half=True, softmax32=True), None),
+    "merged": (Tiny(merged=True), 2 * 4),
+    "GroupQueryAttention": (Tiny(form="gqa"), 2),
+    "MultiHeadAttention": (Tiny(form="mha", groups=1), 2),
+    "standard operator": (Tiny(form="standard"), 2),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary files go; empty at the end."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def timed(path: Path, policy: Policy | None = None, ids: np.ndarray = IDS) -> AttentionTime | None:
+    def open_with(profile: Path | None) -> DecoderSession:
+        return DecoderSession.open(path, bias=policy is not None, cache=False, profile=profile)
+
+    return attention_time(Runner(open_with(None), policy), ids, open_with)
+
+
+@pytest.mark.parametrize(("tiny", "operators"), FORMS.values(), ids=FORMS.keys())
+def test_attention_is_a_part_of_the_step(tiny: Tiny, operators: int | None, tmp_path: Path, folder: Path) -> None:
+    path = tiny.save(tmp_path / "model.onnx")
+    found = timed(path)
+    assert found is not None
+    assert 0 < found.seconds < found.model_seconds
+    assert not list(folder.iterdir())
+    session = DecoderSession.open(path, bias=False, profile=folder)
+    with closing(session.profile()) as profile:
+        assert operators in (None, len(profile.nodes))
+
+
+@pytest.mark.parametrize("policy", [None, "streaming"])
+def test_the_shipped_model(policy: str | None, folder: Path) -> None:
+    found = timed(FIXTURES / "lm" / "model.onnx", policy and create(policy, budget=16, skip_layers=(0,)))
+    assert found is not None
+    assert 0 < found.seconds < found.model_seconds
+    assert not list(folder.iterdir())
+
+
+def test_no_steps_no_time(tmp_path: Path) -> None:
+    assert timed(Tiny().save(tmp_path / "model.onnx"), ids=IDS[:2]) is None
+
+
+def test_the_steps_are_those_of_tpot(tmp_path: Path, folder: Path) -> None:
+    """The last 32 tokens but one; the prompt is read without a profile, and the cache is none the wiser."""
+    path = Tiny().save(tmp_path / "model.onnx")
+    runner = Runner(DecoderSession.open(path, bias=False))
+    attention_time(runner, IDS, lambda profile: DecoderSession.open(path, bias=False, profile=profile))
+    other = Runner(DecoderSession.open(path, bias=False))
+    other.feed(IDS[:27])
+    for token in IDS[27:59]:
+        other.feed([token])
+    assert runner.cache.seen == other.cache.seen == 59
+    for layer, expected in zip(runner.cache.layers(), other.cache.layers(), strict=True):
+        np.testing.assert_allclose(layer.keys, expected.keys, atol=1e-5)
+
+
+def test_a_graph_that_hides_it(tmp_path: Path, folder: Path) -> None:
+    """onnxruntime takes a softmax of fp16 apart on the CPU, so no operator of the graph that runs is one."""
+    path = Tiny(half=True).save(tmp_path / "model.onnx")
+    with pytest.raises(ModelError, match="the time of attention is not known: it is not found in the graph"):
+        timed(path)
+    results = evaluate(path, [document()], settings=Settings(tokens=40, chunk=8, repeats=1), jobs=0)
+    assert results.rows[0].tpot_seconds is not None
+    assert results.rows[0].attention_seconds is None
+    heads, _, line = (text.split(" | ") for text in results.to_text("markdown").splitlines()[:3])
+    assert line[heads.index("attention (ms)")] == "-"
+    assert [note for note in results.notes if note.startswith("No attention time in 1 row: ")]
+    assert not list(folder.iterdir())
+
+
+def test_a_written_graph_in_the_table(tmp_path: Path) -> None:
+    path = Tiny().save(tmp_path / "model.onnx")
+    results = evaluate(path, [document()], ["streaming"], [8], settings=Settings(tokens=40, chunk=8, repeats=1), jobs=0)
+    assert all(row.to_dict()["attention_seconds"] > 0 for row in results.rows)
+    assert "attention_seconds" in results.to_csv().splitlines()[0].split(",")
+    assert "attention (ms)" in results.to_text("markdown")
+    assert not [note for note in results.notes if "attention" in note]
+
+
+def test_without_timing_nothing_is_profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = []
+    plain: Callable[..., DecoderSession] = DecoderSession.open
+    monkeypatch.setattr(
+        DecoderSession, "open", lambda *args, **more: opened.append(more.get("profile")) or plain(*args, **more)
+    )
+    path = Tiny().save(tmp_path / "model.onnx")
+    for timing in (False, True):
+        opened.clear()
+        evaluate(path, [document()], settings=Settings(tokens=40, chunk=8, repeats=1, timing=timing), jobs=0)
+        assert [profile is not None for profile in opened] == [False, True][: 1 + timing]
+
+
+def test_a_worker_that_is_ended_unwinds() -> None:
+    """So that the folder of a profile goes, whatever the worker was doing."""
+    code = (
+        "import sys, json, tempfile\n"
+        "from kvmnn.evaluation.running import worker\n"
+        "def serve(order, lines):\n"
+        "    with tempfile.TemporaryDirectory() as folder:\n"
+        "        print(folder, file=lines, flush=True)\n"
+        "        sys.stdin.read(); __import__('time').sleep(60)\n"
+        "worker._serve = serve\n"
+        "sys.exit(worker.main())\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin and process.stdout
+        process.stdin.write(b"{}")
+        process.stdin.close()
+        folder = Path(process.stdout.readline().decode().strip())
+        assert folder.is_dir()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 128 + signal.SIGTERM
+    assert not folder.exists()
+
+
+def document() -> Document:
+    return Document(name="a.txt", ids=IDS[:41].astype(np.int64), nbytes=40, sha256="0" * 64)

@@ -145,6 +145,7 @@ CHANGED = {
     "slack": 0,
     "packed": "x86-avx2",
     "frame_dtype": "fp32",
+    "lossless": {},
 }
 
 

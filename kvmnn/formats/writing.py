@@ -61,26 +61,43 @@ def write_arrays(
         When the format cannot hold the arrays, a file exists, it cannot be written, or does not read back
         (`ReadBackError`).
     """
-    hashed = Hashed(runs, len(arrays))
-    runs = hashed if hashes is None else runs
     if is_directory(output):
+        hashed = Hashed(runs, len(arrays))
         with DirectoryOutput(output, force=force, protect=protect) as directory:
-            files = write_directory(directory, arrays, runs)
+            files = write_directory(directory, arrays, hashed if hashes is None else runs)
             format_ = array_format(files[0].target.name)
             each = zip(files, arrays, strict=True)
             written = [Written(file.path, file.target, format_, [array]) for file, array in each]
             read_back(written, hashes or hashed.hashes, threads)
             directory.commit()
         return [file.target.name for file in files]
-    writer = writer_for(output, arrays)
+    writer_for(output, arrays)  # or it cannot hold them
     with FileOutput(output, force=force, protect=protect) as out:
-        writer(out.file, arrays, runs, {key: text for key, text in (metadata or {}).items() if key != DUMP_KEY})
-        out.file.close()
-        if not out.is_device:
-            one = Written(out.file.path, out.target, array_format(output), arrays)
-            read_back([one], hashes or hashed.hashes, threads)
+        text = {key: text for key, text in (metadata or {}).items() if key != DUMP_KEY}
+        write_file(out, output, arrays, runs, text, hashes=hashes, threads=threads)
         out.commit()
     return []
+
+
+def write_file(
+    out: FileOutput,
+    name: str,
+    arrays: Sequence[ArrayInfo],
+    runs: Runs,
+    metadata: dict[str, str],
+    *,
+    hashes: Sequence[str] | None = None,
+    threads: int | None = None,
+) -> None:
+    """Write arrays into `out.file`, in the format that `name` says, and read them back; not from a device.
+
+    The file is closed then; the caller commits `out`. Parameters and errors as for `write_arrays`.
+    """
+    hashed = Hashed(runs, len(arrays))
+    writer_for(name, arrays)(out.file, arrays, hashed if hashes is None else runs, metadata)
+    out.file.close()
+    if not out.is_device:
+        read_back([Written(out.file.path, out.target, array_format(name), arrays)], hashes or hashed.hashes, threads)
 
 
 def writer_for(name: str, arrays: Sequence[ArrayInfo]) -> Writer:

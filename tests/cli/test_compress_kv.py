@@ -136,6 +136,15 @@ def test_an_mnn_dump_has_known_axes_wherever_it_goes(here, run, dump):
                 np.testing.assert_allclose(made["run/layer_1/k_t0_21"], expected, atol=1e-6)
 
 
+def test_no_file_of_a_dump_is_replaced(here, run, dump):
+    for meta in dump.rglob("meta_*.json"):
+        meta.write_text(meta.read_text().replace("k_t0_16.bin", "k_t0_16.npz"))
+    taken = dump / "run" / "layer_1" / "k_t0_16.npz"
+    before = taken.with_suffix(".bin").rename(taken).read_bytes()
+    assert "is the input itself" in run("w.bin", "dump", "-o", taken, "-f", code=1).err
+    assert taken.read_bytes() == before
+
+
 def test_a_dump_with_a_gap_is_refused(here, run, dump):
     (dump / "run" / "layer_1" / "meta_t0_16.json").rename(dump / "run" / "layer_1" / "meta_t1_17.json")
     for part in "kv":

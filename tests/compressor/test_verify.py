@@ -358,7 +358,7 @@ def test_export_on_the_command_line(
 ) -> None:
     target = tmp_path / "w.safetensors"
     code, out, _ = run(capsys, "export", pair[0], "-o", target)
-    assert (code, out) == (0, f"{target}: 48 tensors of fp16, LOSSLESS (copied)\n")
+    assert (code, out) == (0, f"{target}: 48 tensors of fp16, LOSSLESS (read back)\n")
     code, _, err = run(capsys, "export", pair[0], "-o", target)
     assert code == 1
     assert "exists already" in err

@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import compressor_files
 import numpy as np
 import pytest
 
@@ -48,6 +49,20 @@ def test_decode_reads_its_output_again(frame, run, monkeypatch, output, change):
     assert ".tmp" not in error
     assert error.count("\n") == 1
     assert sorted(path.name for path in Path.cwd().iterdir()) == ["k.frame", "k.frame.json", "k.npy"]
+
+
+@pytest.mark.parametrize("suffix", ["npz", "safetensors"])
+def test_what_compressors_write_is_read_again(tmp_path, monkeypatch, run, suffix):
+    monkeypatch.chdir(tmp_path)
+    compressor_files.checkpoint(Path("c.pth"), compressor_files.weights(1, head_dim=8))
+    np.savez("kv.npz", **{f"layer_0.{part}": KEYS[..., :8].astype(np.float32) for part in ("key", "value")})
+    run("convert", "c.pth", "w.bin")
+    for argv in (["export", "w.bin", "-o"], ["compress-kv", "w.bin", "kv.npz", "-o"]):
+        run(*argv, f"good.{suffix}", "-f")
+        with monkeypatch.context() as broken:
+            lossy(broken, lambda data: data[:-1] + bytes([data[-1] ^ 1]) if len(data) > 200 else data)
+            assert "read back" in run(*argv, f"out.{suffix}", code=1).err
+        assert not list(Path.cwd().glob("out*"))
 
 
 @pytest.mark.parametrize("output", OUTPUTS)

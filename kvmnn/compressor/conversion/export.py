@@ -14,7 +14,7 @@ from ...arrays.named_array import ArrayInfo, Piece
 from ...dtypes import Words
 from ...errors import KvmnnError
 from ...files.output import FileOutput
-from ...formats.writing import writer_for
+from ...formats.writing import write_file
 from ...text import LOSSLESS, count
 from ..kvcm.header import SLOTS, SLOTS_PER_PREFIX
 from ..kvcm.weight_file import WeightFile, read
@@ -35,12 +35,15 @@ class Export:
         How many.
     dtype
         Their type.
+    reread
+        Whether the file was read again and compared with what was written; a device cannot be.
     """
 
     source: str
     target: str
     tensors: int
     dtype: str
+    reread: bool
 
     def to_dict(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -53,7 +56,8 @@ class Export:
         }
 
     def __str__(self) -> str:
-        return f"{self.target}: {count(self.tensors, 'tensor')} of {self.dtype}, {LOSSLESS} (copied)"
+        how = "read back" if self.reread else "copied"
+        return f"{self.target}: {count(self.tensors, 'tensor')} of {self.dtype}, {LOSSLESS} ({how})"
 
 
 def names(
@@ -95,7 +99,9 @@ def export(
     slots: tuple[int, ...] | None = None,
     force: bool = False,
 ) -> Export:
-    """Write every weight and bias under its name; bf16 becomes BF16 in ``.safetensors`` and uint16 in ``.npz``.
+    """Write every weight and bias under its name, and read them back.
+
+    bf16 becomes BF16 in ``.safetensors`` and uint16 in ``.npz``.
 
     The header's fields and the metadata (key ``metadata``; as hexadecimal digits under ``metadata_hex`` where it is no
     UTF-8) go into the metadata of a ``.safetensors`` file; ``.npz`` has no place for them.
@@ -116,7 +122,7 @@ def export(
     KvmnnError
         For another kind of target, or names that do not go with the file.
     OutputError
-        When the target exists or cannot be written.
+        When the target exists, cannot be written, or does not read back.
     """
     if PurePath(target).suffix.lower() not in SUFFIXES:
         raise KvmnnError(f"{os.fspath(target)}: expected a name that ends in {' or '.join(SUFFIXES)}")
@@ -129,10 +135,17 @@ def export(
     metadata = {name: str(value) for name, value in file.header.to_dict().items()} | _metadata(file.metadata)
     with FileOutput(target, force=force, protect=[file.label]) as output:
         runs = ((number, _bytes(words)) for number, (_, words) in enumerate(tensors))
-        writer_for(str(target), arrays)(output.file, arrays, runs, metadata)
+        write_file(output, os.fspath(target), arrays, runs, metadata)
         output.commit()
+        reread = not output.is_device
     source = file.label if isinstance(weights, WeightFile) else os.fspath(weights)
-    return Export(source=source, target=os.fspath(target), tensors=len(tensors), dtype=file.header.dtype.name)
+    return Export(
+        source=source,
+        target=os.fspath(target),
+        tensors=len(tensors),
+        dtype=file.header.dtype.name,
+        reread=reread,
+    )
 
 
 def _metadata(data: bytes) -> dict[str, str]:

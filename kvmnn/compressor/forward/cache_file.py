@@ -20,7 +20,7 @@ from ...errors import KvmnnError, OptionError
 from ...files.output import FileOutput
 from ...formats import array_format, opening
 from ...formats.options import ReadOptions
-from ...formats.writing import writer_for
+from ...formats.writing import write_file
 from ...text import LOSSY, UNCHANGED, count
 from ...threads.pipeline import Progress
 from ...version import version
@@ -190,7 +190,7 @@ def compress_source(
     stored = int(next(iter(arrays.layers.values()))[0].shape[2])
     live = stored if options.seq_len is None else options.seq_len
     spans = (read_spans(cache, stored) or Spans.of_plain(stored)).first(live)
-    with FileOutput(output, force=force, protect=[weights, cache]) as file:
+    with FileOutput(output, force=force, protect=[weights, cache, *source.files]) as file:
         if not file.is_device:
             file.check_beside(SUFFIX)
         layers, plan = compress_arrays(weight_file, arrays.layers, options, progress=progress)
@@ -248,4 +248,4 @@ def _write(file: FileOutput, output: str, source: Source, infos: list[ArrayInfo]
     """The arrays, and the source's metadata but for what kvmnn noted down of its files, which no longer holds."""
     metadata = others_metadata(source.metadata)
     runs = ((number, array.reshape(-1).view(np.uint8)) for number, array in enumerate(arrays))
-    writer_for(output, infos)(file.file, infos, runs, metadata)
+    write_file(file, output, infos, runs, metadata)

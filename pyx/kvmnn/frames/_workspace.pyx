@@ -1,38 +1,61 @@
 """What one worker of the frame codec works with: zstd contexts and two buffers, kept from call to call."""
 
 from libc.stdint cimport uint8_t
-from libc.stdlib cimport free
 
 from kvmnn.frames._zstdlib cimport zstd
 
 
 cdef extern from *:
     """
+    #include <stdint.h>
     #include <stdlib.h>
     #if defined(__linux__)
     #include <sys/mman.h>
     #endif
 
-    /* malloc, with huge pages for large buffers where the system has them: streams are walked end to end, and small
-       pages would cost more in faults and translation than everything kvmnn does to the bytes. */
-    static void *kvmnn_alloc(size_t size) {
+    /* malloc, but for large buffers pages of their own. Huge ones where the system has them: streams are walked end to
+       end, and small pages would cost more in faults and translation than everything kvmnn does to the bytes. And not
+       malloc's, because a large block that is freed teaches glibc to keep all later ones up to its size in its heaps,
+       those of arrays included. */
     #if defined(__linux__) && defined(MADV_HUGEPAGE)
-        const size_t huge = (size_t)1 << 21;
-        void *p;
-        if (size >= 2 * huge) {
-            if (posix_memalign(&p, huge, size) != 0) return NULL;
-            madvise(p, size, MADV_HUGEPAGE);
-            return p;
+    #define KVMNN_HUGE ((size_t)1 << 21)
+    #define KVMNN_OWN_PAGES(size) ((size) >= 2 * KVMNN_HUGE && (size) < SIZE_MAX - 2 * KVMNN_HUGE)
+    #define KVMNN_PAGES(size) (((size) + KVMNN_HUGE - 1) / KVMNN_HUGE * KVMNN_HUGE)
+    #endif
+
+    static void *kvmnn_alloc(size_t size) {
+    #ifdef KVMNN_HUGE
+        if (KVMNN_OWN_PAGES(size)) {
+            size_t room = KVMNN_PAGES(size), before;
+            char *p = mmap(NULL, room + KVMNN_HUGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+            if (p == MAP_FAILED) return NULL;
+            before = (KVMNN_HUGE - (uintptr_t)p % KVMNN_HUGE) % KVMNN_HUGE;
+            if (before) munmap(p, before);
+            munmap(p + before + room, KVMNN_HUGE - before);
+            madvise(p + before, room, MADV_HUGEPAGE);
+            return p + before;
         }
     #endif
         return malloc(size);
     }
+
+    static void kvmnn_free(void *p, size_t size) {
+    #ifdef KVMNN_HUGE
+        if (p != NULL && KVMNN_OWN_PAGES(size)) {
+            munmap(p, KVMNN_PAGES(size));
+            return;
+        }
+    #endif
+        (void)size;
+        free(p);
+    }
     """
     void *kvmnn_alloc(size_t size) nogil
+    void kvmnn_free(void *p, size_t size) noexcept nogil
 
 
 cdef enum:
-    KEEP_BYTES = 48 << 20  # kept between calls by all workspaces together
+    KEEP_BYTES = 64 << 20  # kept between calls by all workspaces together
 
 
 cdef class Workspace:
@@ -44,12 +67,12 @@ cdef class Workspace:
         if self.dctx != NULL:
             zstd.free_dctx(self.dctx)
         for i in range(2):
-            free(self.buffers[i])
+            kvmnn_free(self.buffers[i], self.sizes[i])
 
     cdef uint8_t *buffer(self, int which, size_t size) noexcept nogil:
         """At least `size` bytes whose content is undefined, or NULL."""
         if size > self.sizes[which]:
-            free(self.buffers[which])
+            kvmnn_free(self.buffers[which], self.sizes[which])
             self.buffers[which] = <uint8_t *>kvmnn_alloc(size)
             self.sizes[which] = size if self.buffers[which] != NULL else 0
         return self.buffers[which]
@@ -59,7 +82,7 @@ cdef class Workspace:
 
     cdef void empty(self) noexcept:
         for i in range(2):
-            free(self.buffers[i])
+            kvmnn_free(self.buffers[i], self.sizes[i])
             self.buffers[i] = NULL
             self.sizes[i] = 0
 

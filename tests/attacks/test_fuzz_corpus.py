@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import codec_model
-import corpus
+import fuzz_inputs
 import guided
 import pytest
 
 
 @pytest.mark.parametrize("target", ["frames", "streams", "pickles"])
 def test_inputs_decode_or_are_refused(target: str) -> None:
-    kept, made = corpus.kept(target), [*corpus.made(target)]
-    assert len(kept) > 20 and max(map(len, kept)) <= corpus.MOST
+    kept, made = fuzz_inputs.kept(target), [*fuzz_inputs.made(target)]
+    assert len(kept) > 20 and max(map(len, kept)) <= fuzz_inputs.MOST
     results = [getattr(guided, target)(memoryview(data)) for data in (*kept, *made)]
     if target == "frames":
         assert sum(result is not None for result in results) > len(made) > 10
 
 
 def test_frames_are_what_the_reference_makes_of_them() -> None:
-    for data in corpus.kept("frames"):
+    for data in fuzz_inputs.kept("frames"):
         found = guided.frames(memoryview(data))
         assert found == reference(data), data.hex()
 

@@ -57,7 +57,7 @@ seconds=$("$PYTHON" -c "print(max(1, int(60 * float('$MINUTES') / $(echo $TARGET
 for KVMNN_FUZZ in $TARGETS; do
     export KVMNN_FUZZ
     echo "guided: $KVMNN_FUZZ, $seconds seconds"
-    "$PYTHON" tools/fuzz/corpus.py unpack "$KVMNN_FUZZ" "$WORK/corpus/$KVMNN_FUZZ"
+    "$PYTHON" tools/fuzz/fuzz_inputs.py unpack "$KVMNN_FUZZ" "$WORK/corpus/$KVMNN_FUZZ"
     PYTHONPATH=$path PYTHONHOME=$home "$WORK/fuzz" -max_total_time="$seconds" -max_len=600 -timeout=20 -rss_limit_mb=2000 -print_final_stats=1 \
         -artifact_prefix="$WORK/found-$KVMNN_FUZZ-" "$WORK/corpus/$KVMNN_FUZZ" 2>"$WORK/$KVMNN_FUZZ.log" || {
         tail -n 40 "$WORK/$KVMNN_FUZZ.log"

@@ -1,7 +1,7 @@
 """The inputs that guided fuzzing starts from: kept in tools/fuzz/corpus, one a line, in hexadecimal digits.
 
-    python tools/fuzz/corpus.py unpack TARGET DIR     write them, and a few that are made here, as files into DIR
-    python tools/fuzz/corpus.py pack TARGET DIR       keep the files of DIR (after fuzz -merge=1, docs/fuzzing.md)
+    python tools/fuzz/fuzz_inputs.py unpack TARGET DIR     write them, and a few that are made here, as files into DIR
+    python tools/fuzz/fuzz_inputs.py pack TARGET DIR       keep the files of DIR (after fuzz -merge=1, docs/fuzzing.md)
 
 Targets are the functions of tools/fuzz/guided.py.
 """

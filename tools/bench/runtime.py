@@ -40,7 +40,7 @@ Job = Callable[[], Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds; for trying the script out")
-    rounds = 3 if parser.parse_args().quick else 15
+    rounds = 3 if parser.parse_args().quick else 7
     history = real_history()
     replays = [replay_row(history, layers, block, rounds) for layers in (2, len(history.layers)) for block in BLOCKS]
     call_us = layer_call_us(history, rounds)

@@ -209,7 +209,7 @@ def test_the_onnx_engine_names_what_is_missing(weights, missing, monkeypatch):
     if missing == "onnxruntime":
         monkeypatch.setitem(sys.modules, "onnx", sys)
     monkeypatch.setitem(sys.modules, missing, None)
-    match = rf"needs the package {missing}: pip install 'kvmnn\[lm\]'"
+    match = f"needs the package {missing}: pip install onnxruntime onnx tokenizers"
     refused(match, weights, *arrays(2, 1, 2, 12, 4), error=MissingDependencyError, engine="onnx")
 
 

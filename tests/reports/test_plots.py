@@ -108,9 +108,9 @@ def test_nothing_at_all_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_matplotlib_the_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(MissingDependencyError, match=r"kvmnn\[plot\]"):
+    with pytest.raises(MissingDependencyError, match="package matplotlib: pip install matplotlib"):
         plots.write_all(document(), tmp_path / "new")
     assert not (tmp_path / "new").exists()
 

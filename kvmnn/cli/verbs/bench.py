@@ -24,6 +24,7 @@ def add_parser(verbs: Any) -> None:
     )
     parser.add_argument(
         "--max-bytes",
+        dest="bench_bytes",
         type=shared_options.byte_count,
         default=64 << 20,
         metavar="SIZE",
@@ -45,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     with printing.progress(arguments, total, "bench", unit="turn") as step:
         compared = compare(
             source,
-            max_bytes=arguments.max_bytes,
+            max_bytes=arguments.bench_bytes,
             rounds=arguments.rounds,
             threads=arguments.threads,
             with_max=arguments.max,

@@ -120,10 +120,15 @@ class Report:
             f"{'':<22} {'':>7} {'encode MB/s':>17} {'decode MB/s':>17} {'break-even':>11}",
             f"{'codec':<22} {'ratio':>7} {'cpu':>8} {'wall':>8} {'cpu':>8} {'wall':>8} {'MB/s':>11}",
         ]
-        for result in self.results:
-            note = "" if result.raw_bytes == self.sample_bytes else f"  (first {result.raw_bytes:,} bytes)"
-            lines.append(f"{result}{note}")
+        lines += [str(result) for result in self.results]
         lines += [f"{name:<22} not installed" for name in self.missing]
+        lines += [
+            f"{result.codec}: of the first {result.raw_bytes:,} bytes"
+            for result in self.results
+            if result.raw_bytes != self.sample_bytes
+        ]
+        if any(result.raw_bytes < LEAST_RATE_BYTES for result in self.results):
+            lines.append(f"-: speeds of less than {LEAST_RATE_BYTES:,} bytes are not shown")
         return "\n".join(lines)
 
     def heading(self, threads: int) -> str:

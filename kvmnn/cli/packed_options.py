@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..packed.backends import BACKENDS
-from . import help, shared_options
+from . import help, printing, shared_options
 
 if TYPE_CHECKING:
     from ..formats.options import PackedOptions
@@ -100,6 +100,16 @@ def options(arguments: argparse.Namespace, known: CacheInfo | None = None) -> Pa
         ignore_markers=arguments.ignore_markers,
         packed_dump=arguments.packed,
     )
+
+
+_LAYING = ("tokens", "model", "backend", "kv_heads", "head_dim", "lp", "hp", "flash_block", "token_ids", "layer_order")
+
+
+def refuse(arguments: argparse.Namespace, why: str) -> None:
+    """Exit code 2 for the first option about packed files that was given."""
+    for name in _LAYING:
+        if getattr(arguments, name):
+            raise printing.UsageError(f"--{name.replace('_', '-')} {why}")
 
 
 def token_ids(path: str | None) -> TokenIds | None:

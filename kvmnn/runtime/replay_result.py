@@ -62,7 +62,8 @@ class ReplayResult:
         if self.points and shown[-1] is not self.points[-1]:
             shown.append(self.points[-1])
         table += [str(point) for point in shown]
-        return [head, *table, *self.metrics.lines(), self._verdict()]
+        stored = [] if self.metrics.h2o_lossless_raw_bytes else [_NOTHING]
+        return [head, *table, *self.metrics.lines(), *stored, self._verdict()]
 
     @property
     def calls(self) -> int:
@@ -79,5 +80,10 @@ class ReplayResult:
             return f"equal in the {self.compared_calls:,} of {count(self.calls, 'call')} that were compared"
         return f"{LOSSLESS}: {count(self.calls, 'call')} compared, every byte that attention reads is right"
 
+
+_NOTHING = (
+    "nothing was compressed: the configuration does not enable it (kv_lossless_enable, _runtime_enable, _codec, "
+    "_scope), or no block became cold (kv_h2o_trigger_min_tokens, kv_lossless_hot_recent_tokens, _block_tokens)"
+)
 
 _OWN_FIELDS = ("behaviour", "layers", "prompt", "tokens", "compared_calls", "wrong_calls", "seconds")

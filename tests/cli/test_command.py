@@ -182,6 +182,14 @@ def test_choice_of_tensors(here, run):
     assert said.err.count("\n") == 1
 
 
+@pytest.mark.parametrize("option", ["--predictors", "--predictors-k", "--predictors-v", "--hi-predictors"])
+def test_predictors_that_do_not_exist(here, run, option):
+    np.save("k.npy", np.zeros((2, 4, 8), np.float16))
+    error = run("encode", "k.npy", option, "raw,bogus", code=2).err
+    assert "unknown predictor 'bogus': expected raw, delta_seq, xor_seq" in error
+    assert not Path("k.npy.frame").exists()
+
+
 def test_predictors_of_their_own_for_keys_and_values(here, run):
     run("encode", "both.npz", "-o", "out", "--predictors-k", "xor_seq", "--predictors-v", "delta_seq")
     both = np.load("both.npz")

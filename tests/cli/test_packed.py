@@ -149,7 +149,10 @@ def test_encode_and_decode(prefix, run, model):
     Path("ids.json").write_text(json.dumps(list(range(TOKENS))))
     run("encode", *prefix.argv, "--model", model, "--token-ids", "ids.json", "-o", "b/")
     assert "27,520 bytes as packed files" in run("inspect", "b").out
-    assert "LOSSLESS (every byte compared with p)" in run("verify", "b", "--against", "p").out
+    proved = run("verify", "b", "--against", "p")
+    assert "LOSSLESS (every byte compared with p)" in proved.out
+    assert f"read as the frames say: {TOKENS} tokens in 2 layers, 2 kv heads of 6" in proved.err
+    assert "--tokens needs --against" in run("verify", "b", "--tokens", "40", code=2).err
     said = run("decode", "b", "-o", "q", "--model", model, "--token-ids", "ids.json", *ON_AVX2)
     assert "LOSSLESS" in said.out
     assert said.err == ""

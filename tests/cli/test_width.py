@@ -23,7 +23,7 @@ inspect kv.npz
 verify kv.npz.frames --against kv.npz
 decode keys.npy.frame -o back.npy
 diff kv.npz kv.npz.frames
-bench keys.npy --rounds 1 --max-bytes 16K
+bench keys.npy --rounds 1
 pack kv.npz -o sys/ --name sys --backend x86-avx2
 inspect sys/
 repack sys/ --from x86-avx2 --to arm64-fp16

@@ -188,3 +188,8 @@ def test_plots(
     assert {path.name for path in Path("plots").iterdir()} == names
     assert main(command) == 1
     assert main([*command, "--force", "-q"]) == 0
+
+
+def test_a_run_that_compresses_nothing_says_so(history: History) -> None:
+    assert "nothing was compressed" in str(replay(history, RuntimeConfig.from_engine({}), prompt=100))
+    assert "nothing was compressed" not in str(replay(history, RuntimeConfig.from_engine(KEYS), prompt=100))

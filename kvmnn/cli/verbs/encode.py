@@ -38,10 +38,18 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("inputs", nargs="+", metavar="IN", help="arrays, a dump, a prefix cache; - for standard input")
     shared_options.add_output(parser, "file, directory, or - (standard output)")
     shared_options.add_source(parser, "what the words are (default: the array's own type; raw words need it)")
-    parser.add_argument("--predictors", metavar="SPEC", help="e.g. raw,delta_seq (default: raw,delta_seq,xor_seq)")
-    parser.add_argument("--predictors-k", metavar="SPEC", help="predictors for arrays that are K by their names")
-    parser.add_argument("--predictors-v", metavar="SPEC", help="predictors for arrays that are V by their names")
-    parser.add_argument("--hi-predictors", metavar="SPEC", help="other predictors for the high bytes of 16-bit words")
+    parser.add_argument(
+        "--predictors", type=_predictors, metavar="SPEC", help="e.g. raw,delta_seq (default: raw,delta_seq,xor_seq)"
+    )
+    parser.add_argument(
+        "--predictors-k", type=_predictors, metavar="SPEC", help="predictors for arrays that are K by their names"
+    )
+    parser.add_argument(
+        "--predictors-v", type=_predictors, metavar="SPEC", help="predictors for arrays that are V by their names"
+    )
+    parser.add_argument(
+        "--hi-predictors", type=_predictors, metavar="SPEC", help="other predictors for the high bytes of 16-bit words"
+    )
     parser.add_argument(
         "--effort",
         choices=("exact", "fast", "max"),
@@ -65,6 +73,18 @@ def add_parser(verbs: Any) -> None:
     shared_options.add_max_bytes(parser)
     shared_options.add_threads(parser)
     packed_options.add_packed(parser)
+
+
+def _predictors(spec: str) -> str:
+    """A specification as the engine reads it, but for names that it would pass over without a word."""
+    from ...errors import KvmnnError
+    from ...frames.predictors import resolve
+
+    try:
+        resolve([name.strip(" \t") for name in spec.split(",")])
+    except KvmnnError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return spec
 
 
 def run(arguments: argparse.Namespace) -> int:

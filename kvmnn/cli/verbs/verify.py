@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from ...text import count, span
 from .. import loading, packed_options, printing, shared_options, verify_weights, weights_options
 
 if TYPE_CHECKING:
     from ...arrays.source import Source
     from ...bundle import FrameSet
+    from ...packed.cache_info import CacheInfo
 
 _TEXT = """Decode frames again and prove what comes out.
 
@@ -48,6 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
         max_bytes=arguments.max_bytes,
         threads=arguments.threads,
     )
+    if not arguments.against:
+        packed_options.refuse(arguments, "needs --against: it says how the packed files of an original lie")
     frames = open_frames(arguments.input, use_manifest=not arguments.no_manifest, options=options)
     against = _original(frames, arguments) if arguments.against else None
     with printing.progress(arguments, frames.raw_bytes, "verify") as step:
@@ -63,4 +67,13 @@ def _original(frames: FrameSet, arguments: argparse.Namespace) -> Source:
     dtypes = [array.dtype for array in frames.arrays]
     source = loading.load(arguments.against, arguments, dtypes, known=frames.cache)
     loading.report_skipped(source, arguments)
+    if frames.cache is not None and source.cache is not None:
+        printing.note(arguments, f"the original is read as the frames say: {_geometry(frames.cache)}")
     return source
+
+
+def _geometry(cache: CacheInfo) -> str:
+    """What a description says that packed files do not."""
+    tokens = span(sorted({layer.tokens for layer in cache.layers}))
+    layout = cache.layout
+    return f"{tokens} tokens in {count(len(cache.layers), 'layer')}, {layout.kv_heads} kv heads of {layout.head_dim}"

@@ -1,6 +1,7 @@
 """What every test needs to run against the installed kvmnn, whatever the working directory."""
 
 import os
+import signal
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,10 @@ from repository import FIXTURES
 # Child processes would otherwise import the checkout's kvmnn/, whose kernels are not compiled, from their working
 # directory.
 os.environ["PYTHONSAFEPATH"] = "1"
+
+# Shells start what runs in the background with SIGINT ignored, and children inherit that: none could be interrupted.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import re
 import secrets
 import shutil
 import stat
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ def _remove_if_free(path: str) -> None:
 
 def _short(name: str) -> str:
     """As much of a name as leaves room for the rest in the 255 bytes that file systems have."""
-    return os.fsencode(name)[:100].decode("utf-8", "ignore")
+    return os.fsencode(name)[:100].decode(sys.getfilesystemencoding(), "ignore")
 
 
 def _make(path: Path, is_folder: bool) -> int | None:

@@ -129,14 +129,16 @@ class LosslessRuntime:
         TypeError
             For arrays of another type.
         """
-        self._check(layer, keys, values)
+        if not self._fits(layer, keys, values):
+            self._check(layer, keys, values)
         found = self._runtime.begin(layer, keys, values)
         assert found is not None
         return found
 
     def append(self, layer: int, keys: Words, values: Words) -> None:
         """As `begin`, for a caller that needs no rows now (behaviour "sound"): nothing is restored."""
-        self._check(layer, keys, values)
+        if not self._fits(layer, keys, values):
+            self._check(layer, keys, values)
         self._sound("append").begin(layer, keys, values, read=False)
 
     def end(self, *, sums: Any = None, rows: Any = None) -> SoundCall | CallEvent:
@@ -254,3 +256,13 @@ class LosslessRuntime:
                 raise KvmnnError(
                     f"{name} have shape {list(array.shape)}: expected [{heads}, tokens, {head_dim}] for both"
                 )
+
+    def _fits(self, layer: int, keys: Words, values: Words) -> bool:
+        """Whether a call is as it should be, found with little work; where it is not, `_check` finds out why."""
+        if type(keys) is not np.ndarray or type(values) is not np.ndarray or type(layer) is not int:
+            return False
+        layers, heads, head_dim = self._geometry
+        if not (0 <= layer < layers and keys.dtype == values.dtype == self._words):
+            return False
+        shape = keys.shape
+        return shape == values.shape and len(shape) == 3 and shape[0] == heads and shape[2] == head_dim

@@ -16,9 +16,11 @@ class PositionRuns:
 
     def append(self, begin: int, count: int) -> None:
         """Tokens that stand at `begin` and after it."""
-        if self._runs and sum(self._runs[-1]) == begin:
-            begin, before = self._runs.pop()
-            count += before
+        if self._runs:
+            first, before = self._runs[-1]
+            if first + before == begin:
+                self._runs[-1] = first, before + count
+                return
         if count:
             self._runs.append((begin, count))
 

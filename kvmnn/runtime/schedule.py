@@ -75,6 +75,13 @@ class Scope:
             return None
         return kv_len if all_tokens else keep_tokens
 
+    def at_every_step(self, layer: int) -> bool | None:
+        """Whether `layer` is compressed at all decode steps (True) or at none (False); None where it depends."""
+        if self.budget(layer, 1, 1, 1) is None:
+            return False
+        sampling = (self.config.front_sample_token_interval, self.config.kept_sample_token_interval)
+        return True if max(sampling) <= 1 else None
+
     def _sampled(self, layer: int, token_step: int, front: bool, kept: bool) -> bool:
         config = self.config
         step = max(1, token_step) - 1

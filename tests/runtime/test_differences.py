@@ -7,26 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 from plain_cache import new_rows
+from store_options import store_options
 
 from kvmnn import KvmnnError
-from kvmnn.h2o import H2OConfig
 from kvmnn.runtime import LosslessRuntime, RuntimeConfig
 from kvmnn.runtime.sound import SoundCall
 
 LAYERS, HEADS, HEAD_DIM = 3, 2, 8
-STORE = RuntimeConfig(
-    enable=True,
-    runtime_enable=True,
-    codec="gear_delta",
-    mode="store",
-    front_n=LAYERS,
-    block_tokens=16,
-    hot_recent_tokens=16,
-    hot_sink_tokens=4,
-    store_bootstrap_tokens=16,
-    async_threads=0,
-    h2o=H2OConfig(enable=False, trigger_min_tokens=1, update_interval=1),
-)
+STORE = store_options(front_n=LAYERS, store_bootstrap_tokens=16, decode_cache_blocks=64)
 
 
 class Pair:

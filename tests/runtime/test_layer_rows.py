@@ -85,6 +85,10 @@ def test_rows_stay_what_they_are_and_blocks_stay_few(history: list[tuple[str, in
         raw = sum(piece.count for piece in store.rows.pieces if piece.state == "raw")
         assert raw + store.rows.tail.count < SINK + RECENT + BLOCK
         assert len(store.rows.pieces) <= 3 + 2 * store.rows.tokens / BLOCK
+    due_from = store.rows.due_from(SINK, BLOCK)
+    store.append(max(0, due_from - store.rows.tokens))
+    assert store.rows.carve(ColdRange(SINK, due_from - 1), BLOCK) == []
+    assert store.rows.carve(ColdRange(SINK, due_from), BLOCK)
 
 
 def test_a_cut_block_becomes_raw_and_joins_its_neighbours() -> None:

@@ -10,24 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 from plain_cache import new_rows
+from store_options import store_options
 
 from kvmnn import KvmnnError
-from kvmnn.h2o import H2OConfig
 from kvmnn.runtime import LosslessRuntime, RestoreError, RuntimeConfig
 
-CONFIG = RuntimeConfig(
-    enable=True,
-    runtime_enable=True,
-    codec="gear_delta",
-    mode="store",
-    front_n=2,
-    block_tokens=16,
-    hot_recent_tokens=8,
-    hot_sink_tokens=4,
-    async_threads=0,
-    decode_cache_blocks=0,
-    h2o=H2OConfig(enable=False, trigger_min_tokens=1, update_interval=1),
-)
+CONFIG = store_options(front_n=2, hot_recent_tokens=8)
 HEADS, HEAD_DIM, BLOCKS = 2, 8, 3
 PROMPT = 4 + 16 * BLOCKS + 8
 

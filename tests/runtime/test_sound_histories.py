@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_cache import PlainLayer, new_rows
+from store_options import store_options
 
 from kvmnn.h2o import H2OConfig, Planner
 from kvmnn.h2o.layer_state import PendingPlan
@@ -18,7 +19,7 @@ from kvmnn.runtime import LosslessRuntime, RuntimeConfig
 DTYPES = {"fp16": "<f2", "fp32": "<f4", "bf16": "<u2"}
 
 configs = st.builds(
-    lambda h2o, **values: RuntimeConfig(enable=True, runtime_enable=True, codec="gear_delta", h2o=h2o, **values),
+    store_options,
     mode=st.sampled_from(["store", "store", "store", "full", "probe"]),
     scope=st.sampled_from(["front_n", "h2o_kept", "front_n_and_h2o_kept", "none"]),
     front_n=st.integers(0, 3),
@@ -158,19 +159,7 @@ def test_what_attention_reads_is_a_plain_cache(
         assert [layer.tokens for layer in metrics.layers] == [plain.rows.shape[2] for plain in both.plain]
 
 
-STORE = RuntimeConfig(
-    enable=True,
-    runtime_enable=True,
-    codec="gear_delta",
-    mode="store",
-    front_n=4,
-    block_tokens=16,
-    hot_recent_tokens=24,
-    hot_sink_tokens=4,
-    async_threads=0,
-    decode_cache_blocks=0,
-    h2o=H2OConfig(enable=False, trigger_min_tokens=1, update_interval=1),
-)
+STORE = store_options(hot_recent_tokens=24)
 
 
 def pieces_of(runtime: Any, layer: int) -> list[tuple[int, int, str]]:

@@ -15,20 +15,15 @@ from typing import Any
 
 import numpy as np
 from plain_cache import PlainLayer
+from store_options import store_options
 
 from kvmnn.h2o import H2OConfig
-from kvmnn.runtime import LosslessRuntime, RuntimeConfig
+from kvmnn.runtime import LosslessRuntime
 
 LAYERS, HEADS, HEAD_DIM = 8, 2, 16
-CONFIG = RuntimeConfig(
-    enable=True,
-    runtime_enable=True,
-    codec="gear_delta",
-    mode="store",
+CONFIG = store_options(
     front_n=LAYERS,
-    block_tokens=16,
     hot_recent_tokens=32,
-    hot_sink_tokens=4,
     max_queue=8,
     decode_cache_blocks=8,
     decode_cache_bytes=1 << 16,

@@ -8,7 +8,7 @@ from ...dtypes import DType
 from ...packed.reserve import Pair
 from ..config import RuntimeConfig
 from ..errors import RestoreError
-from ..schedule import ColdRange
+from ..schedule import Scope, cold_range
 from .figures import LayerFigures
 from .layer_rows import Contents, LayerRows, RowsOf
 from .piece import Piece
@@ -30,28 +30,49 @@ class Layer:
         Token step at which the layer was last looked at; None before the first time.
     triggered
         Whether the layer has ever had as many tokens as it takes to begin; evictions may bring it below again.
+    plans
+        Whether the eviction planner is asked at its calls.
     """
 
-    def __init__(self, config: RuntimeConfig, kv_heads: int, head_dim: int, dtype: DType) -> None:
+    def __init__(
+        self, number: int, config: RuntimeConfig, kv_heads: int, head_dim: int, dtype: DType, *, plans: bool
+    ) -> None:
+        self.plans = plans
         self.rows = LayerRows(kv_heads, head_dim, dtype)
         self.figures = LayerFigures()
         self.waiting: deque[Piece] = deque()
         self.last_step: int | None = None
         self.triggered = False
         self._config = config
+        self._number, self._scope = number, Scope(config)
+        self._always = self._scope.at_every_step(number)
         self._measured = 0
+        self._due_from = 0
 
-    def take_due(self, cold: ColdRange) -> None:
+    def applies(self, step: int) -> bool:
+        """Whether the layer is compressed at this decode step."""
+        if self._always is not None:
+            return self._always
+        tokens = self.rows.tokens
+        return self._scope.budget(self._number, step, tokens, tokens) is not None
+
+    def take_due(self) -> None:
         """Put every block that has become cold into `waiting`."""
-        if self._config.mode == "store":
-            self.waiting += self.rows.carve(cold, self._config.block_tokens)
+        tokens = self.rows.tokens
+        if tokens < self._due_from:
             return
-        block = self._config.block_tokens
+        config = self._config
+        cold, block, hot_sink = cold_range(config, tokens), config.block_tokens, config.hot_sink_tokens
+        if config.mode == "store":
+            self.waiting += self.rows.carve(cold, block)
+            self._due_from = self.rows.due_from(hot_sink, block) + config.hot_recent_tokens
+            return
         rows = self.rows.tail.rows
         self._measured = max(self._measured, cold.begin)
         while self._measured + block <= cold.end:
             self.waiting.append(Piece(block, rows[:, :, self._measured : self._measured + block], "due"))
             self._measured += block
+        self._due_from = max(self._measured, hot_sink) + block + config.hot_recent_tokens
 
     def next_due(self) -> Piece | None:
         """The first piece in waiting that still stands for tokens; it stays there."""
@@ -73,6 +94,7 @@ class Layer:
     def swap(self, contents: Contents, pairs: list[Pair]) -> None:
         """Take over what `kept` found for `pairs`."""
         self._measured = sum(max(0, min(size, self._measured - begin)) for begin, size in pairs)
+        self._due_from = 0
         self.rows.swap(contents)
 
     def clear(self) -> None:
@@ -82,4 +104,4 @@ class Layer:
         self.waiting.clear()
         self.last_step = None
         self.triggered = False
-        self._measured = 0
+        self._measured = self._due_from = 0

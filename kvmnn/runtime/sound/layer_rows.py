@@ -95,9 +95,6 @@ class LayerRows:
         Blocks have `block` tokens. A shorter run between two pieces can never grow and becomes a shorter block; what
         is too short at the end of the cold range waits there.
         """
-        raw = any(piece.state == "raw" and start + piece.count > cold.begin for start, piece in self.placed())
-        if not raw and cold.end - self._piece_tokens < block:
-            return []
         due: list[Piece] = []
         pieces: list[Piece] = []
         for offset, piece in self.placed():
@@ -116,6 +113,15 @@ class LayerRows:
             self.tail = Tail(copied(rows[:, :, end:]))
         self.pieces, self._piece_tokens = pieces, sum(piece.count for piece in pieces)
         return due
+
+    def due_from(self, begin: int, block: int) -> int:
+        """Where a cold range that begins at `begin` must end for `carve` to find a block."""
+        found = max(self._piece_tokens, begin) + block
+        for offset, piece in self.placed():
+            first = max(0, begin - offset)
+            if piece.state == "raw" and first < piece.count:
+                found = min(found, offset + min(piece.count, first + block))
+        return found
 
     def _carved(self, piece: Piece, cold: ColdRange, block: int, due: list[Piece]) -> list[Piece]:
         """A piece between others, cut where it is raw and cold; `cold` counts from its first token."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...dtypes import Words
+from ...dtypes import KVPair, Words
 
 LARGE_BYTES = 256 << 10
 """From here on an array gets pages of its own: what the C library's heap frees, a process may keep for good."""
@@ -33,3 +33,10 @@ def copied(rows: Words) -> Words:
     new = empty(rows.shape, rows.dtype)
     new[...] = rows
     return new
+
+
+def read_only(both: Words) -> KVPair:
+    """K and V of ``[2, ...]`` as views that cannot be written to."""
+    keys, values = both[0], both[1]
+    keys.flags.writeable = values.flags.writeable = False
+    return keys, values

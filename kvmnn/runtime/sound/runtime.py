@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,24 +16,19 @@ from ...packed.reserve import INT32_MAX, Pair
 from ..config import RuntimeConfig, check_layers
 from ..metrics import RuntimeMetrics, Timings
 from ..ratios import float32_ratio
-from ..schedule import Scope, cold_range
 from .codec import RowCodec
 from .decoded_rows import DecodedRows
-from .encoding import Encoded, Job, encode_and_verify, result_of, settle
 from .figures import MICROSECOND, ratios
 from .forgetting import check_kept, forget_plan
 from .layer import Layer
 from .layer_rows import RowsOf, WriteRows
-from .memory import empty
+from .memory import empty, read_only
 from .piece import Piece
 from .report import SoundCall
 from .restoring import Restorer
 from .steps import Steps
-from .workers import OpenJobs, Workers
-
-MAX_PATIENCE_STEPS = 64
-"""Steps that a layer whose plan is about to be carried out waits for; one that plans at every step must not wait for
-ever."""
+from .storing import Storer
+from .workers import Workers
 
 
 class SoundRuntime:
@@ -60,21 +54,19 @@ class SoundRuntime:
         if self.planner.cadence != "tokens" or len(self.planner.layers) != layers:
             raise KvmnnError(f"planner: expected one with cadence 'tokens' and {layers} layers")
         self._shape = (kv_heads, head_dim)
-        self._scope = Scope(config)
+        self._timings = Timings()
         self._workers = Workers(config.async_threads)
-        self._jobs: OpenJobs[Job] = OpenJobs(self._workers, config.max_queue, config.max_bytes_in_flight)
         self._codec = RowCodec(config, self._dtype, kv_heads, head_dim)
         cache = DecodedRows(config.decode_cache_blocks, config.decode_cache_bytes)
         self._restorer = Restorer(self._codec, cache, self._workers, config.max_bytes_in_flight, token_bytes)
-        self._layers = [Layer(config, kv_heads, head_dim, self._dtype) for _ in range(layers)]
+        evicting = range(layers) if planner is not None else config.h2o.layer_range if config.h2o.enable else ()
+        self._plans = len(evicting) > 0
+        self._layers = [
+            Layer(number, config, kv_heads, head_dim, self._dtype, plans=number in evicting) for number in range(layers)
+        ]
+        self._storer = Storer(config, self._codec, self._workers, self._layers, self._timings)
         self._workspace: Words = np.empty((2, kv_heads, 0, head_dim), self._dtype.numpy)
-        self._generation = 0
-        self._begin_anew()
-
-    def _begin_anew(self) -> None:
-        self._steps = Steps(len(self._layers))
-        self._timings = Timings()
-        self._last_compress_ns = self._queue_peak = self._taken = 0
+        self._steps = Steps(layers)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -88,20 +80,19 @@ class SoundRuntime:
 
     def reset(self) -> None:
         """Drop every layer, every block and all figures, whatever state the runtime is in."""
-        self._generation += 1
-        self._jobs.forget()
-        self._jobs.peak = 0
+        self._storer.reset()
         for layer in self._layers:
             layer.clear()
         self._restorer.reset()
         self.planner.reset()
         self._workspace = self._workspace[:, :, :0].copy()
-        self._begin_anew()
+        self._steps = Steps(len(self._layers))
+        self._timings.clear()
 
     def erase(self, begin: int, end: int = 0) -> None:
         """Drop the tokens that stand at positions ``[begin, end)`` of the text, in every layer, now."""
         self._steps.check_between("erase")
-        self._take_finished()
+        self._storer.take_finished()
         seen, stop = self._steps.position, end or self._steps.position
         if not 0 <= begin < stop <= seen:
             raise KvmnnError(f"cannot erase positions {begin} to {stop}: expected a range inside the {seen} seen")
@@ -122,7 +113,7 @@ class SoundRuntime:
     def evict(self, layer: int, kept: Sequence[Pair]) -> None:
         """Keep only the tokens in `kept` of a layer, now."""
         self._steps.check_between("evict")
-        self._take_finished()
+        self._storer.take_finished()
         state = self._layers[whole(layer, "layer", 0, len(self._layers) - 1)]
         pairs = check_kept(layer, kept, before := state.rows.tokens)
         if pairs == state.rows.all:
@@ -136,64 +127,68 @@ class SoundRuntime:
 
     def begin(self, layer: int, keys: Words, values: Words, *, read: bool = True) -> KVPair | None:
         """Evict, append, and give out what attention reads; None without `read`."""
-        add = keys.shape[1]
-        self._steps.check_begin(layer, add)
-        self._take_finished()
+        steps, add = self._steps, keys.shape[1]
+        steps.check_begin(layer, add)
+        if self._storer.jobs.open:
+            self._storer.take_finished()
         state = self._layers[layer]
         rows, before = state.rows, state.rows.tokens
-        pending = self.planner.layers[layer].pending is not None
+        pending = state.plans and self.planner.layers[layer].pending is not None
+        rows_of = self._restored(layer) if pending else None
         assembled = None
-        rows_of = self._restored(layer) if pending else self._rows_of(layer)
         if read and rows.pieces and not pending:
             assembled = self._space(before + add)
             rows.copy_to(assembled, self._write(layer))
         rows.tail.reserve(add)
-        found = self.planner.begin(before, add, decode=self._steps.decode, layer=layer)
-        with self._steps.breaking():  # what fails from here on leaves the layer half done
-            self._steps.begun(layer, add, found.kv_before - found.kv_after)
-            if found.remove:
+        found = self.planner.begin(before, add, decode=steps.decode, layer=layer) if state.plans else None
+        evicted = found.kv_before - found.kv_after if found is not None else 0
+        try:
+            steps.begun(layer, add, evicted)
+            if found is not None and found.remove and rows_of is not None:
                 start = before - found.remove
                 pairs = [(0, start)] * (start > 0) + [(start + first, size) for first, size in found.reserve]
                 state.swap(state.kept(pairs, rows_of), pairs)
                 self._restorer.cache.sweep()
-                state.figures.evicted_tokens += found.kv_before - found.kv_after
-            rows.append(keys, values, self._steps.position)
+                state.figures.evicted_tokens += evicted
+            rows.append(keys, values, steps.position)
             state.figures.appended_bytes += keys.nbytes + values.nbytes
             if not read:
                 return None
             if assembled is not None:
                 assembled[0, :, before : before + add] = keys
                 assembled[1, :, before : before + add] = values
-            elif rows.pieces:
+            elif rows.pieces and rows_of is not None:
                 assembled = self._space(rows.tokens)
-                rows.copy_to(assembled, lambda piece, out: np.copyto(out, rows_of(piece)))
+                rows.copy_to(assembled, _copying(rows_of))
+        except BaseException as error:  # what fails there leaves the layer half done
+            steps.broken(error)
+            raise
         self._prefetch(layer)
-        return read_only((assembled if assembled is not None else rows.tail.rows)[:, :, : rows.tokens])
+        return rows.tail.read() if assembled is None else read_only(assembled[:, :, : rows.tokens])
 
     def end(self, *, sums: Any = None, rows: Any = None) -> SoundCall:
         """Plan, and hand in the blocks that have become cold."""
-        number, evicted = self._steps.check_end()
-        call = self.planner.end(sums, rows=rows)
-        self._steps.ended()
+        steps, storer = self._steps, self._storer
+        number, evicted = steps.check_end()
         layer = self._layers[number]
-        before = self._taken
-        self._take_finished()
-        submitted = self._schedule(number) if self._steps.decode else 0
-        planned = call.plan.evicted if call.plan is not None else 0
-        return SoundCall(
-            layer=number,
-            tokens=layer.rows.tokens,
-            evicted=evicted,
-            planned=planned,
-            submitted=submitted,
-            finished=self._taken - before,
-            waiting=len(layer.waiting),
-        )
+        planned, pending = 0, False
+        if layer.plans:
+            made = self.planner.end(sums, rows=rows).plan
+            planned = made.evicted if made is not None else 0
+            pending = self.planner.layers[number].pending is not None
+        steps.ended()
+        before = storer.taken
+        if storer.jobs.open:
+            storer.take_finished()
+        submitted = storer.schedule(number, steps.token_step, planned=pending) if steps.decode else 0
+        finished = storer.taken - before
+        return SoundCall(number, layer.rows.tokens, evicted, planned, submitted, finished, len(layer.waiting))
 
     def sync(self) -> None:
         """End a step of all layers."""
         self._steps.sync()
-        self.planner.sync()
+        if self._plans:
+            self.planner.sync()
 
     # -- what there is -------------------------------------------------------------------------------------------------
 
@@ -220,18 +215,11 @@ class SoundRuntime:
     def flush(self) -> None:
         """Encode everything that is cold in the layers of the scope, and wait for it."""
         self._steps.check_between("flush")
-        for number, layer in enumerate(self._layers):
-            if self._scope.budget(number, 1, layer.rows.tokens, layer.rows.tokens) is None:
-                continue
-            layer.take_due(cold_range(self.config, layer.rows.tokens))
-            while layer.next_due() is not None:
-                self._submit(number)
-                self._take_finished(wait=True)
-        self._take_finished(wait=True)
+        self._storer.flush()
 
     def wait(self) -> None:
         """Wait for the encodings that are open, and take them in."""
-        self._take_finished(wait=True)
+        self._storer.take_finished(wait=True)
 
     def close(self) -> None:
         """End the threads. The cache stays readable."""
@@ -258,12 +246,12 @@ class SoundRuntime:
             h2o_lossless_ratio=float32_ratio(raw, compressed),
             h2o_lossless_fallback_count=sum(one.fallbacks for one in layers),
             h2o_lossless_backpressure_skip_count=sum(one.skips for one in layers),
-            h2o_lossless_queue_depth_peak=self._queue_peak,
-            h2o_lossless_async_queue_peak=self._jobs.peak,
+            h2o_lossless_queue_depth_peak=self._storer.queue_peak,
+            h2o_lossless_async_queue_peak=self._storer.jobs.peak,
             h2o_lossless_async_wait_us=self._timings.wait.total_ns // MICROSECOND,
             h2o_lossless_decode_cache_hit=cache.hits,
             h2o_lossless_decode_cache_miss=cache.misses,
-            h2o_codec_us=self._last_compress_ns // MICROSECOND,
+            h2o_codec_us=self._storer.last_compress_ns // MICROSECOND,
             h2o_keep_ratio=planned.h2o_keep_ratio,
             h2o_lossy_ratio=planned.h2o_lossy_ratio,
             h2o_total_evict_tokens=sum(one.figures.evicted_tokens for one in self._layers),
@@ -318,6 +306,8 @@ class SoundRuntime:
         return lambda piece: piece.rows if piece.rows is not None else rows[id(piece)]
 
     def _prefetch(self, number: int) -> None:
+        if not self._workers.threads:
+            return
         count = len(self._layers)
         for step in range(1, min(self.config.prefetch_layers, count - 1) + 1):
             self._restorer.prefetch(self._layers[(number + step) % count].rows.pieces)
@@ -329,72 +319,7 @@ class SoundRuntime:
             self._workspace = empty((2, heads, tokens + tokens // 8 + 64, head_dim), self._dtype.numpy)
         return self._workspace
 
-    # -- encoding ------------------------------------------------------------------------------------------------------
 
-    def _schedule(self, number: int) -> int:
-        """Hand in what is cold; returns how many blocks."""
-        layer, config, step = self._layers[number], self.config, self._steps.token_step
-        tokens = layer.rows.tokens
-        layer.triggered |= tokens >= config.h2o.trigger_tokens
-        patient = step - (layer.last_step or 0) < MAX_PATIENCE_STEPS
-        if self.planner.layers[number].pending is not None and patient:
-            return 0  # blocks made now would be cut
-        if not layer.triggered or self._scope.budget(number, step, tokens, tokens) is None:
-            return 0
-        if layer.last_step is None or step - layer.last_step >= config.h2o.interval:
-            layer.take_due(cold_range(config, tokens))
-            layer.last_step = step
-        return self._submit(number)
-
-    def _submit(self, number: int) -> int:
-        layer, submitted = self._layers[number], 0
-        self._queue_peak = max(self._queue_peak, len(layer.waiting) + len(self._jobs))
-        while (piece := layer.next_due()) is not None and piece.rows is not None:
-            rows = piece.rows
-            if not self._jobs.has_room(rows.nbytes):
-                layer.figures.skips += 1
-                break
-            job = Job(number, piece, self._generation)
-            self._jobs.submit(job, rows.nbytes, partial(encode_and_verify, self._codec, rows))
-            layer.waiting.popleft()
-            piece.state = "queued"
-            submitted += 1
-            if not self._workers.threads:
-                self._take_finished()
-        return submitted
-
-    def _take_finished(self, *, wait: bool = False) -> None:
-        """Take in the encodings that are done."""
-        if wait and len(self._jobs):
-            with self._timings.wait.measured():
-                done = self._jobs.finished(wait=True)
-        else:
-            done = self._jobs.finished()
-        for job, future in done:
-            if job.generation == self._generation and job.piece.alive:
-                self._apply(job, result_of(future))
-        self._taken += len(done)
-
-    def _apply(self, job: Job, result: Encoded | None) -> None:
-        layer, piece = self._layers[job.layer], job.piece
-        figures, raw = layer.figures, piece.held_bytes
-        settle(piece, result, keeps_rows=self.config.mode != "store")
-        figures.fallbacks += result is None
-        if result is None:
-            if piece.state == "due":
-                layer.waiting.append(piece)
-            return
-        self._timings.compress.add(result.compress_ns)
-        self._timings.verify.add(result.verify_ns)
-        self._last_compress_ns = result.compress_ns
-        figures.updates += 1
-        figures.compress_ns += result.compress_ns
-        figures.raw_bytes += raw
-        figures.compressed_bytes += result.frames.nbytes if result.frames is not None else raw
-
-
-def read_only(both: Words) -> KVPair:
-    """K and V of ``[2, ...]`` as views that cannot be written to."""
-    keys, values = both[0], both[1]
-    keys.flags.writeable = values.flags.writeable = False
-    return keys, values
+def _copying(rows_of: RowsOf) -> WriteRows:
+    """Copies the rows of pieces to an array."""
+    return lambda piece, out: np.copyto(out, rows_of(piece))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from ...checks import whole
 from ...errors import KvmnnError
 
@@ -45,14 +42,19 @@ class Steps:
 
     def check_begin(self, layer: int, add: int) -> None:
         """Refuse a call out of order."""
+        if self._failure is not None or self._open is not None or not 0 <= layer < self._layers:
+            self._refuse(layer, add)
+        if self._called and (add != self._add or layer in self._called):
+            self._refuse(layer, add)
+
+    def _refuse(self, layer: int, add: int) -> None:
         self.check_sound()
         whole(layer, "layer", 0, self._layers - 1)
         if self._open is not None:
             raise KvmnnError(f"begin: the call of layer {self._open[0]} was not ended")
         if layer in self._called:
             raise KvmnnError(f"layer {layer} was called twice in a step: expected sync() between")
-        if self._called and add != self._add:
-            raise KvmnnError(f"layer {layer} gets {add} tokens, the layers before it {self._add}")
+        raise KvmnnError(f"layer {layer} gets {add} tokens, the layers before it {self._add}")
 
     def begun(self, layer: int, add: int, evicted: int) -> None:
         """Note a call."""
@@ -64,8 +66,8 @@ class Steps:
 
     def check_end(self) -> tuple[int, int]:
         """The layer whose call is open, and the tokens that it lost."""
-        self.check_sound()
-        if self._open is None:
+        if self._failure is not None or self._open is None:
+            self.check_sound()
             raise KvmnnError("end: no call was begun")
         return self._open
 
@@ -75,21 +77,19 @@ class Steps:
 
     def sync(self) -> None:
         """End the step."""
-        self.check_sound()
-        if self._open is not None:
-            raise KvmnnError(f"sync: the call of layer {self._open[0]} was not ended")
-        missing = sorted(set(range(self._layers)) - self._called)
-        if missing:
-            raise KvmnnError(f"sync: layers {', '.join(map(str, missing))} were not called in this step")
+        if self._failure is not None or self._open is not None or len(self._called) < self._layers:
+            self._refuse_sync()
         self._called.clear()
         self.position += self._add
         self.decode = True
 
-    @contextmanager
-    def breaking(self) -> Iterator[None]:
-        """What fails inside leaves a layer half done: only a reset helps then."""
-        try:
-            yield
-        except BaseException as error:
-            self._failure = f"{type(error).__name__}: {error}"
-            raise
+    def _refuse_sync(self) -> None:
+        self.check_sound()
+        if self._open is not None:
+            raise KvmnnError(f"sync: the call of layer {self._open[0]} was not ended")
+        missing = sorted(set(range(self._layers)) - self._called)
+        raise KvmnnError(f"sync: layers {', '.join(map(str, missing))} were not called in this step")
+
+    def broken(self, error: BaseException) -> None:
+        """Note what left a layer half done: only a reset helps then."""
+        self._failure = f"{type(error).__name__}: {error}"

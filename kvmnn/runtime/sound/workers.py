@@ -45,40 +45,38 @@ def run_now(function: Callable[[], R]) -> Future[R]:
 
 
 class OpenJobs(Generic[R]):
-    """Jobs that were handed in, in their order, with the raw bytes that they hold."""
+    """Jobs that were handed in, in their order, with the raw bytes that they hold.
+
+    Attributes
+    ----------
+    open
+        What was handed in with each, its bytes, and its result to come.
+    nbytes, peak
+        Bytes of those that are open, and most that were open at one time.
+    """
 
     def __init__(self, workers: Workers, max_open: int, max_bytes: int) -> None:
         self._workers = workers
         self._max_open, self._max_bytes = max_open, max_bytes
-        self._open: list[tuple[R, int, Future[object]]] = []
+        self.open: list[tuple[R, int, Future[object]]] = []
         self.nbytes = self.peak = 0
-
-    def __len__(self) -> int:
-        return len(self._open)
 
     def has_room(self, nbytes: int) -> bool:
         """Whether one more job of `nbytes` may be handed in; the only one always may."""
-        return not self._open or (len(self._open) < self._max_open and self.nbytes + nbytes <= self._max_bytes)
-
-    @property
-    def full(self) -> bool:
-        """Whether nothing more is taken."""
-        return not self.has_room(0)
+        return not self.open or (len(self.open) < self._max_open and self.nbytes + nbytes <= self._max_bytes)
 
     def submit(self, what: R, nbytes: int, function: Callable[[], object]) -> None:
         """Hand in a job; `what` comes back with its result."""
-        self._open.append((what, nbytes, self._workers.submit(function)))
+        self.open.append((what, nbytes, self._workers.submit(function)))
         self.nbytes += nbytes
         if self._workers.threads:
-            self.peak = max(self.peak, len(self._open))
+            self.peak = max(self.peak, len(self.open))
 
     def finished(self, *, wait: bool = False) -> list[tuple[R, Future[object]]]:
         """What is done, each once; with `wait`, everything."""
-        if not self._open:
-            return []
         done = []
         still_open = []
-        for what, nbytes, future in self._open:
+        for what, nbytes, future in self.open:
             if wait:
                 future.exception() if not future.cancelled() else None
             if future.done():
@@ -86,11 +84,11 @@ class OpenJobs(Generic[R]):
                 self.nbytes -= nbytes
             else:
                 still_open.append((what, nbytes, future))
-        self._open = still_open
+        self.open = still_open
         return done
 
     def forget(self) -> None:
         """Cancel what has not started and take no results of the rest."""
-        for _, _, future in self._open:
+        for _, _, future in self.open:
             future.cancel()
-        self._open, self.nbytes = [], 0
+        self.open, self.nbytes = [], 0

@@ -94,7 +94,19 @@ def configurations(arguments: argparse.Namespace) -> list[Configuration]:
             found += preset(spec, skip)
     except (KvmnnError, TypeError) as exc:
         raise UsageError(str(exc)) from exc
+    if skip is not None and not _takes_skip_layers(arguments):
+        raise UsageError("--skip-layers has no effect here: no policy and no preset of this run has skip_layers")
     return found
+
+
+def _takes_skip_layers(arguments: argparse.Namespace) -> bool:
+    from ..evaluation.setup.presets import PRESETS
+    from ..policies.specs import takes
+
+    presets = (spec.partition(":")[0] for spec in arguments.preset)
+    return any(takes(spec, "skip_layers") for spec in arguments.policy) or any(
+        "skip_layers" in PRESETS[name][1] for name in presets
+    )
 
 
 def text_options(arguments: argparse.Namespace) -> TextOptions:

@@ -9,12 +9,12 @@ from pathlib import Path
 from ..errors import KvmnnError
 from ..lm.documents import Document
 from ..reports.results import Refusal, TextFacts, Trace
-from ..reports.rows import Row
-from ..text import LOSSLESS, count
+from ..text import count
 from ..version import version
 from .measuring.cells import ModelFacts, RefusedCell, TimingCell, read_cell
 from .measuring.memory import WHAT
 from .measuring.timing import DECODED, PIECE
+from .notes import notes
 from .planning import EvaluationPlan, identity
 from .result import Bootstrap, EvaluatedModel, EvaluationResult, SettingsUsed
 from .rows import Measured, make_row
@@ -70,7 +70,11 @@ class Evaluation:
             ),
             rows=tuple(rows),
             traces=tuple(self._traces(measured)),
-            notes=(*self._notes(rows, full[0].model), *self._not_timed(measured)),
+            notes=(
+                *self.text_notes,
+                *notes(rows, self.documents, self.settings, full[0].model),
+                *self._not_timed(measured),
+            ),
             refused=tuple(
                 Refusal(label=entry.label, reason=refused[identity(entry)])
                 for entry in self.wanted
@@ -109,33 +113,6 @@ class Evaluation:
             if isinstance(found.timing, RefusedCell):
                 yield f"{self.wanted[number].label}: not timed: {found.timing.refused}"
         yield from _without_attention_time([found.timing for found in measured.values()])
-
-    def _notes(self, rows: Sequence[Row], facts: ModelFacts) -> Iterator[str]:
-        """What a reader of the numbers must know."""
-        yield from self.text_notes
-        for document in self.documents:
-            if document.tokens < self.settings.tokens:
-                yield (
-                    f"{document.name} has only {document.tokens:,} tokens to score, {self.settings.tokens:,} were "
-                    "asked for: all of it was scored."
-                )
-        shortest = min(document.tokens for document in self.documents)
-        for row in rows:
-            if not row.is_full and row.kind == LOSSLESS:
-                fits = row.budget is not None and row.budget >= shortest
-                why = f"a text of {shortest:,} tokens fits its budget" if fits else "it never had reason to"
-                yield f"{row.label}: nothing was evicted: {why}."
-        unequal = [row.label for row in rows if row.unequal_layers]
-        if unequal:
-            yield (
-                f"Layers hold unequal numbers of tokens (tokens kept: the least and the most): {'; '.join(unequal)}. "
-                "They hold more than rows of the same budget that cut every layer."
-            )
-        if len(self.documents) == 1:
-            yield "One document: there is no interval for the differences to the full cache."
-        longest = max(len(document.ids) - 1 for document in self.documents)
-        if facts.max_positions is not None and longest > facts.max_positions:
-            yield f"The texts reach position {longest - 1:,}; the model was made for {facts.max_positions:,}."
 
 
 def _without_attention_time(timings: Sequence[TimingCell | RefusedCell | None]) -> Iterator[str]:

@@ -93,12 +93,9 @@ class LayerPlan:
     def _why(self, config: H2OConfig) -> str:
         """Why the floor leaves nothing to evict, and what to lower."""
         target = self.plan.target_before_floor
-        floors = {"--recent": min(config.recent_tokens, self.plan.kv_len), "--sink": config.sink_tokens}
-        lower = [name for name, tokens in floors.items() if tokens >= target]
-        if not lower:
-            lower = ["--block"] if sum(floors.values()) < target else [max(floors, key=lambda name: floors[name])]
-        values = {"--recent": config.recent_tokens, "--sink": config.sink_tokens, "--block": config.block}
-        options = " and ".join(f"{name} ({values[name]:,})" for name in lower)
+        options = " and ".join(
+            f"--{name.removesuffix('_tokens')} ({getattr(config, name):,})" for name in self.plan.to_lower(config)
+        )
         return (
             f"sink and recent reach the target, {self.plan.floor_tokens:,} tokens in blocks of {config.block:,} where "
             f"{target:,} are to stay: lower {options}"

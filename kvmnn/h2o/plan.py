@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -104,6 +105,15 @@ class Plan:
 
     # -- figures -------------------------------------------------------------------------------------------------------
 
+    def to_lower(self, config: H2OConfig) -> tuple[str, ...]:
+        """The options of `config` that make the floor reach the target, by their names: those to lower."""
+        target = self.target_before_floor
+        floors = {"recent_tokens": min(config.recent_tokens, self.kv_len), "sink_tokens": config.sink_tokens}
+        found = tuple(name for name, tokens in floors.items() if tokens >= target)
+        if found:
+            return found
+        return ("block_tokens",) if sum(floors.values()) < target else (max(floors, key=lambda name: floors[name]),)
+
     @property
     def floor_keep(self) -> np.float32:
         """Share of the floor, float32."""
@@ -190,6 +200,28 @@ def plan(scores: Any, kv_len: int, config: H2OConfig | None = None, **options: A
         floor_dominates=floor >= before_floor,
         quantized_keep=min(kv_len, floor + missing * block),
         bytes_per_token=config.bytes_per_token,
+    )
+
+
+def never_drops(config: H2OConfig, tokens: int, names: Mapping[str, str] | None = None) -> str | None:
+    """Why no plan for up to `tokens` tokens drops any, and which option to change; None where one can.
+
+    Parameters
+    ----------
+    names
+        What its options are called, where that is not as in `H2OConfig`.
+    """
+    if tokens < config.trigger_tokens:
+        return f"it plans from trigger_min_tokens {config.trigger_tokens:,} on, there are {tokens:,}: lower it"
+    made = plan(np.zeros(config.blocks(tokens), np.float32), tokens, config)  # the longest has the highest target
+    if not made.floor_dominates:
+        return None if made.evicted else "its target is all of them"
+    options = " and ".join(
+        f"{(names or {}).get(name, name)} ({getattr(config, name):,})" for name in made.to_lower(config)
+    )
+    return (
+        f"sink and recent reach the target, {made.floor_tokens:,} of {tokens:,} tokens where "
+        f"{made.target_before_floor:,} are to stay: lower {options}"
     )
 
 

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from ..checks import check_count, check_share
 from ..dtypes import Floats, Indices
 from ..errors import KvmnnError
+from ..text import count
 from .scoring import Scoring, Summed
 from .view import Moment, View
 
@@ -50,6 +51,8 @@ class Policy(ABC):
     """Whether it acts on a prompt and never again."""
     layers_apart: ClassVar[bool] = False
     """Whether layers are cut at different steps, and so hold different numbers of tokens."""
+    budget_means: ClassVar[str] = "it has none"
+    """What a budget is for it, in a few words."""
 
     skip_layers: tuple[int, ...] = ()
 
@@ -182,6 +185,18 @@ class Policy(ABC):
         """
         return self.scoring.from_weights(weights, kv_heads, by_head=self.by_head)
 
+    def why_all_stay(self, prompt: int, tokens: int) -> str | None:
+        """Why its options let every token of a text stay, as part of a sentence; None where they do not say.
+
+        Parameters
+        ----------
+        prompt
+            Tokens of the first step.
+        tokens
+            Of the text, those of the first step included.
+        """
+        return None
+
     def options(self) -> Mapping[str, Any]:
         """The arguments that make an equal policy (a random generator is not among them)."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.repr}
@@ -216,7 +231,9 @@ class Budgeted(Policy):
     """
 
     default_budget: ClassVar[int | None] = None
+    default_keep_ratio: ClassVar[float | None] = None
     rounds_up: ClassVar[bool] = True
+    budget_means = "the tokens that stay"
 
     budget: int | None = None
     keep_ratio: float | None = None
@@ -224,9 +241,10 @@ class Budgeted(Policy):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.budget is None and self.keep_ratio is None:
-            if self.default_budget is None:
+            if self.default_budget is None and self.default_keep_ratio is None:
                 raise KvmnnError(f"{self.name}: expected a budget (tokens) or a keep_ratio")
             object.__setattr__(self, "budget", self.default_budget)
+            object.__setattr__(self, "keep_ratio", self.default_keep_ratio)
         elif self.budget is not None and self.keep_ratio is not None:
             raise KvmnnError(f"{self.name}: budget {self.budget} and keep_ratio {self.keep_ratio}: expected only one")
         if self.budget is not None:
@@ -240,6 +258,13 @@ class Budgeted(Policy):
             return self.budget or 0
         share = self.keep_ratio * tokens
         return math.ceil(share) if self.rounds_up else int(share)
+
+    def why_all_stay(self, prompt: int, tokens: int) -> str | None:
+        if self.size(tokens) >= tokens:
+            return f"a text of {count(tokens, 'token')} fits its budget"
+        if self.prompt_only and self.size(prompt) >= prompt:
+            return f"it cuts the first step only, which has {count(prompt, 'token')}: expected a longer prompt"
+        return None
 
 
 def _stacked(kept: Kept) -> Kept:

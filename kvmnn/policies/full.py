@@ -14,6 +14,7 @@ class Full(Policy):
     """The full cache, which eviction is compared with. LOSSLESS: it never acts, so no layer needs to be skipped."""
 
     name: ClassVar[str] = "full"
+    budget_means = "it has none: all tokens stay"
     moments: ClassVar[frozenset[Moment]] = frozenset()
 
     skip_layers: tuple[int, ...] = field(default=(), init=False, repr=False)

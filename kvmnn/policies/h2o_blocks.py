@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,6 +12,7 @@ from ..dtypes import Indices
 from ..errors import KvmnnError
 from ..h2o import plan
 from ..h2o.config import STATIC, H2OConfig
+from ..h2o.plan import never_drops
 from ..h2o.scores import block_sums
 from .base import Budgeted
 from .scoring import RunningMean
@@ -51,6 +52,8 @@ class H2OBlocks(Budgeted):
 
     name: ClassVar[str] = "h2o_blocks"
     needs = "scores"
+    default_keep_ratio = float(H2OConfig().ratio)
+    budget_means = "a target that protected tokens and whole blocks raise; more is held between two plans"
 
     block_tokens: int = 64
     sink: int = 32
@@ -66,8 +69,6 @@ class H2OBlocks(Budgeted):
         return cls(keep_ratio=float(H2OConfig(target_lossy_ratio=lossy_ratio).ratio), **options)
 
     def __post_init__(self) -> None:
-        if self.budget is None and self.keep_ratio is None:
-            object.__setattr__(self, "keep_ratio", float(H2OConfig().ratio))
         super().__post_init__()
         for field in ("block_tokens", "sink", "recent", "update_interval", "trigger_min_tokens"):
             check_count(f"{self.name}: {field}", getattr(self, field))
@@ -80,6 +81,11 @@ class H2OBlocks(Budgeted):
     def _due(self, view: View) -> bool:
         enough = view.tokens >= max(1, self.trigger_min_tokens)
         return enough and (view.steps is None or view.steps >= max(1, self.update_interval))
+
+    def why_all_stay(self, prompt: int, tokens: int) -> str | None:
+        names = {"sink_tokens": "sink", "recent_tokens": "recent"}
+        config = replace(self._config(tokens), trigger_min_tokens=self.trigger_min_tokens)
+        return super().why_all_stay(prompt, tokens) or never_drops(config, tokens, names)
 
     def rule(self, view: View) -> list[Indices] | None:
         if not self._due(view):

@@ -44,6 +44,7 @@ class H2ODecayed(Budgeted):
     name: ClassVar[str] = "h2o_decayed"
     needs: ClassVar[Needs] = "scores"
     default_budget = 256
+    budget_means = "sinks, heavy hitters and recent tokens together"
 
     sink: int = 4
     recent: int | None = None

@@ -10,6 +10,7 @@ from ..checks import check_count
 from ..errors import KvmnnError
 from ..h2o import CADENCES, Planner
 from ..h2o.config import QUANTISED_MODES, H2OConfig
+from ..h2o.plan import never_drops
 from .base import Kept, Policy
 from .view import Moment, View
 
@@ -44,6 +45,7 @@ class H2OEngine(Policy):
     needs = "scores"
     moments = frozenset({Moment.APPENDED})
     layers_apart = True
+    budget_means = "it has none: `target_lossy_ratio`, or `target_keep_ratio` with `target_mode=static`, is the target"
 
     skip_layers: tuple[int, ...] = field(default=(), init=False, repr=False)
     block_tokens: int = H2OConfig.block_tokens
@@ -119,6 +121,9 @@ class H2OEngine(Policy):
 
     def skipped(self, layers: int) -> frozenset[int]:
         return frozenset(range(layers)) - frozenset(self._config(layers=layers).layer_range)
+
+    def why_all_stay(self, prompt: int, tokens: int) -> str | None:
+        return never_drops(self._config(), tokens)
 
     def rule(self, view: View) -> Kept:
         raise KvmnnError(

@@ -41,6 +41,7 @@ class H2OHeads(Budgeted):
     name: ClassVar[str] = "h2o_heads"
     needs = "head scores"
     default_budget = 516
+    budget_means = "heavy hitters and recent tokens together"
 
     recent: int = 512
 

@@ -48,6 +48,7 @@ class H2OTokens(Budgeted):
     needs = "scores"
     moments = frozenset({Moment.APPENDED, Moment.CHUNK_END})
     default_budget = 256
+    budget_means = "sinks, heavy hitters and recent tokens together; up to `buffer` more are held until it cuts"
 
     sink: int = 4
     recent: int = 32

@@ -29,6 +29,7 @@ class KNorm(Budgeted):
     needs = "keys"
     rounds_up = False
     prompt_only = True
+    budget_means = "the tokens of the prompt that stay; later ones all stay"
 
     def rule(self, view: View) -> Indices | None:
         size = self.size(view.tokens)

@@ -54,6 +54,7 @@ class L2Fixed(Budgeted):
     name: ClassVar[str] = "l2_fixed"
     needs = "keys"
     default_budget = 1024
+    budget_means = "the tokens that stay, `recent_ratio` of them the latest"
 
     recent_ratio: float = 0.0
     strategy: Strategy = "keep_low"

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 from ..checks import check_count
 from ..dtypes import Indices
 from ..errors import KvmnnError
+from ..text import count
 from .base import Budgeted
 from .ranking import by_rank, lowest
 from .view import View
@@ -44,6 +45,7 @@ class L2Ratio(Budgeted):
 
     name: ClassVar[str] = "l2_ratio"
     needs = "keys"
+    budget_means = "the tokens that stay where more than `prune_after` are stored; up to there all stay"
 
     prune_after: int = 1000
     form: Literal["seed", "original"] = "seed"
@@ -61,6 +63,11 @@ class L2Ratio(Budgeted):
         check_count(f"{self.name}: prune_after", self.prune_after)
         if self.form not in ("seed", "original"):
             raise KvmnnError(f"{self.name}: form is {self.form!r}: expected 'seed' or 'original'")
+
+    def why_all_stay(self, prompt: int, tokens: int) -> str | None:
+        if tokens < self.prune_after or (tokens == self.prune_after and self.form == "seed"):
+            return f"it cuts above prune_after {self.prune_after:,}, the text has {count(tokens, 'token')}: lower it"
+        return super().why_all_stay(prompt, tokens)
 
     def rule(self, view: View) -> Indices | None:
         size = min(self.size(view.tokens), view.tokens)

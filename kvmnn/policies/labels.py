@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Self
 
-from .base import Policy
+from .base import Budgeted, Policy
 from .full import Full
 
 
@@ -52,13 +52,16 @@ class LabelledPolicy:
 def label_of(policy: type[Policy], options: Mapping[str, Any]) -> str:
     """The policy, its budget, and every other option that is not the default: ``"streaming 256 sink=8"``.
 
-    Layers that are never cut are named whatever the default is, because they hold more than the budget says.
+    The budget is named, and so are layers that are never cut, whatever the defaults are: both say what is held.
     """
     words = [policy.name]
-    if options.get("budget") is not None:
-        words.append(str(options["budget"]))
-    if options.get("keep_ratio") is not None:
-        words.append(f"{options['keep_ratio']:g}")
+    budget, keep_ratio = options.get("budget"), options.get("keep_ratio")
+    if budget is None and keep_ratio is None and issubclass(policy, Budgeted):
+        budget, keep_ratio = policy.default_budget, policy.default_keep_ratio
+    if budget is not None:
+        words.append(str(budget))
+    if keep_ratio is not None:
+        words.append(f"{keep_ratio:.4g}")
     for entry in fields(policy):
         if entry.name == "skip_layers":
             skipped = options.get(entry.name, entry.default)

@@ -37,6 +37,7 @@ class ObservedAttention(Budgeted):
     needs = "head scores"
     rounds_up = False
     prompt_only = True
+    budget_means = "the tokens of the prompt that stay; later ones all stay"
 
     @property
     def scoring(self) -> PromptMean:

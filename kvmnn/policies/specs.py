@@ -73,6 +73,11 @@ def options_of(
         yield name, options
 
 
+def takes(spec: str, option: str) -> bool:
+    """Whether the policy of a spec has an option; also where the spec says it itself."""
+    return option in _settable(parse_spec(spec)[0])
+
+
 def make(name: str, options: Mapping[str, Any], seed: Sequence[int] = (0,)) -> Policy:
     """`create`, with a random generator of this seed where the policy draws."""
     draws = options.get("strategy") == "random" and any(

@@ -47,6 +47,7 @@ class Streaming(Budgeted):
     needs = "lengths"
     moments = frozenset({Moment.ATTENDED, Moment.CHUNK_END})
     default_budget = 512
+    budget_means = "sinks and window together; up to `buffer` more are held until it cuts"
 
     sink: int = 4
     buffer: int = 0
@@ -95,6 +96,7 @@ class StreamingPress(Budgeted):
     needs = "lengths"
     rounds_up = False
     prompt_only = True
+    budget_means = "the tokens of the prompt that stay; later ones all stay"
 
     sink: int = 4
 

@@ -172,6 +172,12 @@ def test_what_the_model_refuses_is_named_and_the_rest_is_there(capsys):
     [
         (["--budget", "64"], "--budget needs a --policy"),
         (["--policy", "full", "--plot-format", "png,gif"], "'gif' is no kind of plot: expected some of png, svg, pdf"),
+        (
+            ["--policy", "h2o_engine", "--budget", "64"],
+            "a budget of 64 tokens has no effect here; h2o_engine: it has none",
+        ),
+        (["--policy", "full", "--skip-layers", "0"], "--skip-layers has no effect here"),
+        (["--preset", "streaming-h2o", "--skip-layers", "0"], "--skip-layers has no effect here"),
         (["--policy", "nothing"], "unknown policy 'nothing'"),
         (["--policy", "streaming:sink"], "is not option=value"),
         (["--policy", "streaming", "--budget", "4"], "leaves no window behind 4 sinks"),

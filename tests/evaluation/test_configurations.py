@@ -7,8 +7,14 @@ import json
 import numpy as np
 import pytest
 
-from kvmnn.errors import KvmnnError
-from kvmnn.evaluation.setup.configurations import Configuration, ProjectDefinition, configurations, shares
+from kvmnn.errors import KvmnnError, OptionError
+from kvmnn.evaluation.setup.configurations import (
+    Configuration,
+    ProjectDefinition,
+    compared,
+    configurations,
+    shares,
+)
 from kvmnn.policies import POLICIES, Full, LayerView
 from kvmnn.policies.specs import numbers
 
@@ -29,6 +35,16 @@ def test_a_spec_that_says_its_size_is_taken_once():
     assert found[0].options["budget"] == 99
     assert found[1].options["keep_ratio"] == 0.5
     assert found[2].make() == Full()
+
+
+def test_budgets_that_no_policy_takes_are_refused():
+    for specs in (["h2o_engine"], ["full", "h2o_engine:block_tokens=8"], ["full"]):
+        with pytest.raises(OptionError, match="a budget of 64 and 128 tokens has no effect here"):
+            configurations(specs, [64, 128])
+    with pytest.raises(OptionError, match="h2o_engine: it has none: target_lossy_ratio, or target_keep_ratio with"):
+        compared(["h2o_engine"], 64, 100)
+    assert len(configurations(["full", "h2o_engine", "streaming"], [64, 128])) == 4
+    assert configurations([], [64]) == []
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))

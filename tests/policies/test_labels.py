@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvmnn.policies import Full, L2Fixed, L2Ratio, RecentOnly, Streaming
+from kvmnn.policies import Full, H2OBlocks, H2OEngine, L2Fixed, L2Ratio, RecentOnly, Streaming
 from kvmnn.policies.labels import LabelledPolicy, label_of
 
 
 def test_labels_say_what_is_not_the_default() -> None:
-    assert label_of(Streaming, {}) == "streaming"
     assert label_of(Streaming, {"budget": 64, "sink": 4, "buffer": 2}) == "streaming 64 buffer=2"
     assert label_of(L2Ratio, {"keep_ratio": 0.5, "skip_layers": ()}) == "l2_ratio 0.5"
     assert label_of(L2Ratio, {"skip_layers": (0, 2)}) == "l2_ratio skip_layers=0+2"
+
+
+def test_a_default_budget_is_named_because_it_says_what_is_held() -> None:
+    assert label_of(Streaming, {}) == LabelledPolicy.of(Streaming()).label == "streaming 512"
+    assert label_of(H2OBlocks, {"skip_layers": ()}) == "h2o_blocks 0.3333"
+    assert label_of(H2OEngine, {}) == "h2o_engine"  # which has none
+    assert label_of(L2Ratio, {"keep_ratio": 0.123456, "skip_layers": ()}) == "l2_ratio 0.1235"
 
 
 def test_layers_that_are_never_cut_are_named_even_where_they_are_the_default() -> None:

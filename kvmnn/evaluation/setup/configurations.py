@@ -15,7 +15,7 @@ from ...policies.budget import Budget
 from ...policies.full import Full
 from ...policies.labels import LabelledPolicy, jsonable, label_of
 from ...policies.registry import policy_called
-from ...policies.specs import make, options_of
+from ...policies.specs import make, options_of, parse_spec, takes
 
 FULL = Full.name
 """The policy that evicts nothing."""
@@ -107,6 +107,8 @@ def configurations(
 ) -> list[Configuration]:
     """Every policy with every budget.
 
+    A budget that a policy of the run does not take is passed over for that policy; the notes of the results say which.
+
     Parameters
     ----------
     specs
@@ -121,10 +123,24 @@ def configurations(
 
     Raises
     ------
+    OptionError
+        For budgets that none of the policies takes.
     KvmnnError
         For policies and options that do not exist and values that the policy refuses.
     """
-    return [named(*options) for spec in specs for options in options_of(spec, budgets, skip_layers, defaults)]
+    specs = list(specs)
+    found = [named(*options) for spec in specs for options in options_of(spec, budgets, skip_layers, defaults)]
+    check_budgets(specs, budgets)
+    return found
+
+
+def check_budgets(specs: Sequence[str], budgets: Sequence[int]) -> None:
+    """Refuse, with `OptionError`, budgets that change nothing because no policy takes one."""
+    if not budgets or not specs or any(takes(spec, "budget") for spec in specs):
+        return
+    means = [f"{spec}: {policy_called(parse_spec(spec)[0]).budget_means}" for spec in specs]
+    said = " and ".join(f"{budget:,}" for budget in budgets)
+    raise OptionError(f"a budget of {said} tokens has no effect here; {'; '.join(means)}".replace("`", ""))
 
 
 def compared(
@@ -136,10 +152,11 @@ def compared(
     wanted = [Budget.parse(str(size)).of(tokens) for size in sizes]
     if wanted and not any(isinstance(entry, str) for entry in entries):
         raise OptionError("budgets are for policies that are named: expected a name such as 'streaming' among them")
+    check_budgets([entry for entry in entries if isinstance(entry, str)], wanted)
     found: list[Configuration] = []
     for entry in entries:
         if isinstance(entry, str):
-            found += configurations([entry], wanted)
+            found += [named(*options) for options in options_of(entry, wanted)]
         elif isinstance(entry, Policy):
             known = LabelledPolicy.of(entry)
             found.append(Configuration(known.label, entry.name, dict(known.options)))

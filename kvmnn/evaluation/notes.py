@@ -1,0 +1,72 @@
+"""What a reader of an evaluation's numbers must know, in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ..lm.documents import Document
+from ..policies.registry import policy_called
+from ..policies.specs import make
+from ..reports.rows import Row
+from ..text import LOSSLESS
+from .measuring.cells import ModelFacts
+from .setup.settings import Settings
+
+
+def notes(rows: Sequence[Row], documents: Sequence[Document], settings: Settings, facts: ModelFacts) -> Iterator[str]:
+    """Sentences about rows, one for each thing that a table does not show."""
+    yield from _short_texts(documents, settings)
+    yield from _unequal_budgets(rows)
+    yield from _nothing_evicted(rows, documents, settings)
+    unequal = [row.label for row in rows if row.unequal_layers]
+    if unequal:
+        yield (
+            f"Layers hold unequal numbers of tokens (tokens kept: the least and the most): {'; '.join(unequal)}. "
+            "They hold more than rows of the same budget that cut every layer."
+        )
+    if len(documents) == 1:
+        yield "One document: there is no interval for the differences to the full cache."
+    longest = max(len(document.ids) - 1 for document in documents)
+    if facts.max_positions is not None and longest > facts.max_positions:
+        yield f"The texts reach position {longest - 1:,}; the model was made for {facts.max_positions:,}."
+
+
+def _short_texts(documents: Sequence[Document], settings: Settings) -> Iterator[str]:
+    for document in documents:
+        if document.tokens < settings.tokens:
+            yield (
+                f"{document.name} has only {document.tokens:,} tokens to score, {settings.tokens:,} were "
+                "asked for: all of it was scored."
+            )
+
+
+def _unequal_budgets(rows: Sequence[Row]) -> Iterator[str]:
+    """Where policies did not all run at the same sizes, so that rows side by side hold unequal numbers of tokens."""
+    sizes: dict[str, dict[str, None]] = {}
+    for row in rows:
+        if not row.is_full:
+            sizes.setdefault(row.policy, {})[_size(row)] = None
+    if len({frozenset(found) for found in sizes.values()}) < 2:
+        return
+    said = "; ".join(f"{policy} {' and '.join(found)}" for policy, found in sizes.items())
+    none = [policy for policy, found in sizes.items() if _NO_BUDGET in found]
+    why = "".join(f" Of {policy}: {policy_called(policy).budget_means.replace('`', '')}." for policy in none)
+    yield f"Policies ran with unequal budgets: {said}. Compare rows of one budget only.{why}"
+
+
+_NO_BUDGET = "none"
+
+
+def _size(row: Row) -> str:
+    if row.budget is not None:
+        return f"{row.budget:,}"
+    return _NO_BUDGET if row.keep_ratio is None else f"{100 * row.keep_ratio:.4g} %"
+
+
+def _nothing_evicted(rows: Sequence[Row], documents: Sequence[Document], settings: Settings) -> Iterator[str]:
+    longest = max(document.tokens for document in documents)
+    first = min(settings.prompt or settings.chunk, longest)
+    for row in rows:
+        if not row.is_full and row.kind == LOSSLESS:
+            why = make(row.policy, row.options).why_all_stay(first, longest)
+            yield f"{row.label}: nothing was evicted: {why or 'no step gave it reason to'}."

@@ -1,0 +1,92 @@
+"""What readers of an evaluation are told, beside its tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from lm_results import row
+
+from kvmnn.evaluation.measuring.cells import ModelFacts
+from kvmnn.evaluation.notes import notes
+from kvmnn.evaluation.setup.settings import Settings
+from kvmnn.lm.documents import Document
+from kvmnn.policies.specs import make, options_of
+from kvmnn.reports.rows import Row
+
+FACTS = ModelFacts(
+    layers=6, kv_heads=4, query_heads=4, head_dim=64, cache_dtype="float32", vocab=512, max_positions=4096
+)
+
+
+def of(spec: str, kind: str = "LOSSY", **more: Any) -> Row:
+    """The row of a policy as an evaluation makes it, with all its options."""
+    ((name, options),) = options_of(spec)
+    found = make(name, options).options()
+    sizes = {"budget": found.get("budget"), "keep_ratio": found.get("keep_ratio")}
+    return row(spec, name, options=found, kind=kind, **sizes, **more)
+
+
+def said(rows: list[Row], tokens: int = 400, documents: int = 1, **settings: Any) -> list[str]:
+    texts = [text(tokens, str(number)) for number in range(documents)]
+    return list(notes(rows, texts, Settings(tokens=tokens, **settings), FACTS))
+
+
+def text(tokens: int, name: str) -> Document:
+    return Document(name, np.arange(tokens + 1) % 9, tokens, "0" * 64)
+
+
+def test_policies_at_their_own_defaults_hold_unequal_budgets() -> None:
+    rows = [row("full", "full"), of("streaming"), of("recent_only"), of("h2o_engine"), of("h2o_blocks")]
+    (note,) = (line for line in said(rows) if "unequal budgets" in line)
+    assert note.startswith(
+        "Policies ran with unequal budgets: streaming 512; recent_only 1,024; h2o_engine none; h2o_blocks 33.33 %. "
+        "Compare rows of one budget only. Of h2o_engine: it has none: target_lossy_ratio, or target_keep_ratio"
+    )
+
+
+def test_the_same_budgets_for_all_need_no_note() -> None:
+    rows = [of("streaming:budget=64"), of("streaming:budget=32"), of("recent_only:budget=32"), of("knorm:budget=64")]
+    assert any("unequal budgets: streaming 64 and 32; recent_only 32; knorm 64." in line for line in said(rows))
+    rows[3] = of("recent_only:budget=64")
+    assert not any("unequal budgets" in line for line in said(rows))
+    assert not any("unequal budgets" in line for line in said([of("streaming:budget=64"), of("streaming")]))
+
+
+@pytest.mark.parametrize(
+    ("spec", "settings", "why"),
+    [
+        ("recent_only:budget=400", {}, "a text of 400 tokens fits its budget"),
+        ("knorm:budget=300", {"chunk": 8}, "it cuts the first step only, which has 8 tokens: expected a longer prompt"),
+        ("knorm:keep_ratio=1", {"prompt": 50}, "a text of 400 tokens fits its budget"),
+        ("l2_ratio:keep_ratio=0.5", {}, "it cuts above prune_after 1,000, the text has 400 tokens: lower it"),
+        (
+            "l2_ratio:keep_ratio=0.5,prune_after=400",
+            {},
+            "it cuts above prune_after 400, the text has 400 tokens: lower it",
+        ),
+        ("h2o_engine", {}, "it plans from trigger_min_tokens 512 on, there are 400: lower it"),
+        (
+            "h2o_engine:trigger_min_tokens=64",
+            {},
+            "sink and recent reach the target, 336 of 400 tokens where 134 are to stay: lower recent_tokens (256)",
+        ),
+        (
+            "h2o_engine:trigger_min_tokens=64,recent_tokens=8,sink_tokens=200,block_tokens=8",
+            {},
+            "sink and recent reach the target, 208 of 400 tokens where 134 are to stay: lower sink_tokens (200)",
+        ),
+        ("h2o_engine:trigger_min_tokens=64,target_lossy_ratio=1", {}, "its target is all of them"),
+        (
+            "h2o_blocks:trigger_min_tokens=64,budget=64",
+            {},
+            "sink and recent reach the target, 336 of 400 tokens where 64 are to stay: lower recent (256)",
+        ),
+        ("h2o_tokens:budget=390", {}, "no step gave it reason to"),  # up to `buffer` more are held
+    ],
+)
+def test_what_never_evicted_says_why(spec: str, settings: dict[str, Any], why: str) -> None:
+    rows = [of(spec, "LOSSLESS")]
+    assert f"{spec}: nothing was evicted: {why}." in said(rows, **settings)
+    assert not any("nothing was evicted" in line for line in said([of(spec)], **settings))

@@ -2,6 +2,7 @@
 
 Which array is K and which V, and of what layer, is in the names; which axis is which is in the number of axes or said
 by the caller. docs/compressor-forward.md lists the rules; what does not follow them is refused, never guessed.
+A name is no proof of its axes: runtimes write ``past_key_values.0.key`` with tokens before heads as well.
 """
 
 from __future__ import annotations
@@ -16,10 +17,14 @@ from ..dtypes import PARTS, KVPair, Part, Words
 from ..errors import SourceError
 from .layers import with_whole_dumps
 from .named_array import ArrayInfo, NamedArray
-from .names import conventional, known_axes, layer_of, part_of
+from .names import conventional, layer_of, part_of
+
+MOST_HEADS = 256
+"""More kv heads than any decoder has: twice those of the largest that are published (128)."""
 
 _NEEDED, _ALLOWED = set("htd"), set("lbhtd")
 _WHOLE, _BY_LAYER = "lbhtd", {4: "bhtd", 3: "htd"}
+_LETTERS = {"l": "layer", "b": "batch", "h": "kv_head", "t": "token", "d": "dimension"}
 
 
 @dataclass(frozen=True)
@@ -34,11 +39,21 @@ class KVArrays:
         The arrays that they are views of: K, V; one pair with all layers, or a pair for each layer.
     axes
         Letters for the axes of each of them: l layer, b batch, h kv_head, t token, d dimension.
+    axes_by
+        What says so, for people.
     """
 
     layers: dict[int, KVPair]
     pairs: tuple[tuple[NamedArray, NamedArray], ...]
     axes: str
+    axes_by: str
+
+    @property
+    def described(self) -> str:
+        """Every axis of the arrays with its length, and what says so."""
+        shape = self.pairs[0][0].shape
+        named = (f"{_LETTERS[letter]} {length:,}" for letter, length in zip(self.axes, shape, strict=True))
+        return f"axes {self.axes} ({self.axes_by}): {', '.join(named)}"
 
     def restore(self, new: dict[int, KVPair]) -> tuple[list[ArrayInfo], list[Words]]:
         """Other tokens for the same layers, with the names and axes that the source had.
@@ -60,14 +75,29 @@ class KVArrays:
         return infos, arrays
 
 
-def read_kv(
-    where: str,
-    arrays: Sequence[NamedArray],
-    axes: str | None = None,
-    *,
-    token_major: bool = False,
-    least_tokens: int = 0,
-) -> KVArrays:
+@dataclass(frozen=True)
+class SaidAxes:
+    """What is known of the axes of arrays.
+
+    Parameters
+    ----------
+    letters
+        Of all arrays, such as ``"lthd"``: h, t and d, and l or b for layers or batches; None where nothing says them.
+    by
+        Who says so.
+    token_major
+        `Source.token_major`: three axes are ``thd``.
+    least_tokens
+        Tokens that there are at least.
+    """
+
+    letters: str | None = None
+    by: str = "said"
+    token_major: bool = False
+    least_tokens: int = 0
+
+
+def read_kv(where: str, arrays: Sequence[NamedArray], said: SaidAxes | None = None) -> KVArrays:
     """Find K and V among `arrays`.
 
     Parameters
@@ -76,16 +106,11 @@ def read_kv(
         What messages call the source.
     arrays
         All of them must be K or V.
-    axes
-        Letters for the axes of each array, such as ``"lthd"``: h, t and d, and l or b for layers or batches. Without
-        it, names in `CONVENTIONS` say it, and `token_major` for three axes. Other arrays with five axes are ``lbhtd``;
-        with a layer number in their names those with four are ``bhtd`` and with three ``htd``, as far as their shapes
-        have no second reading.
-    token_major
-        `Source.token_major`: three axes are ``thd``.
-    least_tokens
-        Fewest tokens that a cache is expected to have: heads that are as many or more could be tokens as well. 0: none
-        could.
+    said
+        What is known of their axes. Where that does not say, names of KV dumps do, which hold the number of tokens.
+        Other arrays with five axes are ``lbhtd``; with a layer number in their names those with four are ``bhtd`` and
+        with three ``htd``, but only where heads and tokens the other way round would be more than `MOST_HEADS` heads,
+        or fewer tokens than there are.
 
     Raises
     ------
@@ -93,13 +118,10 @@ def read_kv(
         For names that are neither K nor V, a K without its V or the other way round, layers without number or twice,
         shapes that do not agree with the axes, and arrays whose heads could be tokens and whose axes nothing says.
     """
-    _check_axes(where, axes)
+    said = said or SaidAxes()
+    _check_axes(where, said.letters)
     pairs = _pair_up(where, with_whole_dumps(arrays))
-    first = pairs[0][0]
-    found = axes or _said_axes([array for pair in pairs for array in pair], token_major)
-    if found is None:
-        found = _default_axes(where, first, _layer(first.name))
-        _check_only_reading(where, first, found, least_tokens)
+    found, by = _axes(where, [array for pair in pairs for array in pair], said)
     for array in (array for pair in pairs for array in pair):
         if len(array.shape) != len(found):
             raise SourceError(
@@ -112,13 +134,13 @@ def read_kv(
         keys, values = (_from_axes(_words(array), found) for array in pairs[0])
         if len(keys) != len(values):
             raise SourceError(f"{where}: K has {len(keys)} layers, V {len(values)}")
-        return KVArrays(dict(enumerate(zip(keys, values, strict=True))), tuple(pairs), found)
+        return KVArrays(dict(enumerate(zip(keys, values, strict=True))), tuple(pairs), found, by)
     by_layer = _by_layer(where, pairs)
     layers: dict[int, KVPair] = {}
     for number in sorted(by_layer):
         keys, values = (_from_axes(_words(array), found)[0] for array in by_layer[number])
         layers[number] = keys, values
-    return KVArrays(layers, tuple(by_layer[number] for number in sorted(by_layer)), found)
+    return KVArrays(layers, tuple(by_layer[number] for number in sorted(by_layer)), found, by)
 
 
 def _by_layer(where: str, pairs: list[tuple[NamedArray, NamedArray]]) -> dict[int, tuple[NamedArray, NamedArray]]:
@@ -154,27 +176,40 @@ def _check_axes(where: str, axes: str | None) -> None:
         )
 
 
-def _said_axes(arrays: Sequence[NamedArray], token_major: bool) -> str | None:
-    """The axes that names or the source give to all arrays; None where one has none, or they differ."""
-    (count, *others) = {len(array.shape) for array in arrays}
-    if others:
-        return None
-    unnamed = "thd" if token_major and count == 3 else None
-    found = {known_axes(array.name, count) or unnamed for array in arrays}
-    return found.pop() if len(found) == 1 else None
-
-
-def _check_only_reading(where: str, array: NamedArray, axes: str, least_tokens: int) -> None:
-    """Refuse an array whose kv_heads could be its tokens."""
-    heads = array.shape[axes.index("h")]
-    if not least_tokens or heads < least_tokens:
-        return
-    other = axes.replace("ht", "th")
+def _axes(where: str, arrays: Sequence[NamedArray], said: SaidAxes) -> tuple[str, str]:
+    """The axes of all arrays, and what says so."""
+    if said.letters is not None:
+        return said.letters, said.by
+    if said.token_major and all(len(array.shape) == 3 for array in arrays):
+        return "thd", "as in every KV dump"
+    first = arrays[0]
+    found = {_axes_of_dump(array) for array in arrays}
+    if len(found) == 1 and (named := found.pop()) is not None:
+        return named, f"{first.name!r} holds the number of tokens"
+    letters = _default_axes(where, first, _layer(first.name))
+    readings = [each for each in (letters, letters.replace("ht", "th")) if _is_possible(first, each, said.least_tokens)]
+    if readings == [letters]:
+        return letters, "the shape has no other reading"
+    heads, tokens = (first.shape[letters.index(letter)] for letter in "ht")
+    if max(heads, tokens) < said.least_tokens:
+        raise SourceError(f"{where}: array {first.name!r} {list(first.shape)} has no {said.least_tokens} tokens")
     raise SourceError(
-        f"{where}: array {array.name!r} {list(array.shape)}: nothing says whether {heads} or "
-        f"{array.shape[axes.index('t')]} is the number of tokens: say --axes {axes} (heads first) or --axes {other} "
-        "(tokens first)"
+        f"{where}: array {first.name!r} {list(first.shape)}: nothing says whether {heads} or {tokens} is the number of "
+        f"tokens: say --axes {letters} ({tokens} tokens) or --axes {letters.replace('ht', 'th')} ({heads} tokens)"
     )
+
+
+def _axes_of_dump(array: NamedArray) -> str | None:
+    """The axes by a name of KV dumps, where the tokens that it names are the array's."""
+    name = conventional(array.name)
+    if name is None or name.end is None or len(array.shape) != 3:
+        return None
+    return name.order if array.shape[name.order.index("t")] == name.end - name.start else None
+
+
+def _is_possible(array: NamedArray, axes: str, least_tokens: int) -> bool:
+    heads, tokens = (array.shape[axes.index(letter)] for letter in "ht")
+    return heads <= MOST_HEADS and tokens >= least_tokens
 
 
 def _default_axes(where: str, array: NamedArray, layer: int | None) -> str:

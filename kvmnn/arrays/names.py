@@ -1,4 +1,4 @@
-"""Which layer an array is of, whether it holds K or V, and which axis is which, by its name."""
+"""Which layer an array is of, and whether it holds K or V, by its name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONVENTIONS: tuple[tuple[str, AxisOrder], ...] = (
     ("{folder}layer_{layer}/{letter}_t{start}_{end}", "thd"),  # MNN's KV dumps
     ("{folder}layer_{layer}/packed_{letter}_packed_t{start}_{end}", "htd"),  # their packed variant
 )
-"""Names whose axes are known, and the order of these. A slash may be an underscore, as in names of files."""
+"""Names that say part and layer, and the usual order of axes. A slash may be an underscore, as in names of files."""
 
 _PLACEHOLDERS = {
     "{folder}": r"(?P<folder>(?:.*/)?)",
@@ -57,15 +57,21 @@ class ConventionalName(NamedTuple):
         Of the axes.
     start
         The first token; 0 where the name does not say.
-    is_dump
-        Whether the array may be a run of tokens of several, as in KV dumps.
+    end
+        Behind the last token; None where the name does not say: all but those of KV dumps, where an array may be a run
+        of tokens of several.
     """
 
     part: Part
     layer: int
     order: AxisOrder
     start: int = 0
-    is_dump: bool = False
+    end: int | None = None
+
+    @property
+    def is_dump(self) -> bool:
+        """Whether the name is one of a KV dump."""
+        return self.end is not None
 
 
 def conventional(name: str) -> ConventionalName | None:
@@ -75,22 +81,9 @@ def conventional(name: str) -> ConventionalName | None:
         if found:
             said = found.groupdict()
             letter = said.get("letter") or said["part"][0]
-            start = said.get("start")
-            return ConventionalName(
-                PARTS[letter == "v"], int(said["layer"]), order, int(start or 0), is_dump=start is not None
-            )
+            tokens = [int(said[key]) for key in ("start", "end") if key in said]
+            return ConventionalName(PARTS[letter == "v"], int(said["layer"]), order, *tokens)
     return None
-
-
-def known_axes(name: str, count: int) -> str | None:
-    """Letters for the `count` axes of an array with a name in `CONVENTIONS`: b batch, h kv_head, t token, d dimension.
-
-    None for other names and other numbers of axes than three, and four with a batch.
-    """
-    found = conventional(name)
-    if found is None or count not in (3, 4):
-        return None
-    return found.order if count == 3 else "b" + found.order
 
 
 def part_of(where: str, name: str) -> tuple[Part, str]:

@@ -20,11 +20,12 @@ def load(
     fallbacks: Sequence[str] = (),
     *,
     frames: bool = False,
+    as_numbers: bool = False,
     known: CacheInfo | None = None,
 ) -> Source:
     """All arrays of all inputs as one source.
 
-    With `frames`, frames are inputs too; what neither packed files nor the arguments say is taken from `known`.
+    With `frames`, frames are inputs too; `as_numbers` as in `ReadOptions`; what neither packed files nor the arguments say is taken from `known`.
     """
     from ..arrays.source import joined
     from ..formats import opening
@@ -34,6 +35,7 @@ def load(
         raise UsageError("standard input can be read only once")
     options = ReadOptions(
         dtype=arguments.dtype,
+        as_numbers=as_numbers,
         fallbacks=tuple(fallbacks),
         tensors=tuple(arguments.tensor),
         skip_unsupported=arguments.skip_unsupported,

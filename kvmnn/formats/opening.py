@@ -11,7 +11,7 @@ from ..arrays.source import Source, described_by
 from ..arrays.valid_names import check_name, name_of_file
 from ..bundle import manifest
 from ..bundle.frame_set import DecodeOptions, open_frames
-from ..errors import KvmnnError, LimitError, SourceError
+from ..errors import KvmnnError, LimitError, OptionError, SourceError
 from ..files.mapped import STDIN, MappedFile, head_of
 from . import npy, npy_folder, raw
 from .array_formats import ARRAY_FORMATS, array_format
@@ -143,6 +143,9 @@ def is_frames(path: str) -> bool:
 
 def _decoded(path: str, options: ReadOptions) -> Source:
     frames = open_frames(path, options=DecodeOptions(dtype=options.dtype))
+    for entry in frames.arrays if options.dtype is not None else ():
+        if entry.dtype != options.dtype:
+            raise OptionError(f"{path}: the manifest says {entry.dtype}, not {options.dtype} (--dtype)")
     return chosen(of_frames(frames, DecodeOptions(threads=options.threads)), path, options)
 
 

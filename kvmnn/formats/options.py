@@ -16,6 +16,9 @@ class ReadOptions:
     ----------
     dtype
         Name of the dtype to take arrays as; None infers it from each array. Raw bytes need one.
+    as_numbers
+        Refuse a `dtype` under which an array that says its type itself would be other numbers: for what computes with
+        them. Frames do not care.
     fallbacks
         What arrays and raw bytes whose own type does not say may be taken as, where `dtype` is None: the first that has
         the word size.
@@ -37,6 +40,7 @@ class ReadOptions:
     """
 
     dtype: str | None = None
+    as_numbers: bool = False
     fallbacks: tuple[str, ...] = ()
     tensors: tuple[str, ...] = ()
     skip_unsupported: bool = False

@@ -74,7 +74,7 @@ def dtype_name(array_dtype: np.dtype[np.generic], options: ReadOptions, where: s
         raise UnsupportedArrayError(f"{where}: structured type {array_dtype} is not supported")
     try:
         if options.dtype is not None:
-            return _taken_as(options.dtype, array_dtype)
+            return _taken_as(options.dtype, array_dtype, options.as_numbers)
         return dtypes.of_array(np.empty(0, array_dtype)).name
     except (TypeError, KvmnnError) as exc:
         for fallback in options.fallbacks if options.dtype is None else ():
@@ -83,11 +83,18 @@ def dtype_name(array_dtype: np.dtype[np.generic], options: ReadOptions, where: s
         raise UnsupportedArrayError(f"{where}: {exc}") from None
 
 
-def _taken_as(name: str, array_dtype: np.dtype[np.generic]) -> str:
+def _taken_as(name: str, array_dtype: np.dtype[np.generic], as_numbers: bool = False) -> str:
     dtype = dtypes.by_name(name)
     if array_dtype != np.uint8:
         dtypes.check_array(np.empty(0, array_dtype), dtype)
+    if as_numbers and array_dtype.kind == "f" and dtype.numpy.kind != "f":
+        raise other_numbers(dtypes.of_array(np.empty(0, array_dtype)).name, name)
     return name
+
+
+def other_numbers(own: str, name: str) -> KvmnnError:
+    """The error for numbers of the type `own` that are said to be of another type with as many bytes."""
+    return KvmnnError(f"holds {own} numbers, and {name} (--dtype) would make others of them: leave --dtype out")
 
 
 def checked(array: NamedArray, where: str) -> NamedArray:

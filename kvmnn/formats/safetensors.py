@@ -20,7 +20,7 @@ from ..arrays.source import Source
 from ..errors import OutputError, SourceError
 from ..files.mapped import MappedFile
 from .options import ReadOptions
-from .reading import checked, dtype_name, some
+from .reading import checked, dtype_name, other_numbers, some
 from .safetensors_header import METADATA, Header, Tensors, read_header
 from .sinks import Runs, SeekableSink, beginnings
 
@@ -76,6 +76,8 @@ def _dtype_of(kind: str, options: ReadOptions) -> str | UnsupportedArrayError:
         return UnsupportedArrayError(f"type {kind} is not one that frames hold (F16, BF16, F32)")
     if not (options.dtype or options.fallbacks) and kind not in ("F16", "BF16", "F32"):
         return UnsupportedArrayError(f"type {kind} needs a dtype to be taken as (--dtype)")
+    if options.as_numbers and kind == "BF16" and options.dtype == "fp16":
+        return UnsupportedArrayError(str(other_numbers("bf16", options.dtype)))
     try:
         return dtype_name(np.dtype(_NUMPY[kind]), options, "")
     except UnsupportedArrayError as exc:

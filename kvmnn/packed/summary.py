@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from ..text import count, span
-from .cache_info import CacheInfo, to_dict
+from .cache_info import CacheInfo, LayerInfo, Ranges, to_dict
 from .fitting import describe
+
+_MAX_RUNS = 12
 
 
 def cache_document(info: CacheInfo | None) -> dict[str, Any] | None:
@@ -28,3 +30,19 @@ def live_share(info: CacheInfo) -> str:
     """Live and padded bytes on one line."""
     live, total = info.live_bytes, info.file_bytes
     return f"{live:,} live bytes of {total:,} ({100 * live / total:.1f} %), {total - live:,} padding and room"
+
+
+def is_cut(layer: LayerInfo) -> bool:
+    """Whether a layer holds other tokens than the first ones."""
+    return layer.positions != ((0, layer.tokens),)
+
+
+def runs_text(runs: Ranges) -> str:
+    """The first runs as ``begin:size``."""
+    more = ", ..." if len(runs) > _MAX_RUNS else ""
+    return ", ".join(f"{begin}:{size}" for begin, size in runs[:_MAX_RUNS]) + more
+
+
+def kept_tokens(info: CacheInfo) -> list[str]:
+    """One line for each layer that was cut: which tokens of the text it holds."""
+    return [f"layer {layer.layer} holds the tokens {runs_text(layer.positions)}" for layer in info.layers if is_cut(layer)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvmnn import SourceError
-from kvmnn.arrays.names import conventional, known_axes, layer_of, part_of
+from kvmnn.arrays.names import conventional, layer_of, part_of
 
 
 @pytest.mark.parametrize(
@@ -34,20 +34,17 @@ def test_names_that_do_not(name):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("layer_3.key", ("key", 3, "htd", 0, False)),
-        ("past_key_values.12.value", ("value", 12, "htd", 0, False)),
-        ("present.0.key", ("key", 0, "htd", 0, False)),
-        ("layer_1/k_t0_16", ("key", 1, "thd", 0, True)),
-        ("2026/run/layer_1/v_t16_17", ("value", 1, "thd", 16, True)),
-        ("2026_run_layer_1_v_t16_17", ("value", 1, "thd", 16, True)),  # the file that decode -o DIR/ makes of it
-        ("run/layer_7/packed_k_packed_t0_9", ("key", 7, "htd", 0, True)),
+        ("layer_3.key", ("key", 3, "htd", 0, None)),
+        ("past_key_values.12.value", ("value", 12, "htd", 0, None)),
+        ("present.0.key", ("key", 0, "htd", 0, None)),
+        ("layer_1/k_t0_16", ("key", 1, "thd", 0, 16)),
+        ("2026/run/layer_1/v_t16_17", ("value", 1, "thd", 16, 17)),
+        ("2026_run_layer_1_v_t16_17", ("value", 1, "thd", 16, 17)),  # the file that decode -o DIR/ makes of it
+        ("run/layer_7/packed_k_packed_t0_9", ("key", 7, "htd", 0, 9)),
     ],
 )
 def test_names_in_the_table(name, said):
     assert conventional(name) == said
-    assert known_axes(name, 3) == said[2]
-    assert known_axes(name, 4) == "b" + said[2]
-    assert known_axes(name, 5) is None
 
 
 @pytest.mark.parametrize(
@@ -55,4 +52,3 @@ def test_names_in_the_table(name, said):
 )
 def test_names_that_are_not(name):
     assert conventional(name) is None
-    assert known_axes(name, 3) is None

@@ -31,7 +31,7 @@ COMMANDS = {
     "measure": "measure in/kv.npz --out-json out.json --out-md out.md",
     "plan": "plan in/scores.npy --kind scores --tokens 40 --block 2 --sink 2 --recent 4 -o out.json",
     "convert": "convert in/c.pth out.bin",
-    "compress-kv": "compress-kv in/w.bin in/kv.npz -o out.npz --min-seq-len 1",
+    "compress-kv": "compress-kv in/w.bin in/kv.npz -o out.npz --min-seq-len 1 --axes htd",
     "export": "export in/w.bin -o out.safetensors",
     "export to .npz": "export in/w.bin -o out.npz",
 }

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from compressor_model import to_words, weight_file
+from packed_samples import arrays, write_prefix
 
 from kvmnn.cli.command import main
 from kvmnn.compressor import kvcm
@@ -35,9 +36,12 @@ def here(tmp_path, monkeypatch):
 
 @pytest.fixture
 def run(capsys):
+    """The verb; of c.npz and what is made of it nothing but ``--axes`` says which axis is which."""
+
     def call(*argv: object, code: int = 0) -> SimpleNamespace:
         capsys.readouterr()
-        found = main(["compress-kv", *map(str, argv)])
+        axes = ["--axes", "lbhtd"] if "c.npz" in argv and "--axes" not in argv else []
+        found = main(["compress-kv", *map(str, argv), *axes])
         streams = capsys.readouterr()
         assert found == code, streams.err
         return streams
@@ -52,6 +56,7 @@ def test_a_whole_cache(here, run):
         "text: 10 tokens -> 2 (2 groups of 5, 0 kept)",
         "o.npz: LOSSY, 21 -> 5 tokens in 2 layers, token ratio 4.2000, 4,032 -> 960 bytes; "
         "the next token goes to place 5 and has position 21",
+        "  axes lbhtd (--axes): layer 2, batch 1, kv_head 3, token 21, dimension 4",
     ]
     expected = compress(here.weights, here.keys, here.values, ForwardOptions(image_len=11))
     with np.load("o.npz") as made:
@@ -86,7 +91,7 @@ def test_arrays_of_one_layer(here, run, names, axes):
         for name, array in zip(names, (here.keys, here.values), strict=True)
     }
     np.savez("layers.npz", **arrays)
-    run("w.bin", "layers.npz", "-o", "o.safetensors", *(["--axes", axes] if axes == "thd" else []))
+    run("w.bin", "layers.npz", "-o", "o.safetensors", "--axes", axes)
     expected = compress(here.weights, here.keys, here.values)
     for array in open_source("o.safetensors").arrays:
         layer = int("".join(filter(str.isdigit, array.name))[0])
@@ -160,34 +165,95 @@ def test_a_dump_with_a_gap_is_refused(here, run, dump):
         ("k v", (2, 1, 12, 40, 4), "", "lbhtd lbthd"),
         ("k_0 v_0", (1, 40, 12, 4), "", "bhtd bthd"),
         ("k_0 v_0", (40, 3, 4), "", "htd thd"),
-        ("k_0 v_0", (9, 40, 4), "--min-seq-len 1", "htd thd"),
-        ("k_0 v_0", (12, 40, 4), "--image-tokens 12", "htd thd"),
+        ("k_0 v_0", (9, 40, 4), "", "htd thd"),
+        ("k_0 v_0", (9, 256, 4), "--tokens 9", "htd thd"),
+        ("k_0 v_0", (300, 12, 4), "", "htd thd"),
+        ("layer_0.key layer_0.value", (12, 40, 4), "", "htd thd"),
+        ("past_key_values.1.key past_key_values.1.value", (1, 12, 40, 4), "", "bhtd bthd"),
+        ("present.1.key present.1.value", (1, 12, 40, 4), "", "bhtd bthd"),
+        ("layer_0/k_t0_50 layer_0/v_t0_50", (40, 12, 4), "", "htd thd"),
     ],
 )
 def test_heads_that_could_be_tokens_are_asked_about(here, run, names, shape, options, axes):
     np.savez("two.npz", **dict.fromkeys(names.split(), np.ones(shape, np.float32)))
     first, other = axes.split()
     said = run("w.bin", "two.npz", "-o", "o.npz", *options.split(), code=1).err
-    assert f"array '{names.split()[0]}' {list(shape)}: nothing says whether" in said
-    assert f"say --axes {first} (heads first) or --axes {other} (tokens first)" in said
+    heads, tokens = shape[-3:-1]
+    assert f"array '{names.split()[0]}' {list(shape)}: nothing says whether {heads} or {tokens} is" in said
+    assert f"say --axes {first} ({tokens} tokens) or --axes {other} ({heads} tokens)" in said
     for choice in (first, other):
         run("w.bin", "two.npz", "-o", f"{choice}.npz", "--axes", choice)
 
 
 @pytest.mark.parametrize(
-    ("names", "shape", "options"),
+    ("names", "shape", "options", "axes"),
     [
-        ("layer_0.key layer_0.value", (12, 40, 4), ""),
-        ("past_key_values.1.key past_key_values.1.value", (1, 12, 40, 4), ""),
-        ("present.1.key present.1.value", (1, 12, 40, 4), ""),
-        ("k_0 v_0", (9, 40, 4), ""),
-        ("k_0 v_0", (12, 40, 4), "--image-tokens 13"),
-        ("k_0 v_0", (12, 40, 4), "--tokens 40"),
+        ("k_0 v_0", (12, 300, 4), "", "htd (the shape has no other reading): kv_head 12, token 300"),
+        ("k_0 v_0", (12, 40, 4), "--tokens 13", "htd (the shape has no other reading): kv_head 12, token 40"),
+        ("layer_1/k_t0_40 layer_1/v_t0_40", (40, 12, 4), "", "thd ('layer_1/k_t0_40' holds the number of tokens)"),
+        ("run_layer_1_k_t0_40 run_layer_1_v_t0_40", (40, 50, 4), "", "token 40, kv_head 50, dimension 4"),
     ],
 )
-def test_names_and_numbers_of_tokens_say_it(here, run, names, shape, options):
+def test_shapes_and_names_with_numbers_of_tokens_say_it(here, run, names, shape, options, axes):
     np.savez("one.npz", **dict.fromkeys(names.split(), np.ones(shape, np.float32)))
-    assert "LOSSY, 40 -> " in run("w.bin", "one.npz", "-o", "o.npz", *options.split()).out
+    assert axes in run("w.bin", "one.npz", "-o", "o.npz", *options.split()).out
+
+
+def test_more_live_tokens_than_there_are_are_refused(here, run):
+    assert "c.npz: has 21 tokens, --tokens says 22" in run("w.bin", "c.npz", "-o", "o.npz", "--tokens", 22, code=2).err
+    np.savez("two.npz", k_0=np.ones((12, 40, 4), np.float32), v_0=np.ones((12, 40, 4), np.float32))
+    assert "'k_0' [12, 40, 4] has no 41 tokens" in run("w.bin", "two.npz", "-o", "o.npz", "--tokens", 41, code=1).err
+
+
+@pytest.fixture
+def cut(here):
+    """A prefix cache of two layers that holds tokens 0 to 9 and 15 to 29 of 30."""
+    packed = write_prefix(here.path / "whole", arrays(2, 3, 30, 4, seed=1), capacity=32)
+    known = "--kv-heads 3 --head-dim 4 --tokens 30 --backend x86-avx2".split()
+    assert main(["compact", str(packed.path), "-o", "cut/", "--remove", "20", "--reserve", "5:15", "-q", *known]) == 0
+    return "cut"
+
+
+def test_the_positions_of_a_compacted_cache_stay(here, run, cut):
+    main(["unpack", cut, "-o", "cut.safetensors", "-q"])
+    for cache in (cut, "cut.safetensors"):
+        said = run("w.bin", cache, "-o", "o.npz", "-f").out
+        assert "the next token goes to place 5 and has position 30" in said
+        assert "axes htd (a packed cache): kv_head 3, token 25, dimension 4" in said
+        positions = json.loads((here.path / "o.npz.json").read_text())["positions"]
+        assert positions == [[0, 5], [5, 10], [15, 20], [20, 25], [25, 30]]
+
+
+def test_layers_that_hold_different_tokens_are_refused(here, run, cut):
+    document = here.path / "cut" / "sys.kvmnn.json"
+    fields = json.loads(document.read_text())
+    fields["layers"][1]["positions"] = [[5, 25]]
+    document.write_text(json.dumps(fields))
+    said = run("w.bin", cut, "-o", "o.npz", code=1).err
+    assert "cut: layers 0 and 1 hold different tokens (0:10, 15:15; 5:25)" in said
+
+
+@pytest.mark.parametrize(("dtype", "own"), [("bf16", "fp16"), ("fp16", "bf16")])
+def test_numbers_are_not_relabelled(here, run, dtype, own):
+    """The bytes of fp16 numbers read as bf16 are other numbers."""
+    words = {"fp16": np.float16, "bf16": np.uint16}[own]
+    np.savez("two.npz", k=np.ones((1, 1, 3, 300, 4), words), v=np.ones((1, 1, 3, 300, 4), words))
+    main(["unpack", "two.npz", "-o", "two.safetensors", "-q"])
+    main(["encode", "two.npz", "-o", "two/", "-q"])
+    said = run("w.bin", "two.safetensors", "-o", "o.npz", "--dtype", dtype, code=1).err
+    assert f"holds {own} numbers, and {dtype} (--dtype) would make others of them: leave --dtype out" in said
+    said = run("w.bin", "two/", "-o", "o.npz", "--dtype", dtype, code=2).err
+    assert f"two/: the manifest says {own}, not {dtype} (--dtype)" in said
+    if own == "fp16":
+        assert "holds fp16 numbers" in run("w.bin", "two.npz", "-o", "o.npz", "--dtype", dtype, code=1).err
+
+
+def test_a_dump_that_says_its_type_is_not_relabelled(here, run, dump):
+    for meta in dump.rglob("meta_*.json"):
+        fields = {**json.loads(meta.read_text()), "dtype": "fp16", "bytes_per_elem": 2, "head_dim": 8}
+        meta.write_text(json.dumps(fields))
+    said = run("w.bin", "dump", "-o", "o.npz", "--dtype", "bf16", code=1).err
+    assert "k_t0_16.bin: holds fp16 numbers, and bf16 (--dtype)" in said
 
 
 def test_the_document_of_an_earlier_compression_says_the_axes(here, run):
@@ -201,7 +267,7 @@ def test_the_document_of_an_earlier_compression_says_the_axes(here, run):
 def test_bf16_stays_bf16_in_safetensors(here, run):
     words = {"k": to_words(here.keys, "bf16"), "v": to_words(here.values, "bf16")}
     np.savez("b.npz", **words)
-    run("w.bin", "b.npz", "-o", "o.safetensors")
+    run("w.bin", "b.npz", "-o", "o.safetensors", "--axes", "lbhtd")
     assert [(a.name, a.dtype, a.shape) for a in open_source("o.safetensors").arrays] == [
         ("k", "bf16", (2, 1, 3, 5, 4)),
         ("v", "bf16", (2, 1, 3, 5, 4)),
@@ -262,13 +328,13 @@ def test_dead_tokens_and_short_segments(here, run):
         ("w.bin other.npz -o o.npz", 1, "array 'scores' is neither K nor V by its name"),
         ("w.bin flat.npz -o o.npz", 1, "array 'k' has shape [1, 3, 21, 4]: expected five axes"),
         ("w.bin flat.npz -o o.npz --axes bhtd", 1, "array 'k' does not say which layer it is"),
-        ("w.bin twice.npz -o o.npz", 1, "arrays 'a.0.k' and 'b.0.k' are both K of layer 0"),
-        ("w.bin five.npz -o o.npz", 1, "holds 2 pairs of K and V, each with all layers"),
+        ("w.bin twice.npz -o o.npz --axes bhtd", 1, "arrays 'a.0.k' and 'b.0.k' are both K of layer 0"),
+        ("w.bin five.npz -o o.npz --axes lbhtd", 1, "holds 2 pairs of K and V, each with all layers"),
         ("w.bin role.npz -o o.npz", 1, "arrays 'k' and 'key' have the same role"),
-        ("w.bin uneven.npz -o o.npz", 1, "K has 2 layers, V 1"),
-        ("w.bin nan.npz -o o.npz", 1, "keys of layer 0: batch 0, kv_head 2, token 7, dimension 1 is nan"),
-        ("w.bin many.npz -o o.npz", 1, "has weights for 2 layers, the cache has a layer 3"),
-        ("w.bin stale.npz -o o.npz", 1, "stale.npz.json: has positions for 1 tokens, stale.npz has 21"),
+        ("w.bin uneven.npz -o o.npz --axes lbhtd", 1, "K has 2 layers, V 1"),
+        ("w.bin nan.npz -o o.npz --axes lbhtd", 1, "keys of layer 0: batch 0, kv_head 2, token 7, dimension 1 is nan"),
+        ("w.bin many.npz -o o.npz --axes lbhtd", 1, "has weights for 2 layers, the cache has a layer 3"),
+        ("w.bin stale.npz -o o.npz --axes lbhtd", 1, "stale.npz.json: has positions for 1 tokens, stale.npz has 21"),
     ],
 )
 def test_errors_are_one_line_and_leave_nothing(here, run, argv, code, message):

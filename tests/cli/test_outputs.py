@@ -27,7 +27,7 @@ def here(tmp_path, monkeypatch, run):
     [
         ("convert in/comp.v1.pth", "in/comp.v1.bin"),
         ("export in/w.bin", "in/w.safetensors"),
-        ("compress-kv in/w.bin in/kv.npz", "in/kv.compressed.npz"),
+        ("compress-kv in/w.bin in/kv.npz --axes htd", "in/kv.compressed.npz"),
         ("encode in/kv.npz", "in/kv.npz.frames/manifest.json"),
         ("pack in/kv.npz --name p --backend x86-avx2", "in/kv.packed/p_0.k"),
         ("unpack in/sys/", "in/sys.safetensors"),

@@ -35,7 +35,7 @@ inspect comp.bin
 inspect comp.pth
 verify comp.bin --against comp.pth
 export comp.bin
-compress-kv comp.bin kv.npz -v
+compress-kv comp.bin kv.npz -v --axes htd
 """
 
 WRITERS = ("encode", "decode", "pack", "repack", "compact", "convert", "export", "compress-kv")

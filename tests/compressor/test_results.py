@@ -93,8 +93,8 @@ def test_a_compressed_cache_file(here: Path, shell: Any) -> None:
         kvcm.write(file, made.header, ((block.weight, block.bias) for block in made.blocks()))
     keys, values = (random.standard_normal((2, 1, 3, 21, 4)).astype(np.float32) for _ in range(2))
     np.savez("c.npz", k=keys, v=values)
-    result = compress_file("w.bin", "c.npz", "o.npz", ForwardOptions(image_len=11))
-    argv = ["compress-kv", "w.bin", "c.npz", "-o", "o.npz", "-f", "--image-tokens", "11"]
+    result = compress_file("w.bin", "c.npz", "o.npz", ForwardOptions(image_len=11), axes="lbhtd")
+    argv = ["compress-kv", "w.bin", "c.npz", "-o", "o.npz", "-f", "--image-tokens", "11", "--axes", "lbhtd"]
     assert shell(*argv)[0] == f"{result}\n"
     assert told(shell(*argv, "--json")[0]) == as_json("compress-kv", result)
     assert result.plan == compress(kvcm.read("w.bin"), keys, values, ForwardOptions(image_len=11)).plan

@@ -57,7 +57,7 @@ def test_what_compressors_write_is_read_again(tmp_path, monkeypatch, run, suffix
     compressor_files.checkpoint(Path("c.pth"), compressor_files.weights(1, head_dim=8))
     np.savez("kv.npz", **{f"layer_0.{part}": KEYS[..., :8].astype(np.float32) for part in ("key", "value")})
     run("convert", "c.pth", "w.bin")
-    for argv in (["export", "w.bin", "-o"], ["compress-kv", "w.bin", "kv.npz", "-o"]):
+    for argv in (["export", "w.bin", "-o"], ["compress-kv", "w.bin", "kv.npz", "--axes", "htd", "-o"]):
         run(*argv, f"good.{suffix}", "-f")
         with monkeypatch.context() as broken:
             lossy(broken, lambda data: data[:-1] + bytes([data[-1] ^ 1]) if len(data) > 200 else data)

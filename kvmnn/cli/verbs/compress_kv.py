@@ -21,9 +21,9 @@ file, a directory of .npy files or an MNN KV dump, that holds in fp16, bf16 or f
                         past_key_values.0.key, k_0 and v_0
 
 and nothing else (--tensor chooses). An MNN KV dump, and a file made of one, is [token, kv_head, dimension].
---axes says where axes lie otherwise: l layer, b batch, h kv_head, t token, d dimension. Where neither names nor --axes
-say which axis is the tokens', and the heads are so many that they could be, it is asked for. Keys are taken as they
-are stored, that is, rotated.
+--axes says where axes lie otherwise: l layer, b batch, h kv_head, t token, d dimension. Names do not prove which axis
+is the tokens': where nothing does (a dump, a packed cache, more than 256 for heads), --axes is asked for. Keys are
+taken as they are stored, that is, rotated.
 
 The first --image-tokens tokens are compressed by the weights for images, the others by those for text; tokens behind
 the last whole group of each stay as they are, and so does a segment with fewer than --min-seq-len groups.
@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         precision=arguments.precision,
         engine=arguments.engine,
     )
-    source = loading.load([arguments.cache], arguments, frames=True)
+    source = loading.load([arguments.cache], arguments, frames=True, as_numbers=True)
     loading.report_skipped(source, arguments)
     with printing.progress(arguments, source.nbytes, "compress-kv") as step:
         result = compress_source(

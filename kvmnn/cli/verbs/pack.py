@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output is None and len(arguments.inputs) > 1:
         raise UsageError("no output given for several inputs: use -o DIR/")
     output = printing.output_or_beside(arguments, arguments.inputs[0], ".packed/")
-    source = loading.load(arguments.inputs, arguments, frames=True)
+    source = loading.load(arguments.inputs, arguments, frames=True, as_numbers=arguments.cast)
     loading.report_skipped(source, arguments)
     with printing.progress(arguments, source.nbytes, "pack") as step:
         packed = pack(

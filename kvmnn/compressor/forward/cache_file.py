@@ -6,13 +6,13 @@ import hashlib
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
 import numpy as np
 
-from ...arrays.kv_arrays import KVArrays, read_kv
+from ...arrays.kv_arrays import KVArrays, SaidAxes, read_kv
 from ...arrays.named_array import ArrayInfo
 from ...arrays.source import Source, others_metadata
 from ...dtypes import Words
@@ -25,9 +25,9 @@ from ...text import LOSSY, UNCHANGED, count
 from ...threads.pipeline import Progress
 from ...version import version
 from ..kvcm.weight_file import read
-from .compressed_file import SUFFIX, Spans, read_axes, read_spans, render
+from .compressed_file import SUFFIX, Spans, read_axes, read_spans, render, spans_of_cache
 from .compressing import compress_arrays, merge_spans
-from .compression_plan import CompressionPlan, least_tokens
+from .compression_plan import CompressionPlan
 from .options import EngineName, ForwardOptions, Precision
 
 _REFUSED = ("factor", "no_text_mlp", "factor_not_trained", "empty", "disabled")
@@ -48,8 +48,8 @@ class CompressedFile:
         ``"LOSSY"``, or ``"UNCHANGED"`` where the output has the words of the input.
     layers
         Their numbers.
-    axes
-        Letters for the axes of each array.
+    axes, axes_text
+        Letters for the axes of each array; every axis with its length, and what says so.
     precision, engine
         As in the options.
     plan
@@ -69,6 +69,7 @@ class CompressedFile:
     label: str
     layers: tuple[int, ...]
     axes: str
+    axes_text: str
     precision: Precision
     engine: EngineName
     plan: CompressionPlan
@@ -79,7 +80,7 @@ class CompressedFile:
 
     def to_dict(self) -> dict[str, Any]:
         """For ``--json``."""
-        return {"output": self.output, **self.document(), "seconds": self.seconds}
+        return {"output": self.output, **self.document(), "axes_text": self.axes_text, "seconds": self.seconds}
 
     def document(self) -> dict[str, Any]:
         """What stands in the document beside the output, but for the positions."""
@@ -109,7 +110,7 @@ class CompressedFile:
             f"{self.output}: {self.label}{note}, {plan.seq_len:,} -> {count(plan.new_len, 'token')} in "
             f"{count(len(self.layers), 'layer')}, token ratio {plan.ratio:.4f}, "
             f"{self.raw_bytes:,} -> {self.stored_bytes:,} bytes; the next token goes to place {plan.new_len:,} "
-            f"and has position {self.next_position:,}"
+            f"and has position {self.next_position:,}\n  {self.axes_text}"
         )
 
 
@@ -141,7 +142,7 @@ def compress_file(
         Letters for the axes of each array, such as ``"lthd"``, where nothing else says them: the names, the kind of
         `cache`, or the document that an earlier compression left beside it.
     read_options
-        For `kvmnn.open`.
+        For `kvmnn.open`; `as_numbers` holds in any case.
     force
         Replace what exists.
     progress
@@ -152,14 +153,14 @@ def compress_file(
     KvmnnError
         As for `compress`; also where nothing can be compressed, unless the cache is merely too short.
     SourceError
-        For arrays that are neither K nor V, axes that do not fit, and shapes with two readings and nothing that says
-        which.
+        For arrays that are neither K nor V, axes that do not fit, shapes with two readings and nothing that says which,
+        and a packed cache whose layers hold different tokens.
     OptionError
-        For an output of another format.
+        For an output of another format, and more live tokens than there are.
     OutputError
         When the output exists or cannot be written.
     """
-    source = opening.open(cache, read_options)
+    source = opening.open(cache, replace(read_options or ReadOptions(), as_numbers=True))
     return compress_source(weights, source, cache, output, options, axes=axes, force=force, progress=progress)
 
 
@@ -180,16 +181,13 @@ def compress_source(
     weights, cache, output = os.fspath(weights), os.fspath(cache), os.fspath(output)
     check_output(output)
     weight_file = read(weights)
-    arrays = read_kv(
-        cache,
-        source.arrays,
-        axes or read_axes(cache),
-        token_major=source.token_major,
-        least_tokens=least_tokens(weight_file.header, options),
-    )
+    arrays = read_kv(cache, source.arrays, _said_axes(cache, source, axes, options.seq_len))
     stored = int(next(iter(arrays.layers.values()))[0].shape[2])
     live = stored if options.seq_len is None else options.seq_len
-    spans = (read_spans(cache, stored) or Spans.of_plain(stored)).first(live)
+    if live > stored:
+        raise OptionError(f"{cache}: has {stored} tokens, --tokens says {live}")
+    spans = read_spans(cache, stored) or (spans_of_cache(cache, source.cache) if source.cache else None)
+    spans = (spans or Spans.of_plain(stored)).first(live)
     with FileOutput(output, force=force, protect=[weights, cache, *source.files]) as file:
         if not file.is_device:
             file.check_beside(SUFFIX)
@@ -206,6 +204,7 @@ def compress_source(
             label=UNCHANGED if plan.reason and _same_types(arrays, infos) else LOSSY,
             layers=tuple(arrays.layers),
             axes=arrays.axes,
+            axes_text=arrays.described,
             precision=options.precision,
             engine=options.engine,
             plan=plan,
@@ -226,6 +225,19 @@ def check_output(output: str) -> None:
     known = array_format(output)
     if known is None or not known.holds_many or os.path.isdir(output):
         raise OptionError(f"{output}: expected a .npz or .safetensors file as output")
+
+
+def _said_axes(cache: str, source: Source, axes: str | None, tokens: int | None) -> SaidAxes:
+    """What says how the arrays lie: the caller, an earlier compression, or what kvmnn noted down of a packed cache."""
+    if axes is not None:
+        return SaidAxes(axes, "--axes")
+    if (noted := read_axes(cache)) is not None:
+        return SaidAxes(noted, cache + SUFFIX)
+    known = source.cache
+    heads_and_tokens = known and {(known.layout.kv_heads, layer.tokens) for layer in known.layers}
+    if heads_and_tokens and {array.shape[:-1] for array in source.arrays} == heads_and_tokens:
+        return SaidAxes("htd", "a packed cache")
+    return SaidAxes(token_major=source.token_major, least_tokens=tokens or 0)
 
 
 def _same_types(arrays: KVArrays, infos: Sequence[ArrayInfo]) -> bool:

@@ -13,6 +13,8 @@ import numpy as np
 from ...dtypes import Positions
 from ...errors import KvmnnError, ManifestError, SourceError
 from ...files.json_document import Node, parse, read_bounded
+from ...packed.cache_info import CacheInfo
+from ...packed.summary import runs_text
 
 SCHEMA = "kvmnn-compressed-kv"
 SCHEMA_VERSION = 1
@@ -85,6 +87,29 @@ def read_spans(path: str, tokens: int) -> Spans | None:
     if (ends <= positions).any() or int(ends.max(initial=0)) > following:
         raise KvmnnError(f"{beside}: positions are not spans within the {following} tokens seen")
     return Spans(positions, ends, following)
+
+
+def spans_of_cache(path: str, cache: CacheInfo) -> Spans:
+    """The positions that the tokens of a packed cache have; they are one list for all layers.
+
+    Where the last tokens of the text were dropped, only its ids (`CacheInfo.token_ids`) say how many they were.
+
+    Raises
+    ------
+    SourceError
+        For layers that hold different tokens.
+    """
+    first, *others = cache.layers
+    for layer in others:
+        if layer.positions != first.positions:
+            raise SourceError(
+                f"{path}: layers {first.layer} and {layer.layer} hold different tokens "
+                f"({runs_text(first.positions)}; {runs_text(layer.positions)}): a compressed cache "
+                "has the same in all layers"
+            )
+    positions = np.concatenate([np.arange(begin, begin + size, dtype=np.int64) for begin, size in first.positions])
+    seen = int(positions.max()) + 1
+    return Spans(positions, positions + 1, max(seen, cache.token_ids.count if cache.token_ids else 0))
 
 
 def read_axes(path: str) -> str | None:

@@ -168,11 +168,6 @@ def make_plan(
     return plan
 
 
-def least_tokens(header: Header, options: ForwardOptions) -> int:
-    """Tokens without which a cache is not what `options` speak of, or is too short to be compressed."""
-    return max(_factor(header, options) * max(_min_groups(header, options), 1), options.image_len, options.seq_len or 0)
-
-
 def _factor(header: Header, options: ForwardOptions) -> int:
     return options.factor if options.factor > 1 else header.compression_factor
 

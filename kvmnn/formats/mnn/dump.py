@@ -18,7 +18,7 @@ from ...files.changes import FileState
 from ...files.json_document import as_object, read_bounded
 from ...files.mapped import MappedFile
 from ..options import ReadOptions
-from ..reading import checked, select
+from ..reading import checked, other_numbers, select
 from . import dump_metadata
 
 _BY_BYTES = {2: dtypes.FP16, 4: dtypes.FP32}
@@ -27,12 +27,16 @@ MAX_META_BYTES = 1 << 20  # no metadata of MNN is that large
 
 
 class Tensor(NamedTuple):
-    """What a metadata file says of its K or V: the name of the array, the file, ``[token, kv_head, head_dim]``."""
+    """What a metadata file says of its K or V: the array's name, its file, ``[token, kv_head, head_dim]``, its type.
+
+    The type is `said`, or only taken from the size of the words.
+    """
 
     name: str
     file: Path
     shape: tuple[int, ...]
     dtype: dtypes.DType
+    said: bool = False
 
 
 def read(path: str, options: ReadOptions) -> Source:
@@ -73,14 +77,16 @@ def tensors(root: Path, meta: Path, fields: dict[str, Any]) -> Iterator[Tensor]:
     for key in ("k_file", "v_file"):
         file = inside(root, meta, key, fields.get(key))
         name = PurePath(file.relative_to(root)).with_suffix("").as_posix()
-        yield Tensor(name, file, shape, dtype)
+        yield Tensor(name, file, shape, dtype, said != "unknown")
 
 
 def _array(tensor: Tensor, options: ReadOptions) -> NamedArray:
-    name, file, shape, native = tensor
+    name, file, shape, native, said = tensor
     dtype = dtypes.by_name(options.dtype) if options.dtype else native
     if dtype.itemsize != native.itemsize:
         raise UnsupportedArrayError(f"{file}: holds {native.itemsize}-byte words, which are not {dtype.name}")
+    if options.as_numbers and said and dtype != native:
+        raise UnsupportedArrayError(f"{file}: {other_numbers(native.name, dtype.name)}")
     try:
         state = FileState.of(file)
     except OSError as exc:

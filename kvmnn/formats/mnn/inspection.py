@@ -10,7 +10,7 @@ from typing import Any
 from ...errors import SourceError
 from ...packed.cache_info import CacheInfo
 from ...packed.fitting import Fit, describe, fits
-from ...packed.summary import cache_document, cache_summary, live_share
+from ...packed.summary import cache_document, cache_summary, kept_tokens, live_share
 from ...text import count
 from ..options import PackedOptions
 from . import prefix
@@ -19,7 +19,6 @@ from .finding import find_packed
 from .packed_files import PackedFiles
 
 _KINDS = {"prefix": "MNN prefix cache", "live": "live files of an MNN cache"}
-_MAX_RUNS = 12
 """Runs of positions of a layer that are shown."""
 
 
@@ -213,9 +212,4 @@ def _origin(info: CacheInfo) -> list[str]:
         lines.append(f"  made from {info.token_ids.count:,} token ids, sha256 {info.token_ids.sha256}")
     if info.model:
         lines.append(f"  computed by the model with the fingerprint {info.model}")
-    for layer in info.layers:
-        if layer.positions != ((0, layer.tokens),):
-            kept = ", ".join(f"{begin}:{size}" for begin, size in layer.positions[:_MAX_RUNS])
-            more = " ..." if len(layer.positions) > _MAX_RUNS else ""
-            lines.append(f"  layer {layer.layer} holds the tokens {kept}{more}")
-    return lines
+    return lines + [f"  {line}" for line in kept_tokens(info)]

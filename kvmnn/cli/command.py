@@ -72,12 +72,17 @@ def _verdict(exc: BaseException, arguments: Namespace | None) -> tuple[str, int]
             return cause.said, cause.code
         if isinstance(cause, KeyboardInterrupt):
             return "interrupted", INTERRUPTED
+    said = str(exc)
+    if isinstance(exc, KvmnnError) and arguments is not None:
+        from . import packed_options
+
+        said = packed_options.in_the_words_of(arguments, said)
     if isinstance(exc, OptionError):
-        return str(exc), USAGE
+        return said, USAGE
     if isinstance(exc, MissingDependencyError):
-        return str(exc), MISSING
+        return said, MISSING
     if isinstance(exc, KvmnnError):
-        return str(exc), DATA
+        return said, DATA
     if isinstance(exc, MemoryError):
         return "out of memory", DATA
     if isinstance(exc, OSError):

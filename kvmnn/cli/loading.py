@@ -11,6 +11,7 @@ from .printing import STDIO, UsageError
 
 if TYPE_CHECKING:
     from ..arrays.source import Source
+    from ..bundle import FrameSet
     from ..packed.cache_info import CacheInfo
 
 
@@ -21,11 +22,14 @@ def load(
     *,
     frames: bool = False,
     as_numbers: bool = False,
+    used: Sequence[str] = (),
     known: CacheInfo | None = None,
 ) -> Source:
     """All arrays of all inputs as one source.
 
-    With `frames`, frames are inputs too; `as_numbers` as in `ReadOptions`; what neither packed files nor the arguments say is taken from `known`.
+    With `frames`, frames are inputs too; `as_numbers` as in `ReadOptions`. Options about packed files are refused where
+    no input is any, but for those that are `used` otherwise. What neither packed files nor the arguments say is taken
+    from `known`.
     """
     from ..arrays.source import joined
     from ..formats import opening
@@ -33,6 +37,7 @@ def load(
 
     if list(paths).count(STDIO) > 1:
         raise UsageError("standard input can be read only once")
+    packed_options.refuse_idle(arguments, paths, used)
     options = ReadOptions(
         dtype=arguments.dtype,
         as_numbers=as_numbers,
@@ -44,6 +49,13 @@ def load(
         max_bytes=getattr(arguments, "max_bytes", None),
     )
     return joined([opening.open(path, options) for path in paths])
+
+
+def check_dtype(frames: FrameSet, arguments: argparse.Namespace) -> None:
+    """`UsageError` where ``--dtype`` says otherwise than the manifest of frames."""
+    if frames.document is not None and arguments.dtype not in (None, *(array.dtype for array in frames.arrays)):
+        said = frames.arrays[0].dtype
+        raise UsageError(f"the manifest says {said}, not {arguments.dtype} (--no-manifest ignores it)")
 
 
 def report_skipped(source: Source, arguments: argparse.Namespace) -> None:

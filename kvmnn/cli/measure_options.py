@@ -20,7 +20,7 @@ from ..offline.options import (
     Scope,
     parse_layer_ids,
 )
-from . import shared_options
+from . import idle_options, shared_options
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -128,6 +128,45 @@ def options_of(arguments: argparse.Namespace) -> MeasureOptions:
         fp32=getattr(arguments, "fp32", False),
         predictors=Predictors(**{lane: _split(getattr(arguments, f"{lane}_predictors")) for lane in LANES}),
     )
+
+
+_PREDICTORS = tuple(f"{lane}_predictors" for lane in LANES)
+_PIECES = ("online_chunk_seq", "online_framing_bytes")
+_SIMULATION = (
+    *("entry_mode", *_PIECES, "aggregate_by_stage", "codec_mode", "adaptive_block_seq", "bitshuffle", *_PREDICTORS),
+    *("out_json", "out_md", "real", "fp32", "no_limits", "threads", "token_major"),
+)
+_SOURCE = ("dtype", "tensor", "skip_unsupported", "token_major")
+_SCOPE = ("scope", "front_n", "layer_start", "layer_end", "layer_ids", "strict_fp16")
+_FILTERS = ("stage", "min_seq_len", "max_seq_len")
+_OF_SCOPES = {"front_n": ("front_n",), "layer_range": ("layer_start", "layer_end"), "layer_ids": ("layer_ids",)}
+
+
+def refuse_idle(arguments: argparse.Namespace, options: MeasureOptions, *, all_dumps: bool) -> None:
+    """`UsageError` for options that would change nothing; `all_dumps`: every input is a directory of dumps."""
+
+    def refuse(names: Sequence[str], why: str) -> None:
+        idle_options.refuse(arguments, names, why)
+
+    if not arguments.analysis:
+        refuse(["skip_head_metrics", "run_log"], "needs --analysis")
+    if not arguments.to_fp16:
+        refuse(["allow_fp16"], "needs --to-fp16")
+    if arguments.to_fp16:
+        refuse([*_SIMULATION, *_SOURCE, *_SCOPE, *_FILTERS, "zstd_level", "max_bytes"], "is not for --to-fp16")
+    elif arguments.analysis:
+        refuse([*_SIMULATION, *_SOURCE, *_SCOPE], "is not for --analysis, which takes all layers of dumps")
+    for scope, names in _OF_SCOPES.items():
+        if options.scope.scope != scope:
+            refuse(names, f"needs --scope {scope}")
+    if not options.is_chunked:
+        refuse(_PIECES, "needs --entry-mode chunked or chunked_grouped: nothing is cut into pieces otherwise")
+    if not options.is_grouped:
+        refuse(["aggregate_by_stage"], "needs --entry-mode aggregate or chunked_grouped")
+    if options.codec_mode != "adaptive_v22":
+        refuse(["adaptive_block_seq", *_PREDICTORS], "needs --codec-mode adaptive_v22")
+    if all_dumps:
+        refuse(_SOURCE, "is for other inputs than KV dumps, which say it themselves")
 
 
 def parse_options(argv: Sequence[str]) -> MeasureOptions:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..packed.backends import BACKENDS
-from . import help, printing, shared_options
+from . import help, idle_options, shared_options
 
 if TYPE_CHECKING:
     from ..formats.options import PackedOptions
@@ -16,14 +17,20 @@ if TYPE_CHECKING:
     from ..packed.fitting import Geometry
 
 
-def add_packed(parser: Any, backend: str = "--backend") -> None:
-    """Everything that can be said about packed files; `backend` is the option that names theirs."""
+def add_packed(parser: Any, backend: str = "--backend", *, tokens: bool = True) -> None:
+    """Everything that can be said about packed files; `backend` is the option that names theirs.
+
+    Without `tokens` the verb has ``--tokens`` already.
+    """
     group = parser.add_argument_group("packed files", "What prefix caches and live cache files do not say themselves.")
     add_layout(group, backend)
     group.add_argument("--kv-heads", type=shared_options.positive, metavar="N", help="kv heads of a layer")
     group.add_argument("--head-dim", type=shared_options.positive, metavar="N", help="dimensions of a head")
     group.add_argument("--int8", choices=("keys", "both"), help="what the engine quantised (attention_mode 9 or 10)")
-    group.add_argument("--tokens", type=_numbers, default=(), metavar="N[,N...]", help="live tokens (of each layer)")
+    if tokens:
+        group.add_argument(
+            "--tokens", type=_numbers, default=(), metavar="N[,N...]", help="live tokens (of each layer)"
+        )
     add_text(group)
     group.add_argument("--name", metavar="NAME", help="which prefix, where a directory holds several")
     group.add_argument("--layer-order", type=_addresses, default=(), metavar="HEX,...", help="live files by layer")
@@ -91,7 +98,7 @@ def options(arguments: argparse.Namespace, known: CacheInfo | None = None) -> Pa
     said = replace(geometry(arguments, arguments.dtype), int8=arguments.int8)
     return PackedOptions(
         geometry=said if known is None else said.or_else(of_layout(known.layout)),
-        tokens=arguments.tokens or (tuple(layer.tokens for layer in known.layers) if known else ()),
+        tokens=_tokens(arguments) or (tuple(layer.tokens for layer in known.layers) if known else ()),
         name=arguments.name,
         model=arguments.model,
         token_ids=token_ids(arguments.token_ids),
@@ -102,14 +109,47 @@ def options(arguments: argparse.Namespace, known: CacheInfo | None = None) -> Pa
     )
 
 
-_LAYING = ("tokens", "model", "backend", "kv_heads", "head_dim", "lp", "hp", "flash_block", "token_ids", "layer_order")
+LAYING = (
+    *("tokens", "model", "backend", "kv_heads", "head_dim", "lp", "hp", "flash_block", "int8", "token_ids", "name"),
+    *("layer_order", "pid", "ignore_markers", "packed"),
+)
+"""The options about packed files, as the namespace calls them."""
 
 
-def refuse(arguments: argparse.Namespace, why: str) -> None:
-    """Exit code 2 for the first option about packed files that was given."""
-    for name in _LAYING:
-        if getattr(arguments, name):
-            raise printing.UsageError(f"--{name.replace('_', '-')} {why}")
+def refuse_idle(arguments: argparse.Namespace, paths: Sequence[str], used: Sequence[str] = ()) -> None:
+    """`UsageError` for an option about packed files where no input is any, but for those that are `used` otherwise."""
+    idle = [name for name in LAYING if name not in used and idle_options.given(arguments, name)]
+    if idle and not any(map(may_be_packed, paths)):
+        idle_options.refuse(arguments, idle, f"is about packed files of MNN's, and {' '.join(paths)} holds none")
+
+
+def may_be_packed(path: str) -> bool:
+    """Whether the options about packed files have something to say of a path."""
+    from ..errors import KvmnnError
+    from ..formats.mnn import find_packed, has_packed_dump
+
+    try:
+        return has_packed_dump(path) or find_packed(path) is not None
+    except (KvmnnError, OSError):
+        return True  # and what is wrong with it is said when it is read
+
+
+def in_the_words_of(arguments: argparse.Namespace, message: str) -> str:
+    """A message about packed files, with the names that the verb's options have."""
+    if hasattr(arguments, "backend"):
+        message = re.sub(r"--backend\b", idle_options.option(arguments, "backend"), message)
+    if any(not hasattr(arguments, name[2:].replace("-", "_")) for name in re.findall(_SAID, message)):
+        message += f"; {arguments.parser.prog} has no such option, kvmnn unpack has"
+    return message
+
+
+_SAID = re.compile(r"--(?:kv-heads|head-dim|backend)\b")
+
+
+def _tokens(arguments: argparse.Namespace) -> tuple[int, ...]:
+    """The live tokens that were said: of each layer, or one number for all."""
+    said: tuple[int, ...] | int | None = arguments.tokens
+    return said if isinstance(said, tuple) else (said,) if said else ()
 
 
 def token_ids(path: str | None) -> TokenIds | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from . import printing, weights_options
+from . import idle_options, packed_options, printing, weights_options
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -15,6 +15,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     if len(arguments.against) > 1:
         raise printing.UsageError("a weight file is verified against one checkpoint")
+    packed = [name for name in packed_options.LAYING if name != "head_dim"]
+    idle = [*packed, "tensor", "skip_unsupported", "no_zstd", "max_bytes", "threads"]
+    idle_options.refuse(arguments, idle, f"is not about weight files, and {arguments.input} is one")
+    if not arguments.against:
+        idle_options.refuse(arguments, ["dtype", *weights_options.TOLD], "needs --against: it tells of the conversion")
     against = arguments.against[0] if arguments.against else None
     size = os.path.getsize(arguments.input) if os.path.isfile(arguments.input) else 0
     try:

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from ..compressor import ConvertOptions
 
 
+TOLD = ("compression_factor", "min_seq_len", "num_heads", "head_dim", "metadata", "prefix_order", "slot_order")
+"""What a conversion is told, as the namespace calls it, but for the type of the weights."""
+
+
 def names(text: str) -> tuple[str, ...]:
     """A comma-separated list; blanks around the names and empty names do not count."""
     return tuple(name for item in text.split(",") if (name := item.strip()))

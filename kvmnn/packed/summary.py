@@ -45,4 +45,6 @@ def runs_text(runs: Ranges) -> str:
 
 def kept_tokens(info: CacheInfo) -> list[str]:
     """One line for each layer that was cut: which tokens of the text it holds."""
-    return [f"layer {layer.layer} holds the tokens {runs_text(layer.positions)}" for layer in info.layers if is_cut(layer)]
+    return [
+        f"layer {layer.layer} holds the tokens {runs_text(layer.positions)}" for layer in info.layers if is_cut(layer)
+    ]

@@ -209,7 +209,7 @@ def test_more_live_tokens_than_there_are_are_refused(here, run):
 def cut(here):
     """A prefix cache of two layers that holds tokens 0 to 9 and 15 to 29 of 30."""
     packed = write_prefix(here.path / "whole", arrays(2, 3, 30, 4, seed=1), capacity=32)
-    known = "--kv-heads 3 --head-dim 4 --tokens 30 --backend x86-avx2".split()
+    known = ["--kv-heads", "3", "--head-dim", "4", "--tokens", "30", "--backend", "x86-avx2"]
     assert main(["compact", str(packed.path), "-o", "cut/", "--remove", "20", "--reserve", "5:15", "-q", *known]) == 0
     return "cut"
 

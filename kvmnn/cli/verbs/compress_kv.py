@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from .. import loading, printing, shared_options
+from .. import loading, packed_options, printing, shared_options
 from ..printing import STDIO, UsageError
 
 _TEXT = """Compress K and V of a cache with the weights of a KV compressor: every group of tokens becomes one. LOSSY.
 
 WEIGHTS is a compressor's weight file (.bin; kvmnn convert makes one of a checkpoint). CACHE is a .npz or .safetensors
-file, a directory of .npy files or an MNN KV dump, that holds in fp16, bf16 or fp32 either
+file, a directory of .npy files, an MNN KV dump or prefix cache, that holds in fp16, bf16 or fp32 either
 
   two arrays, K and V   [layer, batch, kv_head, token, dimension]; names such as
                         k and v, keys and values
@@ -67,6 +67,7 @@ def add_parser(verbs: Any) -> None:
         help="fp16: round as an fp16 runtime does, after every Linear; OUT is then fp16",
     )
     parser.add_argument("--engine", choices=("numpy", "onnx"), default="numpy", help="what computes (default: numpy)")
+    packed_options.add_packed(parser, tokens=False)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -86,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
         precision=arguments.precision,
         engine=arguments.engine,
     )
-    source = loading.load([arguments.cache], arguments, frames=True, as_numbers=True)
+    source = loading.load([arguments.cache], arguments, frames=True, as_numbers=True, used=("tokens",))
     loading.report_skipped(source, arguments)
     with printing.progress(arguments, source.nbytes, "compress-kv") as step:
         result = compress_source(

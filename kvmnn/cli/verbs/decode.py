@@ -6,7 +6,7 @@ import argparse
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from .. import loading, packed_options, printing, shared_options
+from .. import idle_options, loading, packed_options, printing, shared_options
 from ..printing import STDIO, UsageError
 
 if TYPE_CHECKING:
@@ -31,6 +31,9 @@ refused; --force restores anyway.
 
 Without -o, X.npy.frame becomes X.npy; only what comes from standard input goes to standard output, as raw words (if
 that is a file or a pipe)."""
+
+
+_EXPECTED = ("name", "backend", "lp", "hp", "flash_block", "model", "token_ids")
 
 
 def add_parser(verbs: Any) -> None:
@@ -68,9 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         threads=arguments.threads,
     )
     frames = open_frames(arguments.input, use_manifest=not arguments.no_manifest, options=options)
-    if frames.document is not None and arguments.dtype not in (None, *(array.dtype for array in frames.arrays)):
-        said = frames.arrays[0].dtype
-        raise UsageError(f"the manifest says {said}, not {arguments.dtype} (--no-manifest ignores it)")
+    loading.check_dtype(frames, arguments)
     on_stdout = printing.to_stdout(arguments, arguments.input)
     if arguments.form and (on_stdout or arguments.arrays):
         raise UsageError("--as dump writes a directory of files: use -o DIR/, and no --arrays")
@@ -93,8 +94,10 @@ def _restored(
     from ...formats.mnn import is_prefix, restore_dump, restore_prefix
 
     if arguments.form and isinstance(output, str):
+        idle_options.refuse(arguments, _EXPECTED, "is about the files of a prefix cache, and a dump is written")
         return restore_dump(frames, output, options, force=arguments.force, progress=progress)
     if arguments.arrays or not isinstance(output, str) or not is_prefix(frames, output):
+        idle_options.refuse(arguments, _EXPECTED, "is about the files of a prefix cache, and plain arrays are written")
         return restore(frames, output, options, force=arguments.force, progress=progress)
     made = restore_prefix(
         frames,

@@ -27,7 +27,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
     from ...arrays import compare
 
-    first, second = (loading.load([path], arguments, frames=True) for path in (arguments.first, arguments.second))
+    paths = (arguments.first, arguments.second)
+    packed_options.refuse_idle(arguments, paths)
+    first, second = (loading.load([path], arguments, frames=True, used=packed_options.LAYING) for path in paths)
     for source in (first, second):
         loading.report_skipped(source, arguments)
     differences = compare(first, second)

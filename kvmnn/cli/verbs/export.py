@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from .. import printing, shared_options, weights_options
+from .. import idle_options, printing, shared_options, weights_options
 
 _TEXT = """Write the weights and biases of a KVCM weight file (.bin) under the names that a checkpoint gives them.
 
@@ -25,8 +25,7 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--precision",
         choices=("fp32", "fp16"),
-        default="fp32",
-        help="with --onnx; fp16: round as an fp16 runtime does, after every Linear",
+        help="with --onnx (default: fp32); fp16: round as an fp16 runtime does, after every Linear",
     )
 
 
@@ -34,11 +33,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
     from ...compressor import export, export_onnx
 
+    if not arguments.onnx:
+        idle_options.refuse(arguments, ["precision"], "needs --onnx: tensors are copied as they are")
     if arguments.onnx and (arguments.prefix_order or arguments.slot_order):
         raise printing.UsageError("--prefix-order and --slot-order name tensors; the graphs of --onnx have none")
     output = printing.output_or_beside(arguments, arguments.weights, ".onnx/" if arguments.onnx else ".safetensors")
     if arguments.onnx:
-        graphs = export_onnx(arguments.weights, output, precision=arguments.precision, force=arguments.force)
+        graphs = export_onnx(arguments.weights, output, precision=arguments.precision or "fp32", force=arguments.force)
         printing.show(arguments, "export", graphs)
         return 0
     tensors = export(

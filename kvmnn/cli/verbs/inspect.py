@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from ...errors import KvmnnError
-from .. import packed_options, printing, shared_options, weights_options
+from .. import idle_options, loading, packed_options, printing, shared_options, weights_options
 
 if TYPE_CHECKING:
     from ...formats import ArraysInfo
@@ -40,6 +40,7 @@ def add_parser(verbs: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
+    _refuse_idle(arguments)
     documents = []
     for number, path in enumerate(arguments.inputs):
         document, text = _inspected(path, arguments)
@@ -49,6 +50,31 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         printing.print_json({"verb": "inspect", "inputs": documents})
     return 0
+
+
+def _refuse_idle(arguments: argparse.Namespace) -> None:
+    """Exit code 2 for an option that is about none of the inputs."""
+    used = {name for path in arguments.inputs for name in _used(path, arguments)}
+    idle = [name for name in (*_FRAMES, *weights_options.TOLD, *packed_options.LAYING) if name not in used]
+    inputs = " ".join(arguments.inputs)
+    idle_options.refuse(arguments, idle, f"changes nothing of what is said about {inputs}: leave it out")
+
+
+_FRAMES = ("dtype", "no_manifest", "max_bytes", "no_zstd")
+
+
+def _used(path: str, arguments: argparse.Namespace) -> tuple[str, ...]:
+    """The options that count for an input, by what it is."""
+    from ... import compressor
+    from ...formats import kind_of
+
+    if not arguments.no_manifest and compressor.is_weight_file(path):
+        return ()
+    if not arguments.no_manifest and compressor.is_checkpoint(path):
+        return ("dtype", *weights_options.TOLD)
+    if kind_of(path) != "arrays":
+        return _FRAMES
+    return ("dtype", "max_bytes", *(packed_options.LAYING if packed_options.may_be_packed(path) else ()))
 
 
 def _inspected(path: str, arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
@@ -68,7 +94,9 @@ def _inspected(path: str, arguments: argparse.Namespace) -> tuple[dict[str, Any]
         dtype=arguments.dtype, codecs=shared_options.codecs(arguments), max_bytes=arguments.max_bytes
     )
     try:
-        frames = inspect(open_frames(path, use_manifest=not arguments.no_manifest, options=options), options)
+        opened = open_frames(path, use_manifest=not arguments.no_manifest, options=options)
+        loading.check_dtype(opened, arguments)
+        frames = inspect(opened, options)
     except KvmnnError as found:
         raise not_a_frame(path, found) from None
     return frames.to_dict(), frames.text(verbose=arguments.verbose)

@@ -44,19 +44,29 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.analysis and arguments.to_fp16:
         raise UsageError("--analysis and --to-fp16 exclude each other")
     options = measure_options.options_of(arguments)
+    dumps = _dumps(arguments)
+    measure_options.refuse_idle(arguments, options, all_dumps=len(dumps) == len(arguments.inputs))
+    packed_options.refuse_idle(arguments, arguments.inputs)
     if arguments.to_fp16:
         _convert(arguments)
     elif arguments.analysis:
         _analyse(arguments, options)
     else:
-        _measure(arguments, options)
+        _measure(arguments, options, dumps)
     return 0
 
 
-def _measure(arguments: argparse.Namespace, options: MeasureOptions) -> None:
+def _dumps(arguments: argparse.Namespace) -> list[str]:
+    """The inputs that are read by the evaluation's own walk."""
+    from ...offline import is_dump
+
+    return [path for path in arguments.inputs if is_dump(path) and not arguments.packed]
+
+
+def _measure(arguments: argparse.Namespace, options: MeasureOptions, dumps: list[str]) -> None:
     from ...offline import measure, work_bytes
 
-    selection = _select(arguments, options)
+    selection = _select(arguments, options, dumps)
     selection.require_entries()
     with printing.progress(arguments, work_bytes(selection, options, arguments.real), "measuring") as progress:
         measured = measure(
@@ -75,11 +85,10 @@ def _measure(arguments: argparse.Namespace, options: MeasureOptions) -> None:
         printing.say(arguments, f"Wrote {path}")
 
 
-def _select(arguments: argparse.Namespace, options: MeasureOptions) -> Selection:
+def _select(arguments: argparse.Namespace, options: MeasureOptions, dumps: list[str]) -> Selection:
     """KV dumps by the evaluation's own walk, everything else as a source."""
-    from ...offline import is_dump, select, select_source
+    from ...offline import select, select_source
 
-    dumps = [path for path in arguments.inputs if is_dump(path) and not arguments.packed]
     others = [path for path in arguments.inputs if path not in dumps]
     found = select(dumps, options.scope)
     if others:

@@ -19,6 +19,10 @@ Layout: --backend, or --lp and --hp; what unpack or encode noted down is taken w
 back and compared before it appears."""
 
 
+_USED = ("tokens", "model", "backend", "kv_heads", "head_dim", "lp", "hp", "flash_block", "token_ids", "name")
+"""Options about packed files that here are about those that are written."""
+
+
 def add_parser(verbs: Any) -> None:
     """Declare the verb."""
     parser = shared_options.add_verb(verbs, "pack", run, "plain arrays to a prefix cache", _TEXT)
@@ -37,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output is None and len(arguments.inputs) > 1:
         raise UsageError("no output given for several inputs: use -o DIR/")
     output = printing.output_or_beside(arguments, arguments.inputs[0], ".packed/")
-    source = loading.load(arguments.inputs, arguments, frames=True, as_numbers=arguments.cast)
+    source = loading.load(arguments.inputs, arguments, frames=True, as_numbers=arguments.cast, used=_USED)
     loading.report_skipped(source, arguments)
     with printing.progress(arguments, source.nbytes, "pack") as step:
         packed = pack(

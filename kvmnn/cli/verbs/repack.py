@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ...formats.mnn import repack
 
     output = printing.output_or_beside(arguments, arguments.input, f".{arguments.to}/")
-    source = loading.load([arguments.input], arguments, frames=True)
+    source = loading.load([arguments.input], arguments, frames=True, used=("name",))
     loading.report_skipped(source, arguments)
     with printing.progress(arguments, source.nbytes, "repack") as step:
         packed = repack(

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from ...text import count, span
-from .. import loading, packed_options, printing, shared_options, verify_weights, weights_options
+from .. import idle_options, loading, packed_options, printing, shared_options, verify_weights, weights_options
 
 if TYPE_CHECKING:
     from ...arrays.source import Source
@@ -44,6 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     if not arguments.no_manifest and is_weight_file(arguments.input):
         return verify_weights.run(arguments)
+    told = [name for name in weights_options.TOLD if name != "head_dim"]
+    idle_options.refuse(arguments, [*told, "allow_trailing"], f"is about weight files, and {arguments.input} is none")
     options = DecodeOptions(
         dtype=arguments.dtype,
         codecs=shared_options.codecs(arguments),
@@ -51,8 +53,12 @@ def run(arguments: argparse.Namespace) -> int:
         threads=arguments.threads,
     )
     if not arguments.against:
-        packed_options.refuse(arguments, "needs --against: it says how the packed files of an original lie")
+        why = "needs --against: it says how the packed files of an original lie"
+        idle_options.refuse(arguments, packed_options.LAYING, why)
+        idle_options.refuse(arguments, ["tensor", "skip_unsupported"], "needs --against: it is about the original")
     frames = open_frames(arguments.input, use_manifest=not arguments.no_manifest, options=options)
+    if not arguments.against:
+        loading.check_dtype(frames, arguments)
     against = _original(frames, arguments) if arguments.against else None
     with printing.progress(arguments, frames.raw_bytes, "verify") as step:
         found = verify(frames, against, options, progress=step)

@@ -5,6 +5,7 @@ from .describing import Described, describe_files
 from .dump_restoring import RestoredDump, restore_dump
 from .finding import describe_packed, find_packed
 from .inspection import PackedInspection, inspect_packed
+from .packed_dump import has_packed_dump
 from .packed_files import PackedFiles
 from .packing import pack, repack
 from .prefix_writing import Packed
@@ -27,6 +28,7 @@ __all__ = [
     "describe_files",
     "describe_packed",
     "find_packed",
+    "has_packed_dump",
     "inspect_packed",
     "is_prefix",
     "pack",

@@ -6,6 +6,7 @@ file of MNN does.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path, PurePath
@@ -26,6 +27,11 @@ from .packed_files import size_of
 from .packed_reading import packed_runs
 
 GLOB = "packed_meta_*.json"
+
+
+def has_packed_dump(path: str) -> bool:
+    """Whether a packed dump lies below a directory."""
+    return os.path.isdir(path) and next(Path(path).rglob(GLOB), None) is not None
 
 
 def read(path: str, options: ReadOptions) -> Source:

@@ -1,0 +1,102 @@
+"""An option that would do nothing is refused, with what to use instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import compressor_files
+import numpy as np
+import plain_dumps
+import pytest
+from packed_samples import arrays, write_prefix
+
+NOT_PACKED = "is about packed files of MNN's, and"
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch, run):
+    monkeypatch.chdir(tmp_path)
+    words = np.random.default_rng(1).standard_normal((2, 300, 8)).astype(np.float32)
+    np.savez("kv.npz", **{"layer_0.key": words, "layer_0.value": -words})
+    np.save("k.npy", words)
+    compressor_files.checkpoint(Path("c.pth"), compressor_files.weights(1, head_dim=8))
+    run("convert", "c.pth", "w.bin", "-q")
+    run("encode", "kv.npz", "-o", "kv/", "-q")
+    run("encode", "k.npy", "-q")
+    write_prefix(tmp_path / "sys", arrays(1, 2, 30, 4), capacity=32)
+    plain_dumps.dump(tmp_path / "dump")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("export w.bin --precision fp16", "--precision needs --onnx"),
+        ("encode k.npy --kv-heads 2 -o x", f"--kv-heads {NOT_PACKED} k.npy holds none"),
+        ("encode k.npy --tokens 40 -o x", f"--tokens {NOT_PACKED} k.npy holds none"),
+        ("unpack kv.npz --name sys -o x.npz", f"--name {NOT_PACKED} kv.npz holds none"),
+        ("repack kv/ --from x86-avx2 --to arm64-fp16 -o x/", f"--from {NOT_PACKED} kv/ holds none"),
+        ("diff kv.npz kv/ --head-dim 8", f"--head-dim {NOT_PACKED} kv.npz kv/ holds none"),
+        ("pack kv.npz --backend x86-avx2 --name s --pid 1 -o x/", f"--pid {NOT_PACKED} kv.npz holds none"),
+        ("compress-kv w.bin kv.npz --axes htd --kv-heads 2", f"--kv-heads {NOT_PACKED} kv.npz holds none"),
+        ("verify kv/ --against kv.npz --backend x86-avx2", f"--backend {NOT_PACKED} kv.npz holds none"),
+        ("verify kv/ --against kv.npz --num-heads 2", "--num-heads is about weight files, and kv/ is none"),
+        ("verify kv/ --allow-trailing", "--allow-trailing is about weight files, and kv/ is none"),
+        ("verify kv/ --tensor k", "--tensor needs --against"),
+        ("verify kv/ --dtype bf16", "the manifest says fp32, not bf16"),
+        ("verify w.bin --num-heads 2", "--num-heads needs --against"),
+        ("verify w.bin --against c.pth --kv-heads 2", "--kv-heads is not about weight files, and w.bin is one"),
+        ("decode kv/ --backend x86-avx2 -o x.npz", "--backend is about the files of a prefix cache, and plain arrays"),
+        ("inspect w.bin --kv-heads 2", "--kv-heads changes nothing of what is said about w.bin"),
+        ("inspect w.bin --num-heads 2", "--num-heads changes nothing of what is said about w.bin"),
+        ("inspect k.npy --tokens 2", "--tokens changes nothing of what is said about k.npy"),
+        ("inspect k.npy w.bin --no-zstd", "--no-zstd changes nothing of what is said about k.npy w.bin"),
+        ("inspect kv/ --slot-order 0,1,2", "--slot-order changes nothing of what is said about kv/"),
+        ("inspect kv/ --dtype bf16", "the manifest says fp32, not bf16"),
+        ("measure dump --online-chunk-seq 8", "--online-chunk-seq needs --entry-mode chunked or chunked_grouped"),
+        ("measure dump --online-framing-bytes 8", "--online-framing-bytes needs --entry-mode chunked"),
+        ("measure dump --aggregate-by-stage", "--aggregate-by-stage needs --entry-mode aggregate"),
+        ("measure dump --codec-mode legacy --adaptive-block-seq 8", "--adaptive-block-seq needs --codec-mode adaptive"),
+        ("measure dump --codec-mode legacy --k-hi-predictors raw", "--k-hi-predictors needs --codec-mode adaptive_v22"),
+        ("measure dump --scope all --front-n 3", "--front-n needs --scope front_n"),
+        ("measure dump --run-log x", "--run-log needs --analysis"),
+        ("measure dump --allow-fp16", "--allow-fp16 needs --to-fp16"),
+        ("measure dump --analysis x --real", "--real is not for --analysis"),
+        ("measure dump --to-fp16 x --layer-ids 1", "--layer-ids is not for --to-fp16"),
+        ("measure dump --dtype bf16", "--dtype is for other inputs than KV dumps, which say it themselves"),
+        ("measure dump --kv-heads 2", f"--kv-heads {NOT_PACKED} dump holds none"),
+    ],
+)
+def test_options_without_effect_are_refused(here, run, argv, said):
+    before = sorted(here.iterdir())
+    found = run(*argv.split(), code=2)
+    assert (found.out, found.err.count("\n")) == ("", 1)
+    assert said in found.err
+    assert sorted(here.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "inspect sys k.npy --kv-heads 2 --head-dim 4 --tokens 30 --backend x86-avx2",
+        "inspect c.pth w.bin --num-heads 2 --head-dim 8",
+        "verify w.bin --against c.pth --head-dim 8",
+        "measure dump --entry-mode chunked --online-chunk-seq 8",
+        "measure dump --front-n 3",
+        "export w.bin --onnx --precision fp32 -o onnx/",
+    ],
+)
+def test_options_that_count_are_taken(here, run, argv):
+    if "--onnx" in argv:
+        pytest.importorskip("onnx")
+    run(*argv.split())
+
+
+def test_messages_name_the_options_that_the_verb_has(here, run):
+    said = run("repack", "sys", "--to", "arm64-fp16", "--kv-heads", 2, "--head-dim", 4, "--tokens", 30, code=1).err
+    assert "layouts fit the sizes of the files, say which (--from, --dtype, --flash-block)" in said
+    said = run("bench", "sys", code=1).err
+    assert "the files do not say kv_heads (--kv-heads)" in said
+    assert said.endswith("kvmnn bench has no such option, kvmnn unpack has\n")
+    known = ["--kv-heads", "2", "--head-dim", "4", "--tokens", "30", "--backend", "x86-avx2"]
+    assert "LOSSY" not in run("compress-kv", "w.bin", "sys", "-o", "o.npz", *known, code=1).out

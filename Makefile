@@ -13,8 +13,10 @@ SOURCES := $(shell find pyx kvmnn -name '*.py' -o -name '*.pyx' -o -name '*.pxd'
 demo: $(STAMPS)/lm
 	@PATH="$(abspath $(BIN)):$$PATH" sh tools/demo.sh
 
+# One process for each core, at most four: some tests take a gigabyte.
+WORKERS ?= -n auto --maxprocesses 4 --dist worksteal
 test: $(STAMPS)/test
-	$(BIN)/pytest
+	$(BIN)/pytest $(WORKERS)
 
 # Against torch, transformers and kvpress. Where pip finds torch's CUDA build, that takes 6 GB; the CPU's build takes 1:
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test-peers TORCH=torch==2.13.0+cpu
@@ -40,7 +42,7 @@ bench: $(STAMPS)/bench
 
 # Hostile input, faults and short fuzzing; docs/reliability.md says what each of them is for.
 attack: $(STAMPS)/test
-	$(BIN)/pytest -q tests/attacks tests/faults tests/cli/test_process.py tests/cli/test_errors.py
+	$(BIN)/pytest $(WORKERS) tests/attacks tests/faults tests/cli/test_process.py tests/cli/test_errors.py
 	$(BIN)/python tools/fuzz/run.py --minutes 2
 
 fuzz: $(STAMPS)/test

@@ -60,7 +60,7 @@ def test_ties_go_to_the_older_token(name: str, options: dict[str, Any]) -> None:
 def test_repeatable(name: str, options: dict[str, Any]) -> None:
     answers = []
     for _ in range(2):
-        policy = make(name, {**options, **({"generator": np.random.default_rng(7)} if "generator" in options else {})})
+        policy = make(name, options)
         answers.append(policy.keep(fit(policy, view(60)), acting(policy)).tolist())
     assert answers[0] == answers[1]
 
@@ -167,7 +167,7 @@ def test_other_types(name: str, options: dict[str, Any], dtype: Any) -> None:
 @matrix
 def test_repr_and_options_make_it_again(name: str, options: dict[str, Any]) -> None:
     policy = make(name, options)
-    more = {"generator": options["generator"]} if "generator" in options else {}
+    more = {"generator": policy.generator} if "generator" in options else {}
     assert create(name, **policy.options(), **more) == policy
     if not more:
         assert eval(repr(policy), vars(policies)) == policy

@@ -135,7 +135,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {},
         {"recent_ratio": 0.5},
         {"strategy": "keep_high", "recent_ratio": 0.3},
-        {"strategy": "random", "generator": np.random.default_rng(1)},
+        {"strategy": "random", "generator": 1},
     ],
     "recent_only": [{}],
     "streaming": [{"sink": 2}],
@@ -152,7 +152,9 @@ BUDGETS: list[dict[str, Any]] = [{"budget": 12}, {"keep_ratio": 0.4}]
 
 
 def make(name: str, options: dict[str, Any], **more: Any) -> Policy:
-    return create(name, **{"skip_layers": (), **options, **more})
+    """The policy of these options; a number is the seed of its generator."""
+    drawn = {"generator": np.random.default_rng(options["generator"])} if "generator" in options else {}
+    return create(name, **{"skip_layers": (), **options, **drawn, **more})
 
 
 def acting(policy: Policy) -> Moment:

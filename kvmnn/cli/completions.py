@@ -6,7 +6,7 @@ Built here instead of with shtab, which has no fish and would be one more packag
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from . import help
@@ -56,9 +56,22 @@ def _options(verb: argparse.ArgumentParser) -> Iterator[Option]:
             yield Option(
                 names=tuple(action.option_strings),
                 value="" if action.nargs == 0 else str(action.metavar or action.dest.upper()),
-                choices=tuple(map(str, action.choices or ())),
+                choices=tuple(map(str, action.choices or _names(action.dest))),
                 text=text,
             )
+
+
+def _names(value: str) -> Iterable[str]:
+    """What a value that goes on (``NAME:option=value``) can begin with."""
+    if value == "policy":
+        from ..policies import POLICIES
+
+        return POLICIES
+    if value == "preset":
+        from ..evaluation.setup.presets import PRESETS
+
+        return PRESETS
+    return ()
 
 
 def bash(verbs: list[Verb]) -> str:

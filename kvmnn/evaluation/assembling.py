@@ -72,7 +72,7 @@ class Evaluation:
             traces=tuple(self._traces(measured)),
             notes=(
                 *self.text_notes,
-                *notes(rows, self.documents, self.settings, full[0].model),
+                *notes(rows, self.documents, self.settings),
                 *self._not_timed(measured),
             ),
             refused=tuple(

@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Protocol
 
-from ..errors import KvmnnError
+from ..errors import KvmnnError, OptionError
 from ..lm.documents import Document, TextOptions, read_documents
+from ..lm.graph.graph_file import read_graph
+from ..lm.graph.interface import read_interface
 from ..lm.graph.model_files import OPERATED, find_model
 from ..lm.tokenizer import Tokenizer
 from .assembling import Evaluation
@@ -86,6 +88,9 @@ def evaluate(
 
     Raises
     ------
+    OptionError
+        For layers to skip that the model does not have, texts of more tokens than it has positions, and budgets that no
+        policy takes.
     KvmnnError
         For models, texts, budgets and policies that cannot be used at all. A configuration that the model cannot run is
         named in `EvaluationResult.refused`.
@@ -97,6 +102,7 @@ def evaluate(
         notes: list[str] = []
         documents = [texts] if isinstance(texts, Document | str | os.PathLike) else texts
         read = _documents(model, documents, tokenizer, settings.tokens, text_options, notes)
+        _check(model, wanted, read)
         if not isinstance(store, CellStore):
             store = stack.enter_context(CellStore(store))
         evaluation = Evaluation(
@@ -111,6 +117,20 @@ def evaluate(
         planned = plan(evaluation.sha256, evaluation.wanted, read, settings, store, jobs)
         refused = _carry_out(planned, evaluation, store, progress)
         return evaluation.result(planned, store, refused)
+
+
+def _check(path: Path, wanted: Sequence[Configuration], documents: Sequence[Document]) -> None:
+    """Refuse, before anything is measured, what the model's size makes senseless."""
+    files = find_model(path)
+    model = read_interface(read_graph(files.graph), files)
+    for entry in wanted:
+        entry.make().check_layers(model.layers)
+    longest = max(documents, key=lambda document: document.tokens)
+    if model.max_positions is not None and longest.tokens > model.max_positions:
+        raise OptionError(
+            f"{longest.name}: {longest.tokens:,} tokens are to be scored, {model.label} was made for "
+            f"{model.max_positions:,} positions: expected at most --tokens {model.max_positions}"
+        )
 
 
 def model_sha256(model: Path) -> str:

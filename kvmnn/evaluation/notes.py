@@ -9,11 +9,10 @@ from ..policies.registry import policy_called
 from ..policies.specs import make
 from ..reports.rows import Row
 from ..text import LOSSLESS
-from .measuring.cells import ModelFacts
 from .setup.settings import Settings
 
 
-def notes(rows: Sequence[Row], documents: Sequence[Document], settings: Settings, facts: ModelFacts) -> Iterator[str]:
+def notes(rows: Sequence[Row], documents: Sequence[Document], settings: Settings) -> Iterator[str]:
     """Sentences about rows, one for each thing that a table does not show."""
     yield from _short_texts(documents, settings)
     yield from _unequal_budgets(rows)
@@ -26,9 +25,6 @@ def notes(rows: Sequence[Row], documents: Sequence[Document], settings: Settings
         )
     if len(documents) == 1:
         yield "One document: there is no interval for the differences to the full cache."
-    longest = max(len(document.ids) - 1 for document in documents)
-    if facts.max_positions is not None and longest > facts.max_positions:
-        yield f"The texts reach position {longest - 1:,}; the model was made for {facts.max_positions:,}."
 
 
 def _short_texts(documents: Sequence[Document], settings: Settings) -> Iterator[str]:

@@ -71,6 +71,8 @@ class Runner:
 
     Raises
     ------
+    OptionError
+        For layers to skip that the model does not have.
     KvmnnError
         Where the graph takes no positions (they would be those of the cut cache), gives no attention probabilities or
         allows no layers of unequal lengths, and the policy needs them.
@@ -103,6 +105,7 @@ class Runner:
         if policy.needs_attention and not session.has_attentions:
             raise KvmnnError(f"{policy.name} needs attention probabilities: open the session with attentions=True")
         layers = session.interface.layers
+        policy.check_layers(layers)
         if layers > 1 and (policy.layers_apart or 0 < len(policy.skipped(layers)) < layers):
             session.check_unequal_lengths()
         if positions not in ("true", "stored"):

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ..checks import check_count, check_share
 from ..dtypes import Floats, Indices
-from ..errors import KvmnnError
+from ..errors import KvmnnError, OptionError
 from ..text import count
 from .scoring import Scoring, Summed
 from .view import Moment, View
@@ -107,6 +107,21 @@ class Policy(ABC):
     def skipped(self, layers: int) -> frozenset[int]:
         """The layers that are never cut of a model that has `layers`."""
         return frozenset(self.skip_layers) & frozenset(range(layers))
+
+    def check_layers(self, layers: int) -> None:
+        """Refuse layers to skip that a model of `layers` does not have; the defaults of a class may name more.
+
+        Raises
+        ------
+        OptionError
+            For layers that were said and are not there.
+        """
+        missing = [layer for layer in self.skip_layers if layer >= layers]
+        if missing and self.skip_layers != type(self).skip_layers:
+            raise OptionError(
+                f"{self.name}: skip_layers names layer {missing[0]}, the model has {count(layers, 'layer')}: expected "
+                f"0 to {layers - 1}"
+            )
 
     def choose(self, view: View, moment: Moment | None = None) -> Indices | None:
         """The tokens of one layer that stay, in the order in which they are to be stored, or None where all stay.

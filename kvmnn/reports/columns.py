@@ -95,6 +95,7 @@ COLUMNS = (
     Column("deep accuracy (%)", _number(lambda row: None if row.deep is None else row.deep.accuracy, ".2f", 100), 19),
     Column("dNLL (nats) [95 %]", _difference(lambda found: (found.nll, found.low, found.high)), 1),
     Column("deep dNLL (nats) [95 %]", _difference(lambda found: (found.deep_nll, found.deep_low, found.deep_high)), 18),
+    Column("tokens scored", _number(lambda row: row.tokens, ",d"), 22),
     Column("TTFT (ms)", _number(lambda row: row.ttft_seconds, ".2f", 1e3), 14),
     Column("TPOT (ms)", _number(lambda row: row.tpot_seconds, ".3f", 1e3), 8),
     Column("attention (ms)", _attention, 15),

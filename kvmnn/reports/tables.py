@@ -86,6 +86,7 @@ def notes(results: Results) -> list[str]:
     """What was measured on what, one sentence or two a line."""
     settings, rows = results.settings, results.rows
     scored = [row.tokens for row in rows if row.tokens is not None]
+    deep = [row.deep.tokens for row in rows if row.deep is not None]
     lines = [
         _sentence(
             count(len(results.documents), "document"),
@@ -93,7 +94,7 @@ def notes(results: Results) -> list[str]:
             f"{range_text(scored)} scored by each row" if scored else None,
             f"a prompt of {count(settings.prompt, 'token')}" if settings.prompt else None,
             f"fed {count(settings.chunk, 'token')} at a time",
-            f"deep: from token {settings.deep_from:,} on",
+            f"deep: the {range_text(deep)} of them from token {settings.deep_from:,} on" if deep else None,
             f"seed {settings.seed}",
             count(settings.threads, "thread"),
         ),

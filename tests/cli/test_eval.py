@@ -177,6 +177,10 @@ def test_what_the_model_refuses_is_named_and_the_rest_is_there(capsys):
             "a budget of 64 tokens has no effect here; h2o_engine: it has none",
         ),
         (["--policy", "full", "--skip-layers", "0"], "--skip-layers has no effect here"),
+        (
+            ["--policy", "streaming", "--skip-layers", "9"],
+            "skip_layers names layer 9, the model has 6 layers: expected 0 to",
+        ),
         (["--preset", "streaming-h2o", "--skip-layers", "0"], "--skip-layers has no effect here"),
         (["--policy", "nothing"], "unknown policy 'nothing'"),
         (["--policy", "streaming:sink"], "is not option=value"),

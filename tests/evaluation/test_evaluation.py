@@ -10,7 +10,7 @@ import math
 import pytest
 from repository import FIXTURES
 
-from kvmnn.errors import KvmnnError, MissingDependencyError, SourceError
+from kvmnn.errors import KvmnnError, MissingDependencyError, OptionError, SourceError
 from kvmnn.evaluation import EvaluationResult, evaluate
 from kvmnn.evaluation.evaluating import model_sha256
 from kvmnn.evaluation.running import processes
@@ -393,6 +393,17 @@ def test_files_and_documents_give_the_same(documents):
     assert "streaming 16" in str(found)
     assert found.to_text("markdown").startswith("| policy |")
     assert found.to_text("csv").startswith("label,document,policy")
+
+
+def test_what_the_size_of_the_model_makes_senseless_is_refused_before_anything_is_measured(documents, tmp_path):
+    wanted = configurations(["recent_only", "streaming:skip_layers=0+9"], [16])
+    with pytest.raises(OptionError, match="skip_layers names layer 9, the model has 6 layers: expected 0 to 5"):
+        run(documents(30, 1), wanted, tokens=30, store=tmp_path / "cells", **QUICK)
+    with pytest.raises(OptionError, match=r"31 tokens are to be scored, .* 30 positions: expected at most --tokens 30"):
+        (tmp_path / "model.onnx").write_bytes(MODEL.read_bytes())
+        (tmp_path / "config.json").write_text('{"max_position_embeddings": 30}')
+        evaluate(tmp_path, documents(31, 1), [], settings=Settings(tokens=31, **QUICK), jobs=0)
+    assert not (tmp_path / "cells").exists() or not (tmp_path / "cells").stat().st_size
 
 
 def test_nothing_to_do():

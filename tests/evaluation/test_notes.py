@@ -8,16 +8,11 @@ import numpy as np
 import pytest
 from lm_results import row
 
-from kvmnn.evaluation.measuring.cells import ModelFacts
 from kvmnn.evaluation.notes import notes
 from kvmnn.evaluation.setup.settings import Settings
 from kvmnn.lm.documents import Document
 from kvmnn.policies.specs import make, options_of
 from kvmnn.reports.rows import Row
-
-FACTS = ModelFacts(
-    layers=6, kv_heads=4, query_heads=4, head_dim=64, cache_dtype="float32", vocab=512, max_positions=4096
-)
 
 
 def of(spec: str, kind: str = "LOSSY", **more: Any) -> Row:
@@ -30,7 +25,7 @@ def of(spec: str, kind: str = "LOSSY", **more: Any) -> Row:
 
 def said(rows: list[Row], tokens: int = 400, documents: int = 1, **settings: Any) -> list[str]:
     texts = [text(tokens, str(number)) for number in range(documents)]
-    return list(notes(rows, texts, Settings(tokens=tokens, **settings), FACTS))
+    return list(notes(rows, texts, Settings(tokens=tokens, **settings)))
 
 
 def text(tokens: int, name: str) -> Document:

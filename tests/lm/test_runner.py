@@ -12,7 +12,7 @@ import pytest
 from repository import FIXTURES
 from tiny_decoders import Numpy, Tiny
 
-from kvmnn.errors import KvmnnError
+from kvmnn.errors import KvmnnError, OptionError
 from kvmnn.lm.runner import Runner
 from kvmnn.lm.session import DecoderSession
 from kvmnn.lm.tokenizer import Tokenizer
@@ -120,6 +120,15 @@ def test_h2o_tokens_masks_what_it_evicts_before_attention(sessions: Any) -> None
     assert chunks.cache.tokens == singles.cache.tokens == [3, 3]
 
 
+def test_defaults_of_a_class_may_name_layers_that_a_small_model_lacks(tmp_path: Path) -> None:
+    small = DecoderSession.open(Tiny(layers=1).save(tmp_path / "small.onnx"), cache=False)
+    runner = Runner(small, create("recent_only", budget=3))  # which never cuts layers 0 and 1
+    runner.feed([1, 2, 3, 4, 5])
+    assert runner.cache.tokens == [5]
+    with pytest.raises(OptionError, match="names layer 1, the model has 1 layer: expected 0 to 0"):
+        Runner(small, create("streaming", budget=5, skip_layers=(1,)))
+
+
 def test_what_a_runner_refuses(sessions: Any, tmp_path: Path) -> None:
     blind = DecoderSession.open(Tiny(positions=False).save(tmp_path / "blind.onnx"), cache=False)
     with pytest.raises(KvmnnError, match="no input for positions"):
@@ -148,7 +157,8 @@ def test_what_a_runner_refuses(sessions: Any, tmp_path: Path) -> None:
     fused = DecoderSession.open(Tiny(form="gqa").save(tmp_path / "fused.onnx"), cache=False)
     with pytest.raises(KvmnnError, match="equally many tokens"):
         Runner(fused, create("recent_only", budget=3, skip_layers=(1,)))
-    Runner(fused, create("recent_only", budget=3, skip_layers=(7,)))
+    with pytest.raises(OptionError, match="skip_layers names layer 7, the model has 2 layers: expected 0 to 1"):
+        Runner(fused, create("recent_only", budget=3, skip_layers=(0, 7)))
     with pytest.raises(KvmnnError, match="slack"):
         Runner(silent, slack=-1)
     with pytest.raises(KvmnnError, match="positions"):

@@ -98,8 +98,8 @@ def test_the_lines_below_say_what_was_measured() -> None:
     refused = (Refusal(label="h2o 8", reason="no attention"),)
     lines = tables.notes(replace(sample, rows=rows, notes=("b.txt is\nshort.",), refused=refused))
     assert lines[0] == (
-        "2 documents, 4,096 tokens, 4,094 scored by each row, fed 4 tokens at a time, deep: from token 1,024 on, "
-        "seed 0, 1 thread."
+        "2 documents, 4,096 tokens, 4,094 scored by each row, fed 4 tokens at a time, deep: the 2,048 of them "
+        "from token 1,024 on, seed 0, 1 thread."
     )
     assert lines[1] == "Model: tiny, kvmnn 0.1.0."
     assert any("paired bootstrap" in line for line in lines)

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Protocol
 
+import numpy as np
+
 from ..errors import KvmnnError, OptionError
 from ..lm.documents import Document, TextOptions, read_documents
 from ..lm.graph.graph_file import read_graph
@@ -60,7 +62,7 @@ def evaluate(
         ONNX file or folder.
     texts
         Files and folders as `kvmnn.lm.documents.read_documents` takes them, or documents that were read before. At
-        least one.
+        least one. Texts of the same tokens count once.
     policies
         What is compared: specs as the command takes them (``"streaming"``, ``"l2_fixed:recent_ratio=0.5"``), with every
         budget, which holds in every layer unless ``skip_layers`` is said; policies, as they are; configurations
@@ -163,7 +165,29 @@ def _documents(
         read += read_documents(paths, Tokenizer.open(tokenizer or model), tokens, options, notes=notes)
     if not read:
         raise KvmnnError("expected at least one text")
-    return read
+    return _each_once(read, notes)
+
+
+def _each_once(documents: Sequence[Document], notes: list[str]) -> list[Document]:
+    """Documents without those that have the tokens of another: counted twice they would make intervals too narrow."""
+    found: dict[bytes, Document] = {}
+    again = []
+    for document in documents:
+        first = found.setdefault(np.ascontiguousarray(document.ids, np.int64).tobytes(), document)
+        if first is not document:
+            again.append(f"{document.name} those of {first.name}")
+    if again:
+        more = f" and {len(again) - _NAMED:,} more" if len(again) > _NAMED else ""
+        one = "1 text has" if len(again) == 1 else f"{len(again):,} texts have"
+        notes.append(
+            f"{one} the same tokens as others before, counted once: {', '.join(again[:_NAMED])}{more}. An interval is "
+            "over different texts."
+        )
+    return list(found.values())
+
+
+_NAMED = 5
+"""Texts that a note names."""
 
 
 def _carry_out(

@@ -10,6 +10,7 @@ from ..policies.specs import make
 from ..reports.rows import Row
 from ..text import LOSSLESS
 from .setup.settings import Settings
+from .statistics import FEWEST
 
 
 def notes(rows: Sequence[Row], documents: Sequence[Document], settings: Settings) -> Iterator[str]:
@@ -23,8 +24,7 @@ def notes(rows: Sequence[Row], documents: Sequence[Document], settings: Settings
             f"Layers hold unequal numbers of tokens (tokens kept: the least and the most): {'; '.join(unequal)}. "
             "They hold more than rows of the same budget that cut every layer."
         )
-    if len(documents) == 1:
-        yield "One document: there is no interval for the differences to the full cache."
+    yield from _few_documents(rows)
 
 
 def _short_texts(documents: Sequence[Document], settings: Settings) -> Iterator[str]:
@@ -34,6 +34,22 @@ def _short_texts(documents: Sequence[Document], settings: Settings) -> Iterator[
                 f"{document.name} has only {document.tokens:,} tokens to score, {settings.tokens:,} were "
                 "asked for: all of it was scored."
             )
+
+
+def _few_documents(rows: Sequence[Row]) -> Iterator[str]:
+    compared = [row.versus_full.documents for row in rows if row.versus_full is not None]
+    if not compared or compared[0] >= FEWEST:
+        return
+    if compared[0] == 1:
+        yield "One document: there is no interval for the differences to the full cache."
+        return
+    range_ = (
+        ": of 2 documents one is their range and holds the true difference half of the time" if compared[0] == 2 else ""
+    )
+    yield (
+        f"The intervals are over {compared[0]} documents: with fewer than {FEWEST} they are too narrow to be cited"
+        f"{range_} (docs/lm.md)."
+    )
 
 
 def _unequal_budgets(rows: Sequence[Row]) -> Iterator[str]:

@@ -8,6 +8,12 @@ import numpy as np
 
 RESAMPLES = 10_000
 LEVEL = 0.95
+
+FEWEST = 10
+"""Documents from which on an interval may be cited. With fewer the bootstrap's is far too narrow: tried on normal
+differences, one of 95 % holds the true mean in 50 % of cases with 2 documents (it is their range), in 83 % with 5, in
+90 % with 10, in 94 % with 30 (tests/evaluation/test_statistics.py)."""
+
 _AT_ONCE = 1 << 20
 
 

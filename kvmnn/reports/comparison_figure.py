@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from . import plot_style
-from .figure_parts import INTERVAL, Measure, NothingToShowError
+from .figure_parts import Measure, NothingToShowError, interval_text
 from .plot_style import INK, MUTED
 from .results import Results
 from .rows import full_row
@@ -81,8 +81,7 @@ def _comparison(
             if far:
                 _symlog(first)
     rows = [row for entry in series for row in entry.rows]
-    thin = f" {INTERVAL.replace('Bars', 'Thin lines')}" if any(perplexity(r, 0).low for r in rows) else ""
-    plot_style.caption(made, f"Against the full cache (line at 0).{thin}")
+    plot_style.caption(made, f"Against the full cache (line at 0). {interval_text(rows, 'Thin lines')}")
     return made
 
 

@@ -14,7 +14,17 @@ if TYPE_CHECKING:
 
 Measure = Callable[[Row, float], Point]
 
-INTERVAL = "Bars: 95 % interval of the difference to the full cache, paired over the documents."
+
+def interval_text(rows: Sequence[Row], mark: str = "Bars") -> str:
+    """What `mark` in a figure of these rows is: intervals, and over how many documents; empty where there are none."""
+    over = [
+        row.versus_full.documents for row in rows if row.versus_full is not None and row.versus_full.low is not None
+    ]
+    if not over:
+        return ""
+    return f"{mark}: 95 % interval of the difference to the full cache, paired over {over[0]:,} documents."
+
+
 _ENOUGH, _MOST = 5, 12
 _STEPS = (
     (1.0, 2.0, 5.0),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import plot_style
-from .figure_parts import INTERVAL, Measure, NothingToShowError, apart, dodge, scale
+from .figure_parts import Measure, NothingToShowError, apart, dodge, interval_text, scale
 from .plot_style import FULL, INK, LineEnd
 from .results import Results
 from .rows import Row, full_row
@@ -115,7 +115,7 @@ def _over_budget(results: Results, title: str, ylabel: str, measure: Measure) ->
         axes.axhline(reference, **FULL)
         ends.append(LineEnd(f"full cache {reference:.2f}", axes.get_xlim()[1], reference, FULL))
     plot_style.label_lines(axes, ends)
-    plot_style.caption(made, INTERVAL if any(measure(row, 0).low is not None for row in rows) else "")
+    plot_style.caption(made, interval_text(rows))
     return made
 
 
@@ -167,8 +167,7 @@ def _ratio_panels(
             if measure is accuracy:
                 axes.set_ylabel("accuracy (%)")
             plot_style.label_lines(axes, ends)
-    if any(perplexity(row, x).low is not None for _, _, members in lines for x, row in members):
-        plot_style.caption(made, INTERVAL)
+    plot_style.caption(made, interval_text([row for _, _, members in lines for _, row in members]))
     return made
 
 
@@ -193,9 +192,3 @@ def _size(row: Row) -> str:
 def _share(row: Row, option: str) -> float | None:
     found = row.keep_ratio if option == "keep_ratio" else row.options.get(option)
     return float(found) if is_number(found) else None
-
-
-def _dodge(index: int, count: int) -> float:
-    """How far (in octaves) to the side a line is drawn, so that error bars do not cover each other."""
-    step = min(0.045, 0.3 / count)
-    return step * (index - (count - 1) / 2)

@@ -112,10 +112,13 @@ def notes(results: Results) -> list[str]:
 
 def _explanations(rows: Sequence[Row]) -> Iterator[str]:
     """What columns mean, of those that are there."""
-    if any(row.versus_full is not None and row.versus_full.low is not None for row in rows):
+    over = [
+        row.versus_full.documents for row in rows if row.versus_full is not None and row.versus_full.low is not None
+    ]
+    if over:
         yield (
             "dNLL: difference to the full cache on the same tokens; in brackets its 95 % interval by a paired "
-            "bootstrap over the documents."
+            f"bootstrap over the {over[0]:,} documents."
         )
     if not all(row.is_full for row in rows):
         yield "Change: relative to the full cache."

@@ -169,6 +169,21 @@ def test_a_row_adds_its_documents_up(documents):
     assert row.versus_full.low <= row.versus_full.nll <= row.versus_full.high
 
 
+def test_the_same_text_twice_counts_once(documents, tmp_path):
+    again = tmp_path / "again.txt"
+    again.write_bytes((FIXTURE / "texts" / NAMES[0]).read_bytes() + b"# and more behind what is scored\n")
+    paths = [FIXTURE / "texts" / NAMES[0], again, FIXTURE / "texts" / NAMES[1], again]
+    settings = Settings(tokens=30, **QUICK)
+    found = evaluate(FIXTURE, paths, "streaming", 16, settings=settings, jobs=0)
+    assert [text.name for text in found.documents] == list(NAMES)
+    assert numbers(found) == numbers(run(documents(30), configurations(["streaming"], [16]), tokens=30, **QUICK))
+    (note,) = (note for note in found.notes if "counted once" in note)
+    assert note == (
+        "2 texts have the same tokens as others before, counted once: again.txt those of calendar.py.txt, again.txt~2 "
+        "those of calendar.py.txt. An interval is over different texts."
+    )
+
+
 def test_one_document_has_no_interval(documents):
     results = run(documents(40, 1), configurations(["recent_only"], [16]), tokens=40, **QUICK)
     versus = results.rows[1].versus_full

@@ -12,7 +12,7 @@ from kvmnn.evaluation.notes import notes
 from kvmnn.evaluation.setup.settings import Settings
 from kvmnn.lm.documents import Document
 from kvmnn.policies.specs import make, options_of
-from kvmnn.reports.rows import Row
+from kvmnn.reports.rows import Difference, Row
 
 
 def of(spec: str, kind: str = "LOSSY", **more: Any) -> Row:
@@ -85,3 +85,19 @@ def test_what_never_evicted_says_why(spec: str, settings: dict[str, Any], why: s
     rows = [of(spec, "LOSSLESS")]
     assert f"{spec}: nothing was evicted: {why}." in said(rows, **settings)
     assert not any("nothing was evicted" in line for line in said([of(spec)], **settings))
+
+
+@pytest.mark.parametrize("documents", [1, 2, 9, 10])
+def test_few_documents_are_said_to_be_few(documents: int) -> None:
+    versus = Difference(documents=documents, level=0.95, nll=0.1, low=None if documents == 1 else 0.0, high=0.2)
+    few = [line for line in said([of("streaming", versus_full=versus)], documents=documents) if "interval" in line]
+    if documents == 1:
+        assert few == ["One document: there is no interval for the differences to the full cache."]
+    elif documents < 10:
+        assert len(few) == 1 and few[0].startswith(
+            f"The intervals are over {documents} documents: with fewer than 10 they"
+        )
+        assert ("one is their range and holds the true difference half of the time" in few[0]) == (documents == 2)
+    else:
+        assert few == []
+    assert not any("interval" in line for line in said([row("full", "full")], documents=documents))

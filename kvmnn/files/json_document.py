@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -17,8 +18,17 @@ _MAX_INTEGER = 2**63 - 1
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
+def loads(text: str | bytes, object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """`json.loads` without Python's NaN, Infinity and -Infinity, which RFC 8259 forbids: `ValueError`."""
+    return json.loads(text, object_pairs_hook=object_pairs_hook, parse_constant=_no_number)
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For `json.loads`: an object, refused if it has a key twice."""
+    """For `loads`: an object, refused if it has a key twice."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("an object has the same key twice")
@@ -123,7 +133,7 @@ def parse(text: str | bytes, where: str, max_bytes: int | None = None) -> Node:
     if len(text) > limit:
         raise ManifestError(f"{where}: is larger than {limit} bytes")
     try:
-        return Node(json.loads(text, object_pairs_hook=unique_keys), where, "")
+        return Node(loads(text, object_pairs_hook=unique_keys), where, "")
     except (ValueError, RecursionError) as error:
         raise ManifestError(f"{where}: is not valid JSON: {str(error)[:200]}") from None
 
@@ -159,8 +169,8 @@ def _open_without_waiting(path: str, flags: int) -> int:
     return handle
 
 
-def read_object(path: Path, max_bytes: int | None = None) -> dict[str, Any]:
-    """The JSON object in a file of at most `max_bytes` (default `MAX_BYTES`).
+def read_object(path: Path, max_bytes: int | None = None, *, constants: bool = False) -> dict[str, Any]:
+    """The JSON object in a file of at most `max_bytes` (default `MAX_BYTES`); `constants` as in `as_object`.
 
     Raises
     ------
@@ -169,13 +179,16 @@ def read_object(path: Path, max_bytes: int | None = None) -> dict[str, Any]:
     SourceError
         Where it cannot be read, is larger, or is no JSON object.
     """
-    return as_object(read_bounded(path, max_bytes), str(path))
+    return as_object(read_bounded(path, max_bytes), str(path), constants=constants)
 
 
-def as_object(text: bytes, where: str) -> dict[str, Any]:
-    """The JSON object that `text` is; `SourceError`, which begins with `where`, if it is none."""
+def as_object(text: bytes, where: str, *, constants: bool = False) -> dict[str, Any]:
+    """The JSON object that `text` is; `SourceError`, which begins with `where`, if it is none.
+
+    With `constants` it may hold NaN and Infinity: Python libraries write them into settings of models.
+    """
     try:
-        value = json.loads(text)
+        value = json.loads(text) if constants else loads(text)
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{where}: is not JSON: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(value, dict):
@@ -184,8 +197,8 @@ def as_object(text: bytes, where: str) -> dict[str, Any]:
 
 
 def read_object_if_there(path: Path) -> dict[str, Any]:
-    """`read_object`, or an empty one where there is no such file."""
+    """`read_object` of settings of a model or tokenizer, `constants` allowed; empty where there is no such file."""
     try:
-        return read_object(path)
+        return read_object(path, constants=True)
     except (FileNotFoundError, NotADirectoryError):
         return {}

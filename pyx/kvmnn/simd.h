@@ -19,6 +19,13 @@ enum { KVMNN_BASELINE, KVMNN_AVX2, KVMNN_LEVELS };
 
 #if (defined(__x86_64__) || defined(__i386__)) && defined(__GNUC__)
 #define KVMNN_HAS_AVX2 1
+#include <cpuid.h>
+
+/* Whether the processor has F16C: clang before 19 cannot be asked by name. */
+static inline int kvmnn_has_f16c(void) {
+    unsigned a, b, c = 0, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C) != 0;
+}
 #endif
 
 /* Whether this build has `level` and this processor runs it. */
@@ -27,7 +34,7 @@ static inline int kvmnn_simd_runs(int level) {
 #ifdef KVMNN_HAS_AVX2
     if (level == KVMNN_AVX2) {
         __builtin_cpu_init();
-        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi") &&
+        return __builtin_cpu_supports("avx2") && kvmnn_has_f16c() && __builtin_cpu_supports("bmi") &&
                __builtin_cpu_supports("bmi2");
     }
 #endif

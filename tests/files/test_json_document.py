@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvmnn.errors import SourceError
+from kvmnn.errors import ManifestError, SourceError
 from kvmnn.files import json_document
-from kvmnn.files.json_document import read_object, read_object_if_there
+from kvmnn.files.json_document import as_object, loads, parse, read_object, read_object_if_there
 
 
 def test_an_object_and_none(tmp_path):
@@ -41,3 +41,20 @@ def test_size_is_bounded(tmp_path, monkeypatch):
         read_object(path)
     with pytest.raises(SourceError, match="cannot be read"):
         read_object(tmp_path)
+
+
+@pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity"])
+def test_constants_of_python_are_no_json_but_for_settings_of_models(tmp_path, constant):
+    text = f'{{"a": [{constant}]}}'
+    with pytest.raises(ManifestError, match=f"^x: is not valid JSON: {constant} is no number of JSON$"):
+        parse(text, "x")
+    with pytest.raises(SourceError, match=f"^x: is not JSON: {constant} is no number of JSON$"):
+        as_object(text.encode(), "x")
+    with pytest.raises(ValueError, match=constant):
+        loads(text)
+    path = tmp_path / "config.json"
+    path.write_text(text.replace("]", ', "NaN"]'))
+    with pytest.raises(SourceError, match=f"{constant} is no number"):
+        read_object(path)
+    for found in (read_object(path, constants=True), read_object_if_there(path)):
+        assert str(found["a"][0]) == str(float(constant)) and found["a"][1] == "NaN"

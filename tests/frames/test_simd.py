@@ -1,6 +1,8 @@
 """Every SIMD level gives the same bytes, whatever the size and the alignment; and the native self-test."""
 
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -34,6 +36,24 @@ def test_levels() -> None:
     with pytest.raises(KvmnnError, match=r"'avx512' is not available.*baseline"):
         _simd.set_simd_level("avx512")
     assert _simd.simd_level() in levels
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists() or platform.machine() != "x86_64", reason="Linux on x86-64")
+def test_the_levels_are_those_of_the_processor() -> None:
+    flags = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    assert flags is not None
+    assert ("avx2" in _simd.simd_levels()) == ({"avx2", "f16c", "bmi1", "bmi2"} <= {*flags[1].split()})
+
+
+CLANG = next(filter(shutil.which, ("clang", *(f"clang-{version}" for version in range(24, 12, -1)))), None)
+
+
+@pytest.mark.skipif(CLANG is None, reason="no clang")
+@pytest.mark.parametrize("source", sorted(NATIVE.rglob("*.c")), ids=lambda path: path.name)
+def test_clang_takes_the_loops(source: Path) -> None:
+    """Older ones too, which know fewer names of builtin functions than GCC."""
+    warnings = ["-Wall", "-Wextra", "-Werror", "-Wno-unused-function"]
+    subprocess.run([CLANG, "-fsyntax-only", "-std=c11", *warnings, "-I", str(ROOT / "pyx"), str(source)], check=True)
 
 
 def pool(seed: int) -> memoryview:

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import IO, Self
 
 from ...errors import OutputError, SourceError
+from ...files.json_document import loads
 from ...files.output import failures
 from ...lm.documents import Document
 from ..measuring.cells import Kind
@@ -137,7 +138,7 @@ class CellStore:
             raise SourceError(f"{path}: is not a file of cells: it would be overwritten")
         for number, line in enumerate(lines, 1):
             try:
-                entry = json.loads(line)
+                entry = loads(line)
                 form = entry["kvmnn_cell"]
                 if form not in (_FORMAT, _WITHOUT_HASH):
                     raise SourceError(f"{path}: line {number} is of format {form!r}: expected {_FORMAT}")

@@ -56,7 +56,7 @@ def read_geometry(path: str) -> ModelGeometry:
         file = Path(path, name)
         if file.is_file():
             found = True
-            fields = read_object(file) | fields
+            fields = read_object(file, constants=True) | fields
     graph = graph_of(path, fields)
     if not found and graph is None:
         raise SourceError(f"{path}: has neither llm_config.json nor config.json, so it is not an MNN model directory")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 from tokenize import TokenError
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import KvmnnError, SourceError
+from ...files.json_document import loads
 from ...files.mapped import MappedFile
 from ...packed.cache_info import TokenIds
 
@@ -45,5 +45,5 @@ def _ids(data: bytes) -> Any:
             raise ValueError("not a .npy file") from exc
     text = data.decode()
     if text.lstrip().startswith("["):
-        return json.loads(text)
+        return loads(text)
     return [int(word) for word in re.split(r"[\s,]+", text.strip())]

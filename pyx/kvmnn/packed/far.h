@@ -10,11 +10,10 @@
 #include <string.h>
 
 #if defined(__GNUC__) && defined(__SSE2__)
-typedef long long kvmnn_far_vector __attribute__((vector_size(16)));
-static inline void kvmnn_store_far(uint8_t *p, kvmnn_far_vector v) {
-    __builtin_ia32_movntdq((kvmnn_far_vector *)(void *)p, v);
-}
-static inline void kvmnn_far_done(void) { __builtin_ia32_sfence(); }
+#include <emmintrin.h>
+typedef __m128i kvmnn_far_vector;
+static inline void kvmnn_store_far(uint8_t *p, kvmnn_far_vector v) { _mm_stream_si128((__m128i *)(void *)p, v); }
+static inline void kvmnn_far_done(void) { _mm_sfence(); }
 #define KVMNN_FAR 1
 #elif defined(__clang__)
 typedef long long kvmnn_far_vector __attribute__((vector_size(16)));

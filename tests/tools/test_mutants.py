@@ -12,6 +12,7 @@ from repository import ROOT
 sys.path.insert(0, str(ROOT / "tools" / "mutants"))
 
 import rooms
+from batches import batches_of, function_of
 from changes import Change, changes_of
 
 
@@ -86,3 +87,59 @@ def test_every_module_with_changes_has_tests_and_explanations_are_of_the_code_as
     assert not rooms.stale([*entries["tunables"], *entries["survivors"]], every)
     assert all(len(entry["why"]) > 20 for kind in entries.values() for entry in kind)
     assert all({"line", "change"} <= entry.keys() for entry in entries["survivors"])
+
+
+NESTED = """
+LIMIT = 1
+
+class A:
+    size = 2
+
+    @property
+    def f(self):
+        def g():
+            return 3
+        if self:
+            return [4 for _ in g()]
+        return 5
+"""
+
+
+def test_the_function_of_a_change(tmp_path: Path) -> None:
+    names = {c.old: function_of(c, NESTED.encode()) for c in found(tmp_path, "a.py", NESTED)}
+    assert names == {"1": None, "2": None, "3": "A.f.<locals>.g", "4": "A.f", "5": "A.f"}
+
+
+def test_which_tests_are_run_and_when(tmp_path: Path) -> None:
+    first, second, third = found(tmp_path, "a.py", "def f(): return 1\ndef g(): return 2\nX = 3\n")
+    source = (tmp_path / "a.py").read_bytes()
+    calls = {
+        "near.py": {
+            "seconds": {"near.py::slow": 9.0, "near.py::quick": 0.1, "near.py::broken": 0.0, "near.py::other": 0.2},
+            "called": {
+                "near.py::slow": [["a.py", "f"]],
+                "near.py::quick": [["b.py", "g"], ["a.py", "f"]],
+                "near.py::broken": [["a.py", "f"]],
+                "near.py::other": [["b.py", "f"]],
+            },
+            "failed": ["near.py::broken"],
+            "starts": [],
+        },
+        "far.py": {
+            "seconds": {"far.py::f": 5.0, "far.py::g": 1.0, "far.py::hour": 3600.0},
+            "called": {"far.py::f": [["a.py", "f"]], "far.py::g": [["a.py", "g"]], "far.py::hour": [["a.py", "f"]]},
+            "failed": [],
+            "starts": [],
+        },
+        "starts.py": {"seconds": {"starts.py::s": 1.0}, "called": {}, "failed": [], "starts": ["starts.py::s"]},
+    }
+    assert batches_of(calls, first, source, False) == [["near.py::quick", "near.py::slow"], ["far.py::f"]]
+    assert batches_of(calls, second, source, False) == [["far.py::g"]]
+    assert batches_of(calls, third, source, False) == [["near.py::quick", "near.py::slow"], ["far.py::g", "far.py::f"]]
+    later = ["near.py::other", "far.py::g", "far.py::hour", "starts.py::s"]
+    assert batches_of(calls, first, source, True)[2] == later
+    (tmp_path / "a.c").write_text("int x = 1;\n")
+    compiled = changes_of(tmp_path, "a.c")[0]
+    assert batches_of(calls, compiled, b"", False) == [
+        ["near.py::quick", "near.py::other", "near.py::slow"], ["far.py::g", "far.py::f", "starts.py::s"],
+    ]  # fmt: skip

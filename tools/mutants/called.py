@@ -1,35 +1,42 @@
-"""A plugin of pytest: which functions of kvmnn each test calls. `python -m pytest -p called`, with CALLED=file.json.
+"""A plugin of pytest: which functions of kvmnn each test calls. `python -m pytest -p called`, with CALLED=folder.
 
-Calls in other processes are not seen, nor what a test takes from a fixture that an earlier one has made.
+For every file of tests a file of JSON is left there, `tests+room+test_name.py.json`. Calls in other processes are not
+seen, but noted is which tests start some; nor is seen what a test takes from a fixture that an earlier one has made.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import Any
 
 import pytest
 
 HERE = os.getcwd()
 OURS = os.path.join(HERE, "kvmnn") + os.sep
+STARTS = {subprocess.Popen.__init__.__code__}
+if fork := getattr(os, "fork", None):  # built in: no frame of its own; multiprocessing's forks are seen by their module
+    import multiprocessing.process
 
-seconds: dict[str, float] = {}
-called: dict[str, dict[CodeType, None]] = {}
-failed: dict[str, None] = {}
+    STARTS.add(multiprocessing.process.BaseProcess.start.__code__)
+
+files: dict[str, dict[str, Any]] = {}
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    codes = called.setdefault(item.nodeid, {})
+    found = files.setdefault(item.nodeid.split("::")[0], {"seconds": {}, "called": {}, "failed": [], "starts": []})
+    codes: dict[CodeType, None] = {}
 
     def trace(frame: FrameType, event: str, argument: object) -> None:
-        if frame.f_code.co_filename.startswith(OURS):
+        if frame.f_code.co_filename.startswith(OURS) or frame.f_code in STARTS:
             codes[frame.f_code] = None
 
     start = time.monotonic()
@@ -40,18 +47,18 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     finally:
         sys.settrace(None)
         threading.settrace(None)
-        seconds[item.nodeid] = round(time.monotonic() - start, 3)
+        found["seconds"][item.nodeid] = round(time.monotonic() - start, 3)
+        if STARTS & codes.keys():
+            found["starts"].append(item.nodeid)
+        ours = [code for code in codes if code not in STARTS]
+        found["called"][item.nodeid] = [[os.path.relpath(c.co_filename, HERE), c.co_qualname] for c in ours]
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.failed:
-        failed[report.nodeid] = None
+        files[report.nodeid.split("::")[0]]["failed"].append(report.nodeid)
 
 
 def pytest_sessionfinish() -> None:
-    found = {
-        test: [[os.path.relpath(code.co_filename, HERE), code.co_firstlineno, code.co_qualname] for code in codes]
-        for test, codes in called.items()
-    }
-    document = {"seconds": seconds, "called": found, "failed": list(failed)}
-    Path(os.environ["CALLED"]).write_text(json.dumps(document))
+    for file, found in files.items():
+        (Path(os.environ["CALLED"]) / f"{file.replace('/', '+')}.json").write_text(json.dumps(found))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import compileall
 import hashlib
 import json
@@ -16,19 +15,23 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import rooms
+from batches import Calls, batches_of, file_of, seconds_of
 from changes import Change
 
 HERE = Path(__file__).parent
 PARTS = ("kvmnn", "pyx", "tests", "tools", "fixtures", "docs", "benchmarks", "setup.py", "pyproject.toml", "README.md")
 MORE_PARTS = ("MANIFEST.in", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile")
-TEST_SECONDS = 150  # for one test: what takes longer hangs
-ROOM_SECONDS = 1200
-MEMORY = 12 << 30
-FIRST = 40  # tests of a file that call the changed function
+MEMORY = 6 << 30
+TRACE_SECONDS = 3600
+NEAR = 2  # files of tests that are run before those of the whole room are looked at
+DOUBTED = 1  # a test that takes longer than this many seconds may also fail because the machine is busy
 
 
 class Copy:
@@ -37,9 +40,10 @@ class Copy:
     def __init__(self, source: Path, work: Path) -> None:
         self.work, self.root = work, work / "tree"
         (work / "calls").mkdir(parents=True, exist_ok=True)
-        if self.root.exists():
-            shutil.rmtree(self.root)
-        self.root.mkdir()
+        self.root.mkdir(exist_ok=True)
+        for old in self.root.iterdir():
+            if old.name != "build":  # what was made of sources that have not changed since need not be made again
+                shutil.rmtree(old) if old.is_dir() else old.unlink()
         ignored = shutil.ignore_patterns("__pycache__")
         for part in (*PARTS, *MORE_PARTS):
             if (source / part).is_dir():
@@ -53,58 +57,91 @@ class Copy:
         hashed = py_compile.PycInvalidationMode.CHECKED_HASH  # a change can have the same size in the same second
         compileall.compile_dir(self.root, quiet=2, invalidation_mode=hashed)
 
-    def tested(self, change: Change, killers: Counter[str], whole_room: bool) -> dict[str, Any]:
+    def tested(self, change: Change, killers: Counter[str], thorough: bool) -> dict[str, Any]:
         """What became of a change: killed (by which test), survived, timeout, crash or no build.
 
-        Test files are run one after another until a test fails; of each, all tests with `whole_room` or where it is not
-        known which of them call the changed code, else those that call the changed function.
+        Most are noticed by the tests of the module itself: those of its room come after them.
         """
         start = time.monotonic()
         tests = rooms.tests_of(self.root, change.file, killers)
-        path = self.root / change.file
-        source = path.read_bytes()
-        function = None if whole_room else function_of(change, source)
-        modules = {module: module.read_bytes() for module in self.root.glob("kvmnn/**/*.so")}
-        outcome = {"outcome": "survived"}
-        try:
-            if not change.file.endswith(".py"):
-                for test in tests:
-                    self._calls(test)
-                path.write_bytes(change.applied(source))
-                if not self._built():
-                    outcome = {"outcome": "no build"}
-            for test in tests:
+        source = (self.root / change.file).read_bytes()
+        outcome: dict[str, Any] = {"outcome": "survived"}
+        run: dict[str, None] = {}
+        for files in [tests[:NEAR], tests] if change.file.endswith(".py") else [tests]:
+            if outcome["outcome"] == "survived":
+                calls = self._calls(files)
+                batches = [[t for t in batch if t not in run] for batch in batches_of(calls, change, source, thorough)]
+                outcome = self._outcome(change, calls, [batch for batch in batches if batch])
+                run |= dict.fromkeys(test for batch in batches for test in batch)
+        killer = outcome.get("by", "").split(" - ")[0]
+        if seconds_of(calls, killer) > DOUBTED and self._run([killer], TRACE_SECONDS)["outcome"] == "killed":
+            self._leave_out(killer)
+            return self.tested(change, killers, thorough)
+        return {**outcome, "tests": len(run), "seconds": round(time.monotonic() - start, 1)}
+
+    def _outcome(self, change: Change, calls: Calls, batches: list[list[str]]) -> dict[str, Any]:
+        with self._changed(change) as built:
+            if not built:
+                return {"outcome": "no build"}
+            for batch in batches:
+                outcome = self._run(batch, 60 + 10 * sum(seconds_of(calls, test) for test in batch))
                 if outcome["outcome"] != "survived":
-                    break
-                path.write_bytes(source)
-                calls = self._calls(test)
-                path.write_bytes(change.applied(source))
-                if words := [test] if function is None else callers(calls, function):
-                    outcome = self._run([*words, *(f"--deselect={failed}" for failed in calls["failed"])])
+                    return outcome
+        return {"outcome": "survived"}
+
+    @contextmanager
+    def _changed(self, change: Change) -> Iterator[bool]:
+        """Gives whether it could be built. Whatever it touched is as it was afterwards, its times too."""
+        path = self.root / change.file
+        touched = [path]
+        if not change.file.endswith(".py") and self._current:
+            touched += [*self.root.glob("kvmnn/**/*.so"), *self.root.glob("build/pyx/**/*.c")]
+        before = {file: (file.read_bytes(), file.stat()) for file in touched}
+        try:
+            path.write_bytes(change.applied(before[path][0]))
+            yield change.file.endswith(".py") or self._built()
         finally:
-            path.write_bytes(source)
-            for module, data in modules.items():
-                if module.read_bytes() != data:
-                    module.write_bytes(data)
-        return {**outcome, "seconds": round(time.monotonic() - start, 1)}
+            for file, (data, stat) in before.items():
+                if not file.exists() or file.stat().st_mtime_ns != stat.st_mtime_ns:
+                    file.unlink(missing_ok=True)
+                    file.write_bytes(data)
+                    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
-    def _calls(self, test: str) -> dict[str, Any]:
-        """What the tests of a file call, how long they take, and which fail without any change; found once."""
+    @cached_property
+    def _current(self) -> bool:
+        """All modules built once, so that a changed file is all that is newer than what is made of it."""
+        return self._built(check=True)
+
+    def _calls(self, tests: list[str]) -> Calls:
+        """What the tests of files call, how long they take, and which fail without any change; found once."""
+        paths = {test: self._noted(test) for test in tests}
+        if missing := [test for test, path in paths.items() if not path.exists()]:
+            with tempfile.TemporaryDirectory(dir=self.work) as folder:
+                self._run(missing, TRACE_SECONDS, "-p", "called", CALLED=folder)
+                for test in missing:
+                    found = Path(folder) / f"{test.replace('/', '+')}.json"
+                    nothing = {"seconds": {}, "called": {}, "failed": [], "starts": []}  # all skipped, or not collected
+                    paths[test].write_text(found.read_text() if found.exists() else json.dumps(nothing))
+            for name in (name for test in missing for name in json.loads(paths[test].read_text())["failed"]):
+                print(f"mutants: left out, it fails without any change: {name}", flush=True)
+        return {test: json.loads(path.read_text()) for test, path in paths.items()}
+
+    def _noted(self, test: str) -> Path:
         name = hashlib.sha256(test.encode() + (self.root / test).read_bytes()).hexdigest()[:24]
-        path = self.work / "calls" / f"{name}.json"
-        if not path.exists():
-            self._run(["-p", "called", test], stop=False, CALLED=str(path))
-            found = json.loads(path.read_text())
-            if found["failed"]:
-                print("mutants: left out, they fail without any change:", *found["failed"], sep="\n  ", flush=True)
-        return json.loads(path.read_text())
+        return self.work / "calls" / f"{name}.json"
 
-    def _run(self, words: list[str], stop: bool = True, **environment: str) -> dict[str, Any]:
-        command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rfE", "--tb=no"]
-        command += ["-o", f"faulthandler_timeout={TEST_SECONDS}", "-o", "faulthandler_exit_on_timeout=true"]
+    def _leave_out(self, test: str) -> None:
+        print(f"mutants: left out, it failed without any change: {test}", flush=True)
+        path = self._noted(file_of(test))
+        found = json.loads(path.read_text())
+        path.write_text(json.dumps({**found, "failed": [*found["failed"], test]}))
+
+    def _run(self, words: list[str], limit: float, *options: str, **environment: str) -> dict[str, Any]:
+        command = [sys.executable, "-P", "-m", "pytest", "-o", "addopts=", "-q", "--import-mode=importlib"]
+        command += ["-p", "no:cacheprovider", "-rfE", "--tb=no", *(options or ["-x"])]
         with tempfile.TemporaryDirectory(dir=self.work) as folder:
             child = subprocess.Popen(
-                [*command, *(["-x"] if stop else []), f"--basetemp={folder}/base", *words],
+                [*command, f"--basetemp={folder}/base", *words],
                 cwd=self.root,
                 env={**self._environment, "TMPDIR": folder, **environment},
                 stdout=subprocess.PIPE,
@@ -115,7 +152,7 @@ class Copy:
                 preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY)),
             )
             try:
-                output, _ = child.communicate(timeout=ROOM_SECONDS)
+                output, _ = child.communicate(timeout=limit)
             except subprocess.TimeoutExpired:
                 return {"outcome": "timeout"}
             finally:
@@ -124,36 +161,11 @@ class Copy:
                 child.wait()
         if child.returncode == 0:
             return {"outcome": "survived"}
-        if "Timeout (" in output or child.returncode < 0:
-            return {"outcome": "timeout" if "Timeout (" in output else "crash"}
+        if child.returncode < 0:
+            return {"outcome": "crash"}
         named = [line.split(" ", 1)[1] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
         return {"outcome": "killed", "by": named[0][:200] if named else output.strip()[-200:]}
 
     def _built(self, check: bool = False) -> bool:
         command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
         return not subprocess.run(command, cwd=self.root, capture_output=not check, check=check).returncode
-
-
-def function_of(change: Change, source: bytes) -> tuple[str, int] | None:
-    """File and first line of the function in which the change lies."""
-    if not change.file.endswith(".py"):
-        return None
-    functions = [
-        node
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.FunctionDef) and node.lineno <= change.line <= (node.end_lineno or 0)
-    ]
-    if not functions:
-        return None
-    inner = max(functions, key=lambda node: node.lineno)
-    return change.file, min(node.lineno for node in (inner, *inner.decorator_list))
-
-
-def callers(calls: dict[str, Any], function: tuple[str, int]) -> list[str]:
-    """The quickest tests that call a function."""
-    found = [
-        test
-        for test, codes in calls["called"].items()
-        if test not in calls["failed"] and any(tuple(code[:2]) == function for code in codes)
-    ]
-    return sorted(found, key=lambda test: calls["seconds"][test])[:FIRST]

@@ -6,21 +6,21 @@
     python tools/mutants/run.py --report                    what is known, nothing run
 
 Works on a copy of the tree in build/mutants, and adds what it finds to results.jsonl there: runs with other seeds add
-up, and what was tested already is not tested again. One change of ten is one of Cython or C (--compiled), for which its
-module is built anew. Exit code 0 if at least 95 % were noticed and every survivor stands in explained.json with its
-reason; else 1.
+up, what was tested already is not tested again, and a run that was ended goes on when it is started again. One change
+of ten is one of Cython or C (--compiled), for which its module is built anew. Exit code 0 if at least 95 % were noticed
+and every survivor stands in explained.json with its reason; else 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import re
 import sys
 import time
 from collections import Counter
 from pathlib import Path
-from random import Random
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,17 +60,19 @@ def main() -> int:
 
 
 def chosen(every: list[Change], results: Results, arguments: argparse.Namespace) -> list[Change]:
-    """A random sample of what is not tested yet; changes of one compiled module beside each other."""
+    """A random sample, without what is tested already; changes of one compiled module beside each other.
+
+    A seed puts changes in an order by their keys, so that it draws the same ones when other code has come or gone.
+    """
     mine = [change for change in every if change.file.startswith(arguments.only)]
     if arguments.survivors:
         return [c for c in mine if results.outcome(c) == "survived" and rooms.explanation(c) is None]
-    rng = Random(arguments.seed)
-    mine = [change for change in mine if results.outcome(change) is None]
+    mine.sort(key=lambda change: hashlib.sha256(f"{arguments.seed} {change.key}".encode()).digest())
     python = [change for change in mine if change.file.endswith(".py")]
     compiled = [change for change in mine if not change.file.endswith(".py")]
     few = min(len(compiled), round(arguments.count * (arguments.compiled if python else 1)))
-    first = rng.sample(python, min(len(python), arguments.count - few))
-    return first + sorted(rng.sample(compiled, few), key=lambda change: change.file)
+    drawn = python[: arguments.count - few] + sorted(compiled[:few], key=lambda change: change.file)
+    return [change for change in drawn if results.outcome(change) is None]
 
 
 class Results:

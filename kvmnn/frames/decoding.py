@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..dtypes import FP16, FP32, Bytes, DType, by_name
-from ..errors import FrameError, KvmnnError, LimitError
+from ..dtypes import FP16, FP32, DType, Words, by_name
+from ..errors import FrameError, LimitError
 from ..threads.pool import map_pulled, resolve_threads
 from . import _decoder
 from .options import CODECS, MIN_PARALLEL_BYTES, codec_bits
@@ -84,22 +84,19 @@ class Decoder:
     def __init__(self, dtype: str, codecs: Iterable[str] = CODECS) -> None:
         self._itemsize, self._allow = by_name(dtype).itemsize, codec_bits(codecs)
 
-    def into(self, frame: bytes, out: Bytes) -> None:
-        """Decode into ``out[row, byte]``, uint8, rows contiguous; untouched if the frame is refused.
+    def into(self, frames: tuple[bytes, ...], out: Words) -> None:
+        """Decode frame i into ``out[i]``, ``[row, token, word]``, contiguous behind its first axis.
+
+        Nothing is written unless all frames decode.
 
         Raises
         ------
         FrameError
             As `decode`.
         KvmnnError
-            For an `out` of another size than the frame holds.
+            For an `out` of another size than the frames hold.
         """
-        parsed = _decoder.Frame(frame, self._itemsize, self._allow)
-        if parsed.words * self._itemsize != out.size:
-            raise KvmnnError(f"out has {out.size} bytes: the frame holds {parsed.words * self._itemsize}")
-        parsed.decode()
-        parsed.join(out)
-        parsed.close()
+        _decoder.decode_into(frames, self._itemsize, self._allow, out.view(np.uint8))
 
 
 def matches(

@@ -243,18 +243,22 @@ def test_out_with_a_stride_in_its_first_axis(dtype: type) -> None:
             kvmnn.decode(kvmnn.encode(values), out=refused)
 
 
-def test_a_decoder_of_many_frames() -> None:
-    decoder, frame = Decoder("fp16"), kvmnn.encode(FP16)
-    cache = np.full((4, 500), 9, np.uint8)
-    decoder.into(frame, cache[:, 100:148])
-    assert cache[:, 100:148].tobytes() == FP16.tobytes() and (cache[:, :100] == 9).all()
-    with pytest.raises(KvmnnError, match="out has 188 bytes: the frame holds 192"):
-        decoder.into(frame, cache[:, 100:147])
-    with pytest.raises(KvmnnError, match="contiguous"):
-        decoder.into(frame, cache[:, 100:196:2])
+def test_a_decoder_of_several_frames_at_once() -> None:
+    values = RNG.standard_normal((2, 3, 5, 8)).astype(np.float16)
+    decoder, frames = Decoder("fp16"), tuple(kvmnn.encode(part) for part in values)
+    cache = np.full((2, 3, 40, 8), 9, np.float16)
+    decoder.into(frames, cache[:, :, 20:25])
+    assert (cache[:, :, 20:25] == values).all() and (cache[:, :, :20] == 9).all() and (cache[:, :, 25:] == 9).all()
     cache[:] = 9
+    for out, message in (
+        (cache[:, :, 20:24], "out has 192 bytes: the frame holds 240"),
+        (cache[:, :, 20:30:2], "contiguous tokens"),
+        (cache[:1, :, 20:25], "2 frames: expected 1"),
+    ):
+        with pytest.raises(KvmnnError, match=message):
+            decoder.into(frames, out)
     with pytest.raises(FrameError):
-        decoder.into(frame[:-1], cache[:, 100:148])
+        decoder.into((frames[0], frames[1][:-1]), cache[:, :, 20:25])
     assert (cache == 9).all()
 
 

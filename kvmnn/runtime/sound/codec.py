@@ -86,9 +86,7 @@ class RowCodec:
         """
         if checksum_of(frames.key, frames.value) != frames.checksum:
             raise KvmnnError("its frames were changed in memory")
-        rows = out.reshape(2, self._shape[0], -1).view(np.uint8)
-        self._decoder.into(frames.key, rows[0])
-        self._decoder.into(frames.value, rows[1])
+        self._decoder.into((frames.key, frames.value), out)
         if frames.raw_hash and fnv1a64(out[1], fnv1a64(out[0])) != frames.raw_hash:
             raise KvmnnError("its frames decode to other rows than they were made of")
 

@@ -7,6 +7,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import cast
 
+import numpy as np
+
 from ...dtypes import Words
 from ...errors import KvmnnError
 from ...frames import Block
@@ -57,6 +59,7 @@ class Encoded:
 def encode_and_verify(codec: RowCodec, rows: Words) -> Encoded:
     """Encode rows and check that the frames give them back; `KvmnnError` where they do not, or encoding fails."""
     began = time.perf_counter_ns()
+    rows = np.ascontiguousarray(rows)  # once; every step below would do it again for itself
     block = codec.encode(rows)
     if block.fallback:
         raise KvmnnError("the rows cannot be encoded")

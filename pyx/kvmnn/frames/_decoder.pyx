@@ -229,6 +229,40 @@ cdef class Frame:
         return entropy(counts)
 
 
+def decode_into(tuple frames, int stride, int allow, uint8_t[:, :, :, :] out not None) -> None:
+    """Decode frame i into ``out[i]``, ``[row, token, byte]``, whose last two axes are contiguous.
+
+    Nothing is written unless all frames decode, to exactly their part of `out`.
+    """
+    cdef const uint8_t *lane_starts[4]
+    cdef Py_ssize_t part, row, row_bytes = out.shape[2] * out.shape[3]
+    cdef size_t words = row_bytes // stride, size = <size_t>out.shape[1] * row_bytes
+    cdef int lane
+    cdef Frame frame
+    cdef list parsed = []
+    if len(frames) != out.shape[0]:
+        raise KvmnnError(f"{len(frames)} frames: expected {out.shape[0]}")
+    if (out.shape[3] > 1 and out.strides[3] != 1) or (out.shape[2] > 1 and out.strides[2] != out.shape[3]):
+        raise KvmnnError(f"out has strides {out.strides[2]}, {out.strides[3]}: expected contiguous tokens")
+    if row_bytes % stride:
+        raise KvmnnError(f"rows of {row_bytes} bytes: expected words of {stride}")
+    for data in frames:
+        frame = Frame(data, stride, allow)
+        if frame.words * <size_t>stride != size:
+            raise KvmnnError(f"out has {size} bytes: the frame holds {frame.words * stride}")
+        frame.decode()
+        parsed.append(frame)
+    for part in range(out.shape[0]):
+        frame = parsed[part]
+        frame.check_lanes(size, lane_starts)
+        with nogil:
+            for row in range(out.shape[1]):
+                lanes().join(lane_starts, words, stride, &out[part, row, 0, 0])
+                for lane in range(stride):
+                    lane_starts[lane] += words
+        frame.close()
+
+
 def decode_stream(const uint8_t[::1] data not None, int allow) -> tuple:
     """The first stream of `data` and how many bytes it took; what follows it is not looked at."""
     cdef size_t n = data.shape[0]

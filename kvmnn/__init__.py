@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from . import lm as lm
     from . import policies as policies
     from . import runtime as runtime
+    from . import store as store
     from .arrays import LayerCache
     from .formats import open as open
     from .frames import (
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     __version__: str
 else:
     _FOLDERS = ("arrays", "bench", "bundle", "compressor", "evaluation", "formats", "frames", "h2o", "lm", "offline")
-    _FOLDERS += ("packed", "policies", "reports", "runtime")
+    _FOLDERS += ("packed", "policies", "reports", "runtime", "store")
     _CODEC = ("Block", "FrameInfo", "StreamInfo", "decode", "decode_all", "decode_many", "encode")
     _CODEC += ("encode_block", "encode_many", "fnv1a64", "inspect")
     _NAMES = {

@@ -15,7 +15,7 @@ FLOORS = (
     ("cli",),
     ("evaluation",),
     ("lm", "compressor", "offline", "bench"),
-    ("runtime",),
+    ("runtime", "store"),
     ("formats", "reports"),
     ("bundle", "policies"),
     ("arrays", "h2o"),

@@ -49,7 +49,12 @@ class Temporary:
         sweep(folder)
         while True:
             self.path = folder / f".{_short(target.name)}.kvmnn-{os.getpid()}-{secrets.token_hex(4)}.tmp"
-            self._handle = _make(self.path, is_folder)
+            try:
+                self._handle = _make(self.path, is_folder)
+            except FileNotFoundError:
+                if not folder.is_dir():
+                    raise
+                continue  # somebody swept before it was opened
             if self._handle is None or (_lock(self._handle, wait=True) and _leads_to(self.path, self._handle)):
                 return
             os.close(self._handle)  # somebody swept before it was locked

@@ -82,3 +82,23 @@ def test_nothing_else_is_removed(tmp_path: Path) -> None:
     write(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} >= {*names, "target"}
     assert (tmp_path / ".l.kvmnn-1-00000000.tmp").is_symlink()
+
+
+def test_a_folder_that_is_swept_before_it_is_opened_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process may find it between its making and its lock."""
+    real, swept = os.open, []
+
+    def late(path, flags, *more):
+        if str(path).endswith(".tmp") and not swept:
+            os.rmdir(path)
+            swept.append(path)
+        return real(path, flags, *more)
+
+    monkeypatch.setattr("kvmnn.files.temporary.os.open", late)
+    with DirectoryOutput(tmp_path / "a") as folder:
+        folder.file("x").write(b"x")
+        folder.commit()
+    assert len(swept) == 1
+    assert (tmp_path / "a" / "x").read_bytes() == b"x"

@@ -1,0 +1,150 @@
+"""What a store directory holds besides K and V: pins, sessions; and what there is of everything."""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+
+from ..checks import shown
+from ..errors import KvmnnError, SourceError
+from . import updates
+from .directory import Directory
+from .index import whole_numbers
+from .lookup import Text
+from .results import Entry, Stats
+from .space import Space, from_json
+from .token_ids import MAX_TOKENS, Ids, as_ids, block_keys, text_key
+
+_MAX_NAME = 256
+
+
+def note_session(units: Directory, name: str, space: Space, ids: Ids) -> None:
+    """Keep the text of a session under its name."""
+    _check_name(name)
+    with units.index.writing() as cursor:
+        number = updates.space_id(cursor, space)
+        cursor.execute(
+            "INSERT OR REPLACE INTO session VALUES (?, ?, ?)", (name, number, zlib.compress(ids.tobytes(), 1))
+        )
+
+
+def session(units: Directory, name: str) -> tuple[Space, Ids]:
+    """Space and text of a session; `KvmnnError` where there is none of this name."""
+    _check_name(name)
+    with units.index.reading() as cursor:
+        row = cursor.execute(
+            "SELECT space.document, session.ids FROM session JOIN space ON space.id = session.space WHERE name = ?",
+            (name,),
+        ).fetchone()
+    if row is None:
+        raise KvmnnError(f"{units.label}: there is no session {shown(name)}")
+    try:
+        text = zlib.decompressobj().decompress(row[1], 4 * MAX_TOKENS)
+        return from_json(row[0], f"{units.label}: space"), as_ids(np.frombuffer(text, "<u4"))
+    except (zlib.error, TypeError, ValueError) as error:
+        raise SourceError(f"{units.label}: session {shown(name)} is damaged: {error}") from None
+
+
+def sessions(units: Directory) -> list[str]:
+    """All names."""
+    with units.index.reading() as cursor:
+        return [str(name) for (name,) in cursor.execute("SELECT name FROM session ORDER BY name")]
+
+
+def forget_session(units: Directory, name: str) -> None:
+    """Forget a session; errors as `session`."""
+    _check_name(name)
+    with units.index.writing() as cursor:
+        if cursor.execute("DELETE FROM session WHERE name = ?", (name,)).rowcount == 0:
+            raise KvmnnError(f"{units.label}: there is no session {shown(name)}")
+
+
+def pin(units: Directory, space: Space, ids: Ids) -> None:
+    """Pin the unit with the end of a text: what leads to it stays with it.
+
+    Raises
+    ------
+    KvmnnError
+        Where the end is not stored any more.
+    """
+    text = Text(space.key, ids, block_keys(space.key, ids, units.block_tokens), units.block_tokens)
+    key = text_key(space.key, ids)
+    with units.index.writing() as cursor:
+        found = units.lookup(cursor).find(text)
+        if found.tokens < ids.size:
+            raise KvmnnError(f"{units.label}: holds only {found.tokens:,} tokens of this text of {ids.size:,}")
+        unit = found.places[-1].unit
+        if cursor.execute("INSERT OR IGNORE INTO pin VALUES (?, ?, ?)", (key, unit, ids.size)).rowcount:
+            cursor.execute("UPDATE unit SET pins = pins + 1 WHERE id = ?", (unit,))
+
+
+def unpin(units: Directory, space: Space, ids: Ids) -> bool:
+    """Let go of a text; whether it was pinned."""
+    key = text_key(space.key, ids)
+    with units.index.writing() as cursor:
+        row = cursor.execute("SELECT unit FROM pin WHERE key = ?", (key,)).fetchone()
+        if row is not None:
+            cursor.execute("DELETE FROM pin WHERE key = ?", (key,))
+            cursor.execute("UPDATE unit SET pins = pins - 1 WHERE id = ?", row)
+    return row is not None
+
+
+def entries(units: Directory) -> list[Entry]:
+    """The stored texts, the last used first."""
+    with units.index.reading() as cursor:
+        documents = dict(cursor.execute("SELECT id, document FROM space").fetchall())
+        rows = cursor.execute(
+            "SELECT unit.space, start + tokens, bytes, pins, (SELECT tick FROM state) - used FROM unit "
+            "WHERE children = 0 ORDER BY used DESC, id DESC"
+        ).fetchall()
+    spaces = {number: from_json(document, f"{units.label}: space") for number, document in documents.items()}
+    found = []
+    for row in rows:
+        number, tokens, nbytes, pins, ago = whole_numbers(row, units.folder)
+        if number not in spaces:
+            raise SourceError(f"{units.label}: the index names a space that it lacks")
+        space = spaces[number]
+        found.append(
+            Entry(model=space.model, dtype=space.dtype, tokens=tokens, bytes=nbytes, pinned=pins > 0, unused_for=ago)
+        )
+    return found
+
+
+def stats(units: Directory, asked: int, found: int) -> Stats:
+    """Counts of everything."""
+    spaces = units.spaces()
+    with units.index.reading() as cursor:
+
+        def one(query: str) -> tuple[int, ...]:
+            return whole_numbers(cursor.execute(query).fetchone(), units.folder)
+
+        count, tokens, nbytes, texts = one("SELECT count(*), sum(tokens), sum(bytes), sum(children = 0) FROM unit")
+        (blocks,) = one("SELECT count(*) FROM block")
+        (pinned,) = one("SELECT count(*) FROM pin")
+        (kept,) = one("SELECT count(*) FROM session")
+        by_space = cursor.execute(
+            "SELECT space.document, sum(tokens) FROM unit JOIN space ON space.id = unit.space GROUP BY space.id"
+        ).fetchall()
+    raw = sum(from_json(document, units.label).token_bytes * number for document, number in by_space)
+    return Stats(
+        texts=texts,
+        units=count,
+        blocks=blocks,
+        tokens=tokens,
+        bytes=nbytes,
+        raw_bytes=raw,
+        index_bytes=units.index.nbytes,
+        models=tuple(sorted({space.model for space in spaces})),
+        pinned=pinned,
+        sessions=kept,
+        asked_tokens=asked,
+        found_tokens=found,
+    )
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"the name of a session must be a string, not {type(name).__name__}")
+    if not name or len(name) > _MAX_NAME or not name.isprintable():
+        raise KvmnnError(f"the name of a session is {shown(name)}: expected 1 to {_MAX_NAME} printable characters")

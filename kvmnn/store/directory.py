@@ -1,0 +1,229 @@
+"""A store in a directory: units as files, and an index of them."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ..dtypes import Bytes
+from ..errors import SourceError
+from ..files.output import failures
+from . import updates
+from .index import FILE_NAME, Index, whole_numbers
+from .lookup import Found, Lookup, Text
+from .space import Space, from_json
+from .token_ids import Ids
+from .unit import DamagedError, parse_ids
+from .unit_files import Staging, UnitFiles
+from .updates import NewUnit
+
+MAX_BLOCK_TOKENS = 1 << 16
+_MAX_SPACES = 4096
+_TOUCH_SECONDS = 1.0
+"""Uses are noted down together after so many seconds."""
+
+
+class Added(NamedTuple):
+    """What became of new units: bytes that the store holds more, and bytes that had to go for them."""
+
+    stored_bytes: int
+    removed_bytes: int
+
+
+class Removed(NamedTuple):
+    """Units that were removed, and the bytes of their files."""
+
+    units: int
+    nbytes: int
+
+
+class Directory:
+    """Units and their index in a folder.
+
+    Parameters
+    ----------
+    folder
+        It is made where `block_tokens` says how.
+    block_tokens
+        Of a store that is made; None where one must be there.
+    max_bytes
+        Most bytes of all units; None for no bound.
+    read_only
+        Nothing is written.
+
+    Raises
+    ------
+    SourceError, OutputError
+        As `Index`, and for a folder that holds something else.
+    """
+
+    def __init__(self, folder: Path, *, block_tokens: int | None, max_bytes: int | None, read_only: bool) -> None:
+        self.folder = folder
+        self.label = str(folder)
+        self.read_only = read_only
+        self._max_bytes = max_bytes
+        if block_tokens is not None and not read_only:
+            _make(folder)
+        self.index = Index(folder, block_tokens=block_tokens, read_only=read_only)
+        self.files = UnitFiles(folder)
+        with self.index.reading() as cursor:
+            (found,) = cursor.execute("SELECT block_tokens FROM state").fetchone() or (0,)
+        if not isinstance(found, int) or not 1 <= found <= MAX_BLOCK_TOKENS:
+            raise SourceError(f"{folder}: the index says that a block has {found!r} tokens")
+        self.block_tokens = found
+        self._known_spaces: tuple[int | None, list[Space]] = None, []
+        self._bad: set[int] = set()
+        self._touched: set[int] = set()
+        self._last_touch = time.monotonic()
+        self._lock = threading.Lock()
+
+    def spaces(self) -> list[Space]:
+        """All spaces."""
+        with self.index.reading() as cursor:
+            (last,) = cursor.execute("SELECT max(id) FROM space").fetchone()
+            if last != self._known_spaces[0]:
+                rows = cursor.execute("SELECT document FROM space ORDER BY id LIMIT ?", (_MAX_SPACES,)).fetchall()
+                spaces = [from_json(document, f"{self.label}: space") for (document,) in rows]
+                self._known_spaces = last, spaces
+        return self._known_spaces[1]
+
+    def find(self, text: Text) -> Found:
+        """The longest stored beginning of a text."""
+        with self.index.reading() as cursor:
+            return self.lookup(cursor).find(text)
+
+    def lookup(self, cursor: sqlite3.Cursor) -> Lookup:
+        """A way to ask the index inside a transaction."""
+        return Lookup(cursor, self.folder, self._ids_of, self._bad.__contains__)
+
+    def read(self, units: Sequence[int]) -> list[Bytes | None]:
+        """The bytes of the units' files; None for those that are not there."""
+        return [self.files.read(unit) for unit in units]
+
+    def stage(self) -> Staging:
+        """A folder for the files of new units."""
+        return self.files.stage()
+
+    def add(self, space: Space, text: Text, new: Sequence[NewUnit]) -> Added:
+        """Take in units of a text, in order, all or none.
+
+        Raises
+        ------
+        ParentGoneError
+            Where the blocks before the first are not there any more.
+        OutputError
+            Where something cannot be written; nothing has been taken in then.
+        """
+        placed: list[int] = []
+        gone: list[int] = []
+        stored = 0
+
+        def has_all(cursor: sqlite3.Cursor) -> bool:
+            return self.lookup(cursor).find(text).tokens == text.ids.size
+
+        try:
+            with self.index.writing() as cursor:
+                self._note_touched(cursor)
+                before = updates.held_bytes(cursor)
+                number = updates.space_id(cursor, space)
+                updates.next_tick(cursor)
+                for unit in new:
+                    found, superfluous = updates.insert(cursor, number, unit, text, lambda: has_all(cursor))
+                    if found:
+                        self.files.place(unit.staged, found)
+                        placed.append(found)
+                        stored += unit.nbytes
+                    updates.remove_all(cursor, superfluous)
+                    gone += superfluous
+                if self._max_bytes is not None:
+                    gone += updates.evict(cursor, self._max_bytes)
+                removed = before + stored - updates.held_bytes(cursor)
+        except BaseException:
+            self.files.remove(placed)
+            raise
+        self.files.remove(gone)
+        return Added(stored, removed)
+
+    def touch(self, units: Iterable[int], *, now: bool = False) -> None:
+        """Units were used; noted down with others after a while, or `now`."""
+        if self.read_only:
+            return
+        with self._lock:
+            self._touched.update(units)
+            due = self._touched and (now or time.monotonic() - self._last_touch >= _TOUCH_SECONDS)
+        if due:
+            with self.index.writing() as cursor:
+                self._note_touched(cursor)
+
+    def _note_touched(self, cursor: sqlite3.Cursor) -> None:
+        """Note the uses down before the next thing counts as one."""
+        with self._lock:
+            touched, self._touched = sorted(self._touched), set()
+            self._last_touch = time.monotonic()
+        if touched:
+            updates.touch(cursor, touched)
+
+    def discard(self, unit: int, reason: str, notes: list[str]) -> None:
+        """Remove a unit that is not what it should be, and all that follow it; without writing, pass over it.
+
+        Nothing is said where another process has removed it meanwhile.
+        """
+        with self.index.reading() as cursor:
+            row = cursor.execute("SELECT start, tokens FROM unit WHERE id = ?", (unit,)).fetchone()
+        self._bad.add(unit)
+        if row is None:
+            return
+        start, tokens = whole_numbers(row, self.folder)
+        path = self.files.path(unit)
+        done = "is passed over" if self.read_only else "was removed"
+        notes.append(f"{path}: damaged, {done} (tokens {start:,} to {start + tokens - 1:,} of a text): {reason}")
+        if not self.read_only:
+            self.remove(lambda cursor: updates.with_followers(cursor, unit))
+
+    def remove(self, choose: Callable[[sqlite3.Cursor], Sequence[int]]) -> Removed:
+        """Remove the units that `choose` names inside a transaction."""
+        with self.index.writing() as cursor:
+            gone = choose(cursor)
+            nbytes = updates.remove_all(cursor, gone)
+        self.files.remove(gone)
+        return Removed(len(gone), nbytes)
+
+    def evict(self, max_bytes: int) -> Removed:
+        """Remove what was not used for longest until no more than `max_bytes` are left."""
+        with self.index.writing() as cursor:
+            self._note_touched(cursor)
+            before = updates.held_bytes(cursor)
+            gone = updates.evict(cursor, max_bytes)
+            removed = Removed(len(gone), before - updates.held_bytes(cursor))
+        self.files.remove(gone)
+        return removed
+
+    def close(self) -> None:
+        """Note down the uses, and close the index."""
+        try:
+            if self._touched:
+                self.touch((), now=True)
+        finally:
+            self.index.close()
+
+    def _ids_of(self, unit: int) -> Ids | None:
+        data = self.files.read(unit)
+        try:
+            return None if data is None else parse_ids(data)[2]
+        except DamagedError:
+            return None
+
+
+def _make(folder: Path) -> None:
+    """Make the folder of a store; one that holds other things is left alone."""
+    with failures(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / FILE_NAME).exists():
+            others = [name for name in os.listdir(folder) if not name.startswith(FILE_NAME)]
+            if others and not (folder / FILE_NAME).exists():
+                raise SourceError(f"{folder}: is not a prefix store: it holds other things and no {FILE_NAME}")

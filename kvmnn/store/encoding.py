@@ -1,0 +1,85 @@
+"""K and V of a text cut into units and encoded, each unit handed on as soon as it is complete."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from itertools import chain
+
+import numpy as np
+
+from ..arrays.layer_cache import LayerCache
+from ..dtypes import Words
+from ..frames import CodecOptions
+from ..frames.encoding import encode_words
+from ..frames.hashing import checksum
+from ..frames.words import words_of
+from ..threads.pool import map_pulled, resolve_threads
+from .space import Space
+from .unit import Frame, rows_checksum
+
+UNIT_TOKENS = 512
+"""Blocks of one put are kept together up to so many tokens: frames of 64 tokens alone would be a twentieth larger."""
+UNIT_BYTES = 64 << 20
+"""And up to so many raw bytes, but for a single block."""
+
+Cut = tuple[int, int]
+"""First token of a unit, and the token behind it."""
+
+
+def blocks_in_unit(space: Space, block_tokens: int) -> int:
+    """The most whole blocks that a unit has; a tail that is shorter than a block may follow them."""
+    by_bytes = UNIT_BYTES // (block_tokens * space.token_bytes)
+    return max(1, min(UNIT_TOKENS // block_tokens, by_bytes))
+
+
+def cuts(start: int, tokens: int, block_tokens: int, unit_blocks: int) -> list[Cut]:
+    """The units for the tokens from `start`, where a block begins, up to `tokens`; the tail goes with the last one."""
+    step = unit_blocks * block_tokens
+    whole = max((tokens - start) // block_tokens * block_tokens, 1)  # without a whole block the tail is a unit
+    ends = [min(begin + step, start + whole) for begin in range(start, start + whole, step)]
+    ends[-1] = tokens
+    return list(zip([start, *ends[:-1]], ends, strict=True))
+
+
+def encode_units(
+    layers: Sequence[LayerCache],
+    found_cuts: Sequence[Cut],
+    options: CodecOptions,
+    done: Callable[[int, tuple[Frame, ...]], object],
+    threads: int | None = None,
+) -> None:
+    """Encode K and V of all layers unit by unit.
+
+    Parameters
+    ----------
+    done
+        Called with the number of a unit and its frames, on the thread that finished it, in any order.
+    """
+    lanes = options.for_words(words_of(layers[0].keys[:, :0], None)[0])
+    parts = list(chain.from_iterable((cache.keys, cache.values) for cache in layers))
+    open_units: dict[int, list[Frame | None]] = {}
+    lock = threading.Lock()
+
+    def one(job: tuple[int, int]) -> None:
+        number, part = job
+        begin, end = found_cuts[number]
+        rows = _rows(parts[part][:, begin:end])
+        data = encode_words(rows.reshape(-1), lanes, 1)
+        frame = Frame(data, checksum(data), rows_checksum(rows))
+        with lock:
+            frames = open_units.setdefault(number, [None] * len(parts))
+            frames[part] = frame
+            complete = [each for each in frames if each is not None]
+            if len(complete) < len(parts):
+                return
+            del open_units[number]
+        done(number, tuple(complete))
+
+    jobs = [(number, part) for number in range(len(found_cuts)) for part in range(len(parts))]
+    map_pulled(one, jobs, resolve_threads(threads))
+
+
+def _rows(words: Words) -> np.ndarray:
+    """``[kv_head, byte]``, little-endian, contiguous."""
+    return words_of(words, None)[1].reshape(len(words), -1)

@@ -1,0 +1,45 @@
+"""Stored units back into K and V; what is damaged is discarded."""
+
+from __future__ import annotations
+
+from ..arrays.layer_cache import LayerCache
+from .decoding import DamagedStretchError, Stretch, check_unit, decode_stretches
+from .directory import Directory
+from .encoding import blocks_in_unit
+from .lookup import Found, units_of
+from .space import Space
+from .token_ids import Ids
+from .unit import DamagedError, parse
+
+
+def read_layers(
+    units: Directory, space: Space, found: Found, ids: Ids, notes: list[str], threads: int | None
+) -> list[LayerCache] | None:
+    """K and V of the beginning of a text that was found.
+
+    Returns
+    -------
+    None where a unit is not what it should be: it is discarded, which `notes` says, and is not found again.
+    """
+    most = (blocks_in_unit(space, units.block_tokens) + 1) * units.block_tokens
+    numbers = units_of(found.places)
+    held = dict(zip(numbers, units.read(numbers), strict=True))
+    stretches: list[Stretch] = []
+    begin = 0
+    for place in found.places:
+        try:
+            data = held[place.unit]
+            if data is None:
+                raise DamagedError("its file is gone or cannot be read")
+            unit = parse(data)
+            check_unit(unit, space, ids[begin : begin + place.take], place.skip, most)
+        except DamagedError as error:
+            units.discard(place.unit, str(error), notes)
+            return None
+        stretches.append(Stretch(unit, place.skip, place.take))
+        begin += place.take
+    try:
+        return decode_stretches(space, stretches, threads)
+    except DamagedStretchError as error:
+        units.discard(found.places[error.number].unit, str(error), notes)
+        return None

@@ -1,0 +1,235 @@
+"""The index of a store directory: an SQLite file that knows which unit holds which block.
+
+It is written in short transactions only. What it says is checked against the units when they are read, so that it may
+be wrong, but never believed.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..errors import KvmnnError, OutputError, SourceError
+
+FILE_NAME = "index.sqlite"
+BUSY_SECONDS = 30.0
+"""How long another process's transaction is waited for."""
+
+_APPLICATION = 0x4B564D53
+_VERSION = 1
+_TABLES = {
+    "state": """CREATE TABLE state (
+        one INTEGER PRIMARY KEY, block_tokens INTEGER NOT NULL, tick INTEGER NOT NULL, bytes INTEGER NOT NULL)""",
+    "space": "CREATE TABLE space (id INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE, document TEXT NOT NULL)",
+    "unit": """CREATE TABLE unit (
+        id INTEGER PRIMARY KEY AUTOINCREMENT, space INTEGER NOT NULL, parent INTEGER, skip INTEGER NOT NULL,
+        start INTEGER NOT NULL, tokens INTEGER NOT NULL, bytes INTEGER NOT NULL, used INTEGER NOT NULL,
+        children INTEGER NOT NULL, pins INTEGER NOT NULL)""",
+    "unit_leaf": "CREATE INDEX unit_leaf ON unit (used) WHERE children = 0 AND pins = 0",
+    "unit_parent": "CREATE INDEX unit_parent ON unit (parent)",
+    "block": "CREATE TABLE block (key BLOB PRIMARY KEY, unit INTEGER NOT NULL, number INTEGER NOT NULL) WITHOUT ROWID",
+    "block_unit": "CREATE INDEX block_unit ON block (unit)",
+    "branch": "CREATE TABLE branch (unit INTEGER PRIMARY KEY, parent BLOB NOT NULL, text BLOB NOT NULL)",
+    "branch_text": "CREATE INDEX branch_text ON branch (parent, text)",
+    "pin": "CREATE TABLE pin (key BLOB PRIMARY KEY, unit INTEGER NOT NULL, tokens INTEGER NOT NULL) WITHOUT ROWID",
+    "session": "CREATE TABLE session (name TEXT PRIMARY KEY, space INTEGER NOT NULL, ids BLOB NOT NULL) WITHOUT ROWID",
+}
+"""unit: `parent` is the unit that it follows, `skip` its blocks that another unit has already, `start` the tokens of
+the text before it, `used` the tick of its last use: uses are counted, and no clock is asked. block: `number` in its
+unit. branch: the key of the block before a unit and the ids of the unit's first own block, which sort as text."""
+
+_forgotten: list[sqlite3.Connection] = []
+"""Of a parent process: to close them in its child would let go of the parent's locks."""
+
+
+class Index:
+    """A connection to the index, shared by the threads of a process.
+
+    Parameters
+    ----------
+    folder
+        Of the store.
+    block_tokens
+        Of a store that is made; None where one must be there.
+    read_only
+        No row is written; SQLite may leave files of its own beside the index where it can.
+
+    Raises
+    ------
+    SourceError
+        Where there is no store, or one of another version.
+    OutputError
+        Where one cannot be made.
+    """
+
+    def __init__(self, folder: Path, *, block_tokens: int | None, read_only: bool) -> None:
+        self.path = folder / FILE_NAME
+        self.folder = folder
+        self.read_only = read_only
+        self._lock = threading.RLock()
+        self._process = os.getpid()
+        self._closed = False
+        with self._naming():
+            self._connection = self._open(block_tokens)
+
+    @contextmanager
+    def reading(self) -> Iterator[sqlite3.Cursor]:
+        """A transaction that sees the index as it is now, whatever others write meanwhile."""
+        with self._transaction("BEGIN") as cursor:
+            yield cursor
+
+    @contextmanager
+    def writing(self) -> Iterator[sqlite3.Cursor]:
+        """A transaction that alone writes; undone where the block fails."""
+        if self.read_only:
+            raise OutputError(f"{self.folder}: is open for reading only")
+        with self._transaction("BEGIN IMMEDIATE") as cursor:
+            yield cursor
+
+    def clean(self) -> None:
+        """Give back the room of what was removed."""
+        with self._lock, self._naming():
+            self._usable().execute("PRAGMA incremental_vacuum").fetchall()
+            self._usable().execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file and of those beside it."""
+        names = (FILE_NAME, f"{FILE_NAME}-wal")
+        return sum(path.stat().st_size for path in (self.folder / name for name in names) if path.exists())
+
+    def close(self) -> None:
+        """Nothing more is asked."""
+        with self._lock:
+            if not self._closed and self._process == os.getpid():
+                self._connection.close()
+            self._closed = True
+
+    @contextmanager
+    def _transaction(self, begin: str) -> Iterator[sqlite3.Cursor]:
+        self._after_fork()
+        with self._lock, self._naming():
+            connection = self._usable()
+            cursor = connection.cursor()
+            cursor.execute(begin)
+            try:
+                yield cursor
+                cursor.execute("COMMIT")
+            except BaseException:
+                if connection.in_transaction:
+                    connection.rollback()
+                raise
+
+    def _usable(self) -> sqlite3.Connection:
+        if self._closed:
+            raise KvmnnError(f"{self.folder}: the store is closed")
+        return self._connection
+
+    def _after_fork(self) -> None:
+        if self._process != os.getpid():
+            _forgotten.append(self._connection)
+            self._lock, self._process = threading.RLock(), os.getpid()
+            with self._naming():
+                self._connection = self._open(None)
+
+    def _open(self, block_tokens: int | None) -> sqlite3.Connection:
+        there = self.path.exists()
+        if not there and (block_tokens is None or self.read_only):
+            raise SourceError(f"{self.folder}: is not a prefix store: it has no {FILE_NAME}")
+        connection = self._connect()
+        try:
+            connection.execute("PRAGMA trusted_schema = OFF")
+            connection.execute("PRAGMA synchronous = NORMAL")  # a cache need not outlive a power cut to the second
+            if not self.read_only and connection.execute("PRAGMA application_id").fetchone() != (_APPLICATION,):
+                self._make(connection, block_tokens)
+            self._check(connection)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _connect(self) -> sqlite3.Connection:
+        name = self.path.absolute().as_uri()
+        if not self.read_only:
+            return self._connected(name)
+        connection = self._connected(f"{name}?mode=ro")
+        try:
+            connection.execute("PRAGMA schema_version").fetchone()
+        except sqlite3.OperationalError:  # nobody writes, and nothing can be written beside it
+            connection.close()
+            connection = self._connected(f"{name}?mode=ro&immutable=1")
+        return connection
+
+    def _connected(self, name: str) -> sqlite3.Connection:
+        return sqlite3.connect(name, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False, uri=True)
+
+    def _make(self, connection: sqlite3.Connection, block_tokens: int | None) -> None:
+        """Make the tables where nobody else has; what is another's file is left as it is."""
+        if connection.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,) and block_tokens is not None:
+            connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+            connection.execute("PRAGMA journal_mode = WAL").fetchone()
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            if connection.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,) and block_tokens is not None:
+                for text in _TABLES.values():
+                    connection.execute(text)
+                connection.execute("INSERT INTO state VALUES (1, ?, 0, 0)", (block_tokens,))
+                connection.execute(f"PRAGMA application_id = {_APPLICATION}")
+                connection.execute(f"PRAGMA user_version = {_VERSION}")
+            connection.execute("COMMIT")
+        finally:
+            if connection.in_transaction:
+                connection.rollback()
+
+    def _check(self, connection: sqlite3.Connection) -> None:
+        """Only this version's tables are asked anything."""
+        application, version = (
+            connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
+        )
+        if application != _APPLICATION:
+            raise SourceError(f"{self.folder}: is not a prefix store: {FILE_NAME} is another's")
+        if version != _VERSION:
+            raise SourceError(f"{self.folder}: is a prefix store of version {version}: expected {_VERSION}")
+        found = dict(connection.execute("SELECT name, sql FROM sqlite_master WHERE name NOT LIKE 'sqlite_%'"))
+        if found != _TABLES:
+            raise SourceError(f"{self.folder}: is not a prefix store: {FILE_NAME} has other tables")
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Errors of SQLite in kvmnn's words."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise self._error(error) from error
+
+    def _error(self, error: sqlite3.Error) -> KvmnnError:
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            return KvmnnError(f"{self.folder}: another process has kept the index for {BUSY_SECONDS:.0f} seconds")
+        if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR):
+            return OutputError(f"{self.path}: cannot be written: {error}")
+        return SourceError(f"{self.path}: is damaged ({error}); remove the store, which is a cache")
+
+
+def whole_numbers(row: tuple[Any, ...], where: Path) -> tuple[int, ...]:
+    """A row of an index that somebody else may have written, as numbers from 0 on; None counts as 0.
+
+    Raises
+    ------
+    SourceError
+        For anything else.
+    """
+    numbers = tuple(0 if value is None else value for value in row)
+    if not all(isinstance(value, int) and value >= 0 for value in numbers):
+        raise wrong_index(where)
+    return numbers
+
+
+def wrong_index(where: Path) -> SourceError:
+    """What to raise for values that no kvmnn has written."""
+    return SourceError(f"{where}: the index holds what it cannot hold; remove the store, which is a cache")

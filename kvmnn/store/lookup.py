@@ -1,0 +1,157 @@
+"""The longest beginning of a text that the index knows, to the token."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from .index import whole_numbers, wrong_index
+from .token_ids import Ids, agreeing, agreeing_texts, as_text
+
+_AT_ONCE = 256
+"""Keys in one question."""
+
+
+class Place(NamedTuple):
+    """Tokens of a unit: `take` of them behind the first `skip`."""
+
+    unit: int
+    skip: int
+    take: int
+
+
+class Found(NamedTuple):
+    """A stored beginning: its places in order, and how many whole blocks of the text are among them."""
+
+    places: tuple[Place, ...]
+    blocks: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the text that are stored."""
+        return sum(place.take for place in self.places)
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text that is looked for.
+
+    Parameters
+    ----------
+    space
+        Key of its space.
+    ids
+        Of the whole text.
+    keys
+        Of its whole blocks.
+    block_tokens
+        Of the store.
+    """
+
+    space: bytes
+    ids: Ids
+    keys: Sequence[bytes]
+    block_tokens: int
+
+    def key_before(self, block: int) -> bytes:
+        """Key of the block before this one; that of the space before the first."""
+        return self.keys[block - 1] if block else self.space
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """A way to ask an index.
+
+    Parameters
+    ----------
+    cursor
+        In a transaction.
+    where
+        What messages begin with.
+    ids_of
+        The ids in the file of a unit; none where it cannot be read.
+    is_bad
+        Whether a unit is known not to be what it should be.
+    """
+
+    cursor: sqlite3.Cursor
+    where: Path
+    ids_of: Callable[[int], Ids | None]
+    is_bad: Callable[[int], bool]
+
+    def find(self, text: Text) -> Found:
+        """The longest stored beginning: whole blocks by their keys, and of the next block as many tokens as agree."""
+        places: list[Place] = []
+        blocks = 0
+        for unit, number in self._blocks(text.keys):
+            begin = number * text.block_tokens
+            last = places[-1] if places else None
+            if last and last.unit == unit and last.skip + last.take == begin:
+                places[-1] = last._replace(take=last.take + text.block_tokens)
+            else:
+                places.append(Place(unit, begin, text.block_tokens))
+            blocks += 1
+        begin = blocks * text.block_tokens
+        rest = text.ids[begin : begin + text.block_tokens]
+        if rest.size:
+            found = [*self._behind(places, rest), *self._branches(text, blocks, rest)]
+            best = max(found, key=lambda place: place.take, default=None)
+            if best and best.take:
+                places = _joined(places, best)
+        return Found(tuple(places), blocks)
+
+    def _blocks(self, keys: Sequence[bytes]) -> Iterator[tuple[int, int]]:
+        """Unit, and number in it, of each block, up to the first that is not stored."""
+        for begin in range(0, len(keys), _AT_ONCE):
+            asked = keys[begin : begin + _AT_ONCE]
+            marks = ",".join("?" * len(asked))
+            rows = self.cursor.execute(f"SELECT key, unit, number FROM block WHERE key IN ({marks})", asked)
+            known = {key: (unit, number) for key, unit, number in rows}
+            for key in asked:
+                if key not in known:
+                    return
+                unit, number = whole_numbers(known[key], self.where)
+                if self.is_bad(unit):
+                    return
+                yield unit, number
+
+    def _behind(self, places: Sequence[Place], rest: Ids) -> Iterator[Place]:
+        """What follows in the unit of the last block."""
+        for unit, skip, take in places[-1:]:
+            row = self.cursor.execute("SELECT tokens FROM unit WHERE id = ?", (unit,)).fetchone()
+            if row is not None and whole_numbers(row, self.where)[0] > skip + take:
+                ids = self.ids_of(unit)
+                if ids is not None:
+                    yield Place(unit, skip + take, agreeing(ids[skip + take :], rest))
+
+    def _branches(self, text: Text, blocks: int, rest: Ids) -> Iterator[Place]:
+        """Of all units that follow the last block the two that stand beside the text: one of them agrees longest."""
+        wanted = as_text(rest)
+        for order in (">= ? ORDER BY text", "< ? ORDER BY text DESC"):
+            rows = self.cursor.execute(
+                "SELECT unit.id, unit.skip, branch.text FROM branch JOIN unit ON unit.id = branch.unit "
+                f"WHERE branch.parent = ? AND branch.text {order}",
+                (text.key_before(blocks), wanted),
+            )
+            for unit, skip, found in rows:
+                whole_numbers((unit, skip), self.where)
+                if not isinstance(found, bytes):
+                    raise wrong_index(self.where)
+                if not self.is_bad(unit):
+                    yield Place(unit, skip * text.block_tokens, agreeing_texts(found, wanted))
+                    break
+
+
+def _joined(places: list[Place], tail: Place) -> list[Place]:
+    last = places[-1] if places else None
+    if last and last.unit == tail.unit and last.skip + last.take == tail.skip:
+        return [*places[:-1], last._replace(take=last.take + tail.take)]
+    return [*places, tail]
+
+
+def units_of(places: Iterable[Place]) -> tuple[int, ...]:
+    """The units, each once."""
+    return tuple(dict.fromkeys(place.unit for place in places))

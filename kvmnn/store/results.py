@@ -1,0 +1,227 @@
+"""What calls of a store return."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ..arrays.layer_cache import LayerCache
+from ..text import at_rate, count, ratio, visible
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Prefix:
+    """The longest stored beginning of a text.
+
+    Parameters
+    ----------
+    tokens
+        Tokens that it covers; 0 for a miss.
+    asked
+        Tokens of the text.
+    layers
+        K and V of these tokens, ``[kv_head, token, head_dim]``, in new arrays; empty for a miss.
+    notes
+        One line for each unit that was damaged, and is a miss now.
+    """
+
+    tokens: int
+    asked: int
+    layers: list[LayerCache] = field(default_factory=list)
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session:
+    """A session that was put away.
+
+    Parameters
+    ----------
+    name
+        Its name.
+    token_ids
+        All of its text.
+    prefix
+        What is still there of its K and V: the rest has to be computed again.
+    """
+
+    name: str
+    token_ids: list[int]
+    prefix: Prefix
+
+
+@dataclass(frozen=True, kw_only=True)
+class Put:
+    """What became of a text that was put.
+
+    Parameters
+    ----------
+    tokens
+        Of the text.
+    known_tokens
+        Of them stored before.
+    raw_bytes
+        Of K and V of the others, as they were given.
+    stored_bytes
+        Of the files that were made for them.
+    removed_bytes
+        Of files that had to go for them, or were superfluous then.
+    seconds
+        Time it took.
+    """
+
+    tokens: int
+    known_tokens: int
+    raw_bytes: int = 0
+    stored_bytes: int = 0
+    removed_bytes: int = 0
+    seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as JSON values."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        if self.known_tokens == self.tokens:
+            return f"{count(self.tokens, 'token')}: all of them were stored already"
+        new = self.tokens - self.known_tokens
+        text = f"{count(self.tokens, 'token')}, {new:,} of them new: {self.raw_bytes:,} -> {self.stored_bytes:,} bytes"
+        text += f", ratio {ratio(self.raw_bytes, self.stored_bytes):.4f}{at_rate(self.raw_bytes, self.seconds)}"
+        return text + (f"\n  {self.removed_bytes:,} bytes of other files went" if self.removed_bytes else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cleaned:
+    """What was removed.
+
+    Parameters
+    ----------
+    units, bytes
+        Units that the index knew, and bytes of their files.
+    other_files, other_bytes
+        Files that nothing referred to.
+    """
+
+    units: int = 0
+    bytes: int = 0
+    other_files: int = 0
+    other_bytes: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as JSON values."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        text = f"removed {count(self.units, 'unit')}, {self.bytes:,} bytes"
+        if self.other_files:
+            text += f", and {count(self.other_files, 'file')} that nothing referred to, {self.other_bytes:,} bytes"
+        return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """What reading all units came to.
+
+    Parameters
+    ----------
+    units, tokens, bytes
+        What was read: units, the tokens they hold, bytes of their files.
+    damaged
+        One line for each unit that is not what was put; none of its tokens is found from now on.
+    """
+
+    units: int
+    tokens: int
+    bytes: int
+    damaged: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as JSON values."""
+        return asdict(self) | {"damaged": list(self.damaged)}
+
+    def __str__(self) -> str:
+        whole = f"{count(self.units, 'unit')}, {self.tokens:,} tokens, {self.bytes:,} bytes"
+        if self.damaged:
+            return "\n".join([f"{whole}: {len(self.damaged):,} of them damaged and removed", *self.damaged])
+        return f"{whole}: every frame decoded and compared with its checksums"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A stored text: no longer one begins with it.
+
+    Parameters
+    ----------
+    model, dtype
+        What computed it, and its precision.
+    tokens
+        Of the text.
+    bytes
+        Of the file with its end; what comes before may be shared.
+    pinned
+        Whether it stays whatever the bound.
+    unused_for
+        How many uses of the store ago it was last used.
+    """
+
+    model: str
+    dtype: str
+    tokens: int
+    bytes: int
+    pinned: bool
+    unused_for: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """The entry as JSON values."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        about = "pinned" if self.pinned else f"last used {count(self.unused_for, 'use')} ago"
+        return f"{self.tokens:>9,} tokens  {self.bytes:>12,} bytes  {self.dtype}  {visible(self.model[:16])}  {about}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stats:
+    """What a store holds, and what this process got from it.
+
+    Parameters
+    ----------
+    texts, units, blocks, tokens
+        Stored texts (`Entry`), units, whole blocks in them, and tokens; tails count as tokens only.
+    bytes, raw_bytes
+        Of all units' files, and of the K and V in them.
+    index_bytes
+        Of the index.
+    models
+        Fingerprints.
+    pinned, sessions
+        Pinned prefixes, and sessions put away.
+    asked_tokens, found_tokens
+        By `get` of this object: tokens of the texts, and those that were found.
+    """
+
+    texts: int
+    units: int
+    blocks: int
+    tokens: int
+    bytes: int
+    raw_bytes: int
+    index_bytes: int
+    models: tuple[str, ...]
+    pinned: int
+    sessions: int
+    asked_tokens: int
+    found_tokens: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as JSON values."""
+        return asdict(self) | {"models": list(self.models), "ratio": ratio(self.raw_bytes, self.bytes)}
+
+    def __str__(self) -> str:
+        lines = [
+            f"{count(self.texts, 'text')}: {count(self.units, 'unit')}, {count(self.blocks, 'whole block')}, "
+            f"{self.tokens:,} tokens",
+            f"  {self.raw_bytes:,} -> {self.bytes:,} bytes, ratio {ratio(self.raw_bytes, self.bytes):.4f}",
+            f"  index {self.index_bytes:,} bytes, {self.pinned:,} pinned, {count(self.sessions, 'session')}",
+        ]
+        return "\n".join([*lines, *(f"  model {visible(model)}" for model in self.models)])

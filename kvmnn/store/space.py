@@ -1,0 +1,156 @@
+"""What prefixes must have in common to share anything: the model, the precision, and the shapes of its layers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from .. import dtypes
+from ..arrays.layer_cache import LayerCache
+from ..checks import shown
+from ..dtypes import DType
+from ..errors import KvmnnError
+from ..files.json_document import parse
+
+KEY_BYTES = 16
+MAX_LAYERS = 4096
+MAX_MODEL = 256
+"""Characters of a fingerprint."""
+
+_MAX_HEADS = 1 << 16
+_MAX_HEAD_DIM = 1 << 20
+_MAX_DOCUMENT = 1 << 20
+
+
+class LayerShape(NamedTuple):
+    """The shape of a layer's K and V, but for the tokens."""
+
+    layer: int
+    kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class Space:
+    """A model, its precision and its layers: only within one do prefixes share blocks.
+
+    Parameters
+    ----------
+    model
+        Fingerprint of the model.
+    dtype
+        ``"fp16"``, ``"bf16"`` or ``"fp32"``.
+    layers
+        In order.
+    """
+
+    model: str
+    dtype: str
+    layers: tuple[LayerShape, ...]
+
+    @cached_property
+    def key(self) -> bytes:
+        """Key of the space, and of the empty prefix in it; other models, dtypes and shapes have others."""
+        return hashlib.blake2b(b"kvmnn prefix store 1\n" + self.to_json().encode(), digest_size=KEY_BYTES).digest()
+
+    @property
+    def words(self) -> DType:
+        """The element type."""
+        return dtypes.by_name(self.dtype)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of K and V of one token in all layers."""
+        return 2 * self.words.itemsize * sum(shape.kv_heads * shape.head_dim for shape in self.layers)
+
+    def to_json(self) -> str:
+        """The document, on one line."""
+        document = {"model": self.model, "dtype": self.dtype, "layers": [list(shape) for shape in self.layers]}
+        return json.dumps(document, separators=(",", ":"), sort_keys=True)
+
+    def __str__(self) -> str:
+        """For people: ``6 layers, 4 kv heads x 64 dims, fp32``."""
+        shapes = sorted({(shape.kv_heads, shape.head_dim) for shape in self.layers})
+        sizes = " and ".join(f"{heads} kv heads x {dims} dims" for heads, dims in shapes[:3])
+        return f"{len(self.layers)} layers, {sizes}{' and more' if len(shapes) > 3 else ''}, {self.dtype}"
+
+
+def check_model(model: object) -> str:
+    """A fingerprint; `KvmnnError` or `TypeError` for what is none."""
+    if not isinstance(model, str):
+        raise TypeError(f"model must be a string, the fingerprint of a model, not {type(model).__name__}")
+    if not model or len(model) > MAX_MODEL or not model.isprintable():
+        raise KvmnnError(f"model is {shown(model)}: expected a fingerprint of 1 to {MAX_MODEL} printable characters")
+    return model
+
+
+def space_of(layers: Sequence[LayerCache], model: str) -> Space:
+    """The space that the caches of all layers belong to, which are in order.
+
+    Raises
+    ------
+    KvmnnError
+        For no layers, layers twice or in another order, of different dtypes, or shapes beyond all models.
+    """
+    shapes = tuple(LayerShape(cache.layer, cache.kv_heads, cache.head_dim) for cache in layers)
+    found = {cache.dtype for cache in layers}
+    if len(found) > 1:
+        raise KvmnnError(f"the layers are {' and '.join(sorted(found))}: expected one dtype")
+    return _checked(Space(check_model(model), found.pop() if found else "fp16", shapes))
+
+
+def from_json(text: object, where: str) -> Space:
+    """Check and take in a document; `ManifestError`, or another `KvmnnError`, that begins with `where`."""
+    if not isinstance(text, str):
+        raise KvmnnError(f"{where}: is no JSON text")
+    root = parse(text, where, _MAX_DOCUMENT)
+    dtype = root.at("dtype")
+    if dtype.text() not in dtypes.BY_NAME:
+        raise dtype.wrong(f"one of {', '.join(dtypes.BY_NAME)}")
+    shapes = []
+    for entry in root.at("layers").items(least=1, most=MAX_LAYERS):
+        layer, heads, dims = entry.items(least=3, most=3)
+        shapes.append(LayerShape(layer.integer(0), heads.integer(1), dims.integer(1)))
+    try:
+        return _checked(Space(check_model(root.at("model").text()), dtype.text(), tuple(shapes)))
+    except KvmnnError as error:
+        raise KvmnnError(f"{where}: {error}") from None
+
+
+def _checked(space: Space) -> Space:
+    numbers = [shape.layer for shape in space.layers]
+    if not numbers or len(numbers) > MAX_LAYERS:
+        raise KvmnnError(f"there are {len(numbers):,} layers: expected 1 to {MAX_LAYERS:,}")
+    if numbers != sorted(set(numbers)):
+        raise KvmnnError(f"the layers are {shown(numbers)}: expected each once, in order")
+    for shape in space.layers:
+        if not (1 <= shape.kv_heads <= _MAX_HEADS and 1 <= shape.head_dim <= _MAX_HEAD_DIM):
+            raise KvmnnError(f"layer {shape.layer} has {shape.kv_heads:,} kv heads x {shape.head_dim:,} dims")
+    return space
+
+
+def checked_layers(layers: Sequence[LayerCache], tokens: int) -> list[LayerCache]:
+    """The layers in order, each with K and V of all `tokens` tokens of the text and of no others.
+
+    Raises
+    ------
+    KvmnnError
+        For a cache of another number of tokens, or one that lacks tokens or has others in their places.
+    """
+    found = sorted(layers, key=lambda cache: cache.layer)
+    places = np.arange(tokens)
+    for cache in found:
+        if cache.tokens != tokens:
+            raise KvmnnError(f"layer {cache.layer} holds {cache.tokens:,} tokens, there are {tokens:,} token ids")
+        if not ((cache.positions == places).all() and (cache.ends == places + 1).all()):
+            raise KvmnnError(
+                f"layer {cache.layer} does not hold the tokens 0 to {tokens - 1:,} of its text, each once: a cache "
+                "that was cut is no prefix"
+            )
+    return found

@@ -1,0 +1,183 @@
+"""What changes the index: units that come, units that go. Each function runs inside a writing transaction."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import KvmnnError
+from .lookup import Text
+from .space import Space
+from .token_ids import Ids, as_text
+
+_AT_ONCE = 64
+
+
+class ParentGoneError(KvmnnError):
+    """Blocks that a new unit follows were removed meanwhile."""
+
+
+@dataclass(frozen=True)
+class NewUnit:
+    """A unit on its way in.
+
+    Parameters
+    ----------
+    parent
+        Key of the block before it.
+    start
+        Tokens of the text before it.
+    ids
+        Of its tokens.
+    keys
+        Of its whole blocks.
+    nbytes
+        Of its file.
+    staged
+        Where the file lies.
+    """
+
+    parent: bytes
+    start: int
+    ids: Ids
+    keys: Sequence[bytes]
+    nbytes: int
+    staged: Path
+
+
+def space_id(cursor: sqlite3.Cursor, space: Space) -> int:
+    """The number of a space, which is noted down if it is new."""
+    cursor.execute("INSERT OR IGNORE INTO space (key, document) VALUES (?, ?)", (space.key, space.to_json()))
+    return int(cursor.execute("SELECT id FROM space WHERE key = ?", (space.key,)).fetchone()[0])
+
+
+def next_tick(cursor: sqlite3.Cursor) -> int:
+    """The tick of this use."""
+    cursor.execute("UPDATE state SET tick = tick + 1")
+    return int(cursor.execute("SELECT tick FROM state").fetchone()[0])
+
+
+def touch(cursor: sqlite3.Cursor, units: Iterable[int]) -> None:
+    """These units are used now."""
+    tick = next_tick(cursor)
+    cursor.executemany("UPDATE unit SET used = ? WHERE id = ?", [(tick, unit) for unit in units])
+
+
+def insert(
+    cursor: sqlite3.Cursor,
+    space: int,
+    new: NewUnit,
+    text: Text,
+    has_all: Callable[[], bool],
+) -> tuple[int, list[int]]:
+    """Note a unit down; blocks that another process has put meanwhile stay that one's.
+
+    Parameters
+    ----------
+    space
+        Number of the space.
+    text
+        The text that the unit is of.
+    has_all
+        Whether the index has all of it by now.
+
+    Returns
+    -------
+    The number of the unit, 0 if others have all of it by now, and the units that it makes superfluous.
+
+    Raises
+    ------
+    ParentGoneError
+        Where the blocks before it are not there any more.
+    """
+    skip = 0
+    for key in new.keys:
+        if cursor.execute("SELECT 1 FROM block WHERE key = ?", (key,)).fetchone() is None:
+            break
+        skip += 1
+    if skip == len(new.keys) and (new.ids.size == skip * text.block_tokens or has_all()):
+        return 0, []
+    parent_key = new.keys[skip - 1] if skip else new.parent
+    branch = as_text(new.ids[skip * text.block_tokens : (skip + 1) * text.block_tokens])
+    parent = None
+    if parent_key != text.space:
+        row = cursor.execute("SELECT unit FROM block WHERE key = ?", (parent_key,)).fetchone()
+        if row is None:
+            raise ParentGoneError("the blocks before a unit are gone")
+        (parent,) = row
+        cursor.execute("UPDATE unit SET children = children + 1 WHERE id = ?", (parent,))
+    tick = cursor.execute("SELECT tick FROM state").fetchone()[0]
+    cursor.execute(
+        "INSERT INTO unit (space, parent, skip, start, tokens, bytes, used, children, pins) VALUES (?,?,?,?,?,?,?,0,0)",
+        (space, parent, skip, new.start, new.ids.size, new.nbytes, tick),
+    )
+    unit = cursor.lastrowid
+    assert unit
+    cursor.executemany(
+        "INSERT OR REPLACE INTO block VALUES (?, ?, ?)",
+        [(key, unit, skip + n) for n, key in enumerate(new.keys[skip:])],
+    )
+    cursor.execute("INSERT INTO branch VALUES (?, ?, ?)", (unit, parent_key, branch))
+    cursor.execute("UPDATE state SET bytes = bytes + ?", (new.nbytes,))
+    return unit, _superfluous(cursor, parent_key, branch, text.block_tokens)
+
+
+def _superfluous(cursor: sqlite3.Cursor, parent: bytes, text: bytes, block_tokens: int) -> list[int]:
+    """The tail that a longer text repeats: a chat that grows would leave one at every turn."""
+    row = cursor.execute(
+        "SELECT unit.id, branch.text FROM branch JOIN unit ON unit.id = branch.unit WHERE branch.parent = ? "
+        "AND branch.text < ? AND unit.children = 0 AND unit.pins = 0 AND unit.tokens < (unit.skip + 1) * ? "
+        "ORDER BY branch.text DESC LIMIT 1",
+        (parent, text, block_tokens),
+    ).fetchone()
+    return [row[0]] if row and text.startswith(row[1]) else []
+
+
+def remove_all(cursor: sqlite3.Cursor, units: Iterable[int]) -> int:
+    """Forget units, those that follow others first; their bytes."""
+    nbytes = 0
+    for unit in units:
+        row = cursor.execute("SELECT parent, bytes FROM unit WHERE id = ?", (unit,)).fetchone()
+        if row is not None:
+            for table, column in (("unit", "id"), ("block", "unit"), ("branch", "unit"), ("pin", "unit")):
+                cursor.execute(f"DELETE FROM {table} WHERE {column} = ?", (unit,))
+            cursor.execute("UPDATE unit SET children = children - 1 WHERE id = ?", (row[0],))
+            nbytes += row[1]
+    cursor.execute("UPDATE state SET bytes = bytes - ?", (nbytes,))
+    return nbytes
+
+
+def held_bytes(cursor: sqlite3.Cursor) -> int:
+    """Bytes of all units."""
+    return int(cursor.execute("SELECT bytes FROM state").fetchone()[0])
+
+
+def with_followers(cursor: sqlite3.Cursor, unit: int) -> list[int]:
+    """A unit and all that follow it, the last ones first: without it nobody finds them."""
+    found = [unit]
+    for each in found:
+        rows = cursor.execute("SELECT id FROM unit WHERE parent = ?", (each,))
+        found += [row[0] for row in rows if row[0] not in found]
+    return found[::-1]
+
+
+def evict(cursor: sqlite3.Cursor, max_bytes: int) -> list[int]:
+    """Forget what was not used for longest, ends of texts first, until no more than `max_bytes` are left; which."""
+    gone: list[int] = []
+    left = held_bytes(cursor)
+    while left > max_bytes:
+        rows = cursor.execute(
+            "SELECT id, bytes FROM unit WHERE children = 0 AND pins = 0 ORDER BY used, id DESC LIMIT ?", (_AT_ONCE,)
+        ).fetchall()
+        if not rows:
+            break
+        chosen = []
+        for unit, nbytes in rows:
+            if left > max_bytes:
+                left -= nbytes
+                chosen.append(unit)
+        remove_all(cursor, chosen)
+        gone += chosen
+    return gone

@@ -1,0 +1,121 @@
+"""What keeps a store directory in order: deleting, cleaning, verifying."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import suppress
+
+from . import updates
+from .decoding import Stretch, check_unit, decode_stretches
+from .directory import Directory
+from .encoding import blocks_in_unit
+from .index import whole_numbers
+from .lookup import Text
+from .results import Cleaned, Verified
+from .space import Space, from_json
+from .token_ids import block_keys
+from .unit import DamagedError, Unit, parse
+
+_AT_ONCE = 64
+
+
+def delete(units: Directory, text: Text) -> Cleaned:
+    """Remove the units of a text from its end on, up to one that others continue, or that is pinned."""
+
+    def choose(cursor: sqlite3.Cursor) -> list[int]:
+        found = units.lookup(cursor).find(text)
+        gone: list[int] = []
+        if found.tokens < text.ids.size:
+            return gone
+        for place in reversed(found.places):
+            row = cursor.execute(
+                "SELECT tokens, pins, (SELECT count(*) FROM unit AS other WHERE other.parent = unit.id) "
+                "FROM unit WHERE id = ?",
+                (place.unit,),
+            ).fetchone()
+            tokens, pins, followers = whole_numbers(row, units.folder)
+            if pins or followers > (1 if gone else 0) or tokens > place.skip + place.take:
+                break
+            gone.append(place.unit)
+        return gone
+
+    removed = units.remove(choose)
+    return Cleaned(units=removed.units, bytes=removed.nbytes)
+
+
+def clean(units: Directory, max_bytes: int | None) -> Cleaned:
+    """Remove what nothing refers to, what refers to no file, and what has to go for `max_bytes`."""
+    units.files.sweep()
+    others = other_bytes = 0
+    with units.index.writing() as cursor:  # nobody gives a file its name meanwhile
+        known = {number for (number,) in cursor.execute("SELECT id FROM unit")}
+        for path in units.files.others(known):
+            with suppress(OSError):
+                other_bytes += path.stat().st_size
+                path.unlink()
+                others += 1
+
+    def choose(cursor: sqlite3.Cursor) -> list[int]:
+        gone: list[int] = []
+        for (number,) in cursor.execute("SELECT id FROM unit").fetchall():
+            if not units.files.path(number).is_file():
+                gone += [each for each in updates.with_followers(cursor, number) if each not in gone]
+        return gone
+
+    lost = units.remove(choose)
+    evicted = units.evict(max_bytes) if max_bytes is not None else None
+    units.index.clean()
+    return Cleaned(
+        units=lost.units + (evicted.units if evicted else 0),
+        bytes=lost.nbytes + (evicted.nbytes if evicted else 0),
+        other_files=others,
+        other_bytes=other_bytes,
+    )
+
+
+def verify(units: Directory, threads: int | None) -> Verified:
+    """Read, decode and compare every unit."""
+    count = tokens = nbytes = after = 0
+    notes: list[str] = []
+    while True:
+        with units.index.reading() as cursor:
+            rows = cursor.execute(
+                "SELECT unit.id, skip, start, space.document FROM unit LEFT JOIN space ON space.id = unit.space "
+                "WHERE unit.id > ? ORDER BY unit.id LIMIT ?",
+                (after, _AT_ONCE),
+            ).fetchall()
+        for number, skip, start, document in rows:
+            after = number
+            count += 1
+            try:
+                space = from_json(document, f"{units.label}: space")
+                unit = _verified(units, number, space, threads)
+                _check_rows(units, number, skip, start, unit)
+            except DamagedError as error:
+                units.discard(number, str(error), notes)
+                continue
+            tokens += unit.ids.size
+            nbytes += unit.nbytes
+        if not rows:
+            return Verified(units=count, tokens=tokens, bytes=nbytes, damaged=tuple(notes))
+
+
+def _verified(units: Directory, number: int, space: Space, threads: int | None) -> Unit:
+    (data,) = units.read([number])
+    if data is None:
+        raise DamagedError("its file is gone or cannot be read")
+    unit = parse(data)
+    most = (blocks_in_unit(space, units.block_tokens) + 1) * units.block_tokens
+    check_unit(unit, space, unit.ids, 0, most)
+    decode_stretches(space, [Stretch(unit, 0, unit.ids.size)], threads)
+    return unit
+
+
+def _check_rows(units: Directory, number: int, skip: int, start: int, unit: Unit) -> None:
+    """`DamagedError` where the index says other things of a unit than its file."""
+    keys = block_keys(unit.parent, unit.ids, units.block_tokens)
+    with units.index.reading() as cursor:
+        rows = cursor.execute("SELECT key, number FROM block WHERE unit = ?", (number,)).fetchall()
+        gone = cursor.execute("SELECT 1 FROM unit WHERE id = ?", (number,)).fetchone() is None
+    if not gone and (start != unit.start or dict(rows) != {key: at for at, key in enumerate(keys) if at >= skip}):
+        raise DamagedError("holds other blocks than the index says")

@@ -1,0 +1,31 @@
+"""What docs/prefix-store.md shows is what happens, and its tables are those of the code."""
+
+from __future__ import annotations
+
+import doctest
+import re
+
+from repository import DOCS
+
+from kvmnn.store import PrefixStore, encoding, unit
+
+PAGE = DOCS / "prefix-store.md"
+
+
+def test_the_python_examples() -> None:
+    failed, tried = doctest.testfile(str(PAGE), module_relative=False)
+    assert (failed, tried) == (0, 20)
+
+
+def test_every_call_is_in_the_table() -> None:
+    table = PAGE.read_text().split("| call | what |\n")[1].split("\n\n")[0]
+    told = {name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split("|")[1])}
+    calls = {name for name in vars(PrefixStore) if not name.startswith("_")}
+    assert told == calls - {"close", "block_tokens"}
+
+
+def test_the_sizes_of_a_unit() -> None:
+    text = PAGE.read_text()
+    assert f"`{unit.MAGIC.decode()}`" in text
+    assert f"({encoding.UNIT_TOKENS} tokens, {encoding.UNIT_BYTES >> 20} MiB of raw bytes)" in text
+    assert unit.header_bytes(10, 4) == 8 + 12 + 32 + 4 * 10 + 24 * 4 + 8

@@ -1,0 +1,107 @@
+"""Threads, processes, forks and kills: a store is what it should be behind all of them."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from prefixes import MODEL, layers_of, same
+from store_soak import killed, together
+
+from kvmnn.store import PrefixStore
+
+
+def test_processes_at_once(tmp_path: Path) -> None:
+    assert min(together(tmp_path / "s", processes=8, seconds=1)) > 0
+
+
+def test_killed_at_any_moment(tmp_path: Path) -> None:
+    killed(tmp_path / "s", times=4)
+
+
+def test_threads_share_a_store(tmp_path: Path) -> None:
+    """All put the same texts and get each other's."""
+    texts = [[*range(6), *[number] * number] for number in range(1, 12)]
+    with PrefixStore(tmp_path / "s", block_tokens=4) as store, ThreadPoolExecutor(8) as pool:
+
+        def one(number: int) -> bool:
+            ids = texts[number % len(texts)]
+            store.put(ids, layers_of(ids), model=MODEL)
+            found = store.get(ids, model=MODEL)
+            return found.tokens == len(ids) and same(found.layers, ids, len(ids))
+
+        assert all(pool.map(one, range(44)))
+        assert store.verify().damaged == ()
+        assert store.gc().units == 0
+        assert len(list(tmp_path.glob("s/units/*/*.unit"))) == store.stats().units
+
+
+def test_two_stores_put_the_same_text_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each finds nothing and encodes; what the second brings is dropped, but for what the first had not."""
+    one, two = range(10), [*range(8), 60, 61, 62, 63]
+    with PrefixStore(tmp_path / "s", block_tokens=4) as first, PrefixStore(tmp_path / "s") as second:
+        add = second._units.add
+
+        def late(*arguments):
+            first.put(one, layers_of(one), model=MODEL)
+            return add(*arguments)
+
+        monkeypatch.setattr(second._units, "add", late)
+        assert second.put(one, layers_of(one), model=MODEL).stored_bytes == 0
+        first.delete(one, model=MODEL)
+        assert second.put(two, layers_of(two), model=MODEL).stored_bytes > 0
+        for ids in (one, two):
+            assert same(first.get(ids, model=MODEL).layers, ids, len(ids))
+        assert first.verify().damaged == ()
+        assert first.stats().units == 2
+        assert first.gc(max_bytes=0).units == 2
+
+
+def test_what_a_put_follows_may_go_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin, ids = range(8), range(12)
+    with PrefixStore(tmp_path / "s", block_tokens=4) as store:
+        store.put(begin, layers_of(begin), model=MODEL)
+        add, gone = store._units.add, []
+
+        def late(*arguments):
+            if not gone:
+                gone.append(store.delete(begin, model=MODEL))
+            return add(*arguments)
+
+        monkeypatch.setattr(store._units, "add", late)
+        store.put(ids, layers_of(ids), model=MODEL)
+        assert gone[0].units == 1
+        assert same(store.get(ids, model=MODEL).layers, ids, 12)
+
+
+def test_a_unit_that_is_evicted_while_it_is_got(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a miss, and nothing is said to be damaged."""
+    with PrefixStore(tmp_path / "s", block_tokens=4) as store, PrefixStore(tmp_path / "s") as other:
+        store.put(range(8), layers_of(range(8)), model=MODEL)
+        read = store._units.read
+
+        def late(units):
+            other.gc(max_bytes=0)
+            return read(units)
+
+        monkeypatch.setattr(store._units, "read", late)
+        found = store.get(range(8), model=MODEL)
+        assert (found.tokens, found.notes) == (0, ())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:This process")
+def test_a_forked_child_has_its_own_connection(tmp_path: Path) -> None:
+    with PrefixStore(tmp_path / "s", block_tokens=4) as store:
+        store.put(range(6), layers_of(range(6)), model=MODEL)
+        child = os.fork()
+        if child == 0:
+            try:
+                store.put(range(9), layers_of(range(9)), model=MODEL)
+                os._exit(0 if store.match(range(9), model=MODEL) == 9 else 1)
+            finally:
+                os._exit(2)
+        assert os.waitpid(child, 0)[1] == 0
+        assert same(store.get(range(9), model=MODEL).layers, range(9), 9)

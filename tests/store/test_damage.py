@@ -1,0 +1,262 @@
+"""What is not as it was put is a miss that says so; a store that is none is one clear line."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import numpy as np
+import pytest
+from prefixes import MODEL, layers_of, same
+
+from kvmnn import KvmnnError, LayerCache
+from kvmnn.errors import OutputError, SourceError
+from kvmnn.store import PrefixStore
+from kvmnn.store.decoding import Stretch, check_unit, decode_stretches
+from kvmnn.store.space import space_of
+from kvmnn.store.token_ids import as_ids
+from kvmnn.store.unit import DamagedError, parse
+
+
+def made(folder: Path, *texts) -> list[Path]:
+    """A store of blocks of 4 tokens with these texts; its units' files in the order in which they were put."""
+    with PrefixStore(folder, block_tokens=4) as store:
+        for ids in texts:
+            store.put(ids, layers_of(ids), model=MODEL)
+    return sorted(folder.glob("units/*/*.unit"))
+
+
+def test_each_byte_of_a_unit_counts(tmp_path: Path) -> None:
+    """One flip anywhere is found."""
+    ids = as_ids(range(11))
+    (file,) = made(tmp_path / "s", ids)
+    good = file.read_bytes()
+    space = space_of(layers_of(ids), MODEL)
+
+    def read(data: bytes) -> list[LayerCache]:
+        unit = parse(np.frombuffer(data, np.uint8))
+        check_unit(unit, space, ids, 0, 64)
+        return decode_stretches(space, [Stretch(unit, 0, unit.ids.size)], 1)
+
+    assert same(read(good), ids, 11)
+    for at in range(len(good)):
+        with pytest.raises(DamagedError):
+            read(good[:at] + bytes([good[at] ^ 0x10]) + good[at + 1 :])
+
+
+def test_a_damaged_unit_is_a_miss_that_says_so(tmp_path: Path) -> None:
+    """What comes before it is still returned."""
+    texts = range(8), [*range(8), 50, 51, 52]
+    (_, file) = made(tmp_path / "s", *texts)
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    for read_only, done in ((True, "is passed over"), (False, "was removed")):
+        with PrefixStore(tmp_path / "s", read_only=read_only) as store:
+            found = store.get(texts[1], model=MODEL)
+            assert found.tokens == 8
+            assert same(found.layers, texts[1], 8)
+            (note,) = found.notes
+            assert f"{file}: damaged, {done} (tokens 8 to 10 of a text): V of layer 1: " in note
+            assert store.get(texts[1], model=MODEL).notes == ()
+
+
+@pytest.mark.parametrize("cut", [0, 1, 40, 60, 100, -1])
+def test_a_cut_unit_is_removed(tmp_path: Path, cut: int) -> None:
+    (file,) = made(tmp_path / "s", range(8))
+    file.write_bytes(file.read_bytes()[:cut])
+    with PrefixStore(tmp_path / "s") as store:
+        found = store.get(range(8), model=MODEL)
+        assert (found.tokens, found.layers) == (0, [])
+        assert "damaged, was removed (tokens 0 to 7 of a text)" in found.notes[0]
+        assert not file.exists()
+        assert (store.stats().units, store.stats().bytes) == (0, 0)
+        assert store.put(range(8), layers_of(range(8)), model=MODEL).known_tokens == 0
+        assert store.get(range(8), model=MODEL).tokens == 8
+
+
+def test_a_lost_file_takes_what_follows_it(tmp_path: Path) -> None:
+    first, _ = made(tmp_path / "s", range(8), range(16))
+    first.unlink()
+    with PrefixStore(tmp_path / "s") as store:
+        found = store.get(range(16), model=MODEL)
+        assert found.tokens == 0
+        assert "its file is gone or cannot be read" in found.notes[0]
+        assert store.stats().units == 0
+        assert list((tmp_path / "s").glob("units/*/*")) == []
+
+
+def test_files_that_changed_places_are_found_out(tmp_path: Path) -> None:
+    """Each is a good unit; the ids tell that it is another's."""
+    one, two = made(tmp_path / "s", range(8), range(20, 28))
+    first, second = one.read_bytes(), two.read_bytes()
+    one.write_bytes(second)
+    two.write_bytes(first)
+    with PrefixStore(tmp_path / "s") as store:
+        found = store.get(range(8), model=MODEL)
+        assert found.tokens == 0
+        assert "holds other tokens than the index says" in found.notes[0]
+
+
+def test_another_models_unit_is_found_out(tmp_path: Path) -> None:
+    (one,) = made(tmp_path / "s", range(8))
+    with PrefixStore(tmp_path / "t", block_tokens=4) as store:
+        store.put(range(8), layers_of(range(8), seed=b"x"), model="another")
+    (other,) = (tmp_path / "t").glob("units/*/*.unit")
+    one.write_bytes(other.read_bytes())
+    with PrefixStore(tmp_path / "s") as store:
+        assert "holds layers of another model" in store.get(range(8), model=MODEL).notes[0]
+
+
+def test_verify_finds_and_removes(tmp_path: Path) -> None:
+    files = made(tmp_path / "s", range(8), [*range(8), 1, 1, 1, 1, 1], range(30, 40))
+    data = bytearray(files[1].read_bytes())
+    data[-3] ^= 1
+    files[1].write_bytes(data)
+    with PrefixStore(tmp_path / "s") as store:
+        found = store.verify()
+        assert (found.units, len(found.damaged)) == (3, 1)
+        assert f"{files[1]}: damaged, was removed (tokens 8 to 12 of a text)" in found.damaged[0]
+        assert store.verify().damaged == ()
+        assert store.match([*range(8), 1], model=MODEL) == 8
+
+
+def test_gc_removes_what_nobody_refers_to(tmp_path: Path) -> None:
+    files = made(tmp_path / "s", range(8), range(30, 40))
+    other = files[0].with_name(f"{99:08x}.unit")
+    other.write_bytes(b"x" * 100)
+    left = tmp_path / "s" / "staging" / ".put.kvmnn-1-0123abcd.tmp"
+    left.mkdir()
+    (left / "0").write_bytes(b"x")
+    files[1].unlink()
+    with PrefixStore(tmp_path / "s") as store:
+        cleaned = store.gc()
+        assert (cleaned.units, cleaned.other_files, cleaned.other_bytes) == (1, 1, 100)
+        assert not other.exists() and not left.exists()
+        assert store.match(range(8), model=MODEL) == 8
+        assert store.gc().units == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("PRAGMA user_version = 2", "is a prefix store of version 2: expected 1"),
+        ("PRAGMA application_id = 7", r"is not a prefix store: index\.sqlite is another's"),
+        ("CREATE VIEW more AS SELECT 1", r"is not a prefix store: index\.sqlite has other tables"),
+        ("UPDATE state SET block_tokens = 0", "the index says that a block has 0 tokens"),
+        ("UPDATE state SET block_tokens = 'x'", "the index says that a block has 'x' tokens"),
+        ("DELETE FROM state", "the index says that a block has 0 tokens"),
+    ],
+)
+def test_another_index_is_refused(tmp_path: Path, change: str, said: str) -> None:
+    made(tmp_path / "s", range(8))
+    with sqlite3.connect(tmp_path / "s" / "index.sqlite") as connection:
+        connection.execute(change)
+    connection.close()
+    for options in ({}, {"read_only": True}, {"create": False}):
+        with pytest.raises(SourceError, match=said):
+            PrefixStore(tmp_path / "s", **options)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "UPDATE block SET number = 'x'",
+        "UPDATE block SET unit = -5",
+        "UPDATE block SET number = 1000000",
+        "UPDATE block SET unit = 77",
+        "UPDATE unit SET tokens = 'many'",
+        "UPDATE unit SET skip = 5000000000",
+        "UPDATE unit SET id = 9223372036854775807 - id",
+        "UPDATE space SET document = '{'",
+        "UPDATE space SET document = '[1]'",
+        "UPDATE space SET document = x'00'",
+        "UPDATE branch SET text = ''",
+        "UPDATE branch SET unit = 12345 + unit",
+        "UPDATE unit SET start = -1",
+    ],
+)
+def test_a_forged_index_gives_no_other_rows(tmp_path: Path, change: str) -> None:
+    """It may lose what is stored; it gives nothing that was not put, and fails in kvmnn's words."""
+    ids = [*range(11)]
+    made(tmp_path / "s", ids, [*range(8), 60, 61])
+    with sqlite3.connect(tmp_path / "s" / "index.sqlite") as connection:
+        connection.execute(change)
+    connection.close()
+    for asked in (ids, [*range(8), 60, 61, 62], [0, 1, 2]):
+        for read_only in (True, False):
+            try:
+                with PrefixStore(tmp_path / "s", read_only=read_only) as store:
+                    found = store.get(asked, model=MODEL)
+                    assert found.tokens == 0 or same(found.layers, asked, found.tokens)
+                    store.verify()
+                    store.ls()
+            except KvmnnError as error:
+                assert str(tmp_path / "s") in str(error)
+
+
+def test_what_is_no_store_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter").write_text("dear")
+    with pytest.raises(SourceError, match=r"mine: is not a prefix store: it holds other things and no index\.sqlite"):
+        PrefixStore(tmp_path / "mine")
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["letter"]
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(OutputError, match="file: cannot be written"):
+        PrefixStore(tmp_path / "file")
+    (tmp_path / "noise").mkdir()
+    (tmp_path / "noise" / "index.sqlite").write_bytes(b"no database" * 99)
+    for read_only in (False, True):
+        with pytest.raises(SourceError, match=r"is damaged \(file is not a database\)"):
+            PrefixStore(tmp_path / "noise", read_only=read_only)
+
+
+def test_a_read_only_store_serves(tmp_path: Path) -> None:
+    made(tmp_path / "s", range(8))
+
+    def files() -> list[tuple[Path, int]]:
+        """All but what SQLite leaves beside its file."""
+        names = (path for path in (tmp_path / "s").rglob("*.*") if path.suffix not in (".sqlite-shm", ".sqlite-wal"))
+        return sorted((path, path.stat().st_mtime_ns) for path in names)
+
+    before = files()
+    with PrefixStore(tmp_path / "s", read_only=True) as store:
+        assert same(store.get(range(9), model=MODEL).layers, range(8), 8)
+        assert store.verify().damaged == ()
+        assert store.match(range(5), model=MODEL) == 5
+        for call in (
+            lambda: store.put([1], layers_of([1]), model=MODEL),
+            lambda: store.gc(),
+            lambda: store.pin(range(8), model=MODEL),
+            lambda: store.delete(range(8), model=MODEL),
+        ):
+            with pytest.raises(OutputError, match="is open for reading only"):
+                call()
+    assert files() == before
+
+
+def test_a_full_disk_leaves_the_store_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made(tmp_path / "s", range(8))
+    ids = [*range(8), *range(100, 200)]
+    with PrefixStore(tmp_path / "s") as store:
+
+        def full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("kvmnn.store.unit_files.os.replace", full)
+            with pytest.raises(OutputError, match="No space left on device"):
+                store.put(ids, layers_of(ids), model=MODEL)
+        assert store.match(ids, model=MODEL) == 8
+        assert store.verify().damaged == ()
+        assert store.gc().other_files == 0
+        assert list((tmp_path / "s" / "staging").iterdir()) == []
+        store.put(ids, layers_of(ids), model=MODEL)
+        assert store.match(ids, model=MODEL) == len(ids)
+
+
+@pytest.mark.parametrize("tokens", [0, 1 << 25, 2**32 - 1])
+def test_sizes_of_a_header_are_bounded(tokens: int) -> None:
+    head = b"KVMNNPU1" + tokens.to_bytes(4, "little") + (4).to_bytes(4, "little") + bytes(4 + 32)
+    with pytest.raises(DamagedError, match=r"impossible sizes|its header alone"):
+        parse(np.frombuffer(head + bytes(100), np.uint8))

@@ -21,9 +21,9 @@ def fnv1a64(data: Any, seed: int = _hashing.SEED) -> int:
 
 
 def checksum(data: Any, seed: int = 0) -> int:
-    """64 bits that tell whether bytes in memory are what they were, at the speed of memory.
+    """64 bits that tell whether bytes are what they were, at the speed of memory.
 
-    A change within one aligned 64-bit word always shows, any other all but always. It does not hold against intent, and
-    differs with byte order: never write it to a file.
+    A change within one aligned 64-bit word always shows, any other all but always. It does not hold against intent. The
+    units of the prefix store hold it, so its values stay what they are; a big-endian machine has others.
     """
     return _hashing.checksum(data if isinstance(data, bytes) else raw_bytes_of(data, "data"), seed)

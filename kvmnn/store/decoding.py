@@ -10,7 +10,7 @@ import numpy as np
 from ..arrays.layer_cache import LayerCache
 from ..dtypes import Words
 from ..errors import KvmnnError
-from ..frames.decoding import Decoder
+from ..frames import decode
 from ..frames.hashing import checksum
 from ..threads.pool import map_pulled, resolve_threads
 from .space import LayerShape, Space
@@ -62,14 +62,13 @@ def decode_stretches(space: Space, stretches: Sequence[Stretch], threads: int | 
     begins = np.cumsum([0, *(stretch.take for stretch in stretches)]).tolist()
     numpy_type = space.words.numpy
     rows = [[np.empty((shape.kv_heads, total, shape.head_dim), numpy_type) for _ in range(2)] for shape in space.layers]
-    decoder = Decoder(space.dtype)
 
     def one(job: tuple[int, int, int]) -> None:
         number, layer, part = job
         stretch, shape = stretches[number], space.layers[layer]
         out = rows[layer][part][:, begins[number] : begins[number + 1]]
         try:
-            _decode(decoder, stretch.unit.frames[2 * layer + part], shape, stretch, out)
+            _decode(space.dtype, stretch.unit.frames[2 * layer + part], shape, stretch, out)
         except KvmnnError as error:
             raise DamagedStretchError(f"{'KV'[part]} of layer {shape.layer}: {error}", number) from None
 
@@ -82,14 +81,14 @@ def decode_stretches(space: Space, stretches: Sequence[Stretch], threads: int | 
     ]
 
 
-def _decode(decoder: Decoder, frame: Frame, shape: LayerShape, stretch: Stretch, out: Words) -> None:
+def _decode(dtype: str, frame: Frame, shape: LayerShape, stretch: Stretch, out: Words) -> None:
     if checksum(frame.data) != frame.checksum:
         raise DamagedError("the frame does not match its checksum")
     tokens = stretch.unit.ids.size
     entire = stretch.take == tokens
     words = out if entire else np.empty((shape.kv_heads, tokens, shape.head_dim), out.dtype)
     rows = words.reshape(shape.kv_heads, -1).view(np.uint8)  # a view, as tokens and dims lie together
-    decoder.into(frame.data, rows)
+    decode(frame.data, dtype=dtype, out=words, threads=1)
     if rows_checksum(rows) != frame.raw_checksum:
         raise DamagedError("the frame decodes to other words than were put")
     if not entire:

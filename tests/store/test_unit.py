@@ -1,0 +1,68 @@
+"""The bytes of a unit are those that docs/prefix-store.md tells, read and written without kvmnn."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from prefixes import MODEL, layers_of
+
+import kvmnn
+from kvmnn.frames.hashing import checksum
+from kvmnn.store import PrefixStore
+
+WORD = (1 << 64) - 1
+
+
+def checksum_model(data: bytes, seed: int = 0) -> int:
+    """Sums, and sums of the sums, of eight columns of 64-bit words."""
+    padded = data + bytes(-len(data) % 64)
+    sums, weighted = [0] * 8, [0] * 8
+    for at, word in enumerate(struct.unpack(f"<{len(padded) // 8}Q", padded)):
+        sums[at % 8] = (sums[at % 8] + word) & WORD
+        weighted[at % 8] = (weighted[at % 8] + sums[at % 8]) & WORD
+    found = seed ^ len(data)
+    for one, other in zip(sums, weighted, strict=True):
+        found = ((found ^ one) * 0x9E3779B97F4A7C15) & WORD
+        found = (((found ^ (found >> 29)) ^ other) * 0xBF58476D1CE4E5B9) & WORD
+    return found
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 63, 64, 65, 1000])
+def test_the_checksum_stays_what_it_is(size: int) -> None:
+    data = np.random.default_rng(size).bytes(size)
+    assert checksum(data) == checksum_model(data)
+    assert checksum(data, 0x1234567890ABCDEF) == checksum_model(data, 0x1234567890ABCDEF)
+
+
+def test_the_bytes_of_a_unit(tmp_path: Path) -> None:
+    """Taken apart by hand, for the second of two units of a text."""
+    import hashlib
+
+    ids = [*range(70_000, 70_010)]
+    layers = layers_of(ids)
+    with PrefixStore(tmp_path / "s", block_tokens=4) as store:
+        store.put(ids[:4], layers_of(ids[:4]), model=MODEL)
+        store.put(ids, layers, model=MODEL)
+    data = (tmp_path / "s" / "units" / "000" / "00000002.unit").read_bytes()
+    document = '{"dtype":"fp16","layers":[[0,2,4],[1,2,4]],"model":"a model"}'
+    space = hashlib.blake2b(b"kvmnn prefix store 1\n" + document.encode(), digest_size=16).digest()
+    parent = hashlib.blake2b(space + np.array(ids[:4], "<u4").tobytes(), digest_size=16).digest()
+    assert data[:52] == b"KVMNNPU1" + struct.pack("<III", 6, 4, 4) + space + parent
+    assert np.frombuffer(data, "<u4", 6, 52).tolist() == ids[4:]
+    table = np.frombuffer(data, "<u8", 12, 76).reshape(4, 3)
+    assert struct.unpack_from("<Q", data, 172)[0] == checksum_model(data[:172])
+    at = 180
+    for number, (size, stored, raw) in enumerate(table.tolist()):
+        frame = data[at : at + size]
+        part = (layers[number // 2].keys, layers[number // 2].values)[number % 2][:, 4:]
+        assert kvmnn.decode(frame, dtype="fp16").tobytes() == part.tobytes()
+        assert stored == checksum_model(frame)
+        rows = 0
+        for row in part:
+            rows = checksum_model(row.tobytes(), rows)
+        assert raw == rows
+        at += size
+    assert at == len(data)

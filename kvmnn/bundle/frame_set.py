@@ -64,6 +64,8 @@ class FrameSet:
         The file of frames that is open already, where one is.
     index
         The file of the manifest.
+    ends
+        Where the last frame of each file ends; None finds it out.
     """
 
     def __init__(
@@ -73,12 +75,14 @@ class FrameSet:
         document: Manifest | None,
         current: FrameFile | None = None,
         index: Path | None = None,
+        ends: dict[str, int] | None = None,
     ) -> None:
         self.path = path
         self._index = index
         self.arrays = tuple(arrays)
         self.document = document
         self._current = current
+        self._ends = _ends(document) if ends is None else ends
         self._root = Path(path if os.path.isdir(path) else os.path.dirname(path) or ".")
 
     @property
@@ -129,7 +133,7 @@ class FrameSet:
 
     def only(self, array: ArrayEntry) -> FrameSet:
         """The frames of one of the arrays."""
-        return FrameSet(self.path, [array], self.document, self._current, self._index)
+        return FrameSet(self.path, [array], self.document, self._current, self._index, self._ends)
 
     def frame(self, entry: FrameEntry) -> Piece:
         """The bytes of a frame.
@@ -137,7 +141,7 @@ class FrameSet:
         Raises
         ------
         ManifestError
-            When its file is missing, too short, or outside the manifest's directory.
+            When its file is missing, too short, longer than the manifest says, or outside the manifest's directory.
         """
         file = self._file(entry.file)
         if entry.offset + entry.bytes > file.size:
@@ -145,6 +149,8 @@ class FrameSet:
                 f"{file.label}: has {file.size} bytes, but the manifest puts a frame of {entry.bytes} bytes at offset "
                 f"{entry.offset}"
             )
+        if (left := file.size - self._ends.get(entry.file, file.size)) > 0:
+            raise ManifestError(f"{file.label}: {count(left, 'byte')} behind the last frame that the manifest lists")
         return file.view(entry.offset, entry.bytes)
 
     def _file(self, name: str) -> MappedFile:
@@ -161,6 +167,14 @@ class FrameSet:
         if not path.is_file():
             raise ManifestError(f"{self.path}: the frame file {name!r} is missing")
         return MappedFile(path)
+
+
+def _ends(document: Manifest | None) -> dict[str, int]:
+    """Where the last frame of each file ends (bytes)."""
+    ends: dict[str, int] = {}
+    for entry in (entry for array in (document.arrays if document else ()) for entry in array.frames):
+        ends[entry.file] = max(ends.get(entry.file, 0), entry.offset + entry.bytes)
+    return ends
 
 
 def open_frames(path: str, *, use_manifest: bool = True, options: DecodeOptions | None = None) -> FrameSet:

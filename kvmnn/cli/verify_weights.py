@@ -28,11 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
                 arguments.input,
                 against=against,
                 options=weights_options.options(arguments),
-                given=[
-                    name
-                    for name, value in (("dtype", arguments.dtype), ("prefixes", arguments.prefix_order))
-                    if value is not None
-                ],
+                given=weights_options.given(arguments),
                 allow_trailing=arguments.allow_trailing,
                 progress=step,
             )

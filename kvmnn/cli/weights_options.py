@@ -105,6 +105,13 @@ def options(arguments: argparse.Namespace, **more: Any) -> ConvertOptions:
     return ConvertOptions(**{name: value for name, value in {**given, **more}.items() if value is not None})
 
 
+def given(arguments: argparse.Namespace) -> list[str]:
+    """The conversion options that were given, as `ConvertOptions` calls them."""
+    names = {"dtype": "dtype", "prefixes": "prefix_order", "slots": "slot_order"}
+    names |= {name: name for name in ("compression_factor", "min_seq_len", "num_heads", "head_dim", "metadata")}
+    return [name for name, dest in names.items() if getattr(arguments, dest) is not None]
+
+
 def _metadata(arguments: argparse.Namespace) -> dict[str, str] | None:
     entries = dict(arguments.metadata or ())
     if len(entries) < len(arguments.metadata or ()):

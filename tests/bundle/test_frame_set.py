@@ -87,3 +87,15 @@ def test_not_a_frame(tmp_path, data, message):
 def test_a_directory_without_manifest(tmp_path):
     with pytest.raises(ManifestError, match="not a kvmnn bundle"):
         open_frames(str(tmp_path))
+
+
+def test_bytes_behind_the_last_frame_are_refused(tmp_path, monkeypatch, run):
+    """What a manifest does not list is not part of what it vouches for."""
+    monkeypatch.chdir(tmp_path)
+    np.savez("kv.npz", a=np.arange(8, dtype=np.float32), b=np.arange(4, dtype=np.float32))
+    run("encode", "kv.npz", "-o", "kv/")
+    (path,) = [path for path in (tmp_path / "kv").iterdir() if path.name.startswith("a")]
+    path.write_bytes(path.read_bytes() + b"more")
+    for argv in (["verify", "kv/"], ["decode", "kv/", "-o", "x.npz"], ["verify", "kv/", "--against", "kv.npz"]):
+        assert f"{path.name}: 4 bytes behind the last frame that the manifest lists" in run(*argv, code=1).err
+    assert not (tmp_path / "x.npz").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from kvmnn.compressor.conversion import convert as conversion
 from kvmnn.compressor.conversion.convert import Conversion, convert
 from kvmnn.compressor.conversion.rounding import count_non_finite, words_of
 from kvmnn.compressor.conversion.selection import ConvertOptions, Selection, select
+from kvmnn.compressor.conversion.verify import verify
 from kvmnn.compressor.kvcm.words import rounded
 from kvmnn.dtypes import BF16, FP16, FP32
 from kvmnn.errors import CheckpointError, OutputError
@@ -169,11 +171,15 @@ def test_header_fields(tmp_path: Path) -> None:
         compression_factor=3,
         weight_count_per_layer=12,
     )
-    options = ConvertOptions(dtype="fp32", compression_factor=7, min_seq_len=9, num_heads=32, head_dim=6)
+    options = ConvertOptions(
+        dtype="fp32", compression_factor=7, min_seq_len=9, num_heads=32, head_dim=6, as_reference=True
+    )
     header = converted(tmp_path, STATE, options)[0].header
     assert (header.compression_factor, header.min_seq_len, header.num_heads, header.head_dim) == (7, 9, 32, 6)
     for factor, dim, expected in ((-1, -3, (3, 4)), (0, 0, (3, 4)), (1, 1, (1, 1))):
-        header = converted(tmp_path, STATE, ConvertOptions(compression_factor=factor, head_dim=dim))[0].header
+        header = converted(tmp_path, STATE, ConvertOptions(compression_factor=factor, head_dim=dim, as_reference=True))[
+            0
+        ].header
         assert (header.compression_factor, header.head_dim) == expected
 
 
@@ -197,12 +203,16 @@ def test_header_fields(tmp_path: Path) -> None:
         ),
         (
             {"compress_tv.1.3.weight": np.zeros((5, 5), np.float32)},
-            ConvertOptions(),
+            ConvertOptions(as_reference=True),
             "layers differ in shape: .*1.3.weight",
         ),
-        ({}, ConvertOptions(compression_factor=4), "compression_factor 4 is not columns / rows .* 12 / 4"),
+        (
+            {},
+            ConvertOptions(compression_factor=4, as_reference=True),
+            "factor 4 is not columns / rows .* 12 / 4",
+        ),
         ({}, ConvertOptions(prefixes=kvcm.PREFIXES[::-1]), "whatever they are"),
-        ({}, ConvertOptions(slots=(6, 3, 0)), "slot order 6,3,0"),
+        ({}, ConvertOptions(slots=(6, 3, 0), as_reference=True), "slot order 6,3,0"),
         ({}, ConvertOptions(slots=(0, 3, 3)), "slot order 0,3,3"),
         ({"compress_tk.0.9.weight": 1, "attention.0.weight": 2}, ConvertOptions(), "not used: 2 keys"),
     ],
@@ -210,6 +220,30 @@ def test_header_fields(tmp_path: Path) -> None:
 def test_warnings(tmp_path: Path, change: dict[str, Any], options: ConvertOptions, match: str) -> None:
     _, done = converted(tmp_path, {**STATE, **change}, options)
     assert any(re.search(match, warning) for warning in done.warnings), done.warnings
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "reason"),
+    [
+        ({"compress_tv.1.3.weight": np.zeros((5, 5), np.float32)}, ConvertOptions(), "shape_chain"),
+        ({}, ConvertOptions(compression_factor=4), "factor_mismatch"),
+        ({}, ConvertOptions(head_dim=6), "shape_chain"),
+        ({}, ConvertOptions(slots=(6, 3, 0)), "factor_invalid"),
+        ({}, ConvertOptions(prefixes=("compress_tk",)), "missing_text_mlp"),
+        ({}, ConvertOptions(prefixes=kvcm.PREFIXES[:3]), "odd_prefix_count"),
+    ],
+)
+def test_what_verify_refuses_is_written_only_as_the_reference_does(
+    tmp_path: Path, change: dict[str, Any], options: ConvertOptions, reason: str
+) -> None:
+    said = refusal(tmp_path, {**STATE, **change}, options)
+    assert "gives a weight file that kvmnn verify refuses: offset" in said
+    assert said.endswith("; --as-reference writes it")
+    convert(tmp_path / "c.pth", tmp_path / "w.bin", replace(options, as_reference=True))
+    (first, *_) = verify(tmp_path / "w.bin").findings
+    assert first.is_error
+    assert f"{first.text} ({first.reason})" in said
+    assert first.reason == reason
 
 
 def test_no_warnings_where_there_is_nothing_to_warn_of(tmp_path: Path) -> None:

@@ -247,7 +247,7 @@ def test_what_was_converted_is_verified_and_its_label_is_true(recorded: Path, tm
     names = ("float8_e5m2.pth", "complex64_neg.pth", "old_views.pth", "neg_int16.pth", "float8_e8m0fnu.safetensors")
     for name in names:
         source, target = recorded / name, tmp_path / f"{name}.bin"
-        done = convert(source, target, ConvertOptions(dtype=dtype, prefixes=("compress_tk",)))
+        done = convert(source, target, ConvertOptions(dtype=dtype, prefixes=("compress_tk",), as_reference=True))
         verdict = verify(target, against=source, options=ONE)
         assert verdict.differences == []
         assert verdict.compared == (target.stat().st_size - 44 - 36) // by_name(dtype).itemsize
@@ -277,7 +277,7 @@ def test_inspect_names_what_it_cannot_read(recorded: Path, capsys: pytest.Captur
 
 def test_complex_weights_are_told_of(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, target = str(recorded / "complex32.pth"), str(tmp_path / "w.bin")
-    assert command.main(["convert", source, target, "--prefix-order", "compress_tk"]) == 0
+    assert command.main(["convert", source, target, "--prefix-order", "compress_tk", "--as-reference"]) == 0
     shown = capsys.readouterr()
     assert shown.out.endswith("LOSSY (the real part of complex32, float32 rounded to fp16)\n")
     assert "left out the imaginary parts of 2 complex tensors ('compress_tk.0.0.weight', " in shown.err

@@ -190,7 +190,7 @@ def test_text_only_and_other_orders(tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "c.pth", STATE)
     convert(source, tmp_path / "t.bin", ConvertOptions(prefixes=kvcm.TEXT_PREFIXES))
     assert verify(tmp_path / "t.bin", against=source).ok
-    other = ConvertOptions(prefixes=kvcm.PREFIXES[::-1], slots=(3, 0, 6))
+    other = ConvertOptions(prefixes=kvcm.PREFIXES[::-1], slots=(3, 0, 6), as_reference=True)
     convert(source, tmp_path / "o.bin", other)
     assert verify(tmp_path / "o.bin", against=source).differences
     assert not verify(tmp_path / "o.bin", against=source, options=other).differences
@@ -319,13 +319,45 @@ def test_inspect_on_the_command_line(pair: tuple[Path, Path], capsys: pytest.Cap
 # -- export -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "metadata",
+    [{"b": "\u00e9", "a": "x"}, b"\xff\0", b"not JSON", b'{ "a": "b" }'],
+    ids=["own", "bytes", "text", "JSON"],
+)
+def test_what_an_export_noted_comes_back(tmp_path: Path, metadata: Any) -> None:
+    source, first, last = checkpoint(tmp_path / "c.pth", STATE), tmp_path / "w.bin", tmp_path / "again.bin"
+    convert(source, first, ConvertOptions(dtype="bf16", min_seq_len=5, num_heads=8, metadata=metadata))
+    export(first, tmp_path / "w.safetensors")
+    again = convert(tmp_path / "w.safetensors", last)
+    assert again.notices == ["header fields and metadata that were not said are those that the checkpoint's own "
+                             "metadata notes"]  # fmt: skip
+    assert last.read_bytes() == first.read_bytes()
+    assert verify(first, against=tmp_path / "w.safetensors").ok
+
+
+def test_what_is_said_goes_before_what_an_export_noted(tmp_path: Path) -> None:
+    source, first, last = checkpoint(tmp_path / "c.pth", STATE), tmp_path / "w.bin", tmp_path / "again.bin"
+    convert(source, first, ConvertOptions(dtype="bf16", min_seq_len=5, num_heads=8, metadata={"a": "x"}))
+    export(first, tmp_path / "w.safetensors")
+    again = convert(tmp_path / "w.safetensors", last, ConvertOptions(num_heads=4), given=["min_seq_len", "metadata"])
+    header = kvcm.read(last).header
+    assert (header.dtype.name, header.min_seq_len, header.num_heads, header.metadata_size_bytes) == ("bf16", 2, 4, 0)
+    assert again.notices[1:] == [
+        "header field num_heads is 4, the checkpoint's metadata notes 8",
+        "header field min_seq_len is 2, the checkpoint's metadata notes 5",
+        "header field metadata_size_bytes is 0, the checkpoint's metadata notes 12",
+        "the metadata is another than the checkpoint's own metadata notes",
+    ]
+    assert not verify(first, against=tmp_path / "w.safetensors", given=["min_seq_len"]).ok
+
+
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 def test_export_and_convert_are_inverse(tmp_path: Path, dtype: str) -> None:
     source = checkpoint(tmp_path / "c.pth", STATE)
     convert(source, tmp_path / "w.bin", ConvertOptions(dtype=dtype))
     file = kvcm.read(tmp_path / "w.bin")
     assert export(file, tmp_path / "w.safetensors").tensors == len(STATE)
-    again = convert(tmp_path / "w.safetensors", tmp_path / "again.bin", ConvertOptions(dtype=dtype))
+    again = convert(tmp_path / "w.safetensors", tmp_path / "again.bin")
     assert again.rounded_types == []
     assert (tmp_path / "again.bin").read_bytes() == (tmp_path / "w.bin").read_bytes()
     export(file, tmp_path / "w.npz")

@@ -269,7 +269,7 @@ def _checkpoint(folder: Path) -> Sample:
     folder.mkdir()
     state = compressor_files.weights(1, head_dim=1, factor=2, prefixes=("compress_tk",))
     path = compressor_files.checkpoint(folder / "c.pth", {"model_state_dict": {"compressor": state}})
-    command = "convert {in}/c.pth {out}.bin --prefix-order compress_tk"
+    command = "convert {in}/c.pth {out}.bin --prefix-order compress_tk --as-reference"
     return Sample({"c.pth": path.read_bytes()}, (command,), ("c.pth",))
 
 
@@ -283,7 +283,7 @@ def _checkpoint_tensors(folder: Path) -> Sample:
         data += array.tobytes()
     text = json.dumps(header).encode()
     file = len(text).to_bytes(8, "little") + text + data
-    command = "convert {in}/c.safetensors {out}.bin --prefix-order compress_tk"
+    command = "convert {in}/c.safetensors {out}.bin --prefix-order compress_tk --as-reference"
     return Sample({"c.safetensors": file}, (command,), ("c.safetensors",))
 
 

@@ -10,7 +10,10 @@ from .. import printing, shared_options, weights_options
 _TEXT = """Convert a KV-cache compressor's checkpoint (.pth, .pt, .safetensors) to a KVCM weight file (.bin).
 
 The bytes are those of the published converter. Nothing in the checkpoint is ever executed, and torch is not needed.
-Rounding to fp16 or bf16 is to the nearest; fp32 keeps every value of a float32 checkpoint."""
+Rounding to fp16 or bf16 is to the nearest; fp32 keeps every value of a float32 checkpoint.
+
+Of a .safetensors file that kvmnn export made, whatever is not said is as in the weight file that was exported: type,
+header fields and metadata. What kvmnn verify refuses is not written."""
 
 
 def add_parser(verbs: Any) -> None:
@@ -27,7 +30,7 @@ def add_parser(verbs: Any) -> None:
     weights_options.add_header_fields(parser)
     weights_options.add_orders(parser)
     parser.add_argument(
-        "--as-reference", action="store_true", help="also write what no loader takes, such as weights without rows"
+        "--as-reference", action="store_true", help="also write what no loader takes, or kvmnn verify refuses"
     )
 
 
@@ -42,6 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     prepared = prepare(
         source,
         weights_options.options(arguments, as_reference=arguments.as_reference),
+        given=weights_options.given(arguments),
         max_bytes=arguments.max_bytes,
     )
     stdout = printing.Stdout()

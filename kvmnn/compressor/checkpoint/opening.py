@@ -72,6 +72,8 @@ class Checkpoint:
         All storages, by key.
     notices
         What is unusual about the file.
+    metadata
+        ``__metadata__`` of a ``.safetensors`` file.
     """
 
     path: str
@@ -82,6 +84,7 @@ class Checkpoint:
     pickle_bytes: int
     storages: dict[str, Storage]
     notices: list[str] = field(default_factory=list)
+    metadata: dict[str, str] = field(default_factory=dict)
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, max_bytes: int | None = None) -> Checkpoint:
@@ -261,7 +264,9 @@ def _safetensors(file: MappedFile) -> Checkpoint:
         storages[entry.name] = storage
         strides = tuple(_strides(entry.shape))
         _nest(root, entry.name, Tensor(storage, element, 0, entry.shape, strides))
-    return Checkpoint(file.path, file.label, "safetensors", root, file.size, header.start, storages)
+    return Checkpoint(
+        file.path, file.label, "safetensors", root, file.size, header.start, storages, metadata=header.metadata
+    )
 
 
 def _nest(root: dict[str, object], name: str, value: Tensor) -> None:

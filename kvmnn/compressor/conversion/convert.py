@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...dtypes import Words
+from ...errors import CheckpointError
 from ...files.output import FileOutput, failures
 from ...text import LOSSLESS, LOSSY
 from ...threads.pipeline import Progress
@@ -16,8 +17,10 @@ from .. import kvcm
 from ..checkpoint.opening import Checkpoint, naming, open_checkpoint
 from ..checkpoint.tensors import Tensor
 from ..kvcm.header import META_BYTES, Header
+from .noted import noted_in
 from .rounding import check_convertible, count_non_finite, words_of
 from .selection import ConvertOptions, Selection, select
+from .semantics import Planned, faults
 
 if TYPE_CHECKING:
     from ...formats.sinks import Sink
@@ -123,10 +126,14 @@ def convert(
     target: str | os.PathLike[str] | Sink,
     options: ConvertOptions | None = None,
     *,
+    given: Collection[str] = (),
     force: bool = False,
     progress: Progress | None = None,
 ) -> Conversion:
     """Convert a checkpoint to a weight file.
+
+    Of a ``.safetensors`` file that `export` made, options that were not said are what the weight file had, so that the
+    same weight file comes back.
 
     Parameters
     ----------
@@ -136,6 +143,8 @@ def convert(
         The weight file, which appears complete or not at all; directories above it are made. Or a stream to write to.
     options
         See there.
+    given
+        Names of options that count at their defaults too.
     force
         Replace what exists.
     progress
@@ -144,15 +153,19 @@ def convert(
     Raises
     ------
     CheckpointError, KvmnnError
-        For a checkpoint or options that give no weight file.
+        For a checkpoint or options that give no weight file, or one that `verify` refuses (`as_reference` writes it).
     OutputError
         When the file exists or cannot be written.
     """
-    return prepare(source, options).write(target, force=force, progress=progress)
+    return prepare(source, options, given=given).write(target, force=force, progress=progress)
 
 
 def prepare(
-    source: str | os.PathLike[str], options: ConvertOptions | None = None, *, max_bytes: int | None = None
+    source: str | os.PathLike[str],
+    options: ConvertOptions | None = None,
+    *,
+    given: Collection[str] = (),
+    max_bytes: int | None = None,
 ) -> Prepared:
     """Open a checkpoint, choose its tensors, and read what they lie in, checksums included; errors as for `convert`.
 
@@ -160,8 +173,15 @@ def prepare(
     """
     options = options or ConvertOptions()
     checkpoint = open_checkpoint(source, max_bytes=max_bytes)
+    noted = noted_in(checkpoint.metadata)
+    if noted is not None:
+        options = noted.complete(options, given)
     with naming(checkpoint.label):
         selection = select(checkpoint.root, options)
+        if not options.as_reference:
+            _check_sense(selection)
+    if noted is not None:
+        selection.notices += noted.notices(selection.header, selection.metadata)
     for linear in selection.linears:
         for name, tensor in ((f"{linear.name}.weight", linear.weight), (f"{linear.name}.bias", linear.bias)):
             if tensor is not None:
@@ -170,6 +190,20 @@ def prepare(
                     tensor.words()
     selection.notices[:0] = checkpoint.notices
     return Prepared(checkpoint, selection)
+
+
+def _check_sense(selection: Selection) -> None:
+    """Refuse to make what `verify` refuses."""
+    blocks = [(*_rows_and_cols(linear.weight), linear.bias is not None) for linear in selection.linears]
+    for fault in faults(Planned(selection.header, blocks)):
+        raise CheckpointError(
+            f"gives a weight file that kvmnn verify refuses: {fault.text} ({fault.reason}); --as-reference writes it"
+        )
+
+
+def _rows_and_cols(tensor: Tensor) -> tuple[int, int]:
+    rows, cols = tensor.shape
+    return rows, cols
 
 
 def _write(prepared: Prepared, target: str, sink: Sink, progress: Progress | None) -> Conversion:

@@ -18,6 +18,7 @@ from ...formats.writing import write_file
 from ...text import LOSSLESS, count
 from ..kvcm.header import SLOTS, SLOTS_PER_PREFIX
 from ..kvcm.weight_file import WeightFile, read
+from .noted import HEX_KEY, TEXT_KEY
 from .verify import default_prefixes
 
 SUFFIXES = (".safetensors", ".npz")
@@ -152,9 +153,9 @@ def _metadata(data: bytes) -> dict[str, str]:
     if not data:
         return {}
     try:
-        return {"metadata": data.decode("utf-8")}
+        return {TEXT_KEY: data.decode("utf-8")}
     except UnicodeDecodeError:
-        return {"metadata_hex": data.hex()}
+        return {HEX_KEY: data.hex()}
 
 
 def _bytes(words: Words) -> Piece:

@@ -55,9 +55,10 @@ class ConvertOptions:
     slots
         The three Linear layers of each compressor, in file order.
     metadata
-        Names and texts for the section that loaders skip; the published converter leaves it empty.
+        Names and texts for the section that loaders skip, or its bytes; the published converter leaves it empty.
     as_reference
-        Also write what no loader takes: weights without elements, more layers or weights than the limits.
+        Also write what no loader takes (weights without elements, more layers or weights than the limits) and what
+        `verify` refuses.
     """
 
     dtype: str = "fp16"
@@ -67,7 +68,7 @@ class ConvertOptions:
     slots: tuple[int, ...] = SLOTS
     num_heads: int = 0
     head_dim: int = 0
-    metadata: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] | bytes = field(default_factory=dict)
     as_reference: bool = False
 
 

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple, Protocol
 
-from ..kvcm.header import FIELD_OFFSETS, PREFIXES, SLOTS_PER_PREFIX, TEXT_PREFIXES, BlockPlace
+from ..kvcm.header import (
+    FIELD_OFFSETS,
+    HEADER_BYTES,
+    META_BYTES,
+    PREFIXES,
+    SLOTS_PER_PREFIX,
+    TEXT_PREFIXES,
+    BlockPlace,
+    Header,
+)
 from ..kvcm.weight_file import WeightFile
 from .rounding import count_non_finite
 
@@ -28,11 +39,50 @@ class Finding(NamedTuple):
     is_error: bool = True
 
 
+class Shaped(Protocol):
+    """A weight file, or what is about to become one, as far as its sense is concerned."""
+
+    @property
+    def header(self) -> Header:
+        """Its header."""
+
+    def place(self, layer: int, index: int, /) -> BlockPlace:
+        """Offset and shape of a block."""
+
+    def places(self) -> Iterator[BlockPlace]:
+        """All of them in file order."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A weight file that is not written yet.
+
+    Parameters
+    ----------
+    header
+        What it will begin with.
+    blocks
+        Of each block in file order: rows, columns, and whether it has a bias.
+    """
+
+    header: Header
+    blocks: Sequence[tuple[int, int, bool]]
+
+    def place(self, layer: int, index: int, /) -> BlockPlace:
+        """As `Shaped` has it."""
+        return next(islice(self.places(), layer * self.header.weight_count_per_layer + index, None))
+
+    def places(self) -> Iterator[BlockPlace]:
+        """As `Shaped` has it."""
+        offset, word = HEADER_BYTES + self.header.metadata_size_bytes, self.header.dtype.itemsize
+        for rows, cols, has_bias in self.blocks:
+            yield BlockPlace(offset, rows, cols, has_bias)
+            offset += META_BYTES + word * rows * (cols + has_bias)
+
+
 def findings(file: WeightFile) -> Iterator[Finding]:
     """Everything that is wrong with a well-formed file, errors first, then warnings."""
-    yield from _counts(file)
-    if file.header.weight_count_per_layer % SLOTS_PER_PREFIX == 0:
-        yield from _shapes(file)
+    yield from faults(file)
     for reason, text in file.warnings:
         yield Finding(reason, text, is_error=False)
     if file.trailing:
@@ -43,7 +93,14 @@ def findings(file: WeightFile) -> Iterator[Finding]:
     yield from _non_finite(file)
 
 
-def _counts(file: WeightFile) -> Iterator[Finding]:
+def faults(file: Shaped) -> Iterator[Finding]:
+    """What is wrong with header and shapes."""
+    yield from _counts(file)
+    if file.header.weight_count_per_layer % SLOTS_PER_PREFIX == 0:
+        yield from _shapes(file)
+
+
+def _counts(file: Shaped) -> Iterator[Finding]:
     count = file.header.weight_count_per_layer
     where = f"offset {FIELD_OFFSETS['weight_count_per_layer']}: field weight_count_per_layer is {count}"
     complete = [len(TEXT_PREFIXES) * SLOTS_PER_PREFIX, len(PREFIXES) * SLOTS_PER_PREFIX]
@@ -58,7 +115,7 @@ def _counts(file: WeightFile) -> Iterator[Finding]:
             yield Finding("missing_image_mlp", f"{where}: image V is missing, so image tokens stay as they are")
 
 
-def _shapes(file: WeightFile) -> Iterator[Finding]:
+def _shapes(file: Shaped) -> Iterator[Finding]:
     header = file.header
     first, third = file.place(0, 0), file.place(0, SLOTS_PER_PREFIX - 1)
     factor, hidden_size = header.compression_factor, first.cols
@@ -81,7 +138,7 @@ def _shapes(file: WeightFile) -> Iterator[Finding]:
     yield from _chains(file, hidden_size, head_dim)
 
 
-def _chains(file: WeightFile, hidden_size: int, head_dim: int) -> Iterator[Finding]:
+def _chains(file: Shaped, hidden_size: int, head_dim: int) -> Iterator[Finding]:
     """In every compressor: widths that fit each other, the same in all layers; the first that does not is told."""
     count = file.header.weight_count_per_layer
     model = [file.place(0, index) for index in range(count)]
@@ -122,7 +179,7 @@ def _non_finite(file: WeightFile) -> Iterator[Finding]:
         yield Finding("non_finite", f"{total} elements are infinite or no number, the first in {first}", is_error=False)
 
 
-def _field(file: WeightFile, reason: str, name: str, expected: str) -> Finding:
+def _field(file: Shaped, reason: str, name: str, expected: str) -> Finding:
     value = getattr(file.header, name)
     return Finding(reason, f"offset {FIELD_OFFSETS[name]}: field {name} is {value}: expected {expected}")
 

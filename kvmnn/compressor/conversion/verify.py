@@ -156,7 +156,7 @@ def verify(
         What the conversion was told; None takes the defaults. `dtype` and `prefixes` at their defaults are the file's
         own.
     given
-        ``"dtype"``, ``"prefixes"``: these options count, at their defaults too.
+        Names of options that count at their defaults too.
     allow_trailing
         Take bytes behind the last block.
     progress
@@ -208,7 +208,7 @@ def _compare(
         told = replace(told, dtype=file.header.dtype.name)
     if "prefixes" not in given and options.prefixes == PREFIXES:
         told = replace(told, prefixes=default_prefixes(file))
-    checkpoint, selection = prepare(against, told)
+    checkpoint, selection = prepare(against, told, given={*given, "dtype", "prefixes"})
     notices = [*selection.notices, *_left_out(selection)]
     differences, elements = list(_header_differences(file, selection)), 0
     if len(selection.linears) != len(file):

@@ -18,14 +18,16 @@ _LARGEST = 1 << 20
 """Bytes of the largest metadata that is looked at as JSON."""
 
 
-def pack(entries: Mapping[str, str]) -> bytes:
-    """The bytes that hold `entries`, in their order; none for none.
+def pack(entries: Mapping[str, str] | bytes) -> bytes:
+    """The bytes that hold `entries`, in their order; none for none. Bytes stay what they are.
 
     Raises
     ------
     KvmnnError
         For what is no text, or text that UTF-8 cannot hold.
     """
+    if isinstance(entries, bytes):
+        return entries
     if not entries:
         return b""
     for value in (*entries, *entries.values()):
@@ -49,12 +51,17 @@ def unpack(metadata: bytes) -> dict[str, str] | None:
 
 
 def differences(found: bytes, expected: bytes) -> list[str]:
-    """How metadata differs from what it should be: by key where both are JSON objects; none if it does not."""
+    """How metadata differs from what it should be: by key where both are JSON objects; none if it does not.
+
+    The order of the keys is no difference.
+    """
     if found == expected:
         return []
     here, there = unpack(found or b"{}"), unpack(expected or b"{}")
     if here is None or there is None:
         return [f"metadata is {shown(found)}: expected {shown(expected)}"]
+    if here == there and pack(here) == found:
+        return []  # the order in which entries were said is no difference
     keys = [key for key in {**there, **here} if key not in here or key not in there or here[key] != there[key]]
     return [f"metadata {key!a} is {_entry(here, key)}: expected {_entry(there, key)}" for key in keys] or [
         "metadata holds the same entries in other bytes: expected those of kvmnn convert"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from ..lm.cache.lossless_store import storing_notes
 from ..lm.documents import Document
 from ..policies.registry import policy_called
 from ..policies.specs import make
@@ -16,6 +17,7 @@ from .statistics import FEWEST
 def notes(rows: Sequence[Row], documents: Sequence[Document], settings: Settings) -> Iterator[str]:
     """Sentences about rows, one for each thing that a table does not show."""
     yield from _short_texts(documents, settings)
+    yield from _presets(rows)
     yield from _unequal_budgets(rows)
     yield from _nothing_evicted(rows, documents, settings)
     unequal = [row.label for row in rows if row.unequal_layers]
@@ -25,6 +27,10 @@ def notes(rows: Sequence[Row], documents: Sequence[Document], settings: Settings
             "They hold more than rows of the same budget that cut every layer."
         )
     yield from _few_documents(rows)
+    if settings.runtime is not None:
+        yield from storing_notes(
+            ((row.label, row.runtime) for row in rows if row.runtime is not None), settings.runtime
+        )
 
 
 def _short_texts(documents: Sequence[Document], settings: Settings) -> Iterator[str]:
@@ -34,6 +40,31 @@ def _short_texts(documents: Sequence[Document], settings: Settings) -> Iterator[
                 f"{document.name} has only {document.tokens:,} tokens to score, {settings.tokens:,} were "
                 "asked for: all of it was scored."
             )
+
+
+def _presets(rows: Sequence[Row]) -> Iterator[str]:
+    """What presets ran with: options that their projects chose, not the defaults of kvmnn's policies."""
+    for preset in dict.fromkeys(row.preset for row in rows if row.preset is not None):
+        policies: dict[str, dict[str, dict[str, None]]] = {}
+        for row in rows:
+            if row.preset == preset and not row.is_full:
+                known = policies.setdefault(row.policy, {})
+                for name, value in row.options.items():
+                    if value is not None:
+                        known.setdefault(name, {})[_written(value)] = None
+        parts = []
+        for policy, options in policies.items():
+            said = [f"{name}={'/'.join(values)}" for name, values in options.items()]
+            parts.append(f"{policy} with {', '.join(said)}")
+        if parts:
+            yield f"Preset {preset}, options of its project where you said none: {'; '.join(parts)}."
+
+
+def _written(value: object) -> str:
+    """As a spec has it."""
+    if isinstance(value, list | tuple):
+        return "+".join(map(str, value)) or "none"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _few_documents(rows: Sequence[Row]) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,9 +12,11 @@ from ..policies.base import Policy
 from ..policies.full import Full
 from ..policies.labels import LabelledPolicy
 from ..reports.tables import h2o_text, runtime_text
+from ..reports.text_table import wrapped as as_lines
 from ..text import LOSSLESS, LOSSY, span
 from ..text.side_by_side import side_by_side, wrapped
 from ..threads.pipeline import Progress
+from .cache.lossless_store import storing_notes
 from .generation import Generation, ending_tokens, generate_tokens, warm_up
 from .graph.model_files import find_model
 from .prompt import prompt_ids
@@ -65,6 +67,8 @@ class Generated:
         With the full cache.
     cut
         Under the policy; None where it is the full cache.
+    notes
+        What a reader must know, in sentences.
     """
 
     model: str
@@ -74,6 +78,7 @@ class Generated:
     sampling: Sampling
     full: Continuation
     cut: Continuation | None
+    notes: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
@@ -99,6 +104,7 @@ class Generated:
             "sampling": {"temperature": sampling.temperature, "top_k": sampling.top_k, "seed": sampling.seed},
             "full": self.full.to_dict(),
             "cut": None if self.cut is None else self.cut.to_dict(),
+            "notes": list(self.notes),
         }
 
     def __str__(self) -> str:
@@ -108,7 +114,7 @@ class Generated:
         """Both texts beside each other in `width` columns, where they part, and what each run took."""
         if self.cut is None:
             alone = [*wrapped(self.full.text, width), "", *_numbers({self.policy.label: self.full.generation})]
-            return [*alone, *_runtime({self.policy.label: self.full.generation}, width)]
+            return [*alone, *_runtime({self.policy.label: self.full.generation}, width), *self._said(width)]
         full, cut = self.full.generation, self.cut.generation
         both = side_by_side(
             ("full cache", self.full.text), (f"{self.cut.label}: {self.policy.label}", self.cut.text), width
@@ -120,7 +126,12 @@ class Generated:
             equal = f"equal up to new token {place:,}, different from {place + 1:,} of {len(full.ids):,} on"
         lines = [both, "", equal, *_numbers({Full.name: full, self.policy.label: cut})]
         lines += _runtime({Full.name: full, self.policy.label: cut}, width)
-        return lines if cut.h2o is None else [*lines, "", h2o_text(cut.h2o, width)]
+        if cut.h2o is not None:
+            lines += ["", h2o_text(cut.h2o, width)]
+        return [*lines, *self._said(width)]
+
+    def _said(self, width: int) -> list[str]:
+        return ["", as_lines(self.notes, width)] if self.notes else []
 
 
 def generate(
@@ -180,15 +191,31 @@ def generate(
         )
         return Continuation(generation=made, text=continuation(tokenizer, ids, made.ids))
 
+    full, cut = run(Full()), run(chosen.policy) if chosen.policy.evicts else None
     return Generated(
         model=os.fspath(model),
         prompt=prompt,
         prompt_tokens=len(ids),
         policy=chosen,
         sampling=sampling,
-        full=run(Full()),
-        cut=run(chosen.policy) if chosen.policy.evicts else None,
+        full=full,
+        cut=cut,
+        notes=tuple(_notes(full, cut, chosen, options, len(ids))),
     )
+
+
+def _notes(
+    full: Continuation, cut: Continuation | None, chosen: LabelledPolicy, options: RunOptions, prompt: int
+) -> Iterator[str]:
+    """Why nothing went, and why nothing was stored."""
+    made = [(Full.name, full.generation), *([] if cut is None else [(chosen.label, cut.generation)])]
+    if cut is not None and cut.label == LOSSLESS:
+        first = min(options.chunk or prompt, prompt)
+        why = chosen.policy.why_all_stay(first, cut.generation.tokens_seen)
+        yield f"{chosen.label}: nothing was evicted: {why or 'no step gave it reason to'}."
+    if options.lossless is not None:
+        runs = [(label, one.runtime) for label, one in made if one.runtime is not None]
+        yield from storing_notes(runs, options.lossless)
 
 
 class Decoding(Protocol):

@@ -83,7 +83,7 @@ def _object(line: bytes, where: str, *, first: bool) -> dict[str, Any]:
 
 def _text_of(record: dict[str, Any], field: str, where: str) -> str:
     if field not in record:
-        raise SourceError(f"{where}: has no {field!r}; {_names(list(record))} (--field)")
+        raise SourceError(f"{where}: has no key {field!r}; {_names(list(record))}: name the key of the texts (--field)")
     value = record[field]
     if value is not None and not isinstance(value, str):
         raise SourceError(f"{where}: {field!r} is a {type(value).__name__}: expected text")
@@ -122,7 +122,9 @@ def _rows(path: Path, field: str) -> Iterator[Record]:
 
 def _check_column(path: Path, schema: Any, field: str, arrow: Any) -> None:
     if field not in schema.names:
-        raise SourceError(f"{path}: has no column {field!r}; {_names(schema.names)} (--field)")
+        raise SourceError(
+            f"{path}: has no column {field!r}; {_names(schema.names)}: name the column of the texts (--field)"
+        )
     kind = schema.field(field).type
     held = kind.value_type if arrow.types.is_dictionary(kind) else kind
     if not (arrow.types.is_string(held) or arrow.types.is_large_string(held)):

@@ -30,8 +30,9 @@ class L2Fixed(Budgeted):
         Tokens that stay, 1024 by default.
     recent_ratio
         Share of the budget that is protected: ``int(budget * recent_ratio)`` latest tokens (truncated in float64, so
-        0.29 of 100 is 28). 1 keeps the latest tokens only; above 1 more than `budget` stay. The
-        original calls it keep_ratio.
+        0.29 of 100 is 28). 0 by default: norms alone choose, and the newest token can go at once; the project's own
+        runs protect 0.2. 1 keeps the latest tokens only; above 1 more than `budget` stay. The original calls it
+        keep_ratio.
     strategy
         Which of the older tokens stay: ``"keep_low"`` or ``"keep_high"`` norms, or ``"random"``: uniformly without
         replacement, anew for each head and call.

@@ -84,11 +84,11 @@ def _label(row: Row, full: Row | None) -> str | None:
 
 COLUMNS = (
     Column("policy", _label, 0, left=True),
-    Column("kind", lambda row, full: row.kind, 3, left=True),
+    Column("kind", lambda row, full: row.kind, 2, left=True),
     Column("budget (tokens)", _budget, 17),
     Column("PPL", _number(lambda row: row.perplexity, ".4f"), 0),
-    Column("PPL change (%)", _change(lambda row: row.perplexity), 5),
-    Column("accuracy (%)", _number(lambda row: row.accuracy, ".2f", 100), 4),
+    Column("PPL change (%)", _change(lambda row: row.perplexity), 6),
+    Column("accuracy (%)", _number(lambda row: row.accuracy, ".2f", 100), 5),
     Column("accuracy change (%)", _change(lambda row: row.accuracy), 13),
     Column("bits/byte", _number(lambda row: row.bits_per_byte, ".4f"), 15),
     Column("deep PPL", _number(lambda row: None if row.deep is None else row.deep.perplexity, ".4f"), 10),
@@ -101,13 +101,13 @@ COLUMNS = (
     Column("attention (ms)", _attention, 15),
     Column("tokens/s", _number(lambda row: row.tokens_per_second, ",.0f"), 11),
     Column("policy/model time (%)", _policy_share, 9),
-    Column("tokens kept", _kept, 20),
-    Column("cache mean (MiB)", _number(lambda row: row.cache_bytes_mean, ".3f", 1 / _MIB), 12),
-    Column("cache peak (MiB)", _number(lambda row: row.cache_bytes_peak, ".3f", 1 / _MIB), 6),
+    Column("tokens kept", _kept, 12),
+    Column("cache mean (MiB)", _number(lambda row: row.cache_bytes_mean, ".3f", 1 / _MIB), 3),
+    Column("cache peak (MiB)", _number(lambda row: row.cache_bytes_peak, ".3f", 1 / _MIB), 7),
     Column("process peak (MiB)", _number(lambda row: row.process_peak_bytes, ".0f", 1 / _MIB), 21),
-    Column("LOSSY ratio", _number(lambda row: row.lossy_ratio, ".3f"), 16),
+    Column("LOSSY ratio", _number(lambda row: row.lossy_ratio, ".3f"), 1),
     Column("LOSSLESS ratio", _number(lambda row: row.lossless_ratio, ".4f"), 16),
-    Column("product", _number(lambda row: row.ratio, ".3f"), 7),
+    Column("product", _number(lambda row: row.ratio, ".3f"), 4),
 )
 
 

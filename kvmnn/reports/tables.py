@@ -23,6 +23,9 @@ from .runtime_figures import RuntimeFigures
 from .runtime_table import RUNTIME_TITLE, rows_with_runtime, runtime_table
 from .text_table import as_text, wrapped
 
+_ALL = "a wider terminal, -v, --csv, --json"
+"""Where everything is that a table of an evaluation leaves out in a narrow terminal."""
+
 PROJECTS = {"E1": "l2_compress / KnormPress", "E2": "StreamingLLM + H2O"}
 """Whose definitions the table of a preset follows, by `ProjectNumbers.evaluation`."""
 
@@ -54,19 +57,19 @@ def markdown(results: Results) -> str:
 
 def terminal(results: Results, width: int) -> str:
     """The tables for a terminal of `width` columns: labels are shortened, what does not fit is named below them."""
-    parts = [as_text(*filled(results, COLUMNS), width)]
+    parts = [as_text(*filled(results, COLUMNS), width, _ALL)]
     project = project_table(results.rows)
     if project:
-        parts += [wrapped([_project_title(results.rows)], width), as_text(*project, width)]
+        parts += [wrapped([_project_title(results.rows)], width), as_text(*project, width, _ALL)]
     planned = h2o_table(rows_with_figures(results.rows))
     if planned:
-        parts += [wrapped([H2O_TITLE], width), as_text(*planned, width)]
+        parts += [wrapped([H2O_TITLE], width), as_text(*planned, width, _ALL)]
     pivot = pivot_table(results.rows)
     if pivot:
-        parts += [wrapped([PIVOT_TITLE], width), as_text(*pivot, width)]
+        parts += [wrapped([PIVOT_TITLE], width), as_text(*pivot, width, _ALL)]
     stored = runtime_table(rows_with_runtime(results.rows))
     if stored:
-        parts += [wrapped([RUNTIME_TITLE], width), as_text(*stored, width)]
+        parts += [wrapped([RUNTIME_TITLE], width), as_text(*stored, width, _ALL)]
     return "\n\n".join([*parts, wrapped(notes(results), width)]) + "\n"
 
 

@@ -13,8 +13,10 @@ _GAP = 2
 _SHORTER = ((r"\bskip_layers=", "skip "), (r"\brecent_ratio=", "recent "), (r"\bstrategy=", ""), (r"(\w)=", r"\1 "))
 
 
-def as_text(columns: Sequence[Column], lines: Sequence[Sequence[str]], width: int) -> str:
-    """The table in `width` columns of a terminal.
+def as_text(
+    columns: Sequence[Column], lines: Sequence[Sequence[str]], width: int, elsewhere: str = "a wider terminal, --json"
+) -> str:
+    """The table in `width` columns of a terminal; what does not fit is named, with `elsewhere`, where it is shown.
 
     Columns of rank 0 are always there. Those of rank 1 are, where they leave room for a short label; others follow by
     their ranks. The first column holds the labels.
@@ -34,7 +36,7 @@ def as_text(columns: Sequence[Column], lines: Sequence[Sequence[str]], width: in
     dropped = [column.heading for i, column in enumerate(columns) if i not in shown]
     said = [f"Shortened: {'; '.join(cut)}."] if cut else []
     if dropped:
-        said.append("Too wide for this terminal (--json, --csv and Markdown have it): " + ", ".join(dropped))
+        said.append(f"Not shown in {width} columns ({elsewhere}): {', '.join(dropped)}.")
     return "\n\n".join(["\n".join(table), *([wrapped(said, width)] if said else [])])
 
 

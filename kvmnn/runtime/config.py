@@ -214,6 +214,11 @@ class RuntimeConfig:
         return self.enable and self.runtime_enable and self.mode == "store"
 
     @property
+    def first_block_tokens(self) -> int:
+        """Tokens that a layer of the scope must hold before its first block is encoded."""
+        return max(self.h2o.trigger_tokens, self.hot_sink_tokens + self.hot_recent_tokens + self.block_tokens)
+
+    @property
     def codecs(self) -> tuple[str, ...]:
         """Stream codecs that the encoder tries."""
         return CODECS

@@ -125,7 +125,12 @@ def test_a_preset(capsys):
         "8",
     )
     assert code == 0
-    assert err.startswith("kvmnn: note: Layers hold unequal numbers of tokens") and err.count("\n") == 1
+    said = [line.removeprefix("kvmnn: note: ").split(",")[0].split(" (")[0].split(":")[0] for line in err.splitlines()]
+    assert said == [
+        "Preset knorm-ratio",
+        "Layers hold unequal numbers of tokens",
+        "The intervals are over 2 documents",
+    ]
     full, baseline, half = json.loads(out)["rows"]
     assert (full["preset"], baseline["preset"], half["preset"]) == (None, "knorm-ratio", "knorm-ratio")
     assert half["as_seed"]["evaluation"] == "E1"

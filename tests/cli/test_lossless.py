@@ -75,3 +75,11 @@ def test_what_cannot_be(run: Run, options: list[str], message: str) -> None:
     for verb in (["generate", FIXTURE, "--prompt", "x"], ["eval", FIXTURE, "--text", TEXT, "--policy", "streaming"]):
         err = run(*verb, *options, code=2).err
         assert message in err and err.count("\n") == 1
+
+
+def test_nothing_stored_is_said_and_why(run: Run) -> None:
+    asked = ["generate", FIXTURE, "--prompt", "def", "--max-tokens", 2, "--lossless", "store"]
+    out = run(*asked).out
+    assert "full: nothing was encoded: layers held" in out and "a first block needs 512" in " ".join(out.split())
+    (note,) = json.loads(run(*asked, "--policy", "streaming", "--budget", 900, "--json").out)["notes"][1:]
+    assert note.startswith("full, streaming 900: nothing was encoded: layers held")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import doctest
 import json
 import re
+from typing import get_args, get_type_hints
 
+import pytest
 from repository import ROOT
 
-from kvmnn import policies
+from kvmnn import KvmnnError, policies
 from kvmnn.policies import POLICIES
 
 PAGE = ROOT / "docs" / "policies.md"
@@ -56,3 +59,67 @@ def test_figures_are_the_benchmarks() -> None:
     for level, *cells in tables()[-1]:
         entry = speeds[level.strip("`")]
         assert cells == [f"{entry['ms']:.1f} ms", f"{entry['numpy_ms']:.0f} ms", f"{entry['speedup']:.1f} x"]
+
+
+def options_table() -> dict[str, list[list[str]]]:
+    """Rows of the table of options, by policy."""
+    section = PAGE.read_text(encoding="utf-8").partition("## Options")[2].partition("\n## ")[0]
+    found: dict[str, list[list[str]]] = {}
+    name = ""
+    for line in re.findall(r"^\| (.*) \|$", section, re.MULTILINE)[1:]:
+        policy, *cells = [cell.strip() for cell in line.split(" | ")]
+        name = policy.strip("`") or name
+        found.setdefault(name, []).append(cells)
+    return found
+
+
+EVERY = {**POLICIES, "h2o_engine": policies.H2OEngine}
+
+
+def test_every_option_of_every_policy_is_in_the_table_with_its_default() -> None:
+    table = options_table()
+    assert list(table) == list(EVERY)
+    for name, policy in EVERY.items():
+        options = {entry.name: entry.default for entry in dataclasses.fields(policy) if entry.repr}
+        rows = {cells[0].strip("`"): cells[1:] for cells in table[name]}
+        if issubclass(policy, policies.Budgeted):
+            options |= {"budget": policy.default_budget, "keep_ratio": policy.default_keep_ratio}
+            assert rows["budget"][2] == policy.budget_means
+        else:
+            assert rows.pop("no `budget") == ["-", "-", policy.budget_means]
+        assert set(rows) == set(options), name
+        for option, default in options.items():
+            said = rows[option][0].strip("`")
+            if isinstance(default, tuple):
+                assert said == ("+".join(map(str, default)) or "none")
+            elif isinstance(default, float):
+                assert said == f"{default:.4g}"
+            else:
+                assert said == ("-" if default is None else str(default)), (name, option)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_values_of_options_are_those_that_the_policy_takes(name: str) -> None:
+    unsized = EVERY[name] in (policies.L2Ratio, policies.StreamingPress, policies.KNorm, policies.ObservedAttention)
+    sized = {"budget": 600} if unsized else {}
+    declared = get_type_hints(EVERY[name])
+    for option, _, values, _ in options_table()[name]:
+        option = option.strip("`")
+        base = {} if option in ("budget", "keep_ratio") else sized
+        least = re.match(r"at least (\d+)", values)
+        if least:
+            policies.create(name, **base, **{option: int(least[1])})
+            with pytest.raises(KvmnnError):
+                policies.create(name, **base, **{option: int(least[1]) - 1})
+        elif values == "0 to 1":
+            for wrong, right in ((-0.01, 0.0), (1.01, 1.0)):
+                policies.create(name, **base, **{option: right})
+                with pytest.raises(KvmnnError):
+                    policies.create(name, **base, **{option: wrong})
+        elif values.startswith("any"):
+            for value in (-1, 0, 7):
+                policies.create(name, **base, **{option: value})
+        elif values.startswith("`"):
+            assert [word.strip("`") for word in values.split(", ")] == list(get_args(declared[option]))
+        else:
+            assert values in ("-", "layers of the model")

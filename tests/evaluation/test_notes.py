@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,14 @@ import pytest
 from lm_results import row
 
 from kvmnn.evaluation.notes import notes
+from kvmnn.evaluation.setup.presets import preset
 from kvmnn.evaluation.setup.settings import Settings
+from kvmnn.lm.cache.lossless_store import storing_notes
 from kvmnn.lm.documents import Document
 from kvmnn.policies.specs import make, options_of
 from kvmnn.reports.rows import Difference, Row
+from kvmnn.reports.runtime_figures import RuntimeFigures, RuntimeLayer
+from kvmnn.runtime import RuntimeConfig
 
 
 def of(spec: str, kind: str = "LOSSY", **more: Any) -> Row:
@@ -101,3 +106,49 @@ def test_few_documents_are_said_to_be_few(documents: int) -> None:
     else:
         assert few == []
     assert not any("interval" in line for line in said([row("full", "full")], documents=documents))
+
+
+def test_presets_say_the_options_of_their_projects() -> None:
+    for name, expected in {
+        "knorm-fixed": "l2_fixed with skip_layers=0+1, budget=256/512/1024, recent_ratio=0.2, strategy=keep_low/"
+        "keep_high/random; recent_only with skip_layers=0+1, budget=256/512/1024.",
+        "knorm-ratio": "l2_ratio with skip_layers=0+1, keep_ratio=1/0.8/0.5/0.3, prune_after=1000, form=seed.",
+        "streaming-h2o": "streaming with skip_layers=none, budget=264/520, sink=8, buffer=64; h2o_tokens with "
+        "skip_layers=none, budget=256/512, sink=4/8, recent=32/64, buffer=64.",
+    }.items():
+        rows = [
+            row(
+                entry.label,
+                entry.policy,
+                options=entry.policy_options(),
+                preset=name,
+                budget=entry.options.get("budget"),
+            )
+            for entry in preset(name)
+        ]
+        assert f"Preset {name}, options of its project where you said none: {expected}" in said(rows)
+    assert not any(line.startswith("Preset") for line in said([of("streaming")]))
+
+
+def test_a_runtime_that_encoded_nothing_says_what_would_have_to_be_different() -> None:
+    def runtime(tokens: int, raw: int = 0) -> RuntimeFigures:
+        layers = tuple(RuntimeLayer(layer=n, tokens=tokens, raw_bytes=raw if n < 2 else 0) for n in range(6))
+        sizes = {"appended_bytes": 9, "live_bytes": 9, "held_bytes": 9}
+        return RuntimeFigures(mode="store", h2o_lossless_raw_bytes=2 * raw, layers=layers, **sizes)
+
+    def of_runs(key: str, *runs: tuple[str, RuntimeFigures]) -> list[str]:
+        config = RuntimeConfig.from_engine({"kv_lossless_runtime_mode": "store", **json.loads(key)})
+        return storing_notes(runs, config)
+
+    (line,) = of_runs("{}", ("full", runtime(200)), ("streaming 64", runtime(64)))
+    assert line == (
+        "full, streaming 64: nothing was encoded: layers held 64 to 200 tokens at the end, a first block needs 512: "
+        "the larger of h2o_trigger_min_tokens (512) and hot_sink_tokens + hot_recent_tokens + block_tokens "
+        "(16 + 256 + 128). Lower these, or read more tokens."
+    )
+    (line,) = of_runs('{"kv_lossless_front_n": 0}', ("full", runtime(900)))
+    assert line == "full: nothing was encoded: scope front_n with front_n 0 names no layer."
+    (line,) = of_runs("{}", ("full", runtime(900)))
+    assert "h2o_update_interval" in line
+    (line,) = of_runs("{}", ("full", runtime(900, raw=5)))
+    assert line == "Encoded: layers 0 to 1 of 6 (scope front_n, front_n 2); the others stay raw."

@@ -69,8 +69,11 @@ def test_records_without_text_are_left_out_and_said(tmp_path: Path) -> None:
         (b"{", "is not JSON"),
         (b"[" * 100_000, "is not JSON"),
         (b'"text"', "found a str, expected a JSON object"),
-        (b'{"content": "x", "id": 3}', r"has no 'text'; it has 'content', 'id' \(--field\)"),
-        (b"{}", "has no 'text'; it has none at all"),
+        (
+            b'{"content": "x", "id": 3}',
+            r"has no key 'text'; it has 'content', 'id': name the key of the texts \(--field\)",
+        ),
+        (b"{}", "has no key 'text'; it has none at all"),
         (b'{"text": ["x"]}', "'text' is a list: expected text"),
         (b'{"text": "a\xff"}', "is not UTF-8: byte 11 is 0xff"),
         (b'{"text": "a\\ud800"}', "character 1 is half of a surrogate pair"),

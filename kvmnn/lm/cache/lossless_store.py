@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 
 import numpy as np
@@ -12,6 +12,7 @@ from ...dtypes import Indices, KVPair
 from ...reports.runtime_figures import RuntimeFigures, RuntimeLayer
 from ...runtime import LosslessRuntime, RuntimeConfig
 from ...runtime.config import check_layers
+from ...text import count, span
 from ..graph.interface import DecoderInterface
 from .packed_store import runs_of
 
@@ -109,3 +110,34 @@ def _spread(config: RuntimeConfig, layers: int, parts: int) -> RuntimeConfig:
     evicting = replace(config.h2o, layers=layers).layer_range
     h2o = replace(config.h2o, enable=False, layer_start=evicting.start * parts, layer_end=evicting.stop * parts - 1)
     return replace(config, front_n=config.front_n * parts, layer_nums=None, h2o=h2o)
+
+
+def storing_notes(runs: Iterable[tuple[str, RuntimeFigures]], config: RuntimeConfig) -> list[str]:
+    """Sentences about runs and their labels: where nothing was encoded and why, and which layers stay raw."""
+    found, lines = list(runs), []
+    without = [(label, one) for label, one in found if not one.h2o_lossless_raw_bytes]
+    if without:
+        held = sorted({layer.tokens for _, one in without for layer in one.layers})
+        lines.append(f"{', '.join(label for label, _ in without)}: nothing was encoded: {_why_nothing(held, config)}.")
+    encoded = sorted({layer.layer for _, one in found for layer in one.layers if layer.raw_bytes})
+    layers = max((len(one.layers) for _, one in found), default=0)
+    if encoded and len(encoded) < layers:
+        scope = f"scope {config.scope}, front_n {config.front_n}" + (", mode probe" if config.mode == "probe" else "")
+        which = "layer" if len(encoded) == 1 else "layers"
+        lines.append(f"Encoded: {which} {span(encoded)} of {layers} ({scope}); the others stay raw.")
+    return lines
+
+
+def _why_nothing(held: Sequence[int], config: RuntimeConfig) -> str:
+    """Of layers that held these numbers of tokens at the end, ascending."""
+    if config.scope == "none" or (config.scope == "front_n" and not config.front_n):
+        return f"scope {config.scope} with front_n {config.front_n} names no layer"
+    needed = config.first_block_tokens
+    if held[-1] >= needed:
+        return f"no block came in the {count(config.h2o.interval, 'step')} between two tries (h2o_update_interval)"
+    return (
+        f"layers held {span(held)} tokens at the end, a first block needs {needed:,}: the larger of "
+        f"h2o_trigger_min_tokens ({config.h2o.trigger_tokens:,}) and hot_sink_tokens + hot_recent_tokens + "
+        f"block_tokens ({config.hot_sink_tokens:,} + {config.hot_recent_tokens:,} + {config.block_tokens:,}). "
+        "Lower these, or read more tokens"
+    )

@@ -13,7 +13,7 @@ from ..frames import FrameInfo, StreamInfo
 from ..frames import inspect as inspect_frame
 from ..frames.inspection import entropies
 from ..packed.cache_info import CacheInfo
-from ..packed.summary import cache_document, cache_summary
+from ..packed.summary import cache_document, cache_summary, kept_tokens
 from ..text import count, ratio
 from .frame_set import DecodeOptions, FrameSet
 from .manifest import ArrayEntry, Manifest, Sizes, array_to_dict, frames_of
@@ -270,6 +270,7 @@ class BundleInfo(Sizes):
             name = f" {self.cache.name!r}" if self.cache.name else ""
             told = cache_summary(self.cache)
             lines.append(f"  {self.cache.kind} cache{name}: {told}, {self.cache.file_bytes:,} bytes as packed files")
+            lines += [f"  {line}" for line in kept_tokens(self.cache)]
         tables = verbose or sum(len(array.frames) for array in self.arrays) == 1
         width = max(len(array.entry.name) for array in self.arrays)
         for array in self.arrays:

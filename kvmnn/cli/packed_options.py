@@ -123,6 +123,16 @@ def refuse_idle(arguments: argparse.Namespace, paths: Sequence[str], used: Seque
         idle_options.refuse(arguments, idle, f"is about packed files of MNN's, and {' '.join(paths)} holds none")
 
 
+def check_origin(arguments: argparse.Namespace, info: CacheInfo | None, where: str) -> None:
+    """`SourceError` where ``--model`` or ``--token-ids`` are others than those that a cache was made with."""
+    from ..errors import SourceError
+    from ..formats.mnn import origin_differences
+
+    if info is not None and (arguments.model or arguments.token_ids):
+        for difference in origin_differences(info, arguments.model, token_ids(arguments.token_ids)):
+            raise SourceError(f"{where}: {difference}")
+
+
 def may_be_packed(path: str) -> bool:
     """Whether the options about packed files have something to say of a path."""
     from ..errors import KvmnnError

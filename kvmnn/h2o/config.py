@@ -34,6 +34,8 @@ _ENGINE_KEYS = {
     "layer_nums": "layers",
 }
 _IGNORED = {"kv_h2o_log_stats"}
+KEY_OF = {attribute: key for key, attribute in _ENGINE_KEYS.items()}
+"""What the engine's JSON calls an attribute of `H2OConfig`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +140,25 @@ class H2OConfig:
             return cls(**values)
         except TypeError as error:
             raise KvmnnError(f"kv_h2o_{error}") from None
+
+    @property
+    def clamped(self) -> dict[str, tuple[float, float]]:
+        """Options outside their range: what was given, and what the engine uses instead, by attribute."""
+        layers, last = self.layer_range, self.layer_count - 1
+        used: dict[str, float] = {
+            "block_tokens": self.block,
+            "sink_tokens": max(0, self.sink_tokens),
+            "recent_tokens": max(0, self.recent_tokens),
+            "target_keep_ratio": min(1.0, max(0.0, self.target_keep_ratio)),
+            "target_lossy_ratio": max(1.0, self.target_lossy_ratio),
+            "ema_alpha": min(1.0, max(0.0, self.ema_alpha)),
+            "update_interval": self.interval,
+            "trigger_min_tokens": self.trigger_tokens,
+            "layers": self.layer_count,
+            "layer_start": layers.start,
+            "layer_end": self.layer_end if self.layer_end < 0 else min(self.layer_end, last),
+        }
+        return {name: (getattr(self, name), to) for name, to in used.items() if getattr(self, name) != to}
 
     # -- what the engine makes of it -----------------------------------------------------------------------------------
 

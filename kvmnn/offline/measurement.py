@@ -62,7 +62,12 @@ class Measurement:
 
     def to_dict(self) -> dict[str, Any]:
         """For ``--json``."""
-        return {"label": self.label, "evaluation": to_document(self), "breakdown": self.breakdown.to_dict()}
+        return {
+            "label": self.label,
+            "evaluation": to_document(self),
+            "breakdown": self.breakdown.to_dict(),
+            "skipped_files": self.selection.skipped_files,
+        }
 
     def __str__(self) -> str:
         lines = [str(self.breakdown)]
@@ -70,8 +75,16 @@ class Measurement:
             lines.append(f"{LOSSY}: {converted:,} fp32 entries were rounded to fp16 before anything else")
         if self.options.fp32 and self.totals.fp32 is None:
             lines.append("--fp32: no fp32 words were measured")
-        lines += [f"skipped: {number:,} {name}" for name, number in sorted(self.selection.skipped.items())]
+        lines += [
+            f"skipped: {number:,} {name}{self._example(name)}"
+            for name, number in sorted(self.selection.skipped.items())
+        ]
         return "\n".join(lines)
+
+    def _example(self, reason: str) -> str:
+        """The first file that was left out for a reason."""
+        where, number = self.selection.skipped_files.get(reason), self.selection.skipped[reason]
+        return "" if where is None else f" ({where}{', ...' if number > 1 else ''})"
 
 
 def to_document(measured: Measurement) -> dict[str, Any]:

@@ -186,7 +186,8 @@ def _sum_up(
     totals, chunks = Totals(), 0
     for index, unit in enumerate(units):
         if index in broken or not unit.is_complete():
-            selection.skipped[COMPRESSION_FAILED] += 1
+            incomplete = [entry for entry in unit.entries if not entry.is_complete()]
+            selection.skip(COMPRESSION_FAILED, (incomplete or unit.entries)[0].where)
             continue
         chunks += 2 * unit.piece_count()
         for total in (totals, layers.setdefault(unit.layer, Totals())):

@@ -14,7 +14,7 @@ from typing import Any
 from ..arrays import layers
 from ..arrays.source import Source
 from ..dtypes import Part
-from ..errors import LimitError, SourceError
+from ..errors import LimitError, OptionError, SourceError
 from ..files.changes import FileState
 from ..files.json_document import read_bounded
 from ..formats import folder_kind, is_frames
@@ -57,6 +57,13 @@ class Entry:
         """Whether both tensors have the bytes that the metadata says."""
         return self.keys.is_complete() and self.values.is_complete()
 
+    @property
+    def where(self) -> str:
+        """Its file, that of a tensor without the bytes that the metadata says where there is one; or its layer."""
+        tensors = sorted((self.keys, self.values), key=lambda tensor: tensor.is_complete())
+        files = [str(tensor.path) for tensor in tensors if isinstance(tensor, FileTensor)]
+        return files[0] if files else f"{self.run_id}: layer {self.layer}"
+
 
 @dataclass
 class Selection:
@@ -76,6 +83,8 @@ class Selection:
         Entries of fp32 words that are rounded to fp16.
     skipped
         Why others were left out, in the order in which the reasons came up.
+    skipped_files
+        The first file (or layer) for each of these reasons.
     """
 
     entries: list[Entry] = field(default_factory=list)
@@ -84,6 +93,7 @@ class Selection:
     scanned: int = 0
     converted: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
+    skipped_files: dict[str, str] = field(default_factory=dict)
 
     def require_entries(self) -> None:
         """Raise `NothingSelectedError` if there are none."""
@@ -100,6 +110,20 @@ class Selection:
         """The binary files of all entries that are dumps."""
         tensors = (tensor for entry in self.entries for tensor in (entry.keys, entry.values))
         return [str(tensor.path) for tensor in tensors if isinstance(tensor, FileTensor)]
+
+    def check_no_file_twice(self) -> None:
+        """Raise `OptionError` if inputs overlap, so that a file would be counted twice."""
+        seen: set[str] = set()
+        for path in self.files():
+            real = os.path.realpath(path)
+            if real in seen:
+                raise OptionError(f"{path}: is taken twice: the inputs overlap")
+            seen.add(real)
+
+    def skip(self, reason: str, where: str) -> None:
+        """Leave one out."""
+        self.skipped[reason] += 1
+        self.skipped_files.setdefault(reason, where)
 
     def add(self, entry: Entry, dump: str, *, converted: bool) -> None:
         """Take one more."""
@@ -145,7 +169,7 @@ def add_dumps(found: Selection, root: Path, scope: Scope) -> None:
         try:
             _add(found, meta, scope)
         except _SkipError as reason:
-            found.skipped[str(reason)] += 1
+            found.skip(str(reason), str(meta))
 
 
 def select_source(found: Selection, source: Source, scope: Scope, label: str) -> None:
@@ -173,7 +197,7 @@ def select_source(found: Selection, source: Source, scope: Scope, label: str) ->
         if not scope.takes_length(tokens):
             continue
         if key.array.dtype == "fp32" and scope.strict_fp16:
-            found.skipped["skip_fp32_strict"] += 1
+            found.skip("skip_fp32_strict", f"{label}: layer {key.layer}")
             continue
         entry = Entry(key.layer, 0, tokens, heads, dims, "unknown", label, ArrayTensor(key), ArrayTensor(value))
         found.add(entry, label, converted=key.array.dtype == "fp32")

@@ -154,7 +154,7 @@ class RuntimeMetrics:
         rows += [str(layer) for layer in self.layers]
         rows.append(
             f"lossless {self.lossless_ratio:.3f}, lossy {self.lossy_ratio:.3f}, total {self.total_ratio:.3f} "
-            f"(raw bytes over stored bytes, of this run)"
+            f"(raw bytes over bytes held, of this run; those include hot tokens and room to grow)"
         )
         rows.append(
             f"{count(self.h2o_lossless_fallback_count, 'fallback')}, "

@@ -63,6 +63,7 @@ class ReplayResult:
             shown.append(self.points[-1])
         table += [str(point) for point in shown]
         stored = [] if self.metrics.h2o_lossless_raw_bytes else [_NOTHING]
+        table.append(_COLUMNS)
         return [head, *table, *self.metrics.lines(), *stored, self._verdict()]
 
     @property
@@ -80,6 +81,11 @@ class ReplayResult:
             return f"equal in the {self.compared_calls:,} of {count(self.calls, 'call')} that were compared"
         return f"{LOSSLESS}: {count(self.calls, 'call')} compared, every byte that attention reads is right"
 
+
+_COLUMNS = (
+    "  held bytes: rows that are not compressed, frames, decoded copies, and room to grow; ratio, here and of each "
+    "layer: raw over compressed bytes of what was encoded so far, and nothing else"
+)
 
 _NOTHING = (
     "nothing was compressed: the configuration does not enable it (kv_lossless_enable, _runtime_enable, _codec, "

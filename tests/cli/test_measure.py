@@ -31,9 +31,25 @@ def test_both_documents_are_written(here, run):
     assert (made["selected_entries"], made["skip_reasons"]) == (3, {"compression_failed": 1})
     assert Path("new/a.md").read_text().startswith("# H2O v6 Offline Lossless Summary\n\n- Dump dir: `/")
     assert said.endswith("Wrote new/deep/a.json\nWrote new/a.md\n")
-    assert "skipped: 1 compression_failed" in said
+    name = f"{here}/dump/run/layer_1/k_t0_40.bin"
+    assert f"skipped: 1 compression_failed ({name})" in said
     assert "simulated: " in said and "order-0 limit" in said and "STORED" not in said
     assert sorted(path.name for path in here.iterdir()) == ["dump", "new"]
+
+
+def test_what_is_given_twice_does_not_count_twice(here, run):
+    for argv in (["dump", "dump/"], ["dump", "--dump-dir", "./dump"]):
+        assert "is given twice, and would count twice" in run("measure", *argv, code=2).err
+    assert "_t0_40.bin: is taken twice: the inputs overlap" in run("measure", "dump", "dump/run/layer_0", code=2).err
+    assert "overlap" in run("measure", "dump", "dump/run/layer_0", "--analysis", "x/", code=2).err
+
+
+def test_what_was_left_out_is_named(here, run):
+    write_dump(Path("dump"), 3, 0, K.astype("<f4"), V.astype("<f4"))
+    said = run("measure", "dump", "--strict-fp16")
+    assert f"skipped: 2 skip_fp32_strict ({here}/dump/run/layer_2/meta_t0_40.json, ...)" in said.out
+    files = json.loads(run("measure", "dump", "--strict-fp16", "--json").out)["skipped_files"]
+    assert files["skip_fp32_strict"] == f"{here}/dump/run/layer_2/meta_t0_40.json"
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,9 @@ def test_nothing_to_drop_is_lossless(here, run):
 
 
 def test_scores_as_json_and_numbers_that_are_none(here, run):
-    (here / "a.json").write_text("[[1, NaN, -Infinity, 2e999], [3, 1, 2, 0]]")
+    (here / "a.json").write_text("[[1, NaN, -Infinity, 2e999]]")
+    assert "a.json: is not valid JSON: NaN is no number of JSON" in run("a.json", code=1).err
+    (here / "a.json").write_text("[[1, -2e999, 0, 2e999], [3, 1, 2, 0]]")
     found = json.loads(run("a.json", "--recent", 0, "--json", "--block", 10, "--tokens", 40, "--sink", 0).out)
     assert [layer["keep"] for layer in found["layers"]] == ["1001", "1010"]
 
@@ -176,3 +178,28 @@ def test_floors_that_cover_everything_say_what_to_lower(tmp_path, run, options, 
     np.save(tmp_path / "a.npy", np.full((2, 100), 0.01, np.float32))
     said = run(tmp_path / "a.npy", "--no-map", *options.split()).out
     assert "LOSSLESS, all 100 tokens stay: sink and recent reach the target" in said and said.endswith(f"{lower}\n")
+
+
+def test_what_the_engine_would_make_of_its_configuration_is_said(here, run):
+    config = {
+        "kv_h2o_block_tokens": -5,
+        "kv_h2o_recent_tokens": 32,
+        "kv_h2o_ema_alpha": 1.5,
+        "kv_h2o_target_mode": "else",
+        "attention_mode": 10,
+    }
+    (here / "config.json").write_text(json.dumps(config))
+    notes = run("scores.npy", "--config", "config.json").err.splitlines()
+    assert notes == [
+        "kvmnn: note: config.json: attention_mode 10 holds K or V in int8, so the engine evicts nothing; the plan is "
+        "what it would evict otherwise",
+        "kvmnn: note: config.json: kv_h2o_target_mode 'else' counts as 'adaptive'",
+        "kvmnn: note: config.json: kv_h2o_block_tokens -5 counts as 1",
+        "kvmnn: note: config.json: kv_h2o_ema_alpha 1.5 counts as 1.0",
+    ]
+    (here / "config.json").write_text("{}")
+    said = run("scores.npy", "--config", "config.json").err
+    assert "config.json: kv_h2o_enable is not true, so the engine evicts nothing" in said
+    assert said.count("\n") == 1
+    (here / "config.json").write_text('{"kv_h2o_enable": true, "kv_h2o_layer_start": 1}')
+    assert run("scores.npy", "--config", "config.json").err == ""

@@ -30,8 +30,9 @@ def run(arguments: argparse.Namespace) -> int:
     paths = (arguments.first, arguments.second)
     packed_options.refuse_idle(arguments, paths)
     first, second = (loading.load([path], arguments, frames=True, used=packed_options.LAYING) for path in paths)
-    for source in (first, second):
+    for path, source in zip(paths, (first, second), strict=True):
         loading.report_skipped(source, arguments)
+        packed_options.check_origin(arguments, source.cache, path)
     differences = compare(first, second)
     printing.show(arguments, "diff", differences)
     return 0 if differences.equal else 1

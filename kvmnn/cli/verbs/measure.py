@@ -43,6 +43,13 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("expected an INPUT, or --dump-dir DIR")
     if arguments.analysis and arguments.to_fp16:
         raise UsageError("--analysis and --to-fp16 exclude each other")
+    if arguments.to_fp16 and len(arguments.inputs) != 1:
+        raise UsageError("--to-fp16 takes one INPUT")
+    seen: set[str] = set()
+    for path in arguments.inputs:
+        if (real := os.path.realpath(path)) in seen:
+            raise UsageError(f"{path}: is given twice, and would count twice")
+        seen.add(real)
     options = measure_options.options_of(arguments)
     dumps = _dumps(arguments)
     measure_options.refuse_idle(arguments, options, all_dumps=len(dumps) == len(arguments.inputs))
@@ -96,6 +103,7 @@ def _select(arguments: argparse.Namespace, options: MeasureOptions, dumps: list[
         source.token_major |= arguments.token_major
         loading.report_skipped(source, arguments)
         select_source(found, source, options.scope, others[0])
+    found.check_no_file_twice()
     found.check_size(arguments.max_bytes)
     return found
 
@@ -104,6 +112,7 @@ def _analyse(arguments: argparse.Namespace, options: MeasureOptions) -> None:
     from ...offline import all_layers, select, write_analysis
 
     selection = select(arguments.inputs, all_layers(options.scope))
+    selection.check_no_file_twice()
     selection.check_size(arguments.max_bytes)
     total = sum(map(os.path.getsize, selection.files()))
     with printing.progress(arguments, total, "analysing") as progress:
@@ -122,8 +131,6 @@ def _analyse(arguments: argparse.Namespace, options: MeasureOptions) -> None:
 def _convert(arguments: argparse.Namespace) -> None:
     from ...offline import to_fp16
 
-    if len(arguments.inputs) != 1:
-        raise UsageError("--to-fp16 takes one INPUT")
     found = to_fp16(arguments.inputs[0], arguments.to_fp16, allow_fp16=arguments.allow_fp16, overwrite=arguments.force)
     found.check_found()
     printing.show(arguments, "measure", found)

@@ -58,5 +58,6 @@ def run(arguments: argparse.Namespace) -> int:
             force=arguments.force,
             progress=step,
         )
+    loading.report_notes(packed.notes[len(source.notes) :], arguments)
     printing.show(arguments, "pack", packed)
     return 0

@@ -58,5 +58,6 @@ def run(arguments: argparse.Namespace) -> int:
             force=arguments.force,
             progress=step,
         )
+    loading.report_notes(unpacked.notes[len(source.notes) :], arguments)
     printing.show(arguments, "unpack", unpacked)
     return 0

@@ -70,6 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _original(frames: FrameSet, arguments: argparse.Namespace) -> Source:
     """What the frames were made from; what it does not say of itself is as the frames have it."""
+    packed_options.check_origin(arguments, frames.cache, frames.path)
     dtypes = [array.dtype for array in frames.arrays]
     source = loading.load(arguments.against, arguments, dtypes, known=frames.cache)
     loading.report_skipped(source, arguments)

@@ -9,7 +9,7 @@ from .packed_dump import has_packed_dump
 from .packed_files import PackedFiles
 from .packing import pack, repack
 from .prefix_writing import Packed
-from .restoring import RestoredPrefix, is_prefix, restore_prefix
+from .restoring import RestoredPrefix, is_prefix, origin_differences, restore_prefix
 from .token_ids import read_token_ids
 from .unpacking import FORMS, Unpacked, unpack
 
@@ -31,6 +31,7 @@ __all__ = [
     "has_packed_dump",
     "inspect_packed",
     "is_prefix",
+    "origin_differences",
     "pack",
     "read_plans",
     "read_token_ids",

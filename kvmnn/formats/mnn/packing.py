@@ -12,6 +12,7 @@ from ...packed.addressing import FLASH_BLOCK
 from ...packed.cache_info import CacheInfo, TokenIds
 from ...packed.fitting import Geometry, of_layout
 from ...packed.layout import PackLayout
+from ...text import span
 from ...threads.pipeline import Progress
 from .model import fingerprint
 from .prefix_writing import Packed, prefix_info, write_prefix
@@ -83,7 +84,11 @@ def pack(
         token_ids=token_ids or info.token_ids,
         model=fingerprint(model) if model else info.model,
     )
-    return write_prefix(arrays, info, output, force=force, protect=source.files, notes=source.notes, progress=progress)
+    notes = list(source.notes)
+    if known is None:
+        tokens_text = span(sorted(found))
+        notes.append(f"nothing says which tokens of the text the arrays hold: noted as the first {tokens_text}")
+    return write_prefix(arrays, info, output, force=force, protect=source.files, notes=notes, progress=progress)
 
 
 def repack(

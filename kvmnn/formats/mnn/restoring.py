@@ -142,6 +142,12 @@ def _differences(info: CacheInfo, layout: PackLayout, model: str | None, token_i
     found = []
     if layout != info.layout:
         found.append(f"the cache has {describe(info.layout)}; asked for was {describe(layout)}")
+    return found + origin_differences(info, model, token_ids)
+
+
+def origin_differences(info: CacheInfo, model: str | None, token_ids: TokenIds | None) -> list[str]:
+    """How the model (its directory) or the text that is expected differs from what a cache was made with, in words."""
+    found = []
     if model and info.model is None:
         found.append("the manifest does not say which model the cache is of")
     elif model and fingerprint(model) != info.model:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any, Literal
 
 from ...arrays.layers import sort
@@ -14,7 +15,7 @@ from ...errors import OptionError
 from ...files.names import with_contents
 from ...files.output import DirectoryOutput
 from ...packed.cache_info import CacheInfo
-from ...packed.summary import cache_document
+from ...packed.summary import cache_document, kept_tokens
 from ...text import LOSSLESS, LOSSY, at_rate, count
 from ...threads.pipeline import Progress
 from ..writing import write_arrays
@@ -42,7 +43,7 @@ class Unpacked:
     seconds
         Time that it took.
     notes
-        One line for each thing about the input that was inferred.
+        One line for each thing about the input that was inferred, then for what the output has no place for.
     cache
         The packed cache that the arrays come from, where that is known.
     """
@@ -133,9 +134,19 @@ def unpack(
         arrays=tuple(source.arrays),
         lossy=source.lossy,
         seconds=time.perf_counter() - started,
-        notes=tuple(source.notes),
+        notes=(*source.notes, *_lost(source, output, form)),
         cache=source.cache,
     )
+
+
+def _lost(source: Source, output: str, form: Form) -> Iterator[str]:
+    """What the output has no place for: which tokens of the text a cache that was cut holds."""
+    if form == "arrays" and PurePath(output).suffix.lower() == ".safetensors":
+        return
+    kept = kept_tokens(source.cache) if source.cache else []
+    if kept:
+        more = f" and so on for {count(len(kept), 'layer')}" if len(kept) > 1 else ""
+        yield f"{output} does not say which tokens of the text it holds, .safetensors does: {kept[0]}{more}"
 
 
 def _write_dump(source: Source, output: str, form: Form, run_id: str, force: bool, progress: Progress | None) -> None:

@@ -5,11 +5,13 @@ from typing import TYPE_CHECKING, Any
 from .cache.model_cache import ModelCache
 from .comparison import Generated, generate
 from .graph.decoder import Step
+from .graph.fingerprint import fingerprint
 from .kv_dump import KVDump, dump_kv
 from .run_options import RunOptions
 from .runner import Runner
 from .sampling import Sampling
 from .session import DecoderSession
+from .stored_prefixes import StoredPrefixes, StoreUse
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -34,8 +36,11 @@ __all__ = [
     "Runner",
     "Sampling",
     "Step",
+    "StoreUse",
+    "StoredPrefixes",
     "Tokenizer",
     "dump_kv",
     "evaluate",
+    "fingerprint",
     "generate",
 ]

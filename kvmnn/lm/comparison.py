@@ -13,15 +13,18 @@ from ..policies.full import Full
 from ..policies.labels import LabelledPolicy
 from ..reports.tables import h2o_text, runtime_text
 from ..reports.text_table import wrapped as as_lines
+from ..store import PrefixStore
 from ..text import LOSSLESS, LOSSY, span
 from ..text.side_by_side import side_by_side, wrapped
 from ..threads.pipeline import Progress
 from .cache.lossless_store import storing_notes
 from .generation import Generation, ending_tokens, generate_tokens, warm_up
+from .graph.fingerprint import fingerprint
 from .graph.model_files import find_model
 from .prompt import prompt_ids
 from .run_options import RunOptions
 from .sampling import Sampling
+from .stored_prefixes import StoredPrefixes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +145,7 @@ def generate(
     max_tokens: int = 64,
     sampling: Sampling | None = None,
     options: RunOptions | None = None,
+    store: PrefixStore | None = None,
     progress: Progress | None = None,
 ) -> Generated:
     """Continue a prompt with a model's full cache and with its cache under a policy.
@@ -160,6 +164,9 @@ def generate(
         How they are chosen, by the same draws for both; greedily by default, so that every difference is the policy's.
     options
         How the model runs.
+    store
+        Prefixes that were computed before: the full cache begins with the longest one, and what it computed is put.
+        K and V are found under the model's fingerprint (`fingerprint`), which is taken over the whole model first.
     progress
         Told 1 for each new token of either.
 
@@ -177,6 +184,7 @@ def generate(
     session, tokenizer = options.open(model, chosen.policy)
     ids = prompt_ids(tokenizer, prompt)
     ends = ending_tokens(find_model(model))
+    prefixes = None if store is None else StoredPrefixes(store, fingerprint(model))
     warm_up(session, ids[0])
 
     def run(policy: Policy) -> Continuation:
@@ -187,6 +195,7 @@ def generate(
             sampling=sampling,
             ends=ends,
             chunk=options.chunk,
+            prefixes=None if policy.evicts else prefixes,
             progress=progress,
         )
         return Continuation(generation=made, text=continuation(tokenizer, ids, made.ids))
@@ -209,6 +218,10 @@ def _notes(
 ) -> Iterator[str]:
     """Why nothing went, and why nothing was stored."""
     made = [(Full.name, full.generation), *([] if cut is None else [(chosen.label, cut.generation)])]
+    if full.generation.store is not None:
+        yield from full.generation.store.notes
+        if cut is not None:
+            yield f"{chosen.label}: computed from the beginning, as a policy must see every token come."
     if cut is not None and cut.label == LOSSLESS:
         first = min(options.chunk or prompt, prompt)
         why = chosen.policy.why_all_stay(first, cut.generation.tokens_seen)
@@ -245,14 +258,18 @@ def _numbers(made: dict[str, Generation]) -> list[str]:
         ("new tokens", lambda label, one: f"{len(one.ids):,} ({one.stopped})"),
         ("tokens kept of seen", lambda label, one: f"{_range(one.tokens_kept)} of {one.tokens_seen:,}"),
         ("K and V held", lambda label, one: f"{one.cache_bytes / (1 << 20):.2f} MiB"),
+        ("prompt from the store", lambda label, one: f"{one.store.tokens:,} tokens" if one.store else "-"),
         ("first token after", lambda label, one: f"{1e3 * one.prompt_seconds:.1f} ms"),
         ("time per token", lambda label, one: _milliseconds(one.token_seconds)),
         ("  in the model", lambda label, one: _milliseconds(one.model_seconds)),
         ("  in the policy", lambda label, one: _milliseconds(one.policy_seconds)),
     ]
+    if not any(one.store for one in made.values()):
+        rows = [row for row in rows if row[0] != "prompt from the store"]
     cells = [[heading, *(text(label, one) for label, one in made.items())] for heading, text in rows]
     sizes = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-    return ["  ".join(text.ljust(size) for text, size in zip(line, sizes, strict=True)).rstrip() for line in cells]
+    table = ["  ".join(text.ljust(size) for text, size in zip(line, sizes, strict=True)).rstrip() for line in cells]
+    return [*table, *(f"put into the store: {one.store.put}" for one in made.values() if one.store and one.store.put)]
 
 
 def _runtime(made: dict[str, Generation], width: int) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ..dtypes import Floats
@@ -16,6 +16,7 @@ from .graph.model_files import ModelFiles, section
 from .runner import Runner
 from .sampling import Sampling
 from .session import DecoderSession
+from .stored_prefixes import StoredPrefixes, StoreUse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,8 @@ class Generation:
         What the engine's planner did, where it is what evicts.
     runtime
         What the lossless runtime did, where the cache lies in one.
+    store
+        What a prefix store did, where there was one.
     """
 
     ids: tuple[int, ...]
@@ -55,11 +58,12 @@ class Generation:
     policy_seconds: float | None
     h2o: H2OFigures | None = None
     runtime: RuntimeFigures | None = None
+    store: StoreUse | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it."""
         found = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        for name, figures in (("h2o", self.h2o), ("runtime", self.runtime)):
+        for name, figures in (("h2o", self.h2o), ("runtime", self.runtime), ("store", self.store)):
             del found[name]
             if figures is not None:
                 found[name] = figures.to_dict()
@@ -111,9 +115,14 @@ def prefill(runner: Runner, ids: Sequence[int], chunk: int | None = None) -> Flo
     chunk
         Tokens fed at once; None feeds all in one step, which is what policies that act once on a prompt expect.
     """
+    runner.reset()
+    return _read(runner, ids, chunk)
+
+
+def _read(runner: Runner, ids: Sequence[int], chunk: int | None) -> Floats:
+    """Feed what the runner has not read yet of a text; the logits of the last token."""
     if not len(ids):
         raise KvmnnError("there are no tokens to begin with")
-    runner.reset()
     step = chunk or len(ids)
     last = (len(ids) - 1) // step * step
     for begin in range(0, last, step):
@@ -130,6 +139,7 @@ def generate_tokens(
     sampling: Sampling | None = None,
     ends: Collection[int] = (),
     chunk: int | None = None,
+    prefixes: StoredPrefixes | None = None,
     progress: Progress | None = None,
 ) -> Generation:
     """Continue a prompt.
@@ -148,6 +158,8 @@ def generate_tokens(
         Tokens that end the text.
     chunk
         As for `prefill`.
+    prefixes
+        Begin with the longest prefix that is stored, and store all that was computed.
     progress
         Told 1 for each new token.
 
@@ -162,7 +174,8 @@ def generate_tokens(
     check_positions(interface.label, interface.max_positions, len(prompt), max_tokens)
     choose = (sampling or Sampling()).chooser()
     begun = time.perf_counter()
-    ids = [choose(prefill(runner, prompt, chunk))]
+    store = _begun(runner, prompt, prefixes)
+    ids = [choose(_read(runner, prompt[store.tokens if store else 0 :], chunk))]
     decoding = time.perf_counter()
     model, policy = runner.clock.model_seconds, runner.clock.policy_seconds
     while ids[-1] not in ends and len(ids) < max_tokens:
@@ -172,6 +185,8 @@ def generate_tokens(
     seconds, steps = time.perf_counter() - decoding, len(ids) - 1
     if progress:
         progress(1)
+    if prefixes and store:
+        store = replace(store, put=prefixes.put(runner, [*prompt, *ids[:-1]]))
     return Generation(
         ids=tuple(ids),
         stopped="end of text" if ids[-1] in ends else "length",
@@ -184,7 +199,18 @@ def generate_tokens(
         policy_seconds=(runner.clock.policy_seconds - policy) / steps if steps else None,
         h2o=runner.cache.h2o_figures(),
         runtime=runner.runtime_figures(),
+        store=store,
     )
+
+
+def _begun(runner: Runner, prompt: Sequence[int], prefixes: StoredPrefixes | None) -> StoreUse | None:
+    """Begin a new text, with what is stored of it."""
+    if prefixes is None:
+        runner.reset()
+        return None
+    started = time.perf_counter()
+    found = prefixes.begin(runner, prompt)
+    return StoreUse(tokens=found.tokens, get_seconds=time.perf_counter() - started, notes=found.notes)
 
 
 def ending_tokens(files: ModelFiles) -> frozenset[int]:

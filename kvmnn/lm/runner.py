@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from ..arrays.layer_cache import LayerCache
 from ..dtypes import Floats, KVPair
 from ..errors import KvmnnError
 from ..policies.base import Policy
@@ -148,6 +149,31 @@ class Runner:
         self.cache.settle()
         return self._held.figures()
 
+    def start(self, layers: Sequence[LayerCache]) -> None:
+        """Begin a text with K and V that were computed before, instead of feeding its first tokens.
+
+        Parameters
+        ----------
+        layers
+            Of every layer, in order, K and V of the tokens 0, 1, 2 ... as the model's own dtype has them.
+
+        Raises
+        ------
+        KvmnnError
+            After tokens were fed, under a policy that evicts (it would know nothing of these tokens), and for K and V
+            that are not of this model.
+        """
+        if self.cache.seen or not self._whole:
+            raise KvmnnError("K and V from elsewhere begin a text: reset the runner first")
+        if self.policy.evicts:
+            raise KvmnnError(f"{self.policy.name} cuts as tokens are fed: K and V from elsewhere need the full cache")
+        tokens = self._fitting(layers)
+        self._whole = False
+        self.cache.begin(tokens)
+        present = [(cache.keys[np.newaxis], cache.values[np.newaxis]) for cache in layers]
+        self.cache.end(Step(np.zeros((0, 0), np.float32), present, None, 0.0))
+        self._whole = True
+
     def feed(self, ids: npt.ArrayLike, *, end_chunk: bool = False) -> Floats:
         """Let the model read further tokens of the text, and cut the cache.
 
@@ -229,6 +255,24 @@ class Runner:
         if self._packed is None:
             return PlainStore(self.session.empty())
         return PackedStore(self.session.interface, self._packed, by_head=self.policy.by_head)
+
+    def _fitting(self, layers: Sequence[LayerCache]) -> int:
+        """The tokens that all layers hold, where they are as the model's would be."""
+        interface = self.session.interface
+        tokens = layers[0].tokens if layers else 0
+        expected = (interface.kv_heads, tokens, interface.head_dim)
+        if len(layers) != interface.layers or not tokens:
+            found = f"{len(layers)} layers of {tokens} tokens"
+            raise KvmnnError(f"{found}: {interface.label} has {interface.layers}, of at least one token here")
+        for number, cache in enumerate(layers):
+            if cache.layer != number or cache.keys.shape != expected or cache.keys.dtype != interface.dtype:
+                raise KvmnnError(
+                    f"layer {cache.layer}, {cache.dtype} {list(cache.keys.shape)}: expected layer {number}, "
+                    f"{np.dtype(interface.dtype).name} {list(expected)}"
+                )
+            if not np.array_equal(cache.positions, np.arange(tokens)) or cache.tokens_seen != tokens:
+                raise KvmnnError(f"layer {number}: holds not all tokens of a text's beginning")
+        return tokens
 
     def _checked(self, ids: npt.ArrayLike) -> Tokens:
         tokens = np.asarray(ids)

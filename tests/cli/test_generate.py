@@ -138,3 +138,15 @@ def test_a_missing_package_is_named(generate: Callable[..., Any], name: str, mon
         f"this needs the package {name}: pip install onnxruntime onnx tokenizers"
         in generate(FIXTURE, "--prompt", "x", code=3).err
     )
+
+
+def test_a_store(generate: Callable[..., Any], tmp_path: Path) -> None:
+    asked = [FIXTURE, "--prompt", PROMPT * 3, "--max-tokens", 3, "--store", tmp_path / "store"]
+    first, again = document(generate(*asked, "--json")), document(generate(*asked, "--json"))
+    assert (first["full"]["store"]["tokens"], first["full"]["store"]["put"]["known_tokens"]) == (0, 0)
+    assert again["full"]["store"]["tokens"] == again["prompt_tokens"] - 1
+    assert first["full"]["ids"] == again["full"]["ids"]
+    assert "prompt from the store" in generate(*asked).out
+    (tmp_path / "text").write_text("no store")
+    refused = generate(*asked[:-1], tmp_path / "text", code=1)
+    assert "text" in refused.err

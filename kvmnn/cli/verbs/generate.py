@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 from .. import model_run, printing, shared_options
 from ..printing import UsageError
+
+if TYPE_CHECKING:
+    from ...store import PrefixStore
 
 _TEXT = f"""Continue a prompt with a model whose KV cache is under a policy, and beside it with the full cache: where
 the two texts part, what was kept, what a token took. Greedy by default, so that every difference is the policy's.
@@ -26,6 +30,9 @@ def add_parser(verbs: Any) -> None:
     )
     parser.add_argument("--temperature", type=_temperature, default=0.0, metavar="T", help="draw tokens (default: 0)")
     parser.add_argument("--top-k", type=shared_options.positive, metavar="K", help="draw from the K most probable only")
+    parser.add_argument(
+        "--store", metavar="DIR", help="begin with what this prefix store has, and put what is computed"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -37,7 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     policy = model_run.policy(arguments)
     prompt = _prompt(arguments)
     tokens = arguments.max_tokens * (1 + policy.policy.evicts)
-    with printing.progress(arguments, tokens, "generate", unit="token") as step:
+    opened = nullcontext() if arguments.store is None else _store(arguments.store)
+    with opened as store, printing.progress(arguments, tokens, "generate", unit="token") as step:
         result = generate(
             arguments.model,
             prompt,
@@ -45,10 +53,17 @@ def run(arguments: argparse.Namespace) -> int:
             max_tokens=arguments.max_tokens,
             sampling=Sampling(temperature=arguments.temperature, top_k=arguments.top_k, seed=arguments.seed),
             options=model_run.run_options(arguments),
+            store=store,
             progress=step,
         )
     printing.show(arguments, "generate", result)
     return 0
+
+
+def _store(directory: str) -> PrefixStore:
+    from ...store import PrefixStore
+
+    return PrefixStore(directory)
 
 
 def _temperature(text: str) -> float:

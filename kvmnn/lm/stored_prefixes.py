@@ -1,0 +1,86 @@
+"""A model's prefixes in a store: texts begin with what was computed before, and what is computed is put."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from .. import dtypes
+from ..store import Prefix, PrefixStore, Put
+from .runner import Runner
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreUse:
+    """What a store did for one text.
+
+    Attributes
+    ----------
+    tokens
+        Tokens of the prompt that were not computed.
+    get_seconds
+        Finding, reading, decoding and handing over their K and V; part of the time to the first token.
+    put
+        What became of the text that was put afterwards; None before.
+    notes
+        What was wrong in the store, in sentences.
+    """
+
+    tokens: int
+    get_seconds: float
+    put: Put | None = None
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return asdict(self) | {"notes": list(self.notes)}
+
+
+class StoredPrefixes:
+    """The prefixes of one model.
+
+    Parameters
+    ----------
+    store
+        Where they are.
+    model
+        The model's fingerprint, `kvmnn.lm.fingerprint`.
+
+    Examples
+    --------
+    ::
+
+        with PrefixStore("prefixes/") as store:
+            prefixes = StoredPrefixes(store, fingerprint("pythia/"))
+            found = prefixes.begin(runner, ids)
+            logits = runner.feed(ids[found.tokens :])
+            prefixes.put(runner, ids)
+    """
+
+    def __init__(self, store: PrefixStore, model: str) -> None:
+        self._store = store
+        self._model = model
+
+    def begin(self, runner: Runner, ids: Sequence[int]) -> Prefix:
+        """Let a runner begin a text with the longest stored prefix; its last token is left for the runner to feed.
+
+        Raises
+        ------
+        KvmnnError
+            Where the runner's policy evicts, or K and V are not of its model.
+        """
+        runner.reset()
+        if len(ids) < 2:
+            return Prefix(tokens=0, asked=0)
+        dtype = dtypes.of_array(np.empty(0, runner.session.interface.dtype)).name
+        found = self._store.get(ids[:-1], model=self._model, dtype=dtype)
+        if found.tokens:
+            runner.start(found.layers)
+        return found
+
+    def put(self, runner: Runner, ids: Sequence[int]) -> Put:
+        """Store K and V of all tokens that a runner has been fed, `ids`; what is there already is not stored again."""
+        return self._store.put(ids, runner.cache.layers(), model=self._model)

@@ -1,0 +1,155 @@
+"""Texts that begin with K and V from a store: bit for bit what the model would have computed from the same rows."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from repository import FIXTURES
+from tiny_decoders import Tiny
+
+from kvmnn import KvmnnError, LayerCache
+from kvmnn.lm import RunOptions, StoredPrefixes, fingerprint, generate
+from kvmnn.lm.generation import generate_tokens
+from kvmnn.lm.runner import Runner
+from kvmnn.lm.session import DecoderSession
+from kvmnn.policies import create
+from kvmnn.runtime import RuntimeConfig
+from kvmnn.store import PrefixStore
+
+SHIPPED = FIXTURES / "lm"
+IDS = np.random.default_rng(3).integers(0, 40, 90).tolist()
+
+
+@pytest.fixture(scope="module", params=[Tiny(), Tiny(half=True, layers=3)], ids=["fp32", "fp16"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    request.param.save(folder / "model.onnx")
+    return folder
+
+
+@pytest.fixture
+def session(model: Path) -> DecoderSession:
+    return DecoderSession.open(model, cache=False)
+
+
+@pytest.fixture
+def prefixes(model: Path, tmp_path: Path):
+    with PrefixStore(tmp_path / "store", block_tokens=16) as store:
+        yield StoredPrefixes(store, fingerprint(model))
+
+
+@pytest.mark.parametrize("shared", [1, 15, 16, 37, 48, 89])
+def test_logits_are_those_of_the_same_rows(session, prefixes, shared: int) -> None:
+    runner = Runner(session)
+    runner.feed(IDS[:shared])
+    assert prefixes.put(runner, IDS[:shared]).tokens == shared
+    expected = [runner.feed(IDS[shared:]), runner.feed([1]), runner.feed([2, 3])]
+    again = Runner(session)
+    found = prefixes.begin(again, IDS)
+    assert found.tokens == shared and again.cache.seen == shared and again.cache.tokens == [shared] * len(found.layers)
+    for ids, logits in zip((IDS[shared:], [1], [2, 3]), expected, strict=True):
+        assert again.feed(ids).tobytes() == logits.tobytes()
+    for one, other in zip(again.cache.layers(), runner.cache.layers(), strict=True):
+        assert one.keys.tobytes() == other.keys.tobytes() and one.values.tobytes() == other.values.tobytes()
+
+
+@pytest.mark.parametrize("held", ["packed", "lossless"])
+def test_wherever_the_cache_is_held(session, prefixes, held: str) -> None:
+    runner = Runner(session)
+    runner.feed(IDS[:70])
+    prefixes.put(runner, IDS[:70])
+    expected = runner.feed(IDS[70:])
+    runtime = RuntimeConfig.from_engine(
+        {"kv_lossless_enable": True, "kv_lossless_runtime_mode": "store", "kv_lossless_scope": "front_n"}
+    )
+    backend = "arm64-fp16" if session.interface.dtype is np.float16 else "x86-avx2"
+    other = Runner(session, packed=backend) if held == "packed" else Runner(session, lossless=runtime)
+    assert prefixes.begin(other, IDS).tokens == 70
+    assert other.feed(IDS[70:]).tobytes() == expected.tobytes()
+
+
+def test_the_last_token_is_always_computed(session, prefixes) -> None:
+    runner = Runner(session)
+    runner.feed(IDS)
+    prefixes.put(runner, IDS)
+    assert prefixes.begin(runner, IDS).tokens == len(IDS) - 1
+    assert prefixes.begin(runner, IDS[:1]).tokens == 0 and runner.cache.seen == 0
+
+
+def test_generation_begins_there_and_puts_what_it_made(session, prefixes) -> None:
+    runner = Runner(session)
+    plain = generate_tokens(runner, IDS, 6)
+    first = generate_tokens(runner, IDS, 6, prefixes=prefixes)
+    assert plain.store is None and plain.ids == first.ids
+    assert first.store is not None and first.store.put is not None
+    assert (first.store.tokens, first.store.put.tokens, first.store.put.known_tokens) == (0, 95, 0)
+    second = generate_tokens(runner, [*IDS, *first.ids], 4, prefixes=prefixes)
+    assert second.store is not None and second.store.put is not None
+    assert (second.store.tokens, second.store.put.tokens, second.store.put.known_tokens) == (95, 99, 95)
+    assert second.ids == generate_tokens(runner, [*IDS, *first.ids], 4).ids
+
+
+def test_what_does_not_fit_is_refused(session, model) -> None:
+    runner = Runner(session)
+    runner.feed(IDS[:8])
+    rows = runner.cache.layers()
+    with pytest.raises(KvmnnError, match="reset the runner first"):
+        runner.start(rows)
+    runner.reset()
+    with pytest.raises(KvmnnError, match=r"layers of 8 tokens: .* has \d"):
+        runner.start(rows[:-1])
+    with pytest.raises(KvmnnError, match="at least one token"):
+        runner.start([])
+    with pytest.raises(KvmnnError, match="expected layer 0"):
+        runner.start(rows[::-1])
+    heads = [LayerCache(layer=row.layer, keys=row.keys[:1], values=row.values[:1]) for row in rows]
+    with pytest.raises(KvmnnError, match=r"layer 0, fp\d\d \[1, 8"):
+        runner.start(heads)
+    kind = np.float32 if rows[0].dtype == "fp16" else np.float16
+    cast = [LayerCache(layer=r.layer, keys=r.keys.astype(kind), values=r.values.astype(kind)) for r in rows]
+    with pytest.raises(KvmnnError, match=f"expected layer 0, {rows[0].keys.dtype.name}"):
+        runner.start(cast)
+    gaps = [LayerCache(layer=r.layer, keys=r.keys, values=r.values, positions=np.arange(8) * 2) for r in rows]
+    with pytest.raises(KvmnnError, match="layer 0: holds not all tokens of a text's beginning"):
+        runner.start(gaps)
+    assert runner.cache.seen == 0
+    runner.start(rows)
+    assert runner.cache.seen == 8
+    with pytest.raises(KvmnnError, match="recent_only cuts as tokens are fed"):
+        Runner(session, create("recent_only", budget=4, skip_layers=())).start(rows)
+
+
+def test_a_fingerprint_is_of_graph_and_weights(tmp_path: Path) -> None:
+    inside = Tiny().save(tmp_path / "model.onnx")
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    outside = Tiny().save(folder / "model.onnx", location="weights.bin")
+    shutil.copytree(folder, tmp_path / "copy")
+    assert fingerprint(tmp_path / "copy") == fingerprint(outside) != fingerprint(inside)
+    weights = tmp_path / "copy" / "weights.bin"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    assert fingerprint(tmp_path / "copy") != fingerprint(outside)
+    assert len(fingerprint(inside)) == 64
+
+
+def test_the_shipped_model_answers_from_the_store(tmp_path: Path) -> None:
+    prompt = (SHIPPED / "texts" / "calendar.py.txt").read_text()[:600]
+    expected = generate(SHIPPED, prompt, max_tokens=4)
+    with PrefixStore(tmp_path / "store") as store:
+        first = generate(SHIPPED, prompt, max_tokens=4, store=store)
+        again = generate(SHIPPED, prompt, create("streaming", budget=64), max_tokens=4, store=store)
+        other = generate(SHIPPED, prompt, max_tokens=4, store=store, options=RunOptions(chunk=64))
+    assert expected.full.text == first.full.text == again.full.text == other.full.text
+    assert first.full.generation.store is not None and first.full.generation.store.tokens == 0
+    tokens = first.prompt_tokens - 1
+    assert again.full.generation.store is not None and again.full.generation.store.tokens == tokens
+    assert again.cut is not None and again.cut.generation.store is None
+    assert "computed from the beginning" in " ".join(again.notes)
+    assert f"prompt from the store  {tokens:,} tokens" in str(again)
+    assert "put into the store: " in str(first) and "prompt from the store" not in str(expected)
+    assert again.to_dict()["full"]["store"]["tokens"] == tokens and "store" not in expected.to_dict()["full"]

@@ -10,10 +10,12 @@ from tiny_decoders import Tiny
 
 from kvmnn.errors import KvmnnError
 from kvmnn.lm import DecoderSession, Runner
+from kvmnn.lm.cache.lossless_store import LosslessStore
+from kvmnn.lm.graph.interface import DecoderInterface
 from kvmnn.policies import POLICIES, Full, Policy, create
 from kvmnn.policies.registry import MODEL_POLICIES
 from kvmnn.reports.runtime_figures import RuntimeFigures, runs_together
-from kvmnn.runtime import RuntimeConfig
+from kvmnn.runtime import LosslessRuntime, RuntimeConfig
 
 FORMS = {"half": Tiny(layers=3, half=True, head_dim=32), "float": Tiny(layers=3, groups=1, head_dim=32)}
 STEPS = [70, *[1] * 15, 4, *[1] * 10, 7, *[1] * 5]
@@ -79,15 +81,8 @@ def test_the_same_logits_with_every_policy(session: DecoderSession, policy: Poli
 
 def test_store_frees_rows() -> None:
     """On keys that compress well the cache takes less between the steps than its rows."""
-    from kvmnn.lm.cache.lossless_store import LosslessStore
-    from kvmnn.lm.graph.interface import DecoderInterface
-
-    fields: dict[str, Any] = dict.fromkeys(DecoderInterface.__dataclass_fields__)
-    interface = DecoderInterface(
-        **{**fields, "layers": 2, "kv_heads": 2, "head_dim": 16, "dtype": np.float16, "label": "flat"}
-    )
     for by_head in (False, True):
-        store = LosslessStore(interface, config(front_n=1, block_tokens=64), by_head=by_head)
+        store = LosslessStore(interface_of(2), config(front_n=1, block_tokens=64), by_head=by_head)
         present: list[Any] = [(np.zeros((1, 2, 0, 16), np.float16),) * 2] * 2
         for count in (1000, 1, 1, 1):
             new = np.broadcast_to(np.arange(count, dtype=np.float16)[None, None, :, None] // 50, (1, 2, count, 16))
@@ -104,6 +99,55 @@ def test_store_frees_rows() -> None:
         assert both.total_ratio == figures.total_ratio and runs_together([]) is None
         for restored, computed in zip(store.past(), present, strict=True):
             assert all(a.tobytes() == b.tobytes() for a, b in zip(restored, computed, strict=True))
+
+
+def interface_of(layers: int) -> Any:
+    """Of a model that is not there: all that a store asks for."""
+    fields: dict[str, Any] = dict.fromkeys(DecoderInterface.__dataclass_fields__)
+    fields |= {"layers": layers, "kv_heads": 2, "head_dim": 16, "dtype": np.float16, "label": "flat"}
+    return DecoderInterface(**fields)
+
+
+RANGES = [{"h2o_layer_start": 2}, {"h2o_layer_start": 1, "h2o_layer_end": 3}, {"h2o_layer_start": 9}]
+SCOPES = [
+    {"scope": scope, "front_n": front_n, "kept_sample_layers": sampled, "store_disable_front": raw_front}
+    for scope in ("none", "front_n", "h2o_kept", "front_n_and_h2o_kept")
+    for front_n, sampled, raw_front in ((0, 1, False), (2, 0, False), (2, 2, True), (9, 1, False))
+]
+
+
+@pytest.mark.parametrize("mode", ["probe", "full", "store"])
+@pytest.mark.parametrize("evicting", RANGES, ids=str)
+def test_the_layers_of_the_scope_are_those_of_a_runtime_of_all_layers(mode: str, evicting: dict[str, int]) -> None:
+    """Layers out of the scope are kept beside the runtime: their buffers are the model's own, not copied."""
+    layers, kinds = 5, np.random.default_rng(3).integers(0, 9, (150, 16)).astype(np.float16)
+    keys_of = {f"kv_{name}": value for name, value in evicting.items()}
+    shared = {"kv_h2o_trigger_min_tokens": 16, "kv_h2o_update_interval": 1, "kv_lossless_runtime_mode": mode}
+    options: dict[str, Any] = {"enable": True, "runtime_enable": True, "codec": "gear_delta", "async_threads": 0}
+    options |= {"block_tokens": 16, "hot_sink_tokens": 2, "hot_recent_tokens": 6}
+    for scope in SCOPES:
+        known = {f"kv_lossless_{name}": value for name, value in (options | scope).items()}
+        config = RuntimeConfig.from_engine(known | shared | keys_of)
+        store = LosslessStore(interface_of(layers), config, by_head=False)
+        whole = LosslessRuntime(config, layers=layers, kv_heads=2, head_dim=16, dtype="fp16")
+        end = 0
+        for count in (140, 1, 1, 1):
+            end += count
+            both = np.broadcast_to(kinds[None, None, :end], (1, 2, end, 16))
+            present = [(both.copy(), both.copy()) for _ in range(layers)]
+            store.adopt(present, count)
+            for layer in range(layers):
+                whole.append(layer, both[0, :, end - count :], both[0, :, end - count :])
+                whole.end()
+            whole.sync()
+        figures, metrics = store.figures(), whole.metrics()
+        names = ("tokens", "raw_bytes", "compressed_bytes", "blocks", "stored_bytes")
+        for one, other in zip(figures.layers, metrics.layers, strict=True):
+            assert [getattr(one, name) for name in names] == [getattr(other, name) for name in names], scope
+        for restored, computed in zip(store.past(), present, strict=True):
+            assert all(a.tobytes() == b.tobytes() for a, b in zip(restored, computed, strict=True))
+        kept = [restored[0] is computed[0] for restored, computed in zip(store.past(), present, strict=True)]
+        assert sum(kept) >= layers - max(1, sum(layer.updates > 0 for layer in metrics.layers))
 
 
 def test_what_is_refused(session: DecoderSession) -> None:

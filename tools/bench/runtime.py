@@ -6,12 +6,14 @@ thread and no workers, CPU time, rounds in which all jobs take turns:
 * a replay against the codec calls that it makes, made once more in a loop: every encoding with its check, every
   decoding of every step, to the same places of arrays that are there;
 * what a call of a layer costs besides: scheduling, taking in results, counting;
-* the lossless ratio of the run, of the front two layers and of all.
+* the lossless ratio of the run, of the front two layers and of all;
+* time per token of a decoder of 24 layers, the store on and off (runtime_decoder.py).
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import tempfile
 import time
@@ -21,7 +23,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of the layers in numpy; read when numpy is loaded
+
 import numpy as np
+import runtime_decoder
 from common import ROOT, interleaved, ratio, table, write_results
 
 import kvmnn
@@ -34,6 +39,7 @@ from kvmnn.runtime.sound import codec
 TOKENS, STEPS, PLAIN_STEPS, PLAIN_BLOCK = 2048, 32, 500, 700
 CODEC_LIMIT, CALL_LIMIT_US, RATIO_LIMIT = 1.15, 20.0, 1.3
 BLOCKS = (32, 64, 128)
+DECODER_STEPS = 64
 
 Job = Callable[[], Any]
 
@@ -41,15 +47,25 @@ Job = Callable[[], Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds; for trying the script out")
-    rounds = 3 if parser.parse_args().quick else 7
+    quick = parser.parse_args().quick
+    rounds = 3 if quick else 7
     history = real_history()
     replays = [replay_row(history, layers, block, rounds) for layers in (2, len(history.layers)) for block in BLOCKS]
     call_us = layer_call_us(history, rounds)
-    sections = [replay_section(replays), call_section(call_us)]
+    steps = 16 if quick else DECODER_STEPS
+    with tempfile.TemporaryDirectory() as folder:
+        decoder = runtime_decoder.measured(Path(folder), steps)
+    sections = [replay_section(replays), call_section(call_us), runtime_decoder.section(decoder, steps)]
     data = {
         "replays": replays,
         "layer_call_us": call_us,
-        "limits": {"codec": CODEC_LIMIT, "layer_call_us": CALL_LIMIT_US, "lossless_ratio": RATIO_LIMIT},
+        "decoder": decoder,
+        "limits": {
+            "codec": CODEC_LIMIT,
+            "layer_call_us": CALL_LIMIT_US,
+            "lossless_ratio": RATIO_LIMIT,
+            "decoder": runtime_decoder.LIMIT,
+        },
     }
     print(write_results("runtime", "The lossless runtime", sections, data).read_text(encoding="utf-8"))
 

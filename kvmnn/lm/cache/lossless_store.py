@@ -12,8 +12,10 @@ from ...dtypes import Indices, KVPair
 from ...reports.runtime_figures import RuntimeFigures, RuntimeLayer
 from ...runtime import LosslessRuntime, RuntimeConfig
 from ...runtime.config import check_layers
+from ...runtime.schedule import Scope
 from ...text import count, span
 from ..graph.interface import DecoderInterface
+from .kv_store import PlainStore
 from .packed_store import runs_of
 
 
@@ -21,7 +23,8 @@ class LosslessStore:
     """A `LosslessRuntime` around the cache: what a step returns is appended, what the next one attends to is restored.
 
     One run of the graph does all layers, so all rows are there while it runs; between two steps only the hot ones are,
-    and the frames of the others. The policy decides what goes, not the runtime's own planner.
+    and the frames of the others. Layers that the scope leaves out stay in the model's own buffers, which costs nothing.
+    The policy decides what goes, not the runtime's own planner.
 
     Parameters
     ----------
@@ -45,71 +48,103 @@ class LosslessStore:
         self._mode = config.mode
         self._seen = 0
         self._token_bytes = 2 * self._heads * interface.head_dim * np.dtype(interface.dtype).itemsize
+        covered = _covered(config, self._layers)
+        self._places = {layer: place for place, layer in enumerate(covered)}
+        none = np.zeros((1, interface.kv_heads, 0, interface.head_dim), interface.dtype)
+        self._plain = PlainStore([(none, none) for _ in range(self._layers)])
         self._runtime = LosslessRuntime(
-            _spread(config, self._layers, self._parts),
-            layers=self._layers * self._parts,
+            _narrowed(config, self._layers, covered, self._parts),
+            layers=len(covered) * self._parts,
             kv_heads=self._heads,
             head_dim=interface.head_dim,
-            dtype=dtypes.of_array(np.empty(0, interface.dtype)).name,
+            dtype=dtypes.of_array(none).name,
         )
+        self._none = none, none
 
     @property
     def nbytes(self) -> int:
         """Bytes held between the steps."""
-        return self._runtime.held_bytes
+        return self._runtime.held_bytes + self._plain.nbytes
 
     def past(self) -> list[KVPair]:
-        return [self._restored(layer) for layer in range(self._layers)]
+        return [
+            self._restored(layer) if layer in self._places else pair for layer, pair in enumerate(self._plain.past())
+        ]
 
     def adopt(self, present: Sequence[KVPair], new: int) -> None:
-        for layer, (keys, values) in enumerate(present):
+        for layer, place in self._places.items():
+            keys, values = present[layer]
             for part in range(self._parts):
                 heads = slice(part * self._heads, (part + 1) * self._heads)
-                self._runtime.append(layer * self._parts + part, keys[0, heads, -new:], values[0, heads, -new:])
+                self._runtime.append(place * self._parts + part, keys[0, heads, -new:], values[0, heads, -new:])
                 self._runtime.end()
         self._runtime.sync()
+        self._plain.adopt([self._none if layer in self._places else pair for layer, pair in enumerate(present)], new)
         self._seen += new
 
     def compact(self, layer: int, slots: Indices, live: int) -> None:
+        if layer not in self._places:
+            self._plain.compact(layer, slots, live)
+            return
         for part in range(self._parts):
             row = slots[part if len(slots) > 1 else 0, :live]
-            self._runtime.evict(layer * self._parts + part, runs_of(row))
+            self._runtime.evict(self._places[layer] * self._parts + part, runs_of(row))
 
     def figures(self) -> RuntimeFigures:
         """What the runtime did, once the encodings that are open are done."""
         self._runtime.wait()
         metrics = self._runtime.metrics()
-        layers = []
-        for layer in range(self._layers):
-            parts = metrics.layers[layer * self._parts : (layer + 1) * self._parts]
+        layers, tokens = [], 0
+        for layer, pair in enumerate(self._plain.past()):
+            if layer not in self._places:
+                held = sum(part.nbytes for part in pair)
+                layers.append(RuntimeLayer(layer=layer, tokens=pair[0].shape[2], held_bytes=held))
+                tokens += pair[0].shape[2] * self._parts
+                continue
+            first = self._places[layer] * self._parts
+            parts = metrics.layers[first : first + self._parts]
             names = [entry.name for entry in fields(RuntimeLayer) if entry.name not in ("layer", "tokens")]
             sums = {name: sum(getattr(part, name) for part in parts) for name in names}
             layers.append(RuntimeLayer(layer=layer, tokens=max(part.tokens for part in parts), **sums))
+            tokens += sum(part.tokens for part in parts)
         shared = {
             entry.name: getattr(metrics, entry.name) for entry in fields(RuntimeFigures) if entry.name[:4] == "h2o_"
         }
         return RuntimeFigures(
             mode=self._mode,
-            appended_bytes=self._seen * len(metrics.layers) * self._token_bytes,
-            live_bytes=sum(part.tokens for part in metrics.layers) * self._token_bytes,
-            held_bytes=metrics.held_bytes,
+            appended_bytes=self._seen * self._layers * self._parts * self._token_bytes,
+            live_bytes=tokens * self._token_bytes,
+            held_bytes=self.nbytes,
             **shared,
             layers=tuple(layers),
         )
 
     def _restored(self, layer: int) -> KVPair:
-        caches = [self._runtime.read(layer * self._parts + part) for part in range(self._parts)]
+        first = self._places[layer] * self._parts
+        caches = [self._runtime.read(first + part) for part in range(self._parts)]
         if len(caches) == 1:
             return caches[0].keys[None], caches[0].values[None]
         keys, values = ([getattr(cache, side) for cache in caches] for side in ("keys", "values"))
         return np.concatenate(keys)[None], np.concatenate(values)[None]
 
 
-def _spread(config: RuntimeConfig, layers: int, parts: int) -> RuntimeConfig:
-    """The options for a runtime that has `parts` layers for each of the model's, and no eviction of its own."""
+def _covered(config: RuntimeConfig, layers: int) -> list[int]:
+    """Layers that may be compressed; the first one where there is none, as a runtime has at least one."""
+    scope = Scope(config.for_layers(layers, 1))
+    return [layer for layer in range(layers) if scope.at_every_step(layer) is not False] or [0]
+
+
+def _narrowed(config: RuntimeConfig, layers: int, covered: Sequence[int], parts: int) -> RuntimeConfig:
+    """The options for a runtime of these layers only, `parts` of its layers for each, and no eviction of its own."""
     evicting = replace(config.h2o, layers=layers).layer_range
-    h2o = replace(config.h2o, enable=False, layer_start=evicting.start * parts, layer_end=evicting.stop * parts - 1)
-    return replace(config, front_n=config.front_n * parts, layer_nums=None, h2o=h2o)
+    kept = [place for place, layer in enumerate(covered) if layer in evicting] or [0]
+    return replace(
+        config,
+        front_n=sum(layer < config.front_n for layer in covered) * parts,
+        kept_sample_layers=config.kept_sample_layers * parts,
+        layer_nums=None,
+        h2o=replace(config.h2o, enable=False, layer_start=kept[0] * parts, layer_end=(kept[-1] + 1) * parts - 1),
+    )
 
 
 def storing_notes(runs: Iterable[tuple[str, RuntimeFigures]], config: RuntimeConfig) -> list[str]:

@@ -201,6 +201,8 @@ class SoundRuntime:
         """Copies of K and V of a layer and where its tokens stand."""
         whole(layer, "layer", 0, len(self._layers) - 1)
         self._steps.check_sound()
+        if layer + 1 < len(self._layers):
+            self._prefetch(layer)
         rows = self._layers[layer].rows
         out = np.empty((2, self._shape[0], rows.tokens, self._shape[1]), self._dtype.numpy)
         rows.copy_to(out, self._write(layer))

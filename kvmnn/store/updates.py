@@ -127,12 +127,14 @@ def insert(
 def _superfluous(cursor: sqlite3.Cursor, parent: bytes, text: bytes, block_tokens: int) -> list[int]:
     """The tail that a longer text repeats: a chat that grows would leave one at every turn."""
     row = cursor.execute(
-        "SELECT unit.id, branch.text FROM branch JOIN unit ON unit.id = branch.unit WHERE branch.parent = ? "
-        "AND branch.text < ? AND unit.children = 0 AND unit.pins = 0 AND unit.tokens < (unit.skip + 1) * ? "
-        "ORDER BY branch.text DESC LIMIT 1",
-        (parent, text, block_tokens),
+        "SELECT unit.id, branch.text, children, pins, tokens < (skip + 1) * ? FROM branch JOIN unit "
+        "ON unit.id = branch.unit WHERE branch.parent = ? AND branch.text < ? ORDER BY branch.text DESC LIMIT 1",
+        (block_tokens, parent, text),
     ).fetchone()
-    return [row[0]] if row and text.startswith(row[1]) else []
+    if row is None:
+        return []
+    unit, before, children, pins, is_tail = row
+    return [unit] if is_tail and not children and not pins and text.startswith(before) else []
 
 
 def remove_all(cursor: sqlite3.Cursor, units: Iterable[int]) -> int:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from .. import dtypes
-from ..dtypes import Bytes
+from ..dtypes import Bytes, Words
 from ..errors import SourceError
 from ..files.changes import Reading
 
@@ -163,6 +164,20 @@ class NamedArray(ArrayInfo):
                 done += piece.size
                 del piece
         return words.view(np.dtype(self.array_dtype).newbyteorder("<")).reshape(self.shape, order=self.order)
+
+
+def in_memory(name: str, words: Words) -> NamedArray:
+    """An array in memory (float16, float32, or uint16 for bf16) under a name."""
+    kind = dtypes.of_array(words)
+    data = np.ascontiguousarray(words, kind.numpy).reshape(-1).view(np.uint8)
+    return NamedArray(
+        name=name, dtype=kind.name, shape=words.shape, array_dtype=kind.numpy.str, reader=partial(_runs, data)
+    )
+
+
+def _runs(data: Piece, step: int) -> Iterator[Piece]:
+    for begin in range(0, data.size, step):
+        yield data[begin : begin + step]
 
 
 def swap_words(piece: Piece, itemsize: int) -> Piece:

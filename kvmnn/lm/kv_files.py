@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from .. import dtypes
 from ..arrays.casting import Cast
 from ..arrays.layer_cache import LayerCache
 from ..arrays.layers import LayerArray, array_name
-from ..arrays.named_array import NamedArray, Piece
+from ..arrays.named_array import NamedArray, in_memory
 from ..dtypes import PARTS, Part
 from ..errors import KvmnnError
 from ..files.output import DirectoryOutput
@@ -80,15 +79,4 @@ def _array(layer: int, part: Part, words: npt.NDArray[Any], cast: Cast) -> Named
         lost = int(np.isinf(data.view(target.numpy)).sum() - np.isinf(words).sum())
         if lost:
             raise KvmnnError(f"layer {layer}: {lost} of its {part}s are beyond fp16 (65504): dump them as fp32")
-    return NamedArray(
-        name=array_name(layer, part),
-        dtype=target.name,
-        shape=words.shape,
-        array_dtype=target.numpy.str,
-        reader=partial(_runs, data),
-    )
-
-
-def _runs(data: Piece, step: int) -> Iterator[Piece]:
-    for begin in range(0, data.size, step):
-        yield data[begin : begin + step]
+    return in_memory(array_name(layer, part), data.view(target.numpy).reshape(words.shape))

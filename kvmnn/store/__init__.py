@@ -1,6 +1,25 @@
 """The prefix store: K and V of any text, found again by the longest beginning that was ever put."""
 
+from .portable import read_exported
 from .prefix_store import PrefixStore
-from .results import Cleaned, Entry, Prefix, Put, Session, Stats, Verified
+from .results import Cleaned, Entry, Exported, Listing, Matched, Pinned, Prefix, Put, Session, Stats, Verified
+from .sources import Got, layers_of, write_prefix
 
-__all__ = ["Cleaned", "Entry", "Prefix", "PrefixStore", "Put", "Session", "Stats", "Verified"]
+__all__ = [
+    "Cleaned",
+    "Entry",
+    "Exported",
+    "Got",
+    "Listing",
+    "Matched",
+    "Pinned",
+    "Prefix",
+    "PrefixStore",
+    "Put",
+    "Session",
+    "Stats",
+    "Verified",
+    "layers_of",
+    "read_exported",
+    "write_prefix",
+]

@@ -60,8 +60,8 @@ def forget_session(units: Directory, name: str) -> None:
             raise KvmnnError(f"{units.label}: there is no session {shown(name)}")
 
 
-def pin(units: Directory, space: Space, ids: Ids) -> None:
-    """Pin the unit with the end of a text: what leads to it stays with it.
+def pin(units: Directory, space: Space, ids: Ids) -> bool:
+    """Pin the unit with the end of a text: what leads to it stays with it. Whether it was not pinned before.
 
     Raises
     ------
@@ -75,8 +75,10 @@ def pin(units: Directory, space: Space, ids: Ids) -> None:
         if found.tokens < ids.size:
             raise KvmnnError(f"{units.label}: holds only {found.tokens:,} tokens of this text of {ids.size:,}")
         unit = found.places[-1].unit
-        if cursor.execute("INSERT OR IGNORE INTO pin VALUES (?, ?, ?)", (key, unit, ids.size)).rowcount:
+        is_new = cursor.execute("INSERT OR IGNORE INTO pin VALUES (?, ?, ?)", (key, unit, ids.size)).rowcount > 0
+        if is_new:
             cursor.execute("UPDATE unit SET pins = pins + 1 WHERE id = ?", (unit,))
+    return is_new
 
 
 def unpin(units: Directory, space: Space, ids: Ids) -> bool:

@@ -14,14 +14,14 @@ import numpy.typing as npt
 
 from ..arrays.layer_cache import LayerCache
 from ..checks import whole
-from ..errors import KvmnnError, OptionError
+from ..errors import KvmnnError, OptionError, SourceError
 from ..frames import CodecOptions
-from . import catalog, upkeep
+from . import catalog, portable, upkeep
 from .directory import MAX_BLOCK_TOKENS, Directory
 from .getting import read_layers
 from .lookup import Found, Text, units_of
 from .putting import add_text
-from .results import Cleaned, Entry, Prefix, Put, Session, Stats, Verified
+from .results import Cleaned, Exported, Listing, Pinned, Prefix, Put, Session, Stats, Verified
 from .space import Space, check_model, checked_layers, space_of
 from .token_ids import Ids, as_ids, block_keys
 from .updates import ParentGoneError
@@ -240,7 +240,7 @@ class PrefixStore:
         """Forget a session's name and text; its K and V stay until they have to go. Errors as `resume`."""
         catalog.forget_session(self._units, name)
 
-    def pin(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> None:
+    def pin(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> Pinned:
         """Keep a text whatever the bound, until `unpin`.
 
         Raises
@@ -250,13 +250,15 @@ class PrefixStore:
         """
         ids = as_ids(token_ids)
         space, found = self._longest(ids, model, dtype)
-        catalog.pin(self._units, self._whole(space, found, ids), ids)
+        was = not catalog.pin(self._units, self._whole(space, found, ids), ids)
+        return Pinned(tokens=ids.size, pinned=True, was_pinned=was)
 
-    def unpin(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> bool:
-        """Let go of a text that was pinned; whether it was."""
+    def unpin(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> Pinned:
+        """Let go of a text that was pinned."""
         ids = as_ids(token_ids)
         spaces = [space for space in self._spaces_of(model) if dtype in (None, space.dtype)]
-        return sum(catalog.unpin(self._units, space, ids) for space in spaces) > 0
+        was = sum(catalog.unpin(self._units, space, ids) for space in spaces) > 0
+        return Pinned(tokens=ids.size, pinned=False, was_pinned=was)
 
     def delete(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> Cleaned:
         """Remove a text: what no other text continues, from its end to its beginning, and nothing that is pinned.
@@ -270,6 +272,53 @@ class PrefixStore:
         space, found = self._longest(ids, model, dtype)
         return upkeep.delete(self._units, self._text(self._whole(space, found, ids), ids))
 
+    def export(
+        self,
+        token_ids: TokenIds,
+        path: str | os.PathLike[str],
+        *,
+        model: str,
+        dtype: str | None = None,
+        force: bool = False,
+    ) -> Exported:
+        """Write a text with its K and V to one file, which `import_file` of any store takes in.
+
+        Parameters
+        ----------
+        force
+            Replace a file that exists.
+
+        Raises
+        ------
+        KvmnnError
+            Where not all of it is stored, or some of it is damaged.
+        """
+        ids = as_ids(token_ids)
+        space, found = self._longest(ids, model, dtype)
+        space = self._whole(space, found, ids)
+        notes: list[str] = []
+        if read_layers(self._units, space, found, ids, notes, self._threads) is None:
+            raise SourceError(notes[0] if notes else f"{self._units.label}: this text was evicted meanwhile")
+        held = dict(zip(units_of(found.places), self._units.read(units_of(found.places)), strict=True))
+        places = [(place, data) for place in found.places if (data := held[place.unit]) is not None]
+        if len(places) < len(found.places):
+            raise SourceError(f"{self._units.label}: this text was evicted meanwhile")
+        nbytes = portable.write(path, space, places, force=force)
+        return Exported(output=os.fspath(path), tokens=ids.size, bytes=nbytes)
+
+    def import_file(self, path: str | os.PathLike[str]) -> Put:
+        """Take in a text that `export` wrote, under the model that computed it.
+
+        Raises
+        ------
+        SourceError
+            For a file that is none, or is damaged.
+        OutputError
+            As `put`.
+        """
+        model, ids, layers = portable.read_exported(path, self._threads)
+        return self.put(ids, layers, model=model)
+
     def gc(self, max_bytes: int | None = None) -> Cleaned:
         """Remove files that nothing refers to, and texts until no more than `max_bytes` are left; None for no bound."""
         return upkeep.clean(self._units, None if max_bytes is None else whole(max_bytes, "max_bytes", 0))
@@ -282,9 +331,9 @@ class PrefixStore:
         """What the store holds, and what `get` found so far."""
         return catalog.stats(self._units, self._asked, self._found)
 
-    def ls(self) -> list[Entry]:
+    def ls(self) -> Listing:
         """The stored texts, the last used first."""
-        return catalog.entries(self._units)
+        return Listing(texts=tuple(catalog.entries(self._units)))
 
     def close(self) -> None:
         """Note down what was used, and let go of the store; twice does nothing."""

@@ -91,6 +91,32 @@ class Put:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Exported:
+    """A text that was written to a file.
+
+    Parameters
+    ----------
+    output
+        The file.
+    tokens
+        Of the text.
+    bytes
+        Of the file.
+    """
+
+    output: str
+    tokens: int
+    bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as JSON values."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return f"{self.output}: {count(self.tokens, 'token')}, {self.bytes:,} bytes, LOSSLESS (checksums compared)"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cleaned:
     """What was removed.
 
@@ -100,12 +126,15 @@ class Cleaned:
         Units that the index knew, and bytes of their files.
     other_files, other_bytes
         Files that nothing referred to.
+    kept
+        Why a text was not removed; empty where it was.
     """
 
     units: int = 0
     bytes: int = 0
     other_files: int = 0
     other_bytes: int = 0
+    kept: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values."""
@@ -115,7 +144,7 @@ class Cleaned:
         text = f"removed {count(self.units, 'unit')}, {self.bytes:,} bytes"
         if self.other_files:
             text += f", and {count(self.other_files, 'file')} that nothing referred to, {self.other_bytes:,} bytes"
-        return text
+        return text + (f": {self.kept}" if self.kept else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,8 +205,54 @@ class Entry:
         return asdict(self)
 
     def __str__(self) -> str:
-        about = "pinned" if self.pinned else f"last used {count(self.unused_for, 'use')} ago"
+        about = "pinned" if self.pinned else f"{count(self.unused_for, 'use')} ago"
         return f"{self.tokens:>9,} tokens  {self.bytes:>12,} bytes  {self.dtype}  {visible(self.model[:16])}  {about}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listing:
+    """The stored texts, the last used first."""
+
+    texts: tuple[Entry, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as JSON values."""
+        return {"texts": [entry.to_dict() for entry in self.texts]}
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.texts)) or "no texts"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matched:
+    """How many tokens of a text are stored, of how many that it has."""
+
+    tokens: int
+    asked: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as JSON values."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return str(self.tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pinned:
+    """Whether a text of so many tokens stays whatever the bound, and whether it did before."""
+
+    tokens: int
+    pinned: bool
+    was_pinned: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as JSON values."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        now = "pinned" if self.pinned else "not pinned"
+        return f"{count(self.tokens, 'token')}: {now}{' as before' if self.pinned == self.was_pinned else ''}"
 
 
 @dataclass(frozen=True, kw_only=True)

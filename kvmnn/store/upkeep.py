@@ -40,7 +40,8 @@ def delete(units: Directory, text: Text) -> Cleaned:
         return gone
 
     removed = units.remove(choose)
-    return Cleaned(units=removed.units, bytes=removed.nbytes)
+    kept = "" if removed.units else "other texts go on from it, or it is pinned"
+    return Cleaned(units=removed.units, bytes=removed.nbytes, kept=kept)
 
 
 def clean(units: Directory, max_bytes: int | None) -> Cleaned:

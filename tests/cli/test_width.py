@@ -28,6 +28,10 @@ pack kv.npz -o sys/ --name sys --backend x86-avx2
 inspect sys/
 repack sys/ --from x86-avx2 --to arm64-fp16
 compact sys/ --remove 100 --reserve 0:10
+store put prefixes kv.npz --token-ids ids.json --fingerprint m
+store stat prefixes
+store ls prefixes
+store verify prefixes
 measure kv.npz --real
 plan scores.npy
 convert comp.pth
@@ -48,6 +52,7 @@ def here(tmp_path, monkeypatch):
     wide = np.random.default_rng(5).standard_normal((2, 4096, 64))  # bench shows speeds from 1 MiB on
     np.save("keys.npy", wide.astype(np.float16))
     np.savez("kv.npz", **{f"layer_{n}.{part}": WORDS for n in range(2) for part in ("key", "value")})
+    Path("ids.json").write_text(json.dumps(list(range(320))))
     np.save("scores.npy", np.random.default_rng(1).random((4, 1, 9000)).astype(np.float32))
     compressor_files.checkpoint(Path("comp.pth"), compressor_files.weights(2, head_dim=64))
     return tmp_path

@@ -5,8 +5,11 @@ from __future__ import annotations
 import doctest
 import re
 
+import pytest
+from docs.commands import comparable, retold
 from repository import DOCS
 
+from kvmnn.frames import zstd
 from kvmnn.store import PrefixStore, encoding, unit
 
 PAGE = DOCS / "prefix-store.md"
@@ -29,3 +32,10 @@ def test_the_sizes_of_a_unit() -> None:
     assert f"`{unit.MAGIC.decode()}`" in text
     assert f"({encoding.UNIT_TOKENS} tokens, {encoding.UNIT_BYTES >> 20} MiB of raw bytes)" in text
     assert unit.header_bytes(10, 4) == 8 + 12 + 32 + 4 * 10 + 24 * 4 + 8
+
+
+@pytest.mark.skipif(not zstd.byte_exact(), reason="sizes of frames hold for libzstd 1.5.2 to 1.5.6")
+def test_the_commands() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert page.count("$ kvmnn store") > 5
+    assert comparable(retold(page)) == comparable(page)

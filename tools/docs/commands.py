@@ -1,7 +1,8 @@
 """Run the `$ kvmnn ...` lines of a page of docs and compare what they print, or write it in: `--write PAGE`.
 
 Commands stand in ```console blocks and share one fresh directory, in which `cache/` is a prefix cache that MNN 3.6.1
-wrote and `model/` the model it belongs to (fixtures/mnn_engine). Rates and versions vary and are not compared.
+wrote and `model/` the model it belongs to (fixtures/mnn_engine), `ids.json` its 50 token ids, and `prompt.json` 40 of
+them and three others. Rates and versions vary and are not compared.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import os
 import re
 import shlex
@@ -16,6 +18,8 @@ import tarfile
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+import numpy as np
 
 from kvmnn.cli.command import main as kvmnn
 
@@ -56,6 +60,9 @@ def fresh_directory() -> Iterator[None]:
         for archive, name in (("prefix", "cache"), ("model", "model")):
             with tarfile.open(FIXTURES / f"{archive}.tar.xz") as stored:
                 stored.extractall(Path(folder, name), filter="data")
+        ids = np.random.RandomState(77).randint(0, 250, 50).tolist()
+        Path(folder, "ids.json").write_text(json.dumps(ids))
+        Path(folder, "prompt.json").write_text(json.dumps([*ids[:40], 249, 248, 247]))
         before = os.getcwd()
         os.chdir(folder)
         try:

@@ -5,12 +5,13 @@ from .describing import Described, describe_files
 from .dump_restoring import RestoredDump, restore_dump
 from .finding import describe_packed, find_packed
 from .inspection import PackedInspection, inspect_packed
+from .model import fingerprint
 from .packed_dump import has_packed_dump
 from .packed_files import PackedFiles
 from .packing import pack, repack
 from .prefix_writing import Packed
 from .restoring import RestoredPrefix, is_prefix, origin_differences, restore_prefix
-from .token_ids import read_token_ids
+from .token_ids import load_token_ids, read_token_ids
 from .unpacking import FORMS, Unpacked, unpack
 
 __all__ = [
@@ -28,9 +29,11 @@ __all__ = [
     "describe_files",
     "describe_packed",
     "find_packed",
+    "fingerprint",
     "has_packed_dump",
     "inspect_packed",
     "is_prefix",
+    "load_token_ids",
     "origin_differences",
     "pack",
     "read_plans",

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from ...dtypes import Indices
 from ...errors import KvmnnError, SourceError
 from ...files.json_document import loads
-from ...files.mapped import MappedFile
+from ...files.mapped import STDIN, MappedFile
 from ...packed.cache_info import TokenIds
 
 MAX_BYTES = 1 << 30
@@ -19,7 +20,12 @@ MAX_BYTES = 1 << 30
 
 
 def read_token_ids(path: str) -> TokenIds:
-    """Count and hash of the ids in a file: a JSON list, numbers between spaces or commas, or a ``.npy`` array.
+    """Count and hash of the ids in a file; errors as `load_token_ids`."""
+    return TokenIds.of(load_token_ids(path), where="standard input" if path == STDIN else path)
+
+
+def load_token_ids(path: str) -> Indices:
+    """The ids in a file: a JSON list, numbers between spaces or commas, or a ``.npy`` array; ``"-"`` is standard input.
 
     Raises
     ------
@@ -30,7 +36,9 @@ def read_token_ids(path: str) -> TokenIds:
     if file.size > MAX_BYTES:
         raise SourceError(f"{file.label}: {file.size} bytes are too many for a list of token ids")
     try:
-        return TokenIds.of(_ids(file.head(file.size)), where=file.label)
+        ids = _ids(file.head(file.size))
+        TokenIds.of(ids)
+        return np.asarray(ids, np.int64)
     except KvmnnError as exc:
         raise SourceError(f"{file.label}: {exc}") from None
     except (ValueError, OverflowError, RecursionError):

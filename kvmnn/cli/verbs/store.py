@@ -1,0 +1,258 @@
+"""``kvmnn store``: K and V of texts, kept and found again by the longest beginning that was put."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .. import idle_options, loading, packed_options, printing, shared_options
+from ..printing import Result, UsageError
+
+if TYPE_CHECKING:
+    from ...arrays.source import Source
+    from ...store import PrefixStore
+
+_TEXT = """Keep K and V of texts in a directory and find them again by their token ids: any text is answered with the
+longest beginning that was ever put, to the token. Equal beginnings are stored once, losslessly (docs/prefix-store.md).
+
+  put STORE CACHE...  store K and V of a text
+  match STORE         how many tokens of a text are stored; exit 1 if none
+  get STORE -o OUT    write the longest stored beginning: arrays as unpack
+                      writes them, or with --backend and --name the prefix
+                      cache that an engine loads
+  ls, stat STORE      the stored texts; counts and sizes
+  verify STORE        decode and compare everything; what is damaged goes
+  gc STORE            remove what nothing refers to; --max-bytes SIZE: and
+                      texts that were not used for longest, down to SIZE
+  rm STORE            remove what no other text continues
+  pin, unpin STORE    keep a text whatever the bound, or no longer
+  export STORE -o F   write a text to one file, for another machine
+  import STORE F      take in such a file
+
+A text is said by --token-ids: a JSON list, numbers or a .npy file. CACHE is anything kvmnn reads: an engine's prefix
+cache, live files of a running engine, a dump, frames, arrays called layer_<n>.key and layer_<n>.value. Which model
+computed it is said by --model DIR (an MNN model, whose fingerprint is taken) or --fingerprint; a cache that knows its
+model and a store of one model need neither. A store takes a second model only with --force."""
+
+
+class _Action(NamedTuple):
+    options: tuple[str, ...] = ()
+    inputs: str = ""
+    """What follows the store; empty for nothing."""
+
+
+_MODEL = ("token_ids", "model", "fingerprint", "dtype")
+_LAYOUT = ("backend", "lp", "hp", "flash_block", "name", "capacity")
+_INPUT = ("tensor", "skip_unsupported", "token_major", *packed_options.LAYING)
+_ACTIONS = {
+    "put": _Action((*_MODEL, *_INPUT, "store_bytes", "block_tokens", "effort", "threads", "force"), "CACHE"),
+    "match": _Action(_MODEL),
+    "get": _Action((*_MODEL, *_LAYOUT, "output", "force", "threads")),
+    "ls": _Action(),
+    "stat": _Action(),
+    "verify": _Action(("threads",)),
+    "gc": _Action(("store_bytes",)),
+    "rm": _Action(_MODEL),
+    "pin": _Action(_MODEL),
+    "unpin": _Action(_MODEL),
+    "export": _Action((*_MODEL, "output", "force")),
+    "import": _Action(("store_bytes", "block_tokens", "effort", "threads"), "FILE"),
+}
+_ALL = tuple(dict.fromkeys(name for action in _ACTIONS.values() for name in action.options))
+_MAKING = ("put", "import")
+_LOOKING = ("match", "ls", "stat", "export")
+
+
+def add_parser(verbs: Any) -> None:
+    """Declare the verb."""
+    parser = shared_options.add_verb(verbs, "store", run, "prefixes kept, and found again by their tokens", _TEXT)
+    parser.add_argument("action", choices=tuple(_ACTIONS), metavar="ACTION", help=", ".join(_ACTIONS))
+    parser.add_argument("store", metavar="STORE", help="the store's directory; put and import make it")
+    parser.add_argument("inputs", nargs="*", metavar="IN", help="put: caches of the text; import: a file of export")
+    parser.add_argument("--fingerprint", metavar="TEXT", help="which model computed it, where no --model DIR tells")
+    parser.add_argument(
+        "--max-bytes",
+        dest="store_bytes",  # of inputs other verbs have a bound
+        type=shared_options.byte_count,
+        metavar="SIZE",
+        help="put, import, gc: most bytes of all units (default: no bound)",
+    )
+    parser.add_argument(
+        "--block-tokens", type=shared_options.positive, metavar="N", help="of a store that is made (default: 64)"
+    )
+    parser.add_argument(
+        "--effort", choices=("exact", "fast", "max"), default="fast", help="how hard to compress (default: fast)"
+    )
+    parser.add_argument(
+        "--threads", type=shared_options.positive, metavar="N", help="threads (default: all processors)"
+    )
+    shared_options.add_output(parser, "get: file or directory; export: a file")
+    parser.add_argument(
+        "--capacity", type=shared_options.positive, metavar="N", help="get: tokens that a prefix cache has room for"
+    )
+    shared_options.add_source(parser, "put: what raw words are; else which precision is meant")
+    parser.add_argument("--token-major", action="store_true", help="put: arrays are [token, kv_head, head_dim]")
+    packed_options.add_packed(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Carry the verb out."""
+    from ...store import PrefixStore, read_exported
+
+    action = _ACTIONS[arguments.action]
+    idle = [name for name in _ALL if name not in action.options]
+    idle_options.refuse(arguments, idle, f"says nothing to store {arguments.action}")
+    if bool(arguments.inputs) != bool(action.inputs):
+        wanted = f"needs {action.inputs}" if action.inputs else "takes nothing but the store"
+        raise UsageError(f"store {arguments.action} {wanted}")
+    if arguments.action == "import" and len(arguments.inputs) > 1:
+        raise UsageError("store import takes one file")
+    if "token_ids" in action.options and arguments.token_ids is None:
+        raise UsageError(f"store {arguments.action} needs --token-ids FILE")
+    if "output" in action.options and arguments.output in (None, printing.STDIO):
+        raise UsageError(f"store {arguments.action} needs -o OUT, a file or directory")
+    making = arguments.action in _MAKING
+    if making:  # of an input that cannot be read no store is made
+        arguments.read = _source(arguments) if arguments.action == "put" else read_exported(arguments.inputs[0])
+    store = PrefixStore(
+        arguments.store,
+        arguments.store_bytes if making else None,
+        block_tokens=arguments.block_tokens,
+        effort=arguments.effort,
+        threads=arguments.threads,
+        create=making,
+        read_only=arguments.action in _LOOKING
+        or (arguments.action == "get" and not os.access(arguments.store, os.W_OK)),
+    )
+    with store:
+        result: Result
+        code: int
+        result, code = _DO[arguments.action](store, arguments)
+        printing.show(arguments, f"store {arguments.action}", result)
+    return code
+
+
+def _source(arguments: argparse.Namespace) -> Source:
+    source = loading.load(arguments.inputs, arguments, frames=True, used=("model", "token_ids"))
+    loading.report_skipped(source, arguments)
+    return source
+
+
+def _put(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int]:
+    from ...store import layers_of
+
+    source = arguments.read
+    model = _fingerprint(arguments) or (source.cache.model if source.cache else None)
+    if model is None:
+        raise UsageError(
+            f"{' '.join(arguments.inputs)}: does not say which model computed it: --model or --fingerprint says it"
+        )
+    others = [other for other in store.models if other != model]
+    if others and model not in store.models and not arguments.force:
+        raise UsageError(
+            f"{arguments.store}: holds prefixes of the model {others[0][:16]}, these are of {model[:16]} "
+            "(--force puts them as well)"
+        )
+    return store.put(_ids(arguments), layers_of(source, token_major=arguments.token_major), model=model), 0
+
+
+def _match(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int]:
+    from ...store import Matched
+
+    ids = _ids(arguments)
+    tokens = store.match(ids, model=_model(store, arguments), dtype=arguments.dtype)
+    return Matched(tokens=tokens, asked=len(ids)), 0 if tokens else 1
+
+
+def _get(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int]:
+    from ...store import write_prefix
+
+    ids = _ids(arguments)
+    found = store.get(ids, model=_model(store, arguments), dtype=arguments.dtype)
+    loading.report_notes(found.notes, arguments, "warning")
+    made = write_prefix(
+        found,
+        ids,
+        arguments.output,
+        where=arguments.store,
+        geometry=packed_options.geometry(arguments),
+        name=arguments.name,
+        capacity=arguments.capacity,
+        model=arguments.model,
+        force=arguments.force,
+    )
+    return made, 0
+
+
+def _verify(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int]:
+    verified = store.verify()
+    return verified, 1 if verified.damaged else 0
+
+
+def _ids(arguments: argparse.Namespace) -> Any:
+    from ...formats.mnn import load_token_ids
+
+    return load_token_ids(arguments.token_ids)
+
+
+def _fingerprint(arguments: argparse.Namespace) -> str | None:
+    """The model that the options name."""
+    from ...formats.mnn import fingerprint
+
+    if arguments.model is not None and arguments.fingerprint is not None:
+        raise UsageError("--model and --fingerprint both say which model it is: leave one out")
+    said: str | None = arguments.fingerprint
+    return fingerprint(arguments.model) if arguments.model is not None else said
+
+
+def _model(store: PrefixStore, arguments: argparse.Namespace) -> str:
+    """The model that is meant: as the options say, or the only one that the store has."""
+    said, known = _fingerprint(arguments), store.models
+    if said is not None and (said in known or not known):
+        return said
+    if said is not None:
+        from ...errors import KvmnnError
+
+        raise KvmnnError(f"{arguments.store}: holds prefixes of the model {known[0][:16]}, not of {said[:16]}")
+    if len(known) > 1:
+        raise UsageError(
+            f"{arguments.store}: holds prefixes of {len(known)} models: --model or --fingerprint says which"
+        )
+    return known[0] if known else "none"
+
+
+def _of_text(name: str) -> Any:
+    """An action that is a call of the store with a text."""
+
+    def do(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int]:
+        call = getattr(store, name)
+        return call(_ids(arguments), model=_model(store, arguments), dtype=arguments.dtype), 0
+
+    return do
+
+
+def _export(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int]:
+    model, force = _model(store, arguments), arguments.force
+    return store.export(_ids(arguments), arguments.output, model=model, dtype=arguments.dtype, force=force), 0
+
+
+def _import(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int]:
+    model, ids, layers = arguments.read
+    return store.put(ids, layers, model=model), 0
+
+
+_DO: dict[str, Any] = {
+    "put": _put,
+    "match": _match,
+    "get": _get,
+    "ls": lambda store, arguments: (store.ls(), 0),
+    "stat": lambda store, arguments: (store.stats(), 0),
+    "verify": _verify,
+    "gc": lambda store, arguments: (store.gc(arguments.store_bytes), 0),
+    "rm": _of_text("delete"),
+    "pin": _of_text("pin"),
+    "unpin": _of_text("unpin"),
+    "export": _export,
+    "import": _import,
+}

@@ -1,0 +1,133 @@
+"""Between what kvmnn reads and writes and what the store takes and gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..arrays.layer_cache import LayerCache
+from ..arrays.layers import LayerArray, array_name, common_geometry, sort
+from ..arrays.named_array import in_memory
+from ..arrays.source import Source
+from ..dtypes import PARTS, Words, by_name
+from ..errors import KvmnnError, OptionError
+from ..formats.mnn import Packed, Unpacked, pack, unpack
+from ..packed.cache_info import TokenIds
+from ..packed.fitting import Geometry
+from ..text import count
+from .results import Prefix
+from .token_ids import Ids
+
+
+def layers_of(source: Source, *, token_major: bool = False) -> list[LayerCache]:
+    """K and V of every layer of anything that `kvmnn.open` opens.
+
+    Parameters
+    ----------
+    source
+        Arrays whose names say which layer's K or V they are.
+    token_major
+        Whether they are ``[token, kv_head, head_dim]``, where nothing says so.
+
+    Raises
+    ------
+    OptionError
+        For K and V that were made from int8, and for a cache that was cut.
+    KvmnnError
+        For arrays that are not K and V of layers, each of one shape.
+    """
+    where = " ".join(source.inputs)
+    if source.lossy:
+        raise OptionError(f"{where}: K and V were made from int8: no engine takes such a prefix up again")
+    if source.cache is not None:
+        for info in source.cache.layers:
+            if info.positions != ((0, info.tokens),):
+                raise OptionError(f"{where}: layer {info.layer} was cut: a cache without some tokens is no prefix")
+    arrays = sort(source.arrays, token_major=source.token_major or token_major)
+    common_geometry(arrays)
+    return [
+        LayerCache(layer=keys.layer, keys=_words(keys), values=_words(values))
+        for keys, values in zip(arrays[::2], arrays[1::2], strict=True)
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Got:
+    """A stored beginning of a text that was written to files.
+
+    Parameters
+    ----------
+    tokens, asked
+        Tokens that the files hold, of how many that the text has.
+    written
+        The files.
+    """
+
+    tokens: int
+    asked: int
+    written: Packed | Unpacked
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as JSON values."""
+        return {"tokens": self.tokens, "asked": self.asked, **self.written.to_dict()}
+
+    def __str__(self) -> str:
+        left = f"{self.asked - self.tokens:,} are left to compute" if self.tokens < self.asked else "all of the text"
+        return f"{self.tokens:,} of {count(self.asked, 'token')}: {left}\n{self.written}"
+
+
+def write_prefix(
+    prefix: Prefix,
+    token_ids: Sequence[int] | Ids,
+    output: str,
+    *,
+    where: str,
+    geometry: Geometry | None = None,
+    name: str | None = None,
+    capacity: int | None = None,
+    model: str | None = None,
+    force: bool = False,
+) -> Got:
+    """Write K and V of a prefix as files of arrays, or as the prefix cache that an MNN engine loads.
+
+    Parameters
+    ----------
+    prefix, token_ids
+        What `PrefixStore.get` found, and the text.
+    output
+        As for `kvmnn.formats.mnn.unpack`; of a prefix cache its directory.
+    where
+        What messages call the store.
+    geometry, name, capacity
+        Of a prefix cache, as for `kvmnn.formats.mnn.pack`; where none is given arrays are written.
+    model
+        Directory of the MNN model, to be noted down beside a prefix cache.
+    force
+        Replace files that exist.
+
+    Raises
+    ------
+    KvmnnError
+        Where nothing was found, and as `pack` and `unpack`.
+    """
+    if not prefix.tokens:
+        raise KvmnnError(f"{where}: nothing of this text of {prefix.asked:,} tokens is stored under this model")
+    arrays = [
+        in_memory(array_name(cache.layer, part), words)
+        for cache in prefix.layers
+        for part, words in zip(PARTS, (cache.keys, cache.values), strict=True)
+    ]
+    source = Source(arrays, inputs=(where,))
+    made: Packed | Unpacked
+    if name is None and capacity is None and geometry in (None, Geometry()):
+        made = unpack(source, output, force=force)
+    else:
+        ids = TokenIds.of(list(token_ids[: prefix.tokens]))
+        made = pack(source, output, geometry, name=name, capacity=capacity, token_ids=ids, model=model, force=force)
+    return Got(tokens=prefix.tokens, asked=prefix.asked, written=made)
+
+
+def _words(entry: LayerArray) -> Words:
+    words = entry.array.to_numpy().view(by_name(entry.array.dtype).numpy)
+    return words.transpose(1, 0, 2) if entry.token_major else words

@@ -1,0 +1,151 @@
+"""``kvmnn store``: what it prints, what it returns, and that options without effect are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from prefixes import layers_of
+
+IDS = [*range(100, 150)]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Texts of 50 and 30 tokens, the second the beginning of the first; their K and V as arrays."""
+    monkeypatch.chdir(tmp_path)
+    for name, ids in (("long", IDS), ("short", IDS[:30]), ("other", [1, 2, 3])):
+        Path(f"{name}.json").write_text(json.dumps(ids))
+        np.savez(f"{name}.npz", **arrays(ids))
+    np.save("long_ids.npy", np.array(IDS))
+    Path("long.txt").write_text(" ".join(map(str, IDS)))
+    return tmp_path
+
+
+def arrays(ids: list[int]) -> dict[str, np.ndarray]:
+    return {
+        f"layer_{cache.layer}.{part}": words
+        for cache in layers_of(ids)
+        for part, words in (("key", cache.keys), ("value", cache.values))
+    }
+
+
+def test_put_match_get(here: Path, run) -> None:
+    said = run("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m").out
+    assert said.startswith("50 tokens, 50 of them new: 3,200 -> ")
+    for ids in ("long.json", "long_ids.npy", "long.txt"):
+        assert run("store", "match", "S", "--token-ids", ids).out == "50\n"
+    assert run("store", "match", "S", "--token-ids", "other.json", code=1).out == "0\n"
+    assert json.loads(run("store", "match", "S", "--token-ids", "short.json", "--json").out) == {
+        "verb": "store match",
+        "tokens": 30,
+        "asked": 30,
+    }
+    said = run("store", "get", "S", "--token-ids", "short.json", "-o", "back.npz").out
+    assert said.startswith("30 of 30 tokens: all of the text\nback.npz: 4 arrays, 1,920 bytes, LOSSLESS")
+    with np.load("back.npz") as back:
+        wanted = arrays(IDS[:30])
+        assert sorted(back) == sorted(wanted)
+        assert all(np.array_equal(back[name], wanted[name]) for name in wanted)
+    said = run("store", "put", "S", "short.npz", "--token-ids", "short.json", "--fingerprint", "m").out
+    assert said == "30 tokens: all of them were stored already\n"
+    error = run("store", "get", "S", "--token-ids", "other.json", "-o", "none.npz", code=1).err
+    assert "S: nothing of this text of 3 tokens is stored under this model" in error
+    assert not Path("none.npz").exists()
+
+
+def test_a_prefix_cache_and_back(here: Path, run) -> None:
+    run("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
+    more = ["--backend", "arm64-fp16", "--name", "sys", "--capacity", "64"]
+    document = json.loads(run("store", "get", "S", "--token-ids", "long.json", *more, "-o", "sys/", "--json").out)
+    assert (document["tokens"], document["asked"], document["label"]) == (50, 50, "LOSSLESS")
+    assert document["cache"]["token_ids"]["count"] == 50
+    run("store", "put", "T", "sys/", "--token-ids", "long.json", "--fingerprint", "m")
+    run("store", "get", "T", "--token-ids", "long.json", "-o", "again.npz")
+    run("diff", "again.npz", "long.npz")
+
+
+def test_other_tokens_than_the_cache_has_are_refused(here: Path, run) -> None:
+    error = run("store", "put", "S", "long.npz", "--token-ids", "short.json", "--fingerprint", "m", code=1).err
+    assert "layer 0 holds 50 tokens, there are 30 token ids" in error
+
+
+def test_another_model_is_refused(here: Path, run) -> None:
+    put = ["store", "put", "S", "short.npz", "--token-ids", "short.json"]
+    assert "does not say which model computed it: --model or --fingerprint says it" in run(*put, code=2).err
+    run(*put, "--fingerprint", "one")
+    error = run(*put, "--fingerprint", "two", code=2).err
+    assert "S: holds prefixes of the model one, these are of two (--force puts them as well)" in error
+    match = ["store", "match", "S", "--token-ids", "short.json"]
+    assert "S: holds prefixes of the model one, not of two" in run(*match, "--fingerprint", "two", code=1).err
+    run(*put, "--fingerprint", "two", "--force")
+    assert "holds prefixes of 2 models: --model or --fingerprint says which" in run(*match, code=2).err
+    assert run(*match, "--fingerprint", "two").out == "30\n"
+    assert "leave one out" in run(*match, "--fingerprint", "two", "--model", ".", code=2).err
+
+
+def test_the_rest(here: Path, run) -> None:
+    for name in ("short", "long"):
+        run("store", "put", "S", f"{name}.npz", "--token-ids", f"{name}.json", "--fingerprint", "m", "-q")
+    assert json.loads(run("store", "stat", "S", "--json").out)["tokens"] == 50
+    assert run("store", "stat", "S").out.startswith("1 text: 1 unit, 0 whole blocks, 50 tokens\n")
+    assert "fp16  m  1 use ago" in run("store", "ls", "S").out
+    assert json.loads(run("store", "ls", "S", "--json").out)["texts"][0]["tokens"] == 50
+    assert run("store", "pin", "S", "--token-ids", "long.json").out == "50 tokens: pinned\n"
+    assert run("store", "pin", "S", "--token-ids", "long.json").out == "50 tokens: pinned as before\n"
+    said = run("store", "rm", "S", "--token-ids", "long.json").out
+    assert said == "removed 0 units, 0 bytes: other texts go on from it, or it is pinned\n"
+    assert run("store", "unpin", "S", "--token-ids", "long.json").out == "50 tokens: not pinned\n"
+    run("store", "export", "S", "--token-ids", "long.json", "-o", "long.prefix")
+    run("store", "import", "T", "long.prefix", "--max-bytes", "1M")
+    assert run("store", "match", "T", "--token-ids", "long.json").out == "50\n"
+    assert "every frame decoded and compared" in run("store", "verify", "T").out
+    (file,) = Path("T/units").glob("*/*.unit")
+    file.write_bytes(file.read_bytes()[:-1])
+    assert "1 of them damaged and removed" in run("store", "verify", "T", code=1).out
+    assert run("store", "rm", "S", "--token-ids", "long.json").out.startswith("removed 1 unit, ")
+    assert run("store", "gc", "S", "--max-bytes", "0").out.startswith("removed ")
+    assert run("store", "ls", "S").out == "no texts\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["put", "S"], "store put needs CACHE"),
+        (["put", "S", "long.npz"], "store put needs --token-ids FILE"),
+        (["stat", "S", "x"], "store stat takes nothing but the store"),
+        (["get", "S", "--token-ids", "long.json"], "store get needs -o OUT"),
+        (["ls", "S", "--name", "x"], "--name says nothing to store ls"),
+        (["match", "S", "--token-ids", "long.json", "--max-bytes", "1"], "--max-bytes says nothing to store match"),
+        (["import", "S", "a", "b"], "store import takes one file"),
+        (["putt", "S"], "did you mean 'put'"),
+    ],
+)
+def test_what_makes_no_sense(here: Path, run, argv: list[str], said: str) -> None:
+    assert said in run("store", *argv, code=2).err
+    assert not Path("S").exists()
+
+
+@pytest.mark.parametrize("action", ["match", "ls", "get", "verify", "gc", "rm", "export"])
+def test_there_is_no_store(here: Path, run, action: str) -> None:
+    more = ["--token-ids", "long.json"] if action in ("match", "get", "rm", "export") else []
+    more += ["-o", "x.npz"] if action in ("get", "export") else []
+    assert "S: is not a prefix store: it has no index.sqlite" in run("store", action, "S", *more, code=1).err
+    assert not Path("S").exists()
+
+
+def test_no_store_is_made_of_what_cannot_be_read(here: Path, run) -> None:
+    run("store", "put", "S", "nothing.npz", "--token-ids", "long.json", "--fingerprint", "m", code=1)
+    run("store", "import", "S", "long.json", code=1)
+    assert not Path("S").exists()
+
+
+def test_a_damaged_unit_is_said(here: Path, run) -> None:
+    run("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
+    (file,) = Path("S/units").glob("*/*.unit")
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    error = run("store", "get", "S", "--token-ids", "long.json", "-o", "x.npz", code=1).err
+    assert "kvmnn: warning: " in error and "damaged, was removed (tokens 0 to 49 of a text)" in error
+    assert "nothing of this text of 50 tokens is stored" in error

@@ -1,0 +1,73 @@
+"""A text in one file: taken to another store bit for bit, and refused if a byte of it is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from prefixes import MODEL, layers_of, same
+
+from kvmnn import KvmnnError
+from kvmnn.errors import OutputError, SourceError
+from kvmnn.store import PrefixStore, read_exported
+
+BEGIN, IDS = list(range(10)), [*range(8), 50, 51, 52, 53, 54, 55, 56, 57, 58]
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> Path:
+    """A text whose blocks lie in two units, of which the first has a tail that is not its own."""
+    with PrefixStore(tmp_path / "s", block_tokens=4) as store:
+        for ids in (BEGIN, IDS):
+            store.put(ids, layers_of(ids), model=MODEL)
+        made = store.export(IDS, tmp_path / "text", model=MODEL)
+        assert made.bytes == (tmp_path / "text").stat().st_size
+        assert made.tokens == 17
+        with pytest.raises(OutputError, match="exists already"):
+            store.export(IDS, tmp_path / "text", model=MODEL)
+        store.export(IDS, tmp_path / "text", model=MODEL, force=True)
+        with pytest.raises(KvmnnError, match="holds 17 tokens of this text of 18"):
+            store.export([*IDS, 1], tmp_path / "more", model=MODEL)
+    return tmp_path / "text"
+
+
+def test_it_comes_to_another_store(exported: Path, tmp_path: Path) -> None:
+    with PrefixStore(tmp_path / "t", block_tokens=16) as store:
+        assert store.import_file(exported).known_tokens == 0
+        assert store.import_file(exported).known_tokens == 17
+        assert same(store.get(IDS, model=MODEL).layers, IDS, 17)
+
+
+def test_each_byte_counts(exported: Path) -> None:
+    """Whatever is changed, it is refused in one line, or what comes is still what was put."""
+    good = exported.read_bytes()
+    for at in range(0, len(good), 3):
+        exported.write_bytes(good[:at] + bytes([good[at] ^ 4]) + good[at + 1 :])
+        try:
+            model, ids, layers = read_exported(exported, 1)
+        except KvmnnError as error:
+            assert str(exported) in str(error)
+            assert "\n" not in str(error)
+        else:
+            assert good[12:].index(b"model") < at < 200, "the name of the model, which nothing else tells"
+            assert model != MODEL and same(layers, ids.tolist(), 17)
+
+
+@pytest.mark.parametrize("cut", [0, 5, 11, 12, 100, 400, -1])
+def test_a_cut_file_is_refused(exported: Path, cut: int) -> None:
+    exported.write_bytes(exported.read_bytes()[:cut])
+    with pytest.raises(SourceError):
+        read_exported(exported)
+    exported.write_bytes(exported.read_bytes() + b"x")
+    with pytest.raises(SourceError):
+        read_exported(exported)
+
+
+def test_damage_in_the_store_is_not_exported(tmp_path: Path) -> None:
+    with PrefixStore(tmp_path / "s", block_tokens=4) as store:
+        store.put(IDS, layers_of(IDS), model=MODEL)
+        (file,) = tmp_path.glob("s/units/*/*.unit")
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+        with pytest.raises(SourceError, match="damaged, was removed"):
+            store.export(IDS, tmp_path / "text", model=MODEL)
+    assert not (tmp_path / "text").exists()

@@ -185,10 +185,10 @@ def test_pinned_texts_stay(store: PrefixStore) -> None:
     store.gc(max_bytes=0)
     assert store.match(range(16), model=MODEL) == 8
     assert store.stats().pinned == 1
-    assert store.ls()[0].pinned
+    assert store.ls().texts[0].pinned
     assert store.delete(range(8), model=MODEL).units == 0
-    assert store.unpin(range(8), model=MODEL)
-    assert not store.unpin(range(8), model=MODEL)
+    assert store.unpin(range(8), model=MODEL).was_pinned
+    assert not store.unpin(range(8), model=MODEL).was_pinned
     assert store.gc(max_bytes=0).units == 1
     assert store.stats().bytes == 0
     with pytest.raises(KvmnnError, match=r"holds 0 tokens of this text of 8"):

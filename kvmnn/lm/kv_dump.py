@@ -15,12 +15,18 @@ from ..formats.mnn.dump_writing import write_dump
 from ..policies.base import Policy
 from ..policies.full import Full
 from ..policies.labels import LabelledPolicy
+from ..reports.runtime_figures import RuntimeFigures
+from ..reports.tables import runtime_text
+from ..reports.text_table import wrapped
 from ..text import LOSSLESS, LOSSY, count, span
 from ..version import version
+from .cache.lossless_store import storing_notes
 from .documents import read_document
 from .generation import check_positions, prefill
 from .kv_files import POSITIONS, layer_arrays, write_about, write_npy
 from .run_options import RunOptions
+
+_WIDTH = 80
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +85,10 @@ class KVDump:
         Of the text: asked for, read, and written for each layer.
     nbytes
         Of K and V.
+    runtime
+        What the lossless runtime did, where the cache lay in one; what is written does not depend on it.
+    notes
+        What of it stayed raw, and why.
     """
 
     output: str
@@ -94,6 +104,8 @@ class KVDump:
     tokens_seen: int
     tokens_kept: tuple[int, ...]
     nbytes: int
+    runtime: RuntimeFigures | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
@@ -123,6 +135,7 @@ class KVDump:
             "tokens_kept": list(self.tokens_kept),
             "asked_tokens": self.tokens_asked,
             "bytes": self.nbytes,
+            **({"runtime": self.runtime.to_dict(), "notes": list(self.notes)} if self.runtime is not None else {}),
         }
 
     def __str__(self) -> str:
@@ -130,8 +143,17 @@ class KVDump:
         short = f", the text has only {self.tokens_seen:,} tokens" if self.tokens_seen < self.tokens_asked else ""
         return (
             f"{self.output}: {count(len(self.tokens_kept), 'layer')}, {kept} tokens, {self.dtype}, "
-            f"{self.nbytes:,} bytes{short}\n  {self.label} ({self._why(kept)})"
+            f"{self.nbytes:,} bytes{short}\n  {self.label} ({self._why(kept)})" + self._stored()
         )
+
+    def _stored(self) -> str:
+        if self.runtime is None:
+            return ""
+        parts = [
+            runtime_text([(self.policy.label, self.runtime)], _WIDTH),
+            *([wrapped(self.notes, _WIDTH)] * bool(self.notes)),
+        ]
+        return "".join(f"\n\n{part}" for part in parts)
 
     def _why(self, kept: str) -> str:
         reasons = []
@@ -208,6 +230,12 @@ def dump_kv(
     prefill(runner, ids, options.chunk)
     caches = runner.cache.layers()
     seconds = time.perf_counter() - started
+    figures = runner.runtime_figures()
+    notes = (
+        []
+        if figures is None or options.lossless is None
+        else storing_notes([(chosen.label, figures)], options.lossless)
+    )
     arrays, cast = layer_arrays(caches, dtype)
     dump = KVDump(
         output=os.fspath(output),
@@ -223,6 +251,8 @@ def dump_kv(
         tokens_seen=len(ids),
         tokens_kept=tuple(cache.tokens for cache in caches),
         nbytes=sum(entry.array.nbytes for entry in arrays),
+        runtime=figures,
+        notes=tuple(notes),
     )
     with DirectoryOutput(dump.output, force=force, protect=[os.fspath(text), dump.model], index=POSITIONS) as directory:
         if format == "npy":

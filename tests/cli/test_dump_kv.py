@@ -180,3 +180,21 @@ def test_one_line_and_nothing_written(
     found = run("dump-kv", FIXTURE, *argv, code=code)
     assert message in found.err and len(found.err.splitlines()) == 1
     assert sorted(path.name for path in folder.iterdir()) == ["empty.txt", "latin.txt"]
+
+
+def test_the_lossless_runtime_says_what_it_did_and_changes_no_word(run: Callable[..., Any]) -> None:
+    keys = "front_n=2,block_tokens=16,hot_recent_tokens=8,hot_sink_tokens=4,h2o_trigger_min_tokens=16"
+    spec = f"store:{keys},h2o_update_interval=1"
+    plain = dump(run, "--chunk", 10)
+    found = dump(run, "--chunk", 10, "--lossless", spec, out="stored")
+    assert "runtime" not in plain and found["runtime"]["mode"] == "store"
+    assert [layer["blocks"] > 0 for layer in found["runtime"]["layers"]] == [True] * 2 + [False] * (LAYERS - 2)
+    assert found["notes"] == ["Encoded: layers 0 to 1 of 6 (scope front_n, front_n 2); the others stay raw."]
+    for path in npy_files("kv"):
+        assert path.read_bytes() == (Path("stored") / path.name).read_bytes()
+    argv = ["dump-kv", FIXTURE, "--text", TEXT, "--tokens", TOKENS, "-o", "kv", "-f", "--lossless", spec]
+    out = run(*argv, "--chunk", 10).out
+    assert "The lossless runtime around the cache" in out and "the others stay raw." in out
+    assert max(map(len, out.splitlines())) <= 80
+    for chunk in ([], ["--chunk", TOKENS]):
+        assert "expected --chunk N, N below the 90 tokens" in run(*argv, *chunk, code=2).err

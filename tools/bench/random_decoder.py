@@ -6,7 +6,7 @@ V, rotary positions; only its vocabulary is cut to 256. All float32; the weights
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 import numpy as np
@@ -129,4 +129,6 @@ def _caches(prefix: str, length: str) -> list[onnx.ValueInfoProto]:
 
 
 if __name__ == "__main__":
-    print(save(Path(sys.argv[1])))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output", type=Path, metavar="OUT.onnx", help="the file to write; its weights go to OUT.data")
+    print(save(parser.parse_args().output))

@@ -1,4 +1,6 @@
-"""Frames encoded and decoded by many threads at once: what tools/fuzz/threads.sh runs under the thread sanitizer.
+"""Frames encoded and decoded by many threads at once, alone and in the lossless runtime.
+
+What tools/fuzz/threads.sh runs under the thread sanitizer.
 
 With --race two threads decode into one array, which is the caller's own race: the sanitizer has to report it.
 """
@@ -12,6 +14,7 @@ from collections.abc import Callable
 import numpy as np
 
 import kvmnn
+from kvmnn.runtime import LosslessRuntime, RuntimeConfig
 
 RNG = np.random.default_rng(0)
 LARGE = np.cumsum(RNG.normal(size=(1 << 19) + 5)).astype(np.float16)
@@ -36,6 +39,32 @@ def many_frames() -> None:
         except kvmnn.FrameError:
             continue
         raise AssertionError("a cut frame was decoded")
+
+
+def runtime_with_workers() -> None:
+    """Encoding, checking and reading ahead by 4 threads, while calls read, drop tokens, and begin anew."""
+    keys = {"enable": True, "runtime_enable": True, "codec": "gear_delta", "runtime_mode": "store", "front_n": 4}
+    keys |= {"block_tokens": 16, "hot_recent_tokens": 8, "hot_sink_tokens": 4, "async_threads": 4, "max_queue": 6}
+    document = {f"kv_lossless_{name}": value for name, value in keys.items()}
+    config = RuntimeConfig.from_engine(document | {"kv_h2o_trigger_min_tokens": 1, "kv_h2o_update_interval": 1})
+    rows = (np.linspace(0.5, 1, 16) + np.arange(400)[:, None] % 3 / 64).astype(np.float16)[None].repeat(2, 0)
+    with LosslessRuntime(config, layers=4, kv_heads=2, head_dim=16, dtype="fp16") as runtime:
+        for request in range(3):
+            end = 0
+            for count in (150, *[1] * 60):
+                end += count
+                for layer in range(4):
+                    found, _ = runtime.begin(layer, rows[:, end - count : end], rows[:, end - count : end])
+                    assert found.tobytes() == rows[:, :end].tobytes()
+                    runtime.end()
+                runtime.sync()
+            runtime.evict(0, [(0, 40), (70, end - 70)])
+            assert runtime.read(0).keys[:, 40:].tobytes() == rows[:, 70:end].tobytes()
+            metrics = runtime.metrics()
+            assert metrics.h2o_lossless_fallback_count == 0 and metrics.restores_ahead > 0
+            if request < 2:
+                runtime.reset()
+        runtime.flush()
 
 
 def race() -> None:
@@ -72,4 +101,6 @@ if __name__ == "__main__":
     else:
         one_frame_on_many_threads()
         on_threads(many_frames, 8)
+        runtime_with_workers()
+        on_threads(runtime_with_workers, 2)
         print(f"{kvmnn.frames._decoder.__file__}: done")

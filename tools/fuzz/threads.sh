@@ -1,5 +1,6 @@
 #!/bin/sh
-# The frame codec's modules under GCC's thread sanitizer, with many threads at work (docs/fuzzing.md).
+# The frame codec's modules under GCC's thread sanitizer, with many threads at work, those of the lossless runtime too
+# (docs/fuzzing.md).
 #
 # Usage: tools/fuzz/threads.sh
 # PYTHON has kvmnn, Cython and numpy; CC must be GCC. Everything stays in build/threads.

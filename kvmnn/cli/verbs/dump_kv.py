@@ -53,6 +53,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.output is None or arguments.output == printing.STDIO:
         raise UsageError("no output given: use -o DIR")
+    if arguments.lossless is not None and (arguments.chunk or arguments.tokens) >= arguments.tokens:
+        raise UsageError(
+            "--lossless: blocks are encoded from the second step on, and this text is read in one: expected --chunk N, "
+            f"N below the {arguments.tokens:,} tokens"
+        )
     result = dump_kv(
         arguments.model,
         arguments.text,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..arrays.named_array import ArrayInfo
 from ..arrays.source import Source
 from ..text import count
+
+LISTED = 1000
+"""Arrays, and lines about others, that the command shows unless it is told to show all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,11 +26,15 @@ class ArraysInfo:
         Those that frames can hold.
     skipped
         One line for each other one.
+    arrays_left_out, skipped_left_out
+        How many more there are of each (`first`).
     """
 
     path: str
-    arrays: tuple[ArrayInfo, ...]
-    skipped: tuple[str, ...] = ()
+    arrays: Sequence[ArrayInfo]
+    skipped: Sequence[str] = ()
+    arrays_left_out: int = 0
+    skipped_left_out: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """The same for JSON."""
@@ -41,18 +49,41 @@ class ArraysInfo:
             }
             for array in self.arrays
         ]
-        return {"input": self.path, "kind": "arrays", "arrays": arrays, "skipped": list(self.skipped)}
+        return {
+            "input": self.path,
+            "kind": "arrays",
+            "arrays": arrays,
+            "arrays_left_out": self.arrays_left_out,
+            "skipped": list(self.skipped),
+            "skipped_left_out": self.skipped_left_out,
+        }
+
+    def first(self, most: int = LISTED) -> ArraysInfo:
+        """The first arrays and the first others: a file may have a million."""
+        return replace(
+            self,
+            arrays=self.arrays[:most],
+            skipped=self.skipped[:most],
+            arrays_left_out=self.arrays_left_out + max(0, len(self.arrays) - most),
+            skipped_left_out=self.skipped_left_out + max(0, len(self.skipped) - most),
+        )
 
     def __str__(self) -> str:
-        lines = [f"{self.path}: {count(len(self.arrays), 'array')} to encode"]
+        lines = [f"{self.path}: {count(len(self.arrays) + self.arrays_left_out, 'array')} to encode"]
         lines += [
             f"  {array.name}: {array.dtype} {list(array.shape)} {array.order}, {array.nbytes:,} bytes"
             for array in self.arrays
         ]
+        lines += _more(self.arrays_left_out)
         lines += [f"  not: {line}" for line in self.skipped]
+        lines += _more(self.skipped_left_out)
         return "\n".join(lines)
+
+
+def _more(left: int) -> list[str]:
+    return [f"  and {left:,} more: -v lists all"] if left else []
 
 
 def inspect(source: Source) -> ArraysInfo:
     """List the arrays of a source; none is read."""
-    return ArraysInfo(path=" ".join(source.inputs), arrays=tuple(source.arrays), skipped=tuple(source.skipped))
+    return ArraysInfo(path=" ".join(source.inputs), arrays=source.arrays, skipped=source.skipped)

@@ -8,7 +8,7 @@ import guided
 import pytest
 
 
-@pytest.mark.parametrize("target", ["frames", "streams", "pickles"])
+@pytest.mark.parametrize("target", fuzz_inputs.TARGETS)
 def test_inputs_decode_or_are_refused(target: str) -> None:
     kept, made = fuzz_inputs.kept(target), [*fuzz_inputs.made(target)]
     assert len(kept) > 20 and max(map(len, kept)) <= fuzz_inputs.MOST

@@ -205,3 +205,22 @@ def test_what_the_format_cannot_hold():
         layout([info("a", "fp16", "<f2", 2, 2, order="F")], {})
     with pytest.raises(OutputError, match="__metadata__"):
         layout([info("__metadata__", "fp16", "<f2", 2)], {})
+
+
+def test_inspect_lists_a_thousand_unless_told_otherwise(tmp_path, run):
+    header = {f"t{n}": tensor("F16", [1], 2 * n, 2 * n + 2) for n in range(1002)}
+    header |= {f"w{n}": tensor("I64", [1], 2004 + 8 * n, 2012 + 8 * n) for n in range(1003)}
+    path = pack(tmp_path / "x.safetensors", header, bytes(2004 + 8 * 1003))
+    lines = run("inspect", path).out.splitlines()
+    assert lines[0] == f"{path}: 1,002 arrays to encode"
+    assert lines[1000:1002] == ["  t999: fp16 [1] C, 2 bytes", "  and 2 more: -v lists all"]
+    assert len(lines) == 2003 and lines[2002] == "  and 3 more: -v lists all"
+    found = json.loads(run("inspect", path, "--json").out)["inputs"][0]
+    assert (len(found["arrays"]), found["arrays_left_out"]) == (1000, 2)
+    assert (len(found["skipped"]), found["skipped_left_out"]) == (1000, 3)
+    every = json.loads(run("inspect", path, "--json", "-v").out)["inputs"][0]
+    assert (len(every["arrays"]), every["arrays_left_out"], every["skipped_left_out"]) == (1002, 0, 0)
+    text = run("inspect", path, "-v").out
+    assert len(text.splitlines()) == 2006 and "more:" not in text
+    few = dict(list(header.items())[:1000])
+    assert "more:" not in run("inspect", pack(tmp_path / "few.safetensors", few, bytes(2000))).out

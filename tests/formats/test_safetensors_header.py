@@ -10,61 +10,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import safetensors_model
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors_model import Found
 
 from kvmnn.errors import SourceError
 from kvmnn.formats import _safetensors_header as scanner
 from kvmnn.formats import safetensors_header
 from kvmnn.formats.safetensors_header import Tensors
-
-SIZES = {"F16": 2, "BF16": 2, "F32": 4, "U8": 1, "I64": 8, "BOOL": 1}
-Found = tuple[list[tuple[str, str, tuple[int, ...], int, int]], dict[str, str]]
-
-
-def expected(text: bytes) -> Found | None:
-    """What a header says, in the order of its data; None for what is none."""
-    try:
-        pairs = json.loads(text.decode(), object_pairs_hook=Pairs)
-    except (ValueError, RecursionError):
-        return None
-    header = unique(pairs)
-    if header is None:
-        return None
-    metadata = unique(header.pop("__metadata__", Pairs()))
-    if metadata is None or not all(isinstance(value, str) for value in metadata.values()):
-        return None
-    found = []
-    for name, value in header.items():
-        entry = unique(value)
-        if entry is None or set(entry) != {"dtype", "shape", "data_offsets"}:
-            return None
-        kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-        if not isinstance(kind, str) or len(kind) > 64 or not naturals(shape) or not naturals(offsets):
-            return None
-        if len(offsets) != 2 or offsets[1] < offsets[0]:
-            return None
-        if kind in SIZES and math.prod(shape) * SIZES[kind] != offsets[1] - offsets[0]:
-            return None
-        found.append((name, kind, tuple(shape), *offsets))
-    return sorted(found, key=lambda t: t[3:]), metadata
-
-
-class Pairs(list[tuple[str, Any]]):
-    """A JSON object, names that appear twice and all."""
-
-
-def unique(pairs: Any) -> dict[str, Any] | None:
-    return dict(pairs) if isinstance(pairs, Pairs) and len(dict(pairs)) == len(pairs) else None
-
-
-def naturals(values: Any) -> bool:
-    return (
-        isinstance(values, list)
-        and not isinstance(values, Pairs)
-        and len(values) <= 64
-        and all(type(value) is int and 0 <= value < 1 << 63 for value in values)
-    )
 
 
 def scanned(text: bytes) -> Found | None:
@@ -82,10 +36,11 @@ def scanned(text: bytes) -> Found | None:
 def check(text: bytes) -> Found | None:
     found = scanned(text)
     if b"-0" not in text:  # which JSON has for 0 and the format does not need
-        assert found == expected(text), text
+        assert found == safetensors_model.header(text), text
     return found
 
 
+SIZES = {kind: safetensors_model.SIZES[kind] for kind in ("F16", "BF16", "F32", "U8", "I64", "BOOL")}
 NAMES = st.text('kv.\x00\x7f"\\/\b\u00e9\u952e\U0001f600', max_size=4)
 SHAPES = st.lists(st.integers(0, 5), max_size=4)
 

@@ -124,20 +124,30 @@ def test_which_tests_are_run_and_when(tmp_path: Path) -> None:
             },
             "failed": ["near.py::broken"],
             "starts": [],
+            "left": 0,
         },
         "far.py": {
             "seconds": {"far.py::f": 5.0, "far.py::g": 1.0, "far.py::hour": 3600.0},
             "called": {"far.py::f": [["a.py", "f"]], "far.py::g": [["a.py", "g"]], "far.py::hour": [["a.py", "f"]]},
             "failed": [],
             "starts": [],
+            "left": 0,
         },
-        "starts.py": {"seconds": {"starts.py::s": 1.0}, "called": {}, "failed": [], "starts": ["starts.py::s"]},
+        "starts.py": {
+            "seconds": {"starts.py::s": 1.0},
+            "called": {},
+            "failed": [],
+            "starts": ["starts.py::s"],
+            "left": 0,
+        },
     }
     assert batches_of(calls, first, source, False) == [["near.py::quick", "near.py::slow"], ["far.py::f"]]
     assert batches_of(calls, second, source, False) == [["far.py::g"]]
     assert batches_of(calls, third, source, False) == [["near.py::quick", "near.py::slow"], ["far.py::g", "far.py::f"]]
-    later = ["near.py::other", "far.py::g", "far.py::hour", "starts.py::s"]
-    assert batches_of(calls, first, source, True)[2] == later
+    later = ["near.py", "far.py", "starts.py::s", "--deselect=near.py::broken"]
+    assert batches_of(calls, first, source, True)[-1] == later
+    calls["starts.py"]["left"] = 1
+    assert batches_of(calls, second, source, True)[-1][:2] == ["far.py", "starts.py"]
     (tmp_path / "a.c").write_text("int x = 1;\n")
     compiled = changes_of(tmp_path, "a.c")[0]
     assert batches_of(calls, compiled, b"", False) == [

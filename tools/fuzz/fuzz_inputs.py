@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import pickle
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+TARGETS = ("frames", "streams", "pickles", "headers")
 CORPUS = Path(__file__).parent / "corpus"
 MOST = 600  # bytes of an input that is kept
 
@@ -34,6 +36,13 @@ def made(target: str) -> Iterator[bytes]:
         state = OrderedDict((f"compress_tk.0.{slot}.weight", [slot, 1.5, None, b"x", (1, 2)]) for slot in range(3))
         yield from (pickle.dumps({"model_state_dict": state, "epoch": 2**70}, protocol) for protocol in range(6))
         return
+    if target == "headers":
+        entry = {"dtype": "F16", "shape": [2, 3], "data_offsets": [0, 12]}
+        escaped = {"\u00e9\n\U0001f600": {"data_offsets": [12, 12], "dtype": "F8_E4M3", "shape": [0]}}
+        named = {"__metadata__": {"format": "pt", "\u00e9": ""}, "k": entry, "v": {**entry, "data_offsets": [12, 24]}}
+        yield from (json.dumps(header).encode() for header in ({}, {"": entry}, {"k": entry, **escaped}, named))
+        yield json.dumps({**escaped, "k": entry}, ensure_ascii=False, indent=1).encode() + b"  "
+        return
     rng = np.random.default_rng(1)
     for dtype in ("fp16", "fp32"):
         for words in (1, 7, 40, 300):
@@ -46,7 +55,7 @@ def made(target: str) -> Iterator[bytes]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["unpack", "pack"])
-    parser.add_argument("target", choices=["frames", "streams", "pickles"])
+    parser.add_argument("target", choices=TARGETS)
     parser.add_argument("folder", type=Path)
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)

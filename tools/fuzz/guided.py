@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import ctypes
 
+import numpy as np
+import numpy.typing as npt
+import safetensors_model
+
 from kvmnn.compressor.checkpoint import _pickles
 from kvmnn.compressor.checkpoint.torch_names import Names, set_state
-from kvmnn.errors import CheckpointError, FrameError, LimitError
+from kvmnn.errors import CheckpointError, FrameError, LimitError, SourceError
+from kvmnn.formats import _safetensors_header
 from kvmnn.frames import _decoder, zstd
 
 RLE_AND_ZSTD = 3
@@ -52,6 +57,48 @@ def pickles(data: memoryview) -> None:
         _pickles.load(data, 0, end, Names().resolve, _storage, set_state)
     except (CheckpointError, LimitError):
         pass
+
+
+def headers(data: memoryview) -> None:
+    """The header of a .safetensors file: the verdict and the values of Python's JSON parser."""
+    text = bytes(data)
+    try:
+        found = _scanned(text)
+    except SourceError as error:
+        if "above the limit" in str(error):  # of bytes as they are written: escapes are longer than what they say
+            return
+        found = None
+    if b"-0" not in text:  # which JSON has for 0 and the format does not need
+        assert found == safetensors_model.header(text)
+
+
+def _scanned(text: bytes) -> safetensors_model.Found | None:
+    places, kinds, numbers = COLUMNS if len(text) < MOST_HEADER else _columns(len(text))
+    count, names, metadata = _safetensors_header.scan(text, "x", safetensors_model.SIZES, places, kinds, numbers)
+    tensors = [
+        (name, names[kind], _safetensors_header.shape_at(text, place), begin, end)
+        for name, kind, place, begin, end in zip(
+            _safetensors_header.strings_at(text, places[0, :count], places[1, :count]),
+            kinds[:count].tolist(),
+            places[2, :count].tolist(),
+            numbers[0, :count].tolist(),
+            numbers[1, :count].tolist(),
+            strict=True,
+        )
+    ]
+    if len({tensor[0] for tensor in tensors}) < count:
+        return None
+    return sorted(tensors, key=lambda tensor: tensor[3:]), metadata
+
+
+def _columns(length: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+    """Room for the tensors of a header of so many bytes."""
+    most = length // _safetensors_header.SHORTEST_ENTRY + 1
+    return np.empty((3, most), np.uint32), np.empty(most, np.uint8), np.empty((3, most), np.int64)
+
+
+MOST_HEADER = 700
+COLUMNS = _columns(MOST_HEADER)
 
 
 def _storage(name: object) -> object:

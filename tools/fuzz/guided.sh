@@ -2,19 +2,19 @@
 # Coverage-guided fuzzing of the compiled decoders with libFuzzer, under the address and undefined-behaviour sanitizers
 # (make fuzz; docs/fuzzing.md tells more).
 #
-# Usage: tools/fuzz/guided.sh [minutes, default 5] [target: frames, streams or pickles, default all three by turns]
+# Usage: tools/fuzz/guided.sh [minutes, default 5] [target: frames, streams, pickles or headers; default: all by turns]
 # CLANG names clang with its runtime libraries (19 or newer; Debian: clang-19 libclang-rt-19-dev); PYTHON has kvmnn and Cython.
 # Everything stays in build/guided. Exit: 0 nothing found, 1 something found, 3 no clang, Cython or libpython.
 set -eu
 cd "$(dirname "$0")/../.."
 
 MINUTES=${1:-5}
-TARGETS=${2:-frames streams pickles}
+TARGETS=${2:-frames streams pickles headers}
 PYTHON=${PYTHON:-python3}
 CLANG=${CLANG:-$(command -v clang-19 || command -v clang || echo none)}
 WORK=$PWD/build/guided
 MODULES="_simd files/_mapping frames/_decoder frames/_encoder frames/_hashing frames/_streams frames/_workspace frames/_zstdlib
-    compressor/checkpoint/_opcodes compressor/checkpoint/_pickles"
+    compressor/checkpoint/_opcodes compressor/checkpoint/_pickles formats/_safetensors_header"
 
 config() { "$PYTHON" -c "import sysconfig; print(sysconfig.get_config_var('$1'))"; }
 include=$("$PYTHON" -c "import sysconfig; print(sysconfig.get_paths()['include'])")
@@ -49,7 +49,7 @@ done
 "$CLANG" -O1 -g -fsanitize=address,undefined,fuzzer -Wl,--export-dynamic -I "$include" tools/fuzz/guided.c \
     -L "$(config LIBDIR)" -Wl,-rpath,"$(config LIBDIR)" "-lpython$(config LDVERSION)" -o "$WORK/fuzz"
 
-path=$WORK/src:$PWD/tools/fuzz:$("$PYTHON" -c 'import sys; print(":".join(filter(None, sys.path)))')
+path=$WORK/src:$PWD/tools/fuzz:$PWD/tests/support:$("$PYTHON" -c 'import sys; print(":".join(filter(None, sys.path)))')
 home=$("$PYTHON" -c 'import sys; print(sys.base_prefix)')
 export PYTHONDONTWRITEBYTECODE=1
 export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1

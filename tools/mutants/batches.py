@@ -8,8 +8,8 @@ from typing import Any
 
 from changes import Change
 
-QUICK = 10  # seconds of tests that are run first
-MOST = 60  # seconds of tests, and
+QUICK = 5  # seconds of tests that are run first
+MOST = 20  # seconds of tests, and
 FIRST = 40  # tests of a file, that are run of those that call the changed function
 
 Calls = dict[str, dict[str, Any]]
@@ -37,9 +37,9 @@ def batches_of(calls: Calls, change: Change, source: bytes, thorough: bool) -> l
             batches[after > QUICK and bool(batches[0])].append(test)
             total = after
     if thorough:
-        every = [test for file, found in calls.items() if chosen[file] for test in quickest(found, found["seconds"])]
-        every += [test for found in calls.values() for test in quickest(found, found["starts"])]
-        batches.append([*dict.fromkeys(test for test in every if test not in {*batches[0], *batches[1]})])
+        whole = [file for file, found in calls.items() if chosen[file] or found["left"]]
+        starts = [t for file, found in calls.items() if file not in whole for t in quickest(found, found["starts"])]
+        batches.append([*whole, *starts, *(f"--deselect={t}" for file in whole for t in calls[file]["failed"])])
     return [batch for batch in batches if batch]
 
 

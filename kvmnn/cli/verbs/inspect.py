@@ -15,7 +15,8 @@ _TEXT = """Account for every byte of a frame, or list what a bundle or a file of
 
 A frame gives its table of streams. A manifest, a bundle directory or a frame with its manifest gives a line for each
 array, totals, and each stream's share (-v: the table of every frame too). A .npy, .npz or .safetensors file, an MNN
-dump or a directory of .npy files gives the arrays that encode would take from it.
+dump or a directory of .npy files gives the arrays that encode would take from it (of more than 1,000 the first 1,000;
+-v: all).
 
 The directory of a prefix cache or of live cache files, or one of their .k and .v files, gives what it is, geometry,
 live and padded bytes, and where something cannot be known from the files, what it may be.
@@ -43,7 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     _refuse_idle(arguments)
     documents = []
     for number, path in enumerate(arguments.inputs):
-        document, text = _inspected(path, arguments)
+        found, text = _inspected(path, arguments)
+        document = found.to_dict()
         documents.append(document)
         printing.expect_names(document)
         printing.say(arguments, ("\n" if number else "") + text)
@@ -77,8 +79,8 @@ def _used(path: str, arguments: argparse.Namespace) -> tuple[str, ...]:
     return ("dtype", "max_bytes", *(packed_options.LAYING if packed_options.may_be_packed(path) else ()))
 
 
-def _inspected(path: str, arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """What an input holds, as JSON and as text."""
+def _inspected(path: str, arguments: argparse.Namespace) -> tuple[printing.Result, str]:
+    """What an input holds, and the same as text."""
     from ... import compressor
     from ...bundle import DecodeOptions, inspect, open_frames
     from ...formats import kind_of, not_a_frame
@@ -86,10 +88,13 @@ def _inspected(path: str, arguments: argparse.Namespace) -> tuple[dict[str, Any]
 
     if not arguments.no_manifest and (compressor.is_weight_file(path) or compressor.is_checkpoint(path)):
         account = compressor.inspect(path, weights_options.options(arguments))
-        return account.to_dict(), str(account)
+        return account, str(account)
     if kind_of(path) == "arrays":
-        found = inspect_packed(path, packed_options.options(arguments)) or _arrays(path, arguments)
-        return found.to_dict(), str(found)
+        if packed := inspect_packed(path, packed_options.options(arguments)):
+            return packed, str(packed)
+        arrays = _arrays(path, arguments)
+        shown = arrays if arguments.verbose else arrays.first()
+        return shown, str(shown)
     options = DecodeOptions(
         dtype=arguments.dtype, codecs=shared_options.codecs(arguments), max_bytes=arguments.max_bytes
     )
@@ -99,7 +104,7 @@ def _inspected(path: str, arguments: argparse.Namespace) -> tuple[dict[str, Any]
         frames = inspect(opened, options)
     except KvmnnError as found:
         raise not_a_frame(path, found) from None
-    return frames.to_dict(), frames.text(verbose=arguments.verbose)
+    return frames, frames.text(verbose=arguments.verbose)
 
 
 def _arrays(path: str, arguments: argparse.Namespace) -> ArraysInfo:

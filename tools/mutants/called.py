@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FrameType
@@ -48,7 +47,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         if frame.f_code.co_filename.startswith(OURS) or frame.f_code in STARTS:
             codes[frame.f_code] = None
 
-    start = time.monotonic()
     threading.settrace(trace)
     sys.settrace(trace)
     try:
@@ -56,8 +54,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     finally:
         sys.settrace(None)
         threading.settrace(None)
-        found["spent"] += sum(os.times()[:4]) - spent
-        found["seconds"][item.nodeid] = round(time.monotonic() - start, 3)
+        found["seconds"][item.nodeid] = round(sum(os.times()[:4]) - spent, 3)
+        found["spent"] += found["seconds"][item.nodeid]
         if STARTS & codes.keys():
             found["starts"].append(item.nodeid)
         ours = [code for code in codes if code not in STARTS]

@@ -92,7 +92,7 @@ class Copy:
                 return {"outcome": "no build"}
             for batch in batches:
                 known = all("::" in test for test in batch)
-                limit = 60 + 10 * sum(seconds_of(calls, test) for test in batch) if known else TRACE_SECONDS
+                limit = 60 + 20 * sum(seconds_of(calls, test) for test in batch) if known else TRACE_SECONDS
                 outcome = self._run(batch, limit)
                 if outcome["outcome"] != "survived":
                     return outcome

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import changing_inputs
@@ -23,27 +24,28 @@ VERBS = {"encoded": "in.npy", "encoded_dump": "in/k_t0_2048.bin", "measured": "i
 VERBS |= {"decoded": "in.frame", "verified": "in.frame", "compared": "words.npy"}
 
 
-def outcome(case: str, folder: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, changing_inputs.__file__, case, str(folder)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        timeout=60,
-    )
-    assert done.returncode == 0, f"{signal.Signals(-done.returncode) if done.returncode < 0 else done.stderr}"
-    return done.stdout.strip()
+@pytest.fixture(scope="module")
+def outcome() -> Iterator[Callable[[str, Path], str]]:
+    server = changing_inputs.Server()
+
+    def call(case: str, folder: Path) -> str:
+        code, text = server(case, folder)
+        assert code == 0, signal.Signals(-code) if code < 0 else code
+        return text
+
+    yield call
+    server.close()
 
 
 @pytest.mark.parametrize("how", sorted(changing_inputs.CHANGES))
 @pytest.mark.parametrize("verb", VERBS)
-def test_verbs(verb: str, how: str, tmp_path: Path) -> None:
+def test_verbs(verb: str, how: str, tmp_path: Path, outcome: Callable[[str, Path], str]) -> None:
     assert outcome(f"{verb}-{how}", tmp_path) == f"SourceError: {tmp_path / VERBS[verb]}: changed while it was read"
     assert not [path for path in tmp_path.iterdir() if path.name.startswith((".", "out"))]
 
 
 @pytest.mark.parametrize("reader", [reader.__name__ for reader in changing_inputs.READERS])
-def test_readers(reader: str, tmp_path: Path) -> None:
+def test_readers(reader: str, tmp_path: Path, outcome: Callable[[str, Path], str]) -> None:
     assert outcome(reader, tmp_path).endswith(": changed while it was read")
 
 

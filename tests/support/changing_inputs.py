@@ -1,12 +1,16 @@
-"""Inputs that change while they are read, in a process of its own: `python changing_inputs.py CASE FOLDER`.
+"""Inputs that change while they are read, each case in a process of its own.
 
-Prints what the case ended in, as one line. Without its guard the process dies of SIGBUS.
+A script: a case and a folder a line on standard input, what the case ended in a line on standard output, both JSON.
+Without its guard the case's process dies of SIGBUS. `Server` starts it.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -109,8 +113,6 @@ VERBS = (encoded, encoded_dump, decoded, verified, compared, measured)
 
 
 def dump(folder: Path) -> None:
-    import json
-
     inside = folder / "in"
     inside.mkdir()
     for part in "kv":
@@ -192,15 +194,53 @@ def read(kind: Callable[[Path], Iterator[object]], folder: Path) -> object:
         return sum(1 for _ in steps)
 
 
-def main(case: str, folder: Path) -> None:
+def outcome(case: str, folder: Path) -> str:
     known = {job.__name__: job for job in (*VERBS, *READERS)}
     name, _, how = case.partition("-")
     try:
         found = known[name](folder, CHANGES[how]) if how else read(known[name], folder)  # type: ignore[operator, arg-type]
-        print("went through:", str(found).splitlines()[0])
+        return f"went through: {str(found).splitlines()[0]}"
     except KvmnnError as error:
-        print(f"{type(error).__name__}: {error}")
+        return f"{type(error).__name__}: {error}"
+
+
+def serve() -> None:
+    """Children of a process that has imported everything, and has no threads yet."""
+    for line in sys.stdin:
+        case, folder = json.loads(line)
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.write(writing, outcome(case, Path(folder)).encode())
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(1)
+        os.close(writing)
+        with open(reading) as file:
+            text = file.read()
+        print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), text]), flush=True)
+
+
+class Server:
+    """The parent of the children, for the tests."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, __file__]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+
+    def __call__(self, case: str, folder: Path) -> tuple[int, str]:
+        """The exit code (negative: the signal), and what the case ended in."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(json.dumps([case, str(folder)]), file=self._process.stdin, flush=True)
+        code, text = json.loads(self._process.stdout.readline())
+        return code, text
+
+    def close(self) -> None:
+        self._process.communicate()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    serve()

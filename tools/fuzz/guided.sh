@@ -14,7 +14,7 @@ PYTHON=${PYTHON:-python3}
 CLANG=${CLANG:-$(command -v clang-19 || command -v clang || echo none)}
 WORK=$PWD/build/guided
 MODULES="_simd files/_mapping frames/_decoder frames/_encoder frames/_hashing frames/_streams frames/_workspace frames/_zstdlib
-    compressor/checkpoint/_opcodes compressor/checkpoint/_pickles formats/_safetensors_header"
+    compressor/checkpoint/_opcodes compressor/checkpoint/_pickles formats/_safetensors_header packed/_layout"
 
 config() { "$PYTHON" -c "import sysconfig; print(sysconfig.get_config_var('$1'))"; }
 include=$("$PYTHON" -c "import sysconfig; print(sysconfig.get_paths()['include'])")
@@ -39,8 +39,11 @@ for module in $MODULES; do
             -X cdivision=True --module-name "kvmnn.$(echo "$module" | tr / .)" "pyx/kvmnn/$module.pyx" -o "$name.c"
         more=
         checks="-fsanitize=address,undefined -fno-sanitize-recover=undefined -fsanitize-coverage=$counters"
-        case $module in _simd | files/_mapping | frames/_encoder | frames/_hashing) checks= ;; esac
-        [ "$module" != frames/_streams ] || more=pyx/kvmnn/frames/lanes.c
+        case $module in _simd | files/_mapping | frames/_encoder | frames/_hashing | packed/_layout) checks= ;; esac
+        case $module in
+        frames/_streams) more=pyx/kvmnn/frames/lanes.c ;;
+        packed/_layout) more="pyx/kvmnn/packed/packing.c pyx/kvmnn/packed/quantise.c" ;;
+        esac
         "$CLANG" -O1 -gline-tables-only -ffp-contract=off $checks -Wno-everything -fPIC -shared -I "$include" -I pyx -I "pyx/kvmnn/$(dirname "$module")" \
             "$name.c" $more -o "$name.so"
     fi

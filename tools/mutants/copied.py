@@ -64,39 +64,30 @@ class Copy:
         hashed = py_compile.PycInvalidationMode.CHECKED_HASH  # a change can have the same size in the same second
         compileall.compile_dir(self.root, quiet=2, invalidation_mode=hashed)
 
-    def tested(self, change: Change, killers: Counter[str], thorough: bool) -> dict[str, Any]:
+    def tested(self, change: Change, killers: Counter[str], reach: str) -> dict[str, Any]:
         """What became of a change: killed (by which test), survived, timeout, crash or no build.
 
-        Most are noticed by the tests of the module itself: those of its room come after them.
+        `reach` says which tests are run: of the first files that `rooms` names ("near", where most are noticed), of the
+        whole room ("room"), or all of the room that may see the change ("thorough").
         """
         start = time.monotonic()
-        tests = rooms.tests_of(self.root, change.file, killers)
-        source = (self.root / change.file).read_bytes()
+        files = rooms.tests_of(self.root, change.file, killers)
+        if reach == "near" and change.file.endswith(".py"):
+            files = files[:NEAR]
+        calls = self._calls(files)
+        batches = batches_of(calls, change, (self.root / change.file).read_bytes(), reach == "thorough")
         outcome: dict[str, Any] = {"outcome": "survived"}
-        run: dict[str, None] = {}
-        for files in [tests[:NEAR], tests] if change.file.endswith(".py") else [tests]:
-            if outcome["outcome"] == "survived":
-                calls = self._calls(files)
-                batches = [[t for t in batch if t not in run] for batch in batches_of(calls, change, source, thorough)]
-                outcome = self._outcome(change, calls, [batch for batch in batches if batch])
-                run |= dict.fromkeys(test for batch in batches for test in batch)
+        with self._changed(change) as built:
+            if not built:
+                outcome = {"outcome": "no build"}
+            for batch in batches:
+                if outcome["outcome"] == "survived":
+                    outcome = self._run(batch, limit_of(calls, batch))
         killer = outcome.get("by", "").split(" - ")[0]
         if seconds_of(calls, killer) > DOUBTED and self._run([killer], TRACE_SECONDS)["outcome"] == "killed":
             self._leave_out(killer)
-            return self.tested(change, killers, thorough)
-        return {**outcome, "tests": len(run), "seconds": round(time.monotonic() - start, 1)}
-
-    def _outcome(self, change: Change, calls: Calls, batches: list[list[str]]) -> dict[str, Any]:
-        with self._changed(change) as built:
-            if not built:
-                return {"outcome": "no build"}
-            for batch in batches:
-                known = all("::" in test for test in batch)
-                limit = 60 + 20 * sum(seconds_of(calls, test) for test in batch) if known else TRACE_SECONDS
-                outcome = self._run(batch, limit)
-                if outcome["outcome"] != "survived":
-                    return outcome
-        return {"outcome": "survived"}
+            return self.tested(change, killers, reach)
+        return {**outcome, "tests": sum(map(len, batches)), "seconds": round(time.monotonic() - start, 1)}
 
     @contextmanager
     def _changed(self, change: Change) -> Iterator[bool]:
@@ -192,6 +183,13 @@ class Copy:
         return not subprocess.run(
             command, cwd=self.root, env={**os.environ, **self._environment}, capture_output=not check, check=check
         ).returncode
+
+
+def limit_of(calls: Calls, batch: list[str]) -> float:
+    """Seconds after which a batch hangs."""
+    if any("::" not in test for test in batch):
+        return TRACE_SECONDS
+    return 60 + 20 * sum(seconds_of(calls, test) for test in batch)
 
 
 def _ended(child: int, limit: float) -> int | None:

@@ -38,7 +38,9 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--compiled", type=float, default=0.1, help="share of changes in Cython and C")
-    parser.add_argument("--only", default="", help="a file or folder, such as kvmnn/packed or pyx/kvmnn/frames")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="files or folders, such as kvmnn/packed; FILE:LINE, too"
+    )
     parser.add_argument("--survivors", action="store_true", help="test again what survived")
     parser.add_argument("--report", action="store_true", help="print what is known")
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "mutants")
@@ -51,12 +53,21 @@ def main() -> int:
     if not arguments.report:
         print(f"mutants: seed {arguments.seed}, {len(every)} changes to draw from", flush=True)
         copy = Copy(ROOT, arguments.work)
-        for change in chosen(every, results, arguments):
-            outcome = copy.tested(change, results.killers(change.file), arguments.survivors)
-            results.add(change, outcome)
-            print(f"{outcome['outcome']:8} {outcome['seconds']:4.0f} s  {change.file}:{change.line} {change.old!r} -> "
-                  f"{change.new!r}  {outcome.get('by', '')}", flush=True)  # fmt: skip
+        left = chosen(every, results, arguments)
+        for reach in ("thorough",) if arguments.survivors else ("near", "room"):
+            left = [change for change in left if not noticed(copy, change, results, reach)]
     return report(every, results)
+
+
+def noticed(copy: Copy, change: Change, results: Results, reach: str) -> bool:
+    """Test a change, say what became of it, and add that to the results, but for what may be noticed farther on."""
+    outcome = copy.tested(change, results.killers(change.file), reach)
+    survived = outcome["outcome"] == "survived"
+    if not survived or reach != "near":
+        results.add(change, outcome)
+        print(f"{outcome['outcome']:8} {outcome['seconds']:4.0f} s  {change.file}:{change.line} {change.old!r} -> "
+              f"{change.new!r}  {outcome.get('by', '')}", flush=True)  # fmt: skip
+    return not survived
 
 
 def chosen(every: list[Change], results: Results, arguments: argparse.Namespace) -> list[Change]:
@@ -64,7 +75,7 @@ def chosen(every: list[Change], results: Results, arguments: argparse.Namespace)
 
     A seed puts changes in an order by their keys, so that it draws the same ones when other code has come or gone.
     """
-    mine = [change for change in every if change.file.startswith(arguments.only)]
+    mine = [c for c in every if any(c.file.startswith(o) or f"{c.file}:{c.line}" == o for o in arguments.only)]
     if arguments.survivors:
         return [c for c in mine if results.outcome(c) == "survived" and rooms.explanation(c) is None]
     mine.sort(key=lambda change: hashlib.sha256(f"{arguments.seed} {change.key}".encode()).digest())

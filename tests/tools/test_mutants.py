@@ -11,6 +11,7 @@ from repository import ROOT
 
 sys.path.insert(0, str(ROOT / "tools" / "mutants"))
 
+import batches
 import rooms
 from batches import batches_of, function_of
 from changes import Change, changes_of
@@ -110,7 +111,9 @@ def test_the_function_of_a_change(tmp_path: Path) -> None:
     assert names == {"1": None, "2": None, "3": "A.f.<locals>.g", "4": "A.f", "5": "A.f"}
 
 
-def test_which_tests_are_run_and_when(tmp_path: Path) -> None:
+def test_which_tests_are_run_and_when(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "QUICK", 10)
+    monkeypatch.setattr(batches, "MOST", 60)
     first, second, third = found(tmp_path, "a.py", "def f(): return 1\ndef g(): return 2\nX = 3\n")
     source = (tmp_path / "a.py").read_bytes()
     calls = {

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import plot_style
 from .figure_parts import Measure, NothingToShowError, apart, dodge, interval_text, scale
 from .plot_style import FULL, INK, LineEnd
+from .point_labels import PointLabel, label_points
 from .results import Results
 from .rows import Row, full_row
-from .series import Looks, Point, accuracy, cut_rows, grouped, is_number, measured, perplexity
+from .series import Looks, Point, Series, accuracy, cut_rows, grouped, is_number, measured, perplexity
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _PPL, _ACCURACY = "perplexity (lower is better)", "next-token accuracy (%, higher is better)"
+
+
+_ROOMY = 12
+"""Points of which the trade-off shows so many in a figure of the usual size."""
 
 
 def perplexity_over_budget(results: Results) -> Figure:
@@ -30,33 +36,28 @@ def accuracy_over_budget(results: Results) -> Figure:
 
 
 def perplexity_accuracy_tradeoff(results: Results) -> Figure:
-    """Accuracy over perplexity; a line joins the budgets of a policy."""
+    """Accuracy over perplexity; a line joins the budgets of a policy. Far points get a second panel without them."""
     rows = [row for row in cut_rows(results.rows) if is_number(row.accuracy)]
     if not rows:
         raise NothingToShowError("no policy has both a perplexity and an accuracy")
     series, looks = grouped(rows), Looks(results.rows)
-    made, axes = plot_style.figure(5.6, 4.0, [entry.name for entry in series])
-    ends, sizes = [], []
-    for entry in series:
-        members = sorted(entry.rows, key=lambda row: (row.budget or 0, row.keep_ratio or 0))
-        xs, ys = [measured(row.perplexity) for row in members], [100 * measured(row.accuracy) for row in members]
-        look = looks.of(entry.rows[0].label)
-        axes.plot(xs, ys, **look, markeredgecolor="white", markeredgewidth=0.5)
-        sizes += [(x, y, _size(row)) for row, x, y in zip(members, xs, ys, strict=True)]
-        ends.append(LineEnd(entry.name, xs[0], ys[0], look))
+    growth = min(max(len(rows) / _ROOMY, 1.0) ** 0.5, 1.5)  # room for the numbers of many points
+    made, axes = plot_style.figure(5.6 * growth, 4.0 * growth, [entry.name for entry in series])
     full = full_row(results.rows)
-    if full is not None and is_number(full.perplexity) and is_number(full.accuracy):
-        x, y = full.perplexity, 100 * full.accuracy
-        look = {"color": INK, "marker": "*", "markersize": 11, "linestyle": "none", "zorder": 5}
-        axes.plot([x], [y], **look)
-        ends.append(LineEnd("full cache", x, y, look))
-    scale(axes, "x", [measured(row.perplexity) for row in (*rows, *([full] if full is not None else []))])
+    if full is not None and not (is_number(full.perplexity) and is_number(full.accuracy)):
+        full = None
+    values = [measured(row.perplexity) for row in (*rows, *([full] if full is not None else []))]
+    near = _near(values)
+    if near is not None:
+        above = _panel_above(made, axes)
+        _tradeoff_lines(above, series, looks, full, (-math.inf, near))
+        above.set_title("Near the full cache")
+    ends = _tradeoff_lines(axes, series, looks, full, (-math.inf if near is None else near, math.inf))
     plot_style.title(axes, "Perplexity against accuracy")
-    axes.set(xlabel=_PPL, ylabel=_ACCURACY)
-    axes.margins(0.08)
     plot_style.label_lines(axes, ends)
-    plot_style.label_points(axes, sizes)
-    plot_style.caption(made, "Numbers: budget in tokens, or share of the cache. Better is up and left.")
+    plot_style.caption(
+        made, "Numbers, in the colour of their line: budget in tokens, or share of the cache. Better is up and left."
+    )
     return made
 
 
@@ -80,7 +81,61 @@ def keep_ratio_analysis(results: Results) -> Figure:
     return _ratio_panels(results, kinds, lines)
 
 
-# -- parts ------------------------------------------------------------------------------------------------------------
+# -- parts of the trade-off -------------------------------------------------------------------------------------------
+
+
+def _near(values: Sequence[float]) -> float | None:
+    """The perplexity up to which points lie close together, where others lie so far away that they cannot be told."""
+    best, middle = min(values), sorted(values)[len(values) // 2]
+    near = best + 3 * (middle - best)
+    return near if max(values) - best > 2 * (near - best) > 0 else None
+
+
+def _panel_above(made: Figure, axes: Axes) -> Axes:
+    """Another panel of the same size."""
+    height = float(made.get_size_inches()[1])
+    left, bottom, wide, tall = axes.get_position().bounds
+    more = tall * height + 0.8
+    plot_style.grow(made, above=more)
+    return made.add_axes((left, (bottom * height + more) / (height + more), wide, tall * height / (height + more)))
+
+
+def _tradeoff_lines(
+    axes: Axes, series: Sequence[Series], looks: Looks, full: Row | None, numbered: tuple[float, float]
+) -> list[LineEnd]:
+    """Every line, and the numbers of its points above one perplexity and up to another, finite to show no others."""
+    ends, sizes, lines = [], [], []
+    shown = [] if full is None else [(measured(full.perplexity), 100 * measured(full.accuracy))]
+    for entry in series:
+        members = sorted(entry.rows, key=lambda row: (row.budget or 0, row.keep_ratio or 0))
+        xs, ys = [measured(row.perplexity) for row in members], [100 * measured(row.accuracy) for row in members]
+        look = looks.of(entry.rows[0].label)
+        axes.plot(xs, ys, **look, markeredgecolor="white", markeredgewidth=0.5)
+        lines.append((xs, ys))
+        for row, x, y in zip(members, xs, ys, strict=True):
+            if numbered[0] < x <= numbered[1]:
+                sizes.append(PointLabel(x, y, _size(row), look["color"]))
+        ends.append(LineEnd(entry.name, xs[0], ys[0], look))
+    for x, y in shown:
+        look = {"color": INK, "marker": "*", "markersize": 11, "linestyle": "none", "zorder": 5}
+        axes.plot([x], [y], **look)
+        ends.append(LineEnd("full cache", x, y, look))
+    axes.set(xlabel=_PPL, ylabel=_ACCURACY)
+    axes.margins(0.08)
+    if numbered[1] == math.inf:
+        scale(axes, "x", [x for xs, _ in lines for x in xs] + [x for x, _ in shown])
+    else:
+        points = [*shown, *((one.x, one.y) for one in sizes)]
+        for place, setting in enumerate((axes.set_xlim, axes.set_ylim)):
+            low, high = min(point[place] for point in points), max(point[place] for point in points)
+            room = 0.08 * (high - low) or 1.0
+            setting(low - room, high + room)
+    axes.axis((*axes.get_xlim(), *axes.get_ylim()))  # final: what follows is placed by them
+    label_points(axes, sizes, lines, shown)
+    return ends
+
+
+# -- parts of the others ----------------------------------------------------------------------------------------------
 
 
 def _over_budget(results: Results, title: str, ylabel: str, measure: Measure) -> Figure:

@@ -10,6 +10,7 @@ import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,10 +26,8 @@ _LABEL_SIZE = 8.5
 _LINE = 1.3 * _LABEL_SIZE / 72  # inches between two names
 _MAX_LEADERS = 12  # more lines to names would hide the plot
 _SAMPLE = 0.62  # inches between a plot and its names
-_NUMBER_SIZE = 6.5
-_DIRECTIONS = ((0, -1), (0, 1), (1, 0), (-1, 0), (0.8, -0.8), (-0.8, -0.8), (0.8, 0.8), (-0.8, 0.8))
-_DISTANCES = (8, 14, 20, 28, 36, 46)  # points between a marker and its number
-_LEADER: dict[str, Any] = {"arrowstyle": "-", "color": MUTED, "linewidth": 0.4, "shrinkA": 1, "shrinkB": 2}
+_CAPTION_SIZE = 7.5
+_CAPTION_LINE = 1.35 * _CAPTION_SIZE / 72
 _TITLE = "title"
 _METADATA: dict[str, dict[str, Any]] = {
     "png": {"Software": None},
@@ -117,11 +116,13 @@ def label_room(labels: Sequence[str]) -> float:
     return _SAMPLE + 0.1 + max([text_width(label) for label in labels] or [0.0])
 
 
+@lru_cache(maxsize=4096)
 def text_width(text: str, size: float = _LABEL_SIZE) -> float:
-    """Width of a label in inches."""
+    """Width of a label in inches, as the control points of its outlines have it."""
     from matplotlib.textpath import TextPath
 
-    return float(TextPath((0, 0), text or " ", size=size).get_extents().width) / 72
+    across = TextPath((0, 0), text or " ", size=size).vertices[:, 0]
+    return float(across.max() - across.min()) / 72 if len(across) else 0.0
 
 
 def label_lines(axes: Axes, ends: Sequence[LineEnd]) -> None:
@@ -162,51 +163,6 @@ def label_lines(axes: Axes, ends: Sequence[LineEnd]) -> None:
                   va="center")  # fmt: skip
 
 
-def label_points(axes: Axes, points: Sequence[tuple[float, float, str]]) -> None:
-    """Short texts beside points ``(x, y, text)``: each as near to its point as those before it and the points allow."""
-    to_points = 72 / axes.figure.dpi
-    places = [axes.transData.transform((x, y)) * to_points for x, y, _ in points]
-    (left, bottom), (right, top) = axes.transAxes.transform(((0, 0), (1, 1))) * to_points
-    taken = [(place[0] - 3, place[1] - 3, place[0] + 3, place[1] + 3) for place in places]
-    for (x, y, text), place in zip(points, places, strict=True):
-        half = 72 * text_width(text, _NUMBER_SIZE) / 2 + 1
-        best: tuple[float, tuple[float, float]] | None = None
-        for distance in _DISTANCES:
-            for dx, dy in _DIRECTIONS:
-                at = place[0] + dx * (distance + half - 4), place[1] + dy * distance
-                box = (at[0] - half, at[1] - 4, at[0] + half, at[1] + 4)
-                outside = box[0] < left or box[1] < bottom or box[2] > right or box[3] > top
-                cost = sum(_shared(box, other) for other in taken) + (1000 if outside else 0)
-                if best is None or cost < best[0]:
-                    best = cost, at
-            if best is not None and best[0] == 0:
-                break
-        if best is None:
-            continue
-        at = best[1]
-        taken.append((at[0] - half, at[1] - 4, at[0] + half, at[1] + 4))
-        offset = at[0] - place[0], at[1] - place[1]
-        far = max(abs(offset[0]) - half, abs(offset[1])) > _DISTANCES[1]
-        axes.annotate(
-            text,
-            (x, y),
-            offset,
-            textcoords="offset points",
-            ha="center",
-            va="center",
-            fontsize=_NUMBER_SIZE,
-            color=MUTED,
-            arrowprops=_LEADER if far else None,
-        )
-
-
-def _shared(one: tuple[float, ...], other: tuple[float, ...]) -> float:
-    """The area that two boxes share."""
-    width = min(one[2], other[2]) - max(one[0], other[0])
-    height = min(one[3], other[3]) - max(one[1], other[1])
-    return max(width, 0.0) * max(height, 0.0)
-
-
 def spread(wanted: Sequence[float], gap: float) -> list[float]:
     """Ascending places from 0 to 1, as near to those wanted as a distance of `gap` allows (least squares)."""
     groups: list[tuple[float, int]] = []  # where the first of a group would be, and how many are in it
@@ -237,8 +193,39 @@ def remove_titles(made: Figure) -> None:
 
 
 def caption(made: Figure, text: str) -> None:
-    """A line at the foot that says what is shown."""
-    made.text(0.012, 0.015, text, color=MUTED, fontsize=7.5, va="bottom", ha="left")
+    """What is shown, at the foot; the figure grows downwards where one line does not hold it."""
+    width, height = made.get_size_inches()
+    margin = 0.15
+    lines = _lines(text, width - 2 * margin)
+    more = max(len(lines) - 1, 0) * _CAPTION_LINE
+    grow(made, below=more)
+    made.text(margin / width, 0.1 / (height + more), "\n".join(lines), color=MUTED, fontsize=_CAPTION_SIZE, va="bottom",
+              ha="left", linespacing=1.35)  # fmt: skip
+
+
+def grow(made: Figure, *, below: float = 0.0, above: float = 0.0) -> None:
+    """Make a figure higher by inches, without moving or stretching what is in it."""
+    width, height = made.get_size_inches()
+    taller = height + below + above
+    made.set_size_inches(width, taller)
+    for axes in made.axes:
+        left, bottom, wide, tall = axes.get_position().bounds
+        axes.set_position((left, (bottom * height + below) / taller, wide, tall * height / taller))
+
+
+def _lines(text: str, width: float) -> list[str]:
+    """The words in lines of at most `width` inches, as far as words allow."""
+    space = text_width("a a", _CAPTION_SIZE) - text_width("aa", _CAPTION_SIZE)
+    lines: list[list[str]] = []
+    used = width
+    for word in text.split():
+        wide = text_width(word, _CAPTION_SIZE)
+        if used + space + wide > width:
+            lines.append([])
+            used = -space
+        lines[-1].append(word)
+        used += space + wide
+    return [" ".join(words) for words in lines]
 
 
 def as_bytes(made: Figure, kind: str) -> bytes:

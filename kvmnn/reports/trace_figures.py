@@ -34,15 +34,14 @@ def memory_over_time(results: Results) -> Figure:
     made, axes = plot_style.figure(5.6, 4.0, [trace.label for trace in traces])
     looks = _looks(results)
     courses = [(*trace.step_tokens, *trace.cache_bytes) for trace in traces]
-    ends = []
+    ends, shared = [], False
     for number, (trace, course) in enumerate(zip(traces, courses, strict=True)):
         steps, sizes = trace.step_tokens, [size / _MIB for size in trace.cache_bytes]
-        look = looks[trace.label] | {"marker": None}
+        look, turns = looks[trace.label], {}
         alike, before = courses.count(course), courses[:number].count(course)
-        # Policies of one size hold the same: dashes take turns, so that each colour is seen.
-        turns = (
-            {"linestyle": (4 * before, (4, 4 * (alike - 1)))} if alike > 1 and look["color"] != FULL["color"] else {}
-        )
+        if alike > 1 and look["color"] != FULL["color"]:
+            turns = {"linestyle": (4 * before, (4, 4 * (alike - 1)))}
+            shared = True
         axes.plot(steps, sizes, **look | turns)
         ends.append(LineEnd(trace.label, steps[-1], sizes[-1], look))
     axes.set_ylim(bottom=0)
@@ -50,7 +49,10 @@ def memory_over_time(results: Results) -> Figure:
     plot_style.title(axes, "Memory over time")
     axes.set(xlabel="tokens seen", ylabel="K and V held, all layers (MiB)")
     plot_style.label_lines(axes, ends)
-    plot_style.caption(made, f"Document: {traces[0].document}.")
+    turns_text = (
+        " One line in several colours: these policies hold the same, their colours take turns." if shared else ""
+    )
+    plot_style.caption(made, f"Document: {traces[0].document}.{turns_text}")
     return made
 
 
@@ -101,16 +103,12 @@ def keep_map(results: Results) -> Figure:
 
 
 def _looks(results: Results) -> dict[str, dict[str, Any]]:
-    """How each row's course is drawn: in its policy's colour, sizes told apart by dashes."""
-    looks, counts, found = Looks(results.rows), dict[int, int](), {Full.name: FULL}
+    """How each row's course is drawn: in its policy's colour; sizes are told apart by how high they lie."""
+    looks, found = Looks(results.rows), {Full.name: FULL}
     for trace in results.traces:
         row = next((row for row in results.rows if row.label == trace.label), None)
-        if row is not None and row.is_full:
-            found[trace.label] = FULL
-        elif trace.label not in found:
-            family = looks.family(trace.label)
-            found[trace.label] = looks.of(trace.label, counts.get(family, 0))
-            counts[family] = counts.get(family, 0) + 1
+        full = row is not None and row.is_full
+        found.setdefault(trace.label, FULL if full else looks.of(trace.label) | {"marker": None, "linestyle": "-"})
     return found
 
 

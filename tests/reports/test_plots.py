@@ -356,6 +356,69 @@ def test_every_point_of_the_tradeoff_has_its_number() -> None:
     assert {text.get_text() for text in numbers} == {str(budget) for budget in BUDGETS}
 
 
+def laid_out(made: Any) -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    FigureCanvasAgg(made).draw()
+    return made
+
+
+def one_policy() -> Any:
+    sample = document()
+    return replace(sample, rows=(sample.rows[0], sample.rows[1]), traces=sample.traces[:1])
+
+
+@pytest.mark.parametrize("rows", ["one policy", "all"])
+def test_captions_stay_inside_their_figures_and_off_the_axes(rows: str) -> None:
+    sample = document() if rows == "all" else one_policy()
+    for draw in plots.PLOTS.values():
+        try:
+            made = laid_out(draw(sample))
+        except figure_parts.NothingToShowError:
+            continue
+        for text in made.texts:
+            box = text.get_window_extent()
+            assert box.x0 >= 0 and box.x1 <= made.bbox.width and box.y0 >= 0, draw.__name__
+            for label in (axes.xaxis.label for axes in made.axes):
+                assert not label.get_text() or label.get_window_extent().y0 > box.y1, draw.__name__
+
+
+def test_numbers_of_the_tradeoff_do_not_lie_under_the_star() -> None:
+    rows = [row("full", "full", perplexity=9.0, accuracy=0.5)]
+    costs = ((256, 9.002, 0.4999), (128, 9.01, 0.4995), (64, 9.05, 0.495), (32, 9.4, 0.48))
+    rows += [row(f"s {b}", "streaming", budget=b, perplexity=p, accuracy=a) for b, p, a in costs]
+    made = laid_out(figures.perplexity_accuracy_tradeoff(results(rows)))
+    for axes in made.axes:
+        star = axes.transData.transform((9.0, 50.0))
+        for text in (text for text in axes.texts if text.get_text().isdigit()):
+            box = text.get_window_extent()
+            near = [max(low - at, at - high, 0) for at, low, high in zip(star, box.min, box.max, strict=True)]
+            assert max(near) > 5, text.get_text()
+
+
+def test_points_that_crowd_beside_a_far_one_have_a_panel_of_their_own() -> None:
+    rows = [row("full", "full", perplexity=9.0, accuracy=0.5)]
+    costs = ((512, 9.1), (256, 9.2), (128, 9.3), (64, 9.5), (32, 30.0))
+    rows += [row(f"s {b}", "streaming", budget=b, perplexity=p, accuracy=4.5 / p) for b, p in costs]
+    whole, near = figures.perplexity_accuracy_tradeoff(results(rows)).axes
+    assert (near.get_title() or near.get_title(loc="left")) == "Near the full cache"
+    assert near.get_xlim()[1] < 10 < whole.get_xlim()[1]
+    numbers = [{text.get_text() for text in axes.texts if text.get_text().isdigit()} for axes in (whole, near)]
+    assert numbers == [{"32"}, {"512", "256", "128", "64"}]
+    assert len(figures.perplexity_accuracy_tradeoff(results(rows[:-1])).axes) == 1
+
+
+def test_policies_that_hold_the_same_share_a_line_which_the_caption_explains() -> None:
+    sample = document()
+    traces = (sample.traces[0], sample.traces[1], replace(sample.traces[1], label="h2o_decayed_heads 256"))
+    made = trace_figures.memory_over_time(replace(sample, traces=traces))
+    samples = [line for line in made.axes[0].lines if not line.get_clip_on() and line.get_color() != plot_style.INK]
+    assert samples and {line.get_linestyle() for line in samples} == {"-"}
+    assert "these policies hold the same, their colours take turns" in made.texts[0].get_text()
+    alone = trace_figures.memory_over_time(replace(sample, traces=traces[:2]))
+    assert "take turns" not in alone.texts[0].get_text()
+
+
 def test_each_improvement_is_measured_by_itself() -> None:
     found = [
         row(entry.label, entry.policy, options=entry.policy_options(), budget=entry.options.get("budget"),

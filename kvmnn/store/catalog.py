@@ -21,7 +21,7 @@ _MAX_NAME = 256
 
 def note_session(units: Directory, name: str, space: Space, ids: Ids) -> None:
     """Keep the text of a session under its name."""
-    _check_name(name)
+    check_name(name)
     with units.index.writing() as cursor:
         number = updates.space_id(cursor, space)
         cursor.execute(
@@ -31,7 +31,7 @@ def note_session(units: Directory, name: str, space: Space, ids: Ids) -> None:
 
 def session(units: Directory, name: str) -> tuple[Space, Ids]:
     """Space and text of a session; `KvmnnError` where there is none of this name."""
-    _check_name(name)
+    check_name(name)
     with units.index.reading() as cursor:
         row = cursor.execute(
             "SELECT space.document, session.ids FROM session JOIN space ON space.id = session.space WHERE name = ?",
@@ -54,7 +54,7 @@ def sessions(units: Directory) -> list[str]:
 
 def forget_session(units: Directory, name: str) -> None:
     """Forget a session; errors as `session`."""
-    _check_name(name)
+    check_name(name)
     with units.index.writing() as cursor:
         if cursor.execute("DELETE FROM session WHERE name = ?", (name,)).rowcount == 0:
             raise KvmnnError(f"{units.label}: there is no session {shown(name)}")
@@ -92,13 +92,18 @@ def unpin(units: Directory, space: Space, ids: Ids) -> bool:
     return row is not None
 
 
+_IS_END = """NOT EXISTS (SELECT 1 FROM block JOIN branch ON branch.parent = block.key
+    WHERE block.unit = unit.id AND (block.number + 1) * (SELECT block_tokens FROM state) = unit.tokens)"""
+"""Whether no unit goes on at the end of one; behind a tail none can."""
+
+
 def entries(units: Directory) -> list[Entry]:
     """The stored texts, the last used first."""
     with units.index.reading() as cursor:
         documents = dict(cursor.execute("SELECT id, document FROM space").fetchall())
         rows = cursor.execute(
-            "SELECT unit.space, start + tokens, bytes, pins, (SELECT tick FROM state) - used FROM unit "
-            "WHERE children = 0 ORDER BY used DESC, id DESC"
+            "SELECT space, start + tokens, bytes, pins, (SELECT tick FROM state) - used FROM unit "
+            f"WHERE {_IS_END} ORDER BY used DESC, id DESC"
         ).fetchall()
     spaces = {number: from_json(document, f"{units.label}: space") for number, document in documents.items()}
     found = []
@@ -121,7 +126,7 @@ def stats(units: Directory, asked: int, found: int) -> Stats:
         def one(query: str) -> tuple[int, ...]:
             return whole_numbers(cursor.execute(query).fetchone(), units.folder)
 
-        count, tokens, nbytes, texts = one("SELECT count(*), sum(tokens), sum(bytes), sum(children = 0) FROM unit")
+        count, tokens, nbytes, texts = one(f"SELECT count(*), sum(tokens), sum(bytes), sum({_IS_END}) FROM unit")
         (blocks,) = one("SELECT count(*) FROM block")
         (pinned,) = one("SELECT count(*) FROM pin")
         (kept,) = one("SELECT count(*) FROM session")
@@ -145,7 +150,8 @@ def stats(units: Directory, asked: int, found: int) -> Stats:
     )
 
 
-def _check_name(name: object) -> None:
+def check_name(name: object) -> None:
+    """Refuse what is no name of a session."""
     if not isinstance(name, str):
         raise TypeError(f"the name of a session must be a string, not {type(name).__name__}")
     if not name or len(name) > _MAX_NAME or not name.isprintable():

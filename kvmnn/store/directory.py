@@ -20,19 +20,13 @@ from .space import Space, from_json
 from .token_ids import Ids
 from .unit import DamagedError, parse_ids
 from .unit_files import Staging, UnitFiles
+from .units import Added
 from .updates import NewUnit
 
 MAX_BLOCK_TOKENS = 1 << 16
 _MAX_SPACES = 4096
 _TOUCH_SECONDS = 1.0
 """Uses are noted down together after so many seconds."""
-
-
-class Added(NamedTuple):
-    """What became of new units: bytes that the store holds more, and bytes that had to go for them."""
-
-    stored_bytes: int
-    removed_bytes: int
 
 
 class Removed(NamedTuple):
@@ -135,6 +129,7 @@ class Directory:
                 for unit in new:
                     found, superfluous = updates.insert(cursor, number, unit, text, lambda: has_all(cursor))
                     if found:
+                        assert isinstance(unit.staged, Path)
                         self.files.place(unit.staged, found)
                         placed.append(found)
                         stored += unit.nbytes

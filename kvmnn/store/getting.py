@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from ..arrays.layer_cache import LayerCache
 from .decoding import DamagedStretchError, Stretch, check_unit, decode_stretches
-from .directory import Directory
 from .encoding import blocks_in_unit
 from .lookup import Found, units_of
 from .space import Space
 from .token_ids import Ids
 from .unit import DamagedError, parse
+from .units import Units
 
 
 def read_layers(
-    units: Directory, space: Space, found: Found, ids: Ids, notes: list[str], threads: int | None
+    units: Units, space: Space, found: Found, ids: Ids, notes: list[str], threads: int | None
 ) -> list[LayerCache] | None:
     """K and V of the beginning of a text that was found.
 

@@ -6,7 +6,6 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,19 +13,19 @@ import numpy.typing as npt
 
 from ..arrays.layer_cache import LayerCache
 from ..checks import whole
-from ..errors import KvmnnError, OptionError, SourceError
+from ..errors import KvmnnError, SourceError
 from ..frames import CodecOptions
-from . import catalog, portable, upkeep
-from .directory import MAX_BLOCK_TOKENS, Directory
+from . import portable
 from .getting import read_layers
 from .lookup import Found, Text, units_of
+from .opening import open_units
 from .putting import add_text
+from .remote import OutageError
 from .results import Cleaned, Exported, Listing, Pinned, Prefix, Put, Session, Stats, Verified
 from .space import Space, check_model, checked_layers, space_of
 from .token_ids import Ids, as_ids, block_keys
 from .updates import ParentGoneError
 
-BLOCK_TOKENS = 64
 _TRIES = 3
 
 TokenIds = Sequence[int] | npt.NDArray[Any]
@@ -42,16 +41,23 @@ class PrefixStore:
     Parameters
     ----------
     url
-        A directory.
+        A directory; ``redis://`` or ``valkey://`` (extra ``redis``); or what fsspec opens: ``s3://``, ``gs://``,
+        ``file://``, ``memory://`` (extra ``object``).
     max_bytes
-        Most bytes of all stored files; None for no bound. What was not used for longest goes first, ends of texts
-        before their beginnings; pinned prefixes never.
+        Of a directory: most bytes of all stored files; None for no bound. What was not used for longest goes first,
+        ends of texts before their beginnings; pinned prefixes never.
     block_tokens
         Tokens of a block, for a store that is made; one that is there has its own, and None takes that, or 64.
+    ram_bytes
+        Past this machine: most bytes of units that are kept in memory; None for 256 MiB. In a directory the system
+        does it.
     effort
         Of the codec, as for `kvmnn.encode`. ``"fast"`` loses less than 0.1 % to ``"exact"`` and takes half the time.
     threads
         For encoding and decoding, at most this number; None for all processors.
+    timeout
+        Past this machine: seconds that an answer may take; None for 5. What is not answered is tried twice more, and is
+        a miss then; for a second nothing more is tried.
     read_only
         Change nothing, and do not note down what was used: for a directory that cannot be written to.
     create
@@ -82,24 +88,25 @@ class PrefixStore:
         max_bytes: int | None = None,
         *,
         block_tokens: int | None = None,
+        ram_bytes: int | None = None,
         effort: str = "fast",
         threads: int | None = None,
+        timeout: float | None = None,
         read_only: bool = False,
         create: bool = True,
     ) -> None:
         self._options = CodecOptions(effort=effort)
         self._options.check()
         self._threads = None if threads is None else whole(threads, "threads", 1)
-        if block_tokens is not None:
-            block_tokens = whole(block_tokens, "block_tokens", 1, MAX_BLOCK_TOKENS)
-        if max_bytes is not None:
-            max_bytes = whole(max_bytes, "max_bytes", 0)
-        made = (block_tokens or BLOCK_TOKENS) if create else None
-        self._units = Directory(Path(url), block_tokens=made, max_bytes=max_bytes, read_only=read_only)
-        if block_tokens not in (None, self._units.block_tokens):
-            said = self._units.block_tokens
-            self._units.close()
-            raise OptionError(f"{url}: has blocks of {said} tokens, not of {block_tokens}")
+        self._units = open_units(
+            url,
+            max_bytes=max_bytes,
+            ram_bytes=ram_bytes,
+            block_tokens=block_tokens,
+            timeout=timeout,
+            read_only=read_only,
+            create=create,
+        )
         self._asked = self._found = 0
         self._lock = threading.Lock()
 
@@ -133,33 +140,13 @@ class PrefixStore:
         OutputError
             Where files cannot be written; the store is as it was, or has a beginning of the text.
         """
-        started = time.perf_counter()
         ids = as_ids(token_ids)
         caches = checked_layers(layers, ids.size)
         space = space_of(caches, model)
-        text = self._text(space, ids)
-        known = self._units.find(text)
-        put = Put(tokens=ids.size, known_tokens=min(known.tokens, ids.size))
-        for _ in range(_TRIES):
-            if known.tokens >= ids.size:
-                break
-            try:
-                added = add_text(self._units, text, caches, space, known.blocks, self._options, self._threads)
-            except ParentGoneError:  # another process removed what these blocks follow: they are put as well
-                known = self._units.find(text)
-                continue
-            raw = (ids.size - known.blocks * text.block_tokens) * space.token_bytes
-            put = Put(
-                tokens=ids.size,
-                known_tokens=known.tokens,
-                raw_bytes=raw,
-                stored_bytes=added.stored_bytes,
-                removed_bytes=added.removed_bytes,
-                seconds=time.perf_counter() - started,
-            )
-            break
-        self._units.touch(units_of(known.places))
-        return put
+        try:
+            return self._put(ids, caches, space)
+        except OutageError as error:
+            return Put(tokens=ids.size, known_tokens=0, notes=(str(error),))
 
     def match(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> int:
         """How many tokens of a text are stored, from its beginning on: what `get` would return.
@@ -169,7 +156,10 @@ class PrefixStore:
         dtype
             As for `get`.
         """
-        return self._longest(as_ids(token_ids), model, dtype)[1].tokens
+        try:
+            return self._longest(as_ids(token_ids), model, dtype)[1].tokens
+        except OutageError:
+            return 0
 
     def get(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> Prefix:
         """K and V of the longest stored beginning of a text.
@@ -189,17 +179,10 @@ class PrefixStore:
             Where the index cannot be read.
         """
         ids = as_ids(token_ids)
-        notes: list[str] = []
-        while True:
-            space, found = self._longest(ids, model, dtype)
-            if space is None or not found.places:
-                prefix = Prefix(tokens=0, asked=ids.size, notes=tuple(notes))
-                break
-            layers = read_layers(self._units, space, found, ids, notes, self._threads)
-            if layers is not None:
-                prefix = Prefix(tokens=found.tokens, asked=ids.size, layers=layers, notes=tuple(notes))
-                self._units.touch(units_of(found.places))
-                break
+        try:
+            prefix = self._get(ids, model, dtype)
+        except OutageError as error:
+            prefix = Prefix(tokens=0, asked=ids.size, notes=(str(error),))
         with self._lock:
             self._asked += prefix.asked
             self._found += prefix.tokens
@@ -217,7 +200,7 @@ class PrefixStore:
         """
         put = self.put(token_ids, layers, model=model)
         space = space_of(sorted(layers, key=lambda cache: cache.layer), model)
-        catalog.note_session(self._units, name, space, as_ids(token_ids))
+        self._units.note_session(name, space, as_ids(token_ids))
         return put
 
     def resume(self, name: str) -> Session:
@@ -228,17 +211,17 @@ class PrefixStore:
         KvmnnError
             Where no session has this name.
         """
-        space, ids = catalog.session(self._units, name)
+        space, ids = self._units.session(name)
         prefix = self.get(ids, model=space.model, dtype=space.dtype)
         return Session(name=name, token_ids=ids.tolist(), prefix=prefix)
 
     def sessions(self) -> list[str]:
         """The names of all sessions that were put away."""
-        return catalog.sessions(self._units)
+        return self._units.sessions()
 
     def forget(self, name: str) -> None:
         """Forget a session's name and text; its K and V stay until they have to go. Errors as `resume`."""
-        catalog.forget_session(self._units, name)
+        self._units.forget_session(name)
 
     def pin(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> Pinned:
         """Keep a text whatever the bound, until `unpin`.
@@ -250,14 +233,14 @@ class PrefixStore:
         """
         ids = as_ids(token_ids)
         space, found = self._longest(ids, model, dtype)
-        was = not catalog.pin(self._units, self._whole(space, found, ids), ids)
+        was = not self._units.pin(self._whole(space, found, ids), ids)
         return Pinned(tokens=ids.size, pinned=True, was_pinned=was)
 
     def unpin(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> Pinned:
         """Let go of a text that was pinned."""
         ids = as_ids(token_ids)
         spaces = [space for space in self._spaces_of(model) if dtype in (None, space.dtype)]
-        was = sum(catalog.unpin(self._units, space, ids) for space in spaces) > 0
+        was = sum(self._units.unpin(space, ids) for space in spaces) > 0
         return Pinned(tokens=ids.size, pinned=False, was_pinned=was)
 
     def delete(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> Cleaned:
@@ -270,7 +253,7 @@ class PrefixStore:
         """
         ids = as_ids(token_ids)
         space, found = self._longest(ids, model, dtype)
-        return upkeep.delete(self._units, self._text(self._whole(space, found, ids), ids))
+        return self._units.delete(self._text(self._whole(space, found, ids), ids))
 
     def export(
         self,
@@ -321,19 +304,19 @@ class PrefixStore:
 
     def gc(self, max_bytes: int | None = None) -> Cleaned:
         """Remove files that nothing refers to, and texts until no more than `max_bytes` are left; None for no bound."""
-        return upkeep.clean(self._units, None if max_bytes is None else whole(max_bytes, "max_bytes", 0))
+        return self._units.clean(None if max_bytes is None else whole(max_bytes, "max_bytes", 0))
 
     def verify(self) -> Verified:
         """Read, decode and compare everything; what is damaged is removed, with all that follows it."""
-        return upkeep.verify(self._units, self._threads)
+        return self._units.verify(self._threads)
 
     def stats(self) -> Stats:
         """What the store holds, and what `get` found so far."""
-        return catalog.stats(self._units, self._asked, self._found)
+        return self._units.stats(self._asked, self._found)
 
     def ls(self) -> Listing:
         """The stored texts, the last used first."""
-        return Listing(texts=tuple(catalog.entries(self._units)))
+        return Listing(texts=tuple(self._units.entries()))
 
     def close(self) -> None:
         """Note down what was used, and let go of the store; twice does nothing."""
@@ -349,6 +332,42 @@ class PrefixStore:
 
     def __repr__(self) -> str:
         return f"<PrefixStore {self._units.label}>"
+
+    def _put(self, ids: Ids, caches: Sequence[LayerCache], space: Space) -> Put:
+        started = time.perf_counter()
+        text = self._text(space, ids)
+        known = self._units.find(text)
+        put = Put(tokens=ids.size, known_tokens=known.tokens)
+        for _ in range(_TRIES):
+            if known.tokens >= ids.size:
+                break
+            try:
+                added = add_text(self._units, text, caches, space, known.blocks, self._options, self._threads)
+            except ParentGoneError:  # another process removed what these blocks follow: they are put as well
+                known = self._units.find(text)
+                continue
+            put = Put(
+                tokens=ids.size,
+                known_tokens=known.tokens,
+                raw_bytes=(ids.size - known.blocks * text.block_tokens) * space.token_bytes,
+                stored_bytes=added.stored_bytes,
+                removed_bytes=added.removed_bytes,
+                seconds=time.perf_counter() - started,
+            )
+            break
+        self._units.touch(units_of(known.places))
+        return put
+
+    def _get(self, ids: Ids, model: str, dtype: str | None) -> Prefix:
+        notes: list[str] = []
+        while True:
+            space, found = self._longest(ids, model, dtype)
+            if space is None or not found.places:
+                return Prefix(tokens=0, asked=ids.size, notes=tuple(notes))
+            layers = read_layers(self._units, space, found, ids, notes, self._threads)
+            if layers is not None:
+                self._units.touch(units_of(found.places))
+                return Prefix(tokens=found.tokens, asked=ids.size, layers=layers, notes=tuple(notes))
 
     def _text(self, space: Space, ids: Ids) -> Text:
         return Text(space.key, ids, block_keys(space.key, ids, self.block_tokens), self.block_tokens)

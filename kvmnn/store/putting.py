@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from ..arrays.layer_cache import LayerCache
 from ..frames import CodecOptions
-from .directory import Added, Directory
 from .encoding import Cut, blocks_in_unit, cuts, encode_units
 from .lookup import Text
 from .space import Space
 from .unit import Frame, Unit
+from .units import Added, Units
 from .updates import NewUnit
 
 _BATCH_BYTES = 256 << 20
@@ -18,7 +18,7 @@ _BATCH_BYTES = 256 << 20
 
 
 def add_text(
-    units: Directory,
+    units: Units,
     text: Text,
     layers: Sequence[LayerCache],
     space: Space,
@@ -45,7 +45,7 @@ def add_text(
 
 
 def _add_batch(
-    units: Directory,
+    units: Units,
     text: Text,
     layers: Sequence[LayerCache],
     space: Space,

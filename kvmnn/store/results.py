@@ -22,7 +22,7 @@ class Prefix:
     layers
         K and V of these tokens, ``[kv_head, token, head_dim]``, in new arrays; empty for a miss.
     notes
-        One line for each unit that was damaged, and is a miss now.
+        One line for each unit that was damaged and is a miss now, and for an engine that did not answer.
     """
 
     tokens: int
@@ -68,6 +68,8 @@ class Put:
         Of files that had to go for them, or were superfluous then.
     seconds
         Time it took.
+    notes
+        Why nothing was stored, where an engine did not answer.
     """
 
     tokens: int
@@ -76,12 +78,15 @@ class Put:
     stored_bytes: int = 0
     removed_bytes: int = 0
     seconds: float = 0.0
+    notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values."""
-        return asdict(self)
+        return asdict(self) | {"notes": list(self.notes)}
 
     def __str__(self) -> str:
+        if self.notes:
+            return f"{count(self.tokens, 'token')}: nothing was stored: {'; '.join(self.notes)}"
         if self.known_tokens == self.tokens:
             return f"{count(self.tokens, 'token')}: all of them were stored already"
         new = self.tokens - self.known_tokens
@@ -190,7 +195,7 @@ class Entry:
     pinned
         Whether it stays whatever the bound.
     unused_for
-        How many uses of the store ago it was last used.
+        How many uses of the store ago it was last used; None where that is not known.
     """
 
     model: str
@@ -198,15 +203,16 @@ class Entry:
     tokens: int
     bytes: int
     pinned: bool
-    unused_for: int
+    unused_for: int | None
 
     def to_dict(self) -> dict[str, Any]:
         """The entry as JSON values."""
         return asdict(self)
 
     def __str__(self) -> str:
-        about = "pinned" if self.pinned else f"{count(self.unused_for, 'use')} ago"
-        return f"{self.tokens:>9,} tokens  {self.bytes:>12,} bytes  {self.dtype}  {visible(self.model[:16])}  {about}"
+        about = "pinned" if self.pinned else "" if self.unused_for is None else f"{count(self.unused_for, 'use')} ago"
+        text = f"{self.tokens:>9,} tokens  {self.bytes:>12,} bytes  {self.dtype}  {visible(self.model[:16])}  {about}"
+        return text.rstrip()
 
 
 @dataclass(frozen=True, kw_only=True)

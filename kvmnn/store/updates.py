@@ -36,7 +36,7 @@ class NewUnit:
     nbytes
         Of its file.
     staged
-        Where the file lies.
+        Where the file lies, or its bytes.
     """
 
     parent: bytes
@@ -44,7 +44,7 @@ class NewUnit:
     ids: Ids
     keys: Sequence[bytes]
     nbytes: int
-    staged: Path
+    staged: Path | bytes
 
 
 def space_id(cursor: sqlite3.Cursor, space: Space) -> int:

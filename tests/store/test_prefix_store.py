@@ -99,6 +99,16 @@ def test_the_longest_of_many_branches(store: PrefixStore) -> None:
     assert same(store.get(asked, model=MODEL).layers, [*begin, 50, 17, 17, 17], 7)
 
 
+def test_texts_are_listed(store: PrefixStore) -> None:
+    """Each that no longer one begins with, whichever units others share."""
+    for ids in (range(8), range(20), [*range(12), 99, 98, 97], [*range(12), 50, 51, 52, 53], [7]):
+        put(store, ids)
+    listed = [(entry.tokens, entry.unused_for) for entry in store.ls().texts]
+    assert sorted(tokens for tokens, _ in listed) == [1, 15, 16, 20]
+    assert [ago for _, ago in listed] == sorted(ago for _, ago in listed if ago is not None)
+    assert store.stats().texts == 4
+
+
 def test_a_text_that_grows_leaves_no_tails(store: PrefixStore) -> None:
     ids = list(range(8))
     put(store, ids)

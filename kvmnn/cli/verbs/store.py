@@ -68,7 +68,7 @@ def add_parser(verbs: Any) -> None:
     """Declare the verb."""
     parser = shared_options.add_verb(verbs, "store", run, "prefixes kept, and found again by their tokens", _TEXT)
     parser.add_argument("action", choices=tuple(_ACTIONS), metavar="ACTION", help=", ".join(_ACTIONS))
-    parser.add_argument("store", metavar="STORE", help="the store's directory; put and import make it")
+    parser.add_argument("store", metavar="STORE", help="a directory, redis:// or s3:// ...; put and import make it")
     parser.add_argument("inputs", nargs="*", metavar="IN", help="put: caches of the text; import: a file of export")
     parser.add_argument("--fingerprint", metavar="TEXT", help="which model computed it, where no --model DIR tells")
     parser.add_argument(
@@ -131,6 +131,11 @@ def run(arguments: argparse.Namespace) -> int:
         result, code = _DO[arguments.action](store, arguments)
         printing.show(arguments, f"store {arguments.action}", result)
     return code
+
+
+def _is_fixed(store: str) -> bool:
+    """Whether a store is a directory that cannot be written to: uses are not noted down then."""
+    return os.path.isdir(store) and not os.access(store, os.W_OK)
 
 
 def _source(arguments: argparse.Namespace) -> Source:

@@ -1,0 +1,79 @@
+"""Which units a URL means: a directory, Redis or Valkey, or what fsspec opens."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from ..checks import whole
+from ..errors import KvmnnError, OptionError
+from .directory import MAX_BLOCK_TOKENS
+from .directory_units import DirectoryUnits
+from .remote import RemoteUnits
+from .remote.object_values import ObjectValues
+from .remote.redis_values import RedisValues
+from .remote.values import Patient, Values
+from .units import Units
+
+BLOCK_TOKENS = 64
+RAM_BYTES = 256 << 20
+TIMEOUT = 5.0
+
+_SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://")
+_REDIS = ("redis", "rediss", "unix", "valkey", "valkeys")
+_SECRET = re.compile(r"(?<=://)[^/@]*@")
+
+
+def open_units(
+    url: str | os.PathLike[str],
+    *,
+    max_bytes: int | None,
+    ram_bytes: int | None,
+    block_tokens: int | None,
+    timeout: float | None,
+    read_only: bool,
+    create: bool,
+) -> Units:
+    """The units at a URL; parameters and errors as `PrefixStore`."""
+    if block_tokens is not None:
+        block_tokens = whole(block_tokens, "block_tokens", 1, MAX_BLOCK_TOKENS)
+    if max_bytes is not None:
+        max_bytes = whole(max_bytes, "max_bytes", 0)
+    name = os.fspath(url)
+    found = _SCHEME.match(name)
+    if found is None:
+        if ram_bytes is not None or timeout is not None:
+            raise OptionError(f"{name}: ram_bytes and timeout are for stores past this machine, not for a directory")
+        made = (block_tokens or BLOCK_TOKENS) if create else None
+        units = DirectoryUnits(Path(name), block_tokens=made, max_bytes=max_bytes, read_only=read_only)
+        if block_tokens not in (None, units.block_tokens):
+            units.close()
+            raise OptionError(f"{name}: has blocks of {units.block_tokens} tokens, not of {block_tokens}")
+        return units
+    label = _SECRET.sub("", name)
+    if max_bytes is not None:
+        raise OptionError(f"{label}: the engine bounds itself; max_bytes is for stores in a directory")
+    return RemoteUnits(
+        Patient(_values(found[1], name, _seconds(timeout)), label),
+        block_tokens=block_tokens,
+        default_tokens=BLOCK_TOKENS if create else None,
+        ram_bytes=RAM_BYTES if ram_bytes is None else whole(ram_bytes, "ram_bytes", 0),
+        read_only=read_only,
+    )
+
+
+def _values(scheme: str, url: str, timeout: float) -> Values:
+    if scheme in _REDIS:
+        return RedisValues(url, timeout)
+    return ObjectValues(url, timeout)
+
+
+def _seconds(timeout: float | None) -> float:
+    if timeout is None:
+        return TIMEOUT
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+        raise TypeError(f"timeout must be a number of seconds, not {type(timeout).__name__}")
+    if not 0 < timeout <= 3600:
+        raise KvmnnError(f"timeout is {timeout!r}: expected seconds above 0, at most 3,600")
+    return float(timeout)

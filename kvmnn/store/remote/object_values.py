@@ -1,0 +1,111 @@
+"""Values in an object store, or any file system that fsspec opens: a file for each."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from ...optional import package
+
+T = TypeVar("T")
+
+UNITS = "units"
+_LOCAL = {"file", "local"}
+
+
+class ObjectValues:
+    """Values below a folder or bucket.
+
+    Parameters
+    ----------
+    url
+        ``s3://bucket/path``, ``gs://``, ``file:///path``, ``memory://name`` ...
+    timeout
+        Seconds that one call may take.
+    """
+
+    def __init__(self, url: str, timeout: float) -> None:
+        fsspec = package("fsspec")
+        self._fs: Any
+        self._fs, root = fsspec.core.url_to_fs(url)
+        self._root = str(root).rstrip("/")
+        protocols = self._fs.protocol
+        self._is_local = bool(_LOCAL & {protocols, *(protocols if isinstance(protocols, tuple) else ())})
+        self._timeout = timeout
+        self._threads = ThreadPoolExecutor(4, "kvmnn-object")
+
+    def get_many(self, names: Sequence[str]) -> list[bytes | None]:
+        """As `Values`."""
+        paths = [self._path(name) for name in names]
+        if len(paths) == 1:
+            return [self._timed(lambda: self._one(paths[0]))]
+        found = self._timed(lambda: self._fs.cat(paths, on_error="return"))
+        return [_value(found.get(path)) for path in paths]
+
+    def put_many(self, items: Mapping[str, bytes]) -> None:
+        """As `Values`."""
+        values = {self._path(name): value for name, value in items.items()}
+        self._timed(lambda: self._put_local(values) if self._is_local else self._fs.pipe(values))
+
+    def delete(self, names: Sequence[str]) -> None:
+        """As `Values`."""
+        self._timed(lambda: self._remove([self._path(name) for name in names]))
+
+    def names_in(self, folder: str) -> list[str]:
+        """As `Values`."""
+        return self._timed(lambda: self._names(f"{self._root}/{folder}"))
+
+    def folders(self) -> list[str]:
+        """As `Values`."""
+        return [name for name in self._timed(lambda: self._names(self._root)) if name != UNITS]
+
+    def close(self) -> None:
+        """As `Values`."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def _timed(self, call: Callable[[], T]) -> T:
+        """File systems have no common time-out: one that takes too long is left to itself."""
+        return self._threads.submit(call).result(self._timeout)
+
+    def _one(self, path: str) -> bytes | None:
+        try:
+            return bytes(self._fs.cat_file(path))
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return None
+
+    def _put_local(self, values: Mapping[str, bytes]) -> None:
+        """A file gets its name when it is complete; in object stores all do."""
+        for path, value in values.items():
+            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            staged = f"{path}.{secrets.token_hex(4)}.tmp"
+            self._fs.pipe_file(staged, value)
+            self._fs.mv(staged, path)
+
+    def _remove(self, paths: Sequence[str]) -> None:
+        for path in paths:
+            with suppress(FileNotFoundError):
+                self._fs.rm_file(path)
+
+    def _names(self, path: str) -> list[str]:
+        self._fs.invalidate_cache(path)
+        try:
+            entries = self._fs.ls(path, detail=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        names = [str(entry).rstrip("/").rpartition("/")[2] for entry in entries]
+        return [name for name in names if name and not name.endswith(".tmp")]
+
+
+def _value(found: object) -> bytes | None:
+    """A value of a call for many; what failed otherwise than by not being there is raised."""
+    if found is None or isinstance(found, FileNotFoundError | NotADirectoryError | IsADirectoryError):
+        return None
+    if isinstance(found, BaseException):
+        raise found
+    return bytes(found)  # type: ignore[call-overload,no-any-return]

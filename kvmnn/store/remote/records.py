@@ -1,0 +1,89 @@
+"""What is noted down beside a unit where there is no index: where it stands in its text, and its ids."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...frames.hashing import checksum
+from ..space import KEY_BYTES
+from ..token_ids import MAX_TOKENS, Ids, block_keys
+
+MAGIC = b"KVMNNPB1"
+AFTER = "after-"
+_FIELDS = struct.Struct(f"<8s{KEY_BYTES}s{KEY_BYTES}s{KEY_BYTES}sQII")
+_CHECKSUM = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """A unit that follows a block.
+
+    Parameters
+    ----------
+    space, parent
+        Keys of the space and of the block before; that of the space at the beginning of a text.
+    unit
+        The unit's number.
+    nbytes
+        Of the unit.
+    start
+        Tokens of the text before it.
+    ids
+        Of its tokens.
+    """
+
+    space: bytes
+    parent: bytes
+    unit: int
+    nbytes: int
+    start: int
+    ids: Ids
+
+    def name(self, block_tokens: int) -> str:
+        """Where the record lies."""
+        return record_name(self.parent, self.ids[:block_tokens])
+
+    def keys(self, block_tokens: int) -> list[bytes]:
+        """The keys of the unit's whole blocks."""
+        return block_keys(self.parent, self.ids, block_tokens)
+
+    def to_bytes(self) -> bytes:
+        """The record's bytes."""
+        unit = self.unit.to_bytes(KEY_BYTES, "big")
+        fields = _FIELDS.pack(MAGIC, self.space, self.parent, unit, self.nbytes, self.start, self.ids.size)
+        data = fields + self.ids.astype("<u4").tobytes()
+        return data + _CHECKSUM.pack(checksum(data))
+
+
+def from_bytes(data: bytes | None) -> Record | None:
+    """A record; None for what is none, or is damaged."""
+    if data is None or len(data) < _FIELDS.size + _CHECKSUM.size:
+        return None
+    magic, space, parent, unit, nbytes, start, tokens = _FIELDS.unpack_from(data)
+    end = _FIELDS.size + 4 * tokens
+    if magic != MAGIC or not 1 <= tokens <= MAX_TOKENS or start > MAX_TOKENS or len(data) != end + _CHECKSUM.size:
+        return None
+    if checksum(data[:end]) != _CHECKSUM.unpack_from(data, end)[0]:
+        return None
+    ids = np.frombuffer(data, "<u4", tokens, _FIELDS.size)
+    return Record(space, parent, int.from_bytes(unit, "big"), nbytes, start, ids)
+
+
+def record_name(parent: bytes, first: Ids) -> str:
+    """Where the record of a unit lies that follows `parent` and begins with the ids of one block, or a tail."""
+    key = hashlib.blake2b(parent + first.tobytes(), digest_size=KEY_BYTES).hexdigest()
+    return f"{folder_after(parent)}/{key}"
+
+
+def folder_after(parent: bytes) -> str:
+    """The folder of all records that follow a block."""
+    return AFTER + parent.hex()
+
+
+def unit_number(space: bytes, parent: bytes, ids: Ids) -> int:
+    """The number of a unit with these tokens: the same whoever puts it."""
+    return int.from_bytes(hashlib.blake2b(space + parent + ids.tobytes(), digest_size=KEY_BYTES).digest(), "big")

@@ -1,0 +1,58 @@
+"""Sessions in another engine: a document under the name, in hexadecimal digits."""
+
+from __future__ import annotations
+
+import json
+
+from ...checks import shown
+from ...errors import KvmnnError, SourceError
+from ...files.json_document import parse
+from ..catalog import check_name
+from ..space import Space, from_json
+from ..token_ids import Ids, as_ids
+from .values import Patient
+
+_FOLDER = "sessions"
+_MAX_BYTES = 256 << 20
+
+
+def note(values: Patient, name: str, space: Space, ids: Ids) -> None:
+    """Keep the text of a session under its name."""
+    document = {"space": space.to_json(), "ids": ids.tolist()}
+    values.put_many({_key(name): json.dumps(document).encode()})
+
+
+def found(values: Patient, name: str) -> tuple[Space, Ids]:
+    """Space and text of a session; `KvmnnError` where there is none of this name."""
+    (data,) = values.get_many([_key(name)])
+    where = f"{values.label}: session {shown(name)}"
+    if data is None:
+        raise KvmnnError(f"{values.label}: there is no session {shown(name)}")
+    root = parse(data, where, _MAX_BYTES)
+    ids = root.at("ids")
+    try:
+        return from_json(root.at("space").text(), where), as_ids([node.integer(0) for node in ids.items(least=1)])
+    except KvmnnError as error:
+        raise SourceError(f"{where} is damaged: {error}") from None
+
+
+def names(values: Patient) -> list[str]:
+    """All names."""
+    found_names = []
+    for key in values.names_in(_FOLDER):
+        try:
+            found_names.append(bytes.fromhex(key).decode())
+        except ValueError:
+            continue
+    return sorted(found_names)
+
+
+def forget(values: Patient, name: str) -> None:
+    """Forget a session; errors as `found`."""
+    found(values, name)
+    values.delete([_key(name)])
+
+
+def _key(name: str) -> str:
+    check_name(name)
+    return f"{_FOLDER}/{name.encode().hex()}"

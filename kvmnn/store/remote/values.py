@@ -1,0 +1,112 @@
+"""What a store past one machine needs of another engine: values by name, many in one round trip."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeVar
+
+from ...errors import KvmnnError
+
+T = TypeVar("T")
+
+PAUSES = (0.05, 0.2)
+"""Seconds before each further try."""
+REST_SECONDS = 1.0
+"""After an outage nothing is tried for so long, so that callers do not wait for every time-out."""
+
+
+class OutageError(KvmnnError):
+    """An engine that does not answer: a miss for whoever gets, and nothing stored for whoever puts."""
+
+
+class Values(Protocol):
+    """Values by names ``folder/name``; each call is one round trip, or as few as the engine allows.
+
+    Calls raise whatever the engine's client raises; `Patient` makes an `OutageError` of it.
+    """
+
+    def get_many(self, names: Sequence[str]) -> list[bytes | None]:
+        """The values; None for those that are not there."""
+
+    def put_many(self, items: Mapping[str, bytes]) -> None:
+        """Store values, each whole or not at all."""
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Remove values; those that are not there are gone already."""
+
+    def names_in(self, folder: str) -> list[str]:
+        """The names in a folder, without it."""
+
+    def folders(self) -> list[str]:
+        """All folders but ``units``."""
+
+    def close(self) -> None:
+        """Let go of connections."""
+
+
+class Patient:
+    """Values whose failures are tried again, and then an `OutageError`.
+
+    Parameters
+    ----------
+    values
+        The engine.
+    label
+        What messages call it.
+    """
+
+    def __init__(self, values: Values, label: str) -> None:
+        self._values = values
+        self.label = label
+        self._rest_until = 0.0
+        self._last = ""
+        self._lock = threading.Lock()
+
+    def get_many(self, names: Sequence[str]) -> list[bytes | None]:
+        """As `Values`."""
+        return self._tried(lambda: self._values.get_many(names)) if names else []
+
+    def put_many(self, items: Mapping[str, bytes]) -> None:
+        """As `Values`."""
+        if items:
+            self._tried(lambda: self._values.put_many(items))
+
+    def delete(self, names: Sequence[str]) -> None:
+        """As `Values`."""
+        if names:
+            self._tried(lambda: self._values.delete(names))
+
+    def names_in(self, folder: str) -> list[str]:
+        """As `Values`."""
+        return self._tried(lambda: self._values.names_in(folder))
+
+    def folders(self) -> list[str]:
+        """As `Values`."""
+        return self._tried(self._values.folders)
+
+    def close(self) -> None:
+        """As `Values`; an engine that is gone has let go already."""
+        try:
+            self._values.close()
+        except Exception:
+            return
+
+    def _tried(self, call: Callable[[], T]) -> T:
+        with self._lock:
+            resting, last = time.monotonic() < self._rest_until, self._last
+        if resting:
+            raise OutageError(f"{self.label}: {last}")
+        for pause in (*PAUSES, None):
+            try:
+                return call()
+            except KvmnnError:
+                raise
+            except Exception as error:  # clients have no common class for what an outage makes of them
+                last = f"does not answer: {' '.join(str(error).split())[:200] or type(error).__name__}"
+                if pause is not None:
+                    time.sleep(pause)
+        with self._lock:
+            self._rest_until, self._last = time.monotonic() + REST_SECONDS, last
+        raise OutageError(f"{self.label}: {last}")

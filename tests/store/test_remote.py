@@ -1,0 +1,343 @@
+"""The same store over Redis and over the file systems of fsspec: found to the token, checked, and never in the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from prefixes import MODEL, agreeing, layers_of, same
+from redis_server import Server, redis_server
+
+from kvmnn import KvmnnError
+from kvmnn.errors import OptionError, OutputError, SourceError
+from kvmnn.store import PrefixStore
+from kvmnn.store.remote.ram import Ram
+from kvmnn.store.remote.records import Record, from_bytes
+
+pytest.importorskip("fsspec")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with redis_server(tmp_path_factory.mktemp("redis")) as found:
+        yield found
+
+
+@pytest.fixture(params=["redis", "file", "memory"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Of a store that nobody has used before."""
+    if request.param == "redis":
+        import redis
+
+        found = request.getfixturevalue("server").url
+        with redis.Redis.from_url(found) as client:
+            client.flushall()
+        return str(found)
+    return f"file://{tmp_path}/store" if request.param == "file" else f"memory://{os.path.basename(tmp_path)}"
+
+
+def put(store: PrefixStore, ids):
+    return store.put(ids, layers_of(ids), model=MODEL)
+
+
+def test_it_is_a_store(url: str) -> None:
+    one, two = [*range(20)], [*range(12), 99, 98, 97]
+    with PrefixStore(url, block_tokens=4) as store:
+        assert put(store, one).stored_bytes > 0
+        made = put(store, two)
+        assert (made.known_tokens, made.raw_bytes) == (12, 3 * 64)
+    with PrefixStore(url, create=False, ram_bytes=0) as store:
+        assert store.block_tokens == 4
+        for ids in (one, two):
+            assert same(store.get(ids, model=MODEL).layers, ids, len(ids))
+            assert put(store, ids).known_tokens == len(ids)
+        for cut in range(20):
+            assert store.match([*one[:cut], 777], model=MODEL) == cut
+        assert store.models == (MODEL,)
+        stats = store.stats()
+        assert (stats.texts, stats.units, stats.tokens) == (2, 2, 23)
+        assert [entry.tokens for entry in store.ls().texts] == [20, 15]
+        assert store.verify().damaged == ()
+        assert store.gc().other_files == 0
+        assert store.delete(two, model=MODEL).units == 1
+        assert store.match(two, model=MODEL) == 12
+        assert store.delete(one[:12], model=MODEL).kept
+        assert store.delete(one, model=MODEL).units == 1
+        assert (store.match(one, model=MODEL), store.stats().units) == (0, 0)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_against_a_dictionary(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    texts = st.lists(st.integers(0, 2), min_size=1, max_size=30)
+    stored: list[list[int]] = []
+    with PrefixStore(f"memory://{tmp_path_factory.mktemp('s').name}", block_tokens=3) as store:
+        for ids in data.draw(st.lists(texts, min_size=1, max_size=9)):
+            assert put(store, ids).known_tokens == max((agreeing(ids, other) for other in stored), default=0)
+            stored.append(ids)
+        for ids in [*data.draw(st.lists(texts, max_size=6)), *stored]:
+            wanted = max(agreeing(ids, other) for other in stored)
+            found = store.get(ids, model=MODEL)
+            assert (store.match(ids, model=MODEL), found.tokens) == (wanted, wanted)
+            assert same(found.layers, ids, wanted) if wanted else not found.layers
+
+
+def test_sessions(url: str) -> None:
+    ids = list(range(10))
+    with PrefixStore(url) as store:
+        store.park("chat äöü", ids, layers_of(ids), model=MODEL)
+        assert store.sessions() == ["chat äöü"]
+        assert same(store.resume("chat äöü").prefix.layers, ids, 10)
+        store.forget("chat äöü")
+        with pytest.raises(KvmnnError, match="there is no session"):
+            store.resume("chat äöü")
+
+
+def test_what_the_engine_bounds_itself_is_refused(url: str, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="the engine bounds itself"):
+        PrefixStore(url, 1 << 20)
+    with PrefixStore(url) as store:
+        put(store, [1, 2, 3])
+        for call in (lambda: store.gc(5), lambda: store.pin([1, 2, 3], model=MODEL)):
+            with pytest.raises(OptionError, match="for stores in a directory"):
+                call()
+    with pytest.raises(OptionError, match="ram_bytes and timeout are for stores past this machine"):
+        PrefixStore(tmp_path / "s", ram_bytes=5)
+    with pytest.raises(OptionError, match="has blocks of 64 tokens, not of 32"):
+        PrefixStore(url, block_tokens=32)
+
+
+def test_no_store_and_another_one(url: str) -> None:
+    with pytest.raises(SourceError, match="holds no prefix store"):
+        PrefixStore(url, create=False)
+    with PrefixStore(url) as store:
+        values = store._units.values
+        values.put_many({"store/about": json.dumps({"schema": "kvmnn-store", "schema_version": 2}).encode()})
+    with pytest.raises(SourceError, match="another version"):
+        PrefixStore(url)
+
+
+def test_read_only(url: str) -> None:
+    with PrefixStore(url) as store:
+        put(store, [1, 2, 3])
+    with PrefixStore(url, read_only=True) as store:
+        assert same(store.get([1, 2, 3], model=MODEL).layers, [1, 2, 3], 3)
+        for call in (lambda: put(store, [4]), lambda: store.delete([1, 2, 3], model=MODEL), lambda: store.gc()):
+            with pytest.raises(OutputError, match="is open for reading only"):
+                call()
+
+
+def units_of(store: PrefixStore) -> list[str]:
+    return [f"units/{name}" for name in store._units.values.names_in("units")]
+
+
+def test_damage_is_a_miss_that_says_so(url: str) -> None:
+    one, two = [*range(8)], [*range(8), 50, 51, 52]
+    with PrefixStore(url, block_tokens=4) as store:
+        put(store, one)
+        (first,) = units_of(store)
+        put(store, two)
+    with PrefixStore(url) as store:
+        values = store._units.values
+        (second,) = set(units_of(store)) - {first}
+        (data,) = values.get_many([second])
+        values.put_many({second: data[:-1] + bytes([data[-1] ^ 1])})
+        found = store.get(two, model=MODEL)
+        assert same(found.layers, two, 8)
+        assert "damaged, was removed: V of layer 1" in found.notes[0]
+        assert store.get(two, model=MODEL).notes == ()
+        assert units_of(store) == [first]
+        assert put(store, two).known_tokens == 8
+        assert same(store.get(two, model=MODEL).layers, two, 11)
+        values.put_many({second: data[:100]})
+    with PrefixStore(url) as store:
+        assert len(store.verify().damaged) == 1
+        assert store.verify().damaged == ()
+
+
+def test_what_the_engine_evicts_is_a_plain_miss(url: str) -> None:
+    ids = list(range(8))
+    with PrefixStore(url, block_tokens=4) as store:
+        put(store, ids)
+    with PrefixStore(url) as store:
+        store._units.values.delete(units_of(store))
+        found = store.get(ids, model=MODEL)
+        assert (found.tokens, found.notes) == (0, ())
+        assert put(store, ids).known_tokens == 0
+        assert same(store.get(ids, model=MODEL).layers, ids, 8)
+        store._units.values.put_many({"units/00ff": b"x"})
+        assert store.gc().other_files == 1
+
+
+def test_hostile_values(url: str) -> None:
+    """Records of other texts, of other spaces, cut ones: nothing comes that was not put."""
+    ids = list(range(8))
+    with PrefixStore(url, block_tokens=4) as store:
+        put(store, ids)
+        put(store, range(30, 38))
+        values = store._units.values
+        names = [f"{folder}/{name}" for folder in values.folders() for name in values.names_in(folder)]
+        records = [name for name in names if name.startswith("after-")]
+        one, two = values.get_many(records)
+        values.put_many({records[0]: two, records[1]: one})
+        found = store.get(ids, model=MODEL)
+        assert found.tokens == 0 or same(found.layers, ids, found.tokens)
+        for wrong in (b"", b"KVMNNPB1", one[:-1], one[:60], one[:80] + b"\xff" * (len(one) - 80)):
+            values.put_many(dict.fromkeys(records, wrong))
+            assert store.match(ids, model=MODEL) == 0
+        space = next(name for name in names if name.startswith("spaces/"))
+        values.put_many(dict(zip(records, (one, two), strict=True)))
+        values.put_many({space: b'{"model": 5'})
+    with PrefixStore(url) as store:
+        assert store.match(ids, model=MODEL) == 0
+        assert put(store, ids).known_tokens == 8, "it is there, and its space is noted down again"
+
+
+def test_threads_and_two_stores_at_once(url: str) -> None:
+    texts = [[*range(6), *[number] * number] for number in range(1, 10)]
+    with PrefixStore(url, block_tokens=4) as one, PrefixStore(url) as two, ThreadPoolExecutor(4) as pool:
+
+        def use(number: int) -> bool:
+            store, ids = (one, two)[number % 2], texts[number % len(texts)]
+            put(store, ids)
+            found = store.get(ids, model=MODEL)
+            return found.notes == () and (found.tokens == 0 or same(found.layers, ids, found.tokens))
+
+        assert all(pool.map(use, range(27)))
+        assert one.verify().damaged == ()
+
+
+def test_an_outage_costs_a_miss(server: Server) -> None:
+    ids = list(range(8))
+    with PrefixStore(server.url, timeout=1) as store:
+        put(store, ids)
+        server.stop()
+        try:
+            found = store.get(ids, model=MODEL)
+            assert found.tokens == 0
+            assert "redis://127.0.0.1" in found.notes[0] and "does not answer" in found.notes[0]
+            assert store.match(ids, model=MODEL) == 0
+            made = put(store, ids)
+            assert (made.stored_bytes, made.known_tokens) == (0, 0)
+            assert "nothing was stored" in str(made)
+            began = time.monotonic()
+            for _ in range(20):
+                assert store.get(ids, model=MODEL).tokens == 0
+            assert time.monotonic() - began < 1, "an engine that was just gone is not waited for again and again"
+            with PrefixStore(server.url, timeout=1) as late:
+                assert late.match(ids, model=MODEL) == 0
+                with pytest.raises(KvmnnError, match="does not answer"):
+                    late.stats()
+        finally:
+            server.start()
+        store._units.values._rest_until = 0.0
+        assert put(store, ids).stored_bytes > 0
+        assert same(store.get(ids, model=MODEL).layers, ids, 8)
+
+
+class Slow:
+    """Values that answer some calls only."""
+
+    def __init__(self, failures: int) -> None:
+        self.failures = failures
+        self.calls = 0
+        self.held: dict[str, bytes] = {}
+
+    def _call(self) -> None:
+        self.calls += 1
+        if self.failures:
+            self.failures -= 1
+            raise TimeoutError("too slow")
+
+    def get_many(self, names: Sequence[str]) -> list[bytes | None]:
+        self._call()
+        return [self.held.get(name) for name in names]
+
+    def put_many(self, items: Mapping[str, bytes]) -> None:
+        self._call()
+        self.held |= items
+
+
+def test_a_failure_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvmnn.store.remote.values import OutageError, Patient
+
+    monkeypatch.setattr("kvmnn.store.remote.values.PAUSES", (0.0, 0.0))
+    slow = Slow(failures=2)
+    assert Patient(slow, "slow").get_many(["a/b"]) == [None]
+    assert slow.calls == 3
+    slow.failures = 3
+    patient = Patient(slow, "slow")
+    for _ in range(5):
+        with pytest.raises(OutageError, match="slow: does not answer: too slow"):
+            patient.get_many(["a/b"])
+    assert slow.calls == 6, "while it rests nothing is tried"
+
+
+def test_round_trips(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long a text is, it takes as many."""
+    with PrefixStore(url, block_tokens=4) as store:
+        counts: dict[int, int] = {}
+        put(store, range(1200))
+        calls: list[str] = []
+        for name in ("get_many", "put_many", "names_in"):
+            real = getattr(store._units.values._values, name)
+
+            def counted(*arguments, real: Callable = real, name: str = name):
+                calls.append(name)
+                return real(*arguments)
+
+            monkeypatch.setattr(store._units.values._values, name, counted)
+        for tokens in (6, 1200):
+            calls.clear()
+            assert store.match(range(tokens), model=MODEL) == tokens
+            counts[tokens] = len(calls)
+        assert counts[1200] <= counts[6] <= 4
+
+
+def test_units_in_memory_are_bounded() -> None:
+    ram = Ram(100)
+    for unit in range(10):
+        ram.put(unit, bytes(30))
+        assert ram.nbytes <= 100
+    assert [unit for unit in range(10) if ram.get(unit) is not None] == [7, 8, 9]
+    ram.get(7)
+    ram.put(20, bytes(30))
+    assert ram.get(7) is not None and ram.get(8) is None
+    ram.put(21, bytes(101))
+    assert ram.get(21) is None and ram.nbytes == 90
+    ram.put(20, bytes(10))
+    assert ram.nbytes == 70
+
+
+def test_units_are_taken_from_memory(server: Server) -> None:
+    ids = list(range(100, 140))
+    with PrefixStore(server.url) as store:
+        put(store, ids)
+        store._units.values.delete(units_of(store))
+        assert same(store.get(ids, model=MODEL).layers, ids, 40)
+    with PrefixStore(server.url) as store:
+        assert store.get(ids, model=MODEL).tokens == 0
+
+
+def test_each_byte_of_a_record_counts() -> None:
+    import numpy as np
+
+    good = Record(b"s" * 16, b"p" * 16, 77, 1000, 4, np.arange(5, dtype="<u4")).to_bytes()
+    found = from_bytes(good)
+    assert found is not None and found.ids.tolist() == [0, 1, 2, 3, 4]
+    assert all(from_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :]) is None for at in range(len(good)))
+    assert all(from_bytes(good[:at]) is None for at in range(len(good)))
+
+
+def test_secrets_of_a_url_are_not_said() -> None:
+    pytest.importorskip("redis")
+    with PrefixStore("redis://me:secret@127.0.0.1:1/0", timeout=0.2) as store:
+        (note,) = store.get([1], model=MODEL).notes
+        assert "secret" not in note and "127.0.0.1:1/0" in note

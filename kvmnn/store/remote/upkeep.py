@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from ..decoding import Stretch, check_unit, decode_stretches
 from ..encoding import blocks_in_unit
@@ -11,17 +11,16 @@ from ..lookup import Text
 from ..results import Cleaned, Entry, Stats, Verified
 from ..space import Space
 from ..unit import DamagedError, parse
+from . import sessions
 from .records import AFTER, Record, from_bytes
-
-if TYPE_CHECKING:
-    from .remote_units import RemoteUnits
+from .shelf import Shelf
 
 T = TypeVar("T")
 
 _AT_ONCE = 256
 
 
-def records(units: RemoteUnits) -> Iterator[tuple[str, Record | None]]:
+def records(units: Shelf) -> Iterator[tuple[str, Record | None]]:
     """All records by their names; None for one that is damaged."""
     for folder in units.values.folders():
         if folder.startswith(AFTER):
@@ -30,7 +29,7 @@ def records(units: RemoteUnits) -> Iterator[tuple[str, Record | None]]:
                 yield from zip(some, map(from_bytes, units.values.get_many(some)), strict=True)
 
 
-def delete(units: RemoteUnits, text: Text) -> Cleaned:
+def delete(units: Shelf, text: Text) -> Cleaned:
     """Remove the units of a text from its end on, up to one that others continue."""
     found = units.find(text)
     size = units.block_tokens
@@ -50,7 +49,7 @@ def delete(units: RemoteUnits, text: Text) -> Cleaned:
     return Cleaned(units=len(gone), bytes=sum(record.nbytes for record in gone), kept=kept)
 
 
-def clean(units: RemoteUnits) -> Cleaned:
+def clean(units: Shelf) -> Cleaned:
     """Remove records without units, damaged records, and units without records."""
     there = set(units.values.names_in("units"))
     lost, known = [], set()
@@ -65,7 +64,7 @@ def clean(units: RemoteUnits) -> Cleaned:
     return Cleaned(units=len(lost), other_files=len(others))
 
 
-def verify(units: RemoteUnits, threads: int | None) -> Verified:
+def verify(units: Shelf, threads: int | None) -> Verified:
     """Read, decode and compare every unit."""
     spaces = {space.key: space for space in units.spaces()}
     count = tokens = nbytes = 0
@@ -94,7 +93,7 @@ def verify(units: RemoteUnits, threads: int | None) -> Verified:
     return Verified(units=count, tokens=tokens, bytes=nbytes, damaged=tuple(notes))
 
 
-def stats(units: RemoteUnits, asked: int, found: int) -> Stats:
+def stats(units: Shelf, asked: int, found: int) -> Stats:
     """Counts of everything, as the records say."""
     spaces = {space.key: space for space in units.spaces()}
     known = [record for _, record in records(units) if record is not None and record.space in spaces]
@@ -109,13 +108,13 @@ def stats(units: RemoteUnits, asked: int, found: int) -> Stats:
         index_bytes=0,
         models=tuple(sorted({space.model for space in spaces.values()})),
         pinned=0,
-        sessions=len(units.sessions()),
+        sessions=len(sessions.names(units.values)),
         asked_tokens=asked,
         found_tokens=found,
     )
 
 
-def entries(units: RemoteUnits) -> list[Entry]:
+def entries(units: Shelf) -> list[Entry]:
     """The stored texts, the longest first."""
     spaces: dict[bytes, Space] = {space.key: space for space in units.spaces()}
     known = [record for _, record in records(units) if record is not None and record.space in spaces]

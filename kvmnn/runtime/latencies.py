@@ -35,9 +35,20 @@ class LatencySummary:
 
 
 class Latencies:
-    """A histogram of durations with buckets that grow by an eighth of an octave."""
+    """A histogram of durations with buckets that grow by an eighth of an octave.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    total
+        Where every duration is counted as well.
+    """
+
+    def __init__(self, total: Latencies | None = None) -> None:
+        self._total = total
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin anew."""
         self._buckets: dict[int, int] = {}
         self.count = self.total_ns = self.max_ns = 0
 
@@ -48,6 +59,8 @@ class Latencies:
         self.max_ns = max(self.max_ns, nanoseconds)
         bucket = _bucket(nanoseconds)
         self._buckets[bucket] = self._buckets.get(bucket, 0) + 1
+        if self._total is not None:
+            self._total.add(nanoseconds)
 
     @contextmanager
     def measured(self) -> Iterator[None]:

@@ -12,14 +12,22 @@ MEBIBYTE = 1 << 20
 
 
 class Timings:
-    """Durations of the operations that cost time."""
+    """Durations of the operations that cost time; those of a layer are counted in `total`, too."""
 
-    def __init__(self) -> None:
-        self.clear()
+    def __init__(self, total: Timings | None = None) -> None:
+        self.compress, self.decompress, self.wait, self.verify = (
+            Latencies(None if total is None else getattr(total, name))
+            for name in ("compress", "decompress", "wait", "verify")
+        )
 
     def clear(self) -> None:
         """Begin anew."""
-        self.compress, self.decompress, self.wait, self.verify = (Latencies() for _ in range(4))
+        for latencies in (self.compress, self.decompress, self.wait, self.verify):
+            latencies.clear()
+
+    def summaries(self) -> dict[str, Any]:
+        """By the names that they have in metrics."""
+        return {name: getattr(self, name).summary() for name in ("compress", "decompress", "wait", "verify")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +42,9 @@ class LayerMetrics:
         Of the blocks that stand for rows now: their raw size, and that of their frames.
     held_bytes
         Of all rows and frames that are there now, room to grow included.
+    compress, decompress, wait, verify
+        Percentiles of single operations on this layer's blocks; the last is the check before rows are dropped, and wait
+        the one for a restore that was still under way.
     """
 
     layer: int
@@ -50,10 +61,14 @@ class LayerMetrics:
     stored_raw_bytes: int = 0
     stored_bytes: int = 0
     held_bytes: int = 0
+    compress: LatencySummary = field(default_factory=Latencies().summary)
+    decompress: LatencySummary = field(default_factory=Latencies().summary)
+    wait: LatencySummary = field(default_factory=Latencies().summary)
+    verify: LatencySummary = field(default_factory=Latencies().summary)
 
-    def to_dict(self) -> dict[str, int]:
-        """Name to figure."""
-        return {entry.name: getattr(self, entry.name) for entry in fields(self)}
+    def to_dict(self) -> dict[str, Any]:
+        """Name to figure; percentiles as objects."""
+        return {entry.name: _plain(getattr(self, entry.name)) for entry in fields(self)}
 
     def __str__(self) -> str:
         share = ratio(self.raw_bytes, self.compressed_bytes)

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from plain_cache import new_rows
+from store_options import store_options
 
 from kvmnn.h2o import H2OConfig
 from kvmnn.runtime import LosslessRuntime, RuntimeConfig
 from kvmnn.runtime.latencies import Latencies
 
-CONFIG = RuntimeConfig(
-    enable=True,
-    runtime_enable=True,
-    codec="gear_delta",
-    mode="store",
+CONFIG = store_options(
     scope="front_n_and_h2o_kept",
     front_n=1,
-    block_tokens=16,
-    hot_recent_tokens=16,
-    hot_sink_tokens=4,
-    async_threads=0,
-    decode_cache_blocks=0,
     h2o=H2OConfig(
         layer_start=1,
         block_tokens=8,
@@ -123,3 +117,46 @@ def test_a_reset_begins_all_figures_anew() -> None:
     runtime.reset()
     fresh = LosslessRuntime(CONFIG, layers=LAYERS, kv_heads=HEADS, head_dim=HEAD_DIM, dtype="fp16")
     assert runtime.metrics() == fresh.metrics()
+
+
+@pytest.mark.parametrize("behaviour", ["sound", "engine"])
+def test_percentiles_of_layers_add_up_to_those_of_all(behaviour: str) -> None:
+    runtime = run(CONFIG, behaviour)
+    for _ in range(2):
+        metrics = runtime.metrics()
+        for name in ("compress", "decompress", "verify"):
+            layers, total = [getattr(layer, name) for layer in metrics.layers], getattr(metrics, name)
+            assert sum(one.count for one in layers) == total.count
+            assert sum(one.total_us for one in layers) == pytest.approx(total.total_us)
+            assert max(one.max_us for one in layers) == total.max_us
+            assert all(one.p50_us <= one.p95_us <= one.p99_us <= one.max_us for one in (*layers, total))
+        document = json.loads(json.dumps(metrics.to_dict()))
+        assert document["layers"][0]["compress"]["count"] == metrics.layers[0].compress.count
+        runtime.reset()
+    assert (metrics.compress.count == 0) is (behaviour == "sound")  # the engine forgets when the next prompt comes
+
+
+def test_a_wait_for_a_restore_counts_in_its_layer() -> None:
+    with run(replace(CONFIG, async_threads=1, h2o=replace(CONFIG.h2o, enable=False))) as runtime:
+        runtime.flush()
+        inner: Any = runtime._runtime
+        layer, restorer = inner._layers[1], inner._restorer
+        restorer.reset()
+        before = [one.figures.timings.wait.count for one in inner._layers]
+        started, release = threading.Event(), threading.Event()
+
+        def held_back() -> None:
+            started.set()
+            release.wait()
+
+        holding = inner._workers.submit(held_back)
+        started.wait()
+        restorer.prefetch(layer.rows.pieces)
+        piece, future = next(iter(restorer._coming.values()))
+        future.cancel = lambda: False  # as if it had begun
+        threading.Timer(0.01, release.set).start()
+        assert restorer.rows(piece, layer.figures).shape[2] == piece.count
+        holding.result()
+        found = runtime.metrics()
+        assert [one.wait.count for one in found.layers] == [before[0], before[1] + 1, before[2]]
+        assert found.wait.count >= sum(before) + 1 and found.restores_late == 1

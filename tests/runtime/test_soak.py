@@ -16,7 +16,7 @@ from repository import ROOT
 def test_memory_is_flat_and_no_block_is_lost() -> None:
     support = ROOT / "tests" / "support"
     paths = os.pathsep.join(filter(None, [str(support), os.environ.get("PYTHONPATH")]))  # an empty one is the checkout
-    command = [sys.executable, str(support / "runtime_soak.py"), "1000"]
+    command = [sys.executable, str(support / "runtime_soak.py"), "400"]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths})
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

@@ -60,6 +60,7 @@ class Applier:
         state.compress_ns += result.nanoseconds
         if not skipped:
             self.last_compress_ns = result.nanoseconds
+            state.timings.compress.add(result.nanoseconds)
         dropped = seeded = None
         trimmed = 0
         if block.stored:
@@ -138,6 +139,7 @@ class Applier:
         if how == "miss":
             elapsed = time.perf_counter_ns() - began
             state.decompress_ns += elapsed
+            state.timings.decompress.add(elapsed)
             self._timings.decompress.add(elapsed)
         raw_bytes = stored.block.raw_bytes
         event.decodes.append(DecodeEvent(stored.start, stored.count, raw_bytes, how, pair is not None))

@@ -61,6 +61,7 @@ def _decoded(
         return None
     elapsed = max(MICROSECOND, time.perf_counter_ns() - began)
     state.decompress_ns += elapsed
+    state.timings.decompress.add(elapsed)
     times.add(elapsed)
     return stored.start, stored.count, pair
 

@@ -209,9 +209,7 @@ class EngineRuntime:
             lossless_ratio=found.lossless,
             total_ratio=found.total,
             held_bytes=found.held_bytes,
-            compress=self._timings.compress.summary(),
-            decompress=self._timings.decompress.summary(),
-            wait=self._timings.wait.summary(),
+            **self._timings.summaries(),
             layers=tuple(self._layer_metrics(index) for index in range(len(self._states))),
         )
 
@@ -236,6 +234,7 @@ class EngineRuntime:
             decompressed_bytes=state.decompressed_bytes,
             compress_us=state.compress_ns // MICROSECOND,
             decompress_us=state.decompress_ns // MICROSECOND,
+            **state.timings.summaries(),
             updates=state.updates,
             fallbacks=state.fallbacks,
             skips=state.skips,

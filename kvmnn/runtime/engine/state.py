@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ..metrics import Timings
 from ..schedule import Progress
 from .decode_cache import LocalCache
 from .rows import Rows
@@ -33,6 +34,7 @@ class LayerState:
     blocks: list[StoredBlock] = field(default_factory=list)
     cache: LocalCache = field(default_factory=LocalCache)
     rows: Rows | None = None
+    timings: Timings = field(default_factory=Timings)
 
     @property
     def progress(self) -> Progress:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from ..metrics import LayerMetrics
+from ..metrics import LayerMetrics, Timings
 from ..ratios import Ratios
 from .layer_rows import LayerRows
 
@@ -19,13 +19,12 @@ class LayerFigures:
     raw_bytes: int = 0
     compressed_bytes: int = 0
     decompressed_bytes: int = 0
-    compress_ns: int = 0
-    decompress_ns: int = 0
     updates: int = 0
     fallbacks: int = 0
     skips: int = 0
     appended_bytes: int = 0
     evicted_tokens: int = 0
+    timings: Timings = field(default_factory=Timings)
 
     def metrics(self, layer: int, rows: LayerRows) -> LayerMetrics:
         """The public form, with what the layer holds now."""
@@ -37,8 +36,8 @@ class LayerFigures:
             raw_bytes=self.raw_bytes,
             compressed_bytes=self.compressed_bytes,
             decompressed_bytes=self.decompressed_bytes,
-            compress_us=self.compress_ns // MICROSECOND,
-            decompress_us=self.decompress_ns // MICROSECOND,
+            compress_us=self.timings.compress.total_ns // MICROSECOND,
+            decompress_us=self.timings.decompress.total_ns // MICROSECOND,
             updates=self.updates,
             fallbacks=self.fallbacks,
             skips=self.skips,
@@ -46,6 +45,7 @@ class LayerFigures:
             stored_raw_bytes=sum(piece.count for piece in stored) * token_bytes,
             stored_bytes=sum(piece.held_bytes for piece in stored),
             held_bytes=rows.held_bytes,
+            **self.timings.summaries(),
         )
 
 

@@ -8,6 +8,7 @@ from ...dtypes import DType
 from ...packed.reserve import Pair
 from ..config import RuntimeConfig
 from ..errors import RestoreError
+from ..metrics import Timings
 from ..schedule import Scope, cold_range
 from .figures import LayerFigures
 from .layer_rows import Contents, LayerRows, RowsOf
@@ -35,11 +36,12 @@ class Layer:
     """
 
     def __init__(
-        self, number: int, config: RuntimeConfig, kv_heads: int, head_dim: int, dtype: DType, *, plans: bool
+        self, number: int, config: RuntimeConfig, shape: tuple[int, int], dtype: DType, *, plans: bool, total: Timings
     ) -> None:
         self.plans = plans
-        self.rows = LayerRows(kv_heads, head_dim, dtype)
-        self.figures = LayerFigures()
+        self.rows = LayerRows(*shape, dtype)
+        self._total = total
+        self.figures = LayerFigures(timings=Timings(total))
         self.waiting: deque[Piece] = deque()
         self.last_step: int | None = None
         self.triggered = False
@@ -100,7 +102,7 @@ class Layer:
     def clear(self) -> None:
         """Begin anew."""
         self.rows.clear()
-        self.figures = LayerFigures()
+        self.figures = LayerFigures(timings=Timings(self._total))
         self.waiting.clear()
         self.last_step = None
         self.triggered = False

@@ -9,7 +9,6 @@ from functools import partial
 
 from ...dtypes import Words
 from ...errors import KvmnnError
-from ..metrics import Timings
 from .codec import Frames, RowCodec
 from .decoded_rows import DecodedRows
 from .figures import LayerFigures
@@ -34,28 +33,28 @@ class Restorer:
         self._max_bytes, self._token_bytes = max_bytes, token_bytes
         self._coming: dict[int, tuple[Piece, Future[Words]]] = {}
 
-    def rows(self, piece: Piece, figures: LayerFigures, timings: Timings) -> Words:
+    def rows(self, piece: Piece, figures: LayerFigures) -> Words:
         """The rows of a stored piece; whatever a decoder raises for frames that do not give them back."""
         cached = self.cache.find(piece)
         if cached is not None:
             return cached
         began = time.perf_counter_ns()
-        rows = self._prefetched(piece, timings)
+        rows = self._prefetched(piece, figures)
         if rows is None:
             rows = self.codec.decoded(_frames(piece), piece.count)
         self.cache.insert(piece, rows)
-        self._count(began, rows.nbytes, figures, timings)
+        self._count(began, rows.nbytes, figures)
         return rows
 
-    def write(self, piece: Piece, out: Words, figures: LayerFigures, timings: Timings) -> None:
+    def write(self, piece: Piece, out: Words, figures: LayerFigures) -> None:
         """Write the rows of a stored piece to `out`; errors as `rows`. Nothing is kept that would only be copied."""
         if self.cache.has(piece) or id(piece) in self._coming or self.cache.has_room(out.nbytes):
-            out[...] = self.rows(piece, figures, timings)
+            out[...] = self.rows(piece, figures)
             return
         self.cache.misses += 1
         began = time.perf_counter_ns()
         self.codec.decode(_frames(piece), out)
-        self._count(began, out.nbytes, figures, timings)
+        self._count(began, out.nbytes, figures)
 
     def prefetch(self, pieces: Iterable[Piece]) -> None:
         """Let threads decode pieces that will be needed soon, as far as the bound on bytes goes."""
@@ -81,7 +80,7 @@ class Restorer:
         self._coming.clear()
         self.cache.sweep()
 
-    def _prefetched(self, piece: Piece, timings: Timings) -> Words | None:
+    def _prefetched(self, piece: Piece, figures: LayerFigures) -> Words | None:
         """What a thread decoded; None where it has not begun, or failed (it is then tried again here)."""
         entry = self._coming.pop(id(piece), None)
         if entry is None or entry[1].cancel():
@@ -93,14 +92,12 @@ class Restorer:
             self.late += 1
             began = time.perf_counter_ns()
             future.exception()
-            timings.wait.add(time.perf_counter_ns() - began)
+            figures.timings.wait.add(time.perf_counter_ns() - began)
         return None if future.exception() is not None else future.result()
 
     @staticmethod
-    def _count(began: int, nbytes: int, figures: LayerFigures, timings: Timings) -> None:
-        elapsed = time.perf_counter_ns() - began
-        timings.decompress.add(elapsed)
-        figures.decompress_ns += elapsed
+    def _count(began: int, nbytes: int, figures: LayerFigures) -> None:
+        figures.timings.decompress.add(time.perf_counter_ns() - began)
         figures.decompressed_bytes += nbytes
 
 

@@ -62,9 +62,10 @@ class SoundRuntime:
         evicting = range(layers) if planner is not None else config.h2o.layer_range if config.h2o.enable else ()
         self._plans = len(evicting) > 0
         self._layers = [
-            Layer(number, config, kv_heads, head_dim, self._dtype, plans=number in evicting) for number in range(layers)
+            Layer(number, config, self._shape, self._dtype, plans=number in evicting, total=self._timings)
+            for number in range(layers)
         ]
-        self._storer = Storer(config, self._codec, self._workers, self._layers, self._timings)
+        self._storer = Storer(config, self._codec, self._workers, self._layers, self._timings.wait)
         self._workspace: Words = np.empty((2, kv_heads, 0, head_dim), self._dtype.numpy)
         self._steps = Steps(layers)
 
@@ -261,10 +262,7 @@ class SoundRuntime:
             lossless_ratio=found.lossless,
             total_ratio=found.total,
             held_bytes=found.held_bytes,
-            compress=self._timings.compress.summary(),
-            decompress=self._timings.decompress.summary(),
-            wait=self._timings.wait.summary(),
-            verify=self._timings.verify.summary(),
+            **self._timings.summaries(),
             restores_ahead=self._restorer.ahead,
             restores_late=self._restorer.late,
             layers=layers,
@@ -280,7 +278,7 @@ class SoundRuntime:
             if piece.rows is not None:
                 return piece.rows
             try:
-                return self._restorer.rows(piece, layer.figures, self._timings)
+                return self._restorer.rows(piece, layer.figures)
             except Exception as error:
                 raise layer.restore_error(number, piece, error) from error
 
@@ -295,7 +293,7 @@ class SoundRuntime:
                 out[...] = piece.rows
                 return
             try:
-                self._restorer.write(piece, out, layer.figures, self._timings)
+                self._restorer.write(piece, out, layer.figures)
             except Exception as error:
                 raise layer.restore_error(number, piece, error) from error
 

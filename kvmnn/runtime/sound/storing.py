@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from ..config import RuntimeConfig
-from ..metrics import Timings
+from ..latencies import Latencies
 from ..schedule import Scope
 from .codec import RowCodec
 from .encoding import Encoded, Job, encode_and_verify, result_of, settle
@@ -34,11 +34,11 @@ class Storer:
     """
 
     def __init__(
-        self, config: RuntimeConfig, codec: RowCodec, workers: Workers, layers: Sequence[Layer], timings: Timings
+        self, config: RuntimeConfig, codec: RowCodec, workers: Workers, layers: Sequence[Layer], waits: Latencies
     ) -> None:
         self.jobs: OpenJobs[Job] = OpenJobs(workers, config.max_queue, config.max_bytes_in_flight)
         self.taken = self.queue_peak = self.last_compress_ns = 0
-        self._config, self._codec, self._workers, self._timings = config, codec, workers, timings
+        self._config, self._codec, self._workers, self._waits = config, codec, workers, waits
         self._layers = layers
         self._scope = Scope(config)
         self._trigger, self._interval = config.h2o.trigger_tokens, config.h2o.interval
@@ -83,7 +83,7 @@ class Storer:
         if not self.jobs.open:
             return
         if wait:
-            with self._timings.wait.measured():
+            with self._waits.measured():
                 done = self.jobs.finished(wait=True)
         else:
             done = self.jobs.finished()
@@ -118,10 +118,9 @@ class Storer:
             if piece.state == "due":
                 layer.waiting.append(piece)
             return
-        self._timings.compress.add(result.compress_ns)
-        self._timings.verify.add(result.verify_ns)
+        figures.timings.compress.add(result.compress_ns)
+        figures.timings.verify.add(result.verify_ns)
         self.last_compress_ns = result.compress_ns
         figures.updates += 1
-        figures.compress_ns += result.compress_ns
         figures.raw_bytes += raw
         figures.compressed_bytes += result.frames.nbytes if result.frames is not None else raw

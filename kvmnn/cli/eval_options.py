@@ -67,7 +67,7 @@ def add_settings(parser: Any) -> None:
         default="fp16",
         help="words in the frames: rounded to fp16 as engines hold them, or an fp32 cache as it is (default: fp16)",
     )
-    add("--repeats", type=positive, default=3, metavar="N", help="runs of the timed generation (default: 3)")
+    add("--repeats", type=positive, metavar="N", help="runs of the timed generation (default: 3)")
     add("--no-timing", action="store_true", help="do not measure TTFT, TPOT and attention time")
     add(
         "--no-project-definitions",
@@ -136,7 +136,7 @@ def settings(arguments: argparse.Namespace) -> Settings:
         slack=arguments.slack,
         packed=arguments.packed,
         frame_dtype=arguments.frame_dtype,
-        repeats=arguments.repeats,
+        repeats=Settings.repeats if arguments.repeats is None else arguments.repeats,
         project_definitions=not arguments.no_project_definitions,
         timing=not arguments.no_timing,
         traces=arguments.plot is not None,

@@ -71,7 +71,7 @@ def policy(arguments: argparse.Namespace) -> LabelledPolicy:
     """The one policy that was asked for; `UsageError` where it makes no sense."""
     from ..errors import KvmnnError
     from ..policies.labels import LabelledPolicy, label_of
-    from ..policies.specs import make, numbers, options_of
+    from ..policies.specs import make, numbers, options_of, takes
 
     defaults = engine_config.policy_defaults(arguments, [arguments.policy])
     budgets = [] if arguments.budget is None else [arguments.budget]
@@ -84,7 +84,6 @@ def policy(arguments: argparse.Namespace) -> LabelledPolicy:
     if not made.evicts and (budgets or skip):
         raise UsageError("--budget and --skip-layers need a --policy")
     if budgets and options.get("budget") != arguments.budget:
-        raise UsageError(
-            f"--policy {arguments.policy} and --budget {arguments.budget}: the policy says its size itself"
-        )
+        why = "the policy says its size itself" if takes(arguments.policy, "budget") else f"{name}: {made.budget_means}"
+        raise UsageError(f"--policy {arguments.policy} and --budget {arguments.budget}: {why}".replace("`", ""))
     return LabelledPolicy(policy=made, label=label_of(type(made), options), options=options)

@@ -11,9 +11,7 @@ if TYPE_CHECKING:
 
 def add(parser: Any) -> None:
     """``--plot-format`` and ``--no-titles``."""
-    parser.add_argument(
-        "--plot-format", metavar="KIND,...", default="png,svg", help="of png, svg and pdf (default: png,svg)"
-    )
+    parser.add_argument("--plot-format", metavar="KIND,...", help="of png, svg and pdf (default: png,svg)")
     parser.add_argument("--no-titles", action="store_true", help="plots without titles, for papers that have captions")
 
 
@@ -21,4 +19,5 @@ def of(arguments: argparse.Namespace) -> PlotOptions:
     """The options; `OptionError` for kinds that there are not."""
     from ..reports.plot_files import PlotOptions
 
-    return PlotOptions(kinds=tuple(arguments.plot_format.split(",")), titles=not arguments.no_titles)
+    kinds = PlotOptions.kinds if arguments.plot_format is None else tuple(arguments.plot_format.split(","))
+    return PlotOptions(kinds=kinds, titles=not arguments.no_titles)

@@ -9,7 +9,7 @@ from ..lm.documents import Document
 from ..policies.registry import policy_called
 from ..policies.specs import make
 from ..reports.rows import Row
-from ..text import LOSSLESS
+from ..text import LOSSLESS, count
 from .setup.settings import Settings
 from .statistics import FEWEST
 
@@ -34,12 +34,23 @@ def notes(rows: Sequence[Row], documents: Sequence[Document], settings: Settings
 
 
 def _short_texts(documents: Sequence[Document], settings: Settings) -> Iterator[str]:
-    for document in documents:
-        if document.tokens < settings.tokens:
-            yield (
-                f"{document.name} has only {document.tokens:,} tokens to score, {settings.tokens:,} were "
-                "asked for: all of it was scored."
-            )
+    short = [document for document in documents if document.tokens < settings.tokens]
+    if len(short) > _NAMED:
+        least, most = min(short, key=lambda one: one.tokens), max(short, key=lambda one: one.tokens)
+        yield (
+            f"{len(short):,} of {count(len(documents), 'text')} have fewer than the {settings.tokens:,} tokens asked "
+            f"for, {least.tokens:,} ({least.name}) to {most.tokens:,}: all of them was scored."
+        )
+        return
+    for document in short:
+        yield (
+            f"{document.name} has only {document.tokens:,} tokens to score, {settings.tokens:,} were "
+            "asked for: all of it was scored."
+        )
+
+
+_NAMED = 3
+"""Short texts that have a sentence each."""
 
 
 def _presets(rows: Sequence[Row]) -> Iterator[str]:

@@ -92,6 +92,8 @@ def read_results(path: str | os.PathLike[str]) -> EvaluationResult:
     SourceError
         For files that cannot be read, are larger than 256 MiB, or hold something else.
     """
+    if Path(path).is_dir():
+        raise SourceError(f"{path}: is a directory, expected the JSON that kvmnn eval -o RESULTS.json writes")
     try:
         document = read_object(Path(path), _MAX_BYTES)
     except (FileNotFoundError, NotADirectoryError) as exc:

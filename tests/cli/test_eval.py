@@ -181,6 +181,10 @@ def test_what_the_model_refuses_is_named_and_the_rest_is_there(capsys):
             ["--policy", "h2o_engine", "--budget", "64"],
             "a budget of 64 tokens has no effect here; h2o_engine: it has none",
         ),
+        (["--no-titles"], "--no-titles has no effect here: expected --plot DIR with it"),
+        (["--plot-format", "pdf"], "--plot-format has no effect here: expected --plot DIR with it"),
+        (["--no-timing", "--repeats", "2"], "--repeats has no effect here: --no-timing measures no time"),
+        (["--no-project-definitions"], "--no-project-definitions has no effect here"),
         (["--policy", "full", "--skip-layers", "0"], "--skip-layers has no effect here"),
         (
             ["--policy", "streaming", "--skip-layers", "9"],

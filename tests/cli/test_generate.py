@@ -101,6 +101,11 @@ def test_quiet_is_silent(generate: Callable[..., Any]) -> None:
         (["--prompt", "x", "--policy", "nope"], 2, "unknown policy 'nope'"),
         (["--prompt", "x", "--policy", "streaming:sonk=4"], 2, "has no option 'sonk'"),
         (["--prompt", "x", "--budget", "5"], 2, "--budget and --skip-layers need a --policy"),
+        (
+            ["--prompt", "x", "--policy", "h2o_engine", "--budget", "5"],
+            2,
+            "h2o_engine: it has none: target_lossy_ratio",
+        ),
         (["--prompt", "x", "--policy", "streaming:budget=9", "--budget", "5"], 2, "the policy says its size itself"),
         (["--prompt", "x", "--policy", "streaming", "--budget", "2"], 2, "streaming"),
         (["--prompt", "x", "--top-k", "5"], 2, "--top-k needs a --temperature"),

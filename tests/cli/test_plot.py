@@ -109,3 +109,9 @@ def fails(capsys, path, output, message):
     assert out == "" and err.count("\n") == 1
     assert err.startswith("kvmnn: error: ") and message in err
     assert not output.exists()
+
+
+def test_a_directory_is_no_file_of_results(run, tmp_path):
+    assert (
+        "is a directory, expected the JSON that kvmnn eval" in run("plot", tmp_path, "-o", tmp_path / "x", code=1).err
+    )

@@ -152,3 +152,11 @@ def test_a_runtime_that_encoded_nothing_says_what_would_have_to_be_different() -
     assert "h2o_update_interval" in line
     (line,) = of_runs("{}", ("full", runtime(900, raw=5)))
     assert line == "Encoded: layers 0 to 1 of 6 (scope front_n, front_n 2); the others stay raw."
+
+
+def test_many_short_texts_are_one_sentence() -> None:
+    texts = [text(tokens, f"t:{tokens}") for tokens in (20, 21, 22, 23, 400)]
+    asked = Settings(tokens=400)
+    (line,) = notes([row("full", "full")], texts, asked)
+    assert line == "4 of 5 texts have fewer than the 400 tokens asked for, 20 (t:20) to 23: all of them was scored."
+    assert len(list(notes([row("full", "full")], texts[1:], asked))) == 3

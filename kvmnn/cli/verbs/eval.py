@@ -94,6 +94,19 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.budget and not arguments.policy:
         raise UsageError("--budget needs a --policy")
     plot_options.of(arguments)
+    without = [
+        ("--plot-format", arguments.plot_format is not None and arguments.plot is None, "expected --plot DIR with it"),
+        ("--no-titles", arguments.no_titles and arguments.plot is None, "expected --plot DIR with it"),
+        ("--repeats", arguments.repeats is not None and arguments.no_timing, "--no-timing measures no time"),
+        (
+            "--no-project-definitions",
+            arguments.no_project_definitions and not arguments.preset,
+            "only the rows of a --preset have any",
+        ),
+    ]
+    for option, idle, why in without:
+        if idle:
+            raise UsageError(f"{option} has no effect here: {why}")
 
 
 def _outputs(arguments: argparse.Namespace, stack: ExitStack) -> Callable[[EvaluationResult], None]:

@@ -49,17 +49,21 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer rounds; for trying the script out")
     quick = parser.parse_args().quick
     rounds = 3 if quick else 7
+    loads = [os.getloadavg()[0]]
     history = real_history()
     replays = [replay_row(history, layers, block, rounds) for layers in (2, len(history.layers)) for block in BLOCKS]
     call_us = layer_call_us(history, rounds)
     steps = 16 if quick else DECODER_STEPS
     with tempfile.TemporaryDirectory() as folder:
         decoder = runtime_decoder.measured(Path(folder), steps)
+    loads.append(os.getloadavg()[0])
     sections = [replay_section(replays), call_section(call_us), runtime_decoder.section(decoder, steps)]
+    sections.insert(0, load_section(loads))
     data = {
         "replays": replays,
         "layer_call_us": call_us,
         "decoder": decoder,
+        "load_average": loads,
         "limits": {
             "codec": CODEC_LIMIT,
             "layer_call_us": CALL_LIMIT_US,
@@ -68,6 +72,14 @@ def main() -> None:
         },
     }
     print(write_results("runtime", "The lossless runtime", sections, data).read_text(encoding="utf-8"))
+
+
+def load_section(loads: list[float]) -> str:
+    return (
+        f"Load average {loads[0]:.1f} when it began and {loads[-1]:.1f} at the end, this script's own work included: "
+        "well above the number of cores, other work ran beside it, ratios hold better than times, and times are too "
+        "long.\n"
+    )
 
 
 def real_history() -> History:

@@ -75,11 +75,9 @@ def main() -> None:
 
 
 def load_section(loads: list[float]) -> str:
-    return (
-        f"Load average {loads[0]:.1f} when it began and {loads[-1]:.1f} at the end, this script's own work included: "
-        "well above the number of cores, other work ran beside it, ratios hold better than times, and times are too "
-        "long.\n"
-    )
+    busy = max(loads) > 1.5 * (os.cpu_count() or 1)
+    more = ": other work ran beside it, ratios hold better than times, and times are too long" if busy else ""
+    return f"Load average {loads[0]:.1f} when it began and {loads[-1]:.1f} at the end, its own work included{more}.\n"
 
 
 def real_history() -> History:

@@ -1,0 +1,128 @@
+"""Threads work beside the calls: nothing waits for them, and what is open is bounded. Workers are held, not timed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from store_options import store_options
+
+from kvmnn.runtime import LosslessRuntime
+
+CONFIG = store_options(front_n=2, async_threads=1)
+HEADS, HEAD_DIM, LAYERS, PROMPT = 2, 8, 2, 4 + 16 * 6 + 16
+BLOCK_BYTES = 2 * HEADS * 16 * HEAD_DIM * 2
+
+
+class Run:
+    """Two layers of rows that compress."""
+
+    def __init__(self, **options: Any) -> None:
+        config = replace(CONFIG, **options)
+        self.runtime = LosslessRuntime(config, layers=LAYERS, kv_heads=HEADS, head_dim=HEAD_DIM, dtype="fp16")
+        self.inner: Any = self.runtime._runtime
+        self.rows = (np.arange(400)[None, :, None] // 8 + np.zeros((HEADS, 400, HEAD_DIM))).astype(np.float16)
+        self.end = 0
+
+    def call(self, layer: int, tokens: int) -> None:
+        new = self.rows[:, self.end : self.end + tokens]
+        keys, values = self.runtime.begin(layer, new, new)
+        assert keys.tobytes() == values.tobytes() == self.rows[:, : self.end + tokens].tobytes()
+        self.runtime.end()
+
+    def step(self, tokens: int = 1) -> None:
+        for layer in range(LAYERS):
+            self.call(layer, tokens)
+        self.runtime.sync()
+        self.end += tokens
+
+    @property
+    def blocks(self) -> list[int]:
+        return [layer.blocks for layer in self.runtime.metrics().layers]
+
+    @contextmanager
+    def held_worker(self) -> Iterator[None]:
+        """The only thread does nothing else inside."""
+        started, release = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            started.set()
+            release.wait()
+
+        self.inner._workers.submit(hold)
+        started.wait()
+        try:
+            yield
+        finally:
+            release.set()
+
+
+def test_no_call_waits_for_an_encoding_and_results_are_taken_when_they_are_there() -> None:
+    run = Run()
+    with run.runtime:
+        with run.held_worker():
+            run.step(PROMPT)
+            for _ in range(20):
+                run.step()  # would never return if a token waited for the last layer's encodings
+            metrics = run.runtime.metrics()
+            assert (run.blocks, metrics.wait.count) == ([0, 0], 0)
+            assert metrics.h2o_lossless_async_queue_peak == len(run.inner._storer.jobs.open) == 14
+        for _, _, future in run.inner._storer.jobs.open:
+            future.result()
+        run.call(0, 1)  # takes in what is there, of both layers
+        assert run.blocks == [7, 7]
+
+
+@pytest.mark.parametrize(
+    ("options", "most"), [({"max_queue": 3}, 3), ({"max_bytes_in_flight": 5 * BLOCK_BYTES}, 5), ({"max_queue": 1}, 1)]
+)
+def test_what_is_open_is_bounded_and_the_rest_is_taken_later(options: dict[str, int], most: int) -> None:
+    run = Run(**options)
+    with run.runtime:
+        with run.held_worker():
+            run.step(PROMPT)
+            for _ in range(3):
+                run.step()
+                jobs = run.inner._storer.jobs
+                assert len(jobs.open) == most and jobs.nbytes == most * BLOCK_BYTES
+        metrics = run.runtime.metrics()
+        assert metrics.h2o_lossless_async_queue_peak == most
+        assert metrics.h2o_lossless_backpressure_skip_count > 0 and metrics.h2o_lossless_fallback_count == 0
+        run.runtime.flush()
+        assert run.blocks == [6, 6]
+        run.step()
+
+
+def test_the_next_layers_blocks_are_restored_while_one_computes() -> None:
+    run = Run()
+    with run.runtime:
+        run.step(PROMPT)
+        run.step()
+        run.runtime.flush()
+        for _, future in list(run.inner._restorer._coming.values()):
+            future.result()
+        run.inner._restorer.reset()
+        run.call(0, 1)
+        coming = list(run.inner._restorer._coming.values())
+        assert [piece for piece, _ in coming] == run.inner._layers[1].rows.pieces[1:]
+        for _, future in coming:
+            future.result()  # here a model would compute attention
+        before = run.runtime.metrics()
+        run.call(1, 1)
+        after = run.runtime.metrics()
+        assert (before.restores_ahead, after.restores_ahead, after.restores_late) == (0, 6, 0)
+
+
+@pytest.mark.parametrize("mode", ["probe", "full"])
+def test_blocks_that_only_measure_are_not_kept(mode: Any) -> None:
+    run = Run(mode=mode, async_threads=0)
+    run.step(PROMPT)
+    for _ in range(40):
+        run.step()
+    assert run.runtime.metrics().layers[0].updates == 8
+    assert not run.inner._layers[0].rows.pieces and not run.inner._layers[0].waiting

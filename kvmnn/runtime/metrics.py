@@ -160,6 +160,51 @@ class RuntimeMetrics:
             "h2o_lossless_decode_cache_miss": self.h2o_lossless_decode_cache_miss,
         }
 
+    def gate_figures(
+        self,
+        *,
+        tokens_per_second: float | None = None,
+        baseline_tokens_per_second: float | None = None,
+        wait_limit_us: float | None = None,
+        consistent: bool | None = None,
+    ) -> dict[str, float | int | bool | None]:
+        """This run under the names of the figures by which the MNN fork's reports judge one.
+
+        Those reports take ``lossless_selected_value`` from a simulation over dumps and never compare K and V; here both
+        are of this run.
+
+        Parameters
+        ----------
+        tokens_per_second, baseline_tokens_per_second
+            Decode speed of a model with the runtime and without it, which the caller measures.
+        wait_limit_us
+            Microseconds that waiting may take.
+        consistent
+            Whether all that attention read was compared and right (`ReplayResult.wrong_calls`).
+
+        Returns
+        -------
+        dict
+            None for what follows from something that was not given.
+        """
+        drop = None
+        if tokens_per_second is not None and baseline_tokens_per_second:
+            drop = (baseline_tokens_per_second - tokens_per_second) / baseline_tokens_per_second
+        headroom = None if wait_limit_us is None else wait_limit_us - self.h2o_lossless_async_wait_us
+        return {
+            "lossy_best": self.h2o_lossy_ratio,
+            "lossless_selected_value": self.h2o_lossless_ratio,
+            "decode_gate_tps": tokens_per_second,
+            "decode_drop_ratio": drop,
+            "kv_content_consistency_pass": consistent,
+            "runtime_decomp_best_us": self.h2o_lossless_decompress_us,
+            "runtime_async_wait_headroom_us": headroom,
+            "runtime_fallback_best": self.h2o_lossless_fallback_count,
+            "runtime_decode_cache_hit_best": self.h2o_lossless_decode_cache_hit,
+            "runtime_queue_peak_best": self.h2o_lossless_queue_depth_peak,
+            "candidate_runtime_total_ratio_avg": self.h2o_lossy_ratio * self.h2o_lossless_ratio,
+        }
+
     def __str__(self) -> str:
         return "\n".join(self.lines())
 

@@ -119,6 +119,31 @@ def test_a_reset_begins_all_figures_anew() -> None:
     assert runtime.metrics() == fresh.metrics()
 
 
+def test_the_names_by_which_reports_judge_a_run() -> None:
+    metrics = run(CONFIG).metrics()
+    found = metrics.gate_figures(
+        tokens_per_second=9.0, baseline_tokens_per_second=12.0, wait_limit_us=40_000, consistent=True
+    )
+    assert found == {
+        "lossy_best": metrics.h2o_lossy_ratio,
+        "lossless_selected_value": metrics.h2o_lossless_ratio,
+        "decode_gate_tps": 9.0,
+        "decode_drop_ratio": 0.25,
+        "kv_content_consistency_pass": True,
+        "runtime_decomp_best_us": metrics.h2o_lossless_decompress_us,
+        "runtime_async_wait_headroom_us": 40_000 - metrics.h2o_lossless_async_wait_us,
+        "runtime_fallback_best": 0,
+        "runtime_decode_cache_hit_best": 0,
+        "runtime_queue_peak_best": metrics.h2o_lossless_queue_depth_peak,
+        "candidate_runtime_total_ratio_avg": metrics.h2o_lossy_ratio * metrics.h2o_lossless_ratio,
+    }
+    assert found["lossy_best"] != 1 and found["runtime_decomp_best_us"] > 0
+    unknown = {name for name, value in metrics.gate_figures().items() if value is None}
+    assert unknown == {
+        "decode_gate_tps", "decode_drop_ratio", "kv_content_consistency_pass", "runtime_async_wait_headroom_us"
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("behaviour", ["sound", "engine"])
 def test_percentiles_of_layers_add_up_to_those_of_all(behaviour: str) -> None:
     runtime = run(CONFIG, behaviour)

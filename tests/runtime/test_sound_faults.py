@@ -231,6 +231,45 @@ def test_no_memory_for_new_rows_changes_nothing(monkeypatch: pytest.MonkeyPatch)
     run.check()
 
 
+@pytest.mark.parametrize("place", ["layer_rows.copied", "storing.partial"])
+def test_no_memory_for_cutting_or_handing_in_blocks_is_tried_again(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    run = Run()
+    run.step(PROMPT)
+
+    def none_left(*arguments: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"kvmnn.runtime.sound.{place}", none_left)
+        for layer in range(2):
+            with pytest.raises(MemoryError):
+                run.call(layer)
+    run.runtime.sync()
+    run.check()
+    run.step()
+    run.step()
+    assert run.stored() == 2 * BLOCKS
+    run.check()
+
+
+@pytest.mark.parametrize("drop", ["erase", "evict"])
+def test_no_memory_for_what_is_left_changes_nothing(monkeypatch: pytest.MonkeyPatch, drop: str) -> None:
+    run = Run()
+    run.step(PROMPT)
+    run.step()
+    calls = {"erase": lambda: run.runtime.erase(10, 30), "evict": lambda: run.runtime.evict(0, [(0, 10), (30, 20)])}
+
+    def none_left(*arguments: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvmnn.runtime.sound.layer_rows.empty", none_left)
+        with pytest.raises(MemoryError):
+            calls[drop]()
+    run.step()
+    run.check()
+
+
 def test_a_call_that_failed_half_way_is_final(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run()
     run.step(PROMPT)

@@ -54,10 +54,10 @@ def run(steps: int, threads: int) -> dict[str, Any]:
     with LosslessRuntime(config, layers=LAYERS, kv_heads=HEADS, head_dim=HEAD_DIM, dtype="fp16") as runtime:
         planner: Any = runtime._runtime.planner
         for position in range(steps):
-            if position % 251 == 250:  # the layers that evict nothing would grow without end
-                runtime.erase(position - 200, position - 20)
+            if position % 151 == 150:  # the layers that evict nothing would grow without end
+                runtime.erase(64, position - 40)
                 for rows in plain:
-                    rows.erase(position - 200, position - 20)
+                    rows.erase(64, position - 40)
             for layer in range(LAYERS):
                 plan = planner.layers[layer].pending
                 if plan is not None:

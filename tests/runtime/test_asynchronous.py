@@ -110,6 +110,7 @@ def test_the_next_layers_blocks_are_restored_while_one_computes() -> None:
         run.call(0, 1)
         coming = list(run.inner._restorer._coming.values())
         assert [piece for piece, _ in coming] == run.inner._layers[1].rows.pieces[1:]
+        assert len({future for _, future in coming}) == 1  # handed over together
         for _, future in coming:
             future.result()  # here a model would compute attention
         before = run.runtime.metrics()

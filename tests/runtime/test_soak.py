@@ -21,5 +21,5 @@ def test_memory_is_flat_and_no_block_is_lost() -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["different"], found["not_stored"], found["fallbacks"]) == (0, 0, 0)
-    assert found["updates"] > 100 and found["evicted"] > 1000
-    assert found["memory_end"] < found["memory_early"] + (8 << 20)
+    assert found["updates"] > 100 and found["evicted"] > 500
+    assert len(found["memory"]) == 10 and max(found["memory"]) < found["memory"][0] + (8 << 20)

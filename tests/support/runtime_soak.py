@@ -1,7 +1,7 @@
 """A long run of a runtime with threads, evictions and erasures: `python runtime_soak.py STEPS [THREADS]`.
 
 Prints what was found as JSON: calls whose rows differ from a plain cache (all are compared), blocks that did not come
-to be stored, fallbacks, and the anonymous memory after a tenth of the steps and at the end.
+to be stored, fallbacks, and the anonymous memory after each tenth of the steps.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def run(steps: int, threads: int) -> dict[str, Any]:
     pool = (np.linspace(0.5, 1, HEAD_DIM) + rng.integers(0, 4, (4096, 2, HEADS, 1, HEAD_DIM)) / 64).astype("<f2")
     attention = rng.random((64, 2, 512), np.float32)
     plain = [PlainLayer(HEADS, HEAD_DIM, "<f2") for _ in range(LAYERS)]
-    different, early, began = 0, 0, time.perf_counter()
+    memory: list[int] = []
+    different, began = 0, time.perf_counter()
     config = replace(CONFIG, async_threads=threads)
     with LosslessRuntime(config, layers=LAYERS, kv_heads=HEADS, head_dim=HEAD_DIM, dtype="fp16") as runtime:
         planner: Any = runtime._runtime.planner
@@ -69,8 +70,9 @@ def run(steps: int, threads: int) -> dict[str, Any]:
                 different += values.tobytes() != plain[layer].rows[1].tobytes()
                 runtime.end(rows=attention[position % 64, :, : keys.shape[1]])
             runtime.sync()
-            if position == steps // 10:
-                early = anonymous()
+            if (position + 1) % (steps // 10) == 0:
+                memory.append(anonymous())
+                print(f"{position + 1} steps, {different} different, {memory[-1]} bytes", file=sys.stderr, flush=True)
         runtime.flush()
         metrics = runtime.metrics()
         states = [piece.state for layer in runtime._runtime._layers for piece in layer.rows.pieces[1:]]  # type: ignore[union-attr]
@@ -84,8 +86,7 @@ def run(steps: int, threads: int) -> dict[str, Any]:
             "updates": sum(layer.updates for layer in metrics.layers),
             "skips": metrics.h2o_lossless_backpressure_skip_count,
             "evicted": metrics.h2o_total_evict_tokens,
-            "memory_early": early,
-            "memory_end": anonymous(),
+            "memory": memory,
         }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -14,6 +14,9 @@ from .decoded_rows import DecodedRows
 from .figures import LayerFigures
 from .piece import Piece
 from .workers import Workers
+
+PIECES_TOGETHER = 8
+"""Decoded ahead by one job: handing over a job costs as much as decoding a small piece."""
 
 
 class Restorer:
@@ -31,7 +34,7 @@ class Restorer:
         self.ahead = self.late = 0
         self._workers = workers
         self._max_bytes, self._token_bytes = max_bytes, token_bytes
-        self._coming: dict[int, tuple[Piece, Future[Words]]] = {}
+        self._coming: dict[int, tuple[Piece, Future[dict[int, Words]]]] = {}
 
     def rows(self, piece: Piece, figures: LayerFigures) -> Words:
         """The rows of a stored piece; whatever a decoder raises for frames that do not give them back."""
@@ -62,15 +65,18 @@ class Restorer:
             return
         self._coming = {key: entry for key, entry in self._coming.items() if entry[0].alive}
         room = self._max_bytes - sum(piece.count for piece, _ in self._coming.values()) * self._token_bytes
+        wanted = []
         for piece in pieces:
-            frames, size = piece.frames, piece.count * self._token_bytes
-            if frames is None or piece.rows is not None or id(piece) in self._coming or self.cache.has(piece):
+            if piece.frames is None or piece.rows is not None or id(piece) in self._coming or self.cache.has(piece):
                 continue
-            room -= size
+            room -= piece.count * self._token_bytes
             if room < 0:
-                return
-            future = self._workers.submit(partial(self.codec.decoded, frames, piece.count))
-            self._coming[id(piece)] = piece, future
+                break
+            wanted.append(piece)
+        for begin in range(0, len(wanted), PIECES_TOGETHER):
+            together = wanted[begin : begin + PIECES_TOGETHER]
+            future = self._workers.submit(partial(self._decoded, [(piece, _frames(piece)) for piece in together]))
+            self._coming |= {id(piece): (piece, future) for piece in together}
 
     def reset(self) -> None:
         """Drop everything that was decoded, and all counts."""
@@ -79,6 +85,9 @@ class Restorer:
             future.cancel()
         self._coming.clear()
         self.cache.sweep()
+
+    def _decoded(self, pieces: Sequence[tuple[Piece, Frames]]) -> dict[int, Words]:
+        return {id(piece): self.codec.decoded(frames, piece.count) for piece, frames in pieces}
 
     def _prefetched(self, piece: Piece, figures: LayerFigures) -> Words | None:
         """What a thread decoded; None where it has not begun, or failed (it is then tried again here)."""
@@ -93,7 +102,7 @@ class Restorer:
             began = time.perf_counter_ns()
             future.exception()
             figures.timings.wait.add(time.perf_counter_ns() - began)
-        return None if future.exception() is not None else future.result()
+        return None if future.exception() is not None else future.result()[id(piece)]
 
     @staticmethod
     def _count(began: int, nbytes: int, figures: LayerFigures) -> None:

@@ -83,6 +83,8 @@ def policy(arguments: argparse.Namespace) -> LabelledPolicy:
         raise UsageError(str(exc)) from None
     if not made.evicts and (budgets or skip):
         raise UsageError("--budget and --skip-layers need a --policy")
+    if skip is not None and made.evicts and not takes(arguments.policy, "skip_layers"):
+        raise UsageError(f"--skip-layers has no effect here: {name} has no skip_layers")
     if budgets and options.get("budget") != arguments.budget:
         why = "the policy says its size itself" if takes(arguments.policy, "budget") else f"{name}: {made.budget_means}"
         raise UsageError(f"--policy {arguments.policy} and --budget {arguments.budget}: {why}".replace("`", ""))

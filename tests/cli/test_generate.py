@@ -101,6 +101,7 @@ def test_quiet_is_silent(generate: Callable[..., Any]) -> None:
         (["--prompt", "x", "--policy", "nope"], 2, "unknown policy 'nope'"),
         (["--prompt", "x", "--policy", "streaming:sonk=4"], 2, "has no option 'sonk'"),
         (["--prompt", "x", "--budget", "5"], 2, "--budget and --skip-layers need a --policy"),
+        (["--prompt", "x", "--policy", "h2o_engine", "--skip-layers", "0"], 2, "h2o_engine has no skip_layers"),
         (
             ["--prompt", "x", "--policy", "h2o_engine", "--budget", "5"],
             2,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +53,8 @@ class Tokenizer:
         except UnicodeDecodeError as error:
             raise SourceError(f"{self.path}: is not a tokenizer.json: no UTF-8 text") from error
         try:
-            self._tokenizer: Any = kind.from_str(text)
+            with _without_panics():
+                self._tokenizer: Any = kind.from_str(text)
         except Exception as error:  # the package raises plain Exception
             raise SourceError(f"{self.path}: is not a tokenizer.json: {_one_line(error)}") from error
         # A file may ask for padding and truncation of every text; here all of a text is fed.
@@ -91,12 +94,29 @@ class Tokenizer:
         )
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        """Token ids of `text`, without special tokens put around it; int64 ``[token]``."""
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+        """Token ids of `text`, without special tokens put around it; int64 ``[token]``.
+
+        Raises
+        ------
+        SourceError
+            When the tokenizer fails: the file's patterns may be such that a search in the text is given up.
+        """
+        try:
+            with _without_panics():
+                return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+        except Exception as error:
+            raise SourceError(
+                f"{self.path}: fails on a text of {len(text):,} characters: {_one_line(error)}"
+            ) from error
 
     def decode(self, ids: Iterable[int] | NDArray[np.int64]) -> str:
-        """The text of `ids`; special tokens are left out."""
-        return str(self._tokenizer.decode([int(token) for token in ids]))
+        """The text of `ids`; special tokens are left out. Errors as of `encode`."""
+        numbers = [int(token) for token in ids]
+        try:
+            with _without_panics():
+                return str(self._tokenizer.decode(numbers))
+        except Exception as error:
+            raise SourceError(f"{self.path}: fails on {len(numbers):,} tokens: {_one_line(error)}") from error
 
     @staticmethod
     def byte_length(text: str) -> int:
@@ -116,6 +136,27 @@ class Tokenizer:
             if isinstance(number, int) and not isinstance(number, bool) and 0 <= number < self.vocab:
                 return number
         return None
+
+
+_stderr_lock = threading.Lock()
+
+
+@contextmanager
+def _without_panics() -> Iterator[None]:
+    """Panics of Rust become a RuntimeError; what Rust says of them itself, on standard error, is not shown."""
+    with _stderr_lock, ExitStack() as stack:
+        with suppress(OSError):  # standard error is closed: nothing is shown anyway
+            kept = os.dup(2)
+            stack.callback(os.close, kept)
+            with open(os.devnull, "wb") as nothing:
+                os.dup2(nothing.fileno(), 2)
+            stack.callback(os.dup2, kept, 2)
+        try:
+            yield
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":
+                raise
+            raise RuntimeError(str(error)) from None
 
 
 def _one_line(error: Exception) -> str:

@@ -98,3 +98,18 @@ def test_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(MissingDependencyError, match="package tokenizers: pip install onnxruntime onnx tokenizers"):
         Tokenizer.open(LM)
+
+
+def test_a_pattern_that_makes_the_tokenizer_panic(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    document = json.loads((folder / "tokenizer.json").read_text())
+    pattern = {"Regex": "(?:a|a|a|aa)+$b"}  # exponential: the search is given up
+    document["pre_tokenizer"] = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+    tokenizer = Tokenizer.open(folder)
+    with pytest.raises(SourceError, match=r"tokenizer\.json: fails on a text of 40 characters: .*retry-limit"):
+        tokenizer.encode("a" * 40)
+    with pytest.raises(SourceError, match="fails on 1 tokens"):
+        tokenizer.decode([1 << 40])
+    assert capfd.readouterr().err == ""
+    print("heard", file=sys.stderr)
+    assert capfd.readouterr().err == "heard\n"

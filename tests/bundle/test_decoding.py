@@ -86,6 +86,16 @@ def test_the_only_frame_has_no_number(tmp_path):
         joined(open_frames(str(folder)))
 
 
+def test_one_of_two_frames_has_its_number(tmp_path):
+    folder = bundle(tmp_path / "out", named(KEYS), options=EncodeOptions(frame_bytes=KEYS.nbytes // 2))
+    data = (folder / "k.frame").read_bytes()
+    (folder / "k.frame").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    frames = open_frames(str(folder))
+    assert len(frames.arrays[0].frames) == 2
+    with pytest.raises(ManifestError, match=r"array 'k': frame 1 \(offset \d+\) the frame does not match"):
+        joined(frames)
+
+
 def test_swapped_frames_are_found_even_if_their_own_hashes_are_not_checked(tmp_path):
     def change(document):
         parts = document["arrays"][1]["frames"]

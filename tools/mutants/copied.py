@@ -47,10 +47,9 @@ class Copy:
     def __init__(self, source: Path, work: Path) -> None:
         self.work, self.root = work, work / "tree"
         (work / "calls").mkdir(parents=True, exist_ok=True)
-        self.root.mkdir(exist_ok=True)
-        for old in self.root.iterdir():
-            if old.name != "build":  # what was made of sources that have not changed since need not be made again
-                shutil.rmtree(old) if old.is_dir() else old.unlink()
+        if self.root.exists():  # with what was built of a change, if that run was ended
+            shutil.rmtree(self.root)
+        self.root.mkdir()
         ignored = shutil.ignore_patterns("__pycache__")
         for part in (*PARTS, *MORE_PARTS):
             if (source / part).is_dir():

@@ -1,0 +1,31 @@
+"""Ranges of tokens: either end outside of what there is is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvmnn import KvmnnError, PackLayout
+from kvmnn.packed.token_range import TokenRange
+
+LAYOUT = PackLayout.for_backend("x86-avx2", kv_heads=1, head_dim=8)
+CAPACITY = 16
+
+
+def of(start: int, count: int, past: int = 10) -> TokenRange:
+    buffers = (np.zeros(size, np.uint8) for size in (LAYOUT.key_bytes(CAPACITY), LAYOUT.value_bytes(CAPACITY)))
+    return TokenRange.of(LAYOUT, *buffers, start, count, past=past, capacity=CAPACITY)
+
+
+def test_ranges_inside() -> None:
+    for start, count in ((0, 1), (0, 10), (9, 1)):
+        assert (of(start, count).start, of(start, count).count) == (start, count)
+    assert of(15, 1, past=20).capacity == CAPACITY
+
+
+@pytest.mark.parametrize(
+    ("start", "count", "past"), [(-1, 1, 10), (0, 0, 10), (-1, 0, 10), (9, 2, 10), (10, 1, 10), (15, 2, 20)]
+)
+def test_ranges_outside(start: int, count: int, past: int) -> None:
+    with pytest.raises(KvmnnError, match=f"range of {count} tokens from {start}"):
+        of(start, count, past)

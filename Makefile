@@ -39,6 +39,7 @@ bench: $(STAMPS)/bench
 	$(BIN)/python tools/bench/offline.py
 	$(BIN)/python tools/bench/policies.py
 	$(BIN)/python tools/bench/runtime.py
+	$(BIN)/python tools/bench/store.py
 
 # Hostile input, faults and short fuzzing; docs/reliability.md says what each of them is for.
 attack: $(STAMPS)/test

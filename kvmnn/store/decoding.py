@@ -81,6 +81,19 @@ def decode_stretches(space: Space, stretches: Sequence[Stretch], threads: int | 
     ]
 
 
+def _arrays(space: Space, tokens: int) -> list[tuple[Words, Words]]:
+    """K and V of every layer, not filled yet: parts of one array, as one is mapped in large pages and many are not."""
+    words = np.empty(tokens * space.token_bytes // space.words.itemsize, space.words.numpy)
+    found = []
+    begin = 0
+    for shape in space.layers:
+        size = shape.kv_heads * tokens * shape.head_dim
+        both = words[begin : begin + 2 * size].reshape(2, shape.kv_heads, tokens, shape.head_dim)
+        found.append((both[0], both[1]))
+        begin += 2 * size
+    return found
+
+
 def _decode(dtype: str, frame: Frame, shape: LayerShape, stretch: Stretch, out: Words) -> None:
     if checksum(frame.data) != frame.checksum:
         raise DamagedError("the frame does not match its checksum")

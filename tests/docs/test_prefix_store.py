@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import doctest
+import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from docs.commands import comparable, retold
+from engine_client import needs_engine, unpack_fixture
 from repository import DOCS
 
 from kvmnn.frames import zstd
@@ -39,3 +45,28 @@ def test_the_commands() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert page.count("$ kvmnn store") > 5
     assert comparable(retold(page)) == comparable(page)
+
+
+@needs_engine
+def test_the_whole_way_with_the_engine(tmp_path: Path) -> None:
+    """Nothing stored, then the same prompt, then one that shares 40 tokens; the last against an empty store."""
+    (script,) = re.findall(r"^```python\n(import .*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    assert len(script.splitlines()) < 40
+    (tmp_path / "way.py").write_text(script)
+    model = unpack_fixture("model", tmp_path)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+    def run(folder: str, prompt: list[int]) -> tuple[int, list[int]]:
+        argv = [sys.executable, "-P", str(tmp_path / "way.py"), str(model), str(tmp_path / folder), json.dumps(prompt)]
+        done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        said = json.loads(done.stdout.splitlines()[-1])
+        return said["stored"], said["tokens"]
+
+    one, two = [*range(60, 120)], [*range(60, 100), 7, 8, 9]
+    stored, tokens = run("store", one)
+    assert stored == 0
+    assert run("store", one) == (59, tokens)
+    stored, tokens = run("store", two)
+    assert stored == 40
+    assert run("another", two) == (0, tokens)

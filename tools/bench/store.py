@@ -1,0 +1,276 @@
+"""Measure the prefix store: `python tools/bench/store.py` writes benchmarks/store.md and .json.
+
+K and V (fp32, as onnxruntime computes them) of the shipped model on texts that ship:
+
+* 20 texts that share a beginning of 512 tokens, each put whole: bytes put, bytes stored, tokens that were found;
+* the ratio by tokens in a frame, and by effort: why units hold several blocks, and which effort is the default;
+* `put` against `encode_many` and `get` against `decode_many` on the same bytes, all processors, taking turns;
+* an index of 100,000 blocks: `match`, `put` of what is known, bytes a block;
+* the time to the first token of prompts with all but one token stored, and with nothing stored, onnxruntime.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import ROOT, interleaved, ratio, table, write_results
+
+import kvmnn
+from kvmnn import LayerCache
+from kvmnn.lm import DecoderSession, Runner, Tokenizer
+from kvmnn.store import PrefixStore, updates
+from kvmnn.store.lookup import Text
+from kvmnn.store.space import LayerShape, Space
+from kvmnn.store.token_ids import as_ids, block_keys
+from kvmnn.store.updates import NewUnit
+
+MODEL = ROOT / "fixtures" / "lm"
+SHARED, OWN, LONG = 512, 512, 2048
+BLOCKS, BLOCK = 100_000, 64
+PUT_SHARE, GET_SHARE, MATCH_MS, KNOWN_MS, INDEX_BYTES = 0.9, 0.85, 1.0, 2.0, 200
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds and texts; for trying the script out")
+    quick = parser.parse_args().quick
+    rounds = 3 if quick else 9
+    texts = sorted((MODEL / "texts").glob("*.txt"))[: 3 if quick else None]
+    session, tokenizer = DecoderSession.open(MODEL), Tokenizer.open(MODEL)
+    ids = [tokenizer.encode(path.read_text(encoding="utf-8"))[: LONG + 1] for path in texts]
+    with tempfile.TemporaryDirectory() as folder:
+        shared = sharing(Path(folder, "shared"), session, ids)
+        layers = computed(session, ids[0][:LONG])
+        frames = frame_rows(layers)
+        speeds = speed_rows(Path(folder), ids[0][:LONG], layers, rounds)
+        index = index_row(Path(folder, "index"), BLOCKS // 10 if quick else BLOCKS)
+        first = first_tokens(Path(folder, "first"), session, ids[0], 3 if quick else 5)
+    data = {"sharing": shared, "frames": frames, "speeds": speeds, "index": index, "first_tokens": first}
+    path = write_results("store", "The prefix store", sections(data), data)
+    print(path.read_text(encoding="utf-8"))
+
+
+def computed(session: DecoderSession, ids: Sequence[int]) -> list[LayerCache]:
+    runner = Runner(session)
+    runner.feed(ids)
+    return runner.cache.layers()
+
+
+def sharing(folder: Path, session: DecoderSession, ids: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Texts that begin with the same tokens, each asked for and then put."""
+    put = stored = found = asked = exact = 0
+    with PrefixStore(folder) as store, PrefixStore(folder.with_name("exact"), effort="exact") as slow:
+        for own in ids:
+            text = [*ids[0][:SHARED], *own[SHARED : SHARED + OWN]]
+            asked += len(text)
+            found += store.match(text, model="m")
+            layers = computed(session, text)
+            put += sum(cache.nbytes for cache in layers)
+            stored += store.put(text, layers, model="m").stored_bytes
+            exact += slow.put(text, layers, model="m").stored_bytes
+        stats = store.stats()
+    return {
+        "texts": len(ids),
+        "tokens": asked,
+        "found": found,
+        "bytes_put": put,
+        "bytes_stored": stored,
+        "raw_bytes_stored": stats.raw_bytes,
+        "bytes_exact": exact,
+        "index_bytes": stats.index_bytes,
+    }
+
+
+def frame_rows(layers: Sequence[LayerCache]) -> list[dict[str, Any]]:
+    """The ratio of frames of so many tokens."""
+    rows = []
+    arrays = [words for cache in layers for words in (cache.keys, cache.values)]
+    for dtype, effort in itertools.product((np.float32, np.float16), ("fast", "exact")):
+        for tokens in (16, 64, 128, 256, 512, LONG):
+            pieces = [a[:, at : at + tokens].astype(dtype) for a in arrays for at in range(0, LONG, tokens)]
+            frames = kvmnn.encode_many(pieces, effort=effort)
+            found = sum(piece.nbytes for piece in pieces) / sum(map(len, frames))
+            rows.append({"dtype": dtype.__name__, "effort": effort, "tokens": tokens, "ratio": found})
+    return rows
+
+
+def speed_rows(folder: Path, ids: Sequence[int], layers: Sequence[LayerCache], rounds: int) -> list[dict[str, Any]]:
+    """`put` and `get` against the codec calls on the whole arrays."""
+    rows = []
+    for dtype in (np.float32, np.float16):
+        caches = [
+            LayerCache(layer=each.layer, keys=each.keys.astype(dtype), values=each.values.astype(dtype))
+            for each in layers
+        ]
+        arrays = [words for cache in caches for words in (cache.keys, cache.values)]
+        nbytes = sum(words.nbytes for words in arrays)
+        frames = kvmnn.encode_many(arrays, effort="fast")
+        names = itertools.count()
+        kept = PrefixStore(folder / dtype.__name__)
+        kept.put(ids, caches, model="m")
+
+        puts: list[tuple[float, float]] = []
+
+        def put(caches: list[LayerCache] = caches, dtype: type = dtype, names: Any = names, puts: Any = puts) -> None:
+            with PrefixStore(folder / f"{dtype.__name__}-{next(names)}") as store:
+                started = time.perf_counter(), time.process_time()
+                store.put(ids, caches, model="m")
+                puts.append((time.perf_counter() - started[0], time.process_time() - started[1]))
+
+        jobs = {
+            "put": put,
+            "encode_many": lambda arrays=arrays: kvmnn.encode_many(arrays, effort="fast"),
+            "get": lambda kept=kept: kept.get(ids, model="m"),
+            "decode_many": lambda frames=frames: kvmnn.decode_many(frames),
+        }
+        for clock, place in ((time.perf_counter, 0), (time.process_time, 1)):
+            puts.clear()
+            times = interleaved(jobs, rounds, clock)
+            times["put"] = [each[place] for each in puts[1:]]  # without making the store
+            rows.append(
+                {
+                    "dtype": dtype.__name__,
+                    "clock": clock.__name__,
+                    **{f"{name}_mb_s": nbytes / 1e6 / statistics.median(times[name]) for name in jobs},
+                    "put_share": ratio(times, "encode_many", "put"),
+                    "get_share": ratio(times, "decode_many", "get"),
+                }
+            )
+        kept.close()
+    return rows
+
+
+def index_row(folder: Path, blocks: int) -> dict[str, Any]:
+    """Texts of 2,048 tokens that share 512, noted down without their files."""
+    space = Space("m", "fp16", (LayerShape(0, 1, 4),))
+    rng = np.random.default_rng(1)
+    begin = rng.integers(0, 50_000, SHARED)
+    texts = []
+    with PrefixStore(folder) as store:
+        units: Any = store._units
+        count = 0
+        while count < blocks:
+            ids = as_ids(np.concatenate([begin, rng.integers(0, 50_000, LONG - SHARED)]))
+            texts.append(ids)
+            text = Text(space.key, ids, block_keys(space.key, ids, BLOCK), BLOCK)
+            with units.index.writing() as cursor:
+                number = updates.space_id(cursor, space)
+                updates.next_tick(cursor)
+                for at in range(0 if count == 0 else SHARED, LONG, 512):
+                    keys = text.keys[at // BLOCK : (at + 512) // BLOCK]
+                    new = NewUnit(text.key_before(at // BLOCK), at, ids[at : at + 512], keys, 1000, Path("none"))
+                    updates.insert(cursor, number, new, text, lambda: False)
+                    count += len(keys)
+        units.index.clean()
+        index_bytes = units.index.nbytes
+        words = np.zeros((1, LONG, 4), np.float16)
+        caches = [LayerCache(layer=0, keys=words, values=words)]
+        chosen = [texts[number] for number in rng.integers(0, len(texts), 300)]
+        match = [_milliseconds(lambda ids=ids: store.match(ids, model="m")) for ids in chosen]
+        known = [_milliseconds(lambda ids=ids: store.put(ids, caches, model="m")) for ids in chosen]
+    return {
+        "blocks": count,
+        "bytes_a_block": index_bytes / count,
+        "match_ms": statistics.median(match),
+        "match_ms_95": sorted(match)[len(match) * 95 // 100],
+        "known_put_ms": statistics.median(known),
+        "known_put_ms_95": sorted(known)[len(known) * 95 // 100],
+    }
+
+
+def first_tokens(folder: Path, session: DecoderSession, ids: Sequence[int], rounds: int) -> list[dict[str, Any]]:
+    """Seconds to the logits behind a prompt: all of it computed, or all but its last token from the store."""
+    rows = []
+    with PrefixStore(folder) as store:
+        for tokens in (512, 1024, LONG):
+            prompt = ids[:tokens]
+            store.put(prompt[:-1], computed(session, prompt[:-1]), model="m")
+
+            def plain(prompt: Sequence[int] = prompt) -> None:
+                Runner(session).feed(prompt)
+
+            def stored(prompt: Sequence[int] = prompt) -> None:
+                runner = Runner(session)
+                found = store.get(prompt[:-1], model="m")
+                runner.start(found.layers)
+                runner.feed(prompt[found.tokens :])
+
+            times = interleaved({"plain": plain, "stored": stored}, rounds, time.perf_counter)
+            rows.append({"tokens": tokens, **{name: statistics.median(found) for name, found in times.items()}})
+    return rows
+
+
+def _milliseconds(call: Any) -> float:
+    started = time.process_time()
+    call()
+    return (time.process_time() - started) * 1e3
+
+
+def sections(data: dict[str, Any]) -> list[str]:
+    shared, index = data["sharing"], data["index"]
+    by_kind: dict[tuple[str, str], list[float]] = {}
+    for row in data["frames"]:
+        by_kind.setdefault((row["dtype"], row["effort"]), []).append(row["ratio"])
+    frame_table = table(
+        ["dtype, effort", *(f"{tokens:,}" for tokens in (16, 64, 128, 256, 512, LONG))],
+        [[f"{dtype}, {effort}", *(f"{value:.4f}" for value in found)] for (dtype, effort), found in by_kind.items()],
+    )
+    speed_table = table(
+        ["dtype", "clock", "put", "encode_many", "share", "get", "decode_many", "share"],
+        [
+            [
+                *(row["dtype"], row["clock"]),
+                *(f"{row['put_mb_s']:.0f}", f"{row['encode_many_mb_s']:.0f}", f"{row['put_share']:.2f}"),
+                *(f"{row['get_mb_s']:.0f}", f"{row['decode_many_mb_s']:.0f}", f"{row['get_share']:.2f}"),
+            ]
+            for row in data["speeds"]
+        ],
+    )
+    first_table = table(
+        ["tokens of the prompt", "computed, ms", "from the store, ms", "times"],
+        [
+            [
+                *(f"{row['tokens']:,}", f"{row['plain'] * 1e3:.0f}", f"{row['stored'] * 1e3:.0f}"),
+                f"{row['plain'] / row['stored']:.1f}",
+            ]
+            for row in data["first_tokens"]
+        ],
+    )
+    return [
+        f"## {shared['texts']} texts that share their first {SHARED} tokens\n",
+        f"K and V of the shipped model, fp32, each text {SHARED + OWN:,} tokens, asked for and then put. Of "
+        f"{shared['tokens']:,} tokens {shared['found']:,} were found ({shared['found'] / shared['tokens']:.1%}). "
+        f"{shared['bytes_put']:,} bytes were put, {shared['bytes_stored']:,} stored: "
+        f"{shared['bytes_put'] / shared['bytes_stored']:.2f} to 1, of which frames give "
+        f"{shared['raw_bytes_stored'] / shared['bytes_stored']:.4f} and sharing the rest. With effort exact "
+        f"{shared['bytes_exact']:,} bytes are stored. The index has {shared['index_bytes']:,} bytes.\n",
+        "## Ratio by tokens in a frame\n",
+        f"{LONG:,} tokens of one text; units hold up to 512 tokens, blocks 64.\n",
+        frame_table + "\n",
+        "## Speed\n",
+        f"MB/s of raw bytes, {LONG:,} tokens, effort fast, all processors; share: the codec call's time over the "
+        f"store's, median over rounds in which all take turns (goals: put {PUT_SHARE}, get {GET_SHARE}). `put` writes "
+        "the files and the index, `get` reads and checks them.\n",
+        speed_table + "\n",
+        f"## An index of {index['blocks']:,} blocks\n",
+        f"Texts of {LONG:,} tokens that share {SHARED}, CPU time, median (95 of 100): `match` {index['match_ms']:.2f} "
+        f"({index['match_ms_95']:.2f}) ms (goal {MATCH_MS:g}), `put` of what is known {index['known_put_ms']:.2f} "
+        f"({index['known_put_ms_95']:.2f}) ms (goal {KNOWN_MS:g}), {index['bytes_a_block']:.0f} bytes a block (goal "
+        f"{INDEX_BYTES}).\n",
+        "## Time to the first token\n",
+        "onnxruntime with its own threads, the shipped model, wall time: the whole prompt computed, or all but its "
+        "last token from the store.\n",
+        first_table,
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -14,7 +14,7 @@ import numpy as np
 
 from .. import dtypes
 from ..dtypes import PARTS, KVPair, Part, Words
-from ..errors import SourceError
+from ..errors import OptionError, SourceError
 from .layers import with_whole_dumps
 from .named_array import ArrayInfo, NamedArray
 from .names import conventional, layer_of, part_of
@@ -170,7 +170,7 @@ def _check_axes(where: str, axes: str | None) -> None:
         return
     letters = set(axes)
     if len(letters) != len(axes) or not _NEEDED <= letters <= _ALLOWED:
-        raise SourceError(
+        raise OptionError(
             f"{where}: axes {axes!r}: expected h (kv_head), t (token), d (dimension), each once, and where there are "
             "such l (layer) and b (batch)"
         )

@@ -11,7 +11,7 @@ from .printing import STDIO, UsageError
 
 if TYPE_CHECKING:
     from ..arrays.source import Source
-    from ..bundle import FrameSet
+    from ..bundle import DecodeOptions, FrameSet
     from ..packed.cache_info import CacheInfo
 
 
@@ -49,6 +49,18 @@ def load(
         max_bytes=getattr(arguments, "max_bytes", None),
     )
     return joined([opening.open(path, options) for path in paths])
+
+
+def open_frames(path: str, arguments: argparse.Namespace, options: DecodeOptions) -> FrameSet:
+    """The frames at a path; what is none is told of by what it looks like."""
+    from ..bundle import open_frames
+    from ..errors import KvmnnError
+    from ..formats import not_a_frame
+
+    try:
+        return open_frames(path, use_manifest=not arguments.no_manifest, options=options)
+    except KvmnnError as found:
+        raise not_a_frame(path, found) from None
 
 
 def check_dtype(frames: FrameSet, arguments: argparse.Namespace) -> None:

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from ..packed.fitting import Geometry
 
 
-def add_packed(parser: Any, backend: str = "--backend", *, tokens: bool = True) -> None:
+def add_packed(parser: Any, backend: str = "--backend", *, tokens: bool = True, second_tokens: bool = False) -> None:
     """Everything that can be said about packed files; `backend` is the option that names theirs.
 
-    Without `tokens` the verb has ``--tokens`` already.
+    Without `tokens` the verb has ``--tokens`` already; with `second_tokens` it compares two inputs.
     """
     group = parser.add_argument_group("packed files", "What prefix caches and live cache files do not say themselves.")
     add_layout(group, backend)
@@ -31,6 +31,9 @@ def add_packed(parser: Any, backend: str = "--backend", *, tokens: bool = True) 
         group.add_argument(
             "--tokens", type=_numbers, default=(), metavar="N[,N...]", help="live tokens (of each layer)"
         )
+    if second_tokens:
+        text = "live tokens of B (default: --tokens)"
+        group.add_argument("--second-tokens", type=_numbers, default=(), metavar="N[,N...]", help=text)
     add_text(group)
     group.add_argument("--name", metavar="NAME", help="which prefix, where a directory holds several")
     group.add_argument("--layer-order", type=_addresses, default=(), metavar="HEX,...", help="live files by layer")

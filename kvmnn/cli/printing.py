@@ -120,9 +120,16 @@ def output_or_beside(arguments: argparse.Namespace, source: str, suffix: str) ->
     if given is not None and given != STDIO:
         return given
     path = PurePath(source)
-    if given == STDIO or source == STDIO or not path.name.strip("."):
-        raise UsageError(f"no output given: use -o {'DIR/' if suffix.endswith('/') else f'OUT{suffix}'}")
+    if given == STDIO:
+        where = "a directory of files" if suffix.endswith("/") else f"a {PurePath(f'x{suffix}').suffix} file"
+        raise UsageError(f"-o -: {where} is not written to standard output: use -o {_example(suffix)}")
+    if source == STDIO or not path.name.strip("."):
+        raise UsageError(f"no output given: use -o {_example(suffix)}")
     return str(path if os.path.isdir(source) else path.with_suffix("")) + suffix
+
+
+def _example(suffix: str) -> str:
+    return "DIR/" if suffix.endswith("/") else f"OUT{PurePath(f'x{suffix}').suffix}"
 
 
 def data_stdout(arguments: argparse.Namespace, what: str) -> Stdout:

@@ -10,8 +10,8 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TextIO
 
 from ..text.folding import folded
@@ -64,19 +64,15 @@ def out(text: str, end: str = "\n", *, fold: bool = False) -> None:
         Where it cannot be written, or standard output is closed.
     """
     stream = _stdout()
-    try:
+    with _writing():
         stream.write(_shown(text, stream, fold) + end)
-    except BrokenPipeError:
-        raise ReaderGoneError from None
 
 
 def flush() -> None:
     """Hand to the system what `out` still holds; errors as there."""
-    try:
+    with _writing():
         if sys.stdout is not None:
             sys.stdout.flush()
-    except BrokenPipeError:
-        raise ReaderGoneError from None
 
 
 def err(kind: str, message: object) -> None:
@@ -105,19 +101,16 @@ class Stdout:
         """Write all of `data`."""
         rest = memoryview(data).cast("B")
         stream = _stdout().buffer
-        try:
+        with _writing():
             while rest:
                 rest = rest[stream.write(rest) or 0 :]
-        except BrokenPipeError:
-            raise ReaderGoneError from None
         return len(data)
 
     def flush(self) -> None:
         """Hand buffered bytes to the system."""
-        try:
-            _stdout().buffer.flush()
-        except BrokenPipeError:
-            raise ReaderGoneError from None
+        stream = _stdout().buffer
+        with _writing():
+            stream.flush()
 
 
 def forget(stream: TextIO | None) -> None:
@@ -130,6 +123,19 @@ def forget(stream: TextIO | None) -> None:
             nothing = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nothing, stream.fileno())
             os.close(nothing)
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    """Name standard output in errors of writing to it; `ReaderGoneError` where nobody reads it."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise ReaderGoneError from None
+    except OSError as exc:
+        if exc.filename is None:
+            exc.filename = "standard output"
+        raise
 
 
 def _stdout() -> TextIO:

@@ -10,7 +10,7 @@ from . import idle_options, packed_options, printing, weights_options
 
 def run(arguments: argparse.Namespace) -> int:
     """Check the file, and compare it with its checkpoint if there is one; 1 for any difference."""
-    from ..compressor import Rejection, verify
+    from ..compressor import Rejection, is_weights, verify
     from ..errors import WeightsError
 
     if len(arguments.against) > 1:
@@ -21,6 +21,10 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.against:
         idle_options.refuse(arguments, ["dtype", *weights_options.TOLD], "needs --against: it tells of the conversion")
     against = arguments.against[0] if arguments.against else None
+    if against is not None and is_weights(against):
+        raise printing.UsageError(
+            f"--against {against}: is a weight file too: expected the checkpoint; kvmnn diff compares weight files"
+        )
     size = os.path.getsize(arguments.input) if os.path.isfile(arguments.input) else 0
     try:
         with printing.progress(arguments, size, "verify") as step:

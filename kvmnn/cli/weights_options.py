@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -117,6 +118,22 @@ def _metadata(arguments: argparse.Namespace) -> dict[str, str] | None:
     if len(entries) < len(arguments.metadata or ()):
         raise printing.UsageError("--metadata has a key twice")
     return entries or None
+
+
+def check_is_weights(path: str) -> None:
+    """`SourceError` for a file that is no weight file and does not pretend to be one."""
+    from ..compressor import is_weight_file
+    from ..errors import SourceError
+    from ..files.mapped import head_of
+    from ..formats.unknown import HEAD_BYTES, file_not_known
+
+    if path == printing.STDIO or not os.path.isfile(path) or is_weight_file(path):
+        return
+    looks = file_not_known(path, head_of(path, HEAD_BYTES)).partition(": ")[2]
+    raise SourceError(
+        f"{path}: expected a compressor's weight file (.bin), which kvmnn convert makes of a checkpoint"
+        f"{'; ' if looks else ''}{looks}"
+    )
 
 
 def report(arguments: argparse.Namespace, warnings: Sequence[str], notices: Sequence[str]) -> None:

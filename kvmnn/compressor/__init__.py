@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import kvcm
     from .checkpoint.opening import is_checkpoint, open_checkpoint
+    from .conversion.as_source import as_source, header_differences
     from .conversion.convert import Conversion, convert, prepare
     from .conversion.export import Export, export
     from .conversion.inspect import CheckpointAccount, WeightFileAccount, inspect
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from .forward.compression_plan import CompressionPlan
     from .forward.onnx_graph import export_onnx
     from .forward.options import ForwardOptions
-    from .kvcm import WeightFile, is_weight_file, read
+    from .kvcm import WeightFile, is_weight_file, is_weights, read
 
 _HOMES = {
     "CheckpointAccount": "conversion.inspect",
@@ -35,6 +36,7 @@ _HOMES = {
     "Verdict": "conversion.verify",
     "WeightFile": "kvcm",
     "WeightFileAccount": "conversion.inspect",
+    "as_source": "conversion.as_source",
     "check_output": "forward.cache_file",
     "compress": "forward.compressing",
     "compress_file": "forward.cache_file",
@@ -43,9 +45,11 @@ _HOMES = {
     "convert": "conversion.convert",
     "export": "conversion.export",
     "export_onnx": "forward.onnx_graph",
+    "header_differences": "conversion.as_source",
     "inspect": "conversion.inspect",
     "is_checkpoint": "checkpoint.opening",
     "is_weight_file": "kvcm",
+    "is_weights": "kvcm",
     "open_checkpoint": "checkpoint.opening",
     "prepare": "conversion.convert",
     "read": "kvcm",
@@ -79,6 +83,7 @@ __all__ = [
     "Verdict",
     "WeightFile",
     "WeightFileAccount",
+    "as_source",
     "check_output",
     "compress",
     "compress_file",
@@ -87,9 +92,11 @@ __all__ = [
     "convert",
     "export",
     "export_onnx",
+    "header_differences",
     "inspect",
     "is_checkpoint",
     "is_weight_file",
+    "is_weights",
     "kvcm",
     "open_checkpoint",
     "prepare",

@@ -52,7 +52,7 @@ def renamed(files: Iterable[tuple[str, str]], most: int = 4) -> str:
     """For people: which arrays, of those whose `(name, file)` is given, lie in files of other names; empty if none."""
     changed = [f"{name!r} in {file}" for name, file in files if PurePath(file).stem != name]
     more = f" and {len(changed) - most:,} more" if len(changed) > most else ""
-    return f"names that files cannot have: {', '.join(changed[:most])}{more}" if changed else ""
+    return f"files of other names than their arrays: {', '.join(changed[:most])}{more}" if changed else ""
 
 
 def is_directory(output: str) -> bool:

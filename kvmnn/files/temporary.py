@@ -7,6 +7,7 @@ what bears such a name and is not locked. Where a file system has no locks nothi
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -22,6 +23,9 @@ try:
     import fcntl
 except ImportError:  # Windows: nothing is locked and nothing is removed
     fcntl = None
+
+_ATTEMPTS = 100
+"""Times that others may sweep a new file away before it is locked."""
 
 _NAME = re.compile(r"\..{0,200}\.kvmnn-\d+-[0-9a-f]{8}\.tmp", re.DOTALL)
 
@@ -47,17 +51,18 @@ class Temporary:
     def __init__(self, target: Path, *, parent: Path | None = None, is_folder: bool = False) -> None:
         folder = target.parent if parent is None else parent
         sweep(folder)
-        while True:
+        for left in range(_ATTEMPTS, -1, -1):
             self.path = folder / f".{_short(target.name)}.kvmnn-{os.getpid()}-{secrets.token_hex(4)}.tmp"
             try:
                 self._handle = _make(self.path, is_folder)
             except FileNotFoundError:
-                if not folder.is_dir():
+                if not (left and folder.is_dir()):  # /proc lets nobody make files, and says this
                     raise
                 continue  # somebody swept before it was opened
             if self._handle is None or (_lock(self._handle, wait=True) and _leads_to(self.path, self._handle)):
                 return
             os.close(self._handle)  # somebody swept before it was locked
+        raise OSError(errno.EAGAIN, "temporary files vanish as soon as they are made", str(folder))
 
     def release(self) -> None:
         """Let go of the lock; what is still there may be removed by others."""

@@ -77,10 +77,22 @@ def dtype_name(array_dtype: np.dtype[np.generic], options: ReadOptions, where: s
             return _taken_as(options.dtype, array_dtype, options.as_numbers)
         return dtypes.of_array(np.empty(0, array_dtype)).name
     except (TypeError, KvmnnError) as exc:
+        why = _advice(array_dtype) if options.dtype is None else str(exc)
         for fallback in options.fallbacks if options.dtype is None else ():
             with suppress(TypeError):
                 return _taken_as(fallback, array_dtype)
-        raise UnsupportedArrayError(f"{where}: {exc}") from None
+        raise UnsupportedArrayError(f"{where}: {why}") from None
+
+
+def _advice(array_dtype: np.dtype[np.generic]) -> str:
+    """Why a numpy type says no dtype, and what to do."""
+    names = [dtype.name for dtype in dtypes.BY_NAME.values() if dtype.itemsize == array_dtype.itemsize]
+    if array_dtype == np.uint8:
+        return f"raw bytes need a dtype (--dtype {', '.join(dtypes.BY_NAME)})"
+    found = f"numpy type {array_dtype}"
+    if names and array_dtype.kind in "iuV":
+        return f"{found} does not say what its words are: --dtype {' or '.join(names)} takes them as they are"
+    return f"{found} is none that frames hold: expected float16, float32 or uint16 (bf16); convert it first"
 
 
 def _taken_as(name: str, array_dtype: np.dtype[np.generic], as_numbers: bool = False) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from ..errors import FrameError, LimitError
 from ..threads.pool import map_pulled, resolve_threads
 from . import _decoder
 from .options import CODECS, MIN_PARALLEL_BYTES, codec_bits
+from .walking import walk
 from .words import raw_bytes_of, words_of, writable_rows
 
 
@@ -56,7 +58,11 @@ def decode(
     LimitError
         For a frame above `max_bytes`.
     """
-    kind, parsed = open_frame(frame, dtype, codecs)
+    codecs = tuple(codecs)
+    try:
+        kind, parsed = open_frame(frame, dtype, codecs)
+    except FrameError as error:
+        raise _not_one(frame, dtype, codecs, error) from None
     raw_bytes = parsed.words * kind.itemsize
     if max_bytes is not None and raw_bytes > max_bytes:
         raise LimitError(f"frame holds {raw_bytes} bytes: max_bytes is {max_bytes}")
@@ -114,6 +120,17 @@ def matches(
     same = parsed.equals(data)
     parsed.close()
     return same
+
+
+def _not_one(frame: Any, dtype: str | None, codecs: tuple[str, ...], found: FrameError) -> FrameError:
+    """What to raise where no frame was `found`: several one after another are another function's."""
+    data = raw_bytes_of(frame, "frame")
+    for kind in (FP16, FP32) if dtype is None else (by_name(dtype),):
+        with suppress(FrameError):
+            number = sum(1 for _ in walk(data, kind, codec_bits(codecs)))
+            if number > 1:
+                return FrameError(f"{found}; it is {number} frames one after another, which decode_all takes")
+    return found
 
 
 def _decode_lanes(parsed: _decoder.Frame, threads: int) -> None:

@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 import numpy.typing as npt
 
 from ..dtypes import FP16, FP32, Bytes, DType, by_name
 from ..errors import FrameError, LimitError
 from ..text import count
-from . import _decoder
 from .decoding import open_frame
 from .many import decode_many
 from .options import CODECS, codec_bits
+from .walking import Located, walk
 from .words import raw_bytes_of
 
 MAX_FRAMES = 1 << 20
 """Frames in a sequence; more are refused."""
-
-_WORDS = struct.Struct("<I")
-_LANE = struct.Struct("<2xII")  # mode and codec are left to the decoder
-
-
-class Located(NamedTuple):
-    """Where a frame of a sequence lies, and how many words it holds."""
-
-    offset: int
-    bytes: int
-    words: int
 
 
 def decode_all(
@@ -81,7 +69,7 @@ def split(data: Bytes, *, dtype: str | None, codecs: Iterable[str]) -> tuple[DTy
     for kind in (FP16, FP32) if dtype is None else (by_name(dtype),):
         found: list[Located] = []
         try:
-            for frame in _walk(data, kind, codec_bits(codecs)):
+            for frame in walk(data, kind, codec_bits(codecs)):
                 found.append(frame)
                 if len(found) > MAX_FRAMES:
                     raise LimitError(f"more than {MAX_FRAMES:,} frames one after another")
@@ -93,26 +81,3 @@ def split(data: Bytes, *, dtype: str | None, codecs: Iterable[str]) -> tuple[DTy
     if not furthest or (furthest == 1 and dtype is None):  # the first half of an FP32 frame looks like one, too
         open_frame(data, dtype, codecs)  # says what is wrong with the one frame that this should be
     raise wrong
-
-
-def _walk(data: Bytes, kind: DType, allow: int) -> Iterator[Located]:
-    at = 0
-    while at < data.size or at == 0:
-        end, words = _end(data.data, at, kind.itemsize)
-        _decoder.Frame(data[at:end], kind.itemsize, allow)
-        yield Located(at, end - at, words)
-        at = end
-
-
-def _end(data: memoryview, at: int, lanes: int) -> tuple[int, int]:
-    """Where the frame at `at` ends as its headers say, or the data if they lead beyond; and its words."""
-    end, size = at + _WORDS.size, len(data)
-    words = _WORDS.unpack_from(data, at)[0] if end <= size else 0
-    for _ in range(lanes):
-        if end + _LANE.size > size:
-            return size, words
-        raw_len, payload_len = _LANE.unpack_from(data, end)
-        if raw_len != words:
-            return size, words
-        end += _LANE.size + payload_len
-    return min(end, size), words

@@ -164,8 +164,12 @@ def fits(geometry: Geometry, sizes: Sequence[tuple[int, int]]) -> list[Fit]:
     return found
 
 
-def the_fit(where: str, geometry: Geometry, sizes: Sequence[tuple[int, int]]) -> Fit:
+def the_fit(
+    where: str, geometry: Geometry, sizes: Sequence[tuple[int, int]], files: Sequence[tuple[str, str]] = ()
+) -> Fit:
     """The only layout that fits; where the pack numbers are known, the usual flash block before none at all.
+
+    `files` are the names of the K and V file of every layer, for messages.
 
     Raises
     ------
@@ -193,13 +197,24 @@ def the_fit(where: str, geometry: Geometry, sizes: Sequence[tuple[int, int]]) ->
     heads, dims = geometry.kv_heads, geometry.head_dim
     if not every:
         raise SourceError(f"{where}: no layout is known with that dtype and those pack numbers")
-    pair = next((pair for pair in sizes if capacity_of(every[0][1], *pair) is None), sizes[0])
+    number = _first_misfit([layout for _, layout in every], sizes)
+    pair, both = sizes[number], files[number] if files else None
     if len(every) > 2:
+        of = f" ({' and '.join(both)})" if both else ""
         raise SourceError(
-            f"{where}: K and V files of {pair[0]} and {pair[1]} bytes fit none of the {len(every)} layouts known for "
-            f"{heads} kv heads x {dims} dims"
+            f"{where}: K and V files of {pair[0]} and {pair[1]} bytes{of} fit none of the {len(every)} layouts known "
+            f"for {heads} kv heads x {dims} dims"
         )
-    raise SourceError(f"{where}: {misfit(every[0][1], *pair)}")
+    raise SourceError(f"{where}: {misfit(every[0][1], *pair, both)}")
+
+
+def _first_misfit(layouts: Sequence[PackLayout], sizes: Sequence[tuple[int, int]]) -> int:
+    """The first layer whose files fit none of the layouts; else the first that does not fit the first of them."""
+    for asked in (layouts, layouts[:1]):
+        for number, pair in enumerate(sizes):
+            if not any(capacity_of(layout, *pair) for layout in asked):
+                return number
+    return 0
 
 
 def inferred(geometry: Geometry, fit: Fit, sizes: Sequence[tuple[int, int]]) -> list[str]:
@@ -225,23 +240,25 @@ def capacity_of(layout: PackLayout, key_bytes: int, value_bytes: int) -> int | N
         return None
 
 
-def misfit(layout: PackLayout, key_bytes: int, value_bytes: int) -> str:
-    """Why files of these sizes do not have this layout."""
+def misfit(layout: PackLayout, key_bytes: int, value_bytes: int, names: tuple[str, str] | None = None) -> str:
+    """Why files of these sizes, with these `names`, do not have this layout."""
     tile = layout.flash_block or layout.lP
     one = replace(layout, flash_block=tile)
-    for name, found, unit, tokens in (
+    for part, found, unit, tokens in (
         ("K", key_bytes, one.key_bytes(1), layout.hP),
         ("V", value_bytes, one.value_bytes(1), tile),
     ):
         if found < 1 or found % unit:
+            file = f"{names['KV'.index(part)]}: " if names else ""
             return (
-                f"a {name} file of {found} bytes is not a whole number of the {unit} bytes that {tokens} tokens take "
-                f"in {describe(layout)}"
+                f"{file}a {part} file of {found} bytes is not a whole number of the {unit} bytes that {tokens} tokens "
+                f"take in {describe(layout)}"
             )
     keys, values = key_bytes // one.key_bytes(1) * layout.hP, value_bytes // one.value_bytes(1) * tile
+    both = f"{' and '.join(names)}: " if names else ""
     return (
-        f"K file and V file do not belong together: {key_bytes} bytes give K room for {keys} tokens, {value_bytes} "
-        f"bytes give V room for {values}, in {describe(layout)}"
+        f"{both}K file and V file do not belong together: {key_bytes} bytes give K room for {keys} tokens, "
+        f"{value_bytes} bytes give V room for {values}, in {describe(layout)}"
     )
 
 

@@ -83,13 +83,13 @@ def test_names_that_are_paths(here, run, name):
     tensors(Path("a.safetensors"), name, "plain")
     said = run("encode", "a.safetensors", "-o", "a.frames/").out
     (file,) = {path.name for path in Path("a.frames").iterdir()} - {"manifest.json", "plain.frame"}
-    assert f"names that files cannot have: {name!r} in {file}" in said
+    assert f"files of other names than their arrays: {name!r} in {file}" in said
     error = run("decode", "a.frames", "-o", "out.npz", code=1).err
     assert f"the array name {name!r} is no plain relative path: use .safetensors" in error
     assert not Path("out.npz").exists()
     said = run("decode", "a.frames", "-o", "out/").out
     (file,) = {path.name for path in Path("out").iterdir()} - {"plain.npy"}
-    assert f"names that files cannot have: {name!r} in {file}" in said
+    assert f"files of other names than their arrays: {name!r} in {file}" in said
     assert np.load(f"out/{file}").tobytes() == WORDS.tobytes()
     assert sorted(path.name for path in here.iterdir()) == ["a.frames", "a.safetensors", "out"]
     assert "LOSSLESS" in run("decode", "a.frames", "-o", "back.safetensors").out

@@ -307,14 +307,14 @@ def test_dead_tokens_and_short_segments(here, run):
 @pytest.mark.parametrize(
     ("argv", "code", "message"),
     [
-        ("w.bin c.npz -o -", 2, "no output given"),
+        ("w.bin c.npz -o -", 2, "-o -: a .npz file is not written to standard output"),
         ("w.bin c.npz -o o.npy", 2, "o.npy: expected a .npz or .safetensors file as output"),
         ("w.bin - -o o.npz", 2, "read from files"),
         ("w.bin c.npz -o o.npz --image-tokens -1", 2, "'-1' is not a whole number"),
         ("w.bin c.npz -o c.npz -f", 1, "c.npz: is the input itself"),
         ("w.bin c.npz -o taken.npz", 1, "taken.npz: exists already"),
         ("w.bin c.npz -o free.npz", 1, "free.npz.json: exists already"),
-        ("c.npz c.npz -o o.npz", 1, "field magic is"),
+        ("c.npz c.npz -o o.npz", 1, "c.npz: expected a compressor's weight file (.bin), which kvmnn convert makes"),
         ("w.bin gone.npz -o o.npz", 1, "gone.npz: cannot be read"),
         (
             "w.bin c.npz -o o.npz --factor 4",
@@ -322,7 +322,7 @@ def test_dead_tokens_and_short_segments(here, run):
             "nothing to compress: no compressor in the weight file takes groups of 4",
         ),
         ("w.bin c.npz -o o.npz --tokens 0", 1, "nothing to compress: the cache is empty"),
-        ("w.bin c.npz -o o.npz --axes lbht", 1, "axes 'lbht': expected h (kv_head), t (token), d (dimension)"),
+        ("w.bin c.npz -o o.npz --axes lbht", 2, "axes 'lbht': expected h (kv_head), t (token), d (dimension)"),
         ("w.bin c.npz -o o.npz --axes htd", 1, "array 'k' has 5 axes [2, 1, 3, 21, 4], expected 3 (htd)"),
         ("w.bin c.npz -o o.npz --tensor k", 1, "array 'k' is K and there is no V to it"),
         ("w.bin other.npz -o o.npz", 1, "array 'scores' is neither K nor V by its name"),

@@ -43,16 +43,26 @@ def test_beside_the_input(here, run, argv, made) -> None:
 
 
 @pytest.mark.parametrize(
+    ("argv", "what"),
+    [
+        ("export in/w.bin -o -", "a .safetensors file is not written to standard output: use -o OUT.safetensors"),
+        ("export in/w.bin --onnx -o -", "a directory of files is not written to standard output: use -o DIR/"),
+        ("pack in/kv.npz -o -", "a directory of files is not written to standard output: use -o DIR/"),
+        ("unpack in/sys -o -", "a .safetensors file is not written to standard output: use -o OUT.safetensors"),
+        ("compress-kv in/w.bin in/kv.npz -o -", "a .npz file is not written to standard output: use -o OUT.npz"),
+    ],
+)
+def test_what_standard_output_does_not_take(here, run, argv, what) -> None:
+    assert run(*argv.split(), code=2).err == f"kvmnn: error: -o -: {what}\n"
+
+
+@pytest.mark.parametrize(
     "argv",
     [
         "convert -",
         "export -",
-        "export in/w.bin -o -",
         "pack in/kv.npz in/kv.npz",
-        "pack in/kv.npz -o -",
-        "unpack in/sys -o -",
         "compact . --remove 1",
-        "compress-kv in/w.bin in/kv.npz -o -",
     ],
 )
 def test_where_nothing_gives_a_name(here, run, argv) -> None:

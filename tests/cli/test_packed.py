@@ -124,7 +124,7 @@ def test_unpack_takes_single_arrays(prefix, run):
     assert (
         "no array named 'layer_2.key'" in run("unpack", *prefix.argv, "--tensor", "layer_2.key", "-o", "x", code=1).err
     )
-    assert "no output given" in run("unpack", *prefix.argv, "-o", "-", code=2).err
+    assert "is not written to standard output" in run("unpack", *prefix.argv, "-o", "-", code=2).err
 
 
 def test_a_cache_becomes_a_dump(prefix, run):

@@ -82,7 +82,7 @@ def header(text: str, data: bytes = b"") -> bytes:
         (saved(np.zeros(3, [("a", "<f2")])), "structured type"),
         (saved(np.zeros(3)), "float64"),
         (saved(np.zeros(3, bool)), "bool"),
-        (saved(np.zeros(3, "<i2")), "say dtype="),
+        (saved(np.zeros(3, "<i2")), "--dtype fp16 or bf16 takes them as they are"),
         (saved(np.zeros(3, np.uint8)), "uint8"),
         (saved(np.zeros((3, 0), np.float16)), "is empty"),
         (header("{'descr': '<f2', 'fortran_order': False, 'shape': (-1,)}\n"), "impossible shape"),

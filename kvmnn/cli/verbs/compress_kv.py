@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from .. import loading, packed_options, printing, shared_options
+from .. import loading, packed_options, printing, shared_options, weights_options
 from ..printing import STDIO, UsageError
 
 _TEXT = """Compress K and V of a cache with the weights of a KV compressor: every group of tokens becomes one. LOSSY.
@@ -76,6 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if STDIO in (arguments.cache, arguments.weights):
         raise UsageError("a cache and weights are read from files, not from standard input")
+    weights_options.check_is_weights(arguments.weights)
     kind = ".safetensors" if arguments.cache.endswith(".safetensors") else ".npz"
     output = printing.output_or_beside(arguments, arguments.cache, f".compressed{kind}")
     check_output(output)

@@ -39,6 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
     from ...compressor import prepare
 
     source, target = _paths(arguments)
+    if printing.is_directory(target):
+        raise printing.UsageError(f"{target}: is a directory: expected the name of a weight file (.bin)")
     to_stdout = target == printing.STDIO
     if to_stdout and arguments.json:
         raise printing.UsageError("--json and the weights both want standard output: name an output file")

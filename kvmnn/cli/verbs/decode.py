@@ -62,7 +62,7 @@ def add_parser(verbs: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
-    from ...bundle import DecodeOptions, open_frames
+    from ...bundle import DecodeOptions
 
     options = DecodeOptions(
         dtype=arguments.dtype,
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         max_bytes=arguments.max_bytes,
         threads=arguments.threads,
     )
-    frames = open_frames(arguments.input, use_manifest=not arguments.no_manifest, options=options)
+    frames = loading.open_frames(arguments.input, arguments, options)
     loading.check_dtype(frames, arguments)
     on_stdout = printing.to_stdout(arguments, arguments.input)
     if arguments.form and (on_stdout or arguments.arrays):

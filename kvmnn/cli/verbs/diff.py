@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from .. import loading, packed_options, printing, shared_options
+from .. import idle_options, loading, packed_options, printing, shared_options
 
-_TEXT = """Compare two of anything that kvmnn reads: packed files, dumps, bundles and frames, files of arrays. Words are
-compared bit by bit. Exit code 0: equal, 1: different.
+if TYPE_CHECKING:
+    from ...arrays.source import Source
 
-What is said about packed files holds for both inputs; what kvmnn wrote says for itself what it holds. Where arrays are
-K and V of layers by their names, the order of their axes does not matter."""
+_TEXT = """Compare two of anything that kvmnn reads: packed files, dumps, bundles and frames, files of arrays, weight
+files of a compressor. Words are compared bit by bit. Exit code 0: equal, 1: different.
+
+What is said about packed files holds for both inputs, but for --second-tokens; what kvmnn wrote says for itself what it
+holds. Where arrays are K and V of layers by their names, the order of their axes does not matter; where one has more
+tokens, the first ones are compared."""
+
+
+def _loaded(path: str, arguments: argparse.Namespace) -> Source:
+    from ...compressor import as_source, is_weights
+
+    if is_weights(path):
+        return as_source(path)
+    return loading.load([path], arguments, frames=True, used=packed_options.LAYING)
+
+
+def _of_second(arguments: argparse.Namespace) -> argparse.Namespace:
+    """The arguments as they hold for the second input."""
+    return argparse.Namespace(**vars(arguments) | {"tokens": arguments.second_tokens or arguments.tokens})
 
 
 def add_parser(verbs: Any) -> None:
@@ -20,19 +38,24 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("first", metavar="A", help="anything that kvmnn reads")
     parser.add_argument("second", metavar="B", help="what it is compared with")
     shared_options.add_source(parser, "what the words are, where neither type nor pack numbers say")
-    packed_options.add_packed(parser)
+    packed_options.add_packed(parser, second_tokens=True)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
     from ...arrays import compare
+    from ...compressor import header_differences
 
     paths = (arguments.first, arguments.second)
     packed_options.refuse_idle(arguments, paths)
-    first, second = (loading.load([path], arguments, frames=True, used=packed_options.LAYING) for path in paths)
+    if not packed_options.may_be_packed(arguments.second):
+        idle_options.refuse(arguments, ["second_tokens"], f"is about packed files, and {arguments.second} holds none")
+    first, second = _loaded(arguments.first, arguments), _loaded(arguments.second, _of_second(arguments))
     for path, source in zip(paths, (first, second), strict=True):
         loading.report_skipped(source, arguments)
         packed_options.check_origin(arguments, source.cache, path)
     differences = compare(first, second)
+    headers = header_differences(first.metadata, second.metadata)
+    differences = replace(differences, unlike=(*headers, *differences.unlike))
     printing.show(arguments, "diff", differences)
     return 0 if differences.equal else 1

@@ -37,6 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
         idle_options.refuse(arguments, ["precision"], "needs --onnx: tensors are copied as they are")
     if arguments.onnx and (arguments.prefix_order or arguments.slot_order):
         raise printing.UsageError("--prefix-order and --slot-order name tensors; the graphs of --onnx have none")
+    weights_options.check_is_weights(arguments.weights)
     output = printing.output_or_beside(arguments, arguments.weights, ".onnx/" if arguments.onnx else ".safetensors")
     if arguments.onnx:
         graphs = export_onnx(arguments.weights, output, precision=arguments.precision or "fp32", force=arguments.force)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from ...errors import KvmnnError
 from .. import idle_options, loading, packed_options, printing, shared_options, weights_options
 
 if TYPE_CHECKING:
@@ -82,8 +81,8 @@ def _used(path: str, arguments: argparse.Namespace) -> tuple[str, ...]:
 def _inspected(path: str, arguments: argparse.Namespace) -> tuple[printing.Result, str]:
     """What an input holds, and the same as text."""
     from ... import compressor
-    from ...bundle import DecodeOptions, inspect, open_frames
-    from ...formats import kind_of, not_a_frame
+    from ...bundle import DecodeOptions, inspect
+    from ...formats import kind_of
     from ...formats.mnn import inspect_packed
 
     if not arguments.no_manifest and (compressor.is_weight_file(path) or compressor.is_checkpoint(path)):
@@ -98,12 +97,9 @@ def _inspected(path: str, arguments: argparse.Namespace) -> tuple[printing.Resul
     options = DecodeOptions(
         dtype=arguments.dtype, codecs=shared_options.codecs(arguments), max_bytes=arguments.max_bytes
     )
-    try:
-        opened = open_frames(path, use_manifest=not arguments.no_manifest, options=options)
-        loading.check_dtype(opened, arguments)
-        frames = inspect(opened, options)
-    except KvmnnError as found:
-        raise not_a_frame(path, found) from None
+    opened = loading.open_frames(path, arguments, options)
+    loading.check_dtype(opened, arguments)
+    frames = inspect(opened, options)
     return frames, frames.text(verbose=arguments.verbose)
 
 

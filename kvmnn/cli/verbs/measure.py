@@ -45,6 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("--analysis and --to-fp16 exclude each other")
     if arguments.to_fp16 and len(arguments.inputs) != 1:
         raise UsageError("--to-fp16 takes one INPUT")
+    if printing.STDIO in (arguments.out_json, arguments.out_md):
+        raise UsageError("--out-json and --out-md write files; --json prints the documents on standard output")
     seen: set[str] = set()
     for path in arguments.inputs:
         if (real := os.path.realpath(path)) in seen:

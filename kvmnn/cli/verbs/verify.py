@@ -39,7 +39,7 @@ def add_parser(verbs: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out; 1 for any difference."""
-    from ...bundle import DecodeOptions, open_frames, verify
+    from ...bundle import DecodeOptions, verify
     from ...compressor import is_weight_file
 
     if not arguments.no_manifest and is_weight_file(arguments.input):
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         why = "needs --against: it says how the packed files of an original lie"
         idle_options.refuse(arguments, packed_options.LAYING, why)
         idle_options.refuse(arguments, ["tensor", "skip_unsupported"], "needs --against: it is about the original")
-    frames = open_frames(arguments.input, use_manifest=not arguments.no_manifest, options=options)
+    frames = loading.open_frames(arguments.input, arguments, options)
     if not arguments.against:
         loading.check_dtype(frames, arguments)
     against = _original(frames, arguments) if arguments.against else None
@@ -70,7 +70,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _original(frames: FrameSet, arguments: argparse.Namespace) -> Source:
     """What the frames were made from; what it does not say of itself is as the frames have it."""
+    from ...compressor import is_weights
+
     packed_options.check_origin(arguments, frames.cache, frames.path)
+    for path in filter(is_weights, arguments.against):
+        raise printing.UsageError(f"--against {path}: is a compressor's weight file, which no frames are made of")
     dtypes = [array.dtype for array in frames.arrays]
     source = loading.load(arguments.against, arguments, dtypes, known=frames.cache)
     loading.report_skipped(source, arguments)

@@ -12,7 +12,7 @@ import numpy as np
 
 from ...arrays.named_array import ArrayInfo, Piece
 from ...dtypes import Words
-from ...errors import KvmnnError
+from ...errors import KvmnnError, OptionError
 from ...files.output import FileOutput
 from ...formats.writing import write_file
 from ...text import LOSSLESS, count
@@ -120,20 +120,22 @@ def export(
 
     Raises
     ------
+    OptionError
+        For another kind of target.
     KvmnnError
-        For another kind of target, or names that do not go with the file.
+        For names that do not go with the file.
     OutputError
         When the target exists, cannot be written, or does not read back.
     """
     if PurePath(target).suffix.lower() not in SUFFIXES:
-        raise KvmnnError(f"{os.fspath(target)}: expected a name that ends in {' or '.join(SUFFIXES)}")
+        raise OptionError(f"{os.fspath(target)}: expected a name that ends in {' or '.join(SUFFIXES)}")
     file = weights if isinstance(weights, WeightFile) else read(weights)
     tensors = list(names(file, prefixes, slots))
     arrays = [
         ArrayInfo(name=name, dtype=file.header.dtype.name, shape=words.shape, array_dtype=words.dtype.str)
         for name, words in tensors
     ]
-    metadata = {name: str(value) for name, value in file.header.to_dict().items()} | _metadata(file.metadata)
+    metadata = noted(file)
     with FileOutput(target, force=force, protect=[file.label]) as output:
         runs = ((number, _bytes(words)) for number, (_, words) in enumerate(tensors))
         write_file(output, os.fspath(target), arrays, runs, metadata)
@@ -147,6 +149,11 @@ def export(
         dtype=file.header.dtype.name,
         reread=reread,
     )
+
+
+def noted(file: WeightFile) -> dict[str, str]:
+    """Header and metadata of a weight file as texts."""
+    return {name: str(value) for name, value in file.header.to_dict().items()} | _metadata(file.metadata)
 
 
 def _metadata(data: bytes) -> dict[str, str]:

@@ -15,7 +15,7 @@ from .header import (
     BlockPlace,
     Header,
 )
-from .weight_file import WeightFile, is_weight_file, parse, read, write
+from .weight_file import WeightFile, is_weight_file, is_weights, parse, read, write
 from .words import float32_of
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "WeightFile",
     "float32_of",
     "is_weight_file",
+    "is_weights",
     "parse",
     "read",
     "write",

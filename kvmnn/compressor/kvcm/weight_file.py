@@ -244,11 +244,16 @@ def read(path: str | os.PathLike[str], *, allow_trailing: bool = False) -> Weigh
     return WeightFile(file.label, file.view(0, file.size) if file.size else _NOTHING, allow_trailing=allow_trailing)
 
 
+def is_weights(path: str) -> bool:
+    """Whether a file says by its magic number that it is a weight file."""
+    return head_of(path).startswith(MAGIC_BYTES)
+
+
 def is_weight_file(path: str) -> bool:
     """Whether a file is a weight file: by its magic number, or by ``.bin`` where it is no frame."""
-    head = head_of(path)
-    if head.startswith(MAGIC_BYTES):
+    if is_weights(path):
         return True
+    head = head_of(path)
     looks_like_frame = len(head) >= 10 and head[4] < 3 and head[5] < 2 and head[:4] == head[6:10] != bytes(4)
     return path.lower().endswith(".bin") and not (
         looks_like_frame or os.path.isdir(path) or os.path.exists(path + ".json")

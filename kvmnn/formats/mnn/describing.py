@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import PurePath
 
 from ... import dtypes
 from ...arrays.layers import array_name
@@ -168,7 +169,8 @@ def _layout(files: PackedFiles, options: PackedOptions, known: CacheInfo | None,
             f"{files.path}: neither its files nor those of the model in {options.model} say {geometry.missing}"
         )
     if known is None:
-        fit = the_fit(files.path, geometry, files.sizes)
+        names = [(PurePath(layer.key).name, PurePath(layer.value).name) for layer in files.layers]
+        fit = the_fit(files.path, geometry, files.sizes, names)
         notes.extend(inferred(geometry, fit, files.sizes))
         return fit
     if not any(layout == known.layout for _, layout in geometry.or_else(of_layout(known.layout)).candidates()):

@@ -1,0 +1,159 @@
+"""What is said of inputs and outputs that a verb cannot use: what they are, and what to do instead."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import compressor_files
+import numpy as np
+import packed_samples
+import pytest
+
+import kvmnn
+from kvmnn.errors import FrameError
+
+WORDS = np.random.default_rng(1).standard_normal((2, 300, 8)).astype(np.float32)
+ONNX = b"\x08\x08\x12\x07pytorch" + bytes(range(200))
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch, run):
+    monkeypatch.chdir(tmp_path)
+    np.save("k.npy", WORDS)
+    np.savez("kv.npz", **{"layer_0.key": WORDS, "layer_0.value": -WORDS})
+    compressor_files.checkpoint(Path("c.pth"), compressor_files.weights(1, head_dim=8))
+    run("convert", "c.pth", "w.bin", "-q")
+    run("encode", "k.npy", "-q")
+    Path("a.txt").write_text("some text")
+    Path("m.onnx").write_bytes(ONNX)
+    return tmp_path
+
+
+@pytest.mark.parametrize("verb", ["verify", "decode", "inspect"])
+@pytest.mark.parametrize(("name", "what"), [("a.txt", "it looks like text"), ("m.onnx", "it looks like an ONNX model")])
+def test_what_is_no_frame_is_told_of_by_what_it_looks_like(here, run, verb, name, what):
+    said = run(verb, name, code=1).err
+    assert f"{name}: not a file kvmnn knows: {what}" in said
+    assert "stream" not in said
+
+
+@pytest.mark.parametrize("argv", ["export {}", "compress-kv {} kv.npz --axes htd"])
+def test_what_is_no_weight_file_is_told_of_by_what_it_looks_like(here, run, argv):
+    expected = "expected a compressor's weight file (.bin), which kvmnn convert makes of a checkpoint"
+    assert f"a.txt: {expected}; it looks like text" in run(*argv.format("a.txt").split(), code=1).err
+    assert f"m.onnx: {expected}; it looks like an ONNX model" in run(*argv.format("m.onnx").split(), code=1).err
+    assert f"k.npy.frame: {expected}\n" in run(*argv.format("k.npy.frame").split(), code=1).err
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("convert c.pth x/", "x/: is a directory: expected the name of a weight file (.bin)"),
+        ("export w.bin -o w.txt", "w.txt: expected a name that ends in .safetensors or .npz"),
+        ("verify w.bin --against w.bin", "kvmnn diff compares weight files"),
+        ("verify k.npy.frame --against w.bin", "--against w.bin: is a compressor's weight file"),
+        ("measure kv.npz --out-json -", "--out-json and --out-md write files; --json prints the documents"),
+    ],
+)
+def test_usage_errors_exit_2_and_leave_nothing(here, run, argv, said):
+    before = sorted(here.iterdir())
+    assert said in run(*argv.split(), code=2).err
+    assert sorted(here.iterdir()) == before
+
+
+@pytest.mark.parametrize("part", ["k", "v"])
+def test_the_file_of_a_layer_that_was_cut_is_named(here, run, part):
+    sample = packed_samples.write_prefix(here / "sys", packed_samples.arrays(3, 2, 30, 4), capacity=32)
+    size = os.path.getsize(f"sys/sys_1.{part}") - 4
+    os.truncate(f"sys/sys_1.{part}", size)
+    for backend in (["--backend", "x86-avx2"], []):
+        said = run("encode", "sys", "-o", "x/", *sample.options, *backend, code=1).err
+        assert f"sys_1.{part}" in said and f"{size} " in said
+        assert "sys_0" not in said and "sys_2" not in said
+
+
+@pytest.mark.parametrize(
+    ("array", "said"),
+    [
+        (np.zeros(4), "numpy type float64 is none that frames hold: expected float16, float32 or uint16 (bf16)"),
+        (
+            np.zeros(4, np.int32),
+            "numpy type int32 does not say what its words are: --dtype fp32 takes them as they are",
+        ),
+        (np.zeros(4, np.int16), "int16 does not say what its words are: --dtype fp16 or bf16 takes them as they are"),
+        (np.zeros(4, np.uint8), "raw bytes need a dtype (--dtype fp16, bf16, fp32)"),
+    ],
+)
+def test_advice_about_numpy_types(here, run, array, said):
+    np.save("a.npy", array)
+    assert f"a.npy: {said}" in run("encode", "a.npy", code=1).err.replace("numpy type int16", "int16")
+
+
+@pytest.mark.parametrize("dtype", [None, "fp16", "fp32"])
+def test_frames_one_after_another_are_another_function_s(dtype):
+    frames = b"".join(map(kvmnn.encode, WORDS.astype(np.float16 if dtype == "fp16" else np.float32)))
+    with pytest.raises(FrameError, match=r"; it is 2 frames one after another, which decode_all takes$"):
+        kvmnn.decode(frames, dtype=dtype)
+    with pytest.raises(FrameError) as broken:
+        kvmnn.decode(frames[:-1], dtype=dtype)
+    assert "decode_all" not in str(broken.value)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("argv", ["inspect k.npy", "decode k.npy.frame -o -", "verify k.npy.frame --json"])
+def test_a_full_standard_output_is_named(here, monkeypatch, argv):
+    from kvmnn.cli import main
+
+    said = []
+    monkeypatch.setattr("kvmnn.cli.streams.err", lambda kind, message: said.append(f"{kind}: {message}"))
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        assert main(argv.split()) == 1
+        monkeypatch.undo()
+    assert said == ["error: standard output: No space left on device"]
+
+
+# -- diff -------------------------------------------------------------------------------------------------------------
+
+
+def test_weight_files_are_compared(here, run):
+    words = f"{(os.path.getsize('w.bin') - 44 - 12 * 12) // 2:,}"
+    assert run("diff", "w.bin", "w.bin").out == f"equal: {words} words, bit by bit\n"
+    run("export", "w.bin")
+    assert run("diff", "w.bin", "w.safetensors").out.startswith("equal: ")
+    run("convert", "c.pth", "o.bin", "--min-seq-len", 9, "--metadata", "a=b")
+    assert run("diff", "w.bin", "o.bin", code=1).out.splitlines() == [
+        "header field min_seq_len: 2 and 9 (first input, second input)",
+        "header field metadata_size_bytes: 0 and 12 (first input, second input)",
+        "metadata: other bytes (first input, second input)",
+        f"equal otherwise: {words} words, bit by bit",
+    ]
+    data = bytearray(Path("w.bin").read_bytes())
+    data[60] ^= 1
+    Path("x.bin").write_bytes(data)
+    said = run("diff", "w.bin", "x.bin", code=1).out
+    assert "first difference: array 'compress_tk.0.0.weight'" in said
+    assert f"1 of {words} words differ" in said
+
+
+def test_other_numbers_of_tokens_are_compared_as_far_as_they_go(here, run):
+    one = packed_samples.arrays(1, 2, 30, 4)
+    packed_samples.write_prefix(here / "a", one, capacity=32)
+    packed_samples.write_prefix(here / "b", [array[:, :20] for array in one], capacity=20)
+    known = ["--kv-heads", 2, "--head-dim", 4, "--backend", "x86-avx2"]
+    said = run("diff", "a", "b", *known, "--tokens", 30, "--second-tokens", 20, code=1).out.splitlines()
+    assert said == [
+        "layer 0, K: 30 and 20 tokens; the first 20 are compared (first input, second input)",
+        "layer 0, V: 30 and 20 tokens; the first 20 are compared (first input, second input)",
+        "equal otherwise: 320 words, bit by bit",
+    ]
+    changed = one[1].copy()
+    changed[1, 7, 2] += 1
+    np.savez("c.npz", **{"layer_0.key": one[0], "layer_0.value": changed})
+    said = run("diff", "c.npz", "b", *known, "--tokens", 20, code=1).out
+    assert "first difference: layer 0, V, head 1, token 7, dim 2" in said
+    assert "1 of 320 words differ" in said
+    assert (
+        "--second-tokens is about packed files" in run("diff", "a", "c.npz", *known, "--second-tokens", 2, code=2).err
+    )

@@ -15,12 +15,9 @@ import numpy as np
 from .. import dtypes
 from ..dtypes import PARTS, KVPair, Part, Words
 from ..errors import OptionError, SourceError
-from .layers import with_whole_dumps
+from .layers import MOST_HEADS, with_whole_dumps
 from .named_array import ArrayInfo, NamedArray
 from .names import conventional, layer_of, part_of
-
-MOST_HEADS = 256
-"""More kv heads than any decoder has: twice those of the largest that are published (128)."""
 
 _NEEDED, _ALLOWED = set("htd"), set("lbhtd")
 _WHOLE, _BY_LAYER = "lbhtd", {4: "bhtd", 3: "htd"}

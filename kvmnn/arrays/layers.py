@@ -11,6 +11,9 @@ from ..errors import KvmnnError, SourceError
 from .named_array import NamedArray, Piece, rechunked
 from .names import conventional, layer_of, part_of
 
+MOST_HEADS = 256
+"""More kv heads than any decoder has: twice those of the largest that are published (128)."""
+
 
 @dataclass(frozen=True)
 class LayerArray:
@@ -53,8 +56,8 @@ def sort(arrays: Sequence[NamedArray], *, token_major: bool = False) -> list[Lay
     Raises
     ------
     SourceError
-        When a name says no place, two arrays have the same place, a layer has only one of the two, or layers differ in
-        geometry or type.
+        When a name says no place, two arrays have the same place, a layer has only one of the two, layers differ in
+        geometry or type, or there are more than `MOST_HEADS` heads and no more tokens than that.
     """
     found: dict[tuple[int, Part], list[tuple[int, LayerArray]]] = {}
     for array in arrays:
@@ -62,6 +65,13 @@ def sort(arrays: Sequence[NamedArray], *, token_major: bool = False) -> list[Lay
             found.setdefault((entry.layer, entry.part), []).append((start, entry))
     if not found:
         raise SourceError("there is no K and no V among the arrays")
+    for entry in (entry for several in found.values() for _, entry in several):
+        heads, tokens, _ = entry.geometry
+        if heads > MOST_HEADS >= tokens and not entry.token_major:
+            raise SourceError(
+                f"array {entry.array.name!r} {list(entry.array.shape)}: read as [kv_head, token, head_dim] it has "
+                f"{heads:,} heads, more than {MOST_HEADS}: where tokens come first, say so (--token-major)"
+            )
     layers = sorted({layer for layer, _ in found})
     for layer in layers:
         for part in PARTS:

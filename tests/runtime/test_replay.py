@@ -193,3 +193,18 @@ def test_plots(
 def test_a_run_that_compresses_nothing_says_so(history: History) -> None:
     assert "nothing was compressed" in str(replay(history, RuntimeConfig.from_engine({}), prompt=100))
     assert "nothing was compressed" not in str(replay(history, RuntimeConfig.from_engine(KEYS), prompt=100))
+
+
+def test_tokens_first_are_asked_about_and_taken_when_said(tmp_path, run) -> None:
+    parts = {part: np.load(FIXTURES / "kv_real" / f"{part}_fp16.npy")[:1, :300] for part in "kv"}
+    np.savez(tmp_path / "thd.npz", **parts)  # [layer, token, kv_head, head_dim]
+    np.savez(tmp_path / "htd.npz", **{part: array.transpose(0, 2, 1, 3) for part, array in parts.items()})
+    (tmp_path / "c.json").write_text(json.dumps(KEYS))
+    asked = ["--config", tmp_path / "c.json", "--prompt", 250, "--json"]
+    refused = run("replay", tmp_path / "thd.npz", *asked, code=1).err
+    assert "300 heads, more than 256: where tokens come first, say so (--token-major)" in refused
+    found = json.loads(run("replay", tmp_path / "thd.npz", *asked, "--token-major").out)
+    there = json.loads(run("replay", tmp_path / "htd.npz", *asked).out)
+    assert found["tokens"] == there["tokens"] == 300
+    name = "h2o_lossless_compressed_bytes"
+    assert found["metrics"][name] == there["metrics"][name] > 0

@@ -43,6 +43,7 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("--plot", metavar="DIR", help="draw memory, ratio, queue, latency into DIR (matplotlib)")
     shared_options.add_force(parser)
     shared_options.add_source(parser, "what the words are, where the input does not say")
+    parser.add_argument("--token-major", action="store_true", help="arrays are [token, kv_head, head_dim]")
     packed_options.add_packed(parser)
 
 
@@ -58,6 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = RuntimeConfig.from_engine(read_object(Path(arguments.config)))
     source = loading.load(arguments.inputs, arguments, frames=True)
     loading.report_skipped(source, arguments)
+    source.token_major |= arguments.token_major
     history = history_of(source)
     attention = None
     if arguments.scores:

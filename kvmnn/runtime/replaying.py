@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -67,7 +68,7 @@ def replay(
     runner = _Runner(history, config, behaviour, attention)
     with runner.runtime:
         bounds = [0, first, *range(first + 1, history.tokens + 1)]
-        every = -(-len(bounds) // MAX_POINTS)
+        every = math.ceil(len(bounds) / MAX_POINTS)
         points = []
         for step, (begin, end) in enumerate(pairwise(bounds)):
             checked = compare == "all" or step <= 1 or end == history.tokens

@@ -57,7 +57,7 @@ class Decoder:
 
     def seed(self, state: LayerState, stored: StoredBlock, pair: KVPair) -> None:
         """Put the raw rows of a block into its layer's cache."""
-        flat = pair[0].reshape(-1), pair[1].reshape(-1)
+        flat = pair[0].ravel(), pair[1].ravel()
         state.cache.insert(decoded_block(stored, *flat), stored, self.capacity)
 
     def reset(self) -> None:

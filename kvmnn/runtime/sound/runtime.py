@@ -135,7 +135,7 @@ class SoundRuntime:
         state = self._layers[layer]
         rows, before = state.rows, state.rows.tokens
         pending = state.plans and self.planner.layers[layer].pending is not None
-        rows_of = self._restored(layer) if pending else None
+        rows_of = self._restored(layer) if pending else self._rows_of(layer)
         assembled = None
         if read and rows.pieces and not pending:
             assembled = self._space(before + add)
@@ -145,7 +145,7 @@ class SoundRuntime:
         evicted = found.kv_before - found.kv_after if found is not None else 0
         try:
             steps.begun(layer, add, evicted)
-            if found is not None and found.remove and rows_of is not None:
+            if found is not None and found.remove:
                 start = before - found.remove
                 pairs = [(0, start)] * (start > 0) + [(start + first, size) for first, size in found.reserve]
                 state.swap(state.kept(pairs, rows_of), pairs)
@@ -158,7 +158,7 @@ class SoundRuntime:
             if assembled is not None:
                 assembled[0, :, before : before + add] = keys
                 assembled[1, :, before : before + add] = values
-            elif rows.pieces and rows_of is not None:
+            elif rows.pieces:
                 assembled = self._space(rows.tokens)
                 rows.copy_to(assembled, _copying(rows_of))
         except BaseException as error:  # what fails there leaves the layer half done

@@ -119,11 +119,25 @@ def test_the_next_layers_blocks_are_restored_while_one_computes() -> None:
         assert (before.restores_ahead, after.restores_ahead, after.restores_late) == (0, 6, 0)
 
 
+def test_as_many_rows_are_restored_ahead_as_the_bound_allows() -> None:
+    run = Run(max_bytes_in_flight=3 * BLOCK_BYTES, async_threads=1)
+    with run.runtime:
+        run.step(PROMPT)
+        run.step()
+        run.runtime.flush()
+        restorer: Any = run.inner._restorer
+        restorer.reset()
+        stored = run.inner._layers[1].rows.pieces[1:]
+        restorer.prefetch(stored)
+        assert [piece for piece, _ in restorer._coming.values()] == stored[:3]
+
+
 @pytest.mark.parametrize("mode", ["probe", "full"])
 def test_blocks_that_only_measure_are_not_kept(mode: Any) -> None:
     run = Run(mode=mode, async_threads=0)
     run.step(PROMPT)
     for _ in range(40):
         run.step()
-    assert run.runtime.metrics().layers[0].updates == 8
+    layer = run.runtime.metrics().layers[0]
+    assert (layer.updates, layer.raw_bytes) == (8, 8 * BLOCK_BYTES)
     assert not run.inner._layers[0].rows.pieces and not run.inner._layers[0].waiting

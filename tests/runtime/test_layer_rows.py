@@ -109,6 +109,20 @@ def test_a_cut_block_becomes_raw_and_joins_its_neighbours() -> None:
     store.check()
 
 
+def test_what_stays_of_a_block_does_not_keep_the_rest_alive() -> None:
+    store = Store()
+    store.append(SINK + 3 * BLOCK + RECENT)
+    store.store()
+    mask = np.ones(store.rows.tokens, int)
+    mask[SINK + BLOCK : SINK + BLOCK + 5] = 0
+    store.keep(mask)
+    assert [(piece.count, piece.state) for piece in store.rows.pieces] == [
+        (4, "raw"), (8, "stored"), (3, "raw"), (8, "stored")
+    ]  # fmt: skip
+    assert all(piece.owns_rows for piece in store.rows.pieces)
+    store.check()
+
+
 def test_short_blocks_that_fit_together_are_joined() -> None:
     store = Store()
     store.append(SINK + 4 * BLOCK + RECENT)

@@ -112,6 +112,29 @@ def test_the_engine_frees_nothing() -> None:
     assert metrics.lossless_ratio < 1
 
 
+def test_frames_that_are_held_are_what_was_compressed() -> None:
+    metrics = run(replace(CONFIG, scope="front_n", front_n=3, h2o=replace(CONFIG.h2o, enable=False))).metrics()
+    for layer in metrics.layers:
+        assert 0 < layer.stored_bytes == layer.compressed_bytes < layer.held_bytes
+        assert layer.stored_raw_bytes == layer.raw_bytes
+    assert metrics.h2o_lossless_compressed_bytes == sum(layer.compressed_bytes for layer in metrics.layers)
+
+
+def test_the_engine_holds_rows_frames_and_decoded_copies() -> None:
+    config = replace(CONFIG, h2o=replace(CONFIG.h2o, enable=False), decode_cache_blocks=64, front_n=3)
+    runtime = run(config, "engine", steps=1)
+    metrics = runtime.metrics()
+    inner: Any = runtime._runtime
+    entries: list[Any] = [
+        *inner._decoder.shared.entries,
+        *(one for state in inner._states for one in state.cache.entries),
+    ]
+    copies = sum(one.keys.nbytes + one.values.nbytes for one in {id(one.keys): one for one in entries}.values())
+    frames = sum(layer.stored_bytes for layer in metrics.layers)
+    assert copies > 0 and frames > 0
+    assert metrics.held_bytes == sum(layer.held_bytes for layer in metrics.layers) + frames + copies
+
+
 def test_a_reset_begins_all_figures_anew() -> None:
     runtime = run(CONFIG)
     runtime.reset()

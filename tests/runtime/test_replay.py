@@ -69,6 +69,8 @@ def test_what_attention_reads_is_compared(history: History, behaviour: Any, mode
     result = replay(history, config, prompt=100, behaviour=behaviour, compare="all")
     assert (result.wrong_calls, result.compared_calls) == (0, 4 * 61)
     assert (result.layers, result.prompt, result.tokens, len(result.points)) == (4, 100, TOKENS, 61)
+    steps = [line.split()[0] for line in result.lines()[2:] if line[:6].strip().isdigit()]
+    assert steps[: 61 // 6 + 1] == [str(step) for step in range(0, 61, 6)]
     assert "LOSSLESS: 244 calls compared" in str(result)
     assert result.metrics.h2o_lossless_ratio > 1
 
@@ -114,6 +116,16 @@ def test_the_engine_runs_with_evictions_too(history: History) -> None:
         compare="all",
     )
     assert result.wrong_calls == 0 and result.metrics.h2o_total_evict_tokens > 0
+
+
+def test_rows_of_a_token_major_source_are_turned(tmp_path: Path) -> None:
+    rows = np.arange(2 * 3 * 5 * 4).reshape(2, 3, 5, 4).astype(np.float16)  # K and V, [kv_head, token, head_dim]
+    np.savez(tmp_path / "cache.npz", **{part: rows[at].transpose(1, 0, 2)[None] for at, part in enumerate("kv")})
+    source = open_source(str(tmp_path / "cache.npz"))
+    source.token_major = True
+    found = history_of(source)
+    assert (found.kv_heads, found.tokens, found.head_dim) == (3, 5, 4)
+    assert [part.view(np.float16).tolist() for part in found.layers[0]] == rows.tolist()
 
 
 def test_histories_that_are_none() -> None:

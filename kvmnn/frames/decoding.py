@@ -58,7 +58,7 @@ def decode(
     LimitError
         For a frame above `max_bytes`.
     """
-    codecs = tuple(codecs)
+    codecs = codecs if isinstance(codecs, str) else tuple(codecs)  # read twice; a string is refused where it is read
     try:
         kind, parsed = open_frame(frame, dtype, codecs)
     except FrameError as error:
@@ -122,7 +122,7 @@ def matches(
     return same
 
 
-def _not_one(frame: Any, dtype: str | None, codecs: tuple[str, ...], found: FrameError) -> FrameError:
+def _not_one(frame: Any, dtype: str | None, codecs: Iterable[str], found: FrameError) -> FrameError:
     """What to raise where no frame was `found`: several one after another are another function's."""
     data = raw_bytes_of(frame, "frame")
     for kind in (FP16, FP32) if dtype is None else (by_name(dtype),):

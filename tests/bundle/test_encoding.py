@@ -9,6 +9,7 @@ import pytest
 from bundles import CUT, KEYS, frame_file, named
 
 import kvmnn
+from kvmnn import bundle
 from kvmnn.bundle import EncodeOptions, manifest
 from kvmnn.bundle.encoding import encode_to_bytes
 from kvmnn.errors import KvmnnError, LimitError
@@ -50,6 +51,18 @@ def test_options_reach_the_encoder(tmp_path):
     assert (document.predictors, document.hi_predictors, document.codecs, document.effort) == (
         ("raw",), ("xor_seq",), ("rle",), "fast",
     )  # fmt: skip
+    streams = bundle.inspect(bundle.open_frames(str(path))).streams
+    assert {name.split()[-1]: total.chosen for name, total in streams.items()} == {
+        "lo": {"raw+rle": 1}, "hi": {"xor_seq+rle": 1},
+    }  # fmt: skip
+
+
+def test_stream_headers_are_counted_over_all_frames(tmp_path):
+    path = frame_file(tmp_path / "k.frame", named(KEYS))
+    count = len(manifest.load(tmp_path / "k.frame.json").arrays[0].frames)
+    streams = bundle.inspect(bundle.open_frames(str(path))).streams
+    assert count > 1
+    assert [total.header_bytes for total in streams.values()] == [10 * count, 10 * count]
 
 
 @pytest.mark.parametrize(

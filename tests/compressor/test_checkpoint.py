@@ -346,6 +346,21 @@ def test_types_whose_values_are_not_read(tmp_path: Path) -> None:
         found.words()
 
 
+def test_a_quantised_tensor_is_made_of_seven_values(tmp_path: Path) -> None:
+    rebuild = b"ctorch._utils\n_rebuild_qtensor\n"
+    good = tensor("QInt8Storage", rebuild=rebuild, tail=b"N\x89N")
+    assert value(opened(tmp_path, dictionary(a=good), {"0": bytes(4)})).shape == (4,)
+    with pytest.raises(CheckpointError, match="a quantised tensor made of 6 values: expected 7"):
+        opened(tmp_path, dictionary(a=tensor("QInt8Storage", rebuild=rebuild)), {"0": bytes(4)})
+
+
+@pytest.mark.parametrize("arguments", [b")", b"(}t", b"(K\1t"])
+def test_a_counter_is_a_dict_whatever_it_is_made_of(tmp_path: Path, arguments: bytes) -> None:
+    data = dictionary(a=b"ccollections\nCounter\n" + arguments + b"R", b=tensor())
+    root = opened(tmp_path, data).root
+    assert isinstance(root, dict) and root["a"] == {}
+
+
 def test_archives_that_are_damaged_or_strange(tmp_path: Path) -> None:
     good = archive(tmp_path / "good.pth", dictionary(a=tensor()), {"0": FOUR}).read_bytes()
     path = tmp_path / "c.pth"

@@ -104,6 +104,7 @@ FIELD = [
     ({"num_layers": 0xFFFF_FFFF}, "bad_num_layers", 12),
     ({"num_layers": 2}, "truncated_block", 364),
     ({"weight_count_per_layer": 0}, "bad_weight_count", 36),
+    ({"weight_count_per_layer": 4_096}, "truncated_block", 364),
     ({"weight_count_per_layer": 4_097}, "bad_weight_count", 36),
     ({"weight_count_per_layer": 11}, "trailing_bytes", 340),
     ({"metadata_size_bytes": 10_000}, "bad_metadata_size", 40),

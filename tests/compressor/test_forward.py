@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvmnn import KvmnnError
 from kvmnn.arrays.layer_cache import LayerCache
+from kvmnn.compressor.forward.compressed_file import Spans
 from kvmnn.compressor.forward.compressing import compress, compress_layers
 from kvmnn.compressor.forward.options import ForwardOptions
 
@@ -270,6 +271,12 @@ def test_true_positions_survive_eviction_and_compression_twice():
     assert twice.positions.tolist() == [[0, 15], [0, 15]]
     assert twice.ends.tolist() == [[15, 18], [15, 20]]
     assert (twice.tokens, twice.tokens_seen) == (2, 25)
+
+
+def test_a_plain_cache_has_every_token_at_its_place():
+    spans = Spans.of_plain(3)
+    assert (spans.to_list(), spans.next_position) == ([[0, 1], [1, 2], [2, 3]], 3)
+    assert (spans.first(2).to_list(), spans.first(2).next_position) == ([[0, 1], [1, 2]], 2)
 
 
 def test_layers_that_do_not_belong_together_are_refused():

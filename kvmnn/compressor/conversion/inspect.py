@@ -104,7 +104,7 @@ class _Account:
         entries = unpack(self.metadata)
         if entries is None:
             return [f"  metadata, {shown(self.metadata)}"]
-        width = max(23, *(len(_line(key)) for key in entries)) if entries else 0
+        width = max([23, *(len(_line(key)) for key in entries)])
         return ["  metadata"] + [f"    {_line(key):<{width}} {_line(text)}" for key, text in entries.items()]
 
     def _table(self, title: str) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmnn.dtypes import FP16
@@ -69,6 +69,7 @@ histories = st.lists(
 
 
 @given(histories)
+@settings(deadline=None)
 def test_rows_stay_what_they_are_and_blocks_stay_few(history: list[tuple[str, int]]) -> None:
     store = Store()
     for what, number in history:

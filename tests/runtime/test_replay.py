@@ -69,8 +69,6 @@ def test_what_attention_reads_is_compared(history: History, behaviour: Any, mode
     result = replay(history, config, prompt=100, behaviour=behaviour, compare="all")
     assert (result.wrong_calls, result.compared_calls) == (0, 4 * 61)
     assert (result.layers, result.prompt, result.tokens, len(result.points)) == (4, 100, TOKENS, 61)
-    steps = [line.split()[0] for line in result.lines()[2:] if line[:6].strip().isdigit()]
-    assert steps[: 61 // 6 + 1] == [str(step) for step in range(0, 61, 6)]
     assert "LOSSLESS: 244 calls compared" in str(result)
     assert result.metrics.h2o_lossless_ratio > 1
 
@@ -116,6 +114,18 @@ def test_the_engine_runs_with_evictions_too(history: History) -> None:
         compare="all",
     )
     assert result.wrong_calls == 0 and result.metrics.h2o_total_evict_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "noted", "shown"),
+    [(24, 1, [*range(0, 24, 2), 23]), (25, 1, [*range(0, 25, 2)]), (402, 3, [*range(0, 400, 39), 401])],
+)
+def test_some_steps_are_noted_fewer_are_shown_and_the_last_always(tokens: int, noted: int, shown: list[int]) -> None:
+    rows = np.zeros((1, tokens, 4), np.float16)
+    result = replay(History(((rows, rows),), "fp16"), RuntimeConfig(), prompt=1)
+    lines = {point.step: str(point) for point in result.points}
+    assert list(lines) == sorted({*range(0, tokens, noted), tokens - 1})
+    assert result.lines()[2 : 2 + len(shown)] == [lines[step] for step in shown]
 
 
 def test_rows_of_a_token_major_source_are_turned(tmp_path: Path) -> None:

@@ -230,6 +230,8 @@ def test_folders(tmp_path: Path) -> None:
         ("[]", "holds no JSON object", SourceError),
         ('{"model": {"decoder": {"filename": "../model.onnx"}}}', "is no file name: '../model.onnx'", ModelError),
         ('{"model": {"decoder": {"filename": 7}}}', "is no file name: 7", ModelError),
+        ('{"model": {"decoder": {"filename": ""}}}', "is no file name: ''", ModelError),
+        ('{"model": {"decoder": {"filename": "/model.onnx"}}}', "is no file name: '/model.onnx'", ModelError),
         ('{"model": {"decoder": {"filename": "other.onnx"}}}', "other.onnx: does not exist", SourceError),
         ('{"model": {"decoder": {"pipeline": []}}}', "a pipeline of several graphs", ModelError),
         (

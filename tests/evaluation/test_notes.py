@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from lm_results import row
 
+from kvmnn.evaluation.evaluating import _each_once
 from kvmnn.evaluation.notes import notes
 from kvmnn.evaluation.setup.presets import preset
 from kvmnn.evaluation.setup.settings import Settings
@@ -160,3 +161,12 @@ def test_many_short_texts_are_one_sentence() -> None:
     (line,) = notes([row("full", "full")], texts, asked)
     assert line == "4 of 5 texts have fewer than the 400 tokens asked for, 20 (t:20) to 23: all of them was scored."
     assert len(list(notes([row("full", "full")], texts[1:], asked))) == 3
+
+
+def test_five_texts_that_repeat_another_are_named() -> None:
+    said_of: list[str] = []
+    assert [found.name for found in _each_once([text(4, name) for name in "abcdefg"], said_of)] == ["a"]
+    assert said_of == [
+        "6 texts have the same tokens as others before, counted once: b those of a, c those of a, d those of a, "
+        "e those of a, f those of a and 1 more. An interval is over different texts."
+    ]

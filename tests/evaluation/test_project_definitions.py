@@ -8,8 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from kvmnn.evaluation.measuring.cells import ProjectCell
 from kvmnn.evaluation.measuring.project_definitions import measure_by_definition
 from kvmnn.evaluation.measuring.scoring import negative_log_probabilities
+from kvmnn.evaluation.rows import _project_numbers
 from kvmnn.evaluation.setup.configurations import ProjectDefinition
 
 VOCAB = 6
@@ -73,3 +75,10 @@ def test_in_chunks(chunk):
 
 def test_one_token_is_no_text():
     assert measure_by_definition(Model(), IDS[:1], ProjectDefinition("E1", "x"), ()).scored_tokens == 0
+
+
+def test_a_text_whose_time_is_too_short_for_the_clock_has_no_speed():
+    sizes = {"weight": 9, "weighted_nll": 9.0, "hits": 3, "scored_tokens": 9, "text_tokens": 10}
+    cells = [ProjectCell(**sizes, seconds=seconds, final_cache_tokens=4) for seconds in (2.0, 0.0)]
+    found = _project_numbers(ProjectDefinition("E1", "x"), cells, None, None, 2)
+    assert found.tokens_per_second == 5.0

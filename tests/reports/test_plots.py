@@ -383,6 +383,33 @@ def test_captions_stay_inside_their_figures_and_off_the_axes(rows: str) -> None:
                 assert not label.get_text() or label.get_window_extent().y0 > box.y1, draw.__name__
 
 
+@pytest.mark.parametrize(
+    "draw", [comparison_figure.strategy_comparison, figures.keep_ratio_analysis, trace_figures.keep_map]
+)
+def test_panels_lie_inside_their_figure_and_apart(draw: Any) -> None:
+    boxes = [axes.get_position() for axes in draw(document()).axes]
+    assert len(boxes) > 1
+    for box in boxes:
+        assert 0 <= box.x0 < box.x1 <= 1 and 0 <= box.y0 < box.y1 <= 1
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+
+
+def test_shares_of_no_fixed_size_are_one_line() -> None:
+    rows = [
+        row(f"l2_ratio {x}", "l2_ratio", options={"keep_ratio": x}, keep_ratio=x, perplexity=9.0) for x in (0.5, 0.8)
+    ]
+    (axes,) = figures.keep_ratio_analysis(results(rows)).axes
+    assert axes.get_xlabel() == "share kept" and list(axes.get_xticks()) == [0.5, 0.8]
+
+
+def test_names_of_lines_stand_right_of_their_samples() -> None:
+    made = figures.perplexity_over_budget(document())
+    (axes,) = made.axes
+    samples = [line.get_xdata()[-1] for line in axes.lines if line.get_transform() == axes.transAxes]
+    names = [text.get_position()[0] for text in axes.texts if text.get_text() and text.get_text() in colours_of(made)]
+    assert len(names) == len(samples) / 2 > 1 and min(names) > max(samples) > 1
+
+
 def test_numbers_of_the_tradeoff_do_not_lie_under_the_star() -> None:
     rows = [row("full", "full", perplexity=9.0, accuracy=0.5)]
     costs = ((256, 9.002, 0.4999), (128, 9.01, 0.4995), (64, 9.05, 0.495), (32, 9.4, 0.48))

@@ -10,10 +10,15 @@ from dataclasses import replace
 import pytest
 from lm_results import BUDGETS, document, results, row
 
+from kvmnn.h2o.figures import H2OFigures, LayerFigures
 from kvmnn.reports import tables
+from kvmnn.reports.columns import project_table
+from kvmnn.reports.h2o_table import h2o_table
 from kvmnn.reports.pivot import pivot_table
 from kvmnn.reports.results import Refusal
 from kvmnn.reports.rows import ProjectNumbers
+from kvmnn.reports.runtime_figures import RuntimeFigures
+from kvmnn.reports.runtime_table import runtime_table
 
 
 def cells(table: str) -> list[dict[str, str]]:
@@ -215,3 +220,26 @@ def test_a_pivot_by_budget() -> None:
     assert lines == [["64", "18.00", "17.11", "11.00", "c"], ["128", "26.00", "24.22", "-", "b"]]
     text = tables.terminal(results(rows), 80)
     assert max(map(len, text.splitlines())) <= 80 and "best" in text
+
+
+def test_only_names_stand_at_the_left_and_peaks_are_in_mib() -> None:
+    numbers = ProjectNumbers(evaluation="E2", label="a", perplexity=2.0, process_peak_bytes=3 << 20)
+    columns, lines = project_table([row("a", "streaming", preset="streaming-h2o", project=numbers)]) or ([], [])
+    by_heading = dict(zip([column.heading for column in columns], lines[0], strict=True))
+    assert (by_heading["PPL"], by_heading["process peak (MiB)"]) == ("2.0000", "3")
+    assert [column.heading for column in columns if column.left] == ["policy", "preset"]
+
+
+def test_the_planners_table_names_policies_where_there_are_several() -> None:
+    figures = H2OFigures(layers=(LayerFigures(layer=7, tokens_seen=8, tokens_kept=4, triggers=1),))
+    for runs, heading, cell in (([("a", figures)], "layer", "7"), ([("a", figures), ("b", figures)], "policy", "a")):
+        columns, lines = h2o_table(runs) or ([], [])
+        assert (columns[0].heading, lines[0][0], len(lines)) == (heading, cell, len(runs))
+
+
+def test_ratios_of_the_runtime_stay_in_the_narrowest_terminal() -> None:
+    figures = RuntimeFigures(mode="store", appended_bytes=8, live_bytes=4, held_bytes=2)
+    columns, _ = runtime_table([("full", figures)]) or ([], [])
+    assert [column.heading for column in columns if column.rank == 0] == [
+        "policy", "mode", "lossy", "lossless", "total",
+    ]  # fmt: skip

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from ..arrays.casting import Cast
 from ..files.output import DirectoryOutput
 from ..formats.mnn.dump_writing import write_dump
+from ..formats.npy_folder import POSITIONS
 from ..policies.base import Policy
 from ..policies.full import Full
 from ..policies.labels import LabelledPolicy
@@ -23,7 +24,7 @@ from ..version import version
 from .cache.lossless_store import storing_notes
 from .documents import read_document
 from .generation import check_positions, prefill
-from .kv_files import POSITIONS, layer_arrays, write_about, write_npy
+from .kv_files import layer_arrays, write_about, write_npy
 from .run_options import RunOptions
 
 _WIDTH = 80

@@ -18,8 +18,8 @@ from ..dtypes import PARTS, Part
 from ..errors import KvmnnError
 from ..files.output import DirectoryOutput
 from ..formats import npy
+from ..formats.npy_folder import POSITIONS
 
-POSITIONS = "positions.json"
 TOKEN_IDS = "token_ids.json"
 
 

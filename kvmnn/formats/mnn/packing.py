@@ -14,7 +14,9 @@ from ...packed.fitting import Geometry, of_layout
 from ...packed.layout import PackLayout
 from ...text import span
 from ...threads.pipeline import Progress
+from ..npy_folder import POSITIONS
 from .model import fingerprint
+from .noted_positions import noted_positions
 from .prefix_writing import Packed, prefix_info, write_prefix
 
 
@@ -86,8 +88,14 @@ def pack(
     )
     notes = list(source.notes)
     if known is None:
-        tokens_text = span(sorted(found))
-        notes.append(f"nothing says which tokens of the text the arrays hold: noted as the first {tokens_text}")
+        said = noted_positions(source, [layer.tokens for layer in info.layers])
+        if said is None:
+            tokens_text = span(sorted(found))
+            notes.append(f"nothing says which tokens of the text the arrays hold: noted as the first {tokens_text}")
+        else:
+            layers = [replace(layer, positions=runs) for layer, runs in zip(info.layers, said, strict=True)]
+            info = replace(info, layers=tuple(layers))
+            notes.append(f"true positions as {POSITIONS} beside the arrays has them")
     return write_prefix(arrays, info, output, force=force, protect=source.files, notes=notes, progress=progress)
 
 

@@ -1,0 +1,74 @@
+"""``positions.json`` beside plain arrays: pack notes the true positions that it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvmnn
+from kvmnn import KvmnnError
+from kvmnn.formats.mnn import pack
+from kvmnn.packed.fitting import Geometry
+
+TOKENS = 6
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "kv").mkdir()
+    for layer in range(2):
+        for part in ("key", "value"):
+            rows = np.random.default_rng(layer).standard_normal((2, TOKENS, 16)).astype(np.float32)
+            np.save(tmp_path / "kv" / f"layer_{layer}.{part}.npy", rows)
+    return tmp_path / "kv"
+
+
+def packed(folder: Path, said: Any) -> Any:
+    (folder / "positions.json").write_text(json.dumps(said))
+    return pack(kvmnn.open(str(folder)), str(folder.parent / "p"), Geometry(backend="x86-avx2"), name="p")
+
+
+def layers(*positions: Any) -> dict[str, Any]:
+    return {"layers": [{"layer": number, "positions": each} for number, each in enumerate(positions)]}
+
+
+def test_runs_are_noted(folder: Path) -> None:
+    found = packed(folder, layers([0, 1, 2, 90, 91, 95], [4, 6, 8, 10, 12, 14]))
+    assert found.info.layers[0].positions == ((0, 3), (90, 2), (95, 1))
+    assert found.info.layers[1].positions == tuple((place, 1) for place in (4, 6, 8, 10, 12, 14))
+    assert found.notes == ("true positions as positions.json beside the arrays has them",)
+    again = kvmnn.open(str(folder.parent / "p"))
+    assert again.cache is not None and again.cache.layers == found.info.layers
+
+
+def test_heads_with_different_tokens_are_not_noted(folder: Path) -> None:
+    heads = [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 9]]
+    found = packed(folder, layers(heads, heads))
+    assert found.info.layers[0].positions == ((0, 6),)
+    assert found.notes == ("nothing says which tokens of the text the arrays hold: noted as the first 6",)
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (layers([0, 1, 2, 3, 4, 5]), "has positions of 1 layers: the arrays are of 2"),
+        (layers([0, 1, 2], [0, 1, 2]), "expected 6 ascending positions"),
+        (layers([0, 1, 2, 3, 5, 4], [0, 1, 2, 3, 4, 5]), "expected 6 ascending positions"),
+        (layers([0, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5]), "expected 6 ascending positions"),
+        (layers([-1, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 5]), "expected a list of positions"),
+        (layers([0, 1, 2, 3, 4, 2**31], [0, 1, 2, 3, 4, 5]), "expected a list of positions"),
+        (layers([0, 1, 2, 3, 4, True], [0, 1, 2, 3, 4, 5]), "expected a list of positions"),
+        (layers("012345", [0, 1, 2, 3, 4, 5]), "expected a list of positions"),
+        ({}, "layers: is missing"),
+        ([], "found [], expected an object"),
+    ],
+)
+def test_what_is_not_of_these_arrays_is_refused(folder: Path, said: Any, message: str) -> None:
+    with pytest.raises(KvmnnError) as refused:
+        packed(folder, said)
+    assert "positions.json: " in str(refused.value) and message in str(refused.value)
+    assert not (folder.parent / "p").exists()

@@ -60,6 +60,22 @@ def test_other_types_are_refused_or_left_out(tmp_path):
     assert (words.dtype, words.array_dtype) == ("fp16", "<u2")
 
 
+def test_numbers_are_not_taken_as_those_of_another_type(tmp_path):
+    header = {"a": tensor("F16", [2], 0, 4), "b": tensor("BF16", [2], 4, 8)}
+    path = pack(tmp_path / "x.safetensors", header, bytes(8))
+
+    def taken(name: str, dtype: str, as_numbers: bool) -> str:
+        options = ReadOptions(tensors=(name,), dtype=dtype, as_numbers=as_numbers)
+        (array,) = open_source(path, options).arrays
+        return array.dtype
+
+    assert taken("b", "fp16", False) == "fp16"
+    assert taken("b", "bf16", True) == "bf16"
+    assert taken("a", "fp16", True) == "fp16"
+    with pytest.raises(SourceError, match="tensor 'b': "):
+        taken("b", "fp16", True)
+
+
 EMPTY = b'"a": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}'
 
 

@@ -153,3 +153,12 @@ def test_what_is_in_use() -> None:
     assert zstd.byte_exact() == ((1, 5, 2) <= version <= (1, 5, 6))
     with pytest.raises(KvmnnError, match="expected bundled"):
         zstd._bind("window")
+
+
+def test_a_frame_that_claims_to_be_empty_is_looked_into() -> None:
+    """With bytes still to come, where zstandard would take its word for it."""
+    good = zstandard.ZstdCompressor().compress(b"abc")
+    empty = b"\x28\xb5\x2f\xfd\x20\x00"
+    assert zstd._python_decompress(memoryview(empty + b"\x01\x00\x00" + good), 3) == b"abc"
+    with pytest.raises((ValueError, zstandard.ZstdError)):
+        zstd._python_decompress(memoryview(empty + b"\x09\x00\x00x" + good), 3)

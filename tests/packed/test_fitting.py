@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
+from kvmnn.errors import SourceError
 from kvmnn.packed.backends import BACKENDS
-from kvmnn.packed.fitting import Geometry
+from kvmnn.packed.fitting import Geometry, the_fit
 
 
 def test_what_is_said_stays_and_what_is_not_is_taken() -> None:
@@ -30,3 +33,13 @@ def test_either_pack_number_alone_chooses() -> None:
             found = [layout for _, layout in Geometry(kv_heads=1, head_dim=4, **known).candidates()]
             assert found
             assert all(getattr(layout, name) == value for layout in found for name, value in known.items())
+
+
+def test_three_layouts_are_counted_and_one_says_what_does_not_fit() -> None:
+    three = Geometry(kv_heads=2, head_dim=6, dtype="fp16", flash_block=64)
+    with pytest.raises(
+        SourceError, match=r"^x: K and V files of 7 and 7 bytes fit none of the 3 layouts known for 2 kv"
+    ):
+        the_fit("x", three, [(7, 7)])
+    with pytest.raises(SourceError, match=r"^x: .*K file of 7 bytes is not a whole number"):
+        the_fit("x", Geometry(kv_heads=2, head_dim=6, backend="arm64-fp16"), [(7, 7)])

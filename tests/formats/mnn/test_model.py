@@ -10,7 +10,7 @@ import pytest
 from repository import FIXTURES
 
 from kvmnn.errors import SourceError
-from kvmnn.formats.mnn.graph import GraphGeometry, read_graph
+from kvmnn.formats.mnn.graph import _CONST, _RESHAPE, GraphGeometry, _Op, _reshaped, read_graph
 from kvmnn.formats.mnn.model import read_geometry
 
 
@@ -80,3 +80,19 @@ def test_damaged_graphs_say_nothing_or_the_same(exported, tmp_path):
         assert found is None or found.layers <= 2
     file.write_bytes(b"\x04\0\0\0" * 5000)
     assert read_graph(file) is None
+
+
+def test_a_model_may_have_one_of_each(tmp_path):
+    for value, expected in ((1, 1), (0, None), (-1, None), (True, None)):
+        settings = {"layer_nums": value, "num_key_value_heads": value, "head_dim": value}
+        (tmp_path / "llm_config.json").write_text(json.dumps(settings))
+        found = read_geometry(str(tmp_path))
+        assert (found.layers, found.kv_heads, found.head_dim) == (expected,) * 3
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"), [((-1, 4, 8), (4, 8)), ((4, 8), (None, None)), ((2, 0, 8), (None, None))]
+)
+def test_heads_and_dims_are_the_last_two_of_three_axes_or_more(shape, expected):
+    makers = {5: _Op(_RESHAPE, (1, 2), (5,), ()), 2: _Op(_CONST, (), (2,), shape)}
+    assert _reshaped(5, makers) == expected

@@ -458,3 +458,5 @@ def test_live_files_are_written_and_found_again(tmp_path):
         with pytest.raises(SourceError):
             mnn_live.write(str(tmp_path / "other"), layers, first_address=address)
     assert not (tmp_path / "other").exists()
+    lowest = mnn_live.write(str(tmp_path / "lowest"), buffers[:2], first_address=0)
+    assert lowest == ("0000000000000000", "0000000000001000")

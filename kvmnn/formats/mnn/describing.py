@@ -25,7 +25,7 @@ from ...packed.layout import PackLayout
 from ...packed.rows import row_dtype
 from ...text import count as count_of
 from ..options import PackedOptions
-from .model import fingerprint, read_geometry
+from .model import check_agrees, fingerprint, read_geometry
 from .packed_files import PackedFiles
 from .packed_reading import packed_runs, used_rows
 
@@ -80,6 +80,8 @@ def describe_files(files: PackedFiles, options: PackedOptions) -> Described:
     SourceError
         When something needed is missing, says different things in different places, or does not fit the sizes; when
         the engine would not load the files, unless `options` say to read them anyway.
+    OptionError
+        When `options` say another geometry than their model has.
     """
     if files.problems and not options.ignore_markers:
         raise SourceError(f"{files.path}: {files.problems[0]} (--ignore-markers reads the files anyway)")
@@ -135,12 +137,15 @@ def model_geometry(options: PackedOptions, layers: int | None, where: str) -> Ge
     ------
     SourceError
         When the model has another number of layers than there are files.
+    OptionError
+        When the caller says other kv heads or another head_dim than the model has.
     """
     if options.model is None:
         return options.geometry
     model = read_geometry(options.model)
     if None not in (model.layers, layers) and model.layers != layers:
         raise SourceError(f"{where}: has files of {layers} layers, but the model in {options.model} has {model.layers}")
+    check_agrees(options.model, model, options.geometry.kv_heads, options.geometry.head_dim)
     return options.geometry.or_else(
         Geometry(kv_heads=model.kv_heads, head_dim=model.head_dim, flash_block=model.flash_block)
     )

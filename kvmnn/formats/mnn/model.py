@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
-from ...errors import SourceError
+from ...errors import OptionError, SourceError
 from ...files.json_document import read_object
 from ...files.mapped import MappedFile
 from ...packed.addressing import FLASH_BLOCK
@@ -72,6 +72,13 @@ def read_geometry(path: str) -> ModelGeometry:
         kv_heads=said.kv_heads or drawn.kv_heads,
         head_dim=said.head_dim or drawn.head_dim,
     )
+
+
+def check_agrees(path: str, model: ModelGeometry, kv_heads: int | None, head_dim: int | None) -> None:
+    """`OptionError` where the cache is said to have other kv heads or dimensions than the model at `path` has."""
+    for what, said, found in (("kv heads", kv_heads, model.kv_heads), ("head_dim", head_dim, model.head_dim)):
+        if None not in (said, found) and said != found:
+            raise OptionError(f"{what}: {said} for the cache, but the model in {path} has {found}")
 
 
 def graph_of(path: str, fields: dict[str, Any]) -> Path | None:

@@ -15,7 +15,7 @@ from ...packed.layout import PackLayout
 from ...text import span
 from ...threads.pipeline import Progress
 from ..npy_folder import POSITIONS
-from .model import fingerprint
+from .model import check_agrees, fingerprint, read_geometry
 from .noted_positions import noted_positions
 from .prefix_writing import Packed, prefix_info, write_prefix
 
@@ -66,13 +66,16 @@ def pack(
     Raises
     ------
     OptionError
-        When the options name no layout or several, no name, another dtype than the arrays have, or other tokens.
+        When the options name no layout or several, no name, another dtype than the arrays have, other tokens, or a
+        model of another geometry.
     KvmnnError
         When the arrays are not K and V of layers from 0 on, and as `write_prefix`.
     """
     arrays = sort(source.arrays, token_major=source.token_major or token_major)
     known, dtype = source.cache, arrays[0].array.dtype
     layout = chosen_layout(geometry or Geometry(), arrays, known.layout if known else None, dtype)
+    if model:
+        check_agrees(model, read_geometry(model), layout.kv_heads, layout.head_dim)
     if layout.dtype != dtype and not cast:
         raise OptionError(f"the arrays are {dtype}, the layout holds {layout.dtype}: --cast converts them")
     info = prefix_info(arrays, layout, prefix_name(name, known), capacity=capacity, like=known)

@@ -58,6 +58,28 @@ def test_a_model_says_all_that_a_prefix_does_not(exported, tmp_path, run):
     assert "say kv_heads (--kv-heads) and head_dim (--head-dim)" in said
 
 
+@pytest.mark.parametrize("verb", ["encode", "unpack", "inspect", "pack", "measure"])
+def test_geometry_that_the_model_contradicts_is_refused(exported, tmp_path, run, verb):
+    sample = packed_samples.write_prefix(tmp_path / "p", packed_samples.arrays(2, 2, 20, 16), capacity=64)
+    target = {"encode": "f/", "unpack": "k.npz", "pack": "q/"}.get(verb)
+    more = ("-o", tmp_path / target) if target else ()
+    arguments = (verb, sample.path, "--tokens", 20, "--backend", "x86-avx2", "--model", exported, *more)
+    said = run(*arguments, "--kv-heads", 4, "--head-dim", 8, code=2).err
+    assert f"kv heads: 4 for the cache, but the model in {exported} has 2" in said
+    said = run(*arguments, "--head-dim", 8, code=2).err
+    assert f"head_dim: 8 for the cache, but the model in {exported} has 16" in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["p"]
+    run(*arguments, "--kv-heads", 2, "--head-dim", 16)
+
+
+def test_arrays_that_are_packed_for_another_model_are_refused(exported, tmp_path, run):
+    sample = packed_samples.write_prefix(tmp_path / "p", packed_samples.arrays(2, 4, 20, 8), capacity=64)
+    run("unpack", sample.path, *sample.options, "--backend", "x86-avx2", "-o", tmp_path / "k.npz")
+    to_pack = ("pack", tmp_path / "k.npz", "--backend", "x86-avx2", "--name", "sys", "-o", tmp_path / "q/")
+    assert "kv heads: 4 for the cache, but the model" in run(*to_pack, "--model", exported, code=2).err
+    assert not (tmp_path / "q").exists()
+
+
 def test_every_layout_that_fits_is_listed(tmp_path, run):
     sample = packed_samples.write_prefix(tmp_path / "p", packed_samples.arrays(1, 2, 70, 6), capacity=114)
     said = run("encode", sample.path, *sample.options, "-o", tmp_path / "f/", code=1).err

@@ -31,6 +31,8 @@ from changes import Change  # noqa: E402
 from copied import Copy  # noqa: E402
 
 ENOUGH = 0.95
+TESTED = Path(__file__).with_name("tested.jsonl")
+"""What earlier runs found, so that a fresh checkout goes on from there."""
 
 
 def main() -> int:
@@ -91,7 +93,7 @@ class Results:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        lines = path.read_text().splitlines() if path.exists() else []
+        lines = [line for file in (TESTED, path) if file.exists() for line in file.read_text().splitlines()]
         self.found: dict[str, dict[str, Any]] = {record["key"]: record for record in map(json.loads, lines)}
 
     def add(self, change: Change, outcome: dict[str, Any]) -> None:

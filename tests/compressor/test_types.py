@@ -268,13 +268,6 @@ def test_inspect_accounts_for_parts_of_storages(recorded: Path, capsys: pytest.C
         assert min(parts.values()) >= 0
 
 
-def test_a_safetensors_file_is_its_header_and_its_tensors(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = recorded / "float8_e8m0fnu.safetensors"
-    assert command.main(["inspect", str(path), "--json", "--prefix-order", "compress_tk"]) == 0
-    (document,) = json.loads(capsys.readouterr().out)["inputs"]
-    assert document["parts"]["directory, names, padding"] == 0
-
-
 def test_inspect_names_what_it_cannot_read(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, part in (("sparse.pth", "weight"), ("quantised_channel_bias.pth", "bias")):
         path = recorded / name

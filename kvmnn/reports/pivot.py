@@ -8,7 +8,7 @@ from .columns import ABSENT, Column
 from .rows import Row
 from .series import Series, cut_rows, grouped, is_number
 
-TITLE = "Perplexity by size; best: the lowest of the line (the intervals above say how sure that is)."
+TITLE = "Perplexity by size; best: the lowest of the line, - for a tie (the intervals above say how sure that is)."
 
 _Key = tuple[int | float, float | None]
 
@@ -38,15 +38,20 @@ def pivot_table(rows: Sequence[Row]) -> tuple[list[Column], list[list[str]]] | N
 
 def _line(key: _Key, series: Sequence[Series], with_share: bool) -> list[str]:
     found = [_perplexity(entry, key) for entry in series]
-    known = [(value, entry.name) for value, entry in zip(found, series, strict=True) if value is not None]
     size, share = key
     first = f"{size:,}" if isinstance(size, int) else f"{100 * size:g} %"
     head = [first, *([ABSENT if share is None else f"{share:g}"] if with_share else [])]
-    return [
-        *head,
-        *(ABSENT if value is None else f"{value:.2f}" for value in found),
-        min(known)[1] if known else ABSENT,
-    ]
+    texts = [ABSENT if value is None else f"{value:.2f}" for value in found]
+    return [*head, *texts, _best(found, texts, series)]
+
+
+def _best(found: Sequence[float | None], texts: Sequence[str], series: Sequence[Series]) -> str:
+    """The policy of the lowest number; none where the table shows another one as low."""
+    known = [(value, place) for place, value in enumerate(found) if value is not None]
+    if not known:
+        return ABSENT
+    place = min(known)[1]
+    return series[place].name if texts.count(texts[place]) == 1 else ABSENT
 
 
 def _perplexity(entry: Series, key: _Key) -> float | None:

@@ -243,3 +243,15 @@ def test_ratios_of_the_runtime_stay_in_the_narrowest_terminal() -> None:
     assert [column.heading for column in columns if column.rank == 0] == [
         "policy", "mode", "lossy", "lossless", "total",
     ]  # fmt: skip
+
+
+def test_a_tie_has_no_best() -> None:
+    sizes = {64: (11.0, 11.0, 12.0), 128: (11.001, 11.002, 12.0), 256: (11.0, 12.0, 12.0)}
+    rows = [
+        row(f"{policy} {budget}", policy, budget=budget, perplexity=value)
+        for budget, values in sizes.items()
+        for policy, value in zip("abc", values, strict=True)
+    ]
+    _, lines = pivot_table(rows) or ([], [])
+    assert [line[-1] for line in lines] == ["-", "-", "a"]
+    assert "- for a tie" in tables.markdown(results(rows))

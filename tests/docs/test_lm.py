@@ -10,7 +10,10 @@ import pytest
 from repository import ROOT
 
 from kvmnn.cli.parser import parse
+from kvmnn.errors import KvmnnError
 from kvmnn.evaluation.setup import presets
+from kvmnn.policies.registry import POLICIES
+from kvmnn.policies.specs import make
 from kvmnn.reports import plots
 
 PAGE = (ROOT / "docs" / "lm.md").read_text(encoding="utf-8")
@@ -33,6 +36,18 @@ def test_every_plot_is_described() -> None:
 
 def test_every_preset_is_named() -> None:
     assert all(f"`{name}`" in PAGE or f"--preset {name}" in PAGE for name in presets.PRESETS)
+
+
+def test_policies_without_a_default_budget_are_named() -> None:
+    without = []
+    for name in POLICIES:
+        try:
+            make(name, {})
+        except KvmnnError as exc:
+            assert "expected a budget (tokens) or a keep_ratio" in str(exc)
+            without.append(name)
+    (said,) = re.findall(r"There is no default for ([^:]+):", PAGE)
+    assert re.findall(r"`(\w+)`", said) == without
 
 
 def test_the_price_of_stored_positions_is_the_one_measured() -> None:

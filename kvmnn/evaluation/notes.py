@@ -9,7 +9,7 @@ from ..lm.documents import Document
 from ..policies.registry import policy_called
 from ..policies.specs import make
 from ..reports.rows import Row
-from ..text import LOSSLESS, count
+from ..text import LOSSLESS, LOSSY, count
 from .setup.settings import Settings
 from .statistics import FEWEST
 
@@ -20,6 +20,7 @@ def notes(rows: Sequence[Row], documents: Sequence[Document], settings: Settings
     yield from _presets(rows)
     yield from _unequal_budgets(rows)
     yield from _nothing_evicted(rows, documents, settings)
+    yield from _cut_too_late(rows, documents, settings)
     unequal = [row.label for row in rows if row.unequal_layers]
     if unequal:
         yield (
@@ -124,3 +125,27 @@ def _nothing_evicted(rows: Sequence[Row], documents: Sequence[Document], setting
         if not row.is_full and row.kind == LOSSLESS:
             why = make(row.policy, row.options).why_all_stay(first, longest)
             yield f"{row.label}: nothing was evicted: {why or 'no step gave it reason to'}."
+
+
+def _cut_too_late(rows: Sequence[Row], documents: Sequence[Document], settings: Settings) -> Iterator[str]:
+    """Which rows evicted only once all tokens of every text were scored, so that their quality is the full cache's."""
+    steps = [_steps(document.tokens, settings) for document in documents]
+    late = [row.label for row in rows if row.kind == LOSSY and not row.is_full and _all_scored_before(row, steps)]
+    if late:
+        yield (
+            f"No scored token saw the cut cache: {'; '.join(late)}: a cache is cut after a step, and the first "
+            "cut came after the last one, so quality is that of the full cache. Expected a smaller --chunk or "
+            "--prompt, or more --tokens."
+        )
+
+
+def _steps(tokens: int, settings: Settings) -> tuple[int, int]:
+    """Tokens of a text's first step, and those fed before its last one."""
+    first = min(settings.prompt or settings.chunk, tokens)
+    return first, 0 if first == tokens else first + (tokens - first - 1) // settings.chunk * settings.chunk
+
+
+def _all_scored_before(row: Row, steps: Sequence[tuple[int, int]]) -> bool:
+    """Whether the policy had no reason to evict, in any text, before the last step."""
+    policy = make(row.policy, row.options)
+    return all(not before or policy.why_all_stay(first, before) is not None for first, before in steps)

@@ -93,6 +93,33 @@ def test_what_never_evicted_says_why(spec: str, settings: dict[str, Any], why: s
     assert not any("nothing was evicted" in line for line in said([of(spec)], **settings))
 
 
+@pytest.mark.parametrize(
+    ("settings", "late"),
+    [
+        ({"chunk": 128}, "streaming:budget=32; l2_fixed:budget=100"),
+        ({"chunk": 8, "prompt": 128}, "streaming:budget=32; l2_fixed:budget=100"),
+        ({"chunk": 500}, "streaming:budget=32; l2_fixed:budget=100"),
+        ({"chunk": 64}, "l2_fixed:budget=100"),
+        ({"chunk": 8, "prompt": 96}, None),
+        ({"chunk": 1}, None),
+    ],
+)
+def test_a_cache_that_no_scored_token_saw_cut_is_named(settings: dict[str, Any], late: str | None) -> None:
+    rows = [row("full", "full", kind="LOSSLESS"), of("streaming:budget=32"), of("l2_fixed:budget=100")]
+    found = [line for line in said(rows, 128, **settings) if line.startswith("No scored token")]
+    assert len(found) == (late is not None)
+    if late is not None:
+        assert f"No scored token saw the cut cache: {late}: a cache is cut after a step" in found[0]
+        assert "a smaller --chunk" in found[0]
+
+
+def test_one_text_that_was_cut_in_time_needs_no_note() -> None:
+    texts = [text(100, "short"), text(200, "long")]
+    for chunk, late in ((100, False), (200, True)):
+        found = list(notes([of("streaming:budget=32")], texts, Settings(tokens=200, chunk=chunk)))
+        assert any("No scored token" in line for line in found) == late
+
+
 @pytest.mark.parametrize("documents", [1, 2, 9, 10])
 def test_few_documents_are_said_to_be_few(documents: int) -> None:
     versus = Difference(documents=documents, level=0.95, nll=0.1, low=None if documents == 1 else 0.0, high=0.2)

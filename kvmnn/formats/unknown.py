@@ -14,11 +14,15 @@ _UNPACK = "unpack it first"
 _MODEL = "eval, generate and dump-kv take it"
 _MNN_MODEL = "--model takes its folder, beside a cache"
 _NAME = "name it with the suffix {}"
+_CHECKPOINT = ("a torch checkpoint", "kvmnn convert makes a weight file of a KV compressor's")
+_ZIP = b"PK\x03\x04"
+_TORCH_LEGACY = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"  # a pickle of torch's magic number
 _SIGNS: tuple[tuple[bytes, str, str], ...] = (
     (b"GGUF", "a GGUF model", _ARRAYS),
     (b"\x93NUMPY", "a NumPy array", _NAME.format(".npy")),
     (b"\x89HDF\r\n\x1a\n", "an HDF5 file", _ARRAYS),
-    (b"PK\x03\x04", "a zip archive", _NAME.format(".npz") + " if it holds arrays"),
+    (_TORCH_LEGACY, *_CHECKPOINT),
+    (_ZIP, "a zip archive", _NAME.format(".npz") + " if it holds arrays"),
     (b"\x1f\x8b", "a gzip archive", _UNPACK),
     (b"\x28\xb5\x2f\xfd", "a zstd archive", _UNPACK),
     (b"\xfd7zXZ\x00", "an xz archive", _UNPACK),
@@ -74,6 +78,8 @@ def _with(names: Iterable[str], suffixes: tuple[str, ...]) -> str | None:
 
 def _looks_like(suffix: str, head: bytes) -> tuple[str, str] | None:
     """What, and the nearest thing that is known."""
+    if _is_torch_zip(suffix, head):
+        return _CHECKPOINT
     for sign, what, nearest in _SIGNS:
         if head.startswith(sign):
             return what, nearest
@@ -84,6 +90,12 @@ def _looks_like(suffix: str, head: bytes) -> tuple[str, str] | None:
     if head[8:10] in (b'{"', b"{}") and int.from_bytes(head[:8], "little") < 1 << 40:
         return "a safetensors file", _NAME.format(".safetensors")
     return _text(head)
+
+
+def _is_torch_zip(suffix: str, head: bytes) -> bool:
+    """Whether torch wrote a zip archive: its first member is the pickle, or the suffix says so."""
+    first = head[30 : 30 + int.from_bytes(head[26:28], "little")]
+    return head.startswith(_ZIP) and (first.endswith(b"/data.pkl") or suffix in (".pth", ".pt"))
 
 
 def _text(head: bytes) -> tuple[str, str] | None:

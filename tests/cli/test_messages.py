@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from pathlib import Path
 
 import compressor_files
@@ -44,6 +45,16 @@ def test_what_is_no_weight_file_is_told_of_by_what_it_looks_like(here, run, argv
     assert f"a.txt: {expected}; it looks like text" in run(*argv.format("a.txt").split(), code=1).err
     assert f"m.onnx: {expected}; it looks like an ONNX model" in run(*argv.format("m.onnx").split(), code=1).err
     assert f"k.npy.frame: {expected}\n" in run(*argv.format("k.npy.frame").split(), code=1).err
+
+
+@pytest.mark.parametrize("name", ["c.pth", "c", "old"])
+@pytest.mark.parametrize("verb", ["verify", "export", "decode", "encode"])
+def test_a_checkpoint_is_named_and_sent_to_convert(here, run, verb, name):
+    Path("c").write_bytes(Path("c.pth").read_bytes())
+    Path("old").write_bytes(pickle.dumps(0x1950A86A20F9469CFC6C, 2) + bytes(range(100)))
+    said = run(verb, name, code=1).err
+    assert "it looks like a torch checkpoint (kvmnn convert makes a weight file of a KV compressor's)" in said
+    assert "npz" not in said
 
 
 @pytest.mark.parametrize(

@@ -259,7 +259,7 @@ def _compare_words(one: _Words, two: _Words) -> _Found:
         if differs.size and not found.differing:
             at = int(differs[0])
             found.position = found.words + at
-            found.first, found.second = (_value(run[at : at + 1], dtype.name) for run in words)
+            found.first, found.second = (_value(run[at:], dtype.name) for run in words)
         found.words += nbytes // dtype.itemsize
         found.differing += differs.size
         rests = [rest[nbytes:] for rest in rests]

@@ -23,6 +23,7 @@ from kvmnn.compressor.checkpoint.opening import open_checkpoint
 from kvmnn.compressor.checkpoint.tensors import ELEMENT_TYPES, Storage, Tensor
 from kvmnn.compressor.checkpoint.torch_names import set_state
 from kvmnn.compressor.conversion.convert import convert, prepare
+from kvmnn.compressor.conversion.inspect import of_checkpoint
 from kvmnn.compressor.conversion.rounding import words_of
 from kvmnn.compressor.conversion.selection import _EXACT, ConvertOptions
 from kvmnn.compressor.conversion.verify import verify
@@ -266,6 +267,12 @@ def test_inspect_accounts_for_parts_of_storages(recorded: Path, capsys: pytest.C
         parts = document["parts"]
         assert sum(parts.values()) == path.stat().st_size
         assert min(parts.values()) >= 0
+
+
+def test_a_safetensors_file_is_its_header_and_its_tensors(recorded: Path) -> None:
+    checkpoint = open_checkpoint(recorded / "float8_e8m0fnu.safetensors")
+    parts = of_checkpoint(checkpoint, ConvertOptions(prefixes=("compress_tk",))).parts
+    assert parts["directory, names, padding"] == 0
 
 
 def test_inspect_names_what_it_cannot_read(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:

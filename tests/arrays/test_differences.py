@@ -1,0 +1,51 @@
+"""Differences of two inputs: how many words, which is the first, and what cannot be compared."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+
+from kvmnn.arrays.differences import compare
+from kvmnn.arrays.named_array import NamedArray, in_memory
+from kvmnn.arrays.source import Source
+
+WORDS = np.arange(2 * 5 * 4, dtype=np.float32).reshape(2, 5, 4)
+
+
+def in_pieces(array: NamedArray, size: int) -> NamedArray:
+    """The same array, which comes in pieces of `size` bytes."""
+    data = np.concatenate(list(array.reader(1 << 20)))
+
+    def run(data: np.ndarray, step: int):
+        return (data[begin : begin + size] for begin in range(0, data.size, size))
+
+    return replace(array, reader=partial(run, data))
+
+
+@pytest.mark.parametrize("name", ["x", "layer_3.key"])
+@pytest.mark.parametrize(("one", "two"), [(160, 160), (8, 160), (12, 20), (160, 4)])
+def test_every_word_is_counted_whatever_the_pieces(name: str, one: int, two: int) -> None:
+    other = WORDS.copy()
+    other[0, 3, 2], other[1, 1, 0], other[1, 4, 3] = -1, -2, -3
+    first, second = (in_pieces(in_memory(name, words), size) for words, size in ((WORDS, one), (other, two)))
+    arrays = [first], [second]
+    if name != "x":
+        for some in arrays:
+            some.append(in_memory("layer_3.value", WORDS))
+    found = compare(Source(arrays[0]), Source(arrays[1]))
+    assert (found.words, found.differing, found.equal) == (40 if name == "x" else 80, 3, False)
+    place = found.first
+    assert place is not None and (place.first, place.second) == (14.0, -1.0)
+    if name == "x":
+        assert (place.index, place.layer) == ((0, 3, 2), None)
+    else:
+        assert (place.layer, place.part, place.head, place.token, place.dim) == (3, "key", 0, 3, 2)
+
+
+def test_equal_words_are_equal() -> None:
+    found = compare(Source([in_pieces(in_memory("x", WORDS), 12)]), Source([in_memory("y", WORDS)]))
+    assert found.equal and (found.words, found.differing, found.first) == (40, 0, None)
+    assert str(found) == "equal: 40 words, bit by bit"

@@ -29,9 +29,8 @@ def notes(rows: Sequence[Row], documents: Sequence[Document], settings: Settings
         )
     yield from _few_documents(rows)
     if settings.runtime is not None:
-        yield from storing_notes(
-            ((row.label, row.runtime) for row in rows if row.runtime is not None), settings.runtime
-        )
+        runs = ((row.label, text.runtime) for row in rows for text in row.documents if text.runtime is not None)
+        yield from storing_notes(runs, settings.runtime)
 
 
 def _short_texts(documents: Sequence[Document], settings: Settings) -> Iterator[str]:

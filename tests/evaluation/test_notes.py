@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from lm_results import row
+from lm_results import document, row
 
 from kvmnn.evaluation.evaluating import _each_once
 from kvmnn.evaluation.notes import notes
@@ -17,7 +18,7 @@ from kvmnn.lm.cache.lossless_store import storing_notes
 from kvmnn.lm.documents import Document
 from kvmnn.policies.specs import make, options_of
 from kvmnn.reports.rows import Difference, Row
-from kvmnn.reports.runtime_figures import RuntimeFigures, RuntimeLayer
+from kvmnn.reports.runtime_figures import RuntimeFigures, RuntimeLayer, runs_together
 from kvmnn.runtime import RuntimeConfig
 
 
@@ -180,6 +181,27 @@ def test_a_runtime_that_encoded_nothing_says_what_would_have_to_be_different() -
     assert "h2o_update_interval" in line
     (line,) = of_runs("{}", ("full", runtime(900, raw=5)))
     assert line == "Encoded: layers 0 to 1 of 6 (scope front_n, front_n 2); the others stay raw."
+
+
+def test_why_nothing_was_encoded_is_judged_text_by_text() -> None:
+    def runtime(tokens: int, raw: int = 0) -> RuntimeFigures:
+        layers = (RuntimeLayer(layer=0, tokens=tokens, raw_bytes=raw),)
+        sizes = {"appended_bytes": 9, "live_bytes": 9, "held_bytes": 9}
+        return RuntimeFigures(mode="store", h2o_lossless_raw_bytes=raw, layers=layers, **sizes)
+
+    def lines(*runs: RuntimeFigures) -> list[str]:
+        empty = document().rows[0].documents[0]
+        full = row("full", "full", runtime=runs_together(runs), documents=[replace(empty, runtime=one) for one in runs])
+        found = said([full], documents=len(runs), lossless={"kv_lossless_runtime_mode": "store"})
+        return [line for line in found if "encoded" in line]
+
+    (line,) = lines(runtime(300), runtime(300))
+    assert line.startswith("full: nothing was encoded: layers held 300 tokens at the end, a first block needs 512: ")
+    (line,) = lines(runtime(300), runtime(900, raw=5))
+    assert line.startswith("full (1 of 2 texts): nothing was encoded: layers held 300 tokens at the end, ")
+    short, interval = lines(runtime(300), runtime(200), runtime(900))
+    assert short.startswith("full (2 of 3 texts): nothing was encoded: layers held 200 to 300 tokens at the end, ")
+    assert interval.startswith("full (1 of 3 texts): nothing was encoded: no block came in the 16 steps between two ")
 
 
 def test_many_short_texts_are_one_sentence() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
+from typing import Literal
 
 import numpy as np
 
@@ -148,12 +150,25 @@ def _narrowed(config: RuntimeConfig, layers: int, covered: Sequence[int], parts:
 
 
 def storing_notes(runs: Iterable[tuple[str, RuntimeFigures]], config: RuntimeConfig) -> list[str]:
-    """Sentences about runs and their labels: where nothing was encoded and why, and which layers stay raw."""
-    found, lines = list(runs), []
-    without = [(label, one) for label, one in found if not one.h2o_lossless_raw_bytes]
-    if without:
-        held = sorted({layer.tokens for _, one in without for layer in one.layers})
-        lines.append(f"{', '.join(label for label, _ in without)}: nothing was encoded: {_why_nothing(held, config)}.")
+    """Sentences about runs and their labels: where nothing was encoded and why, and which layers stay raw.
+
+    Runs of one label are its texts: each has its own cause.
+    """
+    found = list(runs)
+    texts = Counter(label for label, _ in found)
+    without: dict[_Cause, list[tuple[str, RuntimeFigures]]] = {}
+    for label, one in found:
+        if not one.h2o_lossless_raw_bytes:
+            without.setdefault(_cause(one, config), []).append((label, one))
+    lines = []
+    for cause, same in without.items():
+        counts = Counter(label for label, _ in same)
+        labels = [
+            label if number == texts[label] else f"{label} ({number:,} of {count(texts[label], 'text')})"
+            for label, number in counts.items()
+        ]
+        held = sorted({layer.tokens for _, one in same for layer in one.layers})
+        lines.append(f"{', '.join(labels)}: nothing was encoded: {_why_nothing(cause, held, config)}.")
     encoded = sorted({layer.layer for _, one in found for layer in one.layers if layer.raw_bytes})
     layers = max((len(one.layers) for _, one in found), default=0)
     if encoded and len(encoded) < layers:
@@ -163,15 +178,24 @@ def storing_notes(runs: Iterable[tuple[str, RuntimeFigures]], config: RuntimeCon
     return lines
 
 
-def _why_nothing(held: Sequence[int], config: RuntimeConfig) -> str:
-    """Of layers that held these numbers of tokens at the end, ascending."""
+_Cause = Literal["scope", "interval", "few tokens"]
+
+
+def _cause(run: RuntimeFigures, config: RuntimeConfig) -> _Cause:
     if config.scope == "none" or (config.scope == "front_n" and not config.front_n):
+        return "scope"
+    held = max((layer.tokens for layer in run.layers), default=0)
+    return "interval" if held >= config.first_block_tokens else "few tokens"
+
+
+def _why_nothing(cause: _Cause, held: Sequence[int], config: RuntimeConfig) -> str:
+    """Of layers that held these numbers of tokens at the end, ascending."""
+    if cause == "scope":
         return f"scope {config.scope} with front_n {config.front_n} names no layer"
-    needed = config.first_block_tokens
-    if held[-1] >= needed:
+    if cause == "interval":
         return f"no block came in the {count(config.h2o.interval, 'step')} between two tries (h2o_update_interval)"
     return (
-        f"layers held {span(held)} tokens at the end, a first block needs {needed:,}: the larger of "
+        f"layers held {span(held)} tokens at the end, a first block needs {config.first_block_tokens:,}: the larger of "
         f"h2o_trigger_min_tokens ({config.h2o.trigger_tokens:,}) and hot_sink_tokens + hot_recent_tokens + "
         f"block_tokens ({config.hot_sink_tokens:,} + {config.hot_recent_tokens:,} + {config.block_tokens:,}). "
         "Lower these, or read more tokens"

@@ -8,7 +8,6 @@ from .columns import ABSENT, Column, plain
 from .rows import Row
 from .runtime_figures import RuntimeFigures
 
-RUNTIME_TITLE = "The lossless runtime around the cache, of the same runs (docs/runtime.md):"
 _MIB = float(1 << 20)
 
 _HEADINGS: tuple[tuple[str, Callable[[RuntimeFigures], str], int], ...] = (
@@ -23,6 +22,12 @@ _HEADINGS: tuple[tuple[str, Callable[[RuntimeFigures], str], int], ...] = (
     ("decode (ms)", lambda one: f"{one.h2o_lossless_decompress_us / 1e3:.1f}", 5),
     ("fallbacks", lambda one: f"{one.h2o_lossless_fallback_count:,}", 6),
 )
+
+
+def runtime_title(texts: int = 1) -> str:
+    """What stands above the table of runs over so many texts."""
+    what = "of the same runs" if texts < 2 else f"sums over {texts:,} texts"
+    return f"The lossless runtime around the cache, {what} (docs/runtime.md):"
 
 
 def runtime_table(figures: Sequence[tuple[str, RuntimeFigures]]) -> tuple[list[Column], list[list[str]]] | None:

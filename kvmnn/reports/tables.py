@@ -20,7 +20,7 @@ from .pivot import pivot_table
 from .results import Results
 from .rows import Row
 from .runtime_figures import RuntimeFigures
-from .runtime_table import RUNTIME_TITLE, rows_with_runtime, runtime_table
+from .runtime_table import rows_with_runtime, runtime_table, runtime_title
 from .text_table import as_text, wrapped
 
 _ALL = "a wider terminal, -v, --csv, --json"
@@ -50,7 +50,7 @@ def markdown(results: Results) -> str:
         parts += [PIVOT_TITLE, _as_markdown(*pivot)]
     stored = runtime_table(rows_with_runtime(results.rows))
     if stored:
-        parts += [RUNTIME_TITLE, _as_markdown(*stored)]
+        parts += [runtime_title(len(results.documents)), _as_markdown(*stored)]
     parts.append("\n".join(notes(results)))
     return "\n\n".join(parts) + "\n"
 
@@ -69,7 +69,7 @@ def terminal(results: Results, width: int) -> str:
         parts += [wrapped([PIVOT_TITLE], width), as_text(*pivot, width, _ALL)]
     stored = runtime_table(rows_with_runtime(results.rows))
     if stored:
-        parts += [wrapped([RUNTIME_TITLE], width), as_text(*stored, width, _ALL)]
+        parts += [wrapped([runtime_title(len(results.documents))], width), as_text(*stored, width, _ALL)]
     return "\n\n".join([*parts, wrapped(notes(results), width)]) + "\n"
 
 
@@ -82,7 +82,7 @@ def h2o_text(figures: H2OFigures, width: int) -> str:
 def runtime_text(figures: Sequence[tuple[str, RuntimeFigures]], width: int) -> str:
     """What the lossless runtime did in runs with their labels, for a terminal of `width` columns."""
     table = runtime_table(figures)
-    return wrapped([RUNTIME_TITLE], width) + "\n\n" + as_text(*table, width) if table else ""
+    return wrapped([runtime_title()], width) + "\n\n" + as_text(*table, width) if table else ""
 
 
 def notes(results: Results) -> list[str]:

@@ -237,6 +237,16 @@ def test_the_planners_table_names_policies_where_there_are_several() -> None:
         assert (columns[0].heading, lines[0][0], len(lines)) == (heading, cell, len(runs))
 
 
+def test_figures_of_the_runtime_say_that_texts_are_added_up() -> None:
+    figures = RuntimeFigures(mode="store", appended_bytes=8, live_bytes=4, held_bytes=2)
+    sample = document()
+    for texts, said in ((1, "of the same runs"), (2, "sums over 2 texts")):
+        found = replace(sample, rows=(replace(sample.rows[0], runtime=figures),), documents=sample.documents[:texts])
+        title = f"The lossless runtime around the cache, {said} (docs/runtime.md):"
+        assert title in tables.markdown(found) and title in tables.terminal(found, 100)
+    assert len(title) <= 80
+
+
 def test_ratios_of_the_runtime_stay_in_the_narrowest_terminal() -> None:
     figures = RuntimeFigures(mode="store", appended_bytes=8, live_bytes=4, held_bytes=2)
     columns, _ = runtime_table([("full", figures)]) or ([], [])

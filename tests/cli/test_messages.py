@@ -57,6 +57,17 @@ def test_a_checkpoint_is_named_and_sent_to_convert(here, run, verb, name):
     assert "npz" not in said
 
 
+def test_convert_of_an_exported_npz_says_what_to_export_instead(here, run):
+    run("export", "w.bin", "-o", "y.npz", "-q")
+    said = run("convert", "y.npz", "z.bin", code=1).err
+    assert (
+        "y.npz: is a .npz file of arrays, which is not read as a checkpoint: kvmnn export -o NAME.safetensors" in said
+    )
+    run("export", "w.bin", "-o", "y.safetensors", "-q")
+    run("convert", "y.safetensors", "z.bin", "-q")
+    assert Path("z.bin").read_bytes() == Path("w.bin").read_bytes()
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [

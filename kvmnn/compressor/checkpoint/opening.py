@@ -122,6 +122,11 @@ def open_checkpoint(path: str | os.PathLike[str], *, max_bytes: int | None = Non
 def _opened(file: MappedFile) -> Checkpoint:
     head = file.head(512)
     match kind_of(head):
+        case "torch zip" if _begins_with_an_array(head):
+            raise CheckpointError(
+                "is a .npz file of arrays, which is not read as a checkpoint: "
+                "kvmnn export -o NAME.safetensors writes what convert reads"
+            )
         case "torch zip":
             return _zip(file)
         case "torch legacy":
@@ -152,8 +157,13 @@ def is_checkpoint(path: str) -> bool:
 def is_torch_zip(path: str) -> bool:
     """Whether a zip archive has a ``data.pkl`` and so comes from torch rather than from numpy."""
     head = head_of(path, 4096)
+    return kind_of(head) == "torch zip" and not _begins_with_an_array(head)
+
+
+def _begins_with_an_array(head: bytes) -> bool:
+    """Whether the first member of a zip archive is called as numpy calls its arrays."""
     name_bytes = int.from_bytes(head[26:28], "little")
-    return kind_of(head) == "torch zip" and not head[30 : 30 + name_bytes].endswith(b".npy")
+    return head[30 : 30 + name_bytes].endswith(b".npy")
 
 
 @contextmanager

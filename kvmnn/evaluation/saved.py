@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import KvmnnError, SourceError
-from ..files.json_document import read_object
+from ..files.json_document import as_object, read_bounded
 from ..files.records import Record
 from ..reports.plot_files import PLAIN, PlotOptions
 from ..text import count
@@ -95,9 +95,13 @@ def read_results(path: str | os.PathLike[str]) -> EvaluationResult:
     if Path(path).is_dir():
         raise SourceError(f"{path}: is a directory, expected the JSON that kvmnn eval -o RESULTS.json writes")
     try:
-        document = read_object(Path(path), _MAX_BYTES)
+        text = read_bounded(Path(path), _MAX_BYTES)
     except (FileNotFoundError, NotADirectoryError) as exc:
         raise SourceError(f"{path}: cannot be read: {exc.strerror}") from exc
+    try:
+        document = as_object(text, str(path))
+    except SourceError as exc:
+        raise SourceError(f"{exc}; expected the JSON document that kvmnn eval -o RESULTS.json writes") from None
     if "rows" not in document or "numbers_version" not in (document.get("settings") or ()):
         raise SourceError(f"{path}: holds no results of an evaluation: expected the JSON that kvmnn eval writes")
     _check(document, str(path))

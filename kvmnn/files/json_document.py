@@ -189,6 +189,8 @@ def as_object(text: bytes, where: str, *, constants: bool = False) -> dict[str, 
     """
     try:
         value = json.loads(text) if constants else loads(text)
+    except UnicodeDecodeError:
+        raise SourceError(f"{where}: is not JSON: it is not even text") from None
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{where}: is not JSON: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(value, dict):

@@ -92,6 +92,8 @@ def test_other_results_are_one_line(capsys, tmp_path, saved, where, value, messa
         (b'{"verb": "measure"}', "holds no results of an evaluation"),
         (b'{"rows": ' + b"[" * 100_000, "is not JSON"),
         (b'{"rows": ' + b"9" * 5000 + b"}", "is not JSON"),
+        (b"\x1c\0\0\0\xe0", "is not JSON: it is not even text; expected the JSON document that kvmnn eval -o"),
+        (b"some words", "; expected the JSON document that kvmnn eval -o RESULTS.json writes"),
         (b"\xff\xfe", "is not JSON"),
         (None, "cannot be read"),
     ],

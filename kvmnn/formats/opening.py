@@ -161,10 +161,24 @@ def _read(path: str, options: ReadOptions) -> Source:
     elif PurePath(path).suffix.lower() in _PACKED_SUFFIXES:
         source = _packed(path, options)
     else:
+        if not (options.dtype or options.fallbacks) and _holds_frames(path):
+            raise SourceError(
+                f"{path}: is a frame already: kvmnn decode gives its array back, kvmnn inspect shows it; "
+                "--dtype fp16, bf16 or fp32 would take its bytes as raw words"
+            )
         source = raw.read(path, options)
     if options.tensors:
         check_names(path, source, options)
     return source
+
+
+def _holds_frames(path: str) -> bool:
+    """Whether the content of a file is frames, whatever its name and whatever lies beside it."""
+    try:
+        open_frames(path, use_manifest=False)
+    except KvmnnError:
+        return False
+    return True
 
 
 def _packed(path: str, options: ReadOptions) -> Source:

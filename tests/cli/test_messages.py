@@ -57,6 +57,22 @@ def test_a_checkpoint_is_named_and_sent_to_convert(here, run, verb, name):
     assert "npz" not in said
 
 
+@pytest.mark.parametrize("name", ["k.npy.frame", "plain"])
+def test_a_frame_is_encoded_again_only_where_its_bytes_are_said_to_be_words(here, run, name):
+    Path("plain").write_bytes(kvmnn.encode(np.ones(41, np.float16)))
+    for argv in (f"encode {name} -o q.frame", f"bench {name}"):
+        said = run(*argv.split(), code=1).err
+        assert f"{name}: is a frame already: kvmnn decode gives its array back" in said
+        assert not Path("q.frame").exists()
+    size = os.path.getsize(name)
+    Path("even").write_bytes(Path(name).read_bytes() * 2)
+    run("encode", "even", "--dtype", "fp16", "-o", "q.frame", "-q")
+    run("decode", "q.frame", "-o", "q.bin", "-q")
+    assert Path("q.bin").read_bytes() == Path("even").read_bytes() and os.path.getsize("q.bin") == 2 * size
+    Path("broken.frame").write_bytes(b"\xb5\xff\xff\xff\xff\xff\xff\xff")
+    assert "is a frame already" not in run("encode", "broken.frame", code=1).err
+
+
 def test_convert_of_an_exported_npz_says_what_to_export_instead(here, run):
     run("export", "w.bin", "-o", "y.npz", "-q")
     said = run("convert", "y.npz", "z.bin", code=1).err

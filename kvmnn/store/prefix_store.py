@@ -232,8 +232,8 @@ class PrefixStore:
             Where not all of it is stored.
         """
         ids = as_ids(token_ids)
-        space, found = self._longest(ids, model, dtype)
-        was = not self._units.pin(self._whole(space, found, ids), ids)
+        space, _ = self._whole(ids, model, dtype)
+        was = not self._units.pin(space, ids)
         return Pinned(tokens=ids.size, pinned=True, was_pinned=was)
 
     def unpin(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> Pinned:
@@ -252,8 +252,8 @@ class PrefixStore:
             Where not all of it is stored.
         """
         ids = as_ids(token_ids)
-        space, found = self._longest(ids, model, dtype)
-        return self._units.delete(self._text(self._whole(space, found, ids), ids))
+        space, _ = self._whole(ids, model, dtype)
+        return self._units.delete(self._text(space, ids))
 
     def export(
         self,
@@ -277,8 +277,7 @@ class PrefixStore:
             Where not all of it is stored, or some of it is damaged.
         """
         ids = as_ids(token_ids)
-        space, found = self._longest(ids, model, dtype)
-        space = self._whole(space, found, ids)
+        space, found = self._whole(ids, model, dtype)
         notes: list[str] = []
         if read_layers(self._units, space, found, ids, notes, self._threads) is None:
             raise SourceError(notes[0] if notes else f"{self._units.label}: this text was evicted meanwhile")
@@ -386,9 +385,11 @@ class PrefixStore:
                     best = space, found
         return best
 
-    def _whole(self, space: Space | None, found: Found, ids: Ids) -> Space:
+    def _whole(self, ids: Ids, model: str, dtype: str | None) -> tuple[Space, Found]:
+        """The space in which all of a text is stored, and where; `KvmnnError` where a part is missing."""
+        space, found = self._longest(ids, model, dtype)
         if space is None or found.tokens < ids.size:
             raise KvmnnError(
                 f"{self._units.label}: holds {found.tokens:,} tokens of this text of {ids.size:,} under this model"
             )
-        return space
+        return space, found

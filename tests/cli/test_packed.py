@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import packed_samples
@@ -14,23 +13,6 @@ from kvmnn import PackedCache, PackLayout
 
 TOKENS = 70
 ON_AVX2 = ["--backend", "x86-avx2"]
-
-
-@pytest.fixture
-def prefix(tmp_path, monkeypatch):
-    """A prefix cache `p` of two layers as an engine on AVX2 leaves it, and the options that describe it."""
-    monkeypatch.chdir(tmp_path)
-    sample = packed_samples.write_prefix(Path("p"), packed_samples.arrays(2, 2, TOKENS, 6), capacity=114)
-    return SimpleNamespace(arrays=sample.arrays, argv=["p", *ON_AVX2, *sample.options])
-
-
-@pytest.fixture
-def model(tmp_path):
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "llm.mnn").write_bytes(b"graph")
-    (folder / "llm_config.json").write_text('{"layer_nums": 2, "key_value_shape": [2, 1, 0, 2, 6]}')
-    return folder
 
 
 def layer_files(folder: str) -> dict[str, bytes]:
@@ -465,51 +447,3 @@ def test_int8_caches_are_read_and_what_is_lost_is_said(tmp_path, monkeypatch, ru
     assert (
         "is not a packed cache" in run("repack", *argv, "--from", "x86-avx2", "--to", "x86-sse", "-o", "d/", code=2).err
     )
-
-
-# -- what a cache was made with, and what was cut of it ---------------------------------------------------------------
-
-
-@pytest.fixture
-def cut(prefix, run):
-    """`cut/`: the same without 8 of its last 20 tokens."""
-    run("compact", *prefix.argv, "--remove", 20, "--reserve", "0:4,12:8", "-o", "cut/")
-    return "layer 0 holds the tokens 0:54, 62:8"
-
-
-def test_another_model_is_a_difference(prefix, model, run):
-    other = model.with_name("other")
-    other.mkdir()
-    (other / "llm.mnn").write_bytes(b"another graph")
-    (other / "llm_config.json").write_bytes((model / "llm_config.json").read_bytes())
-    run("encode", *prefix.argv, "--model", model, "-o", "f/")
-    run("encode", *prefix.argv, "-o", "g/")
-    run("verify", "f/", "--against", "p", "--model", model)
-    for argv in (["verify", "f/", "--against", "p"], ["diff", "f/", *prefix.argv]):
-        said = run(*argv, "--model", other, code=1).err
-        assert f"f/: the cache is of another model than the one in {other}" in said
-    said = run("verify", "g/", "--against", "p", "--model", model, code=1).err
-    assert "g/: the manifest does not say which model the cache is of" in said
-    Path("ids.json").write_text("[1, 2]")
-    said = run("verify", "f/", "--against", "p", "--token-ids", "ids.json", code=1).err
-    assert "f/: the manifest does not say which token ids the cache was made from" in said
-
-
-def test_frames_say_what_was_cut(cut, run):
-    run("encode", "cut/", "-o", "f/")
-    assert f"  {cut}\n  {cut.replace('0', '1', 1)}\n" in run("inspect", "f/").out
-
-
-@pytest.mark.parametrize("argv", ["-o x.npz", "-o x/", "--as dump -o x/"])
-def test_where_tokens_stood_is_lost_with_a_word(cut, run, argv):
-    output = argv.split()[-1]
-    said = run("unpack", "cut/", *argv.split()).err
-    assert said == (
-        f"kvmnn: note: {output} does not say which tokens of the text it holds, .safetensors does: {cut} and so on for "
-        "2 layers\n"
-    )
-    again = run("pack", output, "--name", "q", *ON_AVX2, "-o", "q/").err
-    assert again == ("kvmnn: note: nothing says which tokens of the text the arrays hold: noted as the first 62\n")
-    assert run("unpack", "cut/", "-o", "x.safetensors").err == ""
-    assert run("pack", "x.safetensors", "-o", "r/").err == ""
-    assert cut in run("inspect", "r/").out

@@ -149,3 +149,8 @@ def test_a_damaged_unit_is_said(here: Path, run) -> None:
     error = run("store", "get", "S", "--token-ids", "long.json", "-o", "x.npz", code=1).err
     assert "kvmnn: warning: " in error and "damaged, was removed (tokens 0 to 49 of a text)" in error
     assert "nothing of this text of 50 tokens is stored" in error
+
+
+def test_what_is_missing_is_named_and_nothing_else(run) -> None:
+    assert "are required: ACTION, STORE (see" in run("store", code=2).err
+    assert "are required: STORE (see" in run("store", "put", code=2).err

@@ -69,7 +69,9 @@ def add_parser(verbs: Any) -> None:
     parser = shared_options.add_verb(verbs, "store", run, "prefixes kept, and found again by their tokens", _TEXT)
     parser.add_argument("action", choices=tuple(_ACTIONS), metavar="ACTION", help=", ".join(_ACTIONS))
     parser.add_argument("store", metavar="STORE", help="a directory, redis:// or s3:// ...; put and import make it")
-    parser.add_argument("inputs", nargs="*", metavar="IN", help="put: caches of the text; import: a file of export")
+    parser.add_argument(
+        "inputs", nargs="*", default=[], metavar="IN", help="put: caches of the text; import: a file of export"
+    )
     parser.add_argument("--fingerprint", metavar="TEXT", help="which model computed it, where no --model DIR tells")
     parser.add_argument(
         "--max-bytes",

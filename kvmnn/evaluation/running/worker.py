@@ -32,6 +32,8 @@ def main() -> int:
         with suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), lines.fileno())
         return 1
+    finally:  # nothing is left to unwind, and an exception in the interpreter's own end would be printed
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     return 0
 
 

@@ -1,0 +1,21 @@
+import json
+import signal
+import subprocess
+import sys
+
+END = """
+import atexit, os, signal, sys
+from kvmnn.evaluation.running import worker
+
+atexit.register(lambda: os.kill(os.getpid(), signal.SIGTERM))
+sys.exit(worker.main())
+"""
+
+
+def test_ended_while_it_ends_it_says_nothing(tmp_path):
+    order = {"model": str(tmp_path), "settings": {}, "task": {"kind": "none"}}
+    found = subprocess.run(
+        [sys.executable, "-P", "-c", END], input=json.dumps(order), capture_output=True, text=True, timeout=60
+    )
+    assert found.returncode == -signal.SIGTERM
+    assert "SystemExit" not in found.stderr

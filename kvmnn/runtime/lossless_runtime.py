@@ -214,7 +214,11 @@ class LosslessRuntime:
 
     def read(self, layer: int) -> LayerCache:
         """Copies of K and V of a layer and where its tokens stand (behaviour "sound")."""
-        return self._sound("read").read(layer)
+        return self._sound("read").read([layer])[0]
+
+    def read_layers(self, layers: Sequence[int]) -> list[LayerCache]:
+        """As `read`, of several layers at once, which the caller and the threads decode side by side."""
+        return self._sound("read_layers").read(layers)
 
     def flush(self) -> None:
         """Encode all that is cold and wait for it (behaviour "sound"), as before a session is parked."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -339,3 +340,59 @@ def test_results_of_an_earlier_request_are_not_taken() -> None:
         run.runtime.wait()
         assert run.runtime.metrics().h2o_lossless_raw_bytes == 0
         run.check()
+
+
+@pytest.mark.parametrize("threads", [0, 1, 3])
+@pytest.mark.parametrize("cache_bytes", [0, 1 << 12])
+def test_several_layers_are_read_together(threads: int, cache_bytes: int) -> None:
+    run = Run(replace(CONFIG, async_threads=threads, decode_cache_bytes=cache_bytes))
+    with run.runtime:
+        run.step(PROMPT)
+        run.runtime.flush()
+        before = run.runtime.metrics()
+        for _ in range(3):
+            for cache, rows in zip(run.runtime.read_layers([1, 0]), run.rows[::-1], strict=True):
+                assert np.stack([cache.keys, cache.values]).tobytes() == rows.tobytes()
+        after = run.runtime.metrics()
+        asked = 3 * 2 * BLOCKS
+        counts = [m.h2o_lossless_decode_cache_hit + m.h2o_lossless_decode_cache_miss for m in (before, after)]
+        assert counts[1] - counts[0] == asked
+        assert after.decompress.count - before.decompress.count + after.h2o_lossless_decode_cache_hit == asked
+        with pytest.raises(KvmnnError, match="layer is 2"):
+            run.runtime.read_layers([0, 2])
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("x")])
+def test_layers_that_cannot_be_read_together(threads: int, error: Exception) -> None:
+    run = Run(replace(CONFIG, async_threads=threads))
+    with run.runtime:
+        run.step(PROMPT)
+        run.runtime.flush()
+        with failing(run.inner._codec, "decode", error), pytest.raises(RestoreError, match="layer 0: tokens 4 to 20"):
+            run.runtime.read_layers([0, 1])
+        run.check()
+
+
+@pytest.mark.parametrize("error", [MemoryError(), SystemExit(1)])
+def test_what_threads_fail_to_read_is_read_here(error: BaseException) -> None:
+    run = Run(replace(CONFIG, async_threads=2))
+    with run.runtime:
+        run.step(PROMPT)
+        run.runtime.flush()
+        codec, failed = run.inner._codec, threading.Event()
+        working = codec.decode
+
+        def decode(*arguments: Any) -> None:
+            if threading.current_thread() is not threading.main_thread():
+                failed.set()
+                raise error
+            failed.wait(10)  # a thread takes a piece before this one goes on
+            working(*arguments)
+
+        codec.decode = decode
+        caches = run.runtime.read_layers([0, 1])
+        del codec.decode
+        assert failed.is_set()
+        for cache, rows in zip(caches, run.rows, strict=True):
+            assert np.stack([cache.keys, cache.values]).tobytes() == rows.tobytes()

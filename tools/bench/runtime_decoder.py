@@ -252,6 +252,7 @@ def section(found: list[dict[str, Any]], steps: int) -> str:
         f"medians (*on / off* of the ratios at each token; *CPU* of CPU time, in which a thread that spins while it "
         f"waits counts); all logits are equal bit for bit. Aim for the front two: on / off at most {LIMIT:g}. "
         f"*Runtime*: what a token takes inside the runtime, as the model waits for it. *Ahead*: share of the restored "
-        f"blocks that a thread had ready before they were needed; *late*: those that it was still decoding then.\n\n"
+        f"blocks that a thread had ready before they were needed; *late*: those that it was still decoding then. A run "
+        f"of the graph needs all blocks at once: the caller and the thread decode them side by side.\n\n"
         f"{table(header, cells)}\n"
     )

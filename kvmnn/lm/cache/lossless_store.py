@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 
 from ... import dtypes
+from ...arrays import LayerCache
 from ...dtypes import Indices, KVPair
 from ...reports.runtime_figures import RuntimeFigures, RuntimeLayer
 from ...runtime import LosslessRuntime, RuntimeConfig
@@ -69,9 +70,11 @@ class LosslessStore:
         return self._runtime.held_bytes + self._plain.nbytes
 
     def past(self) -> list[KVPair]:
-        return [
-            self._restored(layer) if layer in self._places else pair for layer, pair in enumerate(self._plain.past())
-        ]
+        pairs = list(self._plain.past())
+        restored = iter(self._runtime.read_layers(range(len(self._places) * self._parts)))
+        for layer in self._places:
+            pairs[layer] = _joined([next(restored) for _ in range(self._parts)])
+        return pairs
 
     def adopt(self, present: Sequence[KVPair], new: int) -> None:
         for layer, place in self._places.items():
@@ -121,13 +124,13 @@ class LosslessStore:
             layers=tuple(layers),
         )
 
-    def _restored(self, layer: int) -> KVPair:
-        first = self._places[layer] * self._parts
-        caches = [self._runtime.read(first + part) for part in range(self._parts)]
-        if len(caches) == 1:
-            return caches[0].keys[None], caches[0].values[None]
-        keys, values = ([getattr(cache, side) for cache in caches] for side in ("keys", "values"))
-        return np.concatenate(keys)[None], np.concatenate(values)[None]
+
+def _joined(caches: Sequence[LayerCache]) -> KVPair:
+    """K and V of a layer from caches of some of its heads each."""
+    if len(caches) == 1:
+        return caches[0].keys[None], caches[0].values[None]
+    keys, values = ([getattr(cache, side) for cache in caches] for side in ("keys", "values"))
+    return np.concatenate(keys)[None], np.concatenate(values)[None]
 
 
 def _covered(config: RuntimeConfig, layers: int) -> list[int]:

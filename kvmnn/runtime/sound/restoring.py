@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 
 from ...dtypes import Words
@@ -17,6 +20,16 @@ from .workers import Workers
 
 PIECES_TOGETHER = 8
 """Decoded ahead by one job: handing over a job costs as much as decoding a small piece."""
+
+
+@dataclass(frozen=True, eq=False)
+class Restore:
+    """The rows of a stored piece of a layer, wanted at a place."""
+
+    layer: int
+    piece: Piece
+    out: Words
+    figures: LayerFigures
 
 
 class Restorer:
@@ -46,7 +59,7 @@ class Restorer:
         if rows is None:
             rows = self.codec.decoded(_frames(piece), piece.count)
         self.cache.insert(piece, rows)
-        self._count(began, rows.nbytes, figures)
+        self._count(time.perf_counter_ns() - began, rows.nbytes, figures)
         return rows
 
     def write(self, piece: Piece, out: Words, figures: LayerFigures) -> None:
@@ -57,7 +70,45 @@ class Restorer:
         self.cache.misses += 1
         began = time.perf_counter_ns()
         self.codec.decode(_frames(piece), out)
-        self._count(began, out.nbytes, figures)
+        self._count(time.perf_counter_ns() - began, out.nbytes, figures)
+
+    def write_together(self, restores: Sequence[Restore]) -> list[Restore]:
+        """Write rows to their places, this call and the threads side by side; returns those left for `write`.
+
+        These are pieces that are in the cache, or should be, or come already, and those that failed.
+        """
+        left: list[Restore] = []
+        direct: deque[Restore] = deque()
+        for one in restores:
+            known = self.cache.has(one.piece) or id(one.piece) in self._coming or self.cache.has_room(one.out.nbytes)
+            (left if known or not self._workers.threads else direct).append(one)
+        taken = list(direct)
+        helpers = [self._workers.submit(partial(self._taken_from, direct)) for _ in range(self._workers.threads)]
+        done = self._taken_from(direct)
+        for helper in helpers:
+            if not helper.cancel() and helper.exception() is None:
+                done |= helper.result()
+        for one in taken:
+            if id(one) in done:
+                self.cache.misses += 1
+                self._count(done[id(one)], one.out.nbytes, one.figures)
+            else:
+                left.append(one)
+        return left
+
+    def _taken_from(self, wanted: deque[Restore]) -> dict[int, int]:
+        """Nanoseconds of each that was written; one that fails is left out."""
+        done = {}
+        while wanted:
+            try:
+                one = wanted.popleft()
+            except IndexError:  # another thread took the last one
+                break
+            began = time.perf_counter_ns()
+            with suppress(Exception):
+                self.codec.decode(_frames(one.piece), one.out)
+                done[id(one)] = time.perf_counter_ns() - began
+        return done
 
     def prefetch(self, pieces: Iterable[Piece]) -> None:
         """Let threads decode pieces that will be needed soon, as far as the bound on bytes goes."""
@@ -105,8 +156,8 @@ class Restorer:
         return None if future.exception() is not None else future.result()[id(piece)]
 
     @staticmethod
-    def _count(began: int, nbytes: int, figures: LayerFigures) -> None:
-        figures.timings.decompress.add(time.perf_counter_ns() - began)
+    def _count(nanoseconds: int, nbytes: int, figures: LayerFigures) -> None:
+        figures.timings.decompress.add(nanoseconds)
         figures.decompressed_bytes += nbytes
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from .layer_rows import RowsOf, WriteRows
 from .memory import empty, read_only
 from .piece import Piece
 from .report import SoundCall
-from .restoring import Restorer
+from .restoring import Restore, Restorer
 from .steps import Steps
 from .storing import Storer
 from .workers import Workers
@@ -195,20 +196,34 @@ class SoundRuntime:
 
     def live(self, layer: int) -> KVPair:
         """Copies of K and V of a layer."""
-        cache = self.read(layer)
+        (cache,) = self.read([layer])
         return cache.keys, cache.values
 
-    def read(self, layer: int) -> LayerCache:
-        """Copies of K and V of a layer and where its tokens stand."""
-        whole(layer, "layer", 0, len(self._layers) - 1)
+    def read(self, layers: Sequence[int]) -> list[LayerCache]:
+        """Copies of K and V of layers and where their tokens stand; this call and the threads decode side by side."""
+        for layer in layers:
+            whole(layer, "layer", 0, len(self._layers) - 1)
         self._steps.check_sound()
-        if layer + 1 < len(self._layers):
-            self._prefetch(layer)
-        rows = self._layers[layer].rows
-        out = np.empty((2, self._shape[0], rows.tokens, self._shape[1]), self._dtype.numpy)
-        rows.copy_to(out, self._write(layer))
-        seen = max(self._steps.position, rows.positions.end)
-        return LayerCache(layer=layer, keys=out[0], values=out[1], positions=rows.positions.array(), tokens_seen=seen)
+        copies, restores = [], list[Restore]()
+        for layer in layers:
+            rows = self._layers[layer].rows
+            out = np.empty((2, self._shape[0], rows.tokens, self._shape[1]), self._dtype.numpy)
+            rows.copy_to(out, partial(self._copy_or_note, layer, restores))
+            copies.append(out)
+        for left in self._restorer.write_together(restores):
+            self._write(left.layer)(left.piece, left.out)
+        return [self._cache_of(layer, out) for layer, out in zip(layers, copies, strict=True)]
+
+    def _copy_or_note(self, layer: int, restores: list[Restore], piece: Piece, out: Words) -> None:
+        if piece.rows is not None:
+            out[...] = piece.rows
+        else:
+            restores.append(Restore(layer, piece, out, self._layers[layer].figures))
+
+    def _cache_of(self, layer: int, rows: Words) -> LayerCache:
+        positions = self._layers[layer].rows.positions
+        seen = max(self._steps.position, positions.end)
+        return LayerCache(layer=layer, keys=rows[0], values=rows[1], positions=positions.array(), tokens_seen=seen)
 
     def positions(self, layer: int) -> Positions:
         """Where the tokens of a layer stand in the text."""

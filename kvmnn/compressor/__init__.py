@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import kvcm
-    from .checkpoint.opening import is_checkpoint, open_checkpoint
+    from .checkpoint import is_checkpoint, open_checkpoint
     from .conversion.as_source import as_source, header_differences
     from .conversion.convert import Conversion, convert, prepare
     from .conversion.export import Export, export
@@ -47,10 +47,10 @@ _HOMES = {
     "export_onnx": "forward.onnx_graph",
     "header_differences": "conversion.as_source",
     "inspect": "conversion.inspect",
-    "is_checkpoint": "checkpoint.opening",
+    "is_checkpoint": "checkpoint",
     "is_weight_file": "kvcm",
     "is_weights": "kvcm",
-    "open_checkpoint": "checkpoint.opening",
+    "open_checkpoint": "checkpoint",
     "prepare": "conversion.convert",
     "read": "kvcm",
     "verify": "conversion.verify",

@@ -16,7 +16,7 @@ from compressor_files import checkpoint
 from hostile_archives import DEFLATED, STORED, Entry, archive
 
 import kvmnn
-from kvmnn.compressor.checkpoint.opening import open_checkpoint
+from kvmnn.compressor.checkpoint import open_checkpoint
 from kvmnn.errors import CheckpointError, KvmnnError, LimitError, SourceError
 
 Run = Callable[..., SimpleNamespace]

@@ -18,10 +18,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from kvmnn import KvmnnError
-from kvmnn.compressor.checkpoint import _pickles
 from kvmnn.compressor.conversion.convert import convert, prepare
 from kvmnn.compressor.conversion.selection import ConvertOptions
 from kvmnn.errors import CheckpointError
+from kvmnn.formats.torch import _pickles
 
 CANARY = "KVMNN_CANARY"
 

@@ -15,10 +15,10 @@ import pytest
 from compressor_files import archive, checkpoint, legacy, members, repack, weights
 from fixtures.compressor_checkpoint import training_state, write_checkpoint
 
-from kvmnn.compressor.checkpoint._pickles import Unknown
-from kvmnn.compressor.checkpoint.opening import Checkpoint, open_checkpoint
-from kvmnn.compressor.checkpoint.tensors import Tensor
+from kvmnn.compressor.checkpoint import Checkpoint, open_checkpoint
 from kvmnn.errors import CheckpointError, LimitError, SourceError
+from kvmnn.formats.torch._pickles import Unknown
+from kvmnn.formats.torch.tensors import Tensor
 
 # -- pickles by hand --------------------------------------------------------------------------------------------------
 

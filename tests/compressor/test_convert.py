@@ -20,7 +20,6 @@ from kvcm_loaders import csrc_accepts, src_accepts
 from kvmnn import KvmnnError
 from kvmnn.cli import command
 from kvmnn.compressor import kvcm
-from kvmnn.compressor.checkpoint.tensors import ELEMENT_TYPES, Storage, Tensor
 from kvmnn.compressor.conversion import convert as conversion
 from kvmnn.compressor.conversion.convert import Conversion, convert
 from kvmnn.compressor.conversion.rounding import count_non_finite, words_of
@@ -29,6 +28,7 @@ from kvmnn.compressor.conversion.verify import verify
 from kvmnn.compressor.kvcm.words import rounded
 from kvmnn.dtypes import BF16, FP16, FP32
 from kvmnn.errors import CheckpointError, OutputError
+from kvmnn.formats.torch.tensors import ELEMENT_TYPES, Storage, Tensor
 
 STATE = weights()
 OTHER = weights(seed=1)

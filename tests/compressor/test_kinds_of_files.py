@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvmnn.compressor.checkpoint.opening import is_checkpoint, is_torch_zip
+from kvmnn.compressor.checkpoint import is_checkpoint, is_torch_zip
 
 
 def test_archives_of_torch_and_of_numpy(tmp_path: Path) -> None:

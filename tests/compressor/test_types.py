@@ -18,10 +18,7 @@ from hypothesis import strategies as st
 
 from kvmnn import KvmnnError
 from kvmnn.cli import command
-from kvmnn.compressor.checkpoint import floats8
-from kvmnn.compressor.checkpoint.opening import open_checkpoint
-from kvmnn.compressor.checkpoint.tensors import ELEMENT_TYPES, Storage, Tensor
-from kvmnn.compressor.checkpoint.torch_names import set_state
+from kvmnn.compressor.checkpoint import open_checkpoint
 from kvmnn.compressor.conversion.convert import convert, prepare
 from kvmnn.compressor.conversion.inspect import of_checkpoint
 from kvmnn.compressor.conversion.rounding import words_of
@@ -30,6 +27,9 @@ from kvmnn.compressor.conversion.verify import verify
 from kvmnn.compressor.kvcm.words import rounded
 from kvmnn.dtypes import BF16, FP16, FP32, by_name
 from kvmnn.errors import CheckpointError
+from kvmnn.formats.torch import floats8
+from kvmnn.formats.torch.tensors import ELEMENT_TYPES, Storage, Tensor
+from kvmnn.formats.torch.torch_names import set_state
 
 ONE = ConvertOptions(prefixes=("compress_tk",))
 

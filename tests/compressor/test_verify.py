@@ -20,7 +20,7 @@ import kvmnn
 from kvmnn import KvmnnError
 from kvmnn.cli import command
 from kvmnn.compressor import kvcm
-from kvmnn.compressor.checkpoint.opening import open_checkpoint
+from kvmnn.compressor.checkpoint import open_checkpoint
 from kvmnn.compressor.conversion.convert import convert
 from kvmnn.compressor.conversion.export import export
 from kvmnn.compressor.conversion.inspect import of_checkpoint, of_file

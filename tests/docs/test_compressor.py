@@ -12,12 +12,12 @@ from compressor_files import weight_file
 from repository import DOCS
 
 from kvmnn.compressor import kvcm
-from kvmnn.compressor.checkpoint import opening, tensors, torch_names
-from kvmnn.compressor.checkpoint.archive import MAX_INFLATED
 from kvmnn.compressor.conversion import selection
 from kvmnn.compressor.conversion.inspect import of_file
 from kvmnn.compressor.conversion.semantics import findings
 from kvmnn.errors import WeightsError
+from kvmnn.formats.torch import opening, tensors, torch_names
+from kvmnn.formats.torch.archive import MAX_INFLATED
 
 TEXT = (DOCS / "compressor-weights.md").read_text(encoding="utf-8")
 

@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import safetensors_model
 
-from kvmnn.compressor.checkpoint import _pickles
-from kvmnn.compressor.checkpoint.torch_names import Names, set_state
 from kvmnn.errors import CheckpointError, FrameError, LimitError, SourceError
 from kvmnn.formats import _safetensors_header
+from kvmnn.formats.torch import _pickles
+from kvmnn.formats.torch.torch_names import Names, set_state
 from kvmnn.frames import _decoder, zstd
 
 RLE_AND_ZSTD = 3

@@ -14,7 +14,7 @@ PYTHON=${PYTHON:-python3}
 CLANG=${CLANG:-$(command -v clang-19 || command -v clang || echo none)}
 WORK=$PWD/build/guided
 MODULES="_simd files/_mapping frames/_decoder frames/_encoder frames/_hashing frames/_streams frames/_workspace frames/_zstdlib
-    compressor/checkpoint/_opcodes compressor/checkpoint/_pickles formats/_safetensors_header packed/_layout"
+    formats/_safetensors_header formats/torch/_opcodes formats/torch/_pickles packed/_layout"
 
 config() { "$PYTHON" -c "import sysconfig; print(sysconfig.get_config_var('$1'))"; }
 include=$("$PYTHON" -c "import sysconfig; print(sysconfig.get_paths()['include'])")

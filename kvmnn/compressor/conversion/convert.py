@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ...dtypes import Words
 from ...errors import CheckpointError
 from ...files.output import FileOutput, failures
+from ...formats.torch.tensors import Tensor
 from ...text import LOSSLESS, LOSSY
 from ...threads.pipeline import Progress
 from .. import kvcm
-from ..checkpoint.opening import Checkpoint, naming, open_checkpoint
-from ..checkpoint.tensors import Tensor
+from ..checkpoint import Checkpoint, naming, open_checkpoint
 from ..kvcm.header import META_BYTES, Header
 from .noted import noted_in
 from .rounding import check_convertible, count_non_finite, words_of

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...dtypes import Floats
-from ..checkpoint.opening import Checkpoint, naming, open_checkpoint
+from ..checkpoint import Checkpoint, naming, open_checkpoint
 from ..kvcm.header import DTYPES, HEADER_BYTES, META_BYTES, SLOTS, SLOTS_PER_PREFIX, Header
 from ..kvcm.metadata import shown, unpack
 from ..kvcm.weight_file import WeightFile, is_weight_file, read

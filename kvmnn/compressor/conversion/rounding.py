@@ -6,7 +6,7 @@ import numpy as np
 
 from ...dtypes import BF16, FP16, FP32, DType, Words
 from ...errors import CheckpointError
-from ..checkpoint.tensors import Tensor
+from ...formats.torch.tensors import Tensor
 from ..kvcm.words import rounded
 
 _SAME = {"float16": FP16, "bfloat16": BF16, "float32": FP32}

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ...dtypes import by_name
 from ...errors import CheckpointError, KvmnnError, LimitError
-from ..checkpoint.tensors import Tensor
+from ...formats.torch.tensors import Tensor
 from ..kvcm import metadata
 from ..kvcm.header import (
     DTYPES,

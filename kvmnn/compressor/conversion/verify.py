@@ -11,10 +11,10 @@ import numpy as np
 
 from ...dtypes import Words
 from ...errors import WeightsError
+from ...formats.torch.tensors import Tensor
 from ...text import count
 from ...threads.pipeline import Progress
-from ..checkpoint.opening import naming
-from ..checkpoint.tensors import Tensor
+from ..checkpoint import naming
 from ..kvcm import metadata
 from ..kvcm.header import FIELD_OFFSETS, HEADER_BYTES, PREFIXES, SLOTS, SLOTS_PER_PREFIX, Block
 from ..kvcm.weight_file import WeightFile, read

@@ -12,19 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from ...errors import CheckpointError, LimitError
-from ...files.mapped import STDIN, MappedFile, head_of
-from ..kvcm.header import MAGIC_BYTES
-from . import _pickles
-from ._pickles import Global
-from .archive import Archive
-from .legacy import MAGIC_PICKLE, LegacyReader
-from .tensors import ELEMENT_TYPES, UNTYPED, ElementType, Storage, Tensor
-from .torch_names import STORAGE_TYPES, Names, set_state
-
-MAX_PICKLE = 64 << 20
-"""Bytes of the largest ``data.pkl``; a training checkpoint of LLaVA-1.5's compressor has 0.3 MB."""
-MAX_OPCODES = 4 << 20
+from ..errors import CheckpointError, LimitError
+from ..files.mapped import STDIN, MappedFile, head_of
+from ..formats.safetensors_header import read_header
+from ..formats.torch.opening import begins_with_an_array, is_torch_zip, read_torch
+from ..formats.torch.opening import kind_of as torch_kind_of
+from ..formats.torch.tensors import ELEMENT_TYPES, ElementType, Storage, Tensor
+from ..formats.torch.torch_names import Names
+from .kvcm.header import MAGIC_BYTES
 
 MAX_SAFETENSORS_HEADER = 16 << 20
 """Bytes: every tensor becomes an object here, and a compressor has hundreds."""
@@ -122,15 +117,15 @@ def open_checkpoint(path: str | os.PathLike[str], *, max_bytes: int | None = Non
 def _opened(file: MappedFile) -> Checkpoint:
     head = file.head(512)
     match kind_of(head):
-        case "torch zip" if _begins_with_an_array(head):
+        case "torch zip" if begins_with_an_array(head):
             raise CheckpointError(
                 "is a .npz file of arrays, which is not read as a checkpoint: "
                 "kvmnn export -o NAME.safetensors writes what convert reads"
             )
-        case "torch zip":
-            return _zip(file)
-        case "torch legacy":
-            return _legacy(file)
+        case "torch zip" | "torch legacy" as kind:
+            found = read_torch(file, kind, Names())
+            held = (found.root, file.size, found.pickle_bytes, found.storages, found.notices)
+            return Checkpoint(file.path, file.label, kind, *held)
         case "safetensors":
             return _safetensors(file)
     raise CheckpointError(_guess(head))
@@ -138,13 +133,9 @@ def _opened(file: MappedFile) -> Checkpoint:
 
 def kind_of(head: bytes) -> str | None:
     """What kind of checkpoint a file with these first bytes is, if it is one."""
-    if head.startswith(b"PK\3\4"):
-        return "torch zip"
-    if head.startswith(b"\x80") and head[2:].startswith(MAGIC_PICKLE):
-        return "torch legacy"
     if head[8:9] == b"{" and head[4:8] == bytes(4):
         return "safetensors"
-    return None
+    return torch_kind_of(head)
 
 
 def is_checkpoint(path: str) -> bool:
@@ -152,18 +143,6 @@ def is_checkpoint(path: str) -> bool:
     if path.lower().endswith((".pth", ".pt")):
         return True
     return kind_of(head_of(path)) == "torch legacy" or is_torch_zip(path)
-
-
-def is_torch_zip(path: str) -> bool:
-    """Whether a zip archive has a ``data.pkl`` and so comes from torch rather than from numpy."""
-    head = head_of(path, 4096)
-    return kind_of(head) == "torch zip" and not _begins_with_an_array(head)
-
-
-def _begins_with_an_array(head: bytes) -> bool:
-    """Whether the first member of a zip archive is called as numpy calls its arrays."""
-    name_bytes = int.from_bytes(head[26:28], "little")
-    return head[30 : 30 + name_bytes].endswith(b".npy")
 
 
 @contextmanager
@@ -178,91 +157,7 @@ def naming(label: str, what: str = "") -> Iterator[None]:
         raise kind(text if text.startswith(f"{label}: ") else where + text) from None
 
 
-def _zip(file: MappedFile) -> Checkpoint:
-    archive = Archive(file)
-    names = Names()
-    big_endian = _is_big_endian(archive)
-    storages: dict[str, Storage] = {}
-
-    def persistent(name: object) -> Storage:
-        if isinstance(name, tuple) and len(name) == 5:
-            what, kind, key, location, count = name
-            element = STORAGE_TYPES.get(kind.name) if isinstance(kind, Global) else None
-            if element and what == "storage" and isinstance(key, str) and isinstance(location, str):
-                return _stored(archive, storages, key, element, count, big_endian)
-        raise CheckpointError("a persistent id that does not name a storage")
-
-    data = archive.read("data.pkl", MAX_PICKLE)
-    if data.size > MAX_PICKLE:
-        raise LimitError(f"data.pkl has {data.size} bytes: at most {MAX_PICKLE} are read")
-    end, protocol = _pickles.scan(data, 0, MAX_OPCODES)
-    root = _pickles.load(data, 0, end, names.resolve, persistent, set_state)
-    notices = _notices(protocol, names.used_numpy)
-    if big_endian and any(storage.element is UNTYPED for storage in storages.values()):
-        notices.append(
-            "big-endian, but words of uint16, uint32, uint64 and complex32 are taken as little-endian, as by torch.load"
-        )
-    return Checkpoint(file.path, file.label, "torch zip", root, file.size, data.size, storages, notices)
-
-
-def _stored(
-    archive: Archive, storages: dict[str, Storage], key: str, element: ElementType, count: object, big_endian: bool
-) -> Storage:
-    """The storage of a key; its member must be there and have the size that the pickle says."""
-    known = storages.get(key)
-    if known is None:
-        member = archive.members.get(f"data/{key}")
-        if member is None:
-            raise CheckpointError(f"storage {key[:80]!r} is not in the archive")
-        if not isinstance(count, int) or member.nbytes != count * element.itemsize:
-            raise CheckpointError(
-                f"storage {key[:80]!r} has {member.nbytes} bytes: expected {str(count)[:40]} elements of "
-                f"{element.itemsize}"
-            )
-        swapped = big_endian and element.itemsize > 1  # torch.load takes untyped ones as bytes, which have no order
-        known = Storage(key, element, member.nbytes, partial(archive.read, f"data/{key}"), swapped)
-        storages[key] = known
-    elif not _is_same(known.element, element) or not isinstance(count, int) or known.nbytes != count * element.itemsize:
-        raise CheckpointError(f"storage {key[:80]!r} is given two sizes or types")
-    return known
-
-
-def _is_same(one: ElementType, other: ElementType) -> bool:
-    """Whether a storage may be called both; torch saves float8 views of uint8 tensors as bytes and as untyped."""
-    bytes_ = (UNTYPED, ELEMENT_TYPES["uint8"])
-    return one is other or (one in bytes_ and other in bytes_)
-
-
-def _is_big_endian(archive: Archive) -> bool:
-    if "byteorder" not in archive.members:
-        return False
-    order = archive.read("byteorder", 64).tobytes()
-    if order not in (b"little", b"big"):
-        raise CheckpointError(f"the byteorder record is {order[:20]!r}: expected b'little' or b'big'")
-    return order == b"big"
-
-
-def _legacy(file: MappedFile) -> Checkpoint:
-    names = Names()
-    reader = LegacyReader(file, names, MAX_OPCODES)
-    notices = _notices(reader.protocol, names.used_numpy)
-    return Checkpoint(
-        file.path, file.label, "torch legacy", reader.root, file.size, reader.pickle_bytes, reader.storages, notices
-    )
-
-
-def _notices(protocol: int, used_numpy: bool) -> list[str]:
-    notices = []
-    if protocol > 2:
-        notices.append(f"written with pickle protocol {protocol}, which torch.load (weights_only) may refuse")
-    if used_numpy:
-        notices.append("holds numpy scalars, which torch.load (weights_only) refuses; they are ignored")
-    return notices
-
-
 def _safetensors(file: MappedFile) -> Checkpoint:
-    from ...formats.safetensors_header import read_header
-
     header = read_header(file, most=MAX_SAFETENSORS_HEADER)
     root: dict[str, object] = {}
     storages: dict[str, Storage] = {}

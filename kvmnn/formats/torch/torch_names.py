@@ -100,6 +100,10 @@ class Names:
         self.used_numpy |= full in _NUMPY
         return found
 
+    def set_state(self, value: object, state: object) -> bool:
+        """Give a value that a pickle made what the pickle says it is; False if nothing known has a state like that."""
+        return set_state(value, state)
+
 
 def _ordered_dict(arguments: Arguments) -> dict[object, object]:
     if not arguments:

@@ -12,11 +12,11 @@ import numpy.typing as npt
 
 from ...dtypes import Bytes, Floats
 from ...errors import CheckpointError, LimitError
-from ..kvcm.header import MAX_ELEMENTS
-from ..kvcm.words import float32_of
 from . import floats8
 
 MAX_AXES = 64
+MAX_ELEMENTS = 100_000_000
+"""Of a tensor that is read at once; the largest weight that a compressor's loaders take."""
 
 Array = npt.NDArray[Any]
 
@@ -171,12 +171,16 @@ class Tensor:
         Raises
         ------
         LimitError
-            Above 100 million elements.
+            Above `MAX_ELEMENTS`.
         CheckpointError
             For a type without a conversion to floats, or a storage that is damaged.
         """
         if self.numel > MAX_ELEMENTS:
             raise LimitError(f"a tensor of shape {_short(list(self.shape))} has more than {MAX_ELEMENTS} elements")
+        return self.view()
+
+    def view(self) -> Array:
+        """As `words`, whatever the size: for what reads a view bit by bit."""
         if not self.element.code:
             unknown = f"elements of type {self.element.name} have no conversion to floats, in torch neither"
             raise CheckpointError(self.element.refusal or unknown)
@@ -198,7 +202,7 @@ class Tensor:
         if name in floats8.NAMES:
             return floats8.table(name)[words]
         if self.element.is_bfloat16:
-            words = float32_of(words)
+            words = (words.astype(np.uint32) << np.uint32(16)).view(np.float32)
         elif name == "bool":
             words = words != 0
         if self.negated:

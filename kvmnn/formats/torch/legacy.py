@@ -13,7 +13,7 @@ from ...files.mapped import MappedFile
 from . import _pickles
 from ._pickles import Global
 from .tensors import UNTYPED, ElementType, Storage
-from .torch_names import STORAGE_TYPES, Names, set_state
+from .torch_names import STORAGE_TYPES, Names
 
 MAGIC = 0x1950A86A20F9469CFC6C
 MAGIC_PICKLE = b"\x8a\x0a" + MAGIC.to_bytes(10, "little") + b"."
@@ -54,7 +54,9 @@ class LegacyReader:
         begin = self.position
         self.position, protocol = _pickles.scan(self._data, begin, self._max_opcodes)
         self.protocol = max(self.protocol, protocol)
-        return _pickles.load(self._data, begin, self.position, self._names.resolve, self._persistent, set_state)
+        return _pickles.load(
+            self._data, begin, self.position, self._names.resolve, self._persistent, self._names.set_state
+        )
 
     def _persistent(self, name: object) -> Storage:
         match name:

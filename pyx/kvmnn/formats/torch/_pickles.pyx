@@ -10,7 +10,7 @@ from cpython.unicode cimport PyUnicode_DecodeUTF8
 from libc.stdint cimport int32_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memchr, memcpy
 
-from kvmnn.compressor.checkpoint._opcodes cimport COUNTED, LINES, kinds, number, widths
+from kvmnn.formats.torch._opcodes cimport COUNTED, LINES, kinds, number, widths
 
 from kvmnn.errors import CheckpointError
 

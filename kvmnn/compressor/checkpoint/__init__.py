@@ -1,1 +1,0 @@
-"""PyTorch and safetensors checkpoints read as data; no pickle is executed."""

@@ -10,7 +10,7 @@ from ..checks import shown
 from ..errors import KvmnnError, SourceError
 from . import updates
 from .directory import Directory
-from .index import whole_numbers
+from .index import WrongRowError, whole_numbers
 from .lookup import Text
 from .results import Entry, Stats
 from .space import Space, from_json
@@ -23,10 +23,9 @@ def note_session(units: Directory, name: str, space: Space, ids: Ids) -> None:
     """Keep the text of a session under its name."""
     check_name(name)
     with units.index.writing() as cursor:
-        number = updates.space_id(cursor, space)
-        cursor.execute(
-            "INSERT OR REPLACE INTO session VALUES (?, ?, ?)", (name, number, zlib.compress(ids.tobytes(), 1))
-        )
+        updates.note_session(cursor, name, space, ids)
+        units.beside.note_space(space)
+        units.beside.keep_session(name, space, ids)
 
 
 def session(units: Directory, name: str) -> tuple[Space, Ids]:
@@ -58,6 +57,7 @@ def forget_session(units: Directory, name: str) -> None:
     with units.index.writing() as cursor:
         if cursor.execute("DELETE FROM session WHERE name = ?", (name,)).rowcount == 0:
             raise KvmnnError(f"{units.label}: there is no session {shown(name)}")
+        units.beside.drop_session(name)
 
 
 def pin(units: Directory, space: Space, ids: Ids) -> bool:
@@ -74,10 +74,9 @@ def pin(units: Directory, space: Space, ids: Ids) -> bool:
         found = units.lookup(cursor).find(text)
         if found.tokens < ids.size:
             raise KvmnnError(f"{units.label}: holds only {found.tokens:,} tokens of this text of {ids.size:,}")
-        unit = found.places[-1].unit
-        is_new = cursor.execute("INSERT OR IGNORE INTO pin VALUES (?, ?, ?)", (key, unit, ids.size)).rowcount > 0
+        is_new = updates.pin(cursor, key, found.places[-1].unit, ids.size)
         if is_new:
-            cursor.execute("UPDATE unit SET pins = pins + 1 WHERE id = ?", (unit,))
+            units.beside.keep_pin(space, ids)
     return is_new
 
 
@@ -89,6 +88,7 @@ def unpin(units: Directory, space: Space, ids: Ids) -> bool:
         if row is not None:
             cursor.execute("DELETE FROM pin WHERE key = ?", (key,))
             cursor.execute("UPDATE unit SET pins = pins - 1 WHERE id = ?", row)
+            units.beside.drop_pin(key)
     return row is not None
 
 
@@ -105,12 +105,12 @@ def entries(units: Directory) -> list[Entry]:
             "SELECT space, start + tokens, bytes, pins, (SELECT tick FROM state) - used FROM unit "
             f"WHERE {_IS_END} ORDER BY used DESC, id DESC"
         ).fetchall()
+        numbers = [whole_numbers(row) for row in rows]
+        if not {row[0] for row in numbers} <= documents.keys():
+            raise WrongRowError("a unit has a space that is not there")
     spaces = {number: from_json(document, f"{units.label}: space") for number, document in documents.items()}
     found = []
-    for row in rows:
-        number, tokens, nbytes, pins, ago = whole_numbers(row, units.folder)
-        if number not in spaces:
-            raise SourceError(f"{units.label}: the index names a space that it lacks")
+    for number, tokens, nbytes, pins, ago in numbers:
         space = spaces[number]
         found.append(
             Entry(model=space.model, dtype=space.dtype, tokens=tokens, bytes=nbytes, pinned=pins > 0, unused_for=ago)
@@ -124,7 +124,7 @@ def stats(units: Directory, asked: int, found: int) -> Stats:
     with units.index.reading() as cursor:
 
         def one(query: str) -> tuple[int, ...]:
-            return whole_numbers(cursor.execute(query).fetchone(), units.folder)
+            return whole_numbers(cursor.execute(query).fetchone())
 
         count, tokens, nbytes, texts = one(f"SELECT count(*), sum(tokens), sum(bytes), sum({_IS_END}) FROM unit")
         (blocks,) = one("SELECT count(*) FROM block")

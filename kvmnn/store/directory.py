@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..dtypes import Bytes
-from ..errors import SourceError
+from ..errors import KvmnnError, SourceError
 from ..files.output import failures
+from ..text import count
 from . import updates
-from .index import FILE_NAME, Index, whole_numbers
+from .beside import MAX_BLOCK_TOKENS, Beside
+from .index import FILE_NAME, DamagedIndexError, Index, WrongRowError, newest, whole_numbers
 from .lookup import Found, Lookup, Text
+from .rebuilding import rebuild
 from .space import Space, from_json
 from .token_ids import Ids
 from .unit import DamagedError, parse_ids
@@ -23,7 +26,6 @@ from .unit_files import Staging, UnitFiles
 from .units import Added
 from .updates import NewUnit
 
-MAX_BLOCK_TOKENS = 1 << 16
 _MAX_SPACES = 4096
 _TOUCH_SECONDS = 1.0
 """Uses are noted down together after so many seconds."""
@@ -61,17 +63,24 @@ class Directory:
         self.label = str(folder)
         self.read_only = read_only
         self._max_bytes = max_bytes
+        if folder.exists() and not folder.is_dir():
+            raise SourceError(f"{folder}: is not a prefix store, but a file: expected a directory")
         if block_tokens is not None and not read_only:
             _make(folder)
-        self.index = Index(folder, block_tokens=block_tokens, read_only=read_only)
+        self.notes: list[str] = []
+        self.beside = Beside(folder)
         self.files = UnitFiles(folder)
-        with self.index.reading() as cursor:
-            (found,) = cursor.execute("SELECT block_tokens FROM state").fetchone() or (0,)
-        if not isinstance(found, int) or not 1 <= found <= MAX_BLOCK_TOKENS:
-            raise SourceError(f"{folder}: the index says that a block has {found!r} tokens")
-        self.block_tokens = found
         self._known_spaces: tuple[int | None, list[Space]] = None, []
         self._bad: set[int] = set()
+        self.index = Index(folder, block_tokens=block_tokens, read_only=read_only, rebuild=self._rebuild)
+        try:
+            self.block_tokens = self._block_tokens()
+        except DamagedIndexError:
+            if read_only:
+                raise
+            self.block_tokens = self._block_tokens()  # of an index that is made anew
+        if not read_only:
+            self._note_beside()
         self._touched: set[int] = set()
         self._last_touch = time.monotonic()
         self._lock = threading.Lock()
@@ -82,7 +91,10 @@ class Directory:
             (last,) = cursor.execute("SELECT max(id) FROM space").fetchone()
             if last != self._known_spaces[0]:
                 rows = cursor.execute("SELECT document FROM space ORDER BY id LIMIT ?", (_MAX_SPACES,)).fetchall()
-                spaces = [from_json(document, f"{self.label}: space") for (document,) in rows]
+                try:
+                    spaces = [from_json(document, f"{self.label}: space") for (document,) in rows]
+                except KvmnnError as error:
+                    raise WrongRowError(str(error)) from None
                 self._known_spaces = last, spaces
         return self._known_spaces[1]
 
@@ -93,7 +105,7 @@ class Directory:
 
     def lookup(self, cursor: sqlite3.Cursor) -> Lookup:
         """A way to ask the index inside a transaction."""
-        return Lookup(cursor, self.folder, self._ids_of, self._bad.__contains__)
+        return Lookup(cursor, self._ids_of, self._bad.__contains__)
 
     def read(self, units: Sequence[int]) -> list[Bytes | None]:
         """The bytes of the units' files; None for those that are not there."""
@@ -124,6 +136,7 @@ class Directory:
             with self.index.writing() as cursor:
                 self._note_touched(cursor)
                 before = updates.held_bytes(cursor)
+                self.beside.note_space(space)
                 number = updates.space_id(cursor, space)
                 updates.next_tick(cursor)
                 for unit in new:
@@ -170,10 +183,10 @@ class Directory:
         """
         with self.index.reading() as cursor:
             row = cursor.execute("SELECT start, tokens FROM unit WHERE id = ?", (unit,)).fetchone()
+            start, tokens = (0, 0) if row is None else whole_numbers(row)
         self._bad.add(unit)
         if row is None:
             return
-        start, tokens = whole_numbers(row, self.folder)
         path = self.files.path(unit)
         done = "is passed over" if self.read_only else "was removed"
         notes.append(f"{path}: damaged, {done} (tokens {start:,} to {start + tokens - 1:,} of a text): {reason}")
@@ -206,6 +219,33 @@ class Directory:
         finally:
             self.index.close()
 
+    def _block_tokens(self) -> int:
+        with self.index.reading() as cursor:
+            (found,) = cursor.execute("SELECT block_tokens FROM state").fetchone() or (0,)
+            if not isinstance(found, int) or not 1 <= found <= MAX_BLOCK_TOKENS:
+                raise WrongRowError(f"it says that a block has {found!r} tokens")
+        return found
+
+    def _rebuild(self, what: str, seen: Path | None) -> bool:
+        """Make the index anew, where the folder says that it is a store; whether it could be."""
+        if not self.beside.is_there:
+            return False
+        made = rebuild(self.folder, seen)
+        self._known_spaces = None, []
+        self._bad.clear()
+        if made is not None:
+            kept = f"{count(made.units, 'unit')}, {count(made.pins, 'pin')} and {count(made.sessions, 'session')}"
+            left = f"; {count(made.left, 'unit')} could not be used, which gc removes" if made.left else ""
+            self.notes.append(f"{self.folder}: the index was lost or damaged ({what}): made anew, with {kept}{left}")
+        return True
+
+    def _note_beside(self) -> None:
+        """What the index alone would know, for a store that does not have it yet."""
+        if not self.beside.is_there:
+            for space in self.spaces():
+                self.beside.note_space(space)
+            self.beside.note_settings(self.block_tokens)
+
     def _ids_of(self, unit: int) -> Ids | None:
         data = self.files.read(unit)
         try:
@@ -218,7 +258,11 @@ def _make(folder: Path) -> None:
     """Make the folder of a store; one that holds other things is left alone."""
     with failures(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        if not (folder / FILE_NAME).exists():
+        if not _begun(folder):
             others = [name for name in os.listdir(folder) if not name.startswith(FILE_NAME)]
-            if others and not (folder / FILE_NAME).exists():
+            if others and not _begun(folder):
                 raise SourceError(f"{folder}: is not a prefix store: it holds other things and no {FILE_NAME}")
+
+
+def _begun(folder: Path) -> bool:
+    return newest(folder)[1] is not None or Beside(folder).is_there

@@ -7,10 +7,11 @@ be wrong, but never believed.
 from __future__ import annotations
 
 import os
+import re
 import sqlite3
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,44 @@ _TABLES = {
 the text before it, `used` the tick of its last use: uses are counted, and no clock is asked. block: `number` in its
 unit. branch: the key of the block before a unit and the ids of the unit's first own block, which sort as text."""
 
+_BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+_DISK = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR)
+"""What SQLite says that is not damage: another process writes, or the disk."""
+_NAME = re.compile(r"index(?:-(\d{1,9}))?\.sqlite")
+"""Of an index; each that was made anew has a higher number, and the highest holds. A name is never used twice: SQLite
+writes and removes files beside a database by its name."""
+
 _forgotten: list[sqlite3.Connection] = []
 """Of a parent process: to close them in its child would let go of the parent's locks."""
+
+
+class WrongRowError(Exception):
+    """A row that no kvmnn has written; the transaction makes a `DamagedIndexError` of it."""
+
+
+class DamagedIndexError(SourceError):
+    """An index that is not what kvmnn has written; it is made anew when it is next asked, where that is possible."""
+
+
+class _NotOursError(SourceError):
+    """A database that is not an index."""
+
+
+def newest(folder: Path) -> tuple[int, Path | None]:
+    """The highest number that an index of this folder ever had, and the index, if there is one."""
+    highest, found = 0, -1
+    with suppress(OSError):
+        for match in filter(None, map(_NAME.match, os.listdir(folder))):
+            number = int(match[1] or 0)
+            highest = max(highest, number)
+            if match.end() == len(match.string):
+                found = max(found, number)
+    return highest, None if found < 0 else folder / index_name(found)
+
+
+def index_name(number: int) -> str:
+    """The file name of an index."""
+    return f"index-{number}.sqlite" if number else FILE_NAME
 
 
 class Index:
@@ -58,6 +95,8 @@ class Index:
         Of a store that is made; None where one must be there.
     read_only
         No row is written; SQLite may leave files of its own beside the index where it can.
+    rebuild
+        Makes an index anew, told what is wrong, and which it is, None where there is none; whether it could.
 
     Raises
     ------
@@ -67,10 +106,14 @@ class Index:
         Where one cannot be made.
     """
 
-    def __init__(self, folder: Path, *, block_tokens: int | None, read_only: bool) -> None:
+    def __init__(
+        self, folder: Path, *, block_tokens: int | None, read_only: bool, rebuild: Callable[[str, Path | None], bool]
+    ) -> None:
         self.path = folder / FILE_NAME
         self.folder = folder
         self.read_only = read_only
+        self._rebuild = rebuild
+        self._damage = ""
         self._lock = threading.RLock()
         self._process = os.getpid()
         self._closed = False
@@ -97,11 +140,28 @@ class Index:
             self._usable().execute("PRAGMA incremental_vacuum").fetchall()
             self._usable().execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
+    def check(self) -> None:
+        """`DamagedIndexError` where SQLite finds the file damaged; all of it is read."""
+        with self.reading() as cursor:
+            (found,) = cursor.execute("PRAGMA integrity_check(1)").fetchone()
+        if found != "ok":
+            raise self.damaged(" ".join(str(found).split()))
+
+    def damaged(self, what: str) -> DamagedIndexError:
+        """What to raise for an index that is wrong; it is made anew when it is next asked."""
+        self._damage = what
+        end = (
+            "open the store for writing (kvmnn store verify), and it is made anew"
+            if self.read_only
+            else "remove the store: it is a cache"
+        )
+        return DamagedIndexError(f"{self.path}: is damaged ({what}); {end}")
+
     @property
     def nbytes(self) -> int:
         """Bytes of the file and of those beside it."""
-        names = (FILE_NAME, f"{FILE_NAME}-wal")
-        return sum(path.stat().st_size for path in (self.folder / name for name in names) if path.exists())
+        paths = (self.path, Path(f"{self.path}-wal"))
+        return sum(path.stat().st_size for path in paths if path.exists())
 
     def close(self) -> None:
         """Nothing more is asked."""
@@ -114,6 +174,7 @@ class Index:
     def _transaction(self, begin: str) -> Iterator[sqlite3.Cursor]:
         self._after_fork()
         with self._lock, self._naming():
+            self._renew()
             connection = self._usable()
             cursor = connection.cursor()
             cursor.execute(begin)
@@ -137,17 +198,49 @@ class Index:
             with self._naming():
                 self._connection = self._open(None)
 
+    def _renew(self) -> None:
+        """Take the index that others have made anew, or make it anew where it is gone or damaged."""
+        try:
+            gone = not os.path.samestat(os.stat(self.path), self._stat)
+        except OSError:
+            gone = True
+        if not self._closed and (gone or (self._damage and not self.read_only)):
+            self._connection.close()
+            self._connection = self._open(None)
+
     def _open(self, block_tokens: int | None) -> sqlite3.Connection:
-        there = self.path.exists()
-        if not there and (block_tokens is None or self.read_only):
-            raise SourceError(f"{self.folder}: is not a prefix store: it has no {FILE_NAME}")
+        """A connection to the newest index; one that is lost or damaged is made anew if it can be."""
+        _, path = newest(self.folder)
+        what = self._damage if path == self.path else ""
+        self.path = path or self.folder / FILE_NAME
+        if path is None:
+            what = f"{self.path.name} is gone"
+        if not what:
+            try:
+                return self._opened(block_tokens)
+            except (sqlite3.Error, UnicodeDecodeError, _NotOursError) as error:
+                is_damage = not isinstance(error, sqlite3.Error) or _code(error) not in (*_BUSY, *_DISK)
+                if not is_damage or self.read_only or not self._rebuild(str(error), path):
+                    raise
+        elif self.read_only or not self._rebuild(what, path):
+            if path is not None:
+                raise self.damaged(what)
+            if block_tokens is None or self.read_only:
+                raise SourceError(f"{self.folder}: is not a prefix store: it has no {FILE_NAME}")
+            return self._opened(block_tokens)
+        self.path = newest(self.folder)[1] or self.path
+        return self._opened(None)
+
+    def _opened(self, block_tokens: int | None) -> sqlite3.Connection:
         connection = self._connect()
         try:
             connection.execute("PRAGMA trusted_schema = OFF")
             connection.execute("PRAGMA synchronous = NORMAL")  # a cache need not outlive a power cut to the second
             if not self.read_only and connection.execute("PRAGMA application_id").fetchone() != (_APPLICATION,):
-                self._make(connection, block_tokens)
+                make(connection, block_tokens)
             self._check(connection)
+            self._stat = os.stat(self.path)
+            self._damage = ""
         except BaseException:
             connection.close()
             raise
@@ -168,36 +261,18 @@ class Index:
     def _connected(self, name: str) -> sqlite3.Connection:
         return sqlite3.connect(name, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False, uri=True)
 
-    def _make(self, connection: sqlite3.Connection, block_tokens: int | None) -> None:
-        """Make the tables where nobody else has; what is another's file is left as it is."""
-        if connection.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,) and block_tokens is not None:
-            connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
-            connection.execute("PRAGMA journal_mode = WAL").fetchone()
-        connection.execute("BEGIN IMMEDIATE")
-        try:
-            if connection.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,) and block_tokens is not None:
-                for text in _TABLES.values():
-                    connection.execute(text)
-                connection.execute("INSERT INTO state VALUES (1, ?, 0, 0)", (block_tokens,))
-                connection.execute(f"PRAGMA application_id = {_APPLICATION}")
-                connection.execute(f"PRAGMA user_version = {_VERSION}")
-            connection.execute("COMMIT")
-        finally:
-            if connection.in_transaction:
-                connection.rollback()
-
     def _check(self, connection: sqlite3.Connection) -> None:
         """Only this version's tables are asked anything."""
         application, version = (
             connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
         )
         if application != _APPLICATION:
-            raise SourceError(f"{self.folder}: is not a prefix store: {FILE_NAME} is another's")
+            raise _NotOursError(f"{self.folder}: is not a prefix store: {self.path.name} is another's")
         if version != _VERSION:
             raise SourceError(f"{self.folder}: is a prefix store of version {version}: expected {_VERSION}")
         found = dict(connection.execute("SELECT name, sql FROM sqlite_master WHERE name NOT LIKE 'sqlite_%'"))
         if found != _TABLES:
-            raise SourceError(f"{self.folder}: is not a prefix store: {FILE_NAME} has other tables")
+            raise _NotOursError(f"{self.folder}: is not a prefix store: {self.path.name} has other tables")
 
     @contextmanager
     def _naming(self) -> Iterator[None]:
@@ -206,30 +281,50 @@ class Index:
             yield
         except sqlite3.Error as error:
             raise self._error(error) from error
+        except (WrongRowError, UnicodeDecodeError) as error:  # names in a damaged schema need not be UTF-8
+            raise self.damaged(str(error)) from error
 
     def _error(self, error: sqlite3.Error) -> KvmnnError:
-        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-        if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        code = _code(error)
+        if code in _BUSY:
             return KvmnnError(f"{self.folder}: another process has kept the index for {BUSY_SECONDS:.0f} seconds")
-        if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR):
+        if code in _DISK:
             return OutputError(f"{self.path}: cannot be written: {error}")
-        return SourceError(f"{self.path}: is damaged ({error}); remove the store, which is a cache")
+        return self.damaged(str(error))
 
 
-def whole_numbers(row: tuple[Any, ...], where: Path) -> tuple[int, ...]:
+def _code(error: sqlite3.Error) -> int:
+    return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
+
+
+def make(connection: sqlite3.Connection, block_tokens: int | None) -> None:
+    """Make the tables where nobody else has; what is another's file is left as it is."""
+    if connection.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,) and block_tokens is not None:
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        connection.execute("PRAGMA journal_mode = WAL").fetchone()
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        if connection.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,) and block_tokens is not None:
+            for text in _TABLES.values():
+                connection.execute(text)
+            connection.execute("INSERT INTO state VALUES (1, ?, 0, 0)", (block_tokens,))
+            connection.execute(f"PRAGMA application_id = {_APPLICATION}")
+            connection.execute(f"PRAGMA user_version = {_VERSION}")
+        connection.execute("COMMIT")
+    finally:
+        if connection.in_transaction:
+            connection.rollback()
+
+
+def whole_numbers(row: tuple[Any, ...]) -> tuple[int, ...]:
     """A row of an index that somebody else may have written, as numbers from 0 on; None counts as 0.
 
     Raises
     ------
-    SourceError
+    WrongRowError
         For anything else.
     """
     numbers = tuple(0 if value is None else value for value in row)
     if not all(isinstance(value, int) and value >= 0 for value in numbers):
-        raise wrong_index(where)
+        raise WrongRowError("it holds what it cannot hold")
     return numbers
-
-
-def wrong_index(where: Path) -> SourceError:
-    """What to raise for values that no kvmnn has written."""
-    return SourceError(f"{where}: the index holds what it cannot hold; remove the store, which is a cache")

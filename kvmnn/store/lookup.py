@@ -5,10 +5,9 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
-from .index import whole_numbers, wrong_index
+from .index import WrongRowError, whole_numbers
 from .token_ids import Ids, agreeing, agreeing_texts, as_text
 
 _AT_ONCE = 256
@@ -69,8 +68,6 @@ class Lookup:
     ----------
     cursor
         In a transaction.
-    where
-        What messages begin with.
     ids_of
         The ids in the file of a unit; none where it cannot be read.
     is_bad
@@ -78,7 +75,6 @@ class Lookup:
     """
 
     cursor: sqlite3.Cursor
-    where: Path
     ids_of: Callable[[int], Ids | None]
     is_bad: Callable[[int], bool]
 
@@ -113,7 +109,7 @@ class Lookup:
             for key in asked:
                 if key not in known:
                     return
-                unit, number = whole_numbers(known[key], self.where)
+                unit, number = whole_numbers(known[key])
                 if self.is_bad(unit):
                     return
                 yield unit, number
@@ -122,7 +118,7 @@ class Lookup:
         """What follows in the unit of the last block."""
         for unit, skip, take in places[-1:]:
             row = self.cursor.execute("SELECT tokens FROM unit WHERE id = ?", (unit,)).fetchone()
-            if row is not None and whole_numbers(row, self.where)[0] > skip + take:
+            if row is not None and whole_numbers(row)[0] > skip + take:
                 ids = self.ids_of(unit)
                 if ids is not None:
                     yield Place(unit, skip + take, agreeing(ids[skip + take :], rest))
@@ -137,9 +133,9 @@ class Lookup:
                 (text.key_before(blocks), wanted),
             )
             for unit, skip, found in rows:
-                whole_numbers((unit, skip), self.where)
+                whole_numbers((unit, skip))
                 if not isinstance(found, bytes):
-                    raise wrong_index(self.where)
+                    raise WrongRowError("a branch has no text")
                 if not self.is_bad(unit):
                     yield Place(unit, skip * text.block_tokens, agreeing_texts(found, wanted))
                     break

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..checks import whole
 from ..errors import KvmnnError, OptionError
-from .directory import MAX_BLOCK_TOKENS
+from .beside import MAX_BLOCK_TOKENS
 from .directory_units import DirectoryUnits
 from .remote import RemoteUnits
 from .remote.object_values import ObjectValues

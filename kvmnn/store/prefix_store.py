@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import os
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy.typing as npt
 
 from ..arrays.layer_cache import LayerCache
 from ..checks import whole
-from ..errors import KvmnnError, SourceError
 from ..frames import CodecOptions
 from . import portable
-from .getting import read_layers
-from .lookup import Found, Text, units_of
+from .index import DamagedIndexError
 from .opening import open_units
-from .putting import add_text
 from .remote import OutageError
 from .results import Cleaned, Exported, Listing, Pinned, Prefix, Put, Session, Stats, Verified
-from .space import Space, check_model, checked_layers, space_of
-from .token_ids import Ids, as_ids, block_keys
-from .updates import ParentGoneError
+from .space import checked_layers, space_of
+from .texts import Texts
+from .token_ids import as_ids
 
-_TRIES = 3
-
+T = TypeVar("T")
 TokenIds = Sequence[int] | npt.NDArray[Any]
 
 
@@ -95,8 +90,8 @@ class PrefixStore:
         read_only: bool = False,
         create: bool = True,
     ) -> None:
-        self._options = CodecOptions(effort=effort)
-        self._options.check()
+        options = CodecOptions(effort=effort)
+        options.check()
         self._threads = None if threads is None else whole(threads, "threads", 1)
         self._units = open_units(
             url,
@@ -107,6 +102,7 @@ class PrefixStore:
             read_only=read_only,
             create=create,
         )
+        self._texts = Texts(self._units, options, self._threads)
         self._asked = self._found = 0
         self._lock = threading.Lock()
 
@@ -118,7 +114,12 @@ class PrefixStore:
     @property
     def models(self) -> tuple[str, ...]:
         """Fingerprints of the models whose prefixes are stored."""
-        return tuple(sorted({space.model for space in self._units.spaces()}))
+        return tuple(sorted({space.model for space in self._tried(self._units.spaces)}))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was wrong with the store and was mended, one line each."""
+        return tuple(self._units.notes)
 
     def put(self, token_ids: TokenIds, layers: Sequence[LayerCache], *, model: str) -> Put:
         """Store K and V of a text; what is there already, from the beginning on, is not stored again.
@@ -144,7 +145,7 @@ class PrefixStore:
         caches = checked_layers(layers, ids.size)
         space = space_of(caches, model)
         try:
-            return self._put(ids, caches, space)
+            return self._tried(lambda: self._texts.put(ids, caches, space))
         except OutageError as error:
             return Put(tokens=ids.size, known_tokens=0, notes=(str(error),))
 
@@ -156,8 +157,9 @@ class PrefixStore:
         dtype
             As for `get`.
         """
+        ids = as_ids(token_ids)
         try:
-            return self._longest(as_ids(token_ids), model, dtype)[1].tokens
+            return self._tried(lambda: self._texts.longest(ids, model, dtype))[1].tokens
         except OutageError:
             return 0
 
@@ -180,7 +182,7 @@ class PrefixStore:
         """
         ids = as_ids(token_ids)
         try:
-            prefix = self._get(ids, model, dtype)
+            prefix = self._tried(lambda: self._texts.get(ids, model, dtype))
         except OutageError as error:
             prefix = Prefix(tokens=0, asked=ids.size, notes=(str(error),))
         with self._lock:
@@ -200,7 +202,7 @@ class PrefixStore:
         """
         put = self.put(token_ids, layers, model=model)
         space = space_of(sorted(layers, key=lambda cache: cache.layer), model)
-        self._units.note_session(name, space, as_ids(token_ids))
+        self._tried(lambda: self._units.note_session(name, space, as_ids(token_ids)))
         return put
 
     def resume(self, name: str) -> Session:
@@ -211,17 +213,17 @@ class PrefixStore:
         KvmnnError
             Where no session has this name.
         """
-        space, ids = self._units.session(name)
+        space, ids = self._tried(lambda: self._units.session(name))
         prefix = self.get(ids, model=space.model, dtype=space.dtype)
         return Session(name=name, token_ids=ids.tolist(), prefix=prefix)
 
     def sessions(self) -> list[str]:
         """The names of all sessions that were put away."""
-        return self._units.sessions()
+        return self._tried(self._units.sessions)
 
     def forget(self, name: str) -> None:
         """Forget a session's name and text; its K and V stay until they have to go. Errors as `resume`."""
-        self._units.forget_session(name)
+        self._tried(lambda: self._units.forget_session(name))
 
     def pin(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> Pinned:
         """Keep a text whatever the bound, until `unpin`.
@@ -232,15 +234,22 @@ class PrefixStore:
             Where not all of it is stored.
         """
         ids = as_ids(token_ids)
-        space, _ = self._whole(ids, model, dtype)
-        was = not self._units.pin(space, ids)
+
+        def pin() -> bool:
+            return self._units.pin(self._texts.whole(ids, model, dtype)[0], ids)
+
+        was = not self._tried(pin)
         return Pinned(tokens=ids.size, pinned=True, was_pinned=was)
 
     def unpin(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> Pinned:
         """Let go of a text that was pinned."""
         ids = as_ids(token_ids)
-        spaces = [space for space in self._spaces_of(model) if dtype in (None, space.dtype)]
-        was = sum(self._units.unpin(space, ids) for space in spaces) > 0
+
+        def unpin() -> int:
+            spaces = [space for space in self._texts.spaces_of(model) if dtype in (None, space.dtype)]
+            return sum(self._units.unpin(space, ids) for space in spaces)
+
+        was = self._tried(unpin) > 0
         return Pinned(tokens=ids.size, pinned=False, was_pinned=was)
 
     def delete(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> Cleaned:
@@ -252,8 +261,12 @@ class PrefixStore:
             Where not all of it is stored.
         """
         ids = as_ids(token_ids)
-        space, _ = self._whole(ids, model, dtype)
-        return self._units.delete(self._text(space, ids))
+
+        def delete() -> Cleaned:
+            space, _ = self._texts.whole(ids, model, dtype)
+            return self._units.delete(self._texts.text(space, ids))
+
+        return self._tried(delete)
 
     def export(
         self,
@@ -277,16 +290,7 @@ class PrefixStore:
             Where not all of it is stored, or some of it is damaged.
         """
         ids = as_ids(token_ids)
-        space, found = self._whole(ids, model, dtype)
-        notes: list[str] = []
-        if read_layers(self._units, space, found, ids, notes, self._threads) is None:
-            raise SourceError(notes[0] if notes else f"{self._units.label}: this text was evicted meanwhile")
-        held = dict(zip(units_of(found.places), self._units.read(units_of(found.places)), strict=True))
-        places = [(place, data) for place in found.places if (data := held[place.unit]) is not None]
-        if len(places) < len(found.places):
-            raise SourceError(f"{self._units.label}: this text was evicted meanwhile")
-        nbytes = portable.write(path, space, places, force=force)
-        return Exported(output=os.fspath(path), tokens=ids.size, bytes=nbytes)
+        return self._tried(lambda: self._texts.export(ids, path, model, dtype, force=force))
 
     def import_file(self, path: str | os.PathLike[str]) -> Put:
         """Take in a text that `export` wrote, under the model that computed it.
@@ -303,19 +307,20 @@ class PrefixStore:
 
     def gc(self, max_bytes: int | None = None) -> Cleaned:
         """Remove files that nothing refers to, and texts until no more than `max_bytes` are left; None for no bound."""
-        return self._units.clean(None if max_bytes is None else whole(max_bytes, "max_bytes", 0))
+        most = None if max_bytes is None else whole(max_bytes, "max_bytes", 0)
+        return self._tried(lambda: self._units.clean(most))
 
     def verify(self) -> Verified:
         """Read, decode and compare everything; what is damaged is removed, with all that follows it."""
-        return self._units.verify(self._threads)
+        return self._tried(lambda: self._units.verify(self._threads))
 
     def stats(self) -> Stats:
         """What the store holds, and what `get` found so far."""
-        return self._units.stats(self._asked, self._found)
+        return self._tried(lambda: self._units.stats(self._asked, self._found))
 
     def ls(self) -> Listing:
         """The stored texts, the last used first."""
-        return Listing(texts=tuple(self._units.entries()))
+        return Listing(texts=tuple(self._tried(self._units.entries)))
 
     def close(self) -> None:
         """Note down what was used, and let go of the store; twice does nothing."""
@@ -332,64 +337,11 @@ class PrefixStore:
     def __repr__(self) -> str:
         return f"<PrefixStore {self._units.label}>"
 
-    def _put(self, ids: Ids, caches: Sequence[LayerCache], space: Space) -> Put:
-        started = time.perf_counter()
-        text = self._text(space, ids)
-        known = self._units.find(text)
-        put = Put(tokens=ids.size, known_tokens=known.tokens)
-        for _ in range(_TRIES):
-            if known.tokens >= ids.size:
-                break
-            try:
-                added = add_text(self._units, text, caches, space, known.blocks, self._options, self._threads)
-            except ParentGoneError:  # another process removed what these blocks follow: they are put as well
-                known = self._units.find(text)
-                continue
-            put = Put(
-                tokens=ids.size,
-                known_tokens=known.tokens,
-                raw_bytes=(ids.size - known.blocks * text.block_tokens) * space.token_bytes,
-                stored_bytes=added.stored_bytes,
-                removed_bytes=added.removed_bytes,
-                seconds=time.perf_counter() - started,
-            )
-            break
-        self._units.touch(units_of(known.places))
-        return put
-
-    def _get(self, ids: Ids, model: str, dtype: str | None) -> Prefix:
-        notes: list[str] = []
-        while True:
-            space, found = self._longest(ids, model, dtype)
-            if space is None or not found.places:
-                return Prefix(tokens=0, asked=ids.size, notes=tuple(notes))
-            layers = read_layers(self._units, space, found, ids, notes, self._threads)
-            if layers is not None:
-                self._units.touch(units_of(found.places))
-                return Prefix(tokens=found.tokens, asked=ids.size, layers=layers, notes=tuple(notes))
-
-    def _text(self, space: Space, ids: Ids) -> Text:
-        return Text(space.key, ids, block_keys(space.key, ids, self.block_tokens), self.block_tokens)
-
-    def _spaces_of(self, model: str) -> list[Space]:
-        check_model(model)
-        return [space for space in self._units.spaces() if space.model == model]
-
-    def _longest(self, ids: Ids, model: str, dtype: str | None) -> tuple[Space | None, Found]:
-        """The space of a model in which most of a text is stored, and where."""
-        best: tuple[Space | None, Found] = None, Found((), 0)
-        for space in self._spaces_of(model):
-            if dtype in (None, space.dtype):
-                found = self._units.find(self._text(space, ids))
-                if found.tokens > best[1].tokens:
-                    best = space, found
-        return best
-
-    def _whole(self, ids: Ids, model: str, dtype: str | None) -> tuple[Space, Found]:
-        """The space in which all of a text is stored, and where; `KvmnnError` where a part is missing."""
-        space, found = self._longest(ids, model, dtype)
-        if space is None or found.tokens < ids.size:
-            raise KvmnnError(
-                f"{self._units.label}: holds {found.tokens:,} tokens of this text of {ids.size:,} under this model"
-            )
-        return space, found
+    def _tried(self, call: Callable[[], T]) -> T:
+        """Call once more where the index was damaged: it is made anew then."""
+        try:
+            return call()
+        except DamagedIndexError:
+            if self._units.read_only:
+                raise
+            return call()

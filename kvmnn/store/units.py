@@ -33,6 +33,8 @@ class Units(Protocol):
     """The units of a store; every call may raise `KvmnnError`, and `OutageError` past one machine."""
 
     label: str
+    read_only: bool
+    notes: list[str]
 
     @property
     def block_tokens(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +72,8 @@ def insert(
     new: NewUnit,
     text: Text,
     has_all: Callable[[], bool],
+    *,
+    number: int | None = None,
 ) -> tuple[int, list[int]]:
     """Note a unit down; blocks that another process has put meanwhile stay that one's.
 
@@ -82,6 +85,8 @@ def insert(
         The text that the unit is of.
     has_all
         Whether the index has all of it by now.
+    number
+        Of a unit whose file has its name already; None for the next.
 
     Returns
     -------
@@ -110,8 +115,8 @@ def insert(
         cursor.execute("UPDATE unit SET children = children + 1 WHERE id = ?", (parent,))
     tick = cursor.execute("SELECT tick FROM state").fetchone()[0]
     cursor.execute(
-        "INSERT INTO unit (space, parent, skip, start, tokens, bytes, used, children, pins) VALUES (?,?,?,?,?,?,?,0,0)",
-        (space, parent, skip, new.start, new.ids.size, new.nbytes, tick),
+        "INSERT INTO unit VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, 0)",
+        (number, space, parent, skip, new.start, new.ids.size, new.nbytes, tick),
     )
     unit = cursor.lastrowid
     assert unit
@@ -135,6 +140,20 @@ def _superfluous(cursor: sqlite3.Cursor, parent: bytes, text: bytes, block_token
         return []
     unit, before, children, pins, is_tail = row
     return [unit] if is_tail and not children and not pins and text.startswith(before) else []
+
+
+def pin(cursor: sqlite3.Cursor, key: bytes, unit: int, tokens: int) -> bool:
+    """Keep a unit for a text with this `text_key`; whether it was not kept before."""
+    is_new = cursor.execute("INSERT OR IGNORE INTO pin VALUES (?, ?, ?)", (key, unit, tokens)).rowcount > 0
+    if is_new:
+        cursor.execute("UPDATE unit SET pins = pins + 1 WHERE id = ?", (unit,))
+    return is_new
+
+
+def note_session(cursor: sqlite3.Cursor, name: str, space: Space, ids: Ids) -> None:
+    """Keep the text of a session under its name."""
+    row = name, space_id(cursor, space), zlib.compress(ids.tobytes(), 1)
+    cursor.execute("INSERT OR REPLACE INTO session VALUES (?, ?, ?)", row)
 
 
 def remove_all(cursor: sqlite3.Cursor, units: Iterable[int]) -> int:

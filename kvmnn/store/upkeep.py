@@ -33,7 +33,7 @@ def delete(units: Directory, text: Text) -> Cleaned:
                 "FROM unit WHERE id = ?",
                 (place.unit,),
             ).fetchone()
-            tokens, pins, followers = whole_numbers(row, units.folder)
+            tokens, pins, followers = whole_numbers(row)
             if pins or followers > (1 if gone else 0) or tokens > place.skip + place.take:
                 break
             gone.append(place.unit)
@@ -50,6 +50,7 @@ def clean(units: Directory, max_bytes: int | None) -> Cleaned:
     others = other_bytes = 0
     with units.index.writing() as cursor:  # nobody gives a file its name meanwhile
         known = {number for (number,) in cursor.execute("SELECT id FROM unit")}
+        units.beside.drop_other_pins([key for (key,) in cursor.execute("SELECT key FROM pin")])
         for path in units.files.others(known):
             with suppress(OSError):
                 other_bytes += path.stat().st_size
@@ -75,7 +76,8 @@ def clean(units: Directory, max_bytes: int | None) -> Cleaned:
 
 
 def verify(units: Directory, threads: int | None) -> Verified:
-    """Read, decode and compare every unit."""
+    """Read, decode and compare every unit, the index first."""
+    units.index.check()
     count = tokens = nbytes = after = 0
     notes: list[str] = []
     while True:

@@ -154,3 +154,16 @@ def test_a_damaged_unit_is_said(here: Path, run) -> None:
 def test_what_is_missing_is_named_and_nothing_else(run) -> None:
     assert "are required: ACTION, STORE (see" in run("store", code=2).err
     assert "are required: STORE (see" in run("store", "put", code=2).err
+
+
+def test_a_lost_index_is_made_anew_and_said(here: Path, run) -> None:
+    run("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
+    Path("S/index.sqlite").unlink()
+    found = run("store", "gc", "S")
+    assert (
+        "kvmnn: warning: S: the index was lost or damaged (index.sqlite is gone): made anew, with 1 unit" in found.err
+    )
+    assert run("store", "match", "S", "--token-ids", "long.json").out == "50\n"
+    Path("S/index-1.sqlite").write_bytes(b"noise")
+    error = run("store", "match", "S", "--token-ids", "long.json", code=1).err
+    assert "open the store for writing (kvmnn store verify), and it is made anew" in error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from pathlib import Path
 
@@ -137,25 +138,43 @@ def test_gc_removes_what_nobody_refers_to(tmp_path: Path) -> None:
         assert store.gc().units == 0
 
 
+def changed(folder: Path, change: str) -> None:
+    with sqlite3.connect(folder / "index.sqlite") as connection:
+        connection.execute(change)
+    connection.close()
+
+
+def test_an_index_of_another_version_is_refused(tmp_path: Path) -> None:
+    made(tmp_path / "s", range(8))
+    changed(tmp_path / "s", "PRAGMA user_version = 2")
+    for options in ({}, {"read_only": True}, {"create": False}):
+        with pytest.raises(SourceError, match="is a prefix store of version 2: expected 1"):
+            PrefixStore(tmp_path / "s", **options)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("PRAGMA user_version = 2", "is a prefix store of version 2: expected 1"),
         ("PRAGMA application_id = 7", r"is not a prefix store: index\.sqlite is another's"),
         ("CREATE VIEW more AS SELECT 1", r"is not a prefix store: index\.sqlite has other tables"),
-        ("UPDATE state SET block_tokens = 0", "the index says that a block has 0 tokens"),
-        ("UPDATE state SET block_tokens = 'x'", "the index says that a block has 'x' tokens"),
-        ("DELETE FROM state", "the index says that a block has 0 tokens"),
+        ("UPDATE state SET block_tokens = 0", "says that a block has 0 tokens"),
+        ("UPDATE state SET block_tokens = 'x'", "says that a block has 'x' tokens"),
+        ("DELETE FROM state", "says that a block has 0 tokens"),
     ],
 )
-def test_another_index_is_refused(tmp_path: Path, change: str, said: str) -> None:
+def test_another_index_is_made_anew(tmp_path: Path, change: str, said: str) -> None:
     made(tmp_path / "s", range(8))
-    with sqlite3.connect(tmp_path / "s" / "index.sqlite") as connection:
-        connection.execute(change)
-    connection.close()
-    for options in ({}, {"read_only": True}, {"create": False}):
-        with pytest.raises(SourceError, match=said):
-            PrefixStore(tmp_path / "s", **options)
+    changed(tmp_path / "s", change)
+    with pytest.raises(SourceError, match=said):
+        PrefixStore(tmp_path / "s", read_only=True)
+    with PrefixStore(tmp_path / "s", create=False) as store:
+        assert re.search(said, store.notes[0])
+        assert same(store.get(range(8), model=MODEL).layers, range(8), 8)
+    made(tmp_path / "t", range(8))
+    (tmp_path / "t" / "store.json").unlink()
+    changed(tmp_path / "t", change)
+    with pytest.raises(SourceError, match=said):
+        PrefixStore(tmp_path / "t", create=False)
 
 
 @pytest.mark.parametrize(
@@ -180,9 +199,7 @@ def test_a_forged_index_gives_no_other_rows(tmp_path: Path, change: str) -> None
     """It may lose what is stored; it gives nothing that was not put, and fails in kvmnn's words."""
     ids = [*range(11)]
     made(tmp_path / "s", ids, [*range(8), 60, 61])
-    with sqlite3.connect(tmp_path / "s" / "index.sqlite") as connection:
-        connection.execute(change)
-    connection.close()
+    changed(tmp_path / "s", change)
     for asked in (ids, [*range(8), 60, 61, 62], [0, 1, 2]):
         for read_only in (True, False):
             try:
@@ -202,8 +219,9 @@ def test_what_is_no_store_is_left_alone(tmp_path: Path) -> None:
         PrefixStore(tmp_path / "mine")
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["letter"]
     (tmp_path / "file").write_text("x")
-    with pytest.raises(OutputError, match="file: cannot be written"):
-        PrefixStore(tmp_path / "file")
+    for options in ({}, {"read_only": True}, {"create": False}):
+        with pytest.raises(SourceError, match="file: is not a prefix store, but a file: expected a directory"):
+            PrefixStore(tmp_path / "file", **options)
     (tmp_path / "noise").mkdir()
     (tmp_path / "noise" / "index.sqlite").write_bytes(b"no database" * 99)
     for read_only in (False, True):

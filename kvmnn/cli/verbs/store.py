@@ -131,6 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
         result: Result
         code: int
         result, code = _DO[arguments.action](store, arguments)
+        loading.report_notes(store.notes, arguments, "warning")
         printing.show(arguments, f"store {arguments.action}", result)
     return code
 

@@ -17,6 +17,7 @@ import numpy as np
 from ...dtypes import Bytes
 from ...errors import KvmnnError, OptionError, OutputError, SourceError
 from ...files.json_document import parse
+from ..beside import MAX_BLOCK_TOKENS
 from ..lookup import Found, Place, Text
 from ..space import Space, from_json
 from ..token_ids import Ids, agreeing
@@ -27,7 +28,6 @@ from .records import Record, folder_after, from_bytes, record_name, unit_number
 from .values import OutageError, Patient
 
 ABOUT = "store/about"
-MAX_BLOCK_TOKENS = 1 << 16
 _SCHEMA, _VERSION = "kvmnn-store", 1
 _MAX_DOCUMENT = 1 << 16
 _MAX_SPACES = 4096
@@ -78,6 +78,7 @@ class Shelf:
         self.label = values.label
         self.values = values
         self.read_only = read_only
+        self.notes: list[str] = []
         self._asked_tokens, self._default_tokens = block_tokens, default_tokens
         self._known_tokens: int | None = None
         self._spaces: dict[str, Space] = {}

@@ -1,0 +1,185 @@
+"""What a store directory keeps beside its index, so that the index can be made anew: settings, spaces, pinned texts and
+texts of sessions, a small file each."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from ..errors import KvmnnError, SourceError
+from ..files.json_document import parse, read_bounded
+from ..files.output import failures
+from ..files.temporary import Temporary
+from ..frames.hashing import checksum
+from .space import KEY_BYTES, Space, from_json
+from .token_ids import MAX_ID, MAX_TOKENS, Ids, text_key
+
+FILE_NAME = "store.json"
+MAX_BLOCK_TOKENS = 1 << 16
+PIN, SESSION = ".pin", ".session"
+
+_SCHEMA, _VERSION = "kvmnn-store", 1
+_SPACES, _TEXTS = "spaces", "texts"
+_MAX_DOCUMENT = 1 << 20
+_MAX_NAME_BYTES = 4096
+_MAGIC = b"KVMNNPT1"
+_FIELDS = struct.Struct(f"<8sII{KEY_BYTES}s")
+_CHECKSUM = struct.Struct("<Q")
+
+
+class KeptText(NamedTuple):
+    """A text that is pinned, or a session's: `name` is the session's, empty for a pin."""
+
+    name: str
+    space: bytes
+    ids: Ids
+
+
+class Beside:
+    """The small files of a store.
+
+    Parameters
+    ----------
+    folder
+        Of the store.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the folder says that it is a store."""
+        return (self._folder / FILE_NAME).is_file()
+
+    def note_settings(self, block_tokens: int) -> None:
+        """Note down what a store is made with, where that is not noted yet."""
+        if not self.is_there:
+            document = {"schema": _SCHEMA, "schema_version": _VERSION, "block_tokens": block_tokens}
+            self._write(Path(FILE_NAME), json.dumps(document).encode() + b"\n")
+
+    def block_tokens(self) -> int:
+        """Tokens of a block.
+
+        Raises
+        ------
+        KvmnnError
+            For a document that is none of this version.
+        """
+        path = self._folder / FILE_NAME
+        root = parse(read_bounded(path, _MAX_DOCUMENT), str(path), _MAX_DOCUMENT)
+        if root.at("schema").text() != _SCHEMA or root.at("schema_version").integer(1) != _VERSION:
+            raise SourceError(f"{path}: is of another version: expected {_SCHEMA} {_VERSION}")
+        found = root.at("block_tokens").integer(1)
+        if found > MAX_BLOCK_TOKENS:
+            raise root.at("block_tokens").wrong(f"at most {MAX_BLOCK_TOKENS}")
+        return found
+
+    def note_space(self, space: Space) -> None:
+        """Note a space down, where it is not noted yet."""
+        path, data = Path(_SPACES, f"{space.key.hex()}.json"), space.to_json().encode()
+        try:
+            is_noted = (self._folder / path).stat().st_size == len(data)
+        except FileNotFoundError:
+            is_noted = False
+        if not is_noted:
+            self._write(path, data)
+
+    def spaces(self) -> Iterator[Space]:
+        """The spaces; a document that is damaged is passed over."""
+        for path in sorted((self._folder / _SPACES).glob("*.json")):
+            with suppress(KvmnnError, OSError, UnicodeDecodeError):
+                space = from_json(read_bounded(path, _MAX_DOCUMENT).decode(), str(path))
+                if space.key.hex() == path.stem:
+                    yield space
+
+    def keep_pin(self, space: Space, ids: Ids) -> None:
+        """Keep a text that is pinned."""
+        self._write(_pin_path(text_key(space.key, ids)), _to_bytes(KeptText("", space.key, ids)))
+
+    def drop_pin(self, key: bytes) -> None:
+        """Keep it no longer; `key` is its `text_key`."""
+        self._remove(_pin_path(key))
+
+    def drop_other_pins(self, known: Collection[bytes]) -> None:
+        """Remove the files of texts that are not pinned any more."""
+        for path in (self._folder / _TEXTS).glob(f"*{PIN}"):
+            if path.stem not in {key.hex() for key in known}:
+                self._remove(Path(_TEXTS, path.name))
+
+    def keep_session(self, name: str, space: Space, ids: Ids) -> None:
+        """Keep the text of a session."""
+        self._write(_session_path(name), _to_bytes(KeptText(name, space.key, ids)))
+
+    def drop_session(self, name: str) -> None:
+        """Keep it no longer."""
+        self._remove(_session_path(name))
+
+    def pins(self) -> Iterator[KeptText]:
+        """The pinned texts; files that are damaged are passed over."""
+        return self._texts(PIN)
+
+    def sessions(self) -> Iterator[KeptText]:
+        """The texts of sessions; files that are damaged are passed over."""
+        return self._texts(SESSION)
+
+    def _texts(self, suffix: str) -> Iterator[KeptText]:
+        for path in sorted((self._folder / _TEXTS).glob(f"*{suffix}")):
+            with suppress(KvmnnError, OSError):
+                text = _from_bytes(read_bounded(path, _FIELDS.size + _MAX_NAME_BYTES + 4 * MAX_TOKENS + 8))
+                if text is not None:
+                    yield text
+
+    def _write(self, path: Path, data: bytes) -> None:
+        """The file appears whole or not at all; as units it is not brought to the disk by force."""
+        target = self._folder / path
+        with failures(target):
+            target.parent.mkdir(exist_ok=True)
+            staged = Temporary(target)
+            try:
+                staged.path.write_bytes(data)
+                os.replace(staged.path, target)
+            finally:
+                staged.path.unlink(missing_ok=True)
+                staged.release()
+
+    def _remove(self, path: Path) -> None:
+        with failures(self._folder / path):
+            (self._folder / path).unlink(missing_ok=True)
+
+
+def _pin_path(key: bytes) -> Path:
+    return Path(_TEXTS, key.hex() + PIN)
+
+
+def _session_path(name: str) -> Path:
+    return Path(_TEXTS, hashlib.blake2b(name.encode(), digest_size=KEY_BYTES).hexdigest() + SESSION)
+
+
+def _to_bytes(text: KeptText) -> bytes:
+    name = text.name.encode()
+    data = _FIELDS.pack(_MAGIC, len(name), text.ids.size, text.space) + name + text.ids.astype("<u4").tobytes()
+    return data + _CHECKSUM.pack(checksum(data))
+
+
+def _from_bytes(data: bytes) -> KeptText | None:
+    """A text; None for what is none, or is damaged."""
+    if len(data) < _FIELDS.size + _CHECKSUM.size:
+        return None
+    magic, name_bytes, tokens, space = _FIELDS.unpack_from(data)
+    end = _FIELDS.size + name_bytes + 4 * tokens
+    if magic != _MAGIC or not 1 <= tokens <= MAX_TOKENS or len(data) != end + _CHECKSUM.size:
+        return None
+    if checksum(data[:end]) != _CHECKSUM.unpack_from(data, end)[0]:
+        return None
+    ids = np.frombuffer(data, "<u4", tokens, _FIELDS.size + name_bytes)
+    name = data[_FIELDS.size : _FIELDS.size + name_bytes].decode("utf-8", "replace")
+    return KeptText(name, space, ids) if int(ids.max()) <= MAX_ID else None

@@ -1,0 +1,170 @@
+"""The index of a store made anew from its units, for one that was lost or damaged."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..files.output import failures
+from . import updates
+from .beside import Beside
+from .index import index_name, make, newest
+from .lookup import Lookup, Text
+from .space import Space
+from .token_ids import Ids, as_text, block_keys, text_key
+from .unit import DamagedError, parse, parse_ids
+from .unit_files import UnitFiles
+from .updates import NewUnit, ParentGoneError
+
+fcntl: Any
+try:
+    import fcntl
+except ImportError:  # Windows: two processes that do this at once do it twice
+    fcntl = None
+
+LOCK = "rebuild.lock"
+_GAP = 1 << 16
+"""Numbers of units that are left out: a process that has not noticed yet may still use those that come next."""
+
+
+class Rebuilt(NamedTuple):
+    """What an index that was made anew has: units, pinned texts, sessions; `left` units are of no use any more."""
+
+    units: int
+    left: int
+    pins: int
+    sessions: int
+
+
+def rebuild(folder: Path, seen: Path | None) -> Rebuilt | None:
+    """Make the index of a store anew, unless another process has done so since `seen` was the newest.
+
+    Raises
+    ------
+    OutputError
+        Where it cannot be written.
+    KvmnnError
+        Where the store's settings are lost or damaged as well.
+    """
+    beside, files = Beside(folder), UnitFiles(folder)
+    block_tokens = beside.block_tokens()
+    with _locked(folder):
+        number, found = newest(folder)
+        if found != seen:
+            return None
+        path = folder / index_name(number + 1)
+        new = path.with_name(path.name + ".new")
+        with failures(new):
+            new.unlink(missing_ok=True)
+            try:
+                with closing(sqlite3.connect(new, isolation_level=None)) as connection:
+                    make(connection, block_tokens)
+                    connection.execute("BEGIN IMMEDIATE")
+                    made = _fill(connection.cursor(), folder, beside, files, block_tokens)
+                    connection.execute("COMMIT")
+                os.replace(new, path)
+            except sqlite3.Error as error:
+                raise OSError(0, str(error)) from error
+            finally:
+                new.unlink(missing_ok=True)
+        for name in os.listdir(folder):
+            if name.startswith("index") and ".sqlite" in name and not name.startswith(path.name):
+                with suppress(OSError):
+                    (folder / name).unlink()
+        return made
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    with failures(folder / LOCK):
+        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
+    try:
+        if fcntl is not None:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _fill(cursor: sqlite3.Cursor, folder: Path, beside: Beside, files: UnitFiles, block_tokens: int) -> Rebuilt:
+    spaces = {space.key: space for space in beside.spaces()}
+    for space in spaces.values():
+        updates.space_id(cursor, space)
+    starts = []
+    for path in files.others(set()):
+        with suppress(DamagedError):
+            data = files.read(int(path.stem, 16))
+            if data is not None:
+                starts.append((parse_ids(data)[1], int(path.stem, 16)))
+    units = left = 0
+    for _, number in sorted(starts):  # what others follow comes before them
+        if _insert(cursor, number, files, spaces, block_tokens):
+            units += 1
+        else:
+            left += 1
+    last = max((number for _, number in starts), default=0)
+    cursor.execute("UPDATE unit SET used = id")  # units that were put later were used later
+    cursor.execute("UPDATE state SET tick = ?", (last,))
+    cursor.execute("DELETE FROM sqlite_sequence WHERE name = 'unit'")
+    cursor.execute("INSERT INTO sqlite_sequence VALUES ('unit', ?)", (last + _GAP,))
+    lookup = Lookup(cursor, lambda unit: _ids_of(files, unit), lambda unit: False)
+    pins = sum(_pin(cursor, lookup, spaces[kept.space], kept.ids) for kept in beside.pins() if kept.space in spaces)
+    sessions = 0
+    for kept in beside.sessions():
+        if kept.space in spaces:
+            updates.note_session(cursor, kept.name, spaces[kept.space], kept.ids)
+            sessions += 1
+    return Rebuilt(units, left, pins, sessions)
+
+
+def _insert(
+    cursor: sqlite3.Cursor, number: int, files: UnitFiles, spaces: dict[bytes, Space], block_tokens: int
+) -> bool:
+    """Note a unit down by its file; whether it is of use."""
+    data = files.read(number)
+    try:
+        unit = parse(data) if data is not None else None
+    except DamagedError:
+        return False
+    if unit is None or unit.space not in spaces:
+        return False
+    keys = block_keys(unit.parent, unit.ids, block_tokens)
+    new = NewUnit(unit.parent, unit.start, unit.ids, keys, unit.nbytes, files.path(number))
+    text = Text(unit.space, unit.ids, keys, block_tokens)
+    space = updates.space_id(cursor, spaces[unit.space])
+    try:
+        found, _ = updates.insert(cursor, space, new, text, lambda: _has_tail(cursor, new, block_tokens), number=number)
+    except ParentGoneError:
+        return False
+    return found > 0
+
+
+def _has_tail(cursor: sqlite3.Cursor, new: NewUnit, block_tokens: int) -> bool:
+    """Whether another unit that follows the last whole block begins with what is left of this one."""
+    tail = as_text(new.ids[len(new.keys) * block_tokens :])
+    parent = new.keys[-1] if new.keys else new.parent
+    row = cursor.execute(
+        "SELECT text FROM branch WHERE parent = ? AND text >= ? ORDER BY text LIMIT 1", (parent, tail)
+    ).fetchone()
+    return row is not None and bool(row[0].startswith(tail))
+
+
+def _pin(cursor: sqlite3.Cursor, lookup: Lookup, space: Space, ids: Ids) -> bool:
+    (block_tokens,) = cursor.execute("SELECT block_tokens FROM state").fetchone()
+    found = lookup.find(Text(space.key, ids, block_keys(space.key, ids, block_tokens), block_tokens))
+    if found.tokens < ids.size:
+        return False
+    return updates.pin(cursor, text_key(space.key, ids), found.places[-1].unit, ids.size)
+
+
+def _ids_of(files: UnitFiles, unit: int) -> Ids | None:
+    data = files.read(unit)
+    try:
+        return None if data is None else parse_ids(data)[2]
+    except DamagedError:
+        return None

@@ -1,0 +1,121 @@
+"""Texts in units: put, found, got and exported, whatever the units lie in."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+
+from ..arrays.layer_cache import LayerCache
+from ..errors import KvmnnError, SourceError
+from ..frames import CodecOptions
+from . import portable
+from .getting import read_layers
+from .lookup import Found, Text, units_of
+from .putting import add_text
+from .results import Exported, Prefix, Put
+from .space import Space, check_model
+from .token_ids import Ids, block_keys
+from .units import Units
+from .updates import ParentGoneError
+
+_TRIES = 3
+
+
+class Texts:
+    """The texts of a store.
+
+    Parameters
+    ----------
+    units
+        What they lie in.
+    options
+        Of the codec.
+    threads
+        For encoding and decoding.
+    """
+
+    def __init__(self, units: Units, options: CodecOptions, threads: int | None) -> None:
+        self._units = units
+        self._options = options
+        self._threads = threads
+
+    def text(self, space: Space, ids: Ids) -> Text:
+        """A text with the keys of its blocks."""
+        size = self._units.block_tokens
+        return Text(space.key, ids, block_keys(space.key, ids, size), size)
+
+    def spaces_of(self, model: str) -> list[Space]:
+        """The spaces of a model."""
+        check_model(model)
+        return [space for space in self._units.spaces() if space.model == model]
+
+    def put(self, ids: Ids, caches: Sequence[LayerCache], space: Space) -> Put:
+        """As `PrefixStore.put`."""
+        started = time.perf_counter()
+        text = self.text(space, ids)
+        known = self._units.find(text)
+        put = Put(tokens=ids.size, known_tokens=known.tokens)
+        for _ in range(_TRIES):
+            if known.tokens >= ids.size:
+                break
+            try:
+                added = add_text(self._units, text, caches, space, known.blocks, self._options, self._threads)
+            except ParentGoneError:  # another process removed what these blocks follow: they are put as well
+                known = self._units.find(text)
+                continue
+            put = Put(
+                tokens=ids.size,
+                known_tokens=known.tokens,
+                raw_bytes=(ids.size - known.blocks * text.block_tokens) * space.token_bytes,
+                stored_bytes=added.stored_bytes,
+                removed_bytes=added.removed_bytes,
+                seconds=time.perf_counter() - started,
+            )
+            break
+        self._units.touch(units_of(known.places))
+        return put
+
+    def get(self, ids: Ids, model: str, dtype: str | None) -> Prefix:
+        """As `PrefixStore.get`."""
+        notes: list[str] = []
+        while True:
+            space, found = self.longest(ids, model, dtype)
+            if space is None or not found.places:
+                return Prefix(tokens=0, asked=ids.size, notes=tuple(notes))
+            layers = read_layers(self._units, space, found, ids, notes, self._threads)
+            if layers is not None:
+                self._units.touch(units_of(found.places))
+                return Prefix(tokens=found.tokens, asked=ids.size, layers=layers, notes=tuple(notes))
+
+    def longest(self, ids: Ids, model: str, dtype: str | None) -> tuple[Space | None, Found]:
+        """The space of a model in which most of a text is stored, and where."""
+        best: tuple[Space | None, Found] = None, Found((), 0)
+        for space in self.spaces_of(model):
+            if dtype in (None, space.dtype):
+                found = self._units.find(self.text(space, ids))
+                if found.tokens > best[1].tokens:
+                    best = space, found
+        return best
+
+    def whole(self, ids: Ids, model: str, dtype: str | None) -> tuple[Space, Found]:
+        """The space in which all of a text is stored, and where; `KvmnnError` where a part is missing."""
+        space, found = self.longest(ids, model, dtype)
+        if space is None or found.tokens < ids.size:
+            raise KvmnnError(
+                f"{self._units.label}: holds {found.tokens:,} tokens of this text of {ids.size:,} under this model"
+            )
+        return space, found
+
+    def export(self, ids: Ids, path: str | os.PathLike[str], model: str, dtype: str | None, *, force: bool) -> Exported:
+        """As `PrefixStore.export`."""
+        space, found = self.whole(ids, model, dtype)
+        notes: list[str] = []
+        if read_layers(self._units, space, found, ids, notes, self._threads) is None:
+            raise SourceError(notes[0] if notes else f"{self._units.label}: this text was evicted meanwhile")
+        held = dict(zip(units_of(found.places), self._units.read(units_of(found.places)), strict=True))
+        places = [(place, data) for place in found.places if (data := held[place.unit]) is not None]
+        if len(places) < len(found.places):
+            raise SourceError(f"{self._units.label}: this text was evicted meanwhile")
+        nbytes = portable.write(path, space, places, force=force)
+        return Exported(output=os.fspath(path), tokens=ids.size, bytes=nbytes)

@@ -1,0 +1,210 @@
+"""An index that is lost or damaged is made anew from the units: everything is found again."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prefixes import MODEL, agreeing, layers_of, same
+
+from kvmnn import KvmnnError
+from kvmnn.errors import SourceError
+from kvmnn.store import PrefixStore
+
+TEXTS = [[*range(20)], [*range(12), 99, 98, 97], [*range(8), 50, 51], [7], [*range(100, 140)]]
+
+
+def put(store: PrefixStore, ids, **options):
+    return store.put(ids, layers_of(ids, **options), model=MODEL)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A store with texts, of which one is pinned and two are sessions."""
+    with PrefixStore(tmp_path / "s", block_tokens=4) as store:
+        for ids in TEXTS:
+            put(store, ids)
+        put(store, [5, 6, 7], dtype="<f4")
+        store.pin(TEXTS[1], model=MODEL)
+        store.pin([7], model=MODEL)
+        store.unpin([7], model=MODEL)
+        for name in ("chat ä", "other", "gone"):
+            store.park(name, TEXTS[4], layers_of(TEXTS[4]), model=MODEL)
+        store.forget("gone")
+    return tmp_path / "s"
+
+
+def check(store: PrefixStore) -> None:
+    for ids in TEXTS:
+        found = store.get([*ids, 777], model=MODEL, dtype="fp16")
+        assert found.tokens == len(ids) and same(found.layers, ids, len(ids))
+    assert store.match([5, 6, 7], model=MODEL, dtype="fp32") == 3
+    assert store.sessions() == ["chat ä", "other"]
+    assert store.resume("chat ä").prefix.tokens == 40
+    assert store.verify().damaged == ()
+    assert store.gc().units == 0
+    assert [store.stats().pinned, store.stats().texts] == [1, len(TEXTS) + 1]
+
+
+def indexes(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("index*") if path.suffix == ".sqlite")
+
+
+@pytest.mark.parametrize("damage", ["removed", "emptied", "noise", "cut", "all removed"])
+def test_everything_is_found_again(folder: Path, damage: str) -> None:
+    index = folder / "index.sqlite"
+    data = index.read_bytes()
+    if damage.endswith("removed"):
+        for path in folder.glob("index*") if damage.startswith("all") else [index]:
+            path.unlink()
+    else:
+        index.write_bytes({"emptied": b"", "noise": b"noise " * 5000, "cut": data[: len(data) // 2]}[damage])
+    with PrefixStore(folder, create=False) as store:
+        check(store)
+        (note,) = store.notes
+        assert "made anew, with" in note and "1 pin and 2 sessions" in note
+        put(store, range(200, 230))
+        assert store.verify().damaged == ()
+    assert indexes(folder) == ["index-1.sqlite"]
+    with PrefixStore(folder) as store:
+        assert store.notes == ()
+        assert store.gc(max_bytes=0).units >= 5
+        assert store.match(TEXTS[1], model=MODEL) == 15, "it is pinned still"
+        assert store.match([7], model=MODEL) == 0
+
+
+def test_any_damage_of_the_index(folder: Path, tmp_path: Path) -> None:
+    """Bytes changed at random: what is found is what was put, and verify mends the rest."""
+    chance = random.Random(5)
+    good = (folder / "index.sqlite").read_bytes()
+    for number in range(24):
+        data = bytearray(good)
+        for _ in range(chance.choice((1, 8, 200))):
+            data[chance.randrange(len(data))] = chance.randrange(256)
+        if number % 4 == 3:
+            data = data[: chance.randrange(len(data))]
+        copy = tmp_path / str(number)
+        shutil.copytree(folder, copy)
+        (copy / "index.sqlite").write_bytes(data)
+        try:
+            with PrefixStore(copy, threads=1) as store:
+                for ids in TEXTS:
+                    found = store.get(ids, model=MODEL, dtype="fp16")
+                    assert found.tokens == 0 or same(found.layers, ids, found.tokens)
+                store.verify()
+                store.ls()
+                put(store, range(60, 70))
+                assert same(store.get(range(60, 70), model=MODEL).layers, range(60, 70), 10)
+        except SourceError as error:
+            assert "is a prefix store of version" in str(error) and "\n" not in str(error)
+        shutil.rmtree(copy)
+
+
+def test_damage_that_is_met_while_the_store_is_open(folder: Path) -> None:
+    with PrefixStore(folder) as store, PrefixStore(folder) as other, PrefixStore(folder, read_only=True) as reader:
+        assert store.match(TEXTS[0], model=MODEL) == 20
+        for path in folder.glob("index*"):
+            path.unlink()
+        check(store)
+        assert put(other, [*TEXTS[0], 3, 4, 5]).known_tokens == 20
+        assert store.match([*TEXTS[0], 3, 4, 5], model=MODEL) == 23
+        assert reader.match([*TEXTS[0], 3, 4, 5], model=MODEL) == 23
+        assert len(store.notes) == 1 and other.notes == ()
+    assert indexes(folder) == ["index-1.sqlite"]
+
+
+def test_verify_reads_the_index_too(folder: Path) -> None:
+    """A page that no question touched."""
+    with PrefixStore(folder) as store:
+        data = bytearray((folder / "index.sqlite").read_bytes())
+        data[3 * 4096 : -4096] = bytes(len(data) - 4 * 4096)
+        (folder / "index.sqlite").write_bytes(data)
+        store.verify()
+        assert len(store.notes) == 1
+        check(store)
+
+
+def test_several_at_once_make_one(folder: Path) -> None:
+    (folder / "index.sqlite").unlink()
+    with ThreadPoolExecutor(4) as pool:
+
+        def one(_: int) -> int:
+            with PrefixStore(folder) as store:
+                return store.match(TEXTS[4], model=MODEL)
+
+        assert list(pool.map(one, range(8))) == [40] * 8
+    assert indexes(folder) == ["index-1.sqlite"]
+
+
+def test_what_is_of_no_use_is_left_to_gc(folder: Path) -> None:
+    files = sorted(folder.glob("units/*/*.unit"))
+    for name in ("index.sqlite", "index.sqlite-wal", "index.sqlite-shm"):
+        (folder / name).unlink(missing_ok=True)
+    files[0].unlink()  # what others follow
+    files[-1].write_bytes(files[-1].read_bytes()[:50])
+    with PrefixStore(folder) as store:
+        assert "could not be used, which gc removes" in store.notes[0]
+        assert store.match(TEXTS[0], model=MODEL, dtype="fp16") == 0
+        assert store.match(TEXTS[4], model=MODEL) == 40
+        assert store.verify().damaged == ()
+        assert store.gc().other_files == len(files) - 1 - store.stats().units
+
+
+def test_a_reader_cannot_mend(folder: Path) -> None:
+    (folder / "index.sqlite").write_bytes(b"noise " * 2000)
+    with pytest.raises(SourceError, match=r"open the store for writing \(kvmnn store verify\), and it is made anew"):
+        PrefixStore(folder, read_only=True)
+
+
+def test_without_its_settings_nothing_can_be_made_anew(folder: Path) -> None:
+    (folder / "store.json").write_text('{"schema": "kvmnn-store", "schema_version": 2, "block_tokens": 4}')
+    (folder / "index.sqlite").unlink()
+    with pytest.raises(KvmnnError, match=r"store\.json: is of another version"):
+        PrefixStore(folder)
+    for text in ("{", "[]", '{"schema": "kvmnn-store", "schema_version": 1, "block_tokens": 0}', "\xff"):
+        (folder / "store.json").write_text(text, encoding="latin-1")
+        with pytest.raises(KvmnnError, match=r"store\.json"):
+            PrefixStore(folder)
+
+
+def test_damaged_files_beside_the_index_are_passed_over(folder: Path) -> None:
+    """Every byte of a pin counts; a space whose document differs has another key."""
+    (pin,) = folder.glob("texts/*.pin")
+    good = pin.read_bytes()
+    pin.write_bytes(good[:-9] + bytes([good[-9] ^ 1]) + good[-8:])
+    for path in folder.glob("texts/*.session"):
+        path.write_bytes(path.read_bytes()[:30])
+    for path in folder.glob("spaces/*"):
+        if "fp32" in path.read_text():
+            path.write_text("{")
+    (folder / "index.sqlite").unlink()
+    with PrefixStore(folder) as store:
+        assert (store.stats().pinned, store.sessions()) == (0, [])
+        assert store.match(TEXTS[0], model=MODEL) == 20
+        assert store.match([5, 6, 7], model=MODEL, dtype="fp32") == 0
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.data())
+def test_against_a_dictionary(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    folder = tmp_path_factory.mktemp("s")
+    texts = st.lists(st.integers(0, 2), min_size=1, max_size=24)
+    stored = data.draw(st.lists(texts, min_size=1, max_size=9))
+    with PrefixStore(folder, block_tokens=data.draw(st.sampled_from([1, 3, 8]))) as store:
+        for ids in stored:
+            put(store, ids)
+    (folder / "index.sqlite").unlink()
+    with PrefixStore(folder) as store:
+        for ids in [*data.draw(st.lists(texts, max_size=6)), *stored]:
+            wanted = max(agreeing(ids, other) for other in stored)
+            found = store.get(ids, model=MODEL)
+            assert found.tokens == wanted
+            assert same(found.layers, ids, wanted) if wanted else not found.layers
+        assert store.verify().damaged == ()
+        assert store.gc(max_bytes=0).bytes > 0
+        assert store.stats().units == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import PurePath
 
 from ..arrays.named_array import ArrayInfo
 from ..arrays.source import DUMP_KEY
@@ -34,8 +35,8 @@ def write_arrays(
     Parameters
     ----------
     output
-        A directory (ends in a slash, or is one), or a file in the format that its suffix says: ``.npy``, ``.npz``,
-        ``.safetensors``, else the raw words of one array.
+        A directory (ends in a slash, or is one, or has no suffix where there are several arrays), or a file in the
+        format that its suffix says: ``.npy``, ``.npz``, ``.safetensors``, else the raw words of one array.
     arrays
         What they are.
     runs
@@ -61,7 +62,7 @@ def write_arrays(
         When the format cannot hold the arrays, a file exists, it cannot be written, or does not read back
         (`ReadBackError`).
     """
-    if is_directory(output):
+    if is_directory(output) or (len(arrays) != 1 and not PurePath(output).suffix):
         hashed = Hashed(runs, len(arrays))
         with DirectoryOutput(output, force=force, protect=protect) as directory:
             files = write_directory(directory, arrays, hashed if hashes is None else runs)

@@ -188,10 +188,9 @@ def the_fit(
         if len(found) == 1:
             return found[0]
     if found:
-        names = "; ".join(f"{fit.backends}: {describe(fit.layout)}" for fit in found)
         raise SourceError(
-            f"{where}: {len(found)} layouts fit the sizes of the files, say which (--backend, --dtype, --flash-block): "
-            f"{names}"
+            f"{where}: {len(found)} layouts fit the sizes of the files, say which (--backend, --dtype, --flash-block)"
+            f"{listed(found)}"
         )
     every = geometry.candidates()
     heads, dims = geometry.kv_heads, geometry.head_dim
@@ -206,6 +205,11 @@ def the_fit(
             f"for {heads} kv heads x {dims} dims"
         )
     raise SourceError(f"{where}: {misfit(every[0][1], *pair, both)}")
+
+
+def listed(found: Sequence[Fit]) -> str:
+    """Layouts, to be put behind a message."""
+    return ": " + "; ".join(f"{fit.backends}: {describe(fit.layout)}" for fit in found)
 
 
 def _first_misfit(layouts: Sequence[PackLayout], sizes: Sequence[tuple[int, int]]) -> int:

@@ -69,3 +69,20 @@ def test_where_nothing_gives_a_name(here, run, argv) -> None:
     before = sorted(here.rglob("*"))
     assert "no output given" in run(*argv.split(), code=2).err
     assert sorted(here.rglob("*")) == before
+
+
+@pytest.mark.parametrize("argv", ["decode in/kv.frames -o out", "unpack in/sys -o out --backend x86-avx2"])
+def test_several_arrays_under_a_name_without_suffix_are_a_directory(here, run, argv) -> None:
+    run("encode", "in/kv.npz", "-o", "in/kv.frames", "-q")
+    geometry = ["--kv-heads", "2", "--head-dim", "8"] if argv.startswith("unpack") else []
+    run(*argv.split(), *geometry)
+    found = {path.name: np.load(path) for path in sorted(Path("out").iterdir())}
+    assert list(found) == ["layer_0.key.npy", "layer_0.value.npy"]
+    assert found["layer_0.key.npy"].tobytes() == WORDS.tobytes()
+
+
+def test_a_single_array_under_such_a_name_is_its_words(here, run) -> None:
+    np.save("in/one.npy", WORDS)
+    run("encode", "in/one.npy", "-o", "in/one.frame", "-q")
+    run("decode", "in/one.frame", "-o", "words")
+    assert Path("words").read_bytes() == WORDS.tobytes()

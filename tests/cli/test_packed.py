@@ -49,6 +49,7 @@ def test_inspect_without_geometry_says_what_it_may_be(prefix, run):
     assert "not known: the files do not say kv_heads (--kv-heads) and head_dim (--head-dim)" in said
     said = run("inspect", "p", "--kv-heads", 2, "--head-dim", 6).out
     assert "may be: arm32-fp16: 2 kv heads x 6 dims, fp16" in said
+    assert said.count("arm32-fp16") == 1
     assert "x86-avx2" in said
     Path("p/sys_0_sync.k").unlink()
     assert "would not load: 1 of 4 markers are missing" in run("inspect", *prefix.argv).out

@@ -359,6 +359,12 @@ def test_export_and_convert_are_inverse(tmp_path: Path, dtype: str) -> None:
     assert export(file, tmp_path / "w.safetensors").tensors == len(STATE)
     again = convert(tmp_path / "w.safetensors", tmp_path / "again.bin")
     assert again.rounded_types == []
+    same, rounded = (
+        verify(tmp_path / "again.bin", against=tmp_path / "w.safetensors"),
+        verify(again.target, against=source),
+    )
+    assert (same.ok, same.rounded, "rounded" in str(same)) == (True, False, False)
+    assert (rounded.rounded, f"rounded to {dtype}" in str(rounded)) == (dtype != "fp32", dtype != "fp32")
     assert (tmp_path / "again.bin").read_bytes() == (tmp_path / "w.bin").read_bytes()
     export(file, tmp_path / "w.npz")
     with np.load(tmp_path / "w.npz") as arrays:

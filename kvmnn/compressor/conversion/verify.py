@@ -45,6 +45,8 @@ class Verdict:
         Elements compared with the checkpoint; 0 without one.
     notices
         What was unusual about reading the checkpoint.
+    rounded
+        Whether its elements were rounded to the file's type before they were compared.
     """
 
     path: str
@@ -54,6 +56,7 @@ class Verdict:
     differences: Sequence[str] = ()
     compared: int = 0
     notices: Sequence[str] = ()
+    rounded: bool = False
 
     @property
     def ok(self) -> bool:
@@ -98,8 +101,8 @@ class Verdict:
         if self.against is not None:
             left = f"; {count(self.file.trailing, 'byte')} behind them not" if self.file.trailing else ""
             how = (
-                f"EXACT (header and {self.compared:,} elements compared with {self.against}, "
-                f"rounded to {header.dtype.name}{left})"
+                f"EXACT (header and {self.compared:,} elements compared with {self.against}"
+                f"{f', rounded to {header.dtype.name}' if self.rounded else ''}{left})"
             )
         return (
             f"{self.path}: {how}, {count(header.num_layers, 'layer')} of "
@@ -182,6 +185,7 @@ def verify(
         differences=comparison.differences,
         compared=comparison.elements,
         notices=comparison.notices,
+        rounded=comparison.rounded,
     )
 
 
@@ -194,6 +198,7 @@ class _Comparison(NamedTuple):
     differences: list[str]
     elements: int
     notices: list[str]
+    rounded: bool
 
 
 def _compare(
@@ -209,11 +214,11 @@ def _compare(
     if "prefixes" not in given and options.prefixes == PREFIXES:
         told = replace(told, prefixes=default_prefixes(file))
     checkpoint, selection = prepare(against, told, given={*given, "dtype", "prefixes"})
-    notices = [*selection.notices, *_left_out(selection)]
+    notices, rounded = [*selection.notices, *_left_out(selection)], bool(selection.rounded_types)
     differences, elements = list(_header_differences(file, selection)), 0
     if len(selection.linears) != len(file):
         differences.append(f"the file has {len(file)} weights, the checkpoint gives {len(selection.linears)}")
-        return _Comparison(differences, 0, notices)
+        return _Comparison(differences, 0, notices, rounded)
     with naming(checkpoint.label):
         for block, linear in zip(file.blocks(), selection.linears, strict=True):
             place = _place(block, selection, told)
@@ -225,7 +230,7 @@ def _compare(
                     differences.append(f"offset {block.offset}: {place}: {part}{difference}")
             if progress is not None:
                 progress(block.nbytes)
-    return _Comparison(differences, elements, notices)
+    return _Comparison(differences, elements, notices, rounded)
 
 
 def _header_differences(file: WeightFile, selection: Selection) -> Iterator[str]:

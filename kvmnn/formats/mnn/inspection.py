@@ -9,7 +9,7 @@ from typing import Any
 
 from ...errors import SourceError
 from ...packed.cache_info import CacheInfo
-from ...packed.fitting import Fit, describe, fits
+from ...packed.fitting import Fit, describe, fits, listed
 from ...packed.summary import cache_document, cache_summary, kept_tokens, live_share
 from ...text import count
 from ..options import PackedOptions
@@ -180,7 +180,7 @@ def _inspected(path: str, options: PackedOptions) -> DescribedCache | Undescribe
         possible = fits(model_geometry(options, None, files.path), files.sizes)
     except SourceError:
         possible = []
-    return UndescribedCache(files, reason, possible)
+    return UndescribedCache(files, reason.removesuffix(listed(possible)), possible)
 
 
 def _heading(files: PackedFiles) -> list[str]:

@@ -1,6 +1,7 @@
 """What flows between files and codecs: named arrays, sources of them, and caches of K and V by layer."""
 
 from .differences import Differences, Place, compare
+from .engine_cache import EngineCache
 from .layer_cache import LayerCache
 from .named_array import ArrayInfo, NamedArray, UnsupportedArrayError
 from .source import Source
@@ -8,6 +9,7 @@ from .source import Source
 __all__ = [
     "ArrayInfo",
     "Differences",
+    "EngineCache",
     "LayerCache",
     "NamedArray",
     "Place",

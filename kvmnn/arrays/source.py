@@ -9,12 +9,15 @@ from typing import Final
 
 from ..packed import cache_info
 from ..packed.cache_info import CacheInfo
+from .engine_cache import EngineCache
 from .lazy_arrays import LazyArrays
 from .named_array import NamedArray
 from .valid_names import check_name
 
 DUMP_KEY: Final = "kvmnn.dump"
 """Key of `Source.metadata` for the metadata files of a KV dump: they stay in bundles, which become the dump again."""
+FILE_KEY: Final = "kvmnn.file"
+"""The same for all of another engine's file but K and V."""
 
 
 @dataclass
@@ -36,6 +39,8 @@ class Source:
         One line for each thing that was inferred rather than read or said.
     cache
         What packed files hold, where the input is such files.
+    engine_cache
+        What the cache of another engine says of itself, where the input is one.
     token_major
         Whether the arrays are ``[token, kv_head, head_dim]``.
     lossy
@@ -51,6 +56,7 @@ class Source:
     skipped: Sequence[str] = ()
     notes: list[str] = field(default_factory=list)
     cache: CacheInfo | None = None
+    engine_cache: EngineCache | None = None
     token_major: bool = False
     lossy: bool = False
     inputs: tuple[str, ...] = ()
@@ -99,7 +105,8 @@ def joined(sources: Sequence[Source]) -> Source:
     """All arrays of all sources as one, with distinct names: a taken name gets ``~2``, ``~3`` ... appended.
 
     One source alone is returned as it is. Of several, the first wins where metadata has the same key, and what
-    describes one input only is dropped: a packed cache (`Source.cache`), and kvmnn's own metadata (`others_metadata`).
+    describes one input only is dropped: a cache (`Source.cache`, `Source.engine_cache`), and kvmnn's own metadata
+    (`others_metadata`).
     """
     if len(sources) == 1:
         return sources[0]

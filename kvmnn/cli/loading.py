@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from . import packed_options, printing
+from . import engine_options, packed_options, printing
 from .printing import STDIO, UsageError
 
 if TYPE_CHECKING:
@@ -24,12 +24,13 @@ def load(
     as_numbers: bool = False,
     used: Sequence[str] = (),
     known: CacheInfo | None = None,
+    any_heads: bool = False,
 ) -> Source:
     """All arrays of all inputs as one source.
 
-    With `frames`, frames are inputs too; `as_numbers` as in `ReadOptions`. Options about packed files are refused where
-    no input is any, but for those that are `used` otherwise. What neither packed files nor the arguments say is taken
-    from `known`.
+    With `frames`, frames are inputs too; `as_numbers` as in `ReadOptions`, `any_heads` as in `EngineOptions`. Options
+    about packed files are refused where no input is any, but for those that are `used` otherwise. What neither packed
+    files nor the arguments say is taken from `known`.
     """
     from ..arrays.source import joined
     from ..formats import opening
@@ -46,6 +47,7 @@ def load(
         skip_unsupported=arguments.skip_unsupported,
         packed=packed_options.options(arguments, known),
         frames=frames,
+        engine=engine_options.options(arguments, any_heads=any_heads),
         max_bytes=getattr(arguments, "max_bytes", None),
     )
     return joined([opening.open(path, options) for path in paths])

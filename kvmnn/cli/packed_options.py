@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..packed.backends import BACKENDS
-from . import help, idle_options, shared_options
+from . import engine_options, help, idle_options, shared_options
 
 if TYPE_CHECKING:
     from ..formats.options import PackedOptions
@@ -43,6 +43,7 @@ def add_packed(parser: Any, backend: str = "--backend", *, tokens: bool = True, 
     group.add_argument("--ignore-markers", action="store_true", help="read a prefix whose markers are missing")
     group.add_argument("--packed", action="store_true", help="of a KV dump with both, take the packed variant")
     help.fold(parser, group, "--help-packed")
+    engine_options.add_engine(parser)
 
 
 def add_layout(parser: Any, backend: str) -> None:
@@ -61,7 +62,9 @@ def add_layout(parser: Any, backend: str) -> None:
 
 def add_text(parser: Any) -> None:
     """``--model`` and ``--token-ids``: what the cache was computed with and from."""
-    parser.add_argument("--model", metavar="DIR", help="the MNN model's directory: geometry where it holds it")
+    parser.add_argument(
+        "--model", metavar="DIR", help="the MNN model's directory, a llama.cpp cache's .gguf file: their geometry"
+    )
     parser.add_argument("--token-ids", metavar="FILE", help="ids of the text: a JSON list, numbers, or a .npy file")
 
 
@@ -121,7 +124,10 @@ LAYING = (
 
 def refuse_idle(arguments: argparse.Namespace, paths: Sequence[str], used: Sequence[str] = ()) -> None:
     """`UsageError` for an option about packed files where no input is any, but for those that are `used` otherwise."""
+    engine_options.refuse_idle(arguments, paths)
     idle = [name for name in LAYING if name not in used and idle_options.given(arguments, name)]
+    if any(map(engine_options.is_engine_file, paths)):
+        idle = [name for name in idle if name not in engine_options.HEADS]
     if idle and not any(map(may_be_packed, paths)):
         idle_options.refuse(arguments, idle, f"is about packed files of MNN's, and {' '.join(paths)} holds none")
 

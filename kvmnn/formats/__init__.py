@@ -1,12 +1,13 @@
 """The formats people have their caches in, one file each, read and written; ``mnn/`` has the engine's own files."""
 
 from .array_formats import ARRAY_FORMATS, ArrayFormat, array_format
+from .engine_files import engine_kind
 from .listing import ArraysInfo, inspect
 from .mnn.describing import Described, describe_files
 from .mnn.finding import find_packed
 from .mnn.packed_files import PackedFiles
 from .opening import folder_kind, is_frames, kind_of, not_a_frame, open
-from .options import PackedOptions, ReadOptions
+from .options import EngineOptions, PackedOptions, ReadOptions
 from .reading import chosen
 from .restoring import Restored, restore
 from .writing import write_arrays
@@ -16,6 +17,7 @@ __all__ = [
     "ArrayFormat",
     "ArraysInfo",
     "Described",
+    "EngineOptions",
     "PackedFiles",
     "PackedOptions",
     "ReadOptions",
@@ -23,6 +25,7 @@ __all__ = [
     "array_format",
     "chosen",
     "describe_files",
+    "engine_kind",
     "find_packed",
     "folder_kind",
     "inspect",

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..arrays.engine_cache import EngineCache
 from ..arrays.named_array import ArrayInfo
 from ..arrays.source import Source
 from ..text import count
@@ -28,6 +29,10 @@ class ArraysInfo:
         One line for each other one.
     arrays_left_out, skipped_left_out
         How many more there are of each (`first`).
+    engine_cache
+        What the cache of another engine says of itself, where it is one.
+    notes
+        One line for each thing that was inferred.
     """
 
     path: str
@@ -35,6 +40,8 @@ class ArraysInfo:
     skipped: Sequence[str] = ()
     arrays_left_out: int = 0
     skipped_left_out: int = 0
+    engine_cache: EngineCache | None = None
+    notes: Sequence[str] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The same for JSON."""
@@ -56,6 +63,8 @@ class ArraysInfo:
             "arrays_left_out": self.arrays_left_out,
             "skipped": list(self.skipped),
             "skipped_left_out": self.skipped_left_out,
+            **({"engine_cache": self.engine_cache.to_dict()} if self.engine_cache else {}),
+            "notes": list(self.notes),
         }
 
     def first(self, most: int = LISTED) -> ArraysInfo:
@@ -70,6 +79,7 @@ class ArraysInfo:
 
     def __str__(self) -> str:
         lines = [f"{self.path}: {count(len(self.arrays) + self.arrays_left_out, 'array')} to encode"]
+        lines += [f"  {self.engine_cache}"] if self.engine_cache else []
         lines += [
             f"  {array.name}: {array.dtype} {list(array.shape)} {array.order}, {array.nbytes:,} bytes"
             for array in self.arrays
@@ -77,6 +87,7 @@ class ArraysInfo:
         lines += _more(self.arrays_left_out)
         lines += [f"  not: {line}" for line in self.skipped]
         lines += _more(self.skipped_left_out)
+        lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 
 
@@ -86,4 +97,10 @@ def _more(left: int) -> list[str]:
 
 def inspect(source: Source) -> ArraysInfo:
     """List the arrays of a source; none is read."""
-    return ArraysInfo(path=" ".join(source.inputs), arrays=source.arrays, skipped=source.skipped)
+    return ArraysInfo(
+        path=" ".join(source.inputs),
+        arrays=source.arrays,
+        skipped=source.skipped,
+        engine_cache=source.engine_cache,
+        notes=tuple(source.notes),
+    )

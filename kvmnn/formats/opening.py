@@ -13,7 +13,7 @@ from ..bundle import manifest
 from ..bundle.frame_set import DecodeOptions, open_frames
 from ..errors import KvmnnError, LimitError, OptionError, SourceError
 from ..files.mapped import STDIN, MappedFile, head_of
-from . import npy, npy_folder, raw
+from . import engine_files, npy, npy_folder, raw
 from .array_formats import ARRAY_FORMATS, array_format
 from .frames import of_frames
 from .mnn import dump, packed_dump
@@ -44,10 +44,10 @@ def open(
     Parameters
     ----------
     path
-        A ``.npy``, ``.npz`` or ``.safetensors`` file; a frame, a manifest or a directory of frames with its manifest;
-        the directory of an MNN KV dump, of a prefix cache or of live cache files, or one of their ``.k`` and ``.v``
-        files; a directory of ``.npy`` files; any other file of raw words, which need a `dtype`; or ``"-"``: raw words
-        or a ``.npy`` file on standard input.
+        A ``.npy``, ``.npz`` or ``.safetensors`` file; a frame, a manifest or a directory of frames with its manifest; a
+        state file of llama.cpp; the directory of an MNN KV dump, of a prefix cache or of live cache files, or one of
+        their ``.k`` and ``.v`` files; a directory of ``.npy`` files; any other file of raw words, which need a `dtype`;
+        or ``"-"``: raw words or a ``.npy`` file on standard input.
     options
         All that follows in one object, and what only that has. A keyword that is given replaces the field of that name.
     dtype, tensors, skip_unsupported, packed, frames, threads
@@ -104,6 +104,8 @@ def kind_of(path: str) -> Literal["frames", "arrays"] | None:
     if os.path.isdir(path):
         return "frames" if os.path.exists(os.path.join(path, manifest.FILE_NAME)) else "arrays"
     suffix = PurePath(path).suffix.lower()
+    if engine_files.engine_file(path):
+        return "arrays"
     if suffix in ARRAY_FORMATS or suffix in _PACKED_SUFFIXES:
         return "arrays"
     return "frames" if suffix in _FRAME_SUFFIXES or os.path.exists(path + manifest.SIDE_SUFFIX) else None
@@ -151,11 +153,13 @@ def _decoded(path: str, options: ReadOptions) -> Source:
 
 def _read(path: str, options: ReadOptions) -> Source:
     """A file or directory taken as it is."""
-    known = array_format(path)
+    known, engines = array_format(path), engine_files.engine_file(path)
     if path == STDIN:
         source = _standard_input(options)
     elif os.path.isdir(path):
         source = _directory(path, options)
+    elif engines is not None:
+        source = chosen(engine_files.read(path, engines, options), path, options)
     elif known is not None:
         source = known.read(path, options)
     elif PurePath(path).suffix.lower() in _PACKED_SUFFIXES:

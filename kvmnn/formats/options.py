@@ -34,6 +34,8 @@ class ReadOptions:
         metadata. Without it every file is taken as it is, and a frame is raw words.
     threads
         For decoding frames; None for all processors.
+    engine
+        What is wanted of caches of other engines.
     max_bytes
         Refuse inputs that hold more raw bytes than this in all; None for what their files can honestly hold, which
         each format bounds by itself (deflated members: 1,032 times their bytes).
@@ -47,7 +49,34 @@ class ReadOptions:
     packed: PackedOptions | None = None
     frames: bool = True
     threads: int | None = None
+    engine: EngineOptions = field(default_factory=lambda: EngineOptions())
     max_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """What the caller wants of a file of another engine. Kv heads and the model are said in `PackedOptions`.
+
+    Parameters
+    ----------
+    whole
+        All that the file holds, in its own words, for frames from which the same file is written again: K and V of
+        every layer as they lie there, in `Source.metadata` what is around them. Nothing needs to be known of heads.
+    any_heads
+        Take a row whose kv heads nothing says as one head: for what does not look at heads.
+    stream
+        Which stream of a llama.cpp file; None takes the only one that holds cells.
+    window
+        Of a llama.cpp file with two caches, that of the sliding-window layers.
+    blocks
+        Quantised blocks as the bytes that they are, ``[token, block, byte]``, not as the numbers that they stand for.
+    """
+
+    whole: bool = False
+    any_heads: bool = False
+    stream: int | None = None
+    window: bool = False
+    blocks: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -134,7 +134,7 @@ def chosen(source: Source, path: str, options: ReadOptions) -> Source:
     arrays = [array for array in source.arrays if array.name in options.tensors]
     if len(arrays) == len(source.arrays):
         return source
-    return replace(source, arrays=arrays, metadata=others_metadata(source.metadata), cache=None)
+    return replace(source, arrays=arrays, metadata=others_metadata(source.metadata), cache=None, engine_cache=None)
 
 
 def check_names(path: str, source: Source, options: ReadOptions) -> None:

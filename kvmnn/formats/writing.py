@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 
 from ..arrays.named_array import ArrayInfo
-from ..arrays.source import DUMP_KEY
+from ..arrays.source import DUMP_KEY, FILE_KEY
 from ..errors import OutputError
 from ..files.names import file_names, is_directory
 from ..files.output import DirectoryOutput, FileOutput, StagedFile
@@ -74,7 +74,7 @@ def write_arrays(
         return [file.target.name for file in files]
     writer_for(output, arrays)  # or it cannot hold them
     with FileOutput(output, force=force, protect=protect) as out:
-        text = {key: text for key, text in (metadata or {}).items() if key != DUMP_KEY}
+        text = {key: text for key, text in (metadata or {}).items() if key not in (DUMP_KEY, FILE_KEY)}
         write_file(out, output, arrays, runs, text, hashes=hashes, threads=threads)
         out.commit()
     return []

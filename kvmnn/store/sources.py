@@ -44,6 +44,8 @@ def layers_of(source: Source, *, token_major: bool = False) -> list[LayerCache]:
         for info in source.cache.layers:
             if info.positions != ((0, info.tokens),):
                 raise OptionError(f"{where}: layer {info.layer} was cut: a cache without some tokens is no prefix")
+    if source.engine_cache is not None and not source.engine_cache.is_whole:
+        raise OptionError(f"{where}: holds no beginning of a text, whole and in order: {source.engine_cache}")
     arrays = sort(source.arrays, token_major=source.token_major or token_major)
     common_geometry(arrays)
     return [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from .. import idle_options, loading, packed_options, printing, shared_options, weights_options
+from .. import engine_options, idle_options, loading, packed_options, printing, shared_options, weights_options
 
 if TYPE_CHECKING:
     from ...formats import ArraysInfo
@@ -56,11 +56,12 @@ def run(arguments: argparse.Namespace) -> int:
 def _refuse_idle(arguments: argparse.Namespace) -> None:
     """Exit code 2 for an option that is about none of the inputs."""
     used = {name for path in arguments.inputs for name in _used(path, arguments)}
-    idle = [name for name in (*_FRAMES, *weights_options.TOLD, *packed_options.LAYING) if name not in used]
+    idle = [name for name in (*_FRAMES, *weights_options.TOLD, *_ABOUT_CACHES) if name not in used]
     inputs = " ".join(arguments.inputs)
     idle_options.refuse(arguments, idle, f"changes nothing of what is said about {inputs}: leave it out")
 
 
+_ABOUT_CACHES = (*packed_options.LAYING, *engine_options.CHOOSING)
 _FRAMES = ("dtype", "no_manifest", "max_bytes", "no_zstd")
 
 
@@ -75,6 +76,8 @@ def _used(path: str, arguments: argparse.Namespace) -> tuple[str, ...]:
         return ("dtype", *weights_options.TOLD)
     if kind_of(path) != "arrays":
         return _FRAMES
+    if engine_options.is_engine_file(path):
+        return ("dtype", "max_bytes", *engine_options.HEADS, *engine_options.CHOOSING)
     return ("dtype", "max_bytes", *(packed_options.LAYING if packed_options.may_be_packed(path) else ()))
 
 
@@ -107,7 +110,9 @@ def _arrays(path: str, arguments: argparse.Namespace) -> ArraysInfo:
     from ... import formats
 
     packed = packed_options.options(arguments)
-    limits = formats.ReadOptions(max_bytes=arguments.max_bytes)
+    limits = formats.ReadOptions(
+        max_bytes=arguments.max_bytes, engine=engine_options.options(arguments, any_heads=True)
+    )
     return formats.inspect(
         formats.open(path, limits, dtype=arguments.dtype, skip_unsupported=True, packed=packed, frames=False)
     )

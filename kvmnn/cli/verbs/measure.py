@@ -101,7 +101,7 @@ def _select(arguments: argparse.Namespace, options: MeasureOptions, dumps: list[
     others = [path for path in arguments.inputs if path not in dumps]
     found = select(dumps, options.scope)
     if others:
-        source = loading.load(others, arguments, frames=True)
+        source = loading.load(others, arguments, frames=True, any_heads=True)
         source.token_major |= arguments.token_major
         loading.report_skipped(source, arguments)
         select_source(found, source, options.scope, others[0])

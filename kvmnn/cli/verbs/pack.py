@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from .. import loading, packed_options, printing, shared_options
+from .. import engine_options, loading, packed_options, printing, shared_options
 from ..printing import UsageError
 
 _TEXT = """Pack plain arrays into a prefix cache that the engine loads: <name>_<layer>.k and .v, their markers, and
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
             capacity=arguments.capacity,
             tokens=arguments.tokens,
             token_ids=packed_options.token_ids(arguments.token_ids),
-            model=arguments.model,
+            model=None if engine_options.is_gguf(arguments.model) else arguments.model,
             token_major=arguments.token_major,
             cast=arguments.cast,
             force=arguments.force,

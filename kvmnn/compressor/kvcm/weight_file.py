@@ -18,6 +18,7 @@ import numpy.typing as npt
 from ...dtypes import Words
 from ...errors import KvmnnError, WeightsError
 from ...files.mapped import MappedFile, head_of
+from ...formats import engine_kind
 from .header import (
     DTYPES,
     FIELD_OFFSETS,
@@ -253,6 +254,8 @@ def is_weight_file(path: str) -> bool:
     """Whether a file is a weight file: by its magic number, or by ``.bin`` where it is no frame."""
     if is_weights(path):
         return True
+    if engine_kind(path) is not None:
+        return False
     head = head_of(path)
     looks_like_frame = len(head) >= 10 and head[4] < 3 and head[5] < 2 and head[:4] == head[6:10] != bytes(4)
     return path.lower().endswith(".bin") and not (

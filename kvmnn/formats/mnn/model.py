@@ -12,6 +12,7 @@ from ...errors import OptionError, SourceError
 from ...files.json_document import read_object
 from ...files.mapped import MappedFile
 from ...packed.addressing import FLASH_BLOCK
+from ..llama.gguf import is_gguf
 from .graph import read_graph
 
 SETTINGS = ("llm_config.json", "config.json")
@@ -107,13 +108,15 @@ def fingerprint(path: str) -> str:
     """SHA-256 over what decides a model's K and V: graph, weights, embeddings and ``llm_config.json``.
 
     Run-time settings (``config.json``) and the tokenizer do not count. The hash is taken over one line per file, in
-    the order of their names: ``<name> <bytes> <SHA-256 of the contents>``.
+    the order of their names: ``<name> <bytes> <SHA-256 of the contents>``. Of a ``.gguf`` file it is that of the file.
 
     Raises
     ------
     SourceError
         When the directory holds no ``.mnn`` file.
     """
+    if is_gguf(path):
+        return _digest(MappedFile(path))
     try:
         names = sorted(entry.name for entry in os.scandir(path) if entry.is_file())
     except OSError as exc:
@@ -123,11 +126,16 @@ def fingerprint(path: str) -> str:
     total = hashlib.sha256()
     for name in names:
         if name == "llm_config.json" or name.endswith(_WEIGHT_SUFFIXES):
-            file, digest = MappedFile(Path(path, name)), hashlib.sha256()
-            for run in file.runs(0, file.size, _STEP):
-                digest.update(run.data)
-            total.update(f"{name} {file.size} {digest.hexdigest()}\n".encode())
+            file = MappedFile(Path(path, name))
+            total.update(f"{name} {file.size} {_digest(file)}\n".encode())
     return total.hexdigest()
+
+
+def _digest(file: MappedFile) -> str:
+    digest = hashlib.sha256()
+    for run in file.runs(0, file.size, _STEP):
+        digest.update(run.data)
+    return digest.hexdigest()
 
 
 def _natural(value: Any) -> int | None:

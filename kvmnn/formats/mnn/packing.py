@@ -9,7 +9,7 @@ from ...arrays.layers import LayerArray, common_geometry, sort
 from ...arrays.source import Source
 from ...errors import OptionError
 from ...packed.addressing import FLASH_BLOCK
-from ...packed.cache_info import CacheInfo, TokenIds
+from ...packed.cache_info import CacheInfo, Ranges, TokenIds
 from ...packed.fitting import Geometry, of_layout
 from ...packed.layout import PackLayout
 from ...text import span
@@ -91,15 +91,26 @@ def pack(
     )
     notes = list(source.notes)
     if known is None:
-        said = noted_positions(source, [layer.tokens for layer in info.layers])
+        said = _of_engine(source, info) or noted_positions(source, [layer.tokens for layer in info.layers])
         if said is None:
             tokens_text = span(sorted(found))
             notes.append(f"nothing says which tokens of the text the arrays hold: noted as the first {tokens_text}")
         else:
             layers = [replace(layer, positions=runs) for layer, runs in zip(info.layers, said, strict=True)]
             info = replace(info, layers=tuple(layers))
-            notes.append(f"true positions as {POSITIONS} beside the arrays has them")
+            whose = source.engine_cache.engine if source.engine_cache else f"{POSITIONS} beside the arrays"
+            notes.append(f"true positions as {whose} has them")
     return write_prefix(arrays, info, output, force=force, protect=source.files, notes=notes, progress=progress)
+
+
+def _of_engine(source: Source, info: CacheInfo) -> tuple[Ranges, ...] | None:
+    """The positions that the cache of another engine says, for each layer; None where it says none."""
+    cache = source.engine_cache
+    if cache is None or cache.runs is None:
+        return None
+    if not cache.ascends:
+        raise OptionError(f"{' '.join(source.inputs)}: its tokens are not one text in order ({cache})")
+    return (cache.runs,) * len(info.layers)
 
 
 def repack(

@@ -46,6 +46,8 @@ class Unpacked:
         One line for each thing about the input that was inferred, then for what the output has no place for.
     cache
         The packed cache that the arrays come from, where that is known.
+    dequantised
+        Types of another engine whose blocks the numbers were made from.
     """
 
     input: str
@@ -55,6 +57,7 @@ class Unpacked:
     seconds: float
     notes: tuple[str, ...] = ()
     cache: CacheInfo | None = None
+    dequantised: tuple[str, ...] = ()
 
     @property
     def raw_bytes(self) -> int:
@@ -62,8 +65,13 @@ class Unpacked:
         return sum(array.nbytes for array in self.arrays)
 
     @property
-    def label(self) -> str:
-        """``LOSSLESS`` for live elements copied as they are; ``LOSSY`` for what the engine keeps as int8."""
+    def label(self) -> str | None:
+        """``LOSSLESS`` for live elements copied as they are; ``LOSSY`` for what the engine keeps as int8.
+
+        None where blocks were read as the numbers that they stand for.
+        """
+        if self.dequantised:
+            return None
         return LOSSY if self.lossy else LOSSLESS
 
     def to_dict(self) -> dict[str, Any]:
@@ -75,14 +83,16 @@ class Unpacked:
             "raw_bytes": self.raw_bytes,
             "seconds": self.seconds,
             "notes": list(self.notes),
+            "dequantised": list(self.dequantised),
             "cache": cache_document(self.cache),
             "arrays": [{"name": a.name, "dtype": a.dtype, "shape": list(a.shape)} for a in self.arrays],
         }
 
     def __str__(self) -> str:
         how = "int8 times scale plus bias" if self.lossy else "live elements copied as they are"
+        said = f"dequantised from {', '.join(self.dequantised)}" if self.dequantised else f"{self.label} ({how})"
         return (
-            f"{self.output}: {count(len(self.arrays), 'array')}, {self.raw_bytes:,} bytes, {self.label} ({how})"
+            f"{self.output}: {count(len(self.arrays), 'array')}, {self.raw_bytes:,} bytes, {said}"
             f"{at_rate(self.raw_bytes, self.seconds)}"
         )
 
@@ -136,6 +146,7 @@ def unpack(
         seconds=time.perf_counter() - started,
         notes=(*source.notes, *_lost(source, output, form)),
         cache=source.cache,
+        dequantised=source.engine_cache.dequantised if source.engine_cache else (),
     )
 
 

@@ -1,0 +1,114 @@
+"""What a cache of another engine says of itself, as found: geometry, types, positions, token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..dtypes import Indices, Positions
+from ..packed.cache_info import Ranges
+from ..packed.cache_info import joined as joined_runs
+from ..text import count, span
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EngineCache:
+    """A cache that another engine wrote, or that lives in it.
+
+    Parameters
+    ----------
+    engine
+        What people call it: ``"llama.cpp"``, ``"MLX"`` ...
+    kind
+        What the engine calls such a cache: ``"session"``, ``"prompt_cache"`` ...
+    layers
+        How many the arrays are of.
+    kv_heads, head_dim
+        Of a layer; None where nothing says them.
+    tokens
+        Stored in each layer.
+    types
+        Of the elements as they are stored, by the engine's own names: K of all layers, then V of all layers.
+    batch
+        Texts side by side; 1 where arrays have no such axis.
+    positions
+        int64: where each stored token stands in its text, in the order of the arrays; None where nothing says it.
+    token_ids
+        Those that are stored beside K and V; None where there are none.
+    dequantised
+        Names of types whose blocks the arrays hold as the numbers that these stand for.
+    details
+        What only this engine has, as JSON values.
+    """
+
+    engine: str
+    kind: str
+    layers: int
+    kv_heads: int | None
+    head_dim: int | None
+    tokens: int
+    types: tuple[str, ...]
+    batch: int = 1
+    positions: Positions | None = None
+    token_ids: Indices | None = None
+    dequantised: tuple[str, ...] = ()
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def runs(self) -> Ranges | None:
+        """The positions as ``(begin, size)`` runs, in the order of the arrays."""
+        if self.positions is None:
+            return None
+        ends = np.flatnonzero(np.diff(self.positions) != 1) + 1
+        begins = np.concatenate([[0], ends]) if self.positions.size else ends
+        sizes = np.diff(np.append(begins, self.positions.size))
+        return joined_runs((int(self.positions[b]), int(n)) for b, n in zip(begins, sizes, strict=True))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the arrays hold the first tokens of one text, in order and all: nothing was erased."""
+        return self.runs is None or self.runs == ((0, self.tokens),)
+
+    @property
+    def ascends(self) -> bool:
+        """Whether every token stands behind the one before it, so that the arrays may be of one text."""
+        return self.positions is None or bool((np.diff(self.positions) > 0).all())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The description as JSON values; positions as runs, of the token ids their number."""
+        return {
+            "engine": self.engine,
+            "kind": self.kind,
+            "layers": self.layers,
+            "kv_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "tokens": self.tokens,
+            "batch": self.batch,
+            "types": list(self.types),
+            "dequantised": list(self.dequantised),
+            "positions": None if self.runs is None else [list(run) for run in self.runs],
+            "token_ids": None if self.token_ids is None else len(self.token_ids),
+            **self.details,
+        }
+
+    def __str__(self) -> str:
+        heads = "kv heads unknown" if self.kv_heads is None else count(self.kv_heads, "kv head")
+        shape = heads if self.head_dim is None else f"{heads} of {self.head_dim}"
+        batch = f", batch of {self.batch}" if self.batch != 1 else ""
+        said = (
+            f"{self.engine} {self.kind}: {count(self.layers, 'layer')}, {shape}, {count(self.tokens, 'token')}{batch}"
+        )
+        return f"{said}, {self._types()}{self._gaps()}"
+
+    def _types(self) -> str:
+        keys, values = sorted(set(self.types[: self.layers])), sorted(set(self.types[self.layers :]))
+        return "/".join(keys) if keys == values or not values else f"K {'/'.join(keys)}, V {'/'.join(values)}"
+
+    def _gaps(self) -> str:
+        if self.is_whole or self.positions is None:
+            return ""
+        least, most = int(self.positions.min()), int(self.positions.max())
+        return f", positions {span([least, most])} in {count(len(self.runs or ()), 'run')}"

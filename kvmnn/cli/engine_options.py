@@ -1,0 +1,63 @@
+"""What the verbs share that read caches of other engines: the arguments that say which part, and in what form."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from . import help, idle_options, shared_options
+
+if TYPE_CHECKING:
+    from ..formats.options import EngineOptions
+
+CHOOSING = ("stream", "window", "blocks")
+"""The options, as the namespace calls them."""
+HEADS = ("kv_heads", "head_dim", "model")
+"""Those about packed files that such caches need as well."""
+
+
+def add_engine(parser: Any) -> None:
+    """``--stream``, ``--window`` and ``--blocks``."""
+    group = parser.add_argument_group(
+        "caches of other engines",
+        "Of a llama.cpp file --kv-heads N or --model FILE.gguf (--help-packed) says how many heads a row is of.",
+    )
+    group.add_argument(
+        "--stream", type=shared_options.whole, metavar="N", help="which stream of a llama.cpp file that holds several"
+    )
+    group.add_argument("--window", action="store_true", help="of two caches in a file, that of sliding-window layers")
+    group.add_argument(
+        "--blocks", action="store_true", help="quantised blocks as their bytes [token, block, byte], not as numbers"
+    )
+    help.fold(parser, group, "--help-engines")
+
+
+def options(arguments: argparse.Namespace, *, whole: bool = False, any_heads: bool = False) -> EngineOptions:
+    """What the arguments say."""
+    from ..formats.options import EngineOptions
+
+    said = {name: getattr(arguments, name) for name in CHOOSING if hasattr(arguments, name)}
+    return EngineOptions(whole=whole, any_heads=any_heads, **said)
+
+
+def refuse_idle(arguments: argparse.Namespace, paths: Sequence[str]) -> None:
+    """`UsageError` for an option where no input is a cache of another engine."""
+    idle = [name for name in CHOOSING if idle_options.given(arguments, name)]
+    if idle and not any(map(is_engine_file, paths)):
+        why = f"is about caches of other engines, and {' '.join(paths)} holds none"
+        idle_options.refuse(arguments, idle, why)
+
+
+def is_engine_file(path: str) -> bool:
+    """Whether a path is a file of another engine, or the frames of one."""
+    from ..formats import engine_kind
+
+    return engine_kind(path) is not None
+
+
+def is_gguf(path: str | None) -> bool:
+    """Whether a model is one of llama.cpp."""
+    from ..formats.llama import is_gguf
+
+    return path is not None and is_gguf(path)

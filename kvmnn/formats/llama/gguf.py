@@ -1,0 +1,114 @@
+"""The geometry that the header of a ``.gguf`` model says; its tensors are not read."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ...errors import SourceError
+from ...files.mapped import MappedFile, head_of
+
+MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_FIXED = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+"""Bytes of the types of values: integers, float32 (6), booleans (7), float64 (12)."""
+_INTEGERS = {0: False, 1: True, 2: False, 3: True, 4: False, 5: True, 10: False, 11: True}
+"""Those that are integers, and whether they have a sign."""
+_STRING, _ARRAY = 8, 9
+_MOST_KEYS, _MOST_LAYERS = 1 << 16, 1 << 16
+
+
+class Geometry(NamedTuple):
+    """Of a model: kv heads of each layer, values of a head in K, and how many layers hold no more than a window."""
+
+    architecture: str
+    kv_heads: tuple[int, ...]
+    head_dim: int
+
+
+def is_gguf(path: str) -> bool:
+    """Whether a file is a model of llama.cpp."""
+    return head_of(path, len(MAGIC)) == MAGIC
+
+
+def architecture(path: str) -> str:
+    """The architecture of a model; errors as `read_geometry`."""
+    return _architecture(path, _Header(path).fields())
+
+
+def _architecture(path: str, fields: dict[str, Any]) -> str:
+    name = fields.get("general.architecture")
+    if not isinstance(name, str):
+        raise SourceError(f"{path}: does not say its architecture")
+    return name
+
+
+def read_geometry(path: str, layers: int) -> Geometry:
+    """What a model says of the `layers` layers of its cache.
+
+    Raises
+    ------
+    SourceError
+        When the file is no GGUF file, is damaged, has another number of layers, or does not say its kv heads.
+    """
+    fields = _Header(path).fields()
+    name = _architecture(path, fields)
+    blocks = _number(fields.get(f"{name}.block_count"))
+    if blocks not in (None, layers):
+        raise SourceError(f"{path}: the model has {blocks} layers, the cache has {layers}")
+    heads = fields.get(f"{name}.attention.head_count")
+    kv_heads = fields.get(f"{name}.attention.head_count_kv", heads)
+    of = tuple(kv_heads) if isinstance(kv_heads, list) else (_number(kv_heads) or 0,) * layers
+    width, count = _number(fields.get(f"{name}.embedding_length")), _number(heads)
+    head_dim = _number(fields.get(f"{name}.attention.key_length")) or (width // count if width and count else 0)
+    if len(of) != layers or not all(of) or not head_dim:
+        raise SourceError(f"{path}: does not say the kv heads and head_dim of {layers} layers")
+    return Geometry(name, of, head_dim)
+
+
+def _number(value: Any) -> int | None:
+    return value if type(value) is int and value > 0 else None
+
+
+class _Header:
+    """Keys and values at the beginning of the file."""
+
+    def __init__(self, path: str) -> None:
+        self._file, self._position = MappedFile(path), 0
+        if self._file.head(4) != MAGIC:
+            raise SourceError(f"{self._file.label}: is no GGUF model: --model takes one beside a llama.cpp cache")
+
+    def fields(self) -> dict[str, Any]:
+        """Integers, strings and lists of integers; other values are passed over."""
+        self._view(4)
+        version, _, count = self._int(4), self._int(8), self._int(8)
+        if version not in _VERSIONS or count > _MOST_KEYS:
+            raise SourceError(f"{self._file.label}: GGUF version {version} with {count} keys is none that is read")
+        return {self._text(): self._value(self._int(4)) for _ in range(count)}
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._text()
+        if kind in _INTEGERS:
+            return self._int(_FIXED[kind], signed=_INTEGERS[kind])
+        if kind in _FIXED:
+            return self._view(_FIXED[kind])
+        if kind != _ARRAY:
+            raise SourceError(f"{self._file.label}: a value of the unknown type {kind} at offset {self._position}")
+        inner, count = self._int(4), self._int(8)
+        if inner in _FIXED and not (inner in _INTEGERS and count <= _MOST_LAYERS):
+            return self._view(_FIXED[inner] * count)
+        if inner == _ARRAY or count > self._file.size // 8:
+            raise SourceError(f"{self._file.label}: a list of {count} values at offset {self._position}")
+        return [self._view(self._int(8)) if inner == _STRING else self._value(inner) for _ in range(count)]
+
+    def _text(self) -> str:
+        length = self._int(8)
+        return bytes(self._view(length)).decode("utf-8", "replace")
+
+    def _int(self, nbytes: int, *, signed: bool = False) -> int:
+        return int.from_bytes(bytes(self._view(nbytes)), "little", signed=signed)
+
+    def _view(self, nbytes: int) -> Any:
+        found = self._file.view(self._position, nbytes)
+        self._position += nbytes
+        return found

@@ -1,0 +1,222 @@
+"""K and V out of a llama.cpp state file, as ``[kv_head, cell, head_dim]``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ... import dtypes
+from ...arrays.engine_cache import EngineCache
+from ...arrays.layers import array_name
+from ...arrays.named_array import NamedArray, UnsupportedArrayError
+from ...arrays.source import Source
+from ...errors import OptionError, SourceError
+from ...files.mapped import head_of
+from ...text import count
+from ..options import EngineOptions, ReadOptions
+from . import gguf
+from .rows import file_runs, head_runs
+from .state import MAGICS, FileBytes, State, Stream, Tensor, parse
+
+ENGINE = "llama.cpp"
+
+
+def is_state(path: str) -> bool:
+    """Whether a file begins as state files do."""
+    return head_of(path, 4) in MAGICS
+
+
+def read(file: FileBytes, options: ReadOptions) -> Source:
+    """K and V of the used cells of a stream, in the order of the cells; what the file says besides is described.
+
+    Parameters
+    ----------
+    file
+        The whole file.
+    options
+        `EngineOptions` say which stream, and whether blocks stay blocks. Kv heads are those of `PackedOptions`: its
+        geometry, or a ``.gguf`` file that is the model.
+
+    Raises
+    ------
+    SourceError
+        When the file is damaged or of a structure that is not known, and when nothing says how many kv heads a row
+        is of.
+    OptionError
+        When the file has no such stream or second cache, or the options say another geometry than the model has.
+    """
+    state = parse(file, model_of(options))
+    stream = _chosen(file.label, state, options.engine)
+    heads = _heads(file.label, stream, options)
+    arrays = [_array(file, tensor, stream, heads, options) for tensor in _by_layer(stream)]
+    described = _described(state, stream, heads, options.engine)
+    return Source(arrays, notes=_notes(stream, heads, options.engine), engine_cache=described)
+
+
+def model_of(options: ReadOptions) -> str | None:
+    """The architecture of the model that the options name."""
+    path = options.packed.model if options.packed else None
+    return None if path is None else gguf.architecture(path)
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """Kv heads of each layer, and who says so; one each where nothing does and nobody needs them."""
+
+    of: tuple[int, ...]
+    known: bool = True
+
+
+def _by_layer(stream: Stream) -> list[Tensor]:
+    return sorted(stream.tensors, key=lambda tensor: (tensor.layer, tensor.part))
+
+
+def _chosen(where: str, state: State, options: EngineOptions) -> Stream:
+    """The stream that is meant."""
+    if options.window and len(state.caches) == 1:
+        raise OptionError(f"{where}: holds one cache: --window is about files with a second one, of a sliding window")
+    streams = state.caches[options.window]
+    used = [number for number, stream in enumerate(streams) if stream.cells]
+    if not used:
+        raise SourceError(f"{where}: no cell is used, there is nothing to read")
+    if options.stream is None:
+        if len(used) > 1:
+            raise SourceError(f"{where}: {len(used)} streams hold cells: --stream says which ({_numbers(used)})")
+        return streams[used[0]]
+    if options.stream not in used:
+        raise OptionError(f"{where}: stream {options.stream} holds no cells; --stream may be {_numbers(used)}")
+    return streams[options.stream]
+
+
+def _numbers(found: Sequence[int]) -> str:
+    shown = ", ".join(map(str, found[:8]))
+    return shown if len(found) <= 8 else f"{shown} ... {found[-1]}"
+
+
+def _heads(where: str, stream: Stream, options: ReadOptions) -> _Heads:
+    """How many kv heads the rows of each layer are of."""
+    keys = [tensor for tensor in stream.tensors if tensor.part == "key"]
+    said = options.packed.geometry if options.packed else None
+    model = options.packed.model if options.packed else None
+    found: tuple[int, ...] | None = None
+    if said and said.kv_heads:
+        found = (said.kv_heads,) * len(keys)
+    elif said and said.head_dim:
+        found = tuple(tensor.row // said.head_dim for tensor in keys)
+    if model is not None:
+        geometry = gguf.read_geometry(model, len(keys))
+        if found is not None and found != geometry.kv_heads:
+            raise OptionError(
+                f"kv heads: {found[0]} for the cache, but the model in {model} has {geometry.kv_heads[0]}"
+            )
+        found = geometry.kv_heads
+        _check_model(where, model, keys, geometry)
+    if found is None:
+        if options.engine.any_heads:
+            return _Heads((1,) * len(keys), known=False)
+        raise SourceError(
+            f"{where}: a row of K has {keys[0].row:,} values, and nothing in the file says of how many kv heads: say "
+            "--kv-heads N, or --model FILE.gguf"
+        )
+    for tensor in stream.tensors:
+        heads = found[tensor.layer]
+        wrong_dims = said and said.head_dim and tensor.part == "key" and tensor.row != heads * said.head_dim
+        if not heads or tensor.row % heads or wrong_dims:
+            dims = f" of {said.head_dim}" if said and said.head_dim else ""
+            raise OptionError(
+                f"{where}: {tensor.part[0].upper()} of layer {tensor.layer} has {tensor.row:,} values a cell, which "
+                f"are not {count(heads, 'kv head')}{dims}"
+            )
+    return _Heads(found)
+
+
+def _check_model(where: str, model: str, keys: Sequence[Tensor], geometry: gguf.Geometry) -> None:
+    for tensor in keys:
+        expected = geometry.kv_heads[tensor.layer] * geometry.head_dim
+        if tensor.row != expected:
+            raise OptionError(
+                f"{where}: K of layer {tensor.layer} has {tensor.row:,} values a cell, in {model} it has "
+                f"{expected:,}: it is of another model"
+            )
+
+
+def _array(file: FileBytes, tensor: Tensor, stream: Stream, heads: _Heads, options: ReadOptions) -> NamedArray:
+    kind, of = tensor.type, heads.of[tensor.layer]
+    name = array_name(tensor.layer, tensor.part)
+    if kind.is_block and options.engine.blocks:
+        return block_array(file, tensor, stream.cells, name)
+    if options.dtype not in (None, kind.dtype):
+        raise UnsupportedArrayError(
+            f"{file.label}: {name} holds {kind.name}, read as {kind.dtype}, not {options.dtype}"
+        )
+    dims = tensor.row // of
+    return NamedArray(
+        name=name,
+        dtype=kind.dtype,
+        shape=(of, stream.cells, dims),
+        array_dtype=dtypes.by_name(kind.dtype).numpy.str,
+        reader=partial(head_runs, file, tensor, of, stream.cells),
+    )
+
+
+def block_array(file: FileBytes, tensor: Tensor, cells: int, name: str) -> NamedArray:
+    """The blocks of a tensor as bytes, ``[cell, block, byte]``."""
+    kind = tensor.type
+    return NamedArray(
+        name=name,
+        dtype="fp16",
+        shape=(cells, tensor.row // kind.values, kind.nbytes),
+        array_dtype="|u1",
+        reader=partial(file_runs, file, tensor),
+    )
+
+
+def _notes(stream: Stream, heads: _Heads, options: EngineOptions) -> list[str]:
+    """What was inferred, and what the numbers were made from."""
+    notes = []
+    if not heads.known:
+        notes.append("kv heads are not in the file: each row is taken as one head (--kv-heads N or --model FILE.gguf)")
+    if made := _dequantised(stream, options):
+        notes.append(f"dequantised from {', '.join(made)} to fp32")
+    return notes
+
+
+def _dequantised(stream: Stream, options: EngineOptions) -> tuple[str, ...]:
+    if options.blocks:
+        return ()
+    return tuple(sorted({tensor.type.name for tensor in stream.tensors if tensor.type.is_block}))
+
+
+def _described(state: State, stream: Stream, heads: _Heads, options: EngineOptions) -> EngineCache:
+    keys = [tensor for tensor in stream.tensors if tensor.part == "key"]
+    counts, dims = {*heads.of}, {tensor.row // heads.of[tensor.layer] for tensor in keys}
+    return EngineCache(
+        engine=ENGINE,
+        kind=state.kind,
+        layers=len(keys),
+        kv_heads=counts.pop() if heads.known and len(counts) == 1 else None,
+        head_dim=dims.pop() if heads.known and len(dims) == 1 else None,
+        tokens=stream.cells,
+        types=tuple(tensor.type.name for tensor in stream.tensors),
+        positions=stream.positions,
+        token_ids=state.tokens,
+        dequantised=_dequantised(stream, options),
+        details=_details(state, stream, options),
+    )
+
+
+def _details(state: State, stream: Stream, options: EngineOptions) -> dict[str, Any]:
+    streams = state.caches[options.window]
+    return {
+        "version": state.version,
+        "architecture": state.architecture,
+        "caches": len(state.caches),
+        "window": options.window,
+        "streams": len(streams),
+        "stream": next(number for number, each in enumerate(streams) if each is stream),
+        "sequences": sorted(set(stream.seq_ids.tolist())),
+        "v_transposed": any(tensor.transposed for tensor in stream.tensors),
+        "row_values": sorted({tensor.row for tensor in stream.tensors}),
+    }

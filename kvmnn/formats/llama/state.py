@@ -1,0 +1,341 @@
+"""The structure of a llama.cpp state file, parsed to its last byte; K and V are not touched.
+
+A file says neither how many caches it holds nor which of its parts a build of llama.cpp wrote, so `parse` tries what is
+known and takes what ends with the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from ...dtypes import PARTS, Bytes, Indices, Part, Positions
+from ...errors import SourceError
+from ...text import count
+from .types import TYPES, GgmlType
+
+SESSION, SEQUENCE = 0x6767736E, 0x67677371
+KINDS = {SESSION: "session", SEQUENCE: "sequence"}
+VERSIONS = {SESSION: (9, 10), SEQUENCE: (2, 3)}
+MAGICS = tuple(magic.to_bytes(4, "little") for magic in KINDS)
+MOST_CELLS = 1 << 24
+"""More cells than any context has: those of one of 16 million tokens."""
+_MOST_NAME = 256
+MLA = ("deepseek2", "deepseek32", "glm-dsa", "kimi-linear", "minicpm3", "mistral4", "plm")
+"""Architectures whose attention works on latent K alone: they may store no V."""
+_EXTRA_BYTES = (0, 12, 8)
+"""Behind the position of a cell: nothing; x, y and a token (M-RoPE, embeddings by layer); x and y."""
+
+
+class FileBytes(Protocol):
+    """The bytes of a file: mapped, or put together from frames."""
+
+    @property
+    def label(self) -> str: ...
+    @property
+    def size(self) -> int: ...
+    def view(self, offset: int, nbytes: int, /) -> Bytes: ...
+    def drop(self, offset: int, nbytes: int, /) -> None: ...
+
+
+class Tensor(NamedTuple):
+    """K or V of one layer as it lies in the file.
+
+    Parameters
+    ----------
+    part, layer
+        Which; layers are counted within their cache.
+    type
+        Of its elements.
+    row
+        Values of a cell: kv_heads x head_dim.
+    transposed
+        Whether the values of one channel lie together, ``[channel, cell]``; else ``[cell, channel]``.
+    offset, nbytes
+        Where it lies in the file.
+    """
+
+    part: Part
+    layer: int
+    type: GgmlType
+    row: int
+    transposed: bool
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Stream:
+    """The used cells of one stream.
+
+    Parameters
+    ----------
+    positions
+        int64, of each cell.
+    seq_counts, seq_ids
+        How many sequences each cell is of, and their numbers, cell after cell.
+    tensors
+        K of every layer, then V; none where there are no cells.
+    """
+
+    positions: Positions
+    seq_counts: Indices
+    seq_ids: Indices
+    tensors: tuple[Tensor, ...] = ()
+
+    @property
+    def cells(self) -> int:
+        """How many."""
+        return int(self.positions.size)
+
+    @property
+    def seqs(self) -> list[list[int]]:
+        """The sequences of each cell."""
+        ends = np.cumsum(self.seq_counts)
+        ids = self.seq_ids.tolist()
+        return [ids[end - n : end] for end, n in zip(ends.tolist(), self.seq_counts.tolist(), strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class State:
+    """A state file.
+
+    Parameters
+    ----------
+    kind, version
+        ``"session"`` or ``"sequence"``, and the number behind its magic.
+    tokens
+        int64: the ids that the caller of llama.cpp gave.
+    architecture
+        Of the model; None in sequence files.
+    caches
+        One; two for models with sliding-window layers, whose own is the second. Each is a list of streams.
+    """
+
+    kind: str
+    version: int
+    tokens: Indices
+    architecture: str | None
+    caches: tuple[tuple[Stream, ...], ...]
+
+
+class _NotSoError(Exception):
+    """The file is not what was tried."""
+
+
+class _LeftError(_NotSoError):
+    """It is, up to bytes behind all that was tried."""
+
+
+class _Cursor:
+    """Numbers out of a file, one after the other."""
+
+    def __init__(self, file: FileBytes, position: int = 0) -> None:
+        self.file, self.position = file, position
+
+    @property
+    def left(self) -> int:
+        return self.file.size - self.position
+
+    def take(self, nbytes: int, what: str) -> Bytes:
+        return self.file.view(self.skip(nbytes, what), nbytes)
+
+    def skip(self, nbytes: int, what: str) -> int:
+        """Where the next `nbytes` bytes begin."""
+        if nbytes > self.left:
+            raise _NotSoError(
+                f"{what}: {nbytes:,} bytes are needed at offset {self.position:,}, {self.left:,} are left"
+            )
+        self.position += nbytes
+        return self.position - nbytes
+
+    def numbers(self, amount: int, what: str, dtype: str = "<i4") -> Indices:
+        size = np.dtype(dtype).itemsize
+        return np.frombuffer(self.take(amount * size, what), dtype).astype(np.int64)
+
+    def u32(self, what: str) -> int:
+        return int(self.numbers(1, what, "<u4")[0])
+
+    def u64(self, what: str) -> int:
+        return int.from_bytes(self.take(8, what).tobytes(), "little")
+
+
+def parse(file: FileBytes, model: str | None = None) -> State:
+    """The structure of a state file.
+
+    Parameters
+    ----------
+    file
+        The whole file.
+    model
+        The architecture of the model, where it is known; sessions say it themselves. Only those in `MLA` store no V: of
+        any other such a file is cut behind K.
+
+    Raises
+    ------
+    SourceError
+        When no known structure ends with the file's last byte.
+    """
+    cursor = _Cursor(file)
+    try:
+        magic, version = cursor.u32("magic"), cursor.u32("version")
+        kind = KINDS[magic]
+        if version not in VERSIONS[magic]:
+            known = " and ".join(map(str, VERSIONS[magic]))
+            raise SourceError(f"{file.label}: a llama.cpp {kind} file of version {version}: read are {known}")
+        tokens = cursor.numbers(cursor.u32("number of tokens"), "tokens")
+        architecture = _architecture(cursor) if magic == SESSION else None
+    except _NotSoError as error:
+        raise SourceError(f"{file.label}: is truncated: {error}") from None
+    variants = _variants(
+        old=version < VERSIONS[magic][1], session=magic == SESSION, only_k=(architecture or model) in MLA
+    )
+    caches = _caches(file, cursor.position, variants)
+    return State(kind=kind, version=version, tokens=tokens, architecture=architecture, caches=caches)
+
+
+def _architecture(cursor: _Cursor) -> str:
+    length = cursor.u32("length of the architecture")
+    if length > _MOST_NAME:
+        raise _NotSoError(f"the name of the architecture has {length:,} bytes")
+    return cursor.take(length, "architecture").tobytes().decode("utf-8", "replace")
+
+
+class _Variant(NamedTuple):
+    """What builds of llama.cpp differ in without saying so."""
+
+    extra: int
+    has_v: bool
+    two: bool
+    streams: bool
+    outputs: bool
+
+
+def _variants(*, old: bool, session: bool, only_k: bool) -> Iterator[_Variant]:
+    """What may be in a file, the likely first; `old` files may have no number of streams, and an output block."""
+    streams = (True, False) if old else (True,)
+    before = (True, False) if old and session else (False,)
+    with_v = (True, False) if only_k else (True,)
+    for output, stream, two, has_v, extra in product(before, streams, (False, True), with_v, _EXTRA_BYTES):
+        yield _Variant(extra, has_v, two, stream, output)
+
+
+def _caches(file: FileBytes, start: int, variants: Iterator[_Variant]) -> tuple[tuple[Stream, ...], ...]:
+    """The caches as the first of the variants has them that ends with the file; else what is wrong with the likely."""
+    found: _NotSoError | None = None
+    for variant in variants:
+        cursor = _Cursor(file, start)
+        try:
+            if variant.outputs:
+                _skip_outputs(cursor)
+            caches = tuple(tuple(_streams(cursor, variant)) for _ in range(1 + variant.two))
+            if cursor.left:
+                raise _LeftError(
+                    f"{count(cursor.left, 'byte')} are left behind K and V at offset {cursor.position:,}: recurrent "
+                    "state of a hybrid model, or written by a build of llama.cpp that is not known"
+                )
+            return caches
+        except _NotSoError as error:
+            if found is None or (isinstance(error, _LeftError) and not isinstance(found, _LeftError)):
+                found = error
+    raise SourceError(f"{file.label}: is truncated or no llama.cpp state file that is known: {found}")
+
+
+def _skip_outputs(cursor: _Cursor) -> None:
+    """The output block of older sessions: positions, logits and embeddings."""
+    cursor.skip(4 * cursor.u32("number of outputs"), "positions of outputs")
+    for what in ("logits", "embeddings"):
+        cursor.skip(4 * cursor.u64(f"number of {what}"), what)
+
+
+def _streams(cursor: _Cursor, variant: _Variant) -> Iterator[Stream]:
+    streams = cursor.u32("number of streams") if variant.streams else 1
+    if not 1 <= streams <= cursor.left // 4:
+        raise _NotSoError(f"{streams:,} streams at offset {cursor.position - 4:,}")
+    for _ in range(streams):
+        yield _stream(cursor, variant)
+
+
+def _stream(cursor: _Cursor, variant: _Variant) -> Stream:
+    cells = cursor.u32("number of cells")
+    if cells > MOST_CELLS:
+        raise _NotSoError(f"{cells:,} cells at offset {cursor.position - 4:,}, more than {MOST_CELLS:,}")
+    if not cells:
+        return Stream(positions=_NONE, seq_counts=_NONE, seq_ids=_NONE)
+    positions, counts, ids = _cells(cursor, cells, variant.extra)
+    transposed, layers = cursor.u32("order of V"), cursor.u32("number of layers")
+    if transposed > 1:
+        raise _NotSoError(f"the order of V is {transposed} at offset {cursor.position - 8:,}, expected 0 or 1")
+    if not 1 <= layers <= cursor.left // 12:
+        raise _NotSoError(f"{layers:,} layers at offset {cursor.position - 4:,}")
+    parts = PARTS if variant.has_v else PARTS[:1]
+    tensors = [
+        _tensor(cursor, part, layer, cells, transposed=part == "value" and transposed == 1)
+        for part in parts
+        for layer in range(layers)
+    ]
+    return Stream(positions=positions, seq_counts=counts, seq_ids=ids, tensors=tuple(tensors))
+
+
+_NONE = np.empty(0, np.int64)
+
+
+def _cells(cursor: _Cursor, cells: int, extra: int) -> tuple[Positions, Indices, Indices]:
+    """Positions, numbers of sequences and their ids; cells of equally many sequences are taken together."""
+    positions: list[Indices] = []
+    counts: list[Indices] = []
+    ids: list[Indices] = []
+    done = 0
+    while done < cells:
+        run = _run(cursor, cells - done, extra)
+        positions.append(run[:, 0])
+        counts.append(run[:, 1])
+        ids.append(run[:, 2 + extra // 4 :].reshape(-1))
+        done += len(run)
+    where = np.concatenate(positions)
+    if (where < 0).any():
+        raise _NotSoError(f"a cell has the position {int(where.min())}")
+    return where, np.concatenate(counts), np.concatenate(ids)
+
+
+def _run(cursor: _Cursor, most: int, extra: int) -> Indices:
+    """The next cells with as many sequences as the first of them: position, number, extra words, ids."""
+    if cursor.left < 8:
+        raise _NotSoError(f"a cell needs 8 bytes at offset {cursor.position:,}, {cursor.left:,} are left")
+    number = int(np.frombuffer(cursor.file.view(cursor.position, 8), "<u4")[1])
+    width, look = 8 + extra + 4 * number, 16
+    while True:  # ever longer looks, so that cells that differ cost no more than they are
+        found = min(most, look, cursor.left // width)
+        if not found:
+            raise _NotSoError(f"a cell of {number:,} sequences at offset {cursor.position:,}")
+        cells = np.frombuffer(cursor.file.view(cursor.position, found * width), "<i4").reshape(found, -1)
+        same = cells[:, 1] == cells[0, 1]
+        length = found if same.all() else int(np.argmin(same))
+        if length < found or found < look:
+            break
+        look *= 4
+    cursor.skip(length * width, "cells")
+    return cells[:length].astype(np.int64)
+
+
+def _tensor(cursor: _Cursor, part: Part, layer: int, cells: int, *, transposed: bool) -> Tensor:
+    where = f"{part[0].upper()} of layer {layer}"
+    number = cursor.u32(f"type of {where}")
+    kind = TYPES.get(number)
+    if kind is None:
+        raise _NotSoError(f"{where} at offset {cursor.position - 4:,}: ggml type {number} is none of a KV cache")
+    if transposed:
+        size, row = cursor.u32("element size"), cursor.u32("values of a cell")
+        if size != kind.nbytes or kind.is_block:
+            raise _NotSoError(f"{where}: elements of {size} bytes are not {kind.name}")
+        nbytes = size * row
+    else:
+        nbytes = cursor.u64("bytes of a row")
+        row = nbytes // kind.nbytes * kind.values
+    if not row or nbytes * kind.values != row * kind.nbytes:
+        raise _NotSoError(f"{where} at offset {cursor.position:,}: rows of {nbytes:,} bytes are not {kind.name}")
+    return Tensor(part, layer, kind, row, transposed, cursor.skip(cells * nbytes, where), cells * nbytes)

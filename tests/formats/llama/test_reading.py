@@ -1,0 +1,244 @@
+"""llama.cpp state files that another writer made: every type, order, gap, stream and sequence is found as written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import llama_files
+import numpy as np
+import pytest
+from llama_files import BLOCKS, NUMBERS, PLAIN, SEQUENCE, SESSION, Cells, Shape
+
+import kvmnn
+from kvmnn.errors import KvmnnError, OptionError, SourceError
+from kvmnn.files.mapped import MappedFile
+from kvmnn.formats import EngineOptions, PackedOptions, ReadOptions
+from kvmnn.formats.llama import state as llama_state
+from kvmnn.packed.fitting import Geometry
+
+
+def heads(count: int, **more: object) -> ReadOptions:
+    return ReadOptions(packed=PackedOptions(geometry=Geometry(kv_heads=count)), engine=EngineOptions(**more))
+
+
+def check(source: kvmnn.arrays.Source, cells: Cells) -> None:
+    for layer, (keys, values) in enumerate(zip(cells.keys, cells.values, strict=True)):
+        for part, expected in (("key", keys), ("value", values)):
+            found = source[f"layer_{layer}.{part}"].to_numpy()
+            assert found.shape == expected.shape
+            assert np.array_equal(found.view(f"u{found.itemsize}"), expected.view(f"u{found.itemsize}"))
+    assert source.engine_cache is not None
+    assert source.engine_cache.positions is not None
+    assert source.engine_cache.positions.tolist() == cells.positions
+
+
+def put(path: Path, data: bytes) -> Path:
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_file_reads_as_it_was_written(tmp_path: Path, seed: int) -> None:
+    rng = Random(seed)
+    transposed = rng.random() < 0.4
+    shape = Shape(
+        layers=rng.randint(1, 3),
+        heads=rng.choice((1, 2, 3)),
+        dims=rng.choice((32, 64)),
+        value_dims=rng.choice((32, 64)),
+        k_type=rng.choice(sorted(NUMBERS)),
+        v_type=rng.choice(PLAIN if transposed else sorted(NUMBERS)),
+        transposed=transposed,
+        extra=rng.choice((0, 0, 8, 12)),
+    )
+    kind = rng.choice((SESSION, SEQUENCE))
+    streams = [rng.randint(1, 9) if number else 0 for number in range(rng.randint(1, 3))] + [rng.randint(1, 40)]
+    data, (made,) = llama_files.state(
+        rng, shape, streams, kind=kind, gaps=rng.random() < 0.5, sequences=rng.choice((1, 1, 3))
+    )
+    path = put(tmp_path / "x.state", data)
+    for number, cells in enumerate(made):
+        if cells.positions:
+            source = kvmnn.open(path, heads(shape.heads, stream=number))
+            check(source, cells)
+            found = llama_state.parse(MappedFile(path)).caches[0][number]
+            assert found.seqs == cells.seqs
+
+
+@pytest.mark.parametrize("kind", sorted(NUMBERS))
+@pytest.mark.parametrize("dims", [8, 48, 80])
+def test_heads_that_are_no_whole_blocks(tmp_path: Path, kind: str, dims: int) -> None:
+    """Rows are whole blocks; heads need not be."""
+    shape = Shape(heads=4, dims=dims, value_dims=dims, k_type=kind, v_type=kind)
+    data, ((cells,),) = llama_files.state(Random(dims), shape, [7])
+    check(kvmnn.open(put(tmp_path / "x", data), heads(4)), cells)
+
+
+@pytest.mark.parametrize("limit", [4, 6, 64, 128, 1000, 4096])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_pieces_of_any_size_are_the_same_bytes(tmp_path: Path, limit: int, transposed: bool) -> None:
+    data, ((cells,),) = llama_files.state(Random(1), Shape(transposed=transposed), [11])
+    source = kvmnn.open(put(tmp_path / "x", data), heads(2))
+    for name, expected in (("layer_1.key", cells.keys[1]), ("layer_1.value", cells.values[1])):
+        pieces = list(source[name].pieces(limit))
+        assert b"".join(piece.tobytes() for piece in pieces) == np.ascontiguousarray(expected).tobytes()
+        assert max(piece.size for piece in pieces) <= limit
+
+
+@pytest.mark.parametrize("streams_said", [True, False])
+@pytest.mark.parametrize("outputs", [None, (0, 0, 0), (2, 10, 6)])
+def test_older_sessions(tmp_path: Path, streams_said: bool, outputs: tuple[int, int, int] | None) -> None:
+    data, ((cells,),) = llama_files.state(
+        Random(3), Shape(), [5], version=9, streams_said=streams_said, outputs=outputs
+    )
+    check(kvmnn.open(put(tmp_path / "x", data), heads(2)), cells)
+
+
+@pytest.mark.parametrize("streams_said", [True, False])
+def test_older_sequences(tmp_path: Path, streams_said: bool) -> None:
+    data, ((cells,),) = llama_files.state(Random(3), Shape(), [5], kind=SEQUENCE, version=2, streams_said=streams_said)
+    check(kvmnn.open(put(tmp_path / "x", data), heads(2)), cells)
+
+
+def test_a_second_cache_of_a_sliding_window(tmp_path: Path) -> None:
+    data, ((base,), (window,)) = llama_files.state(Random(4), Shape(), [9], second=[4])
+    path = put(tmp_path / "x", data)
+    check(kvmnn.open(path, heads(2)), base)
+    check(kvmnn.open(path, heads(2, window=True)), window)
+
+
+def test_files_without_v_have_keys(tmp_path: Path) -> None:
+    """Where the model has latent K alone; a file of any other is cut behind K."""
+    latent = Shape(has_v=False)
+    data, ((cells,),) = llama_files.state(Random(4), latent, [9], architecture="deepseek2")
+    source = kvmnn.open(put(tmp_path / "x", data), heads(2))
+    assert source.names == ("layer_0.key", "layer_1.key")
+    assert np.array_equal(source["layer_1.key"].to_numpy().view("u2"), cells.keys[1])
+    with pytest.raises(SourceError, match="is truncated"):
+        kvmnn.open(put(tmp_path / "y", llama_files.state(Random(4), latent, [9])[0]), heads(2))
+
+
+def test_a_sequence_file_without_v_needs_its_model(tmp_path: Path) -> None:
+    data, _ = llama_files.state(Random(4), Shape(has_v=False), [9], kind=SEQUENCE)
+    path = put(tmp_path / "x", data)
+    with pytest.raises(SourceError, match="is truncated"):
+        kvmnn.open(path, heads(2))
+    options = model(tmp_path / "m.gguf", "deepseek2", attention__head_count_kv=2, attention__key_length=32)
+    assert kvmnn.open(path, options).names == ("layer_0.key", "layer_1.key")
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_blocks_on_request(tmp_path: Path, kind: str) -> None:
+    data, _ = llama_files.state(Random(5), Shape(k_type=kind, v_type="f16"), [6])
+    source = kvmnn.open(put(tmp_path / "x", data), heads(2, blocks=True))
+    blocks = source["layer_0.key"]
+    assert (blocks.shape, blocks.array_dtype) == ((6, 2, llama_files.BLOCK_BYTES[kind]), "|u1")
+    assert blocks.to_numpy().tobytes() in data
+    assert source["layer_0.value"].shape == (2, 6, 32)
+
+
+def test_what_the_file_says(tmp_path: Path) -> None:
+    data, _ = llama_files.state(Random(6), Shape(k_type="q8_0", v_type="f16", transposed=True), [6], tokens=8)
+    source = kvmnn.open(put(tmp_path / "x", data), heads(2))
+    cache = source.engine_cache
+    assert cache is not None
+    assert (cache.engine, cache.kind, cache.layers, cache.kv_heads, cache.head_dim) == (
+        "llama.cpp",
+        "session",
+        2,
+        2,
+        32,
+    )
+    assert cache.types == ("q8_0", "q8_0", "f16", "f16")
+    assert cache.details["architecture"] == "llama"
+    assert cache.details["v_transposed"] is True
+    assert cache.token_ids is not None
+    assert cache.token_ids.tolist() == np.frombuffer(data, "<i4", 8, 12).tolist()
+    assert str(cache) == "llama.cpp session: 2 layers, 2 kv heads of 32, 6 tokens, K q8_0, V f16"
+    assert source.notes == ["dequantised from q8_0 to fp32"]
+
+
+def model(path: Path, architecture: str = "llama", **fields: int | str | list[int]) -> ReadOptions:
+    path.write_bytes(llama_files.gguf(architecture, **fields))
+    return ReadOptions(packed=PackedOptions(model=str(path)))
+
+
+def test_the_geometry_of_a_gguf_model(tmp_path: Path) -> None:
+    data, ((cells,),) = llama_files.state(Random(7), Shape(), [6])
+    path = put(tmp_path / "x", data)
+    width = {"attention__head_count": 4, "embedding_length": 128, "block_count": 2}
+    check(kvmnn.open(path, model(tmp_path / "m.gguf", attention__head_count_kv=2, **width)), cells)
+    check(kvmnn.open(path, model(tmp_path / "m.gguf", attention__head_count_kv=[2, 2], **width)), cells)
+    check(kvmnn.open(path, model(tmp_path / "m.gguf", attention__head_count_kv=2, attention__key_length=32)), cells)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"attention__head_count": 4, "embedding_length": 256}, "it is of another model"),
+        ({"attention__head_count_kv": 2, "attention__key_length": 32, "block_count": 3}, "the model has 3 layers"),
+        ({"attention__head_count_kv": 2}, "does not say the kv heads and head_dim"),
+    ],
+)
+def test_another_model_is_refused(tmp_path: Path, fields: dict[str, int], message: str) -> None:
+    path = put(tmp_path / "x", llama_files.state(Random(7), Shape(), [6])[0])
+    with pytest.raises(KvmnnError, match=message):
+        kvmnn.open(path, model(tmp_path / "m.gguf", **fields))
+
+
+def test_a_damaged_model_is_one_line(tmp_path: Path) -> None:
+    path = put(tmp_path / "x", llama_files.state(Random(7), Shape(), [6])[0])
+    whole = llama_files.gguf(attention__head_count_kv=[2, 2], attention__key_length=32)
+    for end in range(len(whole)):
+        put(tmp_path / "m.gguf", whole[:end])
+        with pytest.raises(SourceError):
+            kvmnn.open(path, ReadOptions(packed=PackedOptions(model=str(tmp_path / "m.gguf"))))
+
+
+def test_heads_are_asked_for(tmp_path: Path) -> None:
+    path = put(tmp_path / "x", llama_files.state(Random(7), Shape(), [6])[0])
+    with pytest.raises(SourceError, match=r"a row of K has 64 values.*--kv-heads N, or --model FILE\.gguf"):
+        kvmnn.open(path)
+    source = kvmnn.open(path, ReadOptions(engine=EngineOptions(any_heads=True)))
+    assert source["layer_0.key"].shape == (1, 6, 64)
+    with pytest.raises(OptionError, match="which are not 3 kv heads"):
+        kvmnn.open(path, heads(3))
+
+
+def test_streams_are_asked_for(tmp_path: Path) -> None:
+    path = put(tmp_path / "x", llama_files.state(Random(7), Shape(), [3, 0, 2])[0])
+    with pytest.raises(SourceError, match=r"2 streams hold cells: --stream says which \(0, 2\)"):
+        kvmnn.open(path, heads(2))
+    with pytest.raises(OptionError, match="stream 1 holds no cells"):
+        kvmnn.open(path, heads(2, stream=1))
+    with pytest.raises(OptionError, match="--window is about files with a second one"):
+        kvmnn.open(path, heads(2, window=True))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_cut_anywhere_it_is_refused(tmp_path: Path, transposed: bool) -> None:
+    data, _ = llama_files.state(Random(8), Shape(1, 1, 8, 8, transposed=transposed), [2], sequences=2)
+    for end in range(4, len(data)):
+        with pytest.raises(SourceError):
+            kvmnn.open(put(tmp_path / "x", data[:end]), heads(2))
+
+
+def test_bytes_behind_are_refused_by_name(tmp_path: Path) -> None:
+    data, _ = llama_files.state(Random(8), Shape(), [3])
+    with pytest.raises(SourceError, match=r"7 bytes are left behind K and V.*recurrent"):
+        kvmnn.open(put(tmp_path / "x", data + bytes(7)), heads(2))
+
+
+@pytest.mark.parametrize("version", [0, 8, 11, 1 << 31])
+def test_other_versions_are_refused_by_name(tmp_path: Path, version: int) -> None:
+    data, _ = llama_files.state(Random(8), Shape(), [3], version=version)
+    with pytest.raises(SourceError, match=f"session file of version {version}: read are 9 and 10"):
+        kvmnn.open(put(tmp_path / "x", data), heads(2))
+
+
+def test_other_types_are_refused_by_name(tmp_path: Path) -> None:
+    data, _ = llama_files.state(Random(8), Shape(k_type="f16"), [3])
+    at = data.index(b"\x01\0\0\0\x80\0\0\0\0\0\0\0")
+    with pytest.raises(SourceError, match="ggml type 24 is none of a KV cache"):
+        kvmnn.open(put(tmp_path / "x", data[:at] + b"\x18" + data[at + 1 :]), heads(2))

@@ -17,6 +17,7 @@ from ..text import LOSSLESS, at_rate, count, ratio
 from ..threads.pipeline import Progress
 from . import manifest
 from .encoding import PACKED_FRAME_BYTES, EncodeOptions, encode_to_directory, encode_to_file, encode_to_memory
+from .kept_file import KeptFile, kept_file
 from .manifest import Manifest, Sizes, array_to_dict, frames_of
 
 
@@ -45,13 +46,18 @@ class Encoded(Sizes):
     cache: CacheInfo | None = None
 
     @property
+    def kept(self) -> KeptFile | None:
+        """The file that is kept whole, if one is."""
+        return kept_file(self.manifest.metadata, self.output or "frames")
+
+    @property
     def label(self) -> str | None:
         """``LOSSLESS`` if that was proved, else None."""
         return LOSSLESS if self.verified else None
 
     def to_dict(self) -> dict[str, Any]:
         """The same for JSON."""
-        made = self.manifest
+        made, kept = self.manifest, self.kept
         return {
             "output": self.output,
             "label": self.label,
@@ -64,6 +70,7 @@ class Encoded(Sizes):
             "zstd_version": made.zstd_version,
             "byte_exact": made.zstd_byte_exact and made.effort == "exact",
             "cache": cache_document(self.cache),
+            **({"file": {"name": kept.name, "format": kept.format, "bytes": kept.nbytes}} if kept else {}),
             "arrays": [
                 {**array_to_dict(array), "ratio": ratio(array.nbytes, array.stored_bytes)} for array in made.arrays
             ],
@@ -94,6 +101,12 @@ class Encoded(Sizes):
         )
         if others:
             lines.append(f"  {others}")
+        if self.kept:
+            whole = self.stored_bytes + len(manifest.to_json(self.manifest))
+            lines.append(
+                f"  {self.kept.name} has {self.kept.nbytes:,} bytes, frames and manifest have {whole:,}; decode writes "
+                "the same file again"
+            )
         if self.cache:
             packed = self.cache.file_bytes
             times = ratio(packed, self.stored_bytes)

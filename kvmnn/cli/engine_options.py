@@ -56,6 +56,11 @@ def is_engine_file(path: str) -> bool:
     return engine_kind(path) is not None
 
 
+def is_whole(arguments: argparse.Namespace, paths: Sequence[str]) -> bool:
+    """Whether frames keep all of the only input, rather than arrays that were chosen out of it."""
+    return len(paths) == 1 and not arguments.tensor and not any(idle_options.given(arguments, n) for n in CHOOSING)
+
+
 def is_gguf(path: str | None) -> bool:
     """Whether a model is one of llama.cpp."""
     from ..formats.llama import is_gguf

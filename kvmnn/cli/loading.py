@@ -25,10 +25,12 @@ def load(
     used: Sequence[str] = (),
     known: CacheInfo | None = None,
     any_heads: bool = False,
+    whole: bool = False,
 ) -> Source:
     """All arrays of all inputs as one source.
 
-    With `frames`, frames are inputs too; `as_numbers` as in `ReadOptions`, `any_heads` as in `EngineOptions`. Options
+    With `frames`, frames are inputs too; `as_numbers` as in `ReadOptions`, `any_heads` and `whole` as in
+    `EngineOptions`. Options
     about packed files are refused where no input is any, but for those that are `used` otherwise. What neither packed
     files nor the arguments say is taken from `known`.
     """
@@ -47,7 +49,7 @@ def load(
         skip_unsupported=arguments.skip_unsupported,
         packed=packed_options.options(arguments, known),
         frames=frames,
-        engine=engine_options.options(arguments, any_heads=any_heads),
+        engine=engine_options.options(arguments, any_heads=any_heads, whole=whole),
         max_bytes=getattr(arguments, "max_bytes", None),
     )
     return joined([opening.open(path, options) for path in paths])

@@ -2,6 +2,7 @@
 
 from .array_formats import ARRAY_FORMATS, ArrayFormat, array_format
 from .engine_files import engine_kind
+from .kept_restoring import RestoredFile, is_kept, restore_file
 from .listing import ArraysInfo, inspect
 from .mnn.describing import Described, describe_files
 from .mnn.finding import find_packed
@@ -22,6 +23,7 @@ __all__ = [
     "PackedOptions",
     "ReadOptions",
     "Restored",
+    "RestoredFile",
     "array_format",
     "chosen",
     "describe_files",
@@ -30,9 +32,11 @@ __all__ = [
     "folder_kind",
     "inspect",
     "is_frames",
+    "is_kept",
     "kind_of",
     "not_a_frame",
     "open",
     "restore",
+    "restore_file",
     "write_arrays",
 ]

@@ -6,9 +6,15 @@ import os
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ..arrays.source import Source
+from ..arrays.source import FILE_KEY, Source
+from ..bundle import manifest
+from ..bundle.frame_set import open_frames
+from ..bundle.kept_file import kept_file
+from ..errors import KvmnnError, ManifestError
 from ..files.mapped import STDIN, MappedFile
 from . import llama
+from .file_bytes import FileBytes
+from .keeping import as_noted, reopened
 from .options import ReadOptions
 
 
@@ -22,15 +28,18 @@ class EngineFile(NamedTuple):
     is_one
         Whether the file at a path is one, by its first bytes.
     read
-        Its arrays.
+        K and V of every layer.
+    keep
+        All that the file holds (`EngineOptions.whole`).
     """
 
     name: str
     is_one: Callable[[str], bool]
-    read: Callable[[MappedFile, ReadOptions], Source]
+    read: Callable[[FileBytes, ReadOptions], Source]
+    keep: Callable[[MappedFile, ReadOptions], Source]
 
 
-ENGINE_FILES = (EngineFile("llama-state", llama.is_state, llama.read),)
+ENGINE_FILES = (EngineFile(llama.NAME, llama.is_state, llama.read, llama.keep),)
 
 
 def engine_file(path: str) -> EngineFile | None:
@@ -41,11 +50,37 @@ def engine_file(path: str) -> EngineFile | None:
 
 
 def engine_kind(path: str) -> str | None:
-    """The name of the kind of a file."""
+    """The name of the kind of a file, or of the file that frames were made from."""
     kind = engine_file(path)
-    return None if kind is None else kind.name
+    if kind is not None:
+        return kind.name
+    try:
+        document = open_frames(path).document if _has_manifest(path) else None
+        kept = document and kept_file(document.metadata, path)
+        return kept.format if kept else None
+    except (KvmnnError, OSError):
+        return None  # and what is wrong with it is said when it is read
+
+
+def _has_manifest(path: str) -> bool:
+    """Whether there is a manifest at a path."""
+    return any(os.path.isfile(path + suffix) for suffix in (f"/{manifest.FILE_NAME}", manifest.SIDE_SUFFIX))
 
 
 def read(path: str, kind: EngineFile, options: ReadOptions) -> Source:
     """The arrays of such a file."""
-    return kind.read(MappedFile(path, max_bytes=options.max_bytes), options)
+    file = MappedFile(path, max_bytes=options.max_bytes)
+    return kind.keep(file, options) if options.engine.whole else kind.read(file, options)
+
+
+def reread(frames: Source, path: str, options: ReadOptions) -> Source:
+    """K and V of such a file again, where frames are of one that was kept whole; else what the frames decode to."""
+    file = None if options.engine.whole else reopened(frames, path)
+    if file is None:
+        return frames
+    kind = next((kind for kind in ENGINE_FILES if kind.name == file.kept.format), None)
+    if kind is None:
+        raise ManifestError(f"{path}: metadata {FILE_KEY!r}: the format {file.kept.format!r:.80} is not known")
+    found = kind.read(file, as_noted(options, file.kept))
+    found.opened = frames.opened
+    return found

@@ -148,7 +148,8 @@ def _decoded(path: str, options: ReadOptions) -> Source:
     for entry in frames.arrays if options.dtype is not None else ():
         if entry.dtype != options.dtype:
             raise OptionError(f"{path}: the manifest says {entry.dtype}, not {options.dtype} (--dtype)")
-    return chosen(of_frames(frames, DecodeOptions(threads=options.threads)), path, options)
+    source = of_frames(frames, DecodeOptions(threads=options.threads))
+    return chosen(engine_files.reread(source, path, options), path, options)
 
 
 def _read(path: str, options: ReadOptions) -> Source:

@@ -64,6 +64,8 @@ class EngineOptions:
         every layer as they lie there, in `Source.metadata` what is around them. Nothing needs to be known of heads.
     any_heads
         Take a row whose kv heads nothing says as one head: for what does not look at heads.
+    noted_heads
+        Kv heads of each layer as they were noted down, where nothing else says them.
     stream
         Which stream of a llama.cpp file; None takes the only one that holds cells.
     window
@@ -74,6 +76,7 @@ class EngineOptions:
 
     whole: bool = False
     any_heads: bool = False
+    noted_heads: tuple[int, ...] | None = None
     stream: int | None = None
     window: bool = False
     blocks: bool = False

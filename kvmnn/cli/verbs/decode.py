@@ -29,8 +29,11 @@ Frames made from a prefix cache become its files again with -o DIR/ (--arrays: .
 every live element. --model, --token-ids and --backend are compared with what the manifest says, and what differs is
 refused; --force restores anyway.
 
-Without -o, X.npy.frame becomes X.npy; only what comes from standard input goes to standard output, as raw words (if
-that is a file or a pipe)."""
+Frames of a whole file of llama.cpp become that file again, byte for byte, with -o FILE or on standard output (--arrays:
+its arrays as they lie there; kvmnn unpack gives K and V by heads).
+
+Without -o, X.npy.frame becomes X.npy, and X.frames/ of a whole file X; only what comes from standard input goes to
+standard output, as raw words (if that is a file or a pipe)."""
 
 
 _EXPECTED = ("name", "backend", "lp", "hp", "flash_block", "model", "token_ids")
@@ -90,12 +93,15 @@ def _restored(
     progress: Progress | None,
 ) -> printing.Result:
     """A KV dump if asked for, the files of a prefix cache, where the frames were made from one, or plain arrays."""
-    from ...formats import restore
+    from ...formats import is_kept, restore, restore_file
     from ...formats.mnn import is_prefix, restore_dump, restore_prefix
 
     if arguments.form and isinstance(output, str):
         idle_options.refuse(arguments, _EXPECTED, "is about the files of a prefix cache, and a dump is written")
         return restore_dump(frames, output, options, force=arguments.force, progress=progress)
+    if not arguments.arrays and is_kept(frames, output if isinstance(output, str) else None):
+        idle_options.refuse(arguments, _EXPECTED, "is about the files of a prefix cache, and another file is written")
+        return restore_file(frames, output, options, force=arguments.force, progress=progress)
     if arguments.arrays or not isinstance(output, str) or not is_prefix(frames, output):
         idle_options.refuse(arguments, _EXPECTED, "is about the files of a prefix cache, and plain arrays are written")
         return restore(frames, output, options, force=arguments.force, progress=progress)
@@ -116,10 +122,14 @@ def _restored(
 
 def _output(arguments: argparse.Namespace, frames: FrameSet) -> str:
     """The output's name: as given, or the input's without what encode appended."""
+    from ...formats import is_kept
+
     path = PurePath(arguments.input)
     if arguments.output is not None:
         output: str = arguments.output
         return output
+    if path.suffix in (".frames", ".frame") and not arguments.arrays and is_kept(frames):
+        return str(path.with_suffix(""))
     if arguments.input == STDIO or path.suffix != ".frame" or len(frames.arrays) > 1:
         raise UsageError("no output given: use -o X.npy, -o X.npz, -o DIR/ or -o -")
     stem = path.with_suffix("")

@@ -7,7 +7,7 @@ import os
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from .. import loading, packed_options, printing, shared_options
+from .. import engine_options, loading, packed_options, printing, shared_options
 from ..printing import STDIO, UsageError
 
 if TYPE_CHECKING:
@@ -17,7 +17,8 @@ _TEXT = """Encode arrays into the frames that MNN would store.
 
 IN is a .npy, .npz or .safetensors file, a directory of .npy files or of an MNN KV dump, any other file of raw words
 (--dtype says of which kind), or "-" for standard input (raw words or a .npy file). Several inputs make one bundle. The
-directory of a prefix cache gives the live K and V of every layer, and decode makes its files again.
+directory of a prefix cache gives the live K and V of every layer, and decode makes its files again. A session or
+sequence file of llama.cpp is kept whole: decode writes the same file, byte for byte (docs/other-engines.md).
 
   -o FILE    one array: its frame, and FILE.json beside it, from which decode
              restores the same array
@@ -104,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
         block=arguments.block,
         allow_raw=arguments.allow_raw,
     )
-    source = loading.load(arguments.inputs, arguments)
+    source = loading.load(arguments.inputs, arguments, whole=engine_options.is_whole(arguments, arguments.inputs))
     loading.report_skipped(source, arguments)
     on_stdout = printing.to_stdout(arguments, arguments.inputs[0])
     output = printing.data_stdout(arguments, "frame") if on_stdout else _output(arguments, source)

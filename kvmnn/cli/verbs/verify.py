@@ -71,12 +71,13 @@ def run(arguments: argparse.Namespace) -> int:
 def _original(frames: FrameSet, arguments: argparse.Namespace) -> Source:
     """What the frames were made from; what it does not say of itself is as the frames have it."""
     from ...compressor import is_weights
+    from ...formats import is_kept
 
     packed_options.check_origin(arguments, frames.cache, frames.path)
     for path in filter(is_weights, arguments.against):
         raise printing.UsageError(f"--against {path}: is a compressor's weight file, which no frames are made of")
     dtypes = [array.dtype for array in frames.arrays]
-    source = loading.load(arguments.against, arguments, dtypes, known=frames.cache)
+    source = loading.load(arguments.against, arguments, dtypes, known=frames.cache, whole=is_kept(frames))
     loading.report_skipped(source, arguments)
     if frames.cache is not None and source.cache is not None:
         printing.note(arguments, f"the original is read as the frames say: {_geometry(frames.cache)}")

@@ -15,10 +15,11 @@ from ...arrays.source import Source
 from ...errors import OptionError, SourceError
 from ...files.mapped import head_of
 from ...text import count
+from ..file_bytes import FileBytes
 from ..options import EngineOptions, ReadOptions
 from . import gguf
 from .rows import file_runs, head_runs
-from .state import MAGICS, FileBytes, State, Stream, Tensor, parse
+from .state import MAGICS, State, Stream, Tensor, parse
 
 ENGINE = "llama.cpp"
 
@@ -49,7 +50,7 @@ def read(file: FileBytes, options: ReadOptions) -> Source:
     """
     state = parse(file, model_of(options))
     stream = _chosen(file.label, state, options.engine)
-    heads = _heads(file.label, stream, options)
+    heads = heads_of(file.label, stream, options, needed=not options.engine.any_heads)
     arrays = [_array(file, tensor, stream, heads, options) for tensor in _by_layer(stream)]
     described = _described(state, stream, heads, options.engine)
     return Source(arrays, notes=_notes(stream, heads, options.engine), engine_cache=described)
@@ -62,8 +63,8 @@ def model_of(options: ReadOptions) -> str | None:
 
 
 @dataclass(frozen=True)
-class _Heads:
-    """Kv heads of each layer, and who says so; one each where nothing does and nobody needs them."""
+class Heads:
+    """Kv heads of each layer, and whether anything says so; one each where nothing does and nobody needs them."""
 
     of: tuple[int, ...]
     known: bool = True
@@ -95,8 +96,8 @@ def _numbers(found: Sequence[int]) -> str:
     return shown if len(found) <= 8 else f"{shown} ... {found[-1]}"
 
 
-def _heads(where: str, stream: Stream, options: ReadOptions) -> _Heads:
-    """How many kv heads the rows of each layer are of."""
+def heads_of(where: str, stream: Stream, options: ReadOptions, *, needed: bool) -> Heads:
+    """How many kv heads the rows of each layer are of; errors as `read`, but where they are not `needed`."""
     keys = [tensor for tensor in stream.tensors if tensor.part == "key"]
     said = options.packed.geometry if options.packed else None
     model = options.packed.model if options.packed else None
@@ -113,9 +114,11 @@ def _heads(where: str, stream: Stream, options: ReadOptions) -> _Heads:
             )
         found = geometry.kv_heads
         _check_model(where, model, keys, geometry)
+    if found is None and len(options.engine.noted_heads or ()) == len(keys):
+        found = options.engine.noted_heads
     if found is None:
-        if options.engine.any_heads:
-            return _Heads((1,) * len(keys), known=False)
+        if not needed:
+            return Heads((1,) * len(keys), known=False)
         raise SourceError(
             f"{where}: a row of K has {keys[0].row:,} values, and nothing in the file says of how many kv heads: say "
             "--kv-heads N, or --model FILE.gguf"
@@ -129,7 +132,7 @@ def _heads(where: str, stream: Stream, options: ReadOptions) -> _Heads:
                 f"{where}: {tensor.part[0].upper()} of layer {tensor.layer} has {tensor.row:,} values a cell, which "
                 f"are not {count(heads, 'kv head')}{dims}"
             )
-    return _Heads(found)
+    return Heads(found)
 
 
 def _check_model(where: str, model: str, keys: Sequence[Tensor], geometry: gguf.Geometry) -> None:
@@ -142,7 +145,7 @@ def _check_model(where: str, model: str, keys: Sequence[Tensor], geometry: gguf.
             )
 
 
-def _array(file: FileBytes, tensor: Tensor, stream: Stream, heads: _Heads, options: ReadOptions) -> NamedArray:
+def _array(file: FileBytes, tensor: Tensor, stream: Stream, heads: Heads, options: ReadOptions) -> NamedArray:
     kind, of = tensor.type, heads.of[tensor.layer]
     name = array_name(tensor.layer, tensor.part)
     if kind.is_block and options.engine.blocks:
@@ -173,7 +176,7 @@ def block_array(file: FileBytes, tensor: Tensor, cells: int, name: str) -> Named
     )
 
 
-def _notes(stream: Stream, heads: _Heads, options: EngineOptions) -> list[str]:
+def _notes(stream: Stream, heads: Heads, options: EngineOptions) -> list[str]:
     """What was inferred, and what the numbers were made from."""
     notes = []
     if not heads.known:
@@ -189,7 +192,7 @@ def _dequantised(stream: Stream, options: EngineOptions) -> tuple[str, ...]:
     return tuple(sorted({tensor.type.name for tensor in stream.tensors if tensor.type.is_block}))
 
 
-def _described(state: State, stream: Stream, heads: _Heads, options: EngineOptions) -> EngineCache:
+def _described(state: State, stream: Stream, heads: Heads, options: EngineOptions) -> EngineCache:
     keys = [tensor for tensor in stream.tensors if tensor.part == "key"]
     counts, dims = {*heads.of}, {tensor.row // heads.of[tensor.layer] for tensor in keys}
     return EngineCache(

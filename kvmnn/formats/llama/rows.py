@@ -14,7 +14,8 @@ from ...arrays.named_array import Piece, rechunked
 from ...dtypes import Bytes
 from ...packed.layout import PackLayout
 from ...packed.rows import HeadRows
-from .state import FileBytes, Tensor
+from ..file_bytes import FileBytes
+from .state import Tensor
 
 _VALUES = 1 << 16
 """Numbers that are made of blocks at a time: they and their blocks fit a cache of the processor."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from ...dtypes import PARTS, Bytes, Indices, Part, Positions
 from ...errors import SourceError
 from ...text import count
+from ..file_bytes import FileBytes
 from .types import TYPES, GgmlType
 
 SESSION, SEQUENCE = 0x6767736E, 0x67677371
@@ -29,17 +30,6 @@ MLA = ("deepseek2", "deepseek32", "glm-dsa", "kimi-linear", "minicpm3", "mistral
 """Architectures whose attention works on latent K alone: they may store no V."""
 _EXTRA_BYTES = (0, 12, 8)
 """Behind the position of a cell: nothing; x, y and a token (M-RoPE, embeddings by layer); x and y."""
-
-
-class FileBytes(Protocol):
-    """The bytes of a file: mapped, or put together from frames."""
-
-    @property
-    def label(self) -> str: ...
-    @property
-    def size(self) -> int: ...
-    def view(self, offset: int, nbytes: int, /) -> Bytes: ...
-    def drop(self, offset: int, nbytes: int, /) -> None: ...
 
 
 class Tensor(NamedTuple):

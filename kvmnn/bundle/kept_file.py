@@ -1,0 +1,185 @@
+"""What a manifest notes down of a file that is kept whole: how it is put together again from arrays and other bytes.
+
+It is the text under the key ``kvmnn.file`` of the manifest's metadata (docs/other-engines.md).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import zlib
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, Final
+
+from ..arrays.source import FILE_KEY
+from ..errors import ManifestError
+from ..files.json_document import Node, parse
+
+SCHEMA: Final = "kvmnn-file"
+SCHEMA_VERSION: Final = 1
+MAX_BYTES = 256 << 20
+"""Of the document, and of all literal bytes."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run of bytes of the file.
+
+    Parameters
+    ----------
+    nbytes
+        How many.
+    literal
+        The bytes, where they are no array's.
+    arrays
+        Names of arrays and how many bytes each gives by turns; one array gives all its bytes.
+    """
+
+    nbytes: int
+    literal: bytes = b""
+    arrays: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def rows(self) -> int:
+        """How often each array has its turn."""
+        return self.nbytes // sum(nbytes for _, nbytes in self.arrays)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptFile:
+    """A file that is kept whole.
+
+    Parameters
+    ----------
+    format
+        What knows how to read it.
+    name
+        That it had, without folders.
+    nbytes, sha256
+        Of the file.
+    parts
+        All of it, in order.
+    kv_heads
+        Of each layer, where the file does not say them and somebody did.
+    """
+
+    format: str
+    name: str
+    nbytes: int
+    sha256: str
+    parts: tuple[Part, ...]
+    kv_heads: tuple[int, ...] | None = None
+    _ends: tuple[int, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_ends", tuple(accumulate(part.nbytes for part in self.parts)))
+
+    def part_at(self, offset: int) -> tuple[Part, int]:
+        """The part that the byte at `offset` belongs to, and where that part begins."""
+        number = bisect_right(self._ends, offset)
+        return self.parts[number], self._ends[number] - self.parts[number].nbytes
+
+
+def to_json(kept: KeptFile) -> str:
+    """The document on one line."""
+    document: dict[str, Any] = {
+        "schema": SCHEMA,
+        "schema_version": SCHEMA_VERSION,
+        "format": kept.format,
+        "name": kept.name,
+        "bytes": kept.nbytes,
+        "sha256": kept.sha256,
+        "kv_heads": None if kept.kv_heads is None else list(kept.kv_heads),
+        "parts": [_part_document(part) for part in kept.parts],
+    }
+    return json.dumps(document, separators=(",", ":"))
+
+
+def _part_document(part: Part) -> dict[str, Any]:
+    if part.arrays:
+        return {"bytes": part.nbytes, "arrays": [list(each) for each in part.arrays]}
+    small = zlib.compress(part.literal, 9)
+    if len(small) < len(part.literal):
+        return {"bytes": part.nbytes, "zlib": base64.b64encode(small).decode()}
+    return {"bytes": part.nbytes, "base64": base64.b64encode(part.literal).decode()}
+
+
+def kept_file(metadata: dict[str, str], where: str) -> KeptFile | None:
+    """The file that a manifest's metadata describes; None where it describes none.
+
+    Raises
+    ------
+    ManifestError
+        When the description is malformed; `where` begins the message.
+    """
+    text = metadata.get(FILE_KEY)
+    return None if text is None else _from_json(text, f"{where}: metadata {FILE_KEY!r}")
+
+
+def _from_json(text: str, where: str) -> KeptFile:
+    root = parse(text, where, MAX_BYTES)
+    if root.at("schema").text() != SCHEMA:
+        raise root.at("schema").wrong(f"{SCHEMA!r}")
+    if root.at("schema_version").integer(1) != SCHEMA_VERSION:
+        raise root.at("schema_version").wrong(f"{SCHEMA_VERSION}, the version this kvmnn reads")
+    nodes = root.at("parts").items(least=1)
+    if sum(node.at("bytes").integer(1) for node in nodes if "arrays" not in node.value) > MAX_BYTES:
+        raise root.at("parts").wrong(f"at most {MAX_BYTES} bytes that are no array's")
+    heads = root.at("kv_heads")
+    kept = KeptFile(
+        format=root.at("format").text(),
+        name=root.at("name").text(),
+        nbytes=root.at("bytes").integer(1),
+        sha256=root.at("sha256").sha256(),
+        parts=tuple(_part(node) for node in nodes),
+        kv_heads=None if heads.value is None else tuple(each.integer(1) for each in heads.items()),
+    )
+    if sum(part.nbytes for part in kept.parts) != kept.nbytes:
+        raise root.at("bytes").wrong("the sum of the parts")
+    return kept
+
+
+def _part(node: Node) -> Part:
+    nbytes = node.at("bytes").integer(1)
+    if "arrays" in node.value:
+        arrays = tuple(_turn(each) for each in node.at("arrays").items(least=1, most=8))
+        if nbytes % sum(turn for _, turn in arrays):
+            raise node.at("bytes").wrong("a multiple of what the arrays give by turns")
+        return Part(nbytes, arrays=arrays)
+    literal = _zlib(node.at("zlib"), nbytes) if "zlib" in node.value else _base64(node.at("base64"))
+    if len(literal) != nbytes:
+        raise node.at("bytes").wrong(f"{len(literal)}, as its bytes are")
+    return Part(nbytes, literal)
+
+
+def _turn(node: Node) -> tuple[str, int]:
+    name, nbytes = node.items(least=2, most=2)
+    return name.text(), nbytes.integer(1)
+
+
+def _base64(node: Node) -> bytes:
+    try:
+        return base64.b64decode(node.text(), validate=True)
+    except (binascii.Error, ValueError):
+        raise node.wrong("base64") from None
+
+
+def _zlib(node: Node, nbytes: int) -> bytes:
+    try:
+        return zlib.decompressobj().decompress(_base64(node), nbytes + 1)
+    except zlib.error:
+        raise node.wrong("bytes that zlib made") from None
+
+
+def check_fits(kept: KeptFile, arrays: dict[str, int], where: str) -> None:
+    """`ManifestError` unless the parts take every array once, with the bytes that it has."""
+    left = dict(arrays)
+    for part in kept.parts:
+        for name, turn in part.arrays:
+            if left.pop(name, None) != turn * part.rows:
+                raise ManifestError(f"{where}: metadata {FILE_KEY!r}: does not fit the array {name!r:.200}")
+    if left:
+        raise ManifestError(f"{where}: metadata {FILE_KEY!r}: has no place for the array {min(left)!r:.200}")

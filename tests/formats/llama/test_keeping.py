@@ -1,0 +1,162 @@
+"""llama.cpp files as frames, and the same files again."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from random import Random
+
+import llama_files
+import numpy as np
+import pytest
+from kept_files import there_and_back
+from llama_files import BLOCKS, NUMBERS, PLAIN, SEQUENCE, SESSION, Shape
+
+import kvmnn
+from kvmnn.formats import PackedOptions, ReadOptions
+from kvmnn.packed.fitting import Geometry
+
+HEADS = ReadOptions(packed=PackedOptions(geometry=Geometry(kv_heads=2)))
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_any_file_comes_back_byte_for_byte(tmp_path: Path, run, seed: int) -> None:
+    rng = Random(seed)
+    transposed = rng.random() < 0.3
+    shape = Shape(
+        layers=rng.randint(1, 3),
+        heads=rng.choice((1, 2)),
+        k_type=rng.choice(sorted(NUMBERS)),
+        v_type=rng.choice(PLAIN if transposed else sorted(NUMBERS)),
+        transposed=transposed,
+        extra=rng.choice((0, 12)),
+    )
+    second = [rng.randint(1, 5)] if rng.random() < 0.3 else None
+    cells = [rng.randint(0, 6) for _ in range(rng.randint(0, 2))] + [rng.randint(1, 30)]
+    data, _ = llama_files.state(
+        rng, shape, cells[: len(second or cells)], kind=rng.choice((SESSION, SEQUENCE)), second=second, gaps=True
+    )
+    path = tmp_path / "x.session"
+    path.write_bytes(data)
+    frames = there_and_back(run, path)
+    assert "LOSSLESS (every byte compared" in run("verify", frames, "--against", path).out
+
+
+@pytest.mark.parametrize("name", ["f16", "q8_0"])
+def test_frames_are_read_as_the_file_is(tmp_path: Path, run, name: str) -> None:
+    data, _ = llama_files.state(Random(2), Shape(k_type=name, v_type=name), [9], gaps=True)
+    path = tmp_path / "x.session"
+    path.write_bytes(data)
+    frames = there_and_back(run, path)
+    one, two = kvmnn.open(path, HEADS), kvmnn.open(frames, HEADS)
+    assert one.names == two.names
+    for array in one:
+        assert np.array_equal(one[array].to_numpy(), two[array].to_numpy(), equal_nan=True)
+    assert str(one.engine_cache) == str(two.engine_cache)
+    assert "equal" in run("diff", path, frames, "--kv-heads", 2).out
+
+
+def test_heads_that_were_said_are_noted_down(tmp_path: Path, run) -> None:
+    path = tmp_path / "x.session"
+    path.write_bytes(llama_files.state(Random(2), Shape(), [9])[0])
+    frames = there_and_back(run, path, "--kv-heads", 2)
+    assert kvmnn.open(frames)["layer_0.key"].shape == (2, 9, 32)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_fields_of_blocks_are_apart_where_that_is_smaller(tmp_path: Path, run, kind: str) -> None:
+    """Scales that are all the same are a lane without content; of random blocks nothing is gained."""
+    shape, path = Shape(layers=1, k_type=kind, v_type="f16"), tmp_path / "x.session"
+    data, _ = llama_files.state(Random(2), shape, [200])
+    blocks, size = bytearray(data), llama_files.BLOCK_BYTES[kind]
+    start = data.index(struct.pack("<iQ", llama_files.NUMBERS[kind], 2 * size)) + 12
+    for at in range(start, start + 400 * size, size):
+        blocks[at : at + 2] = b"\x00\x3c"
+    path.write_bytes(bytes(blocks))
+    frames = there_and_back(run, path)
+    names = [entry["name"] for entry in json.loads((frames / "manifest.json").read_text())["arrays"]]
+    assert "layer_0.key.scales" in names
+    assert "layer_0.key.codes" in names
+
+
+def test_long_runs_between_arrays_are_arrays(tmp_path: Path, run) -> None:
+    """Logits in older sessions may be larger than K and V."""
+    data, _ = llama_files.state(Random(2), Shape(), [9], version=9, outputs=(1, 300_001, 3))
+    path = tmp_path / "x.session"
+    path.write_bytes(data)
+    frames = there_and_back(run, path)
+    assert (frames / "manifest.json").stat().st_size < 20_000
+
+
+def test_what_is_said_of_it(tmp_path: Path, run) -> None:
+    path = tmp_path / "x.session"
+    path.write_bytes(llama_files.state(Random(2), Shape(), [9])[0])
+    said = run("encode", path).out
+    assert f"x.session has {path.stat().st_size:,} bytes, frames and manifest have" in said
+    path.unlink()
+    said = run("decode", tmp_path / "x.session.frames").out
+    assert "the file x.session of 4 arrays" in said
+    assert "LOSSLESS (read back, sha256 of the file)" in said
+    assert path.exists()
+    found = json.loads(run("encode", path, "-o", f"{tmp_path}/again/", "--json").out)
+    assert found["file"] == {"name": "x.session", "format": "llama-state", "bytes": path.stat().st_size}
+
+
+def test_arrays_instead(tmp_path: Path, run) -> None:
+    path = tmp_path / "x.session"
+    path.write_bytes(llama_files.state(Random(2), Shape(), [9])[0])
+    frames = there_and_back(run, path)
+    run("decode", frames, "-o", tmp_path / "plain.npz")
+    with np.load(tmp_path / "plain.npz") as found:
+        assert found["layer_0.key"].shape == (9, 64)
+    run("unpack", frames, "--kv-heads", 2, "-o", tmp_path / "heads.npz")
+    with np.load(tmp_path / "heads.npz") as found:
+        assert found["layer_0.key"].shape == (2, 9, 32)
+
+
+def changed(frames: Path, change) -> None:
+    document = json.loads((frames / "manifest.json").read_text())
+    kept = json.loads(document["metadata"]["kvmnn.file"])
+    change(kept)
+    document["metadata"]["kvmnn.file"] = json.dumps(kept)
+    (frames / "manifest.json").write_text(json.dumps(document))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda kept: kept.update(sha256="0" * 64), "does not match the sha256 of the file"),
+        (lambda kept: kept.update(bytes=5), "the sum of the parts"),
+        (lambda kept: kept.update(format="new-1"), "the format 'new-1' is not known"),
+        (lambda kept: kept.update(schema_version=2), "the version this kvmnn reads"),
+        (lambda kept: kept["parts"].reverse(), "does not match the sha256 of the file"),
+        (lambda kept: kept["parts"].pop(), "the sum of the parts"),
+        (lambda kept: kept["parts"][0].update(zlib="AAAA"), "bytes that zlib made"),
+        (lambda kept: kept["parts"][0].update(zlib="="), "base64"),
+        (lambda kept: kept["parts"][0].update(bytes=1 << 40), "bytes that are no array's"),
+        (lambda kept: kept["parts"][1]["arrays"][0].__setitem__(0, "nobody"), "does not fit the array 'nobody'"),
+        (lambda kept: kept["parts"][1]["arrays"][0].__setitem__(1, 7), "a multiple of what the arrays give"),
+        (lambda kept: kept.update(kv_heads=[0]), "an integer of at least 1"),
+    ],
+)
+def test_a_manifest_that_lies_is_refused(tmp_path: Path, run, change, message: str) -> None:
+    path, out = tmp_path / "x.session", tmp_path / "out"
+    path.write_bytes(llama_files.state(Random(2), Shape(), [9])[0])
+    frames = there_and_back(run, path)
+    changed(frames, change)
+    if "new-1" in message:
+        assert message in run("unpack", frames, "-o", f"{out}.npz", code=1).err
+    else:
+        assert message in run("decode", frames, "-o", out, code=1).err
+    assert not out.exists()
+
+
+def test_several_inputs_and_chosen_arrays_are_no_whole_file(tmp_path: Path, run) -> None:
+    path = tmp_path / "x.session"
+    path.write_bytes(llama_files.state(Random(2), Shape(), [9])[0])
+    (tmp_path / "y.session").write_bytes(path.read_bytes())
+    run("encode", path, tmp_path / "y.session", "--kv-heads", 2, "-o", f"{tmp_path}/both/")
+    assert "kvmnn.file" not in (tmp_path / "both/manifest.json").read_text()
+    run("encode", path, "--kv-heads", 2, "--tensor", "layer_0.key", "-o", tmp_path / "one.frame")
+    assert "kvmnn.file" not in (tmp_path / "one.frame.json").read_text()

@@ -120,6 +120,19 @@ def test_h2o_tokens_masks_what_it_evicts_before_attention(sessions: Any) -> None
     assert chunks.cache.tokens == singles.cache.tokens == [3, 3]
 
 
+def test_a_graph_with_a_bias_keeps_dead_slots_whatever_the_heads_evict(sessions: Any) -> None:
+    """Its heads are known, so that each can have a mask of its own."""
+    for name, options in (("h2o_decayed_heads", {"budget": 8, "decay": 1.0}), ("streaming", {"budget": 8})):
+        peaks = []
+        for slack in (0, 50):
+            runner = Runner(sessions["grouped heads"], create(name, **options), slack=slack)
+            runner.feed(list(range(20)))
+            for token in range(20, 40):
+                runner.feed([token])
+            peaks.append(runner.cache.peak_nbytes)
+        assert peaks[0] < peaks[1], name
+
+
 def test_defaults_of_a_class_may_name_layers_that_a_small_model_lacks(tmp_path: Path) -> None:
     small = DecoderSession.open(Tiny(layers=1).save(tmp_path / "small.onnx"), cache=False)
     runner = Runner(small, create("recent_only", budget=3))  # which never cuts layers 0 and 1

@@ -1,0 +1,81 @@
+"""LayerCache: what fits together and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvmnn import LayerCache
+from kvmnn.arrays.layer_cache import check_pair
+from kvmnn.errors import KvmnnError
+
+
+def words(heads: int = 2, tokens: int = 3, head_dim: int = 4) -> np.ndarray:
+    return np.zeros((heads, tokens, head_dim), np.float16)
+
+
+def cache(**more: Any) -> LayerCache:
+    return LayerCache(**{"layer": 0, "keys": words(), "values": words(), **more})
+
+
+def test_what_is_left_out_is_a_text_from_its_beginning() -> None:
+    found = cache(layer=7)
+    assert (found.layer, found.kv_heads, found.tokens, found.head_dim, found.dtype) == (7, 2, 3, 4, "fp16")
+    assert (found.positions.tolist(), found.ends.tolist(), found.tokens_seen) == ([0, 1, 2], [1, 2, 3], 3)
+    assert found.nbytes == 2 * 2 * 3 * 4 * 2
+    assert cache(keys=words(tokens=0), values=words(tokens=0)).tokens_seen == 0
+
+
+def test_positions_of_tokens_or_of_heads_and_tokens() -> None:
+    assert cache(positions=[0, 4, 9]).ends.tolist() == [1, 5, 10]
+    apart = cache(positions=[[0, 4, 9], [0, 1, 2]], ends=[[4, 9, 12], [1, 2, 12]], tokens_seen=12)
+    assert apart.tokens_seen == 12 and apart.positions.shape == (2, 3)
+    assert cache(positions=[0, 4, 9], tokens_seen=20).tokens_seen == 20
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"positions": [-1, 0, 1]},
+        {"positions": [0, 1, 2], "ends": [1, 1, 3]},
+        {"positions": [0, 1, 2], "ends": [1, 0, 3]},
+        {"positions": [0, 1, 2], "ends": [1, 2, 5], "tokens_seen": 4},
+        {"tokens_seen": 2},
+        {"tokens_seen": 0},
+    ],
+)
+def test_positions_and_ends_that_cannot_be(wrong: dict[str, Any]) -> None:
+    """Each rule by itself: not below 0, ends behind their positions, nothing behind the tokens seen."""
+    with pytest.raises(KvmnnError, match="positions must not be below 0, ends must lie behind them"):
+        cache(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"layer": -1}, "layers count from 0"),
+        ({"positions": [0, 1]}, "do not fit 2 heads of 3 tokens"),
+        ({"positions": [[0, 1, 2]]}, "do not fit 2 heads of 3 tokens"),
+        ({"positions": [0, 1, 2], "ends": [[1, 2, 3]] * 2}, "do not fit 2 heads of 3 tokens"),
+        ({"positions": [0.0, 1.0, 2.0]}, "positions are float64: expected integers"),
+        ({"values": words(tokens=2)}, r"keys have shape \[2, 3, 4\], values \[2, 2, 4\]"),
+        ({"values": words().astype(np.float32)}, "keys are float16, values float32"),
+        ({"keys": words()[0]}, r"keys have shape \[3, 4\]: expected 3 axes"),
+        ({"keys": words(0), "values": words(0)}, "has no heads or no head_dim"),
+        ({"keys": words(head_dim=0), "values": words(head_dim=0)}, "has no heads or no head_dim"),
+    ],
+)
+def test_arrays_that_do_not_fit(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(KvmnnError, match=said):
+        cache(**wrong)
+
+
+def test_heads_are_the_third_axis_from_the_end() -> None:
+    batch = np.zeros((0, 2, 3, 4), np.float16)
+    check_pair("x", batch, batch, axes=4)
+    with pytest.raises(KvmnnError, match="has no heads"):
+        check_pair("x", np.zeros((1, 0, 3, 4), np.float16), np.zeros((1, 0, 3, 4), np.float16), axes=4)
+    with pytest.raises(TypeError, match="keys must be a numpy array, not list"):
+        check_pair("x", [], batch, axes=4)  # type: ignore[arg-type]

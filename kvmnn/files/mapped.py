@@ -92,7 +92,9 @@ class MappedFile:
     def view(self, offset: int, nbytes: int) -> Bytes:
         """A read-only view of `nbytes` bytes from `offset`; the range must lie within the file."""
         self._note()
-        if self._map is None or offset < 0 or nbytes < 0 or offset + nbytes > self.size:
+        if self._map is None:
+            raise SourceError(f"{self.label}: is empty")
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.size:
             raise SourceError(
                 f"{self.label}: needs {nbytes} bytes at offset {offset}, but the file has {self.size} bytes"
             )

@@ -7,6 +7,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -165,7 +166,7 @@ class Directory:
             self._touched.update(units)
             due = self._touched and (now or time.monotonic() - self._last_touch >= _TOUCH_SECONDS)
         if due:
-            with self.index.writing() as cursor:
+            with suppress(KvmnnError), self.index.writing() as cursor:  # on a full disk what is stored is still found
                 self._note_touched(cursor)
 
     def _note_touched(self, cursor: sqlite3.Cursor) -> None:

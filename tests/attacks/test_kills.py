@@ -5,8 +5,10 @@ Killed with SIGKILL before every operation by which files come into being and ge
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,8 @@ import packed_samples
 import pytest
 from hostile_files import PREFIX
 from verb_server import Server, tree
+
+from kvmnn.store import PrefixStore
 
 TOKENS = 40
 COMMANDS = {
@@ -34,7 +38,12 @@ COMMANDS = {
     "compress-kv": "compress-kv in/w.bin in/kv.npz -o out.npz --min-seq-len 1 --axes htd",
     "export": "export in/w.bin -o out.safetensors",
     "export to .npz": "export in/w.bin -o out.npz",
+    "store get": "store get in/store --token-ids in/ids.json -o out.npz",
+    "store export": "store export in/store --token-ids in/ids.json -o out.text",
 }
+PUT = "store put in/store in/kv.npz --token-ids in/others.json --fingerprint m"
+IMPORT = "store import in/store in/text"
+TEXT, OTHERS, MORE = (list(range(first, first + TOKENS)) for first in (100, 0, 200))
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +61,19 @@ def inputs(tmp_path_factory: pytest.TempPathFactory, server: Server) -> dict[str
     np.save(folder / "scores.npy", np.arange(20, dtype=np.float32))
     compressor_files.checkpoint(folder / "c.pth", compressor_files.weights())
     (folder / "w.bin").write_bytes(compressor_files.weight_file(count=6, head_dim=4, factor=2))
+    (folder / "ids.json").write_text(json.dumps(TEXT))
+    (folder / "others.json").write_text(json.dumps(OTHERS))
+    (folder / "third.json").write_text(json.dumps(OTHERS[::-1]))
+    put = f"{folder}/kv.npz --fingerprint m --token-ids"
     for command in (
         f"pack {folder}/kv.npz -o {folder}/sys/ {PREFIX} --name sys",
         f"encode {folder}/kv.npz -o {folder}/kv/",
+        f"store put {folder}/store {put} {folder}/ids.json",
+        f"store put {folder}/apart {put} {folder}/third.json",
+        f"store export {folder}/apart --token-ids {folder}/third.json -o {folder}/text",
     ):
         assert server(command)["code"] == 0
+    shutil.rmtree(folder / "apart")
     return tree(folder)
 
 
@@ -64,18 +81,37 @@ class Place:
     """A folder with the inputs, in which a verb is run."""
 
     def __init__(self, folder: Path, inputs: dict[str, bytes]) -> None:
-        self.folder, self.inputs = folder, {f"in/{name}": data for name, data in inputs.items()}
-        for name, data in self.inputs.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(data)
+        self.folder = folder
+        for name, data in inputs.items():
+            (folder / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / "in" / name).write_bytes(data)
+        self.inputs = self.files()
 
     def command(self, verb: str) -> str:
-        return " ".join(str(self.folder / w) if w.startswith(("in/", "out")) else w for w in COMMANDS[verb].split())
+        words = COMMANDS.get(verb, verb).split()
+        return " ".join(str(self.folder / w) if w.startswith(("in/", "out")) else w for w in words)
+
+    def files(self) -> dict[str, bytes]:
+        """All files but those of the store, in which uses are noted down."""
+        return {name: data for name, data in tree(self.folder).items() if not name.startswith("in/store/")}
 
     def made(self) -> dict[str, bytes]:
         """What is there under final names; what a killed verb leaves begins with a dot and ends in .tmp."""
-        found = tree(self.folder)
+        found = self.files()
         return {name: data for name, data in found.items() if not any(part[:1] == "." for part in Path(name).parts)}
+
+    def check_store(self, tokens: int | None = None) -> None:
+        """Whatever became of a verb: the store is whole, has its first text, and takes in more."""
+        with PrefixStore(self.folder / "in/store") as store:
+            assert store.verify().damaged == ()
+            found = store.get(TEXT, model="m")
+            assert found.tokens == TOKENS and found.notes == ()
+            for ids in (OTHERS, OTHERS[::-1]):
+                assert store.match(ids, model="m") in ((0, TOKENS) if tokens is None else (tokens,))
+            store.put(MORE, found.layers, model="m")
+            again = store.get(MORE, model="m")
+            assert again.tokens == TOKENS and np.array_equal(again.layers[0].keys, found.layers[0].keys)
+            assert list((self.folder / "in/store/staging").iterdir()) == []
 
 
 @pytest.mark.parametrize("verb", COMMANDS)
@@ -125,7 +161,7 @@ def test_files_that_cannot_grow(verb: str, server: Server, inputs: dict[str, byt
 def test_a_full_disk(verb: str, server: Server, inputs: dict[str, bytes], tmp_path: Path) -> None:
     """A file system of one page beyond the inputs, or of no file beyond them."""
     pages = sum(-(-len(data) // 4096) for data in inputs.values())
-    for options in (f"size={4096 * (pages + 4)},nr_inodes=1000", f"size=1M,nr_inodes={len(inputs) + 6}"):
+    for options in (f"size={4096 * (pages + 4)},nr_inodes=1000", f"size=1M,nr_inodes={len(inputs) + 12}"):
         disk = tmp_path / "disk"
         disk.mkdir(exist_ok=True)
         mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(disk)]
@@ -160,7 +196,30 @@ def check_refused(answer: dict[str, object], place: Place) -> None:
     errors = str(answer["errors"])
     assert answer["code"] == 1, answer
     assert errors.startswith("kvmnn: error: ") and errors.count("\n") == 1, errors
-    assert tree(place.folder) == place.inputs
+    assert place.files() == place.inputs
+
+
+@pytest.mark.parametrize("verb", [PUT, IMPORT], ids=["put", "import"])
+def test_a_store_whose_writer_is_killed(verb: str, server: Server, inputs: dict[str, bytes], tmp_path: Path) -> None:
+    whole = Place(tmp_path / "whole", inputs)
+    answer = server(whole.command(verb))
+    assert answer["code"] == 0, answer["errors"]
+    assert answer["moments"] > 3
+    rng = Random(verb)
+    ways = [{"die_at": moment + 1} for moment in range(answer["moments"])] + [{"after": rng.random() / 10}] * 2
+    for number, way in enumerate(ways):
+        place = Place(tmp_path / str(number), inputs)
+        answer = server(place.command(verb), **way)
+        assert answer["code"] == -9 or ("after" in way and answer["code"] == 0), answer
+        place.check_store()
+
+
+@pytest.mark.parametrize("verb", [PUT, IMPORT], ids=["put", "import"])
+def test_a_store_that_cannot_grow(verb: str, server: Server, inputs: dict[str, bytes], tmp_path: Path) -> None:
+    for limit in (0, 64, 300, 4096):
+        place = Place(tmp_path / str(limit), inputs)
+        check_refused(server(place.command(verb), bytes=limit), place)
+        place.check_store(tokens=0)
 
 
 def test_a_device_that_is_full(server: Server, inputs: dict[str, bytes], tmp_path: Path) -> None:

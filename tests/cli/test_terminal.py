@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import sqlite3
 import unicodedata
 from pathlib import Path
 
@@ -143,6 +144,50 @@ def test_names_of_arrays(made, tmp_path, capfd) -> None:
     ):
         said(capfd, argv)
         said(capfd, [*argv, "--json"])
+
+
+def test_texts_of_a_store(tmp_path, capfd) -> None:
+    """What a store says of its models was said by whoever put them there."""
+    store, ids, kv = f"{tmp_path}/{NAME}", ["--token-ids", f"{tmp_path}/ids.json"], f"{tmp_path}/kv.npz"
+    np.savez(kv, **{f"layer_0.{part}": WORDS for part in ("key", "value")})
+    (tmp_path / "ids.json").write_text("[1, 2, 3, 4, 5, 6]")
+    put = ["store", "put", store, kv, *ids, "--fingerprint"]
+    assert said(capfd, [*put, NAME])[0] == 1  # not printable
+    assert said(capfd, [*put, "m"])[0] == 0
+    assert said(capfd, ["store", "export", store, *ids, "-o", f"{tmp_path}/text"])[0] == 0
+    for argv in (
+        [*put, f"{NAME}2"],
+        [*put, f"{NAME}2", "--force"],
+        ["store", "ls", store],
+        ["store", "stat", store],
+        ["store", "match", store, *ids],
+        ["store", "match", store, *ids, "--fingerprint", f"no{NAME}"],
+        ["store", "get", store, *ids, "-o", f"{store}.npz"],
+        ["store", "pin", store, *ids],
+        ["store", "import", f"{store}2", f"{tmp_path}/text"],
+        ["store", "ls", f"{store}2"],
+        ["store", "get", f"{store}2", *ids, "-o", f"{tmp_path}/{NAME}/", "--backend", "x86-avx2", "--name", NAME],
+        ["store", "import", f"{store}3", kv],
+        ["store", "ls", kv],
+        ["store", "ls", f"redis://{NAME}:x/0"],
+        ["store", NAME, store],
+    ):
+        said(capfd, argv)
+        said(capfd, [*argv, "--json"])
+    for unit in Path(store).glob("units/*/*"):
+        unit.write_bytes(unit.read_bytes()[:-1])
+    assert said(capfd, ["store", "verify", store])[0] == 1
+    for document in ({"model": NAME, "dtype": "fp16", "layers": [[0, 2, 8]]}, {NAME: NAME}, NAME):
+        with sqlite3.connect(f"{store}2/index.sqlite") as connection:
+            connection.execute("UPDATE space SET document = ?", (json.dumps(document),))
+        connection.close()
+        for action in (["ls"], ["stat"], ["match", *ids], ["get", *ids, "-o", f"{store}.npz", "-f"], ["verify"]):
+            assert said(capfd, ["store", action[0], f"{store}2", *action[1:]])[0] == 1
+    data = (tmp_path / "text").read_bytes()
+    size = int.from_bytes(data[8:12], "little")
+    document = data[12 : 12 + size].replace(b'"m', json.dumps(NAME).encode().replace(b"\\", b"\\\\")[:-1])
+    (tmp_path / "text").write_bytes(data[:8] + len(document).to_bytes(4, "little") + document + data[12 + size :])
+    assert said(capfd, ["store", "import", f"{store}4", f"{tmp_path}/text"])[0] == 1
 
 
 @pytest.mark.parametrize("verb", ["encode", "eval", "generate", "pack", "compact"])

@@ -46,7 +46,9 @@ def test_verbs(verb: str, how: str, tmp_path: Path, outcome: Callable[[str, Path
 
 @pytest.mark.parametrize("reader", [reader.__name__ for reader in changing_inputs.READERS])
 def test_readers(reader: str, tmp_path: Path, outcome: Callable[[str, Path], str]) -> None:
-    assert outcome(reader, tmp_path).endswith(": changed while it was read")
+    found = outcome(reader, tmp_path)
+    assert found.startswith("SourceError: ") and ": changed while it was read" in found
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith((".", "out"))]
 
 
 def test_a_file_that_is_replaced_or_removed_is_read_as_it_was(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kvmnn.errors import SourceError
 from kvmnn.files.mapped import MappedFile
 
 
@@ -24,3 +25,19 @@ def test_only_large_ranges_are_given_back_from_the_page_they_begin_in(
     assert dropped == []
     file.drop(5, 1 << 20)
     assert dropped == [(0, (1 << 20) + 5)]
+
+
+def test_an_empty_file_is_said_to_be_empty(tmp_path: Path) -> None:
+    """Its archive reader asked for 0 bytes at offset 0, "but the file has 0 bytes"."""
+    (tmp_path / "x.npz").touch()
+    file = MappedFile(tmp_path / "x.npz")
+    assert (file.size, file.head(4), list(file.runs(0, 0, 1))) == (0, b"", [])
+    for nbytes in (0, 1):
+        with pytest.raises(SourceError, match=r"x\.npz: is empty"):
+            file.view(0, nbytes)
+    (tmp_path / "y").write_bytes(b"abc")
+    file = MappedFile(tmp_path / "y")
+    assert file.view(1, 2).tobytes() == b"bc" and file.view(3, 0).size == 0
+    for offset, nbytes in ((0, 4), (2, 2), (-1, 1), (0, -1)):
+        with pytest.raises(SourceError, match=f"needs {nbytes} bytes at offset {offset}, but the file has 3 bytes"):
+            file.view(offset, nbytes)

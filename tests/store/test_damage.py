@@ -273,6 +273,21 @@ def test_a_full_disk_leaves_the_store_as_it_was(tmp_path: Path, monkeypatch: pyt
         assert store.match(ids, model=MODEL) == len(ids)
 
 
+def test_where_uses_cannot_be_noted_down_texts_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was asked for has been found by then: a full disk is no reason to say otherwise."""
+    made(tmp_path / "s", range(8))
+    refused = []
+
+    def full(*_: object) -> None:
+        refused.append(1)
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr("kvmnn.store.updates.touch", full)
+    with PrefixStore(tmp_path / "s") as store:
+        assert store.get(range(8), model=MODEL).tokens == 8
+    assert refused
+
+
 @pytest.mark.parametrize("tokens", [0, 1 << 25, 2**32 - 1])
 def test_sizes_of_a_header_are_bounded(tokens: int) -> None:
     head = b"KVMNNPU1" + tokens.to_bytes(4, "little") + (4).to_bytes(4, "little") + bytes(4 + 32)

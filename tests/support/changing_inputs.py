@@ -19,11 +19,17 @@ import numpy as np
 import kvmnn
 from kvmnn.bundle import DecodeOptions, EncodeOptions, encode, open_frames, verify
 from kvmnn.compressor.checkpoint import open_checkpoint
+from kvmnn.compressor import compress_source
 from kvmnn.compressor.kvcm import weight_file
 from kvmnn.errors import KvmnnError
 from kvmnn.files.changes import Reading
-from kvmnn.formats import restore
+from kvmnn.files.mapped import MappedFile
+from kvmnn.formats import ReadOptions, restore
+from kvmnn.formats.mnn import pack, unpack
 from kvmnn.offline import measure
+from kvmnn.packed.fitting import Geometry
+from kvmnn.runtime import history_of
+from kvmnn.store import PrefixStore, layers_of, read_exported
 
 ROWS = 2048
 WORDS = np.arange(ROWS * 512, dtype=np.uint32).astype(np.float32).reshape(ROWS, 512)  # 4 MiB
@@ -182,7 +188,76 @@ def weights(folder: Path) -> Iterator[object]:
     yield from (float(block.weight.sum()) for block in opened.blocks())
 
 
+def packed(folder: Path) -> Iterator[object]:
+    """An engine's prefix cache; what reads it is another verb each time."""
+    keys, values = WORDS[:, :256].reshape(ROWS, 4, 64), WORDS[:, 256:].reshape(ROWS, 4, 64)
+    np.savez(folder / "kv.npz", **{f"layer_0.{n}": a.transpose(1, 0, 2) for n, a in (("key", keys), ("value", values))})
+    geometry = Geometry(backend="arm64-fp32")
+    pack(kvmnn.open(folder / "kv.npz"), folder / "cache", geometry, name="sys")
+    source = kvmnn.open(folder / "cache")
+    yield folder / "cache" / "sys_0.k"
+    yield source
+
+
+def packed_again(folder: Path) -> Iterator[object]:
+    steps = packed(folder)
+    yield next(steps)
+    yield pack(next(steps), folder / "out", Geometry(backend="x86-sse"), name="other")  # type: ignore[arg-type]
+
+
+def unpacked(folder: Path) -> Iterator[object]:
+    steps = packed(folder)
+    yield next(steps)
+    yield unpack(next(steps), str(folder / "out.npz"))  # type: ignore[arg-type]
+
+
+def arrays_packed(folder: Path) -> Iterator[object]:
+    list(packed(folder))
+    source = kvmnn.open(folder / "kv.npz")
+    yield folder / "kv.npz"
+    yield pack(source, folder / "out", Geometry(backend="arm64-fp32"), name="sys")
+
+
+def stored(folder: Path) -> Iterator[object]:
+    list(packed(folder))
+    source = kvmnn.open(folder / "kv.npz")
+    yield folder / "kv.npz"
+    with PrefixStore(folder / "store") as store:
+        yield store.put(range(ROWS), layers_of(source), model="m")
+
+
+def replayed(folder: Path) -> Iterator[object]:
+    list(packed(folder))
+    source = kvmnn.open(folder / "kv.npz")
+    yield folder / "kv.npz"
+    yield history_of(source)
+
+
+def taken_in(folder: Path) -> Iterator[object]:
+    """A text of a store as one file, cut once its beginning was read."""
+    list(stored(folder))
+    with PrefixStore(folder / "store") as store:
+        store.export(range(ROWS), folder / "text", model="m")
+    beginning = MappedFile(folder / "text")
+    beginning.head(100)
+    yield folder / "text"
+    beginning.view(0, beginning.size).sum()
+    yield read_exported(folder / "text")
+
+
+def compressed(folder: Path) -> Iterator[object]:
+    from compressor_files import weight_file as weight_bytes
+
+    (folder / "w.bin").write_bytes(weight_bytes(count=6, head_dim=64, factor=5))
+    words = WORDS.reshape(1, 4, -1, 64)
+    np.savez(folder / "kv.npz", k=words, v=words)
+    source = kvmnn.open(folder / "kv.npz", ReadOptions(as_numbers=True))
+    yield folder / "kv.npz"
+    yield compress_source(folder / "w.bin", source, str(folder / "kv.npz"), str(folder / "out.npz"), axes="lhtd")
+
+
 READERS = (npy, npz, deflated, tensors, raw, dumped, checkpoint, weights)
+READERS += (packed_again, unpacked, arrays_packed, stored, replayed, taken_in, compressed)
 
 
 def read(kind: Callable[[Path], Iterator[object]], folder: Path) -> object:

@@ -92,6 +92,8 @@ class Sample:
     commands: tuple[str, ...]
     damaged: tuple[str, ...]
     """The files that the walk damages, one at a time."""
+    is_written_to: bool = False
+    """Whether the commands may change the files: a store, from which damaged units are removed."""
 
 
 PREFIX = "--kv-heads 1 --head-dim 4 --backend x86-sse"
@@ -251,6 +253,34 @@ def _live(folder: Path) -> Sample:
     return Sample(contents(folder), (command,), ("00005560831CAB70.k",))
 
 
+def _store(folder: Path) -> Sample:
+    """A prefix store of one text of 5 tokens."""
+    files = _token_ids(folder).files
+    words = ["--token-ids", str(folder / "ids.json")]
+    (folder / "ids.json").write_bytes(files["ids.json"])
+    made(["store", "put", folder / "s", folder / "kv.npz", *words, "--fingerprint", "m", "--block-tokens", "4"])
+    found = {f"s/{name}": data for name, data in contents(folder / "s").items()}
+    text = "--token-ids {in}/ids.json"
+    commands = (
+        f"store get {{in}}/s {text} -o {{out}}.npz",
+        "store verify {in}/s",
+        "store ls {in}/s",
+        f"store match {{in}}/s {text}",
+        f"store export {{in}}/s {text} -o {{out}}",
+        "store stat {in}/s",
+        "store gc {in}/s --max-bytes 1M",
+    )
+    return Sample({**found, "ids.json": files["ids.json"]}, commands, tuple(found), is_written_to=True)
+
+
+def _exported(folder: Path) -> Sample:
+    """A text of a prefix store as one file."""
+    _store(folder)
+    made(["store", "export", folder / "s", "--token-ids", folder / "ids.json", "-o", folder / "text"])
+    command = "store import {out} {in}/text"
+    return Sample({"text": (folder / "text").read_bytes()}, (command,), ("text",))
+
+
 def _plan(folder: Path) -> Sample:
     sample = _bare_prefix(folder)
     document = [{"layer": 0, "remove": 5, "pairs": [[0, 2], [4, 1]]}]
@@ -305,6 +335,8 @@ _MAKERS: dict[str, Callable[[Path], Sample]] = {
     "settings of an MNN model": _model_settings,
     "token ids": _token_ids,
     "plan": _plan,
+    "store": _store,
+    "text of a store": _exported,
     "weights": _weights,
     "checkpoint": _checkpoint,
     "checkpoint, safetensors": _checkpoint_tensors,

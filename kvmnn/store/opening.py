@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from ..checks import whole
-from ..errors import KvmnnError, OptionError
+from ..errors import KvmnnError, MissingDependencyError, OptionError
 from .beside import MAX_BLOCK_TOKENS
 from .directory_units import DirectoryUnits
 from .remote import RemoteUnits
@@ -55,7 +55,7 @@ def open_units(
     if max_bytes is not None:
         raise OptionError(f"{label}: the engine bounds itself; max_bytes is for stores in a directory")
     return RemoteUnits(
-        Patient(_values(found[1], name, _seconds(timeout)), label),
+        Patient(_values(found[1], name, label, _seconds(timeout)), label),
         block_tokens=block_tokens,
         default_tokens=BLOCK_TOKENS if create else None,
         ram_bytes=RAM_BYTES if ram_bytes is None else whole(ram_bytes, "ram_bytes", 0),
@@ -63,10 +63,15 @@ def open_units(
     )
 
 
-def _values(scheme: str, url: str, timeout: float) -> Values:
-    if scheme in _REDIS:
-        return RedisValues(url, timeout)
-    return ObjectValues(url, timeout)
+def _values(scheme: str, url: str, label: str, timeout: float) -> Values:
+    try:
+        return (RedisValues if scheme in _REDIS else ObjectValues)(url, timeout)
+    except KvmnnError:
+        raise
+    except ImportError as error:  # fsspec's protocols are packages of their own
+        raise MissingDependencyError(f"{label}: {error}") from error
+    except ValueError as error:  # of Redis' client and of fsspec, about the URL
+        raise OptionError(f"{label}: is no URL of a store{'' if '@' in url else f': {error}'}") from error
 
 
 def _seconds(timeout: float | None) -> float:

@@ -63,7 +63,9 @@ class PrefixStore:
     SourceError
         For a directory that is no store, or one of another version.
     OptionError
-        For another `block_tokens` than the store has.
+        For another `block_tokens` than the store has, and what is no URL.
+    MissingDependencyError
+        For a URL whose package is not installed.
     OutputError
         Where a store cannot be made.
 

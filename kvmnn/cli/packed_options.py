@@ -107,7 +107,7 @@ def options(arguments: argparse.Namespace, known: CacheInfo | None = None) -> Pa
         tokens=_tokens(arguments) or (tuple(layer.tokens for layer in known.layers) if known else ()),
         name=arguments.name,
         model=arguments.model,
-        token_ids=token_ids(arguments.token_ids),
+        token_ids=token_ids(arguments),
         layer_order=arguments.layer_order,
         pid=arguments.pid,
         ignore_markers=arguments.ignore_markers,
@@ -138,7 +138,7 @@ def check_origin(arguments: argparse.Namespace, info: CacheInfo | None, where: s
     from ..formats.mnn import origin_differences
 
     if info is not None and (arguments.model or arguments.token_ids):
-        for difference in origin_differences(info, arguments.model, token_ids(arguments.token_ids)):
+        for difference in origin_differences(info, arguments.model, token_ids(arguments)):
             raise SourceError(f"{where}: {difference}")
 
 
@@ -171,13 +171,20 @@ def _tokens(arguments: argparse.Namespace) -> tuple[int, ...]:
     return said if isinstance(said, tuple) else (said,) if said else ()
 
 
-def token_ids(path: str | None) -> TokenIds | None:
-    """Count and hash of the ids in a file, where one was named."""
-    if path is None:
-        return None
-    from ..formats.mnn import read_token_ids
+def token_ids(arguments: argparse.Namespace) -> TokenIds | None:
+    """Count and hash of the ids in the file that ``--token-ids`` names, where it does."""
+    from ..packed.cache_info import TokenIds
 
-    return read_token_ids(path)
+    return None if arguments.token_ids is None else TokenIds.of(loaded_ids(arguments))
+
+
+def loaded_ids(arguments: argparse.Namespace) -> Any:
+    """The ids in the file that ``--token-ids`` names, read once: it may be a pipe."""
+    from ..formats.mnn import load_token_ids
+
+    if not hasattr(arguments, "loaded_ids"):
+        arguments.loaded_ids = load_token_ids(arguments.token_ids)
+    return arguments.loaded_ids
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -247,6 +247,8 @@ class Index:
         return connection
 
     def _connect(self) -> sqlite3.Connection:
+        if self.path.exists() and not self.path.is_file():  # SQLite would wait for somebody to write into a pipe
+            raise SourceError(f"{self.path}: is not a regular file")
         name = self.path.absolute().as_uri()
         if not self.read_only:
             return self._connected(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import threading
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import pytest
 from hostile_files import write_dump
 
 import kvmnn
+from kvmnn.cli import main
 from kvmnn.errors import LimitError, SourceError
 from kvmnn.files.mapped import MappedFile
 
@@ -81,3 +83,39 @@ def test_inspect_of_a_pipe_reads_it_once(tmp_path: Path, run: Run) -> None:
     np.save(tmp_path / "k.npy", WORDS)
     fed(tmp_path / "p.npy", (tmp_path / "k.npy").read_bytes())
     assert "fp16" in run("inspect", tmp_path / "p.npy").out
+
+
+def test_token_ids_from_a_pipe_are_read_once(tmp_path: Path, run: Run) -> None:
+    """As in ``--token-ids <(...)``: what a verb needs twice comes once."""
+    words = WORDS.transpose(1, 0, 2)
+    np.savez(tmp_path / "kv.npz", **{"layer_0.key": words, "layer_0.value": words})
+    calls = {
+        "put": ["store", "put", tmp_path / "S", tmp_path / "kv.npz", "--fingerprint", "m"],
+        "match": ["store", "match", tmp_path / "S"],
+        "pack": ["pack", tmp_path / "kv.npz", "-o", tmp_path / "sys/", "--backend", "arm64-fp16", "--name", "sys"],
+        "unpack": ["unpack", tmp_path / "sys", "-o", tmp_path / "back.npz"],
+        "verify": ["verify", tmp_path / "frames", "--against", tmp_path / "sys"],
+    }
+    for name, argv in calls.items():
+        if name == "verify":
+            run("encode", tmp_path / "sys", "-o", tmp_path / "frames/")
+        thread = fed(tmp_path / name, b"[1, 2, 3]")
+        run(*argv, "--token-ids", tmp_path / name)
+        thread.join(10)
+
+
+def test_a_pipe_in_a_store_is_not_waited_for(tmp_path: Path, run: Run) -> None:
+    words = WORDS.transpose(1, 0, 2)
+    np.savez(tmp_path / "kv.npz", **{"layer_0.key": words, "layer_0.value": words})
+    (tmp_path / "ids.json").write_text("[1, 2, 3]")
+    text = ["--token-ids", tmp_path / "ids.json"]
+    run("store", "put", tmp_path / "good", tmp_path / "kv.npz", *text, "--fingerprint", "m")
+    for file in [path for path in (tmp_path / "good").rglob("*") if path.is_file()]:
+        for action in (["ls"], ["match", *text], ["get", *text, "-o", tmp_path / "o.npz", "-f"], ["verify"]):
+            store = tmp_path / "store"
+            shutil.copytree(tmp_path / "good", store)
+            pipe = store / file.relative_to(tmp_path / "good")
+            pipe.unlink()
+            os.mkfifo(pipe)
+            assert main([*map(str, ["store", action[0], store, *action[1:]])]) in (0, 1)
+            shutil.rmtree(store)

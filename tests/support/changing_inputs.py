@@ -18,8 +18,8 @@ import numpy as np
 
 import kvmnn
 from kvmnn.bundle import DecodeOptions, EncodeOptions, encode, open_frames, verify
-from kvmnn.compressor.checkpoint import open_checkpoint
 from kvmnn.compressor import compress_source
+from kvmnn.compressor.checkpoint import open_checkpoint
 from kvmnn.compressor.kvcm import weight_file
 from kvmnn.errors import KvmnnError
 from kvmnn.files.changes import Reading

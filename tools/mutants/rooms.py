@@ -37,7 +37,11 @@ ALSO = {
     "kvmnn/packed": ["tests/conformance/test_layout.py", "tests/formats/mnn", "tests/cli/test_packed.py"],
     "kvmnn/policies": ["tests/conformance/test_policies.py", "tests/evaluation"],
     "kvmnn/reports": ["tests/evaluation", "tests/offline"],
-    "kvmnn/runtime": ["tests/conformance/test_store.py", "tests/docs/test_runtime.py", "tests/lm/test_lossless_store.py"],
+    "kvmnn/runtime": [
+        "tests/conformance/test_store.py",
+        "tests/docs/test_runtime.py",
+        "tests/lm/test_lossless_store.py",
+    ],
     "kvmnn/store": ["tests/cli/test_store.py", "tests/lm/test_stored_prefixes.py"],
     "kvmnn/text": ["tests/offline", "tests/bundle", "tests/cli"],
     "kvmnn/threads": ["tests/bundle", "tests/frames/test_many.py"],

@@ -111,7 +111,7 @@ def _restored(
         packed_options.geometry(arguments),
         name=arguments.name,
         model=arguments.model,
-        token_ids=packed_options.token_ids(arguments.token_ids),
+        token_ids=packed_options.token_ids(arguments),
         options=options,
         force=arguments.force,
         progress=progress,

@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
             name=arguments.name,
             capacity=arguments.capacity,
             tokens=arguments.tokens,
-            token_ids=packed_options.token_ids(arguments.token_ids),
+            token_ids=packed_options.token_ids(arguments),
             model=None if engine_options.is_gguf(arguments.model) else arguments.model,
             token_major=arguments.token_major,
             cast=arguments.cast,

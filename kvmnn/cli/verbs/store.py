@@ -199,9 +199,7 @@ def _verify(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, 
 
 
 def _ids(arguments: argparse.Namespace) -> Any:
-    from ...formats.mnn import load_token_ids
-
-    return load_token_ids(arguments.token_ids)
+    return packed_options.loaded_ids(arguments)
 
 
 def _fingerprint(arguments: argparse.Namespace) -> str | None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from . import store as store
     from .arrays import LayerCache
     from .formats import open as open
+    from .formats import to_cache
     from .frames import (
         Block,
         FrameInfo,
@@ -53,6 +54,7 @@ else:
     _NAMES = {
         "LayerCache": "arrays",
         "open": "formats",
+        "to_cache": "formats",
         **dict.fromkeys(_CODEC, "frames"),
         **dict.fromkeys(("H2OConfig", "Plan", "Planner", "block_sums", "plan"), "h2o"),
         **dict.fromkeys(("KVMeta", "PackLayout", "PackedCache"), "packed"),
@@ -106,4 +108,5 @@ __all__ = [
     "fnv1a64",
     "inspect",
     "plan",
+    "to_cache",
 ]

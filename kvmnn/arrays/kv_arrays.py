@@ -15,7 +15,7 @@ import numpy as np
 from .. import dtypes
 from ..dtypes import PARTS, KVPair, Part, Words
 from ..errors import OptionError, SourceError
-from .layers import MOST_HEADS, with_whole_dumps
+from .layers import MOST_HEADS, array_name, with_whole_dumps
 from .named_array import ArrayInfo, NamedArray
 from .names import conventional, layer_of, part_of
 
@@ -138,6 +138,18 @@ def read_kv(where: str, arrays: Sequence[NamedArray], said: SaidAxes | None = No
         keys, values = (_from_axes(_words(array), found)[0] for array in by_layer[number])
         layers[number] = keys, values
     return KVArrays(layers, tuple(by_layer[number] for number in sorted(by_layer)), found, by)
+
+
+def own_axes(arrays: Sequence[NamedArray]) -> str | None:
+    """The axes of arrays that kvmnn itself named (`layers.array_name`); None where any has another name or shape."""
+    said = {_own_axes(array) for array in arrays}
+    return said.pop() if len(said) == 1 else None
+
+
+def _own_axes(array: NamedArray) -> str | None:
+    name = conventional(array.name)
+    is_own = name is not None and array.name == array_name(name.layer, name.part)
+    return _BY_LAYER.get(len(array.shape)) if is_own else None
 
 
 def _by_layer(where: str, pairs: list[tuple[NamedArray, NamedArray]]) -> dict[int, tuple[NamedArray, NamedArray]]:

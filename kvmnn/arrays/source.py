@@ -43,6 +43,8 @@ class Source:
         What the cache of another engine says of itself, where the input is one.
     token_major
         Whether the arrays are ``[token, kv_head, head_dim]``.
+    axes
+        Letters for the axes of each array, where the input says them: b batch, h kv_head, t token, d dimension.
     lossy
         Whether the words are not the input's own but made from what an engine had rounded.
     inputs
@@ -58,6 +60,7 @@ class Source:
     cache: CacheInfo | None = None
     engine_cache: EngineCache | None = None
     token_major: bool = False
+    axes: str | None = None
     lossy: bool = False
     inputs: tuple[str, ...] = ()
     opened: tuple[str, ...] = ()

@@ -14,6 +14,7 @@ from functools import partial
 
 from ..errors import CheckpointError, LimitError
 from ..files.mapped import STDIN, MappedFile, head_of
+from ..formats.hf.saved import holds_cache
 from ..formats.safetensors_header import read_header
 from ..formats.torch.opening import begins_with_an_array, is_torch_zip, read_torch
 from ..formats.torch.opening import kind_of as torch_kind_of
@@ -139,7 +140,9 @@ def kind_of(head: bytes) -> str | None:
 
 
 def is_checkpoint(path: str) -> bool:
-    """Whether a file is a checkpoint of torch's, zip or legacy, or has the name of one."""
+    """Whether a file is a checkpoint of torch's, zip or legacy, or has the name of one; a saved cache is none."""
+    if holds_cache(path):
+        return False
     if path.lower().endswith((".pth", ".pt")):
         return True
     return kind_of(head_of(path)) == "torch legacy" or is_torch_zip(path)

@@ -2,6 +2,7 @@
 
 from .array_formats import ARRAY_FORMATS, ArrayFormat, array_format
 from .engine_files import engine_kind
+from .hf.to_cache import to_cache
 from .kept_restoring import RestoredFile, is_kept, restore_file
 from .listing import ArraysInfo, inspect
 from .mnn.describing import Described, describe_files
@@ -38,5 +39,6 @@ __all__ = [
     "open",
     "restore",
     "restore_file",
+    "to_cache",
     "write_arrays",
 ]

@@ -14,6 +14,7 @@ from ..errors import KvmnnError, ManifestError
 from ..files.mapped import STDIN, MappedFile
 from . import llama
 from .file_bytes import FileBytes
+from .hf import saved
 from .keeping import as_noted, reopened
 from .options import ReadOptions
 
@@ -30,16 +31,25 @@ class EngineFile(NamedTuple):
     read
         K and V of every layer.
     keep
-        All that the file holds (`EngineOptions.whole`).
+        All that the file holds (`EngineOptions.whole`); None where the same file is not written again.
     """
 
     name: str
     is_one: Callable[[str], bool]
     read: Callable[[FileBytes, ReadOptions], Source]
-    keep: Callable[[MappedFile, ReadOptions], Source]
+    keep: Callable[[MappedFile, ReadOptions], Source] | None
 
 
-ENGINE_FILES = (EngineFile(llama.NAME, llama.is_state, llama.read, llama.keep),)
+def _saved_cache(file: FileBytes, options: ReadOptions) -> Source:
+    if not isinstance(file, MappedFile):
+        raise ManifestError(f"{file.label}: metadata {FILE_KEY!r}: a file of torch's is never kept whole")
+    return saved.read(file, options)
+
+
+ENGINE_FILES = (
+    EngineFile(llama.NAME, llama.is_state, llama.read, llama.keep),
+    EngineFile("torch-cache", saved.holds_cache, _saved_cache, None),
+)
 
 
 def engine_file(path: str) -> EngineFile | None:
@@ -70,7 +80,7 @@ def _has_manifest(path: str) -> bool:
 def read(path: str, kind: EngineFile, options: ReadOptions) -> Source:
     """The arrays of such a file."""
     file = MappedFile(path, max_bytes=options.max_bytes)
-    return kind.keep(file, options) if options.engine.whole else kind.read(file, options)
+    return kind.keep(file, options) if kind.keep and options.engine.whole else kind.read(file, options)
 
 
 def reread(frames: Source, path: str, options: ReadOptions) -> Source:

@@ -16,6 +16,7 @@ from ..files.mapped import STDIN, MappedFile, head_of
 from . import engine_files, npy, npy_folder, raw
 from .array_formats import ARRAY_FORMATS, array_format
 from .frames import of_frames
+from .hf import live, saved
 from .mnn import dump, packed_dump
 from .mnn.describing import describe_files
 from .mnn.finding import find_packed
@@ -29,7 +30,7 @@ _FRAME_SUFFIXES = (manifest.FRAME_SUFFIX, ".json")
 
 
 def open(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | object,
     options: ReadOptions | None = None,
     *,
     dtype: str | None = None,
@@ -45,9 +46,14 @@ def open(
     ----------
     path
         A ``.npy``, ``.npz`` or ``.safetensors`` file; a frame, a manifest or a directory of frames with its manifest; a
-        state file of llama.cpp; the directory of an MNN KV dump, of a prefix cache or of live cache files, or one of
-        their ``.k`` and ``.v`` files; a directory of ``.npy`` files; any other file of raw words, which need a `dtype`;
-        or ``"-"``: raw words or a ``.npy`` file on standard input.
+        state file of llama.cpp; a file of ``torch.save`` with a cache of transformers; the directory of an MNN KV dump,
+        of a prefix cache or of live cache files, or one of their ``.k`` and ``.v`` files; a directory of ``.npy``
+        files; any other file of raw words, which need a `dtype`; or ``"-"``: raw words, a ``.npy`` file or a saved
+        cache on standard input.
+
+        Or a cache in memory: a ``DynamicCache`` or ``StaticCache`` of transformers, a list or tuple of (K, V) by
+        layer, a dict of arrays by name, a ``Generator`` of ONNX Runtime GenAI. Its arrays are read when they are asked
+        for: what a model overwrites meanwhile is read as it is then.
     options
         All that follows in one object, and what only that has. A keyword that is given replaces the field of that name.
     dtype, tensors, skip_unsupported, packed, frames, threads
@@ -80,7 +86,9 @@ def open(
         "threads": threads,
     }
     options = replace(options or ReadOptions(), **{name: value for name, value in given.items() if value is not None})
-    path = os.fspath(path)
+    if not isinstance(path, str | bytes | os.PathLike):
+        return live.read(path, options)
+    path = os.fsdecode(path)
     source = _decoded(path, options) if options.frames and is_frames(path) else _read(path, options)
     if options.frames and source.cache is None:
         source.cache = described_by(source.metadata, path)
@@ -171,6 +179,8 @@ def _read(path: str, options: ReadOptions) -> Source:
                 f"{path}: is a frame already: kvmnn decode gives its array back, kvmnn inspect shows it; "
                 "--dtype fp16, bf16 or fp32 would take its bytes as raw words"
             )
+        if not (options.dtype or options.fallbacks) and (reason := saved.damage(path)):
+            raise SourceError(f"{path}: {file_not_known(path, head_of(path, HEAD_BYTES))}; as a saved cache: {reason}")
         source = raw.read(path, options)
     if options.tensors:
         check_names(path, source, options)
@@ -207,4 +217,6 @@ def _standard_input(options: ReadOptions) -> Source:
     file = MappedFile(STDIN, max_bytes=options.max_bytes)
     if file.head(len(npy.MAGIC)) == npy.MAGIC:
         return npy.read_mapped(file, options)
+    if saved.is_saved(file.head(saved.HEAD_BYTES)):
+        return saved.read(file, options)
     return raw.read_mapped(file, options)

@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 
 import compressor_files
+import hf_files
 import numpy as np
 import packed_samples
 
@@ -303,6 +304,17 @@ def _checkpoint(folder: Path) -> Sample:
     return Sample({"c.pth": path.read_bytes()}, (command,), ("c.pth",))
 
 
+def _saved_cache(folder: Path, kind: str = "dynamic") -> Sample:
+    """A cache of transformers as torch saves it."""
+    folder.mkdir()
+    pairs = hf_files.pairs(1, layers=1, shape=(1, 1, 3, 2))
+    hf_files.save(
+        folder / "c.pt", hf_files.static_cache(pairs, 5) if kind == "static" else hf_files.dynamic_cache(pairs)
+    )
+    commands = ("encode {in}/c.pt -o {out}/ --max-bytes 1M", "inspect {in}/c.pt")
+    return Sample(contents(folder), commands, ("c.pt",))
+
+
 def _checkpoint_tensors(folder: Path) -> Sample:
     folder.mkdir()
     state = compressor_files.weights(1, head_dim=1, factor=2, prefixes=("compress_tk",))
@@ -340,6 +352,8 @@ _MAKERS: dict[str, Callable[[Path], Sample]] = {
     "weights": _weights,
     "checkpoint": _checkpoint,
     "checkpoint, safetensors": _checkpoint_tensors,
+    "cache of transformers": _saved_cache,
+    "cache of transformers, static": lambda folder: _saved_cache(folder, "static"),
 }
 
 

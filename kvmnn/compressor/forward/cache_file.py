@@ -233,6 +233,8 @@ def _said_axes(cache: str, source: Source, axes: str | None, tokens: int | None)
         return SaidAxes(axes, "--axes")
     if (noted := read_axes(cache)) is not None:
         return SaidAxes(noted, cache + SUFFIX)
+    if source.axes is not None:
+        return SaidAxes(source.axes, "as the cache has them")
     known = source.cache
     heads_and_tokens = known and {(known.layout.kv_heads, layer.tokens) for layer in known.layers}
     if heads_and_tokens and {array.shape[:-1] for array in source.arrays} == heads_and_tokens:

@@ -8,6 +8,7 @@ from ._opcodes import scan as scan
 
 Buffer: TypeAlias = bytes | bytearray | memoryview | npt.NDArray[np.uint8]
 
+MAX_KEY: int
 MAX_TEXT: int
 
 class Unknown: ...

@@ -149,6 +149,11 @@ class Tensor:
     negated: bool = False
 
     @property
+    def type_name(self) -> str:
+        """Of the elements, as torch calls it, and what else must be known to read them."""
+        return f"{self.element.name} (negated)" if self.negated else self.element.name
+
+    @property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)

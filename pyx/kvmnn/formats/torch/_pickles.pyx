@@ -2,7 +2,7 @@
 
 `scan` (_opcodes.pyx) checks the opcodes of one pickle before anything is made of it. `load` then runs a stack machine whose values
 are None, bool, int, float, str, tuples, lists, dicts, and what the caller's own constructors return. Values that no
-checkpoint is read for (bytes, sets, keys other than strings) become `Unknown`, which costs nothing and never compares
+checkpoint is read for (bytes, sets, keys other than strings and small numbers) become `Unknown`, which costs nothing and never compares
 equal to anything, so that neither hashing nor comparing can be made expensive.
 """
 
@@ -18,6 +18,8 @@ from ._opcodes import opcode_name, scan
 
 MAX_TEXT = 1 << 16
 """Bytes of the longest string that is kept."""
+MAX_KEY = 1 << 16
+"""Above the largest number that is kept as a key of a dict: layers are numbered so, and few numbers hash alike."""
 
 
 class Unknown:
@@ -250,7 +252,9 @@ cdef class _Machine:
             raise self.error("a dict key without a value")
         for i in range(0, len(items), 2):
             key = items[i]
-            (<dict>target)[key if isinstance(key, str) else Unknown()] = items[i + 1]
+            if not isinstance(key, str) and not (type(key) is int and 0 <= key < MAX_KEY):
+                key = Unknown()
+            (<dict>target)[key] = items[i + 1]
         return 0
 
     cdef int extend(self, list items) except -1:

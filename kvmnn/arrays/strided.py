@@ -1,0 +1,62 @@
+"""Arrays whose words lie anywhere in memory, in any order of axes, read in runs as if they were contiguous."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .named_array import ArrayInfo, NamedArray, Piece
+
+View = Callable[[], npt.NDArray[Any]]
+"""Makes a view of words: any strides and byte order; what is mapped is mapped only while it is read."""
+
+
+def strided(info: ArrayInfo, view: View) -> NamedArray:
+    """An array in C order over a view.
+
+    Parameters
+    ----------
+    info
+        What the array is: little-endian, of the view's shape and word size, in C order.
+    view
+        Makes the view.
+    """
+    reader = partial(_runs, view, np.dtype(f"<u{info.itemsize}"))
+    return NamedArray(
+        name=info.name, dtype=info.dtype, shape=info.shape, array_dtype=info.array_dtype, order="C", reader=reader
+    )
+
+
+def _runs(view: View, words: np.dtype[Any], step: int) -> Iterator[Piece]:
+    seen = view()
+    seen = seen.view(words.newbyteorder(seen.dtype.byteorder))  # bits, not numbers: a NaN keeps its payload
+    run = step // words.itemsize
+    for begin in range(0, seen.size, max(run, 1)):
+        out = np.empty(min(run, seen.size - begin), words)
+        _copy(seen, begin, begin + out.size, out)
+        yield out.view(np.uint8)
+        del out
+
+
+def _copy(view: npt.NDArray[Any], begin: int, end: int, out: npt.NDArray[Any]) -> None:
+    """The elements from `begin` to `end`, in C order."""
+    if view.ndim <= 1:
+        out[:] = view.reshape(-1)[begin:end]
+        return
+    row = math.prod(view.shape[1:])
+    first, last = -(-begin // row), end // row
+    if first > last:
+        _copy(view[last], begin - last * row, end - last * row, out)
+        return
+    head, middle = first * row - begin, (last - first) * row
+    if head:
+        _copy(view[first - 1], row - head, row, out[:head])
+    if middle:
+        out[head : head + middle].reshape(last - first, *view.shape[1:])[...] = view[first:last]
+    if head + middle < out.size:
+        _copy(view[last], 0, end - last * row, out[head + middle :])

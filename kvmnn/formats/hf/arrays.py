@@ -1,0 +1,160 @@
+"""Tensors of a cache of transformers as named arrays: their own words, in bounded memory."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...arrays.engine_cache import EngineCache
+from ...arrays.layers import array_name
+from ...arrays.named_array import ArrayInfo, NamedArray, UnsupportedArrayError
+from ...arrays.source import Source
+from ...arrays.strided import strided
+from ...dtypes import PARTS
+from ...errors import KvmnnError, SourceError
+from ...text import count
+from ..options import ReadOptions
+from ..reading import checked, dtype_name, other_numbers, select
+from .layers import AnyTensor, Cache, Layer
+
+AXES = "bhtd"
+"""Of K and V in every cache of transformers: batch, kv_head, token, head_dim."""
+
+_NUMPY = {
+    "float16": "<f2",
+    "bfloat16": "<u2",
+    "float32": "<f4",
+    "int16": "<i2",
+    "uint16": "<u2",
+    "int32": "<i4",
+    "uint32": "<u4",
+    "uint8": "|u1",
+}
+_SELF_SAID = ("float16", "bfloat16", "float32")
+
+
+def tensor_array(where: str, name: str, tensor: AnyTensor, options: ReadOptions, rows: int | None = None) -> NamedArray:
+    """A tensor as an array in C order; with `rows` only that many of the last axis but one.
+
+    Raises
+    ------
+    UnsupportedArrayError
+        For a type that frames do not hold, and an empty tensor.
+    """
+    where = f"{where}: {name}"
+    kind = tensor.type_name
+    if kind not in _NUMPY:
+        raise UnsupportedArrayError(f"{where}: type {kind} is not one that frames hold (float16, bfloat16, float32)")
+    array_dtype = np.dtype(_NUMPY[kind])
+    if kind not in _SELF_SAID and not (options.dtype or options.fallbacks):
+        raise UnsupportedArrayError(f"{where}: type {kind} needs a dtype to be taken as (--dtype)")
+    if options.as_numbers and kind == "bfloat16" and options.dtype == "fp16":
+        raise UnsupportedArrayError(f"{where}: {other_numbers('bf16', options.dtype)}")
+    shape = tuple(tensor.shape)
+    if rows is not None:
+        shape = (*shape[:-2], rows, shape[-1])
+    info = ArrayInfo(name=name, dtype=dtype_name(array_dtype, options, where), shape=shape, array_dtype=array_dtype.str)
+    return checked(strided(info, partial(_words, where, tensor, rows)), where)
+
+
+def _words(where: str, tensor: AnyTensor, rows: int | None) -> npt.NDArray[Any]:
+    try:
+        words = tensor.view()
+    except (KvmnnError, RuntimeError, TypeError, ValueError) as error:  # a device that gives nothing, a damaged storage
+        raise SourceError(f"{where}: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from None
+    return words if rows is None else words[..., :rows, :]
+
+
+def cache_source(where: str, cache: Cache, options: ReadOptions) -> Source:
+    """K and V of every layer of a cache.
+
+    Raises
+    ------
+    SourceError
+        For K and V that do not have the shape ``[batch, kv_head, token, head_dim]``, or not the same tokens.
+    """
+    entries = []
+    for layer in cache.layers:
+        _check_shape(where, layer)
+        for part, tensor in zip(PARTS, (layer.keys, layer.values), strict=True):
+            name = array_name(layer.number, part)
+            entries.append((name, partial(tensor_array, where, name, tensor, options, layer.valid)))
+    arrays, skipped = select(where, entries, options)
+    found = Source(arrays, skipped=skipped, notes=_notes(cache), axes=AXES)
+    if len(arrays) == len(entries):
+        found.engine_cache = _described(cache)
+    return found
+
+
+def _described(cache: Cache) -> EngineCache:
+    """What the cache says of itself."""
+    first = cache.layers[0]
+    batch, heads, _, dims = first.keys.shape
+    tokens = _rows(first)
+    same = all((*layer.keys.shape[:2], _rows(layer)) == (batch, heads, tokens) for layer in cache.layers)
+    ids = cache.beside.get("input_ids")
+    known = ids is not None and tuple(ids.shape) == (1, tokens) and ids.type_name in ("int64", "int32")
+    slid = {layer.seen for layer in cache.layers} if same else {None}
+    seen = slid.pop() if len(slid) == 1 else None
+    return EngineCache(
+        engine="transformers",
+        kind=cache.form,
+        layers=len(cache.layers),
+        kv_heads=int(heads) if same else None,
+        head_dim=int(dims) if {layer.values.shape[3] for layer in cache.layers} == {dims} else None,
+        tokens=tokens,
+        types=tuple(part.type_name for part in (*_parts(cache, "keys"), *_parts(cache, "values"))),
+        batch=int(batch),
+        positions=np.arange(seen - tokens, seen) if seen is not None and seen > tokens else None,
+        token_ids=np.array(ids.view(), np.int64).reshape(-1) if ids is not None and known else None,
+        details={"class": cache.kind},
+    )
+
+
+def _parts(cache: Cache, name: str) -> list[AnyTensor]:
+    return [getattr(layer, name) for layer in cache.layers]
+
+
+def _check_shape(where: str, layer: Layer) -> None:
+    keys, values = tuple(layer.keys.shape), tuple(layer.values.shape)
+    if len(keys) != len(AXES) or keys[:3] != values[:3] or len(values) != len(AXES):
+        raise SourceError(
+            f"{where}: layer {layer.number}: K is {list(keys)} and V {list(values)}: expected [batch, kv_head, token, "
+            "head_dim] for both, with the same batch, heads and tokens"
+        )
+    if layer.keys.type_name != layer.values.type_name:
+        raise SourceError(
+            f"{where}: layer {layer.number}: K is {layer.keys.type_name} and V {layer.values.type_name}: expected one "
+            "type"
+        )
+    if layer.valid == 0:
+        raise SourceError(f"{where}: layer {layer.number}: none of the {keys[2]} rows of its buffers holds a token")
+
+
+def _notes(cache: Cache) -> list[str]:
+    notes = []
+    if cache.empty:
+        which = ", ".join(map(str, cache.empty[:8])) + (" ..." if len(cache.empty) > 8 else "")
+        notes.append(f"{count(len(cache.empty), 'layer')} of {cache.kind} without K and V left out: {which}")
+    cut = [layer for layer in cache.layers if layer.valid is not None and layer.valid < layer.keys.shape[2]]
+    if cut:
+        first = cut[0]
+        notes.append(
+            f"{cache.kind}: of the {first.keys.shape[2]:,} rows of a buffer the first {first.valid:,} hold tokens; the "
+            "others are no data"
+        )
+    slid = [layer for layer in cache.layers if layer.seen is not None and layer.seen > _rows(layer)]
+    if slid:
+        first = slid[0]
+        notes.append(
+            f"layer {first.number} holds the last {_rows(first):,} of {first.seen:,} tokens (sliding window)"
+            + (f", and so do {len(slid) - 1} more" if len(slid) > 1 else "")
+        )
+    return notes
+
+
+def _rows(layer: Layer) -> int:
+    return layer.keys.shape[2] if layer.valid is None else layer.valid

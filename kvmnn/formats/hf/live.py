@@ -1,0 +1,164 @@
+"""Caches in memory: objects of transformers, pairs of tensors or arrays, a generator of ONNX Runtime GenAI.
+
+Looked at by what they have: transformers, torch and onnxruntime_genai are never imported here. torch is taken from
+`sys.modules`, where whoever made a tensor has put it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...arrays.source import Source
+from ...arrays.valid_names import check_name
+from ...errors import LimitError, SourceError
+from ..options import ReadOptions
+from ..reading import chosen, select
+from .arrays import cache_source, tensor_array
+from .layers import Made, find_cache
+
+_MOST_LAYERS = 4096
+_ATTRIBUTES = ("keys", "values", "cumulative_length", "max_cache_len")
+_LISTS = ("key_cache", "value_cache", "max_cache_len", "self_attention_cache")
+
+
+class LiveTensor:
+    """A tensor of torch, or any array that numpy takes."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its axes."""
+        return tuple(int(length) for length in self.tensor.shape)
+
+    @property
+    def type_name(self) -> str:
+        """Of its elements, without ``torch.``; 16-bit words of numpy are bf16, which it has no type for."""
+        name = str(self.tensor.dtype).removeprefix("torch.")
+        return "bfloat16" if isinstance(self.tensor, np.ndarray) and name == "uint16" else name
+
+    def view(self) -> npt.NDArray[Any]:
+        """Its words, on the host; of bfloat16 the bits."""
+        tensor = self.tensor
+        if hasattr(tensor, "detach"):
+            tensor = tensor.detach().cpu()
+            if self.type_name == "bfloat16":
+                tensor = tensor.view(sys.modules["torch"].int16)
+            tensor = tensor.numpy()
+        words = np.asarray(tensor)
+        return words.view(f"u{words.dtype.itemsize}")
+
+
+def read(cache: object, options: ReadOptions) -> Source:
+    """K and V of every layer of a cache in memory, as for a saved one.
+
+    Raises
+    ------
+    TypeError
+        For what is no cache.
+    SourceError
+        For a cache that is empty or not understood.
+    LimitError
+        Above `ReadOptions.max_bytes`.
+    """
+    where = f"<{type(cache).__name__} in memory>"
+    source = _read(where, cache, options)
+    if options.max_bytes is not None and source.nbytes > options.max_bytes:
+        raise LimitError(f"{where}: holds {source.nbytes} raw bytes, above the limit of {options.max_bytes}")
+    for name in source:
+        check_name(name, where)
+    source.inputs = (where,)
+    return chosen(source, where, options)
+
+
+def _read(where: str, cache: object, options: ReadOptions) -> Source:
+    if callable(getattr(cache, "get_output", None)):
+        return _named(where, _outputs(where, cache), options)
+    found = find_cache(where, _as_made(cache), lambda value: isinstance(value, LiveTensor))
+    if found is not None:
+        return cache_source(where, found, options)
+    if isinstance(cache, Mapping):
+        arrays = {str(name): LiveTensor(value) for name, value in cache.items() if _is_tensor(value)}
+        if arrays:
+            return _named(where, arrays, options)
+    if _is_tensor(cache):
+        return _named(where, {"tensor": LiveTensor(cache)}, options)
+    raise TypeError(
+        f"cannot open {type(cache).__name__}: expected a path, a cache of transformers, (K, V) of layers, a dict of "
+        "arrays, or a generator of ONNX Runtime GenAI"
+    )
+
+
+def _named(where: str, tensors: Mapping[str, LiveTensor], options: ReadOptions) -> Source:
+    wanted = {**dict.fromkeys(options.tensors or tensors), **tensors}
+    entries = [(name, partial(tensor_array, where, name, tensor, options)) for name, tensor in wanted.items() if tensor]
+    arrays, skipped = select(where, entries, options)
+    return Source(arrays, skipped=skipped)
+
+
+def _is_tensor(value: object) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "dtype")
+
+
+def _as_made(value: Any, depth: int = 4) -> object:
+    """What a cache holds, in the form that a saved one is read in."""
+    if _is_tensor(value):
+        return LiveTensor(value)
+    layers = None if isinstance(value, Mapping) else getattr(value, "layers", None)
+    if isinstance(layers, Iterable):
+        return Made(type(value).__name__, {"layers": [_layer(layer) for layer in layers]})
+    if hasattr(value, "key_cache") or hasattr(value, "self_attention_cache"):
+        return Made(type(value).__name__, _attributes(value))
+    if depth and isinstance(value, Mapping):
+        return {name: _as_made(item, depth - 1) for name, item in value.items()}
+    if depth and isinstance(value, list | tuple):
+        made = [_as_made(item, depth - 1) for item in value]
+        return tuple(made) if isinstance(value, tuple) else made
+    return value
+
+
+def _attributes(cache: Any) -> dict[str, object]:
+    """Of a cache of transformers 4."""
+    found = {name: _as_made(getattr(cache, name)) for name in _LISTS if hasattr(cache, name)}
+    if hasattr(cache, "_quantized_key_cache"):
+        found["_quantized_key_cache"] = None
+    if "max_cache_len" in found or "Static" in type(cache).__name__:
+        found["valid_tokens"] = int(cache.get_seq_length())
+    return found
+
+
+def _layer(layer: Any) -> Made:
+    """A layer of a cache of transformers 5: what it has, and its length where its buffers are longer."""
+    state = {name: _as_made(getattr(layer, name)) for name in _ATTRIBUTES if hasattr(layer, name)}
+    if hasattr(layer, "_quantized_keys"):
+        state["_quantized_keys"] = None
+    if "max_cache_len" in state and getattr(layer, "is_initialized", True):
+        state["cumulative_length"] = int(layer.get_seq_length())
+    elif "keys" not in state:
+        state |= {name: _as_made(item) for name, item in vars(layer).items() if _is_tensor(item)}
+    return Made(type(layer).__name__, state)
+
+
+def _outputs(where: str, generator: Any) -> dict[str, LiveTensor]:
+    """``present.<n>.key`` and ``.value`` of a generator of ONNX Runtime GenAI, from layer 0 on."""
+    found: dict[str, LiveTensor] = {}
+    for number in range(_MOST_LAYERS):
+        names = [f"present.{number}.{part}" for part in ("key", "value")]
+        try:
+            arrays = [np.asarray(generator.get_output(name)) for name in names]
+        except Exception as error:  # its own type, without a class to name; the layers end so
+            if not number:
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                raise SourceError(f"{where}: has no output {names[0]!r}: {reason[:200]}") from None
+            break
+        found |= {name: LiveTensor(array) for name, array in zip(names, arrays, strict=True)}
+    return found

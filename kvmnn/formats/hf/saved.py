@@ -1,0 +1,159 @@
+"""Caches that ``torch.save`` stored: the pickle is read as data, so no class of transformers is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from ...arrays.names import conventional
+from ...arrays.source import Source
+from ...errors import CheckpointError, KvmnnError, LimitError, SourceError
+from ...files.mapped import MappedFile, head_of
+from ..options import ReadOptions
+from ..reading import select
+from ..torch._pickles import MAX_KEY, Global
+from ..torch.opening import kind_of, read_torch
+from ..torch.tensors import Tensor
+from ..torch.torch_names import Arguments, Names
+from .arrays import cache_source, tensor_array
+from .layers import Made, find_cache
+
+_OUTPUTS = "transformers.modeling_outputs."
+_OBJECTS = ("Cache", "Layer")
+_NEVER_LOOKED_AT = ("functools.partial",)
+
+
+class CacheNames(Names):
+    """The names that a saved cache may use: those of tensors, and classes of transformers that are never made."""
+
+    def resolve(self, module: str, name: str) -> Global:
+        """As `Names.resolve`; caches, their layers and outputs of models become `Made`."""
+        full = f"{module}.{name}"
+        if module.partition(".")[0] == "transformers" and name.endswith(_OBJECTS):
+            return Global(full, partial(_made, full))
+        if full.startswith(_OUTPUTS):
+            return Global(full, _output)
+        if full in _NEVER_LOOKED_AT:
+            return Global(full, partial(_made, full))
+        return super().resolve(module, name)
+
+    def set_state(self, value: object, state: object) -> bool:
+        """As `Names.set_state`; the attributes of what is `Made` besides."""
+        if isinstance(value, Made):
+            attributes = state[0] if isinstance(state, tuple) and len(state) == 2 else state
+            if isinstance(attributes, dict):
+                value.state = attributes
+            return True
+        return super().set_state(value, state)
+
+
+def _made(name: str, _: Arguments) -> Made:
+    return Made(name)
+
+
+def _output(arguments: Arguments) -> dict[object, object]:
+    """An output of a model: a dict whose values are the arguments of its class as well."""
+    return {number: value for number, value in enumerate(arguments) if number < MAX_KEY}
+
+
+HEAD_BYTES = 4096
+"""Of a file, that tell whether torch wrote it."""
+
+
+def is_saved(head: bytes) -> bool:
+    """Whether torch wrote a file that begins with `head` (`HEAD_BYTES`), whatever its name and whatever it holds."""
+    kind = kind_of(head)
+    return kind == "torch legacy" or (kind == "torch zip" and _first_member(head).endswith(b"/data.pkl"))
+
+
+def _first_member(head: bytes) -> bytes:
+    return head[30 : 30 + int.from_bytes(head[26:28], "little")]
+
+
+def holds_cache(path: str) -> bool:
+    """Whether torch wrote the file at a path, and K and V are in it, or a cache that `read` refuses by its name."""
+    if not is_saved(head_of(path, HEAD_BYTES)):
+        return False
+    try:
+        return _is_known(path, _root(MappedFile(path)))
+    except KvmnnError:
+        return False
+
+
+def damage(path: str) -> str | None:
+    """What is wrong with a file of torch's that cannot be read at all; None for all others."""
+    if not is_saved(head_of(path, HEAD_BYTES)):
+        return None
+    try:
+        _root(MappedFile(path))
+    except KvmnnError as error:
+        return str(error).removeprefix(f"{path}: ")
+    return None
+
+
+def _is_known(path: str, root: object) -> bool:
+    try:
+        return find_cache(path, root, _is_tensor) is not None or bool(_named(root, ReadOptions()))
+    except SourceError:
+        return True  # a cache, and one that is not read
+
+
+def read(file: MappedFile, options: ReadOptions) -> Source:
+    """K and V of every layer, ``[batch, kv_head, token, head_dim]``; or one tensor, or a dict of named K and V.
+
+    Raises
+    ------
+    SourceError
+        For a file that is damaged, asks for what no cache needs, or holds none, and for a cache that is not understood.
+    """
+    root = _root(file)
+    cache = find_cache(file.label, root, _is_tensor)
+    if cache is not None:
+        _check_size(file.label, [part for layer in cache.layers for part in (layer.keys, layer.values)])
+        return cache_source(file.label, cache, options)
+    named = _named(root, options)
+    if not named:
+        raise SourceError(f"{file.label}: holds no cache: expected (K, V) of layers, or a dict of tensors named so")
+    _check_size(file.label, [tensor for _, tensor in named])
+    entries = [(name, partial(tensor_array, file.label, name, tensor, options)) for name, tensor in named]
+    arrays, skipped = select(file.label, entries, options)
+    return Source(arrays, skipped=skipped)
+
+
+def _root(file: MappedFile) -> object:
+    """The object that was saved."""
+    kind = kind_of(file.head(512))
+    if kind is None:
+        raise SourceError(f"{file.label}: is no file that torch.save wrote")
+    try:
+        return read_torch(file, kind, CacheNames()).root
+    except (CheckpointError, LimitError) as error:
+        raise type(error)(f"{file.label}: {error}") from None
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _named(root: object, options: ReadOptions) -> list[tuple[str, Tensor]]:
+    """A tensor alone, or the tensors of a dict: those that are asked for, or all where their names say K or V."""
+    if isinstance(root, Tensor):
+        return [("tensor", root)]
+    if not isinstance(root, Mapping):
+        return []
+    tensors = [(name, value) for name, value in root.items() if isinstance(name, str) and isinstance(value, Tensor)]
+    if options.tensors:
+        return [(name, tensor) for name, tensor in tensors if name in options.tensors]
+    return tensors if all(conventional(name) for name, _ in tensors) else []
+
+
+def _check_size(where: str, tensors: Sequence[Any]) -> None:
+    """Refuse tensors that together have more bytes than are stored: a small file must not become a large cache."""
+    stored = sum({id(tensor.storage): tensor.storage.nbytes for tensor in tensors}.values())
+    held = sum(tensor.numel * tensor.element.itemsize for tensor in tensors)
+    if held > stored:
+        raise SourceError(
+            f"{where}: its tensors have {held} bytes, and {stored} are stored: expected none that are expanded or "
+            "overlap (.contiguous() before torch.save)"
+        )

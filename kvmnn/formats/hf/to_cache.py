@@ -1,0 +1,86 @@
+"""K and V back as tensors of torch, for a ``DynamicCache`` of transformers. Neither is imported here."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from ...arrays.kv_arrays import SaidAxes, own_axes, read_kv
+from ...arrays.source import Source
+from ...dtypes import Words
+from ...errors import MissingDependencyError, OptionError, SourceError
+from .. import opening
+from ..options import ReadOptions
+
+
+def to_cache(
+    source: Source | str | os.PathLike[str] | Any,
+    *,
+    device: Any = None,
+    pairs: bool = False,
+) -> Any:
+    """K and V of every layer as tensors ``[batch, kv_head, token, head_dim]``, bit for bit: bf16 as torch.bfloat16.
+
+    Parameters
+    ----------
+    source
+        What `kvmnn.open` gives, or takes.
+    device
+        Where the tensors go, as torch takes it; None leaves them on the CPU.
+    pairs
+        Return the pairs even where transformers is loaded.
+
+    Returns
+    -------
+    A new ``transformers.DynamicCache`` where transformers is loaded; else, and with `pairs`, a tuple of (K, V) for each
+    layer, which ``DynamicCache(...)`` of transformers 5 takes, and ``DynamicCache.from_legacy_cache`` of 4.x.
+
+    Raises
+    ------
+    MissingDependencyError
+        Where torch is not loaded: ``import torch`` first.
+    SourceError
+        For arrays that are not K and V of layers 0, 1, 2 ..., and where nothing says which axis is the tokens'.
+
+    Examples
+    --------
+    >>> cache = kvmnn.to_cache("prefix.frames/")
+    >>> model(ids, past_key_values=cache)
+    """
+    torch = _loaded("torch")
+    if torch is None:
+        raise MissingDependencyError("to_cache makes tensors of torch, which is not loaded: import torch first")
+    opened = source if isinstance(source, Source) else opening.open(source, ReadOptions(skip_unsupported=True))
+    where = " ".join(opened.inputs)
+    if opened.lossy:
+        raise OptionError(f"{where}: K and V were made from int8: no model takes such a cache up again")
+    letters = opened.axes or own_axes(opened.arrays)
+    kv = read_kv(where, opened.arrays, SaidAxes(letters, "as read", token_major=opened.token_major))
+    if list(kv.layers) != list(range(len(kv.layers))):
+        raise SourceError(f"{where}: holds layers {sorted(kv.layers)[:8]}: expected 0, 1, 2 ... without a gap")
+    found = tuple(tuple(_tensor(torch, words, device) for words in pair) for pair in kv.layers.values())
+    transformers = None if pairs else _loaded("transformers")
+    if transformers is None:
+        return found
+    cache = transformers.DynamicCache()
+    for number, (keys, values) in enumerate(found):
+        cache.update(keys, values, number)
+    return cache
+
+
+def _loaded(name: str) -> ModuleType | None:
+    return sys.modules.get(name)
+
+
+def _tensor(torch: Any, words: Words, device: Any) -> Any:
+    """A tensor with memory of its own."""
+    copied = np.array(words, order="C")  # always a copy: what is mapped is read-only
+    if copied.dtype.kind == "u":
+        tensor = torch.from_numpy(copied.view(np.int16)).view(torch.bfloat16)
+    else:
+        tensor = torch.from_numpy(copied)
+    return tensor if device is None else tensor.to(device)

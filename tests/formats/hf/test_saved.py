@@ -1,0 +1,177 @@
+"""Saved caches of transformers: read as data, whatever form they were saved in; what is no cache is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import compressor_files
+import hf_files
+import numpy as np
+import pytest
+from hf_files import Instance, cache_object, dynamic_cache, pairs, save, static_cache
+
+import kvmnn
+from kvmnn.errors import SourceError
+
+KINDS = "transformers.cache_utils."
+
+
+def assert_same(source: Any, expected: list[hf_files.Pair], dtype: str = "bf16") -> None:
+    assert list(source) == [f"layer_{n}.{part}" for n in range(len(expected)) for part in ("key", "value")]
+    for number, pair in enumerate(expected):
+        for part, words in zip(("key", "value"), pair, strict=True):
+            found = source[f"layer_{number}.{part}"]
+            assert (found.dtype, found.shape, found.to_numpy().tobytes()) == (dtype, words.shape, words.tobytes())
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 5, 4), (3, 1, 1, 7), (2, 5, 70, 3)], ids=str)
+@pytest.mark.parametrize("dtype", hf_files.TYPES)
+def test_every_form_is_read(tmp_path: Path, dtype: str, shape: tuple[int, ...]) -> None:
+    made = pairs(sum(shape), layers=3, shape=shape, dtype=dtype)
+    keys, values = ([pair[part] for pair in made] for part in (0, 1))
+    four = {"key_cache": keys, "value_cache": values, "_seen_tokens": shape[2]}
+    forms = {
+        "cache": (dynamic_cache(made), "cache"),
+        "list": (made, "pairs"),
+        "lists": ([list(pair) for pair in made], "pairs"),
+        "tuple": (tuple(made), "legacy"),
+        "iterated": (tuple((k, v, None) for k, v in made), "legacy"),
+        "dict": ({"past_key_values": dynamic_cache(made), "text": "x", "n": 3}, "dict"),
+        "deeper": ({"output": {"past_key_values": tuple(made)}, "epoch": 1}, "dict"),
+        "numbers": (dict(enumerate(made)), "dict"),
+        "names": ({f"layer_{n}": pair for n, pair in enumerate(made)}, "dict"),
+        "two lists": ({"keys": keys, "values": values}, "dict"),
+        "transformers 4": (Instance(KINDS + "DynamicCache", four), "cache"),
+        "static": (static_cache(made, shape[2] + 4), "static"),
+        "static, full": (static_cache(made, shape[2]), "static"),
+        "static, no length": (static_cache(made, shape[2] + 300, says_length=False), "static"),
+        "static, buffers": (
+            Instance(
+                KINDS + "StaticCache",
+                {
+                    "_buffers": {f"{part}_cache_{n}": buffer for part, buffers in (("key", keys), ("value", values))
+                                 for n, buffer in enumerate(buffers)},
+                    "max_cache_len": shape[2],
+                },
+            ),
+            "static",
+        ),
+    }  # fmt: skip
+    for name, (value, kind) in forms.items():
+        source = kvmnn.open(save(tmp_path / f"{name}.bin", value))
+        assert_same(source, made, dtype)
+        said = source.engine_cache
+        assert said is not None and (said.engine, said.kind) == ("transformers", kind), name
+        assert (said.layers, said.batch, said.kv_heads, said.tokens, said.head_dim) == (3, *shape), name
+    assert source.axes == "bhtd"
+
+
+def test_a_dict_of_named_tensors_keeps_their_names(tmp_path: Path) -> None:
+    ((keys, values),) = pairs(1, layers=1)
+    path = save(tmp_path / "a.pt", {"past_key_values.0.key": keys, "past_key_values.0.value": values})
+    assert list(kvmnn.open(path)) == ["past_key_values.0.key", "past_key_values.0.value"]
+    other = save(tmp_path / "b.pt", {"w.0.weight": keys, "w.0.bias": values})
+    with pytest.raises(SourceError, match="not a file kvmnn knows: it looks like a torch checkpoint"):
+        kvmnn.open(other)
+
+
+def test_token_ids_beside_a_cache(tmp_path: Path) -> None:
+    made = pairs(2)
+    ids = np.arange(5, dtype="<i8")[None] + 7
+    source = kvmnn.open(save(tmp_path / "a.pt", {"cache": dynamic_cache(made), "input_ids": ids}))
+    assert source.engine_cache is not None and source.engine_cache.token_ids is not None
+    assert source.engine_cache.token_ids.tolist() == [7, 8, 9, 10, 11]
+    longer = kvmnn.open(save(tmp_path / "b.pt", {"cache": dynamic_cache(made), "input_ids": ids[:, :4].copy()}))
+    assert longer.engine_cache is not None and longer.engine_cache.token_ids is None
+
+
+def test_layers_that_hold_nothing_and_windows(tmp_path: Path) -> None:
+    made = pairs(3, layers=3)
+    states: list[dict[str, Any]] = [{"keys": keys, "values": values} for keys, values in made]
+    states[1] = {"keys": None, "values": None, "is_initialized": False}
+    source = kvmnn.open(save(tmp_path / "a.pt", cache_object("DynamicCache", "DynamicLayer", states)))
+    assert list(source) == ["layer_0.key", "layer_0.value", "layer_2.key", "layer_2.value"]
+    assert source.notes == ["1 layer of DynamicCache without K and V left out: 1"]
+    slid = [{"keys": k, "values": v, "cumulative_length": 20, "sliding_window": 6} for k, v in made]
+    source = kvmnn.open(save(tmp_path / "b.pt", cache_object("DynamicCache", "DynamicSlidingWindowLayer", slid)))
+    assert source.notes == ["layer 0 holds the last 5 of 20 tokens (sliding window), and so do 2 more"]
+    assert source.engine_cache is not None and source.engine_cache.runs == ((15, 5),)
+
+
+def refusals() -> dict[str, tuple[Any, str]]:
+    made = pairs(4)
+    ((keys, values), *_) = made
+    static = static_cache(made, 9)
+    static.state["layers"][0].state["cumulative_length"] = np.array([10], "<i8")
+    quantised = {"keys": keys, "values": values, "_quantized_keys": keys, "_quantized_values": values}
+    both = {"self_attention_cache": dynamic_cache(made), "cross_attention_cache": dynamic_cache(made)}
+    return {
+        "two caches": ({"a": dynamic_cache(made), "b": dynamic_cache(pairs(5))}, r"holds 2 caches \('a', 'b'\)"),
+        "encoder and decoder": (Instance(KINDS + "EncoderDecoderCache", both), "EncoderDecoderCache holds two caches"),
+        "quantised": (
+            cache_object("QuantizedCache", "QuantoQuantizedLayer", [quantised]),
+            "layer 0 is a QuantoQuantizedLayer, whose older tokens are quantised: expected a DynamicCache",
+        ),
+        "state of another kind": (
+            cache_object("DynamicCache", "LinearAttentionLayer", [{"conv_states": keys, "recurrent_states": values}]),
+            "LinearAttentionLayer, which holds conv_states, recurrent_states, not keys and values",
+        ),
+        "empty": (cache_object("DynamicCache", "DynamicLayer", []), "DynamicCache without a layer that holds anything"),
+        "longer than its buffers": (static, "says 10 tokens, and its buffers have 9"),
+        "zeros": (static_cache([(keys * 0, values * 0)], 8, says_length=False), "none of the 8 rows"),
+        "shapes": ([(keys, values[:, :, :3].copy())], r"K is \[1, 2, 5, 4\] and V \[1, 2, 3, 4\]: expected"),
+        "axes": ([(keys[0].copy(), values[0].copy())], r"expected \[batch, kv_head, token, head_dim\]"),
+        "types": ([(keys, values.view("<f2"))], "K is bfloat16 and V float16: expected one type"),
+        "integers": ([(keys.astype("<i8"), values.astype("<i8"))], "type int64 is not one that frames hold"),
+        "uneven lists": (
+            {"key_cache": [keys, keys], "value_cache": [values]},
+            "a dict with 2 key_cache and 1 value_cache",
+        ),
+        "expanded": (
+            [(np.broadcast_to(keys[:, :, :1].copy(), keys.shape), values)],
+            "its tensors have 160 bytes, and 96 are stored",
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", refusals())
+def test_what_is_refused(tmp_path: Path, name: str, run: Any) -> None:
+    value, message = refusals()[name]
+    path = save(tmp_path / "c.pt", value)
+    with pytest.raises(SourceError, match=message):
+        kvmnn.open(path)
+    said = run("encode", path, "-o", tmp_path / "out/", code=1).err
+    assert said.count("\n") == 1 and not (tmp_path / "out").exists()
+    assert run("inspect", path, code=1).err.count("\n") == 1
+
+
+def test_a_checkpoint_is_still_one(tmp_path: Path, run: Any) -> None:
+    path = compressor_files.checkpoint(tmp_path / "c.pth", compressor_files.weights(1, head_dim=8))
+    assert "compress_tk" in run("inspect", path).out
+    assert "it looks like a torch checkpoint (kvmnn convert makes" in run("encode", path, code=1).err
+
+
+def test_a_pickle_that_asks_for_more_is_told_of(tmp_path: Path, run: Any) -> None:
+    path = save(tmp_path / "c.pt", Instance("posix.system", {"keys": 1}))
+    said = run("encode", path, code=1).err
+    assert "as a saved cache: the pickle asks for 'posix.system', which is not among the names" in said
+    assert said.count("\n") == 1
+
+
+def test_every_verb_takes_one(tmp_path: Path, run: Any) -> None:
+    made = pairs(6, shape=(1, 2, 40, 8), dtype="fp16")
+    finite = [tuple(np.where(np.isfinite(part), part, 0).astype("<f2") for part in pair) for pair in made]
+    path = save(tmp_path / "c.pt", dynamic_cache(finite))
+    assert "transformers cache: 2 layers, 2 kv heads of 8, 40 tokens, float16" in run("inspect", path).out
+    run("encode", path, "-o", tmp_path / "c.frames/")
+    assert "LOSSLESS" in run("verify", tmp_path / "c.frames", "--against", path).out
+    run("diff", path, tmp_path / "c.frames")
+    run("measure", path)
+    packed = ("--name", "sys", "--backend", "arm64-fp16")
+    run("pack", path, "-o", tmp_path / "sys/", *packed)
+    run("diff", tmp_path / "sys", path)
+    (tmp_path / "ids.json").write_text(str(list(range(40))))
+    run("store", "put", tmp_path / "store", path, "--fingerprint", "ab" * 32, "--token-ids", tmp_path / "ids.json")
+    run("decode", tmp_path / "c.frames", "-o", tmp_path / "c.npz")
+    assert np.load(tmp_path / "c.npz")["layer_1.value"].shape == (1, 2, 40, 8)

@@ -1,0 +1,179 @@
+"""Caches of transformers: in memory, saved by torch, and back; a model goes on from one as if it were its own."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvmnn
+from kvmnn.errors import SourceError
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+SHAPES = [(1, 2, 20, 32), (3, 1, 7, 5), (2, 4, 1, 8), (1, 1, 300, 3)]
+
+
+def drawn(seed: int, dtype: str, shape: tuple[int, ...], layers: int = 3) -> list[tuple[Any, Any]]:
+    """(K, V) of layers; all bit patterns, NaN and infinities too, in some rows."""
+    draws = torch.Generator().manual_seed(seed)
+    bits = torch.int32 if dtype == "fp32" else torch.int16
+    low, high = torch.iinfo(bits).min, torch.iinfo(bits).max
+
+    def one() -> Any:
+        tensor = torch.randn(*shape, generator=draws).to(getattr(torch, DTYPES[dtype]))
+        tensor[..., 0, :] = torch.randint(low, high, (*shape[:2], shape[3]), generator=draws, dtype=bits).view(
+            tensor.dtype
+        )
+        return tensor
+
+    return [(one(), one()) for _ in range(layers)]
+
+
+def words(tensor: Any) -> np.ndarray:
+    return tensor.contiguous().view(torch.int32 if tensor.dtype == torch.float32 else torch.int16).numpy()
+
+
+def assert_same(source: kvmnn.arrays.Source, pairs: list[tuple[Any, Any]], dtype: str) -> None:
+    assert list(source) == [f"layer_{layer}.{part}" for layer in range(len(pairs)) for part in ("key", "value")]
+    for layer, pair in enumerate(pairs):
+        for part, tensor in zip(("key", "value"), pair, strict=True):
+            found = source[f"layer_{layer}.{part}"]
+            assert (found.dtype, found.shape) == (dtype, tuple(tensor.shape))
+            assert found.to_numpy().tobytes() == words(tensor).tobytes()
+
+
+def dynamic(pairs: list[tuple[Any, Any]]) -> Any:
+    cache = transformers.DynamicCache()
+    for layer, (keys, values) in enumerate(pairs):
+        cache.update(keys, values, layer)
+    return cache
+
+
+def static(pairs: list[tuple[Any, Any]], rows: int) -> Any:
+    batch, heads, tokens, dims = pairs[0][0].shape
+    config = transformers.LlamaConfig(
+        num_hidden_layers=len(pairs), num_attention_heads=heads, num_key_value_heads=heads, hidden_size=heads * dims
+    )
+    config.head_dim = dims
+    cache = transformers.StaticCache(config=config, max_cache_len=rows)
+    for layer, (keys, values) in enumerate(pairs):
+        cache.update(keys, values, layer, {"cache_position": torch.arange(tokens)})
+    assert int(cache.get_seq_length()) == tokens and batch == cache.layers[0].keys.shape[0]
+    return cache
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_in_memory_and_back(dtype: str, shape: tuple[int, ...]) -> None:
+    pairs = drawn(len(dtype) + sum(shape), dtype, shape)
+    cache = dynamic(pairs)
+    for held in (cache, pairs, tuple(pairs), {"past_key_values": cache, "n": 3}, dict(enumerate(pairs))):
+        assert_same(kvmnn.open(held), pairs, dtype)
+    assert_same(kvmnn.open(static(pairs, shape[2] + 9)), pairs, dtype)
+    again = kvmnn.to_cache(kvmnn.open(cache))
+    assert isinstance(again, transformers.DynamicCache)
+    assert_same(kvmnn.open(again), pairs, dtype)
+    returned = kvmnn.to_cache(cache, pairs=True)
+    assert isinstance(returned, tuple) and returned[0][0].dtype == pairs[0][0].dtype
+    assert_same(kvmnn.open(transformers.DynamicCache(returned)), pairs, dtype)
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_saved(tmp_path: Path, dtype: str, shape: tuple[int, ...], zipped: bool) -> None:
+    pairs = drawn(7 + sum(shape), dtype, shape)
+    cache = dynamic(pairs)
+    strided = [(k.transpose(1, 2).contiguous().transpose(1, 2), v[:, :, :, :]) for k, v in pairs]
+    output = transformers.modeling_outputs.CausalLMOutputWithPast(past_key_values=cache, logits=torch.zeros(2))
+    kinds = {
+        "cache": cache,
+        "pairs": pairs,
+        "legacy": tuple(pairs),
+        "triples": tuple(cache),
+        "dict": {"past_key_values": cache, "input_ids": torch.arange(4)[None], "text": "x"},
+        "lists": {"key_cache": [k for k, _ in pairs], "value_cache": [v for _, v in pairs]},
+        "named": {f"past_key_values.{n}.{('key', 'value')[m]}": pairs[n][m] for n in range(3) for m in range(2)},
+        "numbers": dict(enumerate(pairs)),
+        "strided": strided,
+        "output": output,
+        "static": static(pairs, shape[2] + 5),
+    }
+    for kind, value in kinds.items():
+        path = tmp_path / f"{kind}{'.pt' if zipped else '.bin'}"
+        torch.save(value, path, _use_new_zipfile_serialization=zipped)
+        found = kvmnn.open(path)
+        if kind == "named":
+            assert list(found)[:2] == ["past_key_values.0.key", "past_key_values.0.value"]
+            found.arrays = [*found.arrays]
+            assert found.arrays[1].to_numpy().tobytes() == words(pairs[0][1]).tobytes()
+        else:
+            assert_same(found, pairs, dtype)
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    pairs = drawn(1, "fp32", (1, 2, 4, 4))
+    both = transformers.EncoderDecoderCache(dynamic(pairs), dynamic(pairs))
+    refused = [
+        (both, "EncoderDecoderCache holds two caches"),
+        ({"a": dynamic(pairs), "b": dynamic(pairs)}, "holds 2 caches"),
+        ([(k.expand(2, -1, -1, -1), v.expand(2, -1, -1, -1)) for k, v in pairs], "expanded or overlap"),
+        ([(k[:, :, :2], v) for k, v in pairs], "expected .batch, kv_head, token, head_dim. for both"),
+        ([(k.double(), v.double()) for k, v in pairs], "type float64 is not one"),
+        (transformers.DynamicCache(), "without a layer"),
+    ]
+    for number, (value, message) in enumerate(refused):
+        torch.save(value, tmp_path / f"{number}.pt")
+        with pytest.raises(SourceError, match=message):
+            kvmnn.open(tmp_path / f"{number}.pt")
+        if "expanded" not in message:
+            with pytest.raises(SourceError, match=message):
+                kvmnn.open(value)
+
+
+def test_sliding_windows_say_what_they_hold(tmp_path: Path) -> None:
+    config = transformers.MistralConfig(sliding_window=8, num_hidden_layers=2)
+    pairs = drawn(3, "fp32", (1, 2, 20, 4), layers=2)
+    cache = transformers.DynamicCache(config=config)
+    for layer, (keys, values) in enumerate(pairs):
+        cache.update(keys, values, layer)
+    torch.save(cache, tmp_path / "c.pt")
+    for opened in (kvmnn.open(cache), kvmnn.open(tmp_path / "c.pt")):
+        assert opened["layer_1.key"].to_numpy().tobytes() == words(pairs[1][0][:, :, -7:]).tobytes()
+        assert opened.notes == ["layer 0 holds the last 7 of 20 tokens (sliding window), and so do 1 more"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_goes_on_from_a_restored_cache(tmp_path: Path, run: Any, dtype: str) -> None:
+    torch.manual_seed(5)
+    config = transformers.LlamaConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).to(getattr(torch, dtype)).eval()
+    ids = torch.randint(0, 97, (2, 30))
+    with torch.no_grad():
+        cache = transformers.DynamicCache()
+        model(ids[:, :24], past_key_values=cache)
+        torch.save(cache, tmp_path / "c.pt")
+        expected = model(ids[:, 24:], past_key_values=cache).logits
+        run("encode", tmp_path / "c.pt", "-o", tmp_path / "c.frames/")
+        run("verify", tmp_path / "c.frames", "--against", tmp_path / "c.pt")
+        found = model(ids[:, 24:], past_key_values=kvmnn.to_cache(tmp_path / "c.frames")).logits
+        assert torch.equal(found, expected)
+        other = kvmnn.to_cache(tmp_path / "c.frames")
+        other.layers[1].keys[0, 0, 3] += 1
+        assert not torch.equal(model(ids[:, 24:], past_key_values=other).logits, expected)
+
+
+def test_bytes_of_a_file_are_as_torch_saves_them() -> None:
+    """The samples of the other tests are made without torch: here is what torch makes of one of them."""
+    made = io.BytesIO()
+    torch.save(tuple(drawn(1, "fp16", (1, 1, 2, 2), layers=1)), made)
+    assert b"_rebuild_tensor_v2" in made.getvalue()

@@ -12,7 +12,7 @@ from ..bundle.frame_set import open_frames
 from ..bundle.kept_file import kept_file
 from ..errors import KvmnnError, ManifestError
 from ..files.mapped import STDIN, MappedFile
-from . import llama
+from . import llama, mlx
 from .file_bytes import FileBytes
 from .hf import saved
 from .keeping import as_noted, reopened
@@ -48,6 +48,7 @@ def _saved_cache(file: FileBytes, options: ReadOptions) -> Source:
 
 ENGINE_FILES = (
     EngineFile(llama.NAME, llama.is_state, llama.read, llama.keep),
+    EngineFile(mlx.NAME, mlx.is_prompt_cache, mlx.read, mlx.keep),
     EngineFile("torch-cache", saved.holds_cache, _saved_cache, None),
 )
 

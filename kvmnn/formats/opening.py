@@ -46,10 +46,10 @@ def open(
     ----------
     path
         A ``.npy``, ``.npz`` or ``.safetensors`` file; a frame, a manifest or a directory of frames with its manifest; a
-        state file of llama.cpp; a file of ``torch.save`` with a cache of transformers; the directory of an MNN KV dump,
-        of a prefix cache or of live cache files, or one of their ``.k`` and ``.v`` files; a directory of ``.npy``
-        files; any other file of raw words, which need a `dtype`; or ``"-"``: raw words, a ``.npy`` file or a saved
-        cache on standard input.
+        state file of llama.cpp, a prompt cache of mlx-lm, a file of ``torch.save`` with a cache of transformers; the
+        directory of an MNN KV dump, of a prefix cache or of live cache files, or one of their ``.k`` and ``.v`` files;
+        a directory of ``.npy`` files; any other file of raw words, which need a `dtype`; or ``"-"``: raw words, a
+        ``.npy`` file or a saved cache on standard input.
 
         Or a cache in memory: a ``DynamicCache`` or ``StaticCache`` of transformers, a list or tuple of (K, V) by
         layer, a dict of arrays by name, a ``Generator`` of ONNX Runtime GenAI. Its arrays are read when they are asked

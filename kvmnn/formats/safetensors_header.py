@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from ..arrays.valid_names import shortened
 from ..errors import SourceError
-from ..files.mapped import MappedFile
 from . import _safetensors_header
+from .file_bytes import FileBytes
 
 MAX_HEADER = 100_000_000
 """Bytes, as the safetensors package has it: a million tensors, which take a second and 300 MB to read."""
@@ -143,7 +143,7 @@ class Header(NamedTuple):
     start: int
 
 
-def read_header(file: MappedFile, *, most: int = MAX_HEADER) -> Header:
+def read_header(file: FileBytes, *, most: int = MAX_HEADER) -> Header:
     """The tensors in the order of their data, the metadata, and where the data begins; all checked.
 
     Parameters

@@ -29,8 +29,8 @@ Frames made from a prefix cache become its files again with -o DIR/ (--arrays: .
 every live element. --model, --token-ids and --backend are compared with what the manifest says, and what differs is
 refused; --force restores anyway.
 
-Frames of a whole file of llama.cpp become that file again, byte for byte, with -o FILE or on standard output (--arrays:
-its arrays as they lie there; kvmnn unpack gives K and V by heads).
+Frames of a whole file of llama.cpp or MLX become that file again, byte for byte, with -o FILE or on standard output
+(--arrays: its arrays as they lie there; kvmnn unpack gives K and V by heads).
 
 Without -o, X.npy.frame becomes X.npy, and X.frames/ of a whole file X; only what comes from standard input goes to
 standard output, as raw words (if that is a file or a pipe)."""

@@ -18,7 +18,8 @@ _TEXT = """Encode arrays into the frames that MNN would store.
 IN is a .npy, .npz or .safetensors file, a directory of .npy files or of an MNN KV dump, any other file of raw words
 (--dtype says of which kind), or "-" for standard input (raw words or a .npy file). Several inputs make one bundle. The
 directory of a prefix cache gives the live K and V of every layer, and decode makes its files again. A session or
-sequence file of llama.cpp is kept whole: decode writes the same file, byte for byte (docs/other-engines.md).
+sequence file of llama.cpp and a prompt cache of mlx-lm are kept whole: decode writes the same file, byte for byte
+(docs/other-engines.md).
 
   -o FILE    one array: its frame, and FILE.json beside it, from which decode
              restores the same array

@@ -1,0 +1,85 @@
+"""A prompt cache for frames: its tensors of words as they lie there, padding included."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+from ... import dtypes
+from ...arrays.layers import array_name
+from ...arrays.named_array import NamedArray
+from ...arrays.source import Source
+from ...dtypes import PARTS
+from ...errors import SourceError
+from ...files.mapped import MappedFile
+from .. import keeping
+from ..keeping import Region
+from ..options import ReadOptions
+from ..safetensors_header import Tensor, read_header
+from .states import States
+
+NAME = "mlx-prompt-cache"
+
+_LEAST_AXES = 2
+"""Of a tensor that becomes an array; states with fewer are a few numbers."""
+_WORDS = {"F16": ("fp16", "<f2"), "BF16": ("bf16", "<u2"), "F32": ("fp32", "<f4"), "U32": ("fp32", "<u4")}
+_NAME = re.compile(r"(\d{1,5})\.([01])(?:\.([012]))?")
+_FIELDS = ("codes", "scales", "biases")
+
+
+def keep(file: MappedFile, options: ReadOptions) -> Source:
+    """All tensors of fp16, bf16, fp32 and packed codes, of any class of cache.
+
+    Names are ``layer_<n>.key`` and ``.value``, of quantised groups with ``.codes``, ``.scales`` and ``.biases``; what
+    is neither K nor V is called ``state_`` and its own name.
+
+    Raises
+    ------
+    SourceError
+        For a header that is damaged, and a file without such tensors.
+    """
+    header = read_header(file)
+    regions = [
+        _region(file, header.start, tensor)
+        for tensor in header.tensors
+        if tensor.kind in _WORDS and len(tensor.shape) >= _LEAST_AXES and 0 not in tensor.shape
+    ]
+    if not regions:
+        raise SourceError(f"{file.label}: holds no K and no V, there is nothing to encode")
+    return keeping.keep(file, NAME, regions, None, _notes(States(file), regions))
+
+
+def _notes(states: States, regions: list[Region]) -> list[str]:
+    """How much is room behind the valid tokens, which frames of it hardly count."""
+    try:
+        layers = list(states.layers())
+    except SourceError:
+        return []
+    room = 0
+    for layer in layers:
+        for tensor in (*layer.keys, *layer.values):
+            nbytes, capacity = tensor.end - tensor.begin, tensor.shape[2]
+            room += nbytes // capacity * (capacity - layer.tokens)
+    total = sum(region.nbytes for region in regions)
+    return [f"{room:,} of the {total:,} bytes of K and V are room behind the valid tokens"] if room else []
+
+
+def _region(file: MappedFile, start: int, tensor: Tensor) -> Region:
+    dtype, word = _WORDS[tensor.kind]
+    nbytes = tensor.end - tensor.begin
+    array = NamedArray(
+        name=_array_name(tensor.name),
+        dtype=dtype,
+        shape=tensor.shape,
+        array_dtype=word if tensor.kind == "U32" else dtypes.by_name(dtype).numpy.str,
+        reader=partial(file.runs, start + tensor.begin, nbytes),
+    )
+    return Region(start + tensor.begin, nbytes, ((array, nbytes),))
+
+
+def _array_name(name: str) -> str:
+    found = _NAME.fullmatch(name)
+    if found is None:
+        return f"state_{name}"
+    field = f".{_FIELDS[int(found[3])]}" if found[3] else ""
+    return array_name(int(found[1]), PARTS[int(found[2])]) + field

@@ -1,0 +1,168 @@
+"""K and V out of a prompt cache: the valid tokens of every layer, quantised groups as numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ... import dtypes
+from ...arrays.engine_cache import EngineCache
+from ...arrays.layers import array_name
+from ...arrays.named_array import NamedArray, Piece, UnsupportedArrayError, rechunked
+from ...arrays.source import Source
+from ...dtypes import PARTS, Part
+from ...errors import SourceError
+from ...text import count
+from ..file_bytes import FileBytes
+from ..options import ReadOptions
+from ..safetensors_header import Tensor
+from .groups import numbers
+from .states import Layer, States, is_prompt_cache, numpy_type
+
+__all__ = ["is_prompt_cache", "read"]
+
+ENGINE = "MLX"
+_NAMES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
+_DTYPES = {"F16": "fp16", "BF16": "bf16", "F32": "fp32"}
+_ROWS = 512
+
+
+def read(file: FileBytes, options: ReadOptions) -> Source:
+    """``layer_<n>.key`` and ``.value``, ``[kv_head, token, head_dim]``, with a batch of several texts in front of it.
+
+    The padding behind the valid tokens is left out.
+
+    Raises
+    ------
+    SourceError
+        For a file that is damaged, or a class of cache that is not read.
+    """
+    states = States(file)
+    layers = list(states.layers())
+    arrays = [_array(states, layer, part, options) for layer in layers for part in PARTS]
+    described = _described(states, layers, options)
+    notes = [f"dequantised from {text}" for text in described.dequantised]
+    return Source(arrays, notes=notes, engine_cache=described)
+
+
+def _tensors(layer: Layer, part: Part) -> tuple[Tensor, ...]:
+    return layer.keys if part == "key" else layer.values
+
+
+def _array(states: States, layer: Layer, part: Part, options: ReadOptions) -> NamedArray:
+    tensors, name = _tensors(layer, part), array_name(layer.number, part)
+    first = tensors[0]
+    batch, heads = first.shape[:2]
+    if layer.bits and options.engine.blocks:
+        return _code_array(states, layer, first, name)
+    words = tensors[1] if layer.bits else first
+    dims = first.shape[3] * 32 // layer.bits if layer.bits else first.shape[3]
+    dtype = _DTYPES[words.kind]
+    if options.dtype not in (None, dtype):
+        raise UnsupportedArrayError(f"{states.file.label}: {name} holds {dtype} words, not {options.dtype}")
+    runs = partial(_group_runs, states, layer, tensors) if layer.bits else partial(_valid_runs, states, layer, first)
+    shape = (heads, layer.tokens, dims)
+    return NamedArray(
+        name=name,
+        dtype=dtype,
+        shape=shape if batch == 1 else (batch, *shape),
+        array_dtype=dtypes.by_name(dtype).numpy.str,
+        reader=runs,
+    )
+
+
+def _code_array(states: States, layer: Layer, codes: Tensor, name: str) -> NamedArray:
+    """The packed codes as bytes, ``[kv_head, token, byte]``."""
+    batch, heads, _, words = codes.shape
+    shape = (heads, layer.tokens, 4 * words)
+    return NamedArray(
+        name=name,
+        dtype="fp16",
+        shape=shape if batch == 1 else (batch, *shape),
+        array_dtype="|u1",
+        reader=partial(_valid_runs, states, layer, codes),
+    )
+
+
+def _valid_runs(states: States, layer: Layer, tensor: Tensor, step: int) -> Iterator[Piece]:
+    """The words of the valid tokens, head after head."""
+    heads, capacity = tensor.shape[0] * tensor.shape[1], tensor.shape[2]
+    begin, size = states.header.start + tensor.begin, (tensor.end - tensor.begin) // heads
+    valid = size // capacity * layer.tokens
+    if valid == size:
+        yield from states.file.runs(begin, tensor.end - tensor.begin, step)
+        return
+    for start in range(0, heads * valid, step):
+        run = np.empty(min(step, heads * valid - start), np.uint8)
+        done = 0
+        while done < run.size:
+            head, place = divmod(start + done, valid)
+            nbytes = min(valid - place, run.size - done)
+            run[done : done + nbytes] = states.file.view(begin + head * size + place, nbytes)
+            done += nbytes
+        yield run
+        del run
+    states.file.drop(begin, tensor.end - tensor.begin)
+
+
+def _group_runs(states: States, layer: Layer, tensors: tuple[Tensor, ...], step: int) -> Iterator[Piece]:
+    """The numbers of the valid tokens."""
+    codes, scales, _ = tensors
+    rows = codes.shape[0] * codes.shape[1] * layer.tokens
+    dtype = np.dtype(numpy_type(scales))
+    sizes = 4 * codes.shape[3], scales.shape[3] * dtype.itemsize
+    readers = [
+        _valid_runs(states, layer, tensor, _ROWS * size)
+        for tensor, size in zip(tensors, (sizes[0], sizes[1], sizes[1]), strict=True)
+    ]
+
+    def made() -> Iterator[Piece]:
+        for packed, scale, bias in zip(*readers, strict=True):
+            groups = [words.view(dtype).reshape(-1, scales.shape[3]) for words in (scale, bias)]
+            found = numbers(packed.reshape(-1, sizes[0]), groups[0], groups[1], layer.bits)
+            yield np.ascontiguousarray(found).reshape(-1).view(np.uint8)
+
+    yield from rechunked(made(), step, rows * codes.shape[3] * 32 // layer.bits * dtype.itemsize)
+
+
+def _described(states: States, layers: list[Layer], options: ReadOptions) -> EngineCache:
+    tokens = {layer.tokens for layer in layers}
+    if len(tokens) > 1:
+        raise SourceError(f"{states.file.label}: its layers hold {min(tokens)} to {count(max(tokens), 'token')}")
+    types = [_type(layer, part) for part in PARTS for layer in layers]
+    heads, dims = ({shape[axis] for shape in map(_shape, layers)} for axis in (1, 2))
+    groups = sorted({_type(layer, part) for layer in layers if layer.bits for part in PARTS})
+    return EngineCache(
+        engine=ENGINE,
+        kind="prompt cache",
+        layers=len(layers),
+        kv_heads=heads.pop() if len(heads) == 1 else None,
+        head_dim=dims.pop() if len(dims) == 1 else None,
+        tokens=tokens.pop(),
+        types=tuple(types),
+        batch=_shape(layers[0])[0],
+        positions=np.arange(layers[0].tokens, dtype=np.int64),
+        dequantised=() if options.engine.blocks else tuple(groups),
+        details=_details(states, layers),
+    )
+
+
+def _shape(layer: Layer) -> tuple[int, int, int]:
+    """Batch, kv heads and head_dim of K."""
+    batch, heads, _, last = layer.keys[0].shape
+    return batch, heads, last * 32 // layer.bits if layer.bits else last
+
+
+def _type(layer: Layer, part: Part) -> str:
+    if layer.bits:
+        return f"{layer.bits} bits in groups of {layer.group_size}"
+    return _NAMES[_tensors(layer, part)[0].kind]
+
+
+def _details(states: States, layers: list[Layer]) -> dict[str, Any]:
+    first = layers[0]
+    more = {"bits": first.bits, "group_size": first.group_size} if first.bits else {}
+    return {"classes": list(dict.fromkeys(states.classes)), "capacity": first.keys[0].shape[2], **more}

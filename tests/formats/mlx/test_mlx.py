@@ -1,0 +1,147 @@
+"""Prompt caches of mlx-lm that another writer made: read as written, kept whole, refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+
+import mlx_files
+import numpy as np
+import pytest
+from kept_files import there_and_back
+from mlx_files import Shape
+
+import kvmnn
+from kvmnn.errors import SourceError
+from kvmnn.formats import EngineOptions, ReadOptions
+
+
+def check(source: kvmnn.arrays.Source, expected: dict[str, np.ndarray]) -> None:
+    assert set(source) == set(expected)
+    for name, values in expected.items():
+        found = source[name].to_numpy()
+        values = values[0] if values.shape[0] == 1 else values
+        assert found.shape == values.shape
+        assert np.array_equal(found.view(values.dtype), values)
+
+
+def put(path: Path, data: bytes) -> Path:
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_cache_reads_as_it_was_written_and_comes_back(tmp_path: Path, run, seed: int) -> None:
+    rng = Random(seed)
+    capacity = rng.randint(1, 12)
+    shape = Shape(
+        layers=rng.randint(1, 3),
+        heads=rng.randint(1, 3),
+        dims=rng.choice((32, 64, 96)),
+        value_dims=rng.choice((32, 64)),
+        tokens=rng.randint(1, capacity),
+        capacity=capacity,
+        dtype=rng.choice(("fp16", "bf16", "fp32")),
+        bits=rng.choice((0, 0, 2, 3, 4, 5, 6, 8)),
+        batch=rng.choice((1, 1, 2)),
+        new=rng.random() < 0.6,
+    )
+    data, expected = mlx_files.cache(rng, shape)
+    path = put(tmp_path / "x.safetensors", data)
+    source = kvmnn.open(path)
+    check(source, expected)
+    cache = source.engine_cache
+    assert cache is not None
+    assert (cache.engine, cache.layers, cache.kv_heads, cache.head_dim) == (
+        "MLX",
+        shape.layers,
+        shape.heads,
+        shape.dims,
+    )
+    assert (cache.tokens, cache.batch) == (shape.tokens, shape.batch)
+    frames = there_and_back(run, path)
+    check(kvmnn.open(frames), expected)
+
+
+def test_what_is_said(tmp_path: Path, run) -> None:
+    path = put(tmp_path / "x.safetensors", mlx_files.cache(Random(1), Shape(bits=4, group=32))[0])
+    source = kvmnn.open(path)
+    assert source.notes == ["dequantised from 4 bits in groups of 32"]
+    assert str(source.engine_cache) == (
+        "MLX prompt cache: 2 layers, 2 kv heads of 64, 5 tokens, 4 bits in groups of 32"
+    )
+    encoded = run("encode", path)
+    assert "960 of the 2,560 bytes of K and V are room behind the valid tokens" in " ".join(encoded.err.split())
+    said = json.loads(run("inspect", path, "--json").out)["inputs"][0]["engine_cache"]
+    assert (said["bits"], said["group_size"], said["capacity"]) == (4, 32, 8)
+
+
+def test_codes_on_request(tmp_path: Path) -> None:
+    data, _ = mlx_files.cache(Random(1), Shape(bits=8, layers=1))
+    source = kvmnn.open(put(tmp_path / "x.safetensors", data), ReadOptions(engine=EngineOptions(blocks=True)))
+    codes = source["layer_0.key"]
+    assert (codes.shape, codes.array_dtype) == ((2, 5, 64), "|u1")
+    assert codes.to_numpy()[0].tobytes() in data
+
+
+def test_a_file_of_tensors_stays_one(tmp_path: Path) -> None:
+    """Only metadata that name a cache make a prompt cache of it."""
+    tensors = {"0.0": ("F16", [2], bytes(4)), "0.1": ("F16", [2], bytes(4))}
+    path = put(tmp_path / "x.safetensors", mlx_files.safetensors(Random(1), tensors, {"1.0": "nothing"}))
+    assert sorted(kvmnn.open(path)) == ["0.0", "0.1"]
+
+
+@pytest.mark.parametrize("kind", ["RotatingKVCache", "ChunkedKVCache", "ArraysCache", "CacheList"])
+@pytest.mark.parametrize("new", [False, True])
+def test_other_classes_are_refused_by_name_and_kept_whole(tmp_path: Path, run, kind: str, new: bool) -> None:
+    path = put(tmp_path / "x.safetensors", mlx_files.cache(Random(1), Shape(kind=kind, new=new))[0])
+    with pytest.raises(SourceError, match=f"the cache of layer 0 is a '{kind}'"):
+        kvmnn.open(path)
+    there_and_back(run, path)
+
+
+def tampered(path: Path, change) -> None:
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+@pytest.mark.parametrize(
+    ("shape", "change", "message"),
+    [
+        (Shape(), lambda header: header["0.0"].update(shape=[1, 64, 8, 2]), "K is .* V is"),
+        (Shape(), lambda header: header["0.0"].update(shape=[1, 2, 512]), "expected F16 or BF16 or F32"),
+        (Shape(), lambda header: header["0.2"].update(dtype="F32"), "expected one I32"),
+        (Shape(tokens=9), lambda header: None, "9 tokens: expected at least 1 and at most 8"),
+        (Shape(tokens=0), lambda header: None, "0 tokens"),
+        (Shape(bits=4), lambda header: header["0.0.1"].update(shape=[1, 2, 4, 4]), "do not fit scales"),
+        (Shape(bits=4, group=32), lambda header: header["0.0.0"].update(dtype="F32"), "expected U32"),
+    ],
+)
+def test_states_that_do_not_fit_are_refused(tmp_path: Path, shape: Shape, change, message: str) -> None:
+    path = put(tmp_path / "x.safetensors", mlx_files.cache(Random(1), shape)[0])
+    tampered(path, change)
+    with pytest.raises(SourceError, match=message):
+        kvmnn.open(path)
+
+
+@pytest.mark.parametrize("bits", [0, 3])
+def test_cut_anywhere_it_is_refused(tmp_path: Path, bits: int) -> None:
+    shape = Shape(layers=1, heads=1, dims=32, value_dims=32, tokens=2, capacity=2, bits=bits)
+    data, _ = mlx_files.cache(Random(1), shape)
+    for end in range(0, len(data), 3):
+        with pytest.raises(SourceError):
+            kvmnn.open(put(tmp_path / "x.safetensors", data[:end]))
+
+
+def test_pieces_of_any_size_are_the_same_bytes(tmp_path: Path) -> None:
+    for bits in (0, 4):
+        data, expected = mlx_files.cache(Random(3), Shape(bits=bits, dtype="fp32"))
+        array = kvmnn.open(put(tmp_path / "x.safetensors", data))["layer_1.value"]
+        for limit in (4, 12, 100, 256, 1000, 5000):
+            pieces = [piece.tobytes() for piece in array.pieces(limit)]
+            assert b"".join(pieces) == np.ascontiguousarray(expected["layer_1.value"]).tobytes()

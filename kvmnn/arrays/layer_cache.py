@@ -58,9 +58,10 @@ class LayerCache:
                 f"{where}: positions {list(given.shape)} and ends {list(ends.shape)} do not fit "
                 f"{self.kv_heads} heads of {self.tokens} tokens"
             )
-        last = int(ends.max(initial=0))
+        counted = all(array is None for array in (self.positions, self.ends))  # 0, 1, 2 ...: as they should be
+        last = self.tokens if counted else int(ends.max(initial=0))
         seen = last if self.tokens_seen == -1 else self.tokens_seen
-        if (given < 0).any() or (ends <= given).any() or last > seen:
+        if last > seen or (not counted and ((given < 0).any() or (ends <= given).any())):
             raise KvmnnError(
                 f"{where}: positions must not be below 0, ends must lie behind them and within the {seen} tokens seen"
             )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..dtypes import FP16, FP32, DType, Words, by_name
+from ..dtypes import FP16, FP32, Bytes, DType, Words, by_name
 from ..errors import FrameError, LimitError
 from ..threads.pool import map_pulled, resolve_threads
 from . import _decoder
@@ -103,6 +103,24 @@ class Decoder:
             For an `out` of another size than the frames hold.
         """
         _decoder.decode_into(frames, self._itemsize, self._allow, out.view(np.uint8))
+
+    def checked(self, frame: Bytes | bytes, frame_sum: int, rows_sum: int, out: Words) -> None:
+        """Decode a frame into ``out``, ``[row, ...]``, contiguous behind its first axis, and compare its checksums.
+
+        Parameters
+        ----------
+        frame_sum
+            `hashing.checksum` of the frame: where it differs nothing is decoded.
+        rows_sum
+            `hashing.rows_checksum` of the words, which are in `out` where it differs.
+
+        Raises
+        ------
+        FrameError
+            As `decode`, for a frame that holds another number of words, and for what does not match its checksum.
+        """
+        rows = out.reshape(len(out), -1).view(np.uint8)
+        _decoder.decode_checked(frame, self._itemsize, self._allow, frame_sum, rows_sum, rows)
 
 
 def matches(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..dtypes import Bytes
 from ..errors import KvmnnError
 from . import _hashing
 from .words import raw_bytes_of
@@ -27,3 +28,8 @@ def checksum(data: Any, seed: int = 0) -> int:
     units of the prefix store hold it, so its values stay what they are; a big-endian machine has others.
     """
     return _hashing.checksum(data if isinstance(data, bytes) else raw_bytes_of(data, "data"), seed)
+
+
+def rows_checksum(rows: Bytes) -> int:
+    """`checksum` of ``[row, byte]``, row after row: the same whether or not the rows lie together."""
+    return _hashing.checksum_rows(rows)

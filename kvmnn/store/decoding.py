@@ -10,12 +10,11 @@ import numpy as np
 from ..arrays.layer_cache import LayerCache
 from ..dtypes import Words
 from ..errors import KvmnnError
-from ..frames import decode
-from ..frames.hashing import checksum
+from ..frames.decoding import Decoder
 from ..threads.pool import map_pulled, resolve_threads
-from .space import LayerShape, Space
+from .space import Space
 from .token_ids import Ids
-from .unit import DamagedError, Frame, Unit, rows_checksum
+from .unit import DamagedError, Frame, Unit
 
 
 class Stretch(NamedTuple):
@@ -60,15 +59,15 @@ def decode_stretches(space: Space, stretches: Sequence[Stretch], threads: int | 
     """
     total = sum(stretch.take for stretch in stretches)
     begins = np.cumsum([0, *(stretch.take for stretch in stretches)]).tolist()
-    numpy_type = space.words.numpy
-    rows = [[np.empty((shape.kv_heads, total, shape.head_dim), numpy_type) for _ in range(2)] for shape in space.layers]
+    decoder = Decoder(space.dtype)
+    rows = _arrays(space, total)
 
     def one(job: tuple[int, int, int]) -> None:
         number, layer, part = job
         stretch, shape = stretches[number], space.layers[layer]
         out = rows[layer][part][:, begins[number] : begins[number + 1]]
         try:
-            _decode(space.dtype, stretch.unit.frames[2 * layer + part], shape, stretch, out)
+            _decode(decoder, stretch.unit.frames[2 * layer + part], stretch, out)
         except KvmnnError as error:
             raise DamagedStretchError(f"{'KV'[part]} of layer {shape.layer}: {error}", number) from None
 
@@ -82,7 +81,9 @@ def decode_stretches(space: Space, stretches: Sequence[Stretch], threads: int | 
 
 
 def _arrays(space: Space, tokens: int) -> list[tuple[Words, Words]]:
-    """K and V of every layer, not filled yet: parts of one array, as one is mapped in large pages and many are not."""
+    """K and V of every layer, not filled yet: parts of one array, whose memory is mapped in large pages or used again,
+    where that of many smaller ones costs nearly as much as decoding into it.
+    """
     words = np.empty(tokens * space.token_bytes // space.words.itemsize, space.words.numpy)
     found = []
     begin = 0
@@ -94,15 +95,10 @@ def _arrays(space: Space, tokens: int) -> list[tuple[Words, Words]]:
     return found
 
 
-def _decode(dtype: str, frame: Frame, shape: LayerShape, stretch: Stretch, out: Words) -> None:
-    if checksum(frame.data) != frame.checksum:
-        raise DamagedError("the frame does not match its checksum")
+def _decode(decoder: Decoder, frame: Frame, stretch: Stretch, out: Words) -> None:
     tokens = stretch.unit.ids.size
     entire = stretch.take == tokens
-    words = out if entire else np.empty((shape.kv_heads, tokens, shape.head_dim), out.dtype)
-    rows = words.reshape(shape.kv_heads, -1).view(np.uint8)  # a view, as tokens and dims lie together
-    decode(frame.data, dtype=dtype, out=words, threads=1)
-    if rows_checksum(rows) != frame.raw_checksum:
-        raise DamagedError("the frame decodes to other words than were put")
+    words = out if entire else np.empty((out.shape[0], tokens, out.shape[2]), out.dtype)
+    decoder.checked(frame.data, frame.checksum, frame.raw_checksum, words)
     if not entire:
         out[:] = words[:, stretch.skip : stretch.skip + stretch.take]

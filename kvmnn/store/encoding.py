@@ -9,14 +9,15 @@ from itertools import chain
 import numpy as np
 
 from ..arrays.layer_cache import LayerCache
-from ..dtypes import Words
+from ..dtypes import Bytes, Words
 from ..frames import CodecOptions
-from ..frames.encoding import encode_words
-from ..frames.hashing import checksum
+from ..frames.encoding import encode_words, sampled
+from ..frames.hashing import checksum, rows_checksum
+from ..frames.options import LaneOptions
 from ..frames.words import words_of
 from ..threads.pool import map_pulled, resolve_threads
 from .space import Space
-from .unit import Frame, rows_checksum
+from .unit import Frame
 
 UNIT_TOKENS = 512
 """Blocks of one put are kept together up to so many tokens: frames of 64 tokens alone would be a twentieth larger."""
@@ -49,7 +50,7 @@ def encode_units(
     done: Callable[[int, tuple[Frame, ...]], object],
     threads: int | None = None,
 ) -> None:
-    """Encode K and V of all layers unit by unit.
+    """Encode K and V of all layers unit by unit; predictors that are sampled are those of the unit in the middle.
 
     Parameters
     ----------
@@ -60,13 +61,21 @@ def encode_units(
     parts = list(chain.from_iterable((cache.keys, cache.values) for cache in layers))
     open_units: dict[int, list[Frame | None]] = {}
     lock = threading.Lock()
+    scratch, cores = _Scratch(), resolve_threads(threads)
+
+    def lanes_of(words: Words) -> LaneOptions:
+        begin, end = found_cuts[len(found_cuts) // 2]
+        return sampled(scratch.rows(words[:, begin:end]).reshape(-1), lanes)
+
+    lanes_of_parts = map_pulled(lanes_of, parts, cores)
 
     def one(job: tuple[int, int]) -> None:
         number, part = job
         begin, end = found_cuts[number]
-        rows = _rows(parts[part][:, begin:end])
-        data = encode_words(rows.reshape(-1), lanes, 1)
-        frame = Frame(data, checksum(data), rows_checksum(rows))
+        rows = scratch.rows(parts[part][:, begin:end])
+        rows_sum = rows_checksum(rows)
+        data = encode_words(rows.reshape(-1), lanes_of_parts[part], 1)
+        frame = Frame(data, checksum(data), rows_sum)
         with lock:
             frames = open_units.setdefault(number, [None] * len(parts))
             frames[part] = frame
@@ -77,9 +86,21 @@ def encode_units(
         done(number, tuple(complete))
 
     jobs = [(number, part) for number in range(len(found_cuts)) for part in range(len(parts))]
-    map_pulled(one, jobs, resolve_threads(threads))
+    map_pulled(one, jobs, cores)
 
 
-def _rows(words: Words) -> np.ndarray:
-    """``[kv_head, byte]``, little-endian, contiguous."""
-    return words_of(words, None)[1].reshape(len(words), -1)
+class _Scratch(threading.local):
+    """Memory for the rows of one frame after another on a thread."""
+
+    def __init__(self) -> None:
+        self._held: Bytes = np.empty(0, np.uint8)
+
+    def rows(self, words: Words) -> Bytes:
+        """``[kv_head, byte]``, little-endian, contiguous: good until the next call."""
+        if words.flags.c_contiguous or not words.dtype.isnative:
+            return words_of(words, None)[1].reshape(len(words), -1)
+        if self._held.size < words.nbytes:
+            self._held = np.empty(words.nbytes, np.uint8)
+        held = self._held[: words.nbytes]
+        np.copyto(held.view(words.dtype).reshape(words.shape), words)
+        return held.reshape(len(words), -1)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,15 +23,13 @@ MAGIC = b"KVMNNPU1"
 _FIELDS = struct.Struct(f"<8sIII{KEY_BYTES}s{KEY_BYTES}s")
 _CHECKSUM = struct.Struct("<Q")
 _FRAME = np.dtype([("bytes", "<u8"), ("checksum", "<u8"), ("raw_checksum", "<u8")])
-_MAX_FRAME = 1 << 40
 
 
 class DamagedError(KvmnnError):
     """A unit that is not what was put."""
 
 
-@dataclass(frozen=True, eq=False)
-class Frame:
+class Frame(NamedTuple):
     """K or V of one layer.
 
     Parameters
@@ -37,7 +37,7 @@ class Frame:
     data
         The frame.
     checksum, raw_checksum
-        Of the frame, and of the words it holds (`rows_checksum`).
+        Of the frame, and of the words it holds (`frames.hashing.rows_checksum`).
     """
 
     data: Bytes | bytes
@@ -96,17 +96,14 @@ def parse(data: Bytes) -> Unit:
         For anything that `Unit.pieces` would not have given.
     """
     parent, space, start, ids, table = _header(data)
-    sizes = table["bytes"]
-    if not sizes.size or int(sizes.max()) > _MAX_FRAME:
-        raise DamagedError("a frame has no possible size")
-    begin = header_bytes(ids.size, sizes.size)
-    ends = np.cumsum(sizes, dtype=np.uint64) + np.uint64(begin)
-    if int(ends[-1]) != data.size:
-        raise DamagedError(f"has {data.size:,} bytes: its header says {int(ends[-1]):,}")
-    frames = []
-    for end, (_, frame_sum, raw_sum) in zip(ends.tolist(), table.tolist(), strict=True):
-        frames.append(Frame(data[begin:end], frame_sum, raw_sum))
-        begin = end
+    rows = table.tolist()
+    ends = list(accumulate((size for size, _, _ in rows), initial=header_bytes(ids.size, len(rows))))
+    if ends[-1] != data.size:
+        raise DamagedError(f"has {data.size:,} bytes: its header says {ends[-1]:,}")
+    frames = [
+        Frame(data[begin:end], frame_sum, raw_sum)
+        for (begin, end), (_, frame_sum, raw_sum) in zip(pairwise(ends), rows, strict=True)
+    ]
     return Unit(space, parent, start, ids, tuple(frames))
 
 
@@ -133,11 +130,3 @@ def _header(data: Bytes) -> tuple[bytes, bytes, int, Ids, npt.NDArray[np.void]]:
     ids = np.frombuffer(data, "<u4", tokens, _FIELDS.size)
     table = np.frombuffer(data, _FRAME, frames, _FIELDS.size + 4 * tokens)
     return parent, space, start, ids, table
-
-
-def rows_checksum(rows: Bytes) -> int:
-    """Over the words of ``[row, byte]``, row after row: the same whether or not the rows lie together."""
-    found = 0
-    for row in rows:
-        found = checksum(row, found)
-    return found

@@ -18,6 +18,8 @@ _STAGING = "staging"
 _UNITS = "units"
 _FOLDER_BITS = 12
 _MAX_UNIT = 1 << 62
+_PIECES = 1024
+"""In one call, as POSIX systems take them."""
 
 
 class UnitFiles:
@@ -34,15 +36,15 @@ class UnitFiles:
 
     def path(self, unit: int) -> Path:
         """The file of a unit."""
-        return self._folder / _UNITS / f"{unit >> _FOLDER_BITS:03x}" / f"{unit:08x}{SUFFIX}"
+        return Path(self._folder, _UNITS, *_names(unit))
 
     def read(self, unit: int) -> Bytes | None:
         """The bytes of a unit's file, mapped; None where there is none."""
         if not 0 < unit < _MAX_UNIT:
             return None
-        path = self.path(unit)
+        path = os.path.join(self._folder, _UNITS, *_names(unit))
         try:
-            if not path.is_file():
+            if not os.path.isfile(path):
                 return None
             file = MappedFile(path)
             return file.view(0, file.size)
@@ -84,6 +86,27 @@ class UnitFiles:
         sweep(self._folder / _STAGING)
 
 
+def _write(handle: int, pieces: Sequence[Bytes | bytes]) -> None:
+    """All pieces, in as few calls as can be: the system gives a file larger pages then."""
+    rest = [memoryview(piece) if isinstance(piece, bytes) else piece.data for piece in pieces]
+    while rest:
+        done = _write_some(handle, rest[:_PIECES])
+        while rest and done >= len(rest[0]):
+            done -= len(rest.pop(0))
+        if done:
+            rest[0] = rest[0][done:]
+
+
+def _write_some(handle: int, pieces: list[memoryview]) -> int:
+    """Bytes that were written."""
+    return os.writev(handle, pieces) if hasattr(os, "writev") else os.write(handle, pieces[0])
+
+
+def _names(unit: int) -> tuple[str, str]:
+    """Of the folder of a unit, and of its file."""
+    return f"{unit >> _FOLDER_BITS:03x}", f"{unit:08x}{SUFFIX}"
+
+
 class Staging:
     """A folder of files that are not in their places yet: removed on leaving the ``with`` block.
 
@@ -100,10 +123,7 @@ class Staging:
         """Write a file; its path."""
         path = self._folder.path / name
         with failures(path.parent), open(path, "xb", buffering=0) as file:
-            for piece in pieces:
-                rest = memoryview(piece) if isinstance(piece, bytes) else piece.data
-                while rest:
-                    rest = rest[file.write(rest) :]
+            _write(file.fileno(), pieces)
         return path
 
     def __enter__(self) -> Staging:

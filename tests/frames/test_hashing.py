@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 import kvmnn
 from kvmnn import KvmnnError, fnv1a64
-from kvmnn.frames.hashing import checksum
+from kvmnn.errors import FrameError
+from kvmnn.frames.decoding import Decoder
+from kvmnn.frames.hashing import checksum, rows_checksum
 
 RNG = np.random.default_rng(11)
 
@@ -80,3 +82,29 @@ def test_flipped_bits_show_in_the_checksum(flips: int) -> None:
         for bit in RNG.choice(8 * data.size, flips, replace=False):
             changed[bit // 8] ^= 1 << (bit % 8)
         assert checksum(changed) != whole
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("words", [1, 7, 4096, 4100, 9000])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_frames_are_decoded_and_both_checksums_compared(rows: int, words: int, dtype: str) -> None:
+    """Tiles of 4,096 words and what is left of them give the checksum of the whole row."""
+    array = RNG.standard_normal((rows, words)).astype(dtype)
+    frame = kvmnn.encode(array)
+    total = 0
+    for row in array:
+        total = checksum(row, total)
+    assert rows_checksum(array.view(np.uint8)) == total
+    decoder, out = Decoder("fp16" if dtype == "float16" else "fp32"), np.zeros((rows, 2 * words), dtype)[:, words:]
+    decoder.checked(frame, checksum(frame), total, out)
+    assert out.tobytes() == array.tobytes()
+    with pytest.raises(FrameError, match="does not match its checksum"):
+        decoder.checked(frame, checksum(frame) ^ 1, total, out)
+    with pytest.raises(FrameError, match="other words than went into it"):
+        decoder.checked(frame, checksum(frame), total ^ 1, out)
+    with pytest.raises(
+        FrameError, match=f"holds {array.nbytes} bytes: expected {array.nbytes + array.itemsize * rows}"
+    ):
+        decoder.checked(frame, checksum(frame), total, np.zeros((rows, words + 1), dtype))
+    with pytest.raises(KvmnnError, match="expected contiguous ones"):
+        rows_checksum(np.zeros((2, 8), np.uint8)[:, ::2])

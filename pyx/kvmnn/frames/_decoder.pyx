@@ -8,12 +8,17 @@ from libc.string cimport memset
 
 from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
 
+from kvmnn.frames._hashing cimport Sums, add_rest, add_to_sums, checksum_of, checksum_of_sums
 from kvmnn.frames._stream_header cimport ALLOW_RLE, ALLOW_ZSTD, CODEC_RLE, CODEC_ZSTD, HEADER, MODES, load_le32
 from kvmnn.frames._streams cimport entropy, lanes, rle_decode
 from kvmnn.frames._workspace cimport Workspace, acquire, release
 from kvmnn.frames._zstdlib cimport most_output, zstd
 
 from ..errors import FrameError, KvmnnError
+
+
+cdef enum:
+    JOIN_TILE = 4096  # words that are joined and added up before the next: a multiple of what a checksum adds at once
 
 
 cdef struct Stream:
@@ -261,6 +266,61 @@ def decode_into(tuple frames, int stride, int allow, uint8_t[:, :, :, :] out not
                 for lane in range(stride):
                     lane_starts[lane] += words
         frame.close()
+
+
+cdef uint64_t join_summed(
+    const uint8_t **parts, size_t words, int stride, uint8_t *out, uint64_t seed
+) noexcept nogil:
+    """Join the next `words` words of the lanes at `out`; their checksum. Tile by tile, while they are in the cache."""
+    cdef Sums sums
+    cdef size_t left = words, tile, size = 0, done = 0
+    cdef int lane
+    memset(&sums, 0, sizeof(sums))
+    while left:
+        tile = min(left, <size_t>JOIN_TILE)
+        lanes().join(parts, tile, stride, out)
+        for lane in range(stride):
+            parts[lane] += tile
+        size = tile * <size_t>stride
+        done = add_to_sums(&sums, out, size)
+        out += size
+        left -= tile
+    add_rest(&sums, out - (size - done), size - done)
+    return checksum_of_sums(&sums, words * <size_t>stride, seed)
+
+
+def decode_checked(
+    const uint8_t[::1] data not None, int stride, int allow, uint64_t frame_sum, uint64_t raw_sum,
+    uint8_t[:, :] out not None
+) -> None:
+    """Decode a frame to the rows of `out`, each contiguous, and compare both checksums while the bytes are at hand.
+
+    `frame_sum` is over the frame, which is not decoded where it differs; `raw_sum` goes on from row to row.
+    """
+    cdef const uint8_t *parts[4]
+    cdef Frame frame
+    cdef Py_ssize_t row
+    cdef size_t words = out.shape[1] // stride
+    cdef uint64_t found
+    if out.shape[1] > 1 and out.strides[1] != 1:
+        raise KvmnnError(f"rows with a stride of {out.strides[1]}: expected contiguous ones")
+    if data.shape[0]:
+        with nogil:
+            found = checksum_of(&data[0], data.shape[0], 0)
+        if found != frame_sum:
+            raise FrameError("the frame does not match its checksum")
+    frame = Frame(data, stride, allow)
+    if words * stride != <size_t>out.shape[1] or frame.words != words * <size_t>out.shape[0]:
+        raise FrameError(f"the frame holds {frame.words * stride} bytes: expected {out.shape[0] * out.shape[1]}")
+    frame.decode()
+    frame.check_lanes(out.shape[0] * out.shape[1], parts)
+    found = 0
+    with nogil:
+        for row in range(out.shape[0]):
+            found = join_summed(parts, words, stride, &out[row, 0], found)
+    frame.close()
+    if found != raw_sum:
+        raise FrameError("the frame decodes to other words than went into it")
 
 
 def decode_stream(const uint8_t[::1] data not None, int allow) -> tuple:

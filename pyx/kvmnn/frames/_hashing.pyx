@@ -1,7 +1,8 @@
 """The engine's 64-bit hash, FNV-1a's steps from a start value that is not FNV's, and a fast checksum."""
 
 from libc.stdint cimport uint8_t, uint64_t
-from libc.string cimport memcpy, memset
+
+from ..errors import KvmnnError
 
 SEED = 0x14650FB0739D0383
 """Start value of the engine's hash; the standard FNV-1a basis 0xcbf29ce484222325 has one more digit."""
@@ -20,36 +21,22 @@ def fnv1a64(const uint8_t[::1] data not None, uint64_t seed) -> int:
     return h
 
 
-cdef enum:
-    COLUMNS = 8  # sums side by side: enough for vector registers and to hide the latency of additions
-
-
 def checksum(const uint8_t[::1] data not None, uint64_t seed) -> int:
     """64 bits over `data` and its length, continued from `seed`; the words are the machine's."""
-    cdef uint64_t sums[COLUMNS]
-    cdef uint64_t weighted[COLUMNS]
-    cdef uint64_t words[COLUMNS]
-    cdef uint64_t h, word
-    cdef size_t n = data.shape[0], at = 0
-    cdef int column
-    cdef const uint8_t *p = &data[0] if n else NULL
-    memset(sums, 0, sizeof(sums))
-    memset(weighted, 0, sizeof(weighted))
+    cdef uint64_t h
+    cdef const uint8_t *p = &data[0] if data.shape[0] else NULL
     with nogil:
-        while at + sizeof(words) <= n:
-            for column in range(COLUMNS):  # word by word: through an array of eight, compilers take four times as long
-                memcpy(&word, p + at + 8 * column, 8)
-                sums[column] += word
-                weighted[column] += sums[column]
-            at += sizeof(words)
-        if at < n:
-            memset(words, 0, sizeof(words))
-            memcpy(words, p + at, n - at)
-            for column in range(COLUMNS):
-                sums[column] += words[column]
-                weighted[column] += sums[column]
-        h = seed ^ n
-        for column in range(COLUMNS):
-            h = (h ^ sums[column]) * 0x9E3779B97F4A7C15ULL
-            h = ((h ^ (h >> 29)) ^ weighted[column]) * 0xBF58476D1CE4E5B9ULL
+        h = checksum_of(p, data.shape[0], seed)
+    return h
+
+
+def checksum_rows(const uint8_t[:, :] rows not None) -> int:
+    """The checksum of each row of contiguous bytes, continued from that of the row before; 0 of none."""
+    cdef uint64_t h = 0
+    cdef Py_ssize_t row
+    if rows.shape[1] > 1 and rows.strides[1] != 1:
+        raise KvmnnError(f"rows with a stride of {rows.strides[1]}: expected contiguous ones")
+    with nogil:
+        for row in range(rows.shape[0] if rows.shape[1] else 0):
+            h = checksum_of(&rows[row, 0], rows.shape[1], h)
     return h

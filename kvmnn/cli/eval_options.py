@@ -67,6 +67,7 @@ def add_settings(parser: Any) -> None:
         default="fp16",
         help="words in the frames: rounded to fp16 as engines hold them, or an fp32 cache as it is (default: fp16)",
     )
+    add("--store", metavar="STORE", help="take beginnings of texts that were scored before from this prefix store")
     add("--repeats", type=positive, metavar="N", help="runs of the timed generation (default: 3)")
     add("--no-timing", action="store_true", help="do not measure TTFT, TPOT and attention time")
     add(
@@ -141,6 +142,7 @@ def settings(arguments: argparse.Namespace) -> Settings:
         timing=not arguments.no_timing,
         traces=arguments.plot is not None,
         lossless=engine_config.lossless_document(arguments),
+        prefix_store=arguments.store,
     )
 
 

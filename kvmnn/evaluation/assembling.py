@@ -9,6 +9,7 @@ from pathlib import Path
 from ..errors import KvmnnError
 from ..lm.documents import Document
 from ..reports.results import Refusal, TextFacts, Trace
+from ..store.opening import without_secret
 from ..text import count
 from ..version import version
 from .measuring.cells import ModelFacts, RefusedCell, TimingCell, read_cell
@@ -74,6 +75,7 @@ class Evaluation:
                 *self.text_notes,
                 *notes(rows, self.documents, self.settings),
                 *self._not_timed(measured),
+                *self._from_store(measured),
             ),
             refused=tuple(
                 Refusal(label=entry.label, reason=refused[identity(entry)])
@@ -87,7 +89,12 @@ class Evaluation:
 
     def _settings_used(self) -> SettingsUsed:
         return SettingsUsed(
-            **{entry.name: getattr(self.settings, entry.name) for entry in fields(Settings)},
+            **{
+                entry.name: getattr(self.settings, entry.name)
+                for entry in fields(Settings)
+                if entry.name != "prefix_store"
+            },
+            prefix_store=None if self.settings.prefix_store is None else without_secret(self.settings.prefix_store),
             jobs=self.jobs,
             numbers_version=NUMBERS_VERSION,
             bootstrap=Bootstrap(resamples=RESAMPLES, level=LEVEL, over="documents"),
@@ -113,6 +120,29 @@ class Evaluation:
             if isinstance(found.timing, RefusedCell):
                 yield f"{self.wanted[number].label}: not timed: {found.timing.refused}"
         yield from _without_attention_time([found.timing for found in measured.values()])
+
+    def _from_store(self, measured: Mapping[int, Measured]) -> Iterator[str]:
+        """What a prefix store did, where there was one."""
+        if self.settings.prefix_store is None:
+            return
+        cells = [cell for found in measured.values() for cell in found.scores]
+        taken, scored = sum(cell.stored_tokens or 0 for cell in cells), sum(cell.every.tokens for cell in cells)
+        yield (
+            f"Of {scored:,} tokens that were scored K, V and scores of {taken:,} came from the prefix store; the other "
+            "numbers are those of a run without it. Seconds and the process's peak are of what was computed; prompts "
+            "that are timed are always computed."
+        )
+        labels = [
+            self.wanted[number].label
+            for number, found in measured.items()
+            if all(cell.stored_tokens is None for cell in found.scores)
+        ]
+        if labels:
+            yield (
+                f"Computed from the beginning, store or not: {'; '.join(labels)}: these rank tokens by attention, or "
+                "cut before tokens are attended."
+            )
+        yield from dict.fromkeys(note for cell in cells for note in cell.stored_notes or ())
 
 
 def _without_attention_time(timings: Sequence[TimingCell | RefusedCell | None]) -> Iterator[str]:

@@ -20,6 +20,7 @@ from ..lm.graph.graph_file import read_graph
 from ..lm.graph.interface import read_interface
 from ..lm.graph.model_files import OPERATED, find_model
 from ..lm.tokenizer import Tokenizer
+from ..store import PrefixStore
 from .assembling import Evaluation
 from .planning import EvaluationPlan, distinct, identity, plan
 from .result import EvaluationResult
@@ -105,6 +106,8 @@ def evaluate(
         documents = [texts] if isinstance(texts, Document | str | os.PathLike) else texts
         read = _documents(model, documents, tokenizer, settings.tokens, text_options, notes)
         _check(model, wanted, read)
+        if settings.prefix_store is not None:  # one that cannot be used is better known now
+            PrefixStore(settings.prefix_store).close()
         if not isinstance(store, CellStore):
             store = stack.enter_context(CellStore(store))
         evaluation = Evaluation(

@@ -82,7 +82,7 @@ def make_row(
         ttft_seconds=None if timing is None else timing.ttft_seconds,
         tpot_seconds=None if timing is None else timing.tpot_seconds,
         attention_seconds=None if timing is None else timing.attention_seconds,
-        tokens_per_second=every.tokens / seconds if seconds > 0 else None,
+        tokens_per_second=every.tokens / seconds if seconds > 0 and not _any_stored(cells) else None,
         cache_bytes_mean=float(sum(cell.cache_bytes_mean * cell.every.tokens for cell in cells) / every.tokens),
         cache_bytes_peak=max(cell.cache_bytes_peak for cell in cells),
         process_peak_bytes=_highest([cell.process_peak_bytes for cell in cells]),
@@ -108,6 +108,11 @@ def make_row(
         ),
         documents=tuple(_document_row(cell, document) for cell, document in zip(cells, documents, strict=True)),
     )
+
+
+def _any_stored(cells: Sequence[ScoreCell]) -> bool:
+    """Whether any token came from a prefix store, so that times are not those of all."""
+    return any(cell.stored_tokens for cell in cells)
 
 
 def _versus(cells: Sequence[ScoreCell], full: Sequence[ScoreCell], seed: int) -> Difference:
@@ -209,6 +214,7 @@ def _document_row(cell: ScoreCell, document: Document) -> DocumentRow:
         cache_bytes_mean=cell.cache_bytes_mean,
         cache_bytes_peak=cell.cache_bytes_peak,
         frames=cell.frames,
+        stored_tokens=cell.stored_tokens,
         h2o=cell.h2o,
         runtime=cell.runtime,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Literal
@@ -16,6 +16,7 @@ from ..errors import KvmnnError
 from ..policies.base import Policy
 from ..policies.full import Full
 from ..policies.h2o_engine import H2OEngine
+from ..policies.view import Moment
 from ..reports.runtime_figures import RuntimeFigures
 from ..runtime import RuntimeConfig
 from .cache.kv_store import KVStore, PlainStore
@@ -70,6 +71,11 @@ class Runner:
         ``"true"``: every token is given its place in the text. ``"stored"`` gives the place in the cut cache of layer 0
         instead, a mistake that is easily made; it is here so that its price can be seen.
 
+    Attributes
+    ----------
+    on_step
+        Called with what the model returned for each step, before the cache is cut; None for nobody.
+
     Raises
     ------
     OptionError
@@ -121,6 +127,7 @@ class Runner:
         self._packed = packed
         self._lossless = lossless
         self._positions = positions
+        self.on_step: Callable[[Step], object] | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -167,11 +174,40 @@ class Runner:
             raise KvmnnError("K and V from elsewhere begin a text: reset the runner first")
         if self.policy.evicts:
             raise KvmnnError(f"{self.policy.name} cuts as tokens are fed: K and V from elsewhere need the full cache")
-        tokens = self._fitting(layers)
+        self.replay(layers, self._fitting(layers))
+
+    def replay(self, layers: Sequence[LayerCache], new: int, *, end_chunk: bool = False) -> None:
+        """Go on by one step as `feed` does, with K and V that the same step gave before, instead of the model.
+
+        Parameters
+        ----------
+        layers
+            Of every layer, in order, K and V of at least all tokens up to the end of the step.
+        new
+            Tokens of the step.
+        end_chunk
+            As for `feed`.
+
+        Raises
+        ------
+        KvmnnError
+            For K and V that are not of this model, and under a policy that evicts where it ranks by attention, acts
+            before tokens are attended, or has begun already.
+        """
+        policy, seen = self.policy, self.cache.seen
+        if not self._whole:
+            raise KvmnnError("an earlier step failed: reset the runner first")
+        if self._fitting(layers) < seen + new or new < 1:
+            raise KvmnnError(f"K and V of {layers[0].tokens:,} tokens: a step of {new:,} follows {seen:,}")
+        if policy.evicts and (policy.needs_attention or Moment.APPENDED in policy.moments or seen):
+            raise KvmnnError(f"{policy.name} cuts as tokens are fed: only a first step can be taken from elsewhere")
         self._whole = False
-        self.cache.begin(tokens)
-        present = [(cache.keys[np.newaxis], cache.values[np.newaxis]) for cache in layers]
+        self.cache.begin(new)
+        end = seen + new
+        present = [(cache.keys[np.newaxis, :, :end], cache.values[np.newaxis, :, :end]) for cache in layers]
         self.cache.end(Step(np.zeros((0, 0), np.float32), present, None, 0.0))
+        if end_chunk:
+            self.cache.end_chunk()
         self._whole = True
 
     def feed(self, ids: npt.ArrayLike, *, end_chunk: bool = False) -> Floats:
@@ -215,6 +251,8 @@ class Runner:
             step = self._one_by_one(tokens, positions, past, bias)
         else:
             step = self.session.step(tokens, positions, past, bias)
+        if self.on_step is not None:
+            self.on_step(step)
         begun = perf_counter()
         cache.end(step)
         if end_chunk:

@@ -89,7 +89,10 @@ class FrameSizes(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentRow(Record):
-    """One document under one configuration; the quantities are those of `Row`."""
+    """One document under one configuration; the quantities are those of `Row`.
+
+    `stored_tokens` is how many tokens came from a prefix store, where there was one.
+    """
 
     name: str
     tokens: int
@@ -107,6 +110,7 @@ class DocumentRow(Record):
     frames: FrameSizes
     h2o: H2OFigures | None = field(default=None, metadata={"omit": True})
     runtime: RuntimeFigures | None = field(default=None, metadata={"omit": True})
+    stored_tokens: int | None = field(default=None, metadata={"omit": True})
 
 
 @dataclass(frozen=True, kw_only=True)

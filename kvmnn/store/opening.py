@@ -51,7 +51,7 @@ def open_units(
             units.close()
             raise OptionError(f"{name}: has blocks of {units.block_tokens} tokens, not of {block_tokens}")
         return units
-    label = _SECRET.sub("", name)
+    label = without_secret(name)
     if max_bytes is not None:
         raise OptionError(f"{label}: the engine bounds itself; max_bytes is for stores in a directory")
     return RemoteUnits(
@@ -61,6 +61,11 @@ def open_units(
         ram_bytes=RAM_BYTES if ram_bytes is None else whole(ram_bytes, "ram_bytes", 0),
         read_only=read_only,
     )
+
+
+def without_secret(url: str) -> str:
+    """A URL without name and password, for messages."""
+    return _SECRET.sub("", url)
 
 
 def _values(scheme: str, url: str, label: str, timeout: float) -> Values:

@@ -114,6 +114,19 @@ def test_plots(capsys, cells, tmp_path):
     assert "exists already" in err
 
 
+def test_a_prefix_store_changes_no_number(capsys, tmp_path):
+    """A fresh process for each configuration; what is no store is refused before anything is measured."""
+    asked = [*QUICK, "--prompt", "40", "--json"]
+    found = [json.loads(run(capsys, *asked, *more)[1]) for more in ([], ["--store", tmp_path / "s"]) for _ in "ab"]
+    assert len({json.dumps([(row["nll"], row["accuracy"]) for row in each["rows"]]) for each in found}) == 1
+    last = [[text.get("stored_tokens") for text in row["documents"]] for row in found[-1]["rows"]]
+    assert last == [[47, 47], [40, 40]]
+    assert found[-1]["settings"]["prefix_store"] == str(tmp_path / "s") and "prefix_store" not in found[0]["settings"]
+    (tmp_path / "file").write_text("x")
+    code, err = fails(capsys, *asked, "--store", tmp_path / "file")
+    assert code == 1 and "file: is not a prefix store, but a file" in err
+
+
 def test_a_preset(capsys):
     code, out, err = run(
         capsys,

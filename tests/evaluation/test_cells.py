@@ -152,7 +152,8 @@ CHANGED = {
 @pytest.mark.parametrize("name", [entry.name for entry in dataclasses.fields(Settings)])
 def test_settings_that_change_a_score_change_its_key(name):
     current = Settings()
-    value = CHANGED.get(name, not getattr(current, name) if name != "repeats" else 9)
+    others = {"repeats": 9, "prefix_store": "prefixes"}
+    value = CHANGED[name] if name in CHANGED else others.get(name, not getattr(current, name))
     changed = dataclasses.replace(current, **{name: value})
     same = cell_key(*BASE[:4], changed, BASE[5]) == cell_key(*BASE)
     assert same == (name not in CHANGED)

@@ -10,9 +10,12 @@ import numpy as np
 
 from ...errors import KvmnnError, MissingDependencyError
 from ...lm.documents import Document
+from ...lm.graph.fingerprint import fingerprint
 from ...lm.runner import Runner
 from ...lm.session import DecoderSession
+from ...optional import package
 from ...policies.base import Policy
+from ...store import PrefixStore
 from ..setup.configurations import Configuration
 from ..setup.settings import Settings
 from . import memory
@@ -20,9 +23,12 @@ from .attention_time import attention_time
 from .cells import ModelFacts, ProjectCell, ScoreCell, TimingCell
 from .lossless import frame_sizes
 from .project_definitions import measure_by_definition
-from .scoring import score
+from .stored_scores import StoredScores, can_begin, scored_with
 from .timing import generation_times, project_generation_times
 from .tracing import Tracer
+
+NUMBERS = 1
+"""Raised whenever rows or scores of a step are computed differently, so that those of before are not taken up."""
 
 Advance = Callable[[int], object]
 """Takes a number of further tokens fed."""
@@ -50,6 +56,7 @@ class Measurer:
     settings: Settings
     fresh: bool = False
     _sessions: dict[tuple[bool, bool], DecoderSession] = field(default_factory=dict)
+    _prefixes: tuple[PrefixStore, str, dict[str, object]] | None = None
 
     def runner(self, configuration: Configuration, document: Document) -> Runner:
         """A model ready for a document, its policy drawing from a generator of the document's own.
@@ -101,8 +108,10 @@ class Measurer:
             if advance is not None:
                 advance(new)
 
+        stored = self._stored(runner)
         try:
-            scored = score(
+            scored, taken = scored_with(
+                stored,
                 runner,
                 document.ids,
                 chunk=settings.chunk,
@@ -133,6 +142,8 @@ class Measurer:
             h2o=cache.h2o_figures(),
             runtime=runner.runtime_figures(),
             trace=None if traced is None else traced.course(),
+            stored_tokens=taken,
+            stored_notes=tuple(stored.notes) if stored is not None and stored.notes else None,
         )
 
     def by_definition(
@@ -162,6 +173,29 @@ class Measurer:
             return self._with_attention(cell, runner, document)
         except KvmnnError as exc:
             raise RefusedError(f"{configuration.label}, timed: {exc}") from exc
+
+    def _stored(self, runner: Runner) -> StoredScores | None:
+        """The beginnings of texts in the prefix store, where there is one and the policy can begin with them."""
+        if self.settings.prefix_store is None or not can_begin(runner):
+            return None
+        if self._prefixes is None:
+            settings = self.settings
+            how: dict[str, object] = {"chunk": settings.chunk, "prompt": settings.prompt, "threads": settings.threads}
+            how |= {
+                "providers": settings.providers,
+                "onnxruntime": package("onnxruntime").__version__,
+                "numbers": NUMBERS,
+            }
+            self._prefixes = PrefixStore(self.settings.prefix_store), fingerprint(self.model), how
+        store, model, about = self._prefixes
+        attentions, bias = self._wanted(runner.policy)
+        return StoredScores(store, model, {**about, "attentions": attentions, "bias": bias})
+
+    def close(self) -> None:
+        """Let go of the prefix store."""
+        if self._prefixes is not None:
+            self._prefixes[0].close()
+            self._prefixes = None
 
     def _with_attention(self, cell: TimingCell, runner: Runner, document: Document) -> TimingCell:
         wanted = self._wanted(runner.policy)

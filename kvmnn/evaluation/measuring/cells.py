@@ -75,6 +75,8 @@ class ScoreCell(Record):
     h2o: H2OFigures | None = field(default=None, metadata={"omit": True})
     runtime: RuntimeFigures | None = field(default=None, metadata={"omit": True})
     trace: Course | None = field(default=None, metadata={"omit": True})
+    stored_tokens: int | None = field(default=None, metadata={"omit": True})
+    stored_notes: tuple[str, ...] | None = field(default=None, metadata={"omit": True})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from ...arrays.layer_cache import LayerCache
 from ...errors import KvmnnError
 from ...lm.documents import Ids
 from ...reports.rows import Quality
@@ -25,6 +26,29 @@ class Feeder(Protocol):
 
     def feed(self, ids: Ids, *, end_chunk: bool = False) -> npt.NDArray[Any]:
         """Feed tokens, cut the cache, return logits ``[token, vocab]``."""
+
+    def replay(self, layers: Sequence[LayerCache], new: int, *, end_chunk: bool = False) -> None:
+        """The same with K and V of these tokens that are known already."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Known:
+    """The beginning of a text that need not be computed.
+
+    Parameters
+    ----------
+    tokens
+        Fed, of whole steps.
+    layers
+        K and V of them.
+    nll, hits
+        ``[token]``: what `negative_log_probabilities` gives for the token behind each.
+    """
+
+    tokens: int
+    layers: Sequence[LayerCache]
+    nll: npt.NDArray[np.float64]
+    hits: npt.NDArray[np.bool_]
 
 
 @dataclass
@@ -78,6 +102,14 @@ def negative_log_probabilities(
     return nll, hits
 
 
+def steps_of(tokens: int, chunk: int, prompt: int = 0) -> list[tuple[int, int]]:
+    """How `tokens` tokens are fed: first token of each step, and the token behind its last."""
+    ends = [min(prompt or chunk, tokens)]
+    while ends[-1] < tokens:
+        ends.append(min(ends[-1] + chunk, tokens))
+    return list(zip([0, *ends[:-1]], ends, strict=True)) if tokens else []
+
+
 def score(
     runner: Feeder,
     ids: Ids,
@@ -86,6 +118,8 @@ def score(
     deep_from: int,
     prompt: int = 0,
     after: Callable[[int], object] | None = None,
+    known: Known | None = None,
+    keep: Callable[[npt.NDArray[Any], npt.NDArray[np.float64], npt.NDArray[np.bool_]], object] | None = None,
 ) -> Scored:
     """Feed all ids but the last in chunks and score each against the one behind it.
 
@@ -104,6 +138,10 @@ def score(
         Tokens fed at this position or later are also added up apart.
     after
         Called after every chunk with the tokens seen so far.
+    known
+        The steps with which the text begins, where they were computed before.
+    keep
+        Called with the logits of each other step, and what `negative_log_probabilities` gave for them.
 
     Raises
     ------
@@ -111,14 +149,19 @@ def score(
         Where a log-probability is not finite, naming the position.
     """
     scored = Scored(Sums(), Sums())
-    last = len(ids) - 1
-    begin = end = 0
-    while end < last:
-        begin, end = end, min(end + (prompt or chunk if end == 0 else chunk), last)
+    for begin, end in steps_of(len(ids) - 1, chunk, prompt):
+        end_chunk = max(chunk, end - begin) > 1
         started = time.perf_counter()
-        logits = runner.feed(ids[begin:end], end_chunk=max(chunk, end - begin) > 1)
-        scored.seconds += time.perf_counter() - started
-        nll, hits = negative_log_probabilities(logits, ids[begin + 1 : end + 1])
+        if known is not None and end <= known.tokens:
+            runner.replay(known.layers, end - begin, end_chunk=end_chunk)
+            nll, hits = known.nll[begin:end], known.hits[begin:end]
+            scored.seconds += time.perf_counter() - started
+        else:
+            logits = runner.feed(ids[begin:end], end_chunk=end_chunk)
+            scored.seconds += time.perf_counter() - started
+            nll, hits = negative_log_probabilities(logits, ids[begin + 1 : end + 1])
+            if keep is not None:
+                keep(logits, nll, hits)
         if not np.isfinite(nll).all():
             wrong = begin + int(np.flatnonzero(~np.isfinite(nll))[0])
             raise KvmnnError(f"the model's logits at position {wrong} give no finite log-probability")

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 from ... import errors
@@ -55,15 +56,15 @@ def events(tasks: Sequence[Task], model: str, settings: Settings, jobs: int) -> 
 
 
 def _here(tasks: Sequence[Task], model: str, settings: Settings) -> Iterator[Event]:
-    measurer = Measurer(model, settings)
-    for task in tasks:
-        fed: list[int] = []
-        try:
-            for key, cell in carry_out(task, measurer, fed.append):
-                yield Event(task, tokens=sum(fed), key=key, cell=cell)
-                fed.clear()
-        except RefusedError as exc:
-            yield Event(task, refused=str(exc))
+    with closing(Measurer(model, settings)) as measurer:
+        for task in tasks:
+            fed: list[int] = []
+            try:
+                for key, cell in carry_out(task, measurer, fed.append):
+                    yield Event(task, tokens=sum(fed), key=key, cell=cell)
+                    fed.clear()
+            except RefusedError as exc:
+                yield Event(task, refused=str(exc))
 
 
 def _elsewhere(tasks: Sequence[Task], model: str, settings: Settings, jobs: int) -> Iterator[Event]:

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import IO, Any
 
 from ...errors import KvmnnError
@@ -63,12 +63,12 @@ def _serve(order: Mapping[str, Any], lines: IO[str]) -> None:
 
     try:
         task = Task.from_dict(order["task"])
-        measurer = Measurer(order["model"], Settings.from_dict(order["settings"]), fresh=True)
-        for key, cell in carry_out(task, measurer, advance):
-            if pending:
-                send(Message(tokens=pending))
-                pending = 0
-            send(Message(key=key, cell=cell.to_dict()))
+        with closing(Measurer(order["model"], Settings.from_dict(order["settings"]), fresh=True)) as measurer:
+            for key, cell in carry_out(task, measurer, advance):
+                if pending:
+                    send(Message(tokens=pending))
+                    pending = 0
+                send(Message(key=key, cell=cell.to_dict()))
     except RefusedError as exc:
         send(Message(refused=str(exc)))
     except (KvmnnError, TypeError, MemoryError) as exc:

@@ -50,6 +50,9 @@ class Settings(Record):
     lossless
         Options of a lossless runtime around the cache, as the engine's JSON has them (`RuntimeConfig.from_engine`), or
         None for none.
+    prefix_store
+        Prefix store of which beginnings of texts are taken that were scored before, and in which they are put
+        (`kvmnn.evaluation.measuring.stored_scores`); or None. It changes no number but times and the process's peak.
     """
 
     tokens: int = 2048
@@ -67,6 +70,7 @@ class Settings(Record):
     timing: bool = True
     traces: bool = False
     lossless: Mapping[str, object] | None = field(default=None, metadata={"omit": True})
+    prefix_store: str | None = field(default=None, metadata={"omit": True})
 
     def __post_init__(self) -> None:
         for name in ("tokens", "chunk", "threads", "repeats"):
@@ -90,8 +94,8 @@ class Settings(Record):
     def that_change(self, kind: Kind) -> dict[str, Any]:
         """The settings that a cell of this kind depends on (`kvmnn.evaluation.running.cell_store`)."""
         used = Settings.from_dict(self.to_dict()).to_dict()  # without what a subclass adds
-        for name in ("as_seed", "timing", "traces"):
-            del used[name]
+        for name in ("as_seed", "timing", "traces", "prefix_store"):
+            used.pop(name, None)
         if kind != "timing":
             del used["repeats"]
         if kind != "score":

@@ -13,6 +13,7 @@ from repository import ROOT
 FLOORS = (
     ("__main__",),
     ("cli",),
+    ("gates",),
     ("evaluation",),
     ("lm", "compressor", "offline", "bench"),
     ("runtime", "store"),

@@ -13,7 +13,7 @@ from . import help, streams
 GROUPS = {
     "frames": ("encode", "decode", "inspect", "verify", "diff", "bench"),
     "KV caches of MNN": ("unpack", "pack", "repack", "compact", "store", "plan", "replay", "measure"),
-    "language models": ("eval", "plot", "generate", "dump-kv"),
+    "language models": ("eval", "plot", "generate", "dump-kv", "gate"),
     "compressor weights": ("convert", "export", "compress-kv"),
     "the command itself": ("completion",),
 }

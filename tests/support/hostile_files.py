@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 
 import compressor_files
+import gate_logs
 import hf_files
 import numpy as np
 import packed_samples
@@ -329,6 +330,41 @@ def _checkpoint_tensors(folder: Path) -> Sample:
     return Sample({"c.safetensors": file}, (command,), ("c.safetensors",))
 
 
+def _gate_tables(folder: Path) -> Sample:
+    """What a run of the engine leaves behind: a log, its table, an offline evaluation, and limits in a file."""
+    log = gate_logs.write_logs(folder, gate_logs.row())
+    made(["gate", "parse", log, "-o", folder / "m.csv"])
+    (folder / "gates.json").write_text('{"lossy_target": 2, "cases": {"a": {"async_threads": 1}}}')
+    (folder / "online.json").write_text('{"lossless_ratio": 1.4, "raw_bytes": 14, "compressed_bytes": 10}')
+    judged = "gate check {in}/m.csv --gates {in}/gates.json --offline-lossless-online-json {in}/online.json -q"
+    commands = (
+        "gate parse {in}/run_0001.log -o {out}.csv",
+        f"{judged} --case a",
+        f"{judged} --bench-stdout-log {{in}}/stdout.log",
+    )
+    return Sample(contents(folder), commands, ("run_0001.log", "m.csv", "gates.json", "online.json", "stdout.log"))
+
+
+def _gate_records(folder: Path) -> Sample:
+    """Records of prompts, and the history of a decode speed."""
+    for side in ("without", "with"):
+        gate_logs.write_demo(folder / side, {"prompt_8_1": gate_logs.record()})
+    commands = (
+        "gate demo {in}/without {in}/with -o {out}",
+        "gate demo {in}/without/metrics/prompt_8_1.jsonl {in}/with/metrics/prompt_8_1.jsonl",
+        "gate parse {in}/with/metrics -o {out}.json",
+    )
+    return Sample(contents(folder), commands, ("with/metrics/prompt_8_1.jsonl",))
+
+
+def _gate_round(folder: Path) -> Sample:
+    """Cases that were judged; `gate summary` writes beside them, so a copy is judged."""
+    log = gate_logs.write_logs(folder.with_name("gate logs"), gate_logs.row())
+    made(["gate", "check", log, "-o", folder, "--runtime-mode", "store"])
+    names = ("runtime_store/summary.md", "runtime_store/gate.json")
+    return Sample(contents(folder), ("gate summary {in}",), names)
+
+
 def saved(array: np.ndarray) -> bytes:
     file = io.BytesIO()
     np.save(file, array)
@@ -351,6 +387,9 @@ _MAKERS: dict[str, Callable[[Path], Sample]] = {
     "text of a store": _exported,
     "weights": _weights,
     "checkpoint": _checkpoint,
+    "tables of a benchmark": _gate_tables,
+    "records of a benchmark": _gate_records,
+    "round of gates": _gate_round,
     "checkpoint, safetensors": _checkpoint_tensors,
     "cache of transformers": _saved_cache,
     "cache of transformers, static": lambda folder: _saved_cache(folder, "static"),

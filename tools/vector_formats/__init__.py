@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from . import compressor, compressor_forward, frames, h2o, hf_cache, layout, offline, policies, real, store
+from . import compressor, compressor_forward, frames, gates, h2o, hf_cache, layout, offline, policies, real, store
 from .common import CaseResult
 
 Runner = Callable[[Path, dict[str, Any]], Iterator[CaseResult]]
 
 FORMATS: dict[str, Runner] = {
+    "h2o-gate-vectors-1": gates.run,
     "h2o-planner-vectors-1": h2o.run,
     "hf-cache-1": hf_cache.run,
     "kv-policy-vectors-1": policies.run,

@@ -1,0 +1,280 @@
+"""``kvmnn gate``: whether a run reaches what was asked of it."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from .. import gate_options, idle_options, printing, shared_options, streams
+from ..printing import UsageError
+
+if TYPE_CHECKING:
+    from ...gates.checking.limits import Limits
+    from ...gates.checking.metric_rows import MetricRows
+
+_TEXT = """Judge runs of a compressed KV cache by gates: ratios, decode speed, waiting, fallbacks, consistency
+(docs/gates.md). Exit code 0 where all pass, 1 where one fails.
+
+  parse LOG...           tables of llm_bench, or records of llm_demo, as CSV
+  check CSV...           judge the rows of a case, as the MNN fork does;
+                         --strict: only what was measured
+  demo WITHOUT WITH      judge runs of llm_demo without and with compression
+  summary DIR            the cases in a folder, also one of the fork's scripts
+
+  kvmnn gate parse out/logs -o metrics.csv
+  kvmnn gate check metrics.csv --case runtime_store --decode-baseline 5.01 \\
+      --logs-dir out/logs -o round/
+  kvmnn gate check metrics.csv --gates target_core_gate.json --strict \\
+      --baseline plain.csv
+  kvmnn gate demo out/baseline out/candidate --case llm_demo_store -o round/
+
+Limits come from --case (one of the fork's six), over these from --gates FILE, over these from options."""
+
+_CHECK = (
+    *gate_options.LIMITS,
+    *("offline_lossless_online_json", "offline_lossless_json", "bench_stdout_log", "logs_dir", "gates"),
+    *("baseline", "decode_baseline_mode", "baseline_history", "baseline_key", "baseline_repeats", "no_history"),
+)
+_ACTIONS = {
+    "parse": ("strict", "output", "force"),
+    "check": (*_CHECK, "case", "strict", "output", "force"),
+    "demo": (
+        *("case", "strict", "output", "force", "decode_drop_target", "lossy_target", "lossless_target", "run_order"),
+        *("require_decode_cache_hit", "no_runtime_decomp", "no_decode_baseline", "no_bucket_pass", "runtime_mode"),
+    ),
+    "summary": ("force",),
+}
+_ALL = tuple(dict.fromkeys(name for names in _ACTIONS.values() for name in names))
+
+
+def add_parser(verbs: Any) -> None:
+    """Declare the verb."""
+    parser = shared_options.add_verb(verbs, "gate", run, "whether a run reaches what was asked of it", _TEXT)
+    parser.add_argument("action", choices=tuple(_ACTIONS), metavar="ACTION", help=", ".join(_ACTIONS))
+    parser.add_argument("inputs", nargs="+", metavar="IN", help="logs, CSV files, or folders; see above")
+    parser.add_argument("--case", metavar="NAME", help="check, demo: one of the six cases, or a name of your own")
+    parser.add_argument("--gates", metavar="FILE", help="check: limits frozen in a JSON file")
+    parser.add_argument(
+        "--strict", action="store_true", help="judge what was measured only; parse: refuse damaged tables"
+    )
+    gate_options.add_documents(parser)
+    _add_baseline(parser)
+    _add_demo(parser)
+    shared_options.add_output(parser, "parse: a .csv or .json file; check, demo: the folder of a round")
+    gate_options.add_limits(parser)
+
+
+def _add_baseline(parser: Any) -> None:
+    group = parser.add_argument_group("baseline", "check: decode speed without compression.")
+    group.add_argument(
+        "--baseline", action="append", default=[], metavar="CSV", help="rows of the same work without it (repeatable)"
+    )
+    group.add_argument(
+        "--decode-baseline-mode",
+        choices=gate_options.BASELINES,
+        help="the number of --decode-baseline, the median of earlier runs, or the fastest row of --baseline",
+    )
+    group.add_argument("--baseline-history", metavar="FILE", help="earlier runs, JSON lines; this one is added")
+    group.add_argument("--no-history", action="store_true", help="add nothing to it")
+    group.add_argument("--baseline-key", metavar="KEY", help="which of them count (default: host, backend, work)")
+    group.add_argument(
+        "--baseline-repeats",
+        type=shared_options.positive,
+        default=2,
+        metavar="N",
+        help="repeats of the bench, part of that key (default: 2)",
+    )
+
+
+def _add_demo(parser: Any) -> None:
+    group = parser.add_argument_group("real prompts", "demo: over what the fork asks for.")
+    group.add_argument("--no-runtime-decomp", action="store_true", help="nothing need have been decompressed")
+    group.add_argument("--no-decode-baseline", action="store_true", help="runs without compression need no speed")
+    group.add_argument("--no-bucket-pass", action="store_true", help="lengths need not pass each by itself")
+    group.add_argument("--run-order", metavar="TEXT", help="which side ran first, for the report")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Carry the verb out."""
+    idle = [name for name in _ALL if name not in _ACTIONS[arguments.action]]
+    idle_options.refuse(arguments, idle, f"says nothing to gate {arguments.action}")
+    if arguments.output == printing.STDIO:
+        raise UsageError("-o -: results are printed on standard output anyhow")
+    return int(_DO[arguments.action](arguments))
+
+
+def _parse(arguments: argparse.Namespace) -> int:
+    import json
+
+    from ...files.output import FileOutput
+    from ...gates.logs.parsing import parse
+
+    parsed = parse(arguments.inputs, strict=arguments.strict)
+    for line in parsed.notes:
+        printing.note(arguments, line)
+    if arguments.output is not None:
+        if printing.is_directory(arguments.output):
+            raise UsageError(f"{arguments.output}: is a directory, expected a .csv or .json file")
+        as_json = arguments.output.lower().endswith(".json")
+        text = json.dumps(parsed.to_dict(), indent=2) + "\n" if as_json else parsed.to_csv()
+        with FileOutput(arguments.output, force=arguments.force, protect=arguments.inputs) as output:
+            output.file.write(text.encode("utf-8", "surrogateescape"))
+            output.commit()
+        printing.show(arguments, "gate parse", parsed, text=f"{parsed}, in {arguments.output}")
+    elif arguments.json:
+        printing.show(arguments, "gate parse", parsed)
+    elif streams.on_terminal():
+        printing.write(parsed.to_csv().replace("\r\n", "\n"))
+    else:
+        printing.Stdout().write(parsed.to_csv().encode("utf-8", "surrogateescape"))
+    return 0
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from dataclasses import replace
+
+    from ...gates.checking.checking import check
+    from ...gates.checking.metric_rows import read_rows
+    from ...gates.summary.saving import check_case_name, check_round, save_checked
+
+    _check_options(arguments)
+    limits = _limits(arguments)
+    case = arguments.case or (f"runtime_{limits.runtime_mode}" if limits.runtime_mode else "runtime")
+    if arguments.output is not None:
+        check_case_name(case)
+        check_round(arguments.output, force=arguments.force)
+    rows = read_rows(arguments.inputs)
+    baseline = read_rows(arguments.baseline) if arguments.baseline else None
+    for line in rows.notes:
+        printing.note(arguments, line)
+    found, key = _baseline(arguments, limits, rows, baseline)
+    if found is not None:
+        for line in found.warnings:
+            printing.note(arguments, line)
+        limits = replace(
+            limits,
+            decode_baseline=found.speed,
+            decode_baseline_source=found.source,
+            decode_baseline_samples=found.samples,
+        )
+    checked = check(
+        rows,
+        limits,
+        case=case,
+        online=arguments.offline_lossless_online_json,
+        upper=arguments.offline_lossless_json,
+        logs=[path for path in (arguments.bench_stdout_log, arguments.logs_dir) if path is not None],
+        baseline=baseline,
+        strict=arguments.strict,
+    )
+    summary = ""
+    if arguments.output is not None:
+        save_checked(arguments.output, checked, force=arguments.force)
+        summary = f"{arguments.output.rstrip('/')}/{case}/summary.md"
+    if key is not None and not arguments.no_history:
+        from ...gates.checking.baselines import append
+
+        append(arguments.baseline_history, key, checked.analysis.decode.best, checked.passed, summary)
+    printing.show(arguments, "gate check", checked)
+    return 0 if checked.passed else 1
+
+
+def _check_options(arguments: argparse.Namespace) -> None:
+    mode = arguments.decode_baseline_mode
+    if mode == "same_batch" and not arguments.baseline:
+        raise UsageError("--decode-baseline-mode same_batch needs --baseline CSV")
+    if mode == "rolling" and arguments.baseline_history is None:
+        raise UsageError("--decode-baseline-mode rolling needs --baseline-history FILE")
+    if arguments.baseline and mode != "same_batch" and not arguments.strict:
+        raise UsageError("--baseline says nothing without --decode-baseline-mode same_batch or --strict")
+    if arguments.baseline_history is None:
+        kept = ("baseline_key", "baseline_repeats", "no_history")
+        idle_options.refuse(arguments, kept, "says nothing without --baseline-history FILE")
+    if mode is not None:
+        found = ("decode_baseline_source", "decode_baseline_samples")
+        idle_options.refuse(arguments, found, f"is what --decode-baseline-mode {mode} finds out")
+
+
+def _limits(arguments: argparse.Namespace) -> Limits:
+    from ...gates.checking.cases import RUNTIME_CASES
+    from ...gates.checking.gate_file import read_gate_file
+    from ...gates.checking.limits import Limits
+
+    limits = RUNTIME_CASES.get(arguments.case, Limits())
+    if arguments.gates is not None:
+        limits, notes = read_gate_file(arguments.gates, arguments.case, limits)
+        for line in notes:
+            printing.note(arguments, line)
+    return gate_options.limits(arguments, limits)
+
+
+def _baseline(
+    arguments: argparse.Namespace, limits: Limits, rows: MetricRows, baseline: MetricRows | None
+) -> tuple[Any, str | None]:
+    """Where the baseline comes from, unless a number was said without more; and the key of the history."""
+    from ...gates.checking import baselines
+    from ...gates.checking.cases import FIXED_BASELINE
+
+    mode, key = arguments.decode_baseline_mode, None
+    if arguments.baseline_history is not None:
+        key = arguments.baseline_key or baselines.key_of(rows, arguments.baseline_repeats)
+    otherwise = limits.decode_baseline or FIXED_BASELINE
+    if mode == "same_batch" and baseline is not None:
+        return baselines.same_batch(baseline, otherwise), key
+    if mode == "rolling" and key is not None:
+        return baselines.rolling(arguments.baseline_history, key, otherwise), key
+    return (baselines.fixed(otherwise) if mode == "fixed" else None), key
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from ...gates.checking.cases import DEMO_CASES
+    from ...gates.demo.judging import DemoLimits, check_demo
+    from ...gates.demo.runs import read_runs
+    from ...gates.summary.saving import check_case_name, check_round, save_demo
+
+    if len(arguments.inputs) != 2:
+        raise UsageError("gate demo takes two inputs: runs without compression, and runs with it")
+    case = arguments.case or "llm_demo"
+    check_case_name(case)
+    if arguments.output is not None:
+        check_round(arguments.output, force=arguments.force)
+    lossy, lossless = arguments.lossy_target, arguments.lossless_target
+    limits = DemoLimits(
+        decode_drop_target=0.08 if arguments.decode_drop_target is None else arguments.decode_drop_target,
+        require_runtime_decomp=not arguments.no_runtime_decomp,
+        require_decode_cache_hit=bool(arguments.require_decode_cache_hit),
+        require_decode_baseline=not arguments.no_decode_baseline,
+        require_bucket_decode_pass=not arguments.no_bucket_pass,
+        lossy_target=3.0 if lossy is None and arguments.strict else lossy,
+        lossless_target=1.3 if lossless is None and arguments.strict else lossless,
+    )
+    without, candidate = map(read_runs, arguments.inputs)
+    checked = check_demo(
+        without,
+        candidate,
+        limits,
+        case=case,
+        mode=arguments.runtime_mode or DEMO_CASES.get(case, ""),
+        run_order=arguments.run_order or "",
+        strict=arguments.strict,
+    )
+    if arguments.output is not None:
+        save_demo(arguments.output, checked, force=arguments.force)
+    printing.show(arguments, "gate demo", checked)
+    return 0 if checked.passed else 1
+
+
+def _summary(arguments: argparse.Namespace) -> int:
+    from ...gates.summary.collecting import collect
+    from ...gates.summary.saving import check_round, write_round
+
+    if len(arguments.inputs) != 1:
+        raise UsageError("gate summary takes one folder")
+    made = collect(arguments.inputs[0].rstrip("/") or "/")
+    check_round(made.directory, force=arguments.force)
+    write_round(made)
+    printing.show(arguments, "gate summary", made)
+    return 0 if made.passed else 1
+
+
+_DO = {"parse": _parse, "check": _check, "demo": _demo, "summary": _summary}

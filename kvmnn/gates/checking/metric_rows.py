@@ -1,0 +1,143 @@
+"""The rows of a table of ``llm_bench`` with their numbers."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ...errors import SourceError
+from ..logs.columns import DECOMPRESSED, FIGURES, LOG_FILE, SPEED
+from ..logs.log_files import log_files, read_log
+from ..logs.numbers import decode_speed, deviation, number
+from ..logs.parsing import parse
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricRow:
+    """One row: its cells, their first numbers by column (0 for a cell that is missing), tokens a second of decoding."""
+
+    cells: Mapping[str, str]
+    numbers: Mapping[str, float]
+    decode: float
+
+    @classmethod
+    def of(cls, cells: Mapping[str, str]) -> MetricRow:
+        """The numbers in the cells of a row."""
+        names = (*FIGURES, DECOMPRESSED)
+        numbers = {name: number(cells.get(name, "0")) for name in names}
+        return cls(cells=cells, numbers=numbers, decode=decode_speed(cells.get(SPEED)))
+
+    @property
+    def decode_deviation(self) -> float | None:
+        """Of the decode speed; None where the row has none."""
+        return deviation(self.cells.get(SPEED))
+
+    @property
+    def log_file(self) -> str:
+        """Where it comes from."""
+        return self.cells.get(LOG_FILE) or ""
+
+    @property
+    def is_header(self) -> bool:
+        """Whether it is the header of a second table, which the fork's parser takes for a row."""
+        return all(name == cell for name, cell in self.cells.items() if name != LOG_FILE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricRows:
+    """The rows of one case.
+
+    Attributes
+    ----------
+    columns
+        Names of the columns.
+    rows
+        At least one.
+    files
+        Where they were read.
+    notes
+        What reading found.
+    """
+
+    columns: tuple[str, ...]
+    rows: tuple[MetricRow, ...]
+    files: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    def largest(self, column: str) -> float:
+        """Of a column, over the rows."""
+        return max(row.numbers[column] for row in self.rows)
+
+    def mean(self, column: str) -> float:
+        """Of a column, over the rows."""
+        return sum(row.numbers[column] for row in self.rows) / len(self.rows)
+
+    @property
+    def missing(self) -> list[str]:
+        """Figures that the table has no column of."""
+        return [name for name in FIGURES if name not in self.columns]
+
+
+def read_rows(paths: Sequence[str | os.PathLike[str]]) -> MetricRows:
+    """Rows of CSV files (of `kvmnn gate parse` or the fork's parser), or of logs.
+
+    Raises
+    ------
+    SourceError
+        For files that cannot be read, hold no rows, or have nothing that ``llm_bench`` prints.
+    """
+    tables = [str(path) for path in paths if str(path).lower().endswith(".csv")]
+    if tables and len(tables) < len(paths):
+        other = next(str(path) for path in paths if str(path) not in tables)
+        raise SourceError(f"{tables[0]} is a CSV, {other} is not: expected CSV files or logs")
+    if tables:
+        found = [read_csv(path) for path in log_files(paths)]
+        columns = dict.fromkeys(name for part in found for name in part.columns)
+        made = MetricRows(
+            columns=tuple(columns),
+            rows=tuple(row for part in found for row in part.rows),
+            files=tuple(name for part in found for name in part.files),
+        )
+    else:
+        parsed = parse(paths)
+        if parsed.kind == "llm_demo":
+            raise SourceError(
+                f"{parsed.files[0]}: has records of llm_demo: expected tables (`kvmnn gate demo` judges those)"
+            )
+        rows = tuple(MetricRow.of(cells) for cells in parsed.rows)
+        made = MetricRows(columns=parsed.columns, rows=rows, files=parsed.files, notes=parsed.notes)
+    if not set(made.columns) & {SPEED, *FIGURES}:
+        names = ", ".join(made.columns)[:120]
+        raise SourceError(
+            f"{made.files[0]}: has no column of llm_bench: found {names}, expected {SPEED} and h2o_ columns"
+        )
+    return made
+
+
+def read_csv(path: str | os.PathLike[str]) -> MetricRows:
+    """The rows of one CSV file.
+
+    Raises
+    ------
+    SourceError
+        For a file that cannot be read, is no CSV, or has no rows.
+    """
+    text = read_log(Path(path)).removeprefix("\N{ZERO WIDTH NO-BREAK SPACE}")
+    try:
+        reader = csv.reader(io.StringIO(text, newline=None))
+        lines = [line for line in reader if line]
+    except csv.Error as error:
+        raise SourceError(f"{path}: is no CSV: {error}") from None
+    header = tuple(lines[0]) if lines else ()
+    rows = _rows(header, lines[1:])
+    if not rows:
+        raise SourceError(f"{path}: No rows found in CSV.")
+    return MetricRows(columns=header, rows=rows, files=(str(path),))
+
+
+def _rows(header: tuple[str, ...], lines: Iterable[list[str]]) -> tuple[MetricRow, ...]:
+    return tuple(MetricRow.of(dict(zip(header, line, strict=False))) for line in lines)

@@ -1,0 +1,54 @@
+"""Ratios of offline evaluations (`kvmnn measure`), which the fork's gate takes for the lossless ratio of a run."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...errors import SourceError
+from ...files.json_document import read_object
+from ..logs.numbers import number
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfflineRatio:
+    """The document of an offline evaluation: the path as it was given, its ratio, and what lines of a report repeat."""
+
+    path: str
+    ratio: float
+    entries: int
+    layers: Any
+    raw_bytes: float
+    compressed_bytes: float
+
+
+def read_offline(path: str | os.PathLike[str]) -> OfflineRatio:
+    """The ratio in a document: ``weighted_lossless_ratio``, or ``lossless_ratio`` where that is missing.
+
+    Raises
+    ------
+    SourceError
+        For a file that is not there, is no JSON object, or has no ratio above 0.
+    """
+    where = os.fspath(path)
+    try:
+        document = read_object(Path(path))
+    except (FileNotFoundError, NotADirectoryError):
+        raise SourceError(f"offline lossless json not found: {where}") from None
+    ratio = number(document.get("weighted_lossless_ratio", document.get("lossless_ratio", 0.0)))
+    entries, raw, compressed = (
+        number(document.get(key, 0)) for key in ("selected_entries", "raw_bytes", "compressed_bytes")
+    )
+    if not ratio > 0 or not all(map(math.isfinite, (ratio, entries, raw, compressed))):
+        raise SourceError(f"invalid lossless ratio in {where}: found {ratio}, expected a finite number above 0")
+    return OfflineRatio(
+        path=where,
+        ratio=ratio,
+        entries=int(entries),
+        layers=document.get("selected_layers", []),
+        raw_bytes=raw,
+        compressed_bytes=compressed,
+    )

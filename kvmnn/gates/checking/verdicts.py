@@ -1,0 +1,83 @@
+"""Verdicts of single gates, and of all of them together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Verdict = Literal["pass", "fail", "off", "not measured"]
+
+PASS: Verdict = "pass"
+FAIL: Verdict = "fail"
+OFF: Verdict = "off"
+NOT_MEASURED: Verdict = "not measured"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate:
+    """One gate.
+
+    Attributes
+    ----------
+    name
+        What is judged.
+    verdict
+        ``"off"``: nothing was asked for. ``"not measured"``: nothing there tells, which is no pass.
+    value, limit
+        As text, with units; empty where there is none.
+    why
+        Of what, over which rows, or what is missing; empty where the name says it.
+    """
+
+    name: str
+    verdict: Verdict
+    value: str = ""
+    limit: str = ""
+    why: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {
+            "name": self.name,
+            "verdict": self.verdict,
+            "value": self.value,
+            "limit": self.limit,
+            "why": self.why,
+        }
+
+
+def judged(passed: bool, *, on: bool = True) -> Verdict:
+    """The verdict of a condition."""
+    return (PASS if passed else FAIL) if on else OFF
+
+
+def together(gates: Iterable[Gate]) -> Verdict:
+    """Of all gates: fail if one failed, else not measured if one was not, else pass."""
+    found = {gate.verdict for gate in gates}
+    return next((verdict for verdict in (FAIL, NOT_MEASURED) if verdict in found), PASS)
+
+
+def counted(gates: Iterable[Gate]) -> str:
+    """``10 pass, 1 fail, 2 off``."""
+    found = [gate.verdict for gate in gates]
+    counts = {verdict: found.count(verdict) for verdict in (PASS, FAIL, NOT_MEASURED, OFF)}
+    return ", ".join(f"{number} {verdict}" for verdict, number in counts.items() if number)
+
+
+def gate_lines(gates: Iterable[Gate], width: int) -> list[str]:
+    """A table of gates in `width` columns; what a gate means is folded behind it."""
+    from ...text.folding import folded
+
+    rows = [(gate.verdict.upper(), gate.name, gate.value, gate.limit, gate.why) for gate in gates]
+    sizes = [max([len(row[i]) for row in rows], default=0) for i in range(4)]
+    lines = []
+    for row in rows:
+        line = "  ".join(cell.ljust(size) for cell, size in zip(row, sizes, strict=False))
+        both = f"{line}  {row[4]}".rstrip()
+        if len(both) <= width:
+            lines.append(both)
+        else:
+            lines.append(line.rstrip())
+            lines += ["    " + part for part in folded(row[4], max(width - 4, 30)).split("\n")] if row[4] else []
+    return lines

@@ -1,0 +1,1 @@
+"""What a round of cases came to: its three files, made and read."""

@@ -1,0 +1,129 @@
+"""The three files of a round: ``summary.json``, ``summary.md`` and ``cases.jsonl``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from ...text import count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """Cases that were judged together.
+
+    Attributes
+    ----------
+    directory
+        Where its files lie.
+    rows
+        `runtime_row` and `demo_row`, in order.
+    generated_at
+        Local time, to the second.
+    """
+
+    directory: str
+    rows: tuple[Mapping[str, Any], ...]
+    generated_at: str
+
+    @classmethod
+    def of(cls, directory: str, rows: Sequence[Mapping[str, Any]]) -> Round:
+        """Of now."""
+        return cls(directory=directory, rows=tuple(rows), generated_at=datetime.now().isoformat(timespec="seconds"))
+
+    @property
+    def passed(self) -> bool:
+        """Whether there are cases, and all passed."""
+        return bool(self.rows) and all(row.get("overall_pass") is True for row in self.rows)
+
+    def of_suite(self, suite: str) -> list[Mapping[str, Any]]:
+        """Cases of ``"runtime"`` or ``"llm_demo"``."""
+        return [row for row in self.rows if row.get("suite") == suite]
+
+    def to_dict(self) -> dict[str, Any]:
+        """What ``summary.json`` holds."""
+        return {
+            "generated_at": self.generated_at,
+            "overall_pass": self.passed,
+            "total_cases": len(self.rows),
+            "runtime_cases": len(self.of_suite("runtime")),
+            "llm_demo_cases": len(self.of_suite("llm_demo")),
+            "rows": [dict(row) for row in self.rows],
+        }
+
+    def files(self) -> dict[str, str]:
+        """The texts of the three files by their names."""
+        return {
+            "summary.json": json.dumps(self.to_dict(), indent=2),
+            "summary.md": self.to_markdown(),
+            "cases.jsonl": "".join(json.dumps(dict(row)) + "\n" for row in self.rows),
+        }
+
+    def to_markdown(self) -> str:
+        """What ``summary.md`` holds."""
+        runtime, demo = self.of_suite("runtime"), self.of_suite("llm_demo")
+        lines = [
+            "# H2O final Summary",
+            "",
+            f"- overall_pass: {_flag(self.passed)}",
+            f"- total_cases: {len(self.rows)}",
+            f"- runtime_cases: {len(runtime)}",
+            f"- llm_demo_cases: {len(demo)}",
+            "",
+        ]
+        for heading, rows, line in (("Runtime", runtime, _runtime_line), ("llm_demo", demo, _demo_line)):
+            if rows:
+                lines += [f"## {heading}", ""]
+                lines += [f"{place}. {line(row)}".replace("\n", " ") for place, row in enumerate(rows, start=1)]
+                lines.append("")
+        lines += [f"- {name.replace('.', '_')}: `{self.directory}/{name}`" for name in ("summary.json", "cases.jsonl")]
+        return "\n".join(lines) + "\n"
+
+    def __str__(self) -> str:
+        passed = sum(row.get("overall_pass") is True for row in self.rows)
+        lines = [f"{'PASS' if self.passed else 'FAIL'}: {passed} of {count(len(self.rows), 'case')} passed"]
+        size = max([len(str(row.get("case", ""))) for row in self.rows], default=0)
+        for row in self.rows:
+            said = "pass" if row.get("overall_pass") is True else "fail"
+            reason = str(row.get("failure_reason", ""))
+            lines.append(f"  {said}  {row.get('case', '')!s:<{size}}  {reason}".rstrip())
+        return "\n".join(lines)
+
+
+def _runtime_line(row: Mapping[str, Any]) -> str:
+    return (
+        f"case={row['case']}, mode={row['mode']}, pass={_flag(row['overall_pass'])}, rc={row['return_code']}, "
+        f"decode={row['decode_gate_tps']:.4f}/{row['decode_baseline']:.4f}({row['decode_aggregation']}), "
+        f"drop={row['decode_drop_ratio']:.6f}/{row['decode_drop_target']:.6f}, "
+        f"lossy={row['lossy_best']:.4f}, lossless={row['lossless_selected_value']:.4f}, "
+        f"decomp_us={row['runtime_decomp_best_us']:.4f}, async_wait_us={row['runtime_async_wait_best_us']:.4f}, "
+        f"async_wait_headroom={row['runtime_async_wait_headroom_ratio']:.4f}, "
+        f"queue={row['runtime_queue_peak_best']:.4f}, fallback={row['runtime_fallback_best']:.4f}, "
+        f"cache_hit={row['runtime_decode_cache_hit_best']:.4f}, "
+        f"cache_miss={row['runtime_decode_cache_miss_best']:.4f}, "
+        f"kv_consistency={_flag(row['kv_content_consistency_pass'])}, "
+        f"kv_invalid_logs={row['kv_invalid_log_count']:.0f}, summary=`{row['summary']}`{_reason(row)}"
+    )
+
+
+def _demo_line(row: Mapping[str, Any]) -> str:
+    return (
+        f"case={row['case']}, mode={row['mode']}, pass={_flag(row['overall_pass'])}, rc={row['return_code']}, "
+        f"decode={row['baseline_decode_tps_avg']:.4f}->{row['candidate_decode_tps_avg']:.4f}, "
+        f"drop={row['decode_drop_ratio']:.6f}/{row['decode_drop_target']:.6f}, "
+        f"lossy={row['candidate_lossy_ratio_avg']:.4f}, lossless={row['candidate_lossless_ratio_avg']:.4f}, "
+        f"total={row['candidate_runtime_total_ratio_avg']:.4f}, decomp_us={row['runtime_decomp_best_us']:.4f}, "
+        f"cache_hit={row['decode_cache_hit_best']:.4f}, run_order={row['run_order']}, "
+        f"summary=`{row['summary']}`{_reason(row)}"
+    )
+
+
+def _reason(row: Mapping[str, Any]) -> str:
+    return f", reason={row['failure_reason']}" if row.get("failure_reason") else ""
+
+
+def _flag(value: object) -> str:
+    return "true" if value is True else "false"

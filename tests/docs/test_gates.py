@@ -1,0 +1,42 @@
+"""What docs/gates.md shows is what happens."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import gate_logs
+import pytest
+from repository import DOCS
+
+from kvmnn.gates import RUNTIME_CASES, Limits, read_gate_file
+
+PAGE = (DOCS / "gates.md").read_text()
+
+
+def test_the_commands_and_the_python_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run) -> None:
+    monkeypatch.chdir(tmp_path)
+    gate_logs.write_logs(Path("out/logs"), gate_logs.row())
+    for side in ("baseline", "candidate"):
+        gate_logs.write_demo(Path("out", side), {"prompt_128_1": gate_logs.record()})
+    commands = re.findall(r"^    kvmnn (gate (?:parse|check|demo|summary) .*)$", PAGE.partition("Exit codes")[0], re.M)
+    assert len(commands) == 4
+    for command in commands:
+        run(*command.split())
+    assert json.loads(Path("round/summary.json").read_text())["total_cases"] == 2
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    exec(code, {})
+
+
+def test_the_gate_file_is_one(tmp_path: Path) -> None:
+    (text,) = re.findall(r'^    (\{"lossy_target".*\n.*)$', PAGE, re.M)
+    (tmp_path / "g.json").write_text(text)
+    limits, notes = read_gate_file(tmp_path / "g.json", "runtime_store", Limits())
+    assert (limits.max_lossless_decomp_us, notes) == (70000, [])
+
+
+def test_cases_and_gates_are_in_the_tables() -> None:
+    assert re.findall(r"^\| `(runtime_\w+)` \| (\w+)", PAGE, re.M) == [
+        (name, limits.runtime_mode) for name, limits in RUNTIME_CASES.items()
+    ]

@@ -1,0 +1,211 @@
+"""Every gate of a case has a run that fails it; strict ones say what was not measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gate_logs
+import pytest
+
+from kvmnn.errors import SourceError
+from kvmnn.gates import RUNTIME_CASES, Checked, Limits, MetricRows, check, read_rows
+
+STORE = RUNTIME_CASES["runtime_store"].changed({"decode_baseline": 5.01}, "test")
+
+
+def rows(folder: Path, *cells: dict[str, str]) -> MetricRows:
+    return read_rows([gate_logs.write_logs(folder / "logs", *(cells or (gate_logs.row(),)))])
+
+
+def checked(folder: Path, *cells: dict[str, str], limits: Limits = STORE, **options: Any) -> Checked:
+    return check(rows(folder, *cells), limits, logs=[folder / "logs"], **options)
+
+
+def verdicts(made: Checked) -> dict[str, str]:
+    return {gate.name: gate.verdict for gate in (*made.gates, *made.checks)}
+
+
+def test_a_run_that_passes(tmp_path: Path) -> None:
+    made = checked(tmp_path)
+    assert made.verdict == "pass", made.failure
+    assert set(verdicts(made).values()) == {"pass", "off"}
+
+
+FAILURES = [
+    ("lossy ratio", {"h2o_lossy": 2.999}, {}),
+    ("lossless ratio", {"h2o_lossless": 1.29}, {}),
+    ("decode drop", {"decode": 4.7}, {}),
+    ("columns", {"h2o_lossless_async_wait_us": None}, {}),
+    ("decompression", {"h2o_lossless_decomp_us": 70001}, {}),
+    ("decompression", {"h2o_lossless_decomp_us": 0}, {}),
+    ("async wait", {"h2o_lossless_async_wait_us": 40001}, {}),
+    ("async queue", {"h2o_lossless_async_queue_peak": 0}, {"require_async_queue_activity": True}),
+    ("cache hits", {"h2o_lossless_decode_cache_hit": 0}, {"require_decode_cache_hit": True}),
+    ("cache lookups", {"h2o_lossless_decode_cache_hit": 0}, {"require_decode_cache_activity": True}),
+    ("queue peak", {"h2o_lossless_queue_peak": 8.5}, {}),
+    ("fallbacks", {"h2o_lossless_fallback": 1}, {}),
+    ("skips", {"h2o_lossless_backpressure_skip": 3}, {"max_lossless_backpressure_skip": 2}),
+    ("consistency", {"h2o_lossless_decomp_us": 0}, {}),
+    ("lossless figures", {"h2o_lossless_raw_mb": 0}, {}),
+    ("real decompression", {"h2o_lossless_comp_us": 0}, {}),
+]
+
+
+@pytest.mark.parametrize(("name", "cells", "limits"), FAILURES)
+def test_every_gate_can_fail(tmp_path: Path, name: str, cells: dict[str, Any], limits: dict[str, Any]) -> None:
+    made = checked(tmp_path, gate_logs.row(**cells), limits=STORE.changed(limits, "test"))
+    assert verdicts(made)[name] == "fail"
+    assert made.verdict == "fail"
+    assert f"{name} fail" in made.failure
+
+
+@pytest.mark.parametrize(
+    ("name", "printed"),
+    [
+        ("consistency", gate_logs.ENCODED + "warning: DOUBLE free or corruption\n"),
+        ("encodings in logs", "nothing\n"),
+        ("no fixed groups", gate_logs.ENCODED + "[H2O-LOSSLESS] tokens=192 updates=1\n"),
+        ("step of encodings", "[H2O-LOSSLESS] tokens=256 updates=2\n"),
+    ],
+)
+def test_every_gate_of_logs_can_fail(tmp_path: Path, name: str, printed: str) -> None:
+    gate_logs.write_logs(tmp_path / "logs", gate_logs.row(), printed=printed)
+    made = check(read_rows([tmp_path / "logs" / "run_0001.log"]), STORE, logs=[tmp_path / "logs"])
+    assert [gate for gate, verdict in verdicts(made).items() if verdict == "fail"] == [name]
+
+
+@pytest.mark.parametrize(("raw", "verdict"), [(1300, "pass"), (1320, "fail"), (0, "fail")])
+def test_an_offline_ratio_must_be_that_of_its_bytes(tmp_path: Path, raw: int, verdict: str) -> None:
+    path = tmp_path / "online.json"
+    path.write_text(json.dumps({"lossless_ratio": 1.3, "raw_bytes": raw, "compressed_bytes": 1000}))
+    assert verdicts(checked(tmp_path, online=path))["offline bytes"] == verdict
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{}", "invalid lossless ratio"),
+        ('{"weighted_lossless_ratio": 0, "lossless_ratio": 1.3}', "invalid lossless ratio"),
+        ('{"lossless_ratio": 1e999}', "invalid lossless ratio"),
+        ("[]", "is not a JSON object"),
+        ("{", "is not JSON"),
+    ],
+)
+def test_damaged_offline_documents(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "online.json"
+    path.write_text(text)
+    with pytest.raises(SourceError, match=said):
+        checked(tmp_path, online=path)
+    with pytest.raises(SourceError, match="offline lossless json not found"):
+        checked(tmp_path, online=tmp_path / "none.json")
+
+
+def test_rows_of_another_engine_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("model,test,t/s\nllama,tg128,9.1\n")
+    with pytest.raises(SourceError, match=r"a\.csv: has no column of llm_bench: found model, test, t/s"):
+        read_rows([tmp_path / "a.csv"])
+    (tmp_path / "b.csv").write_text("h2o_lossy,speed(tok/s)\n")
+    with pytest.raises(SourceError, match=r"b\.csv: No rows found in CSV\."):
+        read_rows([tmp_path / "b.csv"])
+
+
+# -- strict -----------------------------------------------------------------------------------------------------------
+
+
+def strict(folder: Path, *cells: dict[str, str], baseline: list[dict[str, str]] | None = None) -> Checked:
+    without = [gate_logs.row(6.0)] if baseline is None else baseline
+    plain = read_rows([gate_logs.write_logs(folder / "plain", *without)]) if without else None
+    limits = STORE.changed({"require_kv_content_consistency": False}, "test")
+    return checked(folder, *cells, limits=limits, strict=True, baseline=plain)
+
+
+def test_strict_passes_what_was_measured(tmp_path: Path) -> None:
+    made = strict(tmp_path)
+    assert made.verdict == "pass", made.failure
+    gates = {gate.name: gate for gate in made.gates}
+    assert (gates["lossless ratio"].value, gates["decode drop"].value) == ("1.333", "+1.67%")
+
+
+def test_strict_takes_every_row_and_the_bytes_of_the_run(tmp_path: Path) -> None:
+    good, bad = gate_logs.row(), gate_logs.row(prompt=1024, h2o_lossy=2.5, h2o_lossless_comp_mb=7.9)
+    fork = checked(tmp_path, good, bad)
+    sound = strict(tmp_path, good, bad, baseline=[gate_logs.row(6.0), gate_logs.row(6.0, prompt=1024)])
+    assert verdicts(fork)["lossy ratio"] == verdicts(fork)["lossless ratio"] == "pass"
+    assert verdicts(sound)["lossy ratio"] == verdicts(sound)["lossless ratio"] == "fail"
+
+
+def test_strict_compares_means_of_the_same_work(tmp_path: Path) -> None:
+    """The fork takes the fastest baseline row, and rows of other work besides."""
+    candidate = [gate_logs.row(6.0), gate_logs.row(4.0, prompt=1024)]
+    before = [gate_logs.row(6.1), gate_logs.row(4.05, prompt=1024), gate_logs.row(9.0, prompt=64)]
+    gates = {gate.name: gate for gate in strict(tmp_path, *candidate, baseline=before).gates}
+    assert (gates["decode drop"].verdict, gates["decode drop"].value) == ("pass", "+1.44%")
+    assert "2 of it; 95 % -" in gates["decode drop"].why
+
+
+@pytest.mark.parametrize(
+    ("name", "cells", "baseline"),
+    [
+        ("lossy ratio", {"h2o_lossy": None}, None),
+        ("lossless ratio", {"h2o_lossless_raw_mb": 0}, None),
+        ("async wait", {"h2o_lossless_async_wait_us": None}, None),
+        ("fallbacks", {"h2o_lossless_fallback": float("nan")}, None),
+        ("decode drop", {}, []),
+        ("decode drop", {"prompt": 77}, None),
+    ],
+)
+def test_strict_says_what_was_not_measured(
+    tmp_path: Path, name: str, cells: dict[str, Any], baseline: list[dict[str, str]] | None
+) -> None:
+    made = strict(tmp_path, gate_logs.row(**cells), baseline=baseline)
+    assert verdicts(made)[name] == "not measured"
+    assert not made.passed
+
+
+def test_strict_does_not_call_activity_consistency(tmp_path: Path) -> None:
+    made = checked(tmp_path, strict=True, baseline=rows(tmp_path, gate_logs.row(6.0)))
+    assert verdicts(made)["consistency"] == "not measured"
+    assert made.verdict == "not measured"
+    broken = gate_logs.row(h2o_lossless_fallback=1)
+    assert verdicts(checked(tmp_path, broken, strict=True))["consistency"] == "fail"
+
+
+def test_strict_refuses_headers_among_rows(tmp_path: Path) -> None:
+    text = gate_logs.table(gate_logs.row())
+    (tmp_path / "a.log").write_text(text + text)
+    found = read_rows([tmp_path / "a.log"])
+    with pytest.raises(SourceError, match="row 2 is the header of a second table"):
+        check(found, STORE, strict=True)
+    assert any("1 of 3 rows" in line for line in check(found, STORE).diagnoses)
+
+
+# -- diagnoses --------------------------------------------------------------------------------------------------------
+
+DIAGNOSES = [
+    ("the figures were lost on their way", {"h2o_lossless_raw_mb": 0, "h2o_lossless_comp_mb": 0}, "store"),
+    ("sinks and recent tokens alone keep 40.0%", {"h2o_lossy": 2.5, "h2o_floor_keep": 0.4}, "store"),
+    ("whole blocks keep 36.0%", {"h2o_lossy": 2.7, "h2o_quantized_keep": 0.36}, "store"),
+    ("mode probe measures one layer", {"h2o_lossless_decomp_us": 0}, "probe"),
+    ("nothing was restored", {"h2o_lossless_decomp_us": 0}, "full"),
+    ("because nothing was encoded", {"h2o_lossless_decomp_us": 0, "h2o_lossless_raw_mb": 0}, "full"),
+    ("Try store_disable_front first", {"decode": 4.0}, "store"),
+    ("Try store_disable_front first", {"h2o_lossless_decomp_us": 90000}, "store"),
+]
+
+
+@pytest.mark.parametrize(("said", "cells", "mode"), DIAGNOSES)
+def test_diagnoses(tmp_path: Path, said: str, cells: dict[str, Any], mode: str) -> None:
+    limits = STORE.changed({"runtime_mode": mode}, "test")
+    assert not [line for line in checked(tmp_path, limits=limits).diagnoses if said in line]
+    assert [line for line in checked(tmp_path, gate_logs.row(**cells), limits=limits).diagnoses if said in line]
+
+
+def test_offline_and_online_apart(tmp_path: Path) -> None:
+    path = tmp_path / "online.json"
+    path.write_text('{"lossless_ratio": 1.401, "selected_layers": [0, 1]}')
+    (line,) = checked(tmp_path, online=path).diagnoses
+    assert line.startswith("Offline and online are apart: 1.401 of a dump (offline_online_sim, layers [0, 1]), 1.333")
+    path.write_text('{"lossless_ratio": 1.33}')
+    assert checked(tmp_path, online=path).diagnoses == ()

@@ -1,0 +1,119 @@
+"""Limits from a file, and the baselines of a decode speed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gate_logs
+import pytest
+
+from kvmnn.errors import KvmnnError, OutputError, SourceError
+from kvmnn.gates import RUNTIME_CASES, Limits, read_gate_file, read_rows
+from kvmnn.gates.checking import baselines
+
+
+def written(folder: Path, document: Any) -> Path:
+    path = folder / "gates.json"
+    path.write_text(json.dumps(document))
+    return path
+
+
+def test_a_file_stands_over_its_base_and_a_case_over_the_file(tmp_path: Path) -> None:
+    cases = {"runtime_store": {"max_lossless_decomp_us": 50000}, "other": {"lossy_target": 9}}
+    path = written(tmp_path, {"lossy_target": 2, "decode_drop_target": 0.1, "cases": cases})
+    limits, notes = read_gate_file(path, "runtime_store", RUNTIME_CASES["runtime_store"])
+    assert (limits.lossy_target, limits.decode_drop_target, limits.max_lossless_decomp_us) == (2.0, 0.1, 50000.0)
+    assert limits.max_lossless_async_wait_us == 40000.0
+    assert notes == []
+    assert read_gate_file(path, None, Limits())[0].max_lossless_decomp_us == -1
+    with pytest.raises(KvmnnError, match="has no case runtime_full"):
+        read_gate_file(path, "runtime_full", Limits())
+
+
+def test_what_limits_write_is_read_back(tmp_path: Path) -> None:
+    for limits in RUNTIME_CASES.values():
+        assert read_gate_file(written(tmp_path, limits.to_dict()), None, Limits()) == (limits, [])
+
+
+def test_a_file_of_the_fork(tmp_path: Path) -> None:
+    settings = {"prompts": [512], "repeat": 3, "h2o_keep_ratios": [0.3], "kv_lossless_runtime_mode": "full"}
+    path = written(tmp_path, settings | {"kv_lossless_async_threads": 1, "kv_lossless_block_tokens": 128})
+    limits, (note,) = read_gate_file(path, None, Limits())
+    assert (limits.runtime_mode, limits.async_threads, limits.lossless_block_tokens) == ("full", 1, 128)
+    assert note == f"{path}: prompts, repeat, h2o_keep_ratios say what ran, and limit nothing"
+
+
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        ({"lossy_targt": 3}, "'lossy_targt' is no limit"),
+        ({"lossy_target": "3"}, "lossy_target: found '3', expected a number"),
+        ({"lossy_target": True}, "expected a number"),
+        ({"lossy_target": 10**400}, "expected a number below 1e15"),
+        ({"async_threads": 1.5}, "expected a whole number"),
+        ({"runtime_mode": "fast"}, "expected one of , probe, full, store"),
+        ({"hard_checks": 1}, "expected true or false"),
+        ({"cases": []}, "cases: expected an object of objects"),
+        ({"cases": {"a": {"x": 1}}}, "cases.a: 'x' is no limit"),
+    ],
+)
+def test_damaged_files(tmp_path: Path, document: Any, said: str) -> None:
+    with pytest.raises(KvmnnError) as error:
+        read_gate_file(written(tmp_path, document), None, Limits())
+    assert said in str(error.value)
+
+
+# -- baselines --------------------------------------------------------------------------------------------------------
+
+
+def history(folder: Path, speeds: list[float], key: str = "k") -> Path:
+    path = folder / "history.jsonl"
+    for speed in speeds:
+        baselines.append(path, key, speed, passed=speed > 5, summary="s.md")
+    return path
+
+
+def test_rolling_is_the_median_of_the_newest(tmp_path: Path) -> None:
+    path = history(tmp_path, [100, 100, *range(1, 9)])
+    found = baselines.rolling(path, "k", 6.6)
+    assert (found.speed, found.source, found.samples) == (4.5, "rolling_median", 8)
+    assert baselines.rolling(path, "other", 6.6) == baselines.Baseline(speed=6.6, source="fixed_fallback", samples=0)
+    assert baselines.rolling(path, "k", 6.6, window=2).source == "fixed_fallback"
+    assert baselines.rolling(path, "k", 6.6, window=2, least=2).speed == 7.5
+    assert baselines.rolling(tmp_path / "none", "k", 6.6).samples == 0
+
+
+def test_failed_runs_count_and_runs_without_a_speed_do_not(tmp_path: Path) -> None:
+    path = history(tmp_path, [4, 0, 6])
+    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(entry["decode_best"], entry["overall_pass"]) for entry in entries] == [(4, False), (6, True)]
+    assert list(entries[0]) == ["ts_utc", "key", "decode_best", "overall_pass", "summary"]
+
+
+def test_a_damaged_history_is_passed_over_and_counted(tmp_path: Path) -> None:
+    path = history(tmp_path, [1, 2, 3])
+    path.write_text('[1]\n{"key": "k"\n\n' + path.read_text() + '{"key": "k", "decode_best": "x"}\n')
+    found = baselines.rolling(path, "k", 6.6)
+    assert (found.speed, found.samples) == (2, 3)
+    assert found.warnings == (f"{path}: 2 lines are no JSON objects",)
+    with pytest.raises(OutputError, match="cannot be written"):
+        baselines.append(tmp_path, "k", 1.0, passed=True, summary="")
+
+
+def test_the_same_batch_gives_its_fastest_row(tmp_path: Path) -> None:
+    log = gate_logs.write_logs(tmp_path, gate_logs.row(4.34), gate_logs.row(4.81, prompt=1024))
+    assert baselines.same_batch(read_rows([log]), 6.6).speed == 4.81
+    log = gate_logs.write_logs(tmp_path, gate_logs.row() | {"speed(tok/s)": "80.1"})
+    found = baselines.same_batch(read_rows([log]), 6.6)
+    assert (found.speed, found.source, found.samples) == (6.6, "same_batch_fallback_fixed", 0)
+    assert "fallback to fixed 6.6" in found.warnings[0]
+
+
+def test_keys(tmp_path: Path) -> None:
+    log = gate_logs.write_logs(tmp_path, gate_logs.row(), gate_logs.row(prompt=1024))
+    assert baselines.key_of(read_rows([log]), 2).endswith("_CPU_t4_p512,1024_g128_rep2")
+    log = gate_logs.write_logs(tmp_path, {key: text for key, text in gate_logs.row().items() if key != "llm_demo"})
+    with pytest.raises(SourceError, match="expected --baseline-key"):
+        baselines.key_of(read_rows([log]), 2)

@@ -1,0 +1,147 @@
+"""Logs to tables: what counts as a row, which files are meant, what is said of damaged ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import gate_logs
+import pytest
+
+from kvmnn.errors import SourceError
+from kvmnn.gates import parse
+from kvmnn.gates.logs.columns import BENCH
+from kvmnn.gates.logs.numbers import decode_speed, deviation, number
+
+
+@pytest.mark.parametrize(
+    ("cell", "expected"),
+    [
+        ("3.114 ± 0.009", 3.114),
+        ("1e-05 ± 0", 1.0),
+        ("-2.5", -2.5),
+        (".5", 0.5),
+        ("7.", 7.0),
+        ("no number", 0.0),
+        ("", 0.0),
+        (None, 0.0),
+        ("inf", float("inf")),
+        (1.25, 1.25),
+        ("9" * 400, float("inf")),
+    ],
+)
+def test_numbers(cell: object, expected: float) -> None:
+    assert number(cell) == expected
+
+
+def test_speeds() -> None:
+    assert decode_speed("80.10 ± 0.10<br>5.81 ± 0.05") == 5.81
+    assert decode_speed("80.10") == 0
+    assert decode_speed(None) == 0
+    assert deviation("80.10 ± 0.10<br>5.81 ± 0.05") == 0.05
+    assert deviation("5.81") is None
+
+
+def test_columns_have_the_parsers_order(tmp_path: Path) -> None:
+    log = gate_logs.write_logs(tmp_path / "logs", gate_logs.row() | {"zeta": "1", "alpha": "2"})
+    parsed = parse([log.parent])
+    assert parsed.kind == "llm_bench"
+    assert parsed.columns == (*(name for name in BENCH if name != "modelSize"), "alpha", "zeta")
+    first, second, end = parsed.to_csv().split("\r\n")
+    assert first.startswith("model,backend,threads,llm_demo,speed(tok/s),h2o_keep,")
+    assert second.startswith("llama2,CPU,4,prompt=512<br>decode=128,80.10 ± 0.10<br>5.90 ± 0.05,0.3211 ± 0.0010,")
+    assert end == ""
+    assert parsed.notes == (f"{log.parent / 'stdout.log'}: holds no table rows",)
+
+
+def test_a_file_named_twice_counts_once(tmp_path: Path) -> None:
+    log = gate_logs.write_logs(tmp_path / "logs", gate_logs.row())
+    assert len(parse([log, tmp_path / "logs", tmp_path / "logs" / ".." / "logs" / log.name]).rows) == 1
+
+
+DAMAGED = {
+    "repeated header": (lambda text: text + text, "its header comes again (1 time)"),
+    "other width": (lambda text: text + "| 1 | 2 |\n", "1 line has another number of cells than the header's 24"),
+    "cut": (lambda text: text[: text.rindex("|", 0, text.rindex("|"))] + "\n", "No markdown table rows found in logs."),
+    "another engine": (
+        lambda text: "| model | size | test | t/s |\n|---|---|---|---|\n| llama 7B | 3.8 GiB | tg128 | 9.1 ± 0.1 |\n",
+        "no column of llm_bench in the tables: found model, size, t/s, test",
+    ),
+    "no table": (lambda text: "nothing", "No markdown table rows found in logs."),
+    "empty": (lambda text: "", "No markdown table rows found in logs."),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(DAMAGED))
+def test_damaged_logs_are_one_clear_line(tmp_path: Path, kind: str) -> None:
+    damage, said = DAMAGED[kind]
+    log = tmp_path / "a.log"
+    log.write_text(damage(gate_logs.table(gate_logs.row())))
+    try:
+        (note,) = parse([log]).notes
+        assert said in note
+    except SourceError as error:
+        assert said in str(error)
+    with pytest.raises(SourceError) as refused:
+        parse([log], strict=True)
+    assert said in str(refused.value)
+
+
+def test_versions_that_differ_are_said(tmp_path: Path) -> None:
+    new, old = gate_logs.row(), gate_logs.row(h2o_lossless_decode_cache_hit=None)  # type: ignore[arg-type]
+    for name, cells in (("a.log", new), ("b.log", new), ("c.log", old)):
+        (tmp_path / name).write_text(gate_logs.table(cells))
+    parsed = parse([tmp_path])
+    (note,) = parsed.notes
+    assert note.startswith(f"{tmp_path / 'c.log'}: lacks h2o_lossless_decode_cache_hit of the other logs")
+    assert [row.get("h2o_lossless_decode_cache_hit", "") for row in parsed.rows][2] == ""
+    with pytest.raises(SourceError, match=r"c\.log: lacks"):
+        parse([tmp_path], strict=True)
+
+
+def test_records_of_llm_demo(tmp_path: Path) -> None:
+    lines = [gate_logs.record(), gate_logs.record(decode_us=1), gate_logs.record(prompt_index=1, more=[1])]
+    (tmp_path / "m.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    parsed = parse([tmp_path])
+    assert parsed.kind == "llm_demo"
+    assert [row["decode_us"] for row in parsed.rows] == ["1", "90000000"]
+    assert parsed.columns[:3] == ("prompt_index", "prompt_tokens", "decode_tokens")
+    assert parsed.columns[-2:] == ("log_file", "more")
+
+
+def test_sums_that_llm_demo_prints(tmp_path: Path) -> None:
+    text = "prompt tokens num = 128\ndecode tokens num = 512\nprefill time = 2.00 s\n decode time = 90.25 s\n"
+    (tmp_path / "a.log").write_text(text)
+    (row,) = parse([tmp_path]).rows
+    assert row["prompt_tokens"], row["decode_us"] == ("128", "90250000")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"prompt_tokens": 1}\n{"prompt', "m.jsonl: line 2: is not JSON"),
+        ("[1]\n", "m.jsonl: line 1: found a list, expected a JSON object"),
+        ('{"prefill_us": 1e999}', "m.jsonl: line 1: prefill_us: found inf"),
+        ('{"prefill_us": NaN}', "NaN is no number of JSON"),
+        ("\n", "holds no records of llm_demo"),
+    ],
+)
+def test_damaged_records(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "m.jsonl").write_text(text)
+    with pytest.raises(SourceError) as error:
+        parse([tmp_path / "m.jsonl"])
+    assert said in str(error.value)
+
+
+def test_logs_of_both_programs_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "m.jsonl").write_text(json.dumps(gate_logs.record()))
+    log = gate_logs.write_logs(tmp_path / "logs", gate_logs.row())
+    with pytest.raises(SourceError, match="expected logs of one program"):
+        parse([log, tmp_path / "m.jsonl"])
+
+
+def test_no_files(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=r"^No log files found\.$"):
+        parse([tmp_path])
+    with pytest.raises(SourceError, match="does not exist"):
+        parse([tmp_path / "x.log"])

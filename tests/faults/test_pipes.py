@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import socket
@@ -11,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
+import compressor_files
 import numpy as np
 import pytest
 from hostile_files import write_dump
@@ -119,3 +121,14 @@ def test_a_pipe_in_a_store_is_not_waited_for(tmp_path: Path, run: Run) -> None:
             os.mkfifo(pipe)
             assert main([*map(str, ["store", action[0], store, *action[1:]])]) in (0, 1)
             shutil.rmtree(store)
+
+
+def test_weights_from_a_pipe_are_read_once(tmp_path: Path, run: Run) -> None:
+    data = compressor_files.weight_file(count=6, head_dim=2, factor=2)
+    keys, values = np.random.default_rng(1).normal(size=(2, 1, 1, 6, 2)).astype(np.float32)
+    np.savez(tmp_path / "kv.npz", k=keys, v=values)
+    thread = fed(tmp_path / "w.bin", data)
+    run("compress-kv", tmp_path / "w.bin", tmp_path / "kv.npz", "-o", tmp_path / "out.npz", "--axes", "lhtd")
+    thread.join(10)
+    (beside,) = tmp_path.glob("out.npz.*")
+    assert hashlib.sha256(data).hexdigest() in beside.read_text()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from collections.abc import Sequence
@@ -200,7 +199,7 @@ def compress_source(
             output=output,
             cache=PurePath(cache).name,
             weights=PurePath(weights).name,
-            weights_sha256=_sha256(weights),
+            weights_sha256=weight_file.sha256,
             label=UNCHANGED if plan.reason and _same_types(arrays, infos) else LOSSY,
             layers=tuple(arrays.layers),
             axes=arrays.axes,
@@ -251,11 +250,6 @@ def _live_bytes(arrays: KVArrays, live: int) -> int:
     before = [array for pair in arrays.pairs for array in pair]
     stored = before[0].shape[arrays.axes.index("t")]
     return sum(array.nbytes for array in before) // stored * live
-
-
-def _sha256(path: str) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _write(file: FileOutput, output: str, source: Source, infos: list[ArrayInfo], arrays: list[Words]) -> None:

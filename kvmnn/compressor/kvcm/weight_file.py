@@ -6,6 +6,7 @@ merely claims. A file has no names; a block is known by its place: layer, prefix
 
 from __future__ import annotations
 
+import hashlib
 import os
 from array import array
 from collections.abc import Iterable, Iterator
@@ -82,6 +83,11 @@ class WeightFile:
     def metadata(self) -> bytes:
         """A copy of the bytes between header and blocks."""
         return self._data[HEADER_BYTES : HEADER_BYTES + self.header.metadata_size_bytes].tobytes()
+
+    @property
+    def sha256(self) -> str:
+        """Of the whole file, as it was read."""
+        return hashlib.sha256(self._data.data).hexdigest()
 
     def place(self, layer: int, index: int) -> BlockPlace:
         """Offset and shape of block `index` of `layer`, without touching its data."""

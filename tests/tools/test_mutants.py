@@ -90,6 +90,16 @@ def test_every_module_with_changes_has_tests_and_explanations_are_of_the_code_as
     assert all({"line", "change"} <= entry.keys() for entry in entries["survivors"])
 
 
+def test_all_code_is_drawn_from() -> None:
+    """A new room, or a new kind of file, is not left out."""
+    found = {path for pattern in rooms.SOURCES for path in ROOT.glob(pattern)}
+    code = {path for top in ("kvmnn", "pyx/kvmnn") for path in (ROOT / top).rglob("*.*")}
+    assert found == {path for path in code if path.suffix in (".py", ".pyx", ".pxd", ".c", ".h")}
+    for file in ("kvmnn/store/index.py", "pyx/kvmnn/frames/_stream_header.pxd", "pyx/kvmnn/packed/transpose.h"):
+        assert ROOT / file in found
+    assert "tests/cli/test_store.py" in rooms.tests_of(ROOT, "kvmnn/store/index.py", Counter())
+
+
 NESTED = """
 LIMIT = 1
 

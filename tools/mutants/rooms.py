@@ -12,7 +12,7 @@ from pathlib import Path
 from changes import Change, changes_of
 
 HERE = Path(__file__).parent
-SOURCES = ("kvmnn/**/*.py", "pyx/kvmnn/**/*.pyx", "pyx/kvmnn/**/*.c", "pyx/kvmnn/**/*.h")
+SOURCES = ("kvmnn/**/*.py", *(f"pyx/kvmnn/**/*.{kind}" for kind in ("pyx", "pxd", "c", "h")))
 
 ALSO = {
     "kvmnn/arrays": ["tests/formats", "tests/bundle", "tests/offline"],

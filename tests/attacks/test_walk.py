@@ -152,6 +152,7 @@ def test_all_kinds_of_files_are_here() -> None:
         *("frame", "manifest of a frame", "manifest of a bundle", "weights", "checkpoint", "scores", "plan"),
         *("token ids", "settings of an MNN model", "store", "text of a store"),
         *("tables of a benchmark", "records of a benchmark", "round of gates"),
+        *("session of llama.cpp", "cache of MLX", "cache of transformers"),
         *(suffix[1:] for suffix in ARRAY_FORMATS),
     }
 

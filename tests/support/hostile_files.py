@@ -14,10 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from random import Random
 
 import compressor_files
 import gate_logs
 import hf_files
+import llama_files
+import mlx_files
 import numpy as np
 import packed_samples
 
@@ -316,6 +319,41 @@ def _saved_cache(folder: Path, kind: str = "dynamic") -> Sample:
     return Sample(contents(folder), commands, ("c.pt",))
 
 
+def _llama(folder: Path, kind: str = "q4_0", transposed: bool = False) -> Sample:
+    """A session file of llama.cpp, its model, and its frames."""
+    folder.mkdir()
+    shape = llama_files.Shape(1, 1, 32, 32, kind, "f16" if transposed else kind, transposed)
+    state, _ = llama_files.state(Random(1), shape, [2])
+    model = llama_files.gguf(attention__head_count_kv=1, attention__key_length=32)
+    (folder / "x.session").write_bytes(state)
+    (folder / "m.gguf").write_bytes(model)
+    made(["encode", folder / "x.session", "-o", f"{folder}/frames/"])
+    commands = (
+        "encode {in}/x.session -o {out}/",
+        "unpack {in}/x.session -o {out}.npz --model {in}/m.gguf",
+        "inspect {in}/x.session",
+        "measure {in}/x.session",
+        "decode {in}/frames -o {out}.session --max-bytes 1M",
+        "unpack {in}/frames --kv-heads 1 -o {out}.npz",
+    )
+    damaged = ("x.session",) if transposed else ("x.session", "m.gguf", "frames/manifest.json")
+    return Sample(contents(folder), commands, damaged)
+
+
+def _mlx(folder: Path, bits: int = 0) -> Sample:
+    """A prompt cache of mlx-lm."""
+    folder.mkdir()
+    shape = mlx_files.Shape(layers=1, heads=1, dims=32, value_dims=32, tokens=1, capacity=2, bits=bits)
+    (folder / "c.safetensors").write_bytes(mlx_files.cache(Random(1), shape)[0])
+    commands = (
+        "encode {in}/c.safetensors -o {out}/",
+        "unpack {in}/c.safetensors -o {out}.npz",
+        "inspect {in}/c.safetensors",
+        "measure {in}/c.safetensors",
+    )
+    return Sample(contents(folder), commands, ("c.safetensors",))
+
+
 def _checkpoint_tensors(folder: Path) -> Sample:
     folder.mkdir()
     state = compressor_files.weights(1, head_dim=1, factor=2, prefixes=("compress_tk",))
@@ -391,6 +429,10 @@ _MAKERS: dict[str, Callable[[Path], Sample]] = {
     "records of a benchmark": _gate_records,
     "round of gates": _gate_round,
     "checkpoint, safetensors": _checkpoint_tensors,
+    "session of llama.cpp": _llama,
+    "session of llama.cpp, transposed": lambda folder: _llama(folder, "f16", transposed=True),
+    "cache of MLX": _mlx,
+    "cache of MLX, quantised": lambda folder: _mlx(folder, 4),
     "cache of transformers": _saved_cache,
     "cache of transformers, static": lambda folder: _saved_cache(folder, "static"),
 }

@@ -6,7 +6,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from . import compressor, compressor_forward, frames, gates, h2o, hf_cache, layout, offline, policies, real, store
+from . import (
+    compressor,
+    compressor_forward,
+    engines,
+    frames,
+    gates,
+    h2o,
+    hf_cache,
+    layout,
+    offline,
+    policies,
+    real,
+    store,
+)
 from .common import CaseResult
 
 Runner = Callable[[Path, dict[str, Any]], Iterator[CaseResult]]
@@ -20,6 +33,8 @@ FORMATS: dict[str, Runner] = {
     "kvcm-convert-vectors/1": compressor.run_convert,
     "kvcm-corrupt-vectors/1": compressor.run_corrupt,
     "kvcm-forward-vectors/1": compressor_forward.run,
+    "llama-state-1": engines.run_llama,
+    "mlx-prompt-cache-1": engines.run_mlx,
     "mnn-frame-vectors-1": frames.run,
     "mnn-h2o-live-1": real.run_h2o,
     "mnn-offline-lossless-vectors-1": offline.run,

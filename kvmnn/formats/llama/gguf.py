@@ -18,7 +18,7 @@ _MOST_KEYS, _MOST_LAYERS = 1 << 16, 1 << 16
 
 
 class Geometry(NamedTuple):
-    """Of a model: kv heads of each layer, values of a head in K, and how many layers hold no more than a window."""
+    """Of a model: kv heads of each layer, and values of a head in K."""
 
     architecture: str
     kv_heads: tuple[int, ...]
@@ -65,6 +65,11 @@ def read_geometry(path: str, layers: int) -> Geometry:
     return Geometry(name, of, head_dim)
 
 
+def _is_enough(fields: dict[str, Any]) -> bool:
+    name = fields.get("general.architecture")
+    return all(f"{name}.{key}" in fields for key in ("block_count", "embedding_length", "attention.head_count_kv"))
+
+
 def _number(value: Any) -> int | None:
     return value if type(value) is int and value > 0 else None
 
@@ -83,7 +88,13 @@ class _Header:
         version, _, count = self._int(4), self._int(8), self._int(8)
         if version not in _VERSIONS or count > _MOST_KEYS:
             raise SourceError(f"{self._file.label}: GGUF version {version} with {count} keys is none that is read")
-        return {self._text(): self._value(self._int(4)) for _ in range(count)}
+        found: dict[str, Any] = {}
+        for _ in range(count):
+            name = self._text()
+            if name.startswith("tokenizer.") and _is_enough(found):
+                break  # vocabularies take longer to read than all else, and stand last
+            found[name] = self._value(self._int(4))
+        return found
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:

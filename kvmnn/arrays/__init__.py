@@ -1,5 +1,6 @@
 """What flows between files and codecs: named arrays, sources of them, and caches of K and V by layer."""
 
+from .closeness import Closeness, Distance, compare_close
 from .differences import Differences, Place, compare
 from .engine_cache import EngineCache
 from .layer_cache import LayerCache
@@ -8,7 +9,9 @@ from .source import Source
 
 __all__ = [
     "ArrayInfo",
+    "Closeness",
     "Differences",
+    "Distance",
     "EngineCache",
     "LayerCache",
     "NamedArray",
@@ -16,4 +19,5 @@ __all__ = [
     "Source",
     "UnsupportedArrayError",
     "compare",
+    "compare_close",
 ]

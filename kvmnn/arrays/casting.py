@@ -66,9 +66,9 @@ class Cast:
         if self.source == self.target:
             self.words += words.size // dtypes.by_name(self.source).itemsize
             return words
-        before = _floats(words, self.source)
+        before = floats(words, self.source)
         made = _words(before, self.target)
-        back = _floats(_words(_floats(made, self.target), self.source), self.source)
+        back = floats(_words(floats(made, self.target), self.source), self.source)
         differs = before.view(np.uint32) != back.view(np.uint32)
         self.words += before.size
         self.changed += int(np.count_nonzero(differs))
@@ -78,7 +78,7 @@ class Cast:
         return made
 
 
-def _floats(words: Piece, dtype: str) -> npt.NDArray[np.float32]:
+def floats(words: Piece, dtype: str) -> npt.NDArray[np.float32]:
     """As float32, which holds every value of every dtype."""
     if dtype == "fp32":
         return words.view("<f4")

@@ -114,7 +114,7 @@ def compare(first: Source, second: Source) -> Differences:
     The order of axes does not matter where it is known: a dump's ``[token, kv_head, head_dim]`` is compared with the
     ``[kv_head, token, head_dim]`` of everything else.
     """
-    one, two = _layers(first), _layers(second)
+    one, two = layers_by_place(first), layers_by_place(second)
     if one is not None and two is not None:
         found = _compare_layers(one, two)
     else:
@@ -122,7 +122,8 @@ def compare(first: Source, second: Source) -> Differences:
     return replace(found, first_input=" ".join(first.inputs), second_input=" ".join(second.inputs))
 
 
-def _layers(source: Source) -> _Layers | None:
+def layers_by_place(source: Source) -> _Layers | None:
+    """K and V of every layer of a source; None where its arrays are no such."""
     try:
         return {(entry.layer, entry.part): entry for entry in sort(source.arrays, token_major=source.token_major)}
     except SourceError:
@@ -142,18 +143,18 @@ def _compare_layers(first: _Layers, second: _Layers) -> Differences:
         elif one.geometry[::2] == two.geometry[::2] and one.geometry != two.geometry:
             tokens = min(one.geometry[1], two.geometry[1])
             unlike.append(f"{name}: {one.geometry[1]} and {two.geometry[1]} tokens; the first {tokens} are compared")
-            one, two = _first(one, tokens), _first(two, tokens)
-            total = _added(total, _compare_words(_ordered(one, False), _ordered(two, False)), one, False)
+            one, two = first_tokens(one, tokens), first_tokens(two, tokens)
+            total = _added(total, _compare_words(ordered_words(one, False), ordered_words(two, False)), one, False)
         elif one.geometry != two.geometry:
             unlike.append(f"{name}: [kv_head, token, head_dim] is {list(one.geometry)} and {list(two.geometry)}")
         else:
             token_major = one.token_major and two.token_major
-            found = _compare_words(_ordered(one, token_major), _ordered(two, token_major))
+            found = _compare_words(ordered_words(one, token_major), ordered_words(two, token_major))
             total = _added(total, found, one, token_major)
     return Differences(words=total.words, differing=total.differing, first=total.first, unlike=tuple(unlike))
 
 
-def _first(entry: LayerArray, tokens: int) -> LayerArray:
+def first_tokens(entry: LayerArray, tokens: int) -> LayerArray:
     """The first tokens of an array."""
     words = entry.array.to_numpy()
     words = np.ascontiguousarray(words[:tokens] if entry.token_major else words[:, :tokens])
@@ -235,7 +236,7 @@ class _Found:
     second: float = 0.0
 
 
-def _ordered(entry: LayerArray, token_major: bool) -> _Words:
+def ordered_words(entry: LayerArray, token_major: bool) -> _Words:
     """The array's words, with the head running slowest unless `token_major`."""
     pieces = entry.array.pieces(_STEP)
     if entry.token_major == token_major:

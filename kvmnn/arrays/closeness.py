@@ -1,0 +1,217 @@
+"""How far two caches are apart, layer by layer, in numbers: what different engines compute from one text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..dtypes import Floats, Part
+from ..errors import SourceError
+from ..text import count
+from .casting import floats
+from .differences import first_tokens, layers_by_place, ordered_words
+from .layers import LayerArray
+from .source import Source
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distance:
+    """How far K or V of a layer are apart.
+
+    Parameters
+    ----------
+    layer, part
+        Which.
+    words
+        Numbers compared.
+    above
+        How many of them are further apart than the tolerance; numbers beside what is no number always are.
+    largest
+        The largest absolute difference of two finite numbers.
+    head, token, dim
+        Where it is.
+    """
+
+    layer: int
+    part: Part
+    words: int
+    above: int
+    largest: float
+    head: int
+    token: int
+    dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Closeness:
+    """The result of a comparison with a tolerance.
+
+    Parameters
+    ----------
+    atol
+        The absolute tolerance.
+    distances
+        By layer, K before V.
+    unlike
+        Why layers could not be compared, or not all of them: missing ones, other shapes.
+    first_input, second_input
+        What was compared.
+    """
+
+    atol: float
+    distances: tuple[Distance, ...]
+    unlike: tuple[str, ...] = ()
+    first_input: str = ""
+    second_input: str = ""
+
+    @property
+    def words(self) -> int:
+        """Numbers compared."""
+        return sum(each.words for each in self.distances)
+
+    @property
+    def above(self) -> int:
+        """How many are further apart than the tolerance."""
+        return sum(each.above for each in self.distances)
+
+    @property
+    def equal(self) -> bool:
+        """Whether all is there and within the tolerance."""
+        return not self.above and not self.unlike and bool(self.distances)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as JSON values."""
+        return {
+            "first_input": self.first_input,
+            "second_input": self.second_input,
+            "atol": self.atol,
+            "equal": self.equal,
+            "words": self.words,
+            "above": self.above,
+            "layers": [asdict(each) for each in self.distances],
+            "unlike": list(self.unlike),
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{line} (first input, second input)" for line in self.unlike]
+        lines += ["layer  part       numbers  above atol     largest  at head, token, dim"] if self.distances else []
+        lines += [
+            f"{each.layer:5}  {each.part:5}  {each.words:11,}  {each.above:10,}  {each.largest:10.4g}  "
+            f"{each.head}, {each.token}, {each.dim}"
+            for each in self.distances
+        ]
+        said = f"{self.above:,} of {count(self.words, 'number')}" if self.above else count(self.words, "number")
+        verdict = "are further apart than" if self.above else "within"
+        return "\n".join([*lines, f"{said} {verdict} {self.atol:g}"])
+
+
+def compare_close(first: Source, second: Source, atol: float) -> Closeness:
+    """Compare K and V of every layer in numbers, whatever types they are stored in.
+
+    Parameters
+    ----------
+    first, second
+        Arrays whose names say which layer's K or V they are.
+    atol
+        The largest absolute difference that is none.
+
+    Raises
+    ------
+    SourceError
+        When one of the sources is no K and V of layers.
+    """
+    one, two = (_layers(source) for source in (first, second))
+    unlike = list(_positions(first, second))
+    distances: list[Distance] = []
+    for layer, part in sorted(one.keys() | two.keys()):
+        pair = one.get((layer, part)), two.get((layer, part))
+        name = f"layer {layer}, {part[0].upper()}"
+        if pair[0] is None or pair[1] is None:
+            unlike.append(f"{name}: only in the {'second' if pair[0] is None else 'first'}")
+            continue
+        shapes = [entry.geometry for entry in pair if entry]
+        if shapes[0][::2] != shapes[1][::2]:
+            unlike.append(f"{name}: [kv_head, token, head_dim] is {list(shapes[0])} and {list(shapes[1])}")
+            continue
+        tokens = min(shapes[0][1], shapes[1][1])
+        if shapes[0] != shapes[1]:
+            unlike.append(f"{name}: {shapes[0][1]} and {shapes[1][1]} tokens; the first {tokens} are compared")
+        distances.append(_distance(layer, part, pair[0], pair[1], tokens, atol))
+    return Closeness(
+        atol=atol,
+        distances=tuple(distances),
+        unlike=tuple(unlike),
+        first_input=" ".join(first.inputs),
+        second_input=" ".join(second.inputs),
+    )
+
+
+def _layers(source: Source) -> dict[tuple[int, Part], LayerArray]:
+    found = layers_by_place(source)
+    if found is None:
+        raise SourceError(f"{' '.join(source.inputs)}: is no K and V of layers: a tolerance is about those")
+    return found
+
+
+def _positions(first: Source, second: Source) -> Iterator[str]:
+    """Where both caches say which tokens of the text they hold, and say otherwise."""
+    said = [source.engine_cache.positions for source in (first, second) if source.engine_cache]
+    if len(said) == 2 and said[0] is not None and said[1] is not None:
+        tokens = min(said[0].size, said[1].size)
+        other = np.flatnonzero(said[0][:tokens] != said[1][:tokens])
+        if other.size:
+            at = int(other[0])
+            yield f"token {at} stands at {said[0][at]} and {said[1][at]} of the text, and {other.size - 1} more differ"
+
+
+class _Pair(NamedTuple):
+    """Numbers of two arrays from one place on."""
+
+    start: int
+    first: Floats
+    second: Floats
+
+
+def _distance(layer: int, part: Part, one: LayerArray, two: LayerArray, tokens: int, atol: float) -> Distance:
+    heads, _, dims = one.geometry
+    entries = [entry if entry.geometry[1] == tokens else first_tokens(entry, tokens) for entry in (one, two)]
+    words = above = place = 0
+    largest = -1.0
+    for pair in _pairs(*entries):
+        with np.errstate(invalid="ignore", over="ignore"):
+            apart = np.abs(pair.first.astype(np.float64) - pair.second)
+        same = (pair.first == pair.second) | (np.isnan(pair.first) & np.isnan(pair.second))
+        apart[same] = 0.0
+        finite = np.where(np.isfinite(apart), apart, -1.0)
+        at = int(finite.argmax())
+        if finite[at] > largest:
+            largest, place = float(finite[at]), pair.start + at
+        above += int(np.count_nonzero(~(apart <= atol)))
+        words += apart.size
+    head, token, dim = (int(i) for i in np.unravel_index(place, (heads, tokens, dims)))
+    return Distance(
+        layer=layer, part=part, words=words, above=above, largest=max(largest, 0.0), head=head, token=token, dim=dim
+    )
+
+
+def _pairs(one: LayerArray, two: LayerArray) -> Iterator[_Pair]:
+    """Both arrays in one order, ``[kv_head, token, head_dim]``, in runs."""
+    runs = [_numbers(one), _numbers(two)]
+    rests: list[Floats] = [np.empty(0, np.float32), np.empty(0, np.float32)]
+    start = 0
+    while True:
+        rests = [rest if rest.size else next(run, rest) for rest, run in zip(rests, runs, strict=True)]
+        size = min(rest.size for rest in rests)
+        if not size:
+            return
+        yield _Pair(start, rests[0][:size], rests[1][:size])
+        rests, start = [rest[size:] for rest in rests], start + size
+
+
+def _numbers(entry: LayerArray) -> Iterator[Floats]:
+    dtype, pieces = ordered_words(entry, False)
+    for piece in pieces:
+        yield floats(piece, dtype)

@@ -1,0 +1,87 @@
+"""Caches compared with a tolerance, layer by layer, across types and orders of axes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvmnn.arrays import EngineCache, Source, compare_close
+from kvmnn.arrays.named_array import in_memory
+from kvmnn.errors import SourceError
+
+
+def source(arrays: dict[str, np.ndarray], **more: object) -> Source:
+    return Source([in_memory(name, words) for name, words in arrays.items()], **more)
+
+
+def numbers(layers: int = 2, shape: tuple[int, ...] = (2, 5, 4)) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(1)
+    names = [f"layer_{layer}.{part}" for layer in range(layers) for part in ("key", "value")]
+    return {name: rng.standard_normal(shape).astype(np.float16) for name in names}
+
+
+def test_the_distance_of_each_layer_and_where_it_is_largest() -> None:
+    one = numbers()
+    two = {name: words.astype(np.float32) for name, words in one.items()}
+    two["layer_1.value"][1, 3, 2] += 0.25
+    two["layer_1.value"][0, 0, 0] += 0.125
+    found = compare_close(source(one), source(two), 0.2)
+    assert [(each.layer, each.part, each.above, each.words) for each in found.distances] == [
+        *((0, "key", 0, 40), (0, "value", 0, 40), (1, "key", 0, 40), (1, "value", 1, 40))
+    ]
+    last = found.distances[3]
+    assert (last.head, last.token, last.dim) == (1, 3, 2)
+    assert last.largest == pytest.approx(0.25, abs=1e-3)
+    assert not found.equal
+    assert compare_close(source(one), source(two), 0.26).equal
+    assert "1 of 160 numbers are further apart than 0.2" in str(found)
+    assert found.to_dict()["layers"][3]["above"] == 1
+
+
+def test_the_order_of_axes_does_not_matter() -> None:
+    one = numbers()
+    two = {name: np.ascontiguousarray(words.transpose(1, 0, 2)) for name, words in one.items()}
+    assert compare_close(source(one), source(two, token_major=True), 0).equal
+
+
+def test_what_is_no_number_is_apart_unless_it_is_the_same() -> None:
+    one, two = numbers(1), numbers(1)
+    one["layer_0.key"][0, 0] = [np.nan, np.inf, np.nan, np.inf]
+    two["layer_0.key"][0, 0] = [np.nan, np.inf, 1, -np.inf]
+    found = compare_close(source(one), source(two), 1e30)
+    assert (found.above, found.distances[0].largest) == (2, 0)
+
+
+def test_layers_and_tokens_that_are_missing_are_said() -> None:
+    one, two = numbers(2), numbers(1, (2, 4, 4))
+    for name in two:
+        two[name][:] = one[name][:, :4]
+    found = compare_close(source(one), source(two), 0)
+    assert found.unlike[0] == "layer 0, K: 5 and 4 tokens; the first 4 are compared"
+    assert "layer 1, K: only in the first" in found.unlike
+    assert (found.above, found.words, found.equal) == (0, 64, False)
+    with pytest.raises(SourceError, match="is no K and V of layers"):
+        compare_close(source(one), source({"weights": one["layer_0.key"]}), 0)
+
+
+def test_other_positions_are_said() -> None:
+    cache = EngineCache(engine="a", kind="b", layers=1, kv_heads=2, head_dim=4, tokens=5, types=("f16", "f16"))
+    one, two = (replace(cache, positions=np.arange(5) + shift) for shift in (0, 2))
+    found = compare_close(source(numbers(1), engine_cache=one), source(numbers(1), engine_cache=two), 0)
+    assert found.unlike == ("token 0 stands at 0 and 2 of the text, and 4 more differ",)
+    assert compare_close(source(numbers(1), engine_cache=one), source(numbers(1), engine_cache=cache), 0).equal
+
+
+def test_the_command(tmp_path, run) -> None:
+    one, two = numbers(), {name: words.astype(np.float32) for name, words in numbers().items()}
+    np.savez(tmp_path / "a.npz", **one)
+    np.savez(tmp_path / "b.npz", **two)
+    assert "fp16 and fp32" in run("diff", tmp_path / "a.npz", tmp_path / "b.npz", code=1).out
+    assert "160 numbers within 0" in run("diff", tmp_path / "a.npz", tmp_path / "b.npz", "--atol", 0).out
+    two["layer_1.key"] += 1
+    np.savez(tmp_path / "b.npz", **two)
+    said = run("diff", tmp_path / "a.npz", tmp_path / "b.npz", "--atol", "1e-3", code=1).out
+    assert "40 of 160 numbers are further apart than 0.001" in said
+    assert "is no tolerance" in run("diff", tmp_path / "a.npz", tmp_path / "b.npz", "--atol", "-1", code=2).err

@@ -52,14 +52,13 @@ def open_units(
             raise OptionError(f"{name}: has blocks of {units.block_tokens} tokens, not of {block_tokens}")
         return units
     label = without_secret(name)
-    if max_bytes is not None:
-        raise OptionError(f"{label}: the engine bounds itself; max_bytes is for stores in a directory")
     return RemoteUnits(
         Patient(_values(found[1], name, label, _seconds(timeout)), label),
         block_tokens=block_tokens,
         default_tokens=BLOCK_TOKENS if create else None,
         ram_bytes=RAM_BYTES if ram_bytes is None else whole(ram_bytes, "ram_bytes", 0),
         read_only=read_only,
+        max_bytes=max_bytes,
     )
 
 

@@ -39,8 +39,8 @@ class PrefixStore:
         A directory; ``redis://`` or ``valkey://`` (extra ``redis``); or what fsspec opens: ``s3://``, ``gs://``,
         ``file://``, ``memory://`` (extra ``object``).
     max_bytes
-        Of a directory: most bytes of all stored files; None for no bound. What was not used for longest goes first,
-        ends of texts before their beginnings; pinned prefixes never.
+        Most bytes of all units; None for no bound. What was not used for longest goes first, ends of texts before their
+        beginnings; pinned prefixes never. Past this machine several processes may exceed it for a while.
     block_tokens
         Tokens of a block, for a store that is made; one that is there has its own, and None takes that, or 64.
     ram_bytes

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -12,7 +14,6 @@ from ...optional import package
 
 T = TypeVar("T")
 
-UNITS = "units"
 _LOCAL = {"file", "local"}
 
 
@@ -26,6 +27,8 @@ class ObjectValues:
     timeout
         Seconds that one call may take.
     """
+
+    counts_uses = False
 
     def __init__(self, url: str, timeout: float) -> None:
         fsspec = package("fsspec")
@@ -50,17 +53,40 @@ class ObjectValues:
         values = {self._path(name): value for name, value in items.items()}
         self._timed(lambda: self._put_local(values) if self._is_local else self._fs.pipe(values))
 
+    def there(self, names: Sequence[str]) -> list[bool]:
+        """As `Values`: to ask would be as many round trips, and these engines keep what they have."""
+        return [True] * len(names)
+
+    def put_new(self, first: Mapping[str, bytes], then: Mapping[str, bytes]) -> set[str]:
+        """As `Values`, where the file system can create without replacing; else who stores last is found."""
+        if first:
+            self.put_many(first)
+        return self._timed(lambda: {name for name, value in then.items() if not self._create(self._path(name), value)})
+
     def delete(self, names: Sequence[str]) -> None:
         """As `Values`."""
         self._timed(lambda: self._remove([self._path(name) for name in names]))
+
+    def delete_if(self, names: Sequence[str], folder: str, known: Collection[str]) -> bool:
+        """As `Values`, but that a name may come between the look and the removal."""
+        if set(self.names_in(folder)) != set(known):
+            return False
+        self.delete(names)
+        return True
 
     def names_in(self, folder: str) -> list[str]:
         """As `Values`."""
         return self._timed(lambda: self._names(f"{self._root}/{folder}"))
 
-    def folders(self) -> list[str]:
+    def near(self, folder: str, name: str, most: int) -> list[str]:
+        """As `Values`; all names of the folder are listed for it."""
+        names = sorted(self.names_in(folder))
+        at = bisect_left(names, name)
+        return names[max(0, at - most) : at + most]
+
+    def tree(self, begin: str) -> list[str]:
         """As `Values`."""
-        return [name for name in self._timed(lambda: self._names(self._root)) if name != UNITS]
+        return self._timed(lambda: self._below(begin))
 
     def close(self) -> None:
         """As `Values`."""
@@ -86,6 +112,38 @@ class ObjectValues:
             staged = f"{path}.{secrets.token_hex(4)}.tmp"
             self._fs.pipe_file(staged, value)
             self._fs.mv(staged, path)
+
+    def _create(self, path: str, value: bytes) -> bool:
+        """Store a value that is not there; whether it was not."""
+        if self._is_local:
+            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            staged = f"{path}.{secrets.token_hex(4)}.tmp"
+            self._fs.pipe_file(staged, value)
+            try:
+                os.link(staged, path)
+            except FileExistsError:
+                return False
+            finally:
+                self._fs.rm_file(staged)
+            return True
+        try:
+            self._fs.pipe_file(path, value, mode="create")
+        except FileExistsError:
+            return False
+        except (TypeError, NotImplementedError):  # a file system that only replaces
+            if self._one(path) is not None:
+                return False
+            self._fs.pipe_file(path, value)
+        return True
+
+    def _below(self, begin: str) -> list[str]:
+        self._fs.invalidate_cache(self._root)
+        try:
+            paths = [str(path) for path in self._fs.find(self._root)]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        names = ["/".join(path.rstrip("/").rsplit("/", 2)[1:]) for path in paths if not path.endswith(".tmp")]
+        return [name for name in names if name.startswith(begin)]
 
     def _remove(self, paths: Sequence[str]) -> None:
         for path in paths:

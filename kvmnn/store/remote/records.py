@@ -10,12 +10,15 @@ import numpy as np
 
 from ...frames.hashing import checksum
 from ..space import KEY_BYTES
-from ..token_ids import MAX_TOKENS, Ids, block_keys
+from ..token_ids import MAX_TOKENS, Ids, as_text, block_keys
 
 MAGIC = b"KVMNNPB1"
 AFTER = "after-"
+NAMED_IDS = 32
+"""Ids that the name of a record has: file systems allow for no more."""
 _FIELDS = struct.Struct(f"<8s{KEY_BYTES}s{KEY_BYTES}s{KEY_BYTES}sQII")
 _CHECKSUM = struct.Struct("<Q")
+_USE = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,9 +77,25 @@ def from_bytes(data: bytes | None) -> Record | None:
 
 
 def record_name(parent: bytes, first: Ids) -> str:
-    """Where the record of a unit lies that follows `parent` and begins with the ids of one block, or a tail."""
+    """Where the record of a unit lies that follows `parent` and begins with the ids of one block, or a tail.
+
+    Names sort as the first ids do, of which `NAMED_IDS` are in them.
+    """
     key = hashlib.blake2b(parent + first.tobytes(), digest_size=KEY_BYTES).hexdigest()
-    return f"{folder_after(parent)}/{key}"
+    return f"{folder_after(parent)}/{name_begin(first)}-{key}"
+
+
+def name_begin(first: Ids) -> str:
+    """With what the name of a record begins, in its folder."""
+    return as_text(first[:NAMED_IDS]).hex()
+
+
+def named_ids(name: str) -> bytes:
+    """The ids in the name of a record, in its folder, as `as_text` has them; empty for another name."""
+    try:
+        return bytes.fromhex(name.partition("-")[0])
+    except ValueError:
+        return b""
 
 
 def folder_after(parent: bytes) -> str:
@@ -87,3 +106,23 @@ def folder_after(parent: bytes) -> str:
 def unit_number(space: bytes, parent: bytes, ids: Ids) -> int:
     """The number of a unit with these tokens: the same whoever puts it."""
     return int.from_bytes(hashlib.blake2b(space + parent + ids.tobytes(), digest_size=KEY_BYTES).digest(), "big")
+
+
+def unit_name(unit: int) -> str:
+    """Where the bytes of a unit lie."""
+    return f"units/{unit:032x}"
+
+
+def use_name(unit: int) -> str:
+    """Where it stands when a unit was last used."""
+    return f"uses/{unit:032x}"
+
+
+def use_bytes(tick: int) -> bytes:
+    """A tick as it is stored."""
+    return _USE.pack(tick)
+
+
+def tick_of(data: bytes | None) -> int:
+    """A tick that was stored; 0 for what is none."""
+    return int(_USE.unpack(data)[0]) if data is not None and len(data) == _USE.size else 0

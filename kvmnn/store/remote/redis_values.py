@@ -1,14 +1,18 @@
-"""Values in Redis or Valkey: units are strings, every other folder is a hash."""
+"""Values in Redis or Valkey: units are strings, every other folder is a hash, and the names of some are sorted."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ...optional import package
+from .records import AFTER
 
 PREFIX = "kvmnn:"
+ORDER = "order:"
+"""Of the sorted set that has the names in a folder of records."""
 UNITS = "units"
+_AT_ONCE = 256
 
 
 class RedisValues:
@@ -22,17 +26,20 @@ class RedisValues:
         Seconds that connecting, or one answer, may take.
     """
 
+    counts_uses = True
+
     def __init__(self, url: str, timeout: float) -> None:
         redis = package("redis")
         if url.startswith("valkey"):
             url = "redis" + url[len("valkey") :]
+        self._watch_error: type[Exception] = redis.WatchError
         self._client: Any = redis.Redis.from_url(url, socket_timeout=timeout, socket_connect_timeout=timeout)
 
     def get_many(self, names: Sequence[str]) -> list[bytes | None]:
         """As `Values`."""
         pipe = self._client.pipeline(transaction=False)
         for name in names:
-            folder, _, field = name.partition("/")
+            folder, field = _parts(name)
             if folder == UNITS:
                 pipe.get(PREFIX + name)
             else:
@@ -40,43 +47,121 @@ class RedisValues:
         found: list[bytes | None] = pipe.execute()
         return found
 
+    def there(self, names: Sequence[str]) -> list[bool]:
+        """As `Values`."""
+        pipe = self._client.pipeline(transaction=False)
+        for name in names:
+            folder, field = _parts(name)
+            if folder == UNITS:
+                pipe.exists(PREFIX + name)
+            else:
+                pipe.hexists(PREFIX + folder, field)
+        return [bool(found) for found in pipe.execute()]
+
     def put_many(self, items: Mapping[str, bytes]) -> None:
         """As `Values`."""
         pipe = self._client.pipeline(transaction=False)
         for name, value in items.items():
-            folder, _, field = name.partition("/")
-            if folder == UNITS:
-                pipe.set(PREFIX + name, value)
-            else:
-                pipe.hset(PREFIX + folder, field, value)
+            _put(pipe, name, value)
         pipe.execute()
+
+    def put_new(self, first: Mapping[str, bytes], then: Mapping[str, bytes]) -> set[str]:
+        """As `Values`, all in one transaction."""
+        pipe = self._client.pipeline(transaction=True)
+        for name, value in then.items():
+            folder, field = _parts(name)
+            pipe.hsetnx(PREFIX + folder, field, value)
+        for name, value in first.items():
+            _put(pipe, name, value)
+        for name in then:
+            _put_in_order(pipe, name)
+        stored = pipe.execute()[: len(then)]
+        return {name for name, is_new in zip(then, stored, strict=True) if not is_new}
 
     def delete(self, names: Sequence[str]) -> None:
         """As `Values`."""
         pipe = self._client.pipeline(transaction=False)
-        for name in names:
-            folder, _, field = name.partition("/")
-            if folder == UNITS:
-                pipe.delete(PREFIX + name)
-            else:
-                pipe.hdel(PREFIX + folder, field)
+        _delete(pipe, names)
         pipe.execute()
+
+    def delete_if(self, names: Sequence[str], folder: str, known: Collection[str]) -> bool:
+        """As `Values`; nothing can come between the look and the removal."""
+        with self._client.pipeline() as pipe:
+            try:
+                pipe.watch(PREFIX + folder)
+                if {_text(name) for name in pipe.hkeys(PREFIX + folder)} != set(known):
+                    return False
+                pipe.multi()
+                _delete(pipe, names)
+                pipe.execute()
+            except self._watch_error:
+                return False
+        return True
 
     def names_in(self, folder: str) -> list[str]:
         """As `Values`."""
         if folder == UNITS:
-            begin = PREFIX + UNITS + "/"
+            begin = f"{PREFIX}{UNITS}/"
             return [_text(key)[len(begin) :] for key in self._client.scan_iter(match=begin + "*", count=1000)]
         return [_text(name) for name in self._client.hkeys(PREFIX + folder)]
 
-    def folders(self) -> list[str]:
+    def near(self, folder: str, name: str, most: int) -> list[str]:
         """As `Values`."""
-        keys = (_text(key)[len(PREFIX) :] for key in self._client.scan_iter(match=PREFIX + "*", count=1000))
-        return [key for key in keys if "/" not in key]
+        key = PREFIX + ORDER + folder
+        pipe = self._client.pipeline(transaction=False)
+        pipe.zrevrangebylex(key, f"({name}", "-", 0, most)
+        pipe.zrangebylex(key, f"[{name}", "+", 0, most)
+        before, behind = pipe.execute()
+        return [_text(found) for found in (*before[::-1], *behind)]
+
+    def tree(self, begin: str) -> list[str]:
+        """As `Values`: one round trip for some hundred folders."""
+        match = PREFIX + begin + "*"
+        folders = [_text(key)[len(PREFIX) :] for key in self._client.scan_iter(match=match, count=1000)]
+        names = []
+        for at in range(0, len(folders), _AT_ONCE):
+            some = folders[at : at + _AT_ONCE]
+            pipe = self._client.pipeline(transaction=False)
+            for folder in some:
+                pipe.hkeys(PREFIX + folder)
+            for folder, found in zip(some, pipe.execute(), strict=True):
+                names += [f"{folder}/{_text(name)}" for name in found]
+        return names
 
     def close(self) -> None:
         """As `Values`."""
         self._client.close()
+
+
+def _parts(name: str) -> tuple[str, str]:
+    folder, _, field = name.partition("/")
+    return folder, field
+
+
+def _put(pipe: Any, name: str, value: bytes) -> None:
+    folder, field = _parts(name)
+    if folder == UNITS:
+        pipe.set(PREFIX + name, value)
+    else:
+        pipe.hset(PREFIX + folder, field, value)
+        _put_in_order(pipe, name)
+
+
+def _put_in_order(pipe: Any, name: str) -> None:
+    folder, field = _parts(name)
+    if folder.startswith(AFTER):
+        pipe.zadd(PREFIX + ORDER + folder, {field: 0})
+
+
+def _delete(pipe: Any, names: Sequence[str]) -> None:
+    for name in names:
+        folder, field = _parts(name)
+        if folder == UNITS:
+            pipe.delete(PREFIX + name)
+            continue
+        pipe.hdel(PREFIX + folder, field)
+        if folder.startswith(AFTER):
+            pipe.zrem(PREFIX + ORDER + folder, field)
 
 
 def _text(key: bytes | str) -> str:

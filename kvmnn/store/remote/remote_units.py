@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from ...errors import OptionError
 from ..lookup import Text
 from ..results import Cleaned, Entry, Stats, Verified
 from ..space import Space
 from ..token_ids import Ids
-from . import sessions, upkeep
+from . import bounding, sessions, upkeep
 from .shelf import Shelf
 
 
@@ -20,11 +19,9 @@ class RemoteUnits(Shelf):
         return upkeep.delete(self, text)
 
     def clean(self, max_bytes: int | None) -> Cleaned:
-        """Remove records without units, and units without records."""
+        """As `upkeep.clean`."""
         self.check_writable()
-        if max_bytes is not None:
-            raise OptionError(f"{self.label}: the engine bounds itself; max_bytes is for stores in a directory")
-        return upkeep.clean(self)
+        return upkeep.clean(self, max_bytes)
 
     def verify(self, threads: int | None) -> Verified:
         """As `upkeep.verify`."""
@@ -39,12 +36,14 @@ class RemoteUnits(Shelf):
         return upkeep.entries(self)
 
     def pin(self, space: Space, ids: Ids) -> bool:
-        """The engine evicts by its own rules."""
-        raise OptionError(f"{self.label}: the engine evicts by its own rules; pins are for stores in a directory")
+        """As `bounding.pin`."""
+        self.check_writable()
+        return bounding.pin(self, space, ids)
 
     def unpin(self, space: Space, ids: Ids) -> bool:
-        """As `pin`."""
-        return self.pin(space, ids)
+        """As `bounding.unpin`."""
+        self.check_writable()
+        return bounding.unpin(self, space, ids)
 
     def note_session(self, name: str, space: Space, ids: Ids) -> None:
         """Keep the text of a session under its name."""

@@ -1,15 +1,16 @@
 """A store past one machine: units as values of another engine, and beside each a record of where it stands.
 
-There is no index and there are no transactions. A record is written behind its unit, and both are named by what they
-hold, so that whoever puts the same writes the same. What two put at once that begins alike may hide one of the two: a
-cache can be put again.
+There is no index. A record is written behind its unit, and both are named by what they hold, so that whoever puts the
+same writes the same. A record is only stored where none is: of two who put texts that begin alike at once the second is
+told, and puts what is left behind the first one's.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 import numpy as np
@@ -20,19 +21,35 @@ from ...files.json_document import parse
 from ..beside import MAX_BLOCK_TOKENS
 from ..lookup import Found, Place, Text
 from ..space import Space, from_json
-from ..token_ids import Ids, agreeing
+from ..token_ids import Ids, agreeing, agreeing_texts, as_text
 from ..units import Added
-from ..updates import NewUnit
+from ..updates import NewUnit, ParentGoneError
+from . import bounding
 from .ram import Ram
-from .records import Record, folder_after, from_bytes, record_name, unit_number
+from .records import (
+    NAMED_IDS,
+    Record,
+    from_bytes,
+    named_ids,
+    record_name,
+    tick_of,
+    unit_name,
+    unit_number,
+    use_bytes,
+    use_name,
+)
 from .values import OutageError, Patient
 
 ABOUT = "store/about"
 _SCHEMA, _VERSION = "kvmnn-store", 1
 _MAX_DOCUMENT = 1 << 16
 _MAX_SPACES = 4096
-_MAX_BRANCHES = 256
-"""Continuations of one block that are compared with a text; where there are more, the others are not looked at."""
+_NEAR = 128
+"""Names on each side of a text's that are looked at, of all that follow a block; in names lie the first ids."""
+_SOME = 4
+"""Records that are read where any of them would do: one may be damaged, or evicted."""
+_TICK = "store/tick"
+_TOUCH_SECONDS = 1.0
 
 
 class _Memory:
@@ -57,6 +74,8 @@ class Shelf:
         Most bytes of units that are kept in memory.
     read_only
         Nothing is written.
+    max_bytes
+        Most bytes of all units; None for no bound.
 
     Raises
     ------
@@ -74,6 +93,7 @@ class Shelf:
         default_tokens: int | None,
         ram_bytes: int,
         read_only: bool,
+        max_bytes: int | None = None,
     ) -> None:
         self.label = values.label
         self.values = values
@@ -86,6 +106,12 @@ class Shelf:
         self._places: dict[int, str] = {}
         self._bad: set[int] = set()
         self._lock = threading.Lock()
+        self.max_bytes = max_bytes
+        self.held_bytes: int | None = None
+        self.put_bytes = 0
+        self._touched: dict[int, None] = {}
+        self._last_touch = time.monotonic()
+        self._tick = 0
         try:
             self._known_tokens = self._about()
         except OutageError:
@@ -110,7 +136,26 @@ class Shelf:
         return [self._spaces[name] for name in names if name in self._spaces]
 
     def find(self, text: Text) -> Found:
-        """The longest stored beginning of a text: three round trips, however long it is."""
+        """The longest stored beginning of a text: four round trips, however long it is."""
+        while True:
+            found = self._find(text)
+            lost = self._lost([place.unit for place in found.places])
+            if not lost:
+                return found
+            self._bad.update(lost)  # the engine has evicted them: their records would be in the way
+            if not self.read_only:
+                self.values.delete([self._places[unit] for unit in lost if unit in self._places])
+
+    def _lost(self, units: Sequence[int]) -> list[int]:
+        """The units that are not there any more."""
+        asked = [unit for unit in units if self._ram.get(unit) is None]
+        return [
+            unit
+            for unit, is_there in zip(asked, self.values.there(list(map(unit_name, asked))), strict=True)
+            if not is_there
+        ]
+
+    def _find(self, text: Text) -> Found:
         size = text.block_tokens
         count = len(text.keys)
         names = [record_name(text.key_before(n), text.ids[n * size : (n + 1) * size]) for n in range(count)]
@@ -140,7 +185,7 @@ class Shelf:
         """The bytes of units, from memory or in one round trip; None for those that are not there."""
         held = {unit: self._ram.get(unit) for unit in units}
         missing = [unit for unit, data in held.items() if data is None]
-        for unit, data in zip(missing, self.values.get_many([_name(unit) for unit in missing]), strict=True):
+        for unit, data in zip(missing, self.values.get_many([unit_name(unit) for unit in missing]), strict=True):
             if data is not None:
                 held[unit] = data
                 self._ram.put(unit, data)
@@ -152,25 +197,84 @@ class Shelf:
         yield _Memory()
 
     def add(self, space: Space, text: Text, new: Sequence[NewUnit]) -> Added:
-        """Take in units of a text: the units, and then their records."""
+        """Take in units of a text: the units, and then their records.
+
+        Raises
+        ------
+        ParentGoneError
+            Where another has put a text at once that begins as this one does: what is left is put behind it.
+        """
         self.check_writable()
         units: dict[str, bytes] = {}
-        records: dict[str, bytes] = {f"spaces/{space.key.hex()}": space.to_json().encode()}
+        records: dict[str, Record] = {}
         for unit in new:
             number = unit_number(space.key, unit.parent, unit.ids)
             assert isinstance(unit.staged, bytes)
-            units[_name(number)] = unit.staged
+            units[unit_name(number)] = unit.staged
             record = Record(space.key, unit.parent, number, unit.nbytes, unit.start, unit.ids)
-            records[record.name(text.block_tokens)] = record.to_bytes()
-            self._bad.discard(number)
-        self.values.put_many(units)
-        self.values.put_many(records)
+            records[record.name(text.block_tokens)] = record
+        tail = self._tail_before(new[0], text)
+        self.values.put_many({f"spaces/{space.key.hex()}": space.to_json().encode()})
+        then = {name: record.to_bytes() for name, record in records.items()}
+        there = self.values.put_new(units, then)
+        self._bad.difference_update(record.unit for record in records.values())
+        lost = self._settle({name: records[name] for name in there})
+        if lost:
+            self.values.delete([unit_name(record.unit) for record in lost])
+            raise ParentGoneError("another has put a text that begins alike")
         for name, data in units.items():
             self._ram.put(int(name.rpartition("/")[2], 16), data)
-        return Added(sum(map(len, units.values())), 0)
+        if tail is not None:
+            self.forget([tail])
+        stored = sum(map(len, units.values()))
+        removed = 0 if tail is None else tail.nbytes
+        self.touch([record.unit for record in records.values()])
+        return Added(stored, removed + bounding.after_put(self, stored))
 
-    def touch(self, units: Iterable[int]) -> None:
-        """The engine counts uses by itself, if it does."""
+    def _tail_before(self, new: NewUnit, text: Text) -> Record | None:
+        """The tail that a longer text repeats: a chat that grows would leave one at every turn."""
+        folder, name = record_name(new.parent, new.ids[: text.block_tokens]).split("/")
+        before = [found for found in self.values.near(folder, name, 1) if found < name]
+        data = self.values.get_many([f"{folder}/{found}" for found in before])
+        for record in map(from_bytes, data):
+            if record is None or record.ids.size >= min(text.block_tokens, new.ids.size):
+                continue
+            if agreeing(record.ids, new.ids) == record.ids.size and record.unit not in bounding.pinned_units(self):
+                return record
+        return None
+
+    def _settle(self, records: Mapping[str, Record]) -> list[Record]:
+        """Of records whose names were taken those that another text has; what is of no use is replaced."""
+        lost, mine = [], {}
+        for (name, record), data in zip(records.items(), self.values.get_many(list(records)), strict=True):
+            other = from_bytes(data)
+            if other is not None and other.unit == record.unit:
+                continue
+            if other is not None and self.values.get_many([unit_name(other.unit)])[0] is not None:
+                lost.append(record)
+            else:
+                mine[name] = record.to_bytes()
+        self.values.put_many(mine)
+        return lost
+
+    def touch(self, units: Iterable[int], *, now: bool = False) -> None:
+        """Units were used: noted down with others after a while, or `now`, where that is cheap or somebody bounds."""
+        if self.read_only or not (self.values.counts_uses or self.max_bytes is not None):
+            return
+        with self._lock:
+            for unit in units:  # in the order of their last uses
+                self._touched.pop(unit, None)
+                self._touched[unit] = None
+            if not self._touched or not (now or time.monotonic() - self._last_touch >= _TOUCH_SECONDS):
+                return
+            touched, self._touched = list(self._touched), {}
+            self._last_touch = time.monotonic()
+        with suppress(OutageError):  # the order of uses is no reason to fail
+            (data,) = self.values.get_many([_TICK])
+            tick = max(self._tick, tick_of(data))
+            uses = {use_name(unit): use_bytes(tick + at) for at, unit in enumerate(touched, 1)}
+            self._tick = tick + len(touched)
+            self.values.put_many({_TICK: use_bytes(self._tick), **uses})
 
     def discard(self, unit: int, reason: str, notes: list[str]) -> None:
         """Remove a unit that is not what it should be; one that the engine has evicted is no damage."""
@@ -178,14 +282,15 @@ class Shelf:
         kept = self._ram.get(unit) is not None
         self._ram.drop(unit)
         record = self._places.get(unit)
-        if kept or self.values.get_many([_name(unit)])[0] is not None:
+        if kept or self.values.get_many([unit_name(unit)])[0] is not None:
             done = "is passed over" if self.read_only else "was removed"
             notes.append(f"{self.label}: unit {unit:032x}: damaged, {done}: {reason}")
         if not self.read_only:
-            self.values.delete([_name(unit), *([record] if record else [])])
+            self.values.delete([unit_name(unit), *([record] if record else [])])
 
     def close(self) -> None:
-        """Let go of connections."""
+        """Note down the uses, and let go of connections."""
+        self.touch((), now=True)
         self.values.close()
 
     def check_writable(self) -> None:
@@ -197,7 +302,12 @@ class Shelf:
         """Remove units and their records."""
         gone = list(records)
         names = [record.name(self.block_tokens) for record in gone]
-        self.values.delete([*names, *(_name(record.unit) for record in gone)])
+        uses = [use_name(record.unit) for record in gone]
+        self.values.delete([*names, *(unit_name(record.unit) for record in gone), *uses])
+        self.drop(gone)
+
+    def drop(self, gone: Iterable[Record]) -> None:
+        """Keep units no longer in memory."""
         for record in gone:
             self._ram.drop(record.unit)
 
@@ -222,9 +332,15 @@ class Shelf:
 
     def _branches(self, text: Text, blocks: int, rest: Ids) -> Iterator[Place]:
         """What follows the last whole block, as far as it agrees."""
-        folder = folder_after(text.key_before(blocks))
-        names = [f"{folder}/{name}" for name in self.values.names_in(folder)[:_MAX_BRANCHES]]
-        for data in self.values.get_many(names):
+        folder, name = record_name(text.key_before(blocks), rest).split("/")
+        names = self.values.near(folder, name, _NEAR)
+        wanted = as_text(rest[:NAMED_IDS])
+        same = {found: agreeing_texts(named_ids(found), wanted) for found in names}
+        most = max(same.values(), default=0)
+        best = [found for found in names if same[found] == most] if most else []
+        if most < NAMED_IDS:  # each of them agrees as far
+            best = best[:_SOME]
+        for data in self.values.get_many([f"{folder}/{found}" for found in best]):
             record = self._usable(data, text)
             if record is not None:
                 self._note_place(record, text.block_tokens)
@@ -239,7 +355,3 @@ class Shelf:
             if len(self._places) > 1 << 16:
                 self._places.clear()
             self._places[record.unit] = record.name(block_tokens)
-
-
-def _name(unit: int) -> str:
-    return f"units/{unit:032x}"

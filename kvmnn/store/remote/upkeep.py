@@ -5,52 +5,56 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
+import numpy as np
+
+from ...dtypes import Bytes
 from ..decoding import Stretch, check_unit, decode_stretches
 from ..encoding import blocks_in_unit
 from ..lookup import Text
 from ..results import Cleaned, Entry, Stats, Verified
 from ..space import Space
 from ..unit import DamagedError, parse
-from . import sessions
-from .records import AFTER, Record, from_bytes
+from . import bounding, sessions
+from .records import AFTER, Record, from_bytes, unit_name
 from .shelf import Shelf
 
 T = TypeVar("T")
 
 _AT_ONCE = 256
+_UNITS_AT_ONCE = 8
 
 
 def records(units: Shelf) -> Iterator[tuple[str, Record | None]]:
     """All records by their names; None for one that is damaged."""
-    for folder in units.values.folders():
-        if folder.startswith(AFTER):
-            names = [f"{folder}/{name}" for name in units.values.names_in(folder)]
-            for some in _runs(names):
-                yield from zip(some, map(from_bytes, units.values.get_many(some)), strict=True)
+    for some in _runs(sorted(units.values.tree(AFTER))):
+        yield from zip(some, map(from_bytes, units.values.get_many(some)), strict=True)
 
 
 def delete(units: Shelf, text: Text) -> Cleaned:
-    """Remove the units of a text from its end on, up to one that others continue."""
-    found = units.find(text)
-    size = units.block_tokens
-    known = {record.unit: record for _, record in records(units) if record is not None}
-    gone: list[Record] = []
-    for place in reversed(found.places if found.tokens == text.ids.size else ()):
-        record = known.get(place.unit)
-        if record is None:
-            break
-        keys = {record.parent, *record.keys(size)} - {record.parent}
-        others = [each for each in known.values() if each.parent in keys and each not in gone]
-        if others or record.ids.size > place.skip + place.take:
-            break
-        gone.append(record)
-    units.forget(gone)
-    kept = "" if gone else "other texts go on from it"
-    return Cleaned(units=len(gone), bytes=sum(record.nbytes for record in gone), kept=kept)
+    """Remove the units of a text from its end on, up to one that others continue, or that is pinned."""
+    while True:
+        found = units.find(text)
+        size = units.block_tokens
+        known = {record.unit: record for _, record in records(units) if record is not None}
+        pins = bounding.pins(units)
+        pinned = set(pins.values())
+        gone: list[Record] = []
+        for place in reversed(found.places if found.tokens == text.ids.size else ()):
+            record = known.get(place.unit)
+            if record is None or record.unit in pinned:
+                break
+            keys = set(record.keys(size))
+            others = [each for each in known.values() if each.parent in keys and each not in gone]
+            if others or record.ids.size > place.skip + place.take:
+                break
+            gone.append(record)
+        if not gone or bounding.forget_unless_pinned(units, gone, pins):
+            kept = "" if gone else "other texts go on from it, or it is pinned"
+            return Cleaned(units=len(gone), bytes=sum(record.nbytes for record in gone), kept=kept)
 
 
-def clean(units: Shelf) -> Cleaned:
-    """Remove records without units, damaged records, and units without records."""
+def clean(units: Shelf, max_bytes: int | None) -> Cleaned:
+    """Remove records without units, damaged records, and units without records; and texts down to `max_bytes`."""
     there = set(units.values.names_in("units"))
     lost, known = [], set()
     for name, record in records(units):
@@ -59,9 +63,11 @@ def clean(units: Shelf) -> Cleaned:
         else:
             known.add(f"{record.unit:032x}")
     others = sorted(there - known)
-    for some in _runs([*lost, *(f"units/{name}" for name in others)]):
+    uses = [f"uses/{name}" for name in units.values.names_in("uses") if name not in known]
+    for some in _runs([*lost, *(f"units/{name}" for name in others), *uses]):
         units.values.delete(some)
-    return Cleaned(units=len(lost), other_files=len(others))
+    evicted, nbytes = (0, 0) if max_bytes is None else bounding.evict(units, max_bytes)
+    return Cleaned(units=len(lost) + evicted, bytes=nbytes, other_files=len(others))
 
 
 def verify(units: Shelf, threads: int | None) -> Verified:
@@ -69,12 +75,7 @@ def verify(units: Shelf, threads: int | None) -> Verified:
     spaces = {space.key: space for space in units.spaces()}
     count = tokens = nbytes = 0
     notes: list[str] = []
-    for _, record in records(units):
-        if record is None:
-            continue
-        (data,) = units.read([record.unit])
-        if data is None:
-            continue  # evicted: no damage
+    for record, data in _stored(units):
         count += 1
         try:
             space = spaces.get(record.space)
@@ -93,6 +94,16 @@ def verify(units: Shelf, threads: int | None) -> Verified:
     return Verified(units=count, tokens=tokens, bytes=nbytes, damaged=tuple(notes))
 
 
+def _stored(units: Shelf) -> Iterator[tuple[Record, Bytes]]:
+    """Every unit with its record, as the engine has it; what was evicted is no damage."""
+    for some in _runs([record for _, record in records(units) if record is not None]):
+        for at in range(0, len(some), _UNITS_AT_ONCE):
+            few = some[at : at + _UNITS_AT_ONCE]
+            for record, data in zip(few, units.values.get_many([unit_name(each.unit) for each in few]), strict=True):
+                if data is not None:
+                    yield record, np.frombuffer(data, np.uint8)
+
+
 def stats(units: Shelf, asked: int, found: int) -> Stats:
     """Counts of everything, as the records say."""
     spaces = {space.key: space for space in units.spaces()}
@@ -107,7 +118,7 @@ def stats(units: Shelf, asked: int, found: int) -> Stats:
         raw_bytes=sum(record.ids.size * spaces[record.space].token_bytes for record in known),
         index_bytes=0,
         models=tuple(sorted({space.model for space in spaces.values()})),
-        pinned=0,
+        pinned=len(bounding.pins(units)),
         sessions=len(sessions.names(units.values)),
         asked_tokens=asked,
         found_tokens=found,
@@ -115,23 +126,26 @@ def stats(units: Shelf, asked: int, found: int) -> Stats:
 
 
 def entries(units: Shelf) -> list[Entry]:
-    """The stored texts, the longest first."""
+    """The stored texts, the last used first, those of equal use by length."""
     spaces: dict[bytes, Space] = {space.key: space for space in units.spaces()}
     known = [record for _, record in records(units) if record is not None and record.space in spaces]
+    pinned = bounding.pinned_units(units)
+    ticks = bounding.ticks(units, known)
+    now = max(ticks.values(), default=0)
     found = []
-    for record in _ends(known, units.block_tokens):
-        space = spaces[record.space]
+    for record in sorted(_ends(known, units.block_tokens), key=lambda each: (-ticks[each.unit], -each.start)):
+        space, tick = spaces[record.space], ticks[record.unit]
         found.append(
             Entry(
                 model=space.model,
                 dtype=space.dtype,
                 tokens=record.start + record.ids.size,
                 bytes=record.nbytes,
-                pinned=False,
-                unused_for=None,
+                pinned=record.unit in pinned,
+                unused_for=now - tick if tick else None,
             )
         )
-    return sorted(found, key=lambda entry: -entry.tokens)
+    return found
 
 
 def _ends(known: Sequence[Record], block_tokens: int) -> list[Record]:

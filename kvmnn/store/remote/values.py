@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from ...errors import KvmnnError
@@ -27,20 +27,38 @@ class Values(Protocol):
     Calls raise whatever the engine's client raises; `Patient` makes an `OutageError` of it.
     """
 
+    counts_uses: bool
+    """Whether a small value more for each use costs next to nothing."""
+
     def get_many(self, names: Sequence[str]) -> list[bytes | None]:
         """The values; None for those that are not there."""
+
+    def there(self, names: Sequence[str]) -> list[bool]:
+        """Whether values are there, without reading them; True where that is not known at once."""
 
     def put_many(self, items: Mapping[str, bytes]) -> None:
         """Store values, each whole or not at all."""
 
+    def put_new(self, first: Mapping[str, bytes], then: Mapping[str, bytes]) -> set[str]:
+        """Store the values of `first`, and then those of `then` that are not there yet; the names of those that were.
+
+        Two that store the same name at once: one of them is told.
+        """
+
     def delete(self, names: Sequence[str]) -> None:
         """Remove values; those that are not there are gone already."""
+
+    def delete_if(self, names: Sequence[str], folder: str, known: Collection[str]) -> bool:
+        """Remove values, unless the names in a folder are not those that are `known` any more; whether that is so."""
 
     def names_in(self, folder: str) -> list[str]:
         """The names in a folder, without it."""
 
-    def folders(self) -> list[str]:
-        """All folders but ``units``."""
+    def near(self, folder: str, name: str, most: int) -> list[str]:
+        """Of the names in a folder at most so many on each side of this one, sorted."""
+
+    def tree(self, begin: str) -> list[str]:
+        """The names of all values in folders that begin so."""
 
     def close(self) -> None:
         """Let go of connections."""
@@ -60,6 +78,7 @@ class Patient:
     def __init__(self, values: Values, label: str) -> None:
         self._values = values
         self.label = label
+        self.counts_uses = values.counts_uses
         self._rest_until = 0.0
         self._last = ""
         self._lock = threading.Lock()
@@ -73,18 +92,34 @@ class Patient:
         if items:
             self._tried(lambda: self._values.put_many(items))
 
+    def there(self, names: Sequence[str]) -> list[bool]:
+        """As `Values`."""
+        return self._tried(lambda: self._values.there(names)) if names else []
+
+    def put_new(self, first: Mapping[str, bytes], then: Mapping[str, bytes]) -> set[str]:
+        """As `Values`; what an answer that was lost had stored is said to have been there."""
+        return self._tried(lambda: self._values.put_new(first, then))
+
     def delete(self, names: Sequence[str]) -> None:
         """As `Values`."""
         if names:
             self._tried(lambda: self._values.delete(names))
 
+    def delete_if(self, names: Sequence[str], folder: str, known: Collection[str]) -> bool:
+        """As `Values`."""
+        return self._tried(lambda: self._values.delete_if(names, folder, known))
+
     def names_in(self, folder: str) -> list[str]:
         """As `Values`."""
         return self._tried(lambda: self._values.names_in(folder))
 
-    def folders(self) -> list[str]:
+    def near(self, folder: str, name: str, most: int) -> list[str]:
         """As `Values`."""
-        return self._tried(self._values.folders)
+        return self._tried(lambda: self._values.near(folder, name, most))
+
+    def tree(self, begin: str) -> list[str]:
+        """As `Values`."""
+        return self._tried(lambda: self._values.tree(begin))
 
     def close(self) -> None:
         """As `Values`; an engine that is gone has let go already."""

@@ -1,0 +1,193 @@
+"""Pins and bounds of a store in another engine: what was not used for longest goes first, ends before beginnings.
+
+The engine has no index, so all records are read where a bound is looked after: when what this process has put since
+it last looked could exceed it, and not at every put.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from ...errors import KvmnnError, ManifestError
+from ...files.json_document import parse
+from ..lookup import Found, Text
+from ..space import Space
+from ..token_ids import Ids, block_keys, text_key
+from .records import AFTER, Record, from_bytes, tick_of, unit_name, use_name
+from .values import Patient
+
+_AT_ONCE = 256
+_SHARE = 32
+"""Of the bound, what other processes may have put meanwhile: after so much of its own a process looks again."""
+_MAX_DOCUMENT = 1 << 16
+_TRIES = 8
+
+
+class Bounded(Protocol):
+    """What is needed of `kvmnn.store.remote.shelf.Shelf`."""
+
+    values: Patient
+    label: str
+    max_bytes: int | None
+    held_bytes: int | None
+    """Of all units when this process last looked; None before."""
+    put_bytes: int
+    """That it has put since."""
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block."""
+
+    def find(self, text: Text) -> Found:
+        """The longest stored beginning of a text."""
+
+    def touch(self, units: Iterable[int], *, now: bool = False) -> None:
+        """Units were used."""
+
+    def drop(self, gone: Iterable[Record]) -> None:
+        """Keep units no longer in memory."""
+
+
+def pin(units: Bounded, space: Space, ids: Ids) -> bool:
+    """Pin the unit with the end of a text: what leads to it stays with it. Whether it was not pinned before.
+
+    Raises
+    ------
+    KvmnnError
+        Where the end is not stored any more.
+    """
+    text = Text(space.key, ids, block_keys(space.key, ids, units.block_tokens), units.block_tokens)
+    name = f"pins/{text_key(space.key, ids).hex()}"
+    (before,) = units.values.get_many([name])
+    found = units.find(text)
+    if found.tokens == ids.size:
+        document = {"unit": f"{found.places[-1].unit:032x}", "tokens": int(ids.size)}
+        units.values.put_many({name: json.dumps(document).encode()})
+        found = units.find(text)  # nobody evicts it from here on
+    if found.tokens < ids.size:
+        units.values.delete([name])
+        raise KvmnnError(f"{units.label}: holds only {found.tokens:,} tokens of this text of {ids.size:,}")
+    return before is None
+
+
+def unpin(units: Bounded, space: Space, ids: Ids) -> bool:
+    """Let go of a text; whether it was pinned."""
+    name = f"pins/{text_key(space.key, ids).hex()}"
+    (before,) = units.values.get_many([name])
+    units.values.delete([name])
+    return before is not None
+
+
+def pins(units: Bounded) -> dict[str, int]:
+    """The unit of each pinned text, by the name of its pin; 0 where the pin is damaged."""
+    names = units.values.names_in("pins")
+    found = {}
+    for name, data in zip(names, units.values.get_many([f"pins/{name}" for name in names]), strict=True):
+        found[name] = 0
+        with suppress(ManifestError, ValueError):
+            found[name] = int(parse(data or b"", units.label, _MAX_DOCUMENT).at("unit").text(), 16)
+    return found
+
+
+def pinned_units(units: Bounded) -> set[int]:
+    """The units that pins keep."""
+    return set(pins(units).values())
+
+
+def ticks(units: Bounded, records: Sequence[Record]) -> dict[int, int]:
+    """When each unit was last used; 0 where nobody has noted it down."""
+    found: dict[int, int] = {}
+    for at in range(0, len(records), _AT_ONCE):
+        some = records[at : at + _AT_ONCE]
+        uses = units.values.get_many([use_name(record.unit) for record in some])
+        found.update((record.unit, tick_of(data)) for record, data in zip(some, uses, strict=True))
+    return found
+
+
+def forget_unless_pinned(units: Bounded, records: Sequence[Record], known: Mapping[str, int]) -> bool:
+    """Remove units with their records, unless other texts are pinned than are `known`; whether that is so."""
+    size = units.block_tokens
+    names = [name for each in records for name in (each.name(size), unit_name(each.unit), use_name(each.unit))]
+    if not units.values.delete_if(names, "pins", known.keys()):
+        return False
+    units.drop(records)
+    return True
+
+
+def after_put(units: Bounded, stored: int) -> int:
+    """Keep to the bound after `stored` bytes more; bytes of what had to go."""
+    most = units.max_bytes
+    if most is None:
+        return 0
+    units.put_bytes += stored
+    if (
+        units.held_bytes is not None
+        and units.held_bytes + units.put_bytes <= most
+        and units.put_bytes <= most // _SHARE
+    ):
+        return 0
+    units.touch((), now=True)
+    return evict(units, most)[1]
+
+
+def evict(units: Bounded, max_bytes: int) -> tuple[int, int]:
+    """Remove what was not used for longest until no more than `max_bytes` are left; units, and their bytes."""
+    for _ in range(_TRIES):  # pins may come meanwhile
+        records = _records(units)
+        known = pins(units)
+        held = sum(record.nbytes for record in records)
+        gone = _chosen(records, units.block_tokens, ticks(units, records), set(known.values()), held - max_bytes)
+        nbytes = sum(record.nbytes for record in gone)
+        if not gone or forget_unless_pinned(units, gone, known):
+            units.held_bytes, units.put_bytes = held - nbytes, 0
+            return len(gone), nbytes
+    return 0, 0
+
+
+def _records(units: Bounded) -> list[Record]:
+    """The records of all units that are there."""
+    there = set(units.values.names_in("units"))
+    names = sorted(units.values.tree(AFTER))
+    found = {}
+    for at in range(0, len(names), _AT_ONCE):
+        for record in map(from_bytes, units.values.get_many(names[at : at + _AT_ONCE])):
+            if record is not None and f"{record.unit:032x}" in there:
+                found[record.unit] = record
+    return list(found.values())
+
+
+def _chosen(
+    records: Sequence[Record], block_tokens: int, used: Mapping[int, int], pinned: set[int], excess: int
+) -> list[Record]:
+    """The units that go for `excess` bytes: none that another follows or that is pinned."""
+    holder: dict[bytes, Record] = {}
+    for record in records:
+        for key in record.keys(block_tokens):
+            holder.setdefault(key, record)
+    children = dict.fromkeys((record.unit for record in records), 0)
+    for record in records:
+        parent = holder.get(record.parent)
+        if parent is not None:
+            children[parent.unit] += 1
+    by_unit = {record.unit: record for record in records}
+    leaves = [
+        (used[unit], -record.start, unit)
+        for unit, record in by_unit.items()
+        if not children[unit] and unit not in pinned
+    ]
+    heapq.heapify(leaves)
+    gone: list[Record] = []
+    while excess > 0 and leaves:
+        record = by_unit[heapq.heappop(leaves)[2]]
+        gone.append(record)
+        excess -= record.nbytes
+        parent = holder.get(record.parent)
+        if parent is not None:
+            children[parent.unit] -= 1
+            if not children[parent.unit] and parent.unit not in pinned:
+                heapq.heappush(leaves, (used[parent.unit], -parent.start, parent.unit))
+    return gone

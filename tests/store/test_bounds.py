@@ -1,0 +1,94 @@
+"""The largest and the smallest that a store takes, and the first that it refuses."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+
+import numpy as np
+import pytest
+from prefixes import MODEL, layers_of, same
+
+from kvmnn import LayerCache
+from kvmnn.errors import KvmnnError, SourceError
+from kvmnn.store import PrefixStore
+from kvmnn.store.remote.records import Record, from_bytes
+from kvmnn.store.space import MAX_LAYERS, from_json, space_of
+from kvmnn.store.token_ids import MAX_ID, MAX_TOKENS, as_ids
+from kvmnn.store.unit import DamagedError, header_bytes, parse_ids
+
+
+def caches(count: int, heads: int = 1, dims: int = 1) -> list[LayerCache]:
+    words = np.zeros((heads, 1, dims), np.float16)
+    return [LayerCache(layer=layer, keys=words, values=words) for layer in range(count)]
+
+
+def test_layers() -> None:
+    assert len(space_of(caches(MAX_LAYERS), MODEL).layers) == MAX_LAYERS
+    for count in (0, MAX_LAYERS + 1):
+        with pytest.raises(KvmnnError, match=f"there are {count:,} layers: expected 1 to {MAX_LAYERS:,}"):
+            space_of(caches(count), MODEL)
+
+
+@pytest.mark.parametrize(("heads", "dims"), [(1 << 16, 1), (1, 1 << 20)])
+def test_shapes(heads: int, dims: int) -> None:
+    space = space_of(caches(1, heads, dims), MODEL)
+    assert from_json(space.to_json(), "x") == space
+    most = max(heads, dims)
+    with pytest.raises(KvmnnError, match=r"x: layer 0 has .* kv heads x .* dims"):
+        from_json(space.to_json().replace(str(most), str(most + 1)), "x")
+
+
+@pytest.mark.parametrize("layers", [[[0, 0, 1]], [[0, 1, 0]], [[0, 1]], [], [[1, 1, 1], [0, 1, 1]], [[-1, 1, 1]]])
+def test_documents_of_no_space(layers: list[list[int]]) -> None:
+    with pytest.raises(KvmnnError, match=r"^x"):
+        from_json(json.dumps({"model": MODEL, "dtype": "fp16", "layers": layers}), "x")
+
+
+def test_token_ids() -> None:
+    assert MAX_TOKENS == MAX_ID + 1 == 1 << 24
+    assert as_ids(np.zeros(MAX_TOKENS, np.uint8)).size == MAX_TOKENS
+    with pytest.raises(KvmnnError, match="there are 16,777,217, expected at most 16,777,216"):
+        as_ids(np.zeros(MAX_TOKENS + 1, np.uint8))
+    assert as_ids([MAX_ID, 0]).tolist() == [MAX_ID, 0]
+    for wrong in (MAX_ID + 1, -1):
+        with pytest.raises(KvmnnError, match="expected numbers from 0 to"):
+            as_ids([wrong])
+
+
+def test_a_record_and_a_unit_of_one_token(tmp_path: Path) -> None:
+    record = Record(b"s" * 16, b"p" * 16, 77, 1000, MAX_TOKENS, np.arange(1, dtype="<u4"))
+    found = from_bytes(record.to_bytes())
+    assert found is not None and (found.ids.tolist(), found.start) == ([0], MAX_TOKENS)
+    with PrefixStore(tmp_path / "s", block_tokens=4) as store:
+        store.put([7], layers_of([7]), model=MODEL)
+        assert same(store.get([7, 8], model=MODEL).layers, [7], 1)
+    (file,) = tmp_path.glob("s/units/*/*.unit")
+    data = np.fromfile(file, np.uint8)
+    head = header_bytes(1, 4)
+    assert parse_ids(data[:head])[2].tolist() == [7]
+    with pytest.raises(DamagedError, match=f"has {head - 1} bytes: its header alone has {head}"):
+        parse_ids(data[: head - 1])
+
+
+def test_what_is_in_memory_has_no_index() -> None:
+    pytest.importorskip("fsspec")
+    with PrefixStore("memory://test_bounds", block_tokens=4) as store:
+        store.put(range(9), layers_of(range(9)), model=MODEL)
+        found = store.stats()
+    assert (found.index_bytes, found.units, found.blocks, found.tokens) == (0, 1, 2, 9)
+
+
+def test_anothers_database_is_left_as_it_is(tmp_path: Path) -> None:
+    """It is in the way of an index: not a byte of it changes."""
+    (tmp_path / "s").mkdir()
+    path = tmp_path / "s" / "index.sqlite"
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE mine (x)")
+    connection.close()
+    before = path.read_bytes()
+    with pytest.raises(SourceError, match="is not a prefix store"):
+        PrefixStore(tmp_path / "s", block_tokens=4)
+    assert path.read_bytes() == before
+    assert [entry.name for entry in (tmp_path / "s").iterdir()] == ["index.sqlite"]

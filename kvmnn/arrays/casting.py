@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,15 @@ class Cast:
             errors = np.abs(before[differs].astype(np.float64) - back[differs])
         self.largest_error = max(self.largest_error, float(errors[np.isfinite(errors)].max(initial=0.0)))
         return made
+
+
+def sum_of(casts: Sequence[Cast]) -> Cast:
+    """What one cast of all runs of several, at least one and all of the same dtypes, would have counted."""
+    total = Cast(casts[0].source, casts[0].target)
+    total.words = sum(cast.words for cast in casts)
+    total.changed = sum(cast.changed for cast in casts)
+    total.largest_error = max(cast.largest_error for cast in casts)
+    return total
 
 
 def floats(words: Piece, dtype: str) -> npt.NDArray[np.float32]:

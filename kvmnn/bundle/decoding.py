@@ -44,6 +44,7 @@ def decode_frames(
     options: DecodeOptions | None = None,
     *,
     check_arrays: bool = True,
+    check_frames: bool = True,
     progress: Progress | None = None,
 ) -> Iterator[DecodedRun]:
     """Decode every frame, array after array, in bounded memory.
@@ -57,8 +58,9 @@ def decode_frames(
         What to decode: `open_frames`.
     options
         Limits, codecs, threads.
-    check_arrays
-        False leaves the hashes of the arrays to the caller.
+    check_arrays, check_frames
+        False leaves the hashes of the arrays to the caller; and, as what an array's hash proves needs no second proof,
+        those of the frames.
     progress
         Called with raw bytes.
 
@@ -78,6 +80,8 @@ def decode_frames(
 
     def work(job: _Job, threads: int | None) -> Piece:
         alone = threads != 1 or options.threads == 1
+        if check_frames:
+            _check_frame(frames, job)
         return _decode_one(frames, job, options, threads, buffers if alone else None)
 
     hashes = [hashlib.sha256() for _ in frames.arrays]
@@ -125,11 +129,6 @@ def _decode_one(
     frames: FrameSet, job: _Job, options: DecodeOptions, threads: int | None, buffers: _Buffers | None
 ) -> Piece:
     array, entry = frames.arrays[job.array_index], job.entry
-    place = f" frame {job.number} (offset {entry.offset})" if len(array.frames) > 1 else ""
-    where = f"{frames.path}:{place}" if frames.document is None else f"{frames.path}: array {array.name!r}:{place}"
-    if entry.sha256 not in (None, hashlib.sha256(job.stored.data).hexdigest()):
-        what = "what is stored raw" if entry.is_raw else "the frame"
-        raise ManifestError(f"{where} {what} does not match the manifest's sha256")
     if entry.is_raw:
         return job.stored
     try:
@@ -139,5 +138,17 @@ def _decode_one(
         out = buffers.take(entry.raw_bytes) if buffers else np.empty(entry.raw_bytes, np.uint8)
         decoding.decode(job.stored, dtype=array.dtype, codecs=options.codecs, out=out, threads=threads)
     except FrameError as exc:
-        raise FrameError(f"{where} {exc}") from None
+        raise FrameError(f"{_place(frames, job)} {exc}") from None
     return out
+
+
+def _check_frame(frames: FrameSet, job: _Job) -> None:
+    if job.entry.sha256 not in (None, hashlib.sha256(job.stored.data).hexdigest()):
+        what = "what is stored raw" if job.entry.is_raw else "the frame"
+        raise ManifestError(f"{_place(frames, job)} {what} does not match the manifest's sha256")
+
+
+def _place(frames: FrameSet, job: _Job) -> str:
+    array = frames.arrays[job.array_index]
+    place = f" frame {job.number} (offset {job.entry.offset})" if len(array.frames) > 1 else ""
+    return f"{frames.path}:{place}" if frames.document is None else f"{frames.path}: array {array.name!r}:{place}"

@@ -1,7 +1,8 @@
 """Output that is complete or not there at all.
 
-Everything is written under a temporary name beside its target, synced and then renamed. Whatever goes wrong before the
-rename, an interrupt included, leaves nothing behind; and nothing that exists is replaced unless the caller forces it.
+Everything is written under a temporary name beside its target, synced (unless it can be made again) and then renamed.
+Whatever goes wrong before that, an interrupt included, leaves nothing behind; and nothing that exists is replaced
+unless the caller forces it.
 What a process leaves that is killed outright, the next one that writes to the same folder removes.
 Devices and pipes (``/dev/null``, a FIFO) cannot be renamed onto and are written directly.
 """
@@ -45,11 +46,14 @@ class StagedFile:
         Where the bytes go meanwhile; equal to `target` for a device.
     is_new
         Whether nothing may be there yet.
+    durable
+        Bring it to the disk when it is closed.
     """
 
-    def __init__(self, target: Path, path: Path, *, is_new: bool = False) -> None:
+    def __init__(self, target: Path, path: Path, *, is_new: bool = False, durable: bool = True) -> None:
         self.target = target
         self.path = path
+        self._durable = durable
         with self._naming():
             self._file: io.BufferedWriter = open(path, "xb" if is_new else "wb")  # noqa: SIM115
 
@@ -80,12 +84,12 @@ class StagedFile:
             self._file.flush()
 
     def close(self) -> None:
-        """Bring the file to the disk and close it."""
+        """Bring the file to the disk, if it is to be there, and close it."""
         if self._file.closed:
             return
         with self._naming():
             self._file.flush()
-            if stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
+            if self._durable and stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
                 os.fsync(self._file.fileno())
             self._file.close()
 
@@ -251,6 +255,9 @@ class DirectoryOutput(_Staged):
     index
         Name of the file that describes the others, if there is one: an old one is removed before the first file is
         moved and the new one is moved last, so that no index ever describes files that are not there.
+    durable
+        Bring the files to the disk before they get their names; False for what can be made again at any time: after a
+        power cut files may lack what was written to them.
     """
 
     def __init__(
@@ -260,9 +267,11 @@ class DirectoryOutput(_Staged):
         force: bool = False,
         protect: Iterable[str] = (),
         index: str | None = None,
+        durable: bool = True,
     ) -> None:
         super().__init__(os.path.realpath(target), force=force, protect=protect)
         self._index = index
+        self._durable = durable
         self._merging = self.target.is_dir()
         if not self._merging and os.path.lexists(self.target):
             raise OutputError(f"{self.target}: exists already and is not a directory")
@@ -279,21 +288,25 @@ class DirectoryOutput(_Staged):
         """Begin the file called `name`, which may lie in a folder of its own; the one begun before is closed."""
         self.check_names([name])
         self._close_all()
-        with failures(self.target / name):
-            (self._stage / name).parent.mkdir(parents=True, exist_ok=True)
-        file = StagedFile(self.target / name, self._stage / name, is_new=True)
+        target, staged = self.target / name, self._stage / name
+        if staged.parent != self._stage:
+            with failures(target):
+                staged.parent.mkdir(parents=True, exist_ok=True)
+        file = StagedFile(target, staged, is_new=True, durable=self._durable)
         self._files.append(file)
         return file
 
     def commit(self) -> None:
         self._close_for_good()
         if not self._merging:
-            _sync_directory(self._stage)
+            if self._durable:
+                _sync_directory(self._stage)
             try:
                 os.rename(self._stage, self.target)
             except OSError as exc:
                 raise OutputError(f"{self.target}: cannot be written: {exc.strerror or exc}") from exc
-            _sync_directory(self.target.parent)
+            if self._durable:
+                _sync_directory(self.target.parent)
             return
         if self._index and self.force:
             with failures(self.target / self._index):
@@ -302,7 +315,8 @@ class DirectoryOutput(_Staged):
             with failures(file.target):
                 file.target.parent.mkdir(parents=True, exist_ok=True)
             self._place(file.path, file.target)
-        _sync_directory(self.target)
+        if self._durable:
+            _sync_directory(self.target)
 
     def _discard(self) -> None:
         shutil.rmtree(self._stage, ignore_errors=True)

@@ -13,6 +13,7 @@ from ..arrays.source import Source
 from ..dtypes import PARTS, Words, by_name
 from ..errors import KvmnnError, OptionError
 from ..formats.mnn import Packed, Unpacked, pack, unpack
+from ..formats.mnn.prefix_writing import Making
 from ..packed.cache_info import TokenIds
 from ..packed.fitting import Geometry
 from ..text import count
@@ -90,6 +91,7 @@ def write_prefix(
     capacity: int | None = None,
     model: str | None = None,
     force: bool = False,
+    threads: int | None = None,
 ) -> Got:
     """Write K and V of a prefix as files of arrays, or as the prefix cache that an MNN engine loads.
 
@@ -107,6 +109,9 @@ def write_prefix(
         Directory of the MNN model, to be noted down beside a prefix cache.
     force
         Replace files that exist.
+    threads
+        Files of a prefix cache that are written at once; None for as many as there are processors. They are not brought
+        to the disk by force: after a power cut, get them again.
 
     Raises
     ------
@@ -126,7 +131,17 @@ def write_prefix(
         made = unpack(source, output, force=force)
     else:
         ids = TokenIds.of(list(token_ids[: prefix.tokens]))
-        made = pack(source, output, geometry, name=name, capacity=capacity, token_ids=ids, model=model, force=force)
+        made = pack(
+            source,
+            output,
+            geometry,
+            name=name,
+            capacity=capacity,
+            token_ids=ids,
+            model=model,
+            force=force,
+            making=Making(durable=False, again=True, threads=threads),
+        )
     return Got(tokens=prefix.tokens, asked=prefix.asked, written=made)
 
 

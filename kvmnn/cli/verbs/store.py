@@ -189,6 +189,7 @@ def _get(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int
         capacity=arguments.capacity,
         model=arguments.model,
         force=arguments.force,
+        threads=arguments.threads,
     )
     return made, 0
 

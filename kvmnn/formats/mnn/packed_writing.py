@@ -1,4 +1,4 @@
-"""Plain arrays into packed files, streamed: each run of rows goes straight to its place in the mapped file."""
+"""Plain arrays into packed files, streamed: each run of rows goes to its place in a buffer or the mapped file."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 from ...arrays.named_array import Piece
 from ...dtypes import Part
 from ...errors import KvmnnError
+from ...files.mapped import MappedFile
 from ...files.output import failures
 from ...packed.layout import PackLayout
 from ...packed.rows import HeadRows, head_bytes
@@ -21,6 +22,9 @@ RowOrder = Literal["head", "token"]
 """Which axis runs slowest: ``[kv_head, token, head_dim]`` or ``[token, kv_head, head_dim]``."""
 
 _DROP_BYTES = 16 << 20
+_READ_BYTES = 256 << 10
+_WRITE_AT_ONCE = 16 << 20
+"""Bytes of a file that is filled in memory and written in one go: its pages one by one cost the system far more."""
 
 
 class PackedPart:
@@ -63,27 +67,43 @@ class PackedPart:
         self._rest: Piece = np.empty(0, np.uint8)
         self._position = 0  # rows that have come
         self._dirty = 0
-        self._target = target
-        with failures(target), open(path, "r+b") as file:
-            make_room(file.fileno(), head * layout.kv_heads)
-            self._map = mmap.mmap(file.fileno(), 0)
-        self._buffer = np.frombuffer(self._map, np.uint8).reshape(layout.kv_heads, head)
+        self._target, self._path = target, path
+        self._map: mmap.mmap | None = None
+        if head * layout.kv_heads <= _WRITE_AT_ONCE:
+            self._buffer = np.zeros((layout.kv_heads, head), np.uint8)
+        else:
+            with failures(target), open(path, "r+b") as file:
+                make_room(file.fileno(), head * layout.kv_heads)
+                self._map = mmap.mmap(file.fileno(), 0)
+            self._buffer = np.frombuffer(self._map, np.uint8).reshape(layout.kv_heads, head)
 
     def write(self, run: Piece) -> None:
         """The next bytes of the array, little-endian words."""
         for head, token, rows in self._places(run):
             self._access.write(self._buffer[head], token, rows)
         self._dirty += run.size
-        if self._dirty >= _DROP_BYTES and hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED)  # shared pages: what was written stays in the file
+        if self._dirty >= _DROP_BYTES:
+            self._drop()
             self._dirty = 0
 
     def rewind(self) -> None:
-        """Check that every row has come, and go back to the first one."""
+        """Check that every row has come, and go back to the first one; from now on the file is what is looked at."""
         expected = self._tokens * self._heads
         if self._position != expected or self._rest.size:
             raise KvmnnError(f"{self._target}: {self._position} rows came, {expected} were announced")
         self._position = 0
+        if self._buffer.flags.writeable and self._map is None:
+            self._write()
+
+    def _write(self) -> None:
+        """What was filled in memory into the file, which takes its place."""
+        with failures(self._target):
+            with open(self._path, "r+b", buffering=0) as file:
+                rest = self._buffer.reshape(-1).data
+                while rest:
+                    rest = rest[file.write(rest) :]
+            mapped = MappedFile(self._path)
+        self._buffer = mapped.view(0, mapped.size).reshape(self._buffer.shape)
 
     def holds(self, run: Piece) -> bool:
         """Whether the next bytes of the array are in the file."""
@@ -94,10 +114,25 @@ class PackedPart:
                 return False
         return True
 
+    def runs(self) -> Iterator[Piece]:
+        """The rows in the file, head after head, behind `rewind`; each run is good until the next."""
+        held = np.empty(max(1, _READ_BYTES // self._row) * self._row, np.uint8)
+        for head in self._buffer:
+            for begin in range(0, self._tokens, held.size // self._row):
+                run = held[: (self._tokens - begin) * self._row]
+                self._access.read(head, begin, run)
+                yield run
+            self._drop()
+
     def close(self) -> None:
         """Let go of the file."""
         del self._buffer
-        self._map.close()
+        if self._map:
+            self._map.close()
+
+    def _drop(self) -> None:
+        if self._map and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)  # shared pages: what was written stays in the file
 
     def _places(self, run: Piece) -> Iterator[tuple[int, int, Piece]]:
         """The complete rows that have come, as runs of one head: ``(head, first token, rows)``."""

@@ -17,7 +17,7 @@ from ...threads.pipeline import Progress
 from ..npy_folder import POSITIONS
 from .model import check_agrees, fingerprint, read_geometry
 from .noted_positions import noted_positions
-from .prefix_writing import Packed, prefix_info, write_prefix
+from .prefix_writing import Making, Packed, prefix_info, write_prefix
 
 
 def pack(
@@ -34,6 +34,7 @@ def pack(
     cast: bool = False,
     force: bool = False,
     progress: Progress | None = None,
+    making: Making | None = None,
 ) -> Packed:
     """Pack K and V of every layer into the files of a prefix cache; each file is read back and compared.
 
@@ -62,6 +63,8 @@ def pack(
         Replace files that exist; the inputs are never replaced.
     progress
         Called with bytes of arrays.
+    making
+        As for `write_prefix`.
 
     Raises
     ------
@@ -100,7 +103,9 @@ def pack(
             info = replace(info, layers=tuple(layers))
             whose = source.engine_cache.engine if source.engine_cache else f"{POSITIONS} beside the arrays"
             notes.append(f"true positions as {whose} has them")
-    return write_prefix(arrays, info, output, force=force, protect=source.files, notes=notes, progress=progress)
+    return write_prefix(
+        arrays, info, output, force=force, protect=source.files, notes=notes, progress=progress, making=making
+    )
 
 
 def _of_engine(source: Source, info: CacheInfo) -> tuple[Ranges, ...] | None:

@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from ...arrays.casting import Cast
+from ...arrays.casting import Cast, sum_of
 from ...arrays.layers import LayerArray, common_geometry
-from ...dtypes import PART_LETTERS, Part
+from ...dtypes import PART_LETTERS
 from ...errors import KvmnnError
 from ...files.names import with_contents
-from ...files.output import DirectoryOutput
+from ...files.output import DirectoryOutput, StagedFile
 from ...packed import cache_info
 from ...packed.cache_info import SIDE_SUFFIX, CacheInfo, LayerInfo
 from ...packed.layout import PackLayout
 from ...packed.summary import cache_document, cache_summary, live_share
 from ...text import at_rate
 from ...threads.pipeline import Progress
-from .packed_reading import packed_runs
+from ...threads.pool import map_pulled, resolve_threads
+from ..rereading import ReadBackError
 from .packed_writing import PackedPart
 from .prefix import check_leftovers, check_name, data_name, file_names
 
 _STEP = 8 << 20
+_AGAIN = 1 << 20
+"""Bytes of what is in memory that are compared at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +138,28 @@ def prefix_info(
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Making:
+    """How the files of a prefix cache are made, and what of them is proved with.
+
+    Parameters
+    ----------
+    durable
+        Bring the files to the disk before they get their names. What can be made again at any time needs it not.
+    again
+        The arrays are in memory: what reads back is compared with their words, and nothing is hashed.
+    hashes
+        SHA-256 of arrays by their names, of what has to read back; of arrays that are not named what goes in is hashed.
+    threads
+        Files that are worked on at once; None for as many as there are processors. Only without `durable`.
+    """
+
+    durable: bool = True
+    again: bool = False
+    hashes: Mapping[str, str] = field(default_factory=dict)
+    threads: int | None = 1
+
+
 def write_prefix(
     arrays: Sequence[LayerArray],
     info: CacheInfo,
@@ -142,6 +169,7 @@ def write_prefix(
     protect: Iterable[str] = (),
     notes: Sequence[str] = (),
     progress: Progress | None = None,
+    making: Making | None = None,
 ) -> Packed:
     """Write the files of a prefix cache into a directory, all or none, and read every file back.
 
@@ -159,44 +187,66 @@ def write_prefix(
         For the result.
     progress
         Called with bytes of arrays.
+    making
+        How; None for files on the disk, one after another, hashed before and behind.
 
     Raises
     ------
-    KvmnnError
+    ReadBackError
         When a file does not give back what was put into it.
     OutputError
         When files exist, or files of more layers of the same name would stay beside the new ones.
     """
     started = time.perf_counter()
-    directory = DirectoryOutput(output, force=force, protect=with_contents(protect), index=info.name + SIDE_SUFFIX)
+    making = making or Making()
+    directory = DirectoryOutput(
+        output, force=force, protect=with_contents(protect), index=info.name + SIDE_SUFFIX, durable=making.durable
+    )
     with directory:
-        cast = _write_files(arrays, info, directory, progress)
+        cast = _write_files(arrays, info, directory, progress, making)
         directory.commit()
     seconds = time.perf_counter() - started
     return Packed(output=output, info=info, cast=cast, seconds=seconds, notes=tuple(notes))
 
 
 def _write_files(
-    arrays: Sequence[LayerArray], info: CacheInfo, output: DirectoryOutput, progress: Progress | None
+    arrays: Sequence[LayerArray], info: CacheInfo, output: DirectoryOutput, progress: Progress | None, making: Making
 ) -> Cast:
     names = file_names(info)
     output.check_names(names)
     check_leftovers(output.target, info, names)
-    cast = Cast(common_geometry(arrays)[2], info.layout.dtype)
-    for entry in arrays:
-        _write_part(entry, info, output, cast, progress)
+    dtype = common_geometry(arrays)[2]
+    lock = threading.Lock()
+
+    def one(job: tuple[int, LayerArray]) -> Cast:
+        number, entry = job
+        with lock:
+            file = output.file(data_name(info.name, entry.layer, PART_LETTERS[entry.part]))
+        cast = Cast(dtype, info.layout.dtype)
+        if not _write_part(entry, info, file, cast, making, partial(_tell, progress, lock)):
+            raise ReadBackError(f"{file.target}: does not give back what was packed into it", number)
+        return cast
+
+    cores = 1 if making.durable else resolve_threads(making.threads)
+    casts = map_pulled(one, enumerate(arrays), cores)
     for name in names[len(arrays) :]:
         file = output.file(name)
         if name.endswith(SIDE_SUFFIX):
             file.write((cache_info.to_json(info) + "\n").encode())
-    return cast
+    return sum_of(casts)
+
+
+def _tell(progress: Progress | None, lock: threading.Lock, nbytes: int) -> None:
+    if progress:
+        with lock:
+            progress(nbytes)
 
 
 def _write_part(
-    entry: LayerArray, info: CacheInfo, output: DirectoryOutput, cast: Cast, progress: Progress | None
-) -> None:
+    entry: LayerArray, info: CacheInfo, file: StagedFile, cast: Cast, making: Making, progress: Progress
+) -> bool:
+    """Whether the file gives back what was written to it."""
     layer = info.layers[entry.layer]
-    file = output.file(data_name(info.name, entry.layer, PART_LETTERS[entry.part]))
     part = PackedPart(
         file.target,
         file.path,
@@ -206,28 +256,24 @@ def _write_part(
         tokens=layer.tokens,
         order="token" if entry.token_major else "head",
     )
-    went_in = hashlib.sha256()
+    again = making.again or entry.token_major
+    expected = None if cast.source != cast.target else making.hashes.get(entry.array.name)
+    went_in = None if again or expected else hashlib.sha256()
     for run in entry.array.pieces(_STEP):
         words = cast.run(run)
-        went_in.update(words.data)
+        if went_in:
+            went_in.update(words.data)
         part.write(words)
-        if progress:
-            progress(run.size)
+        progress(run.size)
         del run, words
     part.rewind()
-    if entry.token_major:
-        again = Cast(cast.source, cast.target)
-        proved = all(part.holds(again.run(run)) for run in entry.array.pieces(_STEP))
+    if again:
+        once_more = Cast(cast.source, cast.target)
+        proved = all(part.holds(once_more.run(run)) for run in entry.array.pieces(_AGAIN))
     else:
-        proved = went_in.digest() == _digest(str(file.path), info, layer, entry.part)
+        came_out = hashlib.sha256()
+        for run in part.runs():
+            came_out.update(run.data)
+        proved = came_out.hexdigest() == (went_in.hexdigest() if went_in else expected)
     part.close()
-    if not proved:
-        raise KvmnnError(f"{file.target}: does not give back what was packed into it (please report this)")
-
-
-def _digest(path: str, info: CacheInfo, layer: LayerInfo, part: Part) -> bytes:
-    digest = hashlib.sha256()
-    for run in packed_runs(path, info.layout, part, layer, _STEP):
-        digest.update(run.data)
-        del run
-    return digest.digest()
+    return proved

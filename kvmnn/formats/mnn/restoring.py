@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ...arrays.layers import sort
+from ...arrays.layers import LayerArray, sort
 from ...arrays.named_array import ArrayInfo
+from ...bundle.decoding import decode_frames
 from ...bundle.frame_set import DecodeOptions, FrameSet
-from ...errors import LimitError, OptionError, SourceError
+from ...errors import FrameError, LimitError, OptionError, SourceError
 from ...files.names import is_directory
 from ...packed.cache_info import CacheInfo, TokenIds
 from ...packed.fitting import Geometry, describe
 from ...packed.layout import PackLayout
-from ...threads.pipeline import Progress
+from ...threads.pipeline import IN_FLIGHT, Progress
+from ...threads.pool import resolve_threads
 from ..array_formats import array_format
 from ..frames import of_frames
+from ..rereading import ReadBackError
 from ..restoring import array_document
 from .model import fingerprint
 from .packing import chosen_layout, prefix_name
-from .prefix_writing import Packed, prefix_info, write_prefix
+from .prefix_writing import Making, Packed, prefix_info, write_prefix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +132,19 @@ def restore_prefix(
         raise LimitError(
             f"{frames.path}: its files have {target.file_bytes} bytes, above the limit of {options.max_bytes}"
         )
-    packed = write_prefix(arrays, target, output, force=force, protect=frames.files, progress=progress)
+    hashes = _hashes(frames, arrays, layout)
+    parallel = _side_by_side(arrays, options)
+    if hashes:
+        alone = replace(options, threads=1) if parallel else options
+        arrays = sort(of_frames(frames, alone, check=False).arrays)
+    making = Making(durable=False, hashes=hashes, threads=options.threads if parallel else 1)
+    try:
+        packed = write_prefix(
+            arrays, target, output, force=force, protect=frames.files, progress=progress, making=making
+        )
+    except (FrameError, ReadBackError):
+        deque(decode_frames(frames, options), maxlen=0)  # where frames are not what they were, this says it
+        raise
     return RestoredPrefix(
         input=frames.path,
         packed=packed,
@@ -135,6 +152,25 @@ def restore_prefix(
         stored_bytes=frames.stored_bytes,
         warnings=tuple(warnings),
     )
+
+
+def _hashes(frames: FrameSet, arrays: Sequence[LayerArray], layout: PackLayout) -> dict[str, str]:
+    """The hashes of the manifest, where what reads back of the files has to have them; else none.
+
+    Then they are all that is compared: they prove the files, the frames and everything between them.
+    """
+    said = {array.name: array for array in frames.arrays}
+    found = {}
+    for entry in arrays:
+        array = said.get(entry.array.name)
+        if array and array.sha256 and array.shape == entry.array.shape and not entry.token_major:
+            found[array.name] = array.sha256
+    return found if len(found) == len(arrays) and layout.dtype == arrays[0].array.dtype else {}
+
+
+def _side_by_side(arrays: Sequence[LayerArray], options: DecodeOptions) -> bool:
+    """Whether arrays are small enough to be worked on at once, as many as there are threads."""
+    return max(entry.array.nbytes for entry in arrays) * resolve_threads(options.threads) <= IN_FLIGHT
 
 
 def _differences(info: CacheInfo, layout: PackLayout, model: str | None, token_ids: TokenIds | None) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import packed_samples
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvmnn import KvmnnError, OutputError, PackLayout, SourceError
@@ -17,6 +17,7 @@ from kvmnn.dtypes import PARTS
 from kvmnn.formats import find_packed
 from kvmnn.formats import open as open_any
 from kvmnn.formats.mnn import live as mnn_live
+from kvmnn.formats.mnn import packed_writing
 from kvmnn.formats.mnn import prefix as mnn_prefix
 from kvmnn.formats.mnn.model import fingerprint, read_geometry
 from kvmnn.formats.mnn.packed_writing import PackedPart
@@ -393,9 +394,15 @@ def test_a_fingerprint_is_of_what_decides_k_and_v(tmp_path):
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
+@pytest.fixture(params=[0, 1 << 30], ids=["mapped", "at once"])
+def at_once(request, monkeypatch):
+    """Files are mapped and filled page by page, or written from memory."""
+    monkeypatch.setattr(packed_writing, "_WRITE_AT_ONCE", request.param)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_rows_find_their_place_in_runs_of_any_size(tmp_path_factory, data):
+def test_rows_find_their_place_in_runs_of_any_size(at_once, tmp_path_factory, data):
     heads, dims, tokens = (data.draw(st.integers(1, most)) for most in (3, 9, 70))
     lP, hP = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([1, 4, 8]))
     block = data.draw(st.sampled_from([64, 5, None]))
@@ -416,6 +423,7 @@ def test_rows_find_their_place_in_runs_of_any_size(tmp_path_factory, data):
         for run in runs:
             file.write(run)
         file.rewind()
+        assert b"".join(run.tobytes() for run in file.runs()) == array.tobytes()
         assert all(file.holds(run) for run in runs)
         file.rewind()
         assert not all(file.holds(run ^ np.uint8(1)) for run in runs)

@@ -14,6 +14,7 @@ import packed_samples
 import pytest
 
 import kvmnn
+from kvmnn import LayerCache
 from kvmnn.arrays import Place, compare
 from kvmnn.bundle import open_frames
 from kvmnn.errors import OptionError
@@ -33,6 +34,9 @@ from kvmnn.formats.mnn import (
 )
 from kvmnn.packed.cache_info import TokenIds
 from kvmnn.packed.fitting import Geometry
+from kvmnn.packed.rows import HeadRows
+from kvmnn.store import write_prefix
+from kvmnn.store.results import Prefix
 
 TOKENS = 20
 OPTIONS = PackedOptions(geometry=Geometry(kv_heads=2, head_dim=6, backend="x86-avx2"), tokens=(TOKENS,))
@@ -110,6 +114,61 @@ def test_restore(arrays: list[np.ndarray], run: Callable[..., SimpleNamespace]) 
         restore_prefix(frames, "r", token_ids=TokenIds.of(range(TOKENS)))
     forced = restore_prefix(frames, "r", token_ids=TokenIds.of(range(TOKENS)), force=True)
     assert len(forced.warnings) == 1
+
+
+def made_again(arrays: list[np.ndarray], how: str) -> None:
+    """Files in ``q``, of frames or of what a store gives."""
+    if how == "frames":
+        restore_prefix(open_frames("b"), "q", force=True)
+    else:
+        layers = [LayerCache(layer=n, keys=arrays[2 * n], values=arrays[2 * n + 1]) for n in range(2)]
+        prefix = Prefix(tokens=TOKENS, asked=TOKENS, layers=layers)
+        geometry = Geometry(backend="x86-avx2")
+        write_prefix(prefix, range(TOKENS), "q", where="s", geometry=geometry, name="sys", force=True)
+
+
+@pytest.mark.parametrize("how", ["frames", "store"])
+def test_what_can_be_made_again_is_not_forced_to_the_disk(
+    arrays: list[np.ndarray], run: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    run("encode", "p", *ARGUMENTS, "-o", "b/")
+    synced: list[int] = []
+    monkeypatch.setattr("kvmnn.files.output.os.fsync", synced.append)
+    made_again(arrays, how)
+    assert synced == []
+    found = kvmnn.open("q")
+    for one, array in zip(found.arrays, arrays, strict=True):
+        np.testing.assert_array_equal(one.to_numpy(), array)
+    pack(kvmnn.open("b"), "packed", Geometry(backend="x86-avx2"))
+    assert len(synced) > 4
+
+
+@pytest.mark.parametrize("how", ["frames", "store"])
+def test_files_that_do_not_give_back_what_went_in(
+    arrays: list[np.ndarray], run: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    run("encode", "p", *ARGUMENTS, "-o", "b/")
+    write = HeadRows.write
+
+    def wrong(access: HeadRows, head: np.ndarray, start: int, rows: np.ndarray) -> None:
+        write(access, head, start, rows ^ np.uint8(1))
+
+    monkeypatch.setattr(HeadRows, "write", wrong)
+    with pytest.raises(kvmnn.KvmnnError, match=r"sys_0\.k: does not give back what was packed into it"):
+        made_again(arrays, how)
+    assert not Path("q").exists()
+
+
+def test_frames_that_are_not_what_they_were(arrays: list[np.ndarray], run: Callable[..., SimpleNamespace]) -> None:
+    """Nothing but what reads back is hashed; where that is wrong, the frame that is to blame is named."""
+    run("encode", "p", *ARGUMENTS, "-o", "b/")
+    file = sorted(Path("b").glob("*.frame"))[1]
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 0x10
+    file.write_bytes(data)
+    with pytest.raises(kvmnn.ManifestError, match=r"b: array '.*': the frame does not match the manifest's sha256"):
+        restore_prefix(open_frames("b"), "q")
+    assert not Path("q").exists()
 
 
 def test_compact(arrays: list[np.ndarray], run: Callable[..., SimpleNamespace]) -> None:

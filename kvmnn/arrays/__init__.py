@@ -1,5 +1,6 @@
 """What flows between files and codecs: named arrays, sources of them, and caches of K and V by layer."""
 
+from .axes import Laid
 from .closeness import Closeness, Distance, compare_close
 from .differences import Differences, Place, compare
 from .engine_cache import EngineCache
@@ -13,6 +14,7 @@ __all__ = [
     "Differences",
     "Distance",
     "EngineCache",
+    "Laid",
     "LayerCache",
     "NamedArray",
     "Place",

@@ -9,7 +9,7 @@ from functools import partial
 from ..dtypes import PARTS, Part
 from ..errors import KvmnnError, SourceError
 from .named_array import NamedArray, Piece, rechunked
-from .names import conventional, layer_of, part_of
+from .names import conventional, is_numbered, layer_of, part_of
 
 MOST_HEADS = 256
 """More kv heads than any decoder has: twice those of the largest that are published (128)."""
@@ -47,6 +47,7 @@ def sort(arrays: Sequence[NamedArray], *, token_major: bool = False) -> list[Lay
     Names may be those of `CONVENTIONS`, such as ``layer_3.key`` or ``past_key_values.3.value``; the pieces of a KV dump
     (``run/layer_3/k_t0_16``) are joined along the tokens. Others say K or V by a word and the layer by a number. Arrays
     called ``k`` and ``v`` or the like, without a number, are one layer, or with four axes ``[layer, ...]`` all of them.
+    Of ``3.0`` and ``3.1`` nothing says the axes: more than `MOST_HEADS` are tokens; fewer on both axes are asked about.
 
     Parameters
     ----------
@@ -82,7 +83,7 @@ def sort(arrays: Sequence[NamedArray], *, token_major: bool = False) -> list[Lay
 
 def _places(array: NamedArray, token_major: bool) -> Iterator[tuple[int, LayerArray]]:
     """Which tokens of which layers an array holds: ``(first token, array)``."""
-    part, layer, start, token_major = _name(array.name, token_major)
+    part, layer, start, token_major = _name(array, token_major)
     if array.order == "F" or array.itemsize != array.word_bytes:
         raise SourceError(f"array {array.name!r}: expected words in C order")
     if len(array.shape) == 4 and (layer is None or array.shape[0] == 1):
@@ -94,22 +95,52 @@ def _places(array: NamedArray, token_major: bool) -> Iterator[tuple[int, LayerAr
         raise SourceError(
             f"array {array.name!r}: has shape {list(array.shape)}: expected [kv_head, token, head_dim]"
             + (" or [layer, kv_head, token, head_dim]" if layer is None else "")
+            + _advice(array)
         )
 
 
-def _name(name: str, token_major: bool) -> tuple[Part, int | None, int, bool]:
+def _advice(array: NamedArray) -> str:
+    """What to say of arrays with more axes."""
+    own = conventional(array.name)
+    if len(array.shape) == 4 and own is not None and array.name == array_name(own.layer, own.part):
+        return f", and it is a batch of {array.shape[0]}: --batch N takes one text of it, from 0"
+    return " (--axes says how arrays lie)"
+
+
+def _name(array: NamedArray, token_major: bool) -> tuple[Part, int | None, int, bool]:
     """Part, layer (None if it does not say), first token, and whether tokens come before heads."""
-    found = conventional(name)
+    found = conventional(array.name)
     if found is not None:
         return found.part, found.layer, found.start, found.order == "thd" if found.is_dump else token_major
     try:
-        part, rest = part_of("", name)
+        part, rest = part_of("", array.name)
     except SourceError:
         raise SourceError(
-            f"array {name!r}: its name does not say whether it is K or V of which layer: expected e.g. "
-            f"'{array_name(0, 'key')}'"
+            f"array {array.name!r}: its name does not say whether it is K or V of which layer: expected e.g. "
+            f"'{array_name(0, 'key')}' (or --axes with l for an axis of layers, 2 for one of K and V)"
         ) from None
-    return part, layer_of(rest), 0, token_major
+    layer = layer_of(rest)
+    return part, layer, 0, token_major or (is_numbered(array.name) and _tokens_first(array))
+
+
+def _tokens_first(array: NamedArray) -> bool:
+    """Whether tokens come before heads, where only the lengths of the axes can tell.
+
+    Raises
+    ------
+    SourceError
+        Where either may be the number of heads.
+    """
+    if len(array.shape) not in (3, 4):
+        return False
+    first, second = array.shape[-3:-1]
+    if first <= MOST_HEADS and second <= MOST_HEADS:
+        letters = "bhtd"[-len(array.shape) :]
+        raise SourceError(
+            f"array {array.name!r} {list(array.shape)}: nothing says whether {first} or {second} is the number of "
+            f"tokens: say --axes {letters} ({second} tokens) or --axes {letters.replace('ht', 'th')} ({first} tokens)"
+        )
+    return second <= MOST_HEADS
 
 
 def _row_of(array: NamedArray, index: int) -> NamedArray:

@@ -1,4 +1,10 @@
-"""Which layer an array is of, and whether it holds K or V, by its name."""
+"""Which layer an array is of, and whether it holds K or V, by its name: the one table of names.
+
+A name is looked up in `CONVENTIONS`; then in `NUMBERED`; then by its words, so that ``model.layers.3.self_attn.k`` and
+``k_3`` are K of layer 3: the last word for K or V, and the first number that stands alone or behind a word for layer,
+K or V. Names of `CONVENTIONS`, and those of words, have heads before tokens where nobody says otherwise; `NUMBERED`
+ones come from engines of either order, and are asked about.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +26,9 @@ CONVENTIONS: tuple[tuple[str, AxisOrder], ...] = (
 )
 """Names that say part and layer, and the usual order of axes. A slash may be an underscore, as in names of files."""
 
+NUMBERED = "{cache}{layer}.{part}"
+"""A layer and 0 for K, 1 for V, as in ``3.0``, ``past_key_values.3.1`` or ``layers_3_0``: pairs in lists, flattened."""
+
 _PLACEHOLDERS = {
     "{folder}": r"(?P<folder>(?:.*/)?)",
     "{layer}": r"(?P<layer>\d{1,9})",
@@ -37,6 +46,11 @@ def _pattern(template: str) -> re.Pattern[str]:
     return re.compile(text.replace("/", "[/_]"), re.DOTALL | re.ASCII)
 
 
+_NUMBERED = re.compile(
+    r"(?P<rest>(?:(?:past_key_values?|past|present|key_values|kv_cache|cache|layers?)[._/])?"
+    r"(?P<layer>[0-9]{1,9})[._/])(?P<part>[01])",
+    re.DOTALL,
+)
 _PATTERNS = tuple((_pattern(template), order) for template, order in CONVENTIONS)
 _PART_WORDS: dict[str, Part] = {
     **dict.fromkeys(("k", "key", "keys"), "key"),
@@ -86,6 +100,11 @@ def conventional(name: str) -> ConventionalName | None:
     return None
 
 
+def is_numbered(name: str) -> bool:
+    """Whether a name is one of `NUMBERED`."""
+    return _NUMBERED.fullmatch(name) is not None
+
+
 def part_of(where: str, name: str) -> tuple[Part, str]:
     """K or V by the last word that says so; and the name with that word replaced by ``*``.
 
@@ -94,6 +113,8 @@ def part_of(where: str, name: str) -> tuple[Part, str]:
     SourceError
         For a name without such a word.
     """
+    if found := _NUMBERED.fullmatch(name):
+        return PARTS[int(found["part"])], f"{found['rest']}*"
     for word in reversed(list(_WORD.finditer(name))):
         letters = word[0].rstrip("0123456789")
         part = _PART_WORDS.get(letters.lower())

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from . import engine_options, packed_options, printing
+from . import axes_options, engine_options, packed_options, printing
 from .printing import STDIO, UsageError
 
 if TYPE_CHECKING:
@@ -26,13 +26,15 @@ def load(
     known: CacheInfo | None = None,
     any_heads: bool = False,
     whole: bool = False,
+    one_of_several: bool = False,
 ) -> Source:
     """All arrays of all inputs as one source.
 
     With `frames`, frames are inputs too; `as_numbers` as in `ReadOptions`, `any_heads` and `whole` as in
     `EngineOptions`. Options
     about packed files are refused where no input is any, but for those that are `used` otherwise. What neither packed
-    files nor the arguments say is taken from `known`.
+    files nor the arguments say is taken from `known`. With `one_of_several` what is said of axes may be about another
+    input.
     """
     from ..arrays.source import joined
     from ..formats import opening
@@ -50,6 +52,7 @@ def load(
         packed=packed_options.options(arguments, known),
         frames=frames,
         engine=engine_options.options(arguments, any_heads=any_heads, whole=whole),
+        laid=axes_options.laid(arguments, one_of_several=one_of_several),
         max_bytes=getattr(arguments, "max_bytes", None),
     )
     return joined([opening.open(path, options) for path in paths])

@@ -20,7 +20,7 @@ from ..offline.options import (
     Scope,
     parse_layer_ids,
 )
-from . import idle_options, shared_options
+from . import axes_options, idle_options, shared_options
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -136,7 +136,7 @@ _SIMULATION = (
     *("entry_mode", *_PIECES, "aggregate_by_stage", "codec_mode", "adaptive_block_seq", "bitshuffle", *_PREDICTORS),
     *("out_json", "out_md", "real", "fp32", "no_limits", "threads", "token_major"),
 )
-_SOURCE = ("dtype", "tensor", "skip_unsupported", "token_major")
+_SOURCE = ("dtype", "tensor", "skip_unsupported", "token_major", *axes_options.NAMES)
 _SCOPE = ("scope", "front_n", "layer_start", "layer_end", "layer_ids", "strict_fp16")
 _FILTERS = ("stage", "min_seq_len", "max_seq_len")
 _OF_SCOPES = {"front_n": ("front_n",), "layer_range": ("layer_start", "layer_end"), "layer_ids": ("layer_ids",)}

@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from . import axes_options
+
 
 def byte_count(text: str) -> int:
     """A size such as ``4096``, ``64M`` or ``1G`` (powers of 1024), in bytes."""
@@ -82,8 +84,8 @@ def add_provider(parser: Any) -> None:
     )
 
 
-def add_source(parser: Any, dtype_help: str) -> None:
-    """``--dtype``, ``--tensor`` and ``--skip-unsupported``."""
+def add_source(parser: Any, dtype_help: str, *, axes: bool = True) -> None:
+    """``--dtype``, ``--tensor`` and ``--skip-unsupported``; with `axes` what says how arrays lie."""
     add_dtype(parser, dtype_help)
     parser.add_argument("--tensor", action="append", default=[], metavar="NAME", help="take this array (repeatable)")
     parser.add_argument(
@@ -91,6 +93,8 @@ def add_source(parser: Any, dtype_help: str) -> None:
         action="store_true",
         help="leave out arrays that no frame holds (float64, int64, empty ...) instead of refusing the file",
     )
+    if axes:
+        axes_options.add_axes(parser)
 
 
 def add_dtype(parser: Any, text: str) -> None:

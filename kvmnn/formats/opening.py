@@ -7,13 +7,14 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
+from ..arrays.axes import Laid, laid_out
 from ..arrays.source import Source, described_by
 from ..arrays.valid_names import check_name, name_of_file
 from ..bundle import manifest
 from ..bundle.frame_set import DecodeOptions, open_frames
 from ..errors import KvmnnError, LimitError, OptionError, SourceError
 from ..files.mapped import STDIN, MappedFile, head_of
-from . import engine_files, npy, npy_folder, raw
+from . import engine_files, npy, npy_folder, raw, vllm
 from .array_formats import ARRAY_FORMATS, array_format
 from .frames import of_frames
 from .hf import live, saved
@@ -24,7 +25,7 @@ from .options import PackedOptions, ReadOptions
 from .reading import check_names, chosen
 from .unknown import HEAD_BYTES, file_not_known, folder_not_known
 
-FolderKind = Literal["packed", "packed dump", "dump", "npy"]
+FolderKind = Literal["packed", "packed dump", "dump", "npy", "vllm"]
 _PACKED_SUFFIXES = (".k", ".v")
 _FRAME_SUFFIXES = (manifest.FRAME_SUFFIX, ".json")
 
@@ -39,6 +40,9 @@ def open(
     packed: PackedOptions | None = None,
     frames: bool | None = None,
     threads: int | None = None,
+    axes: str | None = None,
+    shape: tuple[int, ...] | None = None,
+    batch: int | None = None,
 ) -> Source:
     """Open anything that kvmnn reads: its arrays, by name, read or decoded when they are asked for.
 
@@ -58,6 +62,9 @@ def open(
         All that follows in one object, and what only that has. A keyword that is given replaces the field of that name.
     dtype, tensors, skip_unsupported, packed, frames, threads
         As in `ReadOptions`, with the same defaults.
+    axes, shape, batch
+        As in `kvmnn.arrays.Laid`: of plain arrays a letter for each axis (l layer, b batch, h kv_head, t token, d
+        dimension, 2 K and V), what they are taken as first, and which text of a batch is wanted.
 
     Returns
     -------
@@ -86,12 +93,15 @@ def open(
         "threads": threads,
     }
     options = replace(options or ReadOptions(), **{name: value for name, value in given.items() if value is not None})
+    if any(said is not None for said in (axes, shape, batch)):
+        options = replace(options, laid=Laid(axes, shape, batch))
     if not isinstance(path, str | bytes | os.PathLike):
         return live.read(path, options)
     path = os.fsdecode(path)
     source = _decoded(path, options) if options.frames and is_frames(path) else _read(path, options)
     if options.frames and source.cache is None:
         source.cache = described_by(source.metadata, path)
+    source = laid_out(source, options.laid, path)
     if options.max_bytes is not None and source.nbytes > options.max_bytes:
         raise LimitError(f"{path}: holds {source.nbytes} raw bytes, above the limit of {options.max_bytes}")
     _check_array_names(source, path)
@@ -135,7 +145,9 @@ def folder_kind(path: str, packed: PackedOptions | None = None) -> FolderKind | 
         return "packed dump"
     if meta:
         return "dump"
-    return "npy" if npy_folder.files_in(path) else None
+    if npy_folder.files_in(path):
+        return "npy"
+    return "vllm" if vllm.is_folder(path) else None
 
 
 def not_a_frame(path: str, found: KvmnnError) -> KvmnnError:
@@ -209,7 +221,7 @@ def _directory(path: str, options: ReadOptions) -> Source:
         return _packed(path, options)
     if kind is None:
         raise SourceError(f"{path}: {folder_not_known(path)}")
-    read = {"packed dump": packed_dump.read, "dump": dump.read, "npy": npy_folder.read}[kind]
+    read = {"packed dump": packed_dump.read, "dump": dump.read, "npy": npy_folder.read, "vllm": vllm.read}[kind]
     return read(path, options)
 
 

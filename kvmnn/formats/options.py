@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ..arrays.axes import Laid
 from ..packed.cache_info import TokenIds
 from ..packed.fitting import Geometry
 
@@ -36,6 +37,8 @@ class ReadOptions:
         For decoding frames; None for all processors.
     engine
         What is wanted of caches of other engines.
+    laid
+        How plain arrays lie, and which text of a batch is wanted.
     max_bytes
         Refuse inputs that hold more raw bytes than this in all; None for what their files can honestly hold, which
         each format bounds by itself (deflated members: 1,032 times their bytes).
@@ -50,6 +53,7 @@ class ReadOptions:
     frames: bool = True
     threads: int | None = None
     engine: EngineOptions = field(default_factory=lambda: EngineOptions())
+    laid: Laid = field(default_factory=Laid)
     max_bytes: int | None = None
 
 

@@ -12,6 +12,7 @@ from ..arrays.valid_names import name_of_file
 from ..errors import SourceError
 from ..files.mapped import STDIN, MappedFile
 from .options import ReadOptions
+from .raw_pages import Page, page_in
 from .reading import checked
 from .sinks import Runs, Sink
 from .unknown import HEAD_BYTES, file_not_known
@@ -24,7 +25,8 @@ def read(path: str, options: ReadOptions) -> Source:
 
 def read_mapped(file: MappedFile, options: ReadOptions) -> Source:
     """One 1-D array: all words of an open file."""
-    names = [options.dtype] if options.dtype else options.fallbacks
+    page = page_in(file.path)
+    names = [options.dtype] if options.dtype else [page.dtype] if page else options.fallbacks
     if not names:
         raise SourceError(
             f"{file.label}: {file_not_known(file.path, file.head(HEAD_BYTES))}; raw bytes need a dtype "
@@ -38,13 +40,17 @@ def read_mapped(file: MappedFile, options: ReadOptions) -> Source:
             f"{file.label}: {file.size} bytes are not a whole number of {dtype.itemsize}-byte {dtype.name} words"
         )
     array = NamedArray(
-        name="stdin" if file.path == STDIN else name_of_file(file.path),
+        name="stdin" if file.path == STDIN else _name(file.path, page),
         dtype=dtype.name,
         shape=(file.size // dtype.itemsize,),
         array_dtype=dtype.numpy.str,
         reader=partial(file.runs, 0, file.size),
     )
     return Source([checked(array, file.label)])
+
+
+def _name(path: str, page: Page | None) -> str:
+    return name_of_file(path) if page is None or page.layer is None else f"layer_{page.layer}"
 
 
 def write_raw(sink: Sink, arrays: Sequence[ArrayInfo], runs: Runs, metadata: dict[str, str]) -> None:

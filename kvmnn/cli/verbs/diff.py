@@ -27,7 +27,7 @@ def _loaded(path: str, arguments: argparse.Namespace) -> Source:
 
     if is_weights(path):
         return as_source(path)
-    return loading.load([path], arguments, frames=True, used=packed_options.LAYING)
+    return loading.load([path], arguments, frames=True, used=packed_options.LAYING, one_of_several=True)
 
 
 def _of_second(arguments: argparse.Namespace) -> argparse.Namespace:

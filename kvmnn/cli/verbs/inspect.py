@@ -5,7 +5,16 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from .. import engine_options, idle_options, loading, packed_options, printing, shared_options, weights_options
+from .. import (
+    axes_options,
+    engine_options,
+    idle_options,
+    loading,
+    packed_options,
+    printing,
+    shared_options,
+    weights_options,
+)
 
 if TYPE_CHECKING:
     from ...formats import ArraysInfo
@@ -35,6 +44,7 @@ def add_parser(verbs: Any) -> None:
     shared_options.add_max_bytes(parser)
     weights_options.add_group(parser)
     parser.add_argument("--no-zstd", action="store_true", help="judge as an engine without libzstd")
+    axes_options.add_axes(parser)
     packed_options.add_packed(parser)
 
 
@@ -61,37 +71,53 @@ def _refuse_idle(arguments: argparse.Namespace) -> None:
     idle_options.refuse(arguments, idle, f"changes nothing of what is said about {inputs}: leave it out")
 
 
-_ABOUT_CACHES = (*packed_options.LAYING, *engine_options.CHOOSING)
+_ABOUT_CACHES = (*packed_options.LAYING, *engine_options.CHOOSING, *axes_options.NAMES)
 _FRAMES = ("dtype", "no_manifest", "max_bytes", "no_zstd")
 
 
 def _used(path: str, arguments: argparse.Namespace) -> tuple[str, ...]:
     """The options that count for an input, by what it is."""
     from ... import compressor
-    from ...formats import kind_of
 
-    if not arguments.no_manifest and compressor.is_weight_file(path):
+    weights = not arguments.no_manifest and not _says_axes(arguments)
+    if weights and compressor.is_weight_file(path):
         return ()
-    if not arguments.no_manifest and compressor.is_checkpoint(path):
+    if weights and compressor.is_checkpoint(path):
         return ("dtype", *weights_options.TOLD)
-    if kind_of(path) != "arrays":
+    if not _is_of_arrays(path, arguments):
         return _FRAMES
     if engine_options.is_engine_file(path):
-        return ("dtype", "max_bytes", *engine_options.HEADS, *engine_options.CHOOSING)
-    return ("dtype", "max_bytes", *(packed_options.LAYING if packed_options.may_be_packed(path) else ()))
+        return ("dtype", "max_bytes", "kv_batch", *engine_options.HEADS, *engine_options.CHOOSING)
+    return (
+        "dtype",
+        "max_bytes",
+        *axes_options.NAMES,
+        *(packed_options.LAYING if packed_options.may_be_packed(path) else ()),
+    )
+
+
+def _is_of_arrays(path: str, arguments: argparse.Namespace) -> bool:
+    """Whether arrays are listed: those of a file that says so, or raw words whose shape or axes are said."""
+    from ...formats import kind_of
+
+    return kind_of(path) == "arrays" or (_says_axes(arguments) and kind_of(path) is None)
+
+
+def _says_axes(arguments: argparse.Namespace) -> bool:
+    return any(getattr(arguments, name) is not None for name in axes_options.NAMES)
 
 
 def _inspected(path: str, arguments: argparse.Namespace) -> tuple[printing.Result, str]:
     """What an input holds, and the same as text."""
     from ... import compressor
     from ...bundle import DecodeOptions, inspect
-    from ...formats import kind_of
     from ...formats.mnn import inspect_packed
 
-    if not arguments.no_manifest and (compressor.is_weight_file(path) or compressor.is_checkpoint(path)):
+    weights = not arguments.no_manifest and not _says_axes(arguments)
+    if weights and (compressor.is_weight_file(path) or compressor.is_checkpoint(path)):
         account = compressor.inspect(path, weights_options.options(arguments))
         return account, str(account)
-    if kind_of(path) == "arrays":
+    if _is_of_arrays(path, arguments):
         if packed := inspect_packed(path, packed_options.options(arguments)):
             return packed, str(packed)
         arrays = _arrays(path, arguments)
@@ -111,7 +137,9 @@ def _arrays(path: str, arguments: argparse.Namespace) -> ArraysInfo:
 
     packed = packed_options.options(arguments)
     limits = formats.ReadOptions(
-        max_bytes=arguments.max_bytes, engine=engine_options.options(arguments, any_heads=True)
+        laid=axes_options.laid(arguments),
+        max_bytes=arguments.max_bytes,
+        engine=engine_options.options(arguments, any_heads=True),
     )
     return formats.inspect(
         formats.open(path, limits, dtype=arguments.dtype, skip_unsupported=True, packed=packed, frames=False)

@@ -32,7 +32,7 @@ def add_parser(verbs: Any) -> None:
     parser = shared_options.add_verb(verbs, "plan", run, "which tokens H2O would keep", _TEXT)
     parser.add_argument("input", metavar="IN", help="scores of blocks, or attention")
     shared_options.add_output(parser, "JSON file for `kvmnn compact --plan`; - for standard output")
-    shared_options.add_source(parser, "what raw words are")
+    shared_options.add_source(parser, "what raw words are", axes=False)
     parser.add_argument("--kind", choices=("scores", "attention"), help="what IN holds, where its axes do not say")
     parser.add_argument("--tokens", type=shared_options.positive, metavar="N", help="tokens that the scores are about")
     parser.add_argument(

@@ -22,7 +22,7 @@ def add_parser(verbs: Any) -> None:
     parser = shared_options.add_verb(verbs, "repack", run, "a packed cache for another backend", _TEXT)
     parser.add_argument("input", metavar="IN", help="the directory of a prefix cache, or one of its files")
     packed_options.add_target(parser)
-    shared_options.add_source(parser, "what the words are, where the pack numbers do not say")
+    shared_options.add_source(parser, "what the words are, where the pack numbers do not say", axes=False)
     packed_options.add_packed(parser, backend="--from")
     parser.add_argument(
         "--to",

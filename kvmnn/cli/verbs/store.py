@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .. import idle_options, loading, packed_options, printing, shared_options
+from .. import axes_options, idle_options, loading, packed_options, printing, shared_options
 from ..printing import Result, UsageError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class _Action(NamedTuple):
 
 _MODEL = ("token_ids", "model", "fingerprint", "dtype")
 _LAYOUT = ("backend", "lp", "hp", "flash_block", "name", "capacity")
-_INPUT = ("tensor", "skip_unsupported", "token_major", *packed_options.LAYING)
+_INPUT = ("tensor", "skip_unsupported", "token_major", *axes_options.NAMES, *packed_options.LAYING)
 _ACTIONS = {
     "put": _Action((*_MODEL, *_INPUT, "store_bytes", "block_tokens", "effort", "threads", "force"), "CACHE"),
     "match": _Action(_MODEL),

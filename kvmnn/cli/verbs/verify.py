@@ -6,7 +6,16 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from ...text import count, span
-from .. import idle_options, loading, packed_options, printing, shared_options, verify_weights, weights_options
+from .. import (
+    axes_options,
+    idle_options,
+    loading,
+    packed_options,
+    printing,
+    shared_options,
+    verify_weights,
+    weights_options,
+)
 
 if TYPE_CHECKING:
     from ...arrays.source import Source
@@ -55,7 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.against:
         why = "needs --against: it says how the packed files of an original lie"
         idle_options.refuse(arguments, packed_options.LAYING, why)
-        idle_options.refuse(arguments, ["tensor", "skip_unsupported"], "needs --against: it is about the original")
+        about = ["tensor", "skip_unsupported", *axes_options.NAMES]
+        idle_options.refuse(arguments, about, "needs --against: it is about the original")
     frames = loading.open_frames(arguments.input, arguments, options)
     if not arguments.against:
         loading.check_dtype(frames, arguments)

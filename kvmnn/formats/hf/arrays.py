@@ -69,7 +69,7 @@ def _words(where: str, tensor: AnyTensor, rows: int | None) -> npt.NDArray[Any]:
 
 
 def cache_source(where: str, cache: Cache, options: ReadOptions) -> Source:
-    """K and V of every layer of a cache.
+    """K and V of every layer of a cache; pairs as they are where the caller says how they lie.
 
     Raises
     ------
@@ -77,12 +77,16 @@ def cache_source(where: str, cache: Cache, options: ReadOptions) -> Source:
         For K and V that do not have the shape ``[batch, kv_head, token, head_dim]``, or not the same tokens.
     """
     entries = []
+    others = options.laid.axes is not None and cache.form in ("pairs", "legacy", "dict")
     for layer in cache.layers:
-        _check_shape(where, layer)
+        if not others:
+            _check_shape(where, layer)
         for part, tensor in zip(PARTS, (layer.keys, layer.values), strict=True):
             name = array_name(layer.number, part)
             entries.append((name, partial(tensor_array, where, name, tensor, options, layer.valid)))
     arrays, skipped = select(where, entries, options)
+    if others:
+        return Source(arrays, skipped=skipped)
     found = Source(arrays, skipped=skipped, notes=_notes(cache), axes=AXES)
     if len(arrays) == len(entries):
         found.engine_cache = _described(cache)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ...arrays.axes import laid_out
 from ...arrays.source import Source
 from ...arrays.valid_names import check_name
 from ...errors import LimitError, SourceError
@@ -77,7 +78,7 @@ def read(cache: object, options: ReadOptions) -> Source:
     for name in source:
         check_name(name, where)
     source.inputs = (where,)
-    return chosen(source, where, options)
+    return laid_out(chosen(source, where, options), options.laid, where)
 
 
 def _read(where: str, cache: object, options: ReadOptions) -> Source:

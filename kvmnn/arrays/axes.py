@@ -1,0 +1,232 @@
+"""Arrays whose axes are said, as K and V of layers: any order of axes, with layers, batches or K and V along one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import dtypes
+from ..dtypes import PARTS, Part
+from ..errors import OptionError, SourceError
+from .layers import array_name
+from .named_array import ArrayInfo, NamedArray
+from .names import conventional, layer_of, part_of
+from .source import Source, others_metadata
+from .strided import strided
+
+LETTERS = {"2": "K and V", "l": "layer", "b": "batch", "h": "kv_head", "t": "token", "d": "dimension"}
+_ORDER = "2lbhtd"
+_MOST_LAYERS = 1 << 16
+
+
+@dataclass(frozen=True)
+class Laid:
+    """What the caller says of how arrays lie.
+
+    Parameters
+    ----------
+    axes
+        A letter of `LETTERS` for each axis, in either case: h, t and d are needed. None leaves the axes as they are.
+    shape
+        What every array is taken as first; -1 stands for what is left. None for its own.
+    batch
+        Which text of a batch, from 0; None for all.
+    where_needed
+        Leave alone what says its axes itself or has no batch, instead of refusing it: for one of several inputs.
+
+    Raises
+    ------
+    OptionError
+        For letters that are no axes, and a shape that is none.
+    """
+
+    axes: str | None = None
+    shape: tuple[int, ...] | None = None
+    batch: int | None = None
+    where_needed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.axes is not None:
+            object.__setattr__(self, "axes", self.axes.lower())
+            letters = set(self.axes)
+            if len(letters) != len(self.axes) or not set("htd") <= letters <= set(LETTERS):
+                raise OptionError(
+                    f"axes {self.axes!r}: expected h (kv_head), t (token) and d (dimension), each once, and where "
+                    "there are such l (layer), b (batch) and 2 (K and V)"
+                )
+        if self.shape is not None:
+            if self.shape.count(-1) > 1 or any(length < 1 and length != -1 for length in self.shape):
+                raise OptionError(f"shape {list(self.shape)}: expected lengths from 1 on, and at most one -1")
+            if self.axes is not None and len(self.shape) != len(self.axes):
+                raise OptionError(
+                    f"shape {list(self.shape)} has {len(self.shape)} axes, {self.axes!r} {len(self.axes)}"
+                )
+
+
+def laid_out(source: Source, laid: Laid, where: str) -> Source:
+    """A source with its arrays as the caller says they lie.
+
+    With `Laid.axes` all arrays become K and V of layers, ``layer_<n>.key`` and ``layer_<n>.value``: ``[kv_head, token,
+    head_dim]``, with a batch in front where there is such an axis. Nothing is read before it is asked for.
+
+    Raises
+    ------
+    OptionError
+        For a source that says its axes itself, a batch that there is not.
+    SourceError
+        For arrays that do not have these axes, and names that do not say K or V of a layer where no axis does.
+    """
+    if (laid.axes or laid.shape) and not (laid.where_needed and _says_itself(source)):
+        if _says_itself(source):
+            raise OptionError(f"{where}: says itself how its arrays lie: leave --axes and --shape out")
+        arrays = [_shaped(array, laid.shape, where) for array in source.arrays]
+        source = replace(source, arrays=arrays, metadata=others_metadata(source.metadata))
+        if laid.axes:
+            source.arrays = _sorted(where, arrays, laid.axes)
+            source.axes = "bhtd" if "b" in laid.axes else "htd"
+    if laid.batch is not None and not (laid.where_needed and not _has_batch(source)):
+        source = _one_of_batch(source, laid.batch, where)
+    return source
+
+
+def _says_itself(source: Source) -> bool:
+    known = (source.cache, source.engine_cache, source.axes)
+    return source.token_major or any(said is not None for said in known)
+
+
+def _shaped(array: NamedArray, shape: tuple[int, ...] | None, where: str) -> NamedArray:
+    """The array with another shape for the same words; raw bytes become words of their dtype."""
+    words = math.prod(array.shape) * array.itemsize // array.word_bytes
+    if array.itemsize != array.word_bytes and shape is not None:
+        array = replace(array, array_dtype=dtypes.by_name(array.dtype).numpy.str, shape=(words,))
+    if shape is None:
+        return array
+    known = math.prod(length for length in shape if length != -1)
+    if array.order != "C":
+        raise OptionError(f"{where}: array {array.name!r} is in Fortran order, which --shape cannot take: use --axes")
+    if words % known or (-1 not in shape and words != known):
+        raise SourceError(f"{where}: array {array.name!r} has {words:,} words: expected {_product(shape)}")
+    return replace(array, shape=tuple(words // known if length == -1 else length for length in shape))
+
+
+def _product(shape: Sequence[int]) -> str:
+    if -1 in shape:
+        return f"a multiple of {math.prod(length for length in shape if length != -1):,} ({list(shape)})"
+    return f"{math.prod(shape):,} ({list(shape)})"
+
+
+def _sorted(where: str, arrays: Sequence[NamedArray], axes: str) -> list[NamedArray]:
+    found: dict[tuple[int, Part], NamedArray] = {}
+    for array in arrays:
+        if len(array.shape) != len(axes):
+            raise SourceError(
+                f"{where}: array {array.name!r} has {len(array.shape)} axes {list(array.shape)}, expected {len(axes)} "
+                f"({axes})"
+            )
+        if array.itemsize != array.word_bytes:
+            raise SourceError(f"{where}: array {array.name!r} holds raw bytes: say their --shape")
+        words = _Words(array)
+        for layer, part, place in _parts(where, array, axes, alone=len(arrays) == 1):
+            if (layer, part) in found:
+                raise SourceError(f"{where}: there are several {part}s of layer {layer}: {array.name!r} is one of them")
+            found[layer, part] = _part(words, axes, place, array_name(layer, part))
+    for layer, part in found:
+        other = PARTS[part == PARTS[0]]
+        if (layer, other) not in found:
+            raise SourceError(f"{where}: layer {layer} has no array of its {other}s")
+    return [found[key] for key in sorted(found)]  # "key" comes before "value"
+
+
+def _parts(where: str, array: NamedArray, axes: str, *, alone: bool) -> Iterator[tuple[int, Part, dict[str, int]]]:
+    """Layer, part, and where along the axes of layers and of K and V it lies."""
+    lengths = dict(zip(axes, array.shape, strict=True))
+    if lengths.get("2", 2) != 2:
+        raise SourceError(f"{where}: array {array.name!r}: the axis of K and V has length {lengths['2']}: expected 2")
+    if lengths.get("l", 1) > _MOST_LAYERS:
+        raise SourceError(f"{where}: array {array.name!r}: {lengths['l']:,} layers along an axis")
+    parts = PARTS if "2" in axes else (part_of(where, array.name)[0],)
+    for number, part in enumerate(parts):
+        along = {"2": number} if "2" in axes else {}
+        if "l" in axes:
+            for layer in range(lengths["l"]):
+                yield layer, part, {**along, "l": layer}
+        else:
+            yield _layer(where, array, alone=alone or "2" not in axes), part, along
+
+
+def _layer(where: str, array: NamedArray, *, alone: bool) -> int:
+    """The layer by the name; one pair without a number is layer 0."""
+    said = conventional(array.name)
+    layer = layer_of(array.name) if said is None else said.layer
+    if layer is None and not alone:
+        raise SourceError(
+            f"{where}: array {array.name!r} does not say which layer it is: expected a number in its name"
+        )
+    return layer or 0
+
+
+class _Words:
+    """The words of an array that many are made of: of an array that must be decoded, the one that was asked for last.
+
+    Parameters
+    ----------
+    array
+        In words of its dtype.
+    """
+
+    def __init__(self, array: NamedArray) -> None:
+        self.array = array
+        self._last: npt.NDArray[Any] | None = None
+
+    def view(self, index: tuple[Any, ...], order: list[int]) -> npt.NDArray[Any]:
+        """A part of the words, with its axes in another order; a view of the file where they lie there as they are."""
+        if self._last is None:
+            pieces = list(self.array.pieces())
+            data = pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, np.uint8), *pieces])
+            self._last = data.view(f"<u{self.array.itemsize}").reshape(self.array.shape, order=self.array.order)
+        found: npt.NDArray[Any] = self._last[index]
+        return found.transpose(order)
+
+
+def _part(words: _Words, axes: str, place: dict[str, int], name: str) -> NamedArray:
+    array = words.array
+    lengths = dict(zip(axes, array.shape, strict=True))
+    left = [letter for letter in _ORDER if letter in axes and letter not in place]
+    info = ArrayInfo(
+        name=name,
+        dtype=array.dtype,
+        shape=tuple(lengths[letter] for letter in left),
+        array_dtype=array.array_dtype.replace(">", "<"),
+    )
+    index = tuple(place.get(letter, slice(None)) for letter in axes)
+    kept = [letter for letter in axes if letter not in place]
+    return strided(info, partial(words.view, index, [kept.index(letter) for letter in left]))
+
+
+def _has_batch(source: Source) -> bool:
+    return all(len(array.shape) == 4 for array in source.arrays) and (
+        source.axes == "bhtd" or (source.axes is None and all(map(_is_own, source.arrays)))
+    )
+
+
+def _one_of_batch(source: Source, batch: int, where: str) -> Source:
+    """The arrays with one text of those along the axis of the batch, which is the first."""
+    if not _has_batch(source):
+        raise OptionError(f"{where}: its arrays have no axis for a batch: leave --batch out")
+    for array in source.arrays:
+        if batch >= array.shape[0]:
+            raise OptionError(f"{where}: has a batch of {array.shape[0]}: expected --batch 0 to {array.shape[0] - 1}")
+    arrays = [_part(_Words(array), "bhtd", {"b": batch}, array.name) for array in source.arrays]
+    described = source.engine_cache and replace(source.engine_cache, batch=1)
+    return replace(source, arrays=arrays, axes="htd", engine_cache=described)
+
+
+def _is_own(array: NamedArray) -> bool:
+    said = conventional(array.name)
+    return said is not None and array.name == array_name(said.layer, said.part)

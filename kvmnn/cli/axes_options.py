@@ -1,0 +1,52 @@
+"""Options that say how plain arrays lie."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import TYPE_CHECKING, Any
+
+from . import help
+from .printing import UsageError
+
+if TYPE_CHECKING:
+    from ..arrays.axes import Laid
+
+_TEXT = """What plain arrays, raw pages and batches do not say themselves. LETTERS has one for each axis, in the order
+in which they lie: l layer, b batch, h kv_head, t token, d dimension, 2 K and V. Arrays become layer_<n>.key and .value,
+[kv_head, token, dimension]; which is K or V of which layer is in their names where no axis says it."""
+
+NAMES = ("kv_axes", "kv_shape", "kv_batch")
+
+
+def add_axes(parser: Any) -> None:
+    """``--axes``, ``--shape`` and ``--batch``."""
+    group = parser.add_argument_group("axes of arrays", _TEXT)
+    group.add_argument("--axes", dest="kv_axes", metavar="LETTERS", help="how arrays lie, e.g. lhtd, thd, 2lthd")
+    group.add_argument(
+        "--shape", dest="kv_shape", type=_shape, metavar="N,N,...", help="take arrays as this shape; -1: what is left"
+    )
+    group.add_argument("--batch", dest="kv_batch", type=_whole, metavar="N", help="which text of a batch, from 0")
+    help.fold(parser, group, "--help-axes")
+
+
+def laid(arguments: argparse.Namespace, *, one_of_several: bool = False) -> Laid:
+    """What the arguments say."""
+    from ..arrays.axes import Laid
+
+    axes, shape, batch = (getattr(arguments, name, None) for name in NAMES)
+    if axes and getattr(arguments, "token_major", False):
+        raise UsageError("--token-major and --axes both say how arrays lie: leave --token-major out")
+    return Laid(axes, shape, batch, where_needed=one_of_several)
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"(-1|[0-9]{1,15})(,(-1|[0-9]{1,15}))*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a shape: expected lengths such as 2,32,-1,8,128")
+    return tuple(map(int, text.split(",")))
+
+
+def _whole(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)

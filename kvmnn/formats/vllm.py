@@ -1,0 +1,71 @@
+"""Folders that vLLM's ExampleConnector writes for a text: a ``.safetensors`` file for each layer, named after it.
+
+The one tensor of each, ``kv_cache``, holds K and V; its shape depends on the version and the attention backend, so the
+caller says it: ``2td`` with heads and dimensions in one (``--shape 2,-1,8,128 --axes 2thd``), ``t2hd``, ``2thd``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import replace
+from functools import partial
+from pathlib import PurePath
+
+from ..arrays.named_array import NamedArray
+from ..arrays.source import Source
+from ..arrays.valid_names import name_of_file
+from ..errors import KvmnnError, SourceError
+from . import safetensors
+from .options import ReadOptions
+from .reading import select
+
+TENSOR = "kv_cache"
+_SUFFIX = ".safetensors"
+
+
+def is_folder(path: str) -> bool:
+    """Whether a directory has ``.safetensors`` files, the first of which holds a tensor ``kv_cache`` and no other."""
+    files = files_in(path)
+    if not files:
+        return False
+    try:
+        return list(safetensors.read(files[0], ReadOptions(skip_unsupported=True))) == [TENSOR]
+    except KvmnnError:
+        return False
+
+
+def files_in(path: str) -> list[str]:
+    """The files of the layers, by the numbers in their names."""
+    try:
+        with os.scandir(path) as entries:
+            found = [entry.path for entry in entries if entry.name.endswith(_SUFFIX) and entry.is_file()]
+    except OSError as exc:
+        raise SourceError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
+    return sorted(found, key=lambda file: _order(PurePath(file).stem))
+
+
+def _order(name: str) -> list[tuple[bool, int, str]]:
+    parts = re.split(r"([0-9]+)", name)
+    return [(part.isdecimal(), int(part[:18]) if part.isdecimal() else 0, part) for part in parts]
+
+
+def read(path: str, options: ReadOptions) -> Source:
+    """The tensor of each layer under the layer's name.
+
+    Raises
+    ------
+    SourceError
+        For a file without the tensor, or with others.
+    """
+    files = files_in(path)
+    entries = [(name_of_file(file), partial(_array, file, options)) for file in files]
+    arrays, skipped = select(path, entries, options)
+    return Source(arrays, skipped=skipped, opened=tuple(files))
+
+
+def _array(file: str, options: ReadOptions) -> NamedArray:
+    found = safetensors.read(file, replace(options, tensors=()))
+    if list(found) != [TENSOR]:
+        raise SourceError(f"{file}: expected one tensor, {TENSOR!r}, as in the other files of the folder")
+    return replace(found.arrays[0], name=name_of_file(file))

@@ -1,0 +1,171 @@
+"""Axes that are said: arrays in any order become K and V of layers, word for word."""
+
+from __future__ import annotations
+
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvmnn
+from kvmnn.errors import OptionError, SourceError
+
+LENGTHS = {"2": 2, "l": 3, "b": 2, "h": 4, "t": 5, "d": 6}
+
+
+def words(seed: int, axes: str, dtype: str = "<f2") -> np.ndarray:
+    kind = np.dtype(dtype)
+    bits = np.random.default_rng(seed).integers(0, 1 << 8 * kind.itemsize, [LENGTHS[a] for a in axes], np.uint64)
+    return bits.astype(f"<u{kind.itemsize}").view(kind)
+
+
+def expected(array: np.ndarray, axes: str) -> dict[str, np.ndarray]:
+    """K and V of layers by numpy."""
+    order = [axes.index(letter) for letter in "2lbhtd" if letter in axes]
+    whole = array.transpose(order)
+    for place, letter in enumerate("2l"):
+        whole = whole if letter in axes else np.expand_dims(whole, place)
+    return {
+        f"layer_{layer}.{part}": np.ascontiguousarray(whole[n, layer])
+        for n, part in enumerate(("key", "value")[: whole.shape[0]])
+        for layer in range(whole.shape[1])
+    }
+
+
+def assert_same(source: Any, wanted: dict[str, np.ndarray]) -> None:
+    assert sorted(source) == sorted(wanted)
+    for name, array in wanted.items():
+        found = source[name]
+        assert found.shape == array.shape and found.order == "C"
+        for limit in (0, 64, 1000):
+            assert b"".join(piece.tobytes() for piece in found.pieces(limit)) == array.tobytes()
+        assert found.to_numpy().tobytes() == array.tobytes()
+
+
+@pytest.mark.parametrize("axes", [*["".join(letters) for letters in permutations("2lhtd")][::7], "lb2thd", "td2bhl"])
+def test_one_array_of_everything(tmp_path: Path, axes: str) -> None:
+    array = words(len(axes), axes)
+    np.save(tmp_path / "a.npy", array)
+    source = kvmnn.open(tmp_path / "a.npy", axes=axes.upper() if axes[0] == "t" else axes)
+    assert_same(source, expected(array, axes))
+    assert source.axes == ("bhtd" if "b" in axes else "htd")
+
+
+@pytest.mark.parametrize("form", ["npz", "deflated", "fortran", "big", "safetensors", "frames"])
+@pytest.mark.parametrize("axes", ["thd", "htd", "dth", "lthd", "tlhd", "bthd"])
+def test_arrays_in_any_container(tmp_path: Path, run: Any, axes: str, form: str) -> None:
+    keys, values = words(1, axes, "<f4"), words(2, axes, "<f4")
+    names = ("k", "v") if "l" in axes else ("layers.0.key", "layers.0.value")
+    path = tmp_path / "a.npz"
+    if form == "deflated":
+        np.savez_compressed(path, **dict(zip(names, (keys, values), strict=True)))
+    elif form == "big":
+        np.savez(path, **{n: a.astype(">f4") for n, a in zip(names, (keys, values), strict=True)})
+    else:
+        made = map(np.asfortranarray, (keys, values)) if form == "fortran" else (keys, values)
+        np.savez(path, **dict(zip(names, made, strict=True)))
+    if form in ("safetensors", "frames"):
+        run("encode", path, "-o", tmp_path / "f/")
+        path = tmp_path / "f"
+    if form == "safetensors":
+        run("decode", path, "-o", tmp_path / "a.safetensors")
+        path = tmp_path / "a.safetensors"
+    if form == "big":
+        keys, values = (a.astype(">f4").astype("<f4") for a in (keys, values))
+    both = np.stack([keys, values])
+    source = kvmnn.open(path, axes=axes)
+    if form != "big":  # a NaN may lose its payload on the way to the other order, in numpy
+        assert_same(source, expected(both, f"2{axes}"))
+    assert source["layer_0.key"].array_dtype == "<f4"
+
+
+@pytest.mark.parametrize(
+    ("names", "layers"),
+    [
+        (["past_key_values.{n}.key", "past_key_values.{n}.value"], [0, 1, 11]),
+        (["present.{n}.key", "present.{n}.value"], [0, 1]),
+        (["layer_{n}.key", "layer_{n}.value"], [3, 1]),
+        (["{n}.0", "{n}.1"], [0, 1, 10]),
+        (["past_key_values.{n}.0", "past_key_values.{n}.1"], [0, 1]),
+        (["layers.{n}.keys", "layers.{n}.values"], [0, 2]),
+        (["k_{n}", "v_{n}"], [0, 1]),
+        (["model.layers.{n}.self_attn.k_cache", "model.layers.{n}.self_attn.v_cache"], [0, 1]),
+        (["l{n}_k", "l{n}_v"], [0, 1]),
+    ],
+)
+def test_names_of_layers(tmp_path: Path, names: list[str], layers: list[int]) -> None:
+    arrays = {name.format(n=n): words(n + len(name), "thd") for n in layers for name in names}
+    np.savez(tmp_path / "a.npz", **arrays)
+    source = kvmnn.open(tmp_path / "a.npz", axes="thd")
+    wanted = {}
+    for n in layers:
+        for part, name in zip(("key", "value"), names, strict=True):
+            wanted[f"layer_{n}.{part}"] = np.ascontiguousarray(arrays[name.format(n=n)].transpose(1, 0, 2))
+    assert_same(source, wanted)
+    assert list(source) == sorted(wanted, key=lambda name: (int(name[6:].split(".")[0]), name))
+
+
+def test_shapes_and_batches(tmp_path: Path, run: Any) -> None:
+    array = words(5, "2lbhtd")
+    array.tofile(tmp_path / "page.bin")
+    shape = ",".join(map(str, array.shape[:4])) + ",-1,6"
+    said = run("inspect", tmp_path / "page.bin", "--dtype", "fp16", "--shape", shape, "--axes", "2lbhtd").out
+    assert "layer_2.value: fp16 [2, 4, 5, 6] C, 480 bytes" in said
+    source = kvmnn.open(tmp_path / "page.bin", dtype="fp16", shape=(2, 3, 2, 4, -1, 6), axes="2lbhtd", batch=1)
+    assert_same(source, expected(np.ascontiguousarray(array[:, :, 1]), "2lhtd"))
+    one = ("--dtype", "fp16", "--shape", shape, "--axes", "2lbhtd", "--batch", "0")
+    run("encode", tmp_path / "page.bin", "-o", tmp_path / "f/", *one)
+    run("verify", tmp_path / "f", "--against", tmp_path / "page.bin", *one)
+    assert_same(kvmnn.open(tmp_path / "f"), expected(np.ascontiguousarray(array[:, :, 0]), "2lhtd"))
+
+
+def refused(tmp_path: Path, message: str, error: type[Exception] = SourceError, **said: Any) -> None:
+    with pytest.raises(error, match=message):
+        kvmnn.open(tmp_path / "a.npz", **said)
+
+
+def test_what_is_refused(tmp_path: Path, run: Any) -> None:
+    np.savez(tmp_path / "a.npz", k_0=words(1, "thd"), v_0=words(2, "thd"))
+    refused(tmp_path, r"'k_0' has 3 axes \[5, 4, 6\], expected 4 \(lthd\)", axes="lthd")
+    for wrong in ("th", "thdd", "thdx", ""):
+        refused(tmp_path, "expected h", OptionError, axes=wrong)
+    refused(tmp_path, r"expected lengths from 1 on", OptionError, shape=(0, 3))
+    refused(tmp_path, r"expected lengths from 1 on", OptionError, shape=(-1, -1))
+    refused(tmp_path, r"shape .5, 24. has 2 axes, 'thd' 3", OptionError, shape=(5, 24), axes="thd")
+    refused(tmp_path, r"'k_0' has 120 words: expected 119", shape=(7, 17))
+    refused(tmp_path, r"expected a multiple of 7", shape=(7, -1))
+    refused(tmp_path, r"axis of K and V has length 5", axes="2hdt", shape=(5, 2, 3, 4))
+    refused(tmp_path, r"no axis for a batch", OptionError, axes="thd", batch=0)
+    refused(tmp_path, r"a batch of 5: expected --batch 0 to 4", OptionError, axes="bhtd", shape=(5, 2, 3, 4), batch=5)
+    np.savez(tmp_path / "a.npz", k_0=words(1, "thd"), v_1=words(2, "thd"))
+    refused(tmp_path, "layer 0 has no array of its values", axes="thd")
+    np.savez(tmp_path / "a.npz", k_0=words(1, "thd"), layer_0_k=words(2, "thd"))
+    refused(tmp_path, "several keys of layer 0", axes="thd")
+    np.savez(tmp_path / "a.npz", a=words(1, "2thd"), b=words(1, "2thd"))
+    refused(tmp_path, "does not say which layer", axes="2thd")
+    np.savez(tmp_path / "a.npz", a=words(1, "thd"))
+    refused(tmp_path, "neither K nor V", axes="thd")
+    both = ("--axes", "thd", "--token-major")
+    assert "leave --token-major out" in run("measure", tmp_path / "a.npz", *both, code=2).err
+    assert "is not a shape" in run("encode", tmp_path / "a.npz", "--shape", "2,x", "-o", tmp_path / "f/", code=2).err
+
+
+def test_a_batch_is_asked_about(tmp_path: Path, run: Any) -> None:
+    np.savez(tmp_path / "a.npz", **{f"layer_0.{part}": words(1, "bhtd") for part in ("key", "value")})
+    for verb in (("measure",), ("pack", "--name", "x", "--backend", "arm64-fp16")):
+        said = run(verb[0], tmp_path / "a.npz", *verb[1:], code=1).err
+        assert "it is a batch of 2: --batch N takes one text of it, from 0" in said
+    assert "2 layers" not in run("measure", tmp_path / "a.npz", "--batch", "1").out
+    run("diff", tmp_path / "a.npz", tmp_path / "a.npz")
+
+
+def test_axes_where_two_readings_are_possible(tmp_path: Path, run: Any) -> None:
+    np.savez(tmp_path / "a.npz", **{"0.0": words(1, "thd"), "0.1": words(2, "thd")})
+    said = run("measure", tmp_path / "a.npz", code=1).err
+    assert "nothing says whether 5 or 4 is the number of tokens: say --axes htd (4 tokens) or --axes thd (5" in said
+    run("measure", tmp_path / "a.npz", "--axes", "thd")
+    wide = np.zeros((5, 300, 6), np.float16)  # no decoder has 300 kv heads
+    np.savez(tmp_path / "b.npz", **{"0.0": wide, "0.1": wide})
+    run("measure", tmp_path / "b.npz")

@@ -1,0 +1,109 @@
+"""Pages of LMCache and SGLang, and folders of vLLM's ExampleConnector."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvmnn
+from kvmnn.errors import SourceError
+from kvmnn.formats.raw_pages import page_in
+
+SHAPE = (2, 3, 8, 2, 4)
+
+
+def drawn(seed: int, shape: tuple[int, ...] = SHAPE) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 1 << 16, shape).astype("<u2")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("meta-llama-Llama-3@1@0@12ab@bfloat16.pt", ("bf16", None)),
+        ("m@1@0@-12ab@half.pt", ("fp16", None)),
+        ("m@1@0@12ab@float@17.data", ("fp32", 17)),
+        ("a@b@1@0@12ab@float16@3.pt", ("fp16", 3)),
+        ("m@1@0@12ab@fp8_e4m3.pt", None),
+        ("m@12ab@half.pt", None),
+        ("cache.pt", None),
+        ("m@1@0@12ab@half@x.pt", None),
+    ],
+)
+def test_names(name: str, said: Any) -> None:
+    assert page_in(f"folder@1@2@3@half/{name}") == said
+
+
+def test_a_page_of_lmcache(tmp_path: Path, run: Any) -> None:
+    words = drawn(1)
+    path = tmp_path / "org-model@1@0@12ab@bfloat16.pt"
+    path.write_bytes(words.tobytes())
+    whole = kvmnn.open(path)
+    assert (len(whole), whole.arrays[0].dtype, whole.arrays[0].shape) == (1, "bf16", (words.size,))
+    source = kvmnn.open(path, shape=(2, 3, 8, 2, 4), axes="2lthd")
+    assert source["layer_2.value"].to_numpy().tobytes() == words[1, 2].transpose(1, 0, 2).tobytes()
+    run("measure", path, "--shape", "2,3,8,2,4", "--axes", "2lthd")
+    run("encode", path, "-o", tmp_path / "f/", "--shape", "2,3,-1,2,4", "--axes", "2lthd")
+    assert list(kvmnn.open(tmp_path / "f")) == list(source)
+
+
+def test_layers_that_lie_apart(tmp_path: Path) -> None:
+    words = drawn(2, (2, 8, 8))
+    path = tmp_path / "org-model@1@0@12ab@half@5.pt"
+    path.write_bytes(words.tobytes())
+    source = kvmnn.open(path, shape=(2, 8, 2, 4), axes="2thd")
+    assert list(source) == ["layer_5.key", "layer_5.value"]
+    assert source["layer_5.key"].to_numpy().tobytes() == words[0].reshape(8, 2, 4).transpose(1, 0, 2).tobytes()
+
+
+def test_a_page_of_sglang_is_asked_for_its_type(tmp_path: Path, run: Any) -> None:
+    words = drawn(3)
+    path = tmp_path / "0123abcd_model_0_1.bin"
+    path.write_bytes(words.tobytes())
+    with pytest.raises(SourceError, match="raw bytes need a dtype"):
+        kvmnn.open(path, shape=SHAPE, axes="2lthd")
+    run("measure", path, "--dtype", "bf16", "--shape", "2,3,8,2,4", "--axes", "2lthd")
+    said = run("measure", path, "--dtype", "bf16", "--shape", "2,3,8,2,5", "--axes", "2lthd", code=1).err
+    assert "has 384 words: expected 480 ([2, 3, 8, 2, 5])" in said
+
+
+def folder(path: Path, shape: tuple[int, ...], layers: int = 12) -> list[np.ndarray]:
+    path.mkdir()
+    arrays = [drawn(n, shape) for n in range(layers)]
+    for n, array in enumerate(arrays):
+        header = {"kv_cache": {"dtype": "BF16", "shape": shape, "data_offsets": [0, array.nbytes]}}
+        text = json.dumps(header).encode()
+        file = path / f"model.layers.{n}.self_attn.attn.safetensors"
+        file.write_bytes(len(text).to_bytes(8, "little") + text + array.tobytes())
+    return arrays
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        ((2, 7, 8), {"shape": (2, -1, 2, 4), "axes": "2thd"}),
+        ((7, 2, 2, 4), {"axes": "t2hd"}),
+        ((2, 7, 2, 4), {"axes": "2thd"}),
+    ],
+)
+def test_a_folder_of_vllm(tmp_path: Path, shape: tuple[int, ...], said: Any) -> None:
+    arrays = folder(tmp_path / "0cc175b9", shape)
+    plain = kvmnn.open(tmp_path / "0cc175b9")
+    assert list(plain)[:3] == [f"model.layers.{n}.self_attn.attn" for n in range(3)]
+    source = kvmnn.open(tmp_path / "0cc175b9", **said)
+    assert list(source) == [f"layer_{n}.{part}" for n in range(12) for part in ("key", "value")]
+    two_first = arrays[10].reshape(7, 2, 2, 4).swapaxes(0, 1) if shape[0] == 7 else arrays[10].reshape(2, 7, 2, 4)
+    expected = two_first[1].transpose(1, 0, 2)
+    assert source["layer_10.value"].to_numpy().tobytes() == expected.tobytes()
+
+
+def test_a_folder_of_vllm_is_asked_about(tmp_path: Path, run: Any) -> None:
+    folder(tmp_path / "0cc175b9", (2, 7, 8), layers=2)
+    assert "  model.layers.0.self_attn.attn: bf16 [2, 7, 8] C" in run("inspect", tmp_path / "0cc175b9").out
+    said = run("measure", tmp_path / "0cc175b9", code=1).err
+    assert "--axes with l for an axis of layers, 2 for one of K and V" in said and said.count("\n") == 1
+    (tmp_path / "0cc175b9" / "other.safetensors").write_bytes(b"x")
+    assert "too few for a .safetensors file" in run("inspect", tmp_path / "0cc175b9", code=1).err

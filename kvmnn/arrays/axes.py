@@ -17,7 +17,7 @@ from ..errors import OptionError, SourceError
 from .layers import array_name
 from .named_array import ArrayInfo, NamedArray
 from .names import conventional, layer_of, part_of
-from .source import Source, others_metadata
+from .source import FILE_KEY, Source, others_metadata
 from .strided import strided
 
 LETTERS = {"2": "K and V", "l": "layer", "b": "batch", "h": "kv_head", "t": "token", "d": "dimension"}
@@ -97,7 +97,7 @@ def laid_out(source: Source, laid: Laid, where: str) -> Source:
 
 def _says_itself(source: Source) -> bool:
     known = (source.cache, source.engine_cache, source.axes)
-    return source.token_major or any(said is not None for said in known)
+    return source.token_major or FILE_KEY in source.metadata or any(said is not None for said in known)
 
 
 def _shaped(array: NamedArray, shape: tuple[int, ...] | None, where: str) -> NamedArray:

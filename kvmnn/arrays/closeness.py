@@ -12,8 +12,8 @@ from ..dtypes import Floats, Part
 from ..errors import SourceError
 from ..text import count
 from .casting import floats
-from .differences import first_tokens, layers_by_place, ordered_words
-from .layers import LayerArray
+from .differences import first_tokens, ordered_words
+from .layers import LayerArray, sort
 from .source import Source
 
 
@@ -150,10 +150,11 @@ def compare_close(first: Source, second: Source, atol: float) -> Closeness:
 
 
 def _layers(source: Source) -> dict[tuple[int, Part], LayerArray]:
-    found = layers_by_place(source)
-    if found is None:
-        raise SourceError(f"{' '.join(source.inputs)}: is no K and V of layers: a tolerance is about those")
-    return found
+    try:
+        entries = sort(source.arrays, token_major=source.token_major)
+    except SourceError as error:
+        raise SourceError(f"{' '.join(source.inputs)}: {error}; a tolerance is about K and V of layers") from None
+    return {(entry.layer, entry.part): entry for entry in entries}
 
 
 def _positions(first: Source, second: Source) -> Iterator[str]:

@@ -62,7 +62,7 @@ def test_layers_and_tokens_that_are_missing_are_said() -> None:
     assert found.unlike[0] == "layer 0, K: 5 and 4 tokens; the first 4 are compared"
     assert "layer 1, K: only in the first" in found.unlike
     assert (found.above, found.words, found.equal) == (0, 64, False)
-    with pytest.raises(SourceError, match="is no K and V of layers"):
+    with pytest.raises(SourceError, match="a tolerance is about K and V of layers"):
         compare_close(source(one), source({"weights": one["layer_0.key"]}), 0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -65,7 +66,9 @@ def add_text(parser: Any) -> None:
     parser.add_argument(
         "--model", metavar="DIR", help="the MNN model's directory, a llama.cpp cache's .gguf file: their geometry"
     )
-    parser.add_argument("--token-ids", metavar="FILE", help="ids of the text: a JSON list, numbers, or a .npy file")
+    parser.add_argument(
+        "--token-ids", metavar="IDS", help="ids of the text: 5,7,9 or a file: a JSON list, numbers, .npy"
+    )
 
 
 def add_target(parser: Any) -> None:
@@ -179,12 +182,20 @@ def token_ids(arguments: argparse.Namespace) -> TokenIds | None:
 
 
 def loaded_ids(arguments: argparse.Namespace) -> Any:
-    """The ids in the file that ``--token-ids`` names, read once: it may be a pipe."""
+    """The ids that ``--token-ids`` says, or that are in the file it names; read once, as that may be a pipe."""
     from ..formats.mnn import load_token_ids
 
     if not hasattr(arguments, "loaded_ids"):
-        arguments.loaded_ids = load_token_ids(arguments.token_ids)
+        said = arguments.token_ids
+        if _IDS.fullmatch(said) and not os.path.exists(said):
+            arguments.loaded_ids = [int(word) for word in re.findall(r"\d+", said)]
+        else:
+            arguments.loaded_ids = load_token_ids(said)
     return arguments.loaded_ids
+
+
+_IDS = re.compile(r"\s*(\[)?\s*\d{1,9}([\s,]+\d{1,9})*\s*(?(1)\])\s*")
+"""Ids themselves, where no file is called so: numbers between spaces or commas, or a JSON list."""
 
 
 def _numbers(text: str) -> tuple[int, ...]:

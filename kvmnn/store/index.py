@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import KvmnnError, OutputError, SourceError
+from .beside import Beside
 
 FILE_NAME = "index.sqlite"
 BUSY_SECONDS = 30.0
@@ -223,7 +224,7 @@ class Index:
                 if not is_damage or self.read_only or not self._rebuild(str(error), path):
                     raise
         elif self.read_only or not self._rebuild(what, path):
-            if path is not None:
+            if path is not None or (self.read_only and Beside(self.folder).is_there):
                 raise self.damaged(what)
             if block_tokens is None or self.read_only:
                 raise SourceError(f"{self.folder}: is not a prefix store: it has no {FILE_NAME}")

@@ -114,7 +114,7 @@ def test_the_rest(here: Path, run) -> None:
     ("argv", "said"),
     [
         (["put", "S"], "store put needs CACHE"),
-        (["put", "S", "long.npz"], "store put needs --token-ids FILE"),
+        (["put", "S", "long.npz"], "store put needs --token-ids IDS"),
         (["stat", "S", "x"], "store stat takes nothing but the store"),
         (["get", "S", "--token-ids", "long.json"], "store get needs -o OUT"),
         (["ls", "S", "--name", "x"], "--name says nothing to store ls"),
@@ -156,9 +156,20 @@ def test_what_is_missing_is_named_and_nothing_else(run) -> None:
     assert "are required: STORE (see" in run("store", "put", code=2).err
 
 
+@pytest.mark.parametrize("ids", ["100,101,102", "100 101, 102", "[100, 101, 102]", " [100 101 102] "])
+def test_ids_on_the_command_line(here: Path, run, ids: str) -> None:
+    run("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
+    assert run("store", "match", "S", "--token-ids", ids).out == "3\n"
+    assert "cannot be read" in run("store", "match", "S", "--token-ids", "100,x", code=1).err
+    Path("100").write_text("7")
+    assert run("store", "match", "S", "--token-ids", "100", code=1).out == "0\n", "a file of this name holds ids"
+
+
 def test_a_lost_index_is_made_anew_and_said(here: Path, run) -> None:
     run("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
     Path("S/index.sqlite").unlink()
+    error = run("store", "match", "S", "--token-ids", "long.json", code=1).err
+    assert "is damaged (index.sqlite is gone); open the store for writing (kvmnn store verify)" in error
     found = run("store", "gc", "S")
     assert (
         "kvmnn: warning: S: the index was lost or damaged (index.sqlite is gone): made anew, with 1 unit" in found.err

@@ -30,10 +30,11 @@ longest beginning that was ever put, to the token. Equal beginnings are stored o
   export STORE -o F   write a text to one file, for another machine
   import STORE F      take in such a file
 
-A text is said by --token-ids: a JSON list, numbers or a .npy file. CACHE is anything kvmnn reads: an engine's prefix
-cache, live files of a running engine, a dump, frames, arrays called layer_<n>.key and layer_<n>.value. Which model
-computed it is said by --model DIR (an MNN model, whose fingerprint is taken) or --fingerprint; a cache that knows its
-model and a store of one model need neither. A store takes a second model only with --force."""
+A text is said by --token-ids: numbers (5,7,9), or a file: a JSON list, numbers or .npy; - is standard input. CACHE is
+anything kvmnn reads: an engine's prefix cache, live files of a running engine, a dump, frames, arrays called
+layer_<n>.key and layer_<n>.value. Which model computed it is said by --model DIR (an MNN model, whose fingerprint is
+taken) or --fingerprint; a cache that knows its model and a store of one model need neither. A store takes a second
+model only with --force."""
 
 
 class _Action(NamedTuple):
@@ -111,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.action == "import" and len(arguments.inputs) > 1:
         raise UsageError("store import takes one file")
     if "token_ids" in action.options and arguments.token_ids is None:
-        raise UsageError(f"store {arguments.action} needs --token-ids FILE")
+        raise UsageError(f"store {arguments.action} needs --token-ids IDS")
     if "output" in action.options and arguments.output in (None, printing.STDIO):
         raise UsageError(f"store {arguments.action} needs -o OUT, a file or directory")
     making = arguments.action in _MAKING

@@ -29,6 +29,7 @@ lint: $(STAMPS)/lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# MNN='DIR KV_HEADS HEAD_DIM' names a model for the part of store.py that runs MNN 3.6.1.
 bench: $(STAMPS)/bench
 	$(BIN)/python tools/bench/codec.py
 	$(BIN)/python tools/bench/combined.py
@@ -39,7 +40,7 @@ bench: $(STAMPS)/bench
 	$(BIN)/python tools/bench/offline.py
 	$(BIN)/python tools/bench/policies.py
 	$(BIN)/python tools/bench/runtime.py
-	$(BIN)/python tools/bench/store.py
+	$(BIN)/python tools/bench/store.py $(if $(MNN),--mnn $(MNN))
 
 # Hostile input, faults and short fuzzing; docs/reliability.md says what each of them is for.
 attack: $(STAMPS)/test

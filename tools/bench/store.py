@@ -6,7 +6,10 @@ K and V (fp32, as onnxruntime computes them) of the shipped model on texts that 
 * the ratio by tokens in a frame, and by effort: why units hold several blocks, and which effort is the default;
 * `put` against `encode_many` and `get` against `decode_many` on the same bytes, all processors, taking turns;
 * an index of 100,000 blocks: `match`, `put` of what is known, bytes a block;
-* the time to the first token of prompts with all but one token stored, and with nothing stored, onnxruntime.
+* a text that leaves a unit half-way: the whole unit decoded, against frames of 64 tokens;
+* the time to the first token of prompts with all but one token stored, and with nothing stored: onnxruntime, and with
+  `--mnn DIR KV_HEADS HEAD_DIM` an MNN model on MNN 3.6.1 (store_engine.py); from what length, and from what speed of a
+  link on, a stored prefix is faster than computing it.
 """
 
 from __future__ import annotations
@@ -22,10 +25,11 @@ from typing import Any
 
 import numpy as np
 from common import ROOT, interleaved, ratio, table, write_results
+from store_first_tokens import computed, first_sections, with_mnn, with_onnxruntime
 
 import kvmnn
 from kvmnn import LayerCache
-from kvmnn.lm import DecoderSession, Runner, Tokenizer
+from kvmnn.lm import DecoderSession, Tokenizer
 from kvmnn.store import PrefixStore, updates
 from kvmnn.store.lookup import Text
 from kvmnn.store.space import LayerShape, Space
@@ -41,7 +45,11 @@ PUT_SHARE, GET_SHARE, MATCH_MS, KNOWN_MS, INDEX_BYTES = 0.9, 0.85, 1.0, 2.0, 200
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds and texts; for trying the script out")
-    quick = parser.parse_args().quick
+    parser.add_argument(
+        "--mnn", nargs=3, metavar=("DIR", "KV_HEADS", "HEAD_DIM"), help="an MNN model; without it MNN is left out"
+    )
+    arguments = parser.parse_args()
+    quick = arguments.quick
     rounds = 3 if quick else 9
     texts = sorted((MODEL / "texts").glob("*.txt"))[: 3 if quick else None]
     session, tokenizer = DecoderSession.open(MODEL), Tokenizer.open(MODEL)
@@ -52,16 +60,13 @@ def main() -> None:
         frames = frame_rows(layers)
         speeds = speed_rows(Path(folder), ids[0][:LONG], layers, rounds)
         index = index_row(Path(folder, "index"), BLOCKS // 10 if quick else BLOCKS)
-        first = first_tokens(Path(folder, "first"), session, ids[0], 3 if quick else 5)
-    data = {"sharing": shared, "frames": frames, "speeds": speeds, "index": index, "first_tokens": first}
+        halves = half_way_rows(Path(folder, "half"), ids[0][:LONG], layers, rounds)
+        first = {"onnxruntime": with_onnxruntime(Path(folder, "first"), session, ids[0], 3 if quick else 5)}
+        if arguments.mnn:
+            first["MNN"] = with_mnn(Path(folder, "mnn"), *arguments.mnn, 1 if quick else 3)
+    data = {"sharing": shared, "frames": frames, "speeds": speeds, "index": index, "half_way": halves, "first": first}
     path = write_results("store", "The prefix store", sections(data), data)
     print(path.read_text(encoding="utf-8"))
-
-
-def computed(session: DecoderSession, ids: Sequence[int]) -> list[LayerCache]:
-    runner = Runner(session)
-    runner.feed(ids)
-    return runner.cache.layers()
 
 
 def sharing(folder: Path, session: DecoderSession, ids: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -186,26 +191,28 @@ def index_row(folder: Path, blocks: int) -> dict[str, Any]:
     }
 
 
-def first_tokens(folder: Path, session: DecoderSession, ids: Sequence[int], rounds: int) -> list[dict[str, Any]]:
-    """Seconds to the logits behind a prompt: all of it computed, or all but its last token from the store."""
+def half_way_rows(folder: Path, ids: Sequence[int], layers: Sequence[LayerCache], rounds: int) -> list[dict[str, Any]]:
+    """CPU seconds for the first tokens of a unit: the unit decoded, or only the frames needed if all had 64 tokens."""
     rows = []
-    with PrefixStore(folder) as store:
-        for tokens in (512, 1024, LONG):
-            prompt = ids[:tokens]
-            store.put(prompt[:-1], computed(session, prompt[:-1]), model="m")
-
-            def plain(prompt: Sequence[int] = prompt) -> None:
-                Runner(session).feed(prompt)
-
-            def stored(prompt: Sequence[int] = prompt) -> None:
-                runner = Runner(session)
-                found = store.get(prompt[:-1], model="m")
-                runner.start(found.layers)
-                runner.feed(prompt[found.tokens :])
-
-            times = interleaved({"plain": plain, "stored": stored}, rounds, time.perf_counter)
-            rows.append({"tokens": tokens, **{name: statistics.median(found) for name, found in times.items()}})
+    with PrefixStore(folder, threads=1) as store:
+        put = store.put(ids[:512], [_beginning(cache, 512) for cache in layers], model="m")
+        arrays = [words for cache in layers for words in (cache.keys, cache.values)]
+        for tokens in (64, 128, 256, 512):
+            pieces = [words[:, at : at + BLOCK] for at in range(0, tokens, BLOCK) for words in arrays]
+            frames = kvmnn.encode_many(pieces, effort="fast")
+            jobs = {
+                "unit": lambda tokens=tokens: store.get(ids[:tokens], model="m"),
+                "frames": lambda frames=frames: kvmnn.decode_many(frames, threads=1),
+            }
+            times = interleaved(jobs, rounds, time.process_time)
+            sizes = {"unit_bytes": put.stored_bytes, "frames_bytes": sum(map(len, frames))}
+            found = {name: statistics.median(each) for name, each in times.items()}
+            rows.append({"tokens": tokens, **found, **sizes})
     return rows
+
+
+def _beginning(cache: LayerCache, tokens: int) -> LayerCache:
+    return LayerCache(layer=cache.layer, keys=cache.keys[:, :tokens], values=cache.values[:, :tokens])
 
 
 def _milliseconds(call: Any) -> float:
@@ -234,14 +241,14 @@ def sections(data: dict[str, Any]) -> list[str]:
             for row in data["speeds"]
         ],
     )
-    first_table = table(
-        ["tokens of the prompt", "computed, ms", "from the store, ms", "times"],
+    half_table = table(
+        ["tokens", "unit, ms", "unit, bytes", f"frames of {BLOCK}, ms", f"frames of {BLOCK}, bytes"],
         [
             [
-                *(f"{row['tokens']:,}", f"{row['plain'] * 1e3:.0f}", f"{row['stored'] * 1e3:.0f}"),
-                f"{row['plain'] / row['stored']:.1f}",
+                *(f"{row['tokens']}", f"{row['unit'] * 1e3:.1f}", f"{row['unit_bytes']:,}"),
+                *(f"{row['frames'] * 1e3:.1f}", f"{row['frames_bytes']:,}"),
             ]
-            for row in data["first_tokens"]
+            for row in data["half_way"]
         ],
     )
     return [
@@ -265,10 +272,11 @@ def sections(data: dict[str, Any]) -> list[str]:
         f"({index['match_ms_95']:.2f}) ms (goal {MATCH_MS:g}), `put` of what is known {index['known_put_ms']:.2f} "
         f"({index['known_put_ms_95']:.2f}) ms (goal {KNOWN_MS:g}), {index['bytes_a_block']:.0f} bytes a block (goal "
         f"{INDEX_BYTES}).\n",
-        "## Time to the first token\n",
-        "onnxruntime with its own threads, the shipped model, wall time: the whole prompt computed, or all but its "
-        "last token from the store.\n",
-        first_table,
+        "## A text that leaves a unit half-way\n",
+        "CPU time of one thread, fp32, and bytes that are read, for the first tokens of a unit of 512: the unit "
+        f"decoded whole, or, if frames had {BLOCK} tokens, only those that are needed.\n",
+        half_table + "\n",
+        *first_sections(data["first"]),
     ]
 
 

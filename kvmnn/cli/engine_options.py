@@ -33,12 +33,14 @@ def add_engine(parser: Any) -> None:
     help.fold(parser, group, "--help-engines")
 
 
-def options(arguments: argparse.Namespace, *, whole: bool = False, any_heads: bool = False) -> EngineOptions:
+def options(
+    arguments: argparse.Namespace, *, whole: bool = False, any_heads: bool = False, any_stream: bool = False
+) -> EngineOptions:
     """What the arguments say."""
     from ..formats.options import EngineOptions
 
     said = {name: getattr(arguments, name) for name in CHOOSING if hasattr(arguments, name)}
-    return EngineOptions(whole=whole, any_heads=any_heads, **said)
+    return EngineOptions(whole=whole, any_heads=any_heads, any_stream=any_stream, **said)
 
 
 def refuse_idle(arguments: argparse.Namespace, paths: Sequence[str]) -> None:

@@ -68,6 +68,8 @@ class EngineOptions:
         every layer as they lie there, in `Source.metadata` what is around them. Nothing needs to be known of heads.
     any_heads
         Take a row whose kv heads nothing says as one head: for what does not look at heads.
+    any_stream
+        Take the first of several streams: for what only looks.
     noted_heads
         Kv heads of each layer as they were noted down, where nothing else says them.
     stream
@@ -80,6 +82,7 @@ class EngineOptions:
 
     whole: bool = False
     any_heads: bool = False
+    any_stream: bool = False
     noted_heads: tuple[int, ...] | None = None
     stream: int | None = None
     window: bool = False

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from repository import FIXTURES
-from torch_reference import TorchDecoder, load_model
 
 from kvmnn.lm.session import DecoderSession
 from kvmnn.lm.tokenizer import Tokenizer
@@ -17,6 +15,9 @@ FIXTURE = FIXTURES / "lm"
 @pytest.fixture(scope="session")
 def decoder():
     """The model in torch, a mask of its own for every layer."""
+    import torch
+    from torch_reference import TorchDecoder, load_model
+
     torch.set_num_threads(1)
     return TorchDecoder(load_model(FIXTURE))
 

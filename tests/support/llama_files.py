@@ -59,10 +59,12 @@ def state(
     gaps: bool = False,
     sequences: int = 1,
     architecture: str = "llama",
+    recurrent: int = 0,
 ) -> tuple[bytes, list[list[Cells]]]:
     """A file whose streams have so many cells each, and its caches: lists of streams.
 
-    outputs: their number, of logits and of embeddings, as version 9 has them. second: cells of a second cache.
+    recurrent: layers whose state lies behind the caches. outputs: their number, of logits and of embeddings, as
+    version 9 has them. second: cells of a second cache.
     """
     newest = 10 if kind == SESSION else 3
     count = sum(cells) if tokens is None else tokens
@@ -81,7 +83,14 @@ def state(
         data += struct.pack("<I", len(each)) if streams_said else b""
         data += b"".join(found.data for found in streams)
         caches.append(streams)
-    return data, caches
+    return data + (recurrent_state(rng, recurrent) if recurrent else b""), caches
+
+
+def recurrent_state(rng: Random, layers: int) -> bytes:
+    """One cell of one sequence; for each layer rows of 12 values of the one kind, then none of the other."""
+    data = struct.pack("<I", 1) + struct.pack("<iIi", 7, 1, 0) + struct.pack("<II", 0, layers + 2)
+    data += b"".join(struct.pack("<iQ", 0, 48) + rng.randbytes(48) for _ in range(layers))
+    return data + b"".join(struct.pack("<iQ", 0, 0) for _ in range(layers))
 
 
 def stream(rng: Random, shape: Shape, cells: int, *, gaps: bool, sequences: int) -> Cells:

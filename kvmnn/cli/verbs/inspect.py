@@ -139,7 +139,7 @@ def _arrays(path: str, arguments: argparse.Namespace) -> ArraysInfo:
     limits = formats.ReadOptions(
         laid=axes_options.laid(arguments),
         max_bytes=arguments.max_bytes,
-        engine=engine_options.options(arguments, any_heads=True),
+        engine=engine_options.options(arguments, any_heads=True, any_stream=True),
     )
     return formats.inspect(
         formats.open(path, limits, dtype=arguments.dtype, skip_unsupported=True, packed=packed, frames=False)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from ...errors import SourceError
 from ...files.mapped import MappedFile, head_of
+from ...text import count
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -48,21 +49,29 @@ def read_geometry(path: str, layers: int) -> Geometry:
     Raises
     ------
     SourceError
-        When the file is no GGUF file, is damaged, has another number of layers, or does not say its kv heads.
+        When the file is no GGUF file, is damaged, has fewer layers, or does not say the kv heads of these.
     """
     fields = _Header(path).fields()
     name = _architecture(path, fields)
     blocks = _number(fields.get(f"{name}.block_count"))
-    if blocks not in (None, layers):
-        raise SourceError(f"{path}: the model has {blocks} layers, the cache has {layers}")
+    if blocks is not None and blocks < layers:
+        raise SourceError(f"{path}: the model has {count(blocks, 'layer')}, the cache has {layers}")
     heads = fields.get(f"{name}.attention.head_count")
     kv_heads = fields.get(f"{name}.attention.head_count_kv", heads)
-    of = tuple(kv_heads) if isinstance(kv_heads, list) else (_number(kv_heads) or 0,) * layers
-    width, count = _number(fields.get(f"{name}.embedding_length")), _number(heads)
-    head_dim = _number(fields.get(f"{name}.attention.key_length")) or (width // count if width and count else 0)
+    of = _by_layer(kv_heads, layers)
+    width, whole = _number(fields.get(f"{name}.embedding_length")), _number(heads)
+    head_dim = _number(fields.get(f"{name}.attention.key_length")) or (width // whole if width and whole else 0)
     if len(of) != layers or not all(of) or not head_dim:
         raise SourceError(f"{path}: does not say the kv heads and head_dim of {layers} layers")
     return Geometry(name, of, head_dim)
+
+
+def _by_layer(said: Any, layers: int) -> tuple[int, ...]:
+    """Kv heads of the layers of a cache, which may be fewer than the model's: those without K, or of another cache."""
+    if not isinstance(said, list):
+        return (_number(said) or 0,) * layers
+    with_k = tuple(heads for heads in said if heads)
+    return with_k if len(with_k) == layers else with_k[:1] * layers if len(set(with_k)) == 1 else ()
 
 
 def _is_enough(fields: dict[str, Any]) -> bool:

@@ -53,7 +53,7 @@ def read(file: FileBytes, options: ReadOptions) -> Source:
     heads = heads_of(file.label, stream, options, needed=not options.engine.any_heads)
     arrays = [_array(file, tensor, stream, heads, options) for tensor in _by_layer(stream)]
     described = _described(state, stream, heads, options.engine)
-    return Source(arrays, notes=_notes(stream, heads, options.engine), engine_cache=described)
+    return Source(arrays, notes=_notes(state, stream, heads, options.engine), engine_cache=described)
 
 
 def model_of(options: ReadOptions) -> str | None:
@@ -83,7 +83,7 @@ def _chosen(where: str, state: State, options: EngineOptions) -> Stream:
     if not used:
         raise SourceError(f"{where}: no cell is used, there is nothing to read")
     if options.stream is None:
-        if len(used) > 1:
+        if len(used) > 1 and not options.any_stream:
             raise SourceError(f"{where}: {len(used)} streams hold cells: --stream says which ({_numbers(used)})")
         return streams[used[0]]
     if options.stream not in used:
@@ -176,9 +176,21 @@ def block_array(file: FileBytes, tensor: Tensor, cells: int, name: str) -> Named
     )
 
 
-def _notes(stream: Stream, heads: Heads, options: EngineOptions) -> list[str]:
+def _notes(state: State, stream: Stream, heads: Heads, options: EngineOptions) -> list[str]:
     """What was inferred, and what the numbers were made from."""
     notes = []
+    if state.recurrent_bytes:
+        notes.append(
+            f"state of recurrent layers ({count(state.recurrent_bytes, 'byte')}) lies behind K and V, and is not read; "
+            "layers are counted without these"
+        )
+    used = [number for number, each in enumerate(state.caches[options.window]) if each.cells]
+    if len(used) > 1 and options.stream is None:
+        notes.append(f"{len(used)} streams hold cells ({_numbers(used)}): this is the first")
+    if len(state.caches) > 1 and not options.window:
+        notes.append(
+            "a second cache, of layers with a sliding window, is read with --window; layers are counted by cache"
+        )
     if not heads.known:
         notes.append("kv heads are not in the file: each row is taken as one head (--kv-heads N or --model FILE.gguf)")
     if made := _dequantised(stream, options):
@@ -216,6 +228,7 @@ def _details(state: State, stream: Stream, options: EngineOptions) -> dict[str, 
         "version": state.version,
         "architecture": state.architecture,
         "caches": len(state.caches),
+        "recurrent_bytes": state.recurrent_bytes,
         "window": options.window,
         "streams": len(streams),
         "stream": next(number for number, each in enumerate(streams) if each is stream),

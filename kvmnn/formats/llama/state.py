@@ -104,6 +104,8 @@ class State:
         Of the model; None in sequence files.
     caches
         One; two for models with sliding-window layers, whose own is the second. Each is a list of streams.
+    recurrent_bytes
+        Of the state of recurrent layers, which hybrid models have behind K and V.
     """
 
     kind: str
@@ -111,6 +113,7 @@ class State:
     tokens: Indices
     architecture: str | None
     caches: tuple[tuple[Stream, ...], ...]
+    recurrent_bytes: int = 0
 
 
 class _NotSoError(Exception):
@@ -184,8 +187,10 @@ def parse(file: FileBytes, model: str | None = None) -> State:
     variants = _variants(
         old=version < VERSIONS[magic][1], session=magic == SESSION, only_k=(architecture or model) in MLA
     )
-    caches = _caches(file, cursor.position, variants)
-    return State(kind=kind, version=version, tokens=tokens, architecture=architecture, caches=caches)
+    caches, rest = _caches(file, cursor.position, variants)
+    return State(
+        kind=kind, version=version, tokens=tokens, architecture=architecture, caches=caches, recurrent_bytes=rest
+    )
 
 
 def _architecture(cursor: _Cursor) -> str:
@@ -201,6 +206,7 @@ class _Variant(NamedTuple):
     extra: int
     has_v: bool
     two: bool
+    recurrent: bool
     streams: bool
     outputs: bool
 
@@ -210,12 +216,18 @@ def _variants(*, old: bool, session: bool, only_k: bool) -> Iterator[_Variant]:
     streams = (True, False) if old else (True,)
     before = (True, False) if old and session else (False,)
     with_v = (True, False) if only_k else (True,)
-    for output, stream, two, has_v, extra in product(before, streams, (False, True), with_v, _EXTRA_BYTES):
-        yield _Variant(extra, has_v, two, stream, output)
+    several = (False, True)
+    for output, stream, recurrent, two, has_v, extra in product(
+        before, streams, several, several, with_v, _EXTRA_BYTES
+    ):
+        yield _Variant(extra, has_v, two, recurrent, stream, output)
 
 
-def _caches(file: FileBytes, start: int, variants: Iterator[_Variant]) -> tuple[tuple[Stream, ...], ...]:
-    """The caches as the first of the variants has them that ends with the file; else what is wrong with the likely."""
+def _caches(file: FileBytes, start: int, variants: Iterator[_Variant]) -> tuple[tuple[tuple[Stream, ...], ...], int]:
+    """The caches as the first of the variants has them that ends with the file, and the bytes of recurrent state.
+
+    Else the error is what is wrong with the likeliest.
+    """
     found: _NotSoError | None = None
     for variant in variants:
         cursor = _Cursor(file, start)
@@ -223,12 +235,15 @@ def _caches(file: FileBytes, start: int, variants: Iterator[_Variant]) -> tuple[
             if variant.outputs:
                 _skip_outputs(cursor)
             caches = tuple(tuple(_streams(cursor, variant)) for _ in range(1 + variant.two))
+            rest = cursor.left
+            if variant.recurrent:
+                _skip_recurrent(cursor)
             if cursor.left:
                 raise _LeftError(
-                    f"{count(cursor.left, 'byte')} are left behind K and V at offset {cursor.position:,}: recurrent "
-                    "state of a hybrid model, or written by a build of llama.cpp that is not known"
+                    f"{count(cursor.left, 'byte')} are left behind K and V at offset {cursor.position:,}: another kind "
+                    "of cache, or written by a build of llama.cpp that is not known"
                 )
-            return caches
+            return caches, rest
         except _NotSoError as error:
             if found is None or (isinstance(error, _LeftError) and not isinstance(found, _LeftError)):
                 found = error
@@ -240,6 +255,28 @@ def _skip_outputs(cursor: _Cursor) -> None:
     cursor.skip(4 * cursor.u32("number of outputs"), "positions of outputs")
     for what in ("logits", "embeddings"):
         cursor.skip(4 * cursor.u64(f"number of {what}"), what)
+
+
+def _skip_recurrent(cursor: _Cursor) -> None:
+    """State of recurrent layers: cells, then for each layer rows of the one kind, and for each rows of the other."""
+    cells = cursor.u32("number of recurrent cells")
+    if not 1 <= cells <= MOST_CELLS:
+        raise _NotSoError(f"{cells:,} recurrent cells at offset {cursor.position - 4:,}")
+    _cells(cursor, cells, 0)
+    transposed, layers = cursor.u32("order of recurrent state"), cursor.u32("number of recurrent layers")
+    if transposed:
+        raise _NotSoError(f"the order of recurrent state is {transposed} at offset {cursor.position - 8:,}")
+    rows: list[int] = []
+    while cursor.left and len(rows) < 2 * layers:
+        number = cursor.u32("type of recurrent state")
+        if number not in TYPES:
+            raise _NotSoError(f"recurrent state of ggml type {number} at offset {cursor.position - 4:,}")
+        rows.append(cursor.u64("bytes of recurrent state"))
+        cursor.skip(cells * rows[-1], "recurrent state")
+    half = len(rows) // 2
+    kinds = set(rows[:half]), set(rows[half:])
+    if len(rows) % 2 or len(kinds[0]) != 1 or len(kinds[1]) != 1 or kinds[0] == kinds[1]:
+        raise _NotSoError(f"recurrent state of {count(len(rows), 'tensor')}, which are not two kinds for each layer")
 
 
 def _streams(cursor: _Cursor, variant: _Variant) -> Iterator[Stream]:

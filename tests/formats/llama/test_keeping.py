@@ -35,7 +35,13 @@ def test_any_file_comes_back_byte_for_byte(tmp_path: Path, run, seed: int) -> No
     second = [rng.randint(1, 5)] if rng.random() < 0.3 else None
     cells = [rng.randint(0, 6) for _ in range(rng.randint(0, 2))] + [rng.randint(1, 30)]
     data, _ = llama_files.state(
-        rng, shape, cells[: len(second or cells)], kind=rng.choice((SESSION, SEQUENCE)), second=second, gaps=True
+        rng,
+        shape,
+        cells[: len(second or cells)],
+        kind=rng.choice((SESSION, SEQUENCE)),
+        second=second,
+        gaps=True,
+        recurrent=rng.choice((0, 0, 2)),
     )
     path = tmp_path / "x.session"
     path.write_bytes(data)

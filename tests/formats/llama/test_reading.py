@@ -104,8 +104,34 @@ def test_older_sequences(tmp_path: Path, streams_said: bool) -> None:
 def test_a_second_cache_of_a_sliding_window(tmp_path: Path) -> None:
     data, ((base,), (window,)) = llama_files.state(Random(4), Shape(), [9], second=[4])
     path = put(tmp_path / "x", data)
-    check(kvmnn.open(path, heads(2)), base)
+    source = kvmnn.open(path, heads(2))
+    check(source, base)
+    assert any("--window" in note for note in source.notes)
     check(kvmnn.open(path, heads(2, window=True)), window)
+
+
+@pytest.mark.parametrize("second", [None, [4]])
+def test_state_of_recurrent_layers_behind_k_and_v(tmp_path: Path, second: list[int] | None) -> None:
+    data, caches = llama_files.state(Random(4), Shape(), [9], second=second, recurrent=3)
+    path = put(tmp_path / "x", data)
+    source = kvmnn.open(path, heads(2))
+    check(source, caches[0][0])
+    size = len(data) - len(llama_files.state(Random(4), Shape(), [9], second=second)[0])
+    assert source.notes[0].startswith(f"state of recurrent layers ({size} bytes)")
+    for end in range(len(data) - size + 1, len(data)):
+        with pytest.raises(SourceError):
+            kvmnn.open(put(path, data[:end]), heads(2))
+
+
+def test_layers_of_a_model_that_have_no_k_of_their_own(tmp_path: Path) -> None:
+    """Hybrid models have layers without kv heads, others layers in the other cache."""
+    data, ((cells,),) = llama_files.state(Random(7), Shape(), [6])
+    path = put(tmp_path / "x", data)
+    more = {"attention__key_length": 32, "block_count": 4}
+    check(kvmnn.open(path, model(tmp_path / "m.gguf", attention__head_count_kv=[0, 2, 0, 2], **more)), cells)
+    check(kvmnn.open(path, model(tmp_path / "m.gguf", attention__head_count_kv=2, **more)), cells)
+    with pytest.raises(SourceError, match="does not say the kv heads"):
+        kvmnn.open(path, model(tmp_path / "m.gguf", attention__head_count_kv=[1, 2, 2, 2], **more))
 
 
 def test_files_without_v_have_keys(tmp_path: Path) -> None:
@@ -177,7 +203,7 @@ def test_the_geometry_of_a_gguf_model(tmp_path: Path) -> None:
     ("fields", "message"),
     [
         ({"attention__head_count": 4, "embedding_length": 256}, "it is of another model"),
-        ({"attention__head_count_kv": 2, "attention__key_length": 32, "block_count": 3}, "the model has 3 layers"),
+        ({"attention__head_count_kv": 2, "attention__key_length": 32, "block_count": 1}, "the model has 1 layer"),
         ({"attention__head_count_kv": 2}, "does not say the kv heads and head_dim"),
     ],
 )
@@ -226,7 +252,7 @@ def test_cut_anywhere_it_is_refused(tmp_path: Path, transposed: bool) -> None:
 
 def test_bytes_behind_are_refused_by_name(tmp_path: Path) -> None:
     data, _ = llama_files.state(Random(8), Shape(), [3])
-    with pytest.raises(SourceError, match=r"7 bytes are left behind K and V.*recurrent"):
+    with pytest.raises(SourceError, match=r"7 bytes are left behind K and V.*not known"):
         kvmnn.open(put(tmp_path / "x", data + bytes(7)), heads(2))
 
 

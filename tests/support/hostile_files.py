@@ -354,6 +354,23 @@ def _mlx(folder: Path, bits: int = 0) -> Sample:
     return Sample(contents(folder), commands, ("c.safetensors",))
 
 
+def _pages(folder: Path) -> Sample:
+    """A folder of vLLM's, and a page of LMCache."""
+    (folder / "0cc175b9").mkdir(parents=True)
+    words = np.random.default_rng(2).normal(size=(2, 3, 2, 2)).astype(np.float16)
+    header = json.dumps(
+        {"kv_cache": {"dtype": "F16", "shape": words.shape, "data_offsets": [0, words.nbytes]}}
+    ).encode()
+    tensors = len(header).to_bytes(8, "little") + header + words.tobytes()
+    (folder / "0cc175b9/layers.0.safetensors").write_bytes(tensors)
+    (folder / "m@1@0@1a@half.pt").write_bytes(words.tobytes())
+    commands = (
+        "encode {in}/0cc175b9 -o {out}/ --axes 2thd",
+        "measure {in}/m@1@0@1a@half.pt --shape 2,-1,2,2 --axes 2thd",
+    )
+    return Sample(contents(folder), commands, ("0cc175b9/layers.0.safetensors", "m@1@0@1a@half.pt"))
+
+
 def _checkpoint_tensors(folder: Path) -> Sample:
     folder.mkdir()
     state = compressor_files.weights(1, head_dim=1, factor=2, prefixes=("compress_tk",))
@@ -434,6 +451,7 @@ _MAKERS: dict[str, Callable[[Path], Sample]] = {
     "cache of MLX": _mlx,
     "cache of MLX, quantised": lambda folder: _mlx(folder, 4),
     "cache of transformers": _saved_cache,
+    "pages": _pages,
     "cache of transformers, static": lambda folder: _saved_cache(folder, "static"),
 }
 

@@ -104,7 +104,7 @@ def _described(cache: Cache) -> EngineCache:
     slid = {layer.seen for layer in cache.layers} if same else {None}
     seen = slid.pop() if len(slid) == 1 else None
     return EngineCache(
-        engine="transformers",
+        engine=cache.engine,
         kind=cache.form,
         layers=len(cache.layers),
         kv_heads=int(heads) if same else None,

@@ -21,7 +21,7 @@ _MOST_LAYERS = 1 << 16
 _LISTS = (("key_cache", "value_cache"), ("keys", "values"), ("key", "value"), ("k", "v"))
 
 
-Form = Literal["cache", "static", "pairs", "legacy", "dict"]
+Form = Literal["cache", "static", "pairs", "legacy", "dict", "generator"]
 _FORMS: dict[str, Form] = {"list": "pairs", "tuple": "legacy", "dict": "dict"}
 
 
@@ -101,6 +101,8 @@ class Cache:
         Those that hold something.
     empty
         The numbers of those that do not.
+    engine
+        Whose it is.
     beside
         Tensors that lie beside the cache in a dict, by their names.
     """
@@ -109,6 +111,7 @@ class Cache:
     form: Form = "cache"
     layers: list[Layer] = field(default_factory=list)
     empty: list[int] = field(default_factory=list)
+    engine: str = "transformers"
     beside: dict[str, AnyTensor] = field(default_factory=dict)
 
 

@@ -17,11 +17,12 @@ import numpy.typing as npt
 from ...arrays.axes import laid_out
 from ...arrays.source import Source
 from ...arrays.valid_names import check_name
+from ...dtypes import PARTS
 from ...errors import LimitError, SourceError
 from ..options import ReadOptions
 from ..reading import chosen, select
 from .arrays import cache_source, tensor_array
-from .layers import Made, find_cache
+from .layers import Cache, Layer, Made, find_cache
 
 _MOST_LAYERS = 4096
 _ATTRIBUTES = ("keys", "values", "cumulative_length", "max_cache_len")
@@ -83,7 +84,7 @@ def read(cache: object, options: ReadOptions) -> Source:
 
 def _read(where: str, cache: object, options: ReadOptions) -> Source:
     if callable(getattr(cache, "get_output", None)):
-        return _named(where, _outputs(where, cache), options)
+        return cache_source(where, _of_generator(where, cache), options)
     found = find_cache(where, _as_made(cache), lambda value: isinstance(value, LiveTensor))
     if found is not None:
         return cache_source(where, found, options)
@@ -149,17 +150,17 @@ def _layer(layer: Any) -> Made:
     return Made(type(layer).__name__, state)
 
 
-def _outputs(where: str, generator: Any) -> dict[str, LiveTensor]:
+def _of_generator(where: str, generator: Any) -> Cache:
     """``present.<n>.key`` and ``.value`` of a generator of ONNX Runtime GenAI, from layer 0 on."""
-    found: dict[str, LiveTensor] = {}
+    found = Cache(type(generator).__name__, "generator", engine="ONNX Runtime GenAI")
     for number in range(_MOST_LAYERS):
-        names = [f"present.{number}.{part}" for part in ("key", "value")]
         try:
-            arrays = [np.asarray(generator.get_output(name)) for name in names]
+            parts = [np.asarray(generator.get_output(f"present.{number}.{part}")) for part in PARTS]
         except Exception as error:  # its own type, without a class to name; the layers end so
             if not number:
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
-                raise SourceError(f"{where}: has no output {names[0]!r}: {reason[:200]}") from None
+                raise SourceError(f"{where}: has no output 'present.0.key': {reason[:200]}") from None
             break
-        found |= {name: LiveTensor(array) for name, array in zip(names, arrays, strict=True)}
+        keys, values = map(LiveTensor, parts)
+        found.layers.append(Layer(number, keys, values))
     return found

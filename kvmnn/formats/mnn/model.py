@@ -75,9 +75,12 @@ def read_geometry(path: str) -> ModelGeometry:
     )
 
 
-def check_agrees(path: str, model: ModelGeometry, kv_heads: int | None, head_dim: int | None) -> None:
-    """`OptionError` where the cache is said to have other kv heads or dimensions than the model at `path` has."""
-    for what, said, found in (("kv heads", kv_heads, model.kv_heads), ("head_dim", head_dim, model.head_dim)):
+def check_agrees(
+    path: str, model: ModelGeometry, kv_heads: int | None, head_dim: int | None, layers: int | None = None
+) -> None:
+    """`OptionError` where the cache is said to have other kv heads, dimensions or layers than the model at `path`."""
+    heads = ("kv heads", kv_heads, model.kv_heads)
+    for what, said, found in (heads, ("head_dim", head_dim, model.head_dim), ("layers", layers, model.layers)):
         if None not in (said, found) and said != found:
             raise OptionError(f"{what}: {said} for the cache, but the model in {path} has {found}")
 

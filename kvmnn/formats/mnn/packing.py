@@ -78,7 +78,7 @@ def pack(
     known, dtype = source.cache, arrays[0].array.dtype
     layout = chosen_layout(geometry or Geometry(), arrays, known.layout if known else None, dtype)
     if model:
-        check_agrees(model, read_geometry(model), layout.kv_heads, layout.head_dim)
+        check_agrees(model, read_geometry(model), layout.kv_heads, layout.head_dim, len(arrays) // 2)
     if layout.dtype != dtype and not cast:
         raise OptionError(f"the arrays are {dtype}, the layout holds {layout.dtype}: --cast converts them")
     info = prefix_info(arrays, layout, prefix_name(name, known), capacity=capacity, like=known)

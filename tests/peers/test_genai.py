@@ -1,0 +1,71 @@
+"""A generator of ONNX Runtime GenAI that runs the shipped model: its cache, compared with plain onnxruntime's."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from repository import FIXTURES
+
+import kvmnn
+
+genai = pytest.importorskip("onnxruntime_genai")
+
+
+def settings(config: dict[str, int]) -> dict[str, object]:
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    decoder = {
+        "filename": "model.onnx",
+        "head_size": hidden // heads,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "num_hidden_layers": config["num_hidden_layers"],
+        "session_options": {"provider_options": []},
+        "inputs": {
+            **{name: name for name in ("input_ids", "attention_mask", "position_ids")},
+            "past_key_names": "past_key_values.%d.key",
+            "past_value_names": "past_key_values.%d.value",
+        },
+        "outputs": {
+            "logits": "logits",
+            "present_key_names": "present.%d.key",
+            "present_value_names": "present.%d.value",
+        },
+    }
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
+    model = {"type": "phi", "vocab_size": config["vocab_size"], "context_length": 256, "decoder": decoder, **ids}
+    return {"model": model, "search": {"max_length": 64, "past_present_share_buffer": False}}
+
+
+def test_a_generator(tmp_path: Path) -> None:
+    import onnxruntime
+
+    for name in ("model.onnx", "tokenizer.json", "tokenizer_config.json", "config.json"):
+        shutil.copy(FIXTURES / "lm" / name, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "genai_config.json").write_text(json.dumps(settings(config)))
+    model = genai.Model(str(tmp_path))
+    parameters = genai.GeneratorParams(model)
+    parameters.set_search_options(max_length=64)
+    generator = genai.Generator(model, parameters)
+    generator.append_tokens(np.arange(1, 11, dtype=np.int32))
+    for _ in range(3):
+        generator.generate_next_token()
+    source = kvmnn.open(generator)
+    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
+    assert len(source) == 2 * layers and source["layer_0.key"].shape[:3] == (1, heads, 12)  # one token behind
+
+    session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"))
+    ids = np.array(generator.get_sequence(0))[:12].astype(np.int64)[None]
+    feed = {"input_ids": ids, "attention_mask": np.ones_like(ids), "position_ids": np.arange(12)[None]}
+    for entry in session.get_inputs():
+        if entry.name not in feed:
+            feed[entry.name] = np.zeros([1, heads, 0, entry.shape[3]], np.float32)
+    names = [f"present.{n}.{part}" for n in range(layers) for part in ("key", "value")]
+    for name, expected in zip(names, session.run(names, feed), strict=True):
+        found = source[name.replace("present.", "layer_")].to_numpy()
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)

@@ -72,6 +72,13 @@ def test_a_record_and_a_unit_of_one_token(tmp_path: Path) -> None:
         parse_ids(data[: head - 1])
 
 
+def test_a_record_of_the_longest_text() -> None:
+    ids = np.zeros(MAX_TOKENS + 1, "<u4")
+    for tokens, is_one in ((MAX_TOKENS, True), (MAX_TOKENS + 1, False)):
+        data = Record(b"s" * 16, b"p" * 16, 77, 1000, 0, ids[:tokens]).to_bytes()
+        assert (from_bytes(data) is not None) == is_one
+
+
 def test_what_is_in_memory_has_no_index() -> None:
     pytest.importorskip("fsspec")
     with PrefixStore("memory://test_bounds", block_tokens=4) as store:

@@ -61,10 +61,12 @@ def test_changes_of_compiled_code(tmp_path: Path, name: str, source: str, result
     assert [change.new for change in found(tmp_path, name, source)] == results
 
 
-def test_equal_places_of_a_line_have_keys_of_their_own(tmp_path: Path) -> None:
-    keys = [change.key for change in found(tmp_path, "a.py", "x = 1\na = 1 + 1\n")]
+def test_equal_places_have_keys_of_their_own(tmp_path: Path) -> None:
+    """Those of one line, and those of equal lines."""
+    keys = [change.key for change in found(tmp_path, "a.py", "x = 1\na = 1 + 1\nif x:\n    a = 1 + 1\n")]
     assert keys[0] == "a.py: x = 1: '1' -> '2'"
-    assert len(set(keys)) == 4
+    assert len(set(keys)) == len(keys) == 7
+    assert keys[-1].endswith("'1' -> '2' (3)")
 
 
 def test_tests_of_a_module_begin_with_its_own() -> None:

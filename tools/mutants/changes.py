@@ -42,7 +42,7 @@ class Change:
     text: str
     """The whole line, without the space around it."""
     place: int
-    """Which of the line's places with the same old and new text this is, from 0."""
+    """Which of the places with the same line, old and new text this is, from 0."""
     start: int
     end: int
     old: str
@@ -71,7 +71,6 @@ def changes_of(root: Path, file: str) -> list[Change]:
     for start, end, new in spans:
         while starts[number + 1] <= start:
             number += 1
-            seen = {}
         old, text = source[start:end].decode(), lines[number].strip().decode()
         place = seen.get((text, old, new), 0)
         seen[text, old, new] = place + 1

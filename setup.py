@@ -46,6 +46,7 @@ LIMITED_API = sys.implementation.name == "cpython" and not sysconfig.get_config_
 CORES = os.cpu_count() or 1
 ROOT = Path("pyx")
 NATIVE = {
+    "kvmnn.frames._fast": ["zstd_writer.c", "huffman.c", "fse.c", "repeats.c"],
     "kvmnn.frames._streams": ["lanes.c"],
     "kvmnn.h2o._scores": ["scores.c"],
     "kvmnn.offline._sizes": ["tokens.c"],

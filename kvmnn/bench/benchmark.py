@@ -66,7 +66,7 @@ def compare(
 
 def turns(source: Source, rounds: int, threads: int) -> int:
     """How often `compare` will call its `progress`."""
-    return sum((rounds + 1) * (3 + len(rivals.installed(array.dtype, threads)[0])) for array in source.arrays)
+    return sum((rounds + 1) * (4 + len(rivals.installed(array.dtype, threads)[0])) for array in source.arrays)
 
 
 def measure(
@@ -111,7 +111,7 @@ def measure(
             run.turn(counted=turn > 0)
             if progress:
                 progress(1)
-    info = inspect(encode(sample, dtype=array.dtype, effort="fast", threads=threads))
+    info = inspect(encode(sample, dtype=array.dtype, effort="balanced", threads=threads))
     limit = info.entropy_ratio
     return Report(
         name=array.name,

@@ -59,6 +59,15 @@ class Result:
         seconds_per_byte = (self.encode.wall + self.decode.wall) / self.raw_bytes
         return (1 - 1 / self.ratio) / seconds_per_byte
 
+    def dominates(self, other: Result) -> bool:
+        """Whether it is nowhere worse than `other` in ratio and CPU time, and somewhere better, on the same bytes."""
+        if self.encode is None or self.decode is None or other.encode is None or other.decode is None:
+            return False
+        mine = (self.stored_bytes, self.encode.cpu, self.decode.cpu)
+        theirs = (other.stored_bytes, other.encode.cpu, other.decode.cpu)
+        no_worse = all(a <= b for a, b in zip(mine, theirs, strict=True))
+        return self.raw_bytes == other.raw_bytes and no_worse and mine != theirs
+
     def to_dict(self) -> dict[str, Any]:
         """The same for JSON, derived figures included; speeds in bytes per second."""
 
@@ -111,9 +120,23 @@ class Report:
     results: tuple[Result, ...]
     missing: tuple[str, ...]
 
+    def dominated(self) -> dict[str, str]:
+        """Codecs that another one beats or equals in ratio and in CPU time of both ways, and the smallest of those.
+
+        Only codecs that were measured on the same bytes are compared. What is left is the Pareto front.
+        """
+        found: dict[str, str] = {}
+        for one in self.results:
+            better = [other for other in self.results if other.dominates(one)]
+            if better:
+                found[one.codec] = min(better, key=lambda result: result.stored_bytes).codec
+        return found
+
     def to_dict(self) -> dict[str, Any]:
         """The same for JSON."""
-        return {**vars(self), "results": [result.to_dict() for result in self.results], "missing": list(self.missing)}
+        dominated = self.dominated()
+        results = [{**result.to_dict(), "dominated_by": dominated.get(result.codec)} for result in self.results]
+        return {**vars(self), "results": results, "missing": list(self.missing)}
 
     def __str__(self) -> str:
         lines = [
@@ -127,6 +150,9 @@ class Report:
             for result in self.results
             if result.raw_bytes != self.sample_bytes
         ]
+        if self.sample_bytes >= LEAST_RATE_BYTES:
+            found = self.dominated().items()
+            lines += [f"{codec}: dominated by {by} (ratio, CPU time both ways)" for codec, by in found]
         if any(result.raw_bytes < LEAST_RATE_BYTES for result in self.results):
             lines.append(f"-: speeds of less than {LEAST_RATE_BYTES:,} bytes are not shown")
         return "\n".join(lines)

@@ -48,7 +48,7 @@ def kvmnn_codecs(dtype: str, threads: int | None, *, with_max: bool = False) -> 
             lambda made: decoding.decode(made, dtype=dtype, threads=threads),
         )
 
-    return [codec(effort) for effort in ("exact", "fast", *(["max"] if with_max else []))]
+    return [codec(effort) for effort in ("exact", "balanced", "fast", *(["max"] if with_max else []))]
 
 
 def installed(dtype: str, threads: int | None) -> tuple[list[Codec], list[str]]:

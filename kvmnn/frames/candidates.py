@@ -9,6 +9,7 @@ from ..dtypes import Bytes
 from ..threads.pipeline import Progress
 from ..threads.pool import map_pulled
 from . import _encoder, zstd
+from .fast import fast_payloads, fast_stream, has_fast_form
 from .options import ZSTD_BIT, LaneOptions
 from .predictors import NAMES as PREDICTORS
 
@@ -52,7 +53,7 @@ def smallest_at_one_level(options: LaneOptions, data: Bytes, threads: int) -> by
 
 
 def smallest_at_all_levels(options: LaneOptions, data: Bytes, threads: int, progress: Progress | None = None) -> bytes:
-    """The frame of the smallest streams: all predictors at levels 1 and 3, then high levels for those near the best.
+    """The frame of the smallest streams: all predictors at levels 1 and 3, high levels near the best, and fast ones.
 
     `progress` is called behind every candidate, on its thread, by turns, with its share of the bytes of `data`.
     """
@@ -92,6 +93,9 @@ def smallest_at_all_levels(options: LaneOptions, data: Bytes, threads: int, prog
         levels = [level for level in _COSTS if level < 22 or data.size // options.stride <= _MAX_LEVEL_22_BYTES]
         cost = len(near) * sum(_COSTS[level] for level in levels)
         map_pulled(at_a_high_level, [(lane, mode, level) for level in levels for lane, mode in near], threads)
+    if has_fast_form(options, data.size):
+        for lane, payload in enumerate(fast_payloads(data, options, threads)):
+            best.offer_payload(lane, b"".join(payload))
     done.finish()
     return best.frame()
 
@@ -148,6 +152,13 @@ class _Best:
                 best = self.lanes[lane]
                 if best is None or found.rank < best.rank:
                     self.lanes[lane] = found
+
+    def offer_payload(self, lane: int, payload: bytes) -> None:
+        """Try a zstd payload that was made elsewhere, of the stream without a predictor."""
+        stream = fast_stream(self.data.size // self.options.stride, len(payload)) + payload
+        best = self.lanes[lane]
+        if best is None or len(stream) < best.size:
+            self.lanes[lane] = Candidate(len(stream), 0, True, 0, stream)
 
     def frame(self) -> bytes:
         streams = [best.stream for best in self.lanes if best is not None]

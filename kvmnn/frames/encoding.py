@@ -14,6 +14,7 @@ from ..threads.pipeline import Progress
 from ..threads.pool import resolve_threads
 from . import _encoder, zstd
 from .candidates import smallest_at_all_levels, smallest_at_one_level
+from .fast import encode_fast, has_fast_form
 from .options import CODECS, MIN_PARALLEL_BYTES, CodecOptions, LaneOptions
 from .words import words_of
 
@@ -47,8 +48,10 @@ def encode(
     codecs
         ``("rle",)`` for an engine without libzstd.
     effort
-        ``"exact"``: the engine's bytes. ``"fast"``: the predictor is guessed from samples and each stream compressed
-        once. ``"max"``: the smallest frame found with all zstd levels. MNN decodes all three.
+        ``"exact"``: the engine's bytes. ``"balanced"``: the predictor is guessed from samples and each stream
+        compressed once. ``"fast"``: no predictor, and zstd frames of kvmnn's own writer (docs/format.md); as
+        ``"balanced"`` where `predictors` or `codecs` do not leave it that. ``"max"``: the smallest frame found with
+        all zstd levels. MNN decodes all four.
     threads
         At most this number; None for all processors. Frames below 1 MiB are worked on by one.
     progress
@@ -76,24 +79,29 @@ def encode_words(data: Bytes, options: LaneOptions, threads: int, progress: Prog
     """The frame of little-endian words, all options resolved."""
     if options.effort == "max":
         return smallest_at_all_levels(options, data, threads, progress)
-    made = _at_one_level(data, options, threads)
+    if options.effort == "fast" and has_fast_form(options, data.size):
+        made = encode_fast(data, options, threads)
+    else:
+        made = _at_one_level(data, options, threads)
     if progress:
         progress(data.size)
     return made
 
 
 def sampled(data: Bytes, options: LaneOptions) -> LaneOptions:
-    """The options for words that are like `data`: by effort ``"fast"`` with the predictors that samples of it choose.
+    """The options for words that are like `data`: by effort ``"balanced"`` with the predictors that samples of it choose.
 
     Looking at samples is a tenth of that effort's work on short frames.
     """
-    if options.effort != "fast":
+    if options.effort != "balanced":
         return options
     return options._replace(modes=tuple(_encoder.likely_modes(data, options.stride, options.modes)))
 
 
 def _at_one_level(data: Bytes, options: LaneOptions, threads: int) -> bytes:
+    if options.effort != "exact":
+        options = options._replace(effort="balanced")  # also of "fast" where it has no form of its own
     if threads == 1 or data.size < MIN_PARALLEL_BYTES or data.size % options.stride:
-        fast = options.effort == "fast"
-        return _encoder.encode(data, options.stride, options.modes, options.allow, zstd.LEVEL, fast)
+        guess = options.effort == "balanced"
+        return _encoder.encode(data, options.stride, options.modes, options.allow, zstd.LEVEL, guess)
     return smallest_at_one_level(sampled(data, options), data, threads)

@@ -13,7 +13,7 @@ from .predictors import mode_bits, resolve
 CODECS = ("rle", "zstd")
 """Stream codecs by their number in the header."""
 
-EFFORTS = ("exact", "fast", "max")
+EFFORTS = ("exact", "balanced", "fast", "max")
 
 MIN_PARALLEL_BYTES = 1 << 20
 """Raw bytes from which the streams of a frame are shared out over threads."""
@@ -31,6 +31,8 @@ class LaneOptions(NamedTuple):
     allow: int
     """Codec bits."""
     effort: str
+    search: bool
+    """Effort "fast": whether libzstd looks for matches in a lane that has no repeats."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +57,7 @@ class CodecOptions:
             if dtype.itemsize != 2:
                 raise KvmnnError(f"hi_predictors is for two-byte words: {dtype.name} frames have one predictor set")
             modes[1] = mode_bits(resolve(self.hi_predictors))
-        return LaneOptions(dtype.itemsize, tuple(modes), codec_bits(self.codecs), self.effort)
+        return LaneOptions(dtype.itemsize, tuple(modes), codec_bits(self.codecs), self.effort, dtype is FP16)
 
 
 def codec_bits(codecs: Iterable[str]) -> int:

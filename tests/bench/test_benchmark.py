@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import kvmnn
 from kvmnn import bench
-from kvmnn.bench import Result, Timing, benchmark, rivals
+from kvmnn.bench import Report, Result, Timing, benchmark, rivals
 from kvmnn.bench.rivals import Codec
 from kvmnn.cli.command import main
 
@@ -50,7 +51,7 @@ def test_a_codec_that_fails_or_lies_is_a_line_of_the_table(tmp_path, capsys, mon
     assert "failed: KvmnnError: the round trip changed the data" in lines["liar"]
     assert "failed: RuntimeError: no luck" in lines["broken"]
     assert "not installed" in lines["absent"]
-    assert {"kvmnn exact", "kvmnn fast", "kvmnn max"} <= set(lines)
+    assert {"kvmnn exact", "kvmnn balanced", "kvmnn fast", "kvmnn max"} <= set(lines)
 
 
 def test_json(tmp_path, capsys):
@@ -85,3 +86,32 @@ def test_rates_of_small_arrays_are_not_printed():
     assert small.split() == ["x", "2.0000", "-", "-", "-", "-", "-"]
     assert large.split() == ["x", "2.0000", "1", "1", "1", "1", "0.3"]
     assert len(small) == len(large)
+
+
+def test_the_front():
+    def result(codec: str, stored: int, encode: float, decode: float, raw: int = 1 << 20) -> Result:
+        return Result(codec, "1", raw, stored, encode=Timing(9.0, encode), decode=Timing(9.0, decode))
+
+    failed = Result("failed", "1", 1 << 20, 0, encode=None, decode=None, error="no")
+    results = [
+        result("small", 100, 5.0, 1.0),
+        result("quick", 200, 1.0, 1.0),
+        result("slower", 200, 1.5, 1.0),
+        result("large", 300, 6.0, 1.0),
+        result("equal", 200, 1.0, 1.0),
+        result("part", 300, 9.0, 9.0, raw=1 << 19),
+        failed,
+    ]
+    report = Report("k", "fp16", 1 << 20, 1 << 20, None, 1, tuple(results), ())
+    assert report.dominated() == {"slower": "quick", "large": "small"}
+    assert [one["dominated_by"] for one in report.to_dict()["results"]] == [
+        None,
+        None,
+        "quick",
+        "small",
+        None,
+        None,
+        None,
+    ]
+    assert "large: dominated by small (ratio, CPU time both ways)" in str(report).splitlines()
+    assert "dominated" not in str(replace(report, sample_bytes=1000))

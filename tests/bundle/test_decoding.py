@@ -29,7 +29,7 @@ from kvmnn.errors import FrameError, KvmnnError, LimitError, ManifestError
         max_size=4,
     ),
     threads=st.sampled_from([1, 2, None]),
-    effort=st.sampled_from(["exact", "fast"]),
+    effort=st.sampled_from(["exact", "balanced", "fast"]),
 )
 def test_every_array_comes_back(tmp_path_factory, arrays, threads, effort):
     folder = tmp_path_factory.mktemp("bundle")

@@ -35,7 +35,7 @@ def completed(script: Path, *words: str) -> list[str]:
 def test_bash_completes(script) -> None:
     assert completed(script, "kvmnn", "") == [*VERBS, "--help", "--version"]
     assert completed(script, "kvmnn", "com") == ["compact", "compress-kv", "completion"]
-    assert completed(script, "kvmnn", "encode", "--effort", "") == ["exact", "fast", "max"]
+    assert completed(script, "kvmnn", "encode", "--effort", "") == ["exact", "balanced", "fast", "max"]
     assert completed(script, "kvmnn", "encode", "--no") == ["--no-verify", "--no-zstd"]
     assert "--ignore-markers" in completed(script, "kvmnn", "pack", "--i")  # of those that help folds away as well
     assert completed(script, "kvmnn", "pack", "x", "--backend", "arm64-fp16") == ["arm64-fp16", "arm64-fp16-i8mm"]
@@ -62,7 +62,7 @@ def test_fish_completes(run, tmp_path) -> None:
         return [line.split("\t")[0] for line in done.stdout.splitlines()]
 
     assert offered("kvmnn com") == ["compact", "completion", "compress-kv"]
-    assert offered("kvmnn encode --effort ") == ["exact", "fast", "max"]
+    assert offered("kvmnn encode --effort ") == ["balanced", "exact", "fast", "max"]  # fish sorts
     assert offered("kvmnn encode --no-v") == ["--no-verify"]
     assert offered("kvmnn completion z") == ["zsh"]
     assert offered("kvmnn encode sc") == ["script"]

@@ -21,7 +21,7 @@ def test_equal_to_one_by_one(arrays: list[np.ndarray], threads: int | None) -> N
     assert all(b.dtype == np.float16 and b.ndim == 1 for b in back)
 
 
-@pytest.mark.parametrize("effort", ["exact", "fast", "max"])
+@pytest.mark.parametrize("effort", ["exact", "balanced", "fast", "max"])
 def test_options_reach_every_item(effort: str) -> None:
     options = {"predictors": ["delta_seq"], "hi_predictors": "raw,xor_seq", "codecs": ["rle"], "effort": effort}
     frames = kvmnn.encode_many(ARRAYS, **options)

@@ -42,7 +42,7 @@ def test_effort_max_moves_with_every_candidate(values: np.ndarray, codecs: tuple
     assert "zstd" not in codecs or sum(told.steps[:pairs]) <= values.nbytes / 30
 
 
-@pytest.mark.parametrize("effort", ["exact", "fast"])
+@pytest.mark.parametrize("effort", ["exact", "balanced", "fast"])
 def test_the_other_efforts_tell_of_all_bytes(effort: str) -> None:
     told = Counted()
     assert kvmnn.encode(KEYS, effort=effort, progress=told) == kvmnn.encode(KEYS, effort=effort)

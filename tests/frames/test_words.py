@@ -165,7 +165,7 @@ def test_wrong_types(values: object, dtype: object, message: str) -> None:
         (FP16, {"threads": -2}, "threads is -2"),
     ],
 )
-@pytest.mark.parametrize("effort", ["exact", "fast", "max"])
+@pytest.mark.parametrize("effort", ["exact", "balanced", "fast", "max"])
 def test_refused_values_and_options(values: object, options: dict, message: str, effort: str) -> None:
     with pytest.raises(KvmnnError, match=message):
         kvmnn.encode(values, **{"effort": effort, **options})

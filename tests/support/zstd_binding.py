@@ -29,7 +29,7 @@ def report() -> dict:
     for dtype, stride in (("fp16", 2), ("fp32", 4)):
         for words in (1, 40, 3000):
             for _, raw in structured(words, stride):
-                for effort in ("exact", "fast", "max"):
+                for effort in ("exact", "balanced", "fast", "max"):
                     frame = kvmnn.encode(raw, dtype=dtype, effort=effort)
                     frames.append(f"{kvmnn.fnv1a64(frame):x}")
                     if verdict(frame) != (dtype, raw):

@@ -19,7 +19,7 @@ LARGE = {dtype: kv_like((3 << 20) // STRIDE[dtype] + 5, dtype) for dtype in ("fp
 
 
 @pytest.mark.parametrize("dtype", sorted(LARGE))
-@pytest.mark.parametrize("effort", ["exact", "fast"])
+@pytest.mark.parametrize("effort", ["exact", "balanced", "fast"])
 def test_one_frame_on_threads(dtype: str, effort: str) -> None:
     data = LARGE[dtype]
     options = {"dtype": dtype, "effort": effort}

@@ -289,7 +289,7 @@ def main() -> None:
         parser.error("nothing to measure: name .npy files or say --synth")
     tensors.sort(key=lambda data: ("fp16", "bf16", "fp32").index(data.dtype))  # and in the order given
     print(origin())
-    whole_arrays(tensors, ("exact", "fast") if arguments.no_max else ("exact", "fast", "max"))
+    whole_arrays(tensors, ("exact", "balanced", "fast") if arguments.no_max else ("exact", "balanced", "fast", "max"))
     layers(tensors)
     pairs(tensors)
     orders(tensors)

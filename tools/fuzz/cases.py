@@ -306,10 +306,11 @@ def check_values(rng: Random, made: dict[str, Any]) -> tuple[int, int]:
     frame = kvmnn.encode(data, threads=rng.choice((1, 2)), **options)
     assert frame == codec_model.encode(data, stride, made["names"], made["hi"], with_zstd), "exact frame differs"
     assert decoded(frame, dtype=dtype, codecs=codecs) == (stride, data), "round trip"
-    effort = "max" if len(data) < 500 and rng.random() < 0.2 else "fast"
+    effort = "max" if len(data) < 500 and rng.random() < 0.2 else rng.choice(["balanced", "fast"])
     other = kvmnn.encode(data, effort=effort, **options)
     assert codec_model.decode(other, stride, with_zstd, DECOMPRESS) == data, f"effort {effort} loses data"
-    assert (len(other) <= len(frame)) if effort == "max" else (len(other) >= len(frame)), f"effort {effort}: size"
+    if effort != "fast":
+        assert (len(other) <= len(frame)) if effort == "max" else (len(other) >= len(frame)), f"effort {effort}: size"
     frames = kvmnn.encode_many([data, data[:stride]], **options)
     assert frames[0] == frame, "encode_many differs"
     options.pop("hi_predictors")

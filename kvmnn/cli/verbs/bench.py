@@ -11,7 +11,8 @@ _TEXT = """Measure encode and decode speed and ratio on real data: kvmnn's effor
 (zstandard, lz4, blosc2, pcodec, zipnn; "pip install blosc2 lz4 pcodec zipnn").
 
 All codecs take turns in one process; figures are medians over --rounds. Each round trip is checked. Break-even is the
-link speed below which compress + send + decompress (on the clock, one after the other) beats sending raw bytes."""
+link speed below which compress + send + decompress (on the clock, one after the other) beats sending raw bytes.
+A codec is dominated where another one is nowhere worse in ratio and in CPU time of both ways."""
 
 
 def add_parser(verbs: Any) -> None:

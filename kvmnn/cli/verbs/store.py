@@ -85,7 +85,10 @@ def add_parser(verbs: Any) -> None:
         "--block-tokens", type=shared_options.positive, metavar="N", help="of a store that is made (default: 64)"
     )
     parser.add_argument(
-        "--effort", choices=("exact", "fast", "max"), default="fast", help="how hard to compress (default: fast)"
+        "--effort",
+        choices=("exact", "balanced", "fast", "max"),
+        default="balanced",
+        help="how hard to compress (default: balanced)",
     )
     parser.add_argument(
         "--threads", type=shared_options.positive, metavar="N", help="threads (default: all processors)"

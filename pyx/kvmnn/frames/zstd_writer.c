@@ -1,0 +1,319 @@
+#include "zstd_writer.h"
+
+#include "huffman.h"
+
+enum {
+    BLOCK = 64 << 10,
+    RAW = 0,
+    RLE = 1,
+    COMPRESSED = 2,
+    MIN_MATCH = 3,
+    SEQUENCES = BLOCK / 10 + BLOCK / KVMNN_CHUNK + 4,
+};
+
+/* -- numbers as a code and extra bits --------------------------------------------------------------------------------- */
+
+static const int8_t LITERAL_LENGTHS[] = {4, 3, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 2, 1, 1, 1, 2,  2,
+                                         2, 2, 2, 2, 2, 2, 2, 3, 2, 1, 1, 1, 1, 1, -1, -1, -1, -1};
+static const int8_t MATCH_LENGTHS[] = {1, 4, 3, 2, 2, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1,  1,  1,  1,
+                                       1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,  1,  1,  1,
+                                       1, 1, 1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1};
+static const int8_t OFFSETS[] = {1, 1, 1, 1, 1, 1, 2, 2, 2, 1, 1, 1, 1, 1, 1,
+                                 1, 1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1};
+
+typedef struct {
+    uint8_t code, bits;
+    uint32_t extra;
+} number;
+
+/* Codes above a run of plain ones: `first` values of the codes in turn, with the extra bits that follow from them. */
+static number in_classes(uint32_t value, const uint32_t *first, const uint8_t *bits, int base, int classes) {
+    int c = classes - 1;
+    while (value < first[c]) --c;
+    return (number){(uint8_t)(base + c), bits[c], value - first[c]};
+}
+
+static number literal_length(uint32_t n) {
+    static const uint32_t first[] = {16, 18, 20, 22, 24, 28, 32, 40, 48, 64};
+    static const uint8_t bits[] = {1, 1, 1, 1, 2, 2, 3, 3, 4, 6};
+    if (n < 16) return (number){(uint8_t)n, 0, 0};
+    if (n < 128) return in_classes(n, first, bits, 16, 10);
+    int high = kvmnn_high_bit(n);
+    return (number){(uint8_t)(high + 19), (uint8_t)high, n - (1u << high)};
+}
+
+static number match_length(uint32_t n) {
+    static const uint32_t first[] = {32, 34, 36, 38, 40, 44, 48, 56, 64, 80, 96};
+    static const uint8_t bits[] = {1, 1, 1, 1, 2, 2, 3, 3, 4, 4, 5};
+    n -= MIN_MATCH;
+    if (n < 32) return (number){(uint8_t)n, 0, 0};
+    if (n < 128) return in_classes(n, first, bits, 32, 11);
+    int high = kvmnn_high_bit(n);
+    return (number){(uint8_t)(high + 36), (uint8_t)high, n - (1u << high)};
+}
+
+static number offset(uint32_t value) {
+    int high = kvmnn_high_bit(value);
+    return (number){(uint8_t)high, (uint8_t)high, value - (1u << high)};
+}
+
+void kvmnn_sequence_tables_init(kvmnn_sequence_tables *tables) {
+    kvmnn_fse_build(&tables->literal_lengths, LITERAL_LENGTHS, sizeof LITERAL_LENGTHS, 6);
+    kvmnn_fse_build(&tables->match_lengths, MATCH_LENGTHS, sizeof MATCH_LENGTHS, 6);
+    kvmnn_fse_build(&tables->offsets, OFFSETS, sizeof OFFSETS, 5);
+}
+
+/* -- what a frame keeps from block to block --------------------------------------------------------------------------- */
+
+typedef struct {
+    uint32_t literals, match, offset; /* lengths, and the offset as the format codes it */
+} sequence;
+
+typedef struct {
+    const kvmnn_sequence_tables *tables;
+    kvmnn_huffman codes[2];
+    int current;         /* which of them the last compressed block used */
+    uint32_t distance;   /* the last one */
+    const kvmnn_repeat *next, *end;
+    uint32_t done;       /* of the next repeat, in blocks before */
+    int flat;            /* literals are as they are */
+    sequence sequences[SEQUENCES];
+    uint8_t codes_of[3 * SEQUENCES];
+    uint8_t literals[BLOCK];
+    uint32_t counts[4][256];
+} state;
+
+size_t kvmnn_zstd_scratch(void) { return sizeof(state); }
+
+size_t kvmnn_zstd_bound(size_t n) { return n + (n / BLOCK + 1) * 3 + 2 * (size_t)BLOCK + 256; }
+
+static uint8_t *put_le(uint8_t *dst, uint64_t value, int bytes) {
+    for (int i = 0; i < bytes; ++i) dst[i] = (uint8_t)(value >> 8 * i);
+    return dst + bytes;
+}
+
+static uint8_t *put_block(uint8_t *dst, int kind, size_t size, int last) {
+    return put_le(dst, (uint64_t)size << 3 | (uint64_t)kind << 1 | (uint64_t)last, 3);
+}
+
+uint8_t *kvmnn_zstd_header(uint8_t *dst, size_t n) {
+    int form = n < 256 ? 0 : n < 65536 + 256 ? 1 : n <= 0xffffffffu ? 2 : 3;
+    dst = put_le(dst, 0xFD2FB528u, 4);
+    *dst++ = (uint8_t)(form << 6 | 32);
+    return put_le(dst, form == 1 ? n - 256 : n, 1 << form);
+}
+
+uint8_t *kvmnn_zstd_raw_block(uint8_t *dst, size_t size, int last) { return put_block(dst, RAW, size, last); }
+
+/* -- one block -------------------------------------------------------------------------------------------------------- */
+
+/* The literals of a block to `literals`, and its sequences; returns how many literals there are. */
+static size_t split(state *s, const uint8_t *src, size_t begin, size_t end, size_t *sequences) {
+    size_t at = begin, n = 0, count = 0;
+    while (s->next < s->end && s->next->at + s->done < end) {
+        size_t from = s->next->at + s->done, left = s->next->length - s->done;
+        size_t match = left < end - from ? left : end - from, gap = from - at;
+        s->done = match == left ? 0 : s->done + (uint32_t)match;
+        if (match >= MIN_MATCH) {
+            uint32_t distance = s->next->distance;
+            memcpy(s->literals + n, src + at, gap);
+            n += gap;
+            /* offsets 1 to 3 are the last ones; the very last is no choice where no literal came between */
+            uint32_t coded = distance == s->distance && gap ? 1 : distance + 3;
+            s->sequences[count++] = (sequence){(uint32_t)gap, (uint32_t)match, coded};
+            s->distance = distance;
+            at = from + match;
+        }
+        s->next += s->done == 0;
+    }
+    memcpy(s->literals + n, src + at, end - at);
+    *sequences = count;
+    return n + (end - at);
+}
+
+static void count_literals(state *s, const uint8_t *literals, size_t n) {
+    uint32_t(*counts)[256] = s->counts;
+    memset(counts, 0, sizeof s->counts);
+    size_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        uint64_t x;
+        memcpy(&x, literals + i, 8);
+        ++counts[0][x & 255];
+        ++counts[1][x >> 8 & 255];
+        ++counts[2][x >> 16 & 255];
+        ++counts[3][x >> 24 & 255];
+        ++counts[0][x >> 32 & 255];
+        ++counts[1][x >> 40 & 255];
+        ++counts[2][x >> 48 & 255];
+        ++counts[3][x >> 56];
+    }
+    for (; i < n; ++i) ++counts[0][literals[i]];
+    for (int b = 0; b < 256; ++b) counts[0][b] += counts[1][b] + counts[2][b] + counts[3][b];
+}
+
+/* Header of the section of literals: kind, number, and for coded ones their bytes. */
+static uint8_t *put_literals_header(uint8_t *dst, int kind, size_t n, size_t coded) {
+    if (kind <= RLE) {
+        if (n < 32) return put_le(dst, (uint64_t)kind | n << 3, 1);
+        if (n < 4096) return put_le(dst, (uint64_t)kind | 4 | n << 4, 2);
+        return put_le(dst, (uint64_t)kind | 12 | n << 4, 3);
+    }
+    int form = n < 256 ? 0 : n < 1024 ? 1 : n < 16384 ? 2 : 3, width = form < 2 ? 10 : form == 2 ? 14 : 18;
+    uint64_t value = (uint64_t)kind | (uint64_t)form << 2 | (uint64_t)n << 4 | (uint64_t)coded << (4 + width);
+    return put_le(dst, value, form < 2 ? 3 : form == 2 ? 4 : 5);
+}
+
+static uint8_t *put_raw_literals(const uint8_t *literals, size_t n, uint8_t *dst) {
+    dst = put_literals_header(dst, RAW, n, 0);
+    memcpy(dst, literals, n);
+    return dst + n;
+}
+
+/* log2 of n in 256ths, not above it. */
+static uint64_t log2_of(uint32_t n) {
+    int high = kvmnn_high_bit(n);
+    uint32_t next = (high < 8 ? n << (8 - high) : n >> (high - 8)) & 255;
+    return (uint64_t)high << 8 | next;
+}
+
+/* Bits that a new code would hardly come below, its description included. */
+static size_t least_cost(const uint32_t counts[256], size_t n) {
+    enum { DESCRIPTION = 8 * 64 };
+    uint64_t all = log2_of((uint32_t)n), sum = 0;
+    for (int b = 0; b < 256; ++b)
+        if (counts[b]) sum += counts[b] * (all - log2_of(counts[b]));
+    return (size_t)((sum >> 8) + (sum >> 15)) + DESCRIPTION;
+}
+
+static uint8_t *put_literals(state *s, const uint8_t *literals, size_t n, uint8_t *dst) {
+    enum { LEAST = 64, TREELESS = 3 };
+    if (n < LEAST || s->flat) return put_raw_literals(literals, n, dst);
+    count_literals(s, literals, n);
+    const uint32_t *counts = s->counts[0];
+    if (counts[literals[0]] == n) {
+        dst = put_literals_header(dst, RLE, n, 0);
+        *dst++ = literals[0];
+        return dst;
+    }
+    kvmnn_huffman *fresh = &s->codes[!s->current];
+    size_t cost = kvmnn_huffman_cost(&s->codes[s->current], counts), fresh_cost = SIZE_MAX;
+    int treeless = 1;
+    if (cost > least_cost(counts, n)) { /* a new code may be worth its description, and the time to make it */
+        if (kvmnn_huffman_build(fresh, counts)) fresh_cost = kvmnn_huffman_cost(fresh, counts) + 8 * fresh->header_size;
+        treeless = cost <= fresh_cost;
+        cost = treeless ? cost : fresh_cost;
+    }
+    if (cost == SIZE_MAX || cost / 8 + 16 >= n) return put_raw_literals(literals, n, dst);
+    int streams = n < 256 ? 1 : 4;
+    size_t header = n < 1024 ? 3 : n < 16384 ? 4 : 5;
+    uint8_t *at = dst + header;
+    if (!treeless) {
+        s->current = !s->current;
+        memcpy(at, fresh->header, fresh->header_size);
+        at += fresh->header_size;
+    }
+    at += kvmnn_huffman_write(&s->codes[s->current], literals, n, streams, at);
+    put_literals_header(dst, treeless ? TREELESS : COMPRESSED, n, (size_t)(at - dst) - header);
+    return at;
+}
+
+/* A table for one of the three numbers of all sequences, and what has to be said of it: its kind for the modes byte. */
+static int choose(kvmnn_fse *table, const kvmnn_fse *predefined, const uint8_t *codes, size_t n, uint8_t **dst) {
+    enum { WORTH_TELLING = 48, SINGLE = 1, FITTED = 2 };
+    uint32_t counts[KVMNN_FSE_SYMBOLS] = {0};
+    if (n < WORTH_TELLING) {
+        *table = *predefined;
+        return 0;
+    }
+    for (size_t i = 0; i < n; ++i) ++counts[codes[3 * i]];
+    if (counts[codes[0]] == n) {
+        kvmnn_fse_single(table, codes[0]);
+        *(*dst)++ = codes[0];
+        return SINGLE;
+    }
+    *dst += kvmnn_fse_fit(table, counts, KVMNN_FSE_SYMBOLS, n, *dst);
+    return FITTED;
+}
+
+static uint8_t *put_sequences(state *s, size_t n, uint8_t *dst) {
+    const sequence *sequences = s->sequences;
+    kvmnn_fse lengths, offsets, matches;
+    if (n < 128) *dst++ = (uint8_t)n;
+    else {
+        *dst++ = (uint8_t)(128 + (n >> 8));
+        *dst++ = (uint8_t)n;
+    }
+    if (n == 0) return dst;
+    for (size_t i = 0; i < n; ++i) {
+        s->codes_of[3 * i] = literal_length(sequences[i].literals).code;
+        s->codes_of[3 * i + 1] = offset(sequences[i].offset).code;
+        s->codes_of[3 * i + 2] = match_length(sequences[i].match).code;
+    }
+    uint8_t *modes = dst++;
+    int kind = choose(&lengths, &s->tables->literal_lengths, s->codes_of, n, &dst) << 6;
+    kind |= choose(&offsets, &s->tables->offsets, s->codes_of + 1, n, &dst) << 4;
+    kind |= choose(&matches, &s->tables->match_lengths, s->codes_of + 2, n, &dst) << 2;
+    *modes = (uint8_t)kind;
+    kvmnn_bits out = {0, 0, dst};
+    uint32_t states[3] = {0, 0, 0};
+    for (size_t i = n; i-- > 0;) {
+        number literals = literal_length(sequences[i].literals), match = match_length(sequences[i].match),
+               distance = offset(sequences[i].offset);
+        if (i + 1 == n) {
+            states[0] = kvmnn_fse_begin(&lengths, literals.code);
+            states[1] = kvmnn_fse_begin(&matches, match.code);
+            states[2] = kvmnn_fse_begin(&offsets, distance.code);
+        } else {
+            states[2] = kvmnn_fse_put(&offsets, states[2], distance.code, &out);
+            states[1] = kvmnn_fse_put(&matches, states[1], match.code, &out);
+            states[0] = kvmnn_fse_put(&lengths, states[0], literals.code, &out);
+            kvmnn_bits_flush(&out);
+        }
+        kvmnn_bits_add(&out, literals.extra, literals.bits);
+        kvmnn_bits_add(&out, match.extra, match.bits);
+        kvmnn_bits_flush(&out);
+        kvmnn_bits_add(&out, distance.extra, distance.bits);
+        kvmnn_bits_flush(&out);
+    }
+    kvmnn_fse_end(&matches, states[1], &out);
+    kvmnn_fse_end(&offsets, states[2], &out);
+    kvmnn_fse_end(&lengths, states[0], &out);
+    kvmnn_bits_flush(&out);
+    return kvmnn_bits_end(&out);
+}
+
+static uint8_t *put_one_block(state *s, const uint8_t *src, size_t begin, size_t end, int last, uint8_t *dst) {
+    uint32_t distance = s->distance;
+    int current = s->current;
+    size_t size = end - begin, sequences, n = split(s, src, begin, end, &sequences);
+    uint8_t *body = dst + 3, *at = put_literals(s, s->literals, n, body);
+    at = put_sequences(s, sequences, at);
+    if ((size_t)(at - body) < size) {
+        put_block(dst, COMPRESSED, (size_t)(at - body), last);
+        return at;
+    }
+    s->distance = distance; /* a reader of a raw block learns nothing */
+    s->current = current;
+    put_block(dst, RAW, size, last);
+    memcpy(body, src + begin, size);
+    return body + size;
+}
+
+size_t kvmnn_zstd_write(const kvmnn_sequence_tables *tables, const uint8_t *src, size_t n, const kvmnn_repeat *repeats,
+                        size_t count, int flat, uint8_t *scratch, uint8_t *dst) {
+    state *s = (state *)scratch;
+    uint8_t *at = kvmnn_zstd_header(dst, n);
+    s->tables = tables;
+    s->codes[0].header_size = s->codes[1].header_size = 0;
+    s->current = 0;
+    s->distance = 1;
+    s->next = repeats;
+    s->end = repeats + count;
+    s->done = 0;
+    s->flat = flat;
+    for (size_t begin = 0; begin < n; begin += BLOCK) {
+        size_t end = n - begin < BLOCK ? n : begin + BLOCK;
+        at = put_one_block(s, src, begin, end, end == n, at);
+    }
+    return (size_t)(at - dst);
+}

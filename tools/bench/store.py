@@ -98,7 +98,7 @@ def frame_rows(layers: Sequence[LayerCache]) -> list[dict[str, Any]]:
     """The ratio of frames of so many tokens."""
     rows = []
     arrays = [words for cache in layers for words in (cache.keys, cache.values)]
-    for dtype, effort in itertools.product((np.float32, np.float16), ("fast", "exact")):
+    for dtype, effort in itertools.product((np.float32, np.float16), ("balanced", "exact")):
         for tokens in (16, 64, 128, 256, 512, LONG):
             pieces = [a[:, at : at + tokens].astype(dtype) for a in arrays for at in range(0, LONG, tokens)]
             frames = kvmnn.encode_many(pieces, effort=effort)
@@ -117,7 +117,7 @@ def speed_rows(folder: Path, ids: Sequence[int], layers: Sequence[LayerCache], r
         ]
         arrays = [words for cache in caches for words in (cache.keys, cache.values)]
         nbytes = sum(words.nbytes for words in arrays)
-        frames = kvmnn.encode_many(arrays, effort="fast")
+        frames = kvmnn.encode_many(arrays, effort="balanced")
         names = itertools.count()
         kept = PrefixStore(folder / dtype.__name__)
         kept.put(ids, caches, model="m")
@@ -132,7 +132,7 @@ def speed_rows(folder: Path, ids: Sequence[int], layers: Sequence[LayerCache], r
 
         jobs = {
             "put": put,
-            "encode_many": lambda arrays=arrays: kvmnn.encode_many(arrays, effort="fast"),
+            "encode_many": lambda arrays=arrays: kvmnn.encode_many(arrays, effort="balanced"),
             "get": lambda kept=kept: kept.get(ids, model="m"),
             "decode_many": lambda frames=frames: kvmnn.decode_many(frames),
         }
@@ -263,7 +263,7 @@ def sections(data: dict[str, Any]) -> list[str]:
         f"{LONG:,} tokens of one text; units hold up to 512 tokens, blocks 64.\n",
         frame_table + "\n",
         "## Speed\n",
-        f"MB/s of raw bytes, {LONG:,} tokens, effort fast, all processors; share: the codec call's time over the "
+        f"MB/s of raw bytes, {LONG:,} tokens, effort balanced, all processors; share: the codec call's time over the "
         f"store's, median over rounds in which all take turns (goals: put {PUT_SHARE}, get {GET_SHARE}). `put` writes "
         "the files and the index, `get` reads and checks them.\n",
         speed_table + "\n",

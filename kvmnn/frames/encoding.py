@@ -89,7 +89,7 @@ def encode_words(data: Bytes, options: LaneOptions, threads: int, progress: Prog
 
 
 def sampled(data: Bytes, options: LaneOptions) -> LaneOptions:
-    """The options for words that are like `data`: by effort ``"balanced"`` with the predictors that samples of it choose.
+    """The options for words like `data`: by effort ``"balanced"`` with the predictors that samples of it choose.
 
     Looking at samples is a tenth of that effort's work on short frames.
     """

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from docs.commands import comparable, retold
 from engine_client import needs_engine, unpack_fixture
-from repository import DOCS
+from repository import DOCS, ROOT
 
 from kvmnn.frames import zstd
 from kvmnn.store import PrefixStore, encoding, unit
@@ -38,6 +38,23 @@ def test_the_sizes_of_a_unit() -> None:
     assert f"`{unit.MAGIC.decode()}`" in text
     assert f"({encoding.UNIT_TOKENS} tokens, {encoding.UNIT_BYTES >> 20} MiB of raw bytes)" in text
     assert unit.header_bytes(10, 4) == 8 + 12 + 32 + 4 * 10 + 24 * 4 + 8
+
+
+def test_figures_are_those_of_the_benchmark() -> None:
+    measured = json.loads((ROOT / "benchmarks" / "store.json").read_text())
+    text = PAGE.read_text()
+    for dtype, effort in (("32", "fast"), ("32", "exact"), ("16", "fast")):
+        rows = [row for row in measured["frames"] if (row["dtype"], row["effort"]) == (f"float{dtype}", effort)]
+        ratios = " | ".join(f"{row['ratio']:.3f}" for row in rows)
+        assert f"| ratio, fp{dtype}, effort {effort} | {ratios} |" in text
+    put, stored = (measured["sharing"][f"bytes_{name}"] for name in ("put", "stored"))
+    assert f"{put / 1e6:.0f} MB of K and V take {stored / 1e6:.0f} MB: {put / stored:.2f} to 1" in " ".join(
+        text.split()
+    )
+    for engine in ("onnxruntime", "MNN"):
+        assert engine in measured["first"], "the benchmark is committed with --mnn"
+        rows = {row["tokens"]: row for row in measured["first"][engine]["rows"]}
+        assert all(rows[tokens]["stored"] < rows[tokens]["plain"] for tokens in (512, 1024, 2048)), engine
 
 
 @pytest.mark.skipif(not zstd.byte_exact(), reason="sizes of frames hold for libzstd 1.5.2 to 1.5.6")

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import shutil
 import statistics
 import tempfile
 import time
@@ -63,7 +64,7 @@ def main() -> None:
         halves = half_way_rows(Path(folder, "half"), ids[0][:LONG], layers, rounds)
         first = {"onnxruntime": with_onnxruntime(Path(folder, "first"), session, ids[0], 3 if quick else 5)}
         if arguments.mnn:
-            first["MNN"] = with_mnn(Path(folder, "mnn"), *arguments.mnn, 1 if quick else 3)
+            first["MNN"] = with_mnn(Path(folder, "mnn"), *arguments.mnn, 1 if quick else 5)
     data = {"sharing": shared, "frames": frames, "speeds": speeds, "index": index, "half_way": halves, "first": first}
     path = write_results("store", "The prefix store", sections(data), data)
     print(path.read_text(encoding="utf-8"))
@@ -125,10 +126,12 @@ def speed_rows(folder: Path, ids: Sequence[int], layers: Sequence[LayerCache], r
         puts: list[tuple[float, float]] = []
 
         def put(caches: list[LayerCache] = caches, dtype: type = dtype, names: Any = names, puts: Any = puts) -> None:
-            with PrefixStore(folder / f"{dtype.__name__}-{next(names)}") as store:
+            path = folder / f"{dtype.__name__}-{next(names)}"
+            with PrefixStore(path) as store:
                 started = time.perf_counter(), time.process_time()
                 store.put(ids, caches, model="m")
                 puts.append((time.perf_counter() - started[0], time.process_time() - started[1]))
+            shutil.rmtree(path)  # or the system would write it to the disk while others are measured
 
         jobs = {
             "put": put,

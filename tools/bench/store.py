@@ -202,7 +202,7 @@ def half_way_rows(folder: Path, ids: Sequence[int], layers: Sequence[LayerCache]
         arrays = [words for cache in layers for words in (cache.keys, cache.values)]
         for tokens in (64, 128, 256, 512):
             pieces = [words[:, at : at + BLOCK] for at in range(0, tokens, BLOCK) for words in arrays]
-            frames = kvmnn.encode_many(pieces, effort="fast")
+            frames = kvmnn.encode_many(pieces, effort="balanced")
             jobs = {
                 "unit": lambda tokens=tokens: store.get(ids[:tokens], model="m"),
                 "frames": lambda frames=frames: kvmnn.decode_many(frames, threads=1),

@@ -385,19 +385,21 @@ def _checkpoint_tensors(folder: Path) -> Sample:
     return Sample({"c.safetensors": file}, (command,), ("c.safetensors",))
 
 
-def _gate_tables(folder: Path) -> Sample:
-    """What a run of the engine leaves behind: a log, its table, an offline evaluation, and limits in a file."""
+def _gate_file(folder: Path, damaged: str) -> Sample:
+    """What a run of the engine leaves behind: a log, its table, an offline evaluation, limits, what was printed."""
     log = gate_logs.write_logs(folder, gate_logs.row())
     made(["gate", "parse", log, "-o", folder / "m.csv"])
     (folder / "gates.json").write_text('{"lossy_target": 2, "cases": {"a": {"async_threads": 1}}}')
     (folder / "online.json").write_text('{"lossless_ratio": 1.4, "raw_bytes": 14, "compressed_bytes": 10}')
-    judged = "gate check {in}/m.csv --gates {in}/gates.json --offline-lossless-online-json {in}/online.json -q"
-    commands = (
-        "gate parse {in}/run_0001.log -o {out}.csv",
-        f"{judged} --case a",
-        f"{judged} --bench-stdout-log {{in}}/stdout.log",
-    )
-    return Sample(contents(folder), commands, ("run_0001.log", "m.csv", "gates.json", "online.json", "stdout.log"))
+    options = {
+        "gates.json": "--gates {in}/gates.json --case a",
+        "online.json": "--offline-lossless-online-json {in}/online.json",
+        "stdout.log": "--bench-stdout-log {in}/stdout.log",
+    }
+    command = f"gate check {{in}}/m.csv {options.get(damaged, '--runtime-mode store')}"
+    if damaged == "run_0001.log":
+        command = "gate parse {in}/run_0001.log -o {out}.csv"
+    return Sample(contents(folder), (command,), (damaged,))
 
 
 def _gate_records(folder: Path) -> Sample:
@@ -405,7 +407,7 @@ def _gate_records(folder: Path) -> Sample:
     for side in ("without", "with"):
         gate_logs.write_demo(folder / side, {"prompt_8_1": gate_logs.record()})
     commands = (
-        "gate demo {in}/without {in}/with -o {out}",
+        "gate demo {in}/without {in}/with",
         "gate demo {in}/without/metrics/prompt_8_1.jsonl {in}/with/metrics/prompt_8_1.jsonl",
         "gate parse {in}/with/metrics -o {out}.json",
     )
@@ -417,7 +419,10 @@ def _gate_round(folder: Path) -> Sample:
     log = gate_logs.write_logs(folder.with_name("gate logs"), gate_logs.row())
     made(["gate", "check", log, "-o", folder, "--runtime-mode", "store"])
     names = ("runtime_store/summary.md", "runtime_store/gate.json")
-    return Sample(contents(folder), ("gate summary {in}",), names)
+    history = {"generated_at": "2026-01-02T03:04:05", "overall_pass": True, "cases": [{"case": "a", "pass": True}]}
+    (folder / "history.jsonl").write_text(json.dumps(history) + "\n")
+    commands = ("gate summary {in}", "gate history {in}")
+    return Sample(contents(folder), commands, (*names, "history.jsonl"), is_written_to=True)
 
 
 def saved(array: np.ndarray) -> bytes:
@@ -442,7 +447,11 @@ _MAKERS: dict[str, Callable[[Path], Sample]] = {
     "text of a store": _exported,
     "weights": _weights,
     "checkpoint": _checkpoint,
-    "tables of a benchmark": _gate_tables,
+    "tables of a benchmark": lambda folder: _gate_file(folder, "m.csv"),
+    "tables of a benchmark, logs": lambda folder: _gate_file(folder, "run_0001.log"),
+    "tables of a benchmark, limits": lambda folder: _gate_file(folder, "gates.json"),
+    "tables of a benchmark, offline": lambda folder: _gate_file(folder, "online.json"),
+    "tables of a benchmark, printed": lambda folder: _gate_file(folder, "stdout.log"),
     "records of a benchmark": _gate_records,
     "round of gates": _gate_round,
     "checkpoint, safetensors": _checkpoint_tensors,

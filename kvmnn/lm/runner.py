@@ -19,6 +19,7 @@ from ..policies.h2o_engine import H2OEngine
 from ..policies.view import Moment
 from ..reports.runtime_figures import RuntimeFigures
 from ..runtime import RuntimeConfig
+from ..runtime.metrics import RuntimeMetrics
 from .cache.kv_store import KVStore, PlainStore
 from .cache.lossless_store import LosslessStore
 from .cache.model_cache import ModelCache
@@ -155,6 +156,10 @@ class Runner:
             return None
         self.cache.settle()
         return self._held.figures()
+
+    def runtime_metrics(self) -> RuntimeMetrics | None:
+        """Everything that the lossless runtime counted, percentiles as well; None where there is none."""
+        return self._held.metrics() if isinstance(self._held, LosslessStore) else None
 
     def start(self, layers: Sequence[LayerCache]) -> None:
         """Begin a text with K and V that were computed before, instead of feeding its first tokens.

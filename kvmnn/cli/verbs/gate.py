@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from .. import gate_options, idle_options, printing, shared_options, streams
+from .. import gate_options, gate_run, idle_options, printing, shared_options, streams
 from ..printing import UsageError
 
 if TYPE_CHECKING:
@@ -20,6 +20,8 @@ _TEXT = """Judge runs of a compressed KV cache by gates: ratios, decode speed, w
                          --strict: only what was measured
   demo WITHOUT WITH      judge runs of llm_demo without and with compression
   summary DIR            the cases in a folder, also one of the fork's scripts
+  run MODEL              run the six cases on an ONNX decoder and judge them
+  history DIR            the rounds of a folder of run, one after another
 
   kvmnn gate parse out/logs -o metrics.csv
   kvmnn gate check metrics.csv --case runtime_store --decode-baseline 5.01 \\
@@ -27,6 +29,7 @@ _TEXT = """Judge runs of a compressed KV cache by gates: ratios, decode speed, w
   kvmnn gate check metrics.csv --gates target_core_gate.json --strict \\
       --baseline plain.csv
   kvmnn gate demo out/baseline out/candidate --case llm_demo_store -o round/
+  kvmnn gate run model/ --suite runtime --prompts texts/ -o round/
 
 Limits come from --case (one of the fork's six), over these from --gates FILE, over these from options."""
 
@@ -43,6 +46,8 @@ _ACTIONS = {
         *("require_decode_cache_hit", "no_runtime_decomp", "no_decode_baseline", "no_bucket_pass", "runtime_mode"),
     ),
     "summary": ("force",),
+    "run": (*gate_run.OPTIONS, "output", "force"),
+    "history": (),
 }
 _ALL = tuple(dict.fromkeys(name for names in _ACTIONS.values() for name in names))
 
@@ -51,7 +56,7 @@ def add_parser(verbs: Any) -> None:
     """Declare the verb."""
     parser = shared_options.add_verb(verbs, "gate", run, "whether a run reaches what was asked of it", _TEXT)
     parser.add_argument("action", choices=tuple(_ACTIONS), metavar="ACTION", help=", ".join(_ACTIONS))
-    parser.add_argument("inputs", nargs="+", metavar="IN", help="logs, CSV files, or folders; see above")
+    parser.add_argument("inputs", nargs="+", metavar="IN", help="logs, CSV files, folders, or a model; see above")
     parser.add_argument("--case", metavar="NAME", help="check, demo: one of the six cases, or a name of your own")
     parser.add_argument("--gates", metavar="FILE", help="check: limits frozen in a JSON file")
     parser.add_argument(
@@ -60,7 +65,8 @@ def add_parser(verbs: Any) -> None:
     gate_options.add_documents(parser)
     _add_baseline(parser)
     _add_demo(parser)
-    shared_options.add_output(parser, "parse: a .csv or .json file; check, demo: the folder of a round")
+    gate_run.add_options(parser)
+    shared_options.add_output(parser, "parse: a .csv or .json file; check, demo, run: the folder of a round")
     gate_options.add_limits(parser)
 
 
@@ -277,4 +283,20 @@ def _summary(arguments: argparse.Namespace) -> int:
     return 0 if made.passed else 1
 
 
-_DO = {"parse": _parse, "check": _check, "demo": _demo, "summary": _summary}
+def _history(arguments: argparse.Namespace) -> int:
+    from ...gates.running.history import read_history
+
+    if len(arguments.inputs) != 1:
+        raise UsageError("gate history takes one folder")
+    printing.show(arguments, "gate history", read_history(arguments.inputs[0].rstrip("/") or "/"))
+    return 0
+
+
+_DO = {
+    "parse": _parse,
+    "check": _check,
+    "demo": _demo,
+    "summary": _summary,
+    "run": gate_run.run,
+    "history": _history,
+}

@@ -43,6 +43,8 @@ class Checked:
         The hard checks; empty where they were not asked for.
     strict
         Which.
+    basis
+        What the verdict rests on, in a sentence, where it is not the fork's.
     diagnoses
         What is behind figures that look wrong, in sentences.
     """
@@ -52,6 +54,7 @@ class Checked:
     gates: tuple[Gate, ...]
     checks: tuple[Gate, ...] = ()
     strict: bool = False
+    basis: str = ""
     diagnoses: tuple[str, ...] = ()
 
     @property
@@ -110,7 +113,7 @@ class Checked:
         if checks:
             lines += ["", "before the gates:", *gate_lines(checks, width)]
         lines += ["", f"off: {', '.join(idle)}"] if idle else []
-        lines += ["", _STRICT] if self.strict else []
+        lines += ["", self.basis] if self.basis else []
         said = [*self.analysis.warnings, *self.diagnoses]
         return [*lines, *([""] if said else []), *said]
 
@@ -159,6 +162,7 @@ def check(
         gates=strict_gates(analysis, baseline) if strict else analysis.gates,
         checks=hard_checks(rows, limits, found, online_ratio) if limits.hard_checks else (),
         strict=strict,
+        basis=_STRICT if strict else "",
         diagnoses=diagnoses(analysis, found),
     )
 

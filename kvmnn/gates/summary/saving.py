@@ -37,7 +37,7 @@ def save_demo(directory: str, checked: DemoChecked, *, force: bool = False) -> R
 
 def check_case_name(case: str) -> None:
     """Refuse a name that is no plain folder's."""
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,99}", case):
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+=-]{0,199}", case):
         raise OptionError(f"{case[:100]!r} is no name of a case: expected letters, digits, and . _ + = - between them")
 
 

@@ -15,6 +15,7 @@ from ...dtypes import Indices, KVPair
 from ...reports.runtime_figures import RuntimeFigures, RuntimeLayer
 from ...runtime import LosslessRuntime, RuntimeConfig
 from ...runtime.config import check_layers
+from ...runtime.metrics import RuntimeMetrics
 from ...runtime.schedule import Scope
 from ...text import count, span
 from ..graph.interface import DecoderInterface
@@ -123,6 +124,11 @@ class LosslessStore:
             **shared,
             layers=tuple(layers),
         )
+
+    def metrics(self) -> RuntimeMetrics:
+        """The runtime's own, once the encodings that are open are done; its layers are those that it covers."""
+        self._runtime.wait()
+        return self._runtime.metrics()
 
 
 def _joined(caches: Sequence[LayerCache]) -> KVPair:

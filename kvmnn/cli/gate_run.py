@@ -1,0 +1,125 @@
+"""``kvmnn gate run``: the six cases on a model."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from . import printing, shared_options
+from .printing import UsageError
+
+if TYPE_CHECKING:
+    from ..gates.checking.checking import Checked
+    from ..gates.demo.judging import DemoChecked
+    from ..gates.running.suite import Suite
+    from ..gates.summary.writing import Round
+
+OPTIONS = ("suite", "config", "prompts", "also", "sweep", "rounds", "jobs", "tokenizer")
+_FURTHER = ("multi_turn", "retrieval")
+
+
+def add_options(parser: Any) -> None:
+    """The options of run."""
+    group = parser.add_argument_group("run", "The cases on a model; runs that -o DIR holds already are not run again.")
+    group.add_argument("--suite", choices=("all", "runtime", "llm_demo"), help="which cases (default: all)")
+    group.add_argument("--config", metavar="FILE", help="settings, kv_ keys of the engine, and limits, as JSON")
+    group.add_argument(
+        "--prompts", nargs="+", metavar="TEXT", help="texts: prompts of llm_demo, and the perplexity of all cases"
+    )
+    group.add_argument(
+        "--also", nargs="+", choices=_FURTHER, metavar="CASE", help=f"further cases: {', '.join(_FURTHER)}"
+    )
+    group.add_argument(
+        "--sweep", nargs="+", metavar="NAME=V,V", help="run at each point of a product, such as block=32,64"
+    )
+    group.add_argument(
+        "--rounds", type=shared_options.positive, metavar="N", help="run each case N times; all must pass (default: 1)"
+    )
+    group.add_argument(
+        "--jobs", type=shared_options.positive, metavar="N", help="processes for what is not timed (default: 1)"
+    )
+    group.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json (default: the one beside the model)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Carry the action out."""
+    from ..errors import OptionError
+    from ..gates.running.rounds import finish
+    from ..gates.running.run_cases import KNOWN, cases_of
+    from ..gates.running.settings import RunConfig, read_run_config
+    from ..gates.running.suite import Suite
+
+    if len(arguments.inputs) != 1:
+        raise UsageError("gate run takes one model")
+    if arguments.output is None:
+        raise UsageError("gate run needs -o DIR")
+    try:
+        config = RunConfig() if arguments.config is None else read_run_config(arguments.config, KNOWN)
+        cases = cases_of(arguments.suite or "all", config, arguments.also or (), arguments.sweep or ())
+    except OptionError as error:
+        raise UsageError(str(error)) from None
+    directory = arguments.output.rstrip("/") or "/"
+    suite = Suite(
+        arguments.inputs[0],
+        directory,
+        settings=config.settings,
+        texts=arguments.prompts or (),
+        tokenizer=arguments.tokenizer,
+        jobs=arguments.jobs or 1,
+        force=arguments.force,
+    )
+    with _Progress(arguments, suite) as progress:
+        made, judged, notes = _all(arguments, suite, cases, directory, progress)
+    if suite.store.reused:
+        printing.note(arguments, f"{suite.store.reused:,} runs reused from {directory}")
+    result = finish(directory, made, judged, notes)
+    printing.show(arguments, "gate run", result)
+    return 0 if result.passed else 1
+
+
+def _all(
+    arguments: argparse.Namespace, suite: Suite, cases: list[Any], directory: str, progress: _Progress
+) -> tuple[Round, list[Checked | DemoChecked], list[str]]:
+    """Measure, judge and save case by case."""
+    from ..gates.running.rounds import judge, save
+
+    judged: list[Checked | DemoChecked] = []
+    notes: dict[str, None] = {}
+    for measured in suite.measure(cases, arguments.rounds or 1, progress):
+        judged.append(judge(measured, arguments.inputs[0]))
+        made = save(directory, measured, judged[-1])
+        notes |= dict.fromkeys(f"{measured.case.name}: {note}" for note in measured.notes)
+    return made, judged, list(notes)
+
+
+class _Progress:
+    """Runs done, with the time that is left, in the progress bar of all verbs."""
+
+    def __init__(self, arguments: argparse.Namespace, suite: Suite) -> None:
+        self._arguments, self._suite = arguments, suite
+        self._stack = ExitStack()
+        self._advance: printing.Advance | None = None
+        self._done = self._all = 0
+
+    def start(self, runs: int) -> None:
+        """How many runs there are."""
+        self._all = runs
+        self._advance = self._stack.enter_context(
+            printing.progress(self._arguments, runs, "gates", unit="run", delay=0)
+        )
+
+    def advance(self, runs: int, case: str) -> None:
+        """That a run is done."""
+        self._done += runs
+        if self._advance is not None:
+            self._advance(runs, case)
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self._stack.close()
+        if kind is not None and not issubclass(kind, Exception) and self._all:
+            kept = f"{self._done} of {self._all} runs kept in {self._arguments.output}"
+            printing.note(self._arguments, f"{kept}: the same command goes on from there")

@@ -1,0 +1,1 @@
+"""The six cases on a model: every figure from the run itself."""

@@ -1,0 +1,217 @@
+"""The cases on a model: one suite on a tiny decoder, and what it leaves behind."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("onnxruntime")
+pytest.importorskip("tokenizers")
+import gate_models
+
+from kvmnn.cli import main
+from kvmnn.gates.running.measuring import compare_contents, run_once
+from kvmnn.gates.running.run_cases import cases_of
+from kvmnn.gates.running.settings import RunConfig, read_run_config
+from kvmnn.gates.running.work import synthetic
+from kvmnn.lm import DecoderSession, Runner
+from kvmnn.lm.cache.lossless_store import LosslessStore
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """A folder with a model, and a suite of all cases that ran on it."""
+    folder = gate_models.write_model(tmp_path_factory.mktemp("suite"))
+    words = f"gate run {folder}/model --also multi_turn retrieval --config {folder}/run.json --prompts {folder}/texts"
+    code = main([*words.split(), "-o", f"{folder}/out", "-q"])
+    return SimpleNamespace(folder=folder, out=folder / "out", words=words.split(), code=code)
+
+
+def gates(made: SimpleNamespace, case: str) -> dict[str, Any]:
+    name = "llm_demo_report.json" if (made.out / case / "llm_demo_report.json").is_file() else "gate.json"
+    document = json.loads((made.out / case / name).read_text())
+    return {gate["name"]: gate for gate in document["gates"]}
+
+
+def test_a_suite_leaves_a_round(made: SimpleNamespace) -> None:
+    assert made.code == 1  # a random decoder cannot be compressed
+    summary = json.loads((made.out / "summary.json").read_text())
+    assert [row["case"] for row in summary["rows"]] == [
+        *("runtime_baseline", "runtime_probe", "runtime_full", "runtime_store"),
+        *("llm_demo_full", "llm_demo_store", "multi_turn", "retrieval"),
+    ]
+    assert summary["rows"][0]["overall_pass"]
+    about = json.loads((made.out / "run.json").read_text())
+    assert about["cases"]["runtime_store"]["engine"]["kv_lossless_runtime_mode"] == "store"
+
+
+def test_every_figure_is_of_the_run(made: SimpleNamespace) -> None:
+    with (made.out / "runtime_store" / "candidate.csv").open(newline="", encoding="utf-8") as stream:
+        (row,) = csv.DictReader(stream)
+    shown = gates(made, "runtime_store")
+    assert float(row["h2o_lossy"].split()[0]) == float(shown["lossy ratio"]["value"]) > 1
+    assert row["llm_demo"] == "prompt=40<br>decode=12"
+    runs = [json.loads(line)["value"] for line in (made.out / "runs.jsonl").read_text().splitlines()]
+    raw = [run["counters"]["h2o_lossless_raw_bytes"] for run in runs if run.get("counters")]
+    assert max(raw) > 0
+    (gate,) = {gate["limit"] for gate in gates(made, "runtime_full").values() if gate["name"] == "decode drop"}
+    assert gate == "<= 5.00%"
+
+
+@pytest.mark.parametrize("case", ["runtime_probe", "runtime_store", "llm_demo_full", "multi_turn", "retrieval"])
+def test_contents_are_compared_byte_by_byte(made: SimpleNamespace, case: str) -> None:
+    gate = gates(made, case)["consistency"]
+    assert (gate["verdict"], gate["value"]) == ("pass", "0 bytes differ")
+
+
+def test_perplexity_is_a_gate_with_an_interval(made: SimpleNamespace) -> None:
+    gate = gates(made, "runtime_full")["perplexity"]
+    assert gate["verdict"] == "pass"
+    assert "over 10 texts" in gate["why"]
+    assert gates(made, "runtime_baseline")["perplexity"]["verdict"] == "off"
+
+
+def test_what_cannot_be_measured_is_said(made: SimpleNamespace) -> None:
+    """A random decoder finds no needle, with or without its cache cut."""
+    assert gates(made, "retrieval")["exact answers"]["verdict"] == "not measured"
+
+
+def test_the_same_command_goes_on_and_history_grows(made: SimpleNamespace, run) -> None:
+    before = (made.out / "runs.jsonl").read_bytes()
+    again = run(*made.words, "-o", made.out, "--json", code=1)
+    assert (made.out / "runs.jsonl").read_bytes() == before
+    assert "runs reused from" in again.err
+    history = run("gate", "history", made.out)
+    assert history.out.startswith(f"{made.out}: 2 rounds\n")
+    assert "runtime_store: 0 of 2 passed" in history.out
+    document = json.loads(run("gate", "history", made.out, "--json").out)
+    assert document["cases"]["runtime_baseline"] == {"rounds": 2, "passed": 2, "reasons": {}}
+
+
+def test_a_damaged_line_of_runs_is_run_again(made: SimpleNamespace, tmp_path: Path) -> None:
+    from kvmnn.gates.running.run_store import RunStore
+
+    lines = (made.out / "runs.jsonl").read_text().splitlines()
+    (tmp_path / "runs.jsonl").write_text("\n".join([lines[0][:-9], lines[1].replace("0", "1", 1), "[]", *lines[2:]]))
+    store = RunStore(tmp_path / "runs.jsonl")
+    kept = [store.get(json.loads(line)["key"]) is not None for line in lines]
+    assert kept[:2] == [False, False]
+    assert all(kept[2:])
+
+
+def test_a_changed_byte_is_found(made: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = read_run_config(made.folder / "run.json", ())
+    case = next(case for case in cases_of("runtime", config) if case.mode == "store")
+    session = DecoderSession.open(made.folder / "model", attentions=True)
+    (work,) = synthetic(case.settings, 48, None)
+    assert compare_contents(session, case.policy, case.lossless, work).equal
+    past = LosslessStore.past
+
+    def flipped(self: LosslessStore) -> list[Any]:
+        layers = past(self)
+        if layers[0][0].size:
+            layers[0][0].view(np.uint8).flat[0] ^= 1
+        return layers
+
+    monkeypatch.setattr(LosslessStore, "past", flipped)
+    found = compare_contents(session, case.policy, case.lossless, work)
+    assert not found.equal
+    assert found.different_bytes > 0
+
+
+def test_a_run_is_that_of_a_runner(made: SimpleNamespace) -> None:
+    case = cases_of("runtime", read_run_config(made.folder / "run.json", ()))[0]
+    session = DecoderSession.open(made.folder / "model")
+    (work,) = synthetic(case.settings, 48, None)
+    record = run_once(session, case.policy, None, work)
+    runner = Runner(session)
+    new = [int(runner.feed(work.turns[0], end_chunk=True)[-1].argmax())]
+    while len(new) < work.new_tokens:
+        new.append(int(runner.feed(new[-1:])[-1].argmax()))
+    assert record.new_ids == tuple(new)
+    assert (record.lossy_ratio, record.prompt_tokens, record.decode_tokens) == (1.0, 40, 11)
+
+
+# -- options ----------------------------------------------------------------------------------------------------------
+
+
+def test_sweeps_are_a_product_in_the_forks_order(made: SimpleNamespace) -> None:
+    config = read_run_config(made.folder / "run.json", ())
+    names = [case.name for case in cases_of("runtime", config, (), ["block=4,8", "keep=0.3,0.5"])]
+    assert names[:4] == [
+        "runtime_baseline",
+        *(f"runtime_{mode}+keep=0.3+block=4" for mode in ("probe", "full", "store")),
+    ]
+    assert names[4:7] == [f"runtime_{mode}+keep=0.3+block=8" for mode in ("probe", "full", "store")]
+    assert len(names) == 13
+    (case,) = cases_of("runtime", config, (), ["keep=0.3"])[1:2]
+    assert (case.engine["kv_h2o_target_mode"], case.policy.target_keep_ratio) == ("static", 0.3)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("-o x --sweep block=", "Empty sweep dimension"),
+        ("-o x --sweep colour=1", "expected NAME=VALUE,... with NAME one of prompts, gens, keep"),
+        ("-o x --sweep block=many", "'many' is no number"),
+        ("-o x --sweep block=1 block=2", "is given twice"),
+        ("-o x --sweep alpha=nan", "'nan' is no number"),
+        ("", "needs -o DIR"),
+        ("-o x --strict", "--strict says nothing to gate run"),
+        ("-o x --lossy-target 3", "--lossy-target says nothing to gate run"),
+        ("-o x --suite some", "invalid choice"),
+    ],
+)
+def test_usage(made: SimpleNamespace, run, words: str, said: str) -> None:
+    assert said in run("gate", "run", made.folder / "model", *words.split(), code=2).err
+
+
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        ({"promts": [1]}, "'promts' is no setting (did you mean 'prompts'?)"),
+        ({"prompts": []}, "prompts: found ()"),
+        ({"prompts": [10**9]}, "expected 1 to 64 numbers"),
+        ({"generate": 1}, "expected at least 2"),
+        ({"generate": "8"}, "generate: found '8', expected a whole number"),
+        ({"cases": {"runtime_stor": {}}}, "'runtime_stor' is no case"),
+        ({"cases": {"runtime_store": {"lossy_targt": 1}}}, "'lossy_targt' is no limit"),
+        ({"limits": {"lossy_target": "x"}}, "expected a number"),
+        ({"kv_h2o_block_token": 8}, "kv_h2o_block_token"),
+        ({"kv_lossless_block_tokens": "x"}, "kv_lossless_block_tokens"),
+    ],
+)
+def test_damaged_settings(made: SimpleNamespace, tmp_path: Path, run, document: dict[str, Any], said: str) -> None:
+    (tmp_path / "run.json").write_text(json.dumps(document))
+    found = run("gate", "run", made.folder / "model", "--config", tmp_path / "run.json", "-o", tmp_path / "o", code=2)
+    assert said in found.err
+    assert len(found.err.splitlines()) == 1
+    assert not (tmp_path / "o").exists()
+
+
+def test_bad_data(made: SimpleNamespace, tmp_path: Path, run) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "x").write_text("mine")
+    model = made.folder / "model"
+    for words, said in (
+        (["run", model, "-o", tmp_path / "mine"], "holds something else"),
+        (["run", tmp_path / "none", "-o", tmp_path / "o"], "none"),
+        (["run", model, "-o", tmp_path / "o2", "--config", made.folder / "run.json"], "needs texts"),
+        (["history", tmp_path], "has no history.jsonl"),
+    ):
+        found = run("gate", *words, code=1)
+        assert said in found.err
+        assert len(found.err.splitlines()) == 1
+
+
+def test_cases_of_the_suites() -> None:
+    config = RunConfig()
+    assert len(cases_of("all", config)) == 6
+    store = next(case for case in cases_of("llm_demo", config) if case.name == "llm_demo_store")
+    assert (store.engine["kv_lossless_max_queue"], store.limits.decode_drop_target) == (64, 0.08)

@@ -34,6 +34,7 @@ bench: $(STAMPS)/bench
 	$(BIN)/python tools/bench/codec.py
 	$(BIN)/python tools/bench/combined.py
 	$(BIN)/python tools/bench/compressor.py
+	$(BIN)/python tools/bench/engines.py
 	$(BIN)/python tools/bench/h2o.py
 	$(BIN)/python tools/bench/layout.py
 	$(BIN)/python tools/bench/lm.py

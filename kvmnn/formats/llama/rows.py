@@ -89,7 +89,8 @@ def _of_blocks(data: Bytes, tensor: Tensor, heads: int, cells: int) -> _Fill:
             chosen = blocks[cell + start : cell + start + len(rows)]
             if split:
                 chosen = chosen[:, head * dims // kind.values : (head + 1) * dims // kind.values]
-            made = numbers(np.ascontiguousarray(chosen).reshape(-1, kind.nbytes)).reshape(len(rows), -1)
+            with np.errstate(invalid="ignore", over="ignore"):
+                made = numbers(np.ascontiguousarray(chosen).reshape(-1, kind.nbytes)).reshape(len(rows), -1)
             rows[:] = made if split else made[:, head * dims : (head + 1) * dims]
 
     return fill

@@ -96,6 +96,10 @@ def _valid_runs(states: States, layer: Layer, tensor: Tensor, step: int) -> Iter
         yield from states.file.runs(begin, tensor.end - tensor.begin, step)
         return
     for start in range(0, heads * valid, step):
+        head, place = divmod(start, valid)
+        if place + min(step, heads * valid - start) <= valid:
+            yield states.file.view(begin + head * size + place, min(step, heads * valid - start))
+            continue
         run = np.empty(min(step, heads * valid - start), np.uint8)
         done = 0
         while done < run.size:

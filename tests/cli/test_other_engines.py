@@ -1,0 +1,106 @@
+"""The verbs on caches of llama.cpp and MLX: what they take, what they ask for, what they say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+
+import llama_files
+import mlx_files
+import numpy as np
+import pytest
+from kept_files import there_and_back
+from llama_files import Shape
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A session of 12 tokens in f16 and in q8_0, one with gaps, a model, a prompt cache, ids."""
+    monkeypatch.chdir(tmp_path)
+    for name, kind, gaps in (("x", "f16", False), ("q", "q8_0", False), ("gaps", "f16", True)):
+        state, _ = llama_files.state(Random(3), Shape(k_type=kind, v_type=kind), [12], gaps=gaps)
+        Path(f"{name}.session").write_bytes(state)
+    Path("m.gguf").write_bytes(llama_files.gguf(attention__head_count_kv=2, attention__key_length=32, block_count=2))
+    Path("c.safetensors").write_bytes(mlx_files.cache(Random(3), mlx_files.Shape(dims=32, value_dims=32))[0])
+    Path("ids.json").write_text(json.dumps(list(range(12))))
+    np.save("plain.npy", np.ones((2, 3), np.float16))
+    return tmp_path
+
+
+def test_measure_needs_no_heads(here: Path, run) -> None:
+    found = json.loads(run("measure", "x.session", "--json", "--real").out)
+    by_heads = json.loads(run("measure", "x.session", "--json", "--real", "--kv-heads", 2).out)
+    assert found["breakdown"] == by_heads["breakdown"]
+    assert run("measure", "c.safetensors").out
+
+
+def test_pack_into_a_prefix_cache_and_back(here: Path, run) -> None:
+    run("pack", "x.session", "--model", "m.gguf", "--backend", "x86-avx2", "--cast", "--name", "sys", "-o", "sys/")
+    run("unpack", "sys", "-o", "back.npz")
+    run("unpack", "x.session", "--kv-heads", 2, "-o", "plain.npz")
+    assert "3,072 numbers within 0" in run("diff", "plain.npz", "back.npz", "--atol", 0).out
+
+
+def test_positions_of_a_cache_with_gaps_are_noted_by_pack_and_refused_by_store(here: Path, run) -> None:
+    packed = run("pack", "gaps.session", "--kv-heads", 2, "--backend", "arm64-fp16", "--name", "sys", "-o", "sys/")
+    assert "true positions as llama.cpp has them" in packed.err
+    document = json.loads(Path("sys/sys.kvmnn.json").read_text())
+    assert len(document["layers"][0]["positions"]) > 1
+    put = ("store", "put", "store", "gaps.session", "--kv-heads", 2, "--fingerprint", "m", "--token-ids", "ids.json")
+    assert "holds no beginning of a text, whole and in order" in run(*put, code=2).err.replace("\n", " ")
+
+
+def test_store_put_and_get(here: Path, run) -> None:
+    run("store", "put", "store", "x.session", "--model", "m.gguf", "--token-ids", "ids.json")
+    run("store", "get", "store", "--model", "m.gguf", "--token-ids", "ids.json", "-o", "got.npz")
+    assert "equal" in run("diff", "got.npz", "x.session", "--kv-heads", 2).out
+
+
+def test_numbers_made_of_blocks_are_neither_lossless_nor_lossy(here: Path, run) -> None:
+    said = run("unpack", "q.session", "--kv-heads", 2, "-o", "q.npz")
+    assert "dequantised from q8_0" in said.out
+    assert "LOSS" not in said.out
+    assert json.loads(run("unpack", "q.session", "--kv-heads", 2, "-o", "q2.npz", "--json").out)["label"] is None
+    run("unpack", "q.session", "--kv-heads", 2, "--blocks", "-o", "blocks.npz")
+    with np.load("blocks.npz") as blocks:
+        assert blocks["layer_0.key"].shape == (12, 2, 34)
+
+
+def test_diff_of_two_engines_on_one_text(here: Path, run) -> None:
+    """The same numbers in a session of llama.cpp and in plain arrays of another type."""
+    run("unpack", "q.session", "--kv-heads", 2, "-o", "q.npz")
+    with np.load("q.npz") as found:
+        np.savez("half.npz", **{name: words.astype(np.float16) for name, words in found.items()})
+    assert "within 0.1" in run("diff", "q.session", "half.npz", "--kv-heads", 2, "--atol", 0.1).out
+    assert "further apart" in run("diff", "q.session", "half.npz", "--kv-heads", 2, "--atol", 1e-9, code=1).out
+
+
+def test_inspect_says_what_the_file_says(here: Path, run) -> None:
+    said = run("inspect", "x.session").out
+    assert "llama.cpp session: 2 layers, kv heads unknown, 12 tokens, f16" in said
+    assert "kv heads are not in the file" in said
+    frames = there_and_back(run, here / "x.session")
+    assert "layer_0.key" in run("inspect", frames).out
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "said"),
+    [
+        ("unpack x.session -o o.npz", 1, "say --kv-heads N, or --model FILE.gguf"),
+        ("unpack x.session --kv-heads 5 -o o.npz", 2, "which are not 5 kv heads"),
+        ("unpack x.session --kv-heads 2 --backend x86-avx2 -o o.npz", 2, "--backend is about packed files of MNN's"),
+        ("unpack x.session --kv-heads 2 --tokens 3 -o o.npz", 2, "--tokens is about packed files of MNN's"),
+        ("unpack x.session --kv-heads 4 --model m.gguf -o o.npz", 2, "4 for the cache, but the model in m.gguf has 2"),
+        ("unpack x.session --model plain.npy -o o.npz", 1, "is no GGUF model"),
+        ("unpack x.session --kv-heads 2 --stream 4 -o o.npz", 2, "stream 4 holds no cells; --stream may be 0"),
+        ("unpack x.session --kv-heads 2 --window -o o.npz", 2, "holds one cache: --window is about"),
+        ("encode plain.npy --blocks -o o/", 2, "--blocks is about caches of other engines, and plain.npy holds none"),
+        ("encode x.session --dtype bf16 -o o/", 1, "holds f16, not bf16"),
+        ("unpack x.session --kv-heads 2 --dtype bf16 -o o.npz", 1, "holds f16, read as fp16, not bf16"),
+        ("inspect plain.npy --window", 2, "--window changes nothing of what is said about plain.npy"),
+    ],
+)
+def test_what_is_refused(here: Path, run, argv: str, code: int, said: str) -> None:
+    assert said in " ".join(run(*argv.split(), code=code).err.split())
+    assert not list(here.glob("o.*")) + list(here.glob("o/"))

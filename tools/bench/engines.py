@@ -1,0 +1,181 @@
+"""Caches of other engines: `python tools/bench/engines.py [--quick]` writes benchmarks/other_engines.*
+
+Ratios: every file of fixtures/llama and fixtures/mlx, which the engines wrote, encoded whole. Speed: files of the same
+formats and of a usual size, made here, read piece by piece as every verb reads them, beside a copy of as many bytes.
+CPU time, ways that take turns, medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import struct
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import ROOT, interleaved, ratio, synthetic, table, write_results
+
+import kvmnn
+from kvmnn.bundle import EncodeOptions, encode, inspect, manifest, open_frames
+from kvmnn.formats import EngineOptions, PackedOptions, ReadOptions
+from kvmnn.packed.fitting import Geometry
+
+HEADS, DIMS = 8, 128
+LIMIT = 0.5
+"""Of the speed of a copy: what reading words may not fall below whose rows lie together."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer tokens and rounds; nothing is written")
+    quick = parser.parse_args().quick
+    with tempfile.TemporaryDirectory() as name:
+        sizes = measure_ratios(Path(name))
+        speeds = measure_speeds(Path(name), tokens=512 if quick else 4096, rounds=3 if quick else 15)
+    sections = [
+        "## Ratios",
+        "",
+        "Files that the engines wrote, with random weights: the least that is to be expected. Ratio: K and V as "
+        "they lie there over their frames. Limit: order-0 entropy of the byte lanes, which predictors may pass. "
+        "Whole: bytes of the file over those of frames and manifest. MLX's files have room for 256 tokens and hold 20.",
+        "",
+        table(
+            ["engine", "type", "file", "bytes", "ratio", "limit", "whole"],
+            [
+                [
+                    *(row["engine"], row["type"], row["file"], f"{row['bytes']:,}", f"{row['ratio']:.3f}"),
+                    *(f"{row['limit']:.3f}", f"{row['whole']:.3f}"),
+                ]
+                for row in sizes
+            ],
+        ),
+        "",
+        "## Reading",
+        "",
+        f"K and V of {HEADS} heads of {DIMS} in pieces of 1 MiB, one thread; a copy is numpy.copyto of as many bytes "
+        f"into memory that is there. Words whose rows lie together may not fall below {LIMIT} of a copy. Transposed V "
+        "is turned round; blocks become four bytes for each code, which are computed.",
+        "",
+        table(
+            ["file", "MB made", "MB/s", "of a copy"],
+            [[row["file"], f"{row['mb']:.1f}", f"{row['rate']:,.0f}", f"{row['of_copy']:.2f}"] for row in speeds],
+        ),
+    ]
+    if quick:
+        print("\n".join(sections))
+    else:
+        print(write_results("other_engines", "Caches of other engines", sections, {"ratios": sizes, "reading": speeds}))
+    slow = [row["file"] for row in speeds if row["words"] and row["of_copy"] < LIMIT]
+    sys.exit(f"below {LIMIT} of a copy: {', '.join(slow)}" if slow else 0)
+
+
+def measure_ratios(scratch: Path) -> list[dict[str, Any]]:
+    rows = []
+    for engine, pattern in (("llama.cpp", "*/*.session.bin"), ("MLX", "*.safetensors")):
+        folder = scratch / engine
+        name = "llama" if engine == "llama.cpp" else "mlx"
+        with tarfile.open(ROOT / "fixtures" / name / "vectors.tar.xz", "r:xz") as archive:
+            archive.extractall(folder, filter="data")
+        for path in sorted(folder.glob(pattern)):
+            said = kvmnn.open(path, ReadOptions(engine=EngineOptions(any_heads=True))).engine_cache
+            assert said is not None
+            out = scratch / "frames" / engine / path.relative_to(folder)
+            out.parent.mkdir(parents=True, exist_ok=True)
+            whole = kvmnn.open(path, ReadOptions(engine=EngineOptions(whole=True)))
+            made = encode(whole, f"{out}/", EncodeOptions(threads=1))
+            limit = inspect(open_frames(str(out))).to_dict()
+            nbytes = path.stat().st_size
+            stored = made.stored_bytes + len(manifest.to_json(made.manifest))
+            rows.append(
+                {
+                    "engine": engine,
+                    "type": " / ".join(dict.fromkeys(said.types)),
+                    "file": path.relative_to(folder).as_posix(),
+                    "bytes": nbytes,
+                    "ratio": made.ratio,
+                    "limit": limit["entropy_ratio"],
+                    "whole": nbytes / stored,
+                }
+            )
+    return rows
+
+
+def measure_speeds(scratch: Path, tokens: int, rounds: int) -> list[dict[str, Any]]:
+    rows = []
+    options = ReadOptions(packed=PackedOptions(geometry=Geometry(kv_heads=HEADS)))
+    for name, make, words in files(tokens):
+        path = scratch / name
+        path.write_bytes(make())
+        source = kvmnn.open(path, options)
+        jobs: dict[str, Callable[[], Any]] = {"read": lambda source=source: read(source)}
+        data = np.ones(source.nbytes, np.uint8)
+        into = np.zeros_like(data)
+        jobs["copy"] = lambda data=data, into=into: np.copyto(into, data)
+        times = interleaved(jobs, rounds, time.process_time)
+        seconds = statistics.median(times["read"])
+        rows.append(
+            {
+                "file": name,
+                "mb": source.nbytes / 1e6,
+                "rate": source.nbytes / seconds / 1e6,
+                "of_copy": ratio(times, "copy", "read"),
+                "words": words,
+            }
+        )
+        path.unlink()
+    return rows
+
+
+def read(source: kvmnn.arrays.Source) -> None:
+    """All pieces, each of which is there when it is yielded; a byte of each page of a view is looked at."""
+    for array in source.arrays:
+        for piece in array.pieces(1 << 20):
+            piece[::4096].max()
+            del piece
+
+
+def files(tokens: int) -> list[tuple[str, Callable[[], bytes], bool]]:
+    """Names, contents, and whether words are read as they are, their rows together."""
+    return [
+        ("llama f16", lambda: session(tokens, 1, 2), True),
+        ("llama f16, V transposed", lambda: session(tokens, 1, 2, transposed=True), False),
+        ("llama f32", lambda: session(tokens, 0, 4), True),
+        ("llama q8_0", lambda: session(tokens, 8, 34 / 32), False),
+        ("llama q4_0", lambda: session(tokens, 2, 18 / 32), False),
+        ("mlx.safetensors", lambda: prompt_cache(tokens), True),
+    ]
+
+
+def session(tokens: int, kind: int, size: float, *, transposed: bool = False) -> bytes:
+    """One layer; what the words are does not matter for reading."""
+    row = HEADS * DIMS
+    nbytes = int(row * size)
+    words = synthetic("k", 1, tokens, nbytes // 4).tobytes()
+    head = struct.pack("<II", 0x6767736E, 10) + struct.pack(f"<I{tokens}i", tokens, *range(tokens))
+    head += struct.pack("<I", 5) + b"llama" + struct.pack("<II", 1, tokens)
+    cells = np.zeros((tokens, 3), "<i4")
+    cells[:, 0], cells[:, 1] = np.arange(tokens), 1
+    keys = struct.pack("<iQ", kind, nbytes) + words
+    values = struct.pack("<iII", kind, int(size), row) + words if transposed else keys
+    return head + cells.tobytes() + struct.pack("<II", transposed, 1) + keys + values
+
+
+def prompt_cache(tokens: int) -> bytes:
+    capacity = tokens + 100
+    words = synthetic("k", 1, capacity, HEADS * DIMS // 2).tobytes()
+    shape = [1, HEADS, capacity, DIMS]
+    header = '{"__metadata__":{"1.0":"KVCache"},'
+    header += f'"0.0":{{"dtype":"F16","shape":{shape},"data_offsets":[0,{len(words)}]}},'
+    header += f'"0.1":{{"dtype":"F16","shape":{shape},"data_offsets":[{len(words)},{2 * len(words)}]}},'
+    header += f'"0.2":{{"dtype":"I32","shape":[],"data_offsets":[{2 * len(words)},{2 * len(words) + 4}]}}}}'
+    return struct.pack("<Q", len(header)) + header.encode() + 2 * words + struct.pack("<i", tokens)
+
+
+if __name__ == "__main__":
+    main()

@@ -35,6 +35,10 @@ def strided(info: ArrayInfo, view: View) -> NamedArray:
 def _runs(view: View, words: np.dtype[Any], step: int) -> Iterator[Piece]:
     seen = view()
     seen = seen.view(words.newbyteorder(seen.dtype.byteorder))  # bits, not numbers: a NaN keeps its payload
+    if seen.flags.c_contiguous and seen.dtype == words:
+        data = seen.reshape(-1).view(np.uint8)
+        yield from (data[begin : begin + step] for begin in range(0, data.size, step))
+        return
     run = step // words.itemsize
     for begin in range(0, seen.size, max(run, 1)):
         out = np.empty(min(run, seen.size - begin), words)

@@ -36,6 +36,7 @@ def load(
     files nor the arguments say is taken from `known`. With `one_of_several` what is said of axes may be about another
     input.
     """
+    from ..arrays.axes import Laid, laid_out
     from ..arrays.source import joined
     from ..formats import opening
     from ..formats.options import ReadOptions
@@ -43,6 +44,7 @@ def load(
     if list(paths).count(STDIO) > 1:
         raise UsageError("standard input can be read only once")
     packed_options.refuse_idle(arguments, paths, used)
+    laid = axes_options.laid(arguments, one_of_several=one_of_several)
     options = ReadOptions(
         dtype=arguments.dtype,
         as_numbers=as_numbers,
@@ -52,10 +54,11 @@ def load(
         packed=packed_options.options(arguments, known),
         frames=frames,
         engine=engine_options.options(arguments, any_heads=any_heads, whole=whole),
-        laid=axes_options.laid(arguments, one_of_several=one_of_several),
+        laid=laid if len(paths) == 1 else Laid(),
         max_bytes=getattr(arguments, "max_bytes", None),
     )
-    return joined([opening.open(path, options) for path in paths])
+    source = joined([opening.open(path, options) for path in paths])
+    return source if len(paths) == 1 else laid_out(source, laid, " ".join(paths))
 
 
 def open_frames(path: str, arguments: argparse.Namespace, options: DecodeOptions) -> FrameSet:

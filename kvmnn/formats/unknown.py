@@ -9,7 +9,7 @@ from pathlib import PurePath
 HEAD_BYTES = 4096
 """Of a file, that tell what it looks like."""
 
-_ARRAYS = "kvmnn reads K and V as .npy, .npz, .safetensors or MNN's own files"
+_ARRAYS = "kvmnn reads K and V as .npy, .npz, .safetensors, MNN's own files and those of docs/other-engines.md"
 _UNPACK = "unpack it first"
 _MODEL = "eval, generate and dump-kv take it"
 _MNN_MODEL = "--model takes its folder, beside a cache"

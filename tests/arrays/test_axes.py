@@ -161,6 +161,16 @@ def test_a_batch_is_asked_about(tmp_path: Path, run: Any) -> None:
     run("diff", tmp_path / "a.npz", tmp_path / "a.npz")
 
 
+def test_k_and_v_in_files_of_their_own(tmp_path: Path, run: Any) -> None:
+    keys, values = words(1, "lthd"), words(2, "lthd")
+    np.save(tmp_path / "keys.npy", keys)
+    np.save(tmp_path / "values.npy", values)
+    run("encode", tmp_path / "keys.npy", tmp_path / "values.npy", "--axes", "lthd", "-o", tmp_path / "f/")
+    assert_same(kvmnn.open(tmp_path / "f"), expected(np.stack([keys, values]), "2lthd"))
+    said = run("measure", tmp_path / "keys.npy", "--axes", "lthd", code=1).err
+    assert "layer 0 has no array of its values" in said
+
+
 def test_axes_where_two_readings_are_possible(tmp_path: Path, run: Any) -> None:
     np.savez(tmp_path / "a.npz", **{"0.0": words(1, "thd"), "0.1": words(2, "thd")})
     said = run("measure", tmp_path / "a.npz", code=1).err

@@ -189,6 +189,7 @@ class _Finder:
             )
         layers = value.state.get("layers")
         if isinstance(layers, list | tuple) and all(isinstance(layer, Made) for layer in layers):
+            self._check_count(value.kind, len(layers))
             return self._of_layers(value, layers)
         return self._of_lists(value.kind, value.state) or self._of_buffers(value)
 
@@ -210,6 +211,10 @@ class _Finder:
                 raise self._not_read(number, layer.kind, "whose keys and values are not two tensors")
             found.layers.append(self._layer(number, layer, keys, values))
         return found
+
+    def _check_count(self, kind: str, layers: int) -> None:
+        if layers > _MOST_LAYERS:
+            raise SourceError(f"{self.where}: a {kind} of {layers:,} layers: at most {_MOST_LAYERS:,} are read")
 
     def _layer(self, number: int, layer: Made, keys: Any, values: Any) -> Layer:
         """A layer with the number of its valid rows."""
@@ -243,6 +248,7 @@ class _Finder:
                     )
                 if any("quantized" in name for name in state) or "Quantized" in kind:
                     raise self._not_read(0, kind, "whose older tokens are quantised: expected a DynamicCache")
+                self._check_count(kind, len(keys))
                 pairs = list(zip(keys, values, strict=True))
                 if all(self._is_pair(pair) or self._is_nothing(pair) for pair in pairs):
                     return self._static(self._of_pairs(kind, enumerate(pairs)), state)
@@ -254,6 +260,7 @@ class _Finder:
         if not isinstance(buffers, Mapping) or "key_cache_0" not in buffers:
             return None
         count = sum(isinstance(name, str) and name.startswith("key_cache_") for name in buffers)
+        self._check_count(cache.kind, count)
         pairs = [(buffers.get(f"key_cache_{number}"), buffers.get(f"value_cache_{number}")) for number in range(count)]
         if not all(map(self._is_pair, pairs)):
             raise SourceError(f"{self.where}: a {cache.kind} whose buffers are not K and V of {count} layers")

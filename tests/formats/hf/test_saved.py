@@ -146,6 +146,21 @@ def test_what_is_refused(tmp_path: Path, name: str, run: Any) -> None:
     assert run("inspect", path, code=1).err.count("\n") == 1
 
 
+def test_references_cost_nothing(tmp_path: Path) -> None:
+    """A small pickle that refers to the same layer or list again and again."""
+    cache, layer = (
+        f"ctransformers.cache_utils\n{name}\n)\x81".encode("latin-1") for name in ("DynamicCache", "DynamicLayer")
+    )
+    layers = cache + b"}X\x06\0\0\0layers](" + layer + b"q\0" + b"h\0" * 70_000 + b"esb."
+    nested = b"]q\0" + b"".join(b"](" + (b"h" + bytes([n])) * 200 + b"eq" + bytes([n + 1]) for n in range(60))
+    for number, (pickled, message) in enumerate(
+        [(layers, "of 70,001 layers: at most 65,536 are read"), (nested + b".", "looks like a torch checkpoint")]
+    ):
+        path = compressor_files.archive(tmp_path / f"{number}.pt", b"\x80\x02" + pickled)
+        with pytest.raises(SourceError, match=message):
+            kvmnn.open(path)
+
+
 def test_a_checkpoint_is_still_one(tmp_path: Path, run: Any) -> None:
     path = compressor_files.checkpoint(tmp_path / "c.pth", compressor_files.weights(1, head_dim=8))
     assert "compress_tk" in run("inspect", path).out

@@ -31,7 +31,7 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("--temperature", type=_temperature, default=0.0, metavar="T", help="draw tokens (default: 0)")
     parser.add_argument("--top-k", type=shared_options.positive, metavar="K", help="draw from the K most probable only")
     parser.add_argument(
-        "--store", metavar="DIR", help="begin with what this prefix store has, and put what is computed"
+        "--store", metavar="STORE", help="begin with what this prefix store has, and put what is computed"
     )
 
 

@@ -89,7 +89,7 @@ def _all(
     for measured in suite.measure(cases, arguments.rounds or 1, progress):
         judged.append(judge(measured, arguments.inputs[0]))
         made = save(directory, measured, judged[-1])
-        notes |= dict.fromkeys(f"{measured.case.name}: {note}" for note in measured.notes)
+        notes |= dict.fromkeys(measured.notes)
     return made, judged, list(notes)
 
 

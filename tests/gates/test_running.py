@@ -143,7 +143,7 @@ def test_a_run_is_that_of_a_runner(made: SimpleNamespace) -> None:
 
 def test_sweeps_are_a_product_in_the_forks_order(made: SimpleNamespace) -> None:
     config = read_run_config(made.folder / "run.json", ())
-    names = [case.name for case in cases_of("runtime", config, (), ["block=4,8", "keep=0.3,0.5"])]
+    names = [case.name for case in cases_of("runtime", config, (), ["block=4,8", "keep=0.3,0.5"])]  # keep goes first
     assert names[:4] == [
         "runtime_baseline",
         *(f"runtime_{mode}+keep=0.3+block=4" for mode in ("probe", "full", "store")),

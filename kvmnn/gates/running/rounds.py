@@ -164,8 +164,8 @@ def save(directory: str, measured: Measured, checked: Checked | DemoChecked) -> 
 
 def finish(directory: str, made: Round, cases: Sequence[Checked | DemoChecked], notes: Sequence[str]) -> SuiteResult:
     """Write the round of these cases, and add it to the history."""
-    names = {case.case for case in cases}
-    found = Round.of(directory, [row for row in made.rows if row["case"] in names])
+    rows = {row["case"]: row for row in made.rows}
+    found = Round.of(directory, [rows[case.case] for case in cases])
     write_round(found)
     _append_history(directory, found)
     return SuiteResult(round=found, cases=tuple(cases), notes=tuple(notes))

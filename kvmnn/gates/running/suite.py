@@ -150,7 +150,10 @@ class Suite:
         limit, settings = interface.max_positions, case.settings
         if case.kind == "runtime" and settings.synthetic:
             if case.mode:
-                notes.append("prompts are one token repeated, whose K and V compress better than those of texts")
+                notes.append(
+                    "The prompts of the runtime cases are one token repeated, whose K and V compress better than those "
+                    "of texts (synthetic)."
+                )
             return synthetic(settings, interface.vocab, self._tokenizer.bos), notes
         if not self._documents:
             raise KvmnnError(f"{case.name} needs texts: expected --prompts DIR or FILE")

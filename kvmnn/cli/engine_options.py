@@ -52,10 +52,10 @@ def refuse_idle(arguments: argparse.Namespace, paths: Sequence[str]) -> None:
 
 
 def is_engine_file(path: str) -> bool:
-    """Whether a path is a file of another engine, or the frames of one."""
+    """Whether a path is a file of another engine that these options are about, or the frames of one."""
     from ..formats import engine_kind
 
-    return engine_kind(path) is not None
+    return engine_kind(path) not in (None, "torch-cache")
 
 
 def is_whole(arguments: argparse.Namespace, paths: Sequence[str]) -> bool:

@@ -16,7 +16,7 @@ from ..errors import CheckpointError, LimitError
 from ..files.mapped import STDIN, MappedFile, head_of
 from ..formats.hf.saved import holds_cache
 from ..formats.safetensors_header import read_header
-from ..formats.torch.opening import begins_with_an_array, is_torch_zip, read_torch
+from ..formats.torch.opening import Kind, TorchFile, begins_with_an_array, is_torch_zip, read_torch
 from ..formats.torch.opening import kind_of as torch_kind_of
 from ..formats.torch.tensors import ELEMENT_TYPES, ElementType, Storage, Tensor
 from ..formats.torch.torch_names import Names
@@ -124,12 +124,21 @@ def _opened(file: MappedFile) -> Checkpoint:
                 "kvmnn export -o NAME.safetensors writes what convert reads"
             )
         case "torch zip" | "torch legacy" as kind:
-            found = read_torch(file, kind, Names())
+            found = _torch_file(file, kind)
             held = (found.root, file.size, found.pickle_bytes, found.storages, found.notices)
             return Checkpoint(file.path, file.label, kind, *held)
         case "safetensors":
             return _safetensors(file)
     raise CheckpointError(_guess(head))
+
+
+def _torch_file(file: MappedFile, kind: Kind) -> TorchFile:
+    try:
+        return read_torch(file, kind, Names())
+    except CheckpointError:
+        if holds_cache(file.path):
+            raise CheckpointError("holds a cache, no weights: encode, measure, pack and the like take it") from None
+        raise
 
 
 def kind_of(head: bytes) -> str | None:

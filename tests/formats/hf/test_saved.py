@@ -167,6 +167,13 @@ def test_a_checkpoint_is_still_one(tmp_path: Path, run: Any) -> None:
     assert "it looks like a torch checkpoint (kvmnn convert makes" in run("encode", path, code=1).err
 
 
+def test_options_and_verbs_that_are_about_something_else(tmp_path: Path, run: Any) -> None:
+    path = save(tmp_path / "c.pt", dynamic_cache(pairs(1)))
+    for verb in ("inspect", "measure"):
+        assert "--stream" in run(verb, path, "--stream", "1", code=2).err
+    assert "holds a cache, no weights: encode" in run("convert", path, tmp_path / "x.bin", code=1).err
+
+
 def test_a_pickle_that_asks_for_more_is_told_of(tmp_path: Path, run: Any) -> None:
     path = save(tmp_path / "c.pt", Instance("posix.system", {"keys": 1}))
     said = run("encode", path, code=1).err

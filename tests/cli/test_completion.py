@@ -102,6 +102,12 @@ def test_the_manual_page_is_good_roff(run, tmp_path) -> None:
         assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_only_options_that_take_a_value_name_one() -> None:
+    (replay,) = (verb for verb in described(build_parser()) if verb.name == "replay")
+    values = {name: option.value for option in replay.options for name in option.names}
+    assert (values["--json"], values["--token-major"], values["--prompt"], values["--config"]) == ("", "", "N", "FILE")
+
+
 def test_words_that_are_no_shell(run) -> None:
     assert "did you mean 'fish'" in run("completion", "fsh", code=2).err
     assert "required: SHELL" in run("completion", code=2).err

@@ -6,7 +6,8 @@ import pytest
 
 from kvmnn.errors import SourceError
 from kvmnn.packed.backends import BACKENDS
-from kvmnn.packed.fitting import Geometry, the_fit
+from kvmnn.packed.fitting import Geometry, _first_misfit, the_fit
+from kvmnn.packed.layout import PackLayout
 
 
 def test_what_is_said_stays_and_what_is_not_is_taken() -> None:
@@ -43,3 +44,15 @@ def test_three_layouts_are_counted_and_one_says_what_does_not_fit() -> None:
         the_fit("x", three, [(7, 7)])
     with pytest.raises(SourceError, match=r"^x: .*K file of 7 bytes is not a whole number"):
         the_fit("x", Geometry(kv_heads=2, head_dim=6, backend="arm64-fp16"), [(7, 7)])
+
+
+def test_the_layer_that_is_named_is_the_first_that_does_not_fit() -> None:
+    """Where each fits by itself it is the first."""
+    layout = PackLayout.for_backend("x86-sse", kv_heads=1, head_dim=4)
+    good = packed_sizes(layout)
+    assert [_first_misfit([layout], sizes) for sizes in ([good], [good, (1, 1), good], [(1, 1), good])] == [0, 1, 0]
+
+
+def packed_sizes(layout: PackLayout) -> tuple[int, int]:
+    """Of the files of a layer with room for 64 tokens."""
+    return layout.key_bytes(64), layout.value_bytes(64)

@@ -155,6 +155,9 @@ def test_caches_of_transformers() -> None:
     [
         ([np.zeros((1, 2, 3, 4))], "layer 0: found a ndarray, expected a pair"),
         ([(np.zeros((2, 3, 4)), np.zeros((2, 3, 4)))], r"layer 0: shapes \[2, 3, 4\] and \[2, 3, 4\]: expected"),
+        ([(np.zeros((1, 2, 3, 4)), np.zeros((1, 2, 3)))], r"layer 0: shapes \[1, 2, 3, 4\] and \[1, 2, 3\]: expected"),
+        ([(np.zeros((1, 2, 3)), np.zeros((1, 2, 3, 4)))], r"layer 0: shapes \[1, 2, 3\] and \[1, 2, 3, 4\]: expected"),
+        ([(np.zeros((1, 2, 3, 4)), np.zeros((1, 2, 5, 4)))], r"layer 0: shapes \[1, 2, 3, 4\] and \[1, 2, 5, 4\]: exp"),
         ([(np.zeros((1, 2, 3, 4)), np.zeros((1, 2, 4, 4)))], "layer 0: shapes"),
         ([("a", "b")], "layer 0: shapes"),
         ([5], "layer 0: found a int"),

@@ -115,3 +115,11 @@ def test_the_constructor_does_not_cut(changes: dict[str, Any]) -> None:
         RuntimeConfig(**changes)
     with pytest.raises(TypeError):
         RuntimeConfig(enable=1)  # type: ignore[arg-type]
+
+
+def test_tokens_before_the_first_block() -> None:
+    """Sink, recent and one block, unless eviction begins later."""
+    keys = {"kv_lossless_hot_sink_tokens": 4, "kv_lossless_hot_recent_tokens": 8, "kv_lossless_block_tokens": 16}
+    for trigger, tokens in ((1, 28), (28, 28), (29, 29)):
+        config = RuntimeConfig.from_engine(keys | {"kv_h2o_trigger_min_tokens": trigger})
+        assert config.first_block_tokens == tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvmnn.text import at_rate
+from kvmnn.text import at_rate, count
 
 
 @pytest.mark.parametrize(
@@ -13,3 +13,8 @@ from kvmnn.text import at_rate
 )
 def test_rates_of_small_inputs_say_nothing(nbytes, seconds, text):
     assert at_rate(nbytes, seconds) == text
+
+
+def test_counts_have_the_plural_where_they_are_not_one() -> None:
+    found = [count(number, "byte") for number in (0, 1, 2, 1001)]
+    assert found == ["0 bytes", "1 byte", "2 bytes", "1,001 bytes"]

@@ -1,0 +1,35 @@
+"""The header of a model: values of every type are passed over by their own length."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import pytest
+
+from kvmnn.formats.llama.gguf import read_geometry
+
+NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""Types of values in GGUF, and struct's letters for them."""
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+@pytest.mark.parametrize("count", [None, 0, 3])
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_what_follows_a_value_of_any_type(tmp_path: Path, kind: int, count: int | None) -> None:
+    """One value, or an array of them, before the fields that are asked for."""
+    letter = NUMBERS[kind]
+    if count is None:
+        value = struct.pack("<I", kind) + struct.pack(f"<{letter}", 1)
+    else:
+        value = struct.pack("<IIQ", 9, kind, count) + struct.pack(f"<{count}{letter}", *[1] * count)
+    fields = {"llama.attention.head_count_kv": 2, "llama.attention.key_length": 32}
+    data = b"GGUF" + struct.pack("<IQQ", 3, 0, 2 + len(fields))
+    data += text("general.architecture") + struct.pack("<I", 8) + text("llama") + text("general.x") + value
+    for name, number in fields.items():
+        data += text(name) + struct.pack("<II", 4, number)
+    (tmp_path / "m.gguf").write_bytes(data)
+    assert read_geometry(str(tmp_path / "m.gguf"), 3) == ("llama", (2, 2, 2), 32)

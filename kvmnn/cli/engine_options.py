@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import help, idle_options, shared_options
+from .printing import STDIO
 
 if TYPE_CHECKING:
     from ..formats.options import EngineOptions
@@ -52,10 +53,10 @@ def refuse_idle(arguments: argparse.Namespace, paths: Sequence[str]) -> None:
 
 
 def is_engine_file(path: str) -> bool:
-    """Whether a path is a file of another engine that these options are about, or the frames of one."""
+    """Whether a path is a file of another engine that these options are about, frames of one, or standard input."""
     from ..formats import engine_kind
 
-    return engine_kind(path) not in (None, "torch-cache")
+    return path == STDIO or engine_kind(path) not in (None, "torch-cache")
 
 
 def is_whole(arguments: argparse.Namespace, paths: Sequence[str]) -> bool:

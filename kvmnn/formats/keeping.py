@@ -17,7 +17,7 @@ from ..arrays.valid_names import check_name
 from ..bundle.kept_file import MAX_BYTES, KeptFile, Part, check_fits, kept_file, to_json
 from ..dtypes import Bytes
 from ..errors import SourceError
-from ..files.mapped import MappedFile
+from ..files.mapped import STDIN, MappedFile
 from ..frames import encode
 from .options import ReadOptions
 
@@ -72,7 +72,7 @@ def keep(
     _fill(file, position, file.size, parts, arrays)
     if sum(len(part.literal) for part in parts) > MAX_BYTES:
         raise SourceError(f"{file.label}: has more than {MAX_BYTES} bytes between its arrays")
-    name = PurePath(file.path).name
+    name = "stdin" if file.path == STDIN else PurePath(file.path).name
     check_name(name, file.label)
     kept = KeptFile(format=kind, name=name, nbytes=file.size, sha256=_hash(file), parts=tuple(parts), kv_heads=kv_heads)
     return Source(arrays, {FILE_KEY: to_json(kept)}, notes=list(notes))

@@ -14,7 +14,7 @@ from ..bundle import manifest
 from ..bundle.frame_set import DecodeOptions, open_frames
 from ..errors import KvmnnError, LimitError, OptionError, SourceError
 from ..files.mapped import STDIN, MappedFile, head_of
-from . import engine_files, npy, npy_folder, raw, vllm
+from . import engine_files, llama, npy, npy_folder, raw, vllm
 from .array_formats import ARRAY_FORMATS, array_format
 from .frames import of_frames
 from .hf import live, saved
@@ -231,4 +231,6 @@ def _standard_input(options: ReadOptions) -> Source:
         return npy.read_mapped(file, options)
     if saved.is_saved(file.head(saved.HEAD_BYTES)):
         return saved.read(file, options)
+    if file.head(len(llama.MAGICS[0])) in llama.MAGICS:
+        return (llama.keep if options.engine.whole else llama.read)(file, options)
     return raw.read_mapped(file, options)

@@ -13,12 +13,13 @@ _ARRAYS = "kvmnn reads K and V as .npy, .npz, .safetensors, MNN's own files and 
 _UNPACK = "unpack it first"
 _MODEL = "eval, generate and dump-kv take it"
 _MNN_MODEL = "--model takes its folder, beside a cache"
+_GGUF_MODEL = "--model takes it, beside a cache of llama.cpp"
 _NAME = "name it with the suffix {}"
 _CHECKPOINT = ("a torch checkpoint", "kvmnn convert makes a weight file of a KV compressor's")
 _ZIP = b"PK\x03\x04"
 _TORCH_LEGACY = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"  # a pickle of torch's magic number
 _SIGNS: tuple[tuple[bytes, str, str], ...] = (
-    (b"GGUF", "a GGUF model", _ARRAYS),
+    (b"GGUF", "a GGUF model", _GGUF_MODEL),
     (b"\x93NUMPY", "a NumPy array", _NAME.format(".npy")),
     (b"\x89HDF\r\n\x1a\n", "an HDF5 file", _ARRAYS),
     (_TORCH_LEGACY, *_CHECKPOINT),
@@ -31,7 +32,7 @@ _SIGNS: tuple[tuple[bytes, str, str], ...] = (
 )
 _SUFFIXES = {
     ".onnx": ("an ONNX model", _MODEL),
-    ".gguf": ("a GGUF model", _ARRAYS),
+    ".gguf": ("a GGUF model", _GGUF_MODEL),
     ".mnn": ("the graph of an MNN model", _MNN_MODEL),
     ".mtok": ("the tokenizer of an MNN model", _MNN_MODEL),
     ".weight": ("the weights of an MNN model", _MNN_MODEL),

@@ -3,5 +3,6 @@
 from .gguf import is_gguf
 from .keeping import NAME, keep
 from .reading import is_state, read
+from .state import MAGICS
 
-__all__ = ["NAME", "is_gguf", "is_state", "keep", "read"]
+__all__ = ["MAGICS", "NAME", "is_gguf", "is_state", "keep", "read"]

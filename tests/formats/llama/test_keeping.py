@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import struct
 from pathlib import Path
@@ -156,6 +157,25 @@ def test_a_manifest_that_lies_is_refused(tmp_path: Path, run, change, message: s
     else:
         assert message in run("decode", frames, "-o", out, code=1).err
     assert not out.exists()
+
+
+def test_a_file_on_standard_input(tmp_path: Path, run, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, _ = llama_files.state(Random(2), Shape(), [9])
+    for argv in (("encode", "-", "-o", f"{tmp_path}/f/"), ("unpack", "-", "--kv-heads", 2, "-o", tmp_path / "o.npz")):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
+        run(*argv)
+    run("decode", tmp_path / "f", "-o", tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == data
+    with np.load(tmp_path / "o.npz") as found:
+        assert found["layer_0.key"].shape == (2, 9, 32)
+
+
+@pytest.mark.parametrize("size", [100, 1000])
+@pytest.mark.parametrize("kind", ["q8_0", "q5_1"])
+def test_arrays_that_are_cut_anywhere(tmp_path: Path, run, kind: str, size: int) -> None:
+    path = tmp_path / "x.session"
+    path.write_bytes(llama_files.state(Random(2), Shape(k_type=kind, v_type=kind), [30])[0])
+    there_and_back(run, path, "--frame-bytes", size, "--allow-raw")
 
 
 def test_several_inputs_and_chosen_arrays_are_no_whole_file(tmp_path: Path, run) -> None:

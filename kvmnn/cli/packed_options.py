@@ -178,7 +178,9 @@ def token_ids(arguments: argparse.Namespace) -> TokenIds | None:
     """Count and hash of the ids in the file that ``--token-ids`` names, where it does."""
     from ..packed.cache_info import TokenIds
 
-    return None if arguments.token_ids is None else TokenIds.of(loaded_ids(arguments))
+    if arguments.token_ids is None:
+        return None
+    return TokenIds.of(loaded_ids(arguments), "--token-ids" if _said(arguments.token_ids) else arguments.token_ids)
 
 
 def loaded_ids(arguments: argparse.Namespace) -> Any:
@@ -187,11 +189,16 @@ def loaded_ids(arguments: argparse.Namespace) -> Any:
 
     if not hasattr(arguments, "loaded_ids"):
         said = arguments.token_ids
-        if _IDS.fullmatch(said) and not os.path.exists(said):
+        if _said(said):
             arguments.loaded_ids = [int(word) for word in re.findall(r"\d+", said)]
         else:
             arguments.loaded_ids = load_token_ids(said)
     return arguments.loaded_ids
+
+
+def _said(ids: str) -> bool:
+    """Whether these are ids themselves, and not the name of a file."""
+    return _IDS.fullmatch(ids) is not None and not os.path.exists(ids)
 
 
 _IDS = re.compile(r"\s*(\[)?\s*\d{1,9}([\s,]+\d{1,9})*\s*(?(1)\])\s*")

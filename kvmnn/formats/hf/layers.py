@@ -197,7 +197,7 @@ class _Finder:
         found = Cache(cache.kind)
         for number, layer in enumerate(layers):
             keys, values = layer.state.get("keys"), layer.state.get("values")
-            if any("quantized" in name for name in layer.state) or "Quantized" in layer.kind:
+            if _is_quantised(layer.kind, layer.state):
                 raise self._not_read(number, layer.kind, "whose older tokens are quantised: expected a DynamicCache")
             if (keys is None and values is None) or (self._is_empty(keys) and self._is_empty(values)):
                 others = sorted(name for name, item in layer.state.items() if self.is_tensor(item))
@@ -246,7 +246,7 @@ class _Finder:
                     raise SourceError(
                         f"{self.where}: a {kind} with {len(keys)} {names[0]} and {len(values)} {names[1]}"
                     )
-                if any("quantized" in name for name in state) or "Quantized" in kind:
+                if _is_quantised(kind, state):
                     raise self._not_read(0, kind, "whose older tokens are quantised: expected a DynamicCache")
                 self._check_count(kind, len(keys))
                 pairs = list(zip(keys, values, strict=True))
@@ -318,6 +318,10 @@ class _Finder:
 
     def _not_read(self, number: int, kind: str, why: str) -> SourceError:
         return SourceError(f"{self.where}: layer {number} is a {kind}, {why}")
+
+
+def _is_quantised(kind: str, state: Mapping[Any, Any]) -> bool:
+    return "Quantized" in kind or any(isinstance(name, str) and "quantized" in name for name in state)
 
 
 def _items(value: object) -> Iterator[tuple[str, object]]:

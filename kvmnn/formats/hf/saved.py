@@ -43,7 +43,7 @@ class CacheNames(Names):
         if isinstance(value, Made):
             attributes = state[0] if isinstance(state, tuple) and len(state) == 2 else state
             if isinstance(attributes, dict):
-                value.state = attributes
+                value.state = {name: item for name, item in attributes.items() if isinstance(name, str)}
             return True
         return super().set_state(value, state)
 

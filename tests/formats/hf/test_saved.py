@@ -146,6 +146,15 @@ def test_what_is_refused(tmp_path: Path, name: str, run: Any) -> None:
     assert run("inspect", path, code=1).err.count("\n") == 1
 
 
+def test_attributes_without_names(tmp_path: Path) -> None:
+    made = pairs(1)
+    layers = [Instance(KINDS + "DynamicLayer", {"keys": k, "values": v, 3: 4, None: 5}) for k, v in made]
+    path = save(tmp_path / "c.pt", Instance(KINDS + "DynamicCache", {"layers": layers, (1,): 2}))
+    assert_same(kvmnn.open(path), made)
+    lists = {"key_cache": [k for k, _ in made], "value_cache": [v for _, v in made], 1: 2, None: 3}
+    assert_same(kvmnn.open(save(tmp_path / "d.pt", lists)), made)
+
+
 def test_references_cost_nothing(tmp_path: Path) -> None:
     """A small pickle that refers to the same layer or list again and again."""
     cache, layer = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from hf_files import Instance, cache_object, dynamic_cache, pairs, save, static_cache
 
 import kvmnn
-from kvmnn.errors import SourceError
+from kvmnn.errors import KvmnnError, SourceError
 
 KINDS = "transformers.cache_utils."
 
@@ -153,6 +154,22 @@ def test_attributes_without_names(tmp_path: Path) -> None:
     assert_same(kvmnn.open(path), made)
     lists = {"key_cache": [k for k, _ in made], "value_cache": [v for _, v in made], 1: 2, None: 3}
     assert_same(kvmnn.open(save(tmp_path / "d.pt", lists)), made)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_damaged_pickles_behind_right_checksums(tmp_path: Path, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    made = pairs(seed)
+    path = save(tmp_path / "c.pt", static_cache(made, 8) if seed else {"cache": dynamic_cache(made), 1: "x"})
+    members = compressor_files.members(path)
+    for _ in range(60):
+        data = bytearray(members["data.pkl"])
+        for place in rng.integers(0, len(data), rng.integers(1, 4)):
+            data[place] = rng.integers(0, 256)
+        damaged = compressor_files.repack(path, tmp_path / "d.pt", {"data.pkl": bytes(data)})
+        with contextlib.suppress(KvmnnError):
+            for array in kvmnn.open(damaged).arrays:
+                array.to_numpy()
 
 
 def test_references_cost_nothing(tmp_path: Path) -> None:

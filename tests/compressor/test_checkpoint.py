@@ -174,6 +174,15 @@ def test_parameters_tensor_classes_and_untyped_storages(tmp_path: Path) -> None:
     assert value(found, "c").float32().tolist() == [1, 2, 3, 65535]
 
 
+@pytest.mark.parametrize("maker", ["collections OrderedDict", "torch device"])
+def test_a_class_of_its_own_is_made_by_what_rebuilds_tensors_only(tmp_path: Path, maker: str) -> None:
+    """Not by any other call that is known."""
+    name = b"c" + maker.replace(" ", "\n").encode() + b"\n"
+    data = dictionary(a=b"ctorch._tensor\n_rebuild_from_type_v2\n(" + name + b"ctorch\nTensor\n)}tR")
+    with pytest.raises(CheckpointError, match=f"made by {maker.replace(' ', '.')}"):
+        opened(tmp_path, data, {})
+
+
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_every_binary_protocol(tmp_path: Path, protocol: int) -> None:
     root = {"epoch": 3, "lr": 0.5, "none": None, "flags": (True, False), "words": ["a", b"bytes", {1, 2}, 2**70]}

@@ -368,3 +368,13 @@ def test_fp32_in_four_lanes_is_that_of_plain_python(tmp_path, mode, heads_first)
     plain = measure(["x"], selection, MeasureOptions(codec_mode=mode, entry_mode="chunked", online_framing_bytes=5))
     found.totals.fp32 = None
     assert found.totals == plain.totals
+
+
+def test_frames_are_cut_at_their_size(dumps, monkeypatch):
+    """At so many words of two bytes as fit: of 2 heads of their dims, three tokens."""
+    mine = [k for layer, _, k, _, _, _ in DUMPS if layer == 0]
+    heads, dims = mine[0].shape[1:]
+    monkeypatch.setattr("kvmnn.offline.stored_sizes.FRAME_BYTES", 3 * 2 * heads * dims + 1)
+    options = MeasureOptions(scope=Scope(front_n=1))
+    found = measure(["x"], select([dumps], options.scope), options, real=True)
+    assert found.totals.stored["key"].frames == sum(-(-len(array) // 3) for array in mine)

@@ -93,17 +93,17 @@ def _blosc2(module: Any, dtype: str, threads: int | None) -> list[Codec]:
     module.set_nthreads(resolve_threads(threads))
     width = dtypes.by_name(dtype).itemsize
 
-    def codec(name: str, mode: Any) -> Codec:
+    def codec(name: str, mode: Any, coder: Any) -> Codec:
         def encode(data: Piece) -> Any:
-            return module.compress2(
-                data, typesize=width, codec=module.Codec.ZSTD, clevel=1, filters=[mode], filters_meta=[0]
-            )
+            return module.compress2(data, typesize=width, codec=coder, clevel=1, filters=[mode], filters_meta=[0])
 
         return Codec(name, _version(module), encode, module.decompress2)
 
     return [
-        codec("blosc2 shuffle+zstd", module.Filter.SHUFFLE),
-        codec("blosc2 bitshuffle+zstd", module.Filter.BITSHUFFLE),
+        codec("blosc2 shuffle+zstd", module.Filter.SHUFFLE, module.Codec.ZSTD),
+        codec("blosc2 bitshuffle+zstd", module.Filter.BITSHUFFLE, module.Codec.ZSTD),
+        codec("blosc2 shuffle+lz4", module.Filter.SHUFFLE, module.Codec.LZ4),
+        codec("blosc2 bitshuffle+lz4", module.Filter.BITSHUFFLE, module.Codec.LZ4),
     ]
 
 

@@ -1,0 +1,106 @@
+"""Which codec is dominated by which: `python tools/bench/pareto.py` writes benchmarks/pareto.md, .json and .png.
+
+K and V of a trained model (fixtures/kv_real) as fp16, bf16 (rounded from fp32) and fp32, from 64 KiB to 1 MiB: ratio
+and CPU time of encoding and decoding on one thread, and time on the clock on two, all codecs in turn (`kvmnn.bench`).
+A codec is dominated where another one is nowhere worse in ratio and in CPU time of both ways.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from common import BENCHMARKS, ROOT, table, write_results
+
+from kvmnn.arrays.named_array import in_memory
+from kvmnn.bench import Report, measure
+
+SIZES = (64 << 10, 256 << 10, 1 << 20)
+"""Bytes of the beginning; of a shorter array all, which is what is drawn."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15, help="turns of each codec (default: 15)")
+    rounds = parser.parse_args().rounds
+    reports: dict[tuple[str, str, str], tuple[Report, Report | None]] = {}
+    for side, dtype, words in arrays():
+        for nbytes in SIZES:
+            array = in_memory("", words.reshape(-1)[: nbytes // words.itemsize])
+            size, whole = f"{array.nbytes >> 10:,} KiB", array.nbytes == words.nbytes
+            name = f"{side} {dtype} {size}"
+            one = measure(array, max_bytes=0, rounds=rounds, threads=1)
+            two = measure(array, max_bytes=0, rounds=max(3, rounds // 3), threads=2) if whole else None
+            reports[side, dtype, size] = one, two
+            print(f"{name}\n{one}\n", flush=True)
+    draw({key: one for key, (one, two) in reports.items() if two})
+    data = {" ".join(key): [made.to_dict() for made in pair if made] for key, pair in reports.items()}
+    sections = [section(key, *pair) for key, pair in reports.items()]
+    sections.insert(0, "![ratio over encode speed](pareto.png)\n")
+    print(write_results("pareto", "Codecs side by side: the Pareto front", sections, data))
+
+
+def arrays() -> Iterator[tuple[str, str, Any]]:
+    """K or V, dtype, words; a mebibyte or more of each."""
+    folder = ROOT / "fixtures" / "kv_real"
+    for side in ("k", "v"):
+        yield side.upper(), "fp16", np.load(folder / f"{side}_fp16.npy")
+    words = np.load(folder / "k_fp32.npy").view(np.uint32)
+    yield "K", "bf16", ((words + 0x7FFF + (words >> 16 & 1)) >> 16).astype(np.uint16)
+    yield "K", "fp32", words.view(np.float32)
+
+
+def section(key: tuple[str, str, str], one: Report, two: Report | None) -> str:
+    dominated = one.dominated()
+    walls = {result.codec: result for result in two.results} if two else {}
+    rows = []
+    for result in sorted(one.results, key=lambda result: -(result.ratio or 0)):
+        if result.encode is None or result.decode is None or result.raw_bytes != one.sample_bytes:
+            continue
+        row = [
+            result.codec,
+            f"{result.ratio:.4f}",
+            *(speed(result.raw_bytes, t.cpu) for t in (result.encode, result.decode)),
+        ]
+        if two:
+            other = walls[result.codec]
+            row += [speed(other.raw_bytes, t.wall) if t else "-" for t in (other.encode, other.decode)]
+        rows.append([*row, dominated.get(result.codec, "**front**")])
+    header = ["codec", "ratio", "encode", "decode", *(["encode, 2 threads", "decode, 2 threads"] if two else [])]
+    missing = f" Not installed: {', '.join(one.missing)}." if one.missing else ""
+    return f"## {' '.join(key)}\n\nMB/s of raw bytes.{missing}\n\n{table([*header, 'dominated by'], rows)}\n"
+
+
+def speed(nbytes: int, seconds: float) -> str:
+    return f"{nbytes / 1e6 / max(seconds, 1e-9):,.0f}"
+
+
+def draw(reports: dict[tuple[str, str, str], Report]) -> None:
+    """Ratio over encode speed, a picture for each array."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, places = pyplot.subplots(1, len(reports), figsize=(4.2 * len(reports), 4.2), layout="constrained")
+    for axes, ((side, dtype, size), report) in zip(places, reports.items(), strict=True):
+        dominated = report.dominated()
+        for result in report.results:
+            if result.encode is None or result.ratio is None or result.raw_bytes != report.sample_bytes:
+                continue
+            x, ours = result.raw_bytes / 1e6 / result.encode.cpu, result.codec.startswith("kvmnn")
+            colour = "tab:blue" if ours else "tab:gray"
+            axes.plot(x, result.ratio, "o", color=colour, fillstyle="none" if result.codec in dominated else "full")
+            name = result.codec.removeprefix("kvmnn ")
+            axes.annotate(name, (x, result.ratio), xytext=(4, 3), textcoords="offset points", fontsize=7, color=colour)
+        axes.set(xscale="log", title=f"{side} {dtype}, {size}", xlabel="encode, MB/s of CPU time", ylabel="ratio")
+        axes.margins(x=0.3)
+        axes.grid(alpha=0.3)
+    figure.suptitle("Blue: kvmnn; hollow: dominated (ratio, CPU time of encode and decode)", fontsize=9)
+    figure.savefig(BENCHMARKS / "pareto.png", dpi=80)
+
+
+if __name__ == "__main__":
+    main()

@@ -33,3 +33,14 @@ def test_what_follows_a_value_of_any_type(tmp_path: Path, kind: int, count: int 
         data += text(name) + struct.pack("<II", 4, number)
     (tmp_path / "m.gguf").write_bytes(data)
     assert read_geometry(str(tmp_path / "m.gguf"), 3) == ("llama", (2, 2, 2), 32)
+
+
+def test_lists_of_texts_and_of_heads_for_each_layer(tmp_path: Path) -> None:
+    words = b"".join(text(word) for word in ("a", "", "bcd"))
+    data = b"GGUF" + struct.pack("<IQQ", 3, 0, 4)
+    data += text("general.architecture") + struct.pack("<I", 8) + text("llama")
+    data += text("tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, 3) + words
+    data += text("llama.attention.head_count_kv") + struct.pack("<IIQ3I", 9, 4, 3, 2, 1, 4)
+    data += text("llama.attention.key_length") + struct.pack("<II", 4, 64)
+    (tmp_path / "m.gguf").write_bytes(data)
+    assert read_geometry(str(tmp_path / "m.gguf"), 3) == ("llama", (2, 1, 4), 64)

@@ -268,3 +268,30 @@ def test_other_types_are_refused_by_name(tmp_path: Path) -> None:
     at = data.index(b"\x01\0\0\0\x80\0\0\0\0\0\0\0")
     with pytest.raises(SourceError, match="ggml type 24 is none of a KV cache"):
         kvmnn.open(put(tmp_path / "x", data[:at] + b"\x18" + data[at + 1 :]), heads(2))
+
+
+def test_an_order_of_values_that_is_none_is_named(tmp_path: Path) -> None:
+    data, _ = llama_files.state(Random(3), Shape(layers=1, heads=1, dims=32, transposed=True), [4], kind=SEQUENCE)
+    said = []
+    for at in range(len(data) - 4):
+        if data[at : at + 4] != b"\x01\0\0\0":
+            continue
+        path = put(tmp_path / "x.state", data[:at] + b"\x02\0\0\0" + data[at + 4 :])
+        try:
+            kvmnn.open(path, heads(1))
+        except SourceError as error:
+            said.append(str(error))
+    assert any("the order of V is 2" in line for line in said)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 100])
+def test_runs_of_any_length_end_with_the_array(tmp_path: Path, rows: int) -> None:
+    shape = Shape(layers=1, heads=2, dims=32)
+    data, (made,) = llama_files.state(Random(4), shape, [7], kind=SEQUENCE)
+    source = kvmnn.open(put(tmp_path / "x.state", data), heads(2))
+    for array in source.arrays:
+        row = array.nbytes // 14
+        pieces = list(array.pieces(rows * row))
+        assert [piece.size for piece in pieces[:-1]] == [rows * row] * (len(pieces) - 1)
+        assert b"".join(piece.tobytes() for piece in pieces) == array.to_numpy().tobytes()
+    check(source, made[0])

@@ -11,10 +11,10 @@ has computed. JOB: `model`, `kv_heads`, `head_dim`, `ids`, `folder` for files an
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import json
 import os
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -100,5 +100,7 @@ def fill(folder: str, ids: list[int], layers: list[LayerCache]) -> dict[str, int
 
 
 if __name__ == "__main__":
-    print("@" + json.dumps(main(json.loads(sys.argv[1]))), flush=True)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("job", metavar="JOB", type=json.loads, help="what to do, as JSON")
+    print("@" + json.dumps(main(parser.parse_args().job)), flush=True)
     os._exit(0)

@@ -20,9 +20,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import _mnncengine
-import MNN.llm
-
 import kvmnn
 from kvmnn import LayerCache
 from kvmnn.formats.options import PackedOptions
@@ -37,6 +34,8 @@ class Engine:
     """A loaded model; every call is of its first and only prompt."""
 
     def __init__(self, model: str, prefixes: str, live: str) -> None:
+        import MNN.llm  # it prints a line, and --help does not need it
+
         self._llm = MNN.llm.create(str(Path(model, "config.json")))
         self._llm.set_config(SETTINGS | {"prefix_cache_path": prefixes, "tmp_path": live})
         self._llm.load()
@@ -44,6 +43,8 @@ class Engine:
 
     def prefix(self, name: str) -> bool:
         """Whether the files are there; else the next call writes them."""
+        import _mnncengine
+
         text, count = name.encode(), len(name).to_bytes(8, "little")
         self._kept = ctypes.create_string_buffer(count + count + bytes(8) + text + b"\0")
         string = ctypes.c_void_p(ctypes.addressof(self._kept) + 24)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ..checks import shown, whole
 from ..errors import KvmnnError
-from ..frames.options import CODECS
+from ..frames.options import CODECS, EFFORTS
 from ..h2o import H2OConfig
 from ..h2o.config import QUANTISED_MODES
 from ..packed.reserve import INT32_MAX
@@ -89,6 +89,9 @@ class RuntimeConfig:
         Whether the engine adds up un-normalised attention tile by tile; only the attention scores depend on it.
     layer_nums
         Layers that the model's configuration claims; None where it says nothing.
+    effort
+        Behaviour "sound" only, no key of the engine: how hard blocks are encoded, as `kvmnn.encode` takes it. The
+        default decodes fastest, and on blocks of this size it is hardly ever larger than ``"exact"``, the engine's own.
     verify
         Behaviour "sound" only, no key of the engine: ``"compare"`` decodes every block and compares all its bytes
         before its rows are dropped; ``"hash"`` keeps their hash instead and checks it whenever they are restored.
@@ -133,6 +136,7 @@ class RuntimeConfig:
     h2o: H2OConfig = field(default_factory=lambda: H2OConfig(enable=False))
     flash_attention: bool = True
     layer_nums: int | None = None
+    effort: str = "fast"
     verify: Verify = "compare"
     decode_cache_bytes: int = 0
     max_bytes_in_flight: int = 64 << 20
@@ -151,6 +155,8 @@ class RuntimeConfig:
             whole(self.layer_nums, "layer_nums", 1, INT32_MAX)
         if self.mode not in MODES:
             raise KvmnnError(f"mode is {self.mode!r}: expected one of {', '.join(MODES)}")
+        if self.effort not in EFFORTS:
+            raise KvmnnError(f"effort is {shown(self.effort)}: expected one of {', '.join(EFFORTS)}")
         if self.verify not in ("compare", "hash"):
             raise KvmnnError(f"verify is {self.verify!r}: expected 'compare' or 'hash'")
         for name in ("decode_cache_bytes", "max_bytes_in_flight", "prefetch_layers"):

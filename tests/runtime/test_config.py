@@ -109,7 +109,9 @@ def test_a_wrong_number_of_layers_is_refused() -> None:
     assert check_layers(RuntimeConfig.from_engine({}), 24) == 24
 
 
-@pytest.mark.parametrize("changes", [{"mode": "off"}, {"scope": "all"}, {"front_n": -1}, {"max_queue": 0}])
+@pytest.mark.parametrize(
+    "changes", [{"mode": "off"}, {"scope": "all"}, {"front_n": -1}, {"max_queue": 0}, {"effort": "slow"}]
+)
 def test_the_constructor_does_not_cut(changes: dict[str, Any]) -> None:
     with pytest.raises(KvmnnError):
         RuntimeConfig(**changes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from plain_cache import new_rows
 from store_options import store_options
 
+import kvmnn
 from kvmnn import KvmnnError
 from kvmnn.runtime import LosslessRuntime, RuntimeConfig
 from kvmnn.runtime.sound import SoundCall
@@ -54,6 +56,23 @@ def test_a_request_without_surprises_reads_the_same() -> None:
     assert all(pair.step(1) for _ in range(60))
     sound, engine = (runtime.metrics() for runtime in pair.runtimes)
     assert sound.layers[0].stored_raw_bytes > 4 * engine.layers[0].stored_raw_bytes
+
+
+@pytest.mark.parametrize("effort", ["exact", "fast"])
+def test_blocks_are_frames_of_the_effort(effort: str) -> None:
+    config = replace(STORE, effort=effort)
+    runtime = LosslessRuntime(config, layers=1, kv_heads=2, head_dim=64, dtype="fp16")
+    keys, values = (np.cumsum(rows, 1).astype("<f2") for rows in np.random.default_rng(0).normal(size=(2, 2, 400, 64)))
+    runtime.begin(0, keys, values)
+    runtime.end()
+    runtime.sync()
+    runtime.flush()
+    inner: Any = runtime._runtime
+    stored = [(start, piece) for start, piece in inner._layers[0].rows.placed() if piece.frames is not None]
+    made = [frame for _, piece in stored for frame in (piece.frames.key, piece.frames.value)]
+    cuts = [rows[:, start : start + piece.count] for start, piece in stored for rows in (keys, values)]
+    assert made == [kvmnn.encode(cut, effort=effort) for cut in cuts]
+    assert made != [kvmnn.encode(cut, effort="exact" if effort == "fast" else "fast") for cut in cuts]
 
 
 def test_a_follow_up_prefill_reads_zeros_in_the_engine() -> None:

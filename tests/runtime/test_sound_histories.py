@@ -37,6 +37,7 @@ configs = st.builds(
     max_bytes_in_flight=st.sampled_from([0, 3000, 1 << 20]),
     prefetch_layers=st.integers(0, 3),
     verify=st.sampled_from(["compare", "hash"]),
+    effort=st.sampled_from(["fast", "exact"]),
     h2o=st.builds(
         H2OConfig,
         enable=st.booleans(),

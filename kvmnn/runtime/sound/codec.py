@@ -55,6 +55,7 @@ class RowCodec:
             predictors_k=self._config.predictors_k,
             predictors_v=self._config.predictors_v,
             codecs=self._config.codecs,
+            effort=self._config.effort,
             strict_roundtrip_check=self._config.verify == "hash",
             threads=1,
         )

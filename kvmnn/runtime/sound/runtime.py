@@ -136,7 +136,7 @@ class SoundRuntime:
         state = self._layers[layer]
         rows, before = state.rows, state.rows.tokens
         pending = state.plans and self.planner.layers[layer].pending is not None
-        rows_of = self._restored(layer) if pending else self._rows_of(layer)
+        rows_of = self._restored(layer) if pending else None
         assembled = None
         if read and rows.pieces and not pending:
             assembled = self._space(before + add)
@@ -149,7 +149,7 @@ class SoundRuntime:
             if found is not None and found.remove:
                 start = before - found.remove
                 pairs = [(0, start)] * (start > 0) + [(start + first, size) for first, size in found.reserve]
-                state.swap(state.kept(pairs, rows_of), pairs)
+                state.swap(state.kept(pairs, rows_of or self._rows_of(layer)), pairs)
                 self._restorer.cache.sweep()
                 state.figures.evicted_tokens += evicted
             rows.append(keys, values, steps.position)
@@ -161,11 +161,12 @@ class SoundRuntime:
                 assembled[1, :, before : before + add] = values
             elif rows.pieces:
                 assembled = self._space(rows.tokens)
-                rows.copy_to(assembled, _copying(rows_of))
+                rows.copy_to(assembled, _copying(rows_of or self._rows_of(layer)))
         except BaseException as error:  # what fails there leaves the layer half done
             steps.broken(error)
             raise
-        self._prefetch(layer)
+        if self._workers.threads:
+            self._prefetch(layer)
         return rows.tail.read() if assembled is None else read_only(assembled[:, :, : rows.tokens])
 
     def end(self, *, sums: Any = None, rows: Any = None) -> SoundCall:
@@ -321,8 +322,6 @@ class SoundRuntime:
         return lambda piece: piece.rows if piece.rows is not None else rows[id(piece)]
 
     def _prefetch(self, number: int) -> None:
-        if not self._workers.threads:
-            return
         count = len(self._layers)
         for step in range(1, min(self.config.prefetch_layers, count - 1) + 1):
             self._restorer.prefetch(self._layers[(number + step) % count].rows.pieces)

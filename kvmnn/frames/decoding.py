@@ -110,7 +110,7 @@ class Decoder:
         Parameters
         ----------
         frame_sum
-            `hashing.checksum` of the frame: where it differs nothing is decoded.
+            `hashing.checksum` of the frame: where it differs `out` is not written.
         rows_sum
             `hashing.rows_checksum` of the words, which are in `out` where it differs.
 

@@ -289,13 +289,24 @@ cdef uint64_t join_summed(
     return checksum_of_sums(&sums, words * <size_t>stride, seed)
 
 
+cdef int compare_sum(const uint8_t[::1] data, uint64_t expected) except -1:
+    cdef uint64_t found = 0
+    with nogil:
+        if data.shape[0]:
+            found = checksum_of(&data[0], data.shape[0], 0)
+    if found != expected:
+        raise FrameError("the frame does not match its checksum")
+    return 0
+
+
 def decode_checked(
     const uint8_t[::1] data not None, int stride, int allow, uint64_t frame_sum, uint64_t raw_sum,
     uint8_t[:, :] out not None
 ) -> None:
     """Decode a frame to the rows of `out`, each contiguous, and compare both checksums while the bytes are at hand.
 
-    `frame_sum` is over the frame, which is not decoded where it differs; `raw_sum` goes on from row to row.
+    `frame_sum` is over the frame, `raw_sum` goes on from row to row. `out` is written only where `frame_sum` is right,
+    which is found after decoding: the frame is in the cache then.
     """
     cdef const uint8_t *parts[4]
     cdef Frame frame
@@ -304,15 +315,15 @@ def decode_checked(
     cdef uint64_t found
     if out.shape[1] > 1 and out.strides[1] != 1:
         raise KvmnnError(f"rows with a stride of {out.strides[1]}: expected contiguous ones")
-    if data.shape[0]:
-        with nogil:
-            found = checksum_of(&data[0], data.shape[0], 0)
-        if found != frame_sum:
-            raise FrameError("the frame does not match its checksum")
-    frame = Frame(data, stride, allow)
-    if words * stride != <size_t>out.shape[1] or frame.words != words * <size_t>out.shape[0]:
-        raise FrameError(f"the frame holds {frame.words * stride} bytes: expected {out.shape[0] * out.shape[1]}")
-    frame.decode()
+    try:
+        frame = Frame(data, stride, allow)
+        if words * stride != <size_t>out.shape[1] or frame.words != words * <size_t>out.shape[0]:
+            raise FrameError(f"the frame holds {frame.words * stride} bytes: expected {out.shape[0] * out.shape[1]}")
+        frame.decode()
+    except FrameError:
+        compare_sum(data, frame_sum)
+        raise
+    compare_sum(data, frame_sum)
     frame.check_lanes(out.shape[0] * out.shape[1], parts)
     found = 0
     with nogil:

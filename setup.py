@@ -46,6 +46,9 @@ LIMITED_API = sys.implementation.name == "cpython" and not sysconfig.get_config_
 CORES = os.cpu_count() or 1
 ROOT = Path("pyx")
 NATIVE = {
+    "kvmnn.dense._stream": [
+        *("cluster.c", "decode.c", "encode.c", "head.c", "rans.c", "search.c", "stream.c", "tables.c", "words.c", "xxh64.c")
+    ],
     "kvmnn.frames._fast": ["zstd_writer.c", "huffman.c", "fse.c", "repeats.c"],
     "kvmnn.frames._streams": ["lanes.c"],
     "kvmnn.h2o._scores": ["scores.c"],

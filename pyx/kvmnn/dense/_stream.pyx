@@ -1,0 +1,305 @@
+"""Dense streams of method 2 (docs/format-v2.md): rows of words to a payload, and back."""
+
+from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy, memset
+
+from cpython.bytes cimport PyBytes_FromStringAndSize
+
+from kvmnn._simd cimport active_level
+from kvmnn.frames._workspace cimport Workspace, acquire, release
+
+from ..errors import FrameError, KvmnnError
+
+cdef extern from "kvmnn/dense/coding.h" nogil:
+    enum:
+        HEADER_BYTES
+        CHECKSUM_AT
+        PAD
+        CONTEXTS
+        BUCKETS
+        MODEL_BYTES
+        MOST_TABLES
+        ESCAPE
+    ctypedef enum dense_error:
+        DENSE_OK
+        DENSE_CHECKSUM
+    ctypedef struct dense_loops:
+        pass
+    const dense_loops *kvmnn_dense_loops_at(int level)
+    ctypedef struct dense_shape:
+        int dtype
+        int base
+        uint32_t heads
+        uint32_t dim
+        size_t words
+        size_t word_bytes
+    ctypedef struct dense_rotary:
+        uint32_t dims
+        int interleaved
+        const uint64_t *frequencies
+    ctypedef struct dense_table:
+        pass
+    ctypedef struct dense_model:
+        int tables
+        uint8_t low_mask
+        dense_table *low
+    ctypedef struct dense_code:
+        pass
+    ctypedef struct dense_rows:
+        const uint8_t *history
+        const uint8_t *own
+        size_t history_rows
+        size_t rows
+        size_t row_bytes
+    ctypedef struct dense_table_set:
+        uint64_t id
+        int base
+        dense_rotary rotary
+        dense_model model
+    ctypedef struct dense_input:
+        const dense_loops *loops
+        dense_shape shape
+        dense_rows rows
+        const uint8_t *own
+        dense_rotary rotary
+        const uint32_t *positions
+        const int32_t *known
+        const uint32_t *given
+        const dense_table_set *set
+    size_t dense_encode_room(const dense_input *input)
+    int dense_choose_base(const dense_input *input)
+    size_t dense_encode(
+        const dense_input *input, uint8_t *room, uint8_t *out, size_t limit, uint32_t *references)
+    void dense_put_header(
+        uint8_t *header, const dense_shape *shape, int method, int flags, size_t rows, size_t payload)
+    uint64_t dense_checksum(const uint8_t *header, size_t control, const uint8_t *words, size_t n)
+    void dense_part_pairs(
+        uint8_t *words, size_t rows, const dense_shape *shape, size_t dims, int apart, uint8_t *row)
+    ctypedef struct dense_stream:
+        dense_shape shape
+        size_t rows
+        size_t history
+        int flags
+        const uint8_t *header
+        const uint8_t *payload
+        size_t payload_bytes
+        size_t head_bytes
+        size_t exponent_count
+        size_t escape_count
+        size_t units
+        size_t *low_count
+        size_t *low_units
+        size_t rest_bytes
+        uint64_t set_id
+        int low_mask
+    dense_error dense_parse(dense_stream *s)
+    size_t dense_decode_room(const dense_stream *s)
+    dense_error dense_decode(
+        const dense_stream *s, const dense_loops *loops, const uint8_t *history, const dense_table_set *set,
+        uint8_t *room, uint8_t *words)
+    uint64_t kvmnn_xxh64(const uint8_t *p, size_t n, uint64_t seed)
+
+
+cdef tuple _ERRORS = (
+    "",
+    "its head is cut, or longer than what it holds",
+    "rotary parameters that do not fit its rows",
+    "positions that run beyond its rows or below 0",
+    "tables that break their rules",
+    "a reference that is no row before it",
+    "sections that do not fit its payload",
+    "an entropy coder that ends in another state than it began in",
+    "escapes or exponents that are not those of its words",
+    "low parts that are not as many as its words",
+    "other words than its checksum says, or another history than it was made with",
+)
+"""By dense_error."""
+
+
+cdef dense_shape shape_of(int dtype, uint32_t heads, uint32_t dim) noexcept nogil:
+    cdef dense_shape shape
+    shape.dtype, shape.base, shape.heads, shape.dim = dtype, 0, heads, dim
+    shape.words = <size_t>heads * dim
+    shape.word_bytes = 4 if dtype == 2 else 2
+    return shape
+
+
+def xxh64(const uint8_t[::1] data not None, uint64_t seed=0) -> int:
+    """XXH64 of bytes."""
+    cdef uint8_t nothing
+    return kvmnn_xxh64(&data[0] if data.shape[0] else &nothing, data.shape[0], seed)
+
+
+def whole_stream(
+    int method, int dtype, uint32_t heads, uint32_t dim, const uint8_t[::1] words not None,
+    const uint8_t[::1] payload not None
+) -> bytes:
+    """A stream of method 0 or 1 of rows of words, one behind the other; `payload`: the frame, or the words again."""
+    cdef dense_shape shape = shape_of(dtype, heads, dim)
+    cdef size_t row_bytes = shape.words * shape.word_bytes, n = payload.shape[0]
+    cdef uint8_t[HEADER_BYTES] header
+    cdef uint64_t checksum
+    dense_put_header(header, &shape, method, 0, words.shape[0] // row_bytes, n)
+    made = bytearray(PyBytes_FromStringAndSize(<char *>header, HEADER_BYTES)) + payload
+    cdef uint8_t[::1] stream = made
+    with nogil:
+        checksum = dense_checksum(&stream[0], n if method == 1 else 0, &words[0], words.shape[0])
+    memcpy(&stream[CHECKSUM_AT], &checksum, 8)
+    return bytes(made)
+
+
+def whole_checksum(const uint8_t[::1] stream not None, const uint8_t[::1] words not None) -> int:
+    """What the checksum of a stream of method 0 or 1 must be if it holds `words`."""
+    cdef uint64_t checksum
+    with nogil:
+        checksum = dense_checksum(
+            &stream[0], stream.shape[0] - HEADER_BYTES if stream[5] == 1 else 0, &words[0], words.shape[0])
+    return checksum
+
+
+def encode(
+    int dtype, uint32_t heads, uint32_t dim, const uint8_t[::1] own not None, const uint8_t[::1] history,
+    rotary, const uint32_t[::1] positions, const int32_t[::1] known, TableSet tables, size_t limit
+):
+    """The stream of method 2, or None where it would not be shorter than `limit` bytes.
+
+    own, history: rows of words, aligned; rotary: dims, whether pairs are interleaved, frequencies as uint64; known: for each own row
+    a row to try, or -1. All sizes are checked by the caller.
+    """
+    cdef dense_input given
+    cdef const uint64_t[::1] frequencies
+    cdef size_t size = 0, rows_bytes = own.shape[0], history_bytes = 0, room, row_bytes
+    cdef uint8_t *out
+    cdef uint8_t *at
+    memset(&given, 0, sizeof(given))
+    given.loops = kvmnn_dense_loops_at(active_level)
+    given.shape = shape_of(dtype, heads, dim)
+    row_bytes = given.shape.words * given.shape.word_bytes
+    given.rows.row_bytes, given.rows.rows = row_bytes, rows_bytes // row_bytes
+    given.rows.own = given.own = &own[0]
+    if history is not None and history.shape[0]:
+        history_bytes = history.shape[0]
+        given.rows.history, given.rows.history_rows = &history[0], history_bytes // row_bytes
+    if rotary is not None:
+        dims, interleaved, frequencies = rotary
+        given.rotary.dims, given.rotary.interleaved = dims, interleaved
+        given.rotary.frequencies = &frequencies[0]
+        given.positions = &positions[0]
+    if known is not None:
+        given.known = &known[0]
+    given.shape.base = dense_choose_base(&given)
+    if tables is not None:
+        given.set = tables.held
+        given.shape.base = tables.held.base
+    cdef Workspace ws = acquire(False, False)
+    try:
+        with nogil:
+            room = dense_encode_room(&given)
+            out = ws.buffer(1, HEADER_BYTES + rows_bytes + PAD)
+            at = ws.buffer(0, room + row_bytes + PAD + (rows_bytes + history_bytes if given.rotary.interleaved else 0))
+            if out != NULL and at != NULL:
+                if given.rotary.interleaved:
+                    apart(&given, at + room, at + room + row_bytes + PAD)
+                size = dense_encode(&given, at, out, limit, NULL)
+        if out == NULL or at == NULL:
+            raise MemoryError("no memory to encode rows")
+        return PyBytes_FromStringAndSize(<char *>out, size) if size else None
+    finally:
+        release(ws)
+
+
+cdef void apart(dense_input *given, uint8_t *row, uint8_t *copy) noexcept nogil:
+    """Rows with their pairs as halves in place of those with pairs side by side."""
+    cdef size_t history = given.rows.history_rows * given.rows.row_bytes, own = given.rows.rows * given.rows.row_bytes
+    if history:
+        memcpy(copy, given.rows.history, history)
+    memcpy(copy + history, given.rows.own, own)
+    dense_part_pairs(
+        copy, given.rows.history_rows + given.rows.rows, &given.shape, given.rotary.dims, 1, row)
+    given.rows.history, given.rows.own = copy, copy + history
+
+
+cdef class Rows:
+    """A parsed stream of method 2; the header has been checked by the caller."""
+
+    cdef dense_stream parsed
+    cdef const uint8_t[::1] data
+
+    def __init__(self, const uint8_t[::1] stream not None, int dtype, uint32_t heads, uint32_t dim, size_t rows, int flags):
+        cdef dense_error error
+        memset(&self.parsed, 0, sizeof(self.parsed))
+        self.data = stream
+        self.parsed.shape = shape_of(dtype, heads, dim)
+        self.parsed.rows, self.parsed.flags = rows, flags
+        self.parsed.header, self.parsed.payload = &stream[0], &stream[0] + HEADER_BYTES
+        self.parsed.payload_bytes = stream.shape[0] - HEADER_BYTES
+        error = dense_parse(&self.parsed)
+        if error != DENSE_OK:
+            raise FrameError(f"dense stream has {_ERRORS[error]}")
+
+    @property
+    def history(self) -> int:
+        return self.parsed.history
+
+    @property
+    def base(self) -> int:
+        return self.parsed.shape.base
+
+    @property
+    def table_set(self):
+        """The id of the table set that is needed, or None."""
+        return self.parsed.set_id if self.parsed.flags & 2 else None
+
+    def sections(self) -> dict:
+        """Bytes of each section."""
+        cdef dense_stream *p = &self.parsed
+        cdef size_t coded = 0, low_bytes = 0, words = 0
+        for b in range(BUCKETS):
+            if p.low_mask >> b & 1:
+                coded += p.low_count[b]
+                low_bytes += 16 + 2 * p.low_units[b]
+        named = {
+            "head": p.head_bytes, "exponents": p.exponent_count, "escapes": p.escape_count,
+            "symbols": 16 + 2 * p.units, "low coded": low_bytes, "rest": p.rest_bytes,
+        }
+        return {"lengths": p.payload_bytes - sum(named.values()), **named}
+
+    def decode(self, const uint8_t[::1] history, TableSet tables, uint8_t[::1] words not None) -> None:
+        """All rows to `words`, of exactly their size; `FrameError` where the stream breaks a rule, with `words` undefined."""
+        cdef dense_error error = DENSE_OK
+        cdef const uint8_t *before = NULL
+        cdef const dense_table_set *held = NULL
+        cdef const dense_loops *loops = kvmnn_dense_loops_at(active_level)
+        cdef uint8_t *room
+        if history is not None and history.shape[0]:
+            before = &history[0]
+        if tables is not None:
+            held = tables.held
+        cdef Workspace ws = acquire(False, False)
+        try:
+            with nogil:
+                room = ws.buffer(0, dense_decode_room(&self.parsed))
+                if room != NULL:
+                    error = dense_decode(&self.parsed, loops, before, held, room, &words[0])
+        finally:
+            release(ws)
+        if room == NULL:
+            raise MemoryError("no memory to decode rows")
+        if error != DENSE_OK:
+            raise FrameError(f"dense stream has {_ERRORS[error]}")
+
+
+cdef class TableSet:
+    """A model that several streams share."""
+
+    cdef dense_table_set *held
+    cdef const uint64_t[::1] frequencies
+
+    def __cinit__(self):
+        self.held = <dense_table_set *>calloc(1, sizeof(dense_table_set))
+        if self.held == NULL:
+            raise MemoryError("no memory for a table set")
+
+    def __dealloc__(self):
+        free(self.held)

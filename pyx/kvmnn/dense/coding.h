@@ -1,0 +1,83 @@
+/* What the dense encoder and decoder take and give (docs/format-v2.md). */
+#ifndef KVMNN_DENSE_CODING_H
+#define KVMNN_DENSE_CODING_H
+
+#include "rans.h"
+#include "words.h"
+
+enum { HEADER_BYTES = 28, CHECKSUM_AT = 20, MODEL_BYTES = 40 << 10, WINDOW_ROWS = 1024, CANDIDATES = 3 };
+
+/* A model that several streams share. */
+typedef struct {
+    uint64_t id;
+    int base;
+    dense_rotary rotary;
+    dense_model model;
+    dense_code codes[MOST_TABLES][256];
+    dense_code low_codes[BUCKETS][256];
+    uint32_t entries[MOST_TABLES][SCALE];
+    uint32_t low_entries[BUCKETS][SCALE];
+} dense_table_set;
+
+/* The bytes of `m` and what goes with it. */
+void dense_prepare_codes(const dense_model *m, dense_code codes[][256], dense_code low_codes[][256]);
+void dense_prepare_entries(const dense_model *m, uint32_t entries[][SCALE], uint32_t low_entries[][SCALE]);
+
+/* -- search.c ----------------------------------------------------------------------------------------------------------- */
+
+size_t dense_search_room(size_t rows);
+/* For each own row the most similar row before it. symbols: [history + rows][words]; known: rows to try, or NULL. */
+void dense_search(const dense_loops *loops, const uint8_t *symbols, size_t words, size_t history, size_t rows,
+                  const int32_t *known, uint8_t *room, uint32_t *references);
+
+/* -- encode.c ------------------------------------------------------------------------------------------------------------ */
+
+typedef struct {
+    const dense_loops *loops;
+    dense_shape shape;
+    dense_rows rows;               /* pairs lie as halves */
+    const uint8_t *own;            /* the own rows as they are given back, for the checksum */
+    dense_rotary rotary;
+    const uint32_t *positions;     /* history + rows, with rotary */
+    const int32_t *known;          /* rows */
+    const uint32_t *given;         /* references that another layer found, or NULL */
+    const dense_table_set *set;    /* or NULL */
+} dense_input;
+
+size_t dense_encode_room(const dense_input *in);
+int dense_choose_base(const dense_input *in);
+/* The payload and its header at `out` (raw bytes + HEADER_BYTES + PAD), or 0 where it would not be shorter than `limit` bytes. */
+size_t dense_encode(const dense_input *in, uint8_t *room, uint8_t *out, size_t limit, uint32_t *references);
+/* Counts for a table set: adds those of the input to counts and low_counts. */
+void dense_count(const dense_input *in, uint8_t *room, uint32_t (*counts)[256], uint32_t (*low_counts)[256]);
+/* -- stream.c ------------------------------------------------------------------------------------------------------------- */
+
+/* All of the header but the checksum. */
+void dense_put_header(uint8_t *header, const dense_shape *shape, int method, int flags, size_t rows, size_t payload);
+/* Of a stream whose payload's first `control` bytes count, and of n bytes of words. */
+uint64_t dense_checksum(const uint8_t *header, size_t control, const uint8_t *words, size_t n);
+/* Words of pairs side by side to halves (apart), or back; `row` has room for `dims` words. */
+void dense_part_pairs(uint8_t *words, size_t rows, const dense_shape *shape, size_t dims, int apart, uint8_t *row);
+/* -- decode.c ------------------------------------------------------------------------------------------------------------ */
+
+typedef struct {
+    dense_shape shape;
+    size_t rows, history;
+    int flags;
+    const uint8_t *header, *payload;
+    size_t payload_bytes;
+    /* by dense_parse */
+    const uint8_t *head, *exponents, *escapes, *symbols, *low[BUCKETS], *rest;
+    size_t head_bytes, exponent_count, escape_count, units, low_count[BUCKETS], low_units[BUCKETS], rest_bytes;
+    uint64_t set_id;
+    int low_mask;
+} dense_stream;
+
+/* Where the sections lie; nothing of the head is read. */
+dense_error dense_parse(dense_stream *s);
+size_t dense_decode_room(const dense_stream *s);
+/* All own rows to `words`, which may hold anything after an error. */
+dense_error dense_decode(const dense_stream *s, const dense_loops *loops, const uint8_t *history,
+                         const dense_table_set *set, uint8_t *room, uint8_t *words);
+
+#endif

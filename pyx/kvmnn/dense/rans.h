@@ -1,0 +1,62 @@
+/* The steps of the entropy coder, for loops that hold states in registers. */
+#ifndef KVMNN_DENSE_RANS_H
+#define KVMNN_DENSE_RANS_H
+
+#include "dense.h"
+
+/* Puts a symbol before those that `state` holds; a unit may be written before `end`. */
+#define ENCODE(state, code)                                                              \
+    do {                                                                                 \
+        const dense_code code_ = (code);                                                 \
+        uint32_t f_ = code_.f_shift >> 4, v_ = (state);                                  \
+        uint32_t full_ = v_ >= f_ << 20;                                                 \
+        end[-1] = (uint16_t)v_;                                                          \
+        end -= full_;                                                                    \
+        v_ ^= (v_ ^ v_ >> 16) & (0u - full_);                                            \
+        uint32_t q_ = (uint32_t)((uint64_t)v_ * code_.reciprocal >> 32) >> (code_.f_shift & 15); \
+        (state) = v_ + code_.start + q_ * (SCALE - f_);                                  \
+    } while (0)
+
+/* Takes the next symbol out of `state`; a unit may be read at `at`. A mask, as a branch would be mispredicted. */
+#define DECODE(state, entries, symbol)                                        \
+    do {                                                                      \
+        uint32_t entry_ = (entries)[(state) & (SCALE - 1)];                   \
+        (symbol) = (uint8_t)entry_;                                           \
+        uint32_t v_ = (entry_ >> 8 & 0xfff) * ((state) >> SCALE_BITS) + (entry_ >> 20); \
+        uint32_t low_ = v_ < STATE_LOW;                                       \
+        v_ ^= (v_ ^ (v_ << 16 | dense_load16(at))) & (0u - low_);             \
+        at += 2 * low_;                                                       \
+        (state) = v_;                                                         \
+    } while (0)
+
+/* The same where no unit may be left; 0 if one is needed and there is none. */
+static inline int dense_decode_checked(uint32_t *state, const uint32_t *entries, uint8_t *symbol, const uint8_t **at,
+                                       const uint8_t *end) {
+    uint32_t entry = entries[*state & (SCALE - 1)];
+    uint32_t v = (entry >> 8 & 0xfff) * (*state >> SCALE_BITS) + (entry >> 20);
+    *symbol = (uint8_t)entry;
+    if (v < STATE_LOW) {
+        if (*at == end) return 0;
+        v = v << 16 | dense_load16(*at);
+        *at += 2;
+    }
+    *state = v;
+    return 1;
+}
+
+static inline int dense_load_states(const uint8_t *section, uint32_t states[STATES]) {
+    int good = 1;
+    for (int i = 0; i < STATES; ++i) {
+        states[i] = dense_load32(section + 4 * i);
+        good &= states[i] >= STATE_LOW && states[i] >> 31 == 0;
+    }
+    return good;
+}
+
+static inline int dense_states_done(const uint32_t states[STATES]) {
+    int done = 1;
+    for (int i = 0; i < STATES; ++i) done &= states[i] == STATE_LOW;
+    return done;
+}
+
+#endif

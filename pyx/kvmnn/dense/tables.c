@@ -1,0 +1,186 @@
+/* Frequency tables: from counts to numbers with three significant bits, and how a model is written. */
+#include "dense.h"
+
+enum { MOST_LEVEL = 1792, RUN_BITS = 6 };
+
+/* -- numbers that can be written ------------------------------------------------------------------------------------- */
+
+static uint32_t step_of(uint32_t k) { return (uint32_t)1 << (k > 2 ? k - 2 : 0); }
+
+static uint32_t nearest_level(uint32_t x) { /* x is not 0 */
+    uint32_t step = step_of(dense_high_bit(x)), level = (x + step / 2) / step * step;
+    return level < MOST_LEVEL ? level : MOST_LEVEL;
+}
+
+static uint32_t level_above(uint32_t level) { return level + step_of(dense_high_bit(level)); }
+
+static uint32_t level_below(uint32_t level) { /* level is above 1 */
+    uint32_t step = step_of(dense_high_bit(level - 1));
+    return (level - 1) / step * step;
+}
+
+static int largest_of(const uint16_t f[256]) {
+    int best = 0;
+    for (int s = 1; s < 256; ++s)
+        if (f[s] > f[best]) best = s;
+    return best;
+}
+
+/* What the others leave of SCALE is the most frequent symbol's, so errors of rounding are handed from symbol to symbol. */
+void dense_quantise(const uint32_t counts[256], dense_table *t) {
+    uint64_t total = 0;
+    int best = 0;
+    for (int s = 0; s < 256; ++s) {
+        total += counts[s];
+        if (counts[s] > counts[best]) best = s;
+    }
+    memset(t, 0, sizeof *t);
+    int64_t carried = 0; /* in 256ths, as are all that are not levels */
+    uint32_t others = 0;
+    for (int s = 0; s < 256; ++s) {
+        if (counts[s] == 0 || s == best) continue;
+        int64_t exact = (int64_t)((uint64_t)counts[s] * SCALE * 256 / total), wanted = exact + carried;
+        if (wanted < exact * 3 / 4) wanted = exact * 3 / 4;
+        if (wanted > exact * 5 / 4) wanted = exact * 5 / 4;
+        uint32_t rounded = (uint32_t)((wanted + 128) >> 8);
+        t->f[s] = (uint16_t)nearest_level(rounded ? rounded : 1);
+        carried += exact - 256 * (int64_t)t->f[s];
+        others += t->f[s];
+    }
+    if (others == 0) others = t->f[best == ESCAPE ? 0 : ESCAPE] = 1; /* no symbol has all of SCALE */
+    uint32_t exact = total ? (uint32_t)((uint64_t)counts[best] * SCALE / total) : 1;
+    for (;;) {
+        int next = largest_of(t->f);
+        if (others + exact * 3 / 4 < SCALE || t->f[next] == 1) break;
+        others -= t->f[next];
+        t->f[next] = (uint16_t)level_below(t->f[next]);
+        others += t->f[next];
+    }
+    int next = largest_of(t->f);
+    uint32_t level = nearest_level(SCALE - others), least = t->f[next];
+    if (next < best) least = level_above(least);
+    t->f[best] = (uint16_t)(level > least ? level : least);
+}
+
+int dense_settle(dense_table *t) {
+    int best = largest_of(t->f);
+    uint32_t others = 0;
+    for (int s = 0; s < 256; ++s) others += s == best ? 0 : t->f[s];
+    if (others == 0 || others >= SCALE) return 0;
+    t->f[best] = (uint16_t)(SCALE - others);
+    return 1;
+}
+
+/* -- tables in bits ------------------------------------------------------------------------------------------------------ */
+
+static void put_used(dense_writer *w, const uint8_t used[256]) {
+    uint32_t groups = 0, bits[32] = {0};
+    for (int s = 0; s < 256; ++s)
+        if (used[s]) bits[s / 8] |= 1u << s % 8, groups |= 1u << s / 8;
+    dense_put(w, groups, 32);
+    for (int g = 0; g < 32; ++g)
+        if (bits[g]) dense_put(w, bits[g], 8);
+}
+
+static void get_used(dense_reader *r, uint8_t used[256]) {
+    uint32_t groups = dense_get(r, 32);
+    for (int g = 0; g < 32; ++g) {
+        uint32_t bits = groups >> g & 1 ? dense_get(r, 8) : 0;
+        for (int j = 0; j < 8; ++j) used[8 * g + j] = (uint8_t)(bits >> j & 1);
+    }
+}
+
+static void put_table(dense_writer *w, const uint8_t used[256], const dense_table *t) {
+    int last = 0;
+    for (int s = 0; s < 256; ++s) {
+        if (!used[s]) continue;
+        int e = (int)dense_width(t->f[s]), by = e - last;
+        if (by == 0)
+            dense_put(w, 0, 1);
+        else if (by == 1 || by == -1)
+            dense_put(w, by == 1 ? 1 : 5, 3);
+        else if (by == 2 || by == -2)
+            dense_put(w, by == 2 ? 3 : 11, 4);
+        else
+            dense_put(w, 7u | (uint32_t)e << 3, 7);
+        last = e;
+        if (e < 2) continue;
+        unsigned k = (unsigned)e - 1, bits = k < 2 ? k : 2;
+        dense_put(w, (t->f[s] - (1u << k)) >> (k - bits), bits);
+    }
+}
+
+static int get_table(dense_reader *r, const uint8_t used[256], dense_table *t) {
+    int e = 0;
+    memset(t, 0, sizeof *t);
+    for (int s = 0; s < 256; ++s) {
+        if (!used[s]) continue;
+        if (dense_get(r, 1)) {
+            if (!dense_get(r, 1))
+                e += dense_get(r, 1) ? -1 : 1;
+            else if (!dense_get(r, 1))
+                e += dense_get(r, 1) ? -2 : 2;
+            else
+                e = (int)dense_get(r, 4);
+        }
+        if (e < 0 || e > SCALE_BITS || r->over) return 0;
+        if (e == 0) continue;
+        unsigned k = (unsigned)e - 1, bits = k < 2 ? k : 2;
+        t->f[s] = (uint16_t)((1u << k) + (dense_get(r, bits) << (k - bits)));
+    }
+    return dense_settle(t);
+}
+
+static void mark_used(const dense_table *t, uint8_t used[256]) {
+    for (int s = 0; s < 256; ++s) used[s] |= t->f[s] != 0;
+}
+
+void dense_put_model(dense_writer *w, const dense_model *m) {
+    uint8_t used[256] = {0};
+    unsigned width = dense_width((uint32_t)m->tables - 1);
+    dense_put(w, (uint32_t)m->tables - 1, 6);
+    for (int i = 0, end; i < CONTEXTS; i = end) {
+        for (end = i + 1; end < CONTEXTS && end - i < 1 << RUN_BITS && m->map[end] == m->map[i];) ++end;
+        dense_put(w, (uint32_t)(end - i - 1), RUN_BITS);
+        dense_put(w, m->map[i], width);
+    }
+    for (int i = 0; i < m->tables; ++i) mark_used(&m->symbols[i], used);
+    put_used(w, used);
+    for (int i = 0; i < m->tables; ++i) put_table(w, used, &m->symbols[i]);
+    dense_put(w, m->low_mask, BUCKETS);
+    for (int b = 0; b < BUCKETS; ++b) {
+        if (!(m->low_mask >> b & 1)) continue;
+        memset(used, 0, sizeof used);
+        mark_used(&m->low[b], used);
+        put_used(w, used);
+        put_table(w, used, &m->low[b]);
+    }
+}
+
+void dense_settle_model(dense_model *m) {
+    for (int i = 0; i < m->tables; ++i) dense_settle(&m->symbols[i]);
+    for (int b = 0; b < BUCKETS; ++b)
+        if (m->low_mask >> b & 1) dense_settle(&m->low[b]);
+}
+
+dense_error dense_get_model(dense_reader *r, dense_model *m) {
+    uint8_t used[256];
+    m->tables = (int)dense_get(r, 6) + 1;
+    unsigned width = dense_width((uint32_t)m->tables - 1);
+    for (uint32_t i = 0; i < CONTEXTS;) {
+        uint32_t run = dense_get(r, RUN_BITS) + 1, table = dense_get(r, width);
+        if (run > CONTEXTS - i || table >= (uint32_t)m->tables || r->over) return DENSE_MODEL;
+        memset(m->map + i, (int)table, run);
+        i += run;
+    }
+    get_used(r, used);
+    for (int i = 0; i < m->tables; ++i)
+        if (!get_table(r, used, &m->symbols[i])) return DENSE_MODEL;
+    m->low_mask = (uint8_t)dense_get(r, BUCKETS);
+    for (int b = 0; b < BUCKETS; ++b) {
+        if (!(m->low_mask >> b & 1)) continue;
+        get_used(r, used);
+        if (!get_table(r, used, &m->low[b])) return DENSE_MODEL;
+    }
+    return r->over ? DENSE_HEAD : DENSE_OK;
+}

@@ -1,0 +1,47 @@
+/* Leaf loops of the dense stream, one table per SIMD level; every level gives the same bytes. */
+#ifndef KVMNN_DENSE_WORDS_H
+#define KVMNN_DENSE_WORDS_H
+
+#include "dense.h"
+
+enum {
+    LOOKS = 64,         /* columns of a row that are looked at in search of a reference */
+    SCANNED_ROWS = 128, /* rows that one turn of `scan` deals with */
+};
+
+typedef struct {
+    const char *name;
+
+    /* Symbols and low parts of n words; whether any word of bf16 or fp32 has an exponent outside of the window. */
+    int (*split)(const uint8_t *words, size_t n, int dtype, int base, uint8_t *symbols, uint8_t *low);
+
+    /* The words again; tails: 2 bytes for each word of fp32. Exponents outside of the window are left 0 + base. */
+    void (*join)(const uint8_t *symbols, const uint8_t *low, const uint8_t *tails, size_t n, int dtype, int base,
+                 uint8_t *words);
+
+    /* Cosine and sine of distance * frequency for `pairs` frequencies; `scratch` has room for as many numbers. */
+    void (*angles)(const uint64_t *frequencies, size_t pairs, uint64_t distance, int32_t *scratch, float *cosines,
+                   float *sines);
+
+    /* A row of `heads` heads turned by the angles: pair i of a head is its words i and i + pairs. */
+    void (*turn)(const uint8_t *row, int dtype, size_t heads, size_t dim, size_t pairs, const float *cosines,
+                 const float *sines, uint8_t *turned);
+
+    /* Number of i with a[i] == b[i]. */
+    size_t (*equal)(const uint8_t *a, const uint8_t *b, size_t n);
+
+    /* votes[i] = number of k with columns[k * stride + i] == looks[k], for i < rows; rows behind it are touched as well, up to
+     * a multiple of SCANNED_ROWS. */
+    void (*scan)(const uint8_t *columns, size_t stride, size_t rows, const uint8_t *looks, size_t count, uint8_t *votes);
+
+    /* The largest of n votes. */
+    uint8_t (*largest)(const uint8_t *votes, size_t n);
+
+    /* n low parts of 5 bits to ceil(5n / 8) bytes, and back; PAD bytes behind both are touched. */
+    void (*pack5)(const uint8_t *low, size_t n, uint8_t *packed);
+    void (*unpack5)(const uint8_t *packed, size_t n, uint8_t *low);
+} dense_loops;
+
+const dense_loops *kvmnn_dense_loops_at(int level);
+
+#endif

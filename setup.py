@@ -47,7 +47,8 @@ CORES = os.cpu_count() or 1
 ROOT = Path("pyx")
 NATIVE = {
     "kvmnn.dense._stream": [
-        *("cluster.c", "decode.c", "encode.c", "head.c", "rans.c", "search.c", "stream.c", "tables.c", "words.c", "xxh64.c")
+        *("cluster.c", "decode.c", "encode.c", "head.c", "rans.c"),
+        *("rows.c", "search.c", "stream.c", "tables.c", "words.c", "xxh64.c"),
     ],
     "kvmnn.frames._fast": ["zstd_writer.c", "huffman.c", "fse.c", "repeats.c"],
     "kvmnn.frames._streams": ["lanes.c"],

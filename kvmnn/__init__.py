@@ -22,11 +22,13 @@ from .errors import (
 
 if TYPE_CHECKING:
     from . import compressor as compressor
+    from . import dense as dense
     from . import lm as lm
     from . import policies as policies
     from . import runtime as runtime
     from . import store as store
     from .arrays import LayerCache
+    from .dense import Rotary
     from .formats import open as open
     from .formats import to_cache
     from .frames import (
@@ -47,12 +49,25 @@ if TYPE_CHECKING:
 
     __version__: str
 else:
-    _FOLDERS = ("arrays", "bench", "bundle", "compressor", "evaluation", "formats", "frames", "h2o", "lm", "offline")
+    _FOLDERS = (
+        "arrays",
+        "bench",
+        "bundle",
+        "compressor",
+        "dense",
+        "evaluation",
+        "formats",
+        "frames",
+        "h2o",
+        "lm",
+        "offline",
+    )
     _FOLDERS += ("packed", "policies", "reports", "runtime", "store")
     _CODEC = ("Block", "FrameInfo", "StreamInfo", "decode", "decode_all", "decode_many", "encode")
     _CODEC += ("encode_block", "encode_many", "fnv1a64", "inspect")
     _NAMES = {
         "LayerCache": "arrays",
+        "Rotary": "dense",
         "open": "formats",
         "to_cache": "formats",
         **dict.fromkeys(_CODEC, "frames"),
@@ -95,6 +110,7 @@ __all__ = [
     "PackedCache",
     "Plan",
     "Planner",
+    "Rotary",
     "SourceError",
     "StreamInfo",
     "__version__",

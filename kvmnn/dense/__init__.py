@@ -1,0 +1,8 @@
+"""Dense streams: K and V losslessly in fewer bytes than MNN's frames, for kvmnn alone (docs/format-v2.md)."""
+
+from .decoding import decode
+from .encoding import encode
+from .inspection import DenseInfo, inspect
+from .rotary import Rotary
+
+__all__ = ["DenseInfo", "Rotary", "decode", "encode", "inspect"]

@@ -112,7 +112,7 @@ cdef tuple _ERRORS = (
     "an entropy coder that ends in another state than it began in",
     "escapes or exponents that are not those of its words",
     "low parts that are not as many as its words",
-    "other words than its checksum says, or another history than it was made with",
+    "other words than its checksum says",
 )
 """By dense_error."""
 
@@ -164,8 +164,8 @@ def encode(
 ):
     """The stream of method 2, or None where it would not be shorter than `limit` bytes.
 
-    own, history: rows of words, aligned; rotary: dims, whether pairs are interleaved, frequencies as uint64; known: for each own row
-    a row to try, or -1. All sizes are checked by the caller.
+    own, history: rows of words, aligned; rotary: dims, whether pairs are interleaved, frequencies; known: for each own
+    row a row to try, or -1. All sizes are checked by the caller.
     """
     cdef dense_input given
     cdef const uint64_t[::1] frequencies
@@ -226,7 +226,9 @@ cdef class Rows:
     cdef dense_stream parsed
     cdef const uint8_t[::1] data
 
-    def __init__(self, const uint8_t[::1] stream not None, int dtype, uint32_t heads, uint32_t dim, size_t rows, int flags):
+    def __init__(
+        self, const uint8_t[::1] stream not None, int dtype, uint32_t heads, uint32_t dim, size_t rows, int flags
+    ):
         cdef dense_error error
         memset(&self.parsed, 0, sizeof(self.parsed))
         self.data = stream
@@ -266,7 +268,11 @@ cdef class Rows:
         return {"lengths": p.payload_bytes - sum(named.values()), **named}
 
     def decode(self, const uint8_t[::1] history, TableSet tables, uint8_t[::1] words not None) -> None:
-        """All rows to `words`, of exactly their size; `FrameError` where the stream breaks a rule, with `words` undefined."""
+        """All rows to `words`, of exactly their size.
+
+        `FrameError` where the stream breaks a rule, and then `words` holds anything. `history` has as many rows as the
+        stream says, and `tables` are those that it names.
+        """
         cdef dense_error error = DENSE_OK
         cdef const uint8_t *before = NULL
         cdef const dense_table_set *held = NULL
@@ -287,7 +293,9 @@ cdef class Rows:
         if room == NULL:
             raise MemoryError("no memory to decode rows")
         if error != DENSE_OK:
-            raise FrameError(f"dense stream has {_ERRORS[error]}")
+            needed = [name for name, used in (("history", before != NULL), ("tables", held != NULL)) if used]
+            hint = f": it is damaged, or was made with other {' or '.join(needed)}" if needed else ""
+            raise FrameError(f"dense stream has {_ERRORS[error]}{hint}")
 
 
 cdef class TableSet:

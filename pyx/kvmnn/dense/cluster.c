@@ -2,15 +2,15 @@
 #include "dense.h"
 
 enum { LEAST_COUNT = 256 }; /* contexts that were seen less often are merged with a neighbour at once */
-#define ENTRY_BITS 3.5f      /* of an entry that is not 0; one that is 0 takes a bit */
+#define ENTRY_BITS 3.5f     /* of an entry that is not 0; one that is 0 takes a bit */
 #define NONE (-1e30f)
 
 typedef struct {
     uint32_t n;
     float cost;
     int16_t bucket, magnitude;
-    int16_t live, into;      /* merged into another one */
-    int16_t partners[2];     /* the next one of the bucket, the nearest of the bucket above; -1 for none */
+    int16_t live, into;  /* merged into another one */
+    int16_t partners[2]; /* the next one of the bucket, the nearest of the bucket above; -1 for none */
     float gains[2];
     int16_t stale;
 } node;
@@ -32,7 +32,8 @@ static inline float times_log(float x) {
     float e = (float)(int32_t)(bits >> 23) - 127.0f, m;
     bits = (bits & 0x7fffff) | 0x3f800000;
     memcpy(&m, &bits, 4);
-    float p = 3.1157899f + m * (-3.3241990f + m * (2.5988452f + m * (-1.2315303f + m * (0.31821337f - m * 0.034436006f))));
+    float p =
+        3.1157899f + m * (-3.3241990f + m * (2.5988452f + m * (-1.2315303f + m * (0.31821337f - m * 0.034436006f))));
     return x * (e + p * (m - 1.0f));
 }
 
@@ -101,7 +102,8 @@ static void look_for_partners(state *s, int i) {
         a->gains[d] = NONE;
         if (j < 0) continue;
         const node *b = &s->nodes[j];
-        a->gains[d] = a->cost + b->cost - joint_cost(s->counts[i], s->counts[j], a->n + b->n, s->symbols, s->entry_weight);
+        a->gains[d] =
+            a->cost + b->cost - joint_cost(s->counts[i], s->counts[j], a->n + b->n, s->symbols, s->entry_weight);
     }
     a->stale = 0;
 }

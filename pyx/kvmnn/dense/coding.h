@@ -23,34 +23,34 @@ typedef struct {
 void dense_prepare_codes(const dense_model *m, dense_code codes[][256], dense_code low_codes[][256]);
 void dense_prepare_entries(const dense_model *m, uint32_t entries[][SCALE], uint32_t low_entries[][SCALE]);
 
-/* -- search.c ----------------------------------------------------------------------------------------------------------- */
+/* -- search.c ------------------------------------------------------------------------------------------------------ */
 
 size_t dense_search_room(size_t rows);
 /* For each own row the most similar row before it. symbols: [history + rows][words]; known: rows to try, or NULL. */
 void dense_search(const dense_loops *loops, const uint8_t *symbols, size_t words, size_t history, size_t rows,
                   const int32_t *known, uint8_t *room, uint32_t *references);
 
-/* -- encode.c ------------------------------------------------------------------------------------------------------------ */
+/* -- encode.c ------------------------------------------------------------------------------------------------------ */
 
 typedef struct {
     const dense_loops *loops;
     dense_shape shape;
-    dense_rows rows;               /* pairs lie as halves */
-    const uint8_t *own;            /* the own rows as they are given back, for the checksum */
+    dense_rows rows;    /* pairs lie as halves */
+    const uint8_t *own; /* own rows as they are given back, for the checksum */
     dense_rotary rotary;
-    const uint32_t *positions;     /* history + rows, with rotary */
-    const int32_t *known;          /* rows */
-    const uint32_t *given;         /* references that another layer found, or NULL */
-    const dense_table_set *set;    /* or NULL */
+    const uint32_t *positions;  /* history + rows, with rotary */
+    const int32_t *known;       /* rows */
+    const uint32_t *given;      /* references that another layer found, or NULL */
+    const dense_table_set *set; /* or NULL */
 } dense_input;
 
 size_t dense_encode_room(const dense_input *in);
 int dense_choose_base(const dense_input *in);
-/* The payload and its header at `out` (raw bytes + HEADER_BYTES + PAD), or 0 where it would not be shorter than `limit` bytes. */
+/* The stream at `out` (raw bytes + HEADER_BYTES + PAD); its size, or 0 where that would not be below `limit`. */
 size_t dense_encode(const dense_input *in, uint8_t *room, uint8_t *out, size_t limit, uint32_t *references);
 /* Counts for a table set: adds those of the input to counts and low_counts. */
 void dense_count(const dense_input *in, uint8_t *room, uint32_t (*counts)[256], uint32_t (*low_counts)[256]);
-/* -- stream.c ------------------------------------------------------------------------------------------------------------- */
+/* -- stream.c ------------------------------------------------------------------------------------------------------ */
 
 /* All of the header but the checksum. */
 void dense_put_header(uint8_t *header, const dense_shape *shape, int method, int flags, size_t rows, size_t payload);
@@ -58,7 +58,7 @@ void dense_put_header(uint8_t *header, const dense_shape *shape, int method, int
 uint64_t dense_checksum(const uint8_t *header, size_t control, const uint8_t *words, size_t n);
 /* Words of pairs side by side to halves (apart), or back; `row` has room for `dims` words. */
 void dense_part_pairs(uint8_t *words, size_t rows, const dense_shape *shape, size_t dims, int apart, uint8_t *row);
-/* -- decode.c ------------------------------------------------------------------------------------------------------------ */
+/* -- decode.c ------------------------------------------------------------------------------------------------------ */
 
 typedef struct {
     dense_shape shape;

@@ -15,8 +15,8 @@ typedef struct {
     uint64_t *frequencies;
     dense_model *own_model;
     uint32_t (*own_entries)[SCALE], (*own_low_entries)[SCALE];
-    uint8_t *history;         /* with pairs as halves */
-    uint8_t *row;             /* a row of words, turned */
+    uint8_t *history; /* with pairs as halves */
+    uint8_t *row;     /* a row of words, turned */
     uint8_t *predicted, *predicted_low, *folded, *symbols, *low, *coded;
     int32_t *angles;
     float *cosines, *sines;
@@ -63,7 +63,7 @@ size_t dense_decode_room(const dense_stream *s) {
     return lay_out(&d, s, (dense_arena){0});
 }
 
-/* -- before the first row ------------------------------------------------------------------------------------------------- */
+/* -- before the first row ------------------------------------------------------------------------------------------ */
 
 static dense_error read_head(decoder *d, const dense_table_set *set) {
     const dense_stream *in = d->in;
@@ -94,8 +94,7 @@ static dense_error read_head(decoder *d, const dense_table_set *set) {
     if (error) return error;
     if (r.over || r.at != r.end || r.held != 0) return DENSE_HEAD;
     for (int b = 0; b < BUCKETS; ++b)
-        for (int s = 0; s < 256; ++s)
-            d->offsets[b][s] = (uint32_t)d->model->map[b * MAGNITUDES + (s & 127)] * SCALE;
+        for (int s = 0; s < 256; ++s) d->offsets[b][s] = (uint32_t)d->model->map[b * MAGNITUDES + (s & 127)] * SCALE;
     return DENSE_OK;
 }
 
@@ -126,14 +125,15 @@ static dense_error open_sections(decoder *d) {
     d->exponent = in->exponents, d->exponents_end = in->exponents + in->exponent_count;
     for (int b = 0; b < BUCKETS; ++b) {
         if (!(in->low_mask >> b & 1)) continue;
-        dense_error error = dense_decode_flat(in->low[b], in->low_units[b], d->low_entries[b], d->differences[b], in->low_count[b]);
+        dense_error error =
+            dense_decode_flat(in->low[b], in->low_units[b], d->low_entries[b], d->differences[b], in->low_count[b]);
         if (error) return error;
         d->next[b] = d->differences[b];
     }
     return DENSE_OK;
 }
 
-/* -- one row ---------------------------------------------------------------------------------------------------------------- */
+/* -- one row ------------------------------------------------------------------------------------------------------- */
 
 static void predict(decoder *d, size_t n, size_t reference) {
     const dense_shape *shape = &d->in->shape;
@@ -172,17 +172,12 @@ static int take_symbols(decoder *d, const uint32_t offsets[256]) {
 
 static int unfold(decoder *d) {
     size_t words = d->in->shape.words;
-    uint8_t escaped = 0;
+    if (!d->loops->unfold(d->folded, d->predicted, words, d->symbols)) return 1;
     for (size_t j = 0; j < words; ++j) {
-        escaped |= (uint8_t)(d->folded[j] == ESCAPE);
-        d->symbols[j] = d->folded[j] ^ (d->predicted[j] & 128);
+        if (d->folded[j] != ESCAPE) continue;
+        if (d->escape == d->escapes_end) return 0;
+        d->symbols[j] = *d->escape++;
     }
-    if (escaped)
-        for (size_t j = 0; j < words; ++j) {
-            if (d->folded[j] != ESCAPE) continue;
-            if (d->escape == d->escapes_end) return 0;
-            d->symbols[j] = *d->escape++;
-        }
     return 1;
 }
 
@@ -198,12 +193,15 @@ static const uint8_t *take_low(decoder *d, int bucket) {
     size_t same = d->loops->equal(d->symbols, d->predicted, words);
     const uint8_t *next = d->next[bucket];
     if (same > (size_t)(d->differences[bucket] + d->in->low_count[bucket] - next) || words - same > rest) return NULL;
-    uint8_t mask = d->in->shape.dtype == KVMNN_FP16 ? 255 : 31;
+    const uint8_t mask = d->in->shape.dtype == KVMNN_FP16 ? 255 : 31, *const end = d->low_rest_end,
+                  *const spare = d->low;
+    const uint8_t *const symbols = d->symbols, *const predicted = d->predicted, *const base = d->predicted_low;
+    uint8_t *const to = d->low;
     int last = words - same == rest; /* of the low parts that are not coded: there may be no byte behind them */
     for (size_t j = 0; j < words; ++j) {
-        uint8_t equal = d->symbols[j] == d->predicted[j], coded = (uint8_t)(d->predicted_low[j] + *next) & mask;
-        if (last && low == d->low_rest_end) low = d->low; /* of no use, but there */
-        d->low[j] = equal ? coded : *low;
+        uint8_t equal = symbols[j] == predicted[j], coded = (uint8_t)(base[j] + *next) & mask;
+        if (last && low == end) low = spare; /* of no use, but there */
+        to[j] = equal ? coded : *low;
         next += equal;
         low += !equal;
     }
@@ -214,10 +212,7 @@ static const uint8_t *take_low(decoder *d, int bucket) {
 
 static dense_error put_exponents(decoder *d, uint8_t *words) {
     const dense_shape *shape = &d->in->shape;
-    uint8_t any = 0;
-    if (shape->dtype == KVMNN_FP16) return DENSE_OK;
-    for (size_t j = 0; j < shape->words; ++j) any |= (uint8_t)((d->symbols[j] & 124) == 0);
-    if (!any) return DENSE_OK;
+    if (shape->dtype == KVMNN_FP16 || !d->loops->outside(d->symbols, shape->words)) return DENSE_OK;
     words += shape->word_bytes - 2;
     for (size_t j = 0; j < shape->words; ++j, words += shape->word_bytes) {
         if (d->symbols[j] & 124) continue;
@@ -283,7 +278,8 @@ dense_error dense_decode(const dense_stream *in, const dense_loops *loops, const
     if (!error) error = all_used(d);
     if (error) return error;
     if (apart) dense_part_pairs(words, in->rows, &in->shape, d->rotary.dims, 0, d->row);
-    uint64_t expected, found = dense_checksum(in->header, (size_t)(in->head + in->head_bytes - in->payload), words, in->rows * row_bytes);
+    uint64_t expected, found = dense_checksum(in->header, (size_t)(in->head + in->head_bytes - in->payload), words,
+                                              in->rows * row_bytes);
     memcpy(&expected, in->header + CHECKSUM_AT, 8);
     return found == expected ? DENSE_OK : DENSE_CHECKSUM;
 }

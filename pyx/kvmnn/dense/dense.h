@@ -50,7 +50,7 @@ typedef enum {
 typedef struct {
     int dtype, base;
     uint32_t heads, dim;
-    size_t words;      /* of a row */
+    size_t words; /* of a row */
     size_t word_bytes;
 } dense_shape;
 
@@ -82,7 +82,7 @@ static inline const uint8_t *dense_row(const dense_rows *r, size_t i) {
     return i < r->history_rows ? r->history + i * r->row_bytes : r->own + (i - r->history_rows) * r->row_bytes;
 }
 
-/* -- memory ------------------------------------------------------------------------------------------------------- */
+/* -- memory -------------------------------------------------------------------------------------------------------- */
 
 typedef struct {
     uint8_t *at, *end; /* NULL: only counts */
@@ -99,7 +99,7 @@ static inline void *dense_take(dense_arena *a, size_t n) {
     return p;
 }
 
-/* -- bits, lowest first --------------------------------------------------------------------------------------------- */
+/* -- bits, lowest first -------------------------------------------------------------------------------------------- */
 
 typedef struct {
     uint8_t *at;
@@ -181,7 +181,7 @@ static inline uint32_t dense_load32(const uint8_t *p) {
     return v;
 }
 
-/* -- the files ------------------------------------------------------------------------------------------------------ */
+/* -- the files ----------------------------------------------------------------------------------------------------- */
 
 uint64_t kvmnn_xxh64(const uint8_t *p, size_t n, uint64_t seed);
 
@@ -194,18 +194,18 @@ void dense_put_rows(dense_writer *w, size_t history, size_t rows, const uint8_t 
 dense_error dense_get_rows(dense_reader *r, size_t history, size_t rows, uint8_t *buckets, uint32_t *references);
 
 /* tables.c */
-void dense_quantise(const uint32_t counts[256], dense_table *t);  /* to numbers that can be written ... */
+void dense_quantise(const uint32_t counts[256], dense_table *t); /* to numbers that can be written ... */
 void dense_put_model(dense_writer *w, const dense_model *m);
-int dense_settle(dense_table *t);                                 /* ... and to those of sum SCALE; 0 if there are none */
+int dense_settle(dense_table *t); /* ... and to those of sum SCALE; 0 if there are none */
 void dense_settle_model(dense_model *m);
-dense_error dense_get_model(dense_reader *r, dense_model *m);     /* settled */
+dense_error dense_get_model(dense_reader *r, dense_model *m); /* settled */
 
 /* cluster.c: contexts to tables. `counts` is [CONTEXTS][256], of which rows with seen[] are defined. */
 size_t dense_cluster_room(void);
 void dense_cluster(const uint32_t (*counts)[256], const uint8_t *seen, int most, float entry_bits, void *room,
                    dense_model *m);
 float dense_order0_bits(const uint32_t counts[256]);
-float dense_cross_bits(const dense_table *t, const uint32_t counts[256]); /* huge where a symbol has no frequency */
+float dense_cross_bits(const dense_table *t, const uint32_t counts[256]); /* huge where one has no frequency */
 
 /* rans.c */
 typedef struct {

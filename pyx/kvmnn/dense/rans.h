@@ -5,28 +5,28 @@
 #include "dense.h"
 
 /* Puts a symbol before those that `state` holds; a unit may be written before `end`. */
-#define ENCODE(state, code)                                                              \
-    do {                                                                                 \
-        const dense_code code_ = (code);                                                 \
-        uint32_t f_ = code_.f_shift >> 4, v_ = (state);                                  \
-        uint32_t full_ = v_ >= f_ << 20;                                                 \
-        end[-1] = (uint16_t)v_;                                                          \
-        end -= full_;                                                                    \
-        v_ ^= (v_ ^ v_ >> 16) & (0u - full_);                                            \
+#define ENCODE(state, code)                                                                      \
+    do {                                                                                         \
+        const dense_code code_ = (code);                                                         \
+        uint32_t f_ = code_.f_shift >> 4, v_ = (state);                                          \
+        uint32_t full_ = v_ >= f_ << 20;                                                         \
+        end[-1] = (uint16_t)v_;                                                                  \
+        end -= full_;                                                                            \
+        v_ ^= (v_ ^ v_ >> 16) & (0u - full_);                                                    \
         uint32_t q_ = (uint32_t)((uint64_t)v_ * code_.reciprocal >> 32) >> (code_.f_shift & 15); \
-        (state) = v_ + code_.start + q_ * (SCALE - f_);                                  \
+        (state) = v_ + code_.start + q_ * (SCALE - f_);                                          \
     } while (0)
 
 /* Takes the next symbol out of `state`; a unit may be read at `at`. A mask, as a branch would be mispredicted. */
-#define DECODE(state, entries, symbol)                                        \
-    do {                                                                      \
-        uint32_t entry_ = (entries)[(state) & (SCALE - 1)];                   \
-        (symbol) = (uint8_t)entry_;                                           \
+#define DECODE(state, entries, symbol)                                                  \
+    do {                                                                                \
+        uint32_t entry_ = (entries)[(state) & (SCALE - 1)];                             \
+        (symbol) = (uint8_t)entry_;                                                     \
         uint32_t v_ = (entry_ >> 8 & 0xfff) * ((state) >> SCALE_BITS) + (entry_ >> 20); \
-        uint32_t low_ = v_ < STATE_LOW;                                       \
-        v_ ^= (v_ ^ (v_ << 16 | dense_load16(at))) & (0u - low_);             \
-        at += 2 * low_;                                                       \
-        (state) = v_;                                                         \
+        uint32_t low_ = v_ < STATE_LOW;                                                 \
+        v_ ^= (v_ ^ (v_ << 16 | dense_load16(at))) & (0u - low_);                       \
+        at += 2 * low_;                                                                 \
+        (state) = v_;                                                                   \
     } while (0)
 
 /* The same where no unit may be left; 0 if one is needed and there is none. */

@@ -45,7 +45,7 @@ void dense_prepare_entries(const dense_model *m, uint32_t entries[][SCALE], uint
         if (m->low_mask >> b & 1) dense_decoder_table(&m->low[b], low_entries[b]);
 }
 
-/* -- sections -------------------------------------------------------------------------------------------------------------- */
+/* -- sections ------------------------------------------------------------------------------------------------------ */
 
 typedef struct {
     const uint8_t *at, *end;

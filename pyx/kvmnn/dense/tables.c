@@ -3,7 +3,7 @@
 
 enum { MOST_LEVEL = 1792, RUN_BITS = 6 };
 
-/* -- numbers that can be written ------------------------------------------------------------------------------------- */
+/* -- numbers that can be written ----------------------------------------------------------------------------------- */
 
 static uint32_t step_of(uint32_t k) { return (uint32_t)1 << (k > 2 ? k - 2 : 0); }
 
@@ -26,7 +26,7 @@ static int largest_of(const uint16_t f[256]) {
     return best;
 }
 
-/* What the others leave of SCALE is the most frequent symbol's, so errors of rounding are handed from symbol to symbol. */
+/* What others leave of SCALE is the most frequent symbol's: errors of rounding are handed on from one to the next. */
 void dense_quantise(const uint32_t counts[256], dense_table *t) {
     uint64_t total = 0;
     int best = 0;
@@ -71,7 +71,7 @@ int dense_settle(dense_table *t) {
     return 1;
 }
 
-/* -- tables in bits ------------------------------------------------------------------------------------------------------ */
+/* -- tables in bits ------------------------------------------------------------------------------------------------ */
 
 static void put_used(dense_writer *w, const uint8_t used[256]) {
     uint32_t groups = 0, bits[32] = {0};

@@ -19,6 +19,12 @@ typedef struct {
     void (*join)(const uint8_t *symbols, const uint8_t *low, const uint8_t *tails, size_t n, int dtype, int base,
                  uint8_t *words);
 
+    /* Symbols of folded ones; whether any is an escape. */
+    int (*unfold)(const uint8_t *folded, const uint8_t *predicted, size_t n, uint8_t *symbols);
+
+    /* Whether any symbol has no exponent in the window. */
+    int (*outside)(const uint8_t *symbols, size_t n);
+
     /* Cosine and sine of distance * frequency for `pairs` frequencies; `scratch` has room for as many numbers. */
     void (*angles)(const uint64_t *frequencies, size_t pairs, uint64_t distance, int32_t *scratch, float *cosines,
                    float *sines);
@@ -30,9 +36,10 @@ typedef struct {
     /* Number of i with a[i] == b[i]. */
     size_t (*equal)(const uint8_t *a, const uint8_t *b, size_t n);
 
-    /* votes[i] = number of k with columns[k * stride + i] == looks[k], for i < rows; rows behind it are touched as well, up to
-     * a multiple of SCANNED_ROWS. */
-    void (*scan)(const uint8_t *columns, size_t stride, size_t rows, const uint8_t *looks, size_t count, uint8_t *votes);
+    /* votes[i] = number of k with columns[k * stride + i] == looks[k], for i < rows and on to a multiple of
+     * SCANNED_ROWS. */
+    void (*scan)(const uint8_t *columns, size_t stride, size_t rows, const uint8_t *looks, size_t count,
+                 uint8_t *votes);
 
     /* The largest of n votes. */
     uint8_t (*largest)(const uint8_t *votes, size_t n);

@@ -1,6 +1,6 @@
 /* The loops of words.h, compiled once per SIMD level (../simd.h). */
 
-/* -- symbols and low parts -------------------------------------------------------------------------------------------- */
+/* -- symbols and low parts ----------------------------------------------------------------------------------------- */
 
 static int LEVEL(split)(const uint8_t *words, size_t n, int dtype, int base, uint8_t *restrict symbols,
                         uint8_t *restrict low) {
@@ -56,7 +56,23 @@ static void LEVEL(join)(const uint8_t *restrict symbols, const uint8_t *restrict
     }
 }
 
-/* -- rotation ----------------------------------------------------------------------------------------------------------- */
+static int LEVEL(unfold)(const uint8_t *restrict folded, const uint8_t *restrict predicted, size_t n,
+                         uint8_t *restrict symbols) {
+    uint8_t escaped = 0;
+    for (size_t i = 0; i < n; ++i) {
+        escaped |= folded[i] == ESCAPE ? 1 : 0;
+        symbols[i] = (uint8_t)(folded[i] ^ (predicted[i] & 128));
+    }
+    return escaped;
+}
+
+static int LEVEL(outside)(const uint8_t *symbols, size_t n) {
+    uint8_t any = 0;
+    for (size_t i = 0; i < n; ++i) any |= (symbols[i] & 124) == 0 ? 1 : 0;
+    return any;
+}
+
+/* -- rotation ------------------------------------------------------------------------------------------------------ */
 
 static void LEVEL(angles)(const uint64_t *frequencies, size_t pairs, uint64_t distance, int32_t *restrict scratch,
                           float *restrict cosines, float *restrict sines) {
@@ -142,7 +158,7 @@ static void LEVEL(turn)(const uint8_t *row, int dtype, size_t heads, size_t dim,
     }
 }
 
-/* -- comparing rows ------------------------------------------------------------------------------------------------------ */
+/* -- comparing rows ------------------------------------------------------------------------------------------------ */
 
 static size_t LEVEL(equal)(const uint8_t *a, const uint8_t *b, size_t n) {
     size_t sum = 0, i = 0;
@@ -183,7 +199,7 @@ static uint8_t LEVEL(largest)(const uint8_t *votes, size_t n) {
     return found;
 }
 
-/* -- 5 bits ------------------------------------------------------------------------------------------------------------------ */
+/* -- 5 bits -------------------------------------------------------------------------------------------------------- */
 
 static void LEVEL(pack5)(const uint8_t *low, size_t n, uint8_t *packed) {
     for (size_t i = 0; i < n; i += 8, packed += 5) {
@@ -209,6 +225,6 @@ static void LEVEL(unpack5)(const uint8_t *packed, size_t n, uint8_t *low) {
 }
 
 static const dense_loops LEVEL(table) = {
-    KVMNN_LEVEL_NAME, LEVEL(split), LEVEL(join),    LEVEL(angles), LEVEL(turn),
-    LEVEL(equal),     LEVEL(scan),  LEVEL(largest), LEVEL(pack5),  LEVEL(unpack5),
+    KVMNN_LEVEL_NAME, LEVEL(split), LEVEL(join), LEVEL(unfold),  LEVEL(outside), LEVEL(angles),
+    LEVEL(turn),      LEVEL(equal), LEVEL(scan), LEVEL(largest), LEVEL(pack5),   LEVEL(unpack5),
 };

@@ -1,0 +1,104 @@
+"""K or V of one layer from dense streams (docs/format-v2.md)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..dtypes import Bytes, Words
+from ..errors import FrameError, KvmnnError
+from ..frames import decode as decode_frame
+from . import _stream
+from .header import FRAME, ROWS, Header, read_header, rows_of
+
+
+def decode(
+    stream: Any,
+    *,
+    history: Words | None = None,
+    tables: Any = None,
+    out: Words | None = None,
+    max_bytes: int | None = None,
+) -> Words:
+    """The words of a dense stream.
+
+    Parameters
+    ----------
+    stream
+        Bytes-like; exactly one stream.
+    history, tables
+        What `encode` was given; not looked at where the stream does not need them.
+    out
+        An array ``[kv_head, token, head_dim]`` of the stream's shape and word size, with any strides, to write to. It
+        is untouched if the stream is refused.
+    max_bytes
+        Refuse a stream that says it holds more raw bytes, before any memory is taken.
+
+    Returns
+    -------
+    numpy.ndarray
+        ``[kv_head, token, head_dim]`` of float16, uint16 (bf16) or float32, rows token by token in memory; or `out`.
+
+    Raises
+    ------
+    FrameError
+        For what breaks the format, a checksum that does not hold, and wrong history or tables.
+    LimitError
+        Above `max_bytes`.
+    """
+    header = read_header(stream, max_bytes)
+    shape = (header.tokens, header.heads, header.dim)
+    if out is not None:
+        _check_out(out, header)
+    found = _decode_rows(header, history, tables) if header.method == ROWS else _decode_whole(header)
+    array: Words = found.view(header.dtype.numpy).reshape(shape).transpose(1, 0, 2)
+    if out is None:
+        return array
+    out[...] = array.view(out.dtype)
+    return out
+
+
+def open_rows(header: Header) -> _stream.Rows:
+    """The payload of method 2, its sections found."""
+    return _stream.Rows(header.stream, header.dtype_code, header.heads, header.dim, header.tokens, header.flags)
+
+
+def _decode_rows(header: Header, history: Words | None, tables: Any) -> Bytes:
+    parsed = open_rows(header)  # before memory for the words is taken
+    before = _history(header, parsed.history, history)
+    words = np.empty(header.raw_bytes, np.uint8)
+    parsed.decode(before, None, words)
+    return words
+
+
+def _history(header: Header, needed: int, history: Words | None) -> Bytes | None:
+    if not needed:
+        return None
+    if history is None:
+        raise FrameError(f"dense stream refers to {needed} rows before it: give them as history")
+    heads, dim, itemsize = header.heads, header.dim, header.dtype.itemsize
+    if not isinstance(history, np.ndarray) or history.dtype.itemsize != itemsize:
+        raise TypeError(f"history must be a numpy array of {itemsize}-byte words")
+    if history.ndim != 3 or (history.shape[0], history.shape[2]) != (heads, dim) or history.shape[1] < needed:
+        raise FrameError(f"history has shape {list(history.shape)}: expected [{heads}, {needed} or more, {dim}]")
+    return rows_of(history[:, history.shape[1] - needed :], header.dtype)
+
+
+def _decode_whole(header: Header) -> Bytes:
+    found = header.payload
+    if header.method == FRAME:
+        found = decode_frame(found, dtype=header.dtype.name, max_bytes=header.raw_bytes, threads=1).view(np.uint8)
+    if found.size != header.raw_bytes:
+        raise FrameError(f"dense stream holds {found.size} bytes of words: expected {header.raw_bytes}")
+    if _stream.whole_checksum(header.stream, found) != header.checksum:
+        raise FrameError("dense stream has other words than its checksum says")
+    return found if header.method == FRAME else found.copy()
+
+
+def _check_out(out: Any, header: Header) -> None:
+    expected = (header.heads, header.tokens, header.dim)
+    if not isinstance(out, np.ndarray) or out.dtype.itemsize != header.dtype.itemsize or out.dtype.kind not in "fiu":
+        raise KvmnnError(f"out: expected an array of {header.dtype.itemsize}-byte words")
+    if out.shape != expected or not out.flags.writeable or not out.dtype.isnative:
+        raise KvmnnError(f"out has shape {list(out.shape)}: expected a writable {list(expected)}")

@@ -1,0 +1,155 @@
+"""Streams that are cut, changed or lie: an error of the documented kind, never other words."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+from dense_samples import DTYPES, sample
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvmnn import dense
+from kvmnn.dense import _stream
+from kvmnn.errors import FrameError, KvmnnError, LimitError
+
+Words = np.ndarray[Any, Any]
+
+
+def streams() -> list[tuple[bytes, Words, dict[str, Any]]]:
+    """Small streams of every method, with what decoding them needs."""
+    made = []
+    for dtype in DTYPES:
+        for kind in ("cache", "rotated", "spikes"):
+            array = sample(kind, dtype, 2, 70, 24, 1)
+            rotary = dense.Rotary(dims=24) if kind == "rotated" else None
+            made.append((dense.encode(array, rotary=rotary, positions=None), array, {}))
+        before, own = sample("cache", dtype, 2, 40, 16, 2)[:, :30], sample("cache", dtype, 2, 40, 16, 2)[:, 30:]
+        made.append((dense.encode(own, history=before), own, {"history": before}))
+    made.append((dense.encode(sample("words", "fp16", 2, 9, 8, 3)), sample("words", "fp16", 2, 9, 8, 3), {}))
+    made.append((dense.encode(sample("zeros", "fp32", 2, 30, 8, 3)), sample("zeros", "fp32", 2, 30, 8, 3), {}))
+    return made
+
+
+STREAMS = streams()
+
+
+def test_all_methods_are_among_them() -> None:
+    infos = [dense.inspect(stream) for stream, _, _ in STREAMS]
+    assert {info.method for info in infos} == {"words", "frame", "rows"}
+    assert (
+        {info.dtype for info in infos if info.rotary} == {info.dtype for info in infos if info.history} == set(DTYPES)
+    )
+    assert {name for info in infos for name, size in info.sections.items() if size} >= {
+        "exponents",
+        "escapes",
+        "low coded",
+    }
+
+
+@pytest.mark.parametrize("number", range(len(STREAMS)))
+def test_every_truncation_is_detected(number: int) -> None:
+    stream, _, given = STREAMS[number]
+    for length in range(len(stream)):
+        with pytest.raises(FrameError):
+            dense.decode(stream[:length], **given)
+    with pytest.raises(FrameError):
+        dense.decode(stream + b"\0", **given)
+
+
+@pytest.mark.parametrize("number", range(len(STREAMS)))
+def test_every_changed_byte_is_detected(number: int) -> None:
+    stream, _, given = STREAMS[number]
+    rng = np.random.default_rng(number)
+    for i in range(len(stream)):
+        for change in {1 << int(rng.integers(0, 8)), *((128, 255, 1) if i < 60 else ())}:
+            broken = bytearray(stream)
+            broken[i] ^= change
+            with pytest.raises(KvmnnError):
+                dense.decode(bytes(broken), max_bytes=1 << 20, **given)
+
+
+@settings(max_examples=400, deadline=None)
+@given(number=st.integers(0, len(STREAMS) - 1), data=st.data())
+def test_damage_behind_a_valid_checksum_of_the_control_bytes(number: int, data: st.DataObject) -> None:
+    """Several bytes at once: what decodes at all decodes to the words."""
+    stream, array, given = STREAMS[number]
+    broken = bytearray(stream)
+    for _ in range(data.draw(st.integers(1, 6))):
+        broken[data.draw(st.integers(0, len(stream) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        found = dense.decode(bytes(broken), max_bytes=1 << 20, **given)
+    except KvmnnError:
+        return
+    assert found.tobytes() == array.tobytes()
+
+
+def header(method: int, tokens: int, payload: bytes, heads: int = 1, dim: int = 1, flags: int = 0) -> bytes:
+    return struct.pack("<4sBBBBHHIIQ", b"KVMD", 1, method, 0, flags, heads, dim, tokens, len(payload), 0) + payload
+
+
+def test_headers_that_promise_much_take_no_memory() -> None:
+    tracked = pytest.importorskip("tracemalloc")
+    tracked.start()
+    try:
+        for stream in (
+            header(2, (1 << 32) - 1, bytes(40)),
+            header(2, 20_000, bytes(2000), 65535, 1),
+            header(2, 1 << 16, b"\0\0\0" + b"\xff\xff\x03" + bytes(40), 16, 64),
+            header(0, (1 << 31) - 1, b""),
+            header(1, (1 << 31) - 1, bytes(28)),
+        ):
+            with pytest.raises(KvmnnError):
+                dense.decode(stream)
+        assert tracked.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracked.stop()
+
+
+def test_max_bytes() -> None:
+    stream, array, given = STREAMS[0]
+    with pytest.raises(LimitError, match=f"holds {array.nbytes} bytes: max_bytes is {array.nbytes - 1}"):
+        dense.decode(stream, max_bytes=array.nbytes - 1, **given)
+    assert dense.decode(stream, max_bytes=array.nbytes, **given).tobytes() == array.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "message"),
+    [
+        (0, 0, "no dense stream"),
+        (4, 2, "version 2: expected 1"),
+        (5, 3, "method 3 and dtype"),
+        (6, 3, "dtype 3: expected 0 to 2"),
+        (7, 4, "flags 4"),
+        (8, 0, "0 heads"),
+        (12, 0, "0 tokens"),
+        (16, 0, "bytes behind its header: expected"),
+    ],
+)
+def test_messages_name_what_is_wrong(at: int, value: int, message: str) -> None:
+    broken = bytearray(STREAMS[0][0])
+    if at in (8, 12):
+        broken[at : at + 2] = bytes(2)
+    else:
+        broken[at] = value
+    with pytest.raises(FrameError, match=message):
+        dense.decode(bytes(broken))
+
+
+def test_what_is_no_stream() -> None:
+    for data in (b"", b"KVMD", bytes(28), np.zeros(100, np.uint8)):
+        with pytest.raises(FrameError, match="no dense stream"):
+            dense.inspect(data)
+    with pytest.raises(TypeError):
+        dense.decode(7)
+
+
+def test_xxh64_is_the_published_one() -> None:
+    """Values of the xxHash specification's reference program."""
+    assert _stream.xxh64(b"") == 0xEF46DB3751D8E999
+    assert _stream.xxh64(b"a") == 0xD24EC4F1A98C6E5B
+    assert _stream.xxh64(b"abc") == 0x44BC2CF5AD770999
+    assert _stream.xxh64(b"Nobody inspects the spammish repetition") == 0xFBCEA83C8A378BF1
+    assert _stream.xxh64(b"xxhash", 20141025) == 0xB559B98D844E0635

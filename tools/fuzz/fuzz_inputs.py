@@ -12,13 +12,14 @@ import argparse
 import hashlib
 import json
 import pickle
+import struct
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-TARGETS = ("frames", "streams", "pickles", "headers")
+TARGETS = ("frames", "streams", "writer", "pickles", "headers")
 CORPUS = Path(__file__).parent / "corpus"
 MOST = 600  # bytes of an input that is kept
 
@@ -44,6 +45,14 @@ def made(target: str) -> Iterator[bytes]:
         yield json.dumps({**escaped, "k": entry}, ensure_ascii=False, indent=1).encode() + b"  "
         return
     rng = np.random.default_rng(1)
+    if target == "writer":  # an option, and steps that make words (guided.expanded)
+        step = struct.Struct("<BBBH")
+        for option in range(16):
+            for kind in range(8):
+                steps = [step.pack(1, 0b1110, 90, 700), step.pack(kind, 0b1110, 3, 40 << option % 5)]
+                yield bytes([option]) + b"".join(steps * 3)
+            yield bytes([option | 16]) + rng.bytes(64) * 4
+        return
     for dtype in ("fp16", "fp32"):
         for words in (1, 7, 40, 300):
             steps = rng.normal(size=words)

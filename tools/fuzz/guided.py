@@ -8,14 +8,21 @@ import numpy as np
 import numpy.typing as npt
 import safetensors_model
 
+from kvmnn.dtypes import BF16, FP16, FP32
 from kvmnn.errors import CheckpointError, FrameError, LimitError, SourceError
 from kvmnn.formats import _safetensors_header
 from kvmnn.formats.torch import _pickles
 from kvmnn.formats.torch.torch_names import Names, set_state
-from kvmnn.frames import _decoder, zstd
+from kvmnn.frames import _decoder, fast, zstd
+from kvmnn.frames.options import CodecOptions
 
 RLE_AND_ZSTD = 3
 MOST_WORDS = 1 << 16
+MOST_MADE = 200 << 10
+"""Words that the writer is given."""
+PIECE_BYTES = fast.PIECE_BYTES
+NOISE = np.random.default_rng(1).integers(0, 1 << 16, 1 << 18).astype(np.uint16)
+RARE = (16 - np.log2(np.arange(1, (1 << 16) + 1)).astype(np.uint8)).astype(np.uint8)
 
 
 def zstd_decompress() -> int:
@@ -39,6 +46,60 @@ def frames(data: memoryview) -> bytearray | None:
     assert frame.equals(out)
     frame.close()
     return out
+
+
+def writer(data: memoryview) -> tuple[bytes, bytes] | None:
+    """The frame of effort "fast" of words that the input tells of, decoded once more, and the words."""
+    if not data:
+        return None
+    option, words = data[0], expanded(data)
+    if words.size == 0:
+        return None
+    kind = (FP16, BF16, FP32, FP32)[option & 3]
+    fast.PIECE_BYTES = (PIECE_BYTES, 1 << 10, 40 << 10, 160 << 10)[option >> 2 & 3]
+    try:
+        frame = fast.encode_fast(words, CodecOptions(effort="fast").for_words(kind), 1)
+    finally:
+        fast.PIECE_BYTES = PIECE_BYTES
+    found = _decoder.Frame(frame, kind.itemsize, RLE_AND_ZSTD)
+    found.decode()
+    assert found.equals(words), "decoded to other words"
+    found.close()
+    return frame, words.tobytes()
+
+
+def expanded(data: memoryview) -> npt.NDArray[np.uint8]:
+    """Words: behind the first byte, which has options, lie they themselves or steps that make them.
+
+    A step has 5 bytes: what and where noise begins, which lanes (others are noise), a parameter, and how many words.
+    """
+    stride, lanes, end = (2, 2, 4, 4)[data[0] & 3], np.empty((MOST_MADE, 4), np.uint8), 0
+    if data[0] & 16:
+        return np.frombuffer(data[1 : 1 + (len(data) - 1) // stride * stride], np.uint8)
+    for at in range(1, len(data) - 4, 5):
+        what, mask, parameter = data[at : at + 3]
+        count = min(data[at + 3] | data[at + 4] << 8, MOST_MADE - end)
+        noise = NOISE[(at * 31 + (what >> 3)) * 5 :][:count]
+        some, wide, kind = noise >> 8, noise.astype(np.uint8), what & 7
+        back = (parameter + 1) * {6: 16, 7: 256}.get(kind, 1)  # the last two as rows lie
+        part = lanes[end : end + count]
+        for lane in range(stride):
+            if not mask >> lane & 1 or (kind >= 5 and back > end):
+                part[:, lane] = np.roll(wide, lane + 1)
+            elif kind == 0:
+                part[:, lane] = parameter
+            elif kind == 1:
+                part[:, lane] = some % (parameter + 1)
+            elif kind == 2:
+                part[:, lane] = RARE[noise] * (parameter | 1)
+            elif kind == 3:
+                part[:, lane] = np.arange(count) * parameter
+            elif kind == 4:
+                part[:, lane] = np.where(wide < parameter, 0x3C, some)
+            else:
+                part[:, lane] = np.resize(lanes[end - back : end, lane], count)
+        end += count
+    return np.ascontiguousarray(lanes[:end, :stride]).reshape(-1)
 
 
 def streams(data: memoryview) -> None:

@@ -2,18 +2,18 @@
 # Coverage-guided fuzzing of the compiled decoders with libFuzzer, under the address and undefined-behaviour sanitizers
 # (make fuzz; docs/fuzzing.md tells more).
 #
-# Usage: tools/fuzz/guided.sh [minutes, default 5] [target: frames, streams, pickles or headers; default: all by turns]
+# Usage: tools/fuzz/guided.sh [minutes, default 5] [target: frames, streams, writer, pickles or headers; default: all]
 # CLANG names clang with its runtime libraries (19 or newer; Debian: clang-19 libclang-rt-19-dev); PYTHON has kvmnn and Cython.
 # Everything stays in build/guided. Exit: 0 nothing found, 1 something found, 3 no clang, Cython or libpython.
 set -eu
 cd "$(dirname "$0")/../.."
 
 MINUTES=${1:-5}
-TARGETS=${2:-frames streams pickles headers}
+TARGETS=${2:-frames streams writer pickles headers}
 PYTHON=${PYTHON:-python3}
 CLANG=${CLANG:-$(command -v clang-19 || command -v clang || echo none)}
 WORK=$PWD/build/guided
-MODULES="_simd files/_mapping frames/_decoder frames/_encoder frames/_hashing frames/_streams frames/_workspace frames/_zstdlib
+MODULES="_simd files/_mapping frames/_decoder frames/_encoder frames/_fast frames/_hashing frames/_streams frames/_workspace frames/_zstdlib
     formats/_safetensors_header formats/torch/_opcodes formats/torch/_pickles packed/_layout"
 
 config() { "$PYTHON" -c "import sysconfig; print(sysconfig.get_config_var('$1'))"; }
@@ -41,6 +41,7 @@ for module in $MODULES; do
         checks="-fsanitize=address,undefined -fno-sanitize-recover=undefined -fsanitize-coverage=$counters"
         case $module in _simd | files/_mapping | frames/_encoder | frames/_hashing | packed/_layout) checks= ;; esac
         case $module in
+        frames/_fast) for name_c in zstd_writer huffman fse repeats; do more="$more pyx/kvmnn/frames/$name_c.c"; done ;;
         frames/_streams) more=pyx/kvmnn/frames/lanes.c ;;
         packed/_layout) more="pyx/kvmnn/packed/packing.c pyx/kvmnn/packed/quantise.c" ;;
         esac

@@ -9,8 +9,9 @@ from ..dtypes import Bytes
 from ..threads.pipeline import Progress
 from ..threads.pool import map_pulled
 from . import _encoder, zstd
-from .fast import fast_payloads, fast_stream, has_fast_form
+from .fast import RAW, fast_payloads, has_fast_form
 from .options import ZSTD_BIT, LaneOptions
+from .pieces import stream_header
 from .predictors import NAMES as PREDICTORS
 
 _NO_LIMIT = (1 << 62) - 1
@@ -155,10 +156,10 @@ class _Best:
 
     def offer_payload(self, lane: int, payload: bytes) -> None:
         """Try a zstd payload that was made elsewhere, of the stream without a predictor."""
-        stream = fast_stream(self.data.size // self.options.stride, len(payload)) + payload
+        stream = stream_header(self.data.size // self.options.stride, RAW, len(payload)) + payload
         best = self.lanes[lane]
         if best is None or len(stream) < best.size:
-            self.lanes[lane] = Candidate(len(stream), 0, True, 0, stream)
+            self.lanes[lane] = Candidate(len(stream), RAW, True, 0, stream)
 
     def frame(self) -> bytes:
         streams = [best.stream for best in self.lanes if best is not None]

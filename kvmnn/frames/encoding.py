@@ -16,6 +16,7 @@ from . import _encoder, zstd
 from .candidates import smallest_at_all_levels, smallest_at_one_level
 from .fast import encode_fast, has_fast_form
 from .options import CODECS, MIN_PARALLEL_BYTES, CodecOptions, LaneOptions
+from .pieces import encode_balanced, is_cut
 from .words import words_of
 
 
@@ -49,9 +50,9 @@ def encode(
         ``("rle",)`` for an engine without libzstd.
     effort
         ``"exact"``: the engine's bytes. ``"balanced"``: the predictor is guessed from samples and each stream
-        compressed once. ``"fast"``: no predictor, and zstd frames of kvmnn's own writer (docs/format.md); as
-        ``"balanced"`` where `predictors` or `codecs` do not leave it that. ``"max"``: the smallest frame found with
-        all zstd levels. MNN decodes all four.
+        compressed once, in pieces above 8 MiB. ``"fast"``: no predictor, and zstd frames of kvmnn's own writer
+        (docs/format.md), one for every 4 MiB; as ``"balanced"`` where `predictors` or `codecs` do not leave it that.
+        ``"max"``: the smallest frame found with all zstd levels. MNN decodes all four.
     threads
         At most this number; None for all processors. Frames below 1 MiB are worked on by one.
     progress
@@ -101,6 +102,8 @@ def sampled(data: Bytes, options: LaneOptions) -> LaneOptions:
 def _at_one_level(data: Bytes, options: LaneOptions, threads: int) -> bytes:
     if options.effort != "exact":
         options = options._replace(effort="balanced")  # also of "fast" where it has no form of its own
+    if options.effort == "balanced" and is_cut(data, options):
+        return encode_balanced(data, sampled(data, options), threads)
     if threads == 1 or data.size < MIN_PARALLEL_BYTES or data.size % options.stride:
         guess = options.effort == "balanced"
         return _encoder.encode(data, options.stride, options.modes, options.allow, zstd.LEVEL, guess)

@@ -71,14 +71,16 @@ def writer(data: memoryview) -> tuple[bytes, bytes] | None:
 def expanded(data: memoryview) -> npt.NDArray[np.uint8]:
     """Words: behind the first byte, which has options, lie they themselves or steps that make them.
 
-    A step has 5 bytes: what and where noise begins, which lanes (others are noise), a parameter, and how many words.
+    A step has 5 bytes: what and where noise begins, which lanes (others are noise), a parameter, and how many words: 12
+    bits, times 16 where the last one is odd.
     """
     stride, lanes, end = (2, 2, 4, 4)[data[0] & 3], np.empty((MOST_MADE, 4), np.uint8), 0
     if data[0] & 16:
         return np.frombuffer(data[1 : 1 + (len(data) - 1) // stride * stride], np.uint8)
     for at in range(1, len(data) - 4, 5):
         what, mask, parameter = data[at : at + 3]
-        count = min(data[at + 3] | data[at + 4] << 8, MOST_MADE - end)
+        count = (data[at + 3] | (data[at + 4] >> 4) << 8) << 4 * (data[at + 4] & 1)
+        count = min(count, MOST_MADE - end)
         noise = NOISE[(at * 31 + (what >> 3)) * 5 :][:count]
         some, wide, kind = noise >> 8, noise.astype(np.uint8), what & 7
         back = (parameter + 1) * {6: 16, 7: 256}.get(kind, 1)  # the last two as rows lie

@@ -6,10 +6,10 @@ Word sizes are called `stride`: 2 for the FP16 container (lanes lo, hi), 4 for t
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
-from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
+from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize, PyBytes_Size
 
 from kvmnn.frames._stream_header cimport ALLOW_RLE, ALLOW_ZSTD, CODEC_RLE, CODEC_ZSTD, HEADER, MODES, store_le32
-from kvmnn.frames._streams cimport KVMNN_MODE_RAW, entropy, lanes, rle_bound, rle_encode, rle_least, rle_size
+from kvmnn.frames._streams cimport KVMNN_MODE_DELTA, KVMNN_MODE_RAW, entropy, lanes, rle_bound, rle_encode, rle_least, rle_size
 from kvmnn.frames._workspace cimport Workspace, acquire, release
 from kvmnn.frames._zstdlib cimport zstd
 
@@ -20,7 +20,7 @@ cdef enum:
     ALL_MODES = 7
     FUSE_UP_TO = 16 << 20  # bytes of a lane whose three streams are made in one pass; above, memory counts more
     TILE = 4096            # words that are split, predicted and scanned before the next are touched
-    SAMPLE_TILE = 1024     # effort "fast": bytes of one look at a stream ...
+    SAMPLE_TILE = 1024     # effort "balanced": bytes of one look at a stream ...
     SAMPLE_TILES = 16      # ... and how many looks it takes
 
 cdef size_t NOT_SMALLER = 0
@@ -297,8 +297,56 @@ def candidate(
         release(ws)
 
 
+def payload(
+    const uint8_t[::1] data not None, int stride, size_t begin, size_t end, int lane, int mode, int level
+) -> bytes:
+    """The zstd frame of the words from `begin` to `end` of one lane, under one predictor over the whole lane."""
+    cdef size_t words = check_words(data.shape[0], stride), size = NO_MEMORY
+    cdef uint8_t *stream
+    cdef uint8_t *out
+    cdef uint8_t before
+    cdef bytes made
+    if not begin < end <= words or not 0 <= lane < stride or not 0 <= mode < MODES:
+        raise KvmnnError(f"words {begin} to {end} of {words}, lane {lane} of {stride}, mode {mode}: not there")
+    cdef Workspace ws = acquire(True, False)
+    try:
+        with nogil:
+            out = ws.buffer(1, zstd.bound(end - begin))
+            stream = <uint8_t *>make_stream(ws, &data[begin * stride], end - begin, stride, lane, mode)
+            if out != NULL and stream != NULL:
+                if begin and mode != KVMNN_MODE_RAW:
+                    before = data[(begin - 1) * stride + lane]
+                    stream[0] = stream[0] - before if mode == KVMNN_MODE_DELTA else stream[0] ^ before
+                size = zstd.compress(ws.cctx, out, zstd.bound(end - begin), stream, end - begin, level)
+        if zstd.is_error(size):
+            raise no_frame(NO_MEMORY)
+        made = PyBytes_FromStringAndSize(NULL, size)
+        stream = <uint8_t *>PyBytes_AsString(made)
+        with nogil:
+            memcpy(stream, out, size)
+        return made
+    finally:
+        release(ws)
+
+
+def unwritten(size_t size) -> bytes:
+    """Bytes for `write_at` to write, all of them, before anyone else sees them."""
+    return PyBytes_FromStringAndSize(NULL, size)
+
+
+def write_at(bytes frame not None, size_t at, const uint8_t[::1] part not None) -> None:
+    """Copy `part` into `frame`, which is `unwritten`."""
+    cdef size_t n = part.shape[0]
+    cdef uint8_t *to = <uint8_t *>PyBytes_AsString(frame)
+    if at > <size_t>PyBytes_Size(frame) or n > <size_t>PyBytes_Size(frame) - at:
+        raise KvmnnError(f"{n} bytes at {at} of {len(frame)}: not there")
+    if n:
+        with nogil:
+            memcpy(to + at, &part[0], n)
+
+
 def likely_modes(const uint8_t[::1] data not None, int stride, modes) -> list:
-    """For each lane a bit set with the one predictor that effort "fast" takes."""
+    """For each lane a bit set with the one predictor that effort "balanced" takes."""
     cdef size_t words = check_words(data.shape[0], stride)
     cdef int lane, mode, lane_modes
     cdef list out = []

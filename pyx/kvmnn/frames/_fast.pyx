@@ -7,7 +7,7 @@ codes; for a lane of 16-bit floats without repeats libzstd finds the few matches
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
-from cpython.bytes cimport PyBytes_FromStringAndSize
+from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
 
 from kvmnn.frames._streams cimport KVMNN_MODE_RAW, entropy, lanes
 from kvmnn.frames._workspace cimport Workspace, acquire, release
@@ -168,6 +168,8 @@ def payloads(const uint8_t[::1] data not None, int stride, bint search) -> list:
     cdef uint8_t *out
     cdef size_t[4] sizes
     cdef int lane
+    cdef list made
+    cdef uint8_t *copies[4]
     cdef Workspace ws = acquire(True, False)
     try:
         with nogil:
@@ -185,6 +187,12 @@ def payloads(const uint8_t[::1] data not None, int stride, bint search) -> list:
                     sizes[lane] = got
         if got == NO_MEMORY:
             raise MemoryError("no memory for the streams of a frame")
-        return [PyBytes_FromStringAndSize(<char *>out + <size_t>lane * room, sizes[lane]) for lane in range(stride)]
+        made = [PyBytes_FromStringAndSize(NULL, sizes[lane]) for lane in range(stride)]
+        for lane in range(stride):
+            copies[lane] = <uint8_t *>PyBytes_AsString(made[lane])
+        with nogil:  # new pages cost as much as the copy
+            for lane in range(stride):
+                memcpy(copies[lane], out + <size_t>lane * room, sizes[lane])
+        return made
     finally:
         release(ws)

@@ -1,0 +1,78 @@
+"""Frames whose lanes are several zstd frames, one behind the other: pieces that are made on different threads.
+
+MNN hands a whole payload to ``ZSTD_decompress``, which takes any number of frames (docs/format.md). Where an array is
+cut depends on its size alone, so the bytes of a frame do not depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from itertools import accumulate
+
+from ..dtypes import Bytes
+from ..errors import LimitError
+from ..threads.pool import map_pulled
+from . import _encoder, zstd
+from .options import CODECS, MIN_PARALLEL_BYTES, ZSTD_BIT, LaneOptions
+
+LANE_BYTES = 8 << 20
+"""Of a lane, in a piece of effort "balanced": four times as far as libzstd looks back at that level, so that little is
+lost where a piece begins."""
+
+_ZSTD = CODECS.index("zstd")
+_HEADER = struct.Struct("<BBII")
+_U32_MAX = (1 << 32) - 1
+
+
+def is_cut(data: Bytes, options: LaneOptions) -> bool:
+    """Whether effort "balanced" makes several pieces of the words."""
+    words, rest = divmod(data.size, options.stride)
+    return LANE_BYTES < words <= _U32_MAX and not rest and bool(options.allow & ZSTD_BIT)
+
+
+def encode_balanced(data: Bytes, options: LaneOptions, threads: int) -> bytes:
+    """The frame of words for which `is_cut` holds; `options` allow one predictor for each lane.
+
+    An even number of equal pieces for each lane, and no RLE, which is hardly ever smaller on so much.
+    """
+    words = data.size // options.stride
+    count = 2 * -(-words // (2 * LANE_BYTES))
+    ends = [words * (piece + 1) // count for piece in range(count)]
+    spans = list(zip([0, *ends], ends, strict=False))
+    modes = [bits.bit_length() - 1 for bits in options.modes]
+
+    def make(task: tuple[int, tuple[int, int]]) -> bytes:
+        lane, (begin, end) = task
+        return _encoder.payload(data, options.stride, begin, end, lane, modes[lane], zstd.LEVEL)
+
+    order = [lane for lane in reversed(range(options.stride)) for _ in spans]  # the high bytes take longest: first
+    made = map_pulled(make, list(zip(order, spans * options.stride, strict=True)), threads)
+    lanes = [made[count * place : count * (place + 1)] for place in range(options.stride)]
+    return frame_of(words, list(zip(modes, reversed(lanes), strict=True)), threads)
+
+
+def frame_of(words: int, lanes: Sequence[tuple[int, Sequence[bytes]]], threads: int) -> bytes:
+    """The frame of lanes, each the number of its predictor and its zstd frames."""
+    parts = [words.to_bytes(4, "little")]
+    for mode, payload in lanes:
+        parts += [stream_header(words, mode, sum(map(len, payload))), *payload]
+    *places, size = accumulate(map(len, parts), initial=0)
+    if threads == 1 or size < MIN_PARALLEL_BYTES:
+        return b"".join(parts)
+    frame = _encoder.unwritten(size)
+    map_pulled(lambda entry: _encoder.write_at(frame, *entry), list(zip(places, parts, strict=True)), threads)
+    return frame
+
+
+def stream_header(words: int, mode: int, nbytes: int) -> bytes:
+    """The header of a zstd stream of `words` bytes that became `nbytes`.
+
+    Raises
+    ------
+    LimitError
+        For more than a header can say.
+    """
+    if nbytes > _U32_MAX:
+        raise LimitError("a payload above 2^32 - 1 bytes, which is what a stream header can say: encode pieces")
+    return _HEADER.pack(mode, _ZSTD, words, nbytes)

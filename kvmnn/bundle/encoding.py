@@ -12,26 +12,26 @@ from .. import dtypes
 from ..arrays.named_array import NamedArray, Piece
 from ..arrays.names import part_of
 from ..dtypes import PARTS
-from ..errors import KvmnnError, LimitError, OptionError
+from ..errors import KvmnnError, OptionError
 from ..files.names import file_names
 from ..files.output import DirectoryOutput, FileOutput, StagedFile
 from ..frames import CODECS, CodecOptions, encode, matches, predictors, zstd
 from ..threads import pool
 from ..threads.digest import Digester
-from ..threads.pipeline import Progress, ordered
+from ..threads.pipeline import IN_FLIGHT, Progress, ordered
 from . import manifest
 from .manifest import FRAME_SUFFIX, ArrayEntry, FrameEntry, Manifest
 from .no_gain import blocks_of, keep_raw
 from .rereading import read_back
 
-FRAME_BYTES = 64 << 20
-"""Raw bytes above which an array is cut into several frames, where nothing else is said."""
-PACKED_FRAME_BYTES = 16 << 20
-"""The same for packed files, whose pieces are copies in memory rather than views of a mapped file."""
+FRAME_BYTES = 16 << 20
+"""Raw bytes above which an array is cut into several frames, where nothing else is said: two are made side by side."""
+STREAM_BYTES = 64 << 20
+"""The same for streams and devices, which are to carry one frame."""
 MIN_FRAME_BYTES = 4
 
 _SCRATCH = 140 << 20
-"""Bytes of working memory for one large piece, which keep the tool under 300 MiB on any number of processors."""
+"""Bytes of working memory for the pieces in flight, which keep the tool under 300 MiB on any number of processors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class EncodeOptions(CodecOptions):
         Others for arrays that are K and for those that are V by their names; None takes `predictors`.
     frame_bytes
         An array of more raw bytes than this is cut along its leading axes into several frames; 0 never cuts. None is
-        64 MiB, and 16 MiB for packed files.
+        16 MiB, and 64 MiB where a stream or device is written.
     verify
         Decode every frame and compare it with its input before anything is kept, and read what was written again.
     block
@@ -111,6 +111,10 @@ class EncodeOptions(CodecOptions):
                 "a directory (-o DIR/)"
             )
 
+    def for_stream(self) -> EncodeOptions:
+        """The options where the frames go to a stream or device."""
+        return replace(self, frame_bytes=STREAM_BYTES) if self.frame_bytes is None else self
+
     @property
     def cut_above(self) -> int:
         """Raw bytes above which an array is cut; 0: never."""
@@ -157,6 +161,7 @@ def encode_to_file(
         output.check_beside(manifest.SIDE_SUFFIX)
     else:
         options.check_has_manifest()
+        options = options.for_stream()
 
     def write(index: int, made: bytes) -> str:
         output.file.write(made)
@@ -206,23 +211,6 @@ def encode_to_directory(
     return document
 
 
-def encode_to_bytes(array: NamedArray, options: EncodeOptions, progress: Progress | None = None) -> bytes:
-    """The single frame of an array that needs no cutting.
-
-    Raises
-    ------
-    LimitError
-        If the array needs several frames.
-    """
-    count = array.piece_count(options.cut_above)
-    if count > 1:
-        raise LimitError(
-            f"array {array.name!r} needs {count} frames of at most {options.cut_above} bytes, but a stream carries "
-            "one: write to a file (-o FILE) or do not cut (--frame-bytes 0)"
-        )
-    return encode_to_memory(array, options, progress)[0]
-
-
 def encode_to_memory(
     array: NamedArray, options: EncodeOptions, progress: Progress | None = None
 ) -> tuple[bytes, Manifest]:
@@ -262,7 +250,8 @@ def _encode(
 
     def make(job: _Job, threads: int | None) -> _Made:
         dtype = arrays[job.array_index].dtype
-        made = chosen[job.array_index].encode(job.piece, dtype, _affordable(threads, job.piece.size, dtype), step)
+        allowed = threads if options.threads else _affordable(threads, job.piece.size, dtype)
+        made = chosen[job.array_index].encode(job.piece, dtype, allowed, step)
         return _Made(made, hashlib.sha256(made).hexdigest())
 
     def step(done: int) -> None:
@@ -304,12 +293,10 @@ def _encode(
     return keep_raw(arrays, made_entries, judged, options.cut_above, rewrite) if rewrite else made_entries
 
 
-def _affordable(threads: int | None, nbytes: int, dtype: str) -> int | None:
-    """Threads for one large piece: each works on a stream and its payload, and together they stay in `_SCRATCH`."""
-    if threads is not None:
-        return threads
-    stream = nbytes // dtypes.by_name(dtype).itemsize
-    return max(1, min(pool.cpu_count(), _SCRATCH // (2 * stream + 1)))
+def _affordable(threads: int | None, nbytes: int, dtype: str) -> int:
+    """Threads for one of the pieces in flight: each works on a stream and its payload, and all stay in `_SCRATCH`."""
+    stream, pieces = nbytes // dtypes.by_name(dtype).itemsize, max(1, IN_FLIGHT // nbytes)
+    return max(1, min(threads or pool.cpu_count(), _SCRATCH // (pieces * 2 * stream + 1)))
 
 
 def _jobs(arrays: Sequence[NamedArray], frame_bytes: int, hashes: Sequence[hashlib._Hash]) -> Iterator[_Job]:

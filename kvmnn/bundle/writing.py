@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ..arrays.source import Source
@@ -16,7 +16,7 @@ from ..packed.summary import cache_document
 from ..text import LOSSLESS, at_rate, count, ratio
 from ..threads.pipeline import Progress
 from . import manifest
-from .encoding import PACKED_FRAME_BYTES, EncodeOptions, encode_to_directory, encode_to_file, encode_to_memory
+from .encoding import EncodeOptions, encode_to_directory, encode_to_file, encode_to_memory
 from .kept_file import KeptFile, kept_file
 from .manifest import Manifest, Sizes, array_to_dict, frames_of
 
@@ -133,7 +133,8 @@ def encode(
         directory (several arrays, a name that ends in a slash, or a directory that exists), which gets one frame file
         for each array and ``manifest.json``; or a binary stream, which gets the one frame of one array and no manifest.
     options
-        Predictors, codecs, effort, where arrays are cut, threads, verification.
+        Predictors, codecs, effort, where arrays are cut (above 16 MiB; for a stream above 64 MiB, which it refuses),
+        threads, verification.
     force
         Replace files that exist; the inputs of `source` are never replaced.
     progress
@@ -149,8 +150,6 @@ def encode(
         Nothing is left behind then.
     """
     options = options or EncodeOptions()
-    if source.cache and options.frame_bytes is None:
-        options = replace(options, frame_bytes=PACKED_FRAME_BYTES)
     started = time.perf_counter()
     if isinstance(output, str | os.PathLike):
         path = os.fspath(output)
@@ -178,6 +177,7 @@ def _to_stream(source: Source, stream: Stream, options: EncodeOptions, progress:
     if len(source) > 1:
         raise OptionError(f"a stream carries one frame, not {len(source)}: write to a directory (-o DIR/)")
     (array,) = source.arrays
+    options = options.for_stream()
     if array.piece_count(options.cut_above) > 1:
         raise OptionError(
             f"a stream carries one frame, but {array.nbytes} bytes are above --frame-bytes: "

@@ -28,7 +28,8 @@ def ordered(
 ) -> Iterator[tuple[T, R]]:
     """Yield ``(item, work(item, threads))`` in the order of `items`, which is pulled from no faster than needed.
 
-    Small items run side by side, one thread each. An item too large for that, or alone, has all threads to itself.
+    Items run side by side, as many as `IN_FLIGHT` has room for, and share the threads. One that fills more than half of
+    it, or is alone, has all threads to itself.
 
     Parameters
     ----------
@@ -40,7 +41,7 @@ def ordered(
         None for all processors.
     """
     cores = pool.resolve_threads(threads)
-    large = IN_FLIGHT // cores if cores > 1 else -1
+    large = IN_FLIGHT // 2 if cores > 1 else -1
     window = _Window(work, size, cores)
     try:
         for item, last in _with_last(items, lambda item: size(item) <= large):
@@ -95,7 +96,8 @@ class _Window(Generic[T, R]):
 
     def submit(self, item: T) -> None:
         self._pool = self._pool or ThreadPoolExecutor(self._cores, "kvmnn-piece")
-        job = self._pool.submit(contextvars.copy_context().run, self._work, item, 1)
+        share = self._cores // max(1, min(self._cores, IN_FLIGHT // max(1, self._size(item))))
+        job = self._pool.submit(contextvars.copy_context().run, self._work, item, share)
         self._waiting.append((item, job))
         self._bytes += self._size(item)
 

@@ -11,8 +11,7 @@ from bundles import CUT, KEYS, frame_file, named
 import kvmnn
 from kvmnn import bundle
 from kvmnn.bundle import EncodeOptions, manifest
-from kvmnn.bundle.encoding import encode_to_bytes
-from kvmnn.errors import KvmnnError, LimitError
+from kvmnn.errors import KvmnnError
 
 
 def test_frames_are_cut_along_the_leading_axes_and_listed_in_order(tmp_path):
@@ -34,12 +33,6 @@ def test_frames_are_cut_along_the_leading_axes_and_listed_in_order(tmp_path):
     assert array.sha256 == hashlib.sha256(KEYS.tobytes()).hexdigest()
     assert document.zstd_version == kvmnn.frames.zstd.version()
     assert document.predictors == ("raw", "delta_seq", "xor_seq")
-
-
-def test_a_lone_frame_is_what_the_library_makes():
-    assert encode_to_bytes(named(KEYS), EncodeOptions()) == kvmnn.encode(KEYS)
-    with pytest.raises(LimitError, match="needs 13 frames"):
-        encode_to_bytes(named(KEYS), CUT)
 
 
 def test_options_reach_the_encoder(tmp_path):

@@ -57,19 +57,27 @@ def test_encode_to_a_stream(here):
         bundle.encode(kvmnn.open("keys.npy"), stream, EncodeOptions(frame_bytes=4096))
 
 
-def test_packed_caches_are_cut_finer_unless_told_otherwise(here, run):
-    """Frames of 64 MiB at most, of 16 where a cache was packed; what the caller says counts for both."""
+def test_arrays_are_cut_above_16_mib_and_streams_carry_one_frame_of_64(here, run, monkeypatch):
     keys, values = packed_samples.arrays(1, 1, 64, 4)
     np.savez("kv.npz", **{"layer_0.key": keys, "layer_0.value": values})
     run("pack", "kv.npz", "-o", "sys/", "--kv-heads", 1, "--head-dim", 4, "--backend", "x86-sse", "--name", "sys")
     np.save("large.npy", np.zeros(17 << 19, np.float16))
+    np.save("enough.npy", np.zeros(16 << 19, np.float16))
     for source, options, frames in (
         ("sys", EncodeOptions(frame_bytes=256), 4),
         ("sys", EncodeOptions(), 1),
-        ("large.npy", EncodeOptions(effort="fast"), 1),
+        ("enough.npy", EncodeOptions(effort="fast"), 1),
+        ("large.npy", EncodeOptions(effort="fast"), 2),
+        ("large.npy", EncodeOptions(effort="fast", frame_bytes=0), 1),
     ):
         bundle.encode(kvmnn.open(source), "cut/", options, force=True)
         assert len(bundle.open_frames("cut").arrays[0].frames) == frames
+    stream = io.BytesIO()
+    bundle.encode(kvmnn.open("large.npy"), stream, EncodeOptions(effort="fast"))
+    assert stream.getvalue() == kvmnn.encode(np.zeros(17 << 19, np.float16), effort="fast")
+    monkeypatch.setattr("kvmnn.bundle.encoding.STREAM_BYTES", (17 << 20) - 1)
+    with pytest.raises(OptionError, match="are above --frame-bytes: use --frame-bytes 0 or -o FILE"):
+        bundle.encode(kvmnn.open("large.npy"), stream)
 
 
 def test_restore(here, run):

@@ -45,6 +45,19 @@ def test_the_first_failure_comes_through():
     assert threading.active_count() < 40
 
 
+def test_items_share_the_threads():
+    """As many threads for each as leave none idle while `IN_FLIGHT` is full."""
+    for size, threads, shares in (
+        (pipeline.IN_FLIGHT // 2, 2, 1),
+        (pipeline.IN_FLIGHT // 2, 7, 3),
+        (pipeline.IN_FLIGHT // 2 + 1, 7, 7),
+        (pipeline.IN_FLIGHT // 8, 16, 2),
+        (1, 16, 1),
+    ):
+        made = pipeline.ordered(lambda _, allowed: allowed, [1, 2, 3], lambda _, n=size: n, threads)
+        assert [allowed for _, allowed in made] == [shares] * 3
+
+
 def test_a_lone_item_has_all_threads():
     assert [r for _, r in pipeline.ordered(lambda _, threads: threads, [1], lambda _: 1, 3)] == [3]
     assert [r for _, r in pipeline.ordered(lambda _, threads: threads, [1, 2], lambda _: 1, 3)] == [1, 1]

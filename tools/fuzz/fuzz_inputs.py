@@ -51,7 +51,7 @@ def made(target: str) -> Iterator[bytes]:
             for kind in range(8):
                 steps = [
                     step.pack(1, 0b1110, 90, 0x4000),
-                    step.pack(kind, 0b1110, 3, 0x2000 << option % 3 | option & 1),
+                    step.pack(kind, 0b1110, 3, 0x2000 << option % 3 | 3 * (option & 1)),
                 ]
                 yield bytes([option]) + b"".join(steps * 3)
             yield bytes([option | 16]) + rng.bytes(64) * 4

@@ -18,7 +18,7 @@ from kvmnn.frames.options import CodecOptions
 
 RLE_AND_ZSTD = 3
 MOST_WORDS = 1 << 16
-MOST_MADE = 200 << 10
+MOST_MADE = 12 << 10
 """Words that the writer is given."""
 PIECE_BYTES = fast.PIECE_BYTES
 NOISE = np.random.default_rng(1).integers(0, 1 << 16, 1 << 18).astype(np.uint16)
@@ -56,7 +56,7 @@ def writer(data: memoryview) -> tuple[bytes, bytes] | None:
     if words.size == 0:
         return None
     kind = (FP16, BF16, FP32, FP32)[option & 3]
-    fast.PIECE_BYTES = (PIECE_BYTES, 1 << 10, 40 << 10, 160 << 10)[option >> 2 & 3]
+    fast.PIECE_BYTES = (PIECE_BYTES, PIECE_BYTES, 1 << 10, 10 << 10)[option >> 2 & 3]
     try:
         frame = fast.encode_fast(words, CodecOptions(effort="fast").for_words(kind), 1)
     finally:
@@ -71,15 +71,15 @@ def writer(data: memoryview) -> tuple[bytes, bytes] | None:
 def expanded(data: memoryview) -> npt.NDArray[np.uint8]:
     """Words: behind the first byte, which has options, lie they themselves or steps that make them.
 
-    A step has 5 bytes: what and where noise begins, which lanes (others are noise), a parameter, and how many words: 12
-    bits, times 16 where the last one is odd.
+    A step has 5 bytes: what and where noise begins, which lanes (others are noise), a parameter, and how many words: up
+    to 2,047, times 16 where the last bits are set.
     """
     stride, lanes, end = (2, 2, 4, 4)[data[0] & 3], np.empty((MOST_MADE, 4), np.uint8), 0
     if data[0] & 16:
         return np.frombuffer(data[1 : 1 + (len(data) - 1) // stride * stride], np.uint8)
     for at in range(1, len(data) - 4, 5):
         what, mask, parameter = data[at : at + 3]
-        count = (data[at + 3] | (data[at + 4] >> 4) << 8) << 4 * (data[at + 4] & 1)
+        count = (data[at + 3] | (data[at + 4] >> 5) << 8) << (4 if data[at + 4] & 15 == 15 else 0)
         count = min(count, MOST_MADE - end)
         noise = NOISE[(at * 31 + (what >> 3)) * 5 :][:count]
         some, wide, kind = noise >> 8, noise.astype(np.uint8), what & 7

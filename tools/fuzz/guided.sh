@@ -37,15 +37,18 @@ for module in $MODULES; do
         echo "guided: building kvmnn/$module"
         "$PYTHON" -m cython -3 -I pyx -X boundscheck=False,wraparound=False,initializedcheck=False,nonecheck=False \
             -X cdivision=True --module-name "kvmnn.$(echo "$module" | tr / .)" "pyx/kvmnn/$module.pyx" -o "$name.c"
-        more=
+        more= level=-O1
         checks="-fsanitize=address,undefined -fno-sanitize-recover=undefined -fsanitize-coverage=$counters"
         case $module in _simd | files/_mapping | frames/_encoder | frames/_hashing | packed/_layout) checks= ;; esac
         case $module in
-        frames/_fast) for name_c in zstd_writer huffman fse repeats; do more="$more pyx/kvmnn/frames/$name_c.c"; done ;;
+        frames/_fast)
+            for part in zstd_writer huffman fse repeats; do more="$more pyx/kvmnn/frames/$part.c"; done
+            level="-O2 -DKVMNN_BLOCK=4608 -fno-sanitize-coverage=trace-cmp" # no value here is worth guessing
+            ;;
         frames/_streams) more=pyx/kvmnn/frames/lanes.c ;;
         packed/_layout) more="pyx/kvmnn/packed/packing.c pyx/kvmnn/packed/quantise.c" ;;
         esac
-        "$CLANG" -O1 -gline-tables-only -ffp-contract=off $checks -Wno-everything -fPIC -shared -I "$include" -I pyx -I "pyx/kvmnn/$(dirname "$module")" \
+        "$CLANG" $level -gline-tables-only -ffp-contract=off $checks -Wno-everything -fPIC -shared -I "$include" -I pyx -I "pyx/kvmnn/$(dirname "$module")" \
             "$name.c" $more -o "$name.so"
     fi
     cp "$name.so" "$WORK/src/kvmnn/$module$suffix"

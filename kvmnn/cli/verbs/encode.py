@@ -28,7 +28,8 @@ sequence file of llama.cpp and a prompt cache of mlx-lm are kept whole: decode w
 
 Without -o, X.npy becomes X.npy.frame and X.npz becomes X.npz.frames/; only what comes from standard input goes to
 standard output (if that is a file or a pipe).
-An array above --frame-bytes is cut along its leading axes into several frames.
+An array above --frame-bytes is cut along its leading axes into several frames,
+which all processors share; to standard output goes one frame, of up to 64 MiB.
 A frame of words without redundancy is larger than they are; --block and
 --allow-raw store such arrays as they are, and the manifest says "stored": "raw".
 Every frame is decoded and compared with its input before LOSSLESS is printed."""
@@ -63,7 +64,7 @@ def add_parser(verbs: Any) -> None:
         "--frame-bytes",
         type=_frame_bytes,
         metavar="SIZE",
-        help="cut arrays above this many raw bytes (default: 64M, 16M for packed files; 0: never)",
+        help="cut arrays above this many raw bytes (default: 16M, 64M to a stream; 0: never)",
     )
     raw = parser.add_mutually_exclusive_group()
     raw.add_argument(

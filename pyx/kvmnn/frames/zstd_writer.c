@@ -2,8 +2,12 @@
 
 #include "huffman.h"
 
+#ifndef KVMNN_BLOCK
+#define KVMNN_BLOCK (64 << 10) /* guided fuzzing has smaller ones, to see many of them in little time */
+#endif
+
 enum {
-    BLOCK = 64 << 10,
+    BLOCK = KVMNN_BLOCK,
     RAW = 0,
     RLE = 1,
     COMPRESSED = 2,

@@ -49,10 +49,8 @@ def made(target: str) -> Iterator[bytes]:
         step = struct.Struct("<BBBH")
         for option in range(16):
             for kind in range(8):
-                steps = [
-                    step.pack(1, 0b1110, 90, 0x4000),
-                    step.pack(kind, 0b1110, 3, 0x2000 << option % 3 | 3 * (option & 1)),
-                ]
+                end = 0x2000 << option % 3 | 0x0F00 * (option & 1)
+                steps = [step.pack(1, 0b1110, 90, 0x2080), step.pack(kind, 0b1110, 3, end)]
                 yield bytes([option]) + b"".join(steps * 3)
             yield bytes([option | 16]) + rng.bytes(64) * 4
         return

@@ -45,9 +45,10 @@ bench: $(STAMPS)/bench
 	$(BIN)/python tools/bench/store.py $(if $(MNN),--mnn $(MNN))
 
 # The fork's runtime cases on the shipped model, judged as measured: that gates fail is a result, not an error.
-gates: $(STAMPS)/lm
+gates: $(STAMPS)/report
 	$(BIN)/kvmnn gate run fixtures/lm --suite runtime --config tools/gates.json --prompts fixtures/lm/texts \
 	    -o build/gates --jobs 2 || test $$? = 1
+	$(BIN)/kvmnn report build/gates -o build/gates.html --force
 
 # Hostile input, faults and short fuzzing; docs/reliability.md says what each of them is for.
 attack: $(STAMPS)/test
@@ -95,11 +96,12 @@ $(STAMPS)/install: $(BIN)/python $(SOURCES)
 
 $(STAMPS)/test: EXTRAS := test
 $(STAMPS)/lm: EXTRAS := lm
+$(STAMPS)/report: EXTRAS := lm plot
 $(STAMPS)/bench: EXTRAS := rivals lm
 $(STAMPS)/peers: EXTRAS := test peers
 $(STAMPS)/lint: EXTRAS := test lint
 
-$(STAMPS)/test $(STAMPS)/lm $(STAMPS)/bench $(STAMPS)/peers $(STAMPS)/lint: $(STAMPS)/install
+$(STAMPS)/test $(STAMPS)/lm $(STAMPS)/report $(STAMPS)/bench $(STAMPS)/peers $(STAMPS)/lint: $(STAMPS)/install
 	@echo "installing what is needed for: $(EXTRAS)"
 	@$(BIN)/python tools/extras.py $(EXTRAS) >$@.txt
 	@$(PIP) $(if $(findstring peers,$(EXTRAS)),'$(TORCH)') -r $@.txt

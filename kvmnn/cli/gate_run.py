@@ -68,6 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         tokenizer=arguments.tokenizer,
         jobs=arguments.jobs or 1,
         force=arguments.force,
+        command=printing.command(arguments),
     )
     with _Progress(arguments, suite) as progress:
         made, judged, notes = _all(arguments, suite, cases, directory, progress)

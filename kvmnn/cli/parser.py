@@ -13,7 +13,7 @@ from . import help, streams
 GROUPS = {
     "frames": ("encode", "decode", "inspect", "verify", "diff", "bench"),
     "KV caches of MNN": ("unpack", "pack", "repack", "compact", "store", "plan", "replay", "measure"),
-    "language models": ("eval", "plot", "generate", "dump-kv", "gate"),
+    "language models": ("eval", "plot", "generate", "dump-kv", "gate", "report"),
     "compressor weights": ("convert", "export", "compress-kv"),
     "the command itself": ("completion",),
 }
@@ -59,6 +59,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     if not hasattr(arguments, "run"):
         parser.print_help()
         raise SystemExit(0)
+    arguments.typed = {"words": words}
     return arguments
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,16 @@ STDIO = "-"
 
 class UsageError(OptionError):
     """The command line asks for something that makes no sense; exit code 2."""
+
+
+MEASURING = ("bench", "eval", "gate run", "measure", "replay")
+"""Verbs whose documents say by which command they were made, for ``kvmnn report``."""
+
+
+def command(arguments: argparse.Namespace) -> str:
+    """The command line as a shell takes it, empty where nobody typed one."""
+    typed = getattr(arguments, "typed", None)
+    return shlex.join(["kvmnn", *typed["words"]]) if typed else ""
 
 
 class Result(Protocol):
@@ -44,7 +55,8 @@ def show(
     """Print a result: as JSON for ``--json``, else as `text` (default: ``str(result)``) unless ``-q``."""
     changes.check()
     if arguments.json:
-        print_json({"verb": verb, **result.to_dict()})
+        said = {"command": command(arguments)} if verb in MEASURING else {}
+        print_json({"verb": verb, **said, **result.to_dict()})
         return
     if verb != "generate":  # whose result has texts with lines of their own
         expect_names(result.to_dict())

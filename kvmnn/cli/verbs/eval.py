@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -129,7 +130,11 @@ def _outputs(arguments: argparse.Namespace, stack: ExitStack) -> Callable[[Evalu
         if arguments.plot is not None:
             _plot(arguments, result)
         if output is not None:
-            output.file.write(result.to_text(form_of(arguments.output)).encode())
+            form = form_of(arguments.output)
+            text = result.to_text(form)
+            if form == "json":
+                text = json.dumps({**result.to_dict(), "command": printing.command(arguments)}) + "\n"
+            output.file.write(text.encode())
             output.commit()
 
     return write

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -20,10 +20,11 @@ from ..logs.parsing import ParsedLogs
 from ..summary.saving import save_checked, save_demo, write_round
 from ..summary.writing import Round
 from .case_gates import answer_gate, case_gates, content_gates, lossless_gate, lossy_gate, runtime_gates
+from .measuring import RunRecord
 from .rows_of_runs import bench_rows, demo_runs
 from .suite import Measured
 
-HISTORY = "history.jsonl"
+HISTORY, FIGURES = "history.jsonl", "runs.json"
 
 _BASIS = "every figure is of these runs; what nothing measured is no pass"
 
@@ -159,7 +160,35 @@ def save(directory: str, measured: Measured, checked: Checked | DemoChecked) -> 
         )
         path = Path(directory, checked.case, f"{side}.csv")
         path.write_bytes(table.to_csv().encode("utf-8", "surrogateescape"))
+    Path(directory, checked.case, FIGURES).write_text(json.dumps(_figures(measured), indent=1), encoding="utf-8")
     return made
+
+
+def _figures(measured: Measured) -> dict[str, Any]:
+    """What the verdict of a case was made of, run by run, for ``kvmnn report``."""
+
+    def side(record: RunRecord) -> dict[str, Any]:
+        return {name: value for name, value in record.to_dict().items() if name != "new_ids"}
+
+    return {
+        "kvmnn_gate_runs": 1,
+        "case": measured.case.name,
+        "mode": measured.case.mode,
+        "pairs": [
+            {
+                "work": pair.work.name,
+                "bucket": pair.work.bucket,
+                "round": place,
+                "without": side(pair.without),
+                "candidate": side(pair.candidate),
+            }
+            for place, pairs in enumerate(measured.rounds, start=1)
+            for pair in pairs
+        ],
+        "comparisons": [one.to_dict() for one in measured.comparisons],
+        "quality": None if measured.quality is None else asdict(measured.quality),
+        "notes": list(measured.notes),
+    }
 
 
 def finish(directory: str, made: Round, cases: Sequence[Checked | DemoChecked], notes: Sequence[str]) -> SuiteResult:

@@ -92,6 +92,8 @@ class Suite:
         Processes for the perplexity, which is not timed; 0: this one.
     force
         Take a folder that holds something else.
+    command
+        Noted down beside model, machine and settings; empty: not known.
 
     Raises
     ------
@@ -111,7 +113,9 @@ class Suite:
         tokenizer: str | None = None,
         jobs: int = 1,
         force: bool = False,
+        command: str = "",
     ) -> None:
+        self._command = command
         self._model, self._directory, self._jobs, self._settings = model, Path(directory), jobs, settings
         _check_directory(self._directory, force)
         self._plain = DecoderSession.open(model, threads=settings.threads)
@@ -287,6 +291,7 @@ class Suite:
     def _note_down(self, cases: Sequence[RunCase]) -> None:
         about = {
             "kvmnn_gate_run": 1,
+            "command": self._command,
             "model": os.fspath(self._model),
             "model_sha256": self._sha256,
             "kvmnn": version(),

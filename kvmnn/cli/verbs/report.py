@@ -1,0 +1,86 @@
+"""``kvmnn report``: one page about what was measured."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from .. import printing, shared_options, streams
+from ..printing import UsageError
+
+if TYPE_CHECKING:
+    from ...reports.page import Report
+
+_TEXT = """Make one page of results: the verdict of gates first, the cases beside the figures of the MNN fork's report,
+ratios over layers with the entropy limit, memory over time, perplexity over budget, latencies, codecs, the trend over
+rounds, machine and settings, and the exact commands. The page is one HTML file that loads nothing and needs no script.
+
+  kvmnn gate run model/ --prompts texts/ -o round/
+  kvmnn eval model/ --text texts/ --policy streaming --budget 256 \\
+      --plot plots/ -o round/eval.json
+  kvmnn measure dump/ --real --json >round/measure.json
+  kvmnn report round/ -o report.html
+  kvmnn report round/ --markdown
+
+IN is a folder, of which all results are taken (what gate run, eval, measure, replay and bench leave; other JSON is left
+out, with a note), or a JSON file, which must be one. A part that was not measured is said to be so. Equal inputs make
+equal pages. The exit code does not depend on the verdict."""
+
+
+def add_parser(verbs: Any) -> None:
+    """Declare the verb."""
+    parser = shared_options.add_verb(verbs, "report", run, "one page of gates, evaluations and measurements", _TEXT)
+    parser.add_argument("inputs", nargs="+", metavar="IN", help="a folder of results, or a JSON file")
+    shared_options.add_output(parser, "the page: .html, or .md for Markdown; - is standard output")
+    parser.add_argument(
+        "--markdown", action="store_true", help="Markdown, for pull requests (default: to the terminal)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Carry the verb out."""
+    from ...files.output import FileOutput
+    from ...reports.page import make_report
+
+    target = arguments.output
+    as_markdown = arguments.markdown or (target or "").lower().endswith((".md", ".markdown"))
+    _check(arguments, target, as_markdown)
+    if target in (None, printing.STDIO):
+        made = _made(arguments, make_report)
+        if arguments.json:
+            printing.show(arguments, "report", made)
+        else:
+            text = made.to_markdown() if as_markdown else made.to_html()
+            printing.Stdout().write(text.encode("utf-8", "backslashreplace"))
+        return 0
+    with FileOutput(target, force=arguments.force, protect=arguments.inputs) as output:
+        made = _made(arguments, make_report)
+        text = made.to_markdown() if as_markdown else made.to_html()
+        output.file.write(text.encode("utf-8", "backslashreplace"))
+        output.commit()
+    printing.show(arguments, "report", made, text=f"{target}: {made}")
+    return 0
+
+
+def _check(arguments: argparse.Namespace, target: str | None, as_markdown: bool) -> None:
+    if target is None and not as_markdown and not arguments.json:
+        raise UsageError("no output given: use -o report.html, or --markdown")
+    if target == printing.STDIO and arguments.json:
+        raise UsageError("--json and the page both want standard output: write the page to a file (-o FILE)")
+    if target is None and as_markdown and arguments.json:
+        raise UsageError("--json and --markdown both want standard output: write the page to a file (-o FILE)")
+    if target not in (None, printing.STDIO) and printing.is_directory(str(target)):
+        raise UsageError(f"{target}: is a directory, expected a file such as report.html")
+    if target == printing.STDIO and not as_markdown and streams.on_terminal():
+        raise UsageError("-o -: a terminal shows no HTML: use -o report.html, or --markdown")
+    if arguments.markdown and (target or "").lower().endswith((".html", ".htm")):
+        raise UsageError(f"{target}: --markdown writes no HTML: expected a name that ends in .md")
+
+
+def _made(arguments: argparse.Namespace, make: Any) -> Report:
+    made: Report = make(arguments.inputs)
+    for name in made.left_out[:5]:
+        printing.note(arguments, f"{name}: is left out, it is no result that a report knows")
+    if len(made.left_out) > 5:
+        printing.note(arguments, f"{len(made.left_out) - 5:,} more files are left out")
+    return made

@@ -1,0 +1,383 @@
+"""What the page reads of the documents that verbs leave; keys that it does not show are ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ...files.records import Record
+from ..results import Refusal, TextFacts, Trace
+from ..rows import Row
+
+Verdict = Literal["pass", "fail", "off", "not measured"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateLine(Record):
+    """One gate: value and limit as text, with units."""
+
+    name: str
+    verdict: Verdict
+    value: str = ""
+    limit: str = ""
+    why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseVerdict(Record):
+    """A case as ``gate.json`` and ``llm_demo_report.json`` have it; reports of the fork have no gates."""
+
+    case: str = ""
+    mode: str = ""
+    overall_pass: bool
+    verdict: Verdict | None = None
+    failure: str = ""
+    strict: bool = False
+    gates: tuple[GateLine, ...] = ()
+    hard_checks: tuple[GateLine, ...] = ()
+    diagnoses: tuple[str, ...] = ()
+
+    @property
+    def lines(self) -> tuple[GateLine, ...]:
+        """Gates and checks."""
+        return (*self.gates, *self.hard_checks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundRow(Record):
+    """A case in ``summary.json``, under the fork's names; those that its suite lacks are None."""
+
+    suite: str
+    case: str
+    mode: str = ""
+    overall_pass: bool
+    failure_reason: str = ""
+    lossy_best: float | None = None
+    lossless_selected_value: float | None = None
+    decode_gate_tps: float | None = None
+    decode_best: float | None = None
+    decode_baseline: float | None = None
+    decode_drop_ratio: float | None = None
+    decode_drop_target: float | None = None
+    candidate_decode_tps_avg: float | None = None
+    baseline_decode_tps_avg: float | None = None
+    candidate_lossy_ratio_avg: float | None = None
+    candidate_lossless_ratio_avg: float | None = None
+    candidate_runtime_total_ratio_avg: float | None = None
+    kv_content_consistency_pass: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round(Record):
+    """``summary.json``."""
+
+    generated_at: str = ""
+    overall_pass: bool
+    total_cases: int
+    rows: tuple[RoundRow, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PastCase(Record):
+    """A case in a line of ``history.jsonl``."""
+
+    case: str
+    passed: bool = field(metadata={"key": "pass"})
+    reason: str = ""
+    lossy: float
+    lossless: float
+    decode_tps: float
+    drop: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PastRound(Record):
+    """A line of ``history.jsonl``."""
+
+    generated_at: str
+    overall_pass: bool
+    cases: tuple[PastCase, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class About(Record):
+    """``run.json``: what a suite ran on, and how."""
+
+    kvmnn_gate_run: int
+    model: str
+    model_sha256: str
+    kvmnn: str
+    python: str
+    machine: str
+    processors: int | None
+    settings: Mapping[str, object]
+    cases: Mapping[str, object]
+    command: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latency(Record):
+    """Durations of single operations, microseconds."""
+
+    count: float
+    total_us: float
+    p50_us: float
+    p95_us: float
+    p99_us: float
+    max_us: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFigures(Record):
+    """One run of one side of a case."""
+
+    prompt_tokens: int
+    decode_tokens: int
+    prefill_seconds: float
+    decode_seconds: float
+    lossy_ratio: float
+    held_ratio: float
+    encoded_ratio: float | None
+    total_ratio: float
+    latencies: Mapping[str, Latency] = field(default_factory=dict)
+
+    @property
+    def speed(self) -> float | None:
+        """Tokens a second."""
+        return self.decode_tokens / self.decode_seconds if self.decode_seconds > 0 else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPair(Record):
+    """Both sides of a piece of work."""
+
+    work: str
+    bucket: str
+    round: int
+    without: RunFigures
+    candidate: RunFigures
+
+
+@dataclass(frozen=True, kw_only=True)
+class QualityChange(Record):
+    """The change of perplexity against the full cache, as shares."""
+
+    mean: float
+    low: float | None
+    high: float | None
+    texts: int
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseRuns(Record):
+    """``CASE/runs.json``: what the verdict of a case was made of."""
+
+    kvmnn_gate_runs: int
+    case: str
+    mode: str
+    pairs: tuple[RunPair, ...]
+    quality: QualityChange | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluatedSettings(Record):
+    """Of an evaluation, as `kvmnn.reports.results.Settings` says."""
+
+    chunk: int
+    prompt: int
+    deep_from: int
+    seed: int
+    threads: int
+    repeats: int
+    numbers_version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluatedModel(Record):
+    """The model of an evaluation."""
+
+    name: str
+    path: str
+    sha256: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+    cache_dtype: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation(Record):
+    """What ``kvmnn eval`` writes; `kvmnn.reports.results.Results`."""
+
+    kvmnn: str
+    model: EvaluatedModel
+    settings: EvaluatedSettings
+    documents: tuple[TextFacts, ...]
+    rows: tuple[Row, ...]
+    traces: tuple[Trace, ...] = ()
+    notes: tuple[str, ...] = ()
+    refused: tuple[Refusal, ...] = ()
+    command: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartSizes(Record):
+    """K or V of a layer, or all; frames are there with ``--real`` only, limits not with ``--no-limits``."""
+
+    raw_bytes: int
+    simulated_bytes: int
+    simulated_ratio: float
+    limit_ratio: float | None = None
+    stored_bytes: int | None = None
+    stored_ratio: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSizes(PartSizes):
+    """A layer."""
+
+    tokens: int
+    k: PartSizes
+    v: PartSizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Breakdown(Record):
+    """The part of a measurement that knows layers."""
+
+    found_layers: int
+    overall: PartSizes
+    layers: Mapping[str, LayerSizes]
+    meaning: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfflineTotals(Record):
+    """The document of the reference's tool (``measure --out-json``)."""
+
+    schema_version: int
+    dump_dir: object = None
+    codec: str
+    raw_bytes: int
+    compressed_bytes: int
+    k_lossless_ratio: float
+    v_lossless_ratio: float
+    weighted_lossless_ratio: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured(Record):
+    """What ``kvmnn measure`` leaves; `breakdown` only with ``--json``."""
+
+    label: str = ""
+    evaluation: OfflineTotals
+    breakdown: Breakdown | None = None
+    command: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayedLayer(Record):
+    """A layer of a replay."""
+
+    layer: int
+    tokens: int
+    raw_bytes: int
+    compressed_bytes: int
+    held_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayMetrics(Record):
+    """Sums of a replay."""
+
+    h2o_lossless_ratio: float
+    h2o_lossless_raw_bytes: int
+    h2o_lossless_fallback_count: int
+    lossy_ratio: float
+    lossless_ratio: float
+    total_ratio: float
+    held_bytes: int
+    compress: Latency
+    decompress: Latency
+    wait: Latency
+    verify: Latency
+    layers: tuple[ReplayedLayer, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayedStep(Record):
+    """A step of a replay."""
+
+    step: int
+    tokens: int
+    appended_bytes: int
+    live_bytes: int
+    held_bytes: int
+    ratio: float
+    step_us: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replayed(Record):
+    """What ``kvmnn replay --json`` prints."""
+
+    behaviour: str
+    layers: int
+    prompt: int
+    tokens: int
+    compared_calls: int
+    wrong_calls: int
+    metrics: ReplayMetrics
+    points: tuple[ReplayedStep, ...]
+    command: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecResult(Record):
+    """A codec on an array; speeds in bytes a second."""
+
+    codec: str
+    version: str
+    raw_bytes: int
+    stored_bytes: int
+    error: str | None = None
+    ratio: float | None = None
+    encode_bytes_per_s_cpu: float | None = None
+    decode_bytes_per_s_cpu: float | None = None
+    dominated_by: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecArray(Record):
+    """All codecs on an array."""
+
+    name: str
+    dtype: str
+    array_bytes: int
+    sample_bytes: int
+    entropy_ratio: float | None
+    rounds: int
+    results: tuple[CodecResult, ...]
+    missing: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine(Record):
+    """Where codecs ran."""
+
+    processor: str
+    cpus: int
+    system: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Codecs(Record):
+    """What ``kvmnn bench --json`` prints."""
+
+    machine: Machine
+    threads: int
+    arrays: tuple[CodecArray, ...]
+    command: str = ""

@@ -109,7 +109,14 @@ def _lines(axes: Axes, chart: Chart) -> None:
             if point.low is not None and point.high is not None:
                 axes.plot([point.x, point.x], [point.low, point.high], color=style["color"], linewidth=1, alpha=0.7)
         dense = len(xs) > 40
-        axes.plot(xs, ys, **style | ({"marker": None} if dense and one.line else {}), linewidth=1.6, markersize=4.6)
+        axes.plot(
+            xs,
+            ys,
+            **style | ({"marker": None} if dense and one.line else {}),
+            linewidth=1.6,
+            markersize=4.6,
+            zorder=2.6 if one.dashed else 2.3,
+        )
     for value, _ in chart.limits:
         axes.axhline(value, color=_INK, linewidth=1, linestyle=(0, (5, 2)))
     if chart.log_y:

@@ -103,7 +103,7 @@ td.wide{min-width:16rem}
 .beside{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,26rem),1fr));gap:.75rem 1.25rem;
  margin:1.25rem 0}
 .beside>*{min-width:0}.beside .scroll{margin:0}.beside .foot{margin-top:.5rem}.beside .plots{grid-template-columns:1fr}
-.under{display:block;color:var(--muted);font-size:.85em}
+.under{display:block;white-space:nowrap;color:var(--muted);font-size:.85em}
 th button{all:unset;cursor:pointer;font:inherit;color:inherit}
 th[aria-sort=ascending] button::after{content:" \\25B2"}th[aria-sort=descending] button::after{content:" \\25BC"}
 
@@ -128,14 +128,14 @@ footer{color:var(--muted);font-size:.9rem;padding-top:2rem;padding-bottom:3rem}
  table.cards td>span,table.cards tbody th{min-width:0;max-width:none;overflow-wrap:anywhere}
 }
 @media print{
- body{font-size:10.5pt}header,main,footer{max-width:none;padding:0}nav,.skip{display:none}
+ html{font-size:12px}body{font-size:1rem}header,main,footer{max-width:none;padding:0}nav,.skip{display:none}
  h2{break-after:avoid;margin-top:1.5rem}figure,.case,tr,pre{break-inside:avoid}
  .banner,.chip,.case,figure,.missing{print-color-adjust:exact;
   -webkit-print-color-adjust:exact}
  .scroll{overflow:visible;break-inside:auto}table{font-size:7.5pt}th,td{padding:.15rem .3rem}td.wide{min-width:7rem}
- table.many{font-size:6pt}table.many th,table.many td{padding:.1rem .15rem;min-width:0;overflow-wrap:anywhere}
+ table.many{font-size:6.5pt}table.many th,table.many td{padding:.1rem .2rem;min-width:0}
  .chip{padding:0 .35rem;font-size:inherit}
- .plots,.beside{grid-template-columns:1fr 1fr;gap:.6rem}tbody th.left,td.left{overflow-wrap:anywhere}
+ .plots,.beside{grid-template-columns:1fr 1fr;gap:.6rem}tbody th.left,td.left{overflow-wrap:anywhere;max-width:12rem}
  details:not([open]){display:none}a{color:inherit;text-decoration:none}
 }
 """

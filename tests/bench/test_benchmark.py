@@ -74,7 +74,7 @@ def test_the_library_compares_as_the_command_does(tmp_path, capsys):
     assert main(["bench", str(tmp_path / "k.npy"), "--rounds", "1", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     document = found.to_dict()
-    assert {"verb", *document} == set(said)
+    assert {"verb", "command", *document} == set(said)
     assert set(document["arrays"][0]["results"][0]) == set(said["arrays"][0]["results"][0])
     assert str(found).startswith("k: fp16, 8,192 bytes; order-0 limit of the byte streams")
     assert all(result.version != "unknown" for result in found.arrays[0].results)

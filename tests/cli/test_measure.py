@@ -157,6 +157,10 @@ def test_fp32_stands_beside_fp16(here, run):
     assert "\nfp32: 1 layer, simulated too: fp32 words as they are, nothing rounded" in said
     made = json.loads(run("measure", "dump", "--fp32", "--json").out)
     plain = json.loads(run("measure", "dump", "--json").out)
+    assert (made.pop("command"), plain.pop("command")) == (
+        "kvmnn measure dump --fp32 --json",
+        "kvmnn measure dump --json",
+    )
     fp32 = made["breakdown"].pop("fp32")
     assert made == plain
     assert (fp32["overall"]["layers"], list(fp32["layers"])) == (1, ["2"])

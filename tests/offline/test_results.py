@@ -26,7 +26,8 @@ def here(tmp_path, monkeypatch):
 def test_a_measurement(here, run):
     found = measure([os.path.abspath("dump")], real=True, out_json="a/b.json", out_md="a/b.md")
     assert run("measure", "dump", "--real").out == f"{found}\n"
-    assert json.loads(run("measure", "dump", "--real", "--json").out) == {"verb": "measure", **found.to_dict()}
+    said = {"verb": "measure", "command": "kvmnn measure dump --real --json"}
+    assert json.loads(run("measure", "dump", "--real", "--json").out) == {**said, **found.to_dict()}
     assert Path("a/b.json").read_text() == to_json(found)
     assert Path("a/b.md").read_text() == to_markdown(found)
     assert found.label == "LOSSY"
@@ -45,6 +46,7 @@ def test_an_analysis(here, run):
     report = write_analysis(select(["dump"], ALL_LAYERS), "an")
     assert run("measure", "dump", "--analysis", "an", "-f").out == f"{report}\n"
     told = json.loads(run("measure", "dump", "--analysis", "an", "-f", "--json").out)
+    assert told.pop("command") == "kvmnn measure dump --analysis an -f --json"
     assert told == {"verb": "measure", **report.to_dict()}
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from .. import dtypes
+from ..errors import KvmnnError
 from ..store import Prefix, PrefixStore, Put
 from .runner import Runner
 
@@ -82,5 +83,12 @@ class StoredPrefixes:
         return found
 
     def put(self, runner: Runner, ids: Sequence[int]) -> Put:
-        """Store K and V of all tokens that a runner has been fed, `ids`; what is there already is not stored again."""
-        return self._store.put(ids, runner.cache.layers(), model=self._model)
+        """Store K and V of all tokens that a runner has been fed, `ids`; what is there already is not stored again.
+
+        A store that cannot be written costs what it would have kept, not the text: `Put.notes` says why.
+        """
+        layers = runner.cache.layers()
+        try:
+            return self._store.put(ids, layers, model=self._model)
+        except KvmnnError as error:
+            return Put(tokens=len(ids), known_tokens=0, notes=(str(error),))

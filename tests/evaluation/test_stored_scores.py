@@ -64,6 +64,14 @@ def taken(result) -> list[list[int | None]]:
     return [[text.stored_tokens for text in row.documents] for row in result.rows]
 
 
+def test_a_store_that_cannot_be_written_costs_no_score(model: Path, tmp_path: Path) -> None:
+    with PrefixStore(tmp_path / "store"):
+        (tmp_path / "store" / "staging").write_text("in the way")
+    found = measured(model, tmp_path / "store")
+    assert numbers(found) == numbers(measured(model, None))
+    assert any("nothing was stored: " in note and "staging" in note for note in found.notes)
+
+
 @pytest.mark.parametrize(
     ("steps", "first", "again"),
     [

@@ -92,6 +92,16 @@ def test_generation_begins_there_and_puts_what_it_made(session, prefixes) -> Non
     assert second.ids == generate_tokens(runner, [*IDS, *first.ids], 4).ids
 
 
+def test_a_store_that_cannot_be_written_costs_no_text(session, prefixes, tmp_path: Path) -> None:
+    (tmp_path / "store" / "staging").write_text("in the way")
+    runner = Runner(session)
+    made = generate_tokens(runner, IDS, 6, prefixes=prefixes)
+    assert made.ids == generate_tokens(runner, IDS, 6).ids
+    assert made.store is not None and made.store.put is not None
+    assert "staging: cannot be written: " in made.store.put.notes[0]
+    assert "95 tokens: nothing was stored: " in str(made.store.put)
+
+
 def test_what_does_not_fit_is_refused(session, model) -> None:
     runner = Runner(session)
     runner.feed(IDS[:8])

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from ... import dtypes
 from ...arrays.layer_cache import LayerCache
 from ...dtypes import Floats
+from ...errors import KvmnnError
 from ...frames.hashing import checksum
 from ...lm.documents import Ids
 from ...lm.graph.decoder import Step
@@ -108,16 +109,24 @@ class StoredScores:
         first: int,
         logits: Floats | None,
     ) -> None:
-        """Store whole steps of a text, whose first had `first` tokens and ended with `logits`."""
+        """Store whole steps of a text, whose first had `first` tokens and ended with `logits`.
+
+        A store that cannot be written costs what it would have kept, not the scores: `notes` says why.
+        """
         tokens = layers[0].tokens
         rows = [LayerCache(layer=each.layer, keys=each.keys, values=each.values) for each in layers]
-        made = self.store.put(ids[:tokens], [*rows, _score_layer(rows[-1], nll, hits)], model=self._name("rows"))
-        self.notes.extend(made.notes)
+        self._put(ids[:tokens], [*rows, _score_layer(rows[-1], nll, hits)], "rows")
         if first > 1 and logits is not None:
             words = np.append(logits, np.zeros(-len(logits) % (2 * _DIGEST_IDS), np.float32))
             keys, values = np.append(words, _mark(words)).reshape(2, 1, _DIGEST_IDS, -1)
             cache = LayerCache(layer=0, keys=keys, values=values)
-            self.store.put(_digest(ids[:first]), [cache], model=self._name(f"logits {len(logits)}"))
+            self._put(_digest(ids[:first]), [cache], f"logits {len(logits)}")
+
+    def _put(self, ids: Ids, layers: Sequence[LayerCache], what: str) -> None:
+        try:
+            self.notes.extend(self.store.put(ids, layers, model=self._name(what)).notes)
+        except KvmnnError as error:
+            self.notes.append(f"nothing was stored: {error}")
 
     def _logits(self, ids: Ids) -> Floats | None:
         """The last logits of a text that is a first step; None where they are not there."""

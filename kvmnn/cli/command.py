@@ -6,23 +6,20 @@ Nothing but what every start needs is imported before `main` guards against inte
 from __future__ import annotations
 
 import os
-import signal
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from ..errors import KvmnnError, MissingDependencyError, OptionError
 from . import streams
+from .signals import INTERRUPTED, SignalledError, unwinding
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
-OK, DATA, USAGE, MISSING, DEFECT = 0, 1, 2, 3, 70
-HUNG_UP, INTERRUPTED, READER_GONE, TERMINATED = 129, 130, 141, 143
-"""128 and the number of the signal, as shells have it."""
+OK, DATA, USAGE, MISSING, DEFECT, READER_GONE = 0, 1, 2, 3, 70, 141
+"""Exit codes; 141 is 128 and SIGPIPE's number. Those of other signals are in `signals`."""
 
 TRACEBACK = "KVMNN_TRACEBACK"
 """An environment variable: if it is set to anything but 0, errors come with their traceback."""
@@ -35,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     streams.claim_descriptors()
     streams.forget_names()
     try:
-        with _signals(), _warnings():
+        with unwinding(), _warnings():
             from ..files.changes import Reading
             from . import parser
 
@@ -68,7 +65,7 @@ def _failed(exc: BaseException, arguments: Namespace | None) -> int:
 
 def _verdict(exc: BaseException, arguments: Namespace | None) -> tuple[str, int]:
     for cause in _chain(exc):
-        if isinstance(cause, _SignalledError):
+        if isinstance(cause, SignalledError):
             return cause.said, cause.code
         if isinstance(cause, KeyboardInterrupt):
             return "interrupted", INTERRUPTED
@@ -128,40 +125,6 @@ def _words(arguments: Namespace | None) -> list[str]:
         values = value if isinstance(value, list | tuple) else [value]
         found += [word for word in values if isinstance(word, str) and name != "prompt"]
     return found
-
-
-class _SignalledError(BaseException):
-    """A signal that ends the process; raised so that temporary files are removed."""
-
-    def __init__(self, said: str, code: int) -> None:
-        super().__init__(said)
-        self.said, self.code = said, code
-
-
-@contextmanager
-def _signals() -> Iterator[None]:
-    """While active, SIGTERM and SIGHUP unwind the stack instead of killing the process where it stands.
-
-    A signal that is ignored (``nohup``) or has a handler stays as it is.
-    """
-    ways = {"SIGTERM": ("terminated", TERMINATED), "SIGHUP": ("the terminal was closed", HUNG_UP)}
-    found = {getattr(signal, name): way for name, way in ways.items() if hasattr(signal, name)}
-    old: dict[int, Any] = {}
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        for other in old:
-            signal.signal(other, signal.SIG_IGN)  # what is being removed is removed to the end
-        raise _SignalledError(*found[number])
-
-    if threading.current_thread() is threading.main_thread():
-        old = {number: signal.SIG_DFL for number in found if signal.getsignal(number) is signal.SIG_DFL}
-        for number in old:
-            signal.signal(number, handle)
-    try:
-        yield
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

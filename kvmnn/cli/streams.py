@@ -8,13 +8,11 @@ from __future__ import annotations
 import errno
 import os
 import re
-import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
-from ..text.folding import folded
 from ..text.visible import one_line, visible
 
 
@@ -150,6 +148,10 @@ def _shown(text: str, stream: TextIO, fold: bool) -> str:
         text = text.replace(part, shown)
     text = visible(text)
     if fold and stream.isatty():
+        import shutil  # which imports compression libraries: a start that is interrupted should not wait for them
+
+        from ..text.folding import folded
+
         text = folded(text, shutil.get_terminal_size().columns)
     encoding = stream.encoding or "utf-8"  # that of an io.StringIO is None
     return text.encode(encoding, "backslashreplace").decode(encoding)

@@ -97,6 +97,32 @@ def test_an_interrupt_during_imports(here, start, module):
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"kvmnn: error: interrupted\n")
 
 
+LOADED = """
+import importlib.machinery, os, sys
+loader = importlib.machinery.ExtensionFileLoader
+working = loader.exec_module
+def exec_module(self, module):
+    if module.__name__ == "kvmnn.files._mapping":
+        os.kill(os.getpid(), {number})
+        for _ in range(10**6):  # an exception would be raised here, in the midst of it
+            pass
+        print("loaded", flush=True)
+    working(self, module)
+loader.exec_module = exec_module
+sys.argv = ["kvmnn", "inspect", "keys.npy"]
+from kvmnn.cli import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_while_a_compiled_module_is_loaded_waits(here, number, code):
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", LOADED.format(number=int(number))], capture_output=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr.count(b"\n")) == (code, b"loaded\n", 1)
+
+
 @pytest.mark.parametrize(("ignored", "code", "said"), [(False, 129, b"the terminal was closed"), (True, 0, b"")])
 def test_a_terminal_that_is_closed(here, ignored, code, said):
     source = SIGNALLED.format(module="kvmnn.bundle", number=int(signal.SIGHUP)) + STARTS["kvmnn"]

@@ -65,7 +65,7 @@ def unwinding() -> Iterator[None]:
 
 def _again(number: int) -> None:
     time.sleep(_LATER_SECONDS)
-    _thread.interrupt_main(number)
+    _thread.interrupt_main(signal.Signals(number))
 
 
 def _loads_compiled(frame: FrameType | None) -> bool:

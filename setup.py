@@ -48,7 +48,7 @@ ROOT = Path("pyx")
 NATIVE = {
     "kvmnn.dense._stream": [
         *("cluster.c", "decode.c", "encode.c", "head.c", "rans.c"),
-        *("rows.c", "search.c", "stream.c", "tables.c", "words.c", "xxh64.c"),
+        *("rows.c", "search.c", "sets.c", "stream.c", "tables.c", "words.c", "xxh64.c"),
     ],
     "kvmnn.frames._fast": ["zstd_writer.c", "huffman.c", "fse.c", "repeats.c"],
     "kvmnn.frames._streams": ["lanes.c"],

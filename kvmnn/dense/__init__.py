@@ -4,5 +4,6 @@ from .decoding import decode
 from .encoding import encode
 from .inspection import DenseInfo, inspect
 from .rotary import Rotary
+from .tables import Tables
 
-__all__ = ["DenseInfo", "Rotary", "decode", "encode", "inspect"]
+__all__ = ["DenseInfo", "Rotary", "Tables", "decode", "encode", "inspect"]

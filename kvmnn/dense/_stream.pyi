@@ -4,24 +4,40 @@ import numpy as np
 import numpy.typing as npt
 
 Buffer: TypeAlias = bytes | bytearray | memoryview | npt.NDArray[np.uint8]
+Rotation: TypeAlias = tuple[int, int, npt.NDArray[np.uint64]]
 
 def xxh64(data: Buffer, seed: int = 0) -> int: ...
 def whole_stream(method: int, dtype: int, heads: int, dim: int, words: Buffer, payload: Buffer) -> bytes: ...
 def whole_checksum(stream: Buffer, words: Buffer) -> int: ...
-def encode(
-    dtype: int,
-    heads: int,
-    dim: int,
-    own: Buffer,
-    history: Buffer | None,
-    rotary: tuple[int, int, npt.NDArray[np.uint64]] | None,
-    positions: npt.NDArray[np.uint32] | None,
-    known: npt.NDArray[np.int32] | None,
-    tables: TableSet | None,
-    limit: int,
-) -> bytes | None: ...
 
-class TableSet: ...
+class Input:
+    def __init__(
+        self,
+        dtype: int,
+        heads: int,
+        dim: int,
+        own: Buffer,
+        history: Buffer | None,
+        rotary: Rotation | None,
+        positions: npt.NDArray[np.uint32] | None,
+        known: npt.NDArray[np.int32] | None,
+    ) -> None: ...
+    @property
+    def base(self) -> int: ...
+    def encode(self, tables: TableSet | None, limit: int) -> bytes | None: ...
+
+class TableSet:
+    def __init__(self, data: Buffer) -> None: ...
+    @property
+    def id(self) -> int: ...
+    @property
+    def dtype(self) -> int: ...
+    @property
+    def rotary(self) -> tuple[int, int, list[int]] | None: ...
+
+class Counts:
+    def add(self, rows: Input, base: int) -> None: ...
+    def table_set(self, like: Input, base: int) -> bytes: ...
 
 class Rows:
     def __init__(self, stream: Buffer, dtype: int, heads: int, dim: int, rows: int, flags: int) -> None: ...

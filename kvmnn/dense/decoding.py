@@ -11,6 +11,7 @@ from ..errors import FrameError, KvmnnError
 from ..frames import decode as decode_frame
 from . import _stream
 from .header import FRAME, ROWS, Header, read_header, rows_of
+from .tables import held_tables
 
 
 def decode(
@@ -67,8 +68,9 @@ def open_rows(header: Header) -> _stream.Rows:
 def _decode_rows(header: Header, history: Words | None, tables: Any) -> Bytes:
     parsed = open_rows(header)  # before memory for the words is taken
     before = _history(header, parsed.history, history)
+    held = _needed_tables(parsed.table_set, tables)
     words = np.empty(header.raw_bytes, np.uint8)
-    parsed.decode(before, None, words)
+    parsed.decode(before, held, words)
     return words
 
 
@@ -83,6 +85,17 @@ def _history(header: Header, needed: int, history: Words | None) -> Bytes | None
     if history.ndim != 3 or (history.shape[0], history.shape[2]) != (heads, dim) or history.shape[1] < needed:
         raise FrameError(f"history has shape {list(history.shape)}: expected [{heads}, {needed} or more, {dim}]")
     return rows_of(history[:, history.shape[1] - needed :], header.dtype)
+
+
+def _needed_tables(needed: int | None, tables: Any) -> _stream.TableSet | None:
+    held = held_tables(tables)
+    if needed is None:
+        return None
+    if held is None:
+        raise FrameError(f"dense stream was made with the table set {needed:016x}: give it as tables")
+    if held.id != needed:
+        raise FrameError(f"dense stream was made with the table set {needed:016x}: found {held.id:016x}")
+    return held
 
 
 def _decode_whole(header: Header) -> Bytes:

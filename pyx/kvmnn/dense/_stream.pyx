@@ -19,8 +19,7 @@ cdef extern from "kvmnn/dense/coding.h" nogil:
         CONTEXTS
         BUCKETS
         MODEL_BYTES
-        MOST_TABLES
-        ESCAPE
+        SET_HEADER_BYTES
     ctypedef enum dense_error:
         DENSE_OK
         DENSE_CHECKSUM
@@ -38,14 +37,6 @@ cdef extern from "kvmnn/dense/coding.h" nogil:
         uint32_t dims
         int interleaved
         const uint64_t *frequencies
-    ctypedef struct dense_table:
-        pass
-    ctypedef struct dense_model:
-        int tables
-        uint8_t low_mask
-        dense_table *low
-    ctypedef struct dense_code:
-        pass
     ctypedef struct dense_rows:
         const uint8_t *history
         const uint8_t *own
@@ -54,9 +45,9 @@ cdef extern from "kvmnn/dense/coding.h" nogil:
         size_t row_bytes
     ctypedef struct dense_table_set:
         uint64_t id
+        int dtype
         int base
         dense_rotary rotary
-        dense_model model
     ctypedef struct dense_input:
         const dense_loops *loops
         dense_shape shape
@@ -71,6 +62,13 @@ cdef extern from "kvmnn/dense/coding.h" nogil:
     int dense_choose_base(const dense_input *input)
     size_t dense_encode(
         const dense_input *input, uint8_t *room, uint8_t *out, size_t limit, uint32_t *references)
+    ctypedef struct dense_counts:
+        pass
+    size_t dense_cluster_room()
+    void dense_count(const dense_input *input, uint8_t *room, dense_counts *counts)
+    size_t dense_put_set(
+        const dense_counts *counts, int dtype, int base, const dense_rotary *rotary, void *cluster_room, uint8_t *out)
+    dense_error dense_get_set(const uint8_t *data, size_t n, dense_table_set *set)
     void dense_put_header(
         uint8_t *header, const dense_shape *shape, int method, int flags, size_t rows, size_t payload)
     uint64_t dense_checksum(const uint8_t *header, size_t control, const uint8_t *words, size_t n)
@@ -158,55 +156,80 @@ def whole_checksum(const uint8_t[::1] stream not None, const uint8_t[::1] words 
     return checksum
 
 
-def encode(
-    int dtype, uint32_t heads, uint32_t dim, const uint8_t[::1] own not None, const uint8_t[::1] history,
-    rotary, const uint32_t[::1] positions, const int32_t[::1] known, TableSet tables, size_t limit
-):
-    """The stream of method 2, or None where it would not be shorter than `limit` bytes.
+cdef class Input:
+    """Rows on their way into a stream; all sizes are checked by the caller.
 
     own, history: rows of words, aligned; rotary: dims, whether pairs are interleaved, frequencies; known: for each own
-    row a row to try, or -1. All sizes are checked by the caller.
+    row a row to try, or -1.
     """
+
     cdef dense_input given
+    cdef size_t own_bytes, history_bytes
+    cdef const uint8_t[::1] own
+    cdef const uint8_t[::1] history
     cdef const uint64_t[::1] frequencies
-    cdef size_t size = 0, rows_bytes = own.shape[0], history_bytes = 0, room, row_bytes
-    cdef uint8_t *out
-    cdef uint8_t *at
-    memset(&given, 0, sizeof(given))
-    given.loops = kvmnn_dense_loops_at(active_level)
-    given.shape = shape_of(dtype, heads, dim)
-    row_bytes = given.shape.words * given.shape.word_bytes
-    given.rows.row_bytes, given.rows.rows = row_bytes, rows_bytes // row_bytes
-    given.rows.own = given.own = &own[0]
-    if history is not None and history.shape[0]:
-        history_bytes = history.shape[0]
-        given.rows.history, given.rows.history_rows = &history[0], history_bytes // row_bytes
-    if rotary is not None:
-        dims, interleaved, frequencies = rotary
-        given.rotary.dims, given.rotary.interleaved = dims, interleaved
-        given.rotary.frequencies = &frequencies[0]
-        given.positions = &positions[0]
-    if known is not None:
-        given.known = &known[0]
-    given.shape.base = dense_choose_base(&given)
-    if tables is not None:
-        given.set = tables.held
-        given.shape.base = tables.held.base
-    cdef Workspace ws = acquire(False, False)
-    try:
-        with nogil:
-            room = dense_encode_room(&given)
-            out = ws.buffer(1, HEADER_BYTES + rows_bytes + PAD)
-            at = ws.buffer(0, room + row_bytes + PAD + (rows_bytes + history_bytes if given.rotary.interleaved else 0))
-            if out != NULL and at != NULL:
-                if given.rotary.interleaved:
-                    apart(&given, at + room, at + room + row_bytes + PAD)
-                size = dense_encode(&given, at, out, limit, NULL)
-        if out == NULL or at == NULL:
-            raise MemoryError("no memory to encode rows")
-        return PyBytes_FromStringAndSize(<char *>out, size) if size else None
-    finally:
-        release(ws)
+    cdef const uint32_t[::1] positions
+    cdef const int32_t[::1] known
+
+    def __init__(
+        self, int dtype, uint32_t heads, uint32_t dim, const uint8_t[::1] own not None, const uint8_t[::1] history,
+        rotary, const uint32_t[::1] positions, const int32_t[::1] known
+    ):
+        cdef dense_input *given = &self.given
+        memset(given, 0, sizeof(dense_input))
+        self.own, self.history, self.positions, self.known = own, history, positions, known
+        self.own_bytes, self.history_bytes = own.shape[0], 0
+        given.loops = kvmnn_dense_loops_at(active_level)
+        given.shape = shape_of(dtype, heads, dim)
+        given.rows.row_bytes = given.shape.words * given.shape.word_bytes
+        given.rows.rows = self.own_bytes // given.rows.row_bytes
+        given.rows.own = given.own = &own[0]
+        if history is not None and history.shape[0]:
+            self.history_bytes = history.shape[0]
+            given.rows.history, given.rows.history_rows = &history[0], self.history_bytes // given.rows.row_bytes
+        if rotary is not None:
+            dims, interleaved, self.frequencies = rotary
+            given.rotary.dims, given.rotary.interleaved = dims, interleaved
+            given.rotary.frequencies = &self.frequencies[0]
+            given.positions = &positions[0]
+        if known is not None:
+            given.known = &known[0]
+
+    @property
+    def base(self) -> int:
+        """The exponent window that suits the words."""
+        return dense_choose_base(&self.given)
+
+    cdef uint8_t *room(self, Workspace ws, dense_input *given) noexcept nogil:
+        """Memory to work in, to which rows are copied whose pairs have to lie as halves; NULL if there is none."""
+        cdef size_t row_bytes = given.rows.row_bytes, size = dense_encode_room(given)
+        cdef size_t apart_bytes = self.own_bytes + self.history_bytes if given.rotary.interleaved else 0
+        cdef uint8_t *at = ws.buffer(0, size + row_bytes + PAD + apart_bytes)
+        if at != NULL and apart_bytes:
+            apart(given, at + size, at + size + row_bytes + PAD)
+        return at
+
+    def encode(self, TableSet tables, size_t limit):
+        """The stream of method 2, or None where it would not be shorter than `limit` bytes."""
+        cdef dense_input given = self.given
+        cdef size_t size = 0
+        cdef uint8_t *out
+        cdef uint8_t *at
+        given.shape.base = dense_choose_base(&given) if tables is None else tables.held.base
+        if tables is not None:
+            given.set = tables.held
+        cdef Workspace ws = acquire(False, False)
+        try:
+            with nogil:
+                out = ws.buffer(1, HEADER_BYTES + self.own_bytes + PAD)
+                at = self.room(ws, &given) if out != NULL else NULL
+                if at != NULL:
+                    size = dense_encode(&given, at, out, limit, NULL)
+            if at == NULL:
+                raise MemoryError("no memory to encode rows")
+            return PyBytes_FromStringAndSize(<char *>out, size) if size else None
+        finally:
+            release(ws)
 
 
 cdef void apart(dense_input *given, uint8_t *row, uint8_t *copy) noexcept nogil:
@@ -299,15 +322,86 @@ cdef class Rows:
 
 
 cdef class TableSet:
-    """A model that several streams share."""
+    """A model that several streams share, from the bytes of a set."""
 
     cdef dense_table_set *held
-    cdef const uint64_t[::1] frequencies
 
     def __cinit__(self):
         self.held = <dense_table_set *>calloc(1, sizeof(dense_table_set))
         if self.held == NULL:
             raise MemoryError("no memory for a table set")
 
+    def __init__(self, const uint8_t[::1] data not None):
+        cdef dense_error error
+        if data.shape[0] <= SET_HEADER_BYTES:
+            raise FrameError(f"table set has {data.shape[0]} bytes: expected more than {SET_HEADER_BYTES}")
+        error = dense_get_set(&data[0], data.shape[0], self.held)
+        if error != DENSE_OK:
+            raise FrameError(f"table set has {_ERRORS[error]}")
+
     def __dealloc__(self):
         free(self.held)
+
+    @property
+    def id(self) -> int:
+        return self.held.id
+
+    @property
+    def dtype(self) -> int:
+        return self.held.dtype
+
+    @property
+    def rotary(self):
+        """Dims, whether pairs are interleaved, and frequencies; None without rotary parameters."""
+        cdef size_t i
+        if not self.held.rotary.dims:
+            return None
+        frequencies = [self.held.rotary.frequencies[i] for i in range(self.held.rotary.dims // 2)]
+        return self.held.rotary.dims, self.held.rotary.interleaved, frequencies
+
+
+cdef class Counts:
+    """What is counted of arrays on the way to a table set."""
+
+    cdef dense_counts *held
+
+    def __cinit__(self):
+        self.held = <dense_counts *>calloc(1, sizeof(dense_counts))
+        if self.held == NULL:
+            raise MemoryError("no memory to count symbols")
+
+    def __dealloc__(self):
+        free(self.held)
+
+    def add(self, Input rows not None, int base) -> None:
+        """Count the own rows of an input."""
+        cdef dense_input given = rows.given
+        cdef uint8_t *at
+        given.shape.base = base
+        cdef Workspace ws = acquire(False, False)
+        try:
+            with nogil:
+                at = rows.room(ws, &given)
+                if at != NULL:
+                    dense_count(&given, at, self.held)
+        finally:
+            release(ws)
+        if at == NULL:
+            raise MemoryError("no memory to count symbols")
+
+    def table_set(self, Input like not None, int base) -> bytes:
+        """The bytes of a set with the dtype and rotary parameters of `like`."""
+        cdef size_t size, room = dense_cluster_room()
+        cdef uint8_t *at
+        cdef Workspace ws = acquire(False, False)
+        try:
+            with nogil:
+                at = ws.buffer(0, room + SET_HEADER_BYTES + MODEL_BYTES + 4 * <size_t>like.given.rotary.dims + PAD)
+                if at != NULL:
+                    size = dense_put_set(
+                        self.held, like.given.shape.dtype, base, &like.given.rotary, at, at + room)
+            if at == NULL:
+                raise MemoryError("no memory for a table set")
+            return PyBytes_FromStringAndSize(<char *>at + room, size)
+        finally:
+            release(ws)

@@ -168,12 +168,12 @@ static int merge(state *s, int most) {
     return live;
 }
 
-void dense_cluster(const uint32_t (*counts)[256], const uint8_t *seen, int most, float entry_weight, void *room,
+void dense_cluster(const uint32_t (*counts)[256], const uint8_t *seen, int most, int shared, void *room,
                    dense_model *m) {
     state *s = room;
     uint8_t symbols[256];
     memset(s->nothing, 0, sizeof s->nothing);
-    s->entry_weight = entry_weight;
+    s->entry_weight = shared ? 0 : 1;
     load(s, counts, seen, symbols);
     merge_rare(s);
     merge(s, most);
@@ -185,6 +185,7 @@ void dense_cluster(const uint32_t (*counts)[256], const uint8_t *seen, int most,
         for (int k = 0; k < s->symbols; ++k)
             if (s->counts[i][k]) full[symbols[k]] = s->counts[i][k];
         number[i] = m->tables;
+        if (shared && full[ESCAPE] == 0) full[ESCAPE] = 1;
         dense_quantise(full, &m->symbols[m->tables++]);
     }
     if (m->tables == 0) {

@@ -5,13 +5,23 @@
 #include "rans.h"
 #include "words.h"
 
-enum { HEADER_BYTES = 28, CHECKSUM_AT = 20, MODEL_BYTES = 40 << 10, WINDOW_ROWS = 1024, CANDIDATES = 3 };
+enum {
+    SET_HEADER_BYTES = 8,
+    SHARED_TABLES = 24,
+    MOST_PAIRS = 32768,
+    HEADER_BYTES = 28,
+    CHECKSUM_AT = 20,
+    MODEL_BYTES = 40 << 10,
+    WINDOW_ROWS = 2048,
+    CANDIDATES = 3
+};
 
 /* A model that several streams share. */
 typedef struct {
     uint64_t id;
-    int base;
+    int dtype, base;
     dense_rotary rotary;
+    uint64_t frequencies[MOST_PAIRS];
     dense_model model;
     dense_code codes[MOST_TABLES][256];
     dense_code low_codes[BUCKETS][256];
@@ -19,7 +29,6 @@ typedef struct {
     uint32_t low_entries[BUCKETS][SCALE];
 } dense_table_set;
 
-/* The bytes of `m` and what goes with it. */
 void dense_prepare_codes(const dense_model *m, dense_code codes[][256], dense_code low_codes[][256]);
 void dense_prepare_entries(const dense_model *m, uint32_t entries[][SCALE], uint32_t low_entries[][SCALE]);
 
@@ -48,8 +57,22 @@ size_t dense_encode_room(const dense_input *in);
 int dense_choose_base(const dense_input *in);
 /* The stream at `out` (raw bytes + HEADER_BYTES + PAD); its size, or 0 where that would not be below `limit`. */
 size_t dense_encode(const dense_input *in, uint8_t *room, uint8_t *out, size_t limit, uint32_t *references);
-/* Counts for a table set: adds those of the input to counts and low_counts. */
-void dense_count(const dense_input *in, uint8_t *room, uint32_t (*counts)[256], uint32_t (*low_counts)[256]);
+/* -- sets.c ------------------------------------------------------------------------------------------------------- */
+
+/* What is counted for a table set; all zeros before the first array. */
+typedef struct {
+    uint32_t contexts[CONTEXTS][256], low[BUCKETS][256];
+    uint8_t seen[CONTEXTS];
+} dense_counts;
+
+/* Adds the own rows of the input, which has no table set. */
+void dense_count(const dense_input *in, uint8_t *room, dense_counts *counts);
+/* The set of what was counted, to `out` (SET_HEADER_BYTES + MODEL_BYTES + 8 for each pair); its size. */
+size_t dense_put_set(const dense_counts *counts, int dtype, int base, const dense_rotary *rotary, void *cluster_room,
+                     uint8_t *out);
+/* The bytes behind a set's magic and version, which the caller has checked. */
+dense_error dense_get_set(const uint8_t *data, size_t n, dense_table_set *set);
+
 /* -- stream.c ------------------------------------------------------------------------------------------------------ */
 
 /* All of the header but the checksum. */

@@ -65,8 +65,16 @@ size_t dense_decode_room(const dense_stream *s) {
 
 /* -- before the first row ------------------------------------------------------------------------------------------ */
 
+/* Whether the set is the one that the stream was made with, and fits its rows. */
+static int fits(const dense_stream *in, const dense_table_set *set) {
+    if (!(in->flags & 2)) return set == NULL;
+    return set && set->id == in->set_id && set->dtype == in->shape.dtype && set->base == in->shape.base &&
+           (set->rotary.dims != 0) == (in->flags & 1) && set->rotary.dims <= in->shape.dim;
+}
+
 static dense_error read_head(decoder *d, const dense_table_set *set) {
     const dense_stream *in = d->in;
+    if (!fits(in, set)) return DENSE_MODEL;
     dense_reader r = {.at = in->head, .end = in->head + in->head_bytes};
     dense_error error = DENSE_OK;
     if (in->flags & 1) {
@@ -78,6 +86,7 @@ static dense_error read_head(decoder *d, const dense_table_set *set) {
     }
     if (error) return error;
     if (set) {
+        if (in->low_mask & ~set->model.low_mask) return DENSE_MODEL;
         d->model = &set->model;
         d->entries = (const uint32_t(*)[SCALE])set->entries;
         d->low_entries = (const uint32_t(*)[SCALE])set->low_entries;

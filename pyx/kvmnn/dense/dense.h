@@ -200,9 +200,10 @@ int dense_settle(dense_table *t); /* ... and to those of sum SCALE; 0 if there a
 void dense_settle_model(dense_model *m);
 dense_error dense_get_model(dense_reader *r, dense_model *m); /* settled */
 
-/* cluster.c: contexts to tables. `counts` is [CONTEXTS][256], of which rows with seen[] are defined. */
+/* cluster.c: contexts to tables. `counts` is [CONTEXTS][256], of which rows with seen[] are defined. Of a set that
+ * others share, tables cost nothing, and each has the escape. */
 size_t dense_cluster_room(void);
-void dense_cluster(const uint32_t (*counts)[256], const uint8_t *seen, int most, float entry_bits, void *room,
+void dense_cluster(const uint32_t (*counts)[256], const uint8_t *seen, int most, int shared, void *room,
                    dense_model *m);
 float dense_order0_bits(const uint32_t counts[256]);
 float dense_cross_bits(const dense_table *t, const uint32_t counts[256]); /* huge where one has no frequency */

@@ -3,46 +3,61 @@
 
 /* -- sections ------------------------------------------------------------------------------------------------------ */
 
+typedef struct {
+    uint32_t a, b, c, d;
+    uint16_t *end;
+} coder;
+
+/* A row's symbols; tables: by predicted symbol, 256 times the number of its table, with the sign to fold. */
+static void code_row(coder *state, const uint8_t *p, const uint8_t *s, size_t words, const uint16_t tables[256],
+                     const dense_code *codes) {
+    uint32_t a = state->a, b = state->b, c = state->c, d = state->d;
+    uint16_t *end = state->end;
+    size_t whole = words & ~(size_t)3;
+    if (words - whole > 2) ENCODE(c, codes[tables[p[whole + 2]] ^ s[whole + 2]]);
+    if (words - whole > 1) ENCODE(b, codes[tables[p[whole + 1]] ^ s[whole + 1]]);
+    if (words - whole > 0) ENCODE(a, codes[tables[p[whole]] ^ s[whole]]);
+    for (size_t j = whole; j > 0; j -= 4) {
+        ENCODE(d, codes[tables[p[j - 1]] ^ s[j - 1]]);
+        ENCODE(c, codes[tables[p[j - 2]] ^ s[j - 2]]);
+        ENCODE(b, codes[tables[p[j - 3]] ^ s[j - 3]]);
+        ENCODE(a, codes[tables[p[j - 4]] ^ s[j - 4]]);
+    }
+    *state = (coder){a, b, c, d, end};
+}
+
+/* The row with an escape in place of each symbol that its table does not have; these are put before `escape`. */
+static const uint8_t *escape_row(dense_encoder *e, const uint8_t *p, const uint8_t *s, const uint16_t tables[256],
+                                 const dense_code *codes, uint8_t **escape) {
+    uint8_t *row = e->row;
+    memcpy(row, s, e->words);
+    for (size_t j = e->words; j-- > 0;) {
+        uint32_t index = tables[p[j]] ^ s[j];
+        if (codes[index].f_shift && (index & 255) != ESCAPE) continue;
+        row[j] = ESCAPE ^ (p[j] & 128);
+        *--*escape = s[j];
+    }
+    return row;
+}
+
 /* The escapes are written from the end back: `escapes_end` and how many there are. */
 static uint16_t *code_symbols(dense_encoder *e, const uint8_t *map, const dense_code *codes, uint32_t states[STATES],
                               uint8_t *escapes_end, size_t *escape_count) {
-    size_t words = e->words;
-    uint16_t *end = e->units + e->own * words;
     uint8_t *escape = escapes_end;
-    uint16_t *const index = e->indexes;
-    const int shared = e->in->set != NULL;
-    uint32_t a = STATE_LOW, b = STATE_LOW, c = STATE_LOW, d = STATE_LOW;
+    uint16_t tables[BUCKETS][256];
+    coder state = {STATE_LOW, STATE_LOW, STATE_LOW, STATE_LOW, e->units + e->own * e->words};
+    for (int i = 0; i < BUCKETS * 256; ++i)
+        tables[i / 256][i % 256] = (uint16_t)(map[i / 256 * MAGNITUDES + i % MAGNITUDES] << 8 ^ (i & 128));
     for (size_t i = e->own; i-- > 0;) {
         if (e->buckets[i] == COPY) continue;
-        const uint8_t *p = predicted(e, i), *s = own_symbols(e, i), *tables = map + e->buckets[i] * MAGNITUDES;
-        uint32_t escaped = 0;
-        for (size_t j = 0; j < words; ++j) {
-            uint32_t folded = s[j] ^ (p[j] & 128u);
-            index[j] = (uint16_t)(tables[p[j] & 127] << 8 | folded);
-            escaped |= folded == ESCAPE;
-        }
-        if (shared) /* own tables have all symbols but that one */
-            for (size_t j = 0; j < words; ++j) escaped |= codes[index[j]].f_shift == 0;
-        if (escaped)
-            for (size_t j = words; j-- > 0;) {
-                if (codes[index[j]].f_shift && (index[j] & 255) != ESCAPE) continue;
-                index[j] = (uint16_t)((index[j] & 0xff00) | ESCAPE);
-                *--escape = s[j];
-            }
-        size_t whole = words & ~(size_t)3;
-        if (words - whole > 2) ENCODE(c, codes[index[whole + 2]]);
-        if (words - whole > 1) ENCODE(b, codes[index[whole + 1]]);
-        if (words - whole > 0) ENCODE(a, codes[index[whole]]);
-        for (size_t j = whole; j > 0; j -= 4) {
-            ENCODE(d, codes[index[j - 1]]);
-            ENCODE(c, codes[index[j - 2]]);
-            ENCODE(b, codes[index[j - 3]]);
-            ENCODE(a, codes[index[j - 4]]);
-        }
+        const uint8_t *p = predicted(e, i), *s = own_symbols(e, i);
+        const uint16_t *of = tables[e->buckets[i]];
+        if (e->in->set || e->in->loops->escapes(s, p, e->words)) s = escape_row(e, p, s, of, codes, &escape);
+        code_row(&state, p, s, e->words, of, codes);
     }
-    states[0] = a, states[1] = b, states[2] = c, states[3] = d;
+    states[0] = state.a, states[1] = state.b, states[2] = state.c, states[3] = state.d;
     *escape_count = (size_t)(escapes_end - escape);
-    return end;
+    return state.end;
 }
 
 static size_t collect_exponents(dense_encoder *e) {
@@ -145,7 +160,7 @@ size_t dense_encode(const dense_input *in, uint8_t *room, uint8_t *out, size_t l
                       most < 8             ? 8
                       : most > MOST_TABLES ? MOST_TABLES
                                            : (int)most,
-                      1, e->cluster, e->model);
+                      0, e->cluster, e->model);
     }
     int mask = choose_low(e, counts);
     if (!in->set) e->model->low_mask = (uint8_t)mask;

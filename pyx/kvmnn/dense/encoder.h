@@ -25,7 +25,6 @@ typedef struct {
     uint8_t *row; /* a row of words */
     int32_t *angles;
     float *cosines, *sines;
-    uint16_t *indexes; /* of a row's codes */
     uint8_t *head, *exponents, *escapes, *low_rest, *packed;
     uint16_t *units;
     uint8_t *differences[BUCKETS];

@@ -27,7 +27,6 @@ size_t dense_lay_out(dense_encoder *e, const dense_input *in, dense_arena a) {
     e->codes = dense_take(&a, sizeof(dense_code[MOST_TABLES][256]));
     e->low_codes = dense_take(&a, sizeof(dense_code[BUCKETS][256]));
     e->row = dense_take(&a, in->rows.row_bytes);
-    e->indexes = dense_take(&a, words * 2);
     e->head = dense_take(&a, MODEL_BYTES + in->rotary.dims * 4 + own * 5 + all * 10);
     e->exponents = dense_take(&a, in->shape.dtype == KVMNN_FP16 ? 0 : n);
     e->escapes = dense_take(&a, n);
@@ -124,17 +123,20 @@ void dense_find_rows(dense_encoder *e) {
 }
 
 void dense_count_contexts(dense_encoder *e) {
-    memset(e->counts, 0, sizeof(uint32_t[CONTEXTS][256]));
     memset(e->seen, 0, CONTEXTS);
+    for (size_t i = 0; i < e->own; ++i) {
+        if (e->buckets[i] == COPY) continue;
+        const uint8_t *p = predicted(e, i);
+        uint8_t *seen = e->seen + e->buckets[i] * MAGNITUDES;
+        for (size_t j = 0; j < e->words; ++j) seen[p[j] & 127] = 1;
+    }
+    for (int c = 0; c < CONTEXTS; ++c) /* clearing all would be most of the work for short arrays */
+        if (e->seen[c]) memset(e->counts[c], 0, sizeof e->counts[c]);
     for (size_t i = 0; i < e->own; ++i) {
         if (e->buckets[i] == COPY) continue;
         const uint8_t *p = predicted(e, i), *s = own_symbols(e, i);
         uint32_t(*counts)[256] = e->counts + e->buckets[i] * MAGNITUDES;
-        uint8_t *seen = e->seen + e->buckets[i] * MAGNITUDES;
-        for (size_t j = 0; j < e->words; ++j) {
-            ++counts[p[j] & 127][s[j] ^ (p[j] & 128)];
-            seen[p[j] & 127] = 1;
-        }
+        for (size_t j = 0; j < e->words; ++j) ++counts[p[j] & 127][s[j] ^ (p[j] & 128)];
     }
 }
 

@@ -5,7 +5,7 @@
 #include "dense.h"
 
 enum {
-    LOOKS = 64,         /* columns of a row that are looked at in search of a reference */
+    LOOKS = 32,         /* columns of a row that are looked at in search of a reference */
     SCANNED_ROWS = 128, /* rows that one turn of `scan` deals with */
 };
 
@@ -21,6 +21,9 @@ typedef struct {
 
     /* Symbols of folded ones; whether any is an escape. */
     int (*unfold)(const uint8_t *folded, const uint8_t *predicted, size_t n, uint8_t *symbols);
+
+    /* Whether any of the symbols is an escape when it is folded. */
+    int (*escapes)(const uint8_t *symbols, const uint8_t *predicted, size_t n);
 
     /* Whether any symbol has no exponent in the window. */
     int (*outside)(const uint8_t *symbols, size_t n);

@@ -66,6 +66,12 @@ static int LEVEL(unfold)(const uint8_t *restrict folded, const uint8_t *restrict
     return escaped;
 }
 
+static int LEVEL(escapes)(const uint8_t *symbols, const uint8_t *predicted, size_t n) {
+    uint8_t any = 0;
+    for (size_t i = 0; i < n; ++i) any |= (symbols[i] ^ (predicted[i] & 128)) == ESCAPE ? 1 : 0;
+    return any;
+}
+
 static int LEVEL(outside)(const uint8_t *symbols, size_t n) {
     uint8_t any = 0;
     for (size_t i = 0; i < n; ++i) any |= (symbols[i] & 124) == 0 ? 1 : 0;
@@ -92,7 +98,7 @@ static void LEVEL(angles)(const uint64_t *frequencies, size_t pairs, uint64_t di
 
 static inline float LEVEL(of_half)(uint32_t word) {
     uint32_t normal = (word & 0x7c00) - 0x400 < 0x7800 ? 0xffffffffu : 0;
-    return dense_float(((word & 0x8000) << 16 | ((word & 0x7fff) << 13) + 0x38000000) & normal);
+    return dense_float(((word & 0x8000) << 16 | (((word & 0x7fff) << 13) + 0x38000000)) & normal);
 }
 
 static inline uint16_t LEVEL(to_half)(float x) {
@@ -225,6 +231,6 @@ static void LEVEL(unpack5)(const uint8_t *packed, size_t n, uint8_t *low) {
 }
 
 static const dense_loops LEVEL(table) = {
-    KVMNN_LEVEL_NAME, LEVEL(split), LEVEL(join), LEVEL(unfold),  LEVEL(outside), LEVEL(angles),
+    KVMNN_LEVEL_NAME, LEVEL(split), LEVEL(join), LEVEL(unfold),  LEVEL(escapes), LEVEL(outside), LEVEL(angles),
     LEVEL(turn),      LEVEL(equal), LEVEL(scan), LEVEL(largest), LEVEL(pack5),   LEVEL(unpack5),
 };

@@ -65,6 +65,9 @@ class RunSettings(Record):
         of texts; false: beginnings of texts.
     buckets, prompts_per_bucket, demo_generate
         Of the cases with real prompts: their lengths, how many of each, and tokens that are generated.
+    prompt_manifest, prompt_order, max_prompts
+        Of these cases as well: a file that lists the texts to take (`kvmnn.gates.running.manifests`), empty for all;
+        whether prompts are taken round robin over the buckets, or as texts follow each other; how many, 0 for all.
     repeats
         Runs of each side that are timed, after one that is not.
     quality_texts, quality_tokens, quality_prompt
@@ -82,6 +85,9 @@ class RunSettings(Record):
     buckets: tuple[int, ...] = (128, 512, 2048)
     prompts_per_bucket: int = 2
     demo_generate: int = 512
+    prompt_manifest: str = ""
+    prompt_order: Literal["stratified", "sequential"] = "stratified"
+    max_prompts: int = 0
     repeats: int = 2
     quality_texts: int = 10
     quality_tokens: int = 1024
@@ -108,6 +114,8 @@ class RunSettings(Record):
                 raise OptionError(f"{name}: found {getattr(self, name)}, expected 1 to {1 << 20:,}")
         if self.generate < 2 or self.demo_generate < 2:
             raise OptionError("generate and demo_generate: expected at least 2, as the first token is the prompt's")
+        if not 0 <= self.max_prompts <= 1 << 20:
+            raise OptionError(f"max_prompts: found {self.max_prompts}, expected 0 (all) to {1 << 20:,}")
         if min(self.token, self.seed) < 0 or not 0 <= self.quality_prompt < self.quality_tokens:
             raise OptionError("token, seed: expected at least 0; quality_prompt: expected less than quality_tokens")
         if not 0 <= self.perplexity_target < 1e6:

@@ -22,6 +22,7 @@ from ...policies.full import Full
 from ...policies.h2o_engine import H2OEngine
 from ...version import version
 from .case_gates import Pair, Quality
+from .manifests import prompt_files
 from .measuring import Comparison, RunRecord, compare_contents, run_once
 from .run_cases import RunCase
 from .run_store import RunStore, key_of
@@ -126,6 +127,10 @@ class Suite:
         self._documents: list[Document] = []
         if texts:
             self._documents = read_documents(texts, self._tokenizer, longest, notes=[])
+        self._prompts = self._documents
+        if settings.prompt_manifest:
+            listed = prompt_files(settings.prompt_manifest, texts)
+            self._prompts = read_documents(listed, self._tokenizer, longest, notes=[])
         self._sha256 = model_sha256(model)
         self._qualities: dict[str, Quality] = {}
         with failures(directory):
@@ -159,12 +164,12 @@ class Suite:
                     "of texts (synthetic)."
                 )
             return synthetic(settings, interface.vocab, self._tokenizer.bos), notes
-        if not self._documents:
+        if not (self._prompts if case.kind == "llm_demo" else self._documents):
             raise KvmnnError(f"{case.name} needs texts: expected --prompts DIR or FILE")
         if case.kind == "runtime":
             return text_beginnings(self._documents, settings), notes
         if case.kind == "llm_demo":
-            return real_prompts(self._documents, settings, limit, notes), notes
+            return real_prompts(self._prompts, settings, limit, notes), notes
         if case.kind == "multi_turn":
             return several_turns(self._documents, settings, limit), notes
         return needles(self._documents, self._tokenizer, settings, limit), notes

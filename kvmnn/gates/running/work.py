@@ -81,29 +81,28 @@ def text_beginnings(documents: Sequence[Document], settings: RunSettings) -> lis
 def real_prompts(
     documents: Sequence[Document], settings: RunSettings, limit: int | None, notes: list[str]
 ) -> list[Workload]:
-    """Prompts from texts, bucket by bucket, and round robin over the buckets.
+    """Prompts from texts, bucket by bucket, and round robin over the buckets, or as the texts follow each other.
 
     A text called ``prompt_<bucket>_<i>`` stands in its bucket whole; of others the beginning is taken, each text for
     one bucket. What does not fit the model's positions is left out with a note.
     """
     named = {document.name: bucket_of(document.name) for document in documents}
-    pools: dict[str, list[Workload]] = {}
-    plain = [document for document in documents if named[document.name] == "other"]
-    for document in documents:
-        if named[document.name] != "other":
-            pools.setdefault(named[document.name], []).append(
-                _prompt(document, len(document.ids), named[document.name], settings)
-            )
-    place = 0
+    pools: dict[str, list[tuple[int, Workload]]] = {}
+    plain = [(place, document) for place, document in enumerate(documents) if named[document.name] == "other"]
+    for place, document in enumerate(documents):
+        bucket = named[document.name]
+        if bucket != "other":
+            pools.setdefault(bucket, []).append((place, _prompt(document, len(document.ids), bucket, settings)))
+    next_one = 0
     for _ in range(settings.prompts_per_bucket):
         for size in settings.buckets:
             for step in range(len(plain)):
-                document = plain[(place + step) % len(plain)]
+                place, document = plain[(next_one + step) % len(plain)]
                 if len(document.ids) >= size:
-                    pools.setdefault(str(size), []).append(_prompt(document, size, str(size), settings))
-                    place += step + 1
+                    pools.setdefault(str(size), []).append((place, _prompt(document, size, str(size), settings)))
+                    next_one += step + 1
                     break
-    found = [work for _, work in sorted(_round_robin(pools, settings), key=lambda pair: pair[0])]
+    found = [work for _, work in sorted(_chosen(pools, settings), key=lambda pair: pair[0])]
     fitting = [work for work in found if limit is None or work.tokens <= limit]
     left_out = sorted({int(work.bucket) if work.bucket.isdecimal() else 0 for work in found if work not in fitting})
     if left_out:
@@ -113,17 +112,20 @@ def real_prompts(
     if not fitting:
         sizes = ", ".join(map(str, settings.buckets))
         raise KvmnnError(f"the texts have no prompt of {sizes} tokens that the model has positions for")
-    return fitting
+    return fitting[: settings.max_prompts] if settings.max_prompts else fitting
 
 
-def _round_robin(pools: dict[str, list[Workload]], settings: RunSettings) -> Iterator[tuple[tuple[int, int], Workload]]:
-    """Of each bucket the first prompts: all first ones, then all second ones."""
+def _chosen(
+    pools: dict[str, list[tuple[int, Workload]]], settings: RunSettings
+) -> Iterator[tuple[tuple[int, int], Workload]]:
+    """Of each bucket its first prompts, with what they are ordered by: all first ones, then all second ones; or texts
+    as they follow each other, and the shorter first."""
     order = sorted(pools, key=lambda name: int(name) if name.isdecimal() else 1 << 40)
     for bucket, name in enumerate(order):
         seen: set[tuple[tuple[int, ...], ...]] = set()
-        for work in pools[name]:
+        for place, work in pools[name]:
             if work.turns not in seen and len(seen) < settings.prompts_per_bucket:
-                yield (len(seen), bucket), work
+                yield ((len(seen), bucket) if settings.prompt_order == "stratified" else (place, bucket)), work
                 seen.add(work.turns)
 
 

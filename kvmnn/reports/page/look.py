@@ -125,6 +125,7 @@ footer{color:var(--muted);font-size:.9rem;padding-top:2rem;padding-bottom:3rem}
  table.cards td{display:flex;justify-content:space-between;gap:1rem;text-align:right;padding:.3rem 0;min-width:0}
  table.cards td:last-child{border-bottom:0}table.cards td.none{display:none}
  table.cards td::before{content:attr(data-label);color:var(--muted);text-align:left;flex:none;max-width:45%}
+ table.cards td.wide{display:block;text-align:left}table.cards td.wide::before{display:block;max-width:none}
  table.cards td>span,table.cards tbody th{min-width:0;max-width:none;overflow-wrap:anywhere}
 }
 @media print{

@@ -1,0 +1,89 @@
+"""Which prompts the cases with real prompts have: lists, order, and how many."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvmnn.errors import KvmnnError, OptionError, SourceError
+from kvmnn.gates.running.manifests import KEYS, prompt_files
+from kvmnn.gates.running.settings import RunSettings
+from kvmnn.gates.running.work import real_prompts
+from kvmnn.lm.documents import Document
+
+
+def text(name: str, tokens: int) -> Document:
+    first = sum(map(ord, name))
+    return Document(name=name, ids=np.arange(tokens) + first, nbytes=tokens, sha256="0" * 64)
+
+
+def named(*names: str) -> list[Document]:
+    return [text(name, 40 + place) for place, name in enumerate(names)]
+
+
+def chosen(documents: list[Document], limit: int | None = None, **settings: object) -> list[str]:
+    made = RunSettings(**{"buckets": (8, 32), "demo_generate": 4, **settings})  # type: ignore[arg-type]
+    return [work.name.partition(":")[0] for work in real_prompts(documents, made, limit, [])]
+
+
+FILES = ("prompt_512_1.txt", "prompt_128_1.txt", "prompt_512_2.txt", "prompt_128_2.txt", "prompt_512_3.txt")
+
+
+def test_stratified_goes_round_the_buckets() -> None:
+    assert chosen(named(*FILES)) == [FILES[1], FILES[0], FILES[3], FILES[2]]
+
+
+def test_sequential_keeps_the_order_of_the_texts() -> None:
+    assert chosen(named(*FILES), prompt_order="sequential") == list(FILES[:4])
+    plain = [text("a", 40), text("b", 40), text("c", 40), text("d", 40)]
+    assert chosen(plain, prompt_order="sequential") == ["a", "b", "c", "d"]
+
+
+def test_at_most_so_many() -> None:
+    assert chosen(named(*FILES), max_prompts=3) == [FILES[1], FILES[0], FILES[3]]
+    assert chosen(named(*FILES), max_prompts=1, prompt_order="sequential") == [FILES[0]]
+    with pytest.raises(OptionError, match="max_prompts: found -1"):
+        RunSettings(max_prompts=-1)
+
+
+def test_what_does_not_fit_is_no_prompt() -> None:
+    assert chosen(named(*FILES), limit=45, max_prompts=2) == [FILES[1], FILES[0]]
+    with pytest.raises(KvmnnError, match="no prompt of 8, 32 tokens"):
+        chosen(named(*FILES), limit=10)
+
+
+def test_a_list_names_each_file_once(tmp_path: Path) -> None:
+    folder = tmp_path / "prompts"
+    (folder / "more").mkdir(parents=True)
+    for name in ("a.txt", "b.txt", "more/c.txt"):
+        (folder / name).write_text("words")
+    lines = [json.dumps({key: "b.txt"}) for key in KEYS]
+    lines += ["", "more/c.txt", '"a.txt"', json.dumps({"name": "nothing", "prompt_file": "a.txt"}), "a.txt"]
+    (tmp_path / "list.jsonl").write_text("\n".join(lines))
+    found = prompt_files(str(tmp_path / "list.jsonl"), [str(tmp_path / "x"), str(folder)])
+    assert found == [str(folder / name) for name in ("b.txt", "more/c.txt", "a.txt")]
+    (folder / "own.txt").write_text("a.txt\n")
+    assert prompt_files(str(folder / "own.txt"), []) == [str(folder / "a.txt")]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "names 0 prompts: expected 1 to 10,000"),
+        (b'{"prompt_file": ', "line 1: is not JSON, and begins like it"),
+        (b'a.txt\n{"text": "b"}', "line 2: names no file: expected one of prompt_file"),
+        (b'{"file": 3}', "line 1: names no file"),
+        (b"c.txt", "line 1: .*c.txt: is no file"),
+        (b"\xff\xfe", "is not UTF-8"),
+    ],
+)
+def test_damaged_lists(tmp_path: Path, content: bytes, said: str) -> None:
+    (tmp_path / "a.txt").write_text("words")
+    (tmp_path / "list").write_bytes(content)
+    with pytest.raises(SourceError, match=said):
+        prompt_files(str(tmp_path / "list"), [str(tmp_path)])
+    with pytest.raises(SourceError, match="does not exist"):
+        prompt_files(str(tmp_path / "none"), [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import warnings
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -255,7 +256,8 @@ def _broken() -> dict[str, tuple[str, object, str]]:
         "empty": ("eval.json", "", "is not JSON"),
         "a list": ("eval.json", "[1]", "holds no JSON object"),
         "NaN": ("bench.json", '{"arrays": NaN}', "is not JSON"),
-        "beyond float64": ("bench.json", '{"x": 1e999}', "beyond float64"),
+        "beyond float64": ("bench.json", '{"x": 1e999}', "beyond 10^18"),
+        "too large": ("bench.json", '{"x": 1000000000000000001}', "beyond 10^18"),
         "a number in words": ("replay.json", files.replay_document() | {"layers": "six"}, "expected a whole number"),
         "a field missing": ("replay.json", {**files.replay_document(), "metrics": {}}, "is missing"),
         "counted wrong": ("summary.json", {**fits, "total_cases": 2}, "expected total_cases"),
@@ -315,3 +317,30 @@ def test_other_json_is_left_out_of_a_folder(tmp_path: Path) -> None:
 def test_columns_sort_by_their_numbers(page: str) -> None:
     row = re.search(r'rowheader" class="left">runtime_store<.*?</tr>', page)
     assert row is not None and 'data-v="3.114"' in row[0] and 'data-v="-0.319738"' in row[0]
+
+
+def _set(value: object, number: float) -> object:
+    """A document with every number in it replaced by one; whole numbers stay whole."""
+    if isinstance(value, dict):
+        return {key: _set(entry, number) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_set(entry, number) for entry in value]
+    if type(value) is float:
+        return number
+    return int(number) if type(value) is int else value
+
+
+@pytest.mark.parametrize("number", [0.0, -1.0, 1e18, 5e-324])
+def test_numbers_that_nobody_measured(tmp_path: Path, number: float) -> None:
+    """The page is made, or refused in a line: never a traceback, never a warning of a plot."""
+    made = 0
+    for name in ("measured", "replay", "codecs", "runs"):
+        document = files.runs_document("x") if name == "runs" else getattr(files, f"{name}_document")()
+        path = files.write_json(tmp_path / f"{name}.json", _set(document, number))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            try:
+                made += len(make_report([path]).to_html()) > 0
+            except SourceError as error:
+                assert "\n" not in str(error)
+    assert made >= 2

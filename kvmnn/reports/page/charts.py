@@ -34,6 +34,9 @@ _VARIABLES = {_INK: "--ink", _MUTED: "--muted", _RULE: "--rule"} | {
 
 _WIDTH, _HEIGHT = 338.0, 226.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50.0, 14.0, 26.0, 42.0
+_LEAST = 1e-18
+"""On a logarithmic axis; below it axes are linear."""
+
 _ROW = 36.0
 _ABOVE = 6.0
 _FONT = 11.0
@@ -172,7 +175,7 @@ def _log(axes: Axes, name: str, values: Sequence[float], *, exact: bool = False)
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     low, high = min(values), max(values)
-    if low <= 0:
+    if low < _LEAST:
         return
     room = max((high / low) ** 0.06, 1.06)
     low, high = low / room, high * room

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +16,7 @@ from . import records
 _MAX_BYTES = 64 << 20
 _MAX_FILES = 2000
 _MAX_TEXT = 20_000
-_MAX_NUMBER = 2**63
+_MAX_NUMBER = 10**18
 _HISTORY = "history.jsonl"
 _OF_CASES = ("gate.json", "llm_demo_report.json", "runs.json")
 _EXPECTED = (
@@ -278,7 +276,5 @@ def _check(document: object, where: str) -> None:
             waiting += value
         elif isinstance(value, str) and len(value) > _MAX_TEXT:
             raise SourceError(f"{where}: holds a text of {len(value):,} characters: expected at most {_MAX_TEXT:,}")
-        elif isinstance(value, float) and not math.isfinite(value):
-            raise SourceError(f"{where}: holds a number beyond float64")
-        elif isinstance(value, int) and abs(value) > _MAX_NUMBER:
-            raise SourceError(f"{where}: holds a number of {len(json.dumps(abs(value)))} digits")
+        elif isinstance(value, int | float) and not abs(value) <= _MAX_NUMBER:
+            raise SourceError(f"{where}: holds a number beyond 10^18, which nobody measured")

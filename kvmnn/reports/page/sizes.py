@@ -38,9 +38,7 @@ def _measured(name: str, measured: Measured) -> list[Block]:
     blocks: list[Block] = []
     if measured.label == "LOSSY":
         blocks.append(Text(f"{name}: the words were rounded to fp16 before they were measured, which is LOSSY."))
-    layers = [
-        (int(key) if key.isdecimal() else place, layer) for place, (key, layer) in enumerate(parts.layers.items())
-    ]
+    layers = [(_place(key, place), layer) for place, (key, layer) in enumerate(parts.layers.items())]
     if layers:
         blocks.append(_layer_chart(name, layers))
     rows = [_layer_row(f"{number_}", number_, layer, layer.tokens) for number_, layer in layers[:200]]
@@ -60,6 +58,11 @@ def _measured(name: str, measured: Measured) -> list[Block]:
     )
     table = Table(f"{name}: ratios by layer", columns, [*rows, total], frozenset(), False, note)
     return [*blocks, table]
+
+
+def _place(key: str, otherwise: int) -> int:
+    """The number of a layer, which is a key in JSON."""
+    return int(key) if key.isdecimal() and len(key) < 10 else otherwise
 
 
 def _layer_row(label: str, place: int, layer: LayerSizes, tokens: int) -> list[Cell]:

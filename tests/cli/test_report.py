@@ -110,7 +110,7 @@ def test_json(run: Run, round_: Path) -> None:
 def test_what_is_left_out_is_noted(run: Run, round_: Path) -> None:
     files.write_json(round_ / "mine.json", {"a": 1})
     streams = run("report", round_, "--markdown")
-    assert streams.err == "kvmnn: note: mine.json: is left out, it is no result that a report knows\n"
+    assert streams.err == "kvmnn: note: mine.json: left out: not a result that a report knows\n"
 
 
 def test_an_output_is_kept(run: Run, round_: Path) -> None:

@@ -79,7 +79,9 @@ def test_perplexity_is_a_gate_with_an_interval(made: SimpleNamespace) -> None:
 
 def test_what_cannot_be_measured_is_said(made: SimpleNamespace) -> None:
     """A random decoder finds no needle, with or without its cache cut."""
-    assert gates(made, "retrieval")["exact answers"]["verdict"] == "not measured"
+    shown = gates(made, "retrieval")
+    assert shown["exact answers"]["verdict"] == "not measured"
+    assert float(shown["lossy ratio"]["value"]) > 1  # evicted before it was asked
 
 
 def test_the_same_command_goes_on_and_history_grows(made: SimpleNamespace, run) -> None:

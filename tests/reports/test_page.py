@@ -304,7 +304,10 @@ def test_other_json_is_left_out_of_a_folder(tmp_path: Path) -> None:
     files.write_json(root / "config.json", {"prompts": [1]})
     files.write_json(root / "old_case" / "gate.json", files.case_document("old_case", passed=True))
     report = make_report([root])
-    assert report.left_out == ("config.json", "old_case/gate.json")
+    assert report.left_out == (
+        ("config.json", "not a result that a report knows"),
+        ("old_case/gate.json", "a case that the last round does not have"),
+    )
     assert "Left out: config.json (not a result that a report knows)" in report.to_html()
     with pytest.raises(SourceError, match="is no result that a report knows: expected what kvmnn eval"):
         make_report([root / "config.json"])

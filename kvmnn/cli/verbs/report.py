@@ -79,8 +79,8 @@ def _check(arguments: argparse.Namespace, target: str | None, as_markdown: bool)
 
 def _made(arguments: argparse.Namespace, make: Any) -> Report:
     made: Report = make(arguments.inputs)
-    for name in made.left_out[:5]:
-        printing.note(arguments, f"{name}: is left out, it is no result that a report knows")
+    for name, why in made.left_out[:5]:
+        printing.note(arguments, f"{name}: left out: {why}")
     if len(made.left_out) > 5:
         printing.note(arguments, f"{len(made.left_out) - 5:,} more files are left out")
     return made

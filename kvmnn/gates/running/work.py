@@ -154,7 +154,10 @@ def several_turns(documents: Sequence[Document], settings: RunSettings, limit: i
 def needles(
     documents: Sequence[Document], tokenizer: TextTokenizer, settings: RunSettings, limit: int | None
 ) -> list[Workload]:
-    """A number hidden at three depths of each text, asked for at its end."""
+    """A number hidden at three depths of each text, asked for in a second turn.
+
+    What is generated between the two gives the planner the steps that it waits for before it evicts.
+    """
     rng = np.random.default_rng(settings.seed)
     found = []
     for document in documents[: settings.prompts_per_bucket]:
@@ -165,11 +168,10 @@ def needles(
             question = tuple(map(int, tokenizer.encode("\n# The secret number is ")))
             ids = tuple(map(int, document.ids))
             room = settings.quality_tokens if limit is None else min(settings.quality_tokens, limit)
-            ids = ids[: max(1, room - len(needle) - len(question) - len(answer) - 1)]
+            new = max(settings.generate, len(answer) + 1)
+            ids = ids[: max(1, room - len(needle) - len(question) - 2 * new)]
             place = max(1, int(len(ids) * depth))
-            turns = ((*ids[:place], *needle, *ids[place:], *question),)
+            turns = ((*ids[:place], *needle, *ids[place:]), question)
             name = f"{document.name}:needle at {depth:.0%}"
-            found.append(
-                Workload(name=name, bucket=f"{depth:.0%}", turns=turns, new_tokens=max(2, len(answer)), answer=answer)
-            )
+            found.append(Workload(name=name, bucket=f"{depth:.0%}", turns=turns, new_tokens=new, answer=answer))
     return found

@@ -32,14 +32,14 @@ class Report:
     verdict, sections
         Its content, as `kvmnn.reports.page.blocks` has it.
     files, left_out
-        What was read, and what was there and is no result.
+        What was read; what was there and was not taken, with the reasons.
     """
 
     title: str
     verdict: Verdict
     sections: tuple[Section, ...]
     files: tuple[str, ...]
-    left_out: tuple[str, ...]
+    left_out: tuple[tuple[str, str], ...]
 
     def to_html(self) -> str:
         """One page that needs nothing else, at most `MOST_BYTES` of UTF-8.
@@ -73,7 +73,7 @@ class Report:
             },
             "notes": list(self.verdict.notes),
             "files": list(self.files),
-            "left_out": list(self.left_out),
+            "left_out": [{"file": name, "why": why} for name, why in self.left_out],
         }
 
     def __str__(self) -> str:
@@ -116,7 +116,7 @@ def _made(found: Material, title: str) -> Report:
         origin.sources_section(found),
     )
     files = tuple(source.name for source in found.sources)
-    return Report(title, verdict.verdict(found), sections, files, tuple(name for name, _ in found.left_out))
+    return Report(title, verdict.verdict(found), sections, files, tuple(found.left_out))
 
 
 def _title(paths: Sequence[str | os.PathLike[str]]) -> str:

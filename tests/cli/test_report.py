@@ -67,9 +67,11 @@ def test_a_suite_on_a_model_is_reported(run: Run, tmp_path: Path, monkeypatch: p
 
     monkeypatch.chdir(tmp_path)
     gate_models.write_model(tmp_path)
+    settings = json.loads(Path("run.json").read_text()) | {"repeats": 1, "quality_texts": 2}
+    files.write_json(Path("run.json"), settings)
     words = "gate run model --suite runtime --config run.json --prompts texts -q -o out"
     run(*words.split(), code=1)
-    texts = ["--text", "texts", "--tokens", "24", "--policy", "streaming", "--budget", "8", "16", "--no-timing"]
+    texts = ["--text", "texts", "--tokens", "24", "--policy", "streaming", "--budget", "8", "--no-timing"]
     run("eval", "model", *texts, "-o", "out/eval.json", "-q")
     run("report", "out", "-o", "r.html")
     page, summary = Path("r.html").read_text(), json.loads(Path("out/summary.json").read_text())

@@ -225,6 +225,17 @@ def test_a_suite_of_four_names_what_was_not_run(tmp_path: Path) -> None:
     assert "these were not run, so not measured: llm_demo_full, llm_demo_store" in report.verdict.notes[0]
 
 
+def test_what_gate_run_prints_is_the_round_that_it_leaves(tmp_path: Path) -> None:
+    passed = {case: case == "runtime_full" for case in files.CASES}
+    root = files.write_round(tmp_path / "round", passed)
+    printed = {"verb": "gate run", "command": "kvmnn gate run m", **files.round_document(passed), "notes": []}
+    printed["cases"] = [files.case_document(case, passed=one) for case, one in passed.items()]
+    alone = make_report([files.write_json(tmp_path / "printed.json", printed)])
+    both = make_report([root, tmp_path / "printed.json"])
+    assert alone.verdict.cases == both.verdict.cases == make_report([root]).verdict.cases
+    assert alone.verdict.said == "1 of 6 cases passes; 5 fail." and "kvmnn gate run m" in alone.to_markdown()
+
+
 def test_the_reference_tools_own_document(tmp_path: Path) -> None:
     document = files.measured_document()["evaluation"]
     report = make_report([files.write_json(tmp_path / "upper.json", document)])

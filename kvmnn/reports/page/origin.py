@@ -74,6 +74,7 @@ def commands_section(found: Material) -> Section:
     """The command that made each file, where the file says it."""
     every = [
         *((name, one.command) for name, one in found.about),
+        *((name, one.command) for name, one in found.rounds if one.command),
         *((name, one.command) for name, one in found.evaluations),
         *((name, one.command) for name, one in found.measured),
         *((name, one.command) for name, one in found.replays),

@@ -70,12 +70,13 @@ class RoundRow(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Round(Record):
-    """``summary.json``."""
+    """``summary.json``; ``gate run --json`` has the command as well, which makes no other round of it."""
 
     generated_at: str = ""
     overall_pass: bool
     total_cases: int
     rows: tuple[RoundRow, ...]
+    command: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,7 +58,10 @@ def decode(
     LimitError
         For a frame above `max_bytes`.
     """
-    codecs = codecs if isinstance(codecs, str) else tuple(codecs)  # read twice; a string is refused where it is read
+    if codecs is not CODECS:
+        codecs = (
+            codecs if isinstance(codecs, str) else tuple(codecs)
+        )  # read twice; a string is refused where it is read
     try:
         kind, parsed = open_frame(frame, dtype, codecs)
     except FrameError as error:
@@ -66,13 +69,10 @@ def decode(
     raw_bytes = parsed.words * kind.itemsize
     if max_bytes is not None and raw_bytes > max_bytes:
         raise LimitError(f"frame holds {raw_bytes} bytes: max_bytes is {max_bytes}")
-    if out is not None:
-        target = writable_rows(out, raw_bytes)
-        _decode_lanes(parsed, resolve_threads(threads))
-    else:
-        _decode_lanes(parsed, resolve_threads(threads))
-        out = np.empty(parsed.words, kind.numpy)
-        target = out.view(np.uint8).reshape(1, -1)
+    target = None if out is None else writable_rows(out, raw_bytes)
+    _decode_lanes(parsed, threads)
+    if target is None:
+        target = np.empty((1, raw_bytes), np.uint8)
     parsed.join(target)
     parsed.close()
     return out if isinstance(out, np.ndarray) else target[0].view(kind.numpy)
@@ -134,7 +134,7 @@ def matches(
     _, parsed = open_frame(frame, kind.name, codecs)
     if parsed.words * kind.itemsize != data.size:
         return False
-    _decode_lanes(parsed, resolve_threads(threads))
+    _decode_lanes(parsed, threads)
     same = parsed.equals(data)
     parsed.close()
     return same
@@ -151,17 +151,20 @@ def _not_one(frame: Any, dtype: str | None, codecs: Iterable[str], found: FrameE
     return found
 
 
-def _decode_lanes(parsed: _decoder.Frame, threads: int) -> None:
-    if threads == 1 or parsed.words * parsed.stride < MIN_PARALLEL_BYTES:
+def _decode_lanes(parsed: _decoder.Frame, threads: int | None) -> None:
+    small = parsed.words * parsed.stride < MIN_PARALLEL_BYTES
+    number = 1 if small and threads is None else resolve_threads(threads)
+    if small or number == 1:
         parsed.decode()
     else:
         parsed.reserve()
-        map_pulled(parsed.decode_lane, reversed(range(parsed.stride)), threads)
+        map_pulled(parsed.decode_lane, reversed(range(parsed.stride)), number)
 
 
 def open_frame(frame: Any, dtype: str | None, codecs: Iterable[str]) -> tuple[DType, _decoder.Frame]:
     """The dtype of a frame and the frame itself, its headers checked and nothing decoded; errors as `decode`."""
-    data, allow = raw_bytes_of(frame, "frame"), codec_bits(codecs)
+    data = frame if type(frame) is bytes else raw_bytes_of(frame, "frame")
+    allow = codec_bits(codecs)
     if dtype is None:
         parsed = _decoder.Frame(data, 0, allow)
         return (FP16 if parsed.stride == 2 else FP32), parsed

@@ -62,6 +62,8 @@ class CodecOptions:
 
 def codec_bits(codecs: Iterable[str]) -> int:
     """Codec names as bits."""
+    if codecs is CODECS:
+        return RLE_BIT | ZSTD_BIT
     if isinstance(codecs, str):
         raise TypeError(f"codecs must be a tuple of names such as ({codecs!r},), not a string")
     bits = 0

@@ -9,8 +9,9 @@ from libc.string cimport memset
 from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
 
 from kvmnn.frames._hashing cimport Sums, add_rest, add_to_sums, checksum_of, checksum_of_sums
+from kvmnn.frames._lane_readers cimport Reader, count_next, is_raw, join_next, next_equals
 from kvmnn.frames._stream_header cimport ALLOW_RLE, ALLOW_ZSTD, CODEC_RLE, CODEC_ZSTD, HEADER, MODES, load_le32
-from kvmnn.frames._streams cimport entropy, lanes, rle_decode
+from kvmnn.frames._streams cimport KVMNN_MODE_RAW, entropy, lanes, rle_decode
 from kvmnn.frames._workspace cimport Workspace, acquire, release
 from kvmnn.frames._zstdlib cimport most_output, zstd
 
@@ -27,6 +28,7 @@ cdef struct Stream:
     size_t raw_len
     size_t payload_len
     size_t offset           # of the payload
+    bint in_place           # nothing to decode: raw blocks of zstd, without a predictor
 
 
 cdef Stream parse_stream(const uint8_t *frame, size_t n, size_t at, int allow, str where) except *:
@@ -39,6 +41,7 @@ cdef Stream parse_stream(const uint8_t *frame, size_t n, size_t at, int allow, s
     s.raw_len = load_le32(frame + at + 2)
     s.payload_len = load_le32(frame + at + 6)
     s.offset = at + HEADER
+    s.in_place = False
     if s.payload_len > n - s.offset:
         raise FrameError(
             f"{where} at offset {at}: payload_len {s.payload_len} but only {n - s.offset} bytes follow the header"
@@ -62,6 +65,8 @@ cdef Stream parse_stream(const uint8_t *frame, size_t n, size_t at, int allow, s
         raise FrameError(
             f"{where} at offset {at}: raw_len {s.raw_len} cannot come from this payload of {s.payload_len} bytes"
         )
+    if s.mode == KVMNN_MODE_RAW and s.codec == CODEC_ZSTD:
+        s.in_place = is_raw(frame + s.offset, s.payload_len, s.raw_len)
     return s
 
 
@@ -152,7 +157,7 @@ cdef class Frame:
         self.reserve()
         with nogil:
             for lane in range(self.stride):
-                if not decode_payload(
+                if not self.streams[lane].in_place and not decode_payload(
                     self.ws, &self.data[0], self.streams[lane], self.scratch + <size_t>lane * self.words
                 ):
                     bad = lane
@@ -173,6 +178,8 @@ cdef class Frame:
         cdef bint ok
         if self.ws is None or not 0 <= lane < self.stride:
             raise KvmnnError(f"lane {lane}: reserve() first, expected 0 to {self.stride - 1}")
+        if self.streams[lane].in_place:
+            return
         cdef Workspace ws = acquire(False, True)
         with nogil:
             ok = decode_payload(ws, &self.data[0], self.streams[lane], self.scratch + <size_t>lane * self.words)
@@ -182,40 +189,63 @@ cdef class Frame:
 
     def join(self, uint8_t[:, :] out not None) -> None:
         """Write the decoded words to the rows of `out`, each contiguous, which together have exactly their bytes."""
-        cdef const uint8_t *parts[4]
+        cdef Reader readers[4]
         cdef Py_ssize_t row
         cdef size_t words = out.shape[1] // self.stride
-        cdef int lane
         if out.shape[1] > 1 and out.strides[1] != 1:
             raise KvmnnError(f"rows with a stride of {out.strides[1]}: expected contiguous ones")
         if words * <size_t>self.stride != <size_t>out.shape[1]:
             raise KvmnnError(f"rows of {out.shape[1]} bytes: expected words of {self.stride}")
-        self.check_lanes(out.shape[0] * out.shape[1], parts)
+        self.start(out.shape[0] * out.shape[1], readers)
+        if out.shape[0] and out.shape[1] and self.is_part_of(&out[0, 0], &out[out.shape[0] - 1, 0] + out.shape[1]):
+            self.settle()
+            self.start(out.shape[0] * out.shape[1], readers)
         with nogil:
             for row in range(out.shape[0]):
-                lanes().join(parts, words, self.stride, &out[row, 0])
-                for lane in range(self.stride):
-                    parts[lane] += words
+                join_next(readers, words, self.stride, &out[row, 0])
 
     def equals(self, const uint8_t[::1] raw not None) -> bool:
         """Whether the decoded words are exactly the bytes of `raw`."""
-        cdef const uint8_t *parts[4]
+        cdef Reader readers[4]
         cdef bint same
         if <size_t>raw.shape[0] != self.words * <size_t>self.stride:
             return False
-        self.check_lanes(raw.shape[0], parts)
+        self.start(raw.shape[0], readers)
         with nogil:
-            same = lanes().join_equals(parts, self.words, self.stride, &raw[0])
+            same = next_equals(readers, self.words, self.stride, &raw[0])
         return same
 
-    cdef int check_lanes(self, size_t n, const uint8_t **parts) except -1:
+    cdef bint is_part_of(self, const uint8_t *begin, const uint8_t *end) noexcept:
+        """Whether some of the frame lies in a range of memory, in which rows may run either way."""
+        cdef const uint8_t *frame = &self.data[0]
+        if end < begin:
+            begin, end = end - 1, begin
+        return begin < frame + self.data.shape[0] and frame < end
+
+    cdef void settle(self) noexcept:
+        """Bring all lanes into memory of our own."""
+        cdef int lane
+        for lane in range(self.stride):
+            if self.streams[lane].in_place:
+                decode_payload(self.ws, &self.data[0], self.streams[lane], self.scratch + <size_t>lane * self.words)
+                self.streams[lane].in_place = False
+
+    cdef int start(self, size_t n, Reader *readers) except -1:
+        """Readers at the beginning of the lanes, which together have `n` bytes."""
         cdef int lane
         if self.ws is None:
             raise KvmnnError("the frame is not decoded")
         if n != self.words * <size_t>self.stride:
             raise KvmnnError(f"a buffer of {n} bytes: expected {self.words * <size_t>self.stride}")
         for lane in range(self.stride):
-            parts[lane] = self.scratch + <size_t>lane * self.words
+            readers[lane].spare = self.scratch + <size_t>lane * self.words
+            readers[lane].words = self.words
+            readers[lane].at = readers[lane].spare
+            readers[lane].left = 0 if self.streams[lane].in_place else self.words
+            readers[lane].payload = &self.data[self.streams[lane].offset]
+            readers[lane].size = self.streams[lane].payload_len
+            readers[lane].next = 0
+            readers[lane].last = True
         return 0
 
     def stream(self, int lane) -> tuple:
@@ -226,11 +256,11 @@ cdef class Frame:
     def lane_entropy(self, int lane) -> float:
         """Order-0 entropy of a decoded lane in bits per byte."""
         cdef uint64_t counts[256]
-        if self.ws is None:
-            raise KvmnnError("the frame is not decoded")
+        cdef Reader readers[4]
+        self.start(self.words * <size_t>self.stride, readers)
         memset(counts, 0, sizeof(counts))
         with nogil:
-            lanes().histogram(self.scratch + <size_t>lane * self.words, self.words, counts)
+            count_next(&readers[lane], self.words, counts)
         return entropy(counts)
 
 
@@ -239,7 +269,7 @@ def decode_into(tuple frames, int stride, int allow, uint8_t[:, :, :, :] out not
 
     Nothing is written unless all frames decode, to exactly their part of `out`.
     """
-    cdef const uint8_t *lane_starts[4]
+    cdef Reader readers[4]
     cdef Py_ssize_t part, row, row_bytes = out.shape[2] * out.shape[3]
     cdef size_t words = row_bytes // stride, size = <size_t>out.shape[1] * row_bytes
     cdef int lane
@@ -259,17 +289,15 @@ def decode_into(tuple frames, int stride, int allow, uint8_t[:, :, :, :] out not
         parsed.append(frame)
     for part in range(out.shape[0]):
         frame = parsed[part]
-        frame.check_lanes(size, lane_starts)
+        frame.start(size, readers)
         with nogil:
             for row in range(out.shape[1]):
-                lanes().join(lane_starts, words, stride, &out[part, row, 0, 0])
-                for lane in range(stride):
-                    lane_starts[lane] += words
+                join_next(readers, words, stride, &out[part, row, 0, 0])
         frame.close()
 
 
 cdef uint64_t join_summed(
-    const uint8_t **parts, size_t words, int stride, uint8_t *out, uint64_t seed
+    Reader *readers, size_t words, int stride, uint8_t *out, uint64_t seed
 ) noexcept nogil:
     """Join the next `words` words of the lanes at `out`; their checksum. Tile by tile, while they are in the cache."""
     cdef Sums sums
@@ -278,9 +306,7 @@ cdef uint64_t join_summed(
     memset(&sums, 0, sizeof(sums))
     while left:
         tile = min(left, <size_t>JOIN_TILE)
-        lanes().join(parts, tile, stride, out)
-        for lane in range(stride):
-            parts[lane] += tile
+        join_next(readers, tile, stride, out)
         size = tile * <size_t>stride
         done = add_to_sums(&sums, out, size)
         out += size
@@ -308,7 +334,7 @@ def decode_checked(
     `frame_sum` is over the frame, `raw_sum` goes on from row to row. `out` is written only where `frame_sum` is right,
     which is found after decoding: the frame is in the cache then.
     """
-    cdef const uint8_t *parts[4]
+    cdef Reader readers[4]
     cdef Frame frame
     cdef Py_ssize_t row
     cdef size_t words = out.shape[1] // stride
@@ -324,11 +350,11 @@ def decode_checked(
         compare_sum(data, frame_sum)
         raise
     compare_sum(data, frame_sum)
-    frame.check_lanes(out.shape[0] * out.shape[1], parts)
+    frame.start(out.shape[0] * out.shape[1], readers)
     found = 0
     with nogil:
         for row in range(out.shape[0]):
-            found = join_summed(parts, words, stride, &out[row, 0], found)
+            found = join_summed(readers, words, stride, &out[row, 0], found)
     frame.close()
     if found != raw_sum:
         raise FrameError("the frame decodes to other words than went into it")

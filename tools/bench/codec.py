@@ -260,7 +260,7 @@ def threads_section(results: list[dict[str, Any]]) -> str:
     header = ["what", "dtype", "frame", "kvmnn, 2 threads over 1", "two bare zstd loops over one", "share"]
     return (
         "## Two threads, wall time\n\nWhere two zstd loops gain 2 x, one exact frame is to gain 1.4 x at least, a "
-        "share of 0.7, and one of the efforts balanced and fast 1.7 x, of 0.85: many zstd frames one behind the other.\n\n"
+        "share of 0.7, and one of the efforts balanced and fast 1.7 x, of 0.85: many zstd frames one after another.\n\n"
         f"{table(header, rows)}\n"
     )
 

@@ -126,6 +126,10 @@ def test_a_frame_that_lies_where_its_words_go() -> None:
         room[at : at + frame.size] = frame
         kvmnn.decode(room[at : at + frame.size], dtype="fp16", out=room[:6000])
         assert room[:6000].tobytes() == raw
+        room[at : at + frame.size] = frame
+        rows = room[:6000].reshape(3, 2000)[::-1]
+        kvmnn.decode(room[at : at + frame.size], dtype="fp16", out=rows)
+        assert rows.tobytes() == raw
 
 
 def test_a_frame_that_someone_writes_to_meanwhile() -> None:

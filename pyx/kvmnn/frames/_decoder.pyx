@@ -197,7 +197,7 @@ cdef class Frame:
         if words * <size_t>self.stride != <size_t>out.shape[1]:
             raise KvmnnError(f"rows of {out.shape[1]} bytes: expected words of {self.stride}")
         self.start(out.shape[0] * out.shape[1], readers)
-        if out.shape[0] and out.shape[1] and self.is_part_of(&out[0, 0], &out[out.shape[0] - 1, 0] + out.shape[1]):
+        if self.is_among(&out[0, 0], &out[out.shape[0] - 1, 0], out.shape[1]):
             self.settle()
             self.start(out.shape[0] * out.shape[1], readers)
         with nogil:
@@ -215,12 +215,12 @@ cdef class Frame:
             same = next_equals(readers, self.words, self.stride, &raw[0])
         return same
 
-    cdef bint is_part_of(self, const uint8_t *begin, const uint8_t *end) noexcept:
-        """Whether some of the frame lies in a range of memory, in which rows may run either way."""
+    cdef bint is_among(self, const uint8_t *first, const uint8_t *last, size_t row_bytes) noexcept:
+        """Whether the frame lies between the first and the last of some rows, whichever comes first in memory."""
         cdef const uint8_t *frame = &self.data[0]
-        if end < begin:
-            begin, end = end - 1, begin
-        return begin < frame + self.data.shape[0] and frame < end
+        if last < first:
+            first, last = last, first
+        return first < frame + self.data.shape[0] and frame < last + row_bytes
 
     cdef void settle(self) noexcept:
         """Bring all lanes into memory of our own."""

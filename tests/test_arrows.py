@@ -19,7 +19,7 @@ FLOORS = (
     ("runtime", "store"),
     ("formats", "reports"),
     ("bundle", "policies"),
-    ("arrays", "dense", "h2o"),
+    ("arrays", "codecs", "dense", "h2o"),
     ("frames", "packed"),
     ("files", "threads", "text"),
     ("_simd", "checks", "dtypes", "optional"),

@@ -79,6 +79,10 @@ class Encoded(Sizes):
     def __str__(self) -> str:
         return self.text()
 
+    def _renamed(self) -> str:
+        arrays = self.manifest.arrays
+        return renamed((array.name, array.frames[0].file) for array in arrays if len(arrays) > 1)
+
     def text(self, *, verbose: bool = False) -> str:
         """One line; with `verbose` also one for each array."""
         arrays = self.manifest.arrays
@@ -89,7 +93,7 @@ class Encoded(Sizes):
                 f"ratio {ratio(array.nbytes, array.stored_bytes):.4f}, {frames_of([array])}"
                 for array in arrays
             ]
-        others = renamed((array.name, array.frames[0].file) for array in arrays if len(arrays) > 1)
+        others = self._renamed()
         name = self.output or arrays[0].name
         if len(arrays) > 1:
             name += f" ({count(len(arrays), 'array')})"

@@ -258,6 +258,9 @@ class DirectoryOutput(_Staged):
     durable
         Bring the files to the disk before they get their names; False for what can be made again at any time: after a
         power cut files may lack what was written to them.
+    replaces
+        A directory that exists is not added to: with `force` it is replaced as a whole, without it is an error unless
+        it is empty. The caller sees to it that it is one of the same kind.
     """
 
     def __init__(
@@ -268,15 +271,35 @@ class DirectoryOutput(_Staged):
         protect: Iterable[str] = (),
         index: str | None = None,
         durable: bool = True,
+        replaces: bool = False,
     ) -> None:
+        protect = list(protect)
         super().__init__(os.path.realpath(target), force=force, protect=protect)
         self._index = index
         self._durable = durable
-        self._merging = self.target.is_dir()
-        if not self._merging and os.path.lexists(self.target):
+        self._merging = self.target.is_dir() and not replaces
+        self._replaces = replaces and self.target.is_dir() and any(self.target.iterdir())
+        if self._replaces:
+            self._check_replaceable(protect)
+        if not self.target.is_dir() and os.path.lexists(self.target):
             raise OutputError(f"{self.target}: exists already and is not a directory")
         parent = self.target if self._merging else self.target.parent
         self._stage = self._temporary(self.target, parent=parent, is_folder=True).path
+
+    @property
+    def staged(self) -> Path:
+        """Where the files lie until they get their names."""
+        return self._stage
+
+    def flush(self) -> None:
+        """Close what was begun, so that it can be read in `staged`."""
+        self._close_all()
+
+    def _check_replaceable(self, protect: Iterable[str]) -> None:
+        if any(Path(os.path.realpath(path)).is_relative_to(self.target) for path in protect):
+            raise OutputError(f"{self.target}: is the input itself, or holds it; choose another output")
+        if not self.force:
+            raise OutputError(f"{self.target}: exists already (-f or --force replaces it)")
 
     def check_names(self, names: Iterable[str]) -> None:
         """Fail now rather than later if a file called one of `names` could not be made."""
@@ -301,10 +324,8 @@ class DirectoryOutput(_Staged):
         if not self._merging:
             if self._durable:
                 _sync_directory(self._stage)
-            try:
-                os.rename(self._stage, self.target)
-            except OSError as exc:
-                raise OutputError(f"{self.target}: cannot be written: {exc.strerror or exc}") from exc
+            with failures(self.target):
+                self._rename()
             if self._durable:
                 _sync_directory(self.target.parent)
             return
@@ -317,6 +338,20 @@ class DirectoryOutput(_Staged):
             self._place(file.path, file.target)
         if self._durable:
             _sync_directory(self.target)
+
+    def _rename(self) -> None:
+        if not self._replaces:
+            os.rename(self._stage, self.target)
+            return
+        # The old one keeps a name of its own until the new one has its: no sweep removes it if we are killed meanwhile.
+        old = self.target.with_name(f".{self.target.name}.kvmnn-replaced-{os.getpid()}")
+        os.rename(self.target, old)
+        try:
+            os.rename(self._stage, self.target)
+        except OSError:
+            os.rename(old, self.target)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
 
     def _discard(self) -> None:
         shutil.rmtree(self._stage, ignore_errors=True)

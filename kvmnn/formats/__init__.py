@@ -13,6 +13,7 @@ from .options import EngineOptions, PackedOptions, ReadOptions
 from .reading import chosen
 from .restoring import Restored, restore
 from .writing import write_arrays
+from .zarr import encode_store, inspect_store, is_named_zarr, is_store, restore_store, verify_store
 
 __all__ = [
     "ARRAY_FORMATS",
@@ -28,17 +29,23 @@ __all__ = [
     "array_format",
     "chosen",
     "describe_files",
+    "encode_store",
     "engine_kind",
     "find_packed",
     "folder_kind",
     "inspect",
+    "inspect_store",
     "is_frames",
     "is_kept",
+    "is_named_zarr",
+    "is_store",
     "kind_of",
     "not_a_frame",
     "open",
     "restore",
     "restore_file",
+    "restore_store",
     "to_cache",
+    "verify_store",
     "write_arrays",
 ]

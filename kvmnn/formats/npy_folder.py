@@ -31,7 +31,7 @@ def files_in(path: str) -> list[str]:
             found = [entry.path for entry in entries if entry.name.lower().endswith(SUFFIX) and entry.is_file()]
     except OSError as exc:
         raise SourceError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
-    return sorted(found, key=lambda file: _order(PurePath(file).stem))
+    return sorted(found, key=lambda file: order_of(PurePath(file).stem))
 
 
 def read(path: str, options: ReadOptions) -> Source:
@@ -47,7 +47,7 @@ def read(path: str, options: ReadOptions) -> Source:
     return Source(arrays, skipped=skipped, opened=tuple(files))
 
 
-def _order(name: str) -> tuple[bool, list[int | str]]:
+def order_of(name: str) -> tuple[bool, list[int | str]]:
     """Names of layers by layer, first token and part, before all others, which are in the order that people expect."""
     said = conventional(name)
     if said is not None:

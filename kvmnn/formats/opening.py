@@ -14,7 +14,7 @@ from ..bundle import manifest
 from ..bundle.frame_set import DecodeOptions, open_frames
 from ..errors import KvmnnError, LimitError, OptionError, SourceError
 from ..files.mapped import STDIN, MappedFile, head_of
-from . import engine_files, llama, npy, npy_folder, raw, vllm
+from . import engine_files, llama, npy, npy_folder, raw, vllm, zarr
 from .array_formats import ARRAY_FORMATS, array_format
 from .frames import of_frames
 from .hf import live, saved
@@ -25,7 +25,7 @@ from .options import PackedOptions, ReadOptions
 from .reading import check_names, chosen
 from .unknown import HEAD_BYTES, file_not_known, folder_not_known
 
-FolderKind = Literal["packed", "packed dump", "dump", "npy", "vllm"]
+FolderKind = Literal["zarr", "packed", "packed dump", "dump", "npy", "vllm"]
 _PACKED_SUFFIXES = (".k", ".v")
 _FRAME_SUFFIXES = (manifest.FRAME_SUFFIX, ".json")
 
@@ -52,8 +52,8 @@ def open(
         A ``.npy``, ``.npz`` or ``.safetensors`` file; a frame, a manifest or a directory of frames with its manifest; a
         state file of llama.cpp, a prompt cache of mlx-lm, a file of ``torch.save`` with a cache of transformers; the
         directory of an MNN KV dump, of a prefix cache or of live cache files, or one of their ``.k`` and ``.v`` files;
-        a directory of ``.npy`` files; any other file of raw words, which need a `dtype`; or ``"-"``: raw words, a
-        ``.npy`` file or a saved cache on standard input.
+        a Zarr store; a directory of ``.npy`` files; any other file of raw words, which need a `dtype`; or ``"-"``: raw
+        words, a ``.npy`` file or a saved cache on standard input.
 
         Or a cache in memory: a ``DynamicCache`` or ``StaticCache`` of transformers, a list or tuple of (K, V) by
         layer, a dict of arrays by name, a ``Generator`` of ONNX Runtime GenAI. Its arrays are read when they are asked
@@ -137,6 +137,8 @@ def folder_kind(path: str, packed: PackedOptions | None = None) -> FolderKind | 
     SourceError
         As for `find_packed`, and where the directory cannot be read.
     """
+    if zarr.is_store(path):
+        return "zarr"
     if find_packed(path, packed):
         return "packed"
     root = Path(path)
@@ -221,7 +223,13 @@ def _directory(path: str, options: ReadOptions) -> Source:
         return _packed(path, options)
     if kind is None:
         raise SourceError(f"{path}: {folder_not_known(path)}")
-    read = {"packed dump": packed_dump.read, "dump": dump.read, "npy": npy_folder.read, "vllm": vllm.read}[kind]
+    read = {
+        "zarr": zarr.read,
+        "packed dump": packed_dump.read,
+        "dump": dump.read,
+        "npy": npy_folder.read,
+        "vllm": vllm.read,
+    }[kind]
     return read(path, options)
 
 

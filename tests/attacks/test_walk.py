@@ -153,6 +153,7 @@ def test_all_kinds_of_files_are_here() -> None:
         *("token ids", "settings of an MNN model", "store", "text of a store"),
         *("tables of a benchmark", "records of a benchmark", "round of gates"),
         *("session of llama.cpp", "cache of MLX", "cache of transformers"),
+        "zarr",
         *(suffix[1:] for suffix in ARRAY_FORMATS),
     }
 

@@ -11,29 +11,19 @@ import io
 import json
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from random import Random
 
 import compressor_files
 import gate_logs
-import hf_files
-import llama_files
-import mlx_files
+import hostile_engines
 import numpy as np
 import packed_samples
+from reader_sample import Sample as Sample
+from reader_sample import contents, made
+from reader_sample import quietly as quietly
 
 from kvmnn import encode
-from kvmnn.cli import main
-
-
-def quietly(argv: list[str]) -> tuple[int, str]:
-    """Exit code and standard error of a verb in this process."""
-    out, err = io.TextIOWrapper(io.BytesIO()), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main(argv)
-    return code, err.getvalue()
 
 
 def array_inputs(half: np.ndarray, single: np.ndarray, frame_bytes: int) -> dict[str, dict[str, bytes]]:
@@ -77,28 +67,7 @@ def write_dump(folder: Path, half: np.ndarray) -> None:
     (folder / f"meta_t0_{tokens}.json").write_text(json.dumps(document))
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
-
-
-def made(argv: list[object]) -> None:
-    code, errors = quietly([str(word) for word in argv])
-    assert code == 0, errors
-
-
 # -- one sample for each reader ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Valid files, and the verbs that read them: ``{in}`` is their folder, ``{out}`` a place for output."""
-
-    files: dict[str, bytes]
-    commands: tuple[str, ...]
-    damaged: tuple[str, ...]
-    """The files that the walk damages, one at a time."""
-    is_written_to: bool = False
-    """Whether the commands may change the files: a store, from which damaged units are removed."""
 
 
 PREFIX = "--kv-heads 1 --head-dim 4 --backend x86-sse"
@@ -112,7 +81,7 @@ def samples() -> dict[str, Sample]:
     with tempfile.TemporaryDirectory() as name:
         found = {
             **_arrays(inputs),
-            **{kind: make(Path(name, kind)) for kind, make in _MAKERS.items()},
+            **{kind: make(Path(name, kind)) for kind, make in (_MAKERS | hostile_engines.MAKERS).items()},
         }
     with contextlib.suppress(ModuleNotFoundError):
         found |= _models()
@@ -308,69 +277,6 @@ def _checkpoint(folder: Path) -> Sample:
     return Sample({"c.pth": path.read_bytes()}, (command,), ("c.pth",))
 
 
-def _saved_cache(folder: Path, kind: str = "dynamic") -> Sample:
-    """A cache of transformers as torch saves it."""
-    folder.mkdir()
-    pairs = hf_files.pairs(1, layers=1, shape=(1, 1, 3, 2))
-    hf_files.save(
-        folder / "c.pt", hf_files.static_cache(pairs, 5) if kind == "static" else hf_files.dynamic_cache(pairs)
-    )
-    commands = ("encode {in}/c.pt -o {out}/ --max-bytes 1M", "inspect {in}/c.pt")
-    return Sample(contents(folder), commands, ("c.pt",))
-
-
-def _llama(folder: Path, kind: str = "q4_0", transposed: bool = False) -> Sample:
-    """A session file of llama.cpp, its model, and its frames."""
-    folder.mkdir()
-    shape = llama_files.Shape(1, 1, 32, 32, kind, "f16" if transposed else kind, transposed)
-    state, _ = llama_files.state(Random(1), shape, [2])
-    model = llama_files.gguf(attention__head_count_kv=1, attention__key_length=32)
-    (folder / "x.session").write_bytes(state)
-    (folder / "m.gguf").write_bytes(model)
-    made(["encode", folder / "x.session", "-o", f"{folder}/frames/"])
-    commands = (
-        "encode {in}/x.session -o {out}/",
-        "unpack {in}/x.session -o {out}.npz --model {in}/m.gguf",
-        "inspect {in}/x.session",
-        "measure {in}/x.session",
-        "decode {in}/frames -o {out}.session --max-bytes 1M",
-        "unpack {in}/frames --kv-heads 1 -o {out}.npz",
-    )
-    damaged = ("x.session",) if transposed else ("x.session", "m.gguf", "frames/manifest.json")
-    return Sample(contents(folder), commands, damaged)
-
-
-def _mlx(folder: Path, bits: int = 0) -> Sample:
-    """A prompt cache of mlx-lm."""
-    folder.mkdir()
-    shape = mlx_files.Shape(layers=1, heads=1, dims=32, value_dims=32, tokens=1, capacity=2, bits=bits)
-    (folder / "c.safetensors").write_bytes(mlx_files.cache(Random(1), shape)[0])
-    commands = (
-        "encode {in}/c.safetensors -o {out}/",
-        "unpack {in}/c.safetensors -o {out}.npz",
-        "inspect {in}/c.safetensors",
-        "measure {in}/c.safetensors",
-    )
-    return Sample(contents(folder), commands, ("c.safetensors",))
-
-
-def _pages(folder: Path) -> Sample:
-    """A folder of vLLM's, and a page of LMCache."""
-    (folder / "0cc175b9").mkdir(parents=True)
-    words = np.random.default_rng(2).normal(size=(2, 3, 2, 2)).astype(np.float16)
-    header = json.dumps(
-        {"kv_cache": {"dtype": "F16", "shape": words.shape, "data_offsets": [0, words.nbytes]}}
-    ).encode()
-    tensors = len(header).to_bytes(8, "little") + header + words.tobytes()
-    (folder / "0cc175b9/layers.0.safetensors").write_bytes(tensors)
-    (folder / "m@1@0@1a@half.pt").write_bytes(words.tobytes())
-    commands = (
-        "encode {in}/0cc175b9 -o {out}/ --axes 2thd",
-        "measure {in}/m@1@0@1a@half.pt --shape 2,-1,2,2 --axes 2thd",
-    )
-    return Sample(contents(folder), commands, ("0cc175b9/layers.0.safetensors", "m@1@0@1a@half.pt"))
-
-
 def _checkpoint_tensors(folder: Path) -> Sample:
     folder.mkdir()
     state = compressor_files.weights(1, head_dim=1, factor=2, prefixes=("compress_tk",))
@@ -455,13 +361,6 @@ _MAKERS: dict[str, Callable[[Path], Sample]] = {
     "records of a benchmark": _gate_records,
     "round of gates": _gate_round,
     "checkpoint, safetensors": _checkpoint_tensors,
-    "session of llama.cpp": _llama,
-    "session of llama.cpp, transposed": lambda folder: _llama(folder, "f16", transposed=True),
-    "cache of MLX": _mlx,
-    "cache of MLX, quantised": lambda folder: _mlx(folder, 4),
-    "cache of transformers": _saved_cache,
-    "pages": _pages,
-    "cache of transformers, static": lambda folder: _saved_cache(folder, "static"),
 }
 
 

@@ -32,6 +32,8 @@ refused; --force restores anyway.
 Frames of a whole file of llama.cpp or MLX become that file again, byte for byte, with -o FILE or on standard output
 (--arrays: its arrays as they lie there; kvmnn unpack gives K and V by heads).
 
+A Zarr store (X.zarr) gives its arrays; the hashes that kvmnn noted down in it are checked.
+
 Without -o, X.npy.frame becomes X.npy, and X.frames/ of a whole file X; only what comes from standard input goes to
 standard output, as raw words (if that is a file or a pipe)."""
 
@@ -66,7 +68,10 @@ def add_parser(verbs: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
     from ...bundle import DecodeOptions
+    from ...formats import is_store
 
+    if is_store(arguments.input):
+        return _run_store(arguments)
     options = DecodeOptions(
         dtype=arguments.dtype,
         codecs=shared_options.codecs(arguments),
@@ -81,6 +86,24 @@ def run(arguments: argparse.Namespace) -> int:
     output = printing.data_stdout(arguments, "data") if on_stdout else _output(arguments, frames)
     with printing.progress(arguments, frames.raw_bytes, "decode") as step:
         made = _restored(frames, output, options, arguments, step)
+    printing.show(arguments, "decode", made, data_on_stdout=on_stdout)
+    return 0
+
+
+def _run_store(arguments: argparse.Namespace) -> int:
+    """The arrays of a Zarr store."""
+    from ...formats import ReadOptions, restore_store
+
+    idle_options.refuse(
+        arguments, ("form", "no_manifest", "no_zstd", *_EXPECTED), "is about frames, and a store is read"
+    )
+    on_stdout = printing.to_stdout(arguments, arguments.input)
+    if not on_stdout and arguments.output is None:
+        raise UsageError("no output given: use -o X.npz, -o X.safetensors, -o DIR/ or -o -")
+    options = ReadOptions(dtype=arguments.dtype, frames=False, threads=arguments.threads, max_bytes=arguments.max_bytes)
+    output = printing.data_stdout(arguments, "data") if on_stdout else arguments.output
+    with printing.progress(arguments, 0, "decode") as step:
+        made = restore_store(arguments.input, output, options, force=arguments.force, progress=step)
     printing.show(arguments, "decode", made, data_on_stdout=on_stdout)
     return 0
 

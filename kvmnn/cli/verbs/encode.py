@@ -12,6 +12,7 @@ from ..printing import STDIO, UsageError
 
 if TYPE_CHECKING:
     from ...arrays.source import Source
+    from ...bundle import Encoded
 
 _TEXT = """Encode arrays into the frames that MNN would store.
 
@@ -24,6 +25,8 @@ sequence file of llama.cpp and a prompt cache of mlx-lm are kept whole: decode w
   -o FILE    one array: its frame, and FILE.json beside it, from which decode
              restores the same array
   -o DIR/    any number of arrays: one frame file each and DIR/manifest.json
+  -o X.zarr  a Zarr store, each chunk a frame: zarr, xarray and dask read it
+             (docs/zarr.md)
   -o -       one frame and nothing else on standard output
 
 Without -o, X.npy becomes X.npy.frame and X.npz becomes X.npz.frames/; only what comes from standard input goes to
@@ -94,6 +97,7 @@ def _predictors(spec: str) -> str:
 def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
     from ...bundle import EncodeOptions, encode
+    from ...formats import encode_store, is_named_zarr
 
     options = EncodeOptions(
         predictors=arguments.predictors,
@@ -108,12 +112,17 @@ def run(arguments: argparse.Namespace) -> int:
         block=arguments.block,
         allow_raw=arguments.allow_raw,
     )
-    source = loading.load(arguments.inputs, arguments, whole=engine_options.is_whole(arguments, arguments.inputs))
+    to_store = is_named_zarr(arguments.output)
+    whole = engine_options.is_whole(arguments, arguments.inputs) and not to_store
+    source = loading.load(arguments.inputs, arguments, whole=whole)
     loading.report_skipped(source, arguments)
     on_stdout = printing.to_stdout(arguments, arguments.inputs[0])
-    output = printing.data_stdout(arguments, "frame") if on_stdout else _output(arguments, source)
     with printing.progress(arguments, source.nbytes, "encode") as step:
-        made = encode(source, output, options, force=arguments.force, progress=step)
+        if to_store:
+            made: Encoded = encode_store(source, arguments.output, options, force=arguments.force, progress=step)
+        else:
+            output = printing.data_stdout(arguments, "frame") if on_stdout else _output(arguments, source)
+            made = encode(source, output, options, force=arguments.force, progress=step)
     text = made.text(verbose=arguments.verbose)
     printing.show(arguments, "encode", made, text=text, data_on_stdout=on_stdout)
     return 0

@@ -29,6 +29,8 @@ dump or a directory of .npy files gives the arrays that encode would take from i
 The directory of a prefix cache or of live cache files, or one of their .k and .v files, gives what it is, geometry,
 live and padded bytes, and where something cannot be known from the files, what it may be.
 
+A Zarr store gives its arrays, chunks and sizes.
+
 The weight file of a KV compressor (.bin), or a checkpoint of one (.pth, .pt), gives its header and a table of its
 weights: shape, bias, least and greatest value, mean, standard deviation, elements that are no number."""
 
@@ -109,7 +111,7 @@ def _says_axes(arguments: argparse.Namespace) -> bool:
 
 def _inspected(path: str, arguments: argparse.Namespace) -> tuple[printing.Result, str]:
     """What an input holds, and the same as text."""
-    from ... import compressor
+    from ... import compressor, formats
     from ...bundle import DecodeOptions, inspect
     from ...formats.mnn import inspect_packed
 
@@ -117,6 +119,10 @@ def _inspected(path: str, arguments: argparse.Namespace) -> tuple[printing.Resul
     if weights and (compressor.is_weight_file(path) or compressor.is_checkpoint(path)):
         account = compressor.inspect(path, weights_options.options(arguments))
         return account, str(account)
+    if formats.is_store(path) and not _says_axes(arguments):
+        limits = formats.ReadOptions(dtype=arguments.dtype, skip_unsupported=True, max_bytes=arguments.max_bytes)
+        store = formats.inspect_store(path, limits)
+        return store, str(store if arguments.verbose else store.first())
     if _is_of_arrays(path, arguments):
         if packed := inspect_packed(path, packed_options.options(arguments)):
             return packed, str(packed)

@@ -28,6 +28,8 @@ With a manifest the hash of every frame and of every array is checked; with --ag
 with the original file (several --against make one set, as several inputs of encode do). Either prints LOSSLESS.
 Frames without a manifest can only be shown to decode, and then the word is DECODES. Any mismatch ends with exit code 1.
 
+Of a Zarr store (X.zarr) the hashes that kvmnn noted down in it are checked.
+
 The weight file of a KV compressor (.bin) is checked in structure and sense; with --against its checkpoint, every
 weight, every bias, every header field and the metadata are compared with what kvmnn convert would write: tell the
 options that it was told."""
@@ -50,7 +52,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out; 1 for any difference."""
     from ...bundle import DecodeOptions, verify
     from ...compressor import is_weight_file
+    from ...formats import is_store
 
+    if is_store(arguments.input):
+        return _run_store(arguments)
     if not arguments.no_manifest and is_weight_file(arguments.input):
         return verify_weights.run(arguments)
     told = [name for name in weights_options.TOLD if name != "head_dim"]
@@ -74,6 +79,29 @@ def run(arguments: argparse.Namespace) -> int:
         found = verify(frames, against, options, progress=step)
     if not found.ok:
         return printing.show_failure(arguments, "verify", found)
+    printing.show(arguments, "verify", found)
+    return 0
+
+
+def _run_store(arguments: argparse.Namespace) -> int:
+    """The hashes that kvmnn noted down in a Zarr store."""
+    from ...formats import ReadOptions, verify_store
+
+    used = ("dtype", "threads", "max_bytes", "tensor", "skip_unsupported", "json", "quiet", "verbose")
+    names = [name for name in vars(arguments) if name not in (*used, "input", "run", "parser", "verb")]
+    idle_options.refuse(
+        arguments, names, f"says nothing about {arguments.input}, a Zarr store (kvmnn diff compares two)"
+    )
+    options = ReadOptions(
+        dtype=arguments.dtype,
+        tensors=tuple(arguments.tensor),
+        skip_unsupported=arguments.skip_unsupported,
+        frames=False,
+        threads=arguments.threads,
+        max_bytes=arguments.max_bytes,
+    )
+    with printing.progress(arguments, 0, "verify") as step:
+        found = verify_store(arguments.input, options, progress=step)
     printing.show(arguments, "verify", found)
     return 0
 

@@ -1,0 +1,89 @@
+"""What the codecs for Zarr share: a chunk of an array as one frame."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+from ..dtypes import BF16, FP16, FP32, Bytes, DType, Words
+from ..errors import FrameError, KvmnnError, LimitError
+from ..frames import CodecOptions, decode, encode
+
+NAME: Final = "kvmnn.frame"
+"""The codec, in documents of zarr and numcodecs."""
+MAX_CHUNK_BYTES: Final = 1 << 30
+"""Raw bytes of a chunk; larger ones are refused."""
+
+_KINDS: dict[str, DType] = {"float16": FP16, "float32": FP32, "bfloat16": BF16, "uint16": BF16}
+
+
+def kind_of(array_dtype: np.dtype[Any]) -> DType:
+    """What the words of a chunk are, by its numpy type: float16, float32, bfloat16 of ml_dtypes, or uint16 for it.
+
+    Raises
+    ------
+    KvmnnError
+        For all other types.
+    """
+    kind = _KINDS.get(array_dtype.name)
+    if kind is None:
+        raise KvmnnError(
+            f"codec {NAME}: type {array_dtype} is none that frames hold: expected float16, float32, bfloat16 or uint16 "
+            "(its words)"
+        )
+    return kind
+
+
+def check_effort(effort: object) -> str:
+    """`KvmnnError` for an effort that does not exist."""
+    if not isinstance(effort, str):
+        raise KvmnnError(f"codec {NAME}: effort is {effort!r}: expected a string")
+    CodecOptions(effort=effort).check()
+    return effort
+
+
+def check_size(nbytes: int) -> None:
+    """`LimitError` for a chunk that is too large."""
+    if nbytes > MAX_CHUNK_BYTES:
+        raise LimitError(f"codec {NAME}: a chunk has {nbytes:,} bytes: expected at most {MAX_CHUNK_BYTES:,}")
+
+
+def encode_chunk(words: Bytes, kind: DType, effort: str) -> bytes:
+    """The frame of a chunk's little-endian words, 1-D."""
+    check_size(words.size)
+    if not words.size:
+        raise KvmnnError(f"codec {NAME}: a chunk is empty, there is nothing to encode")
+    return encode(words, dtype=kind.name, effort=effort, threads=1)
+
+
+def decode_chunk(frame: Any, kind: DType | None, nbytes: int | None) -> Words:
+    """A chunk's little-endian words, 1-D: of `nbytes` bytes, or as many as its frame says (None).
+
+    Of the type that holds words of `kind`; of float16 or float32 where that is None.
+
+    Raises
+    ------
+    FrameError
+        For what is no frame, or one of another size. No memory is taken before its headers are checked.
+    LimitError
+        For a chunk that is too large.
+    """
+    if nbytes is not None:
+        check_size(nbytes)
+    try:
+        found = decode(
+            frame,
+            dtype=None if kind is None else kind.name,
+            max_bytes=MAX_CHUNK_BYTES if nbytes is None else nbytes,
+            threads=1,
+        )
+    except FrameError as error:
+        raise FrameError(f"codec {NAME}: not the frame of a chunk: {error}") from None
+    except LimitError as error:
+        if nbytes is None:
+            raise
+        raise FrameError(f"codec {NAME}: {error}, as the chunk's shape says") from None
+    if nbytes is not None and found.nbytes != nbytes:
+        raise FrameError(f"codec {NAME}: the frame holds {found.nbytes} bytes: the chunk has {nbytes}")
+    return found

@@ -1,0 +1,11 @@
+"""Zarr stores on disk: a directory with a document for each array and a file for each chunk (docs/zarr.md).
+
+Read and written without the package zarr; what is written, zarr, xarray and dask read by the codec in `kvmnn.codecs`.
+"""
+
+from .inspecting import inspect_store
+from .reading import is_store, read
+from .restoring import is_named_zarr, restore_store, verify_store
+from .writing import encode_store
+
+__all__ = ["encode_store", "inspect_store", "is_named_zarr", "is_store", "read", "restore_store", "verify_store"]

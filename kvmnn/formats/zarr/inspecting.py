@@ -1,0 +1,154 @@
+"""What a Zarr store holds, in arrays, chunks and bytes; nothing is decoded."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...arrays.engine_cache import EngineCache
+from ...text import count, ratio
+from ..listing import LISTED
+from ..options import ReadOptions
+from .grid import Index, counts
+from .reading import read, stored
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredInfo:
+    """An array of a store.
+
+    Parameters
+    ----------
+    name, dtype, shape
+        As for `ArrayInfo`.
+    chunk_shape
+        Of every chunk.
+    chunks, missing
+        How many there are, and how many are not there: they read as the fill value.
+    codec
+        ``"kvmnn.frame"``, ``"bytes"``, ``"bytes, zstd"`` ...
+    raw_bytes, stored_bytes
+        Of the array, and of its files.
+    sha256
+        Of its words, as noted down.
+    """
+
+    name: str
+    dtype: str
+    shape: Index
+    chunk_shape: Index
+    chunks: int
+    missing: int
+    codec: str
+    raw_bytes: int
+    stored_bytes: int
+    sha256: str | None
+
+    def __str__(self) -> str:
+        missing = f" ({self.missing:,} not there)" if self.missing else ""
+        return (
+            f"  {self.name}: {self.dtype} {list(self.shape)}, {count(self.chunks, 'chunk')}{missing} of "
+            f"{list(self.chunk_shape)} ({self.codec}), {self.raw_bytes:,} -> {self.stored_bytes:,} bytes, "
+            f"ratio {ratio(self.raw_bytes, self.stored_bytes):.4f}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreInfo:
+    """A store.
+
+    Parameters
+    ----------
+    path
+        The directory.
+    arrays
+        Those that frames can hold.
+    skipped
+        One line for each other one.
+    engine_cache
+        What the cache that it was made from said of itself.
+    left_out
+        How many more arrays there are (`first`).
+    """
+
+    path: str
+    arrays: Sequence[StoredInfo]
+    skipped: Sequence[str]
+    engine_cache: EngineCache | None
+    raw_bytes: int
+    stored_bytes: int
+    left_out: int = 0
+
+    def first(self, most: int = LISTED) -> StoreInfo:
+        """The first arrays: a store may have thousands."""
+        return replace(self, arrays=self.arrays[:most], left_out=self.left_out + max(0, len(self.arrays) - most))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same for JSON."""
+        arrays = [
+            {**vars(array), "shape": list(array.shape), "chunk_shape": list(array.chunk_shape)} for array in self.arrays
+        ]
+        return {
+            "input": self.path,
+            "kind": "zarr",
+            "arrays": arrays,
+            "arrays_left_out": self.left_out,
+            "skipped": list(self.skipped),
+            "raw_bytes": self.raw_bytes,
+            "stored_bytes": self.stored_bytes,
+            "ratio": ratio(self.raw_bytes, self.stored_bytes),
+            **({"engine_cache": self.engine_cache.to_dict()} if self.engine_cache else {}),
+        }
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.path}: Zarr store of {count(len(self.arrays) + self.left_out, 'array')}, {self.raw_bytes:,} -> "
+            f"{self.stored_bytes:,} bytes, ratio {ratio(self.raw_bytes, self.stored_bytes):.4f}"
+        ]
+        lines += [f"  {self.engine_cache}"] if self.engine_cache else []
+        lines += [str(array) for array in self.arrays]
+        lines += [f"  and {self.left_out:,} more: -v lists all"] if self.left_out else []
+        lines += [f"  not: {line}" for line in self.skipped]
+        return "\n".join(lines)
+
+
+def inspect_store(path: str, options: ReadOptions | None = None) -> StoreInfo:
+    """List the arrays of a store, with the sizes of their files.
+
+    Raises
+    ------
+    KvmnnError
+        As `kvmnn.open`.
+    """
+    source = read(path, options or ReadOptions(frames=False, skip_unsupported=True))
+    makers = dict(stored(path)[0])
+    arrays = []
+    for array in source.arrays:
+        found = makers[array.name]()
+        document, sizes = found.document, [os.path.getsize(file) for file in found.files()]
+        chunks = math.prod(counts(document.shape, document.chunks))
+        arrays.append(
+            StoredInfo(
+                name=array.name,
+                dtype=array.dtype,
+                shape=array.shape,
+                chunk_shape=document.chunks,
+                chunks=chunks,
+                missing=chunks - len(sizes),
+                codec=document.codec_name,
+                raw_bytes=array.nbytes,
+                stored_bytes=sum(sizes),
+                sha256=found.sha256,
+            )
+        )
+    return StoreInfo(
+        path=path,
+        arrays=arrays,
+        skipped=tuple(source.skipped),
+        engine_cache=source.engine_cache,
+        raw_bytes=source.nbytes,
+        stored_bytes=sum(array.stored_bytes for array in arrays),
+    )

@@ -1,0 +1,290 @@
+"""Zarr stores in a directory as a source: documents are read when it is opened, chunks when they are asked for."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zstandard
+
+from ...arrays.named_array import NamedArray, Piece, rechunked
+from ...arrays.source import Source
+from ...arrays.valid_names import name_of_file
+from ...codecs.chunks import decode_chunk
+from ...dtypes import FP16, FP32, Bytes, Words
+from ...errors import KvmnnError, LimitError, SourceError
+from ...files.json_document import Node, parse, read_bounded
+from ...files.mapped import MappedFile
+from ...threads.pipeline import ordered
+from ..npy_folder import order_of
+from ..options import ReadOptions
+from ..reading import checked, dtype_name, select
+from . import attributes
+from .documents import KEY, ArrayDocument, array_document, old_array_document
+from .grid import Index, Region, counts, regions, size_of, touched
+
+DOCUMENT = "zarr.json"
+_OLD_ARRAY, _OLD_GROUP, _OLD_ATTRIBUTES = ".zarray", ".zgroup", ".zattrs"
+MAX_DOCUMENT = 64 << 20
+_MOST_ENTRIES, _MOST_DEPTH = 1 << 16, 16
+_MOST_FILLED = 1 << 30
+"""Bytes of an array whose chunks are not there."""
+_MAX_WINDOW = 128 << 20
+
+
+def is_store(path: str) -> bool:
+    """Whether a directory is a Zarr group or array."""
+    return any(os.path.isfile(os.path.join(path, name)) for name in (DOCUMENT, _OLD_GROUP, _OLD_ARRAY))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredArray:
+    """An array of a store.
+
+    Parameters
+    ----------
+    name
+        What it is called: as noted down, else its place in the store.
+    folder
+        Where its chunks lie.
+    document
+        What it is.
+    """
+
+    name: str
+    folder: str
+    document: ArrayDocument
+
+    @property
+    def sha256(self) -> str | None:
+        """Of its words, as noted down when they were written."""
+        said = self.document.attributes.get(KEY)
+        found = said.get("sha256") if isinstance(said, dict) else None
+        return found if isinstance(found, str) else None
+
+    @property
+    def memory_shape(self) -> tuple[Index, Index]:
+        """Shape and chunks in memory order, the last axis fastest."""
+        shape, chunks = self.document.shape, self.document.chunks
+        return (shape, chunks) if self.document.order == "C" else (shape[::-1], chunks[::-1])
+
+    def files(self) -> Iterator[str]:
+        """The chunks that are there."""
+        shape, chunks = self.memory_shape
+        for index in np.ndindex(*counts(shape, chunks)):
+            path = os.path.join(self.folder, self.document.chunk_name(index))
+            if os.path.isfile(path):
+                yield path
+
+
+def read(path: str, options: ReadOptions) -> Source:
+    """The arrays of a store, or the one array that a directory is.
+
+    Raises
+    ------
+    SourceError, ManifestError, LimitError
+        For documents that are malformed or say what kvmnn does not read, and chunks that are not what they say.
+    """
+    entries, group = stored(path)
+    made = [(name, partial(_array, path, name, make, options)) for name, make in entries]
+    arrays, skipped = select(path, made, options)
+    source = Source(arrays, skipped=skipped, inputs=(path,))
+    if not options.tensors:
+        attributes.apply(source, group, os.path.join(path, DOCUMENT))
+    return source
+
+
+def stored(path: str) -> tuple[list[tuple[str, Any]], Mapping[str, Any]]:
+    """``(name, maker of its StoredArray)`` of every array in order, and the attributes of the group."""
+    found = list(_walk(Path(path), ""))
+    group = next((said for place, said, node in found if place == "" and node is None), {})
+    entries = [
+        (_name(path, place, said), partial(_stored, path, place, said, node))
+        for place, said, node in found
+        if node is not None
+    ]
+    rank = {name: index for index, name in enumerate(attributes.names_in(group))}
+    entries.sort(key=lambda entry: (rank.get(entry[0], len(rank)), order_of(entry[0])))
+    return entries, group
+
+
+def _name(path: str, place: str, said: Mapping[str, Any]) -> str:
+    own = said.get(KEY)
+    name = own.get("name") if isinstance(own, dict) else None
+    return name if isinstance(name, str) else place or name_of_file(path.rstrip("/" + os.sep))
+
+
+def _stored(path: str, place: str, said: Mapping[str, Any], node: Node) -> StoredArray:
+    is_old = node.where.endswith(_OLD_ARRAY)
+    document = old_array_document(node, said) if is_old else array_document(node)
+    return StoredArray(name=_name(path, place, said), folder=os.path.join(path, place), document=document)
+
+
+def _walk(folder: Path, place: str, depth: int = 0) -> Iterator[tuple[str, dict[str, Any], Node | None]]:
+    """Groups and arrays: place in the store, attributes, and the document of an array (None for a group)."""
+    if depth > _MOST_DEPTH:
+        raise LimitError(f"{folder}: lies below more than {_MOST_DEPTH} groups")
+    node = _document(folder / DOCUMENT)
+    if node is not None:
+        said = node.value.get("attributes") if isinstance(node.value, dict) else None
+        if node.at("zarr_format").value != 3:
+            raise node.at("zarr_format").wrong("3")
+        kind = node.at("node_type").text()
+        if kind not in ("array", "group"):
+            raise node.at("node_type").wrong("'array' or 'group'")
+        is_array = kind == "array"
+    else:
+        node = _document(folder / _OLD_ARRAY)
+        is_array = node is not None
+        old = _document(folder / _OLD_ATTRIBUTES)
+        said = old.value if old else None
+        if not is_array and _document(folder / _OLD_GROUP) is None:
+            return
+    yield place, said if isinstance(said, dict) else {}, node if is_array else None
+    if is_array:
+        return
+    try:
+        with os.scandir(folder) as entries:
+            below = sorted(entry.name for entry in entries if entry.is_dir())
+    except OSError as error:
+        raise SourceError(f"{folder}: cannot be read: {error.strerror or error}") from error
+    if len(below) > _MOST_ENTRIES:
+        raise LimitError(f"{folder}: has {len(below):,} entries: expected at most {_MOST_ENTRIES:,}")
+    for name in below:
+        yield from _walk(folder / name, f"{place}/{name}" if place else name, depth + 1)
+
+
+def _document(path: Path) -> Node | None:
+    try:
+        return parse(read_bounded(path, MAX_DOCUMENT), str(path), MAX_DOCUMENT)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _array(path: str, name: str, make: Any, options: ReadOptions) -> NamedArray:
+    found: StoredArray = make()
+    document, where = found.document, f"{path}: array {name!r}"
+    array = NamedArray(
+        name=name,
+        dtype=dtype_name(document.array_dtype, options, where),
+        shape=document.shape,
+        array_dtype=document.array_dtype.str,
+        order=document.order if len(document.shape) > 1 else "C",
+        reader=partial(_runs, found, where, options.threads),
+    )
+    return checked(array, where)
+
+
+def _runs(array: StoredArray, where: str, threads: int | None, step: int) -> Iterator[Piece]:
+    """All words in memory order; behind the last of them the hash is compared."""
+    document = array.document
+    total = int(np.prod(document.shape, dtype=object)) * document.array_dtype.itemsize
+    digest = hashlib.sha256() if array.sha256 else None
+    for piece in rechunked(_slabs(array, where, threads), step, total):
+        if digest:
+            digest.update(piece.data)
+        yield piece
+        del piece
+    if digest and digest.hexdigest() != array.sha256:
+        raise SourceError(
+            f"{where}: its words do not match the sha256 that kvmnn noted down (its attribute kvmnn.sha256): it is "
+            "damaged, or was written to since"
+        )
+
+
+def _slabs(array: StoredArray, where: str, threads: int | None) -> Iterator[Bytes]:
+    shape, chunks = array.memory_shape
+    itemsize = array.document.array_dtype.itemsize
+    reader = _Chunks(array, where)
+    parts = regions(shape, chunks, itemsize)
+    for _, made in ordered(reader.slab, parts, lambda part: size_of(part) * itemsize, threads):
+        yield made
+        del made
+
+
+class _Chunks:
+    """The chunks of an array, decoded as they are asked for; threads may ask side by side."""
+
+    def __init__(self, array: StoredArray, where: str) -> None:
+        self._array, self._where = array, where
+        _, self._chunks = array.memory_shape
+        self._filled = 0
+
+    def slab(self, part: Region, threads: int | None) -> Bytes:
+        """The bytes of a part."""
+        places = list(touched(part, self._chunks)) if part else [((), (), ())]
+        shape = tuple(end - begin for begin, end in part)
+        if len(places) == 1:
+            index, _, theirs = places[0]
+            return np.ascontiguousarray(self._chunk(index)[theirs]).reshape(-1).view(np.uint8)
+        made = np.empty(shape, self._array.document.array_dtype)
+        for index, ours, theirs in places:
+            made[ours] = self._chunk(index)[theirs]
+        return made.reshape(-1).view(np.uint8)
+
+    def _chunk(self, index: Index) -> Words:
+        document = self._array.document
+        path = os.path.join(self._array.folder, document.chunk_name(index))
+        if not os.path.lexists(path):
+            return self._missing(path)
+        try:
+            words = self._decoded(MappedFile(path))
+        except KvmnnError as error:
+            if str(error).startswith(path):
+                raise
+            raise type(error)(f"{path}: {error}") from None
+        return words.view(document.array_dtype).reshape(self._chunks)
+
+    def _missing(self, path: str) -> Words:
+        document = self._array.document
+        self._filled += document.chunk_bytes
+        if self._filled > _MOST_FILLED:
+            raise LimitError(
+                f"{path}: is not there, and {self._filled:,} bytes of its array are not: expected at most "
+                f"{_MOST_FILLED:,} of fill values"
+            )
+        return np.broadcast_to(np.frombuffer(document.fill, document.array_dtype)[0], self._chunks)
+
+    def _decoded(self, file: MappedFile) -> Bytes:
+        document = self._array.document
+        data: Any = file.view(0, file.size) if file.size else np.empty(0, np.uint8)
+        nbytes = document.chunk_bytes
+        if document.squeezer:
+            data = _unsqueezed(document.squeezer, data, nbytes)
+        if document.packing == "bytes":
+            if len(data) != nbytes:
+                raise SourceError(f"{file.label}: holds {len(data)} bytes: the chunk has {nbytes}")
+            return np.frombuffer(data, np.uint8)
+        kind = {2: FP16, 4: FP32}.get(document.array_dtype.itemsize)
+        if kind is None:
+            raise SourceError(f"{file.label}: no frame holds {document.array_dtype}")
+        words: Bytes = decode_chunk(data, kind, nbytes).view(np.uint8)
+        if document.array_dtype.byteorder == ">":
+            return words.view(f"u{kind.itemsize}").byteswap().view(np.uint8)
+        return words
+
+
+def _unsqueezed(squeezer: str, data: Bytes, nbytes: int) -> bytes:
+    """At most a little more than a frame of `nbytes` bytes can have."""
+    most = 2 * nbytes + 4096
+    try:
+        if squeezer == "zstd":
+            reader = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).stream_reader(data.tobytes())
+            found: bytes = reader.read(most + 1)
+        else:
+            inflater = zlib.decompressobj(31 if squeezer == "gzip" else zlib.MAX_WBITS)
+            found = inflater.decompress(data.data, most + 1)
+            if not inflater.eof and len(found) <= most:
+                raise SourceError(f"not a whole {squeezer} stream")
+    except (zstandard.ZstdError, zlib.error) as error:
+        raise SourceError(f"not a {squeezer} stream: {error}") from None
+    if len(found) > most:
+        raise SourceError(f"the {squeezer} stream holds more than {most:,} bytes: the chunk has {nbytes:,}")
+    return found

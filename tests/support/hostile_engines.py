@@ -1,0 +1,149 @@
+"""Small valid files of other engines and of Zarr, to be damaged (hostile_files.py has the others)."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import hf_files
+import llama_files
+import mlx_files
+import numpy as np
+import zstandard
+from reader_sample import Sample, contents, made
+
+from kvmnn.dtypes import PARTS
+
+
+def _saved_cache(folder: Path, kind: str = "dynamic") -> Sample:
+    """A cache of transformers as torch saves it."""
+    folder.mkdir()
+    pairs = hf_files.pairs(1, layers=1, shape=(1, 1, 3, 2))
+    hf_files.save(
+        folder / "c.pt", hf_files.static_cache(pairs, 5) if kind == "static" else hf_files.dynamic_cache(pairs)
+    )
+    commands = ("encode {in}/c.pt -o {out}/ --max-bytes 1M", "inspect {in}/c.pt")
+    return Sample(contents(folder), commands, ("c.pt",))
+
+
+def _llama(folder: Path, kind: str = "q4_0", transposed: bool = False) -> Sample:
+    """A session file of llama.cpp, its model, and its frames."""
+    folder.mkdir()
+    shape = llama_files.Shape(1, 1, 32, 32, kind, "f16" if transposed else kind, transposed)
+    state, _ = llama_files.state(Random(1), shape, [2])
+    model = llama_files.gguf(attention__head_count_kv=1, attention__key_length=32)
+    (folder / "x.session").write_bytes(state)
+    (folder / "m.gguf").write_bytes(model)
+    made(["encode", folder / "x.session", "-o", f"{folder}/frames/"])
+    commands = (
+        "encode {in}/x.session -o {out}/",
+        "unpack {in}/x.session -o {out}.npz --model {in}/m.gguf",
+        "inspect {in}/x.session",
+        "measure {in}/x.session",
+        "decode {in}/frames -o {out}.session --max-bytes 1M",
+        "unpack {in}/frames --kv-heads 1 -o {out}.npz",
+    )
+    damaged = ("x.session",) if transposed else ("x.session", "m.gguf", "frames/manifest.json")
+    return Sample(contents(folder), commands, damaged)
+
+
+def _mlx(folder: Path, bits: int = 0) -> Sample:
+    """A prompt cache of mlx-lm."""
+    folder.mkdir()
+    shape = mlx_files.Shape(layers=1, heads=1, dims=32, value_dims=32, tokens=1, capacity=2, bits=bits)
+    (folder / "c.safetensors").write_bytes(mlx_files.cache(Random(1), shape)[0])
+    commands = (
+        "encode {in}/c.safetensors -o {out}/",
+        "unpack {in}/c.safetensors -o {out}.npz",
+        "inspect {in}/c.safetensors",
+        "measure {in}/c.safetensors",
+    )
+    return Sample(contents(folder), commands, ("c.safetensors",))
+
+
+def _pages(folder: Path) -> Sample:
+    """A folder of vLLM's, and a page of LMCache."""
+    (folder / "0cc175b9").mkdir(parents=True)
+    words = np.random.default_rng(2).normal(size=(2, 3, 2, 2)).astype(np.float16)
+    header = json.dumps(
+        {"kv_cache": {"dtype": "F16", "shape": words.shape, "data_offsets": [0, words.nbytes]}}
+    ).encode()
+    tensors = len(header).to_bytes(8, "little") + header + words.tobytes()
+    (folder / "0cc175b9/layers.0.safetensors").write_bytes(tensors)
+    (folder / "m@1@0@1a@half.pt").write_bytes(words.tobytes())
+    commands = (
+        "encode {in}/0cc175b9 -o {out}/ --axes 2thd",
+        "measure {in}/m@1@0@1a@half.pt --shape 2,-1,2,2 --axes 2thd",
+    )
+    return Sample(contents(folder), commands, ("0cc175b9/layers.0.safetensors", "m@1@0@1a@half.pt"))
+
+
+def _zarr(folder: Path) -> Sample:
+    """A Zarr store as `encode` writes it, of two chunks an array."""
+    folder.mkdir()
+    rng = np.random.default_rng(3)
+    np.savez(folder / "kv.npz", **{f"layer_0.{part}": rng.normal(size=(1, 4, 2)).astype("f2") for part in PARTS})
+    made(["encode", folder / "kv.npz", "-o", folder / "x.zarr", "--frame-bytes", "8"])
+    commands = (
+        "inspect {in}/x.zarr",
+        "verify {in}/x.zarr",
+        "decode {in}/x.zarr -o {out}.npz --max-bytes 1M",
+        "measure {in}/x.zarr",
+        "encode {in}/x.zarr -o {out}.zarr",
+    )
+    damaged = ("x.zarr/zarr.json", "x.zarr/layer_0.key/zarr.json", "x.zarr/layer_0.key/c/0/1/0")
+    return Sample(contents(folder), commands, damaged)
+
+
+def _zarr_of_others(folder: Path) -> Sample:
+    """Stores of version 2 and 3 as other programs write them: zstd, gzip, nothing; chunks across the axes."""
+    words = np.arange(24, dtype="<f2").reshape(2, 4, 3)
+    (folder / "two/k").mkdir(parents=True)
+    (folder / "three").mkdir()
+    (folder / "two/.zgroup").write_text('{"zarr_format": 2}')
+    old = {"zarr_format": 2, "shape": [2, 4, 3], "chunks": [2, 3, 2], "dtype": "<f2", "fill_value": 0.0, "order": "C"}
+    (folder / "two/k/.zarray").write_text(
+        json.dumps({**old, "compressor": {"id": "zlib", "level": 1}, "filters": None})
+    )
+    padded = np.zeros((2, 6, 4), "<f2")
+    padded[:, :4, :3] = words
+    for i, j in np.ndindex(2, 2):
+        part = np.ascontiguousarray(padded[:, 3 * i : 3 * i + 3, 2 * j : 2 * j + 2])
+        (folder / f"two/k/0.{i}.{j}").write_bytes(zlib.compress(part.tobytes()))
+    (folder / "three/zarr.json").write_text(json.dumps(_ZARR_3))
+    (folder / "three/c.0").write_bytes(zstandard.compress(words.reshape(-1).byteswap().tobytes()))
+    commands = (
+        "inspect {in}/two",
+        "decode {in}/two -o {out}.npz --max-bytes 1M",
+        "encode {in}/three -o {out}.frame --max-bytes 1M",
+    )
+    return Sample(contents(folder), commands, ("two/k/.zarray", "two/k/0.0.0", "three/zarr.json", "three/c.0"))
+
+
+_ZARR_3 = {
+    "zarr_format": 3,
+    "node_type": "array",
+    "shape": [24],
+    "data_type": "float16",
+    "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [24]}},
+    "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+    "fill_value": "NaN",
+    "codecs": [{"name": "bytes", "configuration": {"endian": "big"}}, {"name": "zstd"}],
+}
+
+
+MAKERS: dict[str, Callable[[Path], Sample]] = {
+    "session of llama.cpp": _llama,
+    "session of llama.cpp, transposed": lambda folder: _llama(folder, "f16", transposed=True),
+    "cache of MLX": _mlx,
+    "cache of MLX, quantised": lambda folder: _mlx(folder, 4),
+    "cache of transformers": _saved_cache,
+    "cache of transformers, static": lambda folder: _saved_cache(folder, "static"),
+    "pages": _pages,
+    "zarr": _zarr,
+    "zarr, of others": _zarr_of_others,
+}
+"""By the name of the reader."""

@@ -1,8 +1,8 @@
 """Zarr stores: `python tools/bench/zarr_stores.py [--quick]` writes benchmarks/zarr_stores.*
 
-Ratio by the length of a chunk, raw bytes over those of all chunks, for K and V of a trained model (fixtures/kv_real) and
-for synthetic ones; and how long zarr takes to write and read with this codec and with its own. CPU time, medians of ways
-that take turns.
+Ratio by the length of a chunk, raw bytes over those of all chunks, for K and V of a trained model (fixtures/kv_real)
+and for synthetic ones; and how long zarr takes to write and read with this codec and with its own. CPU time, medians of
+ways that take turns.
 """
 
 from __future__ import annotations

@@ -50,6 +50,7 @@ NATIVE = {
         *("cluster.c", "decode.c", "encode.c", "head.c", "rans.c"),
         *("rows.c", "search.c", "sets.c", "stream.c", "tables.c", "words.c", "xxh64.c"),
     ],
+    "kvmnn.formats.llama._blocks": ["blocks.c"],
     "kvmnn.frames._fast": ["zstd_writer.c", "huffman.c", "fse.c", "repeats.c"],
     "kvmnn.frames._streams": ["lanes.c"],
     "kvmnn.h2o._scores": ["scores.c"],

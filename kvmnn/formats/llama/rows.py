@@ -16,9 +16,10 @@ from ...packed.layout import PackLayout
 from ...packed.rows import HeadRows
 from ..file_bytes import FileBytes
 from .state import Tensor
+from .types import numbers
 
 _VALUES = 1 << 16
-"""Numbers that are made of blocks at a time: they and their blocks fit a cache of the processor."""
+"""Numbers of blocks across heads that are made at a time: they fit a cache of the processor."""
 
 _Fill = Callable[[int, int, Bytes], None]
 """``fill(head, first cell, out)``: rows of consecutive cells of one head."""
@@ -76,22 +77,22 @@ def _of_channels(data: Bytes, tensor: Tensor, heads: int, cells: int) -> _Fill:
 def _of_blocks(data: Bytes, tensor: Tensor, heads: int, cells: int) -> _Fill:
     """Numbers out of blocks, which may lie across heads."""
     kind, dims = tensor.type, tensor.row // heads
-    assert kind.numbers is not None
-    numbers = kind.numbers
     blocks = data.reshape(cells, -1, kind.nbytes)
     split = dims % kind.values == 0
 
     def fill(head: int, cell: int, out: Bytes) -> None:
-        found = out.view("<f4").reshape(-1, dims)
-        step = max(1, _VALUES // (dims if split else tensor.row))
+        found = out.view("=f4").reshape(-1, dims)
+        first, last = head * dims // kind.values, -(-(head + 1) * dims // kind.values)
+        chosen = blocks[cell : cell + len(found), first:last]
+        if split:
+            numbers(kind, chosen, found)
+            return
+        begin, step = head * dims - first * kind.values, max(1, _VALUES // ((last - first) * kind.values))
         for start in range(0, len(found), step):
             rows = found[start : start + step]
-            chosen = blocks[cell + start : cell + start + len(rows)]
-            if split:
-                chosen = chosen[:, head * dims // kind.values : (head + 1) * dims // kind.values]
-            with np.errstate(invalid="ignore", over="ignore"):
-                made = numbers(np.ascontiguousarray(chosen).reshape(-1, kind.nbytes)).reshape(len(rows), -1)
-            rows[:] = made if split else made[:, head * dims : (head + 1) * dims]
+            made = np.empty((len(rows), (last - first) * kind.values), np.float32)
+            numbers(kind, chosen[start : start + step], made)
+            rows[:] = made[:, begin : begin + dims]
 
     return fill
 

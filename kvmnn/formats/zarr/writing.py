@@ -35,7 +35,7 @@ from .reading import DOCUMENT, MAX_DOCUMENT, is_store, read
 
 CHUNK_BYTES = 4 << 20
 """Raw bytes of a chunk where nothing else is said."""
-_TYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+_TYPES = {"fp16": "float16", "bf16": "uint16", "fp32": "float32"}
 _STEP = 8 << 20
 _LISTED = 4
 
@@ -177,7 +177,7 @@ def _array_document(array: NamedArray, chunks: Index, names: list[str], effort: 
             "configuration": {"chunk_shape": list(chunks if array.order == "C" else chunks[::-1])},
         },
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-        "fill_value": 0.0,
+        "fill_value": 0 if array.dtype == "bf16" else 0.0,
         "codecs": codecs,
         "attributes": attributes.of_array(array, sha256),
         "dimension_names": names,

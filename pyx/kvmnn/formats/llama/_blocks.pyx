@@ -1,0 +1,42 @@
+"""Numbers out of blocks of ggml's types.
+
+The loops are those of the SIMD level that `kvmnn._simd` has chosen. Shapes are checked; nothing else needs to be.
+"""
+
+from libc.stdint cimport uint8_t
+
+from kvmnn._simd cimport active_level
+
+cdef extern from "kvmnn/formats/llama/blocks.h" nogil:
+    enum: KVMNN_BLOCK_VALUES
+    enum: KVMNN_BLOCK_KINDS
+    ctypedef struct kvmnn_blocks_table:
+        const char *name
+        void (*numbers[6])(const uint8_t *blocks, size_t count, float *to) noexcept nogil
+
+    const kvmnn_blocks_table *kvmnn_blocks_at(int level)
+    size_t kvmnn_block_bytes(int kind)
+
+def level() -> str:
+    """Name of the loops in use."""
+    return kvmnn_blocks_at(active_level).name.decode()
+
+
+def numbers(int kind, const uint8_t[:, :, :] blocks not None, float[:, ::1] out not None) -> None:
+    """out[r, 32 * b + i] = number i of the block blocks[r, b, :]; the bytes of a row's blocks lie together.
+
+    kind: the place of the type among q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl.
+    """
+    cdef const kvmnn_blocks_table *table = kvmnn_blocks_at(active_level)
+    cdef Py_ssize_t row, count = blocks.shape[1], size = blocks.shape[2]
+    if not 0 <= kind < KVMNN_BLOCK_KINDS or <size_t>size != kvmnn_block_bytes(kind):
+        raise ValueError(f"blocks of {size} bytes are not of type {kind}")
+    if blocks.shape[0] != out.shape[0] or count * KVMNN_BLOCK_VALUES != out.shape[1]:
+        raise ValueError("there are other numbers than blocks")
+    if count and (blocks.strides[2] != 1 or blocks.strides[1] != size):
+        raise ValueError("the blocks of a row do not lie together")
+    if count == 0:
+        return
+    with nogil:
+        for row in range(blocks.shape[0]):
+            table.numbers[kind](&blocks[row, 0, 0], count, &out[row, 0])

@@ -1,0 +1,28 @@
+/* Numbers out of ggml's blocks of 32, one table of functions per SIMD level; every level gives the same bits (NaN is NaN).
+ *
+ * A number is computed as ggml does it in float32, each operation rounded: code times scale, or code times scale, plus
+ * minimum. No allocation, no Python; blocks may start at any address.
+ */
+#ifndef KVMNN_BLOCKS_H
+#define KVMNN_BLOCKS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+enum { KVMNN_BLOCK_VALUES = 32 };
+enum { KVMNN_Q4_0, KVMNN_Q4_1, KVMNN_Q5_0, KVMNN_Q5_1, KVMNN_Q8_0, KVMNN_IQ4_NL, KVMNN_BLOCK_KINDS };
+
+typedef struct {
+    const char *name;
+
+    /* to[0 .. 32 * count) = the numbers of `count` blocks, one behind the other. */
+    void (*numbers[KVMNN_BLOCK_KINDS])(const uint8_t *blocks, size_t count, float *to);
+} kvmnn_blocks_table;
+
+/* The table of a level of simd.h that this processor runs. */
+const kvmnn_blocks_table *kvmnn_blocks_at(int level);
+
+/* Bytes of a block of a kind. */
+size_t kvmnn_block_bytes(int kind);
+
+#endif

@@ -29,13 +29,16 @@ class EngineCache:
     kv_heads, head_dim
         Of a layer; None where nothing says them.
     tokens
-        Stored in each layer.
+        Stored in each layer; the most, where layers hold different ones.
     types
         Of the elements as they are stored, by the engine's own names: K of all layers, then V of all layers.
     batch
         Texts side by side; 1 where arrays have no such axis.
     positions
-        int64: where each stored token stands in its text, in the order of the arrays; None where nothing says it.
+        int64: where each stored token stands in its text, in the order of the arrays; None where nothing says it, and
+        where layers hold different tokens.
+    layer_positions
+        The same for each layer, where they hold different tokens: some of them all, others those in a sliding window.
     token_ids
         Those that are stored beside K and V; None where there are none.
     dequantised
@@ -53,6 +56,7 @@ class EngineCache:
     types: tuple[str, ...]
     batch: int = 1
     positions: Positions | None = None
+    layer_positions: tuple[Positions, ...] | None = None
     token_ids: Indices | None = None
     dequantised: tuple[str, ...] = ()
     details: Mapping[str, Any] = field(default_factory=dict)
@@ -60,22 +64,25 @@ class EngineCache:
     @property
     def runs(self) -> Ranges | None:
         """The positions as ``(begin, size)`` runs, in the order of the arrays."""
-        if self.positions is None:
-            return None
-        ends = np.flatnonzero(np.diff(self.positions) != 1) + 1
-        begins = np.concatenate([[0], ends]) if self.positions.size else ends
-        sizes = np.diff(np.append(begins, self.positions.size))
-        return joined_runs((int(self.positions[b]), int(n)) for b, n in zip(begins, sizes, strict=True))
+        return None if self.positions is None else runs_of(self.positions)
+
+    @property
+    def layer_runs(self) -> tuple[Ranges, ...] | None:
+        """The runs of each layer; None where nothing says them."""
+        if self.layer_positions is not None:
+            return tuple(map(runs_of, self.layer_positions))
+        return None if self.runs is None else (self.runs,) * self.layers
 
     @property
     def is_whole(self) -> bool:
         """Whether the arrays hold the first tokens of one text, in order and all: nothing was erased."""
-        return self.runs is None or self.runs == ((0, self.tokens),)
+        return self.layer_runs is None or set(self.layer_runs) == {((0, self.tokens),)}
 
     @property
     def ascends(self) -> bool:
         """Whether every token stands behind the one before it, so that the arrays may be of one text."""
-        return self.positions is None or bool((np.diff(self.positions) > 0).all())
+        said = (self.positions,) if self.layer_positions is None else self.layer_positions
+        return all(each is None or bool((np.diff(each) > 0).all()) for each in said)
 
     def to_dict(self) -> dict[str, Any]:
         """The description as JSON values; positions as runs, of the token ids their number."""
@@ -90,6 +97,7 @@ class EngineCache:
             "types": list(self.types),
             "dequantised": list(self.dequantised),
             "positions": None if self.runs is None else [list(run) for run in self.runs],
+            **({"layer_positions": self._by_layer()} if self.layer_positions is not None else {}),
             "token_ids": None if self.token_ids is None else len(self.token_ids),
             **self.details,
         }
@@ -103,12 +111,26 @@ class EngineCache:
         )
         return f"{said}, {self._types()}{self._gaps()}"
 
+    def _by_layer(self) -> list[list[list[int]]]:
+        return [[list(run) for run in runs] for runs in self.layer_runs or ()]
+
     def _types(self) -> str:
         keys, values = sorted(set(self.types[: self.layers])), sorted(set(self.types[self.layers :]))
         return "/".join(keys) if keys == values or not values else f"K {'/'.join(keys)}, V {'/'.join(values)}"
 
     def _gaps(self) -> str:
+        if self.layer_positions is not None:
+            held = sorted({each.size for each in self.layer_positions})
+            return f", of which layers hold {span(held)}"
         if self.is_whole or self.positions is None:
             return ""
         least, most = int(self.positions.min()), int(self.positions.max())
         return f", positions {span([least, most])} in {count(len(self.runs or ()), 'run')}"
+
+
+def runs_of(positions: Positions) -> Ranges:
+    """Positions as ``(begin, size)`` runs, in their order."""
+    ends = np.flatnonzero(np.diff(positions) != 1) + 1
+    begins = np.concatenate([[0], ends]) if positions.size else ends
+    sizes = np.diff(np.append(begins, positions.size))
+    return joined_runs((int(positions[b]), int(n)) for b, n in zip(begins, sizes, strict=True))

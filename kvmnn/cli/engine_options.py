@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,20 +13,26 @@ from .printing import STDIO
 if TYPE_CHECKING:
     from ..formats.options import EngineOptions
 
-CHOOSING = ("stream", "window", "blocks")
+CHOOSING = ("stream", "sequence", "window", "blocks")
 """The options, as the namespace calls them."""
 HEADS = ("kv_heads", "head_dim", "model")
 """Those about packed files that such caches need as well."""
 
 
 def add_engine(parser: Any) -> None:
-    """``--stream``, ``--window`` and ``--blocks``."""
+    """``--stream``, ``--sequence``, ``--window`` and ``--blocks``."""
     group = parser.add_argument_group(
         "caches of other engines",
         "Of a llama.cpp file --kv-heads N or --model FILE.gguf (--help-packed) says how many heads a row is of.",
     )
     group.add_argument(
         "--stream", type=shared_options.whole, metavar="N", help="which stream of a llama.cpp file that holds several"
+    )
+    group.add_argument(
+        "--sequence",
+        type=shared_options.whole,
+        metavar="N",
+        help="of a stream that several sequences share, the tokens of this one",
     )
     group.add_argument("--window", action="store_true", help="of two caches in a file, that of sliding-window layers")
     group.add_argument(
@@ -62,6 +69,17 @@ def is_engine_file(path: str) -> bool:
 def is_whole(arguments: argparse.Namespace, paths: Sequence[str]) -> bool:
     """Whether frames keep all of the only input, rather than arrays that were chosen out of it."""
     return len(paths) == 1 and not arguments.tensor and not any(idle_options.given(arguments, n) for n in CHOOSING)
+
+
+def note_arrays(arguments: argparse.Namespace, paths: Sequence[str]) -> None:
+    """A note where a file could be kept whole, and what was asked for leaves its arrays only."""
+    from . import printing
+
+    files = [path for path in paths if path != STDIO and os.path.isfile(path) and is_engine_file(path)]
+    if files and not is_whole(arguments, paths):
+        asked = next((name for name in ("tensor", *CHOOSING) if idle_options.given(arguments, name)), None)
+        why = "several inputs make one set of arrays" if asked is None else idle_options.option(arguments, asked)
+        printing.note(arguments, f"{' '.join(files)}: arrays are encoded, and decode will not write the file: {why}")
 
 
 def is_gguf(path: str | None) -> bool:

@@ -74,6 +74,8 @@ class EngineOptions:
         Kv heads of each layer as they were noted down, where nothing else says them.
     stream
         Which stream of a llama.cpp file; None takes the only one that holds cells.
+    sequence
+        Cells of this sequence of a llama.cpp stream that several share; None takes the cells of all.
     window
         Of a llama.cpp file with two caches, that of the sliding-window layers.
     blocks
@@ -85,6 +87,7 @@ class EngineOptions:
     any_stream: bool = False
     noted_heads: tuple[int, ...] | None = None
     stream: int | None = None
+    sequence: int | None = None
     window: bool = False
     blocks: bool = False
 

@@ -116,6 +116,8 @@ def run(arguments: argparse.Namespace) -> int:
     whole = engine_options.is_whole(arguments, arguments.inputs) and not to_store
     source = loading.load(arguments.inputs, arguments, whole=whole)
     loading.report_skipped(source, arguments)
+    if not to_store:
+        engine_options.note_arrays(arguments, arguments.inputs)
     on_stdout = printing.to_stdout(arguments, arguments.inputs[0])
     with printing.progress(arguments, source.nbytes, "encode") as step:
         if to_store:

@@ -13,7 +13,7 @@ from ...arrays.layers import array_name
 from ...arrays.named_array import ArrayInfo, NamedArray, UnsupportedArrayError
 from ...arrays.source import Source
 from ...arrays.strided import strided
-from ...dtypes import PARTS
+from ...dtypes import PARTS, Positions
 from ...errors import KvmnnError, SourceError
 from ...text import count
 from ..options import ReadOptions
@@ -101,21 +101,32 @@ def _described(cache: Cache) -> EngineCache:
     same = all((*layer.keys.shape[:2], _rows(layer)) == (batch, heads, tokens) for layer in cache.layers)
     ids = cache.beside.get("input_ids")
     known = ids is not None and tuple(ids.shape) == (1, tokens) and ids.type_name in ("int64", "int32")
-    slid = {layer.seen for layer in cache.layers} if same else {None}
-    seen = slid.pop() if len(slid) == 1 else None
+    positions, by_layer = _positions(cache)
     return EngineCache(
         engine=cache.engine,
         kind=cache.form,
         layers=len(cache.layers),
         kv_heads=int(heads) if same else None,
         head_dim=int(dims) if {layer.values.shape[3] for layer in cache.layers} == {dims} else None,
-        tokens=tokens,
+        tokens=max(map(_rows, cache.layers)),
         types=tuple(part.type_name for part in (*_parts(cache, "keys"), *_parts(cache, "values"))),
         batch=int(batch),
-        positions=np.arange(seen - tokens, seen) if seen is not None and seen > tokens else None,
+        positions=positions,
+        layer_positions=by_layer,
         token_ids=np.array(ids.view(), np.int64).reshape(-1) if ids is not None and known else None,
         details={"class": cache.kind},
     )
+
+
+def _positions(cache: Cache) -> tuple[Positions | None, tuple[Positions, ...] | None]:
+    """Of all layers, or of each where they differ; nothing where no window has slid: the arrays are all tokens then."""
+    ends = [max(_rows(layer), layer.seen or 0) for layer in cache.layers]
+    found = [np.arange(end - _rows(layer), end) for layer, end in zip(cache.layers, ends, strict=True)]
+    if all(end <= _rows(layer) for layer, end in zip(cache.layers, ends, strict=True)):
+        return None, None
+    if len({(end, each.size) for end, each in zip(ends, found, strict=True)}) == 1:
+        return found[0], None
+    return None, tuple(found)
 
 
 def _parts(cache: Cache, name: str) -> list[AnyTensor]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from ... import dtypes
 from ...arrays.engine_cache import EngineCache
 from ...arrays.layers import array_name
@@ -18,7 +20,7 @@ from ...text import count
 from ..file_bytes import FileBytes
 from ..options import EngineOptions, ReadOptions
 from . import gguf
-from .rows import file_runs, head_runs
+from .rows import Cells, cell_runs, head_runs
 from .state import MAGICS, State, Stream, Tensor, parse
 
 ENGINE = "llama.cpp"
@@ -50,9 +52,10 @@ def read(file: FileBytes, options: ReadOptions) -> Source:
     """
     state = parse(file, model_of(options))
     stream = _chosen(file.label, state, options.engine)
+    taken = _cells_of(file.label, stream, options.engine.sequence)
     heads = heads_of(file.label, stream, options, needed=not options.engine.any_heads)
-    arrays = [_array(file, tensor, stream, heads, options) for tensor in _by_layer(stream)]
-    described = _described(state, stream, heads, options.engine)
+    arrays = [_array(file, tensor, taken, heads, options) for tensor in _by_layer(stream)]
+    described = _described(state, stream, taken, heads, options.engine)
     return Source(arrays, notes=_notes(state, stream, heads, options.engine), engine_cache=described)
 
 
@@ -89,6 +92,18 @@ def _chosen(where: str, state: State, options: EngineOptions) -> Stream:
     if options.stream not in used:
         raise OptionError(f"{where}: stream {options.stream} holds no cells; --stream may be {_numbers(used)}")
     return streams[options.stream]
+
+
+def _cells_of(where: str, stream: Stream, sequence: int | None) -> Cells:
+    """The cells of a sequence, or all."""
+    if sequence is None:
+        return Cells(stream.cells)
+    is_one = np.array([sequence in ids for ids in stream.seqs], bool)
+    if not is_one.any():
+        known = _numbers(sorted(set(stream.seq_ids.tolist())))
+        raise OptionError(f"{where}: no cell is of sequence {sequence}; --sequence may be {known}")
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], is_one, [False]]).astype(np.int8)))
+    return Cells(stream.cells, list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)))
 
 
 def _numbers(found: Sequence[int]) -> str:
@@ -145,11 +160,11 @@ def _check_model(where: str, model: str, keys: Sequence[Tensor], geometry: gguf.
             )
 
 
-def _array(file: FileBytes, tensor: Tensor, stream: Stream, heads: Heads, options: ReadOptions) -> NamedArray:
+def _array(file: FileBytes, tensor: Tensor, taken: Cells, heads: Heads, options: ReadOptions) -> NamedArray:
     kind, of = tensor.type, heads.of[tensor.layer]
     name = array_name(tensor.layer, tensor.part)
     if kind.is_block and options.engine.blocks:
-        return block_array(file, tensor, stream.cells, name)
+        return block_array(file, tensor, taken, name)
     if options.dtype not in (None, kind.dtype):
         raise UnsupportedArrayError(
             f"{file.label}: {name} holds {kind.name}, read as {kind.dtype}, not {options.dtype}"
@@ -158,21 +173,21 @@ def _array(file: FileBytes, tensor: Tensor, stream: Stream, heads: Heads, option
     return NamedArray(
         name=name,
         dtype=kind.dtype,
-        shape=(of, stream.cells, dims),
+        shape=(of, taken.count, dims),
         array_dtype=dtypes.by_name(kind.dtype).numpy.str,
-        reader=partial(head_runs, file, tensor, of, stream.cells),
+        reader=partial(head_runs, file, tensor, of, taken),
     )
 
 
-def block_array(file: FileBytes, tensor: Tensor, cells: int, name: str) -> NamedArray:
+def block_array(file: FileBytes, tensor: Tensor, taken: Cells, name: str) -> NamedArray:
     """The blocks of a tensor as bytes, ``[cell, block, byte]``."""
     kind = tensor.type
     return NamedArray(
         name=name,
         dtype="fp16",
-        shape=(cells, tensor.row // kind.values, kind.nbytes),
+        shape=(taken.count, tensor.row // kind.values, kind.nbytes),
         array_dtype="|u1",
-        reader=partial(file_runs, file, tensor),
+        reader=partial(cell_runs, file, tensor, taken),
     )
 
 
@@ -187,6 +202,10 @@ def _notes(state: State, stream: Stream, heads: Heads, options: EngineOptions) -
     used = [number for number, each in enumerate(state.caches[options.window]) if each.cells]
     if len(used) > 1 and options.stream is None:
         notes.append(f"{len(used)} streams hold cells ({_numbers(used)}): this is the first")
+    if len(sequences := sorted(set(stream.seq_ids.tolist()))) > 1 and options.sequence is None:
+        notes.append(
+            f"cells are of {len(sequences)} sequences ({_numbers(sequences)}): --sequence N takes those of one"
+        )
     if len(state.caches) > 1 and not options.window:
         notes.append(
             "a second cache, of layers with a sliding window, is read with --window; layers are counted by cache"
@@ -204,7 +223,7 @@ def _dequantised(stream: Stream, options: EngineOptions) -> tuple[str, ...]:
     return tuple(sorted({tensor.type.name for tensor in stream.tensors if tensor.type.is_block}))
 
 
-def _described(state: State, stream: Stream, heads: Heads, options: EngineOptions) -> EngineCache:
+def _described(state: State, stream: Stream, taken: Cells, heads: Heads, options: EngineOptions) -> EngineCache:
     keys = [tensor for tensor in stream.tensors if tensor.part == "key"]
     counts, dims = {*heads.of}, {tensor.row // heads.of[tensor.layer] for tensor in keys}
     return EngineCache(
@@ -213,9 +232,9 @@ def _described(state: State, stream: Stream, heads: Heads, options: EngineOption
         layers=len(keys),
         kv_heads=counts.pop() if heads.known and len(counts) == 1 else None,
         head_dim=dims.pop() if heads.known and len(dims) == 1 else None,
-        tokens=stream.cells,
+        tokens=taken.count,
         types=tuple(tensor.type.name for tensor in stream.tensors),
-        positions=stream.positions,
+        positions=np.concatenate([stream.positions[begin:end] for begin, end in taken.spans]),
         token_ids=state.tokens,
         dequantised=_dequantised(stream, options),
         details=_details(state, stream, options),
@@ -233,6 +252,7 @@ def _details(state: State, stream: Stream, options: EngineOptions) -> dict[str, 
         "streams": len(streams),
         "stream": next(number for number, each in enumerate(streams) if each is stream),
         "sequences": sorted(set(stream.seq_ids.tolist())),
+        **({} if options.sequence is None else {"sequence": options.sequence}),
         "v_transposed": any(tensor.transposed for tensor in stream.tensors),
         "row_values": sorted({tensor.row for tensor in stream.tensors}),
     }

@@ -5,7 +5,9 @@ A row is the `head_dim` values of one cell.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -25,21 +27,47 @@ _Fill = Callable[[int, int, Bytes], None]
 """``fill(head, first cell, out)``: rows of consecutive cells of one head."""
 
 
-def head_runs(file: FileBytes, tensor: Tensor, heads: int, cells: int, step: int) -> Iterator[Piece]:
+class Cells:
+    """Cells of a stream: all of them, or those of one sequence.
+
+    Parameters
+    ----------
+    count
+        In the stream.
+    spans
+        ``(begin, end)`` of those that are taken; None for all.
+    """
+
+    def __init__(self, count: int, spans: Sequence[tuple[int, int]] | None = None) -> None:
+        self.of = count
+        self.spans = ((0, count),) if spans is None else tuple(spans)
+        self._begins = [0, *accumulate(end - begin for begin, end in self.spans)]
+        self.count = self._begins.pop()
+
+    def run(self, number: int) -> tuple[int, int]:
+        """Which cell of the stream is number `number` of those taken, and how many from there on lie together."""
+        span = bisect_right(self._begins, number) - 1
+        begin, end = self.spans[span]
+        cell = begin + number - self._begins[span]
+        return cell, end - cell
+
+
+def head_runs(file: FileBytes, tensor: Tensor, heads: int, taken: Cells, step: int) -> Iterator[Piece]:
     """``[kv_head, cell, head_dim]`` words, of blocks float32, in runs of `step` bytes, the last one shorter."""
-    row = tensor.row // heads * dtypes.by_name(tensor.type.dtype).itemsize
+    row, cells = tensor.row // heads * dtypes.by_name(tensor.type.dtype).itemsize, taken.count
     if step % row:
         whole = max(step // row, 1) * row
-        yield from rechunked(head_runs(file, tensor, heads, cells, whole), step, heads * cells * row)
+        yield from rechunked(head_runs(file, tensor, heads, taken, whole), step, heads * cells * row)
         return
-    fill = _filler(file, tensor, heads, cells)
+    fill = _filler(file, tensor, heads, taken.of)
     total, most = heads * cells, step // row
     for start in range(0, total, most):
         run = np.empty(min(most, total - start) * row, np.uint8)
         done = 0
         while done < run.size:
-            head, cell = divmod(start + done // row, cells)
-            nbytes = min((cells - cell) * row, run.size - done)
+            head, number = divmod(start + done // row, cells)
+            cell, together = taken.run(number)
+            nbytes = min(together * row, run.size - done)
             fill(head, cell, run[done : done + nbytes])
             done += nbytes
         yield run
@@ -95,6 +123,16 @@ def _of_blocks(data: Bytes, tensor: Tensor, heads: int, cells: int) -> _Fill:
             rows[:] = made[:, begin : begin + dims]
 
     return fill
+
+
+def cell_runs(file: FileBytes, tensor: Tensor, taken: Cells, step: int) -> Iterator[Piece]:
+    """The bytes of cells as they lie in the file, one cell behind the other; not of transposed tensors."""
+    if taken.count == taken.of:
+        yield from file_runs(file, tensor, step)
+        return
+    row = tensor.nbytes // taken.of
+    parts = (file.view(tensor.offset + begin * row, (end - begin) * row) for begin, end in taken.spans)
+    yield from rechunked(parts, step, taken.count * row)
 
 
 def file_runs(file: FileBytes, tensor: Tensor, step: int) -> Iterator[Piece]:

@@ -92,6 +92,16 @@ def _valid_runs(states: States, layer: Layer, tensor: Tensor, step: int) -> Iter
     heads, capacity = tensor.shape[0] * tensor.shape[1], tensor.shape[2]
     begin, size = states.header.start + tensor.begin, (tensor.end - tensor.begin) // heads
     valid = size // capacity * layer.tokens
+    if layer.spans != ((0, layer.tokens),):
+        row = size // capacity
+        parts = (
+            states.file.view(begin + head * size + first * row, (last - first) * row)
+            for head in range(heads)
+            for first, last in layer.spans
+        )
+        yield from rechunked(parts, step, heads * valid)
+        states.file.drop(begin, tensor.end - tensor.begin)
+        return
     if valid == size:
         yield from states.file.runs(begin, tensor.end - tensor.begin, step)
         return
@@ -133,9 +143,10 @@ def _group_runs(states: States, layer: Layer, tensors: tuple[Tensor, ...], step:
 
 
 def _described(states: States, layers: list[Layer], options: ReadOptions) -> EngineCache:
-    tokens = {layer.tokens for layer in layers}
-    if len(tokens) > 1:
-        raise SourceError(f"{states.file.label}: its layers hold {min(tokens)} to {count(max(tokens), 'token')}")
+    ends = {int(layer.positions[-1]) + 1 for layer in layers}
+    if len(ends) > 1:
+        raise SourceError(f"{states.file.label}: its layers have seen {min(ends)} to {count(max(ends), 'token')}")
+    same = all(np.array_equal(layer.positions, layers[0].positions) for layer in layers)
     types = [_type(layer, part) for part in PARTS for layer in layers]
     heads, dims = ({shape[axis] for shape in map(_shape, layers)} for axis in (1, 2))
     groups = sorted({_type(layer, part) for layer in layers if layer.bits for part in PARTS})
@@ -145,10 +156,11 @@ def _described(states: States, layers: list[Layer], options: ReadOptions) -> Eng
         layers=len(layers),
         kv_heads=heads.pop() if len(heads) == 1 else None,
         head_dim=dims.pop() if len(dims) == 1 else None,
-        tokens=tokens.pop(),
+        tokens=max(layer.tokens for layer in layers),
         types=tuple(types),
         batch=_shape(layers[0])[0],
-        positions=np.arange(layers[0].tokens, dtype=np.int64),
+        positions=layers[0].positions if same else None,
+        layer_positions=None if same else tuple(layer.positions for layer in layers),
         dequantised=() if options.engine.blocks else tuple(groups),
         details=_details(states, layers),
     )

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...dtypes import Positions
 from ...errors import SourceError
 from ..file_bytes import FileBytes
 from ..safetensors_header import Header, Tensor, read_header
 from .groups import BITS
 
-PLAIN, QUANTISED = "KVCache", "QuantizedKVCache"
+PLAIN, QUANTISED, ROTATING = "KVCache", "QuantizedKVCache", "RotatingKVCache"
 _MOST_HEADER = 4 << 20
 _CLASS = re.compile(rb'"[12]\.0"\s*:\s*"\w*Cache"|"[12]\.0"\s*:\s*"CacheList"')
 _STATE = re.compile(rb'"0\.0(\.\d+)*"\s*:\s*\{')
@@ -21,7 +22,7 @@ _WORDS = {"F16": "<f2", "BF16": "<u2", "F32": "<f4"}
 _MOST_LAYERS = 1 << 16
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layer:
     """The cache of one layer.
 
@@ -32,7 +33,11 @@ class Layer:
     keys, values
         The tensors of K and of V: one, or codes, scales and biases.
     tokens
-        Valid ones, at the beginning of each head.
+        Valid ones of each head.
+    spans
+        Where they lie among the rows of a head, ``(begin, end)`` in the order of the text.
+    positions
+        Where they stand in it.
     bits, group_size
         Of quantised groups; 0 without.
     """
@@ -41,6 +46,8 @@ class Layer:
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     tokens: int
+    spans: tuple[tuple[int, int], ...]
+    positions: Positions
     bits: int = 0
     group_size: int = 0
 
@@ -90,19 +97,56 @@ class States:
                 yield self._plain(number)
             elif kind == QUANTISED:
                 yield self._quantised(number)
+            elif kind == ROTATING:
+                yield self._rotating(number)
             else:
                 raise SourceError(
-                    f"{self.file.label}: the cache of layer {number} is a {kind!r:.60}: K and V are read of {PLAIN} "
-                    f"and {QUANTISED} (encode keeps any of them whole)"
+                    f"{self.file.label}: the cache of layer {number} is a {kind!r:.60}: K and V are read of {PLAIN}, "
+                    f"{QUANTISED} and {ROTATING} (encode keeps any of them whole)"
                 )
 
     def _plain(self, number: int) -> Layer:
+        keys, values = self._pair(number)
+        tokens = self._tokens(number, keys.shape[2])
+        return Layer(number, (keys,), (values,), tokens, ((0, tokens),), np.arange(tokens))
+
+    def _rotating(self, number: int) -> Layer:
+        """The first `keep` tokens stay, the others are overwritten in turns: `index` is where the oldest is."""
+        keys, values = self._pair(number)
+        rows = keys.shape[2]
+        if self.is_new:
+            seen, keep, most, index = (self._scalar(f"{number}.{state}") for state in (2, 3, 4, 5))
+        else:
+            said = [_whole(text) for text in _listed(self.header.metadata, f"0.{number}")]
+            keep, most, seen, index = said if len(said) == 4 else [-1] * 4
+        turned = index < min(rows, seen)
+        if not (0 <= keep <= most and 0 <= index <= rows and seen >= 1 and (not turned or keep <= rows)):
+            raise SourceError(
+                f"{self.file.label}: layer {number}: {seen} tokens, the first {keep} kept, in a window of {most}, the "
+                f"next at {index}: do not fit {rows} rows"
+            )
+        if index == rows:
+            spans = [(0, rows)]
+        elif turned:
+            spans = [(0, keep), (max(index, keep), rows), (keep, index)]
+        else:
+            spans = [(0, seen)]
+        spans = [(begin, end) for begin, end in spans if begin < end]
+        tokens = sum(end - begin for begin, end in spans)
+        if not 1 <= tokens <= seen:
+            raise SourceError(f"{self.file.label}: layer {number}: {tokens} rows hold tokens, and {seen} were seen")
+        kept = min(keep, tokens) if seen > tokens else 0
+        positions = np.concatenate([np.arange(kept), np.arange(seen - tokens + kept, seen)])
+        return Layer(number, (keys,), (values,), tokens, tuple(spans), positions)
+
+    def _pair(self, number: int) -> tuple[Tensor, Tensor]:
+        """K and V of a layer without groups."""
         keys, values = self._tensor(f"{number}.0"), self._tensor(f"{number}.1")
         for tensor in (keys, values):
             self._check(tensor, tuple(_WORDS), 4)
         if keys.shape[:3] != values.shape[:3] or keys.kind != values.kind:
             raise SourceError(f"{self.file.label}: layer {number}: K is {list(keys.shape)}, V is {list(values.shape)}")
-        return Layer(number, (keys,), (values,), self._tokens(number, keys.shape[2]))
+        return keys, values
 
     def _quantised(self, number: int) -> Layer:
         if self.is_new:
@@ -133,7 +177,8 @@ class States:
             found.append((codes, scales, biases))
         if found[0][0].shape[:3] != found[1][0].shape[:3]:
             raise SourceError(f"{self.file.label}: layer {number}: K and V differ in shape")
-        return Layer(number, found[0], found[1], self._tokens(number, found[0][0].shape[2]), bits, group)
+        tokens = self._tokens(number, found[0][0].shape[2])
+        return Layer(number, found[0], found[1], tokens, ((0, tokens),), np.arange(tokens), bits, group)
 
     def _tokens(self, number: int, capacity: int) -> int:
         """How many tokens are valid: as a state says, or a setting; older plain caches are cut at them."""

@@ -111,11 +111,11 @@ def pack(
 def _of_engine(source: Source, info: CacheInfo) -> tuple[Ranges, ...] | None:
     """The positions that the cache of another engine says, for each layer; None where it says none."""
     cache = source.engine_cache
-    if cache is None or cache.runs is None:
+    if cache is None or cache.layer_runs is None:
         return None
     if not cache.ascends:
         raise OptionError(f"{' '.join(source.inputs)}: its tokens are not one text in order ({cache})")
-    return (cache.runs,) * len(info.layers)
+    return cache.layer_runs if len(cache.layer_runs) == len(info.layers) else None
 
 
 def repack(

@@ -12,6 +12,7 @@ from ...arrays.named_array import ArrayInfo
 from ...arrays.names import conventional
 from ...arrays.source import DUMP_KEY, FILE_KEY, Source
 from ...files.json_document import Node
+from ...packed.cache_info import Ranges
 from .documents import KEY
 
 VERSION = 1
@@ -42,7 +43,8 @@ def of_store(source: Source) -> dict[str, Any]:
             "tokens": cache.tokens,
             "types": list(cache.types),
             "batch": cache.batch,
-            "positions": None if cache.runs is None else [list(run) for run in cache.runs],
+            "positions": None if cache.runs is None else _listed(cache.runs),
+            "layer_positions": [_listed(runs) for runs in cache.layer_runs or ()] if cache.layer_positions else None,
             "token_ids": None if cache.token_ids is None else [int(token) for token in cache.token_ids],
             "dequantised": list(cache.dequantised),
             "details": dict(cache.details),
@@ -133,6 +135,7 @@ def _engine_cache(node: Node) -> EngineCache:
         types=node.at("types").texts(),
         batch=node.at("batch").integer(1),
         positions=_positions(node.at("positions"), tokens),
+        layer_positions=_layer_positions(node, tokens),
         token_ids=_token_ids(node.at("token_ids")),
         dequantised=node.at("dequantised").texts(),
         details=node.at("details").value if isinstance(node.at("details").value, dict) else {},
@@ -143,12 +146,28 @@ def _maybe(node: Node) -> int | None:
     return None if node.value is None else node.integer(0)
 
 
-def _positions(node: Node, tokens: int) -> Any:
-    """Runs of (begin, size), put out in full."""
+def _listed(runs: Ranges) -> list[list[int]]:
+    return [list(run) for run in runs]
+
+
+def _layer_positions(node: Node, tokens: int) -> Any:
+    """Of each layer, where they hold different tokens."""
+    if node.value.get("layer_positions") is None:
+        return None
+    layers = node.at("layer_positions").items()
+    if len(layers) * tokens > 4 * _MOST_TOKENS:
+        raise node.at("layer_positions").wrong(f"positions of at most {4 * _MOST_TOKENS:,} tokens")
+    return tuple(_positions(entry, tokens, some=True) for entry in layers)
+
+
+def _positions(node: Node, tokens: int, *, some: bool = False) -> Any:
+    """Runs of (begin, size), put out in full: of all tokens, or of `some`."""
     if node.value is None:
         return None
     runs = [tuple(entry.integer(0) for entry in run.items(2, 2)) for run in node.items()]
-    if sum(size for _, size in runs) != tokens or tokens > _MOST_TOKENS or any(b > _MOST_POSITION for b, _ in runs):
+    found = sum(size for _, size in runs)
+    wrong = found > tokens if some else found != tokens
+    if wrong or tokens > _MOST_TOKENS or any(begin > _MOST_POSITION for begin, _ in runs):
         raise node.wrong(f"runs of {tokens} tokens, of at most {_MOST_TOKENS:,}")
     return np.concatenate([np.arange(begin, begin + size) for begin, size in runs] or [np.empty(0, np.int64)])
 

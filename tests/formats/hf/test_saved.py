@@ -100,6 +100,20 @@ def test_layers_that_hold_nothing_and_windows(tmp_path: Path) -> None:
     assert source.engine_cache is not None and source.engine_cache.runs == ((15, 5),)
 
 
+def test_windows_beside_layers_that_hold_all(tmp_path: Path) -> None:
+    """As in caches of models whose layers take turns."""
+    whole, window = pairs(3, layers=2, shape=(1, 2, 20, 4)), pairs(4, layers=1)
+    states: list[dict[str, Any]] = [{"keys": keys, "values": values} for keys, values in whole]
+    keys, values = window[0]
+    states.insert(1, {"keys": keys, "values": values, "cumulative_length": 20, "sliding_window": 6})
+    source = kvmnn.open(save(tmp_path / "a.pt", cache_object("DynamicCache", "DynamicLayer", states)))
+    cache = source.engine_cache
+    assert cache is not None
+    assert (cache.positions, cache.tokens, cache.ascends, cache.is_whole) == (None, 20, True, False)
+    assert cache.layer_runs == (((0, 20),), ((15, 5),), ((0, 20),))
+    assert cache.to_dict()["layer_positions"] == [[[0, 20]], [[15, 5]], [[0, 20]]]
+
+
 def refusals() -> dict[str, tuple[Any, str]]:
     made = pairs(4)
     ((keys, values), *_) = made

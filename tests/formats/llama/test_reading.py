@@ -295,3 +295,37 @@ def test_runs_of_any_length_end_with_the_array(tmp_path: Path, rows: int) -> Non
         assert [piece.size for piece in pieces[:-1]] == [rows * row] * (len(pieces) - 1)
         assert b"".join(piece.tobytes() for piece in pieces) == array.to_numpy().tobytes()
     check(source, made[0])
+
+
+@pytest.mark.parametrize("kind", ["f16", "q4_0"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_one_sequence_of_several(tmp_path: Path, run, kind: str, transposed: bool) -> None:
+    shape = Shape(2, 2, 32, 32, kind, "f16" if transposed else kind, transposed)
+    data, ((cells,),) = llama_files.state(Random(3), shape, [23], sequences=3, gaps=True)
+    path = put(tmp_path / "x.session", data)
+    assert "cells are of 3 sequences (0, 1, 2): --sequence N takes those of one" in run("inspect", path).err + "".join(
+        kvmnn.open(path, heads(2)).notes
+    )
+    for sequence in range(3):
+        mine = [number for number, ids in enumerate(cells.seqs) if sequence in ids]
+        chosen = Cells(
+            [cells.positions[number] for number in mine],
+            [],
+            [keys[:, mine] for keys in cells.keys],
+            [values[:, mine] for values in cells.values],
+        )
+        source = kvmnn.open(path, heads(2, sequence=sequence))
+        check(source, chosen)
+        assert source.engine_cache is not None
+        assert (source.engine_cache.tokens, source.engine_cache.details["sequence"]) == (len(mine), sequence)
+        for array in source.arrays:
+            whole = b"".join(map(bytes, array.pieces()))
+            assert all(b"".join(map(bytes, array.pieces(n))) == whole for n in (64, 512, 1000))
+        if kind == "q4_0":
+            blocks = kvmnn.open(path, heads(2, sequence=sequence, blocks=True))["layer_1.key"]
+            every = kvmnn.open(path, heads(2, blocks=True))["layer_1.key"]
+            assert np.array_equal(blocks.to_numpy(), every.to_numpy()[mine])
+    with pytest.raises(OptionError, match=r"no cell is of sequence 3; --sequence may be 0, 1, 2"):
+        kvmnn.open(path, heads(2, sequence=3))
+    run("encode", path, "--sequence", 1, "--kv-heads", 2, "-o", tmp_path / "x.frames/")
+    assert kvmnn.open(tmp_path / "x.frames")["layer_0.key"].shape[1] == sum(1 in ids for ids in cells.seqs)

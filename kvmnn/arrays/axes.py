@@ -18,7 +18,7 @@ from .layers import array_name
 from .named_array import ArrayInfo, NamedArray
 from .names import conventional, layer_of, part_of
 from .source import FILE_KEY, Source, others_metadata
-from .strided import strided
+from .strided import View, strided, strided_pages
 
 LETTERS = {"2": "K and V", "l": "layer", "b": "batch", "h": "kv_head", "t": "token", "d": "dimension"}
 _ORDER = "2lbhtd"
@@ -37,6 +37,8 @@ class Laid:
         What every array is taken as first; -1 stands for what is left. None for its own.
     batch
         Which text of a batch, from 0; None for all.
+    pages
+        Several arrays of K, or of V, of a layer are runs of tokens of one text, in their order, and are joined.
     where_needed
         Leave alone what says its axes itself or has no batch, instead of refusing it: for one of several inputs.
 
@@ -50,6 +52,7 @@ class Laid:
     shape: tuple[int, ...] | None = None
     batch: int | None = None
     where_needed: bool = False
+    pages: bool = False
 
     def __post_init__(self) -> None:
         if self.axes is not None:
@@ -88,7 +91,7 @@ def laid_out(source: Source, laid: Laid, where: str) -> Source:
         arrays = [_shaped(array, laid.shape, where) for array in source.arrays]
         source = replace(source, arrays=arrays, metadata=others_metadata(source.metadata))
         if laid.axes:
-            source.arrays = _sorted(where, arrays, laid.axes)
+            source.arrays = _sorted(where, arrays, laid.axes, pages=laid.pages)
             source.axes = "bhtd" if "b" in laid.axes else "htd"
     if laid.batch is not None and not (laid.where_needed and not _has_batch(source)):
         source = _one_of_batch(source, laid.batch, where)
@@ -121,8 +124,8 @@ def _product(shape: Sequence[int]) -> str:
     return f"{math.prod(shape):,} ({list(shape)})"
 
 
-def _sorted(where: str, arrays: Sequence[NamedArray], axes: str) -> list[NamedArray]:
-    found: dict[tuple[int, Part], NamedArray] = {}
+def _sorted(where: str, arrays: Sequence[NamedArray], axes: str, *, pages: bool) -> list[NamedArray]:
+    found: dict[tuple[int, Part], list[Seen]] = {}
     for array in arrays:
         if len(array.shape) != len(axes):
             raise SourceError(
@@ -133,14 +136,33 @@ def _sorted(where: str, arrays: Sequence[NamedArray], axes: str) -> list[NamedAr
             raise SourceError(f"{where}: array {array.name!r} holds raw bytes: say their --shape")
         words = _Words(array)
         for layer, part, place in _parts(where, array, axes, alone=len(arrays) == 1):
-            if (layer, part) in found:
-                raise SourceError(f"{where}: there are several {part}s of layer {layer}: {array.name!r} is one of them")
-            found[layer, part] = _part(words, axes, place, array_name(layer, part))
+            if (layer, part) in found and not pages:
+                raise SourceError(
+                    f"{where}: there are several {part}s of layer {layer}: {array.name!r} is one of them (--pages: "
+                    "they are pages of one text)"
+                )
+            found.setdefault((layer, part), []).append(_part(words, axes, place, array_name(layer, part)))
     for layer, part in found:
         other = PARTS[part == PARTS[0]]
         if (layer, other) not in found:
             raise SourceError(f"{where}: layer {layer} has no array of its {other}s")
-    return [found[key] for key in sorted(found)]  # "key" comes before "value"
+    return [_joined(where, found[key]) for key in sorted(found)]  # "key" comes before "value"
+
+
+def _joined(where: str, pages: Sequence[Seen]) -> NamedArray:
+    """Runs of tokens of one text as one array."""
+    first, _ = pages[0]
+    if len(pages) == 1:
+        return strided(*pages[0])
+    for info, _ in pages[1:]:
+        if (*info.shape[:-2], info.shape[-1], info.dtype) != (*first.shape[:-2], first.shape[-1], first.dtype):
+            raise SourceError(
+                f"{where}: pages of {first.name}: {info.dtype} {list(info.shape)} and {first.dtype} "
+                f"{list(first.shape)}: expected the same but for their tokens"
+            )
+    tokens = sum(info.shape[-2] for info, _ in pages)
+    whole = replace(first, shape=(*first.shape[:-2], tokens, first.shape[-1]))
+    return strided_pages(whole, [view for _, view in pages])
 
 
 def _parts(where: str, array: NamedArray, axes: str, *, alone: bool) -> Iterator[tuple[int, Part, dict[str, int]]]:
@@ -194,7 +216,11 @@ class _Words:
         return found.transpose(order)
 
 
-def _part(words: _Words, axes: str, place: dict[str, int], name: str) -> NamedArray:
+Seen = tuple[ArrayInfo, View]
+"""What an array is, and a view of its words."""
+
+
+def _part(words: _Words, axes: str, place: dict[str, int], name: str) -> Seen:
     array = words.array
     lengths = dict(zip(axes, array.shape, strict=True))
     left = [letter for letter in _ORDER if letter in axes and letter not in place]
@@ -206,7 +232,7 @@ def _part(words: _Words, axes: str, place: dict[str, int], name: str) -> NamedAr
     )
     index = tuple(place.get(letter, slice(None)) for letter in axes)
     kept = [letter for letter in axes if letter not in place]
-    return strided(info, partial(words.view, index, [kept.index(letter) for letter in left]))
+    return info, partial(words.view, index, [kept.index(letter) for letter in left])
 
 
 def _has_batch(source: Source) -> bool:
@@ -222,7 +248,7 @@ def _one_of_batch(source: Source, batch: int, where: str) -> Source:
     for array in source.arrays:
         if batch >= array.shape[0]:
             raise OptionError(f"{where}: has a batch of {array.shape[0]}: expected --batch 0 to {array.shape[0] - 1}")
-    arrays = [_part(_Words(array), "bhtd", {"b": batch}, array.name) for array in source.arrays]
+    arrays = [strided(*_part(_Words(array), "bhtd", {"b": batch}, array.name)) for array in source.arrays]
     described = source.engine_cache and replace(source.engine_cache, batch=1)
     return replace(source, arrays=arrays, axes="htd", engine_cache=described)
 

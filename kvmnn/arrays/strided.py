@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from .named_array import ArrayInfo, NamedArray, Piece
+from .named_array import ArrayInfo, NamedArray, Piece, rechunked
 
 View = Callable[[], npt.NDArray[Any]]
 """Makes a view of words: any strides and byte order; what is mapped is mapped only while it is read."""
@@ -30,6 +30,29 @@ def strided(info: ArrayInfo, view: View) -> NamedArray:
     return NamedArray(
         name=info.name, dtype=info.dtype, shape=info.shape, array_dtype=info.array_dtype, order="C", reader=reader
     )
+
+
+def strided_pages(info: ArrayInfo, views: Sequence[View]) -> NamedArray:
+    """The same over several views that follow each other along the last axis but one."""
+    return NamedArray(
+        name=info.name,
+        dtype=info.dtype,
+        shape=info.shape,
+        array_dtype=info.array_dtype,
+        order="C",
+        reader=partial(_page_runs, info, views),
+    )
+
+
+def _page_runs(info: ArrayInfo, views: Sequence[View], step: int) -> Iterator[Piece]:
+    words = np.dtype(f"<u{info.itemsize}")
+    runs = (
+        run
+        for lead in np.ndindex(*info.shape[:-2])
+        for view in views
+        for run in _runs(lambda view=view, lead=lead: view()[lead], words, step)  # type: ignore[misc]
+    )
+    yield from rechunked(runs, step, info.nbytes)
 
 
 def _runs(view: View, words: np.dtype[Any], step: int) -> Iterator[Piece]:

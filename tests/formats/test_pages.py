@@ -107,3 +107,52 @@ def test_a_folder_of_vllm_is_asked_about(tmp_path: Path, run: Any) -> None:
     assert "--axes with l for an axis of layers, 2 for one of K and V" in said and said.count("\n") == 1
     (tmp_path / "0cc175b9" / "other.safetensors").write_bytes(b"x")
     assert "too few for a .safetensors file" in run("inspect", tmp_path / "0cc175b9", code=1).err
+
+
+@pytest.mark.parametrize("axes", ["2lthd", "lt2hd", "thd2l", "2lhtd"])
+def test_pages_of_one_text_are_joined(tmp_path: Path, run: Any, axes: str) -> None:
+    lengths = {"2": 2, "l": 2, "h": 3, "d": 4}
+    pages = []
+    for number, tokens in enumerate((8, 8, 3)):
+        words = drawn(number, tuple(tokens if letter == "t" else lengths[letter] for letter in axes))
+        path = tmp_path / f"{'zmb'[number]}.bin"
+        path.write_bytes(words.tobytes())
+        pages.append((path, words.transpose([axes.index(letter) for letter in "2lhtd"])))
+    expected = np.concatenate([words for _, words in pages], axis=3)
+    shape = ",".join("-1" if letter == "t" else str(lengths[letter]) for letter in axes)
+    said = ("--dtype", "bf16", f"--shape={shape}", "--axes", axes, "--pages")
+    paths = [path for path, _ in pages]
+    run("encode", *paths, "-o", tmp_path / "f/", *said)
+    found = kvmnn.open(tmp_path / "f")
+    assert len(found) == 4
+    for layer in range(2):
+        for side, part in enumerate(("key", "value")):
+            assert np.array_equal(found[f"layer_{layer}.{part}"].to_numpy(), expected[side, layer])
+    run("measure", *paths, *said)
+    run("verify", tmp_path / "f", *(word for path in paths for word in ("--against", path)), *said)
+    assert "--pages: they are pages of one text" in run("encode", *paths, "-o", tmp_path / "g/", *said[:-1], code=1).err
+    assert "needs --axes" in run("encode", *paths, "-o", tmp_path / "g/", "--dtype", "bf16", "--pages", code=2).err
+
+
+def test_pages_of_layers_that_lie_apart(tmp_path: Path, run: Any) -> None:
+    paths, expected = [], []
+    for number in range(2):
+        for layer in range(2):
+            words = drawn(10 * number + layer, (2, 4, 6))
+            path = tmp_path / f"m@1@0@{number}ab@half@{layer}.pt"
+            path.write_bytes(words.tobytes())
+            paths.append(path)
+            expected.append(words.reshape(2, 4, 3, 2).transpose(0, 2, 1, 3))
+    run("encode", *paths, "-o", tmp_path / "f/", "--shape", "2,-1,3,2", "--axes", "2thd", "--pages")
+    found = kvmnn.open(tmp_path / "f")
+    for layer in range(2):
+        whole = np.concatenate([expected[layer], expected[2 + layer]], axis=2)
+        assert found[f"layer_{layer}.value"].to_numpy().tobytes() == whole[1].tobytes()
+    np.save(tmp_path / "layer_0.key.npy", np.zeros((2, 4, 3), np.float16))
+    np.save(tmp_path / "layer_0.value.npy", np.zeros((2, 4, 3), np.float16))
+    (tmp_path / "b").mkdir()
+    np.save(tmp_path / "b/layer_0.key.npy", np.zeros((3, 4, 3), np.float16))
+    np.save(tmp_path / "b/layer_0.value.npy", np.zeros((3, 4, 3), np.float16))
+    several = [tmp_path / "layer_0.key.npy", tmp_path / "layer_0.value.npy", *(tmp_path / "b").iterdir()]
+    said = run("measure", *several, "--axes", "htd", "--pages", code=1).err
+    assert "expected the same but for their tokens" in said

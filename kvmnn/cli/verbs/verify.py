@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ...text import count, span
 from .. import (
     axes_options,
+    engine_options,
     idle_options,
     loading,
     packed_options,
@@ -87,11 +88,9 @@ def _run_store(arguments: argparse.Namespace) -> int:
     """The hashes that kvmnn noted down in a Zarr store."""
     from ...formats import ReadOptions, verify_store
 
-    used = ("dtype", "threads", "max_bytes", "tensor", "skip_unsupported", "json", "quiet", "verbose")
-    names = [name for name in vars(arguments) if name not in (*used, "input", "run", "parser", "verb")]
-    idle_options.refuse(
-        arguments, names, f"says nothing about {arguments.input}, a Zarr store (kvmnn diff compares two)"
-    )
+    others = ("against", "no_manifest", "no_zstd", *weights_options.TOLD, "allow_trailing")
+    idle = (*others, *axes_options.NAMES, *packed_options.LAYING, *engine_options.CHOOSING)
+    idle_options.refuse(arguments, idle, f"says nothing about {arguments.input}, a Zarr store (kvmnn diff compares two)")
     options = ReadOptions(
         dtype=arguments.dtype,
         tensors=tuple(arguments.tensor),

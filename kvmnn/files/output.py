@@ -291,9 +291,14 @@ class DirectoryOutput(_Staged):
         """Where the files lie until they get their names."""
         return self._stage
 
-    def flush(self) -> None:
-        """Close what was begun, so that it can be read in `staged`."""
+    def flush(self) -> list[Path]:
+        """Close what was begun, so that it can be read in `staged`; where all files lie there."""
         self._close_all()
+        return [file.path for file in self._files]
+
+    def synced(self) -> None:
+        """All files of an output that is not `durable` are on the disk by now; `commit` does the folders."""
+        self._durable = True
 
     def _check_replaceable(self, protect: Iterable[str]) -> None:
         if any(Path(os.path.realpath(path)).is_relative_to(self.target) for path in protect):

@@ -90,7 +90,9 @@ def _run_store(arguments: argparse.Namespace) -> int:
 
     others = ("against", "no_manifest", "no_zstd", *weights_options.TOLD, "allow_trailing")
     idle = (*others, *axes_options.NAMES, *packed_options.LAYING, *engine_options.CHOOSING)
-    idle_options.refuse(arguments, idle, f"says nothing about {arguments.input}, a Zarr store (kvmnn diff compares two)")
+    idle_options.refuse(
+        arguments, idle, f"says nothing about {arguments.input}, a Zarr store (kvmnn diff compares two)"
+    )
     options = ReadOptions(
         dtype=arguments.dtype,
         tensors=tuple(arguments.tensor),

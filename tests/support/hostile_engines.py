@@ -41,6 +41,7 @@ def _llama(folder: Path, kind: str = "q4_0", transposed: bool = False) -> Sample
     commands = (
         "encode {in}/x.session -o {out}/",
         "unpack {in}/x.session -o {out}.npz --model {in}/m.gguf",
+        "unpack {in}/x.session --sequence 0 --kv-heads 1 -o {out}.npz",
         "inspect {in}/x.session",
         "measure {in}/x.session",
         "decode {in}/frames -o {out}.session --max-bytes 1M",
@@ -50,10 +51,10 @@ def _llama(folder: Path, kind: str = "q4_0", transposed: bool = False) -> Sample
     return Sample(contents(folder), commands, damaged)
 
 
-def _mlx(folder: Path, bits: int = 0) -> Sample:
+def _mlx(folder: Path, bits: int = 0, kind: str = "") -> Sample:
     """A prompt cache of mlx-lm."""
     folder.mkdir()
-    shape = mlx_files.Shape(layers=1, heads=1, dims=32, value_dims=32, tokens=1, capacity=2, bits=bits)
+    shape = mlx_files.Shape(layers=1, heads=1, dims=32, value_dims=32, tokens=1, capacity=2, bits=bits, kind=kind)
     (folder / "c.safetensors").write_bytes(mlx_files.cache(Random(1), shape)[0])
     commands = (
         "encode {in}/c.safetensors -o {out}/",
@@ -73,10 +74,12 @@ def _pages(folder: Path) -> Sample:
     ).encode()
     tensors = len(header).to_bytes(8, "little") + header + words.tobytes()
     (folder / "0cc175b9/layers.0.safetensors").write_bytes(tensors)
-    (folder / "m@1@0@1a@half.pt").write_bytes(words.tobytes())
+    for number in "ab":
+        (folder / f"m@1@0@1{number}@half.pt").write_bytes(words.tobytes())
     commands = (
         "encode {in}/0cc175b9 -o {out}/ --axes 2thd",
         "measure {in}/m@1@0@1a@half.pt --shape 2,-1,2,2 --axes 2thd",
+        "measure {in}/m@1@0@1a@half.pt {in}/m@1@0@1b@half.pt --pages --shape 2,-1,2,2 --axes 2thd",
     )
     return Sample(contents(folder), commands, ("0cc175b9/layers.0.safetensors", "m@1@0@1a@half.pt"))
 
@@ -140,6 +143,7 @@ MAKERS: dict[str, Callable[[Path], Sample]] = {
     "session of llama.cpp, transposed": lambda folder: _llama(folder, "f16", transposed=True),
     "cache of MLX": _mlx,
     "cache of MLX, quantised": lambda folder: _mlx(folder, 4),
+    "cache of MLX, a window": lambda folder: _mlx(folder, kind="RotatingKVCache"),
     "cache of transformers": _saved_cache,
     "cache of transformers, static": lambda folder: _saved_cache(folder, "static"),
     "pages": _pages,

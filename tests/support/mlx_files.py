@@ -45,6 +45,8 @@ def cache(rng: Random, shape: Shape) -> tuple[bytes, dict[str, np.ndarray]]:
             expected[f"layer_{layer}.{part}"] = values[:, :, : shape.tokens]
         if shape.new:
             states = [shape.tokens, *([shape.group, shape.bits] if shape.bits else [])]
+            if name == "RotatingKVCache":  # a window that is not full: tokens kept at its beginning, its size, the next
+                states += [0, shape.capacity, shape.tokens]
             for number, state in enumerate(states):
                 tensors[f"{layer}.{2 + number}"] = ("I32", [], struct.pack("<i", state))
             metadata[f"1.{layer}"] = name

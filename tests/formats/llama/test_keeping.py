@@ -186,3 +186,17 @@ def test_several_inputs_and_chosen_arrays_are_no_whole_file(tmp_path: Path, run)
     assert "kvmnn.file" not in (tmp_path / "both/manifest.json").read_text()
     run("encode", path, "--kv-heads", 2, "--tensor", "layer_0.key", "-o", tmp_path / "one.frame")
     assert "kvmnn.file" not in (tmp_path / "one.frame.json").read_text()
+
+
+def test_a_note_says_where_arrays_are_encoded_rather_than_the_file(tmp_path: Path, run) -> None:
+    data, _ = llama_files.state(Random(1), llama_files.Shape(1, 2, 8, 8), [5])
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.session").write_bytes(data)
+    one, other = tmp_path / "a.session", tmp_path / "b.session"
+    said = "arrays are encoded, and decode will not write the file: "
+    out = ("--kv-heads", 2, "-f", "-o", f"{tmp_path / 'x.frames'}/")
+    assert f"{said}--tensor" in run("encode", one, "--tensor", "layer_0.key", *out).err
+    assert f"{said}--sequence" in run("encode", one, "--sequence", 0, *out).err
+    assert f"{said}several inputs" in run("encode", one, other, *out).err
+    assert said not in run("encode", one, "-f", "-o", f"{tmp_path / 'x.frames'}/").err
+    assert said not in run("encode", one, "-q", "--tensor", "layer_0.key", *out).err

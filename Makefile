@@ -34,6 +34,7 @@ bench: $(STAMPS)/bench
 	$(BIN)/python tools/bench/codec.py
 	$(BIN)/python tools/bench/combined.py
 	$(BIN)/python tools/bench/compressor.py
+	$(BIN)/python tools/bench/dense.py
 	$(BIN)/python tools/bench/engines.py
 	$(BIN)/python tools/bench/h2o.py
 	$(BIN)/python tools/bench/layout.py
@@ -59,6 +60,7 @@ fuzz: $(STAMPS)/test
 	$(BIN)/python tools/fuzz/run.py
 	@$(PIP) 'Cython>=3.1,<4'
 	PYTHON=$(abspath $(BIN))/python sh tools/fuzz/guided.sh || test $$? = 3
+	PYTHON=$(abspath $(BIN))/python sh tools/fuzz/dense.sh || test $$? = 3
 
 # Small changes of the code, each of which a test should notice; hours. MUTANTS='--count 30 --only kvmnn/packed'
 mutants: $(STAMPS)/test

@@ -34,6 +34,9 @@ for room in frames/lanes packed/packing; do
         -I pyx pyx/kvmnn/$room.c pyx/selftest/$name.c -o "$WORK/selftest_$name"
     "$WORK/selftest_$name"
 done
+$CC -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined -std=c11 -ffp-contract=off -Wall -Wextra \
+    -Werror -I pyx pyx/kvmnn/dense/*.c pyx/selftest/dense.c -o "$WORK/selftest_dense"
+"$WORK/selftest_dense"
 [ $selftest_only = no ] || exit 0
 
 # A copy of the tree, so that no object file with sanitizers stays where an ordinary build would take it up.
@@ -56,7 +59,7 @@ export UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
 
 cd "$WORK/src"
 echo "sanitize: tests of the compiled modules"
-"$WORK/venv/bin/python" -P -m pytest -s -p no:cacheprovider tests/frames tests/attacks/test_frame_damage.py tests/packed \
+"$WORK/venv/bin/python" -P -m pytest -s -p no:cacheprovider tests/dense tests/frames tests/attacks/test_frame_damage.py tests/packed \
     tests/policies tests/threads tests/h2o tests/offline/test_sizes.py tests/lm/test_model_cache.py \
     tests/attacks/test_fuzz_corpus.py tests/attacks/test_checkpoints.py tests/formats/test_safetensors_header.py \
     tests/files tests/runtime/test_asynchronous.py -k "not selftest and not memory_is_bounded"

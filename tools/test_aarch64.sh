@@ -55,6 +55,17 @@ for room in frames/lanes packed/packing; do
     $CC -O3 -std=c11 -Wall -Wextra -Werror -I pyx pyx/kvmnn/$room.c pyx/selftest/$name.c -o "$WORK/selftest_$name"
     qemu-aarch64 -L /usr/aarch64-linux-gnu "$WORK/selftest_$name"
 done
+# Dense streams must have the same bytes here and there: the self-test's line has a hash of all of them.
+flags="-O3 -std=c11 -ffp-contract=off -Wall -Wextra -Werror -I pyx pyx/kvmnn/dense/*.c pyx/selftest/dense.c"
+$CC $flags -o "$WORK/selftest_dense"
+${HOST_CC:-cc} $flags -o "$WORK/selftest_dense_here"
+there=$(qemu-aarch64 -L /usr/aarch64-linux-gnu "$WORK/selftest_dense")
+echo "$there"
+here=$("$WORK/selftest_dense_here")
+if [ "$there" != "$here" ]; then
+    echo "test_aarch64: other dense streams on this machine: $here" >&2
+    exit 1
+fi
 [ $selftest_only = no ] || exit 0
 
 # -- 2. an aarch64 Python in a folder of its own ----------------------------------------------------------------------
@@ -142,7 +153,7 @@ assert platform.machine() == 'aarch64'"
 
 # What starts other processes is left out: they would be aarch64 programs that only qemu can start.
 arm_python -m pytest -q -p no:cacheprovider tests/frames tests/attacks/test_frame_damage.py \
-    tests/packed/test_layout.py tests/packed/test_cache.py tests/policies/test_ranking.py tests/policies/test_rules.py \
+    tests/dense/test_tables.py tests/packed/test_layout.py tests/packed/test_cache.py tests/policies/test_ranking.py tests/policies/test_rules.py \
     -k "not binding and not same_frames and not environment and not selftest and not native"
-[ -n "$vectors" ] || vectors="fixtures/frames fixtures/layout fixtures/real_kv"
+[ -n "$vectors" ] || vectors="fixtures/dense fixtures/frames fixtures/layout fixtures/real_kv"
 arm_python tools/conformance.py $vectors

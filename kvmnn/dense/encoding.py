@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ..dtypes import Words
 from ..errors import KvmnnError
@@ -63,16 +65,80 @@ def encode(
     KvmnnError
         For wrong shapes and values; `LimitError` above 65,536 words a token or 2^32 - 1 bytes.
     """
+    given, held = _checked(array, dtype, rotary, positions, token_ids, history, tables)
+    return _smallest(given, held)
+
+
+def encode_many(
+    arrays: Sequence[Words],
+    *,
+    dtype: str | None = None,
+    rotary: Rotary | Sequence[Rotary | None] | None = None,
+    positions: Any = None,
+    token_ids: Any = None,
+    history: Sequence[Words] | None = None,
+    tables: Sequence[Any] | None = None,
+) -> list[bytes]:
+    """Several arrays of the same tokens, each as `encode` makes it: layers, K and V, in any order.
+
+    What one array found to be alike is tried first in the next: smaller streams in less time than one by one.
+
+    Parameters
+    ----------
+    arrays
+        As for `encode`, of equally many tokens.
+    rotary
+        One for all, or one for each array: None for V.
+    history, tables
+        One for each array.
+    dtype, positions, token_ids
+        As for `encode`, for all arrays.
+
+    Raises
+    ------
+    KvmnnError, TypeError
+        As `encode`, and for sequences of other lengths.
+    """
+    count = len(arrays)
+    rotaries = _for_each(rotary, count, "rotary") if isinstance(rotary, Sequence) else [rotary] * count
+    histories, sets = _for_each(history, count, "history"), _for_each(tables, count, "tables")
+    streams: list[bytes] = []
+    alike: npt.NDArray[np.int32] | None = None
+    for array, one, before, held in zip(arrays, rotaries, histories, sets, strict=True):
+        given, table_set = _checked(array, dtype, one, positions, None if streams else token_ids, before, held, alike)
+        alike = np.empty(given.tokens, np.int32)
+        streams.append(_smallest(given, table_set, alike))
+    return streams
+
+
+def _for_each(given: Sequence[Any] | None, count: int, what: str) -> Sequence[Any]:
+    if given is None:
+        return [None] * count
+    if len(given) != count:
+        raise KvmnnError(f"{what} for {len(given)} arrays: expected {count}")
+    return given
+
+
+def _checked(
+    array: Words,
+    dtype: str | None,
+    rotary: Rotary | None,
+    positions: Any,
+    token_ids: Any,
+    history: Any,
+    tables: Any,
+    alike: npt.NDArray[np.int32] | None = None,
+) -> tuple[Given, _stream.TableSet | None]:
     held = held_tables(tables)
     rotation: Rotary | _stream.Rotation | None = rotary
     if held is not None:
         rotation = rotation_of(held)
         if rotary is not None and not _same_rotation(rotary, rotation):
             raise KvmnnError("rotary differs from that of the tables: leave it out, or make other tables")
-    given = Given(array, dtype, rotation, positions, token_ids, history)
+    given = Given(array, dtype, rotation, positions, token_ids, history, alike)
     if held is not None and held.dtype != given.code:
         raise KvmnnError(f"tables are for {tables.dtype}: the array is {given.dtype.name}")
-    return _smallest(given, held)
+    return given, held
 
 
 def _same_rotation(rotary: Rotary, rotation: _stream.Rotation | None) -> bool:
@@ -83,9 +149,9 @@ def _same_rotation(rotary: Rotary, rotation: _stream.Rotation | None) -> bool:
     return same and (dims, bool(interleaved)) == (rotary.dims, rotary.pairing == "interleaved")
 
 
-def _smallest(given: Given, tables: _stream.TableSet | None) -> bytes:
+def _smallest(given: Given, tables: _stream.TableSet | None, references: npt.NDArray[np.int32] | None = None) -> bytes:
     """The stream by the method that needs fewest bytes."""
-    made = given.rows.encode(tables, given.words.size + SIZE)
+    made = given.rows.encode(tables, given.words.size + SIZE, references)
     limit = given.words.size if made is None else len(made) - SIZE
     frame = _frame(given, limit)
     if frame is not None:

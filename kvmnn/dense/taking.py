@@ -21,9 +21,16 @@ class Given:
     """The arguments of `encode`, checked, as the compiled code takes them."""
 
     def __init__(
-        self, array: Any, dtype: str | None, rotary: Any, positions: Any, token_ids: Any, history: Any
+        self,
+        array: Any,
+        dtype: str | None,
+        rotary: Any,
+        positions: Any,
+        token_ids: Any,
+        history: Any,
+        alike: npt.NDArray[np.int32] | None = None,
     ) -> None:
-        """`rotary` may also be what `rotation_of` a table set gives."""
+        """`rotary` may also be what `rotation_of` a table set gives; `alike`: for each own row a row to try."""
         check_machine()
         self.dtype = _checked_array(array, dtype, "array")
         self.heads, self.tokens, self.dim = array.shape
@@ -31,7 +38,9 @@ class Given:
         self.words = rows_of(array, self.dtype)
         before, rows_before = self._history(history)
         rotation, at = self._rotation(rotary, positions, rows_before)
-        known = None if token_ids is None else _earlier_places(token_ids, self.tokens, rows_before)
+        known = alike if token_ids is None else _earlier_places(token_ids, self.tokens, rows_before)
+        if known is not None and len(known) != self.tokens:
+            raise KvmnnError(f"an array has {self.tokens} tokens: the one before it has {len(known)}")
         self.rows = _stream.Input(self.code, self.heads, self.dim, self.words, before, rotation, at, known)
 
     @property

@@ -120,6 +120,29 @@ def test_tokens_find_rows_that_lie_far_back() -> None:
     assert len(check(array, token_ids=ids)) < 0.98 * len(check(array))
 
 
+def test_several_layers_share_what_they_find() -> None:
+    rng = np.random.default_rng(12)
+    ids = rng.integers(0, 40, 500)
+    keys = [near_rows(rng, 2, 40, 32)[:, ids] + 0.05 * rng.standard_normal((2, 500, 32)) for _ in range(3)]
+    rotary = dense.Rotary(dims=32)
+    arrays, rotaries = [], []
+    for plain in keys:
+        turned = rotated(plain.astype(np.float32), 32, 10000.0, np.arange(500), "half")
+        arrays += [to_dtype(turned, "bf16"), to_dtype(plain[:, :, ::-1].astype(np.float32), "bf16")]
+        rotaries += [rotary, None]
+    for options in ({}, {"token_ids": ids}, {"history": [array[:, :100] for array in arrays]}):
+        streams = dense.encode_many(arrays, rotary=rotaries, positions=np.arange(100, 600), **options)
+        for number, (stream, array) in enumerate(zip(streams, arrays, strict=True)):
+            before = options["history"][number] if "history" in options else None
+            assert same(dense.decode(stream, history=before), array)
+    assert dense.encode_many([], rotary=rotary) == []
+    assert dense.encode_many(arrays[1:2]) == [dense.encode(arrays[1])]
+    with pytest.raises(KvmnnError, match="an array has 499 tokens: the one before it has 500"):
+        dense.encode_many([arrays[0], arrays[1][:, 1:]])
+    with pytest.raises(KvmnnError, match="rotary for 1 arrays: expected 6"):
+        dense.encode_many(arrays, rotary=[None])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_history_pays(dtype: str) -> None:
     array = sample("cache", dtype, 4, 300, 32, 8)

@@ -9,6 +9,7 @@ from typing import Any
 from . import (
     compressor,
     compressor_forward,
+    dense,
     engines,
     frames,
     gates,
@@ -29,6 +30,7 @@ FORMATS: dict[str, Runner] = {
     "h2o-planner-vectors-1": h2o.run,
     "hf-cache-1": hf_cache.run,
     "kv-policy-vectors-1": policies.run,
+    "kvmnn-dense/1": dense.run,
     "kvmnn-store-trace/1": store.run,
     "kvcm-convert-vectors/1": compressor.run_convert,
     "kvcm-corrupt-vectors/1": compressor.run_corrupt,

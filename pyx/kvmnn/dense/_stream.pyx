@@ -56,7 +56,6 @@ cdef extern from "kvmnn/dense/coding.h" nogil:
         dense_rotary rotary
         const uint32_t *positions
         const int32_t *known
-        const uint32_t *given
         const dense_table_set *set
     size_t dense_encode_room(const dense_input *input)
     int dense_choose_base(const dense_input *input)
@@ -209,22 +208,30 @@ cdef class Input:
             apart(given, at + size, at + size + row_bytes + PAD)
         return at
 
-    def encode(self, TableSet tables, size_t limit):
-        """The stream of method 2, or None where it would not be shorter than `limit` bytes."""
+    def encode(self, TableSet tables, size_t limit, int32_t[::1] references=None):
+        """The stream of method 2, or None where it would not be shorter than `limit` bytes, or than its words.
+
+        references: where to note down the row that each own row refers to.
+        """
         cdef dense_input given = self.given
+        cdef uint32_t *chosen = NULL
         cdef size_t size = 0
         cdef uint8_t *out
         cdef uint8_t *at
         given.shape.base = dense_choose_base(&given) if tables is None else tables.held.base
         if tables is not None:
             given.set = tables.held
+        if references is not None:
+            chosen = <uint32_t *>&references[0]
+        if limit > HEADER_BYTES + self.own_bytes:
+            limit = HEADER_BYTES + self.own_bytes
         cdef Workspace ws = acquire(False, False)
         try:
             with nogil:
                 out = ws.buffer(1, HEADER_BYTES + self.own_bytes + PAD)
                 at = self.room(ws, &given) if out != NULL else NULL
                 if at != NULL:
-                    size = dense_encode(&given, at, out, limit, NULL)
+                    size = dense_encode(&given, at, out, limit, chosen)
             if at == NULL:
                 raise MemoryError("no memory to encode rows")
             return PyBytes_FromStringAndSize(<char *>out, size) if size else None

@@ -49,7 +49,6 @@ typedef struct {
     dense_rotary rotary;
     const uint32_t *positions;  /* history + rows, with rotary */
     const int32_t *known;       /* rows */
-    const uint32_t *given;      /* references that another layer found, or NULL */
     const dense_table_set *set; /* or NULL */
 } dense_input;
 

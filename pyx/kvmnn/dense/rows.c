@@ -82,10 +82,6 @@ static void turn_row(dense_encoder *e, size_t row, uint64_t by, uint8_t *symbols
 static void find_references(dense_encoder *e) {
     const dense_input *in = e->in;
     const uint8_t *symbols = e->symbols;
-    if (in->given) {
-        memcpy(e->references, in->given, e->own * 4);
-        return;
-    }
     if (in->rotary.dims) {
         for (size_t i = 0; i < e->all; ++i) /* low parts are not looked at: they go where predictions will stand */
             turn_row(e, i, 0 - (uint64_t)in->positions[i], e->turned_back + i * e->words, e->predicted_low);

@@ -1,7 +1,7 @@
 /* The most similar earlier row: votes of a few columns choose candidates, which are compared whole. */
 #include "coding.h"
 
-enum { STRIDE_STEP = SCANNED_ROWS };
+enum { STRIDE_STEP = SCANNED_ROWS, FEWER_LOOKS = LOOKS / 2 }; /* fewer do where good rows are known already */
 
 static size_t stride_of(size_t rows) { return (rows + 2 * STRIDE_STEP - 1) / STRIDE_STEP * STRIDE_STEP; }
 
@@ -50,7 +50,8 @@ static void elect(contest *c, uint8_t *votes, size_t first, size_t rows) {
 
 void dense_search(const dense_loops *loops, const uint8_t *symbols, size_t words, size_t history, size_t rows,
                   const int32_t *known, uint8_t *room, uint32_t *references) {
-    size_t all = history + rows, stride = stride_of(all), looks = words < LOOKS ? words : LOOKS;
+    size_t all = history + rows, stride = stride_of(all), most = known ? FEWER_LOOKS : LOOKS;
+    size_t looks = words < most ? words : most;
     uint8_t *columns = room, *votes = room + dense_aligned((size_t)LOOKS * stride);
     uint8_t look[LOOKS];
     gather(symbols, words, all, looks, columns, stride);

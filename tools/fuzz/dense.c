@@ -1,0 +1,130 @@
+/* libFuzzer's door to the decoder of dense streams, without Python: tools/fuzz/dense.sh builds it.
+ *
+ * The first bytes of an input say what it is. A stream: decoded, whatever it is, with history and a table set or
+ * without. A table set: read. Words, with all that goes with them: encoded and decoded, which must give the words, at both SIMD
+ * levels the same bytes. */
+#include "kvmnn/dense/coding.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "kvmnn/simd.h"
+
+enum { MOST_RAW = 1 << 16, OPTIONS = 8 };
+
+static uint8_t history[MOST_HISTORY * 4096 + PAD];
+static dense_table_set *set, *read_set;
+static uint64_t frequencies[MOST_PAIRS];
+
+static void die(const char *what) {
+    fprintf(stderr, "FOUND: %s\n", what);
+    abort();
+}
+
+static const dense_loops *loops_of(uint8_t option) {
+    return kvmnn_dense_loops_at(option & 1 && kvmnn_simd_runs(KVMNN_AVX2) ? KVMNN_AVX2 : KVMNN_BASELINE);
+}
+
+/* What Python checks of a header is taken from the options: shapes that decode within the time of a run. */
+static void decode(const uint8_t *options, const uint8_t *data, size_t size) {
+    if (size < HEADER_BYTES) return;
+    dense_stream s;
+    memset(&s, 0, sizeof s);
+    uint32_t heads = 1 + (options[1] & 3), dim = 1 + options[2] % 80;
+    int dtype = options[1] >> 2 & 3;
+    if (dtype > KVMNN_FP32) return;
+    s.shape = (dense_shape){dtype, 0, heads, dim, (size_t)heads * dim, dtype == KVMNN_FP32 ? 4 : 2};
+    s.rows = 1 + options[3], s.flags = options[1] >> 4 & 3;
+    s.header = data, s.payload = data + HEADER_BYTES, s.payload_bytes = size - HEADER_BYTES;
+    if (dense_parse(&s)) return;
+    const dense_table_set *given = s.flags & 2 ? set : NULL;
+    if (given) {
+        s.set_id = set->id;
+        set->dtype = dtype, set->base = s.shape.base;
+        if (set->rotary.dims > dim) return;
+    }
+    size_t raw = s.rows * s.shape.words * s.shape.word_bytes;
+    uint8_t *room = malloc(dense_decode_room(&s)), *words = malloc(raw);
+    (void)dense_decode(&s, loops_of(options[0]), history, given, room, words);
+    free(room);
+    free(words);
+}
+
+static void round_trip(const uint8_t *options, const uint8_t *data, size_t size) {
+    dense_input in;
+    memset(&in, 0, sizeof in);
+    int dtype = options[1] >> 2 & 3;
+    uint32_t heads = 1 + (options[1] & 3), dim = 1 + options[2] % 80;
+    if (dtype > KVMNN_FP32) return;
+    in.shape = (dense_shape){dtype, 0, heads, dim, (size_t)heads * dim, dtype == KVMNN_FP32 ? 4 : 2};
+    size_t row_bytes = in.shape.words * in.shape.word_bytes, rows = 1 + options[3], before = options[4] % 20;
+    uint8_t *words = malloc((rows + before) * row_bytes), *back = malloc(rows * row_bytes);
+    static uint32_t positions[300];
+    for (size_t i = 0; i < (rows + before) * row_bytes; ++i) words[i] = size ? data[i % size] : 0;
+    for (size_t i = 0; i < rows + before; ++i) positions[i] = (uint32_t)(i * (1 + options[5] % 3));
+    in.rows = (dense_rows){words, words + before * row_bytes, before, rows, row_bytes};
+    in.own = in.rows.own;
+    if (dim > 1 && options[6] & 1) {
+        in.rotary = (dense_rotary){dim / 2 * 2, 0, frequencies};
+        in.positions = positions;
+    }
+    uint8_t *made[2] = {NULL, NULL};
+    size_t sizes[2] = {0, 0};
+    for (int level = 0; level < 2; ++level) {
+        in.loops = loops_of((uint8_t)level);
+        in.shape.base = dense_choose_base(&in);
+        uint8_t *room = malloc(dense_encode_room(&in));
+        made[level] = malloc(rows * row_bytes + HEADER_BYTES + PAD);
+        sizes[level] = dense_encode(&in, room, made[level], rows * row_bytes + HEADER_BYTES, NULL);
+        free(room);
+    }
+    if (sizes[0] != sizes[1] || memcmp(made[0], made[1], sizes[0]) != 0) die("other bytes at another SIMD level");
+    if (sizes[0]) {
+        dense_stream s;
+        memset(&s, 0, sizeof s);
+        s.shape = in.shape, s.rows = rows, s.flags = made[0][7];
+        s.header = made[0], s.payload = made[0] + HEADER_BYTES, s.payload_bytes = sizes[0] - HEADER_BYTES;
+        if (dense_parse(&s)) die("a stream of the encoder does not parse");
+        uint8_t *room = malloc(dense_decode_room(&s));
+        if (dense_decode(&s, in.loops, words, NULL, room, back)) die("a stream of the encoder does not decode");
+        if (memcmp(back, in.own, rows * row_bytes) != 0) die("other words");
+        free(room);
+    }
+    free(words), free(back), free(made[0]), free(made[1]);
+}
+
+int LLVMFuzzerInitialize(int *argc, char ***argv) {
+    (void)argc, (void)argv;
+    set = calloc(1, sizeof *set), read_set = calloc(1, sizeof *read_set);
+    dense_counts *counts = calloc(1, sizeof *counts);
+    for (size_t i = 0; i < sizeof history; ++i) history[i] = (uint8_t)(i * i >> 7);
+    for (int c = 0; c < CONTEXTS; c += 3)
+        for (int s = 0; s < 256; ++s) counts->seen[c] = 1, counts->contexts[c][s] = (uint32_t)((c * s) & 63);
+    for (int b = 0; b < BUCKETS; ++b) counts->low[b][3] = 1000;
+    for (size_t i = 0; i < MOST_PAIRS; ++i) frequencies[i] = (uint64_t)(i + 3) * 0x123456789abcdefu;
+    void *room = malloc(dense_cluster_room());
+    uint8_t *bytes = malloc(SET_HEADER_BYTES + MODEL_BYTES);
+    dense_rotary rotary = {0, 0, NULL};
+    size_t size = dense_put_set(counts, KVMNN_FP16, 0, &rotary, room, bytes);
+    if (dense_get_set(bytes, size, set)) die("a table set of the encoder is refused");
+    free(room), free(bytes), free(counts);
+    return 0;
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+    if (size < OPTIONS) return 0;
+    const uint8_t *options = data;
+    data += OPTIONS, size -= OPTIONS;
+    switch (options[0] >> 1 & 3) {
+        case 0:
+        case 1:
+            decode(options, data, size);
+            break;
+        case 2:
+            round_trip(options, data, size);
+            break;
+        default:
+            if (size > SET_HEADER_BYTES) (void)dense_get_set(data, size, read_set);
+    }
+    return 0;
+}

@@ -39,6 +39,7 @@ bench: $(STAMPS)/bench
 	$(BIN)/python tools/bench/h2o.py
 	$(BIN)/python tools/bench/layout.py
 	$(BIN)/python tools/bench/lm.py
+	$(BIN)/python tools/bench/many.py
 	$(BIN)/python tools/bench/offline.py
 	$(BIN)/python tools/bench/pareto.py
 	$(BIN)/python tools/bench/policies.py

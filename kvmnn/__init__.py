@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from . import compressor as compressor
     from . import dense as dense
     from . import lm as lm
+    from . import many as many
     from . import policies as policies
     from . import runtime as runtime
     from . import store as store
@@ -60,6 +61,7 @@ else:
         "frames",
         "h2o",
         "lm",
+        "many",
         "offline",
     )
     _FOLDERS += ("packed", "policies", "reports", "runtime", "store")

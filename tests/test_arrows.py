@@ -14,7 +14,7 @@ FLOORS = (
     ("__main__",),
     ("cli",),
     ("gates",),
-    ("evaluation",),
+    ("evaluation", "many"),
     ("lm", "compressor", "offline", "bench"),
     ("runtime", "store"),
     ("formats", "reports"),

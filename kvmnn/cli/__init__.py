@@ -1,13 +1,24 @@
 """The command line: ``command.py`` is the way in, ``parser.py`` knows the verbs, ``verbs/`` has a file for each."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .command import main
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
 
-__all__ = ["build_parser", "main"]
+    from .many_work import VerbWork
+
+__all__ = ["VerbWork", "build_parser", "main"]
+
+
+def __getattr__(name: str) -> Any:
+    """`VerbWork` when it is asked for, so that the command starts at once."""
+    if name == "VerbWork":
+        from .many_work import VerbWork
+
+        return VerbWork
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def build_parser() -> "ArgumentParser":

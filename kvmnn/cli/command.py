@@ -58,12 +58,13 @@ def _failed(exc: BaseException, arguments: Namespace | None) -> int:
         import traceback
 
         streams.err_lines("".join(traceback.format_exception(exc)).rstrip("\n"))
-    message, code = _verdict(exc, arguments)
+    message, code = verdict(exc, arguments)
     streams.err("error", message)
     return code
 
 
-def _verdict(exc: BaseException, arguments: Namespace | None) -> tuple[str, int]:
+def verdict(exc: BaseException, arguments: Namespace | None) -> tuple[str, int]:
+    """What is said of an exception, and the exit code."""
     for cause in _chain(exc):
         if isinstance(cause, SignalledError):
             return cause.said, cause.code

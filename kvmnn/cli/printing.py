@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import sys
@@ -113,7 +112,7 @@ def write(text: str) -> None:
 
 def print_json(document: Any) -> None:
     """The verb's result as JSON."""
-    streams.out(json.dumps(document, indent=2))
+    streams.document(document)
 
 
 def to_stdout(arguments: argparse.Namespace, source: str) -> bool:
@@ -159,7 +158,7 @@ class Advance(Protocol):
 
 @contextmanager
 def progress(
-    arguments: argparse.Namespace, total: int, label: str, *, unit: str = "B", delay: float = 1
+    arguments: argparse.Namespace, total: int, label: str, *, unit: str = "B", delay: float = 1, beside: bool = False
 ) -> Iterator[Advance | None]:
     """A progress bar on the terminal that appears when the work takes longer than `delay` seconds.
 
@@ -171,13 +170,15 @@ def progress(
         What is being done.
     unit
         Bytes (``"B"``) unless said otherwise, e.g. ``"token"``.
+    beside
+        Whether results are printed meanwhile on the same terminal, which are progress enough.
 
     Yields
     ------
     A function that takes the number of units done since the last call, or None where no bar is wanted: no terminal,
     ``-q``, or no tqdm.
     """
-    if arguments.quiet or sys.stderr is None or not sys.stderr.isatty():
+    if arguments.quiet or beside or sys.stderr is None or not sys.stderr.isatty():
         yield None
         return
     try:

@@ -6,12 +6,15 @@ Whatever the command says goes through here, so that no name and no text of a fi
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TextIO
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, TextIO
 
 from ..text.visible import one_line, visible
 
@@ -73,8 +76,45 @@ def flush() -> None:
             sys.stdout.flush()
 
 
+@dataclass
+class Said:
+    """What a verb says that runs for one of many files: its document, its errors, and everything else in lines."""
+
+    document: Any = None
+    errors: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+_said: ContextVar[Said | None] = ContextVar("kvmnn_said", default=None)
+"""In the context, because workers of a cluster have threads."""
+
+
+@contextmanager
+def keeping() -> Iterator[Said]:
+    """What is said meanwhile is kept instead of written."""
+    said = Said()
+    token = _said.set(said)
+    try:
+        yield said
+    finally:
+        _said.reset(token)
+
+
+def document(found: Any) -> None:
+    """A verb's result as a JSON document on standard output."""
+    said = _said.get()
+    if said is not None:
+        said.document = found
+    else:
+        out(json.dumps(found, indent=2))
+
+
 def err(kind: str, message: object) -> None:
     """``kvmnn: kind: message`` as one line on standard error; nothing where nobody can read it."""
+    said = _said.get()
+    if said is not None:
+        (said.errors if kind == "error" else said.notes).append(one_line(str(message)))
+        return
     err_lines(f"kvmnn: {kind}: {one_line(str(message))}")
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from .. import engine_options, loading, packed_options, printing, shared_options
+from .. import engine_options, loading, many_options, packed_options, printing, shared_options
 from ..printing import STDIO, UsageError
 
 if TYPE_CHECKING:
     from ...arrays.source import Source
     from ...bundle import Encoded
+    from ...many import Named, Task
 
 _TEXT = """Encode arrays into the frames that MNN would store.
 
@@ -28,6 +30,8 @@ sequence file of llama.cpp and a prompt cache of mlx-lm are kept whole: decode w
   -o X.zarr  a Zarr store, each chunk a frame: zarr, xarray and dask read it
              (docs/zarr.md)
   -o -       one frame and nothing else on standard output
+  --jobs N   each file below IN by itself; -o DIR/ gets the same folders
+             (--help-many)
 
 Without -o, X.npy becomes X.npy.frame and X.npz becomes X.npz.frames/; only what comes from standard input goes to
 standard output (if that is a file or a pipe).
@@ -79,6 +83,7 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("--no-verify", action="store_true", help="do not decode and compare each frame")
     shared_options.add_max_bytes(parser)
     shared_options.add_threads(parser)
+    many_options.add_many(parser)
     packed_options.add_packed(parser)
 
 
@@ -96,6 +101,8 @@ def _predictors(spec: str) -> str:
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
+    if many_options.asked(arguments):
+        return many_options.run(arguments, "encode", arguments.inputs, takes=["arrays"], output=_one)
     from ...bundle import EncodeOptions, encode
     from ...formats import encode_store, is_named_zarr
 
@@ -130,19 +137,42 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+_FRAMES = ".frames/"
+
+
+def _one(arguments: argparse.Namespace) -> Callable[[Named], Task]:
+    """The task of each of many files: its output lies beside it, or below -o as the file does below what was named."""
+    from ...bundle.manifest import FRAME_SUFFIX, SIDE_SUFFIX
+    from ...formats import is_named_zarr
+    from ...many import Task
+
+    folder: str | None = arguments.output
+    if folder is not None and (folder == STDIO or is_named_zarr(folder) or (os.path.exists(folder) and not os.path.isdir(folder))):
+        raise UsageError(f"-o {folder}: of many files the output is a folder: use -o DIR/")
+    endings = (FRAME_SUFFIX, FRAME_SUFFIX + SIDE_SUFFIX, _FRAMES.rstrip("/"))
+
+    def task(named: Named) -> Task:
+        base = named.path.rstrip("/" + os.sep) if folder is None else os.path.join(folder, named.name)
+        return Task(named.path, base, endings)
+
+    return task
+
+
 def _output(arguments: argparse.Namespace, source: Source) -> str:
     """The output's name: as given, or as gzip and zstd do it, the input's with something appended."""
     from ...bundle.manifest import FRAME_SUFFIX
     from ...formats import array_format
 
     output: str | None = arguments.output
+    if named := getattr(arguments, "named", None):  # one of many
+        return str(named) + (FRAME_SUFFIX if len(source) == 1 else _FRAMES)
     if output is None:
         if len(arguments.inputs) > 1 or arguments.inputs[0] == STDIO:
             raise UsageError("no output given: use -o FILE, -o DIR/ or -o -")
         base: str = arguments.inputs[0].rstrip("/" + os.sep)
         if not PurePath(base).name.strip("."):
             raise UsageError(f"no output given and {arguments.inputs[0]!r} gives it no name: use -o DIR/")
-        return base + (FRAME_SUFFIX if len(source) == 1 else ".frames/")
+        return base + (FRAME_SUFFIX if len(source) == 1 else _FRAMES)
     names_a_file = os.path.exists(output) or PurePath(output).suffix.lower() == FRAME_SUFFIX or array_format(output)
     if len(source) > 1 and names_a_file and not printing.is_directory(output):
         raise UsageError(f"{output}: {len(source)} arrays need a directory: use -o DIR/")

@@ -10,6 +10,7 @@ from .. import (
     engine_options,
     idle_options,
     loading,
+    many_options,
     packed_options,
     printing,
     shared_options,
@@ -32,7 +33,9 @@ live and padded bytes, and where something cannot be known from the files, what 
 A Zarr store gives its arrays, chunks and sizes.
 
 The weight file of a KV compressor (.bin), or a checkpoint of one (.pth, .pt), gives its header and a table of its
-weights: shape, bias, least and greatest value, mean, standard deviation, elements that are no number."""
+weights: shape, bias, least and greatest value, mean, standard deviation, elements that are no number.
+
+--jobs N inspects each file below folders by itself (--help-many)."""
 
 
 def add_parser(verbs: Any) -> None:
@@ -47,11 +50,14 @@ def add_parser(verbs: Any) -> None:
     weights_options.add_group(parser)
     parser.add_argument("--no-zstd", action="store_true", help="judge as an engine without libzstd")
     axes_options.add_axes(parser)
+    many_options.add_many(parser)
     packed_options.add_packed(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
+    if many_options.asked(arguments):
+        return many_options.run(arguments, "inspect", arguments.inputs, takes=["arrays", "frames", "weights"])
     _refuse_idle(arguments)
     documents = []
     for number, path in enumerate(arguments.inputs):

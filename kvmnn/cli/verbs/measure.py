@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import TYPE_CHECKING, Any
 
-from .. import loading, measure_options, packed_options, printing, shared_options
+from .. import loading, many_options, measure_options, packed_options, printing, shared_options
 from ..printing import UsageError
 
 if TYPE_CHECKING:
@@ -18,7 +18,8 @@ also makes frames as MNN does, decodes and compares them, and says what they tak
 
 INPUT is the directory of an MNN KV dump, or anything else that kvmnn reads as K and V of layers; --dump-dir is the
 same. --out-json and --out-md write the evaluation's own two documents. --json prints them and the breakdown by layer,
-part and byte lane with the order-0 entropy limit of each.
+part and byte lane with the order-0 entropy limit of each. --jobs N measures each file below folders by itself
+(--help-many).
 
 --analysis DIR writes entropies and split ratios of every dump and head instead (layer_metrics.csv, head_metrics.csv,
 summary.md; grouped_summary.md with --run-log, a CSV file or JSON lines with run_id and prompt_tokens). --to-fp16 DIR
@@ -33,6 +34,7 @@ def add_parser(verbs: Any) -> None:
     measure_options.add_other_work(parser)
     shared_options.add_max_bytes(parser)
     shared_options.add_source(parser, "what the words are, where the input does not say")
+    many_options.add_many(parser)
     packed_options.add_packed(parser)
 
 
@@ -41,6 +43,10 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.inputs = [*arguments.inputs, *arguments.dump_dir]
     if not arguments.inputs:
         raise UsageError("expected an INPUT, or --dump-dir DIR")
+    if many_options.asked(arguments):
+        other = ["out_json", "out_md", "analysis", "to_fp16"]
+        takes = ["arrays", "frames"]
+        return many_options.run(arguments, "measure", arguments.inputs, takes=takes, not_for_many=other)
     if arguments.analysis and arguments.to_fp16:
         raise UsageError("--analysis and --to-fp16 exclude each other")
     if arguments.to_fp16 and len(arguments.inputs) != 1:

@@ -11,6 +11,7 @@ from .. import (
     engine_options,
     idle_options,
     loading,
+    many_options,
     packed_options,
     printing,
     shared_options,
@@ -33,24 +34,35 @@ Of a Zarr store (X.zarr) the hashes that kvmnn noted down in it are checked.
 
 The weight file of a KV compressor (.bin) is checked in structure and sense; with --against its checkpoint, every
 weight, every bias, every header field and the metadata are compared with what kvmnn convert would write: tell the
-options that it was told."""
+options that it was told.
+
+--jobs N verifies each frame, bundle and weight file below folders (--help-many)."""
 
 
 def add_parser(verbs: Any) -> None:
     """Declare the verb."""
     parser = shared_options.add_verb(verbs, "verify", run, "prove that frames decode to their arrays", _TEXT)
-    parser.add_argument("input", metavar="IN", help="a frame, a manifest, a bundle; a weight file")
+    parser.add_argument("inputs", nargs="+", metavar="IN", help="a frame, a manifest, a bundle; a weight file")
     parser.add_argument("--against", action="append", default=[], metavar="FILE", help="the original (repeatable)")
     shared_options.add_source(parser, "what a frame without a manifest, or a file of raw words, holds")
     parser.add_argument("--no-manifest", action="store_true", help="take frames alone, whatever lies beside them")
     shared_options.add_max_bytes(parser)
     shared_options.add_threads(parser)
+    many_options.add_many(parser)
     packed_options.add_packed(parser)
     weights_options.add_group(parser, trailing=True)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out; 1 for any difference."""
+    if many_options.asked(arguments):
+        takes = ["frames", "weights"]
+        return many_options.run(arguments, "verify", arguments.inputs, takes=takes, not_for_many=["against"])
+    if len(arguments.inputs) > 1:
+        raise printing.UsageError(
+            f"{len(arguments.inputs)} inputs: --jobs N verifies each of many, without it give one"
+        )
+    arguments.input = arguments.inputs[0]
     from ...bundle import DecodeOptions, verify
     from ...compressor import is_weight_file
     from ...formats import is_store

@@ -1,0 +1,92 @@
+"""Which of the files and folders below a folder count, for each kind of work."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import PurePath
+
+from ..bundle import manifest
+from ..compressor import is_weights
+from ..errors import KvmnnError
+from ..formats import ARRAY_FORMATS
+from ..formats.engine_files import engine_file
+from ..formats.mnn import dump, live, packed_dump, prefix
+from ..formats.vllm import is_folder as is_vllm
+from ..formats.zarr import is_store as is_zarr
+
+_BY_NAME = (*ARRAY_FORMATS, ".session")
+"""Suffixes of arrays: these count whatever they hold, so that a damaged file is told of."""
+
+_LAYER = re.compile(r"layer_[0-9]+")
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """What a kind of work takes.
+
+    Parameters
+    ----------
+    arrays
+        Files of arrays and caches of engines; folders that are a dump, a prefix cache, live cache files or vLLM's.
+    frames
+        Frames, and folders of them with their manifest.
+    weights
+        Weight files of KV compressors.
+    match
+        Instead of all these: files whose names match this pattern (``*``, ``?``, ``[abc]``), whatever they hold.
+    """
+
+    arrays: bool = False
+    frames: bool = False
+    weights: bool = False
+    match: str | None = None
+
+    def takes_file(self, path: str) -> bool:
+        """Whether a file counts."""
+        if self.match is not None:
+            return fnmatchcase(os.path.basename(path), self.match)
+        suffix = PurePath(path).suffix.lower()
+        if suffix == manifest.FRAME_SUFFIX or (suffix not in _BY_NAME and os.path.exists(path + manifest.SIDE_SUFFIX)):
+            return self.frames
+        try:
+            return (self.arrays and (suffix in _BY_NAME or engine_file(path) is not None)) or (
+                self.weights and is_weights(path)
+            )
+        except (KvmnnError, OSError):
+            return self.arrays
+
+    def takes_folder(self, path: str, names: Iterable[str]) -> bool | None:
+        """Whether a folder with these names in it counts as one; None where what is in it does, each by itself."""
+        names = set(names)
+        if self.match is not None:
+            return None
+        if manifest.FILE_NAME in names:
+            return self.frames
+        if is_zarr(path):
+            return self.arrays or self.frames
+        if _is_cache(path, names):
+            return self.arrays
+        return None
+
+
+def _is_cache(path: str, names: set[str]) -> bool:
+    if _has_metadata(names) or live.is_live(names) or prefix.names_in(names):
+        return True
+    if any(name.endswith(".safetensors") for name in names) and is_vllm(path):
+        return True
+    return any(_has_metadata(_listing(os.path.join(path, name))) for name in names if _LAYER.fullmatch(name))
+
+
+def _has_metadata(names: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, glob) for name in names for glob in (dump.GLOB, packed_dump.GLOB))
+
+
+def _listing(path: str) -> list[str]:
+    try:
+        return os.listdir(path)
+    except OSError:
+        return []

@@ -1,0 +1,144 @@
+"""Processes on this machine as an executor that can be ended at any moment, and ends with the process that made it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager, suppress
+from multiprocessing import connection, resource_tracker
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+R = TypeVar("R")
+
+SECONDS_TO_LEAVE = 30.0
+"""For removing temporary files, once a write that waits for the disk is over; then a process is ended where it is."""
+
+
+class Processes(ProcessPoolExecutor):
+    """A `ProcessPoolExecutor` of new processes (``spawn``), which SIGINT does not reach.
+
+    They end when `shutdown` is told to cancel futures, when they get SIGTERM or SIGHUP, and when the process that made
+    them is gone, however it went; what they are at is unwound first, so that temporary files are removed.
+
+    Parameters
+    ----------
+    jobs
+        How many.
+    """
+
+    def __init__(self, jobs: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        _start_tracker()
+        self._reader, self._writer = context.Pipe(duplex=False)
+        self._gone: set[int | None] = set()
+        super().__init__(jobs, mp_context=context, initializer=_begin, initargs=(self._reader,))
+
+    def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[R]:
+        """As `ProcessPoolExecutor` has it."""
+        with _blocked():
+            return super().submit(_interruptible, fn, *args, **kwargs)
+
+    def free(self) -> None:
+        """Break where one was killed while it handed over a result: all would wait for the rest of that for ever.
+
+        To be called when nothing was finished for some seconds; twice, before anything is done.
+        """
+        processes = list((self._processes or {}).values())
+        gone = {process.pid for process in processes if connection.wait([process.sentinel], 0)}
+        if not gone & self._gone:
+            self._gone = gone
+            return
+        for process in processes:
+            process.kill()
+        self._result_queue._writer.close()  # type: ignore[attr-defined]  # the last end that is open
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """As `ProcessPoolExecutor` has it, and with `cancel_futures` what runs is ended as well."""
+        if cancel_futures:
+            self._writer.close()
+        super().shutdown(wait, cancel_futures=cancel_futures)
+        if wait:
+            self._writer.close()
+            self._reader.close()
+
+
+def _start_tracker() -> None:
+    """Start multiprocessing's own process where it is not there yet, such that SIGHUP does not end it before us."""
+    hang_up = getattr(signal, "SIGHUP", None)
+    if hang_up is None or threading.current_thread() is not threading.main_thread():
+        resource_tracker.ensure_running()
+        return
+    old = signal.signal(hang_up, signal.SIG_IGN)
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        signal.signal(hang_up, old)
+
+
+@contextmanager
+def _blocked() -> Iterator[None]:
+    """Processes that are started meanwhile never see SIGINT, which a terminal sends to them, too."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    _start_tracker()  # which would end the blocking if it were started meanwhile
+    old = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, old)
+
+
+class _LeftError(BaseException):
+    """The process is to end; raised so that temporary files are removed."""
+
+
+_ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
+_working = _leaving = False
+
+
+def _begin(reader: Connection) -> None:
+    """What a new process does first."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in _ENDING:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _leave)
+    os.dup2(2, 1)  # what libraries print must not come between the lines
+    threading.Thread(target=_watch, args=(reader,), daemon=True).start()
+
+
+def _leave(number: int, frame: object) -> None:
+    global _leaving
+    if not _working:
+        os._exit(128 + number)
+    if not _leaving:  # what is being removed is removed to the end
+        _leaving = True
+        raise _LeftError
+
+
+def _watch(reader: Connection) -> None:
+    """Wait for the other end to be closed, by its owner or by its end."""
+    with suppress(EOFError, OSError):
+        reader.recv_bytes()
+    with suppress(OSError):
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(SECONDS_TO_LEAVE)
+    os._exit(128 + signal.SIGTERM)
+
+
+def _interruptible(fn: Callable[..., R], *args: Any, **kwargs: Any) -> R:
+    global _working
+    try:
+        _working = True
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            _working = False
+    except _LeftError:
+        os._exit(128 + signal.SIGTERM)

@@ -1,0 +1,262 @@
+"""`--jobs`: each of many files by itself, as the verb alone does it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import hostile_files
+import numpy as np
+import pytest
+
+from kvmnn.cli import main
+from kvmnn.cli.many_work import VERBS, VerbWork
+from kvmnn.errors import OptionError
+from kvmnn.many import Task
+
+HALF = np.random.default_rng(5).normal(size=(2, 9, 4)).astype(np.float16)
+KV = {"layer_0.key": HALF, "layer_0.value": HALF * 2}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("in/b/c").mkdir(parents=True)
+    np.savez("in/a.npz", **KV)
+    np.savez("in/b/a.npz", **KV)
+    np.savez("in/b/c/z.npz", **KV)
+    np.save("in/b/layer_3.key.npy", HALF)
+    return tmp_path
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def timeless(value: Any) -> Any:
+    """Without the times that are in documents."""
+    if isinstance(value, dict):
+        return {
+            key: timeless(entry) for key, entry in value.items() if "seconds" not in key and "per_second" not in key
+        }
+    return [timeless(entry) for entry in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_documents_are_those_of_the_verb_alone(here, capsys, verb):
+    """All four verbs on the same tree: paths in order, documents word for word, no more on standard error."""
+    tree = "in"
+    if verb == "verify":
+        assert main(["encode", "--jobs", "2", "in", "-o", "frames", "-q"]) == 0
+        tree = "frames"
+        capsys.readouterr()
+    more = ["--real"] if verb == "measure" else []
+    assert main([verb, "--jobs", "2", tree, *more]) == (1 if verb == "measure" else 0)
+    found = lines(capsys)
+    assert [line["path"] for line in found] == sorted(line["path"] for line in found)
+    assert len(found) == 4
+    for line in found:
+        output = ["-o", "alone/" if line["path"].endswith("npz") else "alone.frame", "-f"] if verb == "encode" else []
+        code = main(
+            [verb, line["path"], "--json", "--threads", "1", *more, *output][: None if verb != "inspect" else 3]
+        )
+        said = capsys.readouterr()
+        assert line["ok"] == (code == 0)
+        document = timeless(json.loads(said.out)) if said.out else None
+        mine = timeless(line.get("document"))
+        if verb == "encode":
+            mine["output"] = document["output"] = ""
+            for array in (*mine["arrays"], *document["arrays"]):
+                array["frames"][0]["file"] = ""
+        assert mine == document
+        assert line.get("error") == (said.err.removeprefix("kvmnn: error: ").rstrip("\n") or None)
+
+
+def test_encode_has_the_same_folders_below_its_output(here, capsys):
+    assert main(["encode", "--jobs", "2", "in", "in/../extra.npy", "-o", "out"]) == 1
+    assert "extra.npy: no such file" in capsys.readouterr().err
+    np.save("extra.npy", HALF)
+    assert main(["encode", "--jobs", "2", "in", "extra.npy", "-o", "out"]) == 0
+    made = sorted(str(path.relative_to("out")) for path in Path("out").rglob("*") if path.is_file())
+    assert [line["document"]["output"] for line in lines(capsys)] == [
+        *("out/a.npz.frames/", "out/b/a.npz.frames/", "out/b/c/z.npz.frames/", "out/b/layer_3.key.npy.frame"),
+        "out/extra.npy.frame",
+    ]
+    for name in ("a.npz", "b/a.npz", "b/c/z.npz"):
+        assert made.count(f"{name}.frames/manifest.json") == 1
+    assert main(["decode", "out/b/layer_3.key.npy.frame", "-o", "back.npy", "-q"]) == 0
+    assert (np.load("back.npy") == HALF).all()
+
+
+def test_encode_without_output_writes_beside(here, capsys):
+    assert main(["encode", "--jobs", "1", "in"]) == 0
+    assert Path("in/b/c/z.npz.frames/manifest.json").exists()
+    assert Path("in/b/layer_3.key.npy.frame.json").exists()
+    capsys.readouterr()
+    assert main(["encode", "--jobs", "1", "in"]) == 1, "and never replaces anything"
+    assert all("exists already" in line["error"] for line in lines(capsys))
+    assert main(["encode", "--jobs", "1", "in", "-f", "-q"]) == 0
+
+
+def test_one_output_that_exists_is_one_failure(here, capsys):
+    Path("out/b").mkdir(parents=True)
+    Path("out/b/layer_3.key.npy.frame.json").write_text("mine")
+    assert main(["encode", "--jobs", "2", "in", "-o", "out"]) == 1
+    found = lines(capsys)
+    assert [line["ok"] for line in found] == [True, True, True, False]
+    assert found[3]["error"] == f"{here}/out/b/layer_3.key.npy.frame.json: exists already (-f or --force replaces it)"
+    assert Path("out/b/layer_3.key.npy.frame.json").read_text() == "mine"
+    assert not Path("out/b/layer_3.key.npy.frame").exists()
+
+
+def test_folders_of_what_failed_are_not_left(here, capsys):
+    Path("bad/x/y").mkdir(parents=True)
+    Path("bad/x/y/z.npy").write_bytes(b"damaged")
+    assert main(["encode", "--jobs", "1", "bad", "-o", "new/out"]) == 1
+    assert not Path("new").exists()
+    assert len(lines(capsys)) == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "message"),
+    [
+        ("encode --jobs 2 in copy -o out", 2, "in/a.npz and copy/a.npz would both be written to {}/out/a.npz.frame"),
+        ("encode --jobs 2 in in", 2, "in: is given twice"),
+        ("encode --jobs 2 in in/b", 2, "in/b: lies in in, and would count twice"),
+        ("encode --jobs 2 -", 2, "standard input is one input: --jobs and --dask take files and folders"),
+        ("encode --jobs 2 in -o -", 2, "-o -: of many files the output is a folder: use -o DIR/"),
+        ("encode --jobs 2 in -o in/a.npz", 2, "-o in/a.npz: of many files the output is a folder: use -o DIR/"),
+        ("encode --jobs 2 in --threads 2", 2, "--threads is not for --jobs and --dask: each file has one thread"),
+        ("encode in --resume r", 2, "--resume needs --jobs N or --dask ADDRESS"),
+        ("inspect in --match *.npy", 2, "--match needs --jobs N or --dask ADDRESS"),
+        ("verify in in", 2, "2 inputs: --jobs N verifies each of many, without it give one"),
+        ("verify --jobs 2 in --against in/a.npz", 2, "--against is not for --jobs and --dask"),
+        ("measure --jobs 2 in --out-json x", 2, "--out-json is not for --jobs and --dask"),
+        ("measure --jobs 2 in --analysis x", 2, "--analysis is not for --jobs and --dask"),
+        ("measure --jobs 2 in --dask tcp://x:1", 2, "argument --dask: not allowed with argument --jobs"),
+        ("measure --jobs 0 in", 2, "'0' is not a whole number above zero"),
+        ("measure --jobs 2 gone", 1, "gone: no such file or directory"),
+        ("verify --jobs 2 in", 1, "in: nothing there that kvmnn verify reads"),
+        ("measure --jobs 2 in --resume in", 1, "in: cannot be written: Is a directory"),
+        ("measure --jobs 2 in --resume in/a.npz", 1, "in/a.npz: line 1 is not of a run over many files"),
+        ("measure --jobs 2 in --resume gone/r", 1, "gone/r: cannot be written: No such file or directory"),
+    ],
+)
+def test_what_is_refused_before_anything_is_begun(here, capsys, argv, code, message):
+    shutil.copytree("in", "copy")
+    before = hostile_files.contents(here)
+    assert main(argv.split()) == code
+    said = capsys.readouterr()
+    last = said.err.splitlines()[-1]
+    assert message.format(here) in last
+    assert last.startswith("kvmnn: error: ")
+    assert said.out == ""
+    assert hostile_files.contents(here) == before
+
+
+def test_resumed(here, capsys):
+    """What is there is printed as it was; what failed is tried again; what changed is done again, and told of."""
+    Path("in/b/bad.npz").write_bytes(b"damaged")
+    argv = ["measure", "--jobs", "1", "in/b", "--resume", "done.jsonl"]
+    assert main(argv) == 1
+    first = capsys.readouterr().out.splitlines()
+    np.savez("in/b/bad.npz", **KV)
+    assert main(argv) == 1
+    second = capsys.readouterr().out.splitlines()
+    assert [json.loads(line)["ok"] for line in first] == [True, False, True, False]
+    assert [json.loads(line)["ok"] for line in second] == [True, True, True, False]
+    assert [second[0], second[2]] == [first[0], first[2]]
+    np.savez("in/b/a.npz", **{name: array[:1] for name, array in KV.items()})
+    with open("done.jsonl", "ab") as file:
+        file.write(b'{"kvmnn_many": 1, "sha')
+    assert main(argv) == 1
+    said = capsys.readouterr()
+    assert said.out.splitlines()[1:3] == second[1:3]
+    assert said.out.splitlines()[0] != second[0]
+    assert said.err.splitlines()[:2] == [
+        "kvmnn: note: done.jsonl: the last line was torn, and is done again",
+        "kvmnn: note: 1 file in done.jsonl, changed since then or without output, done again",
+    ]
+    assert main([*argv, "--real"]) == 1
+    expected = (
+        "done.jsonl: is of another run: real was null there and is true here; name another file, or delete this one"
+    )
+    assert expected in capsys.readouterr().err
+
+
+def test_names_that_are_not_utf_8(here, capsys):
+    name = os.fsdecode(b"in/b/\xff\n\x1b.npz")
+    shutil.copy("in/a.npz", name)
+    assert main(["encode", "--jobs", "1", "in", "-o", "out", "--resume", "r"]) == 0
+    assert main(["encode", "--jobs", "1", "in", "-o", "out", "--resume", "r"]) == 0
+    found = lines(capsys)
+    assert [line["path"] for line in found].count(name) == 2
+    assert Path(os.fsdecode(b"out/b/\xff\n\x1b.npz.frames/manifest.json")).exists()
+    Path(name).write_bytes(b"x")
+    assert main(["inspect", "--jobs", "1", "in"]) == 1
+    said = capsys.readouterr()
+    assert "\\x1b" in said.err and "\x1b" not in said.err + said.out
+
+
+def test_hostile_files(tmp_path, capsys, monkeypatch):
+    """Every sample cut, flipped and whole: one line each, never more, and an error where the verb alone has one."""
+    monkeypatch.chdir(tmp_path)
+    number = 0
+    for name, sample in hostile_files.samples().items():
+        if name.startswith(("npy", "npz", "safetensors", "session", "cache", "weights", "dump", "prefix", "bundle")):
+            for damage in ("whole", "cut", "flipped"):
+                for file, data in sample.files.items():
+                    if damage != "whole" and file in sample.damaged:
+                        half = len(data) // 2
+                        data = (
+                            data[:half]
+                            if damage == "cut"
+                            else data[:half] + bytes([data[half] ^ 64]) + data[half + 1 :]
+                        )
+                    path = Path("all", f"{number:03} {damage}", file)
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(data)
+                number += 1
+    for verb in VERBS:
+        more = ["-o", "out"] if verb == "encode" else []
+        assert main([verb, "--jobs", "2", "all", *more]) == 1
+        said = capsys.readouterr()
+        found = [json.loads(line) for line in said.out.splitlines()]
+        assert len(found) > 9
+        assert 0 < sum(line["ok"] for line in found) < len(found)
+        assert [line["path"] for line in found] == list(dict.fromkeys(line["path"] for line in found))
+        for line in found:
+            assert line["ok"] == ("error" not in line)
+            assert "please report" not in line.get("error", "")
+        wrong = f"kvmnn: error: {sum(not line['ok'] for line in found)} of {len(found)} files failed, the first: "
+        assert said.err.splitlines()[-1].startswith(wrong)
+        assert not list(Path().rglob("*.tmp"))
+
+
+# -- as work for any executor ------------------------------------------------------------------------------------------
+
+
+def test_a_verb_as_work(here):
+    work = VerbWork.of("measure", "--real")
+    outcome = work(Task("in/a.npz"))
+    assert outcome.error is None
+    assert outcome.document["verb"] == "measure"
+    outcome = work(Task("gone"))
+    assert outcome.error == "gone: no such file or directory" or "gone" in str(outcome.error)
+    assert work.identity()["options"] == {"real": True}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("decode",), "'decode' is not done for many files"),
+        (("encode", "--nonsense"), "unrecognized arguments: --nonsense"),
+        (("encode", "--effort", "wrong"), "invalid choice: 'wrong'"),
+    ],
+)
+def test_words_that_make_no_work(words, message):
+    with pytest.raises(OptionError, match=message):
+        VerbWork.of(*words)

@@ -1,0 +1,171 @@
+"""`kvmnn.many` on a Dask cluster of this machine: workers killed, memory that runs out, a scheduler that goes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import many_works
+import numpy as np
+import pytest
+
+from kvmnn import many
+from kvmnn.cli import main
+from kvmnn.errors import KvmnnError
+
+distributed = pytest.importorskip("distributed")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),  # of distributed and tornado, when processes are killed
+    pytest.mark.xdist_group("dask"),
+]
+
+
+def cluster(**options: Any) -> Any:
+    import dask
+
+    dask.config.set({"distributed.scheduler.allowed-failures": 1, "distributed.admin.tick.limit": "1h"})
+    return distributed.LocalCluster(
+        **{"n_workers": 2, "threads_per_worker": 1, "dashboard_address": None, "silence_logs": 50, **options}
+    )
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with cluster(memory_limit=0) as found:
+        yield found.scheduler_address
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    folder = tmp_path / "log"
+    folder.mkdir()
+    return folder
+
+
+def calls(log: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_size for path in sorted(log.iterdir())}
+
+
+def done(address: str, names: list[str], work: Any, **options: Any) -> list[many.Done]:
+    with many.dask(address) as (executor, ahead):
+        return list(many.run(names, work, executor, **{"ahead": ahead, **options}))
+
+
+def test_results_in_order_each_once(address: str, log: Path) -> None:
+    names = [f"{number:03}" for number in range(60)] + ["bad"]
+    found = done(address, names, many_works.Behaving(str(log)))
+    assert [each.path for each in found] == names
+    assert [each.error for each in found if not each.ok] == ["bad: is bad"]
+    assert calls(log) == dict.fromkeys(names, 1)
+
+
+def test_names_that_are_not_utf_8(address: str, tmp_path: Path) -> None:
+    path = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
+    Path(path).write_bytes(b"123")
+    (each,) = done(address, [path], many_works.size)
+    assert (each.path, each.to_dict()["document"]) == (path, {"bytes": 3})
+
+
+def test_results_are_released_as_they_come(address: str, log: Path) -> None:
+    """The cluster holds no result that was taken."""
+    most = 0
+    with many.dask(address) as (executor, _), distributed.Client(address, set_as_default=False) as client:
+        results = many.run([str(n) for n in range(80)], many_works.Behaving(str(log)), executor, ahead=4)
+        for number, _ in enumerate(results):
+            if number % 10 == 9:
+                held = client.run_on_scheduler(lambda dask_scheduler: len(dask_scheduler.tasks))
+                most = max(most, held)
+        until = time.monotonic() + 10
+        while held and time.monotonic() < until:
+            held = client.run_on_scheduler(lambda dask_scheduler: len(dask_scheduler.tasks))
+    assert held == 0
+    assert 0 < most < 40
+
+
+def test_workers_that_are_killed_in_mid_run(log: Path, tmp_path: Path) -> None:
+    """Both, one after the other: every file is a result once, and every output is there and whole."""
+    names = [f"{number:02}" for number in range(40)]
+    tasks = [many.Task(name, str(tmp_path / name), (".out",)) for name in names]
+    with cluster(memory_limit=0) as found, many.dask(found.scheduler_address) as (executor, ahead):
+        pids = [worker.pid for worker in found.workers.values()]
+        results = many.run(tasks, many_works.SlowWriting(str(log), 0.05), executor, ahead=ahead)
+        lines = []
+        for number, each in enumerate(results):
+            lines.append(each)
+            if number in (5, 15):
+                os.kill(pids.pop(), signal.SIGKILL)
+    assert [each.path for each in lines] == names
+    assert [each.error for each in lines if not each.ok] == []
+    assert sorted(path.name for path in tmp_path.glob("*.out")) == [f"{name}.out" for name in names]
+
+
+def test_a_memory_limit_that_is_hit(log: Path) -> None:
+    """The file that needs too much is one failed line; the others are each done."""
+    names = [f"{number:02}" for number in range(10)] + ["big"] + [f"{number:02}" for number in range(10, 20)]
+    with cluster(memory_limit="400MB") as found:
+        lines = done(found.scheduler_address, names, many_works.Behaving(str(log)))
+    assert [each.path for each in lines] == names
+    assert [each.path for each in lines if not each.ok] == ["big"]
+    (error,) = [each.error for each in lines if not each.ok]
+    assert error is not None and error.startswith("big: the process gave this up twice: KilledWorker: ")
+    assert set(calls(log)) == set(names)
+
+
+def test_a_scheduler_that_goes_away(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvmnn.many.cluster.SECONDS_TO_CONNECT", 2)
+    found = cluster(memory_limit=0)
+    try:
+        with many.dask(found.scheduler_address) as (executor, ahead):
+            results = many.run([str(n) for n in range(50)], many_works.Behaving(str(log), 0.1), executor, ahead=ahead)
+            next(results)
+            threading.Thread(target=found.close, daemon=True).start()
+            with pytest.raises(KvmnnError, match=r"^the (executor does nothing any more: |Dask scheduler is gone)"):
+                list(results)
+    finally:
+        found.close()
+
+
+def test_the_verbs(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Encoded, interrupted nowhere, resumed: the same lines as by processes of this machine, times aside."""
+    monkeypatch.chdir(tmp_path)
+    for number in range(12):
+        path = Path("in", str(number % 2), f"{number}.npy")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        np.save(path, np.full((2, 3, 4), number, np.float16))
+    Path("in/1/bad.npy").write_bytes(b"damaged")
+    assert main(["encode", "--dask", address, "in", "-o", "a", "--resume", "kept"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert main(["encode", "--jobs", "1", "in", "-o", "b"]) == 1
+    others = capsys.readouterr().out.splitlines()
+    there = [line.replace(f"{tmp_path}/", "") for line in lines]  # names from the root on: workers are elsewhere
+    assert [timeless(line) for line in there] == [timeless(line.replace('"b/', '"a/')) for line in others]
+    assert main(["encode", "--dask", address, "in", "-o", "a", "--resume", "kept"]) == 1
+    assert [line for line in capsys.readouterr().out.splitlines() if '"ok": true' in line] == [
+        line for line in lines if '"ok": true' in line
+    ]
+    assert main(["verify", "--dask", address, "a", "-q"]) == 0
+
+
+def timeless(line: str) -> Any:
+    found = json.loads(line)
+    found.pop("seconds")
+    found.get("document", {}).pop("seconds", None)
+    return found
+
+
+def test_nobody_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
+    monkeypatch.setattr("kvmnn.many.cluster.SECONDS_TO_CONNECT", 0.5)
+    monkeypatch.chdir(tmp_path)
+    np.save("a.npy", np.ones(4, np.float16))
+    for address in ("tcp://127.0.0.1:1", "nonsense://x", "127.0.0.1:notaport"):
+        assert main(["inspect", "--dask", address, "."]) == 1
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert said.err.startswith(f"kvmnn: error: {address}: no Dask scheduler answers there: ")
+        assert said.err.count("\n") == 1

@@ -1,0 +1,175 @@
+"""Which files count below folders, and in which order."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvmnn.cli import main
+from kvmnn.compressor.kvcm.header import MAGIC_BYTES
+from kvmnn.errors import OptionError, SourceError
+from kvmnn.many import Kinds, find
+
+ALL = Kinds(arrays=True, frames=True, weights=True)
+ARRAYS = Kinds(arrays=True)
+
+
+def put(root: Path, *names: str, data: bytes = b"") -> None:
+    for name in names:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+
+def names(root: Path, kinds: Kinds = ALL) -> list[str]:
+    return [named.name for named in find([str(root)], kinds).taken]
+
+
+def test_names_are_in_the_order_of_their_bytes_whatever_the_disk_says(tmp_path: Path) -> None:
+    put(tmp_path, "b/z.npy", "b/a.npy", "a.npy", "c.npz", "B.npy", "b.npy", "b/ä.npy")
+    assert names(tmp_path) == ["B.npy", "a.npy", "b/a.npy", "b/z.npy", "b/ä.npy", "b.npy", "c.npz"]
+
+
+def test_a_name_that_is_not_utf_8(tmp_path: Path) -> None:
+    name = os.fsdecode(b"\xff\n\x1b.npy")
+    put(tmp_path, name)
+    assert names(tmp_path) == [name]
+
+
+def test_files_that_count_by_their_names_or_by_what_they_hold(tmp_path: Path) -> None:
+    put(tmp_path, "a.npy", "b.NPZ", "c.safetensors", "d.session", "e.frame", "f.txt", "g.bin", "h.pt", "i.json")
+    put(tmp_path, "state", data=b"nsgg" + bytes(60))
+    put(tmp_path, "x", "x.json")  # a frame of another name, and its manifest
+    put(tmp_path, "w.bin", data=MAGIC_BYTES + bytes(60))
+    found = find([str(tmp_path)], ALL)
+    everything = ["a.npy", "b.NPZ", "c.safetensors", "d.session", "e.frame", "state", "w.bin", "x"]
+    assert [named.name for named in found.taken] == everything
+    assert names(tmp_path, ARRAYS) == ["a.npy", "b.NPZ", "c.safetensors", "d.session", "state"]
+    assert names(tmp_path, Kinds(frames=True)) == ["e.frame", "x"]
+    assert names(tmp_path, Kinds(match="[fg].*")) == ["f.txt", "g.bin"]
+
+
+def test_what_is_left_out_is_said(tmp_path: Path) -> None:
+    put(tmp_path, "a.npy", "b.txt", "c.txt", "a.npy.json", "sub/a.npy")
+    (tmp_path / "link").symlink_to("sub")
+    found = find([str(tmp_path)], ARRAYS)
+    assert list(found.notes("kvmnn encode")) == [
+        f"2 files or folders left out that kvmnn encode does not look for, such as {tmp_path}/b.txt (--match does)",
+        "1 link to folders not followed",
+    ]
+
+
+def test_hidden_names_do_not_count(tmp_path: Path) -> None:
+    put(tmp_path, ".a.npy", ".git/a.npy", ".x.kvmnn-1-00000000.tmp/a.npy", "b.npy")
+    assert names(tmp_path) == ["b.npy"]
+    assert [named.name for named in find([str(tmp_path / ".a.npy")], ALL).taken] == [".a.npy"], "unless it is named"
+
+
+def test_links(tmp_path: Path) -> None:
+    """Links to files are files; links to folders are not followed, so that none leads round; one to nothing counts."""
+    put(tmp_path, "a/x.npy")
+    (tmp_path / "a/up").symlink_to("..")
+    (tmp_path / "a/y.npy").symlink_to("x.npy")
+    (tmp_path / "a/nothing.npy").symlink_to("gone")
+    (tmp_path / "a/round.npy").symlink_to("round.npy")
+    found = find([str(tmp_path)], ALL)
+    assert [named.name for named in found.taken] == ["a/nothing.npy", "a/round.npy", "a/x.npy", "a/y.npy"]
+    assert found.links == 1
+    (tmp_path / "b").symlink_to("a")
+    assert len(find([str(tmp_path / "b")], ALL).taken) == 4, "a link that is named is followed"
+
+
+def test_pipes_and_sockets_are_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "p.npy")
+    (tmp_path / "q.npy").symlink_to("p.npy")
+    found = find([str(tmp_path)], ALL)
+    assert (found.taken, found.passed) == ([], 2)
+
+
+def test_folders_that_are_one_cache(tmp_path: Path) -> None:
+    put(tmp_path, "dump/meta_t0_3.json", "dump/k.bin", "run/layer_0/meta_t0_3.json", "run/layer_1/meta_t0_3.json")
+    put(tmp_path, "prefix/sys_0.k", "prefix/sys_0.v", "live/0123456789ABCDEF.k", "packed/packed_meta_t0_3.json")
+    put(tmp_path, "bundle/manifest.json", "bundle/a.frame", "arrays/a.npy", "arrays/b.npy")
+    caches = ["arrays/a.npy", "arrays/b.npy", "dump", "live", "packed", "prefix", "run"]
+    assert names(tmp_path) == sorted([*caches, "bundle"])
+    assert names(tmp_path, ARRAYS) == caches
+    assert names(tmp_path, Kinds(frames=True)) == ["bundle"]
+    assert names(tmp_path / "dump") == ["dump"], "of what is named itself, its own name"
+
+
+def test_a_folder_of_vllm(tmp_path: Path) -> None:
+    header = json.dumps({"kv_cache": {"dtype": "F16", "shape": [2], "data_offsets": [0, 4]}}).encode()
+    put(tmp_path, "h/layers.0.safetensors", data=len(header).to_bytes(8, "little") + header + bytes(4))
+    put(tmp_path, "other/layers.0.safetensors", data=b"damaged")
+    assert names(tmp_path) == ["h", "other/layers.0.safetensors"]
+
+
+def test_a_folder_that_cannot_be_listed_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path, "a/x.npy", "b/x.npy")
+    listed = os.scandir
+
+    def scandir(path: str) -> object:
+        if path.endswith("/a"):
+            raise PermissionError(13, "Permission denied", path)
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert names(tmp_path) == ["a", "b/x.npy"]
+
+
+def test_folders_that_are_nested_deeper_than_python_recurses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    try:
+        for _ in range(1200):
+            os.mkdir("d")
+            os.chdir("d")
+        Path("x.npy").touch()
+        os.chdir(tmp_path)
+        assert names(tmp_path) == ["d/" * 1200 + "x.npy"]
+    finally:
+        os.chdir(tmp_path)
+        subprocess.run(["rm", "-rf", "d"], check=True)  # pytest recurses
+
+
+def test_roots_that_overlap_are_refused(tmp_path: Path) -> None:
+    put(tmp_path, "a/b/x.npy")
+    (tmp_path / "l").symlink_to("a/b")
+    a = str(tmp_path / "a")
+    for roots, message in (
+        ([a, a + "/."], f"{a}/.: is given twice"),
+        ([a, a + "/b"], f"{a}/b: lies in {a}, and would count twice"),
+        ([a + "/b/x.npy", a], f"{a}/b/x.npy: lies in {a}, and would count twice"),
+        ([str(tmp_path / "l"), a], f"{tmp_path}/l: lies in {a}, and would count twice"),
+    ):
+        with pytest.raises(OptionError) as found:
+            find(roots, ALL)
+        assert str(found.value) == message
+    with pytest.raises(SourceError, match="gone: no such file or directory"):
+        find([str(tmp_path / "gone")], ALL)
+
+
+def test_outputs_do_not_count(tmp_path: Path) -> None:
+    put(tmp_path, "a.npy", "out/b.npy")
+    assert [n.name for n in find([str(tmp_path)], ALL, [str(tmp_path / "out")]).taken] == ["a.npy"]
+
+
+def test_what_counts_is_what_the_verbs_read(tmp_path: Path) -> None:
+    """Each thing that was made by kvmnn counts once for inspect, and inspect reads it."""
+    half = np.ones((2, 3, 4), np.float16)
+    np.save(tmp_path / "k.npy", half)
+    np.savez(tmp_path / "kv.npz", **{"layer_0.key": half, "layer_0.value": half})
+    for argv in (
+        ["encode", f"{tmp_path}/k.npy", "-q"],
+        ["encode", f"{tmp_path}/kv.npz", "-q"],
+        ["encode", f"{tmp_path}/k.npy", "-o", f"{tmp_path}/other", "-q"],
+        ["unpack", f"{tmp_path}/kv.npz", "--as", "dump", "-o", f"{tmp_path}/dump", "-q"],
+    ):
+        assert main(argv) == 0
+    found = names(tmp_path)
+    assert found == ["dump/kvmnn", "k.npy", "k.npy.frame", "kv.npz", "kv.npz.frames", "other"]
+    assert main(["inspect", "-q", *(str(tmp_path / name) for name in found)]) == 0

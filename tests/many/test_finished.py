@@ -1,0 +1,166 @@
+"""The file of finished tasks: torn, edited, of other work, of another kind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from many_works import size
+
+from kvmnn.errors import KvmnnError, OutputError, SourceError
+from kvmnn.many import FinishedFile, Outcome, Task, run
+from kvmnn.many.tasks import carry_out
+from kvmnn.version import version
+
+WORK = {"kvmnn": "0", "verb": "measure", "options": {"real": True}}
+
+
+@pytest.fixture
+def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Task]:
+    monkeypatch.chdir(tmp_path)
+    for number, name in enumerate("abc"):
+        Path(name).write_bytes(bytes(number))
+    return [Task(name) for name in "abc"]
+
+
+def fill(tasks: list[Task], path: str = "kept") -> bytes:
+    with FinishedFile(path, WORK) as kept:
+        for task in tasks:
+            kept.end(
+                task, carry_out(size, task, version()), f"{os.stat(task.path).st_size}:{os.stat(task.path).st_mtime_ns}"
+            )
+    return Path(path).read_bytes()
+
+
+def there(tasks: list[Task], path: str = "kept") -> str:
+    with FinishedFile(path, WORK) as kept:
+        return "".join(task.path for task in tasks if kept.has(task))
+
+
+def test_what_was_put_is_there(tasks: list[Task]) -> None:
+    data = fill(tasks)
+    with FinishedFile("kept", WORK) as kept:
+        assert kept.found == 3
+        for number, task in enumerate(tasks):
+            assert kept.has(task)
+            assert kept.read(task).to_dict()["document"] == {"bytes": number}
+    assert Path("kept").read_bytes() == data, "reading changes nothing"
+    for line in data.splitlines():
+        assert set(json.loads(line)) == {"kvmnn_many", "sha256", "record"}
+
+
+def test_paths_are_told_apart_wherever_they_are_used_from(tasks: list[Task], tmp_path: Path) -> None:
+    fill(tasks)
+    assert there([Task(str(tmp_path / "a")), Task("./b"), Task("x/a")], str(tmp_path / "kept")) == f"{tmp_path}/a./b"
+
+
+def test_a_file_torn_at_every_byte(tasks: list[Task]) -> None:
+    """All lines before the cut stay, the torn one goes, and what is written next is read again."""
+    data = fill(tasks)
+    ends = [match.end() for match in re.finditer(b"\n", data)]
+    for cut in range(len(data)):
+        Path("kept").write_bytes(data[:cut])
+        whole = sum(end <= cut for end in ends)
+        with FinishedFile("kept", WORK) as kept:
+            assert kept.found == max(0, whole - 1)
+            assert kept.torn == (cut not in (0, *ends))
+        assert there(tasks) == "abc"[: max(0, whole - 1)]
+    Path("kept").write_bytes(data + bytes(5000))
+    assert there(tasks) == "abc", "zeros, as a power cut leaves them"
+    assert fill(tasks[:1]).startswith(data)
+
+
+def test_every_byte_that_is_changed_is_found(tasks: list[Task]) -> None:
+    data = fill(tasks[:1])
+    first = data.index(b"\n") + 1
+    for at in range(first, len(data) - 1):
+        Path("kept").write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        with pytest.raises(SourceError, match=r"^kept: line [23] (is not of a run|does not have the hash)") as found:
+            FinishedFile("kept", WORK)
+        assert "\n" not in str(found.value)
+    Path("kept").write_bytes(data)
+    assert there(tasks) == "a"
+
+
+def test_a_deleted_line_is_done_again(tasks: list[Task]) -> None:
+    lines = fill(tasks).splitlines(keepends=True)
+    Path("kept").write_bytes(b"".join([*lines[:2], *lines[3:]]))
+    assert there(tasks) == "ac"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"hello\n", b"hello", b"{}\n", b'{"kvmnn_cell": 2, "key": "x"}\n', b"\0" * 10, b"\n", b"\x93NUMPY" + bytes(90)],
+)
+def test_another_file_is_not_overwritten(tasks: list[Task], content: bytes) -> None:
+    Path("kept").write_bytes(content)
+    with pytest.raises(SourceError, match=r"^kept: line 1 is not of a run over many files"):
+        FinishedFile("kept", WORK)
+    assert Path("kept").read_bytes() == content
+
+
+def test_other_work_is_refused(tasks: list[Task]) -> None:
+    fill(tasks)
+    for work, message in (
+        ({**WORK, "verb": "encode"}, 'verb was "measure" there and is "encode" here'),
+        ({**WORK, "options": {}}, "real was true there and is null here"),
+        ({**WORK, "kvmnn": "1"}, 'kvmnn was "0" there and is "1" here'),
+    ):
+        with pytest.raises(SourceError, match=r"^kept: is of another run: ") as found:
+            FinishedFile("kept", work)
+        assert message in str(found.value)
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo], ids=["folder", "pipe"])
+def test_what_is_no_file(tasks: list[Task], make: Callable[[str], None]) -> None:
+    make("kept")
+    with pytest.raises(OutputError, match=r"^kept: "):
+        FinishedFile("kept", WORK)
+
+
+def test_two_runs_at_once(tasks: list[Task]) -> None:
+    with (
+        FinishedFile("kept", WORK),
+        pytest.raises(OutputError, match=r"^kept: another run is writing it$"),
+    ):
+        FinishedFile("kept", WORK)
+
+
+def test_an_input_that_is_written_to_while_it_is_worked_on_is_done_again(tasks: list[Task]) -> None:
+    def work(task: Task) -> Outcome:
+        Path(task.path).write_text("longer than before")
+        return Outcome()
+
+    from concurrent.futures import ThreadPoolExecutor
+
+    with FinishedFile("kept", WORK) as kept, ThreadPoolExecutor(1) as executor:
+        assert len(list(run(tasks[:1], work, executor, finished=kept))) == 1
+    assert there(tasks) == ""
+
+
+def test_a_full_disk(tasks: list[Task]) -> None:
+    with pytest.raises(KvmnnError, match=r"^/dev/full: is no regular file"):
+        FinishedFile("/dev/full", WORK)
+
+
+def test_a_folder_is_what_it_was_as_long_as_all_below_it_is(tasks: list[Task]) -> None:
+    Path("d/e").mkdir(parents=True)
+    Path("d/e/x").write_text("1")
+    Path("d/gone").symlink_to("nothing")
+    folder = Task("d")
+    from concurrent.futures import ThreadPoolExecutor
+
+    def inspect() -> int:
+        with FinishedFile("kept", WORK) as kept, ThreadPoolExecutor(1) as executor:
+            list(run([folder], lambda task: {}, executor, finished=kept))
+            return kept.changed
+
+    assert [inspect(), inspect()] == [0, 0]
+    Path("d/e/x").write_text("22")
+    assert [inspect(), inspect()] == [1, 0]
+    Path("d/e/y").touch()
+    assert inspect() == 1

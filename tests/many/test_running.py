@@ -1,0 +1,331 @@
+"""`kvmnn.many.run`: every task once, in order, whatever becomes of the processes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import active_children, get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+from many_works import Behaving, Writing, size
+
+from kvmnn.errors import KvmnnError, OptionError
+from kvmnn.many import FinishedFile, Outcome, Processes, Task, run, running
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    folder = tmp_path / "log"
+    folder.mkdir()
+    return folder
+
+
+def calls(log: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_size for path in sorted(log.iterdir())}
+
+
+def two() -> Processes:
+    return Processes(2)
+
+
+class Here(Executor):
+    """Runs everything at once."""
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except BaseException as exc:
+            future.set_exception(exc)
+        return future
+
+
+# -- any executor ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["here", "threads", "processes", "own processes", "made"])
+def test_any_executor(kind: str, tmp_path: Path) -> None:
+    for number in range(20):
+        (tmp_path / f"{number:02}").write_bytes(bytes(number))
+    paths = [str(path) for path in sorted(tmp_path.iterdir())]
+    spawn = get_context("spawn")
+    executors: dict[str, Any] = {
+        "here": Here,
+        "threads": lambda: ThreadPoolExecutor(3),
+        "processes": lambda: ProcessPoolExecutor(1, mp_context=spawn),
+        "own processes": lambda: Processes(1),
+    }
+    if kind == "made":
+        found = list(run(paths, size, lambda: ThreadPoolExecutor(2)))
+    else:
+        with executors[kind]() as executor:
+            found = list(run(paths, size, executor))
+            assert executor.submit(int, "7").result() == 7, "it is not shut down"
+    assert [done.path for done in found] == paths
+    assert [done.to_dict()["document"]["bytes"] for done in found] == list(range(20))
+    assert all(done.ok and done.error is None and "\n" not in done.line for done in found)
+
+
+def test_nothing_to_do() -> None:
+    assert list(run([], size, Here())) == []
+
+
+def test_a_failure_is_a_line_and_the_others_go_on(tmp_path: Path, log: Path) -> None:
+    names = ["a", "bad", "c", "raise", "e", "strange", "note"]
+    found = [done.to_dict() for done in run(names, Behaving(str(log)), Here())]
+    assert [line["ok"] for line in found] == [True, False, True, False, True, False, True]
+    assert found[1]["error"] == "bad: is bad"
+    assert found[3]["error"] == "raise: unexpected ZeroDivisionError: by zero"
+    assert found[5]["error"].startswith("strange: unexpected TypeError: Object of type object is not JSON")
+    assert found[6]["notes"] == ["noted"]
+    assert "notes" not in found[0]
+
+
+def test_errors_of_the_system_and_of_memory_are_lines() -> None:
+    def work(task: Task) -> Outcome:
+        raise {"m": MemoryError(), "o": FileNotFoundError(2, "No such file or directory", "o")}[task.path]
+
+    errors = [done.error for done in run(["m", "o"], work, Here())]
+    assert errors == ["m: out of memory", "o: No such file or directory"]
+
+
+def test_the_order_is_that_of_the_tasks_and_results_come_while_others_run() -> None:
+    gate = threading.Event()
+
+    def work(task: Task) -> Outcome:
+        if task.path == "7":
+            assert gate.wait(30)
+        return Outcome(document=task.path)
+
+    with ThreadPoolExecutor(4) as executor:
+        results = run(map(str, range(20)), work, executor)
+        first = [next(results).path for _ in range(7)]
+        assert first == list("0123456")
+        gate.set()
+        assert [done.path for done in results] == [str(number) for number in range(7, 20)]
+
+
+def test_what_waits_for_its_turn_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the first task runs only so many others are begun: by their number, and by the bytes of their lines."""
+    gate = threading.Event()
+    begun: list[str] = []
+
+    def work(task: Task) -> Outcome:
+        begun.append(task.path)
+        if task.path == "0":
+            assert gate.wait(30)
+        return Outcome(document="x" * 1000)
+
+    def begun_at_rest() -> int:
+        last = -1
+        while last != len(begun):
+            last = len(begun)
+            time.sleep(0.1)
+        gate.set()
+        return last
+
+    for name, value, most in (("WINDOW", 10, 10), ("HELD_BYTES", 20_000, 30)):
+        monkeypatch.setattr(running, name, value)
+        begun.clear()
+        gate.clear()
+        with ThreadPoolExecutor(2) as executor:
+            results = run(map(str, range(200)), work, executor)
+            found: list[int] = []
+            other = threading.Thread(target=lambda: found.append(begun_at_rest()))  # noqa: B023
+            other.start()
+            assert [done.path for done in results] == [str(number) for number in range(200)]
+            other.join()
+        assert 2 < found[0] <= most
+        monkeypatch.undo()
+
+
+def test_how_many_the_executor_has_at_a_time() -> None:
+    most = 0
+    waiting: list[Future[Any]] = []
+
+    class Counting(Here):
+        def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+            nonlocal most
+            future: Future[Any] = Future()
+            waiting.append(future)
+            most = max(most, sum(not each.done() for each in waiting))
+            threading.Timer(0.01, lambda: future.set_result(fn(*args, **kwargs))).start()
+            return future
+
+    asked = iter([3] * 20 + [5] * 100)
+    assert len(list(run(map(str, range(30)), lambda task: {}, Counting(), ahead=lambda: next(asked)))) == 30
+    assert most == 5
+    most = 0
+    assert len(list(run(map(str, range(9)), lambda task: {}, Counting(), ahead=2))) == 9
+    assert most == 2
+
+
+# -- processes that end ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("names", "failing"),
+    [
+        ([f"{n}" for n in range(8)] + ["kill"] + [f"z{n}" for n in range(8)], ["kill"]),
+        (["once", "b", "c", "d", "e"], []),
+        (["kill1", "kill2", "c"], ["kill1", "kill2"]),
+    ],
+    ids=["one", "once", "all but one"],
+)
+def test_a_process_that_is_killed(names: list[str], failing: list[str], log: Path) -> None:
+    found = list(run(names, Behaving(str(log)), two))
+    assert [done.path for done in found] == names
+    assert [done.path for done in found if not done.ok] == failing
+    for done in found:
+        if not done.ok:
+            assert done.error == f"{done.path}: the process ended while it was at this, twice (out of memory?)"
+    assert all(number in (1, 2) for number in calls(log).values()), "1: ended with another one before it began"
+    assert active_children() == []
+
+
+def test_a_process_that_is_killed_in_the_middle_of_its_result(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "SECONDS_OF_PATIENCE", 0.3)
+    names = ["a", "half", "c", "d", "e", "f"]
+    assert [(done.path, done.ok) for done in run(names, Behaving(str(log)), two)] == [(name, True) for name in names]
+    assert calls(log)["half"] == 2
+
+
+def test_an_executor_that_was_given_cannot_be_replaced(log: Path) -> None:
+    with (
+        ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor,
+        pytest.raises(KvmnnError, match="the executor is broken and cannot be replaced: BrokenProcessPool"),
+    ):
+        list(run(["kill", "b"], Behaving(str(log)), executor))
+
+
+def test_an_executor_that_is_shut_down() -> None:
+    executor = ThreadPoolExecutor(1)
+    executor.shutdown()
+    with pytest.raises(KvmnnError, match="the executor does nothing any more: RuntimeError: cannot schedule"):
+        list(run(["a"], size, executor))
+
+
+class Giving(Here):
+    """Gives some tasks up, as a cluster does whose workers die."""
+
+    def __init__(self, times: int, *, nothing: bool = False) -> None:
+        self.times, self.nothing = times, nothing
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        if (args and args[1].path == "x" and self.times) or self.nothing:
+            self.times -= 1
+            future: Future[Any] = Future()
+            future.set_exception(RuntimeError("4 workers died"))
+            return future
+        return super().submit(fn, *args, **kwargs)
+
+
+@pytest.mark.parametrize(("times", "ok"), [(1, True), (2, False)])
+def test_what_an_executor_gives_up_is_done_once_more(times: int, ok: bool, log: Path) -> None:
+    found = list(run(["a", "x", "c"], Behaving(str(log)), Giving(times)))
+    assert [done.path for done in found] == ["a", "x", "c"]
+    assert [done.ok for done in found] == [True, ok, True]
+    if not ok:
+        assert found[1].error == "x: the process gave this up twice: RuntimeError: 4 workers died"
+
+
+def test_an_executor_that_gives_everything_up() -> None:
+    with pytest.raises(KvmnnError, match="the executor does nothing any more: RuntimeError: 4 workers died"):
+        list(run(["a", "b"], size, Giving(0, nothing=True)))
+
+
+def test_leaving_early_ends_the_processes(log: Path) -> None:
+    results = run([f"slow{n}" for n in range(10)], Behaving(str(log), seconds=0.05), two)
+    assert next(results).path == "slow0"
+    started = time.monotonic()
+    results.close()
+    assert active_children() == []
+    assert time.monotonic() - started < running.SECONDS_OF_PATIENCE
+
+
+# -- outputs -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_output_that_an_attempt_has_left_is_replaced(tmp_path: Path, log: Path) -> None:
+    tasks = [Task(name, str(tmp_path / name), (".out",)) for name in ("a", "once", "c")]
+    assert [done.ok for done in run(tasks, Writing(str(log)), two)] == [True, True, True]
+    assert (tmp_path / "once.out").read_text() == "once"
+
+
+def test_an_output_that_was_there_is_not(tmp_path: Path, log: Path) -> None:
+    (tmp_path / "a.out").write_text("mine")
+    tasks = [Task(name, str(tmp_path / name), (".out",)) for name in ("a", "b")]
+    found = list(run(tasks, Writing(str(log)), Here()))
+    assert [done.error for done in found] == [f"{tmp_path}/a.out: exists already", None]
+    assert (tmp_path / "a.out").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("tasks", "message"),
+    [
+        (["a", "a"], "a: is given twice"),
+        ([Task("a", "o"), Task("b", "o")], "a and b would both be written to {}/o"),
+        ([Task("a", "x", (".f",)), Task("b", "x.f")], "a and b would both be written to {}/x.f"),
+        ([Task("a", "o"), Task("b", "o/p")], "b would be written into {}/o, which a is written to"),
+    ],
+)
+def test_tasks_that_clash_are_refused_before_anything_is_begun(
+    tasks: list[Any], message: str, tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OptionError) as found:
+        next(run(tasks, Behaving(str(log)), Here()))
+    assert str(found.value) == message.format(tmp_path)
+    assert calls(log) == {}
+
+
+# -- resumed -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_finished_is_not_done_again(tmp_path: Path, log: Path) -> None:
+    names = [str(tmp_path / name) for name in ("a", "b", "bad", "d", "e")]
+    for name in names:
+        Path(name).write_text("1")
+    work = Behaving(str(log))
+    with FinishedFile(tmp_path / "kept", {}) as finished:
+        results = run(names, work, Here(), ahead=1, finished=finished)
+        before = [next(results) for _ in range(3)]
+        results.close()
+    done_before = set(calls(log))
+    with FinishedFile(tmp_path / "kept", {}) as finished:
+        after = list(run(names, work, Here(), finished=finished))
+    assert [done.path for done in after] == names
+    assert [done.line for done in after[:2]] == [done.line for done in before[:2]]
+    assert calls(log) == {name: 1 + (name == "bad" and name in done_before) for name in ("a", "b", "bad", "d", "e")}
+
+
+def test_what_changed_since_is_done_again(tmp_path: Path, log: Path) -> None:
+    names = [str(tmp_path / name) for name in "abc"]
+    tasks = [Task(name, name, (".out",)) for name in names]
+    for name in names:
+        Path(name).write_text("1")
+    for _ in range(2):
+        with FinishedFile(tmp_path / "kept", {}) as finished:
+            assert all(done.ok for done in run(tasks, Writing(str(log)), Here(), finished=finished))
+            assert finished.changed == 0
+    Path(names[0]).write_text("22")  # the input
+    Path(names[1] + ".out").unlink()  # the output is gone
+    Path(names[2] + ".out").write_text("somebody else's")
+    with FinishedFile(tmp_path / "kept", {}) as finished:
+        found = list(run(tasks, Writing(str(log)), Here(), finished=finished))
+        assert finished.changed == 3
+    assert [done.ok for done in found] == [False, True, False], "an output is never replaced that may be another's"
+    assert Path(names[2] + ".out").read_text() == "somebody else's"
+
+
+def test_what_was_begun_by_a_run_that_was_killed_is_replaced(tmp_path: Path, log: Path) -> None:
+    task = Task(str(tmp_path / "a"), str(tmp_path / "a"), (".out",))
+    with FinishedFile(tmp_path / "kept", {}) as finished:
+        finished.begin(task)
+    (tmp_path / "a.out").write_text("complete, and noted nowhere")
+    with FinishedFile(tmp_path / "kept", {}) as finished:
+        (done,) = run([task], Writing(str(log)), Here(), finished=finished)
+    assert done.ok

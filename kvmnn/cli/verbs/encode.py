@@ -147,7 +147,9 @@ def _one(arguments: argparse.Namespace) -> Callable[[Named], Task]:
     from ...many import Task
 
     folder: str | None = arguments.output
-    if folder is not None and (folder == STDIO or is_named_zarr(folder) or (os.path.exists(folder) and not os.path.isdir(folder))):
+    if folder is not None and (
+        folder == STDIO or is_named_zarr(folder) or (os.path.exists(folder) and not os.path.isdir(folder))
+    ):
         raise UsageError(f"-o {folder}: of many files the output is a folder: use -o DIR/")
     endings = (FRAME_SUFFIX, FRAME_SUFFIX + SIDE_SUFFIX, _FRAMES.rstrip("/"))
 

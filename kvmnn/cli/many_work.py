@@ -61,7 +61,8 @@ class VerbWork:
         """What the results depend on, as JSON has it."""
         from ..version import version
 
-        said = {name: value for name, value in self.options.items() if value != _default(self.verb, name)}
+        options = {name: value for name, value in self.options.items() if name != "typed"}  # for documents only
+        said = {name: value for name, value in options.items() if value != _default(self.verb, name)}
         return {"kvmnn": version(), "verb": self.verb, "options": json.loads(json.dumps(said, default=str))}
 
     def __call__(self, task: Task) -> Outcome:

@@ -60,6 +60,9 @@ def made(target: str) -> Iterator[bytes]:
             for array in (np.zeros(words), np.cumsum(steps), np.repeat(steps, 9)[:words]):
                 frame = kvmnn.encode(array.astype(np.float16 if dtype == "fp16" else np.float32))
                 yield frame if target == "frames" else frame[4:]
+            noise = rng.bytes(words // 2 * 4 or 4)
+            frame = kvmnn.encode(noise, dtype=dtype, effort="fast")  # raw blocks, which are read in place
+            yield frame if target == "frames" else frame[4:]
 
 
 def main() -> None:

@@ -54,10 +54,10 @@ static void round_trip(const uint8_t *options, const uint8_t *data, size_t size)
     dense_input in;
     memset(&in, 0, sizeof in);
     int dtype = options[1] >> 2 & 3;
-    uint32_t heads = 1 + (options[1] & 3), dim = 1 + options[2] % 80;
+    uint32_t heads = 1 + (options[1] & 3), dim = 1 + options[2] % 24;
     if (dtype > KVMNN_FP32) return;
     in.shape = (dense_shape){dtype, 0, heads, dim, (size_t)heads * dim, dtype == KVMNN_FP32 ? 4 : 2};
-    size_t row_bytes = in.shape.words * in.shape.word_bytes, rows = 1 + options[3], before = options[4] % 20;
+    size_t row_bytes = in.shape.words * in.shape.word_bytes, rows = 1 + options[3] % 40, before = options[4] % 20;
     uint8_t *words = malloc((rows + before) * row_bytes), *back = malloc(rows * row_bytes);
     static uint32_t positions[300];
     for (size_t i = 0; i < (rows + before) * row_bytes; ++i) words[i] = size ? data[i % size] : 0;

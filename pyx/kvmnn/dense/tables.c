@@ -82,12 +82,16 @@ static void put_used(dense_writer *w, const uint8_t used[256]) {
         if (bits[g]) dense_put(w, bits[g], 8);
 }
 
-static void get_used(dense_reader *r, uint8_t used[256]) {
+/* The symbols in use, ascending; how many. */
+static int get_used(dense_reader *r, uint8_t used[256]) {
     uint32_t groups = dense_get(r, 32);
+    int count = 0;
     for (int g = 0; g < 32; ++g) {
         uint32_t bits = groups >> g & 1 ? dense_get(r, 8) : 0;
-        for (int j = 0; j < 8; ++j) used[8 * g + j] = (uint8_t)(bits >> j & 1);
+        for (int j = 0; j < 8; ++j)
+            if (bits >> j & 1) used[count++] = (uint8_t)(8 * g + j);
     }
+    return count;
 }
 
 static void put_table(dense_writer *w, const uint8_t used[256], const dense_table *t) {
@@ -110,11 +114,10 @@ static void put_table(dense_writer *w, const uint8_t used[256], const dense_tabl
     }
 }
 
-static int get_table(dense_reader *r, const uint8_t used[256], dense_table *t) {
+static int get_table(dense_reader *r, const uint8_t *used, int count, dense_table *t) {
     int e = 0;
     memset(t, 0, sizeof *t);
-    for (int s = 0; s < 256; ++s) {
-        if (!used[s]) continue;
+    for (int i = 0; i < count; ++i) {
         if (dense_get(r, 1)) {
             if (!dense_get(r, 1))
                 e += dense_get(r, 1) ? -1 : 1;
@@ -126,7 +129,7 @@ static int get_table(dense_reader *r, const uint8_t used[256], dense_table *t) {
         if (e < 0 || e > SCALE_BITS || r->over) return 0;
         if (e == 0) continue;
         unsigned k = (unsigned)e - 1, bits = k < 2 ? k : 2;
-        t->f[s] = (uint16_t)((1u << k) + (dense_get(r, bits) << (k - bits)));
+        t->f[used[i]] = (uint16_t)((1u << k) + (dense_get(r, bits) << (k - bits)));
     }
     return dense_settle(t);
 }
@@ -173,14 +176,14 @@ dense_error dense_get_model(dense_reader *r, dense_model *m) {
         memset(m->map + i, (int)table, run);
         i += run;
     }
-    get_used(r, used);
+    int count = get_used(r, used);
     for (int i = 0; i < m->tables; ++i)
-        if (!get_table(r, used, &m->symbols[i])) return DENSE_MODEL;
+        if (!get_table(r, used, count, &m->symbols[i])) return DENSE_MODEL;
     m->low_mask = (uint8_t)dense_get(r, BUCKETS);
     for (int b = 0; b < BUCKETS; ++b) {
         if (!(m->low_mask >> b & 1)) continue;
-        get_used(r, used);
-        if (!get_table(r, used, &m->low[b])) return DENSE_MODEL;
+        count = get_used(r, used);
+        if (!get_table(r, used, count, &m->low[b])) return DENSE_MODEL;
     }
     return r->over ? DENSE_HEAD : DENSE_OK;
 }

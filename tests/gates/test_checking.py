@@ -83,6 +83,14 @@ def test_an_offline_ratio_must_be_that_of_its_bytes(tmp_path: Path, raw: int, ve
     assert verdicts(checked(tmp_path, online=path))["offline bytes"] == verdict
 
 
+@pytest.mark.parametrize(("raw", "compressed"), [(0, 1000), (1300, 0)])
+def test_an_offline_ratio_of_no_bytes(tmp_path: Path, raw: int, compressed: int) -> None:
+    path = tmp_path / "online.json"
+    path.write_text(json.dumps({"lossless_ratio": 1.3, "raw_bytes": raw, "compressed_bytes": compressed}))
+    (found,) = [gate for gate in checked(tmp_path, online=path).checks if gate.name == "offline bytes"]
+    assert (found.verdict, found.value) == ("fail", "no bytes")
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

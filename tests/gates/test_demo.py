@@ -123,6 +123,8 @@ def test_runs_as_the_forks_runner_notes_them(tmp_path: Path) -> None:
     assert (bad.return_code, bad.figure("h2o_lossy_ratio")) == (-11, 0)
     made = check_demo([good], [bad], DemoLimits())
     assert made.failures == ("candidate prompt_512_2: signal_11 (-11)",)
+    (tmp_path / "candidate_runs.jsonl").write_text(json.dumps(noted))
+    assert [run.bucket for run in read_runs(tmp_path)] == ["512"]
     (tmp_path / "baseline_runs.jsonl").write_text("{}")
     with pytest.raises(SourceError, match="expected one of them"):
         read_runs(tmp_path)

@@ -112,7 +112,7 @@ class Suite:
         settings: RunSettings,
         texts: Sequence[str] = (),
         tokenizer: str | None = None,
-        jobs: int = 1,
+        jobs: int,
         force: bool = False,
         command: str = "",
     ) -> None:

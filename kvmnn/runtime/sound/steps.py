@@ -25,7 +25,7 @@ class Steps:
         self.token_step = 0
         self._layers = layers
         self._called: set[int] = set()
-        self._add = 0
+        self._add: int
         self._open: tuple[int, int] | None = None
         self._failure: str | None = None
 

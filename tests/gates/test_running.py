@@ -105,6 +105,23 @@ def test_a_damaged_line_of_runs_is_run_again(made: SimpleNamespace, tmp_path: Pa
     kept = [store.get(json.loads(line)["key"]) is not None for line in lines]
     assert kept[:2] == [False, False]
     assert all(kept[2:])
+    assert store.reused == len(lines) - 2
+
+
+@pytest.mark.parametrize("bos", [None, 7])
+def test_a_synthetic_prompt_has_the_asked_length(made: SimpleNamespace, bos: int | None) -> None:
+    settings = read_run_config(made.folder / "run.json", ()).settings
+    (work,) = synthetic(settings, 48, bos)
+    (turn,) = work.turns
+    assert len(turn) == settings.prompts[0] and work.bucket == str(settings.prompts[0])
+    assert (turn[0], set(turn[1:])) == (settings.token if bos is None else bos, {settings.token})
+
+
+def test_a_config_that_is_none_is_refused(made: SimpleNamespace, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "run.json").write_text('{"no_such_setting": 1}')
+    words = [*made.words[: made.words.index("--config")], "--config", str(tmp_path / "run.json")]
+    assert main([*words, "-o", str(tmp_path / "out")]) == 2
+    assert "no_such_setting" in capsys.readouterr().err
 
 
 def test_a_changed_byte_is_found(made: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:

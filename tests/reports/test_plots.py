@@ -30,6 +30,7 @@ from kvmnn.reports import (
     series,
     trace_figures,
 )
+from kvmnn.reports.point_labels import PointLabel, label_points
 from kvmnn.reports.results import KeepMap
 from kvmnn.reports.rows import Difference
 
@@ -224,6 +225,19 @@ def test_labels_keep_their_distance_their_order_and_the_plots_height(places: lis
     assert len(found) == len(places)
     assert all(b - a >= gap - 1e-9 for a, b in itertools.pairwise(found))
     assert all(-1e-9 <= place <= 1 + 1e-9 for place in found)
+
+
+@pytest.mark.parametrize("place", [(0, 0.5), (1, 0.5), (0.5, 0), (0.5, 1), (0, 0), (1, 1)])
+def test_the_text_of_a_point_at_the_edge_stays_in_the_plot(place: tuple[float, float]) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    axes = Figure(figsize=(4, 3)).subplots()
+    axes.set(xlim=(0, 1), ylim=(0, 1))
+    label_points(axes, [PointLabel(*place, "1,024", "black")])
+    axes.figure.draw_without_rendering()
+    box, text = axes.get_window_extent(), axes.texts[0].get_window_extent()
+    assert box.x0 <= text.x0 and text.x1 <= box.x1 and box.y0 <= text.y0 and text.y1 <= box.y1
 
 
 def test_labels_that_have_room_stay_where_they_are() -> None:

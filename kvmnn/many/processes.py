@@ -88,11 +88,22 @@ def _blocked() -> Iterator[None]:
         yield
         return
     _start_tracker()  # which would end the blocking if it were started meanwhile
+    pending: list[int] = []  # another thread may get them, and what starts a process must not be left half-way
+    handlers: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, *_ENDING)}
+        handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
+    for number in handlers:
+        signal.signal(number, lambda number, frame: pending.append(number))
     old = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, old)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in pending[:1]:
+            signal.raise_signal(number)
 
 
 class _LeftError(BaseException):

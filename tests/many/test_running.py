@@ -152,12 +152,12 @@ def test_how_many_the_executor_has_at_a_time() -> None:
             future: Future[Any] = Future()
             waiting.append(future)
             most = max(most, sum(not each.done() for each in waiting))
-            threading.Timer(0.01, lambda: future.set_result(fn(*args, **kwargs))).start()
+            threading.Timer(0.05, lambda: future.set_result(fn(*args, **kwargs))).start()
             return future
 
-    asked = iter([3] * 20 + [5] * 100)
+    asked = iter([3] + [5] * 100)
     assert len(list(run(map(str, range(30)), lambda task: {}, Counting(), ahead=lambda: next(asked)))) == 30
-    assert most == 5
+    assert 3 < most <= 5
     most = 0
     assert len(list(run(map(str, range(9)), lambda task: {}, Counting(), ahead=2))) == 9
     assert most == 2

@@ -1,4 +1,4 @@
-"""A decoder in plain Python, written from docs/format-v2.md alone, gives the same words and refuses the same streams."""
+"""A decoder in plain Python, written from docs/format-v2.md alone gives the same words and refuses the same."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def sort(arrays: Sequence[NamedArray], *, token_major: bool = False) -> list[Lay
 
 def _places(array: NamedArray, token_major: bool) -> Iterator[tuple[int, LayerArray]]:
     """Which tokens of which layers an array holds: ``(first token, array)``."""
-    part, layer, start, token_major = _name(array, token_major)
+    part, layer, start, token_major = place_of(array, token_major)
     if array.order == "F" or array.itemsize != array.word_bytes:
         raise SourceError(f"array {array.name!r}: expected words in C order")
     if len(array.shape) == 4 and (layer is None or array.shape[0] == 1):
@@ -107,8 +107,14 @@ def _advice(array: NamedArray) -> str:
     return " (--axes says how arrays lie)"
 
 
-def _name(array: NamedArray, token_major: bool) -> tuple[Part, int | None, int, bool]:
-    """Part, layer (None if it does not say), first token, and whether tokens come before heads."""
+def place_of(array: NamedArray, token_major: bool) -> tuple[Part, int | None, int, bool]:
+    """Part, layer (None if its name does not say it), first token, and whether tokens come before heads.
+
+    Raises
+    ------
+    SourceError
+        For a name that does not say whether it is K or V, and where nothing says which axis is the tokens.
+    """
     found = conventional(array.name)
     if found is not None:
         return found.part, found.layer, found.start, found.order == "thd" if found.is_dump else token_major

@@ -1,10 +1,12 @@
 """Frame files and their manifest: written, read, decoded, compared."""
 
+from .accounts import DensePiece, RawInfo, StreamTotal
 from .comparing import Difference, compare
 from .decoding import DecodedRun, decode_frames
+from .dense_pieces import DenseOptions
 from .encoding import EncodeOptions
 from .frame_set import DecodeOptions, FrameSet, open_frames
-from .inspecting import ArrayFrames, BundleInfo, LoneFrame, LoneFrames, RawInfo, StreamTotal, inspect
+from .inspecting import ArrayFrames, BundleInfo, LoneFrame, LoneFrames, inspect
 from .manifest import ArrayEntry, FrameEntry, Manifest
 from .verifying import Verified, verify
 from .writing import Encoded, encode
@@ -15,6 +17,8 @@ __all__ = [
     "BundleInfo",
     "DecodeOptions",
     "DecodedRun",
+    "DenseOptions",
+    "DensePiece",
     "Difference",
     "EncodeOptions",
     "Encoded",

@@ -13,6 +13,7 @@ from ..errors import FrameError, ManifestError
 from ..frames import decoding, inspection
 from ..threads.digest import Digester
 from ..threads.pipeline import Progress, ordered
+from .dense_pieces import decode_stream
 from .frame_set import DecodeOptions, FrameSet
 from .manifest import FrameEntry
 
@@ -132,6 +133,8 @@ def _decode_one(
     if entry.is_raw:
         return job.stored
     try:
+        if entry.is_dense:
+            return decode_stream(job.stored, array, entry)
         info = inspection.inspect(job.stored, dtype=array.dtype, codecs=options.codecs, entropy=False)
         if info.raw_bytes != entry.raw_bytes:
             raise FrameError(f"holds {info.raw_bytes} bytes, the manifest says {entry.raw_bytes}")
@@ -144,8 +147,7 @@ def _decode_one(
 
 def _check_frame(frames: FrameSet, job: _Job) -> None:
     if job.entry.sha256 not in (None, hashlib.sha256(job.stored.data).hexdigest()):
-        what = "what is stored raw" if job.entry.is_raw else "the frame"
-        raise ManifestError(f"{_place(frames, job)} {what} does not match the manifest's sha256")
+        raise ManifestError(f"{_place(frames, job)} {job.entry.kind} does not match the manifest's sha256")
 
 
 def _place(frames: FrameSet, job: _Job) -> str:

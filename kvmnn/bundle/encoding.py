@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from ..threads import pool
 from ..threads.digest import Digester
 from ..threads.pipeline import IN_FLIGHT, Progress, ordered
 from . import manifest
+from .dense_pieces import DenseOptions, DensePlan
 from .manifest import FRAME_SUFFIX, ArrayEntry, FrameEntry, Manifest
 from .no_gain import blocks_of, keep_raw
 from .rereading import read_back
@@ -29,6 +30,9 @@ FRAME_BYTES = 16 << 20
 STREAM_BYTES = 64 << 20
 """The same for streams and devices, which are to carry one frame."""
 MIN_FRAME_BYTES = 4
+
+NO_PLANS: Mapping[str, DensePlan] = {}
+"""Where no array becomes dense streams."""
 
 _SCRATCH = 140 << 20
 """Bytes of working memory for the pieces in flight, which keep the tool under 300 MiB on any number of processors."""
@@ -54,6 +58,9 @@ class EncodeOptions(CodecOptions):
         the engine's rule (`kvmnn.encode_block`).
     allow_raw
         The same for every array by itself. Files that hold words rather than frames need their manifest.
+    dense
+        Make dense streams, which MNN does not read, of K and V of layers (docs/format-v2.md): one for each layer,
+        whatever `frame_bytes` says. None makes frames of everything.
     """
 
     predictors: str | tuple[str, ...] | None = None
@@ -66,6 +73,7 @@ class EncodeOptions(CodecOptions):
     verify: bool = True
     block: bool = False
     allow_raw: bool = False
+    dense: DenseOptions | None = None
 
     def __post_init__(self) -> None:
         if self.frame_bytes and self.frame_bytes < MIN_FRAME_BYTES:
@@ -149,6 +157,7 @@ def encode_to_file(
     options: EncodeOptions,
     *,
     metadata: dict[str, str] | None = None,
+    plans: Mapping[str, DensePlan] = NO_PLANS,
     progress: Progress | None = None,
 ) -> Manifest:
     """Write one array's frames, back to back, into a file, and its manifest beside it (not beside a device).
@@ -171,7 +180,7 @@ def encode_to_file(
         output.file.rewrite()
         return output.file
 
-    document = _document(_encode(arrays, options, write, progress, rewrite), options, metadata)
+    document = _document(_encode(arrays, options, plans, write, progress, rewrite), options, metadata)
     if not output.is_device:
         index = output.beside(manifest.SIDE_SUFFIX)
         index.write(manifest.to_json(document))
@@ -186,6 +195,7 @@ def encode_to_directory(
     options: EncodeOptions,
     *,
     metadata: dict[str, str] | None = None,
+    plans: Mapping[str, DensePlan] = NO_PLANS,
     progress: Progress | None = None,
 ) -> Manifest:
     """Write one frame file for each array, and ``manifest.json``. The caller commits `output`."""
@@ -203,7 +213,7 @@ def encode_to_directory(
         files[index].rewrite()
         return files[index]
 
-    document = _document(_encode(arrays, options, write, progress, rewrite), options, metadata)
+    document = _document(_encode(arrays, options, plans, write, progress, rewrite), options, metadata)
     index = output.file(manifest.FILE_NAME)
     index.write(manifest.to_json(document))
     if options.verify:
@@ -212,7 +222,10 @@ def encode_to_directory(
 
 
 def encode_to_memory(
-    array: NamedArray, options: EncodeOptions, progress: Progress | None = None
+    array: NamedArray,
+    options: EncodeOptions,
+    progress: Progress | None = None,
+    plans: Mapping[str, DensePlan] = NO_PLANS,
 ) -> tuple[bytes, Manifest]:
     """An array's frames, back to back, and their manifest, which names no file."""
     options.check_has_manifest()
@@ -222,7 +235,7 @@ def encode_to_memory(
         frames.append(made)
         return ""
 
-    entries = _encode([array], options, keep, progress)
+    entries = _encode([array], options, plans, keep, progress)
     return b"".join(frames), _document(entries, options, None)
 
 
@@ -239,6 +252,7 @@ class _Made(NamedTuple):
 def _encode(
     arrays: Sequence[NamedArray],
     options: EncodeOptions,
+    plans: Mapping[str, DensePlan],
     write: Callable[[int, bytes], str],
     progress: Progress | None,
     rewrite: Callable[[int], StagedFile] | None = None,
@@ -249,9 +263,13 @@ def _encode(
     """
 
     def make(job: _Job, threads: int | None) -> _Made:
-        dtype = arrays[job.array_index].dtype
-        allowed = threads if options.threads else _affordable(threads, job.piece.size, dtype)
-        made = chosen[job.array_index].encode(job.piece, dtype, allowed, step)
+        dtype, plan = arrays[job.array_index].dtype, planned[job.array_index]
+        if plan:
+            made = plan.encode(job.piece, verify=options.verify)
+            step(job.piece.size)
+        else:
+            allowed = threads if options.threads else _affordable(threads, job.piece.size, dtype)
+            made = chosen[job.array_index].encode(job.piece, dtype, allowed, step)
         return _Made(made, hashlib.sha256(made).hexdigest())
 
     def step(done: int) -> None:
@@ -261,13 +279,14 @@ def _encode(
 
     lock = threading.Lock()
     judged = options.judged(arrays) if rewrite else []
-    chosen = [options.for_array(array.name) for array in arrays]
+    planned = [plans.get(array.name) for array in arrays]
+    chosen = [options if plan else options.for_array(array.name) for array, plan in zip(arrays, planned, strict=True)]
     hashes = [hashlib.sha256() for _ in arrays]
     frames: list[list[FrameEntry]] = [[] for _ in arrays]
-    jobs = _jobs(arrays, options.cut_above, hashes)
+    jobs = _jobs(arrays, [plan.nbytes if plan else options.cut_above for plan in planned], hashes)
     for job, made in ordered(make, jobs, lambda job: job.piece.size, options.threads):
         file = write(job.array_index, made.frame)
-        before = frames[job.array_index]
+        before, plan = frames[job.array_index], planned[job.array_index]
         frames[job.array_index].append(
             FrameEntry(
                 file=file,
@@ -275,6 +294,8 @@ def _encode(
                 bytes=len(made.frame),
                 raw_bytes=job.piece.size,
                 sha256=made.sha256,
+                stored="dense" if plan else "frame",
+                axes=plan.axes if plan else None,
             )
         )
         del job, made  # or they would live on while the next piece is encoded
@@ -299,11 +320,11 @@ def _affordable(threads: int | None, nbytes: int, dtype: str) -> int:
     return max(1, min(threads or pool.cpu_count(), _SCRATCH // (pieces * 2 * stream + 1)))
 
 
-def _jobs(arrays: Sequence[NamedArray], frame_bytes: int, hashes: Sequence[hashlib._Hash]) -> Iterator[_Job]:
-    """All pieces of all arrays; each is hashed while it is being encoded."""
+def _jobs(arrays: Sequence[NamedArray], limits: Sequence[int], hashes: Sequence[hashlib._Hash]) -> Iterator[_Job]:
+    """All pieces of all arrays, of at most so many bytes; each is hashed while it is being encoded."""
     with Digester() as digester:
-        for index, array in enumerate(arrays):
-            for piece in array.pieces(frame_bytes):
+        for index, (array, limit) in enumerate(zip(arrays, limits, strict=True)):
+            for piece in array.pieces(limit):
                 digester.update(hashes[index], piece)
                 yield _Job(index, piece)
                 digester.wait()

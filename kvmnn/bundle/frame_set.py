@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from .. import dtypes
 from ..arrays.named_array import Piece
 from ..arrays.source import described_by
 from ..arrays.valid_names import name_of_file
-from ..errors import FrameError, LimitError, ManifestError
+from ..dense import inspect
+from ..errors import FrameError, LimitError, ManifestError, OptionError
 from ..files.identity import identity
 from ..files.mapped import STDIN, MappedFile
 from ..frames import CODECS
@@ -20,6 +22,9 @@ from ..packed.cache_info import CacheInfo
 from ..text import count
 from . import manifest
 from .manifest import FRAME_SUFFIX, ArrayEntry, FrameEntry, Manifest
+
+_DENSE = b"KVMD"
+"""How every dense stream begins; no frame does, as its second stream header would not agree with its words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,11 +238,13 @@ def _lone(file: MappedFile, options: DecodeOptions) -> FrameSet:
     """Frames without a manifest, one or several one after another: a 1-D array of their words."""
     if file.size == 0:
         raise FrameError(f"{file.label}: is empty, not a frame")
+    name = "stdin" if file.path == STDIN else name_of_file(file.path.removesuffix(FRAME_SUFFIX) + FRAME_SUFFIX)
+    if file.head(len(_DENSE)) == _DENSE:
+        return _lone_dense(file, name, options)
     try:
         kind, found = split(file.view(0, file.size), dtype=options.dtype, codecs=options.codecs)
     except FrameError as exc:
         raise FrameError(f"{file.label}: {exc}{_hint(file)}") from None
-    name = "stdin" if file.path == STDIN else name_of_file(file.path.removesuffix(FRAME_SUFFIX) + FRAME_SUFFIX)
     entries = [
         FrameEntry(
             file=file.label,
@@ -255,6 +262,34 @@ def _lone(file: MappedFile, options: DecodeOptions) -> FrameSet:
         array_dtype=kind.numpy.str,
         sha256=None,
         frames=tuple(entries),
+    )
+    return FrameSet(file.path, [array], None, FrameFile(file.label, file))
+
+
+def _lone_dense(file: MappedFile, name: str, options: DecodeOptions) -> FrameSet:
+    """A dense stream without a manifest: it says type and shape itself."""
+    try:
+        info = inspect(file.view(0, file.size))
+    except FrameError as exc:
+        raise FrameError(f"{file.label}: {exc}") from None
+    if options.dtype not in (None, info.dtype):
+        raise OptionError(f"{file.label}: the dense stream says {info.dtype}, not {options.dtype} (--dtype)")
+    entry = FrameEntry(
+        file=file.label,
+        offset=0,
+        bytes=file.size,
+        raw_bytes=info.raw_bytes,
+        sha256=None,
+        stored="dense",
+        axes="htd",
+    )
+    array = ArrayEntry(
+        name=name,
+        dtype=info.dtype,
+        shape=(info.kv_heads, info.tokens, info.head_dim),
+        array_dtype=dtypes.by_name(info.dtype).numpy.str,
+        sha256=None,
+        frames=(entry,),
     )
     return FrameSet(file.path, [array], None, FrameFile(file.label, file))
 

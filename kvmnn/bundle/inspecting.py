@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ..arrays.named_array import Piece
+from ..dense import DenseInfo
 from ..errors import FrameError, ManifestError
-from ..frames import FrameInfo, StreamInfo
+from ..frames import FrameInfo
 from ..frames import inspect as inspect_frame
 from ..frames.inspection import entropies
 from ..packed.cache_info import CacheInfo
 from ..packed.summary import cache_document, cache_summary, kept_tokens
 from ..text import count, ratio
+from .accounts import DensePiece, PieceInfo, RawInfo, StreamTotal, total_lines, totals
+from .dense_pieces import decode_stream, inspect_stream
 from .frame_set import DecodeOptions, FrameSet
 from .manifest import ArrayEntry, Manifest, Sizes, array_to_dict, frames_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoneFrame:
-    """A frame without a manifest."""
+    """A frame, or a dense stream, without a manifest."""
 
     path: str
-    info: FrameInfo
+    info: FrameInfo | DenseInfo
 
     def to_dict(self) -> dict[str, Any]:
         """The same for JSON."""
-        return {"input": self.path, "kind": "frame", **self.info.to_dict()}
+        kind = "frame" if isinstance(self.info, FrameInfo) else "dense"
+        return {"input": self.path, "kind": kind, **self.info.to_dict()}
 
     def __str__(self) -> str:
         return self.text()
@@ -67,7 +70,7 @@ class LoneFrames:
     @property
     def streams(self) -> dict[str, StreamTotal]:
         """Totals by container and stream, e.g. ``"fp16 hi"``."""
-        return _totals(self.frames)
+        return totals(self.frames)
 
     def to_dict(self) -> dict[str, Any]:
         """The same for JSON."""
@@ -98,37 +101,15 @@ class LoneFrames:
         ]
         for entry, info in zip(array.frames, self.frames, strict=True) if verbose else ():
             lines.append(f"  at {entry.offset}: {info}".replace("\n", "\n    "))
-        return "\n".join(lines + _total_lines(self.streams))
-
-
-@dataclass(frozen=True, kw_only=True)
-class RawInfo:
-    """Words that are stored as they are, because no frame of them was smaller.
-
-    Parameters
-    ----------
-    dtype
-        Of the words.
-    raw_bytes
-        Their size.
-    entropy
-        Mean order-0 entropy of their streams in bits for each byte: what a frame could have reached.
-    """
-
-    dtype: str
-    raw_bytes: int
-    entropy: float
-
-    def __str__(self) -> str:
-        return f"{self.dtype} words, stored: raw, {self.raw_bytes:,} bytes (entropy {self.entropy:.3f} bits/byte)"
+        return "\n".join(lines + total_lines(self.streams))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayFrames:
-    """An array of a bundle, and the accounts of its frames, or of words stored raw, in order."""
+    """An array of a bundle, and the accounts of its frames, dense streams or words stored raw, in order."""
 
     entry: ArrayEntry
-    frames: tuple[FrameInfo | RawInfo, ...]
+    frames: tuple[PieceInfo, ...]
 
     @property
     def ratio(self) -> float:
@@ -136,12 +117,9 @@ class ArrayFrames:
         return ratio(self.entry.nbytes, self.entry.stored_bytes)
 
     def to_dict(self) -> dict[str, Any]:
-        """As in the manifest, with the streams of each frame."""
+        """As in the manifest, with the streams of each frame, and what each dense stream says of itself."""
         document = array_to_dict(self.entry)
-        frames = [
-            {**frame, "streams": [] if isinstance(info, RawInfo) else info.to_dict()["streams"]}
-            for frame, info in zip(document["frames"], self.frames, strict=True)
-        ]
+        frames = [{**frame, **_told(info)} for frame, info in zip(document["frames"], self.frames, strict=True)]
         return {**document, "frames": frames, "ratio": self.ratio}
 
     def line(self, width: int) -> str:
@@ -151,62 +129,6 @@ class ArrayFrames:
             f"{array.name:<{width}}  {array.dtype} {list(array.shape)} {array.order}  {array.nbytes:,} -> "
             f"{array.stored_bytes:,}  ratio {self.ratio:.4f}  {frames_of([array])}"
         )
-
-
-@dataclass(kw_only=True)
-class StreamTotal:
-    """The streams of one name, of all frames, added up; sizes in bytes."""
-
-    raw_bytes: int = 0
-    payload_bytes: int = 0
-    header_bytes: int = 0
-    entropy_bits: float = 0.0
-    chosen: dict[str, int] = field(default_factory=dict)
-    """How often each predictor and codec were chosen, e.g. ``"delta_seq+zstd"``; ``"stored raw"``: no frame at all."""
-
-    def add(self, stream: StreamInfo) -> None:
-        """Count a stream in."""
-        self.raw_bytes += stream.raw_bytes
-        self.payload_bytes += stream.payload_bytes
-        self.header_bytes += stream.HEADER_BYTES
-        self.entropy_bits += (stream.entropy or 0.0) * stream.raw_bytes
-        self._count(f"{stream.predictor}+{stream.codec}")
-
-    def add_raw(self, words: RawInfo) -> None:
-        """Count words in that are stored raw."""
-        self.raw_bytes += words.raw_bytes
-        self.payload_bytes += words.raw_bytes
-        self.entropy_bits += words.entropy * words.raw_bytes
-        self._count("stored raw")
-
-    def _count(self, choice: str) -> None:
-        self.chosen[choice] = self.chosen.get(choice, 0) + 1
-
-    @property
-    def bits_per_byte(self) -> float:
-        """Payload bits for each raw byte."""
-        return 8 * self.payload_bytes / self.raw_bytes
-
-    @property
-    def entropy(self) -> float:
-        """Mean order-0 entropy in bits for each raw byte."""
-        return self.entropy_bits / self.raw_bytes
-
-    def to_dict(self) -> dict[str, Any]:
-        """The same for JSON."""
-        return {
-            "raw_bytes": self.raw_bytes,
-            "payload_bytes": self.payload_bytes,
-            "header_bytes": self.header_bytes,
-            "bits_per_byte": self.bits_per_byte,
-            "entropy": self.entropy,
-            "chosen": self.chosen,
-        }
-
-    def __str__(self) -> str:
-        choices = ", ".join(f"{choice} x{times}" for choice, times in sorted(self.chosen.items()))
-        sizes = f"{self.raw_bytes:>13,} {self.payload_bytes:>13,}"
-        return f"{sizes} {self.bits_per_byte:>9.3f} {self.entropy:>8.3f}  {choices}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +144,8 @@ class BundleInfo(Sizes):
     arrays
         In order.
     streams
-        Totals by container and stream, e.g. ``"fp16 hi"``; ``"fp16 raw"`` for words stored raw.
+        Totals by container and stream, e.g. ``"fp16 hi"``; ``"fp16 raw"`` for words stored raw, ``"fp16 dense"`` for
+        dense streams.
     cache
         The packed cache that the arrays were read from, if the manifest says so.
     """
@@ -232,6 +155,13 @@ class BundleInfo(Sizes):
     arrays: tuple[ArrayFrames, ...]
     streams: dict[str, StreamTotal]
     cache: CacheInfo | None = None
+
+    @property
+    def _made_with(self) -> str:
+        """What frames were compressed with; nothing was where there are none."""
+        if all(frame.is_dense for array in self.manifest.arrays for frame in array.frames):
+            return "dense streams alone"
+        return f"zstd {self.manifest.zstd_version}, effort {self.manifest.effort}"
 
     @property
     def entropy_ratio(self) -> float | None:
@@ -263,8 +193,7 @@ class BundleInfo(Sizes):
         """A line for each array, the totals, and each stream's share; with `verbose` the table of every frame."""
         made = self.manifest
         lines = [
-            f"{self.path}: {count(len(self.arrays), 'array')}, made by kvmnn {made.kvmnn_version}, "
-            f"zstd {made.zstd_version}, effort {made.effort}"
+            f"{self.path}: {count(len(self.arrays), 'array')}, made by kvmnn {made.kvmnn_version}, {self._made_with}"
         ]
         if self.cache:
             name = f" {self.cache.name!r}" if self.cache.name else ""
@@ -279,7 +208,7 @@ class BundleInfo(Sizes):
                 lines.append(f"  {entry.file} at {entry.offset}: {info}".replace("\n", "\n    "))
         limit = "" if self.entropy_ratio is None else f" (order-0 limit {self.entropy_ratio:.4f})"
         lines.append(f"  total: {self.raw_bytes:,} -> {self.stored_bytes:,} bytes, ratio {self.ratio:.4f}{limit}")
-        return "\n".join(lines + _total_lines(self.streams))
+        return "\n".join(lines + total_lines(self.streams))
 
 
 def inspect(frames: FrameSet, options: DecodeOptions | None = None) -> BundleInfo | LoneFrame | LoneFrames:
@@ -297,7 +226,7 @@ def inspect(frames: FrameSet, options: DecodeOptions | None = None) -> BundleInf
     FrameError
         When a frame does not decode; the message names its array and number.
     ManifestError
-        When a frame is not what the manifest says: its bytes, its words, its predictors and codecs.
+        When a frame or a dense stream is not what the manifest says: its bytes, its words, its predictors and codecs.
     LimitError
         When there are more raw bytes than `options.max_bytes`.
     """
@@ -305,6 +234,8 @@ def inspect(frames: FrameSet, options: DecodeOptions | None = None) -> BundleInf
     frames.check_size(options)
     if frames.document is None:
         entry = frames.arrays[0]
+        if entry.frames[0].is_dense:
+            return LoneFrame(path=frames.path, info=_dense(frames, entry, 0).info)
         alone = tuple(_frame(frames, entry, number, options) for number in range(len(entry.frames)))
         if len(alone) == 1:
             return LoneFrame(path=frames.path, info=alone[0])
@@ -312,15 +243,37 @@ def inspect(frames: FrameSet, options: DecodeOptions | None = None) -> BundleInf
     arrays = tuple(
         ArrayFrames(
             entry=entry,
-            frames=tuple(
-                _raw(frames, entry, number) if stored.is_raw else _frame(frames, entry, number, options)
-                for number, stored in enumerate(entry.frames)
-            ),
+            frames=tuple(_piece(frames, entry, number, options) for number in range(len(entry.frames))),
         )
         for entry in frames.arrays
     )
-    streams = _totals(info for array in arrays for info in array.frames)
+    streams = totals(info for array in arrays for info in array.frames)
     return BundleInfo(path=frames.path, manifest=frames.document, arrays=arrays, streams=streams, cache=frames.cache)
+
+
+def _told(info: PieceInfo) -> dict[str, Any]:
+    """What the JSON of a piece has besides what is in the manifest."""
+    if isinstance(info, FrameInfo):
+        return {"streams": info.to_dict()["streams"]}
+    return {"streams": []} | ({"dense": info.info.to_dict()} if isinstance(info, DensePiece) else {})
+
+
+def _piece(frames: FrameSet, array: ArrayEntry, number: int, options: DecodeOptions) -> PieceInfo:
+    stored = array.frames[number]
+    if stored.is_raw:
+        return _raw(frames, array, number)
+    return _dense(frames, array, number) if stored.is_dense else _frame(frames, array, number, options)
+
+
+def _dense(frames: FrameSet, array: ArrayEntry, number: int) -> DensePiece:
+    stored, where = _stored(frames, array, number)
+    entry = array.frames[number]
+    try:
+        info = inspect_stream(stored, array, entry)
+        streams = entropies(decode_stream(stored, array, entry), array.dtype)
+    except FrameError as exc:
+        raise FrameError(f"{where} {exc}") from None
+    return DensePiece(info=info, entropy=sum(streams) / len(streams))
 
 
 def _raw(frames: FrameSet, array: ArrayEntry, number: int) -> RawInfo:
@@ -330,7 +283,7 @@ def _raw(frames: FrameSet, array: ArrayEntry, number: int) -> RawInfo:
 
 
 def _stored(frames: FrameSet, array: ArrayEntry, number: int) -> tuple[Piece, str]:
-    """What a file holds of a frame, as the manifest has it, and the beginning of messages about it."""
+    """What a file holds of a piece, as the manifest has it, and the beginning of messages about it."""
     entry = array.frames[number]
     stored = frames.frame(entry)
     where = f"{frames.path}: array {array.name!r}: frame {number}:"
@@ -363,19 +316,3 @@ def _check_streams(document: Manifest, info: FrameInfo, where: str) -> None:
                 raise ManifestError(
                     f"{where} stream {stream.name} has {what} {used}, the manifest says {', '.join(said)}"
                 )
-
-
-def _totals(infos: Iterable[FrameInfo | RawInfo]) -> dict[str, StreamTotal]:
-    found: dict[str, StreamTotal] = {}
-    for info in infos:
-        if isinstance(info, RawInfo):
-            found.setdefault(f"{info.dtype} raw", StreamTotal()).add_raw(info)
-            continue
-        for stream in info.streams:
-            found.setdefault(f"{info.container} {stream.name}", StreamTotal()).add(stream)
-    return found
-
-
-def _total_lines(streams: dict[str, StreamTotal]) -> list[str]:
-    heading = f"    {'bytes of':<11} {'raw':>13} {'stored':>13} {'bits/byte':>9} {'entropy':>8}  chosen"
-    return [heading, *(f"    {name:<11} {total}" for name, total in streams.items())]

@@ -1,8 +1,8 @@
 """The manifest: what a set of frames holds, so that the same arrays can be restored and proved.
 
-Version 1, and version 2 where arrays are stored raw: a reader of version 1 would take their words for frames. Readers
-refuse other versions and ignore keys they do not know, so that later releases may add keys within a version but never
-change the meaning of one.
+Version 1; version 2 where arrays are stored raw, version 3 where some are dense streams: an older reader would take
+those for frames. Readers refuse other versions and ignore keys they do not know, so that later releases may add keys
+within a version but never change the meaning of one.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ SCHEMA: Final = "kvmnn-manifest"
 SCHEMA_VERSION: Final = 1
 RAW_SCHEMA_VERSION: Final = 2
 """Of a manifest that lists words stored raw."""
+DENSE_SCHEMA_VERSION: Final = 3
+"""Of a manifest that lists dense streams."""
 FILE_NAME: Final = "manifest.json"
 FRAME_SUFFIX: Final = ".frame"
 SIDE_SUFFIX: Final = ".json"
@@ -34,8 +36,16 @@ SIDE_SUFFIX: Final = ".json"
 
 MAX_BYTES = 256 << 20
 _MIN_FRAME_BYTES = 14
-Stored = Literal["frame", "raw"]
-STORED: Final[tuple[Stored, ...]] = ("frame", "raw")
+Stored = Literal["frame", "raw", "dense"]
+Axes = Literal["htd", "thd"]
+"""Heads before tokens, or tokens before heads, and then the words of a head."""
+_SINCE: Final[dict[Stored, int]] = {
+    "frame": SCHEMA_VERSION,
+    "raw": RAW_SCHEMA_VERSION,
+    "dense": DENSE_SCHEMA_VERSION,
+}
+"""Which version of the schema first had each."""
+_AXES: Final[tuple[Axes, ...]] = ("htd", "thd")
 _ARRAY_DTYPE = re.compile(r"[<>|][fiuV][124]")
 
 
@@ -54,7 +64,10 @@ class FrameEntry:
     sha256
         Of the frame; None when there is no manifest.
     stored
-        ``"raw"`` where the words themselves lie there, little-endian, because no frame of them was smaller.
+        ``"raw"`` where the words themselves lie there, little-endian, because no frame of them was smaller;
+        ``"dense"`` where it is a dense stream (docs/format-v2.md).
+    axes
+        Of a dense stream: how the last three axes of its array lie in memory; None for all others.
     """
 
     file: str
@@ -63,17 +76,30 @@ class FrameEntry:
     raw_bytes: int
     sha256: str | None
     stored: Stored = "frame"
+    axes: Axes | None = None
 
     @property
     def is_raw(self) -> bool:
         """Whether the words themselves are stored, not a frame of them."""
         return self.stored == "raw"
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether it is a dense stream, not a frame."""
+        return self.stored == "dense"
+
+    @property
+    def kind(self) -> str:
+        """What lies there, for messages."""
+        return {"frame": "the frame", "raw": "what is stored raw", "dense": "the dense stream"}[self.stored]
+
     def to_dict(self) -> dict[str, Any]:
         """The same for JSON; `stored` only where it is not a frame, as version 1 of the schema has no such key."""
         document = dict(vars(self))
-        if not self.is_raw:
+        if self.stored == "frame":
             del document["stored"]
+        if self.axes is None:
+            del document["axes"]
         return document
 
 
@@ -126,8 +152,7 @@ class Manifest:
     @property
     def schema_version(self) -> int:
         """The lowest version of the schema that can say all this."""
-        raw = any(frame.is_raw for array in self.arrays for frame in array.frames)
-        return RAW_SCHEMA_VERSION if raw else SCHEMA_VERSION
+        return max(_SINCE[frame.stored] for array in self.arrays for frame in array.frames)
 
     @property
     def raw_bytes(self) -> int:
@@ -197,13 +222,14 @@ def array_to_dict(array: ArrayEntry) -> dict[str, Any]:
 
 
 def frames_of(arrays: Sequence[ArrayEntry]) -> str:
-    """How arrays are stored, for people: ``"3 frames"``, ``"stored: raw"``, ``"3 frames, 2 pieces stored: raw"``."""
+    """How arrays are stored, for people: ``"3 frames"``, ``"2 dense streams, 1 frame"``, ``"stored: raw"``."""
     entries = [frame for array in arrays for frame in array.frames]
-    raw = sum(frame.is_raw for frame in entries)
+    dense, raw = sum(frame.is_dense for frame in entries), sum(frame.is_raw for frame in entries)
     if raw == len(entries):
         return "stored: raw"
-    frames = count(len(entries) - raw, "frame")
-    return f"{frames}, {count(raw, 'piece')} stored: raw" if raw else frames
+    frames = len(entries) - dense - raw
+    found = [count(number, what) for number, what in ((dense, "dense stream"), (frames, "frame")) if number]
+    return ", ".join([*found, f"{count(raw, 'piece')} stored: raw"] if raw else found)
 
 
 def load(path: Path) -> Manifest:
@@ -231,10 +257,9 @@ def from_json(text: bytes, where: str = "manifest") -> Manifest:
     if root.at("schema").text() != SCHEMA:
         raise root.at("schema").wrong(f"{SCHEMA!r}")
     version = root.at("schema_version")
-    if version.integer(1) not in (SCHEMA_VERSION, RAW_SCHEMA_VERSION):
-        raise version.wrong(f"{SCHEMA_VERSION} or {RAW_SCHEMA_VERSION}, the versions this kvmnn reads")
-    may_be_raw = version.value == RAW_SCHEMA_VERSION
-    arrays = tuple(_array(node, may_be_raw) for node in root.at("arrays").items(least=1))
+    if version.integer(1) not in _SINCE.values():
+        raise version.wrong(f"{SCHEMA_VERSION} to {DENSE_SCHEMA_VERSION}, the versions this kvmnn reads")
+    arrays = tuple(_array(node, version.value) for node in root.at("arrays").items(least=1))
     _check_unique(root, arrays)
     _check_ranges(root, arrays)
     manifest = Manifest(
@@ -282,7 +307,7 @@ def _check_sum(node: Node, key: str, expected: int) -> None:
         raise node.at(key).wrong(f"{expected}, the sum of its parts")
 
 
-def _array(node: Node, may_be_raw: bool) -> ArrayEntry:
+def _array(node: Node, version: int) -> ArrayEntry:
     dtype = node.at("dtype").text()
     try:
         word_bytes = dtypes.by_name(dtype).itemsize
@@ -304,7 +329,7 @@ def _array(node: Node, may_be_raw: bool) -> ArrayEntry:
         array_dtype=array_dtype,
         order="F" if order == "F" else "C",
         sha256=node.at("sha256").sha256(),
-        frames=tuple(_frame(frame, word_bytes, may_be_raw) for frame in node.at("frames").items(least=1)),
+        frames=tuple(_frame(frame, word_bytes, version) for frame in node.at("frames").items(least=1)),
         shared="shared" in node.value and node.at("shared").boolean(),
     )
     raw_bytes = math.prod(shape) * array.itemsize
@@ -322,11 +347,11 @@ def _name(node: Node) -> str:
     return name
 
 
-def _frame(node: Node, word_bytes: int, may_be_raw: bool) -> FrameEntry:
+def _frame(node: Node, word_bytes: int, version: int) -> FrameEntry:
     raw_bytes = node.at("raw_bytes").integer(word_bytes)
     if raw_bytes % word_bytes:
         raise node.at("raw_bytes").wrong(f"a multiple of {word_bytes}")
-    stored = _stored(node, may_be_raw)
+    stored = _stored(node, version)
     size = node.at("bytes").integer(0 if stored == "raw" else _MIN_FRAME_BYTES)
     if stored == "raw" and size != raw_bytes:
         raise node.at("bytes").wrong(f"{raw_bytes}, its raw_bytes, as the words are stored raw")
@@ -337,17 +362,25 @@ def _frame(node: Node, word_bytes: int, may_be_raw: bool) -> FrameEntry:
         raw_bytes=raw_bytes,
         sha256=node.at("sha256").sha256(),
         stored=stored,
+        axes=_axes(node.at("axes")) if stored == "dense" else None,
     )
 
 
-def _stored(node: Node, may_be_raw: bool) -> Stored:
-    """Whether a range holds a frame or words; refused where readers of version 1 would take words for a frame."""
+def _axes(node: Node) -> Axes:
+    for axes in _AXES:
+        if node.value == axes:
+            return axes
+    raise node.wrong(" or ".join(map(repr, _AXES)))
+
+
+def _stored(node: Node, version: int) -> Stored:
+    """What a range holds; refused where readers of an older version would take it for a frame."""
     if "stored" not in node.value:
         return "frame"
     said = node.at("stored")
-    for stored in STORED:
+    for stored, since in _SINCE.items():
         if said.value == stored:
-            if stored == "raw" and not may_be_raw:
-                raise said.wrong(f"'frame': only version {RAW_SCHEMA_VERSION} of the schema has words stored raw")
+            if version < since:
+                raise said.wrong(f"'frame': only version {since} of the schema has {stored!r}")
             return stored
-    raise said.wrong(" or ".join(map(repr, STORED)))
+    raise said.wrong(" or ".join(map(repr, _SINCE)))

@@ -55,7 +55,6 @@ def read_back(document: Manifest, index: StagedFile, files: Mapping[str, StagedF
             digest.update(run.data)
         if digest.hexdigest() != frame.sha256:
             target = files[frame.file].target
-            what = "what is stored raw" if frame.is_raw else "the frame"
-            raise OutputError(f"{target}: {what} at offset {frame.offset} does not read back as it was written")
+            raise OutputError(f"{target}: {frame.kind} at offset {frame.offset} does not read back as it was written")
 
     map_pulled(compare, [frame for array in document.arrays for frame in array.frames], resolve_threads(threads))

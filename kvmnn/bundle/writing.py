@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,8 @@ from ..packed.summary import cache_document
 from ..text import LOSSLESS, at_rate, count, ratio
 from ..threads.pipeline import Progress
 from . import manifest
-from .encoding import EncodeOptions, encode_to_directory, encode_to_file, encode_to_memory
+from .dense_pieces import DensePlan, plan_arrays
+from .encoding import NO_PLANS, EncodeOptions, encode_to_directory, encode_to_file, encode_to_memory
 from .kept_file import KeptFile, kept_file
 from .manifest import Manifest, Sizes, array_to_dict, frames_of
 
@@ -126,7 +128,7 @@ def encode(
     force: bool = False,
     progress: Progress | None = None,
 ) -> Encoded:
-    """Encode all arrays of a source into frames, and write the manifest that restores and proves them.
+    """Encode all arrays of a source into frames or dense streams, and write the manifest that restores and proves them.
 
     Parameters
     ----------
@@ -148,46 +150,65 @@ def encode(
     ------
     OptionError
         When a stream would have to carry more than one frame, or words stored raw; when K or V of `options.block` has
-        no partner.
+        no partner; when no array can be a dense stream, and `options.dense` asks for such.
     KvmnnError
         When an input is damaged, the output exists or cannot be written, or a frame does not decode to its input.
         Nothing is left behind then.
     """
     options = options or EncodeOptions()
     started = time.perf_counter()
+    plans = plan_arrays(source, options.dense) if options.dense else NO_PLANS
     if isinstance(output, str | os.PathLike):
         path = os.fspath(output)
-        made = _to_path(source, path, options, force, progress)
+        made = _to_path(source, path, options, plans, force, progress)
     else:
         path = None
-        made = _to_stream(source, output, options, progress)
+        made = _to_stream(source, output, options, plans, progress)
     seconds = time.perf_counter() - started
     return Encoded(output=path, manifest=made, verified=options.verify, seconds=seconds, cache=source.cache)
 
 
-def _to_path(source: Source, path: str, options: EncodeOptions, force: bool, progress: Progress | None) -> Manifest:
+def _to_path(
+    source: Source,
+    path: str,
+    options: EncodeOptions,
+    plans: Mapping[str, DensePlan],
+    force: bool,
+    progress: Progress | None,
+) -> Manifest:
     if len(source) > 1 or is_directory(path):
         with DirectoryOutput(path, force=force, protect=source.files, index=manifest.FILE_NAME) as directory:
-            made = encode_to_directory(source.arrays, directory, options, metadata=source.metadata, progress=progress)
+            made = encode_to_directory(
+                source.arrays, directory, options, metadata=source.metadata, plans=plans, progress=progress
+            )
             directory.commit()
         return made
     with FileOutput(path, force=force, protect=source.files) as file:
-        made = encode_to_file(source.arrays, file, options, metadata=source.metadata, progress=progress)
+        made = encode_to_file(source.arrays, file, options, metadata=source.metadata, plans=plans, progress=progress)
         file.commit()
     return made
 
 
-def _to_stream(source: Source, stream: Stream, options: EncodeOptions, progress: Progress | None) -> Manifest:
+def _to_stream(
+    source: Source,
+    stream: Stream,
+    options: EncodeOptions,
+    plans: Mapping[str, DensePlan],
+    progress: Progress | None,
+) -> Manifest:
     if len(source) > 1:
         raise OptionError(f"a stream carries one frame, not {len(source)}: write to a directory (-o DIR/)")
     (array,) = source.arrays
+    plan = plans.get(array.name)
+    if plan and array.nbytes > plan.nbytes:
+        raise OptionError(f"a stream carries one layer, array {array.name!r} holds several: use -o FILE")
     options = options.for_stream()
-    if array.piece_count(options.cut_above) > 1:
+    if not plan and array.piece_count(options.cut_above) > 1:
         raise OptionError(
             f"a stream carries one frame, but {array.nbytes} bytes are above --frame-bytes: "
             "use --frame-bytes 0 or -o FILE"
         )
-    frame, made = encode_to_memory(array, options, progress)
+    frame, made = encode_to_memory(array, options, progress, plans)
     stream.write(frame)
     stream.flush()
     return made

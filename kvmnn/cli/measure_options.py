@@ -20,7 +20,7 @@ from ..offline.options import (
     Scope,
     parse_layer_ids,
 )
-from . import axes_options, idle_options, shared_options
+from . import axes_options, dense_options, idle_options, shared_options
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -90,6 +90,8 @@ def add_other_work(parser: argparse.ArgumentParser) -> None:
     """Declare what can be done with dumps instead of measuring them."""
     group = parser.add_argument_group("instead of measuring")
     group.add_argument("--analysis", metavar="DIR", help="entropies and split ratios of every dump and head")
+    group.add_argument("--dense", action="store_true", help="bytes of dense streams beside those of MNN's frames")
+    dense_options.add_rope(group)
     group.add_argument("--skip-head-metrics", action="store_true", help="with --analysis: no head_metrics.csv")
     group.add_argument("--run-log", metavar="FILE", help="with --analysis: prompt tokens of each run")
     group.add_argument("--to-fp16", metavar="DIR", help="convert a tree of fp32 dumps to fp16 (LOSSY)")
@@ -152,7 +154,13 @@ def refuse_idle(arguments: argparse.Namespace, options: MeasureOptions, *, all_d
         refuse(["skip_head_metrics", "run_log"], "needs --analysis")
     if not arguments.to_fp16:
         refuse(["allow_fp16"], "needs --to-fp16")
-    if arguments.to_fp16:
+    if not arguments.dense:
+        refuse(["rope"], "needs --dense")
+    if arguments.dense:
+        why = "is not for --dense, which takes all layers as they are"
+        refuse([name for name in (*_SIMULATION, *_SCOPE, *_FILTERS) if name not in ("threads", "token_major")], why)
+        refuse(["zstd_level", "bitshuffle"], why)
+    elif arguments.to_fp16:
         refuse([*_SIMULATION, *_SOURCE, *_SCOPE, *_FILTERS, "zstd_level", "max_bytes"], "is not for --to-fp16")
     elif arguments.analysis:
         refuse([*_SIMULATION, *_SOURCE, *_SCOPE], "is not for --analysis, which takes all layers of dumps")
@@ -165,7 +173,7 @@ def refuse_idle(arguments: argparse.Namespace, options: MeasureOptions, *, all_d
         refuse(["aggregate_by_stage"], "needs --entry-mode aggregate or chunked_grouped")
     if options.codec_mode != "adaptive_v22":
         refuse(["adaptive_block_seq", *_PREDICTORS], "needs --codec-mode adaptive_v22")
-    if all_dumps:
+    if all_dumps and not arguments.dense:
         refuse(_SOURCE, "is for other inputs than KV dumps, which say it themselves")
 
 

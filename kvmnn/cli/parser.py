@@ -11,7 +11,7 @@ from ..text import did_you_mean
 from . import help, streams
 
 GROUPS = {
-    "frames": ("encode", "decode", "inspect", "verify", "diff", "bench"),
+    "frames": ("encode", "decode", "inspect", "verify", "diff", "transcode", "bench"),
     "KV caches of MNN": ("unpack", "pack", "repack", "compact", "store", "plan", "replay", "measure"),
     "language models": ("eval", "plot", "generate", "dump-kv", "gate", "report"),
     "compressor weights": ("convert", "export", "compress-kv"),

@@ -9,6 +9,8 @@ from typing import Any
 
 from . import axes_options
 
+EFFORTS = ("exact", "balanced", "fast", "max")
+
 
 def byte_count(text: str) -> int:
     """A size such as ``4096``, ``64M`` or ``1G`` (powers of 1024), in bytes."""

@@ -12,6 +12,8 @@ from .opening import folder_kind, is_frames, kind_of, not_a_frame, open
 from .options import EngineOptions, PackedOptions, ReadOptions
 from .reading import chosen
 from .restoring import Restored, restore
+from .rotary_config import read_rotary
+from .transcoding import Transcoded, transcode
 from .writing import write_arrays
 from .zarr import encode_store, inspect_store, is_named_zarr, is_store, restore_store, verify_store
 
@@ -26,6 +28,7 @@ __all__ = [
     "ReadOptions",
     "Restored",
     "RestoredFile",
+    "Transcoded",
     "array_format",
     "chosen",
     "describe_files",
@@ -42,10 +45,12 @@ __all__ = [
     "kind_of",
     "not_a_frame",
     "open",
+    "read_rotary",
     "restore",
     "restore_file",
     "restore_store",
     "to_cache",
+    "transcode",
     "verify_store",
     "write_arrays",
 ]

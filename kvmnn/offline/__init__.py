@@ -3,6 +3,7 @@
 from ..errors import OptionError
 from .analyses import ALL_LAYERS, all_layers, analyse
 from .analysis_report import AnalysisReport, write_analysis
+from .dense_measuring import DenseMeasurement, measure_dense
 from .fp16_dumps import Converted, to_fp16
 from .measurement import Measurement, to_document, to_json, to_markdown
 from .measuring import measure, work_bytes
@@ -13,6 +14,7 @@ __all__ = [
     "ALL_LAYERS",
     "AnalysisReport",
     "Converted",
+    "DenseMeasurement",
     "MeasureOptions",
     "Measurement",
     "NothingSelectedError",
@@ -24,6 +26,7 @@ __all__ = [
     "analyse",
     "is_dump",
     "measure",
+    "measure_dense",
     "select",
     "select_source",
     "to_document",

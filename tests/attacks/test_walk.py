@@ -149,6 +149,7 @@ def test_all_kinds_of_files_are_here() -> None:
     """The list of what is read; a new reader is added here and in tests/support/hostile_files.py."""
     assert {name.split(",")[0] for name in READERS} >= {
         *("npy", "npz", "safetensors", "raw", "dump", "prefix", "live", "document of a prefix cache"),
+        *("dense stream", "manifest of a dense stream", "configuration of a model"),
         *("frame", "manifest of a frame", "manifest of a bundle", "weights", "checkpoint", "scores", "plan"),
         *("token ids", "settings of an MNN model", "store", "text of a store"),
         *("tables of a benchmark", "records of a benchmark", "round of gates"),

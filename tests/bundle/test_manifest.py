@@ -70,7 +70,7 @@ MISSING = object()
     ("path", "value", "message"),
     [
         ("schema", "other", "schema: found \"other\", expected 'kvmnn-manifest'"),
-        ("schema_version", 3, "schema_version: found 3, expected 1 or 2, the versions this kvmnn reads"),
+        ("schema_version", 4, "schema_version: found 4, expected 1 to 3, the versions this kvmnn reads"),
         ("schema_version", True, "schema_version"),
         ("arrays", [], "arrays: has 0 entries"),
         ("arrays", {}, "arrays: found {}, expected a list"),

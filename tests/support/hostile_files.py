@@ -81,6 +81,7 @@ def samples() -> dict[str, Sample]:
     with tempfile.TemporaryDirectory() as name:
         found = {
             **_arrays(inputs),
+            **_dense(Path(name, "dense")),
             **{kind: make(Path(name, kind)) for kind, make in (_MAKERS | hostile_engines.MAKERS).items()},
         }
     with contextlib.suppress(ModuleNotFoundError):
@@ -129,6 +130,28 @@ def _arrays(inputs: dict[str, dict[str, bytes]]) -> dict[str, Sample]:
         "scores": Sample(
             inputs["fortran.npy"], ("plan {in}/fortran.npy --kind scores --tokens 6 --block 2",), ("fortran.npy",)
         ),
+    }
+
+
+def _dense(folder: Path) -> dict[str, Sample]:
+    """A dense stream of rows, its manifest, and the configuration that says how K was rotated."""
+    folder.mkdir()
+    rows = np.random.default_rng(6).standard_normal((2, 2, 16))[:, np.arange(30) % 2]
+    keys = (rows + 0.1 * np.random.default_rng(7).standard_normal((2, 30, 16))).astype(np.float16)
+    np.save(folder / "k.npy", keys)
+    made(["encode", folder / "k.npy", "-o", folder / "k.frame", "--codec", "dense", "--rope", "dims=8"])
+    stream, index = (folder / "k.frame").read_bytes(), (folder / "k.frame.json").read_bytes()
+    fields = {"rope_theta": 1e4, "head_dim": 8, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    reading = ("inspect {in}/k.frame", "decode {in}/k.frame -o {out}.npy --max-bytes 1M", "verify {in}/k.frame")
+    more = ("transcode {in}/k.frame --codec mnn -o {out}.frame", "measure {in}/k.frame --dense")
+    settings = {"k.npy": (folder / "k.npy").read_bytes(), "config.json": json.dumps(fields).encode()}
+    command = "encode {in}/k.npy --codec dense --model {in} -o {out}.frame"
+    return {
+        "dense stream": Sample({"k.frame": stream}, (*reading, more[0]), ("k.frame",)),
+        "manifest of a dense stream": Sample(
+            {"k.frame": stream, "k.frame.json": index}, reading + more, ("k.frame.json",)
+        ),
+        "configuration of a model": Sample(settings, (command,), ("config.json",)),
     }
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from .. import engine_options, loading, many_options, packed_options, printing, shared_options
+from .. import dense_options, engine_options, loading, many_options, packed_options, printing, shared_options
 from ..printing import STDIO, UsageError
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ Without -o, X.npy becomes X.npy.frame and X.npz becomes X.npz.frames/; only what
 standard output (if that is a file or a pipe).
 An array above --frame-bytes is cut along its leading axes into several frames,
 which all processors share; to standard output goes one frame, of up to 64 MiB.
+--codec dense makes dense streams of K and V instead, smaller and for kvmnn alone
+(docs/dense.md).
 A frame of words without redundancy is larger than they are; --block and
 --allow-raw store such arrays as they are, and the manifest says "stored": "raw".
 Every frame is decoded and compared with its input before LOSSLESS is printed."""
@@ -62,17 +65,18 @@ def add_parser(verbs: Any) -> None:
     )
     parser.add_argument(
         "--effort",
-        choices=("exact", "balanced", "fast", "max"),
+        choices=shared_options.EFFORTS,
         default="exact",
         help="exact: MNN's own bytes; balanced: one guess a stream, twice as fast; fast: the least work, four times as "
         "fast; max: the smallest frame MNN decodes (slow)",
     )
     parser.add_argument(
         "--frame-bytes",
-        type=_frame_bytes,
+        type=frame_bytes,
         metavar="SIZE",
         help="cut arrays above this many raw bytes (default: 16M, 64M to a stream; 0: never)",
     )
+    dense_options.add_codec(parser)
     raw = parser.add_mutually_exclusive_group()
     raw.add_argument(
         "--block",
@@ -106,6 +110,8 @@ def run(arguments: argparse.Namespace) -> int:
     from ...bundle import EncodeOptions, encode
     from ...formats import encode_store, is_named_zarr
 
+    dense = arguments.codec == "dense"
+    dense_options.check(arguments)
     options = EncodeOptions(
         predictors=arguments.predictors,
         hi_predictors=arguments.hi_predictors,
@@ -120,11 +126,15 @@ def run(arguments: argparse.Namespace) -> int:
         allow_raw=arguments.allow_raw,
     )
     to_store = is_named_zarr(arguments.output)
+    if dense and to_store:
+        raise UsageError(f"{arguments.output}: a Zarr store holds MNN's frames: leave --codec dense out, or use -o DIR/")
     whole = engine_options.is_whole(arguments, arguments.inputs) and not to_store
-    source = loading.load(arguments.inputs, arguments, whole=whole)
+    source = loading.load(arguments.inputs, arguments, used=dense_options.TEXT if dense else (), whole=whole)
     loading.report_skipped(source, arguments)
     if not to_store:
         engine_options.note_arrays(arguments, arguments.inputs)
+    if dense:
+        options = replace(options, dense=dense_options.options(arguments, source))
     on_stdout = printing.to_stdout(arguments, arguments.inputs[0])
     with printing.progress(arguments, source.nbytes, "encode") as step:
         if to_store:
@@ -181,7 +191,8 @@ def _output(arguments: argparse.Namespace, source: Source) -> str:
     return output
 
 
-def _frame_bytes(text: str) -> int:
+def frame_bytes(text: str) -> int:
+    """The value of ``--frame-bytes``."""
     from ...bundle.encoding import MIN_FRAME_BYTES
 
     size = shared_options.byte_count(text)

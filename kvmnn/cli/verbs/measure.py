@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import TYPE_CHECKING, Any
 
-from .. import loading, many_options, measure_options, packed_options, printing, shared_options
+from .. import dense_options, loading, many_options, measure_options, packed_options, printing, shared_options
 from ..printing import UsageError
 
 if TYPE_CHECKING:
@@ -23,7 +23,8 @@ part and byte lane with the order-0 entropy limit of each. --jobs N measures eac
 
 --analysis DIR writes entropies and split ratios of every dump and head instead (layer_metrics.csv, head_metrics.csv,
 summary.md; grouped_summary.md with --run-log, a CSV file or JSON lines with run_id and prompt_tokens). --to-fp16 DIR
-converts a tree of fp32 dumps (LOSSY)."""
+converts a tree of fp32 dumps (LOSSY). --dense says, layer by layer, what dense streams take beside the frames of MNN:
+all are made, decoded and compared (docs/dense.md)."""
 
 
 def add_parser(verbs: Any) -> None:
@@ -44,11 +45,11 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.inputs:
         raise UsageError("expected an INPUT, or --dump-dir DIR")
     if many_options.asked(arguments):
-        other = ["out_json", "out_md", "analysis", "to_fp16"]
+        other = ["out_json", "out_md", "analysis", "to_fp16", "dense"]
         takes = ["arrays", "frames"]
         return many_options.run(arguments, "measure", arguments.inputs, takes=takes, not_for_many=other)
-    if arguments.analysis and arguments.to_fp16:
-        raise UsageError("--analysis and --to-fp16 exclude each other")
+    if sum(map(bool, (arguments.analysis, arguments.to_fp16, arguments.dense))) > 1:
+        raise UsageError("--analysis, --to-fp16 and --dense exclude each other")
     if arguments.to_fp16 and len(arguments.inputs) != 1:
         raise UsageError("--to-fp16 takes one INPUT")
     if printing.STDIO in (arguments.out_json, arguments.out_md):
@@ -61,8 +62,10 @@ def run(arguments: argparse.Namespace) -> int:
     options = measure_options.options_of(arguments)
     dumps = _dumps(arguments)
     measure_options.refuse_idle(arguments, options, all_dumps=len(dumps) == len(arguments.inputs))
-    packed_options.refuse_idle(arguments, arguments.inputs)
-    if arguments.to_fp16:
+    packed_options.refuse_idle(arguments, arguments.inputs, dense_options.TEXT if arguments.dense else ())
+    if arguments.dense:
+        _measure_dense(arguments)
+    elif arguments.to_fp16:
         _convert(arguments)
     elif arguments.analysis:
         _analyse(arguments, options)
@@ -114,6 +117,18 @@ def _select(arguments: argparse.Namespace, options: MeasureOptions, dumps: list[
     found.check_no_file_twice()
     found.check_size(arguments.max_bytes)
     return found
+
+
+def _measure_dense(arguments: argparse.Namespace) -> None:
+    from ...offline import measure_dense
+
+    source = loading.load(arguments.inputs, arguments, frames=True, used=dense_options.TEXT)
+    source.token_major |= arguments.token_major
+    loading.report_skipped(source, arguments)
+    options = dense_options.options(arguments, source)
+    with printing.progress(arguments, source.nbytes, "measuring") as progress:
+        measured = measure_dense(source, options, threads=arguments.threads, progress=progress)
+    printing.show(arguments, "measure", measured)
 
 
 def _analyse(arguments: argparse.Namespace, options: MeasureOptions) -> None:

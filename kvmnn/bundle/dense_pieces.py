@@ -1,0 +1,209 @@
+"""Dense streams in bundles: which arrays become such, how their words lie, how they are made and taken apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from .. import dense, dtypes
+from ..arrays.layers import MOST_HEADS, place_of
+from ..arrays.named_array import NamedArray, Piece
+from ..arrays.source import Source
+from ..dtypes import Indices, Part, Positions
+from ..errors import FrameError, KvmnnError, OptionError, SourceError
+from .manifest import ArrayEntry, Axes, FrameEntry
+
+MOST_ROW_WORDS = 1 << 16
+MOST_TOKENS = 1 << 24
+MOST_BYTES = (1 << 32) - 1
+"""What a dense stream can hold (docs/format-v2.md)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseOptions:
+    """What dense streams are made with.
+
+    Parameters
+    ----------
+    rotary
+        How K was rotated; None encodes K as V is. Wrong parameters cost size only.
+    token_ids
+        Of the text, from its first token on: where equal tokens come again, equal rows are looked for. None takes those
+        that the cache itself holds, if it does.
+    """
+
+    rotary: dense.Rotary | None = None
+    token_ids: Sequence[int] | Indices | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DensePlan:
+    """How an array becomes dense streams: one for every three last axes.
+
+    Parameters
+    ----------
+    axes, shape
+        Which these are, and how long.
+    dtype
+        Of the words.
+    part, layer
+        What they are K or V of; None for an array with an axis of layers.
+    rotary, positions
+        Of K: how it was rotated, and where its tokens stand in their text; None for tokens that follow each other.
+    token_ids
+        Of the tokens, where they are known.
+    """
+
+    axes: Axes
+    shape: tuple[int, ...]
+    dtype: str
+    part: Part
+    layer: int | None
+    rotary: dense.Rotary | None = None
+    positions: Positions | None = None
+    token_ids: Indices | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a stream."""
+        return self.shape[self.axes.index("t")]
+
+    @property
+    def nbytes(self) -> int:
+        """Raw bytes of a stream."""
+        return math.prod(self.shape) * dtypes.by_name(self.dtype).itemsize
+
+    def encode(self, piece: Piece, *, verify: bool) -> bytes:
+        """The stream of a piece of `nbytes`.
+
+        Raises
+        ------
+        KvmnnError
+            With `verify`, if the stream does not decode to its input, which would be a defect of kvmnn or of the
+            machine.
+        """
+        words = piece.view(dtypes.by_name(self.dtype).numpy).reshape(self.shape)
+        made = dense.encode(
+            words if self.axes == "htd" else words.transpose(1, 0, 2),
+            dtype=self.dtype,
+            rotary=self.rotary,
+            positions=self.positions,
+            token_ids=self.token_ids,
+        )
+        if verify and not np.array_equal(_words(made, self.axes), piece):
+            raise KvmnnError("a dense stream did not decode to its own input; nothing was written (please report this)")
+        return made
+
+
+def plan_arrays(source: Source, options: DenseOptions) -> dict[str, DensePlan]:
+    """How arrays become dense streams, by name; those that are missing stay frames.
+
+    Raises
+    ------
+    OptionError
+        When no array is K or V whose axes are known; when `options` are not for these arrays.
+    """
+    plans: dict[str, DensePlan] = {}
+    why = ""
+    for array in source.arrays:
+        try:
+            plans[array.name] = _plan(source, array, options)
+        except SourceError as error:
+            why = why or str(error)
+    if not plans:
+        raise OptionError(f"no array can be a dense stream: {why}")
+    if options.token_ids is not None and all(plan.token_ids is None for plan in plans.values()):
+        raise OptionError(f"{len(options.token_ids)} token ids are fewer than the tokens of every layer")
+    return plans
+
+
+def _plan(source: Source, array: NamedArray, options: DenseOptions) -> DensePlan:
+    """`SourceError` where the array is no K or V of layers, or none that a dense stream can hold."""
+    part, layer, start, token_major = place_of(array, source.token_major)
+    if array.itemsize != array.word_bytes or array.order != "C" or len(array.shape) not in (3, 4, 5):
+        raise SourceError(
+            f"array {array.name!r} {list(array.shape)}: expected words [kv_head, token, head_dim] in C order, with "
+            "layers or a batch in front (--axes says how arrays lie)"
+        )
+    heads, tokens, dim = array.shape[-3:]
+    if token_major:
+        heads, tokens = tokens, heads
+    if heads > MOST_HEADS >= tokens and not token_major:
+        raise SourceError(
+            f"array {array.name!r} {list(array.shape)}: read as [kv_head, token, head_dim] it has {heads:,} heads: "
+            "where tokens come first, --axes says so"
+        )
+    axes: Axes = "thd" if token_major else "htd"
+    plan = DensePlan(axes=axes, shape=array.shape[-3:], dtype=array.dtype, part=part, layer=layer)
+    if heads * dim > MOST_ROW_WORDS or tokens > MOST_TOKENS or plan.nbytes > MOST_BYTES:
+        raise SourceError(
+            f"array {array.name!r} {list(array.shape)}: above what a dense stream holds: {MOST_ROW_WORDS:,} words a "
+            f"token, {MOST_TOKENS:,} tokens, 4 GiB"
+        )
+    rotary = options.rotary if part == "key" else None
+    if rotary and rotary.dims > dim:
+        raise OptionError(f"array {array.name!r} has {dim} words a head: {rotary.dims} of them cannot be rotated")
+    known = _positions(source, layer, tokens)
+    positions = np.arange(start, start + tokens) if known is None else known
+    ids = _token_ids(source, options)
+    return replace(
+        plan,
+        rotary=rotary,
+        positions=known if rotary else None,
+        token_ids=ids[positions] if ids is not None and positions.max() < len(ids) else None,
+    )
+
+
+def _positions(source: Source, layer: int | None, tokens: int) -> Positions | None:
+    """Where the tokens of a layer stand in their text, as far as the source says it."""
+    for each in source.cache.layers if source.cache else ():
+        if each.layer == layer and each.tokens == tokens:
+            return np.concatenate([np.arange(begin, begin + size) for begin, size in each.positions])
+    found = source.engine_cache.positions if source.engine_cache else None
+    return found if found is not None and found.shape == (tokens,) and found.min(initial=0) >= 0 else None
+
+
+def _token_ids(source: Source, options: DenseOptions) -> Indices | None:
+    if options.token_ids is not None:
+        return np.asarray(options.token_ids, np.int64)
+    return source.engine_cache.token_ids if source.engine_cache else None
+
+
+def inspect_stream(stored: Piece, array: ArrayEntry, entry: FrameEntry) -> dense.DenseInfo:
+    """What a dense stream says of itself.
+
+    Raises
+    ------
+    FrameError
+        When it is none, or not what the manifest says: the type and the size of its words, and how they lie.
+    """
+    info = dense.inspect(stored)
+    if info.raw_bytes != entry.raw_bytes:
+        raise FrameError(f"holds {info.raw_bytes} bytes, the manifest says {entry.raw_bytes}")
+    heads, tokens, dim = info.kv_heads, info.tokens, info.head_dim
+    lying = (heads, tokens, dim) if entry.axes == "htd" else (tokens, heads, dim)
+    if (info.dtype, lying, "C", array.itemsize) != (array.dtype, array.shape[-3:], array.order, array.word_bytes):
+        raise FrameError(
+            f"holds {info.dtype} [kv_head {heads}, token {tokens}, head_dim {dim}], which does not fit the manifest's "
+            f"{array.dtype} {list(array.shape)} with axes {entry.axes}"
+        )
+    if info.history or info.table_set is not None:
+        raise FrameError("refers to rows or tables outside of it, which no bundle has")
+    return info
+
+
+def decode_stream(stored: Piece, array: ArrayEntry, entry: FrameEntry) -> Piece:
+    """The raw bytes of a dense stream, in the array's memory order; errors as `inspect_stream`, and of its words."""
+    inspect_stream(stored, array, entry)
+    assert entry.axes is not None
+    return _words(stored, entry.axes)
+
+
+def _words(stream: Any, axes: Axes) -> Piece:
+    rows = dense.decode(stream)
+    lying = rows if axes == "htd" else rows.transpose(1, 0, 2)
+    return np.ascontiguousarray(lying).reshape(-1).view(np.uint8)

@@ -1,0 +1,92 @@
+"""Options about dense streams: which codec, and what K and V were computed with."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from . import idle_options, packed_options, printing
+
+if TYPE_CHECKING:
+    from ..arrays.source import Source
+    from ..bundle import DenseOptions
+    from ..dense import Rotary
+
+CODECS = ("mnn", "dense")
+TEXT = ("model", "token_ids")
+"""Options about packed files that dense streams use as well."""
+
+_ROPE = "theta=10000,dims=64"
+
+
+def add_codec(parser: Any, *, required: bool = False) -> None:
+    """``--codec`` and ``--rope``."""
+    parser.add_argument(
+        "--codec",
+        choices=CODECS,
+        default=None if required else "mnn",
+        required=required,
+        help=f"mnn: frames{'' if required else ' (default)'}; dense: streams of K and V for kvmnn alone, smaller",
+    )
+    add_rope(parser)
+
+
+def add_rope(parser: Any) -> None:
+    """``--rope``."""
+    parser.add_argument(
+        "--rope",
+        type=_rope,
+        metavar=f"{_ROPE}[,pairing=interleaved]",
+        help="with dense: how K was rotated; without it, --model DIR says so in its config.json",
+    )
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """`UsageError` for options that do not go together."""
+    if arguments.codec != "dense":
+        idle_options.refuse(arguments, ["rope"], "needs --codec dense")
+    elif arguments.no_zstd:
+        raise printing.UsageError("--no-zstd is about engines, and none reads dense streams: leave it out")
+
+
+def options(arguments: argparse.Namespace, source: Source) -> DenseOptions:
+    """What the arguments say; notes for what a configuration does not."""
+    from ..bundle import DenseOptions
+
+    ids = packed_options.loaded_ids(arguments) if arguments.token_ids is not None else None
+    return DenseOptions(rotary=rotary(arguments, source), token_ids=ids)
+
+
+def rotary(arguments: argparse.Namespace, source: Source) -> Rotary | None:
+    """``--rope``, or what the configuration of ``--model`` says; notes for what it does not."""
+    from ..formats import read_rotary
+
+    if arguments.rope is not None or arguments.model is None:
+        said: Rotary | None = arguments.rope
+        return said
+    found, notes = read_rotary(arguments.model, max(array.shape[-1] for array in source.arrays if array.shape))
+    for line in notes:
+        printing.note(arguments, line)
+    return found
+
+
+def _rope(text: str) -> Rotary:
+    from ..dense import Rotary
+    from ..errors import KvmnnError
+
+    said: dict[str, str] = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        if name not in ("theta", "dims", "pairing") or name in said:
+            raise argparse.ArgumentTypeError(f"{text!r}: expected {_ROPE} and, for neighbours, pairing=interleaved")
+        said[name] = value
+    if "dims" not in said:
+        raise argparse.ArgumentTypeError(f"{text!r} does not say how many words of a head are rotated: {_ROPE}")
+    try:
+        theta, dims = float(said.get("theta", "10000")), int(said["dims"])
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected numbers, as in {_ROPE}") from None
+    try:
+        return Rotary(theta=theta, dims=dims, pairing=said.get("pairing", "half"))
+    except KvmnnError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None

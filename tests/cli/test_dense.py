@@ -1,0 +1,178 @@
+"""Dense streams on the command line: encode, transcode, measure; what is said and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from dense_samples import near_rows, rotated, to_dtype
+
+TOKENS = 150
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(4)
+    arrays = {}
+    for number in range(2):
+        keys = rotated(near_rows(rng, 2, TOKENS, 16), 8, 500.0, np.arange(TOKENS), "interleaved")
+        arrays[f"layer_{number}.key"] = to_dtype(keys, "fp16")
+        arrays[f"layer_{number}.value"] = to_dtype(near_rows(rng, 2, TOKENS, 16), "fp16")
+    np.savez("kv.npz", **arrays)
+    np.save("k.npy", arrays["layer_0.key"])
+    np.savez("other.npz", mask=np.ones((2, 90), np.float16))
+    Path("model").mkdir()
+    document = {"rope_theta": 500, "hidden_size": 64, "num_attention_heads": 4, "partial_rotary_factor": 0.5}
+    Path("model/config.json").write_text(json.dumps(document | {"model_type": "gptj"}))
+    return tmp_path
+
+
+ROPE = "theta=500,dims=8,pairing=interleaved"
+
+
+def test_encode_and_all_that_reads_it(run):
+    said = run("encode", "kv.npz", "-o", "d/", "--codec", "dense", "--rope", ROPE).out
+    assert said.startswith("d/ (4 arrays): 38,400 -> ") and ", 4 dense streams, LOSSLESS (decoded and compared)" in said
+    assert "LOSSLESS (decoded, sha256 of the manifest), 4 arrays" in run("verify", "d").out
+    assert "LOSSLESS (every byte compared with kv.npz)" in run("verify", "d", "--against", "kv.npz").out
+    assert run("diff", "d", "kv.npz").out.startswith("equal: ")
+    said = run("inspect", "d").out
+    assert "made by kvmnn" in said and "dense streams alone" in said and "dense rows x4" in said
+    run("decode", "d", "-o", "back.npz")
+    with np.load("back.npz") as back, np.load("kv.npz") as before:
+        assert {name: back[name].tobytes() for name in back} == {name: before[name].tobytes() for name in before}
+
+
+def test_the_model_says_how_k_was_rotated(run):
+    for name, argv in (("r", ["--rope", ROPE]), ("m", ["--model", "model"]), ("c", ["--model", "model/config.json"])):
+        run("encode", "kv.npz", "-o", f"{name}/", "--codec", "dense", *argv)
+    assert len({Path(name, "layer_1.key.frame").read_bytes() for name in "rmc"}) == 1
+    Path("model/config.json").write_text('{"model_type": "gpt2", "n_embd": 64}')
+    found = run("encode", "kv.npz", "-o", "n/", "--codec", "dense", "--model", "model")
+    assert "model: its configuration says no rotary parameters (such as rope_theta): --rope gives them" in found.err
+    assert Path("n/layer_0.key.frame").stat().st_size > Path("r/layer_0.key.frame").stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "message"),
+    [
+        (["kv.npz", "--rope", ROPE], 2, "--rope needs --codec dense"),
+        (["kv.npz", "--model", "model"], 2, "--model is about packed files of MNN's, and kv.npz holds none"),
+        (["kv.npz", "--codec", "dense", "--rope", "dims=x"], 2, "expected numbers, as in theta=10000,dims=64"),
+        (["kv.npz", "--codec", "dense", "--rope", "dims=3"], 2, "dims is 3: expected an even number"),
+        (["kv.npz", "--codec", "dense", "--rope", "dims=8,dims=8"], 2, "expected theta=10000,dims=64"),
+        (["kv.npz", "--codec", "dense", "--rope", "theta=5"], 2, "does not say how many words of a head are rotated"),
+        (["kv.npz", "--codec", "dense", "--rope", "theta=nan,dims=8"], 2, "theta is nan"),
+        (["kv.npz", "--codec", "dense", "--rope", "dims=32"], 2, "has 16 words a head: 32 of them cannot be rotated"),
+        (["kv.npz", "--codec", "dense", "--no-zstd"], 2, "--no-zstd is about engines, and none reads dense streams"),
+        (
+            ["kv.npz", "--codec", "dense", "--token-ids", "5,7"],
+            2,
+            "2 token ids are fewer than the tokens of every layer",
+        ),
+        (
+            ["kv.npz", "--codec", "dense", "--model", "nowhere"],
+            1,
+            "nowhere: has neither config.json nor llm_config.json",
+        ),
+        (["other.npz", "--codec", "dense"], 2, "no array can be a dense stream: array 'mask': its name does not say"),
+        (["kv.npz", "--codec", "tight"], 2, "invalid choice: 'tight'"),
+    ],
+)
+def test_what_is_refused(run, argv, code, message):
+    found = run("encode", *argv, "-o", "d/", code=code)
+    assert message in found.err and found.err.count("\n") == 1 and not Path("d").exists()
+
+
+def test_there_and_back_gives_the_same_frames(run):
+    run("encode", "kv.npz", "other.npz", "-o", "f/")
+    said = run("transcode", "f", "-o", "d/", "--codec", "dense", "--rope", ROPE).out
+    assert "4 dense streams, 1 frame, LOSSLESS" in said and "\n  f has " in said
+    run("transcode", "d", "-o", "back/", "--codec", "mnn")
+    for path in Path("f").iterdir():
+        assert Path("back", path.name).read_bytes() == path.read_bytes()
+    found = json.loads(run("transcode", "d", "-o", "fast/", "--codec", "mnn", "--effort", "fast", "--json").out)
+    assert (found["verb"], found["input"], found["effort"], found["label"]) == ("transcode", "d", "fast", "LOSSLESS")
+
+
+def test_a_lone_stream(run):
+    run("encode", "k.npy", "-o", "k.frame", "--codec", "dense", "--rope", ROPE)
+    run("encode", "k.npy", "-o", "m.frame")
+    stream = Path("k.frame").read_bytes()
+    Path("lone").write_bytes(stream)
+    run("transcode", "lone", "-o", "n.frame", "--codec", "mnn")
+    assert Path("n.frame").read_bytes() == Path("m.frame").read_bytes()
+    run("decode", "lone", "-o", "back.npy")
+    assert Path("back.npy").read_bytes() == Path("k.npy").read_bytes()
+    assert "DECODES" in run("verify", "lone").out
+    said = run("inspect", "lone").out
+    assert said.startswith("lone: fp16 dense stream [2, 150, 16]") and "rotary" in said
+    assert json.loads(run("inspect", "lone", "--json").out)["inputs"][0]["kind"] == "dense"
+    Path("lone").write_bytes(stream[:-1])
+    assert "dense stream has " in run("decode", "lone", "-o", "x.npy", code=1).err
+    for end in (0, 3, 4, 27, 28):
+        Path("short.frame").write_bytes(stream[:end])
+        assert run("decode", "short.frame", "-o", "x.npy", code=1).err.count("\n") == 1 and not Path("x.npy").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "message"),
+    [
+        (["f"], 2, "the following arguments are required: --codec"),
+        (["f", "--codec", "dense"], 2, "no output given: use -o FILE, -o DIR/ or -o -"),
+        (["f", "--codec", "mnn", "-o", "d/", "--rope", ROPE], 2, "--rope needs --codec dense"),
+        (["f", "--codec", "mnn", "-o", "d/", "--token-ids", "1,2"], 2, "--token-ids needs --codec dense"),
+        (["f", "--codec", "mnn", "-o", "f/"], 1, "is the input itself"),
+        (["f", "--codec", "mnn", "-o", "f/", "-f"], 1, "is the input itself"),
+        (["f", "--codec", "mnn", "-o", "k.npy"], 1, "k.npy"),
+        (["f", "--codec", "mnn", "-o", "-"], 2, "a stream carries one frame, not 4"),
+        (["kv.npz", "--codec", "mnn", "-o", "d/"], 1, "kv.npz: "),
+        (["nowhere", "--codec", "mnn", "-o", "d/"], 1, "nowhere: "),
+    ],
+)
+def test_what_transcode_refuses(run, argv, code, message):
+    run("encode", "kv.npz", "-o", "f/")
+    before = {path.name: path.read_bytes() for path in Path("f").iterdir()}
+    found = run("transcode", *argv, code=code)
+    assert message in found.err and found.err.count("\n") == 1
+    assert not Path("d").exists()
+    assert {path.name: path.read_bytes() for path in Path("f").iterdir()} == before
+
+
+def test_measure(run):
+    run("encode", "kv.npz", "-o", "f/")
+    run("encode", "kv.npz", "-o", "d/", "--codec", "dense", "--model", "model")
+    said = run("measure", "kv.npz", "--dense", "--model", "model").out
+    assert "exact: frames as MNN makes them; dense: streams for kvmnn alone" in said and "LOSSLESS" in said
+    assert "K taken as rotated (RoPE)" in said
+    found = json.loads(run("measure", "kv.npz", "--dense", "--rope", ROPE, "--json").out)
+    assert found["overall"]["layers"] == 2 and found["rotary"]
+    for name in ("0", "1"):
+        for part, key in (("key", "k"), ("value", "v")):
+            sizes = found["layers"][name][key]
+            assert sizes["exact_bytes"] == Path(f"f/layer_{name}.{part}.frame").stat().st_size
+            assert sizes["dense_bytes"] == Path(f"d/layer_{name}.{part}.frame").stat().st_size
+            assert f"{sizes['dense_ratio']:.4f}" in said and f"{sizes['exact_bytes']:,}" in said
+    both = json.loads(run("measure", "d", "--dense", "--rope", ROPE, "--json").out)
+    assert both["layers"] == found["layers"]
+    said = run("measure", "kv.npz", "other.npz", "--dense").out
+    assert "left out, no K or V of layers: mask" in said and "without rotation (--rope or --model says how" in said
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--rope", ROPE], "--rope needs --dense"),
+        (["--dense", "--real"], "--real is not for --dense, which takes all layers as they are"),
+        (["--dense", "--zstd-level", "5"], "--zstd-level is not for --dense"),
+        (["--dense", "--front-n", "1"], "--front-n is not for --dense"),
+        (["--dense", "--analysis", "x"], "--analysis, --to-fp16 and --dense exclude each other"),
+        (["--model", "model"], "--model is about packed files of MNN's"),
+    ],
+)
+def test_what_measure_refuses(run, argv, message):
+    found = run("measure", "kv.npz", *argv, code=2)
+    assert message in found.err and found.err.count("\n") == 1

@@ -149,3 +149,43 @@ def test_wrong_history_is_refused_by_both() -> None:
             dense.decode(stream, history=given)
         with pytest.raises(Reject):
             dense_decoder.decode(stream, history=None if given is None else bits(given))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rotary", [None, HALF, PART], ids=["none", "half", "partial"])
+def test_shared_tables(rotary: dense.Rotary | None, dtype: str) -> None:
+    rng = np.random.default_rng(9)
+    values = near_rows(rng, 2, 300, 16)
+    if rotary:
+        values = rotated(values, rotary.dims, rotary.theta, np.arange(300), rotary.pairing)
+    array = to_dtype(values, dtype)
+    tables = dense.Tables.made_of([array[:, :150]], rotary=rotary)
+    before, own = array[:, 100:180], array[:, 180:250]
+    stream = dense.encode(own, tables=tables, history=before, positions=np.arange(180, 250) if rotary else None)
+    info = dense.inspect(stream)
+    assert info.method == "rows" and info.table_set == xxh64(tables.data) and info.history == 80
+    found = dense_decoder.decode(stream, history=bits(before), tables=tables.data)
+    assert np.array_equal(found, bits(own)) and np.array_equal(
+        found, bits(dense.decode(stream, history=before, tables=tables))
+    )
+    other = dense.Tables.made_of([array[:, 150:]], rotary=rotary)
+    for wrong in (other.data, None):
+        with pytest.raises(Reject):
+            dense_decoder.decode(stream, history=bits(before), tables=wrong)
+    with pytest.raises(FrameError):
+        dense.decode(stream, history=before, tables=other)
+
+
+def test_damaged_tables_are_refused_by_both() -> None:
+    array = sample("rotated", "bf16", 1, 200, 16, 2)
+    data = dense.Tables.made_of([array], rotary=HALF).data
+    stream = dense.encode(array[:, :40], tables=dense.Tables(data))
+    assert dense.inspect(stream).table_set is not None
+    for at in range(len(data)):
+        changed = bytearray(data)
+        changed[at] ^= 1 << at % 8
+        for given in (bytes(changed), data[:at]):
+            with pytest.raises(Reject):
+                dense_decoder.decode(stream, tables=given)
+            with pytest.raises(FrameError):
+                dense.decode(stream, tables=dense.Tables(given))

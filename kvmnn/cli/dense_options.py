@@ -41,6 +41,14 @@ def add_rope(parser: Any) -> None:
     )
 
 
+def add_text(parser: Any) -> None:
+    """``--model`` and ``--token-ids``, for verbs that have nothing else to ask of them."""
+    parser.add_argument("--model", metavar="DIR", help="with dense: a model whose config.json says how K was rotated")
+    parser.add_argument(
+        "--token-ids", metavar="IDS", help="with dense: ids of the text: 5,7,9 or a file: a JSON list, numbers, .npy"
+    )
+
+
 def check(arguments: argparse.Namespace) -> None:
     """`UsageError` for options that do not go together."""
     if arguments.codec != "dense":

@@ -86,7 +86,7 @@ def add_parser(verbs: Any) -> None:
     )
     parser.add_argument(
         "--effort",
-        choices=("exact", "balanced", "fast", "max"),
+        choices=shared_options.EFFORTS,
         default="balanced",
         help="how hard to compress (default: balanced)",
     )

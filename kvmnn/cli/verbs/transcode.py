@@ -6,7 +6,7 @@ import argparse
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from .. import dense_options, idle_options, loading, packed_options, printing, shared_options
+from .. import dense_options, idle_options, loading, printing, shared_options
 from ..printing import STDIO, UsageError
 from .encode import frame_bytes
 
@@ -33,7 +33,7 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("input", metavar="IN", help="a frame, a manifest, a bundle; - for standard input")
     shared_options.add_output(parser, "file, directory, or - (standard output)")
     dense_options.add_codec(parser, required=True)
-    packed_options.add_text(parser)
+    dense_options.add_text(parser)
     shared_options.add_dtype(parser, "what a frame without a manifest holds (default: fp16 or fp32, by its streams)")
     parser.add_argument("--effort", choices=shared_options.EFFORTS, help="of frames (default: as the manifest has it)")
     parser.add_argument(

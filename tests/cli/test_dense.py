@@ -80,11 +80,13 @@ def test_the_model_says_how_k_was_rotated(run):
         ),
         (["other.npz", "--codec", "dense"], 2, "no array can be a dense stream: array 'mask': its name does not say"),
         (["kv.npz", "--codec", "tight"], 2, "invalid choice: 'tight'"),
+        (["kv.npz", "--codec", "dense", "-o", "z.zarr"], 2, "every chunk of a Zarr store is a frame"),
     ],
 )
 def test_what_is_refused(run, argv, code, message):
-    found = run("encode", *argv, "-o", "d/", code=code)
-    assert message in found.err and found.err.count("\n") == 1 and not Path("d").exists()
+    found = run("encode", "-o", "d/", *argv, code=code)
+    assert message in found.err and found.err.count("\n") == 1
+    assert not Path("d").exists() and not Path("z.zarr").exists()
 
 
 def test_there_and_back_gives_the_same_frames(run):

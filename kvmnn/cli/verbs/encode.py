@@ -126,8 +126,6 @@ def run(arguments: argparse.Namespace) -> int:
         allow_raw=arguments.allow_raw,
     )
     to_store = is_named_zarr(arguments.output)
-    if dense and to_store:
-        raise UsageError(f"{arguments.output}: a Zarr store holds MNN's frames: leave --codec dense out, or use -o DIR/")
     whole = engine_options.is_whole(arguments, arguments.inputs) and not to_store
     source = loading.load(arguments.inputs, arguments, used=dense_options.TEXT if dense else (), whole=whole)
     loading.report_skipped(source, arguments)

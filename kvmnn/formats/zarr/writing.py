@@ -70,8 +70,8 @@ def encode_store(
     output
         The directory, which appears when all is written and, with `EncodeOptions.verify`, was read again and compared.
     options
-        `frame_bytes` is that of a chunk (default: 4 MiB; 0 makes an array one chunk). `block` and `allow_raw` are
-        refused: all chunks are frames.
+        `frame_bytes` is that of a chunk (default: 4 MiB; 0 makes an array one chunk). `block`, `allow_raw` and `dense`
+        are refused: all chunks are frames.
     force
         Replace a store that exists, as a whole.
     progress
@@ -85,8 +85,8 @@ def encode_store(
         When an input is damaged, the output exists or cannot be written, or does not read back. Nothing is left behind.
     """
     options = options or EncodeOptions()
-    if options.block or options.allow_raw:
-        raise OptionError("--block and --allow-raw: every chunk of a Zarr store is a frame")
+    if options.block or options.allow_raw or options.dense:
+        raise OptionError("--block, --allow-raw and --codec dense: every chunk of a Zarr store is a frame")
     started, path = time.perf_counter(), os.fspath(output).rstrip("/" + os.sep)
     if os.path.isdir(path) and os.listdir(path) and not is_store(path):
         raise OutputError(f"{path}: is a directory, and no Zarr store that could be replaced")

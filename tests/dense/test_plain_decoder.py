@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import dense_decoder
@@ -189,3 +190,24 @@ def test_damaged_tables_are_refused_by_both() -> None:
                 dense_decoder.decode(stream, tables=given)
             with pytest.raises(FrameError):
                 dense.decode(stream, tables=dense.Tables(given))
+
+
+def test_vectors(unpacked) -> None:
+    """The golden streams of fixtures/dense, those that must be refused included."""
+    folder = unpacked("dense")
+    cases = json.loads((folder / "index.json").read_text(encoding="utf-8"))["cases"]
+    assert len(cases) == 39 and sum(case["refused"] for case in cases) == 16
+    for case in cases:
+        kind = np.uint32 if case["dtype"] == "fp32" else np.uint16
+        history = tables = None
+        if "history" in case:
+            history = np.fromfile(folder / case["history"], kind).reshape(case["kv_heads"], -1, case["head_dim"])
+        if "table_set" in case:
+            tables = (folder / case["table_set"]).read_bytes()
+        stream = (folder / case["stream"]).read_bytes()
+        if case["refused"]:
+            with pytest.raises(Reject):
+                dense_decoder.decode(stream, history=history, tables=tables)
+            continue
+        found = dense_decoder.decode(stream, history=history, tables=tables)
+        assert found.tobytes() == (folder / case["words"]).read_bytes(), case["name"]

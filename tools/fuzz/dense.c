@@ -10,7 +10,7 @@
 
 #include "kvmnn/simd.h"
 
-enum { MOST_RAW = 1 << 16, OPTIONS = 8 };
+enum { OPTIONS = 8 };
 
 static uint8_t history[MOST_HISTORY * 4096 + PAD];
 static dense_table_set *set, *read_set;

@@ -275,10 +275,6 @@ cdef class Rows:
         return self.parsed.history
 
     @property
-    def base(self) -> int:
-        return self.parsed.shape.base
-
-    @property
     def table_set(self):
         """The id of the table set that is needed, or None."""
         return self.parsed.set_id if self.parsed.flags & 2 else None

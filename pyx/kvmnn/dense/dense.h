@@ -25,7 +25,6 @@ enum {
     WINDOW = 31, /* exponents of bf16 and fp32 that a symbol can hold */
     MOST_BASE = 224,
     MOST_HISTORY = 256,
-    MOST_WORDS = 65536, /* of a row */
     MOST_ROWS = 1 << 24,
     MOST_POSITION = 0x7fffffff,
     PAD = 64, /* bytes that loops may read or write behind a part */
@@ -44,7 +43,6 @@ typedef enum {
     DENSE_ESCAPE,    /* escapes and exponents */
     DENSE_LOW,       /* low parts */
     DENSE_CHECKSUM,
-    DENSE_MEMORY,
 } dense_error;
 
 typedef struct {

@@ -47,7 +47,7 @@ class PrefixStore:
         Past this machine: most bytes of units that are kept in memory; None for 256 MiB. In a directory the system
         does it.
     effort
-        Of the codec, as for `kvmnn.encode`. ``"balanced"`` loses less than 0.1 % to ``"exact"`` in half the time.
+        Of the codec, as for `kvmnn.encode`. ``"fast"`` is within 1 % of ``"exact"``, fp32 and bf16 are smaller by it.
     threads
         For encoding and decoding, at most this number; None for all processors.
     timeout
@@ -86,7 +86,7 @@ class PrefixStore:
         *,
         block_tokens: int | None = None,
         ram_bytes: int | None = None,
-        effort: str = "balanced",
+        effort: str = "fast",
         threads: int | None = None,
         timeout: float | None = None,
         read_only: bool = False,

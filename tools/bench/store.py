@@ -39,6 +39,7 @@ from kvmnn.store.updates import NewUnit
 
 MODEL = ROOT / "fixtures" / "lm"
 SHARED, OWN, LONG = 512, 512, 2048
+EFFORTS = ("fast", "balanced", "exact")
 BLOCKS, BLOCK = 100_000, 64
 PUT_SHARE, GET_SHARE, MATCH_MS, KNOWN_MS, INDEX_BYTES = 0.9, 0.85, 1.0, 2.0, 200
 
@@ -99,7 +100,7 @@ def frame_rows(layers: Sequence[LayerCache]) -> list[dict[str, Any]]:
     """The ratio of frames of so many tokens."""
     rows = []
     arrays = [words for cache in layers for words in (cache.keys, cache.values)]
-    for dtype, effort in itertools.product((np.float32, np.float16), ("balanced", "exact")):
+    for dtype, effort in itertools.product((np.float32, np.float16), EFFORTS):
         for tokens in (16, 64, 128, 256, 512, LONG):
             pieces = [a[:, at : at + tokens].astype(dtype) for a in arrays for at in range(0, LONG, tokens)]
             frames = kvmnn.encode_many(pieces, effort=effort)
@@ -111,23 +112,23 @@ def frame_rows(layers: Sequence[LayerCache]) -> list[dict[str, Any]]:
 def speed_rows(folder: Path, ids: Sequence[int], layers: Sequence[LayerCache], rounds: int) -> list[dict[str, Any]]:
     """`put` and `get` against the codec calls on the whole arrays."""
     rows = []
-    for dtype in (np.float32, np.float16):
+    for dtype, effort in itertools.product((np.float32, np.float16), ("fast", "balanced")):
         caches = [
             LayerCache(layer=each.layer, keys=each.keys.astype(dtype), values=each.values.astype(dtype))
             for each in layers
         ]
         arrays = [words for cache in caches for words in (cache.keys, cache.values)]
         nbytes = sum(words.nbytes for words in arrays)
-        frames = kvmnn.encode_many(arrays, effort="balanced")
+        frames = kvmnn.encode_many(arrays, effort=effort)
         names = itertools.count()
-        kept = PrefixStore(folder / dtype.__name__)
+        kept = PrefixStore(folder / f"{dtype.__name__}-{effort}", effort=effort)
         kept.put(ids, caches, model="m")
 
         puts: list[tuple[float, float]] = []
 
-        def put(caches: list[LayerCache] = caches, dtype: type = dtype, names: Any = names, puts: Any = puts) -> None:
-            path = folder / f"{dtype.__name__}-{next(names)}"
-            with PrefixStore(path) as store:
+        def put(caches: Any = caches, effort: str = effort, names: Any = names, puts: Any = puts) -> None:
+            path = folder / f"put-{next(names)}"
+            with PrefixStore(path, effort=effort) as store:
                 started = time.perf_counter(), time.process_time()
                 store.put(ids, caches, model="m")
                 puts.append((time.perf_counter() - started[0], time.process_time() - started[1]))
@@ -135,7 +136,7 @@ def speed_rows(folder: Path, ids: Sequence[int], layers: Sequence[LayerCache], r
 
         jobs = {
             "put": put,
-            "encode_many": lambda arrays=arrays: kvmnn.encode_many(arrays, effort="balanced"),
+            "encode_many": lambda arrays=arrays, effort=effort: kvmnn.encode_many(arrays, effort=effort),
             "get": lambda kept=kept: kept.get(ids, model="m"),
             "decode_many": lambda frames=frames: kvmnn.decode_many(frames),
         }
@@ -146,6 +147,7 @@ def speed_rows(folder: Path, ids: Sequence[int], layers: Sequence[LayerCache], r
             rows.append(
                 {
                     "dtype": dtype.__name__,
+                    "effort": effort,
                     "clock": clock.__name__,
                     **{f"{name}_mb_s": nbytes / 1e6 / statistics.median(times[name]) for name in jobs},
                     "put_share": ratio(times, "encode_many", "put"),
@@ -202,7 +204,7 @@ def half_way_rows(folder: Path, ids: Sequence[int], layers: Sequence[LayerCache]
         arrays = [words for cache in layers for words in (cache.keys, cache.values)]
         for tokens in (64, 128, 256, 512):
             pieces = [words[:, at : at + BLOCK] for at in range(0, tokens, BLOCK) for words in arrays]
-            frames = kvmnn.encode_many(pieces, effort="balanced")
+            frames = kvmnn.encode_many(pieces, effort="fast")
             jobs = {
                 "unit": lambda tokens=tokens: store.get(ids[:tokens], model="m"),
                 "frames": lambda frames=frames: kvmnn.decode_many(frames, threads=1),
@@ -234,10 +236,10 @@ def sections(data: dict[str, Any]) -> list[str]:
         [[f"{dtype}, {effort}", *(f"{value:.4f}" for value in found)] for (dtype, effort), found in by_kind.items()],
     )
     speed_table = table(
-        ["dtype", "clock", "put", "encode_many", "share", "get", "decode_many", "share"],
+        ["dtype", "effort", "clock", "put", "encode_many", "share", "get", "decode_many", "share"],
         [
             [
-                *(row["dtype"], row["clock"]),
+                *(row["dtype"], row["effort"], row["clock"]),
                 *(f"{row['put_mb_s']:.0f}", f"{row['encode_many_mb_s']:.0f}", f"{row['put_share']:.2f}"),
                 *(f"{row['get_mb_s']:.0f}", f"{row['decode_many_mb_s']:.0f}", f"{row['get_share']:.2f}"),
             ]
@@ -266,9 +268,9 @@ def sections(data: dict[str, Any]) -> list[str]:
         f"{LONG:,} tokens of one text; units hold up to 512 tokens, blocks 64.\n",
         frame_table + "\n",
         "## Speed\n",
-        f"MB/s of raw bytes, {LONG:,} tokens, effort balanced, all processors; share: the codec call's time over the "
-        f"store's, median over rounds in which all take turns (goals: put {PUT_SHARE}, get {GET_SHARE}). `put` writes "
-        "the files and the index, `get` reads and checks them.\n",
+        f"MB/s of raw bytes, {LONG:,} tokens, all processors; share: the codec call's time, of the same effort, over "
+        f"the store's, median over rounds in which all take turns (goals: put {PUT_SHARE}, get {GET_SHARE}). `put` "
+        "writes the files and the index, `get` reads and checks them.\n",
         speed_table + "\n",
         f"## An index of {index['blocks']:,} blocks\n",
         f"Texts of {LONG:,} tokens that share {SHARED}, CPU time, median (95 of 100): `match` {index['match_ms']:.2f} "

@@ -87,8 +87,8 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--effort",
         choices=shared_options.EFFORTS,
-        default="balanced",
-        help="how hard to compress (default: balanced)",
+        default="fast",
+        help="how hard to compress (default: fast, within 1%% of exact)",
     )
     parser.add_argument(
         "--threads", type=shared_options.positive, metavar="N", help="threads (default: all processors)"

@@ -106,10 +106,13 @@ def unpack(archive: Path, folder: Path) -> Path:
         for member in stored:
             if not (member.isreg() or member.isdir()):
                 raise ValueError(f"{member.name}: expected files and folders only")
+            if member.name.startswith("/") or ".." in member.name.split("/"):
+                raise ValueError(f"{member.name}: expected a name inside the folder")
             total += member.size
             if total > MAX_UNPACKED:
                 raise ValueError(f"more than {MAX_UNPACKED} bytes unpacked")
-        stored.extractall(folder, filter="data")
+        options = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # not before Python 3.11.4
+        stored.extractall(folder, **options)
     return folder
 
 

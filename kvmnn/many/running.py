@@ -248,7 +248,7 @@ class _Runner:
         """The executor did not bring a task to its end: once more, or it has failed."""
         self._attempts[index] = self._attempts.get(index, 0) + 1
         if self._attempts[index] == 1:
-            (self._lost if alone else self._again).append(index)
+            self._lost.append(index)  # begun again when nothing runs beside it, which might have been the reason
             return
         self._probe()
         task = self._tasks[index]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conformance import run_index
+from conformance import run_index, unpack
 from repository import FIXTURES
 from vector_formats import store
 
@@ -17,9 +17,7 @@ from vector_formats import store
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("store")
-    with tarfile.open(FIXTURES / "store" / "vectors.tar.xz") as archive:
-        archive.extractall(folder, filter="data")
-    return folder
+    return unpack(FIXTURES / "store" / "vectors.tar.xz", folder)
 
 
 def test_every_trace_is_reproduced(traces: Path) -> None:

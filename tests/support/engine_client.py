@@ -6,13 +6,13 @@ import json
 import platform
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 import pytest
+from conformance import unpack
 from repository import FIXTURES
 
 FIXTURES = FIXTURES / "mnn_engine"
@@ -30,10 +30,7 @@ needs_engine = pytest.mark.skipif(not HAS_WHEEL, reason="MNN's wheel of this ver
 
 def unpack_fixture(name: str, folder: Path) -> Path:
     """The fixture `name`.tar.xz, unpacked into a new folder."""
-    target = folder / name
-    with tarfile.open(FIXTURES / f"{name}.tar.xz") as archive:
-        archive.extractall(target, filter="data")
-    return target
+    return unpack(FIXTURES / f"{name}.tar.xz", folder / name)
 
 
 class Engine:

@@ -23,7 +23,15 @@ PATHS = re.compile(r"(?<![\w/.-])((?:tools|tests|pyx|fixtures|docs|benchmarks)/[
 
 def test_scripts_are_found() -> None:
     assert {"conformance.py", "fuzz/run.py", "bench/codec.py", "docs/ratios.py"} <= set(SCRIPTS)
-    assert SHELL == ["demo.sh", "fuzz/guided.sh", "fuzz/threads.sh", "sanitize.sh", "test_aarch64.sh", "wheel.sh"]
+    assert SHELL == [
+        "demo.sh",
+        "fuzz/dense.sh",
+        "fuzz/guided.sh",
+        "fuzz/threads.sh",
+        "sanitize.sh",
+        "test_aarch64.sh",
+        "wheel.sh",
+    ]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

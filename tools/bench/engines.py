@@ -11,7 +11,6 @@ import argparse
 import statistics
 import struct
 import sys
-import tarfile
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,6 +24,9 @@ import kvmnn
 from kvmnn.bundle import EncodeOptions, encode, inspect, manifest, open_frames
 from kvmnn.formats import EngineOptions, PackedOptions, ReadOptions
 from kvmnn.packed.fitting import Geometry
+
+sys.path.append(str(ROOT / "tools"))
+from conformance import unpack
 
 HEADS, DIMS = 8, 128
 LIMIT = 0.5
@@ -80,8 +82,7 @@ def measure_ratios(scratch: Path) -> list[dict[str, Any]]:
     for engine, pattern in (("llama.cpp", "*/*.session.bin"), ("MLX", "*.safetensors")):
         folder = scratch / engine
         name = "llama" if engine == "llama.cpp" else "mlx"
-        with tarfile.open(ROOT / "fixtures" / name / "vectors.tar.xz", "r:xz") as archive:
-            archive.extractall(folder, filter="data")
+        unpack(ROOT / "fixtures" / name / "vectors.tar.xz", folder)
         for path in sorted(folder.glob(pattern)):
             said = kvmnn.open(path, ReadOptions(engine=EngineOptions(any_heads=True))).engine_cache
             assert said is not None

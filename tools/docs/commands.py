@@ -14,7 +14,7 @@ import json
 import os
 import re
 import shlex
-import tarfile
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +22,9 @@ from pathlib import Path
 import numpy as np
 
 from kvmnn.cli.command import main as kvmnn
+
+sys.path.append(str(Path(__file__).parents[1]))
+from conformance import unpack
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures" / "mnn_engine"
 _BLOCK = re.compile(r"^```console\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -58,8 +61,7 @@ def fresh_directory() -> Iterator[None]:
     """A new working directory with the cache and its model."""
     with tempfile.TemporaryDirectory() as folder:
         for archive, name in (("prefix", "cache"), ("model", "model")):
-            with tarfile.open(FIXTURES / f"{archive}.tar.xz") as stored:
-                stored.extractall(Path(folder, name), filter="data")
+            unpack(FIXTURES / f"{archive}.tar.xz", Path(folder, name))
         ids = np.random.RandomState(77).randint(0, 250, 50).tolist()
         Path(folder, "ids.json").write_text(json.dumps(ids))
         Path(folder, "prompt.json").write_text(json.dumps([*ids[:40], 249, 248, 247]))

@@ -6,11 +6,14 @@ Eight bytes of options come first: what an input is, its shape and dtype, and wh
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"))
 from dense_samples import DTYPES, sample
 
 from kvmnn import dense

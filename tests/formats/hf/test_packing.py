@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import tarfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from conformance import unpack
 from hf_files import dynamic_cache, save, static_cache
 from repository import FIXTURES
 
@@ -21,8 +21,7 @@ LAYOUT = ("--lp", "1", "--hp", "4", "--name", "sys")
 @pytest.fixture
 def engine(tmp_path: Path) -> Path:
     for name in ("model", "prefix"):
-        with tarfile.open(FIXTURES / "mnn_engine" / f"{name}.tar.xz") as archive:
-            archive.extractall(tmp_path / name, filter="data")
+        unpack(FIXTURES / "mnn_engine" / f"{name}.tar.xz", tmp_path / name)
     return tmp_path
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import tarfile
 
 import packed_samples
 import pytest
+from conformance import unpack
 from repository import FIXTURES
 
 from kvmnn.errors import SourceError
@@ -18,8 +18,7 @@ from kvmnn.formats.mnn.model import read_geometry
 def exported(tmp_path_factory):
     """A model as MNN 3.6.1 exports it: two layers, two kv heads, 16 dimensions."""
     folder = tmp_path_factory.mktemp("exported")
-    with tarfile.open(FIXTURES / "mnn_engine" / "model.tar.xz") as archive:
-        archive.extractall(folder, filter="data")
+    unpack(FIXTURES / "mnn_engine" / "model.tar.xz", folder)
     return next(folder.rglob("llm.mnn")).parent
 
 

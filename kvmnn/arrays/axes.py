@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -85,7 +86,7 @@ def laid_out(source: Source, laid: Laid, where: str) -> Source:
     SourceError
         For arrays that do not have these axes, and names that do not say K or V of a layer where no axis does.
     """
-    if (laid.axes or laid.shape) and not (laid.where_needed and _says_itself(source)):
+    if (laid.axes or laid.shape) and not (laid.where_needed and not _may_lie_so(source, laid)):
         if _says_itself(source):
             raise OptionError(f"{where}: says itself how its arrays lie: leave --axes and --shape out")
         arrays = [_shaped(array, laid.shape, where) for array in source.arrays]
@@ -96,6 +97,18 @@ def laid_out(source: Source, laid: Laid, where: str) -> Source:
     if laid.batch is not None and not (laid.where_needed and not _has_batch(source)):
         source = _one_of_batch(source, laid.batch, where)
     return source
+
+
+def _may_lie_so(source: Source, laid: Laid) -> bool:
+    """Whether what is said of one input or another may be about this one."""
+    if _says_itself(source):
+        return False
+    if laid.shape:  # of raw words, which have no layers yet
+        return not all(_LAYER_NAME.fullmatch(array.name) for array in source.arrays)
+    return any(len(array.shape) == len(laid.axes or "") for array in source.arrays)
+
+
+_LAYER_NAME = re.compile(r"layer_[0-9]+\.(key|value)")
 
 
 def _says_itself(source: Source) -> bool:

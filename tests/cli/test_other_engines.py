@@ -52,7 +52,7 @@ def test_positions_of_a_cache_with_gaps_are_noted_by_pack_and_refused_by_store(h
 
 
 def test_store_put_and_get(here: Path, run) -> None:
-    run("store", "put", "store", "x.session", "--model", "m.gguf", "--token-ids", "ids.json")
+    run("store", "put", "store", "x.session", "--model", "m.gguf", "--token-ids", "ids.json", "--force")
     run("store", "get", "store", "--model", "m.gguf", "--token-ids", "ids.json", "-o", "got.npz")
     assert "equal" in run("diff", "got.npz", "x.session", "--kv-heads", 2).out
 
@@ -104,3 +104,27 @@ def test_inspect_says_what_the_file_says(here: Path, run) -> None:
 def test_what_is_refused(here: Path, run, argv: str, code: int, said: str) -> None:
     assert said in " ".join(run(*argv.split(), code=code).err.split())
     assert not list(here.glob("o.*")) + list(here.glob("o/"))
+
+
+def test_ids_of_a_session_are_its_own(here: Path, run) -> None:
+    put = ("store", "put", "S", "x.session", "--kv-heads", 2, "--fingerprint", "m")
+    said = run(*put, "--token-ids", "ids.json", code=2).err
+    assert "x.session: its token 0 is " in said and "--token-ids says 0 (leave --token-ids out, or --force)" in said
+    assert not Path("S").exists() or "0 texts" in run("store", "stat", "S").out
+    assert run(*put).out.startswith("12 tokens, 12 of them new: ")
+    own = np.frombuffer(Path("x.session").read_bytes(), "<i4", 12, 12).tolist()
+    Path("own.json").write_text(json.dumps(own))
+    assert run("store", "match", "S", "--token-ids", "own.json").out == "12\n"
+    assert run(*put, "--token-ids", "own.json").out
+    plain = ("store", "put", "S", "c.safetensors", "--fingerprint", "m")
+    assert "c.safetensors: does not say its token ids: store put needs --token-ids IDS" in run(*plain, code=2).err
+
+
+def test_axes_are_not_said_of_what_was_encoded_by_them(here: Path, run) -> None:
+    rows = np.random.default_rng(0).normal(size=(2, 2, 3, 10, 8)).astype(np.float16)
+    np.save("rows.npy", rows)
+    rows.tofile("page.bin")
+    run("encode", "rows.npy", "--axes", "2lthd", "-o", "rows.frames/")
+    assert run("diff", "rows.npy", "rows.frames", "--axes", "2lthd").out.startswith("equal: ")
+    page = ("diff", "page.bin", "rows.frames", "--dtype", "fp16", "--shape", "2,2,3,10,8", "--axes", "2lthd")
+    assert run(*page).out.startswith("equal: ")

@@ -30,11 +30,11 @@ longest beginning that was ever put, to the token. Equal beginnings are stored o
   export STORE -o F   write a text to one file, for another machine
   import STORE F      take in such a file
 
-A text is said by --token-ids: numbers (5,7,9), or a file: a JSON list, numbers or .npy; - is standard input. CACHE is
-anything kvmnn reads: an engine's prefix cache, live files of a running engine, a dump, frames, arrays called
-layer_<n>.key and layer_<n>.value. Which model computed it is said by --model DIR (an MNN model, whose fingerprint is
-taken) or --fingerprint; a cache that knows its model and a store of one model need neither. A store takes a second
-model only with --force."""
+A text is said by --token-ids: numbers (5,7,9), or a file: a JSON list, numbers or .npy; - is standard input; put
+needs none for a cache that has its ids, as llama.cpp's sessions do. CACHE is anything kvmnn reads: an engine's prefix
+cache, live files of a running engine, a dump, frames, arrays called layer_<n>.key and layer_<n>.value. Which model
+computed it is said by --model DIR (an MNN model, whose fingerprint is taken) or --fingerprint; a cache that knows its
+model and a store of one model need neither. A store takes a second model only with --force."""
 
 
 class _Action(NamedTuple):
@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"store {arguments.action} {wanted}")
     if arguments.action == "import" and len(arguments.inputs) > 1:
         raise UsageError("store import takes one file")
-    if "token_ids" in action.options and arguments.token_ids is None:
+    if "token_ids" in action.options and arguments.token_ids is None and arguments.action != "put":
         raise UsageError(f"store {arguments.action} needs --token-ids IDS")
     if "output" in action.options and arguments.output in (None, printing.STDIO):
         raise UsageError(f"store {arguments.action} needs -o OUT, a file or directory")
@@ -148,6 +148,9 @@ def _is_fixed(store: str) -> bool:
 def _source(arguments: argparse.Namespace) -> Source:
     source = loading.load(arguments.inputs, arguments, frames=True, used=("model", "token_ids"))
     loading.report_skipped(source, arguments)
+    if arguments.token_ids is None and _own_ids(source) is None:
+        where = " ".join(arguments.inputs)
+        raise UsageError(f"{where}: does not say its token ids: store put needs --token-ids IDS")
     return source
 
 
@@ -166,7 +169,28 @@ def _put(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int
             f"{arguments.store}: holds prefixes of the model {others[0][:16]}, these are of {model[:16]} "
             "(--force puts them as well)"
         )
-    return store.put(_ids(arguments), layers_of(source, token_major=arguments.token_major), model=model), 0
+    layers = layers_of(source, token_major=arguments.token_major)
+    return store.put(_ids_of(source, arguments), layers, model=model), 0
+
+
+def _ids_of(source: Source, arguments: argparse.Namespace) -> Any:
+    """The token ids of what is put: as said, which must not contradict the file's own; else the file's."""
+    own = _own_ids(source)
+    if arguments.token_ids is None:
+        return own
+    said = _ids(arguments)
+    for place, (one, other) in enumerate(zip(said, own or [], strict=False)):
+        if one != other and not arguments.force:
+            raise UsageError(
+                f"{' '.join(arguments.inputs)}: its token {place} is {other}, --token-ids says {one} "
+                "(leave --token-ids out, or --force)"
+            )
+    return said
+
+
+def _own_ids(source: Source) -> list[int] | None:
+    found = source.engine_cache.token_ids if source.engine_cache is not None else None
+    return None if found is None else found.tolist()
 
 
 def _match(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int]:

@@ -59,6 +59,13 @@ def test_check_json_and_exit_codes(table, run) -> None:
     assert json.loads(failing.out)["failure"] == "lossy ratio fail"
 
 
+def test_a_case_of_no_limits_is_said(table, run) -> None:
+    words = CHECK.replace("runtime_store", "runtime_stor").split()
+    said = " ".join(run(*words).err.split())
+    assert "runtime_stor is none of the fork's cases (did you mean 'runtime_store'?): only the common limits" in said
+    assert "none of" not in run(*CHECK.split()).err
+
+
 def test_limits_of_case_file_and_options_stand_over_each_other(table, run) -> None:
     Path("g.json").write_text('{"max_lossless_queue_peak": 1, "lossy_target": 1}')
     limits = json.loads(run(*CHECK.split(), "--gates", "g.json", "--lossy-target", "2", "--json", code=1).out)["limits"]

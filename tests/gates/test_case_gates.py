@@ -25,7 +25,7 @@ PLAIN = RunRecord(
 )  # fmt: skip
 GOOD = replace(PLAIN, lossy_ratio=3.1, encoded_ratio=1.33, counters=COUNTERS)
 EQUAL = Comparison(steps=10, compared_steps=2, compared_bytes=100, different_bytes=0, different_steps=0)
-QUALITY = Quality(mean=0.01, low=0.0, high=0.03, texts=10, tokens=1000)
+QUALITY = Quality(mean=0.01, low=0.0, high=0.03, texts=10, tokens=1000, lossy_ratio=1.5)
 
 
 def verdicts(
@@ -75,6 +75,7 @@ def test_every_gate_can_fail(name: str, change: dict[str, Any]) -> None:
         ("lossless ratio", {"record": counters(raw_bytes=0, compressed_bytes=0)}),
         ("consistency", {"comparison": None}),
         ("perplexity", {"quality": None}),
+        ("perplexity", {"quality": replace(QUALITY, lossy_ratio=1.0)}),
         ("perplexity", {"quality": replace(QUALITY, low=None, high=None, texts=1)}),
         ("perplexity", {"quality": replace(QUALITY, texts=9)}),
     ],

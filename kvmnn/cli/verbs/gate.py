@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from ...text import did_you_mean
 from .. import gate_options, gate_run, idle_options, printing, shared_options, streams
 from ..printing import UsageError
 
@@ -207,6 +208,9 @@ def _limits(arguments: argparse.Namespace) -> Limits:
     from ...gates.checking.limits import Limits
 
     limits = RUNTIME_CASES.get(arguments.case, Limits())
+    if arguments.case is not None and arguments.case not in RUNTIME_CASES and arguments.gates is None:
+        near = did_you_mean(arguments.case, RUNTIME_CASES)
+        printing.note(arguments, f"{arguments.case} is none of the fork's cases{near}: only the common limits hold")
     if arguments.gates is not None:
         limits, notes = read_gate_file(arguments.gates, arguments.case, limits)
         for line in notes:

@@ -18,13 +18,17 @@ _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 @dataclass(frozen=True, kw_only=True)
 class Quality:
-    """The change of perplexity against the full cache, as shares; no interval over fewer than two texts."""
+    """The change of perplexity against the full cache, as shares; no interval over fewer than two texts.
+
+    lossy_ratio: bytes of all tokens over those kept at the end of the texts, 1 where nothing was evicted.
+    """
 
     mean: float
     low: float | None
     high: float | None
     texts: int
     tokens: int
+    lossy_ratio: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,8 +205,11 @@ def _perplexity(quality: Quality | None, target: float) -> Gate:
     if quality.low is None or quality.high is None or quality.texts < FEWEST:
         why = f"{quality.texts} texts are too few for an interval: {FEWEST} are needed (quality_texts, --prompts)"
         return Gate(name="perplexity", verdict=NOT_MEASURED, value=value, limit=limit, why=why)
+    if quality.lossy_ratio <= 1:
+        why = "nothing was evicted in the texts: longer ones are needed (quality_tokens, quality_prompt)"
+        return Gate(name="perplexity", verdict=NOT_MEASURED, value=value, limit=limit, why=why)
     interval = f"95 % {quality.low:+.2%} to {quality.high:+.2%} over {quality.texts} texts"
-    why = f"against the full cache, {interval}; its upper end counts"
+    why = f"against the full cache, lossy ratio {quality.lossy_ratio:.3f}, {interval}; its upper end counts"
     return Gate(name="perplexity", verdict=judged(quality.high <= target), value=value, limit=limit, why=why)
 
 

@@ -268,9 +268,8 @@ class Suite:
         )
         if result.refused:
             raise KvmnnError(f"{case.name}: {result.refused[0].reason}")
-        return _quality_of(
-            result.rows[-1].versus_full, len(result.documents), sum(text.tokens for text in result.documents)
-        )
+        row, texts = result.rows[-1], result.documents
+        return _quality_of(row.versus_full, len(texts), sum(text.tokens for text in texts), row.lossy_ratio or 1.0)
 
     def _session(self, case: RunCase) -> DecoderSession:
         """With attention probabilities where the policy needs them: their price is part of the candidate's speed."""
@@ -313,14 +312,19 @@ class Suite:
             output.commit()
 
 
-def _quality_of(difference: Any, texts: int, tokens: int) -> Quality:
+def _quality_of(difference: Any, texts: int, tokens: int, lossy_ratio: float) -> Quality:
     from math import expm1
 
     def share(nats: float | None) -> float | None:
         return None if nats is None else expm1(nats)
 
     return Quality(
-        mean=expm1(difference.nll), low=share(difference.low), high=share(difference.high), texts=texts, tokens=tokens
+        mean=expm1(difference.nll),
+        low=share(difference.low),
+        high=share(difference.high),
+        texts=texts,
+        tokens=tokens,
+        lossy_ratio=lossy_ratio,
     )
 
 

@@ -58,7 +58,13 @@ def main() -> None:
     planner = {"h2o_engine": H2OEngine.options_from_engine(ENGINE)}
     wanted = configurations(["h2o_engine"], [], None, planner)
     results = [
-        evaluate(MODEL, texts, wanted, Settings(tokens=tokens, prompt=prompt, lossless=lossless, repeats=2), jobs=2)
+        evaluate(
+            MODEL,
+            texts,
+            wanted,
+            settings=Settings(tokens=tokens, prompt=prompt, lossless=lossless, repeats=2),
+            jobs=2,
+        )
         for lossless in (None, ENGINE)
     ]
     sections = [measured(results, len(texts), tokens, prompt), documents()]

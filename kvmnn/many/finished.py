@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import IO, Any, NamedTuple, Self
 
 from ..errors import OutputError, SourceError
+from ..files.appending import lock_for_one
 from ..files.json_document import loads
 from ..files.output import failures, is_device
 from .stamps import stamp
@@ -82,7 +83,7 @@ class FinishedFile:
         with failures(self.path):
             self._file: IO[bytes] = open(self.path, "a+b")  # noqa: SIM115  # kept open: all is appended to it
         try:
-            _lock(self._file, self.path)
+            lock_for_one(self._file, self.path, "run")
             self._load()
         except BaseException:
             self._file.close()
@@ -253,16 +254,3 @@ def _stamps(task: Task, seen: str | None) -> str:
     """What input and output are."""
     made = {} if task.output is None else {end: stamp(task.output + end) for end in task.endings}
     return json.dumps([seen, made])
-
-
-def _lock(file: IO[bytes], path: Path) -> None:
-    """Two runs would both append; where the system has no such locks, nothing is checked."""
-    with suppress(ImportError):
-        import fcntl
-
-        try:
-            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise OutputError(f"{path}: another run is writing it") from None
-        except OSError:  # a file system without locks
-            return

@@ -15,7 +15,7 @@ from prefixes import MODEL, agreeing, layers_of, same
 from redis_server import Server, redis_server
 
 from kvmnn import KvmnnError
-from kvmnn.errors import MissingDependencyError, OptionError, OutputError, SourceError
+from kvmnn.errors import OptionError, OutputError, SourceError
 from kvmnn.store import PrefixStore
 from kvmnn.store.remote.ram import Ram
 from kvmnn.store.remote.records import Record, from_bytes
@@ -470,39 +470,3 @@ def test_each_byte_of_a_record_counts() -> None:
     assert found is not None and found.ids.tolist() == [0, 1, 2, 3, 4]
     assert all(from_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :]) is None for at in range(len(good)))
     assert all(from_bytes(good[:at]) is None for at in range(len(good)))
-
-
-@pytest.mark.parametrize(
-    ("url", "said"),
-    [
-        ("redis://[x:1/0", r"redis://\[x:1/0: is no URL of a store: "),
-        ("redis://h:port/0", "redis://h:port/0: is no URL of a store: .*'port'"),
-        ("redis://h:99999/0", "is no URL of a store: "),
-        ("redis://h/0?socket_timeout=x", "is no URL of a store: .*socket_timeout"),
-        ("nowhere://x", "nowhere://x: is no URL of a store: .*nowhere"),
-        ("redis://me:sec/ret@h/0", "is no URL of a store$"),
-    ],
-)
-def test_what_is_no_url_is_refused(url: str, said: str) -> None:
-    pytest.importorskip("redis")
-    pytest.importorskip("fsspec")
-    with pytest.raises(OptionError, match=said):
-        PrefixStore(url)
-
-
-def test_a_protocol_whose_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    fsspec = pytest.importorskip("fsspec")
-
-    def missing(url: str) -> None:
-        raise ImportError("Install s3fs to access S3")
-
-    monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
-    with pytest.raises(MissingDependencyError, match="s3://bucket/x: Install s3fs to access S3"):
-        PrefixStore("s3://bucket/x")
-
-
-def test_secrets_of_a_url_are_not_said() -> None:
-    pytest.importorskip("redis")
-    with PrefixStore("redis://me:secret@127.0.0.1:1/0", timeout=0.2) as store:
-        (note,) = store.get([1], model=MODEL).notes
-        assert "secret" not in note and "127.0.0.1:1/0" in note

@@ -13,12 +13,12 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
 
-from ...errors import OutputError, SourceError
+from ...errors import SourceError
+from ...files.appending import lock_for_one
 from ...files.json_document import loads
 from ...files.output import failures
 from ...lm.documents import Document
@@ -119,7 +119,7 @@ class CellStore:
         with failures(path):
             file = open(path, "a+b")  # noqa: SIM115  # kept open: every cell is appended to it
         try:
-            _lock(file, path)
+            lock_for_one(file, path, "evaluation")
             file.seek(0)
             data = file.read()
             complete = data[: data.rfind(b"\n") + 1]
@@ -165,16 +165,3 @@ def _hash(key: str, cell: Mapping[str, object]) -> str:
 
 
 _FIRST = b'{"kvmnn_cell": '
-
-
-def _lock(file: IO[bytes], path: Path) -> None:
-    """Two runs would both append; where the system has no such locks, nothing is checked."""
-    with suppress(ImportError):
-        import fcntl
-
-        try:
-            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise OutputError(f"{path}: another evaluation is writing it") from None
-        except OSError:  # a file system without locks
-            return

@@ -90,19 +90,20 @@ class Decoder:
     def __init__(self, dtype: str, codecs: Iterable[str] = CODECS) -> None:
         self._itemsize, self._allow = by_name(dtype).itemsize, codec_bits(codecs)
 
-    def into(self, frames: tuple[bytes, ...], out: Words) -> None:
+    def into(self, frames: tuple[bytes, ...], out: Words, frames_sum: int | None = None) -> None:
         """Decode frame i into ``out[i]``, ``[row, token, word]``, contiguous behind its first axis.
 
-        Nothing is written unless all frames decode.
+        Nothing is written unless all frames decode. Where `frames_sum` is given, `hashing.checksum` that goes on from
+        frame to frame, it is compared at the end; `out` is written then.
 
         Raises
         ------
         FrameError
-            As `decode`.
+            As `decode`, and for frames that do not match their checksum.
         KvmnnError
             For an `out` of another size than the frames hold.
         """
-        _decoder.decode_into(frames, self._itemsize, self._allow, out.view(np.uint8))
+        _decoder.decode_into(frames, self._itemsize, self._allow, frames_sum, out.view(np.uint8))
 
     def checked(self, frame: Bytes | bytes, frame_sum: int, rows_sum: int, out: Words) -> None:
         """Decode a frame into ``out``, ``[row, ...]``, contiguous behind its first axis, and compare its checksums.

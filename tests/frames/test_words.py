@@ -11,6 +11,7 @@ from codec_samples import NUMPY, kv_like
 import kvmnn
 from kvmnn import FrameError, KvmnnError, LimitError
 from kvmnn.frames.decoding import Decoder
+from kvmnn.frames.hashing import checksum
 
 RNG = np.random.default_rng(3)
 FP16 = RNG.normal(size=(2, 6, 8)).astype(np.float16)
@@ -260,6 +261,19 @@ def test_a_decoder_of_several_frames_at_once() -> None:
     with pytest.raises(FrameError):
         decoder.into((frames[0], frames[1][:-1]), cache[:, :, 20:25])
     assert (cache == 9).all()
+
+
+def test_a_decoder_compares_the_checksum_of_several_frames() -> None:
+    values = RNG.standard_normal((2, 3, 5, 8)).astype(np.float16)
+    first, second = (kvmnn.encode(part) for part in values)
+    other = kvmnn.encode(values[1] + np.float16(1))
+    out = np.zeros_like(values)
+    both = checksum(second, checksum(first))
+    Decoder("fp16").into((first, second), out, both)
+    assert (out == values).all()
+    for frames, number in (((first, second), both ^ 1), ((first, other), both), ((second, first), both)):
+        with pytest.raises(FrameError, match="do not match their checksum"):
+            Decoder("fp16").into(frames, out, number)
 
 
 def test_out_may_be_the_input() -> None:

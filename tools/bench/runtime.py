@@ -176,14 +176,14 @@ def recorded(run: Job) -> list[Job]:
 
     into = Decoder.into
 
-    def decoding(self: Decoder, frames: tuple[bytes, ...], out: Any) -> None:
+    def decoding(self: Decoder, frames: tuple[bytes, ...], out: Any, frames_sum: int | None = None) -> None:
         room, first = place_of(out)
         if room not in rooms:
             rooms[room] = np.empty(room, out.dtype)
         there = rooms[room][:, :, first : first + out.shape[2]]
         for frame, part in zip(frames, there, strict=True):
             found.append(partial(kvmnn.decode, frame, dtype="fp16", out=part, threads=1))
-        into(self, frames, out)
+        into(self, frames, out, frames_sum)
 
     with encoding("encode_block"), encoding("matches"), mock.patch.object(Decoder, "into", decoding):
         run()

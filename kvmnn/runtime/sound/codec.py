@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...dtypes import DType, Words
-from ...errors import KvmnnError
+from ...errors import FrameError, KvmnnError
 from ...frames import Block, encode_block, fnv1a64, matches
 from ...frames.decoding import Decoder
 from ...frames.hashing import checksum
@@ -21,7 +21,7 @@ class Frames:
     Attributes
     ----------
     checksum
-        Over both, checked before each decoding: a frame has no checksum of its own.
+        Over both, checked at each decoding: a frame has no checksum of its own.
     raw_hash
         Hash of the rows; 0 where they were compared instead.
     """
@@ -85,9 +85,12 @@ class RowCodec:
         KvmnnError
             For frames that were changed, or do not hold these rows.
         """
-        if checksum_of(frames.key, frames.value) != frames.checksum:
-            raise KvmnnError("its frames were changed in memory")
-        self._decoder.into((frames.key, frames.value), out)
+        try:
+            self._decoder.into((frames.key, frames.value), out, frames.checksum)
+        except FrameError:
+            if checksum_of(frames.key, frames.value) != frames.checksum:
+                raise KvmnnError("its frames were changed in memory") from None
+            raise
         if frames.raw_hash and fnv1a64(out[1], fnv1a64(out[0])) != frames.raw_hash:
             raise KvmnnError("its frames decode to other rows than they were made of")
 

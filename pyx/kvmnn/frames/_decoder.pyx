@@ -264,15 +264,16 @@ cdef class Frame:
         return entropy(counts)
 
 
-def decode_into(tuple frames, int stride, int allow, uint8_t[:, :, :, :] out not None) -> None:
+def decode_into(tuple frames, int stride, int allow, frames_sum, uint8_t[:, :, :, :] out not None) -> None:
     """Decode frame i into ``out[i]``, ``[row, token, byte]``, whose last two axes are contiguous.
 
-    Nothing is written unless all frames decode, to exactly their part of `out`.
+    Nothing is written unless all frames decode, to exactly their part of `out`. `frames_sum`, where it is not None, is
+    compared with their checksum, which goes on from frame to frame, when all is written: they are in the cache then.
     """
     cdef Reader readers[4]
     cdef Py_ssize_t part, row, row_bytes = out.shape[2] * out.shape[3]
     cdef size_t words = row_bytes // stride, size = <size_t>out.shape[1] * row_bytes
-    cdef int lane
+    cdef uint64_t found = 0
     cdef Frame frame
     cdef list parsed = []
     if len(frames) != out.shape[0]:
@@ -294,6 +295,10 @@ def decode_into(tuple frames, int stride, int allow, uint8_t[:, :, :, :] out not
             for row in range(out.shape[1]):
                 join_next(readers, words, stride, &out[part, row, 0, 0])
         frame.close()
+        if frames_sum is not None:
+            found = sum_after(frames[part], found)
+    if frames_sum is not None and found != <uint64_t>frames_sum:
+        raise FrameError("the frames do not match their checksum")
 
 
 cdef uint64_t join_summed(
@@ -315,12 +320,16 @@ cdef uint64_t join_summed(
     return checksum_of_sums(&sums, words * <size_t>stride, seed)
 
 
-cdef int compare_sum(const uint8_t[::1] data, uint64_t expected) except -1:
-    cdef uint64_t found = 0
+cdef uint64_t sum_after(const uint8_t[::1] data, uint64_t seed) noexcept:
+    """The checksum of `data`, continued from `seed`."""
     with nogil:
         if data.shape[0]:
-            found = checksum_of(&data[0], data.shape[0], 0)
-    if found != expected:
+            seed = checksum_of(&data[0], data.shape[0], seed)
+    return seed
+
+
+cdef int compare_sum(const uint8_t[::1] data, uint64_t expected) except -1:
+    if sum_after(data, 0) != expected:
         raise FrameError("the frame does not match its checksum")
     return 0
 

@@ -8,6 +8,7 @@ from .encoding import EncodeOptions
 from .frame_set import DecodeOptions, FrameSet, open_frames
 from .inspecting import ArrayFrames, BundleInfo, LoneFrame, LoneFrames, inspect
 from .manifest import ArrayEntry, FrameEntry, Manifest
+from .rotation_trial import find_rotary
 from .verifying import Verified, verify
 from .writing import Encoded, encode
 
@@ -33,6 +34,7 @@ __all__ = [
     "compare",
     "decode_frames",
     "encode",
+    "find_rotary",
     "inspect",
     "open_frames",
     "verify",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from . import idle_options, packed_options, printing
@@ -36,8 +37,9 @@ def add_rope(parser: Any) -> None:
     parser.add_argument(
         "--rope",
         type=_rope,
-        metavar=f"{_ROPE}[,pairing=interleaved]",
-        help="with dense: how K was rotated; without it, --model DIR says so in its config.json",
+        metavar=f"{_ROPE}[,pairing=interleaved]|none",
+        help="with dense: how K was rotated; without it, --model DIR says so in its config.json; without both it is "
+        "found by trial, if it can be",
     )
 
 
@@ -57,12 +59,18 @@ def check(arguments: argparse.Namespace) -> None:
         raise printing.UsageError("--no-zstd is about engines, and none reads dense streams: leave it out")
 
 
-def options(arguments: argparse.Namespace, source: Source) -> DenseOptions:
-    """What the arguments say; notes for what a configuration does not."""
-    from ..bundle import DenseOptions
+def options(arguments: argparse.Namespace, source: Source, *, trial: bool = True) -> DenseOptions:
+    """What the arguments say, or a trial finds; notes for what a configuration or the trial says."""
+    from ..bundle import DenseOptions, find_rotary
 
     ids = packed_options.loaded_ids(arguments) if arguments.token_ids is not None else None
-    return DenseOptions(rotary=rotary(arguments, source), token_ids=ids)
+    said = DenseOptions(rotary=rotary(arguments, source), token_ids=ids)
+    if not trial or arguments.rope is not None or arguments.model is not None:
+        return said
+    found = find_rotary(source, said)
+    what = "none found by trial, K is encoded as V is" if found is None else f"{found}, found by trial"
+    printing.note(arguments, f"rotation of K: {what} (--rope or --model says it)")
+    return replace(said, rotary=found)
 
 
 def rotary(arguments: argparse.Namespace, source: Source) -> Rotary | None:
@@ -70,18 +78,20 @@ def rotary(arguments: argparse.Namespace, source: Source) -> Rotary | None:
     from ..formats import read_rotary
 
     if arguments.rope is not None or arguments.model is None:
-        said: Rotary | None = arguments.rope
-        return said
+        said: Rotary | str | None = arguments.rope
+        return None if isinstance(said, str) else said
     found, notes = read_rotary(arguments.model, max(array.shape[-1] for array in source.arrays if array.shape))
     for line in notes:
         printing.note(arguments, line)
     return found
 
 
-def _rope(text: str) -> Rotary:
+def _rope(text: str) -> Rotary | str:
     from ..dense import Rotary
     from ..errors import KvmnnError
 
+    if text == "none":
+        return text
     said: dict[str, str] = {}
     for part in text.split(","):
         name, _, value = part.partition("=")

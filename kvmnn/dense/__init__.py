@@ -5,5 +5,6 @@ from .encoding import encode, encode_many
 from .inspection import DenseInfo, inspect
 from .rotary import Rotary
 from .tables import Tables
+from .trial import find_rotary
 
-__all__ = ["DenseInfo", "Rotary", "Tables", "decode", "encode", "encode_many", "inspect"]
+__all__ = ["DenseInfo", "Rotary", "Tables", "decode", "encode", "encode_many", "find_rotary", "inspect"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ from .header import FRAME, SIZE, WORDS
 from .rotary import Rotary
 from .tables import held_tables, rotation_of
 from .taking import Given
+from .trial import Auto, Trial
 
 _SAMPLE = 16
 """A frame is tried on one row in this many first."""
@@ -26,7 +27,7 @@ def encode(
     array: Words,
     *,
     dtype: str | None = None,
-    rotary: Rotary | None = None,
+    rotary: Rotary | Auto | None = None,
     positions: Any = None,
     token_ids: Any = None,
     history: Words | None = None,
@@ -42,7 +43,7 @@ def encode(
     dtype
         ``"fp16"``, ``"bf16"`` or ``"fp32"`` where the type of the array does not say it.
     rotary
-        How K was rotated; None for V, or where it is not known. `dims` at most head_dim.
+        How K was rotated, `dims` at most head_dim; None for V; ``"auto"`` for what `find_rotary` finds, if it does.
     positions
         With `rotary`: the position of each token, from 0 to 2^31 - 1, gaps allowed. Default: 0, 1, 2 ... (behind
         `history`). Those of history are taken to come right before, unless `positions` has them too, first.
@@ -65,7 +66,7 @@ def encode(
     KvmnnError
         For wrong shapes and values; `LimitError` above 65,536 words a token or 2^32 - 1 bytes.
     """
-    given, held = _checked(array, dtype, rotary, positions, token_ids, history, tables)
+    given, held = _checked(array, dtype, Trial(), rotary, positions, token_ids, history, tables)
     return _smallest(given, held)
 
 
@@ -73,7 +74,7 @@ def encode_many(
     arrays: Sequence[Words],
     *,
     dtype: str | None = None,
-    rotary: Rotary | Sequence[Rotary | None] | None = None,
+    rotary: Rotary | Auto | Sequence[Rotary | Auto | None] | None = None,
     positions: Any = None,
     token_ids: Any = None,
     history: Sequence[Words] | None = None,
@@ -88,7 +89,8 @@ def encode_many(
     arrays
         As for `encode`, of equally many tokens.
     rotary
-        One for all, or one for each array: None for V.
+        One for all, or one for each array: None for V. Of several ``"auto"`` the first that is found is tried on the
+        others; where the first two show none, no further ones are searched.
     history, tables
         One for each array.
     dtype, positions, token_ids
@@ -100,12 +102,15 @@ def encode_many(
         As `encode`, and for sequences of other lengths.
     """
     count = len(arrays)
-    rotaries = _for_each(rotary, count, "rotary") if isinstance(rotary, Sequence) else [rotary] * count
+    several = isinstance(rotary, Sequence) and not isinstance(rotary, str)
+    rotaries = _for_each(cast("Sequence[Any]", rotary), count, "rotary") if several else [rotary] * count
     histories, sets = _for_each(history, count, "history"), _for_each(tables, count, "tables")
     streams: list[bytes] = []
     alike: npt.NDArray[np.int32] | None = None
+    trial = Trial()
     for array, one, before, held in zip(arrays, rotaries, histories, sets, strict=True):
-        given, table_set = _checked(array, dtype, one, positions, None if streams else token_ids, before, held, alike)
+        ids = None if streams else token_ids
+        given, table_set = _checked(array, dtype, trial, one, positions, ids, before, held, alike)
         alike = np.empty(given.tokens, np.int32)
         streams.append(_smallest(given, table_set, alike))
     return streams
@@ -122,7 +127,8 @@ def _for_each(given: Sequence[Any] | None, count: int, what: str) -> Sequence[An
 def _checked(
     array: Words,
     dtype: str | None,
-    rotary: Rotary | None,
+    trial: Trial,
+    rotary: Rotary | Auto | None,
     positions: Any,
     token_ids: Any,
     history: Any,
@@ -130,6 +136,9 @@ def _checked(
     alike: npt.NDArray[np.int32] | None = None,
 ) -> tuple[Given, _stream.TableSet | None]:
     held = held_tables(tables)
+    if held is not None and rotary == "auto":
+        rotary = None
+    rotary = trial.rotary(rotary, array, positions, dtype)
     rotation: Rotary | _stream.Rotation | None = rotary
     if held is not None:
         rotation = rotation_of(held)

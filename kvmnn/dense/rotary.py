@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from ..checks import shown, whole
 from ..errors import KvmnnError
+from . import _stream
 
 PAIRINGS = ("half", "interleaved")
 SCALINGS = ("linear", "ntk", "yarn", "llama3")
@@ -69,6 +70,13 @@ class Rotary:
             raise KvmnnError(f"scaling is {shown(_kind(self.scaling))}: expected one of {', '.join(SCALINGS)}")
         _ = self.frequencies
 
+    def __str__(self) -> str:
+        parts = [f"theta={self.theta:.12g}", f"dims={self.dims}"]
+        parts += ["pairing=interleaved"] * (self.pairing == "interleaved")
+        if self.scaling is not None:
+            parts.append(f"scaling={_kind(self.scaling)} with factor {_parameter(self.scaling, 'factor'):g}")
+        return ",".join(parts)
+
     @cached_property
     def frequencies(self) -> npt.NDArray[np.uint64]:
         """Turns a position, times 2^64, of each pair: the same on every machine."""
@@ -78,6 +86,11 @@ class Rotary:
             exact = context.divide(context.multiply(radians, Decimal(1 << 63)), _PI)
             turns.append(int(context.to_integral_value(exact)) & ((1 << 64) - 1))
         return np.array(turns, np.uint64)
+
+    @property
+    def rotation(self) -> _stream.Rotation:
+        """Dims, whether pairs are interleaved, and frequencies, as the compiled code takes them."""
+        return self.dims, int(self.pairing == "interleaved"), self.frequencies
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Rotary | None:

@@ -14,6 +14,7 @@ from . import _stream
 from .header import DTYPES
 from .rotary import Rotary
 from .taking import Given
+from .trial import Auto, Trial
 
 _MAGIC, _VERSION = b"KVMT", 1
 
@@ -46,7 +47,12 @@ class Tables:
 
     @classmethod
     def made_of(
-        cls, arrays: Iterable[Words], *, dtype: str | None = None, rotary: Rotary | None = None, positions: Any = None
+        cls,
+        arrays: Iterable[Words],
+        *,
+        dtype: str | None = None,
+        rotary: Rotary | Auto | None = None,
+        positions: Any = None,
     ) -> Tables:
         """Tables for arrays like these: K, or V, of the same layer of the same model.
 
@@ -55,7 +61,8 @@ class Tables:
         arrays
             One or more ``[kv_head, token, head_dim]``, a few hundred tokens or more in all.
         dtype, rotary
-            As for `encode`; the set keeps `rotary`, so that `encode` need not be told again.
+            As for `encode`, ``"auto"`` by the first array; the set keeps `rotary`, so that `encode` need not be told
+            again.
         positions
             With `rotary`: for each array the positions of its tokens, or None for 0, 1, 2 ...
 
@@ -70,7 +77,8 @@ class Tables:
         places = [None] * len(found) if positions is None else list(positions)
         if len(places) != len(found):
             raise KvmnnError(f"positions of {len(places)} arrays: expected {len(found)}")
-        given = [Given(array, dtype, rotary, at, None, None) for array, at in zip(found, places, strict=True)]
+        first = Trial().rotary(rotary, found[0], places[0], dtype)
+        given = [Given(array, dtype, first, at, None, None) for array, at in zip(found, places, strict=True)]
         if len({one.dtype for one in given}) > 1:
             raise KvmnnError("arrays of several dtypes: a table set is for one")
         base = max(one.rows.base for one in given)

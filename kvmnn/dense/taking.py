@@ -32,7 +32,7 @@ class Given:
     ) -> None:
         """`rotary` may also be what `rotation_of` a table set gives; `alike`: for each own row a row to try."""
         check_machine()
-        self.dtype = _checked_array(array, dtype, "array")
+        self.dtype = checked_array(array, dtype, "array")
         self.heads, self.tokens, self.dim = array.shape
         _check_limits(self.heads, self.tokens, self.dim, self.dtype)
         self.words = rows_of(array, self.dtype)
@@ -51,7 +51,7 @@ class Given:
     def _history(self, history: Any) -> tuple[Bytes | None, int]:
         if history is None:
             return None, 0
-        _checked_array(history, self.dtype.name, "history")
+        checked_array(history, self.dtype.name, "history")
         if (history.shape[0], history.shape[2]) != (self.heads, self.dim):
             raise KvmnnError(
                 f"history has {history.shape[0]} heads of {history.shape[2]}: expected {self.heads} of {self.dim}"
@@ -63,13 +63,14 @@ class Given:
         if rotary is None:
             return None, None
         if isinstance(rotary, Rotary):
-            rotary = (rotary.dims, int(rotary.pairing == "interleaved"), rotary.frequencies)
+            rotary = rotary.rotation
         if rotary[0] > self.dim:
             raise KvmnnError(f"rotary has {rotary[0]} dims: expected at most the head_dim, {self.dim}")
-        return rotary, _all_positions(positions, self.tokens, rows_before)
+        return rotary, all_positions(positions, self.tokens, rows_before)
 
 
-def _checked_array(array: Any, dtype: str | None, what: str) -> DType:
+def checked_array(array: Any, dtype: str | None, what: str) -> DType:
+    """The element type of K or V of one layer; errors as `encode`."""
     if not isinstance(array, np.ndarray):
         raise TypeError(f"{what} must be a numpy array, not {type(array).__name__}")
     kind = of_array(array) if dtype is None else by_name(dtype)
@@ -93,7 +94,8 @@ def _check_limits(heads: int, tokens: int, dim: int, dtype: DType) -> None:
         )
 
 
-def _all_positions(positions: Any, tokens: int, rows_before: int) -> npt.NDArray[np.uint32]:
+def all_positions(positions: Any, tokens: int, rows_before: int) -> npt.NDArray[np.uint32]:
+    """Positions of history and own rows; errors as `encode`."""
     if positions is None:
         return np.arange(rows_before + tokens, dtype=np.uint32)
     given = np.asarray(positions)

@@ -56,6 +56,25 @@ def test_the_model_says_how_k_was_rotated(run):
     assert Path("n/layer_0.key.frame").stat().st_size > Path("r/layer_0.key.frame").stat().st_size
 
 
+def test_how_k_was_rotated_is_found_by_trial(run):
+    rng = np.random.default_rng(5)
+    keys = rotated(near_rows(rng, 2, 400, 32, 40), 32, 10000.0, np.arange(400), "half")
+    np.savez("found.npz", **{"layer_0.key": keys, "layer_0.value": near_rows(rng, 2, 400, 32, 40)})
+    told = run("encode", "found.npz", "-o", "t/", "--codec", "dense", "--rope", "dims=32")
+    found = run("encode", "found.npz", "-o", "f/", "--codec", "dense")
+    note = "kvmnn: note: rotation of K: theta=10000,dims=32, found by trial (--rope or --model says it)\n"
+    assert (told.err, found.err) == ("", note)
+    assert Path("t/layer_0.key.frame").read_bytes() == Path("f/layer_0.key.frame").read_bytes()
+    run("encode", "found.npz", "-o", "n/", "--codec", "dense", "--rope", "none")
+    assert Path("n/layer_0.key.frame").stat().st_size > Path("f/layer_0.key.frame").stat().st_size
+    for verb in (["measure", "found.npz", "--dense"], ["transcode", "n", "-o", "g/", "--codec", "dense"]):
+        assert run(*verb).err.endswith(note)
+    assert Path("t/layer_0.key.frame").read_bytes() == Path("g/layer_0.key.frame").read_bytes()
+    np.savez("plain.npz", **{"layer_0.key": near_rows(rng, 2, 400, 32, 40)})
+    missed = run("encode", "plain.npz", "-o", "m/", "--codec", "dense").err
+    assert missed.startswith("kvmnn: note: rotation of K: none found by trial, K is encoded as V is (--rope or")
+
+
 @pytest.mark.parametrize(
     ("argv", "code", "message"),
     [
@@ -160,7 +179,7 @@ def test_measure(run):
             assert f"{sizes['dense_ratio']:.4f}" in said and f"{sizes['exact_bytes']:,}" in said
     both = json.loads(run("measure", "d", "--dense", "--rope", ROPE, "--json").out)
     assert both["layers"] == found["layers"]
-    said = run("measure", "kv.npz", "other.npz", "--dense").out
+    said = run("measure", "kv.npz", "other.npz", "--dense", "--rope", "none").out
     assert "left out, no K or V of layers: mask" in said and "without rotation (--rope or --model says how" in said
 
 

@@ -132,7 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not to_store:
         engine_options.note_arrays(arguments, arguments.inputs)
     if dense:
-        options = replace(options, dense=dense_options.options(arguments, source))
+        options = replace(options, dense=dense_options.options(arguments, source, trial=not to_store))
     on_stdout = printing.to_stdout(arguments, arguments.inputs[0])
     with printing.progress(arguments, source.nbytes, "encode") as step:
         if to_store:

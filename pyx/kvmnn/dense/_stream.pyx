@@ -59,6 +59,7 @@ cdef extern from "kvmnn/dense/coding.h" nogil:
         const dense_table_set *set
     size_t dense_encode_room(const dense_input *input)
     int dense_choose_base(const dense_input *input)
+    size_t dense_alike(const dense_input *input, uint8_t *room)
     size_t dense_encode(
         const dense_input *input, uint8_t *room, uint8_t *out, size_t limit, uint32_t *references)
     ctypedef struct dense_counts:
@@ -198,6 +199,30 @@ cdef class Input:
     def base(self) -> int:
         """The exponent window that suits the words."""
         return dense_choose_base(&self.given)
+
+    def alike(self, rotary) -> int:
+        """How many words have the symbol that is predicted for them, if K is rotated so; None: not at all."""
+        cdef dense_input given = self.given
+        cdef const uint64_t[::1] frequencies
+        cdef size_t found = 0
+        cdef uint8_t *at
+        memset(&given.rotary, 0, sizeof(dense_rotary))
+        if rotary is not None:
+            dims, interleaved, frequencies = rotary
+            given.rotary.dims, given.rotary.interleaved = dims, interleaved
+            given.rotary.frequencies = &frequencies[0]
+        given.shape.base = dense_choose_base(&given)
+        cdef Workspace ws = acquire(False, False)
+        try:
+            with nogil:
+                at = self.room(ws, &given)
+                if at != NULL:
+                    found = dense_alike(&given, at)
+        finally:
+            release(ws)
+        if at == NULL:
+            raise MemoryError("no memory to try rotations")
+        return found
 
     cdef uint8_t *room(self, Workspace ws, dense_input *given) noexcept nogil:
         """Memory to work in, to which rows are copied whose pairs have to lie as halves; NULL if there is none."""

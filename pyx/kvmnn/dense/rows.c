@@ -118,6 +118,16 @@ void dense_find_rows(dense_encoder *e) {
     predict(e);
 }
 
+size_t dense_alike(const dense_input *in, uint8_t *room) {
+    dense_encoder all, *e = &all;
+    size_t sum = 0;
+    dense_lay_out(e, in, (dense_arena){.at = room});
+    dense_find_rows(e);
+    for (size_t i = 0; i < e->own; ++i)
+        sum += e->buckets[i] == COPY ? e->words : in->loops->equal(predicted(e, i), own_symbols(e, i), e->words);
+    return sum;
+}
+
 void dense_count_contexts(dense_encoder *e) {
     memset(e->seen, 0, CONTEXTS);
     for (size_t i = 0; i < e->own; ++i) {

@@ -1,5 +1,5 @@
-"""What a store directory keeps beside its index, so that the index can be made anew: settings, spaces, pinned texts and
-texts of sessions, a small file each."""
+"""What a store directory keeps beside its index, so that the index can be made anew: settings, spaces, tables, pinned
+texts and texts of sessions, a small file each."""
 
 from __future__ import annotations
 
@@ -7,32 +7,71 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from ..errors import KvmnnError, SourceError
+from ..errors import KvmnnError, OptionError, SourceError
 from ..files.json_document import parse, read_bounded
 from ..files.output import failures
 from ..files.temporary import Temporary
 from ..frames.hashing import checksum
 from .space import KEY_BYTES, Space, from_json
+from .table_sets import MOST_BYTES, TableSets, object_name
 from .token_ids import MAX_ID, MAX_TOKENS, Ids, text_key
 
 FILE_NAME = "store.json"
 MAX_BLOCK_TOKENS = 1 << 16
 PIN, SESSION = ".pin", ".session"
+CODECS = ("dense", "frames")
+"""What units are made of; a store that does not say it has frames."""
+WORDS = {"dense": "dense streams", "frames": "frames"}
 
 _SCHEMA, _VERSION = "kvmnn-store", 1
-_SPACES, _TEXTS = "spaces", "texts"
+_SPACES, _TEXTS, _TABLES = "spaces", "texts", "tables"
 _MAX_DOCUMENT = 1 << 20
 _MAX_NAME_BYTES = 4096
 _MAGIC = b"KVMNNPT1"
 _FIELDS = struct.Struct(f"<8sII{KEY_BYTES}s")
 _CHECKSUM = struct.Struct("<Q")
+
+
+class Settings(NamedTuple):
+    """What a store is made with: tokens of a block, and what its units are made of."""
+
+    block_tokens: int
+    codec: str
+
+
+def settings_document(settings: Settings) -> bytes:
+    """The document that says it."""
+    document = {"schema": _SCHEMA, "schema_version": _VERSION, **settings._asdict()}
+    return json.dumps(document).encode() + b"\n"
+
+
+def parse_settings(data: bytes, where: str) -> Settings:
+    """What a document says; `KvmnnError` for one that is none of this version."""
+    root = parse(data, where, _MAX_DOCUMENT)
+    if root.at("schema").text() != _SCHEMA or root.at("schema_version").integer(1) != _VERSION:
+        raise SourceError(f"{where}: is of another version: expected {_SCHEMA} {_VERSION}")
+    tokens = root.at("block_tokens").integer(1)
+    if tokens > MAX_BLOCK_TOKENS:
+        raise root.at("block_tokens").wrong(f"at most {MAX_BLOCK_TOKENS}")
+    codec = root.at("codec").text() if "codec" in root.value else "frames"
+    if codec not in CODECS:
+        raise root.at("codec").wrong(f"one of {', '.join(CODECS)}")
+    return Settings(tokens, codec)
+
+
+def check_settings(where: str, found: Settings, block_tokens: int | None, codec: str | None) -> None:
+    """`OptionError` for a store that is not made as the caller asks; None asks for nothing."""
+    if block_tokens not in (None, found.block_tokens):
+        raise OptionError(f"{where}: has blocks of {found.block_tokens} tokens, not of {block_tokens}")
+    if codec not in (None, found.codec):
+        raise OptionError(f"{where}: is a store of {WORDS[found.codec]}, not of {WORDS[str(codec)]}")
 
 
 class KeptText(NamedTuple):
@@ -60,14 +99,13 @@ class Beside:
         """Whether the folder says that it is a store."""
         return (self._folder / FILE_NAME).is_file()
 
-    def note_settings(self, block_tokens: int) -> None:
+    def note_settings(self, settings: Settings) -> None:
         """Note down what a store is made with, where that is not noted yet."""
         if not self.is_there:
-            document = {"schema": _SCHEMA, "schema_version": _VERSION, "block_tokens": block_tokens}
-            self._write(Path(FILE_NAME), json.dumps(document).encode() + b"\n")
+            self._write(Path(FILE_NAME), settings_document(settings))
 
-    def block_tokens(self) -> int:
-        """Tokens of a block.
+    def settings(self) -> Settings:
+        """What a store is made with.
 
         Raises
         ------
@@ -75,13 +113,7 @@ class Beside:
             For a document that is none of this version.
         """
         path = self._folder / FILE_NAME
-        root = parse(read_bounded(path, _MAX_DOCUMENT), str(path), _MAX_DOCUMENT)
-        if root.at("schema").text() != _SCHEMA or root.at("schema_version").integer(1) != _VERSION:
-            raise SourceError(f"{path}: is of another version: expected {_SCHEMA} {_VERSION}")
-        found = root.at("block_tokens").integer(1)
-        if found > MAX_BLOCK_TOKENS:
-            raise root.at("block_tokens").wrong(f"at most {MAX_BLOCK_TOKENS}")
-        return found
+        return parse_settings(read_bounded(path, _MAX_DOCUMENT), str(path))
 
     def note_space(self, space: Space) -> None:
         """Note a space down, where it is not noted yet."""
@@ -100,6 +132,32 @@ class Beside:
                 space = from_json(read_bounded(path, _MAX_DOCUMENT).decode(), str(path))
                 if space.key.hex() == path.stem:
                     yield space
+
+    def note_tables(self, space: Space, tables: TableSets) -> None:
+        """Keep table sets, where they are not kept yet."""
+        name = object_name(space.key, tables.key)
+        if self.read_tables(name) != tables.data:
+            self._write(Path(_TABLES, name), tables.data)
+
+    def table_names(self) -> list[str]:
+        """The names of all table sets."""
+        return [path.name for path in (self._folder / _TABLES).glob("*-*") if not path.name.startswith(".")]
+
+    def read_tables(self, name: str) -> bytes | None:
+        """The bytes of table sets; None where they cannot be read."""
+        try:
+            return read_bounded(self._folder / _TABLES / name, MOST_BYTES)
+        except (KvmnnError, OSError):
+            return None
+
+    def drop_tables(self, names: Iterable[str]) -> int:
+        """Remove table sets; the bytes of their files."""
+        nbytes = 0
+        for name in names:
+            with suppress(OSError):
+                nbytes += (self._folder / _TABLES / name).stat().st_size
+                self._remove(Path(_TABLES, name))
+        return nbytes
 
     def keep_pin(self, space: Space, ids: Ids) -> None:
         """Keep a text that is pinned."""

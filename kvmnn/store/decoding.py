@@ -8,11 +8,15 @@ from typing import NamedTuple
 import numpy as np
 
 from ..arrays.layer_cache import LayerCache
+from ..dense import Tables
+from ..dense import decode as decode_stream
+from ..dense.header import read_header
 from ..dtypes import Words
 from ..errors import KvmnnError
 from ..frames.decoding import Decoder
 from ..threads.pool import map_pulled, resolve_threads
 from .space import Space
+from .table_sets import KeptTables, TableSets
 from .token_ids import Ids
 from .unit import DamagedError, Frame, Unit
 
@@ -49,35 +53,87 @@ def check_unit(unit: Unit, space: Space, ids: Ids, skip: int, most_tokens: int) 
         raise DamagedError("holds other tokens than the index says")
 
 
-def decode_stretches(space: Space, stretches: Sequence[Stretch], threads: int | None = None) -> list[LayerCache]:
+def decode_stretches(
+    space: Space,
+    stretches: Sequence[Stretch],
+    threads: int | None = None,
+    *,
+    tables: KeptTables | None = None,
+    before: Sequence[LayerCache] | None = None,
+) -> list[LayerCache]:
     """K and V of all layers, of the tokens of all stretches one after another.
+
+    Parameters
+    ----------
+    tables
+        Of the store, for dense units that have none of their own.
+    before
+        K and V of the rows right before, for a first dense unit that refers to some.
 
     Raises
     ------
     DamagedStretchError
-        For frames that do not match their checksum, do not decode, or decode to other words than were put.
+        For frames and streams that do not match their checksum, do not decode, or decode to other words than were put.
     """
-    total = sum(stretch.take for stretch in stretches)
-    begins = np.cumsum([0, *(stretch.take for stretch in stretches)]).tolist()
+    first = before[0].tokens if before else 0
+    begins = np.cumsum([first, *(stretch.take for stretch in stretches)]).tolist()
+    sets = [_tables(space, stretch.unit, tables, number) for number, stretch in enumerate(stretches)]
     decoder = Decoder(space.dtype)
-    rows = _arrays(space, total)
+    rows = _arrays(space, begins[-1])
+    for (keys, values), cache in zip(rows, before or (), strict=False):
+        keys[:, :first], values[:, :first] = cache.keys, cache.values
 
-    def one(job: tuple[int, int, int]) -> None:
-        number, layer, part = job
-        stretch, shape = stretches[number], space.layers[layer]
-        out = rows[layer][part][:, begins[number] : begins[number + 1]]
-        try:
-            _decode(decoder, stretch.unit.frames[2 * layer + part], stretch, out)
-        except KvmnnError as error:
-            raise DamagedStretchError(f"{'KV'[part]} of layer {shape.layer}: {error}", number) from None
+    def one(job: tuple[range, int, int]) -> None:
+        numbers, layer, part = job
+        whole, shape, at = rows[layer][part], space.layers[layer], 2 * layer + part
+        for number in numbers:
+            stretch, begin = stretches[number], begins[number]
+            out = whole[:, begin : begins[number + 1]]
+            try:
+                if stretch.unit.dense is None:
+                    _decode(decoder, stretch.unit.frames[at], stretch, out)
+                else:
+                    one_of = sets[number]
+                    held = one_of.sets[at] if one_of is not None else None
+                    _decode_dense(stretch, at, whole[:, : max(begin - stretch.skip, 0)], held, out)
+            except KvmnnError as error:
+                raise DamagedStretchError(f"{'KV'[part]} of layer {shape.layer}: {error}", number) from None
 
-    numbers = range(len(stretches))
-    jobs = [(number, layer, part) for number in numbers for layer in range(len(space.layers)) for part in range(2)]
+    parts = [(layer, part) for layer in range(len(space.layers)) for part in range(2)]
+    jobs = [(run, layer, part) for run in _runs(stretches, begins) for layer, part in parts]
     map_pulled(one, jobs, resolve_threads(threads))
     return [
-        LayerCache(layer=shape.layer, keys=keys, values=values)
+        LayerCache(layer=shape.layer, keys=keys[:, first:], values=values[:, first:])
         for shape, (keys, values) in zip(space.layers, rows, strict=True)
     ]
+
+
+def _runs(stretches: Sequence[Stretch], begins: Sequence[int]) -> list[range]:
+    """Stretches that need rows of those before them, in runs: what one thread decodes in order."""
+    found: list[range] = []
+    end, needed = len(stretches), begins[-1]
+    for number in reversed(range(len(stretches))):
+        unit, begin = stretches[number].unit, begins[number]
+        history = unit.dense.history if unit.dense else 0
+        needed = min(needed, begin - stretches[number].skip - history if history else begin)
+        if needed == begin or not number:
+            found.append(range(number, end))
+            end = number
+    return found[::-1]
+
+
+def _tables(space: Space, unit: Unit, tables: KeptTables | None, number: int) -> TableSets | None:
+    if unit.dense is None or not unit.dense.tables:
+        return None
+    try:
+        if tables is None:
+            raise DamagedError("its tables are gone")
+        found = tables.get(space.key, unit.dense.tables)
+        if len(found.sets) != len(unit.frames):
+            raise DamagedError("its tables are for other layers")
+    except DamagedError as error:
+        raise DamagedStretchError(str(error), number) from None
+    return found
 
 
 def _arrays(space: Space, tokens: int) -> list[tuple[Words, Words]]:
@@ -100,5 +156,21 @@ def _decode(decoder: Decoder, frame: Frame, stretch: Stretch, out: Words) -> Non
     entire = stretch.take == tokens
     words = out if entire else np.empty((out.shape[0], tokens, out.shape[2]), out.dtype)
     decoder.checked(frame.data, frame.checksum, frame.raw_checksum, words)
+    if not entire:
+        out[:] = words[:, stretch.skip : stretch.skip + stretch.take]
+
+
+def _decode_dense(stretch: Stretch, at: int, before: Words, tables: Tables | None, out: Words) -> None:
+    unit, frame = stretch.unit, stretch.unit.frames[at]
+    assert unit.dense is not None
+    history = unit.dense.history
+    if before.shape[1] < history:
+        raise DamagedError(f"refers to {history} rows before it: {before.shape[1]} are there")
+    if read_header(frame.data).checksum != frame.checksum:
+        raise DamagedError("is another stream than was put")
+    entire = stretch.take == unit.ids.size
+    words = out if entire else np.empty((out.shape[0], unit.ids.size, out.shape[2]), out.dtype)
+    held = before[:, before.shape[1] - history :] if history else None
+    decode_stream(frame.data, history=held, tables=tables, out=words)
     if not entire:
         out[:] = words[:, stretch.skip : stretch.skip + stretch.take]

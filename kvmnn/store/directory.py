@@ -16,16 +16,17 @@ from ..errors import KvmnnError, SourceError
 from ..files.output import failures
 from ..text import count
 from . import updates
-from .beside import MAX_BLOCK_TOKENS, Beside
+from .beside import MAX_BLOCK_TOKENS, Beside, Settings
 from .index import FILE_NAME, DamagedIndexError, Index, WrongRowError, newest, whole_numbers
 from .lookup import Found, Lookup, Text
 from .rebuilding import rebuild
 from .space import Space, from_json
+from .table_sets import KeptTables, TableSets
 from .token_ids import Ids
-from .unit import DamagedError, parse_ids
+from .unit import DamagedError, parse_header
 from .unit_files import Staging, UnitFiles
 from .units import Added
-from .updates import NewUnit
+from .updates import NewUnit, ParentGoneError
 
 _MAX_SPACES = 4096
 _TOUCH_SECONDS = 1.0
@@ -45,8 +46,8 @@ class Directory:
     Parameters
     ----------
     folder
-        It is made where `block_tokens` says how.
-    block_tokens
+        It is made where `settings` say how.
+    settings
         Of a store that is made; None where one must be there.
     max_bytes
         Most bytes of all units; None for no bound.
@@ -59,20 +60,22 @@ class Directory:
         As `Index`, and for a folder that holds something else.
     """
 
-    def __init__(self, folder: Path, *, block_tokens: int | None, max_bytes: int | None, read_only: bool) -> None:
+    def __init__(self, folder: Path, *, settings: Settings | None, max_bytes: int | None, read_only: bool) -> None:
         self.folder = folder
         self.label = str(folder)
         self.read_only = read_only
         self._max_bytes = max_bytes
         if folder.exists() and not folder.is_dir():
             raise SourceError(f"{folder}: is not a prefix store, but a file: expected a directory")
-        if block_tokens is not None and not read_only:
+        if settings is not None and not read_only:
             _make(folder)
         self.notes: list[str] = []
         self.beside = Beside(folder)
+        self.tables = KeptTables(self.beside.read_tables, self.beside.table_names)
         self.files = UnitFiles(folder)
         self._known_spaces: tuple[int | None, list[Space]] = None, []
         self._bad: set[int] = set()
+        block_tokens = settings.block_tokens if settings else None
         self.index = Index(folder, block_tokens=block_tokens, read_only=read_only, rebuild=self._rebuild)
         try:
             self.block_tokens = self._block_tokens()
@@ -81,7 +84,8 @@ class Directory:
                 raise
             self.block_tokens = self._block_tokens()  # of an index that is made anew
         if not read_only:
-            self._note_beside()
+            self._note_beside(settings.codec if settings else "frames")
+        self.codec = self.beside.settings().codec if self.beside.is_there else "frames"
         self._touched: set[int] = set()
         self._last_touch = time.monotonic()
         self._lock = threading.Lock()
@@ -112,17 +116,21 @@ class Directory:
         """The bytes of the units' files; None for those that are not there."""
         return [self.files.read(unit) for unit in units]
 
+    def at_hand(self, unit: int) -> Bytes | None:
+        """The bytes of a unit's file."""
+        return self.files.read(unit)
+
     def stage(self) -> Staging:
         """A folder for the files of new units."""
         return self.files.stage()
 
-    def add(self, space: Space, text: Text, new: Sequence[NewUnit]) -> Added:
-        """Take in units of a text, in order, all or none.
+    def add(self, space: Space, text: Text, new: Sequence[NewUnit], tables: TableSets | None) -> Added:
+        """Take in units of a text, in order, and the tables that some of them need, all or none.
 
         Raises
         ------
         ParentGoneError
-            Where the blocks before the first are not there any more.
+            Where the blocks before the first are not there any more, or hold other rows than a unit refers to.
         OutputError
             Where something cannot be written; nothing has been taken in then.
         """
@@ -138,9 +146,12 @@ class Directory:
                 self._note_touched(cursor)
                 before = updates.held_bytes(cursor)
                 self.beside.note_space(space)
+                if tables is not None:
+                    self.beside.note_tables(space, tables)
                 number = updates.space_id(cursor, space)
                 updates.next_tick(cursor)
                 for unit in new:
+                    self._check_behind(cursor, unit, placed)
                     found, superfluous = updates.insert(cursor, number, unit, text, lambda: has_all(cursor))
                     if found:
                         assert isinstance(unit.staged, Path)
@@ -157,6 +168,20 @@ class Directory:
             raise
         self.files.remove(gone)
         return Added(stored, removed)
+
+    def _check_behind(self, cursor: sqlite3.Cursor, new: NewUnit, placed: Sequence[int]) -> None:
+        """Another process may have put the blocks that a unit follows, computed otherwise, since it was encoded."""
+        row = cursor.execute("SELECT unit, number FROM block WHERE key = ?", (new.parent,)).fetchone()
+        if not new.behind or (row is not None and row[0] in placed):
+            return
+        unit, number = (0, 0) if row is None else whole_numbers(row)
+        data = self.files.read(unit)
+        try:
+            dense = parse_header(data).dense if data is not None else None
+        except DamagedError:
+            dense = None
+        if dense is None or dense.sums[: number + 1][-len(new.behind) :] != new.behind:
+            raise ParentGoneError("the blocks before a unit hold other rows by now")
 
     def touch(self, units: Iterable[int], *, now: bool = False) -> None:
         """Units were used; noted down with others after a while, or `now`."""
@@ -240,17 +265,19 @@ class Directory:
             self.notes.append(f"{self.folder}: the index was lost or damaged ({what}): made anew, with {kept}{left}")
         return True
 
-    def _note_beside(self) -> None:
-        """What the index alone would know, for a store that does not have it yet."""
+    def _note_beside(self, codec: str) -> None:
+        """What the index alone would know, for a store that does not have it yet; one with units has frames."""
         if not self.beside.is_there:
             for space in self.spaces():
                 self.beside.note_space(space)
-            self.beside.note_settings(self.block_tokens)
+            with self.index.reading() as cursor:
+                is_new = cursor.execute("SELECT 1 FROM unit LIMIT 1").fetchone() is None
+            self.beside.note_settings(Settings(self.block_tokens, codec if is_new else "frames"))
 
     def _ids_of(self, unit: int) -> Ids | None:
         data = self.files.read(unit)
         try:
-            return None if data is None else parse_ids(data)[2]
+            return None if data is None else parse_header(data).ids
         except DamagedError:
             return None
 

@@ -6,9 +6,9 @@ import os
 import re
 from pathlib import Path
 
-from ..checks import whole
+from ..checks import shown, whole
 from ..errors import KvmnnError, MissingDependencyError, OptionError
-from .beside import MAX_BLOCK_TOKENS
+from .beside import CODECS, MAX_BLOCK_TOKENS, Settings, check_settings
 from .directory_units import DirectoryUnits
 from .remote import RemoteUnits
 from .remote.object_values import ObjectValues
@@ -17,6 +17,7 @@ from .remote.values import Patient, Values
 from .units import Units
 
 BLOCK_TOKENS = 64
+CODEC = "frames"
 RAM_BYTES = 256 << 20
 TIMEOUT = 5.0
 
@@ -31,6 +32,7 @@ def open_units(
     max_bytes: int | None,
     ram_bytes: int | None,
     block_tokens: int | None,
+    codec: str | None,
     timeout: float | None,
     read_only: bool,
     create: bool,
@@ -40,22 +42,27 @@ def open_units(
         block_tokens = whole(block_tokens, "block_tokens", 1, MAX_BLOCK_TOKENS)
     if max_bytes is not None:
         max_bytes = whole(max_bytes, "max_bytes", 0)
+    if codec not in (None, *CODECS):
+        raise OptionError(f"codec is {shown(codec)}: expected one of {', '.join(CODECS)}")
+    made = Settings(block_tokens or BLOCK_TOKENS, codec or CODEC) if create else None
     name = os.fspath(url)
     found = _SCHEME.match(name)
     if found is None:
         if ram_bytes is not None or timeout is not None:
             raise OptionError(f"{name}: ram_bytes and timeout are for stores past this machine, not for a directory")
-        made = (block_tokens or BLOCK_TOKENS) if create else None
-        units = DirectoryUnits(Path(name), block_tokens=made, max_bytes=max_bytes, read_only=read_only)
-        if block_tokens not in (None, units.block_tokens):
+        units = DirectoryUnits(Path(name), settings=made, max_bytes=max_bytes, read_only=read_only)
+        try:
+            check_settings(name, Settings(units.block_tokens, units.codec), block_tokens, codec)
+        except OptionError:
             units.close()
-            raise OptionError(f"{name}: has blocks of {units.block_tokens} tokens, not of {block_tokens}")
+            raise
         return units
     label = without_secret(name)
     return RemoteUnits(
         Patient(_values(found[1], name, label, _seconds(timeout)), label),
         block_tokens=block_tokens,
-        default_tokens=BLOCK_TOKENS if create else None,
+        codec=codec,
+        made=made,
         ram_bytes=RAM_BYTES if ram_bytes is None else whole(ram_bytes, "ram_bytes", 0),
         read_only=read_only,
         max_bytes=max_bytes,

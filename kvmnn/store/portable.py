@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import struct
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +20,7 @@ from ..files.output import FileOutput
 from .decoding import DamagedStretchError, Stretch, check_unit, decode_stretches
 from .lookup import Place
 from .space import Space, from_json
+from .table_sets import MOST_BYTES, KeptTables, TableSets
 from .token_ids import MAX_TOKENS, Ids
 from .unit import DamagedError
 from .unit import parse as parse_unit
@@ -25,19 +28,34 @@ from .unit import parse as parse_unit
 MAGIC = b"KVMNNPX1"
 _SIZE = struct.Struct("<I")
 _MAX_UNITS = 1 << 20
+_MAX_TABLES = 1 << 10
 _MAX_DOCUMENT = 64 << 20
 
 
-def write(path: str | os.PathLike[str], space: Space, places: list[tuple[Place, Bytes]], *, force: bool) -> int:
-    """Write the units of a text, as they are, behind a document that says which tokens of each are meant; bytes."""
+def write(
+    path: str | os.PathLike[str],
+    space: Space,
+    places: list[tuple[Place, Bytes]],
+    tables: Sequence[TableSets],
+    *,
+    force: bool,
+) -> int:
+    """Write the units of a text and their tables, as they are, behind a document that says which tokens of each unit
+    are meant; bytes.
+    """
     units = [{"bytes": data.size, "skip": place.skip, "take": place.take} for place, data in places]
-    document = json.dumps({"space": space.to_json(), "units": units}).encode()
+    kept = [{"bytes": len(each.data), "key": each.key.hex()} for each in tables]
+    about: dict[str, Any] = {"space": space.to_json(), "units": units, **({"tables": kept} if kept else {})}
+    document = json.dumps(about).encode()
     with FileOutput(path, force=force) as output:
         output.file.write(MAGIC + _SIZE.pack(len(document)) + document)
         for _, data in places:
             output.file.write(data.data)
+        for each in tables:
+            output.file.write(each.data)
         output.commit()
-    return len(MAGIC) + _SIZE.size + len(document) + sum(data.size for _, data in places)
+    nbytes = sum(data.size for _, data in places) + sum(len(each.data) for each in tables)
+    return len(MAGIC) + _SIZE.size + len(document) + nbytes
 
 
 def read_exported(path: str | os.PathLike[str], threads: int | None = None) -> tuple[str, Ids, list[LayerCache]]:
@@ -74,10 +92,18 @@ def read_exported(path: str | os.PathLike[str], threads: int | None = None) -> t
             raise SourceError(f"{file.label}: unit {number} {error}") from None
         stretches.append(Stretch(unit, skip, take))
         begin += nbytes
+    kept: dict[str, bytes] = {}
+    for node in root.at("tables").items(most=_MAX_TABLES) if "tables" in root.value else ():
+        nbytes = node.at("bytes").integer(1)
+        if nbytes > MOST_BYTES:
+            raise node.at("bytes").wrong(f"at most {MOST_BYTES}")
+        name = f"{space.key.hex()}-{node.at('key').text()}"
+        kept[name] = file.view(begin, nbytes).tobytes()
+        begin += nbytes
     if begin != file.size:
         raise SourceError(f"{file.label}: has {file.size - begin:,} bytes behind its units")
     try:
-        layers = decode_stretches(space, stretches, threads)
+        layers = decode_stretches(space, stretches, threads, tables=KeptTables(kept.get, tuple))
     except DamagedStretchError as error:
         raise SourceError(f"{file.label}: unit {error.number}: {error}") from None
     ids = np.concatenate([unit.ids[skip : skip + take] for unit, skip, take in stretches])

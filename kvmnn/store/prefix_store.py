@@ -12,10 +12,12 @@ import numpy.typing as npt
 
 from ..arrays.layer_cache import LayerCache
 from ..checks import whole
+from ..dense import Rotary
 from ..frames import CodecOptions
 from . import portable
 from .index import DamagedIndexError
 from .opening import open_units
+from .putting import Writing
 from .remote import OutageError
 from .results import Cleaned, Exported, Listing, Pinned, Prefix, Put, Session, Stats, Verified
 from .space import checked_layers, space_of
@@ -46,8 +48,13 @@ class PrefixStore:
     ram_bytes
         Past this machine: most bytes of units that are kept in memory; None for 256 MiB. In a directory the system
         does it.
+    codec
+        What units of a store that is made are made of: ``"dense"`` streams, which are smaller, or ``"frames"``, which
+        are decoded faster. One that is there has its own, and None takes that, or ``"frames"``.
     effort
-        Of the codec, as for `kvmnn.encode`. ``"fast"`` is within 1 % of ``"exact"``, fp32 and bf16 are smaller by it.
+        Of frames, as for `kvmnn.encode`. ``"fast"`` is within 1 % of ``"exact"``, fp32 and bf16 are smaller by it.
+    rotary
+        Of dense streams: how the model rotated K, for all that is put. Wrong parameters cost size only.
     threads
         For encoding and decoding, at most this number; None for all processors.
     timeout
@@ -63,7 +70,7 @@ class PrefixStore:
     SourceError
         For a directory that is no store, or one of another version.
     OptionError
-        For another `block_tokens` than the store has, and what is no URL.
+        For another `block_tokens` or `codec` than the store has, and what is no URL.
     MissingDependencyError
         For a URL whose package is not installed.
     OutputError
@@ -86,7 +93,9 @@ class PrefixStore:
         *,
         block_tokens: int | None = None,
         ram_bytes: int | None = None,
+        codec: str | None = None,
         effort: str = "fast",
+        rotary: Rotary | None = None,
         threads: int | None = None,
         timeout: float | None = None,
         read_only: bool = False,
@@ -100,11 +109,12 @@ class PrefixStore:
             max_bytes=max_bytes,
             ram_bytes=ram_bytes,
             block_tokens=block_tokens,
+            codec=codec,
             timeout=timeout,
             read_only=read_only,
             create=create,
         )
-        self._texts = Texts(self._units, options, self._threads)
+        self._texts = Texts(self._units, Writing(options, lambda space, layers: rotary, self._threads))
         self._asked = self._found = 0
         self._lock = threading.Lock()
 
@@ -112,6 +122,11 @@ class PrefixStore:
     def block_tokens(self) -> int:
         """Tokens of a block."""
         return self._units.block_tokens
+
+    @property
+    def codec(self) -> str:
+        """What units are made of, ``"dense"`` or ``"frames"``."""
+        return self._units.codec
 
     @property
     def models(self) -> tuple[str, ...]:

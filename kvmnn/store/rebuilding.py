@@ -16,7 +16,7 @@ from .index import index_name, make, newest
 from .lookup import Lookup, Text
 from .space import Space
 from .token_ids import Ids, as_text, block_keys, text_key
-from .unit import DamagedError, parse, parse_ids
+from .unit import DamagedError, parse, parse_header
 from .unit_files import UnitFiles
 from .updates import NewUnit, ParentGoneError
 
@@ -51,7 +51,7 @@ def rebuild(folder: Path, seen: Path | None) -> Rebuilt | None:
         Where the store's settings are lost or damaged as well.
     """
     beside, files = Beside(folder), UnitFiles(folder)
-    block_tokens = beside.block_tokens()
+    block_tokens = beside.settings().block_tokens
     with _locked(folder):
         number, found = newest(folder)
         if found != seen:
@@ -100,7 +100,7 @@ def _fill(cursor: sqlite3.Cursor, folder: Path, beside: Beside, files: UnitFiles
         with suppress(DamagedError):
             data = files.read(int(path.stem, 16))
             if data is not None:
-                starts.append((parse_ids(data)[1], int(path.stem, 16)))
+                starts.append((parse_header(data).start, int(path.stem, 16)))
     units = left = 0
     for _, number in sorted(starts):  # what others follow comes before them
         if _insert(cursor, number, files, spaces, block_tokens):
@@ -165,6 +165,6 @@ def _pin(cursor: sqlite3.Cursor, lookup: Lookup, space: Space, ids: Ids) -> bool
 def _ids_of(files: UnitFiles, unit: int) -> Ids | None:
     data = files.read(unit)
     try:
-        return None if data is None else parse_ids(data)[2]
+        return None if data is None else parse_header(data).ids
     except DamagedError:
         return None

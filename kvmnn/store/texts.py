@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 from ..arrays.layer_cache import LayerCache
 from ..errors import KvmnnError, SourceError
-from ..frames import CodecOptions
 from . import portable
 from .getting import read_layers
 from .lookup import Found, Text, units_of
-from .putting import add_text
+from .putting import Writing, add_text
 from .results import Exported, Prefix, Put
 from .space import Space, check_model
 from .token_ids import Ids, block_keys
+from .unit import DamagedError, parse_header
 from .units import Units
 from .updates import ParentGoneError
 
@@ -29,16 +29,14 @@ class Texts:
     ----------
     units
         What they lie in.
-    options
-        Of the codec.
-    threads
-        For encoding and decoding.
+    how
+        How new units are made.
     """
 
-    def __init__(self, units: Units, options: CodecOptions, threads: int | None) -> None:
+    def __init__(self, units: Units, how: Writing) -> None:
         self._units = units
-        self._options = options
-        self._threads = threads
+        self._how = how
+        self._threads = how.threads
 
     def text(self, space: Space, ids: Ids) -> Text:
         """A text with the keys of its blocks."""
@@ -60,7 +58,7 @@ class Texts:
             if known.tokens >= ids.size:
                 break
             try:
-                added = add_text(self._units, text, caches, space, known.blocks, self._options, self._threads)
+                added = add_text(self._units, text, caches, space, known, self._how)
             except ParentGoneError:  # another process removed what these blocks follow: they are put as well
                 known = self._units.find(text)
                 continue
@@ -117,5 +115,10 @@ class Texts:
         places = [(place, data) for place in found.places if (data := held[place.unit]) is not None]
         if len(places) < len(found.places):
             raise SourceError(f"{self._units.label}: this text was evicted meanwhile")
-        nbytes = portable.write(path, space, places, force=force)
+        try:
+            keys = {dense.tables for _, data in places if (dense := parse_header(data).dense) and dense.tables}
+            tables = [self._units.tables.get(space.key, key) for key in sorted(keys)]
+        except DamagedError as error:  # since they were read
+            raise SourceError(f"{self._units.label}: this text cannot be read any more: {error}") from None
+        nbytes = portable.write(path, space, places, tables, force=force)
         return Exported(output=os.fspath(path), tokens=ids.size, bytes=nbytes)

@@ -11,6 +11,7 @@ from ..dtypes import Bytes
 from .lookup import Found, Text
 from .results import Cleaned, Entry, Stats, Verified
 from .space import Space
+from .table_sets import KeptTables, TableSets
 from .token_ids import Ids
 from .updates import NewUnit
 
@@ -35,10 +36,15 @@ class Units(Protocol):
     label: str
     read_only: bool
     notes: list[str]
+    tables: KeptTables
 
     @property
     def block_tokens(self) -> int:
         """Tokens of a block."""
+
+    @property
+    def codec(self) -> str:
+        """What new units are made of, ``"dense"`` or ``"frames"``."""
 
     def spaces(self) -> list[Space]:
         """All spaces."""
@@ -49,11 +55,14 @@ class Units(Protocol):
     def read(self, units: Sequence[int]) -> list[Bytes | None]:
         """The bytes of units; None for those that are not there."""
 
+    def at_hand(self, unit: int) -> Bytes | None:
+        """The bytes of a unit where nothing has to be asked for them."""
+
     def stage(self) -> AbstractContextManager[Staging]:
         """A place for new units."""
 
-    def add(self, space: Space, text: Text, new: Sequence[NewUnit]) -> Added:
-        """Take in units of a text, in order."""
+    def add(self, space: Space, text: Text, new: Sequence[NewUnit], tables: TableSets | None) -> Added:
+        """Take in units of a text, in order, and the tables that some of them need."""
 
     def touch(self, units: Iterable[int]) -> None:
         """Units were used."""

@@ -38,6 +38,8 @@ class NewUnit:
         Of its file.
     staged
         Where the file lies, or its bytes.
+    behind
+        Checksums of the last blocks before it, whose rows its streams refer to; empty where they refer to none.
     """
 
     parent: bytes
@@ -46,6 +48,7 @@ class NewUnit:
     keys: Sequence[bytes]
     nbytes: int
     staged: Path | bytes
+    behind: tuple[int, ...] = ()
 
 
 def space_id(cursor: sqlite3.Cursor, space: Space) -> int:

@@ -6,15 +6,14 @@ import sqlite3
 from contextlib import suppress
 
 from . import updates
-from .decoding import Stretch, check_unit, decode_stretches
 from .directory import Directory
-from .encoding import blocks_in_unit
 from .index import whole_numbers
 from .lookup import Text
 from .results import Cleaned, Verified
-from .space import Space, from_json
+from .space import from_json
 from .token_ids import block_keys
-from .unit import DamagedError, Unit, parse
+from .unit import DamagedError, Unit
+from .verifying import Verifier
 
 _AT_ONCE = 64
 
@@ -47,10 +46,13 @@ def delete(units: Directory, text: Text) -> Cleaned:
 def clean(units: Directory, max_bytes: int | None) -> Cleaned:
     """Remove what nothing refers to, what refers to no file, and what has to go for `max_bytes`."""
     units.files.sweep()
-    others = other_bytes = 0
     with units.index.writing() as cursor:  # nobody gives a file its name meanwhile
         known = {number for (number,) in cursor.execute("SELECT id FROM unit")}
         units.beside.drop_other_pins([key for (key,) in cursor.execute("SELECT key FROM pin")])
+        used = cursor.execute("SELECT key FROM space WHERE id IN (SELECT DISTINCT space FROM unit)")
+        spaces = {bytes(key).hex() for (key,) in used}
+        idle = [name for name in units.beside.table_names() if name.partition("-")[0] not in spaces]
+        others, other_bytes = len(idle), units.beside.drop_tables(idle)
         for path in units.files.others(known):
             with suppress(OSError):
                 other_bytes += path.stat().st_size
@@ -78,6 +80,7 @@ def clean(units: Directory, max_bytes: int | None) -> Cleaned:
 def verify(units: Directory, threads: int | None) -> Verified:
     """Read, decode and compare every unit, the index first."""
     units.index.check()
+    verifier = Verifier(units.files.read, lambda key: _holder(units, key), units.tables, units.block_tokens, threads)
     count = tokens = nbytes = after = 0
     notes: list[str] = []
     while True:
@@ -92,7 +95,7 @@ def verify(units: Directory, threads: int | None) -> Verified:
             count += 1
             try:
                 space = from_json(document, f"{units.label}: space")
-                unit = _verified(units, number, space, threads)
+                unit = verifier.verified(number, space)
                 _check_rows(units, number, skip, start, unit)
             except DamagedError as error:
                 units.discard(number, str(error), notes)
@@ -103,15 +106,14 @@ def verify(units: Directory, threads: int | None) -> Verified:
             return Verified(units=count, tokens=tokens, bytes=nbytes, damaged=tuple(notes))
 
 
-def _verified(units: Directory, number: int, space: Space, threads: int | None) -> Unit:
-    (data,) = units.read([number])
-    if data is None:
-        raise DamagedError("its file is gone or cannot be read")
-    unit = parse(data)
-    most = (blocks_in_unit(space, units.block_tokens) + 1) * units.block_tokens
-    check_unit(unit, space, unit.ids, 0, most)
-    decode_stretches(space, [Stretch(unit, 0, unit.ids.size)], threads)
-    return unit
+def _holder(units: Directory, key: bytes) -> tuple[int, int] | None:
+    """The unit that has a block, and how many of its blocks there are up to it."""
+    with units.index.reading() as cursor:
+        row = cursor.execute("SELECT unit, number FROM block WHERE key = ?", (key,)).fetchone()
+    if row is None:
+        return None
+    unit, number = whole_numbers(row)
+    return unit, number + 1
 
 
 def _check_rows(units: Directory, number: int, skip: int, start: int, unit: Unit) -> None:

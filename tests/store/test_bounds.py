@@ -16,7 +16,7 @@ from kvmnn.store import PrefixStore
 from kvmnn.store.remote.records import Record, from_bytes
 from kvmnn.store.space import MAX_LAYERS, from_json, space_of
 from kvmnn.store.token_ids import MAX_ID, MAX_TOKENS, as_ids
-from kvmnn.store.unit import DamagedError, header_bytes, parse_ids
+from kvmnn.store.unit import DamagedError, header_bytes, parse_header
 
 
 def caches(count: int, heads: int = 1, dims: int = 1) -> list[LayerCache]:
@@ -67,9 +67,9 @@ def test_a_record_and_a_unit_of_one_token(tmp_path: Path) -> None:
     (file,) = tmp_path.glob("s/units/*/*.unit")
     data = np.fromfile(file, np.uint8)
     head = header_bytes(1, 4)
-    assert parse_ids(data[:head])[2].tolist() == [7]
+    assert parse_header(data[:head]).ids.tolist() == [7]
     with pytest.raises(DamagedError, match=f"has {head - 1} bytes: its header alone has {head}"):
-        parse_ids(data[: head - 1])
+        parse_header(data[: head - 1])
 
 
 def test_a_record_of_the_longest_text() -> None:

@@ -7,27 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from prefixes import MODEL, layers_of
+from prefixes import MODEL, checksum_model, layers_of
 
 import kvmnn
 from kvmnn.frames.hashing import checksum
 from kvmnn.store import PrefixStore
-
-WORD = (1 << 64) - 1
-
-
-def checksum_model(data: bytes, seed: int = 0) -> int:
-    """Sums, and sums of the sums, of eight columns of 64-bit words."""
-    padded = data + bytes(-len(data) % 64)
-    sums, weighted = [0] * 8, [0] * 8
-    for at, word in enumerate(struct.unpack(f"<{len(padded) // 8}Q", padded)):
-        sums[at % 8] = (sums[at % 8] + word) & WORD
-        weighted[at % 8] = (weighted[at % 8] + sums[at % 8]) & WORD
-    found = seed ^ len(data)
-    for one, other in zip(sums, weighted, strict=True):
-        found = ((found ^ one) * 0x9E3779B97F4A7C15) & WORD
-        found = (((found ^ (found >> 29)) ^ other) * 0xBF58476D1CE4E5B9) & WORD
-    return found
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 63, 64, 65, 1000])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,6 +12,7 @@ from kvmnn import LayerCache
 
 LAYERS, HEADS, DIMS = 2, 2, 4
 MODEL = "a model"
+WORD = (1 << 64) - 1
 
 
 def layers_of(ids: Sequence[int], *, dtype: str = "<f2", layers: int = LAYERS, seed: bytes = b"") -> list[LayerCache]:
@@ -49,3 +51,17 @@ def same(found: Sequence[LayerCache], ids: Sequence[int], tokens: int, **options
         and a.values.tobytes() == b.values.tobytes()
         for a, b in zip(found, wanted, strict=True)
     )
+
+
+def checksum_model(data: bytes, seed: int = 0) -> int:
+    """Sums, and sums of the sums, of eight columns of 64-bit words."""
+    padded = data + bytes(-len(data) % 64)
+    sums, weighted = [0] * 8, [0] * 8
+    for at, word in enumerate(struct.unpack(f"<{len(padded) // 8}Q", padded)):
+        sums[at % 8] = (sums[at % 8] + word) & WORD
+        weighted[at % 8] = (weighted[at % 8] + sums[at % 8]) & WORD
+    found = seed ^ len(data)
+    for one, other in zip(sums, weighted, strict=True):
+        found = ((found ^ one) * 0x9E3779B97F4A7C15) & WORD
+        found = (((found ^ (found >> 29)) ^ other) * 0xBF58476D1CE4E5B9) & WORD
+    return found

@@ -6,11 +6,12 @@ import argparse
 import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .. import axes_options, idle_options, loading, packed_options, printing, shared_options
+from .. import axes_options, dense_options, idle_options, loading, packed_options, printing, shared_options
 from ..printing import Result, UsageError
 
 if TYPE_CHECKING:
     from ...arrays.source import Source
+    from ...dense import Rotary
     from ...store import PrefixStore
 
 _TEXT = """Keep K and V of texts in a directory and find them again by their token ids: any text is answered with the
@@ -46,8 +47,9 @@ class _Action(NamedTuple):
 _MODEL = ("token_ids", "model", "fingerprint", "dtype")
 _LAYOUT = ("backend", "lp", "hp", "flash_block", "name", "capacity")
 _INPUT = ("tensor", "skip_unsupported", "token_major", *axes_options.NAMES, *packed_options.LAYING)
+_MAKING_OPTIONS = ("store_bytes", "block_tokens", "codec", "effort", "threads")
 _ACTIONS = {
-    "put": _Action((*_MODEL, *_INPUT, "store_bytes", "block_tokens", "effort", "threads", "force"), "CACHE"),
+    "put": _Action((*_MODEL, *_INPUT, *_MAKING_OPTIONS, "rope", "force"), "CACHE"),
     "match": _Action(_MODEL),
     "get": _Action((*_MODEL, *_LAYOUT, "output", "force", "threads")),
     "ls": _Action(),
@@ -58,7 +60,7 @@ _ACTIONS = {
     "pin": _Action(_MODEL),
     "unpin": _Action(_MODEL),
     "export": _Action((*_MODEL, "output", "force")),
-    "import": _Action(("store_bytes", "block_tokens", "effort", "threads"), "FILE"),
+    "import": _Action((*_MAKING_OPTIONS, "rope"), "FILE"),
 }
 _ALL = tuple(dict.fromkeys(name for action in _ACTIONS.values() for name in action.options))
 _MAKING = ("put", "import")
@@ -85,10 +87,16 @@ def add_parser(verbs: Any) -> None:
         "--block-tokens", type=shared_options.positive, metavar="N", help="of a store that is made (default: 64)"
     )
     parser.add_argument(
+        "--codec",
+        choices=("dense", "frames"),
+        help="of a store that is made: dense streams or frames (default: frames)",
+    )
+    dense_options.add_rope(parser)
+    parser.add_argument(
         "--effort",
         choices=shared_options.EFFORTS,
         default="fast",
-        help="how hard to compress (default: fast, within 1%% of exact)",
+        help="of frames: how hard to compress (default: fast, within 1%% of exact)",
     )
     parser.add_argument(
         "--threads", type=shared_options.positive, metavar="N", help="threads (default: all processors)"
@@ -125,6 +133,8 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.store,
         arguments.store_bytes if making else None,
         block_tokens=arguments.block_tokens,
+        codec=arguments.codec,
+        rotary=_rotary(arguments) if making else None,
         effort=arguments.effort,
         threads=arguments.threads,
         create=making,
@@ -152,6 +162,20 @@ def _source(arguments: argparse.Namespace) -> Source:
         where = " ".join(arguments.inputs)
         raise UsageError(f"{where}: does not say its token ids: store put needs --token-ids IDS")
     return source
+
+
+def _rotary(arguments: argparse.Namespace) -> Rotary | None:
+    """How K was rotated, as far as ``--rope`` or the configuration of ``--model`` says it."""
+    from ...errors import KvmnnError
+    from ...formats import read_rotary
+
+    if arguments.rope is not None or arguments.model is None:
+        said: Rotary | None = arguments.rope
+        return said
+    try:
+        return read_rotary(arguments.model, max(array.shape[-1] for array in arguments.read.arrays if array.shape))[0]
+    except KvmnnError:  # it says nothing: streams are longer, nothing else
+        return None
 
 
 def _put(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int]:

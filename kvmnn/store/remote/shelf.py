@@ -7,7 +7,6 @@ told, and puts what is left behind the first one's.
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,11 +15,11 @@ from contextlib import contextmanager, suppress
 import numpy as np
 
 from ...dtypes import Bytes
-from ...errors import KvmnnError, OptionError, OutputError, SourceError
-from ...files.json_document import parse
-from ..beside import MAX_BLOCK_TOKENS
+from ...errors import KvmnnError, OutputError, SourceError
+from ..beside import Settings, check_settings, parse_settings, settings_document
 from ..lookup import Found, Place, Text
 from ..space import Space, from_json
+from ..table_sets import KeptTables, TableSets, object_name
 from ..token_ids import Ids, agreeing, agreeing_texts, as_text
 from ..units import Added
 from ..updates import NewUnit, ParentGoneError
@@ -41,8 +40,7 @@ from .records import (
 from .values import OutageError, Patient
 
 ABOUT = "store/about"
-_SCHEMA, _VERSION = "kvmnn-store", 1
-_MAX_DOCUMENT = 1 << 16
+TABLES = "tables"
 _MAX_SPACES = 4096
 _NEAR = 128
 """Names on each side of a text's that are looked at, of all that follow a block; in names lie the first ids."""
@@ -66,10 +64,10 @@ class Shelf:
     ----------
     values
         The engine.
-    block_tokens
+    block_tokens, codec
         That the caller asks for; None for whatever the store has.
-    default_tokens
-        Of a store that is made, where the caller asks for none; None where one must be there.
+    made
+        Settings of a store that is made; None where one must be there.
     ram_bytes
         Most bytes of units that are kept in memory.
     read_only
@@ -82,7 +80,7 @@ class Shelf:
     SourceError
         Where there is no store, or one of another version; nothing is said while the engine does not answer.
     OptionError
-        For other `block_tokens` than the store has.
+        For another `block_tokens` or `codec` than the store has.
     """
 
     def __init__(
@@ -90,7 +88,8 @@ class Shelf:
         values: Patient,
         *,
         block_tokens: int | None,
-        default_tokens: int | None,
+        codec: str | None,
+        made: Settings | None,
         ram_bytes: int,
         read_only: bool,
         max_bytes: int | None = None,
@@ -99,8 +98,9 @@ class Shelf:
         self.values = values
         self.read_only = read_only
         self.notes: list[str] = []
-        self._asked_tokens, self._default_tokens = block_tokens, default_tokens
-        self._known_tokens: int | None = None
+        self._asked, self._made = (block_tokens, codec), made
+        self._known: Settings | None = None
+        self.tables = KeptTables(self._read_tables, lambda: values.names_in(TABLES))
         self._spaces: dict[str, Space] = {}
         self._ram = Ram(ram_bytes)
         self._places: dict[int, str] = {}
@@ -113,16 +113,24 @@ class Shelf:
         self._last_touch = time.monotonic()
         self._tick = 0
         try:
-            self._known_tokens = self._about()
+            self._known = self._about()
         except OutageError:
-            self._known_tokens = None  # asked for again when it is needed
+            self._known = None  # asked for again when it is needed
 
     @property
     def block_tokens(self) -> int:
         """Tokens of a block; an `OutageError` where the engine has not said it yet."""
-        if self._known_tokens is None:
-            self._known_tokens = self._about()
-        return self._known_tokens
+        return self._settings().block_tokens
+
+    @property
+    def codec(self) -> str:
+        """What new units are made of; errors as `block_tokens`."""
+        return self._settings().codec
+
+    def _settings(self) -> Settings:
+        if self._known is None:
+            self._known = self._about()
+        return self._known
 
     def spaces(self) -> list[Space]:
         """All spaces."""
@@ -191,13 +199,18 @@ class Shelf:
                 self._ram.put(unit, data)
         return [None if (data := held[unit]) is None else np.frombuffer(data, np.uint8) for unit in units]
 
+    def at_hand(self, unit: int) -> Bytes | None:
+        """The bytes of a unit that is kept in memory."""
+        data = self._ram.get(unit)
+        return None if data is None else np.frombuffer(data, np.uint8)
+
     @contextmanager
     def stage(self) -> Iterator[_Memory]:
         """New units stay in memory."""
         yield _Memory()
 
-    def add(self, space: Space, text: Text, new: Sequence[NewUnit]) -> Added:
-        """Take in units of a text: the units, and then their records.
+    def add(self, space: Space, text: Text, new: Sequence[NewUnit], tables: TableSets | None) -> Added:
+        """Take in units of a text: the tables that some need, the units, and then their records.
 
         Raises
         ------
@@ -214,7 +227,10 @@ class Shelf:
             record = Record(space.key, unit.parent, number, unit.nbytes, unit.start, unit.ids)
             records[record.name(text.block_tokens)] = record
         tail = self._tail_before(new[0], text)
-        self.values.put_many({f"spaces/{space.key.hex()}": space.to_json().encode()})
+        about = {f"spaces/{space.key.hex()}": space.to_json().encode()}
+        if tables is not None:
+            about[f"{TABLES}/{object_name(space.key, tables.key)}"] = tables.data
+        self.values.put_many(about)
         then = {name: record.to_bytes() for name, record in records.items()}
         there = self.values.put_new(units, then)
         self._bad.difference_update(record.unit for record in records.values())
@@ -311,24 +327,19 @@ class Shelf:
         for record in gone:
             self._ram.drop(record.unit)
 
-    def _about(self) -> int:
+    def _about(self) -> Settings:
         (data,) = self.values.get_many([ABOUT])
         if data is None:
-            if self._default_tokens is None or self.read_only:
+            if self._made is None or self.read_only:
                 raise SourceError(f"{self.label}: holds no prefix store")
-            tokens = self._asked_tokens or self._default_tokens
-            document = {"schema": _SCHEMA, "schema_version": _VERSION, "block_tokens": tokens}
-            self.values.put_many({ABOUT: json.dumps(document).encode()})
-            return tokens
-        root = parse(data, f"{self.label}: {ABOUT}", _MAX_DOCUMENT)
-        if root.at("schema").text() != _SCHEMA or root.at("schema_version").integer(1) != _VERSION:
-            raise SourceError(f"{self.label}: holds a prefix store of another version: expected {_VERSION}")
-        tokens = root.at("block_tokens").integer(1)
-        if tokens > MAX_BLOCK_TOKENS:
-            raise root.at("block_tokens").wrong(f"at most {MAX_BLOCK_TOKENS}")
-        if self._asked_tokens not in (None, tokens):
-            raise OptionError(f"{self.label}: has blocks of {tokens} tokens, not of {self._asked_tokens}")
-        return tokens
+            self.values.put_many({ABOUT: settings_document(self._made)})
+            return self._made
+        found = parse_settings(data, f"{self.label}: {ABOUT}")
+        check_settings(self.label, found, *self._asked)
+        return found
+
+    def _read_tables(self, name: str) -> bytes | None:
+        return self.values.get_many([f"{TABLES}/{name}"])[0]
 
     def _branches(self, text: Text, blocks: int, rest: Ids) -> Iterator[Place]:
         """What follows the last whole block, as far as it agrees."""

@@ -8,20 +8,18 @@ from typing import TypeVar
 import numpy as np
 
 from ...dtypes import Bytes
-from ..decoding import Stretch, check_unit, decode_stretches
-from ..encoding import blocks_in_unit
 from ..lookup import Text
 from ..results import Cleaned, Entry, Stats, Verified
 from ..space import Space
-from ..unit import DamagedError, parse
+from ..unit import DamagedError
+from ..verifying import GoneError, Verifier
 from . import bounding, sessions
 from .records import AFTER, Record, from_bytes, unit_name
-from .shelf import Shelf
+from .shelf import TABLES, Shelf
 
 T = TypeVar("T")
 
 _AT_ONCE = 256
-_UNITS_AT_ONCE = 8
 
 
 def records(units: Shelf) -> Iterator[tuple[str, Record | None]]:
@@ -56,15 +54,17 @@ def delete(units: Shelf, text: Text) -> Cleaned:
 def clean(units: Shelf, max_bytes: int | None) -> Cleaned:
     """Remove records without units, damaged records, and units without records; and texts down to `max_bytes`."""
     there = set(units.values.names_in("units"))
-    lost, known = [], set()
+    lost, known, spaces = [], set(), set()
     for name, record in records(units):
         if record is None or f"{record.unit:032x}" not in there:
             lost.append(name)
         else:
             known.add(f"{record.unit:032x}")
+            spaces.add(record.space.hex())
     others = sorted(there - known)
     uses = [f"uses/{name}" for name in units.values.names_in("uses") if name not in known]
-    for some in _runs([*lost, *(f"units/{name}" for name in others), *uses]):
+    tables = [f"{TABLES}/{name}" for name in units.values.names_in(TABLES) if name.partition("-")[0] not in spaces]
+    for some in _runs([*lost, *(f"units/{name}" for name in others), *uses, *tables]):
         units.values.delete(some)
     evicted, nbytes = (0, 0) if max_bytes is None else bounding.evict(units, max_bytes)
     return Cleaned(units=len(lost) + evicted, bytes=nbytes, other_files=len(others))
@@ -73,35 +73,49 @@ def clean(units: Shelf, max_bytes: int | None) -> Cleaned:
 def verify(units: Shelf, threads: int | None) -> Verified:
     """Read, decode and compare every unit."""
     spaces = {space.key: space for space in units.spaces()}
+    known = [record for _, record in records(units) if record is not None]
+    size = units.block_tokens
+    holders = {key: (record.unit, n) for record in known for n, key in enumerate(record.keys(size), 1)}
+    verifier = Verifier(lambda unit: _read(units, unit), holders.get, units.tables, size, threads)
     count = tokens = nbytes = 0
     notes: list[str] = []
-    for record, data in _stored(units):
-        count += 1
+    for record in _in_order(known, size):
         try:
             space = spaces.get(record.space)
             if space is None:
                 raise DamagedError("is of no known model")
-            unit = parse(data)
-            check_unit(unit, space, record.ids, 0, (blocks_in_unit(space, units.block_tokens) + 1) * units.block_tokens)
+            unit = verifier.verified(record.unit, space, record.ids)
             if (unit.parent, unit.start) != (record.parent, record.start):
                 raise DamagedError("holds other blocks than its record says")
-            decode_stretches(space, [Stretch(unit, 0, unit.ids.size)], threads)
+        except GoneError:  # the engine has evicted it, or what it follows: no damage
+            continue
         except DamagedError as error:
             units.discard(record.unit, str(error), notes)
         else:
             tokens += unit.ids.size
             nbytes += unit.nbytes
+        count += 1
     return Verified(units=count, tokens=tokens, bytes=nbytes, damaged=tuple(notes))
 
 
-def _stored(units: Shelf) -> Iterator[tuple[Record, Bytes]]:
-    """Every unit with its record, as the engine has it; what was evicted is no damage."""
-    for some in _runs([record for _, record in records(units) if record is not None]):
-        for at in range(0, len(some), _UNITS_AT_ONCE):
-            few = some[at : at + _UNITS_AT_ONCE]
-            for record, data in zip(few, units.values.get_many([unit_name(each.unit) for each in few]), strict=True):
-                if data is not None:
-                    yield record, np.frombuffer(data, np.uint8)
+def _read(units: Shelf, unit: int) -> Bytes | None:
+    """A unit as the engine has it."""
+    (data,) = units.values.get_many([unit_name(unit)])
+    return None if data is None else np.frombuffer(data, np.uint8)
+
+
+def _in_order(known: Sequence[Record], block_tokens: int) -> Iterator[Record]:
+    """Each behind the one that it follows, if it can be."""
+    behind: dict[bytes, list[Record]] = {}
+    for record in known:
+        behind.setdefault(record.parent, []).append(record)
+    held = {key for record in known for key in record.keys(block_tokens)}
+    todo = [record for record in known if record.parent not in held]
+    while todo:
+        record = todo.pop()
+        yield record
+        for key in record.keys(block_tokens):
+            todo += behind.pop(key, [])
 
 
 def stats(units: Shelf, asked: int, found: int) -> Stats:

@@ -1,0 +1,142 @@
+"""K and V of a text cut into units of dense streams, each unit handed on as soon as it is complete."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+
+from .. import dense
+from ..arrays.layer_cache import LayerCache
+from ..dense.header import MOST_RAW_BYTES, MOST_ROW_WORDS, read_header
+from ..dtypes import Bytes, Words
+from ..frames.hashing import checksum, rows_checksum
+from ..threads.pool import map_pulled, resolve_threads
+from .encoding import Cut
+from .space import Space
+from .table_sets import TableSets
+from .token_ids import Ids
+from .unit import MOST_CHAIN, MOST_HISTORY, Dense, Frame
+
+
+class Behind(NamedTuple):
+    """What a unit refers to: rows right before it, checksums of the blocks that they lie in, and the units needed."""
+
+    history: int = 0
+    sums: tuple[int, ...] = ()
+    chain: int = 0
+
+
+NOTHING = Behind()
+
+
+class DenseUnit(NamedTuple):
+    """A unit on its way in: where it is cut, what it refers to, and the tables of its streams, if not their own."""
+
+    cut: Cut
+    behind: Behind
+    tables: TableSets | None
+
+
+def fits(space: Space, tokens: int) -> bool:
+    """Whether dense streams can hold units of so many tokens, on this machine."""
+    most = max(shape.kv_heads * shape.head_dim for shape in space.layers)
+    longest = max(max(shape.kv_heads, shape.head_dim) for shape in space.layers)
+    small = most <= MOST_ROW_WORDS and longest < MOST_ROW_WORDS
+    return sys.byteorder == "little" and small and tokens * most * space.words.itemsize <= MOST_RAW_BYTES
+
+
+def block_sum(layers: Sequence[LayerCache], begin: int, end: int) -> int:
+    """64 bits over the words of some tokens in all layers: the checksum of the checksums of K and V of each."""
+    sums = [rows_checksum(_rows(words[:, begin:end])) for words in _parts(layers)]
+    return checksum(np.array(sums, "<u8").tobytes())
+
+
+def behind_unit(sums: Sequence[int], units_before: int, block_tokens: int) -> Behind:
+    """What a unit may refer to of the one before it, whose blocks up to it have these checksums."""
+    blocks = min(len(sums), -(-MOST_HISTORY // block_tokens))
+    if not blocks or units_before >= MOST_CHAIN:
+        return NOTHING
+    return Behind(min(MOST_HISTORY, blocks * block_tokens), tuple(sums[-blocks:]), units_before + 1)
+
+
+def unit_sums(layers: Sequence[LayerCache], cut: Cut, block_tokens: int) -> tuple[int, ...]:
+    """`block_sum` of the whole blocks of a unit."""
+    begin, end = cut
+    return tuple(block_sum(layers, at, at + block_tokens) for at in range(begin, end - block_tokens + 1, block_tokens))
+
+
+def encode_dense_units(
+    layers: Sequence[LayerCache],
+    units: Sequence[DenseUnit],
+    space: Space,
+    ids: Ids,
+    rotary: dense.Rotary | None,
+    done: Callable[[int, tuple[Frame, ...]], object],
+    threads: int | None = None,
+) -> None:
+    """Encode K and V of all layers unit by unit.
+
+    Parameters
+    ----------
+    ids
+        Of the text from its beginning on: the search for alike rows begins with equal tokens.
+    rotary
+        How K was rotated; tables know it themselves.
+    done
+        Called with the number of a unit and its streams, on the thread that finished it, in any order.
+    """
+    parts = list(_parts(layers))
+    cores = resolve_threads(threads)
+    # what one array found to be alike serves the next ones: a unit stays on one thread where others have work as well
+    runs = _runs(len(parts), -(-cores // len(units)))
+    open_units: dict[int, dict[int, Frame]] = {}
+    lock = threading.Lock()
+
+    def one(job: tuple[int, range]) -> None:
+        number, run = job
+        (begin, end), behind, tables = units[number]
+        before = begin - behind.history
+        streams = dense.encode_many(
+            [parts[part][:, begin:end] for part in run],
+            dtype=space.dtype,
+            rotary=None if tables else [None if part % 2 else rotary for part in run],
+            token_ids=ids[before:end],
+            history=[parts[part][:, before:begin] for part in run] if behind.history else None,
+            tables=[tables.sets[part] for part in run] if tables else None,
+        )
+        made = {part: Frame(data, read_header(data).checksum, 0) for part, data in zip(run, streams, strict=True)}
+        with lock:
+            found = open_units.setdefault(number, {})
+            found.update(made)
+            if len(found) < len(parts):
+                return
+            del open_units[number]
+        done(number, tuple(found[part] for part in range(len(parts))))
+
+    map_pulled(one, [(number, run) for number in range(len(units)) for run in runs], cores)
+
+
+def dense_of(unit: DenseUnit, sums: tuple[int, ...]) -> Dense:
+    """What the header of a unit says of its streams."""
+    key = unit.tables.key if unit.tables else b""
+    return Dense(sums, unit.behind.history, unit.behind.chain, key)
+
+
+def _parts(layers: Sequence[LayerCache]) -> chain[Words]:
+    return chain.from_iterable((cache.keys, cache.values) for cache in layers)
+
+
+def _runs(count: int, pieces: int) -> list[range]:
+    step = -(-count // min(pieces, count))
+    return [range(begin, min(begin + step, count)) for begin in range(0, count, step)]
+
+
+def _rows(words: Words) -> Bytes:
+    """``[kv_head, byte]``, little-endian, each head's rows together."""
+    little = words if words.dtype.isnative else words.astype(words.dtype.newbyteorder("<"))
+    return little.reshape(len(little), -1).view(np.uint8)

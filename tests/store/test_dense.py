@@ -1,0 +1,294 @@
+"""Stores of dense streams: rows before a unit, shared tables, and what must hold of frames holds of them as well."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from prefixes import MODEL, checksum_model
+
+from kvmnn import KvmnnError, LayerCache, dense
+from kvmnn.errors import OptionError, SourceError
+from kvmnn.store import PrefixStore, read_exported
+from kvmnn.store.decoding import Stretch, decode_stretches
+from kvmnn.store.space import space_of
+from kvmnn.store.unit import MOST_CHAIN, DamagedError, Unit, parse
+
+HEADS, DIMS, LAYERS = 2, 16, 2
+ROTARY = dense.Rotary(theta=10000.0, dims=DIMS)
+VOCABULARY = np.random.default_rng(5).standard_normal((LAYERS, 2, 97, HEADS, DIMS)).astype(np.float32)
+
+
+def text(tokens: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 97, tokens).tolist()
+
+
+def layers_of(ids: Sequence[int], dtype: str = "<f2", shift: float = 0.0) -> list[LayerCache]:
+    """Rows that come again where tokens do, with a little of their own; K and V of a prefix are those of the text."""
+    numbers = np.asarray(ids)
+    own = np.sin(np.cumsum(numbers + 1) + shift)[None, :, None].astype(np.float32) / 64
+    made = []
+    for layer in range(LAYERS):
+        rows = [VOCABULARY[layer, part][numbers].transpose(1, 0, 2) + own for part in range(2)]
+        made.append(LayerCache(layer=layer, keys=rows[0].astype(dtype), values=rows[1].astype(dtype)))
+    return made
+
+
+def same(found: Sequence[LayerCache], wanted: Sequence[LayerCache], tokens: int) -> bool:
+    return len(found) == len(wanted) and all(
+        a.keys.tobytes() == b.keys[:, :tokens].tobytes() and a.values.tobytes() == b.values[:, :tokens].tobytes()
+        for a, b in zip(found, wanted, strict=True)
+    )
+
+
+def units(folder: Path) -> list[Unit]:
+    return [parse(np.fromfile(path, np.uint8)) for path in sorted(folder.glob("units/*/*.unit"))]
+
+
+@pytest.mark.parametrize("dtype", ["<f2", "<f4"])
+def test_what_is_put_comes_back(tmp_path: Path, dtype: str) -> None:
+    """Whole, cut anywhere, branched, grown by tails; and in fewer bytes than frames."""
+    ids = text(1300)
+    branch = [*ids[:333], *text(200, 1)]
+    sizes = {}
+    for codec in ("frames", "dense"):
+        with PrefixStore(tmp_path / codec, codec=codec, block_tokens=16) as store:
+            for each in (ids[:50], ids, branch, [*branch, 1, 2, 3]):
+                store.put(each, layers_of(each, dtype), model=MODEL)
+            for asked, tokens in (
+                (ids, 1300),
+                (ids[:700], 700),
+                (branch, 533),
+                ([*ids[:350], (ids[350] + 1) % 97], 350),
+                (ids[:3], 3),
+            ):
+                found = store.get(asked, model=MODEL)
+                assert (found.tokens, found.notes) == (tokens, ())
+                assert same(found.layers, layers_of(asked, dtype), tokens)
+            verified = store.verify()
+            assert (verified.damaged, verified.units) == ((), store.stats().units)
+            sizes[codec] = store.stats().bytes
+    assert sizes["dense"] < 0.9 * sizes["frames"]
+    assert max(unit.dense.history for unit in units(tmp_path / "dense") if unit.dense) == 256
+
+
+def test_the_bytes_of_a_dense_unit(tmp_path: Path) -> None:
+    """Taken apart by hand, for the second of two units of a text."""
+    ids = text(40)
+    layers = layers_of(ids)
+    with PrefixStore(tmp_path / "s", block_tokens=16, codec="dense") as store:
+        store.put(ids[:16], layers_of(ids[:16]), model=MODEL)
+        store.put(ids, layers, model=MODEL)
+        space = store._units.spaces()[0].key
+    data = (tmp_path / "s" / "units" / "000" / "00000002.unit").read_bytes()
+    parent = hashlib.blake2b(space + np.array(ids[:16], "<u4").tobytes(), digest_size=16).digest()
+    assert data[:52] == b"KVMNNPU2" + struct.pack("<III", 24, 4, 16) + space + parent
+    assert data[52:80] == struct.pack("<III", 16, 1, 1) + bytes(16)
+    assert np.frombuffer(data, "<u4", 24, 80).tolist() == ids[16:]
+    sums = []
+    for words in (words for cache in layers for words in (cache.keys, cache.values)):
+        found = 0
+        for head in words[:, 16:32]:
+            found = checksum_model(head.tobytes(), found)
+        sums.append(found)
+    assert struct.unpack_from("<Q", data, 176)[0] == checksum_model(struct.pack("<4Q", *sums))
+    table = np.frombuffer(data, "<u8", 8, 184).reshape(4, 2)
+    assert struct.unpack_from("<Q", data, 248)[0] == checksum_model(data[:248])
+    at = 256
+    for number, (size, checksum) in enumerate(table.tolist()):
+        stream = data[at : at + size]
+        words = (layers[number // 2].keys, layers[number // 2].values)[number % 2]
+        assert dense.decode(stream, history=words[:, :16]).tobytes() == words[:, 16:].tobytes()
+        assert struct.unpack_from("<Q", stream, 20)[0] == checksum
+        at += size
+    assert at == len(data)
+
+
+def test_each_byte_of_a_dense_unit_counts(tmp_path: Path) -> None:
+    ids = text(24)
+    with PrefixStore(tmp_path / "s", block_tokens=16, codec="dense") as store:
+        store.put(ids, layers_of(ids), model=MODEL)
+    good = next(tmp_path.glob("s/units/*/*.unit")).read_bytes()
+    space = space_of(layers_of(ids), MODEL)
+
+    def read(data: bytes) -> list[LayerCache]:
+        unit = parse(np.frombuffer(data, np.uint8))
+        if unit.space != space.key or unit.ids.tolist() != ids:
+            raise DamagedError("of another text")
+        return decode_stretches(space, [Stretch(unit, 0, unit.ids.size)], 1)
+
+    assert same(read(good), layers_of(ids), 24)
+    for at in range(len(good)):
+        with pytest.raises(DamagedError):
+            read(good[:at] + bytes([good[at] ^ 0x10]) + good[at + 1 :])
+
+
+def test_rows_that_were_computed_otherwise_are_not_referred_to(tmp_path: Path) -> None:
+    """Another machine rounds otherwise: what it puts behind stored blocks does not depend on its own beginning."""
+    ids = text(300)
+    with PrefixStore(tmp_path / "s", block_tokens=16, codec="dense") as store:
+        store.put(ids[:160], layers_of(ids[:160]), model=MODEL)
+        others = layers_of(ids, shift=0.5)
+        store.put(ids, others, model=MODEL)
+        found = store.get(ids, model=MODEL)
+        assert found.tokens == 300
+        for got, first, second in zip(found.layers, layers_of(ids), others, strict=True):
+            assert got.keys.tobytes() == np.concatenate([first.keys[:, :160], second.keys[:, 160:]], 1).tobytes()
+        assert store.verify().damaged == ()
+    assert [unit.dense and unit.dense.history for unit in units(tmp_path / "s")] == [0, 0]
+
+
+def test_another_process_that_is_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The unit that rows refer to is put by another, with other rows, between encoding and noting down."""
+    ids = text(1100)
+    with PrefixStore(tmp_path / "s", block_tokens=16, codec="dense") as store:
+        units_ = store._units
+        add = units_.add
+
+        def late(*arguments):
+            monkeypatch.setattr(units_, "add", add)
+            with PrefixStore(tmp_path / "s") as other:
+                other.put(ids[:512], layers_of(ids[:512], shift=0.5), model=MODEL)
+            return add(*arguments)
+
+        monkeypatch.setattr(units_, "add", late)
+        store.put(ids, layers_of(ids), model=MODEL)
+        found = store.get(ids, model=MODEL)
+        assert (found.tokens, found.notes) == (1100, ())
+        assert store.verify().damaged == ()
+
+
+def test_chains_are_bounded(tmp_path: Path) -> None:
+    ids = text(16 * 2 * (MOST_CHAIN + 3))
+    with PrefixStore(tmp_path / "s", block_tokens=16, codec="dense") as store:
+        for end in range(32, len(ids) + 1, 32):
+            store.put(ids[:end], layers_of(ids[:end]), model=MODEL)
+    chains = [unit.dense.chain for unit in units(tmp_path / "s") if unit.dense]
+    assert chains == [*range(MOST_CHAIN + 1), 0, 1]
+    with PrefixStore(tmp_path / "s") as store:
+        assert store.verify().damaged == ()
+        assert same(store.get(ids, model=MODEL).layers, layers_of(ids), len(ids))
+
+
+def test_short_units_share_tables(tmp_path: Path) -> None:
+    """Made once, of the first text that is long enough; kept as long as there are units, checked, and exported."""
+    ids = text(400)
+    with PrefixStore(tmp_path / "s", block_tokens=16, codec="dense", rotary=ROTARY) as store:
+        store.put(ids[:100], layers_of(ids[:100]), model=MODEL)
+        assert not list(tmp_path.glob("s/tables/*"))
+        store.put(ids[:330], layers_of(ids[:330]), model=MODEL)
+        store.put(ids, layers_of(ids), model=MODEL)
+        (tables,) = tmp_path.glob("s/tables/*")
+        store.export(ids, tmp_path / "f", model=MODEL)
+    assert [bool(unit.dense and unit.dense.tables) for unit in units(tmp_path / "s")] == [False, True, True]
+    model, named, layers = read_exported(tmp_path / "f")
+    assert model == MODEL and named.tolist() == ids and same(layers, layers_of(ids), 400)
+    data = bytearray((tmp_path / "f").read_bytes())
+    data[-1] ^= 1
+    (tmp_path / "f").write_bytes(data)
+    with pytest.raises(SourceError, match=r"unit \d: its tables are damaged"):
+        read_exported(tmp_path / "f")
+    with PrefixStore(tmp_path / "s") as store:
+        assert store.gc().other_files == 0 and tables.exists()
+        assert store.get(ids, model=MODEL).tokens == 400
+    good = tables.read_bytes()
+    tables.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    with PrefixStore(tmp_path / "s", read_only=True) as store:
+        found = store.get(ids, model=MODEL)
+        assert found.tokens == 100 and "its tables are damaged" in found.notes[0]
+        assert same(found.layers, layers_of(ids), found.tokens)
+    with PrefixStore(tmp_path / "s", rotary=ROTARY) as store:
+        assert "its tables are damaged" in store.verify().damaged[0]
+        store.put(ids[:330], layers_of(ids[:330]), model=MODEL)
+        assert tables.read_bytes() == good
+        store.gc(max_bytes=0)
+        store.gc()
+    assert not tables.exists()
+
+
+def test_an_index_that_is_lost_and_tables_and_rows_before(tmp_path: Path) -> None:
+    ids = text(700)
+    with PrefixStore(tmp_path / "s", block_tokens=16, codec="dense") as store:
+        for end in (300, 330, 700):
+            store.put(ids[:end], layers_of(ids[:end]), model=MODEL)
+    for file in tmp_path.glob("s/index*"):
+        file.unlink()
+    with PrefixStore(tmp_path / "s") as store:
+        assert store.codec == "dense"
+        assert same(store.get(ids, model=MODEL).layers, layers_of(ids), 700)
+        assert store.verify().damaged == ()
+
+
+def test_a_damaged_unit_takes_what_refers_to_it(tmp_path: Path) -> None:
+    ids = text(1200)
+    with PrefixStore(tmp_path / "s", block_tokens=16, codec="dense") as store:
+        store.put(ids, layers_of(ids), model=MODEL)
+    files = sorted(tmp_path.glob("s/units/*/*.unit"))
+    data = bytearray(files[1].read_bytes())
+    data[-1] ^= 1
+    files[1].write_bytes(data)
+    with PrefixStore(tmp_path / "s") as store:
+        found = store.get(ids, model=MODEL)
+        assert found.tokens == 512 and "V of layer 1: " in found.notes[0]
+        assert same(found.layers, layers_of(ids), 512)
+        assert store.stats().units == 1 and store.verify().damaged == ()
+
+
+def test_a_store_keeps_its_codec(tmp_path: Path) -> None:
+    """One of frames, one that does not say it, and units of both kinds in one store."""
+    ids = text(500)
+    with PrefixStore(tmp_path / "s", block_tokens=16, codec="frames") as store:
+        store.put(ids[:200], layers_of(ids[:200]), model=MODEL)
+    about = tmp_path / "s" / "store.json"
+    settings = json.loads(about.read_text())
+    assert settings.pop("codec") == "frames"
+    with pytest.raises(OptionError, match="is a store of frames, not of dense streams"):
+        PrefixStore(tmp_path / "s", codec="dense")
+    about.write_text(json.dumps(settings))
+    with PrefixStore(tmp_path / "s") as store:
+        assert store.codec == "frames"
+    about.write_text(json.dumps({**settings, "codec": "dense"}))
+    with PrefixStore(tmp_path / "s") as store:
+        store.put(ids, layers_of(ids), model=MODEL)
+        assert same(store.get(ids, model=MODEL).layers, layers_of(ids), 500)
+        assert store.verify().damaged == ()
+    assert [unit.dense is None for unit in units(tmp_path / "s")] == [True, False]
+    about.write_text(json.dumps({**settings, "codec": "zip"}))
+    with pytest.raises(KvmnnError, match='codec: found "zip", expected one of dense, frames'):
+        PrefixStore(tmp_path / "s")
+    with pytest.raises(OptionError, match="codec is 'zip': expected one of dense, frames"):
+        PrefixStore(tmp_path / "t", codec="zip")
+
+
+def test_past_this_machine(tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    ids, url = text(1000), f"file://{tmp_path}/r"
+    with PrefixStore(url, block_tokens=16, codec="dense", rotary=ROTARY) as store:
+        for end in (300, 340, 1000):
+            store.put(ids[:end], layers_of(ids[:end]), model=MODEL)
+        assert store.verify().damaged == ()
+    with PrefixStore(url) as store:
+        assert store.codec == "dense"
+        found = store.get(ids, model=MODEL)
+        assert found.notes == () and same(found.layers, layers_of(ids), 1000)
+        assert store.gc().other_files == 0 and store.verify().units == 4
+        assert list((tmp_path / "r" / "tables").iterdir())
+        store.gc(max_bytes=0)
+        store.gc()
+        assert not list((tmp_path / "r" / "tables").iterdir())
+    with pytest.raises(OptionError, match="is a store of dense streams, not of frames"):
+        PrefixStore(url, codec="frames")
+
+
+def test_layers_beyond_dense_streams_are_frames(tmp_path: Path) -> None:
+    words = np.ones((1, 3, 1 << 17), np.float16)
+    caches = [LayerCache(layer=0, keys=words, values=words)]
+    with PrefixStore(tmp_path / "s", codec="dense") as store:
+        store.put([1, 2, 3], caches, model=MODEL)
+        assert store.get([1, 2, 3], model=MODEL).layers[0].keys.tobytes() == words.tobytes()
+    assert units(tmp_path / "s")[0].dense is None

@@ -1,8 +1,8 @@
 /* libFuzzer's door to the decoder of dense streams, without Python: tools/fuzz/dense.sh builds it.
  *
- * The first bytes of an input say what it is. A stream: decoded, whatever it is, with history and a table set or
- * without. A table set: read. Words, with all that goes with them: encoded and decoded, which must give the words, at both SIMD
- * levels the same bytes. */
+ * KVMNN_FUZZ says what inputs are; their first bytes are options. "streams": decoded, whatever they are, with history and
+ * a table set or without. "sets": read as table sets. "words", with all that goes with them: encoded and decoded, which
+ * must give the words, at both SIMD levels the same bytes. */
 #include "kvmnn/dense/coding.h"
 
 #include <stdio.h>
@@ -11,6 +11,8 @@
 #include "kvmnn/simd.h"
 
 enum { OPTIONS = 8 };
+
+static enum { STREAMS, SETS, WORDS } target;
 
 static uint8_t history[MOST_HISTORY * 4096 + PAD];
 static dense_table_set *set, *read_set;
@@ -30,11 +32,11 @@ static void decode(const uint8_t *options, const uint8_t *data, size_t size) {
     if (size < HEADER_BYTES) return;
     dense_stream s;
     memset(&s, 0, sizeof s);
-    uint32_t heads = 1 + (options[1] & 3), dim = 1 + options[2] % 80;
+    uint32_t heads = 1 + (options[1] & 3), dim = 1 + options[2] % 40;
     int dtype = options[1] >> 2 & 3;
     if (dtype > KVMNN_FP32) return;
     s.shape = (dense_shape){dtype, 0, heads, dim, (size_t)heads * dim, dtype == KVMNN_FP32 ? 4 : 2};
-    s.rows = 1 + options[3], s.flags = options[1] >> 4 & 3;
+    s.rows = 1 + options[3] % 96, s.flags = options[1] >> 4 & 3;
     s.header = data, s.payload = data + HEADER_BYTES, s.payload_bytes = size - HEADER_BYTES;
     if (dense_parse(&s)) return;
     const dense_table_set *given = s.flags & 2 ? set : NULL;
@@ -95,6 +97,11 @@ static void round_trip(const uint8_t *options, const uint8_t *data, size_t size)
 
 int LLVMFuzzerInitialize(int *argc, char ***argv) {
     (void)argc, (void)argv;
+    const char *wanted = getenv("KVMNN_FUZZ");
+    if (wanted && !strcmp(wanted, "streams")) target = STREAMS;
+    else if (wanted && !strcmp(wanted, "sets")) target = SETS;
+    else if (wanted && !strcmp(wanted, "words")) target = WORDS;
+    else die("KVMNN_FUZZ: expected streams, sets or words");
     set = calloc(1, sizeof *set), read_set = calloc(1, sizeof *read_set);
     dense_counts *counts = calloc(1, sizeof *counts);
     for (size_t i = 0; i < sizeof history; ++i) history[i] = (uint8_t)(i * i >> 7);
@@ -115,16 +122,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     if (size < OPTIONS) return 0;
     const uint8_t *options = data;
     data += OPTIONS, size -= OPTIONS;
-    switch (options[0] >> 1 & 3) {
-        case 0:
-        case 1:
-            decode(options, data, size);
-            break;
-        case 2:
-            round_trip(options, data, size);
-            break;
-        default:
-            if (size > SET_HEADER_BYTES) (void)dense_get_set(data, size, read_set);
-    }
+    if (target == STREAMS) decode(options, data, size);
+    else if (target == WORDS) round_trip(options, data, size);
+    else if (size > SET_HEADER_BYTES) (void)dense_get_set(data, size, read_set);
     return 0;
 }

@@ -1,6 +1,6 @@
 """What fuzzing of dense streams begins with: streams of all kinds, table sets, words (tools/fuzz/dense.c).
 
-Eight bytes of options come first: what an input is, its shape and dtype, and what it is encoded with.
+A folder for each target. Eight bytes of options come first: the SIMD level, shape, dtype, and what it is encoded with.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from dense_samples import DTYPES, sample
 from kvmnn import dense
 from kvmnn.dense.taking import Given
 
-STREAM, WORDS, SET = 0, 4, 6
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, metavar="DIR")
     folder = parser.parse_args().folder
-    for number, data in enumerate(inputs()):
-        (folder / f"input{number:03}").write_bytes(data)
+    for number, (target, data) in enumerate(inputs()):
+        (folder / target).mkdir(parents=True, exist_ok=True)
+        (folder / target / f"input{number:03}").write_bytes(data)
 
 
-def inputs() -> Iterator[bytes]:
+def inputs() -> Iterator[tuple[str, bytes]]:
+    """The target of an input, and the input."""
     shapes = ((2, 24, 8), (1, 20, 33), (3, 60, 5), (2, 90, 9))
     for dtype, kind, (heads, tokens, dim), rotated in product(
         DTYPES, ("cache", "spikes", "few"), shapes, (False, True)
@@ -39,16 +39,14 @@ def inputs() -> Iterator[bytes]:
         given = Given(sample(kind, dtype, heads, tokens, dim, 1), dtype, rotary, None, None, None)
         stream = given.rows.encode(None, 2400)
         if stream is not None:
-            yield (
-                bytes([STREAM, (heads - 1) | given.code << 2 | stream[7] << 4, dim - 1, tokens - 1, 0, 0, 0, 0])
-                + stream
-            )
+            options = bytes([0, (heads - 1) | given.code << 2 | stream[7] << 4, dim - 1, tokens - 1, 0, 0, 0, 0])
+            yield "streams", options + stream
     for dtype in DTYPES:
         tables = dense.Tables.made_of([sample("cache", dtype, 2, 300, 16, 2)], rotary=dense.Rotary(dims=8))
-        yield bytes([SET, *bytes(7)]) + tables.data
+        yield "sets", bytes(8) + tables.data
     for number in range(12):
         noise = np.random.default_rng(number).integers(0, 256, 300, np.uint8).tobytes()
-        yield bytes([WORDS, number * 5, 16 + number, 40, number, number, number & 1, 0]) + noise
+        yield "words", bytes([0, number * 5, 16 + number, 40, number, number, number & 1, 0]) + noise
 
 
 if __name__ == "__main__":

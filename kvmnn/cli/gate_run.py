@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..gates.running.suite import Suite
     from ..gates.summary.writing import Round
 
-OPTIONS = ("suite", "config", "prompts", "also", "sweep", "rounds", "jobs", "tokenizer")
+OPTIONS = ("suite", "config", "prompts", "also", "sweep", "rounds", "again", "jobs", "tokenizer")
 _FURTHER = ("multi_turn", "retrieval")
 
 
@@ -36,6 +36,7 @@ def add_options(parser: Any) -> None:
     group.add_argument(
         "--rounds", type=shared_options.positive, metavar="N", help="run each case N times; all must pass (default: 1)"
     )
+    group.add_argument("--again", action="store_true", help="measure anew what -o DIR holds, as a further round")
     group.add_argument(
         "--jobs", type=shared_options.positive, metavar="N", help="processes for what is not timed (default: 1)"
     )
@@ -60,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     except OptionError as error:
         raise UsageError(str(error)) from None
     directory = arguments.output.rstrip("/") or "/"
-    suite = Suite(
+    with Suite(
         arguments.inputs[0],
         directory,
         settings=config.settings,
@@ -68,13 +69,14 @@ def run(arguments: argparse.Namespace) -> int:
         tokenizer=arguments.tokenizer,
         jobs=arguments.jobs or 1,
         force=arguments.force,
+        again=arguments.again,
         command=printing.command(arguments),
-    )
-    with _Progress(arguments, suite) as progress:
-        made, judged, notes = _all(arguments, suite, cases, directory, progress)
-    if suite.store.reused:
-        printing.note(arguments, f"{suite.store.reused:,} runs reused from {directory}")
-    result = finish(directory, made, judged, notes)
+    ) as suite:
+        with _Progress(arguments, suite) as progress:
+            made, judged, notes = _all(arguments, suite, cases, directory, progress)
+        if suite.store.reused:
+            printing.note(arguments, f"{suite.store.reused:,} runs reused from {directory}")
+        result = finish(directory, made, judged, notes, suite)
     printing.show(arguments, "gate run", result)
     return 0 if result.passed else 1
 

@@ -96,7 +96,7 @@ def test_a_round(table, run) -> None:
     Path("round/summary.json").unlink()
     assert run("gate", "summary", "round", "-f").out.splitlines()[0] == "PASS: 2 of 2 cases passed"
     strict = run("gate", "demo", "without", "with", "--strict", code=1)
-    assert strict.out.startswith("FAIL: llm_demo, 5 pass, 2 fail; 1 run without, 1 with compression\n")
+    assert strict.out.startswith("FAIL: llm_demo, 3 pass, 2 fail, 2 unclear; 1 run without, 1 with compression\n")
 
 
 def test_files_that_are_no_round_are_not_replaced(table, run) -> None:

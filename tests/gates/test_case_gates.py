@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvmnn.gates.checking.cases import RUNTIME_CASES
-from kvmnn.gates.running.case_gates import Pair, Quality, answer_gate, case_gates
+from kvmnn.gates.checking.conditions import Decode
+from kvmnn.gates.running.case_gates import answer_gate, case_gates
+from kvmnn.gates.running.figures import Figures, Pair
 from kvmnn.gates.running.measuring import Comparison, RunRecord
+from kvmnn.gates.running.quality import Quality, why_all_stay
+from kvmnn.gates.running.rows_of_runs import bench_rows
+from kvmnn.gates.running.section import gate_lines
+from kvmnn.gates.running.settings import ENGINE, RunSettings
 from kvmnn.gates.running.work import Workload
+from kvmnn.gates.summary.rows import runtime_row
+from kvmnn.policies.h2o_engine import H2OEngine
 
 COUNTERS = {
     "h2o_lossless_raw_bytes": 4000.0,
@@ -24,7 +33,9 @@ PLAIN = RunRecord(
     encoded_ratio=None, total_ratio=1, new_ids=(7, 8, 9),
 )  # fmt: skip
 GOOD = replace(PLAIN, lossy_ratio=3.1, encoded_ratio=1.33, counters=COUNTERS)
-EQUAL = Comparison(steps=10, compared_steps=2, compared_bytes=100, different_bytes=0, different_steps=0)
+EQUAL = Comparison(
+    steps=10, compared_steps=2, compared_bytes=100, different_bytes=0, different_steps=0, encoded_bytes=50
+)
 QUALITY = Quality(mean=0.01, low=0.0, high=0.03, texts=10, tokens=1000, lossy_ratio=1.5)
 
 
@@ -43,6 +54,22 @@ def counters(**changed: float) -> RunRecord:
 
 def test_a_run_that_passes() -> None:
     assert set(verdicts().values()) == {"pass", "off"}
+
+
+def test_a_runtime_that_did_nothing_passes_nothing() -> None:
+    """Its waits, queues and fallbacks are 0, and two plain caches are equal: none of it was measured."""
+    idle = replace(GOOD, encoded_ratio=None, counters=dict.fromkeys(COUNTERS, 0.0))
+    found = verdicts(idle, replace(EQUAL, encoded_bytes=0), require_runtime_decomp=False)
+    names = ("lossless ratio", "decompression", "async wait", "queue peak", "fallbacks", "consistency")
+    assert {name: found[name] for name in names} == dict.fromkeys(names, "not measured")
+    assert verdicts(idle, replace(EQUAL, encoded_bytes=0, different_bytes=1))["consistency"] == "fail"
+
+
+def test_without_a_planner_perplexity_is_not_asked_for() -> None:
+    pairs = [Pair(work=WORK, without=PLAIN, candidate=GOOD)] * 2
+    store = RUNTIME_CASES["runtime_store"]
+    found = {gate.name: gate for gate in case_gates(pairs, [EQUAL], None, store, "store", 0.05, evicts=False)}
+    assert (found["perplexity"].verdict, found["perplexity"].why) == ("off", "nothing is evicted")
 
 
 @pytest.mark.parametrize(
@@ -74,6 +101,7 @@ def test_every_gate_can_fail(name: str, change: dict[str, Any]) -> None:
     [
         ("lossless ratio", {"record": counters(raw_bytes=0, compressed_bytes=0)}),
         ("consistency", {"comparison": None}),
+        ("consistency", {"comparison": replace(EQUAL, encoded_bytes=0)}),
         ("perplexity", {"quality": None}),
         ("perplexity", {"quality": replace(QUALITY, lossy_ratio=1.0)}),
         ("perplexity", {"quality": replace(QUALITY, low=None, high=None, texts=1)}),
@@ -94,3 +122,63 @@ def test_exact_answers(before: tuple[int, ...], after: tuple[int, ...], verdict:
     assert gate is not None
     assert gate.verdict == verdict
     assert answer_gate([replace(pair, work=replace(WORK, answer=()))]) is None
+
+
+def test_work_of_which_nothing_was_encoded_is_said() -> None:
+    idle = Pair(work=replace(WORK, name="short"), without=PLAIN, candidate=replace(GOOD, counters={}))
+    pairs = [Pair(work=WORK, without=PLAIN, candidate=GOOD), idle]
+    comparisons = [EQUAL, replace(EQUAL, encoded_bytes=0)]
+    found = {
+        gate.name: gate for gate in case_gates(pairs, comparisons, QUALITY, RUNTIME_CASES["runtime_store"], "store", 1)
+    }
+    for name in ("lossless ratio", "consistency"):
+        assert found[name].verdict == "pass"
+        assert found[name].why.endswith("nothing was encoded in 1 of 2 prompts")
+
+
+def test_lines_have_the_figures_of_the_gates() -> None:
+    """The fork's section says what stands beside it, and no line that nothing measured."""
+    slow = replace(GOOD, decode_seconds=2, counters=COUNTERS | {"h2o_lossless_queue_depth_peak": 9.0})
+    pairs = [Pair(work=WORK, without=PLAIN, candidate=record) for record in (GOOD, slow)]
+    limits = RUNTIME_CASES["runtime_store"]
+    gates = case_gates(pairs, [EQUAL], QUALITY, limits, "store", 0.05)
+    rows = bench_rows(SimpleNamespace(name="c", settings=SimpleNamespace(threads=1)), pairs, "m")  # type: ignore[arg-type]
+    lines = gate_lines(Figures.of(pairs), Decode.of(rows.rows, "avg"), gates, limits, "store")
+    assert (lines["runtime_queue_peak_best"], lines["runtime_queue_peak_pass"]) == ("9.0000", "false")  # not their mean
+    assert (lines["lossy_best"], lines["kv_content_consistency_pass"]) == ("3.1000", "true")
+    assert (lines["decode_gate_tps"], lines["decode_baseline"], lines["decode_drop_ratio"]) == (
+        "7.5000",
+        "10.0000",
+        "0.250000",
+    )
+    assert (lines["decode_pass"], lines["overall_pass"], lines["quality_status"]) == ("false", "false", "FAIL")
+    assert not [name for name in lines if name.startswith(("kv_invalid", "kv_restore", "runtime_metric"))]
+    row = runtime_row("c", "store", lines, passed=False, failure="x")
+    assert (row["decode_drop_ratio"], row["kv_invalid_log_count"]) == (0.25, None)
+    assert runtime_row("c", "store", {"overall_pass": "false"}, passed=False, failure="")["kv_invalid_log_count"] == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "said"),
+    [
+        (440, 480, "159 of 479 tokens where 137 are to stay: lower block_tokens (32), or quality_tokens above 480"),
+        (200, 300, "it plans from trigger_min_tokens 384 on, there are 299: lower it, or quality_tokens above 480"),
+        (608, 609, "too few steps for a plan: 1 token after the prompt"),
+    ],
+)
+def test_why_nothing_was_evicted(prompt: int, tokens: int, said: str) -> None:
+    settings = RunSettings(quality_prompt=prompt, quality_tokens=tokens)
+    reason = why_all_stay(H2OEngine.from_engine(ENGINE), settings)
+    assert said in reason
+    gate = {
+        gate.name: gate
+        for gate in case_gates(
+            [Pair(work=WORK, without=PLAIN, candidate=GOOD)] * 2,
+            [EQUAL],
+            replace(QUALITY, lossy_ratio=1.0, why_all_stay=reason),
+            RUNTIME_CASES["runtime_store"],
+            "store",
+            0.05,
+        )
+    }["perplexity"]
+    assert gate.why == f"nothing was evicted in the texts: {reason}"

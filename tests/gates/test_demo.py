@@ -12,8 +12,8 @@ import pytest
 from kvmnn.errors import KvmnnError, SourceError
 from kvmnn.gates import DemoChecked, DemoLimits, check, check_demo, collect, read_rows, read_runs
 from kvmnn.gates.checking.cases import RUNTIME_CASES
-from kvmnn.gates.demo.judging import bucket_order
 from kvmnn.gates.demo.runs import bucket_of
+from kvmnn.gates.demo.sums import bucket_order
 from kvmnn.gates.summary.collecting import failure_reason
 from kvmnn.gates.summary.saving import save_checked, save_demo
 

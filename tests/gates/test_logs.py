@@ -65,7 +65,7 @@ DAMAGED = {
     "cut": (lambda text: text[: text.rindex("|", 0, text.rindex("|"))] + "\n", "No markdown table rows found in logs."),
     "another engine": (
         lambda text: "| model | size | test | t/s |\n|---|---|---|---|\n| llama 7B | 3.8 GiB | tg128 | 9.1 ± 0.1 |\n",
-        "no column of llm_bench in the tables: found model, size, t/s, test",
+        "a.log: has no column of llm_bench: found model, size, test, t/s, expected speed(tok/s)",
     ),
     "no table": (lambda text: "nothing", "No markdown table rows found in logs."),
     "empty": (lambda text: "", "No markdown table rows found in logs."),
@@ -85,6 +85,20 @@ def test_damaged_logs_are_one_clear_line(tmp_path: Path, kind: str) -> None:
     with pytest.raises(SourceError) as refused:
         parse([log], strict=True)
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["a.log", "a.jsonl"])
+def test_another_engines_output_is_refused(tmp_path: Path, name: str) -> None:
+    log = tmp_path / name
+    log.write_text(
+        '{"build_commit": "1", "n_gen": 128, "avg_ts": 9.1}\n'
+        if name == "a.jsonl"
+        else DAMAGED["another engine"][0]("")
+    )
+    with pytest.raises(
+        SourceError, match=r"has no (key of llm_demo: found build_commit|column of llm_bench: found mod)"
+    ):
+        parse([log])
 
 
 def test_versions_that_differ_are_said(tmp_path: Path) -> None:

@@ -56,6 +56,15 @@ def test_every_figure_is_of_the_run(made: SimpleNamespace) -> None:
         (row,) = csv.DictReader(stream)
     shown = gates(made, "runtime_store")
     assert float(row["h2o_lossy"].split()[0]) == float(shown["lossy ratio"]["value"]) > 1
+    for case in ("runtime_probe", "runtime_full", "runtime_store"):
+        document = json.loads((made.out / case / "gate.json").read_text())
+        lines = document["gate"]
+        assert {lines["overall_pass"], lines["kv_content_consistency_pass"]} == {"false", "true"}
+        assert (lines["decode_pass"] == "true") == (gates(made, case)["decode drop"]["verdict"] == "pass")
+        assert f"{float(lines['runtime_decomp_best_us']):,.0f} us" == gates(made, case)["decompression"]["value"]
+        assert f"{1 - float(lines['decode_drop_ratio']):.4f}" == (
+            f"{float(lines['decode_gate_tps']) / float(lines['decode_baseline']):.4f}"
+        )
     assert row["llm_demo"] == "prompt=40<br>decode=12"
     runs = [json.loads(line)["value"] for line in (made.out / "runs.jsonl").read_text().splitlines()]
     raw = [run["counters"]["h2o_lossless_raw_bytes"] for run in runs if run.get("counters")]
@@ -84,16 +93,43 @@ def test_what_cannot_be_measured_is_said(made: SimpleNamespace) -> None:
     assert float(shown["lossy ratio"]["value"]) > 1  # evicted before it was asked
 
 
-def test_the_same_command_goes_on_and_history_grows(made: SimpleNamespace, run) -> None:
-    before = (made.out / "runs.jsonl").read_bytes()
+def test_the_same_command_goes_on_and_is_the_same_round(made: SimpleNamespace, run) -> None:
+    before, past = ((made.out / name).read_bytes() for name in ("runs.jsonl", "history.jsonl"))
     again = run(*made.words, "-o", made.out, "--json", code=1)
     assert (made.out / "runs.jsonl").read_bytes() == before
     assert "runs reused from" in again.err
+    entry, old = (json.loads(text) for text in ((made.out / "history.jsonl").read_bytes(), past))
+    assert {**entry, "generated_at": ""} == {**old, "generated_at": ""}
     history = run("gate", "history", made.out)
-    assert history.out.startswith(f"{made.out}: 2 rounds\n")
-    assert "runtime_store: 0 of 2 passed" in history.out
+    assert history.out.startswith(f"{made.out}: 1 round\n")
+    assert "runtime_store: 0 of 1 passed" in history.out
     document = json.loads(run("gate", "history", made.out, "--json").out)
-    assert document["cases"]["runtime_baseline"] == {"rounds": 2, "passed": 2, "reasons": {}}
+    assert document["cases"]["runtime_baseline"] == {"rounds": 1, "passed": 1, "reasons": {}}
+
+
+def test_measured_again_or_otherwise_is_another_round(made: SimpleNamespace, tmp_path: Path, run) -> None:
+    folder = gate_models.write_model(tmp_path)
+    words = ["gate", "run", folder / "model", "--config", folder / "run.json", "-o", tmp_path / "out", "-q"]
+    for suite in ("runtime", "runtime"):
+        run(*words, "--suite", suite, code=1)
+    runs = len((tmp_path / "out" / "runs.jsonl").read_text().splitlines())
+    run(*words, "--suite", "runtime", "--again", code=1)
+    timed = runs - 3  # comparisons of contents are not measured again
+    assert len((tmp_path / "out" / "runs.jsonl").read_text().splitlines()) == runs + timed
+    document = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**document, "kv_h2o_block_tokens": 8, "limits": {"lossy_target": 1}}))
+    run(*words, "--suite", "runtime", code=1)
+    first, second, third = (json.loads(line) for line in (tmp_path / "out" / "history.jsonl").read_text().splitlines())
+    assert (first["changed"], second["changed"]) == ([], [])
+    assert [entry["take"] for entry in (first, second, third)] == [1, 2, 2]
+    assert third["changed"] == [
+        "kv_h2o_block_tokens 4 -> 8 (runtime_probe, runtime_full, runtime_store)",
+        "lossy_target default -> 1.0 (runtime_probe, runtime_full, runtime_store)",
+    ]
+    shown = run("gate", "history", tmp_path / "out").out
+    assert "       changed: kv_h2o_block_tokens 4 -> 8 (runtime_probe" in shown
+    assert " | " in shown and max(map(len, shown.splitlines())) <= 80
+    assert shown.count("to the mean before") == 3  # of the baseline; the others have no round before under these settings
 
 
 def test_a_damaged_line_of_runs_is_run_again(made: SimpleNamespace, tmp_path: Path) -> None:

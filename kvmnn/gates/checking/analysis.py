@@ -21,6 +21,9 @@ _UPPER = (
 )
 _RUN = "[WARN] no offline lossless JSON provided; falling back to runtime value. Gate result may be unreliable."
 
+SELECTED_WARNINGS = frozenset({_UPPER, _RUN})
+"""What is said of where the lossless ratio was taken from."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Analysis:
@@ -41,6 +44,8 @@ class Analysis:
         Its section *Quality Gate*, name to text.
     warnings
         What it prints besides.
+    measured
+        Whether rows and lines are those of runs on a model, not of logs.
     """
 
     rows: MetricRows
@@ -53,6 +58,7 @@ class Analysis:
     gates: tuple[Gate, ...]
     lines: Mapping[str, str]
     warnings: tuple[str, ...]
+    measured: bool = False
 
     @property
     def passed(self) -> bool:

@@ -16,7 +16,7 @@ def diagnoses(analysis: Analysis, logs: LogScan | None) -> tuple[str, ...]:
     found = [
         *_zero_despite_log(analysis, logs),
         *_below_ceiling(analysis),
-        *_no_decompression(analysis),
+        *_no_decompression(analysis, logs),
         *_slow_store(analysis),
         *_apart(analysis),
         *_headers(analysis),
@@ -25,14 +25,18 @@ def diagnoses(analysis: Analysis, logs: LogScan | None) -> tuple[str, ...]:
 
 
 def _zero_despite_log(analysis: Analysis, logs: LogScan | None) -> Iterator[str]:
-    rows = analysis.rows
-    if logs is None or not logs.encodings or rows.largest("h2o_lossless_raw_mb") > 0:
+    if logs is None or not _lost(analysis, logs):
         return
     yield (
         f"The log tells of {len(logs.encodings):,} encodings, the table has none (raw_mb is 0 in every row): the "
         "figures were lost on their way. The engine overwrites its sums where a layer reports no bytes, or copies them "
         "to the context before the last layer; or llm_bench is older than the engine."
     )
+
+
+def _lost(analysis: Analysis, logs: LogScan | None) -> bool:
+    """Whether the log tells of encodings, and the table of none."""
+    return logs is not None and bool(logs.encodings) and not analysis.rows.largest("h2o_lossless_raw_mb") > 0
 
 
 def _below_ceiling(analysis: Analysis) -> Iterator[str]:
@@ -60,7 +64,7 @@ def _below_ceiling(analysis: Analysis) -> Iterator[str]:
         )
 
 
-def _no_decompression(analysis: Analysis) -> Iterator[str]:
+def _no_decompression(analysis: Analysis, logs: LogScan | None) -> Iterator[str]:
     rows, limits = analysis.rows, analysis.limits
     if rows.largest("h2o_lossless_decomp_us") > 0 or "h2o_lossless_decomp_us" not in rows.columns:
         return
@@ -71,6 +75,8 @@ def _no_decompression(analysis: Analysis) -> Iterator[str]:
             "Decompression took no time although bytes were encoded: nothing was restored. In mode store blocks are "
             "restored at the next call of their layer: generate more tokens. In mode full, look at kept_sample_layers."
         )
+    elif _lost(analysis, logs):
+        return  # that figures were lost is said already, and this one may be among them
     elif limits.runtime_mode or limits.require_runtime_decomp:
         yield (
             "Decompression took no time because nothing was encoded: too few tokens, or none that are cold "

@@ -9,14 +9,14 @@ from .offline_ratio import OfflineRatio
 def lossy_lines(found: Conditions, source: str) -> dict[str, str]:
     """Ratios."""
     return {
-        "lossy_target": _four(found.limits.lossy_target),
-        "lossy_best": _four(found.lossy),
+        "lossy_target": four(found.limits.lossy_target),
+        "lossy_best": four(found.lossy),
         "lossy_pass": flag(found.lossy_pass),
-        "lossless_target": _four(found.limits.lossless_target),
+        "lossless_target": four(found.limits.lossless_target),
         "lossless_selected_source": source,
-        "lossless_selected_value": _four(found.selected),
+        "lossless_selected_value": four(found.selected),
         "lossless_selected_pass": flag(found.selected_pass),
-        "lossless_online_value": _four(found.lossless),
+        "lossless_online_value": four(found.lossless),
         "lossless_online_pass": flag(found.lossless_pass),
     }
 
@@ -26,20 +26,20 @@ def runtime_lines(found: Conditions) -> dict[str, str]:
     limits = found.limits
     return {
         "runtime_decomp_required": flag(limits.require_runtime_decomp),
-        "runtime_decomp_best_us": _four(found.decomp),
+        "runtime_decomp_best_us": four(found.decomp),
         "runtime_metric_columns_strict": flag(limits.strict_runtime_metric_columns),
         "runtime_metric_columns_ok": flag(not found.missing),
         "runtime_metric_columns_pass": flag(found.columns_pass),
         "runtime_metric_missing_columns": str(found.missing),
-        **_budget("runtime_decomp", limits.max_lossless_decomp_us, "_us"),
-        "runtime_async_queue_peak_best": _four(found.async_queue),
+        **budget("runtime_decomp", limits.max_lossless_decomp_us, "_us"),
+        "runtime_async_queue_peak_best": four(found.async_queue),
         "runtime_async_queue_activity_required": flag(limits.require_async_queue_activity),
-        "runtime_async_wait_best_us": _four(found.wait),
-        **_budget("runtime_async_wait", limits.max_lossless_async_wait_us, "_us"),
+        "runtime_async_wait_best_us": four(found.wait),
+        **budget("runtime_async_wait", limits.max_lossless_async_wait_us, "_us"),
         **_headroom_lines(found),
-        "runtime_decode_cache_hit_best": _four(found.hit),
-        "runtime_decode_cache_miss_best": _four(found.miss),
-        "runtime_decode_cache_activity_best": _four(found.activity),
+        "runtime_decode_cache_hit_best": four(found.hit),
+        "runtime_decode_cache_miss_best": four(found.miss),
+        "runtime_decode_cache_activity_best": four(found.activity),
         "runtime_decode_cache_required": flag(limits.require_decode_cache_hit),
         "runtime_decode_cache_activity_required": flag(limits.require_decode_cache_activity),
         "runtime_decomp_required_pass": flag(found.decomp_required_pass),
@@ -48,14 +48,14 @@ def runtime_lines(found: Conditions) -> dict[str, str]:
         "runtime_async_wait_pass": flag(found.wait_pass),
         "runtime_decode_cache_required_pass": flag(found.hit_pass),
         "runtime_decode_cache_activity_pass": flag(found.activity_pass),
-        "runtime_queue_peak_best": _four(found.queue),
-        "runtime_fallback_best": _four(found.fallback),
-        "runtime_backpressure_skip_best": _four(found.skip),
-        **_budget("runtime_queue_peak", limits.max_lossless_queue_peak),
+        "runtime_queue_peak_best": four(found.queue),
+        "runtime_fallback_best": four(found.fallback),
+        "runtime_backpressure_skip_best": four(found.skip),
+        **budget("runtime_queue_peak", limits.max_lossless_queue_peak),
         "runtime_queue_peak_pass": flag(found.queue_pass),
-        **_budget("runtime_fallback", limits.max_lossless_fallback),
+        **budget("runtime_fallback", limits.max_lossless_fallback),
         "runtime_fallback_pass": flag(found.fallback_pass),
-        **_budget("runtime_backpressure_skip", limits.max_lossless_backpressure_skip),
+        **budget("runtime_backpressure_skip", limits.max_lossless_backpressure_skip),
         "runtime_backpressure_skip_pass": flag(found.skip_pass),
         "runtime_decomp_pass": flag(found.decomp_pass),
     }
@@ -65,7 +65,7 @@ def _headroom_lines(found: Conditions) -> dict[str, str]:
     if found.limits.max_lossless_async_wait_us < 0.0:
         return {}
     return {
-        "runtime_async_wait_headroom_us": _four(found.headroom),
+        "runtime_async_wait_headroom_us": four(found.headroom),
         "runtime_async_wait_headroom_ratio": f"{found.headroom_ratio:.6f}",
         "runtime_async_wait_headroom_warn_ratio": f"{found.limits.async_wait_headroom_warn_ratio:.6f}",
         "runtime_async_wait_headroom_warn": flag(found.headroom_low),
@@ -80,7 +80,7 @@ def consistency_lines(found: Conditions) -> dict[str, str]:
         "runtime_mode": limits.runtime_mode,
         "async_threads": str(limits.async_threads),
         "runtime_decompressed_bytes_available": flag(found.bytes_column),
-        "runtime_decompressed_bytes_best": _four(found.decompressed),
+        "runtime_decompressed_bytes_best": four(found.decompressed),
         "kv_restore_required": flag(found.restore_needed),
         "kv_restore_activity_pass": flag(found.restore_pass),
         "kv_fallback_clean_pass": flag(found.clean_pass),
@@ -100,20 +100,20 @@ def decode_lines(found: Conditions) -> dict[str, str]:
     lines = {
         "decode_gate_enabled": flag(found.decode_on),
         "decode_aggregation": limits.decode_gate_aggregation,
-        "decode_gate_tps": _four(decode.gate),
-        "decode_avg_tps": _four(decode.mean),
-        "decode_median_tps": _four(decode.median),
-        "decode_p90_tps": _four(decode.p90),
+        "decode_gate_tps": four(decode.gate),
+        "decode_avg_tps": four(decode.mean),
+        "decode_median_tps": four(decode.median),
+        "decode_p90_tps": four(decode.p90),
     }
     if not found.decode_on:
         return lines
-    lines["decode_baseline"] = _four(limits.decode_baseline)
+    lines["decode_baseline"] = four(limits.decode_baseline)
     if limits.decode_baseline_source:
         lines["decode_baseline_source"] = limits.decode_baseline_source
     if limits.decode_baseline_samples > 0:
         lines["decode_baseline_samples"] = str(limits.decode_baseline_samples)
     return lines | {
-        "decode_best": _four(decode.best),
+        "decode_best": four(decode.best),
         "decode_drop_ratio": f"{found.drop:.6f}",
         "decode_drop_target": f"{limits.decode_drop_target:.6f}",
         "decode_pass": flag(found.decode_pass),
@@ -131,12 +131,14 @@ def offline_lines(kind: str, offline: OfflineRatio | None) -> dict[str, str]:
     }
 
 
-def _budget(name: str, limit: float, unit: str = "") -> dict[str, str]:
+def budget(name: str, limit: float, unit: str = "") -> dict[str, str]:
+    """Whether a limit is on, and where it is what it is."""
     on = {f"{name}_gate_enabled": flag(limit >= 0.0)}
-    return on | {f"{name}_target{unit}": _four(limit)} if limit >= 0.0 else on
+    return on | {f"{name}_target{unit}": four(limit)} if limit >= 0.0 else on
 
 
-def _four(value: float) -> str:
+def four(value: float) -> str:
+    """Four digits behind the point."""
     return f"{value:.4f}"
 
 

@@ -30,7 +30,7 @@ _AVERAGES = (
 
 
 def case_markdown(analysis: Analysis) -> str:
-    """The report; ends with a newline."""
+    """The report; ends with a newline. A missing column is 0, as the fork has it; that of own runs is left out."""
     parts = [
         ["# H2O final Summary"],
         _averages(analysis),
@@ -64,7 +64,8 @@ def _averages(analysis: Analysis) -> list[str]:
         lines.append(f"- Offline online-sim lossless: {analysis.online.ratio:.4f}")
     total = sum(row.numbers["h2o_lossy"] * analysis.selected for row in rows.rows) / len(rows.rows)
     lines.append(f"- Avg total ratio (selected): {total:.4f}")
-    return lines + [f"- {said}: {rows.mean(column):.{digits}f}" for said, column, digits in _AVERAGES]
+    there = [entry for entry in _AVERAGES if not analysis.measured or entry[1] in rows.columns]
+    return lines + [f"- {said}: {rows.mean(column):.{digits}f}" for said, column, digits in there]
 
 
 def _best(analysis: Analysis, measure: Callable[[MetricRow], float], first: str) -> list[str]:

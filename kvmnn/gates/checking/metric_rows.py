@@ -13,7 +13,7 @@ from ...errors import SourceError
 from ..logs.columns import DECOMPRESSED, FIGURES, LOG_FILE, SPEED
 from ..logs.log_files import log_files, read_log
 from ..logs.numbers import decode_speed, deviation, number
-from ..logs.parsing import parse
+from ..logs.parsing import check_columns, parse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,11 +110,7 @@ def read_rows(paths: Sequence[str | os.PathLike[str]]) -> MetricRows:
             )
         rows = tuple(MetricRow.of(cells) for cells in parsed.rows)
         made = MetricRows(columns=parsed.columns, rows=rows, files=parsed.files, notes=parsed.notes)
-    if not set(made.columns) & {SPEED, *FIGURES}:
-        names = ", ".join(made.columns)[:120]
-        raise SourceError(
-            f"{made.files[0]}: has no column of llm_bench: found {names}, expected {SPEED} and h2o_ columns"
-        )
+    check_columns(made.columns, made.files[0])
     return made
 
 

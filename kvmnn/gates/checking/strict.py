@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from statistics import fmean, stdev
+from statistics import fmean
 
 from .analysis import Analysis
+from .drops import Drop, drop_gate
 from .metric_rows import MetricRow, MetricRows
-from .verdicts import FAIL, NOT_MEASURED, OFF, Gate, judged
+from .verdicts import FAIL, NOT_MEASURED, OFF, PASS, Gate, judged
 
-_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-"""Student's t, two-sided 95 %, of 1 to 10 degrees of freedom; beyond, 1.96 + 2.5 / n is within 0.02."""
+_NOTHING = "nothing was encoded: raw_mb is 0 in every row"
 
 _PLAIN = re.compile(r"\s*[-+]?\d*\.?\d+\s*")
 """A mean that is read as it stands; of ``1e-05`` the fork reads 1, of ``nan ± 0.1`` the deviation."""
+
+_BYTES = ("h2o_lossless_raw_mb", "h2o_lossless_comp_mb")
+_BY_COLUMN = {
+    "async wait": "h2o_lossless_async_wait_us",
+    "queue peak": "h2o_lossless_queue_peak",
+    "fallbacks": "h2o_lossless_fallback",
+    "skips": "h2o_lossless_backpressure_skip",
+    "async queue": "h2o_lossless_async_queue_peak",
+}
+"""Gates of what the runtime does, and the column of each."""
 
 
 def strict_gates(analysis: Analysis, baseline: MetricRows | None) -> tuple[Gate, ...]:
@@ -34,20 +43,14 @@ def strict_gates(analysis: Analysis, baseline: MetricRows | None) -> tuple[Gate,
         Rows of the same work without compression.
     """
     rows, limits = analysis.rows, analysis.limits
-    by_column = {
-        "async wait": ("h2o_lossless_async_wait_us", limits.max_lossless_async_wait_us),
-        "queue peak": ("h2o_lossless_queue_peak", limits.max_lossless_queue_peak),
-        "fallbacks": ("h2o_lossless_fallback", limits.max_lossless_fallback),
-        "skips": ("h2o_lossless_backpressure_skip", limits.max_lossless_backpressure_skip),
-    }
     shown = {gate.name: gate for gate in analysis.gates}
     found = [_lossy(rows, limits.lossy_target), _lossless(rows, limits.lossless_target)]
     found.append(_decode(rows, baseline, limits.decode_drop_target))
     found.append(_columns(shown["decompression"], rows, ("h2o_lossless_decomp_us",)))
-    found += [_columns(shown[name], rows, (column,)) for name, (column, _) in by_column.items()]
-    found.append(_columns(shown["async queue"], rows, ("h2o_lossless_async_queue_peak",)))
     hits = ("h2o_lossless_decode_cache_hit", "h2o_lossless_decode_cache_miss")
-    found += [_columns(shown["cache hits"], rows, hits[:1]), _columns(shown["cache lookups"], rows, hits)]
+    active = [_columns(shown[name], rows, (column,)) for name, column in _BY_COLUMN.items()]
+    active += [_columns(shown["cache hits"], rows, hits[:1]), _columns(shown["cache lookups"], rows, hits)]
+    found += [_of_activity(gate, rows, limits.lossless_target) for gate in active]
     found.append(_consistency(shown["consistency"]))
     return tuple(found)
 
@@ -68,9 +71,10 @@ def _lossy(rows: MetricRows, target: float) -> Gate:
 
 
 def _lossless(rows: MetricRows, target: float) -> Gate:
-    names = ("h2o_lossless_raw_mb", "h2o_lossless_comp_mb")
-    raw, compressed = (sum(row.numbers[name] for row in rows.rows) for name in names)
-    missing = _missing(rows, names)
+    raw, compressed = (sum(row.numbers[name] for row in rows.rows) for name in _BYTES)
+    missing = _missing(rows, _BYTES)
+    if _idle(rows) and target <= 1.0:
+        return Gate(name="lossless ratio", verdict=PASS, value="1.000", limit=f">= {target:.3f}", why=_NOTHING)
     if missing or not (raw > 0 and compressed > 0):
         why = missing or "no row has raw and compressed bytes of the run"
         return Gate(name="lossless ratio", verdict=NOT_MEASURED, limit=f">= {target:.3f}", why=why)
@@ -85,31 +89,22 @@ def _lossless(rows: MetricRows, target: float) -> Gate:
 
 
 def _decode(rows: MetricRows, baseline: MetricRows | None, target: float) -> Gate:
-    limit = f"<= {target:.2%}"
     if baseline is None:
-        why = "a constant is no measurement: give rows of the same work without compression (--baseline)"
-        return Gate(name="decode drop", verdict=NOT_MEASURED, limit=limit, why=why)
-    drops = list(_drops(rows, baseline))
-    if not drops:
-        why = "no work (prompt, decode) has a speed in both tables"
-        return Gate(name="decode drop", verdict=NOT_MEASURED, limit=limit, why=why)
-    mean, width = fmean(drops), _half_width(drops)
-    interval = "one pair, no interval" if width is None else f"95 % {mean - width:+.2%} to {mean + width:+.2%}"
-    return Gate(
-        name="decode drop",
-        verdict=judged(mean <= target),
-        value=f"{mean:+.2%}",
-        limit=limit,
-        why=f"mean against mean of the same work, {len(drops)} of it; {interval}",
-    )
+        missing = "a constant is no measurement: give rows of the same work without compression (--baseline)"
+        return drop_gate(None, target, "", missing)
+    missing = "no work (prompt, decode) has a speed in both tables"
+    return drop_gate(Drop.of(list(_pairs(rows, baseline))), target, "pairs of rows of the same work", missing)
 
 
-def _drops(rows: MetricRows, baseline: MetricRows) -> Iterator[float]:
-    """Of every work that both tables have: the share of its mean speed that was lost."""
+def _pairs(rows: MetricRows, baseline: MetricRows) -> Iterator[tuple[float, float]]:
+    """Speeds of the same work, without and with compression: row by row, or where one table has more of them, means."""
     before, after = _speeds(baseline.rows), _speeds(rows.rows)
     for work, speeds in after.items():
-        if before.get(work):
-            yield (fmean(before[work]) - fmean(speeds)) / fmean(before[work])
+        others = before.get(work, [])
+        if len(others) == len(speeds):
+            yield from zip(others, speeds, strict=True)
+        elif others:
+            yield fmean(others), fmean(speeds)
 
 
 def _speeds(rows: tuple[MetricRow, ...]) -> dict[str, list[float]]:
@@ -121,21 +116,25 @@ def _speeds(rows: tuple[MetricRow, ...]) -> dict[str, list[float]]:
     return dict(found)
 
 
-def _half_width(values: list[float]) -> float | None:
-    """Of the 95 % interval of a mean; None where there is one value only."""
-    freedom = len(values) - 1
-    if freedom < 1:
-        return None
-    t = _T95[freedom - 1] if freedom <= len(_T95) else 1.96 + 2.5 / freedom
-    return t * stdev(values) / math.sqrt(len(values))
-
-
 def _columns(gate: Gate, rows: MetricRows, names: tuple[str, ...]) -> Gate:
     """A gate that is on needs its columns."""
     missing = _missing(rows, names)
     if gate.verdict == OFF or not missing:
         return gate
     return Gate(name=gate.name, verdict=NOT_MEASURED, limit=gate.limit, why=missing)
+
+
+def _of_activity(gate: Gate, rows: MetricRows, lossless_target: float) -> Gate:
+    """A limit that is kept because nothing was done says nothing; where nothing need be encoded it is off."""
+    if gate.verdict != PASS or not _idle(rows):
+        return gate
+    verdict = OFF if lossless_target <= 1.0 else NOT_MEASURED
+    return Gate(name=gate.name, verdict=verdict, limit=gate.limit, why=_NOTHING)
+
+
+def _idle(rows: MetricRows) -> bool:
+    """Whether the table says that nothing was encoded."""
+    return not _missing(rows, _BYTES) and not any(row.numbers[_BYTES[0]] > 0 for row in rows.rows)
 
 
 def _consistency(gate: Gate) -> Gate:

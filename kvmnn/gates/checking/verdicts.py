@@ -6,12 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Verdict = Literal["pass", "fail", "off", "not measured"]
+Verdict = Literal["pass", "fail", "off", "not measured", "unclear"]
 
 PASS: Verdict = "pass"
 FAIL: Verdict = "fail"
 OFF: Verdict = "off"
 NOT_MEASURED: Verdict = "not measured"
+UNCLEAR: Verdict = "unclear"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,8 @@ class Gate:
     name
         What is judged.
     verdict
-        ``"off"``: nothing was asked for. ``"not measured"``: nothing there tells, which is no pass.
+        ``"off"``: nothing was asked for. ``"not measured"``: nothing there tells. ``"unclear"``: what was measured does
+        not tell on which side of the limit it is. Neither is a pass.
     value, limit
         As text, with units; empty where there is none.
     why
@@ -53,15 +55,20 @@ def judged(passed: bool, *, on: bool = True) -> Verdict:
 
 
 def together(gates: Iterable[Gate]) -> Verdict:
-    """Of all gates: fail if one failed, else not measured if one was not, else pass."""
-    found = {gate.verdict for gate in gates}
-    return next((verdict for verdict in (FAIL, NOT_MEASURED) if verdict in found), PASS)
+    """Of all gates: fail if one failed, else not measured if one was not, else unclear if one is, else pass."""
+    return worst(gate.verdict for gate in gates)
+
+
+def worst(verdicts: Iterable[Verdict]) -> Verdict:
+    """The one that counts for all; pass where none is worse."""
+    found = set(verdicts)
+    return next((verdict for verdict in (FAIL, NOT_MEASURED, UNCLEAR) if verdict in found), PASS)
 
 
 def counted(gates: Iterable[Gate]) -> str:
     """``10 pass, 1 fail, 2 off``."""
     found = [gate.verdict for gate in gates]
-    counts = {verdict: found.count(verdict) for verdict in (PASS, FAIL, NOT_MEASURED, OFF)}
+    counts = {verdict: found.count(verdict) for verdict in (PASS, FAIL, NOT_MEASURED, UNCLEAR, OFF)}
     return ", ".join(f"{number} {verdict}" for verdict, number in counts.items() if number)
 
 

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ...text import count
-from ..checking.verdicts import NOT_MEASURED, Gate, Verdict, counted, gate_lines, judged, together
+from ..checking.drops import Drop, drop_gate
+from ..checking.verdicts import (
+    FAIL,
+    NOT_MEASURED,
+    OFF,
+    UNCLEAR,
+    Gate,
+    Verdict,
+    counted,
+    gate_lines,
+    judged,
+    together,
+    worst,
+)
 from .runs import DemoRun
+from .sums import DemoBucket, DemoSums, buckets_of, pairs_by_prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,57 +51,6 @@ class DemoLimits:
     require_bucket_decode_pass: bool = True
     lossy_target: float | None = None
     lossless_target: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class DemoSums:
-    """What runs come to; means are over runs, that of the speed over those that have one."""
-
-    runs: int
-    passed_runs: int
-    decode_speed: float
-    keep: float
-    lossy: float
-    lossless: float
-    total: float
-    decompress_us: float
-    cache_hits: float
-
-    @property
-    def passed(self) -> bool:
-        """Whether there were runs, and all ended well."""
-        return 0 < self.runs == self.passed_runs
-
-    @classmethod
-    def of(cls, runs: Sequence[DemoRun]) -> DemoSums:
-        """Over runs."""
-
-        def mean(figure: Callable[[DemoRun], float]) -> float:
-            return sum(map(figure, runs)) / len(runs) if runs else 0.0
-
-        speeds = [run.decode_speed for run in runs if run.decode_speed > 0]
-        return cls(
-            runs=len(runs),
-            passed_runs=sum(run.return_code == 0 for run in runs),
-            decode_speed=sum(speeds) / len(speeds) if speeds else 0.0,
-            keep=mean(lambda run: run.figure("h2o_keep_ratio")),
-            lossy=mean(lambda run: run.figure("h2o_lossy_ratio")),
-            lossless=mean(lambda run: run.figure("h2o_lossless_ratio")),
-            total=mean(lambda run: run.figure("h2o_lossy_ratio") * run.figure("h2o_lossless_ratio")),
-            decompress_us=max((run.figure("h2o_lossless_decompress_us") for run in runs), default=0.0),
-            cache_hits=max((run.figure("h2o_lossless_decode_cache_hit") for run in runs), default=0.0),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class DemoBucket:
-    """The prompts of one length."""
-
-    name: str
-    baseline: DemoSums
-    candidate: DemoSums
-    drop: float
-    passed: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,6 +189,9 @@ def check_demo(
 ) -> DemoChecked:
     """Judge prompts as the fork does; ratios as well where `limits` ask for them.
 
+    The drop is that of the mean speeds. The fork judges it as it is, `strict` by its interval over the prompts that
+    both sides have (`Drop`).
+
     Parameters
     ----------
     baseline, candidate
@@ -233,12 +199,18 @@ def check_demo(
     bucket_order
         Buckets to name first.
     strict
-        Noted in the result; what it asks for is in `limits`.
+        Judge speeds by intervals; which ratios are asked for is in `limits`.
     """
     before, after = DemoSums.of(baseline), DemoSums.of(candidate)
     drop = (before.decode_speed - after.decode_speed) / before.decode_speed if before.decode_speed > 0 else 1.0
-    decode_pass = drop <= limits.decode_drop_target if before.decode_speed > 0 else not limits.require_decode_baseline
-    buckets = tuple(_buckets(baseline, candidate, limits.decode_drop_target, bucket_order))
+    speed = _fork_gate(before, after, drop, limits)
+    if strict and (before.decode_speed > 0 or limits.require_decode_baseline):
+        paired = Drop.of(list(pairs_by_prompt(baseline, candidate)))
+        missing = "no prompt has a speed on both sides"
+        speed = drop_gate(paired, limits.decode_drop_target, "runs of the same prompts", missing)
+        drop = drop if paired is None else paired.value
+    decode_pass = speed.verdict == "pass"
+    buckets = tuple(buckets_of(baseline, candidate, limits.decode_drop_target, bucket_order, strict))
     failures = [
         f"{side} {run.name}: {run.reason or 'failed'} ({run.return_code})"
         for side, runs in (("baseline", baseline), ("candidate", candidate))
@@ -254,49 +226,34 @@ def check_demo(
         drop=drop,
         decode_pass=decode_pass,
         buckets=buckets,
-        gates=tuple(_gates(before, after, drop, decode_pass, buckets, limits)),
+        gates=tuple(_gates(before, after, speed, buckets, limits)),
         failures=tuple(failures),
         run_order=run_order,
         strict=strict,
     )
 
 
-def _buckets(
-    baseline: Sequence[DemoRun], candidate: Sequence[DemoRun], most: float, first: Sequence[str]
-) -> Iterable[DemoBucket]:
-    for name in bucket_order({run.bucket for run in (*baseline, *candidate)}, first):
-        before = DemoSums.of([run for run in baseline if run.bucket == name])
-        after = DemoSums.of([run for run in candidate if run.bucket == name])
-        known = before.decode_speed > 0
-        drop = (before.decode_speed - after.decode_speed) / before.decode_speed if known else 1.0
-        passed = before.runs == after.runs > 0 and known and drop <= most
-        yield DemoBucket(name=name, baseline=before, candidate=after, drop=drop, passed=passed)
-
-
-def bucket_order(found: Iterable[str], first: Sequence[str] = ()) -> list[str]:
-    """Buckets in order: those of `first` that are there, then numbers ascending, then names."""
-    rest = sorted(set(found) - set(first), key=lambda name: (0, int(name), "") if name.isdecimal() else (1, 0, name))
-    there = set(found)
-    return [name for name in dict.fromkeys(first) if name in there] + rest
+def _fork_gate(before: DemoSums, after: DemoSums, drop: float, limits: DemoLimits) -> Gate:
+    known = before.decode_speed > 0
+    return Gate(
+        name="decode drop",
+        verdict=judged(drop <= limits.decode_drop_target if known else not limits.require_decode_baseline),
+        value=f"{drop:+.2%}" if known else "no baseline",
+        limit=f"<= {limits.decode_drop_target:.2%}",
+        why=f"{after.decode_speed:.3f} of {before.decode_speed:.3f} tok/s",
+    )
 
 
 def _gates(
     before: DemoSums,
     after: DemoSums,
-    drop: float,
-    decode_pass: bool,
+    speed: Gate,
     buckets: Sequence[DemoBucket],
     limits: DemoLimits,
 ) -> Iterable[Gate]:
     for name, sums in (("baseline runs", before), ("candidate runs", after)):
         yield Gate(name=name, verdict=judged(sums.passed), value=f"{sums.passed_runs} of {sums.runs} well", limit="all")
-    yield Gate(
-        name="decode drop",
-        verdict=judged(decode_pass),
-        value=f"{drop:+.2%}" if before.decode_speed > 0 else "no baseline",
-        limit=f"<= {limits.decode_drop_target:.2%}",
-        why=f"{after.decode_speed:.3f} of {before.decode_speed:.3f} tok/s",
-    )
+    yield speed
     decomp, hits = limits.require_runtime_decomp, limits.require_decode_cache_hit
     yield Gate(
         name="decompression",
@@ -307,13 +264,17 @@ def _gates(
     yield Gate(
         name="cache hits", verdict=judged(after.cache_hits > 0, on=hits), value=f"{after.cache_hits:g}", limit="> 0"
     )
-    failed = [bucket.name for bucket in buckets if not bucket.passed]
+    said = [
+        f"{word}: {', '.join(names)[:80]}"
+        for word, verdict in (("failed", FAIL), ("unclear", UNCLEAR))
+        if (names := [bucket.name for bucket in buckets if bucket.verdict == verdict])
+    ]
     yield Gate(
         name="buckets",
-        verdict=judged(not failed, on=limits.require_bucket_decode_pass),
-        value=f"{len(buckets) - len(failed)} of {len(buckets)}",
+        verdict=worst(bucket.verdict for bucket in buckets) if limits.require_bucket_decode_pass else OFF,
+        value=f"{sum(bucket.passed for bucket in buckets)} of {len(buckets)}",
         limit="all",
-        why=f"failed: {', '.join(failed)[:80]}" if failed else "",
+        why="; ".join(said),
     )
     yield from _ratio_gates(after, limits)
 

@@ -82,7 +82,8 @@ def parse(paths: Iterable[str | os.PathLike[str]], *, strict: bool = False) -> P
     Raises
     ------
     SourceError
-        For a file that cannot be read, no file, no rows, logs of both programs, and with `strict` as said.
+        For a file that cannot be read, no file, no rows, logs of both programs or of another one, and with `strict` as
+        said.
     """
     files = log_files(paths, (".log", ".jsonl"))
     if not files:
@@ -106,6 +107,12 @@ def _of_records(texts: dict[Path, str]) -> ParsedLogs:
     ]
     if not rows:
         raise SourceError(f"{next(iter(texts))}: holds no records of llm_demo")
+    keys = list(dict.fromkeys(key for row in rows for key in row if key != LOG_FILE))
+    if not set(DEMO).intersection(keys):
+        raise SourceError(
+            f"{next(iter(texts))}: has no key of llm_demo: found {', '.join(keys)[:120]}, expected prompt_tokens, "
+            "prefill_us and others (another engine's records?)"
+        )
     columns = ordered(DEMO, rows)
     return ParsedLogs(kind="llm_demo", files=_names(texts), columns=tuple(columns), rows=tuple(rows))
 
@@ -118,6 +125,8 @@ def _of_tables(texts: dict[Path, str]) -> ParsedLogs:
         if sums is not None:
             return sums
         raise SourceError("No markdown table rows found in logs.")
+    first = next(str(file) for file, table in tables.items() if table.rows)
+    check_columns((name for table in tables.values() for name in table.header), first)
     return ParsedLogs(
         kind="llm_bench",
         files=_names(texts),
@@ -125,6 +134,16 @@ def _of_tables(texts: dict[Path, str]) -> ParsedLogs:
         rows=tuple(rows),
         notes=tuple(_notes(tables)),
     )
+
+
+def check_columns(names: Iterable[str], where: str) -> None:
+    """`SourceError` for a table that has no column of ``llm_bench``; `where` begins its message."""
+    found = list(dict.fromkeys(names))
+    if not {SPEED, *FIGURES}.intersection(found):
+        raise SourceError(
+            f"{where}: has no column of llm_bench: found {', '.join(found)[:120]}, expected {SPEED} and h2o_ columns "
+            "(another engine's table?)"
+        )
 
 
 def _of_sums(texts: dict[Path, str]) -> ParsedLogs | None:
@@ -161,9 +180,6 @@ def _notes(tables: dict[Path, Table]) -> Iterator[str]:
             found = "lines have" if table.dropped > 1 else "line has"
             yield f"{file}: {table.dropped:,} {found} another number of cells than the header's {len(table.header)}"
     yield from _versions({file: table for file, table in tables.items() if table.rows})
-    heads = {name for table in tables.values() for name in table.header}
-    if not heads & {SPEED, *FIGURES}:
-        yield f"no column of llm_bench in the tables: found {', '.join(sorted(heads))[:120]}; another engine's logs?"
 
 
 def _versions(tables: dict[Path, Table]) -> Iterator[str]:

@@ -2,48 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from statistics import fmean, stdev
 
 from ...evaluation.statistics import FEWEST
+from ..checking.drops import drop_gate
 from ..checking.limits import Limits
 from ..checking.verdicts import NOT_MEASURED, OFF, Gate, judged
+from .figures import Figures, Pair
 from .measuring import Comparison, RunRecord
-from .work import Workload
+from .quality import Quality
 
-_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Quality:
-    """The change of perplexity against the full cache, as shares; no interval over fewer than two texts.
-
-    lossy_ratio: bytes of all tokens over those kept at the end of the texts, 1 where nothing was evicted.
-    """
-
-    mean: float
-    low: float | None
-    high: float | None
-    texts: int
-    tokens: int
-    lossy_ratio: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pair:
-    """Runs of one piece of work beside each other: without and with compression."""
-
-    work: Workload
-    without: RunRecord
-    candidate: RunRecord
-
-    @property
-    def drop(self) -> float:
-        """Share of the speed that was lost."""
-        before = self.without.decode_speed
-        return (before - self.candidate.decode_speed) / before if before > 0 else 0.0
+_IDLE = "nothing was encoded: longer prompts, or fewer hot tokens, are needed"
 
 
 def case_gates(
@@ -53,105 +22,87 @@ def case_gates(
     limits: Limits,
     mode: str,
     perplexity_target: float,
+    *,
+    evicts: bool = True,
 ) -> list[Gate]:
-    """The gates of a case of ``llm_bench``'s kind."""
-    records = [pair.candidate for pair in pairs]
+    """The gates of a case, whatever its work is.
+
+    Parameters
+    ----------
+    mode
+        Of the runtime; empty where nothing is compressed.
+    evicts
+        Whether the planner is on; perplexity cannot change without it.
+    """
+    found, records = Figures.of(pairs), [pair.candidate for pair in pairs]
     return [
-        lossy_gate(records, limits.lossy_target),
-        lossless_gate(records, limits.lossless_target, mode),
-        drop_gate(pairs, limits.decode_drop_target),
-        *runtime_gates(records, limits),
-        *content_gates(comparisons, quality, mode, perplexity_target),
+        lossy_gate(found, limits.lossy_target),
+        lossless_gate(found, limits.lossless_target, mode),
+        drop_gate(found.drop, limits.decode_drop_target, "pairs side by side"),
+        *(runtime_gates(found, records, limits) if mode else ()),
+        *content_gates(comparisons, quality, mode, perplexity_target, evicts=evicts),
     ]
 
 
-def lossy_gate(records: Sequence[RunRecord], target: float) -> Gate:
+def lossy_gate(found: Figures, target: float) -> Gate:
     """Of whole caches: the work for which least was let go."""
-    least = min(record.lossy_ratio for record in records)
-    why = "bytes of all tokens over those kept, all layers, at the end; least of the runs"
     return Gate(
-        name="lossy ratio", verdict=judged(least >= target), value=f"{least:.3f}", limit=f">= {target:.3f}", why=why
+        name="lossy ratio",
+        verdict=judged(found.lossy >= target),
+        value=f"{found.lossy:.3f}",
+        limit=f">= {target:.3f}",
+        why="bytes of all tokens over those kept, all layers, at the end; least of the runs",
     )
 
 
-def lossless_gate(records: Sequence[RunRecord], target: float, mode: str) -> Gate:
+def lossless_gate(found: Figures, target: float, mode: str) -> Gate:
     """Raw over compressed bytes of what the runs encoded."""
-    limit = f">= {target:.3f}"
+    name, limit = "lossless ratio", f">= {target:.3f}"
     if not mode:
-        return Gate(
-            name="lossless ratio",
-            verdict=judged(target <= 1.0),
-            value="1.000",
-            limit=limit,
-            why="nothing is compressed",
-        )
-    raw = sum(record.counters["h2o_lossless_raw_bytes"] for record in records)
-    coded = sum(record.counters["h2o_lossless_compressed_bytes"] for record in records)
-    if not coded:
-        return Gate(name="lossless ratio", verdict=NOT_MEASURED, limit=limit, why="nothing was encoded")
-    held = fmean(record.held_ratio for record in records)
-    why = f"raw over compressed bytes of what was encoded; of the cache as it is held {held:.3f}"
-    return Gate(
-        name="lossless ratio", verdict=judged(raw / coded >= target), value=f"{raw / coded:.3f}", limit=limit, why=why
-    )
+        why = "nothing is compressed"
+        return Gate(name=name, verdict=judged(target <= 1.0), value="1.000", limit=limit, why=why)
+    if found.encoded_ratio is None:
+        return Gate(name=name, verdict=NOT_MEASURED, limit=limit, why=_IDLE)
+    why = f"raw over compressed bytes of what was encoded; of the cache as it is held {found.held:.3f}"
+    if found.idle_works:
+        why += f"; nothing was encoded in {found.idle_works} of {found.works} prompts"
+    verdict = judged(found.encoded_ratio >= target)
+    return Gate(name=name, verdict=verdict, value=f"{found.encoded_ratio:.3f}", limit=limit, why=why)
 
 
-def drop_gate(pairs: Sequence[Pair], target: float) -> Gate:
-    """Speeds of runs beside each other."""
-    drops = [pair.drop for pair in pairs]
-    mean = fmean(drops)
-    speeds = [fmean(getattr(pair, side).decode_speed for pair in pairs) for side in ("without", "candidate")]
-    why = f"{speeds[1]:.2f} of {speeds[0]:.2f} tok/s, {len(drops)} pairs side by side"
-    if len(drops) > 1:
-        freedom = len(drops) - 1
-        t = _T95[freedom - 1] if freedom <= len(_T95) else 1.96 + 2.5 / freedom
-        width = t * stdev(drops) / math.sqrt(len(drops))
-        why += f"; 95 % {mean - width:+.1%} to {mean + width:+.1%}"
-    return Gate(
-        name="decode drop", verdict=judged(mean <= target), value=f"{mean:+.2%}", limit=f"<= {target:.2%}", why=why
-    )
+def runtime_gates(found: Figures, records: Sequence[RunRecord], limits: Limits) -> list[Gate]:
+    """What the runtime did: the largest of the runs. A limit that is kept because it did nothing says nothing."""
+    idle = found.encoded_ratio is None
 
-
-def runtime_gates(records: Sequence[RunRecord], limits: Limits) -> list[Gate]:
-    """What the runtime did: the largest of the runs."""
-
-    def largest(name: str) -> float:
-        return max((record.counters.get(f"h2o_lossless_{name}", 0.0) for record in records), default=0.0)
-
-    def at_most(name: str, counter: str, limit: float, unit: str = "") -> Gate:
-        value = largest(counter)
+    def at_most(name: str, value: float, limit: float, unit: str = "") -> Gate:
         shown = f"<= {limit:,.0f}{unit}" if limit >= 0 else ""
+        if idle and 0 <= value <= limit:
+            return Gate(name=name, verdict=NOT_MEASURED, limit=shown, why=_IDLE)
         why = _percentiles(records, "wait") if unit else ""
-        return Gate(
-            name=name, verdict=judged(value <= limit, on=limit >= 0), value=f"{value:,.0f}{unit}", limit=shown, why=why
-        )
+        verdict = judged(value <= limit, on=limit >= 0)
+        return Gate(name=name, verdict=verdict, value=f"{value:,.0f}{unit}", limit=shown, why=why)
 
-    if not any(record.counters for record in records):
-        return []
-    worked, key = largest("decompress_us"), "decompress"
-    if not worked:  # modes probe and full restore nothing: what they decode is compared with the rows
-        worked, key = max(record.latencies.get("verify", {}).get("total_us", 0.0) for record in records), "verify"
-    decomp = limits.max_lossless_decomp_us
+    worked, decomp = found.decompress_us, limits.max_lossless_decomp_us
     needed = ["> 0"] if limits.require_runtime_decomp else []
     bound = [f"<= {decomp:,.0f} us"] if decomp >= 0 else []
     passed = (worked > 0 or not needed) and (worked <= decomp or not bound)
-    hits, misses = largest("decode_cache_hit"), largest("decode_cache_miss")
+    measured = not idle or not passed
     return [
         Gate(
             name="decompression",
-            verdict=judged(passed, on=bool(needed or bound)),
+            verdict=judged(passed, on=bool(needed or bound)) if measured or not bound else NOT_MEASURED,
             value=f"{worked:,.0f} us",
             limit=", ".join(needed + bound),
-            why=_percentiles(records, key),
+            why=_IDLE if idle else _percentiles(records, "decompress" if found.restored else "verify"),
         ),
-        at_most("async wait", "async_wait_us", limits.max_lossless_async_wait_us, " us"),
-        at_most("queue peak", "queue_depth_peak", limits.max_lossless_queue_peak),
-        at_most("fallbacks", "fallback_count", limits.max_lossless_fallback),
-        at_most("skips", "backpressure_skip_count", limits.max_lossless_backpressure_skip),
+        at_most("async wait", found.wait_us, limits.max_lossless_async_wait_us, " us"),
+        at_most("queue peak", found.queue, limits.max_lossless_queue_peak),
+        at_most("fallbacks", found.fallbacks, limits.max_lossless_fallback),
+        at_most("skips", found.skips, limits.max_lossless_backpressure_skip),
         Gate(
             name="cache hits",
-            verdict=judged(hits > 0, on=limits.require_decode_cache_hit),
-            value=f"{hits:,.0f} of {hits + misses:,.0f}",
+            verdict=judged(found.hits > 0, on=limits.require_decode_cache_hit),
+            value=f"{found.hits:,.0f} of {found.hits + found.misses:,.0f}",
             limit="> 0" if limits.require_decode_cache_hit else "",
         ),
     ]
@@ -169,12 +120,13 @@ def _percentiles(records: Sequence[RunRecord], key: str) -> str:
 
 
 def content_gates(
-    comparisons: Sequence[Comparison], quality: Quality | None, mode: str, perplexity_target: float
+    comparisons: Sequence[Comparison], quality: Quality | None, mode: str, perplexity_target: float, *, evicts: bool
 ) -> list[Gate]:
     """Bytes that attention reads, and what eviction costs."""
+    idle = Gate(name="perplexity", verdict=OFF, why="nothing is evicted")
     if not mode:
-        return [Gate(name="consistency", verdict=OFF), Gate(name="perplexity", verdict=OFF)]
-    return [_consistency(comparisons), _perplexity(quality, perplexity_target)]
+        return [Gate(name="consistency", verdict=OFF), idle]
+    return [_consistency(comparisons), _perplexity(quality, perplexity_target) if evicts else idle]
 
 
 def _consistency(comparisons: Sequence[Comparison]) -> Gate:
@@ -186,14 +138,16 @@ def _consistency(comparisons: Sequence[Comparison]) -> Gate:
     )
     if not compared:
         return Gate(name="consistency", verdict=NOT_MEASURED, why="no bytes were compared")
-    return Gate(
-        name="consistency",
-        verdict=judged(all(one.equal for one in comparisons)),
-        value=f"{unlike:,} bytes differ",
-        limit="0",
-        why=f"K and V at {whole:,} of {steps:,} steps ({compared / 2**20:,.0f} MiB), logits at all: "
-        f"{wrong:,} steps differ",
+    idle = sum(not one.encoded_bytes for one in comparisons)
+    if idle == len(comparisons) and not unlike + wrong:
+        return Gate(name="consistency", verdict=NOT_MEASURED, why=_IDLE)
+    why = (
+        f"K and V at {whole:,} of {steps:,} steps ({compared / 2**20:,.0f} MiB), logits at all: {wrong:,} steps differ"
     )
+    if idle:
+        why += f"; nothing was encoded in {idle} of {len(comparisons)} prompts"
+    verdict = judged(not unlike + wrong)
+    return Gate(name="consistency", verdict=verdict, value=f"{unlike:,} bytes differ", limit="0", why=why)
 
 
 def _perplexity(quality: Quality | None, target: float) -> Gate:
@@ -206,7 +160,8 @@ def _perplexity(quality: Quality | None, target: float) -> Gate:
         why = f"{quality.texts} texts are too few for an interval: {FEWEST} are needed (quality_texts, --prompts)"
         return Gate(name="perplexity", verdict=NOT_MEASURED, value=value, limit=limit, why=why)
     if quality.lossy_ratio <= 1:
-        why = "nothing was evicted in the texts: longer ones are needed (quality_tokens, quality_prompt)"
+        reason = quality.why_all_stay or "longer ones are needed (quality_tokens, quality_prompt)"
+        why = f"nothing was evicted in the texts: {reason}"
         return Gate(name="perplexity", verdict=NOT_MEASURED, value=value, limit=limit, why=why)
     interval = f"95 % {quality.low:+.2%} to {quality.high:+.2%} over {quality.texts} texts"
     why = f"against the full cache, lossy ratio {quality.lossy_ratio:.3f}, {interval}; its upper end counts"

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
 from ...errors import SourceError
 from ...files.json_document import read_bounded
 from ...text import count
+from ...text.folding import folded
 from ..logs.demo_records import json_line, quantity
-from .rounds import HISTORY
+from .past import HISTORY, MAX_BYTES, asked
 
-_MAX_BYTES = 64 << 20
+_SHOWN = 5
+"""Newest values of a figure that are shown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,12 +28,12 @@ class History:
     directory: str
     rounds: tuple[Mapping[str, Any], ...]
 
-    def by_case(self) -> dict[str, list[Mapping[str, Any]]]:
-        """What each case came to, round by round."""
-        found: dict[str, list[Mapping[str, Any]]] = {}
+    def by_case(self) -> dict[str, list[tuple[Mapping[str, Any], Mapping[str, Any]]]]:
+        """What each case came to, round by round, each with its round."""
+        found: dict[str, list[tuple[Mapping[str, Any], Mapping[str, Any]]]] = {}
         for entry in self.rounds:
             for case in entry["cases"]:
-                found.setdefault(str(case.get("case", "")), []).append(case)
+                found.setdefault(str(case.get("case", "")), []).append((entry, case))
         return found
 
     def to_dict(self) -> dict[str, Any]:
@@ -37,9 +41,9 @@ class History:
         cases = {
             name: {
                 "rounds": len(entries),
-                "passed": sum(entry.get("pass") is True for entry in entries),
+                "passed": sum(case.get("pass") is True for _, case in entries),
                 "reasons": dict(
-                    Counter(str(entry.get("reason")) for entry in entries if entry.get("pass") is not True)
+                    Counter(str(case.get("reason")) for _, case in entries if case.get("pass") is not True)
                 ),
             }
             for name, entries in self.by_case().items()
@@ -47,7 +51,11 @@ class History:
         return {"directory": self.directory, "rounds": [dict(entry) for entry in self.rounds], "cases": cases}
 
     def __str__(self) -> str:
-        lines = [
+        return "\n".join(self.lines(min(shutil.get_terminal_size((80, 24)).columns, 100)))
+
+    def lines(self, width: int) -> list[str]:
+        """The rounds, and how the figures of each case moved, in `width` columns."""
+        found = [
             f"{self.directory}: {count(len(self.rounds), 'round')}",
             "",
             f"{'round':>5}  {'when':<19}  {'passed':>6}",
@@ -55,21 +63,29 @@ class History:
         for place, entry in enumerate(self.rounds, start=1):
             passed = sum(case.get("pass") is True for case in entry["cases"])
             rate = f"{passed}/{len(entry['cases'])}"
-            lines.append(f"{place:>5}  {str(entry.get('generated_at', ''))[:19]:<19}  {rate:>6}")
+            found.append(f"{place:>5}  {str(entry.get('generated_at', ''))[:19]:<19}  {rate:>6}")
+            changed = entry.get("changed")
+            if isinstance(changed, list) and changed:
+                found.append(f"       changed: {'; '.join(map(str, changed))}")
+        barred = False
         for name, entries in self.by_case().items():
-            passed = sum(entry.get("pass") is True for entry in entries)
-            lines += ["", f"{name}: {passed} of {len(entries)} passed"]
+            passed = sum(case.get("pass") is True for _, case in entries)
+            found += ["", f"{name}: {passed} of {len(entries)} passed"]
+            known = [asked(entry, case) for entry, case in entries]
+            barred |= any(one != other for one, other in pairwise(known[-_SHOWN:]))
             for label, key, digits in (
                 ("lossy", "lossy", 3),
                 ("lossless", "lossless", 3),
                 ("decode tok/s", "decode_tps", 2),
             ):
-                values = [quantity(entry, key) for entry in entries]
-                lines.append(f"  {label:<13}{_trend(values, digits)}")
-            last = entries[-1]
+                values = [quantity(case, key) for _, case in entries]
+                found.append(f"  {label:<13}{_trend(values, known, digits)}")
+            last = entries[-1][1]
             if last.get("pass") is not True:
-                lines.append(f"  last failure  {str(last.get('reason', ''))[:200]}")
-        return "\n".join(lines)
+                found.append(f"  last failure  {str(last.get('reason', ''))[:200]}")
+        if barred:
+            found += ["", "|: under other settings from here on; means are over rounds of the same."]
+        return [part for line in found for part in folded(line, width).split("\n")]
 
 
 def read_history(directory: str) -> History:
@@ -82,7 +98,7 @@ def read_history(directory: str) -> History:
     """
     path = Path(directory, HISTORY)
     try:
-        text = read_bounded(path, _MAX_BYTES).decode("utf-8", "replace")
+        text = read_bounded(path, MAX_BYTES).decode("utf-8", "replace")
     except (FileNotFoundError, NotADirectoryError):
         raise SourceError(f"{directory}: has no {HISTORY}: expected a folder of kvmnn gate run") from None
     rounds = []
@@ -98,11 +114,16 @@ def read_history(directory: str) -> History:
     return History(directory=directory, rounds=tuple(rounds))
 
 
-def _trend(values: list[float], digits: int) -> str:
-    """The newest values, and how the last one lies to the mean of those before it."""
-    shown = " ".join(f"{value:.{digits}f}" for value in values[-5:])
-    before = [value for value in values[:-1] if value > 0]
+def _trend(values: list[float], known: list[object], digits: int) -> str:
+    """The newest values, a bar where settings changed, and how the last one lies to the mean of those before it."""
+    shown: list[str] = []
+    for place in range(max(0, len(values) - _SHOWN), len(values)):
+        if shown and known[place] != known[place - 1]:
+            shown.append("|")
+        shown.append(f"{values[place]:.{digits}f}")
+    same = list(takewhile(lambda pair: pair[1] == known[-1], zip(values[-2::-1], known[-2::-1], strict=True)))
+    before = [value for value, _ in same if value > 0]
     if not before:
-        return shown
+        return " ".join(shown)
     mean = sum(before) / len(before)
-    return f"{shown}  ({values[-1] / mean - 1:+.1%} to the mean before)"
+    return f"{' '.join(shown)}  ({values[-1] / mean - 1:+.1%} to the mean before)"

@@ -66,6 +66,15 @@ class RunRecord(Record):
         """Tokens a second."""
         return self.decode_tokens / self.decode_seconds if self.decode_seconds > 0 else 0.0
 
+    @property
+    def decompress_us(self) -> float:
+        """Restoring; in modes that restore nothing, decoding what is compared with the rows before they go."""
+        return self.counter("decompress_us") or self.latencies.get("verify", {}).get("total_us", 0.0)
+
+    def counter(self, name: str) -> float:
+        """Of the runtime; 0 where nothing was counted."""
+        return self.counters.get(f"h2o_lossless_{name}", 0.0)
+
 
 def run_once(
     session: DecoderSession,
@@ -147,6 +156,8 @@ class Comparison(Record):
         Bytes that differ.
     different_steps
         Steps at which bytes, positions or logits differ.
+    encoded_bytes
+        Raw bytes that the runtime encoded meanwhile; 0: both caches held plain rows, so nothing was shown.
     """
 
     steps: int
@@ -154,11 +165,12 @@ class Comparison(Record):
     compared_bytes: int
     different_bytes: int
     different_steps: int
+    encoded_bytes: int
 
     @property
     def equal(self) -> bool:
-        """Whether nothing differs, and something was compared."""
-        return self.compared_bytes > 0 and self.different_bytes == self.different_steps == 0
+        """Whether nothing differs, and something that was encoded was compared."""
+        return min(self.compared_bytes, self.encoded_bytes) > 0 and self.different_bytes == self.different_steps == 0
 
 
 def compare_contents(session: DecoderSession, policy: Policy, lossless: RuntimeConfig, work: Workload) -> Comparison:
@@ -180,8 +192,14 @@ def compare_contents(session: DecoderSession, policy: Policy, lossless: RuntimeC
             wrong += unequal
             new = [int(logits[-1].argmax())]
             ids = new
+    metrics = stored.runtime_metrics()
     return Comparison(
-        steps=steps, compared_steps=compared, compared_bytes=nbytes, different_bytes=different, different_steps=wrong
+        steps=steps,
+        compared_steps=compared,
+        compared_bytes=nbytes,
+        different_bytes=different,
+        different_steps=wrong,
+        encoded_bytes=0 if metrics is None else int(metrics.to_dict()["h2o_lossless_raw_bytes"]),
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -11,22 +10,26 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ...errors import OutputError
-from ..checking.analysis import analyse
+from ..checking.analysis import Analysis
 from ..checking.checking import Checked
-from ..checking.verdicts import Gate, judged, together
+from ..checking.conditions import Decode
+from ..checking.limits import Limits
+from ..checking.verdicts import Gate, together, worst
 from ..demo.judging import DemoChecked, DemoLimits, check_demo
 from ..logs.parsing import ParsedLogs
 from ..summary.saving import save_checked, save_demo, write_round
 from ..summary.writing import Round
-from .case_gates import answer_gate, case_gates, content_gates, lossless_gate, lossy_gate, runtime_gates
+from .case_gates import answer_gate, case_gates
+from .figures import Figures, Pair, drop_of
 from .measuring import RunRecord
+from .past import entry_of, note_round
 from .rows_of_runs import bench_rows, demo_runs
-from .suite import Measured
+from .section import gate_lines
+from .suite import Measured, Suite
 
-HISTORY, FIGURES = "history.jsonl", "runs.json"
+FIGURES = "runs.json"
 
-_BASIS = "every figure is of these runs; what nothing measured is no pass"
+_BASIS = "every figure is of these runs; what is not measured, or unclear, is no pass"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,52 +74,66 @@ def judge(measured: Measured, model: str) -> Checked | DemoChecked:
         return _runtime(measured, model, more)
     limits = DemoLimits(
         decode_drop_target=case.limits.decode_drop_target,
-        require_runtime_decomp=False,  # judged below: modes that restore nothing decode to compare
+        require_runtime_decomp=case.limits.require_runtime_decomp,
         require_decode_cache_hit=case.limits.require_decode_cache_hit,
     )
     pairs = measured.pairs
-    records = [pair.candidate for pair in pairs]
     answered = answer_gate(pairs)
-    runtime = [gate for gate in runtime_gates(records, case.limits) if gate.name != "cache hits"]
-    gates = [
-        lossy_gate(records, case.limits.lossy_target),
-        lossless_gate(records, case.limits.lossless_target, case.mode),
-        *runtime,
-        *content_gates(measured.comparisons, measured.quality, case.mode, case.settings.perplexity_target),
-        *([answered] if answered is not None else []),
-    ]
+    gates = [gate for gate in _gates(measured, pairs, case.limits) if gate.name != "decode drop"]
+    gates += [answered] if answered is not None else []
     checked = check_demo(
         demo_runs(pairs, "without"),
         demo_runs(pairs, "candidate"),
-        replace(limits, lossy_target=None, lossless_target=None),
+        limits,
         case=case.name,
         mode=case.mode,
         run_order="in turns",
         bucket_order=[str(size) for size in case.settings.buckets],
         strict=True,
     )
-    return replace(checked, gates=(*checked.gates, *gates, *more))
+    mine = {gate.name for gate in gates}
+    return replace(checked, gates=(*(gate for gate in checked.gates if gate.name not in mine), *gates, *more))
 
 
 def _runtime(measured: Measured, model: str, more: list[Gate]) -> Checked:
     case, pairs = measured.case, measured.pairs
-    speeds = [pair.without.decode_speed for pair in pairs]
     limits = replace(
         case.limits,
-        decode_baseline=fmean(speeds),
+        decode_baseline=fmean(pair.without.decode_speed for pair in pairs),
         decode_baseline_source="same_batch_mean",
-        decode_baseline_samples=len(speeds),
+        decode_baseline_samples=len(pairs),
         hard_checks=False,
     )
-    gates = case_gates(
-        pairs, measured.comparisons, measured.quality, limits, case.mode, case.settings.perplexity_target
+    gates = [*_gates(measured, pairs, limits), *more]
+    rows, found = bench_rows(case, pairs, model), Figures.of(pairs)
+    decode = Decode.of(rows.rows, "avg")
+    analysis = Analysis(
+        rows=rows,
+        limits=limits,
+        online=None,
+        upper=None,
+        selected=found.encoded_ratio or 1.0,
+        source="runtime",
+        decode=decode,
+        gates=tuple(gates),
+        lines=gate_lines(found, decode, gates, limits, case.mode),
+        warnings=(),
+        measured=True,
     )
-    return Checked(
-        case=case.name,
-        analysis=replace(analyse(bench_rows(case, pairs, model), limits), warnings=()),
-        gates=(*gates, *more),
-        strict=True,
-        basis=_BASIS,
+    return Checked(case=case.name, analysis=analysis, gates=tuple(gates), strict=True, basis=_BASIS)
+
+
+def _gates(measured: Measured, pairs: Sequence[Pair], limits: Limits) -> list[Gate]:
+    """Those of a case over some of its pairs."""
+    case = measured.case
+    return case_gates(
+        pairs,
+        measured.comparisons,
+        measured.quality,
+        limits,
+        case.mode,
+        case.settings.perplexity_target,
+        evicts=case.evicts,
     )
 
 
@@ -124,27 +141,13 @@ def _stability(measured: Measured) -> list[Gate]:
     """Whether every round passes by itself; none where there is one."""
     if len(measured.rounds) < 2:
         return []
-    limits, settings = measured.case.limits, measured.case.settings
-    verdicts = [
-        together(
-            case_gates(
-                pairs, measured.comparisons, measured.quality, limits, measured.case.mode, settings.perplexity_target
-            )
-        )
-        for pairs in measured.rounds
-    ]
+    verdicts = [together(_gates(measured, pairs, measured.case.limits)) for pairs in measured.rounds]
     speeds = [fmean(pair.candidate.decode_speed for pair in pairs) for pairs in measured.rounds]
-    drops = [fmean(pair.drop for pair in pairs) for pairs in measured.rounds]
-    passed = verdicts.count("pass")
-    return [
-        Gate(
-            name="stability",
-            verdict=judged(passed == len(verdicts)),
-            value=f"{passed} of {len(verdicts)} rounds",
-            limit="all",
-            why=f"decode {min(speeds):.2f} to {max(speeds):.2f} tok/s, drop {min(drops):+.1%} to {max(drops):+.1%}",
-        )
-    ]
+    why = f"decode {min(speeds):.2f} to {max(speeds):.2f} tok/s"
+    if drops := [drop.value for pairs in measured.rounds if (drop := drop_of(pairs)) is not None]:
+        why += f", drop {min(drops):+.1%} to {max(drops):+.1%}"
+    value = f"{verdicts.count('pass')} of {len(verdicts)} rounds"
+    return [Gate(name="stability", verdict=worst(verdicts), value=value, limit="all", why=why)]
 
 
 def save(directory: str, measured: Measured, checked: Checked | DemoChecked) -> Round:
@@ -191,35 +194,12 @@ def _figures(measured: Measured) -> dict[str, Any]:
     }
 
 
-def finish(directory: str, made: Round, cases: Sequence[Checked | DemoChecked], notes: Sequence[str]) -> SuiteResult:
-    """Write the round of these cases, and add it to the history."""
+def finish(
+    directory: str, made: Round, cases: Sequence[Checked | DemoChecked], notes: Sequence[str], suite: Suite
+) -> SuiteResult:
+    """Write the round of these cases, and note it down in the history."""
     rows = {row["case"]: row for row in made.rows}
     found = Round.of(directory, [rows[case.case] for case in cases])
     write_round(found)
-    _append_history(directory, found)
+    note_round(directory, entry_of(found, suite.take, suite.about, suite.settings_of_cases))
     return SuiteResult(round=found, cases=tuple(cases), notes=tuple(notes))
-
-
-def _append_history(directory: str, made: Round) -> None:
-    entry = {
-        "generated_at": made.generated_at,
-        "overall_pass": made.passed,
-        "cases": [
-            {
-                "case": row["case"],
-                "pass": row["overall_pass"],
-                "reason": row["failure_reason"],
-                "lossy": row.get("lossy_best", row.get("candidate_lossy_ratio_avg", 0.0)),
-                "lossless": row.get("lossless_selected_value", row.get("candidate_lossless_ratio_avg", 0.0)),
-                "decode_tps": row.get("decode_gate_tps", row.get("candidate_decode_tps_avg", 0.0)),
-                "drop": row["decode_drop_ratio"],
-            }
-            for row in made.rows
-        ],
-    }
-    path = os.path.join(directory, HISTORY)
-    try:
-        with open(path, "a", encoding="utf-8") as stream:
-            stream.write(json.dumps(entry) + "\n")
-    except OSError as error:
-        raise OutputError(f"{path}: cannot be written: {error.strerror or error}") from error

@@ -63,16 +63,27 @@ class RunCase:
     settings: RunSettings
 
     @property
+    def evicts(self) -> bool:
+        """Whether the planner is on."""
+        return self.engine.get("kv_h2o_enable") is True
+
+    @property
     def policy(self) -> Policy:
         """What evicts: the engine's planner, or nothing."""
-        if not self.engine or self.engine.get("kv_h2o_enable") is not True:
-            return Full()
-        return H2OEngine.from_engine(self.engine)
+        return H2OEngine.from_engine(self.engine) if self.evicts else Full()
 
     @property
     def lossless(self) -> RuntimeConfig | None:
         """The runtime around the cache; None where nothing is compressed."""
         return RuntimeConfig.from_engine(self.engine) if self.engine else None
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """Keys of the engine and limits that are not the suite's own, by name."""
+        base = _case(self.name.split("+")[0], RunConfig())
+        engine = {key: value for key, value in self.engine.items() if base.engine.get(key) != value}
+        mine, theirs = self.limits.to_dict(), base.limits.to_dict()
+        return engine | {name: value for name, value in mine.items() if theirs[name] != value}
 
     @property
     def policy_keys(self) -> dict[str, Any]:

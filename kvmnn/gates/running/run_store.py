@@ -6,12 +6,13 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ...errors import OutputError
+from ...files.appending import lock_for_one
 from ...files.json_document import loads, read_bounded
 
-VERSION = 1
+VERSION = 2
 """Raised whenever a run measures anything differently, so that runs of before are not reused."""
 
 MAX_BYTES = 256 << 20
@@ -25,11 +26,18 @@ class RunStore:
     path
         A file of JSON lines, made when the first run is stored; a line that a crash tore, or that somebody changed, is
         not used. None: in memory only.
+
+    Raises
+    ------
+    OutputError
+        From `put`, where the file cannot be written or another process is writing it.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
         self._path = None if path is None else Path(path)
         self._found: dict[str, Any] = {}
+        self._file: IO[bytes] | None = None
+        self._torn = False
         self.reused = 0
         if self._path is not None:
             self._read(self._path)
@@ -47,18 +55,28 @@ class RunStore:
             return
         line = json.dumps({"key": key, "sha256": _digest(key, value), "value": value})
         try:
-            with open(self._path, "a", encoding="utf-8") as stream:
-                stream.write(line + "\n")
-                stream.flush()
-                os.fsync(stream.fileno())
+            if self._file is None:
+                self._file = open(self._path, "ab")  # noqa: SIM115 - it is locked as long as the store is used
+                lock_for_one(self._file, self._path, "gate run")
+            self._file.write(("\n" * self._torn + line + "\n").encode())
+            self._file.flush()
+            os.fsync(self._file.fileno())
         except OSError as error:
             raise OutputError(f"{self._path}: cannot be written: {error.strerror or error}") from error
+        self._torn = False
+
+    def close(self) -> None:
+        """Let go of the file, so that another may write it."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def _read(self, path: Path) -> None:
         try:
             text = read_bounded(path, MAX_BYTES).decode("utf-8", "ignore")
         except (FileNotFoundError, NotADirectoryError):
             return
+        self._torn = not text.endswith("\n")
         for line in text.split("\n"):
             try:
                 entry = loads(line)

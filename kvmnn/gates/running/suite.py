@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from ...errors import KvmnnError, OutputError
-from ...evaluation import Settings, evaluate
 from ...evaluation.evaluating import model_sha256
-from ...evaluation.setup.configurations import named
+from ...files.json_document import read_object
 from ...files.output import FileOutput, failures
 from ...lm.documents import Document, read_documents
 from ...lm.session import DecoderSession
 from ...lm.tokenizer import Tokenizer
 from ...policies.full import Full
-from ...policies.h2o_engine import H2OEngine
 from ...version import version
-from .case_gates import Pair, Quality
+from ..logs.demo_records import quantity
+from .figures import Pair
 from .manifests import prompt_files
 from .measuring import Comparison, RunRecord, compare_contents, run_once
+from .past import has_take
+from .quality import Quality, measure_quality
 from .run_cases import RunCase
 from .run_store import RunStore, key_of
 from .settings import RunSettings
@@ -77,7 +79,7 @@ class Measured:
 
 
 class Suite:
-    """Cases on one model, with what is done kept in a folder.
+    """Cases on one model, with what is done kept in a folder, which is this suite's while it is open.
 
     Parameters
     ----------
@@ -93,6 +95,8 @@ class Suite:
         Processes for the perplexity, which is not timed; 0: this one.
     force
         Take a folder that holds something else.
+    again
+        Measure anew what is timed, where the runs that are there came to their end.
     command
         Noted down beside model, machine and settings; empty: not known.
 
@@ -114,6 +118,7 @@ class Suite:
         tokenizer: str | None = None,
         jobs: int,
         force: bool = False,
+        again: bool = False,
         command: str = "",
     ) -> None:
         self._command = command
@@ -136,13 +141,31 @@ class Suite:
         with failures(directory):
             self._directory.mkdir(parents=True, exist_ok=True)
         self.store = RunStore(self._directory / RUNS)
+        self.take = _take(self._directory, again)
+        self.settings_of_cases: dict[str, dict[str, Any]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.store.close()
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """Of which version, model and machine runs are."""
+        return {
+            "kvmnn": version(),
+            "model_sha256": self._sha256,
+            "machine": platform.platform(),
+            "processors": os.cpu_count(),
+        }
 
     def measure(
         self, cases: Sequence[RunCase], rounds: int, progress: SuiteProgress | None = None
     ) -> Iterator[Measured]:
         """The cases one after another; what is there already is not run again."""
         work = {case.name: self._work(case) for case in cases}
-        self._note_down(cases)
+        self._note_down(cases, rounds)
         if progress is not None:
             progress.start(sum(self._runs(case, len(work[case.name][0]), rounds) for case in cases))
         for case in cases:
@@ -151,7 +174,7 @@ class Suite:
 
     def _runs(self, case: RunCase, works: int, rounds: int) -> int:
         compared = works if case.mode else 0
-        quality = 1 if case.mode and self._documents else 0
+        quality = 1 if case.evicts and self._documents else 0
         return 2 * works * case.settings.repeats * rounds + compared + quality
 
     def _work(self, case: RunCase) -> tuple[list[Workload], list[str]]:
@@ -188,7 +211,7 @@ class Suite:
             comparisons.append(self._comparison(case, session, work))
             done()
         quality = None
-        if case.mode and self._documents:
+        if case.evicts and self._documents:
             quality = self._quality(case)
             done()
         return Measured(case=case, rounds=made, comparisons=tuple(comparisons), quality=quality, notes=tuple(notes))
@@ -202,7 +225,7 @@ class Suite:
             for repeat in range(case.settings.repeats):
                 sides: dict[str, RunRecord] = {}
                 for side in ("without", "candidate") if (repeat + place) % 2 == 0 else ("candidate", "without"):
-                    key = self._key(case, work, side=side, repeat=repeat, round=place)
+                    key = self._key(case, work, side=side, repeat=repeat, round=place, take=self.take)
                     stored = self.store.get(key)
                     if stored is None and not warm:
                         self._warm_up(case, session, work)
@@ -242,34 +265,12 @@ class Suite:
         return made
 
     def _quality(self, case: RunCase) -> Quality:
-        """The change of perplexity by what is evicted; what is stored changes no bit, which the comparison shows."""
+        """The change of perplexity; cases that evict alike share it."""
         about = json.dumps([case.policy_keys, case.settings.to_dict()], sort_keys=True)
         if about not in self._qualities:
-            self._qualities[about] = self._evaluated(case)
+            store = self._directory / CELLS
+            self._qualities[about] = measure_quality(self._model, self._documents, case, jobs=self._jobs, store=store)
         return self._qualities[about]
-
-    def _evaluated(self, case: RunCase) -> Quality:
-        settings = case.settings
-        documents = [_cut(document, settings.quality_tokens) for document in self._documents[: settings.quality_texts]]
-        wanted = named(H2OEngine.name, H2OEngine.options_from_engine(case.engine))
-        result = evaluate(
-            self._model,
-            documents,
-            [wanted],
-            settings=Settings(
-                tokens=settings.quality_tokens,
-                prompt=settings.quality_prompt,
-                threads=settings.threads,
-                seed=settings.seed,
-                timing=False,
-            ),
-            jobs=self._jobs,
-            store=self._directory / CELLS,
-        )
-        if result.refused:
-            raise KvmnnError(f"{case.name}: {result.refused[0].reason}")
-        row, texts = result.rows[-1], result.documents
-        return _quality_of(row.versus_full, len(texts), sum(text.tokens for text in texts), row.lossy_ratio or 1.0)
 
     def _session(self, case: RunCase) -> DecoderSession:
         """With attention probabilities where the policy needs them: their price is part of the candidate's speed."""
@@ -292,16 +293,15 @@ class Suite:
             **more,
         )
 
-    def _note_down(self, cases: Sequence[RunCase]) -> None:
+    def _note_down(self, cases: Sequence[RunCase], rounds: int) -> None:
+        self.settings_of_cases = {"": self._settings_of_all(rounds), **{case.name: case.changed for case in cases}}
         about = {
             "kvmnn_gate_run": 1,
             "command": self._command,
             "model": os.fspath(self._model),
-            "model_sha256": self._sha256,
-            "kvmnn": version(),
             "python": platform.python_version(),
-            "machine": platform.platform(),
-            "processors": os.cpu_count(),
+            **self.about,
+            "take": self.take,
             "settings": self._settings.to_dict(),
             "cases": {
                 case.name: {"mode": case.mode, "engine": case.engine, "limits": case.limits.to_dict()} for case in cases
@@ -311,35 +311,22 @@ class Suite:
             output.file.write(json.dumps(about, indent=2).encode())
             output.commit()
 
-
-def _quality_of(difference: Any, texts: int, tokens: int, lossy_ratio: float) -> Quality:
-    from math import expm1
-
-    def share(nats: float | None) -> float | None:
-        return None if nats is None else expm1(nats)
-
-    return Quality(
-        mean=expm1(difference.nll),
-        low=share(difference.low),
-        high=share(difference.high),
-        texts=texts,
-        tokens=tokens,
-        lossy_ratio=lossy_ratio,
-    )
+    def _settings_of_all(self, rounds: int) -> dict[str, Any]:
+        """Settings that are not the default, texts and tokenizer among them."""
+        usual = RunSettings().to_dict()
+        found = {name: value for name, value in self._settings.to_dict().items() if usual[name] != value}
+        texts = dict.fromkeys(document.sha256 for document in (*self._documents, *self._prompts))
+        found |= {"texts_sha256": hashlib.sha256(" ".join(texts).encode()).hexdigest()} if texts else {}
+        return found | ({"rounds": rounds} if rounds != 1 else {})
 
 
-def _cut(document: Document, tokens: int) -> Document:
-    """The beginning of a text; bytes are then those of all of it, which perplexity does not use."""
-    if document.tokens <= tokens:
-        return document
-    return Document(
-        name=document.name,
-        ids=document.ids[: tokens + 1],
-        nbytes=document.nbytes,
-        sha256=document.sha256,
-        begins_with_bos=document.begins_with_bos,
-        asked=tokens,
-    )
+def _take(directory: Path, again: bool) -> int:
+    """How often everything was measured anew: one more than noted down, if that came to its end."""
+    try:
+        take = int(quantity(read_object(directory / ABOUT), "take")) or 1
+    except (FileNotFoundError, NotADirectoryError):
+        return 1
+    return take + 1 if again and has_take(directory, take) else take
 
 
 def _check_directory(directory: Path, force: bool) -> None:

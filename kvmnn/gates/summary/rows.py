@@ -7,6 +7,9 @@ from typing import Any
 
 from ..logs.numbers import number
 
+MEASURED_BY = "measured_by"
+"""A line that only sections of runs on a model have: what they lack was not measured, in those of the fork it is 0."""
+
 RUNTIME_FIGURES = (
     "lossy_best",
     "lossless_selected_value",
@@ -51,12 +54,16 @@ def runtime_row(
     summary_exists: bool = True,
     console_log: str = "",
 ) -> dict[str, Any]:
-    """A row of a case of ``llm_bench``, from the lines of its section *Quality Gate*."""
-    figures = {name: number(gate.get(name, 0.0)) for name in RUNTIME_FIGURES}
+    """A row of a case of ``llm_bench``, from the lines of its section *Quality Gate*.
+
+    What that of a run on a model leaves out is None.
+    """
+    own = MEASURED_BY in gate
+    figures = {name: None if own and name not in gate else number(gate.get(name, 0.0)) for name in RUNTIME_FIGURES}
     if "decode_gate_tps" not in gate:
         figures["decode_gate_tps"] = figures["decode_best"]
     flags = {
-        name: gate.get(name, "").lower() == "true"
+        name: None if own and name not in gate else gate.get(name, "").lower() == "true"
         for name in ("runtime_async_wait_headroom_warn", "kv_content_consistency_pass")
     }
     return {

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 from ...text import count
+from ...text.folding import folded
+
+_NONE = "-"
+"""Of what a run on a model has not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,30 +88,45 @@ class Round:
         return "\n".join(lines) + "\n"
 
     def __str__(self) -> str:
+        return "\n".join(self.lines(min(shutil.get_terminal_size((80, 24)).columns, 100)))
+
+    def lines(self, width: int) -> list[str]:
+        """The cases and why they do not pass, in `width` columns."""
         passed = sum(row.get("overall_pass") is True for row in self.rows)
         lines = [f"{'PASS' if self.passed else 'FAIL'}: {passed} of {count(len(self.rows), 'case')} passed"]
         size = max([len(str(row.get("case", ""))) for row in self.rows], default=0)
         for row in self.rows:
             said = "pass" if row.get("overall_pass") is True else "fail"
             reason = str(row.get("failure_reason", ""))
-            lines.append(f"  {said}  {row.get('case', '')!s:<{size}}  {reason}".rstrip())
-        return "\n".join(lines)
+            lines += folded(f"  {said}  {row.get('case', '')!s:<{size}}  {reason}".rstrip(), width).split("\n")
+        return lines
 
 
 def _runtime_line(row: Mapping[str, Any]) -> str:
+    speeds = f"{_number(row['decode_gate_tps'])}/{_number(row['decode_baseline'])}({row['decode_aggregation']})"
+    drop = f"{_number(row['decode_drop_ratio'], 6)}/{_number(row['decode_drop_target'], 6)}"
+    same = row["kv_content_consistency_pass"]
+    figures = {
+        "lossy": row["lossy_best"],
+        "lossless": row["lossless_selected_value"],
+        "decomp_us": row["runtime_decomp_best_us"],
+        "async_wait_us": row["runtime_async_wait_best_us"],
+        "async_wait_headroom": row["runtime_async_wait_headroom_ratio"],
+        "queue": row["runtime_queue_peak_best"],
+        "fallback": row["runtime_fallback_best"],
+        "cache_hit": row["runtime_decode_cache_hit_best"],
+        "cache_miss": row["runtime_decode_cache_miss_best"],
+    }
     return (
         f"case={row['case']}, mode={row['mode']}, pass={_flag(row['overall_pass'])}, rc={row['return_code']}, "
-        f"decode={row['decode_gate_tps']:.4f}/{row['decode_baseline']:.4f}({row['decode_aggregation']}), "
-        f"drop={row['decode_drop_ratio']:.6f}/{row['decode_drop_target']:.6f}, "
-        f"lossy={row['lossy_best']:.4f}, lossless={row['lossless_selected_value']:.4f}, "
-        f"decomp_us={row['runtime_decomp_best_us']:.4f}, async_wait_us={row['runtime_async_wait_best_us']:.4f}, "
-        f"async_wait_headroom={row['runtime_async_wait_headroom_ratio']:.4f}, "
-        f"queue={row['runtime_queue_peak_best']:.4f}, fallback={row['runtime_fallback_best']:.4f}, "
-        f"cache_hit={row['runtime_decode_cache_hit_best']:.4f}, "
-        f"cache_miss={row['runtime_decode_cache_miss_best']:.4f}, "
-        f"kv_consistency={_flag(row['kv_content_consistency_pass'])}, "
-        f"kv_invalid_logs={row['kv_invalid_log_count']:.0f}, summary=`{row['summary']}`{_reason(row)}"
+        f"decode={speeds}, drop={drop}, {', '.join(f'{name}={_number(value)}' for name, value in figures.items())}, "
+        f"kv_consistency={_NONE if same is None else _flag(same)}, "
+        f"kv_invalid_logs={_number(row['kv_invalid_log_count'], 0)}, summary=`{row['summary']}`{_reason(row)}"
     )
+
+
+def _number(value: float | None, digits: int = 4) -> str:
+    return _NONE if value is None else f"{value:.{digits}f}"
 
 
 def _demo_line(row: Mapping[str, Any]) -> str:

@@ -35,7 +35,7 @@ def cases_section(found: Material) -> Section:
         f"doc.: {WHERE}. Lossy, lossless and decode are those of the rows of summary.json; product is lossy times "
         "lossless, as the document takes it, though the two do not hold for the same bytes. Held in all: bytes of all "
         "tokens over all that is held at the end, hot rows and room to grow included, the least of the runs. Change: "
-        "of the mean speed against that without compression, a minus is slower; the gate takes the mean over pairs. "
+        "of the mean speed against that without compression, a minus is slower; the gate takes its interval. "
         "Figures of llm_demo are means over its prompts, its gates take the least."
     )
     if len(found.round.rows) > _MOST_ROWS:
@@ -203,14 +203,15 @@ def trend_section(found: Material) -> Section:
             f"{case.case}: {case.reason or 'no reason given'}" for case in entry.cases if not case.passed
         )
         share = Cell(f"{passed} of {len(entry.cases)}", passed / max(len(entry.cases), 1))
-        rows.append([Cell(f"{place}", place), Cell(entry.generated_at), share, Cell(reasons or "-")])
+        changed = Cell("; ".join(entry.changed) or "-")
+        rows.append([Cell(f"{place}", place), Cell(entry.generated_at), share, Cell(reasons or "-"), changed])
     blocks: list[Block] = []
     if len(rounds) < 2:
         blocks.append(Text("One round so far: there is no trend yet.", "unknown"))
     else:
         blocks += _trends(rounds, len(found.history) - len(rounds) + 1)
-    columns = ("round", "when", "passed", "what did not pass")
-    blocks.append(Table(f"Rounds: {count(len(found.history), 'round')}", columns, rows, frozenset({1, 3}), True))
+    columns = ("round", "when", "passed", "what did not pass", "changed since the round before")
+    blocks.append(Table(f"Rounds: {count(len(found.history), 'round')}", columns, rows, frozenset({1, 3, 4}), True))
     return Section("trend", title, blocks)
 
 

@@ -146,7 +146,7 @@ def _verdict(found: Material, document: dict[str, Any], where: str, name: str) -
 def _take_verdict(found: Material, made: records.CaseVerdict, where: str, name: str, default: str = "") -> None:
     case = made.case or default
     lines = [gate.verdict for gate in made.lines]
-    worst = next((verdict for verdict in ("fail", "not measured") if verdict in lines), "pass")
+    worst = next((verdict for verdict in ("fail", "not measured", "unclear") if verdict in lines), "pass")
     if lines and (made.overall_pass is not (worst == "pass") or (made.verdict or worst) != worst):
         raise SourceError(f"{where}: {case}: says {made.verdict or made.overall_pass}, but its gates say {worst}")
     there = found.verdicts.get(case)

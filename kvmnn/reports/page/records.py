@@ -10,7 +10,7 @@ from ...files.records import Record
 from ..results import Refusal, TextFacts, Trace
 from ..rows import Row
 
-Verdict = Literal["pass", "fail", "off", "not measured"]
+Verdict = Literal["pass", "fail", "off", "not measured", "unclear"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +99,7 @@ class PastRound(Record):
     generated_at: str
     overall_pass: bool
     cases: tuple[PastCase, ...]
+    changed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,13 @@ from .material import Material
 from .records import CaseVerdict, GateLine
 from .reference import REFERENCE
 
-TONES: dict[str, Tone] = {"pass": "good", "fail": "bad", "not measured": "unknown", "off": "muted"}
+TONES: dict[str, Tone] = {
+    "pass": "good",
+    "fail": "bad",
+    "not measured": "unknown",
+    "unclear": "unknown",
+    "off": "muted",
+}
 
 MOST_CASES = 60
 """Cases that have a card, and a table of gates."""
@@ -31,10 +37,11 @@ def verdict(found: Material) -> Verdict:
     whole = passed == len(cards)
     said = f"{passed} of {count(len(cards), 'case')} {'passes' if passed == 1 else 'pass'}"
     counts = [f"{failed} {'fails' if failed == 1 else 'fail'}"] if failed else []
-    unknown = len(cards) - passed - failed
-    counts += [f"{unknown} not measured"] if unknown else []
+    unclear = sum(card.verdict == "unclear" for card in cards)
+    unknown = len(cards) - passed - failed - unclear
+    counts += [f"{number} {said}" for number, said in ((unknown, "not measured"), (unclear, "unclear")) if number]
     said += f"; {', '.join(counts)}." if counts else "."
-    word = "PASS" if whole else "FAIL" if failed else "NOT MEASURED"
+    word = "PASS" if whole else "FAIL" if failed else "NOT MEASURED" if unknown else "UNCLEAR"
     tone: Tone = "good" if whole else "bad" if failed else "unknown"
     notes = [*_not_run([card.name for card in cards]), *_replayed(found)]
     if len(cards) > MOST_CASES:
@@ -133,12 +140,14 @@ def _holds(value: float, sign: str, limit: float) -> bool:
 def _card(name: str, case: CaseVerdict) -> CaseCard:
     misses = []
     for gate in case.lines:
-        if gate.verdict in ("fail", "not measured"):
+        if gate.verdict in ("fail", "not measured", "unclear"):
             far = missed_by(gate)
             limit = f", limit {gate.limit}" if gate.limit else ""
             said = f"{gate.value or gate.verdict}{limit}" + (f" ({far})" if far else "")
             if gate.verdict == "not measured":
                 said = f"not measured{': ' + gate.why if gate.why else ''}"
+            elif gate.verdict == "unclear":
+                said = f"unclear: {said}{'; ' + gate.why if gate.why else ''}"
             misses.append((gate.name, said))
     word = verdict_of(case)
     gates = [gate for gate in case.lines if gate.verdict != "off"]

@@ -1,0 +1,57 @@
+"""The drop of the decode speed: the ratio of means, its interval, and verdicts that only the whole interval gives."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvmnn.gates.checking.drops import Drop, drop_gate
+
+
+def test_it_is_the_ratio_of_the_means_shown() -> None:
+    """The mean of the pairs' own drops is something else, and has no lower bound."""
+    drop = Drop.of([(10.0, 10.0), (1.0, 3.0)])
+    assert drop is not None
+    assert (drop.before, drop.after) == (5.5, 6.5)
+    assert drop.value == pytest.approx(1 - 6.5 / 5.5)
+    assert drop.high is not None and drop.high <= 1
+
+
+def test_no_speed_is_no_drop() -> None:
+    assert Drop.of([]) is None
+    assert Drop.of([(0.0, 3.0)]) is None
+    assert drop_gate(None, 0.05, "pairs", "why").verdict == "not measured"
+
+
+@pytest.mark.parametrize(
+    ("pairs", "limit", "verdict"),
+    [
+        ([(10.0, 9.9), (10.2, 10.1), (9.9, 9.8)], 0.05, "pass"),
+        ([(10.0, 8.9), (10.2, 9.1), (9.9, 8.8)], 0.05, "fail"),
+        ([(10.0, 8.0), (10.2, 10.1), (9.9, 10.9)], 0.05, "unclear"),
+        ([(10.0, 12.0), (10.0, 8.5)], 0.05, "unclear"),  # faster on average
+        ([(10.0, 9.9)], 0.05, "unclear"),
+        ([(10.0, 1.0)], 1.0, "pass"),
+        ([(10.0, 10.0), (10.0, 10.0)], 0.0, "pass"),
+    ],
+)
+def test_verdicts(pairs: list[tuple[float, float]], limit: float, verdict: str) -> None:
+    drop = Drop.of(pairs)
+    assert drop is not None
+    assert drop.verdict(limit) == verdict
+    gate = drop_gate(drop, limit, "pairs side by side")
+    assert gate.verdict == verdict
+    assert ("more runs" in gate.why) == (verdict == "unclear")
+
+
+def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
+    """Speeds of a machine that wanders, both sides together, under a drop of 10 %."""
+    rng = np.random.default_rng(5)
+    inside = 0
+    for _ in range(2000):
+        machine = rng.normal(60, 12, 6)
+        plain, fast = machine + rng.normal(0, 3, 6), 0.9 * machine + rng.normal(0, 3, 6)
+        drop = Drop.of(list(zip(plain.tolist(), fast.tolist(), strict=True)))
+        assert drop is not None and drop.low is not None and drop.high is not None
+        inside += drop.low <= 0.1 <= drop.high
+    assert 0.92 <= inside / 2000 <= 0.98

@@ -129,7 +129,7 @@ def test_measured_again_or_otherwise_is_another_round(made: SimpleNamespace, tmp
     shown = run("gate", "history", tmp_path / "out").out
     assert "       changed: kv_h2o_block_tokens 4 -> 8 (runtime_probe" in shown
     assert " | " in shown and max(map(len, shown.splitlines())) <= 80
-    assert shown.count("to the mean before") == 3  # of the baseline; the others have no round before under these settings
+    assert shown.count("to the mean before") == 3  # of the baseline; others have no round before under these settings
 
 
 def test_a_damaged_line_of_runs_is_run_again(made: SimpleNamespace, tmp_path: Path) -> None:

@@ -12,11 +12,13 @@ import numpy as np
 
 from ..arrays.named_array import NamedArray, Piece
 from ..arrays.source import Source
+from ..bundle.dense_pieces import DensePlan
 from ..errors import KvmnnError
 from ..frames import encode, inspect
 from ..threads.pipeline import Progress
 from ..threads.pool import cpu_count
 from . import rivals
+from .dense_codec import dense_bytes, dense_codec, dense_plans, why_not
 from .results import Comparison, Machine, Report, Result, Timing
 from .rivals import Codec
 
@@ -35,7 +37,7 @@ def compare(
     with_max: bool = False,
     progress: Progress | None = None,
 ) -> Comparison:
-    """Measure kvmnn's efforts and every rival that is installed on the arrays of a source.
+    """Measure kvmnn's efforts, its dense streams and every rival that is installed on the arrays of a source.
 
     Parameters
     ----------
@@ -57,16 +59,31 @@ def compare(
     SourceError
         When an array turns out to be damaged. A codec that fails or does not restore the data is a line of the result.
     """
+    plans = dense_plans(source)
     reports = [
-        measure(array, max_bytes=max_bytes, rounds=rounds, threads=threads, with_max=with_max, progress=progress)
+        measure(
+            array,
+            max_bytes=max_bytes,
+            rounds=rounds,
+            threads=threads,
+            with_max=with_max,
+            dense=plans.get(array.name),
+            progress=progress,
+        )
         for array in source.arrays
     ]
     return Comparison(machine=_machine(), threads=threads, arrays=tuple(reports))
 
 
-def turns(source: Source, rounds: int, threads: int) -> int:
+def turns(source: Source, rounds: int, threads: int, max_bytes: int = MAX_BYTES) -> int:
     """How often `compare` will call its `progress`."""
-    return sum((rounds + 1) * (4 + len(rivals.installed(array.dtype, threads)[0])) for array in source.arrays)
+    plans = dense_plans(source, trial=False)
+
+    def codecs(array: NamedArray) -> int:
+        size = min(array.nbytes, max_bytes or array.nbytes)
+        return 4 + len(rivals.installed(array.dtype, threads)[0]) + bool(dense_bytes(plans.get(array.name), size))
+
+    return sum((rounds + 1) * codecs(array) for array in source.arrays)
 
 
 def measure(
@@ -76,6 +93,7 @@ def measure(
     rounds: int,
     threads: int | None,
     with_max: bool = False,
+    dense: DensePlan | None = None,
     progress: Progress | None = None,
 ) -> Report:
     """Measure every codec on the beginning of an array.
@@ -93,6 +111,8 @@ def measure(
         Threads for each codec; None for all processors.
     with_max
         Measure effort max on all of the sample, and not on its first MiB only.
+    dense
+        How the array becomes dense streams, of whole layers (or whole tokens of the first); None where it cannot.
     progress
         Called with 1 after every turn of a codec.
     """
@@ -101,11 +121,10 @@ def measure(
     slowest = rivals.kvmnn_codecs(array.dtype, threads, with_max=True)[-1]
     others, missing = rivals.installed(array.dtype, threads)
     beginning = sample if with_max else sample[: MAX_SAMPLE // array.word_bytes * array.word_bytes]
-    runs = (
-        [_Run(codec, sample) for codec in codecs]
-        + [_Run(slowest, beginning)]
-        + [_Run(codec, sample) for codec in others]
-    )
+    runs = [_Run(codec, sample) for codec in codecs] + [_Run(slowest, beginning)]
+    if dense is not None and (size := dense_bytes(dense, sample.size)):
+        runs.append(_Run(dense_codec(dense, threads), sample[:size]))
+    runs += [_Run(codec, sample) for codec in others]
     for turn in range(rounds + 1):
         for run in runs:
             run.turn(counted=turn > 0)
@@ -122,6 +141,7 @@ def measure(
         rounds=rounds,
         results=tuple(run.result() for run in runs),
         missing=tuple(missing),
+        note=why_not(dense, sample.size),
     )
 
 
@@ -151,7 +171,7 @@ class _Run:
         except Exception as exc:
             self._error = f"{type(exc).__name__}: {exc}"[:200]
             return
-        self._stored = len(made)
+        self._stored = self._codec.stored(made)
         if counted:
             self._encodes.append(encode_time)
             self._decodes.append(decode_time)

@@ -109,6 +109,8 @@ class Report:
         How much of the array (its beginning) was measured.
     missing
         Packages that are not installed.
+    note
+        Why there are no dense streams; empty where there are.
     """
 
     name: str
@@ -119,6 +121,7 @@ class Report:
     rounds: int
     results: tuple[Result, ...]
     missing: tuple[str, ...]
+    note: str = ""
 
     def dominated(self) -> dict[str, str]:
         """Codecs that another one beats or equals in ratio and in CPU time of both ways, and the smallest of those.
@@ -150,6 +153,7 @@ class Report:
             for result in self.results
             if result.raw_bytes != self.sample_bytes
         ]
+        lines += [self.note] if self.note else []
         if self.sample_bytes >= LEAST_RATE_BYTES:
             found = self.dominated().items()
             lines += [f"{codec}: dominated by {by} (ratio, CPU time both ways)" for codec, by in found]

@@ -28,12 +28,15 @@ class Codec:
         uint8 array to bytes.
     decode
         Those bytes to a buffer equal to the input.
+    stored
+        How many bytes `encode` made.
     """
 
     name: str
     version: str
     encode: Callable[[Piece], Any]
     decode: Callable[[Any], Any]
+    stored: Callable[[Any], int] = len
 
 
 def kvmnn_codecs(dtype: str, threads: int | None, *, with_max: bool = False) -> list[Codec]:

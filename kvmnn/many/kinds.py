@@ -14,12 +14,16 @@ from ..compressor import is_weights
 from ..errors import KvmnnError
 from ..formats import ARRAY_FORMATS
 from ..formats.engine_files import engine_file
+from ..formats.hf import saved
 from ..formats.mnn import dump, live, packed_dump, prefix
+from ..formats.raw_pages import page_in
 from ..formats.vllm import is_folder as is_vllm
 from ..formats.zarr import is_store as is_zarr
 
 _BY_NAME = (*ARRAY_FORMATS, ".session")
 """Suffixes of arrays: these count whatever they hold, so that a damaged file is told of."""
+
+_OF_TORCH = ".pt"
 
 _LAYER = re.compile(r"layer_[0-9]+")
 
@@ -53,7 +57,7 @@ class Kinds:
         if suffix == manifest.FRAME_SUFFIX or (suffix not in _BY_NAME and os.path.exists(path + manifest.SIDE_SUFFIX)):
             return self.frames
         try:
-            return (self.arrays and (suffix in _BY_NAME or engine_file(path) is not None)) or (
+            return (self.arrays and (suffix in _BY_NAME or _is_cache_file(path, suffix))) or (
                 self.weights and is_weights(path)
             )
         except (KvmnnError, OSError):
@@ -68,12 +72,21 @@ class Kinds:
             return self.frames
         if is_zarr(path):
             return self.arrays or self.frames
-        if _is_cache(path, names):
+        if _is_cache_folder(path, names):
             return self.arrays
         return None
 
 
-def _is_cache(path: str, names: set[str]) -> bool:
+def _is_cache_file(path: str, suffix: str) -> bool:
+    """Whether a file is a cache by what it holds, or might be one: torch's that cannot be read, and what only has the
+    name of such a file; not what torch wrote of something else.
+    """
+    if engine_file(path) is not None or page_in(path) is not None:
+        return True
+    return saved.damage(path) is not None or (suffix == _OF_TORCH and not saved.is_file(path))
+
+
+def _is_cache_folder(path: str, names: set[str]) -> bool:
     if _has_metadata(names) or live.is_live(names) or prefix.names_in(names):
         return True
     if any(name.endswith(".safetensors") for name in names) and is_vllm(path):

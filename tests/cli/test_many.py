@@ -11,6 +11,7 @@ from typing import Any
 import hostile_files
 import numpy as np
 import pytest
+from hf_files import pairs, save
 
 from kvmnn.cli import main
 from kvmnn.cli.many_work import VERBS, VerbWork
@@ -183,6 +184,21 @@ def test_resumed(here, capsys):
         "done.jsonl: is of another run: real was null there and is true here; name another file, or delete this one"
     )
     assert expected in capsys.readouterr().err
+
+
+def test_a_saved_cache_that_is_damaged_is_a_failed_line(here, capsys):
+    path = save(Path("in/b/c/cache.pt"), pairs(1))
+    assert main(["inspect", "--jobs", "1", "in/b/c"]) == 0
+    whole = path.read_bytes()
+    capsys.readouterr()
+    for damaged in (b"", b"garbage", whole[:100], whole[: len(whole) // 2], whole[:-1]):
+        path.write_bytes(damaged)
+        for verb in ("encode", "inspect", "measure"):
+            assert main([verb, "--jobs", "1", "in/b/c", "-q", *(["-f"] if verb == "encode" else [])]) == 1
+            said = capsys.readouterr()
+            first, _ = map(json.loads, said.out.splitlines()[:2])
+            assert (first["path"], first["ok"]) == ("in/b/c/cache.pt", False)
+            assert first["error"].startswith("in/b/c/cache.pt: ")
 
 
 def test_names_that_are_not_utf_8(here, capsys):

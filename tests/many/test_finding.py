@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hf_files import pairs, save
 
 from kvmnn.cli import main
 from kvmnn.compressor.kvcm.header import MAGIC_BYTES
@@ -42,7 +43,7 @@ def test_a_name_that_is_not_utf_8(tmp_path: Path) -> None:
 
 
 def test_files_that_count_by_their_names_or_by_what_they_hold(tmp_path: Path) -> None:
-    put(tmp_path, "a.npy", "b.NPZ", "c.safetensors", "d.session", "e.frame", "f.txt", "g.bin", "h.pt", "i.json")
+    put(tmp_path, "a.npy", "b.NPZ", "c.safetensors", "d.session", "e.frame", "f.txt", "g.bin", "h.pth", "i.json")
     put(tmp_path, "state", data=b"nsgg" + bytes(60))
     put(tmp_path, "x", "x.json")  # a frame of another name, and its manifest
     put(tmp_path, "w.bin", data=MAGIC_BYTES + bytes(60))
@@ -52,6 +53,23 @@ def test_files_that_count_by_their_names_or_by_what_they_hold(tmp_path: Path) ->
     assert names(tmp_path, ARRAYS) == ["a.npy", "b.NPZ", "c.safetensors", "d.session", "state"]
     assert names(tmp_path, Kinds(frames=True)) == ["e.frame", "x"]
     assert names(tmp_path, Kinds(match="[fg].*")) == ["f.txt", "g.bin"]
+
+
+def test_files_of_torch(tmp_path: Path) -> None:
+    """A cache counts whatever it is called, and what may have been one; whole files of something else do not."""
+    cache = save(tmp_path / "a", pairs(1)).read_bytes()
+    other = save(tmp_path / "other.pt", {"weight": pairs(1)[0][0]}).read_bytes()
+    put(tmp_path, "a.pt", "a.bin", data=cache)
+    put(tmp_path, "cut.pt", "cut.pth", "cut.bin", data=cache[: len(cache) // 2])
+    put(tmp_path, "other.bin", data=other)
+    put(tmp_path, "other_cut.bin", data=other[:-30])
+    put(tmp_path, "model@1@0@12ab@bfloat16.pt", "model@1@0@12ab@half@3.data", "model.data", "empty.pt", "empty.pth")
+    put(tmp_path, "garbage.pt", "garbage.pth", data=b"garbage")
+    assert names(tmp_path, ARRAYS) == [
+        *("a", "a.bin", "a.pt", "cut.bin", "cut.pt", "cut.pth", "empty.pt", "garbage.pt"),
+        *("model@1@0@12ab@bfloat16.pt", "model@1@0@12ab@half@3.data", "other_cut.bin"),
+    ]
+    assert names(tmp_path, Kinds(frames=True)) == []
 
 
 def test_what_is_left_out_is_said(tmp_path: Path) -> None:

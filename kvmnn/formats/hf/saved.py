@@ -71,9 +71,14 @@ def _first_member(head: bytes) -> bytes:
     return head[30 : 30 + int.from_bytes(head[26:28], "little")]
 
 
+def is_file(path: str) -> bool:
+    """`is_saved` of the file at a path."""
+    return is_saved(head_of(path, HEAD_BYTES))
+
+
 def holds_cache(path: str) -> bool:
     """Whether torch wrote the file at a path, and K and V are in it, or a cache that `read` refuses by its name."""
-    if not is_saved(head_of(path, HEAD_BYTES)):
+    if not is_file(path):
         return False
     try:
         return _is_known(path, _root(MappedFile(path)))
@@ -83,7 +88,7 @@ def holds_cache(path: str) -> bool:
 
 def damage(path: str) -> str | None:
     """What is wrong with a file of torch's that cannot be read at all; None for all others."""
-    if not is_saved(head_of(path, HEAD_BYTES)):
+    if not is_file(path):
         return None
     try:
         _root(MappedFile(path))

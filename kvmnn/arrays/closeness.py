@@ -13,7 +13,7 @@ from ..errors import SourceError
 from ..text import count
 from .casting import floats
 from .differences import first_tokens, ordered_words
-from .layers import LayerArray, sort
+from .layers import LayerArray, sorted_layers
 from .source import Source
 
 
@@ -151,9 +151,9 @@ def compare_close(first: Source, second: Source, atol: float) -> Closeness:
 
 def _layers(source: Source) -> dict[tuple[int, Part], LayerArray]:
     try:
-        entries = sort(source.arrays, token_major=source.token_major)
+        entries = sorted_layers(source)
     except SourceError as error:
-        raise SourceError(f"{' '.join(source.inputs)}: {error}; a tolerance is about K and V of layers") from None
+        raise SourceError(f"{error}; a tolerance is about K and V of layers") from None
     return {(entry.layer, entry.part): entry for entry in entries}
 
 

@@ -13,7 +13,7 @@ from .. import dtypes
 from ..dtypes import Part
 from ..errors import SourceError
 from ..text import count
-from .layers import LayerArray, sort
+from .layers import LayerArray, sorted_layers
 from .named_array import NamedArray, Piece
 from .source import Source
 
@@ -125,7 +125,7 @@ def compare(first: Source, second: Source) -> Differences:
 def layers_by_place(source: Source) -> _Layers | None:
     """K and V of every layer of a source; None where its arrays are no such."""
     try:
-        return {(entry.layer, entry.part): entry for entry in sort(source.arrays, token_major=source.token_major)}
+        return {(entry.layer, entry.part): entry for entry in sorted_layers(source)}
     except SourceError:
         return None
 

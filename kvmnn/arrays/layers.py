@@ -10,6 +10,7 @@ from ..dtypes import PARTS, Part
 from ..errors import KvmnnError, SourceError
 from .named_array import NamedArray, Piece, rechunked
 from .names import conventional, is_numbered, layer_of, part_of
+from .source import Source
 
 MOST_HEADS = 256
 """More kv heads than any decoder has: twice those of the largest that are published (128)."""
@@ -210,8 +211,26 @@ def with_whole_dumps(arrays: Sequence[NamedArray]) -> list[NamedArray]:
     return [entry.array for entry in sort(arrays)]
 
 
-def common_geometry(layers: Sequence[LayerArray]) -> tuple[int, int, str]:
+def sorted_layers(source: Source, *, token_major: bool = False) -> list[LayerArray]:
+    """`sort` of the arrays of a source, which errors name; `token_major` where its arrays are so without saying it."""
+    try:
+        return sort(source.arrays, token_major=source.token_major or token_major)
+    except SourceError as error:
+        raise SourceError(f"{place_said(source)}{error}") from None
+
+
+def place_said(source: Source) -> str:
+    """What errors about the arrays of a source begin with."""
+    return f"{' '.join(source.inputs)}: " if source.inputs else ""
+
+
+def common_geometry(layers: Sequence[LayerArray], where: str = "") -> tuple[int, int, str]:
     """``(kv_heads, head_dim, dtype)`` that all layers share.
+
+    Parameters
+    ----------
+    where
+        What errors begin with: `place_said`.
 
     Raises
     ------
@@ -222,7 +241,7 @@ def common_geometry(layers: Sequence[LayerArray]) -> tuple[int, int, str]:
     for key, value in zip(layers[::2], layers[1::2], strict=True):
         if key.geometry != value.geometry:
             raise KvmnnError(
-                f"layer {key.layer}: keys are {list(key.array.shape)} and values {list(value.array.shape)}"
+                f"{where}layer {key.layer}: keys are {list(key.array.shape)} and values {list(value.array.shape)}"
             )
     for entry in layers:
         if (entry.geometry[0], entry.geometry[2], entry.array.dtype) != (
@@ -231,7 +250,7 @@ def common_geometry(layers: Sequence[LayerArray]) -> tuple[int, int, str]:
             first.array.dtype,
         ):
             raise KvmnnError(
-                f"layer {entry.layer} has {entry.geometry[0]} kv heads x {entry.geometry[2]} dims of "
+                f"{where}layer {entry.layer} has {entry.geometry[0]} kv heads x {entry.geometry[2]} dims of "
                 f"{entry.array.dtype}, layer {first.layer} has {first.geometry[0]} x {first.geometry[2]} of "
                 f"{first.array.dtype}: expected the same"
             )

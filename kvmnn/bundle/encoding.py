@@ -57,7 +57,8 @@ class EncodeOptions(CodecOptions):
         Store K and V of a layer, paired by their names, raw where their frames together are no smaller than they are:
         the engine's rule (`kvmnn.encode_block`).
     allow_raw
-        The same for every array by itself. Files that hold words rather than frames need their manifest.
+        The same for every array by itself. Files that hold words rather than frames need their manifest. A file of
+        another engine that is kept whole is always encoded so, unless `block` says otherwise.
     dense
         Make dense streams, which MNN does not read, of K and V of layers (docs/format-v2.md): one for each layer,
         whatever `frame_bytes` says. None makes frames of everything.

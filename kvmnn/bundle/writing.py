@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ..arrays.source import Source
+from ..arrays.source import FILE_KEY, Source
 from ..errors import OptionError
 from ..files.names import is_directory, renamed
 from ..files.output import DirectoryOutput, FileOutput, Stream
@@ -53,6 +53,11 @@ class Encoded(Sizes):
         return kept_file(self.manifest.metadata, self.output or "frames")
 
     @property
+    def whole_bytes(self) -> int:
+        """Bytes of frames and manifest together."""
+        return self.stored_bytes + len(manifest.to_json(self.manifest))
+
+    @property
     def label(self) -> str | None:
         """``LOSSLESS`` if that was proved, else None."""
         return LOSSLESS if self.verified else None
@@ -72,7 +77,7 @@ class Encoded(Sizes):
             "zstd_version": made.zstd_version,
             "byte_exact": made.zstd_byte_exact and made.effort == "exact",
             "cache": cache_document(self.cache),
-            **({"file": {"name": kept.name, "format": kept.format, "bytes": kept.nbytes}} if kept else {}),
+            **({"file": self._file(kept)} if kept else {}),
             "arrays": [
                 {**array_to_dict(array), "ratio": ratio(array.nbytes, array.stored_bytes)} for array in made.arrays
             ],
@@ -80,6 +85,9 @@ class Encoded(Sizes):
 
     def __str__(self) -> str:
         return self.text()
+
+    def _file(self, kept: KeptFile) -> dict[str, Any]:
+        return {"name": kept.name, "format": kept.format, "bytes": kept.nbytes, "stored_bytes": self.whole_bytes}
 
     def _renamed(self) -> str:
         arrays = self.manifest.arrays
@@ -108,10 +116,10 @@ class Encoded(Sizes):
         if others:
             lines.append(f"  {others}")
         if self.kept:
-            whole = self.stored_bytes + len(manifest.to_json(self.manifest))
+            whole = self.whole_bytes
             lines.append(
-                f"  {self.kept.name} has {self.kept.nbytes:,} bytes, frames and manifest have {whole:,}; decode writes "
-                "the same file again"
+                f"  {self.kept.name} has {self.kept.nbytes:,} bytes, frames and manifest have {whole:,}"
+                f"{', which is more' if whole > self.kept.nbytes else ''}; decode writes the same file again"
             )
         if self.cache:
             packed = self.cache.file_bytes
@@ -176,6 +184,8 @@ def _to_path(
     force: bool,
     progress: Progress | None,
 ) -> Manifest:
+    if FILE_KEY in source.metadata and not options.block:  # no engine reads these frames: what counts are bytes
+        options = replace(options, allow_raw=True)
     if len(source) > 1 or is_directory(path):
         with DirectoryOutput(path, force=force, protect=source.files, index=manifest.FILE_NAME) as directory:
             made = encode_to_directory(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +14,14 @@ from .printing import STDIO, UsageError
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
-    from ..many import FinishedFile, Named, Task
+    from ..many import Done, FinishedFile, Named, Task
     from .many_work import VerbWork
 
 _TEXT = """Each file below the inputs by itself, in processes of one thread each: a JSON object for each on standard
 output, a line, in the order of their names, as they come: {"path", "ok", "seconds"}, and "document" (what --json prints
-of this file alone), "error", "notes". A file that fails is a line, the others go on, and the exit code is 1. Below a
-folder count files of arrays and caches, for verify frames, for measure and inspect both; nothing hidden, and nothing
-behind links to folders (docs/many.md)."""
+of this file alone), "error", "notes". A terminal gets a line of text for each, unless --json is given. A file that
+fails is a line, the others go on, and the exit code is 1. Below a folder count files of arrays and caches, for verify
+frames, for measure and inspect both; nothing hidden, and nothing behind links to folders (docs/many.md)."""
 
 NAMES = ("jobs", "dask", "resume", "match")
 
@@ -53,18 +53,19 @@ def run(
     paths: Sequence[str],
     *,
     takes: Sequence[str],
-    not_for_many: Sequence[str] = (),
+    not_for_many: Mapping[str, str] | None = None,
     output: Callable[[argparse.Namespace], Callable[[Named], Task]] | None = None,
 ) -> int:
     """Do a verb for each file below `paths`; returns the exit code.
 
-    `takes` is which of `Kinds` count. The options in `not_for_many` are refused. `output` gives what makes the task of
-    a file.
+    `takes` is which of `Kinds` count. Options in `not_for_many` are refused, with the reason that stands there.
+    `output` gives what makes the task of a file.
     """
     from ..many import Kinds, Task, find
     from .many_work import VerbWork
 
-    idle_options.refuse(arguments, (*not_for_many, "threads"), "is not for --jobs and --dask: each file has one thread")
+    for name, why in {**(not_for_many or {}), "threads": "each file has one thread"}.items():
+        idle_options.refuse(arguments, [name], f"is not for --jobs and --dask: {why}")
     if STDIO in paths:
         raise UsageError("standard input is one input: --jobs and --dask take files and folders")
     if arguments.dask is not None:
@@ -109,11 +110,10 @@ def _run(
         printing.progress(arguments, len(tasks), verb, unit="file", beside=streams.on_terminal()) as advance,
     ):
         for done in results:
-            streams.out(done.line)
-            streams.flush()
+            _print(arguments, done)
             number += not done.ok
             if done.error is not None and not first:
-                first = done.error if done.path in done.error else f"{done.path}: {done.error}"
+                first = done.error
             if advance is not None:
                 advance(1)
     if finished is not None and finished.changed:
@@ -122,6 +122,17 @@ def _run(
     if number:
         printing.complain(f"{number:,} of {count(len(tasks), 'file')} failed, the first: {first}")
     return 1 if number else 0
+
+
+def _print(arguments: argparse.Namespace, done: Done) -> None:
+    """A file's line: for programs JSON, for people who watch a terminal a text."""
+    from .many_lines import line_of
+
+    if arguments.json or not streams.on_terminal():
+        streams.out(done.line)
+    elif not (arguments.quiet and done.ok):
+        streams.out(line_of(done.to_dict()), fold=True)
+    streams.flush()
 
 
 @contextmanager

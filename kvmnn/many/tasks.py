@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -69,7 +70,7 @@ class Done:
     path
         The task's.
     error
-        Why it failed; None if it did not.
+        Why it failed, with its path; None if it did not.
     line
         A JSON object without line ends: ``path``, ``ok``, ``seconds``; ``error``, ``document`` and ``notes`` where
         there are any.
@@ -115,14 +116,17 @@ def failed(task: Task, error: str, seconds: float = 0.0) -> Done:
 
 
 def _done(task: Task, outcome: Outcome, seconds: float) -> Done:
-    line: dict[str, Any] = {"path": task.path, "ok": outcome.error is None, "seconds": round(seconds, 6)}
-    if outcome.error is not None:
-        line["error"] = outcome.error
+    error, name = outcome.error, one_line(task.path)
+    if error is not None and not re.search(rf"(?<![\w./-]){re.escape(name)}(?![\w.-])", error):
+        error = f"{name}: {error}"
+    line: dict[str, Any] = {"path": task.path, "ok": error is None, "seconds": round(seconds, 6)}
+    if error is not None:
+        line["error"] = error
     if outcome.document is not None:
         line["document"] = outcome.document
     if outcome.notes:
         line["notes"] = list(outcome.notes)
-    return Done(task.path, outcome.error, json.dumps(line))
+    return Done(task.path, error, json.dumps(line))
 
 
 def _said(task: Task, exc: Exception) -> str:

@@ -180,7 +180,7 @@ def select_source(found: Selection, source: Source, scope: Scope, label: str) ->
     SourceError
         When arrays have no place in a cache.
     """
-    arrays = layers.sort(source.arrays, token_major=source.token_major)
+    arrays = layers.sorted_layers(source)
     for key, value in zip(arrays[::2], arrays[1::2], strict=True):
         found.scanned += 1
         heads, tokens, dims = key.geometry

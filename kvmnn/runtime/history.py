@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..arrays.layers import common_geometry, sort
+from ..arrays.layers import common_geometry, place_said, sorted_layers
 from ..arrays.source import Source
 from ..dtypes import Floats, KVPair, Words, by_name
 from ..errors import KvmnnError, SourceError
@@ -62,8 +62,8 @@ def history_of(source: Source) -> History:
     SourceError
         For arrays that are no K and V, or of layers that differ in geometry or length.
     """
-    arrays = sort(source.arrays, token_major=source.token_major)
-    _, _, dtype = common_geometry(arrays)
+    arrays = sorted_layers(source)
+    _, _, dtype = common_geometry(arrays, place_said(source))
     words = by_name(dtype).numpy
 
     def rows(index: int) -> Words:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..arrays.layer_cache import LayerCache
-from ..arrays.layers import LayerArray, array_name, common_geometry, sort
+from ..arrays.layers import LayerArray, array_name, common_geometry, place_said, sorted_layers
 from ..arrays.named_array import in_memory
 from ..arrays.source import Source
 from ..dtypes import PARTS, Words, by_name
@@ -47,8 +47,8 @@ def layers_of(source: Source, *, token_major: bool = False) -> list[LayerCache]:
                 raise OptionError(f"{where}: layer {info.layer} was cut: a cache without some tokens is no prefix")
     if source.engine_cache is not None and not source.engine_cache.is_whole:
         raise OptionError(f"{where}: holds no beginning of a text, whole and in order: {source.engine_cache}")
-    arrays = sort(source.arrays, token_major=source.token_major or token_major)
-    common_geometry(arrays)
+    arrays = sorted_layers(source, token_major=token_major)
+    common_geometry(arrays, place_said(source))
     return [
         LayerCache(layer=keys.layer, keys=_words(keys), values=_words(values))
         for keys, values in zip(arrays[::2], arrays[1::2], strict=True)

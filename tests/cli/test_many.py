@@ -106,7 +106,9 @@ def test_one_output_that_exists_is_one_failure(here, capsys):
     assert main(["encode", "--jobs", "2", "in", "-o", "out"]) == 1
     found = lines(capsys)
     assert [line["ok"] for line in found] == [True, True, True, False]
-    assert found[3]["error"] == f"{here}/out/b/layer_3.key.npy.frame.json: exists already (-f or --force replaces it)"
+    assert found[3]["error"] == (
+        f"in/b/layer_3.key.npy: {here}/out/b/layer_3.key.npy.frame.json: exists already (-f or --force replaces it)"
+    ), "a line names its file"
     assert Path("out/b/layer_3.key.npy.frame.json").read_text() == "mine"
     assert not Path("out/b/layer_3.key.npy.frame").exists()
 
@@ -132,9 +134,13 @@ def test_folders_of_what_failed_are_not_left(here, capsys):
         ("encode in --resume r", 2, "--resume needs --jobs N or --dask ADDRESS"),
         ("inspect in --match *.npy", 2, "--match needs --jobs N or --dask ADDRESS"),
         ("verify in in", 2, "2 inputs: --jobs N verifies each of many, without it give one"),
-        ("verify --jobs 2 in --against in/a.npz", 2, "--against is not for --jobs and --dask"),
-        ("measure --jobs 2 in --out-json x", 2, "--out-json is not for --jobs and --dask"),
-        ("measure --jobs 2 in --analysis x", 2, "--analysis is not for --jobs and --dask"),
+        (
+            "verify --jobs 2 in --against in/a.npz",
+            2,
+            "--against is not for --jobs and --dask: it is the original",
+        ),
+        ("measure --jobs 2 in --out-json x", 2, "--out-json is not for --jobs and --dask: it names one output"),
+        ("measure --jobs 2 in --analysis x", 2, "--analysis is not for --jobs and --dask: it goes through whole trees"),
         ("measure --jobs 2 in --dask tcp://x:1", 2, "argument --dask: not allowed with argument --jobs"),
         ("measure --jobs 0 in", 2, "'0' is not a whole number above zero"),
         ("measure --jobs 2 gone", 1, "gone: no such file or directory"),
@@ -154,6 +160,53 @@ def test_what_is_refused_before_anything_is_begun(here, capsys, argv, code, mess
     assert last.startswith("kvmnn: error: ")
     assert said.out == ""
     assert hostile_files.contents(here) == before
+
+
+def test_a_line_of_every_file_that_failed_names_it(here, capsys):
+    np.savez("in/half.npz", **{"layer_0.key": HALF})
+    assert main(["measure", "--jobs", "1", "in"]) == 1
+    said = {line["path"]: line["error"] for line in lines(capsys) if not line["ok"]}
+    assert said["in/half.npz"] == "in/half.npz: layer 0 has no array of its values"
+    assert main(["measure", "in/half.npz"]) == 1
+    assert capsys.readouterr().err == "kvmnn: error: in/half.npz: layer 0 has no array of its values\n"
+
+
+def test_dense_streams_are_measured(here, capsys):
+    assert main(["measure", "--jobs", "1", "in/a.npz", "--dense", "--rope", "dims=4"]) == 0
+    (line,) = lines(capsys)
+    assert main(["measure", "in/a.npz", "--dense", "--rope", "dims=4", "--json"]) == 0
+    assert timeless(line["document"]) == timeless(json.loads(capsys.readouterr().out))
+    assert line["document"]["overall"]["dense_bytes"] > 0
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_terminal_gets_lines_of_text(here, capsys, monkeypatch, verb):
+    """One for each file, with what comes first of its document; JSON on request; with -q those that failed."""
+    Path("in/b/bad.npz").write_bytes(b"damaged")
+    Path("in/b/layer_3.key.npy").unlink()
+    tree = "in"
+    texts = {
+        "encode": "LOSSLESS, 288 -> ",
+        "inspect": "2 arrays",
+        "measure": "LOSSLESS, 288 -> ",
+        "verify": "LOSSLESS, 288 -> ",
+    }
+    if verb == "verify":
+        assert main(["encode", "--jobs", "1", "in", "-o", "frames", "-q"]) == 1
+        tree = "frames"
+        Path("frames/b/bad.frame").write_bytes(b"damaged")
+        capsys.readouterr()
+    monkeypatch.setattr("kvmnn.cli.streams.on_terminal", lambda: True)
+    argv = [verb, "--jobs", "1", tree, *(["-f"] if verb == "encode" else [])]
+    assert main(argv) == 1
+    found = capsys.readouterr().out.splitlines()
+    assert [line[:8] for line in found] == ["ok      ", "ok      ", "failed  ", "ok      "]
+    assert found[2].startswith(f"failed  {tree}/b/bad.")
+    assert all(f"{tree}/" in line and texts[verb] in line for line in found[:2])
+    assert main([*argv, "-q"]) == 1
+    assert capsys.readouterr().out.splitlines() == [found[2]]
+    assert main([*argv, "--json"]) == 1
+    assert [line["ok"] for line in lines(capsys)] == [True, True, False, True]
 
 
 def test_resumed(here, capsys):

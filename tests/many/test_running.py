@@ -259,7 +259,7 @@ def test_an_output_that_was_there_is_not(tmp_path: Path, log: Path) -> None:
     (tmp_path / "a.out").write_text("mine")
     tasks = [Task(name, str(tmp_path / name), (".out",)) for name in ("a", "b")]
     found = list(run(tasks, Writing(str(log)), Here()))
-    assert [done.error for done in found] == [f"{tmp_path}/a.out: exists already", None]
+    assert [done.error for done in found] == [f"a: {tmp_path}/a.out: exists already", None]
     assert (tmp_path / "a.out").read_text() == "mine"
 
 

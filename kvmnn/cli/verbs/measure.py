@@ -45,9 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.inputs:
         raise UsageError("expected an INPUT, or --dump-dir DIR")
     if many_options.asked(arguments):
-        other = ["out_json", "out_md", "analysis", "to_fp16", "dense"]
         takes = ["arrays", "frames"]
-        return many_options.run(arguments, "measure", arguments.inputs, takes=takes, not_for_many=other)
+        return many_options.run(arguments, "measure", arguments.inputs, takes=takes, not_for_many=_NOT_FOR_MANY)
     if sum(map(bool, (arguments.analysis, arguments.to_fp16, arguments.dense))) > 1:
         raise UsageError("--analysis, --to-fp16 and --dense exclude each other")
     if arguments.to_fp16 and len(arguments.inputs) != 1:
@@ -72,6 +71,15 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         _measure(arguments, options, dumps)
     return 0
+
+
+_ONE_OUTPUT = "it names one output, and each file has its own results, in its line"
+_NOT_FOR_MANY = {
+    "out_json": _ONE_OUTPUT,
+    "out_md": _ONE_OUTPUT,
+    "analysis": "it goes through whole trees of dumps by itself",
+    "to_fp16": "it goes through whole trees of dumps by itself",
+}
 
 
 def _dumps(arguments: argparse.Namespace) -> list[str]:

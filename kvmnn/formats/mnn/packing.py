@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ...arrays.layers import LayerArray, common_geometry, sort
+from ...arrays.layers import LayerArray, common_geometry, sorted_layers
 from ...arrays.source import Source
 from ...errors import OptionError
 from ...packed.addressing import FLASH_BLOCK
@@ -74,7 +74,7 @@ def pack(
     KvmnnError
         When the arrays are not K and V of layers from 0 on, and as `write_prefix`.
     """
-    arrays = sort(source.arrays, token_major=source.token_major or token_major)
+    arrays = sorted_layers(source, token_major=token_major)
     known, dtype = source.cache, arrays[0].array.dtype
     layout = chosen_layout(geometry or Geometry(), arrays, known.layout if known else None, dtype)
     if model:
@@ -148,7 +148,7 @@ def repack(
     """
     if source.cache is None:
         raise OptionError(f"{' '.join(source.inputs)}: is not a packed cache: use pack for plain arrays")
-    arrays = sort(source.arrays, token_major=source.token_major)
+    arrays = sorted_layers(source)
     before = of_layout(source.cache.layout)
     target = Geometry(
         kv_heads=before.kv_heads, head_dim=before.head_dim, backend=backend, flash_block=before.flash_block

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, Literal
 
-from ...arrays.layers import sort
+from ...arrays.layers import sorted_layers
 from ...arrays.named_array import ArrayInfo, Piece
 from ...arrays.source import Source
 from ...errors import OptionError
@@ -166,7 +166,7 @@ def _write_dump(source: Source, output: str, form: Form, run_id: str, force: boo
         raise OptionError(
             f"{' '.join(source.inputs)}: is not a packed cache, so nothing says how to pack it: use --as dump"
         )
-    arrays = sort(source.arrays, token_major=source.token_major)
+    arrays = sorted_layers(source)
     with DirectoryOutput(output, force=force, protect=with_contents(source.files)) as directory:
         write_dump(
             arrays,

@@ -100,14 +100,35 @@ def test_what_is_said_of_it(tmp_path: Path, run) -> None:
     path = tmp_path / "x.session"
     path.write_bytes(llama_files.state(Random(2), Shape(), [9])[0])
     said = run("encode", path).out
-    assert f"x.session has {path.stat().st_size:,} bytes, frames and manifest have" in said
+    frames = tmp_path / "x.session.frames"
+    whole = sum(file.stat().st_size for file in frames.iterdir())
+    more = f"x.session has {path.stat().st_size:,} bytes, frames and manifest have {whole:,}, which is more; decode"
+    assert more in said
     path.unlink()
     said = run("decode", tmp_path / "x.session.frames").out
     assert "the file x.session of 4 arrays" in said
     assert "LOSSLESS (read back, sha256 of the file)" in said
     assert path.exists()
     found = json.loads(run("encode", path, "-o", f"{tmp_path}/again/", "--json").out)
-    assert found["file"] == {"name": "x.session", "format": "llama-state", "bytes": path.stat().st_size}
+    sizes = {"bytes": path.stat().st_size, "stored_bytes": whole}
+    assert found["file"] == {"name": "x.session", "format": "llama-state", **sizes}
+
+
+@pytest.mark.parametrize("kind", llama_files.NUMBERS)
+def test_frames_are_never_larger_than_what_they_are_of(tmp_path: Path, run, kind: str) -> None:
+    """Noise in small arrays, of which frames would be larger: stored as it is. What frames make smaller is not."""
+    path = tmp_path / "x.session"
+    shape = Shape(layers=1, k_type=kind, v_type=kind)
+    path.write_bytes(llama_files.state(Random(3), shape, [5])[0])
+    stored = json.loads((there_and_back(run, path) / "manifest.json").read_bytes())["arrays"]
+    assert all(array["stored_bytes"] <= array["raw_bytes"] for array in stored)
+    data = llama_files.state(Random(3), shape, [500])[0]
+    zeros = len(data) // 3  # of V, which is the last two fifths at least
+    path.write_bytes(data[:-zeros] + bytes(zeros))
+    frames = there_and_back(run, path, "-f")
+    stored = json.loads((frames / "manifest.json").read_bytes())["arrays"]
+    assert any(array["stored_bytes"] < array["raw_bytes"] for array in stored)
+    assert sum(file.stat().st_size for file in frames.iterdir()) < path.stat().st_size
 
 
 def test_arrays_instead(tmp_path: Path, run) -> None:

@@ -1,0 +1,48 @@
+"""What a terminal shows of one of many files: a line for people, in the place of its JSON object."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..text import count, one_line
+
+
+def line_of(done: Mapping[str, Any]) -> str:
+    """A line about a file, out of the object that `kvmnn.many.Done.line` has."""
+    if not done["ok"]:
+        return f"failed  {done['error']}"
+    found = ", ".join(filter(None, _said(done.get("document") or {})))
+    return f"ok      {one_line(done['path'])}" + (f": {found}" if found else "")
+
+
+def _said(document: Mapping[str, Any]) -> list[str]:
+    """What of a document comes first: the label, the cache, the sizes."""
+    if document["verb"] == "inspect":
+        return _inspected(document["inputs"][0])
+    return [document.get("label", ""), _sizes(document)]
+
+
+def _inspected(found: Mapping[str, Any]) -> list[str]:
+    cache = found.get("engine_cache")
+    if cache is not None:
+        tokens, layers = count(cache["tokens"], "token"), count(cache["layers"], "layer")
+        types = "/".join(sorted(set(cache["types"])))
+        return [f"{cache['engine']} {cache['kind']}", layers, tokens, types]
+    arrays = found.get("arrays")
+    number = len(arrays) + found.get("arrays_left_out", 0) if isinstance(arrays, list) else arrays
+    kind = "" if isinstance(arrays, list) else str(found.get("kind", ""))
+    return [kind, "" if number is None else count(number, "array"), _sizes(found)]
+
+
+_SIZES = (("stored_bytes", "bytes"), ("simulated_bytes", "bytes simulated"), ("dense_bytes", "bytes as dense streams"))
+
+
+def _sizes(document: Mapping[str, Any]) -> str:
+    """Bytes before and after, and their ratio."""
+    sizes = document.get("breakdown", document).get("overall", document)
+    for name, unit in _SIZES:
+        if name in sizes:
+            raw, made = sizes["raw_bytes"], sizes[name]
+            return f"{raw:,} -> {made:,} {unit}" + (f", ratio {raw / made:.4f}" if made else "")
+    return ""

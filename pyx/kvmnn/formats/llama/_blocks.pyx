@@ -10,9 +10,12 @@ from kvmnn._simd cimport active_level
 cdef extern from "kvmnn/formats/llama/blocks.h" nogil:
     enum: KVMNN_BLOCK_VALUES
     enum: KVMNN_BLOCK_KINDS
+    ctypedef struct kvmnn_block_rows:
+        const uint8_t *start "from"
+        size_t rows, count, stride
     ctypedef struct kvmnn_blocks_table:
         const char *name
-        void (*numbers[6])(const uint8_t *blocks, size_t count, float *to) noexcept nogil
+        void (*numbers[6])(const kvmnn_block_rows *blocks, float *to) noexcept nogil
 
     const kvmnn_blocks_table *kvmnn_blocks_at(int level)
     size_t kvmnn_block_bytes(int kind)
@@ -28,15 +31,16 @@ def numbers(int kind, const uint8_t[:, :, :] blocks not None, float[:, ::1] out 
     kind: the place of the type among q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl.
     """
     cdef const kvmnn_blocks_table *table = kvmnn_blocks_at(active_level)
-    cdef Py_ssize_t row, count = blocks.shape[1], size = blocks.shape[2]
+    cdef Py_ssize_t count = blocks.shape[1], size = blocks.shape[2]
+    cdef kvmnn_block_rows rows
     if not 0 <= kind < KVMNN_BLOCK_KINDS or <size_t>size != kvmnn_block_bytes(kind):
         raise ValueError(f"blocks of {size} bytes are not of type {kind}")
     if blocks.shape[0] != out.shape[0] or count * KVMNN_BLOCK_VALUES != out.shape[1]:
         raise ValueError("there are other numbers than blocks")
     if count and (blocks.strides[2] != 1 or blocks.strides[1] != size):
         raise ValueError("the blocks of a row do not lie together")
-    if count == 0:
+    if count == 0 or blocks.shape[0] == 0:
         return
+    rows.start, rows.rows, rows.count, rows.stride = &blocks[0, 0, 0], blocks.shape[0], count, blocks.strides[0]
     with nogil:
-        for row in range(blocks.shape[0]):
-            table.numbers[kind](&blocks[row, 0, 0], count, &out[row, 0])
+        table.numbers[kind](&rows, &out[0, 0])

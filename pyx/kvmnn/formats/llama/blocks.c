@@ -2,27 +2,78 @@
 
 #include <string.h>
 
-/* The float32 that a little-endian fp16 is. */
-static inline float kvmnn_half(const uint8_t *p) {
-    const uint32_t word = (uint32_t)p[0] | (uint32_t)p[1] << 8, magnitude = word & 0x7fff;
+/* Blocks that are taken apart before their codes become numbers: what is stored in pieces has left the processor's
+ * queue of stores when it is loaded in one. */
+enum { KVMNN_BATCH = 16 };
+
+/* The next blocks of the rows, at most a batch. */
+typedef struct {
+    size_t row, block, n;
+    const uint8_t *at[KVMNN_BATCH];
+} kvmnn_batch;
+
+static inline size_t kvmnn_next_batch(const kvmnn_block_rows *blocks, size_t size, kvmnn_batch *batch) {
+    const uint8_t *at = blocks->from + batch->row * blocks->stride + batch->block * size;
+    for (batch->n = 0; batch->n < KVMNN_BATCH && batch->row < blocks->rows; ++batch->n, at += size) {
+        batch->at[batch->n] = at;
+        if (++batch->block == blocks->count) {
+            batch->block = 0;
+            at = blocks->from + ++batch->row * blocks->stride - size;
+        }
+    }
+    return batch->n;
+}
+
+/* The float32 that an fp16 is; no branch, so that several are made at a time. */
+static inline float kvmnn_half(uint32_t word) {
+    const uint32_t magnitude = word & 0x7fff;
+    const uint32_t normal = (magnitude << 13) + ((magnitude >= 0x7c00 ? 224u : 112u) << 23);
+    const float small = (float)(int32_t)magnitude * 0x1p-24f;
     uint32_t bits;
     float value;
-    if (magnitude >= 0x0400) {
-        bits = (magnitude << 13) + ((magnitude >= 0x7c00 ? 224u : 112u) << 23);
-        memcpy(&value, &bits, sizeof value);
-    } else {
-        value = (float)magnitude * 0x1p-24f;
-    }
-    memcpy(&bits, &value, sizeof bits);
-    bits |= (word & 0x8000) << 16;
+    memcpy(&bits, &small, sizeof bits);
+    bits = (magnitude >= 0x0400 ? normal : bits) | (word & 0x8000) << 16;
     memcpy(&value, &bits, sizeof value);
     return value;
 }
 
-static const uint8_t kvmnn_bit[16] = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+static inline uint32_t kvmnn_word(const uint8_t *p) { return (uint32_t)p[0] | (uint32_t)p[1] << 8; }
+
+/* For each byte the 16 that each of its bits is worth, the lowest first. */
+#define KVMNN_BITS(b) {(b) << 4 & 16, (b) << 3 & 16, (b) << 2 & 16, (b) << 1 & 16, (b) & 16, (b) >> 1 & 16, (b) >> 2 & 16, (b) >> 3 & 16}
+#define KVMNN_BITS4(b) KVMNN_BITS(b), KVMNN_BITS((b) + 1), KVMNN_BITS((b) + 2), KVMNN_BITS((b) + 3)
+#define KVMNN_BITS16(b) KVMNN_BITS4(b), KVMNN_BITS4((b) + 4), KVMNN_BITS4((b) + 8), KVMNN_BITS4((b) + 12)
+#define KVMNN_BITS64(b) KVMNN_BITS16(b), KVMNN_BITS16((b) + 16), KVMNN_BITS16((b) + 32), KVMNN_BITS16((b) + 48)
+static const uint8_t kvmnn_fifths[256][8] = {KVMNN_BITS64(0), KVMNN_BITS64(64), KVMNN_BITS64(128), KVMNN_BITS64(192)};
+
+/* 32 codes of four bits: the low halves of 16 bytes, then the high ones. */
+static inline void kvmnn_halves(const uint8_t *bytes, uint8_t *codes) {
+    for (int i = 0; i < 16; i += 8) {
+        uint64_t both, low, high;
+        memcpy(&both, bytes + i, 8);
+        low = both & UINT64_C(0x0f0f0f0f0f0f0f0f);
+        high = both >> 4 & UINT64_C(0x0f0f0f0f0f0f0f0f);
+        memcpy(codes + i, &low, 8);
+        memcpy(codes + 16 + i, &high, 8);
+    }
+}
+
+/* The same with a fifth bit for each. */
+static inline void kvmnn_halves_and_bits(const uint8_t *bytes, const uint8_t *bits, uint8_t *codes) {
+    for (int i = 0; i < 2; ++i) {
+        uint64_t both, low, high;
+        memcpy(&both, bytes + 8 * i, 8);
+        memcpy(&low, kvmnn_fifths[bits[i]], 8);
+        memcpy(&high, kvmnn_fifths[bits[2 + i]], 8);
+        low |= both & UINT64_C(0x0f0f0f0f0f0f0f0f);
+        high |= both >> 4 & UINT64_C(0x0f0f0f0f0f0f0f0f);
+        memcpy(codes + 8 * i, &low, 8);
+        memcpy(codes + 16 + 8 * i, &high, 8);
+    }
+}
 
 /* What the codes of iq4_nl stand for. */
-static const float kvmnn_iq4[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+static const int8_t kvmnn_iq4[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
 #define KVMNN_LOOPS "formats/llama/blocks_impl.h"
 #define KVMNN_TABLE kvmnn_blocks_table

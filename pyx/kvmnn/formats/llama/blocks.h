@@ -12,11 +12,17 @@
 enum { KVMNN_BLOCK_VALUES = 32 };
 enum { KVMNN_Q4_0, KVMNN_Q4_1, KVMNN_Q5_0, KVMNN_Q5_1, KVMNN_Q8_0, KVMNN_IQ4_NL, KVMNN_BLOCK_KINDS };
 
+/* Rows of blocks that lie one behind the other: block b of row r is at from + r * stride + b * its size. */
+typedef struct {
+    const uint8_t *from;
+    size_t rows, count, stride;
+} kvmnn_block_rows;
+
 typedef struct {
     const char *name;
 
-    /* to[0 .. 32 * count) = the numbers of `count` blocks, one behind the other. */
-    void (*numbers[KVMNN_BLOCK_KINDS])(const uint8_t *blocks, size_t count, float *to);
+    /* to[0 .. 32 * rows * count) = the numbers of all blocks, row by row. */
+    void (*numbers[KVMNN_BLOCK_KINDS])(const kvmnn_block_rows *blocks, float *to);
 } kvmnn_blocks_table;
 
 /* The table of a level of simd.h that this processor runs. */

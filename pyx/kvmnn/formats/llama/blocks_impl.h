@@ -1,94 +1,103 @@
-/* The loops of blocks.h, included once per SIMD level: LEVEL(name) gives each function its own name. All trip counts
+/* The loops of blocks.h, included once per SIMD level: LEVEL(name) gives each function its own name. Inner trip counts
  * are constants, and codes are taken apart before they are multiplied, so that compilers make vectors of them. */
 
-/* 16 small numbers as floats: times a scale, less a shift before it, plus a minimum after it. Sixteen bytes are a vector on every processor: what is
- * stored in one piece is read again in one piece. */
-static inline void LEVEL(scaled)(const int8_t *restrict codes, float scale, float *restrict to) {
-    for (int i = 0; i < 16; ++i) to[i] = (float)codes[i] * scale;
+/* The fp16 words of a batch, `offset` bytes into each block. */
+static inline void LEVEL(scales)(const kvmnn_batch *batch, size_t offset, float *restrict to) {
+    uint32_t words[KVMNN_BATCH] = {0};
+    for (size_t i = 0; i < batch->n; ++i) words[i] = kvmnn_word(batch->at[i] + offset);
+    for (int i = 0; i < KVMNN_BATCH; ++i) to[i] = kvmnn_half(words[i]);
 }
 
-static inline void LEVEL(shifted)(const uint8_t *restrict codes, float shift, float scale, float *restrict to) {
-    for (int i = 0; i < 16; ++i) to[i] = ((float)codes[i] - shift) * scale;
+/* 32 codes as floats: times a scale, less a shift before it, or plus a minimum after it. */
+static inline void LEVEL(scaled)(const int8_t *restrict codes, float scale, float *restrict to) {
+    for (int i = 0; i < 32; ++i) to[i] = (float)codes[i] * scale;
+}
+
+static inline void LEVEL(shifted)(const uint8_t *restrict codes, int shift, float scale, float *restrict to) {
+    for (int i = 0; i < 32; ++i) to[i] = (float)((int)codes[i] - shift) * scale;
 }
 
 static inline void LEVEL(moved)(const uint8_t *restrict codes, float scale, float least, float *restrict to) {
-    for (int i = 0; i < 16; ++i) to[i] = (float)codes[i] * scale + least;
+    for (int i = 0; i < 32; ++i) to[i] = (float)codes[i] * scale + least;
 }
 
-/* The low halves of 16 bytes and the high ones. */
-static inline void LEVEL(halves)(const uint8_t *restrict bytes, uint8_t *restrict low, uint8_t *restrict high) {
-    for (int i = 0; i < 16; ++i) low[i] = bytes[i] & 15;
-    for (int i = 0; i < 16; ++i) high[i] = bytes[i] >> 4;
-}
-
-/* A fifth bit for 16 codes, the first from the lowest bit of two bytes. */
-static inline void LEVEL(fifth)(const uint8_t *restrict bits, uint8_t *restrict codes) {
-    const uint64_t first = bits[0] * UINT64_C(0x0101010101010101), second = bits[1] * UINT64_C(0x0101010101010101);
-    uint8_t spread[16];
-    memcpy(spread, &first, 8);
-    memcpy(spread + 8, &second, 8);
-    for (int i = 0; i < 16; ++i) codes[i] |= (uint8_t)((spread[i] & kvmnn_bit[i]) == kvmnn_bit[i] ? 16 : 0);
-}
-
-static void LEVEL(q4_0)(const uint8_t *restrict from, size_t count, float *restrict to) {
-    for (; count > 0; --count, from += 18, to += 32) {
-        const float scale = kvmnn_half(from);
-        uint8_t low[16], high[16];
-        LEVEL(halves)(from + 2, low, high);
-        LEVEL(shifted)(low, 8, scale, to);
-        LEVEL(shifted)(high, 8, scale, to + 16);
+static void LEVEL(q4_0)(const kvmnn_block_rows *blocks, float *restrict to) {
+    float scales[KVMNN_BATCH];
+    uint8_t codes[KVMNN_BATCH][32];
+    kvmnn_batch batch = {0};
+    while (kvmnn_next_batch(blocks, 18, &batch)) {
+        LEVEL(scales)(&batch, 0, scales);
+        for (size_t i = 0; i < batch.n; ++i) kvmnn_halves(batch.at[i] + 2, codes[i]);
+        for (size_t i = 0; i < batch.n; ++i, to += 32) LEVEL(shifted)(codes[i], 8, scales[i], to);
     }
 }
 
-static void LEVEL(q4_1)(const uint8_t *restrict from, size_t count, float *restrict to) {
-    for (; count > 0; --count, from += 20, to += 32) {
-        const float scale = kvmnn_half(from), least = kvmnn_half(from + 2);
-        uint8_t low[16], high[16];
-        LEVEL(halves)(from + 4, low, high);
-        LEVEL(moved)(low, scale, least, to);
-        LEVEL(moved)(high, scale, least, to + 16);
+static void LEVEL(q4_1)(const kvmnn_block_rows *blocks, float *restrict to) {
+    float scales[KVMNN_BATCH], minima[KVMNN_BATCH];
+    uint8_t codes[KVMNN_BATCH][32];
+    kvmnn_batch batch = {0};
+    while (kvmnn_next_batch(blocks, 20, &batch)) {
+        LEVEL(scales)(&batch, 0, scales);
+        LEVEL(scales)(&batch, 2, minima);
+        for (size_t i = 0; i < batch.n; ++i) kvmnn_halves(batch.at[i] + 4, codes[i]);
+        for (size_t i = 0; i < batch.n; ++i, to += 32) LEVEL(moved)(codes[i], scales[i], minima[i], to);
     }
 }
 
-static void LEVEL(q5_0)(const uint8_t *restrict from, size_t count, float *restrict to) {
-    for (; count > 0; --count, from += 22, to += 32) {
-        const float scale = kvmnn_half(from);
-        uint8_t low[16], high[16];
-        LEVEL(halves)(from + 6, low, high);
-        LEVEL(fifth)(from + 2, low);
-        LEVEL(shifted)(low, 16, scale, to);
-        LEVEL(fifth)(from + 4, high);
-        LEVEL(shifted)(high, 16, scale, to + 16);
+static void LEVEL(q5_0)(const kvmnn_block_rows *blocks, float *restrict to) {
+    float scales[KVMNN_BATCH];
+    uint8_t codes[KVMNN_BATCH][32];
+    kvmnn_batch batch = {0};
+    while (kvmnn_next_batch(blocks, 22, &batch)) {
+        LEVEL(scales)(&batch, 0, scales);
+        for (size_t i = 0; i < batch.n; ++i) kvmnn_halves_and_bits(batch.at[i] + 6, batch.at[i] + 2, codes[i]);
+        for (size_t i = 0; i < batch.n; ++i, to += 32) LEVEL(shifted)(codes[i], 16, scales[i], to);
     }
 }
 
-static void LEVEL(q5_1)(const uint8_t *restrict from, size_t count, float *restrict to) {
-    for (; count > 0; --count, from += 24, to += 32) {
-        const float scale = kvmnn_half(from), least = kvmnn_half(from + 2);
-        uint8_t low[16], high[16];
-        LEVEL(halves)(from + 8, low, high);
-        LEVEL(fifth)(from + 4, low);
-        LEVEL(moved)(low, scale, least, to);
-        LEVEL(fifth)(from + 6, high);
-        LEVEL(moved)(high, scale, least, to + 16);
+static void LEVEL(q5_1)(const kvmnn_block_rows *blocks, float *restrict to) {
+    float scales[KVMNN_BATCH], minima[KVMNN_BATCH];
+    uint8_t codes[KVMNN_BATCH][32];
+    kvmnn_batch batch = {0};
+    while (kvmnn_next_batch(blocks, 24, &batch)) {
+        LEVEL(scales)(&batch, 0, scales);
+        LEVEL(scales)(&batch, 2, minima);
+        for (size_t i = 0; i < batch.n; ++i) kvmnn_halves_and_bits(batch.at[i] + 8, batch.at[i] + 4, codes[i]);
+        for (size_t i = 0; i < batch.n; ++i, to += 32) LEVEL(moved)(codes[i], scales[i], minima[i], to);
     }
 }
 
-static void LEVEL(q8_0)(const uint8_t *restrict from, size_t count, float *restrict to) {
-    for (; count > 0; --count, from += 34, to += 32) {
-        const float scale = kvmnn_half(from);
-        LEVEL(scaled)((const int8_t *)from + 2, scale, to);
-        LEVEL(scaled)((const int8_t *)from + 18, scale, to + 16);
+static void LEVEL(q8_0)(const kvmnn_block_rows *blocks, float *restrict to) {
+    float scales[KVMNN_BATCH];
+    kvmnn_batch batch = {0};
+    while (kvmnn_next_batch(blocks, 34, &batch)) {
+        LEVEL(scales)(&batch, 0, scales);
+        for (size_t i = 0; i < batch.n; ++i, to += 32) LEVEL(scaled)((const int8_t *)batch.at[i] + 2, scales[i], to);
     }
 }
 
-static void LEVEL(iq4_nl)(const uint8_t *restrict from, size_t count, float *restrict to) {
-    for (; count > 0; --count, from += 18, to += 32) {
-        const float scale = kvmnn_half(from);
-        float values[16];
-        for (int i = 0; i < 16; ++i) values[i] = kvmnn_iq4[i] * scale;
-        for (int i = 0; i < 16; ++i) to[i] = values[from[2 + i] & 15];
-        for (int i = 0; i < 16; ++i) to[16 + i] = values[from[2 + i] >> 4];
+/* What 32 codes of iq4_nl stand for. */
+static inline void LEVEL(named)(const uint8_t *bytes, int8_t *restrict to) {
+#ifdef LEVEL_F16C
+    const __m128i names = _mm_loadu_si128((const __m128i *)(const void *)kvmnn_iq4), low = _mm_set1_epi8(15);
+    const __m128i both = _mm_loadu_si128((const __m128i *)(const void *)bytes);
+    const __m128i high = _mm_and_si128(_mm_srli_epi16(both, 4), low);
+    _mm_storeu_si128((__m128i *)(void *)to, _mm_shuffle_epi8(names, _mm_and_si128(both, low)));
+    _mm_storeu_si128((__m128i *)(void *)(to + 16), _mm_shuffle_epi8(names, high));
+#else
+    for (int i = 0; i < 16; ++i) to[i] = kvmnn_iq4[bytes[i] & 15];
+    for (int i = 0; i < 16; ++i) to[16 + i] = kvmnn_iq4[bytes[i] >> 4];
+#endif
+}
+
+static void LEVEL(iq4_nl)(const kvmnn_block_rows *blocks, float *restrict to) {
+    float scales[KVMNN_BATCH];
+    int8_t codes[KVMNN_BATCH][32];
+    kvmnn_batch batch = {0};
+    while (kvmnn_next_batch(blocks, 18, &batch)) {
+        LEVEL(scales)(&batch, 0, scales);
+        for (size_t i = 0; i < batch.n; ++i) LEVEL(named)(batch.at[i] + 2, codes[i]);
+        for (size_t i = 0; i < batch.n; ++i, to += 32) LEVEL(scaled)(codes[i], scales[i], to);
     }
 }
 

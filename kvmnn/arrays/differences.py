@@ -13,7 +13,7 @@ from .. import dtypes
 from ..dtypes import Part
 from ..errors import SourceError
 from ..text import count
-from .layers import LayerArray, sorted_layers
+from .layers import AxesError, LayerArray, sorted_layers
 from .named_array import NamedArray, Piece
 from .source import Source
 
@@ -70,6 +70,8 @@ class Differences:
         The first that does.
     unlike
         Why arrays could not be compared: missing ones, other shapes or types.
+    hints
+        What would have to be said of the axes of an input, where arrays were compared by their names for want of it.
     first_input, second_input
         What was compared.
     """
@@ -78,6 +80,7 @@ class Differences:
     differing: int = 0
     first: Place | None = None
     unlike: tuple[str, ...] = ()
+    hints: tuple[str, ...] = ()
     first_input: str = ""
     second_input: str = ""
 
@@ -96,6 +99,7 @@ class Differences:
             "differing": self.differing,
             "first": None if self.first is None else asdict(self.first),
             "unlike": list(self.unlike),
+            "hints": list(self.hints),
         }
 
     def __str__(self) -> str:
@@ -105,6 +109,7 @@ class Differences:
             lines.append(f"{self.differing:,} of {self.words:,} words differ")
         elif self.words and lines:
             lines.append(f"equal otherwise: {count(self.words, 'word')}, bit by bit")
+        lines += self.hints
         return "\n".join(lines) if lines else f"equal: {count(self.words, 'word')}, bit by bit"
 
 
@@ -119,6 +124,7 @@ def compare(first: Source, second: Source) -> Differences:
         found = _compare_layers(one, two)
     else:
         found = _compare_arrays(first.arrays, second.arrays)
+        found = replace(found, hints=tuple(_hints(first, second)) if found.unlike else ())
     return replace(found, first_input=" ".join(first.inputs), second_input=" ".join(second.inputs))
 
 
@@ -128,6 +134,17 @@ def layers_by_place(source: Source) -> _Layers | None:
         return {(entry.layer, entry.part): entry for entry in sorted_layers(source)}
     except SourceError:
         return None
+
+
+def _hints(first: Source, second: Source) -> Iterator[str]:
+    """What would have to be said of the axes, so that layers are compared rather than names."""
+    for source in (first, second):
+        try:
+            sorted_layers(source)
+        except AxesError as error:
+            yield str(error)
+        except SourceError:
+            pass
 
 
 def _compare_layers(first: _Layers, second: _Layers) -> Differences:

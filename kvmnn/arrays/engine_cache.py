@@ -85,7 +85,7 @@ class EngineCache:
         return all(each is None or bool((np.diff(each) > 0).all()) for each in said)
 
     def to_dict(self) -> dict[str, Any]:
-        """The description as JSON values; positions as runs, of the token ids their number."""
+        """The description as JSON values; positions as runs."""
         return {
             "engine": self.engine,
             "kind": self.kind,
@@ -98,7 +98,7 @@ class EngineCache:
             "dequantised": list(self.dequantised),
             "positions": None if self.runs is None else [list(run) for run in self.runs],
             **({"layer_positions": self._by_layer()} if self.layer_positions is not None else {}),
-            "token_ids": None if self.token_ids is None else len(self.token_ids),
+            "token_ids": None if self.token_ids is None else np.asarray(self.token_ids).tolist(),
             **self.details,
         }
 

@@ -16,6 +16,10 @@ MOST_HEADS = 256
 """More kv heads than any decoder has: twice those of the largest that are published (128)."""
 
 
+class AxesError(SourceError):
+    """Nothing says which axis is the tokens; the message has what to say."""
+
+
 @dataclass(frozen=True)
 class LayerArray:
     """K or V of one layer.
@@ -143,7 +147,7 @@ def _tokens_first(array: NamedArray) -> bool:
     first, second = array.shape[-3:-1]
     if first <= MOST_HEADS and second <= MOST_HEADS:
         letters = "bhtd"[-len(array.shape) :]
-        raise SourceError(
+        raise AxesError(
             f"array {array.name!r} {list(array.shape)}: nothing says whether {first} or {second} is the number of "
             f"tokens: say --axes {letters} ({second} tokens) or --axes {letters.replace('ht', 'th')} ({first} tokens)"
         )
@@ -216,7 +220,7 @@ def sorted_layers(source: Source, *, token_major: bool = False) -> list[LayerArr
     try:
         return sort(source.arrays, token_major=source.token_major or token_major)
     except SourceError as error:
-        raise SourceError(f"{place_said(source)}{error}") from None
+        raise type(error)(f"{place_said(source)}{error}") from None
 
 
 def place_said(source: Source) -> str:

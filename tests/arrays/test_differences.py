@@ -49,3 +49,23 @@ def test_equal_words_are_equal() -> None:
     found = compare(Source([in_pieces(in_memory("x", WORDS), 12)]), Source([in_memory("y", WORDS)]))
     assert found.equal and (found.words, found.differing, found.first) == (40, 0, None)
     assert str(found) == "equal: 40 words, bit by bit"
+
+
+def test_what_to_say_of_axes_that_nothing_says() -> None:
+    """``0.0`` is K of layer 0, of which heads and tokens cannot be told apart; said only where names do not match."""
+    short = WORDS.astype(np.float16)
+    numbered, named = (
+        Source([in_memory(names[0], short), in_memory(names[1], short)], inputs=(f"{names[0]}.npz",))
+        for names in (("0.0", "0.1"), ("layer_0.key", "layer_0.value"))
+    )
+    hint = (
+        "0.0.npz: array '0.0' [2, 5, 4]: nothing says whether 2 or 5 is the number of tokens: say --axes htd (5 tokens) "
+        "or --axes thd (2 tokens)"
+    )
+    for one, two in ((numbered, named), (named, numbered)):
+        found = compare(one, two)
+        assert not found.equal
+        assert found.hints == (hint,)
+        assert str(found).splitlines()[-1] == hint
+        assert found.to_dict()["hints"] == [hint]
+    assert compare(numbered, numbered).equal and compare(numbered, numbered).hints == ()

@@ -128,3 +128,17 @@ def test_axes_are_not_said_of_what_was_encoded_by_them(here: Path, run) -> None:
     assert run("diff", "rows.npy", "rows.frames", "--axes", "2lthd").out.startswith("equal: ")
     page = ("diff", "page.bin", "rows.frames", "--dtype", "fp16", "--shape", "2,2,3,10,8", "--axes", "2lthd")
     assert run(*page).out.startswith("equal: ")
+
+
+def test_inspect_has_what_a_session_file_says(tmp_path: Path, run) -> None:
+    path = tmp_path / "x.session"
+    data, caches = llama_files.state(Random(5), Shape(), [7, 3], tokens=9, gaps=True)
+    path.write_bytes(data)
+    said = json.loads(run("inspect", path, "--json").out)["inputs"][0]["engine_cache"]
+    ids = [int.from_bytes(data[12 + 4 * n : 16 + 4 * n], "little", signed=True) for n in range(9)]
+    assert said["token_ids"] == ids
+    assert said["cells"] == [7, 3]
+    positions = [begin + n for begin, size in said["positions"] for n in range(size)]
+    assert positions == caches[0][0].positions
+    shown = run("inspect", path).out
+    assert "llama.cpp session" in shown and str(ids) not in shown, "the text stays short"

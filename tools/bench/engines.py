@@ -63,8 +63,8 @@ def main() -> None:
         "## Reading",
         "",
         f"K and V of {HEADS} heads of {DIMS} in pieces of 1 MiB, one thread; a copy is numpy.copyto of as many bytes "
-        f"into memory that is there: none may fall below {LIMIT} of it. Transposed V is turned round; blocks become four "
-        "bytes for each code, which are computed.",
+        f"into memory that is there: none may fall below {LIMIT} of it. Transposed V is turned round; blocks become "
+        "four bytes for each code, which are computed.",
         "",
         table(
             ["file", "MB made", "MB/s", "of a copy"],

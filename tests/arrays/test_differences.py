@@ -59,8 +59,8 @@ def test_what_to_say_of_axes_that_nothing_says() -> None:
         for names in (("0.0", "0.1"), ("layer_0.key", "layer_0.value"))
     )
     hint = (
-        "0.0.npz: array '0.0' [2, 5, 4]: nothing says whether 2 or 5 is the number of tokens: say --axes htd (5 tokens) "
-        "or --axes thd (2 tokens)"
+        "0.0.npz: array '0.0' [2, 5, 4]: nothing says whether 2 or 5 is the number of tokens: say --axes htd (5 "
+        "tokens) or --axes thd (2 tokens)"
     )
     for one, two in ((numbered, named), (named, numbered)):
         found = compare(one, two)

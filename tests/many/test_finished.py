@@ -27,6 +27,12 @@ def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Task]:
     return [Task(name) for name in "abc"]
 
 
+@pytest.fixture
+def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are opened and closed thousands of times here, and no power fails meanwhile."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
 def fill(tasks: list[Task], path: str = "kept") -> bytes:
     with FinishedFile(path, WORK) as kept:
         for task in tasks:
@@ -58,6 +64,7 @@ def test_paths_are_told_apart_wherever_they_are_used_from(tasks: list[Task], tmp
     assert there([Task(str(tmp_path / "a")), Task("./b"), Task("x/a")], str(tmp_path / "kept")) == f"{tmp_path}/a./b"
 
 
+@pytest.mark.usefixtures("quick_disk")
 def test_a_file_torn_at_every_byte(tasks: list[Task]) -> None:
     """All lines before the cut stay, the torn one goes, and what is written next is read again."""
     data = fill(tasks)
@@ -74,6 +81,7 @@ def test_a_file_torn_at_every_byte(tasks: list[Task]) -> None:
     assert fill(tasks[:1]).startswith(data)
 
 
+@pytest.mark.usefixtures("quick_disk")
 def test_every_byte_that_is_changed_is_found(tasks: list[Task]) -> None:
     data = fill(tasks[:1])
     first = data.index(b"\n") + 1

@@ -43,6 +43,16 @@ class Shape:
     transposed: bool = False
     extra: int = 0
     has_v: bool = True
+    layer_heads: tuple[int, ...] = ()
+    layer_types: tuple[tuple[str, str], ...] = ()
+
+    def heads_of(self, layer: int) -> int:
+        """Of a layer, where they differ."""
+        return self.layer_heads[layer] if self.layer_heads else self.heads
+
+    def types_of(self, layer: int) -> tuple[str, str]:
+        """Of K and V of a layer, where they differ."""
+        return self.layer_types[layer] if self.layer_types else (self.k_type, self.v_type)
 
 
 def state(
@@ -111,9 +121,10 @@ def stream(rng: Random, shape: Shape, cells: int, *, gaps: bool, sequences: int)
     for name, arrays, dims in (("k", found.keys, shape.dims), ("v", found.values, shape.value_dims)):
         if name == "v" and not shape.has_v:
             continue
-        kind, across = (shape.k_type, False) if name == "k" else (shape.v_type, shape.transposed)
-        for _ in range(shape.layers):
-            row = shape.heads * dims
+        across = shape.transposed and name == "v"
+        for layer in range(shape.layers):
+            kind, heads = shape.types_of(layer)["kv".index(name)], shape.heads_of(layer)
+            row = heads * dims
             words, logical = rows(rng, kind, cells, row)
             if across:
                 size = {"f32": 4, "f16": 2, "bf16": 2}[kind]
@@ -123,7 +134,7 @@ def stream(rng: Random, shape: Shape, cells: int, *, gaps: bool, sequences: int)
                 )
             else:
                 found.data += struct.pack("<iQ", NUMBERS[kind], len(words[0])) + b"".join(words)
-            arrays.append(np.array(logical).reshape(cells, shape.heads, dims).transpose(1, 0, 2))
+            arrays.append(np.array(logical).reshape(cells, heads, dims).transpose(1, 0, 2))
     return found
 
 

@@ -28,6 +28,8 @@ class Shape:
     batch: int = 1
     new: bool = True
     kind: str = ""
+    by_layer: tuple[Shape, ...] = ()
+    """What differs between layers: heads and dimensions."""
 
 
 def cache(rng: Random, shape: Shape) -> tuple[bytes, dict[str, np.ndarray]]:
@@ -38,8 +40,9 @@ def cache(rng: Random, shape: Shape) -> tuple[bytes, dict[str, np.ndarray]]:
     capacity = shape.capacity if shape.new or shape.bits else shape.tokens
     name = shape.kind or ("QuantizedKVCache" if shape.bits else "KVCache")
     for layer in range(shape.layers):
-        for side, part, dims in ((0, "key", shape.dims), (1, "value", shape.value_dims)):
-            made, values = (quantised if shape.bits else plain)(rng, shape, capacity, dims)
+        own = shape.by_layer[layer] if shape.by_layer else shape
+        for side, part, dims in ((0, "key", own.dims), (1, "value", own.value_dims)):
+            made, values = (quantised if shape.bits else plain)(rng, own, capacity, dims)
             for suffix, tensor in made.items():
                 tensors[f"{layer}.{side}{suffix}"] = tensor
             expected[f"layer_{layer}.{part}"] = values[:, :, : shape.tokens]

@@ -57,8 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out; 1 for any difference."""
     if many_options.asked(arguments):
         takes = ["frames", "weights"]
-        why = {"against": "it is the original of one input; the hashes of each file are checked"}
-        return many_options.run(arguments, "verify", arguments.inputs, takes=takes, not_for_many=why)
+        refused = {"against": "it is the original of one input; the hashes of each file are checked"}
+        return many_options.run(arguments, "verify", arguments.inputs, takes=takes, not_for_many=refused)
     if len(arguments.inputs) > 1:
         raise printing.UsageError(
             f"{len(arguments.inputs)} inputs: --jobs N verifies each of many, without it give one"

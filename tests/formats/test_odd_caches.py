@@ -1,0 +1,52 @@
+"""Whatever the shape of a cache of another engine: its words are read as they were written, in pieces of any size, from
+the file and from its frames, and the file comes back byte for byte."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+from odd_caches import ENGINES, Odd
+
+import kvmnn
+from kvmnn.arrays import Source
+from kvmnn.bundle import EncodeOptions, encode, open_frames
+from kvmnn.formats import restore_file
+
+SEEDS = 40
+
+
+def assert_same(source: Source, odd: Odd, limit: int | None = None) -> None:
+    assert list(source) == list(odd.arrays)
+    for name, words in odd.arrays.items():
+        assert source[name].shape == words.shape, name
+        if limit is None:
+            assert source[name].to_numpy().tobytes() == words.tobytes(), name
+        else:
+            pieces = list(source[name].pieces(max(limit, words.itemsize)))
+            assert np.concatenate(pieces).tobytes() == words.tobytes(), name
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("engine", ENGINES)
+def test_read_encoded_and_written_again(tmp_path: Path, engine: str, seed: int) -> None:
+    rng = Random(1000 * seed + len(engine))
+    odd = ENGINES[engine](rng, tmp_path)
+    source = kvmnn.open(odd.path, odd.options)
+    assert_same(source, odd)
+    assert_same(source, odd, limit=rng.choice((4, 6, 34, 100, 4096)))
+    said = source.engine_cache
+    assert said is not None
+    assert said.layers == len(odd.arrays) // 2
+    assert said.tokens == next(iter(odd.arrays.values())).shape[-2]
+    effort = rng.choice(("exact", "fast", "balanced"))
+    whole = replace(odd.options, engine=replace(odd.options.engine, whole=True, stream=None)) if odd.whole else None
+    encode(kvmnn.open(odd.path, whole or odd.options), f"{tmp_path}/frames/", EncodeOptions(effort=effort, threads=1))
+    assert_same(kvmnn.open(tmp_path / "frames", odd.options if odd.whole else None), odd)
+    if odd.whole:
+        back = tmp_path / "back"
+        restore_file(open_frames(str(tmp_path / "frames")), str(back))
+        assert back.read_bytes() == odd.path.read_bytes()

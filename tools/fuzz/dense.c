@@ -112,7 +112,7 @@ int LLVMFuzzerInitialize(int *argc, char ***argv) {
     void *room = malloc(dense_cluster_room());
     uint8_t *bytes = malloc(SET_HEADER_BYTES + MODEL_BYTES);
     dense_rotary rotary = {0, 0, NULL};
-    size_t size = dense_put_set(counts, KVMNN_FP16, 0, &rotary, room, bytes);
+    size_t size = dense_put_set(kvmnn_dense_loops_at(KVMNN_BASELINE), counts, KVMNN_FP16, 0, &rotary, room, bytes);
     if (dense_get_set(bytes, size, set)) die("a table set of the encoder is refused");
     free(room), free(bytes), free(counts);
     return 0;

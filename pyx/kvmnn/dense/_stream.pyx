@@ -67,7 +67,8 @@ cdef extern from "kvmnn/dense/coding.h" nogil:
     size_t dense_cluster_room()
     void dense_count(const dense_input *input, uint8_t *room, dense_counts *counts)
     size_t dense_put_set(
-        const dense_counts *counts, int dtype, int base, const dense_rotary *rotary, void *cluster_room, uint8_t *out)
+        const dense_loops *loops, const dense_counts *counts, int dtype, int base, const dense_rotary *rotary,
+        void *cluster_room, uint8_t *out)
     dense_error dense_get_set(const uint8_t *data, size_t n, dense_table_set *set)
     void dense_put_header(
         uint8_t *header, const dense_shape *shape, int method, int flags, size_t rows, size_t payload)
@@ -427,7 +428,7 @@ cdef class Counts:
                 at = ws.buffer(0, room + SET_HEADER_BYTES + MODEL_BYTES + 4 * <size_t>like.given.rotary.dims + PAD)
                 if at != NULL:
                     size = dense_put_set(
-                        self.held, like.given.shape.dtype, base, &like.given.rotary, at, at + room)
+                        like.given.loops, self.held, like.given.shape.dtype, base, &like.given.rotary, at, at + room)
             if at == NULL:
                 raise MemoryError("no memory for a table set")
             return PyBytes_FromStringAndSize(<char *>at + room, size)

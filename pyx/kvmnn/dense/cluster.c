@@ -1,5 +1,5 @@
 /* Contexts to tables: neighbours are merged while their own tables would cost more than they save. */
-#include "dense.h"
+#include "words.h"
 
 enum { LEAST_COUNT = 256 }; /* contexts that were seen less often are merged with a neighbour at once */
 #define ENTRY_BITS 3.5f     /* of an entry that is not 0; one that is 0 takes a bit */
@@ -9,83 +9,76 @@ typedef struct {
     uint32_t n;
     float cost;
     int16_t bucket, magnitude;
-    int16_t live, into;  /* merged into another one */
-    int16_t partners[2]; /* the next one of the bucket, the nearest of the bucket above; -1 for none */
+    int16_t before, behind; /* of those that are live; -1 for none */
+    int16_t live, into;     /* merged into another one */
+    int16_t partners[2];    /* the next one of the bucket, the nearest of the bucket above; -1 for none */
     float gains[2];
-    int16_t stale;
+    int16_t stale; /* bits: which of the gains */
 } node;
 
 typedef struct {
+    const dense_loops *loops;
     node nodes[CONTEXTS];
     uint32_t counts[CONTEXTS][256]; /* of the symbols in use alone */
-    uint32_t nothing[256];
-    int count, symbols; /* symbols: a multiple of 8 */
+    int count, symbols, first;      /* symbols: a multiple of 8; first: live node, -1 for none */
     float entry_weight;
 } state;
 
+static const uint32_t NOTHING[256] = {0};
+
 size_t dense_cluster_room(void) { return sizeof(state); }
 
-/* x * log2(x), to 1e-5 of x; 0 for 0. Plain operations in a fixed order, so that all machines make the same tables. */
-static inline float times_log(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    float e = (float)(int32_t)(bits >> 23) - 127.0f, m;
-    bits = (bits & 0x7fffff) | 0x3f800000;
-    memcpy(&m, &bits, 4);
-    float p =
-        3.1157899f + m * (-3.3241990f + m * (2.5988452f + m * (-1.2315303f + m * (0.31821337f - m * 0.034436006f))));
-    return x * (e + p * (m - 1.0f));
+static float times_log(const dense_loops *loops, uint32_t n) {
+    uint32_t counts[8] = {n}, entries;
+    return loops->log_sum(counts, NOTHING, 8, &entries);
 }
 
 /* Bits of coding both counts with one table, the table included. */
-static float joint_cost(const uint32_t *a, const uint32_t *b, uint32_t n, int symbols, float entry_weight) {
-    float sums[8] = {0}, sum = 0;
-    uint32_t used[8] = {0}, entries = 0;
-    for (int i = 0; i < symbols; i += 8)
-        for (int k = 0; k < 8; ++k) {
-            uint32_t count = a[i + k] + b[i + k];
-            sums[k] += times_log((float)(int32_t)count);
-            used[k] += count != 0;
-        }
-    for (int k = 0; k < 8; ++k) sum += sums[k], entries += used[k];
-    return times_log((float)(int32_t)n) - sum + ((float)symbols + ENTRY_BITS * (float)(int32_t)entries) * entry_weight;
+static float joint_cost(const state *s, const uint32_t *a, const uint32_t *b, uint32_t n) {
+    uint32_t entries;
+    float sum = s->loops->log_sum(a, b, s->symbols, &entries);
+    return times_log(s->loops, n) - sum +
+           ((float)s->symbols + ENTRY_BITS * (float)(int32_t)entries) * s->entry_weight;
 }
 
-float dense_order0_bits(const uint32_t counts[256]) {
-    static const uint32_t nothing[256] = {0};
-    uint32_t n = 0;
+float dense_order0_bits(const dense_loops *loops, const uint32_t counts[256]) {
+    uint32_t n = 0, entries;
     for (int s = 0; s < 256; ++s) n += counts[s];
-    return joint_cost(counts, nothing, n, 256, 0);
+    return times_log(loops, n) - loops->log_sum(counts, NOTHING, 256, &entries);
 }
 
-float dense_cross_bits(const dense_table *t, const uint32_t counts[256]) {
+float dense_cross_bits(const dense_loops *loops, const dense_table *t, const uint32_t counts[256]) {
     float bits = 0;
     for (int s = 0; s < 256; ++s) {
         if (counts[s] == 0) continue;
-        float f = (float)t->f[s];
         if (t->f[s] == 0) return -NONE;
-        bits += (float)(int32_t)counts[s] * ((float)SCALE_BITS - times_log(f) / f);
+        bits += (float)(int32_t)counts[s] * ((float)SCALE_BITS - times_log(loops, t->f[s]) / (float)t->f[s]);
     }
     return bits;
 }
 
 static void add(state *s, int to, int from) {
+    node *n = &s->nodes[from];
     for (int i = 0; i < s->symbols; ++i) s->counts[to][i] += s->counts[from][i];
-    s->nodes[to].n += s->nodes[from].n;
-    s->nodes[from].live = 0;
-    s->nodes[from].into = (int16_t)to;
+    s->nodes[to].n += n->n;
+    n->live = 0;
+    n->into = (int16_t)to;
+    if (n->before >= 0)
+        s->nodes[n->before].behind = n->behind;
+    else
+        s->first = n->behind;
+    if (n->behind >= 0) s->nodes[n->behind].before = n->before;
 }
 
-static int next_in_bucket(const state *s, int i, int step) {
-    for (int j = i + step; j >= 0 && j < s->count && s->nodes[j].bucket == s->nodes[i].bucket; j += step)
-        if (s->nodes[j].live) return j;
-    return -1;
+/* `j` if it is of the bucket of `i`, else -1. */
+static int of_bucket(const state *s, int i, int j) {
+    return j >= 0 && s->nodes[j].bucket == s->nodes[i].bucket ? j : -1;
 }
 
 static int nearest_above(const state *s, int i) {
-    int best = -1, distance = MAGNITUDES;
-    for (int j = i + 1; j < s->count && s->nodes[j].bucket <= s->nodes[i].bucket + 1; ++j) {
-        if (!s->nodes[j].live || s->nodes[j].bucket == s->nodes[i].bucket) continue;
+    int best = -1, distance = MAGNITUDES, above = s->nodes[i].bucket + 1, j = s->nodes[i].behind;
+    while (j >= 0 && s->nodes[j].bucket < above) j = s->nodes[j].behind;
+    for (; j >= 0 && s->nodes[j].bucket == above; j = s->nodes[j].behind) {
         int apart = s->nodes[j].magnitude - s->nodes[i].magnitude;
         if (apart < 0) apart = -apart;
         if (apart < distance) best = j, distance = apart;
@@ -95,15 +88,14 @@ static int nearest_above(const state *s, int i) {
 
 static void look_for_partners(state *s, int i) {
     node *a = &s->nodes[i];
-    a->partners[0] = (int16_t)next_in_bucket(s, i, 1);
-    a->partners[1] = (int16_t)nearest_above(s, i);
     for (int d = 0; d < 2; ++d) {
-        int j = a->partners[d];
+        if (!(a->stale >> d & 1)) continue;
+        int j = d == 0 ? of_bucket(s, i, a->behind) : nearest_above(s, i);
+        a->partners[d] = (int16_t)j;
         a->gains[d] = NONE;
         if (j < 0) continue;
         const node *b = &s->nodes[j];
-        a->gains[d] =
-            a->cost + b->cost - joint_cost(s->counts[i], s->counts[j], a->n + b->n, s->symbols, s->entry_weight);
+        a->gains[d] = a->cost + b->cost - joint_cost(s, s->counts[i], s->counts[j], a->n + b->n);
     }
     a->stale = 0;
 }
@@ -124,33 +116,38 @@ static void load(state *s, const uint32_t (*counts)[256], const uint8_t *seen, u
         uint32_t *to = s->counts[s->count], n = 0;
         for (int i = 0; i < used; ++i) n += to[i] = counts[c][symbols[i]];
         for (int i = used; i < s->symbols; ++i) to[i] = 0;
-        s->nodes[s->count++] =
-            (node){.n = n, .bucket = (int16_t)(c / MAGNITUDES), .magnitude = c % MAGNITUDES, .live = 1, .stale = 1};
+        s->nodes[s->count] = (node){.n = n,
+                                    .bucket = (int16_t)(c / MAGNITUDES),
+                                    .magnitude = c % MAGNITUDES,
+                                    .before = (int16_t)(s->count - 1),
+                                    .behind = (int16_t)(s->count + 1),
+                                    .live = 1,
+                                    .stale = 3};
+        ++s->count;
     }
+    s->first = s->count ? 0 : -1;
+    if (s->count) s->nodes[s->count - 1].behind = -1;
 }
 
 static void merge_rare(state *s) {
-    for (int i = 0; i < s->count; ++i) {
-        if (s->nodes[i].n >= LEAST_COUNT) continue;
-        int j = next_in_bucket(s, i, 1);
-        if (j < 0) j = next_in_bucket(s, i, -1);
-        if (j >= 0) add(s, j, i);
+    for (int i = s->first; i >= 0;) {
+        int behind = s->nodes[i].behind, j = of_bucket(s, i, behind);
+        if (j < 0) j = of_bucket(s, i, s->nodes[i].before);
+        if (j >= 0 && s->nodes[i].n < LEAST_COUNT) add(s, j, i);
+        i = behind;
     }
 }
 
 static int merge(state *s, int most) {
     int live = 0;
-    for (int i = 0; i < s->count; ++i) {
-        node *a = &s->nodes[i];
-        if (!a->live) continue;
+    for (int i = s->first; i >= 0; i = s->nodes[i].behind) {
         ++live;
-        a->cost = joint_cost(s->counts[i], s->nothing, a->n, s->symbols, s->entry_weight);
+        s->nodes[i].cost = joint_cost(s, s->counts[i], NOTHING, s->nodes[i].n);
     }
     while (live > 1) {
         float gain = NONE;
         int best = -1, direction = 0;
-        for (int i = 0; i < s->count; ++i) {
-            if (!s->nodes[i].live) continue;
+        for (int i = s->first; i >= 0; i = s->nodes[i].behind) {
             if (s->nodes[i].stale) look_for_partners(s, i);
             for (int d = 0; d < 2; ++d)
                 if (s->nodes[i].gains[d] > gain) gain = s->nodes[i].gains[d], best = i, direction = d;
@@ -158,21 +155,21 @@ static int merge(state *s, int most) {
         if (best < 0 || (gain < 0 && live <= most)) break;
         int j = s->nodes[best].partners[direction];
         add(s, best, j);
-        s->nodes[best].cost = joint_cost(s->counts[best], s->nothing, s->nodes[best].n, s->symbols, s->entry_weight);
-        s->nodes[best].stale = 1;
+        s->nodes[best].cost = joint_cost(s, s->counts[best], NOTHING, s->nodes[best].n);
+        s->nodes[best].stale = 3;
         --live;
-        for (int i = 0; i < s->count; ++i)
+        for (int i = s->first; i >= 0; i = s->nodes[i].behind)
             for (int d = 0; d < 2; ++d)
-                if (s->nodes[i].partners[d] == best || s->nodes[i].partners[d] == j) s->nodes[i].stale = 1;
+                if (s->nodes[i].partners[d] == best || s->nodes[i].partners[d] == j) s->nodes[i].stale |= 1 << d;
     }
     return live;
 }
 
-void dense_cluster(const uint32_t (*counts)[256], const uint8_t *seen, int most, int shared, void *room,
-                   dense_model *m) {
+void dense_cluster(const dense_loops *loops, const uint32_t (*counts)[256], const uint8_t *seen, int most, int shared,
+                   void *room, dense_model *m) {
     state *s = room;
     uint8_t symbols[256];
-    memset(s->nothing, 0, sizeof s->nothing);
+    s->loops = loops;
     s->entry_weight = shared ? 0 : 1;
     load(s, counts, seen, symbols);
     merge_rare(s);

@@ -165,6 +165,7 @@ static int take_symbols(decoder *d, const uint32_t offsets[256]) {
     size_t words = d->in->shape.words, j = 0;
     if ((size_t)(d->units_end - at) >= 2 * words) { /* a symbol takes one unit at most */
         uint32_t a = d->states[0], b = d->states[1], c = d->states[2], e = d->states[3];
+        uint64_t taken = 0;
         for (; j + 4 <= words; j += 4) {
             DECODE(a, entries + offsets[p[j]], folded[j]);
             DECODE(b, entries + offsets[p[j + 1]], folded[j + 1]);
@@ -172,6 +173,7 @@ static int take_symbols(decoder *d, const uint32_t offsets[256]) {
             DECODE(e, entries + offsets[p[j + 3]], folded[j + 3]);
         }
         d->states[0] = a, d->states[1] = b, d->states[2] = c, d->states[3] = e;
+        at += 2 * taken;
     }
     for (; j < words; ++j)
         if (!dense_decode_checked(&d->states[j & 3], entries + offsets[p[j]], &folded[j], &at, d->units_end)) return 0;
@@ -202,19 +204,14 @@ static const uint8_t *take_low(decoder *d, int bucket) {
     size_t same = d->loops->equal(d->symbols, d->predicted, words);
     const uint8_t *next = d->next[bucket];
     if (same > (size_t)(d->differences[bucket] + d->in->low_count[bucket] - next) || words - same > rest) return NULL;
-    const uint8_t mask = d->in->shape.dtype == KVMNN_FP16 ? 255 : 31, *const end = d->low_rest_end,
-                  *const spare = d->low;
-    const uint8_t *const symbols = d->symbols, *const predicted = d->predicted, *const base = d->predicted_low;
-    uint8_t *const to = d->low;
-    int last = words - same == rest; /* of the low parts that are not coded: there may be no byte behind them */
-    for (size_t j = 0; j < words; ++j) {
-        uint8_t equal = symbols[j] == predicted[j], coded = (uint8_t)(base[j] + *next) & mask;
-        if (last && low == end) low = spare; /* of no use, but there */
-        to[j] = equal ? coded : *low;
-        next += equal;
-        low += !equal;
+    const uint8_t mask = d->in->shape.dtype == KVMNN_FP16 ? 255 : 31;
+    if (rest - (words - same) < 8) { /* there may be no bytes behind the last ones */
+        memcpy(d->coded, low, rest);
+        low = d->coded;
     }
-    d->next[bucket] = next;
+    d->loops->merge(next, low, d->symbols, d->predicted, words, d->low);
+    d->loops->add_equal(d->predicted_low, d->symbols, d->predicted, mask, words, d->low);
+    d->next[bucket] = next + same;
     d->low_rest += words - same;
     return d->low;
 }

@@ -70,6 +70,12 @@ typedef struct {
     dense_table low[BUCKETS];
 } dense_model;
 
+typedef struct {
+    uint32_t reciprocal;
+    uint16_t start;
+    uint16_t f_shift; /* frequency << 4 | shift of the reciprocal; 0: the symbol cannot be coded */
+} dense_code;
+
 /* History rows and own rows as one sequence. */
 typedef struct {
     const uint8_t *history, *own;
@@ -105,14 +111,14 @@ typedef struct {
     unsigned count;
 } dense_writer;
 
-static inline void dense_put(dense_writer *w, uint32_t value, unsigned bits) { /* at most 32 */
+/* At most 32; 8 bytes behind are touched. */
+static inline void dense_put(dense_writer *w, uint32_t value, unsigned bits) {
     w->held |= (uint64_t)value << w->count;
     w->count += bits;
-    while (w->count >= 8) {
-        *w->at++ = (uint8_t)w->held;
-        w->held >>= 8;
-        w->count -= 8;
-    }
+    memcpy(w->at, &w->held, 8);
+    w->at += w->count >> 3;
+    w->held >>= w->count & ~7u;
+    w->count &= 7;
 }
 
 static inline uint8_t *dense_put_end(dense_writer *w) {
@@ -198,26 +204,9 @@ int dense_settle(dense_table *t); /* ... and to those of sum SCALE; 0 if there a
 void dense_settle_model(dense_model *m);
 dense_error dense_get_model(dense_reader *r, dense_model *m); /* settled */
 
-/* cluster.c: contexts to tables. `counts` is [CONTEXTS][256], of which rows with seen[] are defined. Of a set that
- * others share, tables cost nothing, and each has the escape. */
-size_t dense_cluster_room(void);
-void dense_cluster(const uint32_t (*counts)[256], const uint8_t *seen, int most, int shared, void *room,
-                   dense_model *m);
-float dense_order0_bits(const uint32_t counts[256]);
-float dense_cross_bits(const dense_table *t, const uint32_t counts[256]); /* huge where one has no frequency */
-
 /* rans.c */
-typedef struct {
-    uint32_t reciprocal;
-    uint16_t start;
-    uint16_t f_shift; /* frequency << 4 | shift of the reciprocal; 0: the symbol cannot be coded */
-} dense_code;
-
 void dense_encoder_table(const dense_table *t, dense_code codes[256]);
 void dense_decoder_table(const dense_table *t, uint32_t entries[SCALE]); /* symbol | frequency << 8 | offset << 20 */
-/* Codes symbols[0..n) backwards to units that end at `end`; where they begin. */
-uint16_t *dense_encode_flat(const uint8_t *symbols, size_t n, const dense_code codes[256], uint32_t states[STATES],
-                            uint16_t *end);
 dense_error dense_decode_flat(const uint8_t *section, size_t units, const uint32_t entries[SCALE], uint8_t *symbols,
                               size_t n);
 

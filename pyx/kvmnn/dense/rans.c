@@ -25,24 +25,6 @@ void dense_decoder_table(const dense_table *t, uint32_t entries[SCALE]) {
     }
 }
 
-uint16_t *dense_encode_flat(const uint8_t *symbols, size_t n, const dense_code codes[256], uint32_t states[STATES],
-                            uint16_t *end) {
-    for (int i = 0; i < STATES; ++i) states[i] = STATE_LOW;
-    uint32_t a = STATE_LOW, b = STATE_LOW, c = STATE_LOW, d = STATE_LOW;
-    size_t whole = n & ~(size_t)3;
-    if (n - whole > 2) ENCODE(c, codes[symbols[whole + 2]]);
-    if (n - whole > 1) ENCODE(b, codes[symbols[whole + 1]]);
-    if (n - whole > 0) ENCODE(a, codes[symbols[whole]]);
-    for (size_t i = whole; i > 0; i -= 4) {
-        ENCODE(d, codes[symbols[i - 1]]);
-        ENCODE(c, codes[symbols[i - 2]]);
-        ENCODE(b, codes[symbols[i - 3]]);
-        ENCODE(a, codes[symbols[i - 4]]);
-    }
-    states[0] = a, states[1] = b, states[2] = c, states[3] = d;
-    return end;
-}
-
 dense_error dense_decode_flat(const uint8_t *section, size_t units, const uint32_t entries[SCALE], uint8_t *symbols,
                               size_t n) {
     uint32_t v[STATES];
@@ -54,12 +36,14 @@ dense_error dense_decode_flat(const uint8_t *section, size_t units, const uint32
         size_t turns = (size_t)(end - at) / 8;
         if (turns > (n - i) / 4) turns = (n - i) / 4;
         if (turns == 0) break;
+        uint64_t taken = 0;
         for (; turns; --turns, i += 4) {
             DECODE(a, entries, symbols[i]);
             DECODE(b, entries, symbols[i + 1]);
             DECODE(c, entries, symbols[i + 2]);
             DECODE(d, entries, symbols[i + 3]);
         }
+        at += 2 * taken;
     }
     v[0] = a, v[1] = b, v[2] = c, v[3] = d;
     for (; i < n; ++i)

@@ -27,23 +27,38 @@ static void compare(contest *c, size_t candidate) {
     if (same > c->most) c->most = same, c->best = candidate;
 }
 
+/* Where the last of SCANNED_ROWS votes that are `value` is; there is one. */
+static size_t last_of(const uint8_t *votes, uint8_t value) {
+    for (size_t i = SCANNED_ROWS; i > 0; i -= 8) {
+        uint64_t word, other;
+        memcpy(&word, votes + i - 8, 8);
+        word ^= value * 0x0101010101010101u;
+        other = (word & 0x7f7f7f7f7f7f7f7fu) + 0x7f7f7f7f7f7f7f7fu;
+        other = ~(other | word | 0x7f7f7f7f7f7f7f7fu); /* the highest bit of each byte that is 0 */
+        if (other == 0) continue;
+        unsigned byte = 7;
+        while (!(other >> (8 * byte + 7))) --byte;
+        return i - 8 + byte;
+    }
+    return 0;
+}
+
 /* The rows with most votes, of equal ones the last. */
-static void elect(contest *c, uint8_t *votes, size_t first, size_t rows) {
-    uint8_t maxima[WINDOW_ROWS / SCANNED_ROWS + 1];
+static void elect(contest *c, uint8_t *votes, uint8_t *maxima, size_t first, size_t rows) {
     size_t blocks = (rows + SCANNED_ROWS - 1) / SCANNED_ROWS;
-    memset(votes + rows, 0, blocks * SCANNED_ROWS - rows);
-    for (size_t b = 0; b < blocks; ++b) maxima[b] = c->loops->largest(votes + b * SCANNED_ROWS, SCANNED_ROWS);
+    if (rows % SCANNED_ROWS) {
+        memset(votes + rows, 0, blocks * SCANNED_ROWS - rows);
+        maxima[blocks - 1] = c->loops->largest(votes + (blocks - 1) * SCANNED_ROWS);
+    }
     for (int turn = 0; turn < CANDIDATES; ++turn) {
         size_t block = 0;
         for (size_t b = 1; b < blocks; ++b)
             if (maxima[b] >= maxima[block]) block = b;
         if (maxima[block] == 0) return;
         uint8_t *of_block = votes + block * SCANNED_ROWS;
-        size_t i = SCANNED_ROWS;
-        while (of_block[--i] != maxima[block]) {
-        }
+        size_t i = last_of(of_block, maxima[block]);
         of_block[i] = 0;
-        maxima[block] = c->loops->largest(of_block, SCANNED_ROWS);
+        if (turn + 1 < CANDIDATES) maxima[block] = c->loops->largest(of_block);
         compare(c, first + block * SCANNED_ROWS + i);
     }
 }
@@ -53,7 +68,7 @@ void dense_search(const dense_loops *loops, const uint8_t *symbols, size_t words
     size_t all = history + rows, stride = stride_of(all), most = known ? FEWER_LOOKS : LOOKS;
     size_t looks = words < most ? words : most;
     uint8_t *columns = room, *votes = room + dense_aligned((size_t)LOOKS * stride);
-    uint8_t look[LOOKS];
+    uint8_t look[LOOKS], maxima[WINDOW_ROWS / SCANNED_ROWS + 1];
     gather(symbols, words, all, looks, columns, stride);
     for (size_t i = 0; i < rows; ++i) {
         size_t n = history + i;
@@ -64,8 +79,8 @@ void dense_search(const dense_loops *loops, const uint8_t *symbols, size_t words
         if (known && known[i] >= 0 && (size_t)known[i] < n) compare(&c, (size_t)known[i]);
         size_t first = n > WINDOW_ROWS ? n - WINDOW_ROWS : 0;
         for (size_t k = 0; k < looks; ++k) look[k] = columns[k * stride + n];
-        loops->scan(columns + first, stride, n - first, look, looks, votes);
-        elect(&c, votes, first, n - first);
+        loops->scan(columns + first, stride, n - first, look, looks, votes, maxima);
+        elect(&c, votes, maxima, first, n - first);
         references[i] = (uint32_t)c.best;
     }
 }

@@ -3,7 +3,7 @@
 
 void dense_count(const dense_input *in, uint8_t *room, dense_counts *counts) {
     dense_encoder all, *e = &all;
-    dense_lay_out(e, in, (dense_arena){.at = room});
+    dense_lay_out(e, in, 0, (dense_arena){.at = room});
     dense_find_rows(e);
     dense_count_contexts(e);
     for (int c = 0; c < CONTEXTS; ++c) {
@@ -11,31 +11,28 @@ void dense_count(const dense_input *in, uint8_t *room, dense_counts *counts) {
         counts->seen[c] = 1;
         for (int s = 0; s < 256; ++s) counts->contexts[c][s] += e->counts[c][s];
     }
-    for (int b = LOW_FROM; b < BUCKETS; ++b) {
-        uint32_t of[256];
-        dense_collect_differences(e, b, of);
-        for (int s = 0; s < 256; ++s) counts->low[b][s] += of[s];
-    }
+    for (int b = LOW_FROM; b < BUCKETS; ++b)
+        for (int s = 0; s < 256; ++s) counts->low[b][s] += e->low_counts[b][s];
 }
 
 /* A table of low parts for each bucket where one saves something; it has all low parts there are. */
-static void put_low(const dense_counts *counts, int dtype, dense_model *m) {
+static void put_low(const dense_loops *loops, const dense_counts *counts, int dtype, dense_model *m) {
     int values = dtype == KVMNN_FP16 ? 256 : 32;
     m->low_mask = 0;
     for (int b = LOW_FROM; b < BUCKETS; ++b) {
         uint32_t of[256] = {0}, n = 0;
         for (int s = 0; s < values; ++s) n += of[s] = counts->low[b][s] + (counts->low[b][s] == 0);
-        if (dense_order0_bits(of) > 0.97f * (dtype == KVMNN_FP16 ? 8 : 5) * (float)n) continue;
+        if (dense_order0_bits(loops, of) > 0.97f * (dtype == KVMNN_FP16 ? 8 : 5) * (float)n) continue;
         m->low_mask |= (uint8_t)(1 << b);
         dense_quantise(of, &m->low[b]);
     }
 }
 
-size_t dense_put_set(const dense_counts *counts, int dtype, int base, const dense_rotary *rotary, void *cluster_room,
-                     uint8_t *out) {
+size_t dense_put_set(const dense_loops *loops, const dense_counts *counts, int dtype, int base,
+                     const dense_rotary *rotary, void *cluster_room, uint8_t *out) {
     dense_model m;
-    dense_cluster(counts->contexts, counts->seen, SHARED_TABLES, 1, cluster_room, &m);
-    put_low(counts, dtype, &m);
+    dense_cluster(loops, counts->contexts, counts->seen, SHARED_TABLES, 1, cluster_room, &m);
+    put_low(loops, counts, dtype, &m);
     memcpy(out, "KVMT", 4);
     out[4] = 1;
     out[5] = (uint8_t)dtype;

@@ -8,7 +8,7 @@ enum { MOST_LEVEL = 1792, RUN_BITS = 6 };
 static uint32_t step_of(uint32_t k) { return (uint32_t)1 << (k > 2 ? k - 2 : 0); }
 
 static uint32_t nearest_level(uint32_t x) { /* x is not 0 */
-    uint32_t step = step_of(dense_high_bit(x)), level = (x + step / 2) / step * step;
+    uint32_t step = step_of(dense_high_bit(x)), level = (x + step / 2) & ~(step - 1);
     return level < MOST_LEVEL ? level : MOST_LEVEL;
 }
 
@@ -16,7 +16,7 @@ static uint32_t level_above(uint32_t level) { return level + step_of(dense_high_
 
 static uint32_t level_below(uint32_t level) { /* level is above 1 */
     uint32_t step = step_of(dense_high_bit(level - 1));
-    return (level - 1) / step * step;
+    return (level - 1) & ~(step - 1);
 }
 
 static int largest_of(const uint16_t f[256]) {

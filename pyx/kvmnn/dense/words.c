@@ -1,5 +1,7 @@
 #include "words.h"
 
+#include "rans.h"
+
 /* Coefficients of sine and cosine of a quarter turn (docs/format-v2.md); the literals are exact. */
 #define S0 0x1.921fb6p+0f
 #define S1 -0x1.4abbcep-1f

@@ -40,12 +40,35 @@ typedef struct {
     size_t (*equal)(const uint8_t *a, const uint8_t *b, size_t n);
 
     /* votes[i] = number of k with columns[k * stride + i] == looks[k], for i < rows and on to a multiple of
-     * SCANNED_ROWS. */
+     * SCANNED_ROWS, of which each has its largest in `maxima`. */
     void (*scan)(const uint8_t *columns, size_t stride, size_t rows, const uint8_t *looks, size_t count,
-                 uint8_t *votes);
+                 uint8_t *votes, uint8_t *maxima);
 
-    /* The largest of n votes. */
-    uint8_t (*largest)(const uint8_t *votes, size_t n);
+    /* The largest of SCANNED_ROWS votes. */
+    uint8_t (*largest)(const uint8_t *votes);
+
+    /* from[i] for each i where whether a[i] == b[i] is `equal`; how many. Up to PAD bytes behind them are touched. */
+    size_t (*pick)(const uint8_t *from, const uint8_t *a, const uint8_t *b, size_t n, int equal, uint8_t *to);
+
+    /* The other way: the next of `equal` where a[i] == b[i], else the next of `other`. 8 bytes behind the last one of
+     * either are read. */
+    void (*merge)(const uint8_t *equal, const uint8_t *other, const uint8_t *a, const uint8_t *b, size_t n,
+                  uint8_t *to);
+
+    /* to[i] = (x[i] - y[i]) & mask, and to[i] = (to[i] + y[i]) & mask where a[i] == b[i]. */
+    void (*subtract)(const uint8_t *x, const uint8_t *y, uint8_t mask, size_t n, uint8_t *to);
+    void (*add_equal)(const uint8_t *y, const uint8_t *a, const uint8_t *b, uint8_t mask, size_t n, uint8_t *to);
+
+    /* Sum of x * log2(x) of the sums of two counts, n of them, a multiple of 8; how many sums are not 0. */
+    float (*log_sum)(const uint32_t *a, const uint32_t *b, int n, uint32_t *used);
+
+    /* Magnitudes of predicted symbols and, below them, the folded symbols. */
+    void (*fold)(const uint8_t *predicted, const uint8_t *symbols, size_t n, uint16_t *to);
+
+    /* Codes n symbols backwards by 4 states to units that end at `end`; where they begin. The code of each is that of
+     * codes[tables[predicted] ^ symbol], or codes[symbol] without `tables`. Up to 4 units before are touched. */
+    uint16_t *(*code)(const uint8_t *predicted, const uint8_t *symbols, size_t n, const uint16_t *tables,
+                      const dense_code *codes, uint32_t states[STATES], uint16_t *end);
 
     /* n low parts of 5 bits to ceil(5n / 8) bytes, and back; PAD bytes behind both are touched. */
     void (*pack5)(const uint8_t *low, size_t n, uint8_t *packed);
@@ -53,5 +76,14 @@ typedef struct {
 } dense_loops;
 
 const dense_loops *kvmnn_dense_loops_at(int level);
+
+/* cluster.c: contexts to tables. `counts` is [CONTEXTS][256], of which rows with seen[] are defined. Of a set that
+ * others share, tables cost nothing, and each has the escape. */
+size_t dense_cluster_room(void);
+void dense_cluster(const dense_loops *loops, const uint32_t (*counts)[256], const uint8_t *seen, int most, int shared,
+                   void *room, dense_model *m);
+float dense_order0_bits(const dense_loops *loops, const uint32_t counts[256]);
+/* Huge where a symbol has no frequency. */
+float dense_cross_bits(const dense_loops *loops, const dense_table *t, const uint32_t counts[256]);
 
 #endif

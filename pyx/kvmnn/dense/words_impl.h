@@ -182,8 +182,17 @@ static size_t LEVEL(equal)(const uint8_t *a, const uint8_t *b, size_t n) {
     return sum;
 }
 
+static uint8_t LEVEL(largest)(const uint8_t *votes) {
+    uint8_t most[32] = {0};
+    for (int i = 0; i < SCANNED_ROWS; i += 32)
+        for (int k = 0; k < 32; ++k) most[k] = votes[i + k] > most[k] ? votes[i + k] : most[k];
+    for (int width = 16; width; width /= 2)
+        for (int k = 0; k < width; ++k) most[k] = most[k] > most[k + width] ? most[k] : most[k + width];
+    return most[0];
+}
+
 static void LEVEL(scan)(const uint8_t *columns, size_t stride, size_t rows, const uint8_t *looks, size_t count,
-                        uint8_t *restrict votes) {
+                        uint8_t *restrict votes, uint8_t *restrict maxima) {
     for (size_t i = 0; i < rows; i += SCANNED_ROWS) {
         uint8_t sums[SCANNED_ROWS] = {0};
         const uint8_t *column = columns + i;
@@ -192,17 +201,8 @@ static void LEVEL(scan)(const uint8_t *columns, size_t stride, size_t rows, cons
             for (int j = 0; j < SCANNED_ROWS; ++j) sums[j] = (uint8_t)(sums[j] + (column[j] == look));
         }
         memcpy(votes + i, sums, SCANNED_ROWS);
+        maxima[i / SCANNED_ROWS] = LEVEL(largest)(sums);
     }
-}
-
-static uint8_t LEVEL(largest)(const uint8_t *votes, size_t n) {
-    uint8_t most[32] = {0}, found = 0;
-    size_t i = 0;
-    for (; i + 32 <= n; i += 32)
-        for (int k = 0; k < 32; ++k) most[k] = votes[i + k] > most[k] ? votes[i + k] : most[k];
-    for (; i < n; ++i) found = votes[i] > found ? votes[i] : found;
-    for (int k = 0; k < 32; ++k) found = most[k] > found ? most[k] : found;
-    return found;
 }
 
 /* -- 5 bits -------------------------------------------------------------------------------------------------------- */
@@ -230,7 +230,10 @@ static void LEVEL(unpack5)(const uint8_t *packed, size_t n, uint8_t *low) {
     }
 }
 
+#include "coder_impl.h"
+
 static const dense_loops LEVEL(table) = {
-    KVMNN_LEVEL_NAME, LEVEL(split), LEVEL(join), LEVEL(unfold),  LEVEL(escapes), LEVEL(outside), LEVEL(angles),
-    LEVEL(turn),      LEVEL(equal), LEVEL(scan), LEVEL(largest), LEVEL(pack5),   LEVEL(unpack5),
+    KVMNN_LEVEL_NAME, LEVEL(split),    LEVEL(join),      LEVEL(unfold),  LEVEL(escapes), LEVEL(outside), LEVEL(angles),
+    LEVEL(turn),      LEVEL(equal),    LEVEL(scan),      LEVEL(largest), LEVEL(pick),    LEVEL(merge),
+    LEVEL(subtract),  LEVEL(add_equal), LEVEL(log_sum),  LEVEL(fold), LEVEL(code),    LEVEL(pack5),   LEVEL(unpack5),
 };

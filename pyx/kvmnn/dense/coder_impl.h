@@ -1,0 +1,163 @@
+/* More of the loops of words.h: the entropy coder's, and those that part rows by whether words are equal. Four words at
+ * a time where there is AVX2; the baseline's loops say what they do. */
+
+#ifdef LEVEL_F16C
+
+/* Bytes that a mask picks of four, one behind the other. */
+static const uint32_t LEVEL(picked)[16] = {
+    0x00000000, 0x00000000, 0x00000001, 0x00000100, 0x00000002, 0x00000200, 0x00000201, 0x00020100,
+    0x00000003, 0x00000300, 0x00000301, 0x00030100, 0x00000302, 0x00030200, 0x00030201, 0x03020100,
+};
+/* The next of bytes 0 to 3 where the mask has a bit, else the next of 4 to 7. */
+static const uint32_t LEVEL(merged)[16] = {
+    0x07060504, 0x06050400, 0x06050004, 0x05040100, 0x06000504, 0x05010400, 0x05010004, 0x04020100,
+    0x00060504, 0x01050400, 0x01050004, 0x02040100, 0x01000504, 0x02010400, 0x02010004, 0x03020100,
+};
+/* Lower halves of the words that a mask picks of four, at the end of 8 bytes. */
+static const uint64_t LEVEL(units)[16] = {
+    0x8080808080808080, 0x0100808080808080, 0x0504808080808080, 0x0504010080808080,
+    0x0908808080808080, 0x0908010080808080, 0x0908050480808080, 0x0908050401008080,
+    0x0d0c808080808080, 0x0d0c010080808080, 0x0d0c050480808080, 0x0d0c050401008080,
+    0x0d0c090880808080, 0x0d0c090801008080, 0x0d0c090805048080, 0x0d0c090805040100,
+};
+
+static inline __m128i LEVEL(four)(const uint8_t *p) { return _mm_cvtsi32_si128((int)dense_load32(p)); }
+
+static inline unsigned LEVEL(equal_of_four)(const uint8_t *a, const uint8_t *b) {
+    return (unsigned)_mm_movemask_epi8(_mm_cmpeq_epi8(LEVEL(four)(a), LEVEL(four)(b))) & 15;
+}
+
+static inline void LEVEL(put_four)(uint8_t *to, __m128i bytes, uint32_t order) {
+    uint32_t made = (uint32_t)_mm_cvtsi128_si32(_mm_shuffle_epi8(bytes, _mm_cvtsi32_si128((int)order)));
+    memcpy(to, &made, 4);
+}
+
+/* One step of ENCODE for the states of four symbols. */
+static inline uint16_t *LEVEL(code_four)(__m128i *states, const dense_code *a, const dense_code *b,
+                                         const dense_code *c, const dense_code *d, uint16_t *end) {
+    __m128 ab = _mm_loadh_pi(_mm_castsi128_ps(_mm_loadl_epi64((const __m128i *)(const void *)a)), (const __m64 *)b);
+    __m128 cd = _mm_loadh_pi(_mm_castsi128_ps(_mm_loadl_epi64((const __m128i *)(const void *)c)), (const __m64 *)d);
+    __m128i reciprocal = _mm_castps_si128(_mm_shuffle_ps(ab, cd, 0x88));
+    __m128i rest = _mm_castps_si128(_mm_shuffle_ps(ab, cd, 0xdd)), v = *states;
+    __m128i f = _mm_srli_epi32(rest, 20), start = _mm_and_si128(rest, _mm_set1_epi32(0xffff));
+    __m128i shift = _mm_and_si128(_mm_srli_epi32(rest, 16), _mm_set1_epi32(15)), more = _mm_set1_epi64x(32);
+    __m128i by = _mm_sub_epi32(_mm_set1_epi32(SCALE), f);
+    __m128i kept = _mm_cmpgt_epi32(_mm_slli_epi32(f, 20), v); /* both are below 2^31 */
+    unsigned full = (unsigned)_mm_movemask_ps(_mm_castsi128_ps(kept)) ^ 15;
+    __m128i units = _mm_shuffle_epi8(v, _mm_loadl_epi64((const __m128i *)(const void *)&LEVEL(units)[full]));
+    _mm_storel_epi64((__m128i *)(void *)(end - 4), units);
+    v = _mm_srlv_epi32(v, _mm_andnot_si128(kept, _mm_set1_epi32(16)));
+    __m128i even = _mm_mul_epu32(v, reciprocal); /* states 0 and 2; 1 and 3 */
+    __m128i odd = _mm_mul_epu32(_mm_srli_epi64(v, 32), _mm_srli_epi64(reciprocal, 32));
+    __m128i even_shift = _mm_and_si128(shift, _mm_set1_epi64x(15));
+    even = _mm_srlv_epi64(even, _mm_add_epi64(even_shift, more));
+    odd = _mm_srlv_epi64(odd, _mm_add_epi64(_mm_srli_epi64(shift, 32), more));
+    even = _mm_mul_epu32(even, by);
+    odd = _mm_mul_epu32(odd, _mm_srli_epi64(by, 32));
+    *states = _mm_add_epi32(_mm_add_epi32(v, start), _mm_or_si128(even, _mm_slli_epi64(odd, 32)));
+    return end - __builtin_popcount(full);
+}
+
+#endif
+
+static size_t LEVEL(pick)(const uint8_t *from, const uint8_t *a, const uint8_t *b, size_t n, int equal,
+                          uint8_t *to) {
+    const uint8_t *begin = to;
+    size_t i = 0;
+#ifdef LEVEL_F16C
+    for (unsigned other = equal ? 0 : 15; i + 4 <= n; i += 4) {
+        unsigned mask = LEVEL(equal_of_four)(a + i, b + i) ^ other;
+        LEVEL(put_four)(to, LEVEL(four)(from + i), LEVEL(picked)[mask]);
+        to += __builtin_popcount(mask);
+    }
+#endif
+    for (; i < n; ++i) {
+        *to = from[i];
+        to += (a[i] == b[i]) == equal;
+    }
+    return (size_t)(to - begin);
+}
+
+static void LEVEL(merge)(const uint8_t *equal, const uint8_t *other, const uint8_t *a, const uint8_t *b, size_t n,
+                         uint8_t *to) {
+    size_t i = 0;
+#ifdef LEVEL_F16C
+    for (; i + 4 <= n; i += 4) {
+        unsigned mask = LEVEL(equal_of_four)(a + i, b + i), count = (unsigned)__builtin_popcount(mask);
+        __m128i both = _mm_unpacklo_epi32(LEVEL(four)(equal), LEVEL(four)(other));
+        LEVEL(put_four)(to + i, both, LEVEL(merged)[mask]);
+        equal += count, other += 4 - count;
+    }
+#endif
+    for (; i < n; ++i) {
+        int same = a[i] == b[i];
+        to[i] = same ? *equal : *other;
+        equal += same, other += !same;
+    }
+}
+
+static void LEVEL(subtract)(const uint8_t *x, const uint8_t *y, uint8_t mask, size_t n, uint8_t *restrict to) {
+    for (size_t i = 0; i < n; ++i) to[i] = (uint8_t)(x[i] - y[i]) & mask;
+}
+
+static void LEVEL(add_equal)(const uint8_t *y, const uint8_t *a, const uint8_t *b, uint8_t mask, size_t n,
+                             uint8_t *restrict to) {
+    for (size_t i = 0; i < n; ++i) {
+        uint8_t same = a[i] == b[i] ? 0xff : 0, sum = (uint8_t)(to[i] + y[i]) & mask;
+        to[i] = (uint8_t)((sum & same) | (to[i] & ~same));
+    }
+}
+
+/* x * log2(x), to 1e-5 of x; 0 for 0. Plain operations in a fixed order, so that all machines make the same tables. */
+static inline float LEVEL(times_log)(float x) {
+    uint32_t bits = dense_bits(x);
+    float e = (float)(int32_t)(bits >> 23) - 127.0f, m = dense_float((bits & 0x7fffff) | 0x3f800000);
+    float p =
+        3.1157899f + m * (-3.3241990f + m * (2.5988452f + m * (-1.2315303f + m * (0.31821337f - m * 0.034436006f))));
+    return x * (e + p * (m - 1.0f));
+}
+
+static float LEVEL(log_sum)(const uint32_t *a, const uint32_t *b, int n, uint32_t *used) {
+    float sums[8] = {0}, sum = 0;
+    uint32_t some[8] = {0}, entries = 0;
+    for (int i = 0; i < n; i += 8)
+        for (int k = 0; k < 8; ++k) {
+            uint32_t count = a[i + k] + b[i + k];
+            sums[k] += LEVEL(times_log)((float)(int32_t)count);
+            some[k] += count != 0;
+        }
+    for (int k = 0; k < 8; ++k) sum += sums[k], entries += some[k];
+    *used = entries;
+    return sum;
+}
+
+static void LEVEL(fold)(const uint8_t *p, const uint8_t *s, size_t n, uint16_t *restrict to) {
+    for (size_t i = 0; i < n; ++i) to[i] = (uint16_t)((p[i] & 127) << 8 | (s[i] ^ (p[i] & 128)));
+}
+
+static uint16_t *LEVEL(code)(const uint8_t *p, const uint8_t *s, size_t n, const uint16_t *tables,
+                             const dense_code *codes, uint32_t states[STATES], uint16_t *end) {
+    size_t whole = n & ~(size_t)3;
+#define CODE_OF(j) codes[tables ? (uint16_t)(tables[p[j]] ^ s[j]) : s[j]]
+    for (size_t j = n; j > whole; --j) ENCODE(states[(j - 1) & 3], CODE_OF(j - 1));
+#ifdef LEVEL_F16C
+    __m128i four;
+    memcpy(&four, states, 16);
+    for (size_t j = whole; j > 0; j -= 4) {
+        const dense_code *a = &CODE_OF(j - 4), *b = &CODE_OF(j - 3), *c = &CODE_OF(j - 2), *d = &CODE_OF(j - 1);
+        end = LEVEL(code_four)(&four, a, b, c, d, end);
+    }
+    memcpy(states, &four, 16);
+#else
+    uint32_t a = states[0], b = states[1], c = states[2], d = states[3];
+    for (size_t j = whole; j > 0; j -= 4) {
+        ENCODE(d, CODE_OF(j - 1));
+        ENCODE(c, CODE_OF(j - 2));
+        ENCODE(b, CODE_OF(j - 3));
+        ENCODE(a, CODE_OF(j - 4));
+    }
+    states[0] = a, states[1] = b, states[2] = c, states[3] = d;
+#endif
+#undef CODE_OF
+    return end;
+}

@@ -249,8 +249,6 @@ cdef class Input:
             given.set = tables.held
         if references is not None:
             chosen = <uint32_t *>&references[0]
-        if limit > HEADER_BYTES + self.own_bytes:
-            limit = HEADER_BYTES + self.own_bytes
         cdef Workspace ws = acquire(False, False)
         try:
             with nogil:

@@ -211,6 +211,7 @@ size_t dense_encode(const dense_input *in, uint8_t *room, uint8_t *out, size_t l
     dense_encoder all, *e = &all;
     size_t words = 0, escapes, raw = in->rows.rows * in->rows.row_bytes, coded_low = 0;
     uint8_t *end = out + HEADER_BYTES + raw;
+    if (limit > HEADER_BYTES + raw) limit = HEADER_BYTES + raw;
     dense_lay_out(e, in, 1, (dense_arena){.at = room});
     e->differences[BUCKETS - 1] = out;
     dense_find_rows(e);

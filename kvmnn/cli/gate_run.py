@@ -97,7 +97,7 @@ def _all(
 
 
 class _Progress:
-    """Runs done, with the time that is left, in the progress bar of all verbs."""
+    """Decode steps done, with the time that is left, in the progress bar of all verbs."""
 
     def __init__(self, arguments: argparse.Namespace, suite: Suite) -> None:
         self._arguments, self._suite = arguments, suite
@@ -105,18 +105,18 @@ class _Progress:
         self._advance: printing.Advance | None = None
         self._done = self._all = 0
 
-    def start(self, runs: int) -> None:
-        """How many runs there are."""
+    def start(self, runs: int, steps: int) -> None:
+        """How many runs there are, and how many decode steps they have to do."""
         self._all = runs
         self._advance = self._stack.enter_context(
-            printing.progress(self._arguments, runs, "gates", unit="run", delay=0)
+            printing.progress(self._arguments, steps, "gates", unit="step", delay=0)
         )
 
-    def advance(self, runs: int, case: str) -> None:
+    def advance(self, steps: int, case: str) -> None:
         """That a run is done."""
-        self._done += runs
+        self._done += 1
         if self._advance is not None:
-            self._advance(runs, case)
+            self._advance(steps, f"{self._done} of {self._all} runs")
 
     def __enter__(self) -> _Progress:
         return self

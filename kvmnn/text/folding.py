@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from .side_by_side import columns
 
@@ -13,6 +13,11 @@ _INDENT = 4
 def folded(text: str, width: int) -> str:
     """Lines of at most `width` columns where their words allow it; what goes on is indented beneath its line."""
     return "\n".join(_folded(line, width) for line in text.split("\n"))
+
+
+def folded_lines(lines: Iterable[str], width: int) -> list[str]:
+    """`folded` of each of them, as lines."""
+    return [row for line in lines for row in folded(line, width).split("\n")]
 
 
 def _folded(line: str, width: int) -> str:

@@ -99,6 +99,16 @@ def test_a_round(table, run) -> None:
     assert strict.out.startswith("FAIL: llm_demo, 3 pass, 2 fail, 2 unclear; 1 run without, 1 with compression\n")
 
 
+def test_a_round_fits_a_terminal(table, run) -> None:
+    """Reasons are long where much does not pass."""
+    words = "--strict --lossy-target 9 --lossless-target 9 --max-lossless-queue-peak 0 --max-lossless-decomp-us 1"
+    run(*CHECK.split(), *words.split(), "-o", "round", code=1)
+    run("gate", "demo", "without", "with", "--strict", "--case", "llm_demo_store", "-o", "round", code=1)
+    shown = run("gate", "summary", "round", code=1).out.splitlines()
+    assert max(map(len, shown)) <= 80
+    assert " ".join(" ".join(shown).split()).count("queue peak fail") == 1
+
+
 def test_files_that_are_no_round_are_not_replaced(table, run) -> None:
     Path("mine").mkdir()
     Path("mine/summary.md").write_text("mine")

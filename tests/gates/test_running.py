@@ -19,6 +19,7 @@ from kvmnn.cli import main
 from kvmnn.gates.running.measuring import compare_contents, run_once
 from kvmnn.gates.running.run_cases import cases_of
 from kvmnn.gates.running.settings import RunConfig, read_run_config
+from kvmnn.gates.running.suite import Suite
 from kvmnn.gates.running.work import synthetic
 from kvmnn.lm import DecoderSession, Runner
 from kvmnn.lm.cache.lossless_store import LosslessStore
@@ -130,6 +131,28 @@ def test_measured_again_or_otherwise_is_another_round(made: SimpleNamespace, tmp
     assert "       changed: kv_h2o_block_tokens 4 -> 8 (runtime_probe" in shown
     assert " | " in shown and max(map(len, shown.splitlines())) <= 80
     assert shown.count("to the mean before") == 3  # of the baseline; others have no round before under these settings
+
+
+def test_progress_counts_the_steps_that_are_left(made: SimpleNamespace, tmp_path: Path) -> None:
+    """So that the time left is that of what has yet to run; runs that are there take none."""
+    config = read_run_config(made.folder / "run.json", ())
+    cases = cases_of("runtime", config)
+    told: list[tuple[int, ...]] = []
+    bar = SimpleNamespace(
+        start=lambda runs, steps: told.append((runs, steps)), advance=lambda steps, case: told.append((steps,))
+    )
+    for expected in (12 * (4 * 4 + 3 * 2) + 3 * 200, 3 * 200):  # runs, comparisons, perplexity
+        told.clear()
+        with Suite(
+            str(made.folder / "model"),
+            str(tmp_path),
+            settings=config.settings,
+            texts=[str(made.folder / "texts")],
+            jobs=0,
+        ) as suite:
+            list(suite.measure(cases, 1, bar))
+        assert told[0] == (4 * 4 + 3 + 3, expected)
+        assert (len(told) - 1, sum(steps for (steps,) in told[1:])) == told[0]
 
 
 def test_a_damaged_line_of_runs_is_run_again(made: SimpleNamespace, tmp_path: Path) -> None:
@@ -263,6 +286,15 @@ def test_bad_data(made: SimpleNamespace, tmp_path: Path, run) -> None:
         found = run("gate", *words, code=1)
         assert said in found.err
         assert len(found.err.splitlines()) == 1
+
+
+def test_limits_of_all_cases_are_not_the_baselines() -> None:
+    """Nothing is compressed in it, so a lossy ratio that is asked of the others is none of its business."""
+    config = RunConfig(limits={"lossy_target": 2.0}, cases={"runtime_baseline": {"decode_drop_target": 0.5}})
+    targets = {case.name: case.limits.lossy_target for case in cases_of("all", config)}
+    assert targets.pop("runtime_baseline") == 1.0
+    assert set(targets.values()) == {2.0}
+    assert cases_of("runtime", config)[0].limits.decode_drop_target == 0.5
 
 
 def test_cases_of_the_suites() -> None:

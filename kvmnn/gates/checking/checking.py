@@ -10,6 +10,7 @@ from typing import Any
 
 from ...errors import SourceError
 from ...text import count
+from ...text.folding import folded_lines
 from .analysis import SELECTED_WARNINGS, Analysis, analyse
 from .diagnoses import diagnoses
 from .hard_checks import hard_checks
@@ -114,14 +115,15 @@ class Checked:
         asked = [gate for gate in (*self.gates, *self.checks) if gate.verdict != "off"]
         idle = [gate.name for gate in (*self.gates, *self.checks) if gate.verdict == "off"]
         head = f"{self.verdict.upper()}: {self.case}, {counted(asked)}; {count(len(rows.rows), 'row')}"
-        lines = [head, "", *gate_lines([gate for gate in self.gates if gate.verdict != "off"], width)]
+        gates = [gate for gate in self.gates if gate.verdict != "off"]
+        lines = [*folded_lines([head], width), "", *gate_lines(gates, width)]
         checks = [gate for gate in self.checks if gate.verdict != "off"]
         if checks:
             lines += ["", "before the gates:", *gate_lines(checks, width)]
-        lines += ["", f"off: {', '.join(idle)}"] if idle else []
-        lines += ["", self.basis] if self.basis else []
         said = [*self.warnings, *self.diagnoses]
-        return [*lines, *([""] if said else []), *said]
+        for part in ([f"off: {', '.join(idle)}"] if idle else [], [self.basis] if self.basis else [], said):
+            lines += ["", *folded_lines(part, width)] if part else []
+        return lines
 
 
 def check(

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ...text.folding import folded
+
 Verdict = Literal["pass", "fail", "off", "not measured", "unclear"]
 
 PASS: Verdict = "pass"
@@ -74,8 +76,6 @@ def counted(gates: Iterable[Gate]) -> str:
 
 def gate_lines(gates: Iterable[Gate], width: int) -> list[str]:
     """A table of gates in `width` columns; what a gate means is folded behind it."""
-    from ...text.folding import folded
-
     rows = [(gate.verdict.upper(), gate.name, gate.value, gate.limit, gate.why) for gate in gates]
     sizes = [max([len(row[i]) for row in rows], default=0) for i in range(4)]
     lines = []

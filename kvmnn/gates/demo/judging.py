@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...text import count
+from ...text.folding import folded_lines
 from ..checking.drops import Drop, drop_gate
 from ..checking.verdicts import (
     FAIL,
@@ -161,7 +162,8 @@ class DemoChecked:
         """The verdict, the gates and the buckets, in `width` columns."""
         runs = f"{count(self.baseline.runs, 'run')} without, {self.candidate.runs:,} with compression"
         asked = [gate for gate in self.gates if gate.verdict != "off"]
-        lines = [f"{self.verdict.upper()}: {self.case}, {counted(asked)}; {runs}", "", *gate_lines(asked, width), ""]
+        head = f"{self.verdict.upper()}: {self.case}, {counted(asked)}; {runs}"
+        lines = [*folded_lines([head], width), "", *gate_lines(asked, width), ""]
         lines.append(f"{'bucket':<8}{'runs':>6}{'tok/s without':>15}{'with':>9}{'drop':>9}{'lossy':>8}{'lossless':>10}")
         for bucket in self.buckets:
             before, after = bucket.baseline, bucket.candidate
@@ -170,7 +172,7 @@ class DemoChecked:
                 f"{bucket.name[:7]:<8}{both:>6}{before.decode_speed:>15.3f}{after.decode_speed:>9.3f}{bucket.drop:>+9.2%}"
                 f"{after.lossy:>8.3f}{after.lossless:>10.3f}"
             )
-        lines += ["", *self.failures] if self.failures else []
+        lines += ["", *folded_lines(self.failures, width)] if self.failures else []
         if self.limits.lossy_target is None and self.limits.lossless_target is None and not self.strict:
             lines += ["", "Ratios are not gated here, as in the fork: --strict asks for them."]
         return lines

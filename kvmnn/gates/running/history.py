@@ -13,7 +13,7 @@ from typing import Any
 from ...errors import SourceError
 from ...files.json_document import read_bounded
 from ...text import count
-from ...text.folding import folded
+from ...text.folding import folded_lines
 from ..logs.demo_records import json_line, quantity
 from .past import HISTORY, MAX_BYTES, asked
 
@@ -85,7 +85,7 @@ class History:
                 found.append(f"  last failure  {str(last.get('reason', ''))[:200]}")
         if barred:
             found += ["", "|: under other settings from here on; means are over rounds of the same."]
-        return [part for line in found for part in folded(line, width).split("\n")]
+        return folded_lines(found, width)
 
 
 def read_history(directory: str) -> History:

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from ...text.folding import folded_lines
 from ..checking.analysis import Analysis
 from ..checking.checking import Checked
 from ..checking.conditions import Decode
@@ -63,7 +64,8 @@ class SuiteResult:
     def __str__(self) -> str:
         width = min(shutil.get_terminal_size((80, 24)).columns, 100)
         lines = [line for case in self.cases for line in (*case.lines(width), "")]
-        return "\n".join([*lines, *self.notes, *([""] if self.notes else []), str(self.round)])
+        notes = folded_lines(self.notes, width)
+        return "\n".join([*lines, *notes, *([""] if notes else []), str(self.round)])
 
 
 def judge(measured: Measured, model: str) -> Checked | DemoChecked:

@@ -141,7 +141,7 @@ def _value(name: str, text: str) -> float | int:
 def _case(name: str, config: RunConfig) -> RunCase:
     settings = config.settings
     if name == "runtime_baseline":
-        limits = RUNTIME_CASES[name].changed(config.limits_of(name), name)
+        limits = RUNTIME_CASES[name].changed(config.limits_of(name, shared=False), name)
         return RunCase(name=name, kind="runtime", mode="", engine={}, limits=limits, settings=settings)
     mode = RUNTIME_CASES[name].runtime_mode if name in RUNTIME_CASES else DEMO_CASES.get(name, "store")
     engine = {

@@ -42,6 +42,9 @@ class RunStore:
         if self._path is not None:
             self._read(self._path)
 
+    def __contains__(self, key: str) -> bool:
+        return key in self._found
+
     def get(self, key: str) -> Any | None:
         """What is stored under a key; None where nothing is."""
         found = self._found.get(key)

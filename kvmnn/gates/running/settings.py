@@ -136,10 +136,10 @@ class RunConfig:
         mine = {key: value for key, value in self.cases.get(case, {}).items() if key.startswith("kv_")}
         return {**self.engine, **mine}
 
-    def limits_of(self, case: str) -> dict[str, Any]:
-        """Limits for a case."""
+    def limits_of(self, case: str, *, shared: bool = True) -> dict[str, Any]:
+        """Limits for a case; those that are not `shared` are its own only."""
         mine = {key: value for key, value in self.cases.get(case, {}).items() if not key.startswith("kv_")}
-        return {**self.limits, **mine}
+        return {**self.limits, **mine} if shared else mine
 
 
 def read_run_config(path: str | os.PathLike[str], known_cases: tuple[str, ...]) -> RunConfig:

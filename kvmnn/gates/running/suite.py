@@ -8,6 +8,7 @@ import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -34,6 +35,8 @@ from .work import Workload, needles, real_prompts, several_turns, synthetic, tex
 RUNS, ABOUT, CELLS = "runs.jsonl", "run.json", "cells.jsonl"
 """Files of a folder of runs: what is done, of which model and settings, and the perplexity's."""
 
+_SIDES = ("without", "candidate")
+
 _WARM_UP = 4
 """Tokens that are generated before anything is timed."""
 
@@ -41,11 +44,11 @@ _WARM_UP = 4
 class SuiteProgress(Protocol):
     """Who is told how far a suite is."""
 
-    def start(self, runs: int) -> None:
-        """How many runs there are."""
+    def start(self, runs: int, steps: int) -> None:
+        """How many runs there are, and how many decode steps of those that are not there already."""
 
-    def advance(self, runs: int, case: str) -> None:
-        """That a run is done."""
+    def advance(self, steps: int, case: str) -> None:
+        """That a run is done, and how many of these steps it took."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,15 +170,27 @@ class Suite:
         work = {case.name: self._work(case) for case in cases}
         self._note_down(cases, rounds)
         if progress is not None:
-            progress.start(sum(self._runs(case, len(work[case.name][0]), rounds) for case in cases))
+            left = [steps for case in cases for steps in self._steps(case, work[case.name][0], rounds)]
+            progress.start(len(left), sum(left))
         for case in cases:
             found, notes = work[case.name]
             yield self._measured(case, found, notes, rounds, progress)
 
-    def _runs(self, case: RunCase, works: int, rounds: int) -> int:
-        compared = works if case.mode else 0
-        quality = 1 if case.evicts and self._documents else 0
-        return 2 * works * case.settings.repeats * rounds + compared + quality
+    def _steps(self, case: RunCase, works: list[Workload], rounds: int) -> Iterator[int]:
+        """Of each run of a case the decode steps that it takes, which is most of the time; 0 where it is there."""
+        for work in works:
+            if case.mode:
+                yield 0 if self._key(case, work, side="comparison") in self.store else 2 * work.steps
+            for place, repeat, side in product(range(rounds), range(case.settings.repeats), _SIDES):
+                yield 0 if self._run_key(case, work, side, repeat, place) in self.store else work.steps
+        if case.evicts and self._documents:
+            yield self._quality_steps(case)
+
+    def _quality_steps(self, case: RunCase) -> int:
+        """With and without eviction; what other cases evaluated already is not known beforehand."""
+        settings = case.settings
+        texts = min(settings.quality_texts, len(self._documents))
+        return 2 * texts * (settings.quality_tokens - settings.quality_prompt)
 
     def _work(self, case: RunCase) -> tuple[list[Workload], list[str]]:
         interface, notes = self._plain.interface, list[str]()
@@ -200,38 +215,39 @@ class Suite:
     def _measured(
         self, case: RunCase, works: list[Workload], notes: list[str], rounds: int, progress: SuiteProgress | None
     ) -> Measured:
-        def done() -> None:
+        def done(steps: int) -> None:
             if progress is not None:
-                progress.advance(1, case.name)
+                progress.advance(steps, case.name)
 
         session = self._session(case)
         made = tuple(tuple(self._round(case, session, works, place, done)) for place in range(rounds))
         comparisons = []
         for work in works if case.mode else ():
+            there = self._key(case, work, side="comparison") in self.store
             comparisons.append(self._comparison(case, session, work))
-            done()
+            done(0 if there else 2 * work.steps)
         quality = None
         if case.evicts and self._documents:
             quality = self._quality(case)
-            done()
+            done(self._quality_steps(case))
         return Measured(case=case, rounds=made, comparisons=tuple(comparisons), quality=quality, notes=tuple(notes))
 
     def _round(
-        self, case: RunCase, session: DecoderSession, works: list[Workload], place: int, done: Callable[[], None]
+        self, case: RunCase, session: DecoderSession, works: list[Workload], place: int, done: Callable[[int], None]
     ) -> Iterator[Pair]:
         """Both sides of each piece of work one after the other, the first of them in turns."""
         warm = False
         for work in works:
             for repeat in range(case.settings.repeats):
                 sides: dict[str, RunRecord] = {}
-                for side in ("without", "candidate") if (repeat + place) % 2 == 0 else ("candidate", "without"):
-                    key = self._key(case, work, side=side, repeat=repeat, round=place, take=self.take)
+                for side in _SIDES if (repeat + place) % 2 == 0 else _SIDES[::-1]:
+                    key = self._run_key(case, work, side, repeat, place)
                     stored = self.store.get(key)
                     if stored is None and not warm:
                         self._warm_up(case, session, work)
                         warm = True
                     sides[side] = self._side(case, session, work, side, key, stored)
-                    done()
+                    done(work.steps if stored is None else 0)
                 yield Pair(work=work, without=sides["without"], candidate=sides["candidate"])
 
     def _side(
@@ -280,6 +296,9 @@ class Suite:
                 self._model, attentions=attentions, threads=self._settings.threads
             )
         return self._sessions[attentions]
+
+    def _run_key(self, case: RunCase, work: Workload, side: str, repeat: int, place: int) -> str:
+        return self._key(case, work, side=side, repeat=repeat, round=place, take=self.take)
 
     def _key(self, case: RunCase, work: Workload, **more: Any) -> str:
         engine = {} if more.get("side") == "without" else case.engine

@@ -39,7 +39,12 @@ class Workload:
     @property
     def tokens(self) -> int:
         """Tokens that are fed in all."""
-        return sum(map(len, self.turns)) + self.new_tokens * len(self.turns)
+        return sum(map(len, self.turns)) + self.steps
+
+    @property
+    def steps(self) -> int:
+        """Tokens that are generated in all."""
+        return self.new_tokens * len(self.turns)
 
     @property
     def digest(self) -> str:

@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Any
 
 from ...text import count
-from ...text.folding import folded
+from ...text.folding import folded_lines
 
 _NONE = "-"
 """Of what a run on a model has not measured."""
@@ -98,8 +98,8 @@ class Round:
         for row in self.rows:
             said = "pass" if row.get("overall_pass") is True else "fail"
             reason = str(row.get("failure_reason", ""))
-            lines += folded(f"  {said}  {row.get('case', '')!s:<{size}}  {reason}".rstrip(), width).split("\n")
-        return lines
+            lines.append(f"  {said}  {row.get('case', '')!s:<{size}}  {reason}".rstrip())
+        return folded_lines(lines, width)
 
 
 def _runtime_line(row: Mapping[str, Any]) -> str:

@@ -94,12 +94,13 @@ def _changes(found: Material) -> Table | None:
         if quality is not None:
             rows.append([
                 Cell(runs.case), _share(quality.mean), _share(quality.low), _share(quality.high),
-                number(quality.texts, 0), number(quality.tokens, 0),
+                number(quality.lossy_ratio), number(quality.texts, 0), number(quality.tokens, 0),
             ])  # fmt: skip
     if not rows:
         return None
-    note = "Against the full cache on the same tokens; low and high: 95 % interval over the texts."
-    columns = ("case", "change", "low", "high", "texts", "tokens scored")
+    note = "Against the full cache on the same tokens; low and high: 95 % interval over the texts. "
+    note += "Where lossy is 1, nothing was evicted in them, and the change says nothing."
+    columns = ("case", "change", "low", "high", "lossy", "texts", "tokens scored")
     return Table("Change of perplexity in the cases of gates", columns, rows, frozenset({0}), False, note)
 
 

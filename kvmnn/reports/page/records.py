@@ -170,6 +170,7 @@ class QualityChange(Record):
     high: float | None
     texts: int
     tokens: int
+    lossy_ratio: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -170,7 +170,8 @@ class FrameSet:
         if not path.resolve().is_relative_to(self._root.resolve()):
             raise ManifestError(f"{self.path}: the frame file {name!r} leads out of the manifest's directory")
         if not path.is_file():
-            raise ManifestError(f"{self.path}: the frame file {name!r} is missing")
+            found = "no regular file" if path.exists() else "missing"
+            raise ManifestError(f"{self.path}: the frame file {name!r} is {found}")
         return MappedFile(path)
 
 

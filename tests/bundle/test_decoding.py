@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 
@@ -132,6 +133,9 @@ def test_missing_and_escaping_files(tmp_path):
     frames = damaged(tmp_path, rename("gone.frame"))
     with pytest.raises(ManifestError, match=r"'gone.frame' is missing"):
         joined(frames)
+    os.mkfifo(tmp_path / "out" / "gone.frame")
+    with pytest.raises(ManifestError, match=r"'gone.frame' is no regular file"):
+        joined(open_frames(str(tmp_path / "out")))
     (tmp_path / "outside").write_bytes((tmp_path / "out" / "k.frame").read_bytes())
     (tmp_path / "out" / "link").symlink_to("../outside")
     edit(tmp_path / "out" / "manifest.json", rename("link"))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ...dtypes import by_name
@@ -28,12 +27,12 @@ from ..kvcm.header import (
     TEXT_PREFIXES,
     Header,
 )
+from .surprises import key_warnings, layout_warnings
 
 MAX_OUTPUT = 16 << 30
 """Bytes of the largest weight file that is made; a few bytes of checkpoint can ask for any size."""
 
 _STRIPPED = ("module.", "compressor.")
-_SHOWN = 3
 
 Keys = dict[str, object]
 
@@ -166,7 +165,13 @@ def select(root: object, options: ConvertOptions) -> Selection:
             first_error = first_error or exc
             continue
         selection.notices += notices + ([notice] if notice else [])
-        selection.warnings = [*_layout_warnings(selection, options), *_key_warnings(selection, keys, options)]
+        blocks = selection.linears
+        used = {f"{linear.name}.{part}" for linear in blocks for part in ("weight", "bias")}
+        selection.unused = [key for key in keys if key not in used]
+        selection.warnings = [
+            *layout_warnings(selection.header, blocks, selection.prefixes, options.slots),
+            *key_warnings(blocks, keys, selection.unused),
+        ]
         if selection.nbytes > MAX_OUTPUT:
             raise LimitError(f"the weight file would have {selection.nbytes} bytes: at most {MAX_OUTPUT} are written")
         return selection
@@ -347,56 +352,6 @@ def _linear(selection: Selection, keys: Keys, name: str, options: ConvertOptions
     if bias.numel != weight.shape[0]:
         return Linear(name, weight, None)
     return Linear(name, weight, bias)
-
-
-# -- what may surprise ------------------------------------------------------------------------------------------------
-
-
-def _layout_warnings(selection: Selection, options: ConvertOptions) -> Iterator[str]:
-    header, linears = selection.header, selection.linears
-    if selection.prefixes not in (PREFIXES, TEXT_PREFIXES):
-        yield (
-            f"prefix order {','.join(selection.prefixes)}: the file has no names, and the runtime takes its blocks as "
-            f"{','.join(PREFIXES)}, whatever they are"
-        )
-    if any(a >= b for a, b in pairwise(options.slots)):
-        yield f"slot order {','.join(map(str, options.slots))}: the runtime applies the layers in this order"
-    first = linears[0].weight
-    if header.compression_factor * first.shape[0] != first.shape[1]:
-        yield (
-            f"compression_factor {header.compression_factor} is not columns / rows of the first weight, "
-            f"{first.shape[1]} / {first.shape[0]}"
-        )
-    count = header.weight_count_per_layer
-    for number, linear in enumerate(linears):
-        expected = linears[number % count].weight.shape
-        if linear.weight.shape != expected:
-            found = list(linear.weight.shape)
-            yield f"layers differ in shape: {linear.name}.weight is {found}, in layer 0 {list(expected)}"
-            break
-    cut = [
-        f"{linear.name}.{part}"
-        for linear in linears
-        for part, tensor in (("weight", linear.weight), ("bias", linear.bias))
-        if tensor is not None and tensor.element.is_complex
-    ]
-    if cut:
-        yield f"left out the imaginary parts of {_listed('complex tensor', 'complex tensors', cut)}"
-
-
-def _key_warnings(selection: Selection, keys: Keys, options: ConvertOptions) -> Iterator[str]:
-    dropped = [linear.name for linear in selection.linears if linear.bias is None and f"{linear.name}.bias" in keys]
-    if dropped:
-        yield f"left out {_listed('bias', 'biases', dropped)}: the length is not the number of rows of the weight"
-    used = {f"{linear.name}.{part}" for linear in selection.linears for part in ("weight", "bias")}
-    selection.unused = [key for key in keys if key not in used]
-    if selection.unused:
-        yield f"not used: {_listed('key', 'keys', selection.unused)}"
-
-
-def _listed(one: str, many: str, names: list[str]) -> str:
-    shown = ", ".join(repr(name[:80]) for name in names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
-    return f"{len(names)} {one if len(names) == 1 else many} ({shown})"
 
 
 def _kind(value: object) -> str:

@@ -17,7 +17,7 @@ from .remote.values import Patient, Values
 from .units import Units
 
 BLOCK_TOKENS = 64
-CODEC = "frames"
+CODEC = "dense"
 RAM_BYTES = 256 << 20
 TIMEOUT = 5.0
 

@@ -17,7 +17,7 @@ from ..frames import CodecOptions
 from . import portable
 from .index import DamagedIndexError
 from .opening import open_units
-from .putting import Writing
+from .putting import Rotation, Writing
 from .remote import OutageError
 from .results import Cleaned, Exported, Listing, Pinned, Prefix, Put, Session, Stats, Verified
 from .space import checked_layers, space_of
@@ -49,12 +49,14 @@ class PrefixStore:
         Past this machine: most bytes of units that are kept in memory; None for 256 MiB. In a directory the system
         does it.
     codec
-        What units of a store that is made are made of: ``"dense"`` streams, which are smaller, or ``"frames"``, which
-        are decoded faster. One that is there has its own, and None takes that, or ``"frames"``.
+        Of a store that is made: ``"dense"`` makes dense streams of what is at least 5 % smaller by them, and else
+        frames; ``"frames"`` makes frames, which are decoded faster. A store that is there has its own, and None takes
+        that, or ``"dense"``.
     effort
         Of frames, as for `kvmnn.encode`. ``"fast"`` is within 1 % of ``"exact"``, fp32 and bf16 are smaller by it.
     rotary
-        Of dense streams: how the model rotated K, for all that is put. Wrong parameters cost size only.
+        Of dense streams: how the model rotated K, for all that is put; None tries what models in use have
+        (`kvmnn.dense.find_rotary`). Wrong parameters cost size only.
     threads
         For encoding and decoding, at most this number; None for all processors.
     timeout
@@ -114,7 +116,7 @@ class PrefixStore:
             read_only=read_only,
             create=create,
         )
-        self._texts = Texts(self._units, Writing(options, lambda space, layers: rotary, self._threads))
+        self._texts = Texts(self._units, Writing(options, Rotation(rotary), self._threads))
         self._asked = self._found = 0
         self._lock = threading.Lock()
 

@@ -6,25 +6,27 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ..arrays.layer_cache import LayerCache
-from ..dense import Rotary
+from ..dense import Rotary, find_rotary
 from ..frames import CodecOptions
 from . import table_sets
 from .dense_encoding import (
     NOTHING,
     Behind,
     DenseUnit,
+    Tried,
     behind_unit,
     block_sum,
     dense_of,
     encode_dense_units,
     fits,
+    try_layer,
     unit_sums,
 )
 from .encoding import Cut, blocks_in_unit, cuts, encode_units
 from .lookup import Found, Text
 from .space import Space
 from .table_sets import LEAST_TOKENS, TableSets
-from .unit import DamagedError, Frame, Unit, parse_header
+from .unit import DamagedError, Frame, Header, Unit, parse_header
 from .units import Added, Units
 from .updates import NewUnit
 
@@ -32,11 +34,36 @@ _BATCH_BYTES = 256 << 20
 """Raw bytes that are encoded before they are noted down: what a killed process loses of a put."""
 
 
+class Rotation:
+    """How the models of a store rotated K.
+
+    Parameters
+    ----------
+    said
+        By the caller; None where each is to be found by trial.
+    """
+
+    def __init__(self, said: Rotary | None) -> None:
+        self._said = said
+        self._found: dict[bytes, Rotary | None] = {}
+
+    def of(self, space: Space, layers: Sequence[LayerCache]) -> Rotary | None:
+        """That of a space, found on the first text that is long enough."""
+        if self._said is not None:
+            return self._said
+        if space.key not in self._found:
+            found = find_rotary(layers[0].keys, dtype=space.dtype)
+            if found is None and layers[0].tokens < LEAST_TOKENS:
+                return None
+            self._found[space.key] = found
+        return self._found[space.key]
+
+
 class Writing(NamedTuple):
     """How units are made: effort of frames, how K was rotated (dense streams), threads."""
 
     options: CodecOptions
-    rotary: Callable[[Space, Sequence[LayerCache]], Rotary | None]
+    rotation: Rotation
     threads: int | None
 
 
@@ -52,13 +79,14 @@ def add_text(units: Units, text: Text, layers: Sequence[LayerCache], space: Spac
     """
     size, step = text.block_tokens, blocks_in_unit(space, text.block_tokens)
     all_cuts = cuts(known.blocks * size, text.ids.size, size, step)
-    make: _Frames | _Streams
+    batches = _batches(all_cuts, space.token_bytes)
+    make: _Frames | _Streams = _Frames(layers, how)
     if units.codec == "dense" and fits(space, (step + 1) * size):
-        make = _Streams(units, text, layers, space, known, how)
-    else:
-        make = _Frames(layers, how)
+        streams = _Streams(units, text, layers, space, known, how)
+        if streams.are_worth_it(batches[0], text):
+            make = streams
     stored = removed = 0
-    for batch in _batches(all_cuts, space.token_bytes):
+    for batch in batches:
         added = _add_batch(units, text, space, batch, make)
         stored += added.stored_bytes
         removed += added.removed_bytes
@@ -91,18 +119,40 @@ class _Streams:
         self, units: Units, text: Text, layers: Sequence[LayerCache], space: Space, known: Found, how: Writing
     ) -> None:
         self._layers, self._space, self._how = layers, space, how
-        self._rotary = how.rotary(space, layers)
-        self._behind = _behind_stored(units, text, layers, known)
+        self._rotary = how.rotation.of(space, layers)
+        before = _unit_before(units, text, known)
+        self._is_behind_frames = before is not None and before.dense is None
+        self._behind = NOTHING if before is None else _behind_stored(before, text, layers, known.blocks)
         self._units = units
+        self._planned: tuple[list[DenseUnit], list[tuple[int, ...]]] | None = None
+        self._tried: Tried | None = None
         self.tables: TableSets | None = None
 
-    def units(self, batch: Sequence[Cut], text: Text, done: Callable[[int, Unit, Behind], object]) -> None:
-        """As `_Frames.units`."""
+    def are_worth_it(self, batch: Sequence[Cut], text: Text) -> bool:
+        """Whether a layer of the first batch is so much smaller than as frames; units are made of frames if not.
+
+        Short units are what the unit before them is: they gain by rows to refer to, which frames cannot give.
+        """
+        self._planned = plans, _ = self._plan(batch, text)
+        begin, end = plans[len(plans) // 2].cut
+        if end - begin < LEAST_TOKENS:
+            return not self._is_behind_frames
+        found = try_layer(self._layers, plans, self._space, self._rotary, self._how.options)
+        self._tried, is_smaller = found
+        return is_smaller
+
+    def _plan(self, batch: Sequence[Cut], text: Text) -> tuple[list[DenseUnit], list[tuple[int, ...]]]:
         plans, sums = [], []
         for cut in batch:
             plans.append(DenseUnit(cut, self._behind, self._tables(text) if cut[1] - cut[0] < LEAST_TOKENS else None))
             sums.append(unit_sums(self._layers, cut, text.block_tokens))
             self._behind = behind_unit(sums[-1], self._behind.chain, text.block_tokens)
+        return plans, sums
+
+    def units(self, batch: Sequence[Cut], text: Text, done: Callable[[int, Unit, Behind], object]) -> None:
+        """As `_Frames.units`."""
+        plans, sums = self._planned or self._plan(batch, text)
+        tried, self._planned, self._tried = self._tried, None, None
 
         def keep(number: int, streams: tuple[Frame, ...]) -> None:
             (begin, end), behind, _ = plans[number]
@@ -110,7 +160,8 @@ class _Streams:
             dense = dense_of(plans[number], sums[number])
             done(number, Unit(text.space, parent, begin, text.ids[begin:end], streams, dense), behind)
 
-        encode_dense_units(self._layers, plans, self._space, text.ids, self._rotary, keep, self._how.threads)
+        threads = self._how.threads
+        encode_dense_units(self._layers, plans, self._space, self._rotary, keep, threads, tried)
 
     def _tables(self, text: Text) -> TableSets | None:
         """Those that the store has of these layers; else new ones, where the text is long enough for that."""
@@ -122,29 +173,33 @@ class _Streams:
         return self.tables
 
 
-def _behind_stored(units: Units, text: Text, layers: Sequence[LayerCache], known: Found) -> Behind:
-    """What a first unit may refer to: rows of the stored unit before it that are those that are put."""
-    size, end = text.block_tokens, known.blocks * text.block_tokens
-    begin = 0
+def _unit_before(units: Units, text: Text, known: Found) -> Header | None:
+    """The unit with the last whole block that is stored, where it is at hand."""
+    begin, end = 0, known.blocks * text.block_tokens
     for place in known.places:
         if begin < end <= begin + place.take:
             data = units.at_hand(place.unit)
             try:
-                dense = parse_header(data).dense if data is not None else None
+                return None if data is None else parse_header(data)
             except DamagedError:
-                return NOTHING
-            if dense is None:
-                return NOTHING
-            behind = behind_unit(dense.sums[: (place.skip + end - begin) // size], dense.chain, size)
-            same = 0
-            for said in reversed(behind.sums):
-                at = end - same * size
-                if block_sum(layers, at - size, at) != said:
-                    break
-                same += 1
-            return behind_unit(behind.sums[len(behind.sums) - same :], dense.chain, size)
+                return None
         begin += place.take
-    return NOTHING
+    return None
+
+
+def _behind_stored(before: Header, text: Text, layers: Sequence[LayerCache], blocks: int) -> Behind:
+    """What a unit behind so many stored blocks may refer to: rows before it that are those that are put."""
+    size, end = text.block_tokens, blocks * text.block_tokens
+    if before.dense is None:
+        return NOTHING
+    behind = behind_unit(before.dense.sums[: (end - before.start) // size], before.dense.chain, size)
+    same = 0
+    while same < len(behind.sums):
+        at = end - same * size
+        if block_sum(layers, at - size, at) != behind.sums[-1 - same]:
+            break
+        same += 1
+    return behind_unit(behind.sums[len(behind.sums) - same :], before.dense.chain, size)
 
 
 def _add_batch(units: Units, text: Text, space: Space, batch: Sequence[Cut], make: _Frames | _Streams) -> Added:

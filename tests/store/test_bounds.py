@@ -66,7 +66,7 @@ def test_a_record_and_a_unit_of_one_token(tmp_path: Path) -> None:
         assert same(store.get([7, 8], model=MODEL).layers, [7], 1)
     (file,) = tmp_path.glob("s/units/*/*.unit")
     data = np.fromfile(file, np.uint8)
-    head = header_bytes(1, 4)
+    head = header_bytes(1, 4, 0)
     assert parse_header(data[:head]).ids.tolist() == [7]
     with pytest.raises(DamagedError, match=f"has {head - 1} bytes: its header alone has {head}"):
         parse_header(data[: head - 1])

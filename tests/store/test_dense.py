@@ -163,6 +163,18 @@ def test_another_process_that_is_faster(tmp_path: Path, monkeypatch: pytest.Monk
         assert store.verify().damaged == ()
 
 
+def test_frames_where_streams_gain_little(tmp_path: Path) -> None:
+    """A store of dense streams has frames of what does not repeat, and behind it; short units are tried as streams."""
+    rng = np.random.default_rng(3)
+    noise = [LayerCache(layer=0, keys=words, values=words) for words in [rng.random((2, 400, 16), np.float32)]]
+    cut = [LayerCache(layer=0, keys=each.keys[:, :300], values=each.values[:, :300]) for each in noise]
+    with PrefixStore(tmp_path / "s", block_tokens=16, codec="dense") as store:
+        store.put(text(300), cut, model=MODEL)
+        store.put(text(400), noise, model=MODEL)
+        assert same(store.get(text(400), model=MODEL).layers, noise, 400)
+    assert [unit.dense is None for unit in units(tmp_path / "s")] == [True, True]
+
+
 def test_chains_are_bounded(tmp_path: Path) -> None:
     ids = text(16 * 2 * (MOST_CHAIN + 3))
     with PrefixStore(tmp_path / "s", block_tokens=16, codec="dense") as store:

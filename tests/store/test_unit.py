@@ -27,7 +27,7 @@ def test_the_bytes_of_a_unit(tmp_path: Path) -> None:
 
     ids = [*range(70_000, 70_010)]
     layers = layers_of(ids)
-    with PrefixStore(tmp_path / "s", block_tokens=4) as store:
+    with PrefixStore(tmp_path / "s", block_tokens=4, codec="frames") as store:
         store.put(ids[:4], layers_of(ids[:4]), model=MODEL)
         store.put(ids, layers, model=MODEL)
     data = (tmp_path / "s" / "units" / "000" / "00000002.unit").read_bytes()

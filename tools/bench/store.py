@@ -3,8 +3,8 @@
 K and V (fp32, as onnxruntime computes them) of the shipped model on texts that ship:
 
 * 20 texts that share a beginning of 512 tokens, each put whole: bytes put, bytes stored, tokens that were found;
-* the ratio by tokens in a frame, and by effort: why units hold several blocks, and which effort is the default;
-* `put` against `encode_many` and `get` against `decode_many` on the same bytes, all processors, taking turns;
+* the ratio by tokens in a frame or dense stream, and by effort: why units hold several blocks;
+* `put` and `get` against the codec's own calls on the same bytes, all processors, taking turns;
 * an index of 100,000 blocks: `match`, `put` of what is known, bytes a block;
 * a text that leaves a unit half-way: the whole unit decoded, against frames of 64 tokens;
 * the time to the first token of prompts with all but one token stored, and with nothing stored: onnxruntime, and with
@@ -20,7 +20,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,16 @@ from common import ROOT, interleaved, ratio, table, write_results
 from store_first_tokens import computed, first_sections, with_mnn, with_onnxruntime
 
 import kvmnn
-from kvmnn import LayerCache
+from kvmnn import LayerCache, dense
 from kvmnn.lm import DecoderSession, Tokenizer
 from kvmnn.store import PrefixStore, updates
 from kvmnn.store.lookup import Text
 from kvmnn.store.space import LayerShape, Space
+from kvmnn.store.table_sets import LEAST_TOKENS, TOKENS
 from kvmnn.store.token_ids import as_ids, block_keys
+from kvmnn.store.unit import MOST_HISTORY
 from kvmnn.store.updates import NewUnit
+from kvmnn.threads.pool import map_pulled
 
 MODEL = ROOT / "fixtures" / "lm"
 SHARED, OWN, LONG = 512, 512, 2048
@@ -73,8 +76,8 @@ def main() -> None:
 
 def sharing(folder: Path, session: DecoderSession, ids: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Texts that begin with the same tokens, each asked for and then put."""
-    put = stored = found = asked = exact = 0
-    with PrefixStore(folder) as store, PrefixStore(folder.with_name("exact"), effort="exact") as slow:
+    put = stored = found = asked = frames = 0
+    with PrefixStore(folder) as store, PrefixStore(folder.with_name("frames"), codec="frames") as other:
         for own in ids:
             text = [*ids[0][:SHARED], *own[SHARED : SHARED + OWN]]
             asked += len(text)
@@ -82,7 +85,7 @@ def sharing(folder: Path, session: DecoderSession, ids: Sequence[Sequence[int]])
             layers = computed(session, text)
             put += sum(cache.nbytes for cache in layers)
             stored += store.put(text, layers, model="m").stored_bytes
-            exact += slow.put(text, layers, model="m").stored_bytes
+            frames += other.put(text, layers, model="m").stored_bytes
         stats = store.stats()
     return {
         "texts": len(ids),
@@ -91,13 +94,13 @@ def sharing(folder: Path, session: DecoderSession, ids: Sequence[Sequence[int]])
         "bytes_put": put,
         "bytes_stored": stored,
         "raw_bytes_stored": stats.raw_bytes,
-        "bytes_exact": exact,
+        "bytes_frames": frames,
         "index_bytes": stats.index_bytes,
     }
 
 
 def frame_rows(layers: Sequence[LayerCache]) -> list[dict[str, Any]]:
-    """The ratio of frames of so many tokens."""
+    """The ratio of frames, and of dense streams, of so many tokens."""
     rows = []
     arrays = [words for cache in layers for words in (cache.keys, cache.values)]
     for dtype, effort in itertools.product((np.float32, np.float16), EFFORTS):
@@ -106,29 +109,57 @@ def frame_rows(layers: Sequence[LayerCache]) -> list[dict[str, Any]]:
             frames = kvmnn.encode_many(pieces, effort=effort)
             found = sum(piece.nbytes for piece in pieces) / sum(map(len, frames))
             rows.append({"dtype": dtype.__name__, "effort": effort, "tokens": tokens, "ratio": found})
+    for dtype in (np.float32, np.float16):
+        caches = [_as(cache, dtype) for cache in layers]
+        for tokens in (16, 64, 128, 256, 512, LONG):
+            found = dense_ratio(caches, tokens)
+            rows.append({"dtype": dtype.__name__, "effort": "dense", "tokens": tokens, "ratio": found})
     return rows
+
+
+def dense_ratio(layers: Sequence[LayerCache], tokens: int) -> float:
+    """Streams of so many tokens, with what the store gives them: rows before them, and tables where they are short."""
+    arrays = [words for cache in layers for words in (cache.keys, cache.values)]
+    rotary = dense.find_rotary(arrays[0])
+    rotaries = [None if number % 2 else rotary for number in range(len(arrays))]
+    sets = [
+        dense.Tables.made_of([words[:, :TOKENS]], rotary=each) for words, each in zip(arrays, rotaries, strict=True)
+    ]
+    size = 0
+    for at in range(0, LONG, tokens):
+        before = max(0, at - MOST_HISTORY)
+        streams = dense.encode_many(
+            [words[:, at : at + tokens] for words in arrays],
+            rotary=rotaries if tokens >= LEAST_TOKENS else None,
+            tables=sets if tokens < LEAST_TOKENS else None,
+            history=[words[:, before:at] for words in arrays] if at else None,
+        )
+        size += sum(map(len, streams))
+    return sum(words.nbytes for words in arrays) / size
+
+
+def _as(cache: LayerCache, dtype: Any) -> LayerCache:
+    return LayerCache(layer=cache.layer, keys=cache.keys.astype(dtype), values=cache.values.astype(dtype))
 
 
 def speed_rows(folder: Path, ids: Sequence[int], layers: Sequence[LayerCache], rounds: int) -> list[dict[str, Any]]:
     """`put` and `get` against the codec calls on the whole arrays."""
     rows = []
-    for dtype, effort in itertools.product((np.float32, np.float16), ("fast", "balanced")):
-        caches = [
-            LayerCache(layer=each.layer, keys=each.keys.astype(dtype), values=each.values.astype(dtype))
-            for each in layers
-        ]
+    for dtype, how in itertools.product((np.float32, np.float16), ("fast", "balanced", "dense")):
+        codec, effort = ("dense", "fast") if how == "dense" else ("frames", how)
+        caches = [_as(cache, dtype) for cache in layers]
         arrays = [words for cache in caches for words in (cache.keys, cache.values)]
         nbytes = sum(words.nbytes for words in arrays)
-        frames = kvmnn.encode_many(arrays, effort=effort)
+        encode, decode = calls(arrays, how)
         names = itertools.count()
-        kept = PrefixStore(folder / f"{dtype.__name__}-{effort}", effort=effort)
+        kept = PrefixStore(folder / f"{dtype.__name__}-{how}", codec=codec, effort=effort)
         kept.put(ids, caches, model="m")
 
         puts: list[tuple[float, float]] = []
 
-        def put(caches: Any = caches, effort: str = effort, names: Any = names, puts: Any = puts) -> None:
+        def put(caches: Any = caches, made: Any = (codec, effort), names: Any = names, puts: Any = puts) -> None:
             path = folder / f"put-{next(names)}"
-            with PrefixStore(path, effort=effort) as store:
+            with PrefixStore(path, codec=made[0], effort=made[1]) as store:
                 started = time.perf_counter(), time.process_time()
                 store.put(ids, caches, model="m")
                 puts.append((time.perf_counter() - started[0], time.process_time() - started[1]))
@@ -136,9 +167,9 @@ def speed_rows(folder: Path, ids: Sequence[int], layers: Sequence[LayerCache], r
 
         jobs = {
             "put": put,
-            "encode_many": lambda arrays=arrays, effort=effort: kvmnn.encode_many(arrays, effort=effort),
+            "encode_many": encode,
             "get": lambda kept=kept: kept.get(ids, model="m"),
-            "decode_many": lambda frames=frames: kvmnn.decode_many(frames),
+            "decode_many": decode,
         }
         for clock, place in ((time.perf_counter, 0), (time.process_time, 1)):
             puts.clear()
@@ -147,7 +178,7 @@ def speed_rows(folder: Path, ids: Sequence[int], layers: Sequence[LayerCache], r
             rows.append(
                 {
                     "dtype": dtype.__name__,
-                    "effort": effort,
+                    "effort": how,
                     "clock": clock.__name__,
                     **{f"{name}_mb_s": nbytes / 1e6 / statistics.median(times[name]) for name in jobs},
                     "put_share": ratio(times, "encode_many", "put"),
@@ -156,6 +187,21 @@ def speed_rows(folder: Path, ids: Sequence[int], layers: Sequence[LayerCache], r
             )
         kept.close()
     return rows
+
+
+def calls(arrays: Sequence[Any], how: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Encoding and decoding without a store: frames by `kvmnn.encode_many`, dense streams by that of `kvmnn.dense`."""
+    if how != "dense":
+        frames = kvmnn.encode_many(arrays, effort=how)
+        return lambda: kvmnn.encode_many(arrays, effort=how), lambda: kvmnn.decode_many(frames)
+    rotary = dense.find_rotary(arrays[0])
+    halves = [arrays[: len(arrays) // 2], arrays[len(arrays) // 2 :]]
+
+    def encode(some: Sequence[Any]) -> list[bytes]:
+        return dense.encode_many(some, rotary=[None if n % 2 else rotary for n in range(len(some))])
+
+    streams = [stream for half in halves for stream in encode(half)]
+    return lambda: map_pulled(encode, halves, 2), lambda: map_pulled(dense.decode, streams, 2)
 
 
 def index_row(folder: Path, blocks: int) -> dict[str, Any]:
@@ -199,7 +245,7 @@ def index_row(folder: Path, blocks: int) -> dict[str, Any]:
 def half_way_rows(folder: Path, ids: Sequence[int], layers: Sequence[LayerCache], rounds: int) -> list[dict[str, Any]]:
     """CPU seconds for the first tokens of a unit: the unit decoded, or only the frames needed if all had 64 tokens."""
     rows = []
-    with PrefixStore(folder, threads=1) as store:
+    with PrefixStore(folder, threads=1, codec="frames") as store:
         put = store.put(ids[:512], [_beginning(cache, 512) for cache in layers], model="m")
         arrays = [words for cache in layers for words in (cache.keys, cache.values)]
         for tokens in (64, 128, 256, 512):
@@ -236,7 +282,7 @@ def sections(data: dict[str, Any]) -> list[str]:
         [[f"{dtype}, {effort}", *(f"{value:.4f}" for value in found)] for (dtype, effort), found in by_kind.items()],
     )
     speed_table = table(
-        ["dtype", "effort", "clock", "put", "encode_many", "share", "get", "decode_many", "share"],
+        ["dtype", "codec", "clock", "put", "encode_many", "share", "get", "decode_many", "share"],
         [
             [
                 *(row["dtype"], row["effort"], row["clock"]),
@@ -261,14 +307,15 @@ def sections(data: dict[str, Any]) -> list[str]:
         f"K and V of the shipped model, fp32, each text {SHARED + OWN:,} tokens, asked for and then put. Of "
         f"{shared['tokens']:,} tokens {shared['found']:,} were found ({shared['found'] / shared['tokens']:.1%}). "
         f"{shared['bytes_put']:,} bytes were put, {shared['bytes_stored']:,} stored: "
-        f"{shared['bytes_put'] / shared['bytes_stored']:.2f} to 1, of which frames give "
-        f"{shared['raw_bytes_stored'] / shared['bytes_stored']:.4f} and sharing the rest. With effort exact "
-        f"{shared['bytes_exact']:,} bytes are stored. The index has {shared['index_bytes']:,} bytes.\n",
-        "## Ratio by tokens in a frame\n",
-        f"{LONG:,} tokens of one text; units hold up to 512 tokens, blocks 64.\n",
+        f"{shared['bytes_put'] / shared['bytes_stored']:.2f} to 1, of which the codec gives "
+        f"{shared['raw_bytes_stored'] / shared['bytes_stored']:.4f} and sharing the rest. As frames "
+        f"{shared['bytes_frames']:,} bytes are stored. The index has {shared['index_bytes']:,} bytes.\n",
+        "## Ratio by tokens in a frame or stream\n",
+        f"{LONG:,} tokens of one text; units hold up to 512 tokens, blocks 64. Dense streams refer to 256 rows before "
+        f"them, and have shared tables below {LEAST_TOKENS} tokens, as in a store.\n",
         frame_table + "\n",
         "## Speed\n",
-        f"MB/s of raw bytes, {LONG:,} tokens, all processors; share: the codec call's time, of the same effort, over "
+        f"MB/s of raw bytes, {LONG:,} tokens, all processors; share: the codec call's time, of the same codec, over "
         f"the store's, median over rounds in which all take turns (goals: put {PUT_SHARE}, get {GET_SHARE}). `put` "
         "writes the files and the index, `get` reads and checks them.\n",
         speed_table + "\n",

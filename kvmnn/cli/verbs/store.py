@@ -89,7 +89,7 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--codec",
         choices=("dense", "frames"),
-        help="of a store that is made: dense streams or frames (default: frames)",
+        help="of a store that is made: dense streams where they are smaller (default), or frames",
     )
     dense_options.add_rope(parser)
     parser.add_argument(

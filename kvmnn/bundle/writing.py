@@ -58,6 +58,13 @@ class Encoded(Sizes):
         return self.stored_bytes + len(manifest.to_json(self.manifest))
 
     @property
+    def byte_exact(self) -> bool | None:
+        """Whether all frames are MNN's own bytes; None where there is no frame, but dense streams and raw words."""
+        made = self.manifest
+        has_frames = any(frame.stored == "frame" for array in made.arrays for frame in array.frames)
+        return made.zstd_byte_exact and made.effort == "exact" if has_frames else None
+
+    @property
     def label(self) -> str | None:
         """``LOSSLESS`` if that was proved, else None."""
         return LOSSLESS if self.verified else None
@@ -75,7 +82,7 @@ class Encoded(Sizes):
             "effort": made.effort,
             "kvmnn_version": made.kvmnn_version,
             "zstd_version": made.zstd_version,
-            "byte_exact": made.zstd_byte_exact and made.effort == "exact",
+            "byte_exact": self.byte_exact,
             "cache": cache_document(self.cache),
             **({"file": self._file(kept)} if kept else {}),
             "arrays": [

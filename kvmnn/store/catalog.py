@@ -145,6 +145,7 @@ def stats(units: Directory, asked: int, found: int) -> Stats:
         models=tuple(sorted({space.model for space in spaces})),
         pinned=pinned,
         sessions=kept,
+        codec=units.codec,
         asked_tokens=asked,
         found_tokens=found,
     )

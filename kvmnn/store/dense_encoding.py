@@ -19,10 +19,10 @@ from ..frames.hashing import checksum, rows_checksum
 from ..threads.pool import map_pulled, resolve_threads
 from .encoding import Cut
 from .space import Space
-from .table_sets import TableSets
+from .table_sets import TableSets, fitting
 from .unit import MOST_CHAIN, MOST_HISTORY, Dense, Frame
 
-WORTH = 0.95
+WORTH = 0.97
 """Of the bytes of frames at most so many: frames are decoded two to three times as fast."""
 
 
@@ -154,7 +154,7 @@ def _streams(
     streams = dense.encode_many(
         [parts[part][:, begin:end] for part in run],
         dtype=space.dtype,
-        rotary=None if tables else [None if part % 2 else rotary for part in run],
+        rotary=None if tables else [None if part % 2 else fitting(rotary, parts[part]) for part in run],
         history=[parts[part][:, before:begin] for part in run] if behind.history else None,
         tables=[tables.sets[part] for part in run] if tables else None,
     )

@@ -49,7 +49,7 @@ class PrefixStore:
         Past this machine: most bytes of units that are kept in memory; None for 256 MiB. In a directory the system
         does it.
     codec
-        Of a store that is made: ``"dense"`` makes dense streams of what is at least 5 % smaller by them, and else
+        Of a store that is made: ``"dense"`` makes dense streams of what is at least 3 % smaller by them, and else
         frames; ``"frames"`` makes frames, which are decoded faster. A store that is there has its own, and None takes
         that, or ``"dense"``.
     effort

@@ -177,7 +177,7 @@ class Verified:
         whole = f"{count(self.units, 'unit')}, {self.tokens:,} tokens, {self.bytes:,} bytes"
         if self.damaged:
             return "\n".join([f"{whole}: {len(self.damaged):,} of them damaged and removed", *self.damaged])
-        return f"{whole}: every frame decoded and compared with its checksums"
+        return f"{whole}: all of it decoded and compared with its checksums"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,6 +277,8 @@ class Stats:
         Fingerprints.
     pinned, sessions
         Pinned prefixes, and sessions put away.
+    codec
+        What new units are made of, ``"dense"`` or ``"frames"``.
     asked_tokens, found_tokens
         By `get` of this object: tokens of the texts, and those that were found.
     """
@@ -291,6 +293,7 @@ class Stats:
     models: tuple[str, ...]
     pinned: int
     sessions: int
+    codec: str
     asked_tokens: int
     found_tokens: int
 
@@ -303,6 +306,7 @@ class Stats:
             f"{count(self.texts, 'text')}: {count(self.units, 'unit')}, {count(self.blocks, 'whole block')}, "
             f"{self.tokens:,} tokens",
             f"  {self.raw_bytes:,} -> {self.bytes:,} bytes, ratio {ratio(self.raw_bytes, self.bytes):.4f}",
-            f"  index {self.index_bytes:,} bytes, {self.pinned:,} pinned, {count(self.sessions, 'session')}",
+            f"  index {self.index_bytes:,} bytes, {self.pinned:,} pinned, {count(self.sessions, 'session')}, codec "
+            f"{self.codec}",
         ]
         return "\n".join([*lines, *(f"  model {visible(model)}" for model in self.models)])

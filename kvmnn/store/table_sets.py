@@ -13,6 +13,7 @@ import numpy as np
 
 from ..arrays.layer_cache import LayerCache
 from ..dense import Rotary, Tables
+from ..dtypes import Words
 from ..errors import KvmnnError
 from ..threads.pool import map_pulled, resolve_threads
 from .space import KEY_BYTES, MAX_LAYERS, Space
@@ -59,10 +60,15 @@ def made_of(layers: Sequence[LayerCache], space: Space, rotary: Rotary | None, t
     def one(job: tuple[int, int]) -> Tables:
         layer, part = job
         words = (layers[layer].keys, layers[layer].values)[part][:, :TOKENS]
-        return Tables.made_of([words], dtype=space.dtype, rotary=None if part else rotary)
+        return Tables.made_of([words], dtype=space.dtype, rotary=None if part else fitting(rotary, words))
 
     jobs = [(layer, part) for layer in range(len(layers)) for part in range(2)]
     return TableSets(map_pulled(one, jobs, resolve_threads(threads)))
+
+
+def fitting(rotary: Rotary | None, keys: Words) -> Rotary | None:
+    """The rotation of a layer's K, unless its heads have fewer words: it would cost size only, but is refused."""
+    return rotary if rotary is not None and rotary.dims <= keys.shape[2] else None
 
 
 def parse(data: bytes, key: bytes) -> TableSets:

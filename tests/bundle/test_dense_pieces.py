@@ -58,6 +58,7 @@ def test_a_cache_comes_back_and_is_proved(dtype):
     np.savez("kv.npz", **arrays)
     made = bundle.encode(kvmnn.open("kv.npz"), "d/", DENSE)
     assert made.label == "LOSSLESS" and "4 dense streams, LOSSLESS (decoded and compared)" in str(made)
+    assert made.to_dict()["byte_exact"] is None
     assert stored("d") == {name: [("dense", "htd")] for name in arrays}
     document = json.loads(Path("d/manifest.json").read_text())
     assert document["schema_version"] == 3

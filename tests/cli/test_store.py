@@ -101,7 +101,7 @@ def test_the_rest(here: Path, run) -> None:
     run("store", "export", "S", "--token-ids", "long.json", "-o", "long.prefix")
     run("store", "import", "T", "long.prefix", "--max-bytes", "1M")
     assert run("store", "match", "T", "--token-ids", "long.json").out == "50\n"
-    assert "every frame decoded and compared" in run("store", "verify", "T").out
+    assert "all of it decoded and compared" in run("store", "verify", "T").out
     (file,) = Path("T/units").glob("*/*.unit")
     file.write_bytes(file.read_bytes()[:-1])
     assert "1 of them damaged and removed" in run("store", "verify", "T", code=1).out
@@ -115,6 +115,7 @@ def test_the_rest(here: Path, run) -> None:
     [
         (["put", "S"], "store put needs CACHE"),
         (["put", "S", "long.npz"], "store put needs --token-ids IDS"),
+        (["put", "S", "x", "--codec", "frames", "--rope", "dims=16"], "--rope needs --codec dense"),
         (["stat", "S", "x"], "store stat takes nothing but the store"),
         (["get", "S", "--token-ids", "long.json"], "store get needs -o OUT"),
         (["ls", "S", "--name", "x"], "--name says nothing to store ls"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import itertools
 import json
 import os
 import re
@@ -16,7 +17,7 @@ from engine_client import needs_engine, unpack_fixture
 from repository import DOCS, ROOT
 
 from kvmnn.frames import zstd
-from kvmnn.store import PrefixStore, encoding, unit
+from kvmnn.store import PrefixStore, dense_encoding, encoding, unit
 
 PAGE = DOCS / "prefix-store.md"
 
@@ -38,15 +39,24 @@ def test_the_sizes_of_a_unit() -> None:
     assert f"`{unit.MAGIC.decode()}`" in text
     assert f"({encoding.UNIT_TOKENS} tokens, {encoding.UNIT_BYTES >> 20} MiB of raw bytes)" in text
     assert unit.header_bytes(10, 4) == 8 + 12 + 32 + 4 * 10 + 24 * 4 + 8
+    assert f"`{unit.DENSE_MAGIC.decode()}`" in text
+    assert f"at most {unit.MOST_HISTORY}; units that these need, at most {unit.MOST_CHAIN}" in text
+    assert unit.header_bytes(10, 4, 2) == 8 + 12 + 32 + 12 + 16 + 4 * 10 + 8 * 2 + 16 * 4 + 8
+    assert f"at least {100 - 100 * dense_encoding.WORTH:.0f} % smaller" in text
 
 
 def test_figures_are_those_of_the_benchmark() -> None:
     measured = json.loads((ROOT / "benchmarks" / "store.json").read_text())
     text = PAGE.read_text()
-    for dtype, effort in (("32", "fast"), ("32", "exact"), ("16", "fast"), ("16", "exact")):
+    for dtype, effort in itertools.product(("32", "16"), ("fast", "exact", "dense")):
         rows = [row for row in measured["frames"] if (row["dtype"], row["effort"]) == (f"float{dtype}", effort)]
         ratios = " | ".join(f"{row['ratio']:.3f}" for row in rows)
-        assert f"| ratio, fp{dtype}, effort {effort} | {ratios} |" in text
+        assert f"| ratio, fp{dtype}, {'' if effort == 'dense' else 'effort '}{effort} | {ratios} |" in text
+    speeds = {(row["dtype"], row["effort"]): row for row in measured["speeds"] if row["clock"] == "process_time"}
+    for name in ("get", "put"):
+        for dtype in ("float32", "float16"):
+            for codec in ("dense", "fast"):
+                assert f"{speeds[dtype, codec][f'{name}_mb_s']:,.0f}" in text, (name, dtype, codec)
     put, stored = (measured["sharing"][f"bytes_{name}"] for name in ("put", "stored"))
     assert f"{put / 1e6:.0f} MB of K and V take {stored / 1e6:.0f} MB: {put / stored:.2f} to 1" in " ".join(
         text.split()

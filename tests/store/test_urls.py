@@ -16,6 +16,7 @@ from kvmnn.store import PrefixStore
         ("redis://h:port/0", "redis://h:port/0: is no URL of a store: .*'port'"),
         ("redis://h:99999/0", "is no URL of a store: "),
         ("redis://h/0?socket_timeout=x", "is no URL of a store: .*socket_timeout"),
+        ("redis://h/0?nonsense=1", "is no URL of a store: its option 'nonsense' is unknown"),
         ("nowhere://x", "nowhere://x: is no URL of a store: .*nowhere"),
         ("redis://me:sec/ret@h/0", "is no URL of a store$"),
     ],

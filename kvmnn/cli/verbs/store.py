@@ -126,6 +126,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"store {arguments.action} needs --token-ids IDS")
     if "output" in action.options and arguments.output in (None, printing.STDIO):
         raise UsageError(f"store {arguments.action} needs -o OUT, a file or directory")
+    if arguments.codec == "frames":
+        idle_options.refuse(arguments, ["rope"], "needs --codec dense")
     making = arguments.action in _MAKING
     if making:  # of an input that cannot be read no store is made
         arguments.read = _source(arguments) if arguments.action == "put" else read_exported(arguments.inputs[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ class RedisValues:
             url = "redis" + url[len("valkey") :]
         self._watch_error: type[Exception] = redis.WatchError
         self._client: Any = redis.Redis.from_url(url, socket_timeout=timeout, socket_connect_timeout=timeout)
+        _check_options(self._client.connection_pool)
 
     def get_many(self, names: Sequence[str]) -> list[bytes | None]:
         """As `Values`."""
@@ -131,6 +133,15 @@ class RedisValues:
     def close(self) -> None:
         """As `Values`."""
         self._client.close()
+
+
+def _check_options(pool: Any) -> None:
+    """The client looks at options of a URL when it connects, and a name that it does not know is no outage."""
+    try:
+        pool.connection_class(**pool.connection_kwargs)
+    except TypeError as error:
+        named = re.search(r"keyword argument '([^']*)'", str(error))
+        raise ValueError(f"its option {named[1]!r} is unknown" if named else str(error)) from error
 
 
 def _parts(name: str) -> tuple[str, str]:

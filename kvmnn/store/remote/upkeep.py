@@ -134,6 +134,7 @@ def stats(units: Shelf, asked: int, found: int) -> Stats:
         models=tuple(sorted({space.model for space in spaces.values()})),
         pinned=len(bounding.pins(units)),
         sessions=len(sessions.names(units.values)),
+        codec=units.codec,
         asked_tokens=asked,
         found_tokens=found,
     )

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..dtypes import Bytes, Words
-from ..errors import FrameError, KvmnnError
+from ..errors import FrameError, KvmnnError, LimitError
 from ..frames import decode as decode_frame
 from . import _stream
 from .header import FRAME, ROWS, Header, read_header, rows_of
@@ -101,7 +101,10 @@ def _needed_tables(needed: int | None, tables: Any) -> _stream.TableSet | None:
 def _decode_whole(header: Header) -> Bytes:
     found = header.payload
     if header.method == FRAME:
-        found = decode_frame(found, dtype=header.dtype.name, max_bytes=header.raw_bytes, threads=1).view(np.uint8)
+        try:
+            found = decode_frame(found, dtype=header.dtype.name, max_bytes=header.raw_bytes, threads=1).view(np.uint8)
+        except LimitError:  # no limit of the caller's: the stream breaks its own word
+            raise FrameError(f"dense stream has a frame of more words than its {header.raw_bytes} bytes") from None
     if found.size != header.raw_bytes:
         raise FrameError(f"dense stream holds {found.size} bytes of words: expected {header.raw_bytes}")
     if _stream.whole_checksum(header.stream, found) != header.checksum:

@@ -28,8 +28,14 @@ def streams() -> list[tuple[bytes, Words, dict[str, Any]]]:
             made.append((dense.encode(array, rotary=rotary, positions=None), array, {}))
         before, own = sample("cache", dtype, 2, 40, 16, 2)[:, :30], sample("cache", dtype, 2, 40, 16, 2)[:, 30:]
         made.append((dense.encode(own, history=before), own, {"history": before}))
-    made.append((dense.encode(sample("words", "fp16", 2, 9, 8, 3)), sample("words", "fp16", 2, 9, 8, 3), {}))
-    made.append((dense.encode(sample("zeros", "fp32", 2, 30, 8, 3)), sample("zeros", "fp32", 2, 30, 8, 3), {}))
+        tables = dense.Tables.made_of([sample("rotated", dtype, 2, 200, 16, 4)], rotary=dense.Rotary(dims=16))
+        own = sample("rotated", dtype, 2, 90, 16, 5)
+        before, own = own[:, :50], own[:, 50:]
+        stream = dense.encode(own, history=before, tables=tables, positions=np.arange(50, 90))
+        made.append((stream, own, {"history": before, "tables": tables}))
+        for kind, shape in (("words", (2, 9, 8)), ("zeros", (2, 30, 8))):
+            array = sample(kind, dtype, *shape, 3)
+            made.append((dense.encode(array), array, {}))
     return made
 
 
@@ -38,10 +44,11 @@ STREAMS = streams()
 
 def test_all_methods_are_among_them() -> None:
     infos = [dense.inspect(stream) for stream, _, _ in STREAMS]
-    assert {info.method for info in infos} == {"words", "frame", "rows"}
-    assert (
-        {info.dtype for info in infos if info.rotary} == {info.dtype for info in infos if info.history} == set(DTYPES)
-    )
+    for dtype in DTYPES:
+        of_dtype = [info for info in infos if info.dtype == dtype]
+        assert {info.method for info in of_dtype} == {"words", "frame", "rows"}
+        assert any(info.rotary for info in of_dtype) and any(info.history for info in of_dtype)
+        assert any(info.table_set is not None for info in of_dtype)
     assert {name for info in infos for name, size in info.sections.items() if size} >= {
         "exponents",
         "escapes",
@@ -106,6 +113,18 @@ def test_headers_that_promise_much_take_no_memory() -> None:
         assert tracked.get_traced_memory()[1] < 4 << 20
     finally:
         tracked.stop()
+
+
+@pytest.mark.parametrize("method", [0, 1, 2])
+@pytest.mark.parametrize("tokens", [1, 299, 301, 5000])
+def test_a_payload_of_other_words_than_the_header_says_is_a_frame_error(method: int, tokens: int) -> None:
+    """`LimitError` is about the caller's limit alone, whatever the method."""
+    stream = dense.encode(sample({0: "words", 1: "zeros", 2: "cache"}[method], "fp16", 2, 300, 8, 4))
+    assert stream[5] == method
+    with pytest.raises(FrameError):
+        dense.decode(stream[:12] + struct.pack("<I", tokens) + stream[16:])
+    with pytest.raises(LimitError):
+        dense.decode(stream, max_bytes=100)
 
 
 def test_max_bytes() -> None:

@@ -13,7 +13,7 @@ from dense_tables import Reject
 from xxh64_model import xxh64
 
 from kvmnn import dense
-from kvmnn.errors import FrameError, LimitError
+from kvmnn.errors import FrameError
 
 Words = np.ndarray[Any, Any]
 HALF, NEIGHBOURS, PART = (
@@ -111,7 +111,7 @@ def refused(stream: bytes) -> tuple[bool, bool]:
     try:
         dense.decode(stream)
         here = False
-    except (FrameError, LimitError):
+    except FrameError:
         here = True
     try:
         dense_decoder.decode(stream)

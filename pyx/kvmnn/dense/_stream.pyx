@@ -67,7 +67,7 @@ cdef extern from "kvmnn/dense/coding.h" nogil:
     size_t dense_cluster_room()
     void dense_count(const dense_input *input, uint8_t *room, dense_counts *counts)
     size_t dense_put_set(
-        const dense_loops *loops, const dense_counts *counts, int dtype, int base, const dense_rotary *rotary,
+        const dense_loops *loops, dense_counts *counts, int dtype, int base, const dense_rotary *rotary,
         void *cluster_room, uint8_t *out)
     dense_error dense_get_set(const uint8_t *data, size_t n, dense_table_set *set)
     void dense_put_header(
@@ -417,7 +417,7 @@ cdef class Counts:
             raise MemoryError("no memory to count symbols")
 
     def table_set(self, Input like not None, int base) -> bytes:
-        """The bytes of a set with the dtype and rotary parameters of `like`."""
+        """The bytes of a set with the dtype and rotary parameters of `like`; what was counted is used up."""
         cdef size_t size, room = dense_cluster_room()
         cdef uint8_t *at
         cdef Workspace ws = acquire(False, False)

@@ -8,7 +8,7 @@ enum { LEAST_COUNT = 256 }; /* contexts that were seen less often are merged wit
 typedef struct {
     uint32_t n;
     float cost;
-    int16_t bucket, magnitude;
+    int16_t context, bucket, magnitude;
     int16_t before, behind; /* of those that are live; -1 for none */
     int16_t live, into;     /* merged into another one */
     int16_t partners[2];    /* the next one of the bucket, the nearest of the bucket above; -1 for none */
@@ -19,12 +19,14 @@ typedef struct {
 typedef struct {
     const dense_loops *loops;
     node nodes[CONTEXTS];
-    uint32_t counts[CONTEXTS][256]; /* of the symbols in use alone */
-    int count, symbols, first;      /* symbols: a multiple of 8; first: live node, -1 for none */
+    uint32_t (*counts)[256];   /* by context; of the symbols in use alone, once they are loaded */
+    int count, symbols, first; /* symbols: a multiple of 8; first: live node, -1 for none */
     float entry_weight;
 } state;
 
 static const uint32_t NOTHING[256] = {0};
+
+static uint32_t *counts_of(const state *s, int i) { return s->counts[s->nodes[i].context]; }
 
 size_t dense_cluster_room(void) { return sizeof(state); }
 
@@ -59,7 +61,9 @@ float dense_cross_bits(const dense_loops *loops, const dense_table *t, const uin
 
 static void add(state *s, int to, int from) {
     node *n = &s->nodes[from];
-    for (int i = 0; i < s->symbols; ++i) s->counts[to][i] += s->counts[from][i];
+    uint32_t *sums = counts_of(s, to);
+    const uint32_t *counts = counts_of(s, from);
+    for (int i = 0; i < s->symbols; ++i) sums[i] += counts[i];
     s->nodes[to].n += n->n;
     n->live = 0;
     n->into = (int16_t)to;
@@ -95,17 +99,17 @@ static void look_for_partners(state *s, int i) {
         a->gains[d] = NONE;
         if (j < 0) continue;
         const node *b = &s->nodes[j];
-        a->gains[d] = a->cost + b->cost - joint_cost(s, s->counts[i], s->counts[j], a->n + b->n);
+        a->gains[d] = a->cost + b->cost - joint_cost(s, counts_of(s, i), counts_of(s, j), a->n + b->n);
     }
     a->stale = 0;
 }
 
-static void load(state *s, const uint32_t (*counts)[256], const uint8_t *seen, uint8_t symbols[256]) {
+static void load(state *s, const uint8_t *seen, uint8_t symbols[256]) {
     uint32_t any[256] = {0};
     s->count = 0;
     for (int c = 0; c < CONTEXTS; ++c)
         if (seen[c])
-            for (int i = 0; i < 256; ++i) any[i] |= counts[c][i];
+            for (int i = 0; i < 256; ++i) any[i] |= s->counts[c][i];
     int used = 0;
     for (int i = 0; i < 256; ++i)
         if (any[i]) symbols[used++] = (uint8_t)i;
@@ -113,10 +117,11 @@ static void load(state *s, const uint32_t (*counts)[256], const uint8_t *seen, u
     for (int i = used; i < s->symbols; ++i) symbols[i] = 0;
     for (int c = 0; c < CONTEXTS; ++c) {
         if (!seen[c]) continue;
-        uint32_t *to = s->counts[s->count], n = 0;
-        for (int i = 0; i < used; ++i) n += to[i] = counts[c][symbols[i]];
+        uint32_t *to = s->counts[c], n = 0;
+        for (int i = 0; i < used; ++i) n += to[i] = to[symbols[i]]; /* symbols ascend: none is read behind its place */
         for (int i = used; i < s->symbols; ++i) to[i] = 0;
         s->nodes[s->count] = (node){.n = n,
+                                    .context = (int16_t)c,
                                     .bucket = (int16_t)(c / MAGNITUDES),
                                     .magnitude = c % MAGNITUDES,
                                     .before = (int16_t)(s->count - 1),
@@ -142,7 +147,7 @@ static int merge(state *s, int most) {
     int live = 0;
     for (int i = s->first; i >= 0; i = s->nodes[i].behind) {
         ++live;
-        s->nodes[i].cost = joint_cost(s, s->counts[i], NOTHING, s->nodes[i].n);
+        s->nodes[i].cost = joint_cost(s, counts_of(s, i), NOTHING, s->nodes[i].n);
     }
     while (live > 1) {
         float gain = NONE;
@@ -155,7 +160,7 @@ static int merge(state *s, int most) {
         if (best < 0 || (gain < 0 && live <= most)) break;
         int j = s->nodes[best].partners[direction];
         add(s, best, j);
-        s->nodes[best].cost = joint_cost(s, s->counts[best], NOTHING, s->nodes[best].n);
+        s->nodes[best].cost = joint_cost(s, counts_of(s, best), NOTHING, s->nodes[best].n);
         s->nodes[best].stale = 3;
         --live;
         for (int i = s->first; i >= 0; i = s->nodes[i].behind)
@@ -165,13 +170,13 @@ static int merge(state *s, int most) {
     return live;
 }
 
-void dense_cluster(const dense_loops *loops, const uint32_t (*counts)[256], const uint8_t *seen, int most, int shared,
+void dense_cluster(const dense_loops *loops, uint32_t (*counts)[256], const uint8_t *seen, int most, int shared,
                    void *room, dense_model *m) {
     state *s = room;
     uint8_t symbols[256];
-    s->loops = loops;
+    s->loops = loops, s->counts = counts;
     s->entry_weight = shared ? 0 : 1;
-    load(s, counts, seen, symbols);
+    load(s, seen, symbols);
     merge_rare(s);
     merge(s, most);
     int number[CONTEXTS];
@@ -180,7 +185,7 @@ void dense_cluster(const dense_loops *loops, const uint32_t (*counts)[256], cons
         if (!s->nodes[i].live) continue;
         uint32_t full[256] = {0};
         for (int k = 0; k < s->symbols; ++k)
-            if (s->counts[i][k]) full[symbols[k]] = s->counts[i][k];
+            if (counts_of(s, i)[k]) full[symbols[k]] = counts_of(s, i)[k];
         number[i] = m->tables;
         if (shared && full[ESCAPE] == 0) full[ESCAPE] = 1;
         dense_quantise(full, &m->symbols[m->tables++]);

@@ -70,8 +70,9 @@ typedef struct {
 
 /* Adds the own rows of the input, which has no table set. */
 void dense_count(const dense_input *in, uint8_t *room, dense_counts *counts);
-/* The set of what was counted, to `out` (SET_HEADER_BYTES + MODEL_BYTES + 8 for each pair); its size. */
-size_t dense_put_set(const dense_loops *loops, const dense_counts *counts, int dtype, int base,
+/* The set of what was counted, of which nothing is left, to `out` (SET_HEADER_BYTES + MODEL_BYTES + 8 for each pair);
+ * its size. */
+size_t dense_put_set(const dense_loops *loops, dense_counts *counts, int dtype, int base,
                      const dense_rotary *rotary, void *cluster_room, uint8_t *out);
 /* The bytes behind a set's magic and version, which the caller has checked. */
 dense_error dense_get_set(const uint8_t *data, size_t n, dense_table_set *set);

@@ -204,7 +204,7 @@ static void make_model(dense_encoder *e, size_t words) {
     size_t most = words / 1024;
     dense_count_contexts(e);
     most = most < 8 ? 8 : most > OWN_TABLES ? OWN_TABLES : most;
-    dense_cluster(e->in->loops, (const uint32_t(*)[256])e->counts, e->seen, (int)most, 0, e->cluster, e->model);
+    dense_cluster(e->in->loops, e->counts, e->seen, (int)most, 0, e->cluster, e->model);
 }
 
 size_t dense_encode(const dense_input *in, uint8_t *room, uint8_t *out, size_t limit, uint32_t *references) {

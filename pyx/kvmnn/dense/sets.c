@@ -28,7 +28,7 @@ static void put_low(const dense_loops *loops, const dense_counts *counts, int dt
     }
 }
 
-size_t dense_put_set(const dense_loops *loops, const dense_counts *counts, int dtype, int base,
+size_t dense_put_set(const dense_loops *loops, dense_counts *counts, int dtype, int base,
                      const dense_rotary *rotary, void *cluster_room, uint8_t *out) {
     dense_model m;
     dense_cluster(loops, counts->contexts, counts->seen, SHARED_TABLES, 1, cluster_room, &m);

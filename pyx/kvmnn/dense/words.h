@@ -77,10 +77,10 @@ typedef struct {
 
 const dense_loops *kvmnn_dense_loops_at(int level);
 
-/* cluster.c: contexts to tables. `counts` is [CONTEXTS][256], of which rows with seen[] are defined. Of a set that
- * others share, tables cost nothing, and each has the escape. */
+/* cluster.c: contexts to tables. `counts` is [CONTEXTS][256], of which rows with seen[] are defined; nothing is left of
+ * them. Of a set that others share, tables cost nothing, and each has the escape. */
 size_t dense_cluster_room(void);
-void dense_cluster(const dense_loops *loops, const uint32_t (*counts)[256], const uint8_t *seen, int most, int shared,
+void dense_cluster(const dense_loops *loops, uint32_t (*counts)[256], const uint8_t *seen, int most, int shared,
                    void *room, dense_model *m);
 float dense_order0_bits(const dense_loops *loops, const uint32_t counts[256]);
 /* Huge where a symbol has no frequency. */

@@ -187,8 +187,8 @@ def progress(
         yield None
         return
     with tqdm(
-        total=total, desc=label, unit=unit, unit_scale=True, delay=delay, leave=False, file=sys.stderr,
-        dynamic_ncols=True,
+        total=total, desc=label, unit=unit, unit_scale=unit not in ("file", "step", "turn"), delay=delay, leave=False,
+        file=sys.stderr, dynamic_ncols=True,
     ) as bar:  # fmt: skip
 
         def advance(done: int, note: str = "", /) -> None:

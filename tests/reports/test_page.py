@@ -225,6 +225,30 @@ def test_a_suite_of_four_names_what_was_not_run(tmp_path: Path) -> None:
     assert "these were not run, so not measured: llm_demo_full, llm_demo_store" in report.verdict.notes[0]
 
 
+def test_what_is_unclear_is_no_pass_and_no_fail(tmp_path: Path) -> None:
+    root = files.write_round(tmp_path / "round", {"runtime_probe": False})
+    why = "58.0 of 60.0 tok/s, 3 pairs side by side; 95 % -4.8% to +11.4%; the limit lies in it: more runs are needed"
+    document = files.case_document("runtime_probe", passed=False) | {
+        "verdict": "unclear", "gates": [files.gate("decode drop", "unclear", "+3.33%", "<= 5.00%", why)]
+    }  # fmt: skip
+    files.write_json(root / "runtime_probe" / "gate.json", document)
+    found = make_report([root]).verdict
+    assert (found.word, found.said) == ("UNCLEAR", "0 of 1 case pass; 1 unclear.")
+    assert found.cases[0].misses == (("decode drop", "unclear: +3.33%, limit <= 5.00%; 95 % -4.8% to +11.4%"),)
+    files.write_json(root / "runtime_probe" / "gate.json", document | {"verdict": "pass"})
+    with pytest.raises(SourceError, match="says pass, but its gates say unclear"):
+        make_report([root])
+
+
+def test_a_round_under_other_settings_is_marked(tmp_path: Path) -> None:
+    root = files.write_round(tmp_path / "round")
+    rounds = [files.past_round(1), files.past_round(2) | {"changed": ["kv_h2o_block_tokens 32 -> 16"]}]
+    (root / "history.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rounds), encoding="utf-8")
+    report = make_report([root])
+    assert "changed since the round before" in report.to_html()
+    assert "kv_h2o_block_tokens 32 -&gt; 16" in report.to_html()
+
+
 def test_what_gate_run_prints_is_the_round_that_it_leaves(tmp_path: Path) -> None:
     passed = {case: case == "runtime_full" for case in files.CASES}
     root = files.write_round(tmp_path / "round", passed)

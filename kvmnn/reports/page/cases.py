@@ -36,7 +36,8 @@ def cases_section(found: Material) -> Section:
         "lossless, as the document takes it, though the two do not hold for the same bytes. Held in all: bytes of all "
         "tokens over all that is held at the end, hot rows and room to grow included, the least of the runs. Change: "
         "of the mean speed against that without compression, a minus is slower; the gate takes its interval. "
-        "Figures of llm_demo are means over its prompts, its gates take the least."
+        "Figures of llm_demo are means over its prompts; its gates take the "
+        "least lossy ratio, and raw over compressed bytes of all prompts together."
     )
     if len(found.round.rows) > _MOST_ROWS:
         note = f"{len(found.round.rows) - _MOST_ROWS:,} more cases are in summary.json. {note}"

@@ -147,7 +147,8 @@ def _card(name: str, case: CaseVerdict) -> CaseCard:
             if gate.verdict == "not measured":
                 said = f"not measured{': ' + gate.why if gate.why else ''}"
             elif gate.verdict == "unclear":
-                said = f"unclear: {said}{'; ' + gate.why if gate.why else ''}"
+                interval = re.search(r"95 % \S+ to [^;]+|one pair, no interval", gate.why)
+                said = f"unclear: {said}" + (f"; {interval[0]}" if interval else "")
             misses.append((gate.name, said))
     word = verdict_of(case)
     gates = [gate for gate in case.lines if gate.verdict != "off"]

@@ -59,8 +59,7 @@ class RunStore:
         line = json.dumps({"key": key, "sha256": _digest(key, value), "value": value})
         try:
             if self._file is None:
-                self._file = open(self._path, "ab")  # noqa: SIM115 - it is locked as long as the store is used
-                lock_for_one(self._file, self._path, "gate run")
+                self._file = _opened(self._path)
             self._file.write(("\n" * self._torn + line + "\n").encode())
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -89,6 +88,17 @@ class RunStore:
                 continue
             if entry.get("sha256") == _digest(entry["key"], entry.get("value")):
                 self._found[entry["key"]] = entry["value"]
+
+
+def _opened(path: Path) -> IO[bytes]:
+    """A file to append to, locked until it is closed."""
+    file = open(path, "ab")  # noqa: SIM115 - the store closes it
+    try:
+        lock_for_one(file, path, "gate run")
+    except OutputError:
+        file.close()
+        raise
+    return file
 
 
 def key_of(**about: Any) -> str:

@@ -1,0 +1,97 @@
+"""Lines of a history, and runs that are kept: what is one round, what had changed, and files that are damaged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvmnn.errors import OutputError
+from kvmnn.gates.running.history import read_history
+from kvmnn.gates.running.past import HISTORY, changes, has_take, note_round
+from kvmnn.gates.running.run_store import RunStore
+
+
+def entry(*cases: str, take: int = 1, model: str = "a", **settings: Any) -> dict[str, Any]:
+    return {
+        "generated_at": "2026-11-22T10:00:00",
+        "overall_pass": True,
+        "take": take,
+        "about": {"model_sha256": model * 64},
+        "settings": {"prompts": [512]},
+        "cases": [
+            {"case": name, "pass": True, "reason": "", "lossy": 3.0, "lossless": 1.3, "decode_tps": 9.0, "drop": 0.0,
+             "settings": settings}
+            for name in cases
+        ],
+    }  # fmt: skip
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / HISTORY).read_text().splitlines()]
+
+
+def test_a_round_that_goes_on_keeps_its_line_and_its_cases(tmp_path: Path) -> None:
+    for cases in (("full",), ("store",), ("store",)):
+        note_round(tmp_path, entry(*cases))
+    (line,) = lines(tmp_path)
+    assert [case["case"] for case in line["cases"]] == ["full", "store"]
+    assert (line["overall_pass"], line["changed"]) == (True, [])
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (entry("full", take=2), []),
+        (entry("full", model="b"), ["model_sha256 aaaaaaaaaaaa -> bbbbbbbbbbbb"]),
+        (entry("full", lossy_target=2.0), ["lossy_target default -> 2.0"]),
+    ],
+)
+def test_what_differs_is_another_round(tmp_path: Path, other: dict[str, Any], said: list[str]) -> None:
+    note_round(tmp_path, entry("full"))
+    note_round(tmp_path, other)
+    assert [line["changed"] for line in lines(tmp_path)] == [[], said]
+    assert has_take(tmp_path, other["take"])
+    assert not has_take(tmp_path, 3)
+
+
+def test_changes_of_some_cases_name_them() -> None:
+    before, after = entry("full", "store"), entry("full", "store")
+    after["cases"][1]["settings"] = {"kv_h2o_block_tokens": 16}
+    assert changes(before, after) == ["kv_h2o_block_tokens default -> 16 (store)"]
+    after["settings"] = {f"s{i}": i for i in range(20)}
+    assert changes(before, after)[-1] == "and 10 more"
+    assert changes({"cases": []}, after) == []  # a line of before settings were noted down
+
+
+def test_lines_that_are_damaged_or_older_stay_as_they_are(tmp_path: Path) -> None:
+    older = json.dumps({"generated_at": "2026-11-01T10:00:00", "overall_pass": True, "cases": []})
+    (tmp_path / HISTORY).write_text(f'{older}\n{{"torn\n')
+    note_round(tmp_path, entry("full"))
+    kept = (tmp_path / HISTORY).read_text().splitlines()
+    assert kept[:2] == [older, '{"torn']
+    assert json.loads(kept[2])["changed"] == []
+
+
+def test_a_trend_is_over_rounds_of_the_same_settings(tmp_path: Path) -> None:
+    for place, settings in enumerate(({}, {"lossy_target": 2.0}, {"lossy_target": 2.0}), start=1):
+        note_round(tmp_path, entry("full", take=place, **settings))
+    shown = str(read_history(str(tmp_path)))
+    assert "  lossy        3.000 | 3.000 3.000  (+0.0% to the mean before)" in shown
+
+
+def test_runs_behind_a_torn_line_are_read_again(tmp_path: Path) -> None:
+    store = RunStore(tmp_path / "runs.jsonl")
+    store.put("a", {"x": 1})
+    store.close()
+    with (tmp_path / "runs.jsonl").open("a") as stream:
+        stream.write('{"key": "b", "va')
+    store = RunStore(tmp_path / "runs.jsonl")
+    store.put("c", {"x": 2})
+    with pytest.raises(OutputError, match="another gate run is writing it"):
+        RunStore(tmp_path / "runs.jsonl").put("d", {})
+    store.close()
+    found = RunStore(tmp_path / "runs.jsonl")
+    assert ["a" in found, "b" in found, "c" in found] == [True, False, True]

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ..arrays.layer_cache import LayerCache
 from ..dense import Rotary, find_rotary
+from ..errors import OptionError
 from ..frames import CodecOptions
 from . import table_sets
 from .dense_encoding import (
@@ -48,8 +49,11 @@ class Rotation:
         self._found: dict[bytes, Rotary | None] = {}
 
     def of(self, space: Space, layers: Sequence[LayerCache]) -> Rotary | None:
-        """That of a space, found on the first text that is long enough."""
+        """That of a space, found on the first text that is long enough; `OptionError` for one beyond its heads."""
         if self._said is not None:
+            most = max(shape.head_dim for shape in space.layers)
+            if self._said.dims > most:
+                raise OptionError(f"rotary has {self._said.dims} dims: expected at most the head_dim, {most}")
             return self._said
         if space.key not in self._found:
             found = find_rotary(layers[0].keys, dtype=space.dtype)

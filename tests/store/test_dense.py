@@ -297,6 +297,24 @@ def test_past_this_machine(tmp_path: Path) -> None:
         PrefixStore(url, codec="frames")
 
 
+def test_a_rotation_that_cannot_be(tmp_path: Path) -> None:
+    """More words than any head has are refused; a layer whose heads have fewer than others is coded without."""
+    ids = text(300)
+    with PrefixStore(tmp_path / "s", rotary=dense.Rotary(dims=2 * DIMS)) as store:
+        with pytest.raises(OptionError, match="rotary has 32 dims: expected at most the head_dim, 16"):
+            store.put(ids, layers_of(ids), model=MODEL)
+        assert store.stats().units == 0
+    small = [LayerCache(layer=9, keys=each.keys[..., :4], values=each.values[..., :4]) for each in layers_of(ids)[:1]]
+    with PrefixStore(tmp_path / "s", block_tokens=64, rotary=ROTARY) as store:
+        for end in (100, 300):
+            put = [
+                *layers_of(ids[:end]),
+                LayerCache(layer=9, keys=small[0].keys[:, :end], values=small[0].values[:, :end]),
+            ]
+            store.put(ids[:end], put, model=MODEL)
+        assert same(store.get(ids, model=MODEL).layers, [*layers_of(ids), *small], 300)
+
+
 def test_layers_beyond_dense_streams_are_frames(tmp_path: Path) -> None:
     words = np.ones((1, 3, 1 << 17), np.float16)
     caches = [LayerCache(layer=0, keys=words, values=words)]

@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .printing import UsageError
+
+if TYPE_CHECKING:
+    from ..errors import KvmnnError
+    from ..runtime import RuntimeConfig
 
 
 def add_config(parser: Any) -> None:
@@ -89,14 +93,18 @@ def lossless_document(arguments: argparse.Namespace) -> dict[str, Any] | None:
         raise UsageError("--packed and --lossless: a cache is held in one of them")
     found = {} if arguments.config is None else read_config(arguments.config)
     found = {key: value for key, value in found.items() if key.startswith("kv_") or key in _MODEL_KEYS}
+    if arguments.config is not None:
+        _checked(arguments.config, found, UsageError)
     try:
         mode, options = parse_spec(arguments.lossless)
         if mode not in MODES:
             raise UsageError(f"--lossless {mode}: expected one of {', '.join(MODES)}")
+        switches = {"enable": True, "runtime_enable": True, "codec": CODEC, "runtime_mode": mode}
         for key, text in options.items():
+            if key in switches:
+                raise UsageError(f"--lossless {arguments.lossless}: {key} is what the mode says; expected no such key")
             name = f"kv_{key}" if key.startswith("h2o_") else f"kv_lossless_{key}"
             found[name] = _value(text)
-        switches = {"enable": True, "runtime_enable": True, "codec": CODEC, "runtime_mode": mode}
         found |= {f"kv_lossless_{key}": value for key, value in switches.items()}
         RuntimeConfig.from_engine(found)
     except UsageError:
@@ -104,6 +112,30 @@ def lossless_document(arguments: argparse.Namespace) -> dict[str, Any] | None:
     except KvmnnError as exc:
         raise UsageError(f"--lossless {arguments.lossless}: {exc}") from None
     return found
+
+
+def runtime_config(path: str) -> RuntimeConfig:
+    """The runtime's options in an engine's configuration file.
+
+    Raises
+    ------
+    SourceError
+        As `read_config`, and for keys and values that do not exist.
+    """
+    from ..errors import SourceError
+
+    return _checked(path, read_config(path), SourceError)
+
+
+def _checked(path: str, document: dict[str, Any], kind: type[KvmnnError]) -> RuntimeConfig:
+    """The options in what was read from a file, whose name errors begin with."""
+    from ..errors import KvmnnError
+    from ..runtime import RuntimeConfig
+
+    try:
+        return RuntimeConfig.from_engine(document)
+    except KvmnnError as exc:
+        raise kind(f"{path}: {exc}") from None
 
 
 _MODEL_KEYS = ("layer_nums", "attention_mode")

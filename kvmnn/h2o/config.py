@@ -138,8 +138,9 @@ class H2OConfig:
             values["target_mode"] = STATIC if values["target_mode"] == STATIC else ADAPTIVE
         try:
             return cls(**values)
-        except TypeError as error:
-            raise KvmnnError(f"kv_h2o_{error}") from None
+        except (TypeError, KvmnnError) as error:
+            name, _, wrong = str(error).partition(" ")
+            raise KvmnnError(f"{KEY_OF.get(name, name)} {wrong}") from None
 
     @property
     def clamped(self) -> dict[str, tuple[float, float]]:

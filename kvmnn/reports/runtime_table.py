@@ -24,6 +24,13 @@ _HEADINGS: tuple[tuple[str, Callable[[RuntimeFigures], str], int], ...] = (
 )
 
 
+RUNTIME_COLUMNS = (
+    "Of the runtime: lossy: bytes of all tokens over those that the policy left; lossless: those over held, the bytes "
+    "that hold them at the end, hot tokens and room to grow included; encoded ratio: raw over compressed bytes of what "
+    "was encoded; encode, decode: sums of the run."
+)
+
+
 def runtime_title(texts: int = 1) -> str:
     """What stands above the table of runs over so many texts."""
     what = "of the same runs" if texts < 2 else f"sums over {texts:,} texts"

@@ -20,7 +20,7 @@ from .pivot import pivot_table
 from .results import Results
 from .rows import Row
 from .runtime_figures import RuntimeFigures
-from .runtime_table import rows_with_runtime, runtime_table, runtime_title
+from .runtime_table import RUNTIME_COLUMNS, rows_with_runtime, runtime_table, runtime_title
 from .text_table import as_text, wrapped
 
 _ALL = "a wider terminal, -v, --csv, --json"
@@ -82,7 +82,9 @@ def h2o_text(figures: H2OFigures, width: int) -> str:
 def runtime_text(figures: Sequence[tuple[str, RuntimeFigures]], width: int) -> str:
     """What the lossless runtime did in runs with their labels, for a terminal of `width` columns."""
     table = runtime_table(figures)
-    return wrapped([runtime_title()], width) + "\n\n" + as_text(*table, width) if table else ""
+    if not table:
+        return ""
+    return "\n\n".join([wrapped([runtime_title()], width), as_text(*table, width), wrapped([RUNTIME_COLUMNS], width)])
 
 
 def notes(results: Results) -> list[str]:
@@ -130,6 +132,8 @@ def _explanations(rows: Sequence[Row]) -> Iterator[str]:
             "LOSSY ratio: bytes of the full cache over bytes kept; LOSSLESS ratio: bytes kept over bytes of their "
             "frames, decoded and compared."
         )
+    if rows_with_runtime(rows):
+        yield RUNTIME_COLUMNS
     if any(row.rounded_first for row in rows):
         kinds = sorted({str(row.lossless_dtype) for row in rows if row.rounded_first})
         yield f"The frames hold {' and '.join(kinds)}: the cache was rounded before, which is LOSSY."

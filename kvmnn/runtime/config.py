@@ -12,6 +12,7 @@ from ..frames.options import CODECS, EFFORTS
 from ..h2o import H2OConfig
 from ..h2o.config import QUANTISED_MODES
 from ..packed.reserve import INT32_MAX
+from ..text import did_you_mean
 
 Mode = Literal["probe", "full", "store"]
 Scope = Literal["none", "front_n", "h2o_kept", "front_n_and_h2o_kept"]
@@ -66,8 +67,8 @@ class RuntimeConfig:
     hot_sink_tokens, hot_recent_tokens
         Tokens at the start and at the end that are never compressed.
     kept_sample_layers, kept_sample_token_interval, front_sample_token_interval
-        Engine only: how many layers of the range, and which decode steps, are compressed in mode ``"full"`` (the last
-        one also in ``"store"``). 0 layers means all.
+        How many layers of the range, and which decode steps, are compressed in mode ``"full"`` (the last one also in
+        ``"store"``). 0 layers means all.
     store_disable_front
         In mode ``"store"`` leave the front layers raw.
     store_bootstrap_tokens, store_grouped_step_tokens
@@ -147,7 +148,7 @@ class RuntimeConfig:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, not {type(getattr(self, name)).__name__}")
         for name, least in _MINIMA.items():
-            whole(getattr(self, name), name, least, MAX_THREADS if name == "async_threads" else INT32_MAX)
+            whole(getattr(self, name), name, least, _most(name))
         for name in _TEXTS:
             if not isinstance(getattr(self, name), str):
                 raise TypeError(f"{name} must be a string, not {type(getattr(self, name)).__name__}")
@@ -182,17 +183,21 @@ class RuntimeConfig:
         KvmnnError
             For ``kv_`` keys that do not exist (the engine ignores them: a typing error then goes unseen), for values of
             the wrong type, and for an ``attention_mode`` that quantises K or V, which the engine would read as floats.
+        TypeError
+            For a document that is no mapping.
         """
+        if not isinstance(document, Mapping) or not all(isinstance(key, str) for key in document):
+            raise TypeError(f"document must be a mapping of names, not {type(document).__name__}")
         known = {f"{_PREFIX}{name}" for name in (*_SWITCHES, *_MINIMA, *_TEXTS, *_NAMED)}
         unknown = sorted(
             key for key in document if key.startswith("kv_") and not key.startswith("kv_h2o_") and key not in known
         )
         if unknown:
-            raise KvmnnError(f"{', '.join(unknown)}: no option of the runtime; expected names out of {_listed(known)}")
+            raise KvmnnError(f"{', '.join(unknown)}: no option of the runtime{_meant(unknown, known)}")
         values: dict[str, Any] = {"h2o": H2OConfig.from_engine(document)}
         values |= _read(document, _SWITCHES, bool) | _read(document, _TEXTS, str)
         for name, number in _read(document, tuple(_MINIMA), int).items():
-            values[name] = max(_MINIMA[name], whole(number, _PREFIX + name, -INT32_MAX - 1, INT32_MAX))
+            values[name] = max(_MINIMA[name], whole(number, _PREFIX + name, -INT32_MAX - 1, _most(name)))
         named = _read(document, _NAMED, str)
         if "scope" in named:
             values["scope"] = _scope(named["scope"])
@@ -276,5 +281,12 @@ def _read(document: Mapping[str, Any], names: tuple[str, ...], kind: type) -> di
 _KIND_NAMES = {bool: "true or false", int: "an integer", str: "a string"}
 
 
-def _listed(names: set[str]) -> str:
-    return ", ".join(sorted(names))
+def _most(name: str) -> int:
+    return MAX_THREADS if name == "async_threads" else INT32_MAX
+
+
+def _meant(unknown: list[str], known: set[str]) -> str:
+    """The name nearest to an unknown one; where none is near, all there are."""
+    names = sorted(known)
+    near = did_you_mean(unknown[0], names) if len(unknown) == 1 else ""
+    return near or f"; expected names out of {', '.join(names)}"

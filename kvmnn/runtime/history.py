@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,12 +73,18 @@ def history_of(source: Source) -> History:
         array = array.astype(array.dtype.newbyteorder("<")).view(words)
         return np.ascontiguousarray(array.transpose(1, 0, 2) if entry.token_major else array)
 
+    layers = tuple((rows(index), rows(index + 1)) for index in range(0, len(arrays), 2))
+    with _named(source):
+        return History(layers, dtype)
+
+
+@contextmanager
+def _named(source: Source) -> Iterator[None]:
+    """Errors about what `source` holds begin with its name."""
     try:
-        return History(tuple((rows(index), rows(index + 1)) for index in range(0, len(arrays), 2)), dtype)
-    except SourceError:
-        raise
+        yield
     except KvmnnError as error:
-        raise SourceError(str(error)) from None
+        raise SourceError(f"{place_said(source)}{error}") from None
 
 
 def attention_of(source: Source, layers: int, tokens: int) -> tuple[Floats, ...]:
@@ -86,23 +93,32 @@ def attention_of(source: Source, layers: int, tokens: int) -> tuple[Floats, ...]
     Raises
     ------
     SourceError
-        For another number of layers or tokens.
+        As `check_attention`.
     """
     found: list[Floats] = []
     for array in source.arrays:
         values = array.to_numpy().astype(np.float32)
         found += [*values] if values.ndim == 4 else [values]
-    for number, values in enumerate(found):
-        if values.ndim != 3 or values.shape[1:] != (tokens, tokens):
-            raise SourceError(
-                f"attention of layer {number} has shape {list(values.shape)}: expected [head, {tokens}, {tokens}]"
-            )
-    if len(found) != layers:
-        raise SourceError(f"attention of {len(found)} layers: expected {layers}")
+    with _named(source):
+        check_attention(found, layers, tokens)
     return tuple(found)
 
 
-def check_attention(attention: Sequence[Floats] | None, evicts: bool) -> None:
-    """Refuse an eviction without scores."""
-    if evicts and attention is None:
-        raise KvmnnError("kv_h2o_enable without attention: an eviction plan needs scores (kvmnn replay --scores)")
+def check_attention(attention: Sequence[Floats], layers: int, tokens: int) -> None:
+    """Refuse attention of another number of layers, heads or tokens, and numbers that are no probabilities.
+
+    Raises
+    ------
+    KvmnnError
+        For any of these.
+    """
+    heads = attention[0].shape[0] if attention and attention[0].ndim == 3 else "head"
+    for number, values in enumerate(attention):
+        if values.ndim != 3 or values.shape[1:] != (tokens, tokens) or values.shape[0] != heads:
+            raise KvmnnError(
+                f"attention of layer {number} has shape {list(values.shape)}: expected [{heads}, {tokens}, {tokens}]"
+            )
+        if values.size and not (values.min() >= 0 and values.max() < np.inf):
+            raise KvmnnError(f"attention of layer {number} is below 0 or not finite: expected probabilities")
+    if len(attention) != layers:
+        raise KvmnnError(f"attention of {len(attention)} layers: expected {layers}")

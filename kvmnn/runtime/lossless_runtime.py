@@ -72,6 +72,8 @@ class LosslessRuntime:
         timing: Timing = "eager",
         on_invalid: str = "raise",
     ) -> None:
+        if not isinstance(config, RuntimeConfig):
+            raise TypeError(f"config must be a RuntimeConfig, not {type(config).__name__}")
         self._runtime: SoundRuntime | EngineRuntime
         if behaviour == "engine":
             self._runtime = EngineRuntime(
@@ -179,9 +181,9 @@ class LosslessRuntime:
         Raises
         ------
         KvmnnError
-            Sound: for a range that does not exist.
+            For positions below 0. Sound: for a range that does not exist.
         """
-        self._runtime.erase(begin, end)
+        self._runtime.erase(whole(begin, "begin", 0), whole(end, "end", 0))
 
     def evict(self, layer: int, kept: Sequence[Pair]) -> None:
         """Keep only these of a layer's tokens, now: an eviction that the caller decided on (behaviour "sound").
@@ -206,11 +208,11 @@ class LosslessRuntime:
 
     def live(self, layer: int) -> KVPair:
         """K and V of a layer. Sound: restored copies. Engine: views of the rows as they are, zeros included."""
-        return self._runtime.live(layer)
+        return self._runtime.live(self._layer(layer))
 
     def positions(self, layer: int) -> Positions:
         """Where the tokens of a layer stand in the text, ``[token]``; the engine takes no account of resets."""
-        return self._runtime.positions(layer)
+        return self._runtime.positions(self._layer(layer))
 
     def read(self, layer: int) -> LayerCache:
         """Copies of K and V of a layer and where its tokens stand (behaviour "sound")."""
@@ -242,6 +244,9 @@ class LosslessRuntime:
         """Figures so far."""
         return self._runtime.metrics()
 
+    def _layer(self, layer: int) -> int:
+        return whole(layer, "layer", 0, self._geometry[0] - 1)
+
     def _sound(self, what: str) -> SoundRuntime:
         if not isinstance(self._runtime, SoundRuntime):
             raise KvmnnError(f"{what}: only with behaviour 'sound'")
@@ -249,8 +254,8 @@ class LosslessRuntime:
 
     def _check(self, layer: int, keys: Words, values: Words) -> None:
         """Refuse a layer that there is not, and new tokens of another shape or type."""
-        layers, heads, head_dim = self._geometry
-        whole(layer, "layer", 0, layers - 1)
+        _, heads, head_dim = self._geometry
+        self._layer(layer)
         for name, array in (("keys", keys), ("values", values)):
             if not isinstance(array, np.ndarray):
                 raise TypeError(f"{name} must be a numpy array, not {type(array).__name__}")

@@ -9,6 +9,8 @@ from ..text import count, ratio
 from .latencies import Latencies, LatencySummary
 
 MEBIBYTE = 1 << 20
+_NONE = "-"
+"""A figure of something that did not happen."""
 
 
 class Timings:
@@ -71,8 +73,8 @@ class LayerMetrics:
         return {entry.name: _plain(getattr(self, entry.name)) for entry in fields(self)}
 
     def __str__(self) -> str:
-        share = ratio(self.raw_bytes, self.compressed_bytes)
-        sizes = f"{self.blocks:>6,} {self.raw_bytes:>12,} {self.compressed_bytes:>12,} {share:>7.3f}"
+        share = f"{ratio(self.raw_bytes, self.compressed_bytes):.3f}" if self.raw_bytes else _NONE
+        sizes = f"{self.blocks:>6,} {self.raw_bytes:>12,} {self.compressed_bytes:>12,} {share:>7}"
         return f"{self.layer:>5} {self.tokens:>8,} {sizes} {self.fallbacks:>9,}"
 
 
@@ -222,17 +224,18 @@ class RuntimeMetrics:
             f"{self.h2o_lossless_queue_depth_peak:,}, cache {self.h2o_lossless_decode_cache_hit:,} hits and "
             f"{self.h2o_lossless_decode_cache_miss:,} misses"
         )
-        rows += [
-            f"{name:<10} {part.count:>8,} x, p50 {part.p50_us:>10,.1f} us, p95 {part.p95_us:>10,.1f} us, "
-            f"p99 {part.p99_us:>10,.1f} us"
-            for name, part in self._timed
-        ]
-        return rows
+        return rows + [_times(name, part) for name, part in self._timed]
 
     @property
     def _timed(self) -> tuple[tuple[str, LatencySummary], ...]:
         names = ("compress", "verify", "decompress", "wait")
         return tuple((name, getattr(self, name)) for name in names)
+
+
+def _times(name: str, part: LatencySummary) -> str:
+    shown = [("p50", part.p50_us), ("p95", part.p95_us), ("p99", part.p99_us)]
+    figures = (f"{label} {f'{us:,.1f}' if part.count else _NONE:>10} us" for label, us in shown)
+    return f"{name:<10} {part.count:>8,} x, {', '.join(figures)}"
 
 
 def _plain(value: Any) -> Any:

@@ -84,7 +84,8 @@ class ReplayResult:
 
 _COLUMNS = (
     "  held bytes: rows that are not compressed, frames, decoded copies, and room to grow; ratio, here and of each "
-    "layer: raw over compressed bytes of what was encoded so far, and nothing else"
+    "layer: raw over compressed bytes of what was encoded so far, and nothing else; queue: most blocks that waited so "
+    "far; us: time of the step in the runtime"
 )
 
 _NOTHING = (

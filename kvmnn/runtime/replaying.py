@@ -10,8 +10,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from ..checks import whole
+from ..checks import shown, whole
 from ..dtypes import Floats, KVPair
+from ..errors import KvmnnError
 from .behaviours import Behaviour
 from .config import RuntimeConfig
 from .history import History, check_attention
@@ -21,6 +22,9 @@ from .replay_result import ReplayResult
 
 MAX_POINTS = 200
 """Steps at which memory and ratio are noted; beyond, every second, third ... step."""
+
+COMPARISONS = ("ends", "all")
+"""Which calls are compared."""
 
 Progress = Callable[[int], object]
 """Called with the number of tokens done since the last call."""
@@ -37,6 +41,8 @@ def replay(
     progress: Progress | None = None,
 ) -> ReplayResult:
     """Append a history to a runtime, the first tokens at once and the others one by one.
+
+    What threads still encode behind the last token is waited for, so that the figures have all that was handed to them.
 
     Parameters
     ----------
@@ -57,13 +63,18 @@ def replay(
     Raises
     ------
     KvmnnError
-        For an eviction without attention, a prompt longer than the history, and options that do not exist.
+        For an eviction without attention, attention that does not fit, a prompt longer than the history, and options
+        that do not exist.
     RestoreError
         Where a sound runtime cannot restore rows.
     """
     first = whole(history.tokens // 2 or 1 if prompt is None else prompt, "prompt", 1, history.tokens)
-    check_attention(attention, config.h2o.enable)
+    if compare not in COMPARISONS:
+        raise KvmnnError(f"compare is {shown(compare)}: expected one of {', '.join(COMPARISONS)}")
+    if config.h2o.enable and attention is None:
+        raise KvmnnError("kv_h2o_enable without attention: an eviction plan needs scores (kvmnn replay --scores)")
     if attention is not None:
+        check_attention(attention, len(history.layers), history.tokens)
         config = replace(config, h2o=replace(config.h2o, heads=int(attention[0].shape[0])))
     runner = _Runner(history, config, behaviour, attention)
     with runner.runtime:
@@ -73,6 +84,8 @@ def replay(
         for step, (begin, end) in enumerate(pairwise(bounds)):
             checked = compare == "all" or step <= 1 or end == history.tokens
             elapsed = runner.step(begin, end, checked)
+            if end == history.tokens:
+                runner.finish()
             if step % every == 0 or end == history.tokens:
                 points.append(runner.point(step, end, elapsed))
             if progress is not None:
@@ -125,6 +138,13 @@ class _Runner:
         self.runtime.sync()
         self.nanoseconds += elapsed
         return elapsed
+
+    def finish(self) -> None:
+        """Take in what threads still encode."""
+        if self.runtime.behaviour == "sound":
+            started = time.perf_counter_ns()
+            self.runtime.wait()
+            self.nanoseconds += time.perf_counter_ns() - started
 
     def point(self, step: int, tokens: int, elapsed: int) -> ReplayPoint:
         """The figures now."""

@@ -68,6 +68,11 @@ def test_generate_writes_the_same_text(run: Run, config: Path) -> None:
         (["--lossless", "store:blocks=3"], "kv_lossless_blocks: no option of the runtime"),
         (["--lossless", "store:front_n=many"], "kv_lossless_front_n is 'many': expected an integer"),
         (["--lossless", "store:front_n"], "'front_n' is not option=value"),
+        (
+            ["--lossless", "store:enable=false"],
+            "enable=false: enable is what the mode says; expected no such key",
+        ),
+        (["--lossless", "store:runtime_mode=probe"], "runtime_mode is what the mode says"),
         (["--lossless", "store", "--packed", "x86-avx2"], "--packed and --lossless: a cache is held in one of them"),
     ],
 )
@@ -75,6 +80,22 @@ def test_what_cannot_be(run: Run, options: list[str], message: str) -> None:
     for verb in (["generate", FIXTURE, "--prompt", "x"], ["eval", FIXTURE, "--text", TEXT, "--policy", "streaming"]):
         err = run(*verb, *options, code=2).err
         assert message in err and err.count("\n") == 1
+
+
+def test_a_mistake_in_the_file_is_told_of_the_file(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "c.json"
+    path.write_text('{"kv_lossless_frontn": 1}')
+    err = run("generate", FIXTURE, "--prompt", "x", "--lossless", "store", "--config", path, code=2).err
+    assert f"{path}: kv_lossless_frontn: no option of the runtime (did you mean 'kv_lossless_front_n'?)" in err
+
+
+def test_columns_of_the_runtime_are_explained(run: Run) -> None:
+    asked = ["--lossless", "probe", "--tokens", 3]
+    for out in (
+        run("generate", FIXTURE, "--prompt", "def", "--max-tokens", 2, "--lossless", "probe").out,
+        run("eval", FIXTURE, "--text", TEXT, *asked).out,
+    ):
+        assert "lossless: those over held, the bytes that hold them" in " ".join(out.split())
 
 
 def test_nothing_stored_is_said_and_why(run: Run) -> None:

@@ -91,11 +91,21 @@ def test_values_are_cut_as_the_engine_does(key: str, value: Any, name: str, used
         ({"kv_lossless_front_n": 1 << 40}, "kv_lossless_front_n is 1099511627776"),
         ({"kv_lossless_scope": 3}, "expected a string"),
         ({"layer_nums": 0}, "layer_nums is 0"),
-        ({"kv_lossless_async_threads": 100000}, "async_threads is 100000"),
+        ({"kv_lossless_async_threads": 100000}, "kv_lossless_async_threads is 100000: expected at most 256"),
+        ({"kv_lossless_frontn": 3}, r"no option of the runtime \(did you mean 'kv_lossless_front_n'\?\)$"),
+        ({"kv_xyz": 3}, "kv_xyz: no option of the runtime; expected names out of kv_lossless_async_threads, "),
+        ({"layer_nums": "6"}, "layer_nums must be an integer, not str"),
+        ({"kv_h2o_trigger_min_tokens": 1 << 40}, "kv_h2o_trigger_min_tokens is 1099511627776"),
     ],
 )
 def test_what_would_be_misread_is_refused(document: dict[str, Any], message: str) -> None:
     with pytest.raises(KvmnnError, match=message):
+        RuntimeConfig.from_engine(document)
+
+
+@pytest.mark.parametrize("document", [None, "x", ["kv_lossless_enable"], {1: 2}])
+def test_a_document_is_a_mapping_of_names(document: Any) -> None:
+    with pytest.raises(TypeError, match="document must be a mapping of names, not "):
         RuntimeConfig.from_engine(document)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from kvmnn import KvmnnError
 from kvmnn import open as open_source
 from kvmnn.cli.command import main
 from kvmnn.runtime import History, RuntimeConfig, history_of, replay
+from kvmnn.runtime.sound.codec import RowCodec
 
 KEYS: dict[str, Any] = {
     "kv_lossless_enable": True,
@@ -146,8 +148,18 @@ def test_histories_that_are_none() -> None:
     ):
         with pytest.raises(KvmnnError, match=message):
             History(layers, "fp16")
+    history = History(((rows, rows),), "fp16")
     with pytest.raises(KvmnnError, match="prompt is 4: expected at most 3"):
-        replay(History(((rows, rows),), "fp16"), RuntimeConfig(), prompt=4)
+        replay(history, RuntimeConfig(), prompt=4)
+    with pytest.raises(KvmnnError, match="compare is 'some': expected one of ends, all"):
+        replay(history, RuntimeConfig(), compare="some")
+    for attention, message in (
+        ([], "attention of 0 layers: expected 1"),
+        ([np.ones((2, 3, 2), np.float32)], r"attention of layer 0 has shape \[2, 3, 2\]: expected \[2, 3, 3\]"),
+        ([-np.ones((2, 3, 3), np.float32)], "attention of layer 0 is below 0"),
+    ):
+        with pytest.raises(KvmnnError, match=message):
+            replay(history, RuntimeConfig(), attention=attention)
 
 
 def test_the_command(
@@ -176,7 +188,21 @@ def test_the_command(
         (KEYS, ["--prompt", "161"], 1, "prompt is 161: expected at most 160"),
         (KEYS, ["--behaviour", "safe"], 2, "invalid choice"),
         (EVICTING, ["--scores", "short.npy"], 1, "attention of 3 layers: expected 4"),
-        (EVICTING, ["--scores", "flat.npy"], 1, "attention of layer 0 has shape"),
+        (EVICTING, ["--scores", "flat.npy"], 1, "flat.npy: attention of layer 0 has shape"),
+        (EVICTING, ["--scores", "nan.npy"], 1, "nan.npy: attention of layer 1 is below 0 or not finite"),
+        (
+            EVICTING,
+            ["--scores", "heads.npz"],
+            1,
+            "heads.npz: attention of layer 1 has shape [3, 160, 160]: expected",
+        ),
+        (
+            KEYS | {"kv_lossless_frontn": 1},
+            [],
+            1,
+            "error: config.json: kv_lossless_frontn: no option of the runtime",
+        ),
+        (KEYS | {"layer_nums": "4"}, [], 1, "error: config.json: layer_nums must be an integer, not str"),
     ],
 )
 def test_what_the_command_refuses(
@@ -193,6 +219,10 @@ def test_what_the_command_refuses(
     Path("config.json").write_text(json.dumps(config))
     np.save("short.npy", causal_attention(3, 1))
     np.save("flat.npy", np.ones((4, TOKENS, 9), np.float32))
+    wrong = causal_attention(4, 2)
+    np.savez("heads.npz", *wrong[:1], *causal_attention(3, 3))
+    wrong[1, 1, 5, 5] = np.nan
+    np.save("nan.npy", wrong)
     assert main(["replay", str(cache), "--config", "config.json", *more]) == code
     assert message in capsys.readouterr().err
 
@@ -210,6 +240,41 @@ def test_plots(
     assert {path.name for path in Path("plots").iterdir()} == names
     assert main(command) == 1
     assert main([*command, "--force", "-q"]) == 0
+
+
+def test_what_threads_still_encode_behind_the_last_token_is_in_the_figures(
+    history: History, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = RowCodec.encode
+
+    def slow(self: RowCodec, rows: Any) -> Any:
+        time.sleep(0.3)
+        return encode(self, rows)
+
+    monkeypatch.setattr(RowCodec, "encode", slow)
+    short = History(tuple((keys[:, :100], values[:, :100]) for keys, values in history.layers[:1]), "fp16")
+    result = replay(short, RuntimeConfig.from_engine(KEYS | {"kv_lossless_async_threads": 1}), prompt=98)
+    assert result.metrics.layers[0].blocks == 1 and "nothing was compressed" not in str(result)
+    assert result.points[-1].held_bytes == result.metrics.held_bytes
+
+
+def test_layers_of_which_nothing_was_encoded_have_no_ratio(history: History) -> None:
+    lines = str(replay(history, RuntimeConfig.from_engine(KEYS | {"kv_lossless_front_n": 1}))).splitlines()
+    table = lines[lines.index(next(line for line in lines if line.startswith("layer "))) + 1 :]
+    assert float(table[0].split()[5]) > 1 and table[1].split()[5] == "-"
+    (wait,) = [line for line in table if line.startswith("wait")]
+    assert wait.split() == ["wait", "0", "x,", "p50", "-", "us,", "p95", "-", "us,", "p99", "-", "us"]
+
+
+def test_scores_that_plan_nothing_are_noted(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text(json.dumps(KEYS))
+    np.save("a.npy", causal_attention(4, 1))
+    assert main(["replay", str(cache), "--config", "config.json", "--scores", "a.npy", "-q"]) == 0
+    assert main(["replay", str(cache), "--config", "config.json", "--scores", "a.npy"]) == 0
+    assert capsys.readouterr().err == "kvmnn: note: a.npy plans no eviction: config.json has no kv_h2o_enable\n"
 
 
 def test_a_run_that_compresses_nothing_says_so(history: History) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-from .. import loading, packed_options, printing, shared_options
+from .. import engine_config, loading, packed_options, printing, shared_options
 
 _TEXT = """Run K and V that were computed once through the lossless runtime, the first tokens as a prompt and the others
 one by one: what would be compressed, when, and what it would take. What attention would read is compared with the
@@ -49,20 +48,21 @@ def add_parser(verbs: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
-    from ...files.json_document import read_object
     from ...formats import opening
-    from ...runtime import RuntimeConfig, attention_of, history_of, replay, replay_plots
+    from ...runtime import attention_of, history_of, replay, replay_plots
     from ...text import count
 
     if arguments.plot:
         replay_plots.require(arguments.plot, arguments.force)
-    config = RuntimeConfig.from_engine(read_object(Path(arguments.config)))
+    config = engine_config.runtime_config(arguments.config)
     source = loading.load(arguments.inputs, arguments, frames=True)
     loading.report_skipped(source, arguments)
     source.token_major |= arguments.token_major
     history = history_of(source)
     attention = None
     if arguments.scores:
+        if not config.h2o.enable:
+            printing.note(arguments, f"{arguments.scores} plans no eviction: {arguments.config} has no kv_h2o_enable")
         attention = attention_of(opening.open(arguments.scores), len(history.layers), history.tokens)
     with printing.progress(arguments, history.tokens, "replaying", unit="token") as progress:
         result = replay(

@@ -6,7 +6,7 @@
 
 enum { FLAT_STEP = 4096 };
 
-/* -- what is coded backwards ---------------------------------------------------------------------------------------- */
+/* -- what is coded backwards --------------------------------------------------------------------------------------- */
 
 /* Coded symbols: states and units, whose bytes lie somewhere. */
 typedef struct {
@@ -76,7 +76,7 @@ static int code_flat(const dense_loops *loops, const uint8_t *symbols, size_t n,
     return 1;
 }
 
-/* -- sections ------------------------------------------------------------------------------------------------------- */
+/* -- sections ------------------------------------------------------------------------------------------------------ */
 
 static uint8_t *put_varint(uint8_t *at, size_t value) {
     for (; value >= 128; value >>= 7) *at++ = (uint8_t)(value | 128);
@@ -234,10 +234,11 @@ size_t dense_encode(const dense_input *in, uint8_t *room, uint8_t *out, size_t l
     for (int b = BUCKETS; b-- > LOW_FROM;) {
         if (!(mask >> b & 1)) continue;
         const uint8_t *least = out + (b == BUCKETS - 1 ? e->difference_count[b] : 0);
-        if (!code_flat(in->loops, e->differences[b], e->difference_count[b], low_codes[b], least, end, &low[b])) return 0;
+        size_t count = e->difference_count[b];
+        if (!code_flat(in->loops, e->differences[b], count, low_codes[b], least, end, &low[b])) return 0;
         end = low[b].units;
         size += 16 + low[b].unit_bytes;
-        coded_low += e->difference_count[b];
+        coded_low += count;
     }
     uint16_t tables[BUCKETS][256];
     lay_tables(model->map, tables);

@@ -233,7 +233,7 @@ static void LEVEL(unpack5)(const uint8_t *packed, size_t n, uint8_t *low) {
 #include "coder_impl.h"
 
 static const dense_loops LEVEL(table) = {
-    KVMNN_LEVEL_NAME, LEVEL(split),    LEVEL(join),      LEVEL(unfold),  LEVEL(escapes), LEVEL(outside), LEVEL(angles),
-    LEVEL(turn),      LEVEL(equal),    LEVEL(scan),      LEVEL(largest), LEVEL(pick),    LEVEL(merge),
-    LEVEL(subtract),  LEVEL(add_equal), LEVEL(log_sum),  LEVEL(fold), LEVEL(code),    LEVEL(pack5),   LEVEL(unpack5),
+    KVMNN_LEVEL_NAME, LEVEL(split),     LEVEL(join),    LEVEL(unfold), LEVEL(escapes), LEVEL(outside), LEVEL(angles),
+    LEVEL(turn),      LEVEL(equal),     LEVEL(scan),    LEVEL(largest), LEVEL(pick),   LEVEL(merge),
+    LEVEL(subtract),  LEVEL(add_equal), LEVEL(log_sum), LEVEL(fold),   LEVEL(code),    LEVEL(pack5),   LEVEL(unpack5),
 };

@@ -51,6 +51,7 @@ NATIVE = {
         *("rows.c", "search.c", "sets.c", "stream.c", "tables.c", "words.c", "xxh64.c"),
     ],
     "kvmnn.formats.llama._blocks": ["blocks.c"],
+    "kvmnn.formats.mlx._groups": ["groups.c"],
     "kvmnn.frames._fast": ["zstd_writer.c", "huffman.c", "fse.c", "repeats.c"],
     "kvmnn.frames._streams": ["lanes.c"],
     "kvmnn.h2o._scores": ["scores.c"],

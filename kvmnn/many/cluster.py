@@ -41,7 +41,7 @@ def dask(address: str) -> Iterator[tuple[Executor, Callable[[], int]]]:
             client = distributed.Client(address, timeout=SECONDS_TO_CONNECT, set_as_default=False)
         except (OSError, ValueError, ImportError) as exc:
             raise SourceError(f"{address}: no Dask scheduler answers there: {exc}") from None
-        executor = _Cluster(client)
+        executor = Cluster(client)
         try:
             yield executor, executor.ahead
         finally:
@@ -49,7 +49,7 @@ def dask(address: str) -> Iterator[tuple[Executor, Callable[[], int]]]:
                 client.close(timeout=SECONDS_TO_CONNECT)
 
 
-class _Cluster(Executor):
+class Cluster(Executor):
     """Dask's own executor, but for a cluster that is gone: Dask would wait for ever for what it is given then."""
 
     def __init__(self, client: Any) -> None:
@@ -58,20 +58,21 @@ class _Cluster(Executor):
 
     def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[R]:
         """Run it once, somewhere."""
-        self._check()
+        self.check()
         found: Future[R] = self._executor.submit(fn, *args, **kwargs)
         return found
 
     def ahead(self) -> int:
         """Workers come and go, so their threads are counted again every few seconds."""
         if time.monotonic() - self._at >= _SECONDS_BETWEEN:
-            self._check()
+            self.check()
             with suppress(Exception):
                 self._known = max(_LEAST, 2 * sum(self._client.nthreads().values()))
             self._at = time.monotonic()
         return self._known
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """`KvmnnError` where the scheduler is gone: what it was given never ends then."""
         if self._client.status not in ("running", "connecting"):
             raise KvmnnError(f"the Dask scheduler is gone ({self._client.status}); what is finished can be resumed")
 

@@ -12,6 +12,7 @@ from ..errors import KvmnnError, OptionError
 from ..text import one_line
 from ..threads.pool import cpu_count
 from ..version import version
+from .cluster import Cluster
 from .finished import FinishedFile
 from .processes import Processes
 from .stamps import stamp
@@ -24,6 +25,7 @@ HELD_BYTES = 64 << 20
 """Of lines that wait for one before them; above it nothing is begun."""
 
 SECONDS_OF_PATIENCE = 5.0
+_PROBES = 3
 """Without a result, after which processes are asked whether they are stuck."""
 
 Executors = Executor | Callable[[], Executor]
@@ -121,9 +123,16 @@ class _Runner:
                 yield self._release()
             if self._running:
                 ended, _ = wait(self._running, SECONDS_OF_PATIENCE, FIRST_COMPLETED)
-                if not ended and isinstance(self.executor, Processes):
-                    self.executor.free()
+                if not ended:
+                    self._look()
                 self._collect(ended)
+
+    def _look(self) -> None:
+        """Nothing ended for a while: free what a dead process blocks, and ask a cluster whether it is there."""
+        if isinstance(self.executor, Processes):
+            self.executor.free()
+        elif isinstance(self.executor, Cluster):
+            self.executor.check()
 
     def end(self) -> None:
         """Leave nothing running that can be ended."""
@@ -256,11 +265,14 @@ class _Runner:
         self._finish(index, failed(task, one_line(f"{task.path}: the process {why}{' (out of memory?)' * alone}")))
 
     def _probe(self) -> None:
-        """Raise where the executor cannot even do nothing."""
-        try:
-            self.executor.submit(_nothing).result()
-        except (Exception, CancelledError) as exc:
-            raise _idle(exc) from exc
+        """Raise where the executor cannot even do nothing; a worker that dies of a task may take the next one along."""
+        for attempt in range(_PROBES):
+            try:
+                self.executor.submit(_nothing).result()
+                return
+            except (Exception, CancelledError) as exc:
+                if attempt == _PROBES - 1:
+                    raise _idle(exc) from exc
 
 
 def _nothing() -> None:

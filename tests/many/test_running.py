@@ -14,6 +14,7 @@ from many_works import Behaving, Writing, size
 
 from kvmnn.errors import KvmnnError, OptionError
 from kvmnn.many import FinishedFile, Outcome, Processes, Task, run, running
+from kvmnn.many.cluster import Cluster
 
 
 @pytest.fixture
@@ -235,6 +236,44 @@ def test_what_an_executor_gives_up_is_done_once_more(times: int, ok: bool, log: 
 def test_an_executor_that_gives_everything_up() -> None:
     with pytest.raises(KvmnnError, match="the executor does nothing any more: RuntimeError: 4 workers died"):
         list(run(["a", "b"], size, Giving(0, nothing=True)))
+
+
+@pytest.mark.parametrize(("dying", "lost"), [(2, False), (3, True)])
+def test_a_probe_that_dies_with_its_worker_is_sent_again(dying: int, lost: bool) -> None:
+    class Dying(Giving):
+        def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+            nonlocal dying
+            if not args and dying:
+                dying -= 1
+                return Giving(1, nothing=True).submit(fn)
+            return super().submit(fn, *args, **kwargs)
+
+    results = run(["a", "x", "c"], size, Dying(2))
+    if lost:
+        with pytest.raises(KvmnnError, match="the executor does nothing any more"):
+            list(results)
+    else:
+        assert [done.path for done in results] == ["a", "x", "c"]
+
+
+def test_a_cluster_that_goes_away_with_all_that_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left to be handed over, and no result ever comes: the run asks whether the cluster is there."""
+
+    class Client:
+        status = "running"
+
+        def get_executor(self, pure: bool) -> Here:
+            return Here()
+
+    class Gone(Cluster):
+        def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+            client.status = "closed"
+            return Future()
+
+    client = Client()
+    monkeypatch.setattr(running, "SECONDS_OF_PATIENCE", 0.05)
+    with pytest.raises(KvmnnError, match=r"^the Dask scheduler is gone \(closed\)"):
+        list(run(["a"], size, Gone(client)))
 
 
 def test_leaving_early_ends_the_processes(log: Path) -> None:

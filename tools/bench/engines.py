@@ -8,6 +8,7 @@ CPU time, ways that take turns, medians.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import struct
 import sys
@@ -33,6 +34,8 @@ BLOCKS = (("q8_0", 8, 34), ("q4_0", 2, 18), ("q4_1", 3, 20), ("q5_0", 6, 22), ("
 """Names and numbers of ggml's types, and bytes of a block of 32."""
 LIMIT = 0.5
 """Of the speed of a copy of what comes out: reading may not fall below it."""
+LIMIT_ROUNDED = 0.15
+"""The same of 16-bit numbers that are rounded twice each, as MLX does it."""
 
 
 def main() -> None:
@@ -64,7 +67,8 @@ def main() -> None:
         "",
         f"K and V of {HEADS} heads of {DIMS} in pieces of 1 MiB, one thread; a copy is numpy.copyto of as many bytes "
         f"into memory that is there: none may fall below {LIMIT} of it. Transposed V is turned round; blocks become "
-        "four bytes for each code, which are computed.",
+        "four bytes for each code, which are computed. MLX's groups become numbers that are rounded twice: those of 16 "
+        f"bits may not fall below {LIMIT_ROUNDED}.",
         "",
         table(
             ["file", "MB made", "MB/s", "of a copy"],
@@ -75,7 +79,7 @@ def main() -> None:
         print("\n".join(sections))
     else:
         print(write_results("other_engines", "Caches of other engines", sections, {"ratios": sizes, "reading": speeds}))
-    slow = [row["file"] for row in speeds if row["of_copy"] < LIMIT]
+    slow = [row["file"] for row in speeds if row["of_copy"] < (LIMIT_ROUNDED if row["rounded"] else LIMIT)]
     sys.exit(f"below {LIMIT} of a copy: {', '.join(slow)}" if slow else 0)
 
 
@@ -128,6 +132,7 @@ def measure_speeds(scratch: Path, tokens: int, rounds: int) -> list[dict[str, An
                 "mb": source.nbytes / 1e6,
                 "rate": source.nbytes / seconds / 1e6,
                 "of_copy": ratio(times, "copy", "read"),
+                "rounded": name.startswith("mlx") and " bits" in name,
             }
         )
         path.unlink()
@@ -153,6 +158,8 @@ def files(tokens: int) -> list[tuple[str, Callable[[], bytes]]]:
             for name, number, nbytes in BLOCKS
         ),
         ("mlx.safetensors", lambda: prompt_cache(tokens)),
+        ("mlx, 8 bits.safetensors", lambda: quantised_cache(tokens, 8)),
+        ("mlx, 4 bits.safetensors", lambda: quantised_cache(tokens, 4)),
     ]
 
 
@@ -179,6 +186,26 @@ def prompt_cache(tokens: int) -> bytes:
     header += f'"0.1":{{"dtype":"F16","shape":{shape},"data_offsets":[{len(words)},{2 * len(words)}]}},'
     header += f'"0.2":{{"dtype":"I32","shape":[],"data_offsets":[{2 * len(words)},{2 * len(words) + 4}]}}}}'
     return struct.pack("<Q", len(header)) + header.encode() + 2 * words + struct.pack("<i", tokens)
+
+
+def quantised_cache(tokens: int, bits: int, group: int = 64) -> bytes:
+    """One layer in groups; what the codes are does not matter for reading."""
+    rows = HEADS * tokens
+    parts = (
+        ("U32", DIMS * bits // 32, np.random.default_rng(1).bytes(rows * DIMS * bits // 8)),
+        *(("F16", DIMS // group, np.full(rows * DIMS // group, 0.01, "<f2").tobytes()) for _ in range(2)),
+    )
+    header: dict[str, Any] = {"__metadata__": {"1.0": "QuantizedKVCache"}}
+    data = b""
+    for name, kind, last, words in [(f"0.{side}.{n}", *part) for side in range(2) for n, part in enumerate(parts)]:
+        shape = [1, HEADS, tokens, last]
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [len(data), len(data) + len(words)]}
+        data += words
+    for number, state in enumerate((tokens, group, bits)):
+        header[f"0.{2 + number}"] = {"dtype": "I32", "shape": [], "data_offsets": [len(data), len(data) + 4]}
+        data += struct.pack("<i", state)
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
 
 
 if __name__ == "__main__":

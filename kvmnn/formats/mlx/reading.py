@@ -27,7 +27,6 @@ __all__ = ["is_prompt_cache", "read"]
 ENGINE = "MLX"
 _NAMES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 _DTYPES = {"F16": "fp16", "BF16": "bf16", "F32": "fp32"}
-_ROWS = 512
 
 
 def read(file: FileBytes, options: ReadOptions) -> Source:
@@ -128,8 +127,10 @@ def _group_runs(states: States, layer: Layer, tensors: tuple[Tensor, ...], step:
     rows = codes.shape[0] * codes.shape[1] * layer.tokens
     dtype = np.dtype(numpy_type(scales))
     sizes = 4 * codes.shape[3], scales.shape[3] * dtype.itemsize
+    row = codes.shape[3] * 32 // layer.bits * dtype.itemsize
+    together = max(1, step // row)
     readers = [
-        _valid_runs(states, layer, tensor, _ROWS * size)
+        _valid_runs(states, layer, tensor, together * size)
         for tensor, size in zip(tensors, (sizes[0], sizes[1], sizes[1]), strict=True)
     ]
 
@@ -137,9 +138,9 @@ def _group_runs(states: States, layer: Layer, tensors: tuple[Tensor, ...], step:
         for packed, scale, bias in zip(*readers, strict=True):
             groups = [words.view(dtype).reshape(-1, scales.shape[3]) for words in (scale, bias)]
             found = numbers(packed.reshape(-1, sizes[0]), groups[0], groups[1], layer.bits)
-            yield np.ascontiguousarray(found).reshape(-1).view(np.uint8)
+            yield found.reshape(-1).view(np.uint8)
 
-    yield from rechunked(made(), step, rows * codes.shape[3] * 32 // layer.bits * dtype.itemsize)
+    yield from rechunked(made(), step, rows * row)
 
 
 def _described(states: States, layers: list[Layer], options: ReadOptions) -> EngineCache:

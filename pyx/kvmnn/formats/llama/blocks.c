@@ -1,6 +1,6 @@
 #include "blocks.h"
 
-#include <string.h>
+#include "../half.h"
 
 /* Blocks that are taken apart before their codes become numbers: what is stored in pieces has left the processor's
  * queue of stores when it is loaded in one. */
@@ -22,19 +22,6 @@ static inline size_t kvmnn_next_batch(const kvmnn_block_rows *blocks, size_t siz
         }
     }
     return batch->n;
-}
-
-/* The float32 that an fp16 is; no branch, so that several are made at a time. */
-static inline float kvmnn_half(uint32_t word) {
-    const uint32_t magnitude = word & 0x7fff;
-    const uint32_t normal = (magnitude << 13) + ((magnitude >= 0x7c00 ? 224u : 112u) << 23);
-    const float small = (float)(int32_t)magnitude * 0x1p-24f;
-    uint32_t bits;
-    float value;
-    memcpy(&bits, &small, sizeof bits);
-    bits = (magnitude >= 0x0400 ? normal : bits) | (word & 0x8000) << 16;
-    memcpy(&value, &bits, sizeof value);
-    return value;
 }
 
 static inline uint32_t kvmnn_word(const uint8_t *p) { return (uint32_t)p[0] | (uint32_t)p[1] << 8; }

@@ -1,0 +1,31 @@
+/* Numbers out of MLX's quantised groups, one table of functions per SIMD level; every level gives the same bits (NaN is
+ * NaN).
+ *
+ * A number is computed as MLX does it: code times scale, then plus bias, each rounded to the type of the scales.
+ */
+#ifndef KVMNN_GROUPS_H
+#define KVMNN_GROUPS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+enum { KVMNN_GROUPS_F16, KVMNN_GROUPS_BF16, KVMNN_GROUPS_F32, KVMNN_GROUPS_TYPES };
+
+/* Rows of codes of `bits` bits, from the lowest bit of the first byte on: 8, or a whole number of 8 codes a row. Scales
+ * and biases: a word for each group of a row; to: a word for each code. All rows lie one behind the other. */
+typedef struct {
+    const uint8_t *codes, *scales, *biases;
+    uint8_t *to;
+    size_t rows, values, groups;
+    int bits;
+} kvmnn_groups;
+
+typedef struct {
+    const char *name;
+    void (*numbers[KVMNN_GROUPS_TYPES])(const kvmnn_groups *groups);
+} kvmnn_groups_table;
+
+/* The table of a level of simd.h that this processor runs. */
+const kvmnn_groups_table *kvmnn_groups_at(int level);
+
+#endif

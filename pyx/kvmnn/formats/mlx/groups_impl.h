@@ -1,0 +1,94 @@
+/* The loops of groups.h, included once per SIMD level: LEVEL(name) gives each function its own name. */
+
+/* Codes, one a byte; a multiple of 8 of them. `bits` is a constant where this is called. */
+static inline void LEVEL(apart)(const uint8_t *restrict from, size_t count, int bits, uint8_t *restrict to) {
+    const uint8_t mask = (uint8_t)((1 << bits) - 1);
+    for (size_t i = 0; i < count; i += 8, from += bits) {
+        uint64_t held = 0;
+        for (int k = 0; k < bits; ++k) held |= (uint64_t)from[k] << 8 * k;
+#if defined(LEVEL_F16C) && defined(__x86_64__)
+        held = _pdep_u64(held, mask * UINT64_C(0x0101010101010101));
+        memcpy(to + i, &held, 8);
+#else
+        for (int k = 0; k < 8; ++k) to[i + k] = (uint8_t)(held >> bits * k) & mask;
+#endif
+    }
+}
+
+static const uint8_t *LEVEL(codes)(const uint8_t *from, size_t count, int bits, uint8_t *scratch) {
+    switch (bits) {
+        case 2: LEVEL(apart)(from, count, 2, scratch); return scratch;
+        case 3: LEVEL(apart)(from, count, 3, scratch); return scratch;
+        case 4: LEVEL(apart)(from, count, 4, scratch); return scratch;
+        case 5: LEVEL(apart)(from, count, 5, scratch); return scratch;
+        case 6: LEVEL(apart)(from, count, 6, scratch); return scratch;
+        default: return from;
+    }
+}
+
+static inline void LEVEL(of_f32)(const uint8_t *restrict codes, size_t n, float scale, float bias, float *restrict to) {
+    for (size_t i = 0; i < n; ++i) to[i] = (float)codes[i] * scale + bias;
+}
+
+static inline uint32_t LEVEL(to_bf16)(float value) {
+    const uint32_t bits = kvmnn_bits_of(value);
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+static inline void LEVEL(of_bf16)(const uint8_t *restrict codes, size_t n, float scale, float bias, uint16_t *restrict to) {
+    for (size_t i = 0; i < n; ++i) {
+        const float product = kvmnn_float_of(LEVEL(to_bf16)((float)codes[i] * scale) << 16);
+        to[i] = (uint16_t)LEVEL(to_bf16)(product + bias);
+    }
+}
+
+static inline void LEVEL(of_f16)(const uint8_t *restrict codes, size_t n, float scale, float bias, uint16_t *restrict to) {
+    size_t i = 0;
+#ifdef LEVEL_F16C
+    const __m256 scales = _mm256_set1_ps(scale), biases = _mm256_set1_ps(bias);
+    for (; i + 8 <= n; i += 8) {
+        const __m128i bytes = _mm_loadl_epi64((const __m128i *)(const void *)(codes + i));
+        const __m256 product = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)), scales);
+        const __m256 rounded = _mm256_cvtph_ps(_mm256_cvtps_ph(product, _MM_FROUND_TO_NEAREST_INT));
+        const __m128i made = _mm256_cvtps_ph(_mm256_add_ps(rounded, biases), _MM_FROUND_TO_NEAREST_INT);
+        _mm_storeu_si128((__m128i *)(void *)(to + i), made);
+    }
+#endif
+    for (; i < n; ++i) to[i] = (uint16_t)kvmnn_to_half(kvmnn_half(kvmnn_to_half((float)codes[i] * scale)) + bias);
+}
+
+/* Rows in pieces of codes, and these in runs of one group; `one` makes the numbers of a run at `to`. */
+#define LEVEL_GROUPS(name, word, float_of, one)                                                              \
+    static void LEVEL(name)(const kvmnn_groups *groups) {                                                    \
+        const size_t size = groups->values / groups->groups;                                                 \
+        const uint8_t *from = groups->codes;                                                                 \
+        word *to = (word *)(void *)groups->to;                                                               \
+        uint8_t scratch[KVMNN_CODES];                                                                        \
+        for (size_t row = 0; row < groups->rows; ++row) {                                                    \
+            for (size_t begin = 0; begin < groups->values;) {                                                \
+                const size_t left = groups->values - begin, count = left < KVMNN_CODES ? left : KVMNN_CODES; \
+                const uint8_t *codes = LEVEL(codes)(from, count, groups->bits, scratch);                     \
+                from += count * (size_t)groups->bits / 8;                                                    \
+                for (const size_t end = begin + count; begin < end;) {                                       \
+                    const size_t group = begin / size, at = row * groups->groups + group;                    \
+                    const size_t last = (group + 1) * size < end ? (group + 1) * size : end;                 \
+                    word scale, bias;                                                                        \
+                    memcpy(&scale, groups->scales + at * sizeof(word), sizeof(word));                        \
+                    memcpy(&bias, groups->biases + at * sizeof(word), sizeof(word));                         \
+                    one(codes, last - begin, float_of(scale), float_of(bias), to);                           \
+                    codes += last - begin, to += last - begin, begin = last;                                 \
+                }                                                                                            \
+            }                                                                                                \
+        }                                                                                                    \
+    }
+
+#define LEVEL_ITSELF(word) (word)
+#define LEVEL_SHIFTED(word) kvmnn_float_of((uint32_t)(word) << 16)
+LEVEL_GROUPS(f16, uint16_t, kvmnn_half, LEVEL(of_f16))
+LEVEL_GROUPS(bf16, uint16_t, LEVEL_SHIFTED, LEVEL(of_bf16))
+LEVEL_GROUPS(f32, float, LEVEL_ITSELF, LEVEL(of_f32))
+#undef LEVEL_ITSELF
+#undef LEVEL_SHIFTED
+#undef LEVEL_GROUPS
+
+static const kvmnn_groups_table LEVEL(table) = {KVMNN_LEVEL_NAME, {LEVEL(f16), LEVEL(bf16), LEVEL(f32)}};

@@ -68,7 +68,7 @@ class Kinds:
         names = set(names)
         if self.match is not None:
             return None
-        if manifest.FILE_NAME in names:
+        if manifest.FILE_NAME in names or _lost_its_manifest(path, names):
             return self.frames
         if is_zarr(path):
             return self.arrays or self.frames
@@ -84,6 +84,14 @@ def _is_cache_file(path: str, suffix: str) -> bool:
     if engine_file(path) is not None or page_in(path) is not None:
         return True
     return saved.damage(path) is not None or (suffix == _OF_TORCH and not saved.is_file(path))
+
+
+def _lost_its_manifest(path: str, names: set[str]) -> bool:
+    """Whether a folder was a bundle by its name: it counts as one, so that what it lacks is told of."""
+    frames = [name for name in names if name.endswith(manifest.FRAME_SUFFIX)]
+    return path.rstrip("/" + os.sep).endswith(".frames") and any(
+        name + manifest.SIDE_SUFFIX not in names for name in frames
+    )
 
 
 def _is_cache_folder(path: str, names: set[str]) -> bool:

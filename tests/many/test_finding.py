@@ -120,6 +120,13 @@ def test_folders_that_are_one_cache(tmp_path: Path) -> None:
     assert names(tmp_path / "dump") == ["dump"], "of what is named itself, its own name"
 
 
+def test_a_bundle_that_lost_its_manifest_counts_as_one(tmp_path: Path) -> None:
+    """Its frames decode, each by itself, but nothing says that all of them are there. Others have their manifests."""
+    put(tmp_path, "x.frames/a.frame", "x.frames/b.frame", "all.frames/a.frame", "all.frames/a.frame.json")
+    put(tmp_path, "plain/a.frame", "all.frames/sub/b.frame")
+    assert names(tmp_path) == ["all.frames/a.frame", "all.frames/sub/b.frame", "plain/a.frame", "x.frames"]
+
+
 def test_a_folder_of_vllm(tmp_path: Path) -> None:
     header = json.dumps({"kv_cache": {"dtype": "F16", "shape": [2], "data_offsets": [0, 4]}}).encode()
     put(tmp_path, "h/layers.0.safetensors", data=len(header).to_bytes(8, "little") + header + bytes(4))

@@ -41,6 +41,23 @@ def address() -> Iterator[str]:
         yield found.scheduler_address
 
 
+@pytest.fixture(scope="module")
+def harmed() -> Iterator[Any]:
+    """A function that gives a cluster whose workers may be killed; when it was closed, another one."""
+    made: list[Any] = []
+
+    def running() -> Any:
+        if not made or made[-1].status != distributed.Status.running:
+            made.append(cluster(memory_limit="400MB"))
+        return made[-1]
+
+    try:
+        yield running
+    finally:
+        for found in made:
+            found.close()
+
+
 @pytest.fixture
 def log(tmp_path: Path) -> Path:
     folder = tmp_path / "log"
@@ -88,11 +105,12 @@ def test_results_are_released_as_they_come(address: str, log: Path) -> None:
     assert 0 < most < 40
 
 
-def test_workers_that_are_killed_in_mid_run(log: Path, tmp_path: Path) -> None:
+def test_workers_that_are_killed_in_mid_run(harmed: Any, log: Path, tmp_path: Path) -> None:
     """Both, one after the other: every file is a result once, and every output is there and whole."""
     names = [f"{number:02}" for number in range(40)]
     tasks = [many.Task(name, str(tmp_path / name), (".out",)) for name in names]
-    with cluster(memory_limit=0) as found, many.dask(found.scheduler_address) as (executor, ahead):
+    found = harmed()
+    with many.dask(found.scheduler_address) as (executor, ahead):
         pids = [worker.pid for worker in found.workers.values()]
         results = many.run(tasks, many_works.SlowWriting(str(log), 0.05), executor, ahead=ahead)
         lines = []
@@ -105,11 +123,12 @@ def test_workers_that_are_killed_in_mid_run(log: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("*.out")) == [f"{name}.out" for name in names]
 
 
-def test_a_memory_limit_that_is_hit(log: Path) -> None:
+def test_a_memory_limit_that_is_hit(harmed: Any, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file that needs too much is one failed line; the others are each done."""
     names = [f"{number:02}" for number in range(10)] + ["big"] + [f"{number:02}" for number in range(10, 20)]
-    with cluster(memory_limit="400MB") as found:
-        lines = done(found.scheduler_address, names, many_works.Behaving(str(log)))
+    found = harmed()
+    monkeypatch.setattr(found.scheduler, "allowed_failures", 0)
+    lines = done(found.scheduler_address, names, many_works.Behaving(str(log)))
     assert [each.path for each in lines] == names
     assert [each.path for each in lines if not each.ok] == ["big"]
     (error,) = [each.error for each in lines if not each.ok]
@@ -117,18 +136,15 @@ def test_a_memory_limit_that_is_hit(log: Path) -> None:
     assert set(calls(log)) == set(names)
 
 
-def test_a_scheduler_that_goes_away(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scheduler_that_goes_away(harmed: Any, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvmnn.many.cluster.SECONDS_TO_CONNECT", 2)
-    found = cluster(memory_limit=0)
-    try:
-        with many.dask(found.scheduler_address) as (executor, ahead):
-            results = many.run([str(n) for n in range(50)], many_works.Behaving(str(log), 0.1), executor, ahead=ahead)
-            next(results)
-            threading.Thread(target=found.close, daemon=True).start()
-            with pytest.raises(KvmnnError, match=r"^the (executor does nothing any more: |Dask scheduler is gone)"):
-                list(results)
-    finally:
-        found.close()
+    found = harmed()
+    with many.dask(found.scheduler_address) as (executor, ahead):
+        results = many.run([str(n) for n in range(50)], many_works.Behaving(str(log), 0.1), executor, ahead=ahead)
+        next(results)
+        threading.Thread(target=found.close, daemon=True).start()
+        with pytest.raises(KvmnnError, match=r"^the (executor does nothing any more: |Dask scheduler is gone)"):
+            list(results)
 
 
 def test_the_verbs(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

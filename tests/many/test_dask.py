@@ -140,7 +140,7 @@ def test_a_scheduler_that_goes_away(harmed: Any, log: Path, monkeypatch: pytest.
     monkeypatch.setattr("kvmnn.many.cluster.SECONDS_TO_CONNECT", 2)
     found = harmed()
     with many.dask(found.scheduler_address) as (executor, ahead):
-        results = many.run([str(n) for n in range(50)], many_works.Behaving(str(log), 0.1), executor, ahead=ahead)
+        results = many.run([str(n) for n in range(400)], many_works.Behaving(str(log), 0.1), executor, ahead=ahead)
         next(results)
         threading.Thread(target=found.close, daemon=True).start()
         with pytest.raises(KvmnnError, match=r"^the (executor does nothing any more: |Dask scheduler is gone)"):

@@ -183,6 +183,25 @@ def test_a_runtime_that_encoded_nothing_says_what_would_have_to_be_different() -
     assert line == "Encoded: layers 0 to 1 of 6 (scope front_n, front_n 2); the others stay raw."
 
 
+def test_layers_that_a_full_queue_left_raw_are_not_called_out_of_scope() -> None:
+    encoded = [RuntimeLayer(layer=n, tokens=900, raw_bytes=5) for n in range(4)]
+    refused = [RuntimeLayer(layer=n, tokens=900, skips=1) for n in range(4, 6)]
+    config = RuntimeConfig(mode="store", front_n=6, max_queue=2)
+
+    def lines(*layers: RuntimeLayer) -> list[str]:
+        sizes = {"appended_bytes": 9, "live_bytes": 9, "held_bytes": 9}
+        figures = RuntimeFigures(mode="store", h2o_lossless_raw_bytes=20, layers=layers, **sizes)
+        return storing_notes([("full", figures)], config)
+
+    (line,) = lines(*encoded, *refused)
+    assert line == (
+        "The queue was full (max_queue 2) before it came to layers 4 to 5, still raw at the end; "
+        "more steps encode them."
+    )
+    _, outside = lines(*encoded, refused[0], RuntimeLayer(layer=5, tokens=900))
+    assert outside.endswith("the others stay raw.")
+
+
 def test_why_nothing_was_encoded_is_judged_text_by_text() -> None:
     def runtime(tokens: int, raw: int = 0) -> RuntimeFigures:
         layers = (RuntimeLayer(layer=0, tokens=tokens, raw_bytes=raw),)

@@ -180,7 +180,14 @@ def storing_notes(runs: Iterable[tuple[str, RuntimeFigures]], config: RuntimeCon
         lines.append(f"{', '.join(labels)}: nothing was encoded: {_why_nothing(cause, held, config)}.")
     encoded = sorted({layer.layer for _, one in found for layer in one.layers if layer.raw_bytes})
     layers = max((len(one.layers) for _, one in found), default=0)
-    if encoded and len(encoded) < layers:
+    refused = {layer.layer for _, one in found for layer in one.layers if layer.skips} - set(encoded)
+    if encoded and refused:
+        which = "layer" if len(refused) == 1 else "layers"
+        lines.append(
+            f"The queue was full (max_queue {config.max_queue:,}) before it came to {which} {span(sorted(refused))}, "
+            "still raw at the end; more steps encode them."
+        )
+    if encoded and len(encoded) + len(refused) < layers:
         scope = f"scope {config.scope}, front_n {config.front_n}" + (", mode probe" if config.mode == "probe" else "")
         which = "layer" if len(encoded) == 1 else "layers"
         lines.append(f"Encoded: {which} {span(encoded)} of {layers} ({scope}); the others stay raw.")

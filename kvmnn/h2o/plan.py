@@ -213,9 +213,12 @@ def never_drops(config: H2OConfig, tokens: int, names: Mapping[str, str] | None 
     """
     if tokens < config.trigger_tokens:
         return f"it plans from trigger_min_tokens {config.trigger_tokens:,} on, there are {tokens:,}: lower it"
-    made = plan(np.zeros(config.blocks(tokens), np.float32), tokens, config)  # the longest has the highest target
+    made = _plan_of(tokens, config)
+    # blocks that recent tokens only touch stay whole: one length may drop none where another of its block does
+    if any(_plan_of(fewer, config).evicted for fewer in range(_least_alike(tokens, config), tokens + 1)):
+        return None
     if not made.floor_dominates:
-        return None if made.evicted else "its target is all of them"
+        return "its target is all of them"
     options = " and ".join(
         f"{(names or {}).get(name, name)} ({getattr(config, name):,})" for name in made.to_lower(config)
     )
@@ -223,6 +226,15 @@ def never_drops(config: H2OConfig, tokens: int, names: Mapping[str, str] | None 
         f"sink and recent reach the target, {made.floor_tokens:,} of {tokens:,} tokens where "
         f"{made.target_before_floor:,} are to stay: lower {options}"
     )
+
+
+def _plan_of(tokens: int, config: H2OConfig) -> Plan:
+    return plan(np.zeros(config.blocks(tokens), np.float32), tokens, config)
+
+
+def _least_alike(tokens: int, config: H2OConfig) -> int:
+    """From here on up to `tokens`, lengths have every place that they can have in a block."""
+    return max(config.trigger_tokens, tokens - config.block)
 
 
 def share(part: int, of: int) -> np.float32:

@@ -64,14 +64,14 @@ HEADERS = list(ROOT.glob("kvmnn/*.h"))
 
 
 def extension(source: Path) -> Extension:
-    name = ".".join(source.relative_to(ROOT).with_suffix("").parts)
+    name, folder = ".".join(source.relative_to(ROOT).with_suffix("").parts), source.parent
     return Extension(
         name,
-        [str(source), *(str(source.parent / entry) for entry in NATIVE.get(name, []))],
+        [str(source), *(str(folder / entry) for entry in NATIVE.get(name, []))],
         include_dirs=[str(ROOT)],
         define_macros=[("Py_LIMITED_API", "0x030B0000")] if LIMITED_API else [],
         py_limited_api=LIMITED_API,
-        depends=sorted(str(path) for path in (*HEADERS, *source.parent.glob("*.h"))),
+        depends=sorted({str(path) for path in (*HEADERS, *folder.glob("*.h"), *folder.parent.glob("*.h"))}),
         extra_compile_args=COMPILE,
         extra_link_args=LINK,
     )

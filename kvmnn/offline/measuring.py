@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..dtypes import PARTS, Part
-from ..errors import OptionError, OutputError, SourceError
+from ..errors import OptionError, OutputError
 from ..files.changes import Reading
 from ..files.output import FileOutput, failures
 from ..threads.pipeline import Progress
@@ -85,6 +85,9 @@ def measure(
         When both documents have the same name.
     OutputError
         When a document exists, is an input, or cannot be written.
+    SourceError
+        When an input is damaged, cannot be read or changes meanwhile. Only a dump whose file has another length than
+        its metadata says is left out, as the reference does.
     KvmnnError
         If a frame does not decode to what it was made of, which would be a defect of kvmnn or of the machine.
     """
@@ -96,8 +99,8 @@ def measure(
         outputs = _open_documents(stack, out_json, out_md, force, [*inputs, *selection.files()])
         units = units_of(selection, options)
         jobs = _jobs(units, options, real)
-        results, broken = _run(jobs, units, options, resolve_threads(threads), progress)
-        measured = _sum_up(list(inputs), options, selection, units, results, broken, real)
+        results = _run(jobs, units, options, resolve_threads(threads), progress)
+        measured = _sum_up(list(inputs), options, selection, units, results, real)
         for output, make in outputs:
             output.file.write(make(measured).encode())
         for output, _ in outputs:
@@ -106,7 +109,7 @@ def measure(
 
 
 def work_bytes(selection: Selection, options: MeasureOptions, real: bool) -> int:
-    """The bytes that `progress` will have heard of in the end, unless files turn out to be unreadable."""
+    """The bytes that `progress` will have heard of in the end."""
     units = [unit for unit in units_of(selection, options) if unit.is_complete()]
     fp32 = sum(4 * unit.raw_bytes for unit in units if unit.is_fp32) if options.fp32 else 0
     return sum((2 + 2 * real) * unit.raw_bytes for unit in units) + fp32
@@ -150,27 +153,22 @@ def _jobs(units: list[Unit], options: MeasureOptions, real: bool) -> list[_Job]:
 
 def _run(
     jobs: list[_Job], units: list[Unit], options: MeasureOptions, threads: int, progress: Progress | None
-) -> tuple[_Results, set[int]]:
-    """The results by unit, part and lane, and the units whose files could not be read."""
+) -> _Results:
+    """The results by unit, part and lane."""
     meters, budget = Meters(MAX_MEMORY // threads), MemoryBudget(MAX_MEMORY)
     tell = _one_at_a_time(progress)
 
-    def work(job: _Job) -> StreamSize | StoredSize | None:
+    def work(job: _Job) -> StreamSize | StoredSize:
         unit = units[job.unit]
         with budget.holding(job.memory):
-            try:
-                if job.what is None:
-                    return stored_size(unit, job.part, tell)
-                if isinstance(job.what, int):
-                    return fp32_stream_size(unit, job.part, job.what, options, meters, tell)
-                return stream_size(unit, job.part, job.what, options, meters, tell)
-            except (SourceError, OSError):
-                return None
+            if job.what is None:
+                return stored_size(unit, job.part, tell)
+            if isinstance(job.what, int):
+                return fp32_stream_size(unit, job.part, job.what, options, meters, tell)
+            return stream_size(unit, job.part, job.what, options, meters, tell)
 
     made = map_pulled(work, jobs, threads)
-    results = {(job.unit, job.part, job.what): size for job, size in zip(jobs, made, strict=True) if size is not None}
-    broken = {job.unit for job, size in zip(jobs, made, strict=True) if size is None}
-    return results, broken
+    return {(job.unit, job.part, job.what): size for job, size in zip(jobs, made, strict=True)}
 
 
 def _sum_up(
@@ -179,15 +177,14 @@ def _sum_up(
     selection: Selection,
     units: list[Unit],
     results: _Results,
-    broken: set[int],
     real: bool,
 ) -> Measurement:
     layers: dict[int, Totals] = {}
     totals, chunks = Totals(), 0
     for index, unit in enumerate(units):
-        if index in broken or not unit.is_complete():
-            incomplete = [entry for entry in unit.entries if not entry.is_complete()]
-            selection.skip(COMPRESSION_FAILED, (incomplete or unit.entries)[0].where)
+        if not unit.is_complete():
+            incomplete = next(entry for entry in unit.entries if not entry.is_complete())
+            selection.skip(COMPRESSION_FAILED, incomplete.where)
             continue
         chunks += 2 * unit.piece_count()
         for total in (totals, layers.setdefault(unit.layer, Totals())):

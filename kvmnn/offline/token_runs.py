@@ -159,6 +159,7 @@ class RowReader:
         runs = (tensor.stored_runs(step) if as_stored else tensor.runs(step) for tensor in tensors)
         self._runs = (run for several in runs for run in several)
         self._rest: Piece = np.empty(0, np.uint8)
+        self._left = sum(tensor.tokens for tensor in tensors) * self._token_bytes
 
     def take(self, tokens: int) -> Iterator[Piece]:
         """The next `tokens` tokens, in runs as they come.
@@ -166,15 +167,20 @@ class RowReader:
         Raises
         ------
         SourceError
-            When a file cannot be read, or changed.
+            When an input is damaged, cannot be read, or changed.
         """
         left = tokens * self._token_bytes
+        self._left -= left
         while left:
             if not self._rest.size:
                 self._rest = next(self._runs)
             run, self._rest = self._rest[:left], self._rest[left:]
             left -= run.size
             yield run
+            del run
+        if not self._left:
+            for _ in self._runs:  # checksums and hashes are compared behind the last byte, when more is asked for
+                pass
 
     def take_run(self, tokens: int) -> Piece:
         """The next `tokens` tokens in one run, copied where they lie in several."""

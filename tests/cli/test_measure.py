@@ -7,9 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import hf_files
 import numpy as np
 import pytest
 from offline_model import words, write_dump
+from reader_sample import made
+
+from kvmnn.dtypes import PARTS
 
 K, V = words(1, 40), words(2, 40)
 
@@ -35,6 +39,50 @@ def test_both_documents_are_written(here, run):
     assert f"skipped: 1 compression_failed ({name})" in said
     assert "simulated: " in said and "order-0 limit" in said and "STORED" not in said
     assert sorted(path.name for path in here.iterdir()) == ["dump", "new"]
+
+
+def _damaged(name: str) -> str:
+    """Three layers in a file, or a store, whose layer 1 has one bit that is not what it was; the rest is whole."""
+    pairs = [(words(n, 40)[None], words(n + 3, 40)[None]) for n in range(3)]
+    if name == "x.pt":
+        file, part = hf_files.save(Path(name), hf_files.dynamic_cache(pairs)), pairs[1][0].tobytes()
+    else:
+        arrays = {f"layer_{n}.{p}": kv[0] for n, pair in enumerate(pairs) for p, kv in zip(PARTS, pair, strict=True)}
+        np.savez("x.npz", **arrays)
+        file, part = Path("x.npz"), arrays["layer_1.key"].tobytes()
+    if name == "x.frames":
+        made(["encode", "x.npz", "-o", "x.frames/"])
+        file, part = Path("x.frames/layer_1.key.frame"), Path("x.frames/layer_1.key.frame").read_bytes()
+    if name == "x.zarr":
+        made(["encode", "x.npz", "-o", "x.zarr"])
+        file = next(path for path in Path("x.zarr/layer_1.key/c").rglob("*") if path.is_file())
+        part = file.read_bytes()
+    data = bytearray(file.read_bytes())
+    data[data.index(part) + len(part) // 2] ^= 1
+    file.write_bytes(data)
+    return name
+
+
+@pytest.mark.parametrize("options", ["", "--real --no-limits", "--json", "-q", "--entry-mode aggregate", "--fp32"])
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("x.pt", "x.pt: layer_1.key: member 'data/2': the data does not match its checksum"),
+        ("x.npz", "x.npz: member 'layer_1.key.npy': the data does not match its checksum"),
+        ("x.frames", "x.frames: array 'layer_1.key': the frame does not match the manifest's sha256"),
+        ("x.zarr", "x.zarr: array 'layer_1.key': its words do not match the sha256 that kvmnn noted down"),
+    ],
+)
+def test_a_damaged_input_is_an_error(tmp_path, monkeypatch, run, name, where, options):
+    monkeypatch.chdir(tmp_path)
+    said = run("measure", _damaged(name), *options.split(), "--threads", 2, code=1)
+    assert said.out == "" and where in said.err.replace("\n", " ")
+
+
+def test_a_damaged_input_among_many_is_not_ok(tmp_path, monkeypatch, run):
+    monkeypatch.chdir(tmp_path)
+    line = json.loads(run("measure", _damaged("x.pt"), "--jobs", 1, "--json", code=1).out.splitlines()[0])
+    assert line["ok"] is False and "the data does not match its checksum" in line["error"]
 
 
 def test_what_is_given_twice_does_not_count_twice(here, run):

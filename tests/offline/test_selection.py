@@ -136,6 +136,17 @@ def test_files_that_change_meanwhile_fail(tmp_path, large):
         measure(["x"], selection, MeasureOptions(), real=True)
 
 
+@pytest.mark.parametrize("real", [False, True])
+def test_files_that_are_gone_meanwhile_fail(tmp_path, real):
+    meta = write_dump(tmp_path, 0, 0, K, V)
+    write_dump(tmp_path, 1, 0, K, V)
+    selection = select([tmp_path], Scope())
+    (meta.parent / "v_t0_4.bin").unlink()
+    with pytest.raises(SourceError, match=r"layer_0/v_t0_4\.bin: cannot be read: No such file or directory"):
+        measure(["x"], selection, MeasureOptions(), real=real)
+    assert not selection.skipped
+
+
 def test_one_bad_dump_fails_its_whole_group_once(tmp_path):
     write_dump(tmp_path, 0, 0, K, V)
     write_dump(tmp_path, 0, 4, K, V, seq_len=5)

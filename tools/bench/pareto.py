@@ -91,8 +91,8 @@ def draw(reports: dict[tuple[str, str, str], Report]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, places = pyplot.subplots(1, len(reports), figsize=(4.2 * len(reports), 4.2), layout="constrained")
-    for axes, ((side, dtype, size), report) in zip(places, reports.items(), strict=True):
+    figure, places = pyplot.subplots(2, 2, figsize=(14, 12), layout="constrained")
+    for axes, ((side, dtype, size), report) in zip(places.flat, reports.items(), strict=True):
         dominated = report.dominated()
         for result in report.results:
             if result.encode is None or result.ratio is None or result.raw_bytes != report.sample_bytes:
@@ -101,7 +101,9 @@ def draw(reports: dict[tuple[str, str, str], Report]) -> None:
             colour = "tab:blue" if ours else "tab:gray"
             axes.plot(x, result.ratio, "o", color=colour, fillstyle="none" if result.codec in dominated else "full")
             name = result.codec.removeprefix("kvmnn ")
-            axes.annotate(name, (x, result.ratio), xytext=(4, 3), textcoords="offset points", fontsize=7, color=colour)
+            hollow = result.codec in dominated  # labels on two sides: they lie close together
+            place = {"xytext": (-6, -3) if hollow else (6, -3), "ha": "right" if hollow else "left"}
+            axes.annotate(name, (x, result.ratio), textcoords="offset points", fontsize=8, color=colour, **place)
         axes.set(xscale="log", title=f"{side} {dtype}, {size}", xlabel="encode, MB/s of CPU time", ylabel="ratio")
         axes.margins(x=0.3)
         axes.grid(alpha=0.3)

@@ -44,5 +44,10 @@ def shortened(name: str, most: int = 60) -> str:
 
 def name_of_file(path: str) -> str:
     """The name of the one array in a file: the file's without its suffix, what no array's may have in it escaped."""
-    stem = os.fsencode(PurePath(path).stem).decode("utf-8", "backslashreplace")
-    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", stem)
+    return escaped_name(PurePath(path).stem)
+
+
+def escaped_name(name: str) -> str:
+    """A file's name as a manifest has it: control characters and bytes that are not UTF-8 escaped."""
+    text = os.fsencode(name).decode("utf-8", "backslashreplace")
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)

@@ -61,7 +61,8 @@ class VerbWork:
         """What the results depend on, as JSON has it."""
         from ..version import version
 
-        options = {name: value for name, value in self.options.items() if name != "typed"}  # for documents only
+        # What was typed is for documents only; what may be replaced changes no result.
+        options = {name: value for name, value in self.options.items() if name not in ("typed", "force")}
         said = {name: value for name, value in options.items() if value != _default(self.verb, name)}
         return {"kvmnn": version(), "verb": self.verb, "options": json.loads(json.dumps(said, default=str))}
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..arrays.named_array import NamedArray, Piece
 from ..arrays.source import FILE_KEY, Source
-from ..arrays.valid_names import check_name
+from ..arrays.valid_names import escaped_name
 from ..bundle.kept_file import MAX_BYTES, KeptFile, Part, check_fits, kept_file, to_json
 from ..dtypes import Bytes
 from ..errors import SourceError
@@ -72,8 +72,10 @@ def keep(
     _fill(file, position, file.size, parts, arrays)
     if sum(len(part.literal) for part in parts) > MAX_BYTES:
         raise SourceError(f"{file.label}: has more than {MAX_BYTES} bytes between its arrays")
-    name = "stdin" if file.path == STDIN else PurePath(file.path).name
-    check_name(name, file.label)
+    found = PurePath(file.path).name
+    name = "stdin" if file.path == STDIN else escaped_name(found)
+    if file.path != STDIN and name != found:
+        notes = [*notes, f"the manifest calls the file {name}: no name in a manifest has all that the file's has"]
     kept = KeptFile(format=kind, name=name, nbytes=file.size, sha256=_hash(file), parts=tuple(parts), kv_heads=kv_heads)
     return Source(arrays, {FILE_KEY: to_json(kept)}, notes=list(notes))
 

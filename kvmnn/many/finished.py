@@ -3,7 +3,8 @@
 The file has one JSON object a line, ``{"kvmnn_many", "sha256", "record"}``; the hash is that of the record's bytes, so
 that lines that somebody edited are found. The first record is the work: its name, its options, kvmnn's version. Then
 come tasks in the order in which things happened to them: begun (where their output was not there yet), finished with
-their line and with what input and output were (`stamps`), or failed, which are done again. Lines are handed to the
+their line and with what input and output were (`stamps`), or failed, which are done again (with `made`: what an earlier
+run wrote, and is still there). Lines are handed to the
 system at once and brought to the disk once a second. A last line that a crash tore is dropped.
 """
 
@@ -19,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NamedTuple, Self
 
-from ..errors import OutputError, SourceError
+from ..errors import OptionError, OutputError, SourceError
 from ..files.appending import lock_for_one
 from ..files.json_document import loads
 from ..files.output import failures, is_device
@@ -55,8 +56,10 @@ class FinishedFile:
 
     Raises
     ------
+    OptionError
+        For a file of other work.
     SourceError
-        For a file that holds something else or other work, was edited, or cannot be read.
+        For a file that holds something else, was edited, or cannot be read.
     OutputError
         Where another run is writing it, and from the methods when it cannot be written.
 
@@ -67,7 +70,7 @@ class FinishedFile:
     torn : bool
         Whether a torn line was dropped at its end.
     changed : int
-        Tasks of the file whose input or output is not what it was: they are done again.
+        Tasks of the file whose input or output was not what it was, and that were done again.
     """
 
     def __init__(self, path: str | os.PathLike[str], work: Mapping[str, Any]) -> None:
@@ -75,6 +78,8 @@ class FinishedFile:
         self._work = json.loads(json.dumps(work))
         self._done: dict[str, _Kept] = {}
         self._begun: set[str] = set()
+        self._made: dict[str, Mapping[str, str | None]] = {}
+        self._again: set[str] = set()
         self.torn = False
         self.changed = 0
         self._synced = time.monotonic()
@@ -98,7 +103,8 @@ class FinishedFile:
             return False
         if kept.stamps == _stamps(task, stamp(task.path)):
             return True
-        self.changed += 1
+        self._again.add(key)
+        self._made[key] = _made_of(kept.stamps)
         del self._done[key]
         return False
 
@@ -113,8 +119,15 @@ class FinishedFile:
         """Whether a run began it that did not come to its end."""
         return _key(task.path) in self._begun
 
+    def wrote(self, task: Task) -> bool:
+        """Whether all that is there of its output is what an earlier run wrote, unchanged."""
+        made = self._made.get(_key(task.path))
+        if made is None or task.output is None:
+            return False
+        return all(found in (None, made.get(end)) for end, found in _outputs(task).items())
+
     def begin(self, task: Task) -> None:
-        """Note that a task is begun whose output is not there."""
+        """Note that a task is begun whose output is not there, or is that of an earlier run."""
         if not self.was_begun(task):
             self._begun.add(_key(task.path))
             self._append({"begun": _key(task.path)})
@@ -124,11 +137,14 @@ class FinishedFile:
         key = _key(task.path)
         self._begun.discard(key)
         if done.ok:
+            self.changed += key in self._again
+            self._again.discard(key)
+            self._made.pop(key, None)
             record = {"done": key, "stamps": _stamps(task, seen), "line": done.line}
             offset, length = self._append(record)
             self._done[key] = _Kept(offset, length, str(record["stamps"]))
         else:
-            self._append({"failed": key})
+            self._append({"failed": key, "made": self._made[key]} if self.wrote(task) else {"failed": key})
 
     def close(self) -> None:
         """Bring it to the disk and let go of it."""
@@ -187,7 +203,7 @@ class FinishedFile:
     def _take(self, record: Mapping[str, Any], number: int, offset: int, length: int) -> None:
         if number == 1:
             if record.get("work") != self._work:
-                raise SourceError(
+                raise OptionError(
                     f"{self.path}: is of another run: {_difference(record.get('work'), self._work)}; "
                     "name another file, or delete this one"
                 )
@@ -196,6 +212,10 @@ class FinishedFile:
         key = record[kind]
         self._begun.discard(key)
         self._done.pop(key, None)
+        made = record.get("made")
+        self._made.pop(key, None)
+        if isinstance(made, dict):
+            self._made[key] = made
         if kind == "done":
             self._done[key] = _Kept(offset, length, str(record.get("stamps")))
         elif kind == "begun":
@@ -243,14 +263,31 @@ def _difference(then: object, now: Mapping[str, Any]) -> str:
     key = next(key for key in {**now, **then} if now.get(key) != then.get(key))
     if isinstance(now.get(key), dict) and isinstance(then.get(key), dict):
         return _difference(then[key], now[key])
-    return f"{key} was {json.dumps(then.get(key))} there and is {json.dumps(now.get(key))} here"
+    return f"{key} was {_value(then, key)} there and is {_value(now, key)} here"
+
+
+def _value(options: Mapping[str, Any], key: str) -> str:
+    return json.dumps(options[key]) if key in options else "the default"
 
 
 def _key(path: str) -> str:
     return os.path.abspath(path)
 
 
+def _outputs(task: Task) -> dict[str, str | None]:
+    """What output is, by its endings."""
+    return {} if task.output is None else {end: stamp(task.output + end) for end in task.endings}
+
+
 def _stamps(task: Task, seen: str | None) -> str:
     """What input and output are."""
-    made = {} if task.output is None else {end: stamp(task.output + end) for end in task.endings}
-    return json.dumps([seen, made])
+    return json.dumps([seen, _outputs(task)])
+
+
+def _made_of(stamps: str) -> Mapping[str, str | None]:
+    """What output was."""
+    try:
+        found = json.loads(stamps)[1]
+    except (ValueError, LookupError, TypeError):
+        return {}
+    return found if isinstance(found, dict) else {}

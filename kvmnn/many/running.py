@@ -212,6 +212,7 @@ class _Runner:
                 output = task.output
                 free = not any(os.path.lexists(output + ending) for ending in task.endings)
                 if self._finished is not None:
+                    free = free or self._finished.wrote(task)
                     if free:
                         self._finished.begin(task)
                     free = free or self._finished.was_begun(task)

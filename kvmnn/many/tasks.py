@@ -27,8 +27,8 @@ class Task:
     endings
         All that may follow `output`.
     replace
-        Set by `run`: nothing of `output` was there when this task was begun, so that what is there now was left by an
-        earlier attempt at it, and may be replaced.
+        Set by `run`: when this task was begun, nothing of `output` was there, or what an earlier run had written and
+        nobody changed, so that what is there now is of an earlier attempt at it, and may be replaced.
     """
 
     path: str

@@ -232,11 +232,42 @@ def test_resumed(here, capsys):
         "kvmnn: note: done.jsonl: the last line was torn, and is done again",
         "kvmnn: note: 1 file in done.jsonl, changed since then or without output, done again",
     ]
-    assert main([*argv, "--real"]) == 1
+    assert main([*argv, "--real"]) == 2
     expected = (
-        "done.jsonl: is of another run: real was null there and is true here; name another file, or delete this one"
+        "done.jsonl: is of another run: real was the default there and is true here; "
+        "name another file, or delete this one"
     )
     assert expected in capsys.readouterr().err
+
+
+def test_resumed_outputs(here, capsys):
+    """What kvmnn wrote and nobody changed is replaced when its input changes; what was changed only with -f."""
+    argv = ["encode", "--jobs", "1", "in/a.npz", "in/b/c", "-o", "out", "--resume", "r"]
+    again = "kvmnn: note: 1 file in r, changed since then or without output, done again"
+    assert main(argv) == 0
+    for number in (1, 2):
+        np.savez("in/a.npz", **{name: array[:number] for name, array in KV.items()})
+        capsys.readouterr()
+        assert main(argv) == 0
+        assert capsys.readouterr().err.splitlines() == [again]
+        manifest = json.loads(Path("out/a.npz.frames/manifest.json").read_text())
+        assert {array["shape"][0] for array in manifest["arrays"]} == {number}
+    Path("in/a.npz").write_bytes(b"damaged")
+    assert main(argv) == 1
+    assert again not in capsys.readouterr().err, "it was not done"
+    np.savez("in/a.npz", **KV)
+    assert main(argv) == 0, "the output from before is still kvmnn's"
+    np.savez("in/a.npz", **{name: array[:1] for name, array in KV.items()})
+    frame = next(Path("out/a.npz.frames").glob("*.frame"))
+    frame.write_bytes(frame.read_bytes() + b"x")
+    capsys.readouterr()
+    assert main(argv) == 1
+    said = capsys.readouterr()
+    assert "exists already" in said.out and again not in said.err
+    assert frame.read_bytes().endswith(b"x")
+    assert main([*argv, "-f"]) == 0
+    assert [line["ok"] for line in lines(capsys)] == [True, True]
+    assert not frame.read_bytes().endswith(b"x")
 
 
 def test_a_saved_cache_that_is_damaged_is_a_failed_line(here, capsys):

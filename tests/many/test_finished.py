@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from many_works import size
 
-from kvmnn.errors import KvmnnError, OutputError, SourceError
+from kvmnn.errors import KvmnnError, OptionError, OutputError, SourceError
 from kvmnn.many import FinishedFile, Outcome, Task, run
 from kvmnn.many.tasks import carry_out
 from kvmnn.version import version
@@ -115,10 +115,10 @@ def test_other_work_is_refused(tasks: list[Task]) -> None:
     fill(tasks)
     for work, message in (
         ({**WORK, "verb": "encode"}, 'verb was "measure" there and is "encode" here'),
-        ({**WORK, "options": {}}, "real was true there and is null here"),
+        ({**WORK, "options": {}}, "real was true there and is the default here"),
         ({**WORK, "kvmnn": "1"}, 'kvmnn was "0" there and is "1" here'),
     ):
-        with pytest.raises(SourceError, match=r"^kept: is of another run: ") as found:
+        with pytest.raises(OptionError, match=r"^kept: is of another run: ") as found:
             FinishedFile("kept", work)
         assert message in str(found.value)
 
@@ -172,3 +172,32 @@ def test_a_folder_is_what_it_was_as_long_as_all_below_it_is(tasks: list[Task]) -
     assert [inspect(), inspect()] == [1, 0]
     Path("d/e/y").touch()
     assert inspect() == 1
+
+
+def test_an_output_of_before_is_replaced_though_a_run_was_ended_meanwhile(tasks: list[Task]) -> None:
+    """Ended where the new output is there and the file does not know yet."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    made: list[bool] = []
+
+    def work(task: Task) -> Outcome:
+        made.append(task.replace)
+        Path(str(task.output)).write_bytes(Path(task.path).read_bytes())
+        return Outcome()
+
+    def go() -> None:
+        with FinishedFile("kept", WORK) as kept, ThreadPoolExecutor(1) as executor:
+            list(run([Task("a", "out")], work, executor, finished=kept))
+
+    go()
+    Path("a").write_text("other")
+    go()
+    assert Path("kept").read_bytes().count(b'{"begun"') == 2
+    lines = Path("kept").read_bytes().splitlines(keepends=True)
+    Path("kept").write_bytes(b"".join(lines[:-1]))
+    go()
+    assert made == [True, True, True]
+    Path("out").write_text("of somebody else")
+    Path("a").write_text("another one")
+    go()
+    assert made[3:] == [False]

@@ -44,11 +44,11 @@ def compare(
         return pairs
     for entry, other in zip(frames.arrays, pairs, strict=True):
         if frames.document is not None and entry.shape != other.shape and not _flat(other):
-            return Difference(entry.name, f"shape {list(entry.shape)} became {list(other.shape)}")
+            return Difference(entry.name, f"shape {list(other.shape)} became {list(entry.shape)}")
         if entry.nbytes != other.nbytes:
             return Difference(entry.name, f"has {entry.nbytes} bytes, {other.name!r} has {other.nbytes}")
         if entry.order != other.order and not _flat(other):
-            return Difference(entry.name, f"order {entry.order} became {other.order}")
+            return Difference(entry.name, f"order {other.order} became {entry.order}")
     current, expected = 0, _Reader(pairs[0])
     for index, data in decode_frames(frames, options, progress=progress):
         if index != current:

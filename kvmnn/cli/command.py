@@ -72,9 +72,9 @@ def verdict(exc: BaseException, arguments: Namespace | None) -> tuple[str, int]:
             return "interrupted", INTERRUPTED
     said = str(exc)
     if isinstance(exc, KvmnnError) and arguments is not None:
-        from . import packed_options
+        from . import many_options, packed_options
 
-        said = packed_options.in_the_words_of(arguments, said)
+        said = many_options.with_jobs(arguments, packed_options.in_the_words_of(arguments, said))
     if isinstance(exc, OptionError):
         return said, USAGE
     if isinstance(exc, MissingDependencyError):
@@ -85,7 +85,7 @@ def verdict(exc: BaseException, arguments: Namespace | None) -> tuple[str, int]:
         return "out of memory", DATA
     if isinstance(exc, OSError):
         name = f"{os.fsdecode(exc.filename)}: " if isinstance(exc.filename, str | bytes) else ""
-        return f"{name}{exc.strerror or exc}", DATA
+        return f"{name}{streams.joined(exc.strerror or exc)}", DATA
     if isinstance(exc, UnicodeEncodeError):  # of a file's name, by the system's encoding
         return f"{exc.object[:200]}: cannot be a name here ({exc.encoding}); PYTHONUTF8=1 may help", DATA
     return _defect(exc, arguments), DEFECT
@@ -108,7 +108,7 @@ def _defect(exc: BaseException, arguments: Namespace | None) -> str:
         if "kvmnn" in file:
             place = f" ({os.path.basename(file)}:{trace.tb_lineno})"
         trace = trace.tb_next
-    what = f"unexpected {type(exc).__name__}: {str(exc)[:500] or 'no message'}{place}"
+    what = f"unexpected {type(exc).__name__}: {streams.joined(str(exc)[:500]) or 'no message'}{place}"
     files = _files(arguments)
     with_it = f", with {files[0]}" if files else ""
     return f"{f'{files[0]}: ' if files else ''}{what}; please report this{with_it} ({TRACEBACK}=1 shows more)"
@@ -146,4 +146,4 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    streams.err("warning", message)
+    streams.err("warning", streams.joined(message))

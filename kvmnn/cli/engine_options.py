@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from contextlib import suppress
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from . import help, idle_options, shared_options
@@ -64,6 +66,18 @@ def is_engine_file(path: str) -> bool:
     from ..formats import engine_kind
 
     return path == STDIO or engine_kind(path) not in (None, "torch-cache")
+
+
+def has_engine_file(path: str) -> bool:
+    """Whether a path is a folder with such a file in it: only with ``--jobs`` is it read."""
+    if not os.path.isdir(path):
+        return False
+    with suppress(OSError):
+        return any(is_engine_file(os.path.join(path, name)) for name in islice(sorted(os.listdir(path)), _MOST_FILES))
+    return False
+
+
+_MOST_FILES = 1000
 
 
 def is_whole(arguments: argparse.Namespace, paths: Sequence[str]) -> bool:

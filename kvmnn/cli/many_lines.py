@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..text import count, one_line
+from ..text import count, visible
 
 
 def line_of(done: Mapping[str, Any]) -> str:
@@ -13,7 +13,7 @@ def line_of(done: Mapping[str, Any]) -> str:
     if not done["ok"]:
         return f"failed  {done['error']}"
     found = ", ".join(filter(None, _said(done.get("document") or {})))
-    return f"ok      {one_line(done['path'])}" + (f": {found}" if found else "")
+    return f"ok      {visible(done['path'], lines=False)}" + (f": {found}" if found else "")
 
 
 def _said(document: Mapping[str, Any]) -> list[str]:

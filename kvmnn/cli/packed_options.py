@@ -129,7 +129,7 @@ def refuse_idle(arguments: argparse.Namespace, paths: Sequence[str], used: Seque
     """`UsageError` for an option about packed files where no input is any, but for those that are `used` otherwise."""
     engine_options.refuse_idle(arguments, paths)
     idle = [name for name in LAYING if name not in used and idle_options.given(arguments, name)]
-    if any(map(engine_options.is_engine_file, paths)):
+    if any(map(engine_options.is_engine_file, paths)) or any(map(engine_options.has_engine_file, paths)):
         idle = [name for name in idle if name not in engine_options.HEADS]
     if idle and not any(map(may_be_packed, paths)):
         idle_options.refuse(arguments, idle, f"is about packed files of MNN's, and {' '.join(paths)} holds none")

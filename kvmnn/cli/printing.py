@@ -81,7 +81,8 @@ def show_failure(arguments: argparse.Namespace, verb: str, result: Result) -> in
     changes.check()
     if arguments.json:
         print_json({"verb": verb, **result.to_dict()})
-    streams.err("error", result)
+    expect_names(result.to_dict())
+    streams.err("error", streams.joined(result))
     return 1
 
 

@@ -110,12 +110,18 @@ def document(found: Any) -> None:
 
 
 def err(kind: str, message: object) -> None:
-    """``kvmnn: kind: message`` as one line on standard error; nothing where nobody can read it."""
+    """``kvmnn: kind: message`` as one line on standard error, line ends escaped; nothing where nobody can read it."""
+    line = visible(str(message).strip(), lines=False)
     said = _said.get()
     if said is not None:
-        (said.errors if kind == "error" else said.notes).append(one_line(str(message)))
+        (said.errors if kind == "error" else said.notes).append(line)
         return
-    err_lines(f"kvmnn: {kind}: {one_line(str(message))}")
+    err_lines(f"kvmnn: {kind}: {line}")
+
+
+def joined(lines: object) -> str:
+    """Lines of a result, or of another program's message, as one for `err`; line ends in names that are known stay."""
+    return one_line(_with_names(str(lines)))
 
 
 def err_lines(text: str) -> None:
@@ -182,11 +188,16 @@ def _stdout() -> TextIO:
     return sys.stdout
 
 
-def _shown(text: str, stream: TextIO, fold: bool) -> str:
-    """With escapes for what a terminal would act on, and for letters that the stream's encoding lacks."""
+def _with_names(text: str) -> str:
+    """With line ends escaped in the names that are known."""
     for part, shown in _broken.items():
         text = text.replace(part, shown)
-    text = visible(text)
+    return text
+
+
+def _shown(text: str, stream: TextIO, fold: bool) -> str:
+    """With escapes for what a terminal would act on, and for letters that the stream's encoding lacks."""
+    text = visible(_with_names(text))
     if fold and stream.isatty():
         import shutil  # which imports compression libraries: a start that is interrupted should not wait for them
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..bundle.frame_set import DecodeOptions, FrameSet
 from ..bundle.kept_file import KeptFile, kept_file
+from ..bundle.manifest import to_json
 from ..errors import LimitError, OptionError, OutputError
 from ..files.changes import Reading
 from ..files.mapped import MappedFile
@@ -35,9 +36,12 @@ class RestoredFile(Restored):
     ----------
     kept
         What it is.
+    whole_bytes
+        Of frames and manifest, which it is made of.
     """
 
     kept: KeptFile
+    whole_bytes: int
 
     @property
     def raw_bytes(self) -> int:
@@ -49,7 +53,8 @@ class RestoredFile(Restored):
         return {**super().to_dict(), "format": self.kept.format, "sha256": self.kept.sha256}
 
     def __str__(self) -> str:
-        line = self.said_of(f"the file {self.kept.name} of {count(len(self.arrays), 'array')}")
+        held = f"the file {self.kept.name} of {count(len(self.arrays), 'array')}"
+        line = self.said_of(held, f"frames and manifest of {self.whole_bytes:,} bytes")
         return line.replace("sha256 of the manifest", "sha256 of the file")
 
 
@@ -101,9 +106,10 @@ def restore_file(
     started = time.perf_counter()
     options = options or DecodeOptions()
     kept = kept_file(frames.document.metadata, frames.path) if frames.document else None
-    if kept is None:
+    if kept is None or frames.document is None:
         raise OptionError(f"{frames.path}: was not made from a file that is kept whole")
     frames.check_size(options)
+    manifest_bytes = len(to_json(frames.document))
     if options.max_bytes is not None and kept.nbytes > options.max_bytes:
         raise LimitError(f"{frames.path}: its file has {kept.nbytes} bytes, above the limit of {options.max_bytes}")
     file = KeptBytes(of_frames(frames, options), kept, frames.path)
@@ -130,6 +136,7 @@ def restore_file(
         stored_bytes=frames.stored_bytes,
         seconds=time.perf_counter() - started,
         kept=kept,
+        whole_bytes=frames.stored_bytes + manifest_bytes,
     )
 
 

@@ -86,12 +86,12 @@ class Restored:
         others = renamed(zip((array.name for array in self.arrays), self.files, strict=False))
         return f"{line}\n  {others}" if others else line
 
-    def said_of(self, held: str) -> str:
-        """One line: where `held` was written, the sizes, and what is proved."""
+    def said_of(self, held: str, read: str = "") -> str:
+        """One line: where `held` was written, the sizes (`read`: of what was decoded), and what is proved."""
         how = "read back, sha256 of the manifest" if self.reread else "sha256 of the manifest"
         proof = f"{LOSSLESS} ({how})" if self.verified else self.unknown or "no manifest to check it against"
         return (
-            f"{self.output or 'standard output'}: {held}, {self.stored_bytes:,} -> "
+            f"{self.output or 'standard output'}: {held}, {read or f'{self.stored_bytes:,}'} -> "
             f"{self.raw_bytes:,} bytes, {proof}{at_rate(self.raw_bytes, self.seconds)}"
         )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..dtypes import Floats
-from ..text import LOSSLESS, LOSSY, count
+from ..text import LOSSY, UNCHANGED, count
 from .config import H2OConfig
 from .keep_map import LEGEND, keep_map, tokens_per_letter
 from .plan import Plan, plan
@@ -80,10 +80,11 @@ class LayerPlan:
     def lines(self, config: H2OConfig) -> list[str]:
         """What stays, and the pairs as `kvmnn compact` takes them; without the picture."""
         made = self.plan
-        head = f"layer {self.layer} ({self.name}): "
+        label = f"layer {self.layer}"
+        head = f"{label}: " if self.name == label else f"{label} ({self.name}): "
         if not made.evicted:
             why = self._why(config) if made.floor_dominates else "the target is all of them"
-            return [head + f"{LOSSLESS}, all {made.kv_len:,} tokens stay: {why}"]
+            return [head + f"{UNCHANGED}, all {made.kv_len:,} tokens stay: {why}"]
         head += (
             f"{LOSSY}, {made.final_keep:,} of {made.kv_len:,} tokens stay, {float(made.lossy_ratio):.3f} x "
             f"{self._ratio_of}, target {made.target_before_floor:,}"
@@ -137,8 +138,8 @@ class LayerPlans:
 
     @property
     def label(self) -> str:
-        """``"LOSSY"`` if any layer drops tokens."""
-        return LOSSY if any(layer.plan.evicted for layer in self.layers) else LOSSLESS
+        """``"LOSSY"`` if any layer drops tokens, else ``"UNCHANGED"``: nothing is decoded here, nothing compared."""
+        return LOSSY if any(layer.plan.evicted for layer in self.layers) else UNCHANGED
 
     def entries(self) -> list[dict[str, Any]]:
         """What `kvmnn compact --plan` reads."""

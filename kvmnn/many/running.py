@@ -9,7 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, CancelledError, 
 from dataclasses import replace
 
 from ..errors import KvmnnError, OptionError
-from ..text import one_line
+from ..text import one_line, visible
 from ..threads.pool import cpu_count
 from ..version import version
 from .cluster import Cluster
@@ -262,8 +262,9 @@ class _Runner:
             return
         self._probe()
         task = self._tasks[index]
+        name = visible(task.path, lines=False)
         why = "ended while it was at this, twice" if alone else f"gave this up twice: {_said(exc)}"
-        self._finish(index, failed(task, one_line(f"{task.path}: the process {why}{' (out of memory?)' * alone}")))
+        self._finish(index, failed(task, f"{name}: the process {why}{' (out of memory?)' * alone}"))
 
     def _probe(self) -> None:
         """Raise where the executor cannot even do nothing; a worker that dies of a task may take the next one along."""

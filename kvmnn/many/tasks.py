@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import KvmnnError
-from ..text import one_line
+from ..text import one_line, visible
 from ..version import version
 
 
@@ -116,7 +116,7 @@ def failed(task: Task, error: str, seconds: float = 0.0) -> Done:
 
 
 def _done(task: Task, outcome: Outcome, seconds: float) -> Done:
-    error, name = outcome.error, one_line(task.path)
+    error, name = outcome.error, visible(task.path, lines=False)
     if error is not None and not re.search(rf"(?<![\w./-]){re.escape(name)}(?![\w.-])", error):
         error = f"{name}: {error}"
     line: dict[str, Any] = {"path": task.path, "ok": error is None, "seconds": round(seconds, 6)}
@@ -131,9 +131,10 @@ def _done(task: Task, outcome: Outcome, seconds: float) -> Done:
 
 def _said(task: Task, exc: Exception) -> str:
     if isinstance(exc, KvmnnError):
-        return one_line(str(exc))
+        return visible(str(exc).strip(), lines=False)
+    name = visible(task.path, lines=False)
     if isinstance(exc, MemoryError):
-        return one_line(f"{task.path}: out of memory")
+        return f"{name}: out of memory"
     if isinstance(exc, OSError):
-        return one_line(f"{task.path}: {exc.strerror or exc}")
-    return one_line(f"{task.path}: unexpected {type(exc).__name__}: {str(exc)[:500] or 'no message'}")
+        return f"{name}: {one_line(str(exc.strerror or exc))}"
+    return f"{name}: unexpected {type(exc).__name__}: {one_line(str(exc)[:500]) or 'no message'}"

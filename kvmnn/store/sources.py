@@ -11,7 +11,7 @@ from ..arrays.layers import LayerArray, array_name, common_geometry, place_said,
 from ..arrays.named_array import in_memory
 from ..arrays.source import Source
 from ..dtypes import PARTS, Words, by_name
-from ..errors import KvmnnError, OptionError
+from ..errors import KvmnnError, OptionError, SourceError
 from ..formats.mnn import Packed, Unpacked, pack, unpack
 from ..formats.mnn.prefix_writing import Making
 from ..packed.cache_info import TokenIds
@@ -34,7 +34,9 @@ def layers_of(source: Source, *, token_major: bool = False) -> list[LayerCache]:
     Raises
     ------
     OptionError
-        For K and V that were made from int8, and for a cache that was cut.
+        For K and V that were made from int8.
+    SourceError
+        For a cache that was cut, or holds no beginning of a text.
     KvmnnError
         For arrays that are not K and V of layers, each of one shape.
     """
@@ -44,9 +46,9 @@ def layers_of(source: Source, *, token_major: bool = False) -> list[LayerCache]:
     if source.cache is not None:
         for info in source.cache.layers:
             if info.positions != ((0, info.tokens),):
-                raise OptionError(f"{where}: layer {info.layer} was cut: a cache without some tokens is no prefix")
+                raise SourceError(f"{where}: layer {info.layer} was cut: a cache without some tokens is no prefix")
     if source.engine_cache is not None and not source.engine_cache.is_whole:
-        raise OptionError(f"{where}: holds no beginning of a text, whole and in order: {source.engine_cache}")
+        raise SourceError(f"{where}: holds no beginning of a text, whole and in order: {source.engine_cache}")
     arrays = sorted_layers(source, token_major=token_major)
     common_geometry(arrays, place_said(source))
     return [
@@ -76,7 +78,8 @@ class Got:
         return {"tokens": self.tokens, "asked": self.asked, **self.written.to_dict()}
 
     def __str__(self) -> str:
-        left = f"{self.asked - self.tokens:,} are left to compute" if self.tokens < self.asked else "all of the text"
+        rest = self.asked - self.tokens
+        left = f"{rest:,} {'is' if rest == 1 else 'are'} left to compute" if rest else "all of the text"
         return f"{self.tokens:,} of {count(self.asked, 'token')}: {left}\n{self.written}"
 
 

@@ -26,7 +26,7 @@ def test_sets_of_arrays_must_be_the_same(tmp_path):
     assert "frames only" in compare(frames, [named(KEYS)]).what
     assert "not in the frames" in compare(frames, [named(KEYS), named(KEYS, "v"), named(KEYS, "w")]).what
     assert (
-        "shape [8, 50, 64] became [400, 64]" in compare(frames, [named(KEYS.reshape(400, 64)), named(KEYS, "v")]).what
+        "shape [400, 64] became [8, 50, 64]" in compare(frames, [named(KEYS.reshape(400, 64)), named(KEYS, "v")]).what
     )
     assert "has 51200 bytes, 'k' has 51072" in compare(frames, [named(KEYS.ravel()[:-64]), named(KEYS, "v")]).what
     assert compare(frames, [named(KEYS.ravel()), named(KEYS, "v")]) is None
@@ -35,4 +35,4 @@ def test_sets_of_arrays_must_be_the_same(tmp_path):
 def test_memory_order_counts(tmp_path):
     np.save(tmp_path / "f.npy", np.asfortranarray(KEYS))
     frames = open_frames(str(bundle(tmp_path / "out", named(KEYS))))
-    assert "order C became F" in compare(frames, formats.open(str(tmp_path / "f.npy")).arrays).what
+    assert "order F became C" in compare(frames, formats.open(str(tmp_path / "f.npy")).arrays).what

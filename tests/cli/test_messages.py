@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 from pathlib import Path
@@ -12,6 +13,7 @@ import packed_samples
 import pytest
 
 import kvmnn
+from kvmnn.cli import streams
 from kvmnn.errors import FrameError
 
 WORDS = np.random.default_rng(1).standard_normal((2, 300, 8)).astype(np.float32)
@@ -195,3 +197,28 @@ def test_other_numbers_of_tokens_are_compared_as_far_as_they_go(here, run):
     assert (
         "--second-tokens is about packed files" in run("diff", "a", "c.npz", *known, "--second-tokens", 2, code=2).err
     )
+
+
+def test_line_ends_in_paths_are_escaped(tmp_path, run, monkeypatch):
+    """In the line of a verb, in those of many files, and in the one that sums them up; JSON has the path itself."""
+    monkeypatch.chdir(tmp_path)
+    path = "t\nu/a\n b.npy"
+    Path("t\nu").mkdir()
+    Path(path).write_bytes(b"x")
+    shown = "t\\nu/a\\n b.npy: "
+    assert run("inspect", path, code=1).err.startswith(f"kvmnn: error: {shown}")
+    found = run("inspect", "--jobs", 1, "t\nu", code=1)
+    line = json.loads(found.out)
+    assert line["path"] == path and line["error"].startswith(shown)
+    assert f"the first: {shown}" in found.err
+    assert found.err.count("\n") == 1
+
+
+def test_lines_of_others_are_joined(capsys):
+    """What a library or a result says in several lines is one; line ends in names that are known are escaped."""
+    streams.expect_names(["dir/a\nb.npy"])
+    try:
+        streams.err("error", streams.joined("dir/a\nb.npy: wrong\n  and more\n"))
+    finally:
+        streams.forget_names()
+    assert capsys.readouterr().err == "kvmnn: error: dir/a\\nb.npy: wrong and more\n"

@@ -94,9 +94,9 @@ def test_standard_output(here, run):
     assert "standard output" in run("scores.npy", "-o", "-", "--json", code=2).err
 
 
-def test_nothing_to_drop_is_lossless(here, run):
-    assert "LOSSLESS, all 1,280 tokens stay: sink and recent reach" in run("scores.npy", "--recent", 1280).out
-    assert "LOSSLESS, all 1,280 tokens stay" in run("scores.npy", "--keep-ratio", 1, "--recent", 0).out
+def test_nothing_to_drop_is_unchanged(here, run):
+    assert "UNCHANGED, all 1,280 tokens stay: sink and recent reach" in run("scores.npy", "--recent", 1280).out
+    assert "UNCHANGED, all 1,280 tokens stay" in run("scores.npy", "--keep-ratio", 1, "--recent", 0).out
 
 
 def test_scores_as_json_and_numbers_that_are_none(here, run):
@@ -177,7 +177,7 @@ def test_what_cannot_be_planned_is_one_line(here, run, argv, code, message):
 def test_floors_that_cover_everything_say_what_to_lower(tmp_path, run, options, lower):
     np.save(tmp_path / "a.npy", np.full((2, 100), 0.01, np.float32))
     said = run(tmp_path / "a.npy", "--no-map", *options.split()).out
-    assert "LOSSLESS, all 100 tokens stay: sink and recent reach the target" in said and said.endswith(f"{lower}\n")
+    assert "UNCHANGED, all 100 tokens stay: sink and recent reach the target" in said and said.endswith(f"{lower}\n")
 
 
 def test_what_the_engine_would_make_of_its_configuration_is_said(here, run):

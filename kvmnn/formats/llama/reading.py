@@ -87,7 +87,7 @@ def _chosen(where: str, state: State, options: EngineOptions) -> Stream:
         raise SourceError(f"{where}: no cell is used, there is nothing to read")
     if options.stream is None:
         if len(used) > 1 and not options.any_stream:
-            raise SourceError(f"{where}: {len(used)} streams hold cells: --stream says which ({_numbers(used)})")
+            raise OptionError(f"{where}: {len(used)} streams hold cells: --stream says which ({_numbers(used)})")
         return streams[used[0]]
     if options.stream not in used:
         raise OptionError(f"{where}: stream {options.stream} holds no cells; --stream may be {_numbers(used)}")
@@ -134,7 +134,7 @@ def heads_of(where: str, stream: Stream, options: ReadOptions, *, needed: bool) 
     if found is None:
         if not needed:
             return Heads((1,) * len(keys), known=False)
-        raise SourceError(
+        raise OptionError(
             f"{where}: a row of K has {keys[0].row:,} values, and nothing in the file says of how many kv heads: say "
             "--kv-heads N, or --model FILE.gguf"
         )

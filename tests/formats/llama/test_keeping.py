@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import struct
 from pathlib import Path
 from random import Random
@@ -96,6 +97,25 @@ def test_long_runs_between_arrays_are_arrays(tmp_path: Path, run) -> None:
     assert (frames / "manifest.json").stat().st_size < 20_000
 
 
+@pytest.mark.parametrize(
+    ("name", "noted"),
+    [
+        (b"a\n\x1b[31mb.session", r"a\x0a\x1b[31mb.session"),
+        (b"x\xff.session", r"x\xff.session"),
+        (b"\xc3\xa9", "\u00e9"),
+    ],
+)
+def test_a_name_that_no_manifest_has_is_escaped(tmp_path: Path, run, name: bytes, noted: str) -> None:
+    path = tmp_path / os.fsdecode(name)
+    path.write_bytes(llama_files.state(Random(2), Shape(), [9])[0])
+    found = run("encode", path, "-o", tmp_path / "frames")
+    document = json.loads((tmp_path / "frames" / "manifest.json").read_text())
+    assert json.loads(document["metadata"]["kvmnn.file"])["name"] == noted
+    assert ("the manifest calls the file" in found.err) == (noted != os.fsdecode(name))
+    run("decode", tmp_path / "frames", "-o", tmp_path / "again")
+    assert (tmp_path / "again").read_bytes() == path.read_bytes()
+
+
 def test_what_is_said_of_it(tmp_path: Path, run) -> None:
     path = tmp_path / "x.session"
     path.write_bytes(llama_files.state(Random(2), Shape(), [9])[0])
@@ -106,7 +126,8 @@ def test_what_is_said_of_it(tmp_path: Path, run) -> None:
     assert more in said
     path.unlink()
     said = run("decode", tmp_path / "x.session.frames").out
-    assert "the file x.session of 4 arrays" in said
+    size = path.stat().st_size
+    assert f"the file x.session of 4 arrays, frames and manifest of {whole:,} bytes -> {size:,} bytes" in said
     assert "LOSSLESS (read back, sha256 of the file)" in said
     assert path.exists()
     found = json.loads(run("encode", path, "-o", f"{tmp_path}/again/", "--json").out)

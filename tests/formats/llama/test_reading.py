@@ -224,7 +224,7 @@ def test_a_damaged_model_is_one_line(tmp_path: Path) -> None:
 
 def test_heads_are_asked_for(tmp_path: Path) -> None:
     path = put(tmp_path / "x", llama_files.state(Random(7), Shape(), [6])[0])
-    with pytest.raises(SourceError, match=r"a row of K has 64 values.*--kv-heads N, or --model FILE\.gguf"):
+    with pytest.raises(OptionError, match=r"a row of K has 64 values.*--kv-heads N, or --model FILE\.gguf"):
         kvmnn.open(path)
     source = kvmnn.open(path, ReadOptions(engine=EngineOptions(any_heads=True)))
     assert source["layer_0.key"].shape == (1, 6, 64)
@@ -234,7 +234,7 @@ def test_heads_are_asked_for(tmp_path: Path) -> None:
 
 def test_streams_are_asked_for(tmp_path: Path) -> None:
     path = put(tmp_path / "x", llama_files.state(Random(7), Shape(), [3, 0, 2])[0])
-    with pytest.raises(SourceError, match=r"2 streams hold cells: --stream says which \(0, 2\)"):
+    with pytest.raises(OptionError, match=r"2 streams hold cells: --stream says which \(0, 2\)"):
         kvmnn.open(path, heads(2))
     with pytest.raises(OptionError, match="stream 1 holds no cells"):
         kvmnn.open(path, heads(2, stream=1))

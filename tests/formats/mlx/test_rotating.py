@@ -12,7 +12,7 @@ import pytest
 from kept_files import there_and_back
 
 import kvmnn
-from kvmnn.errors import OptionError, SourceError
+from kvmnn.errors import SourceError
 
 HEADS, DIMS = 2, 4
 GROWTH = 256
@@ -151,7 +151,7 @@ def test_layers_with_a_window_and_without(tmp_path: Path, run) -> None:
     again = kvmnn.open(tmp_path / "x.zarr").engine_cache
     assert again is not None
     assert again.to_dict() == cache.to_dict()
-    with pytest.raises(OptionError, match="no beginning of a text"):
+    with pytest.raises(SourceError, match="no beginning of a text"):
         from kvmnn.store.sources import layers_of
 
         layers_of(source)

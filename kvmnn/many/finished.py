@@ -2,10 +2,10 @@
 
 The file has one JSON object a line, ``{"kvmnn_many", "sha256", "record"}``; the hash is that of the record's bytes, so
 that lines that somebody edited are found. The first record is the work: its name, its options, kvmnn's version. Then
-come tasks in the order in which things happened to them: begun (where their output was not there yet), finished with
-their line and with what input and output were (`stamps`), or failed, which are done again (with `made`: what an earlier
-run wrote, and is still there). Lines are handed to the
-system at once and brought to the disk once a second. A last line that a crash tore is dropped.
+come tasks in the order in which things happened to them: begun (where their output was not there yet, or was that of an
+earlier run), finished with their line and with what input and output were (`stamps`), or failed, which are done again
+(`made`: what an earlier run wrote, and is still there). Lines are handed to the system at once and brought to the disk
+once a second. A last line that a crash tore is dropped.
 """
 
 from __future__ import annotations
@@ -124,7 +124,10 @@ class FinishedFile:
         made = self._made.get(_key(task.path))
         if made is None or task.output is None:
             return False
-        return all(found in (None, made.get(end)) for end, found in _outputs(task).items())
+        return all(
+            made.get(end) == found if found is not None else not os.path.lexists(task.output + end)
+            for end, found in _outputs(task).items()
+        )
 
     def begin(self, task: Task) -> None:
         """Note that a task is begun whose output is not there, or is that of an earlier run."""

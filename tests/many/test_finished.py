@@ -201,3 +201,16 @@ def test_an_output_of_before_is_replaced_though_a_run_was_ended_meanwhile(tasks:
     Path("a").write_text("another one")
     go()
     assert made[3:] == [False]
+
+
+def test_what_cannot_be_seen_is_not_taken_for_an_output_of_before(tasks: list[Task]) -> None:
+    task = Task("a", "out", ("", ".more"))
+    Path("out").write_text("1")
+    with FinishedFile("kept", WORK) as kept:
+        kept.end(task, carry_out(size, task, version()), "seen")
+        assert not kept.has(task) and kept.wrote(task)
+        Path("out.more").symlink_to("nothing")
+        assert not kept.wrote(task)
+        Path("out.more").unlink()
+        Path("out").unlink()
+        assert kept.wrote(task)

@@ -72,9 +72,9 @@ def verdict(exc: BaseException, arguments: Namespace | None) -> tuple[str, int]:
             return "interrupted", INTERRUPTED
     said = str(exc)
     if isinstance(exc, KvmnnError) and arguments is not None:
-        from . import many_options, packed_options
+        from . import packed_options
 
-        said = many_options.with_jobs(arguments, packed_options.in_the_words_of(arguments, said))
+        said = packed_options.with_jobs(arguments, packed_options.in_the_words_of(arguments, said))
     if isinstance(exc, OptionError):
         return said, USAGE
     if isinstance(exc, MissingDependencyError):

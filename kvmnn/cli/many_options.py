@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -46,16 +45,6 @@ def asked(arguments: argparse.Namespace) -> bool:
         return True
     idle_options.refuse(arguments, ("resume", "match"), "needs --jobs N or --dask ADDRESS")
     return False
-
-
-def with_jobs(arguments: argparse.Namespace, message: str) -> str:
-    """A message about a folder of files, with the option that takes it."""
-    if getattr(arguments, "jobs", 0) is None and _FOLDER.search(message):
-        message += "; --jobs N takes each file below it by itself"
-    return message
-
-
-_FOLDER = re.compile("not a file kvmnn knows: (it is a folder with|the folder has no manifest)")
 
 
 def run(

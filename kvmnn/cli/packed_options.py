@@ -165,6 +165,16 @@ def in_the_words_of(arguments: argparse.Namespace, message: str) -> str:
     return message
 
 
+def with_jobs(arguments: argparse.Namespace, message: str) -> str:
+    """A message about a folder of files, with the option that takes it."""
+    if getattr(arguments, "jobs", 0) is None and _FOLDER.search(message):
+        message += "; --jobs N takes each file below it by itself"
+    return message
+
+
+_FOLDER = re.compile("not a file kvmnn knows: (it is a folder with|the folder has no manifest)")
+
+
 _SAID = re.compile(r"--(?:kv-heads|head-dim|backend)\b")
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
@@ -45,11 +44,14 @@ class SuiteResult:
         Their verdicts.
     notes
         What a reader must know, in sentences.
+    stamps
+        Of each case that of its round, as in its files.
     """
 
     round: Round
     cases: tuple[Checked | DemoChecked, ...]
     notes: tuple[str, ...] = ()
+    stamps: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
@@ -59,7 +61,8 @@ class SuiteResult:
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it."""
         found = self.round.to_dict()
-        return {**found, "cases": [case.to_dict() for case in self.cases], "notes": list(self.notes)}
+        cases = [{**case.to_dict(), "stamp": self.stamps.get(case.case, "")} for case in self.cases]
+        return {**found, "cases": cases, "notes": list(self.notes)}
 
     def __str__(self) -> str:
         width = min(shutil.get_terminal_size((80, 24)).columns, 100)
@@ -154,19 +157,16 @@ def _stability(measured: Measured) -> list[Gate]:
 
 def save(directory: str, measured: Measured, checked: Checked | DemoChecked) -> Round:
     """Write the files of a case, with the rows of both sides as tables."""
-    if isinstance(checked, DemoChecked):
-        made = save_demo(directory, checked, force=True)
-    else:
-        made = save_checked(directory, checked, force=True)
+    more = {FIGURES: json.dumps(_figures(measured), indent=1)}
     for side in ("without", "candidate"):
         rows = bench_rows(measured.case, measured.pairs, "", side)
         table = ParsedLogs(
             kind="llm_bench", files=rows.files, columns=rows.columns, rows=tuple(dict(row.cells) for row in rows.rows)
         )
-        path = Path(directory, checked.case, f"{side}.csv")
-        path.write_bytes(table.to_csv().encode("utf-8", "surrogateescape"))
-    Path(directory, checked.case, FIGURES).write_text(json.dumps(_figures(measured), indent=1), encoding="utf-8")
-    return made
+        more[f"{side}.csv"] = table.to_csv()
+    if isinstance(checked, DemoChecked):
+        return save_demo(directory, checked, force=True, more=more, stamp=measured.stamp)
+    return save_checked(directory, checked, force=True, more=more, stamp=measured.stamp)
 
 
 def _figures(measured: Measured) -> dict[str, Any]:
@@ -177,6 +177,7 @@ def _figures(measured: Measured) -> dict[str, Any]:
 
     return {
         "kvmnn_gate_runs": 1,
+        "stamp": measured.stamp,
         "case": measured.case.name,
         "mode": measured.case.mode,
         "pairs": [
@@ -204,4 +205,4 @@ def finish(
     found = Round.of(directory, [rows[case.case] for case in cases])
     write_round(found)
     note_round(directory, entry_of(found, suite.take, suite.about, suite.settings_of_cases))
-    return SuiteResult(round=found, cases=tuple(cases), notes=tuple(notes))
+    return SuiteResult(round=found, cases=tuple(cases), notes=tuple(notes), stamps=suite.stamps)

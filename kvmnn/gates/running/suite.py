@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -22,6 +22,8 @@ from ...lm.tokenizer import Tokenizer
 from ...policies.full import Full
 from ...version import version
 from ..logs.demo_records import quantity
+from ..summary.collecting import ABOUT, collect, stamps_of
+from ..summary.saving import write_round
 from .figures import Pair
 from .manifests import prompt_files
 from .measuring import Comparison, RunRecord, compare_contents, run_once
@@ -32,8 +34,8 @@ from .run_store import RunStore, key_of
 from .settings import RunSettings
 from .work import Workload, needles, real_prompts, several_turns, synthetic, text_beginnings
 
-RUNS, ABOUT, CELLS = "runs.jsonl", "run.json", "cells.jsonl"
-"""Files of a folder of runs: what is done, of which model and settings, and the perplexity's."""
+RUNS, CELLS = "runs.jsonl", "cells.jsonl"
+"""Files of a folder of runs: what is done, and the perplexity's."""
 
 _SIDES = ("without", "candidate")
 
@@ -67,6 +69,8 @@ class Measured:
         Change of perplexity; None without texts.
     notes
         What a reader must know.
+    stamp
+        Of its round: of everything that it was measured and judged by.
     """
 
     case: RunCase
@@ -74,6 +78,7 @@ class Measured:
     comparisons: tuple[Comparison, ...]
     quality: Quality | None
     notes: tuple[str, ...] = ()
+    stamp: str = ""
 
     @property
     def pairs(self) -> list[Pair]:
@@ -146,6 +151,7 @@ class Suite:
         self.store = RunStore(self._directory / RUNS)
         self.take = _take(self._directory, again)
         self.settings_of_cases: dict[str, dict[str, Any]] = {}
+        self.stamps: dict[str, str] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -230,7 +236,14 @@ class Suite:
         if case.evicts and self._documents:
             quality = self._quality(case)
             done(self._quality_steps(case))
-        return Measured(case=case, rounds=made, comparisons=tuple(comparisons), quality=quality, notes=tuple(notes))
+        return Measured(
+            case=case,
+            rounds=made,
+            comparisons=tuple(comparisons),
+            quality=quality,
+            notes=tuple(notes),
+            stamp=self.stamps[case.name],
+        )
 
     def _round(
         self, case: RunCase, session: DecoderSession, works: list[Workload], place: int, done: Callable[[int], None]
@@ -314,6 +327,13 @@ class Suite:
 
     def _note_down(self, cases: Sequence[RunCase], rounds: int) -> None:
         self.settings_of_cases = {"": self._settings_of_all(rounds), **{case.name: case.changed for case in cases}}
+        entries = {
+            case.name: {"mode": case.mode, "engine": case.engine, "limits": case.limits.to_dict()} for case in cases
+        }
+        common = [self.about, self.take, self.settings_of_cases[""], self._settings.to_dict()]
+        self.stamps = {
+            case.name: key_of(common=common, entry=entries[case.name], work=case.settings.to_dict()) for case in cases
+        }
         about = {
             "kvmnn_gate_run": 1,
             "command": self._command,
@@ -322,10 +342,24 @@ class Suite:
             **self.about,
             "take": self.take,
             "settings": self._settings.to_dict(),
-            "cases": {
-                case.name: {"mode": case.mode, "engine": case.engine, "limits": case.limits.to_dict()} for case in cases
-            },
+            "round": key_of(common=common),
         }
+        entries = {name: {**entry, "stamp": self.stamps[name]} for name, entry in entries.items()}
+        about["cases"] = {**self._measured_before(str(about["round"]), entries), **entries}
+        self._round_begun(about)
+
+    def _measured_before(self, mark: str, entries: Mapping[str, Any]) -> dict[str, Any]:
+        """Cases that earlier commands of the same round have measured."""
+        before = _read_about(self._directory)
+        cases = before.get("cases")
+        if before.get("round") != mark or not isinstance(cases, dict):
+            return {}
+        there = stamps_of(self._directory, cases)
+        return {name: cases[name] for name, same in there.items() if same and name not in entries}
+
+    def _round_begun(self, about: dict[str, Any]) -> None:
+        """Note it down, and what of it is there; the summary first, so that no crash leaves an earlier one's verdict."""
+        write_round(collect(self._directory, about))
         with FileOutput(self._directory / ABOUT, force=True) as output:
             output.file.write(json.dumps(about, indent=2).encode())
             output.commit()
@@ -341,11 +375,15 @@ class Suite:
 
 def _take(directory: Path, again: bool) -> int:
     """How often everything was measured anew: one more than noted down, if that came to its end."""
-    try:
-        take = int(quantity(read_object(directory / ABOUT), "take")) or 1
-    except (FileNotFoundError, NotADirectoryError):
-        return 1
+    take = int(quantity(_read_about(directory), "take")) or 1
     return take + 1 if again and has_take(directory, take) else take
+
+
+def _read_about(directory: Path) -> dict[str, Any]:
+    try:
+        return read_object(directory / ABOUT)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
 
 
 def _check_directory(directory: Path, force: bool) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,8 @@ from ...files.json_document import read_object
 from ..checking.cases import DEMO_CASES, RUNTIME_CASES
 from ..checking.markdown import read_gate_section
 from ..logs.log_files import read_log
-from .rows import demo_row, runtime_row
-from .writing import Round
+from .rows import MEASURED_BY, demo_row, runtime_row
+from .writing import NOT_FINISHED, Round
 
 _TAIL = 240
 _SIGNS = (
@@ -25,14 +27,22 @@ _SIGNS = (
     "Segmentation fault",
     "Aborted",
 )
+ABOUT = "run.json"
+"""Of a folder of ``gate run``: which cases its round has, and of each the stamp that its files must have."""
 REPORT, VERDICT = "llm_demo_report.json", "gate.json"
 """Of a case of ``llm_demo``; of what kvmnn judged, strict gates and hard checks included."""
 
 
-def collect(directory: str) -> Round:
+def collect(directory: str | os.PathLike[str], about: Mapping[str, Any] | None = None) -> Round:
     """The cases below a folder: ``<case>/summary.md`` with a section *Quality Gate*, ``<case>/llm_demo_report.json``.
 
-    A case of which there is only ``<case>.console.log`` ended before its report; the reason is looked for there.
+    A case of which there is only ``<case>.console.log`` ended before its report; the reason is looked for there. Where
+    ``run.json`` says which cases a round of ``gate run`` has, those whose files are not of this round are not measured.
+
+    Parameters
+    ----------
+    about
+        What ``run.json`` says, where it is not written yet.
 
     Raises
     ------
@@ -42,10 +52,40 @@ def collect(directory: str) -> Round:
     root = Path(directory)
     if not root.is_dir():
         raise SourceError(f"{directory}: is no folder" if root.exists() else f"{directory}: does not exist")
-    rows = [_row(root, case) for case in _cases(root)]
+    known = _cases_of_run(root, about)
+    there = stamps_of(root, known)
+    found = dict.fromkeys([*known, *_cases(root)])
+    rows = [_row(root, case) if there.get(case, True) else _not_finished(case, known[case]) for case in found]
     if not rows:
         raise SourceError(f"{directory}: holds no case: expected CASE/summary.md or CASE/{REPORT}")
-    return Round.of(directory, rows)
+    return Round.of(os.fspath(directory), rows)
+
+
+def stamps_of(root: Path, cases: Mapping[str, Any]) -> dict[str, bool]:
+    """Whether the files of each case that has a stamp have it as well."""
+    stamps = {name: entry.get("stamp") for name, entry in cases.items() if isinstance(entry, Mapping)}
+    return {name: _has_stamp(root / name, stamp) for name, stamp in stamps.items() if stamp is not None}
+
+
+def _has_stamp(folder: Path, stamp: object) -> bool:
+    for name in (VERDICT, REPORT):
+        if (folder / name).is_file():
+            return read_object(folder / name).get("stamp") == stamp
+    return False
+
+
+def _cases_of_run(root: Path, about: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Cases of the round by name, in its order; none where the folder is not of ``gate run``."""
+    if about is None:
+        about = read_object(root / ABOUT) if (root / ABOUT).is_file() else {}
+    cases = about.get("cases")
+    return cases if "kvmnn_gate_run" in about and isinstance(cases, Mapping) else {}
+
+
+def _not_finished(case: str, about: Mapping[str, Any]) -> dict[str, Any]:
+    make = runtime_row if case.split("+")[0] in RUNTIME_CASES else demo_row
+    return make(case, str(about.get("mode", "")), {MEASURED_BY: "kvmnn gate run"}, passed=False,
+                failure=NOT_FINISHED, return_code=1)  # fmt: skip
 
 
 def _cases(root: Path) -> list[str]:

@@ -101,7 +101,8 @@ def demo_row(
     report_json: str = "",
     console_log: str = "",
 ) -> dict[str, Any]:
-    """A row of a case of ``llm_demo``, from its report."""
+    """A row of a case of ``llm_demo``, from its report. What that of a run on a model leaves out is None."""
+    own = MEASURED_BY in report
     return {
         "suite": "llm_demo",
         "case": case,
@@ -112,7 +113,7 @@ def demo_row(
         "summary": summary,
         "report_json": report_json,
         "console_log": console_log,
-        **{name: number(report.get(name, 0.0)) for name in DEMO_FIGURES},
-        "decode_pass": bool(report.get("decode_pass", False)),
+        **{name: None if own and report.get(name) is None else number(report.get(name, 0.0)) for name in DEMO_FIGURES},
+        "decode_pass": None if own and "decode_pass" not in report else bool(report.get("decode_pass", False)),
         "run_order": str(report.get("run_order", ""))[:80],
     }

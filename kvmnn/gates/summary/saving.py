@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ...errors import OptionError, OutputError, SourceError
 from ...files.json_document import read_object
@@ -17,22 +18,37 @@ from .collecting import REPORT, VERDICT, collect
 from .writing import Round
 
 
-def save_checked(directory: str, checked: Checked, *, force: bool = False) -> Round:
+def save_checked(
+    directory: str, checked: Checked, *, force: bool = False, more: Mapping[str, str] | None = None, stamp: str = ""
+) -> Round:
     """Write the files of a case of ``llm_bench`` into a round, and the round's own anew.
+
+    Parameters
+    ----------
+    more
+        Further files of the case, by their names.
+    stamp
+        Of the round that it is of (``run.json``); empty: of none of ``gate run``.
 
     Raises
     ------
     OutputError
         Where the case is there already and not to be replaced, or a file cannot be written.
     """
-    texts = {"summary.md": checked.to_markdown(), VERDICT: json.dumps(checked.to_dict(), indent=2)}
-    return _save(directory, checked.case, texts, force)
+    texts = {**(more or {}), "summary.md": checked.to_markdown(), VERDICT: _stamped(checked.to_dict(), stamp)}
+    return _save(directory, checked.case, texts, force, VERDICT)
 
 
-def save_demo(directory: str, checked: DemoChecked, *, force: bool = False) -> Round:
+def save_demo(
+    directory: str, checked: DemoChecked, *, force: bool = False, more: Mapping[str, str] | None = None, stamp: str = ""
+) -> Round:
     """`save_checked` for a case of ``llm_demo``."""
-    texts = {"llm_demo_report.md": checked.to_markdown(), REPORT: json.dumps(checked.to_dict(), indent=2)}
-    return _save(directory, checked.case, texts, force)
+    texts = {**(more or {}), "llm_demo_report.md": checked.to_markdown(), REPORT: _stamped(checked.to_dict(), stamp)}
+    return _save(directory, checked.case, texts, force, REPORT)
+
+
+def _stamped(document: dict[str, Any], stamp: str) -> str:
+    return json.dumps({**document, "stamp": stamp} if stamp else document, indent=2)
 
 
 def check_case_name(case: str) -> None:
@@ -59,14 +75,14 @@ def write_round(made: Round) -> None:
             output.commit()
 
 
-def _save(directory: str, case: str, texts: Mapping[str, str], force: bool) -> Round:
+def _save(directory: str, case: str, texts: Mapping[str, str], force: bool, index: str) -> Round:
     check_case_name(case)
     check_round(directory, force=force)
     with failures(directory):
         Path(directory).mkdir(parents=True, exist_ok=True)
-    with DirectoryOutput(os.path.join(directory, case), force=force) as output:
+    with DirectoryOutput(os.path.join(directory, case), force=force, index=index) as output:
         for name, text in texts.items():
-            output.file(name).write(text.encode())
+            output.file(name).write(text.encode("utf-8", "surrogateescape"))
         output.commit()
     made = collect(directory)
     write_round(made)

@@ -15,6 +15,9 @@ from ...text.folding import folded_lines
 _NONE = "-"
 """Of what a run on a model has not measured."""
 
+NOT_FINISHED = "not measured: the round was not finished"
+"""Reason of a case of a round that was begun, whose files are still those of another round, or not there."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
@@ -43,6 +46,11 @@ class Round:
     def passed(self) -> bool:
         """Whether there are cases, and all passed."""
         return bool(self.rows) and all(row.get("overall_pass") is True for row in self.rows)
+
+    @property
+    def unfinished(self) -> int:
+        """Cases that the round should have, and has not measured."""
+        return sum(row.get("failure_reason") == NOT_FINISHED for row in self.rows)
 
     def of_suite(self, suite: str) -> list[Mapping[str, Any]]:
         """Cases of ``"runtime"`` or ``"llm_demo"``."""
@@ -94,11 +102,14 @@ class Round:
         """The cases and why they do not pass, in `width` columns."""
         passed = sum(row.get("overall_pass") is True for row in self.rows)
         lines = [f"{'PASS' if self.passed else 'FAIL'}: {passed} of {count(len(self.rows), 'case')} passed"]
+        if self.unfinished:
+            measured = len(self.rows) - self.unfinished
+            lines = [f"NOT FINISHED: {measured} of {count(len(self.rows), 'case')} measured, {passed} passed"]
         size = max([len(str(row.get("case", ""))) for row in self.rows], default=0)
         for row in self.rows:
-            said = "pass" if row.get("overall_pass") is True else "fail"
             reason = str(row.get("failure_reason", ""))
-            lines.append(f"  {said}  {row.get('case', '')!s:<{size}}  {reason}".rstrip())
+            said = "pass" if row.get("overall_pass") is True else "-" if reason == NOT_FINISHED else "fail"
+            lines.append(f"  {said:<4}  {row.get('case', '')!s:<{size}}  {reason}".rstrip())
         return folded_lines(lines, width)
 
 
@@ -132,11 +143,12 @@ def _number(value: float | None, digits: int = 4) -> str:
 def _demo_line(row: Mapping[str, Any]) -> str:
     return (
         f"case={row['case']}, mode={row['mode']}, pass={_flag(row['overall_pass'])}, rc={row['return_code']}, "
-        f"decode={row['baseline_decode_tps_avg']:.4f}->{row['candidate_decode_tps_avg']:.4f}, "
-        f"drop={row['decode_drop_ratio']:.6f}/{row['decode_drop_target']:.6f}, "
-        f"lossy={row['candidate_lossy_ratio_avg']:.4f}, lossless={row['candidate_lossless_ratio_avg']:.4f}, "
-        f"total={row['candidate_runtime_total_ratio_avg']:.4f}, decomp_us={row['runtime_decomp_best_us']:.4f}, "
-        f"cache_hit={row['decode_cache_hit_best']:.4f}, run_order={row['run_order']}, "
+        f"decode={_number(row['baseline_decode_tps_avg'])}->{_number(row['candidate_decode_tps_avg'])}, "
+        f"drop={_number(row['decode_drop_ratio'], 6)}/{_number(row['decode_drop_target'], 6)}, "
+        f"lossy={_number(row['candidate_lossy_ratio_avg'])}, lossless={_number(row['candidate_lossless_ratio_avg'])}, "
+        f"total={_number(row['candidate_runtime_total_ratio_avg'])}, "
+        f"decomp_us={_number(row['runtime_decomp_best_us'])}, "
+        f"cache_hit={_number(row['decode_cache_hit_best'])}, run_order={row['run_order']}, "
         f"summary=`{row['summary']}`{_reason(row)}"
     )
 

@@ -227,10 +227,10 @@ def _trends(rounds: Sequence[PastRound], first: int) -> list[Block]:
         series = []
         for look, name in enumerate(names):
             points = [
-                Point(place, getattr(case, key), name=name)
+                Point(place, value, name=name)
                 for place, entry in enumerate(rounds, start=first)
                 for case in entry.cases
-                if case.case == name
+                if case.case == name and (value := getattr(case, key)) is not None
             ]
             series.append(Series(name, points, look))
         charts.append(Chart(title, f"{title}, a line for each case.", "round", unit, series, whole_x=True))

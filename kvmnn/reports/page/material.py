@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ...errors import SourceError
 from ...files.json_document import as_object, read_bounded
 from . import records
+
+NOT_FINISHED = "not measured: the round was not finished"
+"""Reason of a case of a round of ``gate run`` that was begun, and whose files are of another round, or not there."""
 
 _MAX_BYTES = 64 << 20
 _MAX_FILES = 2000
@@ -48,6 +51,7 @@ class Material:
     measured: list[tuple[str, records.Measured]] = field(default_factory=list)
     replays: list[tuple[str, records.Replayed]] = field(default_factory=list)
     codecs: list[tuple[str, records.Codecs]] = field(default_factory=list)
+    unfinished: set[str] = field(default_factory=set)
     sources: list[SourceFile] = field(default_factory=list)
     left_out: list[tuple[str, str]] = field(default_factory=list)
 
@@ -245,6 +249,7 @@ def _settle(found: Material) -> None:
             raise SourceError(f"{name}: is another round of gates than {found.rounds[0][0]}: expected one")
     if found.round is None:
         return
+    _drop_other_rounds(found)
     passed = {row.case: row.overall_pass for row in found.round.rows}
     for case, (name, verdict) in list(found.verdicts.items()):
         if case not in passed:
@@ -260,9 +265,55 @@ def _settle(found: Material) -> None:
         raise SourceError(f"{found.rounds[0][0]}: overall_pass is not what its cases say")
 
 
-def _leave_out(found: Material, name: str) -> None:
+def _drop_other_rounds(found: Material) -> None:
+    """Of the cases that ``run.json`` has a stamp of, only files with this stamp are of its round."""
+    stamps: dict[str, set[object]] = {}
+    for _, about in found.about:
+        for case, entry in about.cases.items():
+            if isinstance(entry, Mapping) and "stamp" in entry:
+                stamps.setdefault(case, set()).add(entry["stamp"])
+    if found.round is None or not stamps:
+        return
+    for case, known in stamps.items():
+        name, verdict = found.verdicts.get(case, ("", None))
+        if verdict is not None and verdict.stamp in known and case not in _said_unfinished(found.round):
+            if case in found.runs and found.runs[case].stamp not in known:
+                del found.runs[case]
+                _leave_out(found, f"{case}/runs.json", "of another round than run.json")
+            continue
+        found.unfinished.add(case)
+        for source in [name] if name and name not in (place for place, _ in found.rounds) else []:
+            _leave_out(found, source, "of another round than run.json")
+        if found.runs.pop(case, None) is not None:
+            _leave_out(found, f"{case}/runs.json", "of another round than run.json")
+        found.verdicts.pop(case, None)
+    _not_passed(found)
+
+
+def _said_unfinished(made: records.Round) -> set[str]:
+    return {row.case for row in made.rows if row.failure_reason == NOT_FINISHED}
+
+
+def _not_passed(found: Material) -> None:
+    """Rows of what is not measured, in the order of ``run.json``."""
+    name, made = found.rounds[0]
+    rows = [row for row in made.rows if row.case not in found.unfinished]
+    rows += [
+        records.RoundRow(suite="runtime", case=case, overall_pass=False, failure_reason=NOT_FINISHED)
+        for _, about in found.about
+        for case in about.cases
+        if case in found.unfinished and case not in {row.case for row in rows}
+    ]
+    order = [case for _, about in found.about for case in about.cases]
+    rows.sort(key=lambda row: order.index(row.case) if row.case in order else len(order))
+    passed = bool(rows) and all(row.overall_pass for row in rows)
+    if found.unfinished:
+        found.rounds[0] = name, replace(made, overall_pass=passed, total_cases=len(rows), rows=tuple(rows))
+
+
+def _leave_out(found: Material, name: str, why: str = "a case that the last round does not have") -> None:
     found.sources = [source for source in found.sources if source.name != name]
-    found.left_out.append((name, "a case that the last round does not have"))
+    found.left_out.append((name, why))
 
 
 def _check(document: object, where: str) -> None:

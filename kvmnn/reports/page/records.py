@@ -34,6 +34,7 @@ class CaseVerdict(Record):
     verdict: Verdict | None = None
     failure: str = ""
     strict: bool = False
+    stamp: str = field(default="", compare=False)
     gates: tuple[GateLine, ...] = ()
     hard_checks: tuple[GateLine, ...] = ()
     diagnoses: tuple[str, ...] = ()
@@ -86,10 +87,10 @@ class PastCase(Record):
     case: str
     passed: bool = field(metadata={"key": "pass"})
     reason: str = ""
-    lossy: float
-    lossless: float
-    decode_tps: float
-    drop: float
+    lossy: float | None
+    lossless: float | None
+    decode_tps: float | None
+    drop: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +181,7 @@ class CaseRuns(Record):
     kvmnn_gate_runs: int
     case: str
     mode: str
+    stamp: str = ""
     pairs: tuple[RunPair, ...]
     quality: QualityChange | None = None
     notes: tuple[str, ...] = ()

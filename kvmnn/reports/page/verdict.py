@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from ...text import count
 from .blocks import CaseCard, Cell, Section, Table, Text, Tone, Verdict
-from .material import Material
+from .material import NOT_FINISHED, Material
 from .records import CaseVerdict, GateLine
 from .reference import REFERENCE
 
@@ -41,6 +41,9 @@ def verdict(found: Material) -> Verdict:
     unknown = len(cards) - passed - failed - unclear
     counts += [f"{number} {said}" for number, said in ((unknown, "not measured"), (unclear, "unclear")) if number]
     said += f"; {', '.join(counts)}." if counts else "."
+    unfinished = sum(case.failure == NOT_FINISHED for _, case in case_verdicts(found))
+    if unfinished:
+        said = f"Round not finished: {len(cards) - unfinished} of {count(len(cards), 'case')} measured. {said}"
     word = "PASS" if whole else "FAIL" if failed else "NOT MEASURED" if unknown else "UNCLEAR"
     tone: Tone = "good" if whole else "bad" if failed else "unknown"
     notes = [*_not_run([card.name for card in cards]), *_replayed(found)]
@@ -57,8 +60,12 @@ def case_verdicts(found: Material) -> list[tuple[str, CaseVerdict]]:
     cases = []
     for row in found.round.rows:
         plain = CaseVerdict(
-            case=row.case, mode=row.mode, overall_pass=row.overall_pass, failure=row.failure_reason
-        )  # fmt: skip
+            case=row.case,
+            mode=row.mode,
+            overall_pass=row.overall_pass,
+            verdict="not measured" if row.failure_reason == NOT_FINISHED else None,
+            failure=row.failure_reason,
+        )
         cases.append((row.case, found.verdicts.get(row.case, ("", plain))[1]))
     return cases
 
@@ -82,6 +89,8 @@ def gates_section(found: Material) -> Section:
             tables.append(
                 Table(f"Gates of {name}", _GATE_COLUMNS, rows, left=frozenset({0, 1, 5}), cards=True, note=note)
             )
+    if not every:
+        return Section("gates", "Gates", [Text("Gates one by one: not measured. No gates were judged.", "unknown")])
     if not tables:
         text = "Gates one by one: not measured. There is a verdict, but no figure and limit of each gate."
         return Section("gates", "Gates", [Text(text, "unknown")])

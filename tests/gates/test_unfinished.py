@@ -1,0 +1,88 @@
+"""Rounds that were begun over another one and interrupted: nobody takes the earlier verdicts for theirs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("onnxruntime")
+pytest.importorskip("tokenizers")
+import gate_models
+
+from kvmnn.gates.running import suite
+from kvmnn.gates.summary.collecting import collect
+
+PASSING = {"lossy_target": 0.0, "lossless_target": 0.0, "decode_drop_target": 1.0, "max_lossless_queue_peak": -1,
+           "require_runtime_decomp": False, "max_lossless_decomp_us": -1, "max_lossless_async_wait_us": -1}  # fmt: skip
+
+
+@pytest.fixture
+def words(tmp_path: Path, run) -> list[Any]:
+    """A command; its round, with settings A, is there and passes but for its perplexity."""
+    folder = gate_models.write_model(tmp_path, quality_texts=10, limits=PASSING)
+    found = ["gate", "run", folder / "model", "--config", folder / "run.json", "--suite", "runtime"]
+    found += ["--prompts", folder / "texts", "-o", tmp_path / "out", "-q"]
+    run(*found)
+    assert collect(str(tmp_path / "out")).passed
+    return found
+
+
+def begin_another(folder: Path, words: list[Any], monkeypatch: pytest.MonkeyPatch, run, measured: int) -> None:
+    """Settings B, interrupted after `measured` cases."""
+    document = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**document, "prompts": [44]}))
+    whole = suite.Suite._measured
+
+    def interrupted(self: suite.Suite, case: Any, *more: Any) -> Any:
+        if len(done) == measured:
+            raise KeyboardInterrupt
+        done.append(case.name)
+        return whole(self, case, *more)
+
+    done: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(suite.Suite, "_measured", interrupted)
+        run(*words, code=130)
+
+
+@pytest.mark.parametrize("measured", [0, 1, 3])
+def test_an_interrupted_round_is_no_pass(
+    tmp_path: Path, words: list[Any], monkeypatch: pytest.MonkeyPatch, run, measured: int
+) -> None:
+    begin_another(tmp_path, words, monkeypatch, run, measured)
+    out = tmp_path / "out"
+    assert json.loads((out / "summary.json").read_text())["overall_pass"] is False
+    said = f"NOT FINISHED: {measured} of 4 cases measured, {measured} passed"
+    shown = run("gate", "summary", out, code=1).out.splitlines()
+    assert shown[0] == said
+    assert sum("the round was not finished" in line for line in shown) == 4 - measured
+    page = run("report", out, "--markdown").out
+    assert f"Round not finished: {measured} of 4 cases measured." in page
+    assert page.count("of another round than run.json") == 2 * (4 - measured)
+    run(*words)
+    assert run("gate", "summary", out).out.startswith("PASS: 4 of 4 cases passed\n")
+    assert "Round not finished" not in run("report", out, "--markdown").out
+
+
+def test_a_crash_between_any_two_files_is_no_pass(
+    tmp_path: Path, words: list[Any], monkeypatch: pytest.MonkeyPatch, run
+) -> None:
+    """A case whose folder has been begun, and of which only some files are new."""
+    begin_another(tmp_path, words, monkeypatch, run, 1)
+    old = tmp_path / "out" / "runtime_probe" / "runs.json"
+    new = tmp_path / "out" / "runtime_baseline" / "runs.json"
+    new.write_text(old.read_text().replace("runtime_probe", "runtime_baseline"))
+    page = run("report", tmp_path / "out", "--markdown").out
+    assert any("runtime_baseline/runs.json" in line and "of another round" in line for line in page.splitlines())
+    (tmp_path / "out" / "runtime_baseline" / "gate.json").unlink()
+    assert run("gate", "summary", tmp_path / "out", code=1).out.startswith("NOT FINISHED: 0 of 4")
+
+
+def test_other_cases_of_the_same_round_stay(tmp_path: Path, words: list[Any], run) -> None:
+    other = [word if word != "runtime" else "llm_demo" for word in words]
+    run(*other, code=1)
+    assert len(collect(str(tmp_path / "out")).rows) == 6
+    assert collect(str(tmp_path / "out")).unfinished == 0

@@ -60,6 +60,10 @@ def run(arguments: argparse.Namespace) -> int:
         cases = cases_of(arguments.suite or "all", config, arguments.also or (), arguments.sweep or ())
     except OptionError as error:
         raise UsageError(str(error)) from None
+    listed = ("llm_demo",) if config.settings.prompt_manifest else ()
+    without = [case.name for case in cases if case.needs_texts and case.kind not in listed]
+    if without and not arguments.prompts:
+        raise UsageError(f"{without[0]} needs texts: expected --prompts DIR or FILE (--suite runtime needs none)")
     directory = arguments.output.rstrip("/") or "/"
     with Suite(
         arguments.inputs[0],

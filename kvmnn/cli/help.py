@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 _WIDEST = 100
@@ -63,6 +63,26 @@ def fold(parser: argparse.ArgumentParser, group: Any, option: str) -> None:
     group.add_argument(option, action=_Unfold, nargs=0, group=group, texts=texts, help="show these options and exit")
 
 
+def narrow(
+    parser: argparse.ArgumentParser, dest: str, options: Mapping[str, Collection[str]], said: Callable[[str], str]
+) -> None:
+    """Let the help behind one of the words that `dest` may be show what concerns it only.
+
+    Parameters
+    ----------
+    options
+        Of each word, which options it has; those that no word names are of all.
+    said
+        What the help says of a word.
+    """
+    asked = next(action for action in parser._actions if isinstance(action, argparse._HelpAction))
+    narrower = _Narrow(asked, dest, options, said)
+    for actions in (parser._actions, *(group._group_actions for group in parser._action_groups)):
+        actions[:] = [narrower if action is asked else action for action in actions]
+    for name in asked.option_strings:
+        parser._option_string_actions[name] = narrower
+
+
 def help_of(parser: argparse.ArgumentParser) -> dict[argparse.Action, str]:
     """All options with their help, those that are folded away included, and none that are hidden."""
     texts = {action: action.help or "" for action in parser._actions}
@@ -77,6 +97,10 @@ class _Unfold(argparse.Action):
         super().__init__(default=argparse.SUPPRESS, **options)
         self._group, self.texts = group, texts
 
+    def of(self, names: Collection[str]) -> bool:
+        """Whether these are all its options."""
+        return all(action.dest in names for action in self.texts)
+
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         for action, text in self.texts.items():
             action.help = text
@@ -87,6 +111,35 @@ class _Unfold(argparse.Action):
         formatter.end_section()
         parser._print_message(formatter.format_help())
         parser.exit()
+
+
+class _Narrow(argparse._HelpAction):
+    def __init__(
+        self, asked: argparse.Action, of: str, options: Mapping[str, Collection[str]], said: Callable[[str], str]
+    ) -> None:
+        super().__init__(asked.option_strings, dest=asked.dest, help=asked.help)
+        self._of, self._options, self._said = of, options, said
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
+        word = str(getattr(namespace, self._of, None))
+        if word in self._options:
+            self._keep(parser, word)
+        parser.print_help()
+        parser.exit()
+
+    def _keep(self, parser: argparse.ArgumentParser, word: str) -> None:
+        parser.description = self._said(word)
+        others = {name for names in self._options.values() for name in names} - set(self._options[word])
+        for action in parser._actions:
+            if action.dest == self._of:
+                action.metavar, action.help = word, argparse.SUPPRESS
+            elif action.dest in others or (isinstance(action, _Unfold) and action.of(others)):
+                action.help = argparse.SUPPRESS
+        for group in parser._action_groups:
+            if all(action.help == argparse.SUPPRESS for action in group._group_actions):
+                group.description = None
 
 
 def _filled(text: str, width: int) -> Iterator[str]:

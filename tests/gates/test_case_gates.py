@@ -10,15 +10,17 @@ import pytest
 
 from kvmnn.gates.checking.cases import RUNTIME_CASES
 from kvmnn.gates.checking.conditions import Decode
-from kvmnn.gates.running.case_gates import answer_gate, case_gates
+from kvmnn.gates.running.case_gates import answer_gate, case_gates, lossless_gate
 from kvmnn.gates.running.figures import Figures, Pair
 from kvmnn.gates.running.measuring import Comparison, RunRecord
+from kvmnn.gates.running.past import entry_of
 from kvmnn.gates.running.quality import Quality, why_all_stay
 from kvmnn.gates.running.rows_of_runs import bench_rows
 from kvmnn.gates.running.section import gate_lines
 from kvmnn.gates.running.settings import ENGINE, RunSettings
 from kvmnn.gates.running.work import Workload
 from kvmnn.gates.summary.rows import runtime_row
+from kvmnn.gates.summary.writing import Round
 from kvmnn.policies.h2o_engine import H2OEngine
 
 COUNTERS = {
@@ -59,8 +61,8 @@ def test_a_run_that_passes() -> None:
 def test_a_runtime_that_did_nothing_passes_nothing() -> None:
     """Its waits, queues and fallbacks are 0, and two plain caches are equal: none of it was measured."""
     idle = replace(GOOD, encoded_ratio=None, counters=dict.fromkeys(COUNTERS, 0.0))
-    found = verdicts(idle, replace(EQUAL, encoded_bytes=0), require_runtime_decomp=False)
-    names = ("lossless ratio", "decompression", "async wait", "queue peak", "fallbacks", "consistency")
+    found = verdicts(idle, replace(EQUAL, encoded_bytes=0), require_decode_cache_hit=True)
+    names = ("lossless ratio", "decompression", "async wait", "queue peak", "fallbacks", "cache hits", "consistency")
     assert {name: found[name] for name in names} == dict.fromkeys(names, "not measured")
     assert verdicts(idle, replace(EQUAL, encoded_bytes=0, different_bytes=1))["consistency"] == "fail"
 
@@ -182,3 +184,50 @@ def test_why_nothing_was_evicted(prompt: int, tokens: int, said: str) -> None:
         )
     }["perplexity"]
     assert gate.why == f"nothing was evicted in the texts: {reason}"
+
+
+def test_what_was_not_measured_is_no_figure() -> None:
+    """Not in the section, not in the row of the round, not in its line: 0 would be a figure."""
+    idle = replace(GOOD, encoded_ratio=None, counters=dict.fromkeys(COUNTERS, 0.0))
+    pairs = [Pair(work=WORK, without=PLAIN, candidate=idle)] * 2
+    limits = RUNTIME_CASES["runtime_store"]
+    case = SimpleNamespace(name="c", kind="runtime", mode="store", settings=RunSettings())
+    gates = case_gates(pairs, [replace(EQUAL, encoded_bytes=0)], None, limits, "store", 0.05)
+    decode = Decode.of(bench_rows(case, pairs, "m").rows, "avg")  # type: ignore[arg-type]
+    row = runtime_row(
+        "c", "store", gate_lines(Figures.of(pairs), decode, gates, limits, "store"), passed=False, failure="x"
+    )
+    names = ["lossless_selected_value", "kv_content_consistency_pass", "runtime_async_wait_headroom_warn"]
+    names += [name for name in row if name.startswith("runtime_")]
+    assert {name: row[name] for name in names} == dict.fromkeys(names)
+    made = Round.of("d", [row])
+    line = next(line for line in made.to_markdown().splitlines() if line.startswith("1. case=c"))
+    for name in (
+        "lossless",
+        "decomp_us",
+        "async_wait_us",
+        "async_wait_headroom",
+        "queue",
+        "fallback",
+        "kv_consistency",
+    ):
+        assert f" {name}=-," in line, name
+    (past,) = entry_of(made, 1, {}, {})["cases"]
+    assert (past["lossless"], past["lossy"]) == (None, 3.1)
+
+
+@pytest.mark.parametrize(("compressed", "shown"), [(4000 / 1.29999, "1.29999"), (4000 / 1.3, "1.300"), (3000, "1.333")])
+def test_a_figure_beside_its_limit_can_be_told_from_it(compressed: float, shown: str) -> None:
+    pairs = [Pair(work=WORK, without=PLAIN, candidate=counters(compressed_bytes=compressed))]
+    gate = lossless_gate(Figures.of(pairs), 1.3, "store")
+    assert gate.value == shown
+    assert (float(gate.value) >= float(gate.limit.split()[1])) is (gate.verdict == "pass")
+
+
+@pytest.mark.parametrize("wait", [40000.0, 40000.4, 39999.7, 50000.0])
+def test_a_wait_beside_its_limit_can_be_told_from_it(wait: float) -> None:
+    pairs = [Pair(work=WORK, without=PLAIN, candidate=counters(async_wait_us=wait))]
+    gates = case_gates(pairs, [EQUAL], None, RUNTIME_CASES["runtime_store"], "store", 0.05)
+    gate = next(gate for gate in gates if gate.name == "async wait")
+    value, limit = (float(text.replace(",", "").split()[place]) for text, place in ((gate.value, 0), (gate.limit, 1)))
+    assert (value <= limit) is (gate.verdict == "pass") is (wait <= 40000)

@@ -9,8 +9,8 @@ from typing import Any
 import gate_logs
 import pytest
 
-from kvmnn.errors import SourceError
-from kvmnn.gates import RUNTIME_CASES, Checked, Limits, MetricRows, check, read_rows
+from kvmnn.errors import OptionError, SourceError
+from kvmnn.gates import RUNTIME_CASES, Checked, Limits, MetricRows, check, parse, read_rows
 
 STORE = RUNTIME_CASES["runtime_store"].changed({"decode_baseline": 5.01}, "test")
 
@@ -169,16 +169,23 @@ def test_strict_says_what_an_idle_runtime_does_not_tell(tmp_path: Path) -> None:
     """Waits, queues and fallbacks are within their limits where nothing was encoded; the fork passes them."""
     idle = gate_logs.row(**NOTHING, h2o_lossless_async_wait_us=0, h2o_lossless_queue_peak=0)
     found = verdicts(strict(tmp_path, idle))
-    names = ("lossless ratio", "async wait", "queue peak", "fallbacks")
+    names = ("lossless ratio", "decompression", "async wait", "queue peak", "fallbacks")
     assert {found[name] for name in names} == {"not measured"}
-    assert {verdicts(checked(tmp_path, idle))[name] for name in names[1:]} == {"pass"}
+    assert {verdicts(checked(tmp_path, idle))[name] for name in names[2:]} == {"pass"}
+    assert verdicts(checked(tmp_path, idle))["decompression"] == "fail"  # as the fork has it
+    limits = STORE.changed({"require_decode_cache_hit": True, "require_async_queue_activity": True}, "test")
+    still = gate_logs.row(**NOTHING, h2o_lossless_async_queue_peak=0, h2o_lossless_decode_cache_hit=0)
+    sound = verdicts(checked(tmp_path, still, limits=limits, strict=True))
+    assert {sound[name] for name in ("consistency", "cache hits", "async queue")} == {"not measured"}
+    late = verdicts(strict(tmp_path, gate_logs.row(**NOTHING | {"h2o_lossless_decomp_us": 70001})))
+    assert late["decompression"] == "fail"
     busy = verdicts(strict(tmp_path, gate_logs.row(**NOTHING, h2o_lossless_fallback=1)))
     assert busy["fallbacks"] == "fail"
     baseline = check(
         read_rows([gate_logs.write_logs(tmp_path / "b", idle, idle)]),
         RUNTIME_CASES["runtime_baseline"],
         strict=True,
-        baseline=read_rows([gate_logs.write_logs(tmp_path / "b2", idle, idle)]),
+        baseline=read_rows([gate_logs.write_logs(tmp_path / "b2", idle, gate_logs.row(6.0, **NOTHING))]),
     )
     assert baseline.verdict == "pass", baseline.failure
 
@@ -190,6 +197,10 @@ def test_strict_says_what_an_idle_runtime_does_not_tell(tmp_path: Path) -> None:
         ("lossless ratio", {"h2o_lossless_raw_mb": 0}, None),
         ("async wait", {"h2o_lossless_async_wait_us": None}, None),
         ("fallbacks", {"h2o_lossless_fallback": float("nan")}, None),
+        ("fallbacks", {"h2o_lossless_fallback": -1}, None),
+        ("async wait", {"h2o_lossless_async_wait_us": -5}, None),
+        ("lossless ratio", {"h2o_lossless_comp_mb": -1}, None),
+        ("decompression", {"h2o_lossless_decomp_us": -1}, None),
         ("decode drop", {}, []),
         ("decode drop", {"prompt": 77}, None),
     ],
@@ -203,11 +214,44 @@ def test_strict_says_what_was_not_measured(
 
 
 def test_strict_does_not_call_activity_consistency(tmp_path: Path) -> None:
-    made = checked(tmp_path, strict=True, baseline=rows(tmp_path, gate_logs.row(6.0)))
+    made = checked(tmp_path, strict=True, baseline=rows(tmp_path / "plain", gate_logs.row(6.0)))
     assert verdicts(made)["consistency"] == "not measured"
     assert made.verdict == "not measured"
     broken = gate_logs.row(h2o_lossless_fallback=1)
     assert verdicts(checked(tmp_path, broken, strict=True))["consistency"] == "fail"
+
+
+def test_strict_refuses_a_table_as_its_own_baseline(tmp_path: Path) -> None:
+    mine = rows(tmp_path, gate_logs.row(), gate_logs.row(5.9))
+    (tmp_path / "copy.csv").write_text(parse([tmp_path / "logs"]).to_csv(), newline="")
+    for other in (mine, read_rows([tmp_path / "copy.csv"])):
+        with pytest.raises(OptionError, match="holds the rows that are judged and is their baseline as well"):
+            check(mine, STORE, strict=True, baseline=other)
+        check(mine, STORE, baseline=other)  # as the fork does
+
+
+def test_a_figure_beside_its_limit_can_be_told_from_it(tmp_path: Path) -> None:
+    gate = next(
+        gate
+        for gate in checked(tmp_path, gate_logs.row() | {"h2o_lossless": "1.29999"}).gates
+        if gate.name == "lossless ratio"
+    )
+    assert (gate.verdict, gate.value, gate.limit) == ("fail", "1.29999", ">= 1.30000")
+    near = gate_logs.row() | {"h2o_lossless_raw_mb": "1.29999", "h2o_lossless_comp_mb": "1.00"}
+    gate = next(gate for gate in strict(tmp_path, near).gates if gate.name == "lossless ratio")
+    assert (gate.verdict, gate.value, gate.limit) == ("fail", "1.29999", ">= 1.30000")
+
+
+def test_a_slow_store_is_said_of_what_was_judged(tmp_path: Path) -> None:
+    """Without a baseline of the same work strict has no drop, whatever a constant says."""
+    slow = gate_logs.row(4.0)
+    assert any("Mode store is slow (decode drop)" in line for line in checked(tmp_path, slow).diagnoses)
+    assert not any("Mode store is slow" in line for line in checked(tmp_path, slow, strict=True).diagnoses)
+
+
+def test_a_limit_of_all_is_kept_without_a_baseline(tmp_path: Path) -> None:
+    made = checked(tmp_path, limits=STORE.changed({"decode_drop_target": 1.0}, "test"), strict=True)
+    assert verdicts(made)["decode drop"] == "pass"
 
 
 def test_strict_refuses_headers_among_rows(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_verdicts(pairs: list[tuple[float, float]], limit: float, verdict: str) 
     drop = Drop.of(pairs)
     assert drop is not None
     assert drop.verdict(limit) == verdict
-    gate = drop_gate(drop, limit, "pairs side by side")
+    gate = drop_gate(drop, limit, "side by side")
     assert gate.verdict == verdict
     assert ("more runs" in gate.why) == (verdict == "unclear")
 

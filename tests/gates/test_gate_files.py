@@ -9,7 +9,7 @@ from typing import Any
 import gate_logs
 import pytest
 
-from kvmnn.errors import KvmnnError, OutputError, SourceError
+from kvmnn.errors import KvmnnError, OptionError, OutputError, SourceError
 from kvmnn.gates import RUNTIME_CASES, Limits, read_gate_file, read_rows
 from kvmnn.gates.checking import baselines
 
@@ -43,6 +43,22 @@ def test_a_file_of_the_fork(tmp_path: Path) -> None:
     limits, (note,) = read_gate_file(path, None, Limits())
     assert (limits.runtime_mode, limits.async_threads, limits.lossless_block_tokens) == ("full", 1, 128)
     assert note == f"{path}: prompts, repeat, h2o_keep_ratios say what ran, and limit nothing"
+
+
+def test_limits_that_limit_nothing_are_named(tmp_path: Path) -> None:
+    path = written(tmp_path, {"lossless_target": -5, "decode_drop_target": 2})
+    assert read_gate_file(path, None, Limits())[1] == [
+        f"{path}: lossless_target -5 limits nothing: ratios are above 0",
+        f"{path}: decode_drop_target 2 limits nothing: no more than 1 can be lost",
+    ]
+
+
+@pytest.mark.parametrize("text", ['{"lossy_target": NaN}', "{", "[]", "\0"])
+def test_what_is_no_gate_file_is_a_wrong_argument(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "gates.json"
+    path.write_text(text)
+    with pytest.raises(OptionError, match="JSON"):
+        read_gate_file(path, None, Limits())
 
 
 @pytest.mark.parametrize(

@@ -159,3 +159,31 @@ def test_no_files(tmp_path: Path) -> None:
         parse([tmp_path])
     with pytest.raises(SourceError, match="does not exist"):
         parse([tmp_path / "x.log"])
+
+
+@pytest.mark.parametrize("cell", ["nan \N{PLUS-MINUS SIGN} 0.1", "inf", "-inf", "-5.00 \N{PLUS-MINUS SIGN} 0.10"])
+def test_figures_that_nothing_can_have_are_said(tmp_path: Path, cell: str) -> None:
+    log = gate_logs.write_logs(tmp_path, gate_logs.row(), gate_logs.row() | {"h2o_lossless_async_wait_us": cell})
+    (note,) = parse([log]).notes
+    assert note == f"{log}: row 2: h2o_lossless_async_wait_us: found {cell}, expected a number of at least 0"
+    with pytest.raises(SourceError, match="expected a number of at least 0"):
+        parse([log], strict=True)
+
+
+def test_speeds_and_records_that_nothing_can_have(tmp_path: Path) -> None:
+    log = gate_logs.write_logs(tmp_path, gate_logs.row() | {"speed(tok/s)": "80.1<br>-3.0"})
+    assert "speed(tok/s): found 80.1<br>-3.0" in parse([log]).notes[0]
+    (tmp_path / "a.jsonl").write_text('{"prompt_tokens": 5, "prefill_us": -3, "decode_us": -4}\n')
+    (note,) = parse([tmp_path / "a.jsonl"]).notes
+    assert note.endswith("row 1: prefill_us: found -3, expected a number of at least 0 (and 1 more)")
+
+
+def test_a_log_without_rows_is_named_and_a_line_has_one_number(tmp_path: Path) -> None:
+    for name in ("a.log", "b.log"):
+        (tmp_path / name).write_text("nothing")
+    with pytest.raises(SourceError, match=r"a\.log \(and 1 other log\): No markdown table rows found in logs\."):
+        parse([tmp_path / "a.log", tmp_path / "b.log"])
+    (tmp_path / "c.jsonl").write_text('{"prompt_tokens": 5}\n{"prompt\n')
+    with pytest.raises(SourceError) as error:
+        parse([tmp_path / "c.jsonl"])
+    assert str(error.value).count("line") == 1 and "line 2: is not JSON: " in str(error.value)

@@ -95,3 +95,13 @@ def test_runs_behind_a_torn_line_are_read_again(tmp_path: Path) -> None:
     store.close()
     found = RunStore(tmp_path / "runs.jsonl")
     assert ["a" in found, "b" in found, "c" in found] == [True, False, True]
+
+
+def test_what_was_not_measured_is_a_dash(tmp_path: Path) -> None:
+    for take, lossless in enumerate((1.3, None, 0.0, None), start=1):
+        made = entry("full", take=take, lossy_target=float(take))
+        made["cases"][0]["lossless"] = lossless
+        note_round(tmp_path, made)
+    shown = str(read_history(str(tmp_path)))
+    assert "  lossless     1.300 | - | - | -\n" in shown
+    assert shown.endswith("|: under other settings from here on.")

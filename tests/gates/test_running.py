@@ -241,6 +241,12 @@ def test_sweeps_are_a_product_in_the_forks_order(made: SimpleNamespace) -> None:
         ("-o x --sweep block=1 block=2", "is given twice"),
         ("-o x --sweep alpha=nan", "'nan' is no number"),
         ("", "needs -o DIR"),
+        ("-o x", "llm_demo_full needs texts: expected --prompts DIR or FILE"),
+        ("-o x --sweep block=0", "kv_h2o_block_tokens (block): found 0, for which the engine takes 1"),
+        ("-o x --sweep keep=2", "kv_h2o_target_keep_ratio (keep): found 2, for which the engine takes 1"),
+        ("-o x --sweep keep=-1", "(keep): found -1, for which the engine takes 0"),
+        ("-o x --sweep lossy=0.5", "kv_h2o_target_lossy_ratio (lossy): found 0.5, for which the engine takes 1"),
+        ("-o x --sweep recent=-1", "(recent): found -1, for which the engine takes 0"),
         ("-o x --strict", "--strict says nothing to gate run"),
         ("-o x --lossy-target 3", "--lossy-target says nothing to gate run"),
         ("-o x --suite some", "invalid choice"),
@@ -257,6 +263,10 @@ def test_usage(made: SimpleNamespace, run, words: str, said: str) -> None:
         ({"prompts": []}, "prompts: found ()"),
         ({"prompts": [10**9]}, "expected 1 to 64 numbers"),
         ({"generate": 1}, "expected at least 2"),
+        ({"quality_tokens": 160}, "quality_prompt: found 640, expected 0 to less than quality_tokens, 160"),
+        ({"token": -1}, "run.json: token: found -1, expected at least 0"),
+        ({"seed": -2}, "run.json: seed: found -2, expected at least 0"),
+        ({"kv_h2o_block_tokens": 0}, "kv_h2o_block_tokens (block): found 0, for which the engine takes 1"),
         ({"generate": "8"}, "generate: found '8', expected a whole number"),
         ({"cases": {"runtime_stor": {}}}, "'runtime_stor' is no case"),
         ({"cases": {"runtime_store": {"lossy_targt": 1}}}, "'lossy_targt' is no limit"),
@@ -278,9 +288,8 @@ def test_bad_data(made: SimpleNamespace, tmp_path: Path, run) -> None:
     (tmp_path / "mine" / "x").write_text("mine")
     model = made.folder / "model"
     for words, said in (
-        (["run", model, "-o", tmp_path / "mine"], "holds something else"),
-        (["run", tmp_path / "none", "-o", tmp_path / "o"], "none"),
-        (["run", model, "-o", tmp_path / "o2", "--config", made.folder / "run.json"], "needs texts"),
+        (["run", model, "--suite", "runtime", "-o", tmp_path / "mine"], "holds something else"),
+        (["run", tmp_path / "none", "--suite", "runtime", "-o", tmp_path / "o"], "none"),
         (["history", tmp_path], "has no history.jsonl"),
     ):
         found = run("gate", *words, code=1)
@@ -302,3 +311,25 @@ def test_cases_of_the_suites() -> None:
     assert len(cases_of("all", config)) == 6
     store = next(case for case in cases_of("llm_demo", config) if case.name == "llm_demo_store")
     assert (store.engine["kv_lossless_max_queue"], store.limits.decode_drop_target) == (64, 0.08)
+
+
+@pytest.mark.parametrize(
+    ("action", "there", "not_there"),
+    [
+        (
+            "parse",
+            ["--strict", "-o, --output"],
+            ["--suite", "--baseline", "--run-order", "--help-limits", "--json FILE"],
+        ),
+        ("check", ["--baseline CSV", "--case", "--help-limits"], ["--suite", "--run-order", "--sweep"]),
+        ("demo", ["--run-order", "--no-bucket-pass"], ["--sweep", "--baseline-key"]),
+        ("run", ["--suite", "--sweep", "kvmnn gate run model/"], ["--run-order", "--baseline", "kvmnn gate check"]),
+        ("history", ["the rounds of a folder"], ["--suite", "--baseline", "--case"]),
+    ],
+)
+def test_help_of_an_action(run, action: str, there: list[str], not_there: list[str]) -> None:
+    shown = run("gate", action, "--help").out
+    assert [text for text in there if text not in shown] == []
+    assert [text for text in not_there if text in shown] == []
+    assert shown.startswith(f"usage: kvmnn gate [options] {action} IN")
+    assert len(shown) < len(run("gate", "--help").out)

@@ -14,7 +14,10 @@ import report_files as files
 
 from kvmnn.errors import SourceError
 from kvmnn.reports.page import Report, make_report
+from kvmnn.reports.page.blocks import Chart
+from kvmnn.reports.page.cases import trend_section
 from kvmnn.reports.page.look import DARK, LIGHT, SCRIPT, SCRIPT_HASH, TEXTS
+from kvmnn.reports.page.material import read
 from kvmnn.reports.page.records import GateLine
 from kvmnn.reports.page.reference import REFERENCE
 from kvmnn.reports.page.verdict import missed_by
@@ -382,3 +385,23 @@ def test_numbers_that_nobody_measured(tmp_path: Path, number: float) -> None:
             except SourceError as error:
                 assert "\n" not in str(error)
     assert made >= 2
+
+
+def test_what_was_not_measured_is_no_point(tmp_path: Path) -> None:
+    """A history in which nothing was encoded: no lossless ratio of 0."""
+    past = []
+    for place, lossless in enumerate((1.2, None, 0.0)):
+        case = {"case": "a", "pass": False, "reason": "x", "lossy": 2.0, "lossless": lossless, "decode_tps": None}
+        past.append({"generated_at": f"2026-11-2{place}", "overall_pass": False, "cases": [{**case, "drop": None}]})
+    (tmp_path / "history.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in past))
+    found = read([tmp_path])
+    points = {chart.title: chart.series[0].points for chart in trend_section(found).blocks if isinstance(chart, Chart)}
+    assert [point.y for point in points["Lossless ratio over rounds"]] == [1.2]
+    assert len(points["Lossy ratio over rounds"]) == 3
+    assert make_report([tmp_path]).to_html()
+
+
+def test_without_gates_there_is_no_verdict_to_speak_of(tmp_path: Path) -> None:
+    root = files.write_everything(tmp_path / "round")
+    text = make_report([root / "measure.json"]).to_markdown()
+    assert "No gates were judged." in text and "There is a verdict" not in text

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import TYPE_CHECKING, Any
 
 from ...text import did_you_mean
-from .. import gate_options, gate_run, idle_options, printing, shared_options, streams
+from .. import gate_options, gate_run, help, idle_options, printing, shared_options, streams
 from ..printing import UsageError
 
 if TYPE_CHECKING:
@@ -69,6 +70,16 @@ def add_parser(verbs: Any) -> None:
     gate_run.add_options(parser)
     shared_options.add_output(parser, "parse: a .csv or .json file; check, demo, run: the folder of a round")
     gate_options.add_limits(parser)
+    help.narrow(parser, "action", _ACTIONS, _said)
+
+
+def _said(action: str) -> str:
+    """What the help of all says of one action, and its examples."""
+    line = re.search(rf"^  {action} .*(?:\n {{10,}}.*)*", _TEXT, re.MULTILINE)
+    examples = re.findall(rf"^  kvmnn gate {action} .*(?:\n {{5,}}.*)*", _TEXT, re.MULTILINE)
+    limits = ["", _TEXT.rpartition("\n\n")[2]] if action == "check" else []
+    found = ["Judge runs of a compressed KV cache by gates (docs/gates.md).", "", line[0] if line else ""]
+    return "\n".join([*found, *([""] if examples else []), *examples, *limits])
 
 
 def _add_baseline(parser: Any) -> None:

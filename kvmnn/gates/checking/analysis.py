@@ -12,7 +12,7 @@ from .limits import Limits
 from .log_scan import LogScan
 from .metric_rows import MetricRows
 from .offline_ratio import OfflineRatio
-from .verdicts import Gate, judged
+from .verdicts import Gate, apart, judged
 
 _OLD = "[WARN] likely using an older llm_bench binary/log format; rebuild and use the expected v6 llm_bench."
 _UPPER = (
@@ -135,7 +135,10 @@ def _gates(found: Conditions) -> list[Gate]:
     """The parts of the verdict."""
     limits = found.limits
     decomp_on = limits.require_runtime_decomp or limits.max_lossless_decomp_us >= 0.0
-    drop = f"{found.drop:+.2%}" if found.decode_on else f"{found.decode.gate:.2f} tok/s"
+    worked, most = apart(found.decomp, limits.max_lossless_decomp_us, 0)
+    bound = [f"<= {most} us"] if limits.max_lossless_decomp_us >= 0.0 else []
+    lost, least = apart(100 * found.drop, 100 * limits.decode_drop_target, 2)
+    drop = f"{'' if lost.startswith('-') else '+'}{lost}%" if found.decode_on else f"{found.decode.gate:.2f} tok/s"
     return [
         _at_least("lossy ratio", found.lossy, limits.lossy_target, found.lossy_pass, "largest of the rows"),
         _at_least("lossless ratio", found.lossless, limits.lossless_target, found.lossless_pass, _of_what(found)),
@@ -143,7 +146,7 @@ def _gates(found: Conditions) -> list[Gate]:
             name="decode drop",
             verdict=judged(found.decode_pass, on=found.decode_on),
             value=drop,
-            limit=f"<= {limits.decode_drop_target:.2%}" if found.decode_on else "",
+            limit=f"<= {least}%" if found.decode_on else "",
             why=f"{found.decode.gate:.2f} of {limits.decode_baseline:.2f} tok/s" if found.decode_on else "",
         ),
         Gate(
@@ -156,8 +159,8 @@ def _gates(found: Conditions) -> list[Gate]:
         Gate(
             name="decompression",
             verdict=judged(found.decomp_pass, on=decomp_on),
-            value=f"{found.decomp:,.0f} us",
-            limit=_both(limits.require_runtime_decomp, limits.max_lossless_decomp_us, " us"),
+            value=f"{worked} us",
+            limit=", ".join((["> 0"] if limits.require_runtime_decomp else []) + bound),
         ),
         _at_most("async wait", found.wait, limits.max_lossless_async_wait_us, found.wait_pass, " us"),
         _some("async queue", found.async_queue, limits.require_async_queue_activity, found.async_queue_pass),
@@ -194,23 +197,21 @@ def _consistency_said(found: Conditions) -> str:
 
 
 def _at_least(name: str, value: float, limit: float, passed: bool, why: str) -> Gate:
-    return Gate(name=name, verdict=judged(passed), value=f"{value:.3f}", limit=f">= {limit:.3f}", why=why)
+    shown, target = apart(value, limit, 3)
+    return Gate(name=name, verdict=judged(passed), value=shown, limit=f">= {target}", why=why)
 
 
 def _at_most(name: str, value: float, limit: float, passed: bool, unit: str = "") -> Gate:
-    shown = f"<= {limit:,.0f}{unit}" if limit >= 0.0 else ""
+    shown, target = f"{value:,.0f}" if unit else f"{value:,.4g}", f"{limit:,.0f}"
+    if shown == target:
+        shown, target = apart(value, limit, 0)
     return Gate(
         name=name,
         verdict=judged(passed, on=limit >= 0.0),
-        value=f"{value:,.4g}{unit}" if not unit else f"{value:,.0f}{unit}",
-        limit=shown,
+        value=f"{shown}{unit}",
+        limit=f"<= {target}{unit}" if limit >= 0.0 else "",
     )
 
 
 def _some(name: str, value: float, required: bool, passed: bool) -> Gate:
     return Gate(name=name, verdict=judged(passed, on=required), value=f"{value:g}", limit="> 0" if required else "")
-
-
-def _both(required: bool, limit: float, unit: str) -> str:
-    parts = (["> 0"] if required else []) + ([f"<= {limit:,.0f}{unit}"] if limit >= 0.0 else [])
-    return ", ".join(parts)

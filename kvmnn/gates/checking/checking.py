@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ...errors import SourceError
+from ...errors import OptionError, SourceError
 from ...text import count
 from ...text.folding import folded_lines
+from ..logs.columns import LOG_FILE
 from .analysis import SELECTED_WARNINGS, Analysis, analyse
 from .diagnoses import diagnoses
 from .hard_checks import hard_checks
@@ -158,25 +159,46 @@ def check(
     ------
     SourceError
         For documents and logs that cannot be read; with `strict` for rows that are headers.
+    OptionError
+        With `strict` for a baseline that is the table itself: the same file, or the same rows.
     """
     online_ratio, upper_ratio = _offline(online), _offline(upper)
     found = scan(logs) if logs else None
     analysis = analyse(rows, limits, online=online_ratio, upper=upper_ratio, logs=found)
     if strict:
         _refuse_headers(rows)
+        if baseline is not None:
+            _refuse_itself(rows, baseline)
+    gates = strict_gates(analysis, baseline) if strict else analysis.gates
     return Checked(
         case=case,
         analysis=analysis,
-        gates=strict_gates(analysis, baseline) if strict else analysis.gates,
+        gates=gates,
         checks=hard_checks(rows, limits, found, online_ratio) if limits.hard_checks else (),
         strict=strict,
         basis=_STRICT if strict else "",
-        diagnoses=diagnoses(analysis, found),
+        diagnoses=diagnoses(replace(analysis, gates=gates), found),
     )
 
 
 def _offline(path: str | os.PathLike[str] | None) -> OfflineRatio | None:
     return None if path is None else read_offline(path)
+
+
+def _refuse_itself(rows: MetricRows, baseline: MetricRows) -> None:
+    mine = {os.path.realpath(name): name for name in rows.files}
+    twice = next((name for name in baseline.files if os.path.realpath(name) in mine), None)
+    if twice is None and _cells(rows) == _cells(baseline):
+        twice = next(iter(baseline.files), "the baseline")
+    if twice is not None:
+        raise OptionError(
+            f"{twice}: holds the rows that are judged and is their baseline as well: expected rows of runs without "
+            "compression (--baseline)"
+        )
+
+
+def _cells(rows: MetricRows) -> list[dict[str, str]]:
+    return [{name: cell for name, cell in row.cells.items() if name != LOG_FILE} for row in rows.rows]
 
 
 def _refuse_headers(rows: MetricRows) -> None:

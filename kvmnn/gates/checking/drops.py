@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from .verdicts import FAIL, NOT_MEASURED, PASS, UNCLEAR, Gate, Verdict
+from ...text import count
+from .verdicts import FAIL, NOT_MEASURED, PASS, UNCLEAR, Gate, Verdict, apart
 
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """Student's t, two-sided 95 %, of 1 to 10 degrees of freedom; beyond, 1.96 + 2.5 / n is within 0.02."""
@@ -76,17 +77,21 @@ def drop_gate(drop: Drop | None, limit: float, what: str, missing: str = "no run
     Parameters
     ----------
     what
-        What the pairs are, for the reader.
+        What the pairs are, for the reader: said behind *pair* or *pairs*.
     missing
         Why there is none.
     """
     name, shown = "decode drop", f"<= {limit:.2%}"
+    if drop is None and limit >= 1.0:
+        return Gate(name=name, verdict=PASS, limit=shown, why=f"no speed is below 0; {missing}")
     if drop is None:
         return Gate(name=name, verdict=NOT_MEASURED, limit=shown, why=missing)
     verdict = drop.verdict(limit)
-    why = f"{drop.after:.2f} of {drop.before:.2f} tok/s, {drop.pairs} {what}; {drop}"
+    why = f"{drop.after:.2f} of {drop.before:.2f} tok/s, {count(drop.pairs, 'pair')} {what}; {drop}"
     if verdict == UNCLEAR:
         why += (
             "; the limit lies in it: more runs make it narrower" if drop.low is not None else ": more runs are needed"
         )
-    return Gate(name=name, verdict=verdict, value=f"{drop.value:+.2%}", limit=shown, why=why)
+    lost, most = apart(100 * drop.value, 100 * limit, 2)
+    sign = "" if lost.startswith("-") else "+"
+    return Gate(name=name, verdict=verdict, value=f"{sign}{lost}%", limit=f"<= {most}%", why=why)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +33,18 @@ def read_gate_file(path: str | os.PathLike[str], case: str | None, base: Limits)
     Raises
     ------
     SourceError
-        For a file that is not there, cannot be read or holds no JSON object.
+        For a file that is not there.
     OptionError
-        For a key that nothing knows, a value of another type, and a case that the file does not have.
+        For a file that holds no JSON object, a key that nothing knows, a value of another type, and a case that the
+        file does not have.
     """
     where = os.fspath(path)
     try:
         document = read_object(Path(path))
     except (FileNotFoundError, NotADirectoryError):
         raise SourceError(f"{where}: does not exist") from None
+    except SourceError as error:
+        raise OptionError(str(error)) from None
     cases = document.pop("cases", {})
     if not isinstance(cases, dict) or not all(isinstance(entry, dict) for entry in cases.values()):
         raise OptionError(f"{where}: cases: expected an object of objects, by the names of cases")
@@ -53,7 +56,16 @@ def read_gate_file(path: str | os.PathLike[str], case: str | None, base: Limits)
     if case is not None and cases and case not in cases:
         raise OptionError(f"{where}: has no case {case}{did_you_mean(case, list(cases))}: {', '.join(cases)[:160]}")
     notes = [f"{where}: {', '.join(knobs[:4])}{' ...' if len(knobs) > 4 else ''} say what ran, and limit nothing"]
-    return base.changed(found, where), notes if knobs else []
+    limits = base.changed(found, where)
+    return limits, [*(notes if knobs else []), *_of_no_effect(limits, where)]
+
+
+def _of_no_effect(limits: Limits, where: str) -> Iterator[str]:
+    for name in ("lossy_target", "lossless_target"):
+        if getattr(limits, name) <= 0:
+            yield f"{where}: {name} {getattr(limits, name):g} limits nothing: ratios are above 0"
+    if limits.decode_drop_target > 1:
+        yield f"{where}: decode_drop_target {limits.decode_drop_target:g} limits nothing: no more than 1 can be lost"
 
 
 def _sorted_out(document: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:

@@ -48,6 +48,16 @@ def case_markdown(analysis: Analysis) -> str:
     return "\n\n".join("\n".join(lines) for lines in parts) + "\n"
 
 
+def _nothing_encoded(analysis: Analysis) -> bool:
+    """Whether own runs encoded nothing: neither their ratio nor what the runtime did was measured then."""
+    return analysis.measured and "lossless_selected_value" not in analysis.lines
+
+
+def _of_lossless(analysis: Analysis, value: float) -> str:
+    """The selected ratio, or a multiple of it; a dash where it was not measured."""
+    return "-" if _nothing_encoded(analysis) else f"{value:.4f}"
+
+
 def _averages(analysis: Analysis) -> list[str]:
     rows = analysis.rows
     lines = [
@@ -56,15 +66,17 @@ def _averages(analysis: Analysis) -> list[str]:
         f"- Avg lossy ratio: {rows.mean('h2o_lossy'):.4f}",
         f"- Avg runtime lossless ratio: {rows.mean('h2o_lossless'):.4f}",
         f"- Lossless selected source: {analysis.source}",
-        f"- Lossless selected value: {analysis.selected:.4f}",
+        f"- Lossless selected value: {_of_lossless(analysis, analysis.selected)}",
     ]
     if analysis.upper is not None:
         lines.append(f"- Offline upper-bound lossless: {analysis.upper.ratio:.4f}")
     if analysis.online is not None:
         lines.append(f"- Offline online-sim lossless: {analysis.online.ratio:.4f}")
     total = sum(row.numbers["h2o_lossy"] * analysis.selected for row in rows.rows) / len(rows.rows)
-    lines.append(f"- Avg total ratio (selected): {total:.4f}")
+    lines.append(f"- Avg total ratio (selected): {_of_lossless(analysis, total)}")
     there = [entry for entry in _AVERAGES if not analysis.measured or entry[1] in rows.columns]
+    if _nothing_encoded(analysis):
+        there = [entry for entry in there if not entry[1].startswith("h2o_lossless")]
     return lines + [f"- {said}: {rows.mean(column):.{digits}f}" for said, column, digits in there]
 
 
@@ -75,9 +87,9 @@ def _best(analysis: Analysis, measure: Callable[[MetricRow], float], first: str)
         "decode tps": f"{row.decode:.2f}",
         "lossy ratio": f"{row.numbers['h2o_lossy']:.4f}",
         "keep ratio": f"{row.numbers['h2o_keep']:.4f}",
-        f"lossless ratio ({analysis.source})": f"{analysis.selected:.4f}",
+        f"lossless ratio ({analysis.source})": _of_lossless(analysis, analysis.selected),
         "runtime lossless ratio": f"{row.numbers['h2o_lossless']:.4f}",
-        "total ratio": f"{row.numbers['h2o_lossy'] * analysis.selected:.4f}",
+        "total ratio": _of_lossless(analysis, row.numbers["h2o_lossy"] * analysis.selected),
         "log": f"`{row.log_file}`",
     }
     return [f"- {name}: {found[name]}" for name in dict.fromkeys([first, *found])]
@@ -89,8 +101,9 @@ def _pareto(analysis: Analysis) -> list[str]:
 
     rows = sorted(analysis.rows.rows, key=both, reverse=True)[:5]
     return [
-        f"{place}. total={both(row)[0]:.4f}, decode={row.decode:.2f}, lossy={row.numbers['h2o_lossy']:.4f}, "
-        f"lossless={analysis.selected:.4f}, log=`{row.log_file}`"
+        f"{place}. total={_of_lossless(analysis, both(row)[0])}, decode={row.decode:.2f}, "
+        f"lossy={row.numbers['h2o_lossy']:.4f}, lossless={_of_lossless(analysis, analysis.selected)}, "
+        f"log=`{row.log_file}`"
         for place, row in enumerate(rows, start=1)
     ]
 

@@ -10,7 +10,7 @@ from statistics import fmean
 from .analysis import Analysis
 from .drops import Drop, drop_gate
 from .metric_rows import MetricRow, MetricRows
-from .verdicts import FAIL, NOT_MEASURED, OFF, PASS, Gate, judged
+from .verdicts import FAIL, NOT_MEASURED, OFF, PASS, Gate, apart, judged
 
 _NOTHING = "nothing was encoded: raw_mb is 0 in every row"
 
@@ -18,6 +18,7 @@ _PLAIN = re.compile(r"\s*[-+]?\d*\.?\d+\s*")
 """A mean that is read as it stands; of ``1e-05`` the fork reads 1, of ``nan ± 0.1`` the deviation."""
 
 _BYTES = ("h2o_lossless_raw_mb", "h2o_lossless_comp_mb")
+_DECODED = ("h2o_lossless_decomp_us",)
 _BY_COLUMN = {
     "async wait": "h2o_lossless_async_wait_us",
     "queue peak": "h2o_lossless_queue_peak",
@@ -46,12 +47,13 @@ def strict_gates(analysis: Analysis, baseline: MetricRows | None) -> tuple[Gate,
     shown = {gate.name: gate for gate in analysis.gates}
     found = [_lossy(rows, limits.lossy_target), _lossless(rows, limits.lossless_target)]
     found.append(_decode(rows, baseline, limits.decode_drop_target))
-    found.append(_columns(shown["decompression"], rows, ("h2o_lossless_decomp_us",)))
     hits = ("h2o_lossless_decode_cache_hit", "h2o_lossless_decode_cache_miss")
+    restored = _columns(shown["decompression"], rows, _DECODED)
+    found.append(_of_activity(restored, rows, 2.0 if limits.require_runtime_decomp else limits.lossless_target))
     active = [_columns(shown[name], rows, (column,)) for name, column in _BY_COLUMN.items()]
     active += [_columns(shown["cache hits"], rows, hits[:1]), _columns(shown["cache lookups"], rows, hits)]
     found += [_of_activity(gate, rows, limits.lossless_target) for gate in active]
-    found.append(_consistency(shown["consistency"]))
+    found.append(_consistency(shown["consistency"], analysis))
     return tuple(found)
 
 
@@ -61,11 +63,12 @@ def _lossy(rows: MetricRows, target: float) -> Gate:
     if missing:
         return Gate(name="lossy ratio", verdict=NOT_MEASURED, limit=limit, why=missing)
     least = min(row.numbers["h2o_lossy"] for row in rows.rows)
+    value, limit = apart(least, target, 3)
     return Gate(
         name="lossy ratio",
         verdict=judged(least >= target),
-        value=f"{least:.3f}",
-        limit=limit,
+        value=value,
+        limit=f">= {limit}",
         why="smallest of the rows: each is one plan of one layer (docs/gates.md)",
     )
 
@@ -79,11 +82,12 @@ def _lossless(rows: MetricRows, target: float) -> Gate:
         why = missing or "no row has raw and compressed bytes of the run"
         return Gate(name="lossless ratio", verdict=NOT_MEASURED, limit=f">= {target:.3f}", why=why)
     ratio = raw / compressed
+    value, limit = apart(ratio, target, 3)
     return Gate(
         name="lossless ratio",
         verdict=judged(ratio >= target),
-        value=f"{ratio:.3f}",
-        limit=f">= {target:.3f}",
+        value=value,
+        limit=f">= {limit}",
         why="raw over compressed bytes of the run, all rows",
     )
 
@@ -93,7 +97,7 @@ def _decode(rows: MetricRows, baseline: MetricRows | None, target: float) -> Gat
         missing = "a constant is no measurement: give rows of the same work without compression (--baseline)"
         return drop_gate(None, target, "", missing)
     missing = "no work (prompt, decode) has a speed in both tables"
-    return drop_gate(Drop.of(list(_pairs(rows, baseline))), target, "pairs of rows of the same work", missing)
+    return drop_gate(Drop.of(list(_pairs(rows, baseline))), target, "of rows of the same work", missing)
 
 
 def _pairs(rows: MetricRows, baseline: MetricRows) -> Iterator[tuple[float, float]]:
@@ -125,8 +129,8 @@ def _columns(gate: Gate, rows: MetricRows, names: tuple[str, ...]) -> Gate:
 
 
 def _of_activity(gate: Gate, rows: MetricRows, lossless_target: float) -> Gate:
-    """A limit that is kept because nothing was done says nothing; where nothing need be encoded it is off."""
-    if gate.verdict != PASS or not _idle(rows):
+    """Where nothing was encoded, a figure of 0 says nothing; where nothing need be, its gate is off."""
+    if gate.verdict not in (PASS, FAIL) or not _idle(rows) or (gate.verdict == FAIL and _first(gate.value) > 0):
         return gate
     verdict = OFF if lossless_target <= 1.0 else NOT_MEASURED
     return Gate(name=gate.name, verdict=verdict, limit=gate.limit, why=_NOTHING)
@@ -137,8 +141,15 @@ def _idle(rows: MetricRows) -> bool:
     return not _missing(rows, _BYTES) and not any(row.numbers[_BYTES[0]] > 0 for row in rows.rows)
 
 
-def _consistency(gate: Gate) -> Gate:
-    if gate.verdict in (OFF, FAIL):
+def _first(value: str) -> float:
+    """The figure that was judged, of a gate's text; those are 0 or above."""
+    return float(value.split()[0].replace(",", ""))
+
+
+def _consistency(gate: Gate, analysis: Analysis) -> Gate:
+    """Fails by damage in the logs, by fallbacks, and where what was encoded was not restored."""
+    broken = "false" in (analysis.lines["kv_invalid_log_pass"], analysis.lines["kv_fallback_clean_pass"])
+    if gate.verdict == OFF or (gate.verdict == FAIL and (broken or not _idle(analysis.rows))):
         return gate
     return Gate(name=gate.name, verdict=NOT_MEASURED, why="logs compare no bytes of K and V; kvmnn gate run does")
 
@@ -152,4 +163,6 @@ def _missing(rows: MetricRows, names: tuple[str, ...]) -> str:
             cell = row.cells.get(name) or ""
             if not _PLAIN.fullmatch(cell.partition("\N{PLUS-MINUS SIGN}")[0]):
                 return f"{name}: row {place} has no plain number"
+            if row.numbers[name] < 0:
+                return f"{name}: row {place} has {row.numbers[name]:g}, which nothing can be"
     return ""

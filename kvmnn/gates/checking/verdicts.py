@@ -56,6 +56,16 @@ def judged(passed: bool, *, on: bool = True) -> Verdict:
     return (PASS if passed else FAIL) if on else OFF
 
 
+def apart(value: float, limit: float, digits: int) -> tuple[str, str]:
+    """Both as text, with as many more `digits` behind the point as it takes to see which is larger."""
+    texts = ("", "")
+    for number in range(digits, 16):
+        texts = f"{value:,.{number}f}", f"{limit:,.{number}f}"
+        if texts[0] != texts[1] or value == limit:
+            break
+    return texts
+
+
 def together(gates: Iterable[Gate]) -> Verdict:
     """Of all gates: fail if one failed, else not measured if one was not, else unclear if one is, else pass."""
     return worst(gate.verdict for gate in gates)

@@ -17,6 +17,7 @@ from ..checking.verdicts import (
     UNCLEAR,
     Gate,
     Verdict,
+    apart,
     counted,
     gate_lines,
     judged,
@@ -76,6 +77,8 @@ class DemoChecked:
         Runs that did not end well, with their reasons.
     run_order
         Which side ran first, where it is known.
+    unmeasured
+        Figures of the report that were not measured, by their names: null there.
     """
 
     case: str
@@ -90,6 +93,7 @@ class DemoChecked:
     failures: tuple[str, ...] = ()
     run_order: str = ""
     strict: bool = False
+    unmeasured: frozenset[str] = frozenset()
 
     @property
     def verdict(self) -> Verdict:
@@ -110,7 +114,7 @@ class DemoChecked:
         """The fork's ``llm_demo_report.json`` with the verdict here, and the gates."""
         limits, before, after = self.limits, self.baseline, self.candidate
         failed = [bucket.name for bucket in self.buckets if not bucket.passed]
-        return {
+        found = {
             "overall_pass": self.passed,
             "verdict": self.verdict,
             "failure": self.failure,
@@ -142,6 +146,7 @@ class DemoChecked:
             "gates": [gate.to_dict() for gate in self.gates],
             "failures": list(self.failures),
         }
+        return {name: None if name in self.unmeasured else value for name, value in found.items()}
 
     def to_markdown(self) -> str:
         """The report of the case; ends with a newline."""
@@ -165,12 +170,13 @@ class DemoChecked:
         head = f"{self.verdict.upper()}: {self.case}, {counted(asked)}; {runs}"
         lines = [*folded_lines([head], width), "", *gate_lines(asked, width), ""]
         lines.append(f"{'bucket':<8}{'runs':>6}{'tok/s without':>15}{'with':>9}{'drop':>9}{'lossy':>8}{'lossless':>10}")
+        nothing = "candidate_lossless_ratio_avg" in self.unmeasured
         for bucket in self.buckets:
             before, after = bucket.baseline, bucket.candidate
             both = f"{before.runs}/{after.runs}"
             lines.append(
                 f"{bucket.name[:7]:<8}{both:>6}{before.decode_speed:>15.3f}{after.decode_speed:>9.3f}{bucket.drop:>+9.2%}"
-                f"{after.lossy:>8.3f}{after.lossless:>10.3f}"
+                f"{after.lossy:>8.3f}{'-' if nothing else f'{after.lossless:.3f}':>10}"
             )
         lines += ["", *folded_lines(self.failures, width)] if self.failures else []
         if self.limits.lossy_target is None and self.limits.lossless_target is None and not self.strict:
@@ -209,7 +215,7 @@ def check_demo(
     if strict and (before.decode_speed > 0 or limits.require_decode_baseline):
         paired = Drop.of(list(pairs_by_prompt(baseline, candidate)))
         missing = "no prompt has a speed on both sides"
-        speed = drop_gate(paired, limits.decode_drop_target, "runs of the same prompts", missing)
+        speed = drop_gate(paired, limits.decode_drop_target, "of runs of the same prompts", missing)
         drop = drop if paired is None else paired.value
     decode_pass = speed.verdict == "pass"
     buckets = tuple(buckets_of(baseline, candidate, limits.decode_drop_target, bucket_order, strict))
@@ -289,8 +295,13 @@ def _ratio_gates(after: DemoSums, limits: DemoLimits) -> Iterable[Gate]:
         if target is None:
             continue
         verdict = judged(value >= target) if value > 0 else NOT_MEASURED
+        shown, least = apart(value, target, 3)
         yield Gate(
-            name=name, verdict=verdict, value=f"{value:.3f}", limit=f">= {target:.3f}", why="mean over the prompts"
+            name=name,
+            verdict=verdict,
+            value=shown if value > 0 else "",
+            limit=f">= {least}",
+            why="mean over the prompts",
         )
 
 
@@ -321,6 +332,8 @@ def _bucket_dict(bucket: DemoBucket) -> dict[str, Any]:
 
 
 def _text(value: object) -> str:
+    if value is None:
+        return "-"
     if isinstance(value, bool):
         return "true" if value else "false"
     return f"{value:.6f}" if isinstance(value, float) else str(value)

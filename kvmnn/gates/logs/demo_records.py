@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -56,6 +57,8 @@ def json_line(line: str, where: str) -> dict[str, Any]:
     """The object in a line; `SourceError`, which begins with `where`, where it is none."""
     try:
         value = loads(line)
+    except json.JSONDecodeError as error:
+        raise SourceError(f"{where}: is not JSON: {error.msg} (column {error.colno})") from None
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{where}: is not JSON: {' '.join(str(error).split())[:160]}") from None
     if not isinstance(value, dict):

@@ -6,8 +6,9 @@ import csv
 import io
 import json
 import os
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +19,8 @@ from .columns import BENCH, DEMO, FIGURES, LOG_FILE, RUNTIME, SPEED, ordered
 from .demo_records import is_records, printed_sums, read_records
 from .log_files import log_files, read_log
 from .tables import Table, read_table
+
+_NO_FIGURE = re.compile(r"\s*(?:-\s*[\d.]|[-+]?(?:nan|inf))", re.IGNORECASE)
 
 Kind = Literal["llm_bench", "llm_demo"]
 
@@ -77,7 +80,7 @@ def parse(paths: Iterable[str | os.PathLike[str]], *, strict: bool = False) -> P
         Files, and folders whose ``*.log`` and ``*.jsonl`` are meant. A file that is named twice counts once.
     strict
         Refuse what the fork's parser passes over: header lines that come again, lines of another width, logs of
-        different versions, logs without rows.
+        different versions, logs without rows, figures below 0 or that are no numbers.
 
     Raises
     ------
@@ -114,7 +117,11 @@ def _of_records(texts: dict[Path, str]) -> ParsedLogs:
             "prefill_us and others (another engine's records?)"
         )
     columns = ordered(DEMO, rows)
-    return ParsedLogs(kind="llm_demo", files=_names(texts), columns=tuple(columns), rows=tuple(rows))
+    by_file = {file: [row for row in rows if row[LOG_FILE] == str(file)] for file in texts}
+    notes = [note for file, mine in by_file.items() for note in _impossible(file, mine, DEMO[:-1])]
+    return ParsedLogs(
+        kind="llm_demo", files=_names(texts), columns=tuple(columns), rows=tuple(rows), notes=tuple(notes)
+    )
 
 
 def _of_tables(texts: dict[Path, str]) -> ParsedLogs:
@@ -124,7 +131,8 @@ def _of_tables(texts: dict[Path, str]) -> ParsedLogs:
         sums = _of_sums(texts)
         if sums is not None:
             return sums
-        raise SourceError("No markdown table rows found in logs.")
+        more = f" (and {count(len(texts) - 1, 'other log')})" if len(texts) > 1 else ""
+        raise SourceError(f"{next(iter(texts))}{more}: No markdown table rows found in logs.")
     first = next(str(file) for file, table in tables.items() if table.rows)
     check_columns((name for table in tables.values() for name in table.header), first)
     return ParsedLogs(
@@ -179,7 +187,18 @@ def _notes(tables: dict[Path, Table]) -> Iterator[str]:
         if table.dropped:
             found = "lines have" if table.dropped > 1 else "line has"
             yield f"{file}: {table.dropped:,} {found} another number of cells than the header's {len(table.header)}"
+        yield from _impossible(file, [dict(row) for row in table.rows], (SPEED, *FIGURES))
     yield from _versions({file: table for file, table in tables.items() if table.rows})
+
+
+def _impossible(file: Path, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Iterator[str]:
+    """The first figure of a log that nothing can have: below 0, or no number at all."""
+    cells = [(place, name, str(row.get(name, ""))) for place, row in enumerate(rows, start=1) for name in names]
+    found = [cell for cell in cells if any(map(_NO_FIGURE.match, cell[2].split("<br>")))]
+    if found:
+        place, name, text = found[0]
+        more = f" (and {len(found) - 1:,} more)" if len(found) > 1 else ""
+        yield f"{file}: row {place}: {name}: found {text[:40]}, expected a number of at least 0{more}"
 
 
 def _versions(tables: dict[Path, Table]) -> Iterator[str]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ...evaluation.statistics import FEWEST
 from ..checking.drops import drop_gate
 from ..checking.limits import Limits
-from ..checking.verdicts import NOT_MEASURED, OFF, Gate, judged
+from ..checking.verdicts import NOT_MEASURED, OFF, Gate, apart, judged
 from .figures import Figures, Pair
 from .measuring import Comparison, RunRecord
 from .quality import Quality
@@ -38,7 +38,7 @@ def case_gates(
     return [
         lossy_gate(found, limits.lossy_target),
         lossless_gate(found, limits.lossless_target, mode),
-        drop_gate(found.drop, limits.decode_drop_target, "pairs side by side"),
+        drop_gate(found.drop, limits.decode_drop_target, "side by side"),
         *(runtime_gates(found, records, limits) if mode else ()),
         *content_gates(comparisons, quality, mode, perplexity_target, evicts=evicts),
     ]
@@ -46,11 +46,12 @@ def case_gates(
 
 def lossy_gate(found: Figures, target: float) -> Gate:
     """Of whole caches: the work for which least was let go."""
+    value, limit = apart(found.lossy, target, 3)
     return Gate(
         name="lossy ratio",
         verdict=judged(found.lossy >= target),
-        value=f"{found.lossy:.3f}",
-        limit=f">= {target:.3f}",
+        value=value,
+        limit=f">= {limit}",
         why="bytes of all tokens over those kept, all layers, at the end; least of the runs",
     )
 
@@ -67,7 +68,8 @@ def lossless_gate(found: Figures, target: float, mode: str) -> Gate:
     if found.idle_works:
         why += f"; nothing was encoded in {found.idle_works} of {found.works} prompts"
     verdict = judged(found.encoded_ratio >= target)
-    return Gate(name=name, verdict=verdict, value=f"{found.encoded_ratio:.3f}", limit=limit, why=why)
+    value, least = apart(found.encoded_ratio, target, 3)
+    return Gate(name=name, verdict=verdict, value=value, limit=f">= {least}", why=why)
 
 
 def runtime_gates(found: Figures, records: Sequence[RunRecord], limits: Limits) -> list[Gate]:
@@ -80,18 +82,22 @@ def runtime_gates(found: Figures, records: Sequence[RunRecord], limits: Limits) 
             return Gate(name=name, verdict=NOT_MEASURED, limit=shown, why=_IDLE)
         why = _percentiles(records, "wait") if unit else ""
         verdict = judged(value <= limit, on=limit >= 0)
-        return Gate(name=name, verdict=verdict, value=f"{value:,.0f}{unit}", limit=shown, why=why)
+        text, most = apart(value, limit, 0)
+        shown = f"<= {most}{unit}" if limit >= 0 else ""
+        return Gate(name=name, verdict=verdict, value=f"{text}{unit}", limit=shown, why=why)
 
     worked, decomp = found.decompress_us, limits.max_lossless_decomp_us
     needed = ["> 0"] if limits.require_runtime_decomp else []
-    bound = [f"<= {decomp:,.0f} us"] if decomp >= 0 else []
+    text, most = apart(worked, decomp, 0)
+    bound = [f"<= {most} us"] if decomp >= 0 else []
     passed = (worked > 0 or not needed) and (worked <= decomp or not bound)
-    measured = not idle or not passed
+    on, nothing = bool(needed or bound), idle and not worked
+    hits = found.hits or found.misses
     return [
         Gate(
             name="decompression",
-            verdict=judged(passed, on=bool(needed or bound)) if measured or not bound else NOT_MEASURED,
-            value=f"{worked:,.0f} us",
+            verdict=NOT_MEASURED if on and nothing else judged(passed, on=on),
+            value="" if nothing else f"{text} us",
             limit=", ".join(needed + bound),
             why=_IDLE if idle else _percentiles(records, "decompress" if found.restored else "verify"),
         ),
@@ -101,9 +107,12 @@ def runtime_gates(found: Figures, records: Sequence[RunRecord], limits: Limits) 
         at_most("skips", found.skips, limits.max_lossless_backpressure_skip),
         Gate(
             name="cache hits",
-            verdict=judged(found.hits > 0, on=limits.require_decode_cache_hit),
+            verdict=NOT_MEASURED
+            if idle and limits.require_decode_cache_hit and not hits
+            else judged(found.hits > 0, on=limits.require_decode_cache_hit),
             value=f"{found.hits:,.0f} of {found.hits + found.misses:,.0f}",
             limit="> 0" if limits.require_decode_cache_hit else "",
+            why=_IDLE if idle and not hits else "",
         ),
     ]
 

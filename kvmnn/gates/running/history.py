@@ -67,7 +67,7 @@ class History:
             changed = entry.get("changed")
             if isinstance(changed, list) and changed:
                 found.append(f"       changed: {'; '.join(map(str, changed))}")
-        barred = False
+        barred = means = False
         for name, entries in self.by_case().items():
             passed = sum(case.get("pass") is True for _, case in entries)
             found += ["", f"{name}: {passed} of {len(entries)} passed"]
@@ -78,13 +78,15 @@ class History:
                 ("lossless", "lossless", 3),
                 ("decode tok/s", "decode_tps", 2),
             ):
-                values = [quantity(case, key) for _, case in entries]
-                found.append(f"  {label:<13}{_trend(values, known, digits)}")
+                values = [quantity(case, key) or None for _, case in entries]  # none of them can be 0
+                line, has_mean = _trend(values, known, digits)
+                found.append(f"  {label:<13}{line}")
+                means |= has_mean
             last = entries[-1][1]
             if last.get("pass") is not True:
                 found.append(f"  last failure  {str(last.get('reason', ''))[:200]}")
         if barred:
-            found += ["", "|: under other settings from here on; means are over rounds of the same."]
+            found += ["", f"|: under other settings from here on{'; means are over rounds of the same' * means}."]
         return folded_lines(found, width)
 
 
@@ -114,16 +116,21 @@ def read_history(directory: str) -> History:
     return History(directory=directory, rounds=tuple(rounds))
 
 
-def _trend(values: list[float], known: list[object], digits: int) -> str:
-    """The newest values, a bar where settings changed, and how the last one lies to the mean of those before it."""
+def _trend(values: list[float | None], known: list[object], digits: int) -> tuple[str, bool]:
+    """The newest values, a bar where settings changed, and how the last one lies to the mean of those before it.
+
+    Also whether there is such a mean. What was not measured is a dash.
+    """
     shown: list[str] = []
     for place in range(max(0, len(values) - _SHOWN), len(values)):
         if shown and known[place] != known[place - 1]:
             shown.append("|")
-        shown.append(f"{values[place]:.{digits}f}")
+        value = values[place]
+        shown.append("-" if value is None else f"{value:.{digits}f}")
     same = list(takewhile(lambda pair: pair[1] == known[-1], zip(values[-2::-1], known[-2::-1], strict=True)))
-    before = [value for value, _ in same if value > 0]
-    if not before:
-        return " ".join(shown)
+    before = [value for value, _ in same if value is not None]
+    last = values[-1]
+    if not before or last is None:
+        return " ".join(shown), False
     mean = sum(before) / len(before)
-    return f"{' '.join(shown)}  ({values[-1] / mean - 1:+.1%} to the mean before)"
+    return f"{' '.join(shown)}  ({last / mean - 1:+.1%} to the mean before)", True

@@ -54,8 +54,9 @@ def entry_of(made: Round, take: int, about: Mapping[str, Any], settings: Mapping
     }
 
 
-def _first(row: Mapping[str, Any], *names: str) -> float:
-    return next((row[name] for name in names if row.get(name) is not None), 0.0)
+def _first(row: Mapping[str, Any], *names: str) -> float | None:
+    """The first that is there; None where it was not measured."""
+    return next((row[name] for name in names if row.get(name) is not None), None)
 
 
 def note_round(directory: str | os.PathLike[str], entry: Entry) -> None:

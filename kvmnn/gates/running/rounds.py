@@ -29,6 +29,14 @@ from .suite import Measured, Suite
 
 FIGURES = "runs.json"
 
+_OF_ENCODING = frozenset(
+    {
+        *("candidate_lossless_ratio_avg", "candidate_runtime_total_ratio_avg"),
+        *("runtime_decomp_best_us", "runtime_decomp_pass", "decode_cache_hit_best", "decode_cache_hit_pass"),
+    }
+)
+"""What a report of real prompts says of encoding: nothing, where nothing was encoded."""
+
 _BASIS = "every figure is of these runs; what is not measured, or unclear, is no pass"
 
 
@@ -97,7 +105,12 @@ def judge(measured: Measured, model: str) -> Checked | DemoChecked:
         strict=True,
     )
     mine = {gate.name for gate in gates}
-    return replace(checked, gates=(*(gate for gate in checked.gates if gate.name not in mine), *gates, *more))
+    nothing = Figures.of(pairs).encoded_ratio is None
+    return replace(
+        checked,
+        unmeasured=_OF_ENCODING if nothing else frozenset(),
+        gates=(*(gate for gate in checked.gates if gate.name not in mine), *gates, *more),
+    )
 
 
 def _runtime(measured: Measured, model: str, more: list[Gate]) -> Checked:

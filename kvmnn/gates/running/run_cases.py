@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ...errors import KvmnnError, OptionError
+from ...h2o.config import H2OConfig
 from ...policies.base import Policy
 from ...policies.full import Full
 from ...policies.h2o_engine import H2OEngine
@@ -84,6 +85,11 @@ class RunCase:
         engine = {key: value for key, value in self.engine.items() if base.engine.get(key) != value}
         mine, theirs = self.limits.to_dict(), base.limits.to_dict()
         return engine | {name: value for name, value in mine.items() if theirs[name] != value}
+
+    @property
+    def needs_texts(self) -> bool:
+        """Whether its prompts are texts."""
+        return self.kind != "runtime" or not self.settings.synthetic
 
     @property
     def policy_keys(self) -> dict[str, Any]:
@@ -181,7 +187,13 @@ def _at(case: RunCase, point: dict[str, float | int]) -> RunCase:
 
 
 def _check(case: RunCase) -> None:
+    """Refuse what the engine would not use as it was said: it takes other values without a word."""
     try:
         _ = case.policy, case.lossless
     except KvmnnError as error:
         raise OptionError(f"{case.name}: {error}") from None
+    clamped = H2OConfig.from_engine(case.engine).clamped if case.evicts else {}
+    for word, key in SWEEPS.items():
+        given, used = clamped.get(key.removeprefix("kv_h2o_"), (0, 0))
+        if given != used:
+            raise OptionError(f"{case.name}: {key} ({word}): found {given:g}, for which the engine takes {used:g}")

@@ -7,13 +7,34 @@ from collections.abc import Sequence
 from ..checking.conditions import Decode
 from ..checking.gate_section import budget, flag, four
 from ..checking.limits import Limits
-from ..checking.verdicts import Gate, together
+from ..checking.verdicts import NOT_MEASURED, OFF, Gate, together
 from ..summary.rows import MEASURED_BY
 from .figures import Figures
 
+_WAIT = "runtime_async_wait"
+_OF_GATES = {
+    "lossless ratio": ("lossless_selected_value", "lossless_selected_pass"),
+    "decode drop": ("decode_pass",),
+    "decompression": ("runtime_decomp_best_us", "runtime_decomp_pass"),
+    "async wait": (
+        *(f"{_WAIT}_best_us", f"{_WAIT}_headroom_us", f"{_WAIT}_headroom_ratio", f"{_WAIT}_headroom_warn"),
+        *(f"{_WAIT}_pass", "runtime_async_queue_peak_best"),
+    ),
+    "queue peak": ("runtime_queue_peak_best", "runtime_queue_peak_pass"),
+    "fallbacks": ("runtime_fallback_best", "runtime_fallback_pass"),
+    "skips": ("runtime_backpressure_skip_best", "runtime_backpressure_skip_pass"),
+    "cache hits": (
+        *("runtime_decode_cache_hit_best", "runtime_decode_cache_miss_best"),
+        "runtime_decode_cache_required_pass",
+    ),
+    "consistency": ("kv_content_consistency_pass",),
+}
+"""Lines that say a figure, or a verdict on it: left out where the gate says that nothing was measured."""
+
 
 def gate_lines(found: Figures, decode: Decode, gates: Sequence[Gate], limits: Limits, mode: str) -> dict[str, str]:
-    """Names to texts. Lines that only logs, or only an offline simulation, could fill are left out.
+    """Names to texts. Lines that only logs, or only an offline simulation, could fill are left out, and what was not
+    measured.
 
     Parameters
     ----------
@@ -43,7 +64,13 @@ def gate_lines(found: Figures, decode: Decode, gates: Sequence[Gate], limits: Li
     if mode:
         lines |= _runtime_lines(found, limits, passed)
     lines |= {"runtime_mode": mode, "overall_pass": flag(overall == "pass")}
-    return lines | _decode_lines(found, decode, limits, passed)
+    lines |= _decode_lines(found, decode, limits, passed)
+    idle = bool(mode) and found.encoded_ratio is None
+    for gate in gates:
+        if gate.verdict == NOT_MEASURED or (idle and gate.verdict == OFF):
+            for name in _OF_GATES.get(gate.name, ()):
+                lines.pop(name, None)
+    return lines
 
 
 def _runtime_lines(found: Figures, limits: Limits, passed: dict[str, str]) -> dict[str, str]:

@@ -116,8 +116,14 @@ class RunSettings(Record):
             raise OptionError("generate and demo_generate: expected at least 2, as the first token is the prompt's")
         if not 0 <= self.max_prompts <= 1 << 20:
             raise OptionError(f"max_prompts: found {self.max_prompts}, expected 0 (all) to {1 << 20:,}")
-        if min(self.token, self.seed) < 0 or not 0 <= self.quality_prompt < self.quality_tokens:
-            raise OptionError("token, seed: expected at least 0; quality_prompt: expected less than quality_tokens")
+        for name in ("token", "seed"):
+            if getattr(self, name) < 0:
+                raise OptionError(f"{name}: found {getattr(self, name)}, expected at least 0")
+        if not 0 <= self.quality_prompt < self.quality_tokens:
+            raise OptionError(
+                f"quality_prompt: found {self.quality_prompt}, expected 0 to less than quality_tokens, "
+                f"{self.quality_tokens}"
+            )
         if not 0 <= self.perplexity_target < 1e6:
             raise OptionError(f"perplexity_target: found {self.perplexity_target}, expected a share from 0 on")
 

@@ -358,7 +358,7 @@ class Suite:
         return {name: cases[name] for name, same in there.items() if same and name not in entries}
 
     def _round_begun(self, about: dict[str, Any]) -> None:
-        """Note it down, and what of it is there; the summary first, so that no crash leaves an earlier one's verdict."""
+        """Note it down; what of it is there first, so that no crash leaves the verdict of an earlier one."""
         write_round(collect(self._directory, about))
         with FileOutput(self._directory / ABOUT, force=True) as output:
             output.file.write(json.dumps(about, indent=2).encode())

@@ -103,6 +103,7 @@ def demo_row(
 ) -> dict[str, Any]:
     """A row of a case of ``llm_demo``, from its report. What that of a run on a model leaves out is None."""
     own = MEASURED_BY in report
+    nothing = None if own else 0.0
     return {
         "suite": "llm_demo",
         "case": case,
@@ -113,7 +114,7 @@ def demo_row(
         "summary": summary,
         "report_json": report_json,
         "console_log": console_log,
-        **{name: None if own and report.get(name) is None else number(report.get(name, 0.0)) for name in DEMO_FIGURES},
+        **{name: None if report.get(name, nothing) is None else number(report.get(name)) for name in DEMO_FIGURES},
         "decode_pass": None if own and "decode_pass" not in report else bool(report.get("decode_pass", False)),
         "run_order": str(report.get("run_order", ""))[:80],
     }

@@ -64,7 +64,7 @@ def _equal(row: RoundRow, found: Material) -> Cell:
     case = found.verdicts.get(row.case)
     gate = next((one for one in case[1].gates if one.name == "consistency"), None) if case is not None else None
     if gate is not None:
-        return Cell("not asked for" if gate.verdict == "off" else gate.verdict, None, TONES[gate.verdict])
+        return Cell(gate.verdict, None, TONES[gate.verdict])
     said = row.kv_content_consistency_pass
     return Cell("-" if said is None else "pass" if said else "fail", None, "muted")
 
@@ -230,7 +230,7 @@ def _trends(rounds: Sequence[PastRound], first: int) -> list[Block]:
                 Point(place, value, name=name)
                 for place, entry in enumerate(rounds, start=first)
                 for case in entry.cases
-                if case.case == name and (value := getattr(case, key)) is not None
+                if case.case == name and (value := getattr(case, key))  # 0 in histories of before: not measured
             ]
             series.append(Series(name, points, look))
         charts.append(Chart(title, f"{title}, a line for each case.", "round", unit, series, whole_x=True))

@@ -25,9 +25,9 @@ MARKERS = ("o", "s", "^", "D", "v")
 DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)))
 
 _SVG = "http://www.w3.org/2000/svg"
-_INK, _MUTED, _RULE = "#010101", "#020202", "#030303"
+_INK, _MUTED, _RULE, _CARD = "#010101", "#020202", "#030303", "#040404"
 _SERIES = tuple(f"#0a000{place}" for place in range(COLOURS))
-_VARIABLES = {_INK: "--ink", _MUTED: "--muted", _RULE: "--rule"} | {
+_VARIABLES = {_INK: "--ink", _MUTED: "--muted", _RULE: "--rule", _CARD: "--card"} | {
     colour: f"--s{place}" for place, colour in enumerate(_SERIES)
 }
 """Colours that stand for variables while matplotlib draws."""
@@ -152,7 +152,8 @@ def _across(axes: Axes, chart: Chart) -> None:
     for place, name in enumerate(chart.across):
         axes.axhline(place, color=_RULE, linewidth=0.7, zorder=0)
         axes.text(0.006, place - 0.44, _text(name, _NAME), transform=axes.get_yaxis_transform(), color=_INK,
-                  fontsize=_FONT - 0.5, va="center")  # fmt: skip
+                  fontsize=_FONT - 0.5, va="center", zorder=3,
+                  bbox={"facecolor": _CARD, "edgecolor": "none", "pad": 1.0})  # fmt: skip
     axes.spines["left"].set_visible(False)
     xs = [point.x for one in chart.series for point in one.points]
     if chart.log_x:

@@ -89,7 +89,11 @@ svg.plot text{font-family:inherit}
 .key li{display:flex;gap:.4rem;align-items:center;min-width:0;overflow-wrap:anywhere}
 .key svg{flex:none;width:1.75rem;height:.9rem}
 details{margin:.6rem 0 0;font-size:.92rem}summary{cursor:pointer;color:var(--link)}
-.scroll{overflow-x:auto;margin:1rem 0;border-radius:.5rem}
+.scroll{overflow-x:auto;margin:1rem 0;border-radius:.5rem;
+ background:linear-gradient(to right,var(--paper) 30%,transparent) 0 0/3rem 100% no-repeat local,
+  linear-gradient(to left,var(--paper) 30%,transparent) 100% 0/3rem 100% no-repeat local,
+  linear-gradient(to right,var(--muted),transparent) 0 0/.8rem 100% no-repeat scroll,
+  linear-gradient(to left,var(--muted),transparent) 100% 0/.8rem 100% no-repeat scroll}
 .scroll:focus-visible,summary:focus-visible,a:focus-visible,button:focus-visible{outline:2px solid var(--link);
  outline-offset:2px}
 table{border-collapse:collapse;font-size:.92rem;font-variant-numeric:tabular-nums;width:100%}
@@ -133,7 +137,8 @@ footer{color:var(--muted);font-size:.9rem;padding-top:2rem;padding-bottom:3rem}
  h2{break-after:avoid;margin-top:1.5rem}figure,.case,tr,pre{break-inside:avoid}
  .banner,.chip,.case,figure,.missing{print-color-adjust:exact;
   -webkit-print-color-adjust:exact}
- .scroll{overflow:visible;break-inside:auto}table{font-size:7.5pt}th,td{padding:.15rem .3rem}td.wide{min-width:7rem}
+ .scroll{overflow:visible;break-inside:auto;background:none}
+ table{font-size:7.5pt}th,td{padding:.15rem .3rem}td.wide{min-width:7rem}
  table.many{font-size:6.5pt}table.many th,table.many td{padding:.1rem .2rem;min-width:0}
  .chip{padding:0 .35rem;font-size:inherit}
  .plots,.beside{grid-template-columns:1fr 1fr;gap:.6rem}tbody th.left,td.left{overflow-wrap:anywhere;max-width:12rem}

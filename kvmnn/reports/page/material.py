@@ -156,7 +156,8 @@ def _take_verdict(found: Material, made: records.CaseVerdict, where: str, name: 
     there = found.verdicts.get(case)
     if there is not None and there[1] != made:
         raise SourceError(f"{where}: another verdict on {case} is in {there[0]}: expected one")
-    found.verdicts.setdefault(case, (name, made))
+    if there is None or made.stamp:
+        found.verdicts[case] = (name, made)
 
 
 def _runs(found: Material, document: dict[str, Any], where: str, name: str) -> None:

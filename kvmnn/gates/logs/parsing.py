@@ -117,7 +117,9 @@ def _of_records(texts: dict[Path, str]) -> ParsedLogs:
             "prefill_us and others (another engine's records?)"
         )
     columns = ordered(DEMO, rows)
-    by_file = {file: [row for row in rows if row[LOG_FILE] == str(file)] for file in texts}
+    by_file: dict[str, list[dict[str, str]]] = {}
+    for row in rows:
+        by_file.setdefault(row[LOG_FILE], []).append(row)
     notes = [note for file, mine in by_file.items() for note in _impossible(file, mine, DEMO[:-1])]
     return ParsedLogs(
         kind="llm_demo", files=_names(texts), columns=tuple(columns), rows=tuple(rows), notes=tuple(notes)
@@ -191,7 +193,7 @@ def _notes(tables: dict[Path, Table]) -> Iterator[str]:
     yield from _versions({file: table for file, table in tables.items() if table.rows})
 
 
-def _impossible(file: Path, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Iterator[str]:
+def _impossible(file: str | Path, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Iterator[str]:
     """The first figure of a log that nothing can have: below 0, or no number at all."""
     cells = [(place, name, str(row.get(name, ""))) for place, row in enumerate(rows, start=1) for name in names]
     found = [cell for cell in cells if any(map(_NO_FIGURE.match, cell[2].split("<br>")))]

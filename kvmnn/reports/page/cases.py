@@ -233,5 +233,6 @@ def _trends(rounds: Sequence[PastRound], first: int) -> list[Block]:
                 if case.case == name and (value := getattr(case, key))  # 0 in histories of before: not measured
             ]
             series.append(Series(name, points, look))
-        charts.append(Chart(title, f"{title}, a line for each case.", "round", unit, series, whole_x=True))
+        if any(one.points for one in series):
+            charts.append(Chart(title, f"{title}, a line for each case.", "round", unit, series, whole_x=True))
     return charts

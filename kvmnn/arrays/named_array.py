@@ -68,6 +68,11 @@ class ArrayInfo:
         return dtypes.by_name(self.dtype).itemsize
 
     @property
+    def type_name(self) -> str:
+        """What people call its elements: `dtype`, or ``"bytes"`` for bytes, which are only coded as such words."""
+        return "bytes" if self.itemsize == 1 else self.dtype
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all elements."""
         return math.prod(self.shape) * self.itemsize
@@ -186,7 +191,10 @@ def swap_words(piece: Piece, itemsize: int) -> Piece:
 
 
 def rechunked(blocks: Iterator[Piece], step: int, total: int) -> Iterator[Piece]:
-    """`total` bytes that come in `blocks`, copied into fresh runs of `step` bytes, the last one shorter."""
+    """`total` bytes that come in `blocks`, copied into fresh runs of `step` bytes, the last one shorter.
+
+    `blocks` is run to its end: checksums and hashes are compared behind the last byte, when more is asked for.
+    """
     rest: Piece = np.empty(0, np.uint8)
     done = 0
     while done < total:
@@ -201,3 +209,5 @@ def rechunked(blocks: Iterator[Piece], step: int, total: int) -> Iterator[Piece]
         done += filled
         yield run
         del run  # or it would live on while the next one is filled
+    for _ in blocks:
+        pass

@@ -98,7 +98,7 @@ class Source:
         return len(self.arrays)
 
     def __repr__(self) -> str:
-        shown = [f"{array.name}: {array.dtype} {list(array.shape)}" for array in self.arrays[:8]]
+        shown = [f"{array.name}: {array.type_name} {list(array.shape)}" for array in self.arrays[:8]]
         if len(self.arrays) > len(shown):
             shown.append(f"{len(self.arrays) - len(shown)} more")
         return f"<Source {' + '.join(self.inputs)} ({self.nbytes:,} bytes) {'; '.join(shown)}>"

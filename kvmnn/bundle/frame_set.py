@@ -101,16 +101,16 @@ class FrameSet:
         return sum(array.stored_bytes for array in self.arrays)
 
     @property
-    def frame_count(self) -> int:
-        """Frames of all arrays."""
+    def piece_count(self) -> int:
+        """Frames, dense streams and pieces stored raw of all arrays."""
         return sum(len(array.frames) for array in self.arrays)
 
     @property
     def unknown(self) -> str:
         """What a file of several frames without a manifest does not say, for people; empty for all others."""
-        if self.document is not None or self.frame_count == 1:
+        if self.document is not None or self.piece_count == 1:
             return ""
-        return f"{count(self.frame_count, 'frame')} one after another, without a manifest: shape and names are unknown"
+        return f"{count(self.piece_count, 'frame')} one after another, without a manifest: shape and names are unknown"
 
     @property
     def cache(self) -> CacheInfo | None:

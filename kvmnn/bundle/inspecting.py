@@ -126,7 +126,7 @@ class ArrayFrames:
         """Name, shape and sizes."""
         array = self.entry
         return (
-            f"{array.name:<{width}}  {array.dtype} {list(array.shape)} {array.order}  {array.nbytes:,} -> "
+            f"{array.name:<{width}}  {array.type_name} {list(array.shape)} {array.order}  {array.nbytes:,} -> "
             f"{array.stored_bytes:,}  ratio {self.ratio:.4f}  {frames_of([array])}"
         )
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 from .. import dtypes
 from ..arrays.named_array import ArrayInfo
@@ -221,13 +221,26 @@ def array_to_dict(array: ArrayEntry) -> dict[str, Any]:
     }
 
 
-def frames_of(arrays: Sequence[ArrayEntry]) -> str:
-    """How arrays are stored, for people: ``"3 frames"``, ``"2 dense streams, 1 frame"``, ``"stored: raw"``."""
+class PieceCounts(NamedTuple):
+    """How many pieces of each kind arrays are stored in."""
+
+    frames: int
+    dense_streams: int
+    raw_pieces: int
+
+
+def count_pieces(arrays: Sequence[ArrayEntry]) -> PieceCounts:
+    """How many pieces of each kind there are."""
     entries = [frame for array in arrays for frame in array.frames]
     dense, raw = sum(frame.is_dense for frame in entries), sum(frame.is_raw for frame in entries)
-    if raw == len(entries):
+    return PieceCounts(len(entries) - dense - raw, dense, raw)
+
+
+def frames_of(arrays: Sequence[ArrayEntry]) -> str:
+    """How arrays are stored, for people: ``"3 frames"``, ``"2 dense streams, 1 frame"``, ``"stored: raw"``."""
+    frames, dense, raw = count_pieces(arrays)
+    if not frames + dense:
         return "stored: raw"
-    frames = len(entries) - dense - raw
     found = [count(number, what) for number, what in ((dense, "dense stream"), (frames, "frame")) if number]
     return ", ".join([*found, f"{count(raw, 'piece')} stored: raw"] if raw else found)
 

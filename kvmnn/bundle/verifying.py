@@ -14,6 +14,7 @@ from ..threads.pipeline import Progress
 from .comparing import Difference, compare
 from .decoding import decode_frames
 from .frame_set import DecodeOptions, FrameSet
+from .manifest import count_pieces
 
 DECODES = "DECODES"
 DIFFERS = "DIFFERS"
@@ -35,8 +36,8 @@ class Verified:
         The first one, if there is one.
     raw_bytes, stored_bytes
         Of all arrays and of all frames.
-    arrays, frames
-        How many.
+    arrays, frames, dense_streams, raw_pieces
+        How many; raw pieces are words that are stored as they are.
     seconds
         Time that it took.
     unknown
@@ -51,6 +52,8 @@ class Verified:
     stored_bytes: int
     arrays: int
     frames: int
+    dense_streams: int = 0
+    raw_pieces: int = 0
     seconds: float
     unknown: str = ""
 
@@ -79,6 +82,8 @@ class Verified:
             "ratio": ratio(self.raw_bytes, self.stored_bytes),
             "arrays": self.arrays,
             "frames": self.frames,
+            "dense_streams": self.dense_streams,
+            "raw_pieces": self.raw_pieces,
             "seconds": self.seconds,
         }
 
@@ -147,7 +152,7 @@ def verify(
         raw_bytes=frames.raw_bytes,
         stored_bytes=frames.stored_bytes,
         arrays=len(frames.arrays),
-        frames=frames.frame_count,
+        **count_pieces(frames.arrays)._asdict(),
         seconds=time.perf_counter() - started,
         unknown=frames.unknown,
     )

@@ -106,7 +106,8 @@ class Encoded(Sizes):
         lines = []
         if verbose and self.output is not None:
             lines += [
-                f"{array.name}: {array.dtype} {list(array.shape)}, {array.nbytes:,} -> {array.stored_bytes:,} bytes, "
+                f"{array.name}: {array.type_name} {list(array.shape)}, "
+                f"{array.nbytes:,} -> {array.stored_bytes:,} bytes, "
                 f"ratio {ratio(array.nbytes, array.stored_bytes):.4f}, {frames_of([array])}"
                 for array in arrays
             ]

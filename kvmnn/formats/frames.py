@@ -40,9 +40,7 @@ def _array(frames: FrameSet, entry: ArrayEntry, options: DecodeOptions, check: b
 def _decoded(frames: FrameSet, options: DecodeOptions, check: bool, step: int) -> Iterator[Piece]:
     decoded = decode_frames(frames, options, check_arrays=check, check_frames=check)
     runs = (data for _, data in decoded)
-    if frames.frame_count == 1 and frames.raw_bytes <= step:
+    if frames.piece_count == 1 and frames.raw_bytes <= step:
         yield from runs  # as it is: the hash of the array is compared when the next run is asked for
         return
     yield from rechunked(runs, step, frames.raw_bytes)
-    for _ in runs:
-        pass  # the hash of the array is compared behind its last byte

@@ -81,7 +81,7 @@ class ArraysInfo:
         lines = [f"{self.path}: {count(len(self.arrays) + self.arrays_left_out, 'array')} to encode"]
         lines += [f"  {self.engine_cache}"] if self.engine_cache else []
         lines += [
-            f"  {array.name}: {array.dtype} {list(array.shape)} {array.order}, {array.nbytes:,} bytes"
+            f"  {array.name}: {array.type_name} {list(array.shape)} {array.order}, {array.nbytes:,} bytes"
             for array in self.arrays
         ]
         lines += _more(self.arrays_left_out)

@@ -16,6 +16,14 @@ from ..errors import KvmnnError, SourceError
 from .options import ReadOptions
 
 
+def dequantised_note(types: Iterable[str], dtype: str, blocks: int, numbers: int) -> str:
+    """What is said of numbers that were made of quantised blocks: of which types, and the bytes of both."""
+    return (
+        f"dequantised from {', '.join(types)} to {dtype}: {blocks:,} bytes in the file became {numbers:,}, and sizes "
+        "and ratios are of these"
+    )
+
+
 def select(
     where: str, entries: Sequence[tuple[str, Callable[[], NamedArray]]], options: ReadOptions
 ) -> tuple[list[NamedArray], list[str]]:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sources import WORDS, only
 
-from kvmnn.arrays.named_array import ArrayInfo, NamedArray
+from kvmnn.arrays.named_array import ArrayInfo, NamedArray, rechunked
 from kvmnn.errors import SourceError
 
 
@@ -75,3 +75,14 @@ def test_to_numpy_of_another_size_than_was_announced(found):
     )
     with pytest.raises(SourceError, match=f"array 'a': {found + 1} bytes came where 48 were announced"):
         array.to_numpy()
+
+
+@pytest.mark.parametrize(("step", "total"), [(4, 8), (3, 8), (8, 8), (100, 8)])
+def test_what_is_compared_behind_the_last_byte_is_compared(step, total):
+    def blocks():
+        yield np.zeros(5, np.uint8)
+        yield np.zeros(3, np.uint8)
+        raise SourceError("the data does not match its checksum")
+
+    with pytest.raises(SourceError, match="does not match its checksum"):
+        list(rechunked(blocks(), step, total))

@@ -115,3 +115,13 @@ def test_the_front():
     ]
     assert "large: dominated by small (ratio, CPU time both ways)" in str(report).splitlines()
     assert "dominated" not in str(replace(report, sample_bytes=1000))
+
+
+def test_a_damaged_array_is_refused(tmp_path, capsys):
+    words = np.arange(3000, dtype=np.uint16).view(np.float16)
+    np.savez(tmp_path / "x.npz", words)
+    data = bytearray((tmp_path / "x.npz").read_bytes())
+    data[data.index(words.tobytes()) + 1000] ^= 1
+    (tmp_path / "x.npz").write_bytes(data)
+    assert main(["bench", str(tmp_path / "x.npz"), "--rounds", "1"]) == 1
+    assert "the data does not match its checksum" in " ".join(capsys.readouterr().err.split())

@@ -188,6 +188,8 @@ def test_inspect_accounts_for_every_byte():
     assert "layer_0.key    fp16 [2, 90, 16] C" in text and "1 dense stream\n" in text and "method rows, rotary" in text
     first = found.to_dict()["arrays"][0]["frames"][0]
     assert (first["stored"], first["axes"], first["streams"], first["dense"]["tokens"]) == ("dense", "htd", [], 90)
+    verified = bundle.verify(bundle.open_frames("d"))
+    assert (verified.frames, verified.dense_streams, verified.raw_pieces) == (1, 4, 0)
 
 
 def test_what_does_not_shrink_may_stay_raw():

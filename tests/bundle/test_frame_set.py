@@ -41,7 +41,7 @@ def test_frames_one_after_another(tmp_path, values, run, monkeypatch):
     count, size = -(-values.nbytes // 4096), values.nbytes
     Path("k.frame.json").rename("kept.json")
     frames = open_frames("k.frame")
-    assert (frames.document, frames.frame_count) == (None, count)
+    assert (frames.document, frames.piece_count) == (None, count)
     assert frames.arrays[0].shape == (KEYS.size,)
     assert joined(frames) == [values.tobytes()]
     unknown = f"{count} frames one after another, without a manifest: shape and names are unknown"

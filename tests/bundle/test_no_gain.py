@@ -133,6 +133,10 @@ def test_inspect_says_what_is_stored_raw(run):
     assert (first["stored"], first["streams"]) == ("raw", [])
     assert "stored" not in found.to_dict()["arrays"][2]["frames"][0]
     assert json.loads(run("inspect", "frames", "--json").out)["inputs"] == [found.to_dict()]
+    verified = bundle.verify(bundle.open_frames("frames")).to_dict()
+    stored = [frame.get("stored") for array in found.to_dict()["arrays"] for frame in array["frames"]]
+    assert verified["raw_pieces"] == stored.count("raw") == 2
+    assert (verified["frames"], verified["dense_streams"]) == (stored.count(None), 0)
 
 
 def test_the_command(run):

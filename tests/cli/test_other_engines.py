@@ -70,6 +70,45 @@ def test_numbers_made_of_blocks_are_neither_lossless_nor_lossy(here: Path, run) 
         assert blocks["layer_0.key"].shape == (12, 2, 34)
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "measure q.session",
+        "measure q.session --real",
+        "store put store q.session --model m.gguf",
+        "unpack q.session --kv-heads 2 -o q.npz",
+        "inspect q.session",
+    ],
+)
+def test_the_bytes_of_blocks_are_said_beside_those_of_their_numbers(here: Path, run, argv: str) -> None:
+    said = run(*argv.split())
+    found = " ".join((said.out + said.err).split())
+    assert "dequantised from q8_0 to fp32: 3,264 bytes in the file became 12,288, and sizes and ratios are" in found
+
+
+def test_measure_says_that_numbers_made_of_blocks_are_rounded(here: Path, run) -> None:
+    assert "LOSSY: 2 fp32 entries were rounded to fp16" in run("measure", "q.session").out
+    assert json.loads(run("measure", "q.session", "--json").out)["label"] == "LOSSY"
+
+
+def test_diff_says_that_quantised_k_and_v_may_be_rotated(here: Path, run) -> None:
+    for name, kind in (("f16", "f16"), ("q4", "q4_0")):
+        shape = Shape(k_type=kind, v_type=kind, dims=64, value_dims=64)
+        Path(f"{name}.session").write_bytes(llama_files.state(Random(3), shape, [12])[0])
+    said = run("diff", "f16.session", "q4.session", "--kv-heads", 2, "--atol", 0.01, code=1)
+    assert "quantised K and V rotated by a Hadamard matrix, and the file does not say so" in " ".join(said.err.split())
+    assert "Hadamard" not in run("diff", "f16.session", "f16.session", "--kv-heads", 2).err
+
+
+def test_blocks_are_bytes(here: Path, run) -> None:
+    said = run("inspect", "q.session", "--blocks").out
+    assert "layer_0.key: bytes [12, 2, 34] C, 816 bytes" in said
+    assert "kv heads are not" not in said
+    there_and_back(run, here / "q.session")
+    run("encode", "q.session", "--blocks", "--kv-heads", 2, "-o", "blocks/")
+    assert "layer_0.key    bytes [12, 2, 34] C  816 -> " in run("inspect", "blocks").out
+
+
 def test_diff_of_two_engines_on_one_text(here: Path, run) -> None:
     """The same numbers in a session of llama.cpp and in plain arrays of another type."""
     run("unpack", "q.session", "--kv-heads", 2, "-o", "q.npz")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,11 +14,13 @@ from ...arrays.engine_cache import EngineCache
 from ...arrays.layers import array_name
 from ...arrays.named_array import NamedArray, UnsupportedArrayError
 from ...arrays.source import Source
+from ...dtypes import PART_LETTERS
 from ...errors import OptionError, SourceError
 from ...files.mapped import head_of
 from ...text import count
 from ..file_bytes import FileBytes
 from ..options import EngineOptions, ReadOptions
+from ..reading import dequantised_note
 from . import gguf
 from .rows import Cells, cell_runs, head_runs
 from .state import MAGICS, State, Stream, Tensor, parse
@@ -56,7 +58,8 @@ def read(file: FileBytes, options: ReadOptions) -> Source:
     heads = heads_of(file.label, stream, options, needed=not options.engine.any_heads)
     arrays = [_array(file, tensor, taken, heads, options) for tensor in _by_layer(stream)]
     described = _described(state, stream, taken, heads, options.engine)
-    return Source(arrays, notes=_notes(state, stream, heads, options.engine), engine_cache=described)
+    notes = [*_notes(state, stream, heads, options.engine), *_block_notes(stream, taken, heads, options.engine)]
+    return Source(arrays, notes=notes, engine_cache=described)
 
 
 def model_of(options: ReadOptions) -> str | None:
@@ -192,7 +195,7 @@ def block_array(file: FileBytes, tensor: Tensor, taken: Cells, name: str) -> Nam
 
 
 def _notes(state: State, stream: Stream, heads: Heads, options: EngineOptions) -> list[str]:
-    """What was inferred, and what the numbers were made from."""
+    """What was inferred."""
     notes = []
     if state.recurrent_bytes:
         notes.append(
@@ -210,11 +213,33 @@ def _notes(state: State, stream: Stream, heads: Heads, options: EngineOptions) -
         notes.append(
             "a second cache, of layers with a sliding window, is read with --window; layers are counted by cache"
         )
-    if not heads.known:
+    if not heads.known and not (options.blocks and all(tensor.type.is_block for tensor in stream.tensors)):
         notes.append("kv heads are not in the file: each row is taken as one head (--kv-heads N or --model FILE.gguf)")
-    if made := _dequantised(stream, options):
-        notes.append(f"dequantised from {', '.join(made)} to fp32")
     return notes
+
+
+def _block_notes(stream: Stream, taken: Cells, heads: Heads, options: EngineOptions) -> Iterator[str]:
+    """What numbers that stand for blocks were made from, and what nothing says of them."""
+    quantised = [tensor for tensor in stream.tensors if tensor.type.is_block]
+    if options.blocks or not quantised:
+        return
+    values = sum(tensor.row for tensor in quantised)
+    blocks = sum(tensor.row // tensor.type.values * tensor.type.nbytes for tensor in quantised)
+    dtype = dtypes.by_name(quantised[0].type.dtype)
+    yield dequantised_note(
+        _dequantised(stream, options), dtype.name, blocks * taken.count, values * taken.count * dtype.itemsize
+    )
+    turned = [tensor for tensor in quantised if not tensor.row // heads.of[tensor.layer] % _ROTATED]
+    if turned:
+        parts = " and ".join(sorted({PART_LETTERS[tensor.part].upper() for tensor in turned}))
+        yield (
+            f"newer builds of llama.cpp store quantised {parts} rotated by a Hadamard matrix, and the file does not "
+            "say so: rotated numbers are not those that other types and engines hold"
+        )
+
+
+_ROTATED = 64
+"""Newer builds rotate heads of a multiple of this many dimensions (llama.cpp's pull request 21038)."""
 
 
 def _dequantised(stream: Stream, options: EngineOptions) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from ...errors import SourceError
 from ...text import count
 from ..file_bytes import FileBytes
 from ..options import ReadOptions
+from ..reading import dequantised_note
 from ..safetensors_header import Tensor
 from .groups import numbers
 from .states import Layer, States, is_prompt_cache, numpy_type
@@ -43,8 +44,23 @@ def read(file: FileBytes, options: ReadOptions) -> Source:
     layers = list(states.layers())
     arrays = [_array(states, layer, part, options) for layer in layers for part in PARTS]
     described = _described(states, layers, options)
-    notes = [f"dequantised from {text}" for text in described.dequantised]
-    return Source(arrays, notes=notes, engine_cache=described)
+    return Source(arrays, notes=_notes(layers, arrays, described), engine_cache=described)
+
+
+def _notes(layers: Sequence[Layer], arrays: Sequence[NamedArray], described: EngineCache) -> list[str]:
+    """What numbers that stand for groups were made from."""
+    if not described.dequantised:
+        return []
+    quantised = [layer for layer in layers if layer.bits]
+    names = {array_name(layer.number, part) for layer in quantised for part in PARTS}
+    made = [array for array in arrays if array.name in names]
+    blocks = sum(
+        (tensor.end - tensor.begin) // tensor.shape[2] * layer.tokens
+        for layer in quantised
+        for tensor in (*layer.keys, *layer.values)
+    )
+    dtype = " and ".join(sorted({array.dtype for array in made}))
+    return [dequantised_note(described.dequantised, dtype, blocks, sum(array.nbytes for array in made))]
 
 
 def _tensors(layer: Layer, part: Part) -> tuple[Tensor, ...]:

@@ -162,6 +162,35 @@ def test_blocks_on_request(tmp_path: Path, kind: str) -> None:
     assert (blocks.shape, blocks.array_dtype) == ((6, 2, llama_files.BLOCK_BYTES[kind]), "|u1")
     assert blocks.to_numpy().tobytes() in data
     assert source["layer_0.value"].shape == (2, 6, 32)
+    assert source.notes == []
+
+
+@pytest.mark.parametrize(("v_type", "needed"), [("f16", True), ("q4_0", False)])
+def test_rows_of_blocks_are_not_taken_as_heads(tmp_path: Path, v_type: str, needed: bool) -> None:
+    data, _ = llama_files.state(Random(5), Shape(k_type="q4_0", v_type=v_type), [6])
+    options = ReadOptions(engine=EngineOptions(blocks=True, any_heads=True))
+    said = " ".join(kvmnn.open(put(tmp_path / "x", data), options).notes)
+    assert ("each row is taken as one head" in said) is needed
+
+
+@pytest.mark.parametrize(
+    ("k_type", "v_type", "dims", "parts"),
+    [
+        ("q8_0", "f16", 64, "K"),
+        ("f16", "q4_0", 128, "V"),
+        ("q4_0", "q4_0", 64, "K and V"),
+        ("q4_0", "q4_0", 96, None),
+        ("q4_0", "q4_0", 32, None),
+        ("f16", "bf16", 64, None),
+    ],
+)
+def test_what_may_be_rotated_is_said(tmp_path: Path, k_type: str, v_type: str, dims: int, parts: str | None) -> None:
+    shape = Shape(k_type=k_type, v_type=v_type, dims=dims, value_dims=dims)
+    path = put(tmp_path / "x", llama_files.state(Random(5), shape, [6])[0])
+    said = [note for note in kvmnn.open(path, heads(2)).notes if "Hadamard" in note]
+    assert len(said) == (parts is not None)
+    assert not said or f"store quantised {parts} rotated by a Hadamard matrix" in said[0]
+    assert not any("Hadamard" in note for note in kvmnn.open(path, heads(2, blocks=True)).notes)
 
 
 def test_what_the_file_says(tmp_path: Path) -> None:
@@ -182,7 +211,9 @@ def test_what_the_file_says(tmp_path: Path) -> None:
     assert cache.token_ids is not None
     assert cache.token_ids.tolist() == np.frombuffer(data, "<i4", 8, 12).tolist()
     assert str(cache) == "llama.cpp session: 2 layers, 2 kv heads of 32, 6 tokens, K q8_0, V f16"
-    assert source.notes == ["dequantised from q8_0 to fp32"]
+    assert source.notes == [
+        "dequantised from q8_0 to fp32: 816 bytes in the file became 3,072, and sizes and ratios are of these"
+    ]
 
 
 def model(path: Path, architecture: str = "llama", **fields: int | str | list[int]) -> ReadOptions:

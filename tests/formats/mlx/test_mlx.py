@@ -67,7 +67,10 @@ def test_any_cache_reads_as_it_was_written_and_comes_back(tmp_path: Path, run, s
 def test_what_is_said(tmp_path: Path, run) -> None:
     path = put(tmp_path / "x.safetensors", mlx_files.cache(Random(1), Shape(bits=4, group=32))[0])
     source = kvmnn.open(path)
-    assert source.notes == ["dequantised from 4 bits in groups of 32"]
+    assert source.notes == [
+        "dequantised from 4 bits in groups of 32 to fp16: 1,600 bytes in the file became 5,120, and sizes and ratios "
+        "are of these"
+    ]
     assert str(source.engine_cache) == (
         "MLX prompt cache: 2 layers, 2 kv heads of 64, 5 tokens, 4 bits in groups of 32"
     )

@@ -273,7 +273,7 @@ dense_error dense_decode(const dense_stream *in, const dense_loops *loops, const
     if (error) return error;
     size_t row_bytes = in->shape.words * in->shape.word_bytes;
     int apart = d->rotary.dims && d->rotary.interleaved;
-    if (apart) {
+    if (apart && in->history) {
         memcpy(d->history, history, in->history * row_bytes);
         dense_part_pairs(d->history, in->history, &in->shape, d->rotary.dims, 1, d->row);
         history = d->history;

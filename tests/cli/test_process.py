@@ -176,7 +176,7 @@ def test_an_interrupt_that_became_another_error(here, monkeypatch, capsys):
 def test_a_message_of_many_lines_is_one(here, monkeypatch, capsys):
     fails_with(monkeypatch, SourceError("a\n  b\r\x07\u202e"))
     assert main(["encode", "keys.npy", "-o", "k.frame"]) == 1
-    assert capsys.readouterr().err == "kvmnn: error: a b\\r\\x07\\u202e\n"
+    assert capsys.readouterr().err == "kvmnn: error: a\\n  b\\r\\x07\\u202e\n"
 
 
 def test_a_name_that_the_system_cannot_have(here, monkeypatch, capsys):

@@ -154,7 +154,7 @@ def test_interrupted_and_resumed(running: Any, folder: Path, number: int, to: An
     if said:
         assert errors == f"kvmnn: error: {said}\n"
     assert gone(process.pid), "its processes end with it"
-    assert leftovers(folder) == []
+    assert number == signal.SIGKILL or leftovers(folder) == []  # what is killed may leave what the next run removes
     before = [*first, *rest.splitlines(keepends=True)]
     assert len(before) < FILES
     times = {path: path.stat().st_mtime_ns for path in (folder / "out").rglob("*.frame")}

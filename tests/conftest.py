@@ -2,13 +2,15 @@
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from repository import FIXTURES
+
+from kvmnn import _simd
 
 # Child processes would otherwise import the checkout's kvmnn/, whose kernels are not compiled, from their working
 # directory.
@@ -44,3 +46,12 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return unpack(FIXTURES / name / "vectors.tar.xz", tmp_path_factory.mktemp(name))
 
     return folder
+
+
+@pytest.fixture(params=_simd.simd_levels())
+def level(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The name of each SIMD level that this processor has, in use meanwhile."""
+    before = _simd.simd_level()
+    _simd.set_simd_level(request.param)
+    yield str(request.param)
+    _simd.set_simd_level(before)

@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import codec_model
@@ -20,14 +19,6 @@ from kvmnn import KvmnnError, _simd
 from kvmnn.frames import _streams, matches
 
 SIZES = [*range(301), 4093, 4095, 4096, 4097, 4111, 8191, 8192, 8195]
-
-
-@pytest.fixture(params=_simd.simd_levels())
-def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = _simd.simd_level()
-    _simd.set_simd_level(request.param)
-    yield request.param
-    _simd.set_simd_level(before)
 
 
 def test_levels() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
@@ -12,21 +11,12 @@ import pytest
 from llama_files import BLOCK_BYTES, BLOCKS, Shape
 
 import kvmnn
-from kvmnn import _simd
 from kvmnn.formats import PackedOptions, ReadOptions
 from kvmnn.formats.llama import _blocks
 from kvmnn.formats.llama.types import TYPES, numbers
 from kvmnn.packed.fitting import Geometry
 
 KINDS = {kind.name: kind for kind in TYPES.values() if kind.is_block}
-
-
-@pytest.fixture(params=_simd.simd_levels())
-def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = _simd.simd_level()
-    _simd.set_simd_level(request.param)
-    yield str(request.param)
-    _simd.set_simd_level(before)
 
 
 def bits(values: np.ndarray) -> np.ndarray:

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
-from kvmnn import _simd
 from kvmnn.formats.mlx import _groups
 from kvmnn.formats.mlx.groups import BITS, numbers
 
 TYPES = ("float16", "uint16", "float32")
-
-
-@pytest.fixture(params=_simd.simd_levels())
-def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = _simd.simd_level()
-    _simd.set_simd_level(request.param)
-    yield str(request.param)
-    _simd.set_simd_level(before)
 
 
 def floats(words: np.ndarray) -> np.ndarray:

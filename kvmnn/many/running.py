@@ -25,8 +25,9 @@ HELD_BYTES = 64 << 20
 """Of lines that wait for one before them; above it nothing is begun."""
 
 SECONDS_OF_PATIENCE = 5.0
-_PROBES = 3
 """Without a result, after which processes are asked whether they are stuck."""
+_PROBES = 3
+"""How often an executor that lost a task is asked whether it does anything."""
 
 Executors = Executor | Callable[[], Executor]
 

@@ -60,16 +60,29 @@ def decode(
     return out
 
 
+def decode_into(header: Header, out: Words, *, history: Words | None = None, tables: Any = None) -> None:
+    """As `decode` of this stream to `out`, which may hold anything where the stream is refused: rows that lie together
+    in `out` are decoded in their places.
+    """
+    _check_out(out, header)
+    rows = out.transpose(1, 0, 2)
+    if header.method == ROWS and rows.flags.c_contiguous:
+        _decode_rows(header, history, tables, rows.reshape(-1).view(np.uint8))
+    else:
+        decode(header.stream, history=history, tables=tables, out=out)
+
+
 def open_rows(header: Header) -> _stream.Rows:
     """The payload of method 2, its sections found."""
     return _stream.Rows(header.stream, header.dtype_code, header.heads, header.dim, header.tokens, header.flags)
 
 
-def _decode_rows(header: Header, history: Words | None, tables: Any) -> Bytes:
+def _decode_rows(header: Header, history: Words | None, tables: Any, words: Bytes | None = None) -> Bytes:
     parsed = open_rows(header)  # before memory for the words is taken
     before = _history(header, parsed.history, history)
     held = _needed_tables(parsed.table_set, tables)
-    words = np.empty(header.raw_bytes, np.uint8)
+    if words is None:
+        words = np.empty(header.raw_bytes, np.uint8)
     parsed.decode(before, held, words)
     return words
 

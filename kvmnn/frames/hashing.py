@@ -32,4 +32,9 @@ def checksum(data: Any, seed: int = 0) -> int:
 
 def rows_checksum(rows: Bytes) -> int:
     """`checksum` of ``[row, byte]``, row after row: the same whether or not the rows lie together."""
-    return _hashing.checksum_rows(rows)
+    return _hashing.checksum_rows(rows, rows.shape[1])[0] if rows.shape[1] else 0
+
+
+def block_checksums(rows: Bytes, block_bytes: int) -> list[int]:
+    """`rows_checksum` of each block of so many bytes of all rows; the last one may be shorter."""
+    return _hashing.checksum_rows(rows, block_bytes)

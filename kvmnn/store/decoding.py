@@ -9,7 +9,7 @@ import numpy as np
 
 from ..arrays.layer_cache import LayerCache
 from ..dense import Tables
-from ..dense import decode as decode_stream
+from ..dense.decoding import decode_into
 from ..dense.header import read_header
 from ..dtypes import Words
 from ..errors import KvmnnError
@@ -61,7 +61,8 @@ def decode_stretches(
     tables: KeptTables | None = None,
     before: Sequence[LayerCache] | None = None,
 ) -> list[LayerCache]:
-    """K and V of all layers, of the tokens of all stretches one after another.
+    """K and V of all layers, of the tokens of all stretches one after another; from dense units with the rows of a
+    token together in memory, as their streams have them, else with those of a head.
 
     Parameters
     ----------
@@ -79,7 +80,7 @@ def decode_stretches(
     begins = np.cumsum([first, *(stretch.take for stretch in stretches)]).tolist()
     sets = [_tables(space, stretch.unit, tables, number) for number, stretch in enumerate(stretches)]
     decoder = Decoder(space.dtype)
-    rows = _arrays(space, begins[-1])
+    rows = _arrays(space, begins[-1], by_token=any(stretch.unit.dense for stretch in stretches))
     for (keys, values), cache in zip(rows, before or (), strict=False):
         keys[:, :first], values[:, :first] = cache.keys, cache.values
 
@@ -136,7 +137,7 @@ def _tables(space: Space, unit: Unit, tables: KeptTables | None, number: int) ->
     return found
 
 
-def _arrays(space: Space, tokens: int) -> list[tuple[Words, Words]]:
+def _arrays(space: Space, tokens: int, *, by_token: bool) -> list[tuple[Words, Words]]:
     """K and V of every layer, not filled yet: parts of one array, whose memory is mapped in large pages or used again,
     where that of many smaller ones costs nearly as much as decoding into it.
     """
@@ -145,7 +146,11 @@ def _arrays(space: Space, tokens: int) -> list[tuple[Words, Words]]:
     begin = 0
     for shape in space.layers:
         size = shape.kv_heads * tokens * shape.head_dim
-        both = words[begin : begin + 2 * size].reshape(2, shape.kv_heads, tokens, shape.head_dim)
+        both = words[begin : begin + 2 * size]
+        if by_token:
+            both = both.reshape(2, tokens, shape.kv_heads, shape.head_dim).transpose(0, 2, 1, 3)
+        else:
+            both = both.reshape(2, shape.kv_heads, tokens, shape.head_dim)
         found.append((both[0], both[1]))
         begin += 2 * size
     return found
@@ -166,11 +171,12 @@ def _decode_dense(stretch: Stretch, at: int, before: Words, tables: Tables | Non
     history = unit.dense.history
     if before.shape[1] < history:
         raise DamagedError(f"refers to {history} rows before it: {before.shape[1]} are there")
-    if read_header(frame.data).checksum != frame.checksum:
+    header = read_header(frame.data)
+    if header.checksum != frame.checksum:
         raise DamagedError("is another stream than was put")
     entire = stretch.take == unit.ids.size
     words = out if entire else np.empty((out.shape[0], unit.ids.size, out.shape[2]), out.dtype)
     held = before[:, before.shape[1] - history :] if history else None
-    decode_stream(frame.data, history=held, tables=tables, out=words)
+    decode_into(header, words, history=held, tables=tables)
     if not entire:
         out[:] = words[:, stretch.skip : stretch.skip + stretch.take]

@@ -12,21 +12,24 @@ from ..frames import CodecOptions
 from . import table_sets
 from .dense_encoding import (
     NOTHING,
+    SHARED,
+    WORTH,
     Behind,
     DenseUnit,
     Tried,
     behind_unit,
-    block_sum,
+    block_sums,
     dense_of,
     encode_dense_units,
     fits,
+    frames_of,
+    middle_of,
     try_layer,
-    unit_sums,
 )
 from .encoding import Cut, blocks_in_unit, cuts, encode_units
 from .lookup import Found, Text
 from .space import Space
-from .table_sets import LEAST_TOKENS, TableSets
+from .table_sets import LEAST_TOKENS, KeptTables, TableSets
 from .unit import DamagedError, Frame, Header, Unit, parse_header
 from .units import Added, Units
 from .updates import NewUnit
@@ -117,7 +120,7 @@ class _Frames:
 
 
 class _Streams:
-    """Units of dense streams; each refers to the rows of the one before it, and short ones to tables."""
+    """Units of dense streams; each refers to the rows of the one before it, and to tables that all of a space share."""
 
     def __init__(
         self, units: Units, text: Text, layers: Sequence[LayerCache], space: Space, known: Found, how: Writing
@@ -127,29 +130,45 @@ class _Streams:
         before = _unit_before(units, text, known)
         self._is_behind_frames = before is not None and before.dense is None
         self._behind = NOTHING if before is None else _behind_stored(before, text, layers, known.blocks)
-        self._units = units
         self._planned: tuple[list[DenseUnit], list[tuple[int, ...]]] | None = None
         self._tried: Tried | None = None
-        self.tables: TableSets | None = None
+        self.tables = self._shared(units.tables, text)
+        self._for_long = self.tables
+
+    def _shared(self, kept: KeptTables, text: Text) -> TableSets | None:
+        """Those that the store has of these layers; else new ones, where the text is long enough for that."""
+        found = kept.of_space(self._space.key)
+        if found is None and text.ids.size >= LEAST_TOKENS:
+            found = table_sets.made_of(self._layers, self._space, self._rotary, self._how.threads)
+            kept.keep(self._space.key, found)
+        return found
 
     def are_worth_it(self, batch: Sequence[Cut], text: Text) -> bool:
         """Whether a layer of the first batch is so much smaller than as frames; units are made of frames if not.
 
-        Short units are what the unit before them is: they gain by rows to refer to, which frames cannot give.
+        Short units are what the unit before them is: they gain by rows to refer to, which frames cannot give. Whether
+        long ones share tables is found by trial as well.
         """
-        self._planned = plans, _ = self._plan(batch, text)
-        begin, end = plans[len(plans) // 2].cut
-        if end - begin < LEAST_TOKENS:
+        plans, sums = self._plan(batch, text)
+        middle = plans[middle_of(plans)].cut
+        if _is_short(middle):
+            self._planned = plans, sums
             return not self._is_behind_frames
-        found = try_layer(self._layers, plans, self._space, self._rotary, self._how.options)
-        self._tried, is_smaller = found
-        return is_smaller
+        found = try_layer(self._layers, plans, self._space, self._rotary)
+        if self._for_long is not None:
+            own_plans = [plan if _is_short(plan.cut) else plan._replace(tables=None) for plan in plans]
+            own = try_layer(self._layers, own_plans, self._space, self._rotary, only_keys=True)
+            if found.nbytes(only_keys=True) > SHARED * own.nbytes():
+                self._for_long, plans = None, own_plans
+                found = try_layer(self._layers, plans, self._space, self._rotary)
+        self._planned, self._tried = (plans, sums), found
+        return found.nbytes() <= WORTH * frames_of(found, self._layers, middle, self._space, self._how.options)
 
     def _plan(self, batch: Sequence[Cut], text: Text) -> tuple[list[DenseUnit], list[tuple[int, ...]]]:
         plans, sums = [], []
         for cut in batch:
-            plans.append(DenseUnit(cut, self._behind, self._tables(text) if cut[1] - cut[0] < LEAST_TOKENS else None))
-            sums.append(unit_sums(self._layers, cut, text.block_tokens))
+            plans.append(DenseUnit(cut, self._behind, self.tables if _is_short(cut) else self._for_long))
+            sums.append(block_sums(self._layers, *cut, text.block_tokens))
             self._behind = behind_unit(sums[-1], self._behind.chain, text.block_tokens)
         return plans, sums
 
@@ -167,14 +186,9 @@ class _Streams:
         threads = self._how.threads
         encode_dense_units(self._layers, plans, self._space, self._rotary, keep, threads, tried)
 
-    def _tables(self, text: Text) -> TableSets | None:
-        """Those that the store has of these layers; else new ones, where the text is long enough for that."""
-        if self.tables is None:
-            self.tables = self._units.tables.of_space(self._space.key)
-        if self.tables is None and text.ids.size >= LEAST_TOKENS:
-            self.tables = table_sets.made_of(self._layers, self._space, self._rotary, self._how.threads)
-            self._units.tables.keep(self._space.key, self.tables)
-        return self.tables
+
+def _is_short(cut: Cut) -> bool:
+    return cut[1] - cut[0] < LEAST_TOKENS
 
 
 def _unit_before(units: Units, text: Text, known: Found) -> Header | None:
@@ -197,11 +211,9 @@ def _behind_stored(before: Header, text: Text, layers: Sequence[LayerCache], blo
     if before.dense is None:
         return NOTHING
     behind = behind_unit(before.dense.sums[: (end - before.start) // size], before.dense.chain, size)
+    found = block_sums(layers, end - len(behind.sums) * size, end, size)
     same = 0
-    while same < len(behind.sums):
-        at = end - same * size
-        if block_sum(layers, at - size, at) != behind.sums[-1 - same]:
-            break
+    while same < len(found) and found[-1 - same] == behind.sums[-1 - same]:
         same += 1
     return behind_unit(behind.sums[len(behind.sums) - same :], before.dense.chain, size)
 

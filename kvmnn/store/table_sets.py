@@ -1,4 +1,4 @@
-"""The tables that short dense units share: for each layer one set for K and one for V, all of them one object."""
+"""The tables that dense units share: for each layer one set for K and one for V, all of them one object."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAGIC = b"KVMNNPT2"
 TOKENS = 512
 """Sets are made of at most so many tokens ..."""
 LEAST_TOKENS = 256
-"""... and of no fewer; units of fewer tokens use them: longer ones are smaller with tables of their own."""
+"""... and of no fewer; units of fewer tokens always use them, longer ones where they lose little by it."""
 MOST_BYTES = 256 << 20
 
 _FIELDS = struct.Struct("<8sI")

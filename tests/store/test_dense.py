@@ -17,6 +17,7 @@ from kvmnn.errors import OptionError, SourceError
 from kvmnn.store import PrefixStore, read_exported
 from kvmnn.store.decoding import Stretch, decode_stretches
 from kvmnn.store.space import space_of
+from kvmnn.store.table_sets import LEAST_TOKENS
 from kvmnn.store.unit import MOST_CHAIN, DamagedError, Unit, parse
 
 HEADS, DIMS, LAYERS = 2, 16, 2
@@ -166,7 +167,7 @@ def test_another_process_that_is_faster(tmp_path: Path, monkeypatch: pytest.Monk
 def test_frames_where_streams_gain_little(tmp_path: Path) -> None:
     """A store of dense streams has frames of what does not repeat, and behind it; short units are tried as streams."""
     rng = np.random.default_rng(3)
-    noise = [LayerCache(layer=0, keys=words, values=words) for words in [rng.random((2, 400, 16), np.float32)]]
+    noise = [LayerCache(layer=0, keys=words, values=words) for words in [rng.standard_normal((2, 400, 16), np.float32)]]
     cut = [LayerCache(layer=0, keys=each.keys[:, :300], values=each.values[:, :300]) for each in noise]
     with PrefixStore(tmp_path / "s", block_tokens=16, codec="dense") as store:
         store.put(text(300), cut, model=MODEL)
@@ -221,6 +222,25 @@ def test_short_units_share_tables(tmp_path: Path) -> None:
         store.gc(max_bytes=0)
         store.gc()
     assert not tables.exists()
+
+
+def test_long_units_share_tables_unless_they_lose_by_it(tmp_path: Path) -> None:
+    """Tables of a first text whose rows are all but equal fit no other: long units have their own then."""
+    ids, other = text(600), text(600, 1)
+    near = [LayerCache(layer=at, keys=words, values=words) for at, words in enumerate(np.ones((2, 2, 600, 16), "<f2"))]
+    for name, first in (("good", layers_of(other)), ("bad", near)):
+        with PrefixStore(tmp_path / name, block_tokens=16, codec="dense") as store:
+            store.put(other, first, model=MODEL)
+            store.put(ids, layers_of(ids), model=MODEL)
+            found = store.get(ids, model=MODEL)
+            assert same(found.layers, layers_of(ids), 600)
+            assert found.layers[0].keys.transpose(1, 0, 2).flags.c_contiguous  # decoded in their places
+    long = {
+        name: [unit for unit in units(tmp_path / name) if unit.ids.size >= LEAST_TOKENS and unit.ids[0] == ids[0]]
+        for name in ("good", "bad")
+    }
+    assert [bool(unit.dense and unit.dense.tables) for unit in long["good"]] == [True]
+    assert [bool(unit.dense and unit.dense.tables) for unit in long["bad"]] == [False]
 
 
 def test_an_index_that_is_lost_and_tables_and_rows_before(tmp_path: Path) -> None:

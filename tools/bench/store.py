@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import shutil
 import statistics
 import tempfile
 import time
@@ -34,7 +33,7 @@ from kvmnn.lm import DecoderSession, Tokenizer
 from kvmnn.store import PrefixStore, updates
 from kvmnn.store.lookup import Text
 from kvmnn.store.space import LayerShape, Space
-from kvmnn.store.table_sets import LEAST_TOKENS, TOKENS
+from kvmnn.store.table_sets import TOKENS
 from kvmnn.store.token_ids import as_ids, block_keys
 from kvmnn.store.unit import MOST_HISTORY
 from kvmnn.store.updates import NewUnit
@@ -63,7 +62,8 @@ def main() -> None:
         shared = sharing(Path(folder, "shared"), session, ids)
         layers = computed(session, ids[0][:LONG])
         frames = frame_rows(layers)
-        speeds = speed_rows(Path(folder), ids[0][:LONG], layers, rounds)
+        first_text = ids[1][:OWN], computed(session, ids[1][:OWN])
+        speeds = speed_rows(Path(folder), first_text, ids[0][:LONG], layers, rounds)
         index = index_row(Path(folder, "index"), BLOCKS // 10 if quick else BLOCKS)
         halves = half_way_rows(Path(folder, "half"), ids[0][:LONG], layers, rounds)
         first = {"onnxruntime": with_onnxruntime(Path(folder, "first"), session, ids[0], 3 if quick else 5)}
@@ -118,7 +118,9 @@ def frame_rows(layers: Sequence[LayerCache]) -> list[dict[str, Any]]:
 
 
 def dense_ratio(layers: Sequence[LayerCache], tokens: int) -> float:
-    """Streams of so many tokens, with what the store gives them: rows before them, and tables where they are short."""
+    """Streams of so many tokens, with what the store gives them: rows before them, and tables that all share. The text
+    as one stream has tables of its own.
+    """
     arrays = [words for cache in layers for words in (cache.keys, cache.values)]
     rotary = dense.find_rotary(arrays[0])
     rotaries = [None if number % 2 else rotary for number in range(len(arrays))]
@@ -130,8 +132,8 @@ def dense_ratio(layers: Sequence[LayerCache], tokens: int) -> float:
         before = max(0, at - MOST_HISTORY)
         streams = dense.encode_many(
             [words[:, at : at + tokens] for words in arrays],
-            rotary=rotaries if tokens >= LEAST_TOKENS else None,
-            tables=sets if tokens < LEAST_TOKENS else None,
+            rotary=rotaries if tokens == LONG else None,
+            tables=None if tokens == LONG else sets,
             history=[words[:, before:at] for words in arrays] if at else None,
         )
         size += sum(map(len, streams))
@@ -142,7 +144,13 @@ def _as(cache: LayerCache, dtype: Any) -> LayerCache:
     return LayerCache(layer=cache.layer, keys=cache.keys.astype(dtype), values=cache.values.astype(dtype))
 
 
-def speed_rows(folder: Path, ids: Sequence[int], layers: Sequence[LayerCache], rounds: int) -> list[dict[str, Any]]:
+def speed_rows(
+    folder: Path,
+    first: tuple[Sequence[int], Sequence[LayerCache]],
+    ids: Sequence[int],
+    layers: Sequence[LayerCache],
+    rounds: int,
+) -> list[dict[str, Any]]:
     """`put` and `get` against the codec calls on the whole arrays."""
     rows = []
     for dtype, how in itertools.product((np.float32, np.float16), ("fast", "balanced", "dense")):
@@ -151,19 +159,17 @@ def speed_rows(folder: Path, ids: Sequence[int], layers: Sequence[LayerCache], r
         arrays = [words for cache in caches for words in (cache.keys, cache.values)]
         nbytes = sum(words.nbytes for words in arrays)
         encode, decode = calls(arrays, how)
-        names = itertools.count()
         kept = PrefixStore(folder / f"{dtype.__name__}-{how}", codec=codec, effort=effort)
         kept.put(ids, caches, model="m")
-
+        made = PrefixStore(folder / f"put-{dtype.__name__}-{how}", codec=codec, effort=effort)
+        made.put(first[0], [_as(cache, dtype) for cache in first[1]], model="m")  # rotation and tables: once a model
         puts: list[tuple[float, float]] = []
 
-        def put(caches: Any = caches, made: Any = (codec, effort), names: Any = names, puts: Any = puts) -> None:
-            path = folder / f"put-{next(names)}"
-            with PrefixStore(path, codec=made[0], effort=made[1]) as store:
-                started = time.perf_counter(), time.process_time()
-                store.put(ids, caches, model="m")
-                puts.append((time.perf_counter() - started[0], time.process_time() - started[1]))
-            shutil.rmtree(path)  # or the system would write it to the disk while others are measured
+        def put(caches: Any = caches, made: Any = made, puts: Any = puts) -> None:
+            started = time.perf_counter(), time.process_time()
+            made.put(ids, caches, model="m")
+            puts.append((time.perf_counter() - started[0], time.process_time() - started[1]))
+            made.delete(ids, model="m")  # or the system would write it to the disk while others are measured
 
         jobs = {
             "put": put,
@@ -174,7 +180,7 @@ def speed_rows(folder: Path, ids: Sequence[int], layers: Sequence[LayerCache], r
         for clock, place in ((time.perf_counter, 0), (time.process_time, 1)):
             puts.clear()
             times = interleaved(jobs, rounds, clock)
-            times["put"] = [each[place] for each in puts[1:]]  # without making the store
+            times["put"] = [each[place] for each in puts[1:]]  # without removing it
             rows.append(
                 {
                     "dtype": dtype.__name__,
@@ -186,6 +192,7 @@ def speed_rows(folder: Path, ids: Sequence[int], layers: Sequence[LayerCache], r
                 }
             )
         kept.close()
+        made.close()
     return rows
 
 
@@ -312,12 +319,12 @@ def sections(data: dict[str, Any]) -> list[str]:
         f"{shared['bytes_frames']:,} bytes are stored. The index has {shared['index_bytes']:,} bytes.\n",
         "## Ratio by tokens in a frame or stream\n",
         f"{LONG:,} tokens of one text; units hold up to 512 tokens, blocks 64. Dense streams refer to 256 rows before "
-        f"them, and have shared tables below {LEAST_TOKENS} tokens, as in a store.\n",
+        f"them and share tables made of the first {TOKENS} tokens, as in a store; the text as one has its own.\n",
         frame_table + "\n",
         "## Speed\n",
         f"MB/s of raw bytes, {LONG:,} tokens, all processors; share: the codec call's time, of the same codec, over "
         f"the store's, median over rounds in which all take turns (goals: put {PUT_SHARE}, get {GET_SHARE}). `put` "
-        "writes the files and the index, `get` reads and checks them.\n",
+        "writes the files and the index of a store that has another text of the model, `get` reads and checks them.\n",
         speed_table + "\n",
         f"## An index of {index['blocks']:,} blocks\n",
         f"Texts of {LONG:,} tokens that share {SHARED}, CPU time, median (95 of 100): `match` {index['match_ms']:.2f} "

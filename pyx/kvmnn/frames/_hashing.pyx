@@ -30,13 +30,20 @@ def checksum(const uint8_t[::1] data not None, uint64_t seed) -> int:
     return h
 
 
-def checksum_rows(const uint8_t[:, :] rows not None) -> int:
-    """The checksum of each row of contiguous bytes, continued from that of the row before; 0 of none."""
-    cdef uint64_t h = 0
-    cdef Py_ssize_t row
-    if rows.shape[1] > 1 and rows.strides[1] != 1:
+def checksum_rows(const uint8_t[:, :] rows not None, Py_ssize_t block_bytes) -> list:
+    """For each block of so many bytes of all rows: the checksum of each row's bytes in it, continued from that of the row
+    before; the last block may be shorter, and rows of no bytes have none.
+    """
+    cdef uint64_t h
+    cdef Py_ssize_t row, begin, size, n = rows.shape[1]
+    if n > 1 and rows.strides[1] != 1:
         raise KvmnnError(f"rows with a stride of {rows.strides[1]}: expected contiguous ones")
-    with nogil:
-        for row in range(rows.shape[0] if rows.shape[1] else 0):
-            h = checksum_of(&rows[row, 0], rows.shape[1], h)
-    return h
+    found = []
+    for begin in range(0, n, block_bytes):
+        size = min(block_bytes, n - begin)
+        h = 0
+        with nogil:
+            for row in range(rows.shape[0]):
+                h = checksum_of(&rows[row, begin], size, h)
+        found.append(h)
+    return found

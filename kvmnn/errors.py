@@ -27,6 +27,10 @@ class SourceError(KvmnnError):
     """A file or directory that cannot be read as what it should be."""
 
 
+class MissingOptionError(OptionError, SourceError):
+    """What an input does not say itself, and no option does: which axes, type, geometry, prefix or stream."""
+
+
 class ManifestError(KvmnnError):
     """A manifest that is malformed or does not match its frames."""
 

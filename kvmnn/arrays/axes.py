@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from .. import dtypes
 from ..dtypes import PARTS, Part
-from ..errors import OptionError, SourceError
+from ..errors import MissingOptionError, OptionError, SourceError
 from .layers import array_name
 from .named_array import ArrayInfo, NamedArray
 from .names import conventional, layer_of, part_of
@@ -146,11 +146,11 @@ def _sorted(where: str, arrays: Sequence[NamedArray], axes: str, *, pages: bool)
                 f"({axes})"
             )
         if array.itemsize != array.word_bytes:
-            raise SourceError(f"{where}: array {array.name!r} holds raw bytes: say their --shape")
+            raise MissingOptionError(f"{where}: array {array.name!r} holds raw bytes: say their --shape")
         words = _Words(array)
         for layer, part, place in _parts(where, array, axes, alone=len(arrays) == 1):
             if (layer, part) in found and not pages:
-                raise SourceError(
+                raise MissingOptionError(
                     f"{where}: there are several {part}s of layer {layer}: {array.name!r} is one of them (--pages: "
                     "they are pages of one text)"
                 )

@@ -153,7 +153,7 @@ def _layers(source: Source) -> dict[tuple[int, Part], LayerArray]:
     try:
         entries = sorted_layers(source)
     except SourceError as error:
-        raise SourceError(f"{error}; a tolerance is about K and V of layers") from None
+        raise type(error)(f"{error}; a tolerance is about K and V of layers") from None
     return {(entry.layer, entry.part): entry for entry in entries}
 
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from .. import dtypes
 from ..dtypes import PARTS, KVPair, Part, Words
-from ..errors import OptionError, SourceError
-from .layers import MOST_HEADS, array_name, with_whole_dumps
+from ..errors import MissingOptionError, OptionError, SourceError
+from .layers import MOST_HEADS, AxesError, array_name, with_whole_dumps
 from .named_array import ArrayInfo, NamedArray
 from .names import conventional, layer_of, part_of
 
@@ -113,7 +113,9 @@ def read_kv(where: str, arrays: Sequence[NamedArray], said: SaidAxes | None = No
     ------
     SourceError
         For names that are neither K nor V, a K without its V or the other way round, layers without number or twice,
-        shapes that do not agree with the axes, and arrays whose heads could be tokens and whose axes nothing says.
+        shapes that do not agree with the axes.
+    MissingOptionError
+        For arrays whose heads could be tokens and whose axes nothing says, and several pairs to choose from.
     """
     said = said or SaidAxes()
     _check_axes(where, said.letters)
@@ -127,7 +129,9 @@ def read_kv(where: str, arrays: Sequence[NamedArray], said: SaidAxes | None = No
             )
     if "l" in found:
         if len(pairs) > 1:
-            raise SourceError(f"{where}: holds {len(pairs)} pairs of K and V, each with all layers; --tensor chooses")
+            raise MissingOptionError(
+                f"{where}: holds {len(pairs)} pairs of K and V, each with all layers; --tensor chooses"
+            )
         keys, values = (_from_axes(_words(array), found) for array in pairs[0])
         if len(keys) != len(values):
             raise SourceError(f"{where}: K has {len(keys)} layers, V {len(values)}")
@@ -202,7 +206,7 @@ def _axes(where: str, arrays: Sequence[NamedArray], said: SaidAxes) -> tuple[str
     heads, tokens = (first.shape[letters.index(letter)] for letter in "ht")
     if max(heads, tokens) < said.least_tokens:
         raise SourceError(f"{where}: array {first.name!r} {list(first.shape)} has no {said.least_tokens} tokens")
-    raise SourceError(
+    raise AxesError(
         f"{where}: array {first.name!r} {list(first.shape)}: nothing says whether {heads} or {tokens} is the number of "
         f"tokens: say --axes {letters} ({tokens} tokens) or --axes {letters.replace('ht', 'th')} ({heads} tokens)"
     )
@@ -227,7 +231,8 @@ def _default_axes(where: str, array: NamedArray, layer: int | None) -> str:
         return _WHOLE
     if layer is not None and count in _BY_LAYER:
         return _BY_LAYER[count]
-    raise SourceError(
+    error = AxesError if count > 2 else SourceError
+    raise error(
         f"{where}: array {array.name!r} has shape {list(array.shape)}: expected five axes (layer, batch, kv_head, "
         "token, dimension), or a layer number in its name and four or three axes (batch, kv_head, token, dimension); "
         "--axes says otherwise, e.g. --axes lthd"

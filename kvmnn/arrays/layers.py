@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ..dtypes import PARTS, Part
-from ..errors import KvmnnError, SourceError
+from ..errors import KvmnnError, MissingOptionError, SourceError
 from .named_array import NamedArray, Piece, rechunked
 from .names import conventional, is_numbered, layer_of, part_of
 from .source import Source
@@ -16,7 +16,7 @@ MOST_HEADS = 256
 """More kv heads than any decoder has: twice those of the largest that are published (128)."""
 
 
-class AxesError(SourceError):
+class AxesError(MissingOptionError):
     """Nothing says which axis is the tokens; the message has what to say."""
 
 
@@ -62,8 +62,10 @@ def sort(arrays: Sequence[NamedArray], *, token_major: bool = False) -> list[Lay
     Raises
     ------
     SourceError
-        When a name says no place, two arrays have the same place, a layer has only one of the two, layers differ in
-        geometry or type, or there are more than `MOST_HEADS` heads and no more tokens than that.
+        When a name says no place, two arrays have the same place, a layer has only one of the two, or layers differ in
+        geometry or type.
+    AxesError
+        When there are more than `MOST_HEADS` heads and no more tokens than that, or more axes than three.
     """
     found: dict[tuple[int, Part], list[tuple[int, LayerArray]]] = {}
     for array in arrays:
@@ -74,7 +76,7 @@ def sort(arrays: Sequence[NamedArray], *, token_major: bool = False) -> list[Lay
     for entry in (entry for several in found.values() for _, entry in several):
         heads, tokens, _ = entry.geometry
         if heads > MOST_HEADS >= tokens and not entry.token_major:
-            raise SourceError(
+            raise AxesError(
                 f"array {entry.array.name!r} {list(entry.array.shape)}: read as [kv_head, token, head_dim] it has "
                 f"{heads:,} heads, more than {MOST_HEADS}: where tokens come first, say so (--token-major)"
             )
@@ -97,7 +99,8 @@ def _places(array: NamedArray, token_major: bool) -> Iterator[tuple[int, LayerAr
     elif len(array.shape) == 3:
         yield start, LayerArray(layer or 0, part, array, token_major)
     else:
-        raise SourceError(
+        error = AxesError if len(array.shape) > 3 else SourceError
+        raise error(
             f"array {array.name!r}: has shape {list(array.shape)}: expected [kv_head, token, head_dim]"
             + (" or [layer, kv_head, token, head_dim]" if layer is None else "")
             + _advice(array)
@@ -161,14 +164,17 @@ def _row_of(array: NamedArray, index: int) -> NamedArray:
 
 
 def _slice(array: NamedArray, begin: int, nbytes: int, step: int) -> Iterator[Piece]:
-    """Bytes of an array from `begin` on; what is before them is passed over, which costs nothing in a mapped file."""
+    """Bytes of an array from `begin` on; what is before them is passed over, which costs nothing in a mapped file.
+
+    An array is read to its end where the bytes are its last: what is checked behind them is checked.
+    """
     position = 0
     for piece in array.reader(step):
         low, high = max(begin - position, 0), min(begin + nbytes - position, piece.size)
         position += piece.size
         if low < high:
             yield piece[low:high]
-        if position >= begin + nbytes:
+        if begin + nbytes <= position < array.nbytes:
             return
 
 

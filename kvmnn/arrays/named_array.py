@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from .. import dtypes
 from ..dtypes import Bytes, Words
-from ..errors import SourceError
+from ..errors import MissingOptionError, SourceError
 from ..files.changes import Reading
 
 Order = Literal["C", "F"]
@@ -31,6 +31,10 @@ _STEP = 8 << 20
 
 class UnsupportedArrayError(SourceError):
     """An array that is well-formed but of a type or size that no frame holds."""
+
+
+class UntypedArrayError(UnsupportedArrayError, MissingOptionError):
+    """An array whose own type does not say what its words are, where no option does."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,10 +17,13 @@ _STEP = 1 << 20
 
 
 class Difference(NamedTuple):
-    """Where an array is not what it was compared with."""
+    """Where an array is not what it was compared with; `array` is None for what lies around those of a whole file."""
 
-    array: str
+    array: str | None
     what: str
+
+    def __str__(self) -> str:
+        return self.what if self.array is None else f"array {self.array!r} {self.what}"
 
 
 def compare(
@@ -37,7 +40,8 @@ def compare(
     Raises
     ------
     KvmnnError
-        As `decode_frames`; and when the frames themselves are damaged.
+        As `decode_frames`; when the frames themselves are damaged; and when what the others were read from is, by a
+        checksum that lies behind their last byte as well.
     """
     pairs = _pairs(frames, others)
     if isinstance(pairs, Difference):
@@ -52,12 +56,14 @@ def compare(
     current, expected = 0, _Reader(pairs[0])
     for index, data in decode_frames(frames, options, progress=progress):
         if index != current:
+            expected.finish()
             current, expected = index, _Reader(pairs[index])
         offset = expected.first_difference(data)
         if offset is not None:
             entry = frames.arrays[index]
             return Difference(entry.name, f"first differs at element {list(entry.index_of(offset))} (byte {offset})")
         del data  # or it would live on while the next frame is decoded
+    expected.finish()
     return None
 
 
@@ -78,6 +84,11 @@ class _Reader:
                 return self._position + int(differs[0])
             self._position += run.size
         return None
+
+    def finish(self) -> None:
+        """Ask for what comes behind the last byte: only then do readers compare checksums, and count."""
+        for _ in self._pieces:
+            pass
 
     def _take(self, nbytes: int) -> Piece:
         while self._rest.size < nbytes:

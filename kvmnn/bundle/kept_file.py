@@ -12,6 +12,7 @@ import zlib
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from itertools import accumulate
+from os.path import commonprefix
 from typing import Any, Final
 
 from ..arrays.source import FILE_KEY
@@ -81,6 +82,16 @@ class KeptFile:
         """The part that the byte at `offset` belongs to, and where that part begins."""
         number = bisect_right(self._ends, offset)
         return self.parts[number], self._ends[number] - self.parts[number].nbytes
+
+    def difference(self, other: KeptFile) -> str | None:
+        """Where another file of the same arrays differs from this one, in words; None where it does not."""
+        for part, theirs, end in zip(self.parts, other.parts, self._ends, strict=False):
+            if part != theirs:
+                same = len(commonprefix([part.literal, theirs.literal]))
+                return f"the file differs from byte {end - part.nbytes + same:,} on, outside of its arrays"
+        if self.nbytes != other.nbytes:
+            return f"the file has {other.nbytes:,} bytes, not {self.nbytes:,}"
+        return None if self.sha256 == other.sha256 else f"the file has the sha256 {other.sha256}, not {self.sha256}"
 
 
 def to_json(kept: KeptFile) -> str:

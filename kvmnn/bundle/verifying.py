@@ -14,6 +14,7 @@ from ..threads.pipeline import Progress
 from .comparing import Difference, compare
 from .decoding import decode_frames
 from .frame_set import DecodeOptions, FrameSet
+from .kept_file import kept_file
 from .manifest import count_pieces
 
 DECODES = "DECODES"
@@ -42,6 +43,8 @@ class Verified:
         Time that it took.
     unknown
         What nothing says of several frames without a manifest, for people; else empty.
+    file
+        The name of the file that the frames were made from, where it was put together again and its hash compared.
     """
 
     input: str
@@ -56,6 +59,7 @@ class Verified:
     raw_pieces: int = 0
     seconds: float
     unknown: str = ""
+    file: str = ""
 
     @property
     def ok(self) -> bool:
@@ -90,10 +94,10 @@ class Verified:
     def __str__(self) -> str:
         original = ", ".join(self.against)
         if self.difference is not None:
-            return f"{self.input}: {DIFFERS} from {original}: array {self.difference.array!r} {self.difference.what}"
+            return f"{self.input}: {DIFFERS} from {original}: {self.difference}"
         how = {
             "bytes": f"every byte compared with {original}",
-            "sha256": "decoded, sha256 of the manifest",
+            "sha256": f"decoded, sha256 of {f'all of {self.file}' if self.file else 'the manifest'}",
             None: "no manifest and no --against: nothing to compare with",
         }[self.proof]
         if self.unknown:
@@ -141,7 +145,7 @@ def verify(
     difference: Difference | None = None
     with Reading():
         if against is not None:
-            difference = compare(frames, against.arrays, options, progress=progress)
+            difference = compare(frames, against.arrays, options, progress=progress) or _around(frames, against)
         else:
             deque(decode_frames(frames, options, progress=progress), maxlen=0)
     return Verified(
@@ -156,3 +160,11 @@ def verify(
         seconds=time.perf_counter() - started,
         unknown=frames.unknown,
     )
+
+
+def _around(frames: FrameSet, against: Source) -> Difference | None:
+    """Where frames are of a file that was kept whole: what the manifest has of it besides arrays, and the original."""
+    kept = kept_file(frames.document.metadata, frames.path) if frames.document else None
+    other = kept_file(against.metadata, " ".join(against.inputs))
+    what = kept.difference(other) if kept and other else None
+    return Difference(None, what) if what else None

@@ -3,7 +3,7 @@
 from .array_formats import ARRAY_FORMATS, ArrayFormat, array_format
 from .engine_files import engine_kind
 from .hf.to_cache import to_cache
-from .kept_restoring import RestoredFile, is_kept, restore_file
+from .kept_restoring import RestoredFile, is_kept, restore_file, verify_file
 from .listing import ArraysInfo, inspect
 from .mnn.describing import Described, describe_files
 from .mnn.finding import find_packed
@@ -51,6 +51,7 @@ __all__ = [
     "restore_store",
     "to_cache",
     "transcode",
+    "verify_file",
     "verify_store",
     "write_arrays",
 ]

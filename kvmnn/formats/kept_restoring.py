@@ -11,7 +11,8 @@ from typing import Any
 
 from ..bundle.frame_set import DecodeOptions, FrameSet
 from ..bundle.kept_file import KeptFile, kept_file
-from ..bundle.manifest import to_json
+from ..bundle.manifest import count_pieces, to_json
+from ..bundle.verifying import Verified
 from ..errors import LimitError, OptionError, OutputError
 from ..files.changes import Reading
 from ..files.mapped import MappedFile
@@ -138,6 +139,38 @@ def restore_file(
         kept=kept,
         whole_bytes=frames.stored_bytes + manifest_bytes,
     )
+
+
+def verify_file(
+    frames: FrameSet, options: DecodeOptions | None = None, *, progress: Progress | None = None
+) -> Verified:
+    """Put the file together that frames were made from, without writing it, and compare its hash.
+
+    Parameters and errors are those of `restore_file`: a difference is one.
+    """
+    made = restore_file(frames, _Nowhere(), options, progress=progress)
+    return Verified(
+        input=frames.path,
+        against=(),
+        proof="sha256",
+        difference=None,
+        raw_bytes=frames.raw_bytes,
+        stored_bytes=frames.stored_bytes,
+        arrays=len(frames.arrays),
+        **count_pieces(frames.arrays)._asdict(),
+        seconds=made.seconds,
+        file=made.kept.name,
+    )
+
+
+class _Nowhere:
+    """A stream that keeps nothing."""
+
+    def write(self, data: bytes | memoryview, /) -> int:
+        return len(data)
+
+    def flush(self) -> None:
+        pass
 
 
 def _write(file: KeptBytes, sink: Sink, progress: Progress | None) -> None:

@@ -154,6 +154,8 @@ def folder_kind(path: str, packed: PackedOptions | None = None) -> FolderKind | 
 
 def not_a_frame(path: str, found: KvmnnError) -> KvmnnError:
     """What to raise for an input that was read as a frame and is none: `found`, unless its name says nothing."""
+    if os.path.isdir(path) and (lost := zarr.lost_group(path)):
+        return SourceError(lost)
     if isinstance(found, LimitError) or kind_of(path) is not None or not os.path.isfile(path):
         return found
     reason = str(found).removeprefix(f"{path}: ")
@@ -222,7 +224,7 @@ def _directory(path: str, options: ReadOptions) -> Source:
     if kind == "packed":
         return _packed(path, options)
     if kind is None:
-        raise SourceError(f"{path}: {folder_not_known(path)}")
+        raise SourceError(zarr.lost_group(path) or f"{path}: {folder_not_known(path)}")
     read = {
         "zarr": zarr.read,
         "packed dump": packed_dump.read,

@@ -9,13 +9,13 @@ from .. import dtypes
 from ..arrays.named_array import ArrayInfo, NamedArray, Piece, swap_words
 from ..arrays.source import Source
 from ..arrays.valid_names import name_of_file
-from ..errors import SourceError
+from ..errors import MissingOptionError, SourceError
 from ..files.mapped import STDIN, MappedFile
 from .options import ReadOptions
 from .raw_pages import Page, page_in
 from .reading import checked
 from .sinks import Runs, Sink
-from .unknown import HEAD_BYTES, file_not_known
+from .unknown import HEAD_BYTES, file_not_known, looks_known
 
 
 def read(path: str, options: ReadOptions) -> Source:
@@ -28,9 +28,10 @@ def read_mapped(file: MappedFile, options: ReadOptions) -> Source:
     page = page_in(file.path)
     names = [options.dtype] if options.dtype else [page.dtype] if page else options.fallbacks
     if not names:
-        raise SourceError(
-            f"{file.label}: {file_not_known(file.path, file.head(HEAD_BYTES))}; raw bytes need a dtype "
-            "(--dtype fp16, bf16 or fp32)"
+        head = file.head(HEAD_BYTES)
+        error = SourceError if looks_known(file.path, head) else MissingOptionError
+        raise error(
+            f"{file.label}: {file_not_known(file.path, head)}; raw bytes need a dtype (--dtype fp16, bf16 or fp32)"
         )
     dtype = dtypes.by_name(names[0])
     if file.size == 0:

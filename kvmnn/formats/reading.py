@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from .. import dtypes
-from ..arrays.named_array import NamedArray, UnsupportedArrayError
+from ..arrays.named_array import NamedArray, UnsupportedArrayError, UntypedArrayError
 from ..arrays.source import Source, others_metadata
 from ..errors import KvmnnError, SourceError
 from .options import ReadOptions
@@ -74,7 +74,8 @@ def dtype_name(array_dtype: np.dtype[np.generic], options: ReadOptions, where: s
     Raises
     ------
     UnsupportedArrayError
-        For object and structured types, word sizes other than 2 and 4, and types that need a dtype and have none.
+        For object and structured types, and word sizes other than 2 and 4; `UntypedArrayError` for types that need a
+        dtype and have none.
     """
     if array_dtype.hasobject:
         raise UnsupportedArrayError(f"{where}: holds Python objects (pickles), which are never loaded")
@@ -85,22 +86,27 @@ def dtype_name(array_dtype: np.dtype[np.generic], options: ReadOptions, where: s
             return _taken_as(options.dtype, array_dtype, options.as_numbers)
         return dtypes.of_array(np.empty(0, array_dtype)).name
     except (TypeError, KvmnnError) as exc:
-        why = _advice(array_dtype) if options.dtype is None else str(exc)
         for fallback in options.fallbacks if options.dtype is None else ():
             with suppress(TypeError):
                 return _taken_as(fallback, array_dtype)
-        raise UnsupportedArrayError(f"{where}: {why}") from None
+        if options.dtype is not None:
+            raise UnsupportedArrayError(f"{where}: {exc}") from None
+        raise _without_dtype(array_dtype, where) from None
 
 
-def _advice(array_dtype: np.dtype[np.generic]) -> str:
+def _without_dtype(array_dtype: np.dtype[np.generic], where: str) -> UnsupportedArrayError:
     """Why a numpy type says no dtype, and what to do."""
     names = [dtype.name for dtype in dtypes.BY_NAME.values() if dtype.itemsize == array_dtype.itemsize]
     if array_dtype == np.uint8:
-        return f"raw bytes need a dtype (--dtype {', '.join(dtypes.BY_NAME)})"
-    found = f"numpy type {array_dtype}"
+        return UntypedArrayError(f"{where}: raw bytes need a dtype (--dtype {', '.join(dtypes.BY_NAME)})")
+    found = f"{where}: numpy type {array_dtype}"
     if names and array_dtype.kind in "iuV":
-        return f"{found} does not say what its words are: --dtype {' or '.join(names)} takes them as they are"
-    return f"{found} is none that frames hold: expected float16, float32 or uint16 (bf16); convert it first"
+        return UntypedArrayError(
+            f"{found} does not say what its words are: --dtype {' or '.join(names)} takes them as they are"
+        )
+    return UnsupportedArrayError(
+        f"{found} is none that frames hold: expected float16, float32 or uint16 (bf16); convert it first"
+    )
 
 
 def _taken_as(name: str, array_dtype: np.dtype[np.generic], as_numbers: bool = False) -> str:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from .. import dtypes
 from ..arrays.lazy_arrays import Lazily, LazyArrays
-from ..arrays.named_array import ArrayInfo, NamedArray, UnsupportedArrayError
+from ..arrays.named_array import ArrayInfo, NamedArray, UnsupportedArrayError, UntypedArrayError
 from ..arrays.source import Source
 from ..errors import OutputError, SourceError
 from ..files.mapped import MappedFile
@@ -75,13 +75,13 @@ def _dtype_of(kind: str, options: ReadOptions) -> str | UnsupportedArrayError:
     if kind not in _NUMPY:
         return UnsupportedArrayError(f"type {kind} is not one that frames hold (F16, BF16, F32)")
     if not (options.dtype or options.fallbacks) and kind not in ("F16", "BF16", "F32"):
-        return UnsupportedArrayError(f"type {kind} needs a dtype to be taken as (--dtype)")
+        return UntypedArrayError(f"type {kind} needs a dtype to be taken as (--dtype)")
     if options.as_numbers and kind == "BF16" and options.dtype == "fp16":
         return UnsupportedArrayError(str(other_numbers("bf16", options.dtype)))
     try:
         return dtype_name(np.dtype(_NUMPY[kind]), options, "")
     except UnsupportedArrayError as exc:
-        return UnsupportedArrayError(str(exc).removeprefix(": "))
+        return type(exc)(str(exc).removeprefix(": "))
 
 
 def _held_by_frames(tensors: Tensors, found: dict[str, str | UnsupportedArrayError]) -> npt.NDArray[np.bool_]:

@@ -51,6 +51,11 @@ def file_not_known(path: str, head: bytes, otherwise: str = "") -> str:
     return f"not a file kvmnn knows: {f'it looks like {what} ({nearest})' if nearest else what}"
 
 
+def looks_known(path: str, head: bytes) -> bool:
+    """Whether a file is empty or looks like something that is no words of K and V."""
+    return not head or _looks_like(PurePath(path).suffix.lower(), head) is not None
+
+
 def folder_not_known(path: str) -> str:
     """The same about a directory."""
     names = sorted(os.listdir(path))

@@ -19,6 +19,7 @@ from ..formats.mnn import dump, live, packed_dump, prefix
 from ..formats.raw_pages import page_in
 from ..formats.vllm import is_folder as is_vllm
 from ..formats.zarr import is_store as is_zarr
+from ..formats.zarr import lost_group
 
 _BY_NAME = (*ARRAY_FORMATS, ".session")
 """Suffixes of arrays: these count whatever they hold, so that a damaged file is told of."""
@@ -70,7 +71,7 @@ class Kinds:
             return None
         if manifest.FILE_NAME in names or _lost_its_manifest(path, names):
             return self.frames
-        if is_zarr(path):
+        if is_zarr(path) or lost_group(path):  # the latter so that what it lacks is told of
             return self.arrays or self.frames
         if _is_cache_folder(path, names):
             return self.arrays

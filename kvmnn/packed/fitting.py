@@ -12,7 +12,7 @@ from typing import Literal
 
 from .. import dtypes
 from ..checks import whole
-from ..errors import KvmnnError, SourceError
+from ..errors import KvmnnError, MissingOptionError, SourceError
 from .addressing import FLASH_BLOCK
 from .backends import BACKENDS
 from .layout import PackLayout
@@ -84,13 +84,13 @@ class Geometry:
 
         Raises
         ------
-        SourceError
-            When kv_heads or head_dim is not known.
+        MissingOptionError
+            When kv_heads or head_dim is not known, or the backend of an int8 cache.
         """
         if self.missing:
-            raise SourceError(f"the files do not say {self.missing}; --model DIR may")
+            raise MissingOptionError(f"the files do not say {self.missing}; --model DIR may")
         if self.int8 and self.backend is None:
-            raise SourceError("int8 caches need the backend named (--backend)")
+            raise MissingOptionError("int8 caches need the backend named (--backend)")
         found: dict[PackLayout, list[str]] = {}
         for name, layout in self._packs():
             for block in self._blocks():
@@ -174,12 +174,14 @@ def the_fit(
     Raises
     ------
     SourceError
-        When none fits, with the reason if only one was asked for; when several do, naming them.
+        When none fits, with the reason if only one was asked for.
+    MissingOptionError
+        When several do, naming them, and when `geometry` says too little.
     """
     try:
         found = fits(geometry, sizes)
     except SourceError as exc:
-        raise SourceError(f"{where}: {exc}") from None
+        raise type(exc)(f"{where}: {exc}") from None
     if len(found) == 1:
         return found[0]
     if geometry.names_packs:
@@ -188,7 +190,7 @@ def the_fit(
         if len(found) == 1:
             return found[0]
     if found:
-        raise SourceError(
+        raise MissingOptionError(
             f"{where}: {len(found)} layouts fit the sizes of the files, say which (--backend, --dtype, --flash-block)"
             f"{listed(found)}"
         )

@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.input = arguments.inputs[0]
     from ...bundle import DecodeOptions, verify
     from ...compressor import is_weight_file
-    from ...formats import is_store
+    from ...formats import is_kept, is_store, verify_file
 
     if is_store(arguments.input):
         return _run_store(arguments)
@@ -90,7 +90,8 @@ def run(arguments: argparse.Namespace) -> int:
         loading.check_dtype(frames, arguments)
     against = _original(frames, arguments) if arguments.against else None
     with printing.progress(arguments, frames.raw_bytes, "verify") as step:
-        found = verify(frames, against, options, progress=step)
+        whole = against is None and is_kept(frames)
+        found = verify_file(frames, options, progress=step) if whole else verify(frames, against, options, progress=step)
     if not found.ok:
         return printing.show_failure(arguments, "verify", found)
     printing.show(arguments, "verify", found)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ...arrays.engine_cache import EngineCache
 from ...arrays.layers import array_name
-from ...arrays.named_array import ArrayInfo, NamedArray, UnsupportedArrayError
+from ...arrays.named_array import ArrayInfo, NamedArray, UnsupportedArrayError, UntypedArrayError
 from ...arrays.source import Source
 from ...arrays.strided import strided
 from ...dtypes import PARTS, Positions
@@ -50,7 +50,7 @@ def tensor_array(where: str, name: str, tensor: AnyTensor, options: ReadOptions,
         raise UnsupportedArrayError(f"{where}: type {kind} is not one that frames hold (float16, bfloat16, float32)")
     array_dtype = np.dtype(_NUMPY[kind])
     if kind not in _SELF_SAID and not (options.dtype or options.fallbacks):
-        raise UnsupportedArrayError(f"{where}: type {kind} needs a dtype to be taken as (--dtype)")
+        raise UntypedArrayError(f"{where}: type {kind} needs a dtype to be taken as (--dtype)")
     if options.as_numbers and kind == "bfloat16" and options.dtype == "fp16":
         raise UnsupportedArrayError(f"{where}: {other_numbers('bf16', options.dtype)}")
     shape = tuple(tensor.shape)

@@ -47,15 +47,16 @@ def read(file: FileBytes, options: ReadOptions) -> Source:
     Raises
     ------
     SourceError
-        When the file is damaged or of a structure that is not known, and when nothing says how many kv heads a row
-        is of.
+        When the file is damaged or of a structure that is not known.
     OptionError
-        When the file has no such stream or second cache, or the options say another geometry than the model has.
+        When the file has no such stream or second cache, or the options say another geometry than the model has; and
+        when nothing says which stream is meant, or of how many kv heads a row is.
     """
     state = parse(file, model_of(options))
     stream = _chosen(file.label, state, options.engine)
     taken = _cells_of(file.label, stream, options.engine.sequence)
-    heads = heads_of(file.label, stream, options, needed=not options.engine.any_heads)
+    needed = not options.engine.any_heads and not _only_blocks(stream, options.engine)
+    heads = heads_of(file.label, stream, options, needed=needed)
     arrays = [_array(file, tensor, taken, heads, options) for tensor in _by_layer(stream)]
     described = _described(state, stream, taken, heads, options.engine)
     notes = [*_notes(state, stream, heads, options.engine), *_block_notes(stream, taken, heads, options.engine)]
@@ -74,6 +75,11 @@ class Heads:
 
     of: tuple[int, ...]
     known: bool = True
+
+
+def _only_blocks(stream: Stream, options: EngineOptions) -> bool:
+    """Whether all arrays are blocks of cells, which are of no head."""
+    return options.blocks and all(tensor.type.is_block for tensor in stream.tensors)
 
 
 def _by_layer(stream: Stream) -> list[Tensor]:
@@ -213,7 +219,7 @@ def _notes(state: State, stream: Stream, heads: Heads, options: EngineOptions) -
         notes.append(
             "a second cache, of layers with a sliding window, is read with --window; layers are counted by cache"
         )
-    if not heads.known and not (options.blocks and all(tensor.type.is_block for tensor in stream.tensors)):
+    if not heads.known and not _only_blocks(stream, options):
         notes.append("kv heads are not in the file: each row is taken as one head (--kv-heads N or --model FILE.gguf)")
     return notes
 

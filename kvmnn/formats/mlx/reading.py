@@ -140,23 +140,22 @@ def _valid_runs(states: States, layer: Layer, tensor: Tensor, step: int) -> Iter
 def _group_runs(states: States, layer: Layer, tensors: tuple[Tensor, ...], step: int) -> Iterator[Piece]:
     """The numbers of the valid tokens."""
     codes, scales, _ = tensors
-    rows = codes.shape[0] * codes.shape[1] * layer.tokens
     dtype = np.dtype(numpy_type(scales))
     sizes = 4 * codes.shape[3], scales.shape[3] * dtype.itemsize
     row = codes.shape[3] * 32 // layer.bits * dtype.itemsize
-    together = max(1, step // row)
+    if step % row:
+        rows = codes.shape[0] * codes.shape[1] * layer.tokens
+        yield from rechunked(_group_runs(states, layer, tensors, max(step // row, 1) * row), step, rows * row)
+        return
     readers = [
-        _valid_runs(states, layer, tensor, together * size)
+        _valid_runs(states, layer, tensor, step // row * size)
         for tensor, size in zip(tensors, (sizes[0], sizes[1], sizes[1]), strict=True)
     ]
-
-    def made() -> Iterator[Piece]:
-        for packed, scale, bias in zip(*readers, strict=True):
-            groups = [words.view(dtype).reshape(-1, scales.shape[3]) for words in (scale, bias)]
-            found = numbers(packed.reshape(-1, sizes[0]), groups[0], groups[1], layer.bits)
-            yield found.reshape(-1).view(np.uint8)
-
-    yield from rechunked(made(), step, rows * row)
+    for packed, scale, bias in zip(*readers, strict=True):
+        groups = [words.view(dtype).reshape(-1, scales.shape[3]) for words in (scale, bias)]
+        made = numbers(packed.reshape(-1, sizes[0]), groups[0], groups[1], layer.bits)
+        yield made.reshape(-1).view(np.uint8)
+        del made  # or it would live on while the next run is made
 
 
 def _described(states: States, layers: list[Layer], options: ReadOptions) -> EngineCache:

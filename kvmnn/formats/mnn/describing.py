@@ -17,7 +17,7 @@ from ...arrays.layers import array_name
 from ...arrays.named_array import NamedArray, UnsupportedArrayError
 from ...arrays.source import Source
 from ...dtypes import PARTS
-from ...errors import SourceError
+from ...errors import MissingOptionError, SourceError
 from ...packed import cache_info
 from ...packed.cache_info import CacheInfo, LayerInfo, TokenIds
 from ...packed.fitting import Fit, Geometry, describe, inferred, of_layout, the_fit
@@ -78,8 +78,10 @@ def describe_files(files: PackedFiles, options: PackedOptions) -> Described:
     Raises
     ------
     SourceError
-        When something needed is missing, says different things in different places, or does not fit the sizes; when
-        the engine would not load the files, unless `options` say to read them anyway.
+        When what is said differs in different places, or does not fit the sizes; when the engine would not load the
+        files, unless `options` say to read them anyway.
+    MissingOptionError
+        When neither files nor options say something that is needed.
     OptionError
         When `options` say another geometry than their model has.
     """
@@ -170,7 +172,7 @@ def _layout(files: PackedFiles, options: PackedOptions, known: CacheInfo | None,
     layers = len(files.layers) if files.kind == "prefix" and files.layers[0].layer == 0 else None
     geometry = model_geometry(options, layers, files.path)
     if known is None and options.model and geometry.missing:
-        raise SourceError(
+        raise MissingOptionError(
             f"{files.path}: neither its files nor those of the model in {options.model} say {geometry.missing}"
         )
     if known is None:
@@ -194,7 +196,7 @@ def _tokens(files: PackedFiles, options: PackedOptions, known: CacheInfo | None,
     elif options.token_ids:
         tokens = (options.token_ids.count,) * count
     else:
-        raise SourceError(
+        raise MissingOptionError(
             f"{files.path}: the files do not say how many tokens are live: say --tokens N (at most "
             f"{min(fit.capacities)}) or --token-ids FILE"
         )

@@ -18,7 +18,9 @@ def find_packed(path: str, options: PackedOptions | None = None) -> PackedFiles 
     Raises
     ------
     SourceError
-        When files of a cache are missing, or there are several caches to choose from.
+        When files of a cache are missing.
+    MissingOptionError
+        When there are several caches to choose from.
     """
     options = options or PackedOptions()
     if os.path.isdir(path):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...errors import SourceError
+from ...errors import MissingOptionError, SourceError
 from ...files.output import DirectoryOutput
 from .packed_files import PackedFiles, PackedLayer, size_of
 
@@ -37,7 +37,9 @@ def find(path: str, order: tuple[str, ...] = (), pid: int | None = None) -> Pack
     Raises
     ------
     SourceError
-        When there are none, a file of a pair is missing, or several pairs are there and nothing tells their order.
+        When there are none, or a file of a pair is missing.
+    MissingOptionError
+        When several pairs are there and nothing tells their order.
     """
     if os.path.isdir(path):
         folder, wanted = Path(path), None
@@ -62,7 +64,7 @@ def find(path: str, order: tuple[str, ...] = (), pid: int | None = None) -> Pack
     elif len(found) == 1:
         addresses = found
     else:
-        raise SourceError(
+        raise MissingOptionError(
             f"{path}: nothing in the {len(found)} pairs of files tells their layers: say --pid PID of the running "
             "engine, or --layer-order ADDRESS,ADDRESS,..."
         )

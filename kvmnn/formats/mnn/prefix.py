@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ...dtypes import PART_LETTERS, PARTS
-from ...errors import OutputError, SourceError
+from ...errors import MissingOptionError, OutputError, SourceError
 from ...files.json_document import read_bounded
 from ...packed import cache_info
 from ...packed.cache_info import MAX_BYTES, SIDE_SUFFIX, CacheInfo
@@ -49,7 +49,9 @@ def find(path: str, name: str | None = None) -> PackedFiles:
     Raises
     ------
     SourceError
-        When there is none, several to choose from, or a layer or file of it is missing.
+        When there is none, or a layer or file of it is missing.
+    MissingOptionError
+        When there are several to choose from.
     """
     if os.path.isdir(path):
         folder, layers = Path(path), None
@@ -86,7 +88,7 @@ def _the_name(path: str, names: list[str], wanted: str | None) -> str:
         return names[0]
     some = ", ".join(repr(name) for name in names[:8])
     if wanted is None:
-        raise SourceError(f"{path}: has {len(names)} prefixes, say which with --name: {some}")
+        raise MissingOptionError(f"{path}: has {len(names)} prefixes, say which with --name: {some}")
     if wanted not in names:
         raise SourceError(f"{path}: has no prefix {wanted!r}; it has {some}")
     return wanted

@@ -4,8 +4,18 @@ Read and written without the package zarr; what is written, zarr, xarray and das
 """
 
 from .inspecting import inspect_store
+from .lost_group import lost_group
 from .reading import is_store, read
 from .restoring import is_named_zarr, restore_store, verify_store
 from .writing import encode_store
 
-__all__ = ["encode_store", "inspect_store", "is_named_zarr", "is_store", "read", "restore_store", "verify_store"]
+__all__ = [
+    "encode_store",
+    "inspect_store",
+    "is_named_zarr",
+    "is_store",
+    "lost_group",
+    "read",
+    "restore_store",
+    "verify_store",
+]

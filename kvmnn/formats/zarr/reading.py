@@ -31,7 +31,7 @@ from .documents import KEY, ArrayDocument, array_document, old_array_document
 from .grid import Index, Region, counts, regions, size_of, touched
 
 DOCUMENT = "zarr.json"
-_OLD_ARRAY, _OLD_GROUP, _OLD_ATTRIBUTES = ".zarray", ".zgroup", ".zattrs"
+OLD_ARRAY, _OLD_GROUP, _OLD_ATTRIBUTES = ".zarray", ".zgroup", ".zattrs"
 MAX_DOCUMENT = 64 << 20
 _MOST_ENTRIES, _MOST_DEPTH = 1 << 16, 16
 _MOST_FILLED = 1 << 30
@@ -41,7 +41,7 @@ _MAX_WINDOW = 128 << 20
 
 def is_store(path: str) -> bool:
     """Whether a directory is a Zarr group or array."""
-    return any(os.path.isfile(os.path.join(path, name)) for name in (DOCUMENT, _OLD_GROUP, _OLD_ARRAY))
+    return any(os.path.isfile(os.path.join(path, name)) for name in (DOCUMENT, _OLD_GROUP, OLD_ARRAY))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +122,7 @@ def _name(path: str, place: str, said: Mapping[str, Any]) -> str:
 
 
 def _stored(path: str, place: str, said: Mapping[str, Any], node: Node) -> StoredArray:
-    is_old = node.where.endswith(_OLD_ARRAY)
+    is_old = node.where.endswith(OLD_ARRAY)
     document = old_array_document(node, said) if is_old else array_document(node)
     return StoredArray(name=_name(path, place, said), folder=os.path.join(path, place), document=document)
 
@@ -131,7 +131,7 @@ def _walk(folder: Path, place: str, depth: int = 0) -> Iterator[tuple[str, dict[
     """Groups and arrays: place in the store, attributes, and the document of an array (None for a group)."""
     if depth > _MOST_DEPTH:
         raise LimitError(f"{folder}: lies below more than {_MOST_DEPTH} groups")
-    node = _document(folder / DOCUMENT)
+    node = document_at(folder / DOCUMENT)
     if node is not None:
         said = node.value.get("attributes") if isinstance(node.value, dict) else None
         if node.at("zarr_format").value != 3:
@@ -141,11 +141,11 @@ def _walk(folder: Path, place: str, depth: int = 0) -> Iterator[tuple[str, dict[
             raise node.at("node_type").wrong("'array' or 'group'")
         is_array = kind == "array"
     else:
-        node = _document(folder / _OLD_ARRAY)
+        node = document_at(folder / OLD_ARRAY)
         is_array = node is not None
-        old = _document(folder / _OLD_ATTRIBUTES)
+        old = document_at(folder / _OLD_ATTRIBUTES)
         said = old.value if old else None
-        if not is_array and _document(folder / _OLD_GROUP) is None:
+        if not is_array and document_at(folder / _OLD_GROUP) is None:
             return
     yield place, said if isinstance(said, dict) else {}, node if is_array else None
     if is_array:
@@ -161,7 +161,8 @@ def _walk(folder: Path, place: str, depth: int = 0) -> Iterator[tuple[str, dict[
         yield from _walk(folder / name, f"{place}/{name}" if place else name, depth + 1)
 
 
-def _document(path: Path) -> Node | None:
+def document_at(path: Path) -> Node | None:
+    """A document of a store; None where there is none."""
     try:
         return parse(read_bounded(path, MAX_DOCUMENT), str(path), MAX_DOCUMENT)
     except (FileNotFoundError, NotADirectoryError):

@@ -5,6 +5,9 @@
 /* Codes that are taken apart at a time. */
 enum { KVMNN_CODES = 256 };
 
+/* All codes of up to four bits. */
+static const uint8_t kvmnn_all_codes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
 #define KVMNN_LOOPS "formats/mlx/groups_impl.h"
 #define KVMNN_TABLE kvmnn_groups_table
 #include "../../simd.h"

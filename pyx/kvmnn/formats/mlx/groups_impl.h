@@ -15,11 +15,18 @@ static inline void LEVEL(apart)(const uint8_t *restrict from, size_t count, int 
     }
 }
 
+static inline void LEVEL(halves_apart)(const uint8_t *restrict from, size_t count, uint8_t *restrict to) {
+    for (size_t i = 0; i < count / 2; ++i) {
+        to[2 * i] = from[i] & 15;
+        to[2 * i + 1] = from[i] >> 4;
+    }
+}
+
 static const uint8_t *LEVEL(codes)(const uint8_t *from, size_t count, int bits, uint8_t *scratch) {
     switch (bits) {
         case 2: LEVEL(apart)(from, count, 2, scratch); return scratch;
         case 3: LEVEL(apart)(from, count, 3, scratch); return scratch;
-        case 4: LEVEL(apart)(from, count, 4, scratch); return scratch;
+        case 4: LEVEL(halves_apart)(from, count, scratch); return scratch;
         case 5: LEVEL(apart)(from, count, 5, scratch); return scratch;
         case 6: LEVEL(apart)(from, count, 6, scratch); return scratch;
         default: return from;
@@ -57,26 +64,67 @@ static inline void LEVEL(of_f16)(const uint8_t *restrict codes, size_t n, float 
     for (; i < n; ++i) to[i] = (uint16_t)kvmnn_to_half(kvmnn_half(kvmnn_to_half((float)codes[i] * scale)) + bias);
 }
 
+/* Numbers of codes below 16, looked up in those of all 16 codes. */
+static inline void LEVEL(looked_up)(const uint8_t *restrict codes, size_t n, const uint16_t *restrict names, uint16_t *restrict to) {
+    size_t i = 0;
+#ifdef LEVEL_F16C
+    const __m128i first = _mm_loadu_si128((const __m128i *)(const void *)names), bytes = _mm_set1_epi16(255);
+    const __m128i second = _mm_loadu_si128((const __m128i *)(const void *)(names + 8));
+    const __m128i low = _mm_packus_epi16(_mm_and_si128(first, bytes), _mm_and_si128(second, bytes));
+    const __m128i high = _mm_packus_epi16(_mm_srli_epi16(first, 8), _mm_srli_epi16(second, 8));
+    for (; i + 16 <= n; i += 16) {
+        const __m128i own = _mm_loadu_si128((const __m128i *)(const void *)(codes + i));
+        const __m128i lows = _mm_shuffle_epi8(low, own), highs = _mm_shuffle_epi8(high, own);
+        _mm_storeu_si128((__m128i *)(void *)(to + i), _mm_unpacklo_epi8(lows, highs));
+        _mm_storeu_si128((__m128i *)(void *)(to + i + 8), _mm_unpackhi_epi8(lows, highs));
+    }
+#endif
+    for (; i < n; ++i) to[i] = names[codes[i]];
+}
+
+/* As those above; of many codes of few bits the 16 numbers that there can be are made first. */
+#define LEVEL_BY_NAME(name, one)                                                                                 \
+    static inline void LEVEL(name)(const uint8_t *codes, size_t n, float scale, float bias, int few, uint16_t *to) { \
+        if (few && n >= 32) {                                                                                    \
+            uint16_t names[16];                                                                                  \
+            one(kvmnn_all_codes, 16, scale, bias, names);                                                        \
+            LEVEL(looked_up)(codes, n, names, to);                                                               \
+        } else                                                                                                   \
+            one(codes, n, scale, bias, to);                                                                      \
+    }
+LEVEL_BY_NAME(run_f16, LEVEL(of_f16))
+LEVEL_BY_NAME(run_bf16, LEVEL(of_bf16))
+#undef LEVEL_BY_NAME
+
+static inline void LEVEL(run_f32)(const uint8_t *codes, size_t n, float scale, float bias, int few, float *to) {
+    (void)few;
+    LEVEL(of_f32)(codes, n, scale, bias, to);
+}
+
 /* Rows in pieces of codes, and these in runs of one group; `one` makes the numbers of a run at `to`. */
 #define LEVEL_GROUPS(name, word, float_of, one)                                                              \
     static void LEVEL(name)(const kvmnn_groups *groups) {                                                    \
         const size_t size = groups->values / groups->groups;                                                 \
-        const uint8_t *from = groups->codes;                                                                 \
-        word *to = (word *)(void *)groups->to;                                                               \
+        const int few = groups->bits <= 4;                                                                   \
+        const uint8_t *from = groups->codes, *scales = groups->scales, *biases = groups->biases;             \
+        word *to = (word *)(void *)groups->to, scale = 0, bias = 0;                                          \
         uint8_t scratch[KVMNN_CODES];                                                                        \
         for (size_t row = 0; row < groups->rows; ++row) {                                                    \
-            for (size_t begin = 0; begin < groups->values;) {                                                \
-                const size_t left = groups->values - begin, count = left < KVMNN_CODES ? left : KVMNN_CODES; \
+            size_t of_group = 0;                                                                             \
+            for (size_t left = groups->values; left;) {                                                      \
+                size_t count = left < KVMNN_CODES ? left : KVMNN_CODES;                                      \
                 const uint8_t *codes = LEVEL(codes)(from, count, groups->bits, scratch);                     \
                 from += count * (size_t)groups->bits / 8;                                                    \
-                for (const size_t end = begin + count; begin < end;) {                                       \
-                    const size_t group = begin / size, at = row * groups->groups + group;                    \
-                    const size_t last = (group + 1) * size < end ? (group + 1) * size : end;                 \
-                    word scale, bias;                                                                        \
-                    memcpy(&scale, groups->scales + at * sizeof(word), sizeof(word));                        \
-                    memcpy(&bias, groups->biases + at * sizeof(word), sizeof(word));                         \
-                    one(codes, last - begin, float_of(scale), float_of(bias), to);                           \
-                    codes += last - begin, to += last - begin, begin = last;                                 \
+                left -= count;                                                                               \
+                while (count) {                                                                              \
+                    if (!of_group) {                                                                         \
+                        memcpy(&scale, scales, sizeof(word));                                                \
+                        memcpy(&bias, biases, sizeof(word));                                                 \
+                        scales += sizeof(word), biases += sizeof(word), of_group = size;                     \
+                    }                                                                                        \
+                    const size_t n = of_group < count ? of_group : count;                                    \
+                    one(codes, n, float_of(scale), float_of(bias), few, to);                                 \
+                    codes += n, to += n, count -= n, of_group -= n;                                          \
                 }                                                                                            \
             }                                                                                                \
         }                                                                                                    \
@@ -84,9 +132,9 @@ static inline void LEVEL(of_f16)(const uint8_t *restrict codes, size_t n, float 
 
 #define LEVEL_ITSELF(word) (word)
 #define LEVEL_SHIFTED(word) kvmnn_float_of((uint32_t)(word) << 16)
-LEVEL_GROUPS(f16, uint16_t, kvmnn_half, LEVEL(of_f16))
-LEVEL_GROUPS(bf16, uint16_t, LEVEL_SHIFTED, LEVEL(of_bf16))
-LEVEL_GROUPS(f32, float, LEVEL_ITSELF, LEVEL(of_f32))
+LEVEL_GROUPS(f16, uint16_t, kvmnn_half, LEVEL(run_f16))
+LEVEL_GROUPS(bf16, uint16_t, LEVEL_SHIFTED, LEVEL(run_bf16))
+LEVEL_GROUPS(f32, float, LEVEL_ITSELF, LEVEL(run_f32))
 #undef LEVEL_ITSELF
 #undef LEVEL_SHIFTED
 #undef LEVEL_GROUPS

@@ -3,9 +3,13 @@
 /* Codes, one a byte; a multiple of 8 of them. `bits` is a constant where this is called. */
 static inline void LEVEL(apart)(const uint8_t *restrict from, size_t count, int bits, uint8_t *restrict to) {
     const uint8_t mask = (uint8_t)((1 << bits) - 1);
-    for (size_t i = 0; i < count; i += 8, from += bits) {
+    const size_t size = count / 8 * (size_t)bits;
+    for (size_t i = 0, at = 0; i < count; i += 8, at += (size_t)bits) {
         uint64_t held = 0;
-        for (int k = 0; k < bits; ++k) held |= (uint64_t)from[k] << 8 * k;
+        if (at + 8 <= size)  /* more than is needed, and masked away */
+            held = kvmnn_eight(from + at);
+        else
+            for (int k = 0; k < bits; ++k) held |= (uint64_t)from[at + (size_t)k] << 8 * k;
 #if defined(LEVEL_F16C) && defined(__x86_64__)
         held = _pdep_u64(held, mask * UINT64_C(0x0101010101010101));
         memcpy(to + i, &held, 8);
@@ -101,40 +105,46 @@ static inline void LEVEL(run_f32)(const uint8_t *codes, size_t n, float scale, f
     LEVEL(of_f32)(codes, n, scale, bias, to);
 }
 
-/* Rows in pieces of codes, and these in runs of one group; `one` makes the numbers of a run at `to`. */
-#define LEVEL_GROUPS(name, word, float_of, one)                                                              \
-    static void LEVEL(name)(const kvmnn_groups *groups) {                                                    \
-        const size_t size = groups->values / groups->groups;                                                 \
-        const int few = groups->bits <= 4;                                                                   \
-        const uint8_t *from = groups->codes, *scales = groups->scales, *biases = groups->biases;             \
-        word *to = (word *)(void *)groups->to, scale = 0, bias = 0;                                          \
-        uint8_t scratch[KVMNN_CODES];                                                                        \
-        for (size_t row = 0; row < groups->rows; ++row) {                                                    \
-            size_t of_group = 0;                                                                             \
-            for (size_t left = groups->values; left;) {                                                      \
-                size_t count = left < KVMNN_CODES ? left : KVMNN_CODES;                                      \
-                const uint8_t *codes = LEVEL(codes)(from, count, groups->bits, scratch);                     \
-                from += count * (size_t)groups->bits / 8;                                                    \
-                left -= count;                                                                               \
-                while (count) {                                                                              \
-                    if (!of_group) {                                                                         \
-                        memcpy(&scale, scales, sizeof(word));                                                \
-                        memcpy(&bias, biases, sizeof(word));                                                 \
-                        scales += sizeof(word), biases += sizeof(word), of_group = size;                     \
-                    }                                                                                        \
-                    const size_t n = of_group < count ? of_group : count;                                    \
-                    one(codes, n, float_of(scale), float_of(bias), few, to);                                 \
-                    codes += n, to += n, count -= n, of_group -= n;                                          \
-                }                                                                                            \
-            }                                                                                                \
-        }                                                                                                    \
+#ifdef LEVEL_F16C
+#define LEVEL_HALF(word) _cvtsh_ss(word)
+#else
+#define LEVEL_HALF(word) kvmnn_half(word)
+#endif
+
+/* All codes of all rows in pieces, and these in runs of one group; `one` makes the numbers of a run at `to`. */
+#define LEVEL_GROUPS(name, word, float_of, one)                                                          \
+    static void LEVEL(name)(const kvmnn_groups *groups) {                                                \
+        const size_t size = groups->values / groups->groups;                                             \
+        const int few = groups->bits <= 4;                                                               \
+        const uint8_t *from = groups->codes, *scales = groups->scales, *biases = groups->biases;         \
+        word *to = (word *)(void *)groups->to;                                                           \
+        float scale = 0, bias = 0;                                                                       \
+        uint8_t scratch[KVMNN_CODES];                                                                    \
+        for (size_t left = groups->rows * groups->values, of_group = 0; left;) {                         \
+            size_t count = left < KVMNN_CODES ? left : KVMNN_CODES;                                      \
+            const uint8_t *codes = LEVEL(codes)(from, count, groups->bits, scratch);                     \
+            from += count * (size_t)groups->bits / 8;                                                    \
+            for (left -= count; count;) {                                                                \
+                if (!of_group) {                                                                         \
+                    word words[2];                                                                       \
+                    memcpy(words, scales, sizeof(word));                                                 \
+                    memcpy(words + 1, biases, sizeof(word));                                             \
+                    scale = float_of(words[0]), bias = float_of(words[1]);                               \
+                    scales += sizeof(word), biases += sizeof(word), of_group = size;                     \
+                }                                                                                        \
+                const size_t n = of_group < count ? of_group : count;                                    \
+                one(codes, n, scale, bias, few, to);                                                     \
+                codes += n, to += n, count -= n, of_group -= n;                                          \
+            }                                                                                            \
+        }                                                                                                \
     }
 
 #define LEVEL_ITSELF(word) (word)
 #define LEVEL_SHIFTED(word) kvmnn_float_of((uint32_t)(word) << 16)
-LEVEL_GROUPS(f16, uint16_t, kvmnn_half, LEVEL(run_f16))
+LEVEL_GROUPS(f16, uint16_t, LEVEL_HALF, LEVEL(run_f16))
 LEVEL_GROUPS(bf16, uint16_t, LEVEL_SHIFTED, LEVEL(run_bf16))
 LEVEL_GROUPS(f32, float, LEVEL_ITSELF, LEVEL(run_f32))
+#undef LEVEL_HALF
 #undef LEVEL_ITSELF
 #undef LEVEL_SHIFTED
 #undef LEVEL_GROUPS

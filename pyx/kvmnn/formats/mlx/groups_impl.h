@@ -46,8 +46,35 @@ static inline uint32_t LEVEL(to_bf16)(float value) {
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
+#ifdef LEVEL_F16C
+/* The bits of float32 so that those above the lowest 16 are those of the nearest bf16, ties to even. */
+static inline __m256i LEVEL(rounded)(__m256 values) {
+    const __m256i bits = _mm256_castps_si256(values);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    return _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+}
+
+/* Eight numbers as bf16 in 32 bits each. */
+static inline __m256i LEVEL(eight_bf16)(const uint8_t *codes, __m256 scales, __m256 biases) {
+    const __m128i bytes = _mm_loadl_epi64((const __m128i *)(const void *)codes);
+    const __m256 product = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)), scales);
+    const __m256i kept = _mm256_and_si256(LEVEL(rounded)(product), _mm256_set1_epi32(~0xffff));
+    return _mm256_srli_epi32(LEVEL(rounded)(_mm256_add_ps(_mm256_castsi256_ps(kept), biases)), 16);
+}
+#endif
+
 static inline void LEVEL(of_bf16)(const uint8_t *restrict codes, size_t n, float scale, float bias, uint16_t *restrict to) {
-    for (size_t i = 0; i < n; ++i) {
+    size_t i = 0;
+#ifdef LEVEL_F16C
+    const __m256 scales = _mm256_set1_ps(scale), biases = _mm256_set1_ps(bias);
+    for (; i + 16 <= n; i += 16) {
+        const __m256i first = LEVEL(eight_bf16)(codes + i, scales, biases);
+        const __m256i second = LEVEL(eight_bf16)(codes + i + 8, scales, biases);
+        const __m256i made = _mm256_permute4x64_epi64(_mm256_packus_epi32(first, second), 0xd8);
+        _mm256_storeu_si256((__m256i *)(void *)(to + i), made);
+    }
+#endif
+    for (; i < n; ++i) {
         const float product = kvmnn_float_of(LEVEL(to_bf16)((float)codes[i] * scale) << 16);
         to[i] = (uint16_t)LEVEL(to_bf16)(product + bias);
     }

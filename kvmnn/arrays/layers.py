@@ -120,7 +120,7 @@ def place_of(array: NamedArray, token_major: bool) -> tuple[Part, int | None, in
 
     Raises
     ------
-    SourceError
+    MissingOptionError
         For a name that does not say whether it is K or V, and where nothing says which axis is the tokens.
     """
     found = conventional(array.name)
@@ -129,7 +129,7 @@ def place_of(array: NamedArray, token_major: bool) -> tuple[Part, int | None, in
     try:
         part, rest = part_of("", array.name)
     except SourceError:
-        raise SourceError(
+        raise MissingOptionError(
             f"array {array.name!r}: its name does not say whether it is K or V of which layer: expected e.g. "
             f"'{array_name(0, 'key')}' (or --axes with l for an axis of layers, 2 for one of K and V)"
         ) from None

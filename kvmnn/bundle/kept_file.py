@@ -11,8 +11,7 @@ import json
 import zlib
 from bisect import bisect_right
 from dataclasses import dataclass, field
-from itertools import accumulate
-from os.path import commonprefix
+from itertools import accumulate, takewhile
 from typing import Any, Final
 
 from ..arrays.source import FILE_KEY
@@ -87,8 +86,10 @@ class KeptFile:
         """Where another file of the same arrays differs from this one, in words; None where it does not."""
         for part, theirs, end in zip(self.parts, other.parts, self._ends, strict=False):
             if part != theirs:
-                same = len(commonprefix([part.literal, theirs.literal]))
-                return f"the file differs from byte {end - part.nbytes + same:,} on, outside of its arrays"
+                same = takewhile(lambda pair: pair[0] == pair[1], zip(part.literal, theirs.literal, strict=False))
+                return (
+                    f"the file differs from byte {end - part.nbytes + sum(1 for _ in same):,} on, outside of its arrays"
+                )
         if self.nbytes != other.nbytes:
             return f"the file has {other.nbytes:,} bytes, not {self.nbytes:,}"
         return None if self.sha256 == other.sha256 else f"the file has the sha256 {other.sha256}, not {self.sha256}"

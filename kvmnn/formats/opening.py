@@ -12,7 +12,7 @@ from ..arrays.source import Source, described_by
 from ..arrays.valid_names import check_name, name_of_file
 from ..bundle import manifest
 from ..bundle.frame_set import DecodeOptions, open_frames
-from ..errors import KvmnnError, LimitError, OptionError, SourceError
+from ..errors import KvmnnError, LimitError, MissingOptionError, OptionError, SourceError
 from ..files.mapped import STDIN, MappedFile, head_of
 from . import engine_files, llama, npy, npy_folder, raw, vllm, zarr
 from .array_formats import ARRAY_FORMATS, array_format
@@ -139,7 +139,7 @@ def folder_kind(path: str, packed: PackedOptions | None = None) -> FolderKind | 
     """
     if zarr.is_store(path):
         return "zarr"
-    if find_packed(path, packed):
+    if _has_packed(path, packed):
         return "packed"
     root = Path(path)
     packed_meta, meta = (next(root.rglob(pattern), None) for pattern in (packed_dump.GLOB, dump.GLOB))
@@ -150,6 +150,14 @@ def folder_kind(path: str, packed: PackedOptions | None = None) -> FolderKind | 
     if npy_folder.files_in(path):
         return "npy"
     return "vllm" if vllm.is_folder(path) else None
+
+
+def _has_packed(path: str, packed: PackedOptions | None) -> bool:
+    """Whether a directory holds packed files, even where nothing says which of them are meant."""
+    try:
+        return find_packed(path, packed) is not None
+    except MissingOptionError:
+        return True
 
 
 def not_a_frame(path: str, found: KvmnnError) -> KvmnnError:

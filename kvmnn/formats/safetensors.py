@@ -99,7 +99,7 @@ def _array(file: MappedFile, header: Header, found: dict[str, str | UnsupportedA
     where = f"{file.path}: tensor {tensor.name!r}"
     dtype = found[tensor.kind]
     if isinstance(dtype, UnsupportedArrayError):
-        raise UnsupportedArrayError(f"{where}: {dtype}")
+        raise type(dtype)(f"{where}: {dtype}")
     array = NamedArray(
         name=tensor.name,
         dtype=dtype,

@@ -155,7 +155,7 @@ def test_what_is_refused(tmp_path: Path, run: Any) -> None:
 def test_a_batch_is_asked_about(tmp_path: Path, run: Any) -> None:
     np.savez(tmp_path / "a.npz", **{f"layer_0.{part}": words(1, "bhtd") for part in ("key", "value")})
     for verb in (("measure",), ("pack", "--name", "x", "--backend", "arm64-fp16")):
-        said = run(verb[0], tmp_path / "a.npz", *verb[1:], code=1).err
+        said = run(verb[0], tmp_path / "a.npz", *verb[1:], code=2).err
         assert "it is a batch of 2: --batch N takes one text of it, from 0" in said
     assert "2 layers" not in run("measure", tmp_path / "a.npz", "--batch", "1").out
     run("diff", tmp_path / "a.npz", tmp_path / "a.npz")
@@ -173,7 +173,7 @@ def test_k_and_v_in_files_of_their_own(tmp_path: Path, run: Any) -> None:
 
 def test_axes_where_two_readings_are_possible(tmp_path: Path, run: Any) -> None:
     np.savez(tmp_path / "a.npz", **{"0.0": words(1, "thd"), "0.1": words(2, "thd")})
-    said = run("measure", tmp_path / "a.npz", code=1).err
+    said = run("measure", tmp_path / "a.npz", code=2).err
     assert "nothing says whether 5 or 4 is the number of tokens: say --axes htd (4 tokens) or --axes thd (5" in said
     run("measure", tmp_path / "a.npz", "--axes", "thd")
     wide = np.zeros((5, 300, 6), np.float16)  # no decoder has 300 kv heads

@@ -103,7 +103,7 @@ def test_a_folder_of_vllm(tmp_path: Path, shape: tuple[int, ...], said: Any) -> 
 def test_a_folder_of_vllm_is_asked_about(tmp_path: Path, run: Any) -> None:
     folder(tmp_path / "0cc175b9", (2, 7, 8), layers=2)
     assert "  model.layers.0.self_attn.attn: bf16 [2, 7, 8] C" in run("inspect", tmp_path / "0cc175b9").out
-    said = run("measure", tmp_path / "0cc175b9", code=1).err
+    said = run("measure", tmp_path / "0cc175b9", code=2).err
     assert "--axes with l for an axis of layers, 2 for one of K and V" in said and said.count("\n") == 1
     (tmp_path / "0cc175b9" / "other.safetensors").write_bytes(b"x")
     assert "too few for a .safetensors file" in run("inspect", tmp_path / "0cc175b9", code=1).err
@@ -130,7 +130,7 @@ def test_pages_of_one_text_are_joined(tmp_path: Path, run: Any, axes: str) -> No
             assert np.array_equal(found[f"layer_{layer}.{part}"].to_numpy(), expected[side, layer])
     run("measure", *paths, *said)
     run("verify", tmp_path / "f", *(word for path in paths for word in ("--against", path)), *said)
-    assert "--pages: they are pages of one text" in run("encode", *paths, "-o", tmp_path / "g/", *said[:-1], code=1).err
+    assert "--pages: they are pages of one text" in run("encode", *paths, "-o", tmp_path / "g/", *said[:-1], code=2).err
     assert "needs --axes" in run("encode", *paths, "-o", tmp_path / "g/", "--dtype", "bf16", "--pages", code=2).err
 
 

@@ -90,8 +90,10 @@ def run(arguments: argparse.Namespace) -> int:
         loading.check_dtype(frames, arguments)
     against = _original(frames, arguments) if arguments.against else None
     with printing.progress(arguments, frames.raw_bytes, "verify") as step:
-        whole = against is None and is_kept(frames)
-        found = verify_file(frames, options, progress=step) if whole else verify(frames, against, options, progress=step)
+        if against is None and is_kept(frames):
+            found = verify_file(frames, options, progress=step)
+        else:
+            found = verify(frames, against, options, progress=step)
     if not found.ok:
         return printing.show_failure(arguments, "verify", found)
     printing.show(arguments, "verify", found)

@@ -20,15 +20,15 @@ def lost_group(path: str) -> str | None:
     ends = is_named_zarr(path.rstrip("/" + os.sep))
     try:
         with os.scandir(path) as entries:
-            below = sorted(entry.name for entry in entries if entry.is_dir() and (ends or not is_named_zarr(entry.name)))
+            below = sorted(entry.name for entry in entries if entry.is_dir())
     except OSError:
         return None
-    array = next((name for name in below if _is_array(Path(path, name))), None)
+    array = next((name for name in below if (ends or not is_named_zarr(name)) and _is_array(Path(path, name))), None)
     if array is None:
         return None
     return (
-        f"{path}: has arrays of a Zarr store ({array!r:.80}) and no {DOCUMENT} of their group, which says what they are "
-        "of: positions, token ids, axes; copy the whole store, or name one array"
+        f"{path}: has arrays of a Zarr store ({array!r:.80}) and no {DOCUMENT} of their group, which says what they "
+        "are of (positions, token ids, axes): copy the whole store, or name one array"
     )
 
 

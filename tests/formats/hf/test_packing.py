@@ -56,6 +56,6 @@ def test_another_geometry_is_refused(engine: Path, run: Any) -> None:
     assert "layers: 3 for the cache, but the model in" in said and not (engine / "ours").exists()
     both = [tuple(np.concatenate([part, part]) for part in pair) for pair in pairs]
     path = save(engine / "e.pt", dynamic_cache(both))
-    run("pack", path, *LAYOUT, "--model", engine / "model", "-o", engine / "ours/", code=1)
+    run("pack", path, *LAYOUT, "--model", engine / "model", "-o", engine / "ours/", code=2)
     run("pack", path, *LAYOUT, "--model", engine / "model", "--batch", "1", "-o", engine / "ours/")
     run("diff", save(engine / "f.pt", dynamic_cache(pairs)), engine / "ours")

@@ -52,7 +52,7 @@ def test_a_model_says_all_that_a_prefix_does_not(exported, tmp_path, run):
     run(*arguments, "--model", exported)
     (tmp_path / "silent").mkdir()
     (tmp_path / "silent" / "llm_config.json").write_text('{"layer_nums": 2, "hidden_size": 64}')
-    said = run(*arguments, "-f", "--model", tmp_path / "silent", code=1).err
+    said = run(*arguments, "-f", "--model", tmp_path / "silent", code=2).err
     assert "neither its files nor those of the model in" in said
     assert "say kv_heads (--kv-heads) and head_dim (--head-dim)" in said
 
@@ -81,7 +81,7 @@ def test_arrays_that_are_packed_for_another_model_are_refused(exported, tmp_path
 
 def test_every_layout_that_fits_is_listed(tmp_path, run):
     sample = packed_samples.write_prefix(tmp_path / "p", packed_samples.arrays(1, 2, 70, 6), capacity=114)
-    said = run("encode", sample.path, *sample.options, "-o", tmp_path / "f/", code=1).err
+    said = run("encode", sample.path, *sample.options, "-o", tmp_path / "f/", code=2).err
     assert "say which (--backend" in said and ": generic/x86-sse/x86-avx2/" in said and "; arm32-fp16: " in said
     run("unpack", sample.path, *sample.options, "--backend", "x86-avx2", "-o", tmp_path / "k.npz")
     said = run("pack", tmp_path / "k.npz", "--name", "sys", "-o", tmp_path / "q/", code=2).err

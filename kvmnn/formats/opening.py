@@ -149,7 +149,9 @@ def folder_kind(path: str, packed: PackedOptions | None = None) -> FolderKind | 
         return "dump"
     if npy_folder.files_in(path):
         return "npy"
-    return "vllm" if vllm.is_folder(path) else None
+    if vllm.is_folder(path):
+        return "vllm"
+    return "zarr" if zarr.lost_group(path) else None
 
 
 def _has_packed(path: str, packed: PackedOptions | None) -> bool:
@@ -232,7 +234,9 @@ def _directory(path: str, options: ReadOptions) -> Source:
     if kind == "packed":
         return _packed(path, options)
     if kind is None:
-        raise SourceError(zarr.lost_group(path) or f"{path}: {folder_not_known(path)}")
+        raise SourceError(f"{path}: {folder_not_known(path)}")
+    if kind == "zarr" and (lost := zarr.lost_group(path)):
+        raise SourceError(lost)
     read = {
         "zarr": zarr.read,
         "packed dump": packed_dump.read,

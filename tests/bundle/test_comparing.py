@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import struct
+import zipfile
+
 import numpy as np
+import pytest
 from bundles import KEYS, bundle, named
 
 from kvmnn import formats
@@ -36,3 +40,26 @@ def test_memory_order_counts(tmp_path):
     np.save(tmp_path / "f.npy", np.asfortranarray(KEYS))
     frames = open_frames(str(bundle(tmp_path / "out", named(KEYS))))
     assert "order F became C" in compare(frames, formats.open(str(tmp_path / "f.npy")).arrays).what
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_a_checksum_behind_the_last_byte_of_the_original_is_compared(tmp_path, run, save):
+    """Of every array, also of the first of two and of one of several layers."""
+    whole = np.stack([KEYS, -KEYS])
+    save(tmp_path / "kv.npz", k=whole, v=whole)
+    run("encode", tmp_path / "kv.npz", "-o", tmp_path / "f/")
+    good = (tmp_path / "kv.npz").read_bytes()
+    with zipfile.ZipFile(tmp_path / "kv.npz") as archive:
+        sums = [struct.pack("<I", info.CRC) for info in archive.infolist()]
+    assert sums[0] == sums[1]
+    places = [at for at in range(len(good)) if good.startswith(sums[0], at)]
+    assert len(places) == 4  # each twice: before the data, and in the directory
+    for first, second in (places[::2], places[1::2]):
+        wrong = bytearray(good)
+        wrong[first] ^= 1
+        wrong[second] ^= 1
+        (tmp_path / "wrong.npz").write_bytes(wrong)
+        for argv in (("verify", tmp_path / "f", "--against"), ("measure",)):
+            said = run(*argv, tmp_path / "wrong.npz", code=1).err
+            assert "the data does not match its checksum" in said and said.count("\n") == 1
+    assert "LOSSLESS (every byte compared" in run("verify", tmp_path / "f", "--against", tmp_path / "kv.npz").out

@@ -242,3 +242,53 @@ def test_a_note_says_where_arrays_are_encoded_rather_than_the_file(tmp_path: Pat
     assert f"{said}several inputs" in run("encode", one, other, *out).err
     assert said not in run("encode", one, "-f", "-o", f"{tmp_path / 'x.frames'}/").err
     assert said not in run("encode", one, "-q", "--tensor", "layer_0.key", *out).err
+
+
+def test_what_lies_around_k_and_v_is_compared_with_the_original(tmp_path: Path, run) -> None:
+    """Every byte of a file of a hybrid model: token ids, positions, and the state behind K and V."""
+    shape = Shape(layers=1, dims=32, k_type="q8_0")
+    data, _ = llama_files.state(Random(2), shape, [3], recurrent=1)
+    path, other = tmp_path / "x.session", tmp_path / "other.session"
+    path.write_bytes(data)
+    frames = there_and_back(run, path)
+    equal = 0
+    for place in range(len(data)):
+        other.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        said = run("verify", frames, "--against", other, code=1).err  # refused, or DIFFERS
+        assert said.count("\n") == 1
+        equal += f"DIFFERS from {other}: the file differs from byte {place:,} on, outside of its arrays" in said
+    assert equal > 50
+    other.write_bytes(data[:12] + b"\x01" + data[13:])  # the first token id
+    assert json.loads(run("verify", frames, "--against", other, "--json", code=1).out)["difference"]["array"] is None
+
+
+def test_verify_puts_the_file_together(tmp_path: Path, run) -> None:
+    """What the manifest has of it besides arrays is proved by the hash of the file, as decode does it."""
+    path = tmp_path / "x.session"
+    path.write_bytes(llama_files.state(Random(2), Shape(k_type="q8_0"), [9])[0])
+    frames = there_and_back(run, path)
+    assert "LOSSLESS (decoded, sha256 of all of x.session), " in run("verify", frames).out
+    manifest = json.loads((frames / "manifest.json").read_text())
+    kept = json.loads(manifest["metadata"]["kvmnn.file"])
+    literal = next(part for part in kept["parts"] if "base64" in part)
+    literal["base64"] = ("A" if literal["base64"][0] != "A" else "B") + literal["base64"][1:]
+    manifest["metadata"]["kvmnn.file"] = json.dumps(kept)
+    (frames / "manifest.json").write_text(json.dumps(manifest))
+    assert "does not match the sha256 of the file" in run("verify", frames, code=1).err
+    assert "does not match the sha256 of the file" in run("verify", frames, "--jobs", "1", code=1).out
+
+
+@pytest.mark.parametrize("kinds", [("q8_0", "q4_0"), ("q8_0", "f16")])
+def test_blocks_are_of_no_head(tmp_path: Path, run, kinds: tuple[str, str]) -> None:
+    """Where all arrays are blocks, nobody is asked for heads; beside other types they are needed."""
+    path = tmp_path / "x.session"
+    path.write_bytes(llama_files.state(Random(2), Shape(k_type=kinds[0], v_type=kinds[1]), [9])[0])
+    asked = "f16" in kinds
+    said = run("encode", path, "--blocks", "-o", tmp_path / "f/", code=2 if asked else 0)
+    assert ("--kv-heads" in said.err) == asked
+    if not asked:
+        run("verify", tmp_path / "f", "--against", path, "--blocks")
+        run("decode", tmp_path / "f", "-o", tmp_path / "x.npz")
+        blocks = np.load(tmp_path / "x.npz")["layer_0.value"]
+        assert blocks.dtype == np.uint8 and blocks.shape == (9, 2, 18)
+    run("encode", path, "--blocks", "--kv-heads", 2, "-o", tmp_path / "g/")

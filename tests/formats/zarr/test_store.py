@@ -305,3 +305,51 @@ def test_chunks_fit_their_limit(shape: tuple) -> None:
         assert set(chunks[:cut]) <= {1}
         assert chunks[cut + 1 :] == shape[cut + 1 :]
     assert grid.chunk_shape(shape, 2, 0) == shape
+
+
+@pytest.mark.parametrize("name", ["x.zarr", "x"])
+def test_arrays_whose_group_has_lost_its_document(arrays: Path, tmp_path: Path, run, name: str) -> None:
+    """Not read one by one, as if they were nothing together, and not as a whole that they are not any more."""
+    run("encode", arrays, "-o", tmp_path / "x.zarr")
+    (tmp_path / "all").mkdir()
+    store = tmp_path / "all" / name
+    (tmp_path / "x.zarr").rename(store)
+    (store / "zarr.json").unlink()
+    said = "and no zarr.json of their group"
+    for argv in (
+        ("inspect", store),
+        ("measure", store),
+        ("encode", store, "-o", tmp_path / "f/"),
+        ("decode", store, "-o", tmp_path / "y.npz"),
+        ("verify", store),
+        ("diff", store, store),
+    ):
+        found = run(*argv, code=1).err
+        assert said in found and found.count("\n") == 1
+    for verb in ("inspect", "measure", "verify"):
+        lines = run(verb, tmp_path / "all", "--jobs", "1", code=1).out.splitlines()
+        assert len(lines) == 1 and said in lines[0]
+    with pytest.raises(SourceError, match=said):
+        kvmnn.open(store)
+    assert words(store / "fortran")["fortran"].tobytes() == ARRAYS["fortran"].tobytes()
+
+
+def test_a_group_of_version_2_without_its_document(tmp_path: Path) -> None:
+    zarr = pytest.importorskip("zarr")
+    group = zarr.create_group(tmp_path / "x", zarr_format=2)
+    group.create_array("k", data=ARRAYS["layer_0.key"], compressors=None)
+    assert list(kvmnn.open(tmp_path / "x")) == ["k"]
+    (tmp_path / "x" / ".zgroup").unlink()
+    with pytest.raises(SourceError, match=r"arrays of a Zarr store \('k'\)"):
+        kvmnn.open(tmp_path / "x")
+
+
+def test_stores_side_by_side_are_no_group(arrays: Path, tmp_path: Path, run) -> None:
+    run("encode", arrays, "-o", tmp_path / "all.zarr")
+    (tmp_path / "two").mkdir()
+    for name in ("fortran", "one"):
+        shutil.copytree(tmp_path / "all.zarr" / name, tmp_path / "two" / f"{name}.zarr")
+    lines = run("inspect", tmp_path / "two", "--jobs", "1").out.splitlines()
+    assert len(lines) == 2 and all('"error"' not in line for line in lines)
+    with pytest.raises(SourceError, match="not a file kvmnn knows"):
+        kvmnn.open(tmp_path / "two")

@@ -8,7 +8,7 @@ STAMPS := $(VENV)/.kvmnn
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 SOURCES := $(shell find pyx kvmnn -name '*.py' -o -name '*.pyx' -o -name '*.pxd' -o -name '*.pyi' -o -name '*.h' -o -name '*.c') setup.py pyproject.toml
 
-.PHONY: demo test test-peers lint bench gates wheel fuzz attack mutants test-aarch64 sanitize install clean
+.PHONY: demo test test-peers test-zarr lint bench gates wheel fuzz attack mutants test-aarch64 sanitize install clean
 
 demo: $(STAMPS)/lm
 	@PATH="$(abspath $(BIN)):$$PATH" sh tools/demo.sh
@@ -23,6 +23,10 @@ test: $(STAMPS)/test
 TORCH ?= torch
 test-peers: $(STAMPS)/peers
 	$(BIN)/pytest tests/peers
+
+# Zarr stores under the newest zarr, which wants Python 3.12; make test has that of its own Python. PYTHONS='python3.13 ...'
+test-zarr:
+	sh tools/test_zarr.sh $(if $(filter command line environment,$(origin PYTHONS)),$(PYTHONS))
 
 lint: $(STAMPS)/lint
 	$(BIN)/ruff check .

@@ -177,7 +177,7 @@ def test_a_dump_with_a_gap_is_refused(here, run, dump):
 def test_heads_that_could_be_tokens_are_asked_about(here, run, names, shape, options, axes):
     np.savez("two.npz", **dict.fromkeys(names.split(), np.ones(shape, np.float32)))
     first, other = axes.split()
-    said = run("w.bin", "two.npz", "-o", "o.npz", *options.split(), code=1).err
+    said = run("w.bin", "two.npz", "-o", "o.npz", *options.split(), code=2).err
     heads, tokens = shape[-3:-1]
     assert f"array '{names.split()[0]}' {list(shape)}: nothing says whether {heads} or {tokens} is" in said
     assert f"say --axes {first} ({tokens} tokens) or --axes {other} ({heads} tokens)" in said
@@ -261,7 +261,7 @@ def test_the_document_of_an_earlier_compression_says_the_axes(here, run):
     run("w.bin", "first.npz", "-o", "o.npz", "--axes", "thd")
     assert "LOSSY, 20 -> 4 tokens" in run("w.bin", "o.npz", "-o", "p.npz").out
     (here.path / "o.npz.json").unlink()
-    assert "say --axes" in run("w.bin", "o.npz", "-o", "q.npz", code=1).err
+    assert "say --axes" in run("w.bin", "o.npz", "-o", "q.npz", code=2).err
 
 
 def test_bf16_stays_bf16_in_safetensors(here, run):
@@ -326,10 +326,10 @@ def test_dead_tokens_and_short_segments(here, run):
         ("w.bin c.npz -o o.npz --axes htd", 1, "array 'k' has 5 axes [2, 1, 3, 21, 4], expected 3 (htd)"),
         ("w.bin c.npz -o o.npz --tensor k", 1, "array 'k' is K and there is no V to it"),
         ("w.bin other.npz -o o.npz", 1, "array 'scores' is neither K nor V by its name"),
-        ("w.bin flat.npz -o o.npz", 1, "array 'k' has shape [1, 3, 21, 4]: expected five axes"),
+        ("w.bin flat.npz -o o.npz", 2, "array 'k' has shape [1, 3, 21, 4]: expected five axes"),
         ("w.bin flat.npz -o o.npz --axes bhtd", 1, "array 'k' does not say which layer it is"),
         ("w.bin twice.npz -o o.npz --axes bhtd", 1, "arrays 'a.0.k' and 'b.0.k' are both K of layer 0"),
-        ("w.bin five.npz -o o.npz --axes lbhtd", 1, "holds 2 pairs of K and V, each with all layers"),
+        ("w.bin five.npz -o o.npz --axes lbhtd", 2, "holds 2 pairs of K and V, each with all layers"),
         ("w.bin role.npz -o o.npz", 1, "arrays 'k' and 'key' have the same role"),
         ("w.bin uneven.npz -o o.npz --axes lbhtd", 1, "K has 2 layers, V 1"),
         ("w.bin nan.npz -o o.npz --axes lbhtd", 1, "keys of layer 0: batch 0, kv_head 2, token 7, dimension 1 is nan"),

@@ -93,9 +93,9 @@ def test_options_that_count_are_taken(here, run, argv):
 
 
 def test_messages_name_the_options_that_the_verb_has(here, run):
-    said = run("repack", "sys", "--to", "arm64-fp16", "--kv-heads", 2, "--head-dim", 4, "--tokens", 30, code=1).err
+    said = run("repack", "sys", "--to", "arm64-fp16", "--kv-heads", 2, "--head-dim", 4, "--tokens", 30, code=2).err
     assert "layouts fit the sizes of the files, say which (--from, --dtype, --flash-block)" in said
-    said = run("bench", "sys", code=1).err
+    said = run("bench", "sys", code=2).err
     assert "the files do not say kv_heads (--kv-heads)" in said
     assert said.endswith("kvmnn bench has no such option, kvmnn unpack has\n")
     known = ["--kv-heads", "2", "--head-dim", "4", "--tokens", "30", "--backend", "x86-avx2"]

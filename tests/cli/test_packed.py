@@ -262,7 +262,8 @@ def test_pack_refuses(prefix, run, options, code, message):
 def test_arrays_that_are_no_cache(tmp_path, monkeypatch, run, arrays, message):
     monkeypatch.chdir(tmp_path)
     np.savez("a.npz", **{name: np.ones(shape, np.float32) for name, shape in arrays.items()})
-    assert message in run("pack", "a.npz", *ON_AVX2, "--name", "x", "-o", "q/", code=1).err
+    code = 2 if "weights" in arrays else 1  # --axes might say what its name does not
+    assert message in run("pack", "a.npz", *ON_AVX2, "--name", "x", "-o", "q/", code=code).err
 
 
 def test_files_that_exist_are_not_replaced(prefix, run):
@@ -442,7 +443,7 @@ def test_int8_caches_are_read_and_what_is_lost_is_said(tmp_path, monkeypatch, ru
     said = run("inspect", *argv, *ON_AVX2).out
     assert f"int8 {'K and V' if int8 == 'both' else 'K'} (lP8 4, hP8 8)" in said
     assert "(840 live" in said
-    assert "int8 caches need the backend named" in run("unpack", *argv, "-o", "b.npz", code=1).err
+    assert "int8 caches need the backend named" in run("unpack", *argv, "-o", "b.npz", code=2).err
     compact = ["compact", *argv, *ON_AVX2, "--name", "x", "--remove", 3, "-o", "c/"]
     assert "an int8 cache: the engine keeps no part of a window" in run(*compact, code=1).err
     assert (

@@ -135,7 +135,7 @@ def test_bytes_and_static_targets(here, run):
         (("scores.npy", "--kind", "attention"), 1, r"shape (20,)"),
         (("layers.npy", "--kind", "scores"), 1, "expected (blocks,)"),
         (("keys.npy",), 1, "keys has numbers below 0: expected attention"),
-        (("raw.bin",), 1, "dtype"),
+        (("raw.bin",), 2, "dtype"),
         (("scores.npy", "--block", "0"), 2, "--block"),
         (("scores.npy", "--sink", "-1"), 2, "--sink"),
         (("scores.npy", "--target-ratio", "0.5"), 2, "expected at least 1"),

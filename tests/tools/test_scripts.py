@@ -30,6 +30,7 @@ def test_scripts_are_found() -> None:
         "fuzz/threads.sh",
         "sanitize.sh",
         "test_aarch64.sh",
+        "test_zarr.sh",
         "wheel.sh",
     ]
 

@@ -27,7 +27,6 @@ def add_packed(parser: Any, backend: str = "--backend", *, tokens: bool = True, 
     add_layout(group, backend)
     group.add_argument("--kv-heads", type=shared_options.positive, metavar="N", help="kv heads of a layer")
     group.add_argument("--head-dim", type=shared_options.positive, metavar="N", help="dimensions of a head")
-    group.add_argument("--int8", choices=("keys", "both"), help="what the engine quantised (attention_mode 9 or 10)")
     if tokens:
         group.add_argument(
             "--tokens", type=_numbers, default=(), metavar="N[,N...]", help="live tokens (of each layer)"
@@ -36,12 +35,7 @@ def add_packed(parser: Any, backend: str = "--backend", *, tokens: bool = True, 
         text = "live tokens of B (default: --tokens)"
         group.add_argument("--second-tokens", type=_numbers, default=(), metavar="N[,N...]", help=text)
     add_text(group)
-    group.add_argument("--name", metavar="NAME", help="which prefix, where a directory holds several")
-    group.add_argument("--layer-order", type=_addresses, default=(), metavar="HEX,...", help="live files by layer")
-    group.add_argument(
-        "--pid", type=shared_options.positive, metavar="PID", help="the engine's process, which knows the order"
-    )
-    group.add_argument("--ignore-markers", action="store_true", help="read a prefix whose markers are missing")
+    add_finding(group)
     group.add_argument("--packed", action="store_true", help="of a KV dump with both, take the packed variant")
     help.fold(parser, group, "--help-packed")
     engine_options.add_engine(parser)
@@ -59,6 +53,17 @@ def add_layout(parser: Any, backend: str) -> None:
         "--hp", type=shared_options.positive, metavar="N", help="pack number hP, where no backend is named"
     )
     parser.add_argument("--flash-block", type=_block, metavar="N|none", help="tokens in a block of V (64), or none")
+
+
+def add_finding(parser: Any) -> None:
+    """Which files are meant, what is quantised in them, and in which order they lie."""
+    parser.add_argument("--int8", choices=("keys", "both"), help="what the engine quantised (attention_mode 9 or 10)")
+    parser.add_argument("--name", metavar="NAME", help="which prefix, where a directory holds several")
+    parser.add_argument("--layer-order", type=_addresses, default=(), metavar="HEX,...", help="live files by layer")
+    parser.add_argument(
+        "--pid", type=shared_options.positive, metavar="PID", help="the engine's process, which knows the order"
+    )
+    parser.add_argument("--ignore-markers", action="store_true", help="read a prefix whose markers are missing")
 
 
 def add_text(parser: Any) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ..errors import KvmnnError
 from ..lm.documents import Document
+from ..lm.start import Start
 from ..reports.results import Refusal, TextFacts, Trace
 from ..store.opening import without_secret
 from ..text import count
@@ -22,6 +23,7 @@ from .rows import Measured, make_row
 from .running.cell_store import NUMBERS_VERSION, CellStore
 from .setup.configurations import Configuration
 from .setup.settings import Settings
+from .starting import start_facts, start_notes
 from .statistics import LEVEL, RESAMPLES
 
 
@@ -37,6 +39,7 @@ class Evaluation:
     settings: Settings
     jobs: int
     text_notes: tuple[str, ...] = ()
+    start: Start | None = None
 
     def result(self, plan: EvaluationPlan, store: CellStore, refused: Mapping[str, str]) -> EvaluationResult:
         """The result, once every cell of the plan is in the store.
@@ -58,9 +61,10 @@ class Evaluation:
         }
         full = measured[0].scores
         rows = [
-            make_row(self.wanted[number], found, full, self.documents, self.settings)
+            make_row(self.wanted[number], found, full, self.documents, self.settings, self._start_of(number))
             for number, found in measured.items()
         ]
+        start = None if self.start is None else start_facts(self.start, full[0])
         return EvaluationResult(
             kvmnn=version(),
             model=self._model(full[0].model),
@@ -71,8 +75,10 @@ class Evaluation:
             ),
             rows=tuple(rows),
             traces=tuple(self._traces(measured)),
+            start=start,
             notes=(
                 *self.text_notes,
+                *(start_notes(start, self.start.notes) if start is not None and self.start is not None else ()),
                 *notes(rows, self.documents, self.settings),
                 *self._not_timed(measured),
                 *self._from_store(measured),
@@ -83,6 +89,9 @@ class Evaluation:
                 if identity(entry) in refused
             ),
         )
+
+    def _start_of(self, number: int) -> str | None:
+        return self.start.name if self.start is not None and self.wanted[number].begun else None
 
     def _model(self, facts: ModelFacts) -> EvaluatedModel:
         return EvaluatedModel(path=self.model, name=Path(self.model).name, sha256=self.sha256, **facts.to_dict())

@@ -10,15 +10,16 @@ import hashlib
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 
+from ..arrays.source import Source
 from ..errors import KvmnnError, OptionError
-from ..lm.documents import Document, TextOptions, read_documents
-from ..lm.graph.graph_file import read_graph
-from ..lm.graph.interface import read_interface
+from ..lm.documents import Document, Ids, TextOptions, read_documents
 from ..lm.graph.model_files import OPERATED, find_model
+from ..lm.start import Start, model_interface, read_start
 from ..lm.tokenizer import Tokenizer
 from ..store import PrefixStore
 from .assembling import Evaluation
@@ -28,6 +29,7 @@ from .running.cell_store import CellStore
 from .running.processes import events
 from .setup.configurations import FULL, Compared, Configuration, compared
 from .setup.settings import Settings
+from .starting import begun_configurations, begun_documents, check_settings
 
 Path = str | os.PathLike[str]
 
@@ -54,8 +56,13 @@ def evaluate(
     jobs: int = 1,
     store: CellStore | Path | None = None,
     progress: EvaluationProgress | None = None,
+    start: Path | Source | Start | object | None = None,
+    token_ids: Sequence[int] | Ids | None = None,
 ) -> EvaluationResult:
     """Run a model over texts under every policy and budget, and compare with the full cache, always the first row.
+
+    With a `start` every other row goes on from K and V that were computed elsewhere, and only the tokens behind them
+    are scored, of the first row as well.
 
     Parameters
     ----------
@@ -83,6 +90,11 @@ def evaluate(
         Where finished cells are taken from and put: a store or its file.
     progress
         Told of tokens and cells.
+    start
+        A cache that texts begin with: anything that `kvmnn.open` takes or gives, or what `kvmnn.lm.read_start` made of
+        it. Nothing is timed then.
+    token_ids
+        Of the text that the start stands for, where it does not say them.
 
     Returns
     -------
@@ -93,19 +105,31 @@ def evaluate(
     ------
     OptionError
         For layers to skip that the model does not have, texts of more tokens than it has positions, and budgets that no
-        policy takes.
+        policy takes; with a start for presets, a prefix store, a cache of another model, and texts that do not begin
+        with its tokens, or end with them.
     KvmnnError
         For models, texts, budgets and policies that cannot be used at all. A configuration that the model cannot run is
         named in `EvaluationResult.refused`.
     """
     settings = settings or Settings()
+    if token_ids is not None and (start is None or isinstance(start, Start)):
+        raise OptionError("token_ids are those of a start that is read: expected a start that is a cache")
     configurations = compared(policies, budgets, settings.tokens)
     wanted = [Configuration(FULL), *(entry for entry in configurations if (entry.label, entry.policy) != (FULL, FULL))]
     with ExitStack() as stack:
         notes: list[str] = []
         documents = [texts] if isinstance(texts, Document | str | os.PathLike) else texts
+        begun = None
+        if start is not None:
+            check_settings(settings, configurations)
+            settings = replace(settings, timing=False)
+            made = start if isinstance(start, Start) else read_start(start, model_interface(model), token_ids)
+            begun = made if made is start else stack.enter_context(made)
+            wanted = begun_configurations(begun, configurations)
         read = _documents(model, documents, tokenizer, settings.tokens, text_options, notes)
         _check(model, wanted, read)
+        if begun is not None:
+            read = begun_documents(begun, read, tokenizer or model)
         if settings.prefix_store is not None:  # one that cannot be used is better known now
             PrefixStore(settings.prefix_store).close()
         if not isinstance(store, CellStore):
@@ -118,22 +142,23 @@ def evaluate(
             settings=settings,
             jobs=jobs,
             text_notes=tuple(notes),
+            start=begun,
         )
-        planned = plan(evaluation.sha256, evaluation.wanted, read, settings, store, jobs)
+        known = None if begun is None else begun.sha256
+        planned = plan(evaluation.sha256, evaluation.wanted, read, settings, store, jobs, known)
         refused = _carry_out(planned, evaluation, store, progress)
         return evaluation.result(planned, store, refused)
 
 
 def _check(path: Path, wanted: Sequence[Configuration], documents: Sequence[Document]) -> None:
     """Refuse, before anything is measured, what the model's size makes senseless."""
-    files = find_model(path)
-    model = read_interface(read_graph(files.graph), files)
+    model = model_interface(path)
     for entry in wanted:
         entry.make().check_layers(model.layers)
-    longest = max(documents, key=lambda document: document.tokens)
-    if model.max_positions is not None and longest.tokens > model.max_positions:
+    longest = max(documents, key=lambda document: document.fed)
+    if model.max_positions is not None and longest.fed > model.max_positions:
         raise OptionError(
-            f"{longest.name}: {longest.tokens:,} tokens are to be scored, {model.label} was made for "
+            f"{longest.name}: {longest.fed:,} tokens are to be scored, {model.label} was made for "
             f"{model.max_positions:,} positions: expected at most --tokens {model.max_positions}"
         )
 
@@ -201,7 +226,8 @@ def _carry_out(
         cells = sum(len(task.cells) for task in planned.tasks)
         progress.start(sum(task.tokens for task in planned.tasks), cells, planned.cells - cells)
     refused: dict[str, str] = {}
-    for event in events(planned.tasks, evaluation.model, evaluation.settings, evaluation.jobs):
+    start = None if evaluation.start is None else str(evaluation.start.directory)
+    for event in events(planned.tasks, evaluation.model, evaluation.settings, evaluation.jobs, start):
         if event.key is not None and event.cell is not None:
             store.put(event.key, event.cell.to_dict())
         if event.refused is not None:

@@ -10,6 +10,7 @@ from ..policies.registry import policy_called
 from ..policies.specs import make
 from ..reports.rows import Row
 from ..text import LOSSLESS, LOSSY, count
+from .setup.configurations import FULL
 from .setup.settings import Settings
 from .statistics import FEWEST
 
@@ -34,18 +35,19 @@ def notes(rows: Sequence[Row], documents: Sequence[Document], settings: Settings
 
 
 def _short_texts(documents: Sequence[Document], settings: Settings) -> Iterator[str]:
-    short = [document for document in documents if document.tokens < settings.tokens]
+    short = [document for document in documents if document.fed < settings.tokens]
+    begun = " behind the start" if any(document.begin for document in documents) else ""
     if len(short) > _NAMED:
-        least, most = min(short, key=lambda one: one.tokens), max(short, key=lambda one: one.tokens)
+        least, most = min(short, key=lambda one: one.fed), max(short, key=lambda one: one.fed)
         yield (
             f"{len(short):,} of {count(len(documents), 'text')} have fewer than the {settings.tokens:,} tokens asked "
-            f"for, {least.tokens:,} ({least.name}) to {most.tokens:,}: all of them was scored."
+            f"for, {least.fed:,} ({least.name}) to {most.fed:,}: all of them was scored{begun}."
         )
         return
     for document in short:
         yield (
-            f"{document.name} has only {document.tokens:,} tokens to score, {settings.tokens:,} were "
-            "asked for: all of it was scored."
+            f"{document.name} has only {document.fed:,} tokens to score, {settings.tokens:,} were "
+            f"asked for: all of it was scored{begun}."
         )
 
 
@@ -98,7 +100,7 @@ def _unequal_budgets(rows: Sequence[Row]) -> Iterator[str]:
     """Where policies did not all run at the same sizes, so that rows side by side hold unequal numbers of tokens."""
     sizes: dict[str, dict[str, None]] = {}
     for row in rows:
-        if not row.is_full:
+        if row.policy != FULL:
             sizes.setdefault(row.policy, {})[_size(row)] = None
     if len({frozenset(found) for found in sizes.values()}) < 2:
         return
@@ -118,18 +120,19 @@ def _size(row: Row) -> str:
 
 
 def _nothing_evicted(rows: Sequence[Row], documents: Sequence[Document], settings: Settings) -> Iterator[str]:
-    longest = max(document.tokens for document in documents)
-    first = min(settings.prompt or settings.chunk, longest)
+    longest = max(document.fed for document in documents)
+    first = documents[0].begin or min(settings.prompt or settings.chunk, longest)
+    held = next((row.tokens_kept for row in rows if row.start is not None and row.policy == FULL), None)
     for row in rows:
-        if not row.is_full and row.kind == LOSSLESS:
+        if row.policy != FULL and (row.kind == LOSSLESS if row.start is None else row.tokens_kept == held):
             why = make(row.policy, row.options).why_all_stay(first, longest)
             yield f"{row.label}: nothing was evicted: {why or 'no step gave it reason to'}."
 
 
 def _cut_too_late(rows: Sequence[Row], documents: Sequence[Document], settings: Settings) -> Iterator[str]:
     """Which rows evicted only once all tokens of every text were scored, so that their quality is the full cache's."""
-    steps = [_steps(document.tokens, settings) for document in documents]
-    late = [row.label for row in rows if row.kind == LOSSY and not row.is_full and _all_scored_before(row, steps)]
+    steps = [_steps(document, settings) for document in documents]
+    late = [row.label for row in rows if row.kind == LOSSY and row.policy != FULL and _all_scored_before(row, steps)]
     if late:
         yield (
             f"No scored token saw the cut cache: {'; '.join(late)}: a cache is cut after a step, and the first "
@@ -138,9 +141,10 @@ def _cut_too_late(rows: Sequence[Row], documents: Sequence[Document], settings: 
         )
 
 
-def _steps(tokens: int, settings: Settings) -> tuple[int, int]:
-    """Tokens of a text's first step, and those fed before its last one."""
-    first = min(settings.prompt or settings.chunk, tokens)
+def _steps(document: Document, settings: Settings) -> tuple[int, int]:
+    """Tokens of a text's first step, and those fed before its last one; a start is a first step."""
+    tokens = document.fed
+    first = document.begin or min(settings.prompt or settings.chunk, tokens)
     return first, 0 if first == tokens else first + (tokens - first - 1) // settings.chunk * settings.chunk
 
 

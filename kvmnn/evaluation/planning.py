@@ -59,8 +59,9 @@ def plan(
     settings: Settings,
     store: CellStore,
     jobs: int,
+    start: str | None = None,
 ) -> EvaluationPlan:
-    """Keys of all cells, and tasks for those that are missing."""
+    """Keys of all cells, and tasks for those that are missing; `start` is the SHA-256 of what texts begin with."""
     plan = EvaluationPlan()
     planned: set[str] = set()
     groups: dict[str, list[int]] = {}
@@ -71,7 +72,7 @@ def plan(
         speed = settings.project_definitions and any(_has_speed(wanted[number]) for number in numbers)
         numbers.sort(key=lambda number: not _has_speed(wanted[number]))
         for number in numbers:
-            missing = _cells(plan, number, wanted[number], digest, documents, settings, speed)
+            missing = _cells(plan, number, wanted[number], digest, documents, settings, speed, start)
             todo = [cell for cell in missing if cell.key not in planned and store.get(cell.key) is None]
             planned.update(cell.key for cell in todo)
             plan.tasks += _tasks(wanted[number], documents, todo, parts)
@@ -86,12 +87,14 @@ def _cells(
     documents: Sequence[Document],
     settings: Settings,
     speed: bool,
+    start: str | None,
 ) -> list[MissingCell]:
     """All cells of one configuration; their keys go into the plan."""
     cells = []
     for index, document in enumerate(documents):
         trace = settings.traces and index == 0
-        key = cell_key("score", digest, entry, document, settings, {"trace": trace})
+        begun = {} if start is None else {"start": start, "begin": document.begin}
+        key = cell_key("score", digest, entry, document, settings, {"trace": trace, **begun})
         cells.append(MissingCell("score", key, index, trace))
     plan.scores[number] = [cell.key for cell in cells]
     if settings.timing:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +14,7 @@ from ..reports import plots, tables
 from ..reports.plot_files import PLAIN, PlotOptions
 from ..reports.results import Refusal, TextFacts, Trace
 from ..reports.rows import Row
+from ..reports.start import StartFacts
 from .setup.settings import Settings
 
 Form = Literal["markdown", "csv", "json"]
@@ -84,6 +85,8 @@ class EvaluationResult(Record):
         Sentences that a reader of the numbers must know.
     refused : tuple of Refusal
         Configurations that the model cannot run; they have no row.
+    start : StartFacts or None
+        What all rows but the first go on from, where that is K and V that were computed elsewhere.
     """
 
     kvmnn: str
@@ -94,6 +97,7 @@ class EvaluationResult(Record):
     traces: tuple[Trace, ...] = ()
     notes: tuple[str, ...] = ()
     refused: tuple[Refusal, ...] = ()
+    start: StartFacts | None = field(default=None, metadata={"omit": True})
 
     def __str__(self) -> str:
         return tables.terminal(self, shutil.get_terminal_size((100, 24)).columns).rstrip("\n")

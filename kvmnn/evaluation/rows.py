@@ -43,6 +43,7 @@ def make_row(
     full: Sequence[ScoreCell],
     documents: Sequence[Document],
     settings: Settings,
+    start: str | None = None,
 ) -> Row:
     """The row of a configuration.
 
@@ -50,6 +51,8 @@ def make_row(
     ----------
     full
         Cells of the full cache, document by document.
+    start
+        What the evaluation's start is called, where the configuration goes on from it.
     """
     cells = measured.scores
     options = configuration.policy_options()
@@ -68,14 +71,14 @@ def make_row(
         keep_ratio=options.get("keep_ratio"),
         preset=configuration.preset,
         positions=configuration.positions,
-        kind=LOSSY if any(_evicted(cell) for cell in cells) else LOSSLESS,
+        kind=LOSSY if any(_evicted(cell) for cell in cells) or (start and not _is_own(full)) else LOSSLESS,
         tokens=quality.tokens,
         nll=quality.nll,
         perplexity=quality.perplexity,
         accuracy=quality.accuracy,
         bits_per_byte=_bits_per_byte(every.nll, sum(document.nbytes for document in documents)),
         deep=summary(deep, settings.deep_from),
-        versus_full=_versus(cells, full, settings.seed) if configuration.policy != FULL else None,
+        versus_full=_versus(cells, full, settings.seed) if configuration.policy != FULL or start else None,
         seconds=seconds,
         model_seconds=sum(cell.model_seconds for cell in cells),
         policy_seconds=sum(cell.policy_seconds for cell in cells),
@@ -99,6 +102,7 @@ def make_row(
         frame_bytes=coded,
         h2o=together(cell.h2o for cell in cells if cell.h2o is not None),
         runtime=runs_together(cell.runtime for cell in cells if cell.runtime is not None),
+        start=start,
         project=_project_numbers(
             configuration.definition,
             measured.by_definition,
@@ -232,6 +236,12 @@ def _bits_per_byte(nll: float, nbytes: int) -> float | None:
 
 def _evicted(cell: ScoreCell) -> bool:
     return any(kept < cell.tokens_seen for kept in cell.tokens_kept)
+
+
+def _is_own(full: Sequence[ScoreCell]) -> bool:
+    """Whether the start has the very bits that the model computes, as the full cache's cells have compared them."""
+    found = [each for cell in full for each in cell.distances or ()]
+    return bool(found) and all(each.equal == each.words for each in found)
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

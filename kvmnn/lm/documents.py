@@ -60,7 +60,10 @@ class Document:
     begins_with_bos
         Whether the first id is not of the text.
     asked
-        Tokens that were asked for; more than `tokens` where the text is shorter.
+        Tokens that were asked for; more than `fed` where the text is shorter.
+    begin
+        Tokens that another run's cache begins the text with. They are not scored, and neither is the one behind them,
+        as a cache holds no logits. 0 for a text that is scored from its beginning.
     """
 
     name: str
@@ -69,11 +72,17 @@ class Document:
     sha256: str
     begins_with_bos: bool = True
     asked: int = 0
+    begin: int = 0
+
+    @property
+    def fed(self) -> int:
+        """Tokens that are fed: all but the last."""
+        return len(self.ids) - 1
 
     @property
     def tokens(self) -> int:
         """Tokens that are scored."""
-        return len(self.ids) - 1
+        return self.fed - self.begin
 
     @property
     def own_ids(self) -> Ids:
@@ -214,7 +223,7 @@ def _document(where: str, name: str, text: _Text, tokenizer: TextTokenizer, toke
         raise SourceError(f"{where}: has {len(own)} tokens: expected at least {2 if bos is None else 1}")
     scored = ids[1:]
     everything = text.complete and bos is not None and len(scored) == len(own)
-    nbytes = text.length if everything else _bytes_of(tokenizer, scored)
+    nbytes = text.length if everything else bytes_of(tokenizer, scored)
     return Document(name, ids, nbytes, text.digest, bos is not None, tokens)
 
 
@@ -285,7 +294,7 @@ def _decoded(path: Path, decoder: codecs.IncrementalDecoder, block: bytes, befor
         raise SourceError(f"{path}: is not UTF-8: byte {where} is 0x{exc.object[exc.start]:02x}") from None
 
 
-def _bytes_of(tokenizer: TextTokenizer, ids: Ids) -> int:
+def bytes_of(tokenizer: TextTokenizer, ids: Ids) -> int:
     """UTF-8 bytes of tokens. A character that the cut leaves incomplete counts by its replacement, three bytes; special
     tokens, where the text spells one out, count nothing."""
     return len(tokenizer.decode(ids).encode("utf-8", "surrogatepass"))

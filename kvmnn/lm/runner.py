@@ -162,24 +162,36 @@ class Runner:
         return self._held.metrics() if isinstance(self._held, LosslessStore) else None
 
     def start(self, layers: Sequence[LayerCache]) -> None:
-        """Begin a text with K and V that were computed before, instead of feeding its first tokens.
+        """Begin a text with K and V that were computed elsewhere, instead of feeding its first tokens; cut them.
+
+        A policy that evicts sees them as a prompt that was read in one step.
 
         Parameters
         ----------
         layers
-            Of every layer, in order, K and V of the tokens 0, 1, 2 ... as the model's own dtype has them.
+            Of every layer, in order, K and V in the model's own dtype, tokens by ascending position. Some may be
+            missing; the next token's position is `LayerCache.tokens_seen`.
 
         Raises
         ------
         KvmnnError
-            After tokens were fed, under a policy that evicts (it would know nothing of these tokens), and for K and V
-            that are not of this model.
+            After tokens were fed; under a policy that ranks by attention, as nobody saw what these tokens drew; for K
+            and V that are not of this model; and for tokens that are missing where the model takes no positions or the
+            policy keeps the same ones in all heads.
         """
         if self.cache.seen or not self._whole:
             raise KvmnnError("K and V from elsewhere begin a text: reset the runner first")
-        if self.policy.evicts:
-            raise KvmnnError(f"{self.policy.name} cuts as tokens are fed: K and V from elsewhere need the full cache")
-        self.replay(layers, self._fitting(layers))
+        why = why_not_behind(self.policy)
+        if why is not None:
+            raise KvmnnError(f"{self.policy.name} {why}")
+        self._fitting(layers, whole=False)
+        if self.policy.evicts and not self.policy.by_head and any(each.positions.ndim == 2 for each in layers):
+            raise KvmnnError(f"{self.policy.name} keeps the same tokens in all heads: these hold different ones")
+        if len({each.tokens for each in layers}) > 1:
+            self.session.check_unequal_lengths()
+        self._whole = False
+        self.cache.start(layers)
+        self._whole = True
 
     def replay(self, layers: Sequence[LayerCache], new: int, *, end_chunk: bool = False) -> None:
         """Go on by one step as `feed` does, with K and V that the same step gave before, instead of the model.
@@ -299,22 +311,27 @@ class Runner:
             return PlainStore(self.session.empty())
         return PackedStore(self.session.interface, self._packed, by_head=self.policy.by_head)
 
-    def _fitting(self, layers: Sequence[LayerCache]) -> int:
-        """The tokens that all layers hold, where they are as the model's would be."""
+    def _fitting(self, layers: Sequence[LayerCache], *, whole: bool = True) -> int:
+        """The tokens that all layers hold, where they are as the model's would be; not `whole`: those of the first."""
         interface = self.session.interface
         tokens = layers[0].tokens if layers else 0
-        expected = (interface.kv_heads, tokens, interface.head_dim)
         if len(layers) != interface.layers or not tokens:
             found = f"{len(layers)} layers of {tokens} tokens"
             raise KvmnnError(f"{found}: {interface.label} has {interface.layers}, of at least one token here")
         for number, cache in enumerate(layers):
+            expected = (interface.kv_heads, tokens if whole else cache.tokens, interface.head_dim)
             if cache.layer != number or cache.keys.shape != expected or cache.keys.dtype != interface.dtype:
                 raise KvmnnError(
                     f"layer {cache.layer}, {cache.dtype} {list(cache.keys.shape)}: expected layer {number}, "
                     f"{np.dtype(interface.dtype).name} {list(expected)}"
                 )
+            if cache.tokens_seen != layers[0].tokens_seen:
+                raise KvmnnError(f"layer {number}: {cache.tokens_seen} tokens seen, layer 0 {layers[0].tokens_seen}")
             if not np.array_equal(cache.positions, np.arange(tokens)) or cache.tokens_seen != tokens:
-                raise KvmnnError(f"layer {number}: holds not all tokens of a text's beginning")
+                if whole:
+                    raise KvmnnError(f"layer {number}: holds not all tokens of a text's beginning")
+                if not interface.has_positions:
+                    raise KvmnnError(f"{interface.label} has no input for positions: these lack tokens of their text")
         return tokens
 
     def _checked(self, ids: npt.ArrayLike) -> Tokens:
@@ -325,6 +342,15 @@ class Runner:
         if tokens.min() < 0 or (vocabulary is not None and tokens.max() >= vocabulary):
             raise KvmnnError(f"ids reach from {tokens.min()} to {tokens.max()}: the vocabulary has {vocabulary}")
         return tokens.astype(np.int64)
+
+
+def why_not_behind(policy: Policy) -> str | None:
+    """Why a policy cannot begin with K and V that were computed elsewhere; None where it can."""
+    if policy.needs_attention:
+        return "ranks tokens by the attention that they drew, which nobody saw of K and V from elsewhere"
+    if Moment.APPENDED in policy.moments:
+        return "cuts before tokens are attended, and K and V from elsewhere were computed without that"
+    return None
 
 
 def _unequal(past: Sequence[KVPair]) -> bool:

@@ -202,6 +202,8 @@ class Row(Record):
         What the engine's planner did, where it is what evicts: counts of all documents, ratios of the last one.
     runtime
         What the lossless runtime did, where the cache lay in one: all documents added up.
+    start
+        What it goes on from, where that is K and V that were computed elsewhere (`kvmnn.reports.start`).
     """
 
     label: str
@@ -243,12 +245,13 @@ class Row(Record):
     project: ProjectNumbers | None = field(default=None, metadata={"key": "as_seed"})
     h2o: H2OFigures | None = field(default=None, metadata={"omit": True})
     runtime: RuntimeFigures | None = field(default=None, metadata={"omit": True})
+    start: str | None = field(default=None, metadata={"omit": True})
     documents: tuple[DocumentRow, ...] = ()
 
     @property
     def is_full(self) -> bool:
-        """Whether this is a full cache."""
-        return self.policy == Full.name
+        """Whether this is a full cache, all of it the model's own."""
+        return self.policy == Full.name and self.start is None
 
 
 def full_row(rows: Sequence[Row]) -> Row | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...text import count
-from .. import eval_options, plot_options, printing, shared_options, streams
+from .. import eval_options, plot_options, printing, shared_options, start_options, streams
 from ..printing import UsageError
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ def add_parser(verbs: Any) -> None:
     parser = shared_options.add_verb(verbs, "eval", run, "what eviction costs a language model", _TEXT)
     eval_options.add_compared(parser)
     eval_options.add_settings(parser)
+    start_options.add_start(parser)
     group = parser.add_argument_group("output")
     group.add_argument("--csv", action="store_true", help="print CSV: a line for each row and document")
     group.add_argument("--plot", metavar="DIR", help="draw plots into DIR (needs matplotlib)")
@@ -69,6 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     with ExitStack() as stack:
         write = _outputs(arguments, stack)
+        start = stack.enter_context(start_options.start(arguments))
         with _Progress(arguments) as progress:
             result = evaluate(
                 arguments.model,
@@ -80,6 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
                 jobs=arguments.jobs,
                 store=arguments.resume,
                 progress=progress,
+                start=start,
             )
         _note(arguments, result)
         write(result)
@@ -115,7 +118,12 @@ def _outputs(arguments: argparse.Namespace, stack: ExitStack) -> Callable[[Evalu
     from ...evaluation.result import form_of
     from ...files.output import FileOutput
 
-    inputs = [*arguments.text, arguments.model, *([arguments.resume] if arguments.resume else [])]
+    inputs = [
+        *arguments.text,
+        arguments.model,
+        *(arguments.start or ()),
+        *([arguments.resume] if arguments.resume else []),
+    ]
     output = None
     if arguments.output is not None:
         if printing.is_directory(arguments.output):

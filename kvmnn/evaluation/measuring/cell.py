@@ -11,10 +11,12 @@ import numpy as np
 from ...errors import KvmnnError, MissingDependencyError
 from ...lm.documents import Document
 from ...lm.graph.fingerprint import fingerprint
-from ...lm.runner import Runner
+from ...lm.runner import Clock, Runner
 from ...lm.session import DecoderSession
+from ...lm.start import layers_in
 from ...optional import package
 from ...policies.base import Policy
+from ...reports.start import LayerDistance
 from ...store import PrefixStore
 from ..setup.configurations import Configuration
 from ..setup.settings import Settings
@@ -23,6 +25,8 @@ from .attention_time import attention_time
 from .cells import ModelFacts, ProjectCell, ScoreCell, TimingCell
 from .lossless import frame_sizes
 from .project_definitions import measure_by_definition
+from .scoring import feed_unscored
+from .start_distances import distances_of
 from .stored_scores import StoredScores, can_begin, scored_with
 from .timing import generation_times, project_generation_times
 from .tracing import Tracer
@@ -48,12 +52,15 @@ class Measurer:
         Path of the model.
     settings
         How.
+    start
+        Directory of K and V that texts begin with (`kvmnn.lm.start`), where they do.
     fresh
         Whether this process does nothing else, so that its peak memory means something.
     """
 
     model: str
     settings: Settings
+    start: str | None = None
     fresh: bool = False
     _sessions: dict[tuple[bool, bool], DecoderSession] = field(default_factory=dict)
     _prefixes: tuple[PrefixStore, str, dict[str, object]] | None = None
@@ -97,8 +104,8 @@ class Measurer:
         settings = self.settings
         runner = self.runner(configuration, document)
         start = memory.begin() if first and self.fresh else None
-        sampled = _Bytes(runner)
-        traced = Tracer(runner, document.tokens, _skipped(runner)) if trace else None
+        sampled = _Bytes(runner, document.begin)
+        traced = Tracer(runner, document.fed, _skipped(runner)) if trace else None
 
         def after(seen: int) -> None:
             new = seen - sampled.seen
@@ -110,6 +117,7 @@ class Measurer:
 
         stored = self._stored(runner)
         try:
+            distances = self._begin(runner, configuration, document, advance)
             scored, taken = scored_with(
                 stored,
                 runner,
@@ -118,6 +126,7 @@ class Measurer:
                 prompt=settings.prompt,
                 deep_from=settings.deep_from,
                 after=after,
+                held=document.begin,
             )
         except KvmnnError as exc:
             if not runner.policy.evicts:
@@ -144,7 +153,23 @@ class Measurer:
             trace=None if traced is None else traced.course(),
             stored_tokens=taken,
             stored_notes=tuple(stored.notes) if stored is not None and stored.notes else None,
+            distances=distances,
         )
+
+    def _begin(
+        self, runner: Runner, configuration: Configuration, document: Document, advance: Advance | None
+    ) -> tuple[LayerDistance, ...] | None:
+        """The tokens of the start: its own K and V, or computed here; how far the two are apart in the latter case."""
+        if self.start is None:
+            return None
+        layers = layers_in(Path(self.start))
+        if configuration.begun:
+            runner.start(layers)
+            return None
+        feed_unscored(runner, document.ids, document.begin, self.settings.chunk, self.settings.prompt, advance)
+        runner.clock = Clock()
+        runner.cache.peak_nbytes = runner.cache.nbytes
+        return tuple(distances_of(layers, runner.cache.layers()))
 
     def by_definition(
         self, configuration: Configuration, document: Document, advance: Advance | None = None
@@ -232,12 +257,12 @@ class Measurer:
 
 
 class _Bytes:
-    """Mean of the bytes held, over the tokens fed."""
+    """Mean of the bytes held, over the tokens fed from one on."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, begin: int = 0) -> None:
         self._runner = runner
         self._sum = 0
-        self.seen = 0
+        self._begin = self.seen = begin
 
     def after(self, seen: int) -> None:
         self._sum += self._runner.cache.nbytes * (seen - self.seen)
@@ -245,7 +270,7 @@ class _Bytes:
 
     @property
     def mean(self) -> float:
-        return self._sum / max(self.seen, 1)
+        return self._sum / max(self.seen - self._begin, 1)
 
 
 def _skipped(runner: Runner) -> tuple[int, ...]:

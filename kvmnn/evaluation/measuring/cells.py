@@ -11,6 +11,7 @@ from ...h2o.figures import H2OFigures
 from ...reports.results import KeepMap
 from ...reports.rows import FrameSizes
 from ...reports.runtime_figures import RuntimeFigures
+from ...reports.start import LayerDistance
 
 Kind = Literal["score", "seed", "timing"]
 """Of a cell, as files of cells have it; "seed": by the definition of a preset's project."""
@@ -77,6 +78,7 @@ class ScoreCell(Record):
     trace: Course | None = field(default=None, metadata={"omit": True})
     stored_tokens: int | None = field(default=None, metadata={"omit": True})
     stored_notes: tuple[str, ...] | None = field(default=None, metadata={"omit": True})
+    distances: tuple[LayerDistance, ...] | None = field(default=None, metadata={"omit": True})
 
 
 @dataclass(frozen=True, kw_only=True)

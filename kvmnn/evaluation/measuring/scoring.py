@@ -102,12 +102,23 @@ def negative_log_probabilities(
     return nll, hits
 
 
-def steps_of(tokens: int, chunk: int, prompt: int = 0) -> list[tuple[int, int]]:
-    """How `tokens` tokens are fed: first token of each step, and the token behind its last."""
-    ends = [min(prompt or chunk, tokens)]
+def steps_of(tokens: int, chunk: int, prompt: int = 0, held: int = 0) -> list[tuple[int, int]]:
+    """How tokens are fed, but for the first `held`: first token of each step, and the token behind its last."""
+    ends = [held or min(prompt or chunk, tokens)]
     while ends[-1] < tokens:
         ends.append(min(ends[-1] + chunk, tokens))
-    return list(zip([0, *ends[:-1]], ends, strict=True)) if tokens else []
+    steps = list(zip([0, *ends[:-1]], ends, strict=True)) if tokens else []
+    return steps[1:] if held else steps
+
+
+def feed_unscored(
+    runner: Feeder, ids: Ids, tokens: int, chunk: int, prompt: int = 0, advance: Callable[[int], object] | None = None
+) -> None:
+    """Feed the first `tokens` of `ids` in the steps of `score`, without their scores; `advance` hears of each."""
+    for begin, end in steps_of(tokens, chunk, prompt):
+        runner.feed(ids[begin:end], end_chunk=max(chunk, end - begin) > 1)
+        if advance is not None:
+            advance(end - begin)
 
 
 def score(
@@ -118,6 +129,7 @@ def score(
     deep_from: int,
     prompt: int = 0,
     after: Callable[[int], object] | None = None,
+    held: int = 0,
     known: Known | None = None,
     keep: Callable[[npt.NDArray[Any], npt.NDArray[np.float64], npt.NDArray[np.bool_]], object] | None = None,
 ) -> Scored:
@@ -126,7 +138,7 @@ def score(
     Parameters
     ----------
     runner
-        Freshly reset.
+        Freshly reset, or with the first `held` tokens.
     ids
         int64 ``[1 + tokens]``.
     chunk
@@ -138,6 +150,8 @@ def score(
         Tokens fed at this position or later are also added up apart.
     after
         Called after every chunk with the tokens seen so far.
+    held
+        Tokens that the runner holds already; the steps behind them are of `chunk`.
     known
         The steps with which the text begins, where they were computed before.
     keep
@@ -149,7 +163,7 @@ def score(
         Where a log-probability is not finite, naming the position.
     """
     scored = Scored(Sums(), Sums())
-    for begin, end in steps_of(len(ids) - 1, chunk, prompt):
+    for begin, end in steps_of(len(ids) - 1, chunk, prompt, held):
         end_chunk = max(chunk, end - begin) > 1
         started = time.perf_counter()
         if known is not None and end <= known.tokens:

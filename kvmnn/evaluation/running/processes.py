@@ -33,7 +33,9 @@ class Event:
     refused: str | None = None
 
 
-def events(tasks: Sequence[Task], model: str, settings: Settings, jobs: int) -> Iterator[Event]:
+def events(
+    tasks: Sequence[Task], model: str, settings: Settings, jobs: int, start: str | None = None
+) -> Iterator[Event]:
     """Carry tasks out and say what happens.
 
     Parameters
@@ -46,17 +48,19 @@ def events(tasks: Sequence[Task], model: str, settings: Settings, jobs: int) -> 
         How.
     jobs
         Processes at a time, one for each task; 0: in this process, where no peak memory can be measured.
+    start
+        Directory of K and V that texts begin with (`kvmnn.lm.start`), where they do.
 
     Raises
     ------
     KvmnnError
         What a task raised; the processes of the others are ended.
     """
-    return _here(tasks, model, settings) if jobs == 0 else _elsewhere(tasks, model, settings, jobs)
+    return _here(tasks, model, settings, start) if jobs == 0 else _elsewhere(tasks, model, settings, jobs, start)
 
 
-def _here(tasks: Sequence[Task], model: str, settings: Settings) -> Iterator[Event]:
-    with closing(Measurer(model, settings)) as measurer:
+def _here(tasks: Sequence[Task], model: str, settings: Settings, start: str | None) -> Iterator[Event]:
+    with closing(Measurer(model, settings, start)) as measurer:
         for task in tasks:
             fed: list[int] = []
             try:
@@ -67,7 +71,7 @@ def _here(tasks: Sequence[Task], model: str, settings: Settings) -> Iterator[Eve
                 yield Event(task, refused=str(exc))
 
 
-def _elsewhere(tasks: Sequence[Task], model: str, settings: Settings, jobs: int) -> Iterator[Event]:
+def _elsewhere(tasks: Sequence[Task], model: str, settings: Settings, jobs: int, start: str | None) -> Iterator[Event]:
     waiting = deque(tasks)
     running: dict[int, _Process] = {}
     said: queue.SimpleQueue[tuple[int, Message | None]] = queue.SimpleQueue()
@@ -75,7 +79,9 @@ def _elsewhere(tasks: Sequence[Task], model: str, settings: Settings, jobs: int)
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
-                running[number] = _Process(number, waiting.popleft(), model, settings, said)
+                task = waiting.popleft()
+                order = {"model": model, "settings": settings.to_dict(), "task": task.to_dict(), "start": start}
+                running[number] = _Process(number, task, json.dumps(order), said)
                 number += 1
             of, message = said.get()
             process = running[of]
@@ -98,12 +104,10 @@ class _Process:
         self,
         number: int,
         task: Task,
-        model: str,
-        settings: Settings,
+        order: str,
         said: queue.SimpleQueue[tuple[int, Message | None]],
     ) -> None:
         self.task = task
-        order = {"model": model, "settings": settings.to_dict(), "task": task.to_dict()}
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "kvmnn.evaluation.running.worker"],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)},
@@ -112,7 +116,7 @@ class _Process:
             text=True,
             encoding="utf-8",
         )
-        self._thread = threading.Thread(target=self._listen, args=(number, json.dumps(order), said), daemon=True)
+        self._thread = threading.Thread(target=self._listen, args=(number, order, said), daemon=True)
         self._thread.start()
 
     def finish(self) -> None:

@@ -48,7 +48,8 @@ class Task:
     @property
     def tokens(self) -> int:
         """Tokens of the cells that are counted for progress."""
-        return sum(self.documents[cell.document].tokens for cell in self.cells if cell.kind != "timing")
+        documents = [self.documents[cell.document] for cell in self.cells if cell.kind != "timing"]
+        return sum(document.tokens if self.configuration.begun else document.fed for document in documents)
 
     def kind_of(self, key: str) -> Kind:
         """The kind of one of its cells."""
@@ -66,6 +67,7 @@ class Task:
                     "sha256": document.sha256,
                     "begins_with_bos": document.begins_with_bos,
                     "asked": document.asked,
+                    "begin": document.begin,
                 }
                 for document in self.documents
             ],

@@ -63,7 +63,8 @@ def _serve(order: Mapping[str, Any], lines: IO[str]) -> None:
 
     try:
         task = Task.from_dict(order["task"])
-        with closing(Measurer(order["model"], Settings.from_dict(order["settings"]), fresh=True)) as measurer:
+        measuring = Measurer(order["model"], Settings.from_dict(order["settings"]), order.get("start"), fresh=True)
+        with closing(measuring) as measurer:
             for key, cell in carry_out(task, measurer, advance):
                 if pending:
                     send(Message(tokens=pending))

@@ -62,6 +62,8 @@ class Configuration(Record):
         How that preset's project measured it.
     positions
         ``"stored"`` is the classic mistake, for contrast: positions from the stored length.
+    begun
+        Whether it goes on from the start of the evaluation, K and V that were computed elsewhere.
     """
 
     label: str
@@ -70,6 +72,7 @@ class Configuration(Record):
     preset: str | None = None
     definition: ProjectDefinition | None = field(default=None, metadata={"key": "seed_method"})
     positions: Literal["true", "stored"] = "true"
+    begun: bool = False
 
     def make(self, seed: Sequence[int] = (0,)) -> Policy:
         """The policy, with a generator of this seed where it draws."""
@@ -82,7 +85,8 @@ class Configuration(Record):
     @property
     def identity(self) -> dict[str, Any]:
         """What its numbers depend on, as JSON has it: all options, defaults included, and no label."""
-        return {"policy": self.policy, "options": self.policy_options(), "positions": self.positions}
+        found = {"policy": self.policy, "options": self.policy_options(), "positions": self.positions}
+        return found | ({"begun": True} if self.begun else {})
 
     @classmethod
     def from_dict(cls, document: object, where: str = "configuration") -> Self:

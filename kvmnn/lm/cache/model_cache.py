@@ -84,6 +84,8 @@ class ModelCache:
         skipped = policy.skipped(layers)
         cut = [layer for layer in range(layers) if policy.evicts and layer not in skipped]
         self._layers = layers
+        self._begun: list[Positions] = [np.empty(0, np.int64)] * layers
+        self._begun_seen = 0
         self._planned = planned
         self._groups: list[TokenRows] = []
         if planned is not None:
@@ -98,7 +100,10 @@ class ModelCache:
     @property
     def tokens(self) -> list[int]:
         """Live tokens of each layer."""
-        return [self.seen if group is None else group.live for group in self._by_layer()]
+        return [
+            self.seen - self._begun_seen + places.shape[-1] if group is None else group.live
+            for group, places in zip(self._by_layer(), self._begun, strict=True)
+        ]
 
     @property
     def nbytes(self) -> int:
@@ -109,7 +114,8 @@ class ModelCache:
         """True positions of a layer's live tokens, ascending: int64 ``[token]``, or ``[kv_head, token]``."""
         group = self._by_layer()[layer]
         if group is None:
-            return np.arange(self.seen, dtype=np.int64)
+            begun, later = self._begun[layer], np.arange(self._begun_seen, self.seen, dtype=np.int64)
+            return np.concatenate([begun, np.broadcast_to(later, (*begun.shape[:-1], len(later)))], axis=-1)
         rows = group.positions_of(layer)
         return rows[0] if len(rows) == 1 else rows
 
@@ -117,7 +123,7 @@ class ModelCache:
         """The live tokens of every layer, copied."""
         caches = []
         for layer, (group, (keys, values)) in enumerate(zip(self._by_layer(), self._store.past(), strict=True)):
-            kept = np.arange(self.seen) if group is None else group.slots[group.rows_of(layer), : group.live]
+            kept = np.arange(keys.shape[2]) if group is None else group.slots[group.rows_of(layer), : group.live]
             kept = kept[0] if kept.ndim == 2 and len(kept) == 1 else kept
             caches.append(
                 LayerCache(
@@ -146,6 +152,24 @@ class ModelCache:
     def h2o_figures(self) -> H2OFigures | None:
         """What the engine's planner did, where it is what evicts."""
         return None if self._planned is None else self._planned.figures(self.seen, self.tokens)
+
+    def start(self, layers: Sequence[LayerCache]) -> None:
+        """Begin with K and V of every layer that were computed elsewhere, as if a prompt of them had been read; cut."""
+        pairs = [(layer.keys[np.newaxis], layer.values[np.newaxis]) for layer in layers]
+        self._store.adopt(pairs, max(layer.tokens for layer in layers))
+        self.peak_nbytes = self._store.nbytes
+        self._begun, self._begun_seen = [layer.positions for layer in layers], layers[0].tokens_seen
+        self._new = self.seen = self._begun_seen
+        self._groups = [part for group in self._groups for part in self._parted(group)]
+        for group in self._groups:
+            members = [self._begun[layer] for layer in group.layers]
+            rows = [np.broadcast_to(places, (max(1, group.per_layer), places.shape[-1])) for places in members]
+            group.begin(np.concatenate(rows) if group.per_layer else rows[0])
+            if group.norms is not None and self._policy.needs_norms:
+                self._add_norms(group, group.norms, pairs, group.live)
+        for moment in (Moment.ATTENDED, Moment.CHUNK_END):
+            self._apply(moment)
+        self.settle()
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -182,7 +206,7 @@ class ModelCache:
             if group.scores is not None:
                 self._score(group, group.scores, step)
             if group.norms is not None and self._policy.needs_norms:
-                self._add_norms(group, group.norms, step.present)
+                self._add_norms(group, group.norms, step.present, self._new)
             if self._new != self.seen:
                 group.steps += 1
         self._apply(Moment.ATTENDED)
@@ -205,6 +229,12 @@ class ModelCache:
             for layer in group.layers:
                 found[layer] = group
         return found
+
+    def _parted(self, group: TokenRows) -> list[TokenRows]:
+        """The group, or where its layers begin with different tokens each of them by itself."""
+        first = self._begun[group.layers[0]]
+        alike = all(np.array_equal(self._begun[layer], first) for layer in group.layers)
+        return [group] if alike else group.split()
 
     def _apply(self, moment: Moment) -> None:
         if moment not in self._policy.moments:
@@ -298,7 +328,7 @@ class ModelCache:
             return None
         if self.seen > self._zeros.size:
             self._zeros = np.zeros(2 * self.seen, np.float32)
-        biases = [self._zeros[: self.seen].reshape(1, 1, 1, -1)] * self._layers
+        biases = [self._zeros[:tokens].reshape(1, 1, 1, -1) for tokens in self.tokens]
         for group in self._groups:
             rows = group.bias[:, : group.width]
             if group.per_layer > 1 and self._query_heads > group.per_layer:
@@ -332,9 +362,9 @@ class ModelCache:
             added = scoring.from_sums(added, heads * queries)
         scores[:, : group.live] = scoring.fold(scores[:, : group.live], added, self._new)
 
-    def _add_norms(self, group: TokenRows, norms: Floats, present: Sequence[KVPair]) -> None:
-        keys: Words = np.concatenate([present[layer][0][0, :, -self._new :] for layer in group.layers])
-        norms[:, group.live - self._new : group.live] = key_norms(keys)
+    def _add_norms(self, group: TokenRows, norms: Floats, present: Sequence[KVPair], new: int) -> None:
+        keys: Words = np.concatenate([present[layer][0][0, :, -new:] for layer in group.layers])
+        norms[:, group.live - new : group.live] = key_norms(keys)
 
 
 def _live_columns(weights: Floats, slots: Indices) -> Floats:

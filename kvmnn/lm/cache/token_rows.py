@@ -89,6 +89,11 @@ class TokenRows:
             self.norms[:, new] = np.nan
         self.live, self.width = end, width
 
+    def begin(self, places: Indices) -> None:
+        """The first tokens, from these positions of the text: ``[token]`` for every row, or ``[row, token]``."""
+        self.append(places.shape[-1], 0)
+        self._places[:, : self.live] = places
+
     def cut(self, kept: npt.NDArray[np.int64]) -> None:
         """Keep these of the live tokens: ``[kept]``, of every row the same, or ``[row, kept]``; in any order.
 

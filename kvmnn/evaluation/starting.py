@@ -1,0 +1,99 @@
+"""Evaluations that go on from K and V of elsewhere: what they take, and what is said of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from ..dtypes import PARTS
+from ..errors import KvmnnError, OptionError
+from ..lm.documents import Document
+from ..lm.runner import why_not_behind
+from ..lm.start import Start
+from ..lm.tokenizer import Tokenizer
+from ..reports.start import StartFacts, relative
+from ..text import count
+from .measuring.cells import ScoreCell
+from .setup.configurations import FULL, Configuration
+from .setup.settings import Settings
+
+FAR = 0.5
+"""From this `relative` distance on K or V are not roundings of the model's own. Of 4-bit blocks it is about 0.1."""
+
+
+def check_settings(settings: Settings, configurations: Sequence[Configuration]) -> None:
+    """Refuse, with `OptionError`, what cannot be measured behind a start."""
+    if settings.prefix_store is not None:
+        raise OptionError("a start and a prefix store both say what texts begin with: expected one of the two")
+    for entry in configurations:
+        if entry.preset is not None or entry.definition is not None:
+            raise OptionError(
+                f"{entry.label}: a preset measures texts from their beginning: expected policies with a start"
+            )
+        why = why_not_behind(entry.make())
+        if why is not None:
+            raise OptionError(f"{entry.policy} {why}: expected policies that go by position or by keys")
+
+
+def begun_configurations(start: Start, configurations: Sequence[Configuration]) -> list[Configuration]:
+    """The full cache, the start alone, and the start under every policy."""
+    behind = f"from {start.name}"
+    cut = [entry for entry in configurations if entry.policy != FULL]
+    under = [replace(entry, label=f"{entry.label} {behind}", begun=True) for entry in cut]
+    return [Configuration(FULL), Configuration(behind, begun=True), *under]
+
+
+def begun_documents(start: Start, documents: Sequence[Document], tokenizer: str | os.PathLike[str]) -> list[Document]:
+    """The texts, each of which must begin with the tokens of the start; `OptionError` for one that does not.
+
+    Bytes of what is scored are counted where there is a tokenizer.
+    """
+    try:
+        decoding = Tokenizer.open(tokenizer)
+    except KvmnnError:  # documents that were read before need none
+        decoding = None
+    return [start.begun(document, decoding) for document in documents]
+
+
+def start_facts(start: Start, full: ScoreCell) -> StartFacts:
+    """What results say of a start; `full` is a cell of the full cache, which compared it."""
+    return StartFacts(
+        name=start.name,
+        about=start.about,
+        dtype=start.dtype,
+        tokens=start.tokens,
+        tokens_seen=start.tokens_seen,
+        sha256=start.sha256,
+        distances=full.distances or (),
+    )
+
+
+def start_notes(start: StartFacts, notes: Sequence[str]) -> Iterator[str]:
+    """Sentences about what rows go on from."""
+    yield (
+        f"Rows from {start.name} begin with its K and V of the first {count(start.tokens_seen, 'token')} "
+        f"({start.about}), the full cache with the model's own. All score what follows but its first token, which no "
+        "cache has logits for."
+    )
+    yield from notes
+    found = start.distances
+    if not found:
+        return
+    if all(each.equal == each.words for each in found):
+        yield f"K and V of {start.name} are bit for bit the model's own."
+        return
+    parts = {part: [each for each in found if each.part == part] for part in PARTS}
+    worst = max(found, key=lambda each: each.relative)
+    yield (
+        f"Distance to the model's own (root mean square of the difference over that of the numbers): K "
+        f"{relative(parts['key']):.2g}, V {relative(parts['value']):.2g}; furthest {worst.part}s of layer "
+        f"{worst.layer}: {worst.relative:.2g}."
+    )
+    far = [f"{part}s" for part in PARTS if relative(parts[part]) > FAR]
+    if far:
+        yield (
+            f"The {' and '.join(far)} of {start.name} are no roundings of this model's: another model, other "
+            "positions, or another order or rotation of a head's dimensions (llama.cpp rotates quantised K and V, and "
+            "orders K of Llama models otherwise; docs/other-engines.md)."
+        )

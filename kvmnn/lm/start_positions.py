@@ -1,0 +1,142 @@
+"""Which tokens of its text a cache holds, and their ids, wherever its source says it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..arrays.source import Source
+from ..dtypes import Positions
+from ..errors import SourceError
+from ..files.json_document import Node, parse, read_bounded
+from ..formats.mnn import load_token_ids
+from ..formats.npy_folder import POSITIONS
+from ..packed.cache_info import Ranges
+from ..text import count
+from .documents import Ids
+from .kv_files import TOKEN_IDS
+
+_MAX_TOKENS = 2**31 - 1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Held:
+    """What a cache holds of its text.
+
+    Attributes
+    ----------
+    positions
+        Of each layer, int64 ``[token]``, or ``[kv_head, token]`` where heads hold different ones.
+    seen
+        Tokens of the text; None where nothing says it.
+    ids
+        Their ids; None where nothing says them.
+    """
+
+    positions: tuple[Positions, ...]
+    seen: int | None = None
+    ids: Ids | None = None
+
+    @property
+    def end(self) -> int:
+        """The position behind the last token that is held."""
+        return 1 + max(int(places.max()) for places in self.positions)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every layer holds all tokens up to its last, and there are no more."""
+        tokens = self.end
+        whole = all(
+            places.shape[-1] == tokens and (np.sort(places, axis=-1) == np.arange(tokens)).all()
+            for places in self.positions
+        )
+        return whole and self.seen in (None, tokens)
+
+    def __str__(self) -> str:
+        least = min(places.shape[-1] for places in self.positions)
+        return f"a layer holds {least:,} of {count(self.seen or self.end, 'token')}"
+
+
+def held_positions(source: Source, tokens: Sequence[int]) -> Held:
+    """What a source says, else that each layer holds the first tokens of a text.
+
+    Parameters
+    ----------
+    tokens
+        Stored in each layer.
+
+    Raises
+    ------
+    SourceError
+        For positions that are not of these layers.
+    """
+    noted = _noted(source, tokens)
+    if noted is not None:
+        return noted
+    ids = source.engine_cache.token_ids if source.engine_cache is not None else None
+    ids = None if ids is None else np.asarray(ids, np.int64)
+    known = _known(source)
+    if known is None:
+        known = [np.arange(number, dtype=np.int64) for number in tokens]
+    if [len(places) for places in known] != list(tokens):
+        raise SourceError(
+            f"{' '.join(source.inputs)}: says the positions of {[len(places) for places in known]} tokens, its layers "
+            f"hold {list(tokens)}"
+        )
+    return Held(positions=tuple(known), ids=ids)
+
+
+def _known(source: Source) -> list[Positions] | None:
+    engine, cache = source.engine_cache, source.cache
+    if cache is not None:
+        return [_places(layer.positions) for layer in cache.layers]
+    if engine is None:
+        return None
+    if engine.layer_positions is not None:
+        return [np.asarray(places, np.int64) for places in engine.layer_positions]
+    if engine.positions is None:
+        return None
+    return [np.asarray(engine.positions, np.int64)] * engine.layers
+
+
+def _places(runs: Ranges) -> Positions:
+    return np.concatenate([np.arange(begin, begin + size, dtype=np.int64) for begin, size in runs])
+
+
+def _noted(source: Source, tokens: Sequence[int]) -> Held | None:
+    """What `kvmnn dump-kv` writes beside the arrays, where the only input is its directory."""
+    if len(source.inputs) != 1:
+        return None
+    directory = Path(source.inputs[0])
+    path = directory / POSITIONS
+    try:
+        document = parse(read_bounded(path), str(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    layers = document.at("layers").items()
+    if len(layers) != len(tokens):
+        raise SourceError(f"{path}: has positions of {len(layers)} layers: the arrays are of {len(tokens)}")
+    seen = document.at("tokens_seen").integer(1)
+    positions = tuple(_listed(layer.at("positions"), number) for layer, number in zip(layers, tokens, strict=True))
+    ids_file = directory / TOKEN_IDS
+    return Held(positions=positions, seen=seen, ids=load_token_ids(str(ids_file)) if ids_file.is_file() else None)
+
+
+def _listed(said: Node, tokens: int) -> Positions:
+    values = said.value
+    rows = values if isinstance(values, list) and values and isinstance(values[0], list) else [values]
+    good = all(
+        isinstance(row, list)
+        and len(row) == tokens
+        and all(type(value) is int and 0 <= value <= _MAX_TOKENS for value in row)
+        for row in rows
+    )
+    if not good:
+        raise said.wrong(f"{tokens} positions, one for each token of the arrays")
+    places = np.array(values, np.int64)
+    if (np.diff(places, axis=-1) <= 0).any():
+        raise said.wrong("ascending positions")
+    return places

@@ -1,0 +1,73 @@
+"""What an evaluation began with, where it went on from K and V that were computed elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import sqrt
+
+from ..dtypes import Part
+from ..files.records import Record
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerDistance(Record):
+    """How far K or V of a layer are from those that the model computes of the same tokens.
+
+    Attributes
+    ----------
+    layer, part
+        Which.
+    words, equal : int
+        Numbers compared, in the model's dtype, and how many have the same bits.
+    squares, own_squares : float
+        Sums of the squared differences, and of the squares of the model's own.
+    """
+
+    layer: int
+    part: Part
+    words: int
+    equal: int
+    squares: float
+    own_squares: float
+
+    @property
+    def relative(self) -> float:
+        """Root of the mean squared difference over that of the model's own numbers; 1.4 for numbers that have nothing
+        to do with each other."""
+        return relative([self])
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartFacts(Record):
+    """The start.
+
+    Attributes
+    ----------
+    name, about : str
+        The file's name, and what it holds.
+    dtype : str
+        Of the words as they were found.
+    tokens : tuple of int
+        Stored in each layer.
+    tokens_seen : int
+        Tokens of the text that it stands for.
+    sha256 : str
+        Of words in the model's dtype, positions and token ids.
+    distances : tuple of LayerDistance
+        To K and V that the model computed.
+    """
+
+    name: str
+    about: str
+    dtype: str
+    tokens: tuple[int, ...]
+    tokens_seen: int
+    sha256: str
+    distances: tuple[LayerDistance, ...] = field(default=())
+
+
+def relative(distances: Sequence[LayerDistance]) -> float:
+    """`LayerDistance.relative` of several together."""
+    squares, own = sum(each.squares for each in distances), sum(each.own_squares for each in distances)
+    return sqrt(squares / own) if own > 0 else float(squares > 0)

@@ -50,7 +50,13 @@ def add_settings(parser: Any) -> None:
     positive, whole = shared_options.positive, shared_options.whole
     group = parser.add_argument_group("how it is measured")
     add = group.add_argument
-    add("--tokens", type=positive, default=2048, metavar="N", help="tokens scored of each text (default: 2048)")
+    add(
+        "--tokens",
+        type=positive,
+        default=2048,
+        metavar="N",
+        help="tokens of each text that are scored (default: 2048)",
+    )
     add("--chunk", type=positive, default=1, metavar="N", help="tokens fed at once (default: 1)")
     add("--prompt", type=whole, default=0, metavar="N", help="tokens of the first step, a prompt (default: as --chunk)")
     add("--deep", type=whole, metavar="N", help="also report tokens from this position on (default: half of --tokens)")

@@ -81,7 +81,7 @@ def start_notes(start: StartFacts, notes: Sequence[str]) -> Iterator[str]:
     if not found:
         return
     if all(each.equal == each.words for each in found):
-        yield f"K and V of {start.name} are bit for bit the model's own."
+        yield f"K and V of {start.name} are bit for bit what the model computes of the same tokens."
         return
     parts = {part: [each for each in found if each.part == part] for part in PARTS}
     worst = max(found, key=lambda each: each.relative)

@@ -11,6 +11,7 @@ from .run_options import RunOptions
 from .runner import Runner
 from .sampling import Sampling
 from .session import DecoderSession
+from .start import Start, read_start
 from .stored_prefixes import StoredPrefixes, StoreUse
 from .tokenizer import Tokenizer
 
@@ -35,6 +36,7 @@ __all__ = [
     "RunOptions",
     "Runner",
     "Sampling",
+    "Start",
     "Step",
     "StoreUse",
     "StoredPrefixes",
@@ -43,4 +45,5 @@ __all__ = [
     "evaluate",
     "fingerprint",
     "generate",
+    "read_start",
 ]

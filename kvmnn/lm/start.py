@@ -195,7 +195,7 @@ def read_start(
         raise
     casts = _by_source(casts)
     return Start(
-        name=name or " ".join(PurePath(each).name or each for each in source.inputs) or "a cache in memory",
+        name=name or " ".join(PurePath(each).name or each for each in source.inputs),
         about=_about(source, arrays, held, seen),
         tokens=tuple(entry.geometry[1] for entry in arrays[::2]),
         tokens_seen=seen,

@@ -121,7 +121,9 @@ def text_width(text: str, size: float = _LABEL_SIZE) -> float:
     """Width of a label in inches, as the control points of its outlines have it."""
     from matplotlib.textpath import TextPath
 
-    across = TextPath((0, 0), text or " ", size=size).vertices[:, 0]
+    if not text.strip():  # some versions of matplotlib fail for nothing but blanks
+        return 0.0
+    across = TextPath((0, 0), text, size=size).vertices[:, 0]
     return float(across.max() - across.min()) / 72 if len(across) else 0.0
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, TypeGuard
 
+from ..policies.full import Full
 from ..policies.registry import MODEL_POLICIES, POLICIES
 from .plot_style import look
 from .rows import Row
@@ -47,7 +48,7 @@ def grouped(rows: Sequence[Row], without: Sequence[str] = ()) -> list[Series]:
     for row in rows:
         alike = [other for other in rows if other.policy == row.policy]
         options = [_told(name, row, alike) for name in _parting(alike, without)]
-        name = " ".join([row.policy, *(text for text in options if text)])
+        name = " ".join(_words(row, options))
         key = (row.policy, *options)
         series = found.setdefault(key, Series(name))
         if any(_size(row, without) == _size(other, without) for other in series.rows):
@@ -55,6 +56,13 @@ def grouped(rows: Sequence[Row], without: Sequence[str] = ()) -> list[Series]:
             series = found.setdefault((*key, row.label), Series(row.label))
         series.rows.append(row)
     return list(found.values())
+
+
+def _words(row: Row, options: Sequence[str]) -> list[str]:
+    """What a series of a row is called: policy, options that part it, and what it goes on from."""
+    start = [] if row.start is None else [f"from {row.start}"]
+    policy = [] if start and row.policy == Full.name else [row.policy]
+    return [*policy, *(text for text in options if text), *start]
 
 
 class Looks:

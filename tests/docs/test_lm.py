@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 from repository import ROOT
 
 from kvmnn.cli.parser import parse
 from kvmnn.errors import KvmnnError
+from kvmnn.evaluation import Settings, evaluate
 from kvmnn.evaluation.setup import presets
+from kvmnn.lm import dump_kv
+from kvmnn.policies import create
 from kvmnn.policies.registry import POLICIES
 from kvmnn.policies.specs import make
 from kvmnn.reports import plots
@@ -60,3 +64,21 @@ def test_the_price_of_stored_positions_is_the_one_measured() -> None:
 def test_links_lead_somewhere() -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", PAGE):
         assert (ROOT / "docs" / target).exists(), target
+
+
+def test_what_caches_are_worth_is_as_measured(tmp_path: Path) -> None:
+    """The table of caches that texts go on from, but for its first row, which is the full cache of all others."""
+    model, text = ROOT / "fixtures" / "lm", ROOT / "fixtures" / "lm" / "texts" / "calendar.py.txt"
+    lines = re.search(r"\| cache of 512 tokens \|.*\n\|[-|]*\n((?:\|.*\n)+)", PAGE)
+    assert lines is not None
+    full, *rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines[1].splitlines()]
+    for number, (what, held, *numbers) in enumerate(rows):
+        cut = re.search(r"`(\w+)`", what)
+        policy = create(cut[1], budget=128) if cut else None
+        dump_kv(model, text, tmp_path / f"{number}", policy, tokens=512, dtype="fp32" if cut else "fp16")
+        settings = Settings(tokens=1024, chunk=8, timing=False)
+        found = evaluate(model, text, settings=settings, jobs=0, start=tmp_path / f"{number}").rows
+        assert [f"{found[0].perplexity:.3f}", f"{100 * found[0].accuracy:.1f} %"] == full[2:4]
+        more = f"{found[1].versus_full.nll:+.4f}"
+        assert [f"{found[1].perplexity:.3f}", f"{100 * found[1].accuracy:.1f} %", more] == numbers
+        assert found[1].tokens == 512 and (held == "512") == (cut is None)

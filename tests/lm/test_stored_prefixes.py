@@ -124,12 +124,10 @@ def test_what_does_not_fit_is_refused(session, model) -> None:
         runner.start(cast)
     gaps = [LayerCache(layer=r.layer, keys=r.keys, values=r.values, positions=np.arange(8) * 2) for r in rows]
     with pytest.raises(KvmnnError, match="layer 0: holds not all tokens of a text's beginning"):
-        runner.start(gaps)
+        runner.replay(gaps, 8)
     assert runner.cache.seen == 0
     runner.start(rows)
     assert runner.cache.seen == 8
-    with pytest.raises(KvmnnError, match="recent_only cuts as tokens are fed"):
-        Runner(session, create("recent_only", budget=4, skip_layers=())).start(rows)
 
 
 def test_a_fingerprint_is_of_graph_and_weights(tmp_path: Path) -> None:

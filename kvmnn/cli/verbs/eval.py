@@ -26,6 +26,7 @@ take. Every configuration scores the same tokens of the same texts in the same c
       --policy l2_fixed:recent_ratio=0.5,strategy=keep_high
   kvmnn eval model/ --text a.txt --preset streaming-h2o --plot plots/ \\
       --resume cells.jsonl
+  kvmnn eval model/ --text chat.txt --from chat.session
 
 MODEL is an ONNX decoder with past_key_values inputs, or its folder, with tokenizer.json beside it. Options of a policy
 are the fields of its class (docs/policies.md); tuples are joined by + (skip_layers=0+1, skip_layers=none), and 50% of a
@@ -44,7 +45,10 @@ Presets are tables of two projects, measured by their own definitions and as it 
 Of StreamingLLM + H2O: streaming-h2o[:sink=8,recent=32,capacity=256] (or heavy_hitter=216 instead of capacity). All take
 no_baseline. knorm-ablation takes the project's improvements apart: the threshold, the order, the hybrid. Without a
 policy or preset it is the baseline, the full cache alone. A budget holds in every layer unless skip_layers is said;
-presets skip the layers that their projects skip, and say so in their labels."""
+presets skip the layers that their projects skip, and say so in their labels.
+
+With --from every row but the first goes on from a cache that some engine saved, as if its tokens had been read; all
+rows score what follows them. Policies that rank tokens by attention cannot: nobody saw what those drew."""
 
 
 def add_parser(verbs: Any) -> None:

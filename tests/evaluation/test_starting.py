@@ -1,0 +1,266 @@
+"""Texts that go on from K and V of elsewhere: what they are worth, and what is said of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import saved_starts
+from repository import FIXTURES
+
+import kvmnn.bundle
+from kvmnn.errors import KvmnnError, OptionError, SourceError
+from kvmnn.evaluation import EvaluationResult, Settings, evaluate, preset, read_results
+from kvmnn.evaluation.measuring.scoring import feed_unscored, negative_log_probabilities, steps_of
+from kvmnn.formats import encode_store
+from kvmnn.formats.mnn import pack
+from kvmnn.lm import DecoderSession, Runner, RunOptions, Tokenizer, dump_kv, read_start
+from kvmnn.lm.documents import read_document
+from kvmnn.lm.start import model_interface
+from kvmnn.packed.cache_info import TokenIds
+from kvmnn.packed.fitting import Geometry
+from kvmnn.policies import create
+
+MODEL = FIXTURES / "lm"
+TEXT = MODEL / "texts" / "trace.py.txt"
+OTHER = MODEL / "texts" / "calendar.py.txt"
+TOKENS, CHUNK = 40, 8
+SETTINGS = Settings(tokens=72, chunk=CHUNK, timing=False)
+
+
+@pytest.fixture(scope="module")
+def dump(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """K and V of the first tokens, as the model computes them in the same steps."""
+    path = tmp_path_factory.mktemp("start") / "kv"
+    dump_kv(MODEL, TEXT, path, tokens=TOKENS, options=RunOptions(chunk=CHUNK))
+    return path
+
+
+@pytest.fixture(scope="module")
+def layers(dump: Path) -> list[tuple[np.ndarray, np.ndarray]]:
+    return [tuple(np.load(dump / f"layer_{n}.{part}.npy") for part in ("key", "value")) for n in range(6)]
+
+
+@pytest.fixture(scope="module")
+def ids(dump: Path) -> list[int]:
+    return json.loads((dump / "token_ids.json").read_text())
+
+
+def measured(start: object, *policies: object, **more: object) -> EvaluationResult:
+    return evaluate(MODEL, TEXT, list(policies), **{"settings": SETTINGS, "jobs": 0, "start": start} | more)
+
+
+def test_the_models_own_cache_gives_the_numbers_of_the_full_run(dump: Path) -> None:
+    result = measured(dump, "streaming:budget=16")
+    full, alone, cut = result.rows
+    assert (full.label, alone.label, cut.label) == ("full", "from kv", "streaming 16 from kv")
+    assert (full.start, alone.start, cut.start) == (None, "kv", "kv")
+    assert [row.is_full for row in result.rows] == [True, False, False]
+    assert (full.tokens, full.nll, full.accuracy) == (alone.tokens, alone.nll, alone.accuracy)
+    assert alone.tokens == 72 - TOKENS and alone.kind == "LOSSLESS" and alone.versus_full.nll == 0
+    assert cut.kind == "LOSSY" and cut.tokens_kept == (16,) * 6 and cut.versus_full.nll > 0.01
+    assert result.start is not None and result.start.tokens_seen == TOKENS
+    assert all(each.equal == each.words == 4 * TOKENS * 64 for each in result.start.distances)
+    assert "K and V of kv are bit for bit what the model computes of the same tokens." in result.notes
+
+
+def test_the_reference_is_the_full_cache_scored_behind_the_start(dump: Path, ids: list[int]) -> None:
+    """By a loop of its own over the session."""
+    document_ids = np.array(json.loads((dump / "token_ids.json").read_text()), np.int64)
+    session = DecoderSession.open(MODEL, cache=False)
+    runner = Runner(session)
+    text = read_document(TEXT, Tokenizer.open(MODEL), 72).ids
+    assert text[:TOKENS].tolist() == ids == document_ids.tolist()
+    feed_unscored(runner, text, TOKENS, CHUNK)
+    nll = [
+        negative_log_probabilities(runner.feed(text[b:e]), text[b + 1 : e + 1])[0]
+        for b, e in steps_of(72, CHUNK, 0, TOKENS)
+    ]
+    assert measured(dump).rows[0].nll == float(sum(part.sum() for part in nll)) / (72 - TOKENS)
+
+
+def test_rounded_quantised_and_cut_caches_cost_more_and_more(
+    layers: list[tuple[np.ndarray, np.ndarray]], ids: list[int], tmp_path: Path
+) -> None:
+    found = []
+    for kind in ("f32", "f16", "q8_0", "q4_0"):
+        result = measured(saved_starts.llama(tmp_path / f"{kind}.session", layers, ids, kind))
+        found.append((abs(result.rows[1].versus_full.nll), max(each.relative for each in result.start.distances)))
+        assert result.rows[1].kind == ("LOSSLESS" if kind == "f32" else "LOSSY")
+    assert found[0] == (0, 0) and 0 < found[1][0] < 1e-3
+    assert [apart for _, apart in found] == sorted(apart for _, apart in found) and 1e-4 < found[1][1] < 1e-3
+    assert found[2][1] < 0.01 < found[3][1] < 0.2
+    kept = [0, 1, 2, 3, *range(30, TOKENS)]
+    cut = [tuple(part[:, kept] for part in pair) for pair in layers]
+    result = measured(saved_starts.llama(tmp_path / "cut.session", cut, ids, positions=kept))
+    assert result.rows[1].versus_full.nll > 5 * max(loss for loss, _ in found)
+    assert result.rows[1].tokens_kept == (72 - 26,) * 6 and result.rows[1].kind == "LOSSY"
+    assert all(each.equal == each.words == 4 * 14 * 64 for each in result.start.distances)
+    assert "positions 0 to 39 in 2 runs (a layer holds 14 of 40 tokens)" in result.start.about
+
+
+def test_turned_keys_are_told_from_rounded_ones(
+    layers: list[tuple[np.ndarray, np.ndarray]], ids: list[int], tmp_path: Path
+) -> None:
+    turned = [(keys[:, :, ::-1], values) for keys, values in layers]
+    result = measured(saved_starts.llama(tmp_path / "turned.session", turned, ids))
+    assert any(note.startswith("The keys of turned.session are no roundings of this model's") for note in result.notes)
+    assert result.rows[1].versus_full.nll > 0.1
+
+
+def test_an_evicted_dump_says_its_positions(dump: Path, tmp_path: Path) -> None:
+    """knorm keeps other tokens in each head, and may drop the last ones: positions.json says what was seen."""
+    chosen = create("knorm", budget=20)
+    dump_kv(MODEL, TEXT, tmp_path / "cut", chosen, tokens=TOKENS)
+    result = measured(tmp_path / "cut")
+    assert result.start.tokens_seen == TOKENS and result.start.tokens == (20,) * 6
+    assert result.rows[1].kind == "LOSSY" and result.rows[1].versus_full.nll > 0
+    assert all(each.equal > 0.5 * each.words for each in result.start.distances[:2])
+    dump_kv(MODEL, TEXT, tmp_path / "mnn", chosen, tokens=TOKENS, format="mnn")
+    assert measured(tmp_path / "mnn").rows[1].nll == result.rows[1].nll
+
+
+def test_every_reader_gives_the_same_start(
+    layers: list[tuple[np.ndarray, np.ndarray]], ids: list[int], tmp_path: Path
+) -> None:
+    npz = saved_starts.npz(tmp_path / "kv.npz", layers)
+    kvmnn.bundle.encode(kvmnn.open(npz), tmp_path / "kv.frames")
+    encode_store(kvmnn.open(npz), tmp_path / "kv.zarr")
+    pack(kvmnn.open(npz), str(tmp_path / "prefix"), Geometry(backend="x86-avx2"), name="p")
+    starts = {
+        "llama.cpp": saved_starts.llama(tmp_path / "a.session", layers, ids),
+        "torch": saved_starts.torch(tmp_path / "a.pt", layers),
+        "MLX": saved_starts.mlx(tmp_path / "a.safetensors", layers),
+        "npz": npz,
+        "frames": tmp_path / "kv.frames",
+        "Zarr": tmp_path / "kv.zarr",
+        "MNN's prefix": tmp_path / "prefix",
+        "in memory": [tuple(part[None] for part in pair) for pair in layers],
+        "axes": kvmnn.open(saved_starts.npz(tmp_path / "all.npy", layers, "2lthd"), axes="2lthd"),
+    }
+    model, hashes = model_interface(MODEL), set()
+    for name, cache in starts.items():
+        with read_start(cache, model, ids) as start:
+            hashes.add(start.sha256)
+            assert start.name == ("<list in memory>" if name == "in memory" else Path(start.name).name)
+            for found, (keys, values) in zip(start.layers(), layers, strict=True):
+                assert np.array_equal(found.keys, keys) and np.array_equal(found.values, values), name
+    assert len(hashes) == 1
+    assert measured(starts["in memory"], token_ids=ids).rows[1].kind == "LOSSLESS"
+
+
+def test_wide_types_narrow_types_and_a_start_that_was_read(
+    layers: list[tuple[np.ndarray, np.ndarray]], ids: list[int], tmp_path: Path
+) -> None:
+    model = model_interface(MODEL)
+    with read_start(saved_starts.torch(tmp_path / "h.pt", layers, np.float16), model, ids) as start:
+        (first, *_), notes = start.layers(), start.notes
+        assert first.keys.dtype == np.float32 and notes == ()
+        assert np.array_equal(first.keys, layers[0][0].astype(np.float16).astype(np.float32))
+        result = measured(start, "recent_only:budget=9,skip_layers=none")
+        assert [row.label for row in result.rows] == ["full", "from h.pt", "recent_only 9 from h.pt"]
+        assert start.directory.is_dir()
+        with pytest.raises(OptionError, match="token_ids are those of a start that is read"):
+            measured(start, token_ids=ids)
+    assert not start.directory.exists()
+    half = type(model)(**{**vars(model), "dtype": np.float16})
+    with read_start(saved_starts.npz(tmp_path / "wide.npz", layers), half, ids) as start:
+        assert start.layers()[0].keys.dtype == np.float16
+        assert "narrower than the cache's, which is LOSSY: fp32 -> fp16" in start.notes[0]
+    huge = [(keys * 1e6, values) for keys, values in layers]
+    with pytest.raises(SourceError, match="of its keys are not finite as fp16"):
+        read_start(saved_starts.npz(tmp_path / "huge.npz", huge), half, ids)
+
+
+def test_results_are_saved_read_and_drawn(dump: Path, tmp_path: Path) -> None:
+    result = measured(dump, "streaming", settings=SETTINGS, budgets=[16, 24])
+    path = tmp_path / "r.json"
+    path.write_text(result.to_text("json"))
+    read = read_results(path)
+    assert read.rows == result.rows and read.start == result.start
+    lines = read.to_csv().splitlines()
+    assert "start" in lines[0].split(",") and sum(line.startswith("from kv,") for line in lines) == 2
+    assert max(map(len, result.table(80).splitlines())) <= 80
+    written = {path.name for path in result.plot(tmp_path / "plots")}
+    assert {"perplexity_over_budget.png", "strategy_comparison.svg"} <= written
+
+
+def test_processes_and_resumed_cells(dump: Path, tmp_path: Path) -> None:
+    cells = tmp_path / "cells"
+    one = measured(dump, jobs=2, store=cells)
+    lines = len(cells.read_text().splitlines())
+    again = measured(dump, jobs=2, store=cells)
+    assert lines == len(cells.read_text().splitlines()) == 2
+    assert [row.nll for row in one.rows] == [row.nll for row in again.rows]
+    evaluate(MODEL, TEXT, settings=SETTINGS, jobs=0, store=cells)  # a text from its beginning is another cell
+    assert len(cells.read_text().splitlines()) == lines + 1
+
+
+def test_a_cache_without_the_first_token_is_that_of_a_text_without_it(tmp_path: Path) -> None:
+    """Engines that put no bos before a text."""
+    session = DecoderSession.open(MODEL, cache=False)
+    ids = Tokenizer.open(MODEL).encode(TEXT.read_text())[:24]
+    runner = Runner(session)
+    feed_unscored(runner, ids, 24, CHUNK)
+    rows = [(row.keys, row.values) for row in runner.cache.layers()]
+    result = measured(saved_starts.llama(tmp_path / "a.session", rows, ids.tolist()))
+    assert result.rows[1].kind == "LOSSLESS" and result.rows[1].nll == result.rows[0].nll
+    assert result.documents[0].tokens == 71 - 24
+
+
+def refusal(start: object, error: type[KvmnnError] = OptionError, **more: object) -> str:
+    with pytest.raises(error) as caught:
+        measured(start, **more)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_what_is_refused(layers: list[tuple[np.ndarray, np.ndarray]], ids: list[int], tmp_path: Path) -> None:
+    npz = saved_starts.npz(tmp_path / "kv.npz", layers)
+    assert "kv.npz: does not say its token ids: expected --token-ids IDS" in refusal(npz)
+    assert "holds 40 tokens, --token-ids says 41 ids" in refusal(npz, token_ids=[*ids, 5])
+    assert "position 39, of which no id is known: --token-ids says 39 ids" in refusal(npz, token_ids=ids[:-1])
+    wrong = [*ids[:-3], ids[-3] + 1, *ids[-2:]]
+    assert f"parts from kv.npz at token 37: {ids[-3]}, the cache has {ids[-3] + 1}: " in refusal(npz, token_ids=wrong)
+    session = saved_starts.llama(tmp_path / "a.session", layers, ids)
+    assert f"its token 37 is {ids[-3]}, --token-ids says {ids[-3] + 1}" in refusal(session, token_ids=wrong)
+    for tokens, found in ((TOKENS, f"{TOKENS + 1} tokens (--tokens)"), (8, "9 tokens (--tokens)")):
+        message = refusal(session, settings=Settings(tokens=tokens, chunk=CHUNK, timing=False))
+        assert message == (
+            f"trace.py.txt: {found}, a.session begins with 40 of them: expected at least 42, as the first token behind "
+            "a cache is not scored"
+        )
+    fewer = saved_starts.npz(tmp_path / "fewer.npz", layers[:5])
+    assert "has K and V of 5 layers (0 to 4), " in refusal(fewer, token_ids=ids) and "has 6" in refusal(fewer)
+    narrow = saved_starts.npz(tmp_path / "n.npz", [tuple(part[:, :, :32] for part in pair) for pair in layers])
+    message = refusal(narrow, token_ids=ids)
+    assert "n.npz: key of layer 0 is of 4 kv heads x 32, " in message and "has 4 x 64: expected a cache of" in message
+    rows = saved_starts.npz(tmp_path / "heads.npz", [tuple(part[:2] for part in pair) for pair in layers])
+    assert "is of 2 kv heads x 64" in refusal(rows, token_ids=ids)
+    twice = saved_starts.llama(tmp_path / "twice.session", layers, ids, positions=[0, *range(TOKENS - 1)])
+    assert "layer 0 holds position 0 more than once" in refusal(twice, SourceError)
+    (tmp_path / "torn.session").write_bytes(session.read_bytes()[:-5])
+    assert "torn.session" in refusal(tmp_path / "torn.session", SourceError)
+    spoiled = [(np.where(keys > 1, np.nan, keys), values) for keys, values in layers]
+    bad = saved_starts.npz(tmp_path / "bad.npz", spoiled)
+    assert "numbers of its keys are not finite" in refusal(bad, SourceError, token_ids=ids)
+    assert "expected one of the two" in refusal(session, settings=Settings(tokens=72, prefix_store=str(tmp_path / "s")))
+    with pytest.raises(OptionError, match="a preset measures texts from their beginning"):
+        measured(session, *preset("streaming-h2o"))
+    with pytest.raises(OptionError, match="h2o_decayed ranks tokens by the attention that they drew"):
+        measured(session, "h2o_decayed:budget=20")
+    with pytest.raises(OptionError, match=r"calendar.py.txt: parts from a.session at token \d+: "):
+        evaluate(MODEL, [TEXT, OTHER], settings=SETTINGS, jobs=0, start=session)
+
+
+def test_ids_that_a_cache_has_only_a_hash_of(
+    layers: list[tuple[np.ndarray, np.ndarray]], ids: list[int], tmp_path: Path
+) -> None:
+    source = kvmnn.open(saved_starts.npz(tmp_path / "kv.npz", layers))
+    for name, of in (("p", ids), ("q", [*ids[:-1], 7])):
+        pack(source, str(tmp_path / name), Geometry(backend="x86-avx2"), name=name, token_ids=TokenIds.of(of))
+    assert measured(tmp_path / "p").rows[1].kind == "LOSSLESS"
+    assert "its first tokens are not those of q (by the hash that the cache has of them)" in refusal(tmp_path / "q")
+    assert "was made from 40 other token ids" in refusal(tmp_path / "q", token_ids=ids)

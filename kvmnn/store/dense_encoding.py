@@ -13,30 +13,19 @@ import numpy as np
 from .. import dense
 from ..arrays.layer_cache import LayerCache
 from ..dense.header import MOST_RAW_BYTES, MOST_ROW_WORDS, read_header
-from ..dtypes import Bytes, Words
+from ..dtypes import Words
 from ..frames import CodecOptions, encode_many
-from ..frames.hashing import block_checksums, checksum
 from ..threads.pool import map_pulled, resolve_threads
+from .behind import Behind
 from .encoding import Cut
 from .space import Space
 from .table_sets import TableSets, fitting
-from .unit import MOST_CHAIN, MOST_HISTORY, Dense, Frame
+from .unit import Dense, Frame
 
 WORTH = 0.97
 """Of the bytes of frames at most so many: frames are decoded two to three times as fast."""
 SHARED = 1.01
 """Of the bytes with tables of their own at most so many: those that are shared save a fifth of the time."""
-
-
-class Behind(NamedTuple):
-    """What a unit refers to: rows right before it, checksums of the blocks that they lie in, and the units needed."""
-
-    history: int = 0
-    sums: tuple[int, ...] = ()
-    chain: int = 0
-
-
-NOTHING = Behind()
 
 
 class Tried(NamedTuple):
@@ -64,26 +53,6 @@ def fits(space: Space, tokens: int) -> bool:
     longest = max(max(shape.kv_heads, shape.head_dim) for shape in space.layers)
     small = most <= MOST_ROW_WORDS and longest < MOST_ROW_WORDS
     return sys.byteorder == "little" and small and tokens * most * space.words.itemsize <= MOST_RAW_BYTES
-
-
-def block_sums(layers: Sequence[LayerCache], begin: int, end: int, block_tokens: int) -> tuple[int, ...]:
-    """64 bits over the words of each whole block of some tokens in all layers: the checksum of the checksums of K and V
-    of each.
-    """
-    tokens = (end - begin) // block_tokens * block_tokens
-    if not tokens:
-        return ()
-    parts = [words[:, begin : begin + tokens] for words in _parts(layers)]
-    sums = [block_checksums(_rows(words), block_tokens * words.shape[2] * words.dtype.itemsize) for words in parts]
-    return tuple(checksum(each) for each in np.array(sums, "<u8").T.copy())
-
-
-def behind_unit(sums: Sequence[int], units_before: int, block_tokens: int) -> Behind:
-    """What a unit may refer to of the one before it, whose blocks up to it have these checksums."""
-    blocks = min(len(sums), -(-MOST_HISTORY // block_tokens))
-    if not blocks or units_before >= MOST_CHAIN:
-        return NOTHING
-    return Behind(min(MOST_HISTORY, blocks * block_tokens), tuple(sums[-blocks:]), units_before + 1)
 
 
 def middle_of(units: Sequence[DenseUnit]) -> int:
@@ -189,9 +158,3 @@ def _parts(layers: Sequence[LayerCache]) -> chain[Words]:
 def _runs(count: int, pieces: int) -> list[range]:
     step = -(-count // min(pieces, count))
     return [range(begin, min(begin + step, count)) for begin in range(0, count, step)]
-
-
-def _rows(words: Words) -> Bytes:
-    """``[kv_head, byte]``, little-endian, each head's rows together."""
-    little = words if words.dtype.isnative else words.astype(words.dtype.newbyteorder("<"))
-    return little.reshape(len(little), -1).view(np.uint8)

@@ -23,7 +23,7 @@ from .rebuilding import rebuild
 from .space import Space, from_json
 from .table_sets import KeptTables, TableSets
 from .token_ids import Ids
-from .unit import DamagedError, parse_header
+from .unit import DamagedError, Header, parse_header
 from .unit_files import Staging, UnitFiles
 from .units import Added
 from .updates import NewUnit, ParentGoneError
@@ -151,7 +151,7 @@ class Directory:
                 number = updates.space_id(cursor, space)
                 updates.next_tick(cursor)
                 for unit in new:
-                    self._check_behind(cursor, unit, placed)
+                    self._check_behind(cursor, text, unit, placed)
                     found, superfluous = updates.insert(cursor, number, unit, text, lambda: has_all(cursor))
                     if found:
                         assert isinstance(unit.staged, Path)
@@ -169,19 +169,20 @@ class Directory:
         self.files.remove(gone)
         return Added(stored, removed)
 
-    def _check_behind(self, cursor: sqlite3.Cursor, new: NewUnit, placed: Sequence[int]) -> None:
+    def _check_behind(self, cursor: sqlite3.Cursor, text: Text, new: NewUnit, placed: Sequence[int]) -> None:
         """Another process may have put the blocks that a unit follows, computed otherwise, since it was encoded."""
-        row = cursor.execute("SELECT unit, number FROM block WHERE key = ?", (new.parent,)).fetchone()
-        if not new.behind or (row is not None and row[0] in placed):
-            return
-        unit, number = (0, 0) if row is None else whole_numbers(row)
-        data = self.files.read(unit)
-        try:
-            dense = parse_header(data).dense if data is not None else None
-        except DamagedError:
-            dense = None
-        if dense is None or dense.sums[: number + 1][-len(new.behind) :] != new.behind:
-            raise ParentGoneError("the blocks before a unit hold other rows by now")
+        end = new.start // text.block_tokens
+        headers: dict[int, Header | None] = {}
+        for key, wanted in zip(text.keys[end - len(new.behind) : end], new.behind, strict=True):
+            row = cursor.execute("SELECT unit, number FROM block WHERE key = ?", (key,)).fetchone()
+            unit, number = (0, 0) if row is None else whole_numbers(row)
+            if unit in placed:
+                continue
+            if unit not in headers:
+                headers[unit] = self._header(unit)
+            header = headers[unit]
+            if header is None or header.dense is None or header.dense.sums[number : number + 1] != (wanted,):
+                raise ParentGoneError("the blocks before a unit hold other rows by now")
 
     def touch(self, units: Iterable[int], *, now: bool = False) -> None:
         """Units were used; noted down with others after a while, or `now`."""
@@ -275,9 +276,14 @@ class Directory:
             self.beside.note_settings(Settings(self.block_tokens, codec if is_new else "frames"))
 
     def _ids_of(self, unit: int) -> Ids | None:
+        header = self._header(unit)
+        return None if header is None else header.ids
+
+    def _header(self, unit: int) -> Header | None:
+        """What the file of a unit begins with; None where that cannot be read."""
         data = self.files.read(unit)
         try:
-            return None if data is None else parse_header(data).ids
+            return None if data is None else parse_header(data)
         except DamagedError:
             return None
 

@@ -10,15 +10,12 @@ from ..dense import Rotary, find_rotary
 from ..errors import OptionError
 from ..frames import CodecOptions
 from . import table_sets
+from .behind import Before, Behind, behind_units, block_sums, most_blocks, stored_before, unit_before
 from .dense_encoding import (
-    NOTHING,
     SHARED,
     WORTH,
-    Behind,
     DenseUnit,
     Tried,
-    behind_unit,
-    block_sums,
     dense_of,
     encode_dense_units,
     fits,
@@ -30,7 +27,7 @@ from .encoding import Cut, blocks_in_unit, cuts, encode_units
 from .lookup import Found, Text
 from .space import Space
 from .table_sets import LEAST_TOKENS, KeptTables, TableSets
-from .unit import DamagedError, Frame, Header, Unit, parse_header
+from .unit import Frame, Unit
 from .units import Added, Units
 from .updates import NewUnit
 
@@ -114,7 +111,7 @@ class _Frames:
         def keep(number: int, frames: tuple[Frame, ...]) -> None:
             begin, end = batch[number]
             parent = text.key_before(begin // text.block_tokens)
-            done(number, Unit(text.space, parent, begin, text.ids[begin:end], frames), NOTHING)
+            done(number, Unit(text.space, parent, begin, text.ids[begin:end], frames), Behind())
 
         encode_units(self._layers, batch, self._how.options, keep, self._how.threads)
 
@@ -127,9 +124,9 @@ class _Streams:
     ) -> None:
         self._layers, self._space, self._how = layers, space, how
         self._rotary = how.rotation.of(space, layers)
-        before = _unit_before(units, text, known)
+        before = unit_before(units, text, known)
         self._is_behind_frames = before is not None and before.dense is None
-        self._behind = NOTHING if before is None else _behind_stored(before, text, layers, known.blocks)
+        self._before = stored_before(units, text, layers, known)
         self._planned: tuple[list[DenseUnit], list[tuple[int, ...]]] | None = None
         self._tried: Tried | None = None
         self.tables = self._shared(units.tables, text)
@@ -167,9 +164,10 @@ class _Streams:
     def _plan(self, batch: Sequence[Cut], text: Text) -> tuple[list[DenseUnit], list[tuple[int, ...]]]:
         plans, sums = [], []
         for cut in batch:
-            plans.append(DenseUnit(cut, self._behind, self.tables if _is_short(cut) else self._for_long))
+            behind = behind_units(self._before, text.block_tokens)
+            plans.append(DenseUnit(cut, behind, self.tables if _is_short(cut) else self._for_long))
             sums.append(block_sums(self._layers, *cut, text.block_tokens))
-            self._behind = behind_unit(sums[-1], self._behind.chain, text.block_tokens)
+            self._before = [*self._before, Before(sums[-1], behind.chain)][-most_blocks(text.block_tokens) :]
         return plans, sums
 
     def units(self, batch: Sequence[Cut], text: Text, done: Callable[[int, Unit, Behind], object]) -> None:
@@ -189,33 +187,6 @@ class _Streams:
 
 def _is_short(cut: Cut) -> bool:
     return cut[1] - cut[0] < LEAST_TOKENS
-
-
-def _unit_before(units: Units, text: Text, known: Found) -> Header | None:
-    """The unit with the last whole block that is stored, where it is at hand."""
-    begin, end = 0, known.blocks * text.block_tokens
-    for place in known.places:
-        if begin < end <= begin + place.take:
-            data = units.at_hand(place.unit)
-            try:
-                return None if data is None else parse_header(data)
-            except DamagedError:
-                return None
-        begin += place.take
-    return None
-
-
-def _behind_stored(before: Header, text: Text, layers: Sequence[LayerCache], blocks: int) -> Behind:
-    """What a unit behind so many stored blocks may refer to: rows before it that are those that are put."""
-    size, end = text.block_tokens, blocks * text.block_tokens
-    if before.dense is None:
-        return NOTHING
-    behind = behind_unit(before.dense.sums[: (end - before.start) // size], before.dense.chain, size)
-    found = block_sums(layers, end - len(behind.sums) * size, end, size)
-    same = 0
-    while same < len(found) and found[-1 - same] == behind.sums[-1 - same]:
-        same += 1
-    return behind_unit(behind.sums[len(behind.sums) - same :], before.dense.chain, size)
 
 
 def _add_batch(units: Units, text: Text, space: Space, batch: Sequence[Cut], make: _Frames | _Streams) -> Added:

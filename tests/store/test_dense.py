@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+from dense_texts import DIMS, ROTARY, layers_of, same, text, units
 from prefixes import MODEL, checksum_model
 
 from kvmnn import KvmnnError, LayerCache, dense
@@ -18,37 +18,7 @@ from kvmnn.store import PrefixStore, read_exported
 from kvmnn.store.decoding import Stretch, decode_stretches
 from kvmnn.store.space import space_of
 from kvmnn.store.table_sets import LEAST_TOKENS
-from kvmnn.store.unit import MOST_CHAIN, DamagedError, Unit, parse
-
-HEADS, DIMS, LAYERS = 2, 16, 2
-ROTARY = dense.Rotary(theta=10000.0, dims=DIMS)
-VOCABULARY = np.random.default_rng(5).standard_normal((LAYERS, 2, 97, HEADS, DIMS)).astype(np.float32)
-
-
-def text(tokens: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(0, 97, tokens).tolist()
-
-
-def layers_of(ids: Sequence[int], dtype: str = "<f2", shift: float = 0.0) -> list[LayerCache]:
-    """Rows that come again where tokens do, with a little of their own; K and V of a prefix are those of the text."""
-    numbers = np.asarray(ids)
-    own = np.sin(np.cumsum(numbers + 1) + shift)[None, :, None].astype(np.float32) / 64
-    made = []
-    for layer in range(LAYERS):
-        rows = [VOCABULARY[layer, part][numbers].transpose(1, 0, 2) + own for part in range(2)]
-        made.append(LayerCache(layer=layer, keys=rows[0].astype(dtype), values=rows[1].astype(dtype)))
-    return made
-
-
-def same(found: Sequence[LayerCache], wanted: Sequence[LayerCache], tokens: int) -> bool:
-    return len(found) == len(wanted) and all(
-        a.keys.tobytes() == b.keys[:, :tokens].tobytes() and a.values.tobytes() == b.values[:, :tokens].tobytes()
-        for a, b in zip(found, wanted, strict=True)
-    )
-
-
-def units(folder: Path) -> list[Unit]:
-    return [parse(np.fromfile(path, np.uint8)) for path in sorted(folder.glob("units/*/*.unit"))]
+from kvmnn.store.unit import MOST_CHAIN, DamagedError, parse
 
 
 @pytest.mark.parametrize("dtype", ["<f2", "<f4"])

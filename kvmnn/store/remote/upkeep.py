@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -19,7 +19,8 @@ from .shelf import TABLES, Shelf
 
 T = TypeVar("T")
 
-_AT_ONCE = 256
+_AT_ONCE, _AT_ONCE_BYTES = 256, 32 << 20
+"""Values, and bytes of units unless one has more, in one round trip."""
 
 
 def records(units: Shelf) -> Iterator[tuple[str, Record | None]]:
@@ -76,32 +77,54 @@ def verify(units: Shelf, threads: int | None) -> Verified:
     known = [record for _, record in records(units) if record is not None]
     size = units.block_tokens
     holders = {key: (record.unit, n) for record in known for n, key in enumerate(record.keys(size), 1)}
-    verifier = Verifier(lambda unit: _read(units, unit), holders.get, units.tables, size, threads)
+    at_hand: dict[int, Bytes | None] = {}
+    verifier = Verifier(lambda unit: _read(units, unit, at_hand), holders.get, units.tables, size, threads)
     count = tokens = nbytes = 0
     notes: list[str] = []
-    for record in _in_order(known, size):
-        try:
-            space = spaces.get(record.space)
-            if space is None:
-                raise DamagedError("is of no known model")
-            unit = verifier.verified(record.unit, space, record.ids)
-            if (unit.parent, unit.start) != (record.parent, record.start):
-                raise DamagedError("holds other blocks than its record says")
-        except GoneError:  # the engine has evicted it, or what it follows: no damage
-            continue
-        except DamagedError as error:
-            units.discard(record.unit, str(error), notes)
-        else:
-            tokens += unit.ids.size
-            nbytes += unit.nbytes
-        count += 1
+    for some in _by_bytes(_in_order(known, size)):
+        at_hand.clear()
+        read = units.values.get_many([unit_name(record.unit) for record in some])
+        for record, data in zip(some, read, strict=True):
+            at_hand[record.unit] = None if data is None else np.frombuffer(data, np.uint8)
+        for record in some:
+            try:
+                space = spaces.get(record.space)
+                if space is None:
+                    raise DamagedError("is of no known model")
+                unit = verifier.verified(record.unit, space, record.ids)
+                if (unit.parent, unit.start) != (record.parent, record.start):
+                    raise DamagedError("holds other blocks than its record says")
+            except GoneError:  # the engine has evicted it, or what it follows: no damage
+                continue
+            except DamagedError as error:
+                units.discard(record.unit, str(error), notes)
+            else:
+                tokens += unit.ids.size
+                nbytes += unit.nbytes
+            count += 1
     return Verified(units=count, tokens=tokens, bytes=nbytes, damaged=tuple(notes))
 
 
-def _read(units: Shelf, unit: int) -> Bytes | None:
+def _read(units: Shelf, unit: int, at_hand: Mapping[int, Bytes | None]) -> Bytes | None:
     """A unit as the engine has it."""
+    if unit in at_hand:
+        return at_hand[unit]
     (data,) = units.values.get_many([unit_name(unit)])
     return None if data is None else np.frombuffer(data, np.uint8)
+
+
+def _by_bytes(found: Iterable[Record]) -> Iterator[list[Record]]:
+    """Records whose units are read in one round trip."""
+    some: list[Record] = []
+    nbytes = 0
+    for record in found:
+        if some and (nbytes + record.nbytes > _AT_ONCE_BYTES or len(some) == _AT_ONCE):
+            yield some
+            some, nbytes = [], 0
+        some.append(record)
+        nbytes += record.nbytes
+    if some:
+        yield some
 
 
 def _in_order(known: Sequence[Record], block_tokens: int) -> Iterator[Record]:

@@ -1,0 +1,113 @@
+"""Rows before a unit, of several units: a session that is put turn by turn."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from dense_texts import ROTARY, layers_of, same, text, units
+from prefixes import MODEL
+
+from kvmnn.store import PrefixStore
+from kvmnn.store.behind import Before, Behind, behind_units
+from kvmnn.store.unit import MOST_CHAIN, MOST_HISTORY, parse
+
+BLOCK = 16
+
+
+def put_in_turns(store: PrefixStore, ids: list[int], turn: int, begin: int = 0, shift: float = 0.0) -> None:
+    for end in range(begin + turn, len(ids) + 1, turn):
+        store.put(ids[:end], layers_of(ids[:end], shift=shift), model=MODEL)
+
+
+def test_short_units_refer_to_rows_of_several(tmp_path: Path) -> None:
+    """Up to 256 rows, as long as no chain grows too long; in fewer bytes than with those of one unit."""
+    ids = text(64 * 12)
+    with PrefixStore(tmp_path / "s", block_tokens=BLOCK, rotary=ROTARY) as store:
+        store.put(text(300, 9), layers_of(text(300, 9)), model=MODEL)  # tables
+        put_in_turns(store, ids, 64)
+        assert same(store.get(ids, model=MODEL).layers, layers_of(ids), len(ids))
+        assert store.verify().damaged == ()
+    heads = [unit.dense for unit in units(tmp_path / "s")[1:] if unit.dense]
+    assert [each.history for each in heads] == [0, 64, 128, 192, *[MOST_HISTORY] * 5, 0, 64, 128]
+    assert [each.chain for each in heads] == [*range(MOST_CHAIN + 1), 0, 1, 2]
+
+
+def test_the_longest_history_that_chains_allow() -> None:
+    full = Before(tuple(range(4)), 0)
+    assert behind_units([], 64) == Behind()
+    assert behind_units([full, full], 64) == Behind(256, (0, 1, 2, 3), 1)
+    short = [Before((number,), number) for number in range(MOST_CHAIN + 1)]
+    assert behind_units(short[:3], 64) == Behind(192, (0, 1, 2), 3)
+    assert behind_units(short[:-1], 64) == Behind(256, (4, 5, 6, 7), MOST_CHAIN)
+    assert behind_units(short, 64) == Behind()
+    assert behind_units([*short, Before((9,), 0)], 64) == Behind(64, (9,), 1)
+    assert behind_units([Before((1, 2, 3), 0)] * 2, 100) == Behind(MOST_HISTORY, (1, 2, 3), 1)
+
+
+@pytest.mark.parametrize("where", ["directory", "file"])
+def test_sessions_that_grow_at_once(tmp_path: Path, where: str) -> None:
+    """Units of several texts between each other, from stores that are opened anew: what is got, and verified."""
+    url = str(tmp_path / "s")
+    if where == "file":
+        pytest.importorskip("fsspec")
+        url = f"file://{tmp_path}/s"
+    rng = random.Random(4)
+    begin = text(150, 5)
+    sessions = [[*begin, *text(700, seed)] for seed in range(3)]
+    ends = [0, 0, 0]
+    store = PrefixStore(url, block_tokens=BLOCK, codec="dense")
+    for _ in range(40):
+        which = rng.randrange(3)
+        ends[which] = min(ends[which] + rng.choice([3, 16, 40, 64, 130]), 850)
+        ids = sessions[which][: ends[which]]
+        store.put(ids, layers_of(ids), model=MODEL)
+        if rng.random() < 0.2:
+            store.close()
+            store = PrefixStore(url, block_tokens=BLOCK)
+    for ids, end in zip(sessions, ends, strict=True):
+        found = store.get(ids, model=MODEL)
+        assert found.tokens == end and found.notes == ()
+        assert same(found.layers, layers_of(ids), end)
+    verified = store.verify()
+    assert verified.damaged == () and verified.units == store.stats().units
+    store.close()
+
+
+def test_rows_of_one_of_several_units_that_differ(tmp_path: Path) -> None:
+    """Row 40 differs: the block that holds it, and what lies before it, are not referred to."""
+    ids = text(64 * 4)
+    with PrefixStore(tmp_path / "s", block_tokens=BLOCK, codec="dense") as store:
+        store.put(text(300, 9), layers_of(text(300, 9)), model=MODEL)
+        put_in_turns(store, ids[:128], 64)
+        put = layers_of(ids)
+        for cache in put:
+            cache.keys[0, 40, 3] += 1
+        store.put(ids, put, model=MODEL)
+        found = store.get(ids, model=MODEL)
+        for got, first, second in zip(found.layers, layers_of(ids), put, strict=True):
+            assert got.keys.tobytes() == np.concatenate([first.keys[:, :128], second.keys[:, 128:]], 1).tobytes()
+        assert store.verify().damaged == ()
+    assert [unit.dense and unit.dense.history for unit in units(tmp_path / "s")][1:] == [0, 64, 80]
+
+
+def test_a_unit_in_the_middle_is_damaged(tmp_path: Path) -> None:
+    ids = text(64 * 6)
+    with PrefixStore(tmp_path / "s", block_tokens=BLOCK, codec="dense") as store:
+        store.put(text(300, 9), layers_of(text(300, 9)), model=MODEL)
+        put_in_turns(store, ids, 64)
+    files = sorted(tmp_path.glob("s/units/*/*.unit"))[1:]
+    data = bytearray(files[2].read_bytes())
+    data[-1] ^= 1
+    files[2].write_bytes(data)
+    assert parse(np.frombuffer(data, np.uint8)).start == 128
+    with PrefixStore(tmp_path / "s") as store:
+        damaged = store.verify().damaged
+        assert damaged and "layer 1" in damaged[0]
+        found = store.get(ids, model=MODEL)
+        assert found.tokens == 128 and same(found.layers, layers_of(ids), 128)
+        put_in_turns(store, ids, 64, begin=128)
+        assert same(store.get(ids, model=MODEL).layers, layers_of(ids), len(ids))
+        assert store.verify().damaged == ()

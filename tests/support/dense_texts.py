@@ -1,0 +1,41 @@
+"""Texts whose rows come again where tokens do: what stores of dense streams are tried on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from kvmnn import LayerCache, dense
+from kvmnn.store.unit import Unit, parse
+
+HEADS, DIMS, LAYERS = 2, 16, 2
+ROTARY = dense.Rotary(theta=10000.0, dims=DIMS)
+VOCABULARY = np.random.default_rng(5).standard_normal((LAYERS, 2, 97, HEADS, DIMS)).astype(np.float32)
+
+
+def text(tokens: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 97, tokens).tolist()
+
+
+def layers_of(ids: Sequence[int], dtype: str = "<f2", shift: float = 0.0) -> list[LayerCache]:
+    """Rows that come again where tokens do, with a little of their own; K and V of a prefix are those of the text."""
+    numbers = np.asarray(ids)
+    own = np.sin(np.cumsum(numbers + 1) + shift)[None, :, None].astype(np.float32) / 64
+    made = []
+    for layer in range(LAYERS):
+        rows = [VOCABULARY[layer, part][numbers].transpose(1, 0, 2) + own for part in range(2)]
+        made.append(LayerCache(layer=layer, keys=rows[0].astype(dtype), values=rows[1].astype(dtype)))
+    return made
+
+
+def same(found: Sequence[LayerCache], wanted: Sequence[LayerCache], tokens: int) -> bool:
+    return len(found) == len(wanted) and all(
+        a.keys.tobytes() == b.keys[:, :tokens].tobytes() and a.values.tobytes() == b.values[:, :tokens].tobytes()
+        for a, b in zip(found, wanted, strict=True)
+    )
+
+
+def units(folder: Path) -> list[Unit]:
+    return [parse(np.fromfile(path, np.uint8)) for path in sorted(folder.glob("units/*/*.unit"))]

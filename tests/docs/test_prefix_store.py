@@ -43,6 +43,8 @@ def test_the_sizes_of_a_unit() -> None:
     assert f"at most {unit.MOST_HISTORY}; units that these need, at most {unit.MOST_CHAIN}" in text
     assert unit.header_bytes(10, 4, 2) == 8 + 12 + 32 + 12 + 16 + 4 * 10 + 8 * 2 + 16 * 4 + 8
     assert f"at least {100 - 100 * dense_encoding.WORTH:.0f} % smaller" in text
+    assert f"more than {100 * dense_encoding.SHARED - 100:.0f} % larger with these" in text
+    assert f"units of {table_sets.LEAST_TOKENS} tokens\nor more" in text
 
 
 def test_figures_are_those_of_the_benchmark() -> None:

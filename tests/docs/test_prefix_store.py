@@ -17,7 +17,7 @@ from engine_client import needs_engine, unpack_fixture
 from repository import DOCS, ROOT
 
 from kvmnn.frames import zstd
-from kvmnn.store import PrefixStore, dense_encoding, encoding, unit
+from kvmnn.store import PrefixStore, dense_encoding, encoding, table_sets, unit
 
 PAGE = DOCS / "prefix-store.md"
 

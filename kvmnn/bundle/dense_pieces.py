@@ -1,4 +1,4 @@
-"""Dense streams in bundles: which arrays become such, how their words lie, how they are made and taken apart."""
+"""Dense streams in bundles: which arrays become such, how their words lie, how they are taken apart."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..arrays.layers import MOST_HEADS, place_of
 from ..arrays.named_array import NamedArray, Piece
 from ..arrays.source import Source
 from ..dtypes import Indices, Part, Positions
-from ..errors import FrameError, KvmnnError, OptionError, SourceError
+from ..errors import FrameError, OptionError, SourceError
 from .manifest import ArrayEntry, Axes, FrameEntry
 
 MOST_ROW_WORDS = 1 << 16
@@ -56,6 +56,8 @@ class DensePlan:
         Of K: how it was rotated, and where its tokens stand in their text; None for tokens that follow each other.
     token_ids
         Of the tokens, where they are known.
+    is_batch
+        Whether the streams are of several texts by turns.
     """
 
     axes: Axes
@@ -66,6 +68,7 @@ class DensePlan:
     rotary: dense.Rotary | None = None
     positions: Positions | None = None
     token_ids: Indices | None = None
+    is_batch: bool = False
 
     @property
     def tokens(self) -> int:
@@ -76,27 +79,6 @@ class DensePlan:
     def nbytes(self) -> int:
         """Raw bytes of a stream."""
         return math.prod(self.shape) * dtypes.by_name(self.dtype).itemsize
-
-    def encode(self, piece: Piece, *, verify: bool) -> bytes:
-        """The stream of a piece of `nbytes`.
-
-        Raises
-        ------
-        KvmnnError
-            With `verify`, if the stream does not decode to its input, which would be a defect of kvmnn or of the
-            machine.
-        """
-        words = piece.view(dtypes.by_name(self.dtype).numpy).reshape(self.shape)
-        made = dense.encode(
-            words if self.axes == "htd" else words.transpose(1, 0, 2),
-            dtype=self.dtype,
-            rotary=self.rotary,
-            positions=self.positions,
-            token_ids=self.token_ids,
-        )
-        if verify and not np.array_equal(_words(made, self.axes), piece):
-            raise KvmnnError("a dense stream did not decode to its own input; nothing was written (please report this)")
-        return made
 
 
 def plan_arrays(source: Source, options: DenseOptions) -> dict[str, DensePlan]:
@@ -138,7 +120,8 @@ def _plan(source: Source, array: NamedArray, options: DenseOptions) -> DensePlan
             "where tokens come first, --axes says so"
         )
     axes: Axes = "thd" if token_major else "htd"
-    plan = DensePlan(axes=axes, shape=array.shape[-3:], dtype=array.dtype, part=part, layer=layer)
+    texts = math.prod(array.shape[:-3] if layer is not None else array.shape[1:-3])
+    plan = DensePlan(axes=axes, shape=array.shape[-3:], dtype=array.dtype, part=part, layer=layer, is_batch=texts > 1)
     if heads * dim > MOST_ROW_WORDS or tokens > MOST_TOKENS or plan.nbytes > MOST_BYTES:
         raise SourceError(
             f"array {array.name!r} {list(array.shape)}: above what a dense stream holds: {MOST_ROW_WORDS:,} words a "
@@ -200,10 +183,11 @@ def decode_stream(stored: Piece, array: ArrayEntry, entry: FrameEntry) -> Piece:
     """The raw bytes of a dense stream, in the array's memory order; errors as `inspect_stream`, and of its words."""
     inspect_stream(stored, array, entry)
     assert entry.axes is not None
-    return _words(stored, entry.axes)
+    return words_of(stored, entry.axes)
 
 
-def _words(stream: Any, axes: Axes) -> Piece:
+def words_of(stream: Any, axes: Axes) -> Piece:
+    """The raw bytes of a stream as `axes` lie; errors as `kvmnn.dense.decode`."""
     rows = dense.decode(stream)
     lying = rows if axes == "htd" else rows.transpose(1, 0, 2)
     return np.ascontiguousarray(lying).reshape(-1).view(np.uint8)

@@ -6,6 +6,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import NamedTuple
 
 from .. import dtypes
@@ -20,6 +21,7 @@ from ..threads import pool
 from ..threads.digest import Digester
 from ..threads.pipeline import IN_FLIGHT, Progress, ordered
 from . import manifest
+from .dense_groups import at_once, encode_group, groups_of, side_by_side
 from .dense_pieces import DenseOptions, DensePlan
 from .manifest import FRAME_SUFFIX, ArrayEntry, FrameEntry, Manifest
 from .no_gain import blocks_of, keep_raw
@@ -249,6 +251,10 @@ class _Made(NamedTuple):
     frame: bytes
     sha256: str
 
+    @classmethod
+    def of(cls, frame: bytes) -> _Made:
+        return cls(frame, hashlib.sha256(frame).hexdigest())
+
 
 def _encode(
     arrays: Sequence[NamedArray],
@@ -264,19 +270,35 @@ def _encode(
     """
 
     def make(job: _Job, threads: int | None) -> _Made:
-        dtype, plan = arrays[job.array_index].dtype, planned[job.array_index]
-        if plan:
-            made = plan.encode(job.piece, verify=options.verify)
-            step(job.piece.size)
-        else:
-            allowed = threads if options.threads else _affordable(threads, job.piece.size, dtype)
-            made = chosen[job.array_index].encode(job.piece, dtype, allowed, step)
-        return _Made(made, hashlib.sha256(made).hexdigest())
+        dtype = arrays[job.array_index].dtype
+        allowed = threads if options.threads else _affordable(threads, job.piece.size, dtype)
+        return _Made.of(chosen[job.array_index].encode(job.piece, dtype, allowed, step))
+
+    def make_group(group: list[_Job]) -> list[_Made]:
+        pieces = [(plan, job.piece) for job in group if (plan := planned[job.array_index])]
+        streams = encode_group(pieces, verify=options.verify)
+        step(sum(piece.size for _, piece in pieces))
+        return [_Made.of(stream) for stream in streams]
+
+    def is_dense(job: _Job) -> bool:
+        return planned[job.array_index] is not None
 
     def step(done: int) -> None:
         with lock:  # pieces are encoded side by side
             if progress:
                 progress(done)
+
+    def done() -> Iterator[tuple[_Job, _Made]]:
+        """All jobs in order: frames as `ordered` has it, groups of dense streams a thread each."""
+        workers = at_once(groups.largest, options.threads)
+        for dense, run in groupby(groups.gathered(jobs, is_dense), lambda group: is_dense(group[0])):
+            if dense:
+                for group, streams in side_by_side(make_group, run, workers):
+                    yield from zip(group, streams, strict=True)
+                    group.clear()  # `groupby` holds on to it
+                    del streams
+            else:
+                yield from ordered(make, (job.pop() for job in run), lambda job: job.piece.size, options.threads)
 
     lock = threading.Lock()
     judged = options.judged(arrays) if rewrite else []
@@ -284,8 +306,10 @@ def _encode(
     chosen = [options if plan else options.for_array(array.name) for array, plan in zip(arrays, planned, strict=True)]
     hashes = [hashlib.sha256() for _ in arrays]
     frames: list[list[FrameEntry]] = [[] for _ in arrays]
-    jobs = _jobs(arrays, [plan.nbytes if plan else options.cut_above for plan in planned], hashes)
-    for job, made in ordered(make, jobs, lambda job: job.piece.size, options.threads):
+    limits = [plan.nbytes if plan else options.cut_above for plan in planned]
+    groups = groups_of(zip(arrays, planned, strict=True))
+    jobs = _jobs(arrays, limits, hashes)
+    for job, made in done():
         file = write(job.array_index, made.frame)
         before, plan = frames[job.array_index], planned[job.array_index]
         frames[job.array_index].append(

@@ -9,13 +9,15 @@ from typing import Any, NamedTuple
 from ..arrays.named_array import Piece
 from ..arrays.source import Source
 from ..bundle import DenseOptions
+from ..bundle.dense_groups import at_once, encode_group, groups_of, side_by_side
 from ..bundle.dense_pieces import DensePlan, plan_arrays
 from ..dtypes import PART_LETTERS, PARTS, Part
 from ..errors import KvmnnError
 from ..files.changes import Reading
 from ..frames import encode, matches
 from ..text import LOSSLESS, count, ratio, span
-from ..threads.pipeline import Progress, ordered
+from ..threads.pipeline import Progress
+from ..threads.pool import resolve_threads
 from .stored_sizes import FRAME_BYTES
 
 MEANING = (
@@ -156,27 +158,27 @@ def measure_dense(
         or of the machine.
     """
 
-    def work(job: _Job, threads: int | None) -> DenseSizes:
-        dtype = job.plan.dtype
-        exact = 0
-        for start in range(0, job.piece.size, FRAME_BYTES):
-            run = job.piece[start : start + FRAME_BYTES]
-            frame = encode(run, dtype=dtype, threads=threads)
-            if not matches(frame, run, dtype=dtype, threads=threads):
-                raise KvmnnError("a frame did not decode to its own input (please report this)")
-            exact += len(frame)
-        return DenseSizes(job.piece.size, exact, len(job.plan.encode(job.piece, verify=True)))
+    def work(group: list[_Job]) -> list[DenseSizes]:
+        streams = encode_group([(job.plan, job.piece) for job in group], verify=True)
+        return [
+            DenseSizes(job.piece.size, _exact_bytes(job, share), len(stream))
+            for job, stream in zip(group, streams, strict=True)
+        ]
 
     plans = plan_arrays(source, options or DenseOptions())
     layers: dict[int, dict[Part, DenseSizes]] = {}
+    groups = groups_of((source[name], plan) for name, plan in plans.items())
+    workers = at_once(groups.largest, threads)
+    share = max(1, resolve_threads(threads) // workers)
     with Reading():
-        for job, sizes in ordered(work, _jobs(source, plans), lambda job: job.piece.size, threads):
-            parts = layers.setdefault(job.layer, {})
-            parts[job.plan.part] = parts.get(job.plan.part, DenseSizes())
-            parts[job.plan.part] += sizes
-            if progress:
-                progress(job.piece.size)
-            del job
+        for group, found in side_by_side(work, groups.gathered(_jobs(source, plans), lambda _: True), workers):
+            for job, sizes in zip(group, found, strict=True):
+                parts = layers.setdefault(job.layer, {})
+                parts[job.plan.part] = parts.get(job.plan.part, DenseSizes())
+                parts[job.plan.part] += sizes
+                if progress:
+                    progress(job.piece.size)
+            del group, job
     return DenseMeasurement(
         inputs=source.inputs,
         dtypes=tuple(sorted({plan.dtype for plan in plans.values()})),
@@ -192,3 +194,15 @@ def _jobs(source: Source, plans: dict[str, DensePlan]) -> Iterator[_Job]:
         for number, piece in enumerate(source[name].pieces(plan.nbytes)):
             yield _Job(plan, number if plan.layer is None else plan.layer, piece)
             del piece
+
+
+def _exact_bytes(job: _Job, threads: int) -> int:
+    """Bytes of the frames of a piece, proved."""
+    exact = 0
+    for start in range(0, job.piece.size, FRAME_BYTES):
+        run = job.piece[start : start + FRAME_BYTES]
+        frame = encode(run, dtype=job.plan.dtype, threads=threads)
+        if not matches(frame, run, dtype=job.plan.dtype, threads=threads):
+            raise KvmnnError("a frame did not decode to its own input (please report this)")
+        exact += len(frame)
+    return exact

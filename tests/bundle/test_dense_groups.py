@@ -1,0 +1,188 @@
+"""K and V of several layers that are encoded together: which are, that all comes back, that threads change nothing."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from dense_samples import rotated, to_dtype
+
+import kvmnn
+from kvmnn import Rotary, bundle, dense
+from kvmnn.arrays.named_array import NamedArray, in_memory
+from kvmnn.bundle import DenseOptions, EncodeOptions, dense_groups
+from kvmnn.bundle.dense_groups import at_once, groups_of, side_by_side
+from kvmnn.bundle.dense_pieces import DensePlan
+
+LAYERS, TOKENS, DIM = 6, 300, 32
+ROTARY = Rotary(dims=DIM)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def cache() -> dict[str, np.ndarray]:
+    """Layers whose rows come again at the same places."""
+    random = np.random.default_rng(8)
+    places = random.integers(0, 60, TOKENS)
+    found = {}
+    for number in range(LAYERS):
+        for part in ("key", "value"):
+            rows = random.standard_normal((2, 60, DIM))[:, places] + 0.2 * random.standard_normal((2, TOKENS, DIM))
+            rows = rows.astype(np.float32)
+            rows = rotated(rows, DIM, 10000.0, np.arange(TOKENS), "half") if part == "key" else rows
+            found[f"layer_{number}.{part}"] = to_dtype(rows, "fp16")
+    return found
+
+
+def plan(layer: int | None = 0, part: Any = "key", tokens: int = 64, dim: int = 8, **others: Any) -> DensePlan:
+    return DensePlan(axes="htd", shape=(2, tokens, dim), dtype="fp16", part=part, layer=layer, **others)
+
+
+def arrays_of(plans: list[DensePlan | None], layers: int = 1) -> list[tuple[NamedArray, DensePlan | None]]:
+    """Arrays that nobody reads."""
+    found = []
+    for number, one in enumerate(plans):
+        shape = (layers, *one.shape) if one and layers > 1 else one.shape if one else (3,)
+        array = NamedArray(name=str(number), dtype="fp16", shape=shape, array_dtype="<f2", reader=lambda step: iter(()))
+        found.append((array, one))
+    return found
+
+
+def sizes(plans: list[DensePlan | None], layers: int = 1) -> list[int]:
+    return list(groups_of(arrays_of(plans, layers)).sizes)
+
+
+def both(layers: range, **others: Any) -> list[DensePlan | None]:
+    return [plan(layer, part, **others) for layer in layers for part in ("key", "value")]
+
+
+def test_layers_share_a_search_and_come_back(cache):
+    np.savez("kv.npz", **cache)
+    made = bundle.encode(kvmnn.open("kv.npz"), "d/", EncodeOptions(dense=DenseOptions(rotary=ROTARY)))
+    assert made.label == "LOSSLESS"
+    names = list(cache)
+    together: list[bytes] = []
+    for at in range(0, len(names), 3):
+        rotaries = [ROTARY if name.endswith("key") else None for name in names[at : at + 3]]
+        together += dense.encode_many([cache[name] for name in names[at : at + 3]], rotary=rotaries)
+    assert [Path("d", f"{name}.frame").read_bytes() for name in names] == together
+    alone = [dense.encode(kv, rotary=ROTARY if name.endswith("key") else None) for name, kv in cache.items()]
+    assert sum(map(len, together)) < sum(map(len, alone))
+    for name, stream in zip(names, together, strict=True):
+        assert np.array_equal(dense.decode(stream), cache[name])
+    document = bundle.open_frames("d").document
+    assert document and not any(array.shared for array in document.arrays)
+
+
+def test_threads_change_no_byte(cache):
+    np.savez("kv.npz", **cache, mask=np.ones(7, np.float16))
+    made = {}
+    for threads in (1, 2, 5):
+        options = EncodeOptions(dense=DenseOptions(rotary=ROTARY), threads=threads)
+        document = bundle.encode(kvmnn.open("kv.npz"), f"{threads}/", options).manifest
+        made[threads] = [array.frames[0].sha256 for array in document.arrays]
+    assert made[1] == made[2] == made[5]
+
+
+def test_token_ids_are_looked_at_once_a_group(cache, monkeypatch):
+    np.savez("kv.npz", **cache)
+    given: list[Any] = []
+    real = dense.encode_many
+
+    def encode_many(arrays: Any, **options: Any) -> list[bytes]:
+        given.append((len(arrays), options["token_ids"].tolist()))
+        return real(arrays, **options)
+
+    monkeypatch.setattr(dense_groups.dense, "encode_many", encode_many)
+    ids = np.arange(TOKENS + 5)
+    bundle.encode(kvmnn.open("kv.npz"), "d/", EncodeOptions(dense=DenseOptions(token_ids=ids), threads=1))
+    assert given == [(3, list(range(TOKENS)))] * 4
+
+
+# -- which are together ------------------------------------------------------------------------------------------------
+
+
+def test_few_are_alone_and_many_are_shared_out():
+    assert [sizes(both(range(count))) for count in (1, 2, 3, 6, 12)] == [[1, 1], [2, 2], [3, 3], [3] * 4, [4] * 6]
+    assert sizes(both(range(1))[:1]) == [1]
+    assert sizes([]) == []
+    many = sizes(both(range(80)))
+    assert len(many) == 16 and sum(many) == 160 and max(many) == 10
+
+
+def test_large_ones_are_together_up_to_a_bound():
+    tokens = (8 << 20) // 32
+    found = groups_of(arrays_of(both(range(8), tokens=tokens)))
+    assert (list(found.sizes), found.largest) == ([4] * 4, dense_groups.GROUP_BYTES)
+    assert sizes(both(range(8), tokens=5 * tokens)) == [1] * 16
+
+
+def test_what_is_of_other_tokens_is_not_together():
+    assert sizes([*both(range(2)), *both(range(2, 4), tokens=65)]) == [2, 2, 2, 2]
+    assert sizes([*both(range(2)), None, *both(range(2, 4))]) == [2, 2, 2, 2]
+    assert sizes([*both(range(2)), *both(range(2))]) == [2, 2, 2, 2]  # another text: its layers begin anew
+    one, other = np.arange(64), np.arange(64) + 1
+    ids = [*both(range(2), token_ids=one), *both(range(2, 4), token_ids=other)]
+    assert sizes(ids) == [2, 2, 2, 2]
+    assert sizes(both(range(4), token_ids=one)) == [4, 4]
+    places = [plan(n, "key", rotary=ROTARY, positions=one if n < 4 else other) for n in range(8)]
+    assert sizes([*places]) == [2, 2, 2, 2]
+    assert sizes([each and plan(each.layer, each.part, positions=None) for each in both(range(4))]) == [4, 4]
+
+
+def test_texts_by_turns_are_alone_and_layers_of_an_array_are_not():
+    assert sizes([plan(None)], layers=8) == [4, 4]
+    assert sizes([plan(0, is_batch=True)], layers=8) == [1] * 8
+    keys = np.random.default_rng(1).standard_normal((4, 2, 50, 8)).astype(np.float16)
+    for name, is_batch in (("layer_0.key", True), ("k", False)):
+        source = kvmnn.formats.opening.Source([in_memory(name, keys)])
+        assert [each.is_batch for each in bundle.dense_pieces.plan_arrays(source, DenseOptions()).values()] == [
+            is_batch
+        ]
+
+
+# -- threads -----------------------------------------------------------------------------------------------------------
+
+
+def test_two_large_groups_are_in_work_at_once():
+    assert at_once(200 << 20, 2) == 1
+    assert [at_once(128 << 20, 8), at_once(32 << 20, 2), at_once(0, 3), at_once(1, 1)] == [2, 2, 3, 1]
+    meeting = threading.Barrier(2, timeout=30)
+    found = list(side_by_side(lambda item: (meeting.wait() >= 0, item), range(4), 2))
+    assert found == [(item, (True, item)) for item in range(4)]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_items_are_taken_as_they_are_needed(workers):
+    taken: list[int] = []
+
+    def items() -> Any:
+        for item in range(50):
+            taken.append(item)
+            yield item
+
+    for done, _ in side_by_side(str, items(), workers):
+        assert len(taken) <= done + 1 + (workers if workers > 1 else 0)
+    assert len(taken) == 50
+
+
+def test_an_error_ends_it():
+    def work(item: int) -> int:
+        if item == 3:
+            raise ValueError("three")
+        return item
+
+    for workers in (1, 2):
+        found = []
+        with pytest.raises(ValueError, match="three"):
+            for item, _ in side_by_side(work, iter(range(100)), workers):
+                found.append(item)
+        assert found == [0, 1, 2]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ..lm.start import Start
 
 _PACKED = ("backend", "lp", "hp", "flash_block", "int8", "name", "layer_order", "pid", "ignore_markers")
-_OWN = ("token_ids", "dtype", "tensor", "skip_unsupported", "token_major")
+_OWN = ("token_ids", "undo", "dtype", "tensor", "skip_unsupported", "token_major")
 _WITHOUT = (
     ("repeats", "nothing is timed"),
     ("store", "a prefix store says what texts begin with, too"),
@@ -36,6 +36,13 @@ def add_start(parser: Any) -> None:
         "--token-ids",
         metavar="IDS",
         help="ids of its text, where it has none: 5,7,9 or a file: a JSON list, numbers, .npy",
+    )
+    group.add_argument(
+        "--undo",
+        type=lambda text: tuple(text.split(",")),
+        default=(),
+        metavar="WHAT[,WHAT]",
+        help="what llama.cpp did to it: k-rotation, v-rotation (of what it quantised), k-order (Llama models)",
     )
     shared_options.add_dtype(group, "what its raw words are")
     group.add_argument("--tensor", action="append", default=[], metavar="NAME", help="take this array (repeatable)")
@@ -67,5 +74,5 @@ def start(arguments: argparse.Namespace) -> Iterator[Start | None]:
     source = loading.load(arguments.start, asked, frames=True, used=("token_ids", *said))
     loading.report_notes(source.skipped, arguments, "skipped")
     ids = None if arguments.token_ids is None else packed_options.loaded_ids(arguments)
-    with read_start(source, model, ids, token_major=arguments.token_major) as found:
+    with read_start(source, model, ids, undo=arguments.undo, token_major=arguments.token_major) as found:
         yield found

@@ -12,14 +12,14 @@ from ..lm.documents import Document
 from ..lm.runner import why_not_behind
 from ..lm.start import Start
 from ..lm.tokenizer import Tokenizer
-from ..reports.start import StartFacts, relative
+from ..reports.start import FAR, StartFacts, relative
 from ..text import count
 from .measuring.cells import ScoreCell
 from .setup.configurations import FULL, Configuration
 from .setup.settings import Settings
 
-FAR = 0.5
-"""From this `relative` distance on K or V are not roundings of the model's own. Of 4-bit blocks it is about 0.1."""
+_DOUBT = "rotated by a Hadamard matrix"
+"""Of a note of the reader, which cannot know it: the distances tell."""
 
 
 def check_settings(settings: Settings, configurations: Sequence[Configuration]) -> None:
@@ -76,8 +76,8 @@ def start_notes(start: StartFacts, notes: Sequence[str]) -> Iterator[str]:
         f"({start.about}), the full cache with the model's own. All score what follows but its first token, which no "
         "cache has logits for."
     )
-    yield from notes
     found = start.distances
+    yield from (note for note in notes if not found or _DOUBT not in note)
     if not found:
         return
     if all(each.equal == each.words for each in found):
@@ -90,10 +90,16 @@ def start_notes(start: StartFacts, notes: Sequence[str]) -> Iterator[str]:
         f"{relative(parts['key']):.2g}, V {relative(parts['value']):.2g}; furthest {worst.part}s of layer "
         f"{worst.layer}: {worst.relative:.2g}."
     )
-    far = [f"{part}s" for part in PARTS if relative(parts[part]) > FAR]
-    if far:
+    far = [part for part in PARTS if relative(parts[part]) > FAR]
+    undo = [parts[part][0].undo for part in far]
+    if any(undo) and all(len({each.undo for each in parts[part]}) == 1 for part in far):
+        names = ",".join(name for found in undo for name in found or ())
         yield (
-            f"The {' and '.join(far)} of {start.name} are no roundings of this model's: another model, other "
-            "positions, or another order or rotation of a head's dimensions (llama.cpp rotates quantised K and V, and "
-            "orders K of Llama models otherwise; docs/other-engines.md)."
+            f"{' and '.join(part[0].upper() for part in far)} of {start.name} lie otherwise than this model's, so its "
+            f"numbers mean nothing: --undo {names} makes them roundings of the model's own (docs/other-engines.md)."
+        )
+    elif far:
+        yield (
+            f"The {' and '.join(f'{part}s' for part in far)} of {start.name} are no roundings of this model's, so its "
+            "numbers mean nothing: another model, other positions, or another order of a head's dimensions."
         )

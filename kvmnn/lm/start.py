@@ -35,6 +35,7 @@ from .graph.graph_file import read_graph
 from .graph.interface import DecoderInterface, read_interface
 from .graph.model_files import find_model
 from .start_positions import Held, held_positions
+from .start_undoing import Undo, check_undo, undone
 
 _ABOUT = "start.json"
 
@@ -151,6 +152,7 @@ def read_start(
     model: DecoderInterface,
     token_ids: Sequence[int] | Ids | None = None,
     *,
+    undo: Sequence[str] = (),
     name: str | None = None,
     token_major: bool = False,
 ) -> Start:
@@ -164,6 +166,9 @@ def read_start(
         The model's interface (`DecoderSession.interface`).
     token_ids
         Of the text that the cache stands for, where the cache does not say them; evicted tokens included.
+    undo
+        What llama.cpp did to K and V and nothing says: ``"k-rotation"``, ``"v-rotation"``, ``"k-order"``
+        (`kvmnn.lm.start_undoing`).
     name
         What results call it; by default the names of the files.
     token_major
@@ -180,6 +185,7 @@ def read_start(
     where = place_said(source).removesuffix(": ") or "the cache"
     arrays = sorted_layers(source, token_major=token_major)
     _check_geometry(where, arrays, model)
+    undoing = check_undo(undo, model.head_dim)
     said = None if token_ids is None else np.asarray(token_ids)
     held = held_positions(source, [entry.geometry[1] for entry in arrays[::2]])
     ids, hashed, seen = _ids(where, source, held, said)
@@ -187,7 +193,7 @@ def read_start(
     owned = TemporaryDirectory(prefix="kvmnn-start-", ignore_cleanup_errors=True)
     try:
         directory = Path(owned.name)
-        casts, digest = _write(where, directory, arrays, held, seen, model)
+        casts, digest = _write(where, directory, arrays, held, seen, model, undoing)
         digest.update(b"" if ids is None else ids.astype("<i8").tobytes())
         digest.update(b"" if hashed is None else hashed.sha256.encode())
     except BaseException:
@@ -196,7 +202,7 @@ def read_start(
     casts = _by_source(casts)
     return Start(
         name=name or " ".join(PurePath(each).name or each for each in source.inputs),
-        about=_about(source, arrays, held, seen),
+        about=_about(source, arrays, held, seen) + (f", undone: {', '.join(undoing)}" if undoing else ""),
         tokens=tuple(entry.geometry[1] for entry in arrays[::2]),
         tokens_seen=seen,
         dtype="/".join(cast.source for cast in casts),
@@ -317,7 +323,13 @@ def _check_positions(where: str, held: Held, seen: int, model: DecoderInterface)
 
 
 def _write(
-    where: str, directory: Path, arrays: Sequence[LayerArray], held: Held, seen: int, model: DecoderInterface
+    where: str,
+    directory: Path,
+    arrays: Sequence[LayerArray],
+    held: Held,
+    seen: int,
+    model: DecoderInterface,
+    undo: Sequence[Undo],
 ) -> tuple[list[Cast], Any]:
     """One array after the other, in the model's dtype and ascending positions; what the casts changed, and a hash."""
     target = dtypes.of_array(np.empty(0, model.dtype)).name
@@ -327,7 +339,7 @@ def _write(
             places = held.positions[entry.layer]
             order = np.argsort(places, axis=-1, kind="stable")
             cast = Cast(entry.array.dtype, target)
-            words = _cast(where, entry, cast)
+            words = undone(_cast(where, entry, cast), entry.part, undo)
             if not (np.diff(order) == 1).all():
                 words = np.ascontiguousarray(
                     np.take_along_axis(words, order[:, :, None], axis=1) if order.ndim == 2 else words[:, order]

@@ -9,6 +9,9 @@ from math import sqrt
 from ..dtypes import Part
 from ..files.records import Record
 
+FAR = 0.5
+"""From this `relative` distance on K or V are not roundings of the model's own. Of 4-bit blocks it is about 0.1."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerDistance(Record):
@@ -22,6 +25,8 @@ class LayerDistance(Record):
         Numbers compared, in the model's dtype, and how many have the same bits.
     squares, own_squares : float
         Sums of the squared differences, and of the squares of the model's own.
+    undo : tuple of str or None
+        Of numbers that are far from the model's own (`FAR`): what undone makes them roundings of those.
     """
 
     layer: int
@@ -30,6 +35,7 @@ class LayerDistance(Record):
     equal: int
     squares: float
     own_squares: float
+    undo: tuple[str, ...] | None = field(default=None, metadata={"omit": True})
 
     @property
     def relative(self) -> float:

@@ -87,6 +87,8 @@ def test_options_that_do_nothing_are_refused(capsys, folder):
     cache = ["--from", folder / "a.session"]
     for more, said in (
         (["--token-ids", "1,2"], "--token-ids is about the cache of --from, which is missing"),
+        (["--undo", "k-order"], "--undo is about the cache of --from"),
+        ([*cache, "--undo", "all"], "undo 'all': expected k-rotation, v-rotation or k-order"),
         (["--batch", "0"], "--batch is about the cache of --from"),
         (["--sequence", "0"], "--sequence is about the cache of --from"),
         (["--backend", "x86-avx2"], "--backend is about the cache of --from"),

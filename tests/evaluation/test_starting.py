@@ -19,6 +19,7 @@ from kvmnn.formats.mnn import pack
 from kvmnn.lm import DecoderSession, Runner, RunOptions, Tokenizer, dump_kv, read_start
 from kvmnn.lm.documents import read_document
 from kvmnn.lm.start import model_interface
+from kvmnn.lm.start_undoing import UNDOABLE, check_undo, undone
 from kvmnn.packed.cache_info import TokenIds
 from kvmnn.packed.fitting import Geometry
 from kvmnn.policies import create
@@ -107,7 +108,62 @@ def test_turned_keys_are_told_from_rounded_ones(
     turned = [(keys[:, :, ::-1], values) for keys, values in layers]
     result = measured(saved_starts.llama(tmp_path / "turned.session", turned, ids))
     assert any(note.startswith("The keys of turned.session are no roundings of this model's") for note in result.notes)
+    assert {each.undo for each in result.start.distances} == {None}
     assert result.rows[1].versus_full.nll > 0.1
+
+
+def as_llama_stores(part: str, words: np.ndarray, *, rotated: bool, reordered: bool) -> np.ndarray:
+    """By dimensions: the order of Llama models in GGUF, then Hadamard's matrix by the parity of common bits."""
+    dims = words.shape[-1]
+    if reordered and part == "key":
+        words = np.stack([words[..., place // 2 + place % 2 * dims // 2] for place in range(dims)], -1)
+    if not rotated:
+        return words
+    size = dims if part == "key" else 64
+    signs = np.array([[(-1) ** (i & j).bit_count() for j in range(size)] for i in range(size)], np.float64)
+    blocks = words.reshape(*words.shape[:-1], dims // size, size).astype(np.float64)
+    return (blocks @ (signs / size**0.5)).reshape(words.shape).astype(words.dtype)
+
+
+@pytest.mark.parametrize(("rotated", "reordered"), [(True, False), (False, True), (True, True)])
+def test_what_llama_cpp_does_is_found_and_undone(
+    layers: list[tuple[np.ndarray, np.ndarray]], ids: list[int], tmp_path: Path, rotated: bool, reordered: bool
+) -> None:
+    how = {"rotated": rotated, "reordered": reordered}
+    stored = [tuple(as_llama_stores(part, words, **how) for part, words in zip(("key", "value"), pair, strict=True))
+              for pair in layers]  # fmt: skip
+    path = saved_starts.llama(tmp_path / "a.session", stored, ids, "q8_0")
+    result = measured(path)
+    said = [*["k-rotation"] * rotated, *["k-order"] * reordered, *["v-rotation"] * rotated]
+    assert [each.undo for each in result.start.distances[:2]] == [
+        tuple(name for name in said if name[0] == "k"),
+        ("v-rotation",) if rotated else None,
+    ]
+    assert any(f"--undo {','.join(said)} makes them roundings of the model's own" in note for note in result.notes)
+    with read_start(path, model_interface(MODEL), undo=said) as start:
+        mended = measured(start)
+    assert result.rows[1].versus_full.nll > 0.2 > 20 * abs(mended.rows[1].versus_full.nll)
+    assert max(each.relative for each in mended.start.distances) < 0.01
+    assert "undone: " in mended.start.about and not any("otherwise" in note for note in mended.notes)
+
+
+@pytest.mark.parametrize("dims", [64, 128, 256])
+def test_undoing_is_the_inverse(dims: int) -> None:
+    words = np.random.default_rng(2).standard_normal((2, 5, dims)).astype(np.float32)
+    for part in ("key", "value"):
+        stored = as_llama_stores(part, words, rotated=True, reordered=True)
+        assert np.allclose(undone(stored, part, UNDOABLE), words, atol=1e-5)
+        assert np.array_equal(undone(stored, part, ()), stored)
+    assert check_undo(["v-rotation", "k-order", "k-order"], dims) == ("v-rotation", "k-order")
+
+
+def test_what_cannot_be_undone(dump: Path) -> None:
+    with pytest.raises(OptionError, match="undo 'turns': expected k-rotation, v-rotation or k-order"):
+        check_undo(["turns"], 64)
+    with pytest.raises(OptionError, match="undo v-rotation: heads have 80 dimensions: expected k-order"):
+        check_undo(["v-rotation"], 80)
+    with pytest.raises(OptionError, match="undo k-order: heads have 7 dimensions: expected nothing"):
+        check_undo(["k-order"], 7)
 
 
 def test_an_evicted_dump_says_its_positions(dump: Path, tmp_path: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from ...arrays.layer_cache import LayerCache
-from ...dtypes import PARTS, Words
-from ...reports.start import LayerDistance
+from ...dtypes import PARTS, Part, Words
+from ...lm.start_undoing import Undo, undone, ways
+from ...reports.start import FAR, LayerDistance
 
 _BLOCK_WORDS = 1 << 20
 """Numbers that are compared at once in float64."""
@@ -26,18 +28,28 @@ def distances_of(start: Sequence[LayerCache], own: Sequence[LayerCache]) -> Iter
     """
     for held, computed in zip(start, own, strict=True):
         for part in PARTS:
-            mine, theirs = (getattr(cache, f"{part}s") for cache in (held, computed))
-            places = np.broadcast_to(held.positions, (held.kv_heads, held.tokens))
-            found = [_sums(mine[head], theirs[head], places[head]) for head in range(held.kv_heads)]
-            words, equal, squares, own_squares = (sum(each) for each in zip(*found, strict=True))
-            yield LayerDistance(
-                layer=held.layer,
-                part=part,
-                words=int(words),
-                equal=int(equal),
-                squares=float(squares),
-                own_squares=float(own_squares),
-            )
+            found = _distance(held, computed, part, ())
+            if found.relative > FAR:
+                tried = (_distance(held, computed, part, undo) for undo in ways(part, held.head_dim))
+                near = next((each for each in tried if each.relative <= FAR), None)
+                found = replace(found, undo=None if near is None else near.undo)
+            yield found
+
+
+def _distance(held: LayerCache, computed: LayerCache, part: Part, undo: tuple[Undo, ...]) -> LayerDistance:
+    mine, theirs = (getattr(cache, f"{part}s") for cache in (held, computed))
+    places = np.broadcast_to(held.positions, (held.kv_heads, held.tokens))
+    heads = [_sums(undone(mine[head], part, undo), theirs[head], places[head]) for head in range(held.kv_heads)]
+    words, equal, squares, own_squares = (sum(each) for each in zip(*heads, strict=True))
+    return LayerDistance(
+        layer=held.layer,
+        part=part,
+        words=int(words),
+        equal=int(equal),
+        squares=float(squares),
+        own_squares=float(own_squares),
+        undo=undo or None,
+    )
 
 
 def _sums(mine: Words, theirs: Words, places: np.ndarray) -> tuple[float, ...]:

@@ -21,12 +21,12 @@ HEADS = ("kv_heads", "head_dim", "model")
 """Those about packed files that such caches need as well."""
 
 
-def add_engine(parser: Any) -> None:
-    """``--stream``, ``--sequence``, ``--window`` and ``--blocks``."""
-    group = parser.add_argument_group(
-        "caches of other engines",
-        "Of a llama.cpp file --kv-heads N or --model FILE.gguf (--help-packed) says how many heads a row is of.",
-    )
+_HEADS_SAID = "Of a llama.cpp file --kv-heads N or --model FILE.gguf (--help-packed) says how many heads a row is of."
+
+
+def add_engine(parser: Any, text: str | None = _HEADS_SAID, *, blocks: bool = True) -> None:
+    """``--stream``, ``--sequence``, ``--window`` and, unless numbers are needed, ``--blocks``."""
+    group = parser.add_argument_group("caches of other engines", text)
     group.add_argument(
         "--stream", type=shared_options.whole, metavar="N", help="which stream of a llama.cpp file that holds several"
     )
@@ -37,9 +37,10 @@ def add_engine(parser: Any) -> None:
         help="of a stream that several sequences share, the tokens of this one",
     )
     group.add_argument("--window", action="store_true", help="of two caches in a file, that of sliding-window layers")
-    group.add_argument(
-        "--blocks", action="store_true", help="quantised blocks as their bytes [token, block, byte], not as numbers"
-    )
+    if blocks:
+        group.add_argument(
+            "--blocks", action="store_true", help="quantised blocks as their bytes [token, block, byte], not as numbers"
+        )
     help.fold(parser, group, "--help-engines")
 
 

@@ -53,7 +53,7 @@ def add_start(parser: Any) -> None:
     packed_options.add_layout(packed, "--backend")
     packed_options.add_finding(packed)
     help.fold(parser, packed, "--help-packed")
-    engine_options.add_engine(parser)
+    engine_options.add_engine(parser, "What llama.cpp's files hold several of.", blocks=False)
 
 
 @contextmanager

@@ -5,26 +5,21 @@ The files are a hand-over between processes, in a temporary directory: each proc
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from hashlib import sha256
 from pathlib import Path, PurePath
 from tempfile import TemporaryDirectory
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
-from .. import dtypes
-from ..arrays.casting import Cast, sum_of
+from ..arrays.casting import Cast
 from ..arrays.layer_cache import LayerCache
 from ..arrays.layers import LayerArray, place_said, sorted_layers
 from ..arrays.source import Source
-from ..dtypes import Words
 from ..errors import OptionError, SourceError
-from ..files.output import failures
 from ..formats import open as open_source
 from ..formats.options import PackedOptions, ReadOptions
 from ..packed.cache_info import TokenIds
@@ -34,10 +29,9 @@ from .documents import Document, Ids, TextTokenizer, bytes_of
 from .graph.graph_file import read_graph
 from .graph.interface import DecoderInterface, read_interface
 from .graph.model_files import find_model
+from .start_files import by_source, layers_in, write
 from .start_positions import Held, held_positions
-from .start_undoing import Undo, check_undo, undone
-
-_ABOUT = "start.json"
+from .start_undoing import check_undo
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -193,13 +187,13 @@ def read_start(
     owned = TemporaryDirectory(prefix="kvmnn-start-", ignore_cleanup_errors=True)
     try:
         directory = Path(owned.name)
-        casts, digest = _write(where, directory, arrays, held, seen, model, undoing)
+        casts, digest = write(where, directory, arrays, held, seen, model, undoing)
         digest.update(b"" if ids is None else ids.astype("<i8").tobytes())
         digest.update(b"" if hashed is None else hashed.sha256.encode())
     except BaseException:
         owned.cleanup()
         raise
-    casts = _by_source(casts)
+    casts = by_source(casts)
     return Start(
         name=name or " ".join(PurePath(each).name or each for each in source.inputs),
         about=_about(source, arrays, held, seen) + (f", undone: {', '.join(undoing)}" if undoing else ""),
@@ -230,21 +224,6 @@ def model_interface(model: str | os.PathLike[str]) -> DecoderInterface:
 def reading(model: DecoderInterface) -> ReadOptions:
     """How a cache of a model is opened: files that do not say heads are of the model's."""
     return ReadOptions(packed=PackedOptions(geometry=Geometry(kv_heads=model.kv_heads, head_dim=model.head_dim)))
-
-
-def layers_in(directory: Path) -> list[LayerCache]:
-    """K and V of every layer, mapped, from the files that `read_start` wrote."""
-    about = json.loads((directory / _ABOUT).read_text())
-    found = []
-    for layer in range(about["layers"]):
-        keys, values, positions = (np.load(directory / f"{layer}.{part}.npy", mmap_mode="r") for part in _PARTS)
-        found.append(
-            LayerCache(layer=layer, keys=keys, values=values, positions=positions, tokens_seen=about["tokens_seen"])
-        )
-    return found
-
-
-_PARTS = (*dtypes.PARTS, "positions")
 
 
 def _check_geometry(where: str, arrays: Sequence[LayerArray], model: DecoderInterface) -> None:
@@ -295,7 +274,10 @@ def _ids(where: str, source: Source, held: Held, said: Ids | None) -> tuple[Ids 
             f"{'--token-ids says' if said is not None else 'it has'} {count(len(ids), 'id')}"
         )
     if said is not None and held.is_whole and len(ids) > last:
-        raise OptionError(f"{where}: holds {count(last, 'token')}, --token-ids says {count(len(ids), 'id')}")
+        raise OptionError(
+            f"{where}: holds {count(last, 'token')}, --token-ids says {count(len(ids), 'id')}, and nothing says which "
+            "of them are held"
+        )
     seen = held.seen or (last if said is None else len(ids))  # a session may name a token more, not computed yet
     return ids[:seen], None, seen
 
@@ -322,70 +304,15 @@ def _check_positions(where: str, held: Held, seen: int, model: DecoderInterface)
         )
 
 
-def _write(
-    where: str,
-    directory: Path,
-    arrays: Sequence[LayerArray],
-    held: Held,
-    seen: int,
-    model: DecoderInterface,
-    undo: Sequence[Undo],
-) -> tuple[list[Cast], Any]:
-    """One array after the other, in the model's dtype and ascending positions; what the casts changed, and a hash."""
-    target = dtypes.of_array(np.empty(0, model.dtype)).name
-    casts, digest = [], sha256()
-    with failures(directory):
-        for entry in arrays:
-            places = held.positions[entry.layer]
-            order = np.argsort(places, axis=-1, kind="stable")
-            cast = Cast(entry.array.dtype, target)
-            words = undone(_cast(where, entry, cast), entry.part, undo)
-            if not (np.diff(order) == 1).all():
-                words = np.ascontiguousarray(
-                    np.take_along_axis(words, order[:, :, None], axis=1) if order.ndim == 2 else words[:, order]
-                )
-            np.save(directory / f"{entry.layer}.{entry.part}.npy", words)
-            digest.update(words.data.cast("B"))
-            casts.append(cast)
-            if entry.part == "key":
-                ascending = np.take_along_axis(places, order, axis=-1)
-                np.save(directory / f"{entry.layer}.positions.npy", ascending)
-                digest.update(np.ascontiguousarray(ascending).data.cast("B"))
-        (directory / _ABOUT).write_text(json.dumps({"layers": model.layers, "tokens_seen": seen}))
-    return casts, digest
-
-
-def _cast(where: str, entry: LayerArray, cast: Cast) -> Words:
-    """One array as ``[kv_head, token, head_dim]`` in the model's dtype, every number finite."""
-    found = entry.array.to_numpy().view(dtypes.by_name(entry.array.dtype).numpy)
-    found = np.ascontiguousarray(found.transpose(1, 0, 2) if entry.token_major else found)
-    words = cast.run(found.view(np.uint8).reshape(-1)).view(dtypes.by_name(cast.target).numpy).reshape(found.shape)
-    wrong = words.size - int(np.count_nonzero(np.isfinite(words)))
-    if wrong:
-        beyond = ""
-        if cast.target == "fp16" and cast.source != "fp16":
-            beyond = f" as {cast.target} (the model's)"
-        raise SourceError(
-            f"{where}: layer {entry.layer}: {wrong:,} of the {words.size:,} numbers of its {entry.part}s are not "
-            f"finite{beyond}"
-        )
-    return words
-
-
 def _about(source: Source, arrays: Sequence[LayerArray], held: Held, seen: int) -> str:
     if source.engine_cache is not None:
-        return f"{source.engine_cache}{'' if held.is_whole else f' ({held})'}"
+        return f"{source.engine_cache}{'' if held.is_whole else f', {held}'}"
     first = arrays[0]
     heads, _, dims = first.geometry
     kind = "" if source.cache is None else f"MNN {source.cache.kind} cache: "
     tokens = span(sorted({entry.geometry[1] for entry in arrays}))
     of = "" if held.is_whole else f" of {seen:,}"
     return f"{kind}{count(len(arrays) // 2, 'layer')}, {heads} x {dims}, {tokens} tokens{of}, {first.array.dtype}"
-
-
-def _by_source(casts: Sequence[Cast]) -> list[Cast]:
-    """One for each dtype that was found: K and V may have different ones."""
-    return [sum_of([cast for cast in casts if cast.source == name]) for name in sorted({cast.source for cast in casts})]
 
 
 def _notes(source: Source, casts: Sequence[Cast]) -> list[str]:

@@ -99,7 +99,7 @@ def test_rounded_quantised_and_cut_caches_cost_more_and_more(
     assert result.rows[1].versus_full.nll > 5 * max(loss for loss, _ in found)
     assert result.rows[1].tokens_kept == (72 - 26,) * 6 and result.rows[1].kind == "LOSSY"
     assert all(each.equal == each.words == 4 * 14 * 64 for each in result.start.distances)
-    assert "positions 0 to 39 in 2 runs (a layer holds 14 of 40 tokens)" in result.start.about
+    assert "positions 0 to 39 in 2 runs, a layer holds 14 of 40 tokens" in result.start.about
 
 
 def test_turned_keys_are_told_from_rounded_ones(

@@ -125,6 +125,27 @@ def test_a_start_may_be_mapped_and_is_not_written_to(session: DecoderSession, tm
     assert [row.keys.tobytes() for row in rows] == before
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        Tiny(positions=False),
+        Tiny(form="gqa", rotary="given", head_dim=16),
+        Tiny(form="standard-past"),
+        Tiny(kv_heads=1, groups=4),
+        Tiny(merged=True),
+        Tiny(mask="first"),
+    ],
+    ids=["without positions", "gqa", "standard", "one head", "merged", "first"],
+)
+def test_graphs_of_all_kinds_begin(form: Tiny, tmp_path: Path) -> None:
+    """Rows may be computed at once or one by one, which these models may round otherwise."""
+    session = DecoderSession.open(form.save(tmp_path / "model.onnx"), cache=False)
+    whole, begun = Runner(session), Runner(session)
+    whole.feed(IDS[:PROMPT])
+    begun.start(whole.cache.layers())
+    assert np.array_equal(rest(whole), rest(begun))
+
+
 def test_what_cannot_be_begun_with(tmp_path: Path) -> None:
     blind = DecoderSession.open(Tiny(positions=False).save(tmp_path / "blind.onnx"), cache=False)
     session = DecoderSession.open(Tiny().save(tmp_path / "tiny.onnx"), attentions=True, cache=False)

@@ -13,7 +13,7 @@ from ...lm.documents import Document
 from ...lm.graph.fingerprint import fingerprint
 from ...lm.runner import Clock, Runner
 from ...lm.session import DecoderSession
-from ...lm.start import layers_in
+from ...lm.start_files import layers_in
 from ...optional import package
 from ...policies.base import Policy
 from ...reports.start import LayerDistance

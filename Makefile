@@ -18,7 +18,7 @@ WORKERS ?= -n auto --maxprocesses 4 --dist worksteal
 test: $(STAMPS)/test
 	$(BIN)/pytest $(WORKERS)
 
-# Against torch, transformers and kvpress; against llama.cpp where llama-cpp-python and gguf are in .venv. Where pip finds torch's CUDA build, that takes 6 GB; the CPU's build takes 1:
+# Against torch, transformers, kvpress, and emulators of S3 and Google's store; against llama.cpp where llama-cpp-python and gguf are in .venv. Where pip finds torch's CUDA build, that takes 6 GB; the CPU's build takes 1:
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test-peers TORCH=torch==2.13.0+cpu
 TORCH ?= torch
 test-peers: $(STAMPS)/peers

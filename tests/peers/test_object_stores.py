@@ -1,4 +1,4 @@
-"""Prefix stores on S3 and on Google's store: s3fs with moto's server, gcsfs with gcp-storage-emulator, on this machine."""
+"""Prefix stores on emulators of S3 (s3fs, moto) and of Google's store (gcsfs, gcp-storage-emulator)."""
 
 from __future__ import annotations
 

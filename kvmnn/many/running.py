@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from ..errors import KvmnnError, OptionError
 from ..text import one_line, visible
-from ..threads.pool import cpu_count
 from ..version import version
 from .cluster import Cluster
 from .finished import FinishedFile
@@ -78,6 +77,8 @@ def run(
     When the iterator is closed before its end, or an exception such as `KeyboardInterrupt` leaves it, tasks that wait
     are cancelled, and an executor that was made here is shut down with ``cancel_futures``.
     """
+    from ..threads.pool import cpu_count  # and numpy, which a worker may have no need of
+
     all_tasks = [Task(task) if isinstance(task, str) else task for task in tasks]
     _check_distinct(all_tasks)
     runner = _Runner(all_tasks, work, executor or (lambda: Processes(cpu_count())), ahead, finished)
@@ -183,6 +184,8 @@ class _Runner:
             return max(1, self._ahead())
         if self._ahead is not None:
             return max(1, self._ahead)
+        from ..threads.pool import cpu_count
+
         return 2 * int(getattr(self.executor, "_max_workers", None) or cpu_count())
 
     def _submit(self, index: int) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
@@ -368,3 +370,10 @@ def test_what_was_begun_by_a_run_that_was_killed_is_replaced(tmp_path: Path, log
     with FinishedFile(tmp_path / "kept", {}) as finished:
         (done,) = run([task], Writing(str(log)), Here(), finished=finished)
     assert done.ok
+
+
+def test_a_process_loads_what_its_work_needs() -> None:
+    """So that many start quickly: neither numpy nor any format for a work that needs none."""
+    probe = "import sys, kvmnn.many; print(sorted({'numpy', 'kvmnn.formats', 'kvmnn.bundle'} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

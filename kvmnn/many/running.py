@@ -274,8 +274,13 @@ class _Runner:
         """Raise where the executor cannot even do nothing; a worker that dies of a task may take the next one along."""
         for attempt in range(_PROBES):
             try:
-                self.executor.submit(_nothing).result()
+                probe = self.executor.submit(_nothing)
+                while not wait([probe], SECONDS_OF_PATIENCE).done:
+                    self._look()
+                probe.result()
                 return
+            except KvmnnError:
+                raise
             except (Exception, CancelledError) as exc:
                 if attempt == _PROBES - 1:
                     raise _idle(exc) from exc

@@ -26,12 +26,15 @@ pytestmark = [
 ]
 
 
+WORKERS = 2
+
+
 def cluster(**options: Any) -> Any:
     import dask
 
     dask.config.set({"distributed.scheduler.allowed-failures": 1, "distributed.admin.tick.limit": "1h"})
     return distributed.LocalCluster(
-        **{"n_workers": 2, "threads_per_worker": 1, "dashboard_address": None, "silence_logs": 50, **options}
+        **{"n_workers": WORKERS, "threads_per_worker": 1, "dashboard_address": None, "silence_logs": 50, **options}
     )
 
 
@@ -47,7 +50,7 @@ def harmed() -> Iterator[Any]:
     made: list[Any] = []
 
     def running() -> Any:
-        if not made or made[-1].status != distributed.Status.running:
+        if not made or made[-1].status != distributed.Status.running or len(made[-1].scheduler.workers) < WORKERS:
             made.append(cluster(memory_limit="400MB"))
         return made[-1]
 
@@ -128,7 +131,13 @@ def test_a_memory_limit_that_is_hit(harmed: Any, log: Path, monkeypatch: pytest.
     names = [f"{number:02}" for number in range(10)] + ["big"] + [f"{number:02}" for number in range(10, 20)]
     found = harmed()
     monkeypatch.setattr(found.scheduler, "allowed_failures", 0)
-    lines = done(found.scheduler_address, names, many_works.Behaving(str(log)))
+    lines: list[many.Done] = []
+    work = threading.Thread(
+        target=lambda: lines.extend(done(found.scheduler_address, names, many_works.Behaving(str(log)))), daemon=True
+    )
+    work.start()
+    work.join(120)  # Dask waits for ever for workers that its nannies do not bring back
+    assert not work.is_alive(), f"{len(found.scheduler.workers)} workers are left"
     assert [each.path for each in lines] == names
     assert [each.path for each in lines if not each.ok] == ["big"]
     (error,) = [each.error for each in lines if not each.ok]

@@ -278,6 +278,26 @@ def test_a_cluster_that_goes_away_with_all_that_it_was_given(monkeypatch: pytest
         list(run(["a"], size, Gone(client)))
 
 
+def test_a_cluster_that_goes_away_while_it_is_asked_whether_it_does_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Client:
+        status = "running"
+
+        def get_executor(self, pure: bool) -> Giving:
+            return Giving(2)
+
+    class Going(Cluster):
+        def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+            if args:
+                return super().submit(fn, *args, **kwargs)
+            client.status = "closed"
+            return Future()
+
+    client = Client()
+    monkeypatch.setattr(running, "SECONDS_OF_PATIENCE", 0.05)
+    with pytest.raises(KvmnnError, match=r"^the Dask scheduler is gone \(closed\)"):
+        list(run(["a", "x", "c"], size, Going(client)))
+
+
 def test_leaving_early_ends_the_processes(log: Path) -> None:
     results = run([f"slow{n}" for n in range(10)], Behaving(str(log), seconds=0.05), two)
     assert next(results).path == "slow0"

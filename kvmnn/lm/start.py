@@ -94,9 +94,9 @@ class Start:
         if len(ids) < self.tokens_seen + 2:
             cut = 0 < document.asked <= document.tokens
             raise OptionError(
-                f"{document.name}: {count(len(ids), 'token')}{' (--tokens)' if cut else ''}, {self.name} begins with "
-                f"{self.tokens_seen:,} of them: expected at least {self.tokens_seen + 2:,}, as the first token behind "
-                "a cache is not scored"
+                f"{document.name}: {'--tokens takes' if cut else 'has'} {count(len(ids), 'token')}, {self.name} stands "
+                f"for {self.tokens_seen:,}: expected at least {self.tokens_seen + 2:,}, as the first token behind a "
+                "cache is not scored"
             )
         scored = ids[self.tokens_seen + 1 :]
         return replace(
@@ -135,7 +135,7 @@ class Start:
         shared = min(len(document.ids), len(self.ids))
         place = int(np.flatnonzero(document.ids[:shared] != self.ids[:shared])[0])
         found, own = int(document.ids[place]), int(self.ids[place])
-        why = " (a text is cut into tokens as a whole)" if place == len(self.ids) - 1 > 0 else ""
+        why = ", its last token, which what follows in the text has changed" if place == len(self.ids) - 1 > 0 else ""
         return (
             f"{document.name}: parts from {self.name} at token {place:,}: {found}, the cache has {own}{why}: {expected}"
         )

@@ -282,11 +282,11 @@ def test_what_is_refused(layers: list[tuple[np.ndarray, np.ndarray]], ids: list[
     assert f"parts from kv.npz at token 37: {ids[-3]}, the cache has {ids[-3] + 1}: " in refusal(npz, token_ids=wrong)
     session = saved_starts.llama(tmp_path / "a.session", layers, ids)
     assert f"its token 37 is {ids[-3]}, --token-ids says {ids[-3] + 1}" in refusal(session, token_ids=wrong)
-    for tokens, found in ((TOKENS, f"{TOKENS + 1} tokens (--tokens)"), (8, "9 tokens (--tokens)")):
+    for tokens, found in ((TOKENS, f"{TOKENS + 1} tokens"), (8, "9 tokens")):
         message = refusal(session, settings=Settings(tokens=tokens, chunk=CHUNK, timing=False))
         assert message == (
-            f"trace.py.txt: {found}, a.session begins with 40 of them: expected at least 42, as the first token behind "
-            "a cache is not scored"
+            f"trace.py.txt: --tokens takes {found}, a.session stands for 40: expected at least 42, as the first token "
+            "behind a cache is not scored"
         )
     fewer = saved_starts.npz(tmp_path / "fewer.npz", layers[:5])
     assert "has K and V of 5 layers (0 to 4), " in refusal(fewer, token_ids=ids) and "has 6" in refusal(fewer)

@@ -288,7 +288,7 @@ def test_tokens_first_are_asked_about_and_taken_when_said(tmp_path, run) -> None
     np.savez(tmp_path / "htd.npz", **{part: array.transpose(0, 2, 1, 3) for part, array in parts.items()})
     (tmp_path / "c.json").write_text(json.dumps(KEYS))
     asked = ["--config", tmp_path / "c.json", "--prompt", 250, "--json"]
-    refused = run("replay", tmp_path / "thd.npz", *asked, code=1).err
+    refused = run("replay", tmp_path / "thd.npz", *asked, code=2).err
     assert "300 heads, more than 256: where tokens come first, say so (--token-major)" in refused
     found = json.loads(run("replay", tmp_path / "thd.npz", *asked, "--token-major").out)
     there = json.loads(run("replay", tmp_path / "htd.npz", *asked).out)

@@ -107,7 +107,8 @@ def _cells_of(where: str, stream: Stream, sequence: int | None) -> Cells:
     """The cells of a sequence, or all."""
     if sequence is None:
         return Cells(stream.cells)
-    is_one = np.array([sequence in ids for ids in stream.seqs], bool)
+    is_one = np.zeros(stream.cells, bool)
+    is_one[np.repeat(np.arange(stream.cells), stream.seq_counts)[stream.seq_ids == sequence]] = True
     if not is_one.any():
         known = _numbers(sorted(set(stream.seq_ids.tolist())))
         raise OptionError(f"{where}: no cell is of sequence {sequence}; --sequence may be {known}")

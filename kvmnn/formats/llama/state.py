@@ -13,10 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...dtypes import PARTS, Bytes, Indices, Part, Positions
+from ...dtypes import PARTS, Indices, Part, Positions
 from ...errors import SourceError
 from ...text import count
 from ..file_bytes import FileBytes
+from .cells import Cursor, NotSoError, read_cells
 from .types import TYPES, GgmlType
 
 SESSION, SEQUENCE = 0x6767736E, 0x67677371
@@ -26,6 +27,8 @@ MAGICS = tuple(magic.to_bytes(4, "little") for magic in KINDS)
 MOST_CELLS = 1 << 24
 """More cells than any context has: those of one of 16 million tokens."""
 _MOST_NAME = 256
+_MOST_STREAMS, _MOST_LAYERS = 1 << 12, 1 << 12
+"""Sixteen and eight times as many as llama.cpp has at most (LLAMA_MAX_SEQ, LLAMA_MAX_LAYERS)."""
 MLA = ("deepseek2", "deepseek32", "glm-dsa", "kimi-linear", "minicpm3", "mistral4", "plm")
 """Architectures whose attention works on latent K alone: they may store no V."""
 _EXTRA_BYTES = (0, 12, 8)
@@ -116,45 +119,8 @@ class State:
     recurrent_bytes: int = 0
 
 
-class _NotSoError(Exception):
-    """The file is not what was tried."""
-
-
-class _LeftError(_NotSoError):
+class _LeftError(NotSoError):
     """It is, up to bytes behind all that was tried."""
-
-
-class _Cursor:
-    """Numbers out of a file, one after the other."""
-
-    def __init__(self, file: FileBytes, position: int = 0) -> None:
-        self.file, self.position = file, position
-
-    @property
-    def left(self) -> int:
-        return self.file.size - self.position
-
-    def take(self, nbytes: int, what: str) -> Bytes:
-        return self.file.view(self.skip(nbytes, what), nbytes)
-
-    def skip(self, nbytes: int, what: str) -> int:
-        """Where the next `nbytes` bytes begin."""
-        if nbytes > self.left:
-            raise _NotSoError(
-                f"{what}: {nbytes:,} bytes are needed at offset {self.position:,}, {self.left:,} are left"
-            )
-        self.position += nbytes
-        return self.position - nbytes
-
-    def numbers(self, amount: int, what: str, dtype: str = "<i4") -> Indices:
-        size = np.dtype(dtype).itemsize
-        return np.frombuffer(self.take(amount * size, what), dtype).astype(np.int64)
-
-    def u32(self, what: str) -> int:
-        return int(self.numbers(1, what, "<u4")[0])
-
-    def u64(self, what: str) -> int:
-        return int.from_bytes(self.take(8, what).tobytes(), "little")
 
 
 def parse(file: FileBytes, model: str | None = None) -> State:
@@ -173,7 +139,7 @@ def parse(file: FileBytes, model: str | None = None) -> State:
     SourceError
         When no known structure ends with the file's last byte.
     """
-    cursor = _Cursor(file)
+    cursor = Cursor(file)
     try:
         magic, version = cursor.u32("magic"), cursor.u32("version")
         kind = KINDS[magic]
@@ -182,7 +148,7 @@ def parse(file: FileBytes, model: str | None = None) -> State:
             raise SourceError(f"{file.label}: a llama.cpp {kind} file of version {version}: read are {known}")
         tokens = cursor.numbers(cursor.u32("number of tokens"), "tokens")
         architecture = _architecture(cursor) if magic == SESSION else None
-    except _NotSoError as error:
+    except NotSoError as error:
         raise SourceError(f"{file.label}: is truncated: {error}") from None
     variants = _variants(
         old=version < VERSIONS[magic][1], session=magic == SESSION, only_k=(architecture or model) in MLA
@@ -193,10 +159,10 @@ def parse(file: FileBytes, model: str | None = None) -> State:
     )
 
 
-def _architecture(cursor: _Cursor) -> str:
+def _architecture(cursor: Cursor) -> str:
     length = cursor.u32("length of the architecture")
     if length > _MOST_NAME:
-        raise _NotSoError(f"the name of the architecture has {length:,} bytes")
+        raise NotSoError(f"the name of the architecture has {length:,} bytes")
     return cursor.take(length, "architecture").tobytes().decode("utf-8", "replace")
 
 
@@ -228,13 +194,14 @@ def _caches(file: FileBytes, start: int, variants: Iterator[_Variant]) -> tuple[
 
     Else the error is what is wrong with the likeliest.
     """
-    found: _NotSoError | None = None
+    found: NotSoError | None = None
+    read = _Caches()
     for variant in variants:
-        cursor = _Cursor(file, start)
+        cursor = Cursor(file, start)
         try:
             if variant.outputs:
                 _skip_outputs(cursor)
-            caches = tuple(tuple(_streams(cursor, variant)) for _ in range(1 + variant.two))
+            caches = tuple(read.at(cursor, variant) for _ in range(1 + variant.two))
             rest = cursor.left
             if variant.recurrent:
                 _skip_recurrent(cursor)
@@ -244,61 +211,83 @@ def _caches(file: FileBytes, start: int, variants: Iterator[_Variant]) -> tuple[
                     "of cache, or written by a build of llama.cpp that is not known"
                 )
             return caches, rest
-        except _NotSoError as error:
+        except NotSoError as error:
             if found is None or (isinstance(error, _LeftError) and not isinstance(found, _LeftError)):
                 found = error
     raise SourceError(f"{file.label}: is truncated or no llama.cpp state file that is known: {found}")
 
 
-def _skip_outputs(cursor: _Cursor) -> None:
+class _Caches:
+    """Caches by where they begin and how they are read: variants that differ in what comes behind read each once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], tuple[tuple[Stream, ...], int] | NotSoError] = {}
+
+    def at(self, cursor: Cursor, variant: _Variant) -> tuple[Stream, ...]:
+        """The streams of the cache at the cursor."""
+        key = (cursor.position, variant.extra, variant.has_v, variant.streams)
+        if key not in self._known:
+            try:
+                streams = tuple(_streams(cursor, variant))
+                self._known[key] = streams, cursor.position
+            except NotSoError as error:
+                self._known[key] = error
+        known = self._known[key]
+        if isinstance(known, NotSoError):
+            raise known
+        streams, cursor.position = known
+        return streams
+
+
+def _skip_outputs(cursor: Cursor) -> None:
     """The output block of older sessions: positions, logits and embeddings."""
     cursor.skip(4 * cursor.u32("number of outputs"), "positions of outputs")
     for what in ("logits", "embeddings"):
         cursor.skip(4 * cursor.u64(f"number of {what}"), what)
 
 
-def _skip_recurrent(cursor: _Cursor) -> None:
+def _skip_recurrent(cursor: Cursor) -> None:
     """State of recurrent layers: cells, then for each layer rows of the one kind, and for each rows of the other."""
     cells = cursor.u32("number of recurrent cells")
     if not 1 <= cells <= MOST_CELLS:
-        raise _NotSoError(f"{cells:,} recurrent cells at offset {cursor.position - 4:,}")
-    _cells(cursor, cells, 0)
+        raise NotSoError(f"{cells:,} recurrent cells at offset {cursor.position - 4:,}")
+    read_cells(cursor, cells, 0)
     transposed, layers = cursor.u32("order of recurrent state"), cursor.u32("number of recurrent layers")
     if transposed:
-        raise _NotSoError(f"the order of recurrent state is {transposed} at offset {cursor.position - 8:,}")
+        raise NotSoError(f"the order of recurrent state is {transposed} at offset {cursor.position - 8:,}")
     rows: list[int] = []
     while cursor.left and len(rows) < 2 * layers:
         number = cursor.u32("type of recurrent state")
         if number not in TYPES:
-            raise _NotSoError(f"recurrent state of ggml type {number} at offset {cursor.position - 4:,}")
+            raise NotSoError(f"recurrent state of ggml type {number} at offset {cursor.position - 4:,}")
         rows.append(cursor.u64("bytes of recurrent state"))
         cursor.skip(cells * rows[-1], "recurrent state")
     half = len(rows) // 2
     kinds = set(rows[:half]), set(rows[half:])
     if len(rows) % 2 or len(kinds[0]) != 1 or len(kinds[1]) != 1 or kinds[0] == kinds[1]:
-        raise _NotSoError(f"recurrent state of {count(len(rows), 'tensor')}, which are not two kinds for each layer")
+        raise NotSoError(f"recurrent state of {count(len(rows), 'tensor')}, which are not two kinds for each layer")
 
 
-def _streams(cursor: _Cursor, variant: _Variant) -> Iterator[Stream]:
+def _streams(cursor: Cursor, variant: _Variant) -> Iterator[Stream]:
     streams = cursor.u32("number of streams") if variant.streams else 1
-    if not 1 <= streams <= cursor.left // 4:
-        raise _NotSoError(f"{streams:,} streams at offset {cursor.position - 4:,}")
+    if not 1 <= streams <= min(_MOST_STREAMS, cursor.left // 4):
+        raise NotSoError(f"{streams:,} streams at offset {cursor.position - 4:,}")
     for _ in range(streams):
         yield _stream(cursor, variant)
 
 
-def _stream(cursor: _Cursor, variant: _Variant) -> Stream:
+def _stream(cursor: Cursor, variant: _Variant) -> Stream:
     cells = cursor.u32("number of cells")
     if cells > MOST_CELLS:
-        raise _NotSoError(f"{cells:,} cells at offset {cursor.position - 4:,}, more than {MOST_CELLS:,}")
+        raise NotSoError(f"{cells:,} cells at offset {cursor.position - 4:,}, more than {MOST_CELLS:,}")
     if not cells:
         return Stream(positions=_NONE, seq_counts=_NONE, seq_ids=_NONE)
-    positions, counts, ids = _cells(cursor, cells, variant.extra)
+    positions, counts, ids = read_cells(cursor, cells, variant.extra)
     transposed, layers = cursor.u32("order of V"), cursor.u32("number of layers")
     if transposed > 1:
-        raise _NotSoError(f"the order of V is {transposed} at offset {cursor.position - 8:,}, expected 0 or 1")
-    if not 1 <= layers <= cursor.left // 12:
-        raise _NotSoError(f"{layers:,} layers at offset {cursor.position - 4:,}")
+        raise NotSoError(f"the order of V is {transposed} at offset {cursor.position - 8:,}, expected 0 or 1")
+    if not 1 <= layers <= min(_MOST_LAYERS, cursor.left // 12):
+        raise NotSoError(f"{layers:,} layers at offset {cursor.position - 4:,}")
     parts = PARTS if variant.has_v else PARTS[:1]
     tensors = [
         _tensor(cursor, part, layer, cells, transposed=part == "value" and transposed == 1)
@@ -311,58 +300,20 @@ def _stream(cursor: _Cursor, variant: _Variant) -> Stream:
 _NONE = np.empty(0, np.int64)
 
 
-def _cells(cursor: _Cursor, cells: int, extra: int) -> tuple[Positions, Indices, Indices]:
-    """Positions, numbers of sequences and their ids; cells of equally many sequences are taken together."""
-    positions: list[Indices] = []
-    counts: list[Indices] = []
-    ids: list[Indices] = []
-    done = 0
-    while done < cells:
-        run = _run(cursor, cells - done, extra)
-        positions.append(run[:, 0])
-        counts.append(run[:, 1])
-        ids.append(run[:, 2 + extra // 4 :].reshape(-1))
-        done += len(run)
-    where = np.concatenate(positions)
-    if (where < 0).any():
-        raise _NotSoError(f"a cell has the position {int(where.min())}")
-    return where, np.concatenate(counts), np.concatenate(ids)
-
-
-def _run(cursor: _Cursor, most: int, extra: int) -> Indices:
-    """The next cells with as many sequences as the first of them: position, number, extra words, ids."""
-    if cursor.left < 8:
-        raise _NotSoError(f"a cell needs 8 bytes at offset {cursor.position:,}, {cursor.left:,} are left")
-    number = int(np.frombuffer(cursor.file.view(cursor.position, 8), "<u4")[1])
-    width, look = 8 + extra + 4 * number, 16
-    while True:  # ever longer looks, so that cells that differ cost no more than they are
-        found = min(most, look, cursor.left // width)
-        if not found:
-            raise _NotSoError(f"a cell of {number:,} sequences at offset {cursor.position:,}")
-        cells = np.frombuffer(cursor.file.view(cursor.position, found * width), "<i4").reshape(found, -1)
-        same = cells[:, 1] == cells[0, 1]
-        length = found if same.all() else int(np.argmin(same))
-        if length < found or found < look:
-            break
-        look *= 4
-    cursor.skip(length * width, "cells")
-    return cells[:length].astype(np.int64)
-
-
-def _tensor(cursor: _Cursor, part: Part, layer: int, cells: int, *, transposed: bool) -> Tensor:
+def _tensor(cursor: Cursor, part: Part, layer: int, cells: int, *, transposed: bool) -> Tensor:
     where = f"{part[0].upper()} of layer {layer}"
     number = cursor.u32(f"type of {where}")
     kind = TYPES.get(number)
     if kind is None:
-        raise _NotSoError(f"{where} at offset {cursor.position - 4:,}: ggml type {number} is none of a KV cache")
+        raise NotSoError(f"{where} at offset {cursor.position - 4:,}: ggml type {number} is none of a KV cache")
     if transposed:
         size, row = cursor.u32("element size"), cursor.u32("values of a cell")
         if size != kind.nbytes or kind.is_block:
-            raise _NotSoError(f"{where}: elements of {size} bytes are not {kind.name}")
+            raise NotSoError(f"{where}: elements of {size} bytes are not {kind.name}")
         nbytes = size * row
     else:
         nbytes = cursor.u64("bytes of a row")
         row = nbytes // kind.nbytes * kind.values
     if not row or nbytes * kind.values != row * kind.nbytes:
-        raise _NotSoError(f"{where} at offset {cursor.position:,}: rows of {nbytes:,} bytes are not {kind.name}")
+        raise NotSoError(f"{where} at offset {cursor.position:,}: rows of {nbytes:,} bytes are not {kind.name}")
     return Tensor(part, layer, kind, row, transposed, cursor.skip(cells * nbytes, where), cells * nbytes)

@@ -236,6 +236,8 @@ def tensor(storage: object, offset: object, shape: object, strides: object, elem
     for length, stride in zip(shape, strides, strict=True):
         numel *= _whole(storage, length)
         last += (length - 1) * _whole(storage, stride)
+    if not numel and math.prod(length or 1 for length in shape) >= 1 << 56:  # which no array has, not even an empty one
+        raise CheckpointError(f"storage {storage.key[:80]!r}: a tensor of the shape {_short(list(shape))}")
     if numel and element.code and last >= (held := storage.nbytes // element.itemsize):
         raise CheckpointError(
             f"storage {storage.key[:80]!r}: a tensor of shape {_short(list(shape))} reaches element {_short(last)}: "

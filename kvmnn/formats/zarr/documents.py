@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -26,6 +27,7 @@ _BFLOAT16 = "bfloat16"
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _SQUEEZERS = ("zstd", "gzip", "zlib")
 _AXES = 32
+_INDEX = re.compile(r"0|[1-9][0-9]{0,17}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +81,18 @@ class ArrayDocument:
         index = index if self.order == "C" else index[::-1]
         words = [self.prefix] if self.prefix else []
         return self.separator.join([*words, *map(str, index)]) or "0"
+
+    def chunk_index(self, name: str) -> Index | None:
+        """The index, in memory order, of the chunk whose file has a name below the array's directory; None for none."""
+        words = name.split(self.separator)
+        if self.prefix and words.pop(0) != self.prefix:
+            return None
+        if not self.shape and words == ([] if self.prefix else ["0"]):
+            return ()
+        if len(words) != len(self.shape) or not all(map(_INDEX.fullmatch, words)):
+            return None
+        index = tuple(map(int, words))
+        return index if self.order == "C" else index[::-1]
 
     def checked(self, where: str) -> ArrayDocument:
         """`LimitError` for chunks that are too large or too many."""

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,11 @@ DOCUMENT = "zarr.json"
 OLD_ARRAY, _OLD_GROUP, _OLD_ATTRIBUTES = ".zarray", ".zgroup", ".zattrs"
 MAX_DOCUMENT = 64 << 20
 _MOST_ENTRIES, _MOST_DEPTH = 1 << 16, 16
-_MOST_FILLED = 1 << 30
-"""Bytes of an array whose chunks are not there."""
+_MOST_FILLED, _MOST_MISSING = 1 << 30, 1 << 14
+"""Bytes of an array whose chunks are not there, and how many these may be."""
 _MAX_WINDOW = 128 << 20
+_LEAST_JOB = 64 << 10
+"""Bytes that a part counts as at least while it is waited for: parts of two bytes each would be millions."""
 
 
 def is_store(path: str) -> bool:
@@ -76,12 +79,27 @@ class StoredArray:
         return (shape, chunks) if self.document.order == "C" else (shape[::-1], chunks[::-1])
 
     def files(self) -> Iterator[str]:
-        """The chunks that are there."""
-        shape, chunks = self.memory_shape
-        for index in np.ndindex(*counts(shape, chunks)):
-            path = os.path.join(self.folder, self.document.chunk_name(index))
-            if os.path.isfile(path):
+        """The chunks that are there: what lies in the folder is looked at, not every place where one might."""
+        most = counts(*self.memory_shape)
+        depth = 1 + len(most) if self.document.separator == "/" else 1
+        for path in _files_below(self.folder, depth):
+            index = self.document.chunk_index(os.path.relpath(path, self.folder).replace(os.sep, "/"))
+            if index is not None and all(number < count for number, count in zip(index, most, strict=True)):
                 yield path
+
+
+def _files_below(folder: str, depth: int) -> Iterator[str]:
+    """Files of a folder and of folders in it, so many deep, sorted."""
+    try:
+        with os.scandir(folder) as entries:
+            below = sorted(entries, key=lambda entry: entry.name)
+    except OSError:
+        return
+    for entry in below:
+        if entry.is_file():
+            yield entry.path
+        elif depth > 1 and entry.is_dir():
+            yield from _files_below(entry.path, depth - 1)
 
 
 def read(path: str, options: ReadOptions) -> Source:
@@ -103,7 +121,9 @@ def read(path: str, options: ReadOptions) -> Source:
 
 def stored(path: str) -> tuple[list[tuple[str, Any]], Mapping[str, Any]]:
     """``(name, maker of its StoredArray)`` of every array in order, and the attributes of the group."""
-    found = list(_walk(Path(path), ""))
+    found = list(islice(_walk(Path(path), ""), _MOST_ENTRIES + 1))
+    if len(found) > _MOST_ENTRIES:  # folders may be links to others, and few of them a great many
+        raise LimitError(f"{path}: holds more than {_MOST_ENTRIES:,} groups and arrays")
     group = next((said for place, said, node in found if place == "" and node is None), {})
     entries = [
         (_name(path, place, said), partial(_stored, path, place, said, node))
@@ -205,7 +225,7 @@ def _slabs(array: StoredArray, where: str, threads: int | None) -> Iterator[Byte
     itemsize = array.document.array_dtype.itemsize
     reader = _Chunks(array, where)
     parts = regions(shape, chunks, itemsize)
-    for _, made in ordered(reader.slab, parts, lambda part: size_of(part) * itemsize, threads):
+    for _, made in ordered(reader.slab, parts, lambda part: max(size_of(part) * itemsize, _LEAST_JOB), threads):
         yield made
         del made
 
@@ -216,7 +236,7 @@ class _Chunks:
     def __init__(self, array: StoredArray, where: str) -> None:
         self._array, self._where = array, where
         _, self._chunks = array.memory_shape
-        self._filled = 0
+        self._missing_chunks = 0
 
     def slab(self, part: Region, threads: int | None) -> Bytes:
         """The bytes of a part."""
@@ -245,11 +265,12 @@ class _Chunks:
 
     def _missing(self, path: str) -> Words:
         document = self._array.document
-        self._filled += document.chunk_bytes
-        if self._filled > _MOST_FILLED:
+        self._missing_chunks += 1
+        filled = self._missing_chunks * document.chunk_bytes
+        if filled > _MOST_FILLED or self._missing_chunks > _MOST_MISSING:
             raise LimitError(
-                f"{path}: is not there, and {self._filled:,} bytes of its array are not: expected at most "
-                f"{_MOST_FILLED:,} of fill values"
+                f"{path}: is not there, and {self._missing_chunks:,} chunks of its array, {filled:,} bytes, are not: "
+                f"expected at most {_MOST_MISSING:,} chunks and {_MOST_FILLED:,} bytes of fill values"
             )
         return np.broadcast_to(np.frombuffer(document.fill, document.array_dtype)[0], self._chunks)
 

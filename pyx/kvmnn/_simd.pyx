@@ -4,8 +4,8 @@ import os
 
 from .errors import KvmnnError
 
-NAMES = ("baseline", "avx2")
-"""By level: what the target guarantees (SSE2, NEON), and AVX2 with F16C, BMI and BMI2."""
+NAMES = ("baseline", "avx2", "avx512")
+"""By level: what the target guarantees (SSE2, NEON); AVX2 with F16C, BMI and BMI2; AVX-512 as Ice Lake and Zen 4 have it."""
 
 
 def simd_level() -> str:

@@ -4,7 +4,8 @@
  * A C file with loops sets KVMNN_LOOPS to a header and KVMNN_TABLE to the type of its table, then includes this file.
  * The header is included once per level, with LEVEL(name) for the names of its functions, KVMNN_LEVEL_NAME for a string
  * and LEVEL_FLOATS for the number of floats in a vector; it must end by defining `static const KVMNN_TABLE
- * LEVEL(table)`. `level_tables[level]` is what comes out.
+ * LEVEL(table)`. `level_tables[level]` is what comes out. A file that gains by AVX-512 sets KVMNN_WIDE as well; elsewhere
+ * that level has the table of AVX2.
  */
 #ifndef KVMNN_SIMD_H
 #define KVMNN_SIMD_H
@@ -15,7 +16,7 @@
 #define restrict __restrict
 #endif
 
-enum { KVMNN_BASELINE, KVMNN_AVX2, KVMNN_LEVELS };
+enum { KVMNN_BASELINE, KVMNN_AVX2, KVMNN_AVX512, KVMNN_LEVELS };
 
 #if (defined(__x86_64__) || defined(__i386__)) && defined(__GNUC__)
 #define KVMNN_HAS_AVX2 1
@@ -36,6 +37,12 @@ static inline int kvmnn_simd_runs(int level) {
         __builtin_cpu_init();
         return __builtin_cpu_supports("avx2") && kvmnn_has_f16c() && __builtin_cpu_supports("bmi") &&
                __builtin_cpu_supports("bmi2");
+    }
+    if (level == KVMNN_AVX512) {
+        return kvmnn_simd_runs(KVMNN_AVX2) && __builtin_cpu_supports("avx512f") &&
+               __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vbmi") &&
+               __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("avx512ifma");
     }
 #endif
     return 0;
@@ -75,12 +82,46 @@ static inline int kvmnn_simd_runs(int level) {
 #else
 #pragma GCC pop_options
 #endif
+
+#ifdef KVMNN_WIDE
+#if defined(__clang__)
+#pragma clang attribute push(                                                                            \
+    __attribute__((target("avx2,f16c,bmi,bmi2,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,"    \
+                          "avx512ifma"))),                                                                 \
+    apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,f16c,bmi,bmi2,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,avx512ifma")
+#pragma GCC target("prefer-vector-width=512")
+#endif
+#define LEVEL_FLOATS 16
+#define LEVEL_F16C 1
+#define LEVEL_WIDE 1
+#define LEVEL(name) avx512_##name
+#define KVMNN_LEVEL_NAME "avx512"
+#include KVMNN_LOOPS
+#undef KVMNN_LEVEL_NAME
+#undef LEVEL
+#undef LEVEL_WIDE
+#undef LEVEL_F16C
+#undef LEVEL_FLOATS
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif
 #endif
 
 static const KVMNN_TABLE *const level_tables[KVMNN_LEVELS] = {
     &baseline_table,
 #ifdef KVMNN_HAS_AVX2
     &avx2_table,
+#ifdef KVMNN_WIDE
+    &avx512_table,
+#else
+    &avx2_table,
+#endif
 #endif
 };
 

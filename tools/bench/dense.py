@@ -14,6 +14,7 @@ They are printed and not written to benchmarks/.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -21,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import ROOT, interleaved, table, write_results
+from common import ROOT, interleaved, ratio, table, write_results
 
 from kvmnn import dense
 from kvmnn.frames import decode as decode_frame
 from kvmnn.frames import encode as encode_frame
+from kvmnn.threads.pool import map_pulled
 
 try:
     import blosc2
@@ -48,20 +50,28 @@ def main() -> None:
     own = options.keys or options.values
     whole: dict[str, dict[str, Any]] = {}
     blocks: dict[str, dict[str, Any]] = {}
+    threads: dict[str, dict[str, float]] = {}
     for name, layers, rotary in given(options) if own else shipped():
         whole[name] = of_layers(layers, rotary, options.rounds)
         blocks[name] = of_blocks(layers, rotary, max(3, options.rounds // 3))
-        print(name, whole[name], blocks[name], flush=True)
+        threads[name] = of_threads(layers, rotary, max(5, options.rounds // 2))
+        print(name, whole[name], blocks[name], threads[name], flush=True)
     text = [
         f"MB of raw data a second of CPU time, one thread, medians of {options.rounds} rounds (blocks: of a third), "
         "all codecs in turn.\nOther work beside slows all of them: compare, do not add up.\n",
         section("Whole layers", whole),
         section(f"Blocks of {BLOCK} tokens", blocks),
+        f"## Two threads\n\nBlocks of {BLOCK} tokens with tables of their own, times one thread by the clock; "
+        "medians.\n\n"
+        + table(
+            ["array", "threads, encode", "processes, encode", "threads, decode", "processes, decode"],
+            [[name, *(f"{gain:.2f}" for gain in found.values())] for name, found in threads.items()],
+        ),
     ]
     if own:
         print("\n".join(text))
     else:
-        print(write_results("dense", "Dense streams", text, {"layers": whole, "blocks": blocks}))
+        print(write_results("dense", "Dense streams", text, {"layers": whole, "blocks": blocks, "threads": threads}))
 
 
 def shipped() -> Iterator[tuple[str, list[Any], dense.Rotary | None]]:
@@ -158,6 +168,37 @@ def of_blocks(layers: list[Any], rotary: dense.Rotary | None, rounds: int) -> di
         "shared tables, history": coder(True, True),
     }
     return timed(coders, raw, [block.transpose(1, 0, 2).tobytes() for _, _, block in cut], rounds)
+
+
+def of_threads(layers: list[Any], rotary: dense.Rotary | None, rounds: int) -> dict[str, float]:
+    """How many times as fast two threads, and two processes, are as one."""
+    tokens = layers[0].shape[1]
+    blocks = [layer[:, at : at + BLOCK] for layer in layers for at in range(0, tokens - BLOCK + 1, BLOCK)] * 4
+    streams = [dense.encode(block, rotary=rotary) for block in blocks]
+    ways: dict[str, tuple[Callable[[Any], Any], list[Any]]] = {
+        "encode": (lambda block: dense.encode(block, rotary=rotary), blocks),
+        "decode": (dense.decode, streams * 4),
+    }
+    gains: dict[str, float] = {}
+    for way, (work, items) in ways.items():
+        jobs: dict[str, Callable[[], Any]] = {
+            "one": lambda work=work, items=items: map_pulled(work, items, 1),
+            "threads": lambda work=work, items=items: map_pulled(work, items, 2),
+            "processes": lambda work=work, items=items: in_processes(work, items),
+        }
+        times = interleaved(jobs, rounds, time.perf_counter)
+        gains |= {f"{way}, {name}": ratio(times, "one", name) for name in ("threads", "processes")}
+    return gains
+
+
+def in_processes(work: Callable[[Any], Any], items: list[Any]) -> None:
+    """Half of the items in a process each, forked, so that none are sent; a fork takes a millisecond or two."""
+    context = multiprocessing.get_context("fork")
+    halves = [context.Process(target=map_pulled, args=(work, items[n::2], 1)) for n in range(2)]
+    for one in halves:
+        one.start()
+    for one in halves:
+        one.join()
 
 
 def timed(coders: dict[str, Any], raw: int, expected: list[bytes], rounds: int) -> dict[str, Any]:

@@ -13,7 +13,8 @@ typedef struct {
     int16_t live, into;     /* merged into another one */
     int16_t partners[2];    /* the next one of the bucket, the nearest of the bucket above; -1 for none */
     float gains[2];
-    int16_t stale; /* bits: which of the gains */
+    int16_t stale;       /* bits: which of the gains */
+    int16_t begin, end;  /* of the counts that are not all 0: multiples of 8 */
 } node;
 
 typedef struct {
@@ -21,6 +22,7 @@ typedef struct {
     node nodes[CONTEXTS];
     uint32_t (*counts)[256];   /* by context; of the symbols in use alone, once they are loaded */
     int count, symbols, first; /* symbols: a multiple of 8; first: live node, -1 for none */
+    int firsts[BUCKETS + 1];   /* of each bucket */
     float entry_weight;
 } state;
 
@@ -35,10 +37,13 @@ static float times_log(const dense_loops *loops, uint32_t n) {
     return loops->log_sum(counts, NOTHING, 8, &entries);
 }
 
-/* Bits of coding both counts with one table, the table included. */
-static float joint_cost(const state *s, const uint32_t *a, const uint32_t *b, uint32_t n) {
-    uint32_t entries;
-    float sum = s->loops->log_sum(a, b, s->symbols, &entries);
+/* Bits of coding nodes i and j, or i alone, with one table, the table included. */
+static float joint_cost(const state *s, int i, int j) {
+    const node *a = &s->nodes[i], *b = j < 0 ? a : &s->nodes[j];
+    int begin = a->begin < b->begin ? a->begin : b->begin, end = a->end > b->end ? a->end : b->end;
+    uint32_t entries, n = a->n + (j < 0 ? 0 : b->n);
+    float sum = s->loops->log_sum(counts_of(s, i) + begin, (j < 0 ? NOTHING : counts_of(s, j)) + begin, end - begin,
+                                  &entries);
     return times_log(s->loops, n) - sum +
            ((float)s->symbols + ENTRY_BITS * (float)(int32_t)entries) * s->entry_weight;
 }
@@ -59,14 +64,22 @@ float dense_cross_bits(const dense_loops *loops, const dense_table *t, const uin
     return bits;
 }
 
+/* `j` if it is of the bucket of `i`, else -1. */
+static int of_bucket(const state *s, int i, int j) {
+    return j >= 0 && s->nodes[j].bucket == s->nodes[i].bucket ? j : -1;
+}
+
 static void add(state *s, int to, int from) {
     node *n = &s->nodes[from];
     uint32_t *sums = counts_of(s, to);
     const uint32_t *counts = counts_of(s, from);
-    for (int i = 0; i < s->symbols; ++i) sums[i] += counts[i];
+    for (int i = n->begin; i < n->end; ++i) sums[i] += counts[i];
+    if (n->begin < s->nodes[to].begin) s->nodes[to].begin = n->begin;
+    if (n->end > s->nodes[to].end) s->nodes[to].end = n->end;
     s->nodes[to].n += n->n;
     n->live = 0;
     n->into = (int16_t)to;
+    if (s->firsts[n->bucket] == from) s->firsts[n->bucket] = of_bucket(s, from, n->behind);
     if (n->before >= 0)
         s->nodes[n->before].behind = n->behind;
     else
@@ -74,18 +87,13 @@ static void add(state *s, int to, int from) {
     if (n->behind >= 0) s->nodes[n->behind].before = n->before;
 }
 
-/* `j` if it is of the bucket of `i`, else -1. */
-static int of_bucket(const state *s, int i, int j) {
-    return j >= 0 && s->nodes[j].bucket == s->nodes[i].bucket ? j : -1;
-}
-
 static int nearest_above(const state *s, int i) {
-    int best = -1, distance = MAGNITUDES, above = s->nodes[i].bucket + 1, j = s->nodes[i].behind;
-    while (j >= 0 && s->nodes[j].bucket < above) j = s->nodes[j].behind;
-    for (; j >= 0 && s->nodes[j].bucket == above; j = s->nodes[j].behind) {
+    int best = -1, distance = MAGNITUDES;
+    for (int j = s->firsts[s->nodes[i].bucket + 1]; j >= 0; j = of_bucket(s, j, s->nodes[j].behind)) {
         int apart = s->nodes[j].magnitude - s->nodes[i].magnitude;
         if (apart < 0) apart = -apart;
-        if (apart < distance) best = j, distance = apart;
+        if (apart >= distance) break; /* magnitudes ascend */
+        best = j, distance = apart;
     }
     return best;
 }
@@ -98,28 +106,19 @@ static void look_for_partners(state *s, int i) {
         a->partners[d] = (int16_t)j;
         a->gains[d] = NONE;
         if (j < 0) continue;
-        const node *b = &s->nodes[j];
-        a->gains[d] = a->cost + b->cost - joint_cost(s, counts_of(s, i), counts_of(s, j), a->n + b->n);
+        a->gains[d] = a->cost + s->nodes[j].cost - joint_cost(s, i, j);
     }
     a->stale = 0;
 }
 
-static void load(state *s, const uint8_t *seen, uint8_t symbols[256]) {
-    uint32_t any[256] = {0};
+static void load(state *s, const uint8_t *seen) {
     s->count = 0;
-    for (int c = 0; c < CONTEXTS; ++c)
-        if (seen[c])
-            for (int i = 0; i < 256; ++i) any[i] |= s->counts[c][i];
-    int used = 0;
-    for (int i = 0; i < 256; ++i)
-        if (any[i]) symbols[used++] = (uint8_t)i;
-    s->symbols = (used + 7) & ~7;
-    for (int i = used; i < s->symbols; ++i) symbols[i] = 0;
+    for (int b = 0; b <= BUCKETS; ++b) s->firsts[b] = -1;
     for (int c = 0; c < CONTEXTS; ++c) {
         if (!seen[c]) continue;
-        uint32_t *to = s->counts[c], n = 0;
-        for (int i = 0; i < used; ++i) n += to[i] = to[symbols[i]]; /* symbols ascend: none is read behind its place */
-        for (int i = used; i < s->symbols; ++i) to[i] = 0;
+        if (s->firsts[c / MAGNITUDES] < 0) s->firsts[c / MAGNITUDES] = s->count;
+        uint32_t n = 0;
+        for (int i = 0; i < 256; ++i) n += s->counts[c][i];
         s->nodes[s->count] = (node){.n = n,
                                     .context = (int16_t)c,
                                     .bucket = (int16_t)(c / MAGNITUDES),
@@ -127,11 +126,36 @@ static void load(state *s, const uint8_t *seen, uint8_t symbols[256]) {
                                     .before = (int16_t)(s->count - 1),
                                     .behind = (int16_t)(s->count + 1),
                                     .live = 1,
-                                    .stale = 3};
+                                    .stale = 3,
+                                    .end = 256};
         ++s->count;
     }
     s->first = s->count ? 0 : -1;
     if (s->count) s->nodes[s->count - 1].behind = -1;
+}
+
+/* Counts of the symbols in use alone, both signs of a magnitude side by side: those of a context then lie together. */
+static void compact(state *s, uint8_t symbols[256]) {
+    uint32_t any[256] = {0}, all[256];
+    for (int i = s->first; i >= 0; i = s->nodes[i].behind) {
+        const uint32_t *counts = counts_of(s, i);
+        for (int k = 0; k < 256; ++k) any[k] |= counts[k];
+    }
+    int used = 0;
+    for (int k = 0; k < 256; ++k)
+        if (any[k >> 1 | (k & 1) << 7]) symbols[used++] = (uint8_t)(k >> 1 | (k & 1) << 7);
+    s->symbols = (used + 7) & ~7;
+    for (int i = s->first; i >= 0; i = s->nodes[i].behind) {
+        node *n = &s->nodes[i];
+        uint32_t *to = counts_of(s, i);
+        int begin = 0, end = used;
+        memcpy(all, to, sizeof all);
+        for (int k = 0; k < used; ++k) to[k] = all[symbols[k]];
+        for (int k = used; k < s->symbols; ++k) to[k] = 0;
+        while (begin < used && to[begin] == 0) ++begin;
+        while (end > begin && to[end - 1] == 0) --end;
+        n->begin = (int16_t)(begin & ~7), n->end = (int16_t)((end + 7) & ~7);
+    }
 }
 
 static void merge_rare(state *s) {
@@ -144,28 +168,33 @@ static void merge_rare(state *s) {
 }
 
 static int merge(state *s, int most) {
-    int live = 0;
+    int live = 0, best = -1, gone = -1;
+    int16_t order[CONTEXTS];
     for (int i = s->first; i >= 0; i = s->nodes[i].behind) {
-        ++live;
-        s->nodes[i].cost = joint_cost(s, counts_of(s, i), NOTHING, s->nodes[i].n);
+        order[live++] = (int16_t)i;
+        s->nodes[i].cost = joint_cost(s, i, -1);
     }
     while (live > 1) {
         float gain = NONE;
-        int best = -1, direction = 0;
-        for (int i = s->first; i >= 0; i = s->nodes[i].behind) {
-            if (s->nodes[i].stale) look_for_partners(s, i);
+        int merged = best, kept = 0, direction = 0;
+        best = -1;
+        for (int k = 0; k < live; ++k) {
+            int i = order[k];
+            node *n = &s->nodes[i];
+            if (i == gone) continue;
+            order[kept++] = (int16_t)i;
             for (int d = 0; d < 2; ++d)
-                if (s->nodes[i].gains[d] > gain) gain = s->nodes[i].gains[d], best = i, direction = d;
+                n->stale |= (int16_t)((n->partners[d] == merged || n->partners[d] == gone) << d);
+            if (n->stale) look_for_partners(s, i);
+            for (int d = 0; d < 2; ++d)
+                if (n->gains[d] > gain) gain = n->gains[d], best = i, direction = d;
         }
+        live = kept;
         if (best < 0 || (gain < 0 && live <= most)) break;
-        int j = s->nodes[best].partners[direction];
-        add(s, best, j);
-        s->nodes[best].cost = joint_cost(s, counts_of(s, best), NOTHING, s->nodes[best].n);
+        gone = s->nodes[best].partners[direction];
+        add(s, best, gone);
+        s->nodes[best].cost = joint_cost(s, best, -1);
         s->nodes[best].stale = 3;
-        --live;
-        for (int i = s->first; i >= 0; i = s->nodes[i].behind)
-            for (int d = 0; d < 2; ++d)
-                if (s->nodes[i].partners[d] == best || s->nodes[i].partners[d] == j) s->nodes[i].stale |= 1 << d;
     }
     return live;
 }
@@ -176,8 +205,9 @@ void dense_cluster(const dense_loops *loops, uint32_t (*counts)[256], const uint
     uint8_t symbols[256];
     s->loops = loops, s->counts = counts;
     s->entry_weight = shared ? 0 : 1;
-    load(s, seen, symbols);
+    load(s, seen);
     merge_rare(s);
+    compact(s, symbols);
     merge(s, most);
     int number[CONTEXTS];
     m->tables = 0;

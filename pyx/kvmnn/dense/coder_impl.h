@@ -13,13 +13,22 @@ static const uint32_t LEVEL(merged)[16] = {
     0x07060504, 0x06050400, 0x06050004, 0x05040100, 0x06000504, 0x05010400, 0x05010004, 0x04020100,
     0x00060504, 0x01050400, 0x01050004, 0x02040100, 0x01000504, 0x02010400, 0x02010004, 0x03020100,
 };
-/* Lower halves of the words that a mask picks of four, at the end of 8 bytes. */
+/* Lower halves of the states that a mask picks of four, at the end of 8 bytes. */
+#ifdef LEVEL_WIDE
+static const uint64_t LEVEL(units)[16] = {
+    0x1f1f1f1f1f1f1f1f, 0x01001f1f1f1f1f1f, 0x09081f1f1f1f1f1f, 0x090801001f1f1f1f,
+    0x11101f1f1f1f1f1f, 0x111001001f1f1f1f, 0x111009081f1f1f1f, 0x1110090801001f1f,
+    0x19181f1f1f1f1f1f, 0x191801001f1f1f1f, 0x191809081f1f1f1f, 0x1918090801001f1f,
+    0x191811101f1f1f1f, 0x1918111001001f1f, 0x1918111009081f1f, 0x1918111009080100,
+};
+#else
 static const uint64_t LEVEL(units)[16] = {
     0x8080808080808080, 0x0100808080808080, 0x0504808080808080, 0x0504010080808080,
     0x0908808080808080, 0x0908010080808080, 0x0908050480808080, 0x0908050401008080,
     0x0d0c808080808080, 0x0d0c010080808080, 0x0d0c050480808080, 0x0d0c050401008080,
     0x0d0c090880808080, 0x0d0c090801008080, 0x0d0c090805048080, 0x0d0c090805040100,
 };
+#endif
 
 static inline __m128i LEVEL(four)(const uint8_t *p) { return _mm_cvtsi32_si128((int)dense_load32(p)); }
 
@@ -32,14 +41,46 @@ static inline void LEVEL(put_four)(uint8_t *to, __m128i bytes, uint32_t order) {
     memcpy(to, &made, 4);
 }
 
-/* One step of ENCODE for the states of four symbols. */
-static inline uint16_t *LEVEL(code_four)(__m128i *states, const dense_code *a, const dense_code *b,
+#ifdef LEVEL_WIDE
+
+/* One step of ENCODE for the states of four symbols, in words of 64 bits; `least`: the smallest frequency so far. */
+static inline uint16_t *LEVEL(code_four)(__m256i *states, __m256i *least, const dense_code *a, const dense_code *b,
                                          const dense_code *c, const dense_code *d, uint16_t *end) {
-    __m128 ab = _mm_loadh_pi(_mm_castsi128_ps(_mm_loadl_epi64((const __m128i *)(const void *)a)), (const __m64 *)b);
-    __m128 cd = _mm_loadh_pi(_mm_castsi128_ps(_mm_loadl_epi64((const __m128i *)(const void *)c)), (const __m64 *)d);
+    __m256i ac = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)a)),
+                                         _mm_loadu_si128((const __m128i *)(const void *)c), 1);
+    __m256i bd = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)b)),
+                                         _mm_loadu_si128((const __m128i *)(const void *)d), 1);
+    __m256i reciprocal = _mm256_unpacklo_epi64(ac, bd), rest = _mm256_unpackhi_epi64(ac, bd), v = *states;
+    __m256i f = _mm256_srli_epi64(rest, 52);
+    const __m128i starts = _mm_set_epi64x((long long)0x8080808080800d0cu, (long long)0x8080808080800504u);
+    __m256i start = _mm256_shuffle_epi8(rest, _mm256_broadcastsi128_si256(starts));
+    *least = _mm256_min_epu64(*least, rest);
+    __mmask8 full = _mm256_cmpge_epu64_mask(v, _mm256_slli_epi64(f, 20));
+    __m128i order = _mm_loadl_epi64((const __m128i *)(const void *)&LEVEL(units)[full]);
+    __m256i units = _mm256_permutexvar_epi8(_mm256_castsi128_si256(order), v);
+    _mm_storel_epi64((__m128i *)(void *)(end - 4), _mm256_castsi256_si128(units));
+    /* both quotients before it is known which one counts: all states wait for this */
+    __m256i cut = _mm256_srli_epi64(v, 16), none = _mm256_setzero_si256();
+    __m256i whole = _mm256_madd52hi_epu64(none, v, reciprocal), other = _mm256_madd52hi_epu64(none, cut, reciprocal);
+    __m256i sum = _mm256_mask_add_epi64(_mm256_add_epi64(v, start), full, cut, start);
+    __m256i by = _mm256_sub_epi64(_mm256_set1_epi64x(SCALE), f);
+    *states = _mm256_madd52lo_epu64(sum, _mm256_mask_mov_epi64(whole, full, other), by);
+    return end - __builtin_popcount(full);
+}
+
+#else
+
+/* One step of ENCODE for the states of four symbols; `least`: the smallest frequency so far. */
+static inline uint16_t *LEVEL(code_four)(__m128i *states, __m128i *least, const dense_code *a, const dense_code *b,
+                                         const dense_code *c, const dense_code *d, uint16_t *end) {
+    __m128 ab = _mm_loadh_pi(_mm_castsi128_ps(_mm_loadl_epi64((const __m128i *)(const void *)&a->reciprocal)),
+                             (const __m64 *)(const void *)&b->reciprocal);
+    __m128 cd = _mm_loadh_pi(_mm_castsi128_ps(_mm_loadl_epi64((const __m128i *)(const void *)&c->reciprocal)),
+                             (const __m64 *)(const void *)&d->reciprocal);
     __m128i reciprocal = _mm_castps_si128(_mm_shuffle_ps(ab, cd, 0x88));
     __m128i rest = _mm_castps_si128(_mm_shuffle_ps(ab, cd, 0xdd)), v = *states;
     __m128i f = _mm_srli_epi32(rest, 20), start = _mm_and_si128(rest, _mm_set1_epi32(0xffff));
+    *least = _mm_min_epu32(*least, f);
     __m128i shift = _mm_and_si128(_mm_srli_epi32(rest, 16), _mm_set1_epi32(15)), more = _mm_set1_epi64x(32);
     __m128i by = _mm_sub_epi32(_mm_set1_epi32(SCALE), f);
     __m128i kept = _mm_cmpgt_epi32(_mm_slli_epi32(f, 20), v); /* both are below 2^31 */
@@ -60,11 +101,30 @@ static inline uint16_t *LEVEL(code_four)(__m128i *states, const dense_code *a, c
 
 #endif
 
+#endif
+
+#ifdef LEVEL_WIDE
+
+/* The first n bytes of 64. */
+static inline __mmask64 LEVEL(first)(size_t n) { return n < 64 ? _bzhi_u64(~(uint64_t)0, (unsigned)n) : ~(__mmask64)0; }
+
+static inline __m512i LEVEL(some)(__mmask64 some, const uint8_t *p) { return _mm512_maskz_loadu_epi8(some, p); }
+
+#endif
+
 static size_t LEVEL(pick)(const uint8_t *from, const uint8_t *a, const uint8_t *b, size_t n, int equal,
                           uint8_t *to) {
     const uint8_t *begin = to;
     size_t i = 0;
-#ifdef LEVEL_F16C
+#ifdef LEVEL_WIDE
+    for (; i < n; i += 64) {
+        __mmask64 some = LEVEL(first)(n - i);
+        __mmask64 same = _mm512_mask_cmpeq_epi8_mask(some, LEVEL(some)(some, a + i), LEVEL(some)(some, b + i));
+        if (!equal) same ^= some;
+        _mm512_storeu_si512((void *)to, _mm512_maskz_compress_epi8(same, LEVEL(some)(some, from + i)));
+        to += __builtin_popcountll(same);
+    }
+#elif defined(LEVEL_F16C)
     for (unsigned other = equal ? 0 : 15; i + 4 <= n; i += 4) {
         unsigned mask = LEVEL(equal_of_four)(a + i, b + i) ^ other;
         LEVEL(put_four)(to, LEVEL(four)(from + i), LEVEL(picked)[mask]);
@@ -81,7 +141,16 @@ static size_t LEVEL(pick)(const uint8_t *from, const uint8_t *a, const uint8_t *
 static void LEVEL(merge)(const uint8_t *equal, const uint8_t *other, const uint8_t *a, const uint8_t *b, size_t n,
                          uint8_t *to) {
     size_t i = 0;
-#ifdef LEVEL_F16C
+#ifdef LEVEL_WIDE
+    for (; i < n; i += 64) {
+        __mmask64 some = LEVEL(first)(n - i);
+        __mmask64 same = _mm512_mask_cmpeq_epi8_mask(some, LEVEL(some)(some, a + i), LEVEL(some)(some, b + i));
+        __m512i made = _mm512_maskz_expand_epi8(same, _mm512_loadu_si512((const void *)equal));
+        made = _mm512_mask_expand_epi8(made, some ^ same, _mm512_loadu_si512((const void *)other));
+        _mm512_mask_storeu_epi8(to + i, some, made);
+        equal += __builtin_popcountll(same), other += __builtin_popcountll(some ^ same);
+    }
+#elif defined(LEVEL_F16C)
     for (; i + 4 <= n; i += 4) {
         unsigned mask = LEVEL(equal_of_four)(a + i, b + i), count = (unsigned)__builtin_popcount(mask);
         __m128i both = _mm_unpacklo_epi32(LEVEL(four)(equal), LEVEL(four)(other));
@@ -135,19 +204,23 @@ static void LEVEL(fold)(const uint8_t *p, const uint8_t *s, size_t n, uint16_t *
     for (size_t i = 0; i < n; ++i) to[i] = (uint16_t)((p[i] & 127) << 8 | (s[i] ^ (p[i] & 128)));
 }
 
-static uint16_t *LEVEL(code)(const uint8_t *p, const uint8_t *s, size_t n, const uint16_t *tables,
-                             const dense_code *codes, uint32_t states[STATES], uint16_t *end) {
+static inline uint16_t *LEVEL(code_all)(const uint8_t *p, const uint8_t *s, size_t n, const uint32_t *tables,
+                                        const dense_code *codes, uint32_t states[STATES], uint16_t *end) {
     size_t whole = n & ~(size_t)3;
-#define CODE_OF(j) codes[tables ? (uint16_t)(tables[p[j]] ^ s[j]) : s[j]]
+    int none = 0;
+#define CODE_OF(j) (const dense_code *)(const void *)((const uint8_t *)codes + ((tables ? tables[p[j]] : 0) ^ (uint32_t)s[j] << 4))
     for (size_t j = n; j > whole; --j) ENCODE(states[(j - 1) & 3], CODE_OF(j - 1));
+#ifdef LEVEL_WIDE
+    __m256i four = _mm256_cvtepu32_epi64(_mm_loadu_si128((const __m128i *)(const void *)states));
+    __m256i least = _mm256_set1_epi32(-1);
+#elif defined(LEVEL_F16C)
+    __m128i four = _mm_loadu_si128((const __m128i *)(const void *)states), least = _mm_set1_epi32(-1);
+#endif
 #ifdef LEVEL_F16C
-    __m128i four;
-    memcpy(&four, states, 16);
     for (size_t j = whole; j > 0; j -= 4) {
-        const dense_code *a = &CODE_OF(j - 4), *b = &CODE_OF(j - 3), *c = &CODE_OF(j - 2), *d = &CODE_OF(j - 1);
-        end = LEVEL(code_four)(&four, a, b, c, d, end);
+        const dense_code *a = CODE_OF(j - 4), *b = CODE_OF(j - 3), *c = CODE_OF(j - 2), *d = CODE_OF(j - 1);
+        end = LEVEL(code_four)(&four, &least, a, b, c, d, end);
     }
-    memcpy(states, &four, 16);
 #else
     uint32_t a = states[0], b = states[1], c = states[2], d = states[3];
     for (size_t j = whole; j > 0; j -= 4) {
@@ -158,6 +231,19 @@ static uint16_t *LEVEL(code)(const uint8_t *p, const uint8_t *s, size_t n, const
     }
     states[0] = a, states[1] = b, states[2] = c, states[3] = d;
 #endif
+#ifdef LEVEL_WIDE
+    none |= _mm256_cmpeq_epi64_mask(least, _mm256_setzero_si256()) != 0;
+    _mm_storeu_si128((__m128i *)(void *)states, _mm256_cvtepi64_epi32(four));
+#elif defined(LEVEL_F16C)
+    none |= _mm_movemask_epi8(_mm_cmpeq_epi32(least, _mm_setzero_si128())) != 0;
+    _mm_storeu_si128((__m128i *)(void *)states, four);
+#endif
 #undef CODE_OF
-    return end;
+    return none ? NULL : end;
+}
+
+static uint16_t *LEVEL(code)(const uint8_t *p, const uint8_t *s, size_t n, const uint32_t *tables,
+                             const dense_code *codes, uint32_t states[STATES], uint16_t *end) {
+    if (tables) return LEVEL(code_all)(p, s, n, tables, codes, states, end);
+    return LEVEL(code_all)(p, s, n, NULL, codes, states, end);
 }

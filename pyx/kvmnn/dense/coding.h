@@ -81,7 +81,8 @@ dense_error dense_get_set(const uint8_t *data, size_t n, dense_table_set *set);
 
 /* All of the header but the checksum. */
 void dense_put_header(uint8_t *header, const dense_shape *shape, int method, int flags, size_t rows, size_t payload);
-/* Of a stream whose payload's first `control` bytes count, and of n bytes of words. */
+/* Of a stream whose payload's first `control` bytes count; the seed of the words' hash, and that of n bytes of them. */
+uint64_t dense_seed(const uint8_t *header, size_t control);
 uint64_t dense_checksum(const uint8_t *header, size_t control, const uint8_t *words, size_t n);
 /* Words of pairs side by side to halves (apart), or back; `row` has room for `dims` words. */
 void dense_part_pairs(uint8_t *words, size_t rows, const dense_shape *shape, size_t dims, int apart, uint8_t *row);

@@ -21,7 +21,10 @@ typedef struct {
     int32_t *angles;
     float *cosines, *sines;
     uint8_t *unpacked, *differences[BUCKETS];
-    uint32_t offsets[BUCKETS][256]; /* of a context's table among all entries, by the predicted symbol */
+    const uint32_t *tables[BUCKETS][256]; /* entries of a context's table, by the predicted symbol */
+    dense_flat flats[BUCKETS];
+    dense_beside beside;
+    size_t ahead; /* the own row whose reference is turned meanwhile, behind the last one for none */
     /* what is left of the sections */
     uint32_t states[STATES];
     const uint8_t *units, *units_end, *escape, *escapes_end, *exponent, *exponents_end;
@@ -101,9 +104,9 @@ static dense_error read_head(decoder *d, const dense_table_set *set) {
     }
     error = dense_get_rows(&r, in->history, in->rows, d->buckets, d->references);
     if (error) return error;
-    if (r.over || r.at != r.end || r.held != 0) return DENSE_HEAD;
+    if (!dense_got_all(&r)) return DENSE_HEAD;
     for (int b = 0; b < BUCKETS; ++b)
-        for (int s = 0; s < 256; ++s) d->offsets[b][s] = (uint32_t)d->model->map[b * MAGNITUDES + (s & 127)] * SCALE;
+        for (int s = 0; s < 256; ++s) d->tables[b][s] = d->entries[d->model->map[b * MAGNITUDES + (s & 127)]];
     return DENSE_OK;
 }
 
@@ -134,50 +137,82 @@ static dense_error open_sections(decoder *d) {
     d->exponent = in->exponents, d->exponents_end = in->exponents + in->exponent_count;
     for (int b = 0; b < BUCKETS; ++b) {
         if (!(in->low_mask >> b & 1)) continue;
-        dense_error error =
-            dense_decode_flat(in->low[b], in->low_units[b], d->low_entries[b], d->differences[b], in->low_count[b]);
-        if (error) return error;
-        d->next[b] = d->differences[b];
+        dense_flat *f = &d->flats[b];
+        if (!dense_load_states(in->low[b], f->states)) return DENSE_STATE;
+        f->at = in->low[b] + 4 * STATES, f->end = f->at + 2 * in->low_units[b];
+        f->entries = d->low_entries[b];
+        d->next[b] = f->to = d->differences[b], f->to_end = f->to + in->low_count[b];
     }
     return DENSE_OK;
 }
 
 /* -- one row ------------------------------------------------------------------------------------------------------- */
 
-static void predict(decoder *d, size_t n, size_t reference) {
+/* Has row n turned to where row i is: now, or a little after every few symbols of the row before. */
+static void begin_turning(decoder *d, size_t i, size_t n) {
     const dense_shape *shape = &d->in->shape;
-    const uint8_t *row = dense_row(&d->rows, reference);
+    size_t pairs = d->rotary.dims / 2;
+    d->loops->angles(d->rotary.frequencies, pairs, (uint64_t)d->positions[i] - d->positions[n], d->angles, d->cosines,
+                     d->sines);
+    d->beside.turning = (dense_turning){dense_row(&d->rows, n), d->row,        d->cosines, d->sines, shape->dtype,
+                                        shape->heads,           0,             shape->dim, pairs};
+}
+
+static void predict(decoder *d, size_t i) {
+    const dense_shape *shape = &d->in->shape;
+    size_t n = d->references[i];
+    const uint8_t *row = dense_row(&d->rows, n);
     if (d->rotary.dims) {
-        size_t pairs = d->rotary.dims / 2;
-        d->loops->angles(d->rotary.frequencies, pairs, (uint64_t)d->positions[n] - d->positions[reference], d->angles,
-                         d->cosines, d->sines);
-        d->loops->turn(row, shape->dtype, shape->heads, shape->dim, pairs, d->cosines, d->sines, d->row);
+        if (d->ahead != i) begin_turning(d, d->in->history + i, n);
+        d->loops->turn(&d->beside.turning, SIZE_MAX);
         row = d->row;
     }
     d->loops->split(row, shape->words, shape->dtype, shape->base, d->predicted, d->predicted_low);
 }
 
+/* What can be done while the symbols of own row i are decoded. */
+static void choose_beside(decoder *d, size_t i) {
+    size_t least = SIZE_MAX;
+    d->beside.flat = NULL;
+    for (int b = 0; b < BUCKETS; ++b) {
+        const dense_flat *f = &d->flats[b];
+        if (f->to == f->to_end || (size_t)(f->to - d->next[b]) >= least) continue;
+        least = (size_t)(f->to - d->next[b]);
+        d->beside.flat = &d->flats[b];
+    }
+    if (d->beside.stripes) d->beside.hash_end = d->words + (i * d->rows.row_bytes & ~(size_t)(STRIPE - 1));
+    d->ahead = d->in->rows;
+    if (!d->rotary.dims) return;
+    size_t next = i + 1;
+    while (next < d->in->rows && d->buckets[next] == COPY) ++next;
+    if (next == d->in->rows || d->references[next] >= d->in->history + i) return;
+    begin_turning(d, d->in->history + next, d->references[next]);
+    d->ahead = next;
+}
+
 /* The folded symbols of a row; 0 where the units are used up too soon. */
-static int take_symbols(decoder *d, const uint32_t offsets[256]) {
-    const uint32_t *entries = d->entries[0];
-    const uint8_t *p = d->predicted, *at = d->units;
-    uint8_t *folded = d->folded;
+static int take_symbols(decoder *d, const uint32_t *const tables[256]) {
+    const uint8_t *p = d->predicted;
     size_t words = d->in->shape.words, j = 0;
-    if ((size_t)(d->units_end - at) >= 2 * words) { /* a symbol takes one unit at most */
-        uint32_t a = d->states[0], b = d->states[1], c = d->states[2], e = d->states[3];
-        uint64_t taken = 0;
-        for (; j + 4 <= words; j += 4) {
-            DECODE(a, entries + offsets[p[j]], folded[j]);
-            DECODE(b, entries + offsets[p[j + 1]], folded[j + 1]);
-            DECODE(c, entries + offsets[p[j + 2]], folded[j + 2]);
-            DECODE(e, entries + offsets[p[j + 3]], folded[j + 3]);
-        }
-        d->states[0] = a, d->states[1] = b, d->states[2] = c, d->states[3] = e;
-        at += 2 * taken;
+    if ((size_t)(d->units_end - d->units) >= 2 * words) { /* a symbol takes one unit at most */
+        j = words & ~(size_t)3;
+        d->loops->decode(p, j, tables, d->states, &d->units, d->folded, &d->beside);
     }
     for (; j < words; ++j)
-        if (!dense_decode_checked(&d->states[j & 3], entries + offsets[p[j]], &folded[j], &at, d->units_end)) return 0;
-    d->units = at;
+        if (!dense_decode_checked(&d->states[j & 3], tables[p[j]], &d->folded[j], &d->units, d->units_end)) return 0;
+    return 1;
+}
+
+/* Has `count` more coded low parts of a bucket; 0 where the units are used up too soon. */
+static int take_flat(decoder *d, int bucket, size_t count) {
+    dense_flat *f = &d->flats[bucket];
+    const uint8_t *begin = d->differences[bucket], *wanted = d->next[bucket] + count;
+    if (wanted <= f->to) return 1;
+    size_t left = (size_t)(f->to_end - f->to), n = (size_t)(wanted - f->to + 3) & ~(size_t)3;
+    if (n > left) n = left;
+    d->loops->flat(f, n & ~(size_t)3);
+    for (; f->to < wanted; ++f->to)
+        if (!dense_decode_checked(&f->states[(f->to - begin) & 3], f->entries, f->to, &f->at, f->end)) return 0;
     return 1;
 }
 
@@ -203,9 +238,10 @@ static const uint8_t *take_low(decoder *d, int bucket) {
     }
     size_t same = d->loops->equal(d->symbols, d->predicted, words);
     const uint8_t *next = d->next[bucket];
-    if (same > (size_t)(d->differences[bucket] + d->in->low_count[bucket] - next) || words - same > rest) return NULL;
+    if (same > (size_t)(d->flats[bucket].to_end - next) || words - same > rest) return NULL;
+    if (!take_flat(d, bucket, same)) return NULL;
     const uint8_t mask = d->in->shape.dtype == KVMNN_FP16 ? 255 : 31;
-    if (rest - (words - same) < 8) { /* there may be no bytes behind the last ones */
+    if (rest - (words - same) < PAD) { /* there may be no bytes behind the last ones */
         memcpy(d->coded, low, rest);
         low = d->coded;
     }
@@ -244,9 +280,10 @@ static dense_error decode_row(decoder *d, size_t i) {
         memset(d->predicted, 0, shape->words);
         memset(d->predicted_low, 0, shape->words);
     } else {
-        predict(d, n, d->references[i]);
+        predict(d, i);
     }
-    if (!take_symbols(d, d->offsets[bucket])) return DENSE_STATE;
+    choose_beside(d, i);
+    if (!take_symbols(d, d->tables[bucket])) return DENSE_STATE;
     if (!unfold(d)) return DENSE_ESCAPE;
     const uint8_t *low = take_low(d, bucket);
     if (!low) return DENSE_LOW;
@@ -258,8 +295,11 @@ static dense_error decode_row(decoder *d, size_t i) {
 static dense_error all_used(const decoder *d) {
     if (d->units != d->units_end || !dense_states_done(d->states)) return DENSE_STATE;
     if (d->escape != d->escapes_end || d->exponent != d->exponents_end) return DENSE_ESCAPE;
-    for (int b = 0; b < BUCKETS; ++b)
-        if (d->in->low_mask >> b & 1 && d->next[b] != d->differences[b] + d->in->low_count[b]) return DENSE_LOW;
+    for (int b = 0; b < BUCKETS; ++b) {
+        const dense_flat *f = &d->flats[b];
+        if (d->next[b] != f->to_end) return DENSE_LOW;
+        if (f->to && (f->at != f->end || !dense_states_done(f->states))) return DENSE_STATE;
+    }
     return d->low_rest == d->low_rest_end ? DENSE_OK : DENSE_LOW;
 }
 
@@ -279,13 +319,17 @@ dense_error dense_decode(const dense_stream *in, const dense_loops *loops, const
         history = d->history;
     }
     d->words = words;
+    d->ahead = in->rows;
     d->rows = (dense_rows){history, words, in->history, in->rows, row_bytes};
+    uint64_t seed = dense_seed(in->header, (size_t)(in->head + in->head_bytes - in->payload));
+    dense_hash_begin(&d->beside.hash, words, seed);
+    d->beside.hash_end = words;
+    d->beside.stripes = apart ? 0 : STEP * in->shape.word_bytes / STRIPE;
     for (size_t i = 0; i < in->rows && !error; ++i) error = decode_row(d, i);
     if (!error) error = all_used(d);
     if (error) return error;
     if (apart) dense_part_pairs(words, in->rows, &in->shape, d->rotary.dims, 0, d->row);
-    uint64_t expected, found = dense_checksum(in->header, (size_t)(in->head + in->head_bytes - in->payload), words,
-                                              in->rows * row_bytes);
+    uint64_t expected;
     memcpy(&expected, in->header + CHECKSUM_AT, 8);
-    return found == expected ? DENSE_OK : DENSE_CHECKSUM;
+    return dense_hash_end(&d->beside.hash, in->rows * row_bytes) == expected ? DENSE_OK : DENSE_CHECKSUM;
 }

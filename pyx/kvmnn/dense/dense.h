@@ -71,10 +71,13 @@ typedef struct {
 } dense_model;
 
 typedef struct {
+    uint64_t wide; /* reciprocal times 2^52 */
     uint32_t reciprocal;
     uint16_t start;
     uint16_t f_shift; /* frequency << 4 | shift of the reciprocal; 0: the symbol cannot be coded */
 } dense_code;
+
+enum { CODE_BYTES = sizeof(dense_code) };
 
 /* History rows and own rows as one sequence. */
 typedef struct {
@@ -134,6 +137,14 @@ typedef struct {
 } dense_reader;
 
 static inline uint32_t dense_get(dense_reader *r, unsigned bits) { /* at most 32 */
+    if (r->count < bits && r->end - r->at >= 8) {
+        uint64_t next;
+        unsigned bytes = (63 - r->count) >> 3; /* at most 7 */
+        memcpy(&next, r->at, 8);
+        r->held |= (next & (((uint64_t)1 << 8 * bytes) - 1)) << r->count;
+        r->at += bytes;
+        r->count += 8 * bytes;
+    }
     while (r->count < bits) {
         if (r->at == r->end) {
             r->over = 1;
@@ -146,6 +157,11 @@ static inline uint32_t dense_get(dense_reader *r, unsigned bits) { /* at most 32
     r->held >>= bits;
     r->count -= bits;
     return value;
+}
+
+/* Whether all bytes were needed, and what is left of the last one is 0. */
+static inline int dense_got_all(const dense_reader *r) {
+    return !r->over && r->at == r->end && r->count < 8 && r->held == 0;
 }
 
 static inline unsigned dense_high_bit(uint32_t x) { /* x is not 0 */
@@ -206,8 +222,6 @@ dense_error dense_get_model(dense_reader *r, dense_model *m); /* settled */
 
 /* rans.c */
 void dense_encoder_table(const dense_table *t, dense_code codes[256]);
-void dense_decoder_table(const dense_table *t, uint32_t entries[SCALE]); /* symbol | frequency << 8 | offset << 20 */
-dense_error dense_decode_flat(const uint8_t *section, size_t units, const uint32_t entries[SCALE], uint8_t *symbols,
-                              size_t n);
+void dense_decoder_table(const dense_table *t, uint32_t entries[SCALE]);
 
 #endif

@@ -20,12 +20,12 @@ static void begin(coded *c) {
 }
 
 /* The row with an escape in place of each symbol that its table does not have; how many there are. */
-static size_t escape_row(const uint8_t *p, const uint8_t *s, size_t words, const uint16_t tables[256],
+static size_t escape_row(const uint8_t *p, const uint8_t *s, size_t words, const uint32_t tables[256],
                          const dense_code *codes, uint8_t *row) {
     size_t count = 0;
     memcpy(row, s, words);
     for (size_t j = 0; j < words; ++j) {
-        uint32_t index = tables[p[j]] ^ s[j];
+        uint32_t index = tables[p[j]] / CODE_BYTES ^ s[j];
         if (codes[index].f_shift && (index & 255) != ESCAPE) continue;
         row[j] = ESCAPE ^ (p[j] & 128);
         ++count;
@@ -33,14 +33,15 @@ static size_t escape_row(const uint8_t *p, const uint8_t *s, size_t words, const
     return count;
 }
 
-/* Tables of contexts: by bucket and predicted symbol 256 times the number of the table, with the sign to fold. */
-static void lay_tables(const uint8_t *map, uint16_t tables[BUCKETS][256]) {
+/* Tables of contexts: by bucket and predicted symbol where codes of the table lie, with the sign to fold. */
+static void lay_tables(const uint8_t *map, uint32_t tables[BUCKETS][256]) {
     for (int i = 0; i < BUCKETS * 256; ++i)
-        tables[i / 256][i % 256] = (uint16_t)(map[i / 256 * MAGNITUDES + i % MAGNITUDES] << 8 ^ (i & 128));
+        tables[i / 256][i % 256] =
+            (uint32_t)(map[i / 256 * MAGNITUDES + i % MAGNITUDES] << 8 ^ (i & 128)) * CODE_BYTES;
 }
 
 /* Units that end at `end` and begin at `least` or later; 0 where they would not. */
-static int code_symbols(dense_encoder *e, const uint16_t tables[BUCKETS][256], const dense_code *codes,
+static int code_symbols(dense_encoder *e, const uint32_t tables[BUCKETS][256], const dense_code *codes,
                         const uint8_t *least, uint8_t *end, coded *c, size_t *escapes) {
     const dense_loops *loops = e->in->loops;
     uint8_t *at = end;
@@ -50,13 +51,20 @@ static int code_symbols(dense_encoder *e, const uint16_t tables[BUCKETS][256], c
         e->escaped[i] = 0;
         if (e->buckets[i] == COPY) continue;
         const uint8_t *p = predicted(e, i), *s = own_symbols(e, i);
-        const uint16_t *of = tables[e->buckets[i]];
-        if (e->in->set || loops->escapes(s, p, e->words)) {
-            size_t found = escape_row(p, s, e->words, of, codes, e->row);
-            if (found) s = e->row, e->escaped[i] = 1, *escapes += found;
-        }
+        const uint32_t *of = tables[e->buckets[i]];
         if ((size_t)(at - least) < 2 * e->words + 8) return 0;
-        at = (uint8_t *)loops->code(p, s, e->words, of, codes, c->states, (uint16_t *)(void *)at);
+        uint16_t *to = (uint16_t *)(void *)at, *coded = NULL;
+        uint32_t states[STATES];
+        memcpy(states, c->states, sizeof states);
+        if (!loops->escapes(s, p, e->words)) coded = loops->code(p, s, e->words, of, codes, states, to);
+        if (!coded) {
+            memcpy(states, c->states, sizeof states);
+            *escapes += escape_row(p, s, e->words, of, codes, e->row);
+            e->escaped[i] = 1;
+            coded = loops->code(p, e->row, e->words, of, codes, states, to);
+        }
+        memcpy(c->states, states, sizeof states);
+        at = (uint8_t *)coded;
     }
     c->units = at, c->unit_bytes = (size_t)(end - at);
     return 1;
@@ -111,7 +119,7 @@ static size_t put_exponents(dense_encoder *e, uint8_t *at) {
     return count;
 }
 
-static uint8_t *put_escapes(dense_encoder *e, const uint16_t tables[BUCKETS][256], const dense_code *codes,
+static uint8_t *put_escapes(dense_encoder *e, const uint32_t tables[BUCKETS][256], const dense_code *codes,
                             uint8_t *at) {
     for (size_t i = 0; i < e->own; ++i) {
         if (!e->escaped[i]) continue;
@@ -151,7 +159,7 @@ static uint8_t *put_low(dense_encoder *e, int mask, uint8_t *at) {
         size_t count = e->words;
         const uint8_t *low = e->row_low;
         in->loops->split(dense_row(&in->rows, in->rows.history_rows + i), e->words, in->shape.dtype, in->shape.base,
-                         e->row_symbols, e->row_low);
+                         NULL, e->row_low);
         if (mask >> e->buckets[i] & 1) {
             count = in->loops->pick(e->row_low, own_symbols(e, i), predicted(e, i), e->words, 0, row);
             low = row;
@@ -240,9 +248,9 @@ size_t dense_encode(const dense_input *in, uint8_t *room, uint8_t *out, size_t l
         size += 16 + low[b].unit_bytes;
         coded_low += count;
     }
-    uint16_t tables[BUCKETS][256];
+    uint32_t tables[BUCKETS][256];
     lay_tables(model->map, tables);
-    if (!code_symbols(e, (const uint16_t(*)[256])tables, codes[0], out, end, &symbols, &escapes)) return 0;
+    if (!code_symbols(e, (const uint32_t(*)[256])tables, codes[0], out, end, &symbols, &escapes)) return 0;
     size_t rest = words - coded_low, exponents = put_exponents(e, NULL);
     size += escapes + exponents + symbols.unit_bytes + (in->shape.dtype == KVMNN_FP16 ? rest : (5 * rest + 7) / 8);
     size += in->shape.dtype == KVMNN_FP32 ? 2 * words : 0;
@@ -265,7 +273,7 @@ size_t dense_encode(const dense_input *in, uint8_t *room, uint8_t *out, size_t l
     at = put_bytes(at, e->head, head);
     size_t control = (size_t)(at - out) - HEADER_BYTES;
     at += put_exponents(e, at);
-    at = put_escapes(e, (const uint16_t(*)[256])tables, codes[0], at);
+    at = put_escapes(e, (const uint32_t(*)[256])tables, codes[0], at);
     at = put_coded(at, &symbols);
     for (int b = LOW_FROM; b < BUCKETS; ++b)
         if (mask >> b & 1) at = put_coded(at, &low[b]);

@@ -18,6 +18,7 @@ typedef struct {
     uint8_t *buckets;     /* [own] */
     uint32_t *references; /* [own] */
     uint32_t (*counts)[256]; /* [CONTEXTS] */
+    uint16_t (*few_counts)[256]; /* [MAGNITUDES], of a bucket: small counters stay in the nearest cache */
     uint8_t *seen;           /* [CONTEXTS] */
     void *cluster;
     uint8_t *search;

@@ -4,11 +4,18 @@
 
 #include "dense.h"
 
-/* Puts a symbol before those that `state` holds; a unit may be written before `end`. */
+#if defined(__GNUC__)
+#define DENSE_APART __attribute__((noinline))
+#else
+#define DENSE_APART
+#endif
+
+/* Puts a symbol before those that `state` holds; a unit may be written before `end`. `none`: it has no code. */
 #define ENCODE(state, code)                                                                      \
     do {                                                                                         \
-        const dense_code code_ = (code);                                                         \
+        const dense_code code_ = *(code);                                                        \
         uint32_t f_ = code_.f_shift >> 4, v_ = (state);                                          \
+        none |= f_ == 0;                                                                         \
         uint32_t full_ = v_ >= f_ << 20;                                                         \
         end[-1] = (uint16_t)v_;                                                                  \
         end -= full_;                                                                            \
@@ -20,38 +27,41 @@
 /* A state that has become too low takes a unit in, the next behind `at` and the `taken` ones. Not by a branch, which
  * would be mispredicted: where compilers like one better, it is said in the processor's words. */
 #if defined(__x86_64__) && defined(__GNUC__)
-#define RENORMALISE(v)                                             \
-    do {                                                           \
-        uint32_t with_ = (v) << 16 | dense_load16(at + 2 * taken); \
-        __asm__("cmpl %3, %0\n\tcmovbl %2, %0\n\tadcq $0, %1"     \
-                : "+r"(v), "+r"(taken)                             \
-                : "r"(with_), "i"(STATE_LOW)                       \
-                : "cc");                                           \
+#define RENORMALISE(v, at, taken)                                      \
+    do {                                                               \
+        uint32_t with_ = (v) << 16 | dense_load16((at) + 2 * (taken)); \
+        __asm__("cmpl %3, %0\n\tcmovbl %2, %0\n\tadcq $0, %1"         \
+                : "+r"(v), "+r"(taken)                                 \
+                : "r"(with_), "i"(STATE_LOW)                           \
+                : "cc");                                               \
     } while (0)
 #else
-#define RENORMALISE(v)                                                               \
+#define RENORMALISE(v, at, taken)                                                    \
     do {                                                                             \
         uint32_t low_ = (v) < STATE_LOW;                                             \
-        (v) ^= ((v) ^ ((v) << 16 | dense_load16(at + 2 * taken))) & (0u - low_);     \
-        taken += low_;                                                               \
+        (v) ^= ((v) ^ ((v) << 16 | dense_load16((at) + 2 * (taken)))) & (0u - low_); \
+        (taken) += low_;                                                             \
     } while (0)
 #endif
 
+/* An entry of a decoder's table: frequency << 21 | offset << 8 | symbol. */
+#define NEXT_STATE(entry, state) (((entry) >> 21) * ((state) >> SCALE_BITS) + ((entry) >> 8 & (SCALE - 1)))
+
 /* Takes the next symbol out of `state`; a unit may be read. */
-#define DECODE(state, entries, symbol)                                                  \
-    do {                                                                                \
-        uint32_t entry_ = (entries)[(state) & (SCALE - 1)];                             \
-        (symbol) = (uint8_t)entry_;                                                     \
-        uint32_t v_ = (entry_ >> 8 & 0xfff) * ((state) >> SCALE_BITS) + (entry_ >> 20); \
-        RENORMALISE(v_);                                                                \
-        (state) = v_;                                                                   \
+#define DECODE(state, entries, symbol, at, taken)                 \
+    do {                                                          \
+        uint32_t entry_ = (entries)[(state) & (SCALE - 1)];       \
+        (symbol) = (uint8_t)entry_;                               \
+        uint32_t v_ = NEXT_STATE(entry_, state);                  \
+        RENORMALISE(v_, at, taken);                               \
+        (state) = v_;                                             \
     } while (0)
 
 /* The same where no unit may be left; 0 if one is needed and there is none. */
 static inline int dense_decode_checked(uint32_t *state, const uint32_t *entries, uint8_t *symbol, const uint8_t **at,
                                        const uint8_t *end) {
     uint32_t entry = entries[*state & (SCALE - 1)];
-    uint32_t v = (entry >> 8 & 0xfff) * (*state >> SCALE_BITS) + (entry >> 20);
+    uint32_t v = NEXT_STATE(entry, *state);
     *symbol = (uint8_t)entry;
     if (v < STATE_LOW) {
         if (*at == end) return 0;

@@ -1,7 +1,10 @@
 /* What an encoder finds out about rows: symbols, references, predictions, counts. */
 #include "encoder.h"
 
-enum { LEAST_TURNED = 128 }; /* words of a row, in search of a reference */
+enum {
+    LEAST_TURNED = 128, /* words of a row, in search of a reference */
+    FEW = 1 << 15       /* words that are counted without asking whether counters run over */
+};
 
 size_t dense_lay_out(dense_encoder *e, const dense_input *in, int keep, dense_arena a) {
     size_t words = in->shape.words, own = in->rows.rows, all = own + in->rows.history_rows;
@@ -20,6 +23,7 @@ size_t dense_lay_out(dense_encoder *e, const dense_input *in, int keep, dense_ar
     e->buckets = dense_take(&a, own);
     e->references = dense_take(&a, own * 4);
     e->counts = dense_take(&a, sizeof(uint32_t[CONTEXTS][256]));
+    e->few_counts = dense_take(&a, sizeof(uint16_t[MAGNITUDES][256]));
     e->seen = dense_take(&a, CONTEXTS);
     e->cluster = dense_take(&a, dense_cluster_room());
     e->search = dense_take(&a, dense_search_room(all));
@@ -60,7 +64,7 @@ static void split_rows(dense_encoder *e) {
     const dense_input *in = e->in;
     for (size_t i = 0; i < e->all; ++i)
         e->outside[i] = (uint8_t)in->loops->split(dense_row(&in->rows, i), e->words, in->shape.dtype, in->shape.base,
-                                                  e->symbols + i * e->words, e->row_low);
+                                                  e->symbols + i * e->words, NULL);
     memset(e->nothing, 0, e->words);
 }
 
@@ -69,8 +73,9 @@ static void turn_row(dense_encoder *e, size_t row, uint64_t by, size_t heads, ui
     const dense_input *in = e->in;
     size_t pairs = in->rotary.dims / 2;
     in->loops->angles(in->rotary.frequencies, pairs, by, e->angles, e->cosines, e->sines);
-    in->loops->turn(dense_row(&in->rows, row), in->shape.dtype, heads, in->shape.dim, pairs, e->cosines, e->sines,
-                    e->row);
+    dense_turning t = {dense_row(&in->rows, row), e->row, e->cosines, e->sines,      in->shape.dtype,
+                       heads,                     0,      in->shape.dim, pairs};
+    in->loops->turn(&t, SIZE_MAX);
     in->loops->split(e->row, heads * in->shape.dim, in->shape.dtype, in->shape.base, symbols, low);
 }
 
@@ -84,13 +89,23 @@ static void find_references(dense_encoder *e) {
         words = heads * in->shape.dim;
         symbols = e->turned;
         for (size_t i = 0; i < e->all; ++i)
-            turn_row(e, i, 0 - (uint64_t)in->positions[i], heads, e->turned + i * words, e->row_low);
+            turn_row(e, i, 0 - (uint64_t)in->positions[i], heads, e->turned + i * words, NULL);
     }
     dense_search(in->loops, symbols, words, in->rows.history_rows, e->own, in->known, e->search, e->references);
 }
 
 static uint8_t bucket_of(size_t equal, size_t words) {
     return equal * 8 < words ? 0 : equal * 4 < words ? 1 : equal * 2 < words ? 2 : equal * 4 < words * 3 ? 3 : 4;
+}
+
+/* Counters side by side: one would have to wait for itself where low parts come again and again. */
+static void count_low(const uint8_t *low, size_t n, uint32_t counts[256]) {
+    uint32_t parts[4][256] = {{0}};
+    size_t i = 0;
+    for (; i + 4 <= n; i += 4)
+        for (int k = 0; k < 4; ++k) ++parts[k][low[i + k]];
+    for (; i < n; ++i) ++parts[0][low[i]];
+    for (int s = 0; s < 256; ++s) counts[s] += parts[0][s] + parts[1][s] + parts[2][s] + parts[3][s];
 }
 
 /* Differences of low parts in a row of which `low` is predicted. */
@@ -100,12 +115,11 @@ static void take_differences(dense_encoder *e, size_t i, const uint8_t *symbols,
     int bucket = e->buckets[i];
     uint8_t *to = e->differences[bucket] ? e->differences[bucket] + e->difference_count[bucket] : e->row_differences;
     in->loops->split(dense_row(&in->rows, in->rows.history_rows + i), e->words, in->shape.dtype, in->shape.base,
-                     e->row_symbols, e->row_low);
+                     NULL, e->row_low);
     in->loops->subtract(e->row_low, low, mask, e->words, e->row_symbols);
     size_t count = in->loops->pick(e->row_symbols, own, symbols, e->words, 1, to);
-    uint32_t *counts = e->low_counts[bucket];
-    for (size_t j = 0; j < count; ++j) ++counts[to[j]];
     e->difference_count[bucket] += count;
+    if (!e->differences[bucket]) count_low(to, count, e->low_counts[bucket]);
 }
 
 static void predict(dense_encoder *e) {
@@ -126,9 +140,11 @@ static void predict(dense_encoder *e) {
         e->buckets[i] = bucket_of(in->loops->equal(predicted(e, i), own_symbols(e, i), e->words), e->words);
         if (e->buckets[i] < LOW_FROM) continue;
         if (!e->turned)
-            in->loops->split(row, e->words, in->shape.dtype, in->shape.base, e->row_symbols, e->row_predicted_low);
+            in->loops->split(row, e->words, in->shape.dtype, in->shape.base, NULL, e->row_predicted_low);
         take_differences(e, i, predicted(e, i), e->row_predicted_low);
     }
+    for (int b = LOW_FROM; b < BUCKETS; ++b)
+        if (e->differences[b]) count_low(e->differences[b], e->difference_count[b], e->low_counts[b]);
 }
 
 void dense_find_rows(dense_encoder *e) {
@@ -147,10 +163,28 @@ size_t dense_alike(const dense_input *in, uint8_t *room) {
     return sum;
 }
 
-void dense_count_contexts(dense_encoder *e) {
-    const int many = e->own * e->words > 1 << 17;
-    memset(e->seen, many, CONTEXTS);
-    for (size_t i = 0; i < e->own && !many; ++i) { /* clearing all would be most of the work for short arrays */
+/* Moves what was counted of a bucket to its counts; `first`: there is nothing there yet, and nobody knows which contexts
+ * were seen. */
+static void move_counts(dense_encoder *e, int bucket, int first) {
+    for (int m = 0; m < MAGNITUDES; ++m) {
+        uint32_t *restrict to = e->counts[bucket * MAGNITUDES + m];
+        uint16_t *restrict from = e->few_counts[m], any = 0;
+        uint8_t *seen = &e->seen[bucket * MAGNITUDES + m];
+        if (!*seen && !first) continue;
+        for (int s = 0; s < 256; ++s) any |= from[s];
+        if (!any) continue;
+        if (*seen)
+            for (int s = 0; s < 256; ++s) to[s] += from[s];
+        else
+            for (int s = 0; s < 256; ++s) to[s] = from[s];
+        *seen = 1;
+        memset(from, 0, sizeof e->few_counts[m]);
+    }
+}
+
+/* Which contexts were seen, where arrays are short: to look through all of them would be most of the work. */
+static void see_contexts(dense_encoder *e) {
+    for (size_t i = 0; i < e->own; ++i) {
         if (e->buckets[i] == COPY) continue;
         const uint8_t *p = predicted(e, i);
         uint8_t *seen = e->seen + e->buckets[i] * MAGNITUDES;
@@ -158,17 +192,30 @@ void dense_count_contexts(dense_encoder *e) {
     }
     for (int c = 0; c < CONTEXTS; ++c)
         if (e->seen[c]) memset(e->counts[c], 0, sizeof e->counts[c]);
+}
+
+void dense_count_contexts(dense_encoder *e) {
+    const int many = e->own * e->words > (size_t)1 << 17;
+    memset(e->seen, 0, CONTEXTS);
+    memset(e->few_counts, 0, sizeof(uint16_t[MAGNITUDES][256]));
+    if (!many) see_contexts(e);
     for (int b = 0; b < BUCKETS; ++b) { /* one after the other: their counts stay in the nearest cache */
-        uint32_t *counts = e->counts[b * MAGNITUDES];
+        uint16_t *restrict few = e->few_counts[0];
+        const uint16_t *folded = e->folded;
+        size_t counted = 0;
         for (size_t i = 0; i < e->own; ++i) {
             if (e->buckets[i] != b) continue;
             e->in->loops->fold(predicted(e, i), own_symbols(e, i), e->words, e->folded);
-            for (size_t j = 0; j < e->words; ++j) ++counts[e->folded[j]];
+            for (size_t j = 0, end; j < e->words; j = end) {
+                end = e->words - j > FEW ? j + FEW : e->words;
+                counted += end - j;
+                if (counted > UINT16_MAX) {
+                    move_counts(e, b, many);
+                    counted = end - j;
+                }
+                for (size_t k = j; k < end; ++k) ++few[folded[k]];
+            }
         }
-    }
-    for (int c = 0; c < CONTEXTS && many; ++c) {
-        uint32_t any = 0;
-        for (int s = 0; s < 256; ++s) any |= e->counts[c][s];
-        e->seen[c] = any != 0;
+        if (counted) move_counts(e, b, many);
     }
 }

@@ -10,9 +10,10 @@ size_t dense_search_room(size_t rows) {
 }
 
 /* Symbols of the chosen columns, column by column. */
-static void gather(const uint8_t *symbols, size_t words, size_t rows, size_t looks, uint8_t *columns, size_t stride) {
+static void gather(const uint8_t *symbols, size_t words, size_t rows, const uint32_t *chosen, size_t looks,
+                   uint8_t *columns, size_t stride) {
     for (size_t i = 0; i < rows; ++i, symbols += words)
-        for (size_t k = 0; k < looks; ++k) columns[k * stride + i] = symbols[k * words / looks];
+        for (size_t k = 0; k < looks; ++k) columns[k * stride + i] = symbols[chosen[k]];
 }
 
 typedef struct {
@@ -25,22 +26,6 @@ typedef struct {
 static void compare(contest *c, size_t candidate) {
     size_t same = c->loops->equal(c->row, c->symbols + candidate * c->words, c->words);
     if (same > c->most) c->most = same, c->best = candidate;
-}
-
-/* Where the last of SCANNED_ROWS votes that are `value` is; there is one. */
-static size_t last_of(const uint8_t *votes, uint8_t value) {
-    for (size_t i = SCANNED_ROWS; i > 0; i -= 8) {
-        uint64_t word, other;
-        memcpy(&word, votes + i - 8, 8);
-        word ^= value * 0x0101010101010101u;
-        other = (word & 0x7f7f7f7f7f7f7f7fu) + 0x7f7f7f7f7f7f7f7fu;
-        other = ~(other | word | 0x7f7f7f7f7f7f7f7fu); /* the highest bit of each byte that is 0 */
-        if (other == 0) continue;
-        unsigned byte = 7;
-        while (!(other >> (8 * byte + 7))) --byte;
-        return i - 8 + byte;
-    }
-    return 0;
 }
 
 /* The rows with most votes, of equal ones the last. */
@@ -56,7 +41,7 @@ static void elect(contest *c, uint8_t *votes, uint8_t *maxima, size_t first, siz
             if (maxima[b] >= maxima[block]) block = b;
         if (maxima[block] == 0) return;
         uint8_t *of_block = votes + block * SCANNED_ROWS;
-        size_t i = last_of(of_block, maxima[block]);
+        size_t i = c->loops->last(of_block, maxima[block]);
         of_block[i] = 0;
         if (turn + 1 < CANDIDATES) maxima[block] = c->loops->largest(of_block);
         compare(c, first + block * SCANNED_ROWS + i);
@@ -69,7 +54,9 @@ void dense_search(const dense_loops *loops, const uint8_t *symbols, size_t words
     size_t looks = words < most ? words : most;
     uint8_t *columns = room, *votes = room + dense_aligned((size_t)LOOKS * stride);
     uint8_t look[LOOKS], maxima[WINDOW_ROWS / SCANNED_ROWS + 1];
-    gather(symbols, words, all, looks, columns, stride);
+    uint32_t chosen[LOOKS];
+    for (size_t k = 0; k < looks; ++k) chosen[k] = (uint32_t)(k * words / looks);
+    gather(symbols, words, all, chosen, looks, columns, stride);
     for (size_t i = 0; i < rows; ++i) {
         size_t n = history + i;
         references[i] = 0;
@@ -78,7 +65,7 @@ void dense_search(const dense_loops *loops, const uint8_t *symbols, size_t words
         compare(&c, n - 1);
         if (known && known[i] >= 0 && (size_t)known[i] < n) compare(&c, (size_t)known[i]);
         size_t first = n > WINDOW_ROWS ? n - WINDOW_ROWS : 0;
-        for (size_t k = 0; k < looks; ++k) look[k] = columns[k * stride + n];
+        for (size_t k = 0; k < looks; ++k) look[k] = c.row[chosen[k]];
         loops->scan(columns + first, stride, n - first, look, looks, votes, maxima);
         elect(&c, votes, maxima, first, n - first);
         references[i] = (uint32_t)c.best;

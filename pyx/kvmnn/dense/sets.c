@@ -53,7 +53,7 @@ dense_error dense_get_set(const uint8_t *data, size_t n, dense_table_set *set) {
     if (data[7]) error = dense_get_rotary(&r, 2 * MOST_PAIRS, set->frequencies, &set->rotary);
     if (!error) error = dense_get_model(&r, &set->model);
     if (error) return error;
-    if (r.over || r.at != r.end || r.held != 0) return DENSE_HEAD;
+    if (!dense_got_all(&r)) return DENSE_HEAD;
     set->id = kvmnn_xxh64(data, n, 0);
     dense_prepare_codes(&set->model, set->codes, set->low_codes);
     dense_prepare_entries(&set->model, set->entries, set->low_entries);

@@ -15,9 +15,12 @@ void dense_put_header(uint8_t *header, const dense_shape *shape, int method, int
     memcpy(header + 16, &bytes, 4);
 }
 
+uint64_t dense_seed(const uint8_t *header, size_t control) {
+    return kvmnn_xxh64(header + HEADER_BYTES, control, kvmnn_xxh64(header, CHECKSUM_AT, 0));
+}
+
 uint64_t dense_checksum(const uint8_t *header, size_t control, const uint8_t *words, size_t n) {
-    uint64_t seed = kvmnn_xxh64(header, CHECKSUM_AT, 0);
-    return kvmnn_xxh64(words, n, kvmnn_xxh64(header + HEADER_BYTES, control, seed));
+    return kvmnn_xxh64(words, n, dense_seed(header, control));
 }
 
 void dense_part_pairs(uint8_t *words, size_t rows, const dense_shape *shape, size_t dims, int apart, uint8_t *row) {

@@ -19,10 +19,12 @@ static uint32_t level_below(uint32_t level) { /* level is above 1 */
     return (level - 1) & ~(step - 1);
 }
 
+/* The first of the largest ones. */
 static int largest_of(const uint16_t f[256]) {
+    int16_t most = 0;
+    for (int s = 0; s < 256; ++s) most = (int16_t)f[s] > most ? (int16_t)f[s] : most;
     int best = 0;
-    for (int s = 1; s < 256; ++s)
-        if (f[s] > f[best]) best = s;
+    while (f[best] != most) ++best;
     return best;
 }
 

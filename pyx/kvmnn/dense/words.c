@@ -26,6 +26,9 @@ static inline uint32_t dense_bits(float x) {
 
 #define KVMNN_LOOPS "dense/words_impl.h"
 #define KVMNN_TABLE dense_loops
+#if defined(__x86_64__)
+#define KVMNN_WIDE
+#endif
 #include "../simd.h"
 
 const dense_loops *kvmnn_dense_loops_at(int level) { return level_tables[level]; }

@@ -3,16 +3,47 @@
 #define KVMNN_DENSE_WORDS_H
 
 #include "dense.h"
+#include "xxh64.h"
 
 enum {
     LOOKS = 32,         /* columns of a row that are looked at in search of a reference */
     SCANNED_ROWS = 128, /* rows that one turn of `scan` deals with */
+    TURNED_PAIRS = 16,
+    STEP = 32, /* symbols between two pieces of what is done beside */
 };
+
+/* Coded low parts of a bucket, which are decoded as they are needed, or before. */
+typedef struct {
+    uint32_t states[STATES];
+    const uint8_t *at, *end; /* units */
+    const uint32_t *entries;
+    uint8_t *to, *to_end;
+} dense_flat;
+
+/* A row that is turned piece by piece: pair i of a head is its words i and i + pairs. */
+typedef struct {
+    const uint8_t *row; /* from the next head on, as `turned` */
+    uint8_t *turned;
+    const float *cosines, *sines;
+    int dtype;
+    size_t heads, pair; /* those that are left; the next one of the head */
+    size_t dim, pairs;
+} dense_turning;
+
+/* What may be done between the symbols of a row. */
+typedef struct {
+    dense_flat *flat; /* or NULL */
+    dense_turning turning;
+    dense_hash hash;
+    const uint8_t *hash_end; /* whole stripes up to here */
+    size_t stripes;          /* of as many bytes as the words of a step */
+} dense_beside;
 
 typedef struct {
     const char *name;
 
-    /* Symbols and low parts of n words; whether any word of bf16 or fp32 has an exponent outside of the window. */
+    /* Symbols and low parts of n words, or one of both where the other is NULL; whether any word of bf16 or fp32 has an
+     * exponent outside of the window. */
     int (*split)(const uint8_t *words, size_t n, int dtype, int base, uint8_t *symbols, uint8_t *low);
 
     /* The words again; tails: 2 bytes for each word of fp32. Exponents outside of the window are left 0 + base. */
@@ -32,9 +63,8 @@ typedef struct {
     void (*angles)(const uint64_t *frequencies, size_t pairs, uint64_t distance, int32_t *scratch, float *cosines,
                    float *sines);
 
-    /* A row of `heads` heads turned by the angles: pair i of a head is its words i and i + pairs. */
-    void (*turn)(const uint8_t *row, int dtype, size_t heads, size_t dim, size_t pairs, const float *cosines,
-                 const float *sines, uint8_t *turned);
+    /* The next `steps` pieces, of TURNED_PAIRS pairs at most; no more than there are. */
+    void (*turn)(dense_turning *t, size_t steps);
 
     /* Number of i with a[i] == b[i]. */
     size_t (*equal)(const uint8_t *a, const uint8_t *b, size_t n);
@@ -47,10 +77,13 @@ typedef struct {
     /* The largest of SCANNED_ROWS votes. */
     uint8_t (*largest)(const uint8_t *votes);
 
+    /* Where the last of SCANNED_ROWS votes that are `value` is; there is one. */
+    size_t (*last)(const uint8_t *votes, uint8_t value);
+
     /* from[i] for each i where whether a[i] == b[i] is `equal`; how many. Up to PAD bytes behind them are touched. */
     size_t (*pick)(const uint8_t *from, const uint8_t *a, const uint8_t *b, size_t n, int equal, uint8_t *to);
 
-    /* The other way: the next of `equal` where a[i] == b[i], else the next of `other`. 8 bytes behind the last one of
+    /* The other way: the next of `equal` where a[i] == b[i], else the next of `other`. PAD bytes behind the last one of
      * either are read. */
     void (*merge)(const uint8_t *equal, const uint8_t *other, const uint8_t *a, const uint8_t *b, size_t n,
                   uint8_t *to);
@@ -66,9 +99,18 @@ typedef struct {
     void (*fold)(const uint8_t *predicted, const uint8_t *symbols, size_t n, uint16_t *to);
 
     /* Codes n symbols backwards by 4 states to units that end at `end`; where they begin. The code of each is that of
-     * codes[tables[predicted] ^ symbol], or codes[symbol] without `tables`. Up to 4 units before are touched. */
-    uint16_t *(*code)(const uint8_t *predicted, const uint8_t *symbols, size_t n, const uint16_t *tables,
+     * codes[tables[predicted] / CODE_BYTES ^ symbol], or codes[symbol] without `tables`. Up to 4 units before are touched. NULL, and
+     * states of no use, where a symbol has none. */
+    uint16_t *(*code)(const uint8_t *predicted, const uint8_t *symbols, size_t n, const uint32_t *tables,
                       const dense_code *codes, uint32_t states[STATES], uint16_t *end);
+
+    /* Folded symbols of n words that are predicted, n a multiple of 4, by the tables of the predicted ones; there are
+     * n units or more. What is `beside` goes on by as much as n words are to the whole. */
+    void (*decode)(const uint8_t *predicted, size_t n, const uint32_t *const tables[256], uint32_t states[STATES],
+                   const uint8_t **units, uint8_t *folded, dense_beside *beside);
+
+    /* The next n low parts, a multiple of 4, or as many as there are units for in any case. */
+    void (*flat)(dense_flat *f, size_t n);
 
     /* n low parts of 5 bits to ceil(5n / 8) bytes, and back; PAD bytes behind both are touched. */
     void (*pack5)(const uint8_t *low, size_t n, uint8_t *packed);

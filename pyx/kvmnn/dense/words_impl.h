@@ -2,13 +2,13 @@
 
 /* -- symbols and low parts ----------------------------------------------------------------------------------------- */
 
-static int LEVEL(split)(const uint8_t *words, size_t n, int dtype, int base, uint8_t *restrict symbols,
-                        uint8_t *restrict low) {
+static inline int LEVEL(split_into)(const uint8_t *words, size_t n, int dtype, int base, uint8_t *restrict symbols,
+                                    uint8_t *restrict low) {
     if (dtype == KVMNN_FP16) {
         const uint16_t *u = (const uint16_t *)words;
         for (size_t i = 0; i < n; ++i) {
-            symbols[i] = (uint8_t)(u[i] >> 8);
-            low[i] = (uint8_t)u[i];
+            if (symbols) symbols[i] = (uint8_t)(u[i] >> 8);
+            if (low) low[i] = (uint8_t)u[i];
         }
         return 0;
     }
@@ -20,8 +20,8 @@ static int LEVEL(split)(const uint8_t *words, size_t n, int dtype, int base, uin
             uint16_t inside = (uint16_t)(e - 1) < WINDOW ? 0xffff : 0;
             e &= inside;
             outside |= (uint16_t)~inside;
-            symbols[i] = (uint8_t)((v >> 8 & 128) | e << 2 | (v >> 5 & 3));
-            low[i] = (uint8_t)(v & 31);
+            if (symbols) symbols[i] = (uint8_t)((v >> 8 & 128) | e << 2 | (v >> 5 & 3));
+            if (low) low[i] = (uint8_t)(v & 31);
         }
     } else {
         const uint32_t *u = (const uint32_t *)words;
@@ -30,11 +30,18 @@ static int LEVEL(split)(const uint8_t *words, size_t n, int dtype, int base, uin
             uint16_t inside = (uint16_t)(e - 1) < WINDOW ? 0xffff : 0;
             e &= inside;
             outside |= (uint16_t)~inside;
-            symbols[i] = (uint8_t)((v >> 8 & 128) | e << 2 | (v >> 5 & 3));
-            low[i] = (uint8_t)(v & 31);
+            if (symbols) symbols[i] = (uint8_t)((v >> 8 & 128) | e << 2 | (v >> 5 & 3));
+            if (low) low[i] = (uint8_t)(v & 31);
         }
     }
     return outside != 0;
+}
+
+static int LEVEL(split)(const uint8_t *words, size_t n, int dtype, int base, uint8_t *restrict symbols,
+                        uint8_t *restrict low) {
+    if (!low) return LEVEL(split_into)(words, n, dtype, base, symbols, NULL);
+    if (!symbols) return LEVEL(split_into)(words, n, dtype, base, NULL, low);
+    return LEVEL(split_into)(words, n, dtype, base, symbols, low);
 }
 
 static void LEVEL(join)(const uint8_t *restrict symbols, const uint8_t *restrict low, const uint8_t *restrict tails,
@@ -118,9 +125,68 @@ static inline uint16_t LEVEL(to_brain)(float x) { /* a sum below 2^66: rounding 
     return (uint16_t)((dense_bits(x) + 0x8000) >> 16);
 }
 
+#ifdef LEVEL_F16C
+
+/* Words of fp16 that have no value of their own as 0. */
+static inline __m128i LEVEL(usual)(__m128i words) {
+    __m128i field = _mm_and_si128(words, _mm_set1_epi16(0x7c00));
+    __m128i none = _mm_cmpeq_epi16(field, _mm_setzero_si128());
+    __m128i special = _mm_cmpeq_epi16(field, _mm_set1_epi16(0x7c00));
+    return _mm_andnot_si128(_mm_or_si128(none, special), words);
+}
+
+/* to_half of eight: what is added makes cutting off into rounding. */
+static inline __m128i LEVEL(to_halves)(__m256 x) {
+    __m256i up = _mm256_add_epi32(_mm256_castps_si256(x), _mm256_set1_epi32(0x1000));
+    __m128i y = _mm256_cvtps_ph(_mm256_castsi256_ps(up), _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
+    __m128i none = _mm_cmpeq_epi16(_mm_and_si128(y, _mm_set1_epi16(0x7c00)), _mm_setzero_si128());
+    return _mm_andnot_si128(_mm_and_si128(none, _mm_set1_epi16(0x7fff)), y);
+}
+
+#endif
+
+#ifdef LEVEL_WIDE /* the same of sixteen */
+
+static inline __m256i LEVEL(usual_16)(__m256i words) {
+    __m256i field = _mm256_sub_epi16(_mm256_and_si256(words, _mm256_set1_epi16(0x7c00)), _mm256_set1_epi16(0x400));
+    return _mm256_maskz_mov_epi16(_mm256_cmplt_epu16_mask(field, _mm256_set1_epi16(0x7800)), words);
+}
+
+static inline __m256i LEVEL(to_halves_16)(__m512 x) {
+    __m512i up = _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x1000));
+    __m256i y = _mm512_cvtps_ph(_mm512_castsi512_ps(up), _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC);
+    __mmask16 none = _mm256_testn_epi16_mask(y, _mm256_set1_epi16(0x7c00));
+    return _mm256_mask_mov_epi16(y, none, _mm256_and_si256(y, _mm256_set1_epi16((short)0x8000)));
+}
+
+#endif
+
 static void LEVEL(turn_half)(const uint16_t *a, const uint16_t *b, size_t n, const float *c, const float *s,
                              uint16_t *restrict to_a, uint16_t *restrict to_b) {
-    for (size_t i = 0; i < n; ++i) {
+    size_t i = 0;
+#ifdef LEVEL_WIDE
+    for (; i + 16 <= n; i += 16) {
+        __m512 x = _mm512_cvtph_ps(LEVEL(usual_16)(_mm256_loadu_si256((const __m256i *)(const void *)(a + i))));
+        __m512 y = _mm512_cvtph_ps(LEVEL(usual_16)(_mm256_loadu_si256((const __m256i *)(const void *)(b + i))));
+        __m512 cosine = _mm512_loadu_ps(c + i), sine = _mm512_loadu_ps(s + i);
+        __m512 turned_a = _mm512_sub_ps(_mm512_mul_ps(x, cosine), _mm512_mul_ps(y, sine));
+        __m512 turned_b = _mm512_add_ps(_mm512_mul_ps(y, cosine), _mm512_mul_ps(x, sine));
+        _mm256_storeu_si256((__m256i *)(void *)(to_a + i), LEVEL(to_halves_16)(turned_a));
+        _mm256_storeu_si256((__m256i *)(void *)(to_b + i), LEVEL(to_halves_16)(turned_b));
+    }
+#endif
+#ifdef LEVEL_F16C
+    for (; i + 8 <= n; i += 8) {
+        __m256 x = _mm256_cvtph_ps(LEVEL(usual)(_mm_loadu_si128((const __m128i *)(const void *)(a + i))));
+        __m256 y = _mm256_cvtph_ps(LEVEL(usual)(_mm_loadu_si128((const __m128i *)(const void *)(b + i))));
+        __m256 cosine = _mm256_loadu_ps(c + i), sine = _mm256_loadu_ps(s + i);
+        __m256 turned_a = _mm256_sub_ps(_mm256_mul_ps(x, cosine), _mm256_mul_ps(y, sine));
+        __m256 turned_b = _mm256_add_ps(_mm256_mul_ps(y, cosine), _mm256_mul_ps(x, sine));
+        _mm_storeu_si128((__m128i *)(void *)(to_a + i), LEVEL(to_halves)(turned_a));
+        _mm_storeu_si128((__m128i *)(void *)(to_b + i), LEVEL(to_halves)(turned_b));
+    }
+#endif
+    for (; i < n; ++i) {
         float x = LEVEL(of_half)(a[i]), y = LEVEL(of_half)(b[i]);
         float xc = x * c[i], ys = y * s[i], yc = y * c[i], xs = x * s[i];
         to_a[i] = LEVEL(to_half)(xc - ys);
@@ -148,22 +214,6 @@ static void LEVEL(turn_single)(const uint32_t *a, const uint32_t *b, size_t n, c
     }
 }
 
-static void LEVEL(turn)(const uint8_t *row, int dtype, size_t heads, size_t dim, size_t pairs, const float *cosines,
-                        const float *sines, uint8_t *turned) {
-    size_t bytes = dtype == KVMNN_FP32 ? 4 : 2, half = pairs * bytes, all = dim * bytes;
-    for (size_t head = 0; head < heads; ++head, row += all, turned += all) {
-        const void *a = row, *b = row + half;
-        void *to_a = turned, *to_b = turned + half;
-        if (dtype == KVMNN_FP16)
-            LEVEL(turn_half)(a, b, pairs, cosines, sines, to_a, to_b);
-        else if (dtype == KVMNN_BF16)
-            LEVEL(turn_brain)(a, b, pairs, cosines, sines, to_a, to_b);
-        else
-            LEVEL(turn_single)(a, b, pairs, cosines, sines, to_a, to_b);
-        memcpy(turned + 2 * half, row + 2 * half, all - 2 * half);
-    }
-}
-
 /* -- comparing rows ------------------------------------------------------------------------------------------------ */
 
 static size_t LEVEL(equal)(const uint8_t *a, const uint8_t *b, size_t n) {
@@ -182,13 +232,40 @@ static size_t LEVEL(equal)(const uint8_t *a, const uint8_t *b, size_t n) {
     return sum;
 }
 
-static uint8_t LEVEL(largest)(const uint8_t *votes) {
+static inline uint8_t LEVEL(largest_of)(const uint8_t *votes) {
+#ifdef LEVEL_F16C
+    __m256i most = _mm256_loadu_si256((const __m256i *)(const void *)votes);
+    for (int i = 32; i < SCANNED_ROWS; i += 32)
+        most = _mm256_max_epu8(most, _mm256_loadu_si256((const __m256i *)(const void *)(votes + i)));
+    __m128i x = _mm_max_epu8(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
+    x = _mm_xor_si128(x, _mm_set1_epi8(-1)); /* there is an instruction for the least of 8 numbers */
+    x = _mm_minpos_epu16(_mm_min_epu8(x, _mm_srli_epi16(x, 8)));
+    return (uint8_t)~_mm_cvtsi128_si32(x);
+#else
     uint8_t most[32] = {0};
     for (int i = 0; i < SCANNED_ROWS; i += 32)
         for (int k = 0; k < 32; ++k) most[k] = votes[i + k] > most[k] ? votes[i + k] : most[k];
     for (int width = 16; width; width /= 2)
         for (int k = 0; k < width; ++k) most[k] = most[k] > most[k + width] ? most[k] : most[k + width];
     return most[0];
+#endif
+}
+
+static uint8_t LEVEL(largest)(const uint8_t *votes) { return LEVEL(largest_of)(votes); }
+
+static size_t LEVEL(last)(const uint8_t *votes, uint8_t value) {
+    size_t last = 0;
+#ifdef LEVEL_F16C
+    const __m256i wanted = _mm256_set1_epi8((char)value);
+    for (int i = 0; i < SCANNED_ROWS; i += 32) {
+        __m256i found = _mm256_cmpeq_epi8(_mm256_loadu_si256((const __m256i *)(const void *)(votes + i)), wanted);
+        unsigned mask = (unsigned)_mm256_movemask_epi8(found);
+        last = mask ? (size_t)i + dense_high_bit(mask | 1) : last;
+    }
+#else
+    for (size_t i = 0; i < SCANNED_ROWS; ++i) last = votes[i] == value ? i : last;
+#endif
+    return last;
 }
 
 static void LEVEL(scan)(const uint8_t *columns, size_t stride, size_t rows, const uint8_t *looks, size_t count,
@@ -201,7 +278,7 @@ static void LEVEL(scan)(const uint8_t *columns, size_t stride, size_t rows, cons
             for (int j = 0; j < SCANNED_ROWS; ++j) sums[j] = (uint8_t)(sums[j] + (column[j] == look));
         }
         memcpy(votes + i, sums, SCANNED_ROWS);
-        maxima[i / SCANNED_ROWS] = LEVEL(largest)(sums);
+        maxima[i / SCANNED_ROWS] = LEVEL(largest_of)(sums);
     }
 }
 
@@ -231,9 +308,11 @@ static void LEVEL(unpack5)(const uint8_t *packed, size_t n, uint8_t *low) {
 }
 
 #include "coder_impl.h"
+#include "decoder_impl.h"
 
 static const dense_loops LEVEL(table) = {
     KVMNN_LEVEL_NAME, LEVEL(split),     LEVEL(join),    LEVEL(unfold), LEVEL(escapes), LEVEL(outside), LEVEL(angles),
-    LEVEL(turn),      LEVEL(equal),     LEVEL(scan),    LEVEL(largest), LEVEL(pick),   LEVEL(merge),
-    LEVEL(subtract),  LEVEL(add_equal), LEVEL(log_sum), LEVEL(fold),   LEVEL(code),    LEVEL(pack5),   LEVEL(unpack5),
+    LEVEL(turn_on),   LEVEL(equal),     LEVEL(scan),    LEVEL(largest), LEVEL(last),   LEVEL(pick),  LEVEL(merge),
+    LEVEL(subtract),  LEVEL(add_equal), LEVEL(log_sum), LEVEL(fold),   LEVEL(code),    LEVEL(decode),  LEVEL(flat),
+    LEVEL(pack5),     LEVEL(unpack5),
 };

@@ -32,13 +32,15 @@ def as_ids(token_ids: Sequence[int] | npt.NDArray[Any]) -> Ids:
     try:
         found = np.asarray(token_ids)
     except (ValueError, OverflowError):
-        found = np.empty(0)
+        raise KvmnnError("token ids: expected a list of at least one whole number, found no numbers") from None
     if found.ndim != 1 or found.size == 0 or found.dtype.kind not in "iu":
-        raise KvmnnError("token ids: expected a list of at least one whole number")
+        there = "none" if found.shape == (0,) else f"{found.dtype.name} of shape {list(found.shape)}"
+        raise KvmnnError(f"token ids: expected a list of at least one whole number, found {there}")
     if found.size > MAX_TOKENS:
         raise KvmnnError(f"token ids: there are {found.size:,}, expected at most {MAX_TOKENS:,}")
-    if int(found.min()) < 0 or int(found.max()) > MAX_ID:
-        raise KvmnnError(f"token ids: expected numbers from 0 to {MAX_ID:,}")
+    least, most = int(found.min()), int(found.max())
+    if least < 0 or most > MAX_ID:
+        raise KvmnnError(f"token ids: expected numbers from 0 to {MAX_ID:,}, found {least if least < 0 else most:,}")
     return found.astype("<u4")
 
 

@@ -140,6 +140,10 @@ def test_there_is_no_store(here: Path, run, action: str) -> None:
 def test_no_store_is_made_of_what_cannot_be_read(here: Path, run) -> None:
     run("store", "put", "S", "nothing.npz", "--token-ids", "long.json", "--fingerprint", "m", code=1)
     run("store", "import", "S", "long.json", code=1)
+    said = run("store", "put", "S", "long.npz", "--token-ids", "long.json", code=2).err
+    assert "long.npz: does not say which model computed it" in said
+    run("store", "put", "S", "long.npz", "--token-ids", "long.json", "--model", "nothing", code=1)
+    run("store", "put", "S", "long.npz", "--token-ids", "nothing.json", "--fingerprint", "m", code=1)
     assert not Path("S").exists()
 
 
@@ -150,6 +154,17 @@ def test_a_damaged_unit_is_said(here: Path, run) -> None:
     error = run("store", "get", "S", "--token-ids", "long.json", "-o", "x.npz", code=1).err
     assert "kvmnn: warning: " in error and "damaged, was removed (tokens 0 to 49 of a text)" in error
     assert "nothing of this text of 50 tokens is stored" in error
+
+
+def test_what_get_finds_damaged_past_a_directory_is_removed_as_well(here: Path, run) -> None:
+    pytest.importorskip("fsspec")
+    there = f"file://{here}/F"
+    run("store", "put", there, "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
+    (file,) = Path("F/units").iterdir()
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    error = run("store", "get", there, "--token-ids", "long.json", "-o", "x.npz", code=1).err
+    assert "was removed" in error and "passed over" not in error
+    assert run("store", "match", there, "--token-ids", "long.json", code=1).out == "0\n"
 
 
 def test_what_is_missing_is_named_and_nothing_else(run) -> None:

@@ -52,9 +52,12 @@ def test_token_ids() -> None:
     with pytest.raises(KvmnnError, match="there are 16,777,217, expected at most 16,777,216"):
         as_ids(np.zeros(MAX_TOKENS + 1, np.uint8))
     assert as_ids([MAX_ID, 0]).tolist() == [MAX_ID, 0]
-    for wrong in (MAX_ID + 1, -1):
-        with pytest.raises(KvmnnError, match="expected numbers from 0 to"):
-            as_ids([wrong])
+    for wrong, found in ((MAX_ID + 1, "16,777,216"), (-1, "-1")):
+        with pytest.raises(KvmnnError, match=f"expected numbers from 0 to 16,777,215, found {found}$"):
+            as_ids([7, wrong])
+    for ids, there in (([], "none"), ([1.5], r"float64 of shape \[1\]"), ([[1], [1, 2]], "no numbers")):
+        with pytest.raises(KvmnnError, match=f"expected a list of at least one whole number, found {there}$"):
+            as_ids(ids)  # type: ignore[arg-type]
 
 
 def test_a_record_and_a_unit_of_one_token(tmp_path: Path) -> None:

@@ -131,6 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
     making = arguments.action in _MAKING
     if making:  # of an input that cannot be read no store is made
         arguments.read = _source(arguments) if arguments.action == "put" else read_exported(arguments.inputs[0])
+        arguments.made_by = _made_by(arguments) if arguments.action == "put" else None
     store = PrefixStore(
         arguments.store,
         arguments.store_bytes if making else None,
@@ -140,8 +141,7 @@ def run(arguments: argparse.Namespace) -> int:
         effort=arguments.effort,
         threads=arguments.threads,
         create=making,
-        read_only=arguments.action in _LOOKING
-        or (arguments.action == "get" and not os.access(arguments.store, os.W_OK)),
+        read_only=arguments.action in _LOOKING or (arguments.action == "get" and _is_fixed(arguments.store)),
     )
     with store:
         result: Result
@@ -163,6 +163,7 @@ def _source(arguments: argparse.Namespace) -> Source:
     if arguments.token_ids is None and _own_ids(source) is None:
         where = " ".join(arguments.inputs)
         raise UsageError(f"{where}: does not say its token ids: store put needs --token-ids IDS")
+    _ids_of(source, arguments)
     return source
 
 
@@ -180,15 +181,21 @@ def _rotary(arguments: argparse.Namespace) -> Rotary | None:
         return None
 
 
-def _put(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int]:
-    from ...store import layers_of
-
+def _made_by(arguments: argparse.Namespace) -> str:
+    """The model of what is put: as the options say, else as the cache itself does."""
     source = arguments.read
-    model = _fingerprint(arguments) or (source.cache.model if source.cache else None)
-    if model is None:
+    said: str | None = _fingerprint(arguments) or (source.cache.model if source.cache else None)
+    if said is None:
         raise UsageError(
             f"{' '.join(arguments.inputs)}: does not say which model computed it: --model or --fingerprint says it"
         )
+    return said
+
+
+def _put(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int]:
+    from ...store import layers_of
+
+    source, model = arguments.read, arguments.made_by
     others = [other for other in store.models if other != model]
     if others and model not in store.models and not arguments.force:
         raise UsageError(

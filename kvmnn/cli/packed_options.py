@@ -200,12 +200,18 @@ def token_ids(arguments: argparse.Namespace) -> TokenIds | None:
 
 def loaded_ids(arguments: argparse.Namespace) -> Any:
     """The ids that ``--token-ids`` says, or that are in the file it names; read once, as that may be a pipe."""
+    from ..errors import OptionError
     from ..formats.mnn import load_token_ids
+    from ..text import visible
 
     if not hasattr(arguments, "loaded_ids"):
         said = arguments.token_ids
         if _said(said):
             arguments.loaded_ids = [int(word) for word in re.findall(r"\d+", said)]
+        elif _LIST.match(said) and not os.path.exists(said):
+            raise OptionError(
+                f"--token-ids {visible(said)}: expected numbers between commas, as 5,7,9, or a file's name"
+            )
         else:
             arguments.loaded_ids = load_token_ids(said)
     return arguments.loaded_ids
@@ -218,6 +224,9 @@ def _said(ids: str) -> bool:
 
 _IDS = re.compile(r"\s*(\[)?\s*\d{1,9}([\s,]+\d{1,9})*\s*(?(1)\])\s*")
 """Ids themselves, where no file is called so: numbers between spaces or commas, or a JSON list."""
+
+_LIST = re.compile(r"\s*\[|[^/]*,")
+"""What looks like ids, or was meant as such: a bracket, or a comma in what is no path."""
 
 
 def _numbers(text: str) -> tuple[int, ...]:

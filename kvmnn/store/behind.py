@@ -11,6 +11,7 @@ import numpy as np
 from ..arrays.layer_cache import LayerCache
 from ..dtypes import Bytes, Words
 from ..frames.hashing import block_checksums, checksum
+from ..threads.pool import map_pulled, resolve_threads
 from .lookup import Found, Place, Text
 from .unit import MOST_CHAIN, MOST_HISTORY, DamagedError, Header, parse_header
 from .units import Units
@@ -31,16 +32,25 @@ class Before(NamedTuple):
     chain: int
 
 
-def block_sums(layers: Sequence[LayerCache], begin: int, end: int, block_tokens: int) -> tuple[int, ...]:
-    """64 bits over the words of each whole block of some tokens in all layers: the checksum of the checksums of K and V
-    of each.
+def block_sums(
+    layers: Sequence[LayerCache], cuts: Sequence[tuple[int, int]], block_tokens: int, threads: int | None = None
+) -> list[tuple[int, ...]]:
+    """For each cut, from a token to another, 64 bits over the words of each of its whole blocks in all layers: the
+    checksum of the checksums of K and V of each layer.
     """
-    tokens = (end - begin) // block_tokens * block_tokens
-    if not tokens:
-        return ()
-    parts = [words[:, begin : begin + tokens] for words in chain.from_iterable((c.keys, c.values) for c in layers)]
-    sums = [block_checksums(_rows(words), block_tokens * words.shape[2] * words.dtype.itemsize) for words in parts]
-    return tuple(checksum(each) for each in np.array(sums, "<u8").T.copy())
+
+    def one(job: tuple[int, Words]) -> list[int]:
+        begin, words = job
+        return block_checksums(_rows(words[:, begin : begin + block_tokens * blocks[begin]]), block_bytes(words))
+
+    def block_bytes(words: Words) -> int:
+        return int(block_tokens * words.shape[2] * words.dtype.itemsize)
+
+    blocks = {begin: (end - begin) // block_tokens for begin, end in cuts}
+    parts = list(chain.from_iterable((cache.keys, cache.values) for cache in layers))
+    sums = map_pulled(one, [(begin, words) for begin in blocks for words in parts], resolve_threads(threads))
+    runs = [sums[at : at + len(parts)] for at in range(0, len(sums), len(parts))]
+    return [tuple(checksum(each) for each in np.array(run, "<u8").T.copy()) for run in runs]
 
 
 def behind_units(before: Sequence[Before], block_tokens: int) -> Behind:
@@ -75,7 +85,7 @@ def stored_before(units: Units, text: Text, layers: Sequence[LayerCache], known:
             break
         first, count = place.skip // size, (end - begin) // size
         held = header.dense.sums[first : first + count][-left:]
-        put = block_sums(layers, end - len(held) * size, end, size)
+        (put,) = block_sums(layers, [(end - len(held) * size, end)], size)
         same = 0
         while same < len(held) and held[-1 - same] == put[-1 - same]:
             same += 1

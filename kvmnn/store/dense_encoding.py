@@ -74,10 +74,12 @@ def try_layer(
     return Tried(number, _streams(list(_parts(layers)), run, units[number], space, rotary))
 
 
-def frames_of(tried: Tried, layers: Sequence[LayerCache], cut: Cut, space: Space, options: CodecOptions) -> int:
-    """Bytes of frames of the same."""
-    parts, (begin, end) = list(_parts(layers)), cut
-    words = [np.ascontiguousarray(parts[part][:, begin:end]) for part in tried.streams]
+def frames_of_layer(
+    layers: Sequence[LayerCache], units: Sequence[DenseUnit], space: Space, options: CodecOptions
+) -> int:
+    """Bytes of frames of the same as `try_layer`."""
+    (begin, end), layer = units[middle_of(units)].cut, layers[len(layers) // 2]
+    words = [np.ascontiguousarray(each[:, begin:end]) for each in (layer.keys, layer.values)]
     return sum(map(len, encode_many(words, dtype=space.dtype, effort=options.effort, threads=1)))
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..arrays.layer_cache import LayerCache
 from ..dense import Rotary, find_rotary
 from ..errors import OptionError
 from ..frames import CodecOptions
+from ..threads.pool import map_pulled, resolve_threads
 from . import table_sets
 from .behind import Before, Behind, behind_units, block_sums, most_blocks, stored_before, unit_before
 from .dense_encoding import (
@@ -19,7 +20,7 @@ from .dense_encoding import (
     dense_of,
     encode_dense_units,
     fits,
-    frames_of,
+    frames_of_layer,
     middle_of,
     try_layer,
 )
@@ -151,23 +152,36 @@ class _Streams:
         if _is_short(middle):
             self._planned = plans, sums
             return not self._is_behind_frames
-        found = try_layer(self._layers, plans, self._space, self._rotary)
-        if self._for_long is not None:
-            own_plans = [plan if _is_short(plan.cut) else plan._replace(tables=None) for plan in plans]
-            own = try_layer(self._layers, own_plans, self._space, self._rotary, only_keys=True)
-            if found.nbytes(only_keys=True) > SHARED * own.nbytes():
-                self._for_long, plans = None, own_plans
-                found = try_layer(self._layers, plans, self._space, self._rotary)
+        found, own, frames = self._trials(plans)
+        if own is not None and found.nbytes(only_keys=True) > SHARED * own.nbytes():
+            self._for_long, plans = None, _with_own_tables(plans)
+            found = try_layer(self._layers, plans, self._space, self._rotary)
         self._planned, self._tried = (plans, sums), found
-        return found.nbytes() <= WORTH * frames_of(found, self._layers, middle, self._space, self._how.options)
+        return found.nbytes() <= WORTH * frames
+
+    def _trials(self, plans: Sequence[DenseUnit]) -> tuple[Tried, Tried | None, int]:
+        """A layer as it is planned, its K with tables of its own where they are shared, and the bytes of frames."""
+
+        def streams() -> Tried:
+            return try_layer(self._layers, plans, self._space, self._rotary)
+
+        def others() -> tuple[Tried | None, int]:
+            own = None
+            if self._for_long is not None:
+                own = try_layer(self._layers, _with_own_tables(plans), self._space, self._rotary, only_keys=True)
+            return own, frames_of_layer(self._layers, plans, self._space, self._how.options)
+
+        calls: list[Callable[[], Any]] = [streams, others]
+        found, (own, frames) = map_pulled(lambda call: call(), calls, resolve_threads(self._how.threads))
+        return found, own, frames
 
     def _plan(self, batch: Sequence[Cut], text: Text) -> tuple[list[DenseUnit], list[tuple[int, ...]]]:
-        plans, sums = [], []
-        for cut in batch:
+        plans = []
+        sums = block_sums(self._layers, batch, text.block_tokens, self._how.threads)
+        for cut, its_sums in zip(batch, sums, strict=True):
             behind = behind_units(self._before, text.block_tokens)
             plans.append(DenseUnit(cut, behind, self.tables if _is_short(cut) else self._for_long))
-            sums.append(block_sums(self._layers, *cut, text.block_tokens))
-            self._before = [*self._before, Before(sums[-1], behind.chain)][-most_blocks(text.block_tokens) :]
+            self._before = [*self._before, Before(its_sums, behind.chain)][-most_blocks(text.block_tokens) :]
         return plans, sums
 
     def units(self, batch: Sequence[Cut], text: Text, done: Callable[[int, Unit, Behind], object]) -> None:
@@ -183,6 +197,10 @@ class _Streams:
 
         threads = self._how.threads
         encode_dense_units(self._layers, plans, self._space, self._rotary, keep, threads, tried)
+
+
+def _with_own_tables(plans: Sequence[DenseUnit]) -> list[DenseUnit]:
+    return [plan if _is_short(plan.cut) else plan._replace(tables=None) for plan in plans]
 
 
 def _is_short(cut: Cut) -> bool:

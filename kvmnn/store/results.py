@@ -158,8 +158,10 @@ class Verified:
 
     Parameters
     ----------
-    units, tokens, bytes
-        What was read: units, the tokens they hold, bytes of their files.
+    units
+        That were read, the damaged ones among them.
+    tokens, bytes
+        Of those that are whole: tokens they hold, bytes of their files.
     damaged
         One line for each unit that is not what was put; none of its tokens is found from now on.
     """
@@ -174,10 +176,11 @@ class Verified:
         return asdict(self) | {"damaged": list(self.damaged)}
 
     def __str__(self) -> str:
-        whole = f"{count(self.units, 'unit')}, {self.tokens:,} tokens, {self.bytes:,} bytes"
-        if self.damaged:
-            return "\n".join([f"{whole}: {len(self.damaged):,} of them damaged and removed", *self.damaged])
-        return f"{whole}: all of it decoded and compared with its checksums"
+        good = f"{count(self.units - len(self.damaged), 'unit')}, {self.tokens:,} tokens, {self.bytes:,} bytes"
+        good += ": all of it decoded and compared with its checksums"
+        if not self.damaged:
+            return good
+        return "\n".join([good, f"{count(len(self.damaged), 'more unit')} damaged and removed:", *self.damaged])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -104,7 +104,7 @@ def test_the_rest(here: Path, run) -> None:
     assert "all of it decoded and compared" in run("store", "verify", "T").out
     (file,) = Path("T/units").glob("*/*.unit")
     file.write_bytes(file.read_bytes()[:-1])
-    assert "1 of them damaged and removed" in run("store", "verify", "T", code=1).out
+    assert "1 more unit damaged and removed:" in run("store", "verify", "T", code=1).out
     assert run("store", "rm", "S", "--token-ids", "long.json").out.startswith("removed 1 unit, ")
     assert run("store", "gc", "S", "--max-bytes", "0").out.startswith("removed ")
     assert run("store", "ls", "S").out == "no texts\n"
@@ -147,6 +147,13 @@ def test_no_store_is_made_of_what_cannot_be_read(here: Path, run) -> None:
     assert not Path("S").exists()
 
 
+@pytest.mark.parametrize("said", ["1,x,3", "[1, 2", "[1, 2.5]", "5,"])
+def test_ids_that_are_neither_numbers_nor_a_file(here: Path, run, said: str) -> None:
+    run("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
+    error = run("store", "match", "S", "--token-ids", said, code=2).err
+    assert f"--token-ids {said}: expected numbers between commas, as 5,7,9, or a file's name" in error
+
+
 def test_a_damaged_unit_is_said(here: Path, run) -> None:
     run("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
     (file,) = Path("S/units").glob("*/*.unit")
@@ -176,7 +183,7 @@ def test_what_is_missing_is_named_and_nothing_else(run) -> None:
 def test_ids_on_the_command_line(here: Path, run, ids: str) -> None:
     run("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
     assert run("store", "match", "S", "--token-ids", ids).out == "3\n"
-    assert "cannot be read" in run("store", "match", "S", "--token-ids", "100,x", code=1).err
+    assert "cannot be read" in run("store", "match", "S", "--token-ids", "nothing.json", code=1).err
     Path("100").write_text("7")
     assert run("store", "match", "S", "--token-ids", "100", code=1).out == "0\n", "a file of this name holds ids"
 

@@ -47,7 +47,7 @@ def test_positions_of_a_cache_with_gaps_are_noted_by_pack_and_refused_by_store(h
     assert "true positions as llama.cpp has them" in packed.err
     document = json.loads(Path("sys/sys.kvmnn.json").read_text())
     assert len(document["layers"][0]["positions"]) > 1
-    put = ("store", "put", "store", "gaps.session", "--kv-heads", 2, "--fingerprint", "m", "--token-ids", "ids.json")
+    put = ("store", "put", "store", "gaps.session", "--kv-heads", 2, "--fingerprint", "m")
     assert "holds no beginning of a text, whole and in order" in run(*put, code=1).err.replace("\n", " ")
 
 

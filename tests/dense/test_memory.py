@@ -53,5 +53,7 @@ def test_a_few_times_the_array(dtype: str, part: str) -> None:
     argv = [sys.executable, "-c", _WORK, dtype, part]
     found = subprocess.run(argv, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=True)
     encoding, decoding = map(float, found.stdout.split())
-    assert 1 < encoding < 3.5  # its result included; a megabyte is an eighth, and what the heap has by chance
+    assert (
+        1 < encoding < 3.75
+    )  # its result (0.6) and the room for the longest (1) included; what the heap has by chance
     assert decoding < 2.2

@@ -11,6 +11,7 @@ import pytest
 from llama_files import BLOCK_BYTES, BLOCKS, Shape
 
 import kvmnn
+from kvmnn import _simd
 from kvmnn.formats import PackedOptions, ReadOptions
 from kvmnn.formats.llama import _blocks
 from kvmnn.formats.llama.types import TYPES, numbers
@@ -26,7 +27,7 @@ def bits(values: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_numbers_are_ggmls(level: str, name: str) -> None:
-    assert _blocks.level() == level
+    assert _blocks.level() == min(level, "avx2", key=_simd.NAMES.index)  # the most it has loops of
     rng = Random(name)
     made = [[llama_files.block(rng, name) for _ in range(7)] for _ in range(5)]
     blocks = np.frombuffer(b"".join(data for row in made for data, _ in row), np.uint8).reshape(5, 7, -1)

@@ -48,7 +48,7 @@ static void fill(uint8_t *words, size_t rows, size_t row_words, size_t bytes, in
 int main(void) {
     static uint64_t frequencies[MOST_PAIRS];
     static uint8_t words[4 * MOST_CASE_WORDS + PAD], back[4 * MOST_CASE_WORDS + PAD];
-    static uint8_t stream[4 * MOST_CASE_WORDS + 4096], other[4 * MOST_CASE_WORDS + 4096];
+    static uint8_t stream[4 * MOST_CASE_WORDS + 16384], other[4 * MOST_CASE_WORDS + 16384];
     static uint32_t positions[MOST_CASE_WORDS];
     uint64_t hash = 0;
     unsigned long streams = 0, damaged = 0, refused = 0;

@@ -224,3 +224,15 @@ def test_limits() -> None:
         dense.encode(np.zeros((1, 1, 65536), np.float16))
     check(np.zeros((2, 2, 32768), np.float16))
     check(np.zeros((65535, 2, 1), np.float16))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 16, 40])
+def test_few_rows_that_are_nearly_those_before_them(tokens: int) -> None:
+    """All low parts are coded then, and the room for what is coded is the smallest that there is."""
+    before = np.random.default_rng(5).standard_normal((4, 64, 64)).astype(np.float16)
+    array = before[:, :tokens].copy()
+    array[:, :, 5] += np.float16(0.25)
+    stream = dense.encode(array, history=before)
+    assert dense.inspect(stream).method == "rows"
+    assert len(stream) < array.nbytes / (5 if tokens > 2 else 1.5)
+    assert dense.decode(stream, history=before).tobytes() == array.tobytes()

@@ -60,6 +60,7 @@ cdef extern from "kvmnn/dense/coding.h" nogil:
     size_t dense_encode_room(const dense_input *input)
     int dense_choose_base(const dense_input *input)
     size_t dense_alike(const dense_input *input, uint8_t *room)
+    size_t dense_encode_out(const dense_input *input)
     size_t dense_encode(
         const dense_input *input, uint8_t *room, uint8_t *out, size_t limit, uint32_t *references)
     ctypedef struct dense_counts:
@@ -252,7 +253,7 @@ cdef class Input:
         cdef Workspace ws = acquire(False, False)
         try:
             with nogil:
-                out = ws.buffer(1, HEADER_BYTES + self.own_bytes + PAD)
+                out = ws.buffer(1, dense_encode_out(&given) + PAD)
                 at = self.room(ws, &given) if out != NULL else NULL
                 if at != NULL:
                     size = dense_encode(&given, at, out, limit, chosen)

@@ -57,8 +57,9 @@ size_t dense_encode_room(const dense_input *in);
 int dense_choose_base(const dense_input *in);
 /* How many words of the own rows have the symbol that is predicted for them: the more, the better the rotation. */
 size_t dense_alike(const dense_input *in, uint8_t *room);
-/* The stream at `out` (raw bytes + HEADER_BYTES + PAD); its size, or 0 where that would not be below `limit`, or below
- * the raw bytes + HEADER_BYTES. */
+/* Bytes at `out`, PAD not counted: what is coded lies behind what is still to be coded there. */
+size_t dense_encode_out(const dense_input *in);
+/* The stream at `out`; its size, or 0 where that would not be below `limit`, or below the raw bytes + HEADER_BYTES. */
 size_t dense_encode(const dense_input *in, uint8_t *room, uint8_t *out, size_t limit, uint32_t *references);
 /* -- sets.c ------------------------------------------------------------------------------------------------------- */
 

@@ -70,13 +70,14 @@ static int code_symbols(dense_encoder *e, const uint32_t tables[BUCKETS][256], c
     return 1;
 }
 
+/* The same of symbols, which may lie at `least`: each makes room when it is coded. */
 static int code_flat(const dense_loops *loops, const uint8_t *symbols, size_t n, const dense_code *codes,
                      const uint8_t *least, uint8_t *end, coded *c) {
     uint8_t *at = end;
     begin(c);
     while (n > 0) {
-        size_t step = (n - 1) % FLAT_STEP + 1;
-        if ((size_t)(at - least) < 2 * step + 8) return 0;
+        size_t step = (n - 1) % FLAT_STEP + 1, there = symbols == least ? n : 0;
+        if ((size_t)(at - least) < there + 2 * step + 8) return 0;
         n -= step;
         at = (uint8_t *)loops->code(symbols, symbols + n, step, NULL, codes, c->states, (uint16_t *)(void *)at);
     }
@@ -215,10 +216,15 @@ static void make_model(dense_encoder *e, size_t words) {
     dense_cluster(e->in->loops, e->counts, e->seen, (int)most, 0, e->cluster, e->model);
 }
 
+size_t dense_encode_out(const dense_input *in) {
+    size_t step = in->shape.words > FLAT_STEP ? in->shape.words : FLAT_STEP;
+    return HEADER_BYTES + in->rows.rows * in->rows.row_bytes + 2 * step + 8;
+}
+
 size_t dense_encode(const dense_input *in, uint8_t *room, uint8_t *out, size_t limit, uint32_t *references) {
     dense_encoder all, *e = &all;
     size_t words = 0, escapes, raw = in->rows.rows * in->rows.row_bytes, coded_low = 0;
-    uint8_t *end = out + HEADER_BYTES + raw;
+    uint8_t *end = out + dense_encode_out(in);
     if (limit > HEADER_BYTES + raw) limit = HEADER_BYTES + raw;
     dense_lay_out(e, in, 1, (dense_arena){.at = room});
     e->differences[BUCKETS - 1] = out;
@@ -241,9 +247,8 @@ size_t dense_encode(const dense_input *in, uint8_t *room, uint8_t *out, size_t l
     size_t size = HEADER_BYTES + 64 + head;
     for (int b = BUCKETS; b-- > LOW_FROM;) {
         if (!(mask >> b & 1)) continue;
-        const uint8_t *least = out + (b == BUCKETS - 1 ? e->difference_count[b] : 0);
         size_t count = e->difference_count[b];
-        if (!code_flat(in->loops, e->differences[b], count, low_codes[b], least, end, &low[b])) return 0;
+        if (!code_flat(in->loops, e->differences[b], count, low_codes[b], out, end, &low[b])) return 0;
         end = low[b].units;
         size += 16 + low[b].unit_bytes;
         coded_low += count;

@@ -14,7 +14,6 @@ They are printed and not written to benchmarks/.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -61,10 +60,10 @@ def main() -> None:
         "all codecs in turn.\nOther work beside slows all of them: compare, do not add up.\n",
         section("Whole layers", whole),
         section(f"Blocks of {BLOCK} tokens", blocks),
-        f"## Two threads\n\nBlocks of {BLOCK} tokens with tables of their own, times one thread by the clock; "
+        "## Two threads\n\nMany blocks of so many tokens, with tables of their own: times one thread by the clock; "
         "medians.\n\n"
         + table(
-            ["array", "threads, encode", "processes, encode", "threads, decode", "processes, decode"],
+            ["array", *next(iter(threads.values()))],
             [[name, *(f"{gain:.2f}" for gain in found.values())] for name, found in threads.items()],
         ),
     ]
@@ -171,34 +170,22 @@ def of_blocks(layers: list[Any], rotary: dense.Rotary | None, rounds: int) -> di
 
 
 def of_threads(layers: list[Any], rotary: dense.Rotary | None, rounds: int) -> dict[str, float]:
-    """How many times as fast two threads, and two processes, are as one."""
+    """How many times as fast two threads are as one, by the clock, for blocks of 64 and of 256 tokens."""
     tokens = layers[0].shape[1]
-    blocks = [layer[:, at : at + BLOCK] for layer in layers for at in range(0, tokens - BLOCK + 1, BLOCK)] * 4
-    streams = [dense.encode(block, rotary=rotary) for block in blocks]
-    ways: dict[str, tuple[Callable[[Any], Any], list[Any]]] = {
-        "encode": (lambda block: dense.encode(block, rotary=rotary), blocks),
-        "decode": (dense.decode, streams * 4),
-    }
     gains: dict[str, float] = {}
-    for way, (work, items) in ways.items():
-        jobs: dict[str, Callable[[], Any]] = {
-            "one": lambda work=work, items=items: map_pulled(work, items, 1),
-            "threads": lambda work=work, items=items: map_pulled(work, items, 2),
-            "processes": lambda work=work, items=items: in_processes(work, items),
-        }
-        times = interleaved(jobs, rounds, time.perf_counter)
-        gains |= {f"{way}, {name}": ratio(times, "one", name) for name in ("threads", "processes")}
+    for size in (BLOCK, 4 * BLOCK):
+        blocks = [layer[:, at : at + size] for layer in layers for at in range(0, tokens - size + 1, size)] * 8
+        streams = [dense.encode(block, rotary=rotary) for block in blocks] * 2
+        for way, work, items in (
+            ("encode", lambda b: dense.encode(b, rotary=rotary), blocks),
+            ("decode", dense.decode, streams),
+        ):
+            jobs: dict[str, Callable[[], Any]] = {
+                str(count): lambda work=work, items=items, count=count: map_pulled(work, items, count)
+                for count in (1, 2)
+            }
+            gains[f"{way}, {size}"] = ratio(interleaved(jobs, rounds, time.perf_counter), "1", "2")
     return gains
-
-
-def in_processes(work: Callable[[Any], Any], items: list[Any]) -> None:
-    """Half of the items in a process each, forked, so that none are sent; a fork takes a millisecond or two."""
-    context = multiprocessing.get_context("fork")
-    halves = [context.Process(target=map_pulled, args=(work, items[n::2], 1)) for n in range(2)]
-    for one in halves:
-        one.start()
-    for one in halves:
-        one.join()
 
 
 def timed(coders: dict[str, Any], raw: int, expected: list[bytes], rounds: int) -> dict[str, Any]:

@@ -289,6 +289,8 @@ def _check_positions(where: str, held: Held, seen: int, model: DecoderInterface)
         )
     for layer, places in enumerate(held.positions):
         rows = np.sort(np.atleast_2d(places), axis=1)
+        if places.ndim > 1 and len(rows) != model.kv_heads:
+            raise SourceError(f"{where}: layer {layer} has positions of {len(rows)} heads: expected {model.kv_heads}")
         if (same := np.argwhere(np.diff(rows, axis=1) == 0)).size:
             row, place = same[0]
             raise SourceError(

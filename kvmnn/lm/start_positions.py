@@ -11,15 +11,12 @@ import numpy as np
 from ..arrays.source import Source
 from ..dtypes import Positions
 from ..errors import SourceError
-from ..files.json_document import Node, parse, read_bounded
 from ..formats.mnn import load_token_ids
-from ..formats.npy_folder import POSITIONS
+from ..formats.noted_positions import noted_positions
 from ..packed.cache_info import Ranges
 from ..text import count
 from .documents import Ids
 from .kv_files import TOKEN_IDS
-
-_MAX_TOKENS = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -107,36 +104,13 @@ def _places(runs: Ranges) -> Positions:
 
 
 def _noted(source: Source, tokens: Sequence[int]) -> Held | None:
-    """What `kvmnn dump-kv` writes beside the arrays, where the only input is its directory."""
-    if len(source.inputs) != 1:
+    """What `kvmnn dump-kv` writes beside the arrays."""
+    noted = noted_positions(source, tokens)
+    if noted is None:
         return None
-    directory = Path(source.inputs[0])
-    path = directory / POSITIONS
-    try:
-        document = parse(read_bounded(path), str(path))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    layers = document.at("layers").items()
-    if len(layers) != len(tokens):
-        raise SourceError(f"{path}: has positions of {len(layers)} layers: the arrays are of {len(tokens)}")
-    seen = document.at("tokens_seen").integer(1)
-    positions = tuple(_listed(layer.at("positions"), number) for layer, number in zip(layers, tokens, strict=True))
-    ids_file = directory / TOKEN_IDS
-    return Held(positions=positions, seen=seen, ids=load_token_ids(str(ids_file)) if ids_file.is_file() else None)
-
-
-def _listed(said: Node, tokens: int) -> Positions:
-    values = said.value
-    rows = values if isinstance(values, list) and values and isinstance(values[0], list) else [values]
-    good = all(
-        isinstance(row, list)
-        and len(row) == tokens
-        and all(type(value) is int and 0 <= value <= _MAX_TOKENS for value in row)
-        for row in rows
+    ids = Path(source.inputs[0], TOKEN_IDS)
+    return Held(
+        positions=noted.positions,
+        seen=noted.tokens_seen,
+        ids=load_token_ids(str(ids)) if ids.is_file() else None,
     )
-    if not good:
-        raise said.wrong(f"{tokens} positions, one for each token of the arrays")
-    places = np.array(values, np.int64)
-    if (np.diff(places, axis=-1) <= 0).any():
-        raise said.wrong("ascending positions")
-    return places

@@ -178,6 +178,24 @@ def test_an_evicted_dump_says_its_positions(dump: Path, tmp_path: Path) -> None:
     assert measured(tmp_path / "mnn").rows[1].nll == result.rows[1].nll
 
 
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ([[*range(20)]] * 3, "cut: layer 1 has positions of 3 heads: expected 4"),
+        ([[*range(20)], [*range(19)]], "expected 20 ascending positions"),
+        ([*range(19), 40], "cut: holds the token at position 40, of which no id is known"),
+    ],
+)
+def test_positions_that_are_not_of_the_arrays(dump: Path, tmp_path: Path, said: list[object], message: str) -> None:
+    dump_kv(MODEL, TEXT, tmp_path / "cut", create("knorm", budget=20), tokens=TOKENS)
+    file = tmp_path / "cut" / "positions.json"
+    document = json.loads(file.read_text())
+    document["layers"][1]["positions"] = said
+    file.write_text(json.dumps(document))
+    with pytest.raises(KvmnnError, match=message):
+        measured(tmp_path / "cut")
+
+
 def test_every_reader_gives_the_same_start(
     layers: list[tuple[np.ndarray, np.ndarray]], ids: list[int], tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ...arrays.engine_cache import runs_of
 from ...arrays.layers import LayerArray, common_geometry, sorted_layers
 from ...arrays.source import Source
 from ...errors import OptionError
@@ -14,9 +15,9 @@ from ...packed.fitting import Geometry, of_layout
 from ...packed.layout import PackLayout
 from ...text import span
 from ...threads.pipeline import Progress
+from ..noted_positions import noted_positions
 from ..npy_folder import POSITIONS
 from .model import check_agrees, fingerprint, read_geometry
-from .noted_positions import noted_positions
 from .prefix_writing import Making, Packed, prefix_info, write_prefix
 
 
@@ -94,7 +95,7 @@ def pack(
     )
     notes = list(source.notes)
     if known is None:
-        said = _of_engine(source, info) or noted_positions(source, [layer.tokens for layer in info.layers])
+        said = _of_engine(source, info) or _noted(source, info)
         if said is None:
             tokens_text = span(sorted(found))
             notes.append(f"nothing says which tokens of the text the arrays hold: noted as the first {tokens_text}")
@@ -116,6 +117,14 @@ def _of_engine(source: Source, info: CacheInfo) -> tuple[Ranges, ...] | None:
     if not cache.ascends:
         raise OptionError(f"{' '.join(source.inputs)}: its tokens are not one text in order ({cache})")
     return cache.layer_runs if len(cache.layer_runs) == len(info.layers) else None
+
+
+def _noted(source: Source, info: CacheInfo) -> tuple[Ranges, ...] | None:
+    """Those that lie beside the arrays; None where heads hold different tokens, which runs of a layer cannot say."""
+    noted = noted_positions(source, [layer.tokens for layer in info.layers])
+    if noted is None or any(places.ndim > 1 for places in noted.positions):
+        return None
+    return tuple(runs_of(places) for places in noted.positions)
 
 
 def repack(

@@ -1,0 +1,76 @@
+"""True positions that lie beside a directory of plain arrays: the ``positions.json`` of ``kvmnn dump-kv``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..arrays.source import Source
+from ..dtypes import Positions
+from ..errors import SourceError
+from ..files.json_document import Node, parse, read_bounded
+from .npy_folder import POSITIONS
+
+_MAX_TOKENS = 2**31 - 1
+
+
+@dataclass(frozen=True, eq=False)
+class Noted:
+    """What the document says.
+
+    Attributes
+    ----------
+    positions
+        Of each layer, ascending: int64 ``[token]``, or ``[kv_head, token]`` where heads hold different tokens.
+    tokens_seen
+        Tokens of the text; None where it does not say them.
+    """
+
+    positions: tuple[Positions, ...]
+    tokens_seen: int | None
+
+
+def noted_positions(source: Source, tokens: Sequence[int]) -> Noted | None:
+    """The true positions of every layer's tokens, where the only input is a directory that says them.
+
+    Parameters
+    ----------
+    tokens
+        Of each layer.
+
+    Returns
+    -------
+    None where nothing is said.
+
+    Raises
+    ------
+    ManifestError, SourceError
+        For a document that is none, or is not of these layers.
+    """
+    if len(source.inputs) != 1:
+        return None
+    path = Path(source.inputs[0], POSITIONS)
+    try:
+        document = parse(read_bounded(path), str(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    layers = document.at("layers").items()
+    if len(layers) != len(tokens):
+        raise SourceError(f"{path}: has positions of {len(layers)} layers: the arrays are of {len(tokens)}")
+    positions = tuple(_places(layer.at("positions"), count) for layer, count in zip(layers, tokens, strict=True))
+    seen = document.at("tokens_seen").integer(1) if "tokens_seen" in document.value else None
+    return Noted(positions, seen)
+
+
+def _places(said: Node, tokens: int) -> Positions:
+    values = said.value
+    by_head = isinstance(values, list) and values and all(isinstance(value, list) for value in values)
+    for row in values if by_head else [values]:
+        if not isinstance(row, list) or not all(type(value) is int and 0 <= value <= _MAX_TOKENS for value in row):
+            raise said.wrong("a list of positions")
+        if len(row) != tokens or (np.diff(row) <= 0).any():
+            raise said.wrong(f"{tokens} ascending positions, one for each token of the arrays")
+    return np.array(values, np.int64)

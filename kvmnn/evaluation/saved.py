@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import KvmnnError, SourceError
-from ..files.json_document import as_object, read_bounded
+from ..files.json_document import as_object, read_bounded, values_in
 from ..files.records import Record
 from ..reports.plot_files import PLAIN, PlotOptions
 from ..text import count
@@ -113,14 +113,8 @@ def _check(document: Mapping[str, object], where: str) -> None:
     rows = document["rows"]
     if isinstance(rows, list) and len(rows) > _MAX_ROWS:
         raise SourceError(f"{where}: has {len(rows):,} rows: expected at most {_MAX_ROWS:,}")
-    waiting: list[object] = [document]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, dict):
-            waiting += [*value.keys(), *value.values()]
-        elif isinstance(value, list):
-            waiting += value
-        elif isinstance(value, str) and len(value) > _MAX_TEXT:
+    for value in values_in(document):
+        if isinstance(value, str) and len(value) > _MAX_TEXT:
             raise SourceError(f"{where}: holds a text of {len(value):,} characters: expected at most {_MAX_TEXT:,}")
-        elif isinstance(value, int) and abs(value) > _MAX_NUMBER:
+        if isinstance(value, int) and abs(value) > _MAX_NUMBER:
             raise SourceError(f"{where}: holds a number of {len(str(abs(value)))} digits")

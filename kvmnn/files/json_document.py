@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -204,3 +204,16 @@ def read_object_if_there(path: Path) -> dict[str, Any]:
         return read_object(path, constants=True)
     except (FileNotFoundError, NotADirectoryError):
         return {}
+
+
+def values_in(document: object) -> Iterator[object]:
+    """Every key, text, number and constant in a document, however deep."""
+    waiting = [document]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += [*value.keys(), *value.values()]
+        elif isinstance(value, list):
+            waiting += value
+        else:
+            yield value

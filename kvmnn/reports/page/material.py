@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import SourceError
-from ...files.json_document import as_object, read_bounded
+from ...files.json_document import as_object, read_bounded, values_in
 from . import records
 
 NOT_FINISHED = "not measured: the round was not finished"
@@ -319,14 +319,8 @@ def _leave_out(found: Material, name: str, why: str = "a case that the last roun
 
 def _check(document: object, where: str) -> None:
     """Refuse numbers that are none, and texts far beyond any result."""
-    waiting: list[object] = [document]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, dict):
-            waiting += [*value.keys(), *value.values()]
-        elif isinstance(value, list):
-            waiting += value
-        elif isinstance(value, str) and len(value) > _MAX_TEXT:
+    for value in values_in(document):
+        if isinstance(value, str) and len(value) > _MAX_TEXT:
             raise SourceError(f"{where}: holds a text of {len(value):,} characters: expected at most {_MAX_TEXT:,}")
-        elif isinstance(value, int | float) and not abs(value) <= _MAX_NUMBER:
+        if isinstance(value, int | float) and not abs(value) <= _MAX_NUMBER:
             raise SourceError(f"{where}: holds a number beyond 10^18, which nobody measured")

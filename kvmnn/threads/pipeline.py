@@ -1,4 +1,4 @@
-"""Ordered work on many pieces with a bound on the bytes in flight."""
+"""Ordered work on many pieces with a bound on the bytes, and on the number of pieces, in flight."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ Progress = Callable[[int], object]
 IN_FLIGHT = 32 << 20
 """Bytes of pieces that may be in work, or done and waiting for their turn, at one time."""
 
+_LEAST_JOBS = 256
+_JOBS_OF_A_CORE = 16
+"""Pieces that may be in flight, however small: results may be larger than what they are made from."""
+
 
 def ordered(
     work: Callable[[T, int | None], R],
@@ -28,8 +32,8 @@ def ordered(
 ) -> Iterator[tuple[T, R]]:
     """Yield ``(item, work(item, threads))`` in the order of `items`, which is pulled from no faster than needed.
 
-    Items run side by side, as many as `IN_FLIGHT` has room for, and share the threads. One that fills more than half of
-    it, or is alone, has all threads to itself.
+    Items run side by side, as many as `IN_FLIGHT` has room for, at most `in_flight_jobs`, and share the threads. One that
+    fills more than half of it, or is alone, has all threads to itself.
 
     Parameters
     ----------
@@ -56,6 +60,11 @@ def ordered(
         window.close()
 
 
+def in_flight_jobs(cores: int) -> int:
+    """Items that may be in work, or done and waiting for their turn, at one time, with so many threads."""
+    return max(_LEAST_JOBS, _JOBS_OF_A_CORE * cores)
+
+
 def _with_last(items: Iterable[T], may_look: Callable[[T], bool]) -> Iterator[tuple[T, bool]]:
     """Items, and whether each is known to be the last; looks ahead only behind an item that `may_look` accepts."""
     source = iter(items)
@@ -80,12 +89,13 @@ def _one(source: Iterator[T]) -> Iterator[T]:
 
 
 class _Window(Generic[T, R]):
-    """Items on the pool, oldest first, and the bytes they amount to."""
+    """Items on the pool, oldest first, and the bytes they amount to; both have bounds."""
 
     def __init__(self, work: Callable[[T, int | None], R], size: Callable[[T], int], cores: int) -> None:
         self._work = work
         self._size = size
         self._cores = cores
+        self._most = in_flight_jobs(cores)
         self._pool: ThreadPoolExecutor | None = None
         self._waiting: deque[tuple[T, Future[R]]] = deque()
         self._bytes = 0
@@ -102,7 +112,7 @@ class _Window(Generic[T, R]):
         self._bytes += self._size(item)
 
     def make_room(self, nbytes: int) -> Iterator[tuple[T, R]]:
-        while self._waiting and self._bytes + nbytes > IN_FLIGHT:
+        while self._waiting and (self._bytes + nbytes > IN_FLIGHT or len(self._waiting) >= self._most):
             yield self._oldest()
 
     def drain(self) -> Iterator[tuple[T, R]]:

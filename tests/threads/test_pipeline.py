@@ -33,6 +33,25 @@ def test_order_and_bound(sizes, threads):
     assert peak <= max([pipeline.IN_FLIGHT, *(size * scale for size in sizes)])
 
 
+@pytest.mark.parametrize("nbytes", [0, 1, 30])
+@pytest.mark.parametrize("threads", [2, 40])
+def test_tiny_items_are_bounded_by_their_number(nbytes, threads):
+    """Where the reader of results is slow, or the first item is, no more than so many are pulled and done."""
+    most = pipeline.in_flight_jobs(threads)
+    pulled, held, turns = 0, 0, 3 * most
+
+    def items():
+        nonlocal pulled
+        for number in range(turns):
+            pulled += 1
+            yield number
+
+    for number, (item, result) in enumerate(pipeline.ordered(lambda n, _: n, items(), lambda _: nbytes, threads)):
+        assert item == result == number
+        held = max(held, pulled - number)
+    assert pulled == turns and most <= held <= most + 2  # the next item, and the look at whether it is the last
+
+
 def test_the_first_failure_comes_through():
     def work(item: int, threads: int | None) -> int:
         if item >= 5:

@@ -18,6 +18,10 @@ DUMP_KEY: Final = "kvmnn.dump"
 """Key of `Source.metadata` for the metadata files of a KV dump: they stay in bundles, which become the dump again."""
 FILE_KEY: Final = "kvmnn.file"
 """The same for all of another engine's file but K and V."""
+BESIDE_KEY: Final = "kvmnn.beside"
+"""The same for files beside the arrays of a folder that say whose K and V they are."""
+OF_THE_WHOLE: Final = (DUMP_KEY, FILE_KEY, BESIDE_KEY)
+"""Keys that only manifests carry: no other file of arrays becomes such a folder or file again."""
 
 
 @dataclass

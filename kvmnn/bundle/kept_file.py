@@ -22,6 +22,7 @@ SCHEMA: Final = "kvmnn-file"
 SCHEMA_VERSION: Final = 1
 MAX_BYTES = 256 << 20
 """Of the document, and of all literal bytes."""
+_MOST_CLOSELY = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -113,10 +114,15 @@ def to_json(kept: KeptFile) -> str:
 def _part_document(part: Part) -> dict[str, Any]:
     if part.arrays:
         return {"bytes": part.nbytes, "arrays": [list(each) for each in part.arrays]}
-    small = zlib.compress(part.literal, 9)
-    if len(small) < len(part.literal):
-        return {"bytes": part.nbytes, "zlib": base64.b64encode(small).decode()}
-    return {"bytes": part.nbytes, "base64": base64.b64encode(part.literal).decode()}
+    return literal_document(part.literal)
+
+
+def literal_document(data: bytes) -> dict[str, Any]:
+    """Bytes in a JSON document; `literal` reads them."""
+    small = zlib.compress(data, 9 if len(data) <= _MOST_CLOSELY else 6)
+    if len(small) < len(data):
+        return {"bytes": len(data), "zlib": base64.b64encode(small).decode()}
+    return {"bytes": len(data), "base64": base64.b64encode(data).decode()}
 
 
 def kept_file(metadata: dict[str, str], where: str) -> KeptFile | None:
@@ -161,10 +167,18 @@ def _part(node: Node) -> Part:
         if nbytes % sum(turn for _, turn in arrays):
             raise node.at("bytes").wrong("a multiple of what the arrays give by turns")
         return Part(nbytes, arrays=arrays)
-    literal = _zlib(node.at("zlib"), nbytes) if "zlib" in node.value else _base64(node.at("base64"))
-    if len(literal) != nbytes:
-        raise node.at("bytes").wrong(f"{len(literal)}, as its bytes are")
-    return Part(nbytes, literal)
+    return Part(nbytes, literal(node, MAX_BYTES))
+
+
+def literal(node: Node, max_bytes: int) -> bytes:
+    """Bytes that `literal_document` put into a JSON document; `ManifestError` for others, and for more."""
+    nbytes = node.at("bytes").integer(0)
+    if nbytes > max_bytes:
+        raise node.at("bytes").wrong(f"at most {max_bytes}")
+    data = _zlib(node.at("zlib"), nbytes) if "zlib" in node.value else _base64(node.at("base64"))
+    if len(data) != nbytes:
+        raise node.at("bytes").wrong(f"{len(data)}, as its bytes are")
+    return data
 
 
 def _turn(node: Node) -> tuple[str, int]:

@@ -7,10 +7,11 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..arrays.source import Source
+from ..arrays.source import BESIDE_KEY, Source
 from ..files.changes import Reading
 from ..text import LOSSLESS, at_rate, count, ratio
 from ..threads.pipeline import Progress
+from .beside import difference_beside
 from .comparing import Difference, compare
 from .decoding import decode_frames
 from .frame_set import DecodeOptions, FrameSet
@@ -163,8 +164,12 @@ def verify(
 
 
 def _around(frames: FrameSet, against: Source) -> Difference | None:
-    """Where frames are of a file that was kept whole: what the manifest has of it besides arrays, and the original."""
-    kept = kept_file(frames.document.metadata, frames.path) if frames.document else None
-    other = kept_file(against.metadata, " ".join(against.inputs))
+    """Where what the manifest has besides arrays is not what the original has: of a file kept whole, or beside arrays."""
+    if frames.document is None:
+        return None
+    metadata, whose = frames.document.metadata, " ".join(against.inputs)
+    kept, other = kept_file(metadata, frames.path), kept_file(against.metadata, whose)
     what = kept.difference(other) if kept and other else None
+    if BESIDE_KEY in metadata:  # frames of earlier versions have none
+        what = what or difference_beside(metadata, frames.path, against.metadata, whose)
     return Difference(None, what) if what else None

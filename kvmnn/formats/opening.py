@@ -14,7 +14,7 @@ from ..bundle import manifest
 from ..bundle.frame_set import DecodeOptions, open_frames
 from ..errors import KvmnnError, LimitError, MissingOptionError, OptionError, SourceError
 from ..files.mapped import STDIN, MappedFile, head_of
-from . import engine_files, llama, npy, npy_folder, raw, vllm, zarr
+from . import beside, engine_files, llama, npy, npy_folder, raw, vllm, zarr
 from .array_formats import ARRAY_FORMATS, array_format
 from .frames import of_frames
 from .hf import live, saved
@@ -244,7 +244,10 @@ def _directory(path: str, options: ReadOptions) -> Source:
         "npy": npy_folder.read,
         "vllm": vllm.read,
     }[kind]
-    return read(path, options)
+    source = read(path, options)
+    if kind in ("npy", "dump") and not options.tensors:
+        beside.note_down(source, path)
+    return source
 
 
 def _standard_input(options: ReadOptions) -> Source:

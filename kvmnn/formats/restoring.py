@@ -10,6 +10,7 @@ from itertools import zip_longest
 from typing import Any
 
 from ..arrays.named_array import ArrayInfo
+from ..bundle.beside import files_beside
 from ..bundle.decoding import decode_frames
 from ..bundle.frame_set import DecodeOptions, FrameSet
 from ..errors import OptionError
@@ -47,6 +48,8 @@ class Restored:
         Time that it took.
     unknown
         What nothing says of several frames without a manifest, for people; else empty.
+    beside
+        Names of further files in a directory, which lay beside the arrays.
     """
 
     input: str
@@ -58,6 +61,7 @@ class Restored:
     stored_bytes: int
     seconds: float
     unknown: str = ""
+    beside: tuple[str, ...] = ()
 
     @property
     def raw_bytes(self) -> int:
@@ -78,11 +82,13 @@ class Restored:
             "raw_bytes": self.raw_bytes,
             "stored_bytes": self.stored_bytes,
             "seconds": self.seconds,
+            **({"beside": list(self.beside)} if self.beside else {}),
             "arrays": [{**array_document(array), "file": file} for array, file in zip_longest(self.arrays, self.files)],
         }
 
     def __str__(self) -> str:
-        line = self.said_of(count(len(self.arrays), "array"))
+        held = [count(len(self.arrays), "array"), *self.beside]
+        line = self.said_of(" and ".join([", ".join(held[:-1]), held[-1]] if held[1:] else held))
         others = renamed(zip((array.name for array in self.arrays), self.files, strict=False))
         return f"{line}\n  {others}" if others else line
 
@@ -129,6 +135,7 @@ def restore(
         No file is left behind then.
     """
     started = time.perf_counter()
+    beside = tuple(files_beside(frames.document.metadata, frames.path)) if frames.document else ()
     if isinstance(output, str | os.PathLike):
         path, reread = os.fspath(output), not is_device(output)
         files = _to_path(frames, path, options or DecodeOptions(), force, progress)
@@ -149,6 +156,7 @@ def restore(
         stored_bytes=frames.stored_bytes,
         seconds=time.perf_counter() - started,
         unknown=frames.unknown,
+        beside=beside if files else (),
     )
 
 

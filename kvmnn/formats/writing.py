@@ -6,12 +6,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 
 from ..arrays.named_array import ArrayInfo
-from ..arrays.source import DUMP_KEY, FILE_KEY
+from ..arrays.source import OF_THE_WHOLE
 from ..errors import OutputError
 from ..files.names import file_names, is_directory
 from ..files.output import DirectoryOutput, FileOutput, StagedFile
 from . import npy
 from .array_formats import array_format
+from .beside import write_beside
 from .raw import own_bytes, write_raw
 from .rereading import Hashed, Written, read_back
 from .sinks import Runs, Writer, beginnings
@@ -42,7 +43,7 @@ def write_arrays(
     runs
         Their bytes, array after array: ``(array index, little-endian bytes in memory order)``.
     metadata
-        For the formats that have a place for it (``.safetensors``).
+        For the formats that have a place for it (``.safetensors``); what lies beside arrays (`beside`) for a directory.
     hashes
         The SHA-256 that the bytes of each array must have; None for whatever `runs` gives.
     force
@@ -70,11 +71,12 @@ def write_arrays(
             each = zip(files, arrays, strict=True)
             written = [Written(file.path, file.target, format_, [array]) for file, array in each]
             read_back(written, hashes or hashed.hashes, threads)
+            write_beside(directory, metadata)
             directory.commit()
         return [file.target.name for file in files]
     writer_for(output, arrays)  # or it cannot hold them
     with FileOutput(output, force=force, protect=protect) as out:
-        text = {key: text for key, text in (metadata or {}).items() if key not in (DUMP_KEY, FILE_KEY)}
+        text = {key: text for key, text in (metadata or {}).items() if key not in OF_THE_WHOLE}
         write_file(out, output, arrays, runs, text, hashes=hashes, threads=threads)
         out.commit()
     return []

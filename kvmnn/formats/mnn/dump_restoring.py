@@ -18,6 +18,7 @@ from ...files.json_document import as_object, read_bounded
 from ...files.output import DirectoryOutput, StagedFile
 from ...text import count
 from ...threads.pipeline import Progress
+from ..beside import write_beside
 from ..rereading import Written, read_back
 from ..restoring import Restored
 from ..sinks import beginnings
@@ -92,6 +93,7 @@ def restore_dump(
     with DirectoryOutput(output, force=force, protect=frames.files) as directory:
         directory.check_names([*plan.files, *plan.texts])
         _write(frames, plan, directory, options, progress)
+        beside = write_beside(directory, frames.document and frames.document.metadata)
         directory.commit()
     return RestoredDump(
         input=frames.path,
@@ -100,7 +102,7 @@ def restore_dump(
         verified=True,
         reread=True,
         files=tuple(plan.files),
-        metadata_files=tuple(plan.texts),
+        metadata_files=(*plan.texts, *beside),
         stored_bytes=frames.stored_bytes,
         seconds=time.perf_counter() - started,
     )

@@ -11,6 +11,7 @@ from pathlib import PurePath
 
 from ...arrays.named_array import Piece
 from ...arrays.source import Source
+from ...bundle.beside import files_beside
 from ...bundle.verifying import Verified
 from ...errors import OptionError
 from ...files.changes import Reading
@@ -126,6 +127,7 @@ def restore_store(
         stored_bytes=account.nbytes,
         seconds=time.perf_counter() - started,
         unknown="" if verified else "no sha256 in the store to check them against",
+        beside=tuple(files_beside(source.metadata, path)) if files else (),
     )
 
 

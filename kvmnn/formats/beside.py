@@ -1,0 +1,42 @@
+"""Files that lie beside the arrays of a folder: they travel with the arrays, and are written with them again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..arrays.source import BESIDE_KEY, Source
+from ..bundle.beside import MAX_BYTES, NAMES, files_beside, to_json
+from ..errors import OutputError, SourceError
+from ..files.json_document import read_bounded
+from ..files.output import DirectoryOutput
+
+
+def note_down(source: Source, folder: str) -> None:
+    """Add what lies beside its arrays to the metadata of a source that has all arrays of `folder`.
+
+    What cannot be read, or is larger than `MAX_BYTES`, is left out with a note.
+    """
+    found = {}
+    for name in NAMES:
+        path = Path(folder, name)
+        if path.is_file():
+            try:
+                found[name] = read_bounded(path, MAX_BYTES)
+            except (SourceError, FileNotFoundError) as error:
+                source.notes.append(f"frames of these arrays will be without {name}: {error}")
+    if found:
+        source.metadata[BESIDE_KEY] = to_json(found)
+        source.opened += tuple(str(Path(folder, name)) for name in found)
+
+
+def write_beside(directory: DirectoryOutput, metadata: Mapping[str, str] | None) -> list[str]:
+    """Write such files into a directory of arrays, and read them back; their names. The caller commits."""
+    files = files_beside(metadata or {}, str(directory.target))
+    for name, data in files.items():
+        file = directory.file(name)
+        file.write(data)
+        file.close()
+        if read_bounded(file.path, MAX_BYTES) != data:
+            raise OutputError(f"{file.target}: does not read back as it was written")
+    return list(files)

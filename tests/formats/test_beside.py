@@ -1,0 +1,119 @@
+"""Files beside the arrays of a folder: bundles and stores of it keep them, and write them again byte for byte."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from plain_dumps import contents, dump
+
+import kvmnn
+from kvmnn.bundle import beside
+from kvmnn.errors import ManifestError
+from kvmnn.formats import encode_store, npy_folder, restore, restore_store
+from kvmnn.formats.mnn import restore_dump
+
+TEXTS = {
+    "positions.json": b'{"tokens_seen": 9,\r\n "layers": [{"positions": [0, 4, 8]}]}',  # bytes, not what they say
+    "token_ids.json": b"[5, 6, 7, 8, 9, 10, 11, 12, 13]\xff",
+}
+
+
+def folder(path: Path) -> Path:
+    path.mkdir()
+    rng = np.random.default_rng(3)
+    for name in ("layer_0.key", "layer_0.value"):
+        np.save(path / f"{name}.npy", rng.standard_normal((2, 3, 8)).astype(np.float16))
+    return with_texts(path)
+
+
+def with_texts(path: Path) -> Path:
+    for name, text in TEXTS.items():
+        (path / name).write_bytes(text)
+    return path
+
+
+def test_the_names_are_those_of_the_folder() -> None:
+    assert npy_folder.POSITIONS == beside.POSITIONS
+
+
+def test_a_folder_comes_back_byte_for_byte(tmp_path: Path) -> None:
+    original = folder(tmp_path / "kv")
+    kvmnn.bundle.encode(kvmnn.open(original), tmp_path / "kv.frames")
+    frames = kvmnn.bundle.open_frames(tmp_path / "kv.frames")
+    made = restore(frames, f"{tmp_path / 'back'}/")
+    assert contents(tmp_path / "back") == contents(original)
+    assert made.beside == tuple(TEXTS) and made.to_dict()["beside"] == list(TEXTS)
+    assert str(made).startswith(f"{tmp_path / 'back'}/: 2 arrays, positions.json and token_ids.json, ")
+    again = kvmnn.open(tmp_path / "kv.frames")  # and what is made of the bundle
+    encode_store(again, tmp_path / "kv.zarr")
+    restore_store(str(tmp_path / "kv.zarr"), f"{tmp_path / 'stored'}/")
+    assert contents(tmp_path / "stored") == contents(original)
+    assert restore(frames, tmp_path / "kv.npz").beside == ()
+    restore(frames, tmp_path / "kv.safetensors")
+    assert b"beside" not in (tmp_path / "kv.safetensors").read_bytes()
+
+
+def test_a_dump_comes_back_byte_for_byte(tmp_path: Path) -> None:
+    dump(tmp_path / "dump" / "run" / "layer_0")
+    original = with_texts(tmp_path / "dump")
+    kvmnn.bundle.encode(kvmnn.open(original), tmp_path / "frames")
+    made = restore_dump(kvmnn.bundle.open_frames(tmp_path / "frames"), str(tmp_path / "back"))
+    assert contents(tmp_path / "back") == contents(original)
+    assert set(TEXTS) < set(made.metadata_files)
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_verify_against_compares_them(tmp_path: Path, run: Any, name: str) -> None:
+    original = folder(tmp_path / "kv")
+    run("encode", original, "-o", tmp_path / "frames/")
+    assert "LOSSLESS" in run("verify", tmp_path / "frames", "--against", original).out
+    path = original / name
+    path.write_bytes(path.read_bytes() + b" ")
+    assert f"{name} differs" in run("verify", tmp_path / "frames", "--against", original, code=1).err
+    path.unlink()
+    assert f"{name} is missing in {original}" in run("verify", tmp_path / "frames", "--against", original, code=1).err
+
+
+def test_what_is_no_such_file_is_left_out(tmp_path: Path) -> None:
+    original = folder(tmp_path / "kv")
+    parts = kvmnn.open(original, tensors=("layer_0.key",))
+    assert parts.metadata == {}
+    (original / "positions.json").write_bytes(bytes(beside.MAX_BYTES + 1))
+    (original / "token_ids.json").unlink()
+    (original / "token_ids.json").mkdir()
+    source = kvmnn.open(original)
+    assert source.metadata == {}
+    assert source.notes[0].startswith("frames of these arrays will be without positions.json: ")
+    assert "holds more than 16,777,216 bytes" in source.notes[0] and len(source.notes) == 1
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"../positions.json": {"bytes": 1, "base64": "AA=="}}, "expected files called positions.json or token_ids.json"),
+        ([], "expected files called"),
+        ({"positions.json": {"bytes": 2, "base64": "AA=="}}, "found 2, expected 1, as its bytes are"),
+        ({"positions.json": {"bytes": 1 << 40, "zlib": "AA=="}}, "expected at most 16777216"),
+        ({"positions.json": {"bytes": 9, "zlib": "////"}}, "expected bytes that zlib made"),
+        ({"positions.json": {"bytes": 9}}, "files.positions.json.base64: is missing"),
+    ],
+)
+def test_a_manifest_that_lies_writes_nothing(tmp_path: Path, files: Any, said: str) -> None:
+    kvmnn.bundle.encode(kvmnn.open(folder(tmp_path / "kv")), tmp_path / "frames")
+    path = tmp_path / "frames" / "manifest.json"
+    document = json.loads(path.read_text())
+    document["metadata"]["kvmnn.beside"] = json.dumps({"schema": "kvmnn-beside", "schema_version": 1, "files": files})
+    path.write_text(json.dumps(document))
+    with pytest.raises(ManifestError, match="kvmnn.beside") as caught:
+        restore(kvmnn.bundle.open_frames(tmp_path / "frames"), f"{tmp_path / 'back'}/")
+    assert str(caught.value).startswith(f"{tmp_path / 'frames'}: metadata 'kvmnn.beside': ")
+    assert said in str(caught.value) and not (tmp_path / "back").exists()
+    for version in (0, 2):
+        document["metadata"]["kvmnn.beside"] = json.dumps({"schema": "kvmnn-beside", "schema_version": version})
+        path.write_text(json.dumps(document))
+        with pytest.raises(ManifestError, match="schema_version"):
+            restore(kvmnn.bundle.open_frames(tmp_path / "frames"), f"{tmp_path / 'back'}/")

@@ -164,7 +164,7 @@ def verify(
 
 
 def _around(frames: FrameSet, against: Source) -> Difference | None:
-    """Where what the manifest has besides arrays is not what the original has: of a file kept whole, or beside arrays."""
+    """Where what the manifest has besides arrays is not what the original has: in a file kept whole, or beside them."""
     if frames.document is None:
         return None
     metadata, whose = frames.document.metadata, " ".join(against.inputs)

@@ -30,6 +30,27 @@ def note_down(source: Source, folder: str) -> None:
         source.opened += tuple(str(Path(folder, name)) for name in found)
 
 
+def text_beside(source: Source, name: str) -> tuple[bytes, str] | None:
+    """The bytes of such a file, and what messages call it, where the only input has it or was made of what had it.
+
+    Raises
+    ------
+    ManifestError, SourceError
+        Where it cannot be read.
+    """
+    if len(source.inputs) != 1:
+        return None
+    (path,) = source.inputs
+    kept = files_beside(source.metadata, path).get(name)
+    file = Path(path, name)
+    if kept is not None:
+        return kept, str(file) if file.is_file() else f"{path}: its {name}"
+    try:
+        return read_bounded(file, MAX_BYTES), str(file)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
 def write_beside(directory: DirectoryOutput, metadata: Mapping[str, str] | None) -> list[str]:
     """Write such files into a directory of arrays, and read them back; their names. The caller commits."""
     files = files_beside(metadata or {}, str(directory.target))

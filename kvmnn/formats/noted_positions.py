@@ -1,18 +1,18 @@
-"""True positions that lie beside a directory of plain arrays: the ``positions.json`` of ``kvmnn dump-kv``."""
+"""True positions that lie beside a directory of plain arrays, or in frames of one: ``positions.json`` of `dump-kv`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from ..arrays.source import Source
+from ..bundle.beside import POSITIONS
 from ..dtypes import Positions
 from ..errors import SourceError
-from ..files.json_document import Node, parse, read_bounded
-from .npy_folder import POSITIONS
+from ..files.json_document import Node, parse
+from .beside import text_beside
 
 _MAX_TOKENS = 2**31 - 1
 
@@ -34,7 +34,7 @@ class Noted:
 
 
 def noted_positions(source: Source, tokens: Sequence[int]) -> Noted | None:
-    """The true positions of every layer's tokens, where the only input is a directory that says them.
+    """The true positions of every layer's tokens, where the only input is a directory that says them or frames of one.
 
     Parameters
     ----------
@@ -50,13 +50,11 @@ def noted_positions(source: Source, tokens: Sequence[int]) -> Noted | None:
     ManifestError, SourceError
         For a document that is none, or is not of these layers.
     """
-    if len(source.inputs) != 1:
+    found = text_beside(source, POSITIONS)
+    if found is None:
         return None
-    path = Path(source.inputs[0], POSITIONS)
-    try:
-        document = parse(read_bounded(path), str(path))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+    text, path = found
+    document = parse(text, path)
     layers = document.at("layers").items()
     if len(layers) != len(tokens):
         raise SourceError(f"{path}: has positions of {len(layers)} layers: the arrays are of {len(tokens)}")

@@ -20,8 +20,6 @@ from .options import ReadOptions
 from .reading import select
 
 SUFFIX = ".npy"
-POSITIONS = "positions.json"
-"""Beside the arrays: the true positions of their tokens, where `dump-kv` wrote them."""
 
 
 def files_in(path: str) -> list[str]:

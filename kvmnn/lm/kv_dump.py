@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..arrays.casting import Cast
+from ..bundle.beside import POSITIONS
 from ..files.output import DirectoryOutput
 from ..formats.mnn.dump_writing import write_dump
-from ..formats.npy_folder import POSITIONS
 from ..policies.base import Policy
 from ..policies.full import Full
 from ..policies.labels import LabelledPolicy

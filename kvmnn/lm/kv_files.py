@@ -14,12 +14,11 @@ from ..arrays.casting import Cast
 from ..arrays.layer_cache import LayerCache
 from ..arrays.layers import LayerArray, array_name
 from ..arrays.named_array import NamedArray, in_memory
-from ..bundle.beside import TOKEN_IDS
+from ..bundle.beside import POSITIONS, TOKEN_IDS
 from ..dtypes import PARTS, Part
 from ..errors import KvmnnError
 from ..files.output import DirectoryOutput
 from ..formats import npy
-from ..formats.npy_folder import POSITIONS
 
 
 def layer_arrays(caches: Sequence[LayerCache], dtype: str | None = None) -> tuple[list[LayerArray], Cast]:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from ..arrays.source import Source
+from ..bundle.beside import TOKEN_IDS
 from ..dtypes import Positions
 from ..errors import SourceError
-from ..formats.mnn import load_token_ids
+from ..formats.beside import text_beside
+from ..formats.mnn.token_ids import parsed_token_ids
 from ..formats.noted_positions import noted_positions
 from ..packed.cache_info import Ranges
 from ..text import count
 from .documents import Ids
-from .kv_files import TOKEN_IDS
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -108,9 +108,6 @@ def _noted(source: Source, tokens: Sequence[int]) -> Held | None:
     noted = noted_positions(source, tokens)
     if noted is None:
         return None
-    ids = Path(source.inputs[0], TOKEN_IDS)
-    return Held(
-        positions=noted.positions,
-        seen=noted.tokens_seen,
-        ids=load_token_ids(str(ids)) if ids.is_file() else None,
-    )
+    found = text_beside(source, TOKEN_IDS)
+    ids = None if found is None else parsed_token_ids(*found)
+    return Held(positions=noted.positions, seen=noted.tokens_seen, ids=ids)

@@ -32,8 +32,8 @@ def ordered(
 ) -> Iterator[tuple[T, R]]:
     """Yield ``(item, work(item, threads))`` in the order of `items`, which is pulled from no faster than needed.
 
-    Items run side by side, as many as `IN_FLIGHT` has room for, at most `in_flight_jobs`, and share the threads. One that
-    fills more than half of it, or is alone, has all threads to itself.
+    Items run side by side, as many as `IN_FLIGHT` has room for but at most `in_flight_jobs`, and share the threads. One
+    that fills more than half of it, or is alone, has all threads to itself.
 
     Parameters
     ----------

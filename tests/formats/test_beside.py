@@ -13,8 +13,10 @@ from plain_dumps import contents, dump
 import kvmnn
 from kvmnn.bundle import beside
 from kvmnn.errors import ManifestError
-from kvmnn.formats import encode_store, npy_folder, restore, restore_store
-from kvmnn.formats.mnn import restore_dump
+from kvmnn.formats import encode_store, restore, restore_store
+from kvmnn.formats.mnn import pack, restore_dump
+from kvmnn.lm.start_positions import held_positions
+from kvmnn.packed.fitting import Geometry
 
 TEXTS = {
     "positions.json": b'{"tokens_seen": 9,\r\n "layers": [{"positions": [0, 4, 8]}]}',  # bytes, not what they say
@@ -34,10 +36,6 @@ def with_texts(path: Path) -> Path:
     for name, text in TEXTS.items():
         (path / name).write_bytes(text)
     return path
-
-
-def test_the_names_are_those_of_the_folder() -> None:
-    assert npy_folder.POSITIONS == beside.POSITIONS
 
 
 def test_a_folder_comes_back_byte_for_byte(tmp_path: Path) -> None:
@@ -94,7 +92,10 @@ def test_what_is_no_such_file_is_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        ({"../positions.json": {"bytes": 1, "base64": "AA=="}}, "expected files called positions.json or token_ids.json"),
+        (
+            {"../positions.json": {"bytes": 1, "base64": "AA=="}},
+            "expected files called positions.json or token",
+        ),
         ([], "expected files called"),
         ({"positions.json": {"bytes": 2, "base64": "AA=="}}, "found 2, expected 1, as its bytes are"),
         ({"positions.json": {"bytes": 1 << 40, "zlib": "AA=="}}, "expected at most 16777216"),
@@ -108,7 +109,7 @@ def test_a_manifest_that_lies_writes_nothing(tmp_path: Path, files: Any, said: s
     document = json.loads(path.read_text())
     document["metadata"]["kvmnn.beside"] = json.dumps({"schema": "kvmnn-beside", "schema_version": 1, "files": files})
     path.write_text(json.dumps(document))
-    with pytest.raises(ManifestError, match="kvmnn.beside") as caught:
+    with pytest.raises(ManifestError, match="metadata") as caught:
         restore(kvmnn.bundle.open_frames(tmp_path / "frames"), f"{tmp_path / 'back'}/")
     assert str(caught.value).startswith(f"{tmp_path / 'frames'}: metadata 'kvmnn.beside': ")
     assert said in str(caught.value) and not (tmp_path / "back").exists()
@@ -117,3 +118,23 @@ def test_a_manifest_that_lies_writes_nothing(tmp_path: Path, files: Any, said: s
         path.write_text(json.dumps(document))
         with pytest.raises(ManifestError, match="schema_version"):
             restore(kvmnn.bundle.open_frames(tmp_path / "frames"), f"{tmp_path / 'back'}/")
+
+
+def test_a_bundle_of_an_evicted_cache_says_its_positions(tmp_path: Path) -> None:
+    """As the folder does: to whoever asks for them, here `pack` and `eval --from`."""
+    original = folder(tmp_path / "kv")
+    places = [0, 4, 8]
+    (original / "positions.json").write_text(json.dumps({"tokens_seen": 9, "layers": [{"positions": places}]}))
+    (original / "token_ids.json").write_text(json.dumps(list(range(9))))
+    kvmnn.bundle.encode(kvmnn.open(original), tmp_path / "frames")
+    encode_store(kvmnn.open(original), tmp_path / "kv.zarr")
+    for path in (original, tmp_path / "frames", tmp_path / "kv.zarr"):
+        held = held_positions(kvmnn.open(path), [3])
+        assert held.positions[0].tolist() == places and held.seen == 9 and held.ids is not None
+        assert held.ids.tolist() == list(range(9))
+        made = pack(kvmnn.open(path), str(tmp_path / f"p.{path.name}"), Geometry(backend="arm64-fp16"), name="p")
+        assert made.info.layers[0].positions == ((0, 1), (4, 1), (8, 1))
+    (original / "positions.json").write_text('{"layers": [{"positions": [1, 2]}]}')
+    kvmnn.bundle.encode(kvmnn.open(original), tmp_path / "wrong")
+    with pytest.raises(ManifestError, match=r"wrong: its positions\.json: layers\[0\]\.positions: found"):
+        held_positions(kvmnn.open(tmp_path / "wrong"), [3])

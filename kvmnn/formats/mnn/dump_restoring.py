@@ -93,7 +93,7 @@ def restore_dump(
     with DirectoryOutput(output, force=force, protect=frames.files) as directory:
         directory.check_names([*plan.files, *plan.texts])
         _write(frames, plan, directory, options, progress)
-        beside = write_beside(directory, frames.document and frames.document.metadata)
+        beside = write_beside(directory, frames.document.metadata if frames.document else None)
         directory.commit()
     return RestoredDump(
         input=frames.path,

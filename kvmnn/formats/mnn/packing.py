@@ -8,6 +8,7 @@ from dataclasses import replace
 from ...arrays.engine_cache import runs_of
 from ...arrays.layers import LayerArray, common_geometry, sorted_layers
 from ...arrays.source import Source
+from ...bundle.beside import POSITIONS
 from ...errors import OptionError
 from ...packed.addressing import FLASH_BLOCK
 from ...packed.cache_info import CacheInfo, Ranges, TokenIds
@@ -16,7 +17,6 @@ from ...packed.layout import PackLayout
 from ...text import span
 from ...threads.pipeline import Progress
 from ..noted_positions import noted_positions
-from ..npy_folder import POSITIONS
 from .model import check_agrees, fingerprint, read_geometry
 from .prefix_writing import Making, Packed, prefix_info, write_prefix
 

@@ -35,14 +35,19 @@ def load_token_ids(path: str) -> Indices:
     file = MappedFile(path)
     if file.size > MAX_BYTES:
         raise SourceError(f"{file.label}: {file.size} bytes are too many for a list of token ids")
+    return parsed_token_ids(file.head(file.size), file.label)
+
+
+def parsed_token_ids(data: bytes, where: str) -> Indices:
+    """The ids in the bytes of such a file, and its errors; `where` begins their messages."""
     try:
-        ids = _ids(file.head(file.size))
+        ids = _ids(data)
         TokenIds.of(ids)
         return np.asarray(ids, np.int64)
     except KvmnnError as exc:
-        raise SourceError(f"{file.label}: {exc}") from None
+        raise SourceError(f"{where}: {exc}") from None
     except (ValueError, OverflowError, RecursionError):
-        raise SourceError(f"{file.label}: holds no list of token ids") from None
+        raise SourceError(f"{where}: holds no list of token ids") from None
 
 
 def _ids(data: bytes) -> Any:

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from ..dtypes import Bytes, Words
+from ..dtypes import Bytes, Words, by_name
 from ..errors import FrameError, KvmnnError, LimitError
 from ..frames import decode as decode_frame
 from . import _stream
-from .header import FRAME, ROWS, Header, read_header, rows_of
+from .header import DTYPES, FRAME, ROWS, Header, check_machine, read_header, rows_of
 from .tables import held_tables
 
 
@@ -70,6 +70,36 @@ def decode_into(header: Header, out: Words, *, history: Words | None = None, tab
         _decode_rows(header, history, tables, rows.reshape(-1).view(np.uint8))
     else:
         decode(header.stream, history=history, tables=tables, out=out)
+
+
+class Places:
+    """Rows of all tokens, to which streams of neighbouring tokens are decoded with the least work for each.
+
+    Parameters
+    ----------
+    words
+        ``[kv_head, token, head_dim]``, rows token by token in memory.
+    """
+
+    def __init__(self, words: Words, dtype: str) -> None:
+        check_machine()
+        heads, _, dim = words.shape
+        rows = words.transpose(1, 0, 2)
+        if not rows.flags.c_contiguous:
+            raise KvmnnError("rows that do not lie token by token")
+        self._held = _stream.Place(DTYPES.index(by_name(dtype)), heads, dim, rows.reshape(-1).view(np.uint8))
+
+    def decode(
+        self, stream: Bytes, checksum: int, begin: int, tokens: int, *, history: int = 0, tables: Any = None
+    ) -> bool:
+        """Decode a stream of `tokens` rows to those from `begin` on.
+
+        Returns
+        -------
+        False for a stream that is none of method 2, of this `checksum` and of no more than `history` rows before it, or
+        does not decode with these tables: `decode_into` does, or says what is wrong with it.
+        """
+        return self._held.decode(stream, checksum, held_tables(tables), begin, tokens, history)
 
 
 def open_rows(header: Header) -> _stream.Rows:

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..arrays.layer_cache import LayerCache
 from ..dense import Tables
-from ..dense.decoding import decode_into
+from ..dense.decoding import Places, decode_into
 from ..dense.header import read_header
 from ..dtypes import Words
 from ..errors import KvmnnError
@@ -80,13 +80,15 @@ def decode_stretches(
     begins = np.cumsum([first, *(stretch.take for stretch in stretches)]).tolist()
     sets = [_tables(space, stretch.unit, tables, number) for number, stretch in enumerate(stretches)]
     decoder = Decoder(space.dtype)
-    rows = _arrays(space, begins[-1], by_token=any(stretch.unit.dense for stretch in stretches))
+    by_token = any(stretch.unit.dense for stretch in stretches)
+    rows = _arrays(space, begins[-1], by_token=by_token)
     for (keys, values), cache in zip(rows, before or (), strict=False):
         keys[:, :first], values[:, :first] = cache.keys, cache.values
 
     def one(job: tuple[range, int, int]) -> None:
         numbers, layer, part = job
         whole, shape, at = rows[layer][part], space.layers[layer], 2 * layer + part
+        places = Places(whole, space.dtype) if by_token else None
         for number in numbers:
             stretch, begin = stretches[number], begins[number]
             out = whole[:, begin : begins[number + 1]]
@@ -96,7 +98,8 @@ def decode_stretches(
                 else:
                     one_of = sets[number]
                     held = one_of.sets[at] if one_of is not None else None
-                    _decode_dense(stretch, at, whole[:, : max(begin - stretch.skip, 0)], held, out)
+                    if places is None or not _decode_placed(stretch, at, places, held, begin):
+                        _decode_dense(stretch, at, whole[:, : max(begin - stretch.skip, 0)], held, out)
             except KvmnnError as error:
                 raise DamagedStretchError(f"{'KV'[part]} of layer {shape.layer}: {error}", number) from None
 
@@ -163,6 +166,15 @@ def _decode(decoder: Decoder, frame: Frame, stretch: Stretch, out: Words) -> Non
     decoder.checked(frame.data, frame.checksum, frame.raw_checksum, words)
     if not entire:
         out[:] = words[:, stretch.skip : stretch.skip + stretch.take]
+
+
+def _decode_placed(stretch: Stretch, at: int, places: Places, tables: Tables | None, begin: int) -> bool:
+    """Decode K or V of a whole unit to where it belongs, if it is as usual; if not, `_decode_dense` tells why."""
+    unit, frame = stretch.unit, stretch.unit.frames[at]
+    if unit.dense is None or stretch.take != unit.ids.size or begin < unit.dense.history:
+        return False
+    history = unit.dense.history
+    return places.decode(frame.data, frame.checksum, begin, stretch.take, history=history, tables=tables)
 
 
 def _decode_dense(stretch: Stretch, at: int, before: Words, tables: Tables | None, out: Words) -> None:

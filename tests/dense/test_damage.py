@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dense_samples import DTYPES, sample
+from dense_samples import DTYPES, sample, streams
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,27 +16,6 @@ from kvmnn.dense import _stream
 from kvmnn.errors import FrameError, KvmnnError, LimitError
 
 Words = np.ndarray[Any, Any]
-
-
-def streams() -> list[tuple[bytes, Words, dict[str, Any]]]:
-    """Small streams of every method, with what decoding them needs."""
-    made = []
-    for dtype in DTYPES:
-        for kind in ("cache", "rotated", "spikes"):
-            array = sample(kind, dtype, 2, 70, 24, 1)
-            rotary = dense.Rotary(dims=24) if kind == "rotated" else None
-            made.append((dense.encode(array, rotary=rotary, positions=None), array, {}))
-        before, own = sample("cache", dtype, 2, 40, 16, 2)[:, :30], sample("cache", dtype, 2, 40, 16, 2)[:, 30:]
-        made.append((dense.encode(own, history=before), own, {"history": before}))
-        tables = dense.Tables.made_of([sample("rotated", dtype, 2, 200, 16, 4)], rotary=dense.Rotary(dims=16))
-        own = sample("rotated", dtype, 2, 90, 16, 5)
-        before, own = own[:, :50], own[:, 50:]
-        stream = dense.encode(own, history=before, tables=tables, positions=np.arange(50, 90))
-        made.append((stream, own, {"history": before, "tables": tables}))
-        for kind, shape in (("words", (2, 9, 8)), ("zeros", (2, 30, 8))):
-            array = sample(kind, dtype, *shape, 3)
-            made.append((dense.encode(array), array, {}))
-    return made
 
 
 STREAMS = streams()

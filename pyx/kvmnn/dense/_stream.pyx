@@ -2,7 +2,7 @@
 
 from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
-from libc.string cimport memcpy, memset
+from libc.string cimport memcmp, memcpy, memset
 
 from cpython.bytes cimport PyBytes_FromStringAndSize
 
@@ -100,6 +100,11 @@ cdef extern from "kvmnn/dense/coding.h" nogil:
         uint8_t *room, uint8_t *words)
     uint64_t kvmnn_xxh64(const uint8_t *p, size_t n, uint64_t seed)
 
+
+cdef enum:
+    MOST_WORDS = 65536  # of a row, and one less of its heads and of its dim
+
+cdef size_t MOST_BYTES = 0xFFFFFFFF
 
 cdef tuple _ERRORS = (
     "",
@@ -386,6 +391,65 @@ cdef class TableSet:
             return None
         frequencies = [self.held.rotary.frequencies[i] for i in range(self.held.rotary.dims // 2)]
         return self.held.rotary.dims, self.held.rotary.interleaved, frequencies
+
+
+cdef class Place:
+    """Rows of words, token by token in memory, to which streams of method 2 are decoded one behind the other."""
+
+    cdef dense_shape shape
+    cdef size_t row_bytes, rows
+    cdef uint8_t[::1] words
+
+    def __init__(self, int dtype, uint32_t heads, uint32_t dim, uint8_t[::1] words not None):
+        self.shape = shape_of(dtype, heads, dim)
+        self.row_bytes = self.shape.words * self.shape.word_bytes
+        if not heads or not dim or self.shape.words > MOST_WORDS or heads == MOST_WORDS or dim == MOST_WORDS:
+            raise KvmnnError(f"rows of {heads} heads of {dim}: no stream has them")
+        self.words, self.rows = words, words.shape[0] // self.row_bytes
+
+    def decode(
+        self, const uint8_t[::1] stream not None, uint64_t checksum, TableSet tables, size_t begin, size_t tokens,
+        size_t history
+    ) -> bool:
+        """Decode a stream of so many `tokens` and of this `checksum` to the rows from `begin` on; it refers to no more
+        than `history` rows before them. False for anything but such a stream, and then these rows hold anything.
+        """
+        cdef size_t n = stream.shape[0]
+        cdef uint8_t[HEADER_BYTES] header
+        cdef dense_stream parsed
+        cdef dense_error error = DENSE_OK
+        cdef const dense_table_set *held = NULL
+        cdef const dense_loops *loops = kvmnn_dense_loops_at(active_level)
+        cdef uint8_t *own
+        cdef uint8_t *room
+        if n < HEADER_BYTES or n - HEADER_BYTES > MOST_BYTES or not tokens or begin > self.rows:
+            return False
+        if tokens > self.rows - begin or tokens > MOST_BYTES // self.row_bytes or history > begin or stream[7] & ~3:
+            return False
+        dense_put_header(header, &self.shape, 2, stream[7], tokens, n - HEADER_BYTES)
+        memcpy(header + CHECKSUM_AT, &checksum, 8)
+        if memcmp(header, &stream[0], HEADER_BYTES):
+            return False
+        memset(&parsed, 0, sizeof(parsed))
+        parsed.shape, parsed.rows, parsed.flags = self.shape, tokens, stream[7]
+        parsed.header, parsed.payload = &stream[0], &stream[0] + HEADER_BYTES
+        parsed.payload_bytes = n - HEADER_BYTES
+        if dense_parse(&parsed) != DENSE_OK or parsed.history > history:
+            return False
+        if parsed.flags & 2 and tables is not None:
+            held = tables.held
+        own = &self.words[0] + begin * self.row_bytes
+        cdef Workspace ws = acquire(False, False)
+        try:
+            with nogil:
+                room = ws.buffer(0, dense_decode_room(&parsed))
+                if room != NULL:
+                    error = dense_decode(&parsed, loops, own - parsed.history * self.row_bytes, held, room, own)
+        finally:
+            release(ws)
+        if room == NULL:
+            raise MemoryError("no memory to decode rows")
+        return error == DENSE_OK
 
 
 cdef class Counts:

@@ -90,7 +90,7 @@ class Places:
         self._held = _stream.Place(DTYPES.index(by_name(dtype)), heads, dim, rows.reshape(-1).view(np.uint8))
 
     def decode(
-        self, stream: Bytes, checksum: int, begin: int, tokens: int, *, history: int = 0, tables: Any = None
+        self, stream: Bytes | bytes, checksum: int, begin: int, tokens: int, *, history: int = 0, tables: Any = None
     ) -> bool:
         """Decode a stream of `tokens` rows to those from `begin` on.
 

@@ -96,7 +96,7 @@ def smallest_at_all_levels(options: LaneOptions, data: Bytes, threads: int, prog
         map_pulled(at_a_high_level, [(lane, mode, level) for level in levels for lane, mode in near], threads)
     if has_fast_form(options, data.size):
         for lane, payload in enumerate(fast_payloads(data, options, threads)):
-            best.offer_payload(lane, b"".join(payload))
+            best.offer_payload(lane, payload)
     done.finish()
     return best.frame()
 

@@ -6,7 +6,7 @@ from ..dtypes import Bytes
 from ..threads.pool import map_pulled
 from . import _fast
 from .options import ZSTD_BIT, LaneOptions
-from .pieces import frame_of
+from .pieces import Later, Part, frame_of, joined
 
 PIECE_BYTES = 4 << 20
 """Raw bytes of a piece: repeats are seen inside of one, and pieces are made on different threads."""
@@ -24,14 +24,27 @@ def has_fast_form(options: LaneOptions, nbytes: int) -> bool:
 
 def encode_fast(data: Bytes, options: LaneOptions, threads: int) -> bytes:
     """The frame of little-endian words, for which `has_fast_form` holds; its bytes do not depend on `threads`."""
-    lanes = [(RAW, payload) for payload in fast_payloads(data, options, threads)]
+    if data.size <= PIECE_BYTES:
+        return _fast.encode(data, options.stride, options.search)
+    lanes = [(RAW, payload) for payload in _lanes(data, options, threads)]
     return frame_of(data.size // options.stride, lanes, threads)
 
 
-def fast_payloads(data: Bytes, options: LaneOptions, threads: int) -> list[tuple[bytes, ...]]:
-    """For every lane its zstd frames, one for each piece."""
-    begins = range(0, data.size, PIECE_BYTES)
-    pieces = map_pulled(
-        lambda begin: _fast.payloads(data[begin : begin + PIECE_BYTES], options.stride, options.search), begins, threads
-    )
-    return list(zip(*pieces, strict=True))
+def fast_payloads(data: Bytes, options: LaneOptions, threads: int) -> list[bytes]:
+    """For every lane its zstd frames, one for each piece, one behind the other."""
+    return [joined(payload) for payload in _lanes(data, options, threads)]
+
+
+def _lanes(data: Bytes, options: LaneOptions, threads: int) -> list[tuple[Part, ...]]:
+    def make(begin: int) -> list[Part]:
+        piece = data[begin : begin + PIECE_BYTES]
+        found = _fast.payloads(piece, options.stride, options.search)
+        return [_raw(piece, options.stride, lane, one) for lane, one in enumerate(found)]
+
+    return list(zip(*map_pulled(make, range(0, data.size, PIECE_BYTES), threads), strict=True))
+
+
+def _raw(piece: Bytes, stride: int, lane: int, found: bytes | int) -> Part:
+    if isinstance(found, bytes):
+        return found
+    return Later(found, lambda frame, at: _fast.write_raw(frame, at, piece, stride, lane))

@@ -7,8 +7,9 @@ cut depends on its size alone, so the bytes of a frame do not depend on the numb
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import NamedTuple, TypeAlias
 
 from ..dtypes import Bytes
 from ..errors import LimitError
@@ -52,17 +53,43 @@ def encode_balanced(data: Bytes, options: LaneOptions, threads: int) -> bytes:
     return frame_of(words, list(zip(modes, reversed(lanes), strict=True)), threads)
 
 
-def frame_of(words: int, lanes: Sequence[tuple[int, Sequence[bytes]]], threads: int) -> bytes:
+class Later(NamedTuple):
+    """Bytes that are written where they stay, when that is known."""
+
+    nbytes: int
+    write: Callable[[bytes, int], None]
+    """Called with the frame, which is `_encoder.unwritten`, and the place."""
+
+
+Part: TypeAlias = bytes | Later
+
+
+def frame_of(words: int, lanes: Sequence[tuple[int, Sequence[Part]]], threads: int) -> bytes:
     """The frame of lanes, each the number of its predictor and its zstd frames."""
-    parts = [words.to_bytes(4, "little")]
+    parts: list[Part] = [words.to_bytes(4, "little")]
     for mode, payload in lanes:
-        parts += [stream_header(words, mode, sum(map(len, payload))), *payload]
-    *places, size = accumulate(map(len, parts), initial=0)
-    if threads == 1 or size < MIN_PARALLEL_BYTES:
-        return b"".join(parts)
+        parts += [stream_header(words, mode, sum(map(_nbytes, payload))), *payload]
+    return joined(parts, threads)
+
+
+def joined(parts: Sequence[Part], threads: int = 1) -> bytes:
+    """The parts, one behind the other, without the GIL."""
+    *places, size = accumulate(map(_nbytes, parts), initial=0)
     frame = _encoder.unwritten(size)
-    map_pulled(lambda entry: _encoder.write_at(frame, *entry), list(zip(places, parts, strict=True)), threads)
+
+    def write(entry: tuple[int, Part]) -> None:
+        at, part = entry
+        if isinstance(part, bytes):
+            _encoder.write_at(frame, at, part)
+        else:
+            part.write(frame, at)
+
+    map_pulled(write, list(zip(places, parts, strict=True)), threads if size >= MIN_PARALLEL_BYTES else 1)
     return frame
+
+
+def _nbytes(part: Part) -> int:
+    return len(part) if isinstance(part, bytes) else part.nbytes
 
 
 def stream_header(words: int, mode: int, nbytes: int) -> bytes:

@@ -10,7 +10,7 @@ from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize, PyBytes_
 
 from kvmnn.frames._stream_header cimport ALLOW_RLE, ALLOW_ZSTD, CODEC_RLE, CODEC_ZSTD, HEADER, MODES, store_le32
 from kvmnn.frames._streams cimport KVMNN_MODE_DELTA, KVMNN_MODE_RAW, entropy, lanes, rle_bound, rle_encode, rle_least, rle_size
-from kvmnn.frames._workspace cimport Workspace, acquire, release
+from kvmnn.frames._workspace cimport Workspace, acquire, release, unwritten_bytes
 from kvmnn.frames._zstdlib cimport zstd
 
 from ..errors import KvmnnError, LimitError
@@ -224,7 +224,7 @@ cdef bytes encode_lanes(
                     at += HEADER + got
         if got >= TOO_LONG:
             raise no_frame(got)
-        frame = PyBytes_FromStringAndSize(NULL, at)
+        frame = unwritten_bytes(at)
         out = <uint8_t *>PyBytes_AsString(frame) + begin
         with nogil:
             for lane in range(stride):
@@ -331,7 +331,7 @@ def payload(
 
 def unwritten(size_t size) -> bytes:
     """Bytes for `write_at` to write, all of them, before anyone else sees them."""
-    return PyBytes_FromStringAndSize(NULL, size)
+    return unwritten_bytes(size)
 
 
 def write_at(bytes frame not None, size_t at, const uint8_t[::1] part not None) -> None:

@@ -7,11 +7,14 @@ codes; for a lane of 16-bit floats without repeats libzstd finds the few matches
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
-from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
+from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize, PyBytes_Size
 
+from kvmnn.frames._stream_header cimport CODEC_ZSTD, HEADER, store_le32
 from kvmnn.frames._streams cimport KVMNN_MODE_RAW, entropy, lanes
-from kvmnn.frames._workspace cimport Workspace, acquire, release
+from kvmnn.frames._workspace cimport Workspace, acquire, release, unwritten_bytes
 from kvmnn.frames._zstdlib cimport zstd
+
+from ..errors import KvmnnError
 
 
 cdef extern from "kvmnn/frames/repeats.h" nogil:
@@ -49,6 +52,8 @@ cdef enum:
     STRETCH = 8 << 10        # bytes that are looked at for matches in a lane
     LEAST_STRETCH = 512
     SMALL_BYTES = 128 << 10  # up to here matches in a lane alone are looked for: later ones pay for themselves less
+    ZSTD_HEADER = 14         # of a frame, at most
+    RAW_HEADER = 3           # of a raw block
     LEVEL_FASTEST = -1
     LEVEL_EXACT = 3          # of lanes with next to nothing in them, where libzstd is fast as well
 
@@ -71,29 +76,38 @@ cdef struct Scratch:
     kvmnn_repeat *more_repeats
 
 
-cdef double sampled_bits(const uint8_t *lane, size_t n) noexcept nogil:
-    """Order-0 entropy of a sample, in bits a byte."""
+cdef double sampled_bits(const uint8_t *src, size_t words, int stride, int lane) noexcept nogil:
+    """Order-0 entropy of a sample of a lane, in bits a byte."""
     cdef uint64_t counts[256]
-    cdef size_t i, step = n // LOOKS
+    cdef uint8_t look[LOOK]
+    cdef size_t begin = 0, size, step = words // LOOKS, end = LOOKS * step
     memset(counts, 0, sizeof(counts))
     if step <= LOOK:
-        lanes().histogram(lane, n, counts)
-    else:
-        for i in range(<size_t>LOOKS):
-            lanes().histogram(lane + i * step, LOOK, counts)
+        step, end = LOOK, words
+    while begin < end:
+        size = min(<size_t>LOOK, words - begin)
+        lanes().predict_lane(src + begin * <size_t>stride, size, stride, lane, KVMNN_MODE_RAW, look)
+        lanes().histogram(look, size, counts)
+        begin += step
     return entropy(counts)
 
 
-cdef size_t raw_frame(const uint8_t *lane, size_t n, uint8_t *dst) noexcept nogil:
-    cdef uint8_t *at = kvmnn_zstd_header(dst, n)
+cdef size_t raw_size(size_t n) noexcept nogil:
+    """Bytes of a frame of raw blocks."""
+    cdef uint8_t header[ZSTD_HEADER]
+    return (kvmnn_zstd_header(header, n) - header) + (n + KVMNN_ZSTD_RAW_BLOCK - 1) // KVMNN_ZSTD_RAW_BLOCK * RAW_HEADER + n
+
+
+cdef void raw_frame(const uint8_t *src, size_t words, int stride, int lane, uint8_t *dst) noexcept nogil:
+    """A lane as raw blocks, straight from the words to where it stays."""
+    cdef uint8_t *at = kvmnn_zstd_header(dst, words)
     cdef size_t begin = 0, size
-    while begin < n:
-        size = n - begin if n - begin < KVMNN_ZSTD_RAW_BLOCK else KVMNN_ZSTD_RAW_BLOCK
-        at = kvmnn_zstd_raw_block(at, size, begin + size == n)
-        memcpy(at, lane + begin, size)
+    while begin < words:
+        size = min(<size_t>KVMNN_ZSTD_RAW_BLOCK, words - begin)
+        at = kvmnn_zstd_raw_block(at, size, begin + size == words)
+        lanes().predict_lane(src + begin * <size_t>stride, size, stride, lane, KVMNN_MODE_RAW, at)
         at += size
         begin += size
-    return at - dst
 
 
 cdef double repeated_share(const uint8_t *lane, size_t n, Scratch scratch) noexcept nogil:
@@ -108,16 +122,13 @@ cdef double repeated_share(const uint8_t *lane, size_t n, Scratch scratch) noexc
 
 
 cdef size_t lane_frame(
-    Workspace ws, const uint8_t *lane, size_t n, kvmnn_repeat *repeats, size_t count, bint search, bint small,
-    Scratch scratch, uint8_t *dst
+    Workspace ws, const uint8_t *lane, size_t n, double bits, kvmnn_repeat *repeats, size_t count, bint search,
+    bint small, Scratch scratch, uint8_t *dst
 ) noexcept nogil:
     """The payload of one lane in dst (kvmnn_zstd_bound(n) bytes); its size, or NO_MEMORY."""
-    cdef double bits = sampled_bits(lane, n)
     cdef bint flat = bits > FLAT_BITS
     cdef double share = 0
     cdef size_t size
-    if flat and count == 0:
-        return raw_frame(lane, n, dst)
     if bits < POOR_BITS:
         size = zstd.compress(ws.cctx, dst, kvmnn_zstd_bound(n), lane, n, LEVEL_EXACT)
         return NO_MEMORY if zstd.is_error(size) else size
@@ -157,42 +168,114 @@ cdef bint make_room(Workspace ws, size_t words, Scratch *scratch) noexcept nogil
     return True
 
 
-def payloads(const uint8_t[::1] data not None, int stride, bint search) -> list:
-    """A zstd payload for each lane of whole words, at least one of them, as predictor "raw" has it.
-
-    `search`: let libzstd look for matches in lanes that have no repeats.
-    """
-    cdef size_t words = data.shape[0] // stride, count, got = NO_MEMORY, room = kvmnn_zstd_bound(words)
-    cdef bint small = data.shape[0] <= SMALL_BYTES
+cdef bint make_lanes(
+    Workspace ws, const uint8_t *src, size_t words, int stride, bint search, uint8_t **made, size_t *sizes
+) noexcept nogil:
+    """The payload of each lane and its size; NULL for a lane that `raw_frame` is to write. False: no memory."""
+    cdef size_t count, room = kvmnn_zstd_bound(words)
+    cdef bint small = words * <size_t>stride <= SMALL_BYTES
+    cdef uint8_t *out = ws.buffer(1, <size_t>stride * room)
     cdef Scratch scratch
-    cdef uint8_t *out
-    cdef size_t[4] sizes
+    cdef double bits
     cdef int lane
-    cdef list made
-    cdef uint8_t *copies[4]
+    if out == NULL or not make_room(ws, words, &scratch):
+        return False
+    count = kvmnn_repeats_find(src, words, stride, scratch.table, scratch.repeats)
+    for lane in range(stride):
+        bits = sampled_bits(src, words, stride, lane)
+        if bits > FLAT_BITS and count == 0:
+            made[lane], sizes[lane] = NULL, raw_size(words)
+            continue
+        made[lane] = out + <size_t>lane * room
+        lanes().predict_lane(src, words, stride, lane, KVMNN_MODE_RAW, scratch.lane)
+        sizes[lane] = lane_frame(
+            ws, scratch.lane, words, bits, scratch.repeats, count, search, small, scratch, made[lane]
+        )
+        if sizes[lane] == NO_MEMORY:
+            return False
+    return True
+
+
+cdef object no_memory():
+    return MemoryError("no memory for the streams of a frame")
+
+
+def encode(const uint8_t[::1] data not None, int stride, bint search) -> bytes:
+    """The frame of one piece of whole words, at least one of them; `search` as in `payloads`."""
+    cdef size_t words = data.shape[0] // stride, size = 4
+    cdef size_t[4] sizes
+    cdef uint8_t *made[4]
+    cdef uint8_t *at
+    cdef bint ok
+    cdef int lane
+    cdef bytes frame
     cdef Workspace ws = acquire(True, False)
     try:
         with nogil:
-            out = ws.buffer(1, <size_t>stride * room)
-            if out != NULL and make_room(ws, words, &scratch):
-                count = kvmnn_repeats_find(&data[0], words, stride, scratch.table, scratch.repeats)
-                for lane in range(stride):
-                    lanes().predict_lane(&data[0], words, stride, lane, KVMNN_MODE_RAW, scratch.lane)
-                    got = lane_frame(
-                        ws, scratch.lane, words, scratch.repeats, count, search, small, scratch,
-                        out + <size_t>lane * room,
-                    )
-                    if got == NO_MEMORY:
-                        break
-                    sizes[lane] = got
-        if got == NO_MEMORY:
-            raise MemoryError("no memory for the streams of a frame")
-        made = [PyBytes_FromStringAndSize(NULL, sizes[lane]) for lane in range(stride)]
+            ok = make_lanes(ws, &data[0], words, stride, search, made, sizes)
+        if not ok:
+            raise no_memory()
         for lane in range(stride):
-            copies[lane] = <uint8_t *>PyBytes_AsString(made[lane])
+            size += HEADER + sizes[lane]
+        frame = unwritten_bytes(size)
+        at = <uint8_t *>PyBytes_AsString(frame)
         with nogil:  # new pages cost as much as the copy
+            store_le32(at, <uint32_t>words)
+            at += 4
             for lane in range(stride):
-                memcpy(copies[lane], out + <size_t>lane * room, sizes[lane])
-        return made
+                at[0], at[1] = KVMNN_MODE_RAW, CODEC_ZSTD
+                store_le32(at + 2, <uint32_t>words)
+                store_le32(at + 6, <uint32_t>sizes[lane])
+                if made[lane] == NULL:
+                    raw_frame(&data[0], words, stride, lane, at + HEADER)
+                else:
+                    memcpy(at + HEADER, made[lane], sizes[lane])
+                at += HEADER + sizes[lane]
+        return frame
     finally:
         release(ws)
+
+
+def payloads(const uint8_t[::1] data not None, int stride, bint search) -> list:
+    """A zstd payload for each lane of whole words, at least one of them, as predictor "raw" has it.
+
+    In place of one that has nothing but raw blocks, how long it is: `write_raw` writes it where it is to stay.
+    `search`: let libzstd look for matches in lanes that have no repeats.
+    """
+    cdef size_t words = data.shape[0] // stride
+    cdef size_t[4] sizes
+    cdef uint8_t *made[4]
+    cdef uint8_t *copies[4]
+    cdef bint ok
+    cdef int lane
+    cdef list found
+    cdef Workspace ws = acquire(True, False)
+    try:
+        with nogil:
+            ok = make_lanes(ws, &data[0], words, stride, search, made, sizes)
+        if not ok:
+            raise no_memory()
+        found = []
+        for lane in range(stride):
+            if made[lane] == NULL:
+                found.append(sizes[lane])
+            else:
+                found.append(PyBytes_FromStringAndSize(NULL, sizes[lane]))
+                copies[lane] = <uint8_t *>PyBytes_AsString(found[lane])
+        with nogil:
+            for lane in range(stride):
+                if made[lane] != NULL:
+                    memcpy(copies[lane], made[lane], sizes[lane])
+        return found
+    finally:
+        release(ws)
+
+
+def write_raw(bytes frame not None, size_t at, const uint8_t[::1] data not None, int stride, int lane) -> None:
+    """A lane of whole words as a zstd payload of raw blocks, to where it stays in `frame`, which is `unwritten`."""
+    cdef size_t words = data.shape[0] // stride, size = PyBytes_Size(frame)
+    cdef uint8_t *to = <uint8_t *>PyBytes_AsString(frame)
+    if not words or at > size or raw_size(words) > size - at:
+        raise KvmnnError(f"raw blocks of {words} bytes at {at} of {size}: not there")
+    with nogil:
+        raw_frame(&data[0], words, stride, lane, to + at)

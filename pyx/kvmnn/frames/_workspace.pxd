@@ -14,3 +14,5 @@ cdef class Workspace:
 
 cdef Workspace acquire(bint compress, bint decompress)
 cdef void release(Workspace ws) noexcept
+
+cdef bytes unwritten_bytes(size_t size)

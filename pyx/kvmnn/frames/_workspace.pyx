@@ -2,6 +2,8 @@
 
 from libc.stdint cimport uint8_t
 
+from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
+
 from kvmnn.frames._zstdlib cimport zstd
 
 
@@ -49,9 +51,23 @@ cdef extern from *:
         (void)size;
         free(p);
     }
+
+    /* Huge pages for a large object of Python's that is about to be written: small ones would cost more in faults than
+       what is written costs. numpy does the same for its arrays. */
+    static void kvmnn_use_huge_pages(void *p, size_t size) {
+    #ifdef KVMNN_HUGE
+        uintptr_t begin = ((uintptr_t)p + KVMNN_HUGE - 1) / KVMNN_HUGE * KVMNN_HUGE;
+        uintptr_t end = ((uintptr_t)p + size) / KVMNN_HUGE * KVMNN_HUGE;
+        if (size >= 2 * KVMNN_HUGE && begin < end) madvise((void *)begin, end - begin, MADV_HUGEPAGE);
+    #else
+        (void)p;
+        (void)size;
+    #endif
+    }
     """
     void *kvmnn_alloc(size_t size) nogil
     void kvmnn_free(void *p, size_t size) noexcept nogil
+    void kvmnn_use_huge_pages(void *p, size_t size) noexcept nogil
 
 
 cdef enum:
@@ -116,6 +132,13 @@ cdef void release(Workspace ws) noexcept:
         ws.empty()
     if len(_idle) < 64:
         _idle.append(ws)
+
+
+cdef bytes unwritten_bytes(size_t size):
+    """Bytes that the caller writes, all of them, before anyone else sees them."""
+    cdef bytes made = PyBytes_FromStringAndSize(NULL, size)
+    kvmnn_use_huge_pages(<void *>PyBytes_AsString(made), size)
+    return made
 
 
 def forget_workspaces() -> None:

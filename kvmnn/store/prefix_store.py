@@ -19,7 +19,7 @@ from .index import DamagedIndexError
 from .opening import open_units
 from .putting import Rotation, Writing
 from .remote import OutageError
-from .results import Cleaned, Exported, Listing, Pinned, Prefix, Put, Session, Stats, Verified
+from .results import Cleaned, Exported, Listing, Matched, Pinned, Prefix, Put, Session, Stats, Verified
 from .space import checked_layers, space_of
 from .texts import Texts
 from .token_ids import as_ids
@@ -176,11 +176,16 @@ class PrefixStore:
         dtype
             As for `get`.
         """
+        return self.find(token_ids, model=model, dtype=dtype).tokens
+
+    def find(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> Matched:
+        """As `match`, with the precision that `get` would take, and how much other precisions have."""
         ids = as_ids(token_ids)
         try:
-            return self._tried(lambda: self._texts.longest(ids, model, dtype))[1].tokens
+            space, found, others = self._tried(lambda: self._texts.longest(ids, model, dtype))
         except OutageError:
-            return 0
+            return Matched(tokens=0, asked=ids.size)
+        return Matched(tokens=found.tokens, asked=ids.size, dtype=space.dtype if space else None, others=others)
 
     def get(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> Prefix:
         """K and V of the longest stored beginning of a text.
@@ -192,7 +197,8 @@ class PrefixStore:
         token_ids, model
             As for `put`.
         dtype
-            Of what is wanted, ``"fp16"``, ``"bf16"`` or ``"fp32"``; None for whichever covers most.
+            Of what is wanted, ``"fp16"``, ``"bf16"`` or ``"fp32"``; None for whichever covers most, of equals the first
+            that was put: `Prefix.dtype` says it.
 
         Raises
         ------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -21,6 +22,10 @@ class Prefix:
         Tokens of the text.
     layers
         K and V of these tokens, ``[kv_head, token, head_dim]``, in new arrays; empty for a miss.
+    dtype
+        Their precision, ``"fp16"``, ``"bf16"`` or ``"fp32"``; None for a miss.
+    others
+        Other precisions in which the text is stored as well, and how many of its tokens each has.
     notes
         One line for each unit that was damaged and is a miss now, and for an engine that did not answer.
     """
@@ -28,6 +33,8 @@ class Prefix:
     tokens: int
     asked: int
     layers: list[LayerCache] = field(default_factory=list)
+    dtype: str | None = None
+    others: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -234,10 +241,20 @@ class Listing:
 
 @dataclass(frozen=True, kw_only=True)
 class Matched:
-    """How many tokens of a text are stored, of how many that it has."""
+    """How many tokens of a text are stored.
+
+    Parameters
+    ----------
+    tokens, asked
+        Tokens that `get` would return, of how many that the text has.
+    dtype, others
+        As those of `Prefix`.
+    """
 
     tokens: int
     asked: int
+    dtype: str | None = None
+    others: Mapping[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values."""

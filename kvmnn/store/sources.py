@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,22 +65,27 @@ class Got:
     ----------
     tokens, asked
         Tokens that the files hold, of how many that the text has.
+    dtype, others
+        Of what was stored, as those of `Prefix`.
     written
         The files.
     """
 
     tokens: int
     asked: int
+    dtype: str | None
+    others: Mapping[str, int]
     written: Packed | Unpacked
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values."""
-        return {"tokens": self.tokens, "asked": self.asked, **self.written.to_dict()}
+        stored = {"dtype": self.dtype, "others": dict(self.others)}
+        return {"tokens": self.tokens, "asked": self.asked, **stored, **self.written.to_dict()}
 
     def __str__(self) -> str:
         rest = self.asked - self.tokens
         left = f"{rest:,} {'is' if rest == 1 else 'are'} left to compute" if rest else "all of the text"
-        return f"{self.tokens:,} of {count(self.asked, 'token')}: {left}\n{self.written}"
+        return f"{self.tokens:,} of {count(self.asked, 'token')}, {self.dtype}: {left}\n{self.written}"
 
 
 def write_prefix(
@@ -145,7 +150,7 @@ def write_prefix(
             force=force,
             making=Making(durable=False, again=True, threads=threads),
         )
-    return Got(tokens=prefix.tokens, asked=prefix.asked, written=made)
+    return Got(tokens=prefix.tokens, asked=prefix.asked, dtype=prefix.dtype, others=prefix.others, written=made)
 
 
 def _words(entry: LayerArray) -> Words:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from ..arrays.layer_cache import LayerCache
 from ..errors import KvmnnError, SourceError
@@ -20,6 +21,14 @@ from .units import Units
 from .updates import ParentGoneError
 
 _TRIES = 3
+
+
+class Longest(NamedTuple):
+    """The space in which most of a text is stored, and where; of other precisions that have some of it, how much."""
+
+    space: Space | None
+    found: Found
+    others: dict[str, int]
 
 
 class Texts:
@@ -78,27 +87,36 @@ class Texts:
         """As `PrefixStore.get`."""
         notes: list[str] = []
         while True:
-            space, found = self.longest(ids, model, dtype)
+            space, found, others = self.longest(ids, model, dtype)
             if space is None or not found.places:
                 return Prefix(tokens=0, asked=ids.size, notes=tuple(notes))
             layers = read_layers(self._units, space, found, ids, notes, self._threads)
             if layers is not None:
                 self._units.touch(units_of(found.places))
-                return Prefix(tokens=found.tokens, asked=ids.size, layers=layers, notes=tuple(notes))
+                return Prefix(
+                    tokens=found.tokens,
+                    asked=ids.size,
+                    layers=layers,
+                    dtype=space.dtype,
+                    others=others,
+                    notes=tuple(notes),
+                )
 
-    def longest(self, ids: Ids, model: str, dtype: str | None) -> tuple[Space | None, Found]:
-        """The space of a model in which most of a text is stored, and where."""
-        best: tuple[Space | None, Found] = None, Found((), 0)
-        for space in self.spaces_of(model):
-            if dtype in (None, space.dtype):
-                found = self._units.find(self.text(space, ids))
-                if found.tokens > best[1].tokens:
-                    best = space, found
-        return best
+    def longest(self, ids: Ids, model: str, dtype: str | None) -> Longest:
+        """The space of a model in which most of a text is stored; of equals the first that was put."""
+        space, found, tokens = None, Found((), 0), dict[str, int]()
+        for each in self.spaces_of(model):
+            if dtype in (None, each.dtype):
+                there = self._units.find(self.text(each, ids))
+                tokens[each.dtype] = max(tokens.get(each.dtype, 0), there.tokens)
+                if there.tokens > found.tokens:
+                    space, found = each, there
+        others = {name: n for name, n in tokens.items() if n and space is not None and name != space.dtype}
+        return Longest(space, found, others)
 
     def whole(self, ids: Ids, model: str, dtype: str | None) -> tuple[Space, Found]:
         """The space in which all of a text is stored, and where; `KvmnnError` where a part is missing."""
-        space, found = self.longest(ids, model, dtype)
+        space, found, _ = self.longest(ids, model, dtype)
         if space is None or found.tokens < ids.size:
             raise KvmnnError(
                 f"{self._units.label}: holds {found.tokens:,} tokens of this text of {ids.size:,} under this model"

@@ -57,7 +57,7 @@ def test_store_put_and_get(here: Path, run) -> None:
     assert "equal" in run("diff", "got.npz", "x.session", "--kv-heads", 2).out
     Path("more.json").write_text(json.dumps([*range(12), 99]))
     said = run("store", "get", "store", "--model", "m.gguf", "--token-ids", "more.json", "-o", "part.npz").out
-    assert said.startswith("12 of 13 tokens: 1 is left to compute\n")
+    assert said.startswith("12 of 13 tokens, fp16: 1 is left to compute\n")
 
 
 def test_numbers_made_of_blocks_are_neither_lossless_nor_lossy(here: Path, run) -> None:

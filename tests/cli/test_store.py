@@ -42,9 +42,11 @@ def test_put_match_get(here: Path, run) -> None:
         "verb": "store match",
         "tokens": 30,
         "asked": 30,
+        "dtype": "fp16",
+        "others": {},
     }
     said = run("store", "get", "S", "--token-ids", "short.json", "-o", "back.npz").out
-    assert said.startswith("30 of 30 tokens: all of the text\nback.npz: 4 arrays, 1,920 bytes, LOSSLESS")
+    assert said.startswith("30 of 30 tokens, fp16: all of the text\nback.npz: 4 arrays, 1,920 bytes, LOSSLESS")
     with np.load("back.npz") as back:
         wanted = arrays(IDS[:30])
         assert sorted(back) == sorted(wanted)
@@ -54,6 +56,32 @@ def test_put_match_get(here: Path, run) -> None:
     error = run("store", "get", "S", "--token-ids", "other.json", "-o", "none.npz", code=1).err
     assert "S: nothing of this text of 3 tokens is stored under this model" in error
     assert not Path("none.npz").exists()
+
+
+def test_which_precision_was_taken_is_said(here: Path, run) -> None:
+    """50 tokens are stored in fp16, 30 of them in fp32 as well."""
+    wide = {name: words.astype(np.float32) for name, words in arrays(IDS[:30]).items()}
+    np.savez("wide.npz", **wide)
+    for cache, ids in (("long.npz", "long.json"), ("wide.npz", "short.json")):
+        run("store", "put", "S", cache, "--token-ids", ids, "--fingerprint", "m")
+    note = "note: taken in fp16, which has 50 tokens; stored as well: 30 in fp32 (--dtype)\n"
+    said = run("store", "match", "S", "--token-ids", "long.json")
+    assert said.out == "50\n" and said.err.endswith(note)
+    said = run("store", "match", "S", "--token-ids", "long.json", "--json")
+    document = json.loads(said.out)
+    assert (document["tokens"], document["dtype"], document["others"]) == (50, "fp16", {"fp32": 30})
+    said = run("store", "match", "S", "--token-ids", "long.json", "--dtype", "fp32")
+    assert (said.out, said.err) == ("30\n", "")
+    said = run("store", "get", "S", "--token-ids", "long.json", "-o", "back.npz")
+    assert said.out.startswith("50 of 50 tokens, fp16: ") and said.err.endswith(note)
+    said = run(
+        "store", "get", "S", "--token-ids", "long.json", "-o", "back.npz", "--dtype", "fp32", "--json", "--force"
+    )
+    document = json.loads(said.out)
+    assert (document["tokens"], document["dtype"], document["others"]) == (30, "fp32", {})
+    with np.load("back.npz") as back:
+        assert all(back[name].dtype == np.float32 and np.array_equal(back[name], wide[name]) for name in wide)
+    assert json.loads(run("store", "match", "S", "--token-ids", "other.json", "--json", code=1).out)["dtype"] is None
 
 
 def test_a_prefix_cache_and_back(here: Path, run) -> None:

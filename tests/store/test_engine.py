@@ -6,12 +6,16 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from engine_client import GEOMETRY, PREFIX_IDS, QUERY_IDS, Engine, needs_engine, unpack_fixture
 
+import kvmnn
 from kvmnn.cli.command import main
 from kvmnn.formats.mnn import fingerprint
-from kvmnn.store import PrefixStore
+from kvmnn.formats.options import PackedOptions
+from kvmnn.packed.fitting import Geometry
+from kvmnn.store import PrefixStore, layers_of, write_prefix
 
 pytestmark = needs_engine
 
@@ -22,6 +26,10 @@ PROMPTS = {
     "one token": [*PREFIX_IDS[:1], *QUERY_IDS],
 }
 STORED = {"whole": 50, "cut inside a block": 37, "cut at a block": 32, "one token": 1}
+BLOCK = 16
+SHARED = 2 * BLOCK
+TEXTS = (PREFIX_IDS, [*PREFIX_IDS[:SHARED], *np.random.RandomState(79).randint(0, 250, 21).tolist()])
+LAYOUT = Geometry(backend="x86-avx2")
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +43,7 @@ def store(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stored")
     prefix = unpack_fixture("prefix", folder)
     (folder / "ids.json").write_text(json.dumps(PREFIX_IDS))
-    said = ["--token-ids", folder / "ids.json", "--model", model, *GEOMETRY, "--block-tokens", 16]
+    said = ["--token-ids", folder / "ids.json", "--model", model, *GEOMETRY, "--block-tokens", BLOCK]
     assert main([str(word) for word in ("store", "put", folder / "first", prefix, *said)]) == 0
     shutil.copytree(folder / "first", folder / "copied")
     shutil.rmtree(folder / "first")
@@ -54,7 +62,48 @@ def test_tokens_are_the_engines_own(model: Path, store: Path, tmp_path: Path, pr
     with PrefixStore(store, create=False) as found:
         tokens = found.match(ids, model=fingerprint(str(model)))
     assert tokens == STORED[prompt]
-    with Engine(model, tmp_path / "scratch", tmp_path / "ready") as engine:
+    assert answer(model, tmp_path / "scratch", tmp_path / "ready", ids, tokens) == wanted
+
+
+def test_texts_that_share_blocks(model: Path, tmp_path: Path) -> None:
+    """What the engine computed of two texts that begin alike: the second put adds what is new and nothing else, and both
+    are answered from the store, and from a copy of it.
+    """
+    made_by, wanted, puts = fingerprint(str(model)), [], []
+    with PrefixStore(tmp_path / "first", block_tokens=BLOCK) as store:
+        for number, ids in enumerate(TEXTS):
+            live = tmp_path / f"live {number}"
+            with Engine(model, live) as engine:
+                wanted.append(engine.call("generate", [*ids, *QUERY_IDS], 4))
+                cache = PackedOptions(geometry=LAYOUT, tokens=(len(ids),), model=str(model), pid=engine.pid)
+                layers = layers_of(kvmnn.open(str(live), packed=cache))
+                token_bytes = sum(each.nbytes for each in layers) // len(ids)
+                files = {path: path.read_bytes() for path in (tmp_path / "first" / "units").glob("*/*")}
+                puts.append(store.put(ids, layers, model=made_by))
+                assert {path: path.read_bytes() for path in files} == files
+        first, second = puts
+        assert (first.known_tokens, first.raw_bytes) == (0, len(TEXTS[0]) * token_bytes)
+        assert (second.known_tokens, second.raw_bytes) == (SHARED, (len(TEXTS[1]) - SHARED) * token_bytes)
+        stats = store.stats()
+        assert (stats.texts, stats.tokens) == (2, len(TEXTS[0]) + len(TEXTS[1]) - SHARED)
+        assert stats.bytes == first.stored_bytes + second.stored_bytes
+    assert wanted[0] != wanted[1]
+    shutil.copytree(tmp_path / "first", tmp_path / "copied")
+    for place in ("first", "copied"):
+        with PrefixStore(tmp_path / place, create=False) as store:
+            for number, ids in enumerate(TEXTS):
+                prompt, ready = [*ids, *QUERY_IDS], tmp_path / f"{place} {number}"
+                found = store.get(prompt, model=made_by)
+                assert (found.tokens, found.notes) == (len(ids), ())
+                write_prefix(found, prompt, str(ready), where=place, geometry=LAYOUT, name="p", model=str(model))
+                assert answer(model, tmp_path / f"scratch {place} {number}", ready, prompt, len(ids)) == wanted[number]
+        shutil.rmtree(tmp_path / place)
+
+
+def answer(model: Path, scratch: Path, ready: Path, prompt: list[int], stored: int) -> list[int]:
+    """What the engine generates behind a prompt of which it loads the first `stored` tokens."""
+    with Engine(model, scratch, ready) as engine:
         assert engine.call("prefix", "p") == 1, "the engine did not find the prefix"
-        assert engine.call("generate", ids[:tokens], 0) == []
-        assert engine.call("generate", ids[tokens:], 4) == wanted
+        assert engine.call("generate", prompt[:stored], 0) == []
+        found: list[int] = engine.call("generate", prompt[stored:], 4)
+    return found

@@ -47,6 +47,19 @@ def test_dtypes_are_kept_apart(store: PrefixStore, dtype: str) -> None:
     assert same(found.layers, [*ids, 1], 5 if name == "fp16" else 6, dtype=dtype)
     assert store.match([*ids, 1, 2], model=MODEL) == 6
     assert store.match(ids, model=MODEL, dtype="bf16") == 0
+    assert (found.dtype, dict(found.others)) == (name, {})
+
+
+def test_which_precision_is_taken_is_said(store: PrefixStore) -> None:
+    """That which covers most; of two that cover as much the one that was put first."""
+    ids = [5, 6, 7, 8, 9]
+    put(store, ids, dtype="<f2")
+    put(store, [*ids, 1], dtype="<f4")
+    for asked, taken, others in (([*ids, 1], "fp32", {"fp16": 5}), (ids, "fp16", {"fp32": 5}), ([4], None, {})):
+        found, matched = store.get(asked, model=MODEL), store.find(asked, model=MODEL)
+        assert (found.dtype, dict(found.others)) == (matched.dtype, dict(matched.others)) == (taken, others)
+        assert found.tokens == matched.tokens == store.match(asked, model=MODEL)
+        assert {cache.dtype for cache in found.layers} == ({taken} if taken else set())
 
 
 def test_bf16_comes_back_as_words(store: PrefixStore) -> None:

@@ -12,7 +12,7 @@ from ..printing import Result, UsageError
 if TYPE_CHECKING:
     from ...arrays.source import Source
     from ...dense import Rotary
-    from ...store import PrefixStore
+    from ...store import Matched, Prefix, PrefixStore
 
 _TEXT = """Keep K and V of texts in a directory and find them again by their token ids: any text is answered with the
 longest beginning that was ever put, to the token. Equal beginnings are stored once, losslessly (docs/prefix-store.md).
@@ -227,11 +227,17 @@ def _own_ids(source: Source) -> list[int] | None:
 
 
 def _match(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int]:
-    from ...store import Matched
+    found = store.find(_ids(arguments), model=_model(store, arguments), dtype=arguments.dtype)
+    _report_others(found, arguments)
+    return found, 0 if found.tokens else 1
 
-    ids = _ids(arguments)
-    tokens = store.match(ids, model=_model(store, arguments), dtype=arguments.dtype)
-    return Matched(tokens=tokens, asked=len(ids)), 0 if tokens else 1
+
+def _report_others(found: Matched | Prefix, arguments: argparse.Namespace) -> None:
+    """Which precision was taken, of several that have some of the text."""
+    if found.others:
+        others = " and ".join(f"{tokens:,} in {dtype}" for dtype, tokens in found.others.items())
+        text = f"taken in {found.dtype}, which has {found.tokens:,} tokens; stored as well: {others} (--dtype)"
+        loading.report_notes([text], arguments)
 
 
 def _get(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int]:
@@ -240,6 +246,7 @@ def _get(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int
     ids = _ids(arguments)
     found = store.get(ids, model=_model(store, arguments), dtype=arguments.dtype)
     loading.report_notes(found.notes, arguments, "warning")
+    _report_others(found, arguments)
     made = write_prefix(
         found,
         ids,

@@ -66,8 +66,8 @@ def test_tokens_are_the_engines_own(model: Path, store: Path, tmp_path: Path, pr
 
 
 def test_texts_that_share_blocks(model: Path, tmp_path: Path) -> None:
-    """What the engine computed of two texts that begin alike: the second put adds what is new and nothing else, and both
-    are answered from the store, and from a copy of it.
+    """Of two texts that begin alike the second put adds what is new and nothing else; both are answered from the store,
+    and from a copy of it.
     """
     made_by, wanted, puts = fingerprint(str(model)), [], []
     with PrefixStore(tmp_path / "first", block_tokens=BLOCK) as store:

@@ -8,8 +8,9 @@ from libc.string cimport memcpy, memset
 
 from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize, PyBytes_Size
 
+from kvmnn.frames._lane_streams cimport AHEAD_FROM, make_after_raw, make_stream, make_streams, spacing
 from kvmnn.frames._stream_header cimport ALLOW_RLE, ALLOW_ZSTD, CODEC_RLE, CODEC_ZSTD, HEADER, MODES, store_le32
-from kvmnn.frames._streams cimport KVMNN_MODE_DELTA, KVMNN_MODE_RAW, entropy, lanes, rle_bound, rle_encode, rle_least, rle_size
+from kvmnn.frames._streams cimport KVMNN_MODE_DELTA, KVMNN_MODE_RAW, entropy, lanes, rle_bound, rle_encode, rle_size
 from kvmnn.frames._workspace cimport Workspace, acquire, release, unwritten_bytes
 from kvmnn.frames._zstdlib cimport zstd
 
@@ -18,8 +19,8 @@ from ..errors import KvmnnError, LimitError
 
 cdef enum:
     ALL_MODES = 7
-    FUSE_UP_TO = 16 << 20  # bytes of a lane whose three streams are made in one pass; above, memory counts more
-    TILE = 4096            # words that are split, predicted and scanned before the next are touched
+    FUSE_UP_TO = 16 << 20  # bytes of a lane whose three streams are made in one pass; above, memory counts more ...
+    PAIR_UP_TO = 8 << 20   # ... and those of two lanes, where memory is slow enough for that to pay
     SAMPLE_TILE = 1024     # effort "balanced": bytes of one look at a stream ...
     SAMPLE_TILES = 16      # ... and how many looks it takes
 
@@ -47,49 +48,6 @@ cdef inline void store_header(uint8_t *p, Candidate chosen, size_t raw_len) noex
 cdef size_t payload_bound(size_t n) noexcept nogil:
     cdef size_t a = rle_bound(n), b = zstd.bound(n)
     return a if a > b else b
-
-
-cdef const uint8_t *make_stream(
-    Workspace ws, const uint8_t *src, size_t words, int stride, int lane, int mode
-) noexcept nogil:
-    """One lane under one predictor in the workspace's first buffer, or NULL."""
-    cdef uint8_t *stream = ws.buffer(0, words)
-    if stream != NULL:
-        if stride == 1:
-            lanes().predict(src, words, mode, stream)
-        else:
-            lanes().predict_lane(src, words, stride, lane, mode, stream)
-    return stream
-
-
-cdef inline size_t spacing(size_t words) noexcept nogil:
-    """From one stream to the next in a buffer, so that the same place of two streams never falls into the same set of a
-    cache: a lane is often a power of two long, and writing three of them side by side would cost a quarter more."""
-    return ((words + 4095) & ~<size_t>4095) + 1088
-
-
-cdef void make_streams(
-    const uint8_t *src, size_t words, int stride, int lane, uint8_t *streams, size_t *rle_least_sizes
-) noexcept nogil:
-    """One lane under all predictors, `spacing` apart at `streams`, and a lower bound of each one's RLE length.
-
-    Works in tiles, so that the source is read once and repeats are counted in bytes that are still in the cache.
-    """
-    cdef size_t repeats[MODES]
-    cdef size_t start = 0, end, seen
-    cdef int mode
-    memset(repeats, 0, sizeof(repeats))
-    while start < words:
-        end = words if words - start <= TILE else start + TILE
-        lanes().predict_lane_part(
-            src, start, end, stride, lane, streams, streams + spacing(words), streams + 2 * spacing(words)
-        )
-        seen = start - 1 if start else 0
-        for mode in range(MODES):
-            repeats[mode] += lanes().repeats(streams + <size_t>mode * spacing(words) + seen, end - seen)
-        start = end
-    for mode in range(MODES):
-        rle_least_sizes[mode] = rle_least(words, repeats[mode])
 
 
 cdef size_t make_candidate(
@@ -155,39 +113,57 @@ cdef int likely_mode(Workspace ws, const uint8_t *src, size_t words, int stride,
 
 cdef size_t encode_lane(
     Workspace ws, const uint8_t *src, size_t words, int stride, int lane, int modes, int allow, int level,
-    uint8_t **slots, Candidate *chosen
+    const uint8_t *streams, const size_t *rle_least_sizes, uint8_t **slots, Candidate *chosen
 ) noexcept nogil:
     """The smallest payload of one lane in slots[0]; its size, or NO_MEMORY, or TOO_LONG.
 
-    The two slots have payload_bound(words) bytes each and change places whenever a better candidate was made.
+    `streams`: of all predictors, and the bounds of their RLE lengths, from `make_streams`; NULL to make them here, one
+    after the other. The two slots have payload_bound(words) bytes each and change places whenever a better candidate
+    was made.
     """
     cdef const uint8_t *stream
-    cdef uint8_t *streams = NULL
-    cdef size_t got, limit = <size_t>-3
-    cdef size_t[MODES] rle
+    cdef const uint8_t *raw = src
+    cdef uint8_t *room = NULL
+    cdef size_t got, rle = 0, limit = <size_t>-3
     cdef int mode
-    if modes == ALL_MODES and stride > 1 and words <= FUSE_UP_TO:
-        streams = ws.buffer(0, MODES * spacing(words))
-        if streams == NULL:
+    cdef bint several = modes & (modes - 1) != 0
+    if streams == NULL and several:
+        room = ws.buffer(0, 2 * spacing(words))
+        if room == NULL:
             return NO_MEMORY
-        make_streams(src, words, stride, lane, streams, rle)
+        if stride > 1:
+            lanes().predict_lane(src, words, stride, lane, KVMNN_MODE_RAW, room)
+            raw = room
     for mode in range(MODES):
         if not modes >> mode & 1:
             continue
         if streams != NULL:
-            stream = streams + <size_t>mode * spacing(words)
+            stream, rle = streams + <size_t>mode * spacing(words), rle_least_sizes[mode]
+        elif several:
+            rle = make_after_raw(raw, words, mode, room + spacing(words))
+            stream = raw if mode == KVMNN_MODE_RAW else room + spacing(words)
         else:
             stream = make_stream(ws, src, words, stride, lane, mode)
             if stream == NULL:
                 return NO_MEMORY
-            rle[mode] = 0
-        got = make_candidate(ws, stream, words, mode, allow, level, True, limit, rle[mode], slots[1], chosen)
+        got = make_candidate(ws, stream, words, mode, allow, level, True, limit, rle, slots[1], chosen)
         if got == NO_MEMORY:
             return NO_MEMORY
         if got != NOT_SMALLER:
             slots[0], slots[1] = slots[1], slots[0]
             limit = got
     return chosen.size if chosen.size <= U32_MAX else TOO_LONG
+
+
+cdef int made_at_once(size_t words, int stride, int *modes) noexcept nogil:
+    """How many lanes have all their streams made in one pass; 0 where each stream is made by itself."""
+    cdef int lane
+    if stride == 1 or words > FUSE_UP_TO:
+        return 0
+    for lane in range(stride):
+        if modes[lane] != ALL_MODES:
+            return 0
+    return 2 if AHEAD_FROM <= words <= PAIR_UP_TO else 1
 
 
 # -- encoding for Python ----------------------------------------------------------------------------------------------
@@ -203,21 +179,34 @@ cdef bytes encode_lanes(
     cdef Candidate[4] chosen
     cdef uint8_t *slots[5]
     cdef uint8_t *out
-    cdef int lane
+    cdef uint8_t *streams = NULL
+    cdef uint8_t *mine = NULL
+    cdef size_t[2 * MODES] rle
+    cdef int lane, at_once = 0, place = 0
     cdef bytes frame
     cdef Workspace ws = acquire(allow & ALLOW_ZSTD != 0, False)
     try:
         with nogil:
             out = ws.buffer(1, <size_t>(stride + 1) * room)
-            if out != NULL:
+            if not sample:
+                at_once = made_at_once(words, stride, modes)
+            if at_once:
+                streams = ws.buffer(0, <size_t>(at_once * MODES) * spacing(words))
+            if out != NULL and (streams != NULL or not at_once):
                 for lane in range(stride + 1):
                     slots[lane] = out + <size_t>lane * room
                 for lane in range(stride):
                     if sample:
                         modes[lane] = 1 << likely_mode(ws, src, words, stride, lane, modes[lane])
+                    if at_once:
+                        place = lane % at_once
+                        if place == 0:
+                            make_streams(src, words, stride, lane, lane + at_once, streams, rle)
+                        mine = streams + <size_t>(place * MODES) * spacing(words)
                     chosen[lane] = Candidate(0, 0, 0)
                     got = encode_lane(
-                        ws, src, words, stride, lane, modes[lane], allow, level, slots + lane, &chosen[lane]
+                        ws, src, words, stride, lane, modes[lane], allow, level, mine, rle + place * MODES,
+                        slots + lane, &chosen[lane],
                     )
                     if got >= TOO_LONG:
                         break

@@ -71,7 +71,7 @@ cdef extern from *:
 
 
 cdef enum:
-    KEEP_BYTES = 64 << 20  # kept between calls by all workspaces together
+    KEEP_BYTES = 80 << 20  # kept between calls by all workspaces together
 
 
 cdef class Workspace:

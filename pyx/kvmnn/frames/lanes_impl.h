@@ -3,7 +3,7 @@
  * Plain C that compilers vectorise; there are no intrinsics, so every level and every architecture runs the same code.
  */
 
-enum { LEVEL(TILE) = 4096 };
+enum { LEVEL(TILE) = 4096, LEVEL(AHEAD) = 1024 };
 
 static void LEVEL(gather2)(const uint8_t *restrict src, size_t words, uint8_t *restrict dst) {
     for (size_t i = 0; i < words; ++i) dst[i] = src[2 * i];
@@ -56,13 +56,51 @@ static void LEVEL(predict_lane)(const uint8_t *src, size_t words, int stride, in
     }
 }
 
-static void LEVEL(predict_lane_part)(const uint8_t *src, size_t start, size_t end, int stride, int lane,
+/* The same loops over whole groups of 64 bytes, whose lines are asked for AHEAD bytes before they are written: as many
+ * streams as these leave the cache's own prefetching behind. */
+static void LEVEL(gather2_ahead)(const uint8_t *restrict src, size_t n, uint8_t *restrict dst) {
+    for (size_t i = 0; i < n; i += 64) {
+        kvmnn_prefetch_to_write(dst + i + LEVEL(AHEAD));
+        for (size_t j = 0; j < 64; ++j) dst[i + j] = src[2 * (i + j)];
+    }
+}
+
+static void LEVEL(gather4_ahead)(const uint8_t *restrict src, size_t n, uint8_t *restrict dst) {
+    for (size_t i = 0; i < n; i += 64) {
+        kvmnn_prefetch_to_write(dst + i + LEVEL(AHEAD));
+        for (size_t j = 0; j < 64; ++j) dst[i + j] = src[4 * (i + j)];
+    }
+}
+
+static void LEVEL(difference_ahead)(const uint8_t *restrict src, size_t n, uint8_t *restrict dst) {
+    for (size_t i = 0; i < n; i += 64) {
+        kvmnn_prefetch_to_write(dst + i + LEVEL(AHEAD));
+        for (size_t j = 0; j < 64; ++j) dst[i + j] = (uint8_t)(src[i + j] - src[(ptrdiff_t)(i + j) - 1]);
+    }
+}
+
+static void LEVEL(exclusive_or_ahead)(const uint8_t *restrict src, size_t n, uint8_t *restrict dst) {
+    for (size_t i = 0; i < n; i += 64) {
+        kvmnn_prefetch_to_write(dst + i + LEVEL(AHEAD));
+        for (size_t j = 0; j < 64; ++j) dst[i + j] = (uint8_t)(src[i + j] ^ src[(ptrdiff_t)(i + j) - 1]);
+    }
+}
+
+static void LEVEL(predict_lane_part)(const uint8_t *src, size_t start, size_t end, int stride, int lane, int ahead,
                                      uint8_t *raw, uint8_t *delta, uint8_t *exclusive_or) {
-    LEVEL(gather)(src + lane + start * (size_t)stride, end - start, stride, raw + start);
+    size_t whole = ahead ? (end - start) / 64 * 64 : 0;
+    src += lane;
+    if (stride == 2) LEVEL(gather2_ahead)(src + 2 * start, whole, raw + start);
+    else LEVEL(gather4_ahead)(src + 4 * start, whole, raw + start);
+    LEVEL(gather)(src + (start + whole) * (size_t)stride, end - start - whole, stride, raw + start + whole);
     if (start == 0 && end > 0) {
         delta[0] = exclusive_or[0] = raw[0];
         start = 1;
     }
+    whole = ahead ? (end - start) / 64 * 64 : 0;
+    LEVEL(difference_ahead)(raw + start, whole, delta + start);
+    LEVEL(exclusive_or_ahead)(raw + start, whole, exclusive_or + start);
+    start += whole;
     LEVEL(difference)(raw + start, end - start, delta + start);
     LEVEL(exclusive_or)(raw + start, end - start, exclusive_or + start);
 }

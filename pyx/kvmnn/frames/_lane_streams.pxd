@@ -1,0 +1,80 @@
+"""The streams of a lane under the predictors, made for an encoder to choose from."""
+
+from libc.stdint cimport uint8_t
+from libc.string cimport memset
+
+from kvmnn.frames._stream_header cimport MODES
+from kvmnn.frames._streams cimport KVMNN_MODE_DELTA, KVMNN_MODE_RAW, lanes, rle_least
+from kvmnn.frames._workspace cimport Workspace
+
+
+cdef enum:
+    AHEAD_FROM = 512 << 10  # bytes of a lane whose streams leave the cache before they are compressed
+    TILE = 4096             # words that are split, predicted and scanned before the next are touched ...
+    AHEAD_TILE = 1024       # ... while memory is asked for ahead of them
+
+
+cdef inline const uint8_t *make_stream(
+    Workspace ws, const uint8_t *src, size_t words, int stride, int lane, int mode
+) noexcept nogil:
+    """One lane under one predictor in the workspace's first buffer, or NULL."""
+    cdef uint8_t *stream = ws.buffer(0, words)
+    if stream != NULL:
+        if stride == 1:
+            lanes().predict(src, words, mode, stream)
+        else:
+            lanes().predict_lane(src, words, stride, lane, mode, stream)
+    return stream
+
+
+cdef inline size_t spacing(size_t words) noexcept nogil:
+    """From one stream to the next in a buffer, so that the same place of two streams never falls into the same set of a
+    cache: a lane is often a power of two long, and writing three of them side by side would cost a quarter more."""
+    return ((words + 4095) & ~<size_t>4095) + 1088
+
+
+cdef inline void make_streams(
+    const uint8_t *src, size_t words, int stride, int begin, int end, uint8_t *streams, size_t *rle_least_sizes
+) noexcept nogil:
+    """Lanes `begin` to `end` under all predictors, `spacing` apart at `streams`, and a lower bound of the RLE length of
+    each stream.
+
+    Works in tiles, so that the source is read once and repeats are counted in bytes that are still in the cache.
+    """
+    cdef size_t[2 * MODES] repeats
+    cdef size_t start = 0, stop, seen, step = spacing(words)
+    cdef int lane, place, ahead = words >= AHEAD_FROM
+    cdef size_t tile = AHEAD_TILE if ahead else TILE
+    cdef uint8_t *first
+    memset(repeats, 0, sizeof(repeats))
+    while start < words:
+        stop = words if words - start <= tile else start + tile
+        seen = start - 1 if start else 0
+        for lane in range(begin, end):
+            first = streams + <size_t>((lane - begin) * MODES) * step
+            lanes().predict_lane_part(
+                src, start, stop, stride, lane, ahead, first, first + step, first + 2 * step
+            )
+            for place in range((lane - begin) * MODES, (lane - begin + 1) * MODES):
+                repeats[place] += lanes().repeats(streams + <size_t>place * step + seen, stop - seen)
+        start = stop
+    for place in range((end - begin) * MODES):
+        rle_least_sizes[place] = rle_least(words, repeats[place])
+
+
+cdef inline size_t make_after_raw(const uint8_t *raw, size_t words, int mode, uint8_t *stream) noexcept nogil:
+    """The stream of a predictor, from the lane as it is, and a lower bound of its RLE length.
+
+    Where `mode` is "raw" only the bound, as the stream is `raw`.
+    """
+    cdef size_t start = 0, size, seen, repeats = 0
+    while start < words:
+        size = min(<size_t>TILE, words - start)
+        if mode != KVMNN_MODE_RAW:
+            lanes().predict(raw + start, size, mode, stream + start)
+            if start:
+                stream[start] = raw[start] - raw[start - 1] if mode == KVMNN_MODE_DELTA else raw[start] ^ raw[start - 1]
+        seen = start - 1 if start else 0
+        repeats += lanes().repeats((raw if mode == KVMNN_MODE_RAW else stream) + seen, start + size - seen)
+        start += size
+    return rle_least(words, repeats)

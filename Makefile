@@ -18,11 +18,29 @@ WORKERS ?= -n auto --maxprocesses 4 --dist worksteal
 test: $(STAMPS)/test
 	$(BIN)/pytest $(WORKERS)
 
-# Against torch, transformers, kvpress, and emulators of S3 and Google's store; against llama.cpp where llama-cpp-python and gguf are in .venv. Where pip finds torch's CUDA build, that takes 6 GB; the CPU's build takes 1:
+# Against torch, transformers, kvpress, ONNX Runtime GenAI, libzstd's releases, and emulators of S3 and Google's store. What
+# reads caches of transformers runs twice: under what kvpress allows, and under the newest. LLAMA=llama-cpp-python adds
+# llama.cpp, which pip compiles for half an hour; without it those tests are skipped. Where pip finds torch's CUDA build,
+# that takes 6 GB; the CPU's build takes 1:
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make test-peers TORCH=torch==2.13.0+cpu
 TORCH ?= torch
-test-peers: $(STAMPS)/peers
-	$(BIN)/pytest tests/peers
+LLAMA ?=
+NEWEST := build/peers/newest-transformers
+test-peers: $(STAMPS)/peers $(STAMPS)/newest $(if $(LLAMA),$(STAMPS)/llama)
+	$(BIN)/pytest -rs $(WORKERS) tests/peers
+	PYTHONPATH=$(NEWEST) $(BIN)/python -P -c 'import transformers; print("again, with transformers", transformers.__version__)'
+	PYTHONPATH=$(NEWEST) $(BIN)/pytest -rs $(WORKERS) tests/peers/test_hf_caches.py tests/peers/test_past_key_values.py \
+	    tests/peers/test_family.py
+
+$(STAMPS)/newest: $(STAMPS)/peers
+	@rm -rf $(NEWEST)
+	@$(PIP) --target $(NEWEST) transformers
+	@touch $@
+
+$(STAMPS)/llama: $(STAMPS)/peers
+	@echo "compiling $(LLAMA), unless pip has done it before: half an hour"
+	@$(PIP) '$(LLAMA)'
+	@touch $@
 
 # Zarr stores under the newest zarr, which wants Python 3.12; make test has that of its own Python. PYTHONS='python3.13 ...'
 test-zarr:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from repository import FIXTURES
 
 import kvmnn
+from kvmnn.evaluation import Settings, evaluate
+from kvmnn.lm import Tokenizer
+from kvmnn.lm.documents import read_document
 
-genai = pytest.importorskip("onnxruntime_genai")
+genai = pytest.importorskip("onnxruntime_genai", reason="no wheel of onnxruntime-genai for this machine")
 
 
 def settings(config: dict[str, int]) -> dict[str, object]:
@@ -41,25 +45,38 @@ def settings(config: dict[str, int]) -> dict[str, object]:
     return {"model": model, "search": {"max_length": 64, "past_present_share_buffer": False}}
 
 
-def test_a_generator(tmp_path: Path) -> None:
-    import onnxruntime
-
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shipped model as ONNX Runtime GenAI loads it."""
+    tmp_path = tmp_path_factory.mktemp("genai")
     for name in ("model.onnx", "tokenizer.json", "tokenizer_config.json", "config.json"):
         shutil.copy(FIXTURES / "lm" / name, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "genai_config.json").write_text(json.dumps(settings(config)))
-    model = genai.Model(str(tmp_path))
+    return tmp_path
+
+
+def generator_behind(folder: Path, ids: np.ndarray) -> Any:
+    model = genai.Model(str(folder))
     parameters = genai.GeneratorParams(model)
     parameters.set_search_options(max_length=64)
     generator = genai.Generator(model, parameters)
-    generator.append_tokens(np.arange(1, 11, dtype=np.int32))
+    generator.append_tokens(ids.astype(np.int32))
+    return generator
+
+
+def test_a_generator(folder: Path) -> None:
+    import onnxruntime
+
+    config = json.loads((folder / "config.json").read_text())
+    generator = generator_behind(folder, np.arange(1, 11))
     for _ in range(3):
         generator.generate_next_token()
     source = kvmnn.open(generator)
     layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
     assert len(source) == 2 * layers and source["layer_0.key"].shape[:3] == (1, heads, 12)  # one token behind
 
-    session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"))
+    session = onnxruntime.InferenceSession(str(folder / "model.onnx"))
     ids = np.array(generator.get_sequence(0))[:12].astype(np.int64)[None]
     feed = {"input_ids": ids, "attention_mask": np.ones_like(ids), "position_ids": np.arange(12)[None]}
     for entry in session.get_inputs():
@@ -69,3 +86,16 @@ def test_a_generator(tmp_path: Path) -> None:
     for name, expected in zip(names, session.run(names, feed), strict=True):
         found = source[name.replace("present.", "layer_")].to_numpy()
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+
+
+def test_eval_goes_on_from_a_generator(folder: Path) -> None:
+    """Of the text's first 40 tokens K and V are the model's own, up to the last bits: steps were of other sizes."""
+    text = FIXTURES / "lm" / "texts" / "trace.py.txt"
+    ids = read_document(text, Tokenizer.open(FIXTURES / "lm"), 40).ids
+    generator = generator_behind(folder, ids)
+    settings = Settings(tokens=104, chunk=8, timing=False)
+    result = evaluate(FIXTURES / "lm", text, settings=settings, jobs=0, start=generator, token_ids=ids)
+    full, begun = result.rows
+    assert full.tokens == begun.tokens == 104 - len(ids) and abs(begun.versus_full.nll) < 1e-4
+    assert result.start is not None and result.start.tokens == (len(ids),) * 6
+    assert 0 < max(each.relative for each in result.start.distances) < 1e-4

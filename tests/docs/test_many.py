@@ -1,0 +1,23 @@
+"""The example of docs/many.md, as a program: a file that fails is a line of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import numpy as np
+from repository import DOCS
+
+
+def test_the_python_example(tmp_path: Path) -> None:
+    text = (DOCS / "many.md").read_text(encoding="utf-8").split("## From Python")[1]
+    (program,) = [part for part in text.split("\n\nThe work")[0].split("\n\n    import") if "VerbWork" in part]
+    (tmp_path / "program.py").write_text(dedent("    import" + program))
+    np.savez(tmp_path / "a.npz", **{"layer_0.key": np.zeros((2, 64, 64), np.float16)})
+    done = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    good, bad = done.stdout.splitlines()
+    assert good.startswith("a.npz ") and float(good.split()[1]) > 10
+    assert bad == "b.npz b.npz: cannot be read: No such file or directory"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,9 @@ from .rotary import Rotary
 from .tables import held_tables, rotation_of
 from .taking import Given
 from .trial import Auto, Trial
+
+Alike: TypeAlias = npt.NDArray[np.int32]
+"""For each row the row that it refers to, or -1."""
 
 _SAMPLE = 16
 """A frame is tried on one row in this many first."""
@@ -116,6 +119,30 @@ def encode_many(
     return streams
 
 
+def encode_next(
+    array: Words,
+    alike: Alike | None = None,
+    *,
+    dtype: str | None = None,
+    rotary: Rotary | None = None,
+    history: Words | None = None,
+    tables: Any = None,
+    frames: bool = True,
+) -> tuple[bytes, Alike]:
+    """One array of those that `encode_many` takes, and what it found to be alike, for the next one of the same tokens.
+
+    Parameters
+    ----------
+    alike
+        What the array before it found.
+    frames
+        Whether to try if a frame is smaller.
+    """
+    given, table_set = _checked(array, dtype, Trial(), rotary, None, None, history, tables, alike)
+    found = np.empty(given.tokens, np.int32)
+    return _smallest(given, table_set, found, frames=frames), found
+
+
 def _for_each(given: Sequence[Any] | None, count: int, what: str) -> Sequence[Any]:
     if given is None:
         return [None] * count
@@ -158,11 +185,13 @@ def _same_rotation(rotary: Rotary, rotation: _stream.Rotation | None) -> bool:
     return same and (dims, bool(interleaved)) == (rotary.dims, rotary.pairing == "interleaved")
 
 
-def _smallest(given: Given, tables: _stream.TableSet | None, references: npt.NDArray[np.int32] | None = None) -> bytes:
+def _smallest(
+    given: Given, tables: _stream.TableSet | None, references: Alike | None = None, *, frames: bool = True
+) -> bytes:
     """The stream by the method that needs fewest bytes."""
     made = given.rows.encode(tables, given.words.size + SIZE, references)
     limit = given.words.size if made is None else len(made) - SIZE
-    frame = _frame(given, limit)
+    frame = _frame(given, limit) if frames else None
     if frame is not None:
         return _stream.whole_stream(FRAME, given.code, given.heads, given.dim, given.words, frame)
     if made is None:

@@ -11,59 +11,48 @@ import numpy as np
 from ..arrays.layer_cache import LayerCache
 from ..dtypes import Bytes, Words
 from ..frames.hashing import block_checksums, checksum
-from ..threads.pool import map_pulled, resolve_threads
 from .lookup import Found, Place, Text
 from .unit import MOST_CHAIN, MOST_HISTORY, DamagedError, Header, parse_header
 from .units import Units
 
 
 class Behind(NamedTuple):
-    """What a unit refers to: rows right before it, checksums of the blocks that they lie in, and the units needed."""
+    """What a unit refers to: rows right before it, how many blocks they lie in, and the units needed."""
 
     history: int = 0
-    sums: tuple[int, ...] = ()
+    blocks: int = 0
     chain: int = 0
 
 
 class Before(NamedTuple):
-    """What may be referred to of a unit: checksums of its last blocks up to the next unit, and the units it needs."""
+    """What may be referred to of a unit: its last blocks up to the next unit, and the units it needs."""
 
-    sums: tuple[int, ...]
+    blocks: int
     chain: int
 
 
-def block_sums(
-    layers: Sequence[LayerCache], cuts: Sequence[tuple[int, int]], block_tokens: int, threads: int | None = None
-) -> list[tuple[int, ...]]:
-    """For each cut, from a token to another, 64 bits over the words of each of its whole blocks in all layers: the
-    checksum of the checksums of K and V of each layer.
-    """
+def part_sums(words: Words, block_tokens: int) -> list[int]:
+    """Checksums of the words of each whole block in K or V of a layer."""
+    blocks = words.shape[1] // block_tokens
+    size = int(block_tokens * words.shape[2] * words.dtype.itemsize)
+    return block_checksums(_rows(words[:, : blocks * block_tokens]), size)
 
-    def one(job: tuple[int, Words]) -> list[int]:
-        begin, words = job
-        return block_checksums(_rows(words[:, begin : begin + block_tokens * blocks[begin]]), block_bytes(words))
 
-    def block_bytes(words: Words) -> int:
-        return int(block_tokens * words.shape[2] * words.dtype.itemsize)
-
-    blocks = {begin: (end - begin) // block_tokens for begin, end in cuts}
-    parts = list(chain.from_iterable((cache.keys, cache.values) for cache in layers))
-    sums = map_pulled(one, [(begin, words) for begin in blocks for words in parts], resolve_threads(threads))
-    runs = [sums[at : at + len(parts)] for at in range(0, len(sums), len(parts))]
-    return [tuple(checksum(each) for each in np.array(run, "<u8").T.copy()) for run in runs]
+def unit_sums(sums: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """64 bits over the words of each block in all layers: the checksum of those of K and V of each layer, in order."""
+    return tuple(checksum(each) for each in np.array(sums, "<u8").T.copy())
 
 
 def behind_units(before: Sequence[Before], block_tokens: int) -> Behind:
     """What a unit may refer to of those before it, in order: the nearest rows of units that need no chain too long."""
-    sums: list[int] = []
-    units_needed = 0
+    blocks = units_needed = 0
     for distance, unit in enumerate(reversed(before), 1):
-        left = most_blocks(block_tokens) - len(sums)
+        left = most_blocks(block_tokens) - blocks
         if not left or distance + unit.chain > MOST_CHAIN:
             break
-        sums[:0] = unit.sums[-left:]
+        blocks += min(left, unit.blocks)
         units_needed = max(units_needed, distance + unit.chain)
-    return Behind(min(MOST_HISTORY, len(sums) * block_tokens), tuple(sums), units_needed)
+    return Behind(min(MOST_HISTORY, blocks * block_tokens), blocks, units_needed)
 
 
 def most_blocks(block_tokens: int) -> int:
@@ -71,13 +60,18 @@ def most_blocks(block_tokens: int) -> int:
     return -(-MOST_HISTORY // block_tokens)
 
 
-def stored_before(units: Units, text: Text, layers: Sequence[LayerCache], known: Found) -> list[Before]:
-    """Of the stored units of a text, in order, what may be referred to: rows that are those that are put.
+def stored_before(
+    units: Units, text: Text, layers: Sequence[LayerCache], known: Found
+) -> tuple[list[Before], list[int]]:
+    """Of the stored units of a text, in order, what may be referred to: rows that are those that are put; and the
+    checksums of their blocks.
 
     Where a unit is not at hand, is of frames, or holds other rows, what lies before it cannot be referred to.
     """
     size = text.block_tokens
+    parts = list(chain.from_iterable((cache.keys, cache.values) for cache in layers))
     found: list[Before] = []
+    sums: list[int] = []
     left = most_blocks(size)
     for begin, end, place in reversed(_whole_blocks(known, size)):
         header = _header_at_hand(units, place.unit)
@@ -85,16 +79,17 @@ def stored_before(units: Units, text: Text, layers: Sequence[LayerCache], known:
             break
         first, count = place.skip // size, (end - begin) // size
         held = header.dense.sums[first : first + count][-left:]
-        (put,) = block_sums(layers, [(end - len(held) * size, end)], size)
+        put = unit_sums([part_sums(words[:, end - len(held) * size : end], size) for words in parts])
         same = 0
         while same < len(held) and held[-1 - same] == put[-1 - same]:
             same += 1
         if same:
-            found.insert(0, Before(put[len(put) - same :], header.dense.chain))
+            found.insert(0, Before(same, header.dense.chain))
+            sums[:0] = put[len(put) - same :]
             left -= same
         if same < count or (first and header.dense.history):  # rows before its first may be of more units than it knew
             break
-    return found
+    return found, sums
 
 
 def _whole_blocks(known: Found, block_tokens: int) -> list[tuple[int, int, Place]]:

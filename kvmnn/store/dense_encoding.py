@@ -12,31 +12,35 @@ import numpy as np
 
 from .. import dense
 from ..arrays.layer_cache import LayerCache
+from ..dense.encoding import Alike, encode_next
 from ..dense.header import MOST_RAW_BYTES, MOST_ROW_WORDS, read_header
 from ..dtypes import Words
 from ..frames import CodecOptions, encode_many
 from ..threads.pool import map_pulled, resolve_threads
-from .behind import Behind
-from .encoding import Cut
+from .behind import Behind, part_sums, unit_sums
+from .encoding import Cut, Memory
 from .space import Space
 from .table_sets import TableSets, fitting
 from .unit import Dense, Frame
 
 WORTH = 0.97
 """Of the bytes of frames at most so many: frames are decoded two to three times as fast."""
+NEAR = 1.05
+"""A frame of at most so many times the bytes of a stream may be smaller in another layer."""
 SHARED = 1.01
 """Of the bytes with tables of their own at most so many: those that are shared save a fifth of the time."""
 
 
 class Tried(NamedTuple):
-    """Streams of one layer of a unit, by their part."""
+    """Streams of one layer of a unit, by their part, and what the last of them found to be alike."""
 
     number: int
     streams: dict[int, Frame]
+    alike: Alike | None
 
-    def nbytes(self, *, only_keys: bool = False) -> int:
-        """Of the streams, or of those of K."""
-        return sum(len(each.data) for part, each in self.streams.items() if not (only_keys and part % 2))
+    def sizes(self) -> list[int]:
+        """Bytes of each stream."""
+        return [len(each.data) for each in self.streams.values()]
 
 
 class DenseUnit(NamedTuple):
@@ -60,103 +64,125 @@ def middle_of(units: Sequence[DenseUnit]) -> int:
     return (len(units) - 1) // 2
 
 
-def try_layer(
-    layers: Sequence[LayerCache],
-    units: Sequence[DenseUnit],
-    space: Space,
-    rotary: dense.Rotary | None,
-    *,
-    only_keys: bool = False,
-) -> Tried:
-    """K and V of the middle layer in the unit in the middle, or K alone."""
-    number, layer = middle_of(units), len(layers) // 2
-    run = (2 * layer,) if only_keys else (2 * layer, 2 * layer + 1)
-    return Tried(number, _streams(list(_parts(layers)), run, units[number], space, rotary))
-
-
-def frames_of_layer(
-    layers: Sequence[LayerCache], units: Sequence[DenseUnit], space: Space, options: CodecOptions
-) -> int:
-    """Bytes of frames of the same as `try_layer`."""
-    (begin, end), layer = units[middle_of(units)].cut, layers[len(layers) // 2]
-    words = [np.ascontiguousarray(each[:, begin:end]) for each in (layer.keys, layer.values)]
-    return sum(map(len, encode_many(words, dtype=space.dtype, effort=options.effort, threads=1)))
-
-
-def encode_dense_units(
-    layers: Sequence[LayerCache],
-    units: Sequence[DenseUnit],
-    space: Space,
-    rotary: dense.Rotary | None,
-    done: Callable[[int, tuple[Frame, ...]], object],
-    threads: int | None = None,
-    tried: Tried | None = None,
-) -> None:
-    """Encode K and V of all layers unit by unit.
+class Streams:
+    """K and V of all layers on their way into streams.
 
     Parameters
     ----------
     rotary
         How K was rotated; tables know it themselves.
-    done
-        Called with the number of a unit and its streams, on the thread that finished it, in any order.
-    tried
-        Streams that are there already.
     """
-    parts = list(_parts(layers))
-    cores = resolve_threads(threads)
-    # what one array found to be alike serves the next ones: a unit stays on one thread where others have work as well
-    runs = _runs(len(parts), -(-cores // len(units)))
-    open_units: dict[int, dict[int, Frame]] = {}
-    if tried is not None:
-        open_units[tried.number] = dict(tried.streams)
-    lock = threading.Lock()
 
-    def one(job: tuple[int, range]) -> None:
-        number, run = job
-        known = open_units.get(number, {})
-        made = _streams(parts, [part for part in run if part not in known], units[number], space, rotary)
-        with lock:
-            found = open_units.setdefault(number, {})
-            found.update(made)
-            if len(found) < len(parts):
-                return
-            del open_units[number]
-        done(number, tuple(found[part] for part in range(len(parts))))
+    def __init__(self, layers: Sequence[LayerCache], space: Space, rotary: dense.Rotary | None) -> None:
+        self._layers, self._space, self._rotary = layers, space, rotary
+        self._parts = list(chain.from_iterable((cache.keys, cache.values) for cache in layers))
+        self._scratch = _Scratch()
+        self.frames_near = True, True
+        """Whether frames of K, and of V, are tried in units that refer to rows before them, which gain most by that."""
 
-    map_pulled(one, [(number, run) for number in range(len(units)) for run in runs], cores)
+    def try_layer(self, units: Sequence[DenseUnit], *, only_keys: bool = False) -> Tried:
+        """K and V of the middle layer in the unit in the middle, or K alone."""
+        number, layer = middle_of(units), len(self._layers) // 2
+        streams: dict[int, Frame] = {}
+        alike = None
+        for part in (2 * layer,) if only_keys else (2 * layer, 2 * layer + 1):
+            streams[part], alike = self._encode(units[number], part, alike)
+        return Tried(number, streams, alike)
+
+    def frames_of_layer(self, units: Sequence[DenseUnit], options: CodecOptions) -> list[int]:
+        """Bytes of frames of the same as `try_layer`."""
+        (begin, end), layer = units[middle_of(units)].cut, self._layers[len(self._layers) // 2]
+        words = [np.ascontiguousarray(each[:, begin:end]) for each in (layer.keys, layer.values)]
+        return list(map(len, encode_many(words, dtype=self._space.dtype, effort=options.effort, threads=1)))
+
+    def encode(
+        self,
+        units: Sequence[DenseUnit],
+        block_tokens: int,
+        done: Callable[[int, tuple[Frame, ...], tuple[int, ...]], object],
+        threads: int | None = None,
+        tried: Tried | None = None,
+    ) -> None:
+        """Encode all units.
+
+        Parameters
+        ----------
+        done
+            Called with the number of a unit, its streams, and checksums of the words of its whole blocks in all layers,
+            on the thread that finished it, in any order.
+        tried
+            Streams that are there already.
+        """
+        tried = tried or Tried(-1, {}, None)
+        open_units: dict[int, dict[int, tuple[Frame, list[int]]]] = {}
+        lock = threading.Lock()
+        cores = resolve_threads(threads)
+
+        def one(job: tuple[int, range]) -> None:
+            number, run = job
+            (begin, end), known = units[number].cut, tried.streams if number == tried.number else {}
+            alike = tried.alike if known else None
+            made = {}
+            for part in run:
+                frame = known.get(part)
+                if frame is None:
+                    frame, alike = self._encode(units[number], part, alike)
+                made[part] = frame, part_sums(self._parts[part][:, begin:end], block_tokens)
+            with lock:
+                found = open_units.setdefault(number, {})
+                found.update(made)
+                if len(found) < len(self._parts):
+                    return
+                del open_units[number]
+            frames, sums = zip(*(found[part] for part in range(len(self._parts))), strict=True)
+            done(number, frames, unit_sums(sums))
+
+        map_pulled(one, _jobs(len(units), len(self._parts), cores), cores)
+
+    def _encode(self, unit: DenseUnit, part: int, alike: Alike | None) -> tuple[Frame, Alike]:
+        (begin, end), behind, tables = unit
+        rows = self._scratch.rows(self._parts[part][:, begin - behind.history : end])
+        # without token ids: they change no size by a tenth of a percent, and take a sixth to a third of the time
+        data, found = encode_next(
+            rows[:, behind.history :],
+            alike,
+            dtype=self._space.dtype,
+            rotary=None if tables or part % 2 else fitting(self._rotary, self._parts[part]),
+            history=rows[:, : behind.history] if behind.history else None,
+            tables=tables.sets[part] if tables else None,
+            frames=not behind.history or self.frames_near[part % 2],
+        )
+        return Frame(data, read_header(data).checksum, 0), found
 
 
-def _streams(
-    parts: Sequence[Words],
-    run: Sequence[int],
-    unit: DenseUnit,
-    space: Space,
-    rotary: dense.Rotary | None,
-) -> dict[int, Frame]:
-    (begin, end), behind, tables = unit
-    before = begin - behind.history
-    # without token ids: they change no size by a tenth of a percent, and take a sixth to a third of the time
-    streams = dense.encode_many(
-        [parts[part][:, begin:end] for part in run],
-        dtype=space.dtype,
-        rotary=None if tables else [None if part % 2 else fitting(rotary, parts[part]) for part in run],
-        history=[parts[part][:, before:begin] for part in run] if behind.history else None,
-        tables=[tables.sets[part] for part in run] if tables else None,
-    )
-    return {part: Frame(data, read_header(data).checksum, 0) for part, data in zip(run, streams, strict=True)}
+class _Scratch(Memory):
+    """Memory for the rows of one stream after another on a thread."""
+
+    def rows(self, words: Words) -> Words:
+        """The same words, token by token in memory: good until the next call."""
+        heads, tokens, dim = words.shape
+        by_token = words.transpose(1, 0, 2)
+        if by_token.flags.c_contiguous or not words.dtype.isnative:
+            return words
+        held: Words = self.take(words.nbytes).view(words.dtype).reshape(tokens, heads, dim)
+        np.copyto(held, by_token)
+        return held.transpose(1, 0, 2)
+
+
+def _jobs(units: int, parts: int, cores: int) -> list[tuple[int, range]]:
+    """Parts of a unit that a thread works on: all, as what one found to be alike serves the next ones; but units for
+    which there are more threads than units left are shared out.
+    """
+    last = units % cores
+    jobs = []
+    for number in range(units):
+        pieces = 1 if number < units - last else min(-(-cores // last), parts)
+        step = -(-parts // pieces)
+        jobs += [(number, range(begin, min(begin + step, parts))) for begin in range(0, parts, step)]
+    return jobs
 
 
 def dense_of(unit: DenseUnit, sums: tuple[int, ...]) -> Dense:
     """What the header of a unit says of its streams."""
     key = unit.tables.key if unit.tables else b""
     return Dense(sums, unit.behind.history, unit.behind.chain, key)
-
-
-def _parts(layers: Sequence[LayerCache]) -> chain[Words]:
-    return chain.from_iterable((cache.keys, cache.values) for cache in layers)
-
-
-def _runs(count: int, pieces: int) -> list[range]:
-    step = -(-count // min(pieces, count))
-    return [range(begin, min(begin + step, count)) for begin in range(0, count, step)]

@@ -89,18 +89,26 @@ def encode_units(
     map_pulled(one, jobs, cores)
 
 
-class _Scratch(threading.local):
-    """Memory for the rows of one frame after another on a thread."""
+class Memory(threading.local):
+    """Memory of a thread, for one thing after another."""
 
     def __init__(self) -> None:
         self._held: Bytes = np.empty(0, np.uint8)
+
+    def take(self, nbytes: int) -> Bytes:
+        """So many bytes: good until the next call."""
+        if self._held.size < nbytes:
+            self._held = np.empty(nbytes, np.uint8)
+        return self._held[:nbytes]
+
+
+class _Scratch(Memory):
+    """Memory for the rows of one frame after another on a thread."""
 
     def rows(self, words: Words) -> Bytes:
         """``[kv_head, byte]``, little-endian, contiguous: good until the next call."""
         if words.flags.c_contiguous or not words.dtype.isnative:
             return words_of(words, None)[1].reshape(len(words), -1)
-        if self._held.size < words.nbytes:
-            self._held = np.empty(words.nbytes, np.uint8)
-        held = self._held[: words.nbytes]
+        held = self.take(words.nbytes)
         np.copyto(held.view(words.dtype).reshape(words.shape), words)
         return held.reshape(len(words), -1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..arrays.layer_cache import LayerCache
@@ -11,19 +12,8 @@ from ..errors import OptionError
 from ..frames import CodecOptions
 from ..threads.pool import map_pulled, resolve_threads
 from . import table_sets
-from .behind import Before, Behind, behind_units, block_sums, most_blocks, stored_before, unit_before
-from .dense_encoding import (
-    SHARED,
-    WORTH,
-    DenseUnit,
-    Tried,
-    dense_of,
-    encode_dense_units,
-    fits,
-    frames_of_layer,
-    middle_of,
-    try_layer,
-)
+from .behind import Before, behind_units, most_blocks, stored_before, unit_before
+from .dense_encoding import NEAR, SHARED, WORTH, DenseUnit, Streams, Tried, dense_of, fits, middle_of
 from .encoding import Cut, blocks_in_unit, cuts, encode_units
 from .lookup import Found, Text
 from .space import Space
@@ -85,9 +75,9 @@ def add_text(units: Units, text: Text, layers: Sequence[LayerCache], space: Spac
     size, step = text.block_tokens, blocks_in_unit(space, text.block_tokens)
     all_cuts = cuts(known.blocks * size, text.ids.size, size, step)
     batches = _batches(all_cuts, space.token_bytes)
-    make: _Frames | _Streams = _Frames(layers, how)
+    make: _Frames | _DenseUnits = _Frames(layers, how)
     if units.codec == "dense" and fits(space, (step + 1) * size):
-        streams = _Streams(units, text, layers, space, known, how)
+        streams = _DenseUnits(units, text, layers, space, known, how)
         if streams.are_worth_it(batches[0], text):
             make = streams
     stored = removed = 0
@@ -106,18 +96,24 @@ class _Frames:
     def __init__(self, layers: Sequence[LayerCache], how: Writing) -> None:
         self._layers, self._how = layers, how
 
-    def units(self, batch: Sequence[Cut], text: Text, done: Callable[[int, Unit, Behind], object]) -> None:
-        """Encode; `done` is called with the number of a unit, the unit, and what it refers to."""
+    def units(self, batch: Sequence[Cut], text: Text, done: Callable[[int, Unit], object]) -> list[tuple[int, ...]]:
+        """Encode; `done` is called with the number of a unit and the unit.
+
+        Returns
+        -------
+        For each unit the checksums of the blocks whose rows it refers to.
+        """
 
         def keep(number: int, frames: tuple[Frame, ...]) -> None:
             begin, end = batch[number]
             parent = text.key_before(begin // text.block_tokens)
-            done(number, Unit(text.space, parent, begin, text.ids[begin:end], frames), Behind())
+            done(number, Unit(text.space, parent, begin, text.ids[begin:end], frames))
 
         encode_units(self._layers, batch, self._how.options, keep, self._how.threads)
+        return [()] * len(batch)
 
 
-class _Streams:
+class _DenseUnits:
     """Units of dense streams; each refers to the rows of the one before it, and to tables that all of a space share."""
 
     def __init__(
@@ -125,10 +121,11 @@ class _Streams:
     ) -> None:
         self._layers, self._space, self._how = layers, space, how
         self._rotary = how.rotation.of(space, layers)
+        self._streams = Streams(layers, space, self._rotary)
         before = unit_before(units, text, known)
         self._is_behind_frames = before is not None and before.dense is None
-        self._before = stored_before(units, text, layers, known)
-        self._planned: tuple[list[DenseUnit], list[tuple[int, ...]]] | None = None
+        self._before, self._sums = stored_before(units, text, layers, known)
+        self._planned: list[DenseUnit] | None = None
         self._tried: Tried | None = None
         self.tables = self._shared(units.tables, text)
         self._for_long = self.tables
@@ -147,56 +144,64 @@ class _Streams:
         Short units are what the unit before them is: they gain by rows to refer to, which frames cannot give. Whether
         long ones share tables is found by trial as well.
         """
-        plans, sums = self._plan(batch, text)
+        plans = self._plan(batch, text)
         middle = plans[middle_of(plans)].cut
         if _is_short(middle):
-            self._planned = plans, sums
+            self._planned = plans
             return not self._is_behind_frames
         found, own, frames = self._trials(plans)
-        if own is not None and found.nbytes(only_keys=True) > SHARED * own.nbytes():
+        if own is not None and found.sizes()[0] > SHARED * own.sizes()[0]:
             self._for_long, plans = None, _with_own_tables(plans)
-            found = try_layer(self._layers, plans, self._space, self._rotary)
-        self._planned, self._tried = (plans, sums), found
-        return found.nbytes() <= WORTH * frames
+            found = self._streams.try_layer(plans)
+        self._planned, self._tried = plans, found
+        keys, values = (frame <= NEAR * size for frame, size in zip(frames, found.sizes(), strict=True))
+        self._streams.frames_near = keys, values
+        return sum(found.sizes()) <= WORTH * sum(frames)
 
-    def _trials(self, plans: Sequence[DenseUnit]) -> tuple[Tried, Tried | None, int]:
+    def _trials(self, plans: Sequence[DenseUnit]) -> tuple[Tried, Tried | None, list[int]]:
         """A layer as it is planned, its K with tables of its own where they are shared, and the bytes of frames."""
 
         def streams() -> Tried:
-            return try_layer(self._layers, plans, self._space, self._rotary)
+            return self._streams.try_layer(plans)
 
-        def others() -> tuple[Tried | None, int]:
+        def others() -> tuple[Tried | None, list[int]]:
             own = None
             if self._for_long is not None:
-                own = try_layer(self._layers, _with_own_tables(plans), self._space, self._rotary, only_keys=True)
-            return own, frames_of_layer(self._layers, plans, self._space, self._how.options)
+                own = self._streams.try_layer(_with_own_tables(plans), only_keys=True)
+            return own, self._streams.frames_of_layer(plans, self._how.options)
 
         calls: list[Callable[[], Any]] = [streams, others]
         found, (own, frames) = map_pulled(lambda call: call(), calls, resolve_threads(self._how.threads))
         return found, own, frames
 
-    def _plan(self, batch: Sequence[Cut], text: Text) -> tuple[list[DenseUnit], list[tuple[int, ...]]]:
+    def _plan(self, batch: Sequence[Cut], text: Text) -> list[DenseUnit]:
         plans = []
-        sums = block_sums(self._layers, batch, text.block_tokens, self._how.threads)
-        for cut, its_sums in zip(batch, sums, strict=True):
+        for cut in batch:
             behind = behind_units(self._before, text.block_tokens)
             plans.append(DenseUnit(cut, behind, self.tables if _is_short(cut) else self._for_long))
-            self._before = [*self._before, Before(its_sums, behind.chain)][-most_blocks(text.block_tokens) :]
-        return plans, sums
+            blocks = (cut[1] - cut[0]) // text.block_tokens
+            self._before = [*self._before, Before(blocks, behind.chain)][-most_blocks(text.block_tokens) :]
+        return plans
 
-    def units(self, batch: Sequence[Cut], text: Text, done: Callable[[int, Unit, Behind], object]) -> None:
+    def units(self, batch: Sequence[Cut], text: Text, done: Callable[[int, Unit], object]) -> list[tuple[int, ...]]:
         """As `_Frames.units`."""
-        plans, sums = self._planned or self._plan(batch, text)
+        plans = self._planned or self._plan(batch, text)
         tried, self._planned, self._tried = self._tried, None, None
+        sums: dict[int, tuple[int, ...]] = {}
 
-        def keep(number: int, streams: tuple[Frame, ...]) -> None:
-            (begin, end), behind, _ = plans[number]
+        def keep(number: int, streams: tuple[Frame, ...], its_sums: tuple[int, ...]) -> None:
+            begin, end = plans[number].cut
             parent = text.key_before(begin // text.block_tokens)
-            dense = dense_of(plans[number], sums[number])
-            done(number, Unit(text.space, parent, begin, text.ids[begin:end], streams, dense), behind)
+            dense = dense_of(plans[number], its_sums)
+            done(number, Unit(text.space, parent, begin, text.ids[begin:end], streams, dense))
+            sums[number] = its_sums
 
-        threads = self._how.threads
-        encode_dense_units(self._layers, plans, self._space, self._rotary, keep, threads, tried)
+        self._streams.encode(plans, text.block_tokens, keep, self._how.threads, tried)
+        referred = []
+        for number, plan in enumerate(plans):
+            referred.append(tuple(self._sums[len(self._sums) - plan.behind.blocks :]))
+            self._sums = [*self._sums, *sums[number]][-most_blocks(text.block_tokens) :]
+        return referred
 
 
 def _with_own_tables(plans: Sequence[DenseUnit]) -> list[DenseUnit]:
@@ -207,18 +212,19 @@ def _is_short(cut: Cut) -> bool:
     return cut[1] - cut[0] < LEAST_TOKENS
 
 
-def _add_batch(units: Units, text: Text, space: Space, batch: Sequence[Cut], make: _Frames | _Streams) -> Added:
+def _add_batch(units: Units, text: Text, space: Space, batch: Sequence[Cut], make: _Frames | _DenseUnits) -> Added:
     new: dict[int, NewUnit] = {}
     with units.stage() as staging:
 
-        def keep(number: int, unit: Unit, behind: Behind) -> None:
+        def keep(number: int, unit: Unit) -> None:
             begin, end = batch[number]
             keys = text.keys[begin // text.block_tokens : end // text.block_tokens]
             path = staging.write(str(number), unit.pieces())
-            new[number] = NewUnit(unit.parent, begin, unit.ids, keys, unit.nbytes, path, behind.sums)
+            new[number] = NewUnit(unit.parent, begin, unit.ids, keys, unit.nbytes, path)
 
-        make.units(batch, text, keep)
-        return units.add(space, text, [new[number] for number in range(len(batch))], make.tables)
+        behind = make.units(batch, text, keep)
+        added = [replace(new[number], behind=sums) for number, sums in enumerate(behind)]
+        return units.add(space, text, added, make.tables)
 
 
 def _batches(found: Sequence[Cut], token_bytes: int) -> list[list[Cut]]:

@@ -60,7 +60,7 @@ class Dense:
     Parameters
     ----------
     sums
-        ``[block]``: checksums of the words of the unit's whole blocks in all layers (`behind.block_sums`); a
+        ``[block]``: checksums of the words of the unit's whole blocks in all layers (`behind.unit_sums`); a
         unit behind it refers to its rows only where these are the same in what is put.
     history
         Rows right before the unit that its streams refer to; 0 for none.

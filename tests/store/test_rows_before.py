@@ -36,15 +36,15 @@ def test_short_units_refer_to_rows_of_several(tmp_path: Path) -> None:
 
 
 def test_the_longest_history_that_chains_allow() -> None:
-    full = Before(tuple(range(4)), 0)
+    full = Before(4, 0)
     assert behind_units([], 64) == Behind()
-    assert behind_units([full, full], 64) == Behind(256, (0, 1, 2, 3), 1)
-    short = [Before((number,), number) for number in range(MOST_CHAIN + 1)]
-    assert behind_units(short[:3], 64) == Behind(192, (0, 1, 2), 3)
-    assert behind_units(short[:-1], 64) == Behind(256, (4, 5, 6, 7), MOST_CHAIN)
+    assert behind_units([full, full], 64) == Behind(256, 4, 1)
+    short = [Before(1, number) for number in range(MOST_CHAIN + 1)]
+    assert behind_units(short[:3], 64) == Behind(192, 3, 3)
+    assert behind_units(short[:-1], 64) == Behind(256, 4, MOST_CHAIN)
     assert behind_units(short, 64) == Behind()
-    assert behind_units([*short, Before((9,), 0)], 64) == Behind(64, (9,), 1)
-    assert behind_units([Before((1, 2, 3), 0)] * 2, 100) == Behind(MOST_HISTORY, (1, 2, 3), 1)
+    assert behind_units([*short, Before(1, 0)], 64) == Behind(64, 1, 1)
+    assert behind_units([Before(3, 0)] * 2, 100) == Behind(MOST_HISTORY, 3, 1)
 
 
 @pytest.mark.parametrize("where", ["directory", "file"])

@@ -26,9 +26,17 @@ import kvmnn
 from kvmnn.frames import _streams, _zstdlib
 from kvmnn.frames.predictors import NAMES
 
-SIZES = {"4 KiB": 4 << 10, "64 KiB": 64 << 10, "256 KiB": 256 << 10, "1 MiB": 1 << 20, "16 MiB": 16 << 20}
+SIZES = {
+    "4 KiB": 4 << 10,
+    "64 KiB": 64 << 10,
+    "256 KiB": 256 << 10,
+    "1 MiB": 1 << 20,
+    "4 MiB": 4 << 20,
+    "16 MiB": 16 << 20,
+    "64 MiB": 64 << 20,
+}
 ENCODE_LIMIT = {"4 KiB": 1.8, "256 KiB": 1.3, "1 MiB": 1.15, "16 MiB": 1.05}
-DECODE_LIMIT = {"256 KiB": 1.05, "1 MiB": 1.05, "16 MiB": 1.05}
+DECODE_LIMIT = dict.fromkeys(("256 KiB", "1 MiB", "4 MiB", "16 MiB", "64 MiB"), 1.05)
 WORD = {"fp16": 2, "fp32": 4}
 
 Bytes = npt.NDArray[np.uint8]
@@ -51,13 +59,16 @@ def main() -> None:
 
 
 def cases() -> list[tuple[str, str, str, Bytes]]:
-    """(data, dtype, size, bytes): synthetic K and V in every size, and the real K and V that ship as fixtures."""
+    """(data, dtype, size, bytes): synthetic K, V and weights in every size, and K and V of a model, from fixtures."""
+    weights = 0.02 * np.random.default_rng(0).standard_normal(SIZES["64 MiB"] // 2, dtype=np.float32)
     found = []
-    for kind in ("k", "v"):
-        values = synthetic(kind, 64, 1024, 128)
+    for data, values in (
+        *((f"synthetic {kind.upper()}", synthetic(kind, 256, 1024, 128)) for kind in ("k", "v")),
+        ("weights", weights),
+    ):
         for dtype, numpy in (("fp16", np.float16), ("fp32", np.float32)):
             raw = values.astype(numpy).reshape(-1).view(np.uint8)
-            found += [(f"synthetic {kind.upper()}", dtype, name, raw[:size].copy()) for name, size in SIZES.items()]
+            found += [(data, dtype, name, raw[:size].copy()) for name, size in SIZES.items()]
     for name in ("k_fp16", "v_fp16", "k_fp32"):
         raw = np.load(ROOT / "fixtures" / "kv_real" / f"{name}.npy").reshape(-1).view(np.uint8)
         assert raw.size == 1 << 20

@@ -184,11 +184,12 @@ def select_source(found: Selection, source: Source, scope: Scope, label: str) ->
     for key, value in zip(arrays[::2], arrays[1::2], strict=True):
         found.scanned += 1
         heads, tokens, dims = key.geometry
-        if value.geometry != key.geometry or value.array.dtype != key.array.dtype:
+        if value.geometry != key.geometry:
             raise SourceError(
-                f"{label}: layer {key.layer}: keys are {key.array.dtype} {list(key.array.shape)} and values "
-                f"{value.array.dtype} {list(value.array.shape)}: expected the same"
+                f"{label}: layer {key.layer}: keys are {list(key.array.shape)} and values "
+                f"{list(value.array.shape)}: expected the same"
             )
+        wide = "fp32" in (key.array.dtype, value.array.dtype)
         if scope.stage not in ("both", "unknown"):
             continue
         found.layers.add(key.layer)
@@ -196,11 +197,11 @@ def select_source(found: Selection, source: Source, scope: Scope, label: str) ->
             continue
         if not scope.takes_length(tokens):
             continue
-        if key.array.dtype == "fp32" and scope.strict_fp16:
+        if wide and scope.strict_fp16:
             found.skip("skip_fp32_strict", f"{label}: layer {key.layer}")
             continue
         entry = Entry(key.layer, 0, tokens, heads, dims, "unknown", label, ArrayTensor(key), ArrayTensor(value))
-        found.add(entry, label, converted=key.array.dtype == "fp32")
+        found.add(entry, label, converted=wide)
 
 
 def _add(found: Selection, meta: Path, scope: Scope) -> None:

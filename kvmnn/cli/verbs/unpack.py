@@ -29,7 +29,7 @@ def add_parser(verbs: Any) -> None:
     parser = shared_options.add_verb(verbs, "unpack", run, "packed files to plain arrays", _TEXT)
     parser.add_argument("input", metavar="IN", help="the directory of a cache, one of its files, arrays")
     shared_options.add_output(parser, "file or directory (default: IN.safetensors, a dump: IN.dump/)")
-    shared_options.add_source(parser, "what the words are, where the pack numbers do not say", axes=False)
+    shared_options.add_source(parser, "what the words are, where the pack numbers do not say")
     parser.add_argument(
         "--as",
         dest="form",

@@ -34,7 +34,7 @@ test-peers: $(STAMPS)/peers $(STAMPS)/newest $(if $(LLAMA),$(STAMPS)/llama)
 
 $(STAMPS)/newest: $(STAMPS)/peers
 	@rm -rf $(NEWEST)
-	@$(PIP) --target $(NEWEST) transformers
+	@$(PIP) --no-warn-conflicts --target $(NEWEST) transformers
 	@touch $@
 
 $(STAMPS)/llama: $(STAMPS)/peers

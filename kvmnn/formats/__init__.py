@@ -2,6 +2,7 @@
 
 from .array_formats import ARRAY_FORMATS, ArrayFormat, array_format
 from .engine_files import engine_kind
+from .hf.saved import damage
 from .hf.to_cache import to_cache
 from .kept_restoring import RestoredFile, is_kept, restore_file, verify_file
 from .listing import ArraysInfo, inspect
@@ -31,6 +32,7 @@ __all__ = [
     "Transcoded",
     "array_format",
     "chosen",
+    "damage",
     "describe_files",
     "encode_store",
     "engine_kind",

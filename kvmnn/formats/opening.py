@@ -206,7 +206,7 @@ def _read(path: str, options: ReadOptions) -> Source:
                 "--dtype fp16, bf16 or fp32 would take its bytes as raw words"
             )
         if not (options.dtype or options.fallbacks) and (reason := saved.damage(path)):
-            raise SourceError(f"{path}: {file_not_known(path, head_of(path, HEAD_BYTES))}; as a saved cache: {reason}")
+            raise SourceError(f"{path}: {reason}")
         source = raw.read(path, options)
     if options.tensors:
         check_names(path, source, options)

@@ -55,7 +55,10 @@ def test_a_checkpoint_is_named_and_sent_to_convert(here, run, verb, name):
     Path("c").write_bytes(Path("c.pth").read_bytes())
     Path("old").write_bytes(pickle.dumps(0x1950A86A20F9469CFC6C, 2) + bytes(range(100)))
     said = run(verb, name, code=1).err
-    assert "it looks like a torch checkpoint (kvmnn convert makes a weight file of a KV compressor's)" in said
+    if (verb, name) == ("encode", "old"):  # which nobody can read
+        assert "is a file of torch.save, a cache or a checkpoint, that cannot be read: offset 15" in said
+    else:
+        assert "it looks like a torch checkpoint (kvmnn convert makes a weight file of a KV compressor's)" in said
     assert "npz" not in said
 
 

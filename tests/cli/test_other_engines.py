@@ -35,6 +35,20 @@ def test_measure_needs_no_heads(here: Path, run) -> None:
     assert run("measure", "c.safetensors").out
 
 
+@pytest.mark.parametrize(("k_type", "v_type"), [("q8_0", "f16"), ("f16", "f32"), ("bf16", "q4_0")])
+def test_measure_takes_keys_and_values_of_different_types(here: Path, run, k_type: str, v_type: str) -> None:
+    """llama.cpp's -ctk alone; K measures as where V is of its type, too."""
+    found = {}
+    for name, types in (("both", (k_type, v_type)), ("keys", (k_type, k_type))):
+        state, _ = llama_files.state(Random(3), Shape(k_type=types[0], v_type=types[1]), [12])
+        Path(f"{name}.session").write_bytes(state)
+        found[name] = json.loads(run("measure", f"{name}.session", "--json").out)
+    both, keys = (found[name]["breakdown"]["overall"] for name in ("both", "keys"))
+    assert both["k"] == keys["k"] and both["k"]["raw_bytes"] == both["v"]["raw_bytes"] == 2 * 2 * 12 * 2 * 32
+    said = run("measure", "both.session").out
+    assert "LOSSY: 2 fp32 entries were rounded to fp16 before anything else" in said
+
+
 def test_pack_into_a_prefix_cache_and_back(here: Path, run) -> None:
     run("pack", "x.session", "--model", "m.gguf", "--backend", "x86-avx2", "--cast", "--name", "sys", "-o", "sys/")
     run("unpack", "sys", "-o", "back.npz")

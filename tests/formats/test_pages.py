@@ -100,6 +100,14 @@ def test_a_folder_of_vllm(tmp_path: Path, shape: tuple[int, ...], said: Any) -> 
     assert source["layer_10.value"].to_numpy().tobytes() == expected.tobytes()
 
 
+def test_a_folder_of_vllm_is_unpacked(tmp_path: Path, run: Any) -> None:
+    arrays = folder(tmp_path / "0cc175b9", (7, 2, 2, 4))
+    run("unpack", tmp_path / "0cc175b9", "--axes", "t2hd", "-o", tmp_path / "kv.npz")
+    assert np.load(tmp_path / "kv.npz")["layer_3.key"].tobytes() != arrays[3].tobytes()
+    words = kvmnn.open(tmp_path / "kv.npz", dtype="bf16")["layer_3.key"].to_numpy()
+    assert words.tobytes() == arrays[3].reshape(7, 2, 2, 4)[:, 0].transpose(1, 0, 2).tobytes()
+
+
 def test_a_folder_of_vllm_is_asked_about(tmp_path: Path, run: Any) -> None:
     folder(tmp_path / "0cc175b9", (2, 7, 8), layers=2)
     assert "  model.layers.0.self_attn.attn: bf16 [2, 7, 8] C" in run("inspect", tmp_path / "0cc175b9").out

@@ -119,11 +119,17 @@ def _inspected(path: str, arguments: argparse.Namespace) -> tuple[printing.Resul
     """What an input holds, and the same as text."""
     from ... import compressor, formats
     from ...bundle import DecodeOptions, inspect
+    from ...errors import CheckpointError
     from ...formats.mnn import inspect_packed
 
     weights = not arguments.no_manifest and not _says_axes(arguments)
     if weights and (compressor.is_weight_file(path) or compressor.is_checkpoint(path)):
-        account = compressor.inspect(path, weights_options.options(arguments))
+        try:
+            account = compressor.inspect(path, weights_options.options(arguments))
+        except CheckpointError as error:
+            if reason := formats.damage(path):  # nobody can know what it was
+                raise CheckpointError(f"{path}: {reason}") from error
+            raise
         return account, str(account)
     if formats.is_store(path) and not _says_axes(arguments):
         limits = formats.ReadOptions(dtype=arguments.dtype, skip_unsupported=True, max_bytes=arguments.max_bytes)

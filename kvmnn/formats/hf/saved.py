@@ -87,13 +87,14 @@ def holds_cache(path: str) -> bool:
 
 
 def damage(path: str) -> str | None:
-    """What is wrong with a file of torch's that cannot be read at all; None for all others."""
+    """What a file of torch's that cannot be read at all may be, and what is wrong with it; None for all others."""
     if not is_file(path):
         return None
     try:
         _root(MappedFile(path))
     except KvmnnError as error:
-        return str(error).removeprefix(f"{path}: ")
+        reason = str(error).removeprefix(f"{path}: ")
+        return f"is a file of torch.save, a cache or a checkpoint, that cannot be read: {reason}"
     return None
 
 

@@ -217,8 +217,25 @@ def test_options_and_verbs_that_are_about_something_else(tmp_path: Path, run: An
 def test_a_pickle_that_asks_for_more_is_told_of(tmp_path: Path, run: Any) -> None:
     path = save(tmp_path / "c.pt", Instance("posix.system", {"keys": 1}))
     said = run("encode", path, code=1).err
-    assert "as a saved cache: the pickle asks for 'posix.system', which is not among the names" in said
+    assert "cannot be read: the pickle asks for 'posix.system', which is not among the names" in said
     assert said.count("\n") == 1
+
+
+def test_a_damaged_file_may_be_either(tmp_path: Path, run: Any) -> None:
+    """Nobody can know whether it was a cache or a checkpoint: every verb says so, in the same words."""
+    whole = save(tmp_path / "c.pt", dynamic_cache(pairs(1, shape=(1, 2, 40, 32)))).read_bytes()
+    flipped = bytearray(whole)
+    flipped[whole.index(b"DynamicLayer")] ^= 1
+    for number, data in enumerate((whole[:60], whole[: len(whole) // 2], whole[:-10], bytes(flipped))):
+        for name in ("cut.pt", "cut"):
+            (tmp_path / name).write_bytes(data)
+            said = {run(verb, tmp_path / name, code=1).err for verb in ("inspect", "measure", "encode")}
+            assert len(said) == 1
+            (line,) = said
+            assert line.startswith(
+                f"kvmnn: error: {tmp_path / name}: is a file of torch.save, a cache or a checkpoint, "
+            )
+            assert ("member 'data.pkl': the data does not match" if number == 3 else "a zip archive without") in line
 
 
 def test_every_verb_takes_one(tmp_path: Path, run: Any) -> None:

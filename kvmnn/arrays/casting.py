@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy.typing as npt
 
 from .. import dtypes
 from ..text import LOSSLESS, LOSSY
-from .named_array import Piece
+from .named_array import NamedArray, Piece
 
 
 class Cast:
@@ -86,6 +87,18 @@ def sum_of(casts: Sequence[Cast]) -> Cast:
     total.changed = sum(cast.changed for cast in casts)
     total.largest_error = max(cast.largest_error for cast in casts)
     return total
+
+
+def widened(array: NamedArray) -> NamedArray:
+    """The array as fp32, which holds every value of every dtype; its words become so as they are read."""
+    if array.dtype == "fp32":
+        return array
+
+    def runs(step: int) -> Iterator[Piece]:
+        cast = Cast(array.dtype, "fp32")
+        return (cast.run(run) for run in array.pieces(max(4, step // 2)))
+
+    return replace(array, dtype="fp32", array_dtype="<f4", reader=runs)
 
 
 def floats(words: Piece, dtype: str) -> npt.NDArray[np.float32]:

@@ -49,6 +49,20 @@ def test_measure_takes_keys_and_values_of_different_types(here: Path, run, k_typ
     assert "LOSSY: 2 fp32 entries were rounded to fp16 before anything else" in said
 
 
+def test_pack_takes_keys_and_values_of_different_types(here: Path, run) -> None:
+    state, ((cells,),) = llama_files.state(Random(3), Shape(k_type="q8_0", v_type="f16"), [12])
+    Path("both.session").write_bytes(state)
+    pack = ("pack", "both.session", "--kv-heads", 2, "--backend", "x86-avx2", "--name", "p", "-o", "p/")
+    assert "the arrays are fp16 and fp32, a layout holds one type: --cast converts them" in run(*pack, code=2).err
+    run(*pack, "--cast")
+    run("unpack", "p", "-o", "back.npz")
+    for layer in range(2):
+        keys, values = (np.load("back.npz")[f"layer_{layer}.{part}"] for part in ("key", "value"))
+        assert np.array_equal(keys, cells.keys[layer])
+        finite = np.isfinite(cells.values[layer].view(np.float16))
+        assert np.array_equal(values[finite], cells.values[layer].view(np.float16)[finite].astype(np.float32))
+
+
 def test_pack_into_a_prefix_cache_and_back(here: Path, run) -> None:
     run("pack", "x.session", "--model", "m.gguf", "--backend", "x86-avx2", "--cast", "--name", "sys", "-o", "sys/")
     run("unpack", "sys", "-o", "back.npz")

@@ -255,5 +255,16 @@ def test_a_source_is_filtered_too(tmp_path):
 
 def test_a_source_whose_k_and_v_differ_is_refused(tmp_path):
     np.savez(tmp_path / "kv.npz", k=K.transpose(1, 0, 2), v=V.transpose(1, 0, 2)[:1])
-    with pytest.raises(SourceError, match=r"layer 0: keys are fp16 \[2, 4, 8\] and values fp16 \[1, 4, 8\]"):
+    with pytest.raises(SourceError, match=r"layer 0: keys are \[2, 4, 8\] and values \[1, 4, 8\]"):
         select_source(Selection(), open_source(str(tmp_path / "kv.npz")), Scope(), "kv.npz")
+
+
+def test_fp32_of_either_is_rounded(tmp_path):
+    for name, types in (("k", ("<f4", "<f2")), ("v", ("<f2", "<f4")), ("none", ("<f2", "<f2"))):
+        k, v = (part.transpose(1, 0, 2).astype(kind) for part, kind in zip((K, V), types, strict=True))
+        np.savez(tmp_path / f"{name}.npz", k=k, v=v)
+        for strict in (False, True):
+            found = Selection()
+            select_source(found, open_source(str(tmp_path / f"{name}.npz")), Scope(strict_fp16=strict), "x")
+            assert len(found.entries) == (0 if strict and name != "none" else 1)
+            assert found.converted == (0 if strict or name == "none" else 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ...arrays.casting import widened
 from ...arrays.engine_cache import runs_of
 from ...arrays.layers import LayerArray, common_geometry, sorted_layers
 from ...arrays.source import Source
@@ -75,7 +76,7 @@ def pack(
     KvmnnError
         When the arrays are not K and V of layers from 0 on, and as `write_prefix`.
     """
-    arrays = sorted_layers(source, token_major=token_major)
+    arrays = _of_one_type(sorted_layers(source, token_major=token_major), cast)
     known, dtype = source.cache, arrays[0].array.dtype
     layout = chosen_layout(geometry or Geometry(), arrays, known.layout if known else None, dtype)
     if model:
@@ -107,6 +108,16 @@ def pack(
     return write_prefix(
         arrays, info, output, force=force, protect=source.files, notes=notes, progress=progress, making=making
     )
+
+
+def _of_one_type(arrays: Sequence[LayerArray], cast: bool) -> Sequence[LayerArray]:
+    """Arrays of several types (llama.cpp's K may be quantised, and V not) as fp32, which is cast then."""
+    types = sorted({entry.array.dtype for entry in arrays})
+    if len(types) == 1:
+        return arrays
+    if not cast:
+        raise OptionError(f"the arrays are {' and '.join(types)}, a layout holds one type: --cast converts them")
+    return [replace(entry, array=widened(entry.array)) for entry in arrays]
 
 
 def _of_engine(source: Source, info: CacheInfo) -> tuple[Ranges, ...] | None:

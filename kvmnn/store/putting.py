@@ -24,6 +24,10 @@ from .updates import NewUnit
 
 _BATCH_BYTES = 256 << 20
 """Raw bytes that are encoded before they are noted down: what a killed process loses of a put."""
+LEAST_OWN = 64
+"""Units of fewer tokens always share tables."""
+TRIED_EVERY = 16
+"""Puts of short units between two trials of whether shared tables fit."""
 
 
 class Rotation:
@@ -54,11 +58,36 @@ class Rotation:
         return self._found[space.key]
 
 
+class Fit:
+    """Whether short units have tables of their own, as those that are shared were made of a text unlike theirs.
+
+    It is tried on a put in so many: on each it would take short texts a seventh of their time.
+    """
+
+    def __init__(self) -> None:
+        self._puts: dict[bytes, int] = {}
+        self._own: dict[bytes, bool] = {}
+
+    def is_due(self, tables: TableSets) -> bool:
+        """Whether to try it on this put."""
+        count = self._puts[tables.key] = self._puts.get(tables.key, -1) + 1
+        return count % TRIED_EVERY == 0
+
+    def note(self, tables: TableSets, *, own: bool) -> None:
+        """What a trial has shown."""
+        self._puts[tables.key], self._own[tables.key] = 0, own
+
+    def wants_own(self, tables: TableSets) -> bool:
+        """What the last trial has shown."""
+        return self._own.get(tables.key, False)
+
+
 class Writing(NamedTuple):
-    """How units are made: effort of frames, how K was rotated (dense streams), threads."""
+    """How units are made: effort of frames, how K was rotated (dense streams), whether shared tables fit, threads."""
 
     options: CodecOptions
     rotation: Rotation
+    fit: Fit
     threads: int | None
 
 
@@ -128,7 +157,7 @@ class _DenseUnits:
         self._planned: list[DenseUnit] | None = None
         self._tried: Tried | None = None
         self.tables = self._shared(units.tables, text)
-        self._for_long = self.tables
+        self._own_tables = False
 
     def _shared(self, kept: KeptTables, text: Text) -> TableSets | None:
         """Those that the store has of these layers; else new ones, where the text is long enough for that."""
@@ -142,21 +171,38 @@ class _DenseUnits:
         """Whether a layer of the first batch is so much smaller than as frames; units are made of frames if not.
 
         Short units are what the unit before them is: they gain by rows to refer to, which frames cannot give. Whether
-        long ones share tables is found by trial as well.
+        tables are shared is found by trial as well: on each text with long ones, on some of the others.
         """
         plans = self._plan(batch, text)
         middle = plans[middle_of(plans)].cut
         if _is_short(middle):
-            self._planned = plans
+            self._planned = self._short(plans) if self.tables is not None and _tokens(middle) >= LEAST_OWN else plans
             return not self._is_behind_frames
         found, own, frames = self._trials(plans)
-        if own is not None and found.sizes()[0] > SHARED * own.sizes()[0]:
-            self._for_long, plans = None, _with_own_tables(plans)
-            found = self._streams.try_layer(plans)
+        if self.tables is not None and own is not None:
+            self._how.fit.note(self.tables, own=_is_better(own, found))
+            if _is_better(own, found):
+                self._own_tables, plans = True, _with_own_tables(plans)
+                found = self._streams.try_layer(plans)
         self._planned, self._tried = plans, found
         keys, values = (frame <= NEAR * size for frame, size in zip(frames, found.sizes(), strict=True))
         self._streams.frames_near = keys, values
         return sum(found.sizes()) <= WORTH * sum(frames)
+
+    def _short(self, plans: list[DenseUnit]) -> list[DenseUnit]:
+        """With tables of their own, if these were smaller when it was tried."""
+        assert self.tables is not None
+        fit, own_plans = self._how.fit, _with_own_tables(plans)
+        if fit.is_due(self.tables):
+            found, own = map_pulled(
+                lambda each: self._streams.try_layer(each, only_keys=True),
+                [plans, own_plans],
+                resolve_threads(self._how.threads),
+            )
+            fit.note(self.tables, own=_is_better(own, found))
+            self._tried = own if _is_better(own, found) else found
+        self._own_tables = fit.wants_own(self.tables)
+        return own_plans if self._own_tables else plans
 
     def _trials(self, plans: Sequence[DenseUnit]) -> tuple[Tried, Tried | None, list[int]]:
         """A layer as it is planned, its K with tables of its own where they are shared, and the bytes of frames."""
@@ -166,7 +212,7 @@ class _DenseUnits:
 
         def others() -> tuple[Tried | None, list[int]]:
             own = None
-            if self._for_long is not None:
+            if self.tables is not None:
                 own = self._streams.try_layer(_with_own_tables(plans), only_keys=True)
             return own, self._streams.frames_of_layer(plans, self._how.options)
 
@@ -178,10 +224,10 @@ class _DenseUnits:
         plans = []
         for cut in batch:
             behind = behind_units(self._before, text.block_tokens)
-            plans.append(DenseUnit(cut, behind, self.tables if _is_short(cut) else self._for_long))
+            plans.append(DenseUnit(cut, behind, self.tables))
             blocks = (cut[1] - cut[0]) // text.block_tokens
             self._before = [*self._before, Before(blocks, behind.chain)][-most_blocks(text.block_tokens) :]
-        return plans
+        return _with_own_tables(plans) if self._own_tables else plans
 
     def units(self, batch: Sequence[Cut], text: Text, done: Callable[[int, Unit], object]) -> list[tuple[int, ...]]:
         """As `_Frames.units`."""
@@ -205,11 +251,20 @@ class _DenseUnits:
 
 
 def _with_own_tables(plans: Sequence[DenseUnit]) -> list[DenseUnit]:
-    return [plan if _is_short(plan.cut) else plan._replace(tables=None) for plan in plans]
+    return [plan if _tokens(plan.cut) < LEAST_OWN else plan._replace(tables=None) for plan in plans]
+
+
+def _is_better(own: Tried, shared: Tried) -> bool:
+    """Whether K has so much fewer bytes with tables of its own."""
+    return shared.sizes()[0] > SHARED * own.sizes()[0]
+
+
+def _tokens(cut: Cut) -> int:
+    return cut[1] - cut[0]
 
 
 def _is_short(cut: Cut) -> bool:
-    return cut[1] - cut[0] < LEAST_TOKENS
+    return _tokens(cut) < LEAST_TOKENS
 
 
 def _add_batch(units: Units, text: Text, space: Space, batch: Sequence[Cut], make: _Frames | _DenseUnits) -> Added:

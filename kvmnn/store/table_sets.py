@@ -23,7 +23,7 @@ MAGIC = b"KVMNNPT2"
 TOKENS = 512
 """Sets are made of at most so many tokens ..."""
 LEAST_TOKENS = 256
-"""... and of no fewer; units of fewer tokens always use them, longer ones where they lose little by it."""
+"""... and of no fewer."""
 MOST_BYTES = 256 << 20
 
 _FIELDS = struct.Struct("<8sI")

@@ -17,7 +17,7 @@ from engine_client import needs_engine, unpack_fixture
 from repository import DOCS, ROOT
 
 from kvmnn.frames import zstd
-from kvmnn.store import PrefixStore, dense_encoding, encoding, table_sets, unit
+from kvmnn.store import PrefixStore, dense_encoding, encoding, putting, table_sets, unit
 
 PAGE = DOCS / "prefix-store.md"
 
@@ -43,8 +43,11 @@ def test_the_sizes_of_a_unit() -> None:
     assert f"at most {unit.MOST_HISTORY}; units that these need, at most {unit.MOST_CHAIN}" in text
     assert unit.header_bytes(10, 4, 2) == 8 + 12 + 32 + 12 + 16 + 4 * 10 + 8 * 2 + 16 * 4 + 8
     assert f"at least {100 - 100 * dense_encoding.WORTH:.0f} % smaller" in text
-    assert f"more than {100 * dense_encoding.SHARED - 100:.0f} % larger with these" in text
-    assert f"units of {table_sets.LEAST_TOKENS} tokens\nor more" in text
+    words = " ".join(text.split())
+    assert f"more than {100 * dense_encoding.SHARED - 100:.0f} % larger with these" in words
+    assert f"units of {table_sets.LEAST_TOKENS} tokens or more" in words
+    assert f"units of fewer than {putting.LEAST_OWN} tokens always share" in words
+    assert f"on every {putting.TRIED_EVERY}th from there" in words
 
 
 SHARES = ("put_share", "get_share")

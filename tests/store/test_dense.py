@@ -194,9 +194,11 @@ def test_short_units_share_tables(tmp_path: Path) -> None:
     assert not tables.exists()
 
 
-def test_long_units_share_tables_unless_they_lose_by_it(tmp_path: Path) -> None:
-    """Tables of a first text whose rows are all but equal fit no other: long units have their own then."""
-    ids, other = text(600), text(600, 1)
+def test_units_share_tables_unless_they_lose_by_it(tmp_path: Path) -> None:
+    """Tables of a first text whose rows are all but equal fit no other: units have their own then, but the shortest; a
+    store that is opened anew finds it out by its first short text, or by a long one.
+    """
+    ids, other, short = text(600), text(600, 1), text(240, 2)
     near = [LayerCache(layer=at, keys=words, values=words) for at, words in enumerate(np.ones((2, 2, 600, 16), "<f2"))]
     for name, first in (("good", layers_of(other)), ("bad", near)):
         with PrefixStore(tmp_path / name, block_tokens=16, codec="dense") as store:
@@ -211,6 +213,22 @@ def test_long_units_share_tables_unless_they_lose_by_it(tmp_path: Path) -> None:
     }
     assert [bool(unit.dense and unit.dense.tables) for unit in long["good"]] == [True]
     assert [bool(unit.dense and unit.dense.tables) for unit in long["bad"]] == [False]
+    for name in ("good", "bad"):
+        with PrefixStore(tmp_path / name) as store:
+            for end in (200, 240):
+                store.put(short[:end], layers_of(short[:end]), model=MODEL)
+            store.put([*ids, *short], layers_of([*ids, *short]), model=MODEL)
+            store.put([96, *short], layers_of([96, *short]), model=MODEL)
+            for each in ([*ids, *short], short, [96, *short]):
+                found = store.get(each, model=MODEL)
+                assert found.tokens == len(each) and same(found.layers, layers_of(each), found.tokens)
+            assert store.verify().damaged == ()
+    shared = {
+        name: {unit.ids.size: bool(unit.dense and unit.dense.tables) for unit in units(tmp_path / name)[2:]}
+        for name in ("good", "bad")
+    }
+    assert set(shared["good"].values()) == {True}
+    assert shared["bad"] == {size: size < 64 for size in shared["good"]} and min(shared["bad"]) < 64
 
 
 def test_an_index_that_is_lost_and_tables_and_rows_before(tmp_path: Path) -> None:

@@ -75,6 +75,13 @@ class Source:
         return self.inputs + self.opened
 
     @property
+    def dequantised(self) -> tuple[str, ...]:
+        """Names of types whose codes the words were made from; none where the words are the input's own."""
+        if self.engine_cache is not None and self.engine_cache.dequantised:
+            return self.engine_cache.dequantised
+        return ("int8",) if self.lossy else ()
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The names of the arrays, in order."""
         return tuple(self)

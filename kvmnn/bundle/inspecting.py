@@ -18,6 +18,7 @@ from ..text import count, ratio
 from .accounts import DensePiece, PieceInfo, RawInfo, StreamTotal, total_lines, totals
 from .dense_pieces import decode_stream, inspect_stream
 from .frame_set import DecodeOptions, FrameSet
+from .kept_file import notes_of
 from .manifest import ArrayEntry, Manifest, Sizes, array_to_dict, frames_of
 
 
@@ -169,6 +170,11 @@ class BundleInfo(Sizes):
         bits = sum(total.entropy_bits for total in self.streams.values())
         return 8 * sum(total.raw_bytes for total in self.streams.values()) / bits if bits else None
 
+    @property
+    def notes(self) -> list[str]:
+        """What changes the meaning of the ratio, in lines."""
+        return notes_of(self.manifest, self.path)
+
     def to_dict(self) -> dict[str, Any]:
         """The same for JSON."""
         return {
@@ -178,6 +184,7 @@ class BundleInfo(Sizes):
             "stored_bytes": self.stored_bytes,
             "ratio": self.ratio,
             "entropy_ratio": self.entropy_ratio,
+            "notes": self.notes,
             "kvmnn_version": self.manifest.kvmnn_version,
             "zstd_version": self.manifest.zstd_version,
             "effort": self.manifest.effort,
@@ -208,6 +215,7 @@ class BundleInfo(Sizes):
                 lines.append(f"  {entry.file} at {entry.offset}: {info}".replace("\n", "\n    "))
         limit = "" if self.entropy_ratio is None else f" (order-0 limit {self.entropy_ratio:.4f})"
         lines.append(f"  total: {self.raw_bytes:,} -> {self.stored_bytes:,} bytes, ratio {self.ratio:.4f}{limit}")
+        lines += [f"  {line}" for line in self.notes]
         return "\n".join(lines + total_lines(self.streams))
 
 

@@ -17,6 +17,8 @@ from typing import Any, Final
 from ..arrays.source import FILE_KEY
 from ..errors import ManifestError
 from ..files.json_document import Node, parse
+from . import manifest
+from .manifest import Manifest
 
 SCHEMA: Final = "kvmnn-file"
 SCHEMA_VERSION: Final = 1
@@ -65,6 +67,8 @@ class KeptFile:
         All of it, in order.
     kv_heads
         Of each layer, where the file does not say them and somebody did.
+    room_bytes
+        Bytes of its arrays that are room behind the valid tokens, which frames hardly count.
     """
 
     format: str
@@ -73,6 +77,7 @@ class KeptFile:
     sha256: str
     parts: tuple[Part, ...]
     kv_heads: tuple[int, ...] | None = None
+    room_bytes: int = 0
     _ends: tuple[int, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -96,6 +101,33 @@ class KeptFile:
         return None if self.sha256 == other.sha256 else f"the file has the sha256 {other.sha256}, not {self.sha256}"
 
 
+def notes_of(made: Manifest, where: str) -> list[str]:
+    """What changes the meaning of the ratio of a bundle, in lines: nothing where no file is kept whole.
+
+    Raises
+    ------
+    ManifestError
+        As `kept_file`.
+    """
+    kept = kept_file(made.metadata, where)
+    if kept is None:
+        return []
+    whole = whole_bytes(made)
+    more = f"frames and manifest have {whole:,} bytes, the file has {kept.nbytes:,}, which is less"
+    return room_notes(kept, made) + ([more] if whole > kept.nbytes else [])
+
+
+def room_notes(kept: KeptFile, made: Manifest) -> list[str]:
+    """How much of the arrays is room, where any is."""
+    said = f"{kept.room_bytes:,} of the {made.raw_bytes:,} bytes are room behind the valid tokens"
+    return [said] if kept.room_bytes else []
+
+
+def whole_bytes(made: Manifest) -> int:
+    """Bytes of the frames and the manifest of a bundle together."""
+    return made.stored_bytes + len(manifest.to_json(made))
+
+
 def to_json(kept: KeptFile) -> str:
     """The document on one line."""
     document: dict[str, Any] = {
@@ -106,6 +138,7 @@ def to_json(kept: KeptFile) -> str:
         "bytes": kept.nbytes,
         "sha256": kept.sha256,
         "kv_heads": None if kept.kv_heads is None else list(kept.kv_heads),
+        **({"room_bytes": kept.room_bytes} if kept.room_bytes else {}),
         "parts": [_part_document(part) for part in kept.parts],
     }
     return json.dumps(document, separators=(",", ":"))
@@ -154,6 +187,7 @@ def _from_json(text: str, where: str) -> KeptFile:
         sha256=root.at("sha256").sha256(),
         parts=tuple(_part(node) for node in nodes),
         kv_heads=None if heads.value is None else tuple(each.integer(1) for each in heads.items()),
+        room_bytes=root.at("room_bytes").integer(0) if "room_bytes" in root.value else 0,
     )
     if sum(part.nbytes for part in kept.parts) != kept.nbytes:
         raise root.at("bytes").wrong("the sum of the parts")

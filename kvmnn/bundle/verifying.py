@@ -15,7 +15,7 @@ from .beside import difference_beside
 from .comparing import Difference, compare
 from .decoding import decode_frames
 from .frame_set import DecodeOptions, FrameSet
-from .kept_file import kept_file
+from .kept_file import kept_file, notes_of
 from .manifest import count_pieces
 
 DECODES = "DECODES"
@@ -46,6 +46,8 @@ class Verified:
         What nothing says of several frames without a manifest, for people; else empty.
     file
         The name of the file that the frames were made from, where it was put together again and its hash compared.
+    notes
+        What changes the meaning of the ratio, in lines.
     """
 
     input: str
@@ -61,6 +63,7 @@ class Verified:
     seconds: float
     unknown: str = ""
     file: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -85,6 +88,7 @@ class Verified:
             "raw_bytes": self.raw_bytes,
             "stored_bytes": self.stored_bytes,
             "ratio": ratio(self.raw_bytes, self.stored_bytes),
+            "notes": list(self.notes),
             "arrays": self.arrays,
             "frames": self.frames,
             "dense_streams": self.dense_streams,
@@ -107,7 +111,7 @@ class Verified:
             f"{self.input}: {self.label} ({how}), {count(self.arrays, 'array')}, "
             f"{self.stored_bytes:,} -> {self.raw_bytes:,} bytes, "
             f"ratio {ratio(self.raw_bytes, self.stored_bytes):.4f}"
-            f"{at_rate(self.raw_bytes, self.seconds)}"
+            f"{at_rate(self.raw_bytes, self.seconds)}" + "".join(f"\n  {line}" for line in self.notes)
         )
 
 
@@ -160,6 +164,7 @@ def verify(
         **count_pieces(frames.arrays)._asdict(),
         seconds=time.perf_counter() - started,
         unknown=frames.unknown,
+        notes=tuple(notes_of(frames.document, frames.path) if frames.document else ()),
     )
 
 

@@ -19,7 +19,7 @@ from ..threads.pipeline import Progress
 from . import manifest
 from .dense_pieces import DensePlan, plan_arrays
 from .encoding import NO_PLANS, EncodeOptions, encode_to_directory, encode_to_file, encode_to_memory
-from .kept_file import KeptFile, kept_file
+from .kept_file import KeptFile, kept_file, notes_of, room_notes, whole_bytes
 from .manifest import Manifest, Sizes, array_to_dict, frames_of
 
 
@@ -39,6 +39,8 @@ class Encoded(Sizes):
         Time that it took.
     cache
         The packed cache that the arrays were read from, if it was one.
+    dequantised
+        Types whose codes the words were made from, before they were encoded.
     """
 
     output: str | None
@@ -46,6 +48,7 @@ class Encoded(Sizes):
     verified: bool
     seconds: float
     cache: CacheInfo | None = None
+    dequantised: tuple[str, ...] = ()
 
     @property
     def kept(self) -> KeptFile | None:
@@ -55,7 +58,7 @@ class Encoded(Sizes):
     @property
     def whole_bytes(self) -> int:
         """Bytes of frames and manifest together."""
-        return self.stored_bytes + len(manifest.to_json(self.manifest))
+        return whole_bytes(self.manifest)
 
     @property
     def byte_exact(self) -> bool | None:
@@ -69,6 +72,15 @@ class Encoded(Sizes):
         """``LOSSLESS`` if that was proved, else None."""
         return LOSSLESS if self.verified else None
 
+    @property
+    def notes(self) -> list[str]:
+        """What changes the meaning of the ratio, in lines."""
+        return self._dequantised + notes_of(self.manifest, self.output or "frames")
+
+    @property
+    def _dequantised(self) -> list[str]:
+        return [f"words dequantised from {', '.join(self.dequantised)}"] if self.dequantised else []
+
     def to_dict(self) -> dict[str, Any]:
         """The same for JSON."""
         made, kept = self.manifest, self.kept
@@ -78,6 +90,7 @@ class Encoded(Sizes):
             "raw_bytes": self.raw_bytes,
             "stored_bytes": self.stored_bytes,
             "ratio": self.ratio,
+            "notes": self.notes,
             "seconds": self.seconds,
             "effort": made.effort,
             "kvmnn_version": made.kvmnn_version,
@@ -94,7 +107,13 @@ class Encoded(Sizes):
         return self.text()
 
     def _file(self, kept: KeptFile) -> dict[str, Any]:
-        return {"name": kept.name, "format": kept.format, "bytes": kept.nbytes, "stored_bytes": self.whole_bytes}
+        return {
+            "name": kept.name,
+            "format": kept.format,
+            "bytes": kept.nbytes,
+            "stored_bytes": self.whole_bytes,
+            "room_bytes": kept.room_bytes,
+        }
 
     def _renamed(self) -> str:
         arrays = self.manifest.arrays
@@ -123,8 +142,10 @@ class Encoded(Sizes):
         )
         if others:
             lines.append(f"  {others}")
+        lines += [f"  {line}" for line in self._dequantised]
         if self.kept:
             whole = self.whole_bytes
+            lines += [f"  {line}" for line in room_notes(self.kept, self.manifest)]
             lines.append(
                 f"  {self.kept.name} has {self.kept.nbytes:,} bytes, frames and manifest have {whole:,}"
                 f"{', which is more' if whole > self.kept.nbytes else ''}; decode writes the same file again"
@@ -181,7 +202,14 @@ def encode(
         path = None
         made = _to_stream(source, output, options, plans, progress)
     seconds = time.perf_counter() - started
-    return Encoded(output=path, manifest=made, verified=options.verify, seconds=seconds, cache=source.cache)
+    return Encoded(
+        output=path,
+        manifest=made,
+        verified=options.verify,
+        seconds=seconds,
+        cache=source.cache,
+        dequantised=source.dequantised,
+    )
 
 
 def _to_path(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..text import count, visible
+from ..text import SIMULATED, count, visible
 
 
 def line_of(done: Mapping[str, Any]) -> str:
@@ -35,14 +35,16 @@ def _inspected(found: Mapping[str, Any]) -> list[str]:
     return [kind, "" if number is None else count(number, "array"), _sizes(found)]
 
 
-_SIZES = (("stored_bytes", "bytes"), ("simulated_bytes", "bytes simulated"), ("dense_bytes", "bytes as dense streams"))
+_SIZES = (("stored_bytes", ""), ("simulated_bytes", " simulated"), ("dense_bytes", " as dense streams"))
 
 
 def _sizes(document: Mapping[str, Any]) -> str:
-    """Bytes before and after, and their ratio."""
+    """Bytes before and after, their ratio, and what changes its meaning."""
     sizes = document.get("breakdown", document).get("overall", document)
-    for name, unit in _SIZES:
+    for name, how in _SIZES:
         if name in sizes:
             raw, made = sizes["raw_bytes"], sizes[name]
-            return f"{raw:,} -> {made:,} {unit}" + (f", ratio {raw / made:.4f}" if made else "")
+            times = f", ratio {raw / made:.4f}" if made and sizes.get("ratio", True) else ""
+            said = "" if document.get("label") == SIMULATED else how
+            return "; ".join([f"{raw:,} -> {made:,} bytes{said}{times}", *document.get("notes", ())])
     return ""

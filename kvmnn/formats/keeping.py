@@ -44,7 +44,7 @@ class Region(NamedTuple):
 
 
 def keep(
-    file: MappedFile, kind: str, regions: Sequence[Region], kv_heads: tuple[int, ...] | None, notes: Sequence[str] = ()
+    file: MappedFile, kind: str, regions: Sequence[Region], kv_heads: tuple[int, ...] | None, *, room_bytes: int = 0
 ) -> Source:
     """A source with the arrays of all regions, whose metadata has all else that the file holds.
 
@@ -58,10 +58,11 @@ def keep(
         Without overlaps.
     kv_heads
         Of each layer, where they were said.
-    notes
-        What to say of it.
+    room_bytes
+        Bytes of the arrays that are room behind the valid tokens.
     """
     parts: list[Part] = []
+    notes: list[str] = []
     arrays: list[NamedArray] = []
     position = 0
     for region in sorted(regions):
@@ -75,9 +76,17 @@ def keep(
     found = PurePath(file.path).name
     name = "stdin" if file.path == STDIN else escaped_name(found)
     if file.path != STDIN and name != found:
-        notes = [*notes, f"the manifest calls the file {name}: no name in a manifest has all that the file's has"]
-    kept = KeptFile(format=kind, name=name, nbytes=file.size, sha256=_hash(file), parts=tuple(parts), kv_heads=kv_heads)
-    return Source(arrays, {FILE_KEY: to_json(kept)}, notes=list(notes))
+        notes.append(f"the manifest calls the file {name}: no name in a manifest has all that the file's has")
+    kept = KeptFile(
+        format=kind,
+        name=name,
+        nbytes=file.size,
+        sha256=_hash(file),
+        parts=tuple(parts),
+        kv_heads=kv_heads,
+        room_bytes=room_bytes,
+    )
+    return Source(arrays, {FILE_KEY: to_json(kept)}, notes=notes)
 
 
 def _fill(file: MappedFile, begin: int, end: int, parts: list[Part], arrays: list[NamedArray]) -> None:

@@ -10,8 +10,8 @@ from pathlib import PurePath
 from typing import Any
 
 from ..bundle.frame_set import DecodeOptions, FrameSet
-from ..bundle.kept_file import KeptFile, kept_file
-from ..bundle.manifest import count_pieces, to_json
+from ..bundle.kept_file import KeptFile, kept_file, notes_of, whole_bytes
+from ..bundle.manifest import count_pieces
 from ..bundle.verifying import Verified
 from ..errors import LimitError, OptionError, OutputError
 from ..files.changes import Reading
@@ -110,7 +110,6 @@ def restore_file(
     if kept is None or frames.document is None:
         raise OptionError(f"{frames.path}: was not made from a file that is kept whole")
     frames.check_size(options)
-    manifest_bytes = len(to_json(frames.document))
     if options.max_bytes is not None and kept.nbytes > options.max_bytes:
         raise LimitError(f"{frames.path}: its file has {kept.nbytes} bytes, above the limit of {options.max_bytes}")
     file = KeptBytes(of_frames(frames, options), kept, frames.path)
@@ -137,7 +136,7 @@ def restore_file(
         stored_bytes=frames.stored_bytes,
         seconds=time.perf_counter() - started,
         kept=kept,
-        whole_bytes=frames.stored_bytes + manifest_bytes,
+        whole_bytes=whole_bytes(frames.document),
     )
 
 
@@ -160,6 +159,7 @@ def verify_file(
         **count_pieces(frames.arrays)._asdict(),
         seconds=made.seconds,
         file=made.kept.name,
+        notes=tuple(notes_of(frames.document, frames.path)) if frames.document else (),
     )
 
 

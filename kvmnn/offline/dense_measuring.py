@@ -72,6 +72,8 @@ class DenseMeasurement:
         Whether K was taken as rotated.
     left_out
         Names of arrays that are no K or V of layers.
+    dequantised
+        Types whose codes the words were made from.
     """
 
     inputs: tuple[str, ...]
@@ -80,6 +82,12 @@ class DenseMeasurement:
     layers: dict[int, dict[Part, DenseSizes]] = field(default_factory=dict)
     rotary: bool = False
     left_out: tuple[str, ...] = ()
+    dequantised: tuple[str, ...] = ()
+
+    @property
+    def notes(self) -> list[str]:
+        """What changes the meaning of the sizes, in lines."""
+        return [f"words dequantised from {', '.join(self.dequantised)}"] if self.dequantised else []
 
     def of(self, layers: Sequence[int], parts: Sequence[Part] = PARTS) -> DenseSizes:
         """Sizes of several layers together."""
@@ -98,6 +106,7 @@ class DenseMeasurement:
 
         return {
             "label": LOSSLESS,
+            "notes": self.notes,
             "inputs": list(self.inputs),
             "meaning": MEANING,
             "dtypes": list(self.dtypes),
@@ -114,7 +123,7 @@ class DenseMeasurement:
             lines += [self.of(layers, [part]).line(f"  {PART_LETTERS[part].upper()}") for part in self._parts(layers)]
         what = f"{count(len(self.layers), 'layer')} of {' and '.join(self.dtypes)}, {span(self.tokens)} tokens"
         how = "as rotated (RoPE)" if self.rotary else "without rotation (--rope or --model says how it was rotated)"
-        lines += ["", f"total: {what}; K taken {how}", MEANING]
+        lines += ["", f"total: {what}; K taken {how}", MEANING, *self.notes]
         if self.left_out:
             lines.append(f"left out, no K or V of layers: {', '.join(self.left_out)}")
         return "\n".join(lines)
@@ -186,6 +195,7 @@ def measure_dense(
         layers=dict(sorted(layers.items())),
         rotary=any(plan.rotary for plan in plans.values()),
         left_out=tuple(name for name in source if name not in plans),
+        dequantised=source.dequantised,
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..dtypes import PART_LETTERS, PARTS
-from ..text import LOSSLESS, LOSSY, ratio
+from ..text import LOSSLESS, LOSSY, SIMULATED, ratio
 from .breakdown import Breakdown
 from .options import LANES, MeasureOptions
 from .selection import Selection
@@ -46,8 +46,20 @@ class Measurement:
 
     @property
     def label(self) -> str:
-        """``"LOSSY"`` if fp32 words were rounded before anything was measured, else ``"LOSSLESS"``."""
-        return LOSSY if self.selection.converted else LOSSLESS
+        """What the sizes are worth.
+
+        ``"LOSSY"`` if fp32 words were rounded before anything was measured, ``"LOSSLESS"`` if frames of all that was
+        measured were decoded and compared, and ``"SIMULATED"`` where nothing was made that could be.
+        """
+        if self.selection.converted:
+            return LOSSY
+        return LOSSLESS if self.is_stored and self.totals.stored else SIMULATED
+
+    @property
+    def notes(self) -> list[str]:
+        """What changes the meaning of the sizes, in lines."""
+        types = ", ".join(dict.fromkeys(self.selection.dequantised))
+        return [f"words dequantised from {types}"] if types else []
 
     @property
     def breakdown(self) -> Breakdown:
@@ -64,13 +76,14 @@ class Measurement:
         """For ``--json``."""
         return {
             "label": self.label,
+            "notes": self.notes,
             "evaluation": to_document(self),
             "breakdown": self.breakdown.to_dict(),
             "skipped_files": self.selection.skipped_files,
         }
 
     def __str__(self) -> str:
-        lines = [str(self.breakdown)]
+        lines = [str(self.breakdown), *self.notes]
         if converted := self.selection.converted:
             lines.append(f"{LOSSY}: {converted:,} fp32 entries were rounded to fp16 before anything else")
         if self.options.fp32 and self.totals.fp32 is None:

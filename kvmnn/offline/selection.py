@@ -85,6 +85,8 @@ class Selection:
         Why others were left out, in the order in which the reasons came up.
     skipped_files
         The first file (or layer) for each of these reasons.
+    dequantised
+        Types whose codes words were made from before anything was measured.
     """
 
     entries: list[Entry] = field(default_factory=list)
@@ -94,6 +96,7 @@ class Selection:
     converted: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
     skipped_files: dict[str, str] = field(default_factory=dict)
+    dequantised: tuple[str, ...] = ()
 
     def require_entries(self) -> None:
         """Raise `NothingSelectedError` if there are none."""
@@ -181,6 +184,7 @@ def select_source(found: Selection, source: Source, scope: Scope, label: str) ->
         When arrays have no place in a cache.
     """
     arrays = layers.sorted_layers(source)
+    found.dequantised += source.dequantised
     for key, value in zip(arrays[::2], arrays[1::2], strict=True):
         found.scanned += 1
         heads, tokens, dims = key.geometry

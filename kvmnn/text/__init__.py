@@ -1,6 +1,6 @@
 """How results are written for people: labels, numbers, rates."""
 
-from .labels import LOSSLESS, LOSSY, UNCHANGED
+from .labels import LOSSLESS, LOSSY, SIMULATED, UNCHANGED
 from .numbers import at_rate, count, ratio, span
 from .suggestion import did_you_mean
 from .visible import one_line, visible
@@ -8,6 +8,7 @@ from .visible import one_line, visible
 __all__ = [
     "LOSSLESS",
     "LOSSY",
+    "SIMULATED",
     "UNCHANGED",
     "at_rate",
     "count",

@@ -6,5 +6,8 @@ LOSSLESS = "LOSSLESS"
 LOSSY = "LOSSY"
 """Tokens, or bits of them, are gone."""
 
+SIMULATED = "SIMULATED"
+"""A size was computed; nothing was made that could be decoded and compared."""
+
 UNCHANGED = "UNCHANGED"
 """Nothing was changed at all."""

@@ -6,17 +6,23 @@ import json
 import os
 import shutil
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import hostile_files
+import llama_files
+import mlx_files
 import numpy as np
 import pytest
 from hf_files import pairs, save
 
 from kvmnn.cli import main
+from kvmnn.cli.many_lines import line_of
 from kvmnn.cli.many_work import VERBS, VerbWork
 from kvmnn.errors import OptionError
 from kvmnn.many import Task
+from kvmnn.many.tasks import carry_out
+from kvmnn.version import version
 
 HALF = np.random.default_rng(5).normal(size=(2, 9, 4)).astype(np.float16)
 KV = {"layer_0.key": HALF, "layer_0.value": HALF * 2}
@@ -188,7 +194,7 @@ def test_a_terminal_gets_lines_of_text(here, capsys, monkeypatch, verb):
     texts = {
         "encode": "LOSSLESS, 288 -> ",
         "inspect": "2 arrays",
-        "measure": "LOSSLESS, 288 -> ",
+        "measure": "SIMULATED, 288 -> ",
         "verify": "LOSSLESS, 288 -> ",
     }
     if verb == "verify":
@@ -207,6 +213,27 @@ def test_a_terminal_gets_lines_of_text(here, capsys, monkeypatch, verb):
     assert capsys.readouterr().out.splitlines() == [found[2]]
     assert main([*argv, "--json"]) == 1
     assert [line["ok"] for line in lines(capsys)] == [True, True, False, True]
+
+
+def test_a_line_has_what_changes_the_meaning_of_its_sizes(tmp_path):
+    """Room behind the tokens, frames larger than the file, numbers that blocks stand for; JSON has it, too."""
+    mlx, llama, frames = (str(tmp_path / name) for name in ("c.safetensors", "q.session", "c.frames"))
+    Path(mlx).write_bytes(mlx_files.cache(Random(3), mlx_files.Shape(dims=32, value_dims=32))[0])
+    shape = llama_files.Shape(k_type="q8_0", v_type="q8_0")
+    Path(llama).write_bytes(llama_files.state(Random(3), shape, [12])[0])
+    room, less, made = "bytes are room behind the valid tokens", ", which is less", "words dequantised from q8_0"
+    for verb, task, notes in (
+        ("encode", Task(mlx, str(tmp_path / "c"), (".frames",)), [room, less]),
+        ("encode", Task(llama, str(tmp_path / "q"), (".frames",)), [less]),
+        ("measure", Task(llama), [made]),
+        ("inspect", Task(frames), [room, less]),
+        ("verify", Task(frames), [room, less]),
+    ):
+        line = carry_out(VerbWork.of(verb), task, version()).to_dict()
+        document = line["document"]["inputs"][0] if verb == "inspect" else line["document"]
+        assert len(document["notes"]) == len(notes)
+        for note, said in zip(notes, document["notes"], strict=True):
+            assert note in said and said in line_of(line)
 
 
 def test_resumed(here, capsys):

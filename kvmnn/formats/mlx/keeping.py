@@ -46,22 +46,20 @@ def keep(file: MappedFile, options: ReadOptions) -> Source:
     ]
     if not regions:
         raise SourceError(f"{file.label}: holds no K and no V, there is nothing to encode")
-    return keeping.keep(file, NAME, regions, None, _notes(States(file), regions))
+    return keeping.keep(file, NAME, regions, None, room_bytes=_room(States(file)))
 
 
-def _notes(states: States, regions: list[Region]) -> list[str]:
-    """How much is room behind the valid tokens, which frames of it hardly count."""
+def _room(states: States) -> int:
+    """Bytes of K and V behind the valid tokens; 0 where nothing says how many tokens are valid."""
     try:
         layers = list(states.layers())
     except SourceError:
-        return []
-    room = 0
-    for layer in layers:
-        for tensor in (*layer.keys, *layer.values):
-            nbytes, capacity = tensor.end - tensor.begin, tensor.shape[2]
-            room += nbytes // capacity * (capacity - layer.tokens)
-    total = sum(region.nbytes for region in regions)
-    return [f"{room:,} of the {total:,} bytes of K and V are room behind the valid tokens"] if room else []
+        return 0
+    return sum(
+        (tensor.end - tensor.begin) // tensor.shape[2] * (tensor.shape[2] - layer.tokens)
+        for layer in layers
+        for tensor in (*layer.keys, *layer.values)
+    )
 
 
 def _region(file: MappedFile, start: int, tensor: Tensor) -> Region:

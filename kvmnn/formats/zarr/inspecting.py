@@ -47,12 +47,17 @@ class StoredInfo:
     stored_bytes: int
     sha256: str | None
 
+    @property
+    def ratio(self) -> float | None:
+        """Raw over stored bytes; None where chunks are not there."""
+        return None if self.missing else ratio(self.raw_bytes, self.stored_bytes)
+
     def __str__(self) -> str:
         missing = f" ({self.missing:,} not there)" if self.missing else ""
         return (
             f"  {self.name}: {self.dtype} {list(self.shape)}, {count(self.chunks, 'chunk')}{missing} of "
-            f"{list(self.chunk_shape)} ({self.codec}), {self.raw_bytes:,} -> {self.stored_bytes:,} bytes, "
-            f"ratio {ratio(self.raw_bytes, self.stored_bytes):.4f}"
+            f"{list(self.chunk_shape)} ({self.codec}), "
+            f"{_sizes(self.raw_bytes, self.stored_bytes, self.ratio)}"
         )
 
 
@@ -70,6 +75,8 @@ class StoreInfo:
         One line for each other one.
     engine_cache
         What the cache that it was made from said of itself.
+    chunks, missing
+        Of all arrays, and those of them that are not there.
     left_out
         How many more arrays there are (`first`).
     """
@@ -80,11 +87,25 @@ class StoreInfo:
     engine_cache: EngineCache | None
     raw_bytes: int
     stored_bytes: int
+    chunks: int
+    missing: int
     left_out: int = 0
 
     def first(self, most: int = LISTED) -> StoreInfo:
         """The first arrays: a store may have thousands."""
         return replace(self, arrays=self.arrays[:most], left_out=self.left_out + max(0, len(self.arrays) - most))
+
+    @property
+    def ratio(self) -> float | None:
+        """Raw over stored bytes; None where chunks are not there, as nothing is stored of them."""
+        return None if self.missing else ratio(self.raw_bytes, self.stored_bytes)
+
+    @property
+    def notes(self) -> list[str]:
+        """What changes the meaning of the sizes, in lines."""
+        if not self.missing:
+            return []
+        return [f"{self.missing:,} of {count(self.chunks, 'chunk')} are not there, and read as the fill value"]
 
     def to_dict(self) -> dict[str, Any]:
         """The same for JSON."""
@@ -99,15 +120,17 @@ class StoreInfo:
             "skipped": list(self.skipped),
             "raw_bytes": self.raw_bytes,
             "stored_bytes": self.stored_bytes,
-            "ratio": ratio(self.raw_bytes, self.stored_bytes),
+            "ratio": self.ratio,
+            "notes": self.notes,
             **({"engine_cache": self.engine_cache.to_dict()} if self.engine_cache else {}),
         }
 
     def __str__(self) -> str:
         lines = [
-            f"{self.path}: Zarr store of {count(len(self.arrays) + self.left_out, 'array')}, {self.raw_bytes:,} -> "
-            f"{self.stored_bytes:,} bytes, ratio {ratio(self.raw_bytes, self.stored_bytes):.4f}"
+            f"{self.path}: Zarr store of {count(len(self.arrays) + self.left_out, 'array')}, "
+            f"{_sizes(self.raw_bytes, self.stored_bytes, self.ratio)}"
         ]
+        lines += [f"  {line}" for line in self.notes]
         lines += [f"  {self.engine_cache}"] if self.engine_cache else []
         lines += [str(array) for array in self.arrays]
         lines += [f"  and {self.left_out:,} more: -v lists all"] if self.left_out else []
@@ -151,4 +174,10 @@ def inspect_store(path: str, options: ReadOptions | None = None) -> StoreInfo:
         engine_cache=source.engine_cache,
         raw_bytes=source.nbytes,
         stored_bytes=sum(array.stored_bytes for array in arrays),
+        chunks=sum(array.chunks for array in arrays),
+        missing=sum(array.missing for array in arrays),
     )
+
+
+def _sizes(raw_bytes: int, stored_bytes: int, times: float | None) -> str:
+    return f"{raw_bytes:,} -> {stored_bytes:,} bytes" + ("" if times is None else f", ratio {times:.4f}")

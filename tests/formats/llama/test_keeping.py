@@ -132,7 +132,10 @@ def test_what_is_said_of_it(tmp_path: Path, run) -> None:
     assert path.exists()
     found = json.loads(run("encode", path, "-o", f"{tmp_path}/again/", "--json").out)
     sizes = {"bytes": path.stat().st_size, "stored_bytes": whole}
-    assert found["file"] == {"name": "x.session", "format": "llama-state", **sizes}
+    more = f"frames and manifest have {whole:,} bytes, the file has {size:,}, which is less"
+    assert found["notes"] == [more]
+    assert more in run("inspect", frames).out
+    assert found["file"] == {"name": "x.session", "format": "llama-state", **sizes, "room_bytes": 0}
 
 
 @pytest.mark.parametrize("kind", llama_files.NUMBERS)

@@ -13,7 +13,6 @@ enum {
     HEADER_BYTES = 28,
     CHECKSUM_AT = 20,
     MODEL_BYTES = 40 << 10,
-    WINDOW_ROWS = 2048,
     CANDIDATES = 3
 };
 

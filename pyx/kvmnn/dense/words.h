@@ -7,7 +7,9 @@
 
 enum {
     LOOKS = 32,         /* columns of a row that are looked at in search of a reference */
-    SCANNED_ROWS = 128, /* rows that one turn of `scan` deals with */
+    VOTED_ROWS = 512,   /* of a block */
+    VOTED_BLOCKS = 5,   /* at most: references are to be found in four full ones and one that is not */
+    VOTE_PLANES = 6,    /* bits of a number of votes */
     TURNED_PAIRS = 16,
     STEP = 32, /* symbols between two pieces of what is done beside */
 };
@@ -19,6 +21,11 @@ typedef struct {
     const uint32_t *entries;
     uint8_t *to, *to_end;
 } dense_flat;
+
+/* Votes of rows, a plane of bits for each bit of the number. */
+typedef struct {
+    uint64_t planes[VOTE_PLANES][VOTED_BLOCKS * VOTED_ROWS / 64];
+} dense_votes;
 
 /* A row that is turned piece by piece: pair i of a head is its words i and i + pairs. */
 typedef struct {
@@ -69,16 +76,13 @@ typedef struct {
     /* Number of i with a[i] == b[i]. */
     size_t (*equal)(const uint8_t *a, const uint8_t *b, size_t n);
 
-    /* votes[i] = number of k with columns[k * stride + i] == looks[k], for i < rows and on to a multiple of
-     * SCANNED_ROWS, of which each has its largest in `maxima`. */
-    void (*scan)(const uint8_t *columns, size_t stride, size_t rows, const uint8_t *looks, size_t count,
-                 uint8_t *votes, uint8_t *maxima);
+    /* Votes of the rows of some blocks: in how many of the first `looks` bitmaps the row's bit is set. All LOOKS of them
+     * can be read; those behind `looks` are 0. */
+    void (*vote)(const uint8_t *const bitmaps[LOOKS], size_t blocks, size_t looks, dense_votes *votes);
 
-    /* The largest of SCANNED_ROWS votes. */
-    uint8_t (*largest)(const uint8_t *votes);
-
-    /* Where the last of SCANNED_ROWS votes that are `value` is; there is one. */
-    size_t (*last)(const uint8_t *votes, uint8_t value);
+    /* The rows of `left` with most votes, which leave it, and which words of theirs are not 0: no word where none of the
+     * rows has a vote. */
+    uint64_t (*most)(const dense_votes *votes, size_t blocks, uint64_t *left, uint64_t *most);
 
     /* from[i] for each i where whether a[i] == b[i] is `equal`; how many. Up to PAD bytes behind them are touched. */
     size_t (*pick)(const uint8_t *from, const uint8_t *a, const uint8_t *b, size_t n, int equal, uint8_t *to);

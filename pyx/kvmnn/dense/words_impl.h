@@ -218,6 +218,17 @@ static void LEVEL(turn_single)(const uint32_t *a, const uint32_t *b, size_t n, c
 
 static size_t LEVEL(equal)(const uint8_t *a, const uint8_t *b, size_t n) {
     size_t sum = 0, i = 0;
+#if defined(LEVEL_WIDE)
+    for (; n - i >= 64; i += 64)
+        sum += (size_t)__builtin_popcountll(_mm512_cmpeq_epi8_mask(_mm512_loadu_si512((const void *)(a + i)),
+                                                                   _mm512_loadu_si512((const void *)(b + i))));
+#elif defined(LEVEL_F16C)
+    for (; n - i >= 32; i += 32) {
+        __m256i same = _mm256_cmpeq_epi8(_mm256_loadu_si256((const __m256i *)(const void *)(a + i)),
+                                         _mm256_loadu_si256((const __m256i *)(const void *)(b + i)));
+        sum += (size_t)__builtin_popcount((unsigned)_mm256_movemask_epi8(same));
+    }
+#endif
     while (n - i >= 32) {
         uint8_t found[32] = {0};
         size_t end = n - i > 32 * 255 ? i + 32 * 255 : i + (n - i) / 32 * 32;
@@ -232,54 +243,94 @@ static size_t LEVEL(equal)(const uint8_t *a, const uint8_t *b, size_t n) {
     return sum;
 }
 
-static inline uint8_t LEVEL(largest_of)(const uint8_t *votes) {
-#ifdef LEVEL_F16C
-    __m256i most = _mm256_loadu_si256((const __m256i *)(const void *)votes);
-    for (int i = 32; i < SCANNED_ROWS; i += 32)
-        most = _mm256_max_epu8(most, _mm256_loadu_si256((const __m256i *)(const void *)(votes + i)));
-    __m128i x = _mm_max_epu8(_mm256_castsi256_si128(most), _mm256_extracti128_si256(most, 1));
-    x = _mm_xor_si128(x, _mm_set1_epi8(-1)); /* there is an instruction for the least of 8 numbers */
-    x = _mm_minpos_epu16(_mm_min_epu8(x, _mm_srli_epi16(x, 8)));
-    return (uint8_t)~_mm_cvtsi128_si32(x);
+/* Bits of as many rows as a vector holds. */
+#if defined(__GNUC__)
+typedef uint64_t LEVEL(bits) __attribute__((vector_size(4 * LEVEL_FLOATS)));
 #else
-    uint8_t most[32] = {0};
-    for (int i = 0; i < SCANNED_ROWS; i += 32)
-        for (int k = 0; k < 32; ++k) most[k] = votes[i + k] > most[k] ? votes[i + k] : most[k];
-    for (int width = 16; width; width /= 2)
-        for (int k = 0; k < width; ++k) most[k] = most[k] > most[k + width] ? most[k] : most[k + width];
-    return most[0];
+typedef uint64_t LEVEL(bits);
 #endif
+
+/* Three bits of a weight to one, and one of twice the weight. */
+#define FULL_ADD(high, low, x, y)                              \
+    do {                                                       \
+        LEVEL(bits) x_ = (x), y_ = (y), differ_ = (low) ^ x_;  \
+        (high) = ((low) & x_) | (differ_ & y_);                \
+        (low) = differ_ ^ y_;                                  \
+    } while (0)
+
+static inline LEVEL(bits) LEVEL(load_bits)(const void *p) {
+    LEVEL(bits) x;
+    memcpy(&x, p, sizeof x);
+    return x;
 }
 
-static uint8_t LEVEL(largest)(const uint8_t *votes) { return LEVEL(largest_of)(votes); }
-
-static size_t LEVEL(last)(const uint8_t *votes, uint8_t value) {
-    size_t last = 0;
-#ifdef LEVEL_F16C
-    const __m256i wanted = _mm256_set1_epi8((char)value);
-    for (int i = 0; i < SCANNED_ROWS; i += 32) {
-        __m256i found = _mm256_cmpeq_epi8(_mm256_loadu_si256((const __m256i *)(const void *)(votes + i)), wanted);
-        unsigned mask = (unsigned)_mm256_movemask_epi8(found);
-        last = mask ? (size_t)i + dense_high_bit(mask | 1) : last;
-    }
-#else
-    for (size_t i = 0; i < SCANNED_ROWS; ++i) last = votes[i] == value ? i : last;
-#endif
-    return last;
-}
-
-static void LEVEL(scan)(const uint8_t *columns, size_t stride, size_t rows, const uint8_t *looks, size_t count,
-                        uint8_t *restrict votes, uint8_t *restrict maxima) {
-    for (size_t i = 0; i < rows; i += SCANNED_ROWS) {
-        uint8_t sums[SCANNED_ROWS] = {0};
-        const uint8_t *column = columns + i;
-        for (size_t k = 0; k < count; ++k, column += stride) {
-            uint8_t look = looks[k];
-            for (int j = 0; j < SCANNED_ROWS; ++j) sums[j] = (uint8_t)(sums[j] + (column[j] == look));
+static void LEVEL(vote)(const uint8_t *const bitmaps[LOOKS], size_t blocks, size_t looks, dense_votes *votes) {
+    const size_t most = looks > LOOKS / 2 ? LOOKS : LOOKS / 2, step = sizeof(LEVEL(bits));
+    for (size_t at = 0; at < blocks * VOTED_ROWS / 8; at += step) {
+        LEVEL(bits) planes[VOTE_PLANES] = {{0}}, a, b, c, d, e;
+#define BITS_OF(i) LEVEL(load_bits)(bitmaps[k + (i)] + at)
+        for (size_t k = 0; k < most; k += 8) {
+            FULL_ADD(a, planes[0], BITS_OF(0), BITS_OF(1));
+            FULL_ADD(b, planes[0], BITS_OF(2), BITS_OF(3));
+            FULL_ADD(c, planes[1], a, b);
+            FULL_ADD(a, planes[0], BITS_OF(4), BITS_OF(5));
+            FULL_ADD(b, planes[0], BITS_OF(6), BITS_OF(7));
+            FULL_ADD(d, planes[1], a, b);
+            FULL_ADD(e, planes[2], c, d);
+            a = planes[3] & e;
+            planes[3] ^= e;
+            b = planes[4] & a;
+            planes[4] ^= a;
+            planes[5] |= b;
         }
-        memcpy(votes + i, sums, SCANNED_ROWS);
-        maxima[i / SCANNED_ROWS] = LEVEL(largest_of)(sums);
+#undef BITS_OF
+        for (int p = 0; p < VOTE_PLANES; ++p) memcpy((uint8_t *)votes->planes[p] + at, &planes[p], step);
     }
+}
+
+#undef FULL_ADD
+
+/* Which words are not 0. */
+static inline unsigned LEVEL(not_zero)(LEVEL(bits) bits) {
+#if defined(LEVEL_WIDE)
+    return _mm512_test_epi64_mask((__m512i)bits, (__m512i)bits);
+#elif defined(LEVEL_F16C)
+    __m256i none = _mm256_cmpeq_epi64((__m256i)bits, _mm256_setzero_si256());
+    return (unsigned)_mm256_movemask_pd(_mm256_castsi256_pd(none)) ^ 15;
+#else
+    uint64_t words[sizeof bits / 8];
+    unsigned some = 0;
+    memcpy(words, &bits, sizeof words);
+    for (size_t w = 0; w < sizeof words / 8; ++w) some |= (unsigned)(words[w] != 0) << w;
+    return some;
+#endif
+}
+
+/* Not by branches, which nobody could foresee. */
+static inline uint64_t LEVEL(most_of)(const dense_votes *votes, size_t blocks, uint64_t *left, uint64_t *most) {
+    const size_t step = sizeof(LEVEL(bits)), count = blocks * VOTED_ROWS / 8 / step;
+    LEVEL(bits) best[VOTED_BLOCKS * VOTED_ROWS / 8 / sizeof(LEVEL(bits))];
+    uint64_t found = 0;
+    for (size_t i = 0; i < count; ++i) best[i] = LEVEL(load_bits)(left + i * step / 8);
+    for (int p = VOTE_PLANES; p-- > 0;) {
+        uint64_t some = 0;
+        for (size_t i = 0; i < count; ++i)
+            some |= (uint64_t)LEVEL(not_zero)(LEVEL(load_bits)(votes->planes[p] + i * step / 8) & best[i])
+                    << i * step / 8;
+        uint64_t without = some ? 0 : ~(uint64_t)0;
+        for (size_t i = 0; i < count; ++i) best[i] &= LEVEL(load_bits)(votes->planes[p] + i * step / 8) | without;
+        found = some ? some : found;
+    }
+    for (size_t i = 0; i < count; ++i) {
+        LEVEL(bits) others = LEVEL(load_bits)(left + i * step / 8) & ~best[i];
+        memcpy(left + i * step / 8, &others, step);
+        memcpy(most + i * step / 8, &best[i], step);
+    }
+    return found;
+}
+
+static uint64_t LEVEL(most)(const dense_votes *votes, size_t blocks, uint64_t *left, uint64_t *most) {
+    return blocks == 1 ? LEVEL(most_of)(votes, 1, left, most) : LEVEL(most_of)(votes, blocks, left, most);
 }
 
 /* -- 5 bits -------------------------------------------------------------------------------------------------------- */
@@ -312,7 +363,7 @@ static void LEVEL(unpack5)(const uint8_t *packed, size_t n, uint8_t *low) {
 
 static const dense_loops LEVEL(table) = {
     KVMNN_LEVEL_NAME, LEVEL(split),     LEVEL(join),    LEVEL(unfold), LEVEL(escapes), LEVEL(outside), LEVEL(angles),
-    LEVEL(turn_on),   LEVEL(equal),     LEVEL(scan),    LEVEL(largest), LEVEL(last),   LEVEL(pick),  LEVEL(merge),
+    LEVEL(turn_on),   LEVEL(equal),     LEVEL(vote),    LEVEL(most),   LEVEL(pick),    LEVEL(merge),
     LEVEL(subtract),  LEVEL(add_equal), LEVEL(log_sum), LEVEL(fold),   LEVEL(code),    LEVEL(decode),  LEVEL(flat),
     LEVEL(pack5),     LEVEL(unpack5),
 };

@@ -12,14 +12,17 @@ typedef struct {
     int16_t before, behind; /* of those that are live; -1 for none */
     int16_t live, into;     /* merged into another one */
     int16_t partners[2];    /* the next one of the bucket, the nearest of the bucket above; -1 for none */
-    float gains[2];
-    int16_t stale;       /* bits: which of the gains */
-    int16_t begin, end;  /* of the counts that are not all 0: multiples of 8 */
+    float costs[2];         /* of one table for both */
+    int16_t begin, end;     /* of the counts that are not all 0: multiples of 8 */
 } node;
+
+enum { GROUP = 16, GROUPS = CONTEXTS / GROUP };
 
 typedef struct {
     const dense_loops *loops;
     node nodes[CONTEXTS];
+    float gains[CONTEXTS]; /* with the better partner */
+    float group_gains[GROUPS];
     uint32_t (*counts)[256];   /* by context; of the symbols in use alone, once they are loaded */
     int count, symbols, first; /* symbols: a multiple of 8; first: live node, -1 for none */
     int firsts[BUCKETS + 1];   /* of each bucket */
@@ -98,17 +101,49 @@ static int nearest_above(const state *s, int i) {
     return best;
 }
 
-static void look_for_partners(state *s, int i) {
+static float gain_with(const state *s, int i, int d) {
+    const node *a = &s->nodes[i];
+    return a->partners[d] < 0 ? NONE : a->cost + s->nodes[a->partners[d]].cost - a->costs[d];
+}
+
+/* The partners of node i that are `stale` (bits), and what is gained. */
+static void look_for_partners(state *s, int i, int stale) {
     node *a = &s->nodes[i];
     for (int d = 0; d < 2; ++d) {
-        if (!(a->stale >> d & 1)) continue;
+        if (!(stale >> d & 1)) continue;
         int j = d == 0 ? of_bucket(s, i, a->behind) : nearest_above(s, i);
         a->partners[d] = (int16_t)j;
-        a->gains[d] = NONE;
-        if (j < 0) continue;
-        a->gains[d] = a->cost + s->nodes[j].cost - joint_cost(s, i, j);
+        if (j >= 0) a->costs[d] = joint_cost(s, i, j);
     }
-    a->stale = 0;
+    float gains[2] = {gain_with(s, i, 0), gain_with(s, i, 1)};
+    s->gains[i] = gains[1] > gains[0] ? gains[1] : gains[0];
+}
+
+static void update_group(state *s, int group) {
+    float most = NONE;
+    for (int i = group * GROUP; i < (group + 1) * GROUP; ++i) most = s->gains[i] > most ? s->gains[i] : most;
+    s->group_gains[group] = most;
+}
+
+/* Looks again where a partner of node i has changed. */
+static void look_again(state *s, int i, int one, int other) {
+    const int16_t *partners = s->nodes[i].partners;
+    int stale = 0;
+    for (int d = 0; d < 2; ++d) stale |= (partners[d] == one || partners[d] == other) << d;
+    if (!stale) return;
+    look_for_partners(s, i, stale);
+    update_group(s, i / GROUP);
+}
+
+/* The first node with most gain; -1 for none. */
+static int most_gain(const state *s) {
+    float most = NONE;
+    int best = -1;
+    for (int g = 0; g < GROUPS; ++g)
+        if (s->group_gains[g] > most) most = s->group_gains[g], best = g;
+    if (best < 0) return -1;
+    for (best *= GROUP; s->gains[best] != most;) ++best;
+    return best;
 }
 
 static void load(state *s, const uint8_t *seen) {
@@ -126,7 +161,6 @@ static void load(state *s, const uint8_t *seen) {
                                     .before = (int16_t)(s->count - 1),
                                     .behind = (int16_t)(s->count + 1),
                                     .live = 1,
-                                    .stale = 3,
                                     .end = 256};
         ++s->count;
     }
@@ -167,36 +201,32 @@ static void merge_rare(state *s) {
     }
 }
 
-static int merge(state *s, int most) {
-    int live = 0, best = -1, gone = -1;
-    int16_t order[CONTEXTS];
-    for (int i = s->first; i >= 0; i = s->nodes[i].behind) {
-        order[live++] = (int16_t)i;
-        s->nodes[i].cost = joint_cost(s, i, -1);
-    }
-    while (live > 1) {
-        float gain = NONE;
-        int merged = best, kept = 0, direction = 0;
-        best = -1;
-        for (int k = 0; k < live; ++k) {
-            int i = order[k];
-            node *n = &s->nodes[i];
-            if (i == gone) continue;
-            order[kept++] = (int16_t)i;
-            for (int d = 0; d < 2; ++d)
-                n->stale |= (int16_t)((n->partners[d] == merged || n->partners[d] == gone) << d);
-            if (n->stale) look_for_partners(s, i);
-            for (int d = 0; d < 2; ++d)
-                if (n->gains[d] > gain) gain = n->gains[d], best = i, direction = d;
-        }
-        live = kept;
-        if (best < 0 || (gain < 0 && live <= most)) break;
-        gone = s->nodes[best].partners[direction];
+static void merge(state *s, int most) {
+    int live = 0;
+    for (int i = 0; i < CONTEXTS; ++i) s->gains[i] = NONE;
+    for (int i = s->first; i >= 0; i = s->nodes[i].behind, ++live) s->nodes[i].cost = joint_cost(s, i, -1);
+    for (int i = s->first; i >= 0; i = s->nodes[i].behind) look_for_partners(s, i, 3);
+    for (int g = 0; g < GROUPS; ++g) update_group(s, g);
+    for (; live > 1; --live) {
+        int best = most_gain(s);
+        if (best < 0 || (s->gains[best] < 0 && live <= most)) return;
+        int direction = gain_with(s, best, 1) > gain_with(s, best, 0), gone = s->nodes[best].partners[direction];
+        float cost = s->nodes[best].costs[direction];
         add(s, best, gone);
-        s->nodes[best].cost = joint_cost(s, best, -1);
-        s->nodes[best].stale = 3;
+        s->nodes[best].cost = cost;
+        s->gains[gone] = NONE;
+        update_group(s, gone / GROUP);
+        look_for_partners(s, best, 3);
+        update_group(s, best / GROUP);
+        /* those whose next or nearest one it may be */
+        for (int k = 0; k < 2; ++k) {
+            int i = k ? gone : best, bucket = s->nodes[i].bucket, before = of_bucket(s, i, s->nodes[i].before);
+            if (before >= 0) look_again(s, before, best, gone);
+            if (bucket == 0) continue;
+            for (int j = s->firsts[bucket - 1]; j >= 0; j = of_bucket(s, j, s->nodes[j].behind))
+                look_again(s, j, best, gone);
+        }
     }
-    return live;
 }
 
 void dense_cluster(const dense_loops *loops, uint32_t (*counts)[256], const uint8_t *seen, int most, int shared,

@@ -136,27 +136,42 @@ typedef struct {
     int over; /* more was read than there is: all reads give 0 from then on */
 } dense_reader;
 
-static inline uint32_t dense_get(dense_reader *r, unsigned bits) { /* at most 32 */
-    if (r->count < bits && r->end - r->at >= 8) {
+/* Has at least `bits` in `held`, as far as there are any. */
+static inline void dense_fill(dense_reader *r, unsigned bits) { /* at most 32 */
+    if (r->count >= bits) return;
+    if (r->end - r->at >= 8) {
         uint64_t next;
         unsigned bytes = (63 - r->count) >> 3; /* at most 7 */
         memcpy(&next, r->at, 8);
         r->held |= (next & (((uint64_t)1 << 8 * bytes) - 1)) << r->count;
         r->at += bytes;
         r->count += 8 * bytes;
+        return;
     }
-    while (r->count < bits) {
-        if (r->at == r->end) {
-            r->over = 1;
-            return 0;
-        }
-        r->held |= (uint64_t)*r->at++ << r->count;
-        r->count += 8;
+    for (; r->count < bits && r->at != r->end; r->count += 8) r->held |= (uint64_t)*r->at++ << r->count;
+}
+
+/* The next bits, which stay; behind the end there are zeros. */
+static inline uint32_t dense_peek(dense_reader *r, unsigned bits) {
+    dense_fill(r, bits);
+    return (uint32_t)(r->held & (((uint64_t)1 << bits) - 1));
+}
+
+/* Of bits that were peeked. */
+static inline void dense_skip(dense_reader *r, unsigned bits) {
+    if (r->count < bits) {
+        r->over = 1;
+        r->held = 0, r->count = 0;
+        return;
     }
-    uint32_t value = (uint32_t)(r->held & (((uint64_t)1 << bits) - 1));
     r->held >>= bits;
     r->count -= bits;
-    return value;
+}
+
+static inline uint32_t dense_get(dense_reader *r, unsigned bits) { /* at most 32 */
+    uint32_t value = dense_peek(r, bits);
+    dense_skip(r, bits);
+    return r->over ? 0 : value;
 }
 
 /* Whether all bytes were needed, and what is left of the last one is 0. */
@@ -221,7 +236,13 @@ void dense_settle_model(dense_model *m);
 dense_error dense_get_model(dense_reader *r, dense_model *m); /* settled */
 
 /* rans.c */
-void dense_encoder_table(const dense_table *t, dense_code codes[256]);
+/* Codes of frequencies, each at a place of its first three bits: divisions that need not be done again. */
+typedef struct {
+    uint16_t f[4 * SCALE_BITS];
+    dense_code codes[4 * SCALE_BITS];
+} dense_known_codes;
+
+void dense_encoder_table(const dense_table *t, dense_known_codes *known, dense_code codes[256]);
 void dense_decoder_table(const dense_table *t, uint32_t entries[SCALE]);
 
 #endif

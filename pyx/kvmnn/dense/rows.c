@@ -163,14 +163,12 @@ size_t dense_alike(const dense_input *in, uint8_t *room) {
     return sum;
 }
 
-/* Moves what was counted of a bucket to its counts; `first`: there is nothing there yet, and nobody knows which contexts
- * were seen. */
-static void move_counts(dense_encoder *e, int bucket, int first) {
+/* Moves what was counted of a bucket to its counts. */
+static void move_counts(dense_encoder *e, int bucket) {
     for (int m = 0; m < MAGNITUDES; ++m) {
         uint32_t *restrict to = e->counts[bucket * MAGNITUDES + m];
         uint16_t *restrict from = e->few_counts[m], any = 0;
         uint8_t *seen = &e->seen[bucket * MAGNITUDES + m];
-        if (!*seen && !first) continue;
         for (int s = 0; s < 256; ++s) any |= from[s];
         if (!any) continue;
         if (*seen)
@@ -182,23 +180,9 @@ static void move_counts(dense_encoder *e, int bucket, int first) {
     }
 }
 
-/* Which contexts were seen, where arrays are short: to look through all of them would be most of the work. */
-static void see_contexts(dense_encoder *e) {
-    for (size_t i = 0; i < e->own; ++i) {
-        if (e->buckets[i] == COPY) continue;
-        const uint8_t *p = predicted(e, i);
-        uint8_t *seen = e->seen + e->buckets[i] * MAGNITUDES;
-        for (size_t j = 0; j < e->words; ++j) seen[p[j] & 127] = 1;
-    }
-    for (int c = 0; c < CONTEXTS; ++c)
-        if (e->seen[c]) memset(e->counts[c], 0, sizeof e->counts[c]);
-}
-
 void dense_count_contexts(dense_encoder *e) {
-    const int many = e->own * e->words > (size_t)1 << 17;
     memset(e->seen, 0, CONTEXTS);
     memset(e->few_counts, 0, sizeof(uint16_t[MAGNITUDES][256]));
-    if (!many) see_contexts(e);
     for (int b = 0; b < BUCKETS; ++b) { /* one after the other: their counts stay in the nearest cache */
         uint16_t *restrict few = e->few_counts[0];
         const uint16_t *folded = e->folded;
@@ -210,12 +194,12 @@ void dense_count_contexts(dense_encoder *e) {
                 end = e->words - j > FEW ? j + FEW : e->words;
                 counted += end - j;
                 if (counted > UINT16_MAX) {
-                    move_counts(e, b, many);
+                    move_counts(e, b);
                     counted = end - j;
                 }
                 for (size_t k = j; k < end; ++k) ++few[folded[k]];
             }
         }
-        if (counted) move_counts(e, b, many);
+        if (counted) move_counts(e, b);
     }
 }

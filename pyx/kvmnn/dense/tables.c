@@ -39,8 +39,14 @@ void dense_quantise(const uint32_t counts[256], dense_table *t) {
     memset(t, 0, sizeof *t);
     int64_t carried = 0; /* in 256ths, as are all that are not levels */
     uint32_t others = 0;
+    uint8_t listed[256];
+    int count = 0;
     for (int s = 0; s < 256; ++s) {
-        if (counts[s] == 0 || s == best) continue;
+        listed[count] = (uint8_t)s;
+        count += counts[s] != 0 && s != best;
+    }
+    for (int i = 0; i < count; ++i) {
+        int s = listed[i];
         int64_t exact = (int64_t)((uint64_t)counts[s] * SCALE * 256 / total), wanted = exact + carried;
         if (wanted < exact * 3 / 4) wanted = exact * 3 / 4;
         if (wanted > exact * 5 / 4) wanted = exact * 5 / 4;
@@ -96,42 +102,42 @@ static int get_used(dense_reader *r, uint8_t used[256]) {
     return count;
 }
 
+/* Bits of a table's entry: what is read for `by` + SCALE_BITS, where the exponent goes up by `by`; their number. */
+static const uint8_t STEP_BITS[2 * SCALE_BITS + 1] = {7, 7, 7, 7, 7, 7, 7, 7, 7, 11, 5, 0, 1, 3, 7, 7, 7, 7, 7, 7, 7, 7, 7};
+static const uint8_t STEP_COUNTS[2 * SCALE_BITS + 1] = {7, 7, 7, 7, 7, 7, 7, 7, 7, 4, 3, 1,
+                                                        3, 4, 7, 7, 7, 7, 7, 7, 7, 7, 7};
+
 static void put_table(dense_writer *w, const uint8_t used[256], const dense_table *t) {
-    int last = 0;
+    unsigned last = 0;
     for (int s = 0; s < 256; ++s) {
         if (!used[s]) continue;
-        int e = (int)dense_width(t->f[s]), by = e - last;
-        if (by == 0)
-            dense_put(w, 0, 1);
-        else if (by == 1 || by == -1)
-            dense_put(w, by == 1 ? 1 : 5, 3);
-        else if (by == 2 || by == -2)
-            dense_put(w, by == 2 ? 3 : 11, 4);
-        else
-            dense_put(w, 7u | (uint32_t)e << 3, 7);
+        uint32_t f = t->f[s];
+        unsigned e = dense_width(f), step = e + SCALE_BITS - last, count = STEP_COUNTS[step];
+        uint32_t entry = STEP_BITS[step] | (count == 7 ? e << 3 : 0);
+        unsigned k = e ? e - 1 : 0, bits = k < 2 ? k : 2;
+        entry |= (f & (((uint32_t)1 << k) - 1)) >> (k - bits) << count;
+        dense_put(w, entry, count + bits);
         last = e;
-        if (e < 2) continue;
-        unsigned k = (unsigned)e - 1, bits = k < 2 ? k : 2;
-        dense_put(w, (t->f[s] - (1u << k)) >> (k - bits), bits);
     }
 }
+
+/* By the next four bits: how many bits a step takes, and by how much the exponent goes up. */
+static const uint8_t STEP_LENGTHS[16] = {1, 3, 1, 4, 1, 3, 1, 7, 1, 3, 1, 4, 1, 3, 1, 7};
+static const int8_t STEPS[16] = {0, 1, 0, 2, 0, -1, 0, 0, 0, 1, 0, -2, 0, -1, 0, 0};
 
 static int get_table(dense_reader *r, const uint8_t *used, int count, dense_table *t) {
     int e = 0;
     memset(t, 0, sizeof *t);
     for (int i = 0; i < count; ++i) {
-        if (dense_get(r, 1)) {
-            if (!dense_get(r, 1))
-                e += dense_get(r, 1) ? -1 : 1;
-            else if (!dense_get(r, 1))
-                e += dense_get(r, 1) ? -2 : 2;
-            else
-                e = (int)dense_get(r, 4);
-        }
-        if (e < 0 || e > SCALE_BITS || r->over) return 0;
-        if (e == 0) continue;
-        unsigned k = (unsigned)e - 1, bits = k < 2 ? k : 2;
-        t->f[used[i]] = (uint16_t)((1u << k) + (dense_get(r, bits) << (k - bits)));
+        uint32_t next = dense_peek(r, 9); /* as many as an entry may have */
+        unsigned step = STEP_LENGTHS[next & 15];
+        e = step == 7 ? (int)(next >> 3 & 15) : e + STEPS[next & 15];
+        if (e < 0 || e > SCALE_BITS) return 0;
+        unsigned k = e ? (unsigned)e - 1 : 0, bits = k < 2 ? k : 2;
+        dense_skip(r, step + bits);
+        if (r->over) return 0;
+        t->f[used[i]] = (uint16_t)(((uint32_t)(e != 0) << k) + ((next >> step & ((1u << bits) - 1)) << (k - bits)));
+        while (e == 0 && i + 1 < count && r->count && !(r->held & 1)) dense_skip(r, 1), ++i; /* more that stay at 0 */
     }
     return dense_settle(t);
 }

@@ -59,6 +59,7 @@ cdef extern from "kvmnn/dense/coding.h" nogil:
         const dense_table_set *set
     size_t dense_encode_room(const dense_input *input)
     int dense_choose_base(const dense_input *input)
+    size_t dense_least_frame(const dense_input *input)
     size_t dense_alike(const dense_input *input, uint8_t *room)
     size_t dense_encode_out(const dense_input *input)
     size_t dense_encode(
@@ -163,6 +164,15 @@ def whole_checksum(const uint8_t[::1] stream not None, const uint8_t[::1] words 
     return checksum
 
 
+cdef enum:
+    LINE = 64
+
+
+cdef uint8_t *aligned(uint8_t *p) noexcept nogil:
+    """The next place where a cache line begins: vectors that lie across two take twice as long."""
+    return p + (LINE - <size_t>p % LINE) % LINE if p != NULL else NULL
+
+
 cdef class Input:
     """Rows on their way into a stream; all sizes are checked by the caller.
 
@@ -207,6 +217,13 @@ cdef class Input:
         """The exponent window that suits the words."""
         return dense_choose_base(&self.given)
 
+    def least_frame(self) -> int:
+        """About how many bytes a frame of the own words takes at least; 0 where nobody knows."""
+        cdef size_t least
+        with nogil:
+            least = dense_least_frame(&self.given)
+        return least
+
     def alike(self, rotary) -> int:
         """How many words have the symbol that is predicted for them, if K is rotated so; None: not at all."""
         cdef dense_input given = self.given
@@ -235,7 +252,7 @@ cdef class Input:
         """Memory to work in, to which rows are copied whose pairs have to lie as halves; NULL if there is none."""
         cdef size_t row_bytes = given.rows.row_bytes, size = dense_encode_room(given)
         cdef size_t apart_bytes = self.own_bytes + self.history_bytes if given.rotary.interleaved else 0
-        cdef uint8_t *at = ws.buffer(0, size + row_bytes + PAD + apart_bytes)
+        cdef uint8_t *at = aligned(ws.buffer(0, LINE + size + row_bytes + PAD + apart_bytes))
         if at != NULL and apart_bytes:
             apart(given, at + size, at + size + row_bytes + PAD)
         return at
@@ -341,7 +358,7 @@ cdef class Rows:
         cdef Workspace ws = acquire(False, False)
         try:
             with nogil:
-                room = ws.buffer(0, dense_decode_room(&self.parsed))
+                room = aligned(ws.buffer(0, LINE + dense_decode_room(&self.parsed)))
                 if room != NULL:
                     error = dense_decode(&self.parsed, loops, before, held, room, &words[0])
         finally:

@@ -20,8 +20,6 @@ typedef struct {
     uint8_t *predicted, *predicted_low, *folded, *symbols, *low, *coded;
     int32_t *angles;
     float *cosines, *sines;
-    int has_angles;
-    uint64_t angles_of; /* the distance */
     uint8_t *unpacked, *differences[BUCKETS];
     const uint32_t *tables[BUCKETS][256]; /* entries of a context's table, by the predicted symbol */
     dense_flat flats[BUCKETS];
@@ -154,10 +152,8 @@ static dense_error open_sections(decoder *d) {
 static void begin_turning(decoder *d, size_t i, size_t n) {
     const dense_shape *shape = &d->in->shape;
     size_t pairs = d->rotary.dims / 2;
-    uint64_t by = (uint64_t)d->positions[i] - d->positions[n];
-    if (!d->has_angles || d->angles_of != by) /* rows often follow each other as those that they refer to did */
-        d->loops->angles(d->rotary.frequencies, pairs, by, d->angles, d->cosines, d->sines);
-    d->has_angles = 1, d->angles_of = by;
+    d->loops->angles(d->rotary.frequencies, pairs, (uint64_t)d->positions[i] - d->positions[n], d->angles, d->cosines,
+                     d->sines);
     d->beside.turning = (dense_turning){dense_row(&d->rows, n), d->row,        d->cosines, d->sines, shape->dtype,
                                         shape->heads,           0,             shape->dim, pairs};
 }

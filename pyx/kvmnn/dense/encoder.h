@@ -28,8 +28,6 @@ typedef struct {
     uint16_t *folded; /* a row */
     int32_t *angles;
     float *cosines, *sines;
-    int has_angles;
-    uint64_t angles_of; /* the distance */
     uint8_t *head;
     /* Differences of low parts under equal symbols, of the rows of a bucket; none are kept where it is NULL. */
     uint8_t *differences[BUCKETS];

@@ -72,9 +72,7 @@ static void split_rows(dense_encoder *e) {
 static void turn_row(dense_encoder *e, size_t row, uint64_t by, size_t heads, uint8_t *symbols, uint8_t *low) {
     const dense_input *in = e->in;
     size_t pairs = in->rotary.dims / 2;
-    if (!e->has_angles || e->angles_of != by) /* rows often follow each other as those that they refer to did */
-        in->loops->angles(in->rotary.frequencies, pairs, by, e->angles, e->cosines, e->sines);
-    e->has_angles = 1, e->angles_of = by;
+    in->loops->angles(in->rotary.frequencies, pairs, by, e->angles, e->cosines, e->sines);
     dense_turning t = {dense_row(&in->rows, row), e->row, e->cosines, e->sines,      in->shape.dtype,
                        heads,                     0,      in->shape.dim, pairs};
     in->loops->turn(&t, SIZE_MAX);

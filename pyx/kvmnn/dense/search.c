@@ -8,6 +8,7 @@ enum {
     FEWER_LOOKS = LOOKS / 2, /* do where good rows are known already */
     BLOCK_BYTES = VOTED_ROWS / 8,
     BLOCK_WORDS = VOTED_ROWS / 64,
+    MOST_BITMAPS = 3072, /* symbols that come later have none: words that are nothing but noise */
 };
 
 typedef struct {
@@ -23,8 +24,9 @@ static size_t blocks_of(size_t rows) {
 }
 
 size_t dense_search_room(size_t rows) {
-    size_t most = rows < 256 ? rows : 256;
-    return dense_aligned(sizeof(index_of_looks)) + (LOOKS * most + 1) * blocks_of(rows) * BLOCK_BYTES;
+    size_t most = LOOKS * rows + 1;
+    if (most > MOST_BITMAPS) most = MOST_BITMAPS;
+    return dense_aligned(sizeof(index_of_looks)) + most * blocks_of(rows) * BLOCK_BYTES;
 }
 
 /* The bitmaps of a row's symbols, by number. */
@@ -41,6 +43,7 @@ static void put_row(index_of_looks *x, const uint8_t *row, const uint32_t *chose
     place += n % VOTED_ROWS / 8;
     for (size_t k = 0; k < looks; ++k) {
         if (numbers[k] == 0) {
+            if (x->count == MOST_BITMAPS) continue;
             x->of[k][row[chosen[k]]] = numbers[k] = (uint16_t)x->count++;
             for (size_t i = 0; i < x->blocks; ++i)
                 memset(x->bitmaps + (numbers[k] * x->blocks + i) * BLOCK_BYTES, 0, BLOCK_BYTES);

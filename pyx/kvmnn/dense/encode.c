@@ -158,9 +158,14 @@ static uint8_t *put_low(dense_encoder *e, int mask, uint8_t *at) {
     for (size_t i = 0; i < e->own; ++i) {
         if (e->buckets[i] == COPY) continue;
         size_t count = e->words;
+        int as_it_is = in->shape.dtype == KVMNN_FP16 && !(mask >> e->buckets[i] & 1);
         const uint8_t *low = e->row_low;
         in->loops->split(dense_row(&in->rows, in->rows.history_rows + i), e->words, in->shape.dtype, in->shape.base,
-                         NULL, e->row_low);
+                         NULL, as_it_is ? at : e->row_low);
+        if (as_it_is) {
+            at += count;
+            continue;
+        }
         if (mask >> e->buckets[i] & 1) {
             count = in->loops->pick(e->row_low, own_symbols(e, i), predicted(e, i), e->words, 0, row);
             low = row;

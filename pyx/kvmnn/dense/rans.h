@@ -6,8 +6,10 @@
 
 #if defined(__GNUC__)
 #define DENSE_APART __attribute__((noinline))
+#define DENSE_INSIDE inline __attribute__((always_inline))
 #else
 #define DENSE_APART
+#define DENSE_INSIDE inline
 #endif
 
 /* Puts a symbol before those that `state` holds; a unit may be written before `end`. `none`: it has no code. */

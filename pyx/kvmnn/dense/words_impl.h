@@ -161,7 +161,7 @@ static inline __m256i LEVEL(to_halves_16)(__m512 x) {
 
 #endif
 
-static void LEVEL(turn_half)(const uint16_t *a, const uint16_t *b, size_t n, const float *c, const float *s,
+static DENSE_INSIDE void LEVEL(turn_half)(const uint16_t *a, const uint16_t *b, size_t n, const float *c, const float *s,
                              uint16_t *restrict to_a, uint16_t *restrict to_b) {
     size_t i = 0;
 #ifdef LEVEL_WIDE

@@ -19,6 +19,7 @@ from ..arrays.casting import Cast
 from ..arrays.layer_cache import LayerCache
 from ..arrays.layers import LayerArray, place_said, sorted_layers
 from ..arrays.source import Source
+from ..arrays.undoing import check_undo
 from ..errors import OptionError, SourceError
 from ..formats import open as open_source
 from ..formats.options import PackedOptions, ReadOptions
@@ -31,7 +32,6 @@ from .graph.interface import DecoderInterface, read_interface
 from .graph.model_files import find_model
 from .start_files import by_source, layers_in, write
 from .start_positions import Held, held_positions
-from .start_undoing import check_undo
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -162,7 +162,7 @@ def read_start(
         Of the text that the cache stands for, where the cache does not say them; evicted tokens included.
     undo
         What llama.cpp did to K and V and nothing says: ``"k-rotation"``, ``"v-rotation"``, ``"k-order"``
-        (`kvmnn.lm.start_undoing`).
+        (`kvmnn.arrays.undoing`).
     name
         What results call it; by default the names of the files.
     token_major

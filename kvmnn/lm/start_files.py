@@ -14,12 +14,12 @@ from .. import dtypes
 from ..arrays.casting import Cast, sum_of
 from ..arrays.layer_cache import LayerCache
 from ..arrays.layers import LayerArray
+from ..arrays.undoing import Undo, undone
 from ..dtypes import Words
 from ..errors import SourceError
 from ..files.output import failures
 from .graph.interface import DecoderInterface
 from .start_positions import Held
-from .start_undoing import Undo, undone
 
 _ABOUT = "start.json"
 _PARTS = (*dtypes.PARTS, "positions")

@@ -11,6 +11,7 @@ import saved_starts
 from repository import FIXTURES
 
 import kvmnn.bundle
+from kvmnn.arrays.undoing import UNDOABLE, check_undo, undone
 from kvmnn.errors import KvmnnError, OptionError, SourceError
 from kvmnn.evaluation import EvaluationResult, Settings, evaluate, preset, read_results
 from kvmnn.evaluation.measuring.scoring import feed_unscored, negative_log_probabilities, steps_of
@@ -19,7 +20,6 @@ from kvmnn.formats.mnn import pack
 from kvmnn.lm import DecoderSession, Runner, RunOptions, Tokenizer, dump_kv, read_start
 from kvmnn.lm.documents import read_document
 from kvmnn.lm.start import model_interface
-from kvmnn.lm.start_undoing import UNDOABLE, check_undo, undone
 from kvmnn.packed.cache_info import TokenIds
 from kvmnn.packed.fitting import Geometry
 from kvmnn.policies import create

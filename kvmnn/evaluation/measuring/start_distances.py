@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 
 from ...arrays.layer_cache import LayerCache
+from ...arrays.undoing import Undo, undone, ways
 from ...dtypes import PARTS, Part, Words
-from ...lm.start_undoing import Undo, undone, ways
 from ...reports.start import FAR, LayerDistance
 
 _BLOCK_WORDS = 1 << 20

@@ -6,6 +6,7 @@ from .differences import Differences, Place, compare
 from .engine_cache import EngineCache
 from .layer_cache import LayerCache
 from .named_array import ArrayInfo, NamedArray, UnsupportedArrayError
+from .own_order import undo
 from .source import Source
 
 __all__ = [
@@ -22,4 +23,5 @@ __all__ = [
     "UnsupportedArrayError",
     "compare",
     "compare_close",
+    "undo",
 ]

@@ -94,7 +94,7 @@ def laid_out(source: Source, laid: Laid, where: str) -> Source:
         if laid.axes:
             source.arrays = _sorted(where, arrays, laid.axes, pages=laid.pages)
             source.axes = "bhtd" if "b" in laid.axes else "htd"
-    if laid.batch is not None and not (laid.where_needed and not _has_batch(source)):
+    if laid.batch is not None and not (laid.where_needed and not _may_have_batch(source)):
         source = _one_of_batch(source, laid.batch, where)
     return source
 
@@ -254,9 +254,20 @@ def _has_batch(source: Source) -> bool:
     )
 
 
+def _may_have_batch(source: Source) -> bool:
+    """Whether all arrays have an axis more than heads, tokens and dimensions."""
+    return bool(source.arrays) and all(len(array.shape) == 4 for array in source.arrays)
+
+
 def _one_of_batch(source: Source, batch: int, where: str) -> Source:
     """The arrays with one text of those along the axis of the batch, which is the first."""
     if not _has_batch(source):
+        if source.axes is None and _may_have_batch(source):
+            first = source.arrays[0]
+            raise OptionError(
+                f"{where}: nothing says which axis of array {first.name!r} {list(first.shape)} is the batch: say "
+                f"--axes bhtd --batch {batch} (in Python axes='bhtd', batch={batch}) where the first one is"
+            )
         raise OptionError(f"{where}: its arrays have no axis for a batch: leave --batch out")
     for array in source.arrays:
         if batch >= array.shape[0]:

@@ -12,6 +12,7 @@ from ..dtypes import Indices, Positions
 from ..packed.cache_info import Ranges
 from ..packed.cache_info import joined as joined_runs
 from ..text import count, span
+from .undoing import Undo
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,6 +44,10 @@ class EngineCache:
         Those that are stored beside K and V; None where there are none.
     dequantised
         Names of types whose blocks the arrays hold as the numbers that these stand for.
+    altered
+        What the engine surely did to K and V, and other engines do not: names of `UNDOABLE` (`kvmnn.arrays.undo`).
+    perhaps_altered
+        What it may have done, and nothing says.
     details
         What only this engine has, as JSON values.
     """
@@ -59,6 +64,8 @@ class EngineCache:
     layer_positions: tuple[Positions, ...] | None = None
     token_ids: Indices | None = None
     dequantised: tuple[str, ...] = ()
+    altered: tuple[Undo, ...] = ()
+    perhaps_altered: tuple[Undo, ...] = ()
     details: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -96,6 +103,8 @@ class EngineCache:
             "batch": self.batch,
             "types": list(self.types),
             "dequantised": list(self.dequantised),
+            "altered": list(self.altered),
+            "perhaps_altered": list(self.perhaps_altered),
             "positions": None if self.runs is None else [list(run) for run in self.runs],
             **({"layer_positions": self._by_layer()} if self.layer_positions is not None else {}),
             "token_ids": None if self.token_ids is None else np.asarray(self.token_ids).tolist(),

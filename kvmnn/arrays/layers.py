@@ -112,6 +112,8 @@ def _advice(array: NamedArray) -> str:
     own = conventional(array.name)
     if len(array.shape) == 4 and own is not None and array.name == array_name(own.layer, own.part):
         return f", and it is a batch of {array.shape[0]}: --batch N takes one text of it, from 0"
+    if len(array.shape) == 4 and own is not None and not own.is_dump:
+        return f": if it is a batch of {array.shape[0]}, --axes bhtd --batch N takes one text of it, from 0"
     return " (--axes says how arrays lie)"
 
 

@@ -12,6 +12,7 @@ from ..packed.cache_info import CacheInfo
 from .engine_cache import EngineCache
 from .lazy_arrays import LazyArrays
 from .named_array import NamedArray
+from .undoing import Undo
 from .valid_names import check_name
 
 DUMP_KEY: Final = "kvmnn.dump"
@@ -51,6 +52,8 @@ class Source:
         Letters for the axes of each array, where the input says them: b batch, h kv_head, t token, d dimension.
     lossy
         Whether the words are not the input's own but made from what an engine had rounded.
+    undone
+        What llama.cpp had done to K and V and was undone (`kvmnn.arrays.undo`); None where nobody said what is to be.
     inputs
         What was opened: paths, and ``"-"`` for standard input.
     opened
@@ -66,6 +69,7 @@ class Source:
     token_major: bool = False
     axes: str | None = None
     lossy: bool = False
+    undone: tuple[Undo, ...] | None = None
     inputs: tuple[str, ...] = ()
     opened: tuple[str, ...] = ()
 

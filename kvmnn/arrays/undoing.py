@@ -21,12 +21,20 @@ Undo = Literal["k-rotation", "v-rotation", "k-order"]
 UNDOABLE: Final[tuple[Undo, ...]] = get_args(Undo)
 """In the order in which they are undone."""
 
+ROTATIONS: Final[tuple[Undo, ...]] = ("k-rotation", "v-rotation")
+"""Those that are rounded when they are undone; the order is exact."""
+
 _SMALLEST = 64
 _BLOCK_WORDS = 1 << 22
 
 
 def check_undo(undo: Sequence[str], head_dim: int) -> tuple[Undo, ...]:
-    """The names, each once, in order; `OptionError` for others and for what no head of this size had done to it."""
+    """The names, each once, in order; `OptionError` for others and for what no head of this size had done to it.
+
+    ``"none"`` alone says that nothing is to be undone.
+    """
+    if list(undo) == ["none"]:
+        return ()
     for name in undo:
         if name not in UNDOABLE:
             raise OptionError(f"undo {name!r}: expected {', '.join(UNDOABLE[:-1])} or {UNDOABLE[-1]}")
@@ -43,7 +51,10 @@ def ways_of(part: Part, head_dim: int) -> tuple[Undo, ...]:
 
 
 def undone(words: Words, part: Part, undo: Sequence[Undo]) -> Words:
-    """K or V ``[..., head_dim]`` as the model's own lie; float32 or float16, computed in float32 and rounded once."""
+    """K or V ``[..., head_dim]`` as the model's own lie.
+
+    Rotations are of float32 or float16, computed in float32 and rounded once; the order is of words of any type.
+    """
     dims = words.shape[-1]
     if "k-rotation" in undo and part == "key":
         words = _rotated(words, dims & -dims)
@@ -53,6 +64,11 @@ def undone(words: Words, part: Part, undo: Sequence[Undo]) -> Words:
         pairs = words.reshape(*words.shape[:-1], dims // 2, 2)
         words = np.ascontiguousarray(pairs.swapaxes(-1, -2)).reshape(words.shape)
     return words
+
+
+def rounded(names: Sequence[Undo]) -> bool:
+    """Whether undoing these rounds numbers."""
+    return any(name in ROTATIONS for name in names)
 
 
 def ways(part: Part, head_dim: int) -> Iterator[tuple[Undo, ...]]:

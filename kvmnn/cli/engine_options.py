@@ -24,8 +24,8 @@ HEADS = ("kv_heads", "head_dim", "model")
 _HEADS_SAID = "Of a llama.cpp file --kv-heads N or --model FILE.gguf (--help-packed) says how many heads a row is of."
 
 
-def add_engine(parser: Any, text: str | None = _HEADS_SAID, *, blocks: bool = True) -> None:
-    """``--stream``, ``--sequence``, ``--window`` and, unless numbers are needed, ``--blocks``."""
+def add_engine(parser: Any, text: str | None = _HEADS_SAID, *, blocks: bool = True, undo: bool = False) -> None:
+    """``--stream``, ``--sequence``, ``--window``; unless numbers are needed, ``--blocks``; with `undo`, ``--undo``."""
     group = parser.add_argument_group("caches of other engines", text)
     group.add_argument(
         "--stream", type=shared_options.whole, metavar="N", help="which stream of a llama.cpp file that holds several"
@@ -41,7 +41,20 @@ def add_engine(parser: Any, text: str | None = _HEADS_SAID, *, blocks: bool = Tr
         group.add_argument(
             "--blocks", action="store_true", help="quantised blocks as their bytes [token, block, byte], not as numbers"
         )
+    if undo:
+        add_undo(group)
     help.fold(parser, group, "--help-engines")
+
+
+def add_undo(parser: Any) -> None:
+    """``--undo``."""
+    parser.add_argument(
+        "--undo",
+        type=lambda text: tuple(text.split(",")),
+        metavar="WHAT[,WHAT]",
+        help="what llama.cpp did to K and V: k-rotation, v-rotation (of what it quantised), k-order (Llama models); or "
+        "none",
+    )
 
 
 def options(
@@ -50,7 +63,7 @@ def options(
     """What the arguments say."""
     from ..formats.options import EngineOptions
 
-    said = {name: getattr(arguments, name) for name in CHOOSING if hasattr(arguments, name)}
+    said = {name: getattr(arguments, name) for name in (*CHOOSING, "undo") if hasattr(arguments, name)}
     return EngineOptions(whole=whole, any_heads=any_heads, any_stream=any_stream, **said)
 
 
@@ -67,6 +80,14 @@ def is_engine_file(path: str) -> bool:
     from ..formats import engine_kind
 
     return path == STDIO or engine_kind(path) not in (None, "torch-cache")
+
+
+def may_be_undone(path: str) -> bool:
+    """Whether ``--undo`` has something to say of a path: a llama.cpp file, frames of one, or standard input."""
+    from ..formats import engine_kind
+    from ..formats.llama import NAME
+
+    return path == STDIO or engine_kind(path) == NAME
 
 
 def has_engine_file(path: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from . import axes_options, engine_options, packed_options, printing
@@ -37,6 +38,7 @@ def load(
     input.
     """
     from ..arrays.axes import Laid, laid_out
+    from ..arrays.own_order import undo
     from ..arrays.source import joined
     from ..formats import opening
     from ..formats.options import ReadOptions
@@ -45,6 +47,7 @@ def load(
         raise UsageError("standard input can be read only once")
     packed_options.refuse_idle(arguments, paths, used)
     laid = axes_options.laid(arguments, one_of_several=one_of_several)
+    engine = engine_options.options(arguments, any_heads=any_heads, whole=whole)
     options = ReadOptions(
         dtype=arguments.dtype,
         as_numbers=as_numbers,
@@ -53,12 +56,15 @@ def load(
         skip_unsupported=arguments.skip_unsupported,
         packed=packed_options.options(arguments, known),
         frames=frames,
-        engine=engine_options.options(arguments, any_heads=any_heads, whole=whole),
+        engine=engine if len(paths) == 1 else replace(engine, undo=None),
         laid=laid if len(paths) == 1 else Laid(),
         max_bytes=getattr(arguments, "max_bytes", None),
     )
     source = joined([opening.open(path, options) for path in paths])
-    return source if len(paths) == 1 else laid_out(source, laid, " ".join(paths))
+    if len(paths) == 1:
+        return source
+    source = laid_out(source, laid, " ".join(paths))
+    return source if engine.undo is None else undo(source, engine.undo)
 
 
 def open_frames(path: str, arguments: argparse.Namespace, options: DecodeOptions) -> FrameSet:

@@ -18,10 +18,13 @@ if TYPE_CHECKING:
     from ..packed.fitting import Geometry
 
 
-def add_packed(parser: Any, backend: str = "--backend", *, tokens: bool = True, second_tokens: bool = False) -> None:
+def add_packed(
+    parser: Any, backend: str = "--backend", *, tokens: bool = True, second_tokens: bool = False, undo: bool = False
+) -> None:
     """Everything that can be said about packed files; `backend` is the option that names theirs.
 
-    Without `tokens` the verb has ``--tokens`` already; with `second_tokens` it compares two inputs.
+    Without `tokens` the verb has ``--tokens`` already; with `second_tokens` it compares two inputs; with `undo` K and V
+    are for other engines than that which computed them.
     """
     group = parser.add_argument_group("packed files", "What prefix caches and live cache files do not say themselves.")
     add_layout(group, backend)
@@ -38,7 +41,7 @@ def add_packed(parser: Any, backend: str = "--backend", *, tokens: bool = True, 
     add_finding(group)
     group.add_argument("--packed", action="store_true", help="of a KV dump with both, take the packed variant")
     help.fold(parser, group, "--help-packed")
-    engine_options.add_engine(parser)
+    engine_options.add_engine(parser, undo=undo)
 
 
 def add_layout(parser: Any, backend: str) -> None:
@@ -145,8 +148,9 @@ def check_origin(arguments: argparse.Namespace, info: CacheInfo | None, where: s
     from ..errors import SourceError
     from ..formats.mnn import origin_differences
 
-    if info is not None and (arguments.model or arguments.token_ids):
-        for difference in origin_differences(info, arguments.model, token_ids(arguments)):
+    model = None if engine_options.is_gguf(arguments.model) else arguments.model  # of the other input
+    if info is not None and (model or arguments.token_ids):
+        for difference in origin_differences(info, model, token_ids(arguments)):
             raise SourceError(f"{where}: {difference}")
 
 

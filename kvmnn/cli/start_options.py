@@ -37,13 +37,7 @@ def add_start(parser: Any) -> None:
         metavar="IDS",
         help="ids of its text, where it has none: 5,7,9 or a file: a JSON list, numbers, .npy",
     )
-    group.add_argument(
-        "--undo",
-        type=lambda text: tuple(text.split(",")),
-        default=(),
-        metavar="WHAT[,WHAT]",
-        help="what llama.cpp did to it: k-rotation, v-rotation (of what it quantised), k-order (Llama models)",
-    )
+    engine_options.add_undo(group)
     shared_options.add_dtype(group, "what its raw words are")
     group.add_argument("--tensor", action="append", default=[], metavar="NAME", help="take this array (repeatable)")
     group.add_argument("--skip-unsupported", action="store_true", help="leave out its arrays that are no K and V")
@@ -70,9 +64,9 @@ def start(arguments: argparse.Namespace) -> Iterator[Start | None]:
 
     model = model_interface(arguments.model)
     said = {"tokens": (), "model": None, "packed": False, "kv_heads": model.kv_heads, "head_dim": model.head_dim}
-    asked = argparse.Namespace(**vars(arguments) | said)
+    asked = argparse.Namespace(**vars(arguments) | said | {"undo": None})
     source = loading.load(arguments.start, asked, frames=True, used=("token_ids", *said))
     loading.report_notes(source.skipped, arguments, "skipped")
     ids = None if arguments.token_ids is None else packed_options.loaded_ids(arguments)
-    with read_start(source, model, ids, undo=arguments.undo, token_major=arguments.token_major) as found:
+    with read_start(source, model, ids, undo=arguments.undo or (), token_major=arguments.token_major) as found:
         yield found

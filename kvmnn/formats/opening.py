@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
+from ..arrays import own_order
 from ..arrays.axes import Laid, laid_out
 from ..arrays.source import Source, described_by
 from ..arrays.valid_names import check_name, name_of_file
@@ -43,6 +45,9 @@ def open(
     axes: str | None = None,
     shape: tuple[int, ...] | None = None,
     batch: int | None = None,
+    kv_heads: int | None = None,
+    model: str | os.PathLike[str] | None = None,
+    undo: Sequence[str] | None = None,
 ) -> Source:
     """Open anything that kvmnn reads: its arrays, by name, read or decoded when they are asked for.
 
@@ -65,6 +70,12 @@ def open(
     axes, shape, batch
         As in `kvmnn.arrays.Laid`: of plain arrays a letter for each axis (l layer, b batch, h kv_head, t token, d
         dimension, 2 K and V), what they are taken as first, and which text of a batch is wanted.
+    kv_heads, model
+        Of a llama.cpp file: how many heads a row of K is of, or the ``.gguf`` file that says it. The same as
+        `PackedOptions.model` and ``PackedOptions.geometry.kv_heads``.
+    undo
+        What llama.cpp did to K and V that is to be undone: ``"k-order"``, ``"k-rotation"``, ``"v-rotation"``
+        (`kvmnn.arrays.undo`), or ``["none"]``. By default words are as they lie in the file.
 
     Returns
     -------
@@ -83,6 +94,7 @@ def open(
     >>> for name in source:
     ...     print(name, source[name].dtype, source[name].shape)
     >>> keys = source["layer_0.key"].to_numpy()
+    >>> session = kvmnn.open("chat.session", model="llama.gguf", undo=["k-order"])
     """
     given: dict[str, Any] = {
         "dtype": dtype,
@@ -95,8 +107,11 @@ def open(
     options = replace(options or ReadOptions(), **{name: value for name, value in given.items() if value is not None})
     if any(said is not None for said in (axes, shape, batch)):
         options = replace(options, laid=Laid(axes, shape, batch))
+    options = _with_model(options, kv_heads, model)
+    if undo is not None:
+        options = replace(options, engine=replace(options.engine, undo=tuple(undo)))
     if not isinstance(path, str | bytes | os.PathLike):
-        return live.read(path, options)
+        return _undone(live.read(path, options), options)
     path = os.fsdecode(path)
     source = _decoded(path, options) if options.frames and is_frames(path) else _read(path, options)
     if options.frames and source.cache is None:
@@ -106,7 +121,29 @@ def open(
         raise LimitError(f"{path}: holds {source.nbytes} raw bytes, above the limit of {options.max_bytes}")
     _check_array_names(source, path)
     source.inputs = (path,)
-    return source
+    return _undone(source, options)
+
+
+def _with_model(options: ReadOptions, kv_heads: int | None, model: str | os.PathLike[str] | None) -> ReadOptions:
+    """The options, with what was said of heads and model."""
+    if kv_heads is None and model is None:
+        return options
+    said = options.packed or PackedOptions()
+    if kv_heads is not None:
+        said = replace(said, geometry=replace(said.geometry, kv_heads=kv_heads))
+    if model is not None:
+        said = replace(said, model=os.fsdecode(model))
+    return replace(options, packed=said)
+
+
+def _undone(source: Source, options: ReadOptions) -> Source:
+    """The source, with what is to be undone of it."""
+    said = options.engine
+    if said.undo is None:
+        return source
+    if said.whole or said.blocks:
+        raise OptionError(f"{' '.join(source.inputs)}: --undo is about numbers, not about a whole file or its blocks")
+    return own_order.undo(source, said.undo)
 
 
 def _check_array_names(source: Source, path: str) -> None:

@@ -80,6 +80,9 @@ class EngineOptions:
         Of a llama.cpp file with two caches, that of the sliding-window layers.
     blocks
         Quantised blocks as the bytes that they are, ``[token, block, byte]``, not as the numbers that they stand for.
+    undo
+        What llama.cpp did to K and V that is to be undone (`kvmnn.arrays.undo`), ``("none",)`` to keep all of it; None
+        where nothing is said: words are as they lie in the file then.
     """
 
     whole: bool = False
@@ -90,6 +93,7 @@ class EngineOptions:
     sequence: int | None = None
     window: bool = False
     blocks: bool = False
+    undo: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from typing import Any
 from ..arrays.layer_cache import LayerCache
 from ..arrays.layers import LayerArray, array_name, common_geometry, place_said, sorted_layers
 from ..arrays.named_array import in_memory
+from ..arrays.own_order import for_other_engines
 from ..arrays.source import Source
 from ..dtypes import PARTS, Words, by_name
 from ..errors import KvmnnError, OptionError, SourceError
@@ -23,6 +24,9 @@ from .token_ids import Ids
 
 def layers_of(source: Source, *, token_major: bool = False) -> list[LayerCache]:
     """K and V of every layer of anything that `kvmnn.open` opens.
+
+    K of a llama.cpp cache that surely lies in another order than that of other engines is brought into theirs, unless
+    `Source.undone` says otherwise.
 
     Parameters
     ----------
@@ -49,7 +53,7 @@ def layers_of(source: Source, *, token_major: bool = False) -> list[LayerCache]:
                 raise SourceError(f"{where}: layer {info.layer} was cut: a cache without some tokens is no prefix")
     if source.engine_cache is not None and not source.engine_cache.is_whole:
         raise SourceError(f"{where}: holds no beginning of a text, whole and in order: {source.engine_cache}")
-    arrays = sorted_layers(source, token_major=token_major)
+    arrays = sorted_layers(for_other_engines(source)[0], token_major=token_major)
     common_geometry(arrays, place_said(source))
     return [
         LayerCache(layer=keys.layer, keys=_words(keys), values=_words(values))

@@ -179,3 +179,21 @@ def test_axes_where_two_readings_are_possible(tmp_path: Path, run: Any) -> None:
     wide = np.zeros((5, 300, 6), np.float16)  # no decoder has 300 kv heads
     np.savez(tmp_path / "b.npz", **{"0.0": wide, "0.1": wide})
     run("measure", tmp_path / "b.npz")
+
+
+def test_a_batch_that_nothing_says_is_named_with_what_says_it(tmp_path: Path, run: Any) -> None:
+    """Four axes under a name that says K and V of a layer, as inputs of decoders in ONNX have."""
+    path = tmp_path / "a.npz"
+    rows = np.arange(2 * 4 * 128 * 64).reshape(2, 4, 128, 64).astype(np.float16)
+    np.savez(path, **{f"past_key_values.0.{part}": rows for part in ("key", "value")})
+    said = " ".join(run("measure", path, code=2).err.split())
+    assert "if it is a batch of 2, --axes bhtd --batch N takes one text of it, from 0" in said
+    said = " ".join(run("measure", path, "--batch", 0, code=2).err.split())
+    assert "'past_key_values.0.key' [2, 4, 128, 64] is the batch: say --axes bhtd --batch 0 (in Python" in said
+    np.savez(tmp_path / "one.npz", **{f"layer_0.{part}": rows[1] for part in ("key", "value")})
+    one = ("diff", path, tmp_path / "one.npz")
+    assert "say --axes bhtd --batch 1" in " ".join(run(*one, "--batch", 1, code=2).err.split())
+    assert run(*one, "--axes", "bhtd", "--batch", 1).out.startswith("equal: ")
+    assert "first difference" in run(*one, "--axes", "bhtd", "--batch", 0, code=1).out
+    none = run("diff", tmp_path / "one.npz", tmp_path / "one.npz", "--batch", 0, code=2).err
+    assert "have no axis for a batch: leave --batch out" in " ".join(none.split())

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from .. import idle_options, loading, packed_options, printing, shared_options
+from .. import engine_options, idle_options, loading, packed_options, printing, shared_options
+from ..printing import UsageError
 
 if TYPE_CHECKING:
     from ...arrays.source import Source
@@ -19,7 +21,7 @@ holds. Where arrays are K and V of layers by their names, the order of their axe
 tokens, the first ones are compared.
 
 With --atol X the inputs may be of different engines and types: what each computed from the same text is compared in
-numbers, layer by layer."""
+numbers, layer by layer. --undo is about the inputs that are llama.cpp's."""
 
 
 def _loaded(path: str, arguments: argparse.Namespace) -> Source:
@@ -27,12 +29,27 @@ def _loaded(path: str, arguments: argparse.Namespace) -> Source:
 
     if is_weights(path):
         return as_source(path)
-    return loading.load([path], arguments, frames=True, used=packed_options.LAYING, one_of_several=True)
+    said = arguments if engine_options.may_be_undone(path) else _with(arguments, undo=None)
+    return loading.load([path], said, frames=True, used=packed_options.LAYING, one_of_several=True)
 
 
-def _of_second(arguments: argparse.Namespace) -> argparse.Namespace:
-    """The arguments as they hold for the second input."""
-    return argparse.Namespace(**vars(arguments) | {"tokens": arguments.second_tokens or arguments.tokens})
+def _with(arguments: argparse.Namespace, **other: Any) -> argparse.Namespace:
+    """The arguments as they hold for one of the inputs."""
+    return argparse.Namespace(**vars(arguments) | other)
+
+
+def _one_of_batch(sources: Sequence[Source], arguments: argparse.Namespace) -> list[Source]:
+    """The sources with one text each of their batches, where they have any: one at least."""
+    from ...arrays.axes import Laid, laid_out
+
+    if arguments.kv_batch is None:
+        return list(sources)
+    laid = Laid(batch=arguments.kv_batch, where_needed=True)
+    cut = [laid_out(source, laid, " ".join(source.inputs)) for source in sources]
+    if all(one is other for one, other in zip(sources, cut, strict=True)):
+        where = f"{arguments.first} and {arguments.second}"
+        raise UsageError(f"{where}: their arrays have no axis for a batch: leave --batch out")
+    return cut
 
 
 def add_parser(verbs: Any) -> None:
@@ -47,7 +64,7 @@ def add_parser(verbs: Any) -> None:
         metavar="X",
         help="compare K and V of layers in numbers: none may be further apart than X (default: bit by bit)",
     )
-    packed_options.add_packed(parser, second_tokens=True)
+    packed_options.add_packed(parser, second_tokens=True, undo=True)
 
 
 def _tolerance(text: str) -> float:
@@ -63,16 +80,22 @@ def _tolerance(text: str) -> float:
 def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
     from ...arrays import compare, compare_close
+    from ...arrays.own_order import unlike_orders
     from ...compressor import header_differences
 
     paths = (arguments.first, arguments.second)
     packed_options.refuse_idle(arguments, paths)
     if not packed_options.may_be_packed(arguments.second):
         idle_options.refuse(arguments, ["second_tokens"], f"is about packed files, and {arguments.second} holds none")
-    first, second = _loaded(arguments.first, arguments), _loaded(arguments.second, _of_second(arguments))
+    if not any(map(engine_options.may_be_undone, paths)):
+        idle_options.refuse(arguments, ["undo"], f"is about caches of llama.cpp, and {' '.join(paths)} holds none")
+    whole = _with(arguments, kv_batch=None)  # a batch is cut below, where both are known
+    of_second = _with(whole, tokens=arguments.second_tokens or arguments.tokens)
+    first, second = _one_of_batch([_loaded(arguments.first, whole), _loaded(arguments.second, of_second)], arguments)
     for path, source in zip(paths, (first, second), strict=True):
         loading.report_skipped(source, arguments)
         packed_options.check_origin(arguments, source.cache, path)
+    loading.report_notes(unlike_orders(first, second), arguments)
     if arguments.atol is not None:
         close = compare_close(first, second, arguments.atol)
         printing.show(arguments, "diff", close)

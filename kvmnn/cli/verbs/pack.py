@@ -31,7 +31,7 @@ def add_parser(verbs: Any) -> None:
     shared_options.add_source(parser, "what the words are (default: the arrays' own type; raw words need it)")
     parser.add_argument("--token-major", action="store_true", help="the arrays are [token, kv_head, head_dim]")
     parser.add_argument("--cast", action="store_true", help="convert to the backend's dtype; LOSSY if it is narrower")
-    packed_options.add_packed(parser)
+    packed_options.add_packed(parser, undo=True)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -46,7 +46,7 @@ class _Action(NamedTuple):
 
 _MODEL = ("token_ids", "model", "fingerprint", "dtype")
 _LAYOUT = ("backend", "lp", "hp", "flash_block", "name", "capacity")
-_INPUT = ("tensor", "skip_unsupported", "token_major", *axes_options.NAMES, *packed_options.LAYING)
+_INPUT = ("tensor", "skip_unsupported", "token_major", "undo", *axes_options.NAMES, *packed_options.LAYING)
 _MAKING_OPTIONS = ("store_bytes", "block_tokens", "codec", "effort", "threads")
 _ACTIONS = {
     "put": _Action((*_MODEL, *_INPUT, *_MAKING_OPTIONS, "rope", "force"), "CACHE"),
@@ -107,7 +107,7 @@ def add_parser(verbs: Any) -> None:
     )
     shared_options.add_source(parser, "put: what raw words are; else which precision is meant")
     parser.add_argument("--token-major", action="store_true", help="put: arrays are [token, kv_head, head_dim]")
-    packed_options.add_packed(parser)
+    packed_options.add_packed(parser, undo=True)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -193,6 +193,7 @@ def _made_by(arguments: argparse.Namespace) -> str:
 
 
 def _put(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int]:
+    from ...arrays.own_order import for_other_engines
     from ...store import layers_of
 
     source, model = arguments.read, arguments.made_by
@@ -202,6 +203,8 @@ def _put(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int
             f"{arguments.store}: holds prefixes of the model {others[0][:16]}, these are of {model[:16]} "
             "(--force puts them as well)"
         )
+    source, notes = for_other_engines(source)
+    loading.report_notes(notes, arguments)
     layers = layers_of(source, token_major=arguments.token_major)
     return store.put(_ids_of(source, arguments), layers, model=model), 0
 

@@ -38,7 +38,7 @@ def add_parser(verbs: Any) -> None:
         help="what to write (default: arrays)",
     )
     parser.add_argument("--run-id", default="kvmnn", metavar="ID", help="of a dump (default: kvmnn)")
-    packed_options.add_packed(parser)
+    packed_options.add_packed(parser, undo=True)
 
 
 def run(arguments: argparse.Namespace) -> int:

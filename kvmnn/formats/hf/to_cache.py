@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...arrays.kv_arrays import SaidAxes, own_axes, read_kv
+from ...arrays.own_order import for_other_engines
 from ...arrays.source import Source
 from ...dtypes import Words
 from ...errors import MissingDependencyError, OptionError, SourceError
@@ -24,6 +25,9 @@ def to_cache(
     pairs: bool = False,
 ) -> Any:
     """K and V of every layer as tensors ``[batch, kv_head, token, head_dim]``, bit for bit: bf16 as torch.bfloat16.
+
+    K of a llama.cpp cache that surely lies in another order is brought into that of transformers, unless
+    `Source.undone` says otherwise.
 
     Parameters
     ----------
@@ -55,6 +59,7 @@ def to_cache(
     if torch is None:
         raise MissingDependencyError("to_cache makes tensors of torch, which is not loaded: import torch first")
     opened = source if isinstance(source, Source) else opening.open(source, ReadOptions(skip_unsupported=True))
+    opened, _ = for_other_engines(opened)
     where = " ".join(opened.inputs)
     if opened.lossy:
         raise OptionError(f"{where}: K and V were made from int8: no model takes such a cache up again")

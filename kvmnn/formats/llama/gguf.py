@@ -36,6 +36,12 @@ def architecture(path: str) -> str:
     return _architecture(path, _Header(path).fields())
 
 
+def rotary_dim(path: str) -> int | None:
+    """Dimensions of a head that RoPE turns; None where the model does not say it. Errors as `read_geometry`."""
+    fields = _Header(path).fields()
+    return _number(fields.get(f"{_architecture(path, fields)}.rope.dimension_count"))
+
+
 def _architecture(path: str, fields: dict[str, Any]) -> str:
     name = fields.get("general.architecture")
     if not isinstance(name, str):

@@ -14,7 +14,7 @@ from ...arrays.engine_cache import EngineCache
 from ...arrays.layers import array_name
 from ...arrays.named_array import NamedArray, UnsupportedArrayError
 from ...arrays.source import Source
-from ...dtypes import PART_LETTERS
+from ...arrays.undoing import Undo
 from ...errors import OptionError, SourceError
 from ...files.mapped import head_of
 from ...text import count
@@ -22,6 +22,7 @@ from ..file_bytes import FileBytes
 from ..options import EngineOptions, ReadOptions
 from ..reading import dequantised_note
 from . import gguf
+from .altering import order_of, rotations_of
 from .rows import Cells, cell_runs, head_runs
 from .state import MAGICS, State, Stream, Tensor, parse
 
@@ -52,13 +53,16 @@ def read(file: FileBytes, options: ReadOptions) -> Source:
         When the file has no such stream or second cache, or the options say another geometry than the model has; and
         when nothing says which stream is meant, or of how many kv heads a row is.
     """
-    state = parse(file, model_of(options))
+    model = model_of(options)
+    state = parse(file, model)
+    if None not in (state.architecture, model) and state.architecture != model:
+        raise OptionError(f"{file.label}: is of architecture {state.architecture!r}, the model of {model!r}")
     stream = _chosen(file.label, state, options.engine)
     taken = _cells_of(file.label, stream, options.engine.sequence)
-    needed = not options.engine.any_heads and not _only_blocks(stream, options.engine)
+    needed = not (options.engine.any_heads or _only_blocks(stream, options.engine)) or bool(options.engine.undo)
     heads = heads_of(file.label, stream, options, needed=needed)
     arrays = [_array(file, tensor, taken, heads, options) for tensor in _by_layer(stream)]
-    described = _described(state, stream, taken, heads, options.engine)
+    described = _described(state, stream, taken, heads, options)
     notes = [*_notes(state, stream, heads, options.engine), *_block_notes(stream, taken, heads, options.engine)]
     return Source(arrays, notes=notes, engine_cache=described)
 
@@ -146,7 +150,7 @@ def heads_of(where: str, stream: Stream, options: ReadOptions, *, needed: bool) 
             return Heads((1,) * len(keys), known=False)
         raise OptionError(
             f"{where}: a row of K has {keys[0].row:,} values, and nothing in the file says of how many kv heads: say "
-            "--kv-heads N, or --model FILE.gguf"
+            "--kv-heads N, or --model FILE.gguf (in Python kv_heads=N, or model=)"
         )
     for tensor in stream.tensors:
         heads = found[tensor.layer]
@@ -236,17 +240,14 @@ def _block_notes(stream: Stream, taken: Cells, heads: Heads, options: EngineOpti
     yield dequantised_note(
         _dequantised(stream, options), dtype.name, blocks * taken.count, values * taken.count * dtype.itemsize
     )
-    turned = [tensor for tensor in quantised if not tensor.row // heads.of[tensor.layer] % _ROTATED]
+    turned = rotations_of(quantised, heads.of) if options.undo is None else ()
     if turned:
-        parts = " and ".join(sorted({PART_LETTERS[tensor.part].upper() for tensor in turned}))
+        parts = " and ".join(way[0].upper() for way in turned)
         yield (
             f"newer builds of llama.cpp store quantised {parts} rotated by a Hadamard matrix, and the file does not "
-            "say so: rotated numbers are not those that other types and engines hold"
+            f"say so: rotated numbers are not those that other types and engines hold (--undo {','.join(turned)} turns "
+            "them back)"
         )
-
-
-_ROTATED = 64
-"""Newer builds rotate heads of a multiple of this many dimensions (llama.cpp's pull request 21038)."""
 
 
 def _dequantised(stream: Stream, options: EngineOptions) -> tuple[str, ...]:
@@ -255,9 +256,11 @@ def _dequantised(stream: Stream, options: EngineOptions) -> tuple[str, ...]:
     return tuple(sorted({tensor.type.name for tensor in stream.tensors if tensor.type.is_block}))
 
 
-def _described(state: State, stream: Stream, taken: Cells, heads: Heads, options: EngineOptions) -> EngineCache:
+def _described(state: State, stream: Stream, taken: Cells, heads: Heads, options: ReadOptions) -> EngineCache:
     keys = [tensor for tensor in stream.tensors if tensor.part == "key"]
     counts, dims = {*heads.of}, {tensor.row // heads.of[tensor.layer] for tensor in keys}
+    architecture = state.architecture or model_of(options)
+    altered, perhaps = _altered(stream, heads, architecture, options)
     return EngineCache(
         engine=ENGINE,
         kind=state.kind,
@@ -268,9 +271,28 @@ def _described(state: State, stream: Stream, taken: Cells, heads: Heads, options
         types=tuple(tensor.type.name for tensor in stream.tensors),
         positions=np.concatenate([stream.positions[begin:end] for begin, end in taken.spans]),
         token_ids=state.tokens,
-        dequantised=_dequantised(stream, options),
-        details=_details(state, stream, options),
+        dequantised=_dequantised(stream, options.engine),
+        altered=altered,
+        perhaps_altered=perhaps,
+        details={**_details(state, stream, options.engine), "architecture": architecture},
     )
+
+
+_Altered = tuple[Undo, ...]
+
+
+def _altered(stream: Stream, heads: Heads, architecture: str | None, options: ReadOptions) -> tuple[_Altered, _Altered]:
+    """What surely was done to K and V, and what may have been; nothing of blocks, or where heads are not known."""
+    if not heads.known or options.engine.blocks:
+        return (), ()
+    perhaps, model = rotations_of(stream.tensors, heads.of), options.packed.model if options.packed else None
+    rotary = None if model is None else gguf.rotary_dim(model)
+    keys = {tensor.row // heads.of[tensor.layer] for tensor in stream.tensors if tensor.part == "key"}
+    orders = {order_of(architecture, dims, rotary) for dims in keys}
+    order: _Altered = ("k-order",)
+    if orders == {True}:
+        return order, perhaps
+    return (), perhaps if orders == {False} else (*perhaps, *order)
 
 
 def _details(state: State, stream: Stream, options: EngineOptions) -> dict[str, Any]:

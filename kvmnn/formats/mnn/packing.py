@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ...arrays import own_order
 from ...arrays.casting import widened
 from ...arrays.engine_cache import runs_of
 from ...arrays.layers import LayerArray, common_geometry, sorted_layers
@@ -39,6 +40,9 @@ def pack(
     making: Making | None = None,
 ) -> Packed:
     """Pack K and V of every layer into the files of a prefix cache; each file is read back and compared.
+
+    K of a llama.cpp cache that surely lies in another order than MNN's is brought into that, with a note, unless
+    `Source.undone` says otherwise.
 
     Parameters
     ----------
@@ -76,6 +80,9 @@ def pack(
     KvmnnError
         When the arrays are not K and V of layers from 0 on, and as `write_prefix`.
     """
+    notes = list(source.notes)
+    source, said_of_order = own_order.for_other_engines(source)
+    notes += said_of_order
     arrays = _of_one_type(sorted_layers(source, token_major=token_major), cast)
     known, dtype = source.cache, arrays[0].array.dtype
     layout = chosen_layout(geometry or Geometry(), arrays, known.layout if known else None, dtype)
@@ -94,7 +101,6 @@ def pack(
         token_ids=token_ids or info.token_ids,
         model=fingerprint(model) if model else info.model,
     )
-    notes = list(source.notes)
     if known is None:
         said = _of_engine(source, info) or _noted(source, info)
         if said is None:
@@ -105,9 +111,11 @@ def pack(
             info = replace(info, layers=tuple(layers))
             whose = source.engine_cache.engine if source.engine_cache else f"{POSITIONS} beside the arrays"
             notes.append(f"true positions as {whose} has them")
-    return write_prefix(
+    packed = write_prefix(
         arrays, info, output, force=force, protect=source.files, notes=notes, progress=progress, making=making
     )
+    dequantised = source.engine_cache.dequantised if source.engine_cache else ()
+    return replace(packed, dequantised=dequantised, undone=source.undone or ())
 
 
 def _of_one_type(arrays: Sequence[LayerArray], cast: bool) -> Sequence[LayerArray]:

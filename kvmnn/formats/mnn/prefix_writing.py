@@ -12,6 +12,7 @@ from typing import Any
 
 from ...arrays.casting import Cast, sum_of
 from ...arrays.layers import LayerArray, common_geometry
+from ...arrays.undoing import Undo, rounded
 from ...dtypes import PART_LETTERS
 from ...errors import KvmnnError
 from ...files.names import with_contents
@@ -20,7 +21,7 @@ from ...packed import cache_info
 from ...packed.cache_info import SIDE_SUFFIX, CacheInfo, LayerInfo
 from ...packed.layout import PackLayout
 from ...packed.summary import cache_document, cache_summary, live_share
-from ...text import at_rate
+from ...text import LOSSLESS, LOSSY, at_rate
 from ...threads.pipeline import Progress
 from ...threads.pool import map_pulled, resolve_threads
 from ..rereading import ReadBackError
@@ -48,6 +49,10 @@ class Packed:
         Time that writing and reading back took.
     notes
         One line for each thing about the input that was inferred.
+    dequantised
+        Types of another engine whose blocks the words were made from.
+    undone
+        What llama.cpp had done to K and V and was undone first.
     """
 
     output: str
@@ -55,11 +60,18 @@ class Packed:
     cast: Cast
     seconds: float
     notes: tuple[str, ...] = ()
+    dequantised: tuple[str, ...] = ()
+    undone: tuple[Undo, ...] = ()
 
     @property
-    def label(self) -> str:
-        """``LOSSLESS`` if every word came back from the files as it went in; ``LOSSY`` if words were narrowed."""
-        return self.cast.label
+    def label(self) -> str | None:
+        """``LOSSLESS`` if every word came back from the files as it went in; ``LOSSY`` if words were rounded before.
+
+        None where blocks were read as the numbers that they stand for, and nothing was rounded since.
+        """
+        if rounded(self.undone):
+            return LOSSY
+        return None if self.dequantised and self.cast.label == LOSSLESS else self.cast.label
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values."""
@@ -69,16 +81,21 @@ class Packed:
             "seconds": self.seconds,
             "notes": list(self.notes),
             "cast": self.cast.to_dict(),
+            "dequantised": list(self.dequantised),
+            "undone": list(self.undone),
             "cache": cache_document(self.info),
         }
 
     def __str__(self) -> str:
         same = self.cast.source == self.cast.target
         proof = "every file read back and compared" if same else str(self.cast)
+        made = f"dequantised from {', '.join(self.dequantised)}" if self.dequantised else ""
+        turned = f"undone: {', '.join(self.undone)}" if self.undone else ""
+        proof = ", ".join(filter(None, [made, turned, proof]))
         return (
             f"{self.output}: prefix {self.info.name!r}, {cache_summary(self.info)}\n"
             f"  {live_share(self.info)}\n"
-            f"  {self.label} ({proof}){at_rate(self.info.live_bytes, self.seconds)}"
+            f"  {f'{self.label} ({proof})' if self.label else proof}{at_rate(self.info.live_bytes, self.seconds)}"
         )
 
 

@@ -10,7 +10,9 @@ from typing import Any, Literal
 
 from ...arrays.layers import sorted_layers
 from ...arrays.named_array import ArrayInfo, Piece
+from ...arrays.own_order import order_notes
 from ...arrays.source import Source
+from ...arrays.undoing import Undo, rounded
 from ...errors import OptionError
 from ...files.names import with_contents
 from ...files.output import DirectoryOutput
@@ -48,6 +50,8 @@ class Unpacked:
         The packed cache that the arrays come from, where that is known.
     dequantised
         Types of another engine whose blocks the numbers were made from.
+    undone
+        What llama.cpp had done to K and V and was undone.
     """
 
     input: str
@@ -58,6 +62,7 @@ class Unpacked:
     notes: tuple[str, ...] = ()
     cache: CacheInfo | None = None
     dequantised: tuple[str, ...] = ()
+    undone: tuple[Undo, ...] = ()
 
     @property
     def raw_bytes(self) -> int:
@@ -66,10 +71,12 @@ class Unpacked:
 
     @property
     def label(self) -> str | None:
-        """``LOSSLESS`` for live elements copied as they are; ``LOSSY`` for what the engine keeps as int8.
+        """``LOSSLESS`` for live elements copied as they are; ``LOSSY`` for int8, and for rotations undone.
 
-        None where blocks were read as the numbers that they stand for.
+        None where blocks were read as the numbers that they stand for, and nothing was rounded since.
         """
+        if rounded(self.undone):
+            return LOSSY
         if self.dequantised:
             return None
         return LOSSY if self.lossy else LOSSLESS
@@ -84,13 +91,16 @@ class Unpacked:
             "seconds": self.seconds,
             "notes": list(self.notes),
             "dequantised": list(self.dequantised),
+            "undone": list(self.undone),
             "cache": cache_document(self.cache),
             "arrays": [{"name": a.name, "dtype": a.dtype, "shape": list(a.shape)} for a in self.arrays],
         }
 
     def __str__(self) -> str:
         how = "int8 times scale plus bias" if self.lossy else "live elements copied as they are"
-        said = f"dequantised from {', '.join(self.dequantised)}" if self.dequantised else f"{self.label} ({how})"
+        how = f"dequantised from {', '.join(self.dequantised)}" if self.dequantised else how
+        how += f", undone: {', '.join(self.undone)}" if self.undone else ""
+        said = f"{self.label} ({how})" if self.label else how
         return (
             f"{self.output}: {count(len(self.arrays), 'array')}, {self.raw_bytes:,} bytes, {said}"
             f"{at_rate(self.raw_bytes, self.seconds)}"
@@ -144,9 +154,10 @@ def unpack(
         arrays=tuple(source.arrays),
         lossy=source.lossy,
         seconds=time.perf_counter() - started,
-        notes=(*source.notes, *_lost(source, output, form)),
+        notes=(*source.notes, *order_notes(source), *_lost(source, output, form)),
         cache=source.cache,
         dequantised=source.engine_cache.dequantised if source.engine_cache else (),
+        undone=source.undone or (),
     )
 
 

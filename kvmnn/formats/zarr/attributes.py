@@ -11,6 +11,7 @@ from ...arrays.engine_cache import EngineCache
 from ...arrays.named_array import ArrayInfo
 from ...arrays.names import conventional
 from ...arrays.source import DUMP_KEY, FILE_KEY, Source
+from ...arrays.undoing import UNDOABLE, Undo
 from ...files.json_document import Node
 from ...packed.cache_info import Ranges
 from .documents import KEY
@@ -138,8 +139,16 @@ def _engine_cache(node: Node) -> EngineCache:
         layer_positions=_layer_positions(node, tokens),
         token_ids=_token_ids(node.at("token_ids")),
         dequantised=node.at("dequantised").texts(),
+        altered=_undoable(node, "altered"),
+        perhaps_altered=_undoable(node, "perhaps_altered"),
         details=node.at("details").value if isinstance(node.at("details").value, dict) else {},
     )
+
+
+def _undoable(node: Node, key: str) -> tuple[Undo, ...]:
+    """Names of what was done to K and V; stores of earlier versions say none."""
+    said = node.at(key).texts() if key in node.value else ()
+    return tuple(name for name in UNDOABLE if name in said)
 
 
 def _maybe(node: Node) -> int | None:

@@ -1,0 +1,55 @@
+"""What llama.cpp does to K and V before it stores them, as far as an architecture and the types of a cache say.
+
+`llama_model_rope_type` has an entry for every architecture: two neighbours of a head are turned together (NORM), or two
+dimensions half a head apart (NEOX). Only of `llama` is it certain that others have the halves: its converter permutes
+the weights of query and key. Of other architectures with neighbours some were trained so, others permuted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from ...arrays.undoing import Undo, ways_of
+from .state import Tensor
+
+_PERMUTED: Final = frozenset(("llama",))
+_HALVES: Final = frozenset(
+    (
+        *("apertus", "bailingmoe2", "bert", "bitnet", "codeshell", "dbrx", "dots1", "dream", "exaone", "exaone4"),
+        *("falcon", "falcon-h1", "gemma", "gemma-embedding", "gemma2", "gemma3", "gemma3n", "glm4moe", "gpt-oss"),
+        *("gptneox", "grok", "grovemoe", "hunyuan-dense", "hunyuan-moe", "jina-bert-v3", "lfm2", "lfm2moe"),
+        *("llada-moe", "minicpm3", "nemotron", "nomic-bert", "nomic-bert-moe", "olmo2", "olmoe", "openelm", "orion"),
+        *("phi2", "phi3", "phimoe", "plamo", "plamo2", "qwen", "qwen2", "qwen2moe", "qwen2vl", "qwen3", "qwen3moe"),
+        *("qwen3next", "seed_oss", "smallthinker", "stablelm", "starcoder2"),
+    )
+)
+"""Architectures of rope type NEOX, and of M-RoPE's, whose pairs are the same."""
+_NO_ROPE: Final = frozenset(
+    ("bloom", "gpt2", "jais", "jamba", "jina-bert-v2", "mamba", "mamba2", "mpt", "nemotron_h", "refact", "t5")
+)
+
+
+def order_of(architecture: str | None, head_dim: int, rotary_dim: int | None) -> bool | None:
+    """Whether K lies in another order than other engines have it; None where nothing says it.
+
+    Parameters
+    ----------
+    rotary_dim
+        Dimensions of a head that RoPE turns; None for all.
+    """
+    if head_dim % 2 or architecture in _HALVES or architecture in _NO_ROPE:
+        return False
+    return True if architecture in _PERMUTED and rotary_dim in (None, head_dim) else None
+
+
+def rotations_of(tensors: Sequence[Tensor], heads: Sequence[int]) -> tuple[Undo, ...]:
+    """What newer builds rotate: quantised K or V, in heads of a multiple of 64 dimensions."""
+    found = {
+        way
+        for tensor in tensors
+        if tensor.type.is_block
+        for way in ways_of(tensor.part, tensor.row // heads[tensor.layer])
+        if way != "k-order"
+    }
+    return tuple(sorted(found))

@@ -263,3 +263,9 @@ def test_the_example_in_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     own = stored.reshape(8, 9, 16, 2).swapaxes(-1, -2).reshape(8, 9, 32)
     assert np.array_equal(np.asarray(found["keys"]).view(np.uint16), own)
     assert np.array_equal(kvmnn.open("prefix/")["layer_0.key"].to_numpy().view(np.uint16), own)
+
+
+def test_a_zarr_store_keeps_what_is_known_of_the_order(here: Path, run) -> None:
+    run("encode", "x.session", "--kv-heads", 2, "-o", "x.zarr")
+    assert "RoPE turns" in run("pack", "x.zarr", *PACK, "-o", "sys/").err
+    assert "equal" in run("diff", "sys", "own.npz").out

@@ -48,6 +48,8 @@ def of_store(source: Source) -> dict[str, Any]:
             "layer_positions": [_listed(runs) for runs in cache.layer_runs or ()] if cache.layer_positions else None,
             "token_ids": None if cache.token_ids is None else [int(token) for token in cache.token_ids],
             "dequantised": list(cache.dequantised),
+            "altered": list(cache.altered),
+            "perhaps_altered": list(cache.perhaps_altered),
             "details": dict(cache.details),
         }
     return {KEY: said}

@@ -58,6 +58,8 @@ class Cast:
         }
 
     def __str__(self) -> str:
+        if not self.changed:
+            return f"{self.source} -> {self.target}: none of {self.words:,} words changed"
         return (
             f"{self.source} -> {self.target}: {self.changed:,} of {self.words:,} words changed, largest error "
             f"{self.largest_error:.3g}"

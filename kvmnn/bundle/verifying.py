@@ -77,6 +77,11 @@ class Verified:
             return DIFFERS
         return LOSSLESS if self.proof else DECODES
 
+    @property
+    def _unproved(self) -> str:
+        checked = "the checksum of each stream held; " if self.dense_streams and not self.frames else ""
+        return f"{checked}no manifest and no --against: nothing to compare with"
+
     def to_dict(self) -> dict[str, Any]:
         """The same for JSON."""
         return {
@@ -103,7 +108,7 @@ class Verified:
         how = {
             "bytes": f"every byte compared with {original}",
             "sha256": f"decoded, sha256 of {f'all of {self.file}' if self.file else 'the manifest'}",
-            None: "no manifest and no --against: nothing to compare with",
+            None: self._unproved,
         }[self.proof]
         if self.unknown:
             how = f"{how}; {self.unknown}"

@@ -19,7 +19,7 @@ from ..policies.labels import LabelledPolicy
 from ..reports.runtime_figures import RuntimeFigures
 from ..reports.tables import runtime_text
 from ..reports.text_table import wrapped
-from ..text import LOSSLESS, LOSSY, count, span
+from ..text import LOSSY, UNCHANGED, count, span
 from ..version import version
 from .cache.lossless_store import storing_notes
 from .documents import read_document
@@ -110,8 +110,8 @@ class KVDump:
 
     @property
     def label(self) -> str:
-        """Whether tokens or bits are gone."""
-        return LOSSY if min(self.tokens_kept) < self.tokens_seen or self.rounding.changed else LOSSLESS
+        """``LOSSY`` if tokens or bits are gone, else ``UNCHANGED``: the model's own words, none of them rounded."""
+        return LOSSY if min(self.tokens_kept) < self.tokens_seen or self.rounding.changed else UNCHANGED
 
     def origin(self) -> dict[str, Any]:
         """Where the words come from, as ``positions.json`` has it."""

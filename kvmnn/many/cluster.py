@@ -37,9 +37,11 @@ def dask(address: str) -> Iterator[tuple[Executor, Callable[[], int]]]:
     """
     distributed = package("distributed")
     with _silence():
+        client = distributed.Client.__new__(distributed.Client)  # by hand: one that fails must be at hand
         try:
-            client = distributed.Client(address, timeout=SECONDS_TO_CONNECT, set_as_default=False)
+            client.__init__(address, timeout=SECONDS_TO_CONNECT, set_as_default=False)
         except (OSError, ValueError, ImportError) as exc:
+            client.status = "closed"  # or it would wait for its scheduler when it is collected, and fail aloud
             raise SourceError(f"{address}: no Dask scheduler answers there: {exc}") from None
         executor = Cluster(client)
         try:

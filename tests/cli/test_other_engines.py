@@ -72,7 +72,7 @@ def test_pack_into_a_prefix_cache_and_back(here: Path, run) -> None:
 
 def test_positions_of_a_cache_with_gaps_are_noted_by_pack_and_refused_by_store(here: Path, run) -> None:
     packed = run("pack", "gaps.session", "--kv-heads", 2, "--backend", "arm64-fp16", "--name", "sys", "-o", "sys/")
-    assert "true positions as llama.cpp has them" in packed.err
+    assert "true positions are as llama.cpp has them" in packed.err
     document = json.loads(Path("sys/sys.kvmnn.json").read_text())
     assert len(document["layers"][0]["positions"]) > 1
     put = ("store", "put", "store", "gaps.session", "--kv-heads", 2, "--fingerprint", "m")

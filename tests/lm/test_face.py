@@ -78,7 +78,7 @@ def test_dumping_a_cache(tmp_path: Path) -> None:
     assert np.load(tmp_path / "kv" / "layer_5.key.npy").shape == (4, 9, 64)
     assert str(dump).startswith(f"{tmp_path / 'kv'}: 6 layers, 9 to 20 tokens, fp16, ")
     full = dump_kv(MODEL, TEXT, tmp_path / "full", tokens=7)
-    assert full.label == "LOSSLESS" and str(full).endswith("LOSSLESS (the words that the model computed)")
+    assert full.label == "UNCHANGED" and str(full).endswith("UNCHANGED (the words that the model computed)")
 
 
 def test_prompts_that_are_not_there(tmp_path: Path) -> None:

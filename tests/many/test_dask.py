@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -186,6 +187,8 @@ def timeless(line: str) -> Any:
 
 def test_nobody_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
     monkeypatch.setattr("kvmnn.many.cluster.SECONDS_TO_CONNECT", 0.5)
+    left: list[str] = []
+    monkeypatch.setattr(distributed.Client, "close", lambda client: left.append(client.status))
     monkeypatch.chdir(tmp_path)
     np.save("a.npy", np.ones(4, np.float16))
     for address in ("tcp://127.0.0.1:1", "nonsense://x", "127.0.0.1:notaport"):
@@ -194,3 +197,6 @@ def test_nobody_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys:
         assert said.out == ""
         assert said.err.startswith(f"kvmnn: error: {address}: no Dask scheduler answers there: ")
         assert said.err.count("\n") == 1
+        gc.collect()
+        assert left and set(left) == {"closed"}, "one that is not waits for its scheduler when it is collected"
+        left.clear()

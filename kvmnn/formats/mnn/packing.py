@@ -110,7 +110,7 @@ def pack(
             layers = [replace(layer, positions=runs) for layer, runs in zip(info.layers, said, strict=True)]
             info = replace(info, layers=tuple(layers))
             whose = source.engine_cache.engine if source.engine_cache else f"{POSITIONS} beside the arrays"
-            notes.append(f"true positions as {whose} has them")
+            notes.append(f"true positions are as {whose} has them")
     packed = write_prefix(
         arrays, info, output, force=force, protect=source.files, notes=notes, progress=progress, making=making
     )

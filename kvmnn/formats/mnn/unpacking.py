@@ -15,10 +15,10 @@ from ...arrays.source import Source
 from ...arrays.undoing import Undo, rounded
 from ...errors import OptionError
 from ...files.names import with_contents
-from ...files.output import DirectoryOutput
+from ...files.output import DirectoryOutput, is_device
 from ...packed.cache_info import CacheInfo
 from ...packed.summary import cache_document, kept_tokens
-from ...text import LOSSLESS, LOSSY, at_rate, count
+from ...text import LOSSLESS, LOSSY, UNCHANGED, at_rate, count
 from ...threads.pipeline import Progress
 from ..writing import write_arrays
 from .dump_writing import write_dump
@@ -52,6 +52,8 @@ class Unpacked:
         Types of another engine whose blocks the numbers were made from.
     undone
         What llama.cpp had done to K and V and was undone.
+    reread
+        Whether what was written was read again and compared; dumps and devices are not.
     """
 
     input: str
@@ -63,6 +65,7 @@ class Unpacked:
     cache: CacheInfo | None = None
     dequantised: tuple[str, ...] = ()
     undone: tuple[Undo, ...] = ()
+    reread: bool = False
 
     @property
     def raw_bytes(self) -> int:
@@ -71,15 +74,18 @@ class Unpacked:
 
     @property
     def label(self) -> str | None:
-        """``LOSSLESS`` for live elements copied as they are; ``LOSSY`` for int8, and for rotations undone.
+        """``LOSSLESS`` where what was written was read back and compared, else ``UNCHANGED``: words as they were.
 
-        None where blocks were read as the numbers that they stand for, and nothing was rounded since.
+        ``LOSSY`` for int8, and for rotations undone; None where blocks were read as the numbers that they stand for,
+        and nothing was rounded since.
         """
         if rounded(self.undone):
             return LOSSY
         if self.dequantised:
             return None
-        return LOSSY if self.lossy else LOSSLESS
+        if self.lossy:
+            return LOSSY
+        return LOSSLESS if self.reread else UNCHANGED
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values."""
@@ -97,7 +103,8 @@ class Unpacked:
         }
 
     def __str__(self) -> str:
-        how = "int8 times scale plus bias" if self.lossy else "live elements copied as they are"
+        proof = "live elements, read back and compared" if self.reread else "live elements, copied as they are"
+        how = "int8 times scale plus bias" if self.lossy else proof
         how = f"dequantised from {', '.join(self.dequantised)}" if self.dequantised else how
         how += f", undone: {', '.join(self.undone)}" if self.undone else ""
         said = f"{self.label} ({how})" if self.label else how
@@ -158,6 +165,7 @@ def unpack(
         cache=source.cache,
         dequantised=source.engine_cache.dequantised if source.engine_cache else (),
         undone=source.undone or (),
+        reread=form == "arrays" and not is_device(output),
     )
 
 
@@ -165,6 +173,8 @@ def _lost(source: Source, output: str, form: Form) -> Iterator[str]:
     """What the output has no place for: which tokens of the text a cache that was cut holds."""
     if form == "arrays" and PurePath(output).suffix.lower() == ".safetensors":
         return
+    if form == "arrays" and any(array.dtype == "bf16" for array in source.arrays):
+        yield f"{output} has bf16 words as uint16 where its format is numpy's, which has no bf16: .safetensors has"
     kept = kept_tokens(source.cache) if source.cache else []
     if kept:
         more = f" and so on for {count(len(kept), 'layer')}" if len(kept) > 1 else ""

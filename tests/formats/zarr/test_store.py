@@ -186,6 +186,8 @@ def test_words_that_were_changed_are_refused(arrays: Path, tmp_path: Path, run) 
             "array 'one': its words do not match the sha256" in run(verb[0], tmp_path / "x.zarr", *verb[1:], code=1).err
         )
     chunk.unlink()
+    (found,) = json.loads(run("inspect", tmp_path / "x.zarr", "--json").out)["inputs"]
+    assert found["ratio"] is None and "are not there, and read as the fill value" in found["notes"][0]
     assert "do not match the sha256" in run("verify", tmp_path / "x.zarr", code=1).err
     assert not (tmp_path / "y.npz").exists()
     document = tmp_path / "x.zarr/one/zarr.json"

@@ -119,7 +119,7 @@ def test_unpack_writes_words_as_they_lie_and_says_so(here: Path, run) -> None:
     with np.load("plain.npz") as found:
         assert np.array_equal(found["layer_0.key"], permuted(words(0, 0)))
     undone = run("unpack", "x.session", "--kv-heads", 2, "--undo", "k-order", "-o", "undone.npz")
-    assert undone.err == "" and "LOSSLESS (live elements copied as they are, undone: k-order)" in undone.out
+    assert undone.err == "" and "LOSSLESS (live elements, read back and compared, undone: k-order)" in undone.out
     assert "equal" in run("diff", "undone.npz", "own.npz").out
 
 

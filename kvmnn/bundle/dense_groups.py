@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextvars
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -14,6 +13,7 @@ from .. import dense, dtypes
 from ..arrays.named_array import NamedArray, Piece
 from ..dtypes import Indices, Words
 from ..errors import KvmnnError
+from ..threads.helpers import Helpers
 from ..threads.pool import resolve_threads
 from .dense_pieces import DensePlan, words_of
 
@@ -69,7 +69,7 @@ def groups_of(arrays: Iterable[tuple[NamedArray, DensePlan | None]]) -> Groups:
 
     def end() -> None:
         nonlocal largest
-        for group in _cut([each.nbytes for each in run]):
+        for group in cut([each.nbytes for each in run]):
             sizes.append(len(group))
             largest = max(largest, sum(group))
         run.clear()
@@ -101,8 +101,8 @@ def _is_same(one: Indices | None, other: Indices | None) -> bool:
     return one is other or (one is not None and other is not None and np.array_equal(one, other))
 
 
-def _cut(nbytes: Sequence[int]) -> list[list[int]]:
-    """Pieces of a run in groups of nearly equal bytes."""
+def cut(nbytes: Sequence[int]) -> list[list[int]]:
+    """Pieces of a run, by their bytes, in groups of nearly equal bytes."""
     total, count = sum(nbytes), len(nbytes)
     if count < _LEAST_SHARED:
         return [[each] for each in nbytes]
@@ -149,24 +149,20 @@ def at_once(largest: int, threads: int | None) -> int:
 
 
 def side_by_side(work: Callable[[T], R], items: Iterable[T], workers: int) -> Iterator[tuple[T, R]]:
-    """``(item, work(item))`` in the order of `items`; `workers` and one more of them are held."""
-    if workers == 1:
-        for item in items:
-            yield item, work(item)
-            del item  # or it would live on while the next one is taken
-        return
+    """``(item, work(item))`` in the order of `items`; `workers` and one more of them are held.
+
+    None runs on the caller's thread, so that an interrupt ends this at once.
+    """
     waiting: deque[tuple[T, Future[R]]] = deque()
-    pool = ThreadPoolExecutor(workers, "kvmnn-group")
-    try:
+    ahead = workers if workers > 1 else 0
+    with Helpers(workers, "kvmnn-group") as helpers:
         for item in items:
-            waiting.append((item, pool.submit(contextvars.copy_context().run, work, item)))
-            del item
-            while len(waiting) > workers:
+            waiting.append((item, helpers.submit(work, item)))
+            del item  # or it would live on while the next one is taken
+            while len(waiting) > ahead:
                 yield _oldest(waiting)
         while waiting:
             yield _oldest(waiting)
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _oldest(waiting: deque[tuple[T, Future[R]]]) -> tuple[T, R]:

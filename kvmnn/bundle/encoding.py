@@ -19,6 +19,7 @@ from ..files.output import DirectoryOutput, FileOutput, StagedFile
 from ..frames import CODECS, CodecOptions, encode, matches, predictors, zstd
 from ..threads import pool
 from ..threads.digest import Digester
+from ..threads.helpers import is_given_up
 from ..threads.pipeline import IN_FLIGHT, Progress, ordered
 from . import manifest
 from .dense_groups import at_once, encode_group, groups_of, side_by_side
@@ -285,7 +286,7 @@ def _encode(
 
     def step(done: int) -> None:
         with lock:  # pieces are encoded side by side
-            if progress:
+            if progress and not is_given_up():
                 progress(done)
 
     def done() -> Iterator[tuple[_Job, _Made]]:

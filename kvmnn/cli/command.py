@@ -26,13 +26,17 @@ TRACEBACK = "KVMNN_TRACEBACK"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code and never lets an exception or ``SystemExit`` through."""
+    """Run the command line; returns the exit code and never lets an exception or ``SystemExit`` through.
+
+    With the process's own words (`argv` None) an interrupt ends the process here, where threads are in the midst of
+    long calls: the end of Python would wait for them.
+    """
     words = sys.argv[1:] if argv is None else list(argv)
     arguments: Namespace | None = None
     streams.claim_descriptors()
     streams.forget_names()
     try:
-        with unwinding(), _warnings():
+        with unwinding(last=argv is None), _warnings():
             from ..files.changes import Reading
             from . import parser
 
@@ -45,7 +49,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _failed(exc, arguments)
     for stream in (sys.stdout, sys.stderr):
         streams.forget(stream)
+    if argv is None and _threads_are_left():
+        os._exit(code)
     return code
+
+
+def _threads_are_left() -> bool:
+    helpers = sys.modules.get("kvmnn.threads.helpers")
+    return helpers is not None and bool(helpers.are_left())
 
 
 def _failed(exc: BaseException, arguments: Namespace | None) -> int:

@@ -16,6 +16,8 @@ HUNG_UP, INTERRUPTED, TERMINATED = 129, 130, 143
 """Exit codes: 128 and the number of the signal, as shells have it."""
 
 _LATER_SECONDS = 0.01
+_REMOVING_SECONDS = 2.0
+"""Behind the first signal what was begun is removed, and further interrupts are not heard for so long."""
 
 
 class SignalledError(BaseException):
@@ -27,11 +29,12 @@ class SignalledError(BaseException):
 
 
 @contextmanager
-def unwinding() -> Iterator[None]:
+def unwinding(*, last: bool = False) -> Iterator[None]:
     """While active, SIGTERM and SIGHUP unwind the stack as SIGINT does, instead of killing the process where it stands.
 
     A signal that is ignored (``nohup``) or has a handler stays as it is. None is raised while a compiled module is
-    being loaded, but as soon as it is: an exception in the midst of that can end the process in a crash.
+    being loaded, but as soon as it is: an exception in the midst of that can end the process in a crash. With `last`
+    the process ends behind this, and signals behind the first are ignored until it has.
     """
     ways: dict[str, tuple[object, Callable[[], BaseException]]] = {
         "SIGINT": (signal.default_int_handler, KeyboardInterrupt),
@@ -40,11 +43,16 @@ def unwinding() -> Iterator[None]:
     }
     errors = {getattr(signal, name): error for name, (_, error) in ways.items() if hasattr(signal, name)}
     old: dict[int, Any] = {}
+    first: float | None = None
 
     def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal first
+        if first is not None and time.monotonic() - first < _REMOVING_SECONDS:
+            return
         if _loads_compiled(frame):
             _thread.start_new_thread(_again, (number,))  # a Thread's own start takes locks, which may be held here
             return
+        first = time.monotonic()
         for other in old:
             if other != signal.SIGINT:
                 signal.signal(other, signal.SIG_IGN)  # what is being removed is removed to the end
@@ -60,7 +68,7 @@ def unwinding() -> Iterator[None]:
         yield
     finally:
         for number, handler in old.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if last and first is not None else handler)
 
 
 def _again(number: int) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextvars
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 from . import pool
+from .helpers import Helpers
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -33,7 +33,8 @@ def ordered(
     """Yield ``(item, work(item, threads))`` in the order of `items`, which is pulled from no faster than needed.
 
     Items run side by side, as many as `IN_FLIGHT` has room for but at most `in_flight_jobs`, and share the threads. One
-    that fills more than half of it, or is alone, has all threads to itself.
+    that fills more than half of it, or is alone, has all threads to itself. None runs on the caller's thread, so that
+    an interrupt ends this at once (`helpers`).
 
     Parameters
     ----------
@@ -46,18 +47,16 @@ def ordered(
     """
     cores = pool.resolve_threads(threads)
     large = IN_FLIGHT // 2 if cores > 1 else -1
-    window = _Window(work, size, cores)
-    try:
+    with Helpers(cores, "kvmnn-piece") as helpers:
+        window = _Window(work, size, cores, helpers)
         for item, last in _with_last(items, lambda item: size(item) <= large):
             if size(item) > large or (last and window.is_empty):
                 yield from window.drain()
-                yield item, work(item, threads)
+                yield item, helpers.submit(work, item, threads).result()
             else:
                 yield from window.make_room(size(item))
                 window.submit(item)
         yield from window.drain()
-    finally:
-        window.close()
 
 
 def in_flight_jobs(cores: int) -> int:
@@ -91,12 +90,14 @@ def _one(source: Iterator[T]) -> Iterator[T]:
 class _Window(Generic[T, R]):
     """Items on the pool, oldest first, and the bytes they amount to; both have bounds."""
 
-    def __init__(self, work: Callable[[T, int | None], R], size: Callable[[T], int], cores: int) -> None:
+    def __init__(
+        self, work: Callable[[T, int | None], R], size: Callable[[T], int], cores: int, helpers: Helpers
+    ) -> None:
         self._work = work
         self._size = size
         self._cores = cores
         self._most = in_flight_jobs(cores)
-        self._pool: ThreadPoolExecutor | None = None
+        self._helpers = helpers
         self._waiting: deque[tuple[T, Future[R]]] = deque()
         self._bytes = 0
 
@@ -105,9 +106,8 @@ class _Window(Generic[T, R]):
         return not self._waiting
 
     def submit(self, item: T) -> None:
-        self._pool = self._pool or ThreadPoolExecutor(self._cores, "kvmnn-piece")
         share = self._cores // max(1, min(self._cores, IN_FLIGHT // max(1, self._size(item))))
-        job = self._pool.submit(contextvars.copy_context().run, self._work, item, share)
+        job = self._helpers.submit(self._work, item, share)
         self._waiting.append((item, job))
         self._bytes += self._size(item)
 
@@ -123,7 +123,3 @@ class _Window(Generic[T, R]):
         item, future = self._waiting.popleft()
         self._bytes -= self._size(item)
         return item, future.result()
-
-    def close(self) -> None:
-        if self._pool:
-            self._pool.shutdown(wait=True, cancel_futures=True)

@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 from ..checks import whole
+from ..errors import KvmnnError
+from .helpers import is_given_up
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -36,12 +38,13 @@ def map_pulled(function: Callable[[T], R], items: Iterable[T], threads: int) -> 
     """`[function(item) for item in items]` on up to `threads` threads, the caller's among them.
 
     Workers pull the next item when they are free, so items of unequal size share out evenly. The first exception, in
-    the order of the items, is raised after all workers have stopped; items not yet started are then left alone.
+    the order of the items, is raised after all workers have stopped; items not yet started are then left alone. So are
+    they where nobody waits for this any more (`helpers.is_given_up`).
     """
     todo = deque(enumerate(items))
     workers = min(threads, len(todo))
     if workers <= 1:
-        return [function(item) for _, item in todo]
+        return [_wanted(function, item) for _, item in todo]
     results: dict[int, R] = {}
     failures: dict[int, BaseException] = {}
 
@@ -52,7 +55,7 @@ def map_pulled(function: Callable[[T], R], items: Iterable[T], threads: int) -> 
             except IndexError:
                 return
             try:
-                results[index] = function(item)
+                results[index] = _wanted(function, item)
             except BaseException as failure:
                 failures[index] = failure
 
@@ -67,6 +70,12 @@ def map_pulled(function: Callable[[T], R], items: Iterable[T], threads: int) -> 
     if failures:
         raise failures[min(failures)]
     return [results[index] for index in range(len(results))]
+
+
+def _wanted(function: Callable[[T], R], item: T) -> R:
+    if is_given_up():
+        raise KvmnnError("nobody waits for this any more")
+    return function(item)
 
 
 def _executor() -> ThreadPoolExecutor:

@@ -244,6 +244,26 @@ def test_interrupted(here, number, code):
     assert set(tree(here)) == before
 
 
+@pytest.mark.parametrize("threads", ["1", "2"])
+def test_interrupted_twice_in_calls_that_take_long(here, threads):
+    """A call of libzstd at its highest levels takes ten seconds and more for such a lane."""
+    np.save("big.npy", np.frombuffer(np.random.default_rng(0).bytes(16 << 20), np.float16))
+    before = set(tree(here))
+    process = start("encode", "big.npy", "-o", "x.frame", "--effort", "max", "--threads", threads)
+    deadline = time.monotonic() + 30
+    while not any(here.glob(".x*")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(1)
+    begun = time.monotonic()
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.05)
+    _, err = process.communicate(timeout=60)
+    assert time.monotonic() - begun < 5
+    assert (process.returncode, err) == (130, b"kvmnn: error: interrupted\n")
+    assert set(tree(here)) == before
+
+
 def test_a_reader_that_goes_away(here):
     np.save("big.npy", np.random.default_rng(0).standard_normal(1 << 20).astype(np.float16))
     with start("encode", "big.npy", "-o", "-", "-q") as process:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmnn.errors import KvmnnError
-from kvmnn.threads import pipeline
+from kvmnn.threads import helpers, pipeline, pool
 
 
 @given(sizes=st.lists(st.integers(0, 40), max_size=30), threads=st.integers(1, 4))
@@ -84,3 +86,37 @@ def test_a_lone_item_has_all_threads():
         3,
         3,
     ]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("count", [1, 5])
+def test_nobody_waits_for_work_that_was_left_by_an_interrupt(threads, count):
+    """The caller's thread is free while items are worked on; what has begun hears of it, the rest does not begin."""
+    begun, go_on, heard, before = threading.Event(), threading.Event(), threading.Event(), helpers.are_left()
+    seen: list[int] = []
+
+    def look(number: int) -> None:
+        seen.append(number)
+        begun.set()
+        go_on.wait(30)
+        if helpers.is_given_up():
+            heard.set()
+
+    def work(item: int, allowed: int | None) -> None:
+        pool.map_pulled(look, [item, item], 1)
+
+    def interrupt() -> None:
+        begun.wait(30)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        list(pipeline.ordered(work, range(count), lambda _: pipeline.IN_FLIGHT // 2, threads))
+    assert not before and helpers.are_left()
+    go_on.set()
+    assert heard.wait(30)
+    deadline = time.monotonic() + 30
+    while helpers.are_left() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not helpers.are_left()
+    assert len(seen) == len(set(seen)) <= threads  # neither the second half of an item nor another one

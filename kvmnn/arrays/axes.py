@@ -155,10 +155,11 @@ def _sorted(where: str, arrays: Sequence[NamedArray], axes: str, *, pages: bool)
                     "they are pages of one text)"
                 )
             found.setdefault((layer, part), []).append(_part(words, axes, place, array_name(layer, part)))
-    for layer, part in found:
-        other = PARTS[part == PARTS[0]]
-        if (layer, other) not in found:
-            raise SourceError(f"{where}: layer {layer} has no array of its {other}s")
+    parts = {part for _, part in found}
+    for layer in sorted({layer for layer, _ in found}):
+        for part in PARTS:
+            if part in parts and (layer, part) not in found:
+                raise SourceError(f"{where}: layer {layer} has no array of its {part}s")
     return [_joined(where, found[key]) for key in sorted(found)]  # "key" comes before "value"
 
 

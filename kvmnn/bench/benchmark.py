@@ -6,6 +6,7 @@ import platform
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -27,6 +28,8 @@ MAX_BYTES = 64 << 20
 """Bytes of an array that are measured unless said otherwise."""
 MAX_SAMPLE = 1 << 20
 """Bytes of them on which effort max is measured unless all of them are asked for: it is that slow."""
+PART = ", first MiB"
+"""What the names of codecs end in that are measured on these."""
 
 
 def compare(
@@ -76,13 +79,15 @@ def compare(
     return Comparison(machine=_machine(), threads=threads, arrays=tuple(reports))
 
 
-def turns(source: Source, rounds: int, threads: int, max_bytes: int = MAX_BYTES) -> int:
+def turns(source: Source, rounds: int, threads: int, max_bytes: int = MAX_BYTES, *, with_max: bool = False) -> int:
     """How often `compare` will call its `progress`."""
     plans = dense_plans(source, trial=False)
 
     def codecs(array: NamedArray) -> int:
         size = min(array.nbytes, max_bytes or array.nbytes)
-        return 4 + len(rivals.installed(array.dtype, threads)[0]) + bool(dense_bytes(plans.get(array.name), size))
+        with_dense = dense_bytes(plans.get(array.name), size)
+        parts = not with_max and (with_dense or size) > MAX_SAMPLE
+        return 4 + parts + len(rivals.installed(array.dtype, threads)[0]) + bool(with_dense)
 
     return sum((rounds + 1) * codecs(array) for array in source.arrays)
 
@@ -97,7 +102,7 @@ def measure(
     dense: DensePlan | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Measure every codec on the beginning of an array.
+    """Measure every codec on the beginning of an array: of what becomes dense streams, on as much as makes whole ones.
 
     The codecs take turns, so that what disturbs the machine disturbs all of them; medians of `rounds` turns follow one
     turn that is not counted, in which each round trip is compared with its input.
@@ -124,10 +129,16 @@ def measure(
     codecs = rivals.kvmnn_codecs(array.dtype, threads)
     slowest = rivals.kvmnn_codecs(array.dtype, threads, with_max=True)[-1]
     others, missing = rivals.installed(array.dtype, threads)
+    with_dense = dense_bytes(dense, sample.size)
+    sample = sample[: with_dense or sample.size]
     beginning = sample if with_max else sample[: MAX_SAMPLE // array.word_bytes * array.word_bytes]
-    runs = [_Run(codec, sample) for codec in codecs] + [_Run(slowest, beginning)]
-    if dense is not None and (size := dense_bytes(dense, sample.size)):
-        runs.append(_Run(dense_codec(dense, threads), sample[:size]))
+    runs = [_Run(codec, sample) for codec in codecs]
+    if beginning.size < sample.size:  # exact beside it, so that the two can be compared
+        runs += [_Run(replace(codec, name=f"{codec.name}{PART}"), beginning) for codec in (codecs[0], slowest)]
+    else:
+        runs.append(_Run(slowest, sample))
+    if dense is not None and with_dense:
+        runs.append(_Run(dense_codec(dense, threads), sample))
     runs += [_Run(codec, sample) for codec in others]
     for turn in range(rounds + 1):
         for run in runs:

@@ -11,6 +11,7 @@ import numpy as np
 from .. import dense, dtypes
 from ..arrays.named_array import Piece
 from ..arrays.source import Source
+from ..bundle.dense_groups import cut
 from ..bundle.dense_pieces import DenseOptions, DensePlan, plan_arrays
 from ..bundle.rotation_trial import find_rotary
 from ..dtypes import Words
@@ -50,13 +51,13 @@ def dense_bytes(plan: DensePlan | None, sample_bytes: int) -> int:
 
 
 def dense_codec(plan: DensePlan, threads: int | None) -> Codec:
-    """Dense streams of the first `dense_bytes` of an array; layers are shared out among threads."""
+    """Dense streams of the first `dense_bytes` of an array; groups of layers share the threads."""
     number = resolve_threads(threads)
 
     def encode(data: Piece) -> list[bytes]:
         layers = _layers(plan, data)
-        size = -(-len(layers) // number)
-        groups = [layers[at : at + size] for at in range(0, len(layers), size)]
+        left = iter(layers)
+        groups = [[next(left) for _ in group] for group in cut([layer.nbytes for layer in layers])]
         return [stream for made in map_pulled(partial(_encoded, plan), groups, number) for stream in made]
 
     def decode(streams: Sequence[bytes]) -> Any:

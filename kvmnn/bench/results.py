@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..text import count
+from ..text import count, rate
 from ..text.numbers import LEAST_RATE_BYTES
 
 
@@ -91,7 +91,7 @@ class Result:
         if self.raw_bytes < LEAST_RATE_BYTES:
             return f"{line} {'-':>8} {'-':>8} {'-':>8} {'-':>8} {'-':>11}"
         times = (self.encode.cpu, self.encode.wall, self.decode.cpu, self.decode.wall)
-        speeds = " ".join(f"{self.raw_bytes / 1e6 / max(seconds, 1e-9):>8.0f}" for seconds in times)
+        speeds = " ".join(f"{rate(self.raw_bytes, seconds):>8}" for seconds in times)
         pays = "never" if self.break_even is None else f"{self.break_even / 1e6:.1f}"
         return f"{line} {speeds} {pays:>11}"
 

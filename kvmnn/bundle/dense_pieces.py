@@ -12,9 +12,10 @@ import numpy as np
 from .. import dense, dtypes
 from ..arrays.layers import MOST_HEADS, place_of
 from ..arrays.named_array import NamedArray, Piece
-from ..arrays.source import Source
+from ..arrays.source import FILE_KEY, Source
 from ..dtypes import Indices, Part, Positions
 from ..errors import FrameError, OptionError, SourceError
+from .kept_file import kept_file
 from .manifest import ArrayEntry, Axes, FrameEntry
 
 MOST_ROW_WORDS = 1 << 16
@@ -96,6 +97,11 @@ def plan_arrays(source: Source, options: DenseOptions) -> dict[str, DensePlan]:
             plans[array.name] = _plan(source, array, options)
         except SourceError as error:
             why = why or str(error)
+    if not plans and (kept := kept_file(source.metadata, "frames")) and kept.format.startswith("llama"):
+        raise OptionError(
+            "no array can be a dense stream: K and V of llama.cpp are where they are not quantised, in one stream, and "
+            "--kv-heads or --model FILE.gguf says their heads"
+        )
     if not plans:
         raise OptionError(f"no array can be a dense stream: {why}")
     if options.token_ids is not None and all(plan.token_ids is None for plan in plans.values()):
@@ -106,6 +112,8 @@ def plan_arrays(source: Source, options: DenseOptions) -> dict[str, DensePlan]:
 def _plan(source: Source, array: NamedArray, options: DenseOptions) -> DensePlan:
     """`SourceError` where the array is no K or V of layers, or none that a dense stream can hold."""
     part, layer, start, token_major = place_of(array, source.token_major)
+    if FILE_KEY in source.metadata and array.name.rpartition(".")[2] in ("scales", "bits", "codes"):
+        raise SourceError(f"array {array.name!r}: a field of quantised blocks is smaller as a frame")
     if array.itemsize != array.word_bytes or array.order != "C" or len(array.shape) not in (3, 4, 5):
         raise SourceError(
             f"array {array.name!r} {list(array.shape)}: expected words [kv_head, token, head_dim] in C order, with "

@@ -119,6 +119,12 @@ class Encoded(Sizes):
         arrays = self.manifest.arrays
         return renamed((array.name, array.frames[0].file) for array in arrays if len(arrays) > 1)
 
+    def _what(self) -> str:
+        stored = {frame.stored for array in self.manifest.arrays for frame in array.frames}
+        return (
+            "the dense streams" if stored == {"dense"} else "the frames" if "dense" not in stored else "what is stored"
+        )
+
     def text(self, *, verbose: bool = False) -> str:
         """One line; with `verbose` also one for each array."""
         arrays = self.manifest.arrays
@@ -153,7 +159,7 @@ class Encoded(Sizes):
         if self.cache:
             packed = self.cache.file_bytes
             times = ratio(packed, self.stored_bytes)
-            lines.append(f"  the packed files have {packed:,} bytes, {times:.2f} times as many as the frames")
+            lines.append(f"  the packed files have {packed:,} bytes, {times:.2f} times as many as {self._what()}")
         return "\n".join(lines)
 
 

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from . import idle_options, packed_options, printing
+from . import engine_options, idle_options, packed_options, printing
 
 if TYPE_CHECKING:
     from ..arrays.source import Source
@@ -38,8 +38,8 @@ def add_rope(parser: Any) -> None:
         "--rope",
         type=_rope,
         metavar=f"{_ROPE}[,pairing=interleaved]|none",
-        help="with dense: how K was rotated; without it, --model DIR says so in its config.json; without both it is "
-        "found by trial, if it can be",
+        help="with dense: how K was rotated; without it, --model DIR says so in its config.json, "
+        "--model FILE.gguf in its header; where neither does it is found by trial, if it can be",
     )
 
 
@@ -65,7 +65,7 @@ def options(arguments: argparse.Namespace, source: Source, *, trial: bool = True
 
     ids = packed_options.loaded_ids(arguments) if arguments.token_ids is not None else None
     said = DenseOptions(rotary=rotary(arguments, source), token_ids=ids)
-    if not trial or arguments.rope is not None or arguments.model is not None:
+    if not trial or arguments.rope is not None or said.rotary is not None:
         return said
     found = find_rotary(source, said)
     what = "none found by trial, K is encoded as V is" if found is None else f"{found}, found by trial"
@@ -76,11 +76,17 @@ def options(arguments: argparse.Namespace, source: Source, *, trial: bool = True
 def rotary(arguments: argparse.Namespace, source: Source) -> Rotary | None:
     """``--rope``, or what the configuration of ``--model`` says; notes for what it does not."""
     from ..formats import read_rotary
+    from ..formats.llama import read_gguf_rotary
 
     if arguments.rope is not None or arguments.model is None:
         said: Rotary | str | None = arguments.rope
         return None if isinstance(said, str) else said
-    found, notes = read_rotary(arguments.model, max(array.shape[-1] for array in source.arrays if array.shape))
+    if engine_options.is_gguf(arguments.model):
+        found, notes = read_gguf_rotary(arguments.model)
+    else:
+        found, notes = read_rotary(arguments.model, max(array.shape[-1] for array in source.arrays if array.shape))
+    if found is not None:
+        notes.append(f"rotation of K: {found}, as {arguments.model} says")
     for line in notes:
         printing.note(arguments, line)
     return found

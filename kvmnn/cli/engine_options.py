@@ -64,7 +64,8 @@ def options(
     from ..formats.options import EngineOptions
 
     said = {name: getattr(arguments, name) for name in (*CHOOSING, "undo") if hasattr(arguments, name)}
-    return EngineOptions(whole=whole, any_heads=any_heads, any_stream=any_stream, **said)
+    by_heads = whole and getattr(arguments, "codec", None) == "dense"
+    return EngineOptions(whole=whole, by_heads=by_heads, any_heads=any_heads, any_stream=any_stream, **said)
 
 
 def refuse_idle(arguments: argparse.Namespace, paths: Sequence[str]) -> None:

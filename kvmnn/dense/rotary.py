@@ -101,6 +101,8 @@ class Rotary:
         KvmnnError
             For values that are no parameters, and for a scaling that is not known.
         """
+        if not isinstance(config, Mapping):
+            raise TypeError(f"config must be a mapping, such as json.load gives, not {type(config).__name__}")
         if isinstance(config.get("text_config"), Mapping):
             config = config["text_config"]
         given = config.get("rope_parameters") or config.get("rope_scaling") or {}

@@ -61,9 +61,13 @@ class Given:
 
     def _rotation(self, rotary: Any, positions: Any, rows_before: int) -> tuple[_stream.Rotation | None, Any]:
         if rotary is None:
+            if positions is not None:
+                all_positions(positions, self.tokens, rows_before)  # not used, and what is wrong with them is wrong
             return None, None
         if isinstance(rotary, Rotary):
             rotary = rotary.rotation
+        if not isinstance(rotary, tuple):
+            raise TypeError(f"rotary must be a Rotary, 'auto' or None, not {type(rotary).__name__}")
         if rotary[0] > self.dim:
             raise KvmnnError(f"rotary has {rotary[0]} dims: expected at most the head_dim, {self.dim}")
         return rotary, all_positions(positions, self.tokens, rows_before)

@@ -66,6 +66,8 @@ class EngineOptions:
     whole
         All that the file holds, in its own words, for frames from which the same file is written again: K and V of
         every layer as they lie there, in `Source.metadata` what is around them. Nothing needs to be known of heads.
+    by_heads
+        With `whole`: K and V of llama.cpp ``[token, kv_head, head_dim]`` where kv heads are known, for dense streams.
     any_heads
         Take a row whose kv heads nothing says as one head: for what does not look at heads.
     any_stream
@@ -86,6 +88,7 @@ class EngineOptions:
     """
 
     whole: bool = False
+    by_heads: bool = False
     any_heads: bool = False
     any_stream: bool = False
     noted_heads: tuple[int, ...] | None = None

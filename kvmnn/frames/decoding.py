@@ -162,10 +162,22 @@ def _decode_lanes(parsed: _decoder.Frame, threads: int | None) -> None:
         map_pulled(parsed.decode_lane, reversed(range(parsed.stride)), number)
 
 
+_DENSE = b"KVMD"
+"""What dense streams begin with; a frame may, of 1,145,919,051 words."""
+
+
 def open_frame(frame: Any, dtype: str | None, codecs: Iterable[str]) -> tuple[DType, _decoder.Frame]:
     """The dtype of a frame and the frame itself, its headers checked and nothing decoded; errors as `decode`."""
     data = frame if type(frame) is bytes else raw_bytes_of(frame, "frame")
-    allow = codec_bits(codecs)
+    try:
+        return _open_frame(data, dtype, codec_bits(codecs))
+    except FrameError:
+        if bytes(data[:4]) == _DENSE:
+            raise FrameError("is a dense stream, not a frame: kvmnn.dense reads it") from None
+        raise
+
+
+def _open_frame(data: Bytes | bytes, dtype: str | None, allow: int) -> tuple[DType, _decoder.Frame]:
     if dtype is None:
         parsed = _decoder.Frame(data, 0, allow)
         return (FP16 if parsed.stride == 2 else FP32), parsed

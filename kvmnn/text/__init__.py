@@ -1,7 +1,7 @@
 """How results are written for people: labels, numbers, rates."""
 
 from .labels import LOSSLESS, LOSSY, SIMULATED, UNCHANGED
-from .numbers import at_rate, count, ratio, span
+from .numbers import at_rate, count, rate, ratio, span
 from .suggestion import did_you_mean
 from .visible import one_line, visible
 
@@ -14,6 +14,7 @@ __all__ = [
     "count",
     "did_you_mean",
     "one_line",
+    "rate",
     "ratio",
     "span",
     "visible",

@@ -21,7 +21,13 @@ LEAST_RATE_BYTES = 1 << 20
 
 def at_rate(nbytes: int, seconds: float) -> str:
     """A rate behind other facts, such as ``, 187 MB/s`` (10^6 bytes a second); empty for few bytes."""
-    return f", {nbytes / 1e6 / max(seconds, 1e-9):.0f} MB/s" if nbytes >= LEAST_RATE_BYTES else ""
+    return f", {rate(nbytes, seconds)} MB/s" if nbytes >= LEAST_RATE_BYTES else ""
+
+
+def rate(nbytes: int, seconds: float) -> str:
+    """10^6 bytes a second: whole from 1 on, below with one digit that is not 0."""
+    found = nbytes / 1e6 / max(seconds, 1e-9)
+    return f"{found:.0f}" if found >= 0.95 else f"{found:.1g}"
 
 
 def span(numbers: Sequence[int]) -> str:

@@ -125,3 +125,25 @@ def test_a_damaged_array_is_refused(tmp_path, capsys):
     (tmp_path / "x.npz").write_bytes(data)
     assert main(["bench", str(tmp_path / "x.npz"), "--rounds", "1"]) == 1
     assert "the data does not match its checksum" in " ".join(capsys.readouterr().err.split())
+
+
+def test_max_on_a_part_has_exact_on_the_same_part_beside_it(tmp_path, capsys, monkeypatch):
+    """So that no ratio stands beside one of other bytes."""
+    monkeypatch.setattr(benchmark, "MAX_SAMPLE", 1024)
+    monkeypatch.setattr(rivals, "installed", lambda dtype, threads: ([], []))
+    np.save(tmp_path / "k.npy", KEYS)
+    source = kvmnn.open(tmp_path / "k.npy")
+    turns: list[int] = []
+    (report,) = bench.compare(source, rounds=1, progress=turns.append).arrays
+    sizes = {result.codec: result.raw_bytes for result in report.results}
+    assert sizes["kvmnn exact, first MiB"] == sizes["kvmnn max, first MiB"] == 1024
+    assert {size for name, size in sizes.items() if not name.endswith("MiB")} == {report.sample_bytes}
+    assert sum(turns) == bench.turns(source, 1, 1)
+    (report,) = bench.compare(source, rounds=1, with_max=True).arrays
+    assert {result.raw_bytes for result in report.results} == {report.sample_bytes}
+
+
+def test_slow_is_not_nought():
+    second = Timing(wall=10.0, cpu=40.0)
+    line = str(Result("x", "1", 1 << 22, 1 << 21, encode=second, decode=second))
+    assert line.split()[2:6] == ["0.1", "0.4", "0.1", "0.4"]

@@ -76,3 +76,11 @@ def test_why_there_are_none(files: list[str], tmp_path: Path, capsys: pytest.Cap
     assert f"{NAME}: not measured, these are not K or V of layers" in capsys.readouterr().out
     assert main(["bench", *files, "--axes", "lthd", "--rounds", "1", "--max-bytes", "20"]) == 0
     assert f"{NAME}: not measured, a layer takes {LAYER:,} bytes (--max-bytes)" in capsys.readouterr().out
+
+
+def test_streams_do_not_depend_on_the_threads() -> None:
+    words = np.concatenate([WORDS] * 3)
+    plan = plan_of(words, dtype="fp16", part="value")
+    data = words.reshape(-1).view(np.uint8)
+    made = [dense_codec(plan, threads).encode(data) for threads in (1, 2, 3)]
+    assert made[0] == made[1] == made[2]

@@ -53,7 +53,9 @@ def test_the_model_says_how_k_was_rotated(run):
     Path("model/config.json").write_text('{"model_type": "gpt2", "n_embd": 64}')
     found = run("encode", "kv.npz", "-o", "n/", "--codec", "dense", "--model", "model")
     assert "model: its configuration says no rotary parameters (such as rope_theta): --rope gives them" in found.err
-    assert Path("n/layer_0.key.frame").stat().st_size > Path("r/layer_0.key.frame").stat().st_size
+    assert "found by trial (--rope or --model says it)" in found.err
+    run("encode", "kv.npz", "-o", "u/", "--codec", "dense")  # what is not said is found as where no model is given
+    assert Path("n/layer_0.key.frame").read_bytes() == Path("u/layer_0.key.frame").read_bytes()
 
 
 def test_how_k_was_rotated_is_found_by_trial(run):
@@ -197,3 +199,20 @@ def test_measure(run):
 def test_what_measure_refuses(run, argv, message):
     found = run("measure", "kv.npz", *argv, code=2)
     assert message in found.err and found.err.count("\n") == 1
+
+
+def test_k_and_v_decode_to_names_of_their_own(run):
+    run("encode", "kv.npz", "-o", "d/", "--codec", "dense", "--rope", "none")
+    for part in ("key", "value"):
+        run("decode", f"d/layer_0.{part}.frame")
+        assert np.load(f"d/layer_0.{part}.npy").size
+    assert not Path("d/layer_0.npy").exists()
+
+
+def test_k_alone_with_axes(run):
+    np.save("keys.npy", np.load("k.npy").transpose(1, 0, 2)[None])
+    run("encode", "keys.npy", "-o", "alone/", "--codec", "dense", "--axes", "lthd", "--rope", "none")
+    run("encode", "k.npy", "-o", "plain/", "--codec", "dense", "--rope", "none")
+    made = next(Path("alone").glob("*.frame")).read_bytes()
+    assert made == next(Path("plain").glob("*.frame")).read_bytes()
+    assert "kvmnn dense" in run("bench", "keys.npy", "--axes", "lthd", "--rounds", "1").out

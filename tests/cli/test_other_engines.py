@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import llama_files
 import mlx_files
@@ -224,3 +225,52 @@ def test_inspect_has_what_a_session_file_says(tmp_path: Path, run) -> None:
     assert positions == caches[0][0].positions
     shown = run("inspect", path).out
     assert "llama.cpp session" in shown and str(ids) not in shown, "the text stays short"
+
+
+@pytest.mark.parametrize("gaps", [False, True])
+def test_dense_streams_of_a_session_give_the_file_back(here: Path, run, gaps: bool) -> None:
+    """K and V by heads, at the positions of the file."""
+
+    class Few(Random):
+        def randbytes(self, n: int) -> bytes:
+            return bytes(self.choice(b"\x00\x3c") for _ in range(n))
+
+    name = "few.session"
+    state, _ = llama_files.state(Few(3), Shape(k_type="f16", v_type="f16"), [12], gaps=gaps)
+    Path(name).write_bytes(state)
+    for how in (["--kv-heads", 2], ["--model", "m.gguf"]):
+        run("encode", name, "-o", "d/", "--codec", "dense", *how, "--force")
+        arrays = json.loads(Path("d/manifest.json").read_text())["arrays"]
+        assert [frame["stored"] for array in arrays for frame in array["frames"]] == ["dense"] * 4
+        assert "LOSSLESS" in run("decode", "d", "-o", "back.session", "--force").out
+        assert Path("back.session").read_bytes() == Path(name).read_bytes()
+        assert "LOSSLESS" in run("verify", "d", "--against", name).out
+        run("unpack", "d", "-o", "d.npz", "--force")
+        run("unpack", name, "--kv-heads", 2, "-o", "x.npz", "--force")
+        with np.load("d.npz") as one, np.load("x.npz") as other:
+            assert {n: one[n].tobytes() for n in one} == {n: other[n].tobytes() for n in other}
+
+
+def test_what_of_a_session_cannot_be_dense(here: Path, run) -> None:
+    said = run("encode", "x.session", "-o", "d/", "--codec", "dense", code=2).err
+    assert "--kv-heads or --model FILE.gguf says their heads" in said
+    said = run("encode", "q.session", "-o", "d/", "--codec", "dense", "--kv-heads", 2, code=2).err
+    assert "where they are not quantised" in said
+
+
+@pytest.mark.parametrize(("architecture", "pairing"), [("llama", ",pairing=interleaved"), ("qwen2", "")])
+def test_a_gguf_model_says_how_k_was_rotated(here: Path, run, architecture: str, pairing: str) -> None:
+    heads = {"attention__head_count_kv": 2, "attention__key_length": 32, "block_count": 2}
+    rope: dict[str, Any] = {"rope__dimension_count": 16, "rope__freq_base": 500000.0}
+    Path("r.gguf").write_bytes(llama_files.gguf(architecture, **heads, **rope))
+    note = f"rotation of K: theta=500000,dims=16{pairing}, as r.gguf says\n"
+    for verb in (["encode", "-o", "d/", "--codec", "dense"], ["measure", "--dense"]):
+        assert note in run(verb[0], "x.session", *verb[1:], "--model", "r.gguf").err
+    run("encode", "x.session", "-o", "t/", "--codec", "dense", "--kv-heads", 2, "--rope", note.split()[3].rstrip(","))
+    assert Path("t/layer_0.key.frame").read_bytes() == Path("d/layer_0.key.frame").read_bytes()
+    scaled = {"rope__scaling__type": "linear", "rope__scaling__factor": 4.0}
+    Path("s.gguf").write_bytes(llama_files.gguf(architecture, **heads, **rope, **scaled))
+    said = run("measure", "x.session", "--dense", "--model", "s.gguf").err
+    assert "scaling=linear with factor 4, as s.gguf says" in said
+    Path("s.gguf").write_bytes(llama_files.gguf(architecture, **heads, **rope, rope__scaling__type="longrope"))
+    assert "rope scaling 'longrope' is left out" in run("measure", "x.session", "--dense", "--model", "s.gguf").err

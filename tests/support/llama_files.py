@@ -181,7 +181,7 @@ def block(rng: Random, kind: str) -> tuple[bytes, list[np.float32]]:
     return data, [np.float32(code - shift) * scale for code in codes]
 
 
-def gguf(architecture: str = "llama", **fields: int | str | list[int]) -> bytes:
+def gguf(architecture: str = "llama", **fields: int | float | str | list[int]) -> bytes:
     """The header of a model with fields of the architecture; dots of their names are written as two underscores."""
     named = {"general.architecture": architecture, "general.tags": ["a", "b"]}
     named |= {f"{architecture}.{name.replace('__', '.')}": value for name, value in fields.items()}
@@ -200,6 +200,8 @@ def _value(value: object) -> bytes:
         return struct.pack("<I", 8) + _text(value)
     if isinstance(value, int):
         return struct.pack("<II", 4, value)
+    if isinstance(value, float):
+        return struct.pack("<If", 6, value)
     assert isinstance(value, list)
     if isinstance(value[0], str):
         return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(_text, value))

@@ -19,7 +19,12 @@ A codec is dominated where another one is nowhere worse in ratio and in CPU time
 def add_parser(verbs: Any) -> None:
     """Declare the verb."""
     parser = shared_options.add_verb(verbs, "bench", run, "speed and ratio beside the rivals", _TEXT)
-    parser.add_argument("inputs", nargs="+", metavar="IN", help="anything that encode reads")
+    parser.add_argument(
+        "inputs",
+        nargs="+",
+        metavar="IN",
+        help="arrays, a dump, a prefix cache, frames; other engines' caches after kvmnn unpack",
+    )
     shared_options.add_source(parser, "what the words are (default: the array's own type; raw words need it)")
     parser.add_argument(
         "--rounds", type=shared_options.positive, default=5, metavar="N", help="turns a codec (default: 5)"
@@ -44,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     source = loading.load(arguments.inputs, arguments)
     loading.report_skipped(source, arguments)
-    total = turns(source, arguments.rounds, arguments.threads, arguments.bench_bytes)
+    total = turns(source, arguments.rounds, arguments.threads, arguments.bench_bytes, with_max=arguments.max)
     with printing.progress(arguments, total, "bench", unit="turn") as step:
         compared = compare(
             source,

@@ -34,8 +34,9 @@ Frames of a whole file of llama.cpp or MLX become that file again, byte for byte
 
 A Zarr store (X.zarr) gives its arrays; the hashes that kvmnn noted down in it are checked.
 
-Without -o, X.npy.frame becomes X.npy, and X.frames/ of a whole file X; only what comes from standard input goes to
-standard output, as raw words (if that is a file or a pipe)."""
+Without -o, X.npy.frame and X.frame become X.npy, and X.frames/ of a whole file X;
+only what comes from standard input goes to standard output, as raw words (if that
+is a file or a pipe)."""
 
 
 _EXPECTED = ("name", "backend", "lp", "hp", "flash_block", "model", "token_ids")
@@ -156,4 +157,6 @@ def _output(arguments: argparse.Namespace, frames: FrameSet) -> str:
     if arguments.input == STDIO or path.suffix != ".frame" or len(frames.arrays) > 1:
         raise UsageError("no output given: use -o X.npy, -o X.npz, -o DIR/ or -o -")
     stem = path.with_suffix("")
-    return str(stem if stem.suffix == ".npy" else stem.with_suffix(".npy"))
+    return (
+        str(stem) if stem.suffix == ".npy" else f"{stem}.npy"
+    )  # K and V of a layer differ in what looks like a suffix

@@ -1,8 +1,9 @@
 """State files of llama.cpp: sessions and sequences (docs/other-engines.md)."""
 
 from .gguf import is_gguf
+from .gguf import read_rotary as read_gguf_rotary
 from .keeping import NAME, keep
 from .reading import is_state, read
 from .state import MAGICS
 
-__all__ = ["MAGICS", "NAME", "is_gguf", "is_state", "keep", "read"]
+__all__ = ["MAGICS", "NAME", "is_gguf", "is_state", "keep", "read", "read_gguf_rotary"]

@@ -1,10 +1,12 @@
-"""The geometry that the header of a ``.gguf`` model says; its tensors are not read."""
+"""The geometry and the rotary parameters that the header of a ``.gguf`` model says; its tensors are not read."""
 
 from __future__ import annotations
 
+import struct
 from typing import Any, NamedTuple
 
-from ...errors import SourceError
+from ...dense import Rotary
+from ...errors import KvmnnError, SourceError
 from ...files.mapped import MappedFile, head_of
 from ...text import count
 
@@ -14,7 +16,41 @@ _FIXED = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 """Bytes of the types of values: integers, float32 (6), booleans (7), float64 (12)."""
 _INTEGERS = {0: False, 1: True, 2: False, 3: True, 4: False, 5: True, 10: False, 11: True}
 """Those that are integers, and whether they have a sign."""
-_STRING, _ARRAY = 8, 9
+_FLOAT, _STRING, _ARRAY = 6, 8, 9
+_NEIGHBOURS = frozenset(
+    [
+        "llama",
+        "llama4",
+        "mllama",
+        "deci",
+        "baichuan",
+        "starcoder",
+        "internlm2",
+        "minicpm",
+        "xverse",
+        "command-r",
+        "cohere2",
+        "olmo",
+        "arctic",
+        "deepseek",
+        "deepseek2",
+        "plm",
+        "chatglm",
+        "granite",
+        "granitemoe",
+        "granitehybrid",
+        "chameleon",
+        "bailingmoe",
+        "neo-bert",
+        "smollm3",
+        "arcee",
+        "ernie4_5",
+        "ernie4_5-moe",
+        "mistral3",
+        "llada",
+    ]
+)
+"""Architectures whose pairs are neighbours (LLAMA_ROPE_TYPE_NORM in llama.cpp)."""
 _MOST_KEYS, _MOST_LAYERS = 1 << 16, 1 << 16
 
 
@@ -72,6 +108,56 @@ def read_geometry(path: str, layers: int) -> Geometry:
     return Geometry(name, of, head_dim)
 
 
+def read_rotary(path: str) -> tuple[Rotary | None, list[str]]:
+    """How llama.cpp rotates K of a model, and one line for each thing that was passed over; None where nothing says it.
+
+    Which words are pairs is the architecture's, by `llama_model_rope_type` of llama.cpp: side by side in `_NEIGHBOURS`,
+    half of the dimensions apart in others. Factors of single frequencies, which are a tensor, are not read.
+
+    Raises
+    ------
+    SourceError
+        As `read_geometry`, and for values that are no rotary parameters.
+    """
+    fields = _Header(path).fields()
+    name = _architecture(path, fields)
+    rope = {
+        key.removeprefix(f"{name}.rope."): value for key, value in fields.items() if key.startswith(f"{name}.rope.")
+    }
+    width, heads = _number(fields.get(f"{name}.embedding_length")), _number(fields.get(f"{name}.attention.head_count"))
+    whole = _number(fields.get(f"{name}.attention.key_length")) or (width // heads if width and heads else None)
+    dims = _number(rope.get("dimension_count")) or whole
+    if not {"dimension_count", "freq_base"} & rope.keys() or dims is None:
+        return None, [f"{path}: says no rotary parameters ({name}.rope.dimension_count): --rope gives them"]
+    notes: list[str] = []
+    try:
+        rotary = Rotary(
+            theta=rope.get("freq_base", 10000.0),
+            dims=dims,
+            pairing="interleaved" if name in _NEIGHBOURS else "half",
+            scaling=_scaling(path, rope, notes),
+        )
+    except (KvmnnError, TypeError) as error:
+        raise SourceError(f"{path}: {error}") from None
+    return rotary, notes
+
+
+def _scaling(path: str, rope: dict[str, Any], notes: list[str]) -> dict[str, Any] | None:
+    factor = rope.get("scaling.factor", rope.get("scale_linear"))
+    kind = rope.get("scaling.type", "none" if factor is None else "linear")
+    if kind == "linear" and factor:
+        return {"rope_type": "linear", "factor": factor}
+    if kind == "yarn" and factor and "scaling.original_context_length" in rope:
+        return {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": rope["scaling.original_context_length"],
+        }
+    if kind != "none":
+        notes.append(f"{path}: rope scaling {kind!r:.40} is left out, which costs size only")
+    return None
+
+
 def _by_layer(said: Any, layers: int) -> tuple[int, ...]:
     """Kv heads of the layers of a cache, which may be fewer than the model's: those without K, or of another cache."""
     if not isinstance(said, list):
@@ -98,7 +184,7 @@ class _Header:
             raise SourceError(f"{self._file.label}: is no GGUF model: --model takes one beside a llama.cpp cache")
 
     def fields(self) -> dict[str, Any]:
-        """Integers, strings and lists of integers; other values are passed over."""
+        """Integers, float32, strings and lists of integers; other values are passed over."""
         self._view(4)
         version, _, count = self._int(4), self._int(8), self._int(8)
         if version not in _VERSIONS or count > _MOST_KEYS:
@@ -116,6 +202,8 @@ class _Header:
             return self._text()
         if kind in _INTEGERS:
             return self._int(_FIXED[kind], signed=_INTEGERS[kind])
+        if kind == _FLOAT:
+            return float(struct.unpack("<f", bytes(self._view(_FIXED[kind])))[0])
         if kind in _FIXED:
             return self._view(_FIXED[kind])
         if kind != _ARRAY:

@@ -13,7 +13,8 @@ from ...files.mapped import MappedFile
 from .. import keeping
 from ..keeping import Region, byte_array, field_array, gains_by_fields
 from ..options import ReadOptions
-from .reading import heads_of, model_of
+from .reading import described, heads_of, model_of
+from .rows import Cells
 from .state import State, Stream, Tensor, parse
 
 NAME = "llama-state"
@@ -21,6 +22,8 @@ NAME = "llama-state"
 
 def keep(file: MappedFile, options: ReadOptions) -> Source:
     """All K and V of a file, each ``[cell, value]``, V that is transposed ``[value, cell]``, blocks as their fields.
+
+    With `EngineOptions.by_heads`, where kv heads are known and one stream holds cells, ``[cell, kv_head, head_dim]``.
 
     Names are ``layer_<n>.key`` and ``.value``, with ``stream_<n>.`` in front where several streams hold cells and
     ``window.`` for the second cache; fields of blocks add ``.scales``, ``.bits`` and ``.codes``.
@@ -31,16 +34,29 @@ def keep(file: MappedFile, options: ReadOptions) -> Source:
         As `read`; kv heads need not be known.
     """
     state = parse(file, model_of(options))
+    found = list(_streams(state))
+    if not found:
+        raise SourceError(f"{file.label}: no cell is used, there is nothing to encode")
+    _, stream = found[0]
+    heads = heads_of(file.label, stream, options, needed=False)
+    by_heads = options.engine.by_heads and heads.known and len(found) == 1
     regions = [
-        _region(file, tensor, stream.cells, f"{prefix}{array_name(tensor.layer, tensor.part)}", options)
-        for prefix, stream in _streams(state)
+        _region(
+            file,
+            tensor,
+            stream.cells,
+            f"{prefix}{array_name(tensor.layer, tensor.part)}",
+            options,
+            heads.of[tensor.layer] if by_heads else None,
+        )
+        for prefix, stream in found
         for tensor in stream.tensors
     ]
-    if not regions:
-        raise SourceError(f"{file.label}: no cell is used, there is nothing to encode")
-    stream = next(stream for _, stream in _streams(state))
-    heads = heads_of(file.label, stream, options, needed=False)
-    return keeping.keep(file, NAME, regions, heads.of if heads.known else None)
+    kept = keeping.keep(file, NAME, regions, heads.of if heads.known else None)
+    if by_heads:
+        kept.token_major = True
+        kept.engine_cache = described(state, stream, Cells(stream.cells), heads, options)
+    return kept
 
 
 def _streams(state: State) -> Iterator[tuple[str, Stream]]:
@@ -58,12 +74,15 @@ def _region(
     cells: int,
     name: str,
     options: ReadOptions,
+    heads: int | None,
 ) -> Region:
     kind, blocks = tensor.type, tensor.row // tensor.type.values
     if options.dtype not in (None, kind.dtype):
         raise UnsupportedArrayError(f"{file.label}: {name} holds {kind.name}, not {options.dtype}")
     if not kind.is_block:
-        shape = (tensor.row, cells) if tensor.transposed else (cells, tensor.row)
+        shape: tuple[int, ...] = (tensor.row, cells) if tensor.transposed else (cells, tensor.row)
+        if heads and not tensor.transposed:
+            shape = (cells, heads, tensor.row // heads)
         word = dtypes.by_name(kind.dtype).numpy.str
         runs = byte_array(file, name, shape, tensor.offset, tensor.nbytes).reader
         array = NamedArray(name=name, dtype=kind.dtype, shape=shape, array_dtype=word, reader=runs)

@@ -62,9 +62,9 @@ def read(file: FileBytes, options: ReadOptions) -> Source:
     needed = not (options.engine.any_heads or _only_blocks(stream, options.engine)) or bool(options.engine.undo)
     heads = heads_of(file.label, stream, options, needed=needed)
     arrays = [_array(file, tensor, taken, heads, options) for tensor in _by_layer(stream)]
-    described = _described(state, stream, taken, heads, options)
+    said = described(state, stream, taken, heads, options)
     notes = [*_notes(state, stream, heads, options.engine), *_block_notes(stream, taken, heads, options.engine)]
-    return Source(arrays, notes=notes, engine_cache=described)
+    return Source(arrays, notes=notes, engine_cache=said)
 
 
 def model_of(options: ReadOptions) -> str | None:
@@ -256,7 +256,8 @@ def _dequantised(stream: Stream, options: EngineOptions) -> tuple[str, ...]:
     return tuple(sorted({tensor.type.name for tensor in stream.tensors if tensor.type.is_block}))
 
 
-def _described(state: State, stream: Stream, taken: Cells, heads: Heads, options: ReadOptions) -> EngineCache:
+def described(state: State, stream: Stream, taken: Cells, heads: Heads, options: ReadOptions) -> EngineCache:
+    """What a file says of the cells that are taken."""
     keys = [tensor for tensor in stream.tensors if tensor.part == "key"]
     counts, dims = {*heads.of}, {tensor.row // heads.of[tensor.layer] for tensor in keys}
     architecture = state.architecture or model_of(options)

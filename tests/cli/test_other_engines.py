@@ -14,6 +14,8 @@ import pytest
 from kept_files import there_and_back
 from llama_files import Shape
 
+from kvmnn.formats.llama import read_gguf_rotary
+
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -258,19 +260,24 @@ def test_what_of_a_session_cannot_be_dense(here: Path, run) -> None:
     assert "where they are not quantised" in said
 
 
-@pytest.mark.parametrize(("architecture", "pairing"), [("llama", ",pairing=interleaved"), ("qwen2", "")])
-def test_a_gguf_model_says_how_k_was_rotated(here: Path, run, architecture: str, pairing: str) -> None:
+def test_a_gguf_model_says_how_k_was_rotated(here: Path, run) -> None:
     heads = {"attention__head_count_kv": 2, "attention__key_length": 32, "block_count": 2}
     rope: dict[str, Any] = {"rope__dimension_count": 16, "rope__freq_base": 500000.0}
-    Path("r.gguf").write_bytes(llama_files.gguf(architecture, **heads, **rope))
-    note = f"rotation of K: theta=500000,dims=16{pairing}, as r.gguf says\n"
+    Path("r.gguf").write_bytes(llama_files.gguf("llama", **heads, **rope))
+    note = "rotation of K: theta=500000,dims=16,pairing=interleaved, as r.gguf says\n"
+    Path("q.gguf").write_bytes(llama_files.gguf("qwen2", **heads, **rope))
+    assert [str(read_gguf_rotary(name)[0]) for name in ("r.gguf", "q.gguf", "m.gguf")] == [
+        "theta=500000,dims=16,pairing=interleaved",
+        "theta=500000,dims=16",
+        "None",
+    ]
     for verb in (["encode", "-o", "d/", "--codec", "dense"], ["measure", "--dense"]):
         assert note in run(verb[0], "x.session", *verb[1:], "--model", "r.gguf").err
     run("encode", "x.session", "-o", "t/", "--codec", "dense", "--kv-heads", 2, "--rope", note.split()[3].rstrip(","))
     assert Path("t/layer_0.key.frame").read_bytes() == Path("d/layer_0.key.frame").read_bytes()
     scaled = {"rope__scaling__type": "linear", "rope__scaling__factor": 4.0}
-    Path("s.gguf").write_bytes(llama_files.gguf(architecture, **heads, **rope, **scaled))
+    Path("s.gguf").write_bytes(llama_files.gguf("llama", **heads, **rope, **scaled))
     said = run("measure", "x.session", "--dense", "--model", "s.gguf").err
     assert "scaling=linear with factor 4, as s.gguf says" in said
-    Path("s.gguf").write_bytes(llama_files.gguf(architecture, **heads, **rope, rope__scaling__type="longrope"))
+    Path("s.gguf").write_bytes(llama_files.gguf("llama", **heads, **rope, rope__scaling__type="longrope"))
     assert "rope scaling 'longrope' is left out" in run("measure", "x.session", "--dense", "--model", "s.gguf").err

@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from ..dtypes import Bytes
 from .decoding import open_rows
-from .header import METHOD_NAMES, ROTARY, ROWS, SIZE, read_header
+from .header import METHOD_NAMES, ROTARY, ROWS, SIZE, TABLES, read_header
+from .rotary import PAIRINGS, named
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,8 @@ class DenseInfo:
     method: str
     """``rows``, or ``frame`` or ``words`` where that was smaller."""
     rotary: bool
+    rope: str | None
+    """How K was said to be rotated, as `--rope` takes it, where the stream says it: its table set may instead."""
     history: int
     """Rows before it that it refers to."""
     table_set: int | None
@@ -39,7 +45,8 @@ class DenseInfo:
         return {**vars(self), "ratio": self.ratio}
 
     def __str__(self) -> str:
-        extras = ["rotary"] * self.rotary + [f"history of {self.history} rows"] * bool(self.history)
+        extras = [f"rotary {self.rope}" if self.rope else "rotary"] * self.rotary
+        extras += [f"history of {self.history} rows"] * bool(self.history)
         if self.table_set is not None:
             extras.append(f"table set {self.table_set:016x}")
         lines = [
@@ -61,11 +68,13 @@ def inspect(stream: Any) -> DenseInfo:
     """
     header = read_header(stream)
     sections = {"header": SIZE}
-    history, table_set = 0, None
+    history, table_set, rope = 0, None, None
     if header.method == ROWS:
         parsed = open_rows(header)
         history, table_set = parsed.history, parsed.table_set
         sections |= parsed.sections()
+        if header.flags & ROTARY and not header.flags & TABLES:
+            rope = _rope(header.payload[sections["lengths"] :][: sections["head"]], header.dim)
     else:
         sections["payload"] = header.payload.size
     return DenseInfo(
@@ -75,9 +84,20 @@ def inspect(stream: Any) -> DenseInfo:
         head_dim=header.dim,
         method=METHOD_NAMES[header.method],
         rotary=bool(header.flags & ROTARY),
+        rope=rope,
         history=history,
         table_set=table_set,
         raw_bytes=header.raw_bytes,
         stream_bytes=header.stream.size,
         sections=sections,
     )
+
+
+def _rope(head: Bytes, dim: int) -> str | None:
+    """The rotary parameters at the beginning of a head; None where they are none, as `decode` will find."""
+    dims = int.from_bytes(head[:2].tobytes(), "little")
+    bits = int.from_bytes(head[2 : 3 + 4 * dims].tobytes(), "little")
+    if dims % 2 or not 2 <= dims <= dim or head.size < 3 + 4 * dims:
+        return None
+    frequencies = np.frombuffer((bits >> 1).to_bytes(4 * dims + 1, "little"), "<u8", dims // 2)
+    return named(dims, PAIRINGS[bits & 1], tuple(frequencies.tolist()))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Context, Decimal
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,8 @@ from ..errors import KvmnnError
 from . import _stream
 
 PAIRINGS = ("half", "interleaved")
+_MOST_NAMED = 1024
+"""Dims of which `named` makes all frequencies: above any model's."""
 SCALINGS = ("linear", "ntk", "yarn", "llama3")
 
 _PI = Decimal("3.14159265358979323846264338327950288419716939937510")
@@ -123,6 +125,20 @@ class Rotary:
             pairing="interleaved" if config.get("model_type") in _INTERLEAVED_MODELS else "half",
             scaling=None if kind in ("default", "dynamic") else scaling,
         )
+
+
+@lru_cache(64)
+def named(dims: int, pairing: str, frequencies: tuple[int, ...]) -> str:
+    """What gives these frequencies (turns a position, times 2^64), in the words of `Rotary`: theta, where there is one
+    for all of them, else the first and the last.
+    """
+    turns = [frequency / 2**64 for frequency in frequencies]
+    if 2 < dims <= _MOST_NAMED and turns[1] > 0:
+        log = -math.log(2 * math.pi * turns[1]) * dims / 2
+        theta = float(f"{math.exp(min(log, 28)):.12g}")
+        if 1 < theta <= 1e12 and frequencies == tuple(Rotary(theta, dims, pairing).frequencies.tolist()):
+            return str(Rotary(theta, dims, pairing))
+    return f"dims={dims},pairing={pairing}, {turns[0]:.6g} to {turns[-1]:.6g} turns a position"
 
 
 def _kind(scaling: Mapping[str, Any]) -> Any:

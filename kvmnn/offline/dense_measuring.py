@@ -68,8 +68,8 @@ class DenseMeasurement:
         Of the layers; the words are measured as they are.
     layers
         By number and part.
-    rotary
-        Whether K was taken as rotated.
+    rope
+        How K was taken as rotated, as `--rope` takes it; None where it was not.
     left_out
         Names of arrays that are no K or V of layers.
     dequantised
@@ -80,7 +80,7 @@ class DenseMeasurement:
     dtypes: tuple[str, ...]
     tokens: tuple[int, ...]
     layers: dict[int, dict[Part, DenseSizes]] = field(default_factory=dict)
-    rotary: bool = False
+    rope: str | None = None
     left_out: tuple[str, ...] = ()
     dequantised: tuple[str, ...] = ()
 
@@ -110,7 +110,8 @@ class DenseMeasurement:
             "inputs": list(self.inputs),
             "meaning": MEANING,
             "dtypes": list(self.dtypes),
-            "rotary": self.rotary,
+            "rotary": self.rope is not None,
+            "rope": self.rope,
             "left_out": list(self.left_out),
             "overall": {"layers": len(self.layers), **document(list(self.layers))},
             "layers": {str(layer): document([layer]) for layer in self.layers},
@@ -122,7 +123,9 @@ class DenseMeasurement:
             lines.append(self.of(layers).line(label))
             lines += [self.of(layers, [part]).line(f"  {PART_LETTERS[part].upper()}") for part in self._parts(layers)]
         what = f"{count(len(self.layers), 'layer')} of {' and '.join(self.dtypes)}, {span(self.tokens)} tokens"
-        how = "as rotated (RoPE)" if self.rotary else "without rotation (--rope or --model says how it was rotated)"
+        how = "without rotation (--rope or --model says how it was rotated)"
+        if self.rope is not None:
+            how = f"as rotated (RoPE) by {self.rope}"
         lines += ["", f"total: {what}; K taken {how}", MEANING, *self.notes]
         if self.left_out:
             lines.append(f"left out, no K or V of layers: {', '.join(self.left_out)}")
@@ -193,7 +196,7 @@ def measure_dense(
         dtypes=tuple(sorted({plan.dtype for plan in plans.values()})),
         tokens=tuple(sorted({plan.tokens for plan in plans.values()})),
         layers=dict(sorted(layers.items())),
-        rotary=any(plan.rotary for plan in plans.values()),
+        rope=next((str(plan.rotary) for plan in plans.values() if plan.rotary), None),
         left_out=tuple(name for name in source if name not in plans),
         dequantised=source.dequantised,
     )

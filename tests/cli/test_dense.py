@@ -132,7 +132,7 @@ def test_a_lone_stream(run):
     assert Path("back.npy").read_bytes() == Path("k.npy").read_bytes()
     assert "DECODES" in run("verify", "lone").out
     said = run("inspect", "lone").out
-    assert said.startswith("lone: fp16 dense stream [2, 150, 16]") and "rotary" in said
+    assert said.startswith("lone: fp16 dense stream [2, 150, 16]") and f"rotary {ROPE}" in said
     assert json.loads(run("inspect", "lone", "--json").out)["inputs"][0]["kind"] == "dense"
     Path("lone").write_bytes(stream[:-1])
     assert "dense stream has " in run("decode", "lone", "-o", "x.npy", code=1).err
@@ -170,9 +170,9 @@ def test_measure(run):
     run("encode", "kv.npz", "-o", "d/", "--codec", "dense", "--model", "model")
     said = run("measure", "kv.npz", "--dense", "--model", "model").out
     assert "exact: frames as MNN makes them; dense: streams for kvmnn alone" in said and "LOSSLESS" in said
-    assert "K taken as rotated (RoPE)" in said
+    assert f"K taken as rotated (RoPE) by {ROPE}" in said
     found = json.loads(run("measure", "kv.npz", "--dense", "--rope", ROPE, "--json").out)
-    assert found["overall"]["layers"] == 2 and found["rotary"]
+    assert found["overall"]["layers"] == 2 and found["rotary"] and found["rope"] == ROPE
     for name in ("0", "1"):
         for part, key in (("key", "k"), ("value", "v")):
             sizes = found["layers"][name][key]

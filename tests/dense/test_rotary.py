@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -117,3 +118,37 @@ def test_what_inspect_says() -> None:
     text = str(info)
     assert text.startswith("fp16 dense stream [2, 200, 32]: 25600 -> ") and "method rows, rotary" in text
     assert info.to_dict()["ratio"] == 25600 / info.stream_bytes
+
+
+@pytest.mark.parametrize(
+    ("rotary", "said"),
+    [
+        (Rotary(dims=32), "theta=10000,dims=32"),
+        (Rotary(theta=500000.0, dims=128), "theta=500000,dims=128"),
+        (Rotary(theta=1234.5678, dims=4, pairing="interleaved"), "theta=1234.5678,dims=4,pairing=interleaved"),
+        (Rotary(theta=1e12, dims=6), "theta=1e+12,dims=6"),
+        (Rotary(dims=2), "dims=2,pairing=half, 0.159155 to 0.159155 turns a position"),
+        (
+            Rotary(dims=32, scaling={"type": "linear", "factor": 4}),
+            "dims=32,pairing=half, 0.0397887 to 7.07555e-06 turns a position",
+        ),
+    ],
+    ids=str,
+)
+def test_a_stream_says_how_it_was_rotated(rotary: Rotary, said: str) -> None:
+    array = np.random.default_rng(1).standard_normal((1, 100, 128)).astype(np.float16)
+    stream = dense.encode(np.concatenate([array, array], 1), rotary=rotary)
+    assert dense.inspect(stream).rope == said and f"rotary {said}" in str(dense.inspect(stream))
+    for place in range(28, 80):  # whatever stands there: words, or an error of the format
+        for changed in (0, 255):
+            damaged = stream[:place] + bytes([changed]) + stream[place + 1 :]
+            with suppress(KvmnnError):
+                assert dense.inspect(damaged).rope != ""
+
+
+def test_a_stream_of_a_table_set_leaves_it_to_the_set() -> None:
+    array = np.random.default_rng(1).standard_normal((1, 200, 32)).astype(np.float16)
+    array[:, 100:] = array[:, :100]
+    tables = dense.Tables.made_of([array], rotary=Rotary(dims=32))
+    info = dense.inspect(dense.encode(array, tables=tables))
+    assert (info.rotary, info.rope, info.table_set) == (True, None, tables.id)

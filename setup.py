@@ -47,7 +47,7 @@ CORES = os.cpu_count() or 1
 ROOT = Path("pyx")
 NATIVE = {
     "kvmnn.dense._stream": [
-        *("cluster.c", "decode.c", "encode.c", "frame_size.c", "head.c", "rans.c"),
+        *("cluster.c", "decode.c", "encode.c", "head.c", "rans.c"),
         *("rows.c", "search.c", "sets.c", "stream.c", "tables.c", "words.c", "xxh64.c"),
     ],
     "kvmnn.formats.llama._blocks": ["blocks.c"],

@@ -24,8 +24,6 @@ Alike: TypeAlias = npt.NDArray[np.int32]
 _SAMPLE = 16
 """A frame is tried on one row in this many first."""
 _LEAST_SAMPLE_BYTES = 8 << 10
-_SURELY = 0.97
-"""Of what a frame is thought to take at least: what it would gain by being cut into blocks is less."""
 
 
 def encode(
@@ -204,8 +202,6 @@ def _smallest(
 def _frame(given: Given, limit: int) -> bytes | None:
     """The frame of the words, if it is shorter than `limit`; a sample tells whether it is worth making."""
     words, name = given.words, given.dtype.name
-    if _SURELY * given.rows.least_frame() > limit:
-        return None
     row_bytes = words.size // given.tokens
     sample = max(given.tokens // _SAMPLE, -(-_LEAST_SAMPLE_BYTES // row_bytes))
     if sample < given.tokens:

@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 from dense_samples import DTYPES, near_rows, rotated, sample, to_dtype
+from dense_texts import ROTARY, layers_of, text
 
+import kvmnn
 from kvmnn import dense
 from kvmnn.errors import FrameError, KvmnnError
 
@@ -103,3 +105,15 @@ def test_sets_are_made_of_arrays_of_one_kind() -> None:
         dense.Tables.made_of([keys("fp16", 1), keys("bf16", 1)])
     with pytest.raises(KvmnnError, match="positions of 2 arrays: expected 1"):
         dense.Tables.made_of([keys("fp16", 1)], rotary=dense.Rotary(dims=8), positions=[None, None])
+
+
+@pytest.mark.parametrize("history", [100, 128])
+def test_rows_that_repeat_in_their_high_bytes_alone_are_not_longer_than_a_frame(history: int) -> None:
+    """Tables of few rows fit badly, and no words repeat: only a frame that is tried shows what lanes gain."""
+    words = layers_of(text(history + 230))[1].keys
+    tables = dense.Tables.made_of([words], rotary=ROTARY)
+    rows = words[:, history:]
+    stream = dense.encode(rows, history=words[:, :history], tables=tables)
+    frame = kvmnn.encode(np.ascontiguousarray(rows.transpose(1, 0, 2)), effort="fast")
+    assert len(stream) <= len(frame) + 28 and dense.inspect(stream).method == "frame"
+    assert np.array_equal(dense.decode(stream, history=words[:, :history], tables=tables), rows)

@@ -59,7 +59,6 @@ cdef extern from "kvmnn/dense/coding.h" nogil:
         const dense_table_set *set
     size_t dense_encode_room(const dense_input *input)
     int dense_choose_base(const dense_input *input)
-    size_t dense_least_frame(const dense_input *input)
     size_t dense_alike(const dense_input *input, uint8_t *room)
     size_t dense_encode_out(const dense_input *input)
     size_t dense_encode(
@@ -216,13 +215,6 @@ cdef class Input:
     def base(self) -> int:
         """The exponent window that suits the words."""
         return dense_choose_base(&self.given)
-
-    def least_frame(self) -> int:
-        """About how many bytes a frame of the own words takes at least; 0 where nobody knows."""
-        cdef size_t least
-        with nogil:
-            least = dense_least_frame(&self.given)
-        return least
 
     def alike(self, rotary) -> int:
         """How many words have the symbol that is predicted for them, if K is rotated so; None: not at all."""

@@ -61,11 +61,6 @@ size_t dense_encode_out(const dense_input *in);
 /* The stream at `out`; its size, or 0 where that would not be below `limit`, or below the raw bytes + HEADER_BYTES. */
 size_t dense_encode(const dense_input *in, uint8_t *room, uint8_t *out, size_t limit, uint32_t *references);
 
-/* -- frame_size.c -------------------------------------------------------------------------------------------------- */
-
-/* About how many bytes a frame of the own words takes at least; 0, which says nothing, where it would find repeats. */
-size_t dense_least_frame(const dense_input *in);
-
 /* -- sets.c ------------------------------------------------------------------------------------------------------- */
 
 /* What is counted for a table set; all zeros before the first array. */

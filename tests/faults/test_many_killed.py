@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -147,6 +148,7 @@ def running(folder: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 )
 def test_interrupted_and_resumed(running: Any, folder: Path, number: int, to: Any, code: int, said: str | None) -> None:
     process = running()
+    fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)  # a few lines: it waits for its reader, and is interrupted
     first = read(process, 4)
     to(process, number)
     rest, errors = rest_of(process)

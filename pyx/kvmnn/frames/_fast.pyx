@@ -196,8 +196,17 @@ cdef bint make_lanes(
     return True
 
 
-cdef object no_memory():
-    return MemoryError("no memory for the streams of a frame")
+cdef Workspace lanes_made(
+        const uint8_t *src, size_t words, int stride, bint search, uint8_t **made, size_t *sizes):
+    """`make_lanes` in a workspace that the caller releases, once it has copied them."""
+    cdef Workspace ws = acquire(True, False)
+    cdef bint ok
+    with nogil:
+        ok = make_lanes(ws, src, words, stride, search, made, sizes)
+    if not ok:
+        release(ws)
+        raise MemoryError("no memory for the streams of a frame")
+    return ws
 
 
 def encode(const uint8_t[::1] data not None, int stride, bint search) -> bytes:
@@ -206,15 +215,10 @@ def encode(const uint8_t[::1] data not None, int stride, bint search) -> bytes:
     cdef size_t[4] sizes
     cdef uint8_t *made[4]
     cdef uint8_t *at
-    cdef bint ok
     cdef int lane
     cdef bytes frame
-    cdef Workspace ws = acquire(True, False)
+    cdef Workspace ws = lanes_made(&data[0], words, stride, search, made, sizes)
     try:
-        with nogil:
-            ok = make_lanes(ws, &data[0], words, stride, search, made, sizes)
-        if not ok:
-            raise no_memory()
         for lane in range(stride):
             size += HEADER + sizes[lane]
         frame = unwritten_bytes(size)
@@ -246,16 +250,10 @@ def payloads(const uint8_t[::1] data not None, int stride, bint search) -> list:
     cdef size_t[4] sizes
     cdef uint8_t *made[4]
     cdef uint8_t *copies[4]
-    cdef bint ok
     cdef int lane
-    cdef list found
-    cdef Workspace ws = acquire(True, False)
+    cdef list found = []
+    cdef Workspace ws = lanes_made(&data[0], words, stride, search, made, sizes)
     try:
-        with nogil:
-            ok = make_lanes(ws, &data[0], words, stride, search, made, sizes)
-        if not ok:
-            raise no_memory()
-        found = []
         for lane in range(stride):
             if made[lane] == NULL:
                 found.append(sizes[lane])

@@ -96,6 +96,11 @@ def read_header(stream: Any, max_bytes: int | None = None) -> Header:
     return header
 
 
+def checksum_of(made: bytes) -> int:
+    """The checksum in the header of a stream that was just made, and needs no check."""
+    return int(_LAYOUT.unpack_from(made)[-1])
+
+
 def check_machine() -> None:
     """Refuse to work where numbers lie the other way round: the compiled code takes words as they lie."""
     if sys.byteorder != "little":

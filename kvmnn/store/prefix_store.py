@@ -17,7 +17,7 @@ from ..frames import CodecOptions
 from . import portable
 from .index import DamagedIndexError
 from .opening import open_units
-from .putting import Fit, Rotation, Writing
+from .putting import Rotation, Trials, Writing
 from .remote import OutageError
 from .results import Cleaned, Exported, Listing, Matched, Pinned, Prefix, Put, Session, Stats, Verified
 from .space import checked_layers, space_of
@@ -116,7 +116,7 @@ class PrefixStore:
             read_only=read_only,
             create=create,
         )
-        self._texts = Texts(self._units, Writing(options, Rotation(rotary), Fit(), self._threads))
+        self._texts = Texts(self._units, Writing(options, Rotation(rotary), Trials(), self._threads))
         self._asked = self._found = 0
         self._lock = threading.Lock()
 

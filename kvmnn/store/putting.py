@@ -17,7 +17,7 @@ from .dense_encoding import NEAR, SHARED, WORTH, DenseUnit, Streams, Tried, dens
 from .encoding import Cut, blocks_in_unit, cuts, encode_units
 from .lookup import Found, Text
 from .space import Space
-from .table_sets import LEAST_TOKENS, KeptTables, TableSets
+from .table_sets import LEAST_TOKENS
 from .unit import Frame, Unit
 from .units import Added, Units
 from .updates import NewUnit
@@ -27,7 +27,7 @@ _BATCH_BYTES = 256 << 20
 LEAST_OWN = 64
 """Units of fewer tokens always share tables."""
 TRIED_EVERY = 16
-"""Puts of short units between two trials of whether shared tables fit."""
+"""Units that are put from one trial of how texts are best encoded to the next."""
 
 
 class Rotation:
@@ -58,36 +58,43 @@ class Rotation:
         return self._found[space.key]
 
 
-class Fit:
-    """Whether short units have tables of their own, as those that are shared were made of a text unlike theirs.
-
-    It is tried on a put in so many: on each it would take short texts a seventh of their time.
+class Verdict(NamedTuple):
+    """What a trial has shown: whether units have tables of their own, as those that are shared were made of a text that
+    is unlike theirs; and whether frames of K, and of V, come near the streams (None where a short text was tried).
     """
 
+    own_tables: bool
+    frames_near: tuple[bool, bool] | None
+
+
+class Trials:
+    """What the last trials have shown; on each put a trial would take short texts a seventh of their time."""
+
     def __init__(self) -> None:
-        self._puts: dict[bytes, int] = {}
-        self._own: dict[bytes, bool] = {}
+        self._since: dict[bytes, int] = {}
+        self._shown: dict[bytes, Verdict] = {}
 
-    def is_due(self, tables: TableSets) -> bool:
-        """Whether to try it on this put."""
-        count = self._puts[tables.key] = self._puts.get(tables.key, -1) + 1
-        return count % TRIED_EVERY == 0
+    def is_due(self, key: bytes, units: int) -> bool:
+        """Whether a put of so many units is to be tried: the first one, and one unit in so many."""
+        if key in self._since:
+            self._since[key] += units
+        return self._since.get(key, TRIED_EVERY) >= TRIED_EVERY
 
-    def note(self, tables: TableSets, *, own: bool) -> None:
+    def shown(self, key: bytes) -> Verdict:
+        """By the last trial."""
+        return self._shown.get(key, Verdict(False, None))
+
+    def note(self, key: bytes, verdict: Verdict) -> None:
         """What a trial has shown."""
-        self._puts[tables.key], self._own[tables.key] = 0, own
-
-    def wants_own(self, tables: TableSets) -> bool:
-        """What the last trial has shown."""
-        return self._own.get(tables.key, False)
+        self._since[key], self._shown[key] = 0, verdict
 
 
 class Writing(NamedTuple):
-    """How units are made: effort of frames, how K was rotated (dense streams), whether shared tables fit, threads."""
+    """How units are made: effort of frames, how K was rotated (dense streams), what trials have shown, threads."""
 
     options: CodecOptions
     rotation: Rotation
-    fit: Fit
+    trials: Trials
     threads: int | None
 
 
@@ -156,53 +163,60 @@ class _DenseUnits:
         self._before, self._sums = stored_before(units, text, layers, known)
         self._planned: list[DenseUnit] | None = None
         self._tried: Tried | None = None
-        self.tables = self._shared(units.tables, text)
+        self.tables = units.tables.of_space(space.key)
+        self._tables_are_new = self.tables is None and text.ids.size >= LEAST_TOKENS
+        if self._tables_are_new:
+            self.tables = table_sets.made_of(layers, space, self._rotary, how.threads)
+            units.tables.keep(space.key, self.tables)
+        self._key = space.key + (self.tables.key if self.tables else b"")
         self._own_tables = False
-
-    def _shared(self, kept: KeptTables, text: Text) -> TableSets | None:
-        """Those that the store has of these layers; else new ones, where the text is long enough for that."""
-        found = kept.of_space(self._space.key)
-        if found is None and text.ids.size >= LEAST_TOKENS:
-            found = table_sets.made_of(self._layers, self._space, self._rotary, self._how.threads)
-            kept.keep(self._space.key, found)
-        return found
 
     def are_worth_it(self, batch: Sequence[Cut], text: Text) -> bool:
         """Whether a layer of the first batch is so much smaller than as frames; units are made of frames if not.
 
-        Short units are what the unit before them is: they gain by rows to refer to, which frames cannot give. Whether
-        tables are shared is found by trial as well: on each text with long ones, on some of the others.
+        Short units are what the unit before them is: they gain by rows to refer to, which frames cannot give. What is
+        not tried goes by the last trial, but for a text that was better off as frames, which says nothing of others.
         """
         plans = self._plan(batch, text)
         middle = plans[middle_of(plans)].cut
         if _is_short(middle):
             self._planned = self._short(plans) if self.tables is not None and _tokens(middle) >= LEAST_OWN else plans
             return not self._is_behind_frames
+        shown = self._how.trials.shown(self._key)
+        if self._how.trials.is_due(self._key, len(plans)) or shown.frames_near is None:
+            return self._try(plans)
+        self._planned, self._streams.frames_near = self._with_tables(plans, own=shown.own_tables), shown.frames_near
+        return True
+
+    def _try(self, plans: list[DenseUnit]) -> bool:
         found, own, frames = self._trials(plans)
-        if self.tables is not None and own is not None:
-            self._how.fit.note(self.tables, own=_is_better(own, found))
-            if _is_better(own, found):
-                self._own_tables, plans = True, _with_own_tables(plans)
-                found = self._streams.try_layer(plans)
-        self._planned, self._tried = plans, found
+        own_tables = own is not None and _is_better(own, found)
+        if own_tables:
+            plans = self._with_tables(plans, own=True)
+            found = self._streams.try_layer(plans)
         keys, values = (frame <= NEAR * size for frame, size in zip(frames, found.sizes(), strict=True))
-        self._streams.frames_near = keys, values
-        return sum(found.sizes()) <= WORTH * sum(frames)
+        self._planned, self._tried, self._streams.frames_near = plans, found, (keys, values)
+        are_worth_it = sum(found.sizes()) <= WORTH * sum(frames)
+        if are_worth_it and not self._tables_are_new:  # new tables fit the text that they were made of, and no other
+            self._how.trials.note(self._key, Verdict(own_tables, (keys, values)))
+        return are_worth_it
 
     def _short(self, plans: list[DenseUnit]) -> list[DenseUnit]:
         """With tables of their own, if these were smaller when it was tried."""
-        assert self.tables is not None
-        fit, own_plans = self._how.fit, _with_own_tables(plans)
-        if fit.is_due(self.tables):
+        trials, own_plans = self._how.trials, _with_own_tables(plans)
+        if trials.is_due(self._key, len(plans)):
             found, own = map_pulled(
                 lambda each: self._streams.try_layer(each, only_keys=True),
                 [plans, own_plans],
                 resolve_threads(self._how.threads),
             )
-            fit.note(self.tables, own=_is_better(own, found))
+            trials.note(self._key, Verdict(_is_better(own, found), trials.shown(self._key).frames_near))
             self._tried = own if _is_better(own, found) else found
-        self._own_tables = fit.wants_own(self.tables)
-        return own_plans if self._own_tables else plans
+        return self._with_tables(plans, own=trials.shown(self._key).own_tables)
+
+    def _with_tables(self, plans: list[DenseUnit], *, own: bool) -> list[DenseUnit]:
+        self._own_tables = own
+        return _with_own_tables(plans) if own else plans
 
     def _trials(self, plans: Sequence[DenseUnit]) -> tuple[Tried, Tried | None, list[int]]:
         """A layer as it is planned, its K with tables of its own where they are shared, and the bytes of frames."""
@@ -227,7 +241,7 @@ class _DenseUnits:
             plans.append(DenseUnit(cut, behind, self.tables))
             blocks = (cut[1] - cut[0]) // text.block_tokens
             self._before = [*self._before, Before(blocks, behind.chain)][-most_blocks(text.block_tokens) :]
-        return _with_own_tables(plans) if self._own_tables else plans
+        return self._with_tables(plans, own=self._own_tables)
 
     def units(self, batch: Sequence[Cut], text: Text, done: Callable[[int, Unit], object]) -> list[tuple[int, ...]]:
         """As `_Frames.units`."""

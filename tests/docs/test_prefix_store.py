@@ -47,7 +47,7 @@ def test_the_sizes_of_a_unit() -> None:
     assert f"more than {100 * dense_encoding.SHARED - 100:.0f} % larger with these" in words
     assert f"units of {table_sets.LEAST_TOKENS} tokens or more" in words
     assert f"units of fewer than {putting.LEAST_OWN} tokens always share" in words
-    assert f"on every {putting.TRIED_EVERY}th from there" in words
+    assert f"on one unit in {putting.TRIED_EVERY} from there" in words
 
 
 SHARES = ("put_share", "get_share")

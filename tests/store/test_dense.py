@@ -16,6 +16,7 @@ from kvmnn import KvmnnError, LayerCache, dense
 from kvmnn.errors import OptionError, SourceError
 from kvmnn.store import PrefixStore, read_exported
 from kvmnn.store.decoding import Stretch, decode_stretches
+from kvmnn.store.dense_encoding import Streams
 from kvmnn.store.space import space_of
 from kvmnn.store.table_sets import LEAST_TOKENS
 from kvmnn.store.unit import MOST_CHAIN, DamagedError, parse
@@ -229,6 +230,29 @@ def test_units_share_tables_unless_they_lose_by_it(tmp_path: Path) -> None:
     }
     assert set(shared["good"].values()) == {True}
     assert shared["bad"] == {size: size < 64 for size in shared["good"]} and min(shared["bad"]) < 64
+
+
+def test_one_unit_in_sixteen_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of texts of two units the one behind that of which tables were made, every eighth, each behind one of frames."""
+    tried = []
+    frames_of_layer = Streams.frames_of_layer
+
+    def noted(*arguments):
+        tried.append(number)
+        return frames_of_layer(*arguments)
+
+    monkeypatch.setattr(Streams, "frames_of_layer", noted)
+    words = np.random.default_rng(3).integers(0, 1 << 15, (2, 2, 1000, 16), np.uint16).view("<f2")
+    noise = [LayerCache(layer=at, keys=each, values=each) for at, each in enumerate(words)]
+    with PrefixStore(tmp_path / "s", block_tokens=16, codec="dense") as store:
+        for number in range(20):
+            ids = text(1000, number)
+            layers = noise if number in (11, 17) else layers_of(ids)
+            put = store.put(ids, layers, model=MODEL)
+            assert put.stored_bytes < 1.01 * put.raw_bytes
+            assert same(store.get(ids, model=MODEL).layers, layers, 1000)
+        assert store.verify().damaged == ()
+    assert tried == [0, 1, 9, 17, 18]
 
 
 def test_an_index_that_is_lost_and_tables_and_rows_before(tmp_path: Path) -> None:

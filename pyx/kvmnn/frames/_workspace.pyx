@@ -124,12 +124,17 @@ cdef Workspace acquire(bint compress, bint decompress):
 
 
 cdef void release(Workspace ws) noexcept:
+    """Keep `ws` for the next call. What does not fit into KEEP_BYTES is taken from those that wait the longest: they
+    may be of threads that are gone, and the caller's next call is likely to need what it has just used."""
     cdef size_t kept = ws.size()
     cdef Workspace other
-    for other in tuple(_idle):
+    for other in _idle:
         kept += other.size()
-    if kept > KEEP_BYTES:
-        ws.empty()
+    for other in (*_idle, ws):
+        if kept <= KEEP_BYTES:
+            break
+        kept -= other.size()
+        other.empty()
     if len(_idle) < 64:
         _idle.append(ws)
 

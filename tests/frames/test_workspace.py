@@ -1,0 +1,35 @@
+"""Memory kept between calls: which of it goes when there is too much."""
+
+import sys
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+import kvmnn
+from kvmnn.frames import _decoder
+from kvmnn.frames._workspace import forget_workspaces
+from kvmnn.frames.options import RLE_BIT, ZSTD_BIT
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts page faults as Linux does")
+def test_the_memory_used_last_is_kept() -> None:
+    import resource
+
+    raw = np.zeros(24 << 20, np.uint8)
+    frame = kvmnn.encode(raw, dtype="fp16", threads=1)
+    forget_workspaces()
+
+    def faults(job: Callable[[], None]) -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        job()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    opened = [_decoder.Frame(frame, 2, RLE_BIT | ZSTD_BIT) for _ in range(4)]
+    new = [faults(one.decode) for one in opened]  # 96 MiB: more than is kept
+    for one in opened:
+        one.close()
+    again = _decoder.Frame(frame, 2, RLE_BIT | ZSTD_BIT)
+    assert faults(again.decode) < min(new) / 2
+    assert again.equals(raw)
+    forget_workspaces()

@@ -253,6 +253,11 @@ class PrefixStore:
     def pin(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> Pinned:
         """Keep a text whatever the bound, until `unpin`.
 
+        Parameters
+        ----------
+        dtype
+            Which precision is meant; None for each that has all of the text.
+
         Raises
         ------
         KvmnnError
@@ -260,25 +265,30 @@ class PrefixStore:
         """
         ids = as_ids(token_ids)
 
-        def pin() -> bool:
-            return self._units.pin(self._texts.whole(ids, model, dtype)[0], ids)
+        def pin() -> list[tuple[str, bool]]:
+            return [(space.dtype, self._units.pin(space, ids)) for space, _ in self._texts.wholes(ids, model, dtype)]
 
-        was = not self._tried(pin)
-        return Pinned(tokens=ids.size, pinned=True, was_pinned=was)
+        dtypes, new = zip(*self._tried(pin), strict=True)
+        return Pinned(tokens=ids.size, pinned=True, was_pinned=not any(new), dtypes=dtypes)
 
     def unpin(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> Pinned:
-        """Let go of a text that was pinned."""
+        """Let go of a text that was pinned, in this precision or in all."""
         ids = as_ids(token_ids)
 
-        def unpin() -> int:
+        def unpin() -> list[str]:
             spaces = [space for space in self._texts.spaces_of(model) if dtype in (None, space.dtype)]
-            return sum(self._units.unpin(space, ids) for space in spaces)
+            return [space.dtype for space in spaces if self._units.unpin(space, ids)]
 
-        was = self._tried(unpin) > 0
-        return Pinned(tokens=ids.size, pinned=False, was_pinned=was)
+        were = self._tried(unpin)
+        return Pinned(tokens=ids.size, pinned=False, was_pinned=bool(were), dtypes=tuple(were))
 
     def delete(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> Cleaned:
         """Remove a text: what no other text continues, from its end to its beginning, and nothing that is pinned.
+
+        Parameters
+        ----------
+        dtype
+            As for `pin`.
 
         Raises
         ------
@@ -288,8 +298,14 @@ class PrefixStore:
         ids = as_ids(token_ids)
 
         def delete() -> Cleaned:
-            space, _ = self._texts.whole(ids, model, dtype)
-            return self._units.delete(self._texts.text(space, ids))
+            spaces = [space for space, _ in self._texts.wholes(ids, model, dtype)]
+            each = [self._units.delete(self._texts.text(space, ids)) for space in spaces]
+            return Cleaned(
+                units=sum(cleaned.units for cleaned in each),
+                bytes=sum(cleaned.bytes for cleaned in each),
+                kept="; ".join(dict.fromkeys(cleaned.kept for cleaned in each if cleaned.kept)),
+                dtypes=tuple(space.dtype for space in spaces),
+            )
 
         return self._tried(delete)
 
@@ -306,6 +322,8 @@ class PrefixStore:
 
         Parameters
         ----------
+        dtype
+            Which precision is meant; None for the first that was put of those that have all of the text.
         force
             Replace a file that exists.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -114,11 +114,15 @@ class Exported:
         Of the text.
     bytes
         Of the file.
+    dtype, others
+        As those of `Prefix`.
     """
 
     output: str
     tokens: int
     bytes: int
+    dtype: str
+    others: Mapping[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values."""
@@ -140,6 +144,8 @@ class Cleaned:
         Files that nothing referred to.
     kept
         Why a text was not removed; empty where it was.
+    dtypes
+        Of a text: the precisions that are meant.
     """
 
     units: int = 0
@@ -147,13 +153,14 @@ class Cleaned:
     other_files: int = 0
     other_bytes: int = 0
     kept: str = ""
+    dtypes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values."""
-        return asdict(self)
+        return asdict(self) | {"dtypes": list(self.dtypes)}
 
     def __str__(self) -> str:
-        text = f"removed {count(self.units, 'unit')}, {self.bytes:,} bytes"
+        text = f"removed {count(self.units, 'unit')}, {self.bytes:,} bytes{_several(self.dtypes)}"
         if self.other_files:
             text += f", and {count(self.other_files, 'file')} that nothing referred to, {self.other_bytes:,} bytes"
         return text + (f": {self.kept}" if self.kept else "")
@@ -266,19 +273,21 @@ class Matched:
 
 @dataclass(frozen=True, kw_only=True)
 class Pinned:
-    """Whether a text of so many tokens stays whatever the bound, and whether it did before."""
+    """Whether a text of so many tokens stays whatever the bound, whether it did before, and in which precisions."""
 
     tokens: int
     pinned: bool
     was_pinned: bool
+    dtypes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values."""
-        return asdict(self)
+        return asdict(self) | {"dtypes": list(self.dtypes)}
 
     def __str__(self) -> str:
         now = "pinned" if self.pinned else "not pinned"
-        return f"{count(self.tokens, 'token')}: {now}{' as before' if self.pinned == self.was_pinned else ''}"
+        as_before = " as before" if self.pinned == self.was_pinned else ""
+        return f"{count(self.tokens, 'token')}{_several(self.dtypes)}: {now}{as_before}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,3 +339,7 @@ class Stats:
             f"{self.codec}",
         ]
         return "\n".join([*lines, *(f"  model {visible(model)}" for model in self.models)])
+
+
+def _several(dtypes: Sequence[str]) -> str:
+    return f" in {' and '.join(dtypes)}" if len(dtypes) > 1 else ""

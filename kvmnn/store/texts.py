@@ -114,18 +114,23 @@ class Texts:
         others = {name: n for name, n in tokens.items() if n and space is not None and name != space.dtype}
         return Longest(space, found, others)
 
-    def whole(self, ids: Ids, model: str, dtype: str | None) -> tuple[Space, Found]:
-        """The space in which all of a text is stored, and where; `KvmnnError` where a part is missing."""
-        space, found, _ = self.longest(ids, model, dtype)
-        if space is None or found.tokens < ids.size:
+    def wholes(self, ids: Ids, model: str, dtype: str | None) -> list[tuple[Space, Found]]:
+        """The spaces in which all of a text is stored, in the order of their first puts; `KvmnnError` for none."""
+        found = [
+            (space, self._units.find(self.text(space, ids)))
+            for space in self.spaces_of(model)
+            if dtype in (None, space.dtype)
+        ]
+        most = max((each.tokens for _, each in found), default=0)
+        if most < ids.size:
             raise KvmnnError(
-                f"{self._units.label}: holds {found.tokens:,} tokens of this text of {ids.size:,} under this model"
+                f"{self._units.label}: holds {most:,} tokens of this text of {ids.size:,} under this model"
             )
-        return space, found
+        return [(space, each) for space, each in found if each.tokens == ids.size]
 
     def export(self, ids: Ids, path: str | os.PathLike[str], model: str, dtype: str | None, *, force: bool) -> Exported:
         """As `PrefixStore.export`."""
-        space, found = self.whole(ids, model, dtype)
+        (space, found), *rest = self.wholes(ids, model, dtype)
         notes: list[str] = []
         if read_layers(self._units, space, found, ids, notes, self._threads) is None:
             raise SourceError(notes[0] if notes else f"{self._units.label}: this text was evicted meanwhile")
@@ -139,4 +144,5 @@ class Texts:
         except DamagedError as error:  # since they were read
             raise SourceError(f"{self._units.label}: this text cannot be read any more: {error}") from None
         nbytes = portable.write(path, space, places, tables, force=force)
-        return Exported(output=os.fspath(path), tokens=ids.size, bytes=nbytes)
+        others = {other.dtype: ids.size for other, _ in rest}
+        return Exported(output=os.fspath(path), tokens=ids.size, bytes=nbytes, dtype=space.dtype, others=others)

@@ -82,6 +82,16 @@ def test_which_precision_was_taken_is_said(here: Path, run) -> None:
     with np.load("back.npz") as back:
         assert all(back[name].dtype == np.float32 and np.array_equal(back[name], wide[name]) for name in wide)
     assert json.loads(run("store", "match", "S", "--token-ids", "other.json", "--json", code=1).out)["dtype"] is None
+    np.savez("narrow.npz", **arrays(IDS[:30]))
+    run("store", "put", "T", "wide.npz", "--token-ids", "short.json", "--fingerprint", "m")
+    run("store", "put", "T", "narrow.npz", "--token-ids", "short.json", "--fingerprint", "m")
+    said = run("store", "export", "T", "--token-ids", "short.json", "-o", "one.file")
+    assert said.err == "kvmnn: note: taken in fp32, which has 30 tokens; stored as well: 30 in fp16 (--dtype)\n"
+    assert run("store", "pin", "T", "--token-ids", "short.json").out == "30 tokens in fp32 and fp16: pinned\n"
+    assert run("store", "unpin", "T", "--token-ids", "short.json", "--dtype", "fp16").out == "30 tokens: not pinned\n"
+    assert run("store", "unpin", "T", "--token-ids", "short.json").out == "30 tokens: not pinned\n"
+    assert " in fp32 and fp16" in run("store", "rm", "T", "--token-ids", "short.json").out
+    assert run("store", "ls", "T").out == "no texts\n"
 
 
 def test_a_prefix_cache_and_back(here: Path, run) -> None:

@@ -62,6 +62,33 @@ def test_which_precision_is_taken_is_said(store: PrefixStore) -> None:
         assert {cache.dtype for cache in found.layers} == ({taken} if taken else set())
 
 
+def test_a_text_in_several_precisions_is_one_text(store: PrefixStore, tmp_path: Path) -> None:
+    """`pin`, `unpin` and `delete` mean it in all that have the whole of it, unless one is said; `export` says which."""
+    ids = [5, 6, 7, 8, 9]
+    put(store, ids, dtype="<f2")
+    put(store, ids, dtype="<f4")
+    put(store, [*ids, 1], dtype="<f4")
+    exported = store.export(ids, tmp_path / "f", model=MODEL)
+    assert (exported.dtype, dict(exported.others)) == ("fp16", {"fp32": 5})
+    assert store.export([*ids, 1], tmp_path / "g", model=MODEL).dtype == "fp32"
+    assert store.pin(ids, model=MODEL, dtype="fp32").dtypes == ("fp32",)
+    pinned = store.pin(ids, model=MODEL)
+    assert (pinned.was_pinned, pinned.dtypes, store.stats().pinned) == (False, ("fp16", "fp32"), 2)
+    assert store.pin(ids, model=MODEL).was_pinned
+    assert str(pinned) == "5 tokens in fp16 and fp32: pinned"
+    assert store.delete(ids, model=MODEL).units == 0
+    assert store.unpin(ids, model=MODEL, dtype="fp16").dtypes == ("fp16",)
+    assert store.unpin(ids, model=MODEL).dtypes == ("fp32",)
+    assert store.unpin(ids, model=MODEL).dtypes == ()
+    gone = store.delete([*ids, 1], model=MODEL)
+    assert (gone.units, gone.dtypes) == (1, ("fp32",))
+    gone = store.delete(ids, model=MODEL)
+    assert (gone.units, gone.dtypes) == (2, ("fp16", "fp32"))
+    assert store.match(ids, model=MODEL) == 0 == store.stats().units
+    with pytest.raises(KvmnnError, match="holds 0 tokens of this text of 5 under this model"):
+        store.delete(ids, model=MODEL)
+
+
 def test_bf16_comes_back_as_words(store: PrefixStore) -> None:
     caches = [LayerCache(layer=0, keys=np.arange(24, dtype="<u2").reshape(2, 3, 4), values=np.ones((2, 3, 4), "<u2"))]
     store.put([1, 2, 3], caches, model=MODEL)

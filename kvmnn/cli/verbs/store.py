@@ -12,7 +12,7 @@ from ..printing import Result, UsageError
 if TYPE_CHECKING:
     from ...arrays.source import Source
     from ...dense import Rotary
-    from ...store import Matched, Prefix, PrefixStore
+    from ...store import Exported, Matched, Prefix, PrefixStore
 
 _TEXT = """Keep K and V of texts in a directory and find them again by their token ids: any text is answered with the
 longest beginning that was ever put, to the token. Equal beginnings are stored once, losslessly (docs/prefix-store.md).
@@ -235,7 +235,7 @@ def _match(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, i
     return found, 0 if found.tokens else 1
 
 
-def _report_others(found: Matched | Prefix, arguments: argparse.Namespace) -> None:
+def _report_others(found: Matched | Prefix | Exported, arguments: argparse.Namespace) -> None:
     """Which precision was taken, of several that have some of the text."""
     if found.others:
         others = " and ".join(f"{tokens:,} in {dtype}" for dtype, tokens in found.others.items())
@@ -312,7 +312,9 @@ def _of_text(name: str) -> Any:
 
 def _export(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int]:
     model, force = _model(store, arguments), arguments.force
-    return store.export(_ids(arguments), arguments.output, model=model, dtype=arguments.dtype, force=force), 0
+    written = store.export(_ids(arguments), arguments.output, model=model, dtype=arguments.dtype, force=force)
+    _report_others(written, arguments)
+    return written, 0
 
 
 def _import(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int]:

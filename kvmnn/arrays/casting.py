@@ -38,14 +38,9 @@ class Cast:
         self.largest_error = 0.0
 
     @property
-    def narrows(self) -> bool:
-        """Whether the target cannot hold every value of the source."""
-        return self.source != self.target and self.target != "fp32"
-
-    @property
     def label(self) -> str:
-        """``LOSSLESS``, or ``LOSSY`` if the target is narrower or anything changed."""
-        return LOSSY if self.narrows or self.changed else LOSSLESS
+        """``LOSSLESS`` where every word, cast back, was what it had been, as it was compared; else ``LOSSY``."""
+        return LOSSY if self.changed else LOSSLESS
 
     def to_dict(self) -> dict[str, Any]:
         """The counts, for JSON."""

@@ -103,6 +103,8 @@ class Closeness:
             f"{each.head}, {each.token}, {each.dim}"
             for each in self.distances
         ]
+        if not self.distances:
+            return "\n".join([*lines, "no numbers were compared: nothing has its like in the other input"])
         said = f"{self.above:,} of {count(self.words, 'number')}" if self.above else count(self.words, "number")
         verdict = "are further apart than" if self.above else "within"
         return "\n".join([*lines, f"{said} {verdict} {self.atol:g}"])

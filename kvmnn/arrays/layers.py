@@ -8,12 +8,17 @@ from functools import partial
 
 from ..dtypes import PARTS, Part
 from ..errors import KvmnnError, MissingOptionError, SourceError
+from ..text import count
 from .named_array import NamedArray, Piece, rechunked
 from .names import conventional, is_numbered, layer_of, part_of
-from .source import Source
+from .source import FILE_KEY, Source
 
 MOST_HEADS = 256
 """More kv heads than any decoder has: twice those of the largest that are published (128)."""
+
+
+USUAL_HEADS = 16
+"""Kv heads that are nothing unusual, however few tokens there are."""
 
 
 class AxesError(MissingOptionError):
@@ -157,6 +162,38 @@ def _tokens_first(array: NamedArray) -> bool:
             f"tokens: say --axes {letters} ({second} tokens) or --axes {letters.replace('ht', 'th')} ({first} tokens)"
         )
     return second <= MOST_HEADS
+
+
+def heads_hint(source: Source, axes: str | None = None) -> str | None:
+    """What to say where arrays are read as of many heads and few tokens; None where that is nothing odd.
+
+    Parameters
+    ----------
+    source
+        Only its first array is looked at. One that says its axes itself is believed.
+    axes
+        What the caller said of them.
+    """
+    if source.cache or source.engine_cache or source.token_major or FILE_KEY in source.metadata:
+        return None
+    if source.axes and axes is None:
+        return None
+    array = next(iter(source.arrays), None)
+    if array is None or not 3 <= len(array.shape) <= 5:
+        return None
+    try:
+        _, layer, _, token_major = place_of(array, token_major=False)
+    except SourceError:
+        return None
+    heads, tokens = array.shape[-3:-1]
+    if token_major or heads <= max(tokens, USUAL_HEADS):
+        return None
+    lie = axes or ("lbhtd"[-len(array.shape) :] if len(array.shape) != 4 else "lhtd" if layer is None else "bhtd")
+    turned = lie.translate(str.maketrans("ht", "th"))
+    return (
+        f"array {array.name!r} {list(array.shape)} is read as {count(heads, 'kv head')} of {count(tokens, 'token')}: "
+        f"where tokens come first, --axes {turned} says so"
+    )
 
 
 def _row_of(array: NamedArray, index: int) -> NamedArray:

@@ -10,7 +10,7 @@ from .inspecting import ArrayFrames, BundleInfo, LoneFrame, LoneFrames, inspect
 from .manifest import ArrayEntry, FrameEntry, Manifest
 from .rotation_trial import find_rotary
 from .verifying import Verified, verify
-from .writing import Encoded, encode
+from .writing import Encoded, check_output, encode
 
 __all__ = [
     "ArrayEntry",
@@ -31,6 +31,7 @@ __all__ = [
     "RawInfo",
     "StreamTotal",
     "Verified",
+    "check_output",
     "compare",
     "decode_frames",
     "encode",

@@ -95,6 +95,12 @@ class EncodeOptions(CodecOptions):
             return [self.predictors]
         return [self.predictors if chosen is None else chosen for chosen in (self.predictors_k, self.predictors_v)]
 
+    @property
+    def says_of_frames(self) -> bool:
+        """Whether anything is said of frames: their effort, predictors or codecs. Dense streams know none of these."""
+        said = (self.effort, self.codecs, self.hi_predictors, self.predictors, self.predictors_k, self.predictors_v)
+        return said != (CodecOptions.effort, CODECS, None, None, None, None)
+
     def for_array(self, name: str) -> EncodeOptions:
         """The options for one array, with predictors for K or V as its name says.
 
@@ -322,6 +328,7 @@ def _encode(
                 sha256=made.sha256,
                 stored="dense" if plan else "frame",
                 axes=plan.axes if plan else None,
+                rope=str(plan.rotary) if plan and plan.rotary else None,
             )
         )
         del job, made  # or they would live on while the next piece is encoded
@@ -364,14 +371,16 @@ def _document(entries: list[ArrayEntry], options: EncodeOptions, metadata: dict[
         known = frozenset[str]().union(*(predictors.resolve(chosen) for chosen in sets))
         return tuple(name for name in predictors.NAMES if name in known)
 
+    used = options.says_of_frames or any(not frame.is_dense for array in entries for frame in array.frames)
+    hi = options.hi_predictors
     return Manifest(
         kvmnn_version=version(),
         zstd_version=zstd.version(),
         zstd_byte_exact=zstd.byte_exact(),
-        effort=options.effort,
-        codecs=options.codecs,
-        predictors=names(*options.used_predictors),
-        hi_predictors=None if options.hi_predictors is None else names(options.hi_predictors),
+        effort=options.effort if used else None,
+        codecs=options.codecs if used else (),
+        predictors=names(*options.used_predictors) if used else (),
+        hi_predictors=names(hi) if used and hi is not None else None,
         arrays=tuple(entries),
         metadata=metadata or {},
     )

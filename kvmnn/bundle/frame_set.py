@@ -20,7 +20,7 @@ from ..frames import CODECS
 from ..frames.sequence import split
 from ..packed.cache_info import CacheInfo
 from ..text import count
-from . import manifest
+from . import manifest, manifest_reading
 from .manifest import FRAME_SUFFIX, ArrayEntry, FrameEntry, Manifest
 
 _DENSE = b"KVMD"
@@ -215,7 +215,7 @@ def open_frames(path: str, *, use_manifest: bool = True, options: DecodeOptions 
     file = MappedFile(path)
     side = Path(path + manifest.SIDE_SUFFIX)
     if use_manifest and side.exists():
-        document = manifest.load(side)
+        document = manifest_reading.load(side)
         names = {entry.file for array in document.arrays for entry in array.frames}
         # A frame and its manifest may have been renamed together: the pair is what belongs together, not the name.
         if len(names) == 1:
@@ -226,7 +226,7 @@ def open_frames(path: str, *, use_manifest: bool = True, options: DecodeOptions 
 
 def _listed(path: str, index: Path) -> FrameSet:
     """The frames that a manifest lists, each in a file of its own right."""
-    document = manifest.load(index)
+    document = manifest_reading.load(index)
     found: dict[tuple[int, int], str] = {}
     for name in sorted({entry.file for array in document.arrays for entry in array.frames}):
         one = identity(index.parent / name)

@@ -188,6 +188,7 @@ class BundleInfo(Sizes):
             "kvmnn_version": self.manifest.kvmnn_version,
             "zstd_version": self.manifest.zstd_version,
             "effort": self.manifest.effort,
+            "rope": self.manifest.rope,
             "cache": cache_document(self.cache),
             "streams": {name: total.to_dict() for name, total in self.streams.items()},
             "arrays": [array.to_dict() for array in self.arrays],

@@ -8,19 +8,11 @@ within a version but never change the meaning of one.
 from __future__ import annotations
 
 import json
-import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
-from .. import dtypes
 from ..arrays.named_array import ArrayInfo
-from ..arrays.valid_names import shortened, wrong_name
-from ..errors import KvmnnError, ManifestError, SourceError
-from ..files.json_document import Node, parse, read_bounded
 from ..text import count, ratio
 
 SCHEMA: Final = "kvmnn-manifest"
@@ -34,19 +26,15 @@ FRAME_SUFFIX: Final = ".frame"
 SIDE_SUFFIX: Final = ".json"
 """What is appended to a frame file's name to give its manifest's."""
 
-MAX_BYTES = 256 << 20
-_MIN_FRAME_BYTES = 14
 Stored = Literal["frame", "raw", "dense"]
 Axes = Literal["htd", "thd"]
 """Heads before tokens, or tokens before heads, and then the words of a head."""
-_SINCE: Final[dict[Stored, int]] = {
+SINCE: Final[dict[Stored, int]] = {
     "frame": SCHEMA_VERSION,
     "raw": RAW_SCHEMA_VERSION,
     "dense": DENSE_SCHEMA_VERSION,
 }
 """Which version of the schema first had each."""
-_AXES: Final[tuple[Axes, ...]] = ("htd", "thd")
-_ARRAY_DTYPE = re.compile(r"[<>|][fiuV][124]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +56,8 @@ class FrameEntry:
         ``"dense"`` where it is a dense stream (docs/format-v2.md).
     axes
         Of a dense stream: how the last three axes of its array lie in memory; None for all others.
+    rope
+        Of a dense stream of K: how it was said to be rotated, as ``--rope`` takes it; None where nobody said.
     """
 
     file: str
@@ -77,6 +67,7 @@ class FrameEntry:
     sha256: str | None
     stored: Stored = "frame"
     axes: Axes | None = None
+    rope: str | None = None
 
     @property
     def is_raw(self) -> bool:
@@ -98,8 +89,9 @@ class FrameEntry:
         document = dict(vars(self))
         if self.stored == "frame":
             del document["stored"]
-        if self.axes is None:
-            del document["axes"]
+        for key in ("axes", "rope"):
+            if document[key] is None:
+                del document[key]
         return document
 
 
@@ -135,6 +127,9 @@ class Manifest:
     ----------
     metadata
         Text that came with the arrays (``__metadata__`` of a ``.safetensors`` file).
+    effort, codecs, predictors
+        Of frames, and what they are made with where dense streams become such again; None and none where there are
+        dense streams alone, of which nothing of that was said.
     hi_predictors
         None where they are those of `predictors`.
     """
@@ -142,7 +137,7 @@ class Manifest:
     kvmnn_version: str
     zstd_version: str
     zstd_byte_exact: bool
-    effort: str
+    effort: str | None
     codecs: tuple[str, ...]
     predictors: tuple[str, ...]
     hi_predictors: tuple[str, ...] | None
@@ -152,7 +147,7 @@ class Manifest:
     @property
     def schema_version(self) -> int:
         """The lowest version of the schema that can say all this."""
-        return max(_SINCE[frame.stored] for array in self.arrays for frame in array.frames)
+        return max(SINCE[frame.stored] for array in self.arrays for frame in array.frames)
 
     @property
     def raw_bytes(self) -> int:
@@ -163,6 +158,11 @@ class Manifest:
     def stored_bytes(self) -> int:
         """Bytes of all frames."""
         return sum(array.stored_bytes for array in self.arrays)
+
+    @property
+    def rope(self) -> str | None:
+        """How K of dense streams was said to be rotated, as ``--rope`` takes it; None where nobody said."""
+        return next((frame.rope for array in self.arrays for frame in array.frames if frame.rope), None)
 
 
 class Sizes:
@@ -243,157 +243,3 @@ def frames_of(arrays: Sequence[ArrayEntry]) -> str:
         return "stored: raw"
     found = [count(number, what) for number, what in ((dense, "dense stream"), (frames, "frame")) if number]
     return ", ".join([*found, f"{count(raw, 'piece')} stored: raw"] if raw else found)
-
-
-def load(path: Path) -> Manifest:
-    """Read and check a manifest file.
-
-    Raises
-    ------
-    ManifestError
-        Naming the file and the JSON path of what is wrong.
-    """
-    if path.exists() and not path.is_file():  # a FIFO would be waited for
-        raise ManifestError(f"{path}: is not a regular file, so it is no manifest")
-    try:
-        text = read_bounded(path, MAX_BYTES)
-    except OSError as exc:
-        raise ManifestError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
-    except SourceError as exc:
-        raise ManifestError(str(exc)) from exc
-    return from_json(text, str(path))
-
-
-def from_json(text: bytes, where: str = "manifest") -> Manifest:
-    """The manifest in a JSON document; `where` begins the messages of errors, which are those of `load`."""
-    root = parse(text, where, MAX_BYTES)
-    if root.at("schema").text() != SCHEMA:
-        raise root.at("schema").wrong(f"{SCHEMA!r}")
-    version = root.at("schema_version")
-    if version.integer(1) not in _SINCE.values():
-        raise version.wrong(f"{SCHEMA_VERSION} to {DENSE_SCHEMA_VERSION}, the versions this kvmnn reads")
-    arrays = tuple(_array(node, version.value) for node in root.at("arrays").items(least=1))
-    _check_unique(root, arrays)
-    _check_ranges(root, arrays)
-    manifest = Manifest(
-        kvmnn_version=root.at("kvmnn_version").text(),
-        zstd_version=root.at("zstd").at("version").text(),
-        zstd_byte_exact=root.at("zstd").at("byte_exact").boolean(),
-        effort=root.at("effort").text(),
-        codecs=root.at("codecs").texts(),
-        predictors=root.at("predictors").texts(),
-        hi_predictors=None if root.at("hi_predictors").value is None else root.at("hi_predictors").texts(),
-        arrays=arrays,
-        metadata=root.at("metadata").text_map(),
-    )
-    _check_sum(root, "raw_bytes", manifest.raw_bytes)
-    _check_sum(root, "stored_bytes", manifest.stored_bytes)
-    return manifest
-
-
-def _check_unique(root: Node, arrays: Sequence[ArrayEntry]) -> None:
-    seen: set[str] = set()
-    for index, array in enumerate(arrays):
-        if array.name in seen:
-            raise ManifestError(f"{root.where}: arrays[{index}].name: {array.name!r} is already taken")
-        seen.add(array.name)
-
-
-def _check_ranges(root: Node, arrays: Sequence[ArrayEntry]) -> None:
-    """No byte of a file belongs to two frames, lest a small file stand for many arrays, but frames that are shared."""
-    ranges = sorted(
-        (frame.file, frame.offset, frame.offset + frame.bytes, index, array.shared)
-        for index, array in enumerate(arrays)
-        for frame in array.frames
-    )
-    for (file, *range_, one, shared), (other_file, *other_range, other, other_shared) in pairwise(ranges):
-        shares = shared and other_shared and one != other and range_ == other_range
-        if file == other_file and other_range[0] < range_[1] and not shares:
-            raise ManifestError(
-                f"{root.where}: arrays[{other}]: bytes {other_range[0]} to {other_range[1]} of {file!r} belong to "
-                f"arrays[{one}] as well, and are not declared as shared"
-            )
-
-
-def _check_sum(node: Node, key: str, expected: int) -> None:
-    if node.at(key).integer(0) != expected:
-        raise node.at(key).wrong(f"{expected}, the sum of its parts")
-
-
-def _array(node: Node, version: int) -> ArrayEntry:
-    dtype = node.at("dtype").text()
-    try:
-        word_bytes = dtypes.by_name(dtype).itemsize
-    except KvmnnError:
-        raise node.at("dtype").wrong(f"one of {', '.join(dtypes.BY_NAME)}") from None
-    array_dtype = node.at("array_dtype").text()
-    if not _ARRAY_DTYPE.fullmatch(array_dtype) or array_dtype in ("|f2", "|f4", "<f1", ">f1", "|f1"):
-        raise node.at("array_dtype").wrong("a numpy type of kind f, i, u or V")
-    if int(array_dtype[2]) != word_bytes and array_dtype != "|u1":
-        raise node.at("array_dtype").wrong(f"a type of {word_bytes} bytes, as {dtype} has, or '|u1'")
-    order = node.at("order").text()
-    if order not in ("C", "F"):
-        raise node.at("order").wrong("'C' or 'F'")
-    shape = tuple(axis.integer(1) for axis in node.at("shape").items(most=64))
-    array = ArrayEntry(
-        name=_name(node.at("name")),
-        dtype=dtype,
-        shape=shape,
-        array_dtype=array_dtype,
-        order="F" if order == "F" else "C",
-        sha256=node.at("sha256").sha256(),
-        frames=tuple(_frame(frame, word_bytes, version) for frame in node.at("frames").items(least=1)),
-        shared="shared" in node.value and node.at("shared").boolean(),
-    )
-    raw_bytes = math.prod(shape) * array.itemsize
-    _check_sum(node, "stored_bytes", array.stored_bytes)
-    _check_sum(node, "raw_bytes", sum(frame.raw_bytes for frame in array.frames))
-    if node.at("raw_bytes").value != raw_bytes:
-        raise node.at("raw_bytes").wrong(f"{raw_bytes}, as its shape and array_dtype say")
-    return array
-
-
-def _name(node: Node) -> str:
-    name = node.text()
-    if wrong := wrong_name(name):
-        raise ManifestError(f"{node.where}: {node.path}: {shortened(name)} {wrong}")
-    return name
-
-
-def _frame(node: Node, word_bytes: int, version: int) -> FrameEntry:
-    raw_bytes = node.at("raw_bytes").integer(word_bytes)
-    if raw_bytes % word_bytes:
-        raise node.at("raw_bytes").wrong(f"a multiple of {word_bytes}")
-    stored = _stored(node, version)
-    size = node.at("bytes").integer(0 if stored == "raw" else _MIN_FRAME_BYTES)
-    if stored == "raw" and size != raw_bytes:
-        raise node.at("bytes").wrong(f"{raw_bytes}, its raw_bytes, as the words are stored raw")
-    return FrameEntry(
-        file=node.at("file").file_name(),
-        offset=node.at("offset").integer(0),
-        bytes=size,
-        raw_bytes=raw_bytes,
-        sha256=node.at("sha256").sha256(),
-        stored=stored,
-        axes=_axes(node.at("axes")) if stored == "dense" else None,
-    )
-
-
-def _axes(node: Node) -> Axes:
-    for axes in _AXES:
-        if node.value == axes:
-            return axes
-    raise node.wrong(" or ".join(map(repr, _AXES)))
-
-
-def _stored(node: Node, version: int) -> Stored:
-    """What a range holds; refused where readers of an older version would take it for a frame."""
-    if "stored" not in node.value:
-        return "frame"
-    said = node.at("stored")
-    for stored, since in _SINCE.items():
-        if said.value == stored:
-            if version < since:
-                raise said.wrong(f"'frame': only version {since} of the schema has {stored!r}")
-            return stored
-    raise said.wrong(" or ".join(map(repr, _SINCE)))

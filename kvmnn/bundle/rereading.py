@@ -10,7 +10,7 @@ from ..errors import ManifestError, OutputError
 from ..files.mapped import MappedFile
 from ..files.output import StagedFile
 from ..threads.pool import map_pulled, resolve_threads
-from . import manifest
+from . import manifest_reading
 from .manifest import FrameEntry, Manifest
 
 _STEP = 8 << 20
@@ -39,7 +39,7 @@ def read_back(document: Manifest, index: StagedFile, files: Mapping[str, StagedF
     for file in (index, *files.values()):
         file.close()
     try:
-        same = manifest.load(index.path) == document
+        same = manifest_reading.load(index.path) == document
     except ManifestError as error:
         raise OutputError(f"{index.target}: does not read back: {error}") from None
     if not same:

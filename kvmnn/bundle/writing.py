@@ -10,8 +10,8 @@ from typing import Any
 
 from ..arrays.source import FILE_KEY, Source
 from ..errors import OptionError
-from ..files.names import is_directory, renamed
-from ..files.output import DirectoryOutput, FileOutput, Stream
+from ..files.names import file_names, is_directory, renamed
+from ..files.output import DirectoryOutput, FileOutput, Stream, is_device
 from ..packed.cache_info import CacheInfo
 from ..packed.summary import cache_document
 from ..text import LOSSLESS, at_rate, count, ratio
@@ -93,6 +93,7 @@ class Encoded(Sizes):
             "notes": self.notes,
             "seconds": self.seconds,
             "effort": made.effort,
+            "rope": made.rope,
             "kvmnn_version": made.kvmnn_version,
             "zstd_version": made.zstd_version,
             "byte_exact": self.byte_exact,
@@ -216,6 +217,24 @@ def encode(
         cache=source.cache,
         dequantised=source.dequantised,
     )
+
+
+def check_output(source: Source, path: str, *, force: bool = False) -> None:
+    """Raise what `encode` would raise about a file or directory that it cannot write, before anything is worked out.
+
+    Raises
+    ------
+    OutputError
+        As for `encode`.
+    """
+    if is_device(path):
+        return
+    if len(source) > 1 or is_directory(path):
+        with DirectoryOutput(path, force=force, protect=source.files, index=manifest.FILE_NAME) as directory:
+            directory.check_names([*file_names(source.names, manifest.FRAME_SUFFIX), manifest.FILE_NAME])
+        return
+    with FileOutput(path, force=force, protect=source.files) as file:
+        file.check_beside(manifest.SIDE_SUFFIX)
 
 
 def _to_path(

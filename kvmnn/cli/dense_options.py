@@ -10,7 +10,7 @@ from . import engine_options, idle_options, packed_options, printing
 
 if TYPE_CHECKING:
     from ..arrays.source import Source
-    from ..bundle import DenseOptions
+    from ..bundle import DenseOptions, Encoded
     from ..dense import Rotary
 
 CODECS = ("mnn", "dense")
@@ -32,14 +32,19 @@ def add_codec(parser: Any, *, required: bool = False) -> None:
     add_rope(parser)
 
 
-def add_rope(parser: Any) -> None:
-    """``--rope``."""
+_WITHOUT = (
+    "--model DIR says so in its config.json, --model FILE.gguf in its header; where neither does it is found by trial, "
+    "if it can be"
+)
+
+
+def add_rope(parser: Any, without: str = _WITHOUT) -> None:
+    """``--rope``; `without` is what says it else."""
     parser.add_argument(
         "--rope",
         type=_rope,
         metavar=f"{_ROPE}[,pairing=interleaved]|none",
-        help="with dense: how K was rotated; without it, --model DIR says so in its config.json, "
-        "--model FILE.gguf in its header; where neither does it is found by trial, if it can be",
+        help=f"with dense: how K was rotated; without it, {without}",
     )
 
 
@@ -57,6 +62,20 @@ def check(arguments: argparse.Namespace) -> None:
         idle_options.refuse(arguments, ["rope"], "needs --codec dense")
     elif arguments.no_zstd:
         raise printing.UsageError("--no-zstd is about engines, and none reads dense streams: leave it out")
+
+
+_OF_FRAMES = (
+    *("effort", "predictors", "predictors_k", "predictors_v", "hi_predictors"),
+    *("frame_bytes", "block", "allow_raw"),
+)
+
+
+def note_idle(arguments: argparse.Namespace, made: Encoded) -> None:
+    """A note for options about frames, where none was made."""
+    if any(not frame.is_dense for array in made.manifest.arrays for frame in array.frames):
+        return
+    if given := [idle_options.option(arguments, name) for name in _OF_FRAMES if idle_options.given(arguments, name)]:
+        printing.note(arguments, f"all arrays became dense streams: {' and '.join(given)} changed none of them")
 
 
 def options(arguments: argparse.Namespace, source: Source, *, trial: bool = True) -> DenseOptions:

@@ -28,6 +28,7 @@ def load(
     any_heads: bool = False,
     whole: bool = False,
     one_of_several: bool = False,
+    as_layers: bool = True,
 ) -> Source:
     """All arrays of all inputs as one source.
 
@@ -35,9 +36,10 @@ def load(
     `EngineOptions`. Options
     about packed files are refused where no input is any, but for those that are `used` otherwise. What neither packed
     files nor the arguments say is taken from `known`. With `one_of_several` what is said of axes may be about another
-    input.
+    input. With `as_layers`, and with ``--axes``, a note says where heads and tokens look as if they were swapped.
     """
     from ..arrays.axes import Laid, laid_out
+    from ..arrays.layers import heads_hint
     from ..arrays.own_order import undo
     from ..arrays.source import joined
     from ..formats import opening
@@ -61,10 +63,13 @@ def load(
         max_bytes=getattr(arguments, "max_bytes", None),
     )
     source = joined([opening.open(path, options) for path in paths])
-    if len(paths) == 1:
-        return source
-    source = laid_out(source, laid, " ".join(paths))
-    return source if engine.undo is None else undo(source, engine.undo)
+    if len(paths) > 1:
+        source = laid_out(source, laid, " ".join(paths))
+        source = source if engine.undo is None else undo(source, engine.undo)
+    turned = getattr(arguments, "token_major", False)
+    if (as_layers or laid.axes) and not turned and (hint := heads_hint(source, laid.axes)):
+        source.notes.append(hint)
+    return source
 
 
 def open_frames(path: str, arguments: argparse.Namespace, options: DecodeOptions) -> FrameSet:

@@ -15,6 +15,7 @@ from functools import partial
 from ..errors import CheckpointError, LimitError
 from ..files.mapped import STDIN, MappedFile, head_of
 from ..formats.hf.saved import holds_cache
+from ..formats.raw_pages import page_in
 from ..formats.safetensors_header import read_header
 from ..formats.torch.opening import Kind, TorchFile, begins_with_an_array, is_torch_zip, read_torch
 from ..formats.torch.opening import kind_of as torch_kind_of
@@ -149,10 +150,10 @@ def kind_of(head: bytes) -> str | None:
 
 
 def is_checkpoint(path: str) -> bool:
-    """Whether a file is a checkpoint of torch's, zip or legacy, or has the name of one; a saved cache is none."""
+    """Whether a file is a checkpoint of torch's, zip or legacy, or has the name of one; no saved cache, and no page."""
     if holds_cache(path):
         return False
-    if path.lower().endswith((".pth", ".pt")):
+    if path.lower().endswith((".pth", ".pt")) and page_in(path) is None:
         return True
     return kind_of(head_of(path)) == "torch legacy" or is_torch_zip(path)
 

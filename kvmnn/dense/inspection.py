@@ -50,11 +50,11 @@ class DenseInfo:
         if self.table_set is not None:
             extras.append(f"table set {self.table_set:016x}")
         lines = [
-            f"{self.dtype} dense stream [{self.kv_heads}, {self.tokens}, {self.head_dim}]: {self.raw_bytes} -> "
-            f"{self.stream_bytes} bytes, ratio {self.ratio:.4f}",
+            f"{self.dtype} dense stream [{self.kv_heads}, {self.tokens}, {self.head_dim}]: {self.raw_bytes:,} -> "
+            f"{self.stream_bytes:,} bytes, ratio {self.ratio:.4f}",
             f"method {self.method}" + "".join(f", {extra}" for extra in extras),
         ]
-        lines += [f"{name:>12} {size:>12}" for name, size in self.sections.items()]
+        lines += [f"{name:>12} {size:>12,} bytes" for name, size in self.sections.items()]
         return "\n".join(lines)
 
 

@@ -9,7 +9,7 @@ from .listing import ArraysInfo, inspect
 from .mnn.describing import Described, describe_files
 from .mnn.finding import find_packed
 from .mnn.packed_files import PackedFiles
-from .opening import folder_kind, is_frames, kind_of, not_a_frame, open
+from .opening import folder_kind, is_frames, kind_of, not_a_frame, open, readable_within
 from .options import EngineOptions, PackedOptions, ReadOptions
 from .reading import chosen
 from .restoring import Restored, restore
@@ -48,6 +48,7 @@ __all__ = [
     "not_a_frame",
     "open",
     "read_rotary",
+    "readable_within",
     "restore",
     "restore_file",
     "restore_store",

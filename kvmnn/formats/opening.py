@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any, Literal
@@ -24,10 +25,12 @@ from .mnn import dump, packed_dump
 from .mnn.describing import describe_files
 from .mnn.finding import find_packed
 from .options import PackedOptions, ReadOptions
+from .raw_pages import page_in
 from .reading import check_names, chosen
 from .unknown import HEAD_BYTES, file_not_known, folder_not_known
 
 FolderKind = Literal["zarr", "packed", "packed dump", "dump", "npy", "vllm"]
+_MOST_NAMES = 1000
 _PACKED_SUFFIXES = (".k", ".v")
 _FRAME_SUFFIXES = (manifest.FRAME_SUFFIX, ".json")
 
@@ -161,7 +164,7 @@ def kind_of(path: str) -> Literal["frames", "arrays"] | None:
     suffix = PurePath(path).suffix.lower()
     if engine_files.engine_file(path):
         return "arrays"
-    if suffix in ARRAY_FORMATS or suffix in _PACKED_SUFFIXES:
+    if suffix in ARRAY_FORMATS or suffix in _PACKED_SUFFIXES or page_in(path) is not None:
         return "arrays"
     return "frames" if suffix in _FRAME_SUFFIXES or os.path.exists(path + manifest.SIDE_SUFFIX) else None
 
@@ -189,6 +192,23 @@ def folder_kind(path: str, packed: PackedOptions | None = None) -> FolderKind | 
     if vllm.is_folder(path):
         return "vllm"
     return "zarr" if zarr.lost_group(path) else None
+
+
+def readable_within(path: str) -> str | None:
+    """The first name in a directory that `open` would read; None where there is none among the first thousand."""
+    try:
+        names = sorted(os.listdir(path))[:_MOST_NAMES]
+    except OSError:
+        return None
+    for name in names:
+        inside = os.path.join(path, name)
+        if os.path.isdir(inside):
+            with suppress(KvmnnError):
+                if is_frames(inside) or folder_kind(inside) is not None:
+                    return name
+        elif array_format(inside) is not None or engine_files.engine_file(inside) is not None:
+            return name
+    return None
 
 
 def _has_packed(path: str, packed: PackedOptions | None) -> bool:

@@ -100,8 +100,8 @@ def options_of(frames: FrameSet) -> EncodeOptions:
     ManifestError
         For an effort, a codec or a predictor that there is not.
     """
-    said: Manifest | None = frames.document
-    if said is None:
+    said: Manifest | None = frames.document  # of dense streams alone it says no effort
+    if said is None or said.effort is None:
         return EncodeOptions()
     try:
         return EncodeOptions(

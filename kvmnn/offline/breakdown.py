@@ -13,7 +13,10 @@ from .stored_sizes import StoredSize
 from .totals import FP32Totals, LaneTotal, Totals
 
 SIMULATED = "simulated: zstd frames were made and their lengths added up; no such file exists"
-STORED = "STORED: frames as MNN makes them were encoded, decoded and compared: LOSSLESS for the 16-bit words measured"
+STORED = (
+    "STORED: frames as MNN makes them were encoded, decoded and compared: LOSSLESS for the 16-bit words measured, "
+    "[token, kv_head, head_dim] as dumps have them"
+)
 FP32 = "simulated too: fp32 words as they are, nothing rounded, in four byte lanes, the lowest byte first"
 LIMIT = "order-0 entropy of the byte lanes as they are; what uses neighbours (predictors, matches) can go below"
 

@@ -21,8 +21,8 @@ from ..threads.pool import resolve_threads
 from .stored_sizes import FRAME_BYTES
 
 MEANING = (
-    "exact: frames as MNN makes them; dense: streams for kvmnn alone (docs/dense.md); all made, decoded and compared: "
-    f"{LOSSLESS}"
+    "exact: frames as MNN makes them, of arrays as they lie; dense: streams for kvmnn alone (docs/dense.md); all made, "
+    f"decoded and compared: {LOSSLESS}"
 )
 
 

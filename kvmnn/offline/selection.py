@@ -17,7 +17,7 @@ from ..dtypes import Part
 from ..errors import LimitError, OptionError, SourceError
 from ..files.changes import FileState
 from ..files.json_document import read_bounded
-from ..formats import folder_kind, is_frames
+from ..formats import folder_kind, is_frames, readable_within
 from .options import NothingSelectedError, Scope
 from .token_runs import ArrayTensor, FileTensor, Tensor
 
@@ -166,13 +166,21 @@ def add_dumps(found: Selection, root: Path, scope: Scope) -> None:
         raise SourceError(f"{root}: is not a directory")
     metas = sorted(root.rglob("meta_*.json"))
     if not metas:
-        raise NothingSelectedError(f"{root}: has no meta_*.json file below it, so it is not an MNN KV dump")
+        raise NothingSelectedError(
+            f"{root}: has no meta_*.json file below it, so it is not an MNN KV dump{_advice(str(root))}"
+        )
     for meta in metas:
         found.scanned += 1
         try:
             _add(found, meta, scope)
         except _SkipError as reason:
             found.skip(str(reason), str(meta))
+
+
+def _advice(root: str) -> str:
+    """What to do with a folder that is no dump, if that is known."""
+    inside = readable_within(root)
+    return "" if inside is None else f"; {inside!r} in it is what kvmnn reads: name that, or --jobs N takes each file"
 
 
 def select_source(found: Selection, source: Source, scope: Scope, label: str) -> None:

@@ -13,6 +13,7 @@ from typing import Literal
 from .. import dtypes
 from ..checks import whole
 from ..errors import KvmnnError, MissingOptionError, SourceError
+from ..text import count
 from .addressing import FLASH_BLOCK
 from .backends import BACKENDS
 from .layout import PackLayout
@@ -286,4 +287,4 @@ def describe(layout: PackLayout) -> str:
     if layout.quantised:
         packs += f", int8 {'K and V' if layout.int8_values else 'K'} (lP8 {layout.lP8}, hP8 {layout.hP8})"
     block = f"flash block {layout.flash_block}" if layout.flash_block else "no flash attention"
-    return f"{layout.kv_heads} kv heads x {layout.head_dim} dims, {layout.dtype}, {packs}, {block}"
+    return f"{count(layout.kv_heads, 'kv head')} x {layout.head_dim} dims, {layout.dtype}, {packs}, {block}"

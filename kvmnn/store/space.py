@@ -17,6 +17,7 @@ from ..checks import shown
 from ..dtypes import DType
 from ..errors import KvmnnError
 from ..files.json_document import parse
+from ..text import count
 
 KEY_BYTES = 16
 MAX_LAYERS = 4096
@@ -77,7 +78,7 @@ class Space:
     def __str__(self) -> str:
         """For people: ``6 layers, 4 kv heads x 64 dims, fp32``."""
         shapes = sorted({(shape.kv_heads, shape.head_dim) for shape in self.layers})
-        sizes = " and ".join(f"{heads} kv heads x {dims} dims" for heads, dims in shapes[:3])
+        sizes = " and ".join(f"{count(heads, 'kv head')} x {dims} dims" for heads, dims in shapes[:3])
         return f"{len(self.layers)} layers, {sizes}{' and more' if len(shapes) > 3 else ''}, {self.dtype}"
 
 

@@ -14,7 +14,7 @@ from bundles import edit
 from hostile_files import write_dump
 
 import kvmnn
-from kvmnn.bundle import manifest
+from kvmnn.bundle import manifest, manifest_reading
 
 KEYS = np.random.default_rng(4).standard_normal((4, 30, 32)).astype(np.float16)
 
@@ -99,7 +99,7 @@ def test_frames_that_are_declared_as_shared(here, run):
     assert "LOSSLESS" in run("verify", "k.frame").out
     run("decode", "k.frame", "-o", "x/")
     assert {np.load(path).tobytes() for path in Path("x").iterdir()} == {KEYS.tobytes()}
-    assert manifest.from_json(manifest.to_json(manifest.load(Path("k.frame.json")))).arrays[2].shared
+    assert manifest_reading.from_json(manifest.to_json(manifest_reading.load(Path("k.frame.json")))).arrays[2].shared
 
 
 def overlapping(found: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvmnn.bundle import manifest
+from kvmnn.bundle import manifest, manifest_reading
 from kvmnn.errors import ManifestError
 
 HASH = "0" * 64
@@ -46,7 +46,7 @@ def document() -> dict[str, Any]:
 
 
 def read(value: Any) -> manifest.Manifest:
-    return manifest.from_json(value if isinstance(value, bytes) else json.dumps(value).encode())
+    return manifest_reading.from_json(value if isinstance(value, bytes) else json.dumps(value).encode())
 
 
 def test_round_trip():
@@ -106,6 +106,7 @@ MISSING = object()
         ("arrays.0.frames.0.file", "", "expected a relative file name"),
         ("arrays.0.frames.0.file", "a\0b", "expected a relative file name"),
         ("metadata", {"a": 1}, "metadata.a: found 1, expected a string"),
+        ("effort", None, "effort: found null, expected a string, as there are frames"),
         ("codecs", "zstd", "codecs: found \"zstd\", expected a list"),
         ("zstd", None, "zstd.version: "),
         ("zstd.byte_exact", 1, "zstd.byte_exact: found 1, expected true or false"),
@@ -145,7 +146,20 @@ def test_two_arrays_of_one_name():
 
 def test_load_names_the_file(tmp_path):
     with pytest.raises(ManifestError, match=r"m.json: cannot be read"):
-        manifest.load(tmp_path / "m.json")
+        manifest_reading.load(tmp_path / "m.json")
     (tmp_path / "m.json").write_bytes(b"{}")
-    with pytest.raises(ManifestError, match=r"m.json: schema: is missing"):
-        manifest.load(tmp_path / "m.json")
+    with pytest.raises(ManifestError, match=r'm.json: schema: is missing: a manifest of kvmnn says "schema": "kvmnn-m'):
+        manifest_reading.load(tmp_path / "m.json")
+
+
+def test_dense_streams_say_their_rotation_and_nothing_of_frames():
+    value = document() | {"schema_version": 3, "effort": None, "codecs": [], "predictors": []}
+    value["arrays"][0] |= {"order": "C", "array_dtype": "<f2"}
+    for frame in value["arrays"][0]["frames"]:
+        frame |= {"stored": "dense", "axes": "htd", "rope": "theta=500,dims=2"}
+    found = read(value)
+    assert json.loads(manifest.to_json(found)) == value
+    assert (found.effort, found.rope) == (None, "theta=500,dims=2")
+    value["arrays"][0]["frames"][0]["rope"] = 5
+    with pytest.raises(ManifestError, match=r"frames\[0\].rope: found 5, expected a string"):
+        read(value)

@@ -169,7 +169,10 @@ def test_measure(run):
     run("encode", "kv.npz", "-o", "f/")
     run("encode", "kv.npz", "-o", "d/", "--codec", "dense", "--model", "model")
     said = run("measure", "kv.npz", "--dense", "--model", "model").out
-    assert "exact: frames as MNN makes them; dense: streams for kvmnn alone" in said and "LOSSLESS" in said
+    assert (
+        "exact: frames as MNN makes them, of arrays as they lie; dense: streams for kvmnn alone" in said
+        and "LOSSLESS" in said
+    )
     assert f"K taken as rotated (RoPE) by {ROPE}" in said
     found = json.loads(run("measure", "kv.npz", "--dense", "--rope", ROPE, "--json").out)
     assert found["overall"]["layers"] == 2 and found["rotary"] and found["rope"] == ROPE
@@ -216,3 +219,49 @@ def test_k_alone_with_axes(run):
     made = next(Path("alone").glob("*.frame")).read_bytes()
     assert made == next(Path("plain").glob("*.frame")).read_bytes()
     assert "kvmnn dense" in run("bench", "keys.npy", "--axes", "lthd", "--rounds", "1").out
+
+
+def test_the_rotation_that_was_used_is_kept(run):
+    made = json.loads(run("encode", "kv.npz", "-o", "d/", "--codec", "dense", "--model", "model", "--json").out)
+    document = json.loads(Path("d/manifest.json").read_text())
+    assert made["rope"] == ROPE and json.loads(run("inspect", "d", "--json").out)["inputs"][0]["rope"] == ROPE
+    assert [array["frames"][0].get("rope") for array in document["arrays"]] == [ROPE, None, ROPE, None]
+    run("encode", "kv.npz", "-o", "n/", "--codec", "dense", "--rope", "none")
+    assert "rope" not in Path("n/manifest.json").read_text()
+
+
+def test_dense_streams_alone_say_nothing_of_frames(run):
+    settings = ("effort", "codecs", "predictors", "hi_predictors")
+    run("encode", "kv.npz", "-o", "d/", "--codec", "dense", "--rope", "none")
+    run("encode", "kv.npz", "other.npz", "-o", "both/", "--codec", "dense", "--rope", "none")
+    document, both = (json.loads(Path(name, "manifest.json").read_text()) for name in ("d", "both"))
+    assert [document[name] for name in settings] == [None, [], [], None] and both["effort"] == "exact"
+    run("encode", "kv.npz", "-o", "f/")
+    run("transcode", "d", "-o", "back/", "--codec", "mnn")
+    assert all(path.read_bytes() == Path("back", path.name).read_bytes() for path in Path("f").iterdir())
+
+
+def test_options_about_frames_are_told_of_where_none_is_made(run):
+    options = ["--codec", "dense", "--rope", "none", "--effort", "fast", "--allow-raw"]
+    said = " ".join(run("encode", "kv.npz", "-o", "d/", *options).err.split())
+    assert "note: all arrays became dense streams: --effort and --allow-raw changed none of them" in said
+    assert "became" not in run("encode", "kv.npz", "other.npz", "-o", "e/", *options).err
+    assert "became" not in run("encode", "kv.npz", "-o", "f/", *options[:4]).err
+    run("transcode", "d", "-o", "fast/", "--codec", "mnn")  # which the manifest has, for frames of them
+    assert json.loads(Path("fast/manifest.json").read_text())["effort"] == "fast"
+
+
+@pytest.mark.parametrize("verb", ["encode", "transcode"])
+def test_an_output_that_exists_is_told_of_before_the_rotation_is_looked_for(run, monkeypatch, verb):
+    run("encode", "kv.npz", "-o", "f/")
+    run("encode", "k.npy", "-o", "k.frame")
+    Path("out").mkdir()
+    Path("out/layer_1.value.frame").write_bytes(b"x")
+    monkeypatch.setattr("kvmnn.bundle.find_rotary", lambda *_: pytest.fail("was looked for"))
+    for name, output in (("kv.npz" if verb == "encode" else "f", "out/"), ("k.npy", "k.frame")):
+        name = "k.frame" if verb == "transcode" and name == "k.npy" else name
+        found = run(verb, name, "-o", output, "--codec", "dense", code=1)
+        assert "exists already" in found.err or "is the input itself" in found.err
+        assert found.err.count("\n") == 1 and sorted(path.name for path in Path("out").iterdir()) == [
+            "layer_1.value.frame"
+        ]

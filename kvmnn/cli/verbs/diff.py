@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .. import engine_options, idle_options, loading, packed_options, printing, shared_options
-from ..printing import UsageError
+from ..printing import STDIO, UsageError
 
 if TYPE_CHECKING:
     from ...arrays.source import Source
@@ -24,13 +24,29 @@ With --atol X the inputs may be of different engines and types: what each comput
 numbers, layer by layer. --undo is about the inputs that are llama.cpp's."""
 
 
-def _loaded(path: str, arguments: argparse.Namespace) -> Source:
+def _both(*inputs: tuple[str, argparse.Namespace]) -> list[Source]:
+    """Both inputs; rows of two llama.cpp caches are compared as they are where nothing says the heads of either."""
+    from ...errors import MissingOptionError
+
+    try:
+        return [_loaded(path, arguments) for path, arguments in inputs]
+    except MissingOptionError:
+        if STDIO in (path for path, _ in inputs) or not all(engine_options.may_be_undone(path) for path, _ in inputs):
+            raise
+        found = [_loaded(path, arguments, any_heads=True) for path, arguments in inputs]
+        if any(source.engine_cache is None or source.engine_cache.kv_heads is not None for source in found):
+            raise
+        return found
+
+
+def _loaded(path: str, arguments: argparse.Namespace, *, any_heads: bool = False) -> Source:
     from ...compressor import as_source, is_weights
 
     if is_weights(path):
         return as_source(path)
     said = arguments if engine_options.may_be_undone(path) else _with(arguments, undo=None)
-    return loading.load([path], said, frames=True, used=packed_options.LAYING, one_of_several=True)
+    used = packed_options.LAYING
+    return loading.load([path], said, frames=True, used=used, any_heads=any_heads, one_of_several=True)
 
 
 def _with(arguments: argparse.Namespace, **other: Any) -> argparse.Namespace:
@@ -91,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
         idle_options.refuse(arguments, ["undo"], f"is about caches of llama.cpp, and {' '.join(paths)} holds none")
     whole = _with(arguments, kv_batch=None)  # a batch is cut below, where both are known
     of_second = _with(whole, tokens=arguments.second_tokens or arguments.tokens)
-    first, second = _one_of_batch([_loaded(arguments.first, whole), _loaded(arguments.second, of_second)], arguments)
+    first, second = _one_of_batch(_both((arguments.first, whole), (arguments.second, of_second)), arguments)
     for path, source in zip(paths, (first, second), strict=True):
         loading.report_skipped(source, arguments)
         packed_options.check_origin(arguments, source.cache, path)

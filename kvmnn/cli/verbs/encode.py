@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
     if many_options.asked(arguments):
         return many_options.run(arguments, "encode", arguments.inputs, takes=["arrays"], output=_one)
-    from ...bundle import EncodeOptions, encode
+    from ...bundle import EncodeOptions, check_output, encode
     from ...formats import encode_store, is_named_zarr
 
     dense = arguments.codec == "dense"
@@ -127,19 +127,25 @@ def run(arguments: argparse.Namespace) -> int:
     )
     to_store = is_named_zarr(arguments.output)
     whole = engine_options.is_whole(arguments, arguments.inputs) and not to_store
-    source = loading.load(arguments.inputs, arguments, used=dense_options.TEXT if dense else (), whole=whole)
+    used = dense_options.TEXT if dense else ()
+    source = loading.load(arguments.inputs, arguments, used=used, whole=whole, as_layers=dense)
     loading.report_skipped(source, arguments)
     if not to_store:
         engine_options.note_arrays(arguments, arguments.inputs)
-    if dense:
-        options = replace(options, dense=dense_options.options(arguments, source, trial=not to_store))
     on_stdout = printing.to_stdout(arguments, arguments.inputs[0])
+    path = None if on_stdout or to_store else _output(arguments, source)
+    if dense:
+        if path is not None:  # before the rotation is looked for
+            check_output(source, path, force=arguments.force)
+        options = replace(options, dense=dense_options.options(arguments, source, trial=not to_store))
     with printing.progress(arguments, source.nbytes, "encode") as step:
         if to_store:
             made: Encoded = encode_store(source, arguments.output, options, force=arguments.force, progress=step)
         else:
-            output = printing.data_stdout(arguments, "frame") if on_stdout else _output(arguments, source)
+            output = printing.data_stdout(arguments, "frame") if path is None else path
             made = encode(source, output, options, force=arguments.force, progress=step)
+    if dense:
+        dense_options.note_idle(arguments, made)
     text = made.text(verbose=arguments.verbose)
     printing.show(arguments, "encode", made, text=text, data_on_stdout=on_stdout)
     return 0

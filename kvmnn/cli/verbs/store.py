@@ -34,8 +34,9 @@ longest beginning that was ever put, to the token. Equal beginnings are stored o
 A text is said by --token-ids: numbers (5,7,9), or a file: a JSON list, numbers or .npy; - is standard input; put
 needs none for a cache that has its ids, as llama.cpp's sessions do. CACHE is anything kvmnn reads: an engine's prefix
 cache, live files of a running engine, a dump, frames, arrays called layer_<n>.key and layer_<n>.value. Which model
-computed it is said by --model DIR (an MNN model, whose fingerprint is taken) or --fingerprint; a cache that knows its
-model and a store of one model need neither. A store takes a second model only with --force."""
+computed it is said by --model, whose fingerprint is taken (the folder of an MNN model, with its .mnn file, or a
+llama.cpp FILE.gguf), or for any other model, such as a folder of transformers, by --fingerprint TEXT; a cache that
+knows its model and a store of one model need neither. A store takes a second model only with --force."""
 
 
 class _Action(NamedTuple):
@@ -75,7 +76,7 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "inputs", nargs="*", default=[], metavar="IN", help="put: caches of the text; import: a file of export"
     )
-    parser.add_argument("--fingerprint", metavar="TEXT", help="which model computed it, where no --model DIR tells")
+    parser.add_argument("--fingerprint", metavar="TEXT", help="which model computed it, where no --model tells")
     parser.add_argument(
         "--max-bytes",
         dest="store_bytes",  # of inputs other verbs have a bound
@@ -91,7 +92,7 @@ def add_parser(verbs: Any) -> None:
         choices=("dense", "frames"),
         help="of a store that is made: dense streams where they are smaller (default), or frames",
     )
-    dense_options.add_rope(parser)
+    dense_options.add_rope(parser, "--model says so where its folder has a config.json; else K is taken as V is")
     parser.add_argument(
         "--effort",
         choices=shared_options.EFFORTS,
@@ -276,12 +277,18 @@ def _ids(arguments: argparse.Namespace) -> Any:
 
 def _fingerprint(arguments: argparse.Namespace) -> str | None:
     """The model that the options name."""
+    from ...errors import SourceError
     from ...formats.mnn import fingerprint
 
     if arguments.model is not None and arguments.fingerprint is not None:
         raise UsageError("--model and --fingerprint both say which model it is: leave one out")
     said: str | None = arguments.fingerprint
-    return fingerprint(arguments.model) if arguments.model is not None else said
+    if arguments.model is None:
+        return said
+    try:
+        return fingerprint(arguments.model)
+    except SourceError as error:
+        raise SourceError(f"{error}; --fingerprint TEXT names a model that is neither MNN's nor a .gguf") from None
 
 
 def _model(store: PrefixStore, arguments: argparse.Namespace) -> str:

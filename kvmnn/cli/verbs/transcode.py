@@ -73,6 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _options(arguments: argparse.Namespace, frames: FrameSet, reading: DecodeOptions) -> EncodeOptions:
+    from ...bundle import check_output
     from ...formats.transcoding import options_of, source_of
 
     options = replace(
@@ -84,5 +85,8 @@ def _options(arguments: argparse.Namespace, frames: FrameSet, reading: DecodeOpt
     if arguments.effort is not None:
         options = replace(options, effort=arguments.effort)
     if arguments.codec == "dense":
-        options = replace(options, dense=dense_options.options(arguments, source_of(frames, reading)))
+        source = source_of(frames, reading)
+        if arguments.output != STDIO:  # before the rotation is looked for
+            check_output(source, arguments.output, force=arguments.force)
+        options = replace(options, dense=dense_options.options(arguments, source))
     return options

@@ -132,7 +132,9 @@ def _original(frames: FrameSet, arguments: argparse.Namespace) -> Source:
     for path in filter(is_weights, arguments.against):
         raise printing.UsageError(f"--against {path}: is a compressor's weight file, which no frames are made of")
     dtypes = [array.dtype for array in frames.arrays]
-    source = loading.load(arguments.against, arguments, dtypes, known=frames.cache, whole=is_kept(frames))
+    source = loading.load(
+        arguments.against, arguments, dtypes, known=frames.cache, whole=is_kept(frames), as_layers=False
+    )
     loading.report_skipped(source, arguments)
     if frames.cache is not None and source.cache is not None:
         printing.note(arguments, f"the original is read as the frames say: {_geometry(frames.cache)}")
@@ -143,4 +145,5 @@ def _geometry(cache: CacheInfo) -> str:
     """What a description says that packed files do not."""
     tokens = span(sorted({layer.tokens for layer in cache.layers}))
     layout = cache.layout
-    return f"{tokens} tokens in {count(len(cache.layers), 'layer')}, {layout.kv_heads} kv heads of {layout.head_dim}"
+    layers, heads = count(len(cache.layers), "layer"), count(layout.kv_heads, "kv head")
+    return f"{tokens} tokens in {layers}, {heads} of {layout.head_dim}"

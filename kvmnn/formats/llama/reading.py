@@ -15,7 +15,7 @@ from ...arrays.layers import array_name
 from ...arrays.named_array import NamedArray, UnsupportedArrayError
 from ...arrays.source import Source
 from ...arrays.undoing import Undo
-from ...errors import OptionError, SourceError
+from ...errors import MissingOptionError, OptionError, SourceError
 from ...files.mapped import head_of
 from ...text import count
 from ..file_bytes import FileBytes
@@ -100,7 +100,7 @@ def _chosen(where: str, state: State, options: EngineOptions) -> Stream:
         raise SourceError(f"{where}: no cell is used, there is nothing to read")
     if options.stream is None:
         if len(used) > 1 and not options.any_stream:
-            raise OptionError(f"{where}: {len(used)} streams hold cells: --stream says which ({_numbers(used)})")
+            raise MissingOptionError(f"{where}: {len(used)} streams hold cells: --stream says which ({_numbers(used)})")
         return streams[used[0]]
     if options.stream not in used:
         raise OptionError(f"{where}: stream {options.stream} holds no cells; --stream may be {_numbers(used)}")
@@ -148,7 +148,7 @@ def heads_of(where: str, stream: Stream, options: ReadOptions, *, needed: bool) 
     if found is None:
         if not needed:
             return Heads((1,) * len(keys), known=False)
-        raise OptionError(
+        raise MissingOptionError(
             f"{where}: a row of K has {keys[0].row:,} values, and nothing in the file says of how many kv heads: say "
             "--kv-heads N, or --model FILE.gguf (in Python kv_heads=N, or model=)"
         )

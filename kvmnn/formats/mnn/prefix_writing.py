@@ -21,7 +21,7 @@ from ...packed import cache_info
 from ...packed.cache_info import SIDE_SUFFIX, CacheInfo, LayerInfo
 from ...packed.layout import PackLayout
 from ...packed.summary import cache_document, cache_summary, live_share
-from ...text import LOSSLESS, LOSSY, at_rate
+from ...text import LOSSLESS, LOSSY, at_rate, count
 from ...threads.pipeline import Progress
 from ...threads.pool import map_pulled, resolve_threads
 from ..rereading import ReadBackError
@@ -65,7 +65,7 @@ class Packed:
 
     @property
     def label(self) -> str | None:
-        """``LOSSLESS`` if every word came back from the files as it went in; ``LOSSY`` if words were rounded before.
+        """``LOSSLESS`` if every number came back from the files as it went in; ``LOSSY`` if some were rounded before.
 
         None where blocks were read as the numbers that they stand for, and nothing was rounded since.
         """
@@ -124,7 +124,7 @@ def prefix_info(
     heads, dims, _ = common_geometry(arrays)
     if (heads, dims) != (layout.kv_heads, layout.head_dim):
         raise KvmnnError(
-            f"the arrays have {heads} kv heads x {dims} dims, the layout {layout.kv_heads} x {layout.head_dim}"
+            f"the arrays have {count(heads, 'kv head')} x {dims} dims, the layout {layout.kv_heads} x {layout.head_dim}"
         )
     keys = arrays[::2]
     if [entry.layer for entry in keys] != list(range(len(keys))):

@@ -1,0 +1,162 @@
+"""What a user meets who has the wrong folder, axes or file: what is said, and what to do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+
+import llama_files
+import numpy as np
+import pytest
+from llama_files import Shape
+
+import kvmnn
+
+HEADS, TOKENS, DIMS = 2, 40, 8
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(3)
+    arrays = {
+        f"layer_{n}.{part}": rng.normal(size=(HEADS, TOKENS, DIMS)).astype(np.float16)
+        for n in range(2)
+        for part in ("key", "value")
+    }
+    np.savez("kv.npz", **arrays)
+    for part in ("key", "value"):  # [layer, token, kv_head, dimension]
+        np.save(f"{part}s.npy", np.stack([arrays[f"layer_{n}.{part}"].transpose(1, 0, 2) for n in range(2)]))
+    np.save("both.npy", np.stack([np.load("keys.npy"), np.load("values.npy")]))
+    return tmp_path
+
+
+def flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("argv", "axes"),
+    [
+        ("measure keys.npy values.npy", "lthd"),
+        ("measure keys.npy values.npy --dense", "lthd"),
+        ("unpack both.npy -o x.npz --axes 2lhtd", "2lthd"),
+        ("encode both.npy -o x/ --axes 2lhtd", "2lthd"),
+        ("encode keys.npy -o x/ --codec dense --rope none", "lthd"),
+    ],
+)
+def test_many_heads_of_few_tokens_are_told_of(run, argv: str, axes: str) -> None:
+    said = flat(run(*argv.split()).err)
+    assert f"is read as 40 kv heads of 2 tokens: where tokens come first, --axes {axes} says so" in said
+    turned = [word for word in argv.split() if word not in ("--axes", "2lhtd")]
+    assert "read as" not in run(*turned, "--axes", axes, *(["-f"] if "-o" in argv else [])).err
+
+
+def test_nothing_is_said_of_heads_where_nothing_looks_at_them(run) -> None:
+    for argv in ("encode keys.npy -o x/", "measure kv.npz", "verify x --against keys.npy"):
+        assert "read as" not in run(*argv.split()).err
+    np.savez("short.npz", **{name: np.ones((16, 1, 8), np.float16) for name in ("layer_0.key", "layer_0.value")})
+    assert "read as" not in run("measure", "short.npz").err
+
+
+def test_both_columns_of_frames_say_of_what_they_are(run) -> None:
+    real = run("measure", "kv.npz", "--real").out
+    dense = run("measure", "kv.npz", "--dense", "--rope", "none").out
+    assert "measured, [token, kv_head, head_dim] as dumps have them" in flat(real)
+    assert "exact: frames as MNN makes them, of arrays as they lie" in flat(dense)
+    run("encode", "kv.npz", "-o", "lie/")
+    exact = json.loads(run("measure", "kv.npz", "--dense", "--rope", "none", "--json").out)["overall"]["exact_bytes"]
+    assert exact == sum(path.stat().st_size for path in Path("lie").glob("*.frame"))
+    by_token = kvmnn.open("both.npy", axes="2lthd")
+    np.savez("t.npz", **{name: by_token[name].to_numpy().transpose(1, 0, 2) for name in by_token})
+    run("encode", "t.npz", "-o", "token/")
+    stored = json.loads(run("measure", "kv.npz", "--real", "--json").out)["breakdown"]["overall"]["stored_bytes"]
+    assert stored == sum(path.stat().st_size for path in Path("token").glob("*.frame"))
+
+
+@pytest.mark.parametrize("name", ["m@1@0@12ab@float16.pt", "m@1@0@12ab@half@3.pt", "m@1@0@12ab@bfloat16.data"])
+def test_a_page_is_inspected_without_its_shape(run, name: str) -> None:
+    np.arange(512, dtype=np.uint16).tofile(name)
+    assert "1 array to encode" in run("inspect", name).out
+    assert json.loads(run("inspect", "--jobs", 1, name).out)["document"]["inputs"][0]["arrays"][0]["shape"] == [512]
+
+
+def test_diff_of_two_sessions_needs_no_heads(run) -> None:
+    words = llama_files.state(Random(1), Shape(), [TOKENS])[0]
+    Path("a.session").write_bytes(words)
+    Path("b.session").write_bytes(words)
+    assert "equal: " in run("diff", "a.session", "b.session").out
+    assert "within 0" in run("diff", "a.session", "b.session", "--atol", 0).out
+    for argv in (["a.session", "kv.npz"], ["a.session", "b.session", "--undo", "k-order"]):
+        assert "--kv-heads N" in run("diff", *argv, code=2).err
+
+
+def test_diff_says_that_nothing_was_compared(run) -> None:
+    np.savez("other.npz", **{f"layer_0.{part}": np.ones((3, 5, 8), np.float16) for part in ("key", "value")})
+    said = run("diff", "--atol", 0.1, "kv.npz", "other.npz", code=1).out
+    assert (
+        said.endswith("no numbers were compared: nothing has its like in the other input\n") and "0 numbers" not in said
+    )
+
+
+@pytest.mark.parametrize("kind", ["vllm", "npz", "frames"])
+def test_one_folder_too_high(run, kind: str) -> None:
+    Path("top/req").mkdir(parents=True)
+    if kind == "vllm":
+        np.savez("one.npz", kv_cache=np.ones((2, 8, 2, 8), np.float16))
+        run("unpack", "one.npz", "-o", "top/req/layer.0.safetensors")
+    elif kind == "npz":
+        Path("kv.npz").rename("top/kv.npz")
+    else:
+        run("encode", "kv.npz", "-o", "top/req/")
+    name = "kv.npz" if kind == "npz" else "req"
+    said = flat(run("measure", "top", code=1).err)
+    assert f"; {name!r} in it is what kvmnn reads: name that, or --jobs N takes" in said
+
+
+def test_json_that_is_no_manifest(run) -> None:
+    Path("index.json").write_text('{"a": 1}')
+    said = run("pack", "index.json", "--backend", "arm64-fp16", "--name", "s", "-o", "q/", code=1).err
+    assert 'index.json: schema: is missing: a manifest of kvmnn says "schema": "kvmnn-manifest"' in flat(said)
+
+
+def test_store_says_which_models_it_takes(run) -> None:
+    said = flat(run("store", "--help").out)
+    assert "the folder of an MNN model, with its .mnn file, or a llama.cpp FILE.gguf" in said
+    Path("hf").mkdir()
+    Path("hf/config.json").write_text("{}")
+    said = run("store", "put", "s", "kv.npz", "--token-ids", "1,2", "--model", "hf", code=1).err
+    assert "has no .mnn file" in said and "--fingerprint TEXT names a model" in said
+
+
+def test_numbers_of_one_stream_have_separators_and_units(run) -> None:
+    from kvmnn import dense
+
+    words = np.load("kv.npz")["layer_0.key"].repeat(4, axis=0)
+    Path("a.kvmd").write_bytes(dense.encode(words))
+    Path("a.frame").write_bytes(kvmnn.encode(words))
+    said = run("inspect", "a.kvmd").out
+    assert "[8, 40, 8]: 5,120 -> " in said and "      header           28 bytes\n" in said
+    said = run("inspect", "a.frame").out
+    assert "2,560 words, 5,120 -> " in said and " raw bytes stored bytes" in said and "  2,560 " in said
+    assert "(the checksum of each stream held; no manifest and no --against: nothing to compare" in flat(
+        run("verify", "a.kvmd").out
+    )
+
+
+def test_one_kv_head(run) -> None:
+    np.savez("one.npz", **{f"layer_0.{part}": np.ones((1, 5, 8), np.float16) for part in ("key", "value")})
+    said = run("pack", "one.npz", "--backend", "arm64-fp16", "--name", "s", "-o", "q/").out
+    assert "1 kv head x 8 dims" in said
+
+
+def test_a_cast_that_changed_nothing_is_lossless(run) -> None:
+    words = {f"layer_0.{part}": np.full((1, 5, 8), 1.5, np.float32) for part in ("key", "value")}
+    np.savez("one.npz", **words)
+    said = run("pack", "one.npz", "--backend", "arm64-fp16", "--cast", "--name", "s", "-o", "q/").out
+    assert "LOSSLESS (fp32 -> fp16: none of 80 words changed)" in said
+    words["layer_0.key"][0, 0, 0] = 1 / 3
+    np.savez("two.npz", **words)
+    said = run("pack", "two.npz", "--backend", "arm64-fp16", "--cast", "--name", "s", "-o", "r/").out
+    assert "LOSSY (fp32 -> fp16: 1 of 80 words changed" in said

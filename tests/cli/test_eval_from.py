@@ -48,6 +48,28 @@ def fails(capsys, *arguments):
     return code, err
 
 
+FORMS = {
+    "MNN prefix cache": ["pack", "kv", "--backend", "x86-avx2", "--name", "p", "-o"],
+    "dense streams": ["encode", "kv", "--codec", "dense", "-o"],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_cache_of_the_model_in_any_form(capsys, folder, tmp_path, monkeypatch, form):
+    """Equal to the model's own in every word, and in what it scores."""
+    monkeypatch.chdir(folder)
+    made = tmp_path / "x"
+    assert run(capsys, *FORMS[form], made)[0] == 0
+    more = ["--no-timing", "-o", tmp_path / "r.json"]
+    code, out, err = run(capsys, *BASE, "--from", made, "--token-ids", "ids.json", *more, "-q")
+    assert (code, out, err) == (0, "", "")
+    document = json.loads((tmp_path / "r.json").read_text())
+    own, begun = document["rows"]
+    assert own["nll"] == begun["nll"] and begun["start"] == made.name
+    distances = document["start"]["distances"]
+    assert len(distances) == 12 and all(each["equal"] == each["words"] for each in distances)
+
+
 def test_a_table_and_its_json(capsys, folder, tmp_path):
     asked = [*BASE, "--from", folder / "a.session", "--policy", "streaming", "--budget", "16"]
     code, out, err = run(capsys, *asked, "-o", tmp_path / "r.json")

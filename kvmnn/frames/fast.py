@@ -25,7 +25,7 @@ def has_fast_form(options: LaneOptions, nbytes: int) -> bool:
 def encode_fast(data: Bytes, options: LaneOptions, threads: int) -> bytes:
     """The frame of little-endian words, for which `has_fast_form` holds; its bytes do not depend on `threads`."""
     if data.size <= PIECE_BYTES:
-        return _fast.encode(data, options.stride, options.search)
+        return _fast.encode(data, options.stride)
     lanes = [(RAW, payload) for payload in _lanes(data, options, threads)]
     return frame_of(data.size // options.stride, lanes, threads)
 
@@ -38,7 +38,7 @@ def fast_payloads(data: Bytes, options: LaneOptions, threads: int) -> list[bytes
 def _lanes(data: Bytes, options: LaneOptions, threads: int) -> list[tuple[Part, ...]]:
     def make(begin: int) -> list[Part]:
         piece = data[begin : begin + PIECE_BYTES]
-        found = _fast.payloads(piece, options.stride, options.search)
+        found = _fast.payloads(piece, options.stride)
         return [_raw(piece, options.stride, lane, one) for lane, one in enumerate(found)]
 
     return list(zip(*map_pulled(make, range(0, data.size, PIECE_BYTES), threads), strict=True))

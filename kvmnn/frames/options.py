@@ -31,8 +31,6 @@ class LaneOptions(NamedTuple):
     allow: int
     """Codec bits."""
     effort: str
-    search: bool
-    """Effort "fast": whether libzstd looks for matches in a lane that has no repeats."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +55,7 @@ class CodecOptions:
             if dtype.itemsize != 2:
                 raise KvmnnError(f"hi_predictors is for two-byte words: {dtype.name} frames have one predictor set")
             modes[1] = mode_bits(resolve(self.hi_predictors))
-        return LaneOptions(dtype.itemsize, tuple(modes), codec_bits(self.codecs), self.effort, dtype is FP16)
+        return LaneOptions(dtype.itemsize, tuple(modes), codec_bits(self.codecs), self.effort)
 
 
 def codec_bits(codecs: Iterable[str]) -> int:

@@ -139,7 +139,7 @@ def test_the_zstd_command_reads_it(tmp_path: Path) -> None:
 
 
 def test_a_cache_without_repeats_still_has_its_matches() -> None:
-    """What drifts slowly has matches that are no rows: the writer leaves such a lane to libzstd."""
+    """What drifts slowly has matches that are no rows."""
     for dtype in ("fp16", "bf16", "fp32"):
         data = kv_like(1 << 17, dtype)
         assert len(kvmnn.encode(data, dtype=dtype, effort="fast")) < 1.05 * len(kvmnn.encode(data, dtype=dtype))

@@ -94,14 +94,26 @@ def test_frames_do_not_depend_on_the_level(level: str, stride: int) -> None:
             assert matches(frame, memoryview(b"?" + raw)[1:], dtype=dtype), name
 
 
+def fast_sources() -> list[tuple[str, bytes]]:
+    """K and V, of odd sizes; and high bytes with codes of all lengths, of nearly eight bits, of one bit."""
+    rng = np.random.default_rng(5)
+    found = [(dtype, bytes(kv_like(50_001, dtype))) for dtype in ("fp16", "bf16", "fp32")]
+    for values, power in ((200, 0.0), (256, 2.0), (20, 0.5), (2, 0.0)):
+        chances = np.arange(1, values + 1) ** -power
+        for words in (255, 256, 1027, 70_001):
+            high = rng.choice(values, words, p=chances / chances.sum()).astype(np.uint16)
+            found.append(("bf16", (high << 8 | rng.integers(0, 256, words, np.uint16)).tobytes()))
+    return found
+
+
 def test_fast_and_entropy_do_not_depend_on_the_level(level: str) -> None:
-    raw = kv_like(50_001)
-    assert kvmnn.fnv1a64(kvmnn.encode(raw, dtype="fp16", effort="fast")) == FAST_HASH
-    assert [_streams.order0_entropy(raw[:n]) for n in range(1, 300)] == ENTROPIES
+    assert [kvmnn.fnv1a64(kvmnn.encode(raw, dtype=dtype, effort="fast")) for dtype, raw in SOURCES] == HASHES
+    assert [_streams.order0_entropy(RAW[:n]) for n in range(1, 300)] == ENTROPIES
 
 
 RAW = kv_like(50_001)
-FAST_HASH = kvmnn.fnv1a64(kvmnn.encode(RAW, dtype="fp16", effort="fast"))
+SOURCES = fast_sources()
+HASHES = [kvmnn.fnv1a64(kvmnn.encode(raw, dtype=dtype, effort="fast")) for dtype, raw in SOURCES]
 ENTROPIES = [_streams.order0_entropy(RAW[:n]) for n in range(1, 300)]
 
 

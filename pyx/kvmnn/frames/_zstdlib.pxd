@@ -8,7 +8,6 @@ cdef struct zstd_api:
     size_t (*free_dctx)(void *) noexcept nogil
     compress_fn compress            # (cctx, dst, capacity, src, n, level), as ZSTD_compressCCtx
     compress_fn compress_unsized    # the same without the content size in the frame header
-    compress_fn compress_literals   # the same as `compress`, but literals always get Huffman codes; NULL where it cannot be said
     decompress_fn decompress        # (dctx, dst, capacity, src, n), as ZSTD_decompressDCtx
     unsigned (*is_error)(size_t) noexcept nogil
     size_t (*bound)(size_t) noexcept nogil

@@ -17,7 +17,6 @@ from cpython.buffer cimport PyBUF_READ
 cdef enum:
     ZSTD_c_compressionLevel = 100
     ZSTD_c_contentSizeFlag = 200
-    ZSTD_c_literalCompressionMode = 1002  # experimental in zstd.h, the same from 1.4.0 on; 1 is Huffman, 0 as it likes
 
 ctypedef size_t (*set_parameter_fn)(void *, int, int) noexcept nogil
 ctypedef size_t (*compress2_fn)(void *, void *, size_t, const void *, size_t) noexcept nogil
@@ -36,20 +35,6 @@ cdef size_t _library_compress_unsized(
     if zstd.is_error(code):
         return code
     return _compress2(cctx, dst, capacity, src, n)
-
-
-cdef size_t _library_compress_literals(
-    void *cctx, void *dst, size_t capacity, const void *src, size_t n, int level
-) noexcept nogil:
-    cdef size_t code = _set_parameter(cctx, ZSTD_c_compressionLevel, level), size
-    if not zstd.is_error(code):
-        code = _set_parameter(cctx, ZSTD_c_contentSizeFlag, 1)
-    if zstd.is_error(code):
-        return code
-    _set_parameter(cctx, ZSTD_c_literalCompressionMode, 1)  # without it the frame is longer, and as good
-    size = _compress2(cctx, dst, capacity, src, n)
-    _set_parameter(cctx, ZSTD_c_literalCompressionMode, 0)
-    return size
 
 
 NAMES = (
@@ -71,7 +56,6 @@ def use_library(addresses) -> None:
     zstd.free_dctx = <size_t (*)(void *) noexcept nogil><uintptr_t>a[3]
     zstd.compress = <compress_fn><uintptr_t>a[4]
     zstd.compress_unsized = _library_compress_unsized
-    zstd.compress_literals = _library_compress_literals
     zstd.decompress = <decompress_fn><uintptr_t>a[5]
     zstd.is_error = <unsigned (*)(size_t) noexcept nogil><uintptr_t>a[6]
     zstd.bound = <size_t (*)(size_t) noexcept nogil><uintptr_t>a[7]
@@ -156,7 +140,6 @@ def use_callables(compress, decompress) -> None:
     zstd.free_cctx = zstd.free_dctx = _python_free
     zstd.compress = _python_compress
     zstd.compress_unsized = _python_compress_unsized
-    zstd.compress_literals = NULL
     zstd.decompress = _python_decompress
     zstd.is_error = _python_is_error
     zstd.bound = _python_bound

@@ -44,28 +44,46 @@ static void depths(const uint32_t *counts, const uint8_t *order, int n, int *out
     for (int i = 0; i < n; ++i) out[i] = depth[i];
 }
 
-/* Lengths of at most 11 bits that make a complete code; the rarest symbols come first. */
-static void limit(int *lengths, int n) {
-    const int all = 1 << KVMNN_HUFFMAN_BITS;
-    int used = 0;
+/* Lengths of at most 11 bits that make a complete code; the rarest symbols come first in `order`. Symbols of one length
+   stand together, and stay so: of them the rarest is made longer, where that costs least for what it frees. */
+static void limit(const uint32_t *counts, const uint8_t *order, int *lengths, int n) {
+    enum { MOST = KVMNN_HUFFMAN_BITS, ALL = 1 << MOST };
+    int longer[MOST + 1] = {0}, over = -ALL; /* how many symbols are longer than so many bits */
     for (int i = 0; i < n; ++i) {
-        if (lengths[i] > KVMNN_HUFFMAN_BITS) lengths[i] = KVMNN_HUFFMAN_BITS;
-        used += all >> lengths[i];
+        if (lengths[i] > MOST) lengths[i] = MOST;
+        over += ALL >> lengths[i];
+        for (int length = 0; length < lengths[i]; ++length) ++longer[length];
     }
-    for (int i = 0; used > all; i = i + 1 < n ? i + 1 : 0) {
-        if (lengths[i] < KVMNN_HUFFMAN_BITS) {
-            used -= all >> (lengths[i] + 1);
-            ++lengths[i];
+    while (over > 0) {
+        uint64_t cost = 0, freed = 0;
+        int best = 0;
+        for (int length = MOST - 1; length > 0; --length) {
+            if (longer[length] == longer[length - 1]) continue;
+            uint64_t count = counts[order[longer[length]]], room = (uint64_t)(ALL >> (length + 1));
+            if (room > (uint64_t)over) room = (uint64_t)over;
+            if (best && count * freed >= cost * room) continue;
+            best = length;
+            cost = count;
+            freed = room;
         }
+        over -= ALL >> (best + 1);
+        ++longer[best];
     }
-    while (used < all) {
-        for (int i = n - 1; i >= 0 && used < all; --i) {
-            if (lengths[i] > 1 && used + (all >> lengths[i]) <= all) {
-                used += all >> lengths[i];
-                --lengths[i];
-            }
+    while (over < 0) { /* too much was freed: the most frequent symbol that it is enough for */
+        int best = 0;
+        uint32_t most = 0;
+        for (int length = 2; length <= MOST; ++length) {
+            if (longer[length] == longer[length - 1] || ALL >> length > -over) continue;
+            uint32_t count = counts[order[longer[length - 1] - 1]];
+            if (count <= most) continue;
+            best = length;
+            most = count;
         }
+        over += ALL >> best;
+        --longer[best - 1];
     }
+    for (int length = MOST; length > 0; --length)
+        for (int i = longer[length]; i < longer[length - 1]; ++i) lengths[i] = length;
 }
 
 /* The description of the tree; 0 where it cannot be said. */
@@ -94,7 +112,7 @@ int kvmnn_huffman_build(kvmnn_huffman *code, const uint32_t counts[256]) {
     code->header_size = 0;
     if (n < 2) return 0;
     depths(counts, order, n, lengths);
-    limit(lengths, n);
+    limit(counts, order, lengths, n);
     memset(code->bits, 0, sizeof code->bits);
     for (int i = 0; i < n; ++i) {
         code->bits[order[i]] = (uint8_t)lengths[i];
@@ -150,30 +168,6 @@ static uint8_t *ended(stream *out) {
     return kvmnn_bits_end(&all);
 }
 
-/* Two streams at once, as each step waits for the one before it in the same stream. `n` literals each. */
-static void write_two(stream *a, stream *b, const uint64_t *codes, const uint8_t *first, const uint8_t *second,
-                      size_t n) {
-    enum { TOGETHER = 4 }; /* 7 bits are left from before, and 4 x 11 come */
-    stream one = *a, two = *b;
-    size_t i = n;
-    for (; i >= TOGETHER; i -= TOGETHER) {
-        for (int j = 1; j <= TOGETHER; ++j) {
-            put(&one, codes, first[i - (size_t)j]);
-            put(&two, codes, second[i - (size_t)j]);
-        }
-        flush(&one);
-        flush(&two);
-    }
-    for (; i > 0; --i) {
-        put(&one, codes, first[i - 1]);
-        put(&two, codes, second[i - 1]);
-        flush(&one);
-        flush(&two);
-    }
-    *a = one;
-    *b = two;
-}
-
 static void write_rest(stream *out, const uint64_t *codes, const uint8_t *literals, size_t from, size_t to) {
     for (size_t i = to; i > from; --i) {
         put(out, codes, literals[i - 1]);
@@ -181,33 +175,20 @@ static void write_rest(stream *out, const uint64_t *codes, const uint8_t *litera
     }
 }
 
-size_t kvmnn_huffman_write(const kvmnn_huffman *code, const uint8_t *literals, size_t n, int streams, uint8_t *dst) {
-    uint64_t codes[SYMBOLS];
-    for (int s = 0; s < SYMBOLS; ++s)
-        codes[s] = code->bits[s] ? (uint64_t)code->code[s] << (64 - code->bits[s]) | code->bits[s] : 0;
-    if (streams == 1) {
-        stream out = {0, 0, dst};
-        write_rest(&out, codes, literals, 0, n);
-        return (size_t)(ended(&out) - dst);
-    }
-    size_t part = (n + 3) / 4, last = n - 3 * part, room = part * KVMNN_HUFFMAN_BITS / 8 + 16;
-    uint8_t *at = dst + 6;
-    for (int pair = 0; pair < 2; ++pair) { /* the second of a pair is made behind the room that the first may take */
-        const uint8_t *first = literals + 2 * (size_t)pair * part, *second = first + part;
-        size_t second_size = pair ? last : part;
-        stream one = {0, 0, at}, two = {0, 0, at + room};
-        write_rest(&one, codes, first, second_size, part);
-        write_two(&one, &two, codes, first, second, second_size);
-        uint8_t *one_end = ended(&one), *two_end = ended(&two);
-        size_t one_bytes = (size_t)(one_end - at), two_bytes = (size_t)(two_end - (at + room));
-        memmove(one_end, at + room, two_bytes);
-        dst[4 * pair] = (uint8_t)one_bytes;
-        dst[4 * pair + 1] = (uint8_t)(one_bytes >> 8);
-        if (!pair) {
-            dst[2] = (uint8_t)two_bytes;
-            dst[3] = (uint8_t)(two_bytes >> 8);
-        }
-        at = one_end + two_bytes;
-    }
-    return (size_t)(at - dst);
+static void put_size(uint8_t *dst, size_t size) {
+    dst[0] = (uint8_t)size;
+    dst[1] = (uint8_t)(size >> 8);
+}
+
+typedef size_t (*kvmnn_huffman_write_fn)(const kvmnn_huffman *code, const uint8_t *literals, size_t n, int streams,
+                                         uint8_t *dst);
+
+#define KVMNN_LOOPS "frames/huffman_impl.h"
+#define KVMNN_TABLE kvmnn_huffman_write_fn
+#define KVMNN_WIDE 1
+#include "../simd.h"
+
+size_t kvmnn_huffman_write(int level, const kvmnn_huffman *code, const uint8_t *literals, size_t n, int streams,
+                           uint8_t *dst) {
+    return (*level_tables[level])(code, literals, n, streams, dst);
 }

@@ -20,7 +20,9 @@ int kvmnn_huffman_build(kvmnn_huffman *code, const uint32_t counts[256]);
 /* Bits that the code takes for all that is counted, its header aside; SIZE_MAX where a symbol has no code. */
 size_t kvmnn_huffman_cost(const kvmnn_huffman *code, const uint32_t counts[256]);
 
-/* `n` literals in one stream, or in four with the table of their sizes. `dst` has room for 2 n + 64 bytes. */
-size_t kvmnn_huffman_write(const kvmnn_huffman *code, const uint8_t *literals, size_t n, int streams, uint8_t *dst);
+/* `n` literals in one stream, or in four with the table of their sizes. `dst` has room for 2 n + 64 bytes. The bytes are
+   the same at every SIMD level. */
+size_t kvmnn_huffman_write(int level, const kvmnn_huffman *code, const uint8_t *literals, size_t n, int streams,
+                           uint8_t *dst);
 
 #endif

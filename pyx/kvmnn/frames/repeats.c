@@ -2,28 +2,64 @@
 
 #include <string.h>
 
-enum { SAMPLED = 16, WORTH = 32 }; /* one chunk in 16 is looked at first; one in 32 of those must be a repeat */
+static inline uint64_t load8(const uint8_t *p) {
+    uint64_t x;
+    memcpy(&x, p, 8);
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+    x = __builtin_bswap64(x);
+#endif
+    return x;
+}
 
-size_t kvmnn_repeats_table(size_t words) {
-    size_t size = 256;
-    while (size < 4 * (words / KVMNN_CHUNK)) size *= 2;
+/* Index of the lowest bit that is set; x is not 0. */
+static inline size_t lowest(uint64_t x) {
+#if defined(__GNUC__)
+    return (size_t)__builtin_ctzll(x);
+#else
+    size_t i = 0;
+    while (!(x >> i & 1)) ++i;
+    return i;
+#endif
+}
+
+static inline int bits_set(uint64_t x) {
+    const uint64_t twos = 0x3333333333333333ULL;
+    x -= x >> 1 & 0x5555555555555555ULL;
+    x = (x & twos) + (x >> 2 & twos);
+    return (int)((((x + (x >> 4)) & 0x0f0f0f0f0f0f0f0fULL) * 0x0101010101010101ULL) >> 56);
+}
+
+/* Which of 64 bytes are equal, the first one in the lowest bit. */
+static inline uint64_t equal64(const uint8_t *a, const uint8_t *b) {
+    const uint64_t low7 = 0x7f7f7f7f7f7f7f7fULL;
+    uint64_t found = 0;
+    for (int i = 0; i < 8; ++i) {
+        uint64_t x = load8(a + 8 * i) ^ load8(b + 8 * i);
+        uint64_t same = ~(((x & low7) + low7) | x) & ~low7; /* the top bit of every byte that is 0 */
+        found |= ((same >> 7) * 0x0102040810204080ULL >> 56) << 8 * i;
+    }
+    return found;
+}
+
+/* How many bytes from `at` on, before `end`, are those `distance` before them. Eight bytes more can be read. */
+static inline size_t same_length(const uint8_t *lane, size_t at, size_t end, size_t distance) {
+    size_t begin = at;
+    while (at < end) {
+        uint64_t x = load8(lane + at) ^ load8(lane + at - distance);
+        if (x) {
+            at += lowest(x) / 8;
+            break;
+        }
+        at += 8;
+    }
+    if (begin >= end) return 0;
+    return (at < end ? at : end) - begin;
+}
+
+size_t kvmnn_repeats_table(size_t n) {
+    size_t size = 1 << 12;
+    while (size < n / 8 && size < 1 << 18) size *= 2;
     return size;
-}
-
-static inline uint64_t hash(const uint8_t *chunk, int stride) {
-    uint64_t a, b;
-    memcpy(&a, chunk, 8);
-    memcpy(&b, chunk + 8 * stride, 8); /* inside the chunk's second half */
-    return (a ^ (b * 0x9E3779B97F4A7C15ULL)) * 0xD6E8FEB86659FD93ULL;
-}
-
-/* Adds the chunk to the table; the chunk that stood there and is equal, or SIZE_MAX. */
-static inline size_t seen(const uint8_t *src, size_t chunk, size_t bytes, uint64_t h, uint32_t *table, unsigned shift) {
-    uint32_t *entry = table + (h >> shift);
-    size_t before = *entry;
-    *entry = (uint32_t)chunk + 1;
-    if (before == 0 || memcmp(src + (before - 1) * bytes, src + chunk * bytes, bytes) != 0) return SIZE_MAX;
-    return before - 1;
 }
 
 static unsigned shift_of(size_t size) {
@@ -35,79 +71,118 @@ static unsigned shift_of(size_t size) {
     return shift;
 }
 
-static int worth_looking(const uint8_t *src, size_t chunks, int stride, uint32_t *table, size_t size) {
-    size_t bytes = (size_t)KVMNN_CHUNK * (size_t)stride, looked = 0, found = 0;
-    size_t small = size / SAMPLED < 256 ? 256 : size / SAMPLED;
-    unsigned shift = shift_of(small);
-    memset(table, 0, small * sizeof *table);
-    for (size_t i = 0; i < chunks; ++i) {
-        uint64_t h = hash(src + i * bytes, stride);
-        if (h & (SAMPLED - 1)) continue; /* the content decides, so that equal chunks are both in the sample */
-        ++looked;
-        found += seen(src, i, bytes, h, table, shift) != SIZE_MAX;
-    }
-    return found * WORTH > looked;
+typedef struct {
+    unsigned look;  /* bytes that must be equal for a place to be looked at ... */
+    size_t least;   /* ... and how many then, for a repeat ... */
+    size_t again;   /* ... and for another one in the same row, which is said in few bits */
+    int alike;      /* of 64 bytes: a row that has less in common with the other is left */
+} lane_limits;
+
+static const lane_limits DEAR = {6, 6, 4, 16}, CHEAP = {8, 11, 5, 32};
+
+enum { GRID = 8 }; /* from one place that is looked at to the next */
+
+typedef struct {
+    const uint8_t *lane;
+    size_t next;     /* place to be put into the table */
+    size_t end;      /* nothing begins here or later: far enough from the lane's */
+    uint32_t *table;
+    unsigned shift, unused; /* bits of a hash that are no index; of eight bytes that are not looked at */
+} lane_search;
+
+static inline uint32_t *place_of(const lane_search *s, uint64_t bytes) {
+    return s->table + (((bytes << s->unused) * 0x9E3779B97F4A7C15ULL) >> s->shift);
 }
 
-size_t kvmnn_repeats_find(const uint8_t *src, size_t words, int stride, uint32_t *table, kvmnn_repeat *out) {
-    size_t chunks = words / KVMNN_CHUNK, bytes = (size_t)KVMNN_CHUNK * (size_t)stride;
-    size_t size = kvmnn_repeats_table(words), count = 0;
-    unsigned shift = shift_of(size);
-    if (!worth_looking(src, chunks, stride, table, size)) return 0;
+/* How many bytes before `at`, down to `done`, are those `distance` before them as well. */
+static inline size_t same_before(const uint8_t *lane, size_t at, size_t done, size_t distance) {
+    size_t begin = at;
+    while (begin > done && begin > distance && lane[begin - 1] == lane[begin - 1 - distance]) --begin;
+    return at - begin;
+}
+
+static inline void insert_until(lane_search *s, size_t end) {
+    for (; s->next < end && s->next < s->end; s->next += GRID)
+        *place_of(s, load8(s->lane + s->next)) = (uint32_t)s->next + 1;
+}
+
+/* Where another row may have more of the 64 bytes at `at` than the one followed: that, and which they are. */
+static inline uint64_t closer(const lane_search *s, size_t at, uint64_t same, size_t *distance) {
+    size_t look = (at + GRID - 1) & ~(size_t)(GRID - 1), before = *place_of(s, load8(s->lane + look));
+    if (before == 0 || look - (before - 1) > at || look - (before - 1) == *distance) return same;
+    uint64_t other = equal64(s->lane + at, s->lane + at - (look - (before - 1)));
+    if (bits_set(other) <= bits_set(same)) return same;
+    *distance = look - (before - 1);
+    return other;
+}
+
+/* The repeats from `at` on in the row that goes on `distance` behind another one; where it ends. */
+static size_t follow_row(lane_search *s, const lane_limits *limits, size_t at, size_t distance, kvmnn_repeat *out,
+                         size_t *found) {
+    enum { HALF = 32 };
+    size_t least = limits->again;
+    while (at < s->end) {
+        uint64_t same = equal64(s->lane + at, s->lane + at - distance);
+        size_t next = at + 64;
+        insert_until(s, at);
+        if (bits_set(same) < HALF) {
+            size_t before = distance;
+            same = closer(s, at, same, &distance);
+            if (distance != before) least = limits->least;
+        }
+        if (bits_set(same) < limits->alike) break;
+        while (same) {
+            size_t begin = lowest(same), length = ~(same >> begin) ? lowest(~(same >> begin)) : 64;
+            if (begin + length >= 64) {
+                length = 64 - begin + same_length(s->lane, at + 64, s->end, distance);
+                next = at + begin + length;
+                same = 0;
+            } else {
+                same &= ~(((uint64_t)1 << length) - 1) << begin;
+            }
+            size_t earlier = 0;
+            if (begin == 0 && least == limits->least) { /* another row: it may have begun in the block before */
+                const kvmnn_repeat *last = out + *found - 1;
+                earlier = same_before(s->lane, at, last->at + last->length, distance);
+            }
+            if (earlier + length < least) continue;
+            out[(*found)++] =
+                (kvmnn_repeat){(uint32_t)(at + begin - earlier), (uint32_t)(earlier + length), (uint32_t)distance};
+            least = limits->again;
+        }
+        at = next;
+    }
+    return at;
+}
+
+size_t kvmnn_repeats_find(const uint8_t *lane, size_t n, int dear, uint32_t *table, kvmnn_repeat *out) {
+    enum { ROOM = 72, PATIENCE = 6, LONGEST = 2 }; /* 64 looks in vain make the steps twice as long */
+    const lane_limits *limits = dear ? &DEAR : &CHEAP;
+    size_t size = kvmnn_repeats_table(n), at = 0, done = 0, found = 0, vain = 0;
+    if (n <= ROOM) return 0;
+    lane_search s = {lane, 0, n - ROOM, table, shift_of(size), 64 - 8 * limits->look};
     memset(table, 0, size * sizeof *table);
-    size_t back = 0; /* chunks from the last one to what it repeats, 0 where it repeats nothing */
-    for (size_t i = 0; i < chunks; ++i) {
-        const uint8_t *chunk = src + i * bytes;
-        size_t before = seen(src, i, bytes, hash(chunk, stride), table, shift);
-        if (back && memcmp(chunk, chunk - back * bytes, bytes) == 0) { /* a row goes on where its first part stood */
-            out[count - 1].length += KVMNN_CHUNK;
-            continue;
-        }
-        back = before == SIZE_MAX ? 0 : i - before;
-        if (back)
-            out[count++] = (kvmnn_repeat){(uint32_t)(i * KVMNN_CHUNK), KVMNN_CHUNK, (uint32_t)(back * KVMNN_CHUNK)};
-    }
-    return count;
-}
-
-static inline uint64_t load8(const uint8_t *p) {
-    uint64_t x;
-    memcpy(&x, p, 8);
-    return x;
-}
-
-size_t kvmnn_byte_repeats_find(const uint8_t *lane, size_t n, const kvmnn_repeat *known, size_t count, uint32_t *table,
-                               kvmnn_repeat *out) {
-    enum { LOOK = 8, LEAST = 10, PATIENCE = 6 }; /* 64 looks in vain make the steps longer */
-    const unsigned shift = 64 - 13;
-    size_t at = 0, found = 0, next = 0, vain = 0;
-    memset(table, 0, KVMNN_BYTE_TABLE * sizeof *table);
-    while (at + LOOK <= n || next < count) {
-        size_t stop = next < count ? known[next].at : n;
-        if (at + LOOK > stop) { /* nothing fits before what is known */
-            if (next == count) break;
-            out[found++] = known[next];
-            at = known[next].at + known[next].length;
-            ++next;
-            continue;
-        }
+    while (at < s.end) {
         uint64_t bytes = load8(lane + at);
-        uint32_t *entry = table + ((bytes * 0x9E3779B97F4A7C15ULL) >> shift);
+        uint32_t *entry = place_of(&s, bytes);
         size_t before = *entry;
         *entry = (uint32_t)at + 1;
-        if (before == 0 || load8(lane + before - 1) != bytes) {
-            at += 1 + (vain++ >> PATIENCE);
-            continue;
+        if (before && (bytes ^ load8(lane + before - 1)) << s.unused == 0) {
+            size_t distance = at - (before - 1), begin = at - same_before(lane, at, done, distance);
+            size_t length = at - begin + same_length(lane, at, s.end, distance);
+            if (length >= limits->least) {
+                out[found++] = (kvmnn_repeat){(uint32_t)begin, (uint32_t)length, (uint32_t)distance};
+                s.next = at + GRID;
+                insert_until(&s, follow_row(&s, limits, begin + length + 1, distance, out, &found));
+                at = s.next;
+                done = out[found - 1].at + out[found - 1].length;
+                vain = 0;
+                continue;
+            }
         }
-        size_t from = before - 1, length = LOOK;
-        while (at + length < stop && lane[from + length] == lane[at + length]) ++length;
-        if (length < LEAST) {
-            ++at;
-            continue;
-        }
-        out[found++] = (kvmnn_repeat){(uint32_t)at, (uint32_t)length, (uint32_t)(at - from)};
-        at += length;
-        vain = 0;
+        size_t step = (size_t)GRID << (vain >> PATIENCE < LONGEST ? vain >> PATIENCE : LONGEST);
+        at = ((at + GRID + step) & ~(step - 1)) - GRID; /* places in a row stay the same, and are the late ones */
+        ++vain;
     }
     return found;
 }

@@ -12,7 +12,7 @@ enum {
     RLE = 1,
     COMPRESSED = 2,
     MIN_MATCH = 3,
-    SEQUENCES = BLOCK / 10 + BLOCK / KVMNN_CHUNK + 4,
+    SEQUENCES = BLOCK / 3 + 4,
 };
 
 /* -- numbers as a code and extra bits --------------------------------------------------------------------------------- */
@@ -30,28 +30,27 @@ typedef struct {
     uint32_t extra;
 } number;
 
-/* Codes above a run of plain ones: `first` values of the codes in turn, with the extra bits that follow from them. */
-static number in_classes(uint32_t value, const uint32_t *first, const uint8_t *bits, int base, int classes) {
-    int c = classes - 1;
-    while (value < first[c]) --c;
-    return (number){(uint8_t)(base + c), bits[c], value - first[c]};
-}
-
 static number literal_length(uint32_t n) {
-    static const uint32_t first[] = {16, 18, 20, 22, 24, 28, 32, 40, 48, 64};
-    static const uint8_t bits[] = {1, 1, 1, 1, 2, 2, 3, 3, 4, 6};
-    if (n < 16) return (number){(uint8_t)n, 0, 0};
-    if (n < 128) return in_classes(n, first, bits, 16, 10);
+    static const uint8_t codes[64] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15, 16, 16, 17, 17, 18, 18,
+                                      19, 19, 20, 20, 20, 20, 21, 21, 21, 21, 22, 22, 22, 22, 22, 22, 22, 22, 23, 23, 23, 23,
+                                      23, 23, 23, 23, 24, 24, 24, 24, 24, 24, 24, 24, 24, 24, 24, 24, 24, 24, 24, 24};
+    static const uint8_t bits[] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 3, 4};
+    if (n < 64) return (number){codes[n], bits[codes[n]], n & ((1u << bits[codes[n]]) - 1)};
     int high = kvmnn_high_bit(n);
     return (number){(uint8_t)(high + 19), (uint8_t)high, n - (1u << high)};
 }
 
 static number match_length(uint32_t n) {
-    static const uint32_t first[] = {32, 34, 36, 38, 40, 44, 48, 56, 64, 80, 96};
-    static const uint8_t bits[] = {1, 1, 1, 1, 2, 2, 3, 3, 4, 4, 5};
+    static const uint8_t codes[128] = {
+        0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25,
+        26, 27, 28, 29, 30, 31, 32, 32, 33, 33, 34, 34, 35, 35, 36, 36, 36, 36, 37, 37, 37, 37, 38, 38, 38, 38,
+        38, 38, 38, 38, 39, 39, 39, 39, 39, 39, 39, 39, 40, 40, 40, 40, 40, 40, 40, 40, 40, 40, 40, 40, 40, 40,
+        40, 40, 41, 41, 41, 41, 41, 41, 41, 41, 41, 41, 41, 41, 41, 41, 41, 41, 42, 42, 42, 42, 42, 42, 42, 42,
+        42, 42, 42, 42, 42, 42, 42, 42, 42, 42, 42, 42, 42, 42, 42, 42, 42, 42, 42, 42, 42, 42, 42, 42};
+    static const uint8_t bits[] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+                                   0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 3, 3, 4, 4, 5};
     n -= MIN_MATCH;
-    if (n < 32) return (number){(uint8_t)n, 0, 0};
-    if (n < 128) return in_classes(n, first, bits, 32, 11);
+    if (n < 128) return (number){codes[n], bits[codes[n]], n & ((1u << bits[codes[n]]) - 1)};
     int high = kvmnn_high_bit(n);
     return (number){(uint8_t)(high + 36), (uint8_t)high, n - (1u << high)};
 }
@@ -81,6 +80,7 @@ typedef struct {
     const kvmnn_repeat *next, *end;
     uint32_t done;       /* of the next repeat, in blocks before */
     int flat;            /* literals are as they are */
+    int level;           /* of SIMD */
     sequence sequences[SEQUENCES];
     uint8_t codes_of[3 * SEQUENCES];
     uint8_t literals[BLOCK];
@@ -111,8 +111,9 @@ uint8_t *kvmnn_zstd_raw_block(uint8_t *dst, size_t size, int last) { return put_
 
 /* -- one block -------------------------------------------------------------------------------------------------------- */
 
-/* The literals of a block to `literals`, and its sequences; returns how many literals there are. */
-static size_t split(state *s, const uint8_t *src, size_t begin, size_t end, size_t *sequences) {
+/* The literals of a block, where they lie or copied together, and its sequences; returns how many literals there are. */
+static size_t split(state *s, const uint8_t *src, size_t begin, size_t end, const uint8_t **literals,
+                    size_t *sequences) {
     size_t at = begin, n = 0, count = 0;
     while (s->next < s->end && s->next->at + s->done < end) {
         size_t from = s->next->at + s->done, left = s->next->length - s->done;
@@ -130,8 +131,9 @@ static size_t split(state *s, const uint8_t *src, size_t begin, size_t end, size
         }
         s->next += s->done == 0;
     }
-    memcpy(s->literals + n, src + at, end - at);
     *sequences = count;
+    *literals = count ? s->literals : src + begin;
+    if (count) memcpy(s->literals + n, src + at, end - at);
     return n + (end - at);
 }
 
@@ -216,7 +218,7 @@ static uint8_t *put_literals(state *s, const uint8_t *literals, size_t n, uint8_
         memcpy(at, fresh->header, fresh->header_size);
         at += fresh->header_size;
     }
-    at += kvmnn_huffman_write(&s->codes[s->current], literals, n, streams, at);
+    at += kvmnn_huffman_write(s->level, &s->codes[s->current], literals, n, streams, at);
     put_literals_header(dst, treeless ? TREELESS : COMPRESSED, n, (size_t)(at - dst) - header);
     return at;
 }
@@ -289,8 +291,9 @@ static uint8_t *put_sequences(state *s, size_t n, uint8_t *dst) {
 static uint8_t *put_one_block(state *s, const uint8_t *src, size_t begin, size_t end, int last, uint8_t *dst) {
     uint32_t distance = s->distance;
     int current = s->current;
-    size_t size = end - begin, sequences, n = split(s, src, begin, end, &sequences);
-    uint8_t *body = dst + 3, *at = put_literals(s, s->literals, n, body);
+    const uint8_t *literals;
+    size_t size = end - begin, sequences, n = split(s, src, begin, end, &literals, &sequences);
+    uint8_t *body = dst + 3, *at = put_literals(s, literals, n, body);
     at = put_sequences(s, sequences, at);
     if ((size_t)(at - body) < size) {
         put_block(dst, COMPRESSED, (size_t)(at - body), last);
@@ -303,8 +306,8 @@ static uint8_t *put_one_block(state *s, const uint8_t *src, size_t begin, size_t
     return body + size;
 }
 
-size_t kvmnn_zstd_write(const kvmnn_sequence_tables *tables, const uint8_t *src, size_t n, const kvmnn_repeat *repeats,
-                        size_t count, int flat, uint8_t *scratch, uint8_t *dst) {
+size_t kvmnn_zstd_write(int level, const kvmnn_sequence_tables *tables, const uint8_t *src, size_t n,
+                        const kvmnn_repeat *repeats, size_t count, int flat, uint8_t *scratch, uint8_t *dst) {
     state *s = (state *)scratch;
     uint8_t *at = kvmnn_zstd_header(dst, n);
     s->tables = tables;
@@ -315,6 +318,7 @@ size_t kvmnn_zstd_write(const kvmnn_sequence_tables *tables, const uint8_t *src,
     s->end = repeats + count;
     s->done = 0;
     s->flat = flat;
+    s->level = level;
     for (size_t begin = 0; begin < n; begin += BLOCK) {
         size_t end = n - begin < BLOCK ? n : begin + BLOCK;
         at = put_one_block(s, src, begin, end, end == n, at);

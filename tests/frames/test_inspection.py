@@ -77,8 +77,8 @@ def test_json_and_text() -> None:
         assert record["streams"][1]["predictor"] == info.streams[1].predictor
         text = str(info)
         for stream in info.streams:
-            assert stream.name in text and stream.predictor in text and str(stream.payload_bytes) in text
-        assert text.splitlines()[-1].split() == [str(info.frame_bytes), "end"]
+            assert stream.name in text and stream.predictor in text and f"{stream.payload_bytes:,}" in text
+        assert text.splitlines()[-1].split() == [f"{info.frame_bytes:,}", "end"]
 
 
 def test_zero_entropy_is_no_json_number() -> None:

@@ -316,6 +316,8 @@ def test_compact_does_as_the_engine(prefix, run):
     plan = [(0, 8), (16, 5), (40, 10)]
     said = run("compact", *prefix.argv, "--remove", 60, "--reserve", "0:8,16:5,40:10", "-o", "c/").out
     assert "LOSSY: 66 of 140 tokens of all layers stay" in said
+    said = run("compact", *prefix.argv, "--remove", 60, "--reserve", "0:60", "-o", "whole/").out
+    assert "UNCHANGED: 140 of 140 tokens of all layers stay" in said
     layout = PackLayout(2, 6, "fp32", 1, 4)
     for layer in (0, 1):
         files = [Path(f"p/sys_{layer}.{part}").read_bytes() for part in "kv"]

@@ -124,7 +124,7 @@ def test_the_verb(tmp_path, monkeypatch, capsys):
         kvcm.write(file, weights.header, ((block.weight, block.bias) for block in weights.blocks()))
     assert main(["export", "w.bin", "--onnx", "-o", "graphs"]) == 0
     assert capsys.readouterr().out == (
-        "graphs: compress_tk.onnx, compress_tv.onnx; weights of fp32, LOSSLESS (copied)\n"
+        "graphs: compress_tk.onnx, compress_tv.onnx; weights of fp32, UNCHANGED (copied)\n"
     )
     kinds = layer_kinds(kvcm.read("w.bin"))
     assert (tmp_path / "graphs" / "compress_tk.onnx").read_bytes() == build(weights, kinds[0])

@@ -397,6 +397,10 @@ def test_export_on_the_command_line(
     target = tmp_path / "w.safetensors"
     code, out, _ = run(capsys, "export", pair[0], "-o", target)
     assert (code, out) == (0, f"{target}: 48 tensors of fp16, LOSSLESS (read back)\n")
+    nowhere = tmp_path / "w.npz"
+    nowhere.symlink_to("/dev/null")
+    code, out, _ = run(capsys, "export", pair[0], "-o", nowhere)
+    assert (code, out) == (0, f"{nowhere}: 48 tensors of fp16, UNCHANGED (copied)\n")
     code, _, err = run(capsys, "export", pair[0], "-o", target)
     assert code == 1
     assert "exists already" in err

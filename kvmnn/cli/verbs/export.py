@@ -9,7 +9,7 @@ from .. import idle_options, printing, shared_options, weights_options
 
 _TEXT = """Write the weights and biases of a KVCM weight file (.bin) under the names that a checkpoint gives them.
 
-The words are copied as they are: LOSSLESS. In .npz, which has no bf16, bf16 words become uint16.
+The words are copied as they are, and read back: LOSSLESS. In .npz, which has no bf16, bf16 words become uint16.
 
 With --onnx, OUT is a directory that gets compress_tk.onnx and so on: graphs that turn groups of tokens into tokens, one
 for each kind of compressor, with the weights of all layers (extra lm)."""

@@ -15,7 +15,7 @@ from ...dtypes import Words
 from ...errors import KvmnnError, OptionError
 from ...files.output import FileOutput
 from ...formats.writing import write_file
-from ...text import LOSSLESS, count
+from ...text import LOSSLESS, UNCHANGED, count
 from ..kvcm.header import SLOTS, SLOTS_PER_PREFIX
 from ..kvcm.weight_file import WeightFile, read
 from .noted import HEX_KEY, TEXT_KEY
@@ -46,19 +46,24 @@ class Export:
     dtype: str
     reread: bool
 
+    @property
+    def label(self) -> str:
+        """``LOSSLESS`` of what was read again and compared, else ``UNCHANGED``."""
+        return LOSSLESS if self.reread else UNCHANGED
+
     def to_dict(self) -> dict[str, Any]:
         """For ``--json``."""
         return {
             "input": self.source,
             "output": self.target,
-            "label": LOSSLESS,
+            "label": self.label,
             "tensors": self.tensors,
             "dtype": self.dtype,
         }
 
     def __str__(self) -> str:
         how = "read back" if self.reread else "copied"
-        return f"{self.target}: {count(self.tensors, 'tensor')} of {self.dtype}, {LOSSLESS} ({how})"
+        return f"{self.target}: {count(self.tensors, 'tensor')} of {self.dtype}, {self.label} ({how})"
 
 
 def names(

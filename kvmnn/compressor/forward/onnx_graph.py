@@ -19,7 +19,7 @@ from ...dtypes import Words
 from ...errors import KvmnnError
 from ...files.output import DirectoryOutput
 from ...optional import package
-from ...text import LOSSLESS, LOSSY
+from ...text import LOSSY, UNCHANGED
 from ..kvcm.header import PREFIXES, SLOTS_PER_PREFIX
 from ..kvcm.weight_file import WeightFile, read
 from .options import Precision
@@ -220,14 +220,14 @@ class OnnxExport:
         return {
             "input": self.source,
             "output": self.target,
-            "label": LOSSLESS if self.precision == "fp32" else LOSSY,
+            "label": UNCHANGED if self.precision == "fp32" else LOSSY,
             "files": self.files,
             "precision": self.precision,
             "dtype": self.dtype,
         }
 
     def __str__(self) -> str:
-        label = f"{LOSSLESS} (copied)" if self.precision == "fp32" else f"{LOSSY} (fp16 arithmetic)"
+        label = f"{UNCHANGED} (copied)" if self.precision == "fp32" else f"{LOSSY} (fp16 arithmetic)"
         return f"{self.target}: {', '.join(self.files)}; weights of {self.dtype}, {label}"
 
 

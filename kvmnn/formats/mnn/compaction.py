@@ -24,7 +24,7 @@ from ...packed.cache import PackedCache
 from ...packed.cache_info import SIDE_SUFFIX, CacheInfo, LayerInfo, Ranges
 from ...packed.reserve import Pair, as_pairs, check_reserve
 from ...packed.summary import cache_document, cache_summary, live_share
-from ...text import LOSSLESS, LOSSY
+from ...text import LOSSY, UNCHANGED
 from ...threads.pipeline import Progress
 from .describing import Described
 from .packing import prefix_name
@@ -82,8 +82,8 @@ class Compacted:
 
     @property
     def label(self) -> str:
-        """``LOSSY`` if any token went, else ``LOSSLESS``."""
-        return LOSSY if self.tokens_after < self.tokens_before else LOSSLESS
+        """``LOSSY`` if any token went, else ``UNCHANGED``."""
+        return LOSSY if self.tokens_after < self.tokens_before else UNCHANGED
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values."""

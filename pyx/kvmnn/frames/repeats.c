@@ -2,6 +2,10 @@
 
 #include <string.h>
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 static inline uint64_t load8(const uint8_t *p) {
     uint64_t x;
     memcpy(&x, p, 8);
@@ -31,6 +35,14 @@ static inline int bits_set(uint64_t x) {
 
 /* Which of 64 bytes are equal, the first one in the lowest bit. */
 static inline uint64_t equal64(const uint8_t *a, const uint8_t *b) {
+#if defined(__SSE2__)
+    uint64_t equal = 0;
+    for (int i = 0; i < 64; i += 16) {
+        __m128i x = _mm_loadu_si128((const __m128i *)(a + i)), y = _mm_loadu_si128((const __m128i *)(b + i));
+        equal |= (uint64_t)(uint32_t)_mm_movemask_epi8(_mm_cmpeq_epi8(x, y)) << i;
+    }
+    return equal;
+#else
     const uint64_t low7 = 0x7f7f7f7f7f7f7f7fULL;
     uint64_t found = 0;
     for (int i = 0; i < 8; ++i) {
@@ -39,6 +51,7 @@ static inline uint64_t equal64(const uint8_t *a, const uint8_t *b) {
         found |= ((same >> 7) * 0x0102040810204080ULL >> 56) << 8 * i;
     }
     return found;
+#endif
 }
 
 /* How many bytes from `at` on, before `end`, are those `distance` before them. Eight bytes more can be read. */
@@ -58,7 +71,7 @@ static inline size_t same_length(const uint8_t *lane, size_t at, size_t end, siz
 
 size_t kvmnn_repeats_table(size_t n) {
     size_t size = 1 << 12;
-    while (size < n / 8 && size < 1 << 18) size *= 2;
+    while (size < n / 16 && size < 1 << 18) size *= 2;
     return size;
 }
 
@@ -76,9 +89,10 @@ typedef struct {
     size_t least;   /* ... and how many then, for a repeat ... */
     size_t again;   /* ... and for another one in the same row, which is said in few bits */
     int alike;      /* of 64 bytes: a row that has less in common with the other is left */
+    unsigned patience, longest; /* so many looks in vain, as a power of two, make the steps twice as long, so often */
 } lane_limits;
 
-static const lane_limits DEAR = {6, 6, 4, 16}, CHEAP = {8, 11, 5, 32};
+static const lane_limits DEAR = {6, 6, 4, 16, 5, 3}, CHEAP = {8, 11, 5, 32, 6, 2};
 
 enum { GRID = 8 }; /* from one place that is looked at to the next */
 
@@ -156,9 +170,10 @@ static size_t follow_row(lane_search *s, const lane_limits *limits, size_t at, s
 }
 
 size_t kvmnn_repeats_find(const uint8_t *lane, size_t n, int dear, uint32_t *table, kvmnn_repeat *out) {
-    enum { ROOM = 72, PATIENCE = 6, LONGEST = 2 }; /* 64 looks in vain make the steps twice as long */
+    enum { ROOM = 72, SHORT = 64 << 10 };
     const lane_limits *limits = dear ? &DEAR : &CHEAP;
     size_t size = kvmnn_repeats_table(n), at = 0, done = 0, found = 0, vain = 0;
+    unsigned patience = limits->patience + (n <= SHORT); /* what comes early in a lane is found again more often */
     if (n <= ROOM) return 0;
     lane_search s = {lane, 0, n - ROOM, table, shift_of(size), 64 - 8 * limits->look};
     memset(table, 0, size * sizeof *table);
@@ -180,7 +195,7 @@ size_t kvmnn_repeats_find(const uint8_t *lane, size_t n, int dear, uint32_t *tab
                 continue;
             }
         }
-        size_t step = (size_t)GRID << (vain >> PATIENCE < LONGEST ? vain >> PATIENCE : LONGEST);
+        size_t longer = vain >> patience, step = (size_t)GRID << (longer < limits->longest ? longer : limits->longest);
         at = ((at + GRID + step) & ~(step - 1)) - GRID; /* places in a row stay the same, and are the late ones */
         ++vain;
     }

@@ -103,18 +103,18 @@ class FrameInfo:
         lines = [
             f"{self.dtype} frame: {self.words:,} words, {self.raw_bytes:,} -> {self.frame_bytes:,} bytes, "
             f"ratio {self.ratio:.4f}" + ("" if limit is None else f" (order-0 limit {limit:.4f})"),
-            f"{'offset':>11}  {'part':<6} {'predictor':<9} {'codec':<5} {'raw bytes':>11} {'stored bytes':>12} "
+            f"{'offset':>10}  {'part':<6} {'predictor':<9} {'codec':<5} {'raw bytes':>10} {'stored':>10} "
             f"{'bits/byte':>9} {'entropy':>8}",
-            f"{0:>11}  {'words':<6} {'':<9} {'':<5} {'':>11} {self.HEADER_BYTES:>12}",
+            f"{0:>10}  {'words':<6} {'':<9} {'':<5} {'':>10} {self.HEADER_BYTES:>10}",
         ]
         for s in self.streams:
             entropy = "" if s.entropy is None else f"{s.entropy:.3f}"
-            lines.append(f"{s.offset:>11,}  {s.name:<6} {'header':<9} {'':<5} {'':>11} {s.HEADER_BYTES:>12}")
+            lines.append(f"{s.offset:>10,}  {s.name:<6} {'header':<9} {'':<5} {'':>10} {s.HEADER_BYTES:>10}")
             lines.append(
-                f"{s.payload_offset:>11,}  {'':<6} {s.predictor:<9} {s.codec:<5} {s.raw_bytes:>11,} "
-                f"{s.payload_bytes:>12,} {s.bits_per_byte:>9.3f} {entropy:>8}"
+                f"{s.payload_offset:>10,}  {'':<6} {s.predictor:<9} {s.codec:<5} {s.raw_bytes:>10,} "
+                f"{s.payload_bytes:>10,} {s.bits_per_byte:>9.3f} {entropy:>8}"
             )
-        lines.append(f"{self.frame_bytes:>11,}  end")
+        lines.append(f"{self.frame_bytes:>10,}  end")
         return "\n".join(lines)
 
 

@@ -139,7 +139,7 @@ def test_numbers_of_one_stream_have_separators_and_units(run) -> None:
     said = run("inspect", "a.kvmd").out
     assert "[8, 40, 8]: 5,120 -> " in said and "      header           28 bytes\n" in said
     said = run("inspect", "a.frame").out
-    assert "2,560 words, 5,120 -> " in said and " raw bytes stored bytes" in said and "  2,560 " in said
+    assert "2,560 words, 5,120 -> " in said and "  raw bytes     stored bits/byte" in said and "  2,560 " in said
     assert "(the checksum of each stream held; no manifest and no --against: nothing to compare" in flat(
         run("verify", "a.kvmd").out
     )

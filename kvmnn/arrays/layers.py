@@ -186,8 +186,8 @@ def heads_hint(source: Source, axes: str | None = None) -> str | None:
     except SourceError:
         return None
     heads, tokens = array.shape[-3:-1]
-    if token_major or heads <= max(tokens, USUAL_HEADS):
-        return None
+    if token_major or heads <= max(tokens, USUAL_HEADS) or (axes is None and heads > MOST_HEADS >= tokens):
+        return None  # of the last an error is going to say it
     lie = axes or ("lbhtd"[-len(array.shape) :] if len(array.shape) != 4 else "lhtd" if layer is None else "bhtd")
     turned = lie.translate(str.maketrans("ht", "th"))
     return (
@@ -301,7 +301,7 @@ def common_geometry(layers: Sequence[LayerArray], where: str = "") -> tuple[int,
             raise KvmnnError(
                 f"{where}layer {entry.layer} has {entry.geometry[0]} kv heads x {entry.geometry[2]} dims of "
                 f"{entry.array.dtype}, layer {first.layer} has {first.geometry[0]} x {first.geometry[2]} of "
-                f"{first.array.dtype}: expected the same"
+                f"{first.array.dtype}: expected the same (encode, unpack and diff take layers that differ)"
             )
     return first.geometry[0], first.geometry[2], first.array.dtype
 

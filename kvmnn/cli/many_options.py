@@ -14,7 +14,7 @@ from .printing import STDIO, UsageError
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
-    from ..many import Done, FinishedFile, Named, Task
+    from ..many import Done, FinishedFile, Named, Processes, Task
     from .many_work import VerbWork
 
 _TEXT = """Each file below the inputs by itself, in processes of one thread each: a JSON object for each on standard
@@ -73,15 +73,16 @@ def run(
     task = output(arguments) if output is not None else lambda named: Task(named.path)
     kinds = Kinds(**dict.fromkeys(takes, True), match=arguments.match)
     leave_out = [path for path in (arguments.resume, getattr(arguments, "output", None)) if path]
-    found = find(paths, kinds, leave_out)
-    for line in found.notes(f"kvmnn {verb}"):
-        printing.note(arguments, line)
-    if not found.taken:
-        printing.complain(f"{' '.join(paths)}: nothing there that kvmnn {verb} reads")
-        return 1
-    tasks = list(map(task, found.taken))
-    with _finished(arguments, VerbWork.taken_from(verb, arguments)) as (work, finished), _output_folders(tasks):
-        return _run(arguments, verb, tasks, work, finished)
+    with _executor(arguments, verb) as executor:
+        found = find(paths, kinds, leave_out)
+        for line in found.notes(f"kvmnn {verb}"):
+            printing.note(arguments, line)
+        if not found.taken:
+            printing.complain(f"{' '.join(paths)}: nothing there that kvmnn {verb} reads")
+            return 1
+        tasks = list(map(task, found.taken))
+        with _finished(arguments, VerbWork.taken_from(verb, arguments)) as (work, finished), _output_folders(tasks):
+            return _run(arguments, verb, tasks, work, finished, *executor)
 
 
 def _make_absolute(arguments: argparse.Namespace, paths: Sequence[str]) -> list[str]:
@@ -99,13 +100,14 @@ def _run(
     tasks: Sequence[Task],
     work: VerbWork,
     finished: FinishedFile | None,
+    executor: Any,
+    ahead: Callable[[], int] | None,
 ) -> int:
     from ..many import run
     from ..text import count
 
     number, first = 0, ""
     with (
-        _executor(arguments) as (executor, ahead),
         closing(run(tasks, work, executor, ahead=ahead, finished=finished)) as results,
         printing.progress(arguments, len(tasks), verb, unit="file", beside=streams.on_terminal()) as advance,
     ):
@@ -149,18 +151,32 @@ def _finished(arguments: argparse.Namespace, work: VerbWork) -> Iterator[tuple[V
 
 
 @contextmanager
-def _executor(arguments: argparse.Namespace) -> Iterator[tuple[Any, Callable[[], int] | None]]:
+def _executor(arguments: argparse.Namespace, verb: str) -> Iterator[tuple[Any, Callable[[], int] | None]]:
     """What `kvmnn.many.run` takes for it, and how many tasks ahead."""
-    from functools import partial
-
     from .. import many
 
     if arguments.dask is None:
-        yield partial(many.Processes, arguments.jobs), None
+        with _processes(arguments.jobs, verb) as make:
+            yield make, None
         return
     with many.dask(arguments.dask) as (executor, ahead):
         found: Executor = executor
         yield found, ahead
+
+
+@contextmanager
+def _processes(jobs: int, verb: str) -> Iterator[Callable[[], Processes]]:
+    """What makes the processes. The first of them begins at once: it imports what it needs while files are found."""
+    from .. import many
+    from .many_work import prepare
+
+    begun = [many.Processes(jobs)]
+    (first,) = begun
+    try:
+        first.submit(prepare, verb)
+        yield lambda: begun.pop() if begun else many.Processes(jobs)
+    finally:
+        first.shutdown(cancel_futures=bool(begun))  # it has been shut down already, unless nobody took it
 
 
 @contextmanager

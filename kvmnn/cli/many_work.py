@@ -88,6 +88,18 @@ class VerbWork:
         return Outcome(said.document, error, tuple(said.notes))
 
 
+def prepare(verb: str) -> None:
+    """Import what a verb needs."""
+    from .. import bundle, formats
+
+    _defaults(verb)
+    if verb == "measure":
+        from .. import offline
+
+        del offline
+    del bundle, formats
+
+
 _OF_THE_RUN = {
     *("run", "parser", "inputs", "dump_dir", "json", "quiet", "threads"),
     *("jobs", "dask", "resume", "match"),

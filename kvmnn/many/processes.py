@@ -34,6 +34,7 @@ class Processes(ProcessPoolExecutor):
 
     def __init__(self, jobs: int) -> None:
         context = multiprocessing.get_context("spawn")
+        self._jobs = jobs
         _start_tracker()
         self._reader, self._writer = context.Pipe(duplex=False)
         self._gone: set[int | None] = set()
@@ -41,6 +42,8 @@ class Processes(ProcessPoolExecutor):
 
     def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[R]:
         """As `ProcessPoolExecutor` has it."""
+        if self._executor_manager_thread is not None and len(self._processes or ()) == self._jobs:
+            return super().submit(_interruptible, fn, *args, **kwargs)  # which starts nothing any more
         with _blocked():
             return super().submit(_interruptible, fn, *args, **kwargs)
 

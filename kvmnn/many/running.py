@@ -309,9 +309,14 @@ def _check_distinct(tasks: list[Task]) -> None:
             if name in outputs:
                 raise OptionError(f"{outputs[name]} and {task.path} would both be written to {name}")
             outputs[name] = task.path
+    clear: set[str] = set()  # folders with nothing above them that is an output: most outputs share theirs
     for name, path in outputs.items():
-        above = os.path.dirname(name)
-        while above != os.path.dirname(above):
-            if above in outputs and outputs[above] != path:
-                raise OptionError(f"{path} would be written into {above}, which {outputs[above]} is written to")
+        above, passed = os.path.dirname(name), []
+        while above not in clear and above != os.path.dirname(above):
+            passed.append(above)
+            if above in outputs:
+                if outputs[above] != path:
+                    raise OptionError(f"{path} would be written into {above}, which {outputs[above]} is written to")
+                passed.clear()
             above = os.path.dirname(above)
+        clear.update(passed)

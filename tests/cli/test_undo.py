@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 import struct
+import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import llama_files
 import numpy as np
@@ -60,7 +62,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("x.session").write_bytes(session())
     Path("x.sequence").write_bytes(session(named=False))
     Path("qwen.session").write_bytes(session("qwen2"))
-    Path("granite.session").write_bytes(session("granite"))
+    Path("command-r.session").write_bytes(session("command-r"))
     fields = {"attention__head_count_kv": HEADS, "attention__key_length": DIMS, "block_count": LAYERS}
     Path("m.gguf").write_bytes(llama_files.gguf(**fields))
     Path("part.gguf").write_bytes(llama_files.gguf(**fields, rope__dimension_count=DIMS // 2))
@@ -100,7 +102,7 @@ def test_pack_keeps_or_undoes_what_is_asked_for(here: Path, run) -> None:
 
 def test_pack_says_that_nothing_tells_the_order(here: Path, run) -> None:
     nothing = "nothing says in which order llama.cpp has K: of Llama models and the like neighbours are turned together"
-    for number, said in enumerate(("x.sequence --kv-heads 2", "granite.session --kv-heads 2")):
+    for number, said in enumerate(("x.sequence --kv-heads 2", "command-r.session --kv-heads 2")):
         packed = run("pack", *said.split(), *PACK, "-o", f"out{number}/")
         assert nothing in flat(packed.err) and "--undo k-order, or --undo none" in flat(packed.err)
     assert nothing in flat(run("pack", "x.sequence", "--model", "part.gguf", *PACK, "-o", "part/").err)
@@ -269,3 +271,23 @@ def test_a_zarr_store_keeps_what_is_known_of_the_order(here: Path, run) -> None:
     run("encode", "x.session", "--kv-heads", 2, "-o", "x.zarr")
     assert "RoPE turns" in run("pack", "x.zarr", *PACK, "-o", "sys/").err
     assert "equal" in run("diff", "sys", "own.npz").out
+
+
+@pytest.mark.parametrize("architecture", ["granite", "mistral3", "olmo", "smollm3"])
+def test_architectures_whose_converter_permutes_k_are_as_llama_is(here: Path, run, architecture: str) -> None:
+    Path("other.session").write_bytes(session(architecture))
+    packed = run("pack", "other.session", "--kv-heads", 2, *PACK, "-o", "other/")
+    assert f"K of architecture {architecture!r}: RoPE turns dimensions 2i and 2i + 1 together: brought" in flat(
+        packed.err
+    )
+    assert run("diff", "other", "own.npz").out.startswith("equal: ")
+
+
+def test_to_cache_warns_of_what_it_did_to_k(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(from_numpy=lambda words: words))
+    with pytest.warns(UserWarning, match="of architecture 'llama': RoPE turns .*: brought into the order of other"):
+        made = kvmnn.to_cache(kvmnn.open("x.session", kv_heads=HEADS), pairs=True)
+    assert np.array_equal(made[1][0], words(1, 0))
+    with pytest.warns(UserWarning, match="nothing says in which order llama.cpp has K"):
+        kvmnn.to_cache(kvmnn.open("x.sequence", kv_heads=HEADS), pairs=True)
+    kvmnn.to_cache(kvmnn.open("x.sequence", kv_heads=HEADS, undo=["none"]), pairs=True)  # without one

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from types import ModuleType
 from typing import Any
 
@@ -27,7 +28,7 @@ def to_cache(
     """K and V of every layer as tensors ``[batch, kv_head, token, head_dim]``, bit for bit: bf16 as torch.bfloat16.
 
     K of a llama.cpp cache that surely lies in another order is brought into that of transformers, unless
-    `Source.undone` says otherwise.
+    `Source.undone` says otherwise. A warning says so, and where nothing tells the order.
 
     Parameters
     ----------
@@ -59,7 +60,9 @@ def to_cache(
     if torch is None:
         raise MissingDependencyError("to_cache makes tensors of torch, which is not loaded: import torch first")
     opened = source if isinstance(source, Source) else opening.open(source, ReadOptions(skip_unsupported=True))
-    opened, _ = for_other_engines(opened)
+    opened, notes = for_other_engines(opened)
+    for note in notes:
+        warnings.warn(note, stacklevel=2)
     where = " ".join(opened.inputs)
     if opened.lossy:
         raise OptionError(f"{where}: K and V were made from int8: no model takes such a cache up again")

@@ -1,8 +1,9 @@
 """What llama.cpp does to K and V before it stores them, as far as an architecture and the types of a cache say.
 
 `llama_model_rope_type` has an entry for every architecture: two neighbours of a head are turned together (NORM), or two
-dimensions half a head apart (NEOX). Only of `llama` is it certain that others have the halves: its converter permutes
-the weights of query and key. Of other architectures with neighbours some were trained so, others permuted.
+dimensions half a head apart (NEOX). Of those in `_PERMUTED` it is certain that others have the halves: what llama.cpp's
+converter has for them (`conversion/*.py`) permutes the weights of query and key in every layer. Of other architectures
+with neighbours some were trained so, others are permuted.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Final
 from ...arrays.undoing import Undo, ways_of
 from .state import Tensor
 
-_PERMUTED: Final = frozenset(("llama",))
+_PERMUTED: Final = frozenset(
+    ("arcee", "granite", "granitemoe", "internlm2", "llama", "minicpm", "mistral3", "olmo", "smollm3")
+)
 _HALVES: Final = frozenset(
     (
         *("apertus", "bailingmoe2", "bert", "bitnet", "codeshell", "dbrx", "dots1", "dream", "exaone", "exaone4"),

@@ -287,7 +287,7 @@ def test_to_cache_warns_of_what_it_did_to_k(here: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(from_numpy=lambda words: words))
     with pytest.warns(UserWarning, match="of architecture 'llama': RoPE turns .*: brought into the order of other"):
         made = kvmnn.to_cache(kvmnn.open("x.session", kv_heads=HEADS), pairs=True)
-    assert np.array_equal(made[1][0], words(1, 0))
+    assert np.array_equal(made[1][0][0], words(1, 0))
     with pytest.warns(UserWarning, match="nothing says in which order llama.cpp has K"):
         kvmnn.to_cache(kvmnn.open("x.sequence", kv_heads=HEADS), pairs=True)
     kvmnn.to_cache(kvmnn.open("x.sequence", kv_heads=HEADS, undo=["none"]), pairs=True)  # without one

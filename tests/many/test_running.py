@@ -331,7 +331,10 @@ def test_an_output_that_was_there_is_not(tmp_path: Path, log: Path) -> None:
         ([Task("a", "o"), Task("b", "o")], "a and b would both be written to {}/o"),
         ([Task("a", "x", (".f",)), Task("b", "x.f")], "a and b would both be written to {}/x.f"),
         ([Task("a", "o"), Task("b", "o/p")], "b would be written into {}/o, which a is written to"),
-        ([Task("a", "o/x/1"), Task("b", "o/z"), Task("c", "o/z/x/2")], "c would be written into {}/o/z, which b is w"),
+        (
+            [Task("a", "o/x/1"), Task("b", "o/z"), Task("c", "o/z/x/2")],
+            "c would be written into {}/o/z, which b is written to",
+        ),
         ([Task("a", "o", ("", "/p/q")), Task("b", "o/p/r")], "b would be written into {}/o, which a is written to"),
     ],
 )

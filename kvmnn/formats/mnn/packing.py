@@ -8,7 +8,7 @@ from dataclasses import replace
 from ...arrays import own_order
 from ...arrays.casting import widened
 from ...arrays.engine_cache import runs_of
-from ...arrays.layers import LayerArray, common_geometry, sorted_layers
+from ...arrays.layers import LayerArray, common_geometry, place_said, sorted_layers
 from ...arrays.source import Source
 from ...bundle.beside import POSITIONS
 from ...errors import OptionError
@@ -85,6 +85,7 @@ def pack(
     notes += said_of_order
     arrays = _of_one_type(sorted_layers(source, token_major=token_major), cast)
     known, dtype = source.cache, arrays[0].array.dtype
+    common_geometry(arrays, place_said(source))  # whose errors name the input
     layout = chosen_layout(geometry or Geometry(), arrays, known.layout if known else None, dtype)
     if model:
         check_agrees(model, read_geometry(model), layout.kv_heads, layout.head_dim, len(arrays) // 2)

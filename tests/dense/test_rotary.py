@@ -116,7 +116,7 @@ def test_what_inspect_says() -> None:
     info = dense.inspect(dense.encode(np.concatenate([array, array], 1), rotary=Rotary(dims=32)))
     assert info.rotary and info.method == "rows" and info.table_set is None
     text = str(info)
-    assert text.startswith("fp16 dense stream [2, 200, 32]: 25600 -> ") and "method rows, rotary" in text
+    assert text.startswith("fp16 dense stream [2, 200, 32]: 25,600 -> ") and "method rows, rotary" in text
     assert info.to_dict()["ratio"] == 25600 / info.stream_bytes
 
 

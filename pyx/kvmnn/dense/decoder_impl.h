@@ -1,6 +1,33 @@
 /* More of the loops of words.h: the decoder's. Each state waits for what it has read, so that most of a processor is
  * idle: other work is done meanwhile, a little after every few symbols. */
 
+/* The offset of a table's entry, in one instruction where there is one. */
+static inline uint32_t LEVEL(offset_of)(uint32_t entry) {
+#if defined(LEVEL_WIDE)
+    return _pext_u32(entry, (SCALE - 1) << 8);
+#elif defined(LEVEL_F16C)
+    return _bextr_u32(entry, 8, SCALE_BITS);
+#else
+    return entry >> 8 & (SCALE - 1);
+#endif
+}
+
+#if defined(LEVEL_F16C) && defined(__x86_64__)
+#define LEVEL_RENORMALISE RENORMALISE_BMI2
+#else
+#define LEVEL_RENORMALISE RENORMALISE
+#endif
+
+/* Takes the next symbol out of `state`; a unit may be read. */
+#define DECODE(state, entries, symbol, at, taken)                                          \
+    do {                                                                                   \
+        uint32_t entry_ = (entries)[(state) & (SCALE - 1)];                                \
+        (symbol) = (uint8_t)entry_;                                                        \
+        uint32_t v_ = (entry_ >> 21) * ((state) >> SCALE_BITS) + LEVEL(offset_of)(entry_); \
+        LEVEL_RENORMALISE(v_, at, taken);                                                  \
+        (state) = v_;                                                                      \
+    } while (0)
+
 /* Four coded low parts, by states in registers. */
 #define LOW_PARTS()                               \
     do {                                          \
@@ -11,12 +38,12 @@
         to += 4;                                  \
     } while (0)
 
-#define SYMBOLS()                                      \
-    do {                                               \
-        DECODE(a, tables[p[0]], folded[0], at, taken); \
-        DECODE(b, tables[p[1]], folded[1], at, taken); \
-        DECODE(c, tables[p[2]], folded[2], at, taken); \
-        DECODE(d, tables[p[3]], folded[3], at, taken); \
+#define SYMBOLS(j)                                                 \
+    do {                                                           \
+        DECODE(a, tables[p[j]], folded[j], at, taken);             \
+        DECODE(b, tables[p[(j) + 1]], folded[(j) + 1], at, taken); \
+        DECODE(c, tables[p[(j) + 2]], folded[(j) + 2], at, taken); \
+        DECODE(d, tables[p[(j) + 3]], folded[(j) + 3], at, taken); \
     } while (0)
 
 static void LEVEL(flat)(dense_flat *f, size_t n) {
@@ -64,7 +91,8 @@ static DENSE_APART const uint8_t *LEVEL(symbols)(const uint8_t *p, size_t n, con
     volatile uint32_t *held = states;
     uint32_t a = held[0], b = held[1], c = held[2], d = held[3];
     uint64_t taken = 0;
-    for (const uint8_t *end = p + n; p < end; p += 4, folded += 4) SYMBOLS();
+    p += n, folded += n;
+    for (ptrdiff_t j = -(ptrdiff_t)n; j < 0; j += 4) SYMBOLS(j);
     held[0] = a, held[1] = b, held[2] = c, held[3] = d;
     return at + 2 * taken;
 }
@@ -80,8 +108,9 @@ static DENSE_APART const uint8_t *LEVEL(both)(const uint8_t *p, size_t n, const 
     const uint8_t *units = f->at;
     uint8_t *to = f->to;
     uint64_t taken = 0, low_taken = 0;
-    for (const uint8_t *end = p + n; p < end; p += 4, folded += 4) {
-        SYMBOLS();
+    p += n, folded += n;
+    for (ptrdiff_t j = -(ptrdiff_t)n; j < 0; j += 4) {
+        SYMBOLS(j);
         LOW_PARTS();
     }
     low_held[0] = la, low_held[1] = lb, low_held[2] = lc, low_held[3] = ld;
@@ -100,7 +129,7 @@ static void LEVEL(decode)(const uint8_t *p, size_t n, const uint32_t *const tabl
             at = LEVEL(both)(p + j, STEP, tables, states, at, folded + j, f);
         else
             at = LEVEL(symbols)(p + j, STEP, tables, states, at, folded + j);
-        if (beside->turning.heads) LEVEL(turn_on)(&beside->turning, 1);
+        if (beside->turning.heads) LEVEL(turn_on)(&beside->turning, STEP / (2 * TURNED_PAIRS));
         for (size_t k = 0; k < beside->stripes && beside->hash.at < beside->hash_end; ++k)
             dense_hash_stripe(&beside->hash);
     }
@@ -109,3 +138,5 @@ static void LEVEL(decode)(const uint8_t *p, size_t n, const uint32_t *const tabl
 
 #undef LOW_PARTS
 #undef SYMBOLS
+#undef DECODE
+#undef LEVEL_RENORMALISE

@@ -37,6 +37,15 @@
                 : "r"(with_), "i"(STATE_LOW)                           \
                 : "cc");                                               \
     } while (0)
+/* The same with BMI2: a turn by 16 is a shift for a state that is too low. */
+#define RENORMALISE_BMI2(v, at, taken)                                                                   \
+    do {                                                                                                 \
+        uint32_t with_;                                                                                  \
+        __asm__("rorx $16, %0, %2\n\tmovw %3, %w2\n\tcmpl %4, %0\n\tcmovbl %2, %0\n\tadcq $0, %1" \
+                : "+r"(v), "+r"(taken), "=&r"(with_)                                                     \
+                : "m"(*(const uint8_t(*)[2])((at) + 2 * (taken))), "i"(STATE_LOW)                        \
+                : "cc");                                                                                 \
+    } while (0)
 #else
 #define RENORMALISE(v, at, taken)                                                    \
     do {                                                                             \
@@ -48,16 +57,6 @@
 
 /* An entry of a decoder's table: frequency << 21 | offset << 8 | symbol. */
 #define NEXT_STATE(entry, state) (((entry) >> 21) * ((state) >> SCALE_BITS) + ((entry) >> 8 & (SCALE - 1)))
-
-/* Takes the next symbol out of `state`; a unit may be read. */
-#define DECODE(state, entries, symbol, at, taken)                 \
-    do {                                                          \
-        uint32_t entry_ = (entries)[(state) & (SCALE - 1)];       \
-        (symbol) = (uint8_t)entry_;                               \
-        uint32_t v_ = NEXT_STATE(entry_, state);                  \
-        RENORMALISE(v_, at, taken);                               \
-        (state) = v_;                                             \
-    } while (0)
 
 /* The same where no unit may be left; 0 if one is needed and there is none. */
 static inline int dense_decode_checked(uint32_t *state, const uint32_t *entries, uint8_t *symbol, const uint8_t **at,

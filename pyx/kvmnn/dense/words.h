@@ -11,7 +11,7 @@ enum {
     VOTED_BLOCKS = 5,   /* at most: references are to be found in four full ones and one that is not */
     VOTE_PLANES = 6,    /* bits of a number of votes */
     TURNED_PAIRS = 16,
-    STEP = 32, /* symbols between two pieces of what is done beside */
+    STEP = 64, /* symbols between two pieces of what is done beside */
 };
 
 /* Coded low parts of a bucket, which are decoded as they are needed, or before. */

@@ -56,7 +56,9 @@ static inline uint16_t *LEVEL(code_four)(__m256i *states, __m256i *least, const 
     __m256i start = _mm256_shuffle_epi8(rest, _mm256_broadcastsi128_si256(starts));
     *least = _mm256_min_epu64(*least, rest);
     __mmask8 full = _mm256_cmpge_epu64_mask(v, _mm256_slli_epi64(f, 20));
-    __m128i order = _mm_loadl_epi64((const __m128i *)(const void *)&LEVEL(units)[full]);
+    uint32_t number; /* said so that the mask stays one: to take it back from the number all states would wait */
+    __asm__("kmovb %1, %0" : "=r"(number) : "k"(full));
+    __m128i order = _mm_loadl_epi64((const __m128i *)(const void *)&LEVEL(units)[number]);
     __m256i units = _mm256_permutexvar_epi8(_mm256_castsi128_si256(order), v);
     _mm_storel_epi64((__m128i *)(void *)(end - 4), _mm256_castsi256_si128(units));
     /* both quotients before it is known which one counts: all states wait for this */
@@ -65,7 +67,7 @@ static inline uint16_t *LEVEL(code_four)(__m256i *states, __m256i *least, const 
     __m256i sum = _mm256_mask_add_epi64(_mm256_add_epi64(v, start), full, cut, start);
     __m256i by = _mm256_sub_epi64(_mm256_set1_epi64x(SCALE), f);
     *states = _mm256_madd52lo_epu64(sum, _mm256_mask_mov_epi64(whole, full, other), by);
-    return end - __builtin_popcount(full);
+    return end - __builtin_popcount(number);
 }
 
 #else

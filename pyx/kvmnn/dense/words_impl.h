@@ -251,12 +251,22 @@ typedef uint64_t LEVEL(bits);
 #endif
 
 /* Three bits of a weight to one, and one of twice the weight. */
+#ifdef LEVEL_WIDE
+#define LEVEL_OF_THREE(a, b, c, table) (LEVEL(bits)) _mm512_ternarylogic_epi64((__m512i)(a), (__m512i)(b), (__m512i)(c), table)
+#define FULL_ADD(high, low, x, y)                    \
+    do {                                             \
+        LEVEL(bits) x_ = (x), y_ = (y);              \
+        (high) = LEVEL_OF_THREE(low, x_, y_, 0xe8);  \
+        (low) = LEVEL_OF_THREE(low, x_, y_, 0x96);   \
+    } while (0)
+#else
 #define FULL_ADD(high, low, x, y)                              \
     do {                                                       \
         LEVEL(bits) x_ = (x), y_ = (y), differ_ = (low) ^ x_;  \
         (high) = ((low) & x_) | (differ_ & y_);                \
         (low) = differ_ ^ y_;                                  \
     } while (0)
+#endif
 
 static inline LEVEL(bits) LEVEL(load_bits)(const void *p) {
     LEVEL(bits) x;
@@ -289,6 +299,7 @@ static void LEVEL(vote)(const uint8_t *const bitmaps[LOOKS], size_t blocks, size
 }
 
 #undef FULL_ADD
+#undef LEVEL_OF_THREE
 
 /* Which words are not 0. */
 static inline unsigned LEVEL(not_zero)(LEVEL(bits) bits) {

@@ -13,7 +13,7 @@ enum {
     HEADER_BYTES = 28,
     CHECKSUM_AT = 20,
     MODEL_BYTES = 40 << 10,
-    CANDIDATES = 4
+    CANDIDATES = 3
 };
 
 /* A model that several streams share. */

@@ -8,7 +8,8 @@ enum {
     FEWER_LOOKS = LOOKS / 2, /* do where good rows are known already */
     BLOCK_BYTES = VOTED_ROWS / 8,
     BLOCK_WORDS = VOTED_ROWS / 64,
-    KINDS = 64, /* of symbols; two of a kind are hardly found in one column */
+    KINDS = 64,  /* of symbols; two of a kind are hardly found in one column */
+    SHORTER = 2, /* equal symbols worth what the row behind the last reference is shorter to write */
 };
 
 typedef struct {
@@ -48,8 +49,9 @@ typedef struct {
     size_t most; /* equal symbols of the best row */
 } contest;
 
-static void compare(contest *c, size_t candidate) {
-    size_t same = c->loops->equal(c->row, c->symbols + candidate * c->words, c->words);
+/* `more`: equal symbols that it may have less than the best row. */
+static void compare(contest *c, size_t candidate, size_t more) {
+    size_t same = c->loops->equal(c->row, c->symbols + candidate * c->words, c->words) + more;
     if (same > c->most) c->most = same, c->best = candidate;
 }
 
@@ -74,7 +76,7 @@ static void elect(contest *c, const index_of_rows *x, const uint32_t *places, si
     for (int turn = 1; some; ++turn) {
         size_t w = high_bit(some & late ? some & late : some), bit = high_bit(most[w]);
         size_t back = (place + x->blocks - w / BLOCK_WORDS) % x->blocks;
-        compare(c, (last - back) * VOTED_ROWS + w % BLOCK_WORDS * 64 + bit);
+        compare(c, (last - back) * VOTED_ROWS + w % BLOCK_WORDS * 64 + bit, 0);
         if (turn == CANDIDATES) return;
         most[w] ^= (uint64_t)1 << bit;
         if (most[w] == 0) some ^= (uint64_t)1 << w;
@@ -99,8 +101,9 @@ void dense_search(const dense_loops *loops, const uint8_t *symbols, size_t words
         references[i] = 0;
         look_up(&x, c.row, places);
         if (n > 0) {
-            compare(&c, n - 1);
-            if (known && known[i] >= 0 && (size_t)known[i] < n) compare(&c, (size_t)known[i]);
+            compare(&c, n - 1, 0);
+            if (known && known[i] >= 0 && (size_t)known[i] < n) compare(&c, (size_t)known[i], 0);
+            if (i > 0 && references[i - 1] + 1 < n - 1) compare(&c, references[i - 1] + 1, SHORTER);
             elect(&c, &x, places, n);
             references[i] = (uint32_t)c.best;
         }

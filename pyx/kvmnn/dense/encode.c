@@ -150,14 +150,15 @@ static int choose_low(dense_encoder *e) {
     return mask;
 }
 
-/* Low parts that are not coded. */
-static uint8_t *put_low(dense_encoder *e, int mask, uint8_t *at) {
+/* Low parts that are not coded; words are hashed while they are near. */
+static uint8_t *put_low(dense_encoder *e, int mask, dense_hash *hash, uint8_t *at) {
     const dense_input *in = e->in;
     uint8_t rest[8 + PAD], *row = e->row_differences;
     size_t held = 0; /* of 8 that are packed together */
     for (size_t i = 0; i < e->own; ++i) {
         if (e->buckets[i] == COPY) continue;
         size_t count = e->words;
+        dense_hash_to(hash, in->own + (i + 1) * in->rows.row_bytes);
         int as_it_is = in->shape.dtype == KVMNN_FP16 && !(mask >> e->buckets[i] & 1);
         const uint8_t *low = e->row_low;
         in->loops->split(dense_row(&in->rows, in->rows.history_rows + i), e->words, in->shape.dtype, in->shape.base,
@@ -262,8 +263,9 @@ size_t dense_encode(const dense_input *in, uint8_t *room, uint8_t *out, size_t l
     lay_tables(model->map, tables);
     if (!code_symbols(e, (const uint32_t(*)[256])tables, codes[0], out, end, &symbols, &escapes)) return 0;
     size_t rest = words - coded_low, exponents = put_exponents(e, NULL);
-    size += escapes + exponents + symbols.unit_bytes + (in->shape.dtype == KVMNN_FP16 ? rest : (5 * rest + 7) / 8);
-    size += in->shape.dtype == KVMNN_FP32 ? 2 * words : 0;
+    size_t rest_bytes = in->shape.dtype == KVMNN_FP16 ? rest : (5 * rest + 7) / 8;
+    if (in->shape.dtype == KVMNN_FP32) rest_bytes += 2 * words;
+    size += escapes + exponents + symbols.unit_bytes + rest_bytes;
     if (size >= limit) return 0;
 
     uint8_t *at = out + HEADER_BYTES;
@@ -287,11 +289,13 @@ size_t dense_encode(const dense_input *in, uint8_t *room, uint8_t *out, size_t l
     at = put_coded(at, &symbols);
     for (int b = LOW_FROM; b < BUCKETS; ++b)
         if (mask >> b & 1) at = put_coded(at, &low[b]);
-    at = put_low(e, mask, at);
-    at = put_tails(e, at);
     dense_put_header(out, &in->shape, 2, (in->rotary.dims ? 1 : 0) | (in->set ? 2 : 0), e->own,
-                     (size_t)(at - out) - HEADER_BYTES);
-    uint64_t checksum = dense_checksum(out, control, in->own, raw);
+                     (size_t)(at - out) - HEADER_BYTES + rest_bytes);
+    dense_hash hash;
+    dense_hash_begin(&hash, in->own, dense_seed(out, control));
+    at = put_low(e, mask, &hash, at);
+    at = put_tails(e, at);
+    uint64_t checksum = dense_hash_end(&hash, raw);
     memcpy(out + CHECKSUM_AT, &checksum, 8);
     return (size_t)(at - out);
 }

@@ -60,14 +60,6 @@ int dense_choose_base(const dense_input *in) {
 
 /* -- symbols, references, predictions ------------------------------------------------------------------------------ */
 
-static void split_rows(dense_encoder *e) {
-    const dense_input *in = e->in;
-    for (size_t i = 0; i < e->all; ++i)
-        e->outside[i] = (uint8_t)in->loops->split(dense_row(&in->rows, i), e->words, in->shape.dtype, in->shape.base,
-                                                  e->symbols + i * e->words, NULL);
-    memset(e->nothing, 0, e->words);
-}
-
 /* The first heads of a row turned by `by` positions, as symbols and low parts. */
 static void turn_row(dense_encoder *e, size_t row, uint64_t by, size_t heads, uint8_t *symbols, uint8_t *low) {
     const dense_input *in = e->in;
@@ -79,19 +71,21 @@ static void turn_row(dense_encoder *e, size_t row, uint64_t by, size_t heads, ui
     in->loops->split(e->row, heads * in->shape.dim, in->shape.dtype, in->shape.base, symbols, low);
 }
 
+/* Symbols of all rows, and references of the own ones. Of turned rows half of the heads tell nearly as much as all, in
+ * half the time. */
 static void find_references(dense_encoder *e) {
     const dense_input *in = e->in;
-    const uint8_t *symbols = e->symbols;
-    size_t words = e->words;
-    if (e->turned) { /* half of the heads tell nearly as much as all, in half the time */
-        size_t least = (LEAST_TURNED + in->shape.dim - 1) / in->shape.dim, heads = (in->shape.heads + 1) / 2;
-        if (heads < least) heads = least < in->shape.heads ? least : in->shape.heads;
-        words = heads * in->shape.dim;
-        symbols = e->turned;
-        for (size_t i = 0; i < e->all; ++i)
-            turn_row(e, i, 0 - (uint64_t)in->positions[i], heads, e->turned + i * words, NULL);
+    size_t least = (LEAST_TURNED + in->shape.dim - 1) / in->shape.dim, heads = (in->shape.heads + 1) / 2;
+    if (heads < least) heads = least < in->shape.heads ? least : in->shape.heads;
+    size_t words = e->turned ? heads * in->shape.dim : e->words;
+    memset(e->nothing, 0, e->words);
+    for (size_t i = 0; i < e->all; ++i) {
+        e->outside[i] = (uint8_t)in->loops->split(dense_row(&in->rows, i), e->words, in->shape.dtype, in->shape.base,
+                                                  e->symbols + i * e->words, NULL);
+        if (e->turned) turn_row(e, i, 0 - (uint64_t)in->positions[i], heads, e->turned + i * words, NULL);
     }
-    dense_search(in->loops, symbols, words, in->rows.history_rows, e->own, in->known, e->search, e->references);
+    dense_search(in->loops, e->turned ? e->turned : e->symbols, words, in->rows.history_rows, e->own, in->known,
+                 e->search, e->references);
 }
 
 static uint8_t bucket_of(size_t equal, size_t words) {
@@ -148,7 +142,6 @@ static void predict(dense_encoder *e) {
 }
 
 void dense_find_rows(dense_encoder *e) {
-    split_rows(e);
     find_references(e);
     predict(e);
 }

@@ -12,11 +12,10 @@ uint64_t dense_hash_end(dense_hash *all, size_t n) {
     const uint8_t *end = all->begin + n;
     uint64_t h = all->seed + XXH_P5;
     if (n >= STRIPE) {
-        dense_hash held = *all;
-        while (end - held.at >= STRIPE) dense_hash_stripe(&held);
-        *all = held;
-        h = turned(held.lanes[0], 1) + turned(held.lanes[1], 7) + turned(held.lanes[2], 12) + turned(held.lanes[3], 18);
-        for (int i = 0; i < 4; ++i) h = merged(h, held.lanes[i]);
+        const uint64_t *lanes = all->lanes;
+        dense_hash_to(all, end);
+        h = turned(lanes[0], 1) + turned(lanes[1], 7) + turned(lanes[2], 12) + turned(lanes[3], 18);
+        for (int i = 0; i < 4; ++i) h = merged(h, lanes[i]);
     }
     const uint8_t *p = all->at;
     h += n;

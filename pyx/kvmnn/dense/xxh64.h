@@ -38,4 +38,11 @@ static inline void dense_hash_stripe(dense_hash *h) {
     h->at += STRIPE;
 }
 
+/* Whole stripes up to `end`. */
+static inline void dense_hash_to(dense_hash *h, const uint8_t *end) {
+    dense_hash held = *h;
+    while (end - held.at >= STRIPE) dense_hash_stripe(&held);
+    *h = held;
+}
+
 #endif

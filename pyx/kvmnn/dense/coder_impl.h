@@ -188,10 +188,42 @@ static inline float LEVEL(times_log)(float x) {
     return x * (e + p * (m - 1.0f));
 }
 
+#ifdef LEVEL_WIDE
+
+static inline __m512 LEVEL(times_log_16)(__m512 x) {
+#define PLUS(a, b) _mm512_add_ps(a, b)
+#define TIMES(a, b) _mm512_mul_ps(a, b)
+#define NUMBER(a) _mm512_set1_ps(a)
+    __m512i bits = _mm512_castps_si512(x);
+    __m512 e = _mm512_sub_ps(_mm512_cvtepi32_ps(_mm512_srli_epi32(bits, 23)), NUMBER(127.0f));
+    bits = _mm512_or_si512(_mm512_and_si512(bits, _mm512_set1_epi32(0x7fffff)), _mm512_set1_epi32(0x3f800000));
+    __m512 m = _mm512_castsi512_ps(bits), p = _mm512_sub_ps(NUMBER(0.31821337f), TIMES(m, NUMBER(0.034436006f)));
+    p = PLUS(NUMBER(2.5988452f), TIMES(m, PLUS(NUMBER(-1.2315303f), TIMES(m, p))));
+    p = PLUS(NUMBER(3.1157899f), TIMES(m, PLUS(NUMBER(-3.3241990f), TIMES(m, p))));
+    return TIMES(x, PLUS(e, TIMES(p, _mm512_sub_ps(m, NUMBER(1.0f)))));
+#undef PLUS
+#undef TIMES
+#undef NUMBER
+}
+
+#endif
+
 static float LEVEL(log_sum)(const uint32_t *a, const uint32_t *b, int n, uint32_t *used) {
     float sums[8] = {0}, sum = 0;
     uint32_t some[8] = {0}, entries = 0;
-    for (int i = 0; i < n; i += 8)
+    int i = 0;
+#ifdef LEVEL_WIDE /* the same sums in the same order */
+    __m256 eight = _mm256_setzero_ps();
+    for (; i + 16 <= n; i += 16) {
+        __m512i counts = _mm512_add_epi32(_mm512_loadu_si512(a + i), _mm512_loadu_si512(b + i));
+        __m512 each = LEVEL(times_log_16)(_mm512_cvtepi32_ps(counts));
+        eight = _mm256_add_ps(eight, _mm512_castps512_ps256(each));
+        eight = _mm256_add_ps(eight, _mm512_extractf32x8_ps(each, 1));
+        entries += (uint32_t)__builtin_popcount(_mm512_test_epi32_mask(counts, counts));
+    }
+    _mm256_storeu_ps(sums, eight);
+#endif
+    for (; i < n; i += 8)
         for (int k = 0; k < 8; ++k) {
             uint32_t count = a[i + k] + b[i + k];
             sums[k] += LEVEL(times_log)((float)(int32_t)count);

@@ -52,7 +52,12 @@ def arrays() -> Iterator[tuple[str, bytes]]:
         yield dtype, kv_like(200_000, dtype)
         yield dtype, bytes(600_000 * stride)
         lane = np.concatenate([np.full(100_000, 7), rng.integers(0, 200, 140_000)]).astype(np.uint8)
-        yield dtype, with_noise(rng, lane, stride)  # blocks of one literal
+        yield dtype, with_noise(rng, lane, stride)  # blocks of one value
+        for shape in ((1500, 64), (200, 960)):
+            rows = rng.integers(8, 200, shape, np.uint8)
+            copies = rng.permutation(rows)
+            copies[:, -1] = 7  # all that is new, between copies of one length
+            yield dtype, with_noise(rng, np.concatenate([rows, copies]).reshape(-1), stride)
         rows = rng.standard_normal((900, 64)).astype(np.float32)
         for again in (0.02, 0.3, 0.9):  # rows that were there before, whole or in part
             for row in np.flatnonzero(rng.random(900) < again):

@@ -13,7 +13,7 @@ from .. import dense, dtypes
 from ..arrays.named_array import NamedArray, Piece
 from ..dtypes import Indices, Words
 from ..errors import KvmnnError
-from ..threads.helpers import Helpers
+from ..threads.helpers import Helpers, result_of
 from ..threads.pool import resolve_threads
 from .dense_pieces import DensePlan, words_of
 
@@ -167,4 +167,4 @@ def side_by_side(work: Callable[[T], R], items: Iterable[T], workers: int) -> It
 
 def _oldest(waiting: deque[tuple[T, Future[R]]]) -> tuple[T, R]:
     item, future = waiting.popleft()
-    return item, future.result()
+    return item, result_of(future)

@@ -47,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 streams.flush()
     except BaseException as exc:
         code = _failed(exc, arguments)
+        exec(
+            ""
+        )  # an interrupt in an exec of text, as dataclasses make, has CPython end by SIGINT, unless another follows
     for stream in (sys.stdout, sys.stderr):
         streams.forget(stream)
     if argv is None and _threads_are_left():

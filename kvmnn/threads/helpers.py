@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ R = TypeVar("R")
 
 _given_up: contextvars.ContextVar[threading.Event | None] = contextvars.ContextVar("given_up", default=None)
 _left: list[Helpers] = []
+_LOOK_UP_SECONDS = 0.3
 
 
 class Helpers:
@@ -61,6 +62,13 @@ class Helpers:
         if at_once:
             _left[:] = [helpers for helpers in (*_left, self) if helpers.is_at_work]
         self._pool.shutdown(wait=not at_once, cancel_futures=True)
+
+
+def result_of(future: Future[R]) -> R:
+    """What it comes to; as `Future.result`, but an interrupt that came right before the wait began is heard, too."""
+    while not future.done():
+        wait([future], _LOOK_UP_SECONDS)
+    return future.result()
 
 
 def is_given_up() -> bool:

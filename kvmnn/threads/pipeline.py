@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 from . import pool
-from .helpers import Helpers
+from .helpers import Helpers, result_of
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -52,7 +52,7 @@ def ordered(
         for item, last in _with_last(items, lambda item: size(item) <= large):
             if size(item) > large or (last and window.is_empty):
                 yield from window.drain()
-                yield item, helpers.submit(work, item, threads).result()
+                yield item, result_of(helpers.submit(work, item, threads))
             else:
                 yield from window.make_room(size(item))
                 window.submit(item)
@@ -122,4 +122,4 @@ class _Window(Generic[T, R]):
     def _oldest(self) -> tuple[T, R]:
         item, future = self._waiting.popleft()
         self._bytes -= self._size(item)
-        return item, future.result()
+        return item, result_of(future)

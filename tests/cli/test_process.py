@@ -115,6 +115,17 @@ sys.exit(main())
 """
 
 
+def test_an_interrupt_in_an_exec_of_text_is_exit_code_130():
+    """As when dataclasses are made: CPython remembers such a one and would end by the signal."""
+    program = (
+        "import sys\nfrom kvmnn.cli import command, parser\n"
+        "def parse(words): exec('raise KeyboardInterrupt')\n"
+        "parser.parse = parse\nsys.exit(command.main())"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"kvmnn: error: interrupted\n")
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_while_a_compiled_module_is_loaded_waits(here, number, code):
     done = subprocess.run(

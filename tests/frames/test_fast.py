@@ -83,6 +83,17 @@ def test_what_repeats_costs_little() -> None:
     assert len(twice) < 1.01 * len(once)
 
 
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+@pytest.mark.parametrize("tokens", [64, 512])
+def test_smooth_lanes(tokens: int, dtype: str) -> None:
+    """A line with steps on it: short repeats everywhere, which a search for rows that are alike does not find."""
+    steps = np.random.default_rng(0).integers(0, 2, (4, tokens, 64)) / 64
+    words = (np.linspace(0.5, 1, 64) + steps).astype({"fp16": "<f2", "fp32": "<f4"}[dtype])
+    made, exact = (kvmnn.encode(words, effort=effort) for effort in ("fast", "exact"))
+    assert len(made) < 1.35 * len(exact)
+    assert kvmnn.decode(made, dtype=dtype).tobytes() == words.tobytes()
+
+
 def test_few_values_to_many() -> None:
     """Codes of every length, trees that are told as they are and in short."""
     rng = np.random.default_rng(2)

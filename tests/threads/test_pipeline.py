@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from concurrent.futures import Future
 
 import pytest
 from hypothesis import given, settings
@@ -120,3 +121,18 @@ def test_nobody_waits_for_work_that_was_left_by_an_interrupt(threads, count):
         time.sleep(0.01)
     assert not helpers.are_left()
     assert len(seen) == len(set(seen)) <= threads  # neither the second half of an item nor another one
+
+
+def test_a_wait_looks_up(monkeypatch):
+    """An interrupt that comes right before a wait begins would not end it; the next look does."""
+    future: Future[int] = Future()
+    looks: list[float] = []
+
+    def wait(futures, seconds):
+        looks.append(seconds)
+        if len(looks) == 3:
+            future.set_result(7)
+
+    monkeypatch.setattr(helpers, "wait", wait)
+    assert helpers.result_of(future) == 7
+    assert len(looks) == 3 and max(looks) < 0.5

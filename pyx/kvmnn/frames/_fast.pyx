@@ -11,7 +11,7 @@ from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize, PyBytes_
 
 from kvmnn._simd cimport active_level
 from kvmnn.frames._stream_header cimport CODEC_ZSTD, HEADER, store_le32
-from kvmnn.frames._streams cimport KVMNN_MODE_RAW, entropy, lanes
+from kvmnn.frames._streams cimport KVMNN_MODE_DELTA, KVMNN_MODE_RAW, entropy, lanes
 from kvmnn.frames._workspace cimport Workspace, acquire, release, unwritten_bytes
 from kvmnn.frames._zstdlib cimport zstd
 
@@ -45,13 +45,15 @@ cdef extern from "kvmnn/frames/zstd_writer.h" nogil:
 cdef enum:
     LOOK = 256               # bytes of one look at a lane ...
     LOOKS = 16               # ... and how many looks it takes
+    DELTA_LOOKS = 4          # ... at what one byte adds to that before it
     ZSTD_HEADER = 14         # of a frame, at most
     RAW_HEADER = 3           # of a raw block
-    LEVEL_EXACT = 3          # of lanes with next to nothing in them, where libzstd is fast as well
+    LEVEL_EXACT = 3          # of lanes with next to nothing in them, where libzstd is fast as well, and of smooth ones
 
 cdef double FLAT_BITS = 7.85  # a byte; random bytes come to 7.955 in a sample of that size
 cdef double POOR_BITS = 2.0
 cdef double DEAR_BITS = 4.0   # where a byte takes more, shorter repeats pay
+cdef double SMOOTH_SHARE = 0.6  # of a byte's bits: where steps take less, short repeats are all over, which libzstd finds
 
 cdef size_t NO_MEMORY = <size_t>-1
 
@@ -66,17 +68,19 @@ cdef struct Scratch:
     kvmnn_repeat *repeats
 
 
-cdef double sampled_bits(const uint8_t *src, size_t words, int stride, int lane) noexcept nogil:
-    """Order-0 entropy of a sample of a lane, in bits a byte."""
+cdef double sampled_bits(
+    const uint8_t *src, size_t words, int stride, int lane, int mode, size_t looks
+) noexcept nogil:
+    """Order-0 entropy of a sample of a lane, or of its steps, in bits a byte."""
     cdef uint64_t counts[256]
     cdef uint8_t look[LOOK]
-    cdef size_t begin = 0, size, step = words // LOOKS, end = LOOKS * step
+    cdef size_t begin = 0, size, step = words // looks, end = looks * step
     memset(counts, 0, sizeof(counts))
     if step <= LOOK:
         step, end = LOOK, words
     while begin < end:
         size = min(<size_t>LOOK, words - begin)
-        lanes().predict_lane(src + begin * <size_t>stride, size, stride, lane, KVMNN_MODE_RAW, look)
+        lanes().predict_lane(src + begin * <size_t>stride, size, stride, lane, mode, look)
         lanes().histogram(look, size, counts)
         begin += step
     return entropy(counts)
@@ -101,12 +105,12 @@ cdef void raw_frame(const uint8_t *src, size_t words, int stride, int lane, uint
 
 
 cdef size_t lane_frame(
-    Workspace ws, const uint8_t *lane, size_t n, double bits, Scratch scratch, uint8_t *dst
+    Workspace ws, const uint8_t *lane, size_t n, double bits, bint smooth, Scratch scratch, uint8_t *dst
 ) noexcept nogil:
     """The payload of one lane in dst (kvmnn_zstd_bound(n) bytes); its size, 0 for one of raw blocks, or NO_MEMORY."""
     cdef bint flat = bits > FLAT_BITS
     cdef size_t size, count
-    if bits < POOR_BITS:
+    if bits < POOR_BITS or smooth:
         size = zstd.compress(ws.cctx, dst, kvmnn_zstd_bound(n), lane, n, LEVEL_EXACT)
         return NO_MEMORY if zstd.is_error(size) else size
     count = kvmnn_repeats_find(lane, n, bits > DEAR_BITS, scratch.table, scratch.repeats)
@@ -139,14 +143,16 @@ cdef bint make_lanes(
     cdef uint8_t *out = ws.buffer(1, <size_t>stride * room)
     cdef Scratch scratch
     cdef double bits
+    cdef bint smooth
     cdef int lane
     if out == NULL or not make_room(ws, words, &scratch):
         return False
     for lane in range(stride):
-        bits = sampled_bits(src, words, stride, lane)
+        bits = sampled_bits(src, words, stride, lane, KVMNN_MODE_RAW, LOOKS)
+        smooth = sampled_bits(src, words, stride, lane, KVMNN_MODE_DELTA, DELTA_LOOKS) < SMOOTH_SHARE * bits
         made[lane] = out + <size_t>lane * room
         lanes().predict_lane(src, words, stride, lane, KVMNN_MODE_RAW, scratch.lane)
-        sizes[lane] = lane_frame(ws, scratch.lane, words, bits, scratch, made[lane])
+        sizes[lane] = lane_frame(ws, scratch.lane, words, bits, smooth, scratch, made[lane])
         if sizes[lane] == NO_MEMORY:
             return False
         if sizes[lane] == 0:

@@ -47,9 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 streams.flush()
     except BaseException as exc:
         code = _failed(exc, arguments)
-        exec(
-            ""
-        )  # an interrupt in an exec of text, as dataclasses make, has CPython end by SIGINT, unless another follows
+        # after an interrupt in an exec of text, as dataclasses make, CPython ends by SIGINT unless another one follows
+        exec("")
     for stream in (sys.stdout, sys.stderr):
         streams.forget(stream)
     if argv is None and _threads_are_left():

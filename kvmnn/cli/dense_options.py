@@ -32,19 +32,14 @@ def add_codec(parser: Any, *, required: bool = False) -> None:
     add_rope(parser)
 
 
-_WITHOUT = (
-    "--model DIR says so in its config.json, --model FILE.gguf in its header; where neither does it is found by trial, "
-    "if it can be"
-)
-
-
-def add_rope(parser: Any, without: str = _WITHOUT) -> None:
-    """``--rope``; `without` is what says it else."""
+def add_rope(parser: Any) -> None:
+    """``--rope``."""
     parser.add_argument(
         "--rope",
         type=_rope,
         metavar=f"{_ROPE}[,pairing=interleaved]|none",
-        help=f"with dense: how K was rotated; without it, {without}",
+        help="with dense: how K was rotated; without it, --model DIR says so in its config.json, --model FILE.gguf in "
+        "its header; where neither does it is found by trial, if it can be",
     )
 
 
@@ -94,21 +89,28 @@ def options(arguments: argparse.Namespace, source: Source, *, trial: bool = True
 
 def rotary(arguments: argparse.Namespace, source: Source) -> Rotary | None:
     """``--rope``, or what the configuration of ``--model`` says; notes for what it does not."""
-    from ..formats import read_rotary
-    from ..formats.llama import read_gguf_rotary
-
     if arguments.rope is not None or arguments.model is None:
         said: Rotary | str | None = arguments.rope
         return None if isinstance(said, str) else said
-    if engine_options.is_gguf(arguments.model):
-        found, notes = read_gguf_rotary(arguments.model)
-    else:
-        found, notes = read_rotary(arguments.model, max(array.shape[-1] for array in source.arrays if array.shape))
+    found, notes = model_rotary(arguments.model, source)
     if found is not None:
         notes.append(f"rotation of K: {found}, as {arguments.model} says")
     for line in notes:
         printing.note(arguments, line)
     return found
+
+
+def model_rotary(model: str, source: Source) -> tuple[Rotary | None, list[str]]:
+    """What a folder's configuration or the header of a .gguf says; lines for what it does not."""
+    from ..formats import read_rotary
+    from ..formats.llama import read_gguf_rotary
+
+    if engine_options.is_gguf(model):
+        found, notes = read_gguf_rotary(model)
+        if found is not None and "k-order" in (source.undone or ()):
+            found = replace(found, pairing="half")
+        return found, notes
+    return read_rotary(model, max((array.shape[-1] for array in source.arrays if array.shape), default=1))
 
 
 def _rope(text: str) -> Rotary | str:

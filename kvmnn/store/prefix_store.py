@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import numpy.typing as npt
 
@@ -55,8 +55,8 @@ class PrefixStore:
     effort
         Of frames, as for `kvmnn.encode`. ``"fast"`` is within 1 % of ``"exact"``, fp32 and bf16 are smaller by it.
     rotary
-        Of dense streams: how the model rotated K, for all that is put; None tries what models in use have
-        (`kvmnn.dense.find_rotary`). Wrong parameters cost size only.
+        Of dense streams: how the model rotated K, for all that is put; ``"none"`` for not at all, None tries what
+        models in use have (`kvmnn.dense.find_rotary`). Wrong parameters cost size only.
     threads
         For encoding and decoding, at most this number; None for all processors.
     timeout
@@ -97,7 +97,7 @@ class PrefixStore:
         ram_bytes: int | None = None,
         codec: str | None = None,
         effort: str = "fast",
-        rotary: Rotary | None = None,
+        rotary: Rotary | Literal["none"] | None = None,
         threads: int | None = None,
         timeout: float | None = None,
         read_only: bool = False,

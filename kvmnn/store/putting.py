@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ..arrays.layer_cache import LayerCache
 from ..dense import Rotary, find_rotary
@@ -36,15 +36,24 @@ class Rotation:
     Parameters
     ----------
     said
-        By the caller; None where each is to be found by trial.
+        By the caller; ``"none"`` for not at all, None where each is to be found by trial.
+
+    Raises
+    ------
+    OptionError
+        For anything else.
     """
 
-    def __init__(self, said: Rotary | None) -> None:
+    def __init__(self, said: Rotary | Literal["none"] | None) -> None:
+        if not (said is None or said == "none" or isinstance(said, Rotary)):
+            raise OptionError(f'rotary is {said!r}: expected a kvmnn.Rotary, "none" or None')
         self._said = said
         self._found: dict[bytes, Rotary | None] = {}
 
     def of(self, space: Space, layers: Sequence[LayerCache]) -> Rotary | None:
         """That of a space, found on the first text that is long enough; `OptionError` for one beyond its heads."""
+        if self._said == "none":
+            return None
         if self._said is not None:
             most = max(shape.head_dim for shape in space.layers)
             if self._said.dims > most:
@@ -241,7 +250,7 @@ class _DenseUnits:
             plans.append(DenseUnit(cut, behind, self.tables))
             blocks = (cut[1] - cut[0]) // text.block_tokens
             self._before = [*self._before, Before(blocks, behind.chain)][-most_blocks(text.block_tokens) :]
-        return self._with_tables(plans, own=self._own_tables)
+        return _with_own_tables(plans) if self._own_tables else plans
 
     def units(self, batch: Sequence[Cut], text: Text, done: Callable[[int, Unit], object]) -> list[tuple[int, ...]]:
         """As `_Frames.units`."""

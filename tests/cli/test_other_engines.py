@@ -14,7 +14,9 @@ import pytest
 from kept_files import there_and_back
 from llama_files import Shape
 
+from kvmnn import Rotary
 from kvmnn.formats.llama import read_gguf_rotary
+from kvmnn.store import PrefixStore
 
 
 @pytest.fixture
@@ -281,3 +283,23 @@ def test_a_gguf_model_says_how_k_was_rotated(here: Path, run) -> None:
     assert "scaling=linear with factor 4, as s.gguf says" in said
     Path("s.gguf").write_bytes(llama_files.gguf("llama", **heads, **rope, rope__scaling__type="longrope"))
     assert "rope scaling 'longrope' is left out" in run("measure", "x.session", "--dense", "--model", "s.gguf").err
+
+
+@pytest.mark.parametrize("undo", [[], ["--undo", "none"]])
+def test_store_put_takes_the_rotation_of_a_gguf_model(
+    here: Path, run, monkeypatch: pytest.MonkeyPatch, undo: list[str]
+) -> None:
+    """In the order in which K is stored: pairs are neighbours in llama.cpp's Llama, half a head apart elsewhere."""
+    heads = {"attention__head_count_kv": 2, "attention__key_length": 32, "block_count": 2}
+    rope: dict[str, Any] = {"rope__dimension_count": 32, "rope__freq_base": 500000.0}
+    Path("r.gguf").write_bytes(llama_files.gguf("llama", **heads, **rope))
+    taken = []
+    made = PrefixStore.__init__
+    monkeypatch.setattr(
+        PrefixStore, "__init__", lambda self, *args, **kw: (taken.append(kw["rotary"]), made(self, *args, **kw))[1]
+    )
+    put = ("store", "put", "store", "x.session", "--model", "r.gguf", *undo)
+    run(*put)
+    run(*put, "--rope", "none")
+    pairing = "interleaved" if undo else "half"
+    assert taken == [Rotary(theta=500000.0, dims=32, pairing=pairing), "none"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -345,6 +346,25 @@ def test_a_rotation_that_cannot_be(tmp_path: Path) -> None:
             ]
             store.put(ids[:end], put, model=MODEL)
         assert same(store.get(ids, model=MODEL).layers, [*layers_of(ids), *small], 300)
+
+
+def test_a_rotation_is_not_looked_for_where_there_is_said_to_be_none(tmp_path: Path) -> None:
+    ids = text(600)
+    turns = np.arange(600)[:, None] * 10000.0 ** (-2 * np.arange(DIMS // 2) / DIMS)
+    layers = []
+    for cache in layers_of(ids):
+        one, other = np.split(cache.keys.astype(np.float64), 2, axis=-1)
+        keys = [one * np.cos(turns) - other * np.sin(turns), other * np.cos(turns) + one * np.sin(turns)]
+        layers.append(replace(cache, keys=np.concatenate(keys, axis=-1).astype(np.float16)))
+    sizes = {}
+    for said in (ROTARY, None, "none"):
+        with PrefixStore(tmp_path / str(said), rotary=said) as store:
+            store.put(ids, layers, model=MODEL)
+            assert same(store.get(ids, model=MODEL).layers, layers, 600)
+            sizes[said] = store.stats().bytes
+    assert sizes[ROTARY] == sizes[None] < 0.95 * sizes["none"]
+    with pytest.raises(OptionError, match=r"rotary is 'no': expected a kvmnn\.Rotary, \"none\" or None"):
+        PrefixStore(tmp_path / "other", rotary="no")
 
 
 def test_layers_beyond_dense_streams_are_frames(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from .. import axes_options, dense_options, idle_options, loading, packed_options, printing, shared_options
 from ..printing import Result, UsageError
@@ -92,7 +92,7 @@ def add_parser(verbs: Any) -> None:
         choices=("dense", "frames"),
         help="of a store that is made: dense streams where they are smaller (default), or frames",
     )
-    dense_options.add_rope(parser, "--model says so where its folder has a config.json; else K is taken as V is")
+    dense_options.add_rope(parser)
     parser.add_argument(
         "--effort",
         choices=shared_options.EFFORTS,
@@ -159,26 +159,29 @@ def _is_fixed(store: str) -> bool:
 
 
 def _source(arguments: argparse.Namespace) -> Source:
+    from ...arrays.own_order import for_other_engines
+
     source = loading.load(arguments.inputs, arguments, frames=True, used=("model", "token_ids"))
     loading.report_skipped(source, arguments)
     if arguments.token_ids is None and _own_ids(source) is None:
         where = " ".join(arguments.inputs)
         raise UsageError(f"{where}: does not say its token ids: store put needs --token-ids IDS")
     _ids_of(source, arguments)
+    source, notes = for_other_engines(source)
+    loading.report_notes(notes, arguments)
     return source
 
 
-def _rotary(arguments: argparse.Namespace) -> Rotary | None:
-    """How K was rotated, as far as ``--rope`` or the configuration of ``--model`` says it."""
+def _rotary(arguments: argparse.Namespace) -> Rotary | Literal["none"] | None:
+    """How K was rotated, as far as ``--rope`` or ``--model`` says it."""
     from ...errors import KvmnnError
-    from ...formats import read_rotary
 
     if arguments.rope is not None or arguments.model is None:
-        said: Rotary | None = arguments.rope
+        said: Rotary | Literal["none"] | None = arguments.rope
         return said
     try:
-        return read_rotary(arguments.model, max(array.shape[-1] for array in arguments.read.arrays if array.shape))[0]
-    except KvmnnError:  # it says nothing: streams are longer, nothing else
+        return dense_options.model_rotary(arguments.model, arguments.read)[0]
+    except KvmnnError:  # it says nothing: the store looks for it
         return None
 
 
@@ -194,7 +197,6 @@ def _made_by(arguments: argparse.Namespace) -> str:
 
 
 def _put(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int]:
-    from ...arrays.own_order import for_other_engines
     from ...store import layers_of
 
     source, model = arguments.read, arguments.made_by
@@ -204,8 +206,6 @@ def _put(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int
             f"{arguments.store}: holds prefixes of the model {others[0][:16]}, these are of {model[:16]} "
             "(--force puts them as well)"
         )
-    source, notes = for_other_engines(source)
-    loading.report_notes(notes, arguments)
     layers = layers_of(source, token_major=arguments.token_major)
     return store.put(_ids_of(source, arguments), layers, model=model), 0
 

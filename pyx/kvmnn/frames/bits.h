@@ -2,9 +2,7 @@
 #ifndef KVMNN_BITS_H
 #define KVMNN_BITS_H
 
-#include <stddef.h>
-#include <stdint.h>
-#include <string.h>
+#include "little_endian.h"
 
 typedef struct {
     uint64_t held;
@@ -19,11 +17,7 @@ static inline void kvmnn_bits_add(kvmnn_bits *b, uint64_t value, unsigned count)
 
 /* Writes eight bytes of which only the full ones count; there must be room for them. */
 static inline void kvmnn_bits_flush(kvmnn_bits *b) {
-    uint64_t held = b->held;
-#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
-    held = __builtin_bswap64(held);
-#endif
-    memcpy(b->at, &held, 8);
+    kvmnn_store_le64(b->at, b->held);
     b->at += b->count >> 3;
     b->held >>= b->count & ~7u;
     b->count &= 7;

@@ -195,7 +195,7 @@ static size_t LEVEL(find_run4_near)(const uint8_t *s, size_t i, size_t end) {
         uint64_t x = (at ^ kvmnn_load_le64(s + i + 1)) | (at ^ kvmnn_load_le64(s + i + 2)) |
                      (at ^ kvmnn_load_le64(s + i + 3));
         x = (x - ones) & ~x & (ones << 7);
-        if (x != 0) return i + kvmnn_first_byte(x);
+        if (x != 0) return i + kvmnn_lowest_bit(x) / 8;
     }
     for (; i < end; ++i)
         if (s[i] == s[i + 1] && s[i] == s[i + 2] && s[i] == s[i + 3]) return i;

@@ -1,30 +1,10 @@
 #include "repeats.h"
 
-#include <string.h>
+#include "little_endian.h"
 
 #if defined(__SSE2__)
 #include <emmintrin.h>
 #endif
-
-static inline uint64_t load8(const uint8_t *p) {
-    uint64_t x;
-    memcpy(&x, p, 8);
-#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
-    x = __builtin_bswap64(x);
-#endif
-    return x;
-}
-
-/* Index of the lowest bit that is set; x is not 0. */
-static inline size_t lowest(uint64_t x) {
-#if defined(__GNUC__)
-    return (size_t)__builtin_ctzll(x);
-#else
-    size_t i = 0;
-    while (!(x >> i & 1)) ++i;
-    return i;
-#endif
-}
 
 static inline int bits_set(uint64_t x) {
     const uint64_t twos = 0x3333333333333333ULL;
@@ -46,7 +26,7 @@ static inline uint64_t equal64(const uint8_t *a, const uint8_t *b) {
     const uint64_t low7 = 0x7f7f7f7f7f7f7f7fULL;
     uint64_t found = 0;
     for (int i = 0; i < 8; ++i) {
-        uint64_t x = load8(a + 8 * i) ^ load8(b + 8 * i);
+        uint64_t x = kvmnn_load_le64(a + 8 * i) ^ kvmnn_load_le64(b + 8 * i);
         uint64_t same = ~(((x & low7) + low7) | x) & ~low7; /* the top bit of every byte that is 0 */
         found |= ((same >> 7) * 0x0102040810204080ULL >> 56) << 8 * i;
     }
@@ -58,9 +38,9 @@ static inline uint64_t equal64(const uint8_t *a, const uint8_t *b) {
 static inline size_t same_length(const uint8_t *lane, size_t at, size_t end, size_t distance) {
     size_t begin = at;
     while (at < end) {
-        uint64_t x = load8(lane + at) ^ load8(lane + at - distance);
+        uint64_t x = kvmnn_load_le64(lane + at) ^ kvmnn_load_le64(lane + at - distance);
         if (x) {
-            at += lowest(x) / 8;
+            at += kvmnn_lowest_bit(x) / 8;
             break;
         }
         at += 8;
@@ -117,12 +97,12 @@ static inline size_t same_before(const uint8_t *lane, size_t at, size_t done, si
 
 static inline void insert_until(lane_search *s, size_t end) {
     for (; s->next < end && s->next < s->end; s->next += GRID)
-        *place_of(s, load8(s->lane + s->next)) = (uint32_t)s->next + 1;
+        *place_of(s, kvmnn_load_le64(s->lane + s->next)) = (uint32_t)s->next + 1;
 }
 
 /* Where another row may have more of the 64 bytes at `at` than the one followed: that, and which they are. */
 static inline uint64_t closer(const lane_search *s, size_t at, uint64_t same, size_t *distance) {
-    size_t look = (at + GRID - 1) & ~(size_t)(GRID - 1), before = *place_of(s, load8(s->lane + look));
+    size_t look = (at + GRID - 1) & ~(size_t)(GRID - 1), before = *place_of(s, kvmnn_load_le64(s->lane + look));
     if (before == 0 || look - (before - 1) > at || look - (before - 1) == *distance) return same;
     uint64_t other = equal64(s->lane + at, s->lane + at - (look - (before - 1)));
     if (bits_set(other) <= bits_set(same)) return same;
@@ -146,7 +126,7 @@ static size_t follow_row(lane_search *s, const lane_limits *limits, size_t at, s
         }
         if (bits_set(same) < limits->alike) break;
         while (same) {
-            size_t begin = lowest(same), length = ~(same >> begin) ? lowest(~(same >> begin)) : 64;
+            size_t begin = kvmnn_lowest_bit(same), length = ~(same >> begin) ? kvmnn_lowest_bit(~(same >> begin)) : 64;
             if (begin + length >= 64) {
                 length = 64 - begin + same_length(s->lane, at + 64, s->end, distance);
                 next = at + begin + length;
@@ -178,11 +158,11 @@ size_t kvmnn_repeats_find(const uint8_t *lane, size_t n, int dear, uint32_t *tab
     lane_search s = {lane, 0, n - ROOM, table, shift_of(size), 64 - 8 * limits->look};
     memset(table, 0, size * sizeof *table);
     while (at < s.end) {
-        uint64_t bytes = load8(lane + at);
+        uint64_t bytes = kvmnn_load_le64(lane + at);
         uint32_t *entry = place_of(&s, bytes);
         size_t before = *entry;
         *entry = (uint32_t)at + 1;
-        if (before && (bytes ^ load8(lane + before - 1)) << s.unused == 0) {
+        if (before && (bytes ^ kvmnn_load_le64(lane + before - 1)) << s.unused == 0) {
             size_t distance = at - (before - 1), begin = at - same_before(lane, at, done, distance);
             size_t length = at - begin + same_length(lane, at, s.end, distance);
             if (length >= limits->least) {

@@ -8,7 +8,7 @@ from functools import partial
 
 from ..dtypes import PARTS, Part
 from ..errors import KvmnnError, MissingOptionError, SourceError
-from ..text import count
+from ..text import count, span
 from .named_array import NamedArray, Piece, rechunked
 from .names import conventional, is_numbered, layer_of, part_of
 from .source import FILE_KEY, Source
@@ -19,6 +19,9 @@ MOST_HEADS = 256
 
 USUAL_HEADS = 16
 """Kv heads that are nothing unusual, however few tokens there are."""
+
+_MOST_SAID = 4
+"""Kinds of layers, and runs of them, that an error names."""
 
 
 class AxesError(MissingOptionError):
@@ -273,6 +276,16 @@ def place_said(source: Source) -> str:
     return f"{' '.join(source.inputs)}: " if source.inputs else ""
 
 
+def check_pairs(layers: Sequence[LayerArray], where: str = "") -> None:
+    """Raise `KvmnnError` where K and V of a layer differ in shape; `where` begins the error: `place_said`."""
+    for key, value in zip(layers[::2], layers[1::2], strict=True):
+        if key.geometry != value.geometry:
+            raise KvmnnError(
+                f"{where}layer {key.layer}: keys are {list(key.array.shape)} and values {list(value.array.shape)}: "
+                "expected the same"
+            )
+
+
 def common_geometry(layers: Sequence[LayerArray], where: str = "") -> tuple[int, int, str]:
     """``(kv_heads, head_dim, dtype)`` that all layers share.
 
@@ -284,26 +297,40 @@ def common_geometry(layers: Sequence[LayerArray], where: str = "") -> tuple[int,
     Raises
     ------
     KvmnnError
-        When they do not, or K and V of a layer differ in tokens.
+        When they do not, or K and V of a layer differ in shape.
     """
-    first = layers[0]
-    for key, value in zip(layers[::2], layers[1::2], strict=True):
-        if key.geometry != value.geometry:
-            raise KvmnnError(
-                f"{where}layer {key.layer}: keys are {list(key.array.shape)} and values {list(value.array.shape)}"
-            )
+    check_pairs(layers, where)
+    found: dict[tuple[int, int, str], list[int]] = {}
     for entry in layers:
-        if (entry.geometry[0], entry.geometry[2], entry.array.dtype) != (
-            first.geometry[0],
-            first.geometry[2],
-            first.array.dtype,
-        ):
-            raise KvmnnError(
-                f"{where}layer {entry.layer} has {entry.geometry[0]} kv heads x {entry.geometry[2]} dims of "
-                f"{entry.array.dtype}, layer {first.layer} has {first.geometry[0]} x {first.geometry[2]} of "
-                f"{first.array.dtype}: expected the same (encode, unpack and diff take layers that differ)"
-            )
-    return first.geometry[0], first.geometry[2], first.array.dtype
+        numbers = found.setdefault((entry.geometry[0], entry.geometry[2], entry.array.dtype), [])
+        if entry.layer not in numbers:
+            numbers.append(entry.layer)
+    types = sorted({dtype for _, _, dtype in found})
+    if len({kind[:2] for kind in found}) == 1 < len(types):
+        raise KvmnnError(f"{where}the arrays are {' and '.join(types)}: expected one type")
+    if len(found) > 1:
+        kinds = [
+            f"{_layers_said(numbers)} {count(heads, 'kv head')} x {dims} dims of {dtype}"
+            for (heads, dims, dtype), numbers in list(found.items())[:_MOST_SAID]
+        ]
+        more = f" and {len(found) - _MOST_SAID} more" if len(found) > _MOST_SAID else ""
+        raise KvmnnError(
+            f"{where}{', '.join(kinds)}{more}: expected one geometry (encode, measure, unpack, diff and store put take "
+            "layers that differ)"
+        )
+    return next(iter(found))
+
+
+def _layers_said(numbers: Sequence[int]) -> str:
+    """``layer 3 has``, ``layers 0 to 2, 5 have``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    said = ", ".join(map(span, runs[:_MOST_SAID])) + (" ..." if len(runs) > _MOST_SAID else "")
+    return f"layer {said} has" if len(numbers) == 1 else f"layers {said} have"
 
 
 def array_name(layer: int, part: Part) -> str:

@@ -6,6 +6,7 @@ import argparse
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 
 from . import help, idle_options, printing, shared_options, streams
@@ -170,13 +171,13 @@ def _processes(jobs: int, verb: str) -> Iterator[Callable[[], Processes]]:
     from .. import many
     from .many_work import prepare
 
-    begun = [many.Processes(jobs)]
-    (first,) = begun
+    first = many.Processes(jobs)
+    executors = chain([first], map(many.Processes, repeat(jobs)))
     try:
         first.submit(prepare, verb)
-        yield lambda: begun.pop() if begun else many.Processes(jobs)
+        yield lambda: next(executors)
     finally:
-        first.shutdown(cancel_futures=bool(begun))  # it has been shut down already, unless nobody took it
+        first.shutdown(cancel_futures=True)  # it has been shut down already, unless nobody took it
 
 
 @contextmanager

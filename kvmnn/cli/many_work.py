@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 from ..errors import OptionError
@@ -90,14 +91,9 @@ class VerbWork:
 
 def prepare(verb: str) -> None:
     """Import what a verb needs."""
-    from .. import bundle, formats
-
     _defaults(verb)
-    if verb == "measure":
-        from .. import offline
-
-        del offline
-    del bundle, formats
+    for name in ("bundle", "formats", *(["offline"] if verb == "measure" else [])):
+        import_module(f"..{name}", __package__)
 
 
 _OF_THE_RUN = {

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from ..arrays.casting import widened
 from ..arrays.layer_cache import LayerCache
-from ..arrays.layers import LayerArray, array_name, common_geometry, place_said, sorted_layers
+from ..arrays.layers import LayerArray, array_name, check_pairs, place_said, sorted_layers
 from ..arrays.named_array import in_memory
 from ..arrays.own_order import for_other_engines
 from ..arrays.source import Source
@@ -23,7 +24,9 @@ from .token_ids import Ids
 
 
 def layers_of(source: Source, *, token_major: bool = False) -> list[LayerCache]:
-    """K and V of every layer of anything that `kvmnn.open` opens.
+    """K and V of every layer of anything that `kvmnn.open` opens; layers may differ in heads and head_dim.
+
+    Arrays of several types (llama.cpp's K may be quantised, and V not) become fp32, which has every number of them.
 
     K of a llama.cpp cache that surely lies in another order than that of other engines is brought into theirs, unless
     `Source.undone` says otherwise.
@@ -42,7 +45,7 @@ def layers_of(source: Source, *, token_major: bool = False) -> list[LayerCache]:
     SourceError
         For a cache that was cut, or holds no beginning of a text.
     KvmnnError
-        For arrays that are not K and V of layers, each of one shape.
+        For arrays that are not K and V of layers, and where these differ in shape.
     """
     where = " ".join(source.inputs)
     if source.lossy:
@@ -54,7 +57,9 @@ def layers_of(source: Source, *, token_major: bool = False) -> list[LayerCache]:
     if source.engine_cache is not None and not source.engine_cache.is_whole:
         raise SourceError(f"{where}: holds no beginning of a text, whole and in order: {source.engine_cache}")
     arrays = sorted_layers(for_other_engines(source)[0], token_major=token_major)
-    common_geometry(arrays, place_said(source))
+    check_pairs(arrays, place_said(source))
+    if len({entry.array.dtype for entry in arrays}) > 1:
+        arrays = [replace(entry, array=widened(entry.array)) for entry in arrays]
     return [
         LayerCache(layer=keys.layer, keys=_words(keys), values=_words(values))
         for keys, values in zip(arrays[::2], arrays[1::2], strict=True)

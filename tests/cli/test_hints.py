@@ -160,18 +160,3 @@ def test_a_cast_that_changed_nothing_is_lossless(run) -> None:
     np.savez("two.npz", **words)
     said = run("pack", "two.npz", "--backend", "arm64-fp16", "--cast", "--name", "s", "-o", "r/").out
     assert "LOSSY (fp32 -> fp16: 1 of 80 words changed" in said
-
-
-@pytest.mark.parametrize("verb", ["pack", "store"])
-def test_layers_of_unlike_heads_are_named(run, verb: str) -> None:
-    heads = {0: 2, 1: 4}
-    arrays = {f"layer_{n}.{part}": np.ones((heads[n], 8, 8), np.float16) for n in heads for part in ("key", "value")}
-    np.savez("unlike.npz", **arrays)
-    words = {
-        "pack": ["pack", "unlike.npz", "--backend", "arm64-fp16", "--name", "s", "-o", "q/"],
-        "store": ["store", "put", "s", "unlike.npz", "--token-ids", "1,2,3,4,5,6,7,8", "--fingerprint", "x"],
-    }[verb]
-    said = flat(run(*words, code=1).err)
-    assert "unlike.npz: layer 1 has 4 kv heads x 8 dims of fp16, layer 0 has 2 x 8 of fp16: expected the same" in said
-    assert "(encode, unpack and diff take layers that differ)" in said
-    run("encode", "unlike.npz", "-o", "x/")

@@ -207,6 +207,10 @@ def _put(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int
             "(--force puts them as well)"
         )
     layers = layers_of(source, token_major=arguments.token_major)
+    types = sorted({array.dtype for array in source.arrays})
+    if len(types) > 1:
+        text = f"the arrays are {' and '.join(types)}: put as {layers[0].dtype}, which has every number of them"
+        loading.report_notes([text], arguments)
     return store.put(_ids_of(source, arguments), layers, model=model), 0
 
 

@@ -1,0 +1,147 @@
+"""Layers of other heads and head sizes than their neighbours (DeciLM, OpenELM and the like), through the verbs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+
+import hf_files
+import llama_files
+import numpy as np
+import pytest
+from repository import FIXTURES
+
+from kvmnn.cli.command import main
+
+SHAPES = ((2, 32), (4, 32), (1, 64), (3, 16))
+TOKENS = 150
+IDS = np.random.default_rng(1).integers(0, 40, TOKENS).tolist()
+
+
+def layers(dtype: str = "f2") -> list[tuple[np.ndarray, np.ndarray]]:
+    """K and V of layers, ``[batch, kv_head, token, head_dim]``; rows come again where tokens do."""
+    rng = np.random.default_rng(2)
+    rows = [[rng.standard_normal((1, heads, 40, dims))[:, :, IDS] for _ in range(2)] for heads, dims in SHAPES]
+    return [tuple(np.ascontiguousarray(part, dtype) for part in pair) for pair in rows]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Files of one cache, each with what kvmnn calls its inputs."""
+    monkeypatch.chdir(tmp_path)
+    Path("ids.json").write_text(json.dumps(IDS))
+    hf_files.save(tmp_path / "c.pt", hf_files.dynamic_cache(layers()))
+    parts = [(n, number) for n in range(len(SHAPES)) for number in range(2)]
+    np.savez("c.npz", **{f"layer_{n}.{('key', 'value')[number]}": layers()[n][number] for n, number in parts})
+    shape = llama_files.Shape(layers=3, layer_heads=(2, 4, 1))
+    Path("c.session").write_bytes(llama_files.state(Random(3), shape, [TOKENS], architecture="deci")[0])
+    heads = {"attention__head_count_kv": [2, 4, 1], "attention__head_count": [8, 8, 8], "attention__key_length": 32}
+    Path("m.gguf").write_bytes(llama_files.gguf("deci", **heads, block_count=3))
+    return tmp_path
+
+
+FILES = {"c.pt": [], "c.npz": [], "c.session": ["--model", "m.gguf"]}
+
+
+@pytest.mark.parametrize("codec", ["dense", "frames"])
+@pytest.mark.parametrize("name", FILES)
+def test_a_store_gives_them_back(here: Path, run, name: str, codec: str) -> None:
+    """Of the whole text, of a beginning; through export and import as well."""
+    ids = [] if name == "c.session" else ["--token-ids", "ids.json", "--fingerprint", "x"]
+    run("store", "put", "s", name, *FILES[name], *ids, "--codec", codec, "--block-tokens", 16)
+    run("store", "verify", "s")
+    ids = "ids.json"
+    if name == "c.session":
+        Path("own.json").write_text(
+            json.dumps(json.loads(run("inspect", name, "--json").out)["inputs"][0]["engine_cache"]["token_ids"])
+        )
+        ids = "own.json"
+    run("store", "get", "s", "--token-ids", ids, "-o", "got.npz")
+    assert "equal" in run("diff", "got.npz", name, *FILES[name]).out
+    run("store", "export", "s", "--token-ids", ids, "-o", "moved")
+    run("store", "import", "t", "moved", "--block-tokens", 64)
+    Path("first.json").write_text(json.dumps(json.loads(Path(ids).read_text())[:77]))
+    run("store", "get", "t", "--token-ids", "first.json", "-o", "first.npz")
+    with np.load("got.npz") as whole, np.load("first.npz") as first:
+        assert all(first[part].tobytes() == whole[part][:, :77].tobytes() for part in whole)
+    assert (
+        "expected one geometry" in run("store", "get", "s", "--token-ids", ids, "--name", "p", "-o", "p/", code=1).err
+    )
+
+
+def test_a_text_that_goes_on(here: Path, run) -> None:
+    """Streams of a unit refer to rows before it, in each layer to its own."""
+    said = ("--fingerprint", "x", "--block-tokens", 16)
+    with np.load("c.npz") as words:
+        np.savez("first.npz", **{name: words[name][:, :, :100] for name in words})
+    Path("first.json").write_text(json.dumps(IDS[:100]))
+    run("store", "put", "s", "first.npz", "--token-ids", "first.json", *said)
+    assert "150 tokens, 50 of them new" in run("store", "put", "s", "c.pt", "--token-ids", "ids.json", *said[:2]).out
+    run("store", "get", "s", "--token-ids", "ids.json", "-o", "got.npz")
+    assert "equal" in run("diff", "got.npz", "c.pt").out
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_other_verbs_take_them(here: Path, run, name: str) -> None:
+    run("encode", name, "-o", "x.frames")
+    run("verify", "x.frames", "--against", name)
+    assert "equal" in run("diff", name, "x.frames", *FILES[name]).out
+    run("unpack", name, *FILES[name], "-o", "x.safetensors")
+    assert "equal" in run("diff", name, "x.safetensors", *FILES[name]).out
+    run("encode", "x.safetensors", "--codec", "dense", "-o", "dense")
+    run("verify", "dense", "--against", "x.safetensors")
+    assert json.loads(run("measure", name, "--json").out)["breakdown"]["found_layers"] == len(SHAPES) - (
+        name == "c.session"
+    )
+
+
+def test_pack_and_replay_say_which_differ(here: Path, run) -> None:
+    wanted = (
+        "c.pt: layer 0 has 2 kv heads x 32 dims of fp16, layer 1 has 4 kv heads x 32 dims of fp16, "
+        "layer 2 has 1 kv head x 64 dims of fp16, layer 3 has 3 kv heads x 16 dims of fp16: expected one geometry"
+    )
+    Path("config.json").write_text("{}")
+    pack = ("pack", "c.pt", "--backend", "arm64-fp16", "--name", "s", "-o", "q/")
+    for words in (pack, ("replay", "c.pt", "--config", "config.json")):
+        assert wanted in run(*words, code=1).err
+    heads = (2, 2, 2, 4, 2, 1)
+    parts = [(number, part) for number in range(len(heads)) for part in ("key", "value")]
+    np.savez("more.npz", **{f"layer_{n}.{part}": np.ones((heads[n], 8, 8), np.float16) for n, part in parts})
+    said = run("pack", "more.npz", *pack[2:], code=1).err
+    assert "more.npz: layers 0 to 2, 4 have 2 kv heads x 8 dims of fp16, layer 3 has 4 kv heads" in said
+
+
+def test_eval_says_which_the_model_has_otherwise(here: Path, run) -> None:
+    model = FIXTURES / "lm"
+    shapes = ((4, 64), (2, 64), (4, 64), (4, 64), (4, 64), (4, 64))
+    parts = [(n, part) for n in range(len(shapes)) for part in ("key", "value")]
+    words = {f"layer_{n}.{part}": np.ones((shapes[n][0], 40, shapes[n][1]), np.float16) for n, part in parts}
+    np.savez("six.npz", **words)
+    asked = ("--text", model / "texts" / "trace.py.txt", "--tokens", 56, "--from", "six.npz", "--token-ids", "0,1")
+    said = run("eval", model, *asked, code=2).err
+    assert "six.npz: key of layer 1 is of 2 kv heads x 64" in said
+
+
+def test_a_store_takes_keys_and_values_of_other_types(here: Path, run) -> None:
+    """llama.cpp's -ctk q8_0 alone: fp32 has every number of both."""
+    shape = llama_files.Shape(k_type="q8_0", v_type="f16")
+    Path("q.session").write_bytes(llama_files.state(Random(3), shape, [40], architecture="qwen2")[0])
+    put = run("store", "put", "s", "q.session", "--kv-heads", 2, "--fingerprint", "x")
+    assert "the arrays are fp16 and fp32: put as fp32, which has every number of them" in put.err.replace("\n", " ")
+    ids = json.loads(run("inspect", "q.session", "--json").out)["inputs"][0]["engine_cache"]["token_ids"]
+    Path("own.json").write_text(json.dumps(ids))
+    run("store", "get", "s", "--token-ids", "own.json", "-o", "got.npz")
+    run("unpack", "q.session", "--kv-heads", 2, "-o", "plain.npz")
+    with np.load("got.npz") as got, np.load("plain.npz") as plain:
+        assert {str(words.dtype) for words in got.values()} == {"float32"}
+        with np.errstate(invalid="ignore"):
+            assert all(np.array_equal(got[name], plain[name].astype("f4"), equal_nan=True) for name in plain)
+
+
+def test_one_type_is_asked_for_where_none_may_be_widened(here: Path, capsys) -> None:
+    words = np.ones((2, 8, 8))
+    np.savez("types.npz", **{"layer_0.key": words.astype("f2"), "layer_0.value": words.astype("f4")})
+    Path("config.json").write_text("{}")
+    assert main(["replay", "types.npz", "--config", "config.json"]) == 1
+    assert "types.npz: the arrays are fp16 and fp32: expected one type" in capsys.readouterr().err

@@ -25,7 +25,8 @@ cdef extern from "kvmnn/frames/repeats.h" nogil:
         uint32_t distance
     size_t kvmnn_repeats_bound(size_t n)
     size_t kvmnn_repeats_table(size_t n)
-    size_t kvmnn_repeats_find(const uint8_t *lane, size_t n, int dear, uint32_t *table, kvmnn_repeat *out)
+    size_t kvmnn_repeats_find(
+        int level, const uint8_t *lane, size_t n, int dear, uint32_t *table, kvmnn_repeat *out)
 
 cdef extern from "kvmnn/frames/zstd_writer.h" nogil:
     enum:
@@ -113,7 +114,7 @@ cdef size_t lane_frame(
     if bits < POOR_BITS or smooth:
         size = zstd.compress(ws.cctx, dst, kvmnn_zstd_bound(n), lane, n, LEVEL_EXACT)
         return NO_MEMORY if zstd.is_error(size) else size
-    count = kvmnn_repeats_find(lane, n, bits > DEAR_BITS, scratch.table, scratch.repeats)
+    count = kvmnn_repeats_find(active_level, lane, n, bits > DEAR_BITS, scratch.table, scratch.repeats)
     if flat and not count:
         return 0
     return kvmnn_zstd_write(active_level, &_tables, lane, n, scratch.repeats, count, flat, scratch.writer, dst)

@@ -110,6 +110,7 @@ int kvmnn_huffman_build(kvmnn_huffman *code, const uint32_t counts[256]) {
     int lengths[SYMBOLS], longest = 0, n = sorted(counts, order);
     uint16_t of_length[KVMNN_HUFFMAN_BITS + 2] = {0}, next = 0;
     code->header_size = 0;
+    code->symbols = n;
     if (n < 2) return 0;
     depths(counts, order, n, lengths);
     limit(counts, order, lengths, n);
@@ -140,39 +141,33 @@ size_t kvmnn_huffman_cost(const kvmnn_huffman *code, const uint32_t counts[256])
     return bits;
 }
 
-/* A stream whose newest bits stand at the top: an entry is a code at the top and its length in the lowest byte, so that
-   one word is shifted by, put in and counted. What is below the bits that count is of no matter. */
-typedef struct {
-    uint64_t held, count; /* of `count` the lowest byte, at most 7 after a flush */
-    uint8_t *at;
-} stream;
-
-static inline void put(stream *out, const uint64_t *codes, uint8_t literal) {
-    uint64_t entry = codes[literal];
-    out->held = out->held >> (entry & 0xff) | entry;
-    out->count += entry;
+static inline void append(kvmnn_bits *out, uint64_t bits, uint64_t count) { /* at most 56 */
+    kvmnn_bits_add(out, bits, (unsigned)count);
+    kvmnn_bits_flush(out);
 }
 
-/* At most 56 bits; eight bytes are written of which only the full ones count. */
-static inline void flush(stream *out) {
-    unsigned count = out->count & 0xff;
-    kvmnn_bits all = {count ? out->held >> (64 - count) : 0, count, out->at};
-    kvmnn_bits_flush(&all);
-    out->at = all.at;
-    out->count = count & 7;
+/* An entry has a code at the top and its length in the lowest byte, so that one word is shifted by, put in and counted. */
+static inline void append_one(kvmnn_bits *out, uint64_t entry) {
+    append(out, entry >> (64 - (entry & 0xff)), entry & 0xff);
 }
 
-static uint8_t *ended(stream *out) {
-    unsigned count = out->count & 0xff;
-    kvmnn_bits all = {count ? out->held >> (64 - count) : 0, count, out->at};
-    return kvmnn_bits_end(&all);
-}
-
-static void write_rest(stream *out, const uint64_t *codes, const uint8_t *literals, size_t from, size_t to) {
-    for (size_t i = to; i > from; --i) {
-        put(out, codes, literals[i - 1]);
-        flush(out);
-    }
+/* The entries of two literals at a time; NULL where there are too many of them, or too few literals. */
+static const uint64_t *pairs_of(const kvmnn_huffman *code, const uint64_t *codes, kvmnn_huffman_pairs *pairs, size_t n) {
+    enum { MOST_SYMBOLS = 40, LEAST_LITERALS = 4096 };
+    uint8_t symbols[SYMBOLS];
+    int count = 0;
+    if (code->symbols > MOST_SYMBOLS || n < LEAST_LITERALS) return NULL;
+    if (pairs->made_of == code) return pairs->entries;
+    for (int s = 0; s < SYMBOLS; ++s)
+        if (codes[s]) symbols[count++] = (uint8_t)s;
+    for (int i = 0; i < count; ++i)
+        for (int j = 0; j < count; ++j) {
+            uint64_t first = codes[symbols[j]], second = codes[symbols[i]], length = (first & 0xff) + (second & 0xff);
+            pairs->entries[symbols[i] << 8 | symbols[j]] =
+                (first & ~(uint64_t)0xff) | (second & ~(uint64_t)0xff) >> (first & 0xff) | length;
+        }
+    pairs->made_of = code;
+    return pairs->entries;
 }
 
 static void put_size(uint8_t *dst, size_t size) {
@@ -180,15 +175,15 @@ static void put_size(uint8_t *dst, size_t size) {
     dst[1] = (uint8_t)(size >> 8);
 }
 
-typedef size_t (*kvmnn_huffman_write_fn)(const kvmnn_huffman *code, const uint8_t *literals, size_t n, int streams,
-                                         uint8_t *dst);
+typedef size_t (*huffman_write)(const kvmnn_huffman *code, kvmnn_huffman_pairs *pairs, const uint8_t *literals, size_t n,
+                                int streams, uint8_t *dst);
 
 #define KVMNN_LOOPS "frames/huffman_impl.h"
-#define KVMNN_TABLE kvmnn_huffman_write_fn
+#define KVMNN_TABLE huffman_write
 #define KVMNN_WIDE 1
 #include "../simd.h"
 
-size_t kvmnn_huffman_write(int level, const kvmnn_huffman *code, const uint8_t *literals, size_t n, int streams,
-                           uint8_t *dst) {
-    return (*level_tables[level])(code, literals, n, streams, dst);
+size_t kvmnn_huffman_write(int level, const kvmnn_huffman *code, kvmnn_huffman_pairs *pairs, const uint8_t *literals,
+                           size_t n, int streams, uint8_t *dst) {
+    return (*level_tables[level])(code, pairs, literals, n, streams, dst);
 }

@@ -12,7 +12,14 @@ typedef struct {
     uint8_t bits[256]; /* 0: the symbol has no code */
     uint8_t header[KVMNN_HUFFMAN_HEADER];
     size_t header_size; /* 0: there is no code at all */
+    int symbols;
 } kvmnn_huffman;
+
+/* Codes of two literals at a time, of a code with few symbols; those of others hold anything. */
+typedef struct {
+    const kvmnn_huffman *made_of; /* to be set to NULL when that code is made anew */
+    uint64_t entries[1 << 16];
+} kvmnn_huffman_pairs;
 
 /* A code for what `counts` counts. Returns 0, and leaves none, for fewer than two symbols or a tree that cannot be said. */
 int kvmnn_huffman_build(kvmnn_huffman *code, const uint32_t counts[256]);
@@ -20,9 +27,9 @@ int kvmnn_huffman_build(kvmnn_huffman *code, const uint32_t counts[256]);
 /* Bits that the code takes for all that is counted, its header aside; SIZE_MAX where a symbol has no code. */
 size_t kvmnn_huffman_cost(const kvmnn_huffman *code, const uint32_t counts[256]);
 
-/* `n` literals in one stream, or in four with the table of their sizes. `dst` has room for 2 n + 64 bytes. The bytes are
-   the same at every SIMD level. */
-size_t kvmnn_huffman_write(int level, const kvmnn_huffman *code, const uint8_t *literals, size_t n, int streams,
-                           uint8_t *dst);
+/* `n` literals, which all have a code, in one stream, or in four with the table of their sizes. `dst` has room for
+   2 n + 64 bytes. The bytes are the same at every SIMD level. */
+size_t kvmnn_huffman_write(int level, const kvmnn_huffman *code, kvmnn_huffman_pairs *pairs, const uint8_t *literals,
+                           size_t n, int streams, uint8_t *dst);
 
 #endif

@@ -43,20 +43,13 @@ static inline void LEVEL(join32)(__m512i *codes, __m512i *lengths) {
     *lengths = _mm512_add_epi64(_mm512_and_si512(*lengths, low), below);
 }
 
-/* The newest bits on top of those held, which are below 8. */
-static inline void LEVEL(append)(kvmnn_bits *out, uint64_t bits, uint64_t count) {
-    kvmnn_bits_add(out, bits, (unsigned)count);
-    kvmnn_bits_flush(out);
-}
-
 /* One stream, from its last literal to its first; what is behind it. */
-static uint8_t *LEVEL(write_one)(const LEVEL(tables) *tables, const uint64_t *codes, const uint8_t *literals, size_t n,
+static uint8_t *LEVEL(write_one)(const uint64_t *codes, const LEVEL(tables) *tables, const uint8_t *literals, size_t n,
                                  uint8_t *dst) {
     enum { AT_ONCE = 64, MOST_BITS = 56 };
-    stream rest = {0, 0, dst};
+    kvmnn_bits out = {0, 0, dst};
     size_t whole = n / AT_ONCE * AT_ONCE;
-    write_rest(&rest, codes, literals, whole, n);
-    kvmnn_bits out = {rest.count & 0xff ? rest.held >> (64 - (rest.count & 0xff)) : 0, rest.count & 0xff, rest.at};
+    for (; n > whole; --n) append_one(&out, codes[literals[n - 1]]);
     for (; whole; whole -= AT_ONCE) {
         uint64_t bits[2][8], counts[2][8];
         __m512i source = _mm512_loadu_si512(literals + whole - AT_ONCE), zero = _mm512_setzero_si512();
@@ -74,15 +67,15 @@ static uint8_t *LEVEL(write_one)(const LEVEL(tables) *tables, const uint64_t *co
         if (_mm512_cmpgt_epu64_mask(all_bits, _mm512_set1_epi64(MOST_BITS)) == 0) { /* eight codes at a time */
             _mm512_storeu_si512(bits[0], _mm512_or_si512(second, _mm512_sllv_epi64(first, second_bits)));
             _mm512_storeu_si512(counts[0], all_bits);
-            for (int i = 7; i >= 0; --i) LEVEL(append)(&out, bits[0][i], counts[0][i]);
+            for (int i = 7; i >= 0; --i) append(&out, bits[0][i], counts[0][i]);
         } else {
             _mm512_storeu_si512(bits[0], first);
             _mm512_storeu_si512(bits[1], second);
             _mm512_storeu_si512(counts[0], first_bits);
             _mm512_storeu_si512(counts[1], second_bits);
             for (int i = 7; i >= 0; --i) {
-                LEVEL(append)(&out, bits[1][i], counts[1][i]);
-                LEVEL(append)(&out, bits[0][i], counts[0][i]);
+                append(&out, bits[1][i], counts[1][i]);
+                append(&out, bits[0][i], counts[0][i]);
             }
         }
     }
@@ -91,68 +84,81 @@ static uint8_t *LEVEL(write_one)(const LEVEL(tables) *tables, const uint64_t *co
 
 #else
 
-/* Two streams at once, as each step waits for the one before it in the same stream. `n` literals each. */
-static void LEVEL(write_two)(stream *a, stream *b, const uint64_t *codes, const uint8_t *first, const uint8_t *second,
-                             size_t n) {
-    enum { TOGETHER = 4 }; /* 7 bits are left from before, and 4 x 11 come */
-    stream one = *a, two = *b;
-    size_t i = n;
-    for (; i >= TOGETHER; i -= TOGETHER) {
-        for (int j = 1; j <= TOGETHER; ++j) {
-            put(&one, codes, first[i - (size_t)j]);
-            put(&two, codes, second[i - (size_t)j]);
-        }
-        flush(&one);
-        flush(&two);
+/* An entry behind those of a group, whose newest bits stand at the top. Groups are put together before they are appended,
+ * so that one does not wait for the other. */
+static inline void LEVEL(join)(uint64_t *group, uint64_t *count, uint64_t entry) {
+    *group = *group >> (entry & 63) | entry;
+    *count += entry;
+}
+
+/* The group of as many literals, or, where that has more bits than can be appended, one after the other. */
+static inline void LEVEL(append_group)(kvmnn_bits *out, uint64_t group, uint64_t count, const uint64_t *codes,
+                                       const uint8_t *literals, int n) {
+    enum { MOST_BITS = 56 };
+    count &= 0xff;
+    if (count <= MOST_BITS) {
+        append(out, group >> (64 - count), count);
+        return;
     }
-    for (; i > 0; --i) {
-        put(&one, codes, first[i - 1]);
-        put(&two, codes, second[i - 1]);
-        flush(&one);
-        flush(&two);
+    while (n--) append_one(out, codes[literals[n]]);
+}
+
+/* One stream, from its last literal to its first; what is behind it. */
+static uint8_t *LEVEL(write_singles)(const uint64_t *codes, const uint8_t *literals, size_t n, uint8_t *dst) {
+    enum { GROUP = 7 };
+    kvmnn_bits out = {0, 0, dst};
+    for (; n % GROUP; --n) append_one(&out, codes[literals[n - 1]]);
+    for (; n; n -= GROUP) {
+        const uint8_t *from = literals + n - GROUP;
+        uint64_t group = 0, count = 0;
+        for (int j = GROUP - 1; j >= 0; --j) LEVEL(join)(&group, &count, codes[from[j]]);
+        LEVEL(append_group)(&out, group, count, codes, from, GROUP);
     }
-    *a = one;
-    *b = two;
+    return kvmnn_bits_end(&out);
+}
+
+static uint8_t *LEVEL(write_pairs)(const uint64_t *codes, const uint64_t *pairs, const uint8_t *literals, size_t n,
+                                   uint8_t *dst) {
+    enum { GROUP = 8 };
+    kvmnn_bits out = {0, 0, dst};
+    for (; n % GROUP; --n) append_one(&out, codes[literals[n - 1]]);
+    for (; n; n -= GROUP) {
+        const uint8_t *from = literals + n - GROUP;
+        uint64_t group = 0, count = 0;
+        for (int j = GROUP - 2; j >= 0; j -= 2) LEVEL(join)(&group, &count, pairs[from[j] | from[j + 1] << 8]);
+        LEVEL(append_group)(&out, group, count, codes, from, GROUP);
+    }
+    return kvmnn_bits_end(&out);
+}
+
+static uint8_t *LEVEL(write_one)(const uint64_t *codes, const uint64_t *pairs, const uint8_t *literals, size_t n,
+                                 uint8_t *dst) {
+    return pairs ? LEVEL(write_pairs)(codes, pairs, literals, n, dst) : LEVEL(write_singles)(codes, literals, n, dst);
 }
 
 #endif
 
-static size_t LEVEL(write)(const kvmnn_huffman *code, const uint8_t *literals, size_t n, int streams, uint8_t *dst) {
+static size_t LEVEL(write)(const kvmnn_huffman *code, kvmnn_huffman_pairs *pairs, const uint8_t *literals, size_t n,
+                           int streams, uint8_t *dst) {
     uint64_t codes[SYMBOLS];
     for (int s = 0; s < SYMBOLS; ++s)
         codes[s] = code->bits[s] ? (uint64_t)code->code[s] << (64 - code->bits[s]) | code->bits[s] : 0;
-    if (streams == 1) {
-        stream out = {0, 0, dst};
-        write_rest(&out, codes, literals, 0, n);
-        return (size_t)(ended(&out) - dst);
-    }
-    size_t part = (n + 3) / 4, last = n - 3 * part;
-    uint8_t *at = dst + 6;
 #ifdef LEVEL_WIDE
-    LEVEL(tables) tables;
-    LEVEL(prepare)(code, &tables);
-    for (int i = 0; i < 4; ++i) {
-        uint8_t *end = LEVEL(write_one)(&tables, codes, literals + (size_t)i * part, i < 3 ? part : last, at);
+    LEVEL(tables) made, *tables = &made;
+    LEVEL(prepare)(code, tables);
+    (void)pairs;
+#else
+    const uint64_t *tables = pairs_of(code, codes, pairs, n);
+#endif
+    if (streams == 1) return (size_t)(LEVEL(write_one)(codes, tables, literals, n, dst) - dst);
+    size_t part = (n + 3) / 4;
+    uint8_t *at = dst + 6;
+    for (size_t i = 0; i < 4; ++i) {
+        uint8_t *end = LEVEL(write_one)(codes, tables, literals + i * part, i < 3 ? part : n - 3 * part, at);
         if (i < 3) put_size(dst + 2 * i, (size_t)(end - at));
         at = end;
     }
-#else
-    size_t room = part * KVMNN_HUFFMAN_BITS / 8 + 16;
-    for (int pair = 0; pair < 2; ++pair) { /* the second of a pair is made behind the room that the first may take */
-        const uint8_t *first = literals + 2 * (size_t)pair * part, *second = first + part;
-        size_t second_size = pair ? last : part;
-        stream one = {0, 0, at}, two = {0, 0, at + room};
-        write_rest(&one, codes, first, second_size, part);
-        LEVEL(write_two)(&one, &two, codes, first, second, second_size);
-        uint8_t *one_end = ended(&one), *two_end = ended(&two);
-        size_t one_bytes = (size_t)(one_end - at), two_bytes = (size_t)(two_end - (at + room));
-        memmove(one_end, at + room, two_bytes);
-        put_size(dst + 4 * pair, one_bytes);
-        if (!pair) put_size(dst + 2, two_bytes);
-        at = one_end + two_bytes;
-    }
-#endif
     return (size_t)(at - dst);
 }
 
-static const kvmnn_huffman_write_fn LEVEL(table) = LEVEL(write);
+static const huffman_write LEVEL(table) = LEVEL(write);

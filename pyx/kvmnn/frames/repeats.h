@@ -17,7 +17,8 @@ size_t kvmnn_repeats_table(size_t n);
 
 /* The repeats in `n` bytes; their number. Looks at one place in eight, at fewer where it finds nothing; from a place that
    was there before it goes on through both rows. `dear`: a byte takes more than four bits otherwise, so shorter ones pay.
+   `level`: a SIMD level that this processor runs; all find the same.
    `table` has kvmnn_repeats_table(n) entries of any content, `out` room for kvmnn_repeats_bound(n). */
-size_t kvmnn_repeats_find(const uint8_t *lane, size_t n, int dear, uint32_t *table, kvmnn_repeat *out);
+size_t kvmnn_repeats_find(int level, const uint8_t *lane, size_t n, int dear, uint32_t *table, kvmnn_repeat *out);
 
 #endif

@@ -13,6 +13,7 @@ enum {
     COMPRESSED = 2,
     MIN_MATCH = 3,
     SEQUENCES = BLOCK / 3 + 4,
+    COPY = 32, /* bytes that are copied at a time, of which some are too many */
 };
 
 /* -- numbers as a code and extra bits --------------------------------------------------------------------------------- */
@@ -69,21 +70,22 @@ void kvmnn_sequence_tables_init(kvmnn_sequence_tables *tables) {
 /* -- what a frame keeps from block to block --------------------------------------------------------------------------- */
 
 typedef struct {
-    uint32_t literals, match, offset; /* lengths, and the offset as the format codes it */
+    uint64_t extra; /* bits of the literals' length, of the match's above these, and of the offset's above both */
+    uint8_t bits, literals, match, offset; /* how many they are, and the codes */
 } sequence;
 
 typedef struct {
     const kvmnn_sequence_tables *tables;
     kvmnn_huffman codes[2];
     int current;         /* which of them the last compressed block used */
+    kvmnn_huffman_pairs pairs;
     uint32_t distance;   /* the last one */
     const kvmnn_repeat *next, *end;
     uint32_t done;       /* of the next repeat, in blocks before */
     int flat;            /* literals are as they are */
     int level;           /* of SIMD */
     sequence sequences[SEQUENCES];
-    uint8_t codes_of[3 * SEQUENCES];
-    uint8_t literals[BLOCK];
+    uint8_t literals[BLOCK + COPY];
     uint32_t counts[4][256];
 } state;
 
@@ -111,7 +113,15 @@ uint8_t *kvmnn_zstd_raw_block(uint8_t *dst, size_t size, int last) { return put_
 
 /* -- one block -------------------------------------------------------------------------------------------------------- */
 
-/* The literals of a block, where they lie or copied together, and its sequences; returns how many literals there are. */
+static inline sequence sequence_of(uint32_t gap, uint32_t length, uint32_t coded_offset) {
+    number literals = literal_length(gap), match = match_length(length), distance = offset(coded_offset);
+    unsigned lengths = (unsigned)literals.bits + match.bits;
+    uint64_t extra = literals.extra | match.extra << literals.bits | (uint64_t)distance.extra << lengths;
+    return (sequence){extra, (uint8_t)(lengths + distance.bits), literals.code, match.code, distance.code};
+}
+
+/* The literals of a block, where they lie or copied together, and its sequences; returns how many literals there are.
+ * There are COPY bytes to be read behind each literal but those behind the last match. */
 static size_t split(state *s, const uint8_t *src, size_t begin, size_t end, const uint8_t **literals,
                     size_t *sequences) {
     size_t at = begin, n = 0, count = 0;
@@ -121,11 +131,11 @@ static size_t split(state *s, const uint8_t *src, size_t begin, size_t end, cons
         s->done = match == left ? 0 : s->done + (uint32_t)match;
         if (match >= MIN_MATCH) {
             uint32_t distance = s->next->distance;
-            memcpy(s->literals + n, src + at, gap);
+            for (size_t i = 0; i < gap; i += COPY) memcpy(s->literals + n + i, src + at + i, COPY);
             n += gap;
             /* offsets 1 to 3 are the last ones; the very last is no choice where no literal came between */
             uint32_t coded = distance == s->distance && gap ? 1 : distance + 3;
-            s->sequences[count++] = (sequence){(uint32_t)gap, (uint32_t)match, coded};
+            s->sequences[count++] = sequence_of((uint32_t)gap, (uint32_t)match, coded);
             s->distance = distance;
             at = from + match;
         }
@@ -205,6 +215,7 @@ static uint8_t *put_literals(state *s, const uint8_t *literals, size_t n, uint8_
     size_t cost = kvmnn_huffman_cost(&s->codes[s->current], counts), fresh_cost = SIZE_MAX;
     int treeless = 1;
     if (cost > least_cost(counts, n)) { /* a new code may be worth its description, and the time to make it */
+        if (s->pairs.made_of == fresh) s->pairs.made_of = NULL;
         if (kvmnn_huffman_build(fresh, counts)) fresh_cost = kvmnn_huffman_cost(fresh, counts) + 8 * fresh->header_size;
         treeless = cost <= fresh_cost;
         cost = treeless ? cost : fresh_cost;
@@ -218,32 +229,44 @@ static uint8_t *put_literals(state *s, const uint8_t *literals, size_t n, uint8_
         memcpy(at, fresh->header, fresh->header_size);
         at += fresh->header_size;
     }
-    at += kvmnn_huffman_write(s->level, &s->codes[s->current], literals, n, streams, at);
+    at += kvmnn_huffman_write(s->level, &s->codes[s->current], &s->pairs, literals, n, streams, at);
     put_literals_header(dst, treeless ? TREELESS : COMPRESSED, n, (size_t)(at - dst) - header);
     return at;
 }
 
 /* A table for one of the three numbers of all sequences, and what has to be said of it: its kind for the modes byte. */
-static int choose(kvmnn_fse *table, const kvmnn_fse *predefined, const uint8_t *codes, size_t n, uint8_t **dst) {
+static int choose(kvmnn_fse *table, const kvmnn_fse *predefined, const uint32_t *counts, size_t n, unsigned first,
+                  uint8_t **dst) {
     enum { WORTH_TELLING = 48, SINGLE = 1, FITTED = 2 };
-    uint32_t counts[KVMNN_FSE_SYMBOLS] = {0};
     if (n < WORTH_TELLING) {
         *table = *predefined;
         return 0;
     }
-    for (size_t i = 0; i < n; ++i) ++counts[codes[3 * i]];
-    if (counts[codes[0]] == n) {
-        kvmnn_fse_single(table, codes[0]);
-        *(*dst)++ = codes[0];
+    if (counts[first] == n) {
+        kvmnn_fse_single(table, first);
+        *(*dst)++ = (uint8_t)first;
         return SINGLE;
     }
     *dst += kvmnn_fse_fit(table, counts, KVMNN_FSE_SYMBOLS, n, *dst);
     return FITTED;
 }
 
+static inline void put_extra(kvmnn_bits *out, uint64_t extra, unsigned bits) {
+    enum { AT_ONCE = 56, LOW = 32 };
+    if (bits > AT_ONCE) {
+        kvmnn_bits_add(out, extra & 0xffffffff, LOW);
+        kvmnn_bits_flush(out);
+        extra >>= LOW;
+        bits -= LOW;
+    }
+    kvmnn_bits_add(out, extra, bits);
+    kvmnn_bits_flush(out);
+}
+
 static uint8_t *put_sequences(state *s, size_t n, uint8_t *dst) {
-    const sequence *sequences = s->sequences;
+    const sequence *last = s->sequences + n - 1;
     kvmnn_fse lengths, offsets, matches;
+    uint32_t counts[3][KVMNN_FSE_SYMBOLS] = {{0}};
     if (n < 128) *dst++ = (uint8_t)n;
     else {
         *dst++ = (uint8_t)(128 + (n >> 8));
@@ -251,39 +274,30 @@ static uint8_t *put_sequences(state *s, size_t n, uint8_t *dst) {
     }
     if (n == 0) return dst;
     for (size_t i = 0; i < n; ++i) {
-        s->codes_of[3 * i] = literal_length(sequences[i].literals).code;
-        s->codes_of[3 * i + 1] = offset(sequences[i].offset).code;
-        s->codes_of[3 * i + 2] = match_length(sequences[i].match).code;
+        ++counts[0][s->sequences[i].literals];
+        ++counts[1][s->sequences[i].offset];
+        ++counts[2][s->sequences[i].match];
     }
     uint8_t *modes = dst++;
-    int kind = choose(&lengths, &s->tables->literal_lengths, s->codes_of, n, &dst) << 6;
-    kind |= choose(&offsets, &s->tables->offsets, s->codes_of + 1, n, &dst) << 4;
-    kind |= choose(&matches, &s->tables->match_lengths, s->codes_of + 2, n, &dst) << 2;
+    int kind = choose(&lengths, &s->tables->literal_lengths, counts[0], n, last->literals, &dst) << 6;
+    kind |= choose(&offsets, &s->tables->offsets, counts[1], n, last->offset, &dst) << 4;
+    kind |= choose(&matches, &s->tables->match_lengths, counts[2], n, last->match, &dst) << 2;
     *modes = (uint8_t)kind;
     kvmnn_bits out = {0, 0, dst};
-    uint32_t states[3] = {0, 0, 0};
-    for (size_t i = n; i-- > 0;) {
-        number literals = literal_length(sequences[i].literals), match = match_length(sequences[i].match),
-               distance = offset(sequences[i].offset);
-        if (i + 1 == n) {
-            states[0] = kvmnn_fse_begin(&lengths, literals.code);
-            states[1] = kvmnn_fse_begin(&matches, match.code);
-            states[2] = kvmnn_fse_begin(&offsets, distance.code);
-        } else {
-            states[2] = kvmnn_fse_put(&offsets, states[2], distance.code, &out);
-            states[1] = kvmnn_fse_put(&matches, states[1], match.code, &out);
-            states[0] = kvmnn_fse_put(&lengths, states[0], literals.code, &out);
-            kvmnn_bits_flush(&out);
-        }
-        kvmnn_bits_add(&out, literals.extra, literals.bits);
-        kvmnn_bits_add(&out, match.extra, match.bits);
+    uint32_t of_lengths = kvmnn_fse_begin(&lengths, last->literals);
+    uint32_t of_matches = kvmnn_fse_begin(&matches, last->match);
+    uint32_t of_offsets = kvmnn_fse_begin(&offsets, last->offset);
+    put_extra(&out, last->extra, last->bits);
+    for (const sequence *each = last; each-- > s->sequences;) {
+        of_offsets = kvmnn_fse_put(&offsets, of_offsets, each->offset, &out);
+        of_matches = kvmnn_fse_put(&matches, of_matches, each->match, &out);
+        of_lengths = kvmnn_fse_put(&lengths, of_lengths, each->literals, &out);
         kvmnn_bits_flush(&out);
-        kvmnn_bits_add(&out, distance.extra, distance.bits);
-        kvmnn_bits_flush(&out);
+        put_extra(&out, each->extra, each->bits);
     }
-    kvmnn_fse_end(&matches, states[1], &out);
-    kvmnn_fse_end(&offsets, states[2], &out);
-    kvmnn_fse_end(&lengths, states[0], &out);
+    kvmnn_fse_end(&matches, of_matches, &out);
+    kvmnn_fse_end(&offsets, of_offsets, &out);
+    kvmnn_fse_end(&lengths, of_lengths, &out);
     kvmnn_bits_flush(&out);
     return kvmnn_bits_end(&out);
 }
@@ -313,6 +327,7 @@ size_t kvmnn_zstd_write(int level, const kvmnn_sequence_tables *tables, const ui
     s->tables = tables;
     s->codes[0].header_size = s->codes[1].header_size = 0;
     s->current = 0;
+    s->pairs.made_of = NULL;
     s->distance = 1;
     s->next = repeats;
     s->end = repeats + count;

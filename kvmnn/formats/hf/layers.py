@@ -126,7 +126,8 @@ def find_cache(where: str, root: object, is_tensor: IsTensor) -> Cache | None:
     where
         What messages call it.
     root
-        A cache, a list, tuple or dict of (K, V), or a dict that holds a cache among other things.
+        A cache, a list, tuple or dict of (K, V) or of ``{"key": K, "value": V}``, or a dict that holds a cache among
+        other things.
     is_tensor
         Tells tensors from everything else.
 
@@ -177,8 +178,10 @@ class _Finder:
             return self._of_object(value)
         if isinstance(value, Mapping):
             return self._of_lists("dict", value) or self._of_dict(value)
-        if isinstance(value, list | tuple) and len(value) <= _MOST_LAYERS and self._are_pairs(value):
-            return self._of_pairs(type(value).__name__, enumerate(value))
+        if isinstance(value, list | tuple) and len(value) <= _MOST_LAYERS:
+            pairs = list(map(self._as_pair, value))
+            if self._are_pairs(pairs):
+                return self._of_pairs(type(value).__name__, enumerate(pairs))
         return None
 
     def _of_object(self, value: Made) -> Cache | None:
@@ -278,12 +281,15 @@ class _Finder:
 
     def _of_dict(self, value: Mapping[Any, Any]) -> Cache | None:
         """Pairs by the numbers of their layers: ``{0: (K, V), 1: (K, V)}``."""
-        if not value or len(value) > _MOST_LAYERS or not self._are_pairs(list(value.values())):
+        if not value or len(value) > _MOST_LAYERS:
+            return None
+        pairs = list(map(self._as_pair, value.values()))
+        if not self._are_pairs(pairs):
             return None
         numbers = [_layer_number(name) for name in value]
         if None in numbers or len(set(numbers)) < len(numbers):
             return None
-        return self._of_pairs("dict", sorted(zip(numbers, value.values(), strict=True), key=lambda item: item[0] or 0))
+        return self._of_pairs("dict", sorted(zip(numbers, pairs, strict=True), key=lambda item: item[0] or 0))
 
     def _of_pairs(self, kind: str, pairs: Any) -> Cache:
         found = Cache(kind)
@@ -296,6 +302,14 @@ class _Finder:
 
     def _are_pairs(self, values: Any) -> bool:
         return any(map(self._is_pair, values)) and all(self._is_pair(item) or self._is_nothing(item) for item in values)
+
+    def _as_pair(self, value: Any) -> Any:
+        """A dict of K and V as a pair; everything else as it is."""
+        if isinstance(value, Mapping):
+            for names in _LISTS:
+                if value.keys() == set(names):
+                    return tuple(value[name] for name in names)
+        return value
 
     def _is_pair(self, value: Any) -> bool:
         """K and V; iterating over a cache of transformers 5 adds a sliding window or None."""

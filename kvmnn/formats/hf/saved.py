@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ...arrays.names import conventional
+from ...arrays.names import conventional, part_of
 from ...arrays.source import Source
+from ...dtypes import PARTS
 from ...errors import CheckpointError, KvmnnError, LimitError, SourceError
 from ...files.mapped import MappedFile, head_of
 from ..options import ReadOptions
@@ -143,15 +144,34 @@ def _is_tensor(value: object) -> bool:
 
 
 def _named(root: object, options: ReadOptions) -> list[tuple[str, Tensor]]:
-    """A tensor alone, or the tensors of a dict: those that are asked for, or all where their names say K or V."""
+    """A tensor alone, tensors of a list, or those of a dict: what is asked for, or all where their names say K or V.
+
+    Beside K and V a dict may have token ids, masks and lengths: whole numbers of fewer than three axes.
+    """
     if isinstance(root, Tensor):
         return [("tensor", root)]
+    if isinstance(root, list | tuple):
+        tensors = [tensor for tensor in root if isinstance(tensor, Tensor) and len(tensor.shape) > 2]
+        names = PARTS if len(root) == 2 else [f"layer_{number}" for number in range(len(root))]
+        return list(zip(names, tensors, strict=True)) if len(tensors) == len(root) else []
     if not isinstance(root, Mapping):
         return []
-    tensors = [(name, value) for name, value in root.items() if isinstance(name, str) and isinstance(value, Tensor)]
+    named = [(name, value) for name, value in root.items() if isinstance(name, str) and isinstance(value, Tensor)]
     if options.tensors:
-        return [(name, tensor) for name, tensor in tensors if name in options.tensors]
-    return tensors if all(conventional(name) for name, _ in tensors) else []
+        return [(name, tensor) for name, tensor in named if name in options.tensors]
+    named = [(name, tensor) for name, tensor in named if len(tensor.shape) > 2 or "float" in tensor.type_name]
+    return named if all(_is_kv(name, tensor) for name, tensor in named) else []
+
+
+def _is_kv(name: str, tensor: Tensor) -> bool:
+    """Whether a name says K or V; weights may be called so, too, and have one or two axes."""
+    if conventional(name):
+        return True
+    try:
+        part_of("", name)
+    except SourceError:
+        return False
+    return len(tensor.shape) > 2
 
 
 def _check_size(where: str, tensors: Sequence[Any]) -> None:

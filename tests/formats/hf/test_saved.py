@@ -42,6 +42,8 @@ def test_every_form_is_read(tmp_path: Path, dtype: str, shape: tuple[int, ...]) 
         "deeper": ({"output": {"past_key_values": tuple(made)}, "epoch": 1}, "dict"),
         "numbers": (dict(enumerate(made)), "dict"),
         "names": ({f"layer_{n}": pair for n, pair in enumerate(made)}, "dict"),
+        "dicts": ([{"key": k, "value": v} for k, v in made], "pairs"),
+        "dicts by layer": ({n: {"k": k, "v": v} for n, (k, v) in enumerate(made)}, "dict"),
         "two lists": ({"keys": keys, "values": values}, "dict"),
         "transformers 4": (Instance(KINDS + "DynamicCache", four), "cache"),
         "static": (static_cache(made, shape[2] + 4), "static"),
@@ -75,6 +77,44 @@ def test_a_dict_of_named_tensors_keeps_their_names(tmp_path: Path) -> None:
     other = save(tmp_path / "b.pt", {"w.0.weight": keys, "w.0.bias": values})
     with pytest.raises(SourceError, match="not a file kvmnn knows: it looks like a torch checkpoint"):
         kvmnn.open(other)
+
+
+def test_tensors_that_the_table_of_names_pairs(tmp_path: Path, run: Any) -> None:
+    """Dicts by any name of K and V, tensors in a list; beside them whole numbers that are no cache."""
+    made = pairs(1, layers=3, dtype="fp16", shape=(1, 2, 5, 4))
+    both = np.array(made)
+    keys, values = map(np.ascontiguousarray, both.swapaxes(0, 1))
+    named = [(n, pair) for n, pair in enumerate(made)]
+    forms: dict[str, tuple[Any, tuple[str, ...]]] = {
+        "words": ({f"{letter}_{n}": pair["kv".index(letter)] for n, pair in named for letter in "kv"}, ()),
+        "numbers": ({f"{n}.{number}": pair[number] for n, pair in named for number in (0, 1)}, ("--axes", "bhtd")),
+        "stacked": ({"key_cache": keys, "value_cache": values}, ("--axes", "lbhtd")),
+        "two": ((keys, values), ("--axes", "lbhtd")),
+        "list": (list(both), ("--axes", "2bhtd")),
+        "all": (both, ("--axes", "l2bhtd")),
+    }
+    forms["ids"] = (forms["words"][0] | {"input_ids": np.arange(5), "length": np.array(5)}, ())
+    for name, (value, options) in forms.items():
+        run("unpack", save(tmp_path / f"{name}.pt", value), *options, "-o", tmp_path / f"{name}.npz")
+        with np.load(tmp_path / f"{name}.npz") as back:
+            assert len(back) == 6, name
+            for words, wanted in zip(back.values(), both.reshape(6, 1, 2, 5, 4), strict=True):
+                assert words.shape in (wanted.shape, wanted.shape[1:]) and words.tobytes() == wanted.tobytes(), name
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"k.weight": np.ones((2, 3), "<f4"), "v.weight": np.ones((2, 3), "<f4")},
+        {"k": np.ones((2, 3, 4), "<f4"), "norm": np.ones(3, "<f4")},
+        [np.ones((2, 3, 4), "<f4"), np.ones(3, "<f4")],
+        {"input_ids": np.arange(4)},
+    ],
+    ids=["weights", "norms", "list", "ids"],
+)
+def test_what_holds_more_than_keys_and_values_is_no_cache(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(SourceError, match="not a file kvmnn knows: it looks like a torch checkpoint"):
+        kvmnn.open(save(tmp_path / "a.pt", value))
 
 
 def test_token_ids_beside_a_cache(tmp_path: Path) -> None:

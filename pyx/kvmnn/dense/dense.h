@@ -73,11 +73,11 @@ typedef struct {
 typedef struct {
     uint64_t wide; /* reciprocal times 2^52 */
     uint32_t reciprocal;
-    uint16_t start;
+    uint16_t start;   /* with ESCAPE_MARK in codes of escapes, which are those of symbols without a frequency */
     uint16_t f_shift; /* frequency << 4 | shift of the reciprocal; 0: the symbol cannot be coded */
 } dense_code;
 
-enum { CODE_BYTES = sizeof(dense_code) };
+enum { CODE_BYTES = sizeof(dense_code), STARTS = 2 * SCALE - 1, ESCAPE_MARK = 1 << 15 };
 
 /* History rows and own rows as one sequence. */
 typedef struct {
@@ -243,6 +243,7 @@ typedef struct {
 } dense_known_codes;
 
 void dense_encoder_table(const dense_table *t, dense_known_codes *known, dense_code codes[256]);
+void dense_mark_escapes(dense_code codes[256]);
 void dense_decoder_table(const dense_table *t, uint32_t entries[SCALE]);
 
 #endif

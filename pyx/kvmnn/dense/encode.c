@@ -19,18 +19,21 @@ static void begin(coded *c) {
     for (int i = 0; i < STATES; ++i) c->states[i] = STATE_LOW;
 }
 
-/* The row with an escape in place of each symbol that its table does not have; how many there are. */
-static size_t escape_row(const uint8_t *p, const uint8_t *s, size_t words, const uint32_t tables[256],
-                         const dense_code *codes, uint8_t *row) {
-    size_t count = 0;
-    memcpy(row, s, words);
-    for (size_t j = 0; j < words; ++j) {
-        uint32_t index = tables[p[j]] / CODE_BYTES ^ s[j];
-        if (codes[index].f_shift && (index & 255) != ESCAPE) continue;
-        row[j] = ESCAPE ^ (p[j] & 128);
-        ++count;
+/* The symbols of a row that are coded as escapes, `end` behind the last; where they begin. NULL where a table has no
+ * code for escapes. */
+static uint8_t *take_escapes(const dense_encoder *e, size_t i, const uint32_t tables[256], const dense_code *codes,
+                             uint8_t *end) {
+    const uint8_t *p = predicted(e, i), *s = own_symbols(e, i);
+    uint8_t *to = e->row;
+    int bad = 0;
+    for (size_t j = 0; j < e->words; ++j) {
+        const dense_code *code = &codes[tables[p[j]] / CODE_BYTES ^ s[j]];
+        *to = s[j];
+        to += code->start / ESCAPE_MARK;
+        bad |= code->f_shift == 0;
     }
-    return count;
+    size_t count = (size_t)(to - e->row);
+    return bad ? NULL : memcpy(end - count, e->row, count);
 }
 
 /* Tables of contexts: by bucket and predicted symbol where codes of the table lie, with the sign to fold. */
@@ -40,31 +43,20 @@ static void lay_tables(const uint8_t *map, uint32_t tables[BUCKETS][256]) {
             (uint32_t)(map[i / 256 * MAGNITUDES + i % MAGNITUDES] << 8 ^ (i & 128)) * CODE_BYTES;
 }
 
-/* Units that end at `end` and begin at `least` or later; 0 where they would not. */
+/* Units that end at `end` and begin at `least` or later; 0 where they would not. Escapes from `*escapes` back, where
+ * they then begin. */
 static int code_symbols(dense_encoder *e, const uint32_t tables[BUCKETS][256], const dense_code *codes,
-                        const uint8_t *least, uint8_t *end, coded *c, size_t *escapes) {
-    const dense_loops *loops = e->in->loops;
+                        const uint8_t *least, uint8_t *end, coded *c, uint8_t **escapes) {
     uint8_t *at = end;
-    *escapes = 0;
     begin(c);
     for (size_t i = e->own; i-- > 0;) {
-        e->escaped[i] = 0;
         if (e->buckets[i] == COPY) continue;
-        const uint8_t *p = predicted(e, i), *s = own_symbols(e, i);
         const uint32_t *of = tables[e->buckets[i]];
+        int escaped;
         if ((size_t)(at - least) < 2 * e->words + 8) return 0;
-        uint16_t *to = (uint16_t *)(void *)at, *coded = NULL;
-        uint32_t states[STATES];
-        memcpy(states, c->states, sizeof states);
-        if (!loops->escapes(s, p, e->words)) coded = loops->code(p, s, e->words, of, codes, states, to);
-        if (!coded) {
-            memcpy(states, c->states, sizeof states);
-            *escapes += escape_row(p, s, e->words, of, codes, e->row);
-            e->escaped[i] = 1;
-            coded = loops->code(p, e->row, e->words, of, codes, states, to);
-        }
-        memcpy(c->states, states, sizeof states);
-        at = (uint8_t *)coded;
+        at = (uint8_t *)e->in->loops->code(predicted(e, i), own_symbols(e, i), e->words, of, codes, c->states,
+                                           (uint16_t *)(void *)at, &escaped);
+        if (escaped && !(*escapes = take_escapes(e, i, of, codes, *escapes))) return 0;
     }
     c->units = at, c->unit_bytes = (size_t)(end - at);
     return 1;
@@ -74,12 +66,13 @@ static int code_symbols(dense_encoder *e, const uint32_t tables[BUCKETS][256], c
 static int code_flat(const dense_loops *loops, const uint8_t *symbols, size_t n, const dense_code *codes,
                      const uint8_t *least, uint8_t *end, coded *c) {
     uint8_t *at = end;
+    int none;
     begin(c);
     while (n > 0) {
         size_t step = (n - 1) % FLAT_STEP + 1, there = symbols == least ? n : 0;
         if ((size_t)(at - least) < there + 2 * step + 8) return 0;
         n -= step;
-        at = (uint8_t *)loops->code(symbols, symbols + n, step, NULL, codes, c->states, (uint16_t *)(void *)at);
+        at = (uint8_t *)loops->code(symbols, symbols + n, step, NULL, codes, c->states, (uint16_t *)(void *)at, &none);
     }
     c->units = at, c->unit_bytes = (size_t)(end - at);
     return 1;
@@ -118,18 +111,6 @@ static size_t put_exponents(dense_encoder *e, uint8_t *at) {
         }
     }
     return count;
-}
-
-static uint8_t *put_escapes(dense_encoder *e, const uint32_t tables[BUCKETS][256], const dense_code *codes,
-                            uint8_t *at) {
-    for (size_t i = 0; i < e->own; ++i) {
-        if (!e->escaped[i]) continue;
-        const uint8_t *p = predicted(e, i), *s = own_symbols(e, i);
-        escape_row(p, s, e->words, tables[e->buckets[i]], codes, e->row);
-        for (size_t j = 0; j < e->words; ++j)
-            if ((e->row[j] ^ (p[j] & 128)) == ESCAPE) *at++ = s[j];
-    }
-    return at;
 }
 
 /* Which buckets' low parts are coded. Their tables go into the model where it is the stream's own. */
@@ -229,7 +210,7 @@ size_t dense_encode_out(const dense_input *in) {
 
 size_t dense_encode(const dense_input *in, uint8_t *room, uint8_t *out, size_t limit, uint32_t *references) {
     dense_encoder all, *e = &all;
-    size_t words = 0, escapes, raw = in->rows.rows * in->rows.row_bytes, coded_low = 0;
+    size_t words = 0, raw = in->rows.rows * in->rows.row_bytes, coded_low = 0;
     uint8_t *end = out + dense_encode_out(in);
     if (limit > HEADER_BYTES + raw) limit = HEADER_BYTES + raw;
     dense_lay_out(e, in, 1, (dense_arena){.at = room});
@@ -261,7 +242,10 @@ size_t dense_encode(const dense_input *in, uint8_t *room, uint8_t *out, size_t l
     }
     uint32_t tables[BUCKETS][256];
     lay_tables(model->map, tables);
-    if (!code_symbols(e, (const uint32_t(*)[256])tables, codes[0], out, end, &symbols, &escapes)) return 0;
+    /* what is coded of low parts needs its differences no more */
+    uint8_t *escapes_end = e->differences[LOW_FROM] + e->own * e->words, *escaped = escapes_end;
+    if (!code_symbols(e, (const uint32_t(*)[256])tables, codes[0], out, end, &symbols, &escaped)) return 0;
+    size_t escapes = (size_t)(escapes_end - escaped);
     size_t rest = words - coded_low, exponents = put_exponents(e, NULL);
     size_t rest_bytes = in->shape.dtype == KVMNN_FP16 ? rest : (5 * rest + 7) / 8;
     if (in->shape.dtype == KVMNN_FP32) rest_bytes += 2 * words;
@@ -285,7 +269,7 @@ size_t dense_encode(const dense_input *in, uint8_t *room, uint8_t *out, size_t l
     at = put_bytes(at, e->head, head);
     size_t control = (size_t)(at - out) - HEADER_BYTES;
     at += put_exponents(e, at);
-    at = put_escapes(e, (const uint32_t(*)[256])tables, codes[0], at);
+    at = put_bytes(at, escaped, escapes);
     at = put_coded(at, &symbols);
     for (int b = LOW_FROM; b < BUCKETS; ++b)
         if (mask >> b & 1) at = put_coded(at, &low[b]);

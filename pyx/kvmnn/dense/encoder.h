@@ -14,7 +14,6 @@ typedef struct {
     uint8_t *turned;
     uint8_t *nothing;     /* a row of zeros */
     uint8_t *outside;     /* [all]: the row has exponents that its symbols do not hold */
-    uint8_t *escaped;     /* [own]: the row has symbols that are escapes */
     uint8_t *buckets;     /* [own] */
     uint32_t *references; /* [own] */
     uint32_t (*counts)[256]; /* [CONTEXTS] */

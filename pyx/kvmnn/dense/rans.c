@@ -24,6 +24,12 @@ void dense_encoder_table(const dense_table *t, dense_known_codes *known, dense_c
     }
 }
 
+void dense_mark_escapes(dense_code codes[256]) {
+    codes[ESCAPE].start |= ESCAPE_MARK;
+    for (int s = 0; s < 256; ++s)
+        if (codes[s].f_shift == 0) codes[s] = codes[ESCAPE];
+}
+
 void dense_decoder_table(const dense_table *t, uint32_t entries[SCALE]) {
     enum { AT_ONCE = 16 };
     const uint32_t *end = entries + SCALE;

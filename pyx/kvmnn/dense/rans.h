@@ -12,18 +12,18 @@
 #define DENSE_INSIDE inline
 #endif
 
-/* Puts a symbol before those that `state` holds; a unit may be written before `end`. `none`: it has no code. */
+/* Puts a symbol before those that `state` holds; a unit may be written before `end`. `marks`: of all codes. */
 #define ENCODE(state, code)                                                                      \
     do {                                                                                         \
         const dense_code code_ = *(code);                                                        \
         uint32_t f_ = code_.f_shift >> 4, v_ = (state);                                          \
-        none |= f_ == 0;                                                                         \
+        marks |= code_.start;                                                                    \
         uint32_t full_ = v_ >= f_ << 20;                                                         \
         end[-1] = (uint16_t)v_;                                                                  \
         end -= full_;                                                                            \
         v_ ^= (v_ ^ v_ >> 16) & (0u - full_);                                                    \
         uint32_t q_ = (uint32_t)((uint64_t)v_ * code_.reciprocal >> 32) >> (code_.f_shift & 15); \
-        (state) = v_ + code_.start + q_ * (SCALE - f_);                                          \
+        (state) = v_ + (code_.start & STARTS) + q_ * (SCALE - f_);                               \
     } while (0)
 
 /* A state that has become too low takes a unit in, the next behind `at` and the `taken` ones. Not by a branch, which

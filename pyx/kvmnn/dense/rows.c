@@ -19,7 +19,6 @@ size_t dense_lay_out(dense_encoder *e, const dense_input *in, int keep, dense_ar
     }
     e->nothing = dense_take(&a, words);
     e->outside = dense_take(&a, all);
-    e->escaped = dense_take(&a, own);
     e->buckets = dense_take(&a, own);
     e->references = dense_take(&a, own * 4);
     e->counts = dense_take(&a, sizeof(uint32_t[CONTEXTS][256]));

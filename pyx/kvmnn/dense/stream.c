@@ -38,7 +38,10 @@ void dense_part_pairs(uint8_t *words, size_t rows, const dense_shape *shape, siz
 
 void dense_prepare_codes(const dense_model *m, dense_code codes[][256], dense_code low_codes[][256]) {
     dense_known_codes known = {{0}, {{0}}};
-    for (int i = 0; i < m->tables; ++i) dense_encoder_table(&m->symbols[i], &known, codes[i]);
+    for (int i = 0; i < m->tables; ++i) {
+        dense_encoder_table(&m->symbols[i], &known, codes[i]);
+        dense_mark_escapes(codes[i]);
+    }
     for (int b = 0; b < BUCKETS; ++b)
         if (m->low_mask >> b & 1) dense_encoder_table(&m->low[b], &known, low_codes[b]);
 }

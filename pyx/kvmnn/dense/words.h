@@ -60,9 +60,6 @@ typedef struct {
     /* Symbols of folded ones; whether any is an escape. */
     int (*unfold)(const uint8_t *folded, const uint8_t *predicted, size_t n, uint8_t *symbols);
 
-    /* Whether any of the symbols is an escape when it is folded. */
-    int (*escapes)(const uint8_t *symbols, const uint8_t *predicted, size_t n);
-
     /* Whether any symbol has no exponent in the window. */
     int (*outside)(const uint8_t *symbols, size_t n);
 
@@ -103,10 +100,10 @@ typedef struct {
     void (*fold)(const uint8_t *predicted, const uint8_t *symbols, size_t n, uint16_t *to);
 
     /* Codes n symbols backwards by 4 states to units that end at `end`; where they begin. The code of each is that of
-     * codes[tables[predicted] / CODE_BYTES ^ symbol], or codes[symbol] without `tables`. Up to 4 units before are touched. NULL, and
-     * states of no use, where a symbol has none. */
+     * codes[tables[predicted] / CODE_BYTES ^ symbol], or codes[symbol] without `tables`. Up to 4 units before are
+     * touched. `escapes`: whether the code of any is that of an escape. */
     uint16_t *(*code)(const uint8_t *predicted, const uint8_t *symbols, size_t n, const uint32_t *tables,
-                      const dense_code *codes, uint32_t states[STATES], uint16_t *end);
+                      const dense_code *codes, uint32_t states[STATES], uint16_t *end, int *escapes);
 
     /* Folded symbols of n words that are predicted, n a multiple of 4, by the tables of the predicted ones; there are
      * n units or more. What is `beside` goes on by as much as n words are to the whole. */

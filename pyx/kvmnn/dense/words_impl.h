@@ -73,12 +73,6 @@ static int LEVEL(unfold)(const uint8_t *restrict folded, const uint8_t *restrict
     return escaped;
 }
 
-static int LEVEL(escapes)(const uint8_t *symbols, const uint8_t *predicted, size_t n) {
-    uint8_t any = 0;
-    for (size_t i = 0; i < n; ++i) any |= (symbols[i] ^ (predicted[i] & 128)) == ESCAPE ? 1 : 0;
-    return any;
-}
-
 static int LEVEL(outside)(const uint8_t *symbols, size_t n) {
     uint8_t any = 0;
     for (size_t i = 0; i < n; ++i) any |= (symbols[i] & 124) == 0 ? 1 : 0;
@@ -373,7 +367,7 @@ static void LEVEL(unpack5)(const uint8_t *packed, size_t n, uint8_t *low) {
 #include "decoder_impl.h"
 
 static const dense_loops LEVEL(table) = {
-    KVMNN_LEVEL_NAME, LEVEL(split),     LEVEL(join),    LEVEL(unfold), LEVEL(escapes), LEVEL(outside), LEVEL(angles),
+    KVMNN_LEVEL_NAME, LEVEL(split),     LEVEL(join),    LEVEL(unfold), LEVEL(outside), LEVEL(angles),
     LEVEL(turn_on),   LEVEL(equal),     LEVEL(vote),    LEVEL(most),   LEVEL(pick),    LEVEL(merge),
     LEVEL(subtract),  LEVEL(add_equal), LEVEL(log_sum), LEVEL(fold),   LEVEL(code),    LEVEL(decode),  LEVEL(flat),
     LEVEL(pack5),     LEVEL(unpack5),

@@ -127,7 +127,7 @@ def encode_next(
     rotary: Rotary | None = None,
     history: Words | None = None,
     tables: Any = None,
-    frames: bool = True,
+    frames_above: float = 0,
 ) -> tuple[bytes, Alike]:
     """One array of those that `encode_many` takes, and what it found to be alike, for the next one of the same tokens.
 
@@ -135,12 +135,12 @@ def encode_next(
     ----------
     alike
         What the array before it found.
-    frames
-        Whether to try if a frame is smaller.
+    frames_above
+        A stream of more bytes is compared with a frame, and the smaller one taken.
     """
     given, table_set = _checked(array, dtype, Trial(), rotary, None, None, history, tables, alike)
     found = np.empty(given.tokens, np.int32)
-    return _smallest(given, table_set, found, frames=frames), found
+    return _smallest(given, table_set, found, frames_above=frames_above), found
 
 
 def _for_each(given: Sequence[Any] | None, count: int, what: str) -> Sequence[Any]:
@@ -186,12 +186,12 @@ def _same_rotation(rotary: Rotary, rotation: _stream.Rotation | None) -> bool:
 
 
 def _smallest(
-    given: Given, tables: _stream.TableSet | None, references: Alike | None = None, *, frames: bool = True
+    given: Given, tables: _stream.TableSet | None, references: Alike | None = None, *, frames_above: float = 0
 ) -> bytes:
     """The stream by the method that needs fewest bytes."""
     made = given.rows.encode(tables, given.words.size + SIZE, references)
     limit = given.words.size if made is None else len(made) - SIZE
-    frame = _frame(given, limit) if frames else None
+    frame = _frame(given, limit) if limit + SIZE > frames_above else None
     if frame is not None:
         return _stream.whole_stream(FRAME, given.code, given.heads, given.dim, given.words, frame)
     if made is None:

@@ -101,6 +101,11 @@ def checksum_of(made: bytes) -> int:
     return int(_LAYOUT.unpack_from(made)[-1])
 
 
+def method_of(made: bytes) -> int:
+    """The method of such a stream."""
+    return int(_LAYOUT.unpack_from(made)[2])
+
+
 def check_machine() -> None:
     """Refuse to work where numbers lie the other way round: the compiled code takes words as they lie."""
     if sys.byteorder != "little":

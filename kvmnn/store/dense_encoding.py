@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ import numpy as np
 from .. import dense
 from ..arrays.layer_cache import LayerCache
 from ..dense.encoding import Alike, encode_next
-from ..dense.header import MOST_RAW_BYTES, MOST_ROW_WORDS, checksum_of
+from ..dense.header import FRAME, MOST_RAW_BYTES, MOST_ROW_WORDS, checksum_of, method_of
 from ..dtypes import Words
 from ..frames import CodecOptions, encode_many
 from ..threads.pool import map_pulled, resolve_threads
@@ -31,6 +32,21 @@ SHARED = 1.01
 """Of the bytes with tables of their own at most so many: to make them takes a quarter more time, in short units up to
 three quarters.
 """
+
+
+class Kind(NamedTuple):
+    """Of streams: K or V of which layer, and whether they refer to rows before them."""
+
+    part: int
+    has_history: bool
+
+
+class Compared(NamedTuple):
+    """A stream that was compared with a frame: its bytes a raw byte, and whether it is a frame now."""
+
+    kind: Kind
+    share: float
+    is_frame: bool
 
 
 class Tried(NamedTuple):
@@ -81,6 +97,12 @@ class Streams:
         self._scratch = _Scratch()
         self.frames_near = True, True
         """Whether frames of K, and of V, are tried in units that refer to rows before them, which gain most by that."""
+        self.frames_lost: Mapping[Kind, float] = {}
+        """Of streams that were compared with frames, and were smaller: bytes a raw byte; frames need not be tried again
+        where a stream is no larger than `NEAR` times that.
+        """
+        self.compared: list[Compared] = []
+        """The streams that were compared with frames."""
 
     def try_layer(self, units: Sequence[DenseUnit], *, only_keys: bool = False) -> Tried:
         """K and V of the middle layer in the unit in the middle, or K alone."""
@@ -143,6 +165,10 @@ class Streams:
 
     def _encode(self, unit: DenseUnit, part: int, alike: Alike | None) -> tuple[Frame, Alike]:
         (begin, end), behind, tables = unit
+        kind, raw_bytes = Kind(part, bool(behind.history)), self._parts[part][:, begin:end].nbytes
+        above = NEAR * self.frames_lost.get(kind, 0) * raw_bytes
+        if behind.history and not self.frames_near[part % 2]:
+            above = math.inf
         rows = self._scratch.rows(self._parts[part][:, begin - behind.history : end])
         # without token ids: they change no size by a tenth of a percent, and take a sixth to a third of the time
         data, found = encode_next(
@@ -152,8 +178,10 @@ class Streams:
             rotary=None if tables or part % 2 else fitting(self._rotary, self._parts[part]),
             history=rows[:, : behind.history] if behind.history else None,
             tables=tables.sets[part] if tables else None,
-            frames=not behind.history or self.frames_near[part % 2],
+            frames_above=above,
         )
+        if len(data) > above or method_of(data) == FRAME:
+            self.compared.append(Compared(kind, len(data) / raw_bytes, method_of(data) == FRAME))
         return Frame(data, checksum_of(data), 0), found
 
 

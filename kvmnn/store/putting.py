@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from ..arrays.layer_cache import LayerCache
@@ -13,7 +14,7 @@ from ..frames import CodecOptions
 from ..threads.pool import map_pulled, resolve_threads
 from . import table_sets
 from .behind import Before, behind_units, most_blocks, stored_before, unit_before
-from .dense_encoding import NEAR, SHARED, WORTH, DenseUnit, Streams, Tried, dense_of, fits, middle_of
+from .dense_encoding import NEAR, SHARED, WORTH, Compared, DenseUnit, Kind, Streams, Tried, dense_of, fits, middle_of
 from .encoding import Cut, blocks_in_unit, cuts, encode_units
 from .lookup import Found, Text
 from .space import Space
@@ -69,11 +70,13 @@ class Rotation:
 
 class Verdict(NamedTuple):
     """What a trial has shown: whether units have tables of their own, as those that are shared were made of a text that
-    is unlike theirs; and whether frames of K, and of V, come near the streams (None where a short text was tried).
+    is unlike theirs; whether frames of K, and of V, come near the streams (None where a short text was tried); and
+    what streams have been smaller than frames since (`Streams.frames_lost`).
     """
 
     own_tables: bool
     frames_near: tuple[bool, bool] | None
+    frames_lost: Mapping[Kind, float] = MappingProxyType({})
 
 
 class Trials:
@@ -96,6 +99,19 @@ class Trials:
     def note(self, key: bytes, verdict: Verdict) -> None:
         """What a trial has shown."""
         self._since[key], self._shown[key] = 0, verdict
+
+    def note_frames(self, key: bytes, compared: Sequence[Compared]) -> None:
+        """What frames have come to in a text that goes by the last trial."""
+        shown = self._shown.get(key)
+        if shown is None:
+            return
+        lost = dict(shown.frames_lost)
+        for kind, share, _ in compared:
+            lost[kind] = min(share, lost.get(kind, share))
+        for each in compared:
+            if each.is_frame:
+                lost.pop(each.kind, None)
+        self._shown[key] = shown._replace(frames_lost=lost)
 
 
 class Writing(NamedTuple):
@@ -178,7 +194,7 @@ class _DenseUnits:
             self.tables = table_sets.made_of(layers, space, self._rotary, how.threads)
             units.tables.keep(space.key, self.tables)
         self._key = space.key + (self.tables.key if self.tables else b"")
-        self._own_tables = False
+        self._own_tables = self._is_short = False
 
     def are_worth_it(self, batch: Sequence[Cut], text: Text) -> bool:
         """Whether a layer of the first batch is so much smaller than as frames; units are made of frames if not.
@@ -188,13 +204,15 @@ class _DenseUnits:
         """
         plans = self._plan(batch, text)
         middle = plans[middle_of(plans)].cut
-        if _is_short(middle):
+        self._is_short = _is_short(middle)
+        if self._is_short:
             self._planned = self._short(plans) if self.tables is not None and _tokens(middle) >= LEAST_OWN else plans
             return not self._is_behind_frames
         shown = self._how.trials.shown(self._key)
         if self._how.trials.is_due(self._key, len(plans)) or shown.frames_near is None:
             return self._try(plans)
         self._planned, self._streams.frames_near = self._with_tables(plans, own=shown.own_tables), shown.frames_near
+        self._streams.frames_lost = shown.frames_lost
         return True
 
     def _try(self, plans: list[DenseUnit]) -> bool:
@@ -213,13 +231,14 @@ class _DenseUnits:
     def _short(self, plans: list[DenseUnit]) -> list[DenseUnit]:
         """With tables of their own, if these were smaller when it was tried."""
         trials, own_plans = self._how.trials, _with_own_tables(plans)
+        self._streams.frames_lost = trials.shown(self._key).frames_lost
         if trials.is_due(self._key, len(plans)):
             found, own = map_pulled(
                 lambda each: self._streams.try_layer(each, only_keys=True),
                 [plans, own_plans],
                 resolve_threads(self._how.threads),
             )
-            trials.note(self._key, Verdict(_is_better(own, found), trials.shown(self._key).frames_near))
+            trials.note(self._key, trials.shown(self._key)._replace(own_tables=_is_better(own, found)))
             self._tried = own if _is_better(own, found) else found
         return self._with_tables(plans, own=trials.shown(self._key).own_tables)
 
@@ -266,6 +285,8 @@ class _DenseUnits:
             sums[number] = its_sums
 
         self._streams.encode(plans, text.block_tokens, keep, self._how.threads, tried)
+        if not self._is_short:  # a frame gains more by many tokens
+            self._how.trials.note_frames(self._key, self._streams.compared)
         referred = []
         for number, plan in enumerate(plans):
             referred.append(tuple(self._sums[len(self._sums) - plan.behind.blocks :]))

@@ -98,6 +98,26 @@ def test_damaged_sets_are_refused() -> None:
             dense.decode(stream, tables=dense.Tables(broken))
 
 
+def test_a_set_without_escapes() -> None:
+    """One that no kvmnn makes: rows with symbols that it has no frequency for are stored as words."""
+    held, count = 0, 0
+
+    def put(value: int, bits: int) -> None:
+        nonlocal held, count
+        held, count = held | value << count, count + bits
+
+    put(0, 6)  # one table
+    for _ in range(10):
+        put(63, 6)  # of all 640 contexts, 64 at a time
+    put(1, 32), put(0b11, 8)  # of symbols 0 and 1
+    put(0b001, 3), put(0b0001, 4)  # frequencies 1, and what is left
+    put(0, 5)  # no low parts
+    tables = dense.Tables(b"KVMT" + bytes([1, 0, 0, 0]) + held.to_bytes(-(-count // 8), "little"))
+    words = np.random.default_rng(2).integers(0, 1 << 16, (2, 64, 16), np.uint16).view("<f2")
+    stream = dense.encode(words, tables=tables)
+    assert dense.inspect(stream).method == "words" and dense.decode(stream).tobytes() == words.tobytes()
+
+
 def test_sets_are_made_of_arrays_of_one_kind() -> None:
     with pytest.raises(KvmnnError, match="no arrays"):
         dense.Tables.made_of([])

@@ -14,6 +14,7 @@ from dense_texts import DIMS, ROTARY, layers_of, same, text, units
 from prefixes import MODEL, checksum_model
 
 from kvmnn import KvmnnError, LayerCache, dense
+from kvmnn.dense import encoding
 from kvmnn.errors import OptionError, SourceError
 from kvmnn.store import PrefixStore, read_exported
 from kvmnn.store.decoding import Stretch, decode_stretches
@@ -254,6 +255,29 @@ def test_one_unit_in_sixteen_is_tried(tmp_path: Path, monkeypatch: pytest.Monkey
             assert same(store.get(ids, model=MODEL).layers, layers, 1000)
         assert store.verify().damaged == ()
     assert tried == [0, 1, 9, 17, 18]
+
+
+def test_frames_that_were_larger_are_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the next trial, but for streams that are larger themselves."""
+    tried: list[int] = []
+    make_frame = encoding._frame
+
+    def noted(given, limit):
+        tried[-1] += 1
+        return make_frame(given, limit)
+
+    monkeypatch.setattr(encoding, "_frame", noted)
+    noise = np.random.default_rng(3).standard_normal((2, 512, 16)).astype(np.float16)
+    with PrefixStore(tmp_path / "s", block_tokens=16, codec="dense") as store:
+        for number in range(5):
+            ids = text(1000, number)
+            layers = layers_of(ids)
+            if number == 4:
+                layers[0].values[:, :512] = noise
+            tried.append(0)
+            store.put(ids, layers, model=MODEL)
+            assert same(store.get(ids, model=MODEL).layers, layers, 1000)
+    assert tried[1] >= 4 and tried[2:] == [0, 0, 1]
 
 
 def test_an_index_that_is_lost_and_tables_and_rows_before(tmp_path: Path) -> None:

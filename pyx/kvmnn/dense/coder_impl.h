@@ -43,8 +43,8 @@ static inline void LEVEL(put_four)(uint8_t *to, __m128i bytes, uint32_t order) {
 
 #ifdef LEVEL_WIDE
 
-/* One step of ENCODE for the states of four symbols, in words of 64 bits; `marks`: of all codes so far. */
-static inline uint16_t *LEVEL(code_four)(__m256i *states, __m256i *marks, const dense_code *a, const dense_code *b,
+/* One step of ENCODE for the states of four symbols, in words of 64 bits; `mark`: whether any is an escape. */
+static inline uint16_t *LEVEL(code_four)(__m256i *states, uint8_t *mark, const dense_code *a, const dense_code *b,
                                          const dense_code *c, const dense_code *d, uint16_t *end) {
     __m256i ac = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)a)),
                                          _mm_loadu_si128((const __m128i *)(const void *)c), 1);
@@ -53,7 +53,7 @@ static inline uint16_t *LEVEL(code_four)(__m256i *states, __m256i *marks, const 
     __m256i reciprocal = _mm256_unpacklo_epi64(ac, bd), rest = _mm256_unpackhi_epi64(ac, bd), v = *states;
     __m256i f = _mm256_srli_epi64(rest, 52);
     __m256i start = _mm256_and_si256(_mm256_srli_epi64(rest, 32), _mm256_set1_epi64x(STARTS));
-    *marks = _mm256_or_si256(*marks, rest);
+    *mark = _mm256_test_epi64_mask(rest, _mm256_set1_epi64x((long long)ESCAPE_MARK << 32));
     __mmask8 full = _mm256_cmpge_epu64_mask(v, _mm256_slli_epi64(f, 20));
     uint32_t number; /* said so that the mask stays one: to take it back from the number all states would wait */
     __asm__("kmovb %1, %0" : "=r"(number) : "k"(full));
@@ -71,8 +71,8 @@ static inline uint16_t *LEVEL(code_four)(__m256i *states, __m256i *marks, const 
 
 #else
 
-/* One step of ENCODE for the states of four symbols; `marks`: of all codes so far. */
-static inline uint16_t *LEVEL(code_four)(__m128i *states, __m128i *marks, const dense_code *a, const dense_code *b,
+/* One step of ENCODE for the states of four symbols; `mark`: whether any is an escape. */
+static inline uint16_t *LEVEL(code_four)(__m128i *states, uint8_t *mark, const dense_code *a, const dense_code *b,
                                          const dense_code *c, const dense_code *d, uint16_t *end) {
     __m128 ab = _mm_loadh_pi(_mm_castsi128_ps(_mm_loadl_epi64((const __m128i *)(const void *)&a->reciprocal)),
                              (const __m64 *)(const void *)&b->reciprocal);
@@ -81,7 +81,7 @@ static inline uint16_t *LEVEL(code_four)(__m128i *states, __m128i *marks, const 
     __m128i reciprocal = _mm_castps_si128(_mm_shuffle_ps(ab, cd, 0x88));
     __m128i rest = _mm_castps_si128(_mm_shuffle_ps(ab, cd, 0xdd)), v = *states;
     __m128i f = _mm_srli_epi32(rest, 20), start = _mm_and_si128(rest, _mm_set1_epi32(STARTS));
-    *marks = _mm_or_si128(*marks, rest);
+    *mark = (uint8_t)_mm_movemask_ps(_mm_castsi128_ps(_mm_slli_epi32(rest, 16)));
     __m128i shift = _mm_and_si128(_mm_srli_epi32(rest, 16), _mm_set1_epi32(15)), more = _mm_set1_epi64x(32);
     __m128i by = _mm_sub_epi32(_mm_set1_epi32(SCALE), f);
     __m128i kept = _mm_cmpgt_epi32(_mm_slli_epi32(f, 20), v); /* both are below 2^31 */
@@ -239,46 +239,45 @@ static void LEVEL(fold)(const uint8_t *p, const uint8_t *s, size_t n, uint16_t *
 
 static inline uint16_t *LEVEL(code_all)(const uint8_t *p, const uint8_t *s, size_t n, const uint32_t *tables,
                                         const dense_code *codes, uint32_t states[STATES], uint16_t *end,
-                                        int *escapes) {
+                                        uint8_t *marks) {
     size_t whole = n & ~(size_t)3;
-    uint32_t marks = 0;
+    uint32_t mark = 0;
 #define CODE_OF(j) (const dense_code *)(const void *)((const uint8_t *)codes + ((tables ? tables[p[j]] : 0) ^ (uint32_t)s[j] << 4))
     for (size_t j = n; j > whole; --j) ENCODE(states[(j - 1) & 3], CODE_OF(j - 1));
+    if (whole < n) marks[whole / 4] = (uint8_t)(mark / ESCAPE_MARK);
 #ifdef LEVEL_WIDE
     __m256i four = _mm256_cvtepu32_epi64(_mm_loadu_si128((const __m128i *)(const void *)states));
-    __m256i all_marks = _mm256_setzero_si256();
 #elif defined(LEVEL_F16C)
-    __m128i four = _mm_loadu_si128((const __m128i *)(const void *)states), all_marks = _mm_setzero_si128();
+    __m128i four = _mm_loadu_si128((const __m128i *)(const void *)states);
 #endif
 #ifdef LEVEL_F16C
     for (size_t j = whole; j > 0; j -= 4) {
         const dense_code *a = CODE_OF(j - 4), *b = CODE_OF(j - 3), *c = CODE_OF(j - 2), *d = CODE_OF(j - 1);
-        end = LEVEL(code_four)(&four, &all_marks, a, b, c, d, end);
+        end = LEVEL(code_four)(&four, &marks[j / 4 - 1], a, b, c, d, end);
     }
 #else
     uint32_t a = states[0], b = states[1], c = states[2], d = states[3];
     for (size_t j = whole; j > 0; j -= 4) {
+        mark = 0;
         ENCODE(d, CODE_OF(j - 1));
         ENCODE(c, CODE_OF(j - 2));
         ENCODE(b, CODE_OF(j - 3));
         ENCODE(a, CODE_OF(j - 4));
+        marks[j / 4 - 1] = (uint8_t)(mark / ESCAPE_MARK);
     }
     states[0] = a, states[1] = b, states[2] = c, states[3] = d;
 #endif
 #ifdef LEVEL_WIDE
-    if (_mm256_test_epi64_mask(all_marks, _mm256_set1_epi64x((long long)ESCAPE_MARK << 32))) marks |= ESCAPE_MARK;
     _mm_storeu_si128((__m128i *)(void *)states, _mm256_cvtepi64_epi32(four));
 #elif defined(LEVEL_F16C)
-    if (!_mm_testz_si128(all_marks, _mm_set1_epi32(ESCAPE_MARK))) marks |= ESCAPE_MARK;
     _mm_storeu_si128((__m128i *)(void *)states, four);
 #endif
 #undef CODE_OF
-    *escapes = (marks & ESCAPE_MARK) != 0;
     return end;
 }
 
 static uint16_t *LEVEL(code)(const uint8_t *p, const uint8_t *s, size_t n, const uint32_t *tables,
-                             const dense_code *codes, uint32_t states[STATES], uint16_t *end, int *escapes) {
-    if (tables) return LEVEL(code_all)(p, s, n, tables, codes, states, end, escapes);
-    return LEVEL(code_all)(p, s, n, NULL, codes, states, end, escapes);
+                             const dense_code *codes, uint32_t states[STATES], uint16_t *end, uint8_t *marks) {
+    if (tables) return LEVEL(code_all)(p, s, n, tables, codes, states, end, marks);
+    return LEVEL(code_all)(p, s, n, NULL, codes, states, end, marks);
 }

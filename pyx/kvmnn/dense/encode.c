@@ -19,21 +19,21 @@ static void begin(coded *c) {
     for (int i = 0; i < STATES; ++i) c->states[i] = STATE_LOW;
 }
 
-/* The symbols of a row that are coded as escapes, `end` behind the last; where they begin. NULL where a table has no
- * code for escapes. */
-static uint8_t *take_escapes(const dense_encoder *e, size_t i, const uint32_t tables[256], const dense_code *codes,
-                             uint8_t *end) {
-    const uint8_t *p = predicted(e, i), *s = own_symbols(e, i);
-    uint8_t *to = e->row;
-    int bad = 0;
-    for (size_t j = 0; j < e->words; ++j) {
+/* The symbols of a row that are coded as escapes, up to `to`; where they begin. NULL where a table has no code for
+ * escapes. */
+static uint8_t *take_escapes(const uint8_t *p, const uint8_t *s, size_t words, const uint32_t tables[256],
+                             const dense_code *codes, const uint8_t *marks, uint8_t *to) {
+    for (size_t j = words; j-- > 0;) {
+        if (!marks[j / 4]) {
+            j &= ~(size_t)3;
+            continue;
+        }
         const dense_code *code = &codes[tables[p[j]] / CODE_BYTES ^ s[j]];
-        *to = s[j];
-        to += code->start / ESCAPE_MARK;
-        bad |= code->f_shift == 0;
+        if (!(code->start & ESCAPE_MARK)) continue;
+        if (code->f_shift == 0) return NULL;
+        *--to = s[j];
     }
-    size_t count = (size_t)(to - e->row);
-    return bad ? NULL : memcpy(end - count, e->row, count);
+    return to;
 }
 
 /* Tables of contexts: by bucket and predicted symbol where codes of the table lie, with the sign to fold. */
@@ -47,16 +47,16 @@ static void lay_tables(const uint8_t *map, uint32_t tables[BUCKETS][256]) {
  * they then begin. */
 static int code_symbols(dense_encoder *e, const uint32_t tables[BUCKETS][256], const dense_code *codes,
                         const uint8_t *least, uint8_t *end, coded *c, uint8_t **escapes) {
-    uint8_t *at = end;
+    uint8_t *at = end, *marks = e->row;
     begin(c);
     for (size_t i = e->own; i-- > 0;) {
         if (e->buckets[i] == COPY) continue;
+        const uint8_t *p = predicted(e, i), *s = own_symbols(e, i);
         const uint32_t *of = tables[e->buckets[i]];
-        int escaped;
         if ((size_t)(at - least) < 2 * e->words + 8) return 0;
-        at = (uint8_t *)e->in->loops->code(predicted(e, i), own_symbols(e, i), e->words, of, codes, c->states,
-                                           (uint16_t *)(void *)at, &escaped);
-        if (escaped && !(*escapes = take_escapes(e, i, of, codes, *escapes))) return 0;
+        at = (uint8_t *)e->in->loops->code(p, s, e->words, of, codes, c->states, (uint16_t *)(void *)at, marks);
+        *escapes = take_escapes(p, s, e->words, of, codes, marks, *escapes);
+        if (!*escapes) return 0;
     }
     c->units = at, c->unit_bytes = (size_t)(end - at);
     return 1;
@@ -65,14 +65,13 @@ static int code_symbols(dense_encoder *e, const uint32_t tables[BUCKETS][256], c
 /* The same of symbols, which may lie at `least`: each makes room when it is coded. */
 static int code_flat(const dense_loops *loops, const uint8_t *symbols, size_t n, const dense_code *codes,
                      const uint8_t *least, uint8_t *end, coded *c) {
-    uint8_t *at = end;
-    int none;
+    uint8_t *at = end, marks[FLAT_STEP / 4];
     begin(c);
     while (n > 0) {
         size_t step = (n - 1) % FLAT_STEP + 1, there = symbols == least ? n : 0;
         if ((size_t)(at - least) < there + 2 * step + 8) return 0;
         n -= step;
-        at = (uint8_t *)loops->code(symbols, symbols + n, step, NULL, codes, c->states, (uint16_t *)(void *)at, &none);
+        at = (uint8_t *)loops->code(symbols, symbols + n, step, NULL, codes, c->states, (uint16_t *)(void *)at, marks);
     }
     c->units = at, c->unit_bytes = (size_t)(end - at);
     return 1;

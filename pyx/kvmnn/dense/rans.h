@@ -12,12 +12,12 @@
 #define DENSE_INSIDE inline
 #endif
 
-/* Puts a symbol before those that `state` holds; a unit may be written before `end`. `marks`: of all codes. */
+/* Puts a symbol before those that `state` holds; a unit may be written before `end`. `mark`: of all codes. */
 #define ENCODE(state, code)                                                                      \
     do {                                                                                         \
         const dense_code code_ = *(code);                                                        \
         uint32_t f_ = code_.f_shift >> 4, v_ = (state);                                          \
-        marks |= code_.start;                                                                    \
+        mark |= code_.start;                                                                     \
         uint32_t full_ = v_ >= f_ << 20;                                                         \
         end[-1] = (uint16_t)v_;                                                                  \
         end -= full_;                                                                            \

@@ -101,9 +101,9 @@ typedef struct {
 
     /* Codes n symbols backwards by 4 states to units that end at `end`; where they begin. The code of each is that of
      * codes[tables[predicted] / CODE_BYTES ^ symbol], or codes[symbol] without `tables`. Up to 4 units before are
-     * touched. `escapes`: whether the code of any is that of an escape. */
+     * touched. `marks`: for each four symbols whether the code of any is that of an escape. */
     uint16_t *(*code)(const uint8_t *predicted, const uint8_t *symbols, size_t n, const uint32_t *tables,
-                      const dense_code *codes, uint32_t states[STATES], uint16_t *end, int *escapes);
+                      const dense_code *codes, uint32_t states[STATES], uint16_t *end, uint8_t *marks);
 
     /* Folded symbols of n words that are predicted, n a multiple of 4, by the tables of the predicted ones; there are
      * n units or more. What is `beside` goes on by as much as n words are to the whole. */

@@ -218,11 +218,11 @@ static int take_flat(decoder *d, int bucket, size_t count) {
 
 static int unfold(decoder *d) {
     size_t words = d->in->shape.words;
+    const uint8_t *end = d->folded + words, *at = d->folded;
     if (!d->loops->unfold(d->folded, d->predicted, words, d->symbols)) return 1;
-    for (size_t j = 0; j < words; ++j) {
-        if (d->folded[j] != ESCAPE) continue;
+    for (; (at = memchr(at, ESCAPE, (size_t)(end - at))) != NULL; ++at) { /* a row has few */
         if (d->escape == d->escapes_end) return 0;
-        d->symbols[j] = *d->escape++;
+        d->symbols[at - d->folded] = *d->escape++;
     }
     return 1;
 }

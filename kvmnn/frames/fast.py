@@ -6,10 +6,13 @@ from ..dtypes import Bytes
 from ..threads.pool import map_pulled
 from . import _fast
 from .options import ZSTD_BIT, LaneOptions
-from .pieces import Later, Part, frame_of, joined
+from .pieces import Later, Part, frame_of, joined, nbytes_of
 
 PIECE_BYTES = 4 << 20
 """Raw bytes of a piece: repeats are seen inside of one, and pieces are made on different threads."""
+LONGER, REPEATS = 8, 3
+"""Pieces of an array that becomes at least `REPEATS` times smaller are made again, so many times as long: what each of
+them begins with costs much of such an array, and repeats little time."""
 
 RAW, _RAW_BIT = 0, 1
 _U32_MAX = (1 << 32) - 1
@@ -36,12 +39,18 @@ def fast_payloads(data: Bytes, options: LaneOptions, threads: int) -> list[bytes
 
 
 def _lanes(data: Bytes, options: LaneOptions, threads: int) -> list[tuple[Part, ...]]:
+    lanes = _in_pieces(data, PIECE_BYTES, options, threads)
+    made = sum(nbytes_of(part) for lane in lanes for part in lane)
+    return lanes if made * REPEATS > data.size else _in_pieces(data, LONGER * PIECE_BYTES, options, threads)
+
+
+def _in_pieces(data: Bytes, size: int, options: LaneOptions, threads: int) -> list[tuple[Part, ...]]:
     def make(begin: int) -> list[Part]:
-        piece = data[begin : begin + PIECE_BYTES]
+        piece = data[begin : begin + size]
         found = _fast.payloads(piece, options.stride)
         return [_raw(piece, options.stride, lane, one) for lane, one in enumerate(found)]
 
-    return list(zip(*map_pulled(make, range(0, data.size, PIECE_BYTES), threads), strict=True))
+    return list(zip(*map_pulled(make, range(0, data.size, size), threads), strict=True))
 
 
 def _raw(piece: Bytes, stride: int, lane: int, found: bytes | int) -> Part:

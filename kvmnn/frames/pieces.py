@@ -1,7 +1,7 @@
 """Frames whose lanes are several zstd frames, one behind the other: pieces that are made on different threads.
 
 MNN hands a whole payload to ``ZSTD_decompress``, which takes any number of frames (docs/format.md). Where an array is
-cut depends on its size alone, so the bytes of a frame do not depend on the number of threads.
+cut depends on the array alone, so the bytes of a frame do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ def frame_of(words: int, lanes: Sequence[tuple[int, Sequence[Part]]], threads: i
     """The frame of lanes, each the number of its predictor and its zstd frames."""
     parts: list[Part] = [words.to_bytes(4, "little")]
     for mode, payload in lanes:
-        parts += [stream_header(words, mode, sum(map(_nbytes, payload))), *payload]
+        parts += [stream_header(words, mode, sum(map(nbytes_of, payload))), *payload]
     return joined(parts, threads)
 
 
 def joined(parts: Sequence[Part], threads: int = 1) -> bytes:
     """The parts, one behind the other, without the GIL."""
-    *places, size = accumulate(map(_nbytes, parts), initial=0)
+    *places, size = accumulate(map(nbytes_of, parts), initial=0)
     frame = _encoder.unwritten(size)
 
     def write(entry: tuple[int, Part]) -> None:
@@ -88,7 +88,8 @@ def joined(parts: Sequence[Part], threads: int = 1) -> bytes:
     return frame
 
 
-def _nbytes(part: Part) -> int:
+def nbytes_of(part: Part) -> int:
+    """Bytes that a part takes in a frame."""
     return len(part) if isinstance(part, bytes) else part.nbytes
 
 

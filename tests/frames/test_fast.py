@@ -116,6 +116,18 @@ def test_pieces(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert kvmnn.encode(words, dtype=dtype, effort="fast", threads=threads) == cut
 
 
+@pytest.mark.parametrize("kinds", [16, 400])
+def test_an_array_of_repeats_is_cut_into_longer_pieces(kinds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is 3 times smaller, 8 times as long: each begins with what the others have as well."""
+    rng = np.random.default_rng(5)
+    words = rng.standard_normal((kinds, 64)).astype("<f4")[rng.integers(0, kinds, 2000)]
+    monkeypatch.setattr(fast, "PIECE_BYTES", 1 << 16)
+    made = check(words, "fp32")
+    frames = [payload.count(b"\x28\xb5\x2f\xfd") for payload in streams_of(made)]
+    assert (len(made) * 3 < words.nbytes) == (kinds == 16)
+    assert frames == [1 if kinds == 16 else 8] * 4
+
+
 def test_options_that_it_has_no_form_for_are_those_of_balanced() -> None:
     words = cache(np.random.default_rng(4), 500, "fp16", 0.3)
     for options in ({"predictors": "delta_seq"}, {"hi_predictors": "xor_seq"}, {"codecs": ("rle",)}):

@@ -111,8 +111,8 @@ def measure(
 def work_bytes(selection: Selection, options: MeasureOptions, real: bool) -> int:
     """The bytes that `progress` will have heard of in the end."""
     units = [unit for unit in units_of(selection, options) if unit.is_complete()]
-    fp32 = sum(4 * unit.raw_bytes for unit in units if unit.is_fp32) if options.fp32 else 0
-    return sum((2 + 2 * real) * unit.raw_bytes for unit in units) + fp32
+    sizes = [(sum(map(unit.raw_bytes, PARTS)), options.fp32 and unit.is_fp32) for unit in units]
+    return sum((1 + real + 2 * fp32) * nbytes for nbytes, fp32 in sizes)
 
 
 def _open_documents(
@@ -139,15 +139,15 @@ def _jobs(units: list[Unit], options: MeasureOptions, real: bool) -> list[_Job]:
     for index, unit in enumerate(units):
         if not unit.is_complete():
             continue
-        memory = memory_needed(unit, options)
         for part in PARTS:
+            nbytes, memory = unit.raw_bytes(part), memory_needed(unit, part, options)
             for half in HALVES:
-                cost = unit.raw_bytes * len(options.predictors.of(lane_of(part, half)))
+                cost = nbytes * len(options.predictors.of(lane_of(part, half)))
                 found.append(_Job(index, part, half, cost, memory))
             if options.fp32 and unit.is_fp32:
-                found.extend(_Job(index, part, lane, 2 * unit.raw_bytes, memory) for lane in FP32_LANES)
+                found.extend(_Job(index, part, lane, 2 * nbytes, memory) for lane in FP32_LANES)
             if real:
-                found.append(_Job(index, part, None, 3 * unit.raw_bytes, 3 * unit.piece_bytes))
+                found.append(_Job(index, part, None, 3 * nbytes, 3 * unit.piece_bytes(part)))
     return sorted(found, key=lambda job: -job.cost)
 
 

@@ -32,7 +32,7 @@ class Entry:
     Parameters
     ----------
     layer, seq_start, tokens, kv_heads, head_dim, stage
-        As its metadata says.
+        As its metadata says; head_dim is that of K, where V has another.
     run_id
         Empty where there is none.
     keys, values
@@ -105,7 +105,7 @@ class Selection:
 
     def check_size(self, max_bytes: int | None) -> None:
         """Raise `LimitError` if the entries have more bytes than `max_bytes`."""
-        nbytes = sum(2 * entry.tokens * entry.kv_heads * entry.head_dim * 2 for entry in self.entries)
+        nbytes = sum(entry.tokens * (entry.keys.token_bytes + entry.values.token_bytes) for entry in self.entries)
         if max_bytes is not None and nbytes > max_bytes:
             raise LimitError(f"the entries hold {nbytes} raw bytes (fp16), above the limit of {max_bytes}")
 
@@ -196,10 +196,10 @@ def select_source(found: Selection, source: Source, scope: Scope, label: str) ->
     for key, value in zip(arrays[::2], arrays[1::2], strict=True):
         found.scanned += 1
         heads, tokens, dims = key.geometry
-        if value.geometry != key.geometry:
+        if value.geometry[:2] != (heads, tokens):
             raise SourceError(
                 f"{label}: layer {key.layer}: keys are {list(key.array.shape)} and values "
-                f"{list(value.array.shape)}: expected the same"
+                f"{list(value.array.shape)}: expected as many heads and tokens"
             )
         wide = "fp32" in (key.array.dtype, value.array.dtype)
         if scope.stage not in ("both", "unknown"):

@@ -114,7 +114,7 @@ def _simulated(
     progress: Progress | None,
 ) -> StreamSize:
     """The size of the `half` of 16-bit words that `take` gives for a number of tokens, by the predictors of `tried`."""
-    heads, dims = unit.geometry
+    heads, dims = unit.geometry(part)
     adaptive = options.codec_mode == "adaptive_v22"
     names = options.predictors.of(lane_of(part, tried)) if adaptive else _LEGACY[tried]
     block = min(options.adaptive_block_seq, unit.piece_tokens) if adaptive else unit.piece_tokens
@@ -142,15 +142,15 @@ def _simulated(
         for name, count in zip(names, won, strict=True):
             modes[name] += count
     meters.give_back(meter)
-    return StreamSize(unit.raw_bytes // 2, total, modes, limit)
+    return StreamSize(unit.raw_bytes(part) // 2, total, modes, limit)
 
 
-def memory_needed(unit: Unit, options: MeasureOptions) -> int:
-    """Bytes of anonymous memory that a stream of `unit` may take (zstd's output counts as long as its input)."""
-    piece = unit.piece_bytes // 2
+def memory_needed(unit: Unit, part: Part, options: MeasureOptions) -> int:
+    """Bytes of anonymous memory that a stream of K or V of `unit` may take (zstd's output counts as long as its input)."""
+    piece = unit.piece_bytes(part) // 2
     block = piece
     if options.codec_mode == "adaptive_v22":
-        heads, dims = unit.geometry
+        heads, dims = unit.geometry(part)
         block = min(piece, options.adaptive_block_seq * heads * dims)
     slots = (1 if block == piece else 2) + options.bitshuffle
     return 2 * piece + slots * block

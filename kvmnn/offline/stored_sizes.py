@@ -42,7 +42,7 @@ def stored_size(unit: Unit, part: Part, progress: Progress | None = None) -> Sto
     SourceError
         When a file cannot be read.
     """
-    heads, dims = unit.geometry
+    heads, dims = unit.geometry(part)
     step = max(1, FRAME_BYTES // (2 * heads * dims))
     reader = RowReader(unit.tensors(part))
     found = StoredSize(0, 0)

@@ -27,6 +27,10 @@ class Tensor(Protocol):
     """K or V of one dump."""
 
     @property
+    def shape(self) -> tuple[int, int, int]:
+        """``(tokens, kv_heads, head_dim)``."""
+
+    @property
     def tokens(self) -> int:
         """Tokens by its metadata."""
 
@@ -113,6 +117,7 @@ class ArrayTensor:
         self.array = array
         self.width = array.array.word_bytes
         heads, self.tokens, dims = array.geometry
+        self.shape = (self.tokens, heads, dims)
         self.token_bytes = 2 * heads * dims
 
     def is_complete(self) -> bool:

@@ -36,27 +36,23 @@ class Unit:
         """The layer of all its dumps."""
         return self.entries[0].layer
 
-    @property
-    def geometry(self) -> tuple[int, int]:
-        """``(kv_heads, head_dim)``."""
-        return self.entries[0].kv_heads, self.entries[0].head_dim
+    def geometry(self, part: Part) -> tuple[int, int]:
+        """``(kv_heads, head_dim)`` of K or V; latent attention has another head_dim for V."""
+        _, heads, dims = self.entries[0].tensor(part).shape
+        return heads, dims
 
     @property
     def tokens(self) -> int:
         """Tokens of all its dumps."""
         return sum(entry.tokens for entry in self.entries)
 
-    @property
-    def raw_bytes(self) -> int:
-        """fp16 bytes of K; V has as many."""
-        heads, dims = self.geometry
-        return 2 * self.tokens * heads * dims
+    def raw_bytes(self, part: Part) -> int:
+        """fp16 bytes of K or V."""
+        return self.tokens * self.entries[0].tensor(part).token_bytes
 
-    @property
-    def piece_bytes(self) -> int:
-        """fp16 bytes of the largest piece."""
-        heads, dims = self.geometry
-        return 2 * min(self.piece_tokens, self.tokens) * heads * dims
+    def piece_bytes(self, part: Part) -> int:
+        """fp16 bytes of the largest piece of K or V."""
+        return min(self.piece_tokens, self.tokens) * self.entries[0].tensor(part).token_bytes
 
     def pieces(self) -> Iterator[int]:
         """Tokens of each piece."""
@@ -94,7 +90,8 @@ def units_of(selection: Selection, options: MeasureOptions) -> list[Unit]:
 def _groups(entries: list[Entry], by_stage: bool) -> list[tuple[Entry, ...]]:
     found: dict[tuple[object, ...], list[Entry]] = {}
     for entry in entries:
-        key = (entry.run_id or _NO_RUN, entry.layer, entry.kv_heads, entry.head_dim, entry.stage if by_stage else None)
+        shapes = entry.keys.shape[1:], entry.values.shape[1:]
+        key = (entry.run_id or _NO_RUN, entry.layer, *shapes, entry.stage if by_stage else None)
         found.setdefault(key, []).append(entry)
     return [tuple(sorted(group, key=lambda entry: entry.seq_start)) for group in found.values()]
 

@@ -1,4 +1,4 @@
-"""Layers of other heads and head sizes than their neighbours (DeciLM, OpenELM and the like), through the verbs."""
+"""Layers of other heads and head sizes than their neighbours (DeciLM, OpenELM), V of others than K, through the verbs."""
 
 from __future__ import annotations
 
@@ -137,6 +137,27 @@ def test_a_store_takes_keys_and_values_of_other_types(here: Path, run) -> None:
         assert {str(words.dtype) for words in got.values()} == {"float32"}
         with np.errstate(invalid="ignore"):
             assert all(np.array_equal(got[name], plain[name].astype("f4"), equal_nan=True) for name in plain)
+
+
+def test_values_of_another_head_size_than_keys(here: Path, run) -> None:
+    """As DeepSeek's and its kin in transformers have them; K and V each measure as they do among their like."""
+    rng = np.random.default_rng(4)
+    rows = {"key": 96, "value": 64}
+    words = {part: rng.standard_normal((2, 40, dims))[:, IDS[:60]].astype("f4") for part, dims in rows.items()}
+    files = {"both": ("key", "value"), "keys": ("key", "key"), "values": ("value", "value")}
+    found = {}
+    for name, (keys, values) in files.items():
+        np.savez(f"{name}.npz", **{"layer_0.key": words[keys], "layer_0.value": words[values]})
+        measured = run("measure", f"{name}.npz", "--real", "--fp32", "--json").out
+        found[name] = json.loads(measured)["breakdown"]["overall"]
+    assert (found["both"]["k"], found["both"]["v"]) == (found["keys"]["k"], found["values"]["v"])
+    assert found["both"]["k"]["raw_bytes"] == 2 * 2 * 60 * 96 and found["both"]["v"]["raw_bytes"] == 2 * 2 * 60 * 64
+    run("encode", "both.npz", "-o", "both.frames")
+    assert "equal" in run("diff", "both.npz", "both.frames").out
+    put = ("store", "put", "s", "both.npz", "--token-ids", "ids.json", "--fingerprint", "x")
+    for refused in (put, ("pack", "both.npz", "--backend", "arm64-fp16", "--name", "s", "-o", "q/")):
+        said = run(*refused, code=1).err.replace("\n", " ")
+        assert "both.npz: layer 0: keys are [2, 60, 96] and values [2, 60, 64]: expected the same" in said
 
 
 def test_one_type_is_asked_for_where_none_may_be_widened(here: Path, capsys) -> None:

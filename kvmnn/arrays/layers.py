@@ -54,7 +54,7 @@ class LayerArray:
         return (b, a, dims) if self.token_major else (a, b, dims)
 
 
-def sort(arrays: Sequence[NamedArray], *, token_major: bool = False) -> list[LayerArray]:
+def sort(arrays: Sequence[NamedArray], *, token_major: bool = False, keys_alone: bool = False) -> list[LayerArray]:
     """K and V of every layer, in order.
 
     Names may be those of `CONVENTIONS`, such as ``layer_3.key`` or ``past_key_values.3.value``; the pieces of a KV dump
@@ -66,6 +66,8 @@ def sort(arrays: Sequence[NamedArray], *, token_major: bool = False) -> list[Lay
     ----------
     token_major
         Whether arrays are ``[token, kv_head, head_dim]``; those of a KV dump say so by their names.
+    keys_alone
+        Whether there may be no V at all: latent attention stores K alone.
 
     Raises
     ------
@@ -89,11 +91,12 @@ def sort(arrays: Sequence[NamedArray], *, token_major: bool = False) -> list[Lay
                 f"{heads:,} heads, more than {MOST_HEADS}: where tokens come first, say so (--token-major)"
             )
     layers = sorted({layer for layer, _ in found})
+    parts = PARTS[:1] if keys_alone and not any(part == "value" for _, part in found) else PARTS
     for layer in layers:
-        for part in PARTS:
+        for part in parts:
             if (layer, part) not in found:
                 raise SourceError(f"layer {layer} has no array of its {part}s")
-    return [_joined(found[layer, part]) for layer in layers for part in PARTS]
+    return [_joined(found[layer, part]) for layer in layers for part in parts]
 
 
 def _places(array: NamedArray, token_major: bool) -> Iterator[tuple[int, LayerArray]]:
@@ -263,10 +266,10 @@ def with_whole_dumps(arrays: Sequence[NamedArray]) -> list[NamedArray]:
     return [entry.array for entry in sort(arrays)]
 
 
-def sorted_layers(source: Source, *, token_major: bool = False) -> list[LayerArray]:
+def sorted_layers(source: Source, *, token_major: bool = False, keys_alone: bool = False) -> list[LayerArray]:
     """`sort` of the arrays of a source, which errors name; `token_major` where its arrays are so without saying it."""
     try:
-        return sort(source.arrays, token_major=source.token_major or token_major)
+        return sort(source.arrays, token_major=source.token_major or token_major, keys_alone=keys_alone)
     except SourceError as error:
         raise type(error)(f"{place_said(source)}{error}") from None
 

@@ -161,7 +161,7 @@ class Breakdown:
             if totals is None:
                 continue
             lines.append(self.of_lane(totals.sum()).line(f"{label} fp32"))
-            for part in PARTS:
+            for part in (part for part in PARTS if totals.sum([part]).raw_bytes):
                 lines.append(self.of_lane(totals.sum([part])).line(f"  {PART_LETTERS[part].upper()}"))
                 lines += [self.of_lane(totals.lanes[part, n]).line(f"    lane {n}") for n in FP32_LANES]
         return lines
@@ -173,7 +173,7 @@ class Breakdown:
         lines = [header]
         for label, totals in [*((f"layer {n}", t) for n, t in self.layers.items()), ("total", self.overall)]:
             lines.append(self.of(totals).line(label))
-            for part in PARTS:
+            for part in (part for part in PARTS if totals.raw_bytes([part])):
                 lines.append(self.of(totals, [part]).line(f"  {PART_LETTERS[part].upper()}"))
                 lines += [self.of_lane(totals.lanes[lane_of(part, half)]).line(f"    {half}") for half in HALVES]
         lines += self._fp32_lines()

@@ -59,7 +59,8 @@ class Measurement:
     def notes(self) -> list[str]:
         """What changes the meaning of the sizes, in lines."""
         types = ", ".join(dict.fromkeys(self.selection.dequantised))
-        return [f"words dequantised from {types}"] if types else []
+        lines = [f"words dequantised from {types}"] if types else []
+        return lines if self.totals.raw_bytes(["value"]) else [*lines, "of K alone: nothing is stored as V"]
 
     @property
     def breakdown(self) -> Breakdown:

@@ -139,7 +139,7 @@ def _jobs(units: list[Unit], options: MeasureOptions, real: bool) -> list[_Job]:
     for index, unit in enumerate(units):
         if not unit.is_complete():
             continue
-        for part in PARTS:
+        for part in unit.parts:
             nbytes, memory = unit.raw_bytes(part), memory_needed(unit, part, options)
             for half in HALVES:
                 cost = nbytes * len(options.predictors.of(lane_of(part, half)))
@@ -186,10 +186,10 @@ def _sum_up(
             incomplete = next(entry for entry in unit.entries if not entry.is_complete())
             selection.skip(COMPRESSION_FAILED, incomplete.where)
             continue
-        chunks += 2 * unit.piece_count()
+        chunks += len(unit.parts) * unit.piece_count()
         for total in (totals, layers.setdefault(unit.layer, Totals())):
             total.tokens += unit.tokens
-            for part in PARTS:
+            for part in unit.parts:
                 total.extra_bytes[part] += unit.extra_bytes
                 for half in HALVES:
                     size = results[index, part, half]

@@ -19,7 +19,7 @@ from ..files.changes import FileState
 from ..files.json_document import read_bounded
 from ..formats import folder_kind, is_frames, readable_within
 from .options import NothingSelectedError, Scope
-from .token_runs import ArrayTensor, FileTensor, Tensor
+from .token_runs import ArrayTensor, FileTensor, NoTensor, Tensor
 
 _MAX_META = 64 << 20
 _WIDTHS = (2, 4)
@@ -184,24 +184,26 @@ def _advice(root: str) -> str:
 
 
 def select_source(found: Selection, source: Source, scope: Scope, label: str) -> None:
-    """Add K and V of every layer of any source to `found`; their stage is ``"unknown"``.
+    """Add K and V of every layer of any source to `found`, or K alone of an engine without V; stage ``"unknown"``.
 
     Raises
     ------
     SourceError
         When arrays have no place in a cache.
     """
-    arrays = layers.sorted_layers(source)
+    arrays = layers.sorted_layers(source, keys_alone=source.engine_cache is not None)
+    values = {entry.layer: entry for entry in arrays if entry.part == "value"}
     found.dequantised += source.dequantised
-    for key, value in zip(arrays[::2], arrays[1::2], strict=True):
+    for key in (entry for entry in arrays if entry.part == "key"):
         found.scanned += 1
+        value = values.get(key.layer)
         heads, tokens, dims = key.geometry
-        if value.geometry[:2] != (heads, tokens):
+        if value is not None and value.geometry[:2] != (heads, tokens):
             raise SourceError(
                 f"{label}: layer {key.layer}: keys are {list(key.array.shape)} and values "
                 f"{list(value.array.shape)}: expected as many heads and tokens"
             )
-        wide = "fp32" in (key.array.dtype, value.array.dtype)
+        wide = any(entry is not None and entry.array.dtype == "fp32" for entry in (key, value))
         if scope.stage not in ("both", "unknown"):
             continue
         found.layers.add(key.layer)
@@ -212,8 +214,9 @@ def select_source(found: Selection, source: Source, scope: Scope, label: str) ->
         if wide and scope.strict_fp16:
             found.skip("skip_fp32_strict", f"{label}: layer {key.layer}")
             continue
-        entry = Entry(key.layer, 0, tokens, heads, dims, "unknown", label, ArrayTensor(key), ArrayTensor(value))
-        found.add(entry, label, converted=wide)
+        k = ArrayTensor(key)
+        v = NoTensor(k) if value is None else ArrayTensor(value)
+        found.add(Entry(key.layer, 0, tokens, heads, dims, "unknown", label, k, v), label, converted=wide)
 
 
 def _add(found: Selection, meta: Path, scope: Scope) -> None:

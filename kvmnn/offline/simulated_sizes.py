@@ -146,7 +146,7 @@ def _simulated(
 
 
 def memory_needed(unit: Unit, part: Part, options: MeasureOptions) -> int:
-    """Bytes of anonymous memory that a stream of K or V of `unit` may take (zstd's output counts as long as its input)."""
+    """Bytes of anonymous memory that a stream of `unit` may take (zstd's output counts as long as its input)."""
     piece = unit.piece_bytes(part) // 2
     block = piece
     if options.codec_mode == "adaptive_v22":

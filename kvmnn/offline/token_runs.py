@@ -141,6 +141,23 @@ class ArrayTensor:
                 yield turned.reshape(-1).view(np.uint8)
 
 
+class NoTensor:
+    """What latent attention stores as V: nothing."""
+
+    def __init__(self, keys: Tensor) -> None:
+        self.tokens, self.width = keys.tokens, keys.width
+        self.shape = (self.tokens, 0, 0)
+        self.token_bytes = 0
+
+    def is_complete(self) -> bool:
+        return True
+
+    def stored_runs(self, tokens: int) -> Iterator[Piece]:
+        return iter(())
+
+    runs = stored_runs
+
+
 def rounded(run: Piece) -> Piece:
     """fp32 words as fp16 words: to nearest, ties to even, too large to infinity."""
     with np.errstate(over="ignore", invalid="ignore"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..dtypes import Part
+from ..dtypes import PARTS, Part
 from .options import MeasureOptions
 from .selection import Entry, Selection
 from .token_runs import Tensor
@@ -45,6 +45,11 @@ class Unit:
     def tokens(self) -> int:
         """Tokens of all its dumps."""
         return sum(entry.tokens for entry in self.entries)
+
+    @property
+    def parts(self) -> list[Part]:
+        """K and V; K alone where nothing is stored as V."""
+        return [part for part in PARTS if self.raw_bytes(part)]
 
     def raw_bytes(self, part: Part) -> int:
         """fp16 bytes of K or V."""

@@ -1,4 +1,4 @@
-"""Layers of other heads and head sizes than their neighbours (DeciLM, OpenELM), V of others than K, through the verbs."""
+"""Layers of other heads and head sizes than their neighbours, V of others than K, K alone: through the verbs."""
 
 from __future__ import annotations
 
@@ -158,6 +158,21 @@ def test_values_of_another_head_size_than_keys(here: Path, run) -> None:
     for refused in (put, ("pack", "both.npz", "--backend", "arm64-fp16", "--name", "s", "-o", "q/")):
         said = run(*refused, code=1).err.replace("\n", " ")
         assert "both.npz: layer 0: keys are [2, 60, 96] and values [2, 60, 64]: expected the same" in said
+
+
+def test_keys_alone_are_measured(here: Path, run) -> None:
+    """Latent attention, as llama.cpp stores it; as K among K and V."""
+    said = {}
+    for name, has_v in (("both", True), ("alone", False)):
+        shape = llama_files.Shape(heads=1, dims=64, value_dims=64, k_type="f32", v_type="f32", has_v=has_v)
+        Path(f"{name}.session").write_bytes(llama_files.state(Random(3), shape, [20], architecture="deepseek2")[0])
+        said[name] = json.loads(run("measure", f"{name}.session", "--real", "--fp32", "--json").out)
+    for what in ("overall", "fp32"):
+        both, alone = (said[name]["breakdown"] for name in ("both", "alone"))
+        both, alone = (each[what] if what == "overall" else each[what]["overall"] for each in (both, alone))
+        assert alone["k"] == both["k"] and alone["v"]["raw_bytes"] == 0
+    text = run("measure", "alone.session", "--fp32").out
+    assert "  K  " in text and "  V  " not in text and "of K alone: nothing is stored as V" in text
 
 
 def test_one_type_is_asked_for_where_none_may_be_widened(here: Path, capsys) -> None:

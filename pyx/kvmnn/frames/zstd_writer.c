@@ -3,7 +3,7 @@
 #include "huffman.h"
 
 #ifndef KVMNN_BLOCK
-#define KVMNN_BLOCK (64 << 10) /* guided fuzzing has smaller ones, to see many of them in little time */
+#define KVMNN_BLOCK (128 << 10) /* guided fuzzing has smaller ones, to see many of them in little time */
 #endif
 
 enum {
@@ -121,7 +121,7 @@ static inline sequence sequence_of(uint32_t gap, uint32_t length, uint32_t coded
 }
 
 /* The literals of a block, where they lie or copied together, and its sequences; returns how many literals there are.
- * There are COPY bytes to be read behind each literal but those behind the last match. */
+ * COPY bytes can be read from any place on that is before a match. */
 static size_t split(state *s, const uint8_t *src, size_t begin, size_t end, const uint8_t **literals,
                     size_t *sequences) {
     size_t at = begin, n = 0, count = 0;
@@ -264,14 +264,13 @@ static inline void put_extra(kvmnn_bits *out, uint64_t extra, unsigned bits) {
 }
 
 static uint8_t *put_sequences(state *s, size_t n, uint8_t *dst) {
+    enum { LONG = 0x7f00 };
     const sequence *last = s->sequences + n - 1;
     kvmnn_fse lengths, offsets, matches;
     uint32_t counts[3][KVMNN_FSE_SYMBOLS] = {{0}};
-    if (n < 128) *dst++ = (uint8_t)n;
-    else {
-        *dst++ = (uint8_t)(128 + (n >> 8));
-        *dst++ = (uint8_t)n;
-    }
+    if (n < 128) dst = put_le(dst, n, 1);
+    else if (n < LONG) dst = put_le(dst, (128 + (n >> 8)) | (n & 255) << 8, 2);
+    else dst = put_le(dst, 255 | (n - LONG) << 8, 3);
     if (n == 0) return dst;
     for (size_t i = 0; i < n; ++i) {
         ++counts[0][s->sequences[i].literals];

@@ -30,7 +30,7 @@ uint8_t *kvmnn_zstd_header(uint8_t *dst, size_t n);
 uint8_t *kvmnn_zstd_raw_block(uint8_t *dst, size_t size, int last);
 
 /* A frame of `n` bytes, in which `repeats` (of bytes) are copied from before; what is between them is kept as it is if
-   `flat`. `level`: a SIMD level that this processor runs. Returns its size. n is not 0. */
+   `flat`. None of them begins in the last 32 bytes. `level`: a SIMD level that this processor runs. Returns its size. n is not 0. */
 size_t kvmnn_zstd_write(int level, const kvmnn_sequence_tables *tables, const uint8_t *src, size_t n,
                         const kvmnn_repeat *repeats, size_t count, int flat, uint8_t *scratch, uint8_t *dst);
 

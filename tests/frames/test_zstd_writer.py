@@ -1,0 +1,67 @@
+"""The writer of zstd frames, from C: whatever it is handed, libzstd gives the lane back."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+import zstandard
+from repository import NATIVE
+
+from kvmnn import _simd
+
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None or not NATIVE.exists(), reason="no C compiler or no sources")
+
+PERIOD = 64
+
+
+class Repeat(ctypes.Structure):
+    _fields_ = (("at", ctypes.c_uint32), ("length", ctypes.c_uint32), ("distance", ctypes.c_uint32))
+
+
+@pytest.fixture(scope="module")
+def writer(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    library = tmp_path_factory.mktemp("writer") / "writer.so"
+    sources = [str(NATIVE / "frames" / f"{name}.c") for name in ("zstd_writer", "huffman", "fse")]
+    subprocess.run(["cc", "-O2", "-shared", "-fPIC", *sources, "-o", str(library)], check=True)
+    found = ctypes.CDLL(str(library))
+    for name in ("kvmnn_zstd_bound", "kvmnn_zstd_scratch", "kvmnn_zstd_write"):
+        getattr(found, name).restype = ctypes.c_size_t
+    return found
+
+
+def written(writer: ctypes.CDLL, level: int, lane: bytes, repeats: list[tuple[int, int, int]]) -> bytes:
+    tables = ctypes.create_string_buffer(1 << 16)
+    writer.kvmnn_sequence_tables_init(tables)
+    n = ctypes.c_size_t(len(lane))
+    out = ctypes.create_string_buffer(writer.kvmnn_zstd_bound(n))
+    scratch = ctypes.create_string_buffer(writer.kvmnn_zstd_scratch())
+    given = (Repeat * max(1, len(repeats)))(*repeats)
+    size = writer.kvmnn_zstd_write(level, tables, lane, n, given, ctypes.c_size_t(len(repeats)), 0, scratch, out)
+    return out.raw[:size]
+
+
+@pytest.mark.parametrize("length", [3, 4, 5, 40, 2000])
+@pytest.mark.parametrize("gap", [0, 1, 7, 40])
+def test_repeats_of_every_length_and_distance(writer: ctypes.CDLL, length: int, gap: int) -> None:
+    """Up to more of them in a block than two bytes can say (32,512)."""
+    lane = np.tile(np.random.default_rng(0).integers(0, 30, PERIOD, np.uint8), 5000)[:300_001].tobytes()
+    begins = range(PERIOD, len(lane) - length - gap - PERIOD, length + gap)
+    repeats = [(at + gap, length, PERIOD * (1 + k % min(7, at // PERIOD))) for k, at in enumerate(begins)]
+    made = {written(writer, level, lane, repeats) for level in range(len(_simd.simd_levels()))}
+    assert len(made) == 1 and zstandard.ZstdDecompressor().decompress(made.pop()) == lane
+
+
+@pytest.mark.parametrize("symbols", [2, 3, 20, 40, 41, 200])
+def test_literals_of_few_and_many_symbols(writer: ctypes.CDLL, symbols: int) -> None:
+    """One and two at a time; the rarest take the most bits that a code may have."""
+    rng = np.random.default_rng(symbols)
+    kinds = rng.permutation(256)[:symbols]
+    for n in (64, 255, 4095, 4096, 5000, 140_000, 300_000):
+        lane = kinds[np.minimum(rng.geometric(0.4, n) - 1, symbols - 1)].astype(np.uint8)
+        lane[rng.integers(0, n, symbols)] = kinds
+        made = {written(writer, level, lane.tobytes(), []) for level in range(len(_simd.simd_levels()))}
+        assert len(made) == 1 and zstandard.ZstdDecompressor().decompress(made.pop()) == lane.tobytes()

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
-from ..dtypes import Words
+from ..dtypes import Words, by_name
 from ..errors import KvmnnError
 from ..frames import encode as encode_frame
 from . import _stream
@@ -120,12 +120,12 @@ def encode_many(
 
 
 def encode_next(
-    array: Words,
+    rows: Words,
+    before: int,
     alike: Alike | None = None,
     *,
-    dtype: str | None = None,
+    dtype: str,
     rotary: Rotary | None = None,
-    history: Words | None = None,
     tables: Any = None,
     frames_above: float = 0,
 ) -> tuple[bytes, Alike]:
@@ -133,12 +133,22 @@ def encode_next(
 
     Parameters
     ----------
+    rows
+        ``[token, kv_head, head_dim]``, together in memory, native and aligned, within the limits of `encode`; the first
+        `before` are history, at most 256.
     alike
         What the array before it found.
+    rotary
+        Without tables: these know it themselves.
     frames_above
         A stream of more bytes is compared with a frame, and the smaller one taken.
     """
-    given, table_set = _checked(array, dtype, Trial(), rotary, None, None, history, tables, alike)
+    table_set = held_tables(tables)
+    rotation = rotary.rotation if rotary is not None else None
+    if table_set is not None:
+        rotation = rotation_of(table_set)
+    given = Given.of_rows(rows, before, by_name(dtype), rotation, alike)
+    _check_tables(tables, given)
     found = np.empty(given.tokens, np.int32)
     return _smallest(given, table_set, found, frames_above=frames_above), found
 
@@ -172,9 +182,13 @@ def _checked(
         if rotary is not None and not _same_rotation(rotary, rotation):
             raise KvmnnError("rotary differs from that of the tables: leave it out, or make other tables")
     given = Given(array, dtype, rotation, positions, token_ids, history, alike)
-    if held is not None and held.dtype != given.code:
-        raise KvmnnError(f"tables are for {tables.dtype}: the array is {given.dtype.name}")
+    _check_tables(tables, given)
     return given, held
+
+
+def _check_tables(tables: Any, given: Given) -> None:
+    if tables is not None and tables.held.dtype != given.code:
+        raise KvmnnError(f"tables are for {tables.dtype}: the array is {given.dtype.name}")
 
 
 def _same_rotation(rotary: Rotary, rotation: _stream.Rotation | None) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..dtypes import Bytes, DType, by_name, check_array, of_array
+from ..dtypes import Bytes, DType, Words, by_name, check_array, of_array
 from ..errors import KvmnnError, LimitError
 from . import _stream
 from .header import DTYPES, MOST_HISTORY, MOST_RAW_BYTES, MOST_ROW_WORDS, check_machine, rows_of
@@ -43,6 +43,30 @@ class Given:
             raise KvmnnError(f"an array has {self.tokens} tokens: the one before it has {len(known)}")
         self.rows = _stream.Input(self.code, self.heads, self.dim, self.words, before, rotation, at, known)
 
+    @classmethod
+    def of_rows(
+        cls,
+        rows: Words,
+        before: int,
+        dtype: DType,
+        rotation: _stream.Rotation | None,
+        alike: npt.NDArray[np.int32] | None,
+    ) -> Given:
+        """Of rows ``[token, kv_head, head_dim]`` that lie together, native and aligned, at positions 0, 1, 2 ...; the
+        first `before` are history. With the least work for each of many arrays.
+        """
+        made = cls.__new__(cls)
+        tokens, made.heads, made.dim = rows.shape
+        made.dtype, made.tokens = dtype, tokens - before
+        words = rows.reshape(-1).view(np.uint8)
+        begin = words.size // tokens * before
+        made.words = words[begin:]
+        at = None if rotation is None else np.arange(tokens, dtype=np.uint32)
+        _check_rotation(rotation, made.dim)
+        history = words[:begin] if begin else None
+        made.rows = _stream.Input(made.code, made.heads, made.dim, made.words, history, rotation, at, alike)
+        return made
+
     @property
     def code(self) -> int:
         """The dtype's number in a stream."""
@@ -68,8 +92,7 @@ class Given:
             rotary = rotary.rotation
         if not isinstance(rotary, tuple):
             raise TypeError(f"rotary must be a Rotary, 'auto' or None, not {type(rotary).__name__}")
-        if rotary[0] > self.dim:
-            raise KvmnnError(f"rotary has {rotary[0]} dims: expected at most the head_dim, {self.dim}")
+        _check_rotation(rotary, self.dim)
         return rotary, all_positions(positions, self.tokens, rows_before)
 
 
@@ -82,6 +105,11 @@ def checked_array(array: Any, dtype: str | None, what: str) -> DType:
     if array.ndim != 3:
         raise KvmnnError(f"{what} has {array.ndim} axes: expected [kv_head, token, head_dim]")
     return kind
+
+
+def _check_rotation(rotation: _stream.Rotation | None, dim: int) -> None:
+    if rotation is not None and rotation[0] > dim:
+        raise KvmnnError(f"rotary has {rotation[0]} dims: expected at most the head_dim, {dim}")
 
 
 def _check_limits(heads: int, tokens: int, dim: int, dtype: DType) -> None:

@@ -257,6 +257,32 @@ def test_one_unit_in_sixteen_is_tried(tmp_path: Path, monkeypatch: pytest.Monkey
     assert tried == [0, 1, 9, 17, 18]
 
 
+@pytest.mark.parametrize("how", ["by token, read-only", "not aligned", "big-endian"])
+def test_rows_that_lie_otherwise(tmp_path: Path, how: str) -> None:
+    ids = text(600)
+    plain = layers_of(ids)
+
+    def moved(words):
+        if how == "big-endian":
+            return words.astype(">f2")
+        if how == "not aligned":
+            room = np.zeros(words.nbytes + 1, np.uint8)
+            found = room[1:].view("<f2").reshape(600, 2, 16)
+        else:
+            found = np.empty((600, 2, 16), "<f2")
+        found[:] = words.transpose(1, 0, 2)
+        found.flags.writeable = False
+        return found.transpose(1, 0, 2)
+
+    layers = [LayerCache(layer=each.layer, keys=moved(each.keys), values=moved(each.values)) for each in plain]
+    for name, given in (("plain", plain), ("moved", layers)):
+        with PrefixStore(tmp_path / name, block_tokens=16, codec="dense") as store:
+            store.put(ids, given, model=MODEL)
+            assert same(store.get(ids, model=MODEL).layers, plain, 600)
+    files = [sorted(tmp_path.glob(f"{name}/units/*/*.unit")) for name in ("plain", "moved")]
+    assert [path.read_bytes() for path in files[0]] == [path.read_bytes() for path in files[1]] and len(files[0]) == 2
+
+
 def test_frames_that_were_larger_are_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the next trial, but for streams that are larger themselves."""
     tried: list[int] = []

@@ -90,7 +90,8 @@ void dense_search(const dense_loops *loops, const uint8_t *symbols, size_t words
     index_of_rows x = {room, blocks, blocks * BLOCK_BYTES, words < most ? words : most, {0}};
     uint32_t places[LOOKS];
     for (size_t k = 0; k < x.looks; ++k) x.columns[k] = (uint32_t)(k * words / x.looks);
-    memset(room, 0, (LOOKS * KINDS + 1) * x.bytes);
+    memset(room, 0, x.looks * KINDS * x.bytes);
+    memset(room + LOOKS * KINDS * x.bytes, 0, x.bytes); /* the one that stays empty */
     for (size_t n = 0; n < history; ++n) {
         look_up(&x, symbols + n * words, places);
         put_row(&x, n, places);

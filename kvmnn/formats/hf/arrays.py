@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from typing import Any
 
@@ -11,8 +12,9 @@ import numpy.typing as npt
 from ...arrays.engine_cache import EngineCache
 from ...arrays.layers import array_name
 from ...arrays.named_array import ArrayInfo, NamedArray, UnsupportedArrayError, UntypedArrayError
-from ...arrays.source import Source
+from ...arrays.source import BESIDE_KEY, Source
 from ...arrays.strided import strided
+from ...bundle.beside import POSITIONS, to_json
 from ...dtypes import PARTS, Positions
 from ...errors import KvmnnError, SourceError
 from ...text import count
@@ -90,7 +92,17 @@ def cache_source(where: str, cache: Cache, options: ReadOptions) -> Source:
     found = Source(arrays, skipped=skipped, notes=_notes(cache), axes=AXES)
     if len(arrays) == len(entries):
         found.engine_cache = _described(cache)
+        found.metadata = _positions_beside(cache)
     return found
+
+
+def _positions_beside(cache: Cache) -> dict[str, str]:
+    """What frames need to know of layers whose window has slid (docs/manifest.md)."""
+    ends, found = _places(cache)
+    if all(end == each.size for end, each in zip(ends, found, strict=True)):
+        return {}
+    document = {"tokens_seen": max(ends), "layers": [{"positions": each.tolist()} for each in found]}
+    return {BESIDE_KEY: to_json({POSITIONS: json.dumps(document).encode()})}
 
 
 def _described(cache: Cache) -> EngineCache:
@@ -120,13 +132,18 @@ def _described(cache: Cache) -> EngineCache:
 
 def _positions(cache: Cache) -> tuple[Positions | None, tuple[Positions, ...] | None]:
     """Of all layers, or of each where they differ; nothing where no window has slid: the arrays are all tokens then."""
-    ends = [max(_rows(layer), layer.seen or 0) for layer in cache.layers]
-    found = [np.arange(end - _rows(layer), end) for layer, end in zip(cache.layers, ends, strict=True)]
-    if all(end <= _rows(layer) for layer, end in zip(cache.layers, ends, strict=True)):
+    ends, found = _places(cache)
+    if all(end == each.size for end, each in zip(ends, found, strict=True)):
         return None, None
     if len({(end, each.size) for end, each in zip(ends, found, strict=True)}) == 1:
         return found[0], None
     return None, tuple(found)
+
+
+def _places(cache: Cache) -> tuple[list[int], list[Positions]]:
+    """Of each layer how many tokens it has seen, and the positions of those it holds: the last."""
+    ends = [max(_rows(layer), layer.seen or 0) for layer in cache.layers]
+    return ends, [np.arange(end - _rows(layer), end) for layer, end in zip(cache.layers, ends, strict=True)]
 
 
 def _parts(cache: Cache, name: str) -> list[AnyTensor]:

@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from ...arrays.engine_cache import runs_of
 from ...arrays.kv_arrays import SaidAxes, own_axes, read_kv
 from ...arrays.own_order import for_other_engines
 from ...arrays.source import Source
 from ...dtypes import Words
 from ...errors import MissingDependencyError, OptionError, SourceError
 from .. import opening
+from ..noted_positions import noted_positions
 from ..options import ReadOptions
 
 
@@ -41,8 +43,9 @@ def to_cache(
 
     Returns
     -------
-    A new ``transformers.DynamicCache`` where transformers is loaded; else, and with `pairs`, a tuple of (K, V) for each
-    layer, which ``DynamicCache(...)`` of transformers 5 takes, and ``DynamicCache.from_legacy_cache`` of 4.x.
+    A new ``transformers.DynamicCache`` where transformers is loaded, with layers of sliding windows where these have
+    slid (transformers 4.56 and later); else, and with `pairs`, a tuple of (K, V) for each layer, which
+    ``DynamicCache(...)`` of transformers 5 takes, and ``DynamicCache.from_legacy_cache`` of 4.x.
 
     Raises
     ------
@@ -77,7 +80,25 @@ def to_cache(
     cache = transformers.DynamicCache()
     for number, (keys, values) in enumerate(found):
         cache.update(keys, values, number)
+    if hasattr(transformers.cache_utils, "DynamicSlidingWindowLayer"):
+        for number, (tokens, seen) in _windows(opened, [keys.shape[2] for keys, _ in found]).items():
+            layer = transformers.cache_utils.DynamicSlidingWindowLayer(tokens + 1)  # with the token that looks back
+            layer.update(*found[number])
+            layer.cumulative_length = seen
+            cache.layers[number] = layer
     return cache
+
+
+def _windows(source: Source, tokens: list[int]) -> dict[int, tuple[int, int]]:
+    """Layers that hold the last of more tokens: how many they hold, and have seen."""
+    runs = None
+    if source.engine_cache is None:
+        noted = noted_positions(source, tokens)
+        if noted is not None and all(positions.ndim == 1 for positions in noted.positions):
+            runs = tuple(map(runs_of, noted.positions))
+    elif source.engine_cache.engine == "transformers":
+        runs = source.engine_cache.layer_runs
+    return {n: (held[0][1], sum(held[0])) for n, held in enumerate(runs or ()) if len(held) == 1 and held[0][0] > 0}
 
 
 def _loaded(name: str) -> ModuleType | None:

@@ -14,6 +14,7 @@ from hf_files import Instance, cache_object, dynamic_cache, pairs, save, static_
 
 import kvmnn
 from kvmnn.errors import KvmnnError, SourceError
+from kvmnn.formats.noted_positions import noted_positions
 
 KINDS = "transformers.cache_utils."
 
@@ -140,8 +141,8 @@ def test_layers_that_hold_nothing_and_windows(tmp_path: Path) -> None:
     assert source.engine_cache is not None and source.engine_cache.runs == ((15, 5),)
 
 
-def test_windows_beside_layers_that_hold_all(tmp_path: Path) -> None:
-    """As in caches of models whose layers take turns."""
+def test_windows_beside_layers_that_hold_all(tmp_path: Path, run: Any) -> None:
+    """As in caches of models whose layers take turns; frames of them know their positions as well."""
     whole, window = pairs(3, layers=2, shape=(1, 2, 20, 4)), pairs(4, layers=1)
     states: list[dict[str, Any]] = [{"keys": keys, "values": values} for keys, values in whole]
     keys, values = window[0]
@@ -152,6 +153,11 @@ def test_windows_beside_layers_that_hold_all(tmp_path: Path) -> None:
     assert (cache.positions, cache.tokens, cache.ascends, cache.is_whole) == (None, 20, True, False)
     assert cache.layer_runs == (((0, 20),), ((15, 5),), ((0, 20),))
     assert cache.to_dict()["layer_positions"] == [[[0, 20]], [[15, 5]], [[0, 20]]]
+    run("encode", tmp_path / "a.pt", "-o", tmp_path / "f")
+    run("verify", tmp_path / "f", "--against", tmp_path / "a.pt")
+    noted = noted_positions(kvmnn.open(tmp_path / "f"), [20, 5, 20])
+    assert noted is not None and noted.tokens_seen == 20
+    assert [each.tolist() for each in noted.positions] == [list(range(20)), list(range(15, 20)), list(range(20))]
 
 
 def refusals() -> dict[str, tuple[Any, str]]:

@@ -16,6 +16,7 @@ from ..dtypes import PARTS, Words, by_name
 from ..errors import KvmnnError, OptionError, SourceError
 from ..formats.mnn import Packed, Unpacked, pack, unpack
 from ..formats.mnn.prefix_writing import Making
+from ..formats.noted_positions import noted_positions
 from ..packed.cache_info import TokenIds
 from ..packed.fitting import Geometry
 from ..text import count
@@ -58,6 +59,10 @@ def layers_of(source: Source, *, token_major: bool = False) -> list[LayerCache]:
         raise SourceError(f"{where}: holds no beginning of a text, whole and in order: {source.engine_cache}")
     arrays = sorted_layers(for_other_engines(source)[0], token_major=token_major)
     check_pairs(arrays, place_said(source))
+    noted = noted_positions(source, [entry.geometry[1] for entry in arrays[::2]])
+    for entry, positions in zip(arrays[::2], noted.positions, strict=True) if noted else ():
+        if positions.max(initial=-1) >= positions.shape[-1]:  # they ascend
+            raise SourceError(f"{where}: layer {entry.layer} was cut: a cache without some tokens is no prefix")
     if len({entry.array.dtype for entry in arrays}) > 1:
         arrays = [replace(entry, array=widened(entry.array)) for entry in arrays]
     return [

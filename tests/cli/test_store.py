@@ -239,3 +239,20 @@ def test_a_lost_index_is_made_anew_and_said(here: Path, run) -> None:
     Path("S/index-1.sqlite").write_bytes(b"noise")
     error = run("store", "match", "S", "--token-ids", "long.json", code=1).err
     assert "open the store for writing (kvmnn store verify), and it is made anew" in error
+
+
+@pytest.mark.parametrize("positions", [[*range(20, 50)], [[*range(30)], [*range(29), 49]]], ids=["window", "heads"])
+def test_what_says_that_it_was_cut_is_no_prefix(here: Path, run, positions: list) -> None:
+    """Folders of arrays that `dump-kv` wrote of an evicted cache, frames of them, and frames of a sliding window."""
+    Path("cut").mkdir()
+    for name, words in arrays(IDS[:30]).items():
+        np.save(f"cut/{name}.npy", words)
+    whole = [{"positions": [*range(30)]}]
+    put = ("--token-ids", "short.json", "--fingerprint", "m")
+    Path("cut/positions.json").write_text(json.dumps({"tokens_seen": 50, "layers": [*whole, {"positions": positions}]}))
+    run("encode", "cut", "-o", "cut.frames")
+    for name in ("cut", "cut.frames"):
+        said = run("store", "put", "S", name, *put, code=1).err.replace("\n", " ")
+        assert f"{name}: layer 1 was cut: a cache without some tokens is no prefix" in said
+    Path("cut/positions.json").write_text(json.dumps({"tokens_seen": 50, "layers": whole * 2}))
+    run("store", "put", "S", "cut", *put)

@@ -291,3 +291,11 @@ def test_to_cache_warns_of_what_it_did_to_k(here: Path, monkeypatch: pytest.Monk
     with pytest.warns(UserWarning, match="nothing says in which order llama.cpp has K"):
         kvmnn.to_cache(kvmnn.open("x.sequence", kv_heads=HEADS), pairs=True)
     kvmnn.to_cache(kvmnn.open("x.sequence", kv_heads=HEADS, undo=["none"]), pairs=True)  # without one
+
+
+def test_to_cache_warns_of_tokens_that_are_not_there(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(from_numpy=lambda words: words))
+    state, _ = llama_files.state(Random(3), Shape(), [12], gaps=True, architecture="qwen2")
+    Path("gaps.session").write_bytes(state)
+    with pytest.warns(UserWarning, match="gaps.session: holds no beginning of a text, .* positions 0 to"):
+        kvmnn.to_cache(kvmnn.open("gaps.session", kv_heads=2), pairs=True)

@@ -30,7 +30,8 @@ def to_cache(
     """K and V of every layer as tensors ``[batch, kv_head, token, head_dim]``, bit for bit: bf16 as torch.bfloat16.
 
     K of a llama.cpp cache that surely lies in another order is brought into that of transformers, unless
-    `Source.undone` says otherwise. A warning says so, and where nothing tells the order.
+    `Source.undone` says otherwise. A warning says so, and where nothing tells the order; another one where an engine's
+    cache lacks tokens of its text, or has them in another order.
 
     Parameters
     ----------
@@ -66,7 +67,9 @@ def to_cache(
     opened, notes = for_other_engines(opened)
     for note in notes:
         warnings.warn(note, stacklevel=2)
-    where = " ".join(opened.inputs)
+    where, said = " ".join(opened.inputs), opened.engine_cache
+    if said is not None and said.engine != "transformers" and not said.is_whole:
+        warnings.warn(f"{where}: holds no beginning of a text, and a DynamicCache counts from 0: {said}", stacklevel=2)
     if opened.lossy:
         raise OptionError(f"{where}: K and V were made from int8: no model takes such a cache up again")
     letters = opened.axes or own_axes(opened.arrays)

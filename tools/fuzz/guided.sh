@@ -24,11 +24,13 @@ if ! command -v "$CLANG" >/dev/null || ! "$PYTHON" -c 'import Cython, numpy, zst
     exit 3
 fi
 
-# A copy of the package, into which the modules under test are compiled with counters.
+# A copy of the package, into which the modules under test are compiled with counters; the others are those installed.
 rm -rf "$WORK/src"
 mkdir -p "$WORK/src" "$WORK/made"
 cp -r kvmnn "$WORK/src/"
 find "$WORK/src/kvmnn" -name '*.so' -delete
+installed=$(cd / && "$PYTHON" -c 'import kvmnn; print(kvmnn.__path__[0])')
+(cd "$installed" && find . -name '*.so' -exec cp --parents {} "$WORK/src/kvmnn" \;)
 suffix=$(config EXT_SUFFIX)
 counters=inline-8bit-counters,pc-table,indirect-calls,trace-cmp
 for module in $MODULES; do
@@ -51,6 +53,7 @@ for module in $MODULES; do
         "$CLANG" $level -gline-tables-only -ffp-contract=off $checks -Wno-everything -fPIC -shared -I "$include" -I pyx -I "pyx/kvmnn/$(dirname "$module")" \
             "$name.c" $more -o "$name.so"
     fi
+    rm -f "$WORK/src/kvmnn/$module".*.so
     cp "$name.so" "$WORK/src/kvmnn/$module$suffix"
 done
 "$CLANG" -O1 -g -fsanitize=address,undefined,fuzzer -Wl,--export-dynamic -I "$include" tools/fuzz/guided.c \

@@ -20,7 +20,8 @@ class LayerCache:
     layer
         Which layer of the model this is, from 0.
     keys, values
-        ``[kv_head, token, head_dim]``, of one shape and type: float16, float32, or uint16 for bf16.
+        ``[kv_head, token, head_dim]``, of one type: float16, float32, or uint16 for bf16. V may have another head_dim
+        than K (latent attention), which the prefix store takes, and models in ONNX do not.
     positions
         True position of each stored token, ``[token]``, or ``[kv_head, token]`` where heads keep different ones.
         Without it, the tokens 0, 1, 2 ...
@@ -50,7 +51,7 @@ class LayerCache:
         where = f"layer {self.layer}"
         if self.layer < 0:
             raise KvmnnError(f"{where}: layers count from 0")
-        check_pair(where, self.keys, self.values, axes=3)
+        check_pair(where, self.keys, self.values, axes=3, one_size=False)
         given = np.arange(self.tokens, dtype=np.int64) if self.positions is None else _integers(where, self.positions)
         ends = given + 1 if self.ends is None else _integers(where, self.ends)
         if given.shape not in ((self.tokens,), (self.kv_heads, self.tokens)) or ends.shape != given.shape:
@@ -86,8 +87,13 @@ class LayerCache:
 
     @property
     def head_dim(self) -> int:
-        """Words of a token in one head."""
+        """Words of K of a token in one head."""
         return int(self.keys.shape[2])
+
+    @property
+    def value_dim(self) -> int:
+        """Words of V of a token in one head."""
+        return int(self.values.shape[2])
 
     @property
     def nbytes(self) -> int:
@@ -95,22 +101,26 @@ class LayerCache:
         return self.keys.nbytes + self.values.nbytes
 
 
-def check_pair(where: str, keys: Words, values: Words, *, axes: int) -> None:
-    """Refuse K and V that differ in shape or type, have another number of axes, or no head or head_dim at all."""
+def check_pair(where: str, keys: Words, values: Words, *, axes: int, one_size: bool = True) -> None:
+    """Refuse K and V that differ in shape or type, have another number of axes, or no head or head_dim at all; without
+    `one_size` their head_dim may differ.
+    """
     for name, array in (("keys", keys), ("values", values)):
         if not isinstance(array, np.ndarray):
             raise TypeError(f"{where}: {name} must be a numpy array, not {type(array).__name__}")
         dtypes.of_array(array)
         if array.ndim != axes:
             raise KvmnnError(f"{where}: {name} have shape {list(array.shape)}: expected {axes} axes")
-    if keys.shape != values.shape:
+    if keys.shape != values.shape and (one_size or keys.shape[:-1] != values.shape[:-1]):
+        expected = "the same for both" if one_size else "the same heads and tokens for both"
         raise KvmnnError(
-            f"{where}: keys have shape {list(keys.shape)}, values {list(values.shape)}: expected the same for both"
+            f"{where}: keys have shape {list(keys.shape)}, values {list(values.shape)}: expected {expected}"
         )
     if keys.dtype != values.dtype:
         raise KvmnnError(f"{where}: keys are {keys.dtype}, values {values.dtype}: expected the same for both")
-    if keys.shape[-1] == 0 or keys.shape[-3] == 0:
-        raise KvmnnError(f"{where}: shape {list(keys.shape)} has no heads or no head_dim")
+    for array in (keys, values):
+        if array.shape[-1] == 0 or array.shape[-3] == 0:
+            raise KvmnnError(f"{where}: shape {list(array.shape)} has no heads or no head_dim")
 
 
 def _integers(where: str, array: Positions) -> Positions:

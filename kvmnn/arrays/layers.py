@@ -279,13 +279,17 @@ def place_said(source: Source) -> str:
     return f"{' '.join(source.inputs)}: " if source.inputs else ""
 
 
-def check_pairs(layers: Sequence[LayerArray], where: str = "") -> None:
-    """Raise `KvmnnError` where K and V of a layer differ in shape; `where` begins the error: `place_said`."""
+def check_pairs(layers: Sequence[LayerArray], where: str = "", *, one_size: bool = True) -> None:
+    """Raise `KvmnnError` where K and V of a layer differ in shape, without `one_size` in heads or tokens.
+
+    `where` begins the error: `place_said`.
+    """
     for key, value in zip(layers[::2], layers[1::2], strict=True):
-        if key.geometry != value.geometry:
+        same = key.geometry[:2] == value.geometry[:2] and (not one_size or key.geometry[2] == value.geometry[2])
+        if not same:
             raise KvmnnError(
                 f"{where}layer {key.layer}: keys are {list(key.array.shape)} and values {list(value.array.shape)}: "
-                "expected the same"
+                f"expected {'the same' if one_size else 'the same heads and tokens'}"
             )
 
 

@@ -320,9 +320,11 @@ class Runner:
             raise KvmnnError(f"{found}: {interface.label} has {interface.layers}, of at least one token here")
         for number, cache in enumerate(layers):
             expected = (interface.kv_heads, tokens if whole else cache.tokens, interface.head_dim)
-            if cache.layer != number or cache.keys.shape != expected or cache.keys.dtype != interface.dtype:
+            shapes = {cache.keys.shape, cache.values.shape}
+            if cache.layer != number or shapes != {expected} or cache.keys.dtype != interface.dtype:
+                found = " and ".join(str(list(shape)) for shape in sorted(shapes))
                 raise KvmnnError(
-                    f"layer {cache.layer}, {cache.dtype} {list(cache.keys.shape)}: expected layer {number}, "
+                    f"layer {cache.layer}, {cache.dtype} {found}: expected layer {number}, "
                     f"{np.dtype(interface.dtype).name} {list(expected)}"
                 )
             if cache.tokens_seen != layers[0].tokens_seen:

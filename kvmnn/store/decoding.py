@@ -148,14 +148,15 @@ def _arrays(space: Space, tokens: int, *, by_token: bool) -> list[tuple[Words, W
     found = []
     begin = 0
     for shape in space.layers:
-        size = shape.kv_heads * tokens * shape.head_dim
-        both = words[begin : begin + 2 * size]
-        if by_token:
-            both = both.reshape(2, tokens, shape.kv_heads, shape.head_dim).transpose(0, 2, 1, 3)
-        else:
-            both = both.reshape(2, shape.kv_heads, tokens, shape.head_dim)
+        both = []
+        for dims in shape.dims:
+            part = words[begin : begin + shape.kv_heads * tokens * dims]
+            begin += part.size
+            if by_token:
+                both.append(part.reshape(tokens, shape.kv_heads, dims).transpose(1, 0, 2))
+            else:
+                both.append(part.reshape(shape.kv_heads, tokens, dims))
         found.append((both[0], both[1]))
-        begin += 2 * size
     return found
 
 

@@ -71,8 +71,8 @@ class DenseUnit(NamedTuple):
 
 def fits(space: Space, tokens: int) -> bool:
     """Whether dense streams can hold units of so many tokens, on this machine."""
-    most = max(shape.kv_heads * shape.head_dim for shape in space.layers)
-    longest = max(max(shape.kv_heads, shape.head_dim) for shape in space.layers)
+    most = max(shape.kv_heads * max(shape.dims) for shape in space.layers)
+    longest = max(max(shape.kv_heads, *shape.dims) for shape in space.layers)
     small = most <= MOST_ROW_WORDS and longest < MOST_ROW_WORDS
     return sys.byteorder == "little" and small and tokens * most * space.words.itemsize <= MOST_RAW_BYTES
 

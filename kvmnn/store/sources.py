@@ -25,7 +25,9 @@ from .token_ids import Ids
 
 
 def layers_of(source: Source, *, token_major: bool = False) -> list[LayerCache]:
-    """K and V of every layer of anything that `kvmnn.open` opens; layers may differ in heads and head_dim.
+    """K and V of every layer of anything that `kvmnn.open` opens.
+
+    Layers may differ in heads and head_dim, and V from K in head_dim.
 
     Arrays of several types (llama.cpp's K may be quantised, and V not) become fp32, which has every number of them.
 
@@ -46,7 +48,7 @@ def layers_of(source: Source, *, token_major: bool = False) -> list[LayerCache]:
     SourceError
         For a cache that was cut, or holds no beginning of a text.
     KvmnnError
-        For arrays that are not K and V of layers, and where these differ in shape.
+        For arrays that are not K and V of layers, and where these differ in heads or tokens.
     """
     where = " ".join(source.inputs)
     if source.lossy:
@@ -58,7 +60,7 @@ def layers_of(source: Source, *, token_major: bool = False) -> list[LayerCache]:
     if source.engine_cache is not None and not source.engine_cache.is_whole:
         raise SourceError(f"{where}: holds no beginning of a text, whole and in order: {source.engine_cache}")
     arrays = sorted_layers(for_other_engines(source)[0], token_major=token_major)
-    check_pairs(arrays, place_said(source))
+    check_pairs(arrays, place_said(source), one_size=False)
     noted = noted_positions(source, [entry.geometry[1] for entry in arrays[::2]])
     for entry, positions in zip(arrays[::2], noted.positions, strict=True) if noted else ():
         if positions.max(initial=-1) >= positions.shape[-1]:  # they ascend

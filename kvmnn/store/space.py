@@ -35,6 +35,13 @@ class LayerShape(NamedTuple):
     layer: int
     kv_heads: int
     head_dim: int
+    value_dim: int
+    """Words of V in one head: as many as K has, but for latent attention."""
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Words of K and of V of a token in one head."""
+        return self.head_dim, self.value_dim
 
 
 @dataclass(frozen=True)
@@ -68,17 +75,21 @@ class Space:
     @property
     def token_bytes(self) -> int:
         """Bytes of K and V of one token in all layers."""
-        return 2 * self.words.itemsize * sum(shape.kv_heads * shape.head_dim for shape in self.layers)
+        return self.words.itemsize * sum(shape.kv_heads * sum(shape.dims) for shape in self.layers)
 
     def to_json(self) -> str:
         """The document, on one line."""
-        document = {"model": self.model, "dtype": self.dtype, "layers": [list(shape) for shape in self.layers]}
+        shapes = [list(shape if shape.value_dim != shape.head_dim else shape[:3]) for shape in self.layers]
+        document = {"model": self.model, "dtype": self.dtype, "layers": shapes}
         return json.dumps(document, separators=(",", ":"), sort_keys=True)
 
     def __str__(self) -> str:
         """For people: ``6 layers, 4 kv heads x 64 dims, fp32``."""
-        shapes = sorted({(shape.kv_heads, shape.head_dim) for shape in self.layers})
-        sizes = " and ".join(f"{count(heads, 'kv head')} x {dims} dims" for heads, dims in shapes[:3])
+        shapes = sorted({shape[1:] for shape in self.layers})
+        sizes = " and ".join(
+            f"{count(heads, 'kv head')} x {dims} dims{f' (V {of_values})' if of_values != dims else ''}"
+            for heads, dims, of_values in shapes[:3]
+        )
         return f"{len(self.layers)} layers, {sizes}{' and more' if len(shapes) > 3 else ''}, {self.dtype}"
 
 
@@ -99,7 +110,7 @@ def space_of(layers: Sequence[LayerCache], model: str) -> Space:
     KvmnnError
         For no layers, layers twice or in another order, of different dtypes, or shapes beyond all models.
     """
-    shapes = tuple(LayerShape(cache.layer, cache.kv_heads, cache.head_dim) for cache in layers)
+    shapes = tuple(LayerShape(cache.layer, cache.kv_heads, cache.head_dim, cache.value_dim) for cache in layers)
     found = {cache.dtype for cache in layers}
     if len(found) > 1:
         raise KvmnnError(f"the layers are {' and '.join(sorted(found))}: expected one dtype")
@@ -116,8 +127,9 @@ def from_json(text: object, where: str) -> Space:
         raise dtype.wrong(f"one of {', '.join(dtypes.BY_NAME)}")
     shapes = []
     for entry in root.at("layers").items(least=1, most=MAX_LAYERS):
-        layer, heads, dims = entry.items(least=3, most=3)
-        shapes.append(LayerShape(layer.integer(0), heads.integer(1), dims.integer(1)))
+        layer, heads, dims, *others = entry.items(least=3, most=4)
+        of_values = others[0] if others else dims
+        shapes.append(LayerShape(layer.integer(0), heads.integer(1), dims.integer(1), of_values.integer(1)))
     try:
         return _checked(Space(check_model(root.at("model").text()), dtype.text(), tuple(shapes)))
     except KvmnnError as error:
@@ -131,8 +143,8 @@ def _checked(space: Space) -> Space:
     if numbers != sorted(set(numbers)):
         raise KvmnnError(f"the layers are {shown(numbers)}: expected each once, in order")
     for shape in space.layers:
-        if not (1 <= shape.kv_heads <= _MAX_HEADS and 1 <= shape.head_dim <= _MAX_HEAD_DIM):
-            raise KvmnnError(f"layer {shape.layer} has {shape.kv_heads:,} kv heads x {shape.head_dim:,} dims")
+        if not (1 <= shape.kv_heads <= _MAX_HEADS and min(shape.dims) >= 1 and max(shape.dims) <= _MAX_HEAD_DIM):
+            raise KvmnnError(f"layer {shape.layer} has {shape.kv_heads:,} kv heads x {max(shape.dims):,} dims")
     return space
 
 

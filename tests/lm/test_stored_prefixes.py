@@ -118,6 +118,9 @@ def test_what_does_not_fit_is_refused(session, model) -> None:
     heads = [LayerCache(layer=row.layer, keys=row.keys[:1], values=row.values[:1]) for row in rows]
     with pytest.raises(KvmnnError, match=r"layer 0, fp\d\d \[1, 8"):
         runner.start(heads)
+    dims = [LayerCache(layer=row.layer, keys=row.keys, values=row.values[..., :-1]) for row in rows]
+    with pytest.raises(KvmnnError, match=r"layer 0, fp\d\d \[2, 8, \d+\] and \[2, 8, \d+\]: expected layer 0"):
+        runner.start(dims)
     kind = np.float32 if rows[0].dtype == "fp16" else np.float16
     cast = [LayerCache(layer=r.layer, keys=r.keys.astype(kind), values=r.values.astype(kind)) for r in rows]
     with pytest.raises(KvmnnError, match=f"expected layer 0, {rows[0].keys.dtype.name}"):

@@ -213,7 +213,7 @@ def calls(arrays: Sequence[Any], how: str) -> tuple[Callable[[], Any], Callable[
 
 def index_row(folder: Path, blocks: int) -> dict[str, Any]:
     """Texts of 2,048 tokens that share 512, noted down without their files."""
-    space = Space("m", "fp16", (LayerShape(0, 1, 4),))
+    space = Space("m", "fp16", (LayerShape(0, 1, 4, 4),))
     rng = np.random.default_rng(1)
     begin = rng.integers(0, 50_000, SHARED)
     texts = []

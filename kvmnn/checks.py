@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Integral, Real
 from typing import Any
-
-import numpy as np
 
 from .errors import KvmnnError
 
@@ -31,28 +30,28 @@ def shown(value: object) -> str:
     """A value as messages show it: cut where it is long, and no thousands of digits, which Python refuses to write."""
     if isinstance(value, int) and value.bit_length() > 256:
         return f"an integer of {value.bit_length():,} bits"
-    text = str(value) if isinstance(value, np.generic) else repr(value)
+    text = str(value) if type(value).__module__ == "numpy" else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def as_int(value: Any, name: str) -> int:
     """`value` as an int; `TypeError` for what is no integer, booleans included."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
     return int(value)
 
 
 def check_count(what: str, number: object) -> None:
     """Refuse what is not an integer of at least 0."""
-    if isinstance(number, bool) or not isinstance(number, int | np.integer):
+    if isinstance(number, bool) or not isinstance(number, Integral):
         raise TypeError(f"{what} must be an integer, not {type(number).__name__}")
     if number < 0:
         raise KvmnnError(f"{what} is {shown(number)}: expected at least 0")
 
 
-def check_share(what: str, number: object) -> None:
+def check_share(what: str, number: Any) -> None:
     """Refuse what is not a finite number of at least 0 that can be multiplied with a number of tokens."""
-    if isinstance(number, bool) or not isinstance(number, int | float | np.integer | np.floating):
+    if isinstance(number, bool) or not isinstance(number, Real):
         raise TypeError(f"{what} must be a number, not {type(number).__name__}")
     if not 0 <= number <= 1e9:
         raise KvmnnError(f"{what} is {shown(number)}: expected a share from 0 on")

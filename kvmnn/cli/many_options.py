@@ -167,14 +167,15 @@ def _executor(arguments: argparse.Namespace, verb: str) -> Iterator[tuple[Any, C
 
 @contextmanager
 def _processes(jobs: int, verb: str) -> Iterator[Callable[[], Processes]]:
-    """What makes the processes. The first of them begins at once: it imports what it needs while files are found."""
+    """What makes the processes. The first of them begin at once: they import what they need while files are found."""
     from .. import many
     from .many_work import prepare
 
     first = many.Processes(jobs)
     executors = chain([first], map(many.Processes, repeat(jobs)))
     try:
-        first.submit(prepare, verb)
+        for _ in range(min(jobs, os.cpu_count() or 1)):
+            first.submit(prepare, verb)
         yield lambda: next(executors)
     finally:
         first.shutdown(cancel_futures=True)  # it has been shut down already, unless nobody took it

@@ -92,7 +92,7 @@ class VerbWork:
 def prepare(verb: str) -> None:
     """Import what a verb needs."""
     _defaults(verb)
-    for name in ("bundle", "formats", *(["offline"] if verb == "measure" else [])):
+    for name in ("bundle", "formats", *(["offline.measuring"] if verb == "measure" else [])):
         import_module(f"..{name}", __package__)
 
 

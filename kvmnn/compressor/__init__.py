@@ -4,8 +4,9 @@ A *checkpoint* holds what a training saved; `convert` makes a *weight file* (KVC
 *compressors*: for each layer one for K and one for V of text, and often two for images, each of three Linear layers.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..lazy import names_of
 
 if TYPE_CHECKING:
     from . import kvcm
@@ -50,6 +51,7 @@ _HOMES = {
     "is_checkpoint": "checkpoint",
     "is_weight_file": "kvcm",
     "is_weights": "kvcm",
+    "kvcm": "kvcm",
     "open_checkpoint": "checkpoint",
     "prepare": "conversion.convert",
     "read": "kvcm",
@@ -57,13 +59,7 @@ _HOMES = {
 }
 """Where each name is; its module is imported when the name is asked for (PEP 562)."""
 
-
-def __getattr__(name: str) -> Any:
-    if name == "kvcm":
-        return import_module(".kvcm", __name__)
-    if name in _HOMES:
-        return getattr(import_module(f".{_HOMES[name]}", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = names_of(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

@@ -1,6 +1,7 @@
 """Output that is complete or not there at all.
 
-Everything is written under a temporary name beside its target, synced (unless it can be made again) and then renamed.
+Everything is written under a temporary name beside its target, synced (unless it can be made again; all files at once,
+as a disk writes those that wait in one go) and then renamed.
 Whatever goes wrong before that, an interrupt included, leaves nothing behind; and nothing that exists is replaced
 unless the caller forces it.
 What a process leaves that is killed outright, the next one that writes to the same folder removes.
@@ -13,7 +14,6 @@ import errno
 import io
 import os
 import shutil
-import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,11 +21,16 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from ..errors import OutputError
+from ..threads.pool import map_pulled
 from . import changes
 from .identity import identity
 from .temporary import Temporary
 
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EOPNOTSUPP, errno.EACCES}
+
+_TO_SYNC = os.O_RDWR if os.name == "nt" else os.O_RDONLY
+_SYNCS = 8
+"""Files and folders that are brought to the disk at a time."""
 
 
 class Stream(Protocol):
@@ -46,14 +51,11 @@ class StagedFile:
         Where the bytes go meanwhile; equal to `target` for a device.
     is_new
         Whether nothing may be there yet.
-    durable
-        Bring it to the disk when it is closed.
     """
 
-    def __init__(self, target: Path, path: Path, *, is_new: bool = False, durable: bool = True) -> None:
+    def __init__(self, target: Path, path: Path, *, is_new: bool = False) -> None:
         self.target = target
         self.path = path
-        self._durable = durable
         with self._naming():
             self._file: io.BufferedWriter = open(path, "xb" if is_new else "wb")  # noqa: SIM115
 
@@ -84,13 +86,8 @@ class StagedFile:
             self._file.flush()
 
     def close(self) -> None:
-        """Bring the file to the disk, if it is to be there, and close it."""
-        if self._file.closed:
-            return
+        """Close the file."""
         with self._naming():
-            self._file.flush()
-            if self._durable and stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
-                os.fsync(self._file.fileno())
             self._file.close()
 
     def abandon(self) -> None:
@@ -123,6 +120,7 @@ class _Staged:
         self._files: list[StagedFile] = []
         self._reading = changes.Reading()
         self._temporaries: list[Temporary] = []
+        self._durable = True
 
     def commit(self) -> None:
         """Put everything written in its place; `SourceError` where an input changed while it was read."""
@@ -140,9 +138,13 @@ class _Staged:
             self._temporaries.append(Temporary(target, parent=parent, is_folder=is_folder))
         return self._temporaries[-1]
 
-    def _close_for_good(self) -> None:
+    def _close_for_good(self, folders: Iterable[Path] = ()) -> None:
+        """Close all files and bring them to the disk, and new folders with them."""
         changes.check()
         self._close_all()
+        if self._durable:
+            staged = {file.path: file.target for file in self._files if file.path != file.target}
+            map_pulled(lambda path: _sync(path, staged.get(path)), [*staged, *folders], _SYNCS)
 
     def _check_free(self, target: Path) -> None:
         """Refuse a target that is an input, or that exists and is not to be replaced."""
@@ -224,7 +226,7 @@ class FileOutput(_Staged):
         for file in self._files:
             if file.path != file.target:
                 self._place(file.path, file.target)
-        _sync_directory(self.target.parent)
+        _sync(self.target.parent, None)
 
     def _stage(self, target: Path) -> StagedFile:
         if self.is_device:
@@ -291,14 +293,9 @@ class DirectoryOutput(_Staged):
         """Where the files lie until they get their names."""
         return self._stage
 
-    def flush(self) -> list[Path]:
-        """Close what was begun, so that it can be read in `staged`; where all files lie there."""
+    def flush(self) -> None:
+        """Close what was begun, so that it can be read in `staged`."""
         self._close_all()
-        return [file.path for file in self._files]
-
-    def synced(self) -> None:
-        """All files of an output that is not `durable` are on the disk by now; `commit` does the folders."""
-        self._durable = True
 
     def _check_replaceable(self, protect: Iterable[str]) -> None:
         if any(Path(os.path.realpath(path)).is_relative_to(self.target) for path in protect):
@@ -315,25 +312,25 @@ class DirectoryOutput(_Staged):
     def file(self, name: str) -> StagedFile:
         """Begin the file called `name`, which may lie in a folder of its own; the one begun before is closed."""
         self.check_names([name])
-        self._close_all()
+        for last in self._files[-1:]:
+            last.close()
         target, staged = self.target / name, self._stage / name
         if staged.parent != self._stage:
             with failures(target):
                 staged.parent.mkdir(parents=True, exist_ok=True)
-        file = StagedFile(target, staged, is_new=True, durable=self._durable)
+        file = StagedFile(target, staged, is_new=True)
         self._files.append(file)
         return file
 
     def commit(self) -> None:
-        self._close_for_good()
         if not self._merging:
-            if self._durable:
-                _sync_directory(self._stage)
+            self._close_for_good({self._stage, *(file.path.parent for file in self._files)})
             with failures(self.target):
                 self._rename()
             if self._durable:
-                _sync_directory(self.target.parent)
+                _sync(self.target.parent, None)
             return
+        self._close_for_good()
         if self._index and self.force:
             with failures(self.target / self._index):
                 (self.target / self._index).unlink(missing_ok=True)
@@ -342,7 +339,7 @@ class DirectoryOutput(_Staged):
                 file.target.parent.mkdir(parents=True, exist_ok=True)
             self._place(file.path, file.target)
         if self._durable:
-            _sync_directory(self.target)
+            _sync(self.target, None)
 
     def _rename(self) -> None:
         if not self._replaces:
@@ -367,10 +364,10 @@ def is_device(target: str | os.PathLike[str]) -> bool:
     return os.path.exists(target) and not os.path.isfile(target) and not os.path.isdir(target)
 
 
-def _sync_directory(path: Path) -> None:
-    """Make a rename durable where the system can; the data itself is synced already."""
-    with suppress(OSError):
-        handle = os.open(path, os.O_RDONLY)
+def _sync(path: Path, target: Path | None) -> None:
+    """Bring a file to the disk, which is known as `target`; or a folder (None), where the system can."""
+    with failures(target) if target is not None else suppress(OSError):
+        handle = os.open(path, _TO_SYNC)
         try:
             os.fsync(handle)
         finally:

@@ -1,8 +1,17 @@
 """K and V in the packed layouts of MNN (docs/layout.md): addressing, moving tokens, caches."""
 
+from typing import TYPE_CHECKING
+
+from ..lazy import names_of
 from .backends import BACKENDS
-from .cache import PackedCache
-from .kv_meta import KVMeta
-from .layout import PackLayout
+
+if TYPE_CHECKING:
+    from .cache import PackedCache
+    from .kv_meta import KVMeta
+    from .layout import PackLayout
+else:
+    # the command line needs `BACKENDS`, and no numpy
+    __getattr__ = names_of(__name__, {"KVMeta": "kv_meta", "PackLayout": "layout", "PackedCache": "cache"})
+
 
 __all__ = ["BACKENDS", "KVMeta", "PackLayout", "PackedCache"]

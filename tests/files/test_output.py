@@ -191,3 +191,40 @@ def test_an_index_never_describes_files_that_are_not_there(tmp_path, monkeypatch
     with pytest.raises(OutputError, match="Input/output error"):
         write_directory(tmp_path, force=True)
     assert names(tmp_path) == ["a", "b"]
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
+def test_all_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
+    real, synced = os.fsync, []
+
+    def noted(handle: int) -> None:
+        synced.append(os.path.basename(os.readlink(f"/proc/self/fd/{handle}")))
+        real(handle)
+
+    def renamed(source: str, target: str) -> None:
+        assert {"a", "b", "c", "folder", os.path.basename(source)} == set(synced)
+        rename(source, target)
+
+    rename = os.rename
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "rename", renamed)
+    with DirectoryOutput(tmp_path / "out") as output:
+        for name in ("a", "b", "folder/c"):
+            output.file(name).write(name.encode())
+        assert not synced
+        output.commit()
+    assert synced[-1] == tmp_path.name
+
+
+def test_a_disk_that_fails_is_an_error_of_the_file(tmp_path, monkeypatch):
+    def failing(handle: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", failing)
+    with (
+        pytest.raises(OutputError, match="out/a: cannot be written: Input/output error"),
+        DirectoryOutput(tmp_path / "out") as output,
+    ):
+        output.file("a").write(b"a")
+        output.commit()
+    assert names(tmp_path) == []

@@ -24,11 +24,10 @@ from ...codecs.chunks import MAX_CHUNK_BYTES, NAME
 from ...dtypes import Bytes
 from ...errors import KvmnnError, LimitError, OptionError, OutputError
 from ...files.names import file_names
-from ...files.output import DirectoryOutput, failures
+from ...files.output import DirectoryOutput
 from ...frames import predictors, zstd
 from ...threads.digest import Digester
 from ...threads.pipeline import Progress, ordered
-from ...threads.pool import map_pulled
 from ..options import ReadOptions
 from . import attributes
 from .grid import MAX_CHUNKS, Index, chunk_shape, counts, cut_axis
@@ -39,8 +38,6 @@ CHUNK_BYTES = 4 << 20
 _TYPES = {"fp16": "float16", "bf16": "uint16", "fp32": "float32"}
 _STEP = 8 << 20
 _LISTED = 4
-_SYNCS = 16
-"""Files that are brought to the disk side by side."""
 
 
 class EncodedStore(Encoded):
@@ -90,10 +87,10 @@ def encode_store(
     started, path = time.perf_counter(), os.fspath(output).rstrip("/" + os.sep)
     if os.path.isdir(path) and os.listdir(path) and not is_store(path):
         raise OutputError(f"{path}: is a directory, and no Zarr store that could be replaced")
-    with DirectoryOutput(path, force=force, protect=source.files, durable=False, replaces=True) as directory:
+    with DirectoryOutput(path, force=force, protect=source.files, replaces=True) as directory:
         entries = _write(source, directory, options, progress)
-        _bring_to_disk(directory)
         if options.verify:
+            directory.flush()
             _read_back(directory, entries, options.threads)
         directory.commit()
     return EncodedStore(
@@ -285,22 +282,6 @@ def _padded(piece: Piece, nbytes: int) -> Piece:
     made = np.zeros(nbytes, np.uint8)
     made[: piece.size] = piece
     return made
-
-
-def _bring_to_disk(directory: DirectoryOutput) -> None:
-    """All files, several at a time: there may be a million, and a disk writes those that wait in one go."""
-    paths = directory.flush()
-
-    def sync(index: int) -> None:
-        with failures(directory.target):
-            handle = os.open(paths[index], os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
-
-    map_pulled(sync, range(len(paths)), _SYNCS)
-    directory.synced()
 
 
 def _read_back(directory: DirectoryOutput, entries: Sequence[ArrayEntry], threads: int | None) -> None:

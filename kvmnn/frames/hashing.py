@@ -32,9 +32,17 @@ def checksum(data: Any, seed: int = 0) -> int:
 
 def rows_checksum(rows: Bytes) -> int:
     """`checksum` of ``[row, byte]``, row after row: the same whether or not the rows lie together."""
-    return _hashing.checksum_rows(rows, rows.shape[1])[0] if rows.shape[1] else 0
+    return _hashing.checksum_blocks(rows[:, None], 1)[0] if rows.shape[1] else 0
 
 
-def block_checksums(rows: Bytes, block_bytes: int) -> list[int]:
-    """`rows_checksum` of each block of so many bytes of all rows; the last one may be shorter."""
-    return _hashing.checksum_rows(rows, block_bytes)
+def block_checksums(rows: Bytes, block: int) -> list[int]:
+    """`rows_checksum` of each block of so many tokens of ``[row, token, byte]``; the last one may be shorter.
+
+    Bytes of a token lie together; tokens and rows may lie anywhere.
+    """
+    return _hashing.checksum_blocks(rows, block)
+
+
+def copied(rows: Bytes, out: Bytes) -> int:
+    """Copy ``[row, token, byte]`` to ``out``, ``[row, byte]``, contiguous; `rows_checksum` of it."""
+    return _hashing.copy_rows(rows, out)

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ..arrays.layer_cache import LayerCache
-from ..dtypes import Bytes, Words
+from ..dtypes import Words
 from ..frames.hashing import block_checksums, checksum
+from .encoding import token_bytes
 from .lookup import Found, Place, Text
 from .unit import MOST_CHAIN, MOST_HISTORY, DamagedError, Header, parse_header
 from .units import Units
@@ -34,8 +35,7 @@ class Before(NamedTuple):
 def part_sums(words: Words, block_tokens: int) -> list[int]:
     """Checksums of the words of each whole block in K or V of a layer."""
     blocks = words.shape[1] // block_tokens
-    size = int(block_tokens * words.shape[2] * words.dtype.itemsize)
-    return block_checksums(_rows(words[:, : blocks * block_tokens]), size)
+    return block_checksums(token_bytes(words[:, : blocks * block_tokens]), block_tokens)
 
 
 def unit_sums(sums: Sequence[Sequence[int]]) -> tuple[int, ...]:
@@ -116,9 +116,3 @@ def _header_at_hand(units: Units, unit: int) -> Header | None:
         return None if data is None else parse_header(data)
     except DamagedError:
         return None
-
-
-def _rows(words: Words) -> Bytes:
-    """``[kv_head, byte]``, little-endian, each head's rows together."""
-    little = words if words.dtype.isnative else words.astype(words.dtype.newbyteorder("<"))
-    return little.reshape(len(little), -1).view(np.uint8)

@@ -244,6 +244,7 @@ class Directory:
             if self._touched:
                 self.touch((), now=True)
         finally:
+            self.files.close()
             self.index.close()
 
     def _block_tokens(self) -> int:

@@ -12,7 +12,7 @@ from ..arrays.layer_cache import LayerCache
 from ..dtypes import Bytes, Words
 from ..frames import CodecOptions
 from ..frames.encoding import encode_words, sampled
-from ..frames.hashing import checksum, rows_checksum
+from ..frames.hashing import checksum, copied, rows_checksum
 from ..frames.options import LaneOptions
 from ..frames.words import words_of
 from ..threads.pool import map_pulled, resolve_threads
@@ -65,15 +65,14 @@ def encode_units(
 
     def lanes_of(words: Words) -> LaneOptions:
         begin, end = found_cuts[len(found_cuts) // 2]
-        return sampled(scratch.rows(words[:, begin:end]).reshape(-1), lanes)
+        return sampled(scratch.summed(words[:, begin:end])[0].reshape(-1), lanes)
 
-    lanes_of_parts = map_pulled(lanes_of, parts, cores)
+    lanes_of_parts = map_pulled(lanes_of, parts, cores) if options.effort == "balanced" else [lanes] * len(parts)
 
     def one(job: tuple[int, int]) -> None:
         number, part = job
         begin, end = found_cuts[number]
-        rows = scratch.rows(parts[part][:, begin:end])
-        rows_sum = rows_checksum(rows)
+        rows, rows_sum = scratch.summed(parts[part][:, begin:end])
         data = encode_words(rows.reshape(-1), lanes_of_parts[part], 1)
         frame = Frame(data, checksum(data), rows_sum)
         with lock:
@@ -105,10 +104,17 @@ class Memory(threading.local):
 class _Scratch(Memory):
     """Memory for the rows of one frame after another on a thread."""
 
-    def rows(self, words: Words) -> Bytes:
-        """``[kv_head, byte]``, little-endian, contiguous: good until the next call."""
-        if words.flags.c_contiguous or not words.dtype.isnative:
-            return words_of(words, None)[1].reshape(len(words), -1)
-        held = self.take(words.nbytes)
-        np.copyto(held.view(words.dtype).reshape(words.shape), words)
-        return held.reshape(len(words), -1)
+    def summed(self, words: Words) -> tuple[Bytes, int]:
+        """``[kv_head, byte]``, little-endian, contiguous: good until the next call; and their checksum."""
+        tokens = token_bytes(words)
+        if tokens.flags.c_contiguous:
+            rows = tokens.reshape(len(tokens), -1)
+            return rows, rows_checksum(rows)
+        held = self.take(words.nbytes).reshape(len(words), -1)
+        return held, copied(tokens, held)
+
+
+def token_bytes(words: Words) -> Bytes:
+    """The bytes of ``[kv_head, token, word]``, little-endian, those of a token together: a view where they are that."""
+    little = words if words.dtype.isnative else words.astype(words.dtype.newbyteorder("<"))
+    return (little if little.strides[2] == little.itemsize else np.ascontiguousarray(little)).view(np.uint8)

@@ -39,7 +39,7 @@ def read_layers(
         stretches.append(Stretch(unit, place.skip, place.take))
         begin += place.take
     try:
-        return decode_stretches(space, stretches, threads, tables=units.tables)
+        return decode_stretches(space, stretches, threads, tables=units.tables, every_sum=False)
     except DamagedStretchError as error:
         units.discard(found.places[error.number].unit, str(error), notes)
         return None

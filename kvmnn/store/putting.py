@@ -318,7 +318,7 @@ def _add_batch(units: Units, text: Text, space: Space, batch: Sequence[Cut], mak
         def keep(number: int, unit: Unit) -> None:
             begin, end = batch[number]
             keys = text.keys[begin // text.block_tokens : end // text.block_tokens]
-            path = staging.write(str(number), unit.pieces())
+            path = staging.write(unit.pieces())
             new[number] = NewUnit(unit.parent, begin, unit.ids, keys, unit.nbytes, path)
 
         behind = make.units(batch, text, keep)

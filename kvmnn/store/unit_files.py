@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import threading
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -33,6 +36,7 @@ class UnitFiles:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._aside = _Aside(folder / _STAGING)
 
     def path(self, unit: int) -> Path:
         """The file of a unit."""
@@ -52,8 +56,8 @@ class UnitFiles:
             return None
 
     def stage(self) -> Staging:
-        """A folder for units on their way in."""
-        return Staging(self._folder / _STAGING)
+        """A place for units on their way in."""
+        return Staging(self._aside)
 
     def place(self, staged: Path, unit: int) -> None:
         """Give a staged file its name."""
@@ -85,6 +89,10 @@ class UnitFiles:
         """Remove what processes that are gone have left on its way in."""
         sweep(self._folder / _STAGING)
 
+    def close(self) -> None:
+        """Remove what this process has of its own."""
+        self._aside.close()
+
 
 def _write(handle: int, pieces: Sequence[Bytes | bytes]) -> None:
     """All pieces, in as few calls as can be: the system gives a file larger pages then."""
@@ -107,21 +115,59 @@ def _names(unit: int) -> tuple[str, str]:
     return f"{unit >> _FOLDER_BITS:03x}", f"{unit:08x}{SUFFIX}"
 
 
-class Staging:
-    """A folder of files that are not in their places yet: removed on leaving the ``with`` block.
+class _Aside:
+    """A folder of this process for files that are not in their places yet, made when it is needed.
 
-    It is locked as long as this process has it, so that others know what may be removed. Files are not brought to the
-    disk before they get their names: what a power cut leaves of them does not match its checksums.
+    It is locked as long as this process has it, so that others know what may be removed.
     """
 
     def __init__(self, parent: Path) -> None:
-        with failures(parent):
-            parent.mkdir(exist_ok=True)
-            self._folder = Temporary(parent / "put", parent=parent, is_folder=True)
+        self._parent = parent
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._close: weakref.finalize[..., _Aside] | None = None
+        self._folder = parent
 
-    def write(self, name: str, pieces: Sequence[Bytes | bytes]) -> Path:
+    def new_file(self) -> Path:
+        """The name of a file that is not there yet; its folder is."""
+        with self._lock:
+            if self._close is None or not self._folder.is_dir():
+                self.close()
+                with failures(self._parent):
+                    self._parent.mkdir(exist_ok=True)
+                    made = Temporary(self._parent / "put", parent=self._parent, is_folder=True)
+                self._folder = made.path
+                self._close = weakref.finalize(self, _let_go, made)
+            return self._folder / f"{os.getpid()}-{next(self._numbers)}"
+
+    def close(self) -> None:
+        """Remove the folder."""
+        if self._close is not None:
+            self._close()
+            self._close = None
+
+
+def _let_go(folder: Temporary) -> None:
+    with suppress(OSError):
+        folder.path.rmdir()
+    folder.release()
+
+
+class Staging:
+    """Files that are not in their places yet: those that still are not on leaving the ``with`` block are removed.
+
+    They are not brought to the disk before they get their names: what a power cut leaves of them does not match its
+    checksums.
+    """
+
+    def __init__(self, aside: _Aside) -> None:
+        self._aside = aside
+        self._written: list[Path] = []
+
+    def write(self, pieces: Sequence[Bytes | bytes]) -> Path:
         """Write a file; its path."""
-        path = self._folder.path / name
+        path = self._aside.new_file()
+        self._written.append(path)
         with failures(path.parent), open(path, "xb", buffering=0) as file:
             _write(file.fileno(), pieces)
         return path
@@ -130,8 +176,6 @@ class Staging:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with suppress(OSError):
-            for entry in list(os.scandir(self._folder.path)):
-                os.unlink(entry.path)
-            self._folder.path.rmdir()
-        self._folder.release()
+        for path in self._written:
+            with suppress(OSError):
+                os.unlink(path)

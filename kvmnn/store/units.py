@@ -26,7 +26,7 @@ class Added(NamedTuple):
 class Staging(Protocol):
     """Where the bytes of new units lie until they are taken in."""
 
-    def write(self, name: str, pieces: Sequence[Bytes | bytes]) -> Path | bytes:
+    def write(self, pieces: Sequence[Bytes | bytes]) -> Path | bytes:
         """Keep the bytes of a unit; where, or the bytes themselves."""
 
 

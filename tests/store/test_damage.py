@@ -268,9 +268,23 @@ def test_a_full_disk_leaves_the_store_as_it_was(tmp_path: Path, monkeypatch: pyt
         assert store.match(ids, model=MODEL) == 8
         assert store.verify().damaged == ()
         assert store.gc().other_files == 0
-        assert list((tmp_path / "s" / "staging").iterdir()) == []
+        assert list((tmp_path / "s" / "staging").glob("*/*")) == []
         store.put(ids, layers_of(ids), model=MODEL)
         assert store.match(ids, model=MODEL) == len(ids)
+
+
+def test_the_folder_for_new_units_is_kept_until_the_store_is_closed(tmp_path: Path) -> None:
+    """And made anew where somebody removes it."""
+    staging = tmp_path / "s" / "staging"
+    with PrefixStore(tmp_path / "s") as store:
+        for ids in (range(8), range(10, 18)):
+            store.put(ids, layers_of(ids), model=MODEL)
+            (mine,) = staging.iterdir()
+            assert list(mine.iterdir()) == []
+        mine.rmdir()
+        store.put(range(20, 28), layers_of(range(20, 28)), model=MODEL)
+        assert len(list(staging.iterdir())) == 1
+    assert list(staging.iterdir()) == []
 
 
 def test_where_uses_cannot_be_noted_down_texts_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ _TOUCH_SECONDS = 1.0
 class _Memory:
     """New units, in memory."""
 
-    def write(self, name: str, pieces: Sequence[Bytes | bytes]) -> bytes:
+    def write(self, pieces: Sequence[Bytes | bytes]) -> bytes:
         return b"".join(bytes(piece) for piece in pieces)
 
 

@@ -1,6 +1,8 @@
 """The engine's 64-bit hash, FNV-1a's steps from a start value that is not FNV's, and a fast checksum."""
 
 from libc.stdint cimport uint8_t, uint64_t
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy, memset
 
 from ..errors import KvmnnError
 
@@ -30,20 +32,103 @@ def checksum(const uint8_t[::1] data not None, uint64_t seed) -> int:
     return h
 
 
-def checksum_rows(const uint8_t[:, :] rows not None, Py_ssize_t block_bytes) -> list:
-    """For each block of so many bytes of all rows: the checksum of each row's bytes in it, continued from that of the row
-    before; the last block may be shorter, and rows of no bytes have none.
+cdef struct Running:
+    Sums sums
+    uint8_t words[CHECKSUM_STEP]  # of a step that is not full yet ...
+    size_t held                   # ... and how many
+
+
+cdef inline void add_run(Running *to, const uint8_t *p, size_t n) noexcept nogil:
+    cdef size_t done = 0
+    if to.held:
+        done = min(n, CHECKSUM_STEP - to.held)
+        memcpy(to.words + to.held, p, done)
+        to.held += done
+        if to.held < CHECKSUM_STEP:
+            return
+        add_to_sums(&to.sums, to.words, CHECKSUM_STEP)
+        to.held = 0
+    done += add_to_sums(&to.sums, p + done, n - done)
+    if done < n:
+        memcpy(to.words, p + done, n - done)
+        to.held = n - done
+
+
+cdef uint64_t sum_rows(
+    const uint8_t *p, Py_ssize_t row_step, Py_ssize_t token_step, size_t rows, size_t tokens, size_t size,
+    uint8_t *copy, Running *running
+) noexcept nogil:
+    """The checksum of each row's tokens of `size` bytes, continued from that of the row before; `copy`, if not NULL,
+    gets the rows one behind the other. In the order in which tokens lie in memory, with a sum for each row.
+    """
+    cdef uint64_t h = 0
+    cdef size_t row, token
+    cdef const uint8_t *at
+    if token_step == <Py_ssize_t>size or tokens == 1:
+        for row in range(rows):
+            at = p + <Py_ssize_t>row * row_step
+            if copy != NULL:
+                memcpy(copy, at, tokens * size)
+                copy += tokens * size
+            h = checksum_of(at, tokens * size, h)
+        return h
+    memset(running, 0, rows * sizeof(Running))
+    for token in range(tokens):
+        for row in range(rows):
+            at = p + <Py_ssize_t>row * row_step + <Py_ssize_t>token * token_step
+            if copy != NULL:
+                memcpy(copy + (row * tokens + token) * size, at, size)
+            add_run(&running[row], at, size)
+    for row in range(rows):
+        add_rest(&running[row].sums, running[row].words, running[row].held)
+        h = checksum_of_sums(&running[row].sums, tokens * size, h)
+    return h
+
+
+cdef Running *room_for(const uint8_t[:, :, :] rows) except? NULL:
+    cdef Running *room = <Running *>malloc((rows.shape[0] + 1) * sizeof(Running))
+    if rows.shape[2] > 1 and rows.strides[2] != 1:
+        free(room)
+        raise KvmnnError(f"rows with a stride of {rows.strides[2]}: expected contiguous ones")
+    if room == NULL:
+        raise MemoryError("no memory for the sums of rows")
+    return room
+
+
+def checksum_blocks(const uint8_t[:, :, :] rows not None, Py_ssize_t block) -> list:
+    """For each block of so many tokens of all rows, ``[row, token, byte]``: the checksum of each row's bytes in it,
+    continued from that of the row before; the last block may be shorter, and rows of no bytes have none.
     """
     cdef uint64_t h
-    cdef Py_ssize_t row, begin, size, n = rows.shape[1]
-    if n > 1 and rows.strides[1] != 1:
-        raise KvmnnError(f"rows with a stride of {rows.strides[1]}: expected contiguous ones")
-    found = []
-    for begin in range(0, n, block_bytes):
-        size = min(block_bytes, n - begin)
-        h = 0
-        with nogil:
-            for row in range(rows.shape[0]):
-                h = checksum_of(&rows[row, begin], size, h)
-        found.append(h)
-    return found
+    cdef Py_ssize_t begin, tokens = rows.shape[1], size = rows.shape[2]
+    cdef Running *room = room_for(rows)
+    try:
+        found = []
+        for begin in range(0, tokens if size and rows.shape[0] else 0, block):
+            with nogil:
+                h = sum_rows(
+                    &rows[0, begin, 0], rows.strides[0], rows.strides[1], rows.shape[0], min(block, tokens - begin),
+                    size, NULL, room)
+            found.append(h)
+        return found
+    finally:
+        free(room)
+
+
+def copy_rows(const uint8_t[:, :, :] rows not None, uint8_t[:, ::1] out not None) -> int:
+    """Bring rows, ``[row, token, byte]``, together in ``out``, ``[row, byte]``; their checksum as one block."""
+    cdef uint64_t h = 0
+    cdef Py_ssize_t size = rows.shape[1] * rows.shape[2]
+    cdef Running *room = room_for(rows)
+    try:
+        if out.shape[0] != rows.shape[0] or out.shape[1] != size:
+            raise KvmnnError(
+                f"out has {out.shape[0]} rows of {out.shape[1]} bytes: expected {rows.shape[0]} of {size}")
+        if out.shape[0] and size:
+            with nogil:
+                h = sum_rows(
+                    &rows[0, 0, 0], rows.strides[0], rows.strides[1], rows.shape[0], rows.shape[1], rows.shape[2],
+                    &out[0, 0], room)
+        return h
+    finally:
+        free(room)

@@ -13,9 +13,16 @@ from .units import Units
 
 
 def read_layers(
-    units: Units, space: Space, found: Found, ids: Ids, notes: list[str], threads: int | None
+    units: Units,
+    space: Space,
+    found: Found,
+    ids: Ids,
+    notes: list[str],
+    threads: int | None,
+    *,
+    every_sum: bool,
 ) -> list[LayerCache] | None:
-    """K and V of the beginning of a text that was found.
+    """K and V of the beginning of a text that was found; `every_sum` as for `decode_stretches`.
 
     Returns
     -------
@@ -39,7 +46,7 @@ def read_layers(
         stretches.append(Stretch(unit, place.skip, place.take))
         begin += place.take
     try:
-        return decode_stretches(space, stretches, threads, tables=units.tables, every_sum=False)
+        return decode_stretches(space, stretches, threads, tables=units.tables, every_sum=every_sum)
     except DamagedStretchError as error:
         units.discard(found.places[error.number].unit, str(error), notes)
         return None

@@ -11,7 +11,7 @@ import kvmnn
 from kvmnn import KvmnnError, fnv1a64
 from kvmnn.errors import FrameError
 from kvmnn.frames.decoding import Decoder
-from kvmnn.frames.hashing import checksum, rows_checksum
+from kvmnn.frames.hashing import block_checksums, checksum, copied, rows_checksum
 
 RNG = np.random.default_rng(11)
 
@@ -108,3 +108,27 @@ def test_frames_are_decoded_and_both_checksums_compared(rows: int, words: int, d
         decoder.checked(frame, checksum(frame), total, np.zeros((rows, words + 1), dtype))
     with pytest.raises(KvmnnError, match="expected contiguous ones"):
         rows_checksum(np.zeros((2, 8), np.uint8)[:, ::2])
+
+
+@pytest.mark.parametrize("axes", [(0, 1, 2), (1, 0, 2)])
+@pytest.mark.parametrize("size", [1, 8, 60, 64, 100, 256])
+@pytest.mark.parametrize("tokens", [1, 5, 12])
+def test_rows_are_summed_and_copied_wherever_they_lie(axes: tuple[int, int, int], size: int, tokens: int) -> None:
+    together = RNG.integers(0, 256, (3, tokens, size), np.uint8)
+    room = np.zeros(tuple(together.shape[axis] + 1 for axis in axes), np.uint8).transpose(axes)
+    rows = room[:3, :tokens, :size]
+    rows[:] = together
+    out = np.zeros((3, tokens * size), np.uint8)
+    assert copied(rows, out) == rows_checksum(together.reshape(3, -1))
+    assert out.tobytes() == together.tobytes()
+    blocks = [together[:, begin : begin + 5].reshape(3, -1) for begin in range(0, tokens, 5)]
+    assert block_checksums(rows, 5) == [rows_checksum(block) for block in blocks]
+
+
+def test_rows_that_cannot_be_copied_are_refused() -> None:
+    rows = np.zeros((2, 3, 8), np.uint8)
+    with pytest.raises(KvmnnError, match="out has 2 rows of 23 bytes: expected 2 of 24"):
+        copied(rows, np.zeros((2, 23), np.uint8))
+    with pytest.raises(KvmnnError, match="expected contiguous ones"):
+        copied(rows[:, :, ::2], np.zeros((2, 12), np.uint8))
+    assert block_checksums(rows[:, :0], 4) == block_checksums(rows[:, :, :0], 4) == []

@@ -53,5 +53,5 @@ def check_share(what: str, number: Any) -> None:
     """Refuse what is not a finite number of at least 0 that can be multiplied with a number of tokens."""
     if isinstance(number, bool) or not isinstance(number, Real):
         raise TypeError(f"{what} must be a number, not {type(number).__name__}")
-    if not 0 <= number <= 1e9:
+    if number < 0 or not number <= 1e9:
         raise KvmnnError(f"{what} is {shown(number)}: expected a share from 0 on")

@@ -31,7 +31,7 @@ _END64_LOCATOR = struct.Struct("<4sLQL")
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _ENTRY = struct.Struct("<4s6H3L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
-_MAX_COMMENT = 0xFFFF
+MAX_COMMENT = 0xFFFF
 _U16, _U32 = 0xFFFF, 0xFFFF_FFFF
 _ENCRYPTED, _SIZES_BEHIND, _UTF8 = 0x1, 0x8, 0x800
 _STEP = 1 << 20
@@ -60,7 +60,7 @@ class Member(NamedTuple):
 
 
 class ZipArchive:
-    """The members of an archive, in the order of its directory.
+    """The members of an archive, in the order of its directory, and its comment.
 
     Raises
     ------
@@ -72,6 +72,7 @@ class ZipArchive:
 
     def __init__(self, file: MappedFile) -> None:
         self.file = file
+        self.comment = b""
         self.members, self.directory_offset = self._directory()
         self._ends = sorted([member.offset for member in self.members] + [self.directory_offset])
         self._check_overlap()
@@ -154,7 +155,7 @@ class ZipArchive:
     def _end_record(self) -> tuple[int, int, int, int]:
         """Number of entries, size and offset of the directory, and where the records behind it begin."""
         size = self.file.size
-        start = max(0, size - _END.size - _MAX_COMMENT)
+        start = max(0, size - _END.size - MAX_COMMENT)
         tail = self.file.view(start, size - start).tobytes()
         at = tail.rfind(b"PK\5\6", 0, len(tail) - _END.size + 4)
         if at < 0:
@@ -163,6 +164,7 @@ class ZipArchive:
         if at + _END.size + comment != len(tail):
             behind = len(tail) - at - _END.size
             raise ZipError(f"{behind} bytes lie behind the end of the archive, which says {comment}")
+        self.comment = tail[at + _END.size :]
         end = start + at
         locator = at - _END64_LOCATOR.size
         wide = locator >= 0 and tail[locator : locator + 4] == b"PK\6\7"

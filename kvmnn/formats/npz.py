@@ -2,22 +2,28 @@
 
 `files.zip_archive` reads the archive's directory; the members' data is taken from the mapped file, so that an archive
 of thousands of arrays is opened once and only a piece of a member is ever in memory.
+
+What kvmnn knows of a cache beyond its arrays is in the archive's comment, which numpy passes over: ``numpy.load`` finds
+the arrays and nothing else.
 """
 
 from __future__ import annotations
 
+import json
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
 from ..arrays.named_array import ArrayInfo, NamedArray, Piece
-from ..arrays.source import Source
+from ..arrays.source import ENGINE_KEY, Source
 from ..errors import LimitError, SourceError
+from ..files.json_document import parse
 from ..files.mapped import MappedFile
 from ..files.names import member_names
-from ..files.zip_archive import STORED, Inflater, Member, ZipArchive, ZipError
+from ..files.zip_archive import MAX_COMMENT, STORED, Inflater, Member, ZipArchive, ZipError
+from ..packed.cache_info import METADATA_KEY
 from . import npy
 from .npy import MAX_HEADER, Header
 from .options import ReadOptions
@@ -36,7 +42,24 @@ def read(path: str, options: ReadOptions) -> Source:
             raise SourceError(f"{file.label}: {member.where} is not a .npy file")
     entries = [(m.name.removesuffix(".npy"), partial(_array, _Member(archive, m), options)) for m in archive.members]
     arrays, skipped = select(path, entries, options)
-    return Source(arrays, skipped=skipped)
+    return Source(arrays, _metadata(archive.comment, path), skipped=skipped)
+
+
+_KEPT = (ENGINE_KEY, METADATA_KEY)
+
+
+def comment_of(metadata: Mapping[str, str]) -> bytes | None:
+    """The comment of an archive with this metadata; None where none is long enough for it."""
+    kept = {key: metadata[key] for key in _KEPT if key in metadata}
+    text = json.dumps(kept).encode() if kept else b""
+    return text if len(text) <= MAX_COMMENT else None
+
+
+def _metadata(comment: bytes, path: str) -> dict[str, str]:
+    if not any(comment.startswith(f'{{"{key}"'.encode()) for key in _KEPT):
+        return {}  # somebody else's
+    said = parse(comment.decode(errors="replace"), f"{path}: the archive's comment").text_map()
+    return {key: said[key] for key in _KEPT if key in said}
 
 
 def _array(member: _Member, options: ReadOptions) -> NamedArray:
@@ -120,6 +143,7 @@ def write_npz(sink: SeekableSink, arrays: Sequence[ArrayInfo], runs: Runs, metad
     """All arrays as ``numpy.savez`` writes them, uncompressed and with a fixed date."""
     names = member_names([array.name for array in arrays], ".npy", ".npz")
     with zipfile.ZipFile(sink, "w", zipfile.ZIP_STORED, allowZip64=True) as archive, ExitStack() as open_member:
+        archive.comment = comment_of(metadata) or b""
         for index, data, begins in beginnings(runs):
             if begins:
                 open_member.close()

@@ -11,13 +11,13 @@ from typing import Any, Literal
 
 from ..arrays import own_order
 from ..arrays.axes import Laid, laid_out
-from ..arrays.source import Source, described_by
+from ..arrays.source import ENGINE_KEY, Source, described_by
 from ..arrays.valid_names import check_name, name_of_file
 from ..bundle import manifest
 from ..bundle.frame_set import DecodeOptions, open_frames
 from ..errors import KvmnnError, LimitError, MissingOptionError, OptionError, SourceError
 from ..files.mapped import STDIN, MappedFile, head_of
-from . import beside, engine_files, llama, npy, npy_folder, raw, vllm, zarr
+from . import beside, engine_files, engine_notes, llama, npy, npy_folder, raw, vllm, zarr
 from .array_formats import ARRAY_FORMATS, array_format
 from .frames import of_frames
 from .hf import live, saved
@@ -119,6 +119,9 @@ def open(
     source = _decoded(path, options) if options.frames and is_frames(path) else _read(path, options)
     if options.frames and source.cache is None:
         source.cache = described_by(source.metadata, path)
+    if options.tensors or options.laid.axes or options.laid.shape:
+        source.metadata.pop(ENGINE_KEY, None)  # it is of all arrays as they lie
+    engine_notes.apply(source, path)
     source = laid_out(source, options.laid, path)
     if options.max_bytes is not None and source.nbytes > options.max_bytes:
         raise LimitError(f"{path}: holds {source.nbytes} raw bytes, above the limit of {options.max_bytes}")

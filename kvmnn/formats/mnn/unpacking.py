@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any, Literal
 
+from ...arrays.engine_cache import EngineCache
 from ...arrays.layers import sorted_layers
 from ...arrays.named_array import ArrayInfo, Piece
 from ...arrays.own_order import order_notes
@@ -20,6 +21,8 @@ from ...packed.cache_info import CacheInfo
 from ...packed.summary import cache_document, kept_tokens
 from ...text import LOSSLESS, LOSSY, UNCHANGED, at_rate, count
 from ...threads.pipeline import Progress
+from ..engine_notes import noted
+from ..npz import comment_of
 from ..writing import write_arrays
 from .dump_writing import write_dump
 
@@ -152,7 +155,7 @@ def unpack(
     started = time.perf_counter()
     if form == "arrays":
         runs = _runs(source, progress)
-        write_arrays(output, source.arrays, runs, source.metadata, force=force, protect=source.files)
+        write_arrays(output, source.arrays, runs, _metadata(source, output), force=force, protect=source.files)
     else:
         _write_dump(source, output, form, run_id, force, progress)
     return Unpacked(
@@ -169,13 +172,36 @@ def unpack(
     )
 
 
+def _metadata(source: Source, output: str) -> dict[str, str]:
+    """What a file can say of a cache; without token ids where they are too many for it."""
+    if _suffix(output) == ".npz" and source.engine_cache is not None and comment_of(noted(source)) is None:
+        source = replace(source, engine_cache=replace(source.engine_cache, token_ids=None))
+    return noted(source)
+
+
+def _says_more(cache: EngineCache) -> bool:
+    """Whether there is something to know of a cache that arrays do not say."""
+    return bool(cache.altered or cache.perhaps_altered or cache.token_ids is not None or not cache.is_whole)
+
+
+def _suffix(output: str) -> str:
+    return PurePath(output).suffix.lower()
+
+
 def _lost(source: Source, output: str, form: Form) -> Iterator[str]:
-    """What the output has no place for: which tokens of the text a cache that was cut holds."""
-    if form == "arrays" and PurePath(output).suffix.lower() == ".safetensors":
+    """What the output has no place for: of what engine, and which tokens of the text a cache that was cut holds."""
+    if form == "arrays" and _suffix(output) == ".safetensors":
         return
     if form == "arrays" and any(array.dtype == "bf16" for array in source.arrays):
         yield f"{output} has bf16 words as uint16 where its format is numpy's, which has no bf16: .safetensors has"
-    kept = kept_tokens(source.cache) if source.cache else []
+    said = _metadata(source, output)
+    says = form == "arrays" and _suffix(output) == ".npz" and comment_of(said) is not None
+    cache = source.engine_cache
+    if cache is not None and says and said != noted(source):
+        yield f"{output} does not say the token ids, .safetensors does"
+    elif cache is not None and not says and _says_more(cache):
+        yield f"{output} does not say of what engine it is, nor which tokens it holds: .safetensors and .npz do"
+    kept = kept_tokens(source.cache) if source.cache and not says else []
     if kept:
         more = f" and so on for {count(len(kept), 'layer')}" if len(kept) > 1 else ""
         yield f"{output} does not say which tokens of the text it holds, .safetensors does: {kept[0]}{more}"

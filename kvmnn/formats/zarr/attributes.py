@@ -5,22 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from ...arrays.engine_cache import EngineCache
 from ...arrays.named_array import ArrayInfo
 from ...arrays.names import conventional
-from ...arrays.source import DUMP_KEY, FILE_KEY, Source
-from ...arrays.undoing import UNDOABLE, Undo
+from ...arrays.source import DUMP_KEY, ENGINE_KEY, FILE_KEY, Source
 from ...files.json_document import Node
-from ...packed.cache_info import Ranges
+from .. import engine_notes
 from .documents import KEY
 
 VERSION = 1
+_NOT_OF_STORES = (DUMP_KEY, FILE_KEY, ENGINE_KEY)
 _AXES = {"2": "key_value", "l": "layer", "b": "batch", "h": "kv_head", "t": "token", "d": "head_dim"}
-_MOST_TOKENS = 1 << 24
-"""Whose positions are put out in full."""
-_MOST_POSITION = 1 << 31
 
 
 def of_store(source: Source) -> dict[str, Any]:
@@ -32,26 +26,10 @@ def of_store(source: Source) -> dict[str, Any]:
         "axes": source.axes,
         "token_major": source.token_major,
         "lossy": source.lossy,
-        "metadata": {key: text for key, text in source.metadata.items() if key not in (DUMP_KEY, FILE_KEY)},
+        "metadata": {key: text for key, text in source.metadata.items() if key not in _NOT_OF_STORES},
     }
     if cache is not None:
-        said["cache"] = {
-            "engine": cache.engine,
-            "kind": cache.kind,
-            "layers": cache.layers,
-            "kv_heads": cache.kv_heads,
-            "head_dim": cache.head_dim,
-            "tokens": cache.tokens,
-            "types": list(cache.types),
-            "batch": cache.batch,
-            "positions": None if cache.runs is None else _listed(cache.runs),
-            "layer_positions": [_listed(runs) for runs in cache.layer_runs or ()] if cache.layer_positions else None,
-            "token_ids": None if cache.token_ids is None else [int(token) for token in cache.token_ids],
-            "dequantised": list(cache.dequantised),
-            "altered": list(cache.altered),
-            "perhaps_altered": list(cache.perhaps_altered),
-            "details": dict(cache.details),
-        }
+        said["cache"] = engine_notes.document(cache)
     return {KEY: said}
 
 
@@ -116,7 +94,7 @@ def apply(source: Source, attributes: Mapping[str, Any], where: str) -> None:
     axes = said.at("axes")
     source.axes = None if axes.value is None else axes.text()
     if "cache" in said.value:
-        source.engine_cache = _engine_cache(said.at("cache"))
+        source.engine_cache = engine_notes.engine_cache(said.at("cache"))
 
 
 def names_in(attributes: Mapping[str, Any]) -> list[str]:
@@ -124,69 +102,3 @@ def names_in(attributes: Mapping[str, Any]) -> list[str]:
     said = attributes.get(KEY)
     names = said.get("arrays") if isinstance(said, dict) else None
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
-
-
-def _engine_cache(node: Node) -> EngineCache:
-    tokens = node.at("tokens").integer(0)
-    return EngineCache(
-        engine=node.at("engine").text(),
-        kind=node.at("kind").text(),
-        layers=node.at("layers").integer(0),
-        kv_heads=_maybe(node.at("kv_heads")),
-        head_dim=_maybe(node.at("head_dim")),
-        tokens=tokens,
-        types=node.at("types").texts(),
-        batch=node.at("batch").integer(1),
-        positions=_positions(node.at("positions"), tokens),
-        layer_positions=_layer_positions(node, tokens),
-        token_ids=_token_ids(node.at("token_ids")),
-        dequantised=node.at("dequantised").texts(),
-        altered=_undoable(node, "altered"),
-        perhaps_altered=_undoable(node, "perhaps_altered"),
-        details=node.at("details").value if isinstance(node.at("details").value, dict) else {},
-    )
-
-
-def _undoable(node: Node, key: str) -> tuple[Undo, ...]:
-    """Names of what was done to K and V; stores of earlier versions say none."""
-    said = node.at(key).texts() if key in node.value else ()
-    return tuple(name for name in UNDOABLE if name in said)
-
-
-def _maybe(node: Node) -> int | None:
-    return None if node.value is None else node.integer(0)
-
-
-def _listed(runs: Ranges) -> list[list[int]]:
-    return [list(run) for run in runs]
-
-
-def _layer_positions(node: Node, tokens: int) -> Any:
-    """Of each layer, where they hold different tokens."""
-    if node.value.get("layer_positions") is None:
-        return None
-    layers = node.at("layer_positions").items()
-    if len(layers) * tokens > 4 * _MOST_TOKENS:
-        raise node.at("layer_positions").wrong(f"positions of at most {4 * _MOST_TOKENS:,} tokens")
-    return tuple(_positions(entry, tokens, some=True) for entry in layers)
-
-
-def _positions(node: Node, tokens: int, *, some: bool = False) -> Any:
-    """Runs of (begin, size), put out in full: of all tokens, or of `some`."""
-    if node.value is None:
-        return None
-    runs = [tuple(entry.integer(0) for entry in run.items(2, 2)) for run in node.items()]
-    found = sum(size for _, size in runs)
-    wrong = found > tokens if some else found != tokens
-    if wrong or tokens > _MOST_TOKENS or any(begin > _MOST_POSITION for begin, _ in runs):
-        raise node.wrong(f"runs of {tokens} tokens, of at most {_MOST_TOKENS:,}")
-    return np.concatenate([np.arange(begin, begin + size) for begin, size in runs] or [np.empty(0, np.int64)])
-
-
-def _token_ids(node: Node) -> Any:
-    if node.value is None:
-        return None
-    ids = [entry.whole() for entry in node.items()]
-    if any(abs(token) > _MOST_POSITION for token in ids):
-        raise node.wrong("token ids of 32 bits")
-    return np.array(ids, np.int64)

@@ -1,0 +1,148 @@
+"""What another engine's cache says of itself, noted down beside plain arrays: in metadata of files, in Zarr stores."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+
+from ..arrays.engine_cache import EngineCache
+from ..arrays.source import ENGINE_KEY, Source
+from ..arrays.undoing import UNDOABLE, Undo
+from ..files.json_document import Node, parse
+from ..packed.cache_info import Ranges
+
+VERSION = 1
+_MOST_TOKENS = 1 << 24
+"""Whose positions are put out in full."""
+_MOST_POSITION = 1 << 31
+
+
+def noted(source: Source) -> dict[str, str]:
+    """The metadata of a source, with what is known of the engine's cache that its arrays are."""
+    metadata = {key: text for key, text in source.metadata.items() if key != ENGINE_KEY}
+    if source.engine_cache is not None:
+        said = {
+            "version": VERSION,
+            "axes": source.axes,
+            "cache": document(source.engine_cache),
+            "shapes": {name: list(source[name].shape) for name in sorted(source)},
+        }
+        metadata[ENGINE_KEY] = json.dumps(said, separators=(",", ":"))
+    return metadata
+
+
+def apply(source: Source, where: str) -> None:
+    """Give a source what `noted` wrote, if its arrays are those; else the note is dropped, and a line says so.
+
+    Raises
+    ------
+    ManifestError
+        Where it is malformed.
+    """
+    if source.engine_cache is not None or ENGINE_KEY not in source.metadata:
+        return
+    said = parse(source.metadata[ENGINE_KEY], f"{where}: metadata {ENGINE_KEY!r}")
+    if said.at("version").integer(1) > VERSION:
+        raise said.at("version").wrong(f"at most {VERSION}: a later kvmnn wrote this")
+    if said.at("shapes").value != {array.name: list(array.shape) for array in source.arrays}:
+        del source.metadata[ENGINE_KEY]
+        source.notes.append("the arrays are not those, or not all, of which the file says what engine they come from")
+        return
+    source.engine_cache = engine_cache(said.at("cache"))
+    source.axes = None if said.at("axes").value is None else said.at("axes").text()
+
+
+def document(cache: EngineCache) -> dict[str, Any]:
+    """The description as JSON values; positions as runs."""
+    return {
+        "engine": cache.engine,
+        "kind": cache.kind,
+        "layers": cache.layers,
+        "kv_heads": cache.kv_heads,
+        "head_dim": cache.head_dim,
+        "tokens": cache.tokens,
+        "types": list(cache.types),
+        "batch": cache.batch,
+        "positions": None if cache.runs is None else _listed(cache.runs),
+        "layer_positions": [_listed(runs) for runs in cache.layer_runs or ()] if cache.layer_positions else None,
+        "token_ids": None if cache.token_ids is None else [int(token) for token in cache.token_ids],
+        "dequantised": list(cache.dequantised),
+        "altered": list(cache.altered),
+        "perhaps_altered": list(cache.perhaps_altered),
+        "details": dict(cache.details),
+    }
+
+
+def engine_cache(node: Node) -> EngineCache:
+    """The cache that `document` describes.
+
+    Raises
+    ------
+    ManifestError
+        Where it is malformed.
+    """
+    tokens = node.at("tokens").integer(0)
+    return EngineCache(
+        engine=node.at("engine").text(),
+        kind=node.at("kind").text(),
+        layers=node.at("layers").integer(0),
+        kv_heads=_maybe(node.at("kv_heads")),
+        head_dim=_maybe(node.at("head_dim")),
+        tokens=tokens,
+        types=node.at("types").texts(),
+        batch=node.at("batch").integer(1),
+        positions=_positions(node.at("positions"), tokens),
+        layer_positions=_layer_positions(node, tokens),
+        token_ids=_token_ids(node.at("token_ids")),
+        dequantised=node.at("dequantised").texts(),
+        altered=_undoable(node, "altered"),
+        perhaps_altered=_undoable(node, "perhaps_altered"),
+        details=node.at("details").value if isinstance(node.at("details").value, dict) else {},
+    )
+
+
+def _undoable(node: Node, key: str) -> tuple[Undo, ...]:
+    """Names of what was done to K and V; stores of earlier versions say none."""
+    said = node.at(key).texts() if key in node.value else ()
+    return tuple(name for name in UNDOABLE if name in said)
+
+
+def _maybe(node: Node) -> int | None:
+    return None if node.value is None else node.integer(0)
+
+
+def _listed(runs: Ranges) -> list[list[int]]:
+    return [list(run) for run in runs]
+
+
+def _layer_positions(node: Node, tokens: int) -> Any:
+    """Of each layer, where they hold different tokens."""
+    if node.value.get("layer_positions") is None:
+        return None
+    layers = node.at("layer_positions").items()
+    if len(layers) * tokens > 4 * _MOST_TOKENS:
+        raise node.at("layer_positions").wrong(f"positions of at most {4 * _MOST_TOKENS:,} tokens")
+    return tuple(_positions(entry, tokens, some=True) for entry in layers)
+
+
+def _positions(node: Node, tokens: int, *, some: bool = False) -> Any:
+    """Runs of (begin, size), put out in full: of all tokens, or of `some`."""
+    if node.value is None:
+        return None
+    runs = [tuple(entry.integer(0) for entry in run.items(2, 2)) for run in node.items()]
+    found = sum(size for _, size in runs)
+    wrong = found > tokens if some else found != tokens
+    if wrong or tokens > _MOST_TOKENS or any(begin > _MOST_POSITION for begin, _ in runs):
+        raise node.wrong(f"runs of {tokens} tokens, of at most {_MOST_TOKENS:,}")
+    return np.concatenate([np.arange(begin, begin + size) for begin, size in runs] or [np.empty(0, np.int64)])
+
+
+def _token_ids(node: Node) -> Any:
+    if node.value is None:
+        return None
+    ids = [entry.whole() for entry in node.items()]
+    if any(abs(token) > _MOST_POSITION for token in ids):
+        raise node.wrong("token ids of 32 bits")
+    return np.array(ids, np.int64)

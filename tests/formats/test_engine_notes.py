@@ -1,0 +1,173 @@
+"""Plain arrays that were unpacked of another engine's cache say of which, and are taken as the cache itself is."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import llama_files
+import numpy as np
+import pytest
+from hf_files import cache_object, pairs, save
+from llama_files import Shape
+
+import kvmnn
+from kvmnn.errors import ManifestError
+from kvmnn.formats.npz import comment_of
+
+Run = Callable[..., Any]
+FORMATS = pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
+PACK = ("--backend", "x86-avx2", "--cast", "--name", "sys")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A session of a Llama, whole and with gaps."""
+    monkeypatch.chdir(tmp_path)
+    for name, gaps in (("whole", False), ("gaps", True)):
+        data, _ = llama_files.state(Random(3), Shape(k_type="q8_0"), [7], gaps=gaps)
+        Path(f"{name}.session").write_bytes(data)
+    return tmp_path
+
+
+def tree(folder: str) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+
+def same(one: Any, other: Any) -> None:
+    assert json.dumps(one.to_dict()) == json.dumps(other.to_dict())
+
+
+@FORMATS
+@pytest.mark.parametrize("name", ["whole", "gaps"])
+def test_packed_as_the_session_is(here: Path, run: Run, name: str, suffix: str) -> None:
+    session, arrays = f"{name}.session", f"a{suffix}"
+    run("unpack", session, "--kv-heads", 2, "-o", arrays)
+    source, own = kvmnn.open(arrays), kvmnn.open(session, kv_heads=2)
+    same(source.engine_cache, own.engine_cache)
+    assert source.dequantised == ("q8_0",)
+    assert "llama.cpp session: 2 layers, 2 kv heads of 32, 7 tokens" in run("inspect", arrays).out
+    first = run("pack", session, "--kv-heads", 2, *PACK, "-o", "p1/")
+    second = run("pack", arrays, *PACK, "-o", "p2/")
+    assert "brought into the order of other engines" in second.err and "note: dequantised" in first.err
+    assert tree("p1") == tree("p2")
+    assert "equal" in run("diff", arrays, session, "--kv-heads", 2).out
+
+
+@FORMATS
+def test_by_way_of_frames_and_stores(here: Path, run: Run, suffix: str) -> None:
+    run("unpack", "gaps.session", "--kv-heads", 2, "-o", f"a{suffix}")
+    run("encode", f"a{suffix}", "-o", "f/")
+    same(kvmnn.open("f").engine_cache, kvmnn.open(f"a{suffix}").engine_cache)
+    run("decode", "f/", "-o", f"b{suffix}")
+    assert Path(f"b{suffix}").read_bytes() == Path(f"a{suffix}").read_bytes()
+    run("encode", f"a{suffix}", "-o", "x.zarr")
+    run("unpack", "x.zarr", "-o", f"c{suffix}")
+    assert Path(f"c{suffix}").read_bytes() == Path(f"a{suffix}").read_bytes()
+
+
+@FORMATS
+def test_what_was_undone_is_not_done_again(here: Path, run: Run, suffix: str) -> None:
+    run("unpack", "whole.session", "--kv-heads", 2, "--undo", "k-order", "-o", f"a{suffix}")
+    run("pack", "whole.session", "--kv-heads", 2, *PACK, "-o", "p1/")
+    assert "order" not in run("pack", f"a{suffix}", *PACK, "-o", "p2/").err
+    assert tree("p1") == tree("p2")
+
+
+@FORMATS
+def test_token_ids_for_the_store(here: Path, run: Run, suffix: str) -> None:
+    run("unpack", "whole.session", "--kv-heads", 2, "-o", f"a{suffix}")
+    run("store", "put", "s", "whole.session", "--kv-heads", 2, "--fingerprint", "m")
+    assert "all of them were stored already" in run("store", "put", "s", f"a{suffix}", "--fingerprint", "m").out
+
+
+@FORMATS
+def test_layers_that_hold_different_tokens(tmp_path: Path, run: Run, suffix: str) -> None:
+    whole, window = pairs(3, layers=2, shape=(1, 2, 20, 4), dtype="fp16"), pairs(4, layers=1, dtype="fp16")
+    states: list[dict[str, Any]] = [{"keys": keys, "values": values} for keys, values in whole]
+    keys, values = window[0]
+    states.insert(1, {"keys": keys, "values": values, "cumulative_length": 20, "sliding_window": 6})
+    path = save(tmp_path / "a.pt", cache_object("DynamicCache", "DynamicLayer", states))
+    run("unpack", path, "-o", tmp_path / f"a{suffix}")
+    source, own = kvmnn.open(tmp_path / f"a{suffix}"), kvmnn.open(path)
+    same(source.engine_cache, own.engine_cache)
+    assert source.axes == own.axes == "bhtd"
+    assert kvmnn.open(tmp_path / f"a{suffix}", batch=0)["layer_0.key"].shape == (2, 20, 4)
+
+
+@FORMATS
+def test_of_other_arrays_it_says_nothing(here: Path, run: Run, suffix: str) -> None:
+    run("unpack", "whole.session", "--kv-heads", 2, "-o", f"a{suffix}")
+    for options in ({"tensors": ("layer_0.key",)}, {"axes": "htd"}):
+        source = kvmnn.open(f"a{suffix}", **options)  # type: ignore[arg-type]
+        assert source.engine_cache is None and not source.notes
+    run("encode", f"a{suffix}", "--tensor", "layer_0.key", "-o", "f.frame")
+    source = kvmnn.open("f.frame")
+    assert (source.engine_cache, source.metadata, source.notes) == (None, {}, [])
+
+
+def test_arrays_that_somebody_changed(here: Path, run: Run) -> None:
+    run("unpack", "whole.session", "--kv-heads", 2, "-o", "a.npz")
+    with np.load("a.npz") as found, zipfile.ZipFile("a.npz") as archive:
+        arrays, comment = dict(found), archive.comment
+    np.savez("b.npz", **{name: array[:, 2:] for name, array in arrays.items()})
+    with zipfile.ZipFile("b.npz", "a") as archive:
+        archive.comment = comment
+    source = kvmnn.open("b.npz")
+    assert (source.engine_cache, source.metadata) == (None, {})
+    assert source.notes == ["the arrays are not those, or not all, of which the file says what engine they come from"]
+
+
+def test_numpy_sees_the_arrays_alone(here: Path, run: Run) -> None:
+    run("unpack", "whole.session", "--kv-heads", 2, "-o", "a.npz")
+    with np.load("a.npz") as found:
+        assert found.files == [f"layer_{layer}.{part}" for layer in (0, 1) for part in ("key", "value")]
+
+
+def test_folders_say_nothing_and_a_note_says_so(here: Path, run: Run) -> None:
+    said = "a/ does not say of what engine it is, nor which tokens it holds: .safetensors and .npz do"
+    assert said in run("unpack", "whole.session", "--kv-heads", 2, "-o", "a/").err
+    assert kvmnn.open("a").engine_cache is None
+
+
+def test_more_token_ids_than_an_archive_has_room_for(tmp_path: Path, run: Run) -> None:
+    data, _ = llama_files.state(Random(3), Shape(layers=1, heads=1), [3], tokens=20_000)
+    (tmp_path / "x.session").write_bytes(data)
+    out = tmp_path / "a.npz"
+    assert (
+        f"{out} does not say the token ids, .safetensors does"
+        in run("unpack", tmp_path / "x.session", "--kv-heads", 1, "-o", out).err
+    )
+    cache = kvmnn.open(out).engine_cache
+    assert cache is not None and cache.token_ids is None and cache.altered == ("k-order",)
+    run("unpack", tmp_path / "x.session", "--kv-heads", 1, "-o", tmp_path / "a.safetensors")
+    cache = kvmnn.open(tmp_path / "a.safetensors").engine_cache
+    assert cache is not None and cache.token_ids is not None and cache.token_ids.size == 20_000
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{}", "version"),
+        ('{"version": 2}', "a later kvmnn"),
+        ('{"version": 1, "shapes": {"a": [2, 2]}, "axes": null, "cache": {"engine": 3}}', "layers|tokens|engine"),
+        ("no JSON", "JSON"),
+    ],
+)
+def test_notes_that_are_none(tmp_path: Path, text: str, why: str) -> None:
+    np.savez(tmp_path / "a.npz", a=np.zeros((2, 2), np.float16))
+    with zipfile.ZipFile(tmp_path / "a.npz", "a") as archive:
+        archive.comment = comment_of({"kvmnn.engine_cache": text}) or b""
+    with pytest.raises(ManifestError, match=why):
+        kvmnn.open(tmp_path / "a.npz")
+
+
+def test_comments_of_others_are_passed_over(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", a=np.zeros((2, 2), np.float16))
+    with zipfile.ZipFile(tmp_path / "a.npz", "a") as archive:
+        archive.comment = b'{"made": "by me"}'
+    assert kvmnn.open(tmp_path / "a.npz").metadata == {}

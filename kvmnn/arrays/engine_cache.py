@@ -28,7 +28,9 @@ class EngineCache:
     layers
         How many the arrays are of.
     kv_heads, head_dim
-        Of a layer; None where nothing says them.
+        Of a layer; None where nothing says them, and where layers differ.
+    layer_kv_heads
+        Of each layer, where they differ.
     tokens
         Stored in each layer; the most, where layers hold different ones.
     types
@@ -59,6 +61,7 @@ class EngineCache:
     head_dim: int | None
     tokens: int
     types: tuple[str, ...]
+    layer_kv_heads: tuple[int, ...] = ()
     batch: int = 1
     positions: Positions | None = None
     layer_positions: tuple[Positions, ...] | None = None
@@ -98,6 +101,7 @@ class EngineCache:
             "kind": self.kind,
             "layers": self.layers,
             "kv_heads": self.kv_heads,
+            **({"layer_kv_heads": list(self.layer_kv_heads)} if self.layer_kv_heads else {}),
             "head_dim": self.head_dim,
             "tokens": self.tokens,
             "batch": self.batch,
@@ -113,6 +117,7 @@ class EngineCache:
 
     def __str__(self) -> str:
         heads = "kv heads unknown" if self.kv_heads is None else count(self.kv_heads, "kv head")
+        heads = f"{span(sorted(set(self.layer_kv_heads)))} kv heads" if self.layer_kv_heads else heads
         shape = heads if self.head_dim is None else f"{heads} of {self.head_dim}"
         batch = f", batch of {self.batch}" if self.batch != 1 else ""
         said = (

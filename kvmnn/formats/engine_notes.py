@@ -61,6 +61,7 @@ def document(cache: EngineCache) -> dict[str, Any]:
         "kind": cache.kind,
         "layers": cache.layers,
         "kv_heads": cache.kv_heads,
+        **({"layer_kv_heads": list(cache.layer_kv_heads)} if cache.layer_kv_heads else {}),
         "head_dim": cache.head_dim,
         "tokens": cache.tokens,
         "types": list(cache.types),
@@ -90,6 +91,7 @@ def engine_cache(node: Node) -> EngineCache:
         layers=node.at("layers").integer(0),
         kv_heads=_maybe(node.at("kv_heads")),
         head_dim=_maybe(node.at("head_dim")),
+        layer_kv_heads=_heads(node),
         tokens=tokens,
         types=node.at("types").texts(),
         batch=node.at("batch").integer(1),
@@ -101,6 +103,12 @@ def engine_cache(node: Node) -> EngineCache:
         perhaps_altered=_undoable(node, "perhaps_altered"),
         details=node.at("details").value if isinstance(node.at("details").value, dict) else {},
     )
+
+
+def _heads(node: Node) -> tuple[int, ...]:
+    """Kv heads of each layer, where they differ."""
+    said = node.at("layer_kv_heads").items() if "layer_kv_heads" in node.value else []
+    return tuple(each.integer(1) for each in said)
 
 
 def _undoable(node: Node, key: str) -> tuple[Undo, ...]:

@@ -37,16 +37,20 @@ def test_frames_say_what_was_cut(cut, run):
     assert f"  {cut}\n  {cut.replace('0', '1', 1)}\n" in run("inspect", "f/").out
 
 
-@pytest.mark.parametrize("argv", ["-o x.npz", "-o x/", "--as dump -o x/"])
+@pytest.mark.parametrize("argv", ["-o x/", "--as dump -o x/"])
 def test_where_tokens_stood_is_lost_with_a_word(cut, run, argv):
     output = argv.split()[-1]
     said = run("unpack", "cut/", *argv.split()).err
     assert said == (
-        f"kvmnn: note: {output} does not say which tokens of the text it holds, .safetensors does: {cut} and so on for "
-        "2 layers\n"
+        f"kvmnn: note: {output} does not say which tokens of the text it holds, .safetensors and .npz do: {cut} and so "
+        "on for 2 layers\n"
     )
     again = run("pack", output, "--name", "q", "--backend", "x86-avx2", "-o", "q/").err
     assert again == ("kvmnn: note: nothing says which tokens of the text the arrays hold: noted as the first 62\n")
-    assert run("unpack", "cut/", "-o", "x.safetensors").err == ""
-    assert run("pack", "x.safetensors", "-o", "r/").err == ""
+
+
+@pytest.mark.parametrize("name", ["x.safetensors", "x.npz"])
+def test_files_that_say_where_tokens_stood(cut, run, name):
+    assert run("unpack", "cut/", "-o", name).err == ""
+    assert run("pack", name, "-o", "r/").err == ""
     assert cut in run("inspect", "r/").out

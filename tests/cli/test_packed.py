@@ -68,8 +68,8 @@ def test_inspect_shows_every_prefix(prefix, run):
 def test_token_ids_are_as_many_as_tokens(prefix, run):
     np.save("ids.npy", np.arange(TOKENS - 1))
     assert "69 token ids for 70 tokens" in run("encode", *prefix.argv, "--token-ids", "ids.npy", "-o", "b/", code=1).err
-    run("unpack", *prefix.argv, "-o", "a.npz")
-    pack = ["pack", "a.npz", *ON_AVX2, "--name", "x", "-o", "q/", "--token-ids"]
+    run("unpack", *prefix.argv, "-o", "a/")
+    pack = ["pack", "a/", *ON_AVX2, "--name", "x", "-o", "q/", "--token-ids"]
     assert "the arrays have 70 tokens, ids.npy has 69 ids" in run(*pack, "ids.npy", code=2).err
     for text, message in (("1 2 x", "holds no list of token ids"), ("[1.5]", "expected a list"), ("", "no list")):
         Path("ids.txt").write_text(text)
@@ -242,8 +242,8 @@ def test_pack_takes_what_models_and_dumps_call_things(prefix, run):
     ],
 )
 def test_pack_refuses(prefix, run, options, code, message):
-    run("unpack", *prefix.argv, "-o", "a.npz")
-    said = run("pack", "a.npz", *options, "-o", "q/", code=code)
+    run("unpack", *prefix.argv, "-o", "a/")
+    said = run("pack", "a/", *options, "-o", "q/", code=code)
     assert message in said.err
     assert not Path("q").exists()
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from repository import FIXTURES
 
+import kvmnn
 from kvmnn.cli.command import main
 
 SHAPES = ((2, 32), (4, 32), (1, 64), (3, 16))
@@ -68,6 +69,17 @@ def test_a_store_gives_them_back(here: Path, run, name: str, codec: str) -> None
     assert (
         "expected one geometry" in run("store", "get", "s", "--token-ids", ids, "--name", "p", "-o", "p/", code=1).err
     )
+
+
+def test_heads_of_every_layer_are_said_and_kept(here: Path, run) -> None:
+    """Of the model's header, which says them layer by layer; in frames and plain arrays afterwards."""
+    run("encode", "c.session", "--model", "m.gguf", "-o", "f/")
+    run("unpack", "c.session", "--model", "m.gguf", "-o", "u.npz")
+    for name, options in (("c.session", FILES["c.session"]), ("f", []), ("u.npz", [])):
+        said = kvmnn.open(name, model=options[1] if options else None).engine_cache
+        assert said is not None and said.layer_kv_heads == (2, 4, 1) and "3 layers, 1 to 4 kv heads of 32" in str(said)
+    assert kvmnn.open("c.pt").engine_cache.layer_kv_heads == (2, 4, 1, 3)
+    assert "1 to 4 kv heads" in run("inspect", "u.npz").out
 
 
 def test_a_text_that_goes_on(here: Path, run) -> None:

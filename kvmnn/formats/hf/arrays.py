@@ -108,9 +108,9 @@ def _positions_beside(cache: Cache) -> dict[str, str]:
 def _described(cache: Cache) -> EngineCache:
     """What the cache says of itself."""
     first = cache.layers[0]
-    batch, heads, _, dims = first.keys.shape
+    batch, _, _, dims = first.keys.shape
     tokens = _rows(first)
-    same = all((*layer.keys.shape[:2], _rows(layer)) == (batch, heads, tokens) for layer in cache.layers)
+    heads = tuple(int(layer.keys.shape[1]) for layer in cache.layers)
     ids = cache.beside.get("input_ids")
     known = ids is not None and tuple(ids.shape) == (1, tokens) and ids.type_name in ("int64", "int32")
     positions, by_layer = _positions(cache)
@@ -118,7 +118,8 @@ def _described(cache: Cache) -> EngineCache:
         engine=cache.engine,
         kind=cache.form,
         layers=len(cache.layers),
-        kv_heads=int(heads) if same else None,
+        kv_heads=heads[0] if len({*heads}) == 1 else None,
+        layer_kv_heads=heads if len({*heads}) > 1 else (),
         head_dim=int(dims) if {layer.values.shape[3] for layer in cache.layers} == {dims} else None,
         tokens=max(map(_rows, cache.layers)),
         types=tuple(part.type_name for part in (*_parts(cache, "keys"), *_parts(cache, "values"))),

@@ -101,7 +101,8 @@ def read_geometry(path: str, layers: int) -> Geometry:
     heads = fields.get(f"{name}.attention.head_count")
     kv_heads = fields.get(f"{name}.attention.head_count_kv", heads)
     of = _by_layer(kv_heads, layers)
-    width, whole = _number(fields.get(f"{name}.embedding_length")), _number(heads)
+    width = _number(fields.get(f"{name}.embedding_length"))
+    whole = _number(heads[0] if isinstance(heads, list) and heads else heads)  # as llama.cpp: the first layer's
     head_dim = _number(fields.get(f"{name}.attention.key_length")) or (width // whole if width and whole else 0)
     if len(of) != layers or not all(of) or not head_dim:
         raise SourceError(f"{path}: does not say the kv heads and head_dim of {layers} layers")

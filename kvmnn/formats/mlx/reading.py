@@ -164,13 +164,14 @@ def _described(states: States, layers: list[Layer], options: ReadOptions) -> Eng
         raise SourceError(f"{states.file.label}: its layers have seen {min(ends)} to {count(max(ends), 'token')}")
     same = all(np.array_equal(layer.positions, layers[0].positions) for layer in layers)
     types = [_type(layer, part) for part in PARTS for layer in layers]
-    heads, dims = ({shape[axis] for shape in map(_shape, layers)} for axis in (1, 2))
+    heads, dims = tuple(_shape(layer)[1] for layer in layers), {_shape(layer)[2] for layer in layers}
     groups = sorted({_type(layer, part) for layer in layers if layer.bits for part in PARTS})
     return EngineCache(
         engine=ENGINE,
         kind="prompt cache",
         layers=len(layers),
-        kv_heads=heads.pop() if len(heads) == 1 else None,
+        kv_heads=heads[0] if len({*heads}) == 1 else None,
+        layer_kv_heads=heads if len({*heads}) > 1 else (),
         head_dim=dims.pop() if len(dims) == 1 else None,
         tokens=max(layer.tokens for layer in layers),
         types=tuple(types),

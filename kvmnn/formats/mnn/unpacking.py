@@ -204,7 +204,7 @@ def _lost(source: Source, output: str, form: Form) -> Iterator[str]:
     kept = kept_tokens(source.cache) if source.cache and not says else []
     if kept:
         more = f" and so on for {count(len(kept), 'layer')}" if len(kept) > 1 else ""
-        yield f"{output} does not say which tokens of the text it holds, .safetensors does: {kept[0]}{more}"
+        yield f"{output} does not say which tokens of the text it holds, .safetensors and .npz do: {kept[0]}{more}"
 
 
 def _write_dump(source: Source, output: str, form: Form, run_id: str, force: bool, progress: Progress | None) -> None:

@@ -228,6 +228,8 @@ def test_the_geometry_of_a_gguf_model(tmp_path: Path) -> None:
     check(kvmnn.open(path, model(tmp_path / "m.gguf", attention__head_count_kv=2, **width)), cells)
     check(kvmnn.open(path, model(tmp_path / "m.gguf", attention__head_count_kv=[2, 2], **width)), cells)
     check(kvmnn.open(path, model(tmp_path / "m.gguf", attention__head_count_kv=2, attention__key_length=32)), cells)
+    by_layer = {"attention__head_count": [4, 8], "attention__head_count_kv": [2, 2], "embedding_length": 128}
+    check(kvmnn.open(path, model(tmp_path / "m.gguf", **by_layer)), cells)  # the first layer's heads say the dimensions
 
 
 @pytest.mark.parametrize(

@@ -83,8 +83,8 @@ def test_every_layout_that_fits_is_listed(tmp_path, run):
     sample = packed_samples.write_prefix(tmp_path / "p", packed_samples.arrays(1, 2, 70, 6), capacity=114)
     said = run("encode", sample.path, *sample.options, "-o", tmp_path / "f/", code=2).err
     assert "say which (--backend" in said and ": generic/x86-sse/x86-avx2/" in said and "; arm32-fp16: " in said
-    run("unpack", sample.path, *sample.options, "--backend", "x86-avx2", "-o", tmp_path / "k.npz")
-    said = run("pack", tmp_path / "k.npz", "--name", "sys", "-o", tmp_path / "q/", code=2).err
+    run("unpack", sample.path, *sample.options, "--backend", "x86-avx2", "-o", tmp_path / "k/")
+    said = run("pack", tmp_path / "k", "--name", "sys", "-o", tmp_path / "q/", code=2).err
     assert "generic/x86-sse/x86-avx2/arm32-fp32/arm32-bf16/riscv-rvv: lP 1, hP 4, fp32; x86-avx512" in said
 
 

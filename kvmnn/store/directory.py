@@ -18,7 +18,7 @@ from ..text import count
 from . import updates
 from .beside import MAX_BLOCK_TOKENS, Beside, Settings
 from .index import FILE_NAME, DamagedIndexError, Index, WrongRowError, newest, whole_numbers
-from .lookup import Found, Lookup, Text
+from .lookup import Found, Lookup, Text, stored_blocks
 from .rebuilding import rebuild
 from .space import Space, from_json
 from .table_sets import KeptTables, TableSets
@@ -173,9 +173,10 @@ class Directory:
         """Another process may have put the blocks that a unit follows, computed otherwise, since it was encoded."""
         end = new.start // text.block_tokens
         headers: dict[int, Header | None] = {}
-        for key, wanted in zip(text.keys[end - len(new.behind) : end], new.behind, strict=True):
-            row = cursor.execute("SELECT unit, number FROM block WHERE key = ?", (key,)).fetchone()
-            unit, number = (0, 0) if row is None else whole_numbers(row)
+        keys = text.keys[end - len(new.behind) : end]
+        stored = stored_blocks(cursor, keys)
+        for key, wanted in zip(keys, new.behind, strict=True):
+            unit, number = whole_numbers(stored.get(key, (0, 0)))
             if unit in placed:
                 continue
             if unit not in headers:

@@ -84,8 +84,14 @@ def encode_units(
             del open_units[number]
         done(number, tuple(complete))
 
-    jobs = [(number, part) for number in range(len(found_cuts)) for part in range(len(parts))]
-    map_pulled(one, jobs, cores)
+    map_pulled(one, _jobs(len(found_cuts), len(parts), cores), cores)
+
+
+def _jobs(units: int, parts: int, cores: int) -> list[tuple[int, int]]:
+    """Parts of units in order, but of the last units by turns, so that each thread has one to write at the end."""
+    last = max(units - cores, 0)
+    jobs = [(number, part) for number in range(last) for part in range(parts)]
+    return jobs + [(number, part) for part in range(parts) for number in range(last, units)]
 
 
 class Memory(threading.local):

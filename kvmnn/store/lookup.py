@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .index import WrongRowError, whole_numbers
 from .token_ids import Ids, agreeing, agreeing_texts, as_text
@@ -103,9 +103,7 @@ class Lookup:
         """Unit, and number in it, of each block, up to the first that is not stored."""
         for begin in range(0, len(keys), _AT_ONCE):
             asked = keys[begin : begin + _AT_ONCE]
-            marks = ",".join("?" * len(asked))
-            rows = self.cursor.execute(f"SELECT key, unit, number FROM block WHERE key IN ({marks})", asked)
-            known = {key: (unit, number) for key, unit, number in rows}
+            known = stored_blocks(self.cursor, asked)
             for key in asked:
                 if key not in known:
                     return
@@ -139,6 +137,17 @@ class Lookup:
                 if not self.is_bad(unit):
                     yield Place(unit, skip * text.block_tokens, agreeing_texts(found, wanted))
                     break
+
+
+def stored_blocks(cursor: sqlite3.Cursor, keys: Sequence[bytes]) -> dict[bytes, tuple[Any, Any]]:
+    """Of each of these blocks that is stored its unit, and its number there, as the index has them."""
+    found = {}
+    for begin in range(0, len(keys), _AT_ONCE):
+        asked = keys[begin : begin + _AT_ONCE]
+        marks = ",".join("?" * len(asked))
+        rows = cursor.execute(f"SELECT key, unit, number FROM block WHERE key IN ({marks})", asked)
+        found.update({key: (unit, number) for key, unit, number in rows})
+    return found
 
 
 def _joined(places: list[Place], tail: Place) -> list[Place]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import KvmnnError
-from .lookup import Text
+from .lookup import Text, stored_blocks
 from .space import Space
 from .token_ids import Ids, as_text
 
@@ -100,11 +100,8 @@ def insert(
     ParentGoneError
         Where the blocks before it are not there any more.
     """
-    skip = 0
-    for key in new.keys:
-        if cursor.execute("SELECT 1 FROM block WHERE key = ?", (key,)).fetchone() is None:
-            break
-        skip += 1
+    known = stored_blocks(cursor, new.keys)
+    skip = next((number for number, key in enumerate(new.keys) if key not in known), len(new.keys))
     if skip == len(new.keys) and (new.ids.size == skip * text.block_tokens or has_all()):
         return 0, []
     parent_key = new.keys[skip - 1] if skip else new.parent

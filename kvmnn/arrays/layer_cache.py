@@ -21,7 +21,7 @@ class LayerCache:
         Which layer of the model this is, from 0.
     keys, values
         ``[kv_head, token, head_dim]``, of one type: float16, float32, or uint16 for bf16. V may have another head_dim
-        than K (latent attention), which the prefix store takes, and models in ONNX do not.
+        than K, or none at all, 0 (latent attention), which the prefix store takes, and models in ONNX do not.
     positions
         True position of each stored token, ``[token]``, or ``[kv_head, token]`` where heads keep different ones.
         Without it, the tokens 0, 1, 2 ...
@@ -103,7 +103,7 @@ class LayerCache:
 
 def check_pair(where: str, keys: Words, values: Words, *, axes: int, one_size: bool = True) -> None:
     """Refuse K and V that differ in shape or type, have another number of axes, or no head or head_dim at all; without
-    `one_size` their head_dim may differ.
+    `one_size` their head_dim may differ, and V have none.
     """
     for name, array in (("keys", keys), ("values", values)):
         if not isinstance(array, np.ndarray):
@@ -118,7 +118,7 @@ def check_pair(where: str, keys: Words, values: Words, *, axes: int, one_size: b
         )
     if keys.dtype != values.dtype:
         raise KvmnnError(f"{where}: keys are {keys.dtype}, values {values.dtype}: expected the same for both")
-    for array in (keys, values):
+    for array in (keys, values) if one_size else (keys,):
         if array.shape[-1] == 0 or array.shape[-3] == 0:
             raise KvmnnError(f"{where}: shape {list(array.shape)} has no heads or no head_dim")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +12,7 @@ from ..dtypes import Words
 from ..frames.hashing import block_checksums, checksum
 from .encoding import token_bytes
 from .lookup import Found, Place, Text
+from .space import parts_of
 from .unit import MOST_CHAIN, MOST_HISTORY, DamagedError, Header, parse_header
 from .units import Units
 
@@ -69,7 +69,7 @@ def stored_before(
     Where a unit is not at hand, is of frames, or holds other rows, what lies before it cannot be referred to.
     """
     size = text.block_tokens
-    parts = list(chain.from_iterable((cache.keys, cache.values) for cache in layers))
+    parts = parts_of(layers)
     found: list[Before] = []
     sums: list[int] = []
     left = most_blocks(size)

@@ -45,7 +45,7 @@ def check_unit(unit: Unit, space: Space, ids: Ids, skip: int, most_tokens: int) 
     DamagedError
         With what was found.
     """
-    if unit.space != space.key or len(unit.frames) != 2 * len(space.layers):
+    if unit.space != space.key or len(unit.frames) != len(space.parts):
         raise DamagedError("holds layers of another model")
     if unit.ids.size > most_tokens:
         raise DamagedError(f"holds {unit.ids.size:,} tokens: expected at most {most_tokens:,}")
@@ -89,9 +89,10 @@ def decode_stretches(
     for (keys, values), cache in zip(rows, before or (), strict=False):
         keys[:, :first], values[:, :first] = cache.keys, cache.values
 
-    def one(job: tuple[range, int, int]) -> None:
-        numbers, layer, part = job
-        whole, shape, at = rows[layer][part], space.layers[layer], 2 * layer + part
+    def one(job: tuple[range, int]) -> None:
+        numbers, at = job
+        layer, part = space.parts[at]
+        whole, shape = rows[layer][part], space.layers[layer]
         places = Places(whole, space.dtype) if by_token else None
         for number in numbers:
             stretch, begin = stretches[number], begins[number]
@@ -107,8 +108,7 @@ def decode_stretches(
             except KvmnnError as error:
                 raise DamagedStretchError(f"{'KV'[part]} of layer {shape.layer}: {error}", number) from None
 
-    parts = [(layer, part) for layer in range(len(space.layers)) for part in range(2)]
-    jobs = [(run, layer, part) for run in _runs(stretches, begins) for layer, part in parts]
+    jobs = [(run, at) for run in _runs(stretches, begins) for at in range(len(space.parts))]
     map_pulled(one, jobs, resolve_threads(threads))
     return [
         LayerCache(layer=shape.layer, keys=keys[:, first:], values=values[:, first:])

@@ -6,7 +6,6 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +19,7 @@ from ..frames import CodecOptions, encode_many
 from ..threads.pool import map_pulled, resolve_threads
 from .behind import Behind, part_sums, unit_sums
 from .encoding import Cut, Memory
-from .space import Space
+from .space import Space, parts_of
 from .table_sets import TableSets, fitting
 from .unit import Dense, Frame
 
@@ -93,7 +92,7 @@ class Streams:
 
     def __init__(self, layers: Sequence[LayerCache], space: Space, rotary: dense.Rotary | None) -> None:
         self._layers, self._space, self._rotary = layers, space, rotary
-        self._parts = list(chain.from_iterable((cache.keys, cache.values) for cache in layers))
+        self._parts = parts_of(layers)
         self._scratch = _Scratch()
         self.frames_near = True, True
         """Whether frames of K, and of V, are tried in units that refer to rows before them, which gain most by that."""
@@ -106,17 +105,19 @@ class Streams:
 
     def try_layer(self, units: Sequence[DenseUnit], *, only_keys: bool = False) -> Tried:
         """K and V of the middle layer in the unit in the middle, or K alone."""
-        number, layer = middle_of(units), len(self._layers) // 2
+        number, middle = middle_of(units), len(self._layers) // 2
         streams: dict[int, Frame] = {}
         alike = None
-        for part in (2 * layer,) if only_keys else (2 * layer, 2 * layer + 1):
+        for part in [part for part, (layer, _) in enumerate(self._space.parts) if layer == middle][
+            : 1 if only_keys else 2
+        ]:
             streams[part], alike = self._encode(units[number], part, alike)
         return Tried(number, streams, alike)
 
     def frames_of_layer(self, units: Sequence[DenseUnit], options: CodecOptions) -> list[int]:
         """Bytes of frames of the same as `try_layer`."""
         (begin, end), layer = units[middle_of(units)].cut, self._layers[len(self._layers) // 2]
-        words = [np.ascontiguousarray(each[:, begin:end]) for each in (layer.keys, layer.values)]
+        words = [np.ascontiguousarray(each[:, begin:end]) for each in parts_of([layer])]
         return list(map(len, encode_many(words, dtype=self._space.dtype, effort=options.effort, threads=1)))
 
     def encode(
@@ -166,8 +167,9 @@ class Streams:
     def _encode(self, unit: DenseUnit, part: int, alike: Alike | None) -> tuple[Frame, Alike]:
         (begin, end), behind, tables = unit
         kind, raw_bytes = Kind(part, bool(behind.history)), self._parts[part][:, begin:end].nbytes
+        is_values = self._space.parts[part][1]
         above = NEAR * self.frames_lost.get(kind, 0) * raw_bytes
-        if behind.history and not self.frames_near[part % 2]:
+        if behind.history and not self.frames_near[is_values]:
             above = math.inf
         rows = self._scratch.rows(self._parts[part][:, begin - behind.history : end])
         # without token ids: they change no size by a tenth of a percent, and take a sixth to a third of the time
@@ -176,7 +178,7 @@ class Streams:
             behind.history,
             alike,
             dtype=self._space.dtype,
-            rotary=None if tables or part % 2 else fitting(self._rotary, self._parts[part]),
+            rotary=None if tables or is_values else fitting(self._rotary, self._parts[part]),
             tables=tables.sets[part] if tables else None,
             frames_above=above,
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from itertools import chain
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from ..frames.hashing import checksum, copied, rows_checksum
 from ..frames.options import LaneOptions
 from ..frames.words import words_of
 from ..threads.pool import map_pulled, resolve_threads
-from .space import Space
+from .space import Space, parts_of
 from .unit import Frame
 
 UNIT_TOKENS = 512
@@ -58,7 +57,7 @@ def encode_units(
         Called with the number of a unit and its frames, on the thread that finished it, in any order.
     """
     lanes = options.for_words(words_of(layers[0].keys[:, :0], None)[0])
-    parts = list(chain.from_iterable((cache.keys, cache.values) for cache in layers))
+    parts = parts_of(layers)
     open_units: dict[int, list[Frame | None]] = {}
     lock = threading.Lock()
     scratch, cores = _Scratch(), resolve_threads(threads)

@@ -221,11 +221,12 @@ class _DenseUnits:
         if own_tables:
             plans = self._with_tables(plans, own=True)
             found = self._streams.try_layer(plans)
-        keys, values = (frame <= NEAR * size for frame, size in zip(frames, found.sizes(), strict=True))
-        self._planned, self._tried, self._streams.frames_near = plans, found, (keys, values)
+        near = [frame <= NEAR * size for frame, size in zip(frames, found.sizes(), strict=True)]
+        frames_near = near[0], near[-1]  # there may be no V
+        self._planned, self._tried, self._streams.frames_near = plans, found, frames_near
         are_worth_it = sum(found.sizes()) <= WORTH * sum(frames)
         if are_worth_it and not self._tables_are_new:  # new tables fit the text that they were made of, and no other
-            self._how.trials.note(self._key, Verdict(own_tables, (keys, values)))
+            self._how.trials.note(self._key, Verdict(own_tables, frames_near))
         return are_worth_it
 
     def _short(self, plans: list[DenseUnit]) -> list[DenseUnit]:

@@ -27,7 +27,8 @@ from .token_ids import Ids
 def layers_of(source: Source, *, token_major: bool = False) -> list[LayerCache]:
     """K and V of every layer of anything that `kvmnn.open` opens.
 
-    Layers may differ in heads and head_dim, and V from K in head_dim.
+    Layers may differ in heads and head_dim, and V from K in head_dim. Caches of engines may have K alone (llama.cpp's
+    latent attention): V has no words then.
 
     Arrays of several types (llama.cpp's K may be quantised, and V not) become fp32, which has every number of them.
 
@@ -59,17 +60,26 @@ def layers_of(source: Source, *, token_major: bool = False) -> list[LayerCache]:
                 raise SourceError(f"{where}: layer {info.layer} was cut: a cache without some tokens is no prefix")
     if source.engine_cache is not None and not source.engine_cache.is_whole:
         raise SourceError(f"{where}: holds no beginning of a text, whole and in order: {source.engine_cache}")
-    arrays = sorted_layers(for_other_engines(source)[0], token_major=token_major)
-    check_pairs(arrays, place_said(source), one_size=False)
-    noted = noted_positions(source, [entry.geometry[1] for entry in arrays[::2]])
-    for entry, positions in zip(arrays[::2], noted.positions, strict=True) if noted else ():
+    has_keys_alone = source.engine_cache is not None
+    arrays = sorted_layers(for_other_engines(source)[0], token_major=token_major, keys_alone=has_keys_alone)
+    has_values = any(entry.part == "value" for entry in arrays)
+    if has_values:
+        check_pairs(arrays, place_said(source), one_size=False)
+    all_keys = arrays[:: 1 + has_values]
+    noted = noted_positions(source, [entry.geometry[1] for entry in all_keys])
+    for entry, positions in zip(all_keys, noted.positions, strict=True) if noted else ():
         if positions.max(initial=-1) >= positions.shape[-1]:  # they ascend
             raise SourceError(f"{where}: layer {entry.layer} was cut: a cache without some tokens is no prefix")
     if len({entry.array.dtype for entry in arrays}) > 1:
         arrays = [replace(entry, array=widened(entry.array)) for entry in arrays]
+    words = [_words(entry) for entry in arrays]
+    if not has_values:
+        return [
+            LayerCache(layer=entry.layer, keys=w, values=w[:, :, :0]) for entry, w in zip(arrays, words, strict=True)
+        ]
     return [
-        LayerCache(layer=keys.layer, keys=_words(keys), values=_words(values))
-        for keys, values in zip(arrays[::2], arrays[1::2], strict=True)
+        LayerCache(layer=entry.layer, keys=keys, values=values)
+        for entry, keys, values in zip(all_keys, words[::2], words[1::2], strict=True)
     ]
 
 
@@ -148,11 +158,14 @@ def write_prefix(
         in_memory(array_name(cache.layer, part), words)
         for cache in prefix.layers
         for part, words in zip(PARTS, (cache.keys, cache.values), strict=True)
+        if words.shape[2]
     ]
     source = Source(arrays, inputs=(where,))
     made: Packed | Unpacked
     if name is None and capacity is None and geometry in (None, Geometry()):
         made = unpack(source, output, force=force)
+    elif any(not cache.value_dim for cache in prefix.layers):
+        raise OptionError(f"{where}: this text has K alone, no V: MNN takes no such prefix; other outputs have arrays")
     else:
         ids = TokenIds.of(list(token_ids[: prefix.tokens]))
         made = pack(

@@ -14,7 +14,7 @@ import numpy as np
 from .. import dtypes
 from ..arrays.layer_cache import LayerCache
 from ..checks import shown
-from ..dtypes import DType
+from ..dtypes import DType, Words
 from ..errors import KvmnnError
 from ..files.json_document import parse
 from ..text import count
@@ -36,7 +36,7 @@ class LayerShape(NamedTuple):
     kv_heads: int
     head_dim: int
     value_dim: int
-    """Words of V in one head: as many as K has, but for latent attention."""
+    """Words of V in one head: as many as K has, but for latent attention; 0 where there is no V."""
 
     @property
     def dims(self) -> tuple[int, int]:
@@ -72,6 +72,11 @@ class Space:
         """The element type."""
         return dtypes.by_name(self.dtype)
 
+    @cached_property
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        """K and V (0 and 1) of each layer, by its place among them, in the order of a unit's streams: V where it is."""
+        return tuple((place, part) for place, shape in enumerate(self.layers) for part in range(2) if shape.dims[part])
+
     @property
     def token_bytes(self) -> int:
         """Bytes of K and V of one token in all layers."""
@@ -87,10 +92,16 @@ class Space:
         """For people: ``6 layers, 4 kv heads x 64 dims, fp32``."""
         shapes = sorted({shape[1:] for shape in self.layers})
         sizes = " and ".join(
-            f"{count(heads, 'kv head')} x {dims} dims{f' (V {of_values})' if of_values != dims else ''}"
+            f"{count(heads, 'kv head')} x {dims} dims{_values_said(dims, of_values)}"
             for heads, dims, of_values in shapes[:3]
         )
         return f"{len(self.layers)} layers, {sizes}{' and more' if len(shapes) > 3 else ''}, {self.dtype}"
+
+
+def _values_said(dims: int, of_values: int) -> str:
+    if of_values == dims:
+        return ""
+    return f" (V {of_values})" if of_values else " (no V)"
 
 
 def check_model(model: object) -> str:
@@ -129,7 +140,7 @@ def from_json(text: object, where: str) -> Space:
     for entry in root.at("layers").items(least=1, most=MAX_LAYERS):
         layer, heads, dims, *others = entry.items(least=3, most=4)
         of_values = others[0] if others else dims
-        shapes.append(LayerShape(layer.integer(0), heads.integer(1), dims.integer(1), of_values.integer(1)))
+        shapes.append(LayerShape(layer.integer(0), heads.integer(1), dims.integer(1), of_values.integer(0)))
     try:
         return _checked(Space(check_model(root.at("model").text()), dtype.text(), tuple(shapes)))
     except KvmnnError as error:
@@ -143,7 +154,7 @@ def _checked(space: Space) -> Space:
     if numbers != sorted(set(numbers)):
         raise KvmnnError(f"the layers are {shown(numbers)}: expected each once, in order")
     for shape in space.layers:
-        if not (1 <= shape.kv_heads <= _MAX_HEADS and min(shape.dims) >= 1 and max(shape.dims) <= _MAX_HEAD_DIM):
+        if not (1 <= shape.kv_heads <= _MAX_HEADS and shape.head_dim >= 1 and max(shape.dims) <= _MAX_HEAD_DIM):
             raise KvmnnError(f"layer {shape.layer} has {shape.kv_heads:,} kv heads x {max(shape.dims):,} dims")
     return space
 
@@ -167,3 +178,8 @@ def checked_layers(layers: Sequence[LayerCache], tokens: int) -> list[LayerCache
                 "that was cut is no prefix"
             )
     return found
+
+
+def parts_of(layers: Sequence[LayerCache]) -> list[Words]:
+    """K and V of each layer, in the order of `Space.parts`."""
+    return [words for cache in layers for words in (cache.keys, cache.values) if words.shape[2]]

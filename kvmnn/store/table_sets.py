@@ -1,4 +1,4 @@
-"""The tables that dense units share: for each layer one set for K and one for V, all of them one object."""
+"""The tables that dense units share: for each layer one set for K and one for V, if any, all of them one object."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..dense import Rotary, Tables
 from ..dtypes import Words
 from ..errors import KvmnnError
 from ..threads.pool import map_pulled, resolve_threads
-from .space import KEY_BYTES, MAX_LAYERS, Space
+from .space import KEY_BYTES, MAX_LAYERS, Space, parts_of
 from .unit import DamagedError
 
 MAGIC = b"KVMNNPT2"
@@ -57,12 +57,12 @@ class TableSets:
 def made_of(layers: Sequence[LayerCache], space: Space, rotary: Rotary | None, threads: int | None) -> TableSets:
     """Sets for the layers of a text, made of its first tokens."""
 
-    def one(job: tuple[int, int]) -> Tables:
-        layer, part = job
-        words = (layers[layer].keys, layers[layer].values)[part][:, :TOKENS]
-        return Tables.made_of([words], dtype=space.dtype, rotary=None if part else fitting(rotary, words))
+    def one(job: tuple[tuple[int, int], Words]) -> Tables:
+        (_, part), words = job
+        given = [words[:, :TOKENS]]
+        return Tables.made_of(given, dtype=space.dtype, rotary=None if part else fitting(rotary, words))
 
-    jobs = [(layer, part) for layer in range(len(layers)) for part in range(2)]
+    jobs = zip(space.parts, parts_of(layers), strict=True)
     return TableSets(map_pulled(one, jobs, resolve_threads(threads)))
 
 
@@ -83,7 +83,7 @@ def parse(data: bytes, key: bytes) -> TableSets:
         raise DamagedError("its tables are damaged")
     try:
         magic, count = _FIELDS.unpack_from(data)
-        if magic != MAGIC or not 2 <= count <= 2 * MAX_LAYERS:
+        if magic != MAGIC or not 1 <= count <= 2 * MAX_LAYERS:
             raise DamagedError("its tables are none")
         sizes = np.frombuffer(data, "<u4", count, _FIELDS.size).tolist()
         at = _FIELDS.size + 4 * count

@@ -91,7 +91,7 @@ class Unit:
     ids
         ``[token]``: of these blocks; the last may be shorter than a block.
     frames
-        K and V of the first layer, K and V of the next ...
+        K and V of the first layer, K and V of the next ... (`Space.parts`).
     dense
         What dense streams need; None for frames.
     """
@@ -173,7 +173,7 @@ def parse_header(data: Bytes) -> Header:
     magic, tokens, frames, start, space, parent = _FIELDS.unpack_from(data.data)
     if magic not in (MAGIC, DENSE_MAGIC):
         raise DamagedError("does not begin as a unit does")
-    if not (1 <= tokens <= MAX_TOKENS and 2 <= frames <= 2 * MAX_LAYERS and start <= MAX_TOKENS):
+    if not (1 <= tokens <= MAX_TOKENS and 1 <= frames <= 2 * MAX_LAYERS and start <= MAX_TOKENS):
         raise DamagedError("has impossible sizes in its header")
     at, history, chain, blocks, tables = _FIELDS.size, 0, 0, None, _NO_TABLES
     if magic == DENSE_MAGIC:

@@ -55,6 +55,7 @@ def test_positions_and_ends_that_cannot_be(wrong: dict[str, Any]) -> None:
 def test_values_may_have_another_head_dim() -> None:
     found = cache(values=words(head_dim=6))
     assert (found.head_dim, found.value_dim, found.nbytes) == (4, 6, 2 * 3 * (4 + 6) * 2)
+    assert cache(values=words(head_dim=0)).nbytes == 2 * 3 * 4 * 2
 
 
 @pytest.mark.parametrize(
@@ -70,7 +71,7 @@ def test_values_may_have_another_head_dim() -> None:
         ({"keys": words()[0]}, r"keys have shape \[3, 4\]: expected 3 axes"),
         ({"keys": words(0), "values": words(0)}, "has no heads or no head_dim"),
         ({"keys": words(head_dim=0), "values": words(head_dim=0)}, "has no heads or no head_dim"),
-        ({"values": words(head_dim=0)}, r"shape \[2, 3, 0\] has no heads or no head_dim"),
+        ({"keys": words(head_dim=0)}, r"shape \[2, 3, 0\] has no heads or no head_dim"),
     ],
 )
 def test_arrays_that_do_not_fit(wrong: dict[str, Any], said: str) -> None:

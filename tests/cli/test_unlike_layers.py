@@ -221,6 +221,22 @@ def test_keys_alone_are_measured(here: Path, run) -> None:
     assert "  K  " in text and "  V  " not in text and "of K alone: nothing is stored as V" in text
 
 
+def test_keys_alone_are_stored(here: Path, run) -> None:
+    shape = llama_files.Shape(heads=1, dims=96, has_v=False)
+    Path("alone.session").write_bytes(llama_files.state(Random(3), shape, [40], architecture="deepseek2")[0])
+    said = run("store", "put", "s", "alone.session", "--kv-heads", "1", "--fingerprint", "x").out
+    assert said.startswith("40 tokens, 40 of them new: 15,360 -> ")
+    store, text = ("s", "--fingerprint", "x"), ("--token-ids", "ids.json")
+    ids = kvmnn.open("alone.session", kv_heads=1).engine_cache.token_ids
+    Path("ids.json").write_text(json.dumps(ids.tolist()))
+    run("store", "get", *store, *text, "-o", "got.npz")
+    run("unpack", "alone.session", "--kv-heads", "1", "-o", "whole.npz")
+    with np.load("got.npz") as got, np.load("whole.npz") as whole:
+        assert {name: got[name].tobytes() for name in got} == {name: whole[name].tobytes() for name in whole}
+    mnn = ("--backend", "x86-avx2", "--name", "p", "-o", "p/")
+    assert "MNN takes no such prefix" in run("store", "get", *store, *text, *mnn, code=2).err
+
+
 def test_one_type_is_asked_for_where_none_may_be_widened(here: Path, capsys) -> None:
     words = np.ones((2, 8, 8))
     np.savez("types.npz", **{"layer_0.key": words.astype("f2"), "layer_0.value": words.astype("f4")})

@@ -9,7 +9,7 @@ from ..dtypes import Bytes
 from ..threads.pipeline import Progress
 from ..threads.pool import map_pulled
 from . import _encoder, zstd
-from .fast import RAW, fast_payloads, has_fast_form
+from .fast import fast_payloads, has_fast_form
 from .options import ZSTD_BIT, LaneOptions
 from .pieces import stream_header
 from .predictors import NAMES as PREDICTORS
@@ -95,8 +95,8 @@ def smallest_at_all_levels(options: LaneOptions, data: Bytes, threads: int, prog
         cost = len(near) * sum(_COSTS[level] for level in levels)
         map_pulled(at_a_high_level, [(lane, mode, level) for level in levels for lane, mode in near], threads)
     if has_fast_form(options, data.size):
-        for lane, payload in enumerate(fast_payloads(data, options, threads)):
-            best.offer_payload(lane, payload)
+        for lane, (mode, payload) in enumerate(fast_payloads(data, options, threads)):
+            best.offer_payload(lane, mode, payload)
     done.finish()
     return best.frame()
 
@@ -154,12 +154,12 @@ class _Best:
                 if best is None or found.rank < best.rank:
                     self.lanes[lane] = found
 
-    def offer_payload(self, lane: int, payload: bytes) -> None:
-        """Try a zstd payload that was made elsewhere, of the stream without a predictor."""
-        stream = stream_header(self.data.size // self.options.stride, RAW, len(payload)) + payload
+    def offer_payload(self, lane: int, mode: int, payload: bytes) -> None:
+        """Try a zstd payload that was made elsewhere."""
+        stream = stream_header(self.data.size // self.options.stride, mode, len(payload)) + payload
         best = self.lanes[lane]
         if best is None or len(stream) < best.size:
-            self.lanes[lane] = Candidate(len(stream), RAW, True, 0, stream)
+            self.lanes[lane] = Candidate(len(stream), mode, True, 0, stream)
 
     def frame(self) -> bytes:
         streams = [best.stream for best in self.lanes if best is not None]

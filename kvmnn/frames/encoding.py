@@ -50,8 +50,9 @@ def encode(
         ``("rle",)`` for an engine without libzstd.
     effort
         ``"exact"``: the engine's bytes. ``"balanced"``: the predictor is guessed from samples and each stream
-        compressed once, in pieces above 8 MiB. ``"fast"``: no predictor, and zstd frames of kvmnn's own writer
-        (docs/format.md), one for every 4 MiB; as ``"balanced"`` where `predictors` or `codecs` do not leave it that.
+        compressed once, in pieces above 8 MiB. ``"fast"``: zstd frames of kvmnn's own writer
+        (docs/format.md), one for every 4 MiB, with a predictor only where samples show that it pays, as K and V do not;
+        as ``"balanced"`` where `predictors` has no raw or `codecs` no zstd.
         ``"max"``: the smallest frame found with all zstd levels. MNN decodes all four.
     threads
         At most this number; None for all processors. Frames below 1 MiB are worked on by one.

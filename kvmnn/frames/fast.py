@@ -13,13 +13,16 @@ PIECE_BYTES = 4 << 20
 LONGER, REPEATS = 8, 3
 """Pieces of an array that becomes at least `REPEATS` times smaller are made again, so many times as long: what each of
 them begins with costs much of such an array, and repeats little time."""
+MANY = 8
+"""Of an array that becomes so many times smaller, predicted lanes are made without a predictor as well: what comes
+again from afar is in no sample."""
 
-RAW, _RAW_BIT = 0, 1
+_RAW_BIT = 1
 _U32_MAX = (1 << 32) - 1
 
 
 def has_fast_form(options: LaneOptions, nbytes: int) -> bool:
-    """Whether the options leave effort "fast" what it makes: zstd, and streams that are not predicted."""
+    """Whether the options leave effort "fast" what it makes: zstd, and streams that need not be predicted."""
     words, rest = divmod(nbytes, options.stride)
     allowed = options.allow & ZSTD_BIT and all(modes & _RAW_BIT for modes in options.modes)
     return bool(allowed) and 0 < words <= _U32_MAX and not rest
@@ -28,29 +31,45 @@ def has_fast_form(options: LaneOptions, nbytes: int) -> bool:
 def encode_fast(data: Bytes, options: LaneOptions, threads: int) -> bytes:
     """The frame of little-endian words, for which `has_fast_form` holds; its bytes do not depend on `threads`."""
     if data.size <= PIECE_BYTES:
-        return _fast.encode(data, options.stride)
-    lanes = [(RAW, payload) for payload in _lanes(data, options, threads)]
-    return frame_of(data.size // options.stride, lanes, threads)
+        return _fast.encode(data, options.stride, options.modes)
+    return frame_of(data.size // options.stride, _lanes(data, options, threads), threads)
 
 
-def fast_payloads(data: Bytes, options: LaneOptions, threads: int) -> list[bytes]:
-    """For every lane its zstd frames, one for each piece, one behind the other."""
-    return [joined(payload) for payload in _lanes(data, options, threads)]
+def fast_payloads(data: Bytes, options: LaneOptions, threads: int) -> list[tuple[int, bytes]]:
+    """For every lane the number of its predictor, and its zstd frames, one for each piece, one behind the other."""
+    return [(mode, joined(payload)) for mode, payload in _lanes(data, options, threads)]
 
 
-def _lanes(data: Bytes, options: LaneOptions, threads: int) -> list[tuple[Part, ...]]:
-    lanes = _in_pieces(data, PIECE_BYTES, options, threads)
-    made = sum(nbytes_of(part) for lane in lanes for part in lane)
-    return lanes if made * REPEATS > data.size else _in_pieces(data, LONGER * PIECE_BYTES, options, threads)
+def _lanes(data: Bytes, options: LaneOptions, threads: int) -> list[tuple[int, tuple[Part, ...]]]:
+    modes = _fast.likely_modes(data, options.stride, options.modes)
+    lanes = _in_pieces(data, PIECE_BYTES, options.stride, modes, threads)
+    if _nbytes(lanes) * REPEATS > data.size:
+        return lanes
+    lanes = _in_pieces(data, LONGER * PIECE_BYTES, options.stride, modes, threads)
+    if _nbytes(lanes) * MANY > data.size or all(bits == _RAW_BIT for bits in modes):
+        return lanes
+    raw = _in_pieces(data, LONGER * PIECE_BYTES, options.stride, [_RAW_BIT] * options.stride, threads)
+    return [
+        min(lane, other, key=lambda lane: sum(map(nbytes_of, lane[1]))) for lane, other in zip(lanes, raw, strict=True)
+    ]
 
 
-def _in_pieces(data: Bytes, size: int, options: LaneOptions, threads: int) -> list[tuple[Part, ...]]:
+def _nbytes(lanes: list[tuple[int, tuple[Part, ...]]]) -> int:
+    return sum(nbytes_of(part) for _, lane in lanes for part in lane)
+
+
+def _in_pieces(
+    data: Bytes, size: int, stride: int, modes: list[int], threads: int
+) -> list[tuple[int, tuple[Part, ...]]]:
+    words = data.size // stride
+
     def make(begin: int) -> list[Part]:
-        piece = data[begin : begin + size]
-        found = _fast.payloads(piece, options.stride)
-        return [_raw(piece, options.stride, lane, one) for lane, one in enumerate(found)]
+        end = min(begin + size // stride, words)
+        found = _fast.payloads(data, stride, begin, end, modes)
+        return [_raw(data[begin * stride : end * stride], stride, lane, one) for lane, one in enumerate(found)]
 
-    return list(zip(*map_pulled(make, range(0, data.size, size), threads), strict=True))
+    lanes = zip(*map_pulled(make, range(0, words, size // stride), threads), strict=True)
+    return [(bits.bit_length() - 1, lane) for bits, lane in zip(modes, lanes, strict=True)]
 
 
 def _raw(piece: Bytes, stride: int, lane: int, found: bytes | int) -> Part:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import codec_model
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 import kvmnn
 from kvmnn.frames import fast
+from kvmnn.frames.predictors import NAMES as PREDICTORS
 
 DIM = 64
 
@@ -29,9 +31,10 @@ def check(words: npt.NDArray[np.generic], dtype: str | None = None) -> bytes:
     frame = kvmnn.encode(words, dtype=dtype, effort="fast")
     raw = words.tobytes()
     assert codec_model.decode(frame, words.itemsize) == raw
-    for lane, payload in enumerate(streams_of(frame)):
+    for lane, (payload, stream) in enumerate(zip(streams_of(frame), kvmnn.inspect(frame).streams, strict=True)):
         found = zstandard.ZstdDecompressor().decompressobj(read_across_frames=True)
-        assert found.decompress(payload) == raw[lane :: words.itemsize]
+        mode = PREDICTORS.index(stream.predictor)
+        assert codec_model.unpredict(found.decompress(payload), mode) == raw[lane :: words.itemsize]
     return frame
 
 
@@ -41,9 +44,14 @@ def cache(rng: np.random.Generator, rows: int, dtype: str, again: float, head: i
     for row in np.flatnonzero(rng.random(rows) < again):
         part = int(rng.choice([head, head // 2, 3 * head // 4]))
         values[row, :part] = values[rng.integers(0, row + 1), :part]
+    return as_words(values, dtype).reshape(rows, head)
+
+
+def as_words(values: npt.NDArray[np.generic], dtype: str) -> npt.NDArray[np.generic]:
+    values = values.astype("<f4").reshape(-1)
     if dtype == "bf16":
-        return (values.view(np.uint32) >> 16).astype(np.uint16)
-    return values.astype({"fp16": np.float16, "fp32": np.float32}[dtype])
+        return (values.view("<u4") >> 16).astype("<u2")
+    return values.astype({"fp16": "<f2", "fp32": "<f4"}[dtype])
 
 
 @settings(max_examples=60, deadline=None)
@@ -83,15 +91,82 @@ def test_what_repeats_costs_little() -> None:
     assert len(twice) < 1.01 * len(once)
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
-@pytest.mark.parametrize("tokens", [64, 512])
-def test_smooth_lanes(tokens: int, dtype: str) -> None:
-    """A line with steps on it: short repeats everywhere, which a search for rows that are alike does not find."""
-    steps = np.random.default_rng(0).integers(0, 2, (4, tokens, 64)) / 64
-    words = (np.linspace(0.5, 1, 64) + steps).astype({"fp16": "<f2", "fp32": "<f4"}[dtype])
-    made, exact = (kvmnn.encode(words, effort=effort) for effort in ("fast", "exact"))
-    assert len(made) < 1.35 * len(exact)
-    assert kvmnn.decode(made, dtype=dtype).tobytes() == words.tobytes()
+def following(n: int) -> Iterator[tuple[str, npt.NDArray[np.floating]]]:
+    """Values that follow from those before them, each in a way of its own."""
+    rng, i, side = np.random.default_rng(7), np.arange(n), int(n**0.5)
+    y, x = np.mgrid[:side, :side]
+    image = np.sin(x / 40) * np.cos(y / 60) + np.sin((x + y) / 15) / 3
+    yield "a line with steps", np.linspace(0.5, 1, 64) + rng.integers(0, 2, (n // 64, 64)) / 64
+    yield "a line with noise", np.linspace(0.5, 1, 64) + rng.normal(0, 0.003, (n // 64, 64))
+    yield "a ramp with noise", i / n * 4 + rng.normal(0, 1e-3, n)
+    yield "counters", i // 100 % 2048
+    for times in (2, 3, 4, 8):
+        yield f"each word {times} times", np.repeat(rng.standard_normal(n // times + 1), times)[:n]
+    yield "each four words twice", np.repeat(rng.standard_normal((n // 8, 4)), 2, 0)
+    yield "each row twice", np.repeat(rng.standard_normal((n // 128, 64)), 2, 0)
+    yield "sorted", np.sort(rng.standard_normal(n))
+    yield "sorted rows", np.sort(rng.standard_normal((n // 1024, 1024)))
+    yield "a wave", np.sin(i / 1000)
+    yield "a short wave", np.sin(i / 10)
+    yield "angles of positions", np.sin(np.outer(np.arange(n // 64), 10000 ** (-np.arange(64) / 64)))
+    yield "a walk", np.cumsum(rng.normal(0, 0.01, n)) % 8 - 4
+    yield "spikes", np.where(rng.random(n) < 0.02, rng.standard_normal(n), 1.5)
+    yield "blocks of zeros", np.where(np.repeat(rng.random(n // 16) < 0.5, 16), 0, rng.standard_normal(n))
+    yield "an image", image
+    yield "an image of bytes with noise", np.round(127 + 77 * image + rng.normal(0, 2, image.shape))
+    yield "slow channels, tokens last", np.cumsum(rng.normal(0, 0.02, (64, n // 64)), 1) + rng.normal(0, 3, (64, 1))
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize(("nbytes", "most"), [(64 << 10, 1.14), (1 << 20, 1.06)])
+def test_what_follows_from_what_was_before(nbytes: int, most: float, dtype: str) -> None:
+    """Hardly larger than exact frames, most of them not at all."""
+    shares = []
+    for name, values in following(nbytes // (4 if dtype == "fp32" else 2)):
+        words = as_words(values, dtype)
+        made = kvmnn.encode(words, dtype=dtype, effort="fast")
+        shares.append(len(made) / len(kvmnn.encode(words, dtype=dtype)))
+        assert shares[-1] < most, name
+        assert kvmnn.decode(made, dtype=dtype).tobytes() == words.tobytes()
+    assert np.mean(shares) < 1.01
+
+
+def test_a_predictor_goes_on_from_piece_to_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = as_words(np.repeat(np.random.default_rng(0).standard_normal(50_000), 2), "fp16")
+    whole = check(words)
+    monkeypatch.setattr(fast, "PIECE_BYTES", 1 << 15)
+    cut = check(words)
+    assert {stream.predictor for stream in kvmnn.inspect(cut).streams} <= {"delta_seq", "xor_seq"}
+    assert len(cut) < 1.05 * len(whole)
+    for threads in (1, 2, 5):
+        assert kvmnn.encode(words, effort="fast", threads=threads) == cut
+
+
+def test_what_comes_again_from_afar_is_in_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Predicted by the look of it, and much smaller if not."""
+    words = as_words(np.sin(np.arange(1 << 22) / 1000), "fp16")
+    made = kvmnn.encode(words, effort="fast")
+    assert kvmnn.decode(made).tobytes() == words.tobytes()
+    monkeypatch.setattr(fast, "MANY", 1 << 30)
+    assert 1.5 * len(made) < len(kvmnn.encode(words, effort="fast"))
+
+
+def test_only_predictors_that_are_allowed() -> None:
+    words = as_words(np.repeat(np.random.default_rng(0).standard_normal(50_000), 2), "fp16")
+    for names in ("raw", "raw,xor_seq", "raw,delta_seq"):
+        made = kvmnn.encode(words, effort="fast", predictors=names)
+        assert {stream.predictor for stream in kvmnn.inspect(made).streams} == {names.split(",")[-1]}
+        assert kvmnn.decode(made, dtype="fp16").tobytes() == words.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+def test_a_cache_is_not_predicted(dtype: str) -> None:
+    """Not even one that is half empty, or all of whose lanes are searched."""
+    words = cache(np.random.default_rng(8), 4000, dtype, 0.3)
+    words[2000:] = 0
+    for part in (words, words[:2000], words[:100]):
+        streams = kvmnn.inspect(check(part.copy(), dtype)).streams
+        assert {stream.predictor for stream in streams} == {"raw"}
 
 
 def test_few_values_to_many() -> None:

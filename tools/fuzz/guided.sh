@@ -44,7 +44,7 @@ for module in $MODULES; do
         case $module in _simd | files/_mapping | frames/_encoder | frames/_hashing | packed/_layout) checks= ;; esac
         case $module in
         frames/_fast)
-            for part in zstd_writer huffman fse repeats; do more="$more pyx/kvmnn/frames/$part.c"; done
+            for part in zstd_writer huffman fse repeats samples; do more="$more pyx/kvmnn/frames/$part.c"; done
             level="-O2 -DKVMNN_BLOCK=4608 -fno-sanitize-coverage=trace-cmp" # no value here is worth guessing
             ;;
         frames/_streams) more=pyx/kvmnn/frames/lanes.c ;;

@@ -1,17 +1,18 @@
 """Frames of effort "fast": zstd payloads by a writer of its own, which does only what pays in K and V (docs/format.md).
 
 A lane without redundancy becomes raw blocks. Of the others, what earlier rows of the lane have at the same places is
-copied from there, and the rest gets Huffman codes.
+copied from there, and the rest gets Huffman codes. Where samples show that bytes follow from those before them, which
+those of K and V do not, predictors and libzstd are tried as well.
 """
 
-from libc.stdint cimport uint8_t, uint32_t, uint64_t
-from libc.string cimport memcpy, memset
+from libc.stdint cimport uint8_t, uint32_t
+from libc.string cimport memcpy
 
 from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize, PyBytes_Size
 
 from kvmnn._simd cimport active_level
-from kvmnn.frames._stream_header cimport CODEC_ZSTD, HEADER, store_le32
-from kvmnn.frames._streams cimport KVMNN_MODE_DELTA, KVMNN_MODE_RAW, entropy, lanes
+from kvmnn.frames._stream_header cimport CODEC_ZSTD, HEADER, MODES, store_le32
+from kvmnn.frames._streams cimport KVMNN_MODE_DELTA, KVMNN_MODE_RAW, lanes
 from kvmnn.frames._workspace cimport Workspace, acquire, release, unwritten_bytes
 from kvmnn.frames._zstdlib cimport zstd
 
@@ -43,23 +44,47 @@ cdef extern from "kvmnn/frames/zstd_writer.h" nogil:
         size_t count, int flat, uint8_t *scratch, uint8_t *dst)
 
 
+cdef extern from "kvmnn/frames/samples.h" nogil:
+    enum:
+        KVMNN_LOOK
+        KVMNN_LOOKS
+        KVMNN_SAMPLE
+        KVMNN_FOLLOWS
+        KVMNN_SHORT
+    void kvmnn_samples_init()
+    double kvmnn_sample_bits(const uint8_t *sample, size_t n)
+    size_t kvmnn_sample_most(const uint8_t *sample, size_t n)
+    int kvmnn_sample_follows(const uint8_t *sample, size_t n, size_t every, double bits)
+
+
 cdef enum:
-    LOOK = 256               # bytes of one look at a lane ...
-    LOOKS = 16               # ... and how many looks it takes
-    DELTA_LOOKS = 4          # ... at what one byte adds to that before it
     ZSTD_HEADER = 14         # of a frame, at most
     RAW_HEADER = 3           # of a raw block
-    LEVEL_EXACT = 3          # of lanes with next to nothing in them, where libzstd is fast as well, and of smooth ones
+    LEVEL_EXACT = 3          # of libzstd, where bytes follow from those before them ...
+    LEVEL_TRIAL = 1          # ... and to find the predictor
+    FEWER = 4                # looks, by which it is found out whether they do
+    TEXTS = 4                # places of a lane, from which what is tried is taken: ...
+    TEXT_SHARE = 8           # ... one byte in so many, within limits, to find the predictor, ...
+    TEXT_LEAST = 8 << 10
+    TEXT_MOST = 128 << 10
+    MORE_SHARE = 4           # ... and more to find out whether libzstd pays, ...
+    MORE_LEAST = 16 << 10
+    MORE_MOST = 256 << 10
+    ALL_MOST = 2 << 20       # ... and most of it where it becomes ...
+    TINY = 8                 # ... so many times smaller: much depends on little there, and libzstd is quick
+    LEAST = 64               # bytes of a payload that need not become fewer
 
 cdef double FLAT_BITS = 7.85  # a byte; random bytes come to 7.955 in a sample of that size
 cdef double POOR_BITS = 2.0
 cdef double DEAR_BITS = 4.0   # where a byte takes more, shorter repeats pay
-cdef double SMOOTH_SHARE = 0.6  # of a byte's bits: where steps take less, short repeats are all over, which libzstd finds
+cdef double SLOWER = 1.02     # of its bytes, libzstd has to save more
+cdef double COMMON = 0.7      # of bytes, if one byte is so many: no code is short enough for it
 
 cdef size_t NO_MEMORY = <size_t>-1
 
 cdef kvmnn_sequence_tables _tables
 kvmnn_sequence_tables_init(&_tables)
+kvmnn_samples_init()
 
 
 cdef struct Scratch:
@@ -69,23 +94,61 @@ cdef struct Scratch:
     kvmnn_repeat *repeats
 
 
-cdef double sampled_bits(
-    const uint8_t *src, size_t words, int stride, int lane, int mode, size_t looks
-) noexcept nogil:
-    """Order-0 entropy of a sample of a lane, or of its steps, in bits a byte."""
-    cdef uint64_t counts[256]
-    cdef uint8_t look[LOOK]
-    cdef size_t begin = 0, size, step = words // looks, end = looks * step
-    memset(counts, 0, sizeof(counts))
-    if step <= LOOK:
-        step, end = LOOK, words
-    while begin < end:
-        size = min(<size_t>LOOK, words - begin)
-        lanes().predict_lane(src + begin * <size_t>stride, size, stride, lane, mode, look)
-        lanes().histogram(look, size, counts)
-        begin += step
-    return entropy(counts)
+cdef struct Lane:
+    int mode
+    uint8_t *made            # its payload, or NULL for one that `raw_frame` is to write
+    size_t size
 
+
+cdef struct Look:
+    double bits              # of a byte
+    bint short               # there are short repeats all over
+
+
+cdef struct Form:
+    int mode                 # -1: no memory
+    bint libzstd
+    size_t size              # of the payload, where a trial had the whole lane: it is there
+
+
+# -- what samples say -------------------------------------------------------------------------------------------------
+
+cdef size_t sampled(const uint8_t *src, size_t words, int stride, int lane, uint8_t *sample) noexcept nogil:
+    """Looks at a lane, at most KVMNN_SAMPLE bytes; how many."""
+    cdef size_t begin = 0, got = 0, size, step = words // KVMNN_LOOKS, end = KVMNN_LOOKS * step
+    if step <= KVMNN_LOOK:
+        step, end = KVMNN_LOOK, words
+    while begin < end:
+        size = min(<size_t>KVMNN_LOOK, words - begin)
+        if stride == 1:
+            memcpy(sample + got, src + begin, size)
+        else:
+            lanes().predict_lane(src + begin * <size_t>stride, size, stride, lane, KVMNN_MODE_RAW, sample + got)
+        got += size
+        begin += step
+    return got
+
+
+cdef bint look_at(const uint8_t *src, size_t words, int stride, Look *looks) noexcept nogil:
+    """A look at each lane. True if the bytes of any follow from those before them, or are next to none.
+
+    Where the high bytes of words do, the low ones may as well, in a way that no sample shows.
+    """
+    cdef uint8_t sample[KVMNN_SAMPLE]
+    cdef bint found = False
+    cdef size_t n
+    cdef int lane, follows
+    for lane in range(stride):
+        n = sampled(src, words, stride, lane, sample)
+        looks[lane].bits = kvmnn_sample_bits(sample, n)
+        follows = kvmnn_sample_follows(sample, n, FEWER if n < words else 1, looks[lane].bits)
+        looks[lane].short = follows & KVMNN_SHORT != 0
+        if follows or looks[lane].bits < POOR_BITS:
+            found = True
+    return found
+
+
+# -- one lane ---------------------------------------------------------------------------------------------------------
 
 cdef size_t raw_size(size_t n) noexcept nogil:
     """Bytes of a frame of raw blocks."""
@@ -105,20 +168,87 @@ cdef void raw_frame(const uint8_t *src, size_t words, int stride, int lane, uint
         begin += size
 
 
-cdef size_t lane_frame(
-    Workspace ws, const uint8_t *lane, size_t n, double bits, bint smooth, Scratch scratch, uint8_t *dst
-) noexcept nogil:
-    """The payload of one lane in dst (kvmnn_zstd_bound(n) bytes); its size, 0 for one of raw blocks, or NO_MEMORY."""
+cdef size_t lane_frame(const uint8_t *lane, size_t n, double bits, Scratch scratch, uint8_t *dst) noexcept nogil:
+    """The payload of one lane in dst (kvmnn_zstd_bound(n) bytes); its size, 0 for one of raw blocks."""
     cdef bint flat = bits > FLAT_BITS
-    cdef size_t size, count
-    if bits < POOR_BITS or smooth:
-        size = zstd.compress(ws.cctx, dst, kvmnn_zstd_bound(n), lane, n, LEVEL_EXACT)
-        return NO_MEMORY if zstd.is_error(size) else size
-    count = kvmnn_repeats_find(active_level, lane, n, bits > DEAR_BITS, scratch.table, scratch.repeats)
+    cdef size_t count = kvmnn_repeats_find(active_level, lane, n, bits > DEAR_BITS, scratch.table, scratch.repeats)
     if flat and not count:
         return 0
     return kvmnn_zstd_write(active_level, &_tables, lane, n, scratch.repeats, count, flat, scratch.writer, dst)
 
+
+cdef double bits_of(const uint8_t *lane, size_t n) noexcept nogil:
+    cdef uint8_t sample[KVMNN_SAMPLE]
+    return kvmnn_sample_bits(sample, sampled(lane, n, 1, 0, sample))
+
+
+cdef size_t predicted_text(
+    const uint8_t *src, size_t words, int stride, int lane, int mode, size_t most, uint8_t *text
+) noexcept nogil:
+    """At most `most` bytes of a lane, from several places of a longer one, predicted; how many."""
+    cdef size_t size = words if words <= most else most // TEXTS, step = words // TEXTS, begin = 0, got = 0
+    while got < min(words, most):
+        lanes().predict_lane(src + begin * <size_t>stride, size, stride, lane, mode, text + got)
+        got += size
+        begin += step
+    return got
+
+
+cdef Form best_form(
+    Workspace ws, const uint8_t *src, size_t words, int stride, int lane, int modes, Look look, Scratch scratch,
+    uint8_t **slots
+) noexcept nogil:
+    """What makes a text of the lane smallest, of the predictors of the bit set `modes`; the first at equality.
+
+    The two slots have kvmnn_zstd_bound(words) bytes each, or those of ALL_MOST, and may change places.
+    """
+    cdef size_t most = min(max(words // TEXT_SHARE, <size_t>TEXT_LEAST), <size_t>TEXT_MOST)
+    cdef size_t room = kvmnn_zstd_bound(min(words, <size_t>ALL_MOST)), n = 0, size, least
+    cdef int mode, level = LEVEL_TRIAL
+    cdef Form best
+    if look.bits < POOR_BITS or words <= TEXT_LEAST:
+        most, level = ALL_MOST, LEVEL_EXACT
+    while True:
+        least, best = NO_MEMORY, Form(-1, True, 0)
+        for mode in range(MODES):
+            if modes >> mode & 1 and least > LEAST:
+                n = predicted_text(src, words, stride, lane, mode, most, scratch.lane)
+                size = zstd.compress(ws.cctx, slots[1], room, scratch.lane, n, level)
+                if zstd.is_error(size):
+                    return Form(-1, True, 0)
+                if size < least:
+                    least, best.mode = size, mode
+                    slots[0], slots[1] = slots[1], slots[0]
+        if level == LEVEL_EXACT:
+            best.size = least if n == words else 0
+            return best
+        if least * TINY > n:
+            break
+        most, level = ALL_MOST, LEVEL_EXACT
+    if not look.short and words > MORE_LEAST:
+        best.libzstd = pays(ws, src, words, stride, lane, best.mode, room, scratch, slots[0])
+    return best
+
+
+cdef bint pays(
+    Workspace ws, const uint8_t *src, size_t words, int stride, int lane, int mode, size_t room, Scratch scratch,
+    uint8_t *dst
+) noexcept nogil:
+    """Whether libzstd makes enough of a lane under a predictor for the time that it takes."""
+    cdef uint8_t sample[KVMNN_SAMPLE]
+    cdef size_t most = min(max(words // MORE_SHARE, <size_t>MORE_LEAST), <size_t>MORE_MOST)
+    cdef size_t n = predicted_text(src, words, stride, lane, mode, most, scratch.lane), size, other
+    cdef size_t got = sampled(scratch.lane, n, 1, 0, sample)
+    if kvmnn_sample_most(sample, got) > COMMON * got:
+        return True
+    other = zstd.compress(ws.cctx, dst, room, scratch.lane, n, LEVEL_EXACT)
+    if zstd.is_error(other):
+        return False
+    size = lane_frame(scratch.lane, n, kvmnn_sample_bits(sample, got), scratch, dst)
+    return SLOWER * other < (size if size else n)
+
+
+# -- all lanes --------------------------------------------------------------------------------------------------------
 
 cdef inline size_t aligned(size_t n) noexcept nogil:
     return (n + 63) & ~<size_t>63
@@ -137,98 +267,157 @@ cdef bint make_room(Workspace ws, size_t words, Scratch *scratch) noexcept nogil
 
 
 cdef bint make_lanes(
-    Workspace ws, const uint8_t *src, size_t words, int stride, uint8_t **made, size_t *sizes
+    Workspace ws, const uint8_t *src, size_t words, int stride, bint continued, const int *modes, Lane *found
 ) noexcept nogil:
-    """The payload of each lane and its size; NULL for a lane that `raw_frame` is to write. False: no memory."""
-    cdef size_t room = kvmnn_zstd_bound(words)
-    cdef uint8_t *out = ws.buffer(1, <size_t>stride * room)
+    """The lanes of a piece, each by a predictor of its bit set in `modes`. False: no memory.
+
+    `continued`: the word before is there as well, and predictors go on from it.
+    """
+    cdef size_t room = kvmnn_zstd_bound(words), size
+    cdef uint8_t *out = ws.buffer(1, <size_t>(stride + 1) * room)
+    cdef uint8_t *slots[5]
     cdef Scratch scratch
-    cdef double bits
-    cdef bint smooth
+    cdef Look[4] looks
+    cdef bint follows = look_at(src, words, stride, looks)
+    cdef Form form
     cdef int lane
     if out == NULL or not make_room(ws, words, &scratch):
         return False
+    for lane in range(stride + 1):
+        slots[lane] = out + <size_t>lane * room
     for lane in range(stride):
-        bits = sampled_bits(src, words, stride, lane, KVMNN_MODE_RAW, LOOKS)
-        smooth = sampled_bits(src, words, stride, lane, KVMNN_MODE_DELTA, DELTA_LOOKS) < SMOOTH_SHARE * bits
-        made[lane] = out + <size_t>lane * room
-        lanes().predict_lane(src, words, stride, lane, KVMNN_MODE_RAW, scratch.lane)
-        sizes[lane] = lane_frame(ws, scratch.lane, words, bits, smooth, scratch, made[lane])
-        if sizes[lane] == NO_MEMORY:
-            return False
-        if sizes[lane] == 0:
-            made[lane], sizes[lane] = NULL, raw_size(words)
+        form = Form(KVMNN_MODE_RAW, False, 0)
+        if follows or not modes[lane] & 1 << KVMNN_MODE_RAW:
+            form = best_form(ws, src, words, stride, lane, modes[lane], looks[lane], scratch, slots + lane)
+            if form.mode < 0:
+                return False
+        size = form.size
+        if size == 0 or continued and form.mode != KVMNN_MODE_RAW:
+            lanes().predict_lane(src, words, stride, lane, form.mode, scratch.lane)
+            if form.mode != KVMNN_MODE_RAW:
+                looks[lane].bits = bits_of(scratch.lane, words)
+                if continued:
+                    scratch.lane[0] = after(src[lane], src[lane - stride], form.mode)
+            size = 0
+            if not form.libzstd:
+                size = lane_frame(scratch.lane, words, looks[lane].bits, scratch, slots[lane])
+            if form.libzstd or size == 0 and form.mode != KVMNN_MODE_RAW:
+                size = zstd.compress(ws.cctx, slots[lane], room, scratch.lane, words, LEVEL_EXACT)
+                if zstd.is_error(size):
+                    return False
+        found[lane] = Lane(form.mode, slots[lane], size)
+        if size == 0:
+            found[lane].made, found[lane].size = NULL, raw_size(words)
     return True
 
 
-cdef Workspace lanes_made(
-        const uint8_t *src, size_t words, int stride, uint8_t **made, size_t *sizes):
+cdef inline uint8_t after(uint8_t byte, uint8_t before, int mode) noexcept nogil:
+    return byte - before if mode == KVMNN_MODE_DELTA else byte ^ before
+
+
+cdef Workspace lanes_made(const uint8_t *src, size_t words, int stride, bint continued, modes, Lane *found):
     """`make_lanes` in a workspace that the caller releases, once it has copied them."""
     cdef Workspace ws = acquire(True, False)
+    cdef int[4] sets
     cdef bint ok
+    for lane in range(stride):
+        sets[lane] = modes[lane]
     with nogil:
-        ok = make_lanes(ws, src, words, stride, made, sizes)
+        ok = make_lanes(ws, src, words, stride, continued, sets, found)
     if not ok:
         release(ws)
         raise MemoryError("no memory for the streams of a frame")
     return ws
 
 
-def encode(const uint8_t[::1] data not None, int stride) -> bytes:
-    """The frame of one piece of whole words, at least one of them."""
+# -- for Python -------------------------------------------------------------------------------------------------------
+
+def encode(const uint8_t[::1] data not None, int stride, modes) -> bytes:
+    """The frame of one piece of whole words, at least one of them.
+
+    `modes`: for each lane a bit set of predictors (1 raw, 2 delta_seq, 4 xor_seq), which has raw.
+    """
     cdef size_t words = data.shape[0] // stride, size = 4
-    cdef size_t[4] sizes
-    cdef uint8_t *made[4]
+    cdef Lane[4] found
     cdef uint8_t *at
     cdef int lane
     cdef bytes frame
-    cdef Workspace ws = lanes_made(&data[0], words, stride, made, sizes)
+    cdef Workspace ws = lanes_made(&data[0], words, stride, False, modes, found)
     try:
         for lane in range(stride):
-            size += HEADER + sizes[lane]
+            size += HEADER + found[lane].size
         frame = unwritten_bytes(size)
         at = <uint8_t *>PyBytes_AsString(frame)
         with nogil:  # new pages cost as much as the copy
             store_le32(at, <uint32_t>words)
             at += 4
             for lane in range(stride):
-                at[0], at[1] = KVMNN_MODE_RAW, CODEC_ZSTD
+                at[0], at[1] = found[lane].mode, CODEC_ZSTD
                 store_le32(at + 2, <uint32_t>words)
-                store_le32(at + 6, <uint32_t>sizes[lane])
-                if made[lane] == NULL:
+                store_le32(at + 6, <uint32_t>found[lane].size)
+                if found[lane].made == NULL:
                     raw_frame(&data[0], words, stride, lane, at + HEADER)
                 else:
-                    memcpy(at + HEADER, made[lane], sizes[lane])
-                at += HEADER + sizes[lane]
+                    memcpy(at + HEADER, found[lane].made, found[lane].size)
+                at += HEADER + found[lane].size
         return frame
     finally:
         release(ws)
 
 
-def payloads(const uint8_t[::1] data not None, int stride) -> list:
-    """A zstd payload for each lane of whole words, at least one of them, as predictor "raw" has it.
+def likely_modes(const uint8_t[::1] data not None, int stride, modes) -> list:
+    """For each lane of whole words a bit set with the one predictor of all its pieces; `modes` as for `encode`."""
+    cdef size_t words = data.shape[0] // stride, most = min(words, <size_t>ALL_MOST)
+    cdef Look[4] looks
+    cdef int lane, lane_modes
+    cdef Form form
+    cdef Scratch scratch
+    cdef uint8_t *slots[2]
+    cdef list found = []
+    cdef Workspace ws = acquire(True, False)
+    try:
+        if not look_at(&data[0], words, stride, looks):
+            return [1 << KVMNN_MODE_RAW] * stride
+        slots[0] = ws.buffer(1, 2 * kvmnn_zstd_bound(most))
+        if slots[0] == NULL or not make_room(ws, most, &scratch):
+            raise MemoryError("no memory to try predictors")
+        slots[1] = slots[0] + kvmnn_zstd_bound(most)
+        for lane in range(stride):
+            lane_modes = modes[lane]
+            with nogil:
+                form = best_form(ws, &data[0], words, stride, lane, lane_modes, looks[lane], scratch, slots)
+            if form.mode < 0:
+                raise MemoryError("no memory to try predictors")
+            found.append(1 << form.mode)
+        return found
+    finally:
+        release(ws)
+
+
+def payloads(const uint8_t[::1] data not None, int stride, size_t begin, size_t end, modes) -> list:
+    """A zstd payload for each lane of the words from `begin` to `end`, under the one predictor of its bit set.
 
     In place of one that has nothing but raw blocks, how long it is: `write_raw` writes it where it is to stay.
     """
-    cdef size_t words = data.shape[0] // stride
-    cdef size_t[4] sizes
-    cdef uint8_t *made[4]
+    cdef Lane[4] found
     cdef uint8_t *copies[4]
     cdef int lane
-    cdef list found = []
-    cdef Workspace ws = lanes_made(&data[0], words, stride, made, sizes)
+    cdef list out = []
+    if not begin < end <= <size_t>data.shape[0] // stride:
+        raise KvmnnError(f"words {begin} to {end} of {data.shape[0] // stride}: not there")
+    cdef Workspace ws = lanes_made(&data[begin * stride], end - begin, stride, begin > 0, modes, found)
     try:
         for lane in range(stride):
-            if made[lane] == NULL:
-                found.append(sizes[lane])
+            if found[lane].made == NULL:
+                out.append(found[lane].size)
             else:
-                found.append(PyBytes_FromStringAndSize(NULL, sizes[lane]))
-                copies[lane] = <uint8_t *>PyBytes_AsString(found[lane])
+                out.append(PyBytes_FromStringAndSize(NULL, found[lane].size))
+                copies[lane] = <uint8_t *>PyBytes_AsString(out[lane])
         with nogil:
             for lane in range(stride):
-                if made[lane] != NULL:
-                    memcpy(copies[lane], made[lane], sizes[lane])
-        return found
+                if found[lane].made != NULL:
+                    memcpy(copies[lane], found[lane].made, found[lane].size)
+        return out
     finally:
         release(ws)
 

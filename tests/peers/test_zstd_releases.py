@@ -53,9 +53,9 @@ def arrays() -> Iterator[tuple[str, bytes]]:
         yield dtype, bytes(600_000 * stride)
         lane = np.concatenate([np.full(100_000, 7), rng.integers(0, 200, 140_000)]).astype(np.uint8)
         yield dtype, with_noise(rng, lane, stride)  # blocks of one value
-        for shape in ((1500, 64), (200, 960)):
+        for shape in ((2048, 64), (200, 960)):  # the first is a block
             rows = rng.integers(8, 200, shape, np.uint8)
-            copies = rng.permutation(rows)
+            copies = np.concatenate([rng.permutation(rows), rng.permutation(rows)])
             copies[:, -1] = 7  # all that is new, between copies of one length
             yield dtype, with_noise(rng, np.concatenate([rows, copies]).reshape(-1), stride)
         rows = rng.standard_normal((900, 64)).astype(np.float32)

@@ -143,7 +143,7 @@ class Cleaned:
     other_files, other_bytes
         Files that nothing referred to.
     kept
-        Why a text was not removed; empty where it was.
+        Why a text was not removed, or more is left than the bound; empty where that is not so.
     dtypes
         Of a text: the precisions that are meant.
     """
@@ -164,6 +164,11 @@ class Cleaned:
         if self.other_files:
             text += f", and {count(self.other_files, 'file')} that nothing referred to, {self.other_bytes:,} bytes"
         return text + (f": {self.kept}" if self.kept else "")
+
+
+def pinned_bytes(left: int, max_bytes: int | None) -> str:
+    """Why more is left than the bound: what is pinned, and what that goes on from."""
+    return f"{left:,} bytes are left, of texts that are pinned" if max_bytes is not None and left > max_bytes else ""
 
 
 @dataclass(frozen=True, kw_only=True)

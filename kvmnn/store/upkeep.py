@@ -9,7 +9,7 @@ from . import updates
 from .directory import Directory
 from .index import whole_numbers
 from .lookup import Text
-from .results import Cleaned, Verified
+from .results import Cleaned, Verified, pinned_bytes
 from .space import from_json
 from .token_ids import block_keys
 from .unit import DamagedError, Unit
@@ -68,12 +68,15 @@ def clean(units: Directory, max_bytes: int | None) -> Cleaned:
 
     lost = units.remove(choose)
     evicted = units.evict(max_bytes) if max_bytes is not None else None
+    with units.index.reading() as cursor:
+        left = updates.held_bytes(cursor)
     units.index.clean()
     return Cleaned(
         units=lost.units + (evicted.units if evicted else 0),
         bytes=lost.nbytes + (evicted.nbytes if evicted else 0),
         other_files=others,
         other_bytes=other_bytes,
+        kept=pinned_bytes(left, max_bytes),
     )
 
 

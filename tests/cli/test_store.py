@@ -156,6 +156,7 @@ def test_the_rest(here: Path, run) -> None:
         (["put", "S", "x", "--codec", "frames", "--rope", "dims=16"], "--rope needs --codec dense"),
         (["stat", "S", "x"], "store stat takes nothing but the store"),
         (["get", "S", "--token-ids", "long.json"], "store get needs -o OUT"),
+        (["export", "S", "--token-ids", "long.json", "-o", "-"], "store export needs -o FILE, a file of its own"),
         (["ls", "S", "--name", "x"], "--name says nothing to store ls"),
         (["match", "S", "--token-ids", "long.json", "--max-bytes", "1"], "--max-bytes says nothing to store match"),
         (["import", "S", "a", "b"], "store import takes one file"),

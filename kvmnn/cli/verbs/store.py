@@ -35,8 +35,9 @@ A text is said by --token-ids: numbers (5,7,9), or a file: a JSON list, numbers 
 needs none for a cache that has its ids, as llama.cpp's sessions do. CACHE is anything kvmnn reads: an engine's prefix
 cache, live files of a running engine, a dump, frames, arrays called layer_<n>.key and layer_<n>.value. Which model
 computed it is said by --model, whose fingerprint is taken (the folder of an MNN model, with its .mnn file, or a
-llama.cpp FILE.gguf), or for any other model, such as a folder of transformers, by --fingerprint TEXT; a cache that
-knows its model and a store of one model need neither. A store takes a second model only with --force."""
+llama.cpp FILE.gguf), or for any other model, such as a folder of transformers, by --fingerprint TEXT; put
+needs neither for a cache that knows its model, all else where the store has one model. A store takes a second model
+only with --force."""
 
 
 class _Action(NamedTuple):
@@ -126,7 +127,8 @@ def run(arguments: argparse.Namespace) -> int:
     if "token_ids" in action.options and arguments.token_ids is None and arguments.action != "put":
         raise UsageError(f"store {arguments.action} needs --token-ids IDS")
     if "output" in action.options and arguments.output in (None, printing.STDIO):
-        raise UsageError(f"store {arguments.action} needs -o OUT, a file or directory")
+        what = "FILE, a file of its own" if arguments.action == "export" else "OUT, a file or directory"
+        raise UsageError(f"store {arguments.action} needs -o {what}")
     if arguments.codec == "frames":
         idle_options.refuse(arguments, ["rope"], "needs --codec dense")
     making = arguments.action in _MAKING

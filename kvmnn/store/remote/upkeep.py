@@ -9,7 +9,7 @@ import numpy as np
 
 from ...dtypes import Bytes
 from ..lookup import Text
-from ..results import Cleaned, Entry, Stats, Verified
+from ..results import Cleaned, Entry, Stats, Verified, pinned_bytes
 from ..space import Space
 from ..unit import DamagedError
 from ..verifying import GoneError, Verifier
@@ -68,7 +68,8 @@ def clean(units: Shelf, max_bytes: int | None) -> Cleaned:
     for some in _runs([*lost, *(f"units/{name}" for name in others), *uses, *tables]):
         units.values.delete(some)
     evicted, nbytes = (0, 0) if max_bytes is None else bounding.evict(units, max_bytes)
-    return Cleaned(units=len(lost) + evicted, bytes=nbytes, other_files=len(others))
+    kept = pinned_bytes(units.held_bytes or 0, max_bytes)
+    return Cleaned(units=len(lost) + evicted, bytes=nbytes, other_files=len(others), kept=kept)
 
 
 def verify(units: Shelf, threads: int | None) -> Verified:

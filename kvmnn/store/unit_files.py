@@ -125,32 +125,37 @@ class _Aside:
         self._parent = parent
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._close: weakref.finalize[..., _Aside] | None = None
-        self._folder = parent
+        self._made: weakref.finalize[[Temporary, int], _Aside] | None = None
+        self._folder: Path | None = None
+        self._process = os.getpid()
 
     def new_file(self) -> Path:
         """The name of a file that is not there yet; its folder is."""
+        if self._process != os.getpid():  # forked: that folder and that lock are the parent's
+            self._lock, self._folder, self._process = threading.Lock(), None, os.getpid()
         with self._lock:
-            if self._close is None or not self._folder.is_dir():
+            if self._folder is None or not self._folder.is_dir():
                 self.close()
                 with failures(self._parent):
                     self._parent.mkdir(exist_ok=True)
                     made = Temporary(self._parent / "put", parent=self._parent, is_folder=True)
                 self._folder = made.path
-                self._close = weakref.finalize(self, _let_go, made)
-            return self._folder / f"{os.getpid()}-{next(self._numbers)}"
+                self._made = weakref.finalize(self, _let_go, made, self._process)
+            return self._folder / str(next(self._numbers))
 
     def close(self) -> None:
         """Remove the folder."""
-        if self._close is not None:
-            self._close()
-            self._close = None
+        if self._made is not None:
+            self._made()
+        self._made = self._folder = None
 
 
-def _let_go(folder: Temporary) -> None:
-    with suppress(OSError):
-        folder.path.rmdir()
-    folder.release()
+def _let_go(folder: Temporary, process: int) -> None:
+    """Remove a folder; a forked child leaves its parent's alone."""
+    if process == os.getpid():
+        with suppress(OSError):
+            folder.path.rmdir()
+        folder.release()
 
 
 class Staging:

@@ -93,15 +93,19 @@ def test_a_unit_that_is_evicted_while_it_is_got(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore:This process")
-def test_a_forked_child_has_its_own_connection(tmp_path: Path) -> None:
+def test_a_forked_child_has_its_own_connection_and_folder(tmp_path: Path) -> None:
     with PrefixStore(tmp_path / "s", block_tokens=4) as store:
         store.put(range(6), layers_of(range(6)), model=MODEL)
+        (mine,) = (tmp_path / "s" / "staging").iterdir()
         child = os.fork()
         if child == 0:
             try:
                 store.put(range(9), layers_of(range(9)), model=MODEL)
-                os._exit(0 if store.match(range(9), model=MODEL) == 9 else 1)
+                found = store.match(range(9), model=MODEL)
+                store.close()
+                os._exit(0 if found == 9 else 1)
             finally:
                 os._exit(2)
         assert os.waitpid(child, 0)[1] == 0
+        assert list((tmp_path / "s" / "staging").iterdir()) == [mine]
         assert same(store.get(range(9), model=MODEL).layers, range(9), 9)

@@ -327,7 +327,9 @@ def whole_numbers(row: tuple[Any, ...]) -> tuple[int, ...]:
     WrongRowError
         For anything else.
     """
-    numbers = tuple(0 if value is None else value for value in row)
-    if not all(isinstance(value, int) and value >= 0 for value in numbers):
-        raise WrongRowError("it holds what it cannot hold")
-    return numbers
+    for value in row:
+        if value is None:
+            return whole_numbers(tuple(0 if each is None else each for each in row))
+        if not isinstance(value, int) or value < 0:
+            raise WrongRowError("it holds what it cannot hold")
+    return row

@@ -80,16 +80,16 @@ class Lookup:
 
     def find(self, text: Text) -> Found:
         """The longest stored beginning: whole blocks by their keys, and of the next block as many tokens as agree."""
-        places: list[Place] = []
+        runs: list[list[int]] = []  # unit, its first block, and the block behind the last
         blocks = 0
         for unit, number in self._blocks(text.keys):
-            begin = number * text.block_tokens
-            last = places[-1] if places else None
-            if last and last.unit == unit and last.skip + last.take == begin:
-                places[-1] = last._replace(take=last.take + text.block_tokens)
+            if runs and runs[-1][0] == unit and runs[-1][2] == number:
+                runs[-1][2] += 1
             else:
-                places.append(Place(unit, begin, text.block_tokens))
+                runs.append([unit, number, number + 1])
             blocks += 1
+        size = text.block_tokens
+        places = [Place(unit, first * size, (end - first) * size) for unit, first, end in runs]
         begin = blocks * text.block_tokens
         rest = text.ids[begin : begin + text.block_tokens]
         if rest.size:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple
 
 from ..arrays.named_array import ArrayInfo
+from ..files.names import FRAME_SUFFIX as FRAME_SUFFIX
+from ..files.names import SIDE_SUFFIX as SIDE_SUFFIX
 from ..text import count, ratio
 
 SCHEMA: Final = "kvmnn-manifest"
@@ -22,9 +24,6 @@ RAW_SCHEMA_VERSION: Final = 2
 DENSE_SCHEMA_VERSION: Final = 3
 """Of a manifest that lists dense streams."""
 FILE_NAME: Final = "manifest.json"
-FRAME_SUFFIX: Final = ".frame"
-SIDE_SUFFIX: Final = ".json"
-"""What is appended to a frame file's name to give its manifest's."""
 
 Stored = Literal["frame", "raw", "dense"]
 Axes = Literal["htd", "thd"]

@@ -74,8 +74,8 @@ def run(
     task = output(arguments) if output is not None else lambda named: Task(named.path)
     kinds = Kinds(**dict.fromkeys(takes, True), match=arguments.match)
     leave_out = [path for path in (arguments.resume, getattr(arguments, "output", None)) if path]
-    with _executor(arguments, verb) as executor:
-        found = find(paths, kinds, leave_out)
+    with _executor(arguments, verb) as (executor, ahead, elsewhere):
+        found = elsewhere(find, paths, kinds, leave_out)
         for line in found.notes(f"kvmnn {verb}"):
             printing.note(arguments, line)
         if not found.taken:
@@ -83,7 +83,7 @@ def run(
             return 1
         tasks = list(map(task, found.taken))
         with _finished(arguments, VerbWork.taken_from(verb, arguments)) as (work, finished), _output_folders(tasks):
-            return _run(arguments, verb, tasks, work, finished, *executor)
+            return _run(arguments, verb, tasks, work, finished, executor, ahead)
 
 
 def _make_absolute(arguments: argparse.Namespace, paths: Sequence[str]) -> list[str]:
@@ -152,31 +152,45 @@ def _finished(arguments: argparse.Namespace, work: VerbWork) -> Iterator[tuple[V
 
 
 @contextmanager
-def _executor(arguments: argparse.Namespace, verb: str) -> Iterator[tuple[Any, Callable[[], int] | None]]:
-    """What `kvmnn.many.run` takes for it, and how many tasks ahead."""
+def _executor(arguments: argparse.Namespace, verb: str) -> Iterator[tuple[Any, Callable[[], int] | None, Any]]:
+    """What `kvmnn.many.run` takes for it, how many tasks ahead, and what calls a function where all is imported."""
     from .. import many
 
     if arguments.dask is None:
-        with _processes(arguments.jobs, verb) as make:
-            yield make, None
+        with _processes(arguments.jobs, verb) as (make, elsewhere):
+            yield make, None, elsewhere
         return
     with many.dask(arguments.dask) as (executor, ahead):
         found: Executor = executor
-        yield found, ahead
+        yield found, ahead, lambda function, *given: function(*given)
 
 
 @contextmanager
-def _processes(jobs: int, verb: str) -> Iterator[Callable[[], Processes]]:
-    """What makes the processes. The first of them begin at once: they import what they need while files are found."""
+def _processes(jobs: int, verb: str) -> Iterator[tuple[Callable[[], Processes], Callable[..., Any]]]:
+    """What makes the processes, and calls a function in one. The first of them begin at once: they import all formats,
+    and this process, which would take as long, never does.
+    """
+    from concurrent.futures import BrokenExecutor, wait
+
     from .. import many
+    from ..many.running import SECONDS_OF_PATIENCE
     from .many_work import prepare
+
+    def elsewhere(function: Callable[..., Any], *given: Any) -> Any:
+        try:
+            future = first.submit(function, *given)
+            while not wait([future], SECONDS_OF_PATIENCE).done:
+                first.free()
+            return future.result()
+        except BrokenExecutor:  # somebody killed one; there will be others
+            return function(*given)
 
     first = many.Processes(jobs)
     executors = chain([first], map(many.Processes, repeat(jobs)))
     try:
         for _ in range(min(jobs, os.cpu_count() or 1)):
             first.submit(prepare, verb)
-        yield lambda: next(executors)
+        yield lambda: next(executors), elsewhere
     finally:
         first.shutdown(cancel_futures=True)  # it has been shut down already, unless nobody took it
 

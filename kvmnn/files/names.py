@@ -6,8 +6,13 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import PurePath, PureWindowsPath
+from typing import Final
 
 from ..errors import OutputError
+
+FRAME_SUFFIX: Final = ".frame"
+SIDE_SUFFIX: Final = ".json"
+"""What is appended to a frame file's name to give its manifest's."""
 
 
 def file_names(names: Iterable[str], suffix: str) -> list[str]:
@@ -67,3 +72,8 @@ def with_contents(paths: Iterable[str]) -> list[str]:
         if os.path.isdir(path):
             found.extend(entry.path for entry in os.scandir(path))
     return found
+
+
+def is_named_zarr(output: object) -> bool:
+    """Whether the name of an output says a Zarr store."""
+    return isinstance(output, str | os.PathLike) and PurePath(os.fspath(output)).suffix.lower() == ".zarr"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 
+from ..files.names import SIDE_SUFFIX
+
 
 def stamp(path: str) -> str | None:
     """Sizes and times of what lies at a path: of a file, and of what belongs to it by its name (``x.json`` of ``x``,
@@ -24,8 +26,6 @@ def _of_file(path: str) -> str:
 
 
 def _beside(path: str) -> list[str]:
-    from ..bundle.manifest import SIDE_SUFFIX
-
     other = {".k": ".v", ".v": ".k"}.get(path[-2:])
     return [path + SIDE_SUFFIX, *([path[:-2] + other] if other else [])]
 

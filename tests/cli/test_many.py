@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -385,3 +387,16 @@ def test_a_verb_as_work(here):
 def test_words_that_make_no_work(words, message):
     with pytest.raises(OptionError, match=message):
         VerbWork.of(*words)
+
+
+def test_the_first_process_loads_no_formats(tmp_path: Path) -> None:
+    """Others find the files, which takes all formats."""
+    np.save(tmp_path / "a.npy", np.zeros((4, 8), np.float16))
+    code = (
+        "import sys; from kvmnn.cli import main\n"
+        f"assert main(['encode', '--jobs', '2', {str(tmp_path)!r}, '-o', {str(tmp_path / 'out')!r}]) == 0\n"
+        "assert not {'numpy', 'kvmnn.formats', 'kvmnn.bundle'} & set(sys.modules)\n"
+    )
+    found = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert json.loads(found.stdout)["ok"]

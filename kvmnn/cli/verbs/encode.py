@@ -156,8 +156,7 @@ _FRAMES = ".frames/"
 
 def _one(arguments: argparse.Namespace) -> Callable[[Named], Task]:
     """The task of each of many files: its output lies beside it, or below -o as the file does below what was named."""
-    from ...bundle.manifest import FRAME_SUFFIX, SIDE_SUFFIX
-    from ...formats import is_named_zarr
+    from ...files.names import FRAME_SUFFIX, SIDE_SUFFIX, is_named_zarr
     from ...many import Task
 
     folder: str | None = arguments.output

@@ -3,10 +3,11 @@
 Read and written without the package zarr; what is written, zarr, xarray and dask read by the codec in `kvmnn.codecs`.
 """
 
+from ...files.names import is_named_zarr
 from .inspecting import inspect_store
 from .lost_group import lost_group
 from .reading import is_store, read
-from .restoring import is_named_zarr, restore_store, verify_store
+from .restoring import restore_store, verify_store
 from .writing import encode_store
 
 __all__ = [

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from ...errors import KvmnnError
+from ...files.names import is_named_zarr
 from .reading import DOCUMENT, OLD_ARRAY, document_at, is_store
-from .restoring import is_named_zarr
 
 
 def lost_group(path: str) -> str | None:

@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import PurePath
 
 from ...arrays.named_array import Piece
 from ...arrays.source import Source
@@ -24,11 +23,6 @@ from ..writing import write_arrays
 from .reading import StoredArray, read, stored
 
 _STEP = 8 << 20
-
-
-def is_named_zarr(output: object) -> bool:
-    """Whether the name of an output says a Zarr store."""
-    return isinstance(output, str | os.PathLike) and PurePath(os.fspath(output)).suffix.lower() == ".zarr"
 
 
 class RestoredStore(Restored):

@@ -10,9 +10,13 @@ from .pieces import Later, Part, frame_of, joined, nbytes_of
 
 PIECE_BYTES = 4 << 20
 """Raw bytes of a piece: repeats are seen inside of one, and pieces are made on different threads."""
-LONGER, REPEATS = 8, 3
-"""Pieces of an array that becomes at least `REPEATS` times smaller are made again, so many times as long: what each of
-them begins with costs much of such an array, and repeats little time."""
+REPEATS = {2: 2.2, 4: 1.7}
+"""By bytes of a word: an array that becomes so many times smaller, as a cache hardly does, ..."""
+LONGER = 8
+"""... is made again, in pieces so many times as long: what each of them begins with costs much of it, and repeats
+little time, ..."""
+LONGEST, MUCH = 64, 16
+"""... and once more where it becomes `MUCH` times smaller."""
 MANY = 8
 """Of an array that becomes so many times smaller, predicted lanes are made without a predictor as well: what comes
 again from afar is in no sample."""
@@ -42,13 +46,16 @@ def fast_payloads(data: Bytes, options: LaneOptions, threads: int) -> list[tuple
 
 def _lanes(data: Bytes, options: LaneOptions, threads: int) -> list[tuple[int, tuple[Part, ...]]]:
     modes = _fast.likely_modes(data, options.stride, options.modes)
-    lanes = _in_pieces(data, PIECE_BYTES, options.stride, modes, threads)
-    if _nbytes(lanes) * REPEATS > data.size:
-        return lanes
-    lanes = _in_pieces(data, LONGER * PIECE_BYTES, options.stride, modes, threads)
+    size = PIECE_BYTES
+    lanes = _in_pieces(data, size, options.stride, modes, threads)
+    for times, smaller in ((LONGER, REPEATS[options.stride]), (LONGEST, MUCH)):
+        if data.size <= size or _nbytes(lanes) * smaller > data.size:
+            break
+        size = times * PIECE_BYTES
+        lanes = _in_pieces(data, size, options.stride, modes, threads)
     if _nbytes(lanes) * MANY > data.size or all(bits == _RAW_BIT for bits in modes):
         return lanes
-    raw = _in_pieces(data, LONGER * PIECE_BYTES, options.stride, [_RAW_BIT] * options.stride, threads)
+    raw = _in_pieces(data, size, options.stride, [_RAW_BIT] * options.stride, threads)
     return [
         min(lane, other, key=lambda lane: sum(map(nbytes_of, lane[1]))) for lane, other in zip(lanes, raw, strict=True)
     ]

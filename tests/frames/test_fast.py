@@ -191,16 +191,17 @@ def test_pieces(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert kvmnn.encode(words, dtype=dtype, effort="fast", threads=threads) == cut
 
 
-@pytest.mark.parametrize("kinds", [16, 400])
-def test_an_array_of_repeats_is_cut_into_longer_pieces(kinds: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is 3 times smaller, 8 times as long: each begins with what the others have as well."""
+@pytest.mark.parametrize(("kinds", "size"), [(1, 64), (16, 64), (150, 8), (800, 1)])
+def test_an_array_of_repeats_is_cut_into_longer_pieces(kinds: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 or 64 times as long: each begins with what the others have as well."""
     rng = np.random.default_rng(5)
-    words = rng.standard_normal((kinds, 64)).astype("<f4")[rng.integers(0, kinds, 2000)]
+    words = rng.standard_normal((kinds, 64)).astype("<f4")[rng.integers(0, kinds, 6000)]
     monkeypatch.setattr(fast, "PIECE_BYTES", 1 << 16)
     made = check(words, "fp32")
     frames = [payload.count(b"\x28\xb5\x2f\xfd") for payload in streams_of(made)]
-    assert (len(made) * 3 < words.nbytes) == (kinds == 16)
-    assert frames == [1 if kinds == 16 else 8] * 4
+    assert frames == [-(-words.nbytes // (size << 16))] * 4
+    for threads in (1, 3):
+        assert kvmnn.encode(words, effort="fast", threads=threads) == made
 
 
 def test_options_that_it_has_no_form_for_are_those_of_balanced() -> None:

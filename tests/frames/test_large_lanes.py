@@ -42,3 +42,22 @@ def test_some_predictors(modes: tuple[str, ...]) -> None:
         _, payload = smallest(lane, tuple(sorted(allowed)))
         assert frame[one.payload_offset : one.payload_offset + one.payload_bytes] == payload
     assert kvmnn.decode(frame).tobytes() == raw.tobytes()
+
+
+@pytest.mark.parametrize("share", [0.3, 0.45, 0.48, 0.5, 0.52, 0.55, 0.7])
+@pytest.mark.parametrize("steps_last", [False, True])
+def test_what_is_given_up_would_not_have_been_smaller(share: float, steps_last: bool) -> None:
+    """One part is best as it is, the other as steps: libzstd is stopped where a stream is too long already."""
+    words = 600_000
+    rng = np.random.default_rng(int(1000 * share))
+    plain = rng.geometric(0.1, int(words * share)).astype(np.uint8) * 7
+    steps = np.cumsum(rng.geometric(0.1, words - plain.size)).astype(np.uint8)
+    lane = np.concatenate([plain, steps] if steps_last else [steps, plain])
+    lane[100_000:230_000] = 5
+    raw = np.stack([rng.integers(0, 256, words, np.uint8), lane], 1).reshape(-1)
+    frame = kvmnn.encode(raw, dtype="bf16", threads=1)
+    for one, part in zip(kvmnn.inspect(frame).streams, _streams.split(raw, 2), strict=True):
+        mode, payload = smallest(part, (0, 1, 2))
+        assert one.predictor == ("raw", "delta_seq", "xor_seq")[mode]
+        assert frame[one.payload_offset : one.payload_offset + one.payload_bytes] == payload
+    assert kvmnn.encode(raw, dtype="bf16", threads=2) == frame

@@ -12,7 +12,7 @@ from kvmnn.frames._lane_streams cimport AHEAD_FROM, make_after_raw, make_stream,
 from kvmnn.frames._stream_header cimport ALLOW_RLE, ALLOW_ZSTD, CODEC_RLE, CODEC_ZSTD, HEADER, MODES, store_le32
 from kvmnn.frames._streams cimport KVMNN_MODE_DELTA, KVMNN_MODE_RAW, entropy, lanes, rle_bound, rle_encode, rle_size
 from kvmnn.frames._workspace cimport Workspace, acquire, release, unwritten_bytes
-from kvmnn.frames._zstdlib cimport zstd
+from kvmnn.frames._zstdlib cimport is_no_room, zstd
 
 from ..errors import KvmnnError, LimitError
 
@@ -21,6 +21,8 @@ cdef enum:
     ALL_MODES = 7
     FUSE_UP_TO = 16 << 20  # bytes of a lane whose three streams are made in one pass; above, memory counts more ...
     PAIR_UP_TO = 8 << 20   # ... and those of two lanes, where memory is slow enough for that to pay
+    SLACK = 192 << 10      # bytes that a payload may be too long before libzstd stops: a block, so that none that is
+                           # short enough is made in another way because room is short
     SAMPLE_TILE = 1024     # effort "balanced": bytes of one look at a stream ...
     SAMPLE_TILES = 16      # ... and how many looks it takes
 
@@ -59,14 +61,18 @@ cdef size_t make_candidate(
     Returns its size with the payload in dst (payload_bound(words) bytes), NOT_SMALLER when it does not come below
     `limit`, or NO_MEMORY.
     """
-    cdef size_t size, best = limit
+    cdef size_t size, best = limit, room = payload_bound(words)
     cdef bint found = False
     if allow & ALLOW_ZSTD:
+        if zstd.stops and limit < room - min(room, <size_t>SLACK):
+            room = limit + SLACK
         if sized:
-            size = zstd.compress(ws.cctx, dst, payload_bound(words), stream, words, level)
+            size = zstd.compress(ws.cctx, dst, room, stream, words, level)
         else:
-            size = zstd.compress_unsized(ws.cctx, dst, payload_bound(words), stream, words, level)
-        if zstd.is_error(size):
+            size = zstd.compress_unsized(ws.cctx, dst, room, stream, words, level)
+        if is_no_room(size) and room < payload_bound(words):
+            size = 0
+        elif zstd.is_error(size):
             return NO_MEMORY  # the one failure left to a one-shot call with a full-sized destination
         if 0 < size < best:
             result.mode, result.codec, result.size = mode, CODEC_ZSTD, size

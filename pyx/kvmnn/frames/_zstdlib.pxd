@@ -11,6 +11,13 @@ cdef struct zstd_api:
     decompress_fn decompress        # (dctx, dst, capacity, src, n), as ZSTD_decompressDCtx
     unsigned (*is_error)(size_t) noexcept nogil
     size_t (*bound)(size_t) noexcept nogil
+    bint stops                      # compress gives up when `capacity` is full, as `is_no_room` tells
+
+cdef enum:
+    ZSTD_error_dstSize_tooSmall = 70  # a number that zstd_errors.h promises to keep
+
+cdef inline bint is_no_room(size_t code) noexcept nogil:
+    return code == <size_t>-ZSTD_error_dstSize_tooSmall
 
 cdef zstd_api zstd
 

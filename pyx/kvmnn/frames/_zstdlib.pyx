@@ -59,6 +59,7 @@ def use_library(addresses) -> None:
     zstd.decompress = <decompress_fn><uintptr_t>a[5]
     zstd.is_error = <unsigned (*)(size_t) noexcept nogil><uintptr_t>a[6]
     zstd.bound = <size_t (*)(size_t) noexcept nogil><uintptr_t>a[7]
+    zstd.stops = True
     _set_parameter = <set_parameter_fn><uintptr_t>a[8]
     _compress2 = <compress2_fn><uintptr_t>a[9]
 
@@ -143,6 +144,7 @@ def use_callables(compress, decompress) -> None:
     zstd.decompress = _python_decompress
     zstd.is_error = _python_is_error
     zstd.bound = _python_bound
+    zstd.stops = False
 
 
 # -- the structure of a payload, from its headers alone (RFC 8878, section 3.1) ------------------------------------------

@@ -46,6 +46,8 @@ def open_units(
         raise OptionError(f"codec is {shown(codec)}: expected one of {', '.join(CODECS)}")
     made = Settings(block_tokens or BLOCK_TOKENS, codec or CODEC) if create else None
     name = os.fspath(url)
+    if not name:
+        raise OptionError("the store has no name: expected a directory, or a URL")
     found = _SCHEME.match(name)
     if found is None:
         if ram_bytes is not None or timeout is not None:

@@ -199,7 +199,7 @@ class Verified:
         good += ": all of it decoded and compared with its checksums"
         if not self.damaged:
             return good
-        return "\n".join([good, f"{count(len(self.damaged), 'more unit')} damaged and removed:", *self.damaged])
+        return "\n".join([good, f"{count(len(self.damaged), 'more unit')} damaged:", *self.damaged])
 
 
 @dataclass(frozen=True, kw_only=True)

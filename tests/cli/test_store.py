@@ -142,10 +142,22 @@ def test_the_rest(here: Path, run) -> None:
     assert "all of it decoded and compared" in run("store", "verify", "T").out
     (file,) = Path("T/units").glob("*/*.unit")
     file.write_bytes(file.read_bytes()[:-1])
-    assert "1 more unit damaged and removed:" in run("store", "verify", "T", code=1).out
+    assert "1 more unit damaged:" in run("store", "verify", "T", code=1).out
     assert run("store", "rm", "S", "--token-ids", "long.json").out.startswith("removed 1 unit, ")
     assert run("store", "gc", "S", "--max-bytes", "0").out.startswith("removed ")
     assert run("store", "ls", "S").out == "no texts\n"
+
+
+def test_a_store_that_cannot_be_written_to_is_verified(here: Path, run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
+    monkeypatch.setattr("kvmnn.cli.verbs.store.os.access", lambda *_: False)
+    assert "1 unit, 50 tokens" in run("store", "verify", "S").out
+    (file,) = Path("S/units").glob("*/*.unit")
+    file.write_bytes(file.read_bytes()[:-1])
+    for _ in range(2):
+        said = run("store", "verify", "S", code=1).out
+        assert "1 more unit damaged:" in said and "is passed over" in said
+    assert file.exists()
 
 
 @pytest.mark.parametrize(
@@ -160,6 +172,7 @@ def test_the_rest(here: Path, run) -> None:
         (["ls", "S", "--name", "x"], "--name says nothing to store ls"),
         (["match", "S", "--token-ids", "long.json", "--max-bytes", "1"], "--max-bytes says nothing to store match"),
         (["import", "S", "a", "b"], "store import takes one file"),
+        (["put", "", "long.npz", "--token-ids", "long.json", "--fingerprint", "m"], "the store has no name: expected"),
         (["putt", "S"], "did you mean 'put'"),
     ],
 )

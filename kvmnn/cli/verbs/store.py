@@ -67,6 +67,8 @@ _ACTIONS = {
 _ALL = tuple(dict.fromkeys(name for action in _ACTIONS.values() for name in action.options))
 _MAKING = ("put", "import")
 _LOOKING = ("match", "ls", "stat", "export")
+_READING = ("get", "verify")
+"""What writes to a store only if that can be written to: uses are noted down, and what is damaged is removed."""
 
 
 def add_parser(verbs: Any) -> None:
@@ -144,7 +146,7 @@ def run(arguments: argparse.Namespace) -> int:
         effort=arguments.effort,
         threads=arguments.threads,
         create=making,
-        read_only=arguments.action in _LOOKING or (arguments.action == "get" and _is_fixed(arguments.store)),
+        read_only=arguments.action in _LOOKING or (arguments.action in _READING and _is_fixed(arguments.store)),
     )
     with store:
         result: Result
@@ -156,7 +158,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _is_fixed(store: str) -> bool:
-    """Whether a store is a directory that cannot be written to: uses are not noted down then."""
+    """Whether a store is a directory that cannot be written to."""
     return os.path.isdir(store) and not os.access(store, os.W_OK)
 
 

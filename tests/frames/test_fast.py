@@ -104,6 +104,7 @@ def following(n: int) -> Iterator[tuple[str, npt.NDArray[np.floating]]]:
         yield f"each word {times} times", np.repeat(rng.standard_normal(n // times + 1), times)[:n]
     yield "each four words twice", np.repeat(rng.standard_normal((n // 8, 4)), 2, 0)
     yield "each row twice", np.repeat(rng.standard_normal((n // 128, 64)), 2, 0)
+    yield "rows again with noise", np.tile(rng.standard_normal(1024), n // 1024) + rng.normal(0, 1e-4, n // 1024 * 1024)
     yield "sorted", np.sort(rng.standard_normal(n))
     yield "sorted rows", np.sort(rng.standard_normal((n // 1024, 1024)))
     yield "a wave", np.sin(i / 1000)

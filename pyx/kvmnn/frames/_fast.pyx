@@ -67,16 +67,20 @@ cdef enum:
     TEXT_SHARE = 8           # ... one byte in so many, within limits, to find the predictor, ...
     TEXT_LEAST = 8 << 10
     TEXT_MOST = 128 << 10
+    TINY_LEAST = 32 << 10    # ... or, where it becomes ...
+    TINY_MOST = 256 << 10
+    TINY = 8                 # ... so many times smaller and much depends on little, ...
     MORE_SHARE = 4           # ... and more to find out whether libzstd pays, ...
     MORE_LEAST = 16 << 10
     MORE_MOST = 256 << 10
-    ALL_MOST = 2 << 20       # ... and most of it where it becomes ...
-    TINY = 8                 # ... so many times smaller: much depends on little there, and libzstd is quick
+    MANY = 8                 # of a lane, one byte in so many is repeated ...
+    SCATTERED = 24           # ... by repeats shorter than that
     LEAST = 64               # bytes of a payload that need not become fewer
 
 cdef double FLAT_BITS = 7.85  # a byte; random bytes come to 7.955 in a sample of that size
 cdef double POOR_BITS = 2.0
 cdef double DEAR_BITS = 4.0   # where a byte takes more, shorter repeats pay
+cdef double NOISE_BITS = 7.0  # what stands between repeats can hardly be coded
 cdef double SLOWER = 1.02     # of its bytes, libzstd has to save more
 cdef double COMMON = 0.7      # of bytes, if one byte is so many: no code is short enough for it
 
@@ -168,10 +172,19 @@ cdef void raw_frame(const uint8_t *src, size_t words, int stride, int lane, uint
         begin += size
 
 
-cdef size_t lane_frame(const uint8_t *lane, size_t n, double bits, Scratch scratch, uint8_t *dst) noexcept nogil:
-    """The payload of one lane in dst (kvmnn_zstd_bound(n) bytes); its size, 0 for one of raw blocks."""
+cdef size_t lane_frame(
+    const uint8_t *lane, size_t n, double bits, Scratch scratch, uint8_t *dst, bint *scattered
+) noexcept nogil:
+    """The payload of one lane in dst (kvmnn_zstd_bound(n) bytes); its size, 0 for one of raw blocks.
+
+    `scattered`: whether it has many short repeats between bytes that cost as much as they are long.
+    """
     cdef bint flat = bits > FLAT_BITS
     cdef size_t count = kvmnn_repeats_find(active_level, lane, n, bits > DEAR_BITS, scratch.table, scratch.repeats)
+    cdef size_t i, repeated = 0
+    for i in range(count):
+        repeated += scratch.repeats[i].length
+    scattered[0] = bits > NOISE_BITS and repeated > n // MANY and repeated < SCATTERED * count
     if flat and not count:
         return 0
     return kvmnn_zstd_write(active_level, &_tables, lane, n, scratch.repeats, count, flat, scratch.writer, dst)
@@ -200,14 +213,14 @@ cdef Form best_form(
 ) noexcept nogil:
     """What makes a text of the lane smallest, of the predictors of the bit set `modes`; the first at equality.
 
-    The two slots have kvmnn_zstd_bound(words) bytes each, or those of ALL_MOST, and may change places.
+    The two slots have kvmnn_zstd_bound(words) bytes each, or those of TINY_MOST, and may change places.
     """
     cdef size_t most = min(max(words // TEXT_SHARE, <size_t>TEXT_LEAST), <size_t>TEXT_MOST)
-    cdef size_t room = kvmnn_zstd_bound(min(words, <size_t>ALL_MOST)), n = 0, size, least
+    cdef size_t room = kvmnn_zstd_bound(min(words, <size_t>TINY_MOST)), n = 0, size, least
     cdef int mode, level = LEVEL_TRIAL
     cdef Form best
     if look.bits < POOR_BITS or words <= TEXT_LEAST:
-        most, level = ALL_MOST, LEVEL_EXACT
+        most, level = min(max(words // TEXT_SHARE, <size_t>TINY_LEAST), <size_t>TINY_MOST), LEVEL_EXACT
     while True:
         least, best = NO_MEMORY, Form(-1, True, 0)
         for mode in range(MODES):
@@ -224,7 +237,7 @@ cdef Form best_form(
             return best
         if least * TINY > n:
             break
-        most, level = ALL_MOST, LEVEL_EXACT
+        most, level = min(max(words // TEXT_SHARE, <size_t>TINY_LEAST), <size_t>TINY_MOST), LEVEL_EXACT
     if not look.short and words > MORE_LEAST:
         best.libzstd = pays(ws, src, words, stride, lane, best.mode, room, scratch, slots[0])
     return best
@@ -236,6 +249,7 @@ cdef bint pays(
 ) noexcept nogil:
     """Whether libzstd makes enough of a lane under a predictor for the time that it takes."""
     cdef uint8_t sample[KVMNN_SAMPLE]
+    cdef bint scattered
     cdef size_t most = min(max(words // MORE_SHARE, <size_t>MORE_LEAST), <size_t>MORE_MOST)
     cdef size_t n = predicted_text(src, words, stride, lane, mode, most, scratch.lane), size, other
     cdef size_t got = sampled(scratch.lane, n, 1, 0, sample)
@@ -244,7 +258,7 @@ cdef bint pays(
     other = zstd.compress(ws.cctx, dst, room, scratch.lane, n, LEVEL_EXACT)
     if zstd.is_error(other):
         return False
-    size = lane_frame(scratch.lane, n, kvmnn_sample_bits(sample, got), scratch, dst)
+    size = lane_frame(scratch.lane, n, kvmnn_sample_bits(sample, got), scratch, dst, &scattered)
     return SLOWER * other < (size if size else n)
 
 
@@ -278,7 +292,7 @@ cdef bint make_lanes(
     cdef uint8_t *slots[5]
     cdef Scratch scratch
     cdef Look[4] looks
-    cdef bint follows = look_at(src, words, stride, looks)
+    cdef bint follows = look_at(src, words, stride, looks), scattered
     cdef Form form
     cdef int lane
     if out == NULL or not make_room(ws, words, &scratch):
@@ -300,7 +314,11 @@ cdef bint make_lanes(
                     scratch.lane[0] = after(src[lane], src[lane - stride], form.mode)
             size = 0
             if not form.libzstd:
-                size = lane_frame(scratch.lane, words, looks[lane].bits, scratch, slots[lane])
+                size = lane_frame(scratch.lane, words, looks[lane].bits, scratch, slots[lane], &scattered)
+                if scattered and not follows:  # libzstd looks for each of them in every row
+                    form.libzstd = pays(ws, src, words, stride, lane, form.mode, room, scratch, slots[lane + 1])
+                    if form.libzstd:
+                        lanes().predict_lane(src, words, stride, lane, form.mode, scratch.lane)
             if form.libzstd or size == 0 and form.mode != KVMNN_MODE_RAW:
                 size = zstd.compress(ws.cctx, slots[lane], room, scratch.lane, words, LEVEL_EXACT)
                 if zstd.is_error(size):
@@ -367,7 +385,7 @@ def encode(const uint8_t[::1] data not None, int stride, modes) -> bytes:
 
 def likely_modes(const uint8_t[::1] data not None, int stride, modes) -> list:
     """For each lane of whole words a bit set with the one predictor of all its pieces; `modes` as for `encode`."""
-    cdef size_t words = data.shape[0] // stride, most = min(words, <size_t>ALL_MOST)
+    cdef size_t words = data.shape[0] // stride, most = min(words, <size_t>TINY_MOST)
     cdef Look[4] looks
     cdef int lane, lane_modes
     cdef Form form

@@ -50,7 +50,13 @@ def apply(source: Source, where: str) -> None:
         del source.metadata[ENGINE_KEY]
         source.notes.append("the arrays are not those, or not all, of which the file says what engine they come from")
         return
-    source.engine_cache = engine_cache(said.at("cache"))
+    cache = said.at("cache")
+    tokens, by_layer = cache.at("tokens"), cache.value.get("layer_positions")
+    if not any(tokens.integer(0) in array.shape for array in source.arrays):
+        raise tokens.wrong("the tokens of the arrays")  # before their positions are put out in full
+    if isinstance(by_layer, list) and len(by_layer) > len(source.arrays):
+        raise cache.at("layer_positions").wrong("positions of the layers that there are")
+    source.engine_cache = engine_cache(cache)
     source.axes = None if said.at("axes").value is None else said.at("axes").text()
 
 

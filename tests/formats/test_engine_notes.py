@@ -149,12 +149,17 @@ def test_more_token_ids_than_an_archive_has_room_for(tmp_path: Path, run: Run) -
     assert cache is not None and cache.token_ids is not None and cache.token_ids.size == 20_000
 
 
+OF_OTHERS = '{"version": 1, "shapes": {"a": [2, 2]}, "axes": null, "cache": {"tokens": %d%s}}'
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [
         ("{}", "version"),
         ('{"version": 2}', "a later kvmnn"),
         ('{"version": 1, "shapes": {"a": [2, 2]}, "axes": null, "cache": {"engine": 3}}', "layers|tokens|engine"),
+        (OF_OTHERS % (1 << 24, ""), "expected the tokens of the arrays"),
+        (OF_OTHERS % (2, ', "layer_positions": [[], []]'), "positions of the layers that there are"),
         ("no JSON", "JSON"),
     ],
 )

@@ -111,7 +111,7 @@ class Place:
             store.put(MORE, found.layers, model="m")
             again = store.get(MORE, model="m")
             assert again.tokens == TOKENS and np.array_equal(again.layers[0].keys, found.layers[0].keys)
-            assert list((self.folder / "in/store/staging").iterdir()) == []
+        assert list((self.folder / "in/store/staging").iterdir()) == []
 
 
 @pytest.mark.parametrize("verb", COMMANDS)

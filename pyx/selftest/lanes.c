@@ -121,12 +121,14 @@ static void check_parts(const kvmnn_lanes *t, const uint8_t *src, size_t words, 
     for (int stride = 2; stride <= 4; stride += 2) {
         for (int lane = 0; lane < stride; ++lane) {
             for (int mode = 0; mode < 3; ++mode) naive_predict(src + lane, words, (size_t)stride, mode, expected[mode]);
+            size_t repeats[3] = {1, 2, 3}; /* which are added to */
             memset(made, 0xc3, sizeof made);
             for (size_t start = 0, end; start < words; start = end) {
                 uint32_t most = random32() % 4 ? 70 : 5000;
                 end = start + 1 + random32() % most;
                 if (end > words) end = words;
-                t->predict_lane_part(src, start, end, stride, lane, (int)(random32() & 1), made[0], made[1], made[2]);
+                t->predict_lane_part(src, start, end, stride, lane, (int)(random32() & 1), made[0], made[1], made[2],
+                                     repeats);
                 for (int mode = 0; mode < 3; ++mode) {
                     int outside = 0;
                     for (size_t i = end; i < end + 8; ++i) outside |= made[mode][i] != 0xc3;
@@ -134,6 +136,13 @@ static void check_parts(const kvmnn_lanes *t, const uint8_t *src, size_t words, 
                     if (outside || memcmp(made[mode], expected[mode], end) != 0)
                         fail(t, "predict_lane_part", words, offset, stride * 10 + lane, mode);
                 }
+            }
+            for (int mode = 0; mode < 3; ++mode) {
+                size_t found = (size_t)mode + 1;
+                for (size_t i = 1; i < words; ++i) found += expected[mode][i] == expected[mode][i - 1];
+                ++checks;
+                if (repeats[mode] != found)
+                    fail(t, "predict_lane_part repeats", words, offset, stride * 10 + lane, mode);
             }
         }
     }

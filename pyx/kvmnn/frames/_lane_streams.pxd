@@ -39,24 +39,22 @@ cdef inline void make_streams(
     """Lanes `begin` to `end` under all predictors, `spacing` apart at `streams`, and a lower bound of the RLE length of
     each stream.
 
-    Works in tiles, so that the source is read once and repeats are counted in bytes that are still in the cache.
+    Works in tiles, so that the source is read once.
     """
     cdef size_t[2 * MODES] repeats
-    cdef size_t start = 0, stop, seen, step = spacing(words)
+    cdef size_t start = 0, stop, step = spacing(words)
     cdef int lane, place, ahead = words >= AHEAD_FROM
     cdef size_t tile = AHEAD_TILE if ahead else TILE
     cdef uint8_t *first
     memset(repeats, 0, sizeof(repeats))
     while start < words:
         stop = words if words - start <= tile else start + tile
-        seen = start - 1 if start else 0
         for lane in range(begin, end):
-            first = streams + <size_t>((lane - begin) * MODES) * step
+            place = (lane - begin) * MODES
+            first = streams + <size_t>place * step
             lanes().predict_lane_part(
-                src, start, stop, stride, lane, ahead, first, first + step, first + 2 * step
+                src, start, stop, stride, lane, ahead, first, first + step, first + 2 * step, repeats + place
             )
-            for place in range((lane - begin) * MODES, (lane - begin + 1) * MODES):
-                repeats[place] += lanes().repeats(streams + <size_t>place * step + seen, stop - seen)
         start = stop
     for place in range((end - begin) * MODES):
         rle_least_sizes[place] = rle_least(words, repeats[place])

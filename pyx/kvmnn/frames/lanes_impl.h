@@ -72,37 +72,58 @@ static void LEVEL(gather4_ahead)(const uint8_t *restrict src, size_t n, uint8_t 
     }
 }
 
-static void LEVEL(difference_ahead)(const uint8_t *restrict src, size_t n, uint8_t *restrict dst) {
-    for (size_t i = 0; i < n; i += 64) {
-        kvmnn_prefetch_to_write(dst + i + LEVEL(AHEAD));
-        for (size_t j = 0; j < 64; ++j) dst[i + j] = (uint8_t)(src[i + j] - src[(ptrdiff_t)(i + j) - 1]);
-    }
-}
-
-static void LEVEL(exclusive_or_ahead)(const uint8_t *restrict src, size_t n, uint8_t *restrict dst) {
-    for (size_t i = 0; i < n; i += 64) {
-        kvmnn_prefetch_to_write(dst + i + LEVEL(AHEAD));
-        for (size_t j = 0; j < 64; ++j) dst[i + j] = (uint8_t)(src[i + j] ^ src[(ptrdiff_t)(i + j) - 1]);
+/* Both predictors over whole groups of 64 bytes, of which the first has two before it; adds what repeats to `repeats`. What
+ * was predicted one byte before is made again from the lane: what was just stored would be waited for. */
+static void LEVEL(predict_groups)(const uint8_t *restrict raw, size_t n, int ahead, uint8_t *restrict delta,
+                                  uint8_t *restrict exclusive_or, size_t repeats[3]) {
+    for (size_t i = 0; i < n;) {
+        uint8_t counts[3][64] = {{0}}; /* emptied before they can overflow */
+        size_t end = n - i < LEVEL(TILE) ? n : i + LEVEL(TILE);
+        for (; i < end; i += 64) {
+            if (ahead) {
+                kvmnn_prefetch_to_write(delta + i + LEVEL(AHEAD));
+                kvmnn_prefetch_to_write(exclusive_or + i + LEVEL(AHEAD));
+            }
+            for (size_t j = 0; j < 64; ++j) {
+                const uint8_t *at = raw + i + j;
+                uint8_t a = at[0], b = at[-1], c = at[-2], d = (uint8_t)(a - b), x = a ^ b;
+                delta[i + j] = d;
+                exclusive_or[i + j] = x;
+                counts[0][j] = (uint8_t)(counts[0][j] + (x == 0));
+                counts[1][j] = (uint8_t)(counts[1][j] + (d == (uint8_t)(b - c)));
+                counts[2][j] = (uint8_t)(counts[2][j] + (x == (uint8_t)(b ^ c)));
+            }
+        }
+        for (int k = 0; k < 3; ++k)
+            for (int j = 0; j < 64; ++j) repeats[k] += counts[k][j];
     }
 }
 
 static void LEVEL(predict_lane_part)(const uint8_t *src, size_t start, size_t end, int stride, int lane, int ahead,
-                                     uint8_t *raw, uint8_t *delta, uint8_t *exclusive_or) {
+                                     uint8_t *raw, uint8_t *delta, uint8_t *exclusive_or, size_t repeats[3]) {
     size_t whole = ahead ? (end - start) / 64 * 64 : 0;
     src += lane;
     if (stride == 2) LEVEL(gather2_ahead)(src + 2 * start, whole, raw + start);
     else LEVEL(gather4_ahead)(src + 4 * start, whole, raw + start);
     LEVEL(gather)(src + (start + whole) * (size_t)stride, end - start - whole, stride, raw + start + whole);
-    if (start == 0 && end > 0) {
-        delta[0] = exclusive_or[0] = raw[0];
-        start = 1;
+    size_t i = start;
+    while (i < end) {
+        if (i >= 2 && end - i >= 64) {
+            whole = (end - i) / 64 * 64;
+            LEVEL(predict_groups)(raw + i, whole, ahead, delta + i, exclusive_or + i, repeats);
+            i += whole;
+            continue;
+        }
+        uint8_t before = i ? raw[i - 1] : 0;
+        delta[i] = (uint8_t)(raw[i] - before);
+        exclusive_or[i] = raw[i] ^ before;
+        if (i) {
+            repeats[0] += raw[i] == before;
+            repeats[1] += delta[i] == delta[i - 1];
+            repeats[2] += exclusive_or[i] == exclusive_or[i - 1];
+        }
+        ++i;
     }
-    whole = ahead ? (end - start) / 64 * 64 : 0;
-    LEVEL(difference_ahead)(raw + start, whole, delta + start);
-    LEVEL(exclusive_or_ahead)(raw + start, whole, exclusive_or + start);
-    start += whole;
-    LEVEL(difference)(raw + start, end - start, delta + start);
-    LEVEL(exclusive_or)(raw + start, end - start, exclusive_or + start);
 }
 
 /* Running sums of eight bytes at a time: even and odd bytes are widened to 16 bits, where a multiplication by

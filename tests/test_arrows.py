@@ -21,9 +21,10 @@ FLOORS = (
     ("bundle", "policies"),
     ("arrays", "codecs", "dense", "h2o"),
     ("frames", "packed"),
-    ("files", "threads", "text"),
+    ("files", "text"),
+    ("threads",),
     ("_simd", "checks", "dtypes", "optional"),
-    ("errors", "version"),
+    ("errors", "lazy", "version"),
 )
 """From the top down; rooms of one floor do not know each other."""
 

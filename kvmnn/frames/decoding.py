@@ -105,7 +105,7 @@ class Decoder:
         """
         _decoder.decode_into(frames, self._itemsize, self._allow, frames_sum, out.view(np.uint8))
 
-    def checked(self, frame: Bytes | bytes, frame_sum: int, rows_sum: int, out: Words, *, both: bool = True) -> None:
+    def checked(self, frame: Bytes | bytes, frame_sum: int, rows_sum: int, out: Words) -> None:
         """Decode a frame into ``out``, ``[row, ...]``, contiguous behind its first axis, and compare its checksums.
 
         Parameters
@@ -114,8 +114,6 @@ class Decoder:
             `hashing.checksum` of the frame: where it differs `out` is not written.
         rows_sum
             `hashing.rows_checksum` of the words, which are in `out` where it differs.
-        both
-            Compare `frame_sum`, too. Without it a frame that differs and decodes to the same words is taken.
 
         Raises
         ------
@@ -123,7 +121,7 @@ class Decoder:
             As `decode`, for a frame that holds another number of words, and for what does not match its checksum.
         """
         rows = out.reshape(len(out), -1).view(np.uint8)
-        _decoder.decode_checked(frame, self._itemsize, self._allow, frame_sum, rows_sum, rows, both)
+        _decoder.decode_checked(frame, self._itemsize, self._allow, frame_sum, rows_sum, rows)
 
 
 def matches(

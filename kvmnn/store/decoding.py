@@ -60,7 +60,6 @@ def decode_stretches(
     *,
     tables: KeptTables | None = None,
     before: Sequence[LayerCache] | None = None,
-    every_sum: bool = True,
 ) -> list[LayerCache]:
     """K and V of all layers, of the tokens of all stretches one after another; from dense units with the rows of a
     token together in memory, as their streams have them, else with those of a head.
@@ -71,9 +70,6 @@ def decode_stretches(
         Of the store, for dense units that have none of their own.
     before
         K and V of the rows right before, for a first dense unit that refers to some.
-    every_sum
-        Compare the checksums of frames as well as those of the words in them, which tell all that matters to whoever
-        takes these and leaves the frames.
 
     Raises
     ------
@@ -99,7 +95,7 @@ def decode_stretches(
             out = whole[:, begin : begins[number + 1]]
             try:
                 if stretch.unit.dense is None:
-                    _decode(decoder, stretch.unit.frames[at], stretch, out, every_sum)
+                    _decode(decoder, stretch.unit.frames[at], stretch, out)
                 else:
                     one_of = sets[number]
                     held = one_of.sets[at] if one_of is not None else None
@@ -164,11 +160,11 @@ def _arrays(space: Space, tokens: int, *, by_token: bool) -> list[tuple[Words, W
     return found
 
 
-def _decode(decoder: Decoder, frame: Frame, stretch: Stretch, out: Words, every_sum: bool) -> None:
+def _decode(decoder: Decoder, frame: Frame, stretch: Stretch, out: Words) -> None:
     tokens = stretch.unit.ids.size
     entire = stretch.take == tokens
     words = out if entire else np.empty((out.shape[0], tokens, out.shape[2]), out.dtype)
-    decoder.checked(frame.data, frame.checksum, frame.raw_checksum, words, both=every_sum)
+    decoder.checked(frame.data, frame.checksum, frame.raw_checksum, words)
     if not entire:
         out[:] = words[:, stretch.skip : stretch.skip + stretch.take]
 

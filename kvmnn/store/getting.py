@@ -13,16 +13,9 @@ from .units import Units
 
 
 def read_layers(
-    units: Units,
-    space: Space,
-    found: Found,
-    ids: Ids,
-    notes: list[str],
-    threads: int | None,
-    *,
-    every_sum: bool,
+    units: Units, space: Space, found: Found, ids: Ids, notes: list[str], threads: int | None
 ) -> list[LayerCache] | None:
-    """K and V of the beginning of a text that was found; `every_sum` as for `decode_stretches`.
+    """K and V of the beginning of a text that was found.
 
     Returns
     -------
@@ -46,7 +39,7 @@ def read_layers(
         stretches.append(Stretch(unit, place.skip, place.take))
         begin += place.take
     try:
-        return decode_stretches(space, stretches, threads, tables=units.tables, every_sum=every_sum)
+        return decode_stretches(space, stretches, threads, tables=units.tables)
     except DamagedStretchError as error:
         units.discard(found.places[error.number].unit, str(error), notes)
         return None

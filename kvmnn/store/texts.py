@@ -90,7 +90,7 @@ class Texts:
             space, found, others = self.longest(ids, model, dtype)
             if space is None or not found.places:
                 return Prefix(tokens=0, asked=ids.size, notes=tuple(notes))
-            layers = read_layers(self._units, space, found, ids, notes, self._threads, every_sum=False)
+            layers = read_layers(self._units, space, found, ids, notes, self._threads)
             if layers is not None:
                 self._units.touch(units_of(found.places))
                 return Prefix(
@@ -132,7 +132,7 @@ class Texts:
         """As `PrefixStore.export`."""
         (space, found), *rest = self.wholes(ids, model, dtype)
         notes: list[str] = []
-        if read_layers(self._units, space, found, ids, notes, self._threads, every_sum=True) is None:
+        if read_layers(self._units, space, found, ids, notes, self._threads) is None:
             raise SourceError(notes[0] if notes else f"{self._units.label}: this text was evicted meanwhile")
         held = dict(zip(units_of(found.places), self._units.read(units_of(found.places)), strict=True))
         places = [(place, data) for place in found.places if (data := held[place.unit]) is not None]

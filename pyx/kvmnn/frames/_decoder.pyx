@@ -336,13 +336,12 @@ cdef int compare_sum(const uint8_t[::1] data, uint64_t expected) except -1:
 
 def decode_checked(
     const uint8_t[::1] data not None, int stride, int allow, uint64_t frame_sum, uint64_t raw_sum,
-    uint8_t[:, :] out not None, bint both
+    uint8_t[:, :] out not None
 ) -> None:
-    """Decode a frame to the rows of `out`, each contiguous, and compare checksums while the bytes are at hand.
+    """Decode a frame to the rows of `out`, each contiguous, and compare both checksums while the bytes are at hand.
 
-    `frame_sum` is over the frame, `raw_sum` goes on from row to row. With `both`, `out` is written only where
-    `frame_sum` is right, which is found after decoding: the frame is in the cache then. Else `frame_sum` only tells
-    what is wrong where something is.
+    `frame_sum` is over the frame, `raw_sum` goes on from row to row. `out` is written only where `frame_sum` is right,
+    which is found after decoding: the frame is in the cache then.
     """
     cdef Reader readers[4]
     cdef Frame frame
@@ -359,8 +358,7 @@ def decode_checked(
     except FrameError:
         compare_sum(data, frame_sum)
         raise
-    if both:
-        compare_sum(data, frame_sum)
+    compare_sum(data, frame_sum)
     frame.start(out.shape[0] * out.shape[1], readers)
     found = 0
     with nogil:
@@ -368,7 +366,6 @@ def decode_checked(
             found = join_summed(readers, words, stride, &out[row, 0], found)
     frame.close()
     if found != raw_sum:
-        compare_sum(data, frame_sum)
         raise FrameError("the frame decodes to other words than went into it")
 
 

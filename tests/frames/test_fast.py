@@ -132,6 +132,17 @@ def test_what_follows_from_what_was_before(nbytes: int, most: float, dtype: str)
     assert np.mean(shares) < 1.01
 
 
+@pytest.mark.parametrize("words", [70_001, 120_003, 262_150])
+def test_what_lies_behind_the_words_is_not_looked_at(words: int) -> None:
+    """Trials take text from places that do not divide a lane evenly."""
+    rng = np.random.default_rng(words)
+    for high in (rng.choice(2, words), np.arange(words) // 7 % 100):
+        raw = (high << 8 | rng.integers(0, 256, words)).astype(np.uint16).tobytes()
+        behind = (bytes(1 << 17), bytes(range(256)) * 512, rng.bytes(1 << 17))
+        views = [memoryview(raw + after)[: len(raw)] for after in behind]
+        assert len({kvmnn.encode(view, dtype="bf16", effort="fast") for view in views}) == 1
+
+
 def test_a_predictor_goes_on_from_piece_to_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     words = as_words(np.repeat(np.random.default_rng(0).standard_normal(50_000), 2), "fp16")
     whole = check(words)

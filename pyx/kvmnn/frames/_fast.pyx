@@ -199,12 +199,14 @@ cdef size_t predicted_text(
     const uint8_t *src, size_t words, int stride, int lane, int mode, size_t most, uint8_t *text
 ) noexcept nogil:
     """At most `most` bytes of a lane, from several places of a longer one, predicted; how many."""
-    cdef size_t size = words if words <= most else most // TEXTS, step = words // TEXTS, begin = 0, got = 0
-    while got < min(words, most):
-        lanes().predict_lane(src + begin * <size_t>stride, size, stride, lane, mode, text + got)
-        got += size
-        begin += step
-    return got
+    cdef size_t size = most // TEXTS, step = words // TEXTS
+    cdef int k
+    if words <= most:
+        lanes().predict_lane(src, words, stride, lane, mode, text)
+        return words
+    for k in range(TEXTS):
+        lanes().predict_lane(src + k * step * <size_t>stride, size, stride, lane, mode, text + k * size)
+    return TEXTS * size
 
 
 cdef Form best_form(

@@ -58,6 +58,13 @@ def test_put_match_get(here: Path, run) -> None:
     assert not Path("none.npz").exists()
 
 
+def test_a_bound_that_has_no_room_for_the_text_says_so(here: Path, run) -> None:
+    put = ("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
+    said = " ".join(run(*put, "--max-bytes", "100").err.split())
+    assert said.endswith("of these 50 tokens 0 are stored now: the bound (--max-bytes) has no room for more")
+    assert run(*put, "--max-bytes", "1M").err == ""
+
+
 def test_which_precision_was_taken_is_said(here: Path, run) -> None:
     """50 tokens are stored in fp16, 30 of them in fp32 as well."""
     wide = {name: words.astype(np.float32) for name, words in arrays(IDS[:30]).items()}

@@ -140,7 +140,9 @@ def test_a_store_takes_keys_and_values_of_other_types(here: Path, run) -> None:
     shape = llama_files.Shape(k_type="q8_0", v_type="f16")
     Path("q.session").write_bytes(llama_files.state(Random(3), shape, [40], architecture="qwen2")[0])
     put = run("store", "put", "s", "q.session", "--kv-heads", 2, "--fingerprint", "x")
-    assert "the arrays are fp16 and fp32: put as fp32, which has every number of them" in put.err.replace("\n", " ")
+    said = " ".join(put.err.split())
+    assert "the arrays are fp16 and fp32: put as fp32, which has every number of them" in said
+    assert "K and V were dequantised from q8_0: the store takes them for this model's own" in said
     ids = json.loads(run("inspect", "q.session", "--json").out)["inputs"][0]["engine_cache"]["token_ids"]
     Path("own.json").write_text(json.dumps(ids))
     run("store", "get", "s", "--token-ids", "own.json", "-o", "got.npz")

@@ -215,7 +215,19 @@ def _put(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int
     if len(types) > 1:
         text = f"the arrays are {' and '.join(types)}: put as {layers[0].dtype}, which has every number of them"
         loading.report_notes([text], arguments)
-    return store.put(_ids_of(source, arguments), layers, model=model), 0
+    dequantised = source.engine_cache.dequantised if source.engine_cache else ()
+    if dequantised:
+        text = (
+            f"K and V were dequantised from {', '.join(dequantised)}: the store takes them for this model's own, and "
+            "what it has of a text first stays (--fingerprint puts them apart)"
+        )
+        loading.report_notes([text], arguments)
+    ids = _ids_of(source, arguments)
+    put = store.put(ids, layers, model=model)
+    if put.removed_bytes and (left := store.match(ids, model=model)) < put.tokens:
+        text = f"of these {put.tokens:,} tokens {left:,} are stored now: the bound (--max-bytes) has no room for more"
+        loading.report_notes([text], arguments, "warning")
+    return put, 0
 
 
 def _ids_of(source: Source, arguments: argparse.Namespace) -> Any:

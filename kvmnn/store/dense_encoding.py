@@ -108,9 +108,9 @@ class Streams:
         number, middle = middle_of(units), len(self._layers) // 2
         streams: dict[int, Frame] = {}
         alike = None
-        for part in [part for part, (layer, _) in enumerate(self._space.parts) if layer == middle][
-            : 1 if only_keys else 2
-        ]:
+        for part, (layer, is_values) in enumerate(self._space.parts):
+            if layer != middle or (only_keys and is_values):
+                continue
             streams[part], alike = self._encode(units[number], part, alike)
         return Tried(number, streams, alike)
 

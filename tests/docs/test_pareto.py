@@ -1,11 +1,15 @@
-"""README's table of speeds is that of benchmarks/pareto.json."""
+"""README's table of speeds is that of benchmarks/pareto.json, and its demo has the ratios that there are."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
+import numpy as np
+import pytest
 from repository import ROOT
+
+import kvmnn
 
 CODECS = (
     "kvmnn dense",
@@ -34,3 +38,10 @@ def cell(report: dict[str, Any], codec: str) -> str:
     assert result["raw_bytes"] == report["sample_bytes"] == report["array_bytes"]
     encode, decode = (result["raw_bytes"] / 1e6 / result[way]["cpu"] for way in ("encode", "decode"))
     return f"{result['ratio']:.3f}, {encode:,.0f} / {decode:,.0f}"
+
+
+@pytest.mark.parametrize("effort", ["exact", "fast"])
+def test_ratios_of_the_demo_are_those_of_today(effort: str) -> None:
+    words = np.load(ROOT / "fixtures" / "kv_real" / "k_fp16.npy")
+    ratio = words.nbytes / len(kvmnn.encode(words, effort=effort))
+    assert f"    kvmnn {effort:<18}{ratio:.4f} " in (ROOT / "README.md").read_text(encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from .portable import read_exported
 from .prefix_store import PrefixStore
+from .remote import OutageError
 from .results import Cleaned, Entry, Exported, Listing, Matched, Pinned, Prefix, Put, Session, Stats, Verified
 from .sources import Got, layers_of, write_prefix
 
@@ -12,6 +13,7 @@ __all__ = [
     "Got",
     "Listing",
     "Matched",
+    "OutageError",
     "Pinned",
     "Prefix",
     "PrefixStore",

@@ -120,7 +120,6 @@ def entries(units: Directory) -> list[Entry]:
 
 def stats(units: Directory, asked: int, found: int) -> Stats:
     """Counts of everything."""
-    spaces = units.spaces()
     with units.index.reading() as cursor:
 
         def one(query: str) -> tuple[int, ...]:
@@ -130,19 +129,19 @@ def stats(units: Directory, asked: int, found: int) -> Stats:
         (blocks,) = one("SELECT count(*) FROM block")
         (pinned,) = one("SELECT count(*) FROM pin")
         (kept,) = one("SELECT count(*) FROM session")
-        by_space = cursor.execute(
+        rows = cursor.execute(
             "SELECT space.document, sum(tokens) FROM unit JOIN space ON space.id = unit.space GROUP BY space.id"
         ).fetchall()
-    raw = sum(from_json(document, units.label).token_bytes * number for document, number in by_space)
+    by_space = [(from_json(document, units.label), number) for document, number in rows]
     return Stats(
         texts=texts,
         units=count,
         blocks=blocks,
         tokens=tokens,
         bytes=nbytes,
-        raw_bytes=raw,
+        raw_bytes=sum(space.token_bytes * number for space, number in by_space),
         index_bytes=units.index.nbytes,
-        models=tuple(sorted({space.model for space in spaces})),
+        models=tuple(sorted({space.model for space, _ in by_space})),
         pinned=pinned,
         sessions=kept,
         codec=units.codec,

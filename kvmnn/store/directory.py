@@ -103,6 +103,11 @@ class Directory:
                 self._known_spaces = last, spaces
         return self._known_spaces[1]
 
+    def has_texts(self, space: Space) -> bool:
+        """Whether anything of a space is stored."""
+        with self.index.reading() as cursor:
+            return cursor.execute("SELECT 1 FROM branch WHERE parent = ? LIMIT 1", (space.key,)).fetchone() is not None
+
     def find(self, text: Text) -> Found:
         """The longest stored beginning of a text."""
         with self.index.reading() as cursor:
@@ -228,6 +233,15 @@ class Directory:
             nbytes = updates.remove_all(cursor, gone)
         self.files.remove(gone)
         return Removed(len(gone), nbytes)
+
+    def keep_bound(self) -> int:
+        """Remove what is above the bound, as another process may have had a larger one: bytes."""
+        if self._max_bytes is None:
+            return 0
+        with self.index.reading() as cursor:
+            if updates.held_bytes(cursor) <= self._max_bytes:
+                return 0
+        return self.evict(self._max_bytes).nbytes
 
     def evict(self, max_bytes: int) -> Removed:
         """Remove what was not used for longest until no more than `max_bytes` are left."""

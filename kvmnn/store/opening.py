@@ -41,7 +41,7 @@ def open_units(
     if block_tokens is not None:
         block_tokens = whole(block_tokens, "block_tokens", 1, MAX_BLOCK_TOKENS)
     if max_bytes is not None:
-        max_bytes = whole(max_bytes, "max_bytes", 0)
+        max_bytes = whole(max_bytes, "max_bytes", 1)
     if codec not in (None, *CODECS):
         raise OptionError(f"codec is {shown(codec)}: expected one of {', '.join(CODECS)}")
     made = Settings(block_tokens or BLOCK_TOKENS, codec or CODEC) if create else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
@@ -15,6 +16,7 @@ from ..checks import whole
 from ..dense import Rotary
 from ..frames import CodecOptions
 from . import portable
+from .catalog import check_name
 from .index import DamagedIndexError
 from .opening import open_units
 from .putting import Rotation, Trials, Writing
@@ -41,8 +43,8 @@ class PrefixStore:
         A directory; ``redis://`` or ``valkey://`` (extra ``redis``); or what fsspec opens: ``s3://``, ``gs://``,
         ``file://``, ``memory://`` (extra ``object``).
     max_bytes
-        Most bytes of all units; None for no bound. What was not used for longest goes first, ends of texts before their
-        beginnings; pinned prefixes never. Past this machine several processes may exceed it for a while.
+        Most bytes of all units, at least 1; None for no bound. What was not used for longest goes first, ends of texts
+        before their beginnings; pinned prefixes never. Past this machine several processes may exceed it for a while.
     block_tokens
         Tokens of a block, for a store that is made; one that is there has its own, and None takes that, or 64.
     ram_bytes
@@ -133,7 +135,7 @@ class PrefixStore:
     @property
     def models(self) -> tuple[str, ...]:
         """Fingerprints of the models whose prefixes are stored."""
-        return tuple(sorted({space.model for space in self._tried(self._units.spaces)}))
+        return tuple(sorted(self._tried(self._texts.models)))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -156,7 +158,8 @@ class PrefixStore:
         Raises
         ------
         KvmnnError
-            For layers that do not hold each of these tokens once, or differ in dtype.
+            For layers that do not hold each of these tokens once, or differ in dtype; and where texts of this model and
+            dtype are stored whose layers have other shapes, or are others.
         OutputError
             Where files cannot be written; the store is as it was, or has a beginning of the text.
         """
@@ -166,10 +169,12 @@ class PrefixStore:
         try:
             return self._tried(lambda: self._texts.put(ids, caches, space))
         except OutageError as error:
-            return Put(tokens=ids.size, known_tokens=0, notes=(str(error),))
+            return Put(tokens=ids.size, known_tokens=0, notes=(str(error),), outage=True)
 
     def match(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> int:
         """How many tokens of a text are stored, from its beginning on: what `get` would return.
+
+        0 as well where the engine does not answer, which `find` says.
 
         Parameters
         ----------
@@ -179,12 +184,13 @@ class PrefixStore:
         return self.find(token_ids, model=model, dtype=dtype).tokens
 
     def find(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> Matched:
-        """As `match`, with the precision that `get` would take, and how much other precisions have."""
+        """As `match`, with the precision that `get` would take, how much other precisions have, and whether the engine
+        did not answer."""
         ids = as_ids(token_ids)
         try:
             space, found, others = self._tried(lambda: self._texts.longest(ids, model, dtype))
-        except OutageError:
-            return Matched(tokens=0, asked=ids.size)
+        except OutageError as error:
+            return Matched(tokens=0, asked=ids.size, notes=(str(error),), outage=True)
         return Matched(tokens=found.tokens, asked=ids.size, dtype=space.dtype if space else None, others=others)
 
     def get(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> Prefix:
@@ -209,7 +215,7 @@ class PrefixStore:
         try:
             prefix = self._tried(lambda: self._texts.get(ids, model, dtype))
         except OutageError as error:
-            prefix = Prefix(tokens=0, asked=ids.size, notes=(str(error),))
+            prefix = Prefix(tokens=0, asked=ids.size, notes=(str(error),), outage=True)
         with self._lock:
             self._asked += prefix.asked
             self._found += prefix.tokens
@@ -223,11 +229,16 @@ class PrefixStore:
         name
             1 to 256 printable characters; a session that has it is replaced.
         token_ids, layers, model
-            As for `put`, errors as well.
+            As for `put`, errors as well. Where an engine does not answer the text is not kept either, as the result's
+            `outage` says.
         """
+        check_name(name)
         put = self.put(token_ids, layers, model=model)
         space = space_of(sorted(layers, key=lambda cache: cache.layer), model)
-        self._tried(lambda: self._units.note_session(name, space, as_ids(token_ids)))
+        try:
+            self._tried(lambda: self._units.note_session(name, space, as_ids(token_ids)))
+        except OutageError as error:
+            return replace(put, notes=(*put.notes, f"the session was not noted down: {error}"), outage=True)
         return put
 
     def resume(self, name: str) -> Session:
@@ -237,6 +248,8 @@ class PrefixStore:
         ------
         KvmnnError
             Where no session has this name.
+        OutageError
+            Where the engine does not answer: whether there is such a session, and its text, is not known then.
         """
         space, ids = self._tried(lambda: self._units.session(name))
         prefix = self.get(ids, model=space.model, dtype=space.dtype)

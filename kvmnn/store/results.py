@@ -28,6 +28,8 @@ class Prefix:
         Other precisions in which the text is stored as well, and how many of its tokens each has.
     notes
         One line for each unit that was damaged and is a miss now, and for an engine that did not answer.
+    outage
+        Whether it is a miss because the engine did not answer.
     """
 
     tokens: int
@@ -36,6 +38,7 @@ class Prefix:
     dtype: str | None = None
     others: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    outage: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +70,8 @@ class Put:
         Of the text.
     known_tokens
         Of them stored before.
+    stored_tokens
+        Of them stored now: fewer than `tokens` where the bound has no room for more, or an engine did not answer.
     raw_bytes
         Of K and V of the others, as they were given.
     stored_bytes
@@ -76,29 +81,33 @@ class Put:
     seconds
         Time it took.
     notes
-        Why nothing was stored, where an engine did not answer.
+        Why not all of the text is stored.
+    outage
+        Whether that is because the engine did not answer.
     """
 
     tokens: int
     known_tokens: int
+    stored_tokens: int = 0
     raw_bytes: int = 0
     stored_bytes: int = 0
     removed_bytes: int = 0
     seconds: float = 0.0
     notes: tuple[str, ...] = ()
+    outage: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values."""
         return asdict(self) | {"notes": list(self.notes)}
 
     def __str__(self) -> str:
-        if self.notes:
+        if self.notes and not self.stored_bytes and self.known_tokens < self.tokens:
             return f"{count(self.tokens, 'token')}: nothing was stored: {'; '.join(self.notes)}"
-        if self.known_tokens == self.tokens:
-            return f"{count(self.tokens, 'token')}: all of them were stored already"
-        new = self.tokens - self.known_tokens
-        text = f"{count(self.tokens, 'token')}, {new:,} of them new: {self.raw_bytes:,} -> {self.stored_bytes:,} bytes"
-        text += f", ratio {ratio(self.raw_bytes, self.stored_bytes):.4f}{at_rate(self.raw_bytes, self.seconds)}"
+        text = f"{count(self.tokens, 'token')}: all of them were stored already"
+        if new := self.tokens - self.known_tokens:
+            sizes = f"{self.raw_bytes:,} -> {self.stored_bytes:,} bytes"
+            text = f"{count(self.tokens, 'token')}, {new:,} of them new: {sizes}"
+            text += f", ratio {ratio(self.raw_bytes, self.stored_bytes):.4f}{at_rate(self.raw_bytes, self.seconds)}"
         return text + (f"\n  {self.removed_bytes:,} bytes of other files went" if self.removed_bytes else "")
 
 
@@ -259,7 +268,7 @@ class Matched:
     ----------
     tokens, asked
         Tokens that `get` would return, of how many that the text has.
-    dtype, others
+    dtype, others, notes, outage
         As those of `Prefix`.
     """
 
@@ -267,10 +276,12 @@ class Matched:
     asked: int
     dtype: str | None = None
     others: Mapping[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    outage: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values."""
-        return asdict(self)
+        return asdict(self) | {"notes": list(self.notes)}
 
     def __str__(self) -> str:
         return str(self.tokens)

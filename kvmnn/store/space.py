@@ -98,6 +98,18 @@ class Space:
         return f"{len(self.layers)} layers, {sizes}{' and more' if len(shapes) > 3 else ''}, {self.dtype}"
 
 
+def said_apart(one: Space, other: Space) -> tuple[str, str]:
+    """Two spaces of a model and dtype, such that they do not read alike."""
+    if str(one) != str(other):
+        return str(one), str(other)
+    first, second = next((a, b) for a, b in zip(one.layers, other.layers, strict=False) if a != b)
+    return _layer_said(first), _layer_said(second)
+
+
+def _layer_said(shape: LayerShape) -> str:
+    return f"a layer {shape.layer} of {count(shape.kv_heads, 'kv head')} x {shape.head_dim}, V {shape.value_dim}"
+
+
 def _values_said(dims: int, of_values: int) -> str:
     if of_values == dims:
         return ""

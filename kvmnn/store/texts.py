@@ -9,18 +9,21 @@ from typing import NamedTuple
 
 from ..arrays.layer_cache import LayerCache
 from ..errors import KvmnnError, SourceError
+from ..text import visible
 from . import portable
 from .getting import read_layers
 from .lookup import Found, Text, units_of
 from .putting import Writing, add_text
 from .results import Exported, Prefix, Put
-from .space import Space, check_model
+from .space import Space, check_model, said_apart
 from .token_ids import Ids, block_keys
 from .unit import DamagedError, parse_header
-from .units import Units
+from .units import Added, Units
 from .updates import ParentGoneError
 
 _TRIES = 3
+_NO_ROOM = "the bound (max_bytes) has no room for more"
+_GONE = "other processes keep removing what they go on from"
 
 
 class Longest(NamedTuple):
@@ -57,12 +60,17 @@ class Texts:
         check_model(model)
         return [space for space in self._units.spaces() if space.model == model]
 
+    def models(self) -> set[str]:
+        """The models of all texts."""
+        return {space.model for space in self._units.spaces() if self._units.has_texts(space)}
+
     def put(self, ids: Ids, caches: Sequence[LayerCache], space: Space) -> Put:
         """As `PrefixStore.put`."""
         started = time.perf_counter()
         text = self.text(space, ids)
-        known = self._units.find(text)
-        put = Put(tokens=ids.size, known_tokens=known.tokens)
+        known, added, raw_bytes = self._units.find(text), Added(0, 0), 0
+        if known.tokens < ids.size:
+            self._check_shapes(space)
         for _ in range(_TRIES):
             if known.tokens >= ids.size:
                 break
@@ -71,17 +79,33 @@ class Texts:
             except ParentGoneError:  # another process removed what these blocks follow: they are put as well
                 known = self._units.find(text)
                 continue
-            put = Put(
-                tokens=ids.size,
-                known_tokens=known.tokens,
-                raw_bytes=(ids.size - known.blocks * text.block_tokens) * space.token_bytes,
-                stored_bytes=added.stored_bytes,
-                removed_bytes=added.removed_bytes,
-                seconds=time.perf_counter() - started,
-            )
+            raw_bytes = (ids.size - known.blocks * text.block_tokens) * space.token_bytes
             break
         self._units.touch(units_of(known.places))
-        return put
+        removed = added.removed_bytes + self._units.keep_bound()
+        is_whole = not removed and (raw_bytes or known.tokens >= ids.size)
+        stored = ids.size if is_whole else self._units.find(text).tokens
+        why = _NO_ROOM if removed else _GONE
+        return Put(
+            tokens=ids.size,
+            known_tokens=known.tokens,
+            stored_tokens=stored,
+            raw_bytes=raw_bytes,
+            stored_bytes=added.stored_bytes,
+            removed_bytes=removed,
+            seconds=time.perf_counter() - started,
+            notes=() if stored == ids.size else (f"of these {ids.size:,} tokens {stored:,} are stored now: {why}",),
+        )
+
+    def _check_shapes(self, space: Space) -> None:
+        """`KvmnnError` where layers of other shapes are stored under the model: two models have one fingerprint."""
+        for other in self.spaces_of(space.model):
+            if other.dtype == space.dtype and other.key != space.key and self._units.has_texts(other):
+                stored, given = said_apart(other, space)
+                raise KvmnnError(
+                    f"{self._units.label}: under the model {visible(space.model[:16])} it holds {stored}, these are "
+                    f"{given}: another model needs a fingerprint of its own"
+                )
 
     def get(self, ids: Ids, model: str, dtype: str | None) -> Prefix:
         """As `PrefixStore.get`."""

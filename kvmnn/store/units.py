@@ -49,6 +49,9 @@ class Units(Protocol):
     def spaces(self) -> list[Space]:
         """All spaces."""
 
+    def has_texts(self, space: Space) -> bool:
+        """Whether anything of a space is stored."""
+
     def find(self, text: Text) -> Found:
         """The longest stored beginning of a text."""
 
@@ -63,6 +66,9 @@ class Units(Protocol):
 
     def add(self, space: Space, text: Text, new: Sequence[NewUnit], tables: TableSets | None) -> Added:
         """Take in units of a text, in order, and the tables that some of them need."""
+
+    def keep_bound(self) -> int:
+        """Remove what is above the bound, if there is one: bytes."""
 
     def touch(self, units: Iterable[int]) -> None:
         """Units were used."""

@@ -10,6 +10,7 @@ import pytest
 from prefixes import layers_of
 
 IDS = [*range(100, 150)]
+NO_ROOM = "of these 50 tokens 0 are stored now: the bound (max_bytes) has no room for more"
 
 
 @pytest.fixture
@@ -44,6 +45,8 @@ def test_put_match_get(here: Path, run) -> None:
         "asked": 30,
         "dtype": "fp16",
         "others": {},
+        "notes": [],
+        "outage": False,
     }
     said = run("store", "get", "S", "--token-ids", "short.json", "-o", "back.npz").out
     assert said.startswith("30 of 30 tokens, fp16: all of the text\nback.npz: 4 arrays, 1,920 bytes, LOSSLESS")
@@ -60,9 +63,14 @@ def test_put_match_get(here: Path, run) -> None:
 
 def test_a_bound_that_has_no_room_for_the_text_says_so(here: Path, run) -> None:
     put = ("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
-    said = " ".join(run(*put, "--max-bytes", "100").err.split())
-    assert said.endswith("of these 50 tokens 0 are stored now: the bound (--max-bytes) has no room for more")
+    said = run(*put, "--max-bytes", "100").err
+    assert said == f"kvmnn: warning: {NO_ROOM}\n"
+    document = json.loads(run(*put, "--max-bytes", "100", "--json").out)
+    assert (document["stored_tokens"], document["notes"]) == (0, [NO_ROOM])
     assert run(*put, "--max-bytes", "1M").err == ""
+    made = run(*put, "--max-bytes", "100")
+    assert made.out.startswith("50 tokens: all of them were stored already\n  ") and NO_ROOM in made.err
+    assert run("store", "match", "S", "--token-ids", "long.json", code=1).out == "0\n"
 
 
 def test_which_precision_was_taken_is_said(here: Path, run) -> None:
@@ -180,6 +188,7 @@ def test_a_store_that_cannot_be_written_to_is_verified(here: Path, run, monkeypa
         (["match", "S", "--token-ids", "long.json", "--max-bytes", "1"], "--max-bytes says nothing to store match"),
         (["import", "S", "a", "b"], "store import takes one file"),
         (["put", "", "long.npz", "--token-ids", "long.json", "--fingerprint", "m"], "the store has no name: expected"),
+        (["put", "S", "long.npz", "--max-bytes", "0"], "store put --max-bytes 0: expected at least 1, or no bound"),
         (["putt", "S"], "did you mean 'put'"),
     ],
 )

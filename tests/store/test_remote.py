@@ -16,7 +16,7 @@ from redis_server import Server, redis_server
 
 from kvmnn import KvmnnError
 from kvmnn.errors import OptionError, OutputError, SourceError
-from kvmnn.store import PrefixStore
+from kvmnn.store import OutageError, PrefixStore
 from kvmnn.store.remote.ram import Ram
 from kvmnn.store.remote.records import Record, from_bytes
 
@@ -356,10 +356,16 @@ def test_an_outage_costs_a_miss(server: Server) -> None:
             found = store.get(ids, model=MODEL)
             assert found.tokens == 0
             assert "redis://127.0.0.1" in found.notes[0] and "does not answer" in found.notes[0]
+            assert found.outage
             assert store.match(ids, model=MODEL) == 0
-            made = put(store, ids)
-            assert (made.stored_bytes, made.known_tokens) == (0, 0)
-            assert "nothing was stored" in str(made)
+            matched = store.find(ids, model=MODEL)
+            assert matched.outage and "does not answer" in matched.notes[0]
+            for made in (put(store, ids), store.park("chat", ids, layers_of(ids), model=MODEL)):
+                assert (made.stored_bytes, made.known_tokens, made.stored_tokens, made.outage) == (0, 0, 0, True)
+                assert "nothing was stored" in str(made)
+            assert "the session was not noted down" in made.notes[1]
+            with pytest.raises(OutageError, match="does not answer"):
+                store.resume("chat")
             began = time.monotonic()
             for _ in range(20):
                 assert store.get(ids, model=MODEL).tokens == 0

@@ -12,7 +12,7 @@ from ..printing import Result, UsageError
 if TYPE_CHECKING:
     from ...arrays.source import Source
     from ...dense import Rotary
-    from ...store import Exported, Matched, Prefix, PrefixStore
+    from ...store import Exported, Matched, Prefix, PrefixStore, Put
 
 _TEXT = """Keep K and V of texts in a directory and find them again by their token ids: any text is answered with the
 longest beginning that was ever put, to the token. Equal beginnings are stored once, losslessly (docs/prefix-store.md).
@@ -134,6 +134,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.codec == "frames":
         idle_options.refuse(arguments, ["rope"], "needs --codec dense")
     making = arguments.action in _MAKING
+    if making and arguments.store_bytes == 0:
+        raise UsageError(f"store {arguments.action} --max-bytes 0: expected at least 1, or no bound")
     if making:  # of an input that cannot be read no store is made
         arguments.read = _source(arguments) if arguments.action == "put" else read_exported(arguments.inputs[0])
         arguments.made_by = _made_by(arguments) if arguments.action == "put" else None
@@ -224,10 +226,21 @@ def _put(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int
         loading.report_notes([text], arguments)
     ids = _ids_of(source, arguments)
     put = store.put(ids, layers, model=model)
-    if put.removed_bytes and (left := store.match(ids, model=model)) < put.tokens:
-        text = f"of these {put.tokens:,} tokens {left:,} are stored now: the bound (--max-bytes) has no room for more"
-        loading.report_notes([text], arguments, "warning")
-    return put, 0
+    return _said(put, arguments), 0
+
+
+def _said(put: Put, arguments: argparse.Namespace) -> Put:
+    """What became of a text; an engine that does not answer is an error here."""
+    _refuse_outage(put)
+    loading.report_notes(put.notes, arguments, "warning")
+    return put
+
+
+def _refuse_outage(result: Matched | Prefix | Put) -> None:
+    from ...store import OutageError
+
+    if result.outage:
+        raise OutageError("; ".join(result.notes))
 
 
 def _ids_of(source: Source, arguments: argparse.Namespace) -> Any:
@@ -252,6 +265,7 @@ def _own_ids(source: Source) -> list[int] | None:
 
 def _match(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int]:
     found = store.find(_ids(arguments), model=_model(store, arguments), dtype=arguments.dtype)
+    _refuse_outage(found)
     _report_others(found, arguments)
     return found, 0 if found.tokens else 1
 
@@ -269,6 +283,7 @@ def _get(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int
 
     ids = _ids(arguments)
     found = store.get(ids, model=_model(store, arguments), dtype=arguments.dtype)
+    _refuse_outage(found)
     loading.report_notes(found.notes, arguments, "warning")
     _report_others(found, arguments)
     made = write_prefix(
@@ -346,7 +361,7 @@ def _export(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, 
 
 def _import(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int]:
     model, ids, layers = arguments.read
-    return store.put(ids, layers, model=model), 0
+    return _said(store.put(ids, layers, model=model), arguments), 0
 
 
 _DO: dict[str, Any] = {

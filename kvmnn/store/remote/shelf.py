@@ -7,6 +7,7 @@ told, and puts what is left behind the first one's.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from .ram import Ram
 from .records import (
     NAMED_IDS,
     Record,
+    folder_after,
     from_bytes,
     named_ids,
     record_name,
@@ -102,6 +104,8 @@ class Shelf:
         self._known: Settings | None = None
         self.tables = KeptTables(self._read_tables, lambda: values.names_in(TABLES))
         self._spaces: dict[str, Space] = {}
+        self._numbers: dict[str, int] = {}
+        """Of spaces, in the order of their first puts."""
         self._ram = Ram(ram_bytes)
         self._places: dict[int, str] = {}
         self._bad: set[int] = set()
@@ -133,15 +137,28 @@ class Shelf:
         return self._known
 
     def spaces(self) -> list[Space]:
-        """All spaces."""
+        """All spaces, in the order of their first puts."""
         names = self.values.names_in("spaces")[:_MAX_SPACES]
         new = [name for name in names if name not in self._spaces]
         for name, document in zip(new, self.values.get_many([f"spaces/{name}" for name in new]), strict=True):
             with suppress(KvmnnError):  # a damaged one is a miss: whoever puts next writes it again
-                space = from_json((document or b"").decode("utf-8", "replace"), self.label)
+                text = (document or b"").decode("utf-8", "replace")
+                space = from_json(text, self.label)
                 if space.key.hex() == name:
                     self._spaces[name] = space
-        return [self._spaces[name] for name in names if name in self._spaces]
+                    number = json.loads(text).get("number")
+                    self._numbers[name] = number if isinstance(number, int) else 0
+        known = [name for name in names if name in self._spaces]
+        return [self._spaces[name] for name in sorted(known, key=lambda name: (self._numbers[name], name))]
+
+    def _document(self, space: Space) -> bytes:
+        """What is noted down of a space."""
+        number = self._numbers.get(space.key.hex(), max(self._numbers.values(), default=0) + 1)
+        return json.dumps({**json.loads(space.to_json()), "number": number}).encode()
+
+    def has_texts(self, space: Space) -> bool:
+        """Whether anything of a space is stored."""
+        return bool(self.values.names_in(folder_after(space.key)))
 
     def find(self, text: Text) -> Found:
         """The longest stored beginning of a text: four round trips, however long it is."""
@@ -227,7 +244,7 @@ class Shelf:
             record = Record(space.key, unit.parent, number, unit.nbytes, unit.start, unit.ids)
             records[record.name(text.block_tokens)] = record
         tail = self._tail_before(new[0], text)
-        about = {f"spaces/{space.key.hex()}": space.to_json().encode()}
+        about = {f"spaces/{space.key.hex()}": self._document(space)}
         if tables is not None:
             about[f"{TABLES}/{object_name(space.key, tables.key)}"] = tables.data
         self.values.put_many(about)
@@ -273,6 +290,10 @@ class Shelf:
         self.values.put_many(mine)
         return lost
 
+    def keep_bound(self) -> int:
+        """Remove what is above the bound, where this process has not looked yet: bytes."""
+        return bounding.after_put(self, 0)
+
     def touch(self, units: Iterable[int], *, now: bool = False) -> None:
         """Units were used: noted down with others after a while, or `now`, where that is cheap or somebody bounds."""
         if self.read_only or not (self.values.counts_uses or self.max_bytes is not None):
@@ -285,7 +306,7 @@ class Shelf:
                 return
             touched, self._touched = list(self._touched), {}
             self._last_touch = time.monotonic()
-        with suppress(OutageError):  # the order of uses is no reason to fail
+        with suppress(KvmnnError):  # the order of uses is no reason to fail
             (data,) = self.values.get_many([_TICK])
             tick = max(self._tick, tick_of(data))
             uses = {use_name(unit): use_bytes(tick + at) for at, unit in enumerate(touched, 1)}

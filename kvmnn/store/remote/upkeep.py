@@ -155,7 +155,7 @@ def stats(units: Shelf, asked: int, found: int) -> Stats:
         bytes=sum(record.nbytes for record in known),
         raw_bytes=sum(record.ids.size * spaces[record.space].token_bytes for record in known),
         index_bytes=0,
-        models=tuple(sorted({space.model for space in spaces.values()})),
+        models=tuple(sorted({spaces[record.space].model for record in known})),
         pinned=len(bounding.pins(units)),
         sessions=len(sessions.names(units.values)),
         codec=units.codec,

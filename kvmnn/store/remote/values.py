@@ -80,6 +80,7 @@ class Patient:
         self.label = label
         self.counts_uses = values.counts_uses
         self._rest_until = 0.0
+        self._closed = False
         self._last = ""
         self._lock = threading.Lock()
 
@@ -122,13 +123,16 @@ class Patient:
         return self._tried(lambda: self._values.tree(begin))
 
     def close(self) -> None:
-        """As `Values`; an engine that is gone has let go already."""
+        """As `Values`; an engine that is gone has let go already. Nothing more is asked."""
+        self._closed = True
         try:
             self._values.close()
         except Exception:
             return
 
     def _tried(self, call: Callable[[], T]) -> T:
+        if self._closed:
+            raise KvmnnError(f"{self.label}: the store is closed")
         with self._lock:
             resting, last = time.monotonic() < self._rest_until, self._last
         if resting:

@@ -30,8 +30,11 @@ def test_the_python_examples() -> None:
 def test_every_call_is_in_the_table() -> None:
     table = PAGE.read_text().split("| call | what |\n")[1].split("\n\n")[0]
     told = {name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split("|")[1])}
-    calls = {name for name in vars(PrefixStore) if not name.startswith("_")}
-    assert told == calls - {"close", "block_tokens"}
+    public = {name: what for name, what in vars(PrefixStore).items() if not name.startswith("_")}
+    attributes = {name for name, what in public.items() if isinstance(what, property)}
+    assert told == public.keys() - attributes
+    said = PAGE.read_text().split("\nAttributes: ")[1].split("\n\n")[0]
+    assert attributes <= set(re.findall(r"`(\w+)`", said))
 
 
 def test_the_sizes_of_a_unit() -> None:

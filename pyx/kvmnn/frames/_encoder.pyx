@@ -7,11 +7,13 @@ from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
 from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize, PyBytes_Size
+from cpython.object cimport PyObject
+from cpython.ref cimport Py_XDECREF
 
 from kvmnn.frames._lane_streams cimport AHEAD_FROM, make_after_raw, make_stream, make_streams, spacing
 from kvmnn.frames._stream_header cimport ALLOW_RLE, ALLOW_ZSTD, CODEC_RLE, CODEC_ZSTD, HEADER, MODES, store_le32
 from kvmnn.frames._streams cimport KVMNN_MODE_DELTA, KVMNN_MODE_RAW, entropy, lanes, rle_bound, rle_encode, rle_size
-from kvmnn.frames._workspace cimport Workspace, acquire, release, unwritten_bytes
+from kvmnn.frames._workspace cimport Workspace, acquire, release, shortened, unfinished_bytes, unwritten_bytes
 from kvmnn.frames._zstdlib cimport is_no_room, zstd
 
 from ..errors import KvmnnError, LimitError
@@ -119,20 +121,20 @@ cdef int likely_mode(Workspace ws, const uint8_t *src, size_t words, int stride,
 
 cdef size_t encode_lane(
     Workspace ws, const uint8_t *src, size_t words, int stride, int lane, int modes, int allow, int level,
-    const uint8_t *streams, const size_t *rle_least_sizes, uint8_t **slots, Candidate *chosen
+    const uint8_t *streams, const size_t *rle_least_sizes, uint8_t *dst, uint8_t *slot, Candidate *chosen
 ) noexcept nogil:
-    """The smallest payload of one lane in slots[0]; its size, or NO_MEMORY, or TOO_LONG.
+    """The smallest payload of one lane in dst; its size, or NO_MEMORY, or TOO_LONG.
 
     `streams`: of all predictors, and the bounds of their RLE lengths, from `make_streams`; NULL to make them here, one
-    after the other. The two slots have payload_bound(words) bytes each and change places whenever a better candidate
-    was made.
+    after the other. dst and the slot have payload_bound(words) bytes each. The first candidate is made where it stays
+    if no other is smaller, as mostly none is.
     """
     cdef const uint8_t *stream
     cdef const uint8_t *raw = src
     cdef uint8_t *room = NULL
     cdef size_t got, rle = 0, limit = <size_t>-3
     cdef int mode
-    cdef bint several = modes & (modes - 1) != 0
+    cdef bint several = modes & (modes - 1) != 0, first = True
     if streams == NULL and several:
         room = ws.buffer(0, 2 * spacing(words))
         if room == NULL:
@@ -152,12 +154,16 @@ cdef size_t encode_lane(
             stream = make_stream(ws, src, words, stride, lane, mode)
             if stream == NULL:
                 return NO_MEMORY
-        got = make_candidate(ws, stream, words, mode, allow, level, True, limit, rle, slots[1], chosen)
+        got = make_candidate(
+            ws, stream, words, mode, allow, level, True, limit, rle, dst if first else slot, chosen
+        )
         if got == NO_MEMORY:
             return NO_MEMORY
         if got != NOT_SMALLER:
-            slots[0], slots[1] = slots[1], slots[0]
+            if not first:
+                memcpy(dst, slot, got)
             limit = got
+        first = False
     return chosen.size if chosen.size <= U32_MAX else TOO_LONG
 
 
@@ -179,28 +185,28 @@ cdef bytes encode_lanes(
 ):
     """`begin` bytes for the caller to fill, and behind them header and smallest payload of every lane.
 
-    Payloads are made in the workspace and copied once, when it is known how long all are.
+    Payloads are made where they stay, in bytes that are shortened when it is known how long all are.
     """
     cdef size_t room = payload_bound(words), got = NO_MEMORY, at = begin
-    cdef Candidate[4] chosen
-    cdef uint8_t *slots[5]
+    cdef Candidate chosen
     cdef uint8_t *out
+    cdef uint8_t *slot
     cdef uint8_t *streams = NULL
     cdef uint8_t *mine = NULL
     cdef size_t[2 * MODES] rle
     cdef int lane, at_once = 0, place = 0
-    cdef bytes frame
+    cdef PyObject *frame = NULL
     cdef Workspace ws = acquire(allow & ALLOW_ZSTD != 0, False)
     try:
+        frame = unfinished_bytes(begin + <size_t>stride * (HEADER + room))
+        out = <uint8_t *>PyBytes_AsString(<object>frame)
         with nogil:
-            out = ws.buffer(1, <size_t>(stride + 1) * room)
+            slot = ws.buffer(1, room)
             if not sample:
                 at_once = made_at_once(words, stride, modes)
             if at_once:
                 streams = ws.buffer(0, <size_t>(at_once * MODES) * spacing(words))
-            if out != NULL and (streams != NULL or not at_once):
-                for lane in range(stride + 1):
-                    slots[lane] = out + <size_t>lane * room
+            if slot != NULL and (streams != NULL or not at_once):
                 for lane in range(stride):
                     if sample:
                         modes[lane] = 1 << likely_mode(ws, src, words, stride, lane, modes[lane])
@@ -209,25 +215,20 @@ cdef bytes encode_lanes(
                         if place == 0:
                             make_streams(src, words, stride, lane, lane + at_once, streams, rle)
                         mine = streams + <size_t>(place * MODES) * spacing(words)
-                    chosen[lane] = Candidate(0, 0, 0)
+                    chosen = Candidate(0, 0, 0)
                     got = encode_lane(
                         ws, src, words, stride, lane, modes[lane], allow, level, mine, rle + place * MODES,
-                        slots + lane, &chosen[lane],
+                        out + at + HEADER, slot, &chosen,
                     )
                     if got >= TOO_LONG:
                         break
+                    store_header(out + at, chosen, words)
                     at += HEADER + got
         if got >= TOO_LONG:
             raise no_frame(got)
-        frame = unwritten_bytes(at)
-        out = <uint8_t *>PyBytes_AsString(frame) + begin
-        with nogil:
-            for lane in range(stride):
-                store_header(out, chosen[lane], words)
-                memcpy(out + HEADER, slots[lane], chosen[lane].size)
-                out += HEADER + chosen[lane].size
-        return frame
+        return shortened(&frame, at)
     finally:
+        Py_XDECREF(frame)
         release(ws)
 
 

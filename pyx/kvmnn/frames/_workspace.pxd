@@ -1,5 +1,7 @@
 from libc.stdint cimport uint8_t
 
+from cpython.object cimport PyObject
+
 
 cdef class Workspace:
     cdef void *cctx
@@ -16,3 +18,5 @@ cdef Workspace acquire(bint compress, bint decompress)
 cdef void release(Workspace ws) noexcept
 
 cdef bytes unwritten_bytes(size_t size)
+cdef PyObject *unfinished_bytes(size_t most) except NULL
+cdef bytes shortened(PyObject **unfinished, size_t size)

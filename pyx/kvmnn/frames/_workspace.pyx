@@ -3,6 +3,7 @@
 from libc.stdint cimport uint8_t
 
 from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
+from cpython.object cimport PyObject
 
 from kvmnn.frames._zstdlib cimport zstd
 
@@ -68,6 +69,12 @@ cdef extern from *:
     void *kvmnn_alloc(size_t size) nogil
     void kvmnn_free(void *p, size_t size) noexcept nogil
     void kvmnn_use_huge_pages(void *p, size_t size) noexcept nogil
+
+
+cdef extern from "Python.h":
+    PyObject *new_bytes "PyBytes_FromStringAndSize"(const char *content, Py_ssize_t size) except NULL
+    int resize_bytes "_PyBytes_Resize"(PyObject **made, Py_ssize_t size) except -1
+    void Py_DECREF(PyObject *one)
 
 
 cdef enum:
@@ -143,6 +150,23 @@ cdef bytes unwritten_bytes(size_t size):
     """Bytes that the caller writes, all of them, before anyone else sees them."""
     cdef bytes made = PyBytes_FromStringAndSize(NULL, size)
     kvmnn_use_huge_pages(<void *>PyBytes_AsString(made), size)
+    return made
+
+
+cdef PyObject *unfinished_bytes(size_t most) except NULL:
+    """The same where it is not known yet how many they become: a reference of the caller's, for `shortened`."""
+    cdef PyObject *made = new_bytes(NULL, most)
+    kvmnn_use_huge_pages(<void *>PyBytes_AsString(<object>made), most)
+    return made
+
+
+cdef bytes shortened(PyObject **unfinished, size_t size):
+    """The first `size` of `unfinished_bytes`, which nobody else knows; the caller has no reference any more."""
+    cdef bytes made
+    resize_bytes(unfinished, size)
+    made = <bytes>unfinished[0]
+    Py_DECREF(unfinished[0])
+    unfinished[0] = NULL
     return made
 
 

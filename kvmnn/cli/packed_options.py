@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..packed.backends import BACKENDS
-from . import engine_options, help, idle_options, shared_options
+from . import engine_options, help, idle_options, printing, shared_options
 
 if TYPE_CHECKING:
     from ..formats.options import PackedOptions
@@ -199,38 +199,59 @@ def token_ids(arguments: argparse.Namespace) -> TokenIds | None:
 
     if arguments.token_ids is None:
         return None
-    return TokenIds.of(loaded_ids(arguments), "--token-ids" if _said(arguments.token_ids) else arguments.token_ids)
+    return TokenIds.of(loaded_ids(arguments), ids_label(arguments))
 
 
 def loaded_ids(arguments: argparse.Namespace) -> Any:
     """The ids that ``--token-ids`` says, or that are in the file it names; read once, as that may be a pipe."""
-    from ..errors import OptionError
     from ..formats.mnn import load_token_ids
-    from ..text import visible
 
     if not hasattr(arguments, "loaded_ids"):
         said = arguments.token_ids
-        if _said(said):
-            arguments.loaded_ids = [int(word) for word in re.findall(r"\d+", said)]
-        elif _LIST.match(said) and not os.path.exists(said):
-            raise OptionError(
-                f"--token-ids {visible(said)}: expected numbers between commas, as 5,7,9, or a file's name"
-            )
-        else:
-            arguments.loaded_ids = load_token_ids(said)
+        arguments.loaded_ids = _parsed(said) if _said(said) else load_token_ids(said)
     return arguments.loaded_ids
 
 
+def ids_label(arguments: argparse.Namespace) -> str:
+    """What messages call the ids: the option, or the file that it names."""
+    said: str = arguments.token_ids
+    return "--token-ids" if _said(said) else "standard input" if said == printing.STDIO else said
+
+
 def _said(ids: str) -> bool:
-    """Whether these are ids themselves, and not the name of a file."""
-    return _IDS.fullmatch(ids) is not None and not os.path.exists(ids)
+    """Whether these are ids themselves, or meant as such, and not the name of a file."""
+    return ids != printing.STDIO and _IDS.match(ids) is not None and not os.path.exists(ids)
 
 
-_IDS = re.compile(r"\s*(\[)?\s*\d{1,9}([\s,]+\d{1,9})*\s*(?(1)\])\s*")
-"""Ids themselves, where no file is called so: numbers between spaces or commas, or a JSON list."""
+_IDS = re.compile(r"[-+.,\[\]\s\d]*$|\s*\[|[^/]*,")
+"""What is or looks like ids, where no file is called so: numbers alone, a bracket, or a comma in what is no path."""
 
-_LIST = re.compile(r"\s*\[|[^/]*,")
-"""What looks like ids, or was meant as such: a bracket, or a comma in what is no path."""
+
+def _parsed(said: str) -> list[int]:
+    """Numbers between spaces or commas, or a JSON list; `OptionError` for what is none."""
+    from ..errors import OptionError
+    from ..text import visible
+
+    text = said.strip()
+    words = re.split(r"\s*,\s*|\s+", text[text.startswith("[") : len(text) - text.endswith("]")].strip())
+    wrong = ""
+    if text.startswith("[") != text.endswith("]"):
+        wrong = "one of its brackets is missing"
+    elif words == [""]:
+        wrong = "it is empty"
+    else:
+        for place, word in enumerate(words):
+            if not re.fullmatch(r"\d{1,10}", word) or int(word) > _MAX_ID:
+                wrong = f"number {place + 1} is {visible(word[:40]) or 'empty'}"
+                break
+    if wrong:
+        shown = visible(said if len(said) <= 60 else said[:57] + "...") or "''"
+        expected = f"numbers from 0 to {_MAX_ID:,} between commas, as 5,7,9, or a file's name"
+        raise OptionError(f"--token-ids {shown}: {wrong}: expected {expected}")
+    return [int(word) for word in words]
+
+
+_MAX_ID = (1 << 31) - 1
 
 
 def _numbers(text: str) -> tuple[int, ...]:

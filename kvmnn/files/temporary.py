@@ -27,7 +27,8 @@ except ImportError:  # Windows: nothing is locked and nothing is removed
 _ATTEMPTS = 100
 """Times that others may sweep a new file away before it is locked."""
 
-_NAME = re.compile(r"\..{0,200}\.kvmnn-\d+-[0-9a-f]{8}\.tmp", re.DOTALL)
+NAME = re.compile(r"\..{0,200}\.kvmnn-\d+-[0-9a-f]{8}\.tmp", re.DOTALL)
+"""Of what is temporary."""
 
 
 class Temporary:
@@ -76,7 +77,7 @@ def sweep(folder: Path) -> None:
     if fcntl is None:
         return
     with suppress(OSError), os.scandir(folder) as entries:
-        for path in [entry.path for entry in entries if _NAME.fullmatch(entry.name)]:
+        for path in [entry.path for entry in entries if NAME.fullmatch(entry.name)]:
             with suppress(OSError):
                 _remove_if_free(path)
 

@@ -17,7 +17,7 @@ import numpy as np
 from ..errors import KvmnnError, OptionError, SourceError
 from ..files.json_document import parse, read_bounded
 from ..files.output import failures
-from ..files.temporary import Temporary
+from ..files.temporary import Temporary, sweep
 from ..frames.hashing import checksum
 from .space import KEY_BYTES, Space, from_json
 from .table_sets import MOST_BYTES, TableSets, object_name
@@ -188,6 +188,11 @@ class Beside:
     def sessions(self) -> Iterator[KeptText]:
         """The texts of sessions; files that are damaged are passed over."""
         return self._texts(SESSION)
+
+    def sweep(self) -> None:
+        """Remove what processes that are gone have left on its way in."""
+        for name in ("", _SPACES, _TEXTS, _TABLES):
+            sweep(self._folder / name)
 
     def _texts(self, suffix: str) -> Iterator[KeptText]:
         for path in sorted((self._folder / _TEXTS).glob(f"*{suffix}")):

@@ -209,22 +209,30 @@ class Directory:
         if touched:
             updates.touch(cursor, touched)
 
-    def discard(self, unit: int, reason: str, notes: list[str]) -> None:
+    def discard(self, unit: int, reason: str, notes: list[str]) -> list[int]:
         """Remove a unit that is not what it should be, and all that follow it; without writing, pass over it.
 
         Nothing is said where another process has removed it meanwhile.
+
+        Returns
+        -------
+        The units that follow it.
         """
         with self.index.reading() as cursor:
             row = cursor.execute("SELECT start, tokens FROM unit WHERE id = ?", (unit,)).fetchone()
             start, tokens = (0, 0) if row is None else whole_numbers(row)
+            lost = updates.with_followers(cursor, unit)[:-1]
         self._bad.add(unit)
         if row is None:
-            return
+            return lost
         path = self.files.path(unit)
         done = "is passed over" if self.read_only else "was removed"
-        notes.append(f"{path}: damaged, {done} (tokens {start:,} to {start + tokens - 1:,} of a text): {reason}")
+        what = f"tokens {start:,} to {start + tokens - 1:,} of a text"
+        what += f", with {count(len(lost), 'unit')} behind them" if lost else ""
+        notes.append(f"{path}: damaged, {done} ({what}): {reason}")
         if not self.read_only:
             self.remove(lambda cursor: updates.with_followers(cursor, unit))
+        return lost
 
     def remove(self, choose: Callable[[sqlite3.Cursor], Sequence[int]]) -> Removed:
         """Remove the units that `choose` names inside a transaction."""

@@ -151,6 +151,8 @@ class Cleaned:
         Units that the index knew, and bytes of their files.
     other_files, other_bytes
         Files that nothing referred to.
+    foreign
+        Files in the store that are not kvmnn's, and stay.
     kept
         Why a text was not removed, or more is left than the bound; empty where that is not so.
     dtypes
@@ -163,16 +165,25 @@ class Cleaned:
     other_bytes: int = 0
     kept: str = ""
     dtypes: tuple[str, ...] = ()
+    foreign: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values."""
-        return asdict(self) | {"dtypes": list(self.dtypes)}
+        return asdict(self) | {"dtypes": list(self.dtypes), "foreign": list(self.foreign)}
 
     def __str__(self) -> str:
         text = f"removed {count(self.units, 'unit')}, {self.bytes:,} bytes{_several(self.dtypes)}"
         if self.other_files:
             text += f", and {count(self.other_files, 'file')} that nothing referred to, {self.other_bytes:,} bytes"
-        return text + (f": {self.kept}" if self.kept else "")
+        text += f": {self.kept}" if self.kept else ""
+        if self.foreign:
+            more = " ..." if len(self.foreign) > _NAMED else ""
+            names = ", ".join(map(visible, self.foreign[:_NAMED])) + more
+            text += f"\n  not kvmnn's, and left where they are: {count(len(self.foreign), 'file')} ({names})"
+        return text
+
+
+_NAMED = 5
 
 
 def pinned_bytes(left: int, max_bytes: int | None) -> str:
@@ -186,29 +197,31 @@ class Verified:
 
     Parameters
     ----------
-    units
-        That were read, the damaged ones among them.
-    tokens, bytes
-        Of those that are whole: tokens they hold, bytes of their files.
+    units, tokens, bytes
+        Of what is as it was put: units, tokens they hold, bytes of their files.
     damaged
-        One line for each unit that is not what was put; none of its tokens is found from now on.
+        One line for each unit that is not; none of its tokens is found from now on.
+    lost
+        Units that go on from damaged ones: nobody finds them without these, and they went with them.
     """
 
     units: int
     tokens: int
     bytes: int
     damaged: tuple[str, ...] = ()
+    lost: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values."""
         return asdict(self) | {"damaged": list(self.damaged)}
 
     def __str__(self) -> str:
-        good = f"{count(self.units - len(self.damaged), 'unit')}, {self.tokens:,} tokens, {self.bytes:,} bytes"
+        good = f"{count(self.units, 'unit')}, {self.tokens:,} tokens, {self.bytes:,} bytes"
         good += ": all of it decoded and compared with its checksums"
         if not self.damaged:
             return good
-        return "\n".join([good, f"{count(len(self.damaged), 'more unit')} damaged:", *self.damaged])
+        lost = f", and {count(self.lost, 'unit')} lost that went on from them" if self.lost else ""
+        return "\n".join([good, f"{count(len(self.damaged), 'more unit')} damaged{lost}:", *self.damaged])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,8 @@ def as_ids(token_ids: Sequence[int] | npt.NDArray[Any]) -> Ids:
         raise KvmnnError(f"token ids: there are {found.size:,}, expected at most {MAX_TOKENS:,}")
     least, most = int(found.min()), int(found.max())
     if least < 0 or most > MAX_ID:
-        raise KvmnnError(f"token ids: expected numbers from 0 to {MAX_ID:,}, found {least if least < 0 else most:,}")
+        place, wrong = (found.argmin(), least) if least < 0 else (found.argmax(), most)
+        raise KvmnnError(f"token ids: number {place + 1:,}: expected one from 0 to {MAX_ID:,}, found {wrong:,}")
     return found.astype("<u4")
 
 

@@ -115,6 +115,14 @@ def _names(unit: int) -> tuple[str, str]:
     return f"{unit >> _FOLDER_BITS:03x}", f"{unit:08x}{SUFFIX}"
 
 
+def is_unit_name(path: Path) -> bool:
+    """Whether a path below a store's folder is that of a unit's file."""
+    try:
+        return path == Path(_UNITS, *_names(int(path.stem, 16)))
+    except ValueError:
+        return False
+
+
 class _Aside:
     """A folder of this process for files that are not in their places yet, made when it is needed.
 

@@ -73,7 +73,7 @@ class Units(Protocol):
     def touch(self, units: Iterable[int]) -> None:
         """Units were used."""
 
-    def discard(self, unit: int, reason: str, notes: list[str]) -> None:
+    def discard(self, unit: int, reason: str, notes: list[str]) -> object:
         """Remove a unit that is not what it should be, and say so; it is not found again."""
 
     def delete(self, text: Text) -> Cleaned:

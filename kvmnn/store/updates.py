@@ -177,11 +177,13 @@ def held_bytes(cursor: sqlite3.Cursor) -> int:
 
 def with_followers(cursor: sqlite3.Cursor, unit: int) -> list[int]:
     """A unit and all that follow it, the last ones first: without it nobody finds them."""
-    found = [unit]
-    for each in found:
-        rows = cursor.execute("SELECT id FROM unit WHERE parent = ?", (each,))
-        found += [row[0] for row in rows if row[0] not in found]
-    return found[::-1]
+    found = {unit: None}
+    todo = [unit]
+    for each in todo:
+        new = [number for (number,) in cursor.execute("SELECT id FROM unit WHERE parent = ?", (each,))]
+        todo += [number for number in new if number not in found]
+        found.update(dict.fromkeys(new))
+    return todo[::-1]
 
 
 def evict(cursor: sqlite3.Cursor, max_bytes: int) -> list[int]:

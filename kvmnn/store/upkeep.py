@@ -11,6 +11,7 @@ from .index import whole_numbers
 from .lookup import Text
 from .results import Cleaned, Verified, pinned_bytes
 from .space import from_json
+from .strangers import strangers
 from .token_ids import block_keys
 from .unit import DamagedError, Unit
 from .verifying import Verifier
@@ -46,6 +47,7 @@ def delete(units: Directory, text: Text) -> Cleaned:
 def clean(units: Directory, max_bytes: int | None) -> Cleaned:
     """Remove what nothing refers to, what refers to no file, and what has to go for `max_bytes`."""
     units.files.sweep()
+    units.beside.sweep()
     with units.index.writing() as cursor:  # nobody gives a file its name meanwhile
         known = {number for (number,) in cursor.execute("SELECT id FROM unit")}
         units.beside.drop_other_pins([key for (key,) in cursor.execute("SELECT key FROM pin")])
@@ -77,6 +79,7 @@ def clean(units: Directory, max_bytes: int | None) -> Cleaned:
         other_files=others,
         other_bytes=other_bytes,
         kept=pinned_bytes(left, max_bytes),
+        foreign=tuple(sorted(strangers(units.folder))),
     )
 
 
@@ -86,6 +89,7 @@ def verify(units: Directory, threads: int | None) -> Verified:
     verifier = Verifier(units.files.read, lambda key: _holder(units, key), units.tables, units.block_tokens, threads)
     count = tokens = nbytes = after = 0
     notes: list[str] = []
+    lost: set[int] = set()
     while True:
         with units.index.reading() as cursor:
             rows = cursor.execute(
@@ -95,18 +99,20 @@ def verify(units: Directory, threads: int | None) -> Verified:
             ).fetchall()
         for number, skip, start, document in rows:
             after = number
-            count += 1
+            if number in lost:
+                continue
             try:
                 space = from_json(document, f"{units.label}: space")
                 unit = verifier.verified(number, space)
                 _check_rows(units, number, skip, start, unit)
             except DamagedError as error:
-                units.discard(number, str(error), notes)
+                lost.update(units.discard(number, str(error), notes))
                 continue
+            count += 1
             tokens += unit.ids.size
             nbytes += unit.nbytes
         if not rows:
-            return Verified(units=count, tokens=tokens, bytes=nbytes, damaged=tuple(notes))
+            return Verified(units=count, tokens=tokens, bytes=nbytes, damaged=tuple(notes), lost=len(lost))
 
 
 def _holder(units: Directory, key: bytes) -> tuple[int, int] | None:

@@ -215,11 +215,59 @@ def test_no_store_is_made_of_what_cannot_be_read(here: Path, run) -> None:
     assert not Path("S").exists()
 
 
-@pytest.mark.parametrize("said", ["1,x,3", "[1, 2", "[1, 2.5]", "5,"])
-def test_ids_that_are_neither_numbers_nor_a_file(here: Path, run, said: str) -> None:
+@pytest.mark.parametrize(
+    ("said", "wrong"),
+    [
+        ("1,x,3", "number 2 is x"),
+        ("[1, 2", "one of its brackets is missing"),
+        ("[1, 2.5]", "number 2 is 2.5"),
+        ("5,", "number 2 is empty"),
+        ("5.5", "number 1 is 5.5"),
+        ("5,-7", "number 2 is -7"),
+        ("-7", "number 1 is -7"),
+        ("5,99999999999", "number 2 is 99999999999"),
+        ("4294967296", "number 1 is 4294967296"),
+        ("5 6 7e3,", "number 3 is 7e3"),
+        ("[]", "it is empty"),
+        ("", "it is empty"),
+        (" ", "it is empty"),
+    ],
+)
+def test_ids_that_are_neither_numbers_nor_a_file(here: Path, run, said: str, wrong: str) -> None:
     run("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
-    error = run("store", "match", "S", "--token-ids", said, code=2).err
-    assert f"--token-ids {said}: expected numbers between commas, as 5,7,9, or a file's name" in error
+    error = run("store", "match", "S", f"--token-ids={said}", code=2).err
+    expected = "expected numbers from 0 to 2,147,483,647 between commas, as 5,7,9, or a file's name"
+    assert f"--token-ids {said or repr('')}: {wrong}: {expected}" in error
+
+
+def test_ids_beyond_what_a_store_takes(here: Path, run) -> None:
+    run("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
+    Path("large.json").write_text("[5, 99999999]")
+    for said, where in (("5,99999999", "--token-ids"), ("large.json", "large.json")):
+        error = run("store", "match", "S", "--token-ids", said, code=1).err
+        assert f"{where}: token ids: number 2: expected one from 0 to 16,777,215, found 99,999,999" in error
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "said"),
+    [
+        (["get", "S", "-o", "x.npz"], 1, "S: nothing of this text of 3 tokens is stored under this model"),
+        (["rm", "S"], 1, "S: holds 0 tokens of this text of 3 under this model"),
+        (["pin", "S"], 1, "S: holds 0 tokens of this text of 3 under this model"),
+        (["export", "S", "-o", "x"], 1, "S: holds 0 tokens of this text of 3 under this model"),
+        (["match", "T"], 1, "T: is not a prefix store: it has no index.sqlite"),
+        (["match", "S", "--fingerprint", "x"], 1, "S: holds prefixes of the model m, not of x"),
+        (["put", "S", "other.npz"], 2, "other.npz: does not say which model computed it"),
+    ],
+)
+def test_json_is_one_document_whatever_happens(here: Path, run, argv: list[str], code: int, said: str) -> None:
+    run("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
+    found = run("store", *argv, "--token-ids", "other.json", "--json", code=code)
+    document = json.loads(found.out)
+    assert (document.pop("verb"), document["error"].startswith(said)) == (f"store {argv[0]}", True)
+    assert said in found.err
+    if argv[0] == "get":
+        assert (document["tokens"], document["asked"], document["notes"]) == (0, 3, [])
 
 
 def test_a_damaged_unit_is_said(here: Path, run) -> None:

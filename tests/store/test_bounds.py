@@ -53,7 +53,7 @@ def test_token_ids() -> None:
         as_ids(np.zeros(MAX_TOKENS + 1, np.uint8))
     assert as_ids([MAX_ID, 0]).tolist() == [MAX_ID, 0]
     for wrong, found in ((MAX_ID + 1, "16,777,216"), (-1, "-1")):
-        with pytest.raises(KvmnnError, match=f"expected numbers from 0 to 16,777,215, found {found}$"):
+        with pytest.raises(KvmnnError, match=f"number 2: expected one from 0 to 16,777,215, found {found}$"):
             as_ids([7, wrong])
     for ids, there in (([], "none"), ([1.5], r"float64 of shape \[1\]"), ([[1], [1, 2]], "no numbers")):
         with pytest.raises(KvmnnError, match=f"expected a list of at least one whole number, found {there}$"):

@@ -139,7 +139,7 @@ def test_verify_finds_and_removes(tmp_path: Path) -> None:
     files[1].write_bytes(data)
     with PrefixStore(tmp_path / "s") as store:
         found = store.verify()
-        assert (found.units, len(found.damaged)) == (3, 1)
+        assert (found.units, found.tokens, found.lost, len(found.damaged)) == (2, 18, 0, 1)
         assert f"{files[1]}: damaged, was removed (tokens 8 to 12 of a text)" in found.damaged[0]
         assert store.verify().damaged == ()
         assert store.match([*range(8), 1], model=MODEL) == 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from redis_server import Server, redis_server
 
 from kvmnn import KvmnnError, LayerCache
 from kvmnn.store import PrefixStore
+from kvmnn.store.remote import upkeep
+from kvmnn.store.remote.records import unit_name
 
 pytest.importorskip("fsspec")
 
@@ -119,3 +122,99 @@ def test_of_precisions_that_cover_as_much_the_first_put_is_taken(url: str) -> No
         caches = [LayerCache(layer=0, keys=np.ones((1, 8, 4), "<u2"), values=np.ones((1, 8, 4), "<u2"))]
         store.put(ids, caches, model="two")
         assert [store.get(ids, model=model).dtype for model in ("one", "two")] == ["fp32", "fp16"]
+
+
+def files_of(url: str, store: PrefixStore) -> list[str]:
+    """Names of units, in the order of their puts."""
+    if "://" not in url:
+        return sorted(str(path) for path in Path(url).glob("units/*/*.unit"))
+    known = sorted(upkeep._known(store._units), key=lambda record: (record.start, -record.ids.size))
+    return [unit_name(record.unit) for record in known]
+
+
+def damage(url: str, store: PrefixStore, name: str) -> None:
+    if "://" not in url:
+        data = Path(name).read_bytes()
+        Path(name).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        return
+    (data,) = store._units.values.get_many([name])
+    store._units.values.put_many({name: data[:-1] + bytes([data[-1] ^ 1])})
+
+
+def made(url: str) -> list[list[int]]:
+    """Texts of which the second and third go on from the first, in a store."""
+    texts = [[*range(8)], [*range(16)], [*range(8), 50, 51, 52], [90, 91]]
+    with PrefixStore(url, block_tokens=4) as store:
+        for ids in texts:
+            put(store, ids)
+    return texts
+
+
+def test_verify_says_what_is_sound_and_what_is_lost(url: str) -> None:
+    texts = made(url)
+    with PrefixStore(url) as store:
+        whole = store.verify()
+        assert (whole.units, whole.tokens, whole.lost, len(whole.damaged)) == (4, 21, 0, 0)
+        damage(url, store, files_of(url, store)[0])
+        found = store.verify()
+        assert (found.units, found.tokens, found.lost, len(found.damaged)) == (1, 2, 2, 1)
+        assert str(found).splitlines()[1] == "1 more unit damaged, and 2 units lost that went on from them:"
+        assert [store.match(ids, model=MODEL) for ids in texts] == [0, 0, 0, 2]
+        assert (store.stats().units, store.verify().units) == (1, 1)
+
+
+def test_get_says_what_goes_with_a_damaged_unit(url: str) -> None:
+    texts = made(url)
+    with PrefixStore(url, ram_bytes=0) if "://" in url else PrefixStore(url) as store:
+        damage(url, store, files_of(url, store)[0])
+        (note,) = store.get(texts[0], model=MODEL).notes
+        said = (
+            "(tokens 0 to 7 of a text, with 2 units behind them)"
+            if "://" not in url
+            else ", with what goes on from it:"
+        )
+        assert said in note
+        store.gc()
+        assert (store.stats().units, store.ls().texts[0].tokens) == (1, 2)
+
+
+def test_gc_names_what_is_not_ours(tmp_path: Path) -> None:
+    """In every folder of a store; what processes that were killed have left is removed."""
+    made(str(tmp_path / "s"))
+    names = [
+        "letter",
+        "spaces/x.json",
+        "staging/mine",
+        "units/000/00000001.unit.bak",
+        "units/1/00000001.unit",
+        "units/a",
+    ]
+    for name in names:
+        (tmp_path / "s" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "s" / name).write_text("x")
+    left = [tmp_path / "s" / name for name in (".store.json.kvmnn-1-0123abcd.tmp", "spaces/.x.kvmnn-1-0123abcd.tmp")]
+    for path in left:
+        path.write_text("x")
+    with PrefixStore(tmp_path / "s") as store:
+        store.park("chat", [1], layers_of([1]), model=MODEL)
+        store.pin([1], model=MODEL)
+        cleaned = store.gc()
+        assert cleaned.foreign == tuple(sorted(names))
+        assert "not kvmnn's, and left where they are: 6 files (letter, " in str(cleaned)
+        assert not any(path.exists() for path in left)
+        assert store.gc().foreign == cleaned.foreign
+        store.gc(max_bytes=0)
+
+
+def test_gc_over_a_file_system(tmp_path: Path) -> None:
+    """The same; what is on its way in has no lock, and stays for an hour."""
+    made(f"file://{tmp_path}/s")
+    units = tmp_path / "s" / "units"
+    names = ["letter", f"{5:032x}.0123abcd.tmp", f"{6:032x}.0123abcd.tmp", f"{7:032x}"]
+    for name in names:
+        (units / name).write_text("x")
+    os.utime(units / names[1], (0, 0))
+    with PrefixStore(f"file://{tmp_path}/s") as store:
+        cleaned = store.gc()
+        assert (cleaned.foreign, cleaned.other_files, cleaned.units) == (("units/letter",), 2, 0)
+        assert [(units / name).exists() for name in names] == [True, False, True, False]

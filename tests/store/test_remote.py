@@ -285,7 +285,7 @@ def test_damage_is_a_miss_that_says_so(url: str) -> None:
         values.put_many({second: data[:-1] + bytes([data[-1] ^ 1])})
         found = store.get(two, model=MODEL)
         assert same(found.layers, two, 8)
-        assert "damaged, was removed: V of layer 1" in found.notes[0]
+        assert "damaged, was removed, with what goes on from it: V of layer 1" in found.notes[0]
         assert store.get(two, model=MODEL).notes == ()
         assert units_of(store) == [first]
         assert put(store, two).known_tokens == 8
@@ -306,7 +306,7 @@ def test_what_the_engine_evicts_is_a_plain_miss(url: str) -> None:
         assert (found.tokens, found.notes) == (0, ())
         assert put(store, ids).known_tokens == 0
         assert same(store.get(ids, model=MODEL).layers, ids, 8)
-        store._units.values.put_many({"units/00ff": b"x"})
+        store._units.values.put_many({f"units/{255:032x}": b"x"})
         assert store.gc().other_files == 1
 
 

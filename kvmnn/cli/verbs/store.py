@@ -115,7 +115,21 @@ def add_parser(verbs: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Carry the verb out."""
+    """Carry the verb out; with ``--json`` a failure has its document, too."""
+    from ...errors import KvmnnError
+
+    try:
+        result, code = _done(arguments)
+    except KvmnnError as error:
+        if arguments.json:
+            found = getattr(arguments, "found", {})
+            printing.print_json({"verb": f"store {arguments.action}", **found, "error": str(error)})
+        raise
+    printing.show(arguments, f"store {arguments.action}", result)
+    return code
+
+
+def _done(arguments: argparse.Namespace) -> tuple[Result, int]:
     from ...store import PrefixStore, read_exported
 
     action = _ACTIONS[arguments.action]
@@ -151,12 +165,9 @@ def run(arguments: argparse.Namespace) -> int:
         read_only=arguments.action in _LOOKING or (arguments.action in _READING and _is_fixed(arguments.store)),
     )
     with store:
-        result: Result
-        code: int
-        result, code = _DO[arguments.action](store, arguments)
+        done: tuple[Result, int] = _DO[arguments.action](store, arguments)
         loading.report_notes(store.notes, arguments, "warning")
-        printing.show(arguments, f"store {arguments.action}", result)
-    return code
+    return done
 
 
 def _is_fixed(store: str) -> bool:
@@ -286,6 +297,7 @@ def _get(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int
     _refuse_outage(found)
     loading.report_notes(found.notes, arguments, "warning")
     _report_others(found, arguments)
+    arguments.found = {"tokens": found.tokens, "asked": found.asked, "notes": list(found.notes)}
     made = write_prefix(
         found,
         ids,
@@ -307,7 +319,14 @@ def _verify(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, 
 
 
 def _ids(arguments: argparse.Namespace) -> Any:
-    return packed_options.loaded_ids(arguments)
+    from ...errors import KvmnnError
+    from ...store.token_ids import as_ids
+
+    ids = packed_options.loaded_ids(arguments)
+    try:
+        return as_ids(ids)
+    except KvmnnError as error:
+        raise KvmnnError(f"{packed_options.ids_label(arguments)}: {error}") from None
 
 
 def _fingerprint(arguments: argparse.Namespace) -> str | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +17,8 @@ from ...optional import package
 T = TypeVar("T")
 
 _LOCAL = {"file", "local"}
+_STAGED = re.compile(r"\.[0-9a-f]{8}\.tmp$")
+_STAGED_SECONDS = 3600
 
 
 class ObjectValues:
@@ -88,6 +92,10 @@ class ObjectValues:
         """As `Values`."""
         return self._timed(lambda: self._below(begin))
 
+    def sweep(self) -> int:
+        """As `Values`: only local file systems have them, and their processes are taken to have ended after an hour."""
+        return self._timed(self._sweep) if self._is_local else 0
+
     def close(self) -> None:
         """As `Values`."""
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -135,6 +143,13 @@ class ObjectValues:
                 return False
             self._fs.pipe_file(path, value)
         return True
+
+    def _sweep(self) -> int:
+        before = time.time() - _STAGED_SECONDS
+        left = [str(path) for path in self._fs.find(self._root) if _STAGED.search(str(path))]
+        old = [path for path in left if os.path.getmtime(path) < before]
+        self._remove(old)
+        return len(old)
 
     def _below(self, begin: str) -> list[str]:
         self._fs.invalidate_cache(self._root)

@@ -130,6 +130,10 @@ class RedisValues:
                 names += [f"{folder}/{_text(name)}" for name in found]
         return names
 
+    def sweep(self) -> int:
+        """As `Values`: there are none."""
+        return 0
+
     def close(self) -> None:
         """As `Values`."""
         self._client.close()

@@ -321,7 +321,7 @@ class Shelf:
         record = self._places.get(unit)
         if kept or self.values.get_many([unit_name(unit)])[0] is not None:
             done = "is passed over" if self.read_only else "was removed"
-            notes.append(f"{self.label}: unit {unit:032x}: damaged, {done}: {reason}")
+            notes.append(f"{self.label}: unit {unit:032x}: damaged, {done}, with what goes on from it: {reason}")
         if not self.read_only:
             self.values.delete([unit_name(unit), *([record] if record else [])])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
@@ -19,6 +20,7 @@ from .shelf import TABLES, Shelf
 
 T = TypeVar("T")
 
+_UNIT = re.compile("[0-9a-f]{32}")
 _AT_ONCE, _AT_ONCE_BYTES = 256, 32 << 20
 """Values, and bytes of units unless one has more, in one round trip."""
 
@@ -29,12 +31,16 @@ def records(units: Shelf) -> Iterator[tuple[str, Record | None]]:
         yield from zip(some, map(from_bytes, units.values.get_many(some)), strict=True)
 
 
+def _known(units: Shelf) -> list[Record]:
+    return [record for _, record in records(units) if record is not None]
+
+
 def delete(units: Shelf, text: Text) -> Cleaned:
     """Remove the units of a text from its end on, up to one that others continue, or that is pinned."""
     while True:
         found = units.find(text)
         size = units.block_tokens
-        known = {record.unit: record for _, record in records(units) if record is not None}
+        known = {record.unit: record for record in _known(units)}
         pins = bounding.pins(units)
         pinned = set(pins.values())
         gone: list[Record] = []
@@ -53,41 +59,60 @@ def delete(units: Shelf, text: Text) -> Cleaned:
 
 
 def clean(units: Shelf, max_bytes: int | None) -> Cleaned:
-    """Remove records without units, damaged records, and units without records; and texts down to `max_bytes`."""
+    """Remove records without units, damaged records, units without records, and what goes on from nothing; and texts
+    down to `max_bytes`."""
     there = set(units.values.names_in("units"))
-    lost, known, spaces = [], set(), set()
+    lost, held = [], []
     for name, record in records(units):
         if record is None or f"{record.unit:032x}" not in there:
             lost.append(name)
         else:
-            known.add(f"{record.unit:032x}")
-            spaces.add(record.space.hex())
-    others = sorted(there - known)
+            held.append(record)
+    known = {f"{record.unit:032x}" for record in held}
+    spaces = {record.space.hex() for record in held}
+    foreign = sorted(name for name in there if not _UNIT.fullmatch(name))
+    others = sorted(there - known - set(foreign))
+    reached = {record.unit for record in _in_order(held, units.block_tokens, orphans=False)}
+    orphans = [each for each in held if each.unit not in reached | bounding.pinned_units(units)]
+    units.forget(orphans)
     uses = [f"uses/{name}" for name in units.values.names_in("uses") if name not in known]
     tables = [f"{TABLES}/{name}" for name in units.values.names_in(TABLES) if name.partition("-")[0] not in spaces]
     for some in _runs([*lost, *(f"units/{name}" for name in others), *uses, *tables]):
         units.values.delete(some)
     evicted, nbytes = (0, 0) if max_bytes is None else bounding.evict(units, max_bytes)
     kept = pinned_bytes(units.held_bytes or 0, max_bytes)
-    return Cleaned(units=len(lost) + evicted, bytes=nbytes, other_files=len(others), kept=kept)
+    return Cleaned(
+        units=len(lost) + len(orphans) + evicted,
+        bytes=nbytes + sum(record.nbytes for record in orphans),
+        other_files=len(others) + units.values.sweep(),
+        kept=kept,
+        foreign=tuple(f"units/{name}" for name in foreign),
+    )
 
 
 def verify(units: Shelf, threads: int | None) -> Verified:
     """Read, decode and compare every unit."""
     spaces = {space.key: space for space in units.spaces()}
-    known = [record for _, record in records(units) if record is not None]
+    known = _known(units)
     size = units.block_tokens
     holders = {key: (record.unit, n) for record in known for n, key in enumerate(record.keys(size), 1)}
     at_hand: dict[int, Bytes | None] = {}
     verifier = Verifier(lambda unit: _read(units, unit, at_hand), holders.get, units.tables, size, threads)
     count = tokens = nbytes = 0
     notes: list[str] = []
+    damaged: list[Record] = []
+    lost: list[Record] = []
+    gone: set[bytes] = set()
     for some in _by_bytes(_in_order(known, size)):
         at_hand.clear()
         read = units.values.get_many([unit_name(record.unit) for record in some])
         for record, data in zip(some, read, strict=True):
             at_hand[record.unit] = None if data is None else np.frombuffer(data, np.uint8)
         for record in some:
+            if record.parent in gone:
+                lost.append(record)
+                gone.update(record.keys(size))
+                continue
             try:
                 space = spaces.get(record.space)
                 if space is None:
@@ -99,11 +124,15 @@ def verify(units: Shelf, threads: int | None) -> Verified:
                 continue
             except DamagedError as error:
                 units.discard(record.unit, str(error), notes)
-            else:
-                tokens += unit.ids.size
-                nbytes += unit.nbytes
+                damaged.append(record)
+                gone.update(record.keys(size))
+                continue
             count += 1
-    return Verified(units=count, tokens=tokens, bytes=nbytes, damaged=tuple(notes))
+            tokens += unit.ids.size
+            nbytes += unit.nbytes
+    if not units.read_only:
+        units.forget([*damaged, *lost])
+    return Verified(units=count, tokens=tokens, bytes=nbytes, damaged=tuple(notes), lost=len(lost))
 
 
 def _read(units: Shelf, unit: int, at_hand: Mapping[int, Bytes | None]) -> Bytes | None:
@@ -128,13 +157,13 @@ def _by_bytes(found: Iterable[Record]) -> Iterator[list[Record]]:
         yield some
 
 
-def _in_order(known: Sequence[Record], block_tokens: int) -> Iterator[Record]:
-    """Each behind the one that it follows, if it can be."""
+def _in_order(known: Sequence[Record], block_tokens: int, *, orphans: bool = True) -> Iterator[Record]:
+    """Each behind the one that it follows, if it can be; `orphans` are those for which it cannot."""
     behind: dict[bytes, list[Record]] = {}
     for record in known:
         behind.setdefault(record.parent, []).append(record)
     held = {key for record in known for key in record.keys(block_tokens)}
-    todo = [record for record in known if record.parent not in held]
+    todo = [each for each in known if each.parent == each.space or (orphans and each.parent not in held)]
     while todo:
         record = todo.pop()
         yield record
@@ -145,7 +174,7 @@ def _in_order(known: Sequence[Record], block_tokens: int) -> Iterator[Record]:
 def stats(units: Shelf, asked: int, found: int) -> Stats:
     """Counts of everything, as the records say."""
     spaces = {space.key: space for space in units.spaces()}
-    known = [record for _, record in records(units) if record is not None and record.space in spaces]
+    known = [record for record in _known(units) if record.space in spaces]
     size = units.block_tokens
     return Stats(
         texts=len(_ends(known, size)),
@@ -167,7 +196,7 @@ def stats(units: Shelf, asked: int, found: int) -> Stats:
 def entries(units: Shelf) -> list[Entry]:
     """The stored texts, the last used first, those of equal use by length."""
     spaces: dict[bytes, Space] = {space.key: space for space in units.spaces()}
-    known = [record for _, record in records(units) if record is not None and record.space in spaces]
+    known = [record for record in _known(units) if record.space in spaces]
     pinned = bounding.pinned_units(units)
     ticks = bounding.ticks(units, known)
     now = max(ticks.values(), default=0)

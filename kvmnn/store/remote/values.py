@@ -60,6 +60,9 @@ class Values(Protocol):
     def tree(self, begin: str) -> list[str]:
         """The names of all values in folders that begin so."""
 
+    def sweep(self) -> int:
+        """Remove values that were on their way in when their processes ended; how many."""
+
     def close(self) -> None:
         """Let go of connections."""
 
@@ -121,6 +124,10 @@ class Patient:
     def tree(self, begin: str) -> list[str]:
         """As `Values`."""
         return self._tried(lambda: self._values.tree(begin))
+
+    def sweep(self) -> int:
+        """As `Values`."""
+        return self._tried(self._values.sweep)
 
     def close(self) -> None:
         """As `Values`; an engine that is gone has let go already. Nothing more is asked."""

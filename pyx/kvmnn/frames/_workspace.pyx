@@ -78,7 +78,8 @@ cdef extern from "Python.h":
 
 
 cdef enum:
-    KEEP_BYTES = 80 << 20  # kept between calls by all workspaces together
+    KEEP_BYTES = 80 << 20   # kept between calls by all workspaces together
+    FREED_UP_TO = 32 << 20  # DEFAULT_MMAP_THRESHOLD_MAX of glibc: larger blocks always get new pages
 
 
 cdef class Workspace:
@@ -153,9 +154,21 @@ cdef bytes unwritten_bytes(size_t size):
     return made
 
 
+cdef size_t _freed_most = 0
+
+
 cdef PyObject *unfinished_bytes(size_t most) except NULL:
-    """The same where it is not known yet how many they become: a reference of the caller's, for `shortened`."""
-    cdef PyObject *made = new_bytes(NULL, most)
+    """The same where it is not known yet how many they become: a reference of the caller's, for `shortened`.
+
+    glibc gives blocks up to the largest one that was freed, within limits, memory that has been used before; larger
+    ones get new pages every time, each to be cleared. What is shortened never is the largest, so such a one is freed.
+    """
+    global _freed_most
+    cdef PyObject *made
+    if _freed_most < most <= FREED_UP_TO:
+        Py_DECREF(new_bytes(NULL, most))
+        _freed_most = most
+    made = new_bytes(NULL, most)
     kvmnn_use_huge_pages(<void *>PyBytes_AsString(<object>made), most)
     return made
 

@@ -10,7 +10,7 @@ from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize, PyBytes_
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_XDECREF
 
-from kvmnn.frames._lane_streams cimport AHEAD_FROM, make_after_raw, make_stream, make_streams, spacing
+from kvmnn.frames._lane_streams cimport AHEAD_FROM, make_after_raw, make_bounded, make_stream, make_streams, spacing
 from kvmnn.frames._stream_header cimport ALLOW_RLE, ALLOW_ZSTD, CODEC_RLE, CODEC_ZSTD, HEADER, MODES, store_le32
 from kvmnn.frames._streams cimport KVMNN_MODE_DELTA, KVMNN_MODE_RAW, entropy, lanes, rle_bound, rle_encode, rle_size
 from kvmnn.frames._workspace cimport Workspace, acquire, release, shortened, unfinished_bytes, unwritten_bytes
@@ -265,31 +265,30 @@ def candidate(
     const uint8_t[::1] data not None, int stride, int lane, int mode, int allow, int level, bint sized, size_t limit
 ):
     """One lane under one predictor: `(payload size, mode, codec, header + payload)`, or None if not below `limit`."""
-    cdef size_t words = check_words(data.shape[0], stride), got
+    cdef size_t words = check_words(data.shape[0], stride), got = NO_MEMORY, rle = 0
     cdef Candidate chosen = Candidate(0, 0, 0)
     cdef const uint8_t *stream
     cdef uint8_t *out
+    cdef PyObject *made = NULL
     cdef Workspace ws = acquire(allow & ALLOW_ZSTD != 0, False)
     try:
+        made = unfinished_bytes(HEADER + payload_bound(words))
+        out = <uint8_t *>PyBytes_AsString(<object>made)
         with nogil:
-            out = ws.buffer(1, HEADER + payload_bound(words))
-            got = NO_MEMORY
-            if out != NULL:
-                stream = make_stream(ws, &data[0], words, stride, lane, mode)
-                if stream != NULL:
-                    got = make_candidate(
-                        ws, stream, words, mode, allow, level, sized, limit, 0, out + HEADER, &chosen
-                    )
-                if got != NO_MEMORY and chosen.size > U32_MAX:
-                    got = TOO_LONG
-                if got < TOO_LONG:
-                    store_header(out, chosen, words)
+            stream = make_bounded(ws, &data[0], words, stride, lane, mode, &rle)
+            if stream != NULL:
+                got = make_candidate(ws, stream, words, mode, allow, level, sized, limit, rle, out + HEADER, &chosen)
+            if got != NO_MEMORY and chosen.size > U32_MAX:
+                got = TOO_LONG
+            if got < TOO_LONG:
+                store_header(out, chosen, words)
         if got >= TOO_LONG:
             raise no_frame(got)
         if got == NOT_SMALLER:
             return None
-        return chosen.size, chosen.mode, chosen.codec, PyBytes_FromStringAndSize(<char *>out, HEADER + chosen.size)
+        return chosen.size, chosen.mode, chosen.codec, shortened(&made, HEADER + chosen.size)
     finally:
+        Py_XDECREF(made)
         release(ws)
 
 

@@ -27,6 +27,28 @@ cdef inline const uint8_t *make_stream(
     return stream
 
 
+cdef inline const uint8_t *make_bounded(
+    Workspace ws, const uint8_t *src, size_t words, int stride, int lane, int mode, size_t *rle_least_size
+) noexcept nogil:
+    """The same of words of several bytes, and a lower bound of its RLE length."""
+    cdef uint8_t *stream = ws.buffer(0, words)
+    cdef uint8_t before
+    cdef size_t start = 0, size, seen, repeats = 0
+    if stream == NULL:
+        return NULL
+    while start < words:
+        size = min(<size_t>TILE, words - start)
+        lanes().predict_lane(src + start * <size_t>stride, size, stride, lane, mode, stream + start)
+        if start and mode != KVMNN_MODE_RAW:
+            before = src[(start - 1) * <size_t>stride + lane]
+            stream[start] = stream[start] - before if mode == KVMNN_MODE_DELTA else stream[start] ^ before
+        seen = start - 1 if start else 0
+        repeats += lanes().repeats(stream + seen, start + size - seen)
+        start += size
+    rle_least_size[0] = rle_least(words, repeats)
+    return stream
+
+
 cdef inline size_t spacing(size_t words) noexcept nogil:
     """From one stream to the next in a buffer, so that the same place of two streams never falls into the same set of a
     cache: a lane is often a power of two long, and writing three of them side by side would cost a quarter more."""

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from .errors import KvmnnError
+from .errors import ArrayTypeError, KvmnnError
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[Any]
@@ -64,8 +64,8 @@ def of_array(array: npt.NDArray[Any]) -> DType:
 
     Raises
     ------
-    TypeError
-        For every other numpy type, uint8 included: raw bytes need a dtype from the caller.
+    ArrayTypeError
+        For every other numpy type, uint8 included: raw bytes need a dtype from the caller. It is a `TypeError`.
     """
     dt = array.dtype
     if dt.kind == "f" and dt.itemsize == 2:
@@ -74,7 +74,7 @@ def of_array(array: npt.NDArray[Any]) -> DType:
         return FP32
     if dt.kind in "uV" and dt.itemsize == 2:
         return BF16
-    raise TypeError(
+    raise ArrayTypeError(
         f"cannot infer a dtype from numpy type {dt}: expected float16, float32 or uint16 (bf16); "
         "for other words of that size say dtype='fp16', 'bf16' or 'fp32'"
     )

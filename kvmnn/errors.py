@@ -19,6 +19,10 @@ class FrameError(KvmnnError):
     """Bytes that are not a frame MNN would decode."""
 
 
+class ArrayTypeError(KvmnnError, TypeError):
+    """An array of numbers of another type than words of a cache have; a `TypeError`, too."""
+
+
 class LimitError(KvmnnError):
     """A size above a limit that the caller set or that the format has."""
 

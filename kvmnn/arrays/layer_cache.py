@@ -8,7 +8,7 @@ import numpy as np
 
 from .. import dtypes
 from ..dtypes import Positions, Words
-from ..errors import KvmnnError
+from ..errors import ArrayTypeError, KvmnnError
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -36,8 +36,8 @@ class LayerCache:
     ------
     KvmnnError
         For shapes that do not agree, positions below 0, or spans that are empty or reach beyond `tokens_seen`.
-    TypeError
-        For arrays that are not float16, float32 or uint16.
+    ArrayTypeError
+        For arrays that are not float16, float32 or uint16: a `KvmnnError` and a `TypeError`.
     """
 
     layer: int
@@ -108,7 +108,11 @@ def check_pair(where: str, keys: Words, values: Words, *, axes: int, one_size: b
     for name, array in (("keys", keys), ("values", values)):
         if not isinstance(array, np.ndarray):
             raise TypeError(f"{where}: {name} must be a numpy array, not {type(array).__name__}")
-        dtypes.of_array(array)
+        try:
+            dtypes.of_array(array)
+        except ArrayTypeError:
+            expected = "expected float16, float32, or uint16 for bf16"
+            raise ArrayTypeError(f"{where}: {name} are {array.dtype}: {expected}") from None
         if array.ndim != axes:
             raise KvmnnError(f"{where}: {name} have shape {list(array.shape)}: expected {axes} axes")
     if keys.shape != values.shape and (one_size or keys.shape[:-1] != values.shape[:-1]):

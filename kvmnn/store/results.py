@@ -108,7 +108,7 @@ class Put:
             sizes = f"{self.raw_bytes:,} -> {self.stored_bytes:,} bytes"
             text = f"{count(self.tokens, 'token')}, {new:,} of them new: {sizes}"
             text += f", ratio {ratio(self.raw_bytes, self.stored_bytes):.4f}{at_rate(self.raw_bytes, self.seconds)}"
-        return text + (f"\n  {self.removed_bytes:,} bytes of other files went" if self.removed_bytes else "")
+        return text + (f"\n  {self.removed_bytes:,} bytes of files went" if self.removed_bytes else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,7 +338,8 @@ class Stats:
     codec
         What new units are made of, ``"dense"`` or ``"frames"``.
     asked_tokens, found_tokens
-        By `get` of this object: tokens of the texts, and those that were found.
+        By `get` of this object: tokens of the texts, and those that were found. They are no part of `to_dict`, as a
+        command has got nothing.
     """
 
     texts: int
@@ -357,7 +358,8 @@ class Stats:
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values."""
-        return asdict(self) | {"models": list(self.models), "ratio": ratio(self.raw_bytes, self.bytes)}
+        found = asdict(self) | {"models": list(self.models), "ratio": ratio(self.raw_bytes, self.bytes)}
+        return {name: value for name, value in found.items() if name not in ("asked_tokens", "found_tokens")}
 
     def __str__(self) -> str:
         lines = [

@@ -86,3 +86,14 @@ def test_heads_are_the_third_axis_from_the_end() -> None:
         check_pair("x", np.zeros((1, 0, 3, 4), np.float16), np.zeros((1, 0, 3, 4), np.float16), axes=4)
     with pytest.raises(TypeError, match="keys must be a numpy array, not list"):
         check_pair("x", [], batch, axes=4)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", ["f8", "i4", "u1", "c8"])
+def test_numbers_of_another_type(dtype: str) -> None:
+    """Bad input as any other, and a wrong type."""
+    words = np.zeros((2, 3, 4), dtype)
+    for error in (KvmnnError, TypeError):
+        with pytest.raises(
+            error, match=f"layer 5: keys are {words.dtype}: expected float16, float32, or uint16 for bf"
+        ):
+            LayerCache(layer=5, keys=words, values=words)

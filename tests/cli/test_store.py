@@ -143,6 +143,7 @@ def test_the_rest(here: Path, run) -> None:
     for name in ("short", "long"):
         run("store", "put", "S", f"{name}.npz", "--token-ids", f"{name}.json", "--fingerprint", "m", "-q")
     assert json.loads(run("store", "stat", "S", "--json").out)["tokens"] == 50
+    assert "asked_tokens" not in json.loads(run("store", "stat", "S", "--json").out)
     assert run("store", "stat", "S").out.startswith("1 text: 1 unit, 0 whole blocks, 50 tokens\n")
     assert "fp16  m  1 use ago" in run("store", "ls", "S").out
     assert json.loads(run("store", "ls", "S", "--json").out)["texts"][0]["tokens"] == 50

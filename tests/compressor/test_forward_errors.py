@@ -58,7 +58,7 @@ def test_k_and_v_belong_together(weights):
     keys, values = arrays(2, 1, 2, 12, 4)
     refused("expected the same for both", weights, keys, values[..., :9, :])
     refused("keys are float32, values float16", weights, keys, values.astype(np.float16))
-    refused("cannot infer a dtype from numpy type float64", weights, keys.astype(float), values, error=TypeError)
+    refused("keys are float64: expected float16", weights, keys.astype(float), values, error=TypeError)
     refused("keys must be a numpy array, not list", weights, keys.tolist(), values, error=TypeError)
 
 

@@ -421,6 +421,17 @@ def test_a_failure_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert slow.calls == 6, "while it rests nothing is tried"
 
 
+@pytest.mark.parametrize("error", [PermissionError("Access Denied"), FileNotFoundError("there is no such bucket")])
+def test_an_engine_that_refuses_has_answered(monkeypatch: pytest.MonkeyPatch, error: OSError) -> None:
+    from kvmnn.store.remote.values import Patient
+
+    monkeypatch.setattr("kvmnn.store.remote.values.PAUSES", ())
+    slow = Slow(failures=0)
+    monkeypatch.setattr(slow, "_call", lambda: (_ for _ in ()).throw(error))
+    with pytest.raises(OutageError, match=f"s3: refuses: {error}"):
+        Patient(slow, "s3").get_many(["a/b"])
+
+
 def test_round_trips(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long a text is, it takes as many."""
     with PrefixStore(url, block_tokens=4) as store:

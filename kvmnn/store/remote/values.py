@@ -150,7 +150,8 @@ class Patient:
             except KvmnnError:
                 raise
             except Exception as error:  # clients have no common class for what an outage makes of them
-                last = f"does not answer: {' '.join(str(error).split())[:200] or type(error).__name__}"
+                how = "refuses" if isinstance(error, PermissionError | FileNotFoundError) else "does not answer"
+                last = f"{how}: {' '.join(str(error).split())[:200] or type(error).__name__}"
                 if pause is not None:
                     time.sleep(pause)
         with self._lock:

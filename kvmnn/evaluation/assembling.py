@@ -7,10 +7,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from ..errors import KvmnnError
+from ..files.urls import without_secret
 from ..lm.documents import Document
 from ..lm.start import Start
 from ..reports.results import Refusal, TextFacts, Trace
-from ..store.opening import without_secret
 from ..text import count
 from ..version import version
 from .measuring.cells import ModelFacts, RefusedCell, TimingCell, read_cell

@@ -17,6 +17,7 @@ from ..bundle import manifest
 from ..bundle.frame_set import DecodeOptions, open_frames
 from ..errors import KvmnnError, LimitError, MissingOptionError, OptionError, SourceError
 from ..files.mapped import STDIN, MappedFile, head_of
+from ..files.urls import is_url
 from . import beside, engine_files, engine_notes, llama, npy, npy_folder, raw, vllm, zarr
 from .array_formats import ARRAY_FORMATS, array_format
 from .frames import of_frames
@@ -60,8 +61,8 @@ def open(
         A ``.npy``, ``.npz`` or ``.safetensors`` file; a frame, a manifest or a directory of frames with its manifest; a
         state file of llama.cpp, a prompt cache of mlx-lm, a file of ``torch.save`` with a cache of transformers; the
         directory of an MNN KV dump, of a prefix cache or of live cache files, or one of their ``.k`` and ``.v`` files;
-        a Zarr store; a directory of ``.npy`` files; any other file of raw words, which need a `dtype`; or ``"-"``: raw
-        words, a ``.npy`` file or a saved cache on standard input.
+        a Zarr store, which may be at a URL that fsspec opens; a directory of ``.npy`` files; any other file of raw
+        words, which need a `dtype`; or ``"-"``: raw words, a ``.npy`` file or a saved cache on standard input.
 
         Or a cache in memory: a ``DynamicCache`` or ``StaticCache`` of transformers, a list or tuple of (K, V) by
         layer, a dict of arrays by name, a ``Generator`` of ONNX Runtime GenAI. Its arrays are read when they are asked
@@ -116,7 +117,11 @@ def open(
     if not isinstance(path, str | bytes | os.PathLike):
         return _undone(live.read(path, options), options)
     path = os.fsdecode(path)
-    source = _decoded(path, options) if options.frames and is_frames(path) else _read(path, options)
+    if is_url(path):
+        source = zarr.read(path, options)
+        path = source.inputs[0]
+    else:
+        source = _decoded(path, options) if options.frames and is_frames(path) else _read(path, options)
     if options.frames and source.cache is None:
         source.cache = described_by(source.metadata, path)
     if options.tensors or options.laid.axes or options.laid.shape:

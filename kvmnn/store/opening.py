@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 from ..checks import shown, whole
 from ..errors import KvmnnError, MissingDependencyError, OptionError
+from ..files.urls import SCHEME, without_secret
 from .beside import CODECS, MAX_BLOCK_TOKENS, Settings, check_settings
 from .directory_units import DirectoryUnits
 from .remote import RemoteUnits
@@ -21,9 +21,7 @@ CODEC = "dense"
 RAM_BYTES = 256 << 20
 TIMEOUT = 5.0
 
-_SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://")
 _REDIS = ("redis", "rediss", "unix", "valkey", "valkeys")
-_SECRET = re.compile(r"(?<=://)[^/@]*@")
 
 
 def open_units(
@@ -48,7 +46,7 @@ def open_units(
     name = os.fspath(url)
     if not name:
         raise OptionError("the store has no name: expected a directory, or a URL")
-    found = _SCHEME.match(name)
+    found = SCHEME.match(name)
     if found is None:
         if ram_bytes is not None or timeout is not None:
             raise OptionError(f"{name}: ram_bytes and timeout are for stores past this machine, not for a directory")
@@ -69,11 +67,6 @@ def open_units(
         read_only=read_only,
         max_bytes=max_bytes,
     )
-
-
-def without_secret(url: str) -> str:
-    """A URL without name and password, for messages."""
-    return _SECRET.sub("", url)
 
 
 def _values(scheme: str, url: str, label: str, timeout: float) -> Values:

@@ -1,16 +1,22 @@
-"""Prefix stores on emulators of S3 (s3fs, moto) and of Google's store (gcsfs, gcp-storage-emulator)."""
+"""Prefix stores and Zarr stores on emulators of S3 (s3fs, moto) and of Google's store (gcsfs, gcp-storage-emulator)."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import fsspec
+import numpy as np
 import pytest
 from dense_texts import layers_of, same, text
 
+import kvmnn
+from kvmnn.bundle import EncodeOptions
+from kvmnn.errors import KvmnnError, OutputError, SourceError
+from kvmnn.formats import encode_store, restore_store, verify_store
 from kvmnn.store import PrefixStore
 
 BUCKET = "prefixes"
@@ -26,7 +32,8 @@ def amazon(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
             monkeypatch.setenv(name, "none")
         monkeypatch.setenv("AWS_ENDPOINT_URL", "http://{}:{}".format(*server.get_host_and_port()))
         s3fs.S3FileSystem.clear_instance_cache()
-        s3fs.S3FileSystem().mkdir(BUCKET)
+        with suppress(FileExistsError):  # of the test before
+            s3fs.S3FileSystem().mkdir(BUCKET)
         yield f"s3://{BUCKET}/kv"
     finally:
         server.stop()
@@ -69,6 +76,29 @@ def test_a_store(engine: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
             store.forget("chat")
             store.gc(max_bytes=0)
             assert store.stats().units == 0
+
+
+@pytest.mark.parametrize("engine", [amazon, google])
+def test_a_zarr_store(engine: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    arrays = {f"layer_{n}.key": rng.standard_normal((2, 300, 16)).astype(np.float16) for n in range(3)}
+    with engine(monkeypatch) as begin:
+        url = f"{begin}/x.zarr"
+        for force in (False, True):
+            encode_store(kvmnn.open(arrays), url, EncodeOptions(frame_bytes=4000), force=force)
+        source = kvmnn.open(url)
+        assert source.names == tuple(arrays)
+        assert all((source[name].to_numpy() == arrays[name]).all() for name in arrays)
+        assert verify_store(url).proof == "sha256" and restore_store(url, tmp_path / "x.npz").verified
+        with pytest.raises(OutputError, match="exists already"):
+            encode_store(kvmnn.open(arrays), url)
+        for wrong in (f"{begin}/none.zarr", f"{begin.replace(BUCKET, 'nobody-has-it')}/x.zarr"):
+            with pytest.raises(SourceError, match="is no Zarr store"):
+                kvmnn.open(wrong)
+        fs, path = fsspec.core.url_to_fs(f"{url}/layer_1.key/c/0/0/0")
+        fs.pipe_file(path, b"")
+        with pytest.raises(KvmnnError, match=r"layer_1\.key/c/0/0/0"):
+            verify_store(url)
 
 
 def _free_port() -> int:

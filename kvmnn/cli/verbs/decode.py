@@ -32,7 +32,7 @@ refused; --force restores anyway.
 Frames of a whole file of llama.cpp or MLX become that file again, byte for byte, with -o FILE or on standard output
 (--arrays: its arrays as they lie there; kvmnn unpack gives K and V by heads).
 
-A Zarr store (X.zarr) gives its arrays; the hashes that kvmnn noted down in it are checked.
+A Zarr store (X.zarr, s3://bucket/X.zarr) gives its arrays; the hashes that kvmnn noted down in it are checked.
 
 Without -o, X.npy.frame and X.frame become X.npy, and X.frames/ of a whole file X;
 only what comes from standard input goes to standard output, as raw words (if that

@@ -28,8 +28,8 @@ sequence file of llama.cpp and a prompt cache of mlx-lm are kept whole: decode w
   -o FILE    one array: its frame, and FILE.json beside it, from which decode
              restores the same array
   -o DIR/    any number of arrays: one frame file each and DIR/manifest.json
-  -o X.zarr  a Zarr store, each chunk a frame: zarr, xarray and dask read it
-             (docs/zarr.md)
+  -o X.zarr  a Zarr store, each chunk a frame: zarr, xarray and dask read it;
+             also at a URL, such as s3://bucket/X.zarr (docs/zarr.md)
   -o -       one frame and nothing else on standard output
   --jobs N   each file below IN by itself; -o DIR/ gets the same folders
              (--help-many)
@@ -126,6 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
         allow_raw=arguments.allow_raw,
     )
     to_store = is_named_zarr(arguments.output)
+    _refuse_url(arguments.output, to_store)
     whole = engine_options.is_whole(arguments, arguments.inputs) and not to_store
     used = dense_options.TEXT if dense else ()
     source = loading.load(arguments.inputs, arguments, used=used, whole=whole, as_layers=dense)
@@ -151,6 +152,15 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _refuse_url(output: str | None, is_store: bool) -> None:
+    """`UsageError` for a URL that is not one of a Zarr store: it would be a folder here."""
+    from ...files.urls import is_url, without_secret
+
+    if output is not None and not is_store and is_url(output):
+        raise UsageError(f"-o {without_secret(output)}: a URL is written to as a Zarr store: -o {_EXAMPLE}")
+
+
+_EXAMPLE = "s3://bucket/X.zarr"
 _FRAMES = ".frames/"
 
 
@@ -164,6 +174,7 @@ def _one(arguments: argparse.Namespace) -> Callable[[Named], Task]:
         folder == STDIO or is_named_zarr(folder) or (os.path.exists(folder) and not os.path.isdir(folder))
     ):
         raise UsageError(f"-o {folder}: of many files the output is a folder: use -o DIR/")
+    _refuse_url(folder, False)
     endings = (FRAME_SUFFIX, FRAME_SUFFIX + SIDE_SUFFIX, _FRAMES.rstrip("/"))
 
     def task(named: Named) -> Task:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -68,7 +67,7 @@ class StoreInfo:
     Parameters
     ----------
     path
-        The directory.
+        The directory, or the URL.
     arrays
         Those that frames can hold.
     skipped
@@ -151,7 +150,7 @@ def inspect_store(path: str, options: ReadOptions | None = None) -> StoreInfo:
     arrays = []
     for array in source.arrays:
         found = makers[array.name]()
-        document, sizes = found.document, [os.path.getsize(file) for file in found.files()]
+        document, sizes = found.document, found.sizes()
         chunks = math.prod(counts(document.shape, document.chunks))
         arrays.append(
             StoredInfo(
@@ -168,7 +167,7 @@ def inspect_store(path: str, options: ReadOptions | None = None) -> StoreInfo:
             )
         )
     return StoreInfo(
-        path=path,
+        path=source.inputs[0],
         arrays=arrays,
         skipped=tuple(source.skipped),
         engine_cache=source.engine_cache,

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from ...errors import KvmnnError
 from ...files.names import is_named_zarr
-from .reading import DOCUMENT, OLD_ARRAY, document_at, is_store
+from .places import DOCUMENT, document_at
+from .reading import OLD_ARRAY, is_store
 
 
 def lost_group(path: str) -> str | None:

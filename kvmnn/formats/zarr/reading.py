@@ -1,4 +1,4 @@
-"""Zarr stores in a directory as a source: documents are read when it is opened, chunks when they are asked for."""
+"""Zarr stores in a directory, or at a URL, as a source: documents are read at once, chunks when they are asked for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,8 +20,8 @@ from ...arrays.valid_names import name_of_file
 from ...codecs.chunks import decode_chunk
 from ...dtypes import FP16, FP32, Bytes, Words
 from ...errors import KvmnnError, LimitError, SourceError
-from ...files.json_document import Node, parse, read_bounded
-from ...files.mapped import MappedFile
+from ...files.json_document import Node
+from ...files.urls import is_url
 from ...threads.pipeline import ordered
 from ..npy_folder import order_of
 from ..options import ReadOptions
@@ -30,11 +29,10 @@ from ..reading import checked, dtype_name, select
 from . import attributes
 from .documents import KEY, ArrayDocument, array_document, old_array_document
 from .grid import Index, Region, counts, regions, size_of, touched
+from .places import DOCUMENT, MOST_ENTRIES, Place, most_bytes, place_at
 
-DOCUMENT = "zarr.json"
 OLD_ARRAY, _OLD_GROUP, _OLD_ATTRIBUTES = ".zarray", ".zgroup", ".zattrs"
-MAX_DOCUMENT = 64 << 20
-_MOST_ENTRIES, _MOST_DEPTH = 1 << 16, 16
+_MOST_DEPTH = 16
 _MOST_FILLED, _MOST_MISSING = 1 << 30, 1 << 14
 """Bytes of an array whose chunks are not there, and how many these may be."""
 _MAX_WINDOW = 128 << 20
@@ -43,8 +41,8 @@ _LEAST_JOB = 64 << 10
 
 
 def is_store(path: str) -> bool:
-    """Whether a directory is a Zarr group or array."""
-    return any(os.path.isfile(os.path.join(path, name)) for name in (DOCUMENT, _OLD_GROUP, OLD_ARRAY))
+    """Whether a directory is a Zarr group or array; nothing else is read at a URL, so that is not looked at."""
+    return is_url(path) or any(os.path.isfile(os.path.join(path, name)) for name in (DOCUMENT, _OLD_GROUP, OLD_ARRAY))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +53,14 @@ class StoredArray:
     ----------
     name
         What it is called: as noted down, else its place in the store.
-    folder
-        Where its chunks lie.
+    place, folder
+        Where its store lies, and in it its chunks.
     document
         What it is.
     """
 
     name: str
+    place: Place
     folder: str
     document: ArrayDocument
 
@@ -78,56 +77,54 @@ class StoredArray:
         shape, chunks = self.document.shape, self.document.chunks
         return (shape, chunks) if self.document.order == "C" else (shape[::-1], chunks[::-1])
 
-    def files(self) -> Iterator[str]:
-        """The chunks that are there: what lies in the folder is looked at, not every place where one might."""
+    def sizes(self) -> list[int]:
+        """Of the chunks that are there: what lies in the folder is looked at, not every place where one might."""
         most = counts(*self.memory_shape)
         depth = 1 + len(most) if self.document.separator == "/" else 1
-        for path in _files_below(self.folder, depth):
-            index = self.document.chunk_index(os.path.relpath(path, self.folder).replace(os.sep, "/"))
-            if index is not None and all(number < count for number, count in zip(index, most, strict=True)):
-                yield path
+        found = [(self.document.chunk_index(name), size) for name, size in self.place.sizes(self.folder, depth)]
+        return [
+            size
+            for index, size in found
+            if index is not None and all(number < count for number, count in zip(index, most, strict=True))
+        ]
+
+    def chunk_name(self, index: Index) -> str:
+        """Of the file of a chunk in the store; the index is of memory order."""
+        name = self.document.chunk_name(index)
+        return f"{self.folder}/{name}" if self.folder else name
 
 
-def _files_below(folder: str, depth: int) -> Iterator[str]:
-    """Files of a folder and of folders in it, so many deep, sorted."""
-    try:
-        with os.scandir(folder) as entries:
-            below = sorted(entries, key=lambda entry: entry.name)
-    except OSError:
-        return
-    for entry in below:
-        if entry.is_file():
-            yield entry.path
-        elif depth > 1 and entry.is_dir():
-            yield from _files_below(entry.path, depth - 1)
-
-
-def read(path: str, options: ReadOptions) -> Source:
-    """The arrays of a store, or the one array that a directory is.
+def read(path: str, options: ReadOptions, place: Place | None = None) -> Source:
+    """The arrays of a store, or the one array that a directory is. place: where it lies, if not at the path.
 
     Raises
     ------
     SourceError, ManifestError, LimitError
         For documents that are malformed or say what kvmnn does not read, and chunks that are not what they say.
     """
-    entries, group = stored(path)
+    place = place or place_at(path)
+    path = place.label
+    entries, group = stored(path, place)
     made = [(name, partial(_array, path, name, make, options)) for name, make in entries]
     arrays, skipped = select(path, made, options)
     source = Source(arrays, skipped=skipped, inputs=(path,))
     if not options.tensors:
-        attributes.apply(source, group, os.path.join(path, DOCUMENT))
+        attributes.apply(source, group, place.of(DOCUMENT))
     return source
 
 
-def stored(path: str) -> tuple[list[tuple[str, Any]], Mapping[str, Any]]:
+def stored(path: str, place: Place | None = None) -> tuple[list[tuple[str, Any]], Mapping[str, Any]]:
     """``(name, maker of its StoredArray)`` of every array in order, and the attributes of the group."""
-    found = list(islice(_walk(Path(path), ""), _MOST_ENTRIES + 1))
-    if len(found) > _MOST_ENTRIES:  # folders may be links to others, and few of them a great many
-        raise LimitError(f"{path}: holds more than {_MOST_ENTRIES:,} groups and arrays")
-    group = next((said for place, said, node in found if place == "" and node is None), {})
+    place = place or place_at(path)
+    found = list(islice(_walk(place, ""), MOST_ENTRIES + 1))
+    if not found and is_url(path):
+        raise SourceError(f"{place.label}: is no Zarr store, and nothing else is read at a URL: it has no {DOCUMENT}")
+    if len(found) > MOST_ENTRIES:  # folders may be links to others, and few of them a great many
+        raise LimitError(f"{path}: holds more than {MOST_ENTRIES:,} groups and arrays")
+    group = next((said for folder, said, node in found if folder == "" and node is None), {})
     entries = [
-        (_name(path, place, said), partial(_stored, path, place, said, node))
-        for place, said, node in found
+        (_name(place, folder, said), partial(_stored, place, folder, said, node))
+        for folder, said, node in found
         if node is not None
     ]
     rank = {name: index for index, name in enumerate(attributes.names_in(group))}
@@ -135,23 +132,27 @@ def stored(path: str) -> tuple[list[tuple[str, Any]], Mapping[str, Any]]:
     return entries, group
 
 
-def _name(path: str, place: str, said: Mapping[str, Any]) -> str:
+def _name(place: Place, folder: str, said: Mapping[str, Any]) -> str:
     own = said.get(KEY)
     name = own.get("name") if isinstance(own, dict) else None
-    return name if isinstance(name, str) else place or name_of_file(path.rstrip("/" + os.sep))
+    return name if isinstance(name, str) else folder or name_of_file(place.label.rstrip("/" + os.sep))
 
 
-def _stored(path: str, place: str, said: Mapping[str, Any], node: Node) -> StoredArray:
+def _stored(place: Place, folder: str, said: Mapping[str, Any], node: Node) -> StoredArray:
     is_old = node.where.endswith(OLD_ARRAY)
     document = old_array_document(node, said) if is_old else array_document(node)
-    return StoredArray(name=_name(path, place, said), folder=os.path.join(path, place), document=document)
+    return StoredArray(name=_name(place, folder, said), place=place, folder=folder, document=document)
 
 
-def _walk(folder: Path, place: str, depth: int = 0) -> Iterator[tuple[str, dict[str, Any], Node | None]]:
-    """Groups and arrays: place in the store, attributes, and the document of an array (None for a group)."""
+def _walk(place: Place, folder: str, depth: int = 0) -> Iterator[tuple[str, dict[str, Any], Node | None]]:
+    """Groups and arrays: folder in the store, attributes, and the document of an array (None for a group)."""
     if depth > _MOST_DEPTH:
-        raise LimitError(f"{folder}: lies below more than {_MOST_DEPTH} groups")
-    node = document_at(folder / DOCUMENT)
+        raise LimitError(f"{place.of(folder)}: lies below more than {_MOST_DEPTH} groups")
+
+    def document(name: str) -> Node | None:
+        return place.document(f"{folder}/{name}" if folder else name)
+
+    node = document(DOCUMENT)
     if node is not None:
         said = node.value.get("attributes") if isinstance(node.value, dict) else None
         if node.at("zarr_format").value != 3:
@@ -161,32 +162,17 @@ def _walk(folder: Path, place: str, depth: int = 0) -> Iterator[tuple[str, dict[
             raise node.at("node_type").wrong("'array' or 'group'")
         is_array = kind == "array"
     else:
-        node = document_at(folder / OLD_ARRAY)
+        node = document(OLD_ARRAY)
         is_array = node is not None
-        old = document_at(folder / _OLD_ATTRIBUTES)
+        old = document(_OLD_ATTRIBUTES)
         said = old.value if old else None
-        if not is_array and document_at(folder / _OLD_GROUP) is None:
+        if not is_array and document(_OLD_GROUP) is None:
             return
-    yield place, said if isinstance(said, dict) else {}, node if is_array else None
+    yield folder, said if isinstance(said, dict) else {}, node if is_array else None
     if is_array:
         return
-    try:
-        with os.scandir(folder) as entries:
-            below = sorted(entry.name for entry in entries if entry.is_dir())
-    except OSError as error:
-        raise SourceError(f"{folder}: cannot be read: {error.strerror or error}") from error
-    if len(below) > _MOST_ENTRIES:
-        raise LimitError(f"{folder}: has {len(below):,} entries: expected at most {_MOST_ENTRIES:,}")
-    for name in below:
-        yield from _walk(folder / name, f"{place}/{name}" if place else name, depth + 1)
-
-
-def document_at(path: Path) -> Node | None:
-    """A document of a store; None where there is none."""
-    try:
-        return parse(read_bounded(path, MAX_DOCUMENT), str(path), MAX_DOCUMENT)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+    for name in place.folders(folder):
+        yield from _walk(place, f"{folder}/{name}" if folder else name, depth + 1)
 
 
 def _array(path: str, name: str, make: Any, options: ReadOptions) -> NamedArray:
@@ -251,12 +237,13 @@ class _Chunks:
         return made.reshape(-1).view(np.uint8)
 
     def _chunk(self, index: Index) -> Words:
-        document = self._array.document
-        path = os.path.join(self._array.folder, document.chunk_name(index))
-        if not os.path.lexists(path):
-            return self._missing(path)
+        document, name = self._array.document, self._array.chunk_name(index)
+        path = self._array.place.of(name)
         try:
-            words = self._decoded(MappedFile(path))
+            data = self._array.place.chunk(name, most_bytes(document.chunk_bytes))
+            if data is None:
+                return self._missing(path)
+            words = self._decoded(data, path)
         except KvmnnError as error:
             if str(error).startswith(path):
                 raise
@@ -274,19 +261,18 @@ class _Chunks:
             )
         return np.broadcast_to(np.frombuffer(document.fill, document.array_dtype)[0], self._chunks)
 
-    def _decoded(self, file: MappedFile) -> Bytes:
+    def _decoded(self, data: Any, path: str) -> Bytes:
         document = self._array.document
-        data: Any = file.view(0, file.size) if file.size else np.empty(0, np.uint8)
         nbytes = document.chunk_bytes
         if document.squeezer:
             data = _unsqueezed(document.squeezer, data, nbytes)
         if document.packing == "bytes":
             if len(data) != nbytes:
-                raise SourceError(f"{file.label}: holds {len(data)} bytes: the chunk has {nbytes}")
+                raise SourceError(f"{path}: holds {len(data)} bytes: the chunk has {nbytes}")
             return np.frombuffer(data, np.uint8)
         kind = {2: FP16, 4: FP32}.get(document.array_dtype.itemsize)
         if kind is None:
-            raise SourceError(f"{file.label}: no frame holds {document.array_dtype}")
+            raise SourceError(f"{path}: no frame holds {document.array_dtype}")
         words: Bytes = decode_chunk(data, kind, nbytes).view(np.uint8)
         if document.array_dtype.byteorder == ">":
             return words.view(f"u{kind.itemsize}").byteswap().view(np.uint8)
@@ -295,7 +281,7 @@ class _Chunks:
 
 def _unsqueezed(squeezer: str, data: Bytes, nbytes: int) -> bytes:
     """At most a little more than a frame of `nbytes` bytes can have."""
-    most = 2 * nbytes + 4096
+    most = most_bytes(nbytes)
     try:
         if squeezer == "zstd":
             reader = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).stream_reader(data.tobytes())

@@ -53,7 +53,7 @@ def _account(path: str, source: Source) -> _Account:
     """Of the arrays of a source; sizes of files, none of which is read."""
     names = set(source)
     arrays: list[StoredArray] = [make() for name, make in stored(path)[0] if name in names]
-    sizes = [os.path.getsize(file) for array in arrays for file in array.files()]
+    sizes = [size for array in arrays for size in array.sizes()]
     by_name = {array.name: array.sha256 for array in arrays}
     return _Account(hashes=[by_name[name] for name in source], files=len(sizes), nbytes=sum(sizes))
 
@@ -71,7 +71,7 @@ def restore_store(
     Parameters
     ----------
     path
-        The directory.
+        The directory, or a URL that fsspec opens.
     output
         As for `kvmnn.formats.restore`.
     options
@@ -102,7 +102,7 @@ def restore_store(
             source.metadata,
             hashes=hashes if verified and not is_device(name) else None,
             force=force,
-            protect=(path,),
+            protect=source.inputs,
             threads=options.threads if options else None,
         )
     else:
@@ -112,7 +112,7 @@ def restore_store(
             write_raw(output, source.arrays, _runs(source, progress), {})
         output.flush()
     return RestoredStore(
-        input=path,
+        input=source.inputs[0],
         output=name,
         arrays=tuple(source.arrays),
         verified=verified,
@@ -121,7 +121,7 @@ def restore_store(
         stored_bytes=account.nbytes,
         seconds=time.perf_counter() - started,
         unknown="" if verified else "no sha256 in the store to check them against",
-        beside=tuple(files_beside(source.metadata, path)) if files else (),
+        beside=tuple(files_beside(source.metadata, source.inputs[0])) if files else (),
     )
 
 
@@ -148,7 +148,7 @@ def verify_store(path: str, options: ReadOptions | None = None, *, progress: Pro
     with Reading():
         deque((None for _ in _runs(source, progress)), maxlen=0)
     return VerifiedStore(
-        input=path,
+        input=source.inputs[0],
         against=(),
         proof="sha256" if all(account.hashes) else None,
         difference=None,

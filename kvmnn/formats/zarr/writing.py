@@ -25,13 +25,16 @@ from ...dtypes import Bytes
 from ...errors import KvmnnError, LimitError, OptionError, OutputError
 from ...files.names import file_names
 from ...files.output import DirectoryOutput
+from ...files.urls import is_url
 from ...frames import predictors, zstd
 from ...threads.digest import Digester
 from ...threads.pipeline import Progress, ordered
 from ..options import ReadOptions
 from . import attributes
 from .grid import MAX_CHUNKS, Index, chunk_shape, counts, cut_axis
-from .reading import DOCUMENT, MAX_DOCUMENT, is_store, read
+from .places import DOCUMENT, MAX_DOCUMENT, Place
+from .reading import is_store, read
+from .uploading import Upload
 
 CHUNK_BYTES = 4 << 20
 """Raw bytes of a chunk where nothing else is said."""
@@ -66,6 +69,8 @@ def encode_store(
         What to encode: `kvmnn.open`.
     output
         The directory, which appears when all is written and, with `EncodeOptions.verify`, was read again and compared.
+        Or a URL that fsspec opens (``s3://bucket/x.zarr``): the group's document is written there last, so that there
+        is no store before.
     options
         `frame_bytes` is that of a chunk (default: 4 MiB; 0 makes an array one chunk). `block`, `allow_raw` and `dense`
         are refused: all chunks are frames.
@@ -85,14 +90,28 @@ def encode_store(
     if options.block or options.allow_raw or options.dense:
         raise OptionError("--block, --allow-raw and --codec dense: every chunk of a Zarr store is a frame")
     started, path = time.perf_counter(), os.fspath(output).rstrip("/" + os.sep)
+    if is_url(path):
+        with Upload(path, force=force, protect=source.files) as upload:
+            entries = _write(source, upload, options, progress)
+            if options.verify:
+                upload.flush()
+                _read_back(upload.target, upload.place, entries, options.threads)
+            upload.commit()
+        return _encoded(source, upload.target, entries, options, started)
     if os.path.isdir(path) and os.listdir(path) and not is_store(path):
         raise OutputError(f"{path}: is a directory, and no Zarr store that could be replaced")
     with DirectoryOutput(path, force=force, protect=source.files, replaces=True) as directory:
         entries = _write(source, directory, options, progress)
         if options.verify:
             directory.flush()
-            _read_back(directory, entries, options.threads)
+            _read_back(str(directory.target), Place(str(directory.staged)), entries, options.threads)
         directory.commit()
+    return _encoded(source, path, entries, options, started)
+
+
+def _encoded(
+    source: Source, path: str, entries: list[ArrayEntry], options: EncodeOptions, started: float
+) -> EncodedStore:
     return EncodedStore(
         output=path,
         manifest=_manifest(entries, options, source),
@@ -103,7 +122,7 @@ def encode_store(
 
 
 def _write(
-    source: Source, directory: DirectoryOutput, options: EncodeOptions, progress: Progress | None
+    source: Source, directory: DirectoryOutput | Upload, options: EncodeOptions, progress: Progress | None
 ) -> list[ArrayEntry]:
     folders = _folders([array.name for array in source.arrays])
     dimensions = attributes.dimension_names(source)
@@ -125,7 +144,7 @@ def _write(
     return entries
 
 
-def _json(document: dict[str, Any], directory: DirectoryOutput, folder: str) -> bytes:
+def _json(document: dict[str, Any], directory: DirectoryOutput | Upload, folder: str) -> bytes:
     try:
         text = json.dumps(document, indent=1, allow_nan=False).encode()
     except (TypeError, ValueError) as error:
@@ -195,7 +214,7 @@ def _write_array(
     array: NamedArray,
     folder: str,
     chunks: Index,
-    directory: DirectoryOutput,
+    directory: DirectoryOutput | Upload,
     options: EncodeOptions,
     progress: Progress | None,
 ) -> ArrayEntry:
@@ -284,11 +303,10 @@ def _padded(piece: Piece, nbytes: int) -> Piece:
     return made
 
 
-def _read_back(directory: DirectoryOutput, entries: Sequence[ArrayEntry], threads: int | None) -> None:
+def _read_back(target: str, place: Place, entries: Sequence[ArrayEntry], threads: int | None) -> None:
     """Compare what the files hold with what was to be written: documents, and every word by its hash."""
-    target, stage = str(directory.target), str(directory.staged)
     try:
-        found = read(stage, ReadOptions(fallbacks=("fp16", "fp32"), threads=threads))
+        found = read(place.label, ReadOptions(fallbacks=("fp16", "fp32"), threads=threads), place)
         if [array.name for array in found.arrays] != [entry.name for entry in entries]:
             raise OutputError("the arrays are not those that were written")
         for array, entry in zip(found.arrays, entries, strict=True):
@@ -298,7 +316,8 @@ def _read_back(directory: DirectoryOutput, entries: Sequence[ArrayEntry], thread
             for piece in array.pieces(_STEP):
                 del piece
     except KvmnnError as error:
-        raise OutputError(f"{target}: does not read back as written: {str(error).replace(stage, target)}") from None
+        said = str(error).replace(place.label, target)
+        raise OutputError(f"{target}: does not read back as written: {said}") from None
 
 
 def _manifest(entries: Sequence[ArrayEntry], options: EncodeOptions, source: Source) -> Manifest:

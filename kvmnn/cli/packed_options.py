@@ -171,6 +171,8 @@ def in_the_words_of(arguments: argparse.Namespace, message: str) -> str:
         message = re.sub(r"--backend\b", idle_options.option(arguments, "backend"), message)
     if any(not hasattr(arguments, name[2:].replace("-", "_")) for name in re.findall(_SAID, message)):
         message += f"; {arguments.parser.prog} has no such option, kvmnn unpack has"
+    if not hasattr(arguments, "cast"):
+        message = message.replace("--cast converts them", "arrays (-o OUT.npz) become it by kvmnn pack --cast")
     return message
 
 

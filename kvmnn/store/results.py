@@ -362,10 +362,11 @@ class Stats:
         return {name: value for name, value in found.items() if name not in ("asked_tokens", "found_tokens")}
 
     def __str__(self) -> str:
+        of_raw = ratio(self.raw_bytes, self.bytes)
         lines = [
             f"{count(self.texts, 'text')}: {count(self.units, 'unit')}, {count(self.blocks, 'whole block')}, "
             f"{self.tokens:,} tokens",
-            f"  {self.raw_bytes:,} -> {self.bytes:,} bytes, ratio {ratio(self.raw_bytes, self.bytes):.4f}",
+            f"  {self.raw_bytes:,} -> {self.bytes:,} bytes" + (f", ratio {of_raw:.4f}" if self.bytes else ""),
             f"  index {self.index_bytes:,} bytes, {self.pinned:,} pinned, {count(self.sessions, 'session')}, codec "
             f"{self.codec}",
         ]

@@ -153,7 +153,7 @@ def write_prefix(
         Where nothing was found, and as `pack` and `unpack`.
     """
     if not prefix.tokens:
-        raise KvmnnError(f"{where}: nothing of this text of {prefix.asked:,} tokens is stored under this model")
+        raise KvmnnError(f"{where}: nothing of this text of {count(prefix.asked, 'token')} is stored under this model")
     arrays = [
         in_memory(array_name(cache.layer, part), words)
         for cache in prefix.layers

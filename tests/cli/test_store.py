@@ -109,6 +109,23 @@ def test_which_precision_was_taken_is_said(here: Path, run) -> None:
     assert run("store", "ls", "T").out == "no texts\n"
 
 
+def test_another_precision_than_the_one_that_is_stored(here: Path, run) -> None:
+    """A miss says which there is; a backend takes the one that it holds, and says so, or what brings it there."""
+    run("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
+    ids = ("--token-ids", "long.json")
+    note = "kvmnn: note: nothing is stored in fp32; 50 tokens are in fp16 (--dtype)\n"
+    assert run("store", "match", "S", *ids, "--dtype", "fp32", code=1).err == note
+    assert note in run("store", "get", "S", *ids, "--dtype", "fp32", "-o", "x.npz", code=1).err
+    packed = ("--backend", "x86-avx2", "--name", "p", "-o", "p/")
+    said = run("store", "get", "S", *ids, *packed, code=2).err
+    assert "the arrays are fp16, the layout holds fp32: arrays (-o OUT.npz) become it by kvmnn pack --cast" in said
+    np.savez("wide.npz", **{name: words.astype(np.float32) for name, words in arrays(IDS[:30]).items()})
+    run("store", "put", "S", "wide.npz", "--token-ids", "short.json", "--fingerprint", "m")
+    made = run("store", "get", "S", *ids, *packed)
+    assert made.out.startswith("30 of 50 tokens, fp32: ")
+    assert made.err == "kvmnn: note: taken in fp32, which x86-avx2 holds; 50 tokens are in fp16\n"
+
+
 def test_a_prefix_cache_and_back(here: Path, run) -> None:
     run("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
     more = ["--backend", "arm64-fp16", "--name", "sys", "--capacity", "64"]
@@ -122,12 +139,13 @@ def test_a_prefix_cache_and_back(here: Path, run) -> None:
 
 def test_other_tokens_than_the_cache_has_are_refused(here: Path, run) -> None:
     error = run("store", "put", "S", "long.npz", "--token-ids", "short.json", "--fingerprint", "m", code=1).err
-    assert "layer 0 holds 50 tokens, there are 30 token ids" in error
+    assert "long.npz: layer 0 holds 50 tokens, there are 30 token ids" in error
 
 
 def test_another_model_is_refused(here: Path, run) -> None:
     put = ["store", "put", "S", "short.npz", "--token-ids", "short.json"]
     assert "does not say which model computed it: --model or --fingerprint says it" in run(*put, code=2).err
+    assert "model is '': expected a fingerprint of 1 to 256" in run(*put, "--fingerprint", "", code=1).err
     run(*put, "--fingerprint", "one")
     error = run(*put, "--fingerprint", "two", code=2).err
     assert "S: holds prefixes of the model one, these are of two (--force puts them as well)" in error
@@ -190,6 +208,7 @@ def test_a_store_that_cannot_be_written_to_is_verified(here: Path, run, monkeypa
         (["import", "S", "a", "b"], "store import takes one file"),
         (["put", "", "long.npz", "--token-ids", "long.json", "--fingerprint", "m"], "the store has no name: expected"),
         (["put", "S", "long.npz", "--max-bytes", "0"], "store put --max-bytes 0: expected at least 1, or no bound"),
+        (["put", "memory://x", "long.npz"], "memory://x: is gone when this command ends"),
         (["putt", "S"], "did you mean 'put'"),
     ],
 )

@@ -145,6 +145,8 @@ def _done(arguments: argparse.Namespace) -> tuple[Result, int]:
     if "output" in action.options and arguments.output in (None, printing.STDIO):
         what = "FILE, a file of its own" if arguments.action == "export" else "OUT, a file or directory"
         raise UsageError(f"store {arguments.action} needs -o {what}")
+    if arguments.store.startswith("memory://"):
+        raise UsageError(f"{arguments.store}: is gone when this command ends: expected a place that stays")
     if arguments.codec == "frames":
         idle_options.refuse(arguments, ["rope"], "needs --codec dense")
     making = arguments.action in _MAKING
@@ -205,7 +207,9 @@ def _rotary(arguments: argparse.Namespace) -> Rotary | Literal["none"] | None:
 def _made_by(arguments: argparse.Namespace) -> str:
     """The model of what is put: as the options say, else as the cache itself does."""
     source = arguments.read
-    said: str | None = _fingerprint(arguments) or (source.cache.model if source.cache else None)
+    said = _fingerprint(arguments)
+    if said is None and source.cache:
+        said = source.cache.model
     if said is None:
         raise UsageError(
             f"{' '.join(arguments.inputs)}: does not say which model computed it: --model or --fingerprint says it"
@@ -214,7 +218,9 @@ def _made_by(arguments: argparse.Namespace) -> str:
 
 
 def _put(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int]:
+    from ...errors import KvmnnError
     from ...store import layers_of
+    from ...store.space import checked_layers
 
     source, model = arguments.read, arguments.made_by
     others = [other for other in store.models if other != model]
@@ -236,6 +242,10 @@ def _put(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int
         )
         loading.report_notes([text], arguments)
     ids = _ids_of(source, arguments)
+    try:
+        layers = checked_layers(layers, len(ids))
+    except KvmnnError as error:
+        raise KvmnnError(f"{' '.join(arguments.inputs)}: {error}") from None
     put = store.put(ids, layers, model=model)
     return _said(put, arguments), 0
 
@@ -275,9 +285,11 @@ def _own_ids(source: Source) -> list[int] | None:
 
 
 def _match(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int]:
-    found = store.find(_ids(arguments), model=_model(store, arguments), dtype=arguments.dtype)
+    ids, model = _ids(arguments), _model(store, arguments)
+    found = store.find(ids, model=model, dtype=arguments.dtype)
     _refuse_outage(found)
     _report_others(found, arguments)
+    _report_missed(store, found, ids, model, arguments)
     return found, 0 if found.tokens else 1
 
 
@@ -289,21 +301,38 @@ def _report_others(found: Matched | Prefix | Exported, arguments: argparse.Names
         loading.report_notes([text], arguments)
 
 
+def _report_missed(store: PrefixStore, found: Matched | Prefix, ids: Any, model: str, arguments: Any) -> None:
+    """Where nothing is stored in the precision that was said, the one in which something is."""
+    other = store.find(ids, model=model) if arguments.dtype is not None and not found.tokens else None
+    if other is not None and other.tokens:
+        text = f"nothing is stored in {arguments.dtype}; {other.tokens:,} tokens are in {other.dtype} (--dtype)"
+        loading.report_notes([text], arguments)
+
+
 def _get(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int]:
+    from ...packed.backends import BACKENDS
     from ...store import write_prefix
 
-    ids = _ids(arguments)
-    found = store.get(ids, model=_model(store, arguments), dtype=arguments.dtype)
+    ids, model = _ids(arguments), _model(store, arguments)
+    geometry, dtype = packed_options.geometry(arguments), arguments.dtype
+    if geometry.backend is not None and dtype is None:
+        stored, held = store.find(ids, model=model), BACKENDS[geometry.backend].dtype
+        if held in stored.others:  # and no engine takes the other
+            dtype = held
+            text = f"taken in {held}, which {geometry.backend} holds; {stored.tokens:,} tokens are in {stored.dtype}"
+            loading.report_notes([text], arguments)
+    found = store.get(ids, model=model, dtype=dtype)
     _refuse_outage(found)
     loading.report_notes(found.notes, arguments, "warning")
     _report_others(found, arguments)
+    _report_missed(store, found, ids, model, arguments)
     arguments.found = {"tokens": found.tokens, "asked": found.asked, "notes": list(found.notes)}
     made = write_prefix(
         found,
         ids,
         arguments.output,
         where=arguments.store,
-        geometry=packed_options.geometry(arguments),
+        geometry=geometry,
         name=arguments.name,
         capacity=arguments.capacity,
         model=arguments.model,

@@ -15,6 +15,8 @@ from .rotary import Rotary
 
 _SUFFIX = 8
 """Tokens before a token that are compared in search of an earlier place like it."""
+_LAST_POSITION = (1 << 31) - 2
+"""Taken for the one behind it as well, from which a stream could not say the way back to 0; that costs bytes at most."""
 
 
 class Given:
@@ -142,7 +144,7 @@ def all_positions(positions: Any, tokens: int, rows_before: int) -> npt.NDArray[
         given = np.concatenate([np.arange(first - rows_before, first), given])
     if int(given.min()) < 0 or int(given.max()) >= 1 << 31:
         raise KvmnnError(f"positions reach from {given.min()} to {given.max()}: expected 0 to 2^31 - 1")
-    return np.ascontiguousarray(given, np.uint32)
+    return np.minimum(given.astype(np.uint32), _LAST_POSITION)
 
 
 def _earlier_places(token_ids: Any, tokens: int, rows_before: int) -> npt.NDArray[np.int32]:

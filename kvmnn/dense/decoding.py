@@ -122,9 +122,11 @@ def _history(header: Header, needed: int, history: Words | None) -> Bytes | None
         return None
     if history is None:
         raise FrameError(f"dense stream refers to {needed} rows before it: give them as history")
+    if not isinstance(history, np.ndarray):
+        raise TypeError(f"history must be a numpy array, not {type(history).__name__}")
     heads, dim, itemsize = header.heads, header.dim, header.dtype.itemsize
-    if not isinstance(history, np.ndarray) or history.dtype.itemsize != itemsize:
-        raise TypeError(f"history must be a numpy array of {itemsize}-byte words")
+    if history.dtype.itemsize != itemsize:
+        raise FrameError(f"history has words of {history.dtype.itemsize} bytes: expected {itemsize}")
     if history.ndim != 3 or (history.shape[0], history.shape[2]) != (heads, dim) or history.shape[1] < needed:
         raise FrameError(f"history has shape {list(history.shape)}: expected [{heads}, {needed} or more, {dim}]")
     return rows_of(history[:, history.shape[1] - needed :], header.dtype)

@@ -16,7 +16,7 @@ from .rotary import Rotary
 _SUFFIX = 8
 """Tokens before a token that are compared in search of an earlier place like it."""
 _LAST_POSITION = (1 << 31) - 2
-"""Taken for the one behind it as well, from which a stream could not say the way back to 0; that costs bytes at most."""
+"""Taken for the one behind it as well, from which a stream cannot say the way back to 0: it costs bytes at most."""
 
 
 class Given:

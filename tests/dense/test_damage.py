@@ -136,6 +136,15 @@ def test_messages_name_what_is_wrong(at: int, value: int, message: str) -> None:
         dense.decode(bytes(broken))
 
 
+def test_a_stream_that_says_it_has_other_words_than_its_history() -> None:
+    """The word size may be what was damaged."""
+    stream, _, given = next(one for one in STREAMS if "history" in one[2] and one[0][6] == 0)
+    with pytest.raises(FrameError, match="history has words of 2 bytes: expected 4"):
+        dense.decode(stream[:6] + b"\x02" + stream[7:], **given)
+    with pytest.raises(TypeError, match="history must be a numpy array, not bytes"):
+        dense.decode(stream, **{**given, "history": b"1234"})
+
+
 def test_what_is_no_stream() -> None:
     for data in (b"", b"KVMD", bytes(28), np.zeros(100, np.uint8)):
         with pytest.raises(FrameError, match="no dense stream"):

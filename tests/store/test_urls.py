@@ -17,6 +17,8 @@ from kvmnn.store import PrefixStore
         ("redis://h:99999/0", "is no URL of a store: "),
         ("redis://h/0?socket_timeout=x", "is no URL of a store: .*socket_timeout"),
         ("redis://h/0?nonsense=1", "is no URL of a store: its option 'nonsense' is unknown"),
+        ("redis://h/prefixes", "is no URL of a store: 'prefixes' is no number of a database"),
+        ("rediss://h/0/x", "is no URL of a store: '0/x' is no number of a database"),
         ("nowhere://x", "nowhere://x: is no URL of a store: .*nowhere"),
         ("redis://me:sec/ret@h/0", "is no URL of a store$"),
     ],

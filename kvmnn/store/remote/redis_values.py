@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 from ...optional import package
 from .records import AFTER
@@ -33,6 +34,7 @@ class RedisValues:
         redis = package("redis")
         if url.startswith("valkey"):
             url = "redis" + url[len("valkey") :]
+        _check_database(url)
         self._watch_error: type[Exception] = redis.WatchError
         self._client: Any = redis.Redis.from_url(url, socket_timeout=timeout, socket_connect_timeout=timeout)
         _check_options(self._client.connection_pool)
@@ -137,6 +139,13 @@ class RedisValues:
     def close(self) -> None:
         """As `Values`."""
         self._client.close()
+
+
+def _check_database(url: str) -> None:
+    """The client takes database 0 for a path that is no number: two stores would be one."""
+    parts = urlsplit(url)
+    if parts.scheme != "unix" and not re.fullmatch(r"/?\d*", parts.path):
+        raise ValueError(f"{parts.path[1:]!r} is no number of a database")
 
 
 def _check_options(pool: Any) -> None:

@@ -51,8 +51,10 @@ lint: $(STAMPS)/lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# MNN='DIR KV_HEADS HEAD_DIM' names a model for the part of store.py that runs MNN 3.6.1.
-bench: $(STAMPS)/bench
+# MNN='DIR KV_HEADS HEAD_DIM' names a model for the part of store.py that runs MNN 3.6.1. ZIPNN=zipnn measures ZipNN as
+# well, which pip compiles and which needs torch (TORCH, above).
+ZIPNN ?=
+bench: $(STAMPS)/bench $(if $(ZIPNN),$(STAMPS)/zipnn)
 	$(BIN)/python tools/bench/codec.py
 	$(BIN)/python tools/bench/combined.py
 	$(BIN)/python tools/bench/compressor.py
@@ -67,6 +69,10 @@ bench: $(STAMPS)/bench
 	$(BIN)/python tools/bench/policies.py
 	$(BIN)/python tools/bench/runtime.py
 	$(BIN)/python tools/bench/store.py $(if $(MNN),--mnn $(MNN))
+
+$(STAMPS)/zipnn: $(STAMPS)/bench
+	@$(PIP) '$(TORCH)' '$(ZIPNN)'
+	@touch $@
 
 # The fork's runtime cases on the shipped model, judged as measured: that gates fail is a result, not an error.
 gates: $(STAMPS)/report

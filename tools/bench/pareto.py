@@ -3,6 +3,7 @@
 K and V of a trained model (fixtures/kv_real) as fp16, bf16 (rounded from fp32) and fp32, from 64 KiB to 1 MiB: ratio
 and CPU time of encoding and decoding on one thread, and time on the clock on two, all codecs in turn (`kvmnn.bench`).
 Dense streams are told how K was rotated, as a trial finds it.
+Measured are the rivals that are installed (make bench; ZipNN by make bench ZIPNN=zipnn).
 A codec is dominated where another one is nowhere worse in ratio and in CPU time of both ways.
 """
 

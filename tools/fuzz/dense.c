@@ -64,7 +64,8 @@ static void round_trip(const uint8_t *options, const uint8_t *data, size_t size)
     uint8_t *words = malloc((rows + before) * row_bytes), *back = malloc(rows * row_bytes);
     static uint32_t positions[300];
     for (size_t i = 0; i < (rows + before) * row_bytes; ++i) words[i] = size ? data[i % size] : 0;
-    for (size_t i = 0; i < rows + before; ++i) positions[i] = (uint32_t)(i * (1 + options[5] % 3));
+    uint32_t step = options[5] & 4 ? 0x9e3779b9u : 1 + options[5] % 4; /* there and back, or on and on */
+    for (size_t i = 0; i < rows + before; ++i) positions[i] = (uint32_t)(i * step) % 0x7fffffffu;
     in.rows = (dense_rows){words, words + before * row_bytes, before, rows, row_bytes};
     in.own = in.rows.own;
     if (dim > 1 && options[6] & 1) {

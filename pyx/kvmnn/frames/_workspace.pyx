@@ -71,7 +71,13 @@ cdef extern from *:
     void kvmnn_use_huge_pages(void *p, size_t size) noexcept nogil
 
 
-cdef extern from "Python.h":
+cdef extern from *:
+    """
+    #include <Python.h>
+    #ifdef Py_LIMITED_API /* every CPython has it, whose headers do not say so there; compilers refuse what nobody declared */
+    PyAPI_FUNC(int) _PyBytes_Resize(PyObject **, Py_ssize_t);
+    #endif
+    """
     PyObject *new_bytes "PyBytes_FromStringAndSize"(const char *content, Py_ssize_t size) except NULL
     int resize_bytes "_PyBytes_Resize"(PyObject **made, Py_ssize_t size) except -1
     void Py_DECREF(PyObject *one)

@@ -73,19 +73,19 @@ def clean(units: Shelf, max_bytes: int | None) -> Cleaned:
     foreign = sorted(name for name in there if not _UNIT.fullmatch(name))
     others = sorted(there - known - set(foreign))
     reached = {record.unit for record in _in_order(held, units.block_tokens, orphans=False)}
-    orphans = [each for each in held if each.unit not in reached | bounding.pinned_units(units)]
+    kept = reached | bounding.pinned_units(units)
+    orphans = [record for record in held if record.unit not in kept]
     units.forget(orphans)
     uses = [f"uses/{name}" for name in units.values.names_in("uses") if name not in known]
     tables = [f"{TABLES}/{name}" for name in units.values.names_in(TABLES) if name.partition("-")[0] not in spaces]
     for some in _runs([*lost, *(f"units/{name}" for name in others), *uses, *tables]):
         units.values.delete(some)
     evicted, nbytes = (0, 0) if max_bytes is None else bounding.evict(units, max_bytes)
-    kept = pinned_bytes(units.held_bytes or 0, max_bytes)
     return Cleaned(
         units=len(lost) + len(orphans) + evicted,
         bytes=nbytes + sum(record.nbytes for record in orphans),
         other_files=len(others) + units.values.sweep(),
-        kept=kept,
+        kept=pinned_bytes(units.held_bytes or 0, max_bytes),
         foreign=tuple(f"units/{name}" for name in foreign),
     )
 

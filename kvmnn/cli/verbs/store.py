@@ -6,13 +6,21 @@ import argparse
 import os
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from .. import axes_options, dense_options, idle_options, loading, packed_options, printing, shared_options
+from .. import (
+    axes_options,
+    dense_options,
+    idle_options,
+    loading,
+    packed_options,
+    printing,
+    shared_options,
+    store_actions,
+)
 from ..printing import Result, UsageError
 
 if TYPE_CHECKING:
     from ...arrays.source import Source
     from ...dense import Rotary
-    from ...store import Exported, Matched, Prefix, PrefixStore, Put
 
 _TEXT = """Keep K and V of texts in a directory and find them again by their token ids: any text is answered with the
 longest beginning that was ever put, to the token. Equal beginnings are stored once, losslessly (docs/prefix-store.md).
@@ -167,7 +175,7 @@ def _done(arguments: argparse.Namespace) -> tuple[Result, int]:
         read_only=arguments.action in _LOOKING or (arguments.action in _READING and _is_fixed(arguments.store)),
     )
     with store:
-        done: tuple[Result, int] = _DO[arguments.action](store, arguments)
+        done: tuple[Result, int] = store_actions.ACTIONS[arguments.action](store, arguments)
         loading.report_notes(store.notes, arguments, "warning")
     return done
 
@@ -182,10 +190,10 @@ def _source(arguments: argparse.Namespace) -> Source:
 
     source = loading.load(arguments.inputs, arguments, frames=True, used=("model", "token_ids"))
     loading.report_skipped(source, arguments)
-    if arguments.token_ids is None and _own_ids(source) is None:
+    if arguments.token_ids is None and store_actions.own_ids(source) is None:
         where = " ".join(arguments.inputs)
         raise UsageError(f"{where}: does not say its token ids: store put needs --token-ids IDS")
-    _ids_of(source, arguments)
+    store_actions.ids_of(source, arguments)
     source, notes = for_other_engines(source)
     loading.report_notes(notes, arguments)
     return source
@@ -207,7 +215,7 @@ def _rotary(arguments: argparse.Namespace) -> Rotary | Literal["none"] | None:
 def _made_by(arguments: argparse.Namespace) -> str:
     """The model of what is put: as the options say, else as the cache itself does."""
     source = arguments.read
-    said = _fingerprint(arguments)
+    said = store_actions.fingerprint_said(arguments)
     if said is None and source.cache:
         said = source.cache.model
     if said is None:
@@ -215,214 +223,3 @@ def _made_by(arguments: argparse.Namespace) -> str:
             f"{' '.join(arguments.inputs)}: does not say which model computed it: --model or --fingerprint says it"
         )
     return said
-
-
-def _put(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int]:
-    from ...errors import KvmnnError
-    from ...store import layers_of
-    from ...store.space import checked_layers
-
-    source, model = arguments.read, arguments.made_by
-    others = [other for other in store.models if other != model]
-    if others and model not in store.models and not arguments.force:
-        raise UsageError(
-            f"{arguments.store}: holds prefixes of the model {others[0][:16]}, these are of {model[:16]} "
-            "(--force puts them as well)"
-        )
-    layers = layers_of(source, token_major=arguments.token_major)
-    types = sorted({array.dtype for array in source.arrays})
-    if len(types) > 1:
-        text = f"the arrays are {' and '.join(types)}: put as {layers[0].dtype}, which has every number of them"
-        loading.report_notes([text], arguments)
-    dequantised = source.engine_cache.dequantised if source.engine_cache else ()
-    if dequantised:
-        text = (
-            f"K and V were dequantised from {', '.join(dequantised)}: the store takes them for this model's own, and "
-            "what it has of a text first stays (--fingerprint puts them apart)"
-        )
-        loading.report_notes([text], arguments)
-    ids = _ids_of(source, arguments)
-    try:
-        layers = checked_layers(layers, len(ids))
-    except KvmnnError as error:
-        raise KvmnnError(f"{' '.join(arguments.inputs)}: {error}") from None
-    put = store.put(ids, layers, model=model)
-    return _said(put, arguments), 0
-
-
-def _said(put: Put, arguments: argparse.Namespace) -> Put:
-    """What became of a text; an engine that does not answer is an error here."""
-    _refuse_outage(put)
-    loading.report_notes(put.notes, arguments, "warning")
-    return put
-
-
-def _refuse_outage(result: Matched | Prefix | Put) -> None:
-    from ...store import OutageError
-
-    if result.outage:
-        raise OutageError("; ".join(result.notes))
-
-
-def _ids_of(source: Source, arguments: argparse.Namespace) -> Any:
-    """The token ids of what is put: as said, which must not contradict the file's own; else the file's."""
-    own = _own_ids(source)
-    if arguments.token_ids is None:
-        return own
-    said = _ids(arguments)
-    for place, (one, other) in enumerate(zip(said, own or [], strict=False)):
-        if one != other and not arguments.force:
-            raise UsageError(
-                f"{' '.join(arguments.inputs)}: its token {place} is {other}, --token-ids says {one} "
-                "(leave --token-ids out, or --force)"
-            )
-    return said
-
-
-def _own_ids(source: Source) -> list[int] | None:
-    found = source.engine_cache.token_ids if source.engine_cache is not None else None
-    return None if found is None else found.tolist()
-
-
-def _match(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int]:
-    ids, model = _ids(arguments), _model(store, arguments)
-    found = store.find(ids, model=model, dtype=arguments.dtype)
-    _refuse_outage(found)
-    _report_others(found, arguments)
-    _report_missed(store, found, ids, model, arguments)
-    return found, 0 if found.tokens else 1
-
-
-def _report_others(found: Matched | Prefix | Exported, arguments: argparse.Namespace) -> None:
-    """Which precision was taken, of several that have some of the text."""
-    if found.others:
-        others = " and ".join(f"{tokens:,} in {dtype}" for dtype, tokens in found.others.items())
-        text = f"taken in {found.dtype}, which has {found.tokens:,} tokens; stored as well: {others} (--dtype)"
-        loading.report_notes([text], arguments)
-
-
-def _report_missed(store: PrefixStore, found: Matched | Prefix, ids: Any, model: str, arguments: Any) -> None:
-    """Where nothing is stored in the precision that was said, the one in which something is."""
-    other = store.find(ids, model=model) if arguments.dtype is not None and not found.tokens else None
-    if other is not None and other.tokens:
-        text = f"nothing is stored in {arguments.dtype}; {other.tokens:,} tokens are in {other.dtype} (--dtype)"
-        loading.report_notes([text], arguments)
-
-
-def _get(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int]:
-    from ...packed.backends import BACKENDS
-    from ...store import write_prefix
-
-    ids, model = _ids(arguments), _model(store, arguments)
-    geometry, dtype = packed_options.geometry(arguments), arguments.dtype
-    if geometry.backend is not None and dtype is None:
-        stored, held = store.find(ids, model=model), BACKENDS[geometry.backend].dtype
-        if held in stored.others:  # and no engine takes the other
-            dtype = held
-            text = f"taken in {held}, which {geometry.backend} holds; {stored.tokens:,} tokens are in {stored.dtype}"
-            loading.report_notes([text], arguments)
-    found = store.get(ids, model=model, dtype=dtype)
-    _refuse_outage(found)
-    loading.report_notes(found.notes, arguments, "warning")
-    _report_others(found, arguments)
-    _report_missed(store, found, ids, model, arguments)
-    arguments.found = {"tokens": found.tokens, "asked": found.asked, "notes": list(found.notes)}
-    made = write_prefix(
-        found,
-        ids,
-        arguments.output,
-        where=arguments.store,
-        geometry=geometry,
-        name=arguments.name,
-        capacity=arguments.capacity,
-        model=arguments.model,
-        force=arguments.force,
-        threads=arguments.threads,
-    )
-    return made, 0
-
-
-def _verify(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int]:
-    verified = store.verify()
-    return verified, 1 if verified.damaged else 0
-
-
-def _ids(arguments: argparse.Namespace) -> Any:
-    from ...errors import KvmnnError
-    from ...store.token_ids import as_ids
-
-    ids = packed_options.loaded_ids(arguments)
-    try:
-        return as_ids(ids)
-    except KvmnnError as error:
-        raise KvmnnError(f"{packed_options.ids_label(arguments)}: {error}") from None
-
-
-def _fingerprint(arguments: argparse.Namespace) -> str | None:
-    """The model that the options name."""
-    from ...errors import SourceError
-    from ...formats.mnn import fingerprint
-
-    if arguments.model is not None and arguments.fingerprint is not None:
-        raise UsageError("--model and --fingerprint both say which model it is: leave one out")
-    said: str | None = arguments.fingerprint
-    if arguments.model is None:
-        return said
-    try:
-        return fingerprint(arguments.model)
-    except SourceError as error:
-        raise SourceError(f"{error}; --fingerprint TEXT names a model that is neither MNN's nor a .gguf") from None
-
-
-def _model(store: PrefixStore, arguments: argparse.Namespace) -> str:
-    """The model that is meant: as the options say, or the only one that the store has."""
-    said, known = _fingerprint(arguments), store.models
-    if said is not None and (said in known or not known):
-        return said
-    if said is not None:
-        from ...errors import KvmnnError
-
-        raise KvmnnError(f"{arguments.store}: holds prefixes of the model {known[0][:16]}, not of {said[:16]}")
-    if len(known) > 1:
-        raise UsageError(
-            f"{arguments.store}: holds prefixes of {len(known)} models: --model or --fingerprint says which"
-        )
-    return known[0] if known else "none"
-
-
-def _of_text(name: str) -> Any:
-    """An action that is a call of the store with a text."""
-
-    def do(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int]:
-        call = getattr(store, name)
-        return call(_ids(arguments), model=_model(store, arguments), dtype=arguments.dtype), 0
-
-    return do
-
-
-def _export(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int]:
-    model, force = _model(store, arguments), arguments.force
-    written = store.export(_ids(arguments), arguments.output, model=model, dtype=arguments.dtype, force=force)
-    _report_others(written, arguments)
-    return written, 0
-
-
-def _import(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int]:
-    model, ids, layers = arguments.read
-    return _said(store.put(ids, layers, model=model), arguments), 0
-
-
-_DO: dict[str, Any] = {
-    "put": _put,
-    "match": _match,
-    "get": _get,
-    "ls": lambda store, arguments: (store.ls(), 0),
-    "stat": lambda store, arguments: (store.stats(), 0),
-    "verify": _verify,
-    "gc": lambda store, arguments: (store.gc(arguments.store_bytes), 0),
-    "rm": _of_text("delete"),
-    "pin": _of_text("pin"),
-    "unpin": _of_text("unpin"),
-    "export": _export,
-    "import": _import,
-}

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from ..errors import OptionError
 from ..files import changes
 from ..files.names import is_directory as is_directory
+from ..files.urls import is_url
 from . import streams
 from .streams import Stdout as Stdout
 
@@ -135,7 +136,7 @@ def output_or_beside(arguments: argparse.Namespace, source: str, suffix: str) ->
     if given == STDIO:
         where = "a directory of files" if suffix.endswith("/") else f"a {PurePath(f'x{suffix}').suffix} file"
         raise UsageError(f"-o -: {where} is not written to standard output: use -o {_example(suffix)}")
-    if source == STDIO or not path.name.strip("."):
+    if source == STDIO or not path.name.strip(".") or is_url(source):
         raise UsageError(f"no output given: use -o {_example(suffix)}")
     return str(path if os.path.isdir(source) else path.with_suffix("")) + suffix
 

@@ -135,7 +135,13 @@ def _scored(attention: Floats, config: H2OConfig, threads: int, tile: int | None
 
 
 def _arrays(path: str, options: ReadOptions | None) -> list[tuple[str, Floats]]:
-    source = opening.open(path, options, frames=False)
+    options = options or ReadOptions()
+    source = opening.open(path, replace(options, engine=replace(options.engine, any_heads=True)), frames=False)
+    if source.engine_cache is not None:
+        raise SourceError(
+            f"{path}: holds K and V ({source.engine_cache}): a plan is made of attention, or of scores of blocks, "
+            "which no cache holds"
+        )
     return [(array.name, _floats(array)) for array in source.arrays]
 
 

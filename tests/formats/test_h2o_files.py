@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from random import Random
 
+import llama_files
 import numpy as np
 import pytest
 
@@ -47,3 +49,10 @@ def test_scores_in_memory_are_planned_alike() -> None:
     assert 0 <= plans.seconds < 60
     assert plans.label == "LOSSY"
     assert plans.entries() == [{"layer": 0, "remove": 160, "pairs": [[0, 8], [112, 48]]}]
+
+
+def test_caches_hold_no_scores(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("chat.session").write_bytes(llama_files.state(Random(1), llama_files.Shape(), [5])[0])
+    assert main(["plan", "chat.session"]) == 1
+    said = capsys.readouterr().err
+    assert "holds K and V (llama.cpp session" in said and "which no cache holds" in said and "--kv-heads" not in said

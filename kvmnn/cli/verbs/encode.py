@@ -187,13 +187,14 @@ def _one(arguments: argparse.Namespace) -> Callable[[Named], Task]:
 def _output(arguments: argparse.Namespace, source: Source) -> str:
     """The output's name: as given, or as gzip and zstd do it, the input's with something appended."""
     from ...bundle.manifest import FRAME_SUFFIX
+    from ...files.urls import is_url
     from ...formats import array_format
 
     output: str | None = arguments.output
     if named := getattr(arguments, "named", None):  # one of many
         return str(named) + (FRAME_SUFFIX if len(source) == 1 else _FRAMES)
     if output is None:
-        if len(arguments.inputs) > 1 or arguments.inputs[0] == STDIO:
+        if len(arguments.inputs) > 1 or arguments.inputs[0] == STDIO or is_url(arguments.inputs[0]):
             raise UsageError("no output given: use -o FILE, -o DIR/ or -o -")
         base: str = arguments.inputs[0].rstrip("/" + os.sep)
         if not PurePath(base).name.strip("."):

@@ -9,23 +9,32 @@ from . import loading, packed_options
 from .printing import Result, UsageError
 
 if TYPE_CHECKING:
+    from ..arrays.layer_cache import LayerCache
     from ..arrays.source import Source
     from ..store import Exported, Matched, Prefix, PrefixStore, Put
 
 
-def _put(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int]:
+def layers_read(source: Source, arguments: argparse.Namespace) -> list[LayerCache]:
+    """K and V of what is put, of each of its tokens."""
     from ..errors import KvmnnError
     from ..store import layers_of
     from ..store.space import checked_layers
 
-    source, model = arguments.read, arguments.made_by
+    layers = layers_of(source, token_major=arguments.token_major)
+    try:
+        return checked_layers(layers, len(ids_of(source, arguments)))
+    except KvmnnError as error:
+        raise KvmnnError(f"{' '.join(arguments.inputs)}: {error}") from None
+
+
+def _put(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int]:
+    source, layers, model = arguments.read, arguments.layers, arguments.made_by
     others = [other for other in store.models if other != model]
     if others and model not in store.models and not arguments.force:
         raise UsageError(
             f"{arguments.store}: holds prefixes of the model {others[0][:16]}, these are of {model[:16]} "
             "(--force puts them as well)"
         )
-    layers = layers_of(source, token_major=arguments.token_major)
     types = sorted({array.dtype for array in source.arrays})
     if len(types) > 1:
         text = f"the arrays are {' and '.join(types)}: put as {layers[0].dtype}, which has every number of them"
@@ -37,12 +46,7 @@ def _put(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int
             "what it has of a text first stays (--fingerprint puts them apart)"
         )
         loading.report_notes([text], arguments)
-    ids = ids_of(source, arguments)
-    try:
-        layers = checked_layers(layers, len(ids))
-    except KvmnnError as error:
-        raise KvmnnError(f"{' '.join(arguments.inputs)}: {error}") from None
-    put = store.put(ids, layers, model=model)
+    put = store.put(ids_of(source, arguments), layers, model=model)
     return _said(put, arguments), 0
 
 

@@ -140,6 +140,7 @@ def test_a_prefix_cache_and_back(here: Path, run) -> None:
 def test_other_tokens_than_the_cache_has_are_refused(here: Path, run) -> None:
     error = run("store", "put", "S", "long.npz", "--token-ids", "short.json", "--fingerprint", "m", code=1).err
     assert "long.npz: layer 0 holds 50 tokens, there are 30 token ids" in error
+    assert not Path("S").exists()
 
 
 def test_another_model_is_refused(here: Path, run) -> None:

@@ -131,7 +131,8 @@ def run(arguments: argparse.Namespace) -> int:
     except KvmnnError as error:
         if arguments.json:
             found = getattr(arguments, "found", {})
-            printing.print_json({"verb": f"store {arguments.action}", **found, "error": str(error)})
+            said = packed_options.in_the_words_of(arguments, str(error))
+            printing.print_json({"verb": f"store {arguments.action}", **found, "error": said})
         raise
     printing.show(arguments, f"store {arguments.action}", result)
     return code
@@ -161,8 +162,12 @@ def _done(arguments: argparse.Namespace) -> tuple[Result, int]:
     if making and arguments.store_bytes == 0:
         raise UsageError(f"store {arguments.action} --max-bytes 0: expected at least 1, or no bound")
     if making:  # of an input that cannot be read no store is made
-        arguments.read = _source(arguments) if arguments.action == "put" else read_exported(arguments.inputs[0])
-        arguments.made_by = _made_by(arguments) if arguments.action == "put" else None
+        if arguments.action == "import":
+            arguments.read = read_exported(arguments.inputs[0])
+        else:
+            arguments.read = _source(arguments)
+            arguments.made_by = _made_by(arguments)
+            arguments.layers = store_actions.layers_read(arguments.read, arguments)
     store = PrefixStore(
         arguments.store,
         arguments.store_bytes if making else None,

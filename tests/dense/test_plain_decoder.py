@@ -138,6 +138,36 @@ def test_damage_is_refused_by_both(name: str) -> None:
         assert refused(stream + more) == (True, True)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_damage_whose_checksum_was_made_right_means_the_same_to_both(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same is refused, and what is not has the same words: all else that a decoder checks."""
+    hashes: list[int] = []
+
+    def noted(data: bytes, seed: int = 0) -> int:
+        hashes.append(xxh64(data, seed))
+        return hashes[-1]
+
+    monkeypatch.setattr(dense_decoder, "xxh64", noted)
+    stream, accepted = DAMAGED[f"rows {dtype}"], 0
+    rng = np.random.default_rng(DTYPES.index(dtype))
+    for at in [*rng.integers(4, 20, 10), *rng.integers(28, 200, 30), *rng.integers(28, len(stream), 30)]:
+        changed = bytearray(stream)
+        changed[at] ^= 1 << int(rng.integers(8))
+        try:
+            dense_decoder.decode(bytes(changed))
+        except Reject as error:
+            if str(error) == "the checksum":
+                changed[20:28] = hashes[-1].to_bytes(8, "little")
+        here, there = refused(bytes(changed))
+        assert here == there, (at, changed[at])
+        if not here:
+            accepted += 1
+            assert np.array_equal(bits(dense.decode(bytes(changed))), dense_decoder.decode(bytes(changed)))
+    assert accepted > 3
+
+
 def test_wrong_history_is_refused_by_both() -> None:
     array = sample("cache", "fp16", 2, 60, 16, 4)
     before, own = array[:, :20], array[:, 20:]

@@ -486,3 +486,28 @@ def test_each_byte_of_a_record_counts() -> None:
     assert found is not None and found.ids.tolist() == [0, 1, 2, 3, 4]
     assert all(from_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :]) is None for at in range(len(good)))
     assert all(from_bytes(good[:at]) is None for at in range(len(good)))
+
+
+def test_a_put_in_the_middle_of_gc_stays(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before each of the calls that gc makes of the engine."""
+    calls = 0
+    with PrefixStore(url, block_tokens=4) as cleaner, PrefixStore(url) as store:
+        put(store, list(range(8)))
+        for at in range(100):
+            ids, left = [at, *range(9)], [at]
+
+            def ask(call, left=left, ids=ids):
+                if not left[0]:
+                    put(store, ids)
+                left[0] -= 1
+                return call()
+
+            monkeypatch.setattr(cleaner._units.values, "_tried", ask)
+            cleaner.gc()
+            if left[0] >= 0:
+                break
+            calls += 1
+            assert store.match(ids, model=MODEL) == 10
+            with PrefixStore(url) as fresh:
+                assert same(fresh.get(ids, model=MODEL).layers, ids, 10)
+    assert 4 < calls < 99

@@ -60,25 +60,27 @@ def delete(units: Shelf, text: Text) -> Cleaned:
 
 def clean(units: Shelf, max_bytes: int | None) -> Cleaned:
     """Remove records without units, damaged records, units without records, and what goes on from nothing; and texts
-    down to `max_bytes`."""
+    down to `max_bytes`.
+
+    A put stores tables and units before records. So what is listed first is compared with what was listed after it, and
+    nothing that came meanwhile seems to be of no use.
+    """
+    uses, tables = units.values.names_in("uses"), units.values.names_in(TABLES)
+    seen = list(records(units))
     there = set(units.values.names_in("units"))
-    lost, held = [], []
-    for name, record in records(units):
-        if record is None or f"{record.unit:032x}" not in there:
-            lost.append(name)
-        else:
-            held.append(record)
+    lost = [name for name, record in seen if record is None or f"{record.unit:032x}" not in there]
+    held = [record for record in _known(units) if f"{record.unit:032x}" in there]
     known = {f"{record.unit:032x}" for record in held}
     spaces = {record.space.hex() for record in held}
     foreign = sorted(name for name in there if not _UNIT.fullmatch(name))
     others = sorted(there - known - set(foreign))
     reached = {record.unit for record in _in_order(held, units.block_tokens, orphans=False)}
-    kept = reached | bounding.pinned_units(units)
-    orphans = [record for record in held if record.unit not in kept]
+    loose = {record.unit for _, record in seen if record is not None} - reached - bounding.pinned_units(units)
+    orphans = [each for each in held if each.unit in loose]
     units.forget(orphans)
-    uses = [f"uses/{name}" for name in units.values.names_in("uses") if name not in known]
-    tables = [f"{TABLES}/{name}" for name in units.values.names_in(TABLES) if name.partition("-")[0] not in spaces]
-    for some in _runs([*lost, *(f"units/{name}" for name in others), *uses, *tables]):
+    unused = [f"uses/{name}" for name in uses if name not in known]
+    unused += [f"{TABLES}/{name}" for name in tables if name.partition("-")[0] not in spaces]
+    for some in _runs([*lost, *(f"units/{name}" for name in others), *unused]):
         units.values.delete(some)
     evicted, nbytes = (0, 0) if max_bytes is None else bounding.evict(units, max_bytes)
     return Cleaned(

@@ -1,5 +1,6 @@
 """Memory kept between calls: which of it goes when there is too much."""
 
+import ctypes
 import sys
 from collections.abc import Callable
 
@@ -8,7 +9,7 @@ import pytest
 
 import kvmnn
 from kvmnn.frames import _decoder
-from kvmnn.frames._workspace import forget_workspaces
+from kvmnn.frames._workspace import forget_workspaces, use_resize
 from kvmnn.frames.options import RLE_BIT, ZSTD_BIT
 
 
@@ -33,3 +34,16 @@ def test_the_memory_used_last_is_kept() -> None:
     assert faults(again.decode) < min(new) / 2
     assert again.equals(raw)
     forget_workspaces()
+
+
+def test_bytes_are_shortened_by_a_copy_where_python_does_not_do_it() -> None:
+    raw = np.arange(1 << 16, dtype=np.uint16)
+    frame = kvmnn.encode(raw, dtype="bf16")
+    address = ctypes.cast(ctypes.pythonapi._PyBytes_Resize, ctypes.c_void_p).value or 0
+    use_resize(0)
+    try:
+        assert kvmnn.encode(raw, dtype="bf16") == frame
+        assert kvmnn.encode(np.zeros(1 << 20, np.uint8), dtype="bf16", threads=2)[:4] == (1 << 19).to_bytes(4, "little")
+    finally:
+        use_resize(address)
+    assert kvmnn.encode(raw, dtype="bf16") == frame

@@ -1,6 +1,8 @@
 """What one worker of the frame codec works with: zstd contexts and two buffers, kept from call to call."""
 
-from libc.stdint cimport uint8_t
+import ctypes
+
+from libc.stdint cimport uint8_t, uintptr_t
 
 from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
 from cpython.object cimport PyObject
@@ -71,16 +73,23 @@ cdef extern from *:
     void kvmnn_use_huge_pages(void *p, size_t size) noexcept nogil
 
 
-cdef extern from *:
-    """
-    #include <Python.h>
-    #ifdef Py_LIMITED_API /* every CPython has it, whose headers do not say so there; compilers refuse what nobody declared */
-    PyAPI_FUNC(int) _PyBytes_Resize(PyObject **, Py_ssize_t);
-    #endif
-    """
+cdef extern from "Python.h":
     PyObject *new_bytes "PyBytes_FromStringAndSize"(const char *content, Py_ssize_t size) except NULL
-    int resize_bytes "_PyBytes_Resize"(PyObject **made, Py_ssize_t size) except -1
     void Py_DECREF(PyObject *one)
+
+
+ctypedef int (*resize_fn)(PyObject **made, Py_ssize_t size) except -1
+
+cdef resize_fn _resize = NULL
+
+
+def use_resize(address) -> None:
+    """Shorten bytes by `_PyBytes_Resize`, which is no part of the stable ABI, at this address; by a copy where it is 0."""
+    global _resize
+    _resize = <resize_fn><uintptr_t>int(address)
+
+
+use_resize(ctypes.cast(getattr(ctypes.pythonapi, "_PyBytes_Resize", 0), ctypes.c_void_p).value or 0)
 
 
 cdef enum:
@@ -182,8 +191,11 @@ cdef PyObject *unfinished_bytes(size_t most) except NULL:
 cdef bytes shortened(PyObject **unfinished, size_t size):
     """The first `size` of `unfinished_bytes`, which nobody else knows; the caller has no reference any more."""
     cdef bytes made
-    resize_bytes(unfinished, size)
-    made = <bytes>unfinished[0]
+    if _resize != NULL:
+        _resize(unfinished, size)
+        made = <bytes>unfinished[0]
+    else:
+        made = PyBytes_FromStringAndSize(PyBytes_AsString(<object>unfinished[0]), size)
     Py_DECREF(unfinished[0])
     unfinished[0] = NULL
     return made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +111,28 @@ def _blosc2(module: Any, dtype: str, threads: int | None) -> list[Codec]:
     ]
 
 
+def _bitshuffle(module: Any, dtype: str, threads: int | None) -> list[Codec]:
+    import ctypes
+
+    from ..threads.pool import resolve_threads
+
+    with suppress(OSError, AttributeError):  # one that was built without OpenMP has one thread
+        ctypes.CDLL(module.ext.__file__).omp_set_num_threads(resolve_threads(threads))
+    word = np.dtype(f"u{dtypes.by_name(dtype).itemsize}")
+
+    def codec(coder: str, *level: int) -> Codec:
+        compress, decompress = getattr(module, f"compress_{coder}"), getattr(module, f"decompress_{coder}")
+        return Codec(
+            f"bitshuffle+{coder}",
+            _version(module),
+            lambda data: (data.size // word.itemsize, compress(data.view(word), 0, *level)),
+            lambda made: decompress(made[1], (made[0],), word, 0).view(np.uint8),
+            stored=lambda made: int(made[1].size),
+        )
+
+    return [codec("zstd", 1), codec("lz4")]
+
+
 def _pcodec(module: Any, dtype: str, threads: int | None) -> list[Codec]:
     from importlib.metadata import version
 
@@ -137,6 +160,7 @@ _RIVALS: dict[str, Callable[[Any, str, int | None], list[Codec]]] = {
     "zstandard": _zstandard,
     "lz4.frame": _lz4,
     "blosc2": _blosc2,
+    "bitshuffle": _bitshuffle,
     "pcodec": _pcodec,
     "zipnn": _zipnn,
 }

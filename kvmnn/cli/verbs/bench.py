@@ -8,8 +8,8 @@ from typing import Any
 from .. import loading, printing, shared_options
 
 _TEXT = """Measure encode and decode speed and ratio on real data: kvmnn's efforts, its dense streams of K and V where
-their axes are known, and whatever rivals are installed (zstandard, lz4, blosc2, pcodec, zipnn; "pip install blosc2 lz4
-pcodec zipnn").
+their axes are known, and whatever rivals are installed (zstandard, lz4, blosc2, bitshuffle, pcodec, zipnn; "pip install
+bitshuffle blosc2 lz4 pcodec zipnn").
 
 All codecs take turns in one process; figures are medians over --rounds. Each round trip is checked. Break-even is the
 link speed below which compress + send + decompress (on the clock, one after the other) beats sending raw bytes.

@@ -222,7 +222,11 @@ class Index:
             except (sqlite3.Error, UnicodeDecodeError, _NotOursError) as error:
                 is_damage = not isinstance(error, sqlite3.Error) or _code(error) not in (*_BUSY, *_DISK)
                 if not is_damage or self.read_only or not self._rebuild(str(error), path):
-                    raise
+                    if not isinstance(error, _NotOursError):
+                        raise
+                    if self.read_only and Beside(self.folder).is_there:
+                        raise self.damaged(str(error)) from None
+                    raise SourceError(f"{self.folder}: is not a prefix store: {error}") from None
         elif self.read_only or not self._rebuild(what, path):
             if path is not None or (self.read_only and Beside(self.folder).is_there):
                 raise self.damaged(what)
@@ -238,7 +242,8 @@ class Index:
             connection.execute("PRAGMA trusted_schema = OFF")
             connection.execute("PRAGMA synchronous = NORMAL")  # a cache need not outlive a power cut to the second
             if not self.read_only and connection.execute("PRAGMA application_id").fetchone() != (_APPLICATION,):
-                make(connection, block_tokens)
+                # where the folder is a store the index was lost, and an empty one would lose all that is stored
+                make(connection, None if Beside(self.folder).is_there else block_tokens)
             self._check(connection)
             self._stat = os.stat(self.path)
             self._damage = ""
@@ -270,12 +275,13 @@ class Index:
             connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
         )
         if application != _APPLICATION:
-            raise _NotOursError(f"{self.folder}: is not a prefix store: {self.path.name} is another's")
+            is_empty = connection.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,)
+            raise _NotOursError(self.path.name + (" is empty" if is_empty else " is another's"))
         if version != _VERSION:
             raise SourceError(f"{self.folder}: is a prefix store of version {version}: expected {_VERSION}")
         found = dict(connection.execute("SELECT name, sql FROM sqlite_master WHERE name NOT LIKE 'sqlite_%'"))
         if found != _TABLES:
-            raise _NotOursError(f"{self.folder}: is not a prefix store: {self.path.name} has other tables")
+            raise _NotOursError(f"{self.path.name} has other tables")
 
     @contextmanager
     def _naming(self) -> Iterator[None]:

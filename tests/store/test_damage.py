@@ -178,8 +178,8 @@ def test_an_index_of_another_version_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("PRAGMA application_id = 7", r"is not a prefix store: index\.sqlite is another's"),
-        ("CREATE VIEW more AS SELECT 1", r"is not a prefix store: index\.sqlite has other tables"),
+        ("PRAGMA application_id = 7", r"index\.sqlite is another's"),
+        ("CREATE VIEW more AS SELECT 1", r"index\.sqlite has other tables"),
         ("UPDATE state SET block_tokens = 0", "says that a block has 0 tokens"),
         ("UPDATE state SET block_tokens = 'x'", "says that a block has 'x' tokens"),
         ("DELETE FROM state", "says that a block has 0 tokens"),

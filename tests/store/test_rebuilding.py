@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
+import sqlite3
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -155,8 +158,51 @@ def test_what_is_of_no_use_is_left_to_gc(folder: Path) -> None:
         assert store.gc().other_files == len(files) - 1 - store.stats().units
 
 
-def test_a_reader_cannot_mend(folder: Path) -> None:
-    (folder / "index.sqlite").write_bytes(b"noise " * 2000)
+def replaced(folder: Path, what: str) -> None:
+    """Something else in the place of the index."""
+    for path in folder.glob("index*"):
+        path.unlink()
+    (folder / "index.sqlite").write_bytes(b"noise " * 2000 if what == "noise" else b"")
+    with closing(sqlite3.connect(folder / "index.sqlite")) as connection:
+        if what == "another's":
+            connection.execute("CREATE TABLE theirs (x)")
+        elif what == "no tables":
+            connection.execute("PRAGMA user_version = 0")
+            connection.execute("VACUUM")
+
+
+@pytest.mark.parametrize("what", ["empty", "no tables", "another's"])
+@pytest.mark.parametrize("create", [False, True])
+def test_an_index_that_is_empty_or_anothers_is_a_lost_one(folder: Path, what: str, create: bool) -> None:
+    replaced(folder, what)
+    with PrefixStore(folder, create=create) as store:
+        (note,) = store.notes
+        said = "index.sqlite is another's" if what == "another's" else "index.sqlite is empty"
+        assert f"({said}): made anew, with" in note and "1 pin and 2 sessions" in note
+        check(store)
+
+
+def test_an_index_that_is_emptied_while_the_store_is_open(folder: Path) -> None:
+    with PrefixStore(folder) as store:
+        os.truncate(folder / "index.sqlite", 0)
+        check(store)
+        assert len(store.notes) == 1
+
+
+def test_what_is_anothers_stays_anothers(tmp_path: Path) -> None:
+    """No store.json says that the folder is a store."""
+    (tmp_path / "s").mkdir()
+    replaced(tmp_path / "s", "another's")
+    data = (tmp_path / "s" / "index.sqlite").read_bytes()
+    for options in ({}, {"create": False}, {"read_only": True}):
+        with pytest.raises(SourceError, match=r"s: is not a prefix store: index\.sqlite is another's$"):
+            PrefixStore(tmp_path / "s", **options)
+    assert (tmp_path / "s" / "index.sqlite").read_bytes() == data
+
+
+@pytest.mark.parametrize("what", ["noise", "empty", "no tables", "another's"])
+def test_a_reader_cannot_mend(folder: Path, what: str) -> None:
+    replaced(folder, what)
     with pytest.raises(SourceError, match=r"open the store for writing \(kvmnn store verify\), and it is made anew"):
         PrefixStore(folder, read_only=True)
 

@@ -183,7 +183,7 @@ def _ends(document: Manifest | None) -> dict[str, int]:
     return ends
 
 
-def open_frames(path: str, *, use_manifest: bool = True, options: DecodeOptions | None = None) -> FrameSet:
+def open_frames(path: str | MappedFile, *, use_manifest: bool = True, options: DecodeOptions | None = None) -> FrameSet:
     """Open a frame, a manifest, or a bundle directory.
 
     Parameters
@@ -191,7 +191,8 @@ def open_frames(path: str, *, use_manifest: bool = True, options: DecodeOptions 
     path
         A frame file (with its manifest, ``<path>.json``, where that exists), a manifest file (``.json``), a directory
         with a ``manifest.json``, or ``"-"`` for standard input. A file without a manifest holds one frame or more, one
-        after another: an array of their words, whose name and shape are unknown.
+        after another: an array of their words, whose name and shape are unknown. A file that was opened already is
+        taken alone.
     use_manifest
         False takes a frame file alone even if a manifest lies beside it.
     options
@@ -203,6 +204,8 @@ def open_frames(path: str, *, use_manifest: bool = True, options: DecodeOptions 
         `SourceError`, `ManifestError` or `FrameError`, by what is wrong.
     """
     options = options or DecodeOptions()
+    if isinstance(path, MappedFile):
+        return _lone(path, options)
     if path == STDIN:
         return _lone(MappedFile(path), options)
     if os.path.isdir(path):

@@ -10,7 +10,6 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from . import help, idle_options, shared_options
-from .printing import STDIO
 
 if TYPE_CHECKING:
     from ..formats.options import EngineOptions
@@ -77,18 +76,20 @@ def refuse_idle(arguments: argparse.Namespace, paths: Sequence[str]) -> None:
 
 
 def is_engine_file(path: str) -> bool:
-    """Whether a path is a file of another engine that these options are about, frames of one, or standard input."""
+    """Whether a path is a file of another engine that these options are about, frames of one, or a stream."""
+    from ..files.mapped import is_stream
     from ..formats import engine_kind
 
-    return path == STDIO or engine_kind(path) not in (None, "torch-cache")
+    return is_stream(path) or engine_kind(path) not in (None, "torch-cache")
 
 
 def may_be_undone(path: str) -> bool:
-    """Whether ``--undo`` has something to say of a path: a llama.cpp file, frames of one, or standard input."""
+    """Whether ``--undo`` has something to say of a path: a llama.cpp file, frames of one, or a stream."""
+    from ..files.mapped import is_stream
     from ..formats import engine_kind
     from ..formats.llama import NAME
 
-    return path == STDIO or engine_kind(path) == NAME
+    return is_stream(path) or engine_kind(path) == NAME
 
 
 def has_engine_file(path: str) -> bool:
@@ -112,7 +113,7 @@ def note_arrays(arguments: argparse.Namespace, paths: Sequence[str]) -> None:
     """A note where a file could be kept whole, and what was asked for leaves its arrays only."""
     from . import printing
 
-    files = [path for path in paths if path != STDIO and os.path.isfile(path) and is_engine_file(path)]
+    files = [path for path in paths if os.path.isfile(path) and is_engine_file(path)]
     if files and not is_whole(arguments, paths):
         asked = next((name for name in ("tensor", *CHOOSING) if idle_options.given(arguments, name)), None)
         why = "several inputs make one set of arrays" if asked is None else idle_options.option(arguments, asked)

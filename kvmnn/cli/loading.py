@@ -13,6 +13,7 @@ from .printing import STDIO, UsageError
 if TYPE_CHECKING:
     from ..arrays.source import Source
     from ..bundle import DecodeOptions, FrameSet
+    from ..files.mapped import MappedFile
     from ..packed.cache_info import CacheInfo
 
 
@@ -72,7 +73,7 @@ def load(
     return source
 
 
-def open_frames(path: str, arguments: argparse.Namespace, options: DecodeOptions) -> FrameSet:
+def open_frames(path: str | MappedFile, arguments: argparse.Namespace, options: DecodeOptions) -> FrameSet:
     """The frames at a path; what is none is told of by what it looks like."""
     from ..bundle import open_frames
     from ..errors import KvmnnError
@@ -81,7 +82,7 @@ def open_frames(path: str, arguments: argparse.Namespace, options: DecodeOptions
     try:
         return open_frames(path, use_manifest=not arguments.no_manifest, options=options)
     except KvmnnError as found:
-        raise not_a_frame(path, found) from None
+        raise not_a_frame(path if isinstance(path, str) else path.path, found) from None
 
 
 def check_dtype(frames: FrameSet, arguments: argparse.Namespace) -> None:

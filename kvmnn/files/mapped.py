@@ -24,6 +24,11 @@ _MIN_DROP_BYTES = 1 << 20
 _SPOOL_BYTES = 1 << 20
 
 
+def is_stream(path: str) -> bool:
+    """Whether what is at a path can be read only once: standard input, or a pipe."""
+    return path == STDIN or (os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path))
+
+
 def head_of(path: str, nbytes: int = 64) -> bytes:
     """The first bytes of a file; none of a directory, of standard input, or of what cannot be read."""
     if path == STDIN or not os.path.isfile(path):

@@ -9,7 +9,7 @@ from .listing import ArraysInfo, inspect
 from .mnn.describing import Described, describe_files
 from .mnn.finding import find_packed
 from .mnn.packed_files import PackedFiles
-from .opening import folder_kind, is_frames, kind_of, not_a_frame, open, readable_within
+from .opening import folder_kind, holds_arrays, is_frames, kind_of, not_a_frame, open, readable_within
 from .options import EngineOptions, PackedOptions, ReadOptions
 from .reading import chosen
 from .restoring import Restored, restore
@@ -38,6 +38,7 @@ __all__ = [
     "engine_kind",
     "find_packed",
     "folder_kind",
+    "holds_arrays",
     "inspect",
     "inspect_store",
     "is_frames",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path, PurePath
@@ -16,7 +16,7 @@ from ..arrays.valid_names import check_name, name_of_file
 from ..bundle import manifest
 from ..bundle.frame_set import DecodeOptions, open_frames
 from ..errors import KvmnnError, LimitError, MissingOptionError, OptionError, SourceError
-from ..files.mapped import STDIN, MappedFile, head_of
+from ..files.mapped import MappedFile, head_of, is_stream
 from ..files.urls import is_url
 from . import beside, engine_files, engine_notes, llama, npy, npy_folder, raw, vllm, zarr
 from .array_formats import ARRAY_FORMATS, array_format
@@ -37,7 +37,7 @@ _FRAME_SUFFIXES = (manifest.FRAME_SUFFIX, ".json")
 
 
 def open(
-    path: str | os.PathLike[str] | object,
+    path: str | os.PathLike[str] | MappedFile | object,
     options: ReadOptions | None = None,
     *,
     dtype: str | None = None,
@@ -62,7 +62,9 @@ def open(
         state file of llama.cpp, a prompt cache of mlx-lm, a file of ``torch.save`` with a cache of transformers; the
         directory of an MNN KV dump, of a prefix cache or of live cache files, or one of their ``.k`` and ``.v`` files;
         a Zarr store, which may be at a URL that fsspec opens; a directory of ``.npy`` files; any other file of raw
-        words, which need a `dtype`; or ``"-"``: raw words, a ``.npy`` file or a saved cache on standard input.
+        words, which need a `dtype`; or ``"-"``: raw words, a ``.npy`` file, a state file of llama.cpp or a saved cache
+        on standard input, and the same from a pipe whose name has no suffix that says what it is. One that was opened
+        already (`MappedFile`) is read on.
 
         Or a cache in memory: a ``DynamicCache`` or ``StaticCache`` of transformers, a list or tuple of (K, V) by
         layer, a dict of arrays by name, a ``Generator`` of ONNX Runtime GenAI. Its arrays are read when they are asked
@@ -114,6 +116,8 @@ def open(
     options = _with_model(options, kv_heads, model)
     if undo is not None:
         options = replace(options, engine=replace(options.engine, undo=tuple(undo)))
+    stream = path if isinstance(path, MappedFile) else None
+    path = stream.path if stream else path
     if not isinstance(path, str | bytes | os.PathLike):
         return _undone(live.read(path, options), options)
     path = os.fsdecode(path)
@@ -121,7 +125,8 @@ def open(
         source = zarr.read(path, options)
         path = source.inputs[0]
     else:
-        source = _decoded(path, options) if options.frames and is_frames(path) else _read(path, options)
+        frames = stream is None and options.frames and is_frames(path)
+        source = _decoded(path, options) if frames else _read(path, options, stream)
     if options.frames and source.cache is None:
         source.cache = described_by(source.metadata, path)
     if options.tensors or options.laid.axes or options.laid.shape:
@@ -251,11 +256,11 @@ def _decoded(path: str, options: ReadOptions) -> Source:
     return chosen(engine_files.reread(source, path, options), path, options)
 
 
-def _read(path: str, options: ReadOptions) -> Source:
-    """A file or directory taken as it is."""
+def _read(path: str, options: ReadOptions, stream: MappedFile | None = None) -> Source:
+    """A file, directory or stream taken as it is."""
     known, engines = array_format(path), engine_files.engine_file(path)
-    if path == STDIN:
-        source = _standard_input(options)
+    if stream is not None or (is_stream(path) and kind_of(path) is None):
+        source = _from_stream(stream or MappedFile(path, max_bytes=options.max_bytes), options)
     elif os.path.isdir(path):
         source = _directory(path, options)
     elif engines is not None:
@@ -315,12 +320,24 @@ def _directory(path: str, options: ReadOptions) -> Source:
     return source
 
 
-def _standard_input(options: ReadOptions) -> Source:
-    file = MappedFile(STDIN, max_bytes=options.max_bytes)
+def _from_stream(file: MappedFile, options: ReadOptions) -> Source:
+    """What can be read only once, by what it holds."""
+    read = _reader_of(file) or raw.read_mapped
+    return read(file, options)
+
+
+def holds_arrays(file: MappedFile) -> bool:
+    """Whether what was read from a stream says that it is a file of arrays."""
+    return _reader_of(file) is not None
+
+
+def _reader_of(file: MappedFile) -> Callable[[MappedFile, ReadOptions], Source] | None:
     if file.head(len(npy.MAGIC)) == npy.MAGIC:
-        return npy.read_mapped(file, options)
+        return npy.read_mapped
     if saved.is_saved(file.head(saved.HEAD_BYTES)):
-        return saved.read(file, options)
-    if file.head(len(llama.MAGICS[0])) in llama.MAGICS:
-        return (llama.keep if options.engine.whole else llama.read)(file, options)
-    return raw.read_mapped(file, options)
+        return saved.read
+    return _llama if file.head(len(llama.MAGICS[0])) in llama.MAGICS else None
+
+
+def _llama(file: MappedFile, options: ReadOptions) -> Source:
+    return (llama.keep if options.engine.whole else llama.read)(file, options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import shutil
 import socket
@@ -10,9 +11,12 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 
 import compressor_files
+import hf_files
+import llama_files
 import numpy as np
 import pytest
 from hostile_files import write_dump
@@ -52,10 +56,59 @@ def test_arrays_from_a_pipe_are_read_once(tmp_path: Path, name: str, run: Run) -
     thread.join(10)
 
 
+@pytest.fixture(params=["llama", "npy", "torch"])
+def unnamed(request: pytest.FixtureRequest, tmp_path: Path) -> bytes:
+    """A file that says what it is, whatever its name."""
+    if request.param == "llama":
+        return llama_files.state(Random(2), llama_files.Shape(), [9])[0]
+    if request.param == "npy":
+        np.save(tmp_path / "k.npy", WORDS)
+        return (tmp_path / "k.npy").read_bytes()
+    return hf_files.save(tmp_path / "c.pt", hf_files.dynamic_cache(hf_files.pairs(1))).read_bytes()
+
+
+def test_a_pipe_whose_name_says_nothing_is_read_once(tmp_path: Path, unnamed: bytes, run: Run) -> None:
+    """As in ``<(...)``: what tells formats apart and what is read come out of one reading."""
+    frames, pipe = tmp_path / "frames", tmp_path / "p"
+    calls: list[list[object]] = [
+        ["encode", pipe, "-o", f"{frames}/"],
+        ["inspect", pipe],
+        ["verify", frames, "--against", pipe],
+    ]
+    if not unnamed.startswith(b"\x93NUMPY"):  # one array is of no layer
+        calls.append(["measure", pipe])
+    for argv in calls:
+        thread = fed(pipe, unnamed)
+        run(*argv)
+        thread.join(10)
+        pipe.unlink()
+
+
+def test_inspect_knows_standard_input_as_the_other_verbs_do(
+    unnamed: bytes, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(unnamed)))
+    assert "to encode" in run("inspect", "-").out
+
+
+def test_frames_in_a_pipe_are_inspected(tmp_path: Path, run: Run) -> None:
+    fed(tmp_path / "p", kvmnn.encode(WORDS))
+    assert "fp16 frame: 12 words" in run("inspect", tmp_path / "p").out
+
+
+def test_options_of_an_engine_are_about_a_pipe_with_its_file(tmp_path: Path, run: Run) -> None:
+    shape = llama_files.Shape(k_type="q8_0", v_type="q8_0")
+    fed(tmp_path / "p", llama_files.state(Random(2), shape, [9])[0])
+    assert "layer_1.value: bytes [9, 2, 34]" in run("inspect", tmp_path / "p", "--blocks").out
+
+
 def test_a_pipe_is_spooled_up_to_the_limit(tmp_path: Path) -> None:
     fed(tmp_path / "a.npy", bytes(1 << 22))
     with pytest.raises(LimitError, match=r"a\.npy: holds more than the limit of 1000000 bytes"):
         kvmnn.open(tmp_path / "a.npy", kvmnn.formats.ReadOptions(max_bytes=1_000_000))
+    fed(tmp_path / "a", bytes(1 << 22))
+    with pytest.raises(LimitError, match=r"a: holds more than the limit of 1000000 bytes"):
+        kvmnn.open(tmp_path / "a", kvmnn.formats.ReadOptions(max_bytes=1_000_000, dtype="fp16"))
 
 
 @pytest.mark.parametrize("device", ["/dev/zero", "/dev/urandom"])

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .. import engine_options, idle_options, loading, packed_options, printing, shared_options
-from ..printing import STDIO, UsageError
+from ..printing import UsageError
 
 if TYPE_CHECKING:
     from ...arrays.source import Source
@@ -27,11 +27,12 @@ numbers, layer by layer. --undo is about the inputs that are llama.cpp's."""
 def _both(*inputs: tuple[str, argparse.Namespace]) -> list[Source]:
     """Both inputs; rows of two llama.cpp caches are compared as they are where nothing says the heads of either."""
     from ...errors import MissingOptionError
+    from ...files.mapped import is_stream
 
     try:
         return [_loaded(path, arguments) for path, arguments in inputs]
     except MissingOptionError:
-        if STDIO in (path for path, _ in inputs) or not all(engine_options.may_be_undone(path) for path, _ in inputs):
+        if not all(engine_options.may_be_undone(path) and not is_stream(path) for path, _ in inputs):
             raise
         found = [_loaded(path, arguments, any_heads=True) for path, arguments in inputs]
         if any(source.engine_cache is None or source.engine_cache.kv_heads is not None for source in found):

@@ -18,6 +18,7 @@ from .. import (
 )
 
 if TYPE_CHECKING:
+    from ...files.mapped import MappedFile
     from ...formats import ArraysInfo
 
 _TEXT = """Account for every byte of a frame, or list what a bundle or a file of arrays holds.
@@ -92,6 +93,8 @@ def _used(path: str, arguments: argparse.Namespace) -> tuple[str, ...]:
         return ()
     if weights and compressor.is_checkpoint(path):
         return ("dtype", *weights_options.TOLD)
+    if _is_stream(path):
+        return (*_FRAMES, "kv_batch", *engine_options.HEADS, *engine_options.CHOOSING, *axes_options.NAMES)
     if not _is_of_arrays(path, arguments):
         return _FRAMES
     if engine_options.is_engine_file(path):
@@ -111,6 +114,14 @@ def _is_of_arrays(path: str, arguments: argparse.Namespace) -> bool:
     return kind_of(path) == "arrays" or (_says_axes(arguments) and kind_of(path) is None)
 
 
+def _is_stream(path: str) -> bool:
+    """Whether only what is read once can say what it is."""
+    from ...files.mapped import is_stream
+    from ...formats import kind_of
+
+    return is_stream(path) and kind_of(path) is None
+
+
 def _says_axes(arguments: argparse.Namespace) -> bool:
     return any(getattr(arguments, name) is not None for name in axes_options.NAMES)
 
@@ -120,6 +131,7 @@ def _inspected(path: str, arguments: argparse.Namespace) -> tuple[printing.Resul
     from ... import compressor, formats
     from ...bundle import DecodeOptions, inspect
     from ...errors import CheckpointError
+    from ...files.mapped import MappedFile
     from ...formats.mnn import inspect_packed
 
     weights = not arguments.no_manifest and not _says_axes(arguments)
@@ -135,22 +147,23 @@ def _inspected(path: str, arguments: argparse.Namespace) -> tuple[printing.Resul
         limits = formats.ReadOptions(dtype=arguments.dtype, skip_unsupported=True, max_bytes=arguments.max_bytes)
         store = formats.inspect_store(path, limits)
         return store, str(store if arguments.verbose else store.first())
-    if _is_of_arrays(path, arguments):
+    opened = MappedFile(path, max_bytes=arguments.max_bytes) if _is_stream(path) else path
+    if _is_of_arrays(path, arguments) or (isinstance(opened, MappedFile) and formats.holds_arrays(opened)):
         if packed := inspect_packed(path, packed_options.options(arguments)):
             return packed, str(packed)
-        arrays = _arrays(path, arguments)
+        arrays = _arrays(opened, arguments)
         shown = arrays if arguments.verbose else arrays.first()
         return shown, str(shown)
     options = DecodeOptions(
         dtype=arguments.dtype, codecs=shared_options.codecs(arguments), max_bytes=arguments.max_bytes
     )
-    opened = loading.open_frames(path, arguments, options)
-    loading.check_dtype(opened, arguments)
-    frames = inspect(opened, options)
+    found = loading.open_frames(opened, arguments, options)
+    loading.check_dtype(found, arguments)
+    frames = inspect(found, options)
     return frames, frames.text(verbose=arguments.verbose)
 
 
-def _arrays(path: str, arguments: argparse.Namespace) -> ArraysInfo:
+def _arrays(path: str | MappedFile, arguments: argparse.Namespace) -> ArraysInfo:
     from ... import formats
 
     packed = packed_options.options(arguments)

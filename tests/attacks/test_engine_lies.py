@@ -18,6 +18,7 @@ import pytest
 from fixtures.compressor_checkpoint import ORDERED_DICT, REBUILD, STORAGES, write_checkpoint
 
 import kvmnn
+from kvmnn.files.mapped import MappedFile
 from kvmnn.formats import ReadOptions
 from kvmnn.formats.llama import state as llama_state
 from kvmnn.formats.zarr import reading as zarr_reading
@@ -92,7 +93,7 @@ def test_cells_that_all_differ_cost_no_more_than_they_are(tmp_path: Path) -> Non
     path = written(
         tmp_path / "a.session", HEAD, struct.pack("<II", 1, cells), *parts, struct.pack("<II", 0, 1), tensor * 2
     )
-    found = llama_state.parse(zarr_reading.MappedFile(str(path))).caches[0][0]
+    found = llama_state.parse(MappedFile(str(path))).caches[0][0]
     assert found.positions.tolist() == list(range(cells))
     assert found.seq_counts.tolist() == [2 - n % 2 for n in range(cells)]
     assert found.seqs[:3] == [[0, 1], [0], [0, 1]] and len(found.seq_ids) == cells * 3 // 2
@@ -110,7 +111,7 @@ def test_a_cell_of_many_sequences_among_others(tmp_path: Path, run: Any, sequenc
     if there < sequences:
         one_line(run, "inspect", path)
     else:
-        found = llama_state.parse(zarr_reading.MappedFile(str(path))).caches[0][0]
+        found = llama_state.parse(MappedFile(str(path))).caches[0][0]
         assert found.seq_counts.tolist() == [1, 1, 1, sequences, 1, 1, 1] and found.positions.tolist() == [
             0,
             0,
@@ -245,7 +246,7 @@ def test_folders_that_are_links_to_each_other(tmp_path: Path, run: Any) -> None:
     (tmp_path / "d0/k/c/0").write_bytes(b"abcd")
     assert len(kvmnn.open(tmp_path / "d2")) == 64
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zarr_reading, "_MOST_ENTRIES", 2000)
+        patch.setattr(zarr_reading, "MOST_ENTRIES", 2000)
         assert "holds more than 2,000 groups and arrays" in one_line(run, "inspect", tmp_path / "d9")
     (tmp_path / "d0/self").symlink_to(tmp_path / "d0")
     assert "lies below more than 16 groups" in one_line(run, "inspect", tmp_path / "d0")

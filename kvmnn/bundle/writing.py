@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..arrays.engine_notes import noted
 from ..arrays.source import FILE_KEY, Source
 from ..errors import OptionError
 from ..files.names import file_names, is_directory, renamed
@@ -201,6 +202,8 @@ def encode(
     """
     options = options or EncodeOptions()
     started = time.perf_counter()
+    if FILE_KEY not in source.metadata:  # a file that is kept whole says it itself
+        source = replace(source, metadata=noted(source))
     plans = plan_arrays(source, options.dense) if options.dense else NO_PLANS
     if isinstance(output, str | os.PathLike):
         path = os.fspath(output)

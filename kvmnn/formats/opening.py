@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
-from ..arrays import own_order
+from ..arrays import engine_notes, own_order
 from ..arrays.axes import Laid, laid_out
 from ..arrays.source import ENGINE_KEY, Source, described_by
 from ..arrays.valid_names import check_name, name_of_file
@@ -18,7 +18,7 @@ from ..bundle.frame_set import DecodeOptions, open_frames
 from ..errors import KvmnnError, LimitError, MissingOptionError, OptionError, SourceError
 from ..files.mapped import MappedFile, head_of, is_stream
 from ..files.urls import is_url
-from . import beside, engine_files, engine_notes, llama, npy, npy_folder, raw, vllm, zarr
+from . import beside, engine_files, llama, npy, npy_folder, raw, vllm, zarr
 from .array_formats import ARRAY_FORMATS, array_format
 from .frames import of_frames
 from .hf import live, saved

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import PurePath
 
+from ..arrays.engine_notes import noted
 from ..arrays.named_array import ArrayInfo
-from ..arrays.source import OF_THE_WHOLE
+from ..arrays.source import OF_THE_WHOLE, Source
 from ..errors import OutputError
 from ..files.names import file_names, is_directory
 from ..files.output import DirectoryOutput, FileOutput, StagedFile
 from . import npy
 from .array_formats import array_format
 from .beside import write_beside
+from .npz import comment_of
 from .raw import own_bytes, write_raw
 from .rereading import Hashed, Written, read_back
 from .sinks import Runs, Writer, beginnings
+
+
+def metadata_for(source: Source, output: str) -> dict[str, str]:
+    """What a file of this name can say of a source; without token ids where they are too many for it."""
+    is_npz = PurePath(output).suffix.lower() == ".npz"
+    if is_npz and source.engine_cache is not None and comment_of(noted(source)) is None:
+        source = replace(source, engine_cache=replace(source.engine_cache, token_ids=None))
+    return noted(source)
 
 
 def write_arrays(

@@ -13,8 +13,10 @@ from odd_caches import ENGINES, Odd
 
 import kvmnn
 from kvmnn.arrays import Source
+from kvmnn.arrays.engine_notes import document
 from kvmnn.bundle import EncodeOptions, encode, open_frames
-from kvmnn.formats import restore_file
+from kvmnn.formats import restore, restore_file
+from kvmnn.formats.zarr import encode_store, restore_store
 
 SEEDS = 40
 
@@ -50,3 +52,26 @@ def test_read_encoded_and_written_again(tmp_path: Path, engine: str, seed: int) 
         back = tmp_path / "back"
         restore_file(open_frames(str(tmp_path / "frames")), str(back))
         assert back.read_bytes() == odd.path.read_bytes()
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_a_cache_says_of_itself_goes_along(tmp_path: Path, engine: str, seed: int) -> None:
+    """Into frames of its arrays, Zarr stores, and what is decoded from those: whoever packs K has to know its order."""
+    odd = ENGINES[engine](Random(seed), tmp_path)
+    source = kvmnn.open(odd.path, odd.options)
+    assert source.engine_cache is not None
+    said = document(source.engine_cache)
+    assert said["tokens"]
+    encode(source, f"{tmp_path}/frames/", EncodeOptions(effort="fast", threads=1))
+    encode_store(source, str(tmp_path / "x.zarr"))
+    places = [tmp_path / "frames", tmp_path / "x.zarr"]
+    for suffix in (".safetensors", ".npz"):
+        restore(open_frames(str(tmp_path / "frames")), str(tmp_path / f"f{suffix}"))
+        restore_store(str(tmp_path / "x.zarr"), str(tmp_path / f"z{suffix}"))
+        places += [tmp_path / f"{name}{suffix}" for name in "fz"]
+    for place in places:
+        found = kvmnn.open(place)
+        assert found.engine_cache is not None, place
+        assert document(found.engine_cache) == said, place
+        assert found.notes == []

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, Literal
 
 from ...arrays.engine_cache import EngineCache
+from ...arrays.engine_notes import noted
 from ...arrays.layers import sorted_layers
 from ...arrays.named_array import ArrayInfo, Piece
 from ...arrays.own_order import order_notes
@@ -21,9 +22,8 @@ from ...packed.cache_info import CacheInfo
 from ...packed.summary import cache_document, kept_tokens
 from ...text import LOSSLESS, LOSSY, UNCHANGED, at_rate, count
 from ...threads.pipeline import Progress
-from ..engine_notes import noted
 from ..npz import comment_of
-from ..writing import write_arrays
+from ..writing import metadata_for, write_arrays
 from .dump_writing import write_dump
 
 Form = Literal["arrays", "dump", "packed-dump"]
@@ -155,7 +155,7 @@ def unpack(
     started = time.perf_counter()
     if form == "arrays":
         runs = _runs(source, progress)
-        write_arrays(output, source.arrays, runs, _metadata(source, output), force=force, protect=source.files)
+        write_arrays(output, source.arrays, runs, metadata_for(source, output), force=force, protect=source.files)
     else:
         _write_dump(source, output, form, run_id, force, progress)
     return Unpacked(
@@ -170,13 +170,6 @@ def unpack(
         undone=source.undone or (),
         reread=form == "arrays" and not is_device(output),
     )
-
-
-def _metadata(source: Source, output: str) -> dict[str, str]:
-    """What a file can say of a cache; without token ids where they are too many for it."""
-    if _suffix(output) == ".npz" and source.engine_cache is not None and comment_of(noted(source)) is None:
-        source = replace(source, engine_cache=replace(source.engine_cache, token_ids=None))
-    return noted(source)
 
 
 def _says_more(cache: EngineCache) -> bool:
@@ -194,7 +187,7 @@ def _lost(source: Source, output: str, form: Form) -> Iterator[str]:
         return
     if form == "arrays" and any(array.dtype == "bf16" for array in source.arrays):
         yield f"{output} has bf16 words as uint16 where its format is numpy's, which has no bf16: .safetensors has"
-    said = _metadata(source, output)
+    said = metadata_for(source, output)
     says = form == "arrays" and _suffix(output) == ".npz" and comment_of(said) is not None
     cache = source.engine_cache
     if cache is not None and says and said != noted(source):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...arrays import engine_notes
 from ...arrays.named_array import ArrayInfo
 from ...arrays.names import conventional
 from ...arrays.source import DUMP_KEY, ENGINE_KEY, FILE_KEY, Source
 from ...files.json_document import Node
-from .. import engine_notes
 from .documents import KEY
 
 VERSION = 1

@@ -19,7 +19,7 @@ from ...threads.pipeline import Progress
 from ..options import ReadOptions
 from ..raw import write_raw
 from ..restoring import Restored
-from ..writing import write_arrays
+from ..writing import metadata_for, write_arrays
 from .reading import StoredArray, read, stored
 
 _STEP = 8 << 20
@@ -99,7 +99,7 @@ def restore_store(
             name,
             source.arrays,
             _runs(source, progress),
-            source.metadata,
+            metadata_for(source, name),
             hashes=hashes if verified and not is_device(name) else None,
             force=force,
             protect=source.inputs,

@@ -1,4 +1,4 @@
-"""What another engine's cache says of itself, noted down beside plain arrays: in metadata of files, in Zarr stores."""
+"""What another engine's cache says of itself, noted down beside arrays: in manifests, metadata of files, and Zarr."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.engine_cache import EngineCache
-from ..arrays.source import ENGINE_KEY, Source
-from ..arrays.undoing import UNDOABLE, Undo
 from ..files.json_document import Node, parse
 from ..packed.cache_info import Ranges
+from .engine_cache import EngineCache
+from .source import ENGINE_KEY, Source
+from .undoing import UNDOABLE, Undo
 
 VERSION = 1
 _MOST_TOKENS = 1 << 24
@@ -22,11 +22,12 @@ _MOST_POSITION = 1 << 31
 def noted(source: Source) -> dict[str, str]:
     """The metadata of a source, with what is known of the engine's cache that its arrays are."""
     metadata = {key: text for key, text in source.metadata.items() if key != ENGINE_KEY}
-    if source.engine_cache is not None:
+    cache = source.engine_cache
+    if cache is not None and any(cache.tokens in source[name].shape for name in source):
         said = {
             "version": VERSION,
             "axes": source.axes,
-            "cache": document(source.engine_cache),
+            "cache": document(cache),
             "shapes": {name: list(source[name].shape) for name in sorted(source)},
         }
         metadata[ENGINE_KEY] = json.dumps(said, separators=(",", ":"))

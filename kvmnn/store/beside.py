@@ -117,7 +117,7 @@ class Beside:
 
     def note_space(self, space: Space) -> None:
         """Note a space down, where it is not noted yet."""
-        path, data = Path(_SPACES, f"{space.key.hex()}.json"), space.to_json().encode()
+        path, data = _document(space)
         try:
             is_noted = (self._folder / path).stat().st_size == len(data)
         except FileNotFoundError:
@@ -161,7 +161,7 @@ class Beside:
 
     def keep_pin(self, space: Space, ids: Ids) -> None:
         """Keep a text that is pinned."""
-        self._write(_pin_path(text_key(space.key, ids)), _to_bytes(KeptText("", space.key, ids)))
+        self._write(*_document(KeptText("", space.key, ids)))
 
     def drop_pin(self, key: bytes) -> None:
         """Keep it no longer; `key` is its `text_key`."""
@@ -175,7 +175,7 @@ class Beside:
 
     def keep_session(self, name: str, space: Space, ids: Ids) -> None:
         """Keep the text of a session."""
-        self._write(_session_path(name), _to_bytes(KeptText(name, space.key, ids)))
+        self._write(*_document(KeptText(name, space.key, ids)))
 
     def drop_session(self, name: str) -> None:
         """Keep it no longer."""
@@ -188,6 +188,20 @@ class Beside:
     def sessions(self) -> Iterator[KeptText]:
         """The texts of sessions; files that are damaged are passed over."""
         return self._texts(SESSION)
+
+    def mend(self, held: Iterable[Space | KeptText], *, write: bool) -> list[Path]:
+        """The files of spaces, pins and sessions that are not as they should be; `write` writes them again."""
+        wrong = []
+        for path, data in map(_document, held):
+            try:
+                is_good = read_bounded(self._folder / path, len(data)) == data
+            except (KvmnnError, OSError):
+                is_good = False
+            if not is_good:
+                wrong.append(self._folder / path)
+                if write:
+                    self._write(path, data)
+        return wrong
 
     def sweep(self) -> None:
         """Remove what processes that are gone have left on its way in."""
@@ -225,6 +239,14 @@ def _pin_path(key: bytes) -> Path:
 
 def _session_path(name: str) -> Path:
     return Path(_TEXTS, hashlib.blake2b(name.encode(), digest_size=KEY_BYTES).hexdigest() + SESSION)
+
+
+def _document(held: Space | KeptText) -> tuple[Path, bytes]:
+    """The file that says a space, a pin or a session."""
+    if isinstance(held, Space):
+        return Path(_SPACES, f"{held.key.hex()}.json"), held.to_json().encode()
+    path = _session_path(held.name) if held.name else _pin_path(text_key(held.space, held.ids))
+    return path, _to_bytes(held)
 
 
 def _to_bytes(text: KeptText) -> bytes:

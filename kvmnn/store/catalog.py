@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import zlib
 
-import numpy as np
-
 from ..checks import shown
 from ..errors import KvmnnError, SourceError
 from . import updates
 from .directory import Directory
 from .index import WrongRowError, whole_numbers
 from .lookup import Text
+from .mending import session_ids
 from .results import Entry, Stats
 from .space import Space, from_json
-from .token_ids import MAX_TOKENS, Ids, as_ids, block_keys, text_key
+from .token_ids import Ids, block_keys, text_key
 
 _MAX_NAME = 256
 
@@ -39,8 +38,7 @@ def session(units: Directory, name: str) -> tuple[Space, Ids]:
     if row is None:
         raise KvmnnError(f"{units.label}: there is no session {shown(name)}")
     try:
-        text = zlib.decompressobj().decompress(row[1], 4 * MAX_TOKENS)
-        return from_json(row[0], f"{units.label}: space"), as_ids(np.frombuffer(text, "<u4"))
+        return from_json(row[0], f"{units.label}: space"), session_ids(row[1])
     except (zlib.error, TypeError, ValueError) as error:
         raise SourceError(f"{units.label}: session {shown(name)} is damaged: {error}") from None
 

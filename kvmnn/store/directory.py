@@ -185,7 +185,7 @@ class Directory:
             if unit in placed:
                 continue
             if unit not in headers:
-                headers[unit] = self._header(unit)
+                headers[unit] = self.header(unit)
             header = headers[unit]
             if header is None or header.dense is None or header.dense.sums[number : number + 1] != (wanted,):
                 raise ParentGoneError("the blocks before a unit hold other rows by now")
@@ -300,10 +300,10 @@ class Directory:
             self.beside.note_settings(Settings(self.block_tokens, codec if is_new else "frames"))
 
     def _ids_of(self, unit: int) -> Ids | None:
-        header = self._header(unit)
+        header = self.header(unit)
         return None if header is None else header.ids
 
-    def _header(self, unit: int) -> Header | None:
+    def header(self, unit: int) -> Header | None:
         """What the file of a unit begins with; None where that cannot be read."""
         data = self.files.read(unit)
         try:

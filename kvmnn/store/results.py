@@ -203,6 +203,9 @@ class Verified:
         One line for each unit that is not; none of its tokens is found from now on.
     lost
         Units that go on from damaged ones: nobody finds them without these, and they went with them.
+    beside
+        One line for each file of a directory, of models, pinned texts and sessions, that was not as its index knows it
+        and was written again: without these files a lost index could not be made anew.
     """
 
     units: int
@@ -210,18 +213,23 @@ class Verified:
     bytes: int
     damaged: tuple[str, ...] = ()
     lost: int = 0
+    beside: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values."""
-        return asdict(self) | {"damaged": list(self.damaged)}
+        return asdict(self) | {"damaged": list(self.damaged), "beside": list(self.beside)}
 
     def __str__(self) -> str:
         good = f"{count(self.units, 'unit')}, {self.tokens:,} tokens, {self.bytes:,} bytes"
         good += ": all of it decoded and compared with its checksums"
-        if not self.damaged:
-            return good
-        lost = f", and {count(self.lost, 'unit')} lost that went on from them" if self.lost else ""
-        return "\n".join([good, f"{count(len(self.damaged), 'more unit')} damaged{lost}:", *self.damaged])
+        lines = [good] if self.units or not self.damaged else []
+        if self.damaged:
+            lost = f", and {count(self.lost, 'unit')} lost that went on from them" if self.lost else ""
+            what = "more unit" if self.units else "unit"
+            lines += [f"{count(len(self.damaged), what)} damaged{lost}:", *self.damaged]
+        if self.beside:
+            lines += [f"{count(len(self.beside), 'file')} beside the index damaged:", *self.beside]
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True, kw_only=True)

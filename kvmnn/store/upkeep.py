@@ -9,6 +9,7 @@ from . import updates
 from .directory import Directory
 from .index import whole_numbers
 from .lookup import Text
+from .mending import mend_beside
 from .results import Cleaned, Verified, pinned_bytes
 from .space import from_json
 from .strangers import strangers
@@ -84,7 +85,7 @@ def clean(units: Directory, max_bytes: int | None) -> Cleaned:
 
 
 def verify(units: Directory, threads: int | None) -> Verified:
-    """Read, decode and compare every unit, the index first."""
+    """Read, decode and compare every unit, the index first; then what lies beside the index."""
     units.index.check()
     verifier = Verifier(units.files.read, lambda key: _holder(units, key), units.tables, units.block_tokens, threads)
     count = tokens = nbytes = after = 0
@@ -112,7 +113,9 @@ def verify(units: Directory, threads: int | None) -> Verified:
             tokens += unit.ids.size
             nbytes += unit.nbytes
         if not rows:
-            return Verified(units=count, tokens=tokens, bytes=nbytes, damaged=tuple(notes), lost=len(lost))
+            break
+    beside = tuple(mend_beside(units))
+    return Verified(units=count, tokens=tokens, bytes=nbytes, damaged=tuple(notes), lost=len(lost), beside=beside)
 
 
 def _holder(units: Directory, key: bytes) -> tuple[int, int] | None:

@@ -132,6 +132,42 @@ def test_verify_reads_the_index_too(folder: Path) -> None:
         check(store)
 
 
+def beside(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for name in ("spaces", "texts") for path in (folder / name).iterdir()}
+
+
+@pytest.mark.parametrize("damage", ["cut", "removed", "changed"])
+def test_verify_writes_the_files_beside_the_index_again(folder: Path, damage: str) -> None:
+    long = [*range(300, 380)]
+    with PrefixStore(folder) as store:
+        put(store, long[:30])
+        put(store, long)
+        store.pin(long[:66], model=MODEL)  # of several units
+    good = beside(folder)
+    assert len(good) == 6
+    for path, data in good.items():
+        if damage == "removed":
+            path.unlink()
+        else:
+            path.write_bytes(data[:5] if damage == "cut" else data[:-1] + b"?")
+    broken = beside(folder)
+    with PrefixStore(folder, read_only=True) as store:
+        found = store.verify()
+        assert len(found.beside) == 6 and "6 files beside the index damaged:" in str(found)
+        assert all("is lost or damaged: open the store for writing" in line for line in found.beside)
+        assert beside(folder) == broken
+    with PrefixStore(folder) as store:
+        found = store.verify()
+        assert sorted(found.beside) == [f"{path}: is lost or damaged: written again" for path in sorted(good)]
+        assert beside(folder) == good
+        assert store.verify().beside == ()
+    (folder / "index.sqlite").unlink()
+    with PrefixStore(folder) as store:
+        assert (store.stats().pinned, store.sessions()) == (2, ["chat ä", "other"])
+        assert store.unpin(long[:66], model=MODEL).was_pinned
+        assert [store.match(ids, model=MODEL) for ids in (*TEXTS, long)] == [20, 15, 10, 1, 40, 80]
+
+
 def test_several_at_once_make_one(folder: Path) -> None:
     (folder / "index.sqlite").unlink()
     with ThreadPoolExecutor(4) as pool:

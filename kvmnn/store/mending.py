@@ -1,0 +1,62 @@
+"""The files beside an index compared with what it knows: without them it could not be made anew."""
+
+from __future__ import annotations
+
+import sqlite3
+import zlib
+from collections.abc import Iterator
+
+import numpy as np
+
+from ..errors import KvmnnError
+from .beside import KeptText
+from .directory import Directory
+from .index import WrongRowError, whole_numbers
+from .space import Space, from_json
+from .token_ids import MAX_TOKENS, Ids, as_ids, text_key
+
+
+def mend_beside(units: Directory) -> list[str]:
+    """Write the files of spaces, pinned texts and sessions again that are not as the index knows them; a line each."""
+    with units.index.reading() if units.read_only else units.index.writing() as cursor:  # nobody pins meanwhile
+        wrong = units.beside.mend(_held(units, cursor), write=not units.read_only)
+    done = "open the store for writing (kvmnn store verify)" if units.read_only else "written again"
+    return [f"{path}: is lost or damaged: {done}" for path in wrong]
+
+
+def _held(units: Directory, cursor: sqlite3.Cursor) -> Iterator[Space | KeptText]:
+    """All that the index knows and a file beside it says."""
+    for (document,) in cursor.execute("SELECT document FROM space").fetchall():
+        try:
+            yield from_json(document, f"{units.label}: space")
+        except KvmnnError as error:
+            raise WrongRowError(str(error)) from None
+    for row in cursor.execute("SELECT key, unit, tokens FROM pin").fetchall():
+        text = _text(units, cursor, *whole_numbers(row[1:]))
+        if text is not None and text_key(text.space, text.ids) == row[0]:
+            yield text
+    rows = cursor.execute("SELECT name, space.key, ids FROM session JOIN space ON space.id = session.space").fetchall()
+    for name, space, packed in rows:
+        try:
+            yield KeptText(name, space, session_ids(packed))
+        except (KvmnnError, zlib.error, TypeError, ValueError) as error:
+            raise WrongRowError(f"a session is damaged: {error}") from None
+
+
+def _text(units: Directory, cursor: sqlite3.Cursor, unit: int, end: int) -> KeptText | None:
+    """The text up to its token `end`, which a unit holds; None where units do not say it."""
+    parts: list[Ids] = []
+    while True:
+        header = units.header(unit)
+        row = cursor.execute("SELECT parent FROM unit WHERE id = ?", (unit,)).fetchone()
+        if header is None or row is None or not header.start < end <= header.start + header.ids.size:
+            return None
+        parts.insert(0, header.ids[: end - header.start])
+        if not header.start:
+            return KeptText("", header.space, np.concatenate(parts))
+        (unit,), end = whole_numbers(row), header.start
+
+
+def session_ids(packed: bytes) -> Ids:
+    """The ids of a session as the index has them; `zlib.error` and others for what is damaged."""
+    return as_ids(np.frombuffer(zlib.decompressobj().decompress(packed, 4 * MAX_TOKENS), "<u4"))

@@ -102,6 +102,11 @@ def sort(arrays: Sequence[NamedArray], *, token_major: bool = False, keys_alone:
 def _places(array: NamedArray, token_major: bool) -> Iterator[tuple[int, LayerArray]]:
     """Which tokens of which layers an array holds: ``(first token, array)``."""
     part, layer, start, token_major = place_of(array, token_major)
+    if array.array_dtype == "|u1":
+        raise SourceError(
+            f"array {array.name!r}: holds bytes, not the numbers of K or V: blocks that stay blocks (--blocks) are for "
+            "encode, unpack and diff; without it they are read as numbers"
+        )
     if array.order == "F" or array.itemsize != array.word_bytes:
         raise SourceError(f"array {array.name!r}: expected words in C order")
     if len(array.shape) == 4 and (layer is None or array.shape[0] == 1):

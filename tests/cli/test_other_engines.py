@@ -303,3 +303,35 @@ def test_store_put_takes_the_rotation_of_a_gguf_model(
     run(*put, "--rope", "none")
     pairing = "interleaved" if undo else "half"
     assert taken == [Rotary(theta=500000.0, dims=32, pairing=pairing), "none"]
+
+
+def test_blocks_that_stay_blocks_are_not_measured(here: Path, run) -> None:
+    said = run("measure", "q.session", "--blocks", code=1).err
+    assert "holds bytes, not the numbers of K or V: blocks that stay blocks (--blocks) are for encode" in said
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_gguf_model_is_about_the_llama_file_of_two(here: Path, run, swapped: bool) -> None:
+    pack = ("pack", "x.session", "--model", "m.gguf", "--backend", "x86-avx2", "--cast", "--name", "sys")
+    run(*pack, "--undo", "none", "-o", "sys/")
+    inputs = ("x.session", "sys") if swapped else ("sys", "x.session")
+    assert "3,072 numbers within 0" in run("diff", *inputs, "--model", "m.gguf", "--atol", 0).out
+
+
+@pytest.mark.parametrize("heads", [2, [2, 2, 2]])
+def test_a_model_of_more_layers_than_the_file_is_noted(here: Path, run, heads: int | list[int]) -> None:
+    path = Path("other.gguf")
+    path.write_bytes(llama_files.gguf(attention__head_count_kv=heads, attention__key_length=32, block_count=3))
+    said = "the model in other.gguf has 3 layers with K and V, the file has 2: it may be of another model"
+    for argv in (["encode", "x.session", "--kv-heads", 2, "-o", "f/"], ["unpack", "x.session", "-o", "o.npz"]):
+        assert said in " ".join(run(*argv, "--model", path, "-f").err.split())
+        assert "may be of another model" not in run(*argv, "--model", "m.gguf", "-f").err
+
+
+@pytest.mark.parametrize(
+    "fields", [{"block_count": 2}, {"block_count": 3, "nextn_predict_layers": 1}, {"attention__shared_kv_layers": 1}]
+)
+def test_layers_without_k_of_their_own_are_not_missed(here: Path, run, fields: dict[str, Any]) -> None:
+    said = {"attention__head_count_kv": 2, "attention__key_length": 32, "block_count": 3, **fields}
+    Path("m.gguf").write_bytes(llama_files.gguf(**said))
+    assert "another model" not in run("unpack", "x.session", "--model", "m.gguf", "-o", "o.npz").err

@@ -29,6 +29,7 @@ def _both(*inputs: tuple[str, argparse.Namespace]) -> list[Source]:
     from ...errors import MissingOptionError
     from ...files.mapped import is_stream
 
+    inputs = tuple((path, _with_own_model(path, arguments)) for path, arguments in inputs)
     try:
         return [_loaded(path, arguments) for path, arguments in inputs]
     except MissingOptionError:
@@ -38,6 +39,15 @@ def _both(*inputs: tuple[str, argparse.Namespace]) -> list[Source]:
         if any(source.engine_cache is None or source.engine_cache.kv_heads is not None for source in found):
             raise
         return found
+
+
+def _with_own_model(path: str, arguments: argparse.Namespace) -> argparse.Namespace:
+    """The arguments with ``--model`` where it is about this input: a .gguf file is not about MNN's, and the reverse."""
+    are_llama = [engine_options.may_be_undone(each) for each in (arguments.first, arguments.second)]
+    if arguments.model is None or are_llama[0] == are_llama[1]:
+        return arguments
+    is_own = engine_options.is_gguf(arguments.model) == engine_options.may_be_undone(path)
+    return arguments if is_own else _with(arguments, model=None)
 
 
 def _loaded(path: str, arguments: argparse.Namespace, *, any_heads: bool = False) -> Source:

@@ -109,6 +109,18 @@ def read_geometry(path: str, layers: int) -> Geometry:
     return Geometry(name, of, head_dim)
 
 
+def layers_with_k(path: str) -> int | None:
+    """How many layers of a model have K and V of their own; None where it does not say. Errors as `read_geometry`."""
+    fields = _Header(path).fields()
+    name = _architecture(path, fields)
+    heads = fields.get(f"{name}.attention.head_count_kv")
+    if isinstance(heads, list):
+        return sum(map(bool, heads))
+    layers = _number(fields.get(f"{name}.block_count"))
+    without = [fields.get(f"{name}.{key}") for key in ("attention.shared_kv_layers", "nextn_predict_layers")]
+    return None if layers is None else layers - sum(_number(number) or 0 for number in without)
+
+
 def read_rotary(path: str) -> tuple[Rotary | None, list[str]]:
     """How llama.cpp rotates K of a model, and one line for each thing that was passed over; None where nothing says it.
 

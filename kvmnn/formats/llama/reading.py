@@ -63,7 +63,8 @@ def read(file: FileBytes, options: ReadOptions) -> Source:
     heads = heads_of(file.label, stream, options, needed=needed)
     arrays = [_array(file, tensor, taken, heads, options) for tensor in _by_layer(stream)]
     said = described(state, stream, taken, heads, options)
-    notes = [*_notes(state, stream, heads, options.engine), *_block_notes(stream, taken, heads, options.engine)]
+    notes = [*_notes(state, stream, heads, options.engine), *model_notes(state, options)]
+    notes += _block_notes(stream, taken, heads, options.engine)
     return Source(arrays, notes=notes, engine_cache=said)
 
 
@@ -71,6 +72,20 @@ def model_of(options: ReadOptions) -> str | None:
     """The architecture of the model that the options name."""
     path = options.packed.model if options.packed else None
     return None if path is None else gguf.architecture(path)
+
+
+def model_notes(state: State, options: ReadOptions) -> list[str]:
+    """A line where the model that the options name has more layers than the file."""
+    model = options.packed.model if options.packed else None
+    held = [max(sum(tensor.part == "key" for tensor in each.tensors) for each in streams) for streams in state.caches]
+    if model is None or state.recurrent_bytes or not all(held):
+        return []
+    expected = gguf.layers_with_k(model)
+    if expected in (None, sum(held)):
+        return []
+    return [
+        f"the model in {model} has {expected} layers with K and V, the file has {sum(held)}: it may be of another model"
+    ]
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,12 @@ def say(arguments: argparse.Namespace, line: str, *, data_on_stdout: bool = Fals
 
 
 def note(arguments: argparse.Namespace, line: object, kind: str = "note") -> None:
-    """One line on standard error: what was inferred or left out, or is worth a warning; none with ``-q``."""
+    """One line on standard error: what was inferred or left out, or is worth a warning; none with ``-q``.
+
+    Verbs whose documents have all notes collect them in the namespace's `noted`.
+    """
+    if hasattr(arguments, "noted"):
+        arguments.noted.append(str(line))
     if not arguments.quiet:
         streams.err(kind, line)
 

@@ -344,6 +344,25 @@ def test_a_lost_index_is_made_anew_and_said(here: Path, run) -> None:
     assert "open the store for writing (kvmnn store verify), and it is made anew" in error
 
 
+def test_the_document_has_every_note(here: Path, run) -> None:
+    """Of a damaged index and of a damaged unit, whether something is found or not, and with -q."""
+    put = ["store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m"]
+    get = ["store", "get", "S", "--token-ids", "long.json", "-o", "x.npz", "--force"]
+    run(*put)
+    for argv, quiet in ((get, []), (get, ["-q"]), (put, [])):
+        for path in Path("S").glob("index*"):
+            path.unlink()
+        found = run(*argv, *quiet, "--json")
+        (note,) = json.loads(found.out)["notes"]
+        assert "made anew, with 1 unit" in note and (note in found.err) == (not quiet)
+    for path in Path("S").glob("index*"):
+        path.unlink()
+    (unit,) = Path("S/units").glob("*/*.unit")
+    unit.write_bytes(unit.read_bytes()[:-1] + b"?")
+    notes = json.loads(run(*get, "--json", code=1).out)["notes"]
+    assert len(notes) == 2 and "damaged, was removed" in notes[0] + notes[1] and "made anew" in notes[0] + notes[1]
+
+
 @pytest.mark.parametrize("positions", [[*range(20, 50)], [[*range(30)], [*range(29), 49]]], ids=["window", "heads"])
 def test_what_says_that_it_was_cut_is_no_prefix(here: Path, run, positions: list) -> None:
     """Folders of arrays that `dump-kv` wrote of an evicted cache, frames of them, and frames of a sliding window."""

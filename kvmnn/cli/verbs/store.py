@@ -126,16 +126,35 @@ def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out; with ``--json`` a failure has its document, too."""
     from ...errors import KvmnnError
 
+    arguments.noted = []
     try:
         result, code = _done(arguments)
     except KvmnnError as error:
         if arguments.json:
-            found = getattr(arguments, "found", {})
+            found = _with_notes(getattr(arguments, "found", {}), arguments.noted)
             said = packed_options.in_the_words_of(arguments, str(error))
             printing.print_json({"verb": f"store {arguments.action}", **found, "error": said})
         raise
-    printing.show(arguments, f"store {arguments.action}", result)
+    printing.show(arguments, f"store {arguments.action}", _Noted(result, arguments.noted))
     return code
+
+
+class _Noted(NamedTuple):
+    """A result whose document has the notes that went to standard error, too."""
+
+    result: Result
+    noted: list[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        return _with_notes(self.result.to_dict(), self.noted)
+
+    def __str__(self) -> str:
+        return str(self.result)
+
+
+def _with_notes(document: dict[str, Any], noted: list[str]) -> dict[str, Any]:
+    notes = list(dict.fromkeys([*document.get("notes", []), *noted]))
+    return document | {"notes": notes} if notes else document
 
 
 def _done(arguments: argparse.Namespace) -> tuple[Result, int]:
@@ -180,8 +199,10 @@ def _done(arguments: argparse.Namespace) -> tuple[Result, int]:
         read_only=arguments.action in _LOOKING or (arguments.action in _READING and _is_fixed(arguments.store)),
     )
     with store:
-        done: tuple[Result, int] = store_actions.ACTIONS[arguments.action](store, arguments)
-        loading.report_notes(store.notes, arguments, "warning")
+        try:
+            done: tuple[Result, int] = store_actions.ACTIONS[arguments.action](store, arguments)
+        finally:
+            loading.report_notes(store.notes, arguments, "warning")
     return done
 
 

@@ -137,6 +137,24 @@ def test_a_prefix_cache_and_back(here: Path, run) -> None:
     run("diff", "again.npz", "long.npz")
 
 
+def test_fewer_ids_than_a_prefix_cache_has_rows_are_refused(here: Path, run) -> None:
+    """As with arrays; who means a beginning says so."""
+    run("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
+    layout = ["--backend", "arm64-fp16"]
+    run("store", "get", "S", "--token-ids", "long.json", *layout, "--name", "sys", "-o", "sys/")
+    for document in Path("sys").glob("*.json"):
+        document.unlink()  # as an engine writes it
+    put = ["store", "put", "T", "sys/", "--fingerprint", "m", *layout, "--kv-heads", "2", "--head-dim", "4"]
+    error = run(*put, "--token-ids", "100,101,102", code=1).err
+    assert "sys/: 3 token ids, but in 2 of 2 layers rows behind the 3 tokens are not zero, up to row 50" in error
+    assert "say --tokens 3 as well if only these tokens are meant" in error and not Path("T").exists()
+    found = run(*put, "--token-ids", "100,101,102", "--tokens", "3")
+    assert found.out.startswith("3 tokens, 3 of them new") and "more tokens may be live than --tokens says" in found.err
+    assert run(*put, "--token-ids", "long.json").out.startswith("50 tokens, 47 of them new")
+    run("store", "get", "T", "--token-ids", "long.json", "-o", "again.npz")
+    run("diff", "again.npz", "long.npz")
+
+
 def test_other_tokens_than_the_cache_has_are_refused(here: Path, run) -> None:
     error = run("store", "put", "S", "long.npz", "--token-ids", "short.json", "--fingerprint", "m", code=1).err
     assert "long.npz: layer 0 holds 50 tokens, there are 30 token ids" in error

@@ -114,7 +114,7 @@ def describe_files(files: PackedFiles, options: PackedOptions) -> Described:
     elif options.token_ids and {options.token_ids.count} != set(tokens):
         raise SourceError(f"{files.path}: {options.token_ids.count} token ids for {max(tokens)} tokens")
     if not known:
-        notes += _doubts(files, info)
+        notes += _doubts(files, info, options)
     return Described(files, info, tuple(notes))
 
 
@@ -240,8 +240,11 @@ def _shown(value: tuple[int, ...] | TokenIds | str | None) -> str:
     return f"{str(value)[:12]}..."
 
 
-def _doubts(files: PackedFiles, info: CacheInfo) -> list[str]:
-    """Where the rows of K speak for another number of tokens than was said, in words; an engine may leave old rows."""
+def _doubts(files: PackedFiles, info: CacheInfo, options: PackedOptions) -> list[str]:
+    """Where the rows of K speak for another number of tokens than was said, in words; an engine may leave old rows.
+
+    `SourceError` for fewer token ids than rows, where no tokens were said.
+    """
     if info.layout.quantised:
         return []
     more, fewer = [], []
@@ -253,8 +256,15 @@ def _doubts(files: PackedFiles, info: CacheInfo) -> list[str]:
             fewer.append(f"the last {layer.tokens - used} of {layer.tokens} tokens are all zero")
     layers = count_of(len(files.layers), "layer")
     notes = []
+    said = "--tokens" if options.tokens else "--token-ids"
+    if more and not options.tokens:
+        tokens = info.layers[0].tokens
+        raise SourceError(
+            f"{files.path}: {count_of(tokens, 'token id')}, but in {len(more)} of {layers} {more[0]}: "
+            f"say --tokens {tokens} as well if only these tokens are meant"
+        )
     if more:
         notes.append(f"in {len(more)} of {layers} {more[0]}: more tokens may be live than --tokens says")
     if fewer:
-        notes.append(f"in {len(fewer)} of {layers} {fewer[0]}: fewer tokens may be live than --tokens says")
+        notes.append(f"in {len(fewer)} of {layers} {fewer[0]}: fewer tokens may be live than {said} says")
     return notes

@@ -289,8 +289,7 @@ class PrefixStore:
         ids = as_ids(token_ids)
 
         def unpin() -> list[str]:
-            spaces = [space for space in self._texts.spaces_of(model) if dtype in (None, space.dtype)]
-            return [space.dtype for space in spaces if self._units.unpin(space, ids)]
+            return [space.dtype for space in self._texts.spaces_of(model, dtype) if self._units.unpin(space, ids)]
 
         were = self._tried(unpin)
         return Pinned(tokens=ids.size, pinned=False, was_pinned=bool(were), dtypes=tuple(were))

@@ -15,7 +15,7 @@ from .. import dtypes
 from ..arrays.layer_cache import LayerCache
 from ..checks import shown
 from ..dtypes import DType, Words
-from ..errors import KvmnnError
+from ..errors import ArrayTypeError, KvmnnError
 from ..files.json_document import parse
 from ..text import count
 
@@ -179,6 +179,9 @@ def checked_layers(layers: Sequence[LayerCache], tokens: int) -> list[LayerCache
     KvmnnError
         For a cache of another number of tokens, or one that lacks tokens or has others in their places.
     """
+    for cache in layers:
+        if not isinstance(cache, LayerCache):
+            raise ArrayTypeError(f"layers are {type(cache).__name__}: expected kvmnn.LayerCache")
     found = sorted(layers, key=lambda cache: cache.layer)
     places = np.arange(tokens)
     for cache in found:

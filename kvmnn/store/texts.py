@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..arrays.layer_cache import LayerCache
-from ..errors import KvmnnError, SourceError
+from ..checks import shown
+from ..dtypes import BY_NAME
+from ..errors import KvmnnError, OptionError, SourceError
 from ..text import visible
 from . import portable
 from .getting import read_layers
@@ -55,10 +57,12 @@ class Texts:
         size = self._units.block_tokens
         return Text(space.key, ids, block_keys(space.key, ids, size), size)
 
-    def spaces_of(self, model: str) -> list[Space]:
-        """The spaces of a model."""
+    def spaces_of(self, model: str, dtype: str | None = None) -> list[Space]:
+        """The spaces of a model, in this precision or in all."""
         check_model(model)
-        return [space for space in self._units.spaces() if space.model == model]
+        if dtype not in (None, *BY_NAME):
+            raise OptionError(f"dtype is {shown(dtype)}: expected one of {', '.join(BY_NAME)}")
+        return [space for space in self._units.spaces() if space.model == model and dtype in (None, space.dtype)]
 
     def models(self) -> set[str]:
         """The models of all texts."""
@@ -129,22 +133,17 @@ class Texts:
     def longest(self, ids: Ids, model: str, dtype: str | None) -> Longest:
         """The space of a model in which most of a text is stored; of equals the first that was put."""
         space, found, tokens = None, Found((), 0), dict[str, int]()
-        for each in self.spaces_of(model):
-            if dtype in (None, each.dtype):
-                there = self._units.find(self.text(each, ids))
-                tokens[each.dtype] = max(tokens.get(each.dtype, 0), there.tokens)
-                if there.tokens > found.tokens:
-                    space, found = each, there
+        for each in self.spaces_of(model, dtype):
+            there = self._units.find(self.text(each, ids))
+            tokens[each.dtype] = max(tokens.get(each.dtype, 0), there.tokens)
+            if there.tokens > found.tokens:
+                space, found = each, there
         others = {name: n for name, n in tokens.items() if n and space is not None and name != space.dtype}
         return Longest(space, found, others)
 
     def wholes(self, ids: Ids, model: str, dtype: str | None) -> list[tuple[Space, Found]]:
         """The spaces in which all of a text is stored, in the order of their first puts; `KvmnnError` for none."""
-        found = [
-            (space, self._units.find(self.text(space, ids)))
-            for space in self.spaces_of(model)
-            if dtype in (None, space.dtype)
-        ]
+        found = [(space, self._units.find(self.text(space, ids))) for space in self.spaces_of(model, dtype)]
         most = max((each.tokens for _, each in found), default=0)
         if most < ids.size:
             raise KvmnnError(

@@ -12,7 +12,7 @@ import pytest
 from prefixes import MODEL, layers_of, same
 
 from kvmnn import KvmnnError, LayerCache
-from kvmnn.errors import OutputError, SourceError
+from kvmnn.errors import OptionError, OutputError, SourceError
 from kvmnn.store import PrefixStore
 from kvmnn.store.decoding import Stretch, check_unit, decode_stretches
 from kvmnn.store.space import space_of
@@ -250,6 +250,16 @@ def test_what_is_no_store_is_left_alone(tmp_path: Path) -> None:
     for read_only in (False, True):
         with pytest.raises(SourceError, match=r"is damaged \(file is not a database\)"):
             PrefixStore(tmp_path / "noise", read_only=read_only)
+
+
+def test_what_is_no_dtype_or_no_layer_is_refused(tmp_path: Path) -> None:
+    made(tmp_path / "s", range(8))
+    with PrefixStore(tmp_path / "s") as store:
+        for call in (store.match, store.get, store.pin, store.unpin, store.delete):
+            with pytest.raises(OptionError, match="dtype is 'int7': expected one of fp16"):
+                call(range(8), model=MODEL, dtype="int7")
+        with pytest.raises(TypeError, match=r"layers are ndarray: expected kvmnn\.LayerCache"):
+            store.put(range(8), [np.zeros((2, 8, 4), "<f2")], model=MODEL)
 
 
 def test_a_read_only_store_serves(tmp_path: Path) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from prefixes import MODEL, layers_of, same
-from redis_server import Server, redis_server
 
 from kvmnn import KvmnnError, LayerCache
 from kvmnn.store import PrefixStore
@@ -19,24 +18,9 @@ from kvmnn.store.remote.records import unit_name
 pytest.importorskip("fsspec")
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with redis_server(tmp_path_factory.mktemp("redis")) as found:
-        yield found
-
-
 @pytest.fixture(params=["directory", "redis", "file", "memory"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Of a store that nobody has used before."""
-    if request.param == "redis":
-        import redis
-
-        found = request.getfixturevalue("server").url
-        with redis.Redis.from_url(found) as client:
-            client.flushall()
-        return str(found)
-    places = {"directory": tmp_path / "s", "file": f"file://{tmp_path}/s", "memory": f"memory:/{tmp_path}/s"}
-    return str(places[request.param])
+def url(request: pytest.FixtureRequest, new_url: Callable[[str], str]) -> str:
+    return new_url(request.param)
 
 
 def put(store: PrefixStore, ids, **options):

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prefixes import MODEL, agreeing, layers_of, same
-from redis_server import Server, redis_server
+from redis_server import Server
 
 from kvmnn import KvmnnError
 from kvmnn.errors import OptionError, OutputError, SourceError
@@ -21,30 +20,6 @@ from kvmnn.store.remote.ram import Ram
 from kvmnn.store.remote.records import Record, from_bytes
 
 pytest.importorskip("fsspec")
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with redis_server(tmp_path_factory.mktemp("redis")) as found:
-        yield found
-
-
-@pytest.fixture
-def new_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """A URL of a store that nobody has used before, over an engine."""
-
-    def made(engine: str) -> str:
-        if engine == "redis":
-            import redis
-
-            found = request.getfixturevalue("server").url
-            with redis.Redis.from_url(found) as client:
-                client.flushall()
-            return str(found)
-        folder = tmp_path_factory.mktemp("store")
-        return f"file://{folder}/store" if engine == "file" else f"memory://{folder.parent.name}/{folder.name}"
-
-    return made
 
 
 @pytest.fixture(params=["redis", "file", "memory"])
@@ -168,42 +143,6 @@ def test_ends_go_before_beginnings_and_pinned_texts_stay(url: str) -> None:
         assert (store.gc(max_bytes=0).kept, store.stats().bytes) == ("", 0)
         with pytest.raises(KvmnnError, match=r"holds 0 tokens of this text of 8"):
             store.pin(range(8), model=MODEL)
-
-
-def test_a_pin_that_comes_while_others_evict(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is seen before anything goes."""
-    with PrefixStore(url, block_tokens=4) as store, PrefixStore(url) as other:
-        put(store, range(8))
-        put(store, [5, 5, 5])
-        real, pinned = store._units.values._values.delete_if, []
-
-        def late(*arguments):
-            if not pinned:
-                pinned.append(other.pin(range(8), model=MODEL))
-            return real(*arguments)
-
-        monkeypatch.setattr(store._units.values._values, "delete_if", late)
-        assert store.gc(max_bytes=0).units == 1
-        assert same(other.get(range(8), model=MODEL).layers, range(8), 8)
-
-
-def test_two_first_puts_at_once_hide_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both find nothing; the second is told, and puts what is left behind the first one's."""
-    one, two = [*range(20)], [*range(10), 99, 98, 97, 96]
-    with PrefixStore(url, block_tokens=4) as first, PrefixStore(url) as second:
-        add, done = second._units.add, []
-
-        def late(*arguments):
-            if not done:
-                done.append(put(first, one))
-            return add(*arguments)
-
-        monkeypatch.setattr(second._units, "add", late)
-        assert put(second, two).known_tokens == 10
-    with PrefixStore(url) as store:
-        for ids in (one, two):
-            assert same(store.get(ids, model=MODEL).layers, ids, len(ids))
-        assert store.gc().other_files == 0
 
 
 def test_a_text_that_grows_leaves_no_tails(url: str) -> None:
@@ -331,20 +270,6 @@ def test_hostile_values(url: str) -> None:
     with PrefixStore(url) as store:
         assert store.match(ids, model=MODEL) == 0
         assert put(store, ids).known_tokens == 8, "it is there, and its space is noted down again"
-
-
-def test_threads_and_two_stores_at_once(url: str) -> None:
-    texts = [[*range(6), *[number] * number] for number in range(1, 10)]
-    with PrefixStore(url, block_tokens=4) as one, PrefixStore(url) as two, ThreadPoolExecutor(4) as pool:
-
-        def use(number: int) -> bool:
-            store, ids = (one, two)[number % 2], texts[number % len(texts)]
-            put(store, ids)
-            found = store.get(ids, model=MODEL)
-            return found.notes == () and (found.tokens == 0 or same(found.layers, ids, found.tokens))
-
-        assert all(pool.map(use, range(27)))
-        assert one.verify().damaged == ()
 
 
 def test_an_outage_costs_a_miss(server: Server) -> None:
@@ -486,28 +411,3 @@ def test_each_byte_of_a_record_counts() -> None:
     assert found is not None and found.ids.tolist() == [0, 1, 2, 3, 4]
     assert all(from_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :]) is None for at in range(len(good)))
     assert all(from_bytes(good[:at]) is None for at in range(len(good)))
-
-
-def test_a_put_in_the_middle_of_gc_stays(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before each of the calls that gc makes of the engine."""
-    calls = 0
-    with PrefixStore(url, block_tokens=4) as cleaner, PrefixStore(url) as store:
-        put(store, list(range(8)))
-        for at in range(100):
-            ids, left = [at, *range(9)], [at]
-
-            def ask(call, left=left, ids=ids):
-                if not left[0]:
-                    put(store, ids)
-                left[0] -= 1
-                return call()
-
-            monkeypatch.setattr(cleaner._units.values, "_tried", ask)
-            cleaner.gc()
-            if left[0] >= 0:
-                break
-            calls += 1
-            assert store.match(ids, model=MODEL) == 10
-            with PrefixStore(url) as fresh:
-                assert same(fresh.get(ids, model=MODEL).layers, ids, 10)
-    assert 4 < calls < 99

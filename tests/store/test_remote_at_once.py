@@ -1,0 +1,97 @@
+"""Several that use one store past this machine at once: what one does in the middle of what another does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from prefixes import MODEL, layers_of, same
+
+from kvmnn.store import PrefixStore
+
+pytest.importorskip("fsspec")
+
+
+@pytest.fixture(params=["redis", "file", "memory"])
+def url(request: pytest.FixtureRequest, new_url: Callable[[str], str]) -> str:
+    return new_url(request.param)
+
+
+def put(store: PrefixStore, ids):
+    return store.put(ids, layers_of(ids), model=MODEL)
+
+
+def test_a_pin_that_comes_while_others_evict(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is seen before anything goes."""
+    with PrefixStore(url, block_tokens=4) as store, PrefixStore(url) as other:
+        put(store, range(8))
+        put(store, [5, 5, 5])
+        real, pinned = store._units.values._values.delete_if, []
+
+        def late(*arguments):
+            if not pinned:
+                pinned.append(other.pin(range(8), model=MODEL))
+            return real(*arguments)
+
+        monkeypatch.setattr(store._units.values._values, "delete_if", late)
+        assert store.gc(max_bytes=0).units == 1
+        assert same(other.get(range(8), model=MODEL).layers, range(8), 8)
+
+
+def test_two_first_puts_at_once_hide_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both find nothing; the second is told, and puts what is left behind the first one's."""
+    one, two = [*range(20)], [*range(10), 99, 98, 97, 96]
+    with PrefixStore(url, block_tokens=4) as first, PrefixStore(url) as second:
+        add, done = second._units.add, []
+
+        def late(*arguments):
+            if not done:
+                done.append(put(first, one))
+            return add(*arguments)
+
+        monkeypatch.setattr(second._units, "add", late)
+        assert put(second, two).known_tokens == 10
+    with PrefixStore(url) as store:
+        for ids in (one, two):
+            assert same(store.get(ids, model=MODEL).layers, ids, len(ids))
+        assert store.gc().other_files == 0
+
+
+def test_threads_and_two_stores_at_once(url: str) -> None:
+    texts = [[*range(6), *[number] * number] for number in range(1, 10)]
+    with PrefixStore(url, block_tokens=4) as one, PrefixStore(url) as two, ThreadPoolExecutor(4) as pool:
+
+        def use(number: int) -> bool:
+            store, ids = (one, two)[number % 2], texts[number % len(texts)]
+            put(store, ids)
+            found = store.get(ids, model=MODEL)
+            return found.notes == () and (found.tokens == 0 or same(found.layers, ids, found.tokens))
+
+        assert all(pool.map(use, range(27)))
+        assert one.verify().damaged == ()
+
+
+def test_a_put_in_the_middle_of_gc_stays(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before each of the calls that gc makes of the engine."""
+    calls = 0
+    with PrefixStore(url, block_tokens=4) as cleaner, PrefixStore(url) as store:
+        put(store, list(range(8)))
+        for at in range(100):
+            ids, left = [at, *range(9)], [at]
+
+            def ask(call, left=left, ids=ids):
+                if not left[0]:
+                    put(store, ids)
+                left[0] -= 1
+                return call()
+
+            monkeypatch.setattr(cleaner._units.values, "_tried", ask)
+            cleaner.gc()
+            if left[0] >= 0:
+                break
+            calls += 1
+            assert store.match(ids, model=MODEL) == 10
+            with PrefixStore(url) as fresh:
+                assert same(fresh.get(ids, model=MODEL).layers, ids, 10)
+    assert 4 < calls < 99

@@ -98,6 +98,7 @@ def machine() -> dict[str, Any]:
         "zstd_door": zstd.binding(),
         "zstandard": zstandard.__version__,
         "simd": _simd.simd_level(),
+        "load": f"{os.getloadavg()[0]:.1f} at the end",  # above 1, other work slowed what was measured
     }
 
 

@@ -132,9 +132,12 @@ class _Narrow(argparse._HelpAction):
     def _keep(self, parser: argparse.ArgumentParser, word: str) -> None:
         parser.description = self._said(word)
         others = {name for names in self._options.values() for name in names} - set(self._options[word])
-        for action in parser._actions:
+        for action in list(parser._actions):
             if action.dest == self._of:
                 action.metavar, action.help = word, argparse.SUPPRESS
+            elif action.dest in others and not action.option_strings:
+                action.help = argparse.SUPPRESS
+                parser._actions.remove(action)
             elif action.dest in others or (isinstance(action, _Unfold) and action.of(others)):
                 action.help = argparse.SUPPRESS
         for group in parser._action_groups:

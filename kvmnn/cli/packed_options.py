@@ -19,12 +19,18 @@ if TYPE_CHECKING:
 
 
 def add_packed(
-    parser: Any, backend: str = "--backend", *, tokens: bool = True, second_tokens: bool = False, undo: bool = False
+    parser: Any,
+    backend: str = "--backend",
+    *,
+    tokens: bool = True,
+    second_tokens: bool = False,
+    text: bool = True,
+    undo: bool = False,
 ) -> None:
     """Everything that can be said about packed files; `backend` is the option that names theirs.
 
-    Without `tokens` the verb has ``--tokens`` already; with `second_tokens` it compares two inputs; with `undo` K and V
-    are for other engines than that which computed them.
+    Without `tokens` and `text` the verb has ``--tokens`` and those of `add_text` already; with `second_tokens` it
+    compares two inputs; with `undo` K and V are for other engines than that which computed them.
     """
     group = parser.add_argument_group("packed files", "What prefix caches and live cache files do not say themselves.")
     add_layout(group, backend)
@@ -35,9 +41,10 @@ def add_packed(
             "--tokens", type=_numbers, default=(), metavar="N[,N...]", help="live tokens (of each layer)"
         )
     if second_tokens:
-        text = "live tokens of B (default: --tokens)"
-        group.add_argument("--second-tokens", type=_numbers, default=(), metavar="N[,N...]", help=text)
-    add_text(group)
+        said = "live tokens of B (default: --tokens)"
+        group.add_argument("--second-tokens", type=_numbers, default=(), metavar="N[,N...]", help=said)
+    if text:
+        add_text(group)
     add_finding(group)
     group.add_argument("--packed", action="store_true", help="of a KV dump with both, take the packed variant")
     help.fold(parser, group, "--help-packed")
@@ -69,10 +76,10 @@ def add_finding(parser: Any) -> None:
     parser.add_argument("--ignore-markers", action="store_true", help="read a prefix whose markers are missing")
 
 
-def add_text(parser: Any) -> None:
-    """``--model`` and ``--token-ids``: what the cache was computed with and from."""
+def add_text(parser: Any, model: str = "their geometry") -> None:
+    """``--model``, of which `model` is taken, and ``--token-ids``: what the cache was computed with and from."""
     parser.add_argument(
-        "--model", metavar="DIR", help="the MNN model's directory, a llama.cpp cache's .gguf file: their geometry"
+        "--model", metavar="DIR", help=f"the MNN model's directory, a llama.cpp cache's .gguf file: {model}"
     )
     parser.add_argument(
         "--token-ids", metavar="IDS", help="ids of the text: 5,7,9 or a file: a JSON list, numbers, .npy"

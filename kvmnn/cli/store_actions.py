@@ -47,14 +47,8 @@ def _put(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int
         )
         loading.report_notes([text], arguments)
     put = store.put(ids_of(source, arguments), layers, model=model)
-    return _said(put, arguments), 0
-
-
-def _said(put: Put, arguments: argparse.Namespace) -> Put:
-    """What became of a text; an engine that does not answer is an error here."""
     _refuse_outage(put)
-    loading.report_notes(put.notes, arguments, "warning")
-    return put
+    return put, 0
 
 
 def _refuse_outage(result: Matched | Prefix | Put) -> None:
@@ -210,7 +204,9 @@ def _export(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, 
 
 def _import(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int]:
     model, ids, layers = arguments.read
-    return _said(store.put(ids, layers, model=model), arguments), 0
+    put = store.put(ids, layers, model=model)
+    _refuse_outage(put)
+    return put, 0
 
 
 ACTIONS: dict[str, Any] = {

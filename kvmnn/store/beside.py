@@ -61,8 +61,8 @@ def parse_settings(data: bytes, where: str) -> Settings:
     if tokens > MAX_BLOCK_TOKENS:
         raise root.at("block_tokens").wrong(f"at most {MAX_BLOCK_TOKENS}")
     codec = root.at("codec").text() if "codec" in root.value else "frames"
-    if codec not in CODECS:
-        raise root.at("codec").wrong(f"one of {', '.join(CODECS)}")
+    if codec not in CODECS:  # of a later version
+        raise SourceError(str(root.at("codec").wrong(f"one of {', '.join(CODECS)}")))
     return Settings(tokens, codec)
 
 
@@ -99,9 +99,9 @@ class Beside:
         """Whether the folder says that it is a store."""
         return (self._folder / FILE_NAME).is_file()
 
-    def note_settings(self, settings: Settings) -> None:
-        """Note down what a store is made with, where that is not noted yet."""
-        if not self.is_there:
+    def note_settings(self, settings: Settings, *, anew: bool = False) -> None:
+        """Note down what a store is made with, where that is not noted yet, or anew."""
+        if anew or not self.is_there:
             self._write(Path(FILE_NAME), settings_document(settings))
 
     def settings(self) -> Settings:
@@ -109,8 +109,10 @@ class Beside:
 
         Raises
         ------
-        KvmnnError
-            For a document that is none of this version.
+        ManifestError
+            For a document that is damaged.
+        SourceError
+            For one of another version.
         """
         path = self._folder / FILE_NAME
         return parse_settings(read_bounded(path, _MAX_DOCUMENT), str(path))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..dtypes import Bytes
-from ..errors import KvmnnError, SourceError
+from ..errors import KvmnnError, ManifestError, SourceError
 from ..files.output import failures
 from ..text import count
 from . import updates
@@ -29,6 +29,8 @@ from .units import Added
 from .updates import NewUnit, ParentGoneError
 
 _MAX_SPACES = 4096
+_LOOKED_AT = 64
+"""Units that tell what others are made of."""
 _TOUCH_SECONDS = 1.0
 """Uses are noted down together after so many seconds."""
 
@@ -85,7 +87,7 @@ class Directory:
             self.block_tokens = self._block_tokens()  # of an index that is made anew
         if not read_only:
             self._note_beside(settings.codec if settings else "frames")
-        self.codec = self.beside.settings().codec if self.beside.is_there else "frames"
+        self.codec = self._codec()
         self._touched: set[int] = set()
         self._last_touch = time.monotonic()
         self._lock = threading.Lock()
@@ -261,6 +263,10 @@ class Directory:
         self.files.remove(gone)
         return removed
 
+    def check_open(self) -> None:
+        """`KvmnnError` for a store that was closed."""
+        self.index.check_open()
+
     def close(self) -> None:
         """Note down the uses, and close the index."""
         try:
@@ -276,6 +282,24 @@ class Directory:
             if not isinstance(found, int) or not 1 <= found <= MAX_BLOCK_TOKENS:
                 raise WrongRowError(f"it says that a block has {found!r} tokens")
         return found
+
+    def _codec(self) -> str:
+        """What new units are made of; settings that are damaged are noted down anew, by the index and the units."""
+        if not self.beside.is_there:
+            return "frames"
+        try:
+            return self.beside.settings().codec
+        except ManifestError as error:
+            with self.index.reading() as cursor:
+                units = [
+                    number for (number,) in cursor.execute("SELECT id FROM unit ORDER BY id LIMIT ?", (_LOOKED_AT,))
+                ]
+            headers = [header for header in map(self.header, units) if header is not None]
+            codec = "frames" if headers and all(header.dense is None for header in headers) else "dense"
+            if not self.read_only:
+                self.beside.note_settings(Settings(self.block_tokens, codec), anew=True)
+                self.notes.append(f"{error}: the file was damaged, and is made anew by what the index and units say")
+            return codec
 
     def _rebuild(self, what: str, seen: Path | None) -> bool:
         """Make the index anew, where the folder says that it is a store; whether it could be."""

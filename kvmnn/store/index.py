@@ -187,9 +187,13 @@ class Index:
                     connection.rollback()
                 raise
 
-    def _usable(self) -> sqlite3.Connection:
+    def check_open(self) -> None:
+        """`KvmnnError` for an index that was closed."""
         if self._closed:
             raise KvmnnError(f"{self.folder}: the store is closed")
+
+    def _usable(self) -> sqlite3.Connection:
+        self.check_open()
         return self._connection
 
     def _after_fork(self) -> None:
@@ -231,7 +235,8 @@ class Index:
             if path is not None or (self.read_only and Beside(self.folder).is_there):
                 raise self.damaged(what)
             if block_tokens is None or self.read_only:
-                raise SourceError(f"{self.folder}: is not a prefix store: it has no {FILE_NAME}")
+                found = f"it has no {FILE_NAME}" if self.folder.is_dir() else "there is no such directory"
+                raise SourceError(f"{self.folder}: is not a prefix store: {found}")
             return self._opened(block_tokens)
         self.path = newest(self.folder)[1] or self.path
         return self._opened(None)

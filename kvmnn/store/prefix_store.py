@@ -285,11 +285,20 @@ class PrefixStore:
         return Pinned(tokens=ids.size, pinned=True, was_pinned=not any(new), dtypes=dtypes)
 
     def unpin(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> Pinned:
-        """Let go of a text that was pinned, in this precision or in all."""
+        """Let go of a text that was pinned, in this precision or in all.
+
+        Raises
+        ------
+        KvmnnError
+            Where it is not pinned, and not all of it is stored.
+        """
         ids = as_ids(token_ids)
 
         def unpin() -> list[str]:
-            return [space.dtype for space in self._texts.spaces_of(model, dtype) if self._units.unpin(space, ids)]
+            were = [space.dtype for space in self._texts.spaces_of(model, dtype) if self._units.unpin(space, ids)]
+            if not were:
+                self._texts.wholes(ids, model, dtype)
+            return were
 
         were = self._tried(unpin)
         return Pinned(tokens=ids.size, pinned=False, was_pinned=bool(were), dtypes=tuple(were))
@@ -382,6 +391,7 @@ class PrefixStore:
         self._units.close()
 
     def __enter__(self) -> Self:
+        self._units.check_open()
         return self
 
     def __exit__(

@@ -9,9 +9,10 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..errors import ManifestError
 from ..files.output import failures
 from . import updates
-from .beside import Beside
+from .beside import Beside, Settings, settings_document
 from .index import index_name, make, newest
 from .lookup import Lookup, Text
 from .space import Space
@@ -51,7 +52,14 @@ def rebuild(folder: Path, seen: Path | None) -> Rebuilt | None:
         Where the store's settings are lost or damaged as well.
     """
     beside, files = Beside(folder), UnitFiles(folder)
-    block_tokens = beside.settings().block_tokens
+    try:
+        block_tokens = beside.settings().block_tokens
+    except ManifestError as error:
+        wanted = settings_document(Settings(64, "dense")).decode().strip()
+        raise ManifestError(
+            f"{error}; the index is lost or damaged as well: write what the store was made with into this file, such "
+            f"as {wanted}"
+        ) from None
     with _locked(folder):
         number, found = newest(folder)
         if found != seen:

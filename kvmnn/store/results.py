@@ -101,10 +101,12 @@ class Put:
         return asdict(self) | {"notes": list(self.notes)}
 
     def __str__(self) -> str:
-        if self.notes and not self.stored_bytes and self.known_tokens < self.tokens:
-            return f"{count(self.tokens, 'token')}: nothing was stored: {'; '.join(self.notes)}"
         text = f"{count(self.tokens, 'token')}: all of them were stored already"
-        if new := self.tokens - self.known_tokens:
+        if self.stored_tokens < self.tokens:
+            done = "none of them is stored now" if self.removed_bytes else "nothing was stored"
+            done = f"{self.stored_tokens:,} of them are stored now" if self.stored_tokens else done
+            text = f"{count(self.tokens, 'token')}: {done}: {'; '.join(self.notes)}"
+        elif new := self.tokens - self.known_tokens:
             sizes = f"{self.raw_bytes:,} -> {self.stored_bytes:,} bytes"
             text = f"{count(self.tokens, 'token')}, {new:,} of them new: {sizes}"
             text += f", ratio {ratio(self.raw_bytes, self.stored_bytes):.4f}{at_rate(self.raw_bytes, self.seconds)}"
@@ -154,7 +156,7 @@ class Cleaned:
     foreign
         Files in the store that are not kvmnn's, and stay.
     kept
-        Why a text was not removed, or more is left than the bound; empty where that is not so.
+        Why a text was not removed, or what of it was not, or why more is left than the bound; empty where all went.
     dtypes
         Of a text: the precisions that are meant.
     """
@@ -189,6 +191,13 @@ _NAMED = 5
 def pinned_bytes(left: int, max_bytes: int | None) -> str:
     """Why more is left than the bound: what is pinned, and what that goes on from."""
     return f"{left:,} bytes are left, of texts that are pinned" if max_bytes is not None and left > max_bytes else ""
+
+
+def kept_part(removed: int, left: int) -> str:
+    """Why a text of which some units were removed is there still, or its first `left` tokens are."""
+    if not removed:
+        return "other texts go on from it, or it is pinned"
+    return f"its first {count(left, 'token')} stay, which other texts have or a pin keeps" if left else ""
 
 
 @dataclass(frozen=True, kw_only=True)

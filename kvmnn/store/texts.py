@@ -98,7 +98,7 @@ class Texts:
             stored_bytes=added.stored_bytes,
             removed_bytes=removed,
             seconds=time.perf_counter() - started,
-            notes=() if stored == ids.size else (f"of these {ids.size:,} tokens {stored:,} are stored now: {why}",),
+            notes=() if stored == ids.size else (why,),
         )
 
     def _check_shapes(self, space: Space) -> None:

@@ -109,5 +109,8 @@ class Units(Protocol):
     def forget_session(self, name: str) -> None:
         """Forget a session."""
 
+    def check_open(self) -> None:
+        """`KvmnnError` for a store that was closed."""
+
     def close(self) -> None:
         """Let go of everything; twice does nothing."""

@@ -10,7 +10,7 @@ from .directory import Directory
 from .index import whole_numbers
 from .lookup import Text
 from .mending import mend_beside
-from .results import Cleaned, Verified, pinned_bytes
+from .results import Cleaned, Verified, kept_part, pinned_bytes
 from .space import from_json
 from .strangers import strangers
 from .token_ids import block_keys
@@ -41,8 +41,7 @@ def delete(units: Directory, text: Text) -> Cleaned:
         return gone
 
     removed = units.remove(choose)
-    kept = "" if removed.units else "other texts go on from it, or it is pinned"
-    return Cleaned(units=removed.units, bytes=removed.nbytes, kept=kept)
+    return Cleaned(units=removed.units, bytes=removed.nbytes, kept=kept_part(removed.units, units.find(text).tokens))
 
 
 def clean(units: Directory, max_bytes: int | None) -> Cleaned:

@@ -10,6 +10,7 @@ import pytest
 from kvmnn.cli import build_parser
 from kvmnn.cli.help import help_of
 from kvmnn.cli.parser import GROUPS, VERBS
+from kvmnn.cli.verbs import store
 from kvmnn.errors import KvmnnError
 from kvmnn.packed.backends import backend
 
@@ -92,6 +93,17 @@ def test_options_of_packed_files_are_shown_once(run, monkeypatch) -> None:
         assert shown.startswith("packed files:\n")
         assert "--ignore-markers" in shown
         assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_an_action_has_a_help_of_its_own(run) -> None:
+    """What it says nothing to is not in it, nor what it does not take."""
+    for action, options in store._ACTIONS.items():
+        shown = run("store", action, "--help").out
+        assert shown.startswith(f"usage: kvmnn store [options] {action} STORE{' [IN ...]' * bool(options.inputs)}\n")
+        assert re.search(rf"^  (\w+, )?{action}\b.* STORE", shown, re.MULTILINE)
+        assert ("--token-ids IDS" in shown) == ("token_ids" in options.options)
+        assert ("--help-engines" in shown) == ("stream" in options.options)
+        assert ("--capacity" in shown) == (action == "get")
 
 
 @pytest.mark.parametrize(

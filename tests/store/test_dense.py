@@ -360,6 +360,24 @@ def test_a_store_keeps_its_codec(tmp_path: Path) -> None:
         PrefixStore(tmp_path / "t", codec="zip")
 
 
+@pytest.mark.parametrize("codec", ["dense", "frames"])
+def test_settings_are_made_anew_by_the_index_and_the_units(tmp_path: Path, codec: str) -> None:
+    ids = text(400)
+    with PrefixStore(tmp_path / "s", block_tokens=16, codec=codec) as store:
+        store.put(ids, layers_of(ids), model=MODEL)
+    path = tmp_path / "s" / "store.json"
+    settings = path.read_bytes()
+    for damaged in (b"", settings[:-9], b"\xff" * 50, b'{"schema": "kvmnn-store", "schema_version": 1}'):
+        path.write_bytes(damaged)
+        with PrefixStore(tmp_path / "s", read_only=True) as store:
+            assert (store.codec, store.match(ids, model=MODEL)) == (codec, 400)
+        assert path.read_bytes() == damaged, "a reader changes nothing"
+        with PrefixStore(tmp_path / "s") as store:
+            assert store.codec == codec and same(store.get(ids, model=MODEL).layers, layers_of(ids), 400)
+            assert "store.json: " in store.notes[0] and "is made anew by what the index" in store.notes[0]
+        assert path.read_bytes() == settings
+
+
 def test_past_this_machine(tmp_path: Path) -> None:
     pytest.importorskip("fsspec")
     ids, url = text(1000), f"file://{tmp_path}/r"

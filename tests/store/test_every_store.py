@@ -30,7 +30,7 @@ def put(store: PrefixStore, ids, **options):
 def test_what_the_bound_has_no_room_for_is_said(url: str) -> None:
     """Of the same text put again with a smaller bound, too."""
     ids = list(range(40))
-    said = "of these 40 tokens 0 are stored now: the bound (max_bytes) has no room for more"
+    said = "the bound (max_bytes) has no room for more"
     with PrefixStore(url, max_bytes=10) as store:
         made = put(store, ids)
         assert (made.stored_tokens, made.notes, made.removed_bytes) == (0, (said,), made.stored_bytes)
@@ -64,7 +64,7 @@ def test_a_closed_store_says_so(url: str) -> None:
     calls += [store.sessions, store.gc, store.verify, store.stats, store.ls, lambda: store.models]
     calls += [lambda: put(store, ids), lambda: put(store, [1, 2]), lambda: store.export(ids, "none", model=MODEL)]
     calls += [lambda: store.resume("chat"), lambda: store.forget("chat")]
-    calls += [lambda: store.park("chat", ids, layers_of(ids), model=MODEL)]
+    calls += [lambda: store.park("chat", ids, layers_of(ids), model=MODEL), store.__enter__]
     for call in calls:
         with pytest.raises(KvmnnError, match=r": the store is closed$"):
             call()

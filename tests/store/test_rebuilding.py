@@ -250,8 +250,11 @@ def test_without_its_settings_nothing_can_be_made_anew(folder: Path) -> None:
         PrefixStore(folder)
     for text in ("{", "[]", '{"schema": "kvmnn-store", "schema_version": 1, "block_tokens": 0}', "\xff"):
         (folder / "store.json").write_text(text, encoding="latin-1")
-        with pytest.raises(KvmnnError, match=r"store\.json"):
+        with pytest.raises(KvmnnError, match=r"store\.json: .*write what the store was made with into this file"):
             PrefixStore(folder)
+    (folder / "store.json").write_text('{"schema": "kvmnn-store", "schema_version": 1, "block_tokens": 4}')
+    with PrefixStore(folder) as store:
+        check(store)
 
 
 def test_damaged_files_beside_the_index_are_passed_over(folder: Path) -> None:

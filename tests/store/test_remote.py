@@ -50,7 +50,8 @@ def test_it_is_a_store(url: str) -> None:
         assert sorted(entry.tokens for entry in store.ls().texts) == [15, 20]
         assert store.verify().damaged == ()
         assert store.gc().other_files == 0
-        assert store.delete(two, model=MODEL).units == 1
+        removed = store.delete(two, model=MODEL)
+        assert (removed.units, removed.kept) == (1, "its first 12 tokens stay, which other texts have or a pin keeps")
         assert store.match(two, model=MODEL) == 12
         assert store.delete(one[:12], model=MODEL).kept
         assert store.delete(one, model=MODEL).units == 1

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from .. import (
     axes_options,
     dense_options,
+    engine_options,
+    help,
     idle_options,
     loading,
     packed_options,
@@ -56,7 +59,10 @@ class _Action(NamedTuple):
 
 _MODEL = ("token_ids", "model", "fingerprint", "dtype")
 _LAYOUT = ("backend", "lp", "hp", "flash_block", "name", "capacity")
-_INPUT = ("tensor", "skip_unsupported", "token_major", "undo", *axes_options.NAMES, *packed_options.LAYING)
+_INPUT = (
+    *("tensor", "skip_unsupported", "token_major", "undo"),
+    *(*axes_options.NAMES, *packed_options.LAYING, *engine_options.CHOOSING),
+)
 _MAKING_OPTIONS = ("store_bytes", "block_tokens", "codec", "effort", "threads")
 _ACTIONS = {
     "put": _Action((*_MODEL, *_INPUT, *_MAKING_OPTIONS, "rope", "force"), "CACHE"),
@@ -87,6 +93,7 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "inputs", nargs="*", default=[], metavar="IN", help="put: caches of the text; import: a file of export"
     )
+    packed_options.add_text(parser, "its fingerprint says which model computed it")
     parser.add_argument("--fingerprint", metavar="TEXT", help="which model computed it, where no --model tells")
     parser.add_argument(
         "--max-bytes",
@@ -119,7 +126,17 @@ def add_parser(verbs: Any) -> None:
     )
     shared_options.add_source(parser, "put: what raw words are; else which precision is meant")
     parser.add_argument("--token-major", action="store_true", help="put: arrays are [token, kv_head, head_dim]")
-    packed_options.add_packed(parser, undo=True)
+    packed_options.add_packed(parser, text=False, undo=True)
+    options = {name: (*action.options, *(["inputs"] if action.inputs else [])) for name, action in _ACTIONS.items()}
+    help.narrow(parser, "action", options, _said)
+
+
+def _said(action: str) -> str:
+    """What the help of all says of one action."""
+    title, _, rest = _TEXT.partition("\n\n")
+    lines = re.findall(rf"^  (?:\w+, )?{action}\b.*(?:\n {{10,}}.*)*", rest, re.MULTILINE)
+    about_texts = ["", rest.rpartition("\n\n")[2]] if "token_ids" in _ACTIONS[action].options else []
+    return "\n".join([title, "", *lines, *about_texts])
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ from tokenize import TokenError
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ...dtypes import Indices
 from ...errors import KvmnnError, SourceError
@@ -50,10 +51,17 @@ def parsed_token_ids(data: bytes, where: str) -> Indices:
         raise SourceError(f"{where}: holds no list of token ids") from None
 
 
+def _one_text(ids: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Ids ``[token]``; ``[1, token]`` is a batch of one text."""
+    if ids.ndim != 1 and ids.shape[:-1] != (1,):
+        raise KvmnnError(f"token ids: expected those of one text, [token], found an array of shape {list(ids.shape)}")
+    return ids.reshape(-1)
+
+
 def _ids(data: bytes) -> Any:
     if data.startswith(b"\x93NUMPY"):
         try:
-            return np.load(io.BytesIO(data), allow_pickle=False).reshape(-1)
+            return _one_text(np.load(io.BytesIO(data), allow_pickle=False))
         except (TypeError, TokenError) as exc:  # numpy's, of a header that is damaged
             raise ValueError("not a .npy file") from exc
     text = data.decode()

@@ -325,6 +325,10 @@ class Shelf:
         if not self.read_only:
             self.values.delete([unit_name(unit), *([record] if record else [])])
 
+    def check_open(self) -> None:
+        """`KvmnnError` for a store that was closed."""
+        self.values.check_open()
+
     def close(self) -> None:
         """Note down the uses, and let go of connections."""
         self.touch((), now=True)

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...dtypes import Bytes
 from ..lookup import Text
-from ..results import Cleaned, Entry, Stats, Verified, pinned_bytes
+from ..results import Cleaned, Entry, Stats, Verified, kept_part, pinned_bytes
 from ..space import Space
 from ..unit import DamagedError
 from ..verifying import GoneError, Verifier
@@ -54,7 +54,7 @@ def delete(units: Shelf, text: Text) -> Cleaned:
                 break
             gone.append(record)
         if not gone or bounding.forget_unless_pinned(units, gone, pins):
-            kept = "" if gone else "other texts go on from it, or it is pinned"
+            kept = kept_part(len(gone), units.find(text).tokens)
             return Cleaned(units=len(gone), bytes=sum(record.nbytes for record in gone), kept=kept)
 
 

@@ -137,9 +137,13 @@ class Patient:
         except Exception:
             return
 
-    def _tried(self, call: Callable[[], T]) -> T:
+    def check_open(self) -> None:
+        """`KvmnnError` for what was closed."""
         if self._closed:
             raise KvmnnError(f"{self.label}: the store is closed")
+
+    def _tried(self, call: Callable[[], T]) -> T:
+        self.check_open()
         with self._lock:
             resting, last = time.monotonic() < self._rest_until, self._last
         if resting:

@@ -10,9 +10,10 @@ import numpy.typing as npt
 
 from ..dtypes import Words, by_name
 from ..errors import KvmnnError
-from ..frames import encode as encode_frame
+from ..frames import CodecOptions
+from ..frames.encoding import encode_words
 from . import _stream
-from .header import FRAME, SIZE, WORDS
+from .header import DTYPES, FRAME, SIZE, WORDS
 from .rotary import Rotary
 from .tables import held_tables, rotation_of
 from .taking import Given
@@ -24,6 +25,8 @@ Alike: TypeAlias = npt.NDArray[np.int32]
 _SAMPLE = 16
 """A frame is tried on one row in this many first."""
 _LEAST_SAMPLE_BYTES = 8 << 10
+_FRAMES = {dtype: CodecOptions(effort="fast").for_words(dtype) for dtype in DTYPES}
+"""Of the frames: short arrays would take longer to ask for them each time."""
 
 
 def encode(
@@ -215,13 +218,13 @@ def _smallest(
 
 def _frame(given: Given, limit: int) -> bytes | None:
     """The frame of the words, if it is shorter than `limit`; a sample tells whether it is worth making."""
-    words, name = given.words, given.dtype.name
+    words, options = given.words, _FRAMES[given.dtype]
     row_bytes = words.size // given.tokens
     sample = max(given.tokens // _SAMPLE, -(-_LEAST_SAMPLE_BYTES // row_bytes))
     if sample < given.tokens:
         begin, size = (given.tokens - sample) // 2 * row_bytes, sample * row_bytes
-        tried = encode_frame(words[begin : begin + size], dtype=name, effort="fast", threads=1)
+        tried = encode_words(words[begin : begin + size], options, 1)
         if len(tried) / size > 1.05 * limit / words.size:
             return None
-    frame = encode_frame(words, dtype=name, effort="fast", threads=1)
+    frame = encode_words(words, options, 1)
     return frame if len(frame) < limit else None

@@ -69,7 +69,7 @@ class Laid:
                 raise OptionError(f"shape {list(self.shape)}: expected lengths from 1 on, and at most one -1")
             if self.axes is not None and len(self.shape) != len(self.axes):
                 raise OptionError(
-                    f"shape {list(self.shape)} has {len(self.shape)} axes, {self.axes!r} {len(self.axes)}"
+                    f"shape {list(self.shape)} has {_axes(len(self.shape))}, {self.axes!r} {len(self.axes)}"
                 )
 
 
@@ -97,6 +97,22 @@ def laid_out(source: Source, laid: Laid, where: str) -> Source:
     if laid.batch is not None and not (laid.where_needed and not _may_have_batch(source)):
         source = _one_of_batch(source, laid.batch, where)
     return source
+
+
+def is_laid(source: Source, laid: Laid) -> bool:
+    """Whether the arrays may be those that `laid_out` makes of what is said of axes and shape."""
+    if laid.axes:
+        plain = source.engine_cache is None and source.cache is None
+        return plain and source.axes == ("bhtd" if "b" in laid.axes else "htd")
+    return any(_has_shape(array.shape, laid.shape or ()) for array in source.arrays)
+
+
+def _has_shape(found: tuple[int, ...], said: tuple[int, ...]) -> bool:
+    return len(found) == len(said) and all(one in (-1, other) for one, other in zip(said, found, strict=True))
+
+
+def _axes(number: int) -> str:
+    return "1 axis" if number == 1 else f"{number} axes"
 
 
 def _may_lie_so(source: Source, laid: Laid) -> bool:
@@ -142,8 +158,8 @@ def _sorted(where: str, arrays: Sequence[NamedArray], axes: str, *, pages: bool)
     for array in arrays:
         if len(array.shape) != len(axes):
             raise SourceError(
-                f"{where}: array {array.name!r} has {len(array.shape)} axes {list(array.shape)}, expected {len(axes)} "
-                f"({axes})"
+                f"{where}: array {array.name!r} has {_axes(len(array.shape))} {list(array.shape)}, expected "
+                f"{len(axes)} ({axes})"
             )
         if array.itemsize != array.word_bytes:
             raise MissingOptionError(f"{where}: array {array.name!r} holds raw bytes: say their --shape")
@@ -271,6 +287,8 @@ def _one_of_batch(source: Source, batch: int, where: str) -> Source:
             )
         raise OptionError(f"{where}: its arrays have no axis for a batch: leave --batch out")
     for array in source.arrays:
+        if batch >= array.shape[0] == 1:
+            raise OptionError(f"{where}: has no text {batch} in its batch, which is of one text: leave --batch out")
         if batch >= array.shape[0]:
             raise OptionError(f"{where}: has a batch of {array.shape[0]}: expected --batch 0 to {array.shape[0] - 1}")
     arrays = [strided(*_part(_Words(array), "bhtd", {"b": batch}, array.name)) for array in source.arrays]

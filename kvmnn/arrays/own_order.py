@@ -12,7 +12,7 @@ from .casting import Cast
 from .named_array import NamedArray, Piece, rechunked
 from .names import part_of
 from .source import Source
-from .undoing import Undo, check_undo, rounded, undone
+from .undoing import UNDOABLE, Undo, check_undo, rounded, undone
 
 _STEP = 1 << 20
 
@@ -52,7 +52,7 @@ def undo(source: Source, names: Sequence[str]) -> Source:
             raise OptionError(f"{where}: array {array.name!r} is none of K and V in heads, which --undo is about")
         arrays.append(_undone(array, part_of(where, array.name)[0], wanted))
     if cache is not None:
-        able = cache.altered + cache.perhaps_altered
+        able = _able(source)
         for name in wanted:
             if name not in able:
                 expected = f"expected {' or '.join(able)}" if able else "leave --undo out"
@@ -62,6 +62,37 @@ def undo(source: Source, names: Sequence[str]) -> Source:
         )
         cache = replace(cache, altered=altered, perhaps_altered=perhaps)
     return replace(source, arrays=arrays, undone=wanted, engine_cache=cache)
+
+
+def undo_where_done(sources: Sequence[Source], names: Sequence[str]) -> list[Source]:
+    """The sources, each without what its engine did to it, or may have done, of what is to be undone.
+
+    Raises
+    ------
+    OptionError
+        As `undo`, and for what was done to none of them.
+    """
+    if list(names) == ["none"]:
+        return [undo(source, names) for source in sources]
+    able = [_able(source) for source in sources]
+    for name in names:
+        if name not in UNDOABLE:
+            check_undo([name], 0)
+        if not any(name in each for each in able):
+            said = [name for name in UNDOABLE if any(name in each for each in able)]
+            expected = f"expected {' or '.join(said)}" if said else "leave --undo out"
+            raise OptionError(f"undo {name}: was done to neither of {' and '.join(_names(sources))}: {expected}")
+    wanted = [[name for name in names if name in each] for each in able]
+    return [undo(source, mine) if mine else source for source, mine in zip(sources, wanted, strict=True)]
+
+
+def _able(source: Source) -> tuple[Undo, ...]:
+    """What the engine did to a source, and what it may have done."""
+    return source.engine_cache.altered + source.engine_cache.perhaps_altered if source.engine_cache else ()
+
+
+def _names(sources: Sequence[Source]) -> list[str]:
+    return [" ".join(source.inputs) for source in sources]
 
 
 def _undone(array: NamedArray, part: Part, names: tuple[Undo, ...]) -> NamedArray:
@@ -115,7 +146,8 @@ def order_notes(source: Source) -> list[str]:
 def unlike_orders(first: Source, second: Source) -> list[str]:
     """What to say where two caches are compared of which one may hold K in another order than the other."""
     caches = [source.engine_cache for source in (first, second)]
-    if caches[0] and caches[1] and caches[0].engine == caches[1].engine and first.undone == second.undone:
+    turned = ["k-order" in (source.undone or ()) for source in (first, second)]
+    if caches[0] and caches[1] and caches[0].engine == caches[1].engine and turned[0] == turned[1]:
         return []
     return [*order_notes(first), *order_notes(second)]
 

@@ -10,14 +10,17 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from . import help, idle_options, shared_options
+from .printing import UsageError
 
 if TYPE_CHECKING:
+    from ..arrays.source import Source
     from ..formats.options import EngineOptions
 
 CHOOSING = ("stream", "sequence", "window", "blocks")
 """The options, as the namespace calls them."""
 HEADS = ("kv_heads", "head_dim", "model")
-"""Those about packed files that such caches need as well."""
+"""Those about packed files that caches of llama.cpp need as well."""
+_OF_LLAMA = ("stream", "sequence", "window")
 
 
 _HEADS_SAID = "Of a llama.cpp file --kv-heads N or --model FILE.gguf (--help-packed) says how many heads a row is of."
@@ -68,11 +71,34 @@ def options(
 
 
 def refuse_idle(arguments: argparse.Namespace, paths: Sequence[str]) -> None:
-    """`UsageError` for an option where no input is a cache of another engine."""
+    """`UsageError` for an option where no input is a cache that it is about."""
     idle = [name for name in CHOOSING if idle_options.given(arguments, name)]
     if idle and not any(map(is_engine_file, paths)):
         why = f"is about caches of other engines, and {' '.join(paths)} holds none"
         idle_options.refuse(arguments, idle, why)
+    if idle and not any(map(is_llama, paths)):
+        why = f"is about caches of llama.cpp, and {' '.join(paths)} holds none"
+        idle_options.refuse(arguments, _OF_LLAMA, why)
+
+
+def refuse_no_blocks(arguments: argparse.Namespace, source: Source) -> None:
+    """`UsageError` for ``--blocks`` where nothing is quantised."""
+    if getattr(arguments, "blocks", False) and not any(array.array_dtype == "|u1" for array in source.arrays):
+        raise UsageError(f"--blocks is about quantised K and V, and {' '.join(source.inputs)} holds none")
+
+
+def used(path: str) -> tuple[str, ...]:
+    """Which of the options, and of those in `HEADS`, have something to say of a path."""
+    if is_llama(path):
+        return (*HEADS, *CHOOSING)
+    return ("blocks",) if is_engine_file(path) else ()
+
+
+def of_input(arguments: argparse.Namespace, path: str) -> argparse.Namespace:
+    """The arguments without those of the options that say nothing of this input, but of another."""
+    known = used(path)
+    others = {name: arguments.parser.get_default(name) for name in CHOOSING if name not in known}
+    return argparse.Namespace(**vars(arguments) | others)
 
 
 def is_engine_file(path: str) -> bool:
@@ -83,8 +109,8 @@ def is_engine_file(path: str) -> bool:
     return is_stream(path) or engine_kind(path) not in (None, "torch-cache")
 
 
-def may_be_undone(path: str) -> bool:
-    """Whether ``--undo`` has something to say of a path: a llama.cpp file, frames of one, or a stream."""
+def is_llama(path: str) -> bool:
+    """Whether a path is a llama.cpp file, frames of one, or a stream, which may be one."""
     from ..files.mapped import is_stream
     from ..formats import engine_kind
     from ..formats.llama import NAME

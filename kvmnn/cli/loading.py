@@ -64,6 +64,8 @@ def load(
         max_bytes=getattr(arguments, "max_bytes", None),
     )
     source = joined([opening.open(path, options) for path in paths])
+    if not one_of_several:
+        engine_options.refuse_no_blocks(arguments, source)
     if len(paths) > 1:
         source = laid_out(source, laid, " ".join(paths))
         source = source if engine.undo is None else undo(source, engine.undo)

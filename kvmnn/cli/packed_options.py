@@ -144,10 +144,13 @@ def refuse_idle(arguments: argparse.Namespace, paths: Sequence[str], used: Seque
     """`UsageError` for an option about packed files where no input is any, but for those that are `used` otherwise."""
     engine_options.refuse_idle(arguments, paths)
     idle = [name for name in LAYING if name not in used and idle_options.given(arguments, name)]
-    if any(map(engine_options.is_engine_file, paths)) or any(map(engine_options.has_engine_file, paths)):
+    if any(map(engine_options.is_llama, paths)) or any(map(engine_options.has_engine_file, paths)):
         idle = [name for name in idle if name not in engine_options.HEADS]
     if idle and not any(map(may_be_packed, paths)):
-        idle_options.refuse(arguments, idle, f"is about packed files of MNN's, and {' '.join(paths)} holds none")
+        others = " and caches of llama.cpp" if any(map(engine_options.is_engine_file, paths)) else ""
+        for name in idle:
+            about = "packed files of MNN's" + (others if name in engine_options.HEADS else "")
+            idle_options.refuse(arguments, [name], f"is about {about}, and {' '.join(paths)} holds none")
 
 
 def check_origin(arguments: argparse.Namespace, info: CacheInfo | None, where: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from .. import engine_options, idle_options, loading, packed_options, printing, shared_options
+from .. import axes_options, engine_options, idle_options, loading, packed_options, printing, shared_options
 from ..printing import UsageError
 
 if TYPE_CHECKING:
@@ -21,7 +21,8 @@ holds. Where arrays are K and V of layers by their names, the order of their axe
 tokens, the first ones are compared.
 
 With --atol X the inputs may be of different engines and types: what each computed from the same text is compared in
-numbers, layer by layer. --undo is about the inputs that are llama.cpp's."""
+numbers, layer by layer. --undo is about the inputs that are llama.cpp's: of each what may have been done to it is
+undone, and a note says what."""
 
 
 def _both(*inputs: tuple[str, argparse.Namespace]) -> list[Source]:
@@ -33,7 +34,7 @@ def _both(*inputs: tuple[str, argparse.Namespace]) -> list[Source]:
     try:
         return [_loaded(path, arguments) for path, arguments in inputs]
     except MissingOptionError:
-        if not all(engine_options.may_be_undone(path) and not is_stream(path) for path, _ in inputs):
+        if not all(engine_options.is_llama(path) and not is_stream(path) for path, _ in inputs):
             raise
         found = [_loaded(path, arguments, any_heads=True) for path, arguments in inputs]
         if any(source.engine_cache is None or source.engine_cache.kv_heads is not None for source in found):
@@ -43,10 +44,10 @@ def _both(*inputs: tuple[str, argparse.Namespace]) -> list[Source]:
 
 def _with_own_model(path: str, arguments: argparse.Namespace) -> argparse.Namespace:
     """The arguments with ``--model`` where it is about this input: a .gguf file is not about MNN's, and the reverse."""
-    are_llama = [engine_options.may_be_undone(each) for each in (arguments.first, arguments.second)]
+    are_llama = [engine_options.is_llama(each) for each in (arguments.first, arguments.second)]
     if arguments.model is None or are_llama[0] == are_llama[1]:
         return arguments
-    is_own = engine_options.is_gguf(arguments.model) == engine_options.may_be_undone(path)
+    is_own = engine_options.is_gguf(arguments.model) == engine_options.is_llama(path)
     return arguments if is_own else _with(arguments, model=None)
 
 
@@ -55,7 +56,10 @@ def _loaded(path: str, arguments: argparse.Namespace, *, any_heads: bool = False
 
     if is_weights(path):
         return as_source(path)
-    said = arguments if engine_options.may_be_undone(path) else _with(arguments, undo=None)
+    asked = arguments.undo is not None and engine_options.is_llama(path)
+    said = _with(engine_options.of_input(arguments, path), undo=None)
+    if asked:  # `_undone` does it, of what all arrays say
+        said = _with(said, undo=("none",), tensor=[])
     used = packed_options.LAYING
     return loading.load([path], said, frames=True, used=used, any_heads=any_heads, one_of_several=True)
 
@@ -63,6 +67,40 @@ def _loaded(path: str, arguments: argparse.Namespace, *, any_heads: bool = False
 def _with(arguments: argparse.Namespace, **other: Any) -> argparse.Namespace:
     """The arguments as they hold for one of the inputs."""
     return argparse.Namespace(**vars(arguments) | other)
+
+
+def _undone(sources: list[Source], arguments: argparse.Namespace) -> list[Source]:
+    """The sources without what llama.cpp did to each of what is to be undone, and a note what that is."""
+    from ...arrays.own_order import undo_where_done
+    from ...formats.llama import ENGINE
+    from ...formats.options import ReadOptions
+    from ...formats.reading import chosen
+
+    if arguments.undo is None:
+        return sources
+    inputs = (arguments.first, arguments.second)
+    if not any(source.engine_cache and source.engine_cache.engine == ENGINE for source in sources):
+        raise UsageError(f"--undo is about caches of llama.cpp, and {' '.join(inputs)} holds none")
+    if arguments.blocks:
+        raise UsageError("--undo is about numbers, and --blocks keeps bytes: leave one of them out")
+    undone = undo_where_done(sources, arguments.undo)
+    for path, source in zip(inputs, undone, strict=True):
+        if arguments.undo != ("none",):
+            what = ", ".join(source.undone or ()) or "nothing, as nothing of that was done to it"
+            printing.note(arguments, f"{path}: undone: {what}")
+    options = ReadOptions(tensors=tuple(arguments.tensor))
+    return [chosen(source, path, options) for path, source in zip(inputs, undone, strict=True)]
+
+
+def _check_laid(sources: Sequence[Source], arguments: argparse.Namespace) -> None:
+    """`UsageError` for ``--axes`` and ``--shape`` that are about neither input."""
+    from ...arrays.axes import is_laid
+
+    laid = axes_options.laid(arguments)
+    if (laid.axes or laid.shape) and not any(is_laid(source, laid) for source in sources):
+        why = "their arrays have another number of axes, or say themselves how they lie"
+        said = f"fits neither {arguments.first} nor {arguments.second}: {why}"
+        idle_options.refuse(arguments, ["kv_axes", "kv_shape"], said)
 
 
 def _one_of_batch(sources: Sequence[Source], arguments: argparse.Namespace) -> list[Source]:
@@ -114,11 +152,13 @@ def run(arguments: argparse.Namespace) -> int:
     packed_options.refuse_idle(arguments, paths)
     if not packed_options.may_be_packed(arguments.second):
         idle_options.refuse(arguments, ["second_tokens"], f"is about packed files, and {arguments.second} holds none")
-    if not any(map(engine_options.may_be_undone, paths)):
-        idle_options.refuse(arguments, ["undo"], f"is about caches of llama.cpp, and {' '.join(paths)} holds none")
     whole = _with(arguments, kv_batch=None)  # a batch is cut below, where both are known
     of_second = _with(whole, tokens=arguments.second_tokens or arguments.tokens)
-    first, second = _one_of_batch(_both((arguments.first, whole), (arguments.second, of_second)), arguments)
+    both = _both((arguments.first, whole), (arguments.second, of_second))
+    _check_laid(both, arguments)
+    if not any(array.array_dtype == "|u1" for source in both for array in source.arrays):
+        idle_options.refuse(arguments, ["blocks"], f"is about quantised K and V, and {' '.join(paths)} holds none")
+    first, second = _undone(_one_of_batch(both, arguments), arguments)
     for path, source in zip(paths, (first, second), strict=True):
         loading.report_skipped(source, arguments)
         packed_options.check_origin(arguments, source.cache, path)

@@ -98,7 +98,7 @@ def _used(path: str, arguments: argparse.Namespace) -> tuple[str, ...]:
     if not _is_of_arrays(path, arguments):
         return _FRAMES
     if engine_options.is_engine_file(path):
-        return ("dtype", "max_bytes", "kv_batch", *engine_options.HEADS, *engine_options.CHOOSING)
+        return ("dtype", "max_bytes", "kv_batch", *engine_options.used(path))
     return (
         "dtype",
         "max_bytes",
@@ -172,6 +172,6 @@ def _arrays(path: str | MappedFile, arguments: argparse.Namespace) -> ArraysInfo
         max_bytes=arguments.max_bytes,
         engine=engine_options.options(arguments, any_heads=True, any_stream=True),
     )
-    return formats.inspect(
-        formats.open(path, limits, dtype=arguments.dtype, skip_unsupported=True, packed=packed, frames=False)
-    )
+    source = formats.open(path, limits, dtype=arguments.dtype, skip_unsupported=True, packed=packed, frames=False)
+    engine_options.refuse_no_blocks(arguments, source)
+    return formats.inspect(source)

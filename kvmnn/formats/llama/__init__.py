@@ -3,7 +3,7 @@
 from .gguf import is_gguf
 from .gguf import read_rotary as read_gguf_rotary
 from .keeping import NAME, keep
-from .reading import is_state, read
+from .reading import ENGINE, is_state, read
 from .state import MAGICS
 
-__all__ = ["MAGICS", "NAME", "is_gguf", "is_state", "keep", "read", "read_gguf_rotary"]
+__all__ = ["ENGINE", "MAGICS", "NAME", "is_gguf", "is_state", "keep", "read", "read_gguf_rotary"]

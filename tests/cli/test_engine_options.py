@@ -1,0 +1,117 @@
+"""Options about caches of other engines: said where they do nothing, and of two inputs each for the one it is about."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import llama_files
+import mlx_files
+import numpy as np
+import pytest
+from llama_files import Shape
+
+DIMS = 64
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Sessions in f16 and q8_0, prompt caches in f16 and 8 bits, a model, plain arrays."""
+    monkeypatch.chdir(tmp_path)
+    for name, kind in (("x", "f16"), ("q", "q8_0")):
+        shape = Shape(k_type=kind, v_type=kind, dims=DIMS, value_dims=DIMS)
+        Path(f"{name}.session").write_bytes(llama_files.state(Random(3), shape, [12])[0])
+    fields = {"attention__head_count_kv": 2, "attention__key_length": DIMS, "block_count": 2}
+    Path("m.gguf").write_bytes(llama_files.gguf(**fields))
+    for name, bits in (("c", 0), ("g", 8)):
+        Path(f"{name}.safetensors").write_bytes(mlx_files.cache(Random(3), mlx_files.Shape(bits=bits))[0])
+    np.savez("plain.npz", **{f"layer_0.{part}": np.ones((2, 5, 8), np.float16) for part in ("key", "value")})
+    return tmp_path
+
+
+def flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("verb", ["measure", "unpack -o o.npz", "encode -o o/", "inspect"])
+@pytest.mark.parametrize(
+    ("said", "about"),
+    [
+        ("c.safetensors --kv-heads 2", "packed files of MNN's and caches of llama.cpp"),
+        ("c.safetensors --model m.gguf", "packed files of MNN's and caches of llama.cpp"),
+        ("c.safetensors --stream 0", "caches of llama.cpp"),
+        ("c.safetensors --sequence 0", "caches of llama.cpp"),
+        ("c.safetensors --window", "caches of llama.cpp"),
+        ("c.safetensors --blocks", "quantised K and V"),
+        ("x.session --kv-heads 2 --blocks", "quantised K and V"),
+    ],
+)
+def test_what_says_nothing_to_a_cache_is_refused(here: Path, run, verb: str, said: str, about: str) -> None:
+    found = flat(run(*verb.split(), *said.split(), code=2).err)
+    path = said.split()[0]
+    assert f"is about {about}, and {path} holds none" in found or f"nothing of what is said about {path}" in found
+    assert not list(here.glob("o*"))
+
+
+def test_blocks_are_taken_of_what_has_them(here: Path, run) -> None:
+    assert "bytes [2, 5, " in run("inspect", "g.safetensors", "--blocks").out
+    assert "bytes [12, 4, 34]" in run("inspect", "q.session", "--blocks").out
+    run("encode", "q.session", "x.session", "--blocks", "--kv-heads", 2, "-o", "both/")
+
+
+def test_of_two_inputs_an_option_is_for_the_one_that_it_is_about(here: Path, run) -> None:
+    run("unpack", "x.session", "--kv-heads", 2, "-o", "x.npz")
+    assert "equal" in run("diff", "x.npz", "x.session", "--kv-heads", 2, "--stream", 0).out
+    run("encode", "q.session", "--blocks", "-o", "blocks/")
+    run("encode", "q.session", "-o", "whole/")
+    for frames in ("blocks", "whole"):
+        assert "equal" in run("diff", frames, "q.session", "--blocks").out
+    refused = run("diff", "x.session", "x.session", "--blocks", code=2).err
+    assert "--blocks is about quantised K and V, and x.session x.session holds none" in flat(refused)
+
+
+@pytest.mark.parametrize("argv", ["plain.npz --axes lhtd", "plain.npz --shape 7,3", "c.safetensors --axes htd"])
+def test_axes_that_fit_neither_input_are_refused(here: Path, run, argv: str) -> None:
+    path, *said = argv.split()
+    refused = flat(run("diff", path, path, *said, code=2).err)
+    assert f"{said[0]} fits neither {path} nor {path}: their arrays have another number of axes" in refused
+    run("diff", "plain.npz", "plain.npz", "--axes", "htd")
+
+
+def test_each_input_of_diff_has_undone_what_was_done_to_it(unpacked: Callable[[str], Path], run) -> None:
+    """Of one text by one model: K of the quantised cache is rotated, K of the other is not."""
+    folder = unpacked("llama") / "b"
+    rotated, plain = folder / "q4_fa.session.bin", folder / "f16.session.bin"
+    diff = ("--kv-heads", 1, "--atol", 0.5)
+    for first, second in ((rotated, plain), (plain, rotated)):
+        above = {}
+        for undo in ("none", "k-rotation", "k-rotation,k-order"):
+            document = json.loads(run("diff", first, second, *diff, "--undo", undo, "--json", code=1).out)
+            above[undo] = {each["above"] for each in document["layers"] if each["part"] == "key"}
+        assert above["k-rotation"] == above["k-rotation,k-order"]
+        assert max(above["k-rotation"]) < 200 < 3000 < min(above["none"])
+        found = run("diff", first, second, *diff, "--undo", "k-rotation", code=1)
+        said = flat(found.err)
+        assert f"{rotated}: undone: k-rotation" in said and f"{plain}: undone: nothing, as nothing of that was" in said
+        both = flat(run("diff", first, second, *diff, "--undo", "k-rotation,k-order", code=1).err)
+        assert f"{rotated}: undone: k-rotation, k-order" in both and f"{plain}: undone: k-order" in both
+    one = ("--tensor", "layer_0.key", "--kv-heads", 1, "--undo")
+    assert "equal: 6,720 words" in run("diff", plain, plain, *one, "k-order").out
+    refused = flat(run("diff", plain, plain, *diff, "--undo", "k-rotation", code=2).err)
+    assert "undo k-rotation: was done to neither of" in refused and "expected k-order" in refused
+
+
+def test_what_unpack_undid_is_not_undone_again(here: Path, run) -> None:
+    run("unpack", "q.session", "--kv-heads", 2, "--undo", "k-rotation", "-o", "q.npz")
+    found = run("diff", "q.session", "q.npz", "--kv-heads", 2, "--undo", "k-rotation")
+    assert "q.session: undone: k-rotation" in found.err and "q.npz: undone: nothing" in found.err
+    assert "equal" in found.out
+
+
+def test_a_batch_of_one_is_told_of_in_words(here: Path, run) -> None:
+    arrays = {f"layer_0.{part}": np.ones((1, 2, 5, 8), np.float16) for part in ("key", "value")}
+    np.savez("one.npz", **arrays)
+    refused = run("measure", "one.npz", "--batch", 1, code=2).err
+    assert "has no text 1 in its batch, which is of one text: leave --batch out" in flat(refused)

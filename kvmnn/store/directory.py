@@ -167,6 +167,7 @@ class Directory:
                         stored += unit.nbytes
                     updates.remove_all(cursor, superfluous)
                     gone += superfluous
+                updates.pin_again(cursor, self.lookup(cursor), text)
                 if self._max_bytes is not None:
                     gone += updates.evict(cursor, self._max_bytes)
                 removed = before + stored - updates.held_bytes(cursor)

@@ -16,7 +16,7 @@ from .beside import Beside, Settings, settings_document
 from .index import index_name, make, newest
 from .lookup import Lookup, Text
 from .space import Space
-from .token_ids import Ids, as_text, block_keys, text_key
+from .token_ids import Ids, as_text, block_keys
 from .unit import DamagedError, parse, parse_header
 from .unit_files import UnitFiles
 from .updates import NewUnit, ParentGoneError
@@ -121,8 +121,12 @@ def _fill(cursor: sqlite3.Cursor, folder: Path, beside: Beside, files: UnitFiles
     cursor.execute("DELETE FROM sqlite_sequence WHERE name = 'unit'")
     cursor.execute("INSERT INTO sqlite_sequence VALUES ('unit', ?)", (last + _GAP,))
     lookup = Lookup(cursor, lambda unit: _ids_of(files, unit), lambda unit: False)
-    pins = sum(_pin(cursor, lookup, spaces[kept.space], kept.ids) for kept in beside.pins() if kept.space in spaces)
-    sessions = 0
+    pins = sessions = 0
+    for kept in beside.pins():
+        if kept.space in spaces:
+            keys = block_keys(kept.space, kept.ids, block_tokens)
+            updates.pin_text(cursor, lookup, Text(kept.space, kept.ids, keys, block_tokens))
+            pins += 1
     for kept in beside.sessions():
         if kept.space in spaces:
             updates.note_session(cursor, kept.name, spaces[kept.space], kept.ids)
@@ -160,14 +164,6 @@ def _has_tail(cursor: sqlite3.Cursor, new: NewUnit, block_tokens: int) -> bool:
         "SELECT text FROM branch WHERE parent = ? AND text >= ? ORDER BY text LIMIT 1", (parent, tail)
     ).fetchone()
     return row is not None and bool(row[0].startswith(tail))
-
-
-def _pin(cursor: sqlite3.Cursor, lookup: Lookup, space: Space, ids: Ids) -> bool:
-    (block_tokens,) = cursor.execute("SELECT block_tokens FROM state").fetchone()
-    found = lookup.find(Text(space.key, ids, block_keys(space.key, ids, block_tokens), block_tokens))
-    if found.tokens < ids.size:
-        return False
-    return updates.pin(cursor, text_key(space.key, ids), found.places[-1].unit, ids.size)
 
 
 def _ids_of(files: UnitFiles, unit: int) -> Ids | None:

@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import KvmnnError
-from .lookup import Text, stored_blocks
+from .index import whole_numbers
+from .lookup import Lookup, Text, stored_blocks
 from .space import Space
-from .token_ids import Ids, as_text
+from .token_ids import Ids, as_text, text_key
 
 _AT_ONCE = 64
+_LOST = 0
+"""The unit of a pinned text whose end is not there: the pin holds again once the text is put."""
 
 
 class ParentGoneError(KvmnnError):
@@ -143,11 +146,27 @@ def _superfluous(cursor: sqlite3.Cursor, parent: bytes, text: bytes, block_token
 
 
 def pin(cursor: sqlite3.Cursor, key: bytes, unit: int, tokens: int) -> bool:
-    """Keep a unit for a text with this `text_key`; whether it was not kept before."""
-    is_new = cursor.execute("INSERT OR IGNORE INTO pin VALUES (?, ?, ?)", (key, unit, tokens)).rowcount > 0
-    if is_new:
+    """Keep a unit for a text with this `text_key`, `_LOST` where its end is lost; whether it was not pinned before."""
+    row = cursor.execute("SELECT unit FROM pin WHERE key = ?", (key,)).fetchone()
+    if row in (None, (_LOST,)):
+        cursor.execute("INSERT OR REPLACE INTO pin VALUES (?, ?, ?)", (key, unit, tokens))
         cursor.execute("UPDATE unit SET pins = pins + 1 WHERE id = ?", (unit,))
-    return is_new
+    return row is None
+
+
+def pin_text(cursor: sqlite3.Cursor, lookup: Lookup, text: Text) -> None:
+    """Pin a text; where it is not all stored its pin waits for it."""
+    found = lookup.find(text)
+    unit = found.places[-1].unit if found.tokens == text.ids.size else _LOST
+    pin(cursor, text_key(text.space, text.ids), unit, text.ids.size)
+
+
+def pin_again(cursor: sqlite3.Cursor, lookup: Lookup, text: Text) -> None:
+    """Pins whose texts were lost hold again where this text begins with theirs."""
+    for key, tokens in cursor.execute("SELECT key, tokens FROM pin WHERE unit = ?", (_LOST,)).fetchall():
+        ids, keys = text.ids[: whole_numbers((tokens,))[0]], text.keys[: tokens // text.block_tokens]
+        if ids.size == tokens and text_key(text.space, ids) == key:
+            pin_text(cursor, lookup, Text(text.space, ids, keys, text.block_tokens))
 
 
 def note_session(cursor: sqlite3.Cursor, name: str, space: Space, ids: Ids) -> None:
@@ -162,8 +181,9 @@ def remove_all(cursor: sqlite3.Cursor, units: Iterable[int]) -> int:
     for unit in units:
         row = cursor.execute("SELECT parent, bytes FROM unit WHERE id = ?", (unit,)).fetchone()
         if row is not None:
-            for table, column in (("unit", "id"), ("block", "unit"), ("branch", "unit"), ("pin", "unit")):
+            for table, column in (("unit", "id"), ("block", "unit"), ("branch", "unit")):
                 cursor.execute(f"DELETE FROM {table} WHERE {column} = ?", (unit,))
+            cursor.execute("UPDATE pin SET unit = ? WHERE unit = ?", (_LOST, unit))
             cursor.execute("UPDATE unit SET children = children - 1 WHERE id = ?", (row[0],))
             nbytes += row[1]
     cursor.execute("UPDATE state SET bytes = bytes - ?", (nbytes,))

@@ -202,3 +202,41 @@ def test_gc_over_a_file_system(tmp_path: Path) -> None:
         cleaned = store.gc()
         assert (cleaned.foreign, cleaned.other_files, cleaned.units) == (("units/letter",), 2, 0)
         assert [(units / name).exists() for name in names] == [True, False, True, False]
+
+
+def test_a_pin_outlives_the_loss_of_its_text(url: str) -> None:
+    """Until `unpin`: once the text is put again it holds, whoever finds the damage."""
+    text, other = [*range(11)], [*range(60, 75)]
+    for look in (lambda store: store.verify(), lambda store: store.get(text, model=MODEL)):
+        with PrefixStore(url, block_tokens=4, ram_bytes=0) if "://" in url else PrefixStore(url, block_tokens=4) as s:
+            put(s, text)
+            s.pin(text, model=MODEL)
+            (name,) = files_of(url, s)
+            damage(url, s, name)
+            look(s)
+            assert (s.match(text, model=MODEL), s.stats().pinned) == (0, 1)
+            put(s, other)
+            s.gc()
+        with PrefixStore(url) as s:
+            assert put(s, text).known_tokens == 0
+            assert {(entry.tokens, entry.pinned) for entry in s.ls().texts} == {(11, True), (15, False)}
+            s.gc(max_bytes=0)
+            assert (s.match(text, model=MODEL), s.match(other, model=MODEL), s.stats().pinned) == (11, 0, 1)
+            assert s.pin(text, model=MODEL).was_pinned
+            assert s.unpin(text, model=MODEL).was_pinned
+            assert s.stats().pinned == 0
+            s.gc(max_bytes=0)
+            assert s.match(text, model=MODEL) == 0
+
+
+def test_a_lost_text_is_unpinned(url: str) -> None:
+    text = [*range(11)]
+    with PrefixStore(url, ram_bytes=0) if "://" in url else PrefixStore(url) as store:
+        put(store, text)
+        store.pin(text, model=MODEL)
+        damage(url, store, files_of(url, store)[0])
+        store.verify()
+        assert store.unpin(text, model=MODEL).was_pinned
+        put(store, text)
+        store.gc(max_bytes=0)
+        assert store.stats().units == store.stats().pinned == 0

@@ -293,3 +293,18 @@ def test_against_a_dictionary(tmp_path_factory: pytest.TempPathFactory, data: st
         assert store.verify().damaged == ()
         assert store.gc(max_bytes=0).bytes > 0
         assert store.stats().units == 0
+
+
+def test_a_pin_whose_text_is_lost_is_in_the_new_index(tmp_path: Path) -> None:
+    """It holds again where a longer text is put."""
+    with PrefixStore(tmp_path, block_tokens=4) as store:
+        store.put(range(11), layers_of(range(11)), model=MODEL)
+        store.pin(range(11), model=MODEL)
+    (unit,) = tmp_path.glob("units/*/*.unit")
+    unit.unlink()
+    (tmp_path / "index.sqlite").unlink()
+    with PrefixStore(tmp_path) as store:
+        assert store.stats().pinned == 1
+        store.put(range(30), layers_of(range(30)), model=MODEL)
+        store.gc(max_bytes=0)
+        assert store.match(range(11), model=MODEL) == 11

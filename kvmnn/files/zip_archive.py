@@ -37,6 +37,12 @@ _ENCRYPTED, _SIZES_BEHIND, _UTF8 = 0x1, 0x8, 0x800
 _STEP = 1 << 20
 
 
+def first_member(head: bytes) -> bytes:
+    """The name of the first member of an archive that begins with `head`; empty of what is none."""
+    is_one = head.startswith(b"PK\x03\x04")
+    return head[30 : 30 + int.from_bytes(head[26:28], "little")] if is_one else b""
+
+
 class ZipError(SourceError):
     """An archive that is damaged, or that could be read in two ways; the message does not name the file."""
 

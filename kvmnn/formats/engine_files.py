@@ -28,6 +28,8 @@ class EngineFile(NamedTuple):
         In documents.
     is_one
         Whether the file at a path is one, by its first bytes.
+    holds_one
+        The same of what was read from a stream.
     read
         K and V of every layer.
     keep
@@ -36,8 +38,13 @@ class EngineFile(NamedTuple):
 
     name: str
     is_one: Callable[[str], bool]
+    holds_one: Callable[[MappedFile], bool]
     read: Callable[[FileBytes, ReadOptions], Source]
     keep: Callable[[MappedFile, ReadOptions], Source] | None
+
+
+def _holds_saved(file: MappedFile) -> bool:
+    return saved.is_saved(file.head(saved.HEAD_BYTES))
 
 
 def _saved_cache(file: FileBytes, options: ReadOptions) -> Source:
@@ -47,9 +54,9 @@ def _saved_cache(file: FileBytes, options: ReadOptions) -> Source:
 
 
 ENGINE_FILES = (
-    EngineFile(llama.NAME, llama.is_state, llama.read, llama.keep),
-    EngineFile(mlx.NAME, mlx.is_prompt_cache, mlx.read, mlx.keep),
-    EngineFile("torch-cache", saved.holds_cache, _saved_cache, None),
+    EngineFile(llama.NAME, llama.is_state, llama.holds_state, llama.read, llama.keep),
+    EngineFile(mlx.NAME, mlx.is_prompt_cache, mlx.holds_prompt_cache, mlx.read, mlx.keep),
+    EngineFile("torch-cache", saved.holds_cache, _holds_saved, _saved_cache, None),
 )
 
 
@@ -58,6 +65,11 @@ def engine_file(path: str) -> EngineFile | None:
     if path == STDIN or not os.path.isfile(path):
         return None
     return next((kind for kind in ENGINE_FILES if kind.is_one(path)), None)
+
+
+def engine_of(stream: MappedFile) -> EngineFile | None:
+    """What was read from a stream; None for all others."""
+    return next((kind for kind in ENGINE_FILES if kind.holds_one(stream)), None)
 
 
 def engine_kind(path: str) -> str | None:
@@ -80,7 +92,11 @@ def _has_manifest(path: str) -> bool:
 
 def read(path: str, kind: EngineFile, options: ReadOptions) -> Source:
     """The arrays of such a file."""
-    file = MappedFile(path, max_bytes=options.max_bytes)
+    return read_mapped(kind, MappedFile(path, max_bytes=options.max_bytes), options)
+
+
+def read_mapped(kind: EngineFile, file: MappedFile, options: ReadOptions) -> Source:
+    """The same of an open file."""
     return kind.keep(file, options) if kind.keep and options.engine.whole else kind.read(file, options)
 
 

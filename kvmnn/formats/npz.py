@@ -16,33 +16,47 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
+import numpy as np
+
 from ..arrays.named_array import ArrayInfo, NamedArray, Piece
 from ..arrays.source import ENGINE_KEY, Source
 from ..errors import LimitError, SourceError
 from ..files.json_document import parse
 from ..files.mapped import MappedFile
 from ..files.names import member_names
-from ..files.zip_archive import MAX_COMMENT, STORED, Inflater, Member, ZipArchive, ZipError
+from ..files.zip_archive import MAX_COMMENT, STORED, Inflater, Member, ZipArchive, ZipError, first_member
 from ..packed.cache_info import METADATA_KEY
 from . import npy
 from .npy import MAX_HEADER, Header
 from .options import ReadOptions
 from .raw import own_bytes
-from .reading import checked, dtype_name, select
+from .reading import checked, dtype_name, select, with_bytes
 from .sinks import Runs, SeekableSink, beginnings
 
 
 def read(path: str, options: ReadOptions) -> Source:
     """Every ``.npy`` member, in archive order, under its name without ``.npy``."""
-    file = MappedFile(path, max_bytes=options.max_bytes)
+    return read_mapped(MappedFile(path, max_bytes=options.max_bytes), options)
+
+
+def is_npz(head: bytes) -> bool:
+    """Whether a file that begins with `head` is a zip archive whose first member is a ``.npy`` file."""
+    return first_member(head).endswith(b".npy")
+
+
+def read_mapped(file: MappedFile, options: ReadOptions) -> Source:
+    """The same of an open file."""
     with _naming(file.label):
         archive = ZipArchive(file)
     for member in archive.members:
         if not member.name.endswith(".npy"):
             raise SourceError(f"{file.label}: {member.where} is not a .npy file")
-    entries = [(m.name.removesuffix(".npy"), partial(_array, _Member(archive, m), options)) for m in archive.members]
-    arrays, skipped = select(path, entries, options)
-    return Source(arrays, _metadata(archive.comment, path), skipped=skipped)
+    metadata = _metadata(archive.comment, file.label)
+    members = [_Member(archive, member) for member in archive.members]
+    both = options, with_bytes(options, metadata)
+    entries = [(member.name.removesuffix(".npy"), partial(_array, member, *both)) for member in members]
+    arrays, skipped = select(file.label, entries, options)
+    return Source(arrays, metadata, skipped=skipped)
 
 
 _KEPT = (ENGINE_KEY, METADATA_KEY)
@@ -62,9 +76,9 @@ def _metadata(comment: bytes, path: str) -> dict[str, str]:
     return {key: said[key] for key in _KEPT if key in said}
 
 
-def _array(member: _Member, options: ReadOptions) -> NamedArray:
+def _array(member: _Member, options: ReadOptions, of_bytes: ReadOptions) -> NamedArray:
     header = Header(member.head(), member.where)
-    dtype = dtype_name(header.dtype, options, member.where)
+    dtype = dtype_name(header.dtype, of_bytes if header.dtype == np.uint8 else options, member.where)
     if header.size + header.nbytes != member.size:
         raise SourceError(
             f"{member.where}: the .npy header promises {header.nbytes} bytes of data after {header.size} of header, "

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from ..bundle.frame_set import DecodeOptions, open_frames
 from ..errors import KvmnnError, LimitError, MissingOptionError, OptionError, SourceError
 from ..files.mapped import MappedFile, head_of, is_stream
 from ..files.urls import is_url
-from . import beside, engine_files, llama, npy, npy_folder, raw, vllm, zarr
+from . import beside, engine_files, npy, npy_folder, npz, raw, safetensors, vllm, zarr
 from .array_formats import ARRAY_FORMATS, array_format
 from .frames import of_frames
 from .hf import live, saved
@@ -62,8 +63,8 @@ def open(
         state file of llama.cpp, a prompt cache of mlx-lm, a file of ``torch.save`` with a cache of transformers; the
         directory of an MNN KV dump, of a prefix cache or of live cache files, or one of their ``.k`` and ``.v`` files;
         a Zarr store, which may be at a URL that fsspec opens; a directory of ``.npy`` files; any other file of raw
-        words, which need a `dtype`; or ``"-"``: raw words, a ``.npy`` file, a state file of llama.cpp or a saved cache
-        on standard input, and the same from a pipe whose name has no suffix that says what it is. One that was opened
+        words, which need a `dtype`; or ``"-"``: raw words, or any of these files but packed caches and frames, on
+        standard input, and the same from a pipe whose name has no suffix that says what it is. One that was opened
         already (`MappedFile`) is read on.
 
         Or a cache in memory: a ``DynamicCache`` or ``StaticCache`` of transformers, a list or tuple of (K, V) by
@@ -332,12 +333,11 @@ def holds_arrays(file: MappedFile) -> bool:
 
 
 def _reader_of(file: MappedFile) -> Callable[[MappedFile, ReadOptions], Source] | None:
-    if file.head(len(npy.MAGIC)) == npy.MAGIC:
+    if engine := engine_files.engine_of(file):
+        return partial(engine_files.read_mapped, engine)
+    head = file.head(HEAD_BYTES)
+    if head.startswith(npy.MAGIC):
         return npy.read_mapped
-    if saved.is_saved(file.head(saved.HEAD_BYTES)):
-        return saved.read
-    return _llama if file.head(len(llama.MAGICS[0])) in llama.MAGICS else None
-
-
-def _llama(file: MappedFile, options: ReadOptions) -> Source:
-    return (llama.keep if options.engine.whole else llama.read)(file, options)
+    if npz.is_npz(head):
+        return npz.read_mapped
+    return safetensors.read_mapped if safetensors.is_safetensors(head) else None

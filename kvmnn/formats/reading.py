@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import dtypes
 from ..arrays.named_array import NamedArray, UnsupportedArrayError, UntypedArrayError
-from ..arrays.source import Source, others_metadata
+from ..arrays.source import ENGINE_KEY, Source, others_metadata
 from ..errors import KvmnnError, SourceError
 from .options import ReadOptions
 
@@ -57,8 +57,14 @@ def select(
                 raise
             skipped.append(str(exc))
     if not arrays:
-        raise SourceError(f"{where}: holds no array that can be encoded")
+        raise nothing_taken(where, skipped)
     return arrays, skipped
+
+
+def nothing_taken(where: str, skipped: Sequence[str]) -> SourceError:
+    """The error for an input without arrays that can be taken; `skipped` says why, of each."""
+    why = f": {skipped[0].removeprefix(f'{where}: ')}" if skipped else ""
+    return SourceError(f"{where}: holds no array that can be encoded{why}")
 
 
 def some(names: Iterable[str], most: int = 8) -> str:
@@ -121,6 +127,13 @@ def _taken_as(name: str, array_dtype: np.dtype[np.generic], as_numbers: bool = F
 def other_numbers(own: str, name: str) -> KvmnnError:
     """The error for numbers of the type `own` that are said to be of another type with as many bytes."""
     return KvmnnError(f"holds {own} numbers, and {name} (--dtype) would make others of them: leave --dtype out")
+
+
+def with_bytes(options: ReadOptions, metadata: Mapping[str, str]) -> ReadOptions:
+    """The options for bytes in a file: of an engine's cache these are blocks that stayed blocks (``--blocks``)."""
+    if options.dtype is None and ENGINE_KEY in metadata:
+        return replace(options, fallbacks=(*options.fallbacks, "fp16"))
+    return options
 
 
 def checked(array: NamedArray, where: str) -> NamedArray:

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
+from ..arrays import engine_notes
 from ..arrays.named_array import ArrayInfo
+from ..arrays.source import ENGINE_KEY, Source
 from ..bundle.beside import files_beside
 from ..bundle.decoding import decode_frames
 from ..bundle.frame_set import DecodeOptions, FrameSet
@@ -19,9 +21,10 @@ from ..files.names import renamed
 from ..files.output import Stream, is_device
 from ..text import LOSSLESS, at_rate, count
 from ..threads.pipeline import Progress
+from .frames import of_frames
 from .raw import write_raw
 from .rereading import ReadBackError
-from .writing import write_arrays
+from .writing import engine_lost, metadata_for, write_arrays
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +53,8 @@ class Restored:
         What nothing says of several frames without a manifest, for people; else empty.
     beside
         Names of further files in a directory, which lay beside the arrays.
+    notes
+        One line for each thing about another engine's cache that the output has no place for.
     """
 
     input: str
@@ -62,6 +67,7 @@ class Restored:
     seconds: float
     unknown: str = ""
     beside: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def raw_bytes(self) -> int:
@@ -83,6 +89,7 @@ class Restored:
             "stored_bytes": self.stored_bytes,
             "seconds": self.seconds,
             **({"beside": list(self.beside)} if self.beside else {}),
+            "notes": list(self.notes),
             "arrays": [{**array_document(array), "file": file} for array, file in zip_longest(self.arrays, self.files)],
         }
 
@@ -135,10 +142,12 @@ def restore(
         No file is left behind then.
     """
     started = time.perf_counter()
+    source = _described(frames)
     beside = tuple(files_beside(frames.document.metadata, frames.path)) if frames.document else ()
     if isinstance(output, str | os.PathLike):
         path, reread = os.fspath(output), not is_device(output)
-        files = _to_path(frames, path, options or DecodeOptions(), force, progress)
+        metadata = metadata_for(source, path) if frames.document else None
+        files = _to_path(frames, path, metadata, options or DecodeOptions(), force, progress)
     else:
         path, reread, files = None, False, []
         if len(frames.arrays) > 1:
@@ -157,10 +166,28 @@ def restore(
         seconds=time.perf_counter() - started,
         unknown=frames.unknown,
         beside=beside if files else (),
+        notes=tuple(engine_lost(source, path)) if path is not None else (),
     )
 
 
-def _to_path(frames: FrameSet, path: str, options: DecodeOptions, force: bool, progress: Progress | None) -> list[str]:
+def _described(frames: FrameSet) -> Source:
+    """What is known of frames beyond their arrays, there only where an engine's cache is described."""
+    metadata = dict(frames.document.metadata) if frames.document else {}
+    if ENGINE_KEY not in metadata:
+        return Source([], metadata)
+    source = of_frames(frames, DecodeOptions())
+    engine_notes.apply(source, frames.path)
+    return source
+
+
+def _to_path(
+    frames: FrameSet,
+    path: str,
+    metadata: dict[str, str] | None,
+    options: DecodeOptions,
+    force: bool,
+    progress: Progress | None,
+) -> list[str]:
     """Files of the arrays; what reads back is compared with the hashes of the manifest. Names of files in a folder."""
     hashes = [array.sha256 for array in frames.arrays if array.sha256]
     known = bool(hashes) and not is_device(path)
@@ -169,7 +196,7 @@ def _to_path(frames: FrameSet, path: str, options: DecodeOptions, force: bool, p
             path,
             frames.arrays,
             decode_frames(frames, options, check_arrays=not known, progress=progress),
-            frames.document.metadata if frames.document else None,
+            metadata,
             hashes=hashes if known else None,
             force=force,
             protect=frames.files,

@@ -20,8 +20,8 @@ from ..arrays.source import Source
 from ..errors import OutputError, SourceError
 from ..files.mapped import MappedFile
 from .options import ReadOptions
-from .reading import checked, dtype_name, other_numbers, some
-from .safetensors_header import METADATA, Header, Tensors, read_header
+from .reading import checked, dtype_name, nothing_taken, other_numbers, some, with_bytes
+from .safetensors_header import MAX_HEADER, METADATA, Header, Tensors, read_header
 from .sinks import Runs, SeekableSink, beginnings
 
 _NUMPY = {
@@ -43,17 +43,27 @@ def read(path: str, options: ReadOptions) -> Source:
     `options.dtype` says as what; all other types are unsupported. An array is made when it is asked for: a file may
     have a million.
     """
-    file = MappedFile(path, max_bytes=options.max_bytes)
+    return read_mapped(MappedFile(path, max_bytes=options.max_bytes), options)
+
+
+def is_safetensors(head: bytes) -> bool:
+    """Whether a file that begins with `head` has a header as such files have it."""
+    return head[8:10] in (b'{"', b"{}") and int.from_bytes(head[:8], "little") <= MAX_HEADER
+
+
+def read_mapped(file: MappedFile, options: ReadOptions) -> Source:
+    """The same of an open file."""
     header = read_header(file)
-    dtypes_found = {kind: _dtype_of(kind, options) for kind in header.tensors.kinds}
+    of_bytes = with_bytes(options, header.metadata)
+    dtypes_found = {kind: _dtype_of(kind, of_bytes if kind == "U8" else options) for kind in header.tensors.kinds}
     make = partial(_array, file, header, dtypes_found)
-    wanted = _wanted(path, header.tensors, options)
+    wanted = _wanted(file.label, header.tensors, options)
     fine = _held_by_frames(header.tensors, dtypes_found)[wanted]
     taken, left_out = wanted[fine], wanted[~fine]
     if left_out.size and (options.tensors or not options.skip_unsupported):
         make(int(left_out[0]))
     if not taken.size:
-        raise SourceError(f"{path}: holds no array that can be encoded")
+        raise nothing_taken(file.label, [_why_not(make, int(number)) for number in left_out[:1]])
     nbytes = int((header.tensors.ends[taken] - header.tensors.begins[taken]).sum())
     arrays = LazyArrays(taken, make, header.tensors.names, header.tensors.find, nbytes)
     return Source(arrays, header.metadata, Lazily(left_out, partial(_why_not, make)))
@@ -96,7 +106,7 @@ def _held_by_frames(tensors: Tensors, found: dict[str, str | UnsupportedArrayErr
 
 def _array(file: MappedFile, header: Header, found: dict[str, str | UnsupportedArrayError], number: int) -> NamedArray:
     tensor = header.tensors[number]
-    where = f"{file.path}: tensor {tensor.name!r}"
+    where = f"{file.label}: tensor {tensor.name!r}"
     dtype = found[tensor.kind]
     if isinstance(dtype, UnsupportedArrayError):
         raise type(dtype)(f"{where}: {dtype}")

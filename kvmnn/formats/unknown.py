@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterable
 from pathlib import PurePath
 
+from ..files.zip_archive import first_member
+
 HEAD_BYTES = 4096
 """Of a file, that tell what it looks like."""
 
@@ -100,8 +102,7 @@ def _looks_like(suffix: str, head: bytes) -> tuple[str, str] | None:
 
 def _is_torch_zip(suffix: str, head: bytes) -> bool:
     """Whether torch wrote a zip archive: its first member is the pickle, or the suffix says so."""
-    first = head[30 : 30 + int.from_bytes(head[26:28], "little")]
-    return head.startswith(_ZIP) and (first.endswith(b"/data.pkl") or suffix in (".pth", ".pt"))
+    return head.startswith(_ZIP) and (first_member(head).endswith(b"/data.pkl") or suffix in (".pth", ".pt"))
 
 
 def _text(head: bytes) -> tuple[str, str] | None:

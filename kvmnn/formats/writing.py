@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import PurePath
 
+from ..arrays.engine_cache import EngineCache
 from ..arrays.engine_notes import noted
 from ..arrays.named_array import ArrayInfo
 from ..arrays.source import OF_THE_WHOLE, Source
@@ -27,6 +28,24 @@ def metadata_for(source: Source, output: str) -> dict[str, str]:
     if is_npz and source.engine_cache is not None and comment_of(noted(source)) is None:
         source = replace(source, engine_cache=replace(source.engine_cache, token_ids=None))
     return noted(source)
+
+
+def engine_lost(source: Source, output: str) -> Iterator[str]:
+    """What a file or folder of this name has no place for of what another engine's cache said of itself."""
+    cache, suffix = source.engine_cache, PurePath(output).suffix.lower()
+    if cache is None or (suffix == ".safetensors" and not is_directory(output)):
+        return
+    said = metadata_for(source, output)
+    says = suffix == ".npz" and not is_directory(output) and comment_of(said) is not None
+    if says and said != noted(source):
+        yield f"{output} does not say the token ids, .safetensors does"
+    elif not says and _says_more(cache):
+        yield f"{output} does not say of what engine it is, nor which tokens it holds: .safetensors and .npz do"
+
+
+def _says_more(cache: EngineCache) -> bool:
+    """Whether there is something to know of a cache that arrays do not say."""
+    return bool(cache.altered or cache.perhaps_altered or cache.token_ids is not None or not cache.is_whole)
 
 
 def write_arrays(

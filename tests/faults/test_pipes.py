@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import compressor_files
 import hf_files
 import llama_files
+import mlx_files
 import numpy as np
 import pytest
 from hostile_files import write_dump
@@ -25,6 +26,7 @@ import kvmnn
 from kvmnn.cli import main
 from kvmnn.errors import LimitError, SourceError
 from kvmnn.files.mapped import MappedFile
+from kvmnn.formats.mnn import unpack
 
 Run = Callable[..., SimpleNamespace]
 WORDS = np.arange(3 * 2 * 2, dtype=np.float16).reshape(3, 2, 2)
@@ -56,11 +58,19 @@ def test_arrays_from_a_pipe_are_read_once(tmp_path: Path, name: str, run: Run) -
     thread.join(10)
 
 
-@pytest.fixture(params=["llama", "npy", "torch"])
+@pytest.fixture(params=["llama", "mlx", "npy", "npz", "safetensors", "torch"])
 def unnamed(request: pytest.FixtureRequest, tmp_path: Path) -> bytes:
     """A file that says what it is, whatever its name."""
     if request.param == "llama":
         return llama_files.state(Random(2), llama_files.Shape(), [9])[0]
+    if request.param == "mlx":
+        return mlx_files.cache(Random(2), mlx_files.Shape())[0]
+    if request.param in ("npz", "safetensors"):
+        words = WORDS.transpose(1, 0, 2)
+        source = kvmnn.open({"layer_0.key": words, "layer_0.value": words})
+        path = tmp_path / f"whole.{request.param}"
+        unpack(source, str(path))
+        return path.read_bytes()
     if request.param == "npy":
         np.save(tmp_path / "k.npy", WORDS)
         return (tmp_path / "k.npy").read_bytes()

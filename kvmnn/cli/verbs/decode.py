@@ -105,6 +105,7 @@ def _run_store(arguments: argparse.Namespace) -> int:
     output = printing.data_stdout(arguments, "data") if on_stdout else arguments.output
     with printing.progress(arguments, 0, "decode") as step:
         made = restore_store(arguments.input, output, options, force=arguments.force, progress=step)
+    loading.report_notes(made.notes, arguments)
     printing.show(arguments, "decode", made, data_on_stdout=on_stdout)
     return 0
 
@@ -128,7 +129,9 @@ def _restored(
         return restore_file(frames, output, options, force=arguments.force, progress=progress)
     if arguments.arrays or not isinstance(output, str) or not is_prefix(frames, output):
         idle_options.refuse(arguments, _EXPECTED, "is about the files of a prefix cache, and plain arrays are written")
-        return restore(frames, output, options, force=arguments.force, progress=progress)
+        arrays = restore(frames, output, options, force=arguments.force, progress=progress)
+        loading.report_notes(arrays.notes, arguments)
+        return arrays
     made = restore_prefix(
         frames,
         output,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _TEXT = """Encode arrays into the frames that MNN would store.
 
 IN is a .npy, .npz or .safetensors file, a directory of .npy files or of an MNN KV dump, any other file of raw words
-(--dtype says of which kind), or "-" for standard input (raw words or a .npy file). Several inputs make one bundle. The
+(--dtype says of which kind), or "-" for standard input (any such file). Several inputs make one bundle. The
 directory of a prefix cache gives the live K and V of every layer, and decode makes its files again. A session or
 sequence file of llama.cpp and a prompt cache of mlx-lm are kept whole: decode writes the same file, byte for byte
 (docs/other-engines.md). What torch.save stored of a cache of transformers is read as K and V of every layer.

@@ -11,6 +11,7 @@ from ...arrays.source import Source
 from ...dtypes import PARTS
 from ...errors import CheckpointError, KvmnnError, LimitError, SourceError
 from ...files.mapped import MappedFile, head_of
+from ...files.zip_archive import first_member
 from ..options import ReadOptions
 from ..reading import select
 from ..torch._pickles import MAX_KEY, Global
@@ -65,11 +66,7 @@ HEAD_BYTES = 4096
 def is_saved(head: bytes) -> bool:
     """Whether torch wrote a file that begins with `head` (`HEAD_BYTES`), whatever its name and whatever it holds."""
     kind = kind_of(head)
-    return kind == "torch legacy" or (kind == "torch zip" and _first_member(head).endswith(b"/data.pkl"))
-
-
-def _first_member(head: bytes) -> bytes:
-    return head[30 : 30 + int.from_bytes(head[26:28], "little")]
+    return kind == "torch legacy" or (kind == "torch zip" and first_member(head).endswith(b"/data.pkl"))
 
 
 def is_file(path: str) -> bool:

@@ -3,7 +3,6 @@
 from .gguf import is_gguf
 from .gguf import read_rotary as read_gguf_rotary
 from .keeping import NAME, keep
-from .reading import ENGINE, is_state, read
-from .state import MAGICS
+from .reading import ENGINE, holds_state, is_state, read
 
-__all__ = ["ENGINE", "MAGICS", "NAME", "is_gguf", "is_state", "keep", "read", "read_gguf_rotary"]
+__all__ = ["ENGINE", "NAME", "holds_state", "is_gguf", "is_state", "keep", "read", "read_gguf_rotary"]

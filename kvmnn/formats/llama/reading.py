@@ -16,7 +16,7 @@ from ...arrays.named_array import NamedArray, UnsupportedArrayError
 from ...arrays.source import Source
 from ...arrays.undoing import Undo
 from ...errors import MissingOptionError, OptionError, SourceError
-from ...files.mapped import head_of
+from ...files.mapped import MappedFile, head_of
 from ...text import count
 from ..file_bytes import FileBytes
 from ..options import EngineOptions, ReadOptions
@@ -32,6 +32,11 @@ ENGINE = "llama.cpp"
 def is_state(path: str) -> bool:
     """Whether a file begins as state files do."""
     return head_of(path, 4) in MAGICS
+
+
+def holds_state(file: MappedFile) -> bool:
+    """The same of what was read from a stream."""
+    return file.head(4) in MAGICS
 
 
 def read(file: FileBytes, options: ReadOptions) -> Source:

@@ -21,9 +21,7 @@ from ..options import ReadOptions
 from ..reading import dequantised_note
 from ..safetensors_header import Tensor
 from .groups import numbers
-from .states import Layer, States, is_prompt_cache, numpy_type
-
-__all__ = ["is_prompt_cache", "read"]
+from .states import Layer, States, numpy_type
 
 ENGINE = "MLX"
 _NAMES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}

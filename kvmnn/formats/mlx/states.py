@@ -10,6 +10,7 @@ import numpy as np
 
 from ...dtypes import Positions
 from ...errors import SourceError
+from ...files.mapped import MappedFile
 from ..file_bytes import FileBytes
 from ..safetensors_header import Header, Tensor, read_header
 from .groups import BITS
@@ -59,9 +60,18 @@ def is_prompt_cache(path: str) -> bool:
     try:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            header = file.read(length) if length <= _MOST_HEADER else b""
+            return length <= _MOST_HEADER and _names_cache(file.read(length))
     except OSError:
         return False
+
+
+def holds_prompt_cache(file: MappedFile) -> bool:
+    """The same of what was read from a stream, which has no name."""
+    length = int.from_bytes(file.head(8), "little")
+    return length <= _MOST_HEADER and _names_cache(file.head(8 + length)[8:])
+
+
+def _names_cache(header: bytes) -> bool:
     return bool(_CLASS.search(header) and _STATE.search(header))
 
 

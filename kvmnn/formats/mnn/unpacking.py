@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, Literal
 
-from ...arrays.engine_cache import EngineCache
-from ...arrays.engine_notes import noted
 from ...arrays.layers import sorted_layers
 from ...arrays.named_array import ArrayInfo, Piece
 from ...arrays.own_order import order_notes
@@ -23,7 +21,7 @@ from ...packed.summary import cache_document, kept_tokens
 from ...text import LOSSLESS, LOSSY, UNCHANGED, at_rate, count
 from ...threads.pipeline import Progress
 from ..npz import comment_of
-from ..writing import metadata_for, write_arrays
+from ..writing import engine_lost, metadata_for, write_arrays
 from .dump_writing import write_dump
 
 Form = Literal["arrays", "dump", "packed-dump"]
@@ -172,11 +170,6 @@ def unpack(
     )
 
 
-def _says_more(cache: EngineCache) -> bool:
-    """Whether there is something to know of a cache that arrays do not say."""
-    return bool(cache.altered or cache.perhaps_altered or cache.token_ids is not None or not cache.is_whole)
-
-
 def _suffix(output: str) -> str:
     return PurePath(output).suffix.lower()
 
@@ -187,13 +180,8 @@ def _lost(source: Source, output: str, form: Form) -> Iterator[str]:
         return
     if form == "arrays" and any(array.dtype == "bf16" for array in source.arrays):
         yield f"{output} has bf16 words as uint16 where its format is numpy's, which has no bf16: .safetensors has"
-    said = metadata_for(source, output)
-    says = form == "arrays" and _suffix(output) == ".npz" and comment_of(said) is not None
-    cache = source.engine_cache
-    if cache is not None and says and said != noted(source):
-        yield f"{output} does not say the token ids, .safetensors does"
-    elif cache is not None and not says and _says_more(cache):
-        yield f"{output} does not say of what engine it is, nor which tokens it holds: .safetensors and .npz do"
+    yield from engine_lost(source, output)
+    says = form == "arrays" and _suffix(output) == ".npz" and comment_of(metadata_for(source, output)) is not None
     kept = kept_tokens(source.cache) if source.cache and not says else []
     if kept:
         more = f" and so on for {count(len(kept), 'layer')}" if len(kept) > 1 else ""

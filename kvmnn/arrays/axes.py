@@ -18,7 +18,7 @@ from ..errors import MissingOptionError, OptionError, SourceError
 from .layers import array_name
 from .named_array import ArrayInfo, NamedArray
 from .names import conventional, layer_of, part_of
-from .source import FILE_KEY, Source, others_metadata
+from .source import DUMP_KEY, FILE_KEY, Source, others_metadata
 from .strided import View, strided, strided_pages
 
 LETTERS = {"2": "K and V", "l": "layer", "b": "batch", "h": "kv_head", "t": "token", "d": "dimension"}
@@ -293,7 +293,9 @@ def _one_of_batch(source: Source, batch: int, where: str) -> Source:
             raise OptionError(f"{where}: has a batch of {array.shape[0]}: expected --batch 0 to {array.shape[0] - 1}")
     arrays = [strided(*_part(_Words(array), "bhtd", {"b": batch}, array.name)) for array in source.arrays]
     described = source.engine_cache and replace(source.engine_cache, batch=1)
-    return replace(source, arrays=arrays, axes="htd", engine_cache=described)
+    # one text of a file is not the file
+    metadata = {key: text for key, text in source.metadata.items() if key not in (FILE_KEY, DUMP_KEY)}
+    return replace(source, arrays=arrays, metadata=metadata, axes="htd", engine_cache=described)
 
 
 def _is_own(array: NamedArray) -> bool:

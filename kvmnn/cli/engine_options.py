@@ -21,6 +21,8 @@ CHOOSING = ("stream", "sequence", "window", "blocks")
 HEADS = ("kv_heads", "head_dim", "model")
 """Those about packed files that caches of llama.cpp need as well."""
 _OF_LLAMA = ("stream", "sequence", "window")
+_OF_A_PART = ("tensor", "kv_batch", *CHOOSING)
+"""Those that choose arrays out of a file, or change them: frames of these are not the file."""
 
 
 _HEADS_SAID = "Of a llama.cpp file --kv-heads N or --model FILE.gguf (--help-packed) says how many heads a row is of."
@@ -132,7 +134,7 @@ _MOST_FILES = 1000
 
 def is_whole(arguments: argparse.Namespace, paths: Sequence[str]) -> bool:
     """Whether frames keep all of the only input, rather than arrays that were chosen out of it."""
-    return len(paths) == 1 and not arguments.tensor and not any(idle_options.given(arguments, n) for n in CHOOSING)
+    return len(paths) == 1 and not any(idle_options.given(arguments, name) for name in _OF_A_PART)
 
 
 def note_arrays(arguments: argparse.Namespace, paths: Sequence[str]) -> None:
@@ -141,7 +143,7 @@ def note_arrays(arguments: argparse.Namespace, paths: Sequence[str]) -> None:
 
     files = [path for path in paths if os.path.isfile(path) and is_engine_file(path)]
     if files and not is_whole(arguments, paths):
-        asked = next((name for name in ("tensor", *CHOOSING) if idle_options.given(arguments, name)), None)
+        asked = next((name for name in _OF_A_PART if idle_options.given(arguments, name)), None)
         why = "several inputs make one set of arrays" if asked is None else idle_options.option(arguments, asked)
         printing.note(arguments, f"{' '.join(files)}: arrays are encoded, and decode will not write the file: {why}")
 

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from llama_files import Shape
 
+import kvmnn
+
 DIMS = 64
 
 
@@ -115,3 +117,26 @@ def test_a_batch_of_one_is_told_of_in_words(here: Path, run) -> None:
     np.savez("one.npz", **arrays)
     refused = run("measure", "one.npz", "--batch", 1, code=2).err
     assert "has no text 1 in its batch, which is of one text: leave --batch out" in flat(refused)
+
+
+@pytest.mark.parametrize("jobs", [(), ("--jobs", 1)])
+def test_one_text_of_a_batch_is_no_whole_file(here: Path, run, jobs: tuple[object, ...]) -> None:
+    data, expected = mlx_files.cache(Random(3), mlx_files.Shape(batch=3))
+    Path("b.safetensors").write_bytes(data)
+    noted = run("encode", "b.safetensors", "--batch", 1, *jobs, "-o", "o/" if jobs else "o.frames")
+    frames = "o/b.safetensors.frames" if jobs else "o.frames"
+    said = "arrays are encoded, and decode will not write the file: --batch"
+    assert said in (json.loads(noted.out)["notes"][0] if jobs else noted.err)
+    assert "the same file" not in noted.out
+    run("verify", frames)
+    run("decode", frames, "-o", "back.npz")
+    with np.load("back.npz") as back:
+        assert all(back[name].tobytes() == expected[name][1].tobytes() for name in expected)
+
+
+def test_one_text_of_what_was_opened_whole_is_not_said_to_be_the_file(here: Path) -> None:
+    data, _ = mlx_files.cache(Random(3), mlx_files.Shape(batch=3))
+    Path("b.safetensors").write_bytes(data)
+    whole = kvmnn.formats.ReadOptions(engine=kvmnn.formats.EngineOptions(whole=True))
+    assert "kvmnn.file" in kvmnn.open("b.safetensors", whole).metadata
+    assert "kvmnn.file" not in kvmnn.open("b.safetensors", whole, batch=1).metadata

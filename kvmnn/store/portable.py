@@ -40,7 +40,7 @@ def write(
     *,
     force: bool,
 ) -> int:
-    """Write the units of a text and their tables, as they are, behind a document that says which tokens of each unit
+    """Write the units of a text and their tables behind a document that says which tokens of each unit
     are meant; bytes.
     """
     units = [{"bytes": data.size, "skip": place.skip, "take": place.take} for place, data in places]

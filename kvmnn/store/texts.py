@@ -13,6 +13,7 @@ from ..dtypes import BY_NAME
 from ..errors import KvmnnError, OptionError, SourceError
 from ..text import visible
 from . import portable
+from .exporting import Exporting
 from .getting import read_layers
 from .lookup import Found, Text, units_of
 from .putting import Writing, add_text
@@ -155,17 +156,22 @@ class Texts:
         """As `PrefixStore.export`."""
         (space, found), *rest = self.wholes(ids, model, dtype)
         notes: list[str] = []
-        if read_layers(self._units, space, found, ids, notes, self._threads) is None:
+        layers = read_layers(self._units, space, found, ids, notes, self._threads)
+        if layers is None:
             raise SourceError(notes[0] if notes else f"{self._units.label}: this text was evicted meanwhile")
-        held = dict(zip(units_of(found.places), self._units.read(units_of(found.places)), strict=True))
-        places = [(place, data) for place in found.places if (data := held[place.unit]) is not None]
-        if len(places) < len(found.places):
+        numbers = units_of(found.places)
+        held = {unit: data for unit, data in zip(numbers, self._units.read(numbers), strict=True) if data is not None}
+        if len(held) < len(numbers):
             raise SourceError(f"{self._units.label}: this text was evicted meanwhile")
+        rotary, options = self._how.rotation.of(space, layers), self._how.options
         try:
-            keys = {dense.tables for _, data in places if (dense := parse_header(data).dense) and dense.tables}
-            tables = [self._units.tables.get(space.key, key) for key in sorted(keys)]
+            headers = map(parse_header, held.values())
+            keys = {header.dense.tables for header in headers if header.dense and header.dense.tables}
+            tables = {key: self._units.tables.get(space.key, key) for key in sorted(keys)}
+            exporting = Exporting(space, self.text(space, ids), layers, tables, rotary, options, self._threads)
+            places = exporting.units(found, held)
         except DamagedError as error:  # since they were read
             raise SourceError(f"{self._units.label}: this text cannot be read any more: {error}") from None
-        nbytes = portable.write(path, space, places, tables, force=force)
+        nbytes = portable.write(path, space, places, list(tables.values()), force=force)
         others = {other.dtype: ids.size for other, _ in rest}
         return Exported(output=os.fspath(path), tokens=ids.size, bytes=nbytes, dtype=space.dtype, others=others)

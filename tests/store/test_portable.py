@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from prefixes import MODEL, layers_of, same
 
-from kvmnn import KvmnnError
+from kvmnn import KvmnnError, LayerCache
 from kvmnn.errors import OutputError, SourceError
 from kvmnn.store import PrefixStore, read_exported
 
@@ -71,3 +72,36 @@ def test_damage_in_the_store_is_not_exported(tmp_path: Path) -> None:
         with pytest.raises(SourceError, match="damaged, was removed"):
             store.export(IDS, tmp_path / "text", model=MODEL)
     assert not (tmp_path / "text").exists()
+
+
+@pytest.mark.parametrize("codec", ["dense", "frames"])
+@pytest.mark.parametrize("tokens", [1, 7, 128, 300, 512, 515, 1000])
+def test_it_holds_the_text_that_was_asked_for_and_no_more(tmp_path: Path, codec: str, tokens: int) -> None:
+    """Whoever else goes on from it, where a unit holds both, and whether a store or a file is asked."""
+    rng = np.random.default_rng(1)
+    ids = rng.integers(1 << 16, 1 << 24, 1100).tolist()
+    other = [*ids[:300], *rng.integers(1 << 16, 1 << 24, 400).tolist()]
+    layers = [
+        LayerCache(layer=0, keys=k, values=k[::-1])
+        for k in [np.repeat(np.cumsum(rng.normal(size=(2, 1100, 8)).astype("<f4"), 1), 2, 2)]
+    ]
+    asked = other[:tokens] if tokens < 700 else ids[:tokens]
+    rows = [LayerCache(layer=0, keys=each.keys[:, :700], values=each.values[:, :700]) for each in layers]
+    with PrefixStore(tmp_path / "s", codec=codec) as store:
+        for text, caches in ((ids, layers), (other, rows)):
+            store.put(text, caches, model=MODEL)
+        made = store.export(asked, tmp_path / "text", model=MODEL)
+        wanted = store.get(asked, model=MODEL).layers
+        whole = store.export(ids, tmp_path / "whole", model=MODEL).bytes
+    data = (tmp_path / "text").read_bytes()
+    assert made.bytes == len(data) < whole
+    for text in (ids, other):
+        for token in text[tokens:] if text[:tokens] == asked else text[300:]:
+            assert np.array([token], "<u4").tobytes() not in data or token in asked
+    for _ in range(2):
+        model, found, caches = read_exported(tmp_path / "text")
+        assert (model, found.tolist()) == (MODEL, asked)
+        assert all(np.array_equal(getattr(caches[0], part), getattr(wanted[0], part)) for part in ("keys", "values"))
+        with PrefixStore(tmp_path / "t") as store:
+            store.import_file(tmp_path / "text")
+            store.export(asked, tmp_path / "text", model=MODEL, force=True)

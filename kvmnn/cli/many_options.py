@@ -9,6 +9,7 @@ from contextlib import closing, contextmanager, suppress
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 
+from ..files.urls import is_url, without_secret
 from . import help, idle_options, printing, shared_options, streams
 from .printing import STDIO, UsageError
 
@@ -69,6 +70,10 @@ def run(
         idle_options.refuse(arguments, [name], f"is not for --jobs and --dask: {why}")
     if STDIO in paths:
         raise UsageError("standard input is one input: --jobs and --dask take files and folders")
+    for url in filter(is_url, paths):
+        raise UsageError(
+            f"{without_secret(url)}: --jobs and --dask take files and folders; without them stores at URLs are read"
+        )
     if arguments.dask is not None:
         paths = _make_absolute(arguments, paths)
     task = output(arguments) if output is not None else lambda named: Task(named.path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import replace
 from pathlib import Path, PurePath
@@ -12,6 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arrays.named_array import NamedArray
+from ..arrays.names import conventional
+from ..arrays.source import FILE_KEY
 from ..dtypes import Floats
 from ..errors import SourceError
 from ..files.json_document import parse, read_bounded
@@ -106,7 +109,9 @@ def read_scores(
             if what == "scores":
                 found.append(LayerScores(name=label, kv_len=tokens or part.size * config.block, scores=part))
             elif (part < 0).any():
-                raise SourceError(f"{path}: {label} has numbers below 0: expected attention, as softmax gives it")
+                raise SourceError(
+                    f"{path}: {label} has numbers below 0: expected attention, as softmax gives it: K and V are none"
+                )
             else:
                 scores = _scored(part, config, threads, tile)
                 found.append(LayerScores(name=label, kv_len=part.shape[-1], scores=scores))
@@ -136,13 +141,20 @@ def _scored(attention: Floats, config: H2OConfig, threads: int, tile: int | None
 
 def _arrays(path: str, options: ReadOptions | None) -> list[tuple[str, Floats]]:
     options = options or ReadOptions()
-    source = opening.open(path, replace(options, engine=replace(options.engine, any_heads=True)), frames=False)
-    if source.engine_cache is not None:
-        raise SourceError(
-            f"{path}: holds K and V ({source.engine_cache}): a plan is made of attention, or of scores of blocks, "
-            "which no cache holds"
-        )
+    if os.path.isdir(path) and not opening.is_frames(path) and opening.folder_kind(path) == "packed":
+        raise _holds_kv(path)
+    source = opening.open(path, replace(options, engine=replace(options.engine, any_heads=True, any_stream=True)))
+    if source.engine_cache is not None or FILE_KEY in source.metadata or any(map(conventional, source)):
+        raise _holds_kv(path, f" ({source.engine_cache})" if source.engine_cache is not None else "")
     return [(array.name, _floats(array)) for array in source.arrays]
+
+
+def _holds_kv(path: str, what: str = "") -> SourceError:
+    return SourceError(
+        f"{path}: holds K and V{what}: planning needs attention, or scores of blocks, which no cache holds (kvmnn eval "
+        "MODEL --text FILE --policy h2o_engine computes it with a model, and plans with it; docs/policies.md has "
+        "policies that need none)"
+    )
 
 
 def _floats(array: NamedArray) -> Floats:

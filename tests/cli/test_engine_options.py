@@ -140,3 +140,11 @@ def test_one_text_of_what_was_opened_whole_is_not_said_to_be_the_file(here: Path
     whole = kvmnn.formats.ReadOptions(engine=kvmnn.formats.EngineOptions(whole=True))
     assert "kvmnn.file" in kvmnn.open("b.safetensors", whole).metadata
     assert "kvmnn.file" not in kvmnn.open("b.safetensors", whole, batch=1).metadata
+
+
+@pytest.mark.parametrize("how", [("--jobs", 2), ("--dask", "tcp://127.0.0.1:1")])
+def test_many_files_are_at_no_url(here: Path, run, how: tuple[object, ...]) -> None:
+    for verb in (("measure",), ("inspect",), ("verify",), ("encode", "-o", "o/")):
+        refused = run(*verb, *how, "x.session", "s3://name:word@bucket/x.zarr", code=2).err
+        said = "s3://bucket/x.zarr: --jobs and --dask take files and folders; without them stores at URLs"
+        assert said in flat(refused)

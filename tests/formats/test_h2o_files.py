@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 from random import Random
 
+import hf_files
 import llama_files
+import mlx_files
 import numpy as np
 import pytest
+from packed_samples import arrays, write_prefix
 
 from kvmnn.cli.command import main
 from kvmnn.formats.h2o_files import plan_file, read_scores
@@ -53,6 +56,31 @@ def test_scores_in_memory_are_planned_alike() -> None:
 
 def test_caches_hold_no_scores(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("chat.session").write_bytes(llama_files.state(Random(1), llama_files.Shape(), [5])[0])
-    assert main(["plan", "chat.session"]) == 1
-    said = capsys.readouterr().err
-    assert "holds K and V (llama.cpp session" in said and "which no cache holds" in said and "--kv-heads" not in said
+    Path("prompt.safetensors").write_bytes(mlx_files.cache(Random(1), mlx_files.Shape())[0])
+    hf_files.save(Path("cache.pt"), hf_files.dynamic_cache(hf_files.pairs(1)))
+    np.savez("kv.npz", **{f"layer_0.{part}": np.ones((2, 3, 4), np.float16) for part in ("key", "value")})
+    write_prefix(Path("sys"), arrays(1, 2, 30, 4), capacity=32)
+    assert main(["encode", "chat.session", "-o", "whole/", "-q"]) == 0
+    assert main(["encode", "prompt.safetensors", "-o", "store.zarr", "-q"]) == 0
+    engines = {
+        "chat.session": "llama.cpp session",
+        "prompt.safetensors": "MLX prompt cache",
+        "cache.pt": "transformers",
+    }
+    engines |= {"whole": "llama.cpp session", "store.zarr": "MLX prompt cache", "kv.npz": "", "sys": ""}
+    for path, what in engines.items():
+        assert main(["plan", path]) == 1
+        said = " ".join(capsys.readouterr().err.split())
+        assert f"{path}: holds K and V{f' ({what}' if what else ': planning needs attention'}" in said
+        assert "which no cache holds (kvmnn eval MODEL --text FILE --policy h2o_engine" in said
+        assert "--kv-heads" not in said
+
+
+def test_attention_in_frames_is_planned(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.save("attention.npy", np.full((2, 4, 8, 8), 1 / 8, np.float32))
+    assert main(["encode", "attention.npy", "-o", "attention.frame", "-q"]) == 0
+    lines = []
+    for path in ("attention.npy", "attention.frame"):
+        assert main(["plan", path, "--no-map"]) == 0
+        lines.append(capsys.readouterr().out)
+    assert lines[0] == lines[1] != ""

@@ -64,7 +64,7 @@ class Exporting:
         frames, dense = self._frames(cut) if header.dense is None else self._streams(cut, place, header.dense)
         parent = self._text.key_before(begin // size)
         unit = Unit(self._space.key, parent, begin, self._text.ids[begin : cut[1]], frames, dense)
-        return np.frombuffer(b"".join(unit.pieces()), np.uint8)
+        return np.frombuffer(b"".join(bytes(piece) for piece in unit.pieces()), np.uint8)
 
     def _frames(self, cut: tuple[int, int]) -> tuple[tuple[Frame, ...], None]:
         made: list[tuple[Frame, ...]] = []

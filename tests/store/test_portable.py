@@ -81,12 +81,10 @@ def test_it_holds_the_text_that_was_asked_for_and_no_more(tmp_path: Path, codec:
     rng = np.random.default_rng(1)
     ids = rng.integers(1 << 16, 1 << 24, 1100).tolist()
     other = [*ids[:300], *rng.integers(1 << 16, 1 << 24, 400).tolist()]
-    layers = [
-        LayerCache(layer=0, keys=k, values=k[::-1])
-        for k in [np.repeat(np.cumsum(rng.normal(size=(2, 1100, 8)).astype("<f4"), 1), 2, 2)]
-    ]
+    keys = np.repeat(np.cumsum(rng.normal(size=(2, 1100, 8)).astype("<f4"), 1), 2, 2)
+    layers = [LayerCache(layer=0, keys=keys, values=keys[::-1])]
     asked = other[:tokens] if tokens < 700 else ids[:tokens]
-    rows = [LayerCache(layer=0, keys=each.keys[:, :700], values=each.values[:, :700]) for each in layers]
+    rows = [LayerCache(layer=0, keys=keys[:, :700], values=keys[::-1, :700])]
     with PrefixStore(tmp_path / "s", codec=codec) as store:
         for text, caches in ((ids, layers), (other, rows)):
             store.put(text, caches, model=MODEL)

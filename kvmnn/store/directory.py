@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..dtypes import Bytes
-from ..errors import KvmnnError, ManifestError, SourceError
+from ..errors import KvmnnError, ManifestError, OutputError, SourceError
 from ..files.output import failures
 from ..text import count
 from . import updates
@@ -69,6 +69,7 @@ class Directory:
         self._max_bytes = max_bytes
         if folder.exists() and not folder.is_dir():
             raise SourceError(f"{folder}: is not a prefix store, but a file: expected a directory")
+        is_new = not folder.exists()
         if settings is not None and not read_only:
             _make(folder)
         self.notes: list[str] = []
@@ -78,7 +79,15 @@ class Directory:
         self._known_spaces: tuple[int | None, list[Space]] = None, []
         self._bad: set[int] = set()
         block_tokens = settings.block_tokens if settings else None
-        self.index = Index(folder, block_tokens=block_tokens, read_only=read_only, rebuild=self._rebuild)
+        try:
+            self.index = Index(folder, block_tokens=block_tokens, read_only=read_only, rebuild=self._rebuild)
+        except OutputError:
+            if is_new:
+                with suppress(OSError):
+                    folder.rmdir()
+            raise
+        if self.index.full:
+            self.notes.append(f"{self.index.path}: cannot be written ({self.index.full}): nothing can be stored")
         try:
             self.block_tokens = self._block_tokens()
         except DamagedIndexError:
@@ -234,16 +243,35 @@ class Directory:
         what += f", with {count(len(lost), 'unit')} behind them" if lost else ""
         notes.append(f"{path}: damaged, {done} ({what}): {reason}")
         if not self.read_only:
-            self.remove(lambda cursor: updates.with_followers(cursor, unit))
+            with suppress(OutputError):  # of a full disk: it is passed over
+                self.remove(lambda cursor: updates.with_followers(cursor, unit))
         return lost
 
     def remove(self, choose: Callable[[sqlite3.Cursor], Sequence[int]]) -> Removed:
-        """Remove the units that `choose` names inside a transaction."""
-        with self.index.writing() as cursor:
-            gone = choose(cursor)
-            nbytes = updates.remove_all(cursor, gone)
+        """Remove the units that `choose` names inside a transaction; on a full disk their files make room for it."""
+
+        def remove() -> Removed:
+            with self.index.writing() as cursor:
+                gone = choose(cursor)
+                nbytes = updates.remove_all(cursor, gone)
+            self.files.remove(gone)
+            return Removed(len(gone), nbytes)
+
+        try:
+            return remove()
+        except OutputError:
+            if self.read_only:
+                raise
+            with self.index.reading() as cursor:
+                self.files.remove(choose(cursor))
+            return remove()
+
+    def make_room(self, max_bytes: int) -> bool:
+        """Remove files of units that `evict` would remove, not their rows; whether there were any."""
+        with self.index.reading() as cursor:
+            gone = [unit for unit in updates.leaves(cursor, max_bytes) if self.files.path(unit).is_file()]
         self.files.remove(gone)
-        return Removed(len(gone), nbytes)
+        return bool(gone)
 
     def keep_bound(self) -> int:
         """Remove what is above the bound, as another process may have had a larger one: bytes."""

@@ -52,6 +52,8 @@ _NAME = re.compile(r"index(?:-(\d{1,9}))?\.sqlite")
 """Of an index; each that was made anew has a higher number, and the highest holds. A name is never used twice: SQLite
 writes and removes files beside a database by its name."""
 
+_READ = "BEGIN"
+
 _forgotten: list[sqlite3.Connection] = []
 """Of a parent process: to close them in its child would let go of the parent's locks."""
 
@@ -114,6 +116,8 @@ class Index:
         self.folder = folder
         self.read_only = read_only
         self._rebuild = rebuild
+        self.full = ""
+        """Why it is open for reading alone where it should not be, such as a full disk; it is tried again each time."""
         self._damage = ""
         self._lock = threading.RLock()
         self._process = os.getpid()
@@ -124,7 +128,7 @@ class Index:
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Cursor]:
         """A transaction that sees the index as it is now, whatever others write meanwhile."""
-        with self._transaction("BEGIN") as cursor:
+        with self._transaction(_READ) as cursor:
             yield cursor
 
     @contextmanager
@@ -176,6 +180,8 @@ class Index:
         self._after_fork()
         with self._lock, self._naming():
             self._renew()
+            if self.full and begin != _READ:
+                raise OutputError(f"{self.path}: cannot be written: {self.full}")
             connection = self._usable()
             cursor = connection.cursor()
             cursor.execute(begin)
@@ -209,7 +215,7 @@ class Index:
             gone = not os.path.samestat(os.stat(self.path), self._stat)
         except OSError:
             gone = True
-        if not self._closed and (gone or (self._damage and not self.read_only)):
+        if not self._closed and (gone or self.full or (self._damage and not self.read_only)):
             self._connection.close()
             self._connection = self._open(None)
 
@@ -220,11 +226,16 @@ class Index:
         self.path = path or self.folder / FILE_NAME
         if path is None:
             what = f"{self.path.name} is gone"
+        self.full = ""
         if not what:
             try:
                 return self._opened(block_tokens)
             except (sqlite3.Error, UnicodeDecodeError, _NotOursError) as error:
                 is_damage = not isinstance(error, sqlite3.Error) or _code(error) not in (*_BUSY, *_DISK)
+                if not self.read_only and isinstance(error, sqlite3.Error) and _code(error) in _DISK:
+                    self.full = str(error)
+                    with suppress(sqlite3.Error, SourceError):
+                        return self._opened(None)
                 if not is_damage or self.read_only or not self._rebuild(str(error), path):
                     if not isinstance(error, _NotOursError):
                         raise
@@ -237,7 +248,13 @@ class Index:
             if block_tokens is None or self.read_only:
                 found = f"it has no {FILE_NAME}" if self.folder.is_dir() else "there is no such directory"
                 raise SourceError(f"{self.folder}: is not a prefix store: {found}")
-            return self._opened(block_tokens)
+            try:
+                return self._opened(block_tokens)
+            except sqlite3.Error:
+                with suppress(OSError):  # of a full disk nothing is left that looks like a store
+                    if not self.path.stat().st_size:
+                        self.path.unlink()
+                raise
         self.path = newest(self.folder)[1] or self.path
         return self._opened(None)
 
@@ -246,7 +263,7 @@ class Index:
         try:
             connection.execute("PRAGMA trusted_schema = OFF")
             connection.execute("PRAGMA synchronous = NORMAL")  # a cache need not outlive a power cut to the second
-            if not self.read_only and connection.execute("PRAGMA application_id").fetchone() != (_APPLICATION,):
+            if not self._reads_only and connection.execute("PRAGMA application_id").fetchone() != (_APPLICATION,):
                 # where the folder is a store the index was lost, and an empty one would lose all that is stored
                 make(connection, None if Beside(self.folder).is_there else block_tokens)
             self._check(connection)
@@ -257,11 +274,15 @@ class Index:
             raise
         return connection
 
+    @property
+    def _reads_only(self) -> bool:
+        return self.read_only or bool(self.full)
+
     def _connect(self) -> sqlite3.Connection:
         if self.path.exists() and not self.path.is_file():  # SQLite would wait for somebody to write into a pipe
             raise SourceError(f"{self.path}: is not a regular file")
         name = self.path.absolute().as_uri()
-        if not self.read_only:
+        if not self._reads_only:
             return self._connected(name)
         connection = self._connected(f"{name}?mode=ro")
         try:

@@ -18,9 +18,10 @@ from .token_ids import MAX_TOKENS, Ids, as_ids, text_key
 
 def mend_beside(units: Directory) -> list[str]:
     """Write the files of spaces, pinned texts and sessions again that are not as the index knows them; a line each."""
-    with units.index.reading() if units.read_only else units.index.writing() as cursor:  # nobody pins meanwhile
-        wrong = units.beside.mend(_held(units, cursor), write=not units.read_only)
-    done = "open the store for writing (kvmnn store verify)" if units.read_only else "written again"
+    is_fixed = units.read_only or bool(units.index.full)
+    with units.index.reading() if is_fixed else units.index.writing() as cursor:  # nobody pins meanwhile
+        wrong = units.beside.mend(_held(units, cursor), write=not is_fixed)
+    done = "open the store for writing (kvmnn store verify)" if is_fixed else "written again"
     return [f"{path}: is lost or damaged: {done}" for path in wrong]
 
 

@@ -224,3 +224,17 @@ def evict(cursor: sqlite3.Cursor, max_bytes: int) -> list[int]:
         remove_all(cursor, chosen)
         gone += chosen
     return gone
+
+
+def leaves(cursor: sqlite3.Cursor, max_bytes: int) -> list[int]:
+    """Of the units that `evict` would forget those that no unit follows."""
+    left = held_bytes(cursor)
+    found = []
+    for unit, nbytes in cursor.execute(
+        "SELECT id, bytes FROM unit WHERE children = 0 AND pins = 0 ORDER BY used, id DESC"
+    ):
+        if left <= max_bytes:
+            break
+        left -= nbytes
+        found.append(unit)
+    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from contextlib import suppress
 
+from ..errors import OutputError
 from . import updates
 from .directory import Directory
 from .index import whole_numbers
@@ -45,9 +46,21 @@ def delete(units: Directory, text: Text) -> Cleaned:
 
 
 def clean(units: Directory, max_bytes: int | None) -> Cleaned:
-    """Remove what nothing refers to, what refers to no file, and what has to go for `max_bytes`."""
+    """Remove what nothing refers to, what refers to no file, and what has to go for `max_bytes`.
+
+    Where the disk is too full to write to the index files go first.
+    """
     units.files.sweep()
     units.beside.sweep()
+    try:
+        return _clean(units, max_bytes)
+    except OutputError:
+        if units.read_only or max_bytes is None or not units.make_room(max_bytes):
+            raise
+    return _clean(units, max_bytes)
+
+
+def _clean(units: Directory, max_bytes: int | None) -> Cleaned:
     with units.index.writing() as cursor:  # nobody gives a file its name meanwhile
         known = {number for (number,) in cursor.execute("SELECT id FROM unit")}
         units.beside.drop_other_pins([key for (key,) in cursor.execute("SELECT key FROM pin")])

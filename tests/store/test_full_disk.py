@@ -1,0 +1,111 @@
+"""On a full disk what is stored is found, `gc` and `delete` make room, and what cannot be made leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prefixes import MODEL, layers_of, same
+
+from kvmnn.errors import OutputError
+from kvmnn.store import PrefixStore
+
+resource = pytest.importorskip("resource")
+
+TEXTS = [[*range(begin, begin + 60)] for begin in range(0, 500, 100)]
+SCRIPT = """
+import shutil, sys
+from pathlib import Path
+from prefixes import MODEL, layers_of, same
+from kvmnn.errors import OutputError
+from kvmnn.store import PrefixStore
+
+folder, texts = Path(sys.argv[1], "s"), [[*range(begin, begin + 60)] for begin in range(0, 500, 100)]
+
+def fill():
+    with open(folder.parent / "fill", "ab", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            pass
+
+def put(store, ids):
+    return store.put(ids, layers_of(ids, layers=100), model=MODEL)
+
+with PrefixStore(folder) as store:
+    for ids in texts:
+        put(store, ids)
+    store.pin(texts[0], model=MODEL)
+    size = store.stats().bytes // len(texts)
+fill()
+with PrefixStore(folder) as store:
+    assert "index.sqlite: cannot be written (" in store.notes[0], store.notes
+    assert all(same(store.get(ids, model=MODEL).layers, ids, 60, layers=100) for ids in texts)
+    assert store.verify().units == 5
+    try:
+        put(store, [1, 2, 3])
+    except OutputError as error:
+        assert "No space left" in str(error), error
+    else:
+        raise AssertionError("there is no room")
+    assert store.delete(texts[1], model=MODEL).units == 1
+fill()
+with PrefixStore(folder) as store:
+    assert store.gc(max_bytes=2 * size + size // 2).kept == ""
+    found = [store.match(ids, model=MODEL) for ids in texts]
+    assert (found[0], sorted(found)) == (60, [0, 0, 0, 60, 60]), found
+    assert (store.stats().units, len([*folder.glob("units/*/*")])) == (2, 2)
+    fill()
+    assert store.gc(max_bytes=0).units == 1  # while it is open
+    assert [store.match(ids, model=MODEL) for ids in texts] == [60, 0, 0, 0, 0]
+with PrefixStore(folder) as store:
+    assert (store.notes, store.verify().units, store.gc().other_files) == ((), 1, 0)
+"""
+
+
+@pytest.fixture
+def full() -> Iterator[None]:
+    """No file grows; what is full for all of a process is its bound for files."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """A small one of its own, where the system lets this user have that."""
+    tests = Path(__file__).parents[1]
+    mount = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=4m none "$0" && exec "$@"', tmp_path]
+    if sys.platform != "linux" or subprocess.run([*mount, "true"], capture_output=True).returncode:
+        pytest.skip("needs a file system of its own")
+    paths = [str(tests / "support"), str(tests.parent), os.environ.get("PYTHONPATH", "")]
+    command = [*mount, sys.executable, "-c", SCRIPT, tmp_path]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": ":".join(paths)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_store_serves_that_cannot_write_its_index(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    with PrefixStore(tmp_path / "s") as store:
+        store.put(TEXTS[0], layers_of(TEXTS[0]), model=MODEL)
+    request.getfixturevalue("full")
+    with PrefixStore(tmp_path / "s") as store:
+        assert "cannot be written" in store.notes[0]
+        assert same(store.get(TEXTS[0], model=MODEL).layers, TEXTS[0], 60)
+        for call in (store.gc, lambda: store.pin(TEXTS[0], model=MODEL)):
+            with pytest.raises(OutputError, match="cannot be written"):
+                call()
+
+
+def test_a_store_that_cannot_be_made_leaves_nothing(tmp_path: Path, full: None) -> None:
+    (tmp_path / "there").mkdir()
+    for name in ("new", "there"):
+        with pytest.raises(OutputError):
+            PrefixStore(tmp_path / name)
+    assert [*tmp_path.rglob("*")] == [tmp_path / "there"]

@@ -23,7 +23,7 @@ BESIDE_KEY: Final = "kvmnn.beside"
 """The same for files beside the arrays of a folder that say whose K and V they are."""
 ENGINE_KEY: Final = "kvmnn.engine_cache"
 """The same for what another engine's cache said of itself, where its K and V are plain arrays."""
-OF_THE_WHOLE: Final = (DUMP_KEY, FILE_KEY, BESIDE_KEY)
+OF_THE_WHOLE: Final = (DUMP_KEY, FILE_KEY)
 """Keys that only manifests carry: no other file of arrays becomes such a folder or file again."""
 
 

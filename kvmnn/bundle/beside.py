@@ -1,6 +1,6 @@
-"""What a manifest notes down of files that lie beside the arrays of a folder and say what these do not.
+"""What is noted down of files that lie beside the arrays of a folder and say what these do not.
 
-It is a JSON document under `BESIDE_KEY` of the manifest's metadata (docs/manifest.md).
+It is a JSON document under `BESIDE_KEY` of the metadata of manifests and files of arrays (docs/manifest.md).
 """
 
 from __future__ import annotations
@@ -49,6 +49,14 @@ def files_beside(metadata: Mapping[str, str], where: str) -> dict[str, bytes]:
     if not isinstance(files.value, dict) or not files.value.keys() <= set(NAMES):
         raise files.wrong(f"files called {' or '.join(NAMES)}")
     return {name: literal(files.at(name), MAX_BYTES) for name in NAMES if name in files.value}
+
+
+def without_beside(metadata: Mapping[str, str], name: str) -> dict[str, str]:
+    """The metadata without one of these files."""
+    files = files_beside(metadata, "metadata")
+    files.pop(name, None)
+    others = {key: text for key, text in metadata.items() if key != BESIDE_KEY}
+    return {**others, BESIDE_KEY: to_json(files)} if files else others
 
 
 def difference_beside(metadata: Mapping[str, str], where: str, others: Mapping[str, str], whose: str) -> str | None:

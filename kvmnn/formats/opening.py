@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from ..arrays import engine_notes, own_order
 from ..arrays.axes import Laid, laid_out
-from ..arrays.source import ENGINE_KEY, Source, described_by
+from ..arrays.source import BESIDE_KEY, ENGINE_KEY, Source, described_by
 from ..arrays.valid_names import check_name, name_of_file
 from ..bundle import manifest
 from ..bundle.frame_set import DecodeOptions, open_frames
@@ -131,7 +131,8 @@ def open(
     if options.frames and source.cache is None:
         source.cache = described_by(source.metadata, path)
     if options.tensors or options.laid.axes or options.laid.shape:
-        source.metadata.pop(ENGINE_KEY, None)  # it is of all arrays as they lie
+        for key in (ENGINE_KEY, BESIDE_KEY):  # they are of all arrays as they lie
+            source.metadata.pop(key, None)
     engine_notes.apply(source, path)
     source = laid_out(source, options.laid, path)
     if options.max_bytes is not None and source.nbytes > options.max_bytes:

@@ -9,7 +9,8 @@ from pathlib import PurePath
 from ..arrays.engine_cache import EngineCache
 from ..arrays.engine_notes import noted
 from ..arrays.named_array import ArrayInfo
-from ..arrays.source import OF_THE_WHOLE, Source
+from ..arrays.source import BESIDE_KEY, OF_THE_WHOLE, Source
+from ..bundle.beside import TOKEN_IDS, without_beside
 from ..errors import OutputError
 from ..files.names import file_names, is_directory
 from ..files.output import DirectoryOutput, FileOutput, StagedFile
@@ -24,23 +25,27 @@ from .sinks import Runs, Writer, beginnings
 
 def metadata_for(source: Source, output: str) -> dict[str, str]:
     """What a file of this name can say of a source; without token ids where they are too many for it."""
-    is_npz = PurePath(output).suffix.lower() == ".npz"
-    if is_npz and source.engine_cache is not None and comment_of(noted(source)) is None:
-        source = replace(source, engine_cache=replace(source.engine_cache, token_ids=None))
-    return noted(source)
+    said = noted(source)
+    if PurePath(output).suffix.lower() != ".npz" or is_directory(output) or comment_of(said) is not None:
+        return said
+    cache = source.engine_cache and replace(source.engine_cache, token_ids=None)
+    return noted(replace(source, engine_cache=cache, metadata=without_beside(source.metadata, TOKEN_IDS)))
 
 
-def engine_lost(source: Source, output: str) -> Iterator[str]:
-    """What a file or folder of this name has no place for of what another engine's cache said of itself."""
+def lost(source: Source, output: str) -> Iterator[str]:
+    """What a file or folder of this name has no place for of what is known of a cache: its engine, tokens, ids."""
     cache, suffix = source.engine_cache, PurePath(output).suffix.lower()
-    if cache is None or (suffix == ".safetensors" and not is_directory(output)):
+    is_folder = is_directory(output) or not suffix
+    if suffix == ".safetensors" and not is_folder:
         return
     said = metadata_for(source, output)
-    says = suffix == ".npz" and not is_directory(output) and comment_of(said) is not None
+    says = suffix == ".npz" and not is_folder and comment_of(said) is not None
     if says and said != noted(source):
         yield f"{output} does not say the token ids, .safetensors does"
-    elif not says and _says_more(cache):
+    elif not says and cache is not None and _says_more(cache):
         yield f"{output} does not say of what engine it is, nor which tokens it holds: .safetensors and .npz do"
+    elif not says and not is_folder and BESIDE_KEY in said:
+        yield f"{output} does not say which tokens of which text it holds: .safetensors and folders of arrays do"
 
 
 def _says_more(cache: EngineCache) -> bool:
@@ -73,7 +78,7 @@ def write_arrays(
     runs
         Their bytes, array after array: ``(array index, little-endian bytes in memory order)``.
     metadata
-        For the formats that have a place for it (``.safetensors``); what lies beside arrays (`beside`) for a directory.
+        For the formats that have a place for it; what lies beside arrays (`beside`) for a directory.
     hashes
         The SHA-256 that the bytes of each array must have; None for whatever `runs` gives.
     force

@@ -50,9 +50,59 @@ def test_a_folder_comes_back_byte_for_byte(tmp_path: Path) -> None:
     encode_store(again, tmp_path / "kv.zarr")
     restore_store(str(tmp_path / "kv.zarr"), f"{tmp_path / 'stored'}/")
     assert contents(tmp_path / "stored") == contents(original)
-    assert restore(frames, tmp_path / "kv.npz").beside == ()
-    restore(frames, tmp_path / "kv.safetensors")
-    assert b"beside" not in (tmp_path / "kv.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "npz"])
+def test_files_of_arrays_say_it_as_the_folder_does(tmp_path: Path, run: Any, suffix: str) -> None:
+    """Without it, arrays of a cache that was cut would be taken for those of the first tokens."""
+    original = folder(tmp_path / "kv")
+    (original / "positions.json").write_text(json.dumps({"tokens_seen": 9, "layers": [{"positions": [0, 4, 8]}]}))
+    (original / "token_ids.json").write_text(json.dumps(list(range(9))))
+    kvmnn.bundle.encode(kvmnn.open(original), tmp_path / "frames")
+    encode_store(kvmnn.open(original), tmp_path / "kv.zarr")
+    for number, path in enumerate((original, tmp_path / "frames", tmp_path / "kv.zarr")):
+        file = tmp_path / f"{number}.{suffix}"
+        assert "note" not in run("unpack" if path == original else "decode", path, "-o", file).err
+        held = held_positions(kvmnn.open(file), [3])
+        assert held.positions[0].tolist() == [0, 4, 8] and held.ids is not None and held.ids.size == 9
+        said = run(
+            "store",
+            "put",
+            tmp_path / "s",
+            file,
+            "--fingerprint",
+            "m",
+            "--token-ids",
+            original / "token_ids.json",
+            code=1,
+        ).err
+        assert "layer 0 was cut: a cache without some tokens is no prefix" in said
+        run("unpack", file, "-o", f"{tmp_path / 'again'}/", "-f")
+        assert contents(tmp_path / "again") == contents(original)
+        assert "kvmnn.beside" not in kvmnn.open(file, tensors=("layer_0.key",)).metadata
+        assert "kvmnn.beside" not in kvmnn.open(file, axes="htd").metadata
+
+
+def test_what_has_no_place_for_it_is_noted(tmp_path: Path, run: Any) -> None:
+    original = folder(tmp_path / "kv")
+    ids = np.random.default_rng(3).integers(0, 50000, 40000)
+    (original / "token_ids.json").write_text(json.dumps(ids.tolist()))
+    assert ".npz does not say the token ids" in run("unpack", original, "-o", tmp_path / "k.npz").err
+    files = beside.files_beside(kvmnn.open(tmp_path / "k.npz").metadata, "k.npz")
+    assert files == {"positions.json": TEXTS["positions.json"]}
+    one = tmp_path / "one"
+    one.mkdir()
+    np.save(one / "k.npy", np.ones((2, 3, 8), np.float16))
+    with_texts(one)
+    said = "one.npy does not say which tokens of which text it holds: .safetensors and folders of arrays do"
+    assert said in run("unpack", one, "-o", tmp_path / "one.npy").err
+    run("encode", one, "-o", f"{tmp_path / 'one.frames'}/")
+    assert said in run("decode", tmp_path / "one.frames", "-o", tmp_path / "one.npy", "-f").err
+
+
+def test_a_dump_that_unpack_writes_has_them(tmp_path: Path, run: Any) -> None:
+    run("unpack", folder(tmp_path / "kv"), "--as", "dump", "-o", f"{tmp_path / 'dump'}/")
+    assert {name: (tmp_path / "dump" / name).read_bytes() for name in TEXTS} == TEXTS
 
 
 def test_a_dump_comes_back_byte_for_byte(tmp_path: Path) -> None:

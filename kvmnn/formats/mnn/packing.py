@@ -103,7 +103,7 @@ def pack(
         model=fingerprint(model) if model else info.model,
     )
     if known is None:
-        said = _of_engine(source, info) or _noted(source, info)
+        said = _of_engine(source, info) or _noted(source, info, notes)
         if said is None:
             tokens_text = span(sorted(found))
             notes.append(f"nothing says which tokens of the text the arrays hold: noted as the first {tokens_text}")
@@ -139,12 +139,24 @@ def _of_engine(source: Source, info: CacheInfo) -> tuple[Ranges, ...] | None:
     return cache.layer_runs if len(cache.layer_runs) == len(info.layers) else None
 
 
-def _noted(source: Source, info: CacheInfo) -> tuple[Ranges, ...] | None:
-    """Those that lie beside the arrays; None where heads hold different tokens, which runs of a layer cannot say."""
+def _noted(source: Source, info: CacheInfo, notes: list[str]) -> tuple[Ranges, ...] | None:
+    """Those that lie beside the arrays; where heads hold different tokens, those of one that lacks some."""
     noted = noted_positions(source, [layer.tokens for layer in info.layers])
-    if noted is None or any(places.ndim > 1 for places in noted.positions):
+    if noted is None:
         return None
-    return tuple(runs_of(places) for places in noted.positions)
+    found, unlike = [], []
+    for layer, places in zip(info.layers, noted.positions, strict=True):
+        heads = places.reshape(-1, layer.tokens)
+        last = heads[heads[:, -1].argmax()]  # of heads that differ it is none of the first tokens alone
+        unlike += [layer.layer] if (heads != last).any() else []
+        found.append(runs_of(last))
+    if unlike:
+        more = f" and {len(unlike) - 1} more" if len(unlike) > 1 else ""
+        notes.append(
+            f"heads of layer {unlike[0]}{more} hold different tokens of the text, and a prefix cache says those of a "
+            "layer: noted are those of the head that goes furthest"
+        )
+    return tuple(found)
 
 
 def repack(

@@ -20,8 +20,9 @@ from ...packed.cache_info import CacheInfo
 from ...packed.summary import cache_document, kept_tokens
 from ...text import LOSSLESS, LOSSY, UNCHANGED, at_rate, count
 from ...threads.pipeline import Progress
+from ..beside import write_beside
 from ..npz import comment_of
-from ..writing import engine_lost, metadata_for, write_arrays
+from ..writing import lost, metadata_for, write_arrays
 from .dump_writing import write_dump
 
 Form = Literal["arrays", "dump", "packed-dump"]
@@ -180,7 +181,7 @@ def _lost(source: Source, output: str, form: Form) -> Iterator[str]:
         return
     if form == "arrays" and any(array.dtype == "bf16" for array in source.arrays):
         yield f"{output} has bf16 words as uint16 where its format is numpy's, which has no bf16: .safetensors has"
-    yield from engine_lost(source, output)
+    yield from lost(source, output if form == "arrays" else f"{output}/")
     says = form == "arrays" and _suffix(output) == ".npz" and comment_of(metadata_for(source, output)) is not None
     kept = kept_tokens(source.cache) if source.cache and not says else []
     if kept:
@@ -204,6 +205,7 @@ def _write_dump(source: Source, output: str, form: Form, run_id: str, force: boo
             flash=layout is None or layout.flash_block is not None,
             progress=progress,
         )
+        write_beside(directory, source.metadata)
         directory.commit()
 
 

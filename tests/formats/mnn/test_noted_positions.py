@@ -13,6 +13,7 @@ import kvmnn
 from kvmnn import KvmnnError
 from kvmnn.formats.mnn import pack
 from kvmnn.packed.fitting import Geometry
+from kvmnn.store import layers_of
 
 TOKENS = 6
 
@@ -45,11 +46,18 @@ def test_runs_are_noted(folder: Path) -> None:
     assert again.cache is not None and again.cache.layers == found.info.layers
 
 
-def test_heads_with_different_tokens_are_not_noted(folder: Path) -> None:
-    heads = [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 9]]
-    found = packed(folder, layers(heads, heads))
-    assert found.info.layers[0].positions == ((0, 6),)
-    assert found.notes == ("nothing says which tokens of the text the arrays hold: noted as the first 6",)
+def test_heads_with_different_tokens_are_noted_as_cut(folder: Path) -> None:
+    """Said to be the first six, they would be taken for the beginning of a text by a store."""
+    first, cut = [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 9]
+    found = packed(folder, layers([cut, cut], [first, cut]))
+    assert [layer.positions for layer in found.info.layers] == [((0, 5), (9, 1))] * 2
+    differ = (
+        "heads of layer 1 hold different tokens of the text, and a prefix cache says those of a layer: noted are those "
+        "of the head that goes furthest"
+    )
+    assert found.notes == (differ, "true positions are as positions.json beside the arrays has them")
+    with pytest.raises(KvmnnError, match="layer 0 was cut"):
+        layers_of(kvmnn.open(str(folder.parent / "p")))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 from ..dtypes import Bytes
 from ..threads.pool import map_pulled
 from . import _fast
@@ -17,11 +19,14 @@ LONGER = 8
 little time, ..."""
 LONGEST, MUCH = 64, 16
 """... and once more where it becomes `MUCH` times smaller."""
-MANY = 8
-"""Of an array that becomes so many times smaller, predicted lanes are made without a predictor as well: what comes
-again from afar is in no sample."""
+LITTLE = 32
+"""A lane of so small a share of all bytes need not become smaller."""
+
+_Lane: TypeAlias = tuple[int, tuple[Part, ...]]
+"""The number of its predictor, and its payloads, one for each piece."""
 
 _RAW_BIT = 1
+_BITS = (1, 2, 4)
 _U32_MAX = (1 << 32) - 1
 
 
@@ -44,8 +49,8 @@ def fast_payloads(data: Bytes, options: LaneOptions, threads: int) -> list[tuple
     return [(mode, joined(payload)) for mode, payload in _lanes(data, options, threads)]
 
 
-def _lanes(data: Bytes, options: LaneOptions, threads: int) -> list[tuple[int, tuple[Part, ...]]]:
-    modes = _fast.likely_modes(data, options.stride, options.modes)
+def _lanes(data: Bytes, options: LaneOptions, threads: int) -> list[_Lane]:
+    modes, rivals = _fast.likely_modes(data, options.stride, options.modes)
     size = PIECE_BYTES
     lanes = _in_pieces(data, size, options.stride, modes, threads)
     for times, smaller in ((LONGER, REPEATS[options.stride]), (LONGEST, MUCH)):
@@ -53,21 +58,41 @@ def _lanes(data: Bytes, options: LaneOptions, threads: int) -> list[tuple[int, t
             break
         size = times * PIECE_BYTES
         lanes = _in_pieces(data, size, options.stride, modes, threads)
-    if _nbytes(lanes) * MANY > data.size or all(bits == _RAW_BIT for bits in modes):
-        return lanes
-    raw = _in_pieces(data, size, options.stride, [_RAW_BIT] * options.stride, threads)
-    return [
-        min(lane, other, key=lambda lane: sum(map(nbytes_of, lane[1]))) for lane, other in zip(lanes, raw, strict=True)
-    ]
+    return _with_rivals(lanes, data, size, options.stride, rivals, threads)
 
 
-def _nbytes(lanes: list[tuple[int, tuple[Part, ...]]]) -> int:
-    return sum(nbytes_of(part) for _, lane in lanes for part in lane)
+def _with_rivals(
+    lanes: list[_Lane], data: Bytes, size: int, stride: int, rivals: list[int], threads: int
+) -> list[_Lane]:
+    """Of each lane the smallest, by its predictor or by one of its rivals that makes the first piece smaller."""
+    little = _nbytes(lanes) // LITTLE
+    for bit in _BITS:
+        tried = [bit if found & bit and _size(lane) > little else 0 for lane, found in zip(lanes, rivals, strict=True)]
+        if not any(tried):
+            continue
+        first = _in_pieces(data[:size], size, stride, tried, threads)
+        tried = [
+            bit if bit and _size(other) < nbytes_of(lane[1][0]) else 0
+            for lane, other, bit in zip(lanes, first, tried, strict=True)
+        ]
+        if any(tried):
+            others = _in_pieces(data, size, stride, tried, threads)
+            lanes = [
+                min(lane, other, key=_size) if bit else lane
+                for lane, other, bit in zip(lanes, others, tried, strict=True)
+            ]
+    return lanes
 
 
-def _in_pieces(
-    data: Bytes, size: int, stride: int, modes: list[int], threads: int
-) -> list[tuple[int, tuple[Part, ...]]]:
+def _nbytes(lanes: list[_Lane]) -> int:
+    return sum(map(_size, lanes))
+
+
+def _size(lane: _Lane) -> int:
+    return sum(map(nbytes_of, lane[1]))
+
+
+def _in_pieces(data: Bytes, size: int, stride: int, modes: list[int], threads: int) -> list[_Lane]:
     words = data.size // stride
 
     def make(begin: int) -> list[Part]:

@@ -63,7 +63,8 @@ def test_rotated_rows(rotary: dense.Rotary, dtype: str) -> None:
     bits(array)[1, 20, ::3] |= 0x7F00
     with_rows = agree(array, rotary=rotary, positions=positions)
     assert with_rows.method == "rows" and with_rows.rotary
-    assert with_rows.stream_bytes < agree(array).stream_bytes
+    without = agree(array)
+    assert with_rows.stream_bytes < without.stream_bytes or without.method == "frame"
     agree(array[:, ::-1], rotary=rotary, positions=positions[::-1])
     agree(array, rotary=rotary, token_ids=rng.integers(0, 9, 120))
 

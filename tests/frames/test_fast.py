@@ -154,13 +154,47 @@ def test_a_predictor_goes_on_from_piece_to_piece(monkeypatch: pytest.MonkeyPatch
         assert kvmnn.encode(words, effort="fast", threads=threads) == cut
 
 
-def test_what_comes_again_from_afar_is_in_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_comes_again_from_afar_is_in_no_sample() -> None:
     """Predicted by the look of it, and much smaller if not."""
     words = as_words(np.sin(np.arange(1 << 22) / 1000), "fp16")
     made = kvmnn.encode(words, effort="fast")
     assert kvmnn.decode(made).tobytes() == words.tobytes()
-    monkeypatch.setattr(fast, "MANY", 1 << 30)
-    assert 1.5 * len(made) < len(kvmnn.encode(words, effort="fast"))
+    assert 1.5 * len(made) < len(kvmnn.encode(words, effort="fast", predictors="delta_seq,xor_seq"))
+
+
+def repeating(n: int, seed: int) -> Iterator[tuple[str, npt.NDArray[np.floating]]]:
+    """Values that were there before: words, rows of any length, phrases, runs."""
+    rng = np.random.default_rng(seed)
+    values = rng.standard_normal(n)
+    for times in (2, 3, 5, 6, 7, 9, 11, 12, 14, 15, 31):
+        yield f"each word {times} times", np.repeat(values, times)[:n]
+    for words in (8, 10, 64, 100, 1000, 5000):
+        yield f"{words} words", np.resize(values[:words], n)
+    for words in (64, 100, 256, 1000):
+        rows = values[: n // words * words].reshape(-1, words)
+        yield f"rows of {words} words, of few kinds", rows[rng.integers(0, max(1, len(rows) // 10), len(rows))]
+        noise = rng.random(n) < 0.05
+        yield f"{words} words with others among them", np.where(noise, values, np.resize(values[:words], n))
+    for kinds in (2000, n):
+        starts, sizes = rng.integers(0, kinds - 60, n // 20), rng.integers(5, 60, n // 20)
+        yield (
+            f"phrases of {kinds} words",
+            np.concatenate([values[at : at + size] for at, size in np.c_[starts, sizes]])[:n],
+        )
+    yield "runs", np.repeat(values, rng.geometric(0.2, n))[:n]
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize(("words", "seed"), [(40_000, 1), (1 << 18, 2), ((1 << 21) + 1000, 3)])
+def test_repeats_cost_hardly_more_than_in_exact_frames(words: int, seed: int, dtype: str) -> None:
+    """At most 5 %; of large arrays a few."""
+    for number, (name, values) in enumerate(repeating(words, seed)):
+        if words > 1 << 20 and number % 6:
+            continue
+        array = as_words(values, dtype)
+        made = kvmnn.encode(array, dtype=dtype, effort="fast")
+        assert len(made) <= 1.05 * len(kvmnn.encode(array, dtype=dtype)) + 32, name
+        assert kvmnn.decode(made, dtype=dtype).tobytes() == array.tobytes()
 
 
 def test_only_predictors_that_are_allowed() -> None:

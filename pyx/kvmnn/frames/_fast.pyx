@@ -28,6 +28,8 @@ cdef extern from "kvmnn/frames/repeats.h" nogil:
     size_t kvmnn_repeats_table(size_t n)
     size_t kvmnn_repeats_find(
         int level, const uint8_t *lane, size_t n, int dear, uint32_t *table, kvmnn_repeat *out)
+    double kvmnn_repeats_missed(
+        int level, const uint8_t *lane, size_t n, const kvmnn_repeat *repeats, size_t count, uint32_t *table)
 
 cdef extern from "kvmnn/frames/zstd_writer.h" nogil:
     enum:
@@ -75,6 +77,11 @@ cdef enum:
     MORE_MOST = 256 << 10
     MANY = 8                 # of a lane, one byte in so many is repeated ...
     SCATTERED = 24           # ... by repeats shorter than that
+    SHORT = 48               # repeats that are shorter, are not worth a row
+    FEW = 64 << 10           # lanes of so many bytes that have many repeats are left to libzstd, where it makes fewer, ...
+    TINY_SHARE = 16          # ... and all that become so many times smaller
+    FEW_LEFT = 4             # bytes are few that were so many times more
+    LITTLE = 32              # so small a share of all lanes need not become smaller
     LEAST = 64               # bytes of a payload that need not become fewer
 
 cdef double FLAT_BITS = 7.85  # a byte; random bytes come to 7.955 in a sample of that size
@@ -82,6 +89,11 @@ cdef double POOR_BITS = 2.0
 cdef double DEAR_BITS = 4.0   # where a byte takes more, shorter repeats pay
 cdef double NOISE_BITS = 7.0  # what stands between repeats can hardly be coded
 cdef double SLOWER = 1.02     # of its bytes, libzstd has to save more
+cdef double SURPRISE = 1.05   # of the bytes that a trial has promised, what is more has a better predictor
+cdef double NEAR = 1.4        # of its bytes, raw's rival may need more in a trial and fewer in the end, ...
+cdef double NEAR_FEW = 2.5    # ... or so many, where they are few, ...
+cdef double ALIKE = 1.05      # ... and those of another predictor so many
+cdef double MISSED = 0.015   # of places that were there before, the search has missed so many: libzstd is tried
 cdef double COMMON = 0.7      # of bytes, if one byte is so many: no code is short enough for it
 
 cdef size_t NO_MEMORY = <size_t>-1
@@ -109,9 +121,24 @@ cdef struct Look:
     bint short               # there are short repeats all over
 
 
+cdef struct Search:
+    size_t count             # of repeats
+    size_t repeated          # bytes in them
+    bint scattered           # many short ones between bytes that cost as much as they are long
+
+
+cdef enum:                   # which lanes libzstd is tried on
+    UNKNOWN
+    NONE
+    REPEATED                 # short ones
+    ALL
+
+
 cdef struct Form:
     int mode                 # -1: no memory
     bint libzstd
+    int rivals               # a bit set of predictors that came near
+    double share             # of the bytes of a trial, those that were left
     size_t size              # of the payload, where a trial had the whole lane: it is there
 
 
@@ -173,21 +200,27 @@ cdef void raw_frame(const uint8_t *src, size_t words, int stride, int lane, uint
 
 
 cdef size_t lane_frame(
-    const uint8_t *lane, size_t n, double bits, Scratch scratch, uint8_t *dst, bint *scattered
+    const uint8_t *lane, size_t n, double bits, Scratch scratch, uint8_t *dst, Search *search
 ) noexcept nogil:
-    """The payload of one lane in dst (kvmnn_zstd_bound(n) bytes); its size, 0 for one of raw blocks.
-
-    `scattered`: whether it has many short repeats between bytes that cost as much as they are long.
-    """
+    """The payload of one lane in dst (kvmnn_zstd_bound(n) bytes); its size, 0 for one of raw blocks."""
     cdef bint flat = bits > FLAT_BITS
     cdef size_t count = kvmnn_repeats_find(active_level, lane, n, bits > DEAR_BITS, scratch.table, scratch.repeats)
     cdef size_t i, repeated = 0
     for i in range(count):
         repeated += scratch.repeats[i].length
-    scattered[0] = bits > NOISE_BITS and repeated > n // MANY and repeated < SCATTERED * count
+    search.count, search.repeated = count, repeated
+    search.scattered = bits > NOISE_BITS and repeated > n // MANY and repeated < SCATTERED * count
     if flat and not count:
         return 0
     return kvmnn_zstd_write(active_level, &_tables, lane, n, scratch.repeats, count, flat, scratch.writer, dst)
+
+
+cdef int doubts_of(const uint8_t *lane, size_t n, const Search *search, Scratch scratch) noexcept nogil:
+    """By a lane whose bytes take many bits, what libzstd may make fewer bytes of in all lanes."""
+    cdef double missed = kvmnn_repeats_missed(active_level, lane, n, scratch.repeats, search.count, scratch.table)
+    if missed > MISSED or search.repeated > n // 2 and search.repeated < SHORT * search.count:
+        return ALL
+    return REPEATED if search.repeated > n // 2 else NONE
 
 
 cdef double bits_of(const uint8_t *lane, size_t n) noexcept nogil:
@@ -219,21 +252,26 @@ cdef Form best_form(
     """
     cdef size_t most = min(max(words // TEXT_SHARE, <size_t>TEXT_LEAST), <size_t>TEXT_MOST)
     cdef size_t room = kvmnn_zstd_bound(min(words, <size_t>TINY_MOST)), n = 0, size, least
+    cdef size_t[MODES] sizes
     cdef int mode, level = LEVEL_TRIAL
     cdef Form best
     if look.bits < POOR_BITS or words <= TEXT_LEAST:
         most, level = min(max(words // TEXT_SHARE, <size_t>TINY_LEAST), <size_t>TINY_MOST), LEVEL_EXACT
     while True:
-        least, best = NO_MEMORY, Form(-1, True, 0)
+        least, best = NO_MEMORY, Form(-1, True, 0, 1, 0)
         for mode in range(MODES):
+            sizes[mode] = NO_MEMORY
             if modes >> mode & 1 and least > LEAST:
                 n = predicted_text(src, words, stride, lane, mode, most, scratch.lane)
                 size = zstd.compress(ws.cctx, slots[1], room, scratch.lane, n, level)
                 if zstd.is_error(size):
-                    return Form(-1, True, 0)
+                    return Form(-1, True, 0, 1, 0)
+                sizes[mode] = size
                 if size < least:
                     least, best.mode = size, mode
                     slots[0], slots[1] = slots[1], slots[0]
+        best.rivals = rivals_of(best.mode, sizes, n)
+        best.share = <double>least / n
         if level == LEVEL_EXACT:
             best.size = least if n == words else 0
             return best
@@ -245,13 +283,50 @@ cdef Form best_form(
     return best
 
 
+cdef int rivals_of(int mode, const size_t *sizes, size_t n) noexcept nogil:
+    """The predictors that came near `mode` in a trial of `n` bytes, a bit set; a size is NO_MEMORY if not tried."""
+    cdef int other, found = 0
+    cdef bint are_few = FEW_LEFT * sizes[mode] < n
+    cdef double near
+    for other in range(MODES):
+        near = ALIKE if are_few else 0
+        if mode == KVMNN_MODE_RAW or other == KVMNN_MODE_RAW:
+            near = NEAR_FEW if are_few else NEAR
+        if other != mode and sizes[other] != NO_MEMORY and sizes[other] < near * sizes[mode]:
+            found |= 1 << other
+    return found
+
+
+cdef void smaller(
+    Workspace ws, const uint8_t *src, size_t words, int stride, int lane, int modes, const Form *form, Scratch scratch,
+    Lane *found, uint8_t **spare
+) noexcept nogil:
+    """Make a lane by a better predictor than the form's, if there is one; `spare` has room as `found` has.
+
+    libzstd takes many short repeats for repeats from afar, or does not, which no sample shows. So rivals are tried,
+    and what else there is where the trial had promised less.
+    """
+    cdef size_t other
+    cdef int mode
+    for mode in range(MODES):
+        if mode == form.mode or not modes >> mode & 1:
+            continue
+        if not form.rivals >> mode & 1 and found.size <= SURPRISE * form.share * words:
+            continue
+        lanes().predict_lane(src, words, stride, lane, mode, scratch.lane)
+        other = zstd.compress(ws.cctx, spare[0], found.size - 1, scratch.lane, words, LEVEL_EXACT)
+        if not zstd.is_error(other):  # as it is where there is no room
+            found.mode, found.size = mode, other
+            found.made, spare[0] = spare[0], found.made
+
+
 cdef bint pays(
     Workspace ws, const uint8_t *src, size_t words, int stride, int lane, int mode, size_t room, Scratch scratch,
     uint8_t *dst
 ) noexcept nogil:
     """Whether libzstd makes enough of a lane under a predictor for the time that it takes."""
     cdef uint8_t sample[KVMNN_SAMPLE]
-    cdef bint scattered
+    cdef Search search
     cdef size_t most = min(max(words // MORE_SHARE, <size_t>MORE_LEAST), <size_t>MORE_MOST)
     cdef size_t n = predicted_text(src, words, stride, lane, mode, most, scratch.lane), size, other
     cdef size_t got = sampled(scratch.lane, n, 1, 0, sample)
@@ -260,7 +335,7 @@ cdef bint pays(
     other = zstd.compress(ws.cctx, dst, room, scratch.lane, n, LEVEL_EXACT)
     if zstd.is_error(other):
         return False
-    size = lane_frame(scratch.lane, n, kvmnn_sample_bits(sample, got), scratch, dst, &scattered)
+    size = lane_frame(scratch.lane, n, kvmnn_sample_bits(sample, got), scratch, dst, &search)
     return SLOWER * other < (size if size else n)
 
 
@@ -285,7 +360,7 @@ cdef bint make_room(Workspace ws, size_t words, Scratch *scratch) noexcept nogil
 cdef bint make_lanes(
     Workspace ws, const uint8_t *src, size_t words, int stride, bint continued, const int *modes, Lane *found
 ) noexcept nogil:
-    """The lanes of a piece, each by a predictor of its bit set in `modes`. False: no memory.
+    """The lanes of a piece, each by a predictor of its bit set in `modes`; of none, nothing. False: no memory.
 
     `continued`: the word before is there as well, and predictors go on from it.
     """
@@ -294,15 +369,23 @@ cdef bint make_lanes(
     cdef uint8_t *slots[5]
     cdef Scratch scratch
     cdef Look[4] looks
-    cdef bint follows = look_at(src, words, stride, looks), scattered
+    cdef bint follows = look_at(src, words, stride, looks)
+    cdef int doubts = UNKNOWN
+    cdef size_t other
+    cdef Search search
+    cdef Form[4] forms
     cdef Form form
+    cdef size_t total = 0
     cdef int lane
     if out == NULL or not make_room(ws, words, &scratch):
         return False
     for lane in range(stride + 1):
         slots[lane] = out + <size_t>lane * room
     for lane in range(stride):
-        form = Form(KVMNN_MODE_RAW, False, 0)
+        forms[lane] = form = Form(KVMNN_MODE_RAW, False, 0, 1, 0)
+        if not modes[lane]:
+            found[lane] = Lane(KVMNN_MODE_RAW, slots[lane], 0)
+            continue
         if follows or not modes[lane] & 1 << KVMNN_MODE_RAW:
             form = best_form(ws, src, words, stride, lane, modes[lane], looks[lane], scratch, slots + lane)
             if form.mode < 0:
@@ -316,18 +399,32 @@ cdef bint make_lanes(
                     scratch.lane[0] = after(src[lane], src[lane - stride], form.mode)
             size = 0
             if not form.libzstd:
-                size = lane_frame(scratch.lane, words, looks[lane].bits, scratch, slots[lane], &scattered)
-                if scattered and not follows:  # libzstd looks for each of them in every row
+                size = lane_frame(scratch.lane, words, looks[lane].bits, scratch, slots[lane], &search)
+                if doubts == UNKNOWN and not follows and looks[lane].bits > DEAR_BITS:
+                    doubts = doubts_of(scratch.lane, words, &search, scratch)
+                if search.scattered and not follows:  # libzstd looks for each of them in every row
                     form.libzstd = pays(ws, src, words, stride, lane, form.mode, room, scratch, slots[lane + 1])
                     if form.libzstd:
                         lanes().predict_lane(src, words, stride, lane, form.mode, scratch.lane)
+                elif doubts == ALL or size and (doubts == REPEATED and words <= FEW or size * TINY_SHARE < words):
+                    other = zstd.compress(
+                        ws.cctx, slots[lane + 1], size if size else words, scratch.lane, words, LEVEL_EXACT)
+                    if not zstd.is_error(other) and SLOWER * other < (size if size else words):
+                        size = other
+                        slots[lane], slots[lane + 1] = slots[lane + 1], slots[lane]
             if form.libzstd or size == 0 and form.mode != KVMNN_MODE_RAW:
                 size = zstd.compress(ws.cctx, slots[lane], room, scratch.lane, words, LEVEL_EXACT)
                 if zstd.is_error(size):
                     return False
+                forms[lane] = form
         found[lane] = Lane(form.mode, slots[lane], size)
         if size == 0:
             found[lane].made, found[lane].size = NULL, raw_size(words)
+        total += found[lane].size
+    if follows:
+        for lane in range(stride):
+            if forms[lane].libzstd and found[lane].size * LITTLE > total:
+                smaller(ws, src, words, stride, lane, modes[lane], &forms[lane], scratch, &found[lane], slots + stride)
     return True
 
 
@@ -385,19 +482,20 @@ def encode(const uint8_t[::1] data not None, int stride, modes) -> bytes:
         release(ws)
 
 
-def likely_modes(const uint8_t[::1] data not None, int stride, modes) -> list:
-    """For each lane of whole words a bit set with the one predictor of all its pieces; `modes` as for `encode`."""
+def likely_modes(const uint8_t[::1] data not None, int stride, modes) -> tuple:
+    """For each lane of whole words a bit set with the one predictor of all its pieces, and one with others that may turn
+    out to be better; `modes` as for `encode`."""
     cdef size_t words = data.shape[0] // stride, most = min(words, <size_t>TINY_MOST)
     cdef Look[4] looks
     cdef int lane, lane_modes
     cdef Form form
     cdef Scratch scratch
     cdef uint8_t *slots[2]
-    cdef list found = []
+    cdef list found = [], rivals = []
     cdef Workspace ws = acquire(True, False)
     try:
         if not look_at(&data[0], words, stride, looks):
-            return [1 << KVMNN_MODE_RAW] * stride
+            return [1 << KVMNN_MODE_RAW] * stride, [0] * stride
         slots[0] = ws.buffer(1, 2 * kvmnn_zstd_bound(most))
         if slots[0] == NULL or not make_room(ws, most, &scratch):
             raise MemoryError("no memory to try predictors")
@@ -409,13 +507,15 @@ def likely_modes(const uint8_t[::1] data not None, int stride, modes) -> list:
             if form.mode < 0:
                 raise MemoryError("no memory to try predictors")
             found.append(1 << form.mode)
-        return found
+            rivals.append(form.rivals)
+        return found, rivals
     finally:
         release(ws)
 
 
 def payloads(const uint8_t[::1] data not None, int stride, size_t begin, size_t end, modes) -> list:
-    """A zstd payload for each lane of the words from `begin` to `end`, under the one predictor of its bit set.
+    """A zstd payload for each lane of the words from `begin` to `end`, under the one predictor of its bit set; an empty
+    one for an empty set.
 
     In place of one that has nothing but raw blocks, how long it is: `write_raw` writes it where it is to stay.
     """

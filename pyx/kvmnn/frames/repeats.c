@@ -72,12 +72,20 @@ static inline void insert_until(lane_search *s, size_t end) {
         *place_of(s, kvmnn_load_le64(s->lane + s->next)) = (uint32_t)s->next + 1;
 }
 
-typedef size_t (*repeats_find)(const uint8_t *lane, size_t n, int dear, uint32_t *table, kvmnn_repeat *out);
+typedef struct {
+    size_t (*find)(const uint8_t *lane, size_t n, int dear, uint32_t *table, kvmnn_repeat *out);
+    double (*missed)(const uint8_t *lane, size_t n, const kvmnn_repeat *repeats, size_t count, uint32_t *table);
+} repeats_loops;
 
 #define KVMNN_LOOPS "frames/repeats_impl.h"
-#define KVMNN_TABLE repeats_find
+#define KVMNN_TABLE repeats_loops
 #include "../simd.h"
 
 size_t kvmnn_repeats_find(int level, const uint8_t *lane, size_t n, int dear, uint32_t *table, kvmnn_repeat *out) {
-    return (*level_tables[level])(lane, n, dear, table, out);
+    return level_tables[level]->find(lane, n, dear, table, out);
+}
+
+double kvmnn_repeats_missed(
+    int level, const uint8_t *lane, size_t n, const kvmnn_repeat *repeats, size_t count, uint32_t *table) {
+    return level_tables[level]->missed(lane, n, repeats, count, table);
 }

@@ -129,4 +129,25 @@ static size_t LEVEL(find)(const uint8_t *lane, size_t n, int dear, uint32_t *tab
     return found;
 }
 
-static const repeats_find LEVEL(table) = LEVEL(find);
+static double LEVEL(missed)(const uint8_t *lane, size_t n, const kvmnn_repeat *repeats, size_t count, uint32_t *table) {
+    enum { ENTRIES = 1 << 12, SHIFT = 64 - 12, ROOM = 72, LEAST = 16, MOST = 4096 };
+    static const uint8_t zeros[64];
+    size_t seen = 0, missed = 0, next = 0;
+    memset(table, 0, ENTRIES * sizeof *table);
+    for (size_t i = 0; i + ROOM <= n && seen < MOST; i += 64) {
+        for (uint64_t found = LEVEL(equal64)(lane + i, zeros); found; found &= found - 1) {
+            size_t at = i + kvmnn_lowest_bit(found), before;
+            uint64_t bytes = kvmnn_load_le64(lane + at);
+            uint32_t *entry = table + (bytes * 0x9E3779B97F4A7C15ULL >> SHIFT);
+            before = *entry;
+            *entry = (uint32_t)at + 1;
+            ++seen;
+            if (before == 0 || kvmnn_load_le64(lane + before - 1) != bytes) continue;
+            while (next < count && repeats[next].at + repeats[next].length <= at) ++next;
+            missed += next == count || repeats[next].at > at;
+        }
+    }
+    return seen < LEAST ? 0 : (double)missed / (double)seen;
+}
+
+static const repeats_loops LEVEL(table) = {LEVEL(find), LEVEL(missed)};

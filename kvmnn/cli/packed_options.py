@@ -188,7 +188,8 @@ def in_the_words_of(arguments: argparse.Namespace, message: str) -> str:
 
 def with_jobs(arguments: argparse.Namespace, message: str) -> str:
     """A message about a folder of files, with the option that takes it."""
-    if getattr(arguments, "jobs", 0) is None and _FOLDER.search(message):
+    of_one = getattr(arguments, "against", None)
+    if getattr(arguments, "jobs", 0) is None and not of_one and _FOLDER.search(message):
         message += "; --jobs N takes each file below it by itself"
     return message
 

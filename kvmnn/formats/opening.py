@@ -238,6 +238,8 @@ def not_a_frame(path: str, found: KvmnnError) -> KvmnnError:
     """What to raise for an input that was read as a frame and is none: `found`, unless its name says nothing."""
     if os.path.isdir(path) and (lost := zarr.lost_group(path)):
         return SourceError(lost)
+    if engine_files.engine_file(path) is not None:
+        return SourceError(f"{path}: is a cache of another engine, no frames: kvmnn encode makes frames of it")
     if isinstance(found, LimitError) or kind_of(path) is not None or not os.path.isfile(path):
         return found
     reason = str(found).removeprefix(f"{path}: ")

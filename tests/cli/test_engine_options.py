@@ -148,3 +148,27 @@ def test_many_files_are_at_no_url(here: Path, run, how: tuple[object, ...]) -> N
         refused = run(*verb, *how, "x.session", "s3://name:word@bucket/x.zarr", code=2).err
         said = "s3://bucket/x.zarr: --jobs and --dask take files and folders; without them stores at URLs"
         assert said in flat(refused)
+
+
+@pytest.mark.parametrize("argv", ["decode {} -o o.npz", "verify {}", "transcode {} --codec dense -o o/"])
+@pytest.mark.parametrize("path", ["x.session", "c.safetensors"])
+def test_a_cache_where_frames_are_expected_is_called_so(here: Path, run, argv: str, path: str) -> None:
+    said = run(*argv.format(path).split(), code=1).err
+    assert f"{path}: is a cache of another engine, no frames: kvmnn encode makes frames of it" in flat(said)
+
+
+def test_a_file_called_bin_is_told_of_by_what_it_looks_like(here: Path, run) -> None:
+    """Only what looks like nothing else is taken for damaged weights."""
+    Path("c.bin").write_bytes(Path("c.safetensors").read_bytes())
+    for verb in ("inspect", "verify"):
+        assert "it looks like a safetensors file (name it with the suffix" in flat(run(verb, "c.bin", code=1).err)
+    Path("w.bin").write_bytes(bytes(range(200, 256)))
+    assert "bad_magic" in run("inspect", "w.bin", code=1).err
+
+
+def test_jobs_are_not_named_where_an_original_is_a_folder(here: Path, run) -> None:
+    Path("folder").mkdir()
+    Path("folder/c.safetensors").write_bytes(Path("c.safetensors").read_bytes())
+    run("encode", "c.safetensors", "-o", "f/")
+    said = run("verify", "f", "--against", "folder", code=1).err
+    assert "name the file itself" in flat(said) and "--jobs" not in said

@@ -15,9 +15,9 @@ import numpy as np
 from .. import dtypes
 from ..dtypes import PARTS, KVPair, Part, Words
 from ..errors import MissingOptionError, OptionError, SourceError
-from .layers import MOST_HEADS, AxesError, array_name, with_whole_dumps
+from .layers import MOST_HEADS, AxesError, with_whole_dumps
 from .named_array import ArrayInfo, NamedArray
-from .names import conventional, layer_of, part_of
+from .names import conventional, is_numbered, layer_of, part_of
 
 _NEEDED, _ALLOWED = set("htd"), set("lbhtd")
 _WHOLE, _BY_LAYER = "lbhtd", {4: "bhtd", 3: "htd"}
@@ -144,16 +144,23 @@ def read_kv(where: str, arrays: Sequence[NamedArray], said: SaidAxes | None = No
     return KVArrays(layers, tuple(by_layer[number] for number in sorted(by_layer)), found, by)
 
 
-def own_axes(arrays: Sequence[NamedArray]) -> str | None:
-    """The axes of arrays that kvmnn itself named (`layers.array_name`); None where any has another name or shape."""
-    said = {_own_axes(array) for array in arrays}
-    return said.pop() if len(said) == 1 else None
+def usual_axes(arrays: Sequence[NamedArray], *, token_major: bool = False) -> str | None:
+    """The axes that go with the names of arrays (`names.CONVENTIONS`, and words for K or V), as `layers.sort` has them.
+
+    None where names do not say them, or the arrays have too many heads for it.
+    """
+    said = {_usual_axes(array) for array in arrays}
+    letters = said.pop() if len(said) == 1 else None
+    return letters.replace("ht", "th") if letters and token_major else letters
 
 
-def _own_axes(array: NamedArray) -> str | None:
+def _usual_axes(array: NamedArray) -> str | None:
     name = conventional(array.name)
-    is_own = name is not None and array.name == array_name(name.layer, name.part)
-    return _BY_LAYER.get(len(array.shape)) if is_own else None
+    if is_numbered(array.name) or (name is not None and name.is_dump):
+        return None
+    letters = {4: "lhtd"} if _layer(array.name) is None else _BY_LAYER
+    found = letters.get(len(array.shape))
+    return found if found and array.shape[found.index("h")] <= MOST_HEADS else None
 
 
 def _by_layer(where: str, pairs: list[tuple[NamedArray, NamedArray]]) -> dict[int, tuple[NamedArray, NamedArray]]:

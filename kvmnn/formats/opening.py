@@ -53,6 +53,9 @@ def open(
     kv_heads: int | None = None,
     model: str | os.PathLike[str] | None = None,
     undo: Sequence[str] | None = None,
+    stream: int | None = None,
+    sequence: int | None = None,
+    window: bool | None = None,
 ) -> Source:
     """Open anything that kvmnn reads: its arrays, by name, read or decoded when they are asked for.
 
@@ -83,6 +86,9 @@ def open(
     undo
         What llama.cpp did to K and V that is to be undone: ``"k-order"``, ``"k-rotation"``, ``"v-rotation"``
         (`kvmnn.arrays.undo`), or ``["none"]``. By default words are as they lie in the file.
+    stream, sequence, window
+        Of a llama.cpp file: which of several streams, the cells of which sequence, and of two caches that of the
+        sliding-window layers, as in `EngineOptions`.
 
     Returns
     -------
@@ -115,10 +121,12 @@ def open(
     if any(said is not None for said in (axes, shape, batch)):
         options = replace(options, laid=Laid(axes, shape, batch))
     options = _with_model(options, kv_heads, model)
-    if undo is not None:
-        options = replace(options, engine=replace(options.engine, undo=tuple(undo)))
-    stream = path if isinstance(path, MappedFile) else None
-    path = stream.path if stream else path
+    wanted: dict[str, Any] = {"undo": undo and tuple(undo), "stream": stream, "sequence": sequence, "window": window}
+    said = {name: value for name, value in wanted.items() if value is not None}
+    if said:
+        options = replace(options, engine=replace(options.engine, **said))
+    opened = path if isinstance(path, MappedFile) else None
+    path = opened.path if opened else path
     if not isinstance(path, str | bytes | os.PathLike):
         return _undone(live.read(path, options), options)
     path = os.fsdecode(path)
@@ -126,8 +134,8 @@ def open(
         source = zarr.read(path, options)
         path = source.inputs[0]
     else:
-        frames = stream is None and options.frames and is_frames(path)
-        source = _decoded(path, options) if frames else _read(path, options, stream)
+        frames = opened is None and options.frames and is_frames(path)
+        source = _decoded(path, options) if frames else _read(path, options, opened)
     if options.frames and source.cache is None:
         source.cache = described_by(source.metadata, path)
     if options.tensors or options.laid.axes or options.laid.shape:

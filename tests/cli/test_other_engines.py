@@ -217,14 +217,35 @@ def test_axes_are_not_said_of_what_was_encoded_by_them(here: Path, run) -> None:
     assert run(*page).out.startswith("equal: ")
 
 
+@pytest.mark.parametrize(
+    ("cells", "sequences", "choice"), [([5, 0, 9], 1, ("--stream", 2)), ([9], 3, ("--sequence", 0))]
+)
+def test_token_ids_of_a_file_of_several_texts_are_of_none(
+    here: Path, run, cells: list[int], sequences: int, choice: tuple[object, ...]
+) -> None:
+    """The file has one list of them: under it, K and V of another text would be found."""
+    data, caches = llama_files.state(Random(5), Shape(), cells, tokens=9, sequences=sequences)
+    Path("x.session").write_bytes(data)
+    put = ("store", "put", "S", "x.session", "--kv-heads", 2, *choice, "--fingerprint", "m")
+    assert "does not say its token ids" in run(*put, code=2).err
+    tokens = sum(0 in ids for ids in caches[0][-1].seqs)
+    Path("ids.json").write_text(json.dumps(list(range(tokens))))
+    if sequences == 1:
+        noted = run(*put, "--token-ids", "ids.json").err
+        assert "the 9 token ids of the file may be of any of its texts, and are left out" in " ".join(noted.split())
+    stored = run("unpack", "x.session", "--kv-heads", 2, *choice, "-o", "x.npz").err
+    assert "the 9 token ids of the file" in " ".join(stored.split())
+    assert "does not say its token ids" in run("store", "put", "S", "x.npz", "--fingerprint", "m", code=2).err
+
+
 def test_inspect_has_what_a_session_file_says(tmp_path: Path, run) -> None:
     path = tmp_path / "x.session"
-    data, caches = llama_files.state(Random(5), Shape(), [7, 3], tokens=9, gaps=True)
+    data, caches = llama_files.state(Random(5), Shape(), [7, 0], tokens=9, gaps=True)
     path.write_bytes(data)
     said = json.loads(run("inspect", path, "--json").out)["inputs"][0]["engine_cache"]
     ids = [int.from_bytes(data[12 + 4 * n : 16 + 4 * n], "little", signed=True) for n in range(9)]
     assert said["token_ids"] == ids
-    assert said["cells"] == [7, 3]
+    assert said["cells"] == [7, 0]
     positions = [begin + n for begin, size in said["positions"] for n in range(size)]
     assert positions == caches[0][0].positions
     shown = run("inspect", path).out

@@ -20,7 +20,7 @@ from repository import ROOT
 
 import kvmnn
 from kvmnn.arrays import undo
-from kvmnn.errors import OptionError
+from kvmnn.errors import MissingOptionError, OptionError
 from kvmnn.formats.mnn import pack
 from kvmnn.packed.fitting import Geometry
 
@@ -299,3 +299,39 @@ def test_to_cache_warns_of_tokens_that_are_not_there(here: Path, monkeypatch: py
     Path("gaps.session").write_bytes(state)
     with pytest.warns(UserWarning, match="gaps.session: holds no beginning of a text, .* positions 0 to"):
         kvmnn.to_cache(kvmnn.open("gaps.session", kv_heads=2), pairs=True)
+
+
+def test_to_cache_reads_as_open_does(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(from_numpy=lambda words: words))
+    made = kvmnn.to_cache("x.session", kv_heads=HEADS, undo=["none"], pairs=True)
+    assert np.array_equal(made[1][0][0], kvmnn.open("x.session", kv_heads=HEADS)["layer_1.key"].to_numpy())
+    state, _ = llama_files.state(Random(3), Shape(), [3, 0, 5])
+    Path("two.session").write_bytes(state)
+    with pytest.raises(MissingOptionError, match=r"2 streams hold cells: --stream says .*, in Python stream="):
+        kvmnn.to_cache("two.session", kv_heads=2)
+    two = kvmnn.to_cache("two.session", kv_heads=2, stream=2, undo=["none"], pairs=True)
+    assert two[0][0].shape == (1, 2, 5, 32)
+    with pytest.raises(OptionError, match=r"x\.session: is open: kv_heads say"):
+        kvmnn.to_cache(kvmnn.open("x.session", kv_heads=HEADS), kv_heads=HEADS)
+
+
+@pytest.mark.parametrize("name", ["past_key_values.{}.{}", "present.{}.{}", "model.layers.{}.self_attn.{}"])
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_to_cache_follows_the_table_of_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, in_memory: bool
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(from_numpy=lambda words: words))
+    rows = np.random.default_rng(3).standard_normal((2, 2, 1, 2, 50, 16)).astype(np.float16)
+    arrays = {name.format(n, p): rows[n, i] for n in range(2) for i, p in enumerate(("key", "value"))}
+    np.savez(tmp_path / "x.npz", **arrays)
+    made = kvmnn.to_cache(arrays if in_memory else tmp_path / "x.npz", pairs=True)
+    assert all(np.array_equal(made[n][i], rows[n, i]) for n in range(2) for i in range(2))
+
+
+def test_to_cache_asks_where_names_do_not_say_the_axes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(from_numpy=lambda words: words))
+    arrays = {f"{n}.{part}": np.ones((1, 2, 5, 8), np.float16) for n in range(2) for part in range(2)}
+    with pytest.raises(MissingOptionError, match="nothing says whether 2 or 5 is the number of tokens"):
+        kvmnn.to_cache(arrays)
+    with pytest.warns(UserWarning, match="is read as 50 kv heads of 2 tokens"):
+        kvmnn.to_cache({f"k_{n}" if k else f"v_{n}": np.ones((50, 2, 8), np.float16) for n in (0, 1) for k in (0, 1)})

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from ...arrays.engine_cache import runs_of
-from ...arrays.kv_arrays import SaidAxes, own_axes, read_kv
+from ...arrays.kv_arrays import SaidAxes, read_kv, usual_axes
+from ...arrays.layers import heads_hint
 from ...arrays.own_order import for_other_engines
 from ...arrays.source import Source
 from ...dtypes import Words
@@ -26,6 +27,7 @@ def to_cache(
     *,
     device: Any = None,
     pairs: bool = False,
+    **reading: Any,
 ) -> Any:
     """K and V of every layer as tensors ``[batch, kv_head, token, head_dim]``, bit for bit: bf16 as torch.bfloat16.
 
@@ -41,6 +43,8 @@ def to_cache(
         Where the tensors go, as torch takes it; None leaves them on the CPU.
     pairs
         Return the pairs even where transformers is loaded.
+    **reading
+        As in `kvmnn.open`, where `source` is what that takes: ``kv_heads``, ``model``, ``batch``, ``undo`` ...
 
     Returns
     -------
@@ -54,16 +58,23 @@ def to_cache(
         Where torch is not loaded: ``import torch`` first.
     SourceError
         For arrays that are not K and V of layers 0, 1, 2 ..., and where nothing says which axis is the tokens'.
+    OptionError
+        For `reading` of a source that is open.
 
     Examples
     --------
     >>> cache = kvmnn.to_cache("prefix.frames/")
     >>> model(ids, past_key_values=cache)
+    >>> cache = kvmnn.to_cache("chat.session", kv_heads=8)
     """
     torch = _loaded("torch")
     if torch is None:
         raise MissingDependencyError("to_cache makes tensors of torch, which is not loaded: import torch first")
-    opened = source if isinstance(source, Source) else opening.open(source, ReadOptions(skip_unsupported=True))
+    if not isinstance(source, Source):
+        source = opening.open(source, ReadOptions(skip_unsupported=True), **reading)
+    elif reading:
+        raise OptionError(f"{' '.join(source.inputs)}: is open: {', '.join(reading)} say how to read what is not")
+    opened = source
     opened, notes = for_other_engines(opened)
     for note in notes:
         warnings.warn(note, stacklevel=2)
@@ -72,7 +83,9 @@ def to_cache(
         warnings.warn(f"{where}: holds no beginning of a text, and a DynamicCache counts from 0: {said}", stacklevel=2)
     if opened.lossy:
         raise OptionError(f"{where}: K and V were made from int8: no model takes such a cache up again")
-    letters = opened.axes or own_axes(opened.arrays)
+    letters = opened.axes or usual_axes(opened.arrays, token_major=opened.token_major)
+    if opened.axes is None and (hint := heads_hint(opened)):
+        warnings.warn(hint, stacklevel=2)
     kv = read_kv(where, opened.arrays, SaidAxes(letters, "as read", token_major=opened.token_major))
     if list(kv.layers) != list(range(len(kv.layers))):
         raise SourceError(f"{where}: holds layers {sorted(kv.layers)[:8]}: expected 0, 1, 2 ... without a gap")

@@ -115,16 +115,28 @@ def _chosen(where: str, state: State, options: EngineOptions) -> Stream:
     if options.window and len(state.caches) == 1:
         raise OptionError(f"{where}: holds one cache: --window is about files with a second one, of a sliding window")
     streams = state.caches[options.window]
-    used = [number for number, stream in enumerate(streams) if stream.cells]
+    used = _used(state, options)
     if not used:
         raise SourceError(f"{where}: no cell is used, there is nothing to read")
     if options.stream is None:
         if len(used) > 1 and not options.any_stream:
-            raise MissingOptionError(f"{where}: {len(used)} streams hold cells: --stream says which ({_numbers(used)})")
+            raise MissingOptionError(
+                f"{where}: {len(used)} streams hold cells: --stream says which ({_numbers(used)}), in Python stream="
+            )
         return streams[used[0]]
     if options.stream not in used:
         raise OptionError(f"{where}: stream {options.stream} holds no cells; --stream may be {_numbers(used)}")
     return streams[options.stream]
+
+
+def _used(state: State, options: EngineOptions) -> list[int]:
+    """Streams that hold cells."""
+    return [number for number, stream in enumerate(state.caches[options.window]) if stream.cells]
+
+
+def _is_of_one_text(state: State, stream: Stream, options: EngineOptions) -> bool:
+    """Whether the file holds one text, so that its only list of token ids is of that."""
+    return len(_used(state, options)) == 1 and len(set(stream.seq_ids.tolist())) <= 1
 
 
 def _cells_of(where: str, stream: Stream, sequence: int | None) -> Cells:
@@ -233,12 +245,17 @@ def _notes(state: State, stream: Stream, heads: Heads, options: EngineOptions) -
             f"state of recurrent layers ({count(state.recurrent_bytes, 'byte')}) lies behind K and V, and is not read; "
             "layers are counted without these"
         )
-    used = [number for number, each in enumerate(state.caches[options.window]) if each.cells]
+    used = _used(state, options)
     if len(used) > 1 and options.stream is None:
         notes.append(f"{len(used)} streams hold cells ({_numbers(used)}): this is the first")
     if len(sequences := sorted(set(stream.seq_ids.tolist()))) > 1 and options.sequence is None:
         notes.append(
             f"cells are of {len(sequences)} sequences ({_numbers(sequences)}): --sequence N takes those of one"
+        )
+    if state.tokens.size and not _is_of_one_text(state, stream, options):
+        notes.append(
+            f"the {count(state.tokens.size, 'token id')} of the file may be of any of its texts, and are left out "
+            "(--token-ids says those of what is read)"
         )
     if len(state.caches) > 1 and not options.window:
         notes.append(
@@ -292,7 +309,7 @@ def described(state: State, stream: Stream, taken: Cells, heads: Heads, options:
         tokens=taken.count,
         types=tuple(tensor.type.name for tensor in stream.tensors),
         positions=np.concatenate([stream.positions[begin:end] for begin, end in taken.spans]),
-        token_ids=state.tokens,
+        token_ids=state.tokens if _is_of_one_text(state, stream, options.engine) else None,
         dequantised=_dequantised(stream, options.engine),
         altered=altered,
         perhaps_altered=perhaps,

@@ -5,13 +5,18 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from ..text import short_names
 from . import loading, packed_options
 from .printing import Result, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ..arrays.layer_cache import LayerCache
     from ..arrays.source import Source
     from ..store import Exported, Matched, Prefix, PrefixStore, Put
+
+_NAMED = 3
 
 
 def layers_read(source: Source, arguments: argparse.Namespace) -> list[LayerCache]:
@@ -32,7 +37,7 @@ def _put(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int
     others = [other for other in store.models if other != model]
     if others and model not in store.models and not arguments.force:
         raise UsageError(
-            f"{arguments.store}: holds prefixes of the model {others[0][:16]}, these are of {model[:16]} "
+            f"{arguments.store}: {_held(others, model)}, these are of {short_names([*others, model])[model]} "
             "(--force puts them as well)"
         )
     types = sorted({array.dtype for array in source.arrays})
@@ -158,15 +163,23 @@ def fingerprint_said(arguments: argparse.Namespace) -> str | None:
     from ..errors import SourceError
     from ..formats.mnn import fingerprint
 
-    if arguments.model is not None and arguments.fingerprint is not None:
-        raise UsageError("--model and --fingerprint both say which model it is: leave one out")
     said: str | None = arguments.fingerprint
     if arguments.model is None:
         return said
     try:
-        return fingerprint(arguments.model)
+        found = fingerprint(arguments.model)
     except SourceError as error:
         raise SourceError(f"{error}; --fingerprint TEXT names a model that is neither MNN's nor a .gguf") from None
+    return found if said is None else f"{found} {said}"
+
+
+def _held(known: Sequence[str], other: str) -> str:
+    """Which models a store has prefixes of."""
+    names = short_names([*known, other])
+    some = ", ".join(names[model] for model in known[:_NAMED]) + (" ..." if len(known) > _NAMED else "")
+    return (
+        f"holds prefixes of the model {some}" if len(known) == 1 else f"holds prefixes of {len(known)} models ({some})"
+    )
 
 
 def _model(store: PrefixStore, arguments: argparse.Namespace) -> str:
@@ -177,7 +190,7 @@ def _model(store: PrefixStore, arguments: argparse.Namespace) -> str:
     if said is not None:
         from ..errors import KvmnnError
 
-        raise KvmnnError(f"{arguments.store}: holds prefixes of the model {known[0][:16]}, not of {said[:16]}")
+        raise KvmnnError(f"{arguments.store}: {_held(known, said)}, not of {short_names([*known, said])[said]}")
     if len(known) > 1:
         raise UsageError(
             f"{arguments.store}: holds prefixes of {len(known)} models: --model or --fingerprint says which"

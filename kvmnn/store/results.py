@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..arrays.layer_cache import LayerCache
-from ..text import at_rate, count, ratio, visible
+from ..text import at_rate, count, ratio, short_names, visible
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -271,9 +271,12 @@ class Entry:
         return asdict(self)
 
     def __str__(self) -> str:
+        return self.line(short_names([self.model])[self.model])
+
+    def line(self, model: str) -> str:
+        """For people, with a name of the model."""
         about = "pinned" if self.pinned else "" if self.unused_for is None else f"{count(self.unused_for, 'use')} ago"
-        text = f"{self.tokens:>9,} tokens  {self.bytes:>12,} bytes  {self.dtype}  {visible(self.model[:16])}  {about}"
-        return text.rstrip()
+        return f"{self.tokens:>9,} tokens  {self.bytes:>12,} bytes  {self.dtype}  {model}  {about}".rstrip()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,7 +290,8 @@ class Listing:
         return {"texts": [entry.to_dict() for entry in self.texts]}
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.texts)) or "no texts"
+        names = short_names(entry.model for entry in self.texts)
+        return "\n".join(entry.line(names[entry.model]) for entry in self.texts) or "no texts"
 
 
 @dataclass(frozen=True, kw_only=True)

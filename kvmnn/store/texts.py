@@ -11,7 +11,7 @@ from ..arrays.layer_cache import LayerCache
 from ..checks import shown
 from ..dtypes import BY_NAME
 from ..errors import KvmnnError, OptionError, SourceError
-from ..text import visible
+from ..text import short_names
 from . import portable
 from .exporting import Exporting
 from .getting import read_layers
@@ -107,8 +107,9 @@ class Texts:
         for other in self.spaces_of(space.model):
             if other.dtype == space.dtype and other.key != space.key and self._units.has_texts(other):
                 stored, given = said_apart(other, space)
+                name = short_names([space.model])[space.model]
                 raise KvmnnError(
-                    f"{self._units.label}: under the model {visible(space.model[:16])} it holds {stored}, these are "
+                    f"{self._units.label}: under the model {name} it holds {stored}, these are "
                     f"{given}: another model needs a fingerprint of its own"
                 )
 

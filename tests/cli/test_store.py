@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from prefixes import layers_of
 
+from kvmnn.formats.mnn import fingerprint
+
 IDS = [*range(100, 150)]
 NO_ROOM = "the bound (max_bytes) has no room for more"
 
@@ -161,6 +163,21 @@ def test_other_tokens_than_the_cache_has_are_refused(here: Path, run) -> None:
     assert not Path("S").exists()
 
 
+def test_settings_of_the_engine_are_part_of_the_model(here: Path, run) -> None:
+    Path("llm.mnn").write_bytes(b"graph")
+    put = ["store", "put", "S", "short.npz", "--token-ids", "short.json", "--rope", "none", "--model", "."]
+    run(*put, "--fingerprint", "memory=low")
+    digits = fingerprint(".")[:16]
+    assert f"the model {digits} memory=low, these are of {digits} (--force" in run(*put, code=2).err
+    run(*put, "--force")
+    assert run("store", "stat", "S").out.count(fingerprint(".")) == 2
+    lines = run("store", "ls", "S").out.splitlines()
+    assert [line.split("fp16  ")[1].split("  ")[0] for line in lines] == [digits, f"{digits} memory=low"]
+    match = ["store", "match", "S", "--token-ids", "short.json", "--model", "."]
+    assert run(*match, "--fingerprint", "memory=low").out == "30\n"
+    assert "2 models" in run(*match, "--fingerprint", "memory=high", code=1).err
+
+
 def test_another_model_is_refused(here: Path, run) -> None:
     put = ["store", "put", "S", "short.npz", "--token-ids", "short.json"]
     assert "does not say which model computed it: --model or --fingerprint says it" in run(*put, code=2).err
@@ -173,7 +190,8 @@ def test_another_model_is_refused(here: Path, run) -> None:
     run(*put, "--fingerprint", "two", "--force")
     assert "holds prefixes of 2 models: --model or --fingerprint says which" in run(*match, code=2).err
     assert run(*match, "--fingerprint", "two").out == "30\n"
-    assert "leave one out" in run(*match, "--fingerprint", "two", "--model", ".", code=2).err
+    said = "S: holds prefixes of 2 models (one, two), not of three"
+    assert said in run(*match, "--fingerprint", "three", code=1).err
 
 
 def test_the_rest(here: Path, run) -> None:

@@ -46,7 +46,8 @@ A text is said by --token-ids: numbers (5,7,9), or a file: a JSON list, numbers 
 needs none for a cache that has its ids, as llama.cpp's sessions do. CACHE is anything kvmnn reads: an engine's prefix
 cache, live files of a running engine, a dump, frames, arrays called layer_<n>.key and layer_<n>.value. Which model
 computed it is said by --model, whose fingerprint is taken (the folder of an MNN model, with its .mnn file, or a
-llama.cpp FILE.gguf), or for any other model, such as a folder of transformers, by --fingerprint TEXT; put
+llama.cpp FILE.gguf), or for any other model, such as a folder of transformers, by --fingerprint TEXT; both together
+name a model and the settings that it ran with, where they change K and V ("memory=low precision=low"); put
 needs neither for a cache that knows its model, all else where the store has one model. A store takes a second model
 only with --force."""
 
@@ -94,7 +95,11 @@ def add_parser(verbs: Any) -> None:
         "inputs", nargs="*", default=[], metavar="IN", help="put: caches of the text; import: a file of export"
     )
     packed_options.add_text(parser, "its fingerprint says which model computed it")
-    parser.add_argument("--fingerprint", metavar="TEXT", help="which model computed it, where no --model tells")
+    parser.add_argument(
+        "--fingerprint",
+        metavar="TEXT",
+        help="which model computed it, where no --model tells; beside --model the engine's settings",
+    )
     parser.add_argument(
         "--max-bytes",
         dest="store_bytes",  # of inputs other verbs have a bound

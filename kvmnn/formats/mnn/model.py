@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any, Literal
@@ -107,17 +108,21 @@ def _said(fields: dict[str, Any]) -> ModelGeometry:
     )
 
 
-def fingerprint(path: str) -> str:
-    """SHA-256 over what decides a model's K and V: graph, weights, embeddings and ``llm_config.json``.
+def fingerprint(path: str, settings: Mapping[str, object] | None = None) -> str:
+    """SHA-256 over what a model's K and V are made of: graph, weights, embeddings and ``llm_config.json``.
 
-    Run-time settings (``config.json``) and the tokenizer do not count. The hash is taken over one line per file, in
-    the order of their names: ``<name> <bytes> <SHA-256 of the contents>``. Of a ``.gguf`` file it is that of the file.
+    Settings of the engine (``config.json``) and the tokenizer do not count. Settings that change K and V, such as
+    ``memory`` and ``precision``, are said by `settings`: the fingerprint ends in ``" memory=low precision=low"`` then.
+    The hash is taken over one line per file, in the order of their names: ``<name> <bytes> <SHA-256 of the contents>``.
+    Of a ``.gguf`` file it is that of the file.
 
     Raises
     ------
     SourceError
         When the directory holds no ``.mnn`` file.
     """
+    if settings:
+        return " ".join([fingerprint(path), *(f"{name}={settings[name]}" for name in sorted(settings))])
     if is_gguf(path):
         return _digest(MappedFile(path))
     try:

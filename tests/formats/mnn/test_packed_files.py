@@ -384,7 +384,8 @@ def test_a_fingerprint_is_of_what_decides_k_and_v(tmp_path):
     first = fingerprint(str(tmp_path))
     (tmp_path / "config.json").write_text('{"thread_num": 4}')
     (tmp_path / "tokenizer.txt").touch()
-    assert fingerprint(str(tmp_path)) == first
+    assert fingerprint(str(tmp_path)) == fingerprint(str(tmp_path), {}) == first
+    assert fingerprint(str(tmp_path), {"precision": "low", "memory": "high"}) == f"{first} memory=high precision=low"
     (tmp_path / "llm.mnn.weight").write_bytes(b"weightz")
     assert fingerprint(str(tmp_path)) != first
     with pytest.raises(SourceError, match=r"has no \.mnn file"):

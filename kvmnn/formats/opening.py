@@ -271,7 +271,7 @@ def _decoded(path: str, options: ReadOptions) -> Source:
 def _read(path: str, options: ReadOptions, stream: MappedFile | None = None) -> Source:
     """A file, directory or stream taken as it is."""
     known, engines = array_format(path), engine_files.engine_file(path)
-    if stream is not None or (is_stream(path) and kind_of(path) is None):
+    if stream is not None or (is_stream(path) and (kind_of(path) is None or _is_safetensors(path))):
         source = _from_stream(stream or MappedFile(path, max_bytes=options.max_bytes), options)
     elif os.path.isdir(path):
         source = _directory(path, options)
@@ -334,8 +334,14 @@ def _directory(path: str, options: ReadOptions) -> Source:
 
 def _from_stream(file: MappedFile, options: ReadOptions) -> Source:
     """What can be read only once, by what it holds."""
-    read = _reader_of(file) or raw.read_mapped
+    otherwise = safetensors.read_mapped if _is_safetensors(file.path) else raw.read_mapped
+    read = _reader_of(file) or otherwise
     return read(file, options)
+
+
+def _is_safetensors(path: str) -> bool:
+    """Whether a name is that of plain arrays or of a prompt cache, which only the content tells apart."""
+    return PurePath(path).suffix.lower() == ".safetensors"
 
 
 def holds_arrays(file: MappedFile) -> bool:

@@ -94,6 +94,21 @@ def test_a_pipe_whose_name_says_nothing_is_read_once(tmp_path: Path, unnamed: by
         pipe.unlink()
 
 
+def test_a_prompt_cache_in_a_pipe_of_its_suffix_is_one(tmp_path: Path, run: Run) -> None:
+    """Its tensors as they lie there have room behind the tokens."""
+    data, expected = mlx_files.cache(Random(2), mlx_files.Shape())
+    fed(tmp_path / "c.safetensors", data)
+    source = kvmnn.open(tmp_path / "c.safetensors")
+    assert all(source[name].to_numpy().tobytes() == words.tobytes() for name, words in expected.items())
+    fed(tmp_path / "d.safetensors", data)
+    run("encode", tmp_path / "d.safetensors", "-o", tmp_path / "f/")
+    run("decode", tmp_path / "f", "-o", tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == data
+    fed(tmp_path / "e.safetensors", bytes(range(100)))
+    with pytest.raises(SourceError, match=r"e\.safetensors: a header of \d+ bytes is above the limit"):
+        kvmnn.open(tmp_path / "e.safetensors", dtype="fp16")
+
+
 def test_inspect_knows_standard_input_as_the_other_verbs_do(
     unnamed: bytes, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from ..errors import OptionError
 from ..files.changes import Reading
 from ..many import Outcome, Task
-from . import command, parser, streams
+from . import command, idle_options, parser, streams
 
 VERBS = ("encode", "inspect", "measure", "verify")
 
@@ -42,7 +42,8 @@ class VerbWork:
         Raises
         ------
         OptionError
-            For another verb, and for words that are none of its options.
+            For another verb, for words that are none of its options, and for those that say how a run of many goes
+            (``--jobs``, ``--threads`` ...): `kvmnn.many.run` is told that.
         """
         if verb not in VERBS:
             raise OptionError(f"{verb!r} is not done for many files: expected one of {', '.join(VERBS)}")
@@ -51,6 +52,10 @@ class VerbWork:
                 arguments = parser.parse([verb, *words, "--", "-"])
             except SystemExit:
                 raise OptionError("; ".join(said.errors) or "asks for help") from None
+        for name in _OF_RUN:
+            if idle_options.given(arguments, name):
+                option = idle_options.option(arguments, name)
+                raise OptionError(f"{option} is about a run of many files: kvmnn.many.run is told how it goes")
         return cls.taken_from(verb, arguments)
 
     @classmethod
@@ -96,10 +101,8 @@ def prepare(verb: str) -> None:
         import_module(f"..{name}", __package__)
 
 
-_OF_THE_RUN = {
-    *("run", "parser", "inputs", "dump_dir", "json", "quiet", "threads"),
-    *("jobs", "dask", "resume", "match"),
-}
+_OF_RUN = ("jobs", "dask", "resume", "match", "threads")
+_OF_THE_RUN = {*("run", "parser", "inputs", "dump_dir", "json", "quiet"), *_OF_RUN}
 
 
 @cache

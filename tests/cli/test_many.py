@@ -382,6 +382,8 @@ def test_a_verb_as_work(here):
         (("decode",), "'decode' is not done for many files"),
         (("encode", "--nonsense"), "unrecognized arguments: --nonsense"),
         (("encode", "--effort", "wrong"), "invalid choice: 'wrong'"),
+        (("encode", "--jobs", "2"), "--jobs is about a run of many files: kvmnn.many.run is told"),
+        (("measure", "--threads", "2"), "--threads is about a run"),
     ],
 )
 def test_words_that_make_no_work(words, message):

@@ -132,7 +132,7 @@ def test_a_broken_compressor_leaves_nothing_behind(tmp_path: Path, change: dict[
     [
         ([1], "holds a list: expected a dict"),
         (STATE["compress_tk.0.0.weight"], "holds a bare tensor"),
-        ({}, "has no layer of compress_tk, .* it has no keys"),
+        ({}, "neither weights of a KV compressor nor a cache: has no layer of compress_tk, .* it has no keys"),
         ({"attention.0.weight": STATE["compress_tk.0.0.weight"]}, "it has 'attention.0.weight'"),
         ({3: 4}, "not all of its keys are strings"),
         ({"compress_tk.0.weight": 1, "compress_tk.x.0.weight": 1}, "has no layer"),

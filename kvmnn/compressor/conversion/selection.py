@@ -209,7 +209,8 @@ def _locate(root: object, options: ConvertOptions) -> tuple[Keys, list[str]]:
     found = ", ".join(repr(key) for key in list(root)[:8] if isinstance(key, str))
     raise CheckpointError(
         reason
-        or f"has no layer of {', '.join(options.prefixes) or 'no prefix at all'}: expected keys such as "
+        or "is a dict of torch.save, but neither weights of a KV compressor nor a cache: has no layer of "
+        f"{', '.join(options.prefixes) or 'no prefix at all'}: expected keys such as "
         f"{(options.prefixes or PREFIXES)[0]}.0.{options.slots[0]}.weight; it has {found or 'no keys'}"
     )
 

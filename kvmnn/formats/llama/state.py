@@ -18,7 +18,7 @@ from ...errors import SourceError
 from ...text import count
 from ..file_bytes import FileBytes
 from .cells import Cursor, NotSoError, read_cells
-from .types import TYPES, GgmlType
+from .types import OTHERS, TYPES, GgmlType
 
 SESSION, SEQUENCE = 0x6767736E, 0x67677371
 KINDS = {SESSION: "session", SEQUENCE: "sequence"}
@@ -123,6 +123,10 @@ class _LeftError(NotSoError):
     """It is, up to bytes behind all that was tried."""
 
 
+class _TypeError(NotSoError):
+    """It is, up to an element type of ggml that is not read."""
+
+
 def parse(file: FileBytes, model: str | None = None) -> State:
     """The structure of a state file.
 
@@ -214,6 +218,8 @@ def _caches(file: FileBytes, start: int, variants: Iterator[_Variant]) -> tuple[
         except NotSoError as error:
             if found is None or (isinstance(error, _LeftError) and not isinstance(found, _LeftError)):
                 found = error
+    if isinstance(found, _TypeError):
+        raise SourceError(f"{file.label}: {found}")
     raise SourceError(f"{file.label}: is truncated or no llama.cpp state file that is known: {found}")
 
 
@@ -304,6 +310,9 @@ def _tensor(cursor: Cursor, part: Part, layer: int, cells: int, *, transposed: b
     where = f"{part[0].upper()} of layer {layer}"
     number = cursor.u32(f"type of {where}")
     kind = TYPES.get(number)
+    if number in OTHERS:
+        known = ", ".join(each.name for each in TYPES.values())
+        raise _TypeError(f"{where} is of type {OTHERS[number]} (at offset {cursor.position - 4:,}): read are {known}")
     if kind is None:
         raise NotSoError(f"{where} at offset {cursor.position - 4:,}: ggml type {number} is none of a KV cache")
     if transposed:

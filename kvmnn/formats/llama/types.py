@@ -81,3 +81,26 @@ TYPES = {
     )
 }
 """By ggml's number."""
+
+OTHERS = {
+    9: "q8_1",
+    10: "q2_K",
+    11: "q3_K",
+    12: "q4_K",
+    13: "q5_K",
+    14: "q6_K",
+    15: "q8_K",
+    16: "iq2_xxs",
+    17: "iq2_xs",
+    18: "iq3_xxs",
+    19: "iq1_s",
+    21: "iq3_s",
+    22: "iq2_s",
+    23: "iq4_xs",
+    28: "f64",
+    29: "iq1_m",
+    34: "tq1_0",
+    35: "tq2_0",
+    39: "mxfp4",
+}
+"""Names of types that llama.cpp offers for no KV cache, by ggml's number."""

@@ -301,6 +301,10 @@ def test_other_types_are_refused_by_name(tmp_path: Path) -> None:
     at = data.index(b"\x01\0\0\0\x80\0\0\0\0\0\0\0")
     with pytest.raises(SourceError, match="ggml type 24 is none of a KV cache"):
         kvmnn.open(put(tmp_path / "x", data[:at] + b"\x18" + data[at + 1 :]), heads(2))
+    with pytest.raises(
+        SourceError, match=r"x: K of layer 0 is of type q2_K \(at offset .*\): read are f32, f16, .* q8_0"
+    ):
+        kvmnn.open(put(tmp_path / "x", data[:at] + b"\x0a" + data[at + 1 :]), heads(2))
 
 
 def test_an_order_of_values_that_is_none_is_named(tmp_path: Path) -> None:

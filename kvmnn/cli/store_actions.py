@@ -144,7 +144,7 @@ def _get(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int
 
 def _verify(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int]:
     verified = store.verify()
-    return verified, 1 if verified.damaged or verified.beside else 0
+    return verified, 1 if verified.damaged or verified.beside or verified.anew else 0
 
 
 def _ids(arguments: argparse.Namespace) -> Any:

@@ -12,6 +12,7 @@ SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://")
 GONE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """What file systems raise where there is no such file."""
 _SECRET = re.compile(r"(?<=://)[^/@]*@")
+_OPTION = re.compile(r"(?i)([?&;][^=&;#]*(?:pass|secret|token|key)[^=&;#]*=)[^&;#]*")
 
 
 def is_url(path: str) -> bool:
@@ -20,8 +21,8 @@ def is_url(path: str) -> bool:
 
 
 def without_secret(url: str) -> str:
-    """A URL without name and password, for messages."""
-    return _SECRET.sub("", url)
+    """A URL without name and password, for messages; options that are secrets are masked."""
+    return _OPTION.sub(r"\1***", _SECRET.sub("", url)) if is_url(url) else url
 
 
 def file_system(url: str) -> tuple[Any, str]:
@@ -41,7 +42,7 @@ def file_system(url: str) -> tuple[Any, str]:
     except ImportError as error:  # protocols are packages of their own
         raise MissingDependencyError(f"{label}: {error}") from error
     except ValueError as error:
-        raise OptionError(f"{label}: is no URL of files{'' if '@' in url else f': {error}'}") from error
+        raise OptionError(f"{label}: is no URL of files{'' if '@' in url or label != url else f': {error}'}") from error
     return found, str(path).rstrip("/")
 
 

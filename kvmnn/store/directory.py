@@ -73,6 +73,8 @@ class Directory:
         if settings is not None and not read_only:
             _make(folder)
         self.notes: list[str] = []
+        self.made_anew: list[str] = []
+        """Those of them that say what was damaged."""
         self.beside = Beside(folder)
         self.tables = KeptTables(self.beside.read_tables, self.beside.table_names)
         self.files = UnitFiles(folder)
@@ -327,7 +329,7 @@ class Directory:
             codec = "frames" if headers and all(header.dense is None for header in headers) else "dense"
             if not self.read_only:
                 self.beside.note_settings(Settings(self.block_tokens, codec), anew=True)
-                self.notes.append(f"{error}: the file was damaged, and is made anew by what the index and units say")
+                self._note_anew(f"{error}: the file was damaged, and is made anew by what the index and units say")
             return codec
 
     def _rebuild(self, what: str, seen: Path | None) -> bool:
@@ -340,8 +342,12 @@ class Directory:
         if made is not None:
             kept = f"{count(made.units, 'unit')}, {count(made.pins, 'pin')} and {count(made.sessions, 'session')}"
             left = f"; {count(made.left, 'unit')} could not be used, which gc removes" if made.left else ""
-            self.notes.append(f"{self.folder}: the index was lost or damaged ({what}): made anew, with {kept}{left}")
+            self._note_anew(f"{self.folder}: the index was lost or damaged ({what}): made anew, with {kept}{left}")
         return True
+
+    def _note_anew(self, note: str) -> None:
+        self.notes.append(note)
+        self.made_anew.append(note)
 
     def _note_beside(self, codec: str) -> None:
         """What the index alone would know, for a store that does not have it yet; one with units has frames."""

@@ -77,7 +77,9 @@ def _values(scheme: str, url: str, label: str, timeout: float) -> Values:
     except ImportError as error:  # fsspec's protocols are packages of their own
         raise MissingDependencyError(f"{label}: {error}") from error
     except ValueError as error:  # of Redis' client and of fsspec, about the URL
-        raise OptionError(f"{label}: is no URL of a store{'' if '@' in url else f': {error}'}") from error
+        raise OptionError(
+            f"{label}: is no URL of a store{'' if '@' in url or label != url else f': {error}'}"
+        ) from error
 
 
 def _seconds(timeout: float | None) -> float:

@@ -62,8 +62,8 @@ class PrefixStore:
     threads
         For encoding and decoding, at most this number; None for all processors.
     timeout
-        Past this machine: seconds that an answer may take; None for 5. What is not answered is tried twice more, and is
-        a miss then; for a second nothing more is tried.
+        Past this machine: seconds that an answer may take; None for 5. What is not answered is a miss, and for a second
+        nothing more is tried; after each further time-out for twice as long, up to a minute.
     read_only
         Change nothing, and do not note down what was used: for a directory that cannot be written to.
     create

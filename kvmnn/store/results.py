@@ -215,6 +215,8 @@ class Verified:
     beside
         One line for each file of a directory, of models, pinned texts and sessions, that was not as its index knows it
         and was written again: without these files a lost index could not be made anew.
+    anew
+        One line for an index, or settings, that were lost or damaged and made anew when the store was opened.
     """
 
     units: int
@@ -223,10 +225,12 @@ class Verified:
     damaged: tuple[str, ...] = ()
     lost: int = 0
     beside: tuple[str, ...] = ()
+    anew: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values."""
-        return asdict(self) | {"damaged": list(self.damaged), "beside": list(self.beside)}
+        lines = {"damaged": list(self.damaged), "beside": list(self.beside), "anew": list(self.anew)}
+        return asdict(self) | lines
 
     def __str__(self) -> str:
         good = f"{count(self.units, 'unit')}, {self.tokens:,} tokens, {self.bytes:,} bytes"

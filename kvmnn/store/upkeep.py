@@ -127,7 +127,15 @@ def verify(units: Directory, threads: int | None) -> Verified:
         if not rows:
             break
     beside = tuple(mend_beside(units))
-    return Verified(units=count, tokens=tokens, bytes=nbytes, damaged=tuple(notes), lost=len(lost), beside=beside)
+    return Verified(
+        units=count,
+        tokens=tokens,
+        bytes=nbytes,
+        damaged=tuple(notes),
+        lost=len(lost),
+        beside=beside,
+        anew=tuple(units.made_anew),
+    )
 
 
 def _holder(units: Directory, key: bytes) -> tuple[int, int] | None:

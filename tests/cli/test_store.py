@@ -414,3 +414,13 @@ def test_what_says_that_it_was_cut_is_no_prefix(here: Path, run, positions: list
         assert f"{name}: layer 1 was cut: a cache without some tokens is no prefix" in said
     Path("cut/positions.json").write_text(json.dumps({"tokens_seen": 50, "layers": whole * 2}))
     run("store", "put", "S", "cut", *put)
+
+
+def test_verify_fails_where_the_index_was_made_anew(here: Path, run) -> None:
+    run("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
+    Path("S/index.sqlite").write_bytes(b"no database" * 99)
+    made = run("store", "verify", "S", "--json", code=1)
+    assert len(json.loads(made.out)["anew"]) == 1
+    assert "1 unit, 50 tokens" in run("store", "verify", "S").out
+    error = run("store", "stat", "redis://127.0.0.1:1/0?password=hunter2", code=1).err
+    assert "password=***" in error and "hunter2" not in error

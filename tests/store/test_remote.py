@@ -14,7 +14,7 @@ from prefixes import MODEL, agreeing, layers_of, same
 from redis_server import Server
 
 from kvmnn import KvmnnError
-from kvmnn.errors import OptionError, OutputError, SourceError
+from kvmnn.errors import ManifestError, OptionError, OutputError, SourceError
 from kvmnn.store import OutageError, PrefixStore
 from kvmnn.store.remote.ram import Ram
 from kvmnn.store.remote.records import Record, from_bytes
@@ -312,7 +312,8 @@ class Slow:
 
     counts_uses = True
 
-    def __init__(self, failures: int) -> None:
+    def __init__(self, failures: int, error: type[Exception] = ConnectionError) -> None:
+        self.error = error
         self.failures = failures
         self.calls = 0
         self.held: dict[str, bytes] = {}
@@ -321,7 +322,7 @@ class Slow:
         self.calls += 1
         if self.failures:
             self.failures -= 1
-            raise TimeoutError("too slow")
+            raise self.error("too slow")
 
     def get_many(self, names: Sequence[str]) -> list[bytes | None]:
         self._call()
@@ -345,6 +346,54 @@ def test_a_failure_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(OutageError, match="slow: does not answer: too slow"):
             patient.get_many(["a/b"])
     assert slow.calls == 6, "while it rests nothing is tried"
+
+
+def test_after_time_outs_an_engine_is_left_alone_for_longer_and_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None is waited for twice; an answer ends it."""
+    from kvmnn.store.remote.values import Patient
+
+    now = 100.0
+    monkeypatch.setattr("kvmnn.store.remote.values.time.monotonic", lambda: now)
+    slow = Slow(failures=9, error=type("ReadTimeoutError", (Exception,), {}))
+    patient = Patient(slow, "slow")
+    for rest in (1, 2, 4, 8, 16, 32, 60, 60):
+        calls = slow.calls
+        for step in (0, rest - 0.5):
+            now += step
+            with pytest.raises(OutageError, match="does not answer"):
+                patient.get_many(["a/b"])
+        assert slow.calls == calls + 1
+        now += 0.6
+    slow.failures = 0
+    assert patient.get_many(["a/b"]) == [None]
+    slow.failures = 1
+    with pytest.raises(OutageError):
+        patient.get_many(["a/b"])
+    now += 1.1
+    assert patient.get_many(["a/b"]) == [None]
+
+
+@pytest.mark.parametrize("codec", ["dense", "frames"])
+def test_damaged_settings_are_told_by_units(url: str, codec: str) -> None:
+    from kvmnn.store.remote.shelf import ABOUT
+
+    ids = list(range(30))
+    with PrefixStore(url, block_tokens=7, codec=codec) as store:
+        put(store, [1, 2])
+        put(store, ids)
+        values = store._units.values
+        (good,) = values.get_many([ABOUT])
+        for read_only in (True, False):
+            values.put_many({ABOUT: good[:-9]})
+            with PrefixStore(url, read_only=read_only) as other:
+                assert (other.block_tokens, other.codec) == (7, codec)
+                assert "is made anew" in other.notes[0] and len(other.verify().anew) == 1
+                assert same(other.get(ids, model=MODEL).layers, ids, 30)
+        assert values.get_many([ABOUT]) == [good]
+        store.delete(ids, model=MODEL)
+        values.put_many({ABOUT: b"{"})
+        with pytest.raises(ManifestError, match=r"store/about.*; write what the store was made with there, such as "):
+            PrefixStore(url)
 
 
 @pytest.mark.parametrize("error", [PermissionError("Access Denied"), FileNotFoundError("there is no such bucket")])

@@ -46,3 +46,9 @@ def test_secrets_of_a_url_are_not_said() -> None:
     with PrefixStore("redis://me:secret@127.0.0.1:1/0", timeout=0.2) as store:
         (note,) = store.get([1], model=MODEL).notes
         assert "secret" not in note and "127.0.0.1:1/0" in note
+    with PrefixStore("redis://127.0.0.1:1/0?password=hunter2&db=0", timeout=0.2) as store:
+        (note,) = store.get([1], model=MODEL).notes
+        assert "hunter2" not in note and "127.0.0.1:1/0?password=***&db=0: does not answer" in note
+    with pytest.raises(OptionError) as error:
+        PrefixStore("redis://127.0.0.1:1/x?password=hunter2")
+    assert "hunter2" not in str(error.value)

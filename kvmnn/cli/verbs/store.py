@@ -180,6 +180,7 @@ def _with_notes(document: dict[str, Any], noted: list[str]) -> dict[str, Any]:
 
 
 def _done(arguments: argparse.Namespace) -> tuple[Result, int]:
+    from ...files.urls import without_secret
     from ...store import PrefixStore, read_exported
 
     action = _ACTIONS[arguments.action]
@@ -220,6 +221,7 @@ def _done(arguments: argparse.Namespace) -> tuple[Result, int]:
         create=making,
         read_only=arguments.action in _LOOKING or (arguments.action in _READING and _is_fixed(arguments.store)),
     )
+    arguments.store = without_secret(arguments.store)  # messages name it
     with store:
         try:
             done: tuple[Result, int] = store_actions.ACTIONS[arguments.action](store, arguments)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...frames.hashing import checksum
+from ..beside import MAX_BLOCK_TOKENS
 from ..space import KEY_BYTES
 from ..token_ids import MAX_TOKENS, Ids, as_text, block_keys
 
@@ -101,6 +102,12 @@ def named_ids(name: str) -> bytes:
 def folder_after(parent: bytes) -> str:
     """The folder of all records that follow a block."""
     return AFTER + parent.hex()
+
+
+def told_block_tokens(name: str, record: Record) -> int | None:
+    """Of how many tokens the blocks of a store are, by the name of a record; None where the unit has one alone."""
+    sizes = range(1, min(record.ids.size, MAX_BLOCK_TOKENS + 1))
+    return next((size for size in sizes if record.name(size) == name), None)
 
 
 def unit_number(space: bytes, parent: bytes, ids: Ids) -> int:

@@ -16,17 +16,19 @@ from contextlib import contextmanager, suppress
 import numpy as np
 
 from ...dtypes import Bytes
-from ...errors import KvmnnError, OutputError, SourceError
+from ...errors import KvmnnError, ManifestError, OutputError, SourceError
 from ..beside import Settings, check_settings, parse_settings, settings_document
 from ..lookup import Found, Place, Text
 from ..space import Space, from_json
 from ..table_sets import KeptTables, TableSets, object_name
 from ..token_ids import Ids, agreeing, agreeing_texts, as_text
+from ..unit import DENSE_MAGIC
 from ..units import Added
 from ..updates import NewUnit, ParentGoneError
 from . import bounding
 from .ram import Ram
 from .records import (
+    AFTER,
     NAMED_IDS,
     Record,
     folder_after,
@@ -34,6 +36,7 @@ from .records import (
     named_ids,
     record_name,
     tick_of,
+    told_block_tokens,
     unit_name,
     unit_number,
     use_bytes,
@@ -48,6 +51,8 @@ _NEAR = 128
 """Names on each side of a text's that are looked at, of all that follow a block; in names lie the first ids."""
 _SOME = 4
 """Records that are read where any of them would do: one may be damaged, or evicted."""
+_LOOKED_AT = 64
+"""Records that tell what a store is made with."""
 _TICK = "store/tick"
 _TOUCH_SECONDS = 1.0
 
@@ -359,9 +364,29 @@ class Shelf:
                 raise SourceError(f"{self.label}: holds no prefix store")
             self.values.put_many({ABOUT: settings_document(self._made)})
             return self._made
-        found = parse_settings(data, f"{self.label}: {ABOUT}")
+        try:
+            found = parse_settings(data, f"{self.label}: {ABOUT}")
+        except ManifestError as error:
+            found = self._settings_told(error)
         check_settings(self.label, found, *self._asked)
         return found
+
+    def _settings_told(self, error: ManifestError) -> Settings:
+        """What units and records say of a store whose settings are damaged; they are noted down anew."""
+        names = self.values.tree(AFTER)[:_LOOKED_AT]
+        for name, record in zip(names, map(from_bytes, self.values.get_many(names)), strict=True):
+            block_tokens = None if record is None else told_block_tokens(name, record)
+            if record is None or block_tokens is None:
+                continue
+            (unit,) = self.values.get_many([unit_name(record.unit)])
+            if unit is not None:
+                found = Settings(block_tokens, "dense" if unit.startswith(DENSE_MAGIC) else "frames")
+                if not self.read_only:
+                    self.values.put_many({ABOUT: settings_document(found)})
+                self.notes.append(f"{error}: it was damaged, and is made anew by what a unit says")
+                return found
+        wanted = settings_document(Settings(64, "dense")).decode().strip()
+        raise ManifestError(f"{error}; write what the store was made with there, such as {wanted}") from None
 
     def _read_tables(self, name: str) -> bytes | None:
         return self.values.get_many([f"{TABLES}/{name}"])[0]

@@ -134,7 +134,9 @@ def verify(units: Shelf, threads: int | None) -> Verified:
             nbytes += unit.nbytes
     if not units.read_only:
         units.forget([*damaged, *lost])
-    return Verified(units=count, tokens=tokens, bytes=nbytes, damaged=tuple(notes), lost=len(lost))
+    return Verified(
+        units=count, tokens=tokens, bytes=nbytes, damaged=tuple(notes), lost=len(lost), anew=tuple(units.notes)
+    )
 
 
 def _read(units: Shelf, unit: int, at_hand: Mapping[int, Bytes | None]) -> Bytes | None:

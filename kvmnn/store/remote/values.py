@@ -13,8 +13,10 @@ T = TypeVar("T")
 
 PAUSES = (0.05, 0.2)
 """Seconds before each further try."""
-REST_SECONDS = 1.0
-"""After an outage nothing is tried for so long, so that callers do not wait for every time-out."""
+REST_SECONDS, MOST_REST_SECONDS = 1.0, 60.0
+"""After an outage nothing is tried for so long, so that callers do not wait for every time-out: after time-outs, one
+behind the other, for twice as long each time, up to the second.
+"""
 
 
 class OutageError(KvmnnError):
@@ -83,6 +85,7 @@ class Patient:
         self.label = label
         self.counts_uses = values.counts_uses
         self._rest_until = 0.0
+        self._timeouts = 0
         self._closed = False
         self._last = ""
         self._lock = threading.Lock()
@@ -148,16 +151,24 @@ class Patient:
             resting, last = time.monotonic() < self._rest_until, self._last
         if resting:
             raise OutageError(f"{self.label}: {last}")
+        timed_out = False
         for pause in (*PAUSES, None):
             try:
-                return call()
+                found = call()
+                self._timeouts = 0
+                return found
             except KvmnnError:
                 raise
             except Exception as error:  # clients have no common class for what an outage makes of them
                 how = "refuses" if isinstance(error, PermissionError | FileNotFoundError) else "does not answer"
                 last = f"{how}: {' '.join(str(error).split())[:200] or type(error).__name__}"
+                timed_out = "timeout" in type(error).__name__.lower()
+                if timed_out:  # who has waited that long does not wait again
+                    break
                 if pause is not None:
                     time.sleep(pause)
         with self._lock:
-            self._rest_until, self._last = time.monotonic() + REST_SECONDS, last
+            rest = min(REST_SECONDS * 2**self._timeouts, MOST_REST_SECONDS) if timed_out else REST_SECONDS
+            self._timeouts = min(self._timeouts + 1, 16) if timed_out else 0
+            self._rest_until, self._last = time.monotonic() + rest, last
         raise OutageError(f"{self.label}: {last}")

@@ -52,6 +52,12 @@ def settings_document(settings: Settings) -> bytes:
     return json.dumps(document).encode() + b"\n"
 
 
+def settings_wanted(path: str | Path) -> str:
+    """What somebody has to write where a store's settings and its index are gone."""
+    wanted = settings_document(Settings(64, "dense")).decode().strip()
+    return f"write what the store was made with into {path}, such as {wanted}"
+
+
 def parse_settings(data: bytes, where: str) -> Settings:
     """What a document says; `KvmnnError` for one that is none of this version."""
     root = parse(data, where, _MAX_DOCUMENT)
@@ -98,6 +104,11 @@ class Beside:
     def is_there(self) -> bool:
         """Whether the folder says that it is a store."""
         return (self._folder / FILE_NAME).is_file()
+
+    @property
+    def has_units_alone(self) -> bool:
+        """Whether the folder is one of a store that has lost its settings, if not what else it is."""
+        return not self.is_there and any((self._folder / "units").glob("*/*.unit"))
 
     def note_settings(self, settings: Settings, *, anew: bool = False) -> None:
         """Note down what a store is made with, where that is not noted yet, or anew."""

@@ -16,7 +16,8 @@ from ..errors import KvmnnError, ManifestError, OutputError, SourceError
 from ..files.output import failures
 from ..text import count
 from . import updates
-from .beside import MAX_BLOCK_TOKENS, Beside, Settings
+from .beside import FILE_NAME as SETTINGS
+from .beside import MAX_BLOCK_TOKENS, Beside, Settings, settings_wanted
 from .index import FILE_NAME, DamagedIndexError, Index, WrongRowError, newest, whole_numbers
 from .lookup import Found, Lookup, Text, stored_blocks
 from .rebuilding import rebuild
@@ -378,7 +379,10 @@ def _make(folder: Path) -> None:
         if not _begun(folder):
             others = [name for name in os.listdir(folder) if not name.startswith(FILE_NAME)]
             if others and not _begun(folder):
-                raise SourceError(f"{folder}: is not a prefix store: it holds other things and no {FILE_NAME}")
+                found = f"it holds other things and no {FILE_NAME}"
+                if Beside(folder).has_units_alone:
+                    found = f"it has no {FILE_NAME}, but units: {settings_wanted(SETTINGS)}"
+                raise SourceError(f"{folder}: is not a prefix store: {found}")
 
 
 def _begun(folder: Path) -> bool:

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import KvmnnError, OutputError, SourceError
-from .beside import Beside
+from .beside import FILE_NAME as SETTINGS
+from .beside import Beside, settings_wanted
 
 FILE_NAME = "index.sqlite"
 BUSY_SECONDS = 30.0
@@ -247,6 +248,8 @@ class Index:
                 raise self.damaged(what)
             if block_tokens is None or self.read_only:
                 found = f"it has no {FILE_NAME}" if self.folder.is_dir() else "there is no such directory"
+                if Beside(self.folder).has_units_alone:
+                    found += f", but units: {settings_wanted(SETTINGS)}"
                 raise SourceError(f"{self.folder}: is not a prefix store: {found}")
             try:
                 return self._opened(block_tokens)

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 from ..errors import ManifestError
 from ..files.output import failures
 from . import updates
-from .beside import Beside, Settings, settings_document
+from .beside import FILE_NAME, Beside, settings_wanted
 from .index import index_name, make, newest
 from .lookup import Lookup, Text
 from .space import Space
 from .token_ids import Ids, as_text, block_keys
-from .unit import DamagedError, parse, parse_header
+from .unit import DamagedError, Header, parse, parse_header
 from .unit_files import UnitFiles
 from .updates import NewUnit, ParentGoneError
 
@@ -55,11 +55,8 @@ def rebuild(folder: Path, seen: Path | None) -> Rebuilt | None:
     try:
         block_tokens = beside.settings().block_tokens
     except ManifestError as error:
-        wanted = settings_document(Settings(64, "dense")).decode().strip()
-        raise ManifestError(
-            f"{error}; the index is lost or damaged as well: write what the store was made with into this file, such "
-            f"as {wanted}"
-        ) from None
+        wanted = settings_wanted("this file")
+        raise ManifestError(f"{error}; the index is lost or damaged as well: {wanted}") from None
     with _locked(folder):
         number, found = newest(folder)
         if found != seen:
@@ -104,11 +101,19 @@ def _fill(cursor: sqlite3.Cursor, folder: Path, beside: Beside, files: UnitFiles
     for space in spaces.values():
         updates.space_id(cursor, space)
     starts = []
+    wrong = 0
     for path in files.others(set()):
         with suppress(DamagedError):
             data = files.read(int(path.stem, 16))
             if data is not None:
-                starts.append((parse_header(data).start, int(path.stem, 16)))
+                header = parse_header(data)
+                starts.append((header.start, int(path.stem, 16)))
+                wrong += not _fits(header, block_tokens)
+    if 2 * wrong > len(starts):
+        raise ManifestError(
+            f"{folder / FILE_NAME}: says that a block has {block_tokens} tokens, and {wrong} of {len(starts)} units "
+            f"have other blocks: {settings_wanted('it')}"
+        )
     units = left = 0
     for _, number in sorted(starts):  # what others follow comes before them
         if _insert(cursor, number, files, spaces, block_tokens):
@@ -132,6 +137,12 @@ def _fill(cursor: sqlite3.Cursor, folder: Path, beside: Beside, files: UnitFiles
             updates.note_session(cursor, kept.name, spaces[kept.space], kept.ids)
             sessions += 1
     return Rebuilt(units, left, pins, sessions)
+
+
+def _fits(header: Header, block_tokens: int) -> bool:
+    """Whether a unit can be one of blocks of so many tokens."""
+    blocks = header.ids.size // block_tokens
+    return not header.start % block_tokens and (header.dense is None or len(header.dense.sums) == blocks)
 
 
 def _insert(

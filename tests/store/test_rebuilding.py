@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from prefixes import MODEL, agreeing, layers_of, same
 
 from kvmnn import KvmnnError
-from kvmnn.errors import SourceError
+from kvmnn.errors import ManifestError, SourceError
 from kvmnn.store import PrefixStore
 
 TEXTS = [[*range(20)], [*range(12), 99, 98, 97], [*range(8), 50, 51], [7], [*range(100, 140)]]
@@ -308,3 +309,20 @@ def test_a_pin_whose_text_is_lost_is_in_the_new_index(tmp_path: Path) -> None:
         store.put(range(30), layers_of(range(30)), model=MODEL)
         store.gc(max_bytes=0)
         assert store.match(range(11), model=MODEL) == 11
+
+
+def test_units_alone_tell_what_to_write(folder: Path) -> None:
+    """A number of tokens that cannot be right makes no index; the right one finds everything."""
+    (folder / "index.sqlite").unlink()
+    (folder / "store.json").unlink()
+    for options in ({}, {"create": False}, {"read_only": True}):
+        with pytest.raises(SourceError, match=r"no index\.sqlite, but units: write what .* into store\.json, such"):
+            PrefixStore(folder, **options)
+    document = {"schema": "kvmnn-store", "schema_version": 1, "block_tokens": 64, "codec": "dense"}
+    (folder / "store.json").write_text(json.dumps(document))
+    with pytest.raises(ManifestError, match=r"a block has 64 tokens, and \d of \d units have other blocks: write"):
+        PrefixStore(folder)
+    assert len([*folder.glob("units/*/*")]) == 6 and not indexes(folder)
+    (folder / "store.json").write_text(json.dumps(document | {"block_tokens": 4}))
+    with PrefixStore(folder) as store:
+        check(store)

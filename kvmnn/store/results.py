@@ -8,6 +8,7 @@ from typing import Any
 
 from ..arrays.layer_cache import LayerCache
 from ..text import at_rate, count, ratio, short_names, visible
+from .token_ids import Ids
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -30,6 +31,8 @@ class Prefix:
         One line for each unit that was damaged and is a miss now, and for an engine that did not answer.
     outage
         Whether it is a miss because the engine did not answer.
+    token_ids
+        Of these tokens; None where they are not known.
     """
 
     tokens: int
@@ -39,6 +42,7 @@ class Prefix:
     others: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     outage: bool = False
+    token_ids: Ids | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,10 +197,10 @@ def pinned_bytes(left: int, max_bytes: int | None) -> str:
     return f"{left:,} bytes are left, of texts that are pinned" if max_bytes is not None and left > max_bytes else ""
 
 
-def kept_part(removed: int, left: int) -> str:
+def kept_part(removed: int, left: int, *, pinned: bool) -> str:
     """Why a text of which some units were removed is there still, or its first `left` tokens are."""
     if not removed:
-        return "other texts go on from it, or it is pinned"
+        return "it is pinned" if pinned else "other texts go on from it"
     return f"its first {count(left, 'token')} stay, which other texts have or a pin keeps" if left else ""
 
 

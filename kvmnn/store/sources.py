@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from ..arrays.casting import widened
 from ..arrays.layer_cache import LayerCache
 from ..arrays.layers import LayerArray, array_name, check_pairs, place_said, sorted_layers
@@ -21,7 +23,7 @@ from ..packed.cache_info import TokenIds
 from ..packed.fitting import Geometry
 from ..text import count
 from .results import Prefix
-from .token_ids import Ids
+from .token_ids import Ids, as_ids
 
 
 def layers_of(source: Source, *, token_major: bool = False) -> list[LayerCache]:
@@ -150,10 +152,12 @@ def write_prefix(
     Raises
     ------
     KvmnnError
-        Where nothing was found, and as `pack` and `unpack`.
+        Where nothing was found, for the ids of another text, and as `pack` and `unpack`.
     """
     if not prefix.tokens:
         raise KvmnnError(f"{where}: nothing of this text of {count(prefix.asked, 'token')} is stored under this model")
+    if prefix.token_ids is not None and not np.array_equal(as_ids(token_ids)[: prefix.tokens], prefix.token_ids):
+        raise KvmnnError(f"{where}: the token ids are not those of the prefix of {count(prefix.tokens, 'token')}")
     arrays = [
         in_memory(array_name(cache.layer, part), words)
         for cache in prefix.layers

@@ -130,6 +130,7 @@ class Texts:
                     dtype=space.dtype,
                     others=others,
                     notes=tuple(notes),
+                    token_ids=ids[: found.tokens],
                 )
 
     def longest(self, ids: Ids, model: str, dtype: str | None) -> Longest:

@@ -24,7 +24,10 @@ _AT_ONCE = 64
 def delete(units: Directory, text: Text) -> Cleaned:
     """Remove the units of a text from its end on, up to one that others continue, or that is pinned."""
 
+    is_pinned = False
+
     def choose(cursor: sqlite3.Cursor) -> list[int]:
+        nonlocal is_pinned
         found = units.lookup(cursor).find(text)
         gone: list[int] = []
         if found.tokens < text.ids.size:
@@ -36,13 +39,15 @@ def delete(units: Directory, text: Text) -> Cleaned:
                 (place.unit,),
             ).fetchone()
             tokens, pins, followers = whole_numbers(row)
+            is_pinned = bool(pins)
             if pins or followers > (1 if gone else 0) or tokens > place.skip + place.take:
                 break
             gone.append(place.unit)
         return gone
 
     removed = units.remove(choose)
-    return Cleaned(units=removed.units, bytes=removed.nbytes, kept=kept_part(removed.units, units.find(text).tokens))
+    left = units.find(text).tokens
+    return Cleaned(units=removed.units, bytes=removed.nbytes, kept=kept_part(removed.units, left, pinned=is_pinned))
 
 
 def clean(units: Directory, max_bytes: int | None) -> Cleaned:

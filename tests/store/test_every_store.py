@@ -11,7 +11,7 @@ import pytest
 from prefixes import MODEL, layers_of, same
 
 from kvmnn import KvmnnError, LayerCache
-from kvmnn.store import PrefixStore
+from kvmnn.store import PrefixStore, write_prefix
 from kvmnn.store.remote import upkeep
 from kvmnn.store.remote.records import unit_name
 
@@ -240,3 +240,24 @@ def test_a_lost_text_is_unpinned(url: str) -> None:
         put(store, text)
         store.gc(max_bytes=0)
         assert store.stats().units == store.stats().pinned == 0
+
+
+def test_delete_says_why_a_text_stays(url: str) -> None:
+    text, longer = [*range(8)], [*range(16)]
+    with PrefixStore(url, block_tokens=4) as store:
+        put(store, text)
+        store.pin(text, model=MODEL)
+        assert store.delete(text, model=MODEL).kept == "it is pinned"
+        store.unpin(text, model=MODEL)
+        put(store, longer)
+        assert store.delete(text, model=MODEL).kept == "other texts go on from it"
+
+
+def test_a_prefix_is_written_with_its_own_ids(url: str, tmp_path: Path) -> None:
+    with PrefixStore(url) as store:
+        put(store, [*range(8)])
+        found = store.get([*range(9)], model=MODEL)
+    for ids in ([*range(7), 9], [*range(7)]):
+        with pytest.raises(KvmnnError, match="the token ids are not those of the prefix of 8 tokens"):
+            write_prefix(found, ids, str(tmp_path / "out.npz"), where="s")
+    assert write_prefix(found, [*range(8), 77], str(tmp_path / "out.npz"), where="s").tokens == 8

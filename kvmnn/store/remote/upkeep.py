@@ -54,7 +54,8 @@ def delete(units: Shelf, text: Text) -> Cleaned:
                 break
             gone.append(record)
         if not gone or bounding.forget_unless_pinned(units, gone, pins):
-            kept = kept_part(len(gone), units.find(text).tokens)
+            is_pinned = bool(found.places) and found.places[-1].unit in pinned
+            kept = kept_part(len(gone), units.find(text).tokens, pinned=is_pinned)
             return Cleaned(units=len(gone), bytes=sum(record.nbytes for record in gone), kept=kept)
 
 

@@ -424,3 +424,13 @@ def test_verify_fails_where_the_index_was_made_anew(here: Path, run) -> None:
     assert "1 unit, 50 tokens" in run("store", "verify", "S").out
     error = run("store", "stat", "redis://127.0.0.1:1/0?password=hunter2", code=1).err
     assert "password=***" in error and "hunter2" not in error
+
+
+def test_files_of_ids(here: Path, run) -> None:
+    """One with a byte order mark is read; true is no number."""
+    run("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
+    Path("marked.json").write_bytes(b"\xef\xbb\xbf" + Path("short.json").read_bytes())
+    assert run("store", "match", "S", "--token-ids", "marked.json").out == "30\n"
+    Path("true.json").write_text("[3, true]")
+    error = run("store", "match", "S", "--token-ids", "true.json", code=1).err
+    assert "true.json: token ids: number 2 is true: expected a whole number" in error

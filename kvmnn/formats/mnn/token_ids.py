@@ -64,7 +64,11 @@ def _ids(data: bytes) -> Any:
             return _one_text(np.load(io.BytesIO(data), allow_pickle=False))
         except (TypeError, TokenError) as exc:  # numpy's, of a header that is damaged
             raise ValueError("not a .npy file") from exc
-    text = data.decode()
+    text = data.decode("utf-8-sig")
     if text.lstrip().startswith("["):
-        return loads(text)
+        found = loads(text)
+        for place, each in enumerate(found):
+            if isinstance(each, bool):  # numpy would take it for a number
+                raise KvmnnError(f"token ids: number {place + 1} is {str(each).lower()}: expected a whole number")
+        return found
     return [int(word) for word in re.split(r"[\s,]+", text.strip())]

@@ -11,7 +11,7 @@ from .directory import Directory
 from .index import WrongRowError, whole_numbers
 from .lookup import Text
 from .mending import session_ids
-from .results import Entry, Stats
+from .results import LAST_IDS, Entry, Stats
 from .space import Space, from_json
 from .token_ids import Ids, block_keys, text_key
 
@@ -100,7 +100,7 @@ def entries(units: Directory) -> list[Entry]:
     with units.index.reading() as cursor:
         documents = dict(cursor.execute("SELECT id, document FROM space").fetchall())
         rows = cursor.execute(
-            "SELECT space, start + tokens, bytes, pins, (SELECT tick FROM state) - used FROM unit "
+            "SELECT space, start + tokens, bytes, pins, (SELECT tick FROM state) - used, id FROM unit "
             f"WHERE {_IS_END} ORDER BY used DESC, id DESC"
         ).fetchall()
         numbers = [whole_numbers(row) for row in rows]
@@ -108,10 +108,18 @@ def entries(units: Directory) -> list[Entry]:
             raise WrongRowError("a unit has a space that is not there")
     spaces = {number: from_json(document, f"{units.label}: space") for number, document in documents.items()}
     found = []
-    for number, tokens, nbytes, pins, ago in numbers:
-        space = spaces[number]
+    for number, tokens, nbytes, pins, ago, unit in numbers:
+        space, header = spaces[number], units.header(unit)
         found.append(
-            Entry(model=space.model, dtype=space.dtype, tokens=tokens, bytes=nbytes, pinned=pins > 0, unused_for=ago)
+            Entry(
+                model=space.model,
+                dtype=space.dtype,
+                tokens=tokens,
+                bytes=nbytes,
+                pinned=pins > 0,
+                unused_for=ago,
+                last_ids=() if header is None else tuple(header.ids[-LAST_IDS:].tolist()),
+            )
         )
     return found
 

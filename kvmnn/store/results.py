@@ -249,6 +249,9 @@ class Verified:
         return "\n".join(lines)
 
 
+LAST_IDS = 8
+
+
 @dataclass(frozen=True, kw_only=True)
 class Entry:
     """A stored text: no longer one begins with it.
@@ -265,6 +268,8 @@ class Entry:
         Whether it stays whatever the bound.
     unused_for
         How many uses of the store ago it was last used; None where that is not known.
+    last_ids
+        Its last token ids, `LAST_IDS` of them at most: texts mostly begin alike, and end otherwise.
     """
 
     model: str
@@ -273,10 +278,11 @@ class Entry:
     bytes: int
     pinned: bool
     unused_for: int | None
+    last_ids: tuple[int, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The entry as JSON values."""
-        return asdict(self)
+        return asdict(self) | {"last_ids": list(self.last_ids)}
 
     def __str__(self) -> str:
         return self.line(short_names([self.model])[self.model])

@@ -261,3 +261,11 @@ def test_a_prefix_is_written_with_its_own_ids(url: str, tmp_path: Path) -> None:
         with pytest.raises(KvmnnError, match="the token ids are not those of the prefix of 8 tokens"):
             write_prefix(found, ids, str(tmp_path / "out.npz"), where="s")
     assert write_prefix(found, [*range(8), 77], str(tmp_path / "out.npz"), where="s").tokens == 8
+
+
+def test_texts_are_known_by_their_ends(url: str) -> None:
+    with PrefixStore(url, block_tokens=4) as store:
+        for ids in ([*range(20)], [*range(12), 99], [5, 6]):
+            put(store, ids)
+        ends = {tuple(entry["last_ids"]) for entry in store.ls().to_dict()["texts"]}
+        assert ends == {tuple(range(12, 20)), (99,), (5, 6)}

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...dtypes import Bytes
 from ..lookup import Text
-from ..results import Cleaned, Entry, Stats, Verified, kept_part, pinned_bytes
+from ..results import LAST_IDS, Cleaned, Entry, Stats, Verified, kept_part, pinned_bytes
 from ..space import Space
 from ..unit import DamagedError
 from ..verifying import GoneError, Verifier
@@ -216,6 +216,7 @@ def entries(units: Shelf) -> list[Entry]:
                 bytes=record.nbytes,
                 pinned=record.unit in pinned,
                 unused_for=now - tick if tick else None,
+                last_ids=tuple(record.ids[-LAST_IDS:].tolist()),
             )
         )
     return found

@@ -13,7 +13,7 @@ from ..policies.full import Full
 from ..policies.labels import LabelledPolicy
 from ..reports.tables import h2o_text, runtime_text
 from ..reports.text_table import wrapped as as_lines
-from ..store import PrefixStore
+from ..store import PrefixStore, Put
 from ..text import LOSSLESS, LOSSY, span
 from ..text.side_by_side import side_by_side, wrapped
 from ..threads.pipeline import Progress
@@ -269,7 +269,14 @@ def _numbers(made: dict[str, Generation]) -> list[str]:
     cells = [[heading, *(text(label, one) for label, one in made.items())] for heading, text in rows]
     sizes = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
     table = ["  ".join(text.ljust(size) for text, size in zip(line, sizes, strict=True)).rstrip() for line in cells]
-    return [*table, *(f"put into the store: {one.store.put}" for one in made.values() if one.store and one.store.put)]
+    stores = [one.store for one in made.values() if one.store is not None]
+    puts = [store.put for store in stores if store.put is not None and not _is_told(store.put, store.notes)]
+    return [*table, *(f"put into the store: {put}" for put in puts)]
+
+
+def _is_told(put: Put, notes: Sequence[str]) -> bool:
+    """Whether the notes say already why nothing was put."""
+    return bool(put.notes) and set(put.notes) <= set(notes)
 
 
 def _runtime(made: dict[str, Generation], width: int) -> list[str]:

@@ -17,7 +17,8 @@ from kvmnn.lm.runner import Runner
 from kvmnn.lm.session import DecoderSession
 from kvmnn.policies import create
 from kvmnn.runtime import RuntimeConfig
-from kvmnn.store import PrefixStore
+from kvmnn.store import OutageError, PrefixStore
+from kvmnn.store.remote.values import Patient
 
 SHIPPED = FIXTURES / "lm"
 IDS = np.random.default_rng(3).integers(0, 40, 90).tolist()
@@ -164,3 +165,16 @@ def test_the_shipped_model_answers_from_the_store(tmp_path: Path) -> None:
     assert f"prompt from the store  {tokens:,} tokens" in str(again)
     assert "put into the store: " in str(first) and "prompt from the store" not in str(expected)
     assert again.to_dict()["full"]["store"]["tokens"] == tokens and "store" not in expected.to_dict()["full"]
+
+
+def test_an_outage_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what is looked for nor what is put gets an answer."""
+
+    def away(*_: object) -> None:
+        raise OutageError("the engine is away")
+
+    with PrefixStore("memory://told-once") as store:
+        monkeypatch.setattr(Patient, "_tried", away)
+        made = str(generate(SHIPPED, "Once upon", max_tokens=2, store=store))
+        monkeypatch.undo()
+    assert made.count("the engine is away") == 1

@@ -28,13 +28,15 @@ class Cast:
         Words cast so far.
     changed
         How many of them do not give the same bits when cast back.
+    overflowed
+        How many of those were finite and are infinite, as they are beyond the target's range.
     largest_error
-        The largest absolute difference among the finite ones that changed.
+        The largest absolute difference among the finite ones that changed: infinite where some overflowed.
     """
 
     def __init__(self, source: str, target: str) -> None:
         self.source, self.target = source, target
-        self.words = self.changed = 0
+        self.words = self.changed = self.overflowed = 0
         self.largest_error = 0.0
 
     @property
@@ -43,22 +45,24 @@ class Cast:
         return LOSSY if self.changed else LOSSLESS
 
     def to_dict(self) -> dict[str, Any]:
-        """The counts, for JSON."""
+        """The counts, for JSON, which has no infinity: there is no ``largest_error`` where words overflowed."""
         return {
             "from": self.source,
             "to": self.target,
             "words": self.words,
             "changed": self.changed,
-            "largest_error": self.largest_error,
+            "overflowed": self.overflowed,
+            "largest_error": None if self.overflowed else self.largest_error,
         }
 
     def __str__(self) -> str:
         if not self.changed:
             return f"{self.source} -> {self.target}: none of {self.words:,} words changed"
-        return (
-            f"{self.source} -> {self.target}: {self.changed:,} of {self.words:,} words changed, largest error "
-            f"{self.largest_error:.3g}"
-        )
+        error = f"{self.largest_error:.3g}"
+        if self.overflowed:
+            error = f"infinite: {self.overflowed:,} overflowed, beyond what {self.target} can say"
+        changed = f"{self.changed:,} of {self.words:,} words changed"
+        return f"{self.source} -> {self.target}: {changed}, largest error {error}"
 
     def run(self, words: Piece) -> Piece:
         """A run of words as bytes, cast; no word may be cut."""
@@ -71,9 +75,11 @@ class Cast:
         differs = before.view(np.uint32) != back.view(np.uint32)
         self.words += before.size
         self.changed += int(np.count_nonzero(differs))
-        with np.errstate(all="ignore"):
-            errors = np.abs(before[differs].astype(np.float64) - back[differs])
-        self.largest_error = max(self.largest_error, float(errors[np.isfinite(errors)].max(initial=0.0)))
+        before, became = before[differs], floats(made, self.target)[differs]
+        finite = np.isfinite(before)
+        self.overflowed += int(np.count_nonzero(finite & ~np.isfinite(became)))
+        errors = np.abs(before[finite].astype(np.float64) - became[finite])
+        self.largest_error = max(self.largest_error, float(errors.max(initial=0.0)))
         return made
 
 
@@ -82,6 +88,7 @@ def sum_of(casts: Sequence[Cast]) -> Cast:
     total = Cast(casts[0].source, casts[0].target)
     total.words = sum(cast.words for cast in casts)
     total.changed = sum(cast.changed for cast in casts)
+    total.overflowed = sum(cast.overflowed for cast in casts)
     total.largest_error = max(cast.largest_error for cast in casts)
     return total
 

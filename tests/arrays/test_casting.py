@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmnn.arrays.casting import Cast
+from kvmnn.arrays.casting import Cast, sum_of
 
 EVERY_WORD = np.arange(1 << 16, dtype="<u2").view(np.uint8)
 
@@ -43,7 +43,13 @@ def test_what_does_not_fit():
     made = down.run(words.view(np.uint8)).view("<f2")
     assert np.array_equal(made, np.array([np.inf, -np.inf, np.inf, np.nan, 0], "<f2"), equal_nan=True)
     assert (down.label, down.changed) == ("LOSSY", 3)
-    assert down.largest_error == pytest.approx(1e-9)
+    assert (down.overflowed, down.largest_error) == (2, np.inf)
+    assert "3 of 5 words changed, largest error infinite: 2 overflowed, beyond what fp16 can say" in str(down)
+    assert (down.to_dict()["overflowed"], down.to_dict()["largest_error"]) == (2, None)  # JSON has no infinity
+    few = Cast("fp32", "fp16")
+    few.run(words[2:].view(np.uint8))
+    assert (few.overflowed, few.largest_error) == (0, pytest.approx(1e-9))
+    assert sum_of([few, down]).to_dict() == down.to_dict() | {"words": 8, "changed": 4}
     brain = Cast("fp32", "bf16").run(np.array([np.nan, 3.4028235e38], "<f4").view(np.uint8)).view("<u2")
     assert brain[0] & 0x7F80 == 0x7F80
     assert brain[0] & 0x7F != 0

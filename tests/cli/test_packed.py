@@ -309,6 +309,17 @@ def test_repack_to_fp16_and_back(prefix, run):
     assert "is not a packed cache" in run("repack", "a.npz", "--to", "x86-avx2", "-o", "x/", code=2).err
 
 
+def test_words_beyond_fp16_are_said(prefix, run):
+    keys = prefix.arrays[0].copy()
+    keys[0, :3, 0] = 1e6
+    np.savez("a.npz", k=keys, v=prefix.arrays[1])
+    to = ["--backend", "arm64-fp16", "--cast", "--name", "x"]
+    said = run("pack", "a.npz", *to, "-o", "h/").out
+    assert "largest error infinite: 3 overflowed, beyond what fp16 can say)" in said
+    cast = json.loads(run("pack", "a.npz", *to, "-o", "j/", "--json").out)["cast"]
+    assert (cast["overflowed"], cast["largest_error"]) == (3, None)
+
+
 # -- compact ----------------------------------------------------------------------------------------------------------
 
 

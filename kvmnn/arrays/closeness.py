@@ -30,9 +30,12 @@ class Distance:
     above
         How many of them are further apart than the tolerance; numbers beside what is no number always are.
     largest
-        The largest absolute difference of two finite numbers.
+        The largest absolute difference: infinite beside an infinity that the other has not; NaN where one of two is
+        NaN, which comes before all else.
+    not_finite
+        How many differences are infinite or NaN.
     head, token, dim
-        Where it is.
+        Where the first of the largest is.
     """
 
     layer: int
@@ -40,9 +43,14 @@ class Distance:
     words: int
     above: int
     largest: float
+    not_finite: int
     head: int
     token: int
     dim: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON, which has no infinity and no NaN: `largest` is null there."""
+        return asdict(self) | {"largest": None if self.not_finite else self.largest}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +99,7 @@ class Closeness:
             "equal": self.equal,
             "words": self.words,
             "above": self.above,
-            "layers": [asdict(each) for each in self.distances],
+            "layers": [each.to_dict() for each in self.distances],
             "unlike": list(self.unlike),
         }
 
@@ -181,22 +189,30 @@ class _Pair(NamedTuple):
 def _distance(layer: int, part: Part, one: LayerArray, two: LayerArray, tokens: int, atol: float) -> Distance:
     heads, _, dims = one.geometry
     entries = [entry if entry.geometry[1] == tokens else first_tokens(entry, tokens) for entry in (one, two)]
-    words = above = place = 0
-    largest = -1.0
+    words = above = not_finite = place = 0
+    largest = 0.0
     for pair in _pairs(*entries):
         with np.errstate(invalid="ignore", over="ignore"):
             apart = np.abs(pair.first.astype(np.float64) - pair.second)
         same = (pair.first == pair.second) | (np.isnan(pair.first) & np.isnan(pair.second))
         apart[same] = 0.0
-        finite = np.where(np.isfinite(apart), apart, -1.0)
-        at = int(finite.argmax())
-        if finite[at] > largest:
-            largest, place = float(finite[at]), pair.start + at
+        at = int(apart.argmax())  # the first NaN, where there is one
+        if apart[at] > largest or (np.isnan(apart[at]) and not np.isnan(largest)):
+            largest, place = float(apart[at]), pair.start + at
+        not_finite += int(np.count_nonzero(~np.isfinite(apart)))
         above += int(np.count_nonzero(~(apart <= atol)))
         words += apart.size
     head, token, dim = (int(i) for i in np.unravel_index(place, (heads, tokens, dims)))
     return Distance(
-        layer=layer, part=part, words=words, above=above, largest=max(largest, 0.0), head=head, token=token, dim=dim
+        layer=layer,
+        part=part,
+        words=words,
+        above=above,
+        largest=largest,
+        not_finite=not_finite,
+        head=head,
+        token=token,
+        dim=dim,
     )
 
 

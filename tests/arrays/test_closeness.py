@@ -51,7 +51,14 @@ def test_what_is_no_number_is_apart_unless_it_is_the_same() -> None:
     one["layer_0.key"][0, 0] = [np.nan, np.inf, np.nan, np.inf]
     two["layer_0.key"][0, 0] = [np.nan, np.inf, 1, -np.inf]
     found = compare_close(source(one), source(two), 1e30)
-    assert (found.above, found.distances[0].largest) == (2, 0)
+    key = found.distances[0]
+    assert (found.above, key.not_finite, str(key.largest)) == (2, 2, "nan")
+    assert (key.head, key.token, key.dim) == (0, 0, 2)
+    assert (found.to_dict()["layers"][0]["largest"], found.to_dict()["layers"][0]["not_finite"]) == (None, 2)
+    two["layer_0.key"][0, 0, 2] = np.nan
+    found = compare_close(source(one), source(two), 1e30)
+    assert (found.above, found.distances[0].largest, found.distances[0].dim) == (1, np.inf, 3)
+    assert "1         inf  0, 0, 3" in str(found)
 
 
 def test_layers_and_tokens_that_are_missing_are_said() -> None:

@@ -157,15 +157,6 @@ def test_a_cache_where_frames_are_expected_is_called_so(here: Path, run, argv: s
     assert f"{path}: is a cache of another engine, no frames: kvmnn encode makes frames of it" in flat(said)
 
 
-def test_a_file_called_bin_is_told_of_by_what_it_looks_like(here: Path, run) -> None:
-    """Only what looks like nothing else is taken for damaged weights."""
-    Path("c.bin").write_bytes(Path("c.safetensors").read_bytes())
-    for verb in ("inspect", "verify"):
-        assert "it looks like a safetensors file (name it with the suffix" in flat(run(verb, "c.bin", code=1).err)
-    Path("w.bin").write_bytes(bytes(range(200, 256)))
-    assert "bad_magic" in run("inspect", "w.bin", code=1).err
-
-
 def test_jobs_are_not_named_where_an_original_is_a_folder(here: Path, run) -> None:
     Path("folder").mkdir()
     Path("folder/c.safetensors").write_bytes(Path("c.safetensors").read_bytes())

@@ -85,9 +85,9 @@ def test_a_full_disk(tmp_path: Path) -> None:
     mount = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=4m none "$0" && exec "$@"', tmp_path]
     if sys.platform != "linux" or subprocess.run([*mount, "true"], capture_output=True).returncode:
         pytest.skip("needs a file system of its own")
-    paths = [str(tests / "support"), str(tests.parent), os.environ.get("PYTHONPATH", "")]
-    command = [*mount, sys.executable, "-c", SCRIPT, tmp_path]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": ":".join(paths)}, capture_output=True, text=True)
+    environment = {**os.environ, "PYTHONPATH": f"{tests / 'support'}:{os.environ.get('PYTHONPATH', '')}"}
+    command = [*mount, sys.executable, "-P", "-c", SCRIPT, tmp_path]  # of a checkout's folder there may be no modules
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

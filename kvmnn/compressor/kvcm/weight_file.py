@@ -20,7 +20,6 @@ from ...dtypes import Words
 from ...errors import KvmnnError, WeightsError
 from ...files.mapped import MappedFile, head_of
 from ...formats import engine_kind
-from ...formats.unknown import HEAD_BYTES, looks_known
 from .header import (
     DTYPES,
     FIELD_OFFSETS,
@@ -261,9 +260,9 @@ def is_weight_file(path: str) -> bool:
     """Whether a file is a weight file: by its magic number, or by ``.bin`` where it is no frame."""
     if is_weights(path):
         return True
-    head = head_of(path, HEAD_BYTES)
-    if engine_kind(path) is not None or (head and looks_known(path, head)):
+    if engine_kind(path) is not None:
         return False
+    head = head_of(path)
     looks_like_frame = len(head) >= 10 and head[4] < 3 and head[5] < 2 and head[:4] == head[6:10] != bytes(4)
     return path.lower().endswith(".bin") and not (
         looks_like_frame or os.path.isdir(path) or os.path.exists(path + ".json")

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from .. import dtypes
@@ -19,7 +18,7 @@ from .layers import array_name
 from .named_array import ArrayInfo, NamedArray
 from .names import conventional, layer_of, part_of
 from .source import DUMP_KEY, FILE_KEY, Source, others_metadata
-from .strided import View, strided, strided_pages
+from .strided import View, strided, strided_pages, words_of
 
 LETTERS = {"2": "K and V", "l": "layer", "b": "batch", "h": "kv_head", "t": "token", "d": "dimension"}
 _ORDER = "2lbhtd"
@@ -239,9 +238,7 @@ class _Words:
     def view(self, index: tuple[Any, ...], order: list[int]) -> npt.NDArray[Any]:
         """A part of the words, with its axes in another order; a view of the file where they lie there as they are."""
         if self._last is None:
-            pieces = list(self.array.pieces())
-            data = pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, np.uint8), *pieces])
-            self._last = data.view(f"<u{self.array.itemsize}").reshape(self.array.shape, order=self.array.order)
+            self._last = words_of(self.array)
         found: npt.NDArray[Any] = self._last[index]
         return found.transpose(order)
 

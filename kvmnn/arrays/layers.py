@@ -12,6 +12,7 @@ from ..text import count, span
 from .named_array import NamedArray, Piece, rechunked
 from .names import conventional, is_numbered, layer_of, part_of
 from .source import FILE_KEY, Source
+from .strided import in_c_order
 
 MOST_HEADS = 256
 """More kv heads than any decoder has: twice those of the largest that are published (128)."""
@@ -55,7 +56,7 @@ class LayerArray:
 
 
 def sort(arrays: Sequence[NamedArray], *, token_major: bool = False, keys_alone: bool = False) -> list[LayerArray]:
-    """K and V of every layer, in order.
+    """K and V of every layer, in order, each with its words in C order.
 
     Names may be those of `CONVENTIONS`, such as ``layer_3.key`` or ``past_key_values.3.value``; the pieces of a KV dump
     (``run/layer_3/k_t0_16``) are joined along the tokens. Others say K or V by a word and the layer by a number. Arrays
@@ -102,18 +103,16 @@ def sort(arrays: Sequence[NamedArray], *, token_major: bool = False, keys_alone:
 def _places(array: NamedArray, token_major: bool) -> Iterator[tuple[int, LayerArray]]:
     """Which tokens of which layers an array holds: ``(first token, array)``."""
     part, layer, start, token_major = place_of(array, token_major)
-    if array.array_dtype == "|u1":
+    if array.itemsize != array.word_bytes:
         raise SourceError(
             f"array {array.name!r}: holds bytes, not the numbers of K or V: blocks that stay blocks (--blocks) are for "
             "encode, unpack and diff; without it they are read as numbers"
         )
-    if array.order == "F" or array.itemsize != array.word_bytes:
-        raise SourceError(f"array {array.name!r}: expected words in C order")
     if len(array.shape) == 4 and (layer is None or array.shape[0] == 1):
         for index in range(array.shape[0]):
             yield 0, LayerArray(index if layer is None else layer, part, _row_of(array, index), token_major)
     elif len(array.shape) == 3:
-        yield start, LayerArray(layer or 0, part, array, token_major)
+        yield start, LayerArray(layer or 0, part, in_c_order(array) if array.order == "F" else array, token_major)
     else:
         error = AxesError if len(array.shape) > 3 else SourceError
         raise error(
@@ -209,6 +208,8 @@ def heads_hint(source: Source, axes: str | None = None) -> str | None:
 
 def _row_of(array: NamedArray, index: int) -> NamedArray:
     """One row of the first axis, as an array of its own."""
+    if array.order == "F":
+        return in_c_order(array, (index,))
     nbytes = array.nbytes // array.shape[0]
     return replace(array, shape=array.shape[1:], reader=partial(_slice, array, index * nbytes, nbytes))
 

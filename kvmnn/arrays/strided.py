@@ -32,6 +32,24 @@ def strided(info: ArrayInfo, view: View) -> NamedArray:
     )
 
 
+def in_c_order(array: NamedArray, index: tuple[int, ...] = ()) -> NamedArray:
+    """An array of words, or the part of it at an index of its first axes, in C order; read anew whenever it is read."""
+    info = ArrayInfo(
+        name=array.name,
+        dtype=array.dtype,
+        shape=array.shape[len(index) :],
+        array_dtype=array.array_dtype.replace(">", "<"),
+    )
+    return strided(info, lambda: words_of(array)[index])
+
+
+def words_of(array: NamedArray) -> npt.NDArray[Any]:
+    """The words of an array as they lie in memory; a view of the file where they lie there as they are."""
+    pieces = list(array.pieces())
+    data = pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, np.uint8), *pieces])
+    return data.view(f"<u{array.itemsize}").reshape(array.shape, order=array.order)
+
+
 def strided_pages(info: ArrayInfo, views: Sequence[View]) -> NamedArray:
     """The same over several views that follow each other along the last axis but one."""
     return NamedArray(

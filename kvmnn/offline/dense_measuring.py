@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ..arrays.named_array import Piece
 from ..arrays.source import Source
+from ..arrays.strided import in_c_order
 from ..bundle import DenseOptions
 from ..bundle.dense_groups import at_once, encode_group, groups_of, side_by_side
 from ..bundle.dense_pieces import DensePlan, plan_arrays
@@ -177,6 +178,7 @@ def measure_dense(
             for job, stream in zip(group, streams, strict=True)
         ]
 
+    source = replace(source, arrays=[in_c_order(array) if array.order == "F" else array for array in source.arrays])
     plans = plan_arrays(source, options or DenseOptions())
     layers: dict[int, dict[Part, DenseSizes]] = {}
     groups = groups_of((source[name], plan) for name, plan in plans.items())

@@ -75,6 +75,30 @@ def test_both_columns_of_frames_say_of_what_they_are(run) -> None:
     assert stored == sum(path.stat().st_size for path in Path("token").glob("*.frame"))
 
 
+@pytest.mark.parametrize("form", [["f.npz"], ["f.frames"], ["f.zarr"], ["key.npy", "value.npy"]])
+def test_arrays_in_fortran_order_are_taken_as_others_are(run, form: list[str]) -> None:
+    arrays = dict(np.load("kv.npz"))
+    np.savez("f.npz", **{name: np.asfortranarray(words) for name, words in arrays.items()})
+    for part in ("key", "value"):  # [layer, kv_head, token, dimension], big-endian
+        stack = np.stack([arrays[f"layer_{n}.{part}"] for n in range(2)]).astype(">f2")
+        np.save(f"{part}.npy", np.asfortranarray(stack))
+    for made in form[0].endswith((".frames", ".zarr")) * [form[0]]:
+        run("encode", "f.npz", "-o", made)
+    for more in ([], ["--dense", "--rope", "none"]):
+        found, expected = (json.loads(run("measure", *of, *more, "--json").out) for of in (form, ["kv.npz"]))
+        assert (found.get("overall"), found.get("breakdown")) == (expected.get("overall"), expected.get("breakdown"))
+    run("pack", *form, "--backend", "arm64-fp16", "--name", "x", "-o", "p/")
+    Path("ids.json").write_text(json.dumps(list(range(TOKENS))))
+    run("store", "put", "s", *form, "--token-ids", "ids.json", "--fingerprint", "m")
+    run("store", "get", "s", "--token-ids", "ids.json", "-o", "s.npz")
+    made = ["p", "s.npz"]
+    if len(form) == 1:
+        run("unpack", *form, "--as", "dump", "-o", "d/")
+        made += [*form, "d"]
+    for other in made:
+        assert "equal: 2,560 words" in run("diff", "kv.npz", other).out
+
+
 @pytest.mark.parametrize("name", ["m@1@0@12ab@float16.pt", "m@1@0@12ab@half@3.pt", "m@1@0@12ab@bfloat16.data"])
 def test_a_page_is_inspected_without_its_shape(run, name: str) -> None:
     np.arange(512, dtype=np.uint16).tofile(name)

@@ -163,7 +163,8 @@ def _hashes(frames: FrameSet, arrays: Sequence[LayerArray], layout: PackLayout) 
     found = {}
     for entry in arrays:
         array = said.get(entry.array.name)
-        if array and array.sha256 and array.shape == entry.array.shape and not entry.token_major:
+        lies = (entry.array.shape, entry.array.order)
+        if array and array.sha256 and (array.shape, array.order) == lies and not entry.token_major:
             found[array.name] = array.sha256
     return found if len(found) == len(arrays) and layout.dtype == arrays[0].array.dtype else {}
 

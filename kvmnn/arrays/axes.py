@@ -17,7 +17,7 @@ from ..errors import MissingOptionError, OptionError, SourceError
 from .layers import array_name
 from .named_array import ArrayInfo, NamedArray
 from .names import conventional, layer_of, part_of
-from .source import DUMP_KEY, FILE_KEY, Source, others_metadata
+from .source import BESIDE_KEY, DUMP_KEY, ENGINE_KEY, FILE_KEY, Source, metadata_of_part
 from .strided import View, strided, strided_pages, words_of
 
 LETTERS = {"2": "K and V", "l": "layer", "b": "batch", "h": "kv_head", "t": "token", "d": "dimension"}
@@ -85,11 +85,18 @@ def laid_out(source: Source, laid: Laid, where: str) -> Source:
     SourceError
         For arrays that do not have these axes, and names that do not say K or V of a layer where no axis does.
     """
+    if ENGINE_KEY in source.metadata and (laid.axes or laid.shape):
+        if _lies_so(source, laid):
+            source = replace(source, axes=laid.axes)
+            laid = Laid(batch=laid.batch, where_needed=laid.where_needed)
+        else:
+            source = _unsaid(replace(source, engine_cache=None, axes=None), where)
     if (laid.axes or laid.shape) and not (laid.where_needed and not _may_lie_so(source, laid)):
         if _says_itself(source):
             raise OptionError(f"{where}: says itself how its arrays lie: leave --axes and --shape out")
+        source = source if _lies_so(source, laid) else _unsaid(source, where)
         arrays = [_shaped(array, laid.shape, where) for array in source.arrays]
-        source = replace(source, arrays=arrays, metadata=others_metadata(source.metadata))
+        source = replace(source, arrays=arrays, metadata=metadata_of_part(source.metadata))
         if laid.axes:
             source.arrays = _sorted(where, arrays, laid.axes, pages=laid.pages)
             source.axes = "bhtd" if "b" in laid.axes else "htd"
@@ -101,13 +108,37 @@ def laid_out(source: Source, laid: Laid, where: str) -> Source:
 def is_laid(source: Source, laid: Laid) -> bool:
     """Whether the arrays may be those that `laid_out` makes of what is said of axes and shape."""
     if laid.axes:
-        plain = source.engine_cache is None and source.cache is None
+        plain = source.cache is None and (source.engine_cache is None or ENGINE_KEY in source.metadata)
         return plain and source.axes == ("bhtd" if "b" in laid.axes else "htd")
     return any(_has_shape(array.shape, laid.shape or ()) for array in source.arrays)
 
 
 def _has_shape(found: tuple[int, ...], said: tuple[int, ...]) -> bool:
     return len(found) == len(said) and all(one in (-1, other) for one, other in zip(said, found, strict=True))
+
+
+def _lies_so(source: Source, laid: Laid) -> bool:
+    """Whether what is said of axes is what would be taken anyway: the tokens are those that they were."""
+    if laid.shape or laid.pages:
+        return False
+    if source.axes is not None:
+        return source.axes == laid.axes
+    return all(
+        (said := conventional(array.name)) is not None
+        and not said.is_dump
+        and laid.axes == {3: said.order, 4: f"b{said.order}"}.get(len(array.shape))
+        for array in source.arrays
+    )
+
+
+def _unsaid(source: Source, where: str) -> Source:
+    """The source without what is said of the tokens of its arrays as they lay, and a note if that is anything."""
+    said = [key for key in (ENGINE_KEY, BESIDE_KEY) if key in source.metadata]
+    if not said:
+        return source
+    metadata = {key: text for key, text in source.metadata.items() if key not in said}
+    note = f"what {where} says of its tokens is left out: --axes and --shape make other arrays of it"
+    return replace(source, metadata=metadata, notes=[*source.notes, note])
 
 
 def _axes(number: int) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from ..dtypes import Indices, Positions
 from ..packed.cache_info import Ranges
 from ..packed.cache_info import joined as joined_runs
 from ..text import count, span
+from .names import conventional
 from .undoing import Undo
 
 
@@ -140,6 +141,28 @@ class EngineCache:
             return ""
         least, most = int(self.positions.min()), int(self.positions.max())
         return f", positions {span([least, most])} in {count(len(self.runs or ()), 'run')}"
+
+
+def of_part(cache: EngineCache, names: Iterable[str], chosen: Iterable[str]) -> EngineCache | None:
+    """What is said of some of the arrays of a cache, by the names of all and of these; None where that is not known."""
+    layers, kept = _layers(names), _layers(chosen)
+    if len(layers) != cache.layers:
+        return cache if cache.layer_positions is None else None
+    places = [layers.index(layer) for layer in kept]
+    by_layer = cache.layer_positions and tuple(cache.layer_positions[place] for place in places)
+    types = [cache.types[place + begin] for begin in range(0, len(cache.types), cache.layers) for place in places]
+    return replace(
+        cache,
+        layers=len(kept),
+        layer_kv_heads=tuple(cache.layer_kv_heads[place] for place in places if cache.layer_kv_heads),
+        types=tuple(types) if len(cache.types) % cache.layers == 0 else cache.types,
+        tokens=max(map(len, by_layer)) if by_layer else cache.tokens,
+        layer_positions=by_layer,
+    )
+
+
+def _layers(names: Iterable[str]) -> list[int]:
+    return sorted({said.layer for said in map(conventional, names) if said is not None})
 
 
 def runs_of(positions: Positions) -> Ranges:

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..files.json_document import Node, parse
 from ..packed.cache_info import Ranges
-from .engine_cache import EngineCache
+from .engine_cache import EngineCache, of_part
 from .source import ENGINE_KEY, Source
 from .undoing import UNDOABLE, Undo
 
@@ -34,8 +34,13 @@ def noted(source: Source) -> dict[str, str]:
     return metadata
 
 
-def apply(source: Source, where: str) -> None:
+def apply(source: Source, where: str, *, part: bool = False) -> None:
     """Give a source what `noted` wrote, if its arrays are those; else the note is dropped, and a line says so.
+
+    Parameters
+    ----------
+    part
+        Whether some arrays were chosen: of those it is said then.
 
     Raises
     ------
@@ -47,7 +52,12 @@ def apply(source: Source, where: str) -> None:
     said = parse(source.metadata[ENGINE_KEY], f"{where}: metadata {ENGINE_KEY!r}")
     if said.at("version").integer(1) > VERSION:
         raise said.at("version").wrong(f"at most {VERSION}: a later kvmnn wrote this")
-    if said.at("shapes").value != {array.name: list(array.shape) for array in source.arrays}:
+    shapes, found = said.at("shapes").value, {array.name: list(array.shape) for array in source.arrays}
+    if part and isinstance(shapes, dict):
+        shapes, names = {name: shape for name, shape in shapes.items() if name in found}, list(shapes)
+    else:
+        names = list(found)
+    if shapes != found:
         del source.metadata[ENGINE_KEY]
         source.notes.append("the arrays are not those, or not all, of which the file says what engine they come from")
         return
@@ -55,9 +65,13 @@ def apply(source: Source, where: str) -> None:
     tokens, by_layer = cache.at("tokens"), cache.value.get("layer_positions")
     if not any(tokens.integer(0) in array.shape for array in source.arrays):
         raise tokens.wrong("the tokens of the arrays")  # before their positions are put out in full
-    if isinstance(by_layer, list) and len(by_layer) > len(source.arrays):
+    if isinstance(by_layer, list) and len(by_layer) > len(names):
         raise cache.at("layer_positions").wrong("positions of the layers that there are")
-    source.engine_cache = engine_cache(cache)
+    source.engine_cache = of_part(engine_cache(cache), names, found)
+    if source.engine_cache is None:
+        del source.metadata[ENGINE_KEY]
+        source.notes.append("the file says what engine the arrays come from, but not of which of them")
+        return
     source.axes = None if said.at("axes").value is None else said.at("axes").text()
 
 

@@ -143,6 +143,10 @@ def joined(sources: Sequence[Source]) -> Source:
             check_name(name, " ".join(source.inputs))
             taken.add(name)
             arrays.append(replace(array, name=name))
+        if source.engine_cache is not None or source.cache is not None or BESIDE_KEY in source.metadata:
+            found.notes.append(
+                f"what {' '.join(source.inputs)} says of its tokens is left out: several inputs are taken together"
+            )
         found.metadata = others_metadata(source.metadata) | found.metadata
         skipped.extend(source.skipped)
         found.notes.extend(source.notes)
@@ -157,6 +161,11 @@ def joined(sources: Sequence[Source]) -> Source:
 def others_metadata(metadata: dict[str, str]) -> dict[str, str]:
     """Metadata without what kvmnn itself notes down of a whole input, which does not hold of a part or of several."""
     return {key: value for key, value in metadata.items() if not key.startswith("kvmnn.")}
+
+
+def metadata_of_part(metadata: dict[str, str]) -> dict[str, str]:
+    """Metadata without what holds of all arrays of an input alone; which tokens they are holds of some as well."""
+    return others_metadata(metadata) | {key: metadata[key] for key in (BESIDE_KEY, ENGINE_KEY) if key in metadata}
 
 
 def described_by(metadata: dict[str, str], where: str) -> CacheInfo | None:

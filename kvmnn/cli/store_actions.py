@@ -79,8 +79,14 @@ def ids_of(source: Source, arguments: argparse.Namespace) -> Any:
 
 
 def own_ids(source: Source) -> list[int] | None:
-    """The token ids that an input says itself."""
+    """The token ids that an input says itself, or that lie beside its arrays."""
+    from ..bundle.beside import TOKEN_IDS
+    from ..formats.beside import text_beside
+    from ..formats.mnn.token_ids import parsed_token_ids
+
     found = source.engine_cache.token_ids if source.engine_cache is not None else None
+    beside = text_beside(source, TOKEN_IDS) if found is None else None
+    found = found if beside is None else parsed_token_ids(*beside)
     return None if found is None else found.tolist()
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePath
 
 from ..arrays.source import BESIDE_KEY, Source
 from ..bundle.beside import MAX_BYTES, NAMES, files_beside, to_json
 from ..errors import OutputError, SourceError
 from ..files.json_document import read_bounded
 from ..files.output import DirectoryOutput
+from .npy_folder import SUFFIX
 
 
 def note_down(source: Source, folder: str) -> None:
-    """Add what lies beside its arrays to the metadata of a source that has all arrays of `folder`.
+    """Add what lies beside its arrays to the metadata of a source of arrays of `folder`.
 
     What cannot be read, or is larger than `MAX_BYTES`, is left out with a note.
     """
@@ -30,18 +32,27 @@ def note_down(source: Source, folder: str) -> None:
         source.opened += tuple(str(Path(folder, name)) for name in found)
 
 
+def folder_of(paths: Sequence[str]) -> str | None:
+    """The folder of several ``.npy`` files that all lie in one; None for all others."""
+    folders = {os.path.dirname(path) or os.curdir for path in paths}
+    are_files = all(PurePath(path).suffix.lower() == SUFFIX and os.path.isfile(path) for path in paths)
+    return folders.pop() if len(folders) == 1 and len(paths) > 1 and are_files else None
+
+
 def text_beside(source: Source, name: str) -> tuple[bytes, str] | None:
-    """The bytes of such a file, and what messages call it, where the only input has it or was made of what had it.
+    """The bytes of such a file, and what messages call it, where an input has it or was made of what had it.
 
     Raises
     ------
     ManifestError, SourceError
         Where it cannot be read.
     """
-    if len(source.inputs) != 1:
+    if not source.inputs:
         return None
-    (path,) = source.inputs
+    path = source.inputs[0]
     kept = files_beside(source.metadata, path).get(name)
+    if kept is None and len(source.inputs) > 1:
+        return None
     file = Path(path, name)
     if kept is not None:
         return kept, str(file) if file.is_file() else f"{path}: its {name}"

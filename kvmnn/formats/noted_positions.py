@@ -33,13 +33,15 @@ class Noted:
     tokens_seen: int | None
 
 
-def noted_positions(source: Source, tokens: Sequence[int]) -> Noted | None:
-    """The true positions of every layer's tokens, where the only input is a directory that says them or frames of one.
+def noted_positions(source: Source, tokens: Sequence[int], numbers: Sequence[int] | None = None) -> Noted | None:
+    """The true positions of every layer's tokens, where the input is a directory that says them or was made of one.
 
     Parameters
     ----------
     tokens
         Of each layer.
+    numbers
+        Of the layers, where they may be some of more; None for all that there are.
 
     Returns
     -------
@@ -56,11 +58,19 @@ def noted_positions(source: Source, tokens: Sequence[int]) -> Noted | None:
     text, path = found
     document = parse(text, path)
     layers = document.at("layers").items()
+    if numbers is not None and len(layers) > len(tokens):
+        said = {_number(entry, place): entry for place, entry in enumerate(layers)}
+        layers = [said[number] for number in numbers if number in said]
     if len(layers) != len(tokens):
         raise SourceError(f"{path}: has positions of {len(layers)} layers: the arrays are of {len(tokens)}")
     positions = tuple(_places(layer.at("positions"), count) for layer, count in zip(layers, tokens, strict=True))
     seen = document.at("tokens_seen").integer(1) if "tokens_seen" in document.value else None
     return Noted(positions, seen)
+
+
+def _number(layer: Node, place: int) -> int:
+    """Which layer it is of: its place among them, where it does not say."""
+    return layer.at("layer").integer(0) if isinstance(layer.value, dict) and "layer" in layer.value else place
 
 
 def _places(said: Node, tokens: int) -> Positions:

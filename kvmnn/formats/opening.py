@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from ..arrays import engine_notes, own_order
 from ..arrays.axes import Laid, laid_out
-from ..arrays.source import BESIDE_KEY, ENGINE_KEY, Source, described_by
+from ..arrays.source import Source, described_by
 from ..arrays.valid_names import check_name, name_of_file
 from ..bundle import manifest
 from ..bundle.frame_set import DecodeOptions, open_frames
@@ -138,10 +138,7 @@ def open(
         source = _decoded(path, options) if frames else _read(path, options, opened)
     if options.frames and source.cache is None:
         source.cache = described_by(source.metadata, path)
-    if options.tensors or options.laid.axes or options.laid.shape:
-        for key in (ENGINE_KEY, BESIDE_KEY):  # they are of all arrays as they lie
-            source.metadata.pop(key, None)
-    engine_notes.apply(source, path)
+    engine_notes.apply(source, path, part=bool(options.tensors))
     source = laid_out(source, options.laid, path)
     if options.max_bytes is not None and source.nbytes > options.max_bytes:
         raise LimitError(f"{path}: holds {source.nbytes} raw bytes, above the limit of {options.max_bytes}")
@@ -327,7 +324,7 @@ def _directory(path: str, options: ReadOptions) -> Source:
         "vllm": vllm.read,
     }[kind]
     source = read(path, options)
-    if kind in ("npy", "dump") and not options.tensors:
+    if kind in ("npy", "dump"):
         beside.note_down(source, path)
     return source
 

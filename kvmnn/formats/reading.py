@@ -10,8 +10,9 @@ from dataclasses import replace
 import numpy as np
 
 from .. import dtypes
+from ..arrays.engine_cache import of_part
 from ..arrays.named_array import NamedArray, UnsupportedArrayError, UntypedArrayError
-from ..arrays.source import ENGINE_KEY, Source, others_metadata
+from ..arrays.source import ENGINE_KEY, Source, metadata_of_part
 from ..errors import KvmnnError, SourceError
 from .options import ReadOptions
 
@@ -148,7 +149,7 @@ def checked(array: NamedArray, where: str) -> NamedArray:
 
 
 def chosen(source: Source, path: str, options: ReadOptions) -> Source:
-    """The source with just the arrays that `options` name; what describes it as a whole stays only if none is left out.
+    """The source with just the arrays that `options` name, and what is said of these.
 
     Raises
     ------
@@ -161,7 +162,9 @@ def chosen(source: Source, path: str, options: ReadOptions) -> Source:
     arrays = [array for array in source.arrays if array.name in options.tensors]
     if len(arrays) == len(source.arrays):
         return source
-    return replace(source, arrays=arrays, metadata=others_metadata(source.metadata), cache=None, engine_cache=None)
+    cache = source.engine_cache and of_part(source.engine_cache, source, [array.name for array in arrays])
+    metadata = metadata_of_part(source.metadata)
+    return replace(source, arrays=arrays, metadata=metadata, cache=None, engine_cache=cache)
 
 
 def check_names(path: str, source: Source, options: ReadOptions) -> None:

@@ -68,7 +68,8 @@ def layers_of(source: Source, *, token_major: bool = False) -> list[LayerCache]:
     if has_values:
         check_pairs(arrays, place_said(source), one_size=False)
     all_keys = arrays[:: 1 + has_values]
-    noted = noted_positions(source, [entry.geometry[1] for entry in all_keys])
+    numbers = [entry.layer for entry in all_keys]
+    noted = noted_positions(source, [entry.geometry[1] for entry in all_keys], numbers)
     for entry, positions in zip(all_keys, noted.positions, strict=True) if noted else ():
         if positions.max(initial=-1) >= positions.shape[-1]:  # they ascend
             raise SourceError(f"{where}: layer {entry.layer} was cut: a cache without some tokens is no prefix")

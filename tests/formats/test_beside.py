@@ -79,8 +79,11 @@ def test_files_of_arrays_say_it_as_the_folder_does(tmp_path: Path, run: Any, suf
         assert "layer 0 was cut: a cache without some tokens is no prefix" in said
         run("unpack", file, "-o", f"{tmp_path / 'again'}/", "-f")
         assert contents(tmp_path / "again") == contents(original)
-        assert "kvmnn.beside" not in kvmnn.open(file, tensors=("layer_0.key",)).metadata
-        assert "kvmnn.beside" not in kvmnn.open(file, axes="htd").metadata
+        for options in ({"tensors": ("layer_0.key",)}, {"axes": "htd"}):
+            source = kvmnn.open(file, **options)  # type: ignore[arg-type]
+            assert "kvmnn.beside" in source.metadata and not source.notes
+        source = kvmnn.open(file, axes="thd")
+        assert "kvmnn.beside" not in source.metadata and "says of its tokens is left out" in source.notes[0]
 
 
 def test_what_has_no_place_for_it_is_noted(tmp_path: Path, run: Any) -> None:
@@ -128,8 +131,6 @@ def test_verify_against_compares_them(tmp_path: Path, run: Any, name: str) -> No
 
 def test_what_is_no_such_file_is_left_out(tmp_path: Path) -> None:
     original = folder(tmp_path / "kv")
-    parts = kvmnn.open(original, tensors=("layer_0.key",))
-    assert parts.metadata == {}
     (original / "positions.json").write_bytes(bytes(beside.MAX_BYTES + 1))
     (original / "token_ids.json").unlink()
     (original / "token_ids.json").mkdir()
@@ -168,6 +169,67 @@ def test_a_manifest_that_lies_writes_nothing(tmp_path: Path, files: Any, said: s
         path.write_text(json.dumps(document))
         with pytest.raises(ManifestError, match="schema_version"):
             restore(kvmnn.bundle.open_frames(tmp_path / "frames"), f"{tmp_path / 'back'}/")
+
+
+def cut_folder(path: Path) -> Path:
+    """Of two layers, the second one cut, with token ids of the text."""
+    path.mkdir()
+    words = np.random.default_rng(4).standard_normal((2, 3, 8)).astype(np.float16)
+    for layer in range(2):
+        for part in ("key", "value"):
+            np.save(path / f"layer_{layer}.{part}.npy", words)
+    layers = [{"layer": layer, "positions": places} for layer, places in enumerate(([0, 1, 2], [0, 4, 8]))]
+    (path / "positions.json").write_text(json.dumps({"tokens_seen": 9, "layers": layers}))
+    (path / "token_ids.json").write_text(json.dumps(list(range(9))))
+    return path
+
+
+def test_chosen_arrays_are_of_the_tokens_that_they_were(tmp_path: Path, run: Any) -> None:
+    original = cut_folder(tmp_path / "kv")
+    put = ("--token-ids", "0,1,2", "--fingerprint", "m")
+    first, second = (
+        [word for part in ("key", "value") for word in ("--tensor", f"layer_{layer}.{part}")] for layer in range(2)
+    )
+    paths = [original, *(tmp_path / name for name in ("a.npz", "a.safetensors", "a.frames", "a.zarr"))]
+    for path in paths[1:]:
+        run("unpack" if path.suffix in (".npz", ".safetensors") else "encode", original, "-o", path)
+    for number, path in enumerate(paths):
+        assert "layer 1 was cut" in run("store", "put", tmp_path / "s", path, *second, *put, code=1).err
+        run("store", "put", tmp_path / f"s{number}", path, *first, *put)
+        part = tmp_path / f"part{number}.npz"
+        run("unpack", path, *second, "-o", part)
+        assert "layer 1 was cut" in run("store", "put", tmp_path / "s", part, *put, code=1).err
+        packed = run("pack", path, *first, "--backend", "arm64-fp16", "--name", "p", "-o", tmp_path / f"p{number}")
+        assert "true positions are as positions.json" in packed.err.replace("\n", " ")
+
+
+def test_files_of_one_folder_are_of_the_tokens_of_the_folder(tmp_path: Path, run: Any) -> None:
+    original = cut_folder(tmp_path / "kv")
+    files = sorted(original.glob("*.npy"))
+    put = ("--fingerprint", "m")
+    assert "layer 1 was cut" in run("store", "put", tmp_path / "s", *files, *put, code=1).err
+    run("encode", *files, "-o", tmp_path / "frames/")
+    assert "LOSSLESS" in run("verify", tmp_path / "frames", "--against", original).out
+    assert "layer 1 was cut" in run("store", "put", tmp_path / "s", tmp_path / "frames", *put, code=1).err
+    run("store", "put", tmp_path / "s", *files[:2], "--token-ids", "0,1,2", *put)
+    packed = run("pack", *files, "--backend", "arm64-fp16", "--name", "p", "-o", tmp_path / "p")
+    assert "true positions are as positions.json" in packed.err.replace("\n", " ")
+
+
+def test_the_store_takes_the_token_ids_beside_the_arrays(tmp_path: Path, run: Any) -> None:
+    original = cut_folder(tmp_path / "kv")
+    layers = [{"positions": [0, 1, 2]}] * 2
+    (original / "positions.json").write_text(json.dumps({"tokens_seen": 3, "layers": layers}))
+    (original / "token_ids.json").write_text("[7, 8, 9]")
+    said = run("store", "put", tmp_path / "s", original, "--token-ids", "7,8,8", "--fingerprint", "m", code=2).err
+    assert "its token 2 is 9, --token-ids says 8" in said
+    run("store", "put", tmp_path / "s", original, "--fingerprint", "m")
+    assert run("store", "match", tmp_path / "s", "--token-ids", "7,8,9").out == "3\n"
+    (original / "token_ids.json").write_text("[7, 8")
+    assert (
+        "token_ids.json: holds no list of token ids"
+        in run("store", "put", tmp_path / "s", original, "--fingerprint", "m", code=1).err
+    )
 
 
 def test_a_bundle_of_an_evicted_cache_says_its_positions(tmp_path: Path) -> None:

@@ -97,17 +97,47 @@ def test_layers_that_hold_different_tokens(tmp_path: Path, run: Run, suffix: str
     same(source.engine_cache, own.engine_cache)
     assert source.axes == own.axes == "bhtd"
     assert kvmnn.open(tmp_path / f"a{suffix}", batch=0)["layer_0.key"].shape == (2, 20, 4)
+    whole = source.engine_cache
+    for numbers in ((1,), (0, 2), (1, 2)):
+        names = tuple(f"layer_{number}.key" for number in numbers)
+        said = kvmnn.open(path, tensors=names).engine_cache
+        assert said is not None and said.layer_positions is not None and whole is not None
+        assert [each.size for each in said.layer_positions] == [5 if number == 1 else 20 for number in numbers]
+        assert said.layers == len(numbers) and len(said.types) == 2 * len(numbers)
+
+
+@FORMATS
+def test_of_chosen_arrays_it_says_the_same(here: Path, run: Run, suffix: str) -> None:
+    """And of arrays whose axes are said to be what they are: their tokens and the order of K are as they were."""
+    run("unpack", "gaps.session", "--kv-heads", 2, "-o", f"a{suffix}")
+    run("encode", f"a{suffix}", "-o", "f/")
+    run("encode", f"a{suffix}", "-o", "x.zarr")
+    whole = kvmnn.open(f"a{suffix}").engine_cache
+    assert whole is not None and not whole.is_whole
+    chosen = ("layer_0.key", "layer_0.value")
+    opened = [kvmnn.open(f"a{suffix}", axes="htd"), kvmnn.open("gaps.session", kv_heads=2, tensors=chosen)]
+    opened += [kvmnn.open(path, tensors=chosen) for path in (f"a{suffix}", "f", "x.zarr")]
+    run("encode", f"a{suffix}", "--tensor", chosen[0], "--tensor", chosen[1], "-o", "g/")
+    for source in (*opened, kvmnn.open("g")):
+        found = source.engine_cache
+        assert found is not None and not any("left out" in note for note in source.notes)
+        assert (found.runs, found.altered, found.tokens) == (whole.runs, whole.altered, whole.tokens)
+    run("diff", f"a{suffix}", f"a{suffix}", "--axes", "htd")
+    wrong = ("--token-ids", "1,2,3", "--fingerprint", "m", "--force")
+    for options in (("--axes", "htd"), ("--tensor", chosen[0], "--tensor", chosen[1])):
+        said = run("store", "put", "s", f"a{suffix}", *options, *wrong, code=1).err
+        assert "holds no beginning of a text" in said.replace("\n", " ")
 
 
 @FORMATS
 def test_of_other_arrays_it_says_nothing(here: Path, run: Run, suffix: str) -> None:
     run("unpack", "whole.session", "--kv-heads", 2, "-o", f"a{suffix}")
-    for options in ({"tensors": ("layer_0.key",)}, {"axes": "htd"}):
-        source = kvmnn.open(f"a{suffix}", **options)  # type: ignore[arg-type]
-        assert source.engine_cache is None and not source.notes
-    run("encode", f"a{suffix}", "--tensor", "layer_0.key", "-o", "f.frame")
-    source = kvmnn.open("f.frame")
-    assert (source.engine_cache, source.metadata, source.notes) == (None, {}, [])
+    source = kvmnn.open(f"a{suffix}", axes="thd")
+    assert source.engine_cache is None
+    (note,) = source.notes
+    assert note == f"what a{suffix} says of its tokens is left out: --axes and --shape make other arrays of it"
+    again = run("encode", f"a{suffix}", f"a{suffix}", "-o", "two/").err.replace("\n", " ")
+    assert f"what a{suffix} says of its tokens is left out: several inputs are taken together" in again
 
 
 def test_arrays_that_somebody_changed(here: Path, run: Run) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...arrays.engine_cache import EngineCache
+from ...arrays.engine_cache import EngineCache, of_part
 from ...arrays.layers import array_name
 from ...arrays.named_array import ArrayInfo, NamedArray, UnsupportedArrayError, UntypedArrayError
 from ...arrays.source import BESIDE_KEY, Source
@@ -90,9 +90,8 @@ def cache_source(where: str, cache: Cache, options: ReadOptions) -> Source:
     if others:
         return Source(arrays, skipped=skipped)
     found = Source(arrays, skipped=skipped, notes=_notes(cache), axes=AXES)
-    if len(arrays) == len(entries):
-        found.engine_cache = _described(cache)
-        found.metadata = _positions_beside(cache)
+    found.engine_cache = of_part(_described(cache), [name for name, _ in entries], found)
+    found.metadata = _positions_beside(cache)
     return found
 
 

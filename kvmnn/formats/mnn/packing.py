@@ -136,12 +136,15 @@ def _of_engine(source: Source, info: CacheInfo) -> tuple[Ranges, ...] | None:
         return None
     if not cache.ascends:
         raise OptionError(f"{' '.join(source.inputs)}: its tokens are not one text in order ({cache})")
+    if cache.layer_positions is None:
+        return (cache.layer_runs[0],) * len(info.layers)
     return cache.layer_runs if len(cache.layer_runs) == len(info.layers) else None
 
 
 def _noted(source: Source, info: CacheInfo, notes: list[str]) -> tuple[Ranges, ...] | None:
     """Those that lie beside the arrays; where heads hold different tokens, those of one that lacks some."""
-    noted = noted_positions(source, [layer.tokens for layer in info.layers])
+    numbers = [layer.layer for layer in info.layers]
+    noted = noted_positions(source, [layer.tokens for layer in info.layers], numbers)
     if noted is None:
         return None
     found, unlike = [], []

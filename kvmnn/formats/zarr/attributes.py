@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...arrays import engine_notes
+from ...arrays.engine_cache import of_part
 from ...arrays.named_array import ArrayInfo
 from ...arrays.names import conventional
-from ...arrays.source import DUMP_KEY, ENGINE_KEY, FILE_KEY, Source
+from ...arrays.source import DUMP_KEY, ENGINE_KEY, FILE_KEY, Source, metadata_of_part
 from ...files.json_document import Node
 from .documents import KEY
 
@@ -74,8 +75,13 @@ def _letters(source: Source, array: ArrayInfo) -> Sequence[str]:
     return [f"axis_{index}" for index in range(axes)]
 
 
-def apply(source: Source, attributes: Mapping[str, Any], where: str) -> None:
+def apply(source: Source, attributes: Mapping[str, Any], where: str, *, part: bool = False) -> None:
     """Give a source what `of_store` noted down of it; nothing where that is from somebody else.
+
+    Parameters
+    ----------
+    part
+        Whether some arrays were chosen: of those it is said then.
 
     Raises
     ------
@@ -88,13 +94,15 @@ def apply(source: Source, attributes: Mapping[str, Any], where: str) -> None:
     said = node.at(KEY)
     if said.at("version").integer(1) > VERSION:
         raise said.at("version").wrong(f"at most {VERSION}: a later kvmnn wrote this")
-    source.metadata = said.at("metadata").text_map()
+    metadata = said.at("metadata").text_map()
+    source.metadata = metadata_of_part(metadata) if part else metadata
     source.token_major = said.at("token_major").boolean()
     source.lossy = said.at("lossy").boolean()
     axes = said.at("axes")
     source.axes = None if axes.value is None else axes.text()
     if "cache" in said.value:
-        source.engine_cache = engine_notes.engine_cache(said.at("cache"))
+        cache = engine_notes.engine_cache(said.at("cache"))
+        source.engine_cache = of_part(cache, names_in(attributes), source) if part else cache
 
 
 def names_in(attributes: Mapping[str, Any]) -> list[str]:

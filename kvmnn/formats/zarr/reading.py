@@ -108,8 +108,7 @@ def read(path: str, options: ReadOptions, place: Place | None = None) -> Source:
     made = [(name, partial(_array, path, name, make, options)) for name, make in entries]
     arrays, skipped = select(path, made, options)
     source = Source(arrays, skipped=skipped, inputs=(path,))
-    if not options.tensors:
-        attributes.apply(source, group, place.of(DOCUMENT))
+    attributes.apply(source, group, place.of(DOCUMENT), part=bool(options.tensors))
     return source
 
 

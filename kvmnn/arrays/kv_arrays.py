@@ -15,7 +15,7 @@ import numpy as np
 from .. import dtypes
 from ..dtypes import PARTS, KVPair, Part, Words
 from ..errors import MissingOptionError, OptionError, SourceError
-from .layers import MOST_HEADS, AxesError, with_whole_dumps
+from .layers import MOST_HEADS, AxesError, place_of, with_whole_dumps
 from .named_array import ArrayInfo, NamedArray
 from .names import conventional, is_numbered, layer_of, part_of
 
@@ -156,10 +156,15 @@ def usual_axes(arrays: Sequence[NamedArray], *, token_major: bool = False) -> st
 
 def _usual_axes(array: NamedArray) -> str | None:
     name = conventional(array.name)
-    if is_numbered(array.name) or (name is not None and name.is_dump):
+    if name is not None and name.is_dump:
         return None
     letters = {4: "lhtd"} if _layer(array.name) is None else _BY_LAYER
     found = letters.get(len(array.shape))
+    if found and is_numbered(array.name):
+        try:
+            found = found.replace("ht", "th") if place_of(array, token_major=False)[3] else found
+        except AxesError:
+            return None
     return found if found and array.shape[found.index("h")] <= MOST_HEADS else None
 
 

@@ -301,6 +301,32 @@ def test_to_cache_warns_of_tokens_that_are_not_there(here: Path, monkeypatch: py
         kvmnn.to_cache(kvmnn.open("gaps.session", kv_heads=2), pairs=True)
 
 
+@pytest.mark.parametrize("form", ["d", "d.npz", "d.frames", "p"])
+@pytest.mark.parametrize("places", [[0, 1, 5, 9], [[0, 1, 2, 3], [0, 1, 5, 9]], [6, 7, 8, 9], [0, 1, 2, 3]])
+def test_to_cache_warns_of_an_evicted_cache(
+    tmp_path: Path, run, monkeypatch: pytest.MonkeyPatch, places: list[int] | list[list[int]], form: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(from_numpy=lambda words: words))
+    layers = [{"layer": n, "positions": [0, 1, 2, 3] if n == 0 else places} for n in range(3)]
+    Path("d").mkdir()
+    for number in range(3):
+        for part in ("key", "value"):
+            np.save(f"d/layer_{number}.{part}.npy", np.ones((2, 4, 8), np.float16))
+    Path("d/positions.json").write_text(json.dumps({"tokens_seen": 10, "layers": layers}))
+    if form == "d.npz":
+        run("unpack", "d", "-o", form)
+    elif form == "d.frames":
+        run("encode", "d", "-o", form)
+    elif form == "p":
+        run("pack", "d", "--backend", "arm64-fp16", "--name", "x", "-o", form)
+    if places == [0, 1, 2, 3]:
+        kvmnn.to_cache(form, pairs=True)
+        return
+    with pytest.warns(UserWarning, match="layer 1 holds 4 tokens of positions up to 9, and so 1 more layer"):
+        kvmnn.to_cache(form, pairs=True)
+
+
 def test_to_cache_reads_as_open_does(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(from_numpy=lambda words: words))
     made = kvmnn.to_cache("x.session", kv_heads=HEADS, undo=["none"], pairs=True)
@@ -333,5 +359,10 @@ def test_to_cache_asks_where_names_do_not_say_the_axes(monkeypatch: pytest.Monke
     arrays = {f"{n}.{part}": np.ones((1, 2, 5, 8), np.float16) for n in range(2) for part in range(2)}
     with pytest.raises(MissingOptionError, match="nothing says whether 2 or 5 is the number of tokens"):
         kvmnn.to_cache(arrays)
+    rows = np.random.default_rng(3).standard_normal((2, 300, 4, 16)).astype(np.float16)
+    by_token = kvmnn.to_cache({f"0.{part}": rows[part] for part in range(2)}, pairs=True)  # too many for heads
+    assert np.array_equal(by_token[0][1][0], rows[1].transpose(1, 0, 2))
+    by_head = kvmnn.to_cache({f"0.{part}": rows[part].transpose(1, 0, 2) for part in range(2)}, pairs=True)
+    assert np.array_equal(by_head[0][1], by_token[0][1])
     with pytest.warns(UserWarning, match="is read as 50 kv heads of 2 tokens"):
         kvmnn.to_cache({f"k_{n}" if k else f"v_{n}": np.ones((50, 2, 8), np.float16) for n in (0, 1) for k in (0, 1)})

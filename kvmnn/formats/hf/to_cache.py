@@ -17,6 +17,8 @@ from ...arrays.own_order import for_other_engines
 from ...arrays.source import Source
 from ...dtypes import Words
 from ...errors import MissingDependencyError, OptionError, SourceError
+from ...packed.cache_info import Ranges
+from ...text import count
 from .. import opening
 from ..noted_positions import noted_positions
 from ..options import ReadOptions
@@ -32,8 +34,8 @@ def to_cache(
     """K and V of every layer as tensors ``[batch, kv_head, token, head_dim]``, bit for bit: bf16 as torch.bfloat16.
 
     K of a llama.cpp cache that surely lies in another order is brought into that of transformers, unless
-    `Source.undone` says otherwise. A warning says so, and where nothing tells the order; another one where an engine's
-    cache lacks tokens of its text, or has them in another order.
+    `Source.undone` says otherwise. A warning says so, and where nothing tells the order; another one where a cache
+    lacks tokens of its text (an evicted one), or has them in another order, and nothing that is returned says so.
 
     Parameters
     ----------
@@ -91,30 +93,53 @@ def to_cache(
         raise SourceError(f"{where}: holds layers {sorted(kv.layers)[:8]}: expected 0, 1, 2 ... without a gap")
     found = tuple(tuple(_tensor(torch, words, device) for words in pair) for pair in kv.layers.values())
     transformers = None if pairs else _loaded("transformers")
+    sliding: Any = transformers and getattr(transformers.cache_utils, "DynamicSlidingWindowLayer", None)
+    runs = _runs(opened, [keys.shape[2] for keys, _ in found])
+    windows = {} if sliding is None or opened.cache else _windows(runs)
+    if said is None and (gaps := _gaps({n: each for n, each in runs.items() if n not in windows})):
+        warnings.warn(f"{where}: holds no beginning of a text, and a DynamicCache counts from 0: {gaps}", stacklevel=2)
     if transformers is None:
         return found
     cache = transformers.DynamicCache()
     for number, (keys, values) in enumerate(found):
         cache.update(keys, values, number)
-    if hasattr(transformers.cache_utils, "DynamicSlidingWindowLayer"):
-        for number, (tokens, seen) in _windows(opened, [keys.shape[2] for keys, _ in found]).items():
-            layer = transformers.cache_utils.DynamicSlidingWindowLayer(tokens + 1)  # with the token that looks back
-            layer.update(*found[number])
-            layer.cumulative_length = seen
-            cache.layers[number] = layer
+    for number, (tokens, seen) in windows.items():
+        layer = sliding(tokens + 1)  # with the token that looks back
+        layer.update(*found[number])
+        layer.cumulative_length = seen
+        cache.layers[number] = layer
     return cache
 
 
-def _windows(source: Source, tokens: list[int]) -> dict[int, tuple[int, int]]:
+def _runs(source: Source, tokens: list[int]) -> dict[int, set[Ranges]]:
+    """Where the tokens of each layer stand in the text, of every head; none where nothing says it."""
+    held: list[set[Ranges]] = []
+    if source.engine_cache is not None:
+        if source.engine_cache.engine == "transformers":
+            held = [{runs} for runs in source.engine_cache.layer_runs or ()]
+    elif source.cache is not None:
+        held = [{layer.positions} for layer in source.cache.layers]
+    elif (noted := noted_positions(source, tokens)) is not None:
+        held = [set(map(runs_of, np.atleast_2d(positions))) for positions in noted.positions]
+    return dict(enumerate(held))
+
+
+def _windows(held: dict[int, set[Ranges]]) -> dict[int, tuple[int, int]]:
     """Layers that hold the last of more tokens: how many they hold, and have seen."""
-    runs = None
-    if source.engine_cache is None:
-        noted = noted_positions(source, tokens)
-        if noted is not None and all(positions.ndim == 1 for positions in noted.positions):
-            runs = tuple(map(runs_of, noted.positions))
-    elif source.engine_cache.engine == "transformers":
-        runs = source.engine_cache.layer_runs
-    return {n: (held[0][1], sum(held[0])) for n, held in enumerate(runs or ()) if len(held) == 1 and held[0][0] > 0}
+    alone = {n: next(iter(runs)) for n, runs in held.items() if len(runs) == 1}
+    return {n: (runs[0][1], sum(runs[0])) for n, runs in alone.items() if len(runs) == 1 and runs[0][0] > 0}
+
+
+def _gaps(held: dict[int, set[Ranges]]) -> str:
+    """What a layer holds that does not hold the first tokens of its text, and how many more there are."""
+    cut = {n: runs for n, runs in held.items() if any(len(each) > 1 or each[0][0] > 0 for each in runs if each)}
+    if not cut:
+        return ""
+    number, runs = next(iter(cut.items()))
+    one = next(iter(runs))
+    tokens, last = sum(size for _, size in one), max(sum(run) - 1 for each in runs for run in each)
+    more = f", and so {count(len(cut) - 1, 'more layer')}" if len(cut) > 1 else ""
+    return f"layer {number} holds {count(tokens, 'token')} of positions up to {last}{more}"
 
 
 def _loaded(name: str) -> ModuleType | None:

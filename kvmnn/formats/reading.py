@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -12,8 +13,10 @@ import numpy as np
 from .. import dtypes
 from ..arrays.engine_cache import of_part
 from ..arrays.named_array import NamedArray, UnsupportedArrayError, UntypedArrayError
-from ..arrays.source import ENGINE_KEY, Source, metadata_of_part
+from ..arrays.source import BESIDE_KEY, ENGINE_KEY, Source, described_by, metadata_of_part
+from ..bundle.beside import POSITIONS, to_json
 from ..errors import KvmnnError, SourceError
+from ..packed.cache_info import CacheInfo
 from .options import ReadOptions
 
 
@@ -163,8 +166,23 @@ def chosen(source: Source, path: str, options: ReadOptions) -> Source:
     if len(arrays) == len(source.arrays):
         return source
     cache = source.engine_cache and of_part(source.engine_cache, source, [array.name for array in arrays])
-    metadata = metadata_of_part(source.metadata)
+    metadata = said_of_part(source.metadata, source.cache or described_by(source.metadata, path))
     return replace(source, arrays=arrays, metadata=metadata, cache=None, engine_cache=cache)
+
+
+def said_of_part(metadata: dict[str, str], cache: CacheInfo | None) -> dict[str, str]:
+    """The metadata of some arrays of an input; of packed files that were cut with the positions of their tokens."""
+    said = metadata_of_part(metadata)
+    if cache is None or all(layer.positions == ((0, layer.tokens),) for layer in cache.layers):
+        return said
+    layers = [
+        {
+            "layer": layer.layer,
+            "positions": [place for begin, size in layer.positions for place in range(begin, begin + size)],
+        }
+        for layer in cache.layers
+    ]
+    return said | {BESIDE_KEY: to_json({POSITIONS: json.dumps({"layers": layers}).encode()})}
 
 
 def check_names(path: str, source: Source, options: ReadOptions) -> None:

@@ -203,6 +203,19 @@ def test_chosen_arrays_are_of_the_tokens_that_they_were(tmp_path: Path, run: Any
         assert "true positions are as positions.json" in packed.err.replace("\n", " ")
 
 
+def test_chosen_arrays_of_packed_files_that_were_cut(tmp_path: Path, run: Any) -> None:
+    original = cut_folder(tmp_path / "kv")
+    run("pack", original, "--backend", "arm64-fp16", "--name", "p", "-o", tmp_path / "p")
+    run("encode", tmp_path / "p", "-o", tmp_path / "p.frames/")
+    run("encode", tmp_path / "p", "-o", tmp_path / "p.zarr")
+    put = ("--token-ids", "0,1,2", "--fingerprint", "m")
+    part = ("--tensor", "layer_1.key", "--tensor", "layer_1.value")
+    for path in (tmp_path / name for name in ("p", "p.frames", "p.zarr")):
+        assert "layer 1 was cut" in run("store", "put", tmp_path / "s", path, *part, *put, code=1).err
+        run("unpack", path, *part, "-o", tmp_path / "part.npz", "-f")
+        assert "layer 1 was cut" in run("store", "put", tmp_path / "s", tmp_path / "part.npz", *put, code=1).err
+
+
 def test_files_of_one_folder_are_of_the_tokens_of_the_folder(tmp_path: Path, run: Any) -> None:
     original = cut_folder(tmp_path / "kv")
     files = sorted(original.glob("*.npy"))

@@ -9,8 +9,9 @@ from ...arrays import engine_notes
 from ...arrays.engine_cache import of_part
 from ...arrays.named_array import ArrayInfo
 from ...arrays.names import conventional
-from ...arrays.source import DUMP_KEY, ENGINE_KEY, FILE_KEY, Source, metadata_of_part
+from ...arrays.source import DUMP_KEY, ENGINE_KEY, FILE_KEY, Source, described_by
 from ...files.json_document import Node
+from ..reading import said_of_part
 from .documents import KEY
 
 VERSION = 1
@@ -95,7 +96,7 @@ def apply(source: Source, attributes: Mapping[str, Any], where: str, *, part: bo
     if said.at("version").integer(1) > VERSION:
         raise said.at("version").wrong(f"at most {VERSION}: a later kvmnn wrote this")
     metadata = said.at("metadata").text_map()
-    source.metadata = metadata_of_part(metadata) if part else metadata
+    source.metadata = said_of_part(metadata, described_by(metadata, where)) if part else metadata
     source.token_major = said.at("token_major").boolean()
     source.lossy = said.at("lossy").boolean()
     axes = said.at("axes")

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..dtypes import Floats, Part
+from ..dtypes import Floats, Part, Positions
 from ..errors import SourceError
 from ..text import count
 from .casting import floats
 from .differences import first_tokens, ordered_words
+from .engine_cache import EngineCache
 from .layers import LayerArray, sorted_layers
 from .source import Source
 
@@ -121,6 +122,8 @@ class Closeness:
 def compare_close(first: Source, second: Source, atol: float) -> Closeness:
     """Compare K and V of every layer in numbers, whatever types they are stored in.
 
+    Layers of which both say that they hold other tokens of the text are not compared.
+
     Parameters
     ----------
     first, second
@@ -134,9 +137,15 @@ def compare_close(first: Source, second: Source, atol: float) -> Closeness:
         When one of the sources is no K and V of layers.
     """
     one, two = (_layers(source) for source in (first, second))
-    unlike = list(_positions(first, second))
+    other = _other_tokens(first, second)
+    if len(set(other.values())) == 1 and other.keys() >= {layer for layer, _ in one.keys() | two.keys()}:
+        unlike = [f"{other[0]}: not compared"]
+    else:
+        unlike = [f"layer {layer}: {said}: not compared" for layer, said in other.items()]
     distances: list[Distance] = []
     for layer, part in sorted(one.keys() | two.keys()):
+        if layer in other:
+            continue
         pair = one.get((layer, part)), two.get((layer, part))
         name = f"layer {layer}, {part[0].upper()}"
         if pair[0] is None or pair[1] is None:
@@ -167,15 +176,24 @@ def _layers(source: Source) -> dict[tuple[int, Part], LayerArray]:
     return {(entry.layer, entry.part): entry for entry in entries}
 
 
-def _positions(first: Source, second: Source) -> Iterator[str]:
-    """Where both caches say which tokens of the text they hold, and say otherwise."""
-    said = [source.engine_cache.positions for source in (first, second) if source.engine_cache]
-    if len(said) == 2 and said[0] is not None and said[1] is not None:
-        tokens = min(said[0].size, said[1].size)
-        other = np.flatnonzero(said[0][:tokens] != said[1][:tokens])
+def _other_tokens(first: Source, second: Source) -> dict[int, str]:
+    """Layers of which both caches say which tokens of the text they hold, and say otherwise."""
+    found = {}
+    held = [_positions(source.engine_cache) for source in (first, second)]
+    for layer, (one, two) in enumerate(zip(*held, strict=False)):
+        tokens = min(one.size, two.size)
+        other = np.flatnonzero(one[:tokens] != two[:tokens])
         if other.size:
             at = int(other[0])
-            yield f"token {at} stands at {said[0][at]} and {said[1][at]} of the text, and {other.size - 1} more differ"
+            found[layer] = f"token {at} stands at {one[at]} and {two[at]} of the text, and {other.size - 1} more differ"
+    return found
+
+
+def _positions(cache: EngineCache | None) -> tuple[Positions, ...]:
+    """Of each layer; none where nothing says them."""
+    if cache is None:
+        return ()
+    return cache.layer_positions or (() if cache.positions is None else (cache.positions,) * cache.layers)
 
 
 class _Pair(NamedTuple):

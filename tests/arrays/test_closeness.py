@@ -77,8 +77,19 @@ def test_other_positions_are_said() -> None:
     cache = EngineCache(engine="a", kind="b", layers=1, kv_heads=2, head_dim=4, tokens=5, types=("f16", "f16"))
     one, two = (replace(cache, positions=np.arange(5) + shift) for shift in (0, 2))
     found = compare_close(source(numbers(1), engine_cache=one), source(numbers(1), engine_cache=two), 0)
-    assert found.unlike == ("token 0 stands at 0 and 2 of the text, and 4 more differ",)
+    assert found.unlike == ("token 0 stands at 0 and 2 of the text, and 4 more differ: not compared",)
+    assert not found.distances
     assert compare_close(source(numbers(1), engine_cache=one), source(numbers(1), engine_cache=cache), 0).equal
+
+
+def test_rows_of_other_tokens_are_not_compared() -> None:
+    whole = EngineCache(engine="a", kind="b", layers=2, kv_heads=2, head_dim=4, tokens=5, types=("f16",) * 4)
+    whole = replace(whole, positions=np.arange(5))
+    cut = replace(whole, positions=None, layer_positions=(np.arange(5), np.arange(3, 5)))
+    few = {name: words[:, 3:] if "1" in name else words for name, words in numbers().items()}
+    found = compare_close(source(few, engine_cache=cut), source(numbers(), engine_cache=whole), 0)
+    assert found.unlike == ("layer 1: token 0 stands at 3 and 0 of the text, and 1 more differ: not compared",)
+    assert [(each.layer, each.above) for each in found.distances] == [(0, 0), (0, 0)] and not found.equal
 
 
 def test_the_command(tmp_path, run) -> None:

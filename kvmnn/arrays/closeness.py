@@ -139,7 +139,7 @@ def compare_close(first: Source, second: Source, atol: float) -> Closeness:
     one, two = (_layers(source) for source in (first, second))
     other = _other_tokens(first, second)
     if len(set(other.values())) == 1 and other.keys() >= {layer for layer, _ in one.keys() | two.keys()}:
-        unlike = [f"{other[0]}: not compared"]
+        unlike = [f"{min(other.values())}: not compared"]  # the one that all say
     else:
         unlike = [f"layer {layer}: {said}: not compared" for layer, said in other.items()]
     distances: list[Distance] = []

@@ -85,7 +85,8 @@ def test_a_full_disk(tmp_path: Path) -> None:
     mount = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=4m none "$0" && exec "$@"', tmp_path]
     if sys.platform != "linux" or subprocess.run([*mount, "true"], capture_output=True).returncode:
         pytest.skip("needs a file system of its own")
-    environment = {**os.environ, "PYTHONPATH": f"{tests / 'support'}:{os.environ.get('PYTHONPATH', '')}"}
+    paths = [str(tests / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]  # an empty one: this folder
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     command = [*mount, sys.executable, "-P", "-c", SCRIPT, tmp_path]  # of a checkout's folder there may be no modules
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

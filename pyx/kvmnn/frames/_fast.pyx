@@ -78,8 +78,11 @@ cdef enum:
     MANY = 8                 # of a lane, one byte in so many is repeated ...
     SCATTERED = 24           # ... by repeats shorter than that
     SHORT = 48               # repeats that are shorter, are not worth a row
-    FEW = 64 << 10           # lanes of so many bytes that have many repeats are left to libzstd, where it makes fewer, ...
-    TINY_SHARE = 16          # ... and all that become so many times smaller
+    TINY_SHARE = 16          # what becomes so many times smaller by repeats is left to libzstd, where it makes fewer, ...
+    FEW = 64 << 10           # ... in lanes of so many bytes ...
+    FEW_SHARE = 6            # ... what becomes so many times smaller ...
+    FEWEST = 16 << 10        # ... and so on: samples of short lanes say little
+    FEWEST_SHARE = 3
     FEW_LEFT = 4             # bytes are few that were so many times more
     LITTLE = 32              # so small a share of all lanes need not become smaller
     LEAST = 64               # bytes of a payload that need not become fewer
@@ -221,6 +224,13 @@ cdef int doubts_of(const uint8_t *lane, size_t n, const Search *search, Scratch 
     if missed > MISSED or search.repeated > n // 2 and search.repeated < SHORT * search.count:
         return ALL
     return REPEATED if search.repeated > n // 2 else NONE
+
+
+cdef size_t doubtful_share(size_t n, int doubts) noexcept nogil:
+    """How many times smaller a lane must have become for libzstd to be tried on it."""
+    if doubts != REPEATED or n > FEW:
+        return TINY_SHARE
+    return FEW_SHARE if n > FEWEST else FEWEST_SHARE
 
 
 cdef double bits_of(const uint8_t *lane, size_t n) noexcept nogil:
@@ -406,7 +416,7 @@ cdef bint make_lanes(
                     form.libzstd = pays(ws, src, words, stride, lane, form.mode, room, scratch, slots[lane + 1])
                     if form.libzstd:
                         lanes().predict_lane(src, words, stride, lane, form.mode, scratch.lane)
-                elif doubts == ALL or size and (doubts == REPEATED and words <= FEW or size * TINY_SHARE < words):
+                elif doubts == ALL or 0 < size * doubtful_share(words, doubts) < words:
                     other = zstd.compress(
                         ws.cctx, slots[lane + 1], size if size else words, scratch.lane, words, LEVEL_EXACT)
                     if not zstd.is_error(other) and SLOWER * other < (size if size else words):

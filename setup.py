@@ -52,7 +52,7 @@ NATIVE = {
     ],
     "kvmnn.formats.llama._blocks": ["blocks.c"],
     "kvmnn.formats.mlx._groups": ["groups.c"],
-    "kvmnn.frames._fast": ["zstd_writer.c", "huffman.c", "fse.c", "repeats.c", "samples.c"],
+    "kvmnn.frames._fast_lane": ["zstd_writer.c", "huffman.c", "fse.c", "repeats.c", "samples.c"],
     "kvmnn.frames._streams": ["lanes.c"],
     "kvmnn.h2o._scores": ["scores.c"],
     "kvmnn.offline._sizes": ["tokens.c"],

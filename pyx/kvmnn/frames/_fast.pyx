@@ -2,7 +2,7 @@
 
 A lane without redundancy becomes raw blocks. Of the others, what earlier rows of the lane have at the same places is
 copied from there, and the rest gets Huffman codes. Where samples show that bytes follow from those before them, which
-those of K and V do not, predictors and libzstd are tried as well.
+those of K and V do not, predictors and libzstd are tried as well. `_fast_lane` does it to one lane.
 """
 
 from libc.stdint cimport uint8_t, uint32_t
@@ -10,361 +10,18 @@ from libc.string cimport memcpy
 
 from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize, PyBytes_Size
 
-from kvmnn._simd cimport active_level
-from kvmnn.frames._stream_header cimport CODEC_ZSTD, HEADER, MODES, store_le32
-from kvmnn.frames._streams cimport KVMNN_MODE_DELTA, KVMNN_MODE_RAW, lanes
+from kvmnn.frames._fast_lane cimport (
+    TRIAL_MOST, UNKNOWN, Form, Lane, Look, Piece, Scratch, best_form, lane_room, look_at, make_lane, make_room,
+    raw_frame, raw_size, smaller
+)
+from kvmnn.frames._stream_header cimport CODEC_ZSTD, HEADER, store_le32
+from kvmnn.frames._streams cimport KVMNN_MODE_RAW
 from kvmnn.frames._workspace cimport Workspace, acquire, release, unwritten_bytes
-from kvmnn.frames._zstdlib cimport zstd
 
 from ..errors import KvmnnError
 
-
-cdef extern from "kvmnn/frames/repeats.h" nogil:
-    ctypedef struct kvmnn_repeat:
-        uint32_t at
-        uint32_t length
-        uint32_t distance
-    size_t kvmnn_repeats_bound(size_t n)
-    size_t kvmnn_repeats_table(size_t n)
-    size_t kvmnn_repeats_find(
-        int level, const uint8_t *lane, size_t n, int dear, uint32_t *table, kvmnn_repeat *out)
-    double kvmnn_repeats_missed(
-        int level, const uint8_t *lane, size_t n, const kvmnn_repeat *repeats, size_t count, uint32_t *table)
-
-cdef extern from "kvmnn/frames/zstd_writer.h" nogil:
-    enum:
-        KVMNN_ZSTD_RAW_BLOCK
-    ctypedef struct kvmnn_sequence_tables:
-        pass
-    void kvmnn_sequence_tables_init(kvmnn_sequence_tables *tables)
-    size_t kvmnn_zstd_bound(size_t n)
-    size_t kvmnn_zstd_scratch()
-    uint8_t *kvmnn_zstd_header(uint8_t *dst, size_t n)
-    uint8_t *kvmnn_zstd_raw_block(uint8_t *dst, size_t size, int last)
-    size_t kvmnn_zstd_write(
-        int level, const kvmnn_sequence_tables *tables, const uint8_t *src, size_t n, const kvmnn_repeat *repeats,
-        size_t count, int flat, uint8_t *scratch, uint8_t *dst)
-
-
-cdef extern from "kvmnn/frames/samples.h" nogil:
-    enum:
-        KVMNN_LOOK
-        KVMNN_LOOKS
-        KVMNN_SAMPLE
-        KVMNN_FOLLOWS
-        KVMNN_SHORT
-    void kvmnn_samples_init()
-    double kvmnn_sample_bits(const uint8_t *sample, size_t n)
-    size_t kvmnn_sample_most(const uint8_t *sample, size_t n)
-    int kvmnn_sample_follows(const uint8_t *sample, size_t n, size_t every, double bits)
-
-
 cdef enum:
-    ZSTD_HEADER = 14         # of a frame, at most
-    RAW_HEADER = 3           # of a raw block
-    LEVEL_EXACT = 3          # of libzstd, where bytes follow from those before them ...
-    LEVEL_TRIAL = 1          # ... and to find the predictor
-    FEWER = 4                # looks, by which it is found out whether they do
-    TEXTS = 4                # places of a lane, from which what is tried is taken: ...
-    TEXT_SHARE = 8           # ... one byte in so many, within limits, to find the predictor, ...
-    TEXT_LEAST = 8 << 10
-    TEXT_MOST = 128 << 10
-    TINY_LEAST = 64 << 10    # ... or, where it becomes ...
-    TINY_MOST = 256 << 10
-    TINY = 8                 # ... so many times smaller and much depends on little, ...
-    MORE_SHARE = 4           # ... and more to find out whether libzstd pays, ...
-    MORE_LEAST = 16 << 10
-    MORE_MOST = 256 << 10
-    MANY = 8                 # of a lane, one byte in so many is repeated ...
-    SCATTERED = 24           # ... by repeats shorter than that
-    SHORT = 48               # repeats that are shorter, are not worth a row
-    TINY_SHARE = 16          # what becomes so many times smaller by repeats is left to libzstd, where it makes fewer, ...
-    FEW = 64 << 10           # ... in lanes of so many bytes ...
-    FEW_SHARE = 6            # ... what becomes so many times smaller ...
-    FEWEST = 16 << 10        # ... and so on: samples of short lanes say little
-    FEWEST_SHARE = 3
-    FEW_LEFT = 4             # bytes are few that were so many times more
     LITTLE = 32              # so small a share of all lanes need not become smaller
-    LEAST = 64               # bytes of a payload that need not become fewer
-
-cdef double FLAT_BITS = 7.85  # a byte; random bytes come to 7.955 in a sample of that size
-cdef double POOR_BITS = 2.0
-cdef double DEAR_BITS = 4.0   # where a byte takes more, shorter repeats pay
-cdef double NOISE_BITS = 7.0  # what stands between repeats can hardly be coded
-cdef double SLOWER = 1.02     # of its bytes, libzstd has to save more
-cdef double SURPRISE = 1.05   # of the bytes that a trial has promised, what is more has a better predictor
-cdef double NEAR = 1.4        # of its bytes, raw's rival may need more in a trial and fewer in the end, ...
-cdef double NEAR_FEW = 2.5    # ... or so many, where they are few, ...
-cdef double ALIKE = 1.05      # ... and those of another predictor so many
-cdef double MISSED = 0.015   # of places that were there before, the search has missed so many: libzstd is tried
-cdef double COMMON = 0.7      # of bytes, if one byte is so many: no code is short enough for it
-
-cdef size_t NO_MEMORY = <size_t>-1
-
-cdef kvmnn_sequence_tables _tables
-kvmnn_sequence_tables_init(&_tables)
-kvmnn_samples_init()
-
-
-cdef struct Scratch:
-    uint8_t *writer
-    uint8_t *lane
-    uint32_t *table
-    kvmnn_repeat *repeats
-
-
-cdef struct Lane:
-    int mode
-    uint8_t *made            # its payload, or NULL for one that `raw_frame` is to write
-    size_t size
-
-
-cdef struct Look:
-    double bits              # of a byte
-    bint short               # there are short repeats all over
-
-
-cdef struct Search:
-    size_t count             # of repeats
-    size_t repeated          # bytes in them
-    bint scattered           # many short ones between bytes that cost as much as they are long
-
-
-cdef enum:                   # which lanes libzstd is tried on
-    UNKNOWN
-    NONE
-    REPEATED                 # short ones
-    ALL
-
-
-cdef struct Form:
-    int mode                 # -1: no memory
-    bint libzstd
-    int rivals               # a bit set of predictors that came near
-    double share             # of the bytes of a trial, those that were left
-    size_t size              # of the payload, where a trial had the whole lane: it is there
-
-
-# -- what samples say -------------------------------------------------------------------------------------------------
-
-cdef size_t sampled(const uint8_t *src, size_t words, int stride, int lane, uint8_t *sample) noexcept nogil:
-    """Looks at a lane, at most KVMNN_SAMPLE bytes; how many."""
-    cdef size_t begin = 0, got = 0, size, step = words // KVMNN_LOOKS, end = KVMNN_LOOKS * step
-    if step <= KVMNN_LOOK:
-        step, end = KVMNN_LOOK, words
-    while begin < end:
-        size = min(<size_t>KVMNN_LOOK, words - begin)
-        if stride == 1:
-            memcpy(sample + got, src + begin, size)
-        else:
-            lanes().predict_lane(src + begin * <size_t>stride, size, stride, lane, KVMNN_MODE_RAW, sample + got)
-        got += size
-        begin += step
-    return got
-
-
-cdef bint look_at(const uint8_t *src, size_t words, int stride, Look *looks) noexcept nogil:
-    """A look at each lane. True if the bytes of any follow from those before them, or are next to none.
-
-    Where the high bytes of words do, the low ones may as well, in a way that no sample shows.
-    """
-    cdef uint8_t sample[KVMNN_SAMPLE]
-    cdef bint found = False
-    cdef size_t n
-    cdef int lane, follows
-    for lane in range(stride):
-        n = sampled(src, words, stride, lane, sample)
-        looks[lane].bits = kvmnn_sample_bits(sample, n)
-        follows = kvmnn_sample_follows(sample, n, FEWER if n < words else 1, looks[lane].bits)
-        looks[lane].short = follows & KVMNN_SHORT != 0
-        if follows or looks[lane].bits < POOR_BITS:
-            found = True
-    return found
-
-
-# -- one lane ---------------------------------------------------------------------------------------------------------
-
-cdef size_t raw_size(size_t n) noexcept nogil:
-    """Bytes of a frame of raw blocks."""
-    cdef uint8_t header[ZSTD_HEADER]
-    return (kvmnn_zstd_header(header, n) - header) + (n + KVMNN_ZSTD_RAW_BLOCK - 1) // KVMNN_ZSTD_RAW_BLOCK * RAW_HEADER + n
-
-
-cdef void raw_frame(const uint8_t *src, size_t words, int stride, int lane, uint8_t *dst) noexcept nogil:
-    """A lane as raw blocks, straight from the words to where it stays."""
-    cdef uint8_t *at = kvmnn_zstd_header(dst, words)
-    cdef size_t begin = 0, size
-    while begin < words:
-        size = min(<size_t>KVMNN_ZSTD_RAW_BLOCK, words - begin)
-        at = kvmnn_zstd_raw_block(at, size, begin + size == words)
-        lanes().predict_lane(src + begin * <size_t>stride, size, stride, lane, KVMNN_MODE_RAW, at)
-        at += size
-        begin += size
-
-
-cdef size_t lane_frame(
-    const uint8_t *lane, size_t n, double bits, Scratch scratch, uint8_t *dst, Search *search
-) noexcept nogil:
-    """The payload of one lane in dst (kvmnn_zstd_bound(n) bytes); its size, 0 for one of raw blocks."""
-    cdef bint flat = bits > FLAT_BITS
-    cdef size_t count = kvmnn_repeats_find(active_level, lane, n, bits > DEAR_BITS, scratch.table, scratch.repeats)
-    cdef size_t i, repeated = 0
-    for i in range(count):
-        repeated += scratch.repeats[i].length
-    search.count, search.repeated = count, repeated
-    search.scattered = bits > NOISE_BITS and repeated > n // MANY and repeated < SCATTERED * count
-    if flat and not count:
-        return 0
-    return kvmnn_zstd_write(active_level, &_tables, lane, n, scratch.repeats, count, flat, scratch.writer, dst)
-
-
-cdef int doubts_of(const uint8_t *lane, size_t n, const Search *search, Scratch scratch) noexcept nogil:
-    """By a lane whose bytes take many bits, what libzstd may make fewer bytes of in all lanes."""
-    cdef double missed = kvmnn_repeats_missed(active_level, lane, n, scratch.repeats, search.count, scratch.table)
-    if missed > MISSED or search.repeated > n // 2 and search.repeated < SHORT * search.count:
-        return ALL
-    return REPEATED if search.repeated > n // 2 else NONE
-
-
-cdef size_t doubtful_share(size_t n, int doubts) noexcept nogil:
-    """How many times smaller a lane must have become for libzstd to be tried on it."""
-    if doubts != REPEATED or n > FEW:
-        return TINY_SHARE
-    return FEW_SHARE if n > FEWEST else FEWEST_SHARE
-
-
-cdef double bits_of(const uint8_t *lane, size_t n) noexcept nogil:
-    cdef uint8_t sample[KVMNN_SAMPLE]
-    return kvmnn_sample_bits(sample, sampled(lane, n, 1, 0, sample))
-
-
-cdef size_t predicted_text(
-    const uint8_t *src, size_t words, int stride, int lane, int mode, size_t most, uint8_t *text
-) noexcept nogil:
-    """At most `most` bytes of a lane, from several places of a longer one, predicted; how many."""
-    cdef size_t size = most // TEXTS, step = words // TEXTS
-    cdef int k
-    if words <= most:
-        lanes().predict_lane(src, words, stride, lane, mode, text)
-        return words
-    for k in range(TEXTS):
-        lanes().predict_lane(src + k * step * <size_t>stride, size, stride, lane, mode, text + k * size)
-    return TEXTS * size
-
-
-cdef Form best_form(
-    Workspace ws, const uint8_t *src, size_t words, int stride, int lane, int modes, Look look, Scratch scratch,
-    uint8_t **slots
-) noexcept nogil:
-    """What makes a text of the lane smallest, of the predictors of the bit set `modes`; the first at equality.
-
-    The two slots have kvmnn_zstd_bound(words) bytes each, or those of TINY_MOST, and may change places.
-    """
-    cdef size_t most = min(max(words // TEXT_SHARE, <size_t>TEXT_LEAST), <size_t>TEXT_MOST)
-    cdef size_t room = kvmnn_zstd_bound(min(words, <size_t>TINY_MOST)), n = 0, size, least
-    cdef size_t[MODES] sizes
-    cdef int mode, level = LEVEL_TRIAL
-    cdef Form best
-    if look.bits < POOR_BITS or words <= TEXT_LEAST:
-        most, level = min(max(words // TEXT_SHARE, <size_t>TINY_LEAST), <size_t>TINY_MOST), LEVEL_EXACT
-    while True:
-        least, best = NO_MEMORY, Form(-1, True, 0, 1, 0)
-        for mode in range(MODES):
-            sizes[mode] = NO_MEMORY
-            if modes >> mode & 1 and least > LEAST:
-                n = predicted_text(src, words, stride, lane, mode, most, scratch.lane)
-                size = zstd.compress(ws.cctx, slots[1], room, scratch.lane, n, level)
-                if zstd.is_error(size):
-                    return Form(-1, True, 0, 1, 0)
-                sizes[mode] = size
-                if size < least:
-                    least, best.mode = size, mode
-                    slots[0], slots[1] = slots[1], slots[0]
-        best.rivals = rivals_of(best.mode, sizes, n)
-        best.share = <double>least / n
-        if level == LEVEL_EXACT:
-            best.size = least if n == words else 0
-            return best
-        if least * TINY > n:
-            break
-        most, level = min(max(words // TEXT_SHARE, <size_t>TINY_LEAST), <size_t>TINY_MOST), LEVEL_EXACT
-    if not look.short and words > MORE_LEAST:
-        best.libzstd = pays(ws, src, words, stride, lane, best.mode, room, scratch, slots[0])
-    return best
-
-
-cdef int rivals_of(int mode, const size_t *sizes, size_t n) noexcept nogil:
-    """The predictors that came near `mode` in a trial of `n` bytes, a bit set; a size is NO_MEMORY if not tried."""
-    cdef int other, found = 0
-    cdef bint are_few = FEW_LEFT * sizes[mode] < n
-    cdef double near
-    for other in range(MODES):
-        near = ALIKE if are_few else 0
-        if mode == KVMNN_MODE_RAW or other == KVMNN_MODE_RAW:
-            near = NEAR_FEW if are_few else NEAR
-        if other != mode and sizes[other] != NO_MEMORY and sizes[other] < near * sizes[mode]:
-            found |= 1 << other
-    return found
-
-
-cdef void smaller(
-    Workspace ws, const uint8_t *src, size_t words, int stride, int lane, int modes, const Form *form, Scratch scratch,
-    Lane *found, uint8_t **spare
-) noexcept nogil:
-    """Make a lane by a better predictor than the form's, if there is one; `spare` has room as `found` has.
-
-    libzstd takes many short repeats for repeats from afar, or does not, which no sample shows. So rivals are tried,
-    and what else there is where the trial had promised less.
-    """
-    cdef size_t other
-    cdef int mode
-    for mode in range(MODES):
-        if mode == form.mode or not modes >> mode & 1:
-            continue
-        if not form.rivals >> mode & 1 and found.size <= SURPRISE * form.share * words:
-            continue
-        lanes().predict_lane(src, words, stride, lane, mode, scratch.lane)
-        other = zstd.compress(ws.cctx, spare[0], found.size - 1, scratch.lane, words, LEVEL_EXACT)
-        if not zstd.is_error(other):  # as it is where there is no room
-            found.mode, found.size = mode, other
-            found.made, spare[0] = spare[0], found.made
-
-
-cdef bint pays(
-    Workspace ws, const uint8_t *src, size_t words, int stride, int lane, int mode, size_t room, Scratch scratch,
-    uint8_t *dst
-) noexcept nogil:
-    """Whether libzstd makes enough of a lane under a predictor for the time that it takes."""
-    cdef uint8_t sample[KVMNN_SAMPLE]
-    cdef Search search
-    cdef size_t most = min(max(words // MORE_SHARE, <size_t>MORE_LEAST), <size_t>MORE_MOST)
-    cdef size_t n = predicted_text(src, words, stride, lane, mode, most, scratch.lane), size, other
-    cdef size_t got = sampled(scratch.lane, n, 1, 0, sample)
-    if kvmnn_sample_most(sample, got) > COMMON * got:
-        return True
-    other = zstd.compress(ws.cctx, dst, room, scratch.lane, n, LEVEL_EXACT)
-    if zstd.is_error(other):
-        return False
-    size = lane_frame(scratch.lane, n, kvmnn_sample_bits(sample, got), scratch, dst, &search)
-    return SLOWER * other < (size if size else n)
-
-
-# -- all lanes --------------------------------------------------------------------------------------------------------
-
-cdef inline size_t aligned(size_t n) noexcept nogil:
-    return (n + 63) & ~<size_t>63
-
-
-cdef bint make_room(Workspace ws, size_t words, Scratch *scratch) noexcept nogil:
-    cdef size_t writer = aligned(kvmnn_zstd_scratch()), lane = aligned(words)
-    cdef size_t table = aligned(kvmnn_repeats_table(words) * sizeof(uint32_t))
-    cdef uint8_t *at = ws.buffer(0, writer + lane + table + kvmnn_repeats_bound(words) * sizeof(kvmnn_repeat))
-    if at == NULL:
-        return False
-    scratch.writer, scratch.lane = at, at + writer
-    scratch.table = <uint32_t *>(at + writer + lane)
-    scratch.repeats = <kvmnn_repeat *>(at + writer + lane + table)
-    return True
 
 
 cdef bint make_lanes(
@@ -374,72 +31,35 @@ cdef bint make_lanes(
 
     `continued`: the word before is there as well, and predictors go on from it.
     """
-    cdef size_t room = kvmnn_zstd_bound(words), size
+    cdef size_t room = lane_room(words), total = 0
     cdef uint8_t *out = ws.buffer(1, <size_t>(stride + 1) * room)
     cdef uint8_t *slots[5]
     cdef Scratch scratch
     cdef Look[4] looks
-    cdef bint follows = look_at(src, words, stride, looks)
-    cdef int doubts = UNKNOWN
-    cdef size_t other
-    cdef Search search
     cdef Form[4] forms
-    cdef Form form
-    cdef size_t total = 0
+    cdef Piece piece = Piece(src, words, stride, continued, look_at(src, words, stride, looks), UNKNOWN)
     cdef int lane
     if out == NULL or not make_room(ws, words, &scratch):
         return False
     for lane in range(stride + 1):
         slots[lane] = out + <size_t>lane * room
     for lane in range(stride):
-        forms[lane] = form = Form(KVMNN_MODE_RAW, False, 0, 1, 0)
+        forms[lane] = Form(KVMNN_MODE_RAW, False, 0, 1, 0)
         if not modes[lane]:
             found[lane] = Lane(KVMNN_MODE_RAW, slots[lane], 0)
             continue
-        if follows or not modes[lane] & 1 << KVMNN_MODE_RAW:
-            form = best_form(ws, src, words, stride, lane, modes[lane], looks[lane], scratch, slots + lane)
-            if form.mode < 0:
+        if piece.follows or not modes[lane] & 1 << KVMNN_MODE_RAW:
+            forms[lane] = best_form(ws, &piece, lane, modes[lane], looks[lane], scratch, slots + lane)
+            if forms[lane].mode < 0:
                 return False
-        size = form.size
-        if size == 0 or continued and form.mode != KVMNN_MODE_RAW:
-            lanes().predict_lane(src, words, stride, lane, form.mode, scratch.lane)
-            if form.mode != KVMNN_MODE_RAW:
-                looks[lane].bits = bits_of(scratch.lane, words)
-                if continued:
-                    scratch.lane[0] = after(src[lane], src[lane - stride], form.mode)
-            size = 0
-            if not form.libzstd:
-                size = lane_frame(scratch.lane, words, looks[lane].bits, scratch, slots[lane], &search)
-                if doubts == UNKNOWN and not follows and looks[lane].bits > DEAR_BITS:
-                    doubts = doubts_of(scratch.lane, words, &search, scratch)
-                if search.scattered and not follows:  # libzstd looks for each of them in every row
-                    form.libzstd = pays(ws, src, words, stride, lane, form.mode, room, scratch, slots[lane + 1])
-                    if form.libzstd:
-                        lanes().predict_lane(src, words, stride, lane, form.mode, scratch.lane)
-                elif doubts == ALL or 0 < size * doubtful_share(words, doubts) < words:
-                    other = zstd.compress(
-                        ws.cctx, slots[lane + 1], size if size else words, scratch.lane, words, LEVEL_EXACT)
-                    if not zstd.is_error(other) and SLOWER * other < (size if size else words):
-                        size = other
-                        slots[lane], slots[lane + 1] = slots[lane + 1], slots[lane]
-            if form.libzstd or size == 0 and form.mode != KVMNN_MODE_RAW:
-                size = zstd.compress(ws.cctx, slots[lane], room, scratch.lane, words, LEVEL_EXACT)
-                if zstd.is_error(size):
-                    return False
-                forms[lane] = form
-        found[lane] = Lane(form.mode, slots[lane], size)
-        if size == 0:
-            found[lane].made, found[lane].size = NULL, raw_size(words)
+        if not make_lane(ws, &piece, lane, &forms[lane], looks[lane].bits, scratch, slots + lane, &found[lane]):
+            return False
         total += found[lane].size
-    if follows:
+    if piece.follows:
         for lane in range(stride):
             if forms[lane].libzstd and found[lane].size * LITTLE > total:
-                smaller(ws, src, words, stride, lane, modes[lane], &forms[lane], scratch, &found[lane], slots + stride)
+                smaller(ws, &piece, lane, modes[lane], &forms[lane], scratch, &found[lane], slots + stride)
     return True
-
-
-cdef inline uint8_t after(uint8_t byte, uint8_t before, int mode) noexcept nogil:
-    return byte - before if mode == KVMNN_MODE_DELTA else byte ^ before
 
 
 cdef Workspace lanes_made(const uint8_t *src, size_t words, int stride, bint continued, modes, Lane *found):
@@ -495,8 +115,9 @@ def encode(const uint8_t[::1] data not None, int stride, modes) -> bytes:
 def likely_modes(const uint8_t[::1] data not None, int stride, modes) -> tuple:
     """For each lane of whole words a bit set with the one predictor of all its pieces, and one with others that may turn
     out to be better; `modes` as for `encode`."""
-    cdef size_t words = data.shape[0] // stride, most = min(words, <size_t>TINY_MOST)
+    cdef size_t words = data.shape[0] // stride, most = min(words, <size_t>TRIAL_MOST)
     cdef Look[4] looks
+    cdef Piece piece = Piece(&data[0], words, stride, False, True, UNKNOWN)
     cdef int lane, lane_modes
     cdef Form form
     cdef Scratch scratch
@@ -506,14 +127,14 @@ def likely_modes(const uint8_t[::1] data not None, int stride, modes) -> tuple:
     try:
         if not look_at(&data[0], words, stride, looks):
             return [1 << KVMNN_MODE_RAW] * stride, [0] * stride
-        slots[0] = ws.buffer(1, 2 * kvmnn_zstd_bound(most))
+        slots[0] = ws.buffer(1, 2 * lane_room(most))
         if slots[0] == NULL or not make_room(ws, most, &scratch):
             raise MemoryError("no memory to try predictors")
-        slots[1] = slots[0] + kvmnn_zstd_bound(most)
+        slots[1] = slots[0] + lane_room(most)
         for lane in range(stride):
             lane_modes = modes[lane]
             with nogil:
-                form = best_form(ws, &data[0], words, stride, lane, lane_modes, looks[lane], scratch, slots)
+                form = best_form(ws, &piece, lane, lane_modes, looks[lane], scratch, slots)
             if form.mode < 0:
                 raise MemoryError("no memory to try predictors")
             found.append(1 << form.mode)

@@ -50,8 +50,7 @@ def apply(source: Source, where: str, *, part: bool = False) -> None:
     if source.engine_cache is not None or ENGINE_KEY not in source.metadata:
         return
     said = parse(source.metadata[ENGINE_KEY], f"{where}: metadata {ENGINE_KEY!r}")
-    if said.at("version").integer(1) > VERSION:
-        raise said.at("version").wrong(f"at most {VERSION}: a later kvmnn wrote this")
+    said.at("version").check_version(VERSION)
     shapes, found = said.at("shapes").value, {array.name: list(array.shape) for array in source.arrays}
     if part and isinstance(shapes, dict):
         shapes, names = {name: shape for name, shape in shapes.items() if name in found}, list(shapes)

@@ -41,10 +41,7 @@ def files_beside(metadata: Mapping[str, str], where: str) -> dict[str, bytes]:
     if text is None:
         return {}
     root = parse(text, f"{where}: metadata {BESIDE_KEY!r}", 2 * len(NAMES) * MAX_BYTES)
-    if root.at("schema").text() != SCHEMA:
-        raise root.at("schema").wrong(f"{SCHEMA!r}")
-    if root.at("schema_version").integer(1) != SCHEMA_VERSION:
-        raise root.at("schema_version").wrong(f"{SCHEMA_VERSION}, the version this kvmnn reads")
+    root.check_schema(SCHEMA, SCHEMA_VERSION)
     files = root.at("files")
     if not isinstance(files.value, dict) or not files.value.keys() <= set(NAMES):
         raise files.wrong(f"files called {' or '.join(NAMES)}")

@@ -172,10 +172,7 @@ def kept_file(metadata: dict[str, str], where: str) -> KeptFile | None:
 
 def _from_json(text: str, where: str) -> KeptFile:
     root = parse(text, where, MAX_BYTES)
-    if root.at("schema").text() != SCHEMA:
-        raise root.at("schema").wrong(f"{SCHEMA!r}")
-    if root.at("schema_version").integer(1) != SCHEMA_VERSION:
-        raise root.at("schema_version").wrong(f"{SCHEMA_VERSION}, the version this kvmnn reads")
+    root.check_schema(SCHEMA, SCHEMA_VERSION)
     nodes = root.at("parts").items(least=1)
     if sum(node.at("bytes").integer(1) for node in nodes if "arrays" not in node.value) > MAX_BYTES:
         raise root.at("parts").wrong(f"at most {MAX_BYTES} bytes that are no array's")

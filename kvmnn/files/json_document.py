@@ -75,6 +75,18 @@ class Node:
             raise self.wrong(f"an integer of at least {least}")
         return self.value
 
+    def check_version(self, latest: int) -> None:
+        """Check that it is a version that this kvmnn knows: from 1 to `latest`."""
+        if self.integer(1) > latest:
+            raise self.wrong(f"at most {latest}: a later kvmnn wrote this")
+
+    def check_schema(self, schema: str, version: int) -> None:
+        """Check that an object says of itself that it is `schema` in `version`."""
+        if self.at("schema").text() != schema:
+            raise self.at("schema").wrong(repr(schema))
+        if self.at("schema_version").integer(1) != version:
+            raise self.at("schema_version").wrong(f"{version}, the version this kvmnn reads")
+
     def whole(self) -> int:
         """Any integer."""
         if type(self.value) is not int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..arrays.casting import Cast, sum_of
 from ..errors import KvmnnError, OutputError, SourceError
 from ..files.changes import FileState
 from ..files.output import FileOutput, failures
@@ -37,6 +38,8 @@ class Converted:
         One line for each dump that could not be converted.
     disk_full
         Whether the disk was full; nothing more was tried then.
+    cast
+        What rounding changed in the dumps that were converted.
     """
 
     source: str
@@ -46,6 +49,7 @@ class Converted:
     skipped: int = 0
     errors: list[str] = field(default_factory=list)
     disk_full: bool = False
+    cast: Cast = field(default_factory=lambda: Cast("fp32", "fp16"))
 
     @property
     def status(self) -> int:
@@ -64,13 +68,15 @@ class Converted:
             "converted": self.converted,
             "copied": self.copied,
             "skipped": self.skipped,
+            "cast": self.cast.to_dict(),
             "errors": self.errors,
         }
 
     def __str__(self) -> str:
+        changed = f"; {self.cast}" if self.converted else ""
         return (
             f"{LOSSY}: {count(self.converted, 'dump')} rounded to fp16, {self.copied:,} copied, "
-            f"{self.skipped:,} skipped"
+            f"{self.skipped:,} skipped{changed}"
         )
 
     def check_found(self) -> None:
@@ -138,18 +144,20 @@ def _convert(
     if (width == 2 and not allow_fp16) or (not overwrite and any(path.exists() for path in outputs)):
         found.skipped += 1
         return
+    cast = Cast(_WIDTHS[width], "fp16")
     for tensor, path in zip(tensors, outputs, strict=False):
         with _file(path, overwrite) as output:
-            for run in tensor.runs(max(1, _RUN_BYTES // tensor.token_bytes)):
-                output.file.write(run.data)
+            for run in tensor.stored_runs(max(1, _RUN_BYTES // tensor.token_bytes)):
+                output.file.write(cast.run(run).data)
                 if progress:
-                    progress(run.size // 2 * width)
+                    progress(run.size)
             output.commit()
     with _file(outputs[-1], overwrite) as output:
         output.file.write(json.dumps(new_fields(fields, width), indent=2).encode() + b"\n")
         output.commit()
     if width == 4:
         found.converted += 1
+        found.cast = sum_of([found.cast, cast])
     else:
         found.copied += 1
 

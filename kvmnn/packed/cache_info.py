@@ -193,10 +193,7 @@ def from_json(text: str | bytes, where: str) -> CacheInfo:
         Naming the path of what is wrong.
     """
     root = parse(text, where, MAX_BYTES)
-    if root.at("schema").text() != SCHEMA:
-        raise root.at("schema").wrong(f"{SCHEMA!r}")
-    if root.at("schema_version").integer(1) != SCHEMA_VERSION:
-        raise root.at("schema_version").wrong(f"{SCHEMA_VERSION}, the version this kvmnn reads")
+    root.check_schema(SCHEMA, SCHEMA_VERSION)
     if root.at("kind").text() not in KINDS:
         raise root.at("kind").wrong(f"one of {', '.join(KINDS)}")
     layers = tuple(_layer(node) for node in root.at("layers").items(least=1))

@@ -58,3 +58,15 @@ def test_constants_of_python_are_no_json_but_for_settings_of_models(tmp_path, co
         read_object(path)
     for found in (read_object(path, constants=True), read_object_if_there(path)):
         assert str(found["a"][0]) == str(float(constant)) and found["a"][1] == "NaN"
+
+
+def test_versions_of_documents():
+    document = parse('{"schema": "a", "schema_version": 2}', "x")
+    document.check_schema("a", 2)
+    document.at("schema_version").check_version(2)
+    with pytest.raises(ManifestError, match="^x: schema: found \"a\", expected 'b'$"):
+        document.check_schema("b", 2)
+    with pytest.raises(ManifestError, match="^x: schema_version: found 2, expected 1, the version this kvmnn reads$"):
+        document.check_schema("a", 1)
+    with pytest.raises(ManifestError, match="^x: schema_version: found 2, expected at most 1: a later kvmnn wrote"):
+        document.at("schema_version").check_version(1)

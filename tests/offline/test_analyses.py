@@ -157,6 +157,16 @@ def test_conversion_rounds_and_says_so(dumps, tmp_path):
     assert to_fp16(dumps, tmp_path / "out", overwrite=True).converted == 1
 
 
+def test_conversion_counts_words_beyond_fp16(tmp_path):
+    large = WIDE.copy()
+    large.reshape(-1)[:5] = [1e5, -7e4, np.inf, np.nan, 1.0]
+    write_dump(tmp_path / "dump", 5, 0, large, WIDE)
+    found = to_fp16(tmp_path / "dump", tmp_path / "out")
+    assert (found.cast.words, found.cast.overflowed) == (2 * WIDE.size, 2)
+    assert found.to_dict()["cast"]["largest_error"] is None
+    assert str(found).endswith("words changed, largest error infinite: 2 overflowed, beyond what fp16 can say")
+
+
 def test_conversion_reports_what_it_cannot_do(dumps, tmp_path):
     write_dump(dumps, 7, 0, WIDE, WIDE, run="long", seq_len=31)
     write_dump(dumps, 8, 0, WIDE, WIDE, run="odd", bytes_per_elem=3)

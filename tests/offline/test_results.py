@@ -59,6 +59,7 @@ def test_a_conversion(here, run):
         "converted": 1,
         "copied": 1,
         "skipped": 0,
+        "cast": found.cast.to_dict(),
         "errors": [],
     }
     with pytest.raises(SourceError, match="is not a directory"):

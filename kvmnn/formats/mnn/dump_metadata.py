@@ -47,10 +47,7 @@ def from_json(text: str, where: str) -> dict[str, bytes]:
         When the document is malformed or larger than `MAX_BYTES`; `where` begins the message.
     """
     root = parse(text, where, MAX_BYTES)
-    if root.at("schema").text() != SCHEMA:
-        raise root.at("schema").wrong(f"{SCHEMA!r}")
-    if root.at("schema_version").integer(1) != SCHEMA_VERSION:
-        raise root.at("schema_version").wrong(f"{SCHEMA_VERSION}, the version this kvmnn reads")
+    root.check_schema(SCHEMA, SCHEMA_VERSION)
     found: dict[str, bytes] = {}
     files = root.at("metadata_files")
     for name, content in files.text_map().items():

@@ -93,8 +93,7 @@ def apply(source: Source, attributes: Mapping[str, Any], where: str, *, part: bo
     if KEY not in attributes:
         return
     said = node.at(KEY)
-    if said.at("version").integer(1) > VERSION:
-        raise said.at("version").wrong(f"at most {VERSION}: a later kvmnn wrote this")
+    said.at("version").check_version(VERSION)
     metadata = said.at("metadata").text_map()
     source.metadata = said_of_part(metadata, described_by(metadata, where)) if part else metadata
     source.token_major = said.at("token_major").boolean()

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..dtypes import Floats, Part, Positions
+from ..dtypes import Floats, Part
 from ..errors import SourceError
 from ..text import count
 from .casting import floats
 from .differences import first_tokens, ordered_words
-from .engine_cache import EngineCache
+from .held_tokens import Held, held_tokens, other_tokens, said
 from .layers import LayerArray, sorted_layers
 from .source import Source
 
@@ -114,12 +114,12 @@ class Closeness:
         ]
         if not self.distances:
             return "\n".join([*lines, "no numbers were compared: nothing has its like in the other input"])
-        said = f"{self.above:,} of {count(self.words, 'number')}" if self.above else count(self.words, "number")
+        words = f"{self.above:,} of {count(self.words, 'number')}" if self.above else count(self.words, "number")
         verdict = "are further apart than" if self.above else "within"
-        return "\n".join([*lines, f"{said} {verdict} {self.atol:g}"])
+        return "\n".join([*lines, f"{words} {verdict} {self.atol:g}"])
 
 
-def compare_close(first: Source, second: Source, atol: float) -> Closeness:
+def compare_close(first: Source, second: Source, atol: float, held: tuple[Held, Held] | None = None) -> Closeness:
     """Compare K and V of every layer in numbers, whatever types they are stored in.
 
     Layers of which both say that they hold other tokens of the text are not compared.
@@ -130,6 +130,8 @@ def compare_close(first: Source, second: Source, atol: float) -> Closeness:
         Arrays whose names say which layer's K or V they are.
     atol
         The largest absolute difference that is none.
+    held
+        Which tokens of the text each holds; by default what `held_tokens` says.
 
     Raises
     ------
@@ -137,11 +139,8 @@ def compare_close(first: Source, second: Source, atol: float) -> Closeness:
         When one of the sources is no K and V of layers.
     """
     one, two = (_layers(source) for source in (first, second))
-    other = _other_tokens(first, second)
-    if len(set(other.values())) == 1 and other.keys() >= {layer for layer, _ in one.keys() | two.keys()}:
-        unlike = [f"{min(other.values())}: not compared"]  # the one that all say
-    else:
-        unlike = [f"layer {layer}: {said}: not compared" for layer, said in other.items()]
+    other = other_tokens(*(held or (held_tokens(first), held_tokens(second))))
+    unlike = said(other, {layer for layer, _ in one.keys() | two.keys()}, ": not compared")
     distances: list[Distance] = []
     for layer, part in sorted(one.keys() | two.keys()):
         if layer in other:
@@ -174,26 +173,6 @@ def _layers(source: Source) -> dict[tuple[int, Part], LayerArray]:
     except SourceError as error:
         raise type(error)(f"{error}; a tolerance is about K and V of layers") from None
     return {(entry.layer, entry.part): entry for entry in entries}
-
-
-def _other_tokens(first: Source, second: Source) -> dict[int, str]:
-    """Layers of which both caches say which tokens of the text they hold, and say otherwise."""
-    found = {}
-    held = [_positions(source.engine_cache) for source in (first, second)]
-    for layer, (one, two) in enumerate(zip(*held, strict=False)):
-        tokens = min(one.size, two.size)
-        other = np.flatnonzero(one[:tokens] != two[:tokens])
-        if other.size:
-            at = int(other[0])
-            found[layer] = f"token {at} stands at {one[at]} and {two[at]} of the text, and {other.size - 1} more differ"
-    return found
-
-
-def _positions(cache: EngineCache | None) -> tuple[Positions, ...]:
-    """Of each layer; none where nothing says them."""
-    if cache is None:
-        return ()
-    return cache.layer_positions or (() if cache.positions is None else (cache.positions,) * cache.layers)
 
 
 class _Pair(NamedTuple):

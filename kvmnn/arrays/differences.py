@@ -13,6 +13,8 @@ from .. import dtypes
 from ..dtypes import Part
 from ..errors import SourceError
 from ..text import count
+from .engine_cache import layers_of
+from .held_tokens import Held, held_tokens, other_tokens, said
 from .layers import AxesError, LayerArray, sorted_layers
 from .named_array import NamedArray, Piece
 from .source import Source
@@ -113,11 +115,12 @@ class Differences:
         return "\n".join(lines) if lines else f"equal: {count(self.words, 'word')}, bit by bit"
 
 
-def compare(first: Source, second: Source) -> Differences:
+def compare(first: Source, second: Source, held: tuple[Held, Held] | None = None) -> Differences:
     """Compare layer by layer where both inputs are K and V of layers, else array by array of the same name.
 
     The order of axes does not matter where it is known: a dump's ``[token, kv_head, head_dim]`` is compared with the
-    ``[kv_head, token, head_dim]`` of everything else.
+    ``[kv_head, token, head_dim]`` of everything else. Layers of which both say that they hold other tokens of the text
+    are unlike, whatever their words are. `held` says which each holds; by default it is what `held_tokens` says.
     """
     one, two = layers_by_place(first), layers_by_place(second)
     if one is not None and two is not None:
@@ -125,7 +128,13 @@ def compare(first: Source, second: Source) -> Differences:
     else:
         found = _compare_arrays(first.arrays, second.arrays)
         found = replace(found, hints=tuple(_hints(first, second)) if found.unlike else ())
-    return replace(found, first_input=" ".join(first.inputs), second_input=" ".join(second.inputs))
+    other = other_tokens(*(held or (held_tokens(first), held_tokens(second))))
+    return replace(
+        found,
+        unlike=(*said(other, layers_of([*first, *second])), *found.unlike),
+        first_input=" ".join(first.inputs),
+        second_input=" ".join(second.inputs),
+    )
 
 
 def layers_by_place(source: Source) -> _Layers | None:

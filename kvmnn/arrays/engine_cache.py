@@ -145,7 +145,7 @@ class EngineCache:
 
 def of_part(cache: EngineCache, names: Iterable[str], chosen: Iterable[str]) -> EngineCache | None:
     """What is said of some of the arrays of a cache, by the names of all and of these; None where that is not known."""
-    layers, kept = _layers(names), _layers(chosen)
+    layers, kept = layers_of(names), layers_of(chosen)
     if len(layers) != cache.layers:
         return cache if cache.layer_positions is None else None
     places = [layers.index(layer) for layer in kept]
@@ -161,7 +161,8 @@ def of_part(cache: EngineCache, names: Iterable[str], chosen: Iterable[str]) -> 
     )
 
 
-def _layers(names: Iterable[str]) -> list[int]:
+def layers_of(names: Iterable[str]) -> list[int]:
+    """The layers that arrays are of by their names, ascending."""
     return sorted({said.layer for said in map(conventional, names) if said is not None})
 
 

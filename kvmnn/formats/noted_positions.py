@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..arrays.held_tokens import Held, held_tokens
+from ..arrays.layers import sorted_layers
 from ..arrays.source import Source
 from ..bundle.beside import POSITIONS
 from ..dtypes import Positions
@@ -66,6 +68,16 @@ def noted_positions(source: Source, tokens: Sequence[int], numbers: Sequence[int
     positions = tuple(_places(layer.at("positions"), count) for layer, count in zip(layers, tokens, strict=True))
     seen = document.at("tokens_seen").integer(1) if "tokens_seen" in document.value else None
     return Noted(positions, seen)
+
+
+def held_by(source: Source) -> Held:
+    """Which tokens of the text each layer holds, wherever the source says it; raises as `noted_positions`."""
+    try:
+        keys = {entry.layer: entry for entry in sorted_layers(source)}
+    except SourceError:
+        return held_tokens(source)
+    noted = noted_positions(source, [entry.geometry[1] for entry in keys.values()], list(keys))
+    return held_tokens(source) if noted is None else dict(zip(keys, noted.positions, strict=True))
 
 
 def _number(layer: Node, place: int) -> int:

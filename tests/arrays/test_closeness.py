@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvmnn.arrays import EngineCache, Source, compare_close
+from kvmnn.arrays import EngineCache, Source, compare, compare_close
 from kvmnn.arrays.named_array import in_memory
 from kvmnn.errors import SourceError
 
@@ -80,6 +80,10 @@ def test_other_positions_are_said() -> None:
     assert found.unlike == ("token 0 stands at 0 and 2 of the text, and 4 more differ: not compared",)
     assert not found.distances
     assert compare_close(source(numbers(1), engine_cache=one), source(numbers(1), engine_cache=cache), 0).equal
+    found = compare(source(numbers(1), engine_cache=one), source(numbers(1), engine_cache=two))
+    assert found.unlike == ("token 0 stands at 0 and 2 of the text, and 4 more differ",)
+    assert (found.equal, found.words, found.differing) == (False, 80, 0)
+    assert compare(source(numbers(1), engine_cache=one), source(numbers(1), engine_cache=cache)).equal
 
 
 def test_rows_of_other_tokens_are_not_compared() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 
@@ -54,3 +56,35 @@ def test_files_that_say_where_tokens_stood(cut, run, name):
     assert run("unpack", "cut/", "-o", name).err == ""
     assert run("pack", name, "-o", "r/").err == ""
     assert cut in run("inspect", "r/").out
+
+
+def test_equal_rows_of_other_tokens_differ(cut, run):
+    run("unpack", "cut/", "-o", "plain/")
+    assert run("diff", "cut/", "plain/").out.startswith("equal")  # which says nothing of its tokens
+    run("pack", "plain/", "--name", "p", "--backend", "x86-avx2", "-o", "first/")
+    for atol, ending in (((), "equal otherwise: "), (("--atol", "0"), "nothing has its like")):
+        said = run("diff", "cut/", "first/", *atol, code=1).out
+        assert "token 54 stands at 62 and 54 of the text, and 7 more differ" in said
+        assert ending in said
+
+
+@pytest.mark.parametrize(
+    ("positions", "said"),
+    [
+        ([0, 2], "layer 0: token 1 stands at 1 and 2 of the text, and 0 more differ"),
+        ([[0, 1], [0, 3]], ""),  # the other does not say it by head
+    ],
+)
+def test_positions_beside_arrays_are_compared(tmp_path, run, positions, said):
+    for name, places in (("a", [0, 1]), ("b", positions)):
+        folder = tmp_path / name
+        folder.mkdir()
+        for array in ("layer_0.key", "layer_0.value", "layer_1.key", "layer_1.value"):
+            np.save(folder / f"{array}.npy", np.ones((2, 2, 4), np.float16))
+        layers = [{"layer": 0, "positions": places}, {"layer": 1, "positions": [4, 7]}]
+        (folder / "positions.json").write_text(json.dumps({"layers": layers}))
+    found = run("diff", tmp_path / "a", tmp_path / "b", code=1 if said else 0)
+    assert said in found.out
+    run("diff", tmp_path / "a", tmp_path / "b", "--tensor", "layer_1.key")
+    (tmp_path / "b" / "positions.json").unlink()
+    run("diff", tmp_path / "a", tmp_path / "b")

@@ -18,7 +18,7 @@ files of a compressor. Words are compared bit by bit. Exit code 0: equal, 1: dif
 
 What is said about packed files holds for both inputs, but for --second-tokens; what kvmnn wrote says for itself what it
 holds. Where arrays are K and V of layers by their names, the order of their axes does not matter; where one has more
-tokens, the first ones are compared.
+tokens, the first ones are compared. Where both say which tokens of their text they hold, that is compared, too.
 
 With --atol X the inputs may be of different engines and types: what each computed from the same text is compared in
 numbers, layer by layer. --undo is about the inputs that are llama.cpp's: of each what may have been done to it is
@@ -147,6 +147,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ...arrays import compare, compare_close
     from ...arrays.own_order import unlike_orders
     from ...compressor import header_differences
+    from ...formats.noted_positions import held_by
 
     paths = (arguments.first, arguments.second)
     packed_options.refuse_idle(arguments, paths)
@@ -163,11 +164,12 @@ def run(arguments: argparse.Namespace) -> int:
         loading.report_skipped(source, arguments)
         packed_options.check_origin(arguments, source.cache, path)
     loading.report_notes(unlike_orders(first, second), arguments)
+    held = held_by(first), held_by(second)
     if arguments.atol is not None:
-        close = compare_close(first, second, arguments.atol)
+        close = compare_close(first, second, arguments.atol, held)
         printing.show(arguments, "diff", close)
         return 0 if close.equal else 1
-    differences = compare(first, second)
+    differences = compare(first, second, held)
     headers = header_differences(first.metadata, second.metadata)
     differences = replace(differences, unlike=(*headers, *differences.unlike))
     printing.show(arguments, "diff", differences)

@@ -59,6 +59,10 @@ class Text:
         """Key of the block before this one; that of the space before the first."""
         return self.keys[block - 1] if block else self.space
 
+    def beginning(self, tokens: int) -> Text:
+        """Its first tokens."""
+        return Text(self.space, self.ids[:tokens], self.keys[: tokens // self.block_tokens], self.block_tokens)
+
 
 @dataclass(frozen=True)
 class Lookup:

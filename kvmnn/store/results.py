@@ -157,6 +157,8 @@ class Cleaned:
         Units that the index knew, and bytes of their files.
     other_files, other_bytes
         Files that nothing referred to.
+    young_files
+        Of those that nothing refers to, past one machine: files that stay because a put may just have stored them.
     foreign
         Files in the store that are not kvmnn's, and stay.
     kept
@@ -169,6 +171,7 @@ class Cleaned:
     bytes: int = 0
     other_files: int = 0
     other_bytes: int = 0
+    young_files: int = 0
     kept: str = ""
     dtypes: tuple[str, ...] = ()
     foreign: tuple[str, ...] = ()
@@ -180,8 +183,12 @@ class Cleaned:
     def __str__(self) -> str:
         text = f"removed {count(self.units, 'unit')}, {self.bytes:,} bytes{_several(self.dtypes)}"
         if self.other_files:
-            text += f", and {count(self.other_files, 'file')} that nothing referred to, {self.other_bytes:,} bytes"
+            text += f", and {count(self.other_files, 'file')} that nothing referred to"
+            text += f", {self.other_bytes:,} bytes" if self.other_bytes else ""
         text += f": {self.kept}" if self.kept else ""
+        if self.young_files:
+            young = count(self.young_files, "file")
+            text += f"\n  that nothing refers to, and left as a put may be at work: {young} younger than an hour"
         if self.foreign:
             more = " ..." if len(self.foreign) > _NAMED else ""
             names = ", ".join(map(visible, self.foreign[:_NAMED])) + more

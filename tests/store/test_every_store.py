@@ -194,14 +194,17 @@ def test_gc_over_a_file_system(tmp_path: Path) -> None:
     """The same; what is on its way in has no lock, and stays for an hour."""
     made(f"file://{tmp_path}/s")
     units = tmp_path / "s" / "units"
-    names = ["letter", f"{5:032x}.0123abcd.tmp", f"{6:032x}.0123abcd.tmp", f"{7:032x}"]
+    names = ["letter", f"{5:032x}.0123abcd.tmp", f"{6:032x}.0123abcd.tmp", f"{7:032x}", f"{8:032x}"]
     for name in names:
         (units / name).write_text("x")
-    os.utime(units / names[1], (0, 0))
+    for name in (names[1], names[3]):
+        os.utime(units / name, (0, 0))
     with PrefixStore(f"file://{tmp_path}/s") as store:
         cleaned = store.gc()
         assert (cleaned.foreign, cleaned.other_files, cleaned.units) == (("units/letter",), 2, 0)
-        assert [(units / name).exists() for name in names] == [True, False, True, False]
+        assert cleaned.young_files == 1
+        assert "left as a put may be at work: 1 file younger than an hour\n" in str(cleaned)
+        assert [(units / name).exists() for name in names] == [True, False, True, False, True]
 
 
 def test_a_pin_outlives_the_loss_of_its_text(url: str) -> None:
@@ -227,6 +230,25 @@ def test_a_pin_outlives_the_loss_of_its_text(url: str) -> None:
             assert s.stats().pinned == 0
             s.gc(max_bytes=0)
             assert s.match(text, model=MODEL) == 0
+
+
+def test_a_pin_holds_again_in_a_longer_text(url: str) -> None:
+    text = [*range(11)]
+    longer = [*text, 7, 7, 7]
+    with PrefixStore(url, block_tokens=4, ram_bytes=0) if "://" in url else PrefixStore(url, block_tokens=4) as store:
+        put(store, text)
+        store.pin(text, model=MODEL)
+        damage(url, store, files_of(url, store)[0])
+        store.verify()
+        put(store, [*text[:10], 9, 9])
+        store.gc(max_bytes=0)
+        assert store.match(longer, model=MODEL) == 0
+        put(store, longer)
+        store.gc(max_bytes=0)
+        assert store.match(longer, model=MODEL) == 14
+        assert store.unpin(text, model=MODEL).was_pinned
+        store.gc(max_bytes=0)
+        assert store.match(longer, model=MODEL) == 0
 
 
 def test_a_lost_text_is_unpinned(url: str) -> None:

@@ -247,7 +247,8 @@ def test_what_the_engine_evicts_is_a_plain_miss(url: str) -> None:
         assert put(store, ids).known_tokens == 0
         assert same(store.get(ids, model=MODEL).layers, ids, 8)
         store._units.values.put_many({f"units/{255:032x}": b"x"})
-        assert store.gc().other_files == 1
+        cleaned = store.gc()
+        assert (cleaned.other_files, cleaned.young_files) == ((1, 0) if url.startswith("redis") else (0, 1))
 
 
 def test_hostile_values(url: str) -> None:

@@ -72,6 +72,37 @@ def test_threads_and_two_stores_at_once(url: str) -> None:
         assert one.verify().damaged == ()
 
 
+def test_gc_in_the_middle_of_a_put_takes_nothing_of_it(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before each of the calls that a put of a new model makes of the engine; object stores know no transactions."""
+    calls, ids = 0, list(range(300))
+    with PrefixStore(url, block_tokens=4) as store, PrefixStore(url) as cleaner:
+        engine = store._units.values._values
+        names = ("put_many", "put_new", "_create", "get_many", "names_in", "near", "there")
+        for at in range(100):
+            model, left = f"model {at}", [at]
+
+            def cleaned_before(real, left=left):
+                def call(*arguments):
+                    if not left[0]:
+                        cleaner.gc()
+                    left[0] -= 1
+                    return real(*arguments)
+
+                return call
+
+            with monkeypatch.context() as patched:
+                for name in filter(lambda name: hasattr(engine, name), names):
+                    patched.setattr(engine, name, cleaned_before(getattr(engine, name)))
+                store.put(ids, layers_of(ids), model=model)
+            if left[0] >= 0:
+                break
+            calls += 1
+            with PrefixStore(url) as fresh:
+                found = fresh.get(ids, model=model)
+                assert found.notes == () and found.tokens == 300 and same(found.layers, ids, 300)
+    assert 3 < calls < 99
+
+
 def test_a_put_in_the_middle_of_gc_stays(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before each of the calls that gc makes of the engine."""
     calls = 0

@@ -61,17 +61,26 @@ def pin(units: Bounded, space: Space, ids: Ids) -> bool:
         Where the end is not stored any more.
     """
     text = Text(space.key, ids, block_keys(space.key, ids, units.block_tokens), units.block_tokens)
-    name = f"pins/{text_key(space.key, ids).hex()}"
-    (before,) = units.values.get_many([name])
+    name = text_key(space.key, ids).hex()
+    (before,) = units.values.get_many([f"pins/{name}"])
     found = units.find(text)
     if found.tokens == ids.size:
-        document = {"unit": f"{found.places[-1].unit:032x}", "tokens": int(ids.size)}
-        units.values.put_many({name: json.dumps(document).encode()})
+        _note(units, name, found)
         found = units.find(text)  # nobody evicts it from here on
     if found.tokens < ids.size:
-        units.values.delete([name])
+        units.values.delete([f"pins/{name}"])
         raise KvmnnError(f"{units.label}: holds only {found.tokens:,} tokens of this text of {ids.size:,}")
     return before is None
+
+
+def pin_again(units: Bounded, text: Text) -> None:
+    """Let the pins of a text and of its beginnings hold where their ends are stored now."""
+    for name, (unit, tokens) in _pins(units).items():
+        if not 0 < tokens <= text.ids.size or text_key(text.space, text.ids[:tokens]).hex() != name:
+            continue
+        found = units.find(text.beginning(tokens))
+        if found.tokens == tokens and found.places[-1].unit != unit:
+            _note(units, name, found)
 
 
 def unpin(units: Bounded, space: Space, ids: Ids) -> bool:
@@ -84,13 +93,25 @@ def unpin(units: Bounded, space: Space, ids: Ids) -> bool:
 
 def pins(units: Bounded) -> dict[str, int]:
     """The unit of each pinned text, by the name of its pin; 0 where the pin is damaged."""
+    return {name: unit for name, (unit, _) in _pins(units).items()}
+
+
+def _pins(units: Bounded) -> dict[str, tuple[int, int]]:
+    """The unit and the tokens of each pinned text; 0 where the pin is damaged."""
     names = units.values.names_in("pins")
     found = {}
     for name, data in zip(names, units.values.get_many([f"pins/{name}" for name in names]), strict=True):
-        found[name] = 0
+        found[name] = 0, 0
         with suppress(ManifestError, ValueError):
-            found[name] = int(parse(data or b"", units.label, _MAX_DOCUMENT).at("unit").text(), 16)
+            document = parse(data or b"", units.label, _MAX_DOCUMENT)
+            found[name] = int(document.at("unit").text(), 16), document.at("tokens").integer(0)
     return found
+
+
+def _note(units: Bounded, name: str, found: Found) -> None:
+    """Pin the unit that has the end of a stored text."""
+    document = {"unit": f"{found.places[-1].unit:032x}", "tokens": found.tokens}
+    units.values.put_many({f"pins/{name}": json.dumps(document).encode()})
 
 
 def pinned_units(units: Bounded) -> set[int]:

@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from datetime import UTC
 from typing import Any, TypeVar
 
 from ...optional import package
@@ -18,7 +19,8 @@ T = TypeVar("T")
 
 _LOCAL = {"file", "local"}
 _STAGED = re.compile(r"\.[0-9a-f]{8}\.tmp$")
-_STAGED_SECONDS = 3600
+_SETTLED_SECONDS = 3600
+"""After so long the process that has stored a value is taken to have ended, or to have stored what refers to it."""
 
 
 class ObjectValues:
@@ -92,8 +94,12 @@ class ObjectValues:
         """As `Values`."""
         return self._timed(lambda: self._below(begin))
 
+    def settled(self, names: Sequence[str]) -> list[str]:
+        """As `Values`: what was stored an hour ago, as the file system says; all, where it does not say."""
+        return self._timed(lambda: [name for name in names if self._is_settled(self._path(name))])
+
     def sweep(self) -> int:
-        """As `Values`: only local file systems have them, and their processes are taken to have ended after an hour."""
+        """As `Values`: only local file systems have them."""
         return self._timed(self._sweep) if self._is_local else 0
 
     def close(self) -> None:
@@ -145,11 +151,19 @@ class ObjectValues:
         return True
 
     def _sweep(self) -> int:
-        before = time.time() - _STAGED_SECONDS
         left = [str(path) for path in self._fs.find(self._root) if _STAGED.search(str(path))]
-        old = [path for path in left if os.path.getmtime(path) < before]
+        old = [path for path in left if self._is_settled(path)]
         self._remove(old)
         return len(old)
+
+    def _is_settled(self, path: str) -> bool:
+        try:
+            stored = self._fs.modified(path)
+        except (FileNotFoundError, NotImplementedError):
+            return True
+        if stored.tzinfo is None:
+            stored = stored.replace(tzinfo=UTC)
+        return bool(time.time() - stored.timestamp() >= _SETTLED_SECONDS)
 
     def _below(self, begin: str) -> list[str]:
         self._fs.invalidate_cache(self._root)

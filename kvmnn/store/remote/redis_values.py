@@ -132,6 +132,10 @@ class RedisValues:
                 names += [f"{folder}/{_text(name)}" for name in found]
         return names
 
+    def settled(self, names: Sequence[str]) -> list[str]:
+        """As `Values`: all of them, as a put is one transaction."""
+        return list(names)
+
     def sweep(self) -> int:
         """As `Values`: there are none."""
         return 0

@@ -252,9 +252,8 @@ class Shelf:
         about = {f"spaces/{space.key.hex()}": self._document(space)}
         if tables is not None:
             about[f"{TABLES}/{object_name(space.key, tables.key)}"] = tables.data
-        self.values.put_many(about)
         then = {name: record.to_bytes() for name, record in records.items()}
-        there = self.values.put_new(units, then)
+        there = self.values.put_new({**about, **units}, then)
         self._bad.difference_update(record.unit for record in records.values())
         lost = self._settle({name: records[name] for name in there})
         if lost:
@@ -266,6 +265,7 @@ class Shelf:
             self.forget([tail])
         stored = sum(map(len, units.values()))
         removed = 0 if tail is None else tail.nbytes
+        bounding.pin_again(self, text)
         self.touch([record.unit for record in records.values()])
         return Added(stored, removed + bounding.after_put(self, stored))
 

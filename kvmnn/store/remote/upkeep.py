@@ -63,8 +63,8 @@ def clean(units: Shelf, max_bytes: int | None) -> Cleaned:
     """Remove records without units, damaged records, units without records, and what goes on from nothing; and texts
     down to `max_bytes`.
 
-    A put stores tables and units before records. So what is listed first is compared with what was listed after it, and
-    nothing that came meanwhile seems to be of no use.
+    A put stores tables and units before records, or all at once. So what is listed first is compared with what was
+    listed after it, and nothing that came meanwhile seems to be of no use; what a put may have stored just now stays.
     """
     uses, tables = units.values.names_in("uses"), units.values.names_in(TABLES)
     seen = list(records(units))
@@ -74,20 +74,22 @@ def clean(units: Shelf, max_bytes: int | None) -> Cleaned:
     known = {f"{record.unit:032x}" for record in held}
     spaces = {record.space.hex() for record in held}
     foreign = sorted(name for name in there if not _UNIT.fullmatch(name))
-    others = sorted(there - known - set(foreign))
+    others = [f"units/{name}" for name in sorted(there - known - set(foreign))]
     reached = {record.unit for record in _in_order(held, units.block_tokens, orphans=False)}
     loose = {record.unit for _, record in seen if record is not None} - reached - bounding.pinned_units(units)
     orphans = [each for each in held if each.unit in loose]
     units.forget(orphans)
     unused = [f"uses/{name}" for name in uses if name not in known]
-    unused += [f"{TABLES}/{name}" for name in tables if name.partition("-")[0] not in spaces]
-    for some in _runs([*lost, *(f"units/{name}" for name in others), *unused]):
+    others += [f"{TABLES}/{name}" for name in tables if name.partition("-")[0] not in spaces]
+    settled = units.values.settled(others)
+    for some in _runs([*lost, *settled, *unused]):
         units.values.delete(some)
     evicted, nbytes = (0, 0) if max_bytes is None else bounding.evict(units, max_bytes)
     return Cleaned(
         units=len(lost) + len(orphans) + evicted,
         bytes=nbytes + sum(record.nbytes for record in orphans),
-        other_files=len(others) + units.values.sweep(),
+        other_files=len(settled) + units.values.sweep(),
+        young_files=len(others) - len(settled),
         kept=pinned_bytes(units.held_bytes or 0, max_bytes),
         foreign=tuple(f"units/{name}" for name in foreign),
     )

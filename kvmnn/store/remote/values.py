@@ -62,6 +62,9 @@ class Values(Protocol):
     def tree(self, begin: str) -> list[str]:
         """The names of all values in folders that begin so."""
 
+    def settled(self, names: Sequence[str]) -> list[str]:
+        """Of the names those of values that no running put can be about to refer to."""
+
     def sweep(self) -> int:
         """Remove values that were on their way in when their processes ended; how many."""
 
@@ -127,6 +130,10 @@ class Patient:
     def tree(self, begin: str) -> list[str]:
         """As `Values`."""
         return self._tried(lambda: self._values.tree(begin))
+
+    def settled(self, names: Sequence[str]) -> list[str]:
+        """As `Values`."""
+        return self._tried(lambda: self._values.settled(names)) if names else []
 
     def sweep(self) -> int:
         """As `Values`."""

@@ -37,12 +37,10 @@ def add_packed(
     group.add_argument("--kv-heads", type=shared_options.positive, metavar="N", help="kv heads of a layer")
     group.add_argument("--head-dim", type=shared_options.positive, metavar="N", help="dimensions of a head")
     if tokens:
-        group.add_argument(
-            "--tokens", type=_numbers, default=(), metavar="N[,N...]", help="live tokens (of each layer)"
-        )
+        group.add_argument("--tokens", type=numbers, default=(), metavar="N[,N...]", help="live tokens (of each layer)")
     if second_tokens:
         said = "live tokens of B (default: --tokens)"
-        group.add_argument("--second-tokens", type=_numbers, default=(), metavar="N[,N...]", help=said)
+        group.add_argument("--second-tokens", type=numbers, default=(), metavar="N[,N...]", help=said)
     if text:
         add_text(group)
     add_finding(group)
@@ -267,7 +265,8 @@ def _parsed(said: str) -> list[int]:
 _MAX_ID = (1 << 31) - 1
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def numbers(text: str) -> tuple[int, ...]:
+    """``32`` or ``32,48``: numbers above zero."""
     return tuple(shared_options.positive(part) for part in text.split(","))
 
 

@@ -16,7 +16,7 @@ from ..arrays.named_array import NamedArray
 from ..arrays.names import conventional
 from ..arrays.source import FILE_KEY
 from ..dtypes import Floats
-from ..errors import SourceError
+from ..errors import MissingOptionError, SourceError
 from ..files.json_document import parse, read_bounded
 from ..files.output import FileOutput
 from ..h2o.config import H2OConfig
@@ -100,7 +100,7 @@ def read_scores(
     Raises
     ------
     SourceError, ManifestError
-        For a file that holds something else.
+        For a file that holds something else; `MissingOptionError` for a cache.
     """
     found: list[LayerScores] = []
     for name, array in _json(path) if PurePath(path).suffix.lower() == ".json" else _arrays(path, options):
@@ -110,7 +110,8 @@ def read_scores(
                 found.append(LayerScores(name=label, kv_len=tokens or part.size * config.block, scores=part))
             elif (part < 0).any():
                 raise SourceError(
-                    f"{path}: {label} has numbers below 0: expected attention, as softmax gives it: K and V are none"
+                    f"{path}: {label} has numbers below 0: expected attention, as softmax gives it: K and V are none "
+                    "(--policy SPEC plans a cache)"
                 )
             else:
                 scores = _scored(part, config, threads, tile)
@@ -149,11 +150,11 @@ def _arrays(path: str, options: ReadOptions | None) -> list[tuple[str, Floats]]:
     return [(array.name, _floats(array)) for array in source.arrays]
 
 
-def _holds_kv(path: str, what: str = "") -> SourceError:
-    return SourceError(
-        f"{path}: holds K and V{what}: planning needs attention, or scores of blocks, which no cache holds (kvmnn eval "
-        "MODEL --text FILE --policy h2o_engine computes it with a model, and plans with it; docs/policies.md has "
-        "policies that need none)"
+def _holds_kv(path: str, what: str = "") -> MissingOptionError:
+    return MissingOptionError(
+        f"{path}: holds K and V{what}: planning needs attention, or scores of blocks, which no cache holds: --policy "
+        "SPEC plans a cache by lengths or keys (streaming:budget=512, knorm:keep_ratio=0.5 ...); kvmnn eval MODEL "
+        "--text FILE --policy h2o_engine computes attention with a model, and plans with it"
     )
 
 

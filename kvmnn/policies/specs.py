@@ -113,6 +113,8 @@ def _values(policy: str, texts: Mapping[str, str], budget: int | None) -> dict[s
             meant = did_you_mean(key, settable)
             raise KvmnnError(f"{policy} has no option {key!r}: expected {', '.join(sorted(settable)) or 'none'}{meant}")
     own = texts.get("budget", "")
+    if (said := _tokens(own)) is not None and said.share is not None and budget is None and "keep_ratio" in settable:
+        raise KvmnnError(f"{policy}: budget is {own}: expected a number of tokens, or keep_ratio={said.share:g}")
     base = int(own) if re.fullmatch(r"\d{1,9}", own) else budget
     return {key: _value(f"{policy}: {key}", text, declared[key], base) for key, text in texts.items()}
 

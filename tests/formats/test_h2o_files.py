@@ -69,10 +69,10 @@ def test_caches_hold_no_scores(here: Path, capsys: pytest.CaptureFixture[str]) -
     }
     engines |= {"whole": "llama.cpp session", "store.zarr": "MLX prompt cache", "kv.npz": "", "sys": ""}
     for path, what in engines.items():
-        assert main(["plan", path]) == 1
+        assert main(["plan", path]) == 2
         said = " ".join(capsys.readouterr().err.split())
         assert f"{path}: holds K and V{f' ({what}' if what else ': planning needs attention'}" in said
-        assert "which no cache holds (kvmnn eval MODEL --text FILE --policy h2o_engine" in said
+        assert "which no cache holds: --policy SPEC plans a cache by lengths or keys" in said
         assert "--kv-heads" not in said
 
 

@@ -1,160 +1,157 @@
-"""``kvmnn plan``: which tokens H2O would keep."""
+"""``kvmnn plan``: which tokens H2O, or another policy, would keep."""
 
 from __future__ import annotations
 
 import argparse
-import re
 import shutil
-from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from .. import engine_config, printing, shared_options, streams
+from .. import (
+    axes_options,
+    engine_options,
+    h2o_options,
+    idle_options,
+    loading,
+    packed_options,
+    printing,
+    shared_options,
+    streams,
+)
 from ..printing import UsageError
 
 if TYPE_CHECKING:
-    from ...h2o import H2OConfig
+    from ...h2o.layer_plans import LayerPlans
+    from ...policies import Policy
+    from ...policies.cache_plan import CachePlan
 
-_TEXT = """Plan an H2O eviction as the engine plans it, from scores of blocks or from attention: what stays, as pairs
-begin:size, and a picture of it. Every layer is planned as if it triggered now.
+_TEXT = """Plan an eviction: what would stay, and a picture of it. Nothing is changed.
+
+Without --policy, H2O as the engine plans it, from scores of blocks or from attention. Every layer is planned as if it
+triggered now. IN is an array with one axis (scores of blocks) or with two to four (attention: [heads, keys], [heads,
+queries, keys], [layers, heads, queries, keys]), a file of one such array for each layer, or a .json list of scores.
 
   kvmnn plan attention.npy --block 64 --sink 32 --recent 256 --target-ratio 3.5
   kvmnn plan attention.npy --config config.json
   kvmnn plan scores.npz -o plan.json
+
+With --policy, a cache: anything that kvmnn reads, as a prompt that was attended once. SPEC is one of `kvmnn eval`,
+of a policy that looks at lengths or keys, as a cache holds no attention.
+
+  kvmnn plan cache.pt --policy streaming:sink=4,budget=512 -o plan.json
+  kvmnn plan chat.session --kv-heads 8 --policy knorm:keep_ratio=0.5
   kvmnn compact CACHE/ -o small/ --plan plan.json
 
-IN is an array with one axis (scores of blocks) or with two to four (attention: [heads, keys], [heads, queries, keys],
-[layers, heads, queries, keys]), a file of one such array for each layer, or a .json list of scores."""
+Pairs are begin:size of stored tokens, for `kvmnn compact`. Where each KV head keeps tokens of its own, the document has
+those of each head, and compact refuses it: packed files hold the same tokens for all heads."""
+
+_OF_CACHES = (
+    "seed",
+    "token_major",
+    *axes_options.NAMES,
+    *(name for name in packed_options.LAYING if name != "tokens"),
+    *engine_options.CHOOSING,
+)
 
 
 def add_parser(verbs: Any) -> None:
     """Declare the verb."""
-    parser = shared_options.add_verb(verbs, "plan", run, "which tokens H2O would keep", _TEXT)
-    parser.add_argument("input", metavar="IN", help="scores of blocks, or attention")
+    parser = shared_options.add_verb(verbs, "plan", run, "which tokens H2O or a policy would keep", _TEXT)
+    parser.add_argument("inputs", nargs="+", metavar="IN", help="scores of blocks, or attention; with --policy a cache")
     shared_options.add_output(parser, "JSON file for `kvmnn compact --plan`; - for standard output")
-    shared_options.add_source(parser, "what raw words are", axes=False)
-    parser.add_argument("--kind", choices=("scores", "attention"), help="what IN holds, where its axes do not say")
-    parser.add_argument("--tokens", type=shared_options.positive, metavar="N", help="tokens that the scores are about")
     parser.add_argument(
-        "--config", metavar="FILE", help="the engine's JSON file, whose kv_h2o_ keys say what no option says"
-    )
-    parser.add_argument("--block", type=shared_options.positive, metavar="N", help="tokens in a block (default: 64)")
-    parser.add_argument("--sink", type=shared_options.whole, metavar="N", help="tokens kept at the start (default: 32)")
-    parser.add_argument(
-        "--recent", type=shared_options.whole, metavar="N", help="tokens kept at the end (default: 256)"
+        "--policy", action="append", default=[], metavar="SPEC", help="NAME[:OPTION=VALUE,...], which plans a cache"
     )
     parser.add_argument(
-        "--target-ratio",
-        type=_number,
-        metavar="X",
-        help="tokens before over tokens after (default: 3, the engine's)",
-    )
-    parser.add_argument("--keep-ratio", type=_number, metavar="X", help="share of tokens to keep, instead")
-    parser.add_argument("--alpha", type=_number, metavar="X", help="weight of older scores (default: 0.9)")
-    parser.add_argument(
-        "--engine-threads", type=shared_options.positive, default=1, metavar="N", help="order of additions (default: 1)"
-    )
-    parser.add_argument(
-        "--tile", type=shared_options.positive, metavar="N", help="keys in a tile of the attention (default: all)"
-    )
-    parser.add_argument(
-        "--bytes-per-token",
-        type=shared_options.positive,
-        metavar="N",
-        help="K and V bytes of a token, for the ratio of bytes",
+        "--seed", type=shared_options.whole, default=0, metavar="N", help="of a random policy (default: 0)"
     )
     parser.add_argument("--no-map", action="store_true", help="leave the picture out")
+    shared_options.add_source(parser, "what raw words are")
+    parser.add_argument("--token-major", action="store_true", help="arrays of K and V are [token, kv_head, head_dim]")
+    parser.add_argument(
+        "--tokens",
+        type=packed_options.numbers,
+        default=(),
+        metavar="N[,N...]",
+        help="tokens that scores are about; live tokens of packed files (of each layer)",
+    )
+    h2o_options.add_h2o(parser)
+    packed_options.add_packed(parser, tokens=False)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
-    from ...formats.h2o_files import plan_file
-    from ...formats.options import ReadOptions
-
     to_stdout = arguments.output == printing.STDIO
     if arguments.json and to_stdout:
         raise UsageError("--json and -o - both want standard output")
-    plans = plan_file(
-        arguments.input,
-        _config(arguments),
-        None if to_stdout else arguments.output,
-        options=ReadOptions(
-            dtype=arguments.dtype, tensors=tuple(arguments.tensor), skip_unsupported=arguments.skip_unsupported
-        ),
-        kind=arguments.kind,
-        tokens=arguments.tokens,
-        threads=arguments.engine_threads,
-        tile=arguments.tile,
-        force=arguments.force,
-    )
+    output = None if to_stdout else arguments.output
+    plan = _of_cache(arguments, output) if arguments.policy else _of_scores(arguments, output)
     if to_stdout:
-        printing.print_json(plans.entries())
+        printing.print_json(plan.entries())
     if arguments.json:
-        printing.show(arguments, "plan", plans)
+        printing.show(arguments, "plan", plan)
     width = shutil.get_terminal_size().columns if streams.on_terminal() else 100
-    for line in plans.lines(width=width, picture=not arguments.no_map):
+    for line in plan.lines(width=width, picture=not arguments.no_map):
         printing.say(arguments, line, data_on_stdout=to_stdout)
     return 0
 
 
-def _config(arguments: argparse.Namespace) -> H2OConfig:
-    if arguments.target_ratio is not None and arguments.keep_ratio is not None:
-        raise UsageError("--target-ratio and --keep-ratio: say one or the other")
-    if arguments.target_ratio is not None and arguments.target_ratio < 1:
-        raise UsageError(f"--target-ratio is {arguments.target_ratio:g}: expected at least 1")
-    if arguments.keep_ratio is not None and not 0 <= arguments.keep_ratio <= 1:
-        raise UsageError(f"--keep-ratio is {arguments.keep_ratio:g}: expected 0 to 1")
-    if arguments.alpha is not None and not 0 <= arguments.alpha <= 1:
-        raise UsageError(f"--alpha is {arguments.alpha:g}: expected 0 to 1")
-    said = {
-        "block_tokens": arguments.block,
-        "sink_tokens": arguments.sink,
-        "recent_tokens": arguments.recent,
-        "target_lossy_ratio": arguments.target_ratio,
-        "target_keep_ratio": arguments.keep_ratio,
-        "ema_alpha": arguments.alpha,
-        "bytes_per_token": arguments.bytes_per_token,
-    }
-    if arguments.target_ratio is not None or arguments.keep_ratio is not None:
-        said["target_mode"] = "adaptive" if arguments.keep_ratio is None else "static"
-    return replace(_engine_config(arguments), **{name: value for name, value in said.items() if value is not None})
+def _of_scores(arguments: argparse.Namespace, output: str | None) -> LayerPlans:
+    from ...formats.h2o_files import plan_file
+    from ...formats.options import ReadOptions
+
+    idle_options.refuse(arguments, _OF_CACHES, "is about a cache, which is planned with --policy SPEC")
+    if len(arguments.inputs) > 1:
+        raise UsageError("several inputs: K and V are planned with --policy SPEC, scores or attention as one file")
+    if len(arguments.tokens) > 1:
+        raise UsageError("--tokens: expected one number, which all layers of scores have")
+    return plan_file(
+        arguments.inputs[0],
+        h2o_options.config(arguments),
+        output,
+        options=ReadOptions(
+            dtype=arguments.dtype, tensors=tuple(arguments.tensor), skip_unsupported=arguments.skip_unsupported
+        ),
+        kind=arguments.kind,
+        tokens=arguments.tokens[0] if arguments.tokens else None,
+        threads=arguments.engine_threads,
+        tile=arguments.tile,
+        force=arguments.force,
+    )
 
 
-def _engine_config(arguments: argparse.Namespace) -> H2OConfig:
-    """What ``--config`` says, or the engine's defaults."""
+def _of_cache(arguments: argparse.Namespace, output: str | None) -> CachePlan:
+    from ...formats.cache_plans import plan_cache
+
+    why = "is about H2O, from scores or attention; of a policy options are said as --policy NAME:option=value"
+    idle_options.refuse(arguments, h2o_options.NAMES, why)
+    idle_options.refuse(arguments, ["blocks"], "is about bytes, and policies look at numbers: leave it out")
+    policy = _policy(arguments)
+    asked = argparse.Namespace(**vars(arguments) | {"undo": ("none",)})  # rotated or not, norms are the same
+    source = loading.load(arguments.inputs, asked, frames=True, any_heads=not policy.by_head)
+    loading.report_skipped(source, arguments)
+    with printing.progress(arguments, sum(array.nbytes for array in source.arrays) // 2, "plan") as step:
+        return plan_cache(
+            source,
+            policy,
+            output,
+            token_major=arguments.token_major,
+            force=arguments.force,
+            progress=step,
+        )
+
+
+def _policy(arguments: argparse.Namespace) -> Policy:
     from ...errors import KvmnnError
-    from ...h2o import H2OConfig
+    from ...policies.cache_plan import check_plannable
+    from ...policies.specs import make, options_of
 
-    if arguments.config is None:
-        return H2OConfig()
-    document = engine_config.read_config(arguments.config)
+    if len(arguments.policy) > 1:
+        raise UsageError("--policy: a plan is of one policy: say one")
+    (spec,) = arguments.policy
     try:
-        config = H2OConfig.from_engine(document)
+        ((name, options),) = options_of(spec)
+        policy = make(name, options, (arguments.seed,))
+        check_plannable(policy)
     except KvmnnError as exc:
-        raise UsageError(f"{arguments.config}: {exc}") from None
-    for line in _notes(config, document):
-        printing.note(arguments, f"{arguments.config}: {line}")
-    return config
-
-
-def _notes(config: H2OConfig, document: dict[str, Any]) -> Iterator[str]:
-    """What the engine would make of its file that a plan does not show."""
-    from ...h2o.config import ADAPTIVE, KEY_OF, QUANTISED_MODES, STATIC
-
-    why = "" if config.enable else "kv_h2o_enable is not true"
-    if document.get("attention_mode") in QUANTISED_MODES:
-        why = f"attention_mode {document['attention_mode']} holds K or V in int8"
-    if why:
-        yield f"{why}, so the engine evicts nothing; the plan is what it would evict otherwise"
-    mode = document.get("kv_h2o_target_mode", ADAPTIVE)
-    if mode not in (ADAPTIVE, STATIC):
-        yield f"kv_h2o_target_mode {mode!r:.80} counts as {ADAPTIVE!r}"
-    for name, (given, used) in config.clamped.items():
-        if KEY_OF[name] in document:
-            yield f"{KEY_OF[name]} {given} counts as {used}"
-
-
-def _number(text: str) -> float:
-    if not re.fullmatch(r"-?\d{1,12}(\.\d{0,12})?|-?\.\d{1,12}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
-    return float(text)
+        raise UsageError(f"--policy {spec}: {exc}") from None
+    return policy

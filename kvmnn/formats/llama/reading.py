@@ -64,7 +64,8 @@ def read(file: FileBytes, options: ReadOptions) -> Source:
         raise OptionError(f"{file.label}: is of architecture {state.architecture!r}, the model of {model!r}")
     stream = _chosen(file.label, state, options.engine)
     taken = _cells_of(file.label, stream, options.engine.sequence)
-    needed = not (options.engine.any_heads or _only_blocks(stream, options.engine)) or bool(options.engine.undo)
+    undoing = options.engine.undo not in (None, (), ("none",))
+    needed = undoing or not (options.engine.any_heads or _only_blocks(stream, options.engine))
     heads = heads_of(file.label, stream, options, needed=needed)
     arrays = [_array(file, tensor, taken, heads, options) for tensor in _by_layer(stream)]
     said = described(state, stream, taken, heads, options)

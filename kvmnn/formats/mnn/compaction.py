@@ -118,6 +118,11 @@ def read_plans(path: str, layers: int) -> list[CompactionPlan]:
     entries = parse(read_bounded(Path(path)), path).items()
     plans: dict[int, CompactionPlan] = {}
     for entry in entries:
+        if isinstance(entry.value, dict) and "heads" in entry.value:
+            raise SourceError(
+                f"{path}: layer {entry.at('layer').integer(0)}: keeps tokens of its own in each KV head, and packed "
+                "files hold the same in all: expected a plan of a policy that keeps those (streaming, recent_only ...)"
+            )
         pairs = []
         for pair in entry.at("pairs").items():
             begin, size = pair.items(2, 2)

@@ -1,0 +1,157 @@
+"""``kvmnn plan CACHE --policy SPEC``: any cache in, pairs for ``kvmnn compact`` out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+
+import hf_files
+import llama_files
+import mlx_files
+import numpy as np
+import pytest
+
+from kvmnn.policies import LayerView, create
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(5)
+    layers = [tuple(rng.standard_normal((1, 2, 40, 8)).astype(np.float32) for _ in range(2)) for _ in range(3)]
+    hf_files.save(tmp_path / "cache.pt", hf_files.dynamic_cache(layers))
+    np.savez(
+        "kv.npz", **{f"layer_{n}.{part}": words[0] for n, kv in enumerate(layers) for part, words in zip(
+            ("key", "value"), kv, strict=True)},
+    )  # fmt: skip
+    np.save("attention.npy", rng.random((2, 4, 1, 100), np.float32))
+    return layers
+
+
+@pytest.mark.parametrize("spec", ["streaming:sink=4,budget=16", "recent_only:keep_ratio=0.3,skip_layers=1"])
+@pytest.mark.parametrize("planned", ["cache.pt", "sys"])
+def test_from_a_cache_to_a_smaller_prefix(here, run, spec, planned):
+    run("pack", "cache.pt", "--backend", "x86-avx2", "--name", "sys", "-o", "sys/")
+    said = run("plan", planned, "--policy", spec, "-o", "plan.json")
+    assert "LOSSY" in said.out and "--reserve" in said.out
+    run("compact", "sys/", "--plan", "plan.json", "-o", "small/")
+    run("unpack", "small/", "-o", "small.npz")
+    small = np.load("small.npz")
+    policy = create(spec.partition(":")[0], **(
+        {"sink": 4, "budget": 16} if spec.startswith("s") else {"keep_ratio": 0.3, "skip_layers": (1,)}
+    ))  # fmt: skip
+    for layer, pair in enumerate(here):
+        kept = policy.keep(LayerView(tokens=40, layer=layer))
+        for part, words in zip(("key", "value"), pair, strict=True):
+            assert (small[f"layer_{layer}.{part}"] == words[0][:, kept]).all()
+    again = json.loads(run("plan", "small/", "--policy", "recent_only:budget=3", "--json").out)
+    assert [layer["positions"] for layer in again["layers"]] == [[[37, 3]]] * 3
+
+
+def test_what_heads_keep_apart_is_no_plan_of_packed_files(here, run):
+    run("pack", "cache.pt", "--backend", "x86-avx2", "--name", "sys", "-o", "sys/")
+    said = run("plan", "sys/", "--policy", "knorm:keep_ratio=0.5,skip_layers=0", "-o", "plan.json").out
+    assert "20 of 40 tokens stay in each KV head in 2 of 3 layers" in said and "--reserve" not in said
+    document = json.loads(Path("plan.json").read_text())
+    assert document[0] == {"layer": 0, "remove": 0, "pairs": []}
+    for layer, (keys, _) in enumerate(here[1:], 1):
+        kept = create("knorm", keep_ratio=0.5).keep(LayerView(tokens=40, layer=layer, keys=keys[0]))
+        found = [[token for begin, size in runs for token in range(begin, begin + size)]
+                 for runs in document[layer]["heads"]]  # fmt: skip
+        assert found == np.sort(kept, axis=1).tolist()
+    refused = run("compact", "sys/", "--plan", "plan.json", "-o", "small/", code=1).err
+    assert "plan.json: layer 1: keeps tokens of its own in each KV head" in " ".join(refused.split())
+    assert not Path("small").exists()
+
+
+def test_every_reader(here, run):
+    Path("chat.session").write_bytes(llama_files.state(Random(1), llama_files.Shape(), [25])[0])
+    Path("q.session").write_bytes(llama_files.state(Random(1), llama_files.Shape(k_type="q8_0", dims=64), [25])[0])
+    Path("prompt.safetensors").write_bytes(mlx_files.cache(Random(1), mlx_files.Shape(tokens=25, capacity=30))[0])
+    run("encode", "prompt.safetensors", "-o", "f/", "-q")
+    run("encode", "kv.npz", "-o", "kv.zarr", "-q")
+    run("unpack", "kv.npz", "--as", "dump", "-o", "dump/", "-q")
+    np.save("all.npy", np.ones((2, 3, 40, 2, 8), np.float16))
+    for path, *more in (["chat.session"], ["q.session"], ["prompt.safetensors"], ["f/"], ["kv.zarr"], ["dump/"],
+                        ["all.npy", "--axes", "2lthd"]):  # fmt: skip
+        found = json.loads(run("plan", path, *more, "--policy", "streaming:budget=12", "--json").out)
+        tokens = found["layers"][0]["tokens"]
+        assert tokens in (25, 40) and found["input"] == path and found["verb"] == "plan"
+        assert {json.dumps(layer["pairs"]) for layer in found["layers"]} == {json.dumps([[0, 4], [tokens - 8, 8]])}
+    said = run("plan", "q.session", "--policy", "knorm:budget=5", "--kv-heads", 2)
+    assert "5 of 25 tokens stay in each KV head" in said.out and "Hadamard" not in said.err
+    assert "--kv-heads N" in run("plan", "chat.session", "--policy", "knorm:budget=5", code=2).err
+
+
+def test_one_document(here, run):
+    found = json.loads(run("plan", "kv.npz", "--policy", "l2_fixed:budget=10,recent_ratio=0.2", "--json").out)
+    assert found["policy"] == {
+        "label": "l2_fixed 10 recent_ratio=0.2",
+        "policy": "l2_fixed",
+        "options": {"skip_layers": [], "budget": 10, "keep_ratio": None, "recent_ratio": 0.2, "strategy": "keep_low"},
+    }
+    assert (found["label"], found["by_head"], found["bytes"], found["bytes_after"]) == ("LOSSY", True, 15360, 3840)
+    to_stdout = run("plan", "kv.npz", "--policy", "streaming:budget=10", "-o", "-")
+    assert json.loads(to_stdout.out)[0] == {"layer": 0, "remove": 40, "pairs": [[0, 4], [34, 6]]}
+    assert "LOSSY" in to_stdout.err
+    assert run("plan", "kv.npz", "--policy", "streaming:budget=10", "-q").out == ""
+
+
+def test_random_choices_are_drawn_by_seed(here, run):
+    argv = ("plan", "kv.npz", "--policy", "l2_fixed:budget=10,strategy=random", "-o", "-", "-q")
+    first = run(*argv).out
+    assert first == run(*argv, "--seed", 0).out != run(*argv, "--seed", 1).out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            "kv.npz",
+            "kv.npz: holds K and V: planning needs attention, or scores of blocks, which no cache holds: --policy",
+        ),
+        ("kv.npz --batch 0", "--batch is about a cache, which is planned with --policy SPEC"),
+        ("attention.npy --seed 3", "--seed is about a cache, which is planned with --policy SPEC"),
+        ("attention.npy attention.npy", "several inputs: K and V are planned with --policy SPEC"),
+        ("attention.npy --tokens 5,6", "--tokens: expected one number"),
+        (
+            "kv.npz --policy streaming --sink 8",
+            "--sink is about H2O, from scores or attention; of a policy options are",
+        ),
+        ("kv.npz --policy streaming --config c.json", "--config is about H2O"),
+        ("kv.npz --policy streaming --kind scores", "--kind is about H2O"),
+        ("kv.npz --policy streaming --keep-ratio 0.5", "--keep-ratio is about H2O"),
+        ("kv.npz --policy streaming --tokens 40", "--tokens is about packed files of MNN's, and kv.npz holds none"),
+        ("kv.npz --policy streaming --policy knorm", "--policy: a plan is of one policy"),
+        ("kv.npz --policy nothing", "--policy nothing: unknown policy 'nothing'"),
+        ("kv.npz --policy knorm", "knorm: expected a budget (tokens) or a keep_ratio"),
+        (
+            "kv.npz --policy streaming:budget=25%",
+            "streaming: budget is 25%: expected a number of tokens, or keep_ratio",
+        ),
+        (
+            "kv.npz --policy h2o_blocks:keep_ratio=0.5",
+            "h2o_blocks needs attention, which a cache does not hold: expect",
+        ),
+        ("kv.npz --policy knorm:budget=5,skip_layers=3", "skip_layers names layer 3"),
+        ("attention.npy --policy streaming", "attention and scores are planned without --policy"),
+        ("kv.npz --policy streaming --json -o -", "--json and -o - both want standard output"),
+        ("chat.session --policy streaming:budget=9", "holds tokens of 2 sequences, and a policy keeps those of one"),
+        ("chat.session --policy streaming:budget=9 --blocks", "--blocks is about bytes, and policies look at numbers"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line(here, run, argv, message):
+    Path("chat.session").write_bytes(llama_files.state(Random(1), llama_files.Shape(), [25], sequences=2)[0])
+    said = run("plan", *argv.split(), code=2)
+    lines = [line for line in said.err.splitlines() if "note: " not in line]
+    assert len(lines) == 1 and lines[0].startswith("kvmnn: error: ") and message in lines[0]
+    assert said.out == ""
+
+
+def test_the_output_is_not_replaced(here, run):
+    Path("plan.json").write_text("mine")
+    assert "exists already" in run("plan", "kv.npz", "--policy", "streaming", "-o", "plan.json", code=1).err
+    assert Path("plan.json").read_text() == "mine"
+    run("plan", "kv.npz", "--policy", "streaming", "-f", "-o", "plan.json")
+    assert [entry["pairs"] for entry in json.loads(Path("plan.json").read_text())] == [[], [], []]

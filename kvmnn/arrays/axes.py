@@ -85,16 +85,20 @@ def laid_out(source: Source, laid: Laid, where: str) -> Source:
     SourceError
         For arrays that do not have these axes, and names that do not say K or V of a layer where no axis does.
     """
+    if laid.axes and _says_itself(source) and ENGINE_KEY not in source.metadata and _own_axes(source) == laid.axes:
+        laid = replace(laid, axes=None)
     if ENGINE_KEY in source.metadata and (laid.axes or laid.shape):
         if _lies_so(source, laid):
             source = replace(source, axes=laid.axes)
             laid = Laid(batch=laid.batch, where_needed=laid.where_needed)
         else:
-            source = _unsaid(replace(source, engine_cache=None, axes=None), where)
+            source = _unsaid(replace(source, engine_cache=None, axes=None), laid, where)
     if (laid.axes or laid.shape) and not (laid.where_needed and not _may_lie_so(source, laid)):
         if _says_itself(source):
-            raise OptionError(f"{where}: says itself how its arrays lie: leave --axes and --shape out")
-        source = source if _lies_so(source, laid) else _unsaid(source, where)
+            own = _own_axes(source)
+            said = "" if own is None else f" ({own})"
+            raise OptionError(f"{where}: says itself how its arrays lie{said}: leave --axes and --shape out")
+        source = source if _lies_so(source, laid) else _unsaid(source, laid, where)
         arrays = [_shaped(array, laid.shape, where) for array in source.arrays]
         source = replace(source, arrays=arrays, metadata=metadata_of_part(source.metadata))
         if laid.axes:
@@ -121,19 +125,30 @@ def _lies_so(source: Source, laid: Laid) -> bool:
     """Whether what is said of axes is what would be taken anyway: the tokens are those that they were."""
     if laid.shape or laid.pages:
         return False
+    is_dump = any((said := conventional(array.name)) is not None and said.is_dump for array in source.arrays)
+    return _own_axes(source) == laid.axes and not (is_dump and source.axes is None)
+
+
+def _own_axes(source: Source) -> str | None:
+    """The axes that all arrays have, as a source or their names say."""
     if source.axes is not None:
-        return source.axes == laid.axes
-    return all(
-        (said := conventional(array.name)) is not None
-        and not said.is_dump
-        and laid.axes == {3: said.order, 4: f"b{said.order}"}.get(len(array.shape))
-        for array in source.arrays
-    )
+        return source.axes
+    found = set()
+    for array in source.arrays:
+        said = conventional(array.name)
+        order = "thd" if source.token_major else said.order if said is not None else None
+        found.add({3: order, 4: order and f"b{order}"}.get(len(array.shape)))
+    return found.pop() if len(found) == 1 else None
 
 
-def _unsaid(source: Source, where: str) -> Source:
-    """The source without what is said of the tokens of its arrays as they lay, and a note if that is anything."""
-    said = [key for key in (ENGINE_KEY, BESIDE_KEY) if key in source.metadata]
+def _unsaid(source: Source, laid: Laid, where: str) -> Source:
+    """The source without what is said of the tokens of its arrays as they lay, and a note if that is anything.
+
+    What lies beside arrays that do not say how they lie is of the layers and tokens that their axes say.
+    """
+    other = laid.shape or laid.pages or _own_axes(source)
+    keys = (ENGINE_KEY, BESIDE_KEY) if other else (ENGINE_KEY,)
+    said = [key for key in keys if key in source.metadata]
     if not said:
         return source
     metadata = {key: text for key, text in source.metadata.items() if key not in said}

@@ -126,7 +126,7 @@ def joined(sources: Sequence[Source]) -> Source:
 
     One source alone is returned as it is. Of several, the first wins where metadata has the same key, and what
     describes one input only is dropped: a cache (`Source.cache`, `Source.engine_cache`), and kvmnn's own metadata
-    (`others_metadata`).
+    (`others_metadata`); but not what all say alike of their tokens, as ``.npy`` files of one folder do.
     """
     if len(sources) == 1:
         return sources[0]
@@ -134,6 +134,7 @@ def joined(sources: Sequence[Source]) -> Source:
     arrays: list[NamedArray] = []
     skipped: list[str] = []
     taken: set[str] = set()
+    beside = {source.metadata.get(BESIDE_KEY) for source in sources}
     for source in sources:
         for array in source.arrays:
             name, count = array.name, 1
@@ -143,7 +144,11 @@ def joined(sources: Sequence[Source]) -> Source:
             check_name(name, " ".join(source.inputs))
             taken.add(name)
             arrays.append(replace(array, name=name))
-        if source.engine_cache is not None or source.cache is not None or BESIDE_KEY in source.metadata:
+        if (
+            source.engine_cache is not None
+            or source.cache is not None
+            or (BESIDE_KEY in source.metadata and len(beside) > 1)
+        ):
             found.notes.append(
                 f"what {' '.join(source.inputs)} says of its tokens is left out: several inputs are taken together"
             )
@@ -155,6 +160,8 @@ def joined(sources: Sequence[Source]) -> Source:
         found.inputs += source.inputs
         found.opened += source.opened
     found.arrays, found.skipped = arrays, skipped
+    if len(beside) == 1 and (alike := beside.pop()) is not None:
+        found.metadata[BESIDE_KEY] = alike
     return found
 
 

@@ -180,6 +180,7 @@ def _around(frames: FrameSet, against: Source) -> Difference | None:
     metadata, whose = frames.document.metadata, " ".join(against.inputs)
     kept, other = kept_file(metadata, frames.path), kept_file(against.metadata, whose)
     what = kept.difference(other) if kept and other else None
-    if BESIDE_KEY in metadata:  # frames of earlier versions have none
+    alone = len(frames.arrays) == 1 and BESIDE_KEY not in against.metadata  # one file, which may lie anywhere
+    if BESIDE_KEY in metadata and not alone:  # frames of earlier versions have none
         what = what or difference_beside(metadata, frames.path, against.metadata, whose)
     return Difference(None, what) if what else None

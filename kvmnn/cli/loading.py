@@ -44,7 +44,6 @@ def load(
     from ..arrays.own_order import undo
     from ..arrays.source import joined
     from ..formats import opening
-    from ..formats.beside import folder_of, note_down
     from ..formats.options import ReadOptions
 
     if list(paths).count(STDIO) > 1:
@@ -68,8 +67,6 @@ def load(
     if not one_of_several:
         engine_options.refuse_no_blocks(arguments, source)
     if len(paths) > 1:
-        if (folder := folder_of(paths)) is not None:
-            note_down(source, folder)
         source = laid_out(source, laid, " ".join(paths))
         source = source if engine.undo is None else undo(source, engine.undo)
     turned = getattr(arguments, "token_major", False)

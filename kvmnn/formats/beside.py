@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
-from pathlib import Path, PurePath
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
 
 from ..arrays.source import BESIDE_KEY, Source
 from ..bundle.beside import MAX_BYTES, NAMES, files_beside, to_json
 from ..errors import OutputError, SourceError
 from ..files.json_document import read_bounded
 from ..files.output import DirectoryOutput
-from .npy_folder import SUFFIX
 
 
 def note_down(source: Source, folder: str) -> None:
@@ -28,15 +27,14 @@ def note_down(source: Source, folder: str) -> None:
             except (SourceError, FileNotFoundError) as error:
                 source.notes.append(f"frames of these arrays will be without {name}: {error}")
     if found:
-        source.metadata[BESIDE_KEY] = to_json(found)
+        source.metadata[BESIDE_KEY] = _document(tuple(found.items()))
         source.opened += tuple(str(Path(folder, name)) for name in found)
 
 
-def folder_of(paths: Sequence[str]) -> str | None:
-    """The folder of several ``.npy`` files that all lie in one; None for all others."""
-    folders = {os.path.dirname(path) or os.curdir for path in paths}
-    are_files = all(PurePath(path).suffix.lower() == SUFFIX and os.path.isfile(path) for path in paths)
-    return folders.pop() if len(folders) == 1 and len(paths) > 1 and are_files else None
+@lru_cache(maxsize=1)
+def _document(files: tuple[tuple[str, bytes], ...]) -> str:
+    """Compressed once for all arrays of a folder."""
+    return to_json(dict(files))
 
 
 def text_beside(source: Source, name: str) -> tuple[bytes, str] | None:

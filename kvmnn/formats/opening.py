@@ -276,6 +276,8 @@ def _read(path: str, options: ReadOptions, stream: MappedFile | None = None) -> 
         source = chosen(engine_files.read(path, engines, options), path, options)
     elif known is not None:
         source = known.read(path, options)
+        if known.read is npy.read:
+            beside.note_down(source, os.path.dirname(path))
     elif PurePath(path).suffix.lower() in _PACKED_SUFFIXES:
         source = _packed(path, options)
     else:

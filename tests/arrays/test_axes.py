@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from itertools import permutations
 from pathlib import Path
+from random import Random
 from typing import Any
 
+import llama_files
+import mlx_files
 import numpy as np
 import pytest
 
@@ -197,3 +200,21 @@ def test_a_batch_that_nothing_says_is_named_with_what_says_it(tmp_path: Path, ru
     assert "first difference" in run(*one, "--axes", "bhtd", "--batch", 0, code=1).out
     none = run("diff", tmp_path / "one.npz", tmp_path / "one.npz", "--batch", 0, code=2).err
     assert "have no axis for a batch: leave --batch out" in " ".join(none.split())
+
+
+def test_axes_that_an_input_has_by_itself_may_be_said(tmp_path: Path, run: Any) -> None:
+    rng = Random(3)
+    (tmp_path / "x.session").write_bytes(llama_files.state(rng, llama_files.Shape(), [12])[0])
+    (tmp_path / "c.safetensors").write_bytes(mlx_files.cache(rng, mlx_files.Shape(dims=32, value_dims=32))[0])
+    for path, own, other, more in (
+        (tmp_path / "x.session", "htd", "thd", {"kv_heads": 2}),
+        (tmp_path / "c.safetensors", "htd", "thd", {}),
+    ):
+        alone, said = kvmnn.open(path, **more), kvmnn.open(path, axes=own, **more)
+        assert {name: said[name].shape for name in said} == {name: alone[name].shape for name in alone}
+        assert said.engine_cache is not None
+        with pytest.raises(OptionError, match=rf"says itself how its arrays lie \({own}\): leave --axes and"):
+            kvmnn.open(path, axes=other, **more)
+    run("measure", tmp_path / "x.session", "--kv-heads", 2, "--axes", "htd")
+    said = run("encode", tmp_path / "c.safetensors", "--axes", "htd", "-o", tmp_path / "f/").err
+    assert "arrays are encoded, and decode will not write the file: --axes" in said.replace("\n", " ")

@@ -229,6 +229,25 @@ def test_files_of_one_folder_are_of_the_tokens_of_the_folder(tmp_path: Path, run
     assert "true positions are as positions.json" in packed.err.replace("\n", " ")
 
 
+def test_one_file_of_a_folder_is_of_the_tokens_of_the_folder(tmp_path: Path, run: Any) -> None:
+    original = cut_folder(tmp_path / "kv")
+    both = np.stack([np.load(original / f"layer_{layer}.{part}.npy") for part in ("key", "value") for layer in (0, 1)])
+    for old in original.glob("*.npy"):
+        old.unlink()
+    np.save(original / "kv.npy", both.reshape(2, 2, *both.shape[1:]))
+    said, frame = (original / "kv.npy", "--axes", "2lhtd"), tmp_path / "kv.frame"
+    assert "note" not in run("encode", original / "kv.npy", "-o", frame).err
+    for made in (said, (frame, *said[1:])):
+        assert "layer 1 was cut" in run("store", "put", tmp_path / "s", *made, "--fingerprint", "m", code=1).err
+        packed = run("pack", *made, "--backend", "arm64-fp16", "--name", "p", "-o", tmp_path / "p", "-f")
+        assert "true positions are as positions.json" in packed.err.replace("\n", " ")
+    shape = ("--shape", "2,2,2,3,8")
+    assert "kv.npy says of its tokens is left out" in run("measure", *said, *shape).err.replace("\n", " ")
+    assert run("verify", frame, "--against", original / "kv.npy").out
+    (original / "kv.npy").rename(tmp_path / "kv.npy")  # its bytes are the same anywhere
+    assert run("verify", frame, "--against", tmp_path / "kv.npy").out
+
+
 def test_the_store_takes_the_token_ids_beside_the_arrays(tmp_path: Path, run: Any) -> None:
     original = cut_folder(tmp_path / "kv")
     layers = [{"positions": [0, 1, 2]}] * 2

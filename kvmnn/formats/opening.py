@@ -28,7 +28,7 @@ from .mnn.describing import describe_files
 from .mnn.finding import find_packed
 from .options import PackedOptions, ReadOptions
 from .raw_pages import page_in
-from .reading import check_names, chosen
+from .reading import check_names, chosen, drop_description
 from .unknown import HEAD_BYTES, file_not_known, folder_not_known
 
 FolderKind = Literal["zarr", "packed", "packed dump", "dump", "npy", "vllm"]
@@ -136,6 +136,8 @@ def open(
     else:
         frames = opened is None and options.frames and is_frames(path)
         source = _decoded(path, options) if frames else _read(path, options, opened)
+    if options.tensors:
+        drop_description(source, path)
     if options.frames and source.cache is None:
         source.cache = described_by(source.metadata, path)
     engine_notes.apply(source, path, part=bool(options.tensors))

@@ -12,9 +12,11 @@ import numpy as np
 
 from .. import dtypes
 from ..arrays.engine_cache import of_part
+from ..arrays.layers import array_name
 from ..arrays.named_array import NamedArray, UnsupportedArrayError, UntypedArrayError
 from ..arrays.source import BESIDE_KEY, ENGINE_KEY, Source, described_by, metadata_of_part
 from ..bundle.beside import POSITIONS, to_json
+from ..dtypes import PARTS
 from ..errors import KvmnnError, SourceError
 from ..packed.cache_info import CacheInfo
 from .options import ReadOptions
@@ -168,6 +170,15 @@ def chosen(source: Source, path: str, options: ReadOptions) -> Source:
     cache = source.engine_cache and of_part(source.engine_cache, source, [array.name for array in arrays])
     metadata = said_of_part(source.metadata, source.cache or described_by(source.metadata, path))
     return replace(source, arrays=arrays, metadata=metadata, cache=None, engine_cache=cache)
+
+
+def drop_description(source: Source, path: str) -> None:
+    """Keep of what is said of a packed cache what holds of its arrays, where not all of them were chosen."""
+    cache = described_by(source.metadata, path)
+    if cache is not None and any(
+        array_name(layer.layer, part) not in source for layer in cache.layers for part in PARTS
+    ):
+        source.metadata = said_of_part(source.metadata, cache)
 
 
 def said_of_part(metadata: dict[str, str], cache: CacheInfo | None) -> dict[str, str]:

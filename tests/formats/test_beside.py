@@ -210,10 +210,27 @@ def test_chosen_arrays_of_packed_files_that_were_cut(tmp_path: Path, run: Any) -
     run("encode", tmp_path / "p", "-o", tmp_path / "p.zarr")
     put = ("--token-ids", "0,1,2", "--fingerprint", "m")
     part = ("--tensor", "layer_1.key", "--tensor", "layer_1.value")
-    for path in (tmp_path / name for name in ("p", "p.frames", "p.zarr")):
+    run("unpack", tmp_path / "p", "-o", tmp_path / "p.npz")
+    run("unpack", tmp_path / "p", "-o", tmp_path / "p.safetensors")
+    for path in (tmp_path / name for name in ("p", "p.frames", "p.zarr", "p.npz", "p.safetensors")):
         assert "layer 1 was cut" in run("store", "put", tmp_path / "s", path, *part, *put, code=1).err
         run("unpack", path, *part, "-o", tmp_path / "part.npz", "-f")
         assert "layer 1 was cut" in run("store", "put", tmp_path / "s", tmp_path / "part.npz", *put, code=1).err
+
+
+@pytest.mark.parametrize("suffix", ["npz", "safetensors"])
+def test_chosen_layers_of_a_file_of_packed_arrays_are_packed_again(tmp_path: Path, run: Any, suffix: str) -> None:
+    file, pack_as = tmp_path / f"p.{suffix}", ("--backend", "arm64-fp16", "--name", "q", "-o")
+    run("pack", cut_folder(tmp_path / "kv"), "--backend", "arm64-fp16", "--name", "p", "-o", tmp_path / "p")
+    run("unpack", tmp_path / "p", "-o", file)
+    part = ("--tensor", "layer_0.key", "--tensor", "layer_0.value")
+    run("pack", file, *part, *pack_as, tmp_path / "q")
+    run("encode", file, *part, "-o", tmp_path / "part.frames/")
+    run("pack", tmp_path / "part.frames", *pack_as, tmp_path / "r")
+    for made in ("q", "r"):
+        assert run("diff", tmp_path / made, tmp_path / "kv", *part).out.startswith("equal")
+    every = [word for n in (0, 1) for name in ("key", "value") for word in ("--tensor", f"layer_{n}.{name}")]
+    run("pack", file, *every, "-o", tmp_path / "all")  # the layout is known
 
 
 def test_files_of_one_folder_are_of_the_tokens_of_the_folder(tmp_path: Path, run: Any) -> None:

@@ -112,6 +112,7 @@ def test_diff_of_two_sessions_needs_no_heads(run) -> None:
     Path("b.session").write_bytes(words)
     assert "equal: " in run("diff", "a.session", "b.session").out
     assert "within 0" in run("diff", "a.session", "b.session", "--atol", 0).out
+    assert "equal: " in run("diff", "a.session", "b.session", "--undo", "none").out
     for argv in (["a.session", "kv.npz"], ["a.session", "b.session", "--undo", "k-order"]):
         assert "--kv-heads N" in run("diff", *argv, code=2).err
 

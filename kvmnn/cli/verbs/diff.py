@@ -34,7 +34,8 @@ def _both(*inputs: tuple[str, argparse.Namespace]) -> list[Source]:
     try:
         return [_loaded(path, arguments) for path, arguments in inputs]
     except MissingOptionError:
-        if not all(engine_options.is_llama(path) and not is_stream(path) for path, _ in inputs):
+        undoing = inputs[0][1].undo not in (None, ("none",))
+        if undoing or not all(engine_options.is_llama(path) and not is_stream(path) for path, _ in inputs):
             raise
         found = [_loaded(path, arguments, any_heads=True) for path, arguments in inputs]
         if any(source.engine_cache is None or source.engine_cache.kv_heads is not None for source in found):

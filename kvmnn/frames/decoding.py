@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..dtypes import FP16, FP32, Bytes, DType, Words, by_name
-from ..errors import FrameError, LimitError
+from ..errors import FrameError, KvmnnError, LimitError
 from ..threads.pool import map_pulled, resolve_threads
 from . import _decoder
 from .options import CODECS, MIN_PARALLEL_BYTES, codec_bits
@@ -119,7 +119,11 @@ class Decoder:
         ------
         FrameError
             As `decode`, for a frame that holds another number of words, and for what does not match its checksum.
+        KvmnnError
+            For an `out` that is not contiguous behind its first axis.
         """
+        if not out[0].flags.c_contiguous:  # `reshape` would copy, and nothing came to `out`
+            raise KvmnnError("out: expected rows that are each contiguous")
         rows = out.reshape(len(out), -1).view(np.uint8)
         _decoder.decode_checked(frame, self._itemsize, self._allow, frame_sum, rows_sum, rows)
 

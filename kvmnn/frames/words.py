@@ -45,8 +45,9 @@ def writable_rows(out: Any, size: int) -> Bytes:
     One row, unless the first axis of an array has a stride of its own.
     """
     if isinstance(out, np.ndarray):
-        rows = 1 if out.flags.c_contiguous else len(out)
-        if out.dtype.hasobject or (rows > 1 and not (out.ndim > 1 and out[0].flags.c_contiguous)):
+        is_whole = out.flags.c_contiguous
+        rows = 1 if is_whole else len(out)
+        if out.dtype.hasobject or not (is_whole or (out.ndim > 1 and out[0].flags.c_contiguous)):
             raise KvmnnError("out: expected plain numbers, C-contiguous behind the first axis")
         target = out.reshape(rows, -1).view(np.uint8)
     else:

@@ -162,10 +162,10 @@ def _arrays(space: Space, tokens: int, *, by_token: bool) -> list[tuple[Words, W
 
 def _decode(decoder: Decoder, frame: Frame, stretch: Stretch, out: Words) -> None:
     tokens = stretch.unit.ids.size
-    entire = stretch.take == tokens
-    words = out if entire else np.empty((out.shape[0], tokens, out.shape[2]), out.dtype)
+    in_place = stretch.take == tokens and out[0].flags.c_contiguous
+    words = out if in_place else np.empty((out.shape[0], tokens, out.shape[2]), out.dtype)
     decoder.checked(frame.data, frame.checksum, frame.raw_checksum, words)
-    if not entire:
+    if not in_place:
         out[:] = words[:, stretch.skip : stretch.skip + stretch.take]
 
 

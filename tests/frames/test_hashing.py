@@ -106,6 +106,8 @@ def test_frames_are_decoded_and_both_checksums_compared(rows: int, words: int, d
         FrameError, match=f"holds {array.nbytes} bytes: expected {array.nbytes + array.itemsize * rows}"
     ):
         decoder.checked(frame, checksum(frame), total, np.zeros((rows, words + 1), dtype))
+    with pytest.raises(KvmnnError, match="expected rows that are each contiguous"):  # where a view would be a copy
+        decoder.checked(frame, checksum(frame), total, np.zeros((2, words, 2, rows), dtype).transpose(3, 1, 2, 0))
     with pytest.raises(KvmnnError, match="expected contiguous ones"):
         rows_checksum(np.zeros((2, 8), np.uint8)[:, ::2])
 

@@ -242,6 +242,8 @@ def test_out_with_a_stride_in_its_first_axis(dtype: type) -> None:
     for refused in (cache[:, 20:30:2], cache[:, 20:25, ::-1], np.zeros((3, 8, 5), dtype).transpose(0, 2, 1)):
         with pytest.raises(KvmnnError, match="C-contiguous"):
             kvmnn.decode(kvmnn.encode(values), out=refused)
+    with pytest.raises(KvmnnError, match="C-contiguous"):  # one row, which a view cannot show either
+        kvmnn.decode(kvmnn.encode(values[:1]), out=cache[:1, 20:30:2])
 
 
 def test_a_decoder_of_several_frames_at_once() -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import struct
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from dense_texts import DIMS, ROTARY, layers_of, same, text, units
+from dense_texts import DIMS, ROTARY, layers_of, mixed_layers_of, same, text, units
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from prefixes import MODEL, checksum_model
 
 from kvmnn import KvmnnError, LayerCache, dense
@@ -150,6 +153,45 @@ def test_frames_where_streams_gain_little(tmp_path: Path) -> None:
     assert [unit.dense is None for unit in units(tmp_path / "s")] == [True, True]
 
 
+@pytest.mark.parametrize("dtype", ["<f2", "<f4"])
+@pytest.mark.parametrize("first", [64, 100, 255])
+def test_frames_behind_streams(tmp_path: Path, first: int, dtype: str) -> None:
+    """Rows of streams lie token by token in what is returned, and those of frames come to their places in it."""
+    rng = np.random.default_rng(first)
+    keys, values = rng.standard_normal((2, 700, 64)).astype(dtype), rng.standard_normal((2, 700, 48)).astype(dtype)
+    ids = text(700)
+    with PrefixStore(tmp_path / "s", codec="dense") as store:
+        for end in (first, 700):
+            store.put(ids[:end], [LayerCache(layer=0, keys=keys[:, :end], values=values[:, :end])], model=MODEL)
+        for end in (first - 1, first, 320, 576, 700):
+            assert same(store.get(ids[:end], model=MODEL).layers, [LayerCache(layer=0, keys=keys, values=values)], end)
+        store.export(ids, tmp_path / "one.prefix", model=MODEL)
+    assert {unit.dense is None for unit in units(tmp_path / "s")} == {True, False}
+    with PrefixStore(tmp_path / "t") as store:
+        store.import_file(tmp_path / "one.prefix")
+        assert same(store.get(ids, model=MODEL).layers, [LayerCache(layer=0, keys=keys, values=values)], 700)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_whatever_units_are_made_of_the_rows_come_back(tmp_path: Path, data: st.DataObject) -> None:
+    """Texts that begin alike, of rows that repeat and rows that do not, in any order and of any length."""
+    dtype = data.draw(st.sampled_from(["<f2", "<f4"]))
+    parts = st.tuples(st.integers(0, 2), st.sampled_from([1, 15, 16, 60, 130, 256, 300]), st.booleans())
+    texts: list[list[int]] = []
+    with PrefixStore(tmp_path / secrets.token_hex(8), block_tokens=data.draw(st.sampled_from([16, 64]))) as store:
+        for _ in range(data.draw(st.integers(1, 6))):
+            before = data.draw(st.sampled_from([[], *texts]))
+            ids = before[: data.draw(st.integers(0, len(before)))]
+            for seed, tokens, is_noise in data.draw(st.lists(parts, min_size=1, max_size=3)):
+                ids = ids + [each + 97 * is_noise for each in text(tokens, seed)]
+            store.put(ids, mixed_layers_of(ids, dtype), model=MODEL)
+            texts.append(ids)
+            for asked in texts:
+                found = store.get(asked, model=MODEL)
+                assert found.tokens == len(asked) and same(found.layers, mixed_layers_of(asked, dtype), len(asked))
+
+
 def test_chains_are_bounded(tmp_path: Path) -> None:
     ids = text(16 * 2 * (MOST_CHAIN + 3))
     with PrefixStore(tmp_path / "s", block_tokens=16, codec="dense") as store:
@@ -276,9 +318,9 @@ def test_rows_that_lie_otherwise(tmp_path: Path, how: str) -> None:
         return found.transpose(1, 0, 2)
 
     layers = [LayerCache(layer=each.layer, keys=moved(each.keys), values=moved(each.values)) for each in plain]
-    for name, given in (("plain", plain), ("moved", layers)):
+    for name, rows in (("plain", plain), ("moved", layers)):
         with PrefixStore(tmp_path / name, block_tokens=16, codec="dense") as store:
-            store.put(ids, given, model=MODEL)
+            store.put(ids, rows, model=MODEL)
             assert same(store.get(ids, model=MODEL).layers, plain, 600)
     files = [sorted(tmp_path.glob(f"{name}/units/*/*.unit")) for name in ("plain", "moved")]
     assert [path.read_bytes() for path in files[0]] == [path.read_bytes() for path in files[1]] and len(files[0]) == 2

@@ -30,6 +30,22 @@ def layers_of(ids: Sequence[int], dtype: str = "<f2", shift: float = 0.0) -> lis
     return made
 
 
+def mixed_layers_of(ids: Sequence[int], dtype: str = "<f2") -> list[LayerCache]:
+    """`layers_of` for ids below 97; those above have rows that nothing else has but the same text."""
+    numbers = np.asarray(ids)
+    made = layers_of((numbers % 97).tolist(), dtype)
+    state = np.cumsum((numbers + 1).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15), dtype=np.uint64)
+    for layer, each in enumerate(made):
+        for part, words in enumerate((each.keys, each.values)):
+            place = np.arange(HEADS * DIMS, dtype=np.uint64) + np.uint64(1 + 1000 * (2 * layer + part))
+            mixed = (state[:, None] ^ place * np.uint64(0xBF58476D1CE4E5B9)) * np.uint64(0x94D049BB133111EB)
+            mixed ^= mixed >> np.uint64(31)
+            noise = (mixed >> np.uint64(40)).astype(np.float32) / (1 << 23) - 1
+            rows = noise.reshape(-1, HEADS, DIMS).transpose(1, 0, 2).astype(dtype)
+            words[:, numbers >= 97] = rows[:, numbers >= 97]
+    return made
+
+
 def same(found: Sequence[LayerCache], wanted: Sequence[LayerCache], tokens: int) -> bool:
     return len(found) == len(wanted) and all(
         a.keys.tobytes() == b.keys[:, :tokens].tobytes() and a.values.tobytes() == b.values[:, :tokens].tobytes()

@@ -130,8 +130,14 @@ def _taken_as(name: str, array_dtype: np.dtype[np.generic], as_numbers: bool = F
     return name
 
 
-def other_numbers(own: str, name: str) -> KvmnnError:
-    """The error for numbers of the type `own` that are said to be of another type with as many bytes."""
+def check_own_type(own: str | None, options: ReadOptions, where: str) -> None:
+    """`UnsupportedArrayError` for another dtype than the one that a format with names for all dtypes says."""
+    if own is not None and options.dtype not in (None, own):
+        raise UnsupportedArrayError(f"{where}: {other_numbers(own, options.dtype)}")
+
+
+def other_numbers(own: str, name: str | None) -> KvmnnError:
+    """The error for numbers of the type `own` that are said to be of another type."""
     return KvmnnError(f"holds {own} numbers, and {name} (--dtype) would make others of them: leave --dtype out")
 
 

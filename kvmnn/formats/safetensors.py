@@ -20,7 +20,7 @@ from ..arrays.source import Source
 from ..errors import OutputError, SourceError
 from ..files.mapped import MappedFile
 from .options import ReadOptions
-from .reading import checked, dtype_name, nothing_taken, other_numbers, some, with_bytes
+from .reading import check_own_type, checked, dtype_name, nothing_taken, some, with_bytes
 from .safetensors_header import MAX_HEADER, METADATA, Header, Tensors, read_header
 from .sinks import Runs, SeekableSink, beginnings
 
@@ -34,6 +34,7 @@ _NUMPY = {
     "U32": "<u4",
     "U8": "|u1",
 }
+_SELF_SAID = {"F16": "fp16", "BF16": "bf16", "F32": "fp32"}
 
 
 def read(path: str, options: ReadOptions) -> Source:
@@ -84,11 +85,10 @@ def _dtype_of(kind: str, options: ReadOptions) -> str | UnsupportedArrayError:
     """What tensors of a type are taken as, or why they are not."""
     if kind not in _NUMPY:
         return UnsupportedArrayError(f"type {kind} is not one that frames hold (F16, BF16, F32)")
-    if not (options.dtype or options.fallbacks) and kind not in ("F16", "BF16", "F32"):
+    if not (options.dtype or options.fallbacks) and kind not in _SELF_SAID:
         return UntypedArrayError(f"type {kind} needs a dtype to be taken as (--dtype)")
-    if options.as_numbers and kind == "BF16" and options.dtype == "fp16":
-        return UnsupportedArrayError(str(other_numbers("bf16", options.dtype)))
     try:
+        check_own_type(_SELF_SAID.get(kind), options, "")
         return dtype_name(np.dtype(_NUMPY[kind]), options, "")
     except UnsupportedArrayError as exc:
         return type(exc)(str(exc).removeprefix(": "))

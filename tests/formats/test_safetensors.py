@@ -64,16 +64,16 @@ def test_numbers_are_not_taken_as_those_of_another_type(tmp_path):
     header = {"a": tensor("F16", [2], 0, 4), "b": tensor("BF16", [2], 4, 8)}
     path = pack(tmp_path / "x.safetensors", header, bytes(8))
 
-    def taken(name: str, dtype: str, as_numbers: bool) -> str:
-        options = ReadOptions(tensors=(name,), dtype=dtype, as_numbers=as_numbers)
-        (array,) = open_source(path, options).arrays
+    def taken(name: str, dtype: str) -> str:
+        (array,) = open_source(path, ReadOptions(tensors=(name,), dtype=dtype)).arrays
         return array.dtype
 
-    assert taken("b", "fp16", False) == "fp16"
-    assert taken("b", "bf16", True) == "bf16"
-    assert taken("a", "fp16", True) == "fp16"
-    with pytest.raises(SourceError, match="tensor 'b': "):
-        taken("b", "fp16", True)
+    assert taken("b", "bf16") == "bf16"
+    assert taken("a", "fp16") == "fp16"
+    for name, own, other in (("a", "fp16", "bf16"), ("b", "bf16", "fp16"), ("a", "fp16", "fp32")):
+        said = rf"tensor '{name}': holds {own} numbers, and {other} \(--dtype\) would make others of them: leave"
+        with pytest.raises(SourceError, match=said):
+            taken(name, other)
 
 
 EMPTY = b'"a": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}'

@@ -19,7 +19,7 @@ from ...dtypes import PARTS, Positions
 from ...errors import KvmnnError, SourceError
 from ...text import count
 from ..options import ReadOptions
-from ..reading import checked, dtype_name, other_numbers, select
+from ..reading import check_own_type, checked, dtype_name, select
 from .layers import AnyTensor, Cache, Layer
 
 AXES = "bhtd"
@@ -35,7 +35,7 @@ _NUMPY = {
     "uint32": "<u4",
     "uint8": "|u1",
 }
-_SELF_SAID = ("float16", "bfloat16", "float32")
+_SELF_SAID = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 
 
 def tensor_array(where: str, name: str, tensor: AnyTensor, options: ReadOptions, rows: int | None = None) -> NamedArray:
@@ -51,10 +51,9 @@ def tensor_array(where: str, name: str, tensor: AnyTensor, options: ReadOptions,
     if kind not in _NUMPY:
         raise UnsupportedArrayError(f"{where}: type {kind} is not one that frames hold (float16, bfloat16, float32)")
     array_dtype = np.dtype(_NUMPY[kind])
+    check_own_type(_SELF_SAID.get(kind), options, where)
     if kind not in _SELF_SAID and not (options.dtype or options.fallbacks):
         raise UntypedArrayError(f"{where}: type {kind} needs a dtype to be taken as (--dtype)")
-    if options.as_numbers and kind == "bfloat16" and options.dtype == "fp16":
-        raise UnsupportedArrayError(f"{where}: {other_numbers('bf16', options.dtype)}")
     shape = tuple(tensor.shape)
     if rows is not None:
         shape = (*shape[:-2], rows, shape[-1])

@@ -300,3 +300,13 @@ def test_every_verb_takes_one(tmp_path: Path, run: Any) -> None:
     run("store", "put", tmp_path / "store", path, "--fingerprint", "ab" * 32, "--token-ids", tmp_path / "ids.json")
     run("decode", tmp_path / "c.frames", "-o", tmp_path / "c.npz")
     assert np.load(tmp_path / "c.npz")["layer_1.value"].shape == (1, 2, 40, 8)
+
+
+@pytest.mark.parametrize(("own", "other"), [("fp16", "bf16"), ("bf16", "fp16"), ("fp32", "fp16")])
+def test_tensors_say_their_own_type(tmp_path: Path, own: str, other: str) -> None:
+    made = pairs(1, dtype=own)
+    path = save(tmp_path / "cache.pt", tuple(made))
+    assert_same(kvmnn.open(path, dtype=own), made, own)
+    said = rf"holds {own} numbers, and {other} \(--dtype\) would make others of them"
+    with pytest.raises(SourceError, match=said):
+        kvmnn.open(path, dtype=other)

@@ -85,7 +85,7 @@ def laid_out(source: Source, laid: Laid, where: str) -> Source:
     SourceError
         For arrays that do not have these axes, and names that do not say K or V of a layer where no axis does.
     """
-    if laid.axes and _says_itself(source) and ENGINE_KEY not in source.metadata and _own_axes(source) == laid.axes:
+    if laid.axes and _says_itself(source) and ENGINE_KEY not in source.metadata and own_axes(source) == laid.axes:
         laid = replace(laid, axes=None)
     if ENGINE_KEY in source.metadata and (laid.axes or laid.shape):
         if _lies_so(source, laid):
@@ -95,7 +95,7 @@ def laid_out(source: Source, laid: Laid, where: str) -> Source:
             source = _unsaid(replace(source, engine_cache=None, axes=None), laid, where)
     if (laid.axes or laid.shape) and not (laid.where_needed and not _may_lie_so(source, laid)):
         if _says_itself(source):
-            own = _own_axes(source)
+            own = own_axes(source)
             said = "" if own is None else f" ({own})"
             raise OptionError(f"{where}: says itself how its arrays lie{said}: leave --axes and --shape out")
         source = source if _lies_so(source, laid) else _unsaid(source, laid, where)
@@ -126,10 +126,10 @@ def _lies_so(source: Source, laid: Laid) -> bool:
     if laid.shape or laid.pages:
         return False
     is_dump = any((said := conventional(array.name)) is not None and said.is_dump for array in source.arrays)
-    return _own_axes(source) == laid.axes and not (is_dump and source.axes is None)
+    return own_axes(source) == laid.axes and not (is_dump and source.axes is None)
 
 
-def _own_axes(source: Source) -> str | None:
+def own_axes(source: Source) -> str | None:
     """The axes that all arrays have, as a source or their names say."""
     if source.axes is not None:
         return source.axes
@@ -146,7 +146,7 @@ def _unsaid(source: Source, laid: Laid, where: str) -> Source:
 
     What lies beside arrays that do not say how they lie is of the layers and tokens that their axes say.
     """
-    other = laid.shape or laid.pages or _own_axes(source)
+    other = laid.shape or laid.pages or own_axes(source)
     keys = (ENGINE_KEY, BESIDE_KEY) if other else (ENGINE_KEY,)
     said = [key for key in keys if key in source.metadata]
     if not said:

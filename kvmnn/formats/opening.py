@@ -11,15 +11,16 @@ from pathlib import Path, PurePath
 from typing import Any, Literal
 
 from ..arrays import engine_notes, own_order
-from ..arrays.axes import Laid, laid_out
-from ..arrays.source import Source, described_by
+from ..arrays.axes import Laid, laid_out, own_axes
+from ..arrays.source import FILE_KEY, Source, described_by
 from ..arrays.valid_names import check_name, name_of_file
 from ..bundle import manifest
 from ..bundle.frame_set import DecodeOptions, open_frames
 from ..errors import KvmnnError, LimitError, MissingOptionError, OptionError, SourceError
 from ..files.mapped import MappedFile, head_of, is_stream
 from ..files.urls import is_url
-from . import beside, engine_files, npy, npy_folder, npz, raw, safetensors, vllm, zarr
+from ..text import count
+from . import beside, engine_files, llama, npy, npy_folder, npz, raw, safetensors, vllm, zarr
 from .array_formats import ARRAY_FORMATS, array_format
 from .frames import of_frames
 from .hf import live, saved
@@ -82,7 +83,7 @@ def open(
         dimension, 2 K and V), what they are taken as first, and which text of a batch is wanted.
     kv_heads, model
         Of a llama.cpp file: how many heads a row of K is of, or the ``.gguf`` file that says it. The same as
-        `PackedOptions.model` and ``PackedOptions.geometry.kv_heads``.
+        `PackedOptions.model` and ``PackedOptions.geometry.kv_heads``. Other K and V must have as many as `kv_heads`.
     undo
         What llama.cpp did to K and V that is to be undone: ``"k-order"``, ``"k-rotation"``, ``"v-rotation"``
         (`kvmnn.arrays.undo`), or ``["none"]``. By default words are as they lie in the file.
@@ -99,7 +100,7 @@ def open(
     ------
     KvmnnError
         When the input is missing, damaged, lacks an array in `tensors`, or holds something no frame can hold:
-        `SourceError`, or for frames `FrameError` and `ManifestError`.
+        `SourceError`, or for frames `FrameError` and `ManifestError`; `OptionError` where `kv_heads` is not so.
 
     Examples
     --------
@@ -128,7 +129,7 @@ def open(
     opened = path if isinstance(path, MappedFile) else None
     path = opened.path if opened else path
     if not isinstance(path, str | bytes | os.PathLike):
-        return _undone(live.read(path, options), options)
+        return _undone(_with_heads(live.read(path, options), kv_heads), options)
     path = os.fsdecode(path)
     if is_url(path):
         source = zarr.read(path, options)
@@ -146,7 +147,7 @@ def open(
         raise LimitError(f"{path}: holds {source.nbytes} raw bytes, above the limit of {options.max_bytes}")
     _check_array_names(source, path)
     source.inputs = (path,)
-    return _undone(source, options)
+    return _undone(_with_heads(source, kv_heads), options)
 
 
 def _with_model(options: ReadOptions, kv_heads: int | None, model: str | os.PathLike[str] | None) -> ReadOptions:
@@ -159,6 +160,21 @@ def _with_model(options: ReadOptions, kv_heads: int | None, model: str | os.Path
     if model is not None:
         said = replace(said, model=os.fsdecode(model))
     return replace(options, packed=said)
+
+
+def _with_heads(source: Source, kv_heads: int | None) -> Source:
+    """The source; `OptionError` where its K and V have another number of heads than the caller says, or say none."""
+    of_rows = source.engine_cache is not None and source.engine_cache.engine == llama.ENGINE  # which were told already
+    if kv_heads is None or of_rows or FILE_KEY in source.metadata:
+        return source
+    where, axes = " ".join(source.inputs), own_axes(source)
+    if axes is None:
+        raise OptionError(f"{where}: nothing says which axis its heads are: leave kv_heads out")
+    for array in source.arrays:
+        heads = array.shape[axes.index("h")]
+        if heads != kv_heads:
+            raise OptionError(f"{where}: array {array.name!r} has {count(heads, 'kv head')}, not {kv_heads} (kv_heads)")
+    return source
 
 
 def _undone(source: Source, options: ReadOptions) -> Source:

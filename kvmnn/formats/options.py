@@ -16,9 +16,9 @@ class ReadOptions:
     Parameters
     ----------
     dtype
-        Name of the dtype to take arrays as; None infers it from each array. Raw bytes need one. Files that tell fp16 and
-        bf16 apart by themselves (``.safetensors``, ``torch.save``, other engines) take their own alone; of numpy, which
-        has no bf16, any of the word size.
+        Name of the dtype to take arrays as; None infers it from each array. Raw bytes need one. Files that tell fp16
+        and bf16 apart by themselves (``.safetensors``, ``torch.save``, other engines) take their own alone; of numpy,
+        which has no bf16, any of the word size.
     as_numbers
         Refuse a `dtype` under which an array of numpy floats would be other numbers: for what computes with them.
         Frames do not care.

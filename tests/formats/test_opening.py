@@ -5,14 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 
+import llama_files
+import mlx_files
 import numpy as np
 import pytest
 
 import kvmnn
 from kvmnn import bundle, formats
-from kvmnn.errors import FrameError, SourceError
-from kvmnn.formats import ReadOptions
+from kvmnn.errors import FrameError, OptionError, SourceError
+from kvmnn.formats import EngineOptions, ReadOptions
 
 KEYS = np.random.default_rng(7).standard_normal((2, 3, 4)).astype(np.float16)
 
@@ -92,3 +95,24 @@ def test_formats_by_name():
         assert formats.ARRAY_FORMATS[suffix].holds_many is many
     assert formats.array_format("X.NPZ") is formats.ARRAY_FORMATS[".npz"]
     assert formats.array_format("x.frame") is None
+
+
+def test_heads_that_are_said_must_be_those_that_there_are(tmp_path):
+    rng = Random(3)
+    prompt = tmp_path / "c.safetensors"
+    prompt.write_bytes(mlx_files.cache(rng, mlx_files.Shape(dims=32, value_dims=32))[0])
+    heads = kvmnn.open(prompt).engine_cache.kv_heads
+    plain = tmp_path / "plain.npz"
+    keys = np.ones((1, heads, 3, 4), np.float16)
+    np.savez(plain, **{"layer_0.key": keys, "layer_0.value": keys})
+    for cache in (prompt, plain, [(keys, keys)]):
+        assert kvmnn.open(cache, kv_heads=heads).names == kvmnn.open(cache).names
+        with pytest.raises(OptionError, match=rf"has {heads} kv heads, not 7 \(kv_heads\)"):
+            kvmnn.open(cache, kv_heads=7)
+    np.save(tmp_path / "a.npy", np.ones((2, 3), np.float16))
+    with pytest.raises(OptionError, match="nothing says which axis its heads are: leave kv_heads out"):
+        kvmnn.open(tmp_path / "a.npy", kv_heads=2)
+    session = tmp_path / "x.session"
+    session.write_bytes(llama_files.state(rng, llama_files.Shape(), [12])[0])
+    whole = ReadOptions(engine=EngineOptions(whole=True))
+    assert sorted(kvmnn.open(session, whole, kv_heads=2)) == sorted(kvmnn.open(session, kv_heads=2))

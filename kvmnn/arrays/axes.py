@@ -338,7 +338,16 @@ def _one_of_batch(source: Source, batch: int, where: str) -> Source:
     described = source.engine_cache and replace(source.engine_cache, batch=1)
     # one text of a file is not the file
     metadata = {key: text for key, text in source.metadata.items() if key not in (FILE_KEY, DUMP_KEY)}
-    return replace(source, arrays=arrays, metadata=metadata, axes="htd", engine_cache=described)
+    texts = max(array.shape[0] for array in source.arrays)
+    notes = [f"{where}: text {batch} of a batch of {texts}; the others are left out"] if texts > 1 else []
+    return replace(
+        source,
+        arrays=arrays,
+        metadata=metadata,
+        axes="htd",
+        engine_cache=described,
+        notes=[*source.notes, *notes],
+    )
 
 
 def _is_own(array: NamedArray) -> bool:

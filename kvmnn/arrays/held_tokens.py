@@ -7,6 +7,8 @@ from collections.abc import Collection, Mapping
 import numpy as np
 
 from ..dtypes import Positions
+from ..packed.cache_info import Ranges
+from ..text import count
 from .engine_cache import layers_of
 from .source import Source
 
@@ -51,3 +53,15 @@ def said(other: Mapping[int, str], layers: Collection[int], ending: str = "") ->
     if len(set(other.values())) == 1 and other.keys() >= set(layers):
         return [min(other.values()) + ending]
     return [f"layer {layer}: {line}{ending}" for layer, line in other.items()]
+
+
+def gaps(held: Mapping[int, Collection[Ranges]]) -> str:
+    """What a layer holds that does not hold the first tokens of its text, and how many more there are."""
+    cut = {n: runs for n, runs in held.items() if any(len(each) > 1 or each[0][0] > 0 for each in runs if each)}
+    if not cut:
+        return ""
+    number, runs = next(iter(cut.items()))
+    one = next(iter(runs))
+    tokens, last = sum(size for _, size in one), max(sum(run) - 1 for each in runs for run in each)
+    more = f", and so {count(len(cut) - 1, 'more layer')}" if len(cut) > 1 else ""
+    return f"layer {number} holds {count(tokens, 'token')} of positions up to {last}{more}"

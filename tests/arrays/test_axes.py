@@ -160,7 +160,11 @@ def test_a_batch_is_asked_about(tmp_path: Path, run: Any) -> None:
     for verb in (("measure",), ("pack", "--name", "x", "--backend", "arm64-fp16")):
         said = run(verb[0], tmp_path / "a.npz", *verb[1:], code=2).err
         assert "it is a batch of 2: --batch N takes one text of it, from 0" in said
-    assert "2 layers" not in run("measure", tmp_path / "a.npz", "--batch", "1").out
+    said = run("measure", tmp_path / "a.npz", "--batch", "1")
+    assert "2 layers" not in said.out
+    assert "text 1 of a batch of 2; the others are left out" in said.err.replace("\n", " ")
+    said = run("encode", tmp_path / "a.npz", "--batch", "1", "-o", tmp_path / "one/").err
+    assert "text 1 of a batch of 2; the others are left out" in said.replace("\n", " ")
     run("diff", tmp_path / "a.npz", tmp_path / "a.npz")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ...arrays.engine_cache import runs_of
+from ...arrays.held_tokens import gaps
 from ...arrays.kv_arrays import SaidAxes, read_kv, usual_axes
 from ...arrays.layers import heads_hint
 from ...arrays.own_order import for_other_engines
@@ -18,7 +19,6 @@ from ...arrays.source import Source
 from ...dtypes import Words
 from ...errors import MissingDependencyError, OptionError, SourceError
 from ...packed.cache_info import Ranges
-from ...text import count
 from .. import opening
 from ..noted_positions import noted_positions
 from ..options import ReadOptions
@@ -96,8 +96,8 @@ def to_cache(
     sliding: Any = transformers and getattr(transformers.cache_utils, "DynamicSlidingWindowLayer", None)
     runs = _runs(opened, [keys.shape[2] for keys, _ in found])
     windows = {} if sliding is None or opened.cache else _windows(runs)
-    if said is None and (gaps := _gaps({n: each for n, each in runs.items() if n not in windows})):
-        warnings.warn(f"{where}: holds no beginning of a text, and a DynamicCache counts from 0: {gaps}", stacklevel=2)
+    if said is None and (cut := gaps({n: each for n, each in runs.items() if n not in windows})):
+        warnings.warn(f"{where}: holds no beginning of a text, and a DynamicCache counts from 0: {cut}", stacklevel=2)
     if transformers is None:
         return found
     cache = transformers.DynamicCache()
@@ -128,18 +128,6 @@ def _windows(held: dict[int, set[Ranges]]) -> dict[int, tuple[int, int]]:
     """Layers that hold the last of more tokens: how many they hold, and have seen."""
     alone = {n: next(iter(runs)) for n, runs in held.items() if len(runs) == 1}
     return {n: (runs[0][1], sum(runs[0])) for n, runs in alone.items() if len(runs) == 1 and runs[0][0] > 0}
-
-
-def _gaps(held: dict[int, set[Ranges]]) -> str:
-    """What a layer holds that does not hold the first tokens of its text, and how many more there are."""
-    cut = {n: runs for n, runs in held.items() if any(len(each) > 1 or each[0][0] > 0 for each in runs if each)}
-    if not cut:
-        return ""
-    number, runs = next(iter(cut.items()))
-    one = next(iter(runs))
-    tokens, last = sum(size for _, size in one), max(sum(run) - 1 for each in runs for run in each)
-    more = f", and so {count(len(cut) - 1, 'more layer')}" if len(cut) > 1 else ""
-    return f"layer {number} holds {count(tokens, 'token')} of positions up to {last}{more}"
 
 
 def _loaded(name: str) -> ModuleType | None:

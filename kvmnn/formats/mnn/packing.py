@@ -8,6 +8,7 @@ from dataclasses import replace
 from ...arrays import own_order
 from ...arrays.casting import widened
 from ...arrays.engine_cache import runs_of
+from ...arrays.held_tokens import gaps
 from ...arrays.layers import LayerArray, common_geometry, place_said, sorted_layers
 from ...arrays.source import Source
 from ...bundle.beside import POSITIONS
@@ -112,6 +113,8 @@ def pack(
             info = replace(info, layers=tuple(layers))
             whose = source.engine_cache.engine if source.engine_cache else f"{POSITIONS} beside the arrays"
             notes.append(f"true positions are as {whose} has them")
+            if cut := gaps({layer.layer: [layer.positions] for layer in layers}):
+                notes.append(f"{place_said(source)}holds no beginning of a text, and the engine counts from 0: {cut}")
     packed = write_prefix(
         arrays, info, output, force=force, protect=source.files, notes=notes, progress=progress, making=making
     )

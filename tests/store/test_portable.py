@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ from prefixes import MODEL, layers_of, same
 
 from kvmnn import KvmnnError, LayerCache
 from kvmnn.errors import OutputError, SourceError
+from kvmnn.frames.hashing import checksum
 from kvmnn.store import PrefixStore, read_exported
 
 BEGIN, IDS = list(range(10)), [*range(8), 50, 51, 52, 53, 54, 55, 56, 57, 58]
@@ -40,18 +43,40 @@ def test_it_comes_to_another_store(exported: Path, tmp_path: Path) -> None:
 
 
 def test_each_byte_counts(exported: Path) -> None:
-    """Whatever is changed, it is refused in one line, or what comes is still what was put."""
+    """Whatever is changed, it is refused in one line."""
     good = exported.read_bytes()
-    for at in range(0, len(good), 3):
-        exported.write_bytes(good[:at] + bytes([good[at] ^ 4]) + good[at + 1 :])
-        try:
-            model, ids, layers = read_exported(exported, 1)
-        except KvmnnError as error:
-            assert str(exported) in str(error)
-            assert "\n" not in str(error)
-        else:
-            assert good[12:].index(b"model") < at < 200, "the name of the model, which nothing else tells"
-            assert model != MODEL and same(layers, ids.tolist(), 17)
+    for at in range(len(good)):
+        exported.write_bytes(good[:at] + bytes([good[at] ^ 1 << at % 8]) + good[at + 1 :])
+        with pytest.raises(KvmnnError) as refused:
+            read_exported(exported, 1)
+        assert str(exported) in str(refused.value)
+        assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("wrong", ["take", "order"])
+def test_units_are_one_text(exported: Path, wrong: str) -> None:
+    """Whoever wrote it: rows of later tokens do not come for earlier ones."""
+    good = exported.read_bytes()
+    (size,) = struct.unpack_from("<I", good, 8)
+    document, units = json.loads(good[20 : 20 + size]), good[20 + size :]
+    first = document["units"][0]
+    if wrong == "take":
+        first["take"] -= 4
+    else:
+        document["units"].reverse()
+        units = units[first["bytes"] :] + units[: first["bytes"]]
+    changed = json.dumps(document).encode()
+    exported.write_bytes(good[:8] + struct.pack("<IQ", len(changed), checksum(changed)) + changed + units)
+    with pytest.raises(SourceError, match=r"unit . holds tokens from 8 on: those from [04] on are missing"):
+        read_exported(exported)
+
+
+def test_a_file_whose_document_has_no_checksum(exported: Path) -> None:
+    """As kvmnn wrote them at first."""
+    good = exported.read_bytes()
+    exported.write_bytes(b"KVMNNPX1" + good[8:12] + good[20:])
+    model, ids, layers = read_exported(exported)
+    assert (model, ids.tolist()) == (MODEL, IDS) and same(layers, IDS, 17)
 
 
 @pytest.mark.parametrize("cut", [0, 5, 11, 12, 100, 400, -1])

@@ -161,7 +161,7 @@ def _ids(arguments: argparse.Namespace) -> Any:
     try:
         return as_ids(ids)
     except KvmnnError as error:
-        raise KvmnnError(f"{packed_options.ids_label(arguments)}: {error}") from None
+        raise type(error)(f"{packed_options.ids_label(arguments)}: {str(error).removeprefix('token ids: ')}") from None
 
 
 def fingerprint_said(arguments: argparse.Namespace) -> str | None:

@@ -117,6 +117,9 @@ class Directory:
                 self._known_spaces = last, spaces
         return self._known_spaces[1]
 
+    def keep_space(self, space: Space) -> None:
+        """As `Units`: the index has what its units refer to."""
+
     def has_texts(self, space: Space) -> bool:
         """Whether anything of a space is stored."""
         with self.index.reading() as cursor:

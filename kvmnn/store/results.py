@@ -74,10 +74,12 @@ class Put:
         Of the text.
     known_tokens
         Of them stored before.
+    stored_from
+        Tokens before those that were stored now: fewer than `known_tokens` where a tail goes on, as blocks are whole.
     stored_tokens
         Of them stored now: fewer than `tokens` where the bound has no room for more, or an engine did not answer.
     raw_bytes
-        Of K and V of the others, as they were given.
+        Of K and V of the tokens from `stored_from` on, as they were given.
     stored_bytes
         Of the files that were made for them.
     removed_bytes
@@ -92,6 +94,7 @@ class Put:
 
     tokens: int
     known_tokens: int
+    stored_from: int = 0
     stored_tokens: int = 0
     raw_bytes: int = 0
     stored_bytes: int = 0
@@ -112,7 +115,8 @@ class Put:
             text = f"{count(self.tokens, 'token')}: {done}: {'; '.join(self.notes)}"
         elif new := self.tokens - self.known_tokens:
             sizes = f"{self.raw_bytes:,} -> {self.stored_bytes:,} bytes"
-            text = f"{count(self.tokens, 'token')}, {new:,} of them new: {sizes}"
+            behind = f", stored from {self.stored_from:,} on" if self.stored_from < self.known_tokens else ""
+            text = f"{count(self.tokens, 'token')}, {new:,} of them new{behind}: {sizes}"
             text += f", ratio {ratio(self.raw_bytes, self.stored_bytes):.4f}{at_rate(self.raw_bytes, self.seconds)}"
         return text + (f"\n  {self.removed_bytes:,} bytes of files went" if self.removed_bytes else "")
 

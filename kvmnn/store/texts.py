@@ -73,9 +73,11 @@ class Texts:
         """As `PrefixStore.put`."""
         started = time.perf_counter()
         text = self.text(space, ids)
-        known, added, raw_bytes = self._units.find(text), Added(0, 0), 0
+        known, added, begin, raw_bytes = self._units.find(text), Added(0, 0), ids.size, 0
         if known.tokens < ids.size:
             self._check_shapes(space)
+        else:
+            self._units.keep_space(space)
         for _ in range(_TRIES):
             if known.tokens >= ids.size:
                 break
@@ -84,7 +86,8 @@ class Texts:
             except ParentGoneError:  # another process removed what these blocks follow: they are put as well
                 known = self._units.find(text)
                 continue
-            raw_bytes = (ids.size - known.blocks * text.block_tokens) * space.token_bytes
+            begin = known.blocks * text.block_tokens
+            raw_bytes = (ids.size - begin) * space.token_bytes
             break
         self._units.touch(units_of(known.places))
         removed = added.removed_bytes + self._units.keep_bound()
@@ -94,6 +97,7 @@ class Texts:
         return Put(
             tokens=ids.size,
             known_tokens=known.tokens,
+            stored_from=begin,
             stored_tokens=stored,
             raw_bytes=raw_bytes,
             stored_bytes=added.stored_bytes,

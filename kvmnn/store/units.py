@@ -49,6 +49,9 @@ class Units(Protocol):
     def spaces(self) -> list[Space]:
         """All spaces."""
 
+    def keep_space(self, space: Space) -> None:
+        """Note a space down that has units, if it is noted down no more."""
+
     def has_texts(self, space: Space) -> bool:
         """Whether anything of a space is stored."""
 

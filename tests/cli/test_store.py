@@ -306,7 +306,7 @@ def test_ids_beyond_what_a_store_takes(here: Path, run) -> None:
     Path("large.json").write_text("[5, 99999999]")
     for said, where in (("5,99999999", "--token-ids"), ("large.json", "large.json")):
         error = run("store", "match", "S", "--token-ids", said, code=1).err
-        assert f"{where}: token ids: number 2: expected one from 0 to 16,777,215, found 99,999,999" in error
+        assert f"{where}: number 2: expected one from 0 to 16,777,215, found 99,999,999" in error
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import re
 import secrets
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import UTC
 from typing import Any, TypeVar
 
@@ -44,7 +44,8 @@ class ObjectValues:
         protocols = self._fs.protocol
         self._is_local = bool(_LOCAL & {protocols, *(protocols if isinstance(protocols, tuple) else ())})
         self._timeout = timeout
-        self._threads = ThreadPoolExecutor(4, "kvmnn-object")
+        self._pool: tuple[int, ThreadPoolExecutor] = 0, ThreadPoolExecutor()
+        """The process that made the threads, and these: a child of it has none of them."""
 
     def get_many(self, names: Sequence[str]) -> list[bytes | None]:
         """As `Values`."""
@@ -104,14 +105,16 @@ class ObjectValues:
 
     def close(self) -> None:
         """As `Values`."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._pool[1].shutdown(wait=False, cancel_futures=True)
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
     def _timed(self, call: Callable[[], T]) -> T:
         """File systems have no common time-out: one that takes too long is left to itself."""
-        return self._threads.submit(call).result(self._timeout)
+        if self._pool[0] != os.getpid():
+            self._pool = os.getpid(), ThreadPoolExecutor(4, "kvmnn-object")
+        return self._pool[1].submit(call).result(self._timeout)
 
     def _one(self, path: str) -> bytes | None:
         try:
@@ -122,23 +125,29 @@ class ObjectValues:
     def _put_local(self, values: Mapping[str, bytes]) -> None:
         """A file gets its name when it is complete; in object stores all do."""
         for path, value in values.items():
-            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-            staged = f"{path}.{secrets.token_hex(4)}.tmp"
+            with self._staged(path, value) as staged:
+                os.replace(staged, path)
+
+    @contextmanager
+    def _staged(self, path: str, value: bytes) -> Iterator[str]:
+        """A value in a local file with a name of its own, which is gone afterwards."""
+        self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+        staged = f"{path}.{secrets.token_hex(4)}.tmp"
+        try:
             self._fs.pipe_file(staged, value)
-            self._fs.mv(staged, path)
+            yield staged
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(staged)
 
     def _create(self, path: str, value: bytes) -> bool:
         """Store a value that is not there; whether it was not."""
         if self._is_local:
-            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-            staged = f"{path}.{secrets.token_hex(4)}.tmp"
-            self._fs.pipe_file(staged, value)
-            try:
-                os.link(staged, path)
-            except FileExistsError:
-                return False
-            finally:
-                self._fs.rm_file(staged)
+            with self._staged(path, value) as staged:
+                try:
+                    os.link(staged, path)
+                except FileExistsError:
+                    return False
             return True
         try:
             self._fs.pipe_file(path, value, mode="create")

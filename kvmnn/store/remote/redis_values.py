@@ -110,13 +110,21 @@ class RedisValues:
         return [_text(name) for name in self._client.hkeys(PREFIX + folder)]
 
     def near(self, folder: str, name: str, most: int) -> list[str]:
-        """As `Values`."""
+        """As `Values`; an order that the server has evicted is made anew."""
         key = PREFIX + ORDER + folder
-        pipe = self._client.pipeline(transaction=False)
-        pipe.zrevrangebylex(key, f"({name}", "-", 0, most)
-        pipe.zrangebylex(key, f"[{name}", "+", 0, most)
-        before, behind = pipe.execute()
-        return [_text(found) for found in (*before[::-1], *behind)]
+        while True:
+            pipe = self._client.pipeline(transaction=False)
+            pipe.zrevrangebylex(key, f"({name}", "-", 0, most)
+            pipe.zrangebylex(key, f"[{name}", "+", 0, most)
+            pipe.zcard(key)
+            pipe.hlen(PREFIX + folder)
+            before, behind, ordered, there = pipe.execute()
+            if ordered >= there:
+                return [_text(found) for found in (*before[::-1], *behind)]
+            names = self._client.hkeys(PREFIX + folder)
+            if not names:
+                return []
+            self._client.zadd(key, dict.fromkeys(names, 0))
 
     def tree(self, begin: str) -> list[str]:
         """As `Values`: one round trip for some hundred folders."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 
 from ...checks import shown
@@ -18,7 +19,7 @@ _MAX_BYTES = 256 << 20
 
 def note(values: Patient, name: str, space: Space, ids: Ids) -> None:
     """Keep the text of a session under its name."""
-    document = {"space": space.to_json(), "ids": ids.tolist()}
+    document = {"space": space.to_json(), "ids": ids.tolist(), "checksum": _sum(name, space, ids)}
     values.put_many({_key(name): json.dumps(document).encode()})
 
 
@@ -29,11 +30,25 @@ def found(values: Patient, name: str) -> tuple[Space, Ids]:
     if data is None:
         raise KvmnnError(f"{values.label}: there is no session {shown(name)}")
     root = parse(data, where, _MAX_BYTES)
-    ids = root.at("ids")
     try:
-        return from_json(root.at("space").text(), where), as_ids([node.integer(0) for node in ids.items(least=1)])
+        space = from_json(root.at("space").text(), where)
+        ids = as_ids([node.integer(0) for node in root.at("ids").items(least=1)])
+        if root.value.get("checksum", "") not in ("", _sum(name, space, ids)):  # earlier ones have none
+            raise SourceError("it does not match its checksum")
     except KvmnnError as error:
         raise SourceError(f"{where} is damaged: {error}") from None
+    return space, ids
+
+
+def damaged(values: Patient) -> list[str]:
+    """What is wrong with sessions."""
+    wrong = []
+    for name in names(values):
+        try:
+            found(values, name)
+        except SourceError as error:
+            wrong.append(str(error))
+    return wrong
 
 
 def names(values: Patient) -> list[str]:
@@ -51,6 +66,11 @@ def forget(values: Patient, name: str) -> None:
     """Forget a session; errors as `found`."""
     found(values, name)
     values.delete([_key(name)])
+
+
+def _sum(name: str, space: Space, ids: Ids) -> str:
+    data = json.dumps([name, space.to_json()]).encode() + ids.tobytes()
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def _key(name: str) -> str:

@@ -156,6 +156,11 @@ class Shelf:
         known = [name for name in names if name in self._spaces]
         return [self._spaces[name] for name in sorted(known, key=lambda name: (self._numbers[name], name))]
 
+    def keep_space(self, space: Space) -> None:
+        """As `Units`: the engine may have evicted it, and its units are not found without it."""
+        if not self.read_only and space.key not in {each.key for each in self.spaces()}:
+            self.values.put_many({f"spaces/{space.key.hex()}": self._document(space)})
+
     def _document(self, space: Space) -> bytes:
         """What is noted down of a space."""
         number = self._numbers.get(space.key.hex(), max(self._numbers.values(), default=0) + 1)

@@ -137,6 +137,7 @@ def verify(units: Shelf, threads: int | None) -> Verified:
             nbytes += unit.nbytes
     if not units.read_only:
         units.forget([*damaged, *lost])
+    notes += sessions.damaged(units.values)
     return Verified(
         units=count, tokens=tokens, bytes=nbytes, damaged=tuple(notes), lost=len(lost), anew=tuple(units.notes)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -11,6 +12,7 @@ from ...errors import KvmnnError
 
 T = TypeVar("T")
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 PAUSES = (0.05, 0.2)
 """Seconds before each further try."""
 REST_SECONDS, MOST_REST_SECONDS = 1.0, 60.0
@@ -167,6 +169,8 @@ class Patient:
             except KvmnnError:
                 raise
             except Exception as error:  # clients have no common class for what an outage makes of them
+                if isinstance(error, OSError) and error.errno in _FULL:  # what is there can still be read
+                    raise OutageError(f"{self.label}: cannot be written: {error.strerror}") from None
                 how = "refuses" if isinstance(error, PermissionError | FileNotFoundError) else "does not answer"
                 last = f"{how}: {' '.join(str(error).split())[:200] or type(error).__name__}"
                 timed_out = "timeout" in type(error).__name__.lower()

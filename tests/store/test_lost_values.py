@@ -1,0 +1,139 @@
+"""What another engine loses besides units, or has no room for: it comes back by a put, and nothing is left over."""
+
+from __future__ import annotations
+
+import errno
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from prefixes import MODEL, layers_of, same
+
+from kvmnn.errors import SourceError
+from kvmnn.store import OutageError, PrefixStore
+
+pytest.importorskip("fsspec")
+
+IDS = list(range(30))
+
+
+@pytest.fixture(params=["redis", "file", "memory"])
+def url(request: pytest.FixtureRequest, new_url: Callable[[str], str]) -> str:
+    return new_url(request.param)
+
+
+def put(store: PrefixStore, ids):
+    return store.put(ids, layers_of(ids), model=MODEL)
+
+
+@pytest.mark.parametrize("how", ["gone", "damaged", "of another"])
+def test_what_is_noted_of_a_model(url: str, how: str) -> None:
+    with PrefixStore(url, block_tokens=4) as store:
+        put(store, IDS)
+        values = store._units.values
+        (name,) = values.names_in("spaces")
+        if how == "gone":
+            values.delete([f"spaces/{name}"])
+        else:
+            values.put_many({f"spaces/{name}": b"{" if how == "damaged" else b'{"model": "other"}'})
+    with PrefixStore(url) as store:
+        assert store.match(IDS, model=MODEL) == 0
+        assert put(store, IDS).known_tokens == 30
+        assert store.match(IDS, model=MODEL) == 30
+    with PrefixStore(url, ram_bytes=0) as store:
+        assert same(store.get(IDS, model=MODEL).layers, IDS, 30)
+        assert store.stats().units == 1
+
+
+def test_the_order_of_records_in_redis(new_url: Callable[[str], str]) -> None:
+    url, other = new_url("redis"), [7, *range(20)]
+    with PrefixStore(url, block_tokens=4) as store:
+        put(store, IDS)
+        put(store, other)
+        client = store._units.values._values._client
+        for at in range(2):
+            client.delete(*client.keys("kvmnn:order:*"))
+            if at:
+                put(store, [9, 9])  # an order of one name
+            assert [store.match([*ids[:3], 77], model=MODEL) for ids in (IDS, other)] == [3, 3]
+        assert store.match([50, 51], model=MODEL) == 0
+
+
+def test_a_session_is_the_text_that_was_parked(url: str) -> None:
+    with PrefixStore(url, block_tokens=4) as store:
+        store.park("one", IDS, layers_of(IDS), model=MODEL)
+        values = store._units.values
+        (name,) = values.names_in("sessions")
+        (good,) = values.get_many([f"sessions/{name}"])
+        document = json.loads(good)
+        changed = [
+            document | {"ids": [*IDS[:9], 99, *IDS[10:]]},
+            document | {"ids": IDS[:-1]},
+            document | {"checksum": "0" * 16},
+        ]
+        for each in changed:
+            values.put_many({f"sessions/{name}": json.dumps(each).encode()})
+            with pytest.raises(SourceError, match="session 'one' is damaged: it does not match its checksum"):
+                store.resume("one")
+            (said,) = store.verify().damaged
+            assert "session 'one' is damaged" in said
+        del document["checksum"]  # as kvmnn wrote them at first
+        values.put_many({f"sessions/{name}": json.dumps(document).encode()})
+        assert store.resume("one").prefix.tokens == 30
+        assert store.verify().damaged == ()
+
+
+def test_a_full_disk_leaves_no_files(new_url: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    url = new_url("file")
+    folder = Path(url.removeprefix("file://"))
+    with PrefixStore(url, block_tokens=4) as store:
+        put(store, IDS)
+        before = sorted(map(str, folder.rglob("*")))
+        fs = store._units.values._values._fs
+        real = fs.pipe_file
+
+        def full(path, value, **more):
+            real(path, value[: len(value) // 2], **more)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(fs, "pipe_file", full)
+        made = put(store, [7, *IDS])
+        assert made.outage and made.notes == (f"{url}: cannot be written: No space left on device",)
+        assert sorted(map(str, folder.rglob("*"))) == before
+        assert store.get(IDS, model=MODEL).tokens == 30  # at once
+        monkeypatch.undo()
+        assert put(store, [7, *IDS]).stored_tokens == 31
+    monkeypatch.setattr(type(fs), "pipe_file", lambda self, path, value, **more: full(path, value, **more))
+    with pytest.raises(OutageError):
+        PrefixStore(f"{url}2").stats()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_child_has_threads_of_its_own(new_url: Callable[[str], str]) -> None:
+    url = new_url("file")
+    with PrefixStore(url, block_tokens=4) as store:
+        put(store, IDS)
+
+        def child() -> None:
+            ok = store.get(IDS, model=MODEL).tokens == 30 and not put(store, [8, *IDS]).outage
+            os._exit(0 if ok else 1)
+
+        begin = time.monotonic()
+        process = multiprocessing.get_context("fork").Process(target=child)
+        process.start()
+        process.join(60)
+        assert process.exitcode == 0 and time.monotonic() - begin < 4
+        assert store.match([8, *IDS], model=MODEL) == 31
+
+
+def test_put_says_what_its_bytes_are_of(url: str) -> None:
+    with PrefixStore(url, block_tokens=4) as store:
+        assert str(put(store, IDS)).startswith("30 tokens, 30 of them new: ")
+        made = put(store, [*IDS, 50, 51])
+        assert (made.known_tokens, made.stored_from, made.raw_bytes) == (30, 28, 4 * 64)
+        assert str(made).startswith("32 tokens, 2 of them new, stored from 28 on: 256 -> ")
+        assert put(store, IDS).stored_from == 30

@@ -24,7 +24,7 @@ from ..threads.pipeline import Progress
 from .frames import of_frames
 from .raw import write_raw
 from .rereading import ReadBackError
-from .writing import lost, metadata_for, write_arrays
+from .writing import left_there, lost, metadata_for, write_arrays
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +166,7 @@ def restore(
         seconds=time.perf_counter() - started,
         unknown=frames.unknown,
         beside=beside if files else (),
-        notes=tuple(lost(source, path)) if path is not None else (),
+        notes=(*lost(source, path), *left_there(path, files, metadata)) if path is not None else (),
     )
 
 

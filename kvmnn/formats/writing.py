@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePath
 
@@ -10,13 +11,14 @@ from ..arrays.engine_cache import EngineCache
 from ..arrays.engine_notes import noted
 from ..arrays.named_array import ArrayInfo
 from ..arrays.source import BESIDE_KEY, OF_THE_WHOLE, Source
-from ..bundle.beside import TOKEN_IDS, without_beside
+from ..bundle.beside import NAMES, TOKEN_IDS, files_beside, without_beside
 from ..errors import OutputError
 from ..files.names import file_names, is_directory
 from ..files.output import DirectoryOutput, FileOutput, StagedFile
 from . import npy
 from .array_formats import array_format
 from .beside import write_beside
+from .npy_folder import SUFFIX
 from .npz import comment_of
 from .raw import own_bytes, write_raw
 from .rereading import Hashed, Written, read_back
@@ -46,6 +48,16 @@ def lost(source: Source, output: str) -> Iterator[str]:
         yield f"{output} does not say of what engine it is, nor which tokens it holds: .safetensors and .npz do"
     elif not says and not is_folder and BESIDE_KEY in said:
         yield f"{output} does not say which tokens of which text it holds: .safetensors and folders of arrays do"
+
+
+def left_there(folder: str, files: Sequence[str], metadata: Mapping[str, str] | None) -> Iterator[str]:
+    """A line where a folder had other arrays, or said which tokens they are: all is read with the `files` written."""
+    written = {*files, *files_beside(metadata or {}, folder)}
+    others = [name for name in sorted(os.listdir(folder)) if name.endswith(SUFFIX) or name in NAMES] if files else []
+    left = [name for name in others if name not in written]
+    if left:
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        yield f"{folder}: {left[0]}{more} lay there before, and what reads the folder takes them for a part of it"
 
 
 def _says_more(cache: EngineCache) -> bool:

@@ -299,3 +299,16 @@ def test_a_bundle_of_an_evicted_cache_says_its_positions(tmp_path: Path) -> None
     kvmnn.bundle.encode(kvmnn.open(original), tmp_path / "wrong")
     with pytest.raises(ManifestError, match=r"wrong: its positions\.json: layers\[0\]\.positions: found"):
         held_positions(kvmnn.open(tmp_path / "wrong"), [3])
+
+
+def test_what_a_folder_had_before_is_told_of(tmp_path: Path, run: Any) -> None:
+    """It is read with what was written: arrays of another cache, and where the tokens of another one stood."""
+    run("unpack", cut_folder(tmp_path / "kv"), "-o", f"{tmp_path / 'out'}/")
+    keys = np.ones((2, 3, 8), np.float16)
+    np.savez(tmp_path / "one.npz", **{"layer_0.key": keys, "layer_0.value": keys})
+    run("encode", tmp_path / "one.npz", "-o", tmp_path / "one.frames")
+    run("encode", tmp_path / "one.npz", "-o", tmp_path / "one.zarr")
+    said = "out/: layer_1.key.npy and 3 more lay there before, and what reads the folder takes them for a part of it"
+    for verb, made in (("unpack", "one.npz"), ("decode", "one.frames"), ("decode", "one.zarr")):
+        assert said in run(verb, tmp_path / made, "-o", f"{tmp_path / 'out'}/", "-f").err.replace("\n", " ")
+    assert "lay there" not in run("unpack", tmp_path / "kv", "-o", f"{tmp_path / 'out'}/", "-f").err

@@ -22,7 +22,7 @@ from ...text import LOSSLESS, LOSSY, UNCHANGED, at_rate, count
 from ...threads.pipeline import Progress
 from ..beside import write_beside
 from ..npz import comment_of
-from ..writing import lost, metadata_for, write_arrays
+from ..writing import left_there, lost, metadata_for, write_arrays
 from .dump_writing import write_dump
 
 Form = Literal["arrays", "dump", "packed-dump"]
@@ -152,9 +152,11 @@ def unpack(
         When the output cannot hold the arrays, exists, or cannot be written.
     """
     started = time.perf_counter()
+    left: list[str] = []
     if form == "arrays":
-        runs = _runs(source, progress)
-        write_arrays(output, source.arrays, runs, metadata_for(source, output), force=force, protect=source.files)
+        runs, metadata = _runs(source, progress), metadata_for(source, output)
+        files = write_arrays(output, source.arrays, runs, metadata, force=force, protect=source.files)
+        left += left_there(output, files, metadata)
     else:
         _write_dump(source, output, form, run_id, force, progress)
     return Unpacked(
@@ -163,7 +165,7 @@ def unpack(
         arrays=tuple(source.arrays),
         lossy=source.lossy,
         seconds=time.perf_counter() - started,
-        notes=(*source.notes, *order_notes(source), *_lost(source, output, form)),
+        notes=(*source.notes, *order_notes(source), *_lost(source, output, form), *left),
         cache=source.cache,
         dequantised=source.engine_cache.dequantised if source.engine_cache else (),
         undone=source.undone or (),

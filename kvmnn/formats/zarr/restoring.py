@@ -19,7 +19,7 @@ from ...threads.pipeline import Progress
 from ..options import ReadOptions
 from ..raw import write_raw
 from ..restoring import Restored
-from ..writing import lost, metadata_for, write_arrays
+from ..writing import left_there, lost, metadata_for, write_arrays
 from .reading import StoredArray, read, stored
 
 _STEP = 8 << 20
@@ -122,7 +122,7 @@ def restore_store(
         seconds=time.perf_counter() - started,
         unknown="" if verified else "no sha256 in the store to check them against",
         beside=tuple(files_beside(source.metadata, source.inputs[0])) if files else (),
-        notes=tuple(lost(source, name)) if name is not None else (),
+        notes=(*lost(source, name), *left_there(name, files, source.metadata)) if name is not None else (),
     )
 
 

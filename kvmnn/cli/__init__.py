@@ -1,15 +1,36 @@
 """The command line: ``command.py`` is the way in, ``parser.py`` knows the verbs, ``verbs/`` has a file for each."""
 
+import os
+import signal
 from typing import TYPE_CHECKING, Any
-
-from .command import main
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser
+    from collections.abc import Sequence
 
     from .many_work import VerbWork
 
 __all__ = ["VerbWork", "build_parser", "main"]
+
+
+def main(argv: "Sequence[str] | None" = None) -> int:
+    """`command.main`; with the process's own words (`argv` None) an interrupt ends it at once until that is imported."""
+    early = argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if early:
+        signal.signal(signal.SIGINT, _end)
+    from . import command
+
+    if early:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    return command.main(argv)
+
+
+def _end(number: int, frame: object) -> None:
+    """Nothing is begun yet that would have to be removed."""
+    try:
+        os.write(2, b"kvmnn: error: interrupted\n")
+    finally:
+        os._exit(130)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,7 @@
 """The way into the ``kvmnn`` command, and every way out of it: one line and an exit code.
 
-Nothing but what every start needs is imported before `main` guards against interrupts and errors.
+Nothing but what every start needs is imported before `main` guards against interrupts and errors; until then
+`kvmnn.cli.main` does.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = sys.argv[1:] if argv is None else list(argv)
     arguments: Namespace | None = None
-    streams.claim_descriptors()
-    streams.forget_names()
     try:
+        streams.claim_descriptors()
+        streams.forget_names()
         with unwinding(last=argv is None), _warnings():
             from ..files.changes import Reading
             from . import parser

@@ -90,7 +90,9 @@ sys.argv = ["kvmnn", "encode", "keys.npy", "-o", "k.frame"]
 
 
 @pytest.mark.parametrize("start", sorted(STARTS))
-@pytest.mark.parametrize("module", ["numpy", "kvmnn.cli.verbs.encode", "kvmnn.frames._encoder"])
+@pytest.mark.parametrize(
+    "module", ["kvmnn.cli.streams", "kvmnn.cli.signals", "numpy", "kvmnn.cli.verbs.encode", "kvmnn.frames._encoder"]
+)
 def test_an_interrupt_during_imports(here, start, module):
     code = SIGNALLED.format(module=module, number=int(signal.SIGINT)) + STARTS[start]
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, timeout=60)

@@ -247,7 +247,7 @@ def _parts(where: str, array: NamedArray, axes: str, *, alone: bool) -> Iterator
         raise SourceError(f"{where}: array {array.name!r}: the axis of K and V has length {lengths['2']}: expected 2")
     if lengths.get("l", 1) > _MOST_LAYERS:
         raise SourceError(f"{where}: array {array.name!r}: {lengths['l']:,} layers along an axis")
-    parts = PARTS if "2" in axes else (part_of(where, array.name)[0],)
+    parts = PARTS if "2" in axes else (_part_of(where, array),)
     for number, part in enumerate(parts):
         along = {"2": number} if "2" in axes else {}
         if "l" in axes:
@@ -255,6 +255,16 @@ def _parts(where: str, array: NamedArray, axes: str, *, alone: bool) -> Iterator
                 yield layer, part, {**along, "l": layer}
         else:
             yield _layer(where, array, alone=alone or "2" not in axes), part, along
+
+
+def _part_of(where: str, array: NamedArray) -> Part:
+    """K or V by the name; `MissingOptionError` where it does not say."""
+    try:
+        return part_of(where, array.name)[0]
+    except SourceError as error:
+        raise MissingOptionError(
+            f"{error}, or 2 in --axes for an axis of K and V (an array of a .npy file is called as the file)"
+        ) from None
 
 
 def _layer(where: str, array: NamedArray, *, alone: bool) -> int:

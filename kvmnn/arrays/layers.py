@@ -148,7 +148,8 @@ def place_of(array: NamedArray, token_major: bool) -> tuple[Part, int | None, in
     except SourceError:
         raise MissingOptionError(
             f"array {array.name!r}: its name does not say whether it is K or V of which layer: expected e.g. "
-            f"'{array_name(0, 'key')}' (or --axes with l for an axis of layers, 2 for one of K and V)"
+            f"'{array_name(0, 'key')}', 'k' with --axes that have l for an axis of layers, or 2 in them for one of K "
+            "and V (an array of a .npy file is called as the file)"
         ) from None
     layer = layer_of(rest)
     return part, layer, 0, token_major or (is_numbered(array.name) and _tokens_first(array))

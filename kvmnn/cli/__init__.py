@@ -14,7 +14,7 @@ __all__ = ["VerbWork", "build_parser", "main"]
 
 
 def main(argv: "Sequence[str] | None" = None) -> int:
-    """`command.main`; with the process's own words (`argv` None) an interrupt ends it at once until that is imported."""
+    """`command.main`; with the process's own words (`argv` None) an interrupt before its import ends it at once."""
     early = argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if early:
         signal.signal(signal.SIGINT, _end)

@@ -107,6 +107,12 @@ def note(arguments: argparse.Namespace, line: object, kind: str = "note") -> Non
         streams.err(kind, line)
 
 
+def note_folder(arguments: argparse.Namespace, output: str, arrays: int) -> None:
+    """A note where several arrays make a folder of what is named like a file."""
+    if arrays > 1 and PurePath(output).suffix and not (is_directory(output) or os.path.exists(output)):
+        note(arguments, f"{output} becomes a folder, as {arrays} arrays are not one file (-o {output}/ says so)")
+
+
 def complain(line: object) -> None:
     """A finding of a check, as one line of error."""
     streams.err("error", line)

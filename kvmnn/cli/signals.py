@@ -33,7 +33,8 @@ def unwinding(*, last: bool = False) -> Iterator[None]:
     """While active, SIGTERM and SIGHUP unwind the stack as SIGINT does, instead of killing the process where it stands.
 
     A signal that is ignored (``nohup``) or has a handler stays as it is. None is raised while a compiled module is
-    being loaded, but as soon as it is: an exception in the midst of that can end the process in a crash. With `last`
+    being loaded, but as soon as it is: an exception in the midst of that can end the process in a crash. Nor is one
+    in a callback of imports, where it would be lost. With `last`
     the process ends behind this, and signals behind the first are ignored until it has.
     """
     ways: dict[str, tuple[object, Callable[[], BaseException]]] = {
@@ -49,7 +50,7 @@ def unwinding(*, last: bool = False) -> Iterator[None]:
         nonlocal first
         if first is not None and time.monotonic() - first < _REMOVING_SECONDS:
             return
-        if _loads_compiled(frame):
+        if _must_wait(frame):
             _thread.start_new_thread(_again, (number,))  # a Thread's own start takes locks, which may be held here
             return
         first = time.monotonic()
@@ -76,10 +77,12 @@ def _again(number: int) -> None:
     _thread.interrupt_main(signal.Signals(number))
 
 
-def _loads_compiled(frame: FrameType | None) -> bool:
-    """Whether a compiled module is being loaded somewhere below this frame."""
+def _must_wait(frame: FrameType | None) -> bool:
+    """Whether a compiled module is being loaded somewhere below this frame, or an exception would be lost in it."""
     while frame is not None:
         code = frame.f_code
+        if code.co_name == "cb" and code.co_filename == "<frozen importlib._bootstrap>":  # of a weak reference
+            return True
         if code.co_name in ("create_module", "exec_module") and isinstance(
             frame.f_locals.get("self"), ExtensionFileLoader
         ):

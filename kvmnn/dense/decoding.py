@@ -161,5 +161,9 @@ def _check_out(out: Any, header: Header) -> None:
     expected = (header.heads, header.tokens, header.dim)
     if not isinstance(out, np.ndarray) or out.dtype.itemsize != header.dtype.itemsize or out.dtype.kind not in "fiu":
         raise KvmnnError(f"out: expected an array of {header.dtype.itemsize}-byte words")
-    if out.shape != expected or not out.flags.writeable or not out.dtype.isnative:
-        raise KvmnnError(f"out has shape {list(out.shape)}: expected a writable {list(expected)}")
+    if out.shape != expected:
+        raise KvmnnError(f"out has shape {list(out.shape)}: expected {list(expected)}")
+    if not out.flags.writeable:
+        raise KvmnnError("out is read-only: expected a writable array")
+    if not out.dtype.isnative:
+        raise KvmnnError(f"out has words of type {out.dtype.str}: expected the byte order of this machine")

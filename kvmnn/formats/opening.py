@@ -63,7 +63,8 @@ def open(
     Parameters
     ----------
     path
-        A ``.npy``, ``.npz`` or ``.safetensors`` file; a frame, a manifest or a directory of frames with its manifest; a
+        A ``.npy``, ``.npz`` or ``.safetensors`` file; a frame or dense stream, under any name where no `dtype` is given
+        for raw words; a manifest or a directory of frames with its manifest; a
         state file of llama.cpp, a prompt cache of mlx-lm, a file of ``torch.save`` with a cache of transformers; the
         directory of an MNN KV dump, of a prefix cache or of live cache files, or one of their ``.k`` and ``.v`` files;
         a Zarr store, which may be at a URL that fsspec opens; a directory of ``.npy`` files; any other file of raw
@@ -135,7 +136,7 @@ def open(
         source = zarr.read(path, options)
         path = source.inputs[0]
     else:
-        frames = opened is None and options.frames and is_frames(path)
+        frames = opened is None and options.frames and (is_frames(path) or _is_unnamed_frame(path, options))
         source = _decoded(path, options) if frames else _read(path, options, opened)
     if options.tensors:
         drop_description(source, path)
@@ -272,6 +273,13 @@ def not_a_frame(path: str, found: KvmnnError) -> KvmnnError:
 def is_frames(path: str) -> bool:
     """Whether a path is a bundle, a manifest, or a frame."""
     return kind_of(path) == "frames"
+
+
+def _is_unnamed_frame(path: str, options: ReadOptions) -> bool:
+    """Whether a file whose name does not say what it is holds frames to its last byte, and is not said to be words."""
+    if options.dtype or options.fallbacks or not os.path.isfile(path) or kind_of(path) is not None:
+        return False
+    return _holds_frames(path)
 
 
 def _decoded(path: str, options: ReadOptions) -> Source:

@@ -13,6 +13,7 @@ from ..arrays.source import Source, described_by
 from ..bundle import DecodeOptions, Encoded, EncodeOptions, FrameSet, encode
 from ..bundle.manifest import Manifest
 from ..errors import KvmnnError, ManifestError
+from ..files.mapped import STDIN
 from ..files.output import Stream
 from ..threads.pipeline import Progress
 from .frames import of_frames
@@ -45,7 +46,8 @@ class Transcoded:
 
     def text(self, *, verbose: bool = False) -> str:
         """What was written, and what it was made from; with `verbose` also a line for each array."""
-        return f"{self.made.text(verbose=verbose)}\n  {self.input} has {self.input_bytes:,} bytes for the same arrays"
+        name = "standard input" if self.input == STDIN else self.input
+        return f"{self.made.text(verbose=verbose)}\n  {name} has {self.input_bytes:,} bytes for the same arrays"
 
 
 def transcode(

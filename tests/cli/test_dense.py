@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from dense_samples import near_rows, rotated, to_dtype
+
+import kvmnn
 
 TOKENS = 150
 
@@ -141,6 +144,54 @@ def test_a_lone_stream(run):
         assert run("decode", "short.frame", "-o", "x.npy", code=1).err.count("\n") == 1 and not Path("x.npy").exists()
 
 
+def test_streams_and_frames_alone_are_read_under_any_name(run):
+    run("encode", "k.npy", "-o", "k.frame", "--codec", "dense", "--rope", ROPE)
+    Path("k.kvmd").write_bytes(Path("k.frame").read_bytes())
+    run("diff", "k.kvmd", "k.npy")
+    assert np.array_equal(kvmnn.open("k.kvmd")["k.kvmd"].to_numpy(), np.load("k.npy"))
+    run("encode", "k.npy", "-o", "m.frame")
+    np.save("flat.npy", np.load("k.npy").ravel())
+    frame = Path("m.frame").read_bytes()
+    Path("frames").write_bytes(frame * 2)
+    assert np.array_equal(kvmnn.open("frames")["frames"].to_numpy(), np.tile(np.load("flat.npy"), 2))
+    Path("frames").write_bytes(frame)
+    run("diff", "frames", "flat.npy")
+    Path("frames").write_bytes(frame + b"\0\0")
+    assert "frames: not a file kvmnn knows" in run("diff", "frames", "flat.npy", code=2).err
+    Path("even").write_bytes(frame * 2)  # of words, where that is said
+    assert kvmnn.open("even", dtype="fp16")["even"].shape == (len(frame),)
+
+
+def test_what_transcode_read_is_named(run, monkeypatch):
+    run("encode", "k.npy", "-o", "k.frame", "--codec", "dense", "--rope", ROPE)
+    with Path("k.frame").open("rb") as stream:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(stream))
+        said = run("transcode", "-", "-o", "m.frame", "--codec", "mnn").out
+    assert f"  standard input has {Path('k.frame').stat().st_size:,} bytes for the same arrays" in said
+
+
+def test_a_folder_that_is_named_like_a_file_is_said(run):
+    said = "k.kvmd becomes a folder, as 4 arrays are not one file (-o k.kvmd/ says so)"
+    assert said in run("encode", "kv.npz", "-o", "k.kvmd", "--codec", "dense", "--rope", ROPE).err
+    assert "becomes a folder" not in run("encode", "kv.npz", "-o", "k.kvmd", "-f").err
+    assert "becomes a folder" not in run("encode", "kv.npz", "-o", "f").err
+    assert "m.frames becomes a folder" in run("transcode", "f", "-o", "m.frames", "--codec", "mnn").err
+
+
+@pytest.mark.parametrize("verb", [("encode", "-o", "w/", "--codec", "dense"), ("measure", "--dense")])
+def test_a_name_that_does_not_say_k_or_v_is_exit_code_2_and_the_hint_works(run, verb):
+    words = np.load("k.npy").transpose(1, 0, 2)[None]
+    np.save("words.npy", words)
+    np.save("k1.npy", words)
+    for axes in ((), ("--axes", "lthd")):
+        said = run(verb[0], "words.npy", *verb[1:], *axes, code=2).err
+        assert "by its name" in said or "its name does not say" in said
+        assert "(an array of a .npy file is called as the file)" in said
+    run(verb[0], "k1.npy", *verb[1:], "--axes", "lthd")
+    np.save("words.npy", np.stack([words, words]))
+    run(verb[0], "words.npy", *verb[1:], "--axes", "2lthd", *(["-f"] if verb[0] == "encode" else []))
+
+
 @pytest.mark.parametrize(
     ("argv", "code", "message"),
     [
@@ -153,10 +204,14 @@ def test_a_lone_stream(run):
         (["f", "--codec", "mnn", "-o", "k.npy"], 1, "k.npy"),
         (["f", "--codec", "mnn", "-o", "-"], 2, "a stream carries one frame, not 4"),
         (["kv.npz", "--codec", "mnn", "-o", "d/"], 1, "kv.npz: "),
+        (["z.zarr", "--codec", "mnn", "-o", "d/"], 1, "bundle of frames: kvmnn encode z.zarr takes its arrays"),
+        (["z.zarr", "--codec", "dense", "-o", "d/"], 1, "z.zarr: is a Zarr store, no bundle of frames: kvmnn encode "),
         (["nowhere", "--codec", "mnn", "-o", "d/"], 1, "nowhere: "),
     ],
 )
 def test_what_transcode_refuses(run, argv, code, message):
+    Path("z.zarr").mkdir()
+    Path("z.zarr/zarr.json").write_text("{}")
     run("encode", "kv.npz", "-o", "f/")
     before = {path.name: path.read_bytes() for path in Path("f").iterdir()}
     found = run("transcode", *argv, code=code)

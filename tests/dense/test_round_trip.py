@@ -199,8 +199,13 @@ def test_out_takes_any_strides_and_is_untouched_by_refusals() -> None:
     with pytest.raises(KvmnnError):
         dense.decode(stream[:-1] + b"\x55", out=out)
     assert (cache == 7).all()
-    with pytest.raises(KvmnnError, match="out has shape"):
+    with pytest.raises(KvmnnError, match=r"out has shape \[3, 64, 16\]: expected \[3, 40, 16\]"):
         dense.decode(stream, out=cache)
+    with pytest.raises(KvmnnError, match="out has words of type >f2: expected the byte order of this machine"):
+        dense.decode(stream, out=np.zeros((3, 40, 16), ">f2"))
+    out.flags.writeable = False
+    with pytest.raises(KvmnnError, match="out is read-only: expected a writable array"):
+        dense.decode(stream, out=out)
 
 
 def test_limits() -> None:

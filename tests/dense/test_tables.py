@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
+import dense_decoder
 import numpy as np
 import pytest
 from dense_samples import DTYPES, near_rows, rotated, sample, to_dtype
+from dense_tables import Reader, Reject, read_table_set
 from dense_texts import ROTARY, layers_of, text
+from xxh64_model import xxh64
 
 import kvmnn
 from kvmnn import dense
@@ -98,24 +102,74 @@ def test_damaged_sets_are_refused() -> None:
             dense.decode(stream, tables=dense.Tables(broken))
 
 
+def test_what_is_wrong_with_a_set_is_said() -> None:
+    data = dense.Tables.made_of([keys("bf16", 10)]).data
+    for at, value, said in (
+        (5, 3, "table set has dtype 3: expected 0 to 2"),
+        (6, 225, "table set has base 225: expected at most 224"),
+        (7, 2, "table set has flags 0x02: expected 0 or 1"),
+    ):
+        with pytest.raises(FrameError, match=f"^{said}$"):
+            dense.Tables(data[:at] + bytes([value]) + data[at + 1 :])
+    with pytest.raises(FrameError, match=r"^table set has base 1: expected at most 0$"):
+        dense.Tables(data[:5] + b"\0\1" + data[7:])
+    for cut in (data[:9], data[: len(data) // 2], data[:-1], data + b"\0"):
+        with pytest.raises(FrameError, match=r"^table set is cut, or longer than what it holds$"):
+            dense.Tables(cut)
+
+
+def table_set(dtype: int, *fields: tuple[int, int]) -> bytes:
+    """A set of base 0, from values and their bits."""
+    held, count = 0, 0
+    for value, bits in fields:
+        held, count = held | value << count, count + bits
+    return b"KVMT" + bytes([1, dtype, 0, 0]) + held.to_bytes(-(-count // 8), "little")
+
+
+ONE_TABLE = ((0, 6), *[(63, 6)] * 10)
+"""Of all 640 contexts, 64 at a time."""
+
+
 def test_a_set_without_escapes() -> None:
     """One that no kvmnn makes: rows with symbols that it has no frequency for are stored as words."""
-    held, count = 0, 0
-
-    def put(value: int, bits: int) -> None:
-        nonlocal held, count
-        held, count = held | value << count, count + bits
-
-    put(0, 6)  # one table
-    for _ in range(10):
-        put(63, 6)  # of all 640 contexts, 64 at a time
-    put(1, 32), put(0b11, 8)  # of symbols 0 and 1
-    put(0b001, 3), put(0b0001, 4)  # frequencies 1, and what is left
-    put(0, 5)  # no low parts
-    tables = dense.Tables(b"KVMT" + bytes([1, 0, 0, 0]) + held.to_bytes(-(-count // 8), "little"))
+    used, table = ((1, 32), (0b11, 8)), ((0b001, 3), (0b0001, 4))  # frequencies of symbols 0 and 1: 1, what is left
+    tables = dense.Tables(table_set(0, *ONE_TABLE, *used, *table, (0, 5)))
     words = np.random.default_rng(2).integers(0, 1 << 16, (2, 64, 16), np.uint16).view("<f2")
     stream = dense.encode(words, tables=tables)
     assert dense.inspect(stream).method == "words" and dense.decode(stream).tobytes() == words.tobytes()
+
+
+def test_sets_that_the_page_of_the_format_allows() -> None:
+    """An empty group, two runs for one table, a table of no context, other codes for an *e*, low parts above 31."""
+    used, table = ((0b11, 32), (0b11, 8), (0, 8)), ((0b001, 3), (0b0001, 4))
+    longer = ((0b111, 3), (1, 4), (0b111, 3), (2, 4), (0, 1))  # the same: each *e* is said as a number
+    low = ((0b10, 5), (1 << 5, 32), (0b11, 8), *table)  # of bucket 1: symbols 40 and 41
+    runs = [field for _ in range(10) for field in ((63, 6), (0, 1))]
+    data = table_set(1, (1, 6), *runs, *used, *table, *longer, *low)
+    assert dense.Tables(data).dtype == "bf16" and sorted(read_table_set(data).model.low) == [1]
+    unused = table_set(1, (1, 6), *runs, *used, *table, (0, 2), (0, 5))  # a table without any frequency
+    exponents = (((0b101, 3),), *(((0b111, 3), (e, 4)) for e in (12, 15)))  # -1, 12, 15
+    for broken in (unused, *(table_set(1, *ONE_TABLE, *used, *one, (0, 9)) for one in exponents)):
+        with pytest.raises(FrameError, match="tables that break their rules"):
+            dense.Tables(broken)
+        with pytest.raises(Reject):
+            read_table_set(broken)
+
+
+def test_numbers_of_surplus_bytes() -> None:
+    array = keys("fp16", 3)[:, :64]
+    stream = dense.encode(array)
+    assert stream[5] == 2 and stream[30] == 0  # rows without history
+    (size,) = struct.unpack_from("<I", stream, 16)
+    header, payload = stream[:16] + struct.pack("<I", size + 1), stream[28:30] + b"\x80\0" + stream[31:]
+    reader = Reader(payload)
+    reader.take(2)
+    history, head, *_ = [reader.varint() for _ in range(5 + 2 * stream[29].bit_count())]
+    words = np.ascontiguousarray(array.transpose(1, 0, 2)).tobytes()
+    checksum = xxh64(words, xxh64(payload[: reader.at + head], xxh64(header)))
+    made = header + struct.pack("<Q", checksum) + payload
+    assert history == 0 and dense.decode(made).tobytes() == array.tobytes()
+    assert np.ascontiguousarray(dense_decoder.decode(made)).tobytes() == array.tobytes()
 
 
 def test_sets_are_made_of_arrays_of_one_kind() -> None:

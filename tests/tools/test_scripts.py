@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from repository import ROOT
 
@@ -46,6 +47,15 @@ def test_help_from_any_directory(script: str, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("usage: ")
     assert not list(tmp_path.iterdir())
+
+
+def test_the_dense_benchmark_is_told_of_the_order_of_axes(tmp_path: Path) -> None:
+    np.save(tmp_path / "k.npy", np.zeros((1, 4, 70, 8), np.float16))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    command = [sys.executable, str(TOOLS / "bench/dense.py"), "--keys", str(tmp_path / "k.npy")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    said = "k.npy: read as 70 heads of 4 tokens: say --heads-first where it is the other way round\n"
+    assert done.returncode == 1 and done.stderr.endswith(said) and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("script", SHELL)

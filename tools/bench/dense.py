@@ -89,7 +89,16 @@ def shipped() -> Iterator[tuple[str, list[Any], dense.Rotary | None]]:
 def given(options: argparse.Namespace) -> Iterator[tuple[str, list[Any], dense.Rotary | None]]:
     for path, rotated in ((options.keys, True), (options.values, False)):
         if path is not None:
-            layers = layers_of(np.load(path), options.heads_first)
+            array = np.load(path)
+            if array.ndim != 4:
+                raise SystemExit(f"{path}: has {array.ndim} axes: expected [layer, token, kv_head, head_dim]")
+            layers = layers_of(array, options.heads_first)
+            heads, tokens, _ = layers[0].shape
+            if heads > tokens:
+                way = "leave --heads-first out" if options.heads_first else "say --heads-first"
+                raise SystemExit(
+                    f"{path}: read as {heads} heads of {tokens} tokens: {way} where it is the other way round"
+                )
             dims = options.dims or layers[0].shape[2]
             yield path.name, layers, dense.Rotary(options.theta, dims) if rotated else None
 

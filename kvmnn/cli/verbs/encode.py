@@ -203,6 +203,7 @@ def _output(arguments: argparse.Namespace, source: Source) -> str:
     names_a_file = os.path.exists(output) or PurePath(output).suffix.lower() == FRAME_SUFFIX or array_format(output)
     if len(source) > 1 and names_a_file and not printing.is_directory(output):
         raise UsageError(f"{output}: {len(source)} arrays need a directory: use -o DIR/")
+    printing.note_folder(arguments, output, len(source))
     return output
 
 

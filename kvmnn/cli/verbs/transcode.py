@@ -16,9 +16,12 @@ if TYPE_CHECKING:
 _TEXT = """Make dense streams of frames, or MNN's frames of dense streams. The arrays are the same, byte for byte, and
 so is all else that the manifest says of them.
 
-IN is what decode reads. --codec dense makes dense streams of K and V of layers (docs/dense.md) and leaves other arrays
-as frames; --codec mnn makes frames of everything, with the effort, predictors and codecs that the manifest has: exact
-frames are those that encode made, where the arrays are cut as they were.
+IN is a frame, a frame with its manifest (IN.json) beside it, a manifest, a directory with a manifest.json, or "-" for
+standard input; of a Zarr store kvmnn encode makes frames or, with --codec dense, dense streams.
+
+--codec dense makes dense streams of K and V of layers (docs/dense.md) and leaves other arrays as frames; --codec mnn
+makes frames of everything, with the effort, predictors and codecs that the manifest has: exact frames are those that
+encode made, where the arrays are cut as they were.
 
   -o FILE    one array, and FILE.json beside it
   -o DIR/    any number of arrays, and DIR/manifest.json
@@ -53,8 +56,12 @@ def add_parser(verbs: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
     from ...bundle import DecodeOptions
-    from ...formats import transcode
+    from ...errors import SourceError
+    from ...formats import is_store, transcode
 
+    if is_store(arguments.input):
+        again = f"kvmnn encode {arguments.input}" + (" --codec dense" if arguments.codec == "dense" else "")
+        raise SourceError(f"{arguments.input}: is a Zarr store, no bundle of frames: {again} takes its arrays")
     if arguments.output is None:
         raise UsageError("no output given: use -o FILE, -o DIR/ or -o -")
     if arguments.codec == "mnn":
@@ -64,6 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
     loading.check_dtype(frames, arguments)
     options = _options(arguments, frames, reading)
     on_stdout = arguments.output == STDIO
+    if not on_stdout:
+        printing.note_folder(arguments, arguments.output, len(frames.arrays))
     output = printing.data_stdout(arguments, "frame") if on_stdout else arguments.output
     with printing.progress(arguments, frames.raw_bytes, "transcode") as step:
         made = transcode(frames, output, options, decoding=reading, force=arguments.force, progress=step)

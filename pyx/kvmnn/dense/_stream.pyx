@@ -8,8 +8,8 @@ from cpython.bytes cimport PyBytes_FromStringAndSize
 
 from kvmnn._simd cimport active_level
 from kvmnn.dense.coding cimport (
-    BUCKETS, CHECKSUM_AT, DENSE_OK, HEADER_BYTES, MODEL_BYTES, PAD, SET_HEADER_BYTES, dense_alike, dense_checksum,
-    dense_choose_base, dense_cluster_room, dense_count, dense_counts, dense_decode, dense_decode_room, dense_encode,
+    BUCKETS, CHECKSUM_AT, DENSE_HEAD, DENSE_OK, HEADER_BYTES, MODEL_BYTES, MOST_BASE, PAD, SET_HEADER_BYTES,
+    dense_alike, dense_checksum, dense_choose_base, dense_cluster_room, dense_count, dense_counts, dense_decode, dense_decode_room, dense_encode,
     dense_encode_out, dense_encode_room, dense_error, dense_get_set, dense_input, dense_loops, dense_parse,
     dense_part_pairs, dense_put_header, dense_put_set, dense_rotary, dense_shape, dense_stream, dense_table_set,
     kvmnn_dense_loops_at, kvmnn_xxh64,
@@ -24,9 +24,12 @@ cdef enum:
 
 cdef size_t MOST_BYTES = 0xFFFFFFFF
 
+cdef tuple _MOST_BASES = (0, MOST_BASE, MOST_BASE)
+"""By dtype."""
+
 cdef tuple _ERRORS = (
     "",
-    "its head is cut, or longer than what it holds",
+    "a head that is cut, or longer than what it holds",
     "rotary parameters that do not fit its rows",
     "positions that run beyond its rows or below 0",
     "tables that break their rules",
@@ -295,7 +298,15 @@ cdef class TableSet:
         cdef dense_error error
         if data.shape[0] <= SET_HEADER_BYTES:
             raise FrameError(f"table set has {data.shape[0]} bytes: expected more than {SET_HEADER_BYTES}")
+        if data[5] >= len(_MOST_BASES):
+            raise FrameError(f"table set has dtype {data[5]}: expected 0 to {len(_MOST_BASES) - 1}")
+        if data[6] > _MOST_BASES[data[5]]:
+            raise FrameError(f"table set has base {data[6]}: expected at most {_MOST_BASES[data[5]]}")
+        if data[7] > 1:
+            raise FrameError(f"table set has flags {data[7]:#04x}: expected 0 or 1")
         error = dense_get_set(&data[0], data.shape[0], self.held)
+        if error == DENSE_HEAD:
+            raise FrameError("table set is cut, or longer than what it holds")
         if error != DENSE_OK:
             raise FrameError(f"table set has {_ERRORS[error]}")
 

@@ -9,9 +9,11 @@ cdef extern from "kvmnn/dense/coding.h" nogil:
         PAD
         BUCKETS
         MODEL_BYTES
+        MOST_BASE
         SET_HEADER_BYTES
     ctypedef enum dense_error:
         DENSE_OK
+        DENSE_HEAD
     ctypedef struct dense_loops:
         pass
     const dense_loops *kvmnn_dense_loops_at(int level)

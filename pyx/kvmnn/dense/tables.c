@@ -180,18 +180,19 @@ dense_error dense_get_model(dense_reader *r, dense_model *m) {
     unsigned width = dense_width((uint32_t)m->tables - 1);
     for (uint32_t i = 0; i < CONTEXTS;) {
         uint32_t run = dense_get(r, RUN_BITS) + 1, table = dense_get(r, width);
-        if (run > CONTEXTS - i || table >= (uint32_t)m->tables || r->over) return DENSE_MODEL;
+        if (r->over) return DENSE_HEAD;
+        if (run > CONTEXTS - i || table >= (uint32_t)m->tables) return DENSE_MODEL;
         memset(m->map + i, (int)table, run);
         i += run;
     }
     int count = get_used(r, used);
     for (int i = 0; i < m->tables; ++i)
-        if (!get_table(r, used, count, &m->symbols[i])) return DENSE_MODEL;
+        if (!get_table(r, used, count, &m->symbols[i])) return r->over ? DENSE_HEAD : DENSE_MODEL;
     m->low_mask = (uint8_t)dense_get(r, BUCKETS);
     for (int b = 0; b < BUCKETS; ++b) {
         if (!(m->low_mask >> b & 1)) continue;
         count = get_used(r, used);
-        if (!get_table(r, used, count, &m->low[b])) return DENSE_MODEL;
+        if (!get_table(r, used, count, &m->low[b])) return r->over ? DENSE_HEAD : DENSE_MODEL;
     }
     return r->over ? DENSE_HEAD : DENSE_OK;
 }

@@ -15,6 +15,7 @@ from ..threads.pool import resolve_threads
 from . import _encoder, zstd
 from .candidates import smallest_at_all_levels, smallest_at_one_level
 from .fast import encode_fast, has_fast_form
+from .guessing import is_one, likely_modes
 from .options import CODECS, MIN_PARALLEL_BYTES, CodecOptions, LaneOptions
 from .pieces import encode_balanced, is_cut
 from .words import words_of
@@ -49,8 +50,9 @@ def encode(
     codecs
         ``("rle",)`` for an engine without libzstd.
     effort
-        ``"exact"``: the engine's bytes. ``"balanced"``: the predictor is guessed from samples and each stream
-        compressed once, in pieces above 8 MiB. ``"fast"``: zstd frames of kvmnn's own writer
+        ``"exact"``: the engine's bytes. ``"balanced"``: the predictor is guessed from samples, or, where these speak
+        for one, as those of K and V hardly do, tried on 256 Ki words, and each stream compressed once, in pieces above
+        8 MiB. ``"fast"``: zstd frames of kvmnn's own writer
         (docs/format.md), one for every 4 MiB, with a predictor only where samples show that it pays, as K and V do not;
         as ``"balanced"`` where `predictors` has no raw or `codecs` no zstd.
         ``"max"``: the smallest frame found with all zstd levels. MNN decodes all four.
@@ -91,13 +93,13 @@ def encode_words(data: Bytes, options: LaneOptions, threads: int, progress: Prog
 
 
 def sampled(data: Bytes, options: LaneOptions) -> LaneOptions:
-    """The options for words like `data`: by effort ``"balanced"`` with the predictors that samples of it choose.
+    """The options for words like `data`: by effort ``"balanced"`` with the predictors that `likely_modes` chooses.
 
     Looking at samples is a tenth of that effort's work on short frames.
     """
-    if options.effort != "balanced":
+    if options.effort != "balanced" or all(map(is_one, options.modes)):
         return options
-    return options._replace(modes=tuple(_encoder.likely_modes(data, options.stride, options.modes)))
+    return options._replace(modes=likely_modes(data, options))
 
 
 def _at_one_level(data: Bytes, options: LaneOptions, threads: int) -> bytes:
@@ -105,7 +107,7 @@ def _at_one_level(data: Bytes, options: LaneOptions, threads: int) -> bytes:
         options = options._replace(effort="balanced")  # also of "fast" where it has no form of its own
     if options.effort == "balanced" and is_cut(data, options):
         return encode_balanced(data, sampled(data, options), threads)
+    options = sampled(data, options)
     if threads == 1 or data.size < MIN_PARALLEL_BYTES or data.size % options.stride:
-        guess = options.effort == "balanced"
-        return _encoder.encode(data, options.stride, options.modes, options.allow, zstd.LEVEL, guess)
-    return smallest_at_one_level(sampled(data, options), data, threads)
+        return _encoder.encode(data, options.stride, options.modes, options.allow, zstd.LEVEL)
+    return smallest_at_one_level(options, data, threads)

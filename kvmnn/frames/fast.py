@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 from ..dtypes import Bytes
 from ..threads.pool import map_pulled
 from . import _fast
 from .options import ZSTD_BIT, LaneOptions
-from .pieces import Later, Part, frame_of, joined, nbytes_of
+from .pieces import RUNS, Lane, Later, Part, frame_of, joined, lanes_of, nbytes_of, with_runs, zstd_lane
 
 PIECE_BYTES = 4 << 20
 """Raw bytes of a piece: repeats are seen inside of one, and pieces are made on different threads."""
@@ -21,9 +19,6 @@ LONGEST, MUCH = 64, 16
 """... and once more where it becomes `MUCH` times smaller."""
 LITTLE = 32
 """A lane of so small a share of all bytes need not become smaller."""
-
-_Lane: TypeAlias = tuple[int, tuple[Part, ...]]
-"""The number of its predictor, and its payloads, one for each piece."""
 
 _RAW_BIT = 1
 _BITS = (1, 2, 4)
@@ -39,17 +34,21 @@ def has_fast_form(options: LaneOptions, nbytes: int) -> bool:
 
 def encode_fast(data: Bytes, options: LaneOptions, threads: int) -> bytes:
     """The frame of little-endian words, for which `has_fast_form` holds; its bytes do not depend on `threads`."""
-    if data.size <= PIECE_BYTES:
-        return _fast.encode(data, options.stride, options.modes)
-    return frame_of(data.size // options.stride, _lanes(data, options, threads), threads)
+    words = data.size // options.stride
+    if data.size > PIECE_BYTES:
+        return frame_of(words, with_runs(_lanes(data, options, threads), data, options), threads)
+    made = _fast.encode(data, options.stride, options.modes)
+    if len(made) * RUNS > data.size:
+        return made
+    return frame_of(words, with_runs(lanes_of(made, options.stride), data, options), threads)
 
 
 def fast_payloads(data: Bytes, options: LaneOptions, threads: int) -> list[tuple[int, bytes]]:
     """For every lane the number of its predictor, and its zstd frames, one for each piece, one behind the other."""
-    return [(mode, joined(payload)) for mode, payload in _lanes(data, options, threads)]
+    return [(lane.mode, joined(lane.parts)) for lane in _lanes(data, options, threads)]
 
 
-def _lanes(data: Bytes, options: LaneOptions, threads: int) -> list[_Lane]:
+def _lanes(data: Bytes, options: LaneOptions, threads: int) -> list[Lane]:
     modes, rivals = _fast.likely_modes(data, options.stride, options.modes)
     size = PIECE_BYTES
     lanes = _in_pieces(data, size, options.stride, modes, threads)
@@ -61,38 +60,32 @@ def _lanes(data: Bytes, options: LaneOptions, threads: int) -> list[_Lane]:
     return _with_rivals(lanes, data, size, options.stride, rivals, threads)
 
 
-def _with_rivals(
-    lanes: list[_Lane], data: Bytes, size: int, stride: int, rivals: list[int], threads: int
-) -> list[_Lane]:
+def _with_rivals(lanes: list[Lane], data: Bytes, size: int, stride: int, rivals: list[int], threads: int) -> list[Lane]:
     """Of each lane the smallest, by its predictor or by one of its rivals that makes the first piece smaller."""
     little = _nbytes(lanes) // LITTLE
     for bit in _BITS:
-        tried = [bit if found & bit and _size(lane) > little else 0 for lane, found in zip(lanes, rivals, strict=True)]
+        tried = [bit if found & bit and lane.nbytes > little else 0 for lane, found in zip(lanes, rivals, strict=True)]
         if not any(tried):
             continue
         first = _in_pieces(data[:size], size, stride, tried, threads)
         tried = [
-            bit if bit and _size(other) < nbytes_of(lane[1][0]) else 0
+            bit if bit and other.nbytes < nbytes_of(lane.parts[0]) else 0
             for lane, other, bit in zip(lanes, first, tried, strict=True)
         ]
         if any(tried):
             others = _in_pieces(data, size, stride, tried, threads)
             lanes = [
-                min(lane, other, key=_size) if bit else lane
+                min(lane, other, key=lambda each: each.nbytes) if bit else lane
                 for lane, other, bit in zip(lanes, others, tried, strict=True)
             ]
     return lanes
 
 
-def _nbytes(lanes: list[_Lane]) -> int:
-    return sum(map(_size, lanes))
+def _nbytes(lanes: list[Lane]) -> int:
+    return sum(lane.nbytes for lane in lanes)
 
 
-def _size(lane: _Lane) -> int:
-    return sum(map(nbytes_of, lane[1]))
-
-
-def _in_pieces(data: Bytes, size: int, stride: int, modes: list[int], threads: int) -> list[_Lane]:
+def _in_pieces(data: Bytes, size: int, stride: int, modes: list[int], threads: int) -> list[Lane]:
     words = data.size // stride
 
     def make(begin: int) -> list[Part]:
@@ -101,7 +94,7 @@ def _in_pieces(data: Bytes, size: int, stride: int, modes: list[int], threads: i
         return [_raw(data[begin * stride : end * stride], stride, lane, one) for lane, one in enumerate(found)]
 
     lanes = zip(*map_pulled(make, range(0, words, size // stride), threads), strict=True)
-    return [(bits.bit_length() - 1, lane) for bits, lane in zip(modes, lanes, strict=True)]
+    return [zstd_lane(bits.bit_length() - 1, parts) for bits, parts in zip(modes, lanes, strict=True)]
 
 
 def _raw(piece: Bytes, stride: int, lane: int, found: bytes | int) -> Part:

@@ -15,13 +15,18 @@ from ..dtypes import Bytes
 from ..errors import LimitError
 from ..threads.pool import map_pulled
 from . import _encoder, zstd
-from .options import CODECS, MIN_PARALLEL_BYTES, ZSTD_BIT, LaneOptions
+from .options import CODECS, MIN_PARALLEL_BYTES, RLE_BIT, ZSTD_BIT, LaneOptions
+from .predictors import NAMES as PREDICTORS
 
 LANE_BYTES = 8 << 20
 """Of a lane, in a piece of effort "balanced": four times as far as libzstd looks back at that level, so that little is
 lost where a piece begins."""
 
-_ZSTD = CODECS.index("zstd")
+RUNS = 4
+"""Lanes that became so many times smaller may be full of runs, ones of a cache are not."""
+
+_RAW = PREDICTORS.index("raw")
+_RLE, _ZSTD = CODECS.index("rle"), CODECS.index("zstd")
 _HEADER = struct.Struct("<BBII")
 _U32_MAX = (1 << 32) - 1
 
@@ -33,24 +38,33 @@ def is_cut(data: Bytes, options: LaneOptions) -> bool:
 
 
 def encode_balanced(data: Bytes, options: LaneOptions, threads: int) -> bytes:
-    """The frame of words for which `is_cut` holds; `options` allow one predictor for each lane.
+    """The frame of words for which `is_cut` holds, of each lane the smallest by the predictors that `options` allow.
 
-    An even number of equal pieces for each lane, and no RLE, which is hardly ever smaller on so much.
+    An even number of equal pieces for each lane.
     """
     words = data.size // options.stride
     count = 2 * -(-words // (2 * LANE_BYTES))
     ends = [words * (piece + 1) // count for piece in range(count)]
     spans = list(zip([0, *ends], ends, strict=False))
-    modes = [bits.bit_length() - 1 for bits in options.modes]
+    pairs = [
+        (lane, mode)
+        for lane in reversed(range(options.stride))  # the high bytes take longest: first
+        for mode in range(len(PREDICTORS))
+        if options.modes[lane] >> mode & 1
+    ]
 
-    def make(task: tuple[int, tuple[int, int]]) -> bytes:
-        lane, (begin, end) = task
-        return _encoder.payload(data, options.stride, begin, end, lane, modes[lane], zstd.LEVEL)
+    def make(task: tuple[tuple[int, int], tuple[int, int]]) -> bytes:
+        (lane, mode), (begin, end) = task
+        return _encoder.payload(data, options.stride, begin, end, lane, mode, zstd.LEVEL)
 
-    order = [lane for lane in reversed(range(options.stride)) for _ in spans]  # the high bytes take longest: first
-    made = map_pulled(make, list(zip(order, spans * options.stride, strict=True)), threads)
-    lanes = [made[count * place : count * (place + 1)] for place in range(options.stride)]
-    return frame_of(words, list(zip(modes, reversed(lanes), strict=True)), threads)
+    made = map_pulled(make, [(pair, span) for pair in pairs for span in spans], threads)
+    best: dict[int, Lane] = {}
+    for place, (lane, mode) in enumerate(pairs):
+        found = Lane(mode, _ZSTD, tuple(made[count * place : count * (place + 1)]))
+        if lane not in best or found.nbytes < best[lane].nbytes:
+            best[lane] = found
+    lanes = [best[lane] for lane in range(options.stride)]
+    return frame_of(words, with_runs(lanes, data, options), threads)
 
 
 class Later(NamedTuple):
@@ -64,12 +78,54 @@ class Later(NamedTuple):
 Part: TypeAlias = bytes | Later
 
 
-def frame_of(words: int, lanes: Sequence[tuple[int, Sequence[Part]]], threads: int) -> bytes:
-    """The frame of lanes, each the number of its predictor and its zstd frames."""
+class Lane(NamedTuple):
+    """The numbers of a lane's predictor and codec, and its payload: parts, one behind the other."""
+
+    mode: int
+    codec: int
+    parts: tuple[Part, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the payload."""
+        return sum(map(nbytes_of, self.parts))
+
+
+def zstd_lane(mode: int, parts: tuple[Part, ...]) -> Lane:
+    """A lane of zstd frames."""
+    return Lane(mode, _ZSTD, parts)
+
+
+def frame_of(words: int, lanes: Sequence[Lane], threads: int) -> bytes:
+    """The frame of lanes."""
     parts: list[Part] = [words.to_bytes(4, "little")]
-    for mode, payload in lanes:
-        parts += [stream_header(words, mode, sum(map(nbytes_of, payload))), *payload]
+    for lane in lanes:
+        parts += [stream_header(words, lane.mode, lane.nbytes, lane.codec), *lane.parts]
     return joined(parts, threads)
+
+
+def lanes_of(frame: bytes, stride: int) -> list[Lane]:
+    """The lanes of a frame that was just made."""
+    found, at = [], 4
+    for _ in range(stride):
+        mode, codec, _, size = _HEADER.unpack_from(frame, at)
+        at += _HEADER.size
+        found.append(Lane(mode, codec, (frame[at : at + size],)))
+        at += size
+    return found
+
+
+def with_runs(lanes: list[Lane], data: Bytes, options: LaneOptions) -> list[Lane]:
+    """The lanes, those as RLE that are smaller so: no zstd frame says runs of some length in two bytes each."""
+    return [_as_runs(lane, number, data, options) for number, lane in enumerate(lanes)]
+
+
+def _as_runs(lane: Lane, number: int, data: Bytes, options: LaneOptions) -> Lane:
+    nbytes = lane.nbytes
+    if not options.allow & RLE_BIT or nbytes * RUNS > data.size // options.stride:
+        return lane
+    made = _encoder.candidate(data, options.stride, number, _RAW, RLE_BIT, zstd.LEVEL, True, nbytes)
+    return lane if made is None else Lane(_RAW, _RLE, (made[3][_HEADER.size :],))
 
 
 def joined(parts: Sequence[Part], threads: int = 1) -> bytes:
@@ -93,8 +149,8 @@ def nbytes_of(part: Part) -> int:
     return len(part) if isinstance(part, bytes) else part.nbytes
 
 
-def stream_header(words: int, mode: int, nbytes: int) -> bytes:
-    """The header of a zstd stream of `words` bytes that became `nbytes`.
+def stream_header(words: int, mode: int, nbytes: int, codec: int = _ZSTD) -> bytes:
+    """The header of a stream of `words` bytes that became `nbytes`.
 
     Raises
     ------
@@ -103,4 +159,4 @@ def stream_header(words: int, mode: int, nbytes: int) -> bytes:
     """
     if nbytes > _U32_MAX:
         raise LimitError("a payload above 2^32 - 1 bytes, which is what a stream header can say: encode pieces")
-    return _HEADER.pack(mode, _ZSTD, words, nbytes)
+    return _HEADER.pack(mode, codec, words, nbytes)

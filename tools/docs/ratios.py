@@ -148,7 +148,7 @@ def size_of(words: Array, dtype: str) -> Size:
 def at_level(words: Array, level: int) -> Size:
     """One frame as the exact effort makes it, at another zstd level."""
     stride = words.dtype.itemsize
-    frame = _encoder.encode(as_bytes(words), stride, (ALL_MODES,) * stride, ALL_CODECS, level, False)
+    frame = _encoder.encode(as_bytes(words), stride, (ALL_MODES,) * stride, ALL_CODECS, level)
     return Size(words.nbytes, len(frame))
 
 

@@ -28,6 +28,8 @@ cdef enum:
     SAMPLE_TILE = 1024     # effort "balanced": bytes of one look at a stream ...
     SAMPLE_TILES = 16      # ... and how many looks it takes
 
+cdef double LESS = 0.996   # effort "balanced": samples of noise differ by less
+
 cdef size_t NOT_SMALLER = 0
 cdef size_t NO_MEMORY = <size_t>-1
 cdef size_t U32_MAX = <size_t>0xffffffffULL
@@ -90,8 +92,8 @@ cdef size_t make_candidate(
     return result.size if found else NOT_SMALLER
 
 
-cdef int likely_mode(Workspace ws, const uint8_t *src, size_t words, int stride, int lane, int modes) noexcept nogil:
-    """The allowed predictor whose sampled stream has the lowest order-0 entropy; the first at equality."""
+cdef int likely_mode(const uint8_t *src, size_t words, int stride, int lane, int modes) noexcept nogil:
+    """The allowed predictor whose sampled stream has the lowest order-0 entropy; one that is no less by chance is not."""
     cdef uint64_t counts[256]
     cdef uint8_t tile[SAMPLE_TILE]
     cdef size_t start, step, n
@@ -113,7 +115,7 @@ cdef int likely_mode(Workspace ws, const uint8_t *src, size_t words, int stride,
             lanes().histogram(tile + 1, n - 1, counts)  # the first byte lacks its true neighbour
             start += step
         bits = entropy(counts)
-        if bits < best:
+        if bits < best * LESS:
             best = bits
             best_mode = mode
     return best_mode
@@ -181,7 +183,7 @@ cdef int made_at_once(size_t words, int stride, int *modes) noexcept nogil:
 # -- encoding for Python ----------------------------------------------------------------------------------------------
 
 cdef bytes encode_lanes(
-    const uint8_t *src, size_t words, int stride, int *modes, int allow, int level, bint sample, size_t begin
+    const uint8_t *src, size_t words, int stride, int *modes, int allow, int level, size_t begin
 ):
     """`begin` bytes for the caller to fill, and behind them header and smallest payload of every lane.
 
@@ -194,7 +196,7 @@ cdef bytes encode_lanes(
     cdef uint8_t *streams = NULL
     cdef uint8_t *mine = NULL
     cdef size_t[2 * MODES] rle
-    cdef int lane, at_once = 0, place = 0
+    cdef int lane, at_once = made_at_once(words, stride, modes), place = 0
     cdef PyObject *frame = NULL
     cdef Workspace ws = acquire(allow & ALLOW_ZSTD != 0, False)
     try:
@@ -202,14 +204,10 @@ cdef bytes encode_lanes(
         out = <uint8_t *>PyBytes_AsString(<object>frame)
         with nogil:
             slot = ws.buffer(1, room)
-            if not sample:
-                at_once = made_at_once(words, stride, modes)
             if at_once:
                 streams = ws.buffer(0, <size_t>(at_once * MODES) * spacing(words))
             if slot != NULL and (streams != NULL or not at_once):
                 for lane in range(stride):
-                    if sample:
-                        modes[lane] = 1 << likely_mode(ws, src, words, stride, lane, modes[lane])
                     if at_once:
                         place = lane % at_once
                         if place == 0:
@@ -238,18 +236,17 @@ cdef object no_frame(size_t code):
     return LimitError("a payload above 2^32 - 1 bytes, which is what a stream header can say: encode pieces")
 
 
-def encode(const uint8_t[::1] data not None, int stride, modes, int allow, int level, bint sample) -> bytes:
+def encode(const uint8_t[::1] data not None, int stride, modes, int allow, int level) -> bytes:
     """The frame of `data` on the calling thread.
 
     `modes`: for each lane a bit set of predictors (1 raw, 2 delta_seq, 4 xor_seq). `allow`: 1 RLE, 2 zstd, 3 both.
-    `sample`: let a histogram of samples choose the predictor instead of trying each.
     """
     cdef size_t words = check_words(data.shape[0], stride)
     cdef int lane
     cdef int[4] lane_modes
     for lane in range(stride):
         lane_modes[lane] = modes[lane]
-    cdef bytes frame = encode_lanes(&data[0], words, stride, lane_modes, allow, level, sample, 4)
+    cdef bytes frame = encode_lanes(&data[0], words, stride, lane_modes, allow, level, 4)
     store_le32(<uint8_t *>PyBytes_AsString(frame), <uint32_t>words)
     return frame
 
@@ -258,7 +255,7 @@ def encode_stream(const uint8_t[::1] data not None, int modes, int allow, int le
     """One stream with its header, from bytes that are no lanes of anything; an empty one is ten zero bytes."""
     if data.shape[0] == 0:
         return bytes(HEADER)
-    return encode_lanes(&data[0], data.shape[0], 1, &modes, allow, level, False, 0)
+    return encode_lanes(&data[0], data.shape[0], 1, &modes, allow, level, 0)
 
 
 def candidate(
@@ -345,13 +342,11 @@ def likely_modes(const uint8_t[::1] data not None, int stride, modes) -> list:
     cdef size_t words = check_words(data.shape[0], stride)
     cdef int lane, mode, lane_modes
     cdef list out = []
-    cdef Workspace ws = acquire(False, False)
     for lane in range(stride):
         lane_modes = modes[lane]
         with nogil:
-            mode = likely_mode(ws, &data[0], words, stride, lane, lane_modes)
+            mode = likely_mode(&data[0], words, stride, lane, lane_modes)
         out.append(1 << mode)
-    release(ws)
     return out
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import settings
 from repository import FIXTURES
 
 from kvmnn import _simd
@@ -15,6 +16,10 @@ from kvmnn import _simd
 # Child processes would otherwise import the checkout's kvmnn/, whose kernels are not compiled, from their working
 # directory.
 os.environ["PYTHONSAFEPATH"] = "1"
+
+# On a machine that others use, and under sanitizers, a time limit of an example says nothing of kvmnn.
+settings.register_profile("kvmnn", deadline=None)
+settings.load_profile("kvmnn")
 
 # Shells start what runs in the background with SIGINT ignored, and children inherit that: none could be interrupted.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

@@ -117,6 +117,18 @@ sys.exit(main())
 """
 
 
+def test_an_interrupt_in_a_callback_of_imports_waits():
+    """Where it would be printed and lost."""
+    program = (
+        "import os, signal, time\nfrom kvmnn.cli.signals import unwinding\n"
+        "exec(compile('def cb(): os.kill(os.getpid(), signal.SIGINT)', '<frozen importlib._bootstrap>', 'exec'))\n"
+        "try:\n    with unwinding():\n        cb()\n        print('went on', flush=True)\n        time.sleep(30)\n"
+        "except KeyboardInterrupt: print('interrupted')"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"went on\ninterrupted\n", b"")
+
+
 def test_an_interrupt_in_an_exec_of_text_is_exit_code_130():
     """As when dataclasses are made: CPython remembers such a one and would end by the signal."""
     program = (

@@ -206,6 +206,7 @@ def test_a_name_that_does_not_say_k_or_v_is_exit_code_2_and_the_hint_works(run, 
         (["kv.npz", "--codec", "mnn", "-o", "d/"], 1, "kv.npz: "),
         (["z.zarr", "--codec", "mnn", "-o", "d/"], 1, "bundle of frames: kvmnn encode z.zarr takes its arrays"),
         (["z.zarr", "--codec", "dense", "-o", "d/"], 1, "z.zarr: is a Zarr store, no bundle of frames: kvmnn encode "),
+        (["f", "--codec", "mnn", "-o", "d.zarr"], 2, "-o d.zarr: a Zarr store is made by kvmnn encode"),
         (["nowhere", "--codec", "mnn", "-o", "d/"], 1, "nowhere: "),
     ],
 )

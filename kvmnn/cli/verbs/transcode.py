@@ -57,13 +57,15 @@ def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
     from ...bundle import DecodeOptions
     from ...errors import SourceError
-    from ...formats import is_store, transcode
+    from ...formats import is_named_zarr, is_store, transcode
 
     if is_store(arguments.input):
         again = f"kvmnn encode {arguments.input}" + (" --codec dense" if arguments.codec == "dense" else "")
         raise SourceError(f"{arguments.input}: is a Zarr store, no bundle of frames: {again} takes its arrays")
     if arguments.output is None:
         raise UsageError("no output given: use -o FILE, -o DIR/ or -o -")
+    if is_named_zarr(arguments.output):
+        raise UsageError(f"-o {arguments.output}: a Zarr store is made by kvmnn encode, transcode makes a bundle")
     if arguments.codec == "mnn":
         idle_options.refuse(arguments, ["rope", *dense_options.TEXT], "needs --codec dense")
     reading = DecodeOptions(dtype=arguments.dtype, max_bytes=arguments.max_bytes, threads=arguments.threads)

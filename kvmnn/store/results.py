@@ -229,7 +229,8 @@ class Verified:
         Units that go on from damaged ones: nobody finds them without these, and they went with them.
     beside
         One line for each file of a directory, of models, pinned texts and sessions, that was not as its index knows it
-        and was written again: without these files a lost index could not be made anew.
+        and was written again: without these files a lost index could not be made anew. Past one machine one for each
+        session that is damaged, until `forget`.
     anew
         One line for an index, or settings, that were lost or damaged and made anew when the store was opened.
     """

@@ -112,7 +112,7 @@ def test_a_folder_of_vllm_is_asked_about(tmp_path: Path, run: Any) -> None:
     folder(tmp_path / "0cc175b9", (2, 7, 8), layers=2)
     assert "  model.layers.0.self_attn.attn: bf16 [2, 7, 8] C" in run("inspect", tmp_path / "0cc175b9").out
     said = run("measure", tmp_path / "0cc175b9", code=2).err
-    assert "--axes with l for an axis of layers, 2 for one of K and V" in said and said.count("\n") == 1
+    assert "that have l for an axis of layers, or 2 in them for one of K and V" in said and said.count("\n") == 1
     (tmp_path / "0cc175b9" / "other.safetensors").write_bytes(b"x")
     assert "too few for a .safetensors file" in run("inspect", tmp_path / "0cc175b9", code=1).err
 

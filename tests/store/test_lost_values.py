@@ -79,12 +79,36 @@ def test_a_session_is_the_text_that_was_parked(url: str) -> None:
             values.put_many({f"sessions/{name}": json.dumps(each).encode()})
             with pytest.raises(SourceError, match="session 'one' is damaged: it does not match its checksum"):
                 store.resume("one")
-            (said,) = store.verify().damaged
+            (said,) = store.verify().beside
             assert "session 'one' is damaged" in said
+        for wrong in (b"", b"\xff", b"[1]"):
+            values.put_many({f"sessions/{name}": wrong})
+            (said,) = store.verify().beside
+            assert "session 'one'" in said and store.verify().units == 1
         del document["checksum"]  # as kvmnn wrote them at first
         values.put_many({f"sessions/{name}": json.dumps(document).encode()})
         assert store.resume("one").prefix.tokens == 30
-        assert store.verify().damaged == ()
+        assert store.verify().beside == ()
+
+
+def test_a_record_in_the_place_of_another(url: str) -> None:
+    """It is as if none were there: what belongs there is put again."""
+    texts = [IDS, [*IDS[:8], 70, 71, 72, 73, 74], [80, 81, 82, 83, 84]]
+    with PrefixStore(url, block_tokens=4) as store:
+        for ids in texts:
+            put(store, ids)
+        values = store._units.values
+        names = values.tree("after-")
+        records = values.get_many(names)
+    assert len(names) == 3
+    for name in names:
+        for data in records:
+            with PrefixStore(url, ram_bytes=0) as store:
+                store._units.values.put_many(dict(zip(names, records, strict=True)) | {name: data})
+                for ids in texts:
+                    put(store, ids)
+                    assert same(store.get(ids, model=MODEL).layers, ids, len(ids))
+                assert store.verify().damaged == ()
 
 
 def test_a_full_disk_leaves_no_files(new_url: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:

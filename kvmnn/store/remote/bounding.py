@@ -17,7 +17,7 @@ from ...files.json_document import parse
 from ..lookup import Found, Text
 from ..space import Space
 from ..token_ids import Ids, block_keys, text_key
-from .records import AFTER, Record, from_bytes, tick_of, unit_name, use_name
+from .records import AFTER, Record, placed, tick_of, unit_name, use_name
 from .values import Patient
 
 _AT_ONCE = 256
@@ -175,7 +175,9 @@ def _records(units: Bounded) -> list[Record]:
     names = sorted(units.values.tree(AFTER))
     found = {}
     for at in range(0, len(names), _AT_ONCE):
-        for record in map(from_bytes, units.values.get_many(names[at : at + _AT_ONCE])):
+        some = names[at : at + _AT_ONCE]
+        for name, data in zip(some, units.values.get_many(some), strict=True):
+            record = placed(data, name, units.block_tokens)
             if record is not None and f"{record.unit:032x}" in there:
                 found[record.unit] = record
     return list(found.values())

@@ -77,6 +77,12 @@ def from_bytes(data: bytes | None) -> Record | None:
     return Record(space, parent, int.from_bytes(unit, "big"), nbytes, start, ids)
 
 
+def placed(data: bytes | None, name: str, block_tokens: int) -> Record | None:
+    """As `from_bytes` of what lies under a name; None for a record that belongs under another."""
+    record = from_bytes(data)
+    return record if record is not None and record.name(block_tokens) == name else None
+
+
 def record_name(parent: bytes, first: Ids) -> str:
     """Where the record of a unit lies that follows `parent` and begins with the ids of one block, or a tail.
 

@@ -6,12 +6,12 @@ import hashlib
 import json
 
 from ...checks import shown
-from ...errors import KvmnnError, SourceError
+from ...errors import KvmnnError, ManifestError, SourceError
 from ...files.json_document import parse
 from ..catalog import check_name
 from ..space import Space, from_json
 from ..token_ids import Ids, as_ids
-from .values import Patient
+from .values import OutageError, Patient
 
 _FOLDER = "sessions"
 _MAX_BYTES = 256 << 20
@@ -46,7 +46,9 @@ def damaged(values: Patient) -> list[str]:
     for name in names(values):
         try:
             found(values, name)
-        except SourceError as error:
+        except OutageError:
+            raise
+        except (SourceError, ManifestError) as error:
             wrong.append(str(error))
     return wrong
 

@@ -34,6 +34,7 @@ from .records import (
     folder_after,
     from_bytes,
     named_ids,
+    placed,
     record_name,
     tick_of,
     told_block_tokens,
@@ -194,7 +195,9 @@ class Shelf:
         size = text.block_tokens
         count = len(text.keys)
         names = [record_name(text.key_before(n), text.ids[n * size : (n + 1) * size]) for n in range(count)]
-        records = [self._usable(data, text) for data in self.values.get_many(names)]
+        records = [
+            self._usable(data, name, text) for data, name in zip(self.values.get_many(names), names, strict=True)
+        ]
         places: list[Place] = []
         blocks, extra = 0, None
         while blocks < count and (record := records[blocks]) is not None:
@@ -278,8 +281,9 @@ class Shelf:
         """The tail that a longer text repeats: a chat that grows would leave one at every turn."""
         folder, name = record_name(new.parent, new.ids[: text.block_tokens]).split("/")
         before = [found for found in self.values.near(folder, name, 1) if found < name]
-        data = self.values.get_many([f"{folder}/{found}" for found in before])
-        for record in map(from_bytes, data):
+        paths = [f"{folder}/{found}" for found in before]
+        for data, path in zip(self.values.get_many(paths), paths, strict=True):
+            record = placed(data, path, text.block_tokens)
             if record is None or record.ids.size >= min(text.block_tokens, new.ids.size):
                 continue
             if agreeing(record.ids, new.ids) == record.ids.size and record.unit not in bounding.pinned_units(self):
@@ -290,7 +294,7 @@ class Shelf:
         """Of records whose names were taken those that another text has; what is of no use is replaced."""
         lost, mine = [], {}
         for (name, record), data in zip(records.items(), self.values.get_many(list(records)), strict=True):
-            other = from_bytes(data)
+            other = placed(data, name, self.block_tokens)
             if other is not None and other.unit == record.unit:
                 continue
             if other is not None and self.values.get_many([unit_name(other.unit)])[0] is not None:
@@ -406,14 +410,15 @@ class Shelf:
         best = [found for found in names if same[found] == most] if most else []
         if most < NAMED_IDS:  # each of them agrees as far
             best = best[:_SOME]
-        for data in self.values.get_many([f"{folder}/{found}" for found in best]):
-            record = self._usable(data, text)
+        paths = [f"{folder}/{found}" for found in best]
+        for data, path in zip(self.values.get_many(paths), paths, strict=True):
+            record = self._usable(data, path, text)
             if record is not None:
                 self._note_place(record, text.block_tokens)
                 yield Place(record.unit, 0, agreeing(record.ids, rest))
 
-    def _usable(self, data: bytes | None, text: Text) -> Record | None:
-        record = from_bytes(data)
+    def _usable(self, data: bytes | None, name: str, text: Text) -> Record | None:
+        record = placed(data, name, text.block_tokens)
         return None if record is None or record.space != text.space or record.unit in self._bad else record
 
     def _note_place(self, record: Record, block_tokens: int) -> None:

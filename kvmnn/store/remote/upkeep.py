@@ -15,7 +15,7 @@ from ..space import Space
 from ..unit import DamagedError
 from ..verifying import GoneError, Verifier
 from . import bounding, sessions
-from .records import AFTER, Record, from_bytes, unit_name
+from .records import AFTER, Record, placed, unit_name
 from .shelf import TABLES, Shelf
 
 T = TypeVar("T")
@@ -26,9 +26,10 @@ _AT_ONCE, _AT_ONCE_BYTES = 256, 32 << 20
 
 
 def records(units: Shelf) -> Iterator[tuple[str, Record | None]]:
-    """All records by their names; None for one that is damaged."""
+    """All records by their names; None for one that is damaged, or lies where another belongs."""
     for some in _runs(sorted(units.values.tree(AFTER))):
-        yield from zip(some, map(from_bytes, units.values.get_many(some)), strict=True)
+        for name, data in zip(some, units.values.get_many(some), strict=True):
+            yield name, placed(data, name, units.block_tokens)
 
 
 def _known(units: Shelf) -> list[Record]:
@@ -137,9 +138,14 @@ def verify(units: Shelf, threads: int | None) -> Verified:
             nbytes += unit.nbytes
     if not units.read_only:
         units.forget([*damaged, *lost])
-    notes += sessions.damaged(units.values)
     return Verified(
-        units=count, tokens=tokens, bytes=nbytes, damaged=tuple(notes), lost=len(lost), anew=tuple(units.notes)
+        units=count,
+        tokens=tokens,
+        bytes=nbytes,
+        damaged=tuple(notes),
+        lost=len(lost),
+        beside=tuple(sessions.damaged(units.values)),
+        anew=tuple(units.notes),
     )
 
 

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -116,10 +116,8 @@ class RemotePlace(Place):
         if text is None:
             return
         self._documents[DOCUMENT] = text
-        said = parse(text, self.of(DOCUMENT), MAX_DOCUMENT).value
-        held = said.get("consolidated_metadata") if isinstance(said, dict) else None
-        entries = held.get("metadata") if isinstance(held, dict) and held.get("kind") == "inline" else None
-        if not isinstance(entries, dict) or len(entries) > MOST_ENTRIES or not all(map(_is_plain, entries)):
+        entries = consolidated(parse(text, self.of(DOCUMENT), MAX_DOCUMENT))
+        if entries is None:
             return
         folders: dict[str, set[str]] = {}
         for name, entry in entries.items():
@@ -165,6 +163,15 @@ def document_at(path: Path) -> Node | None:
 def most_bytes(nbytes: int) -> int:
     """A little more than a frame of `nbytes` bytes can have."""
     return 2 * nbytes + _SLACK
+
+
+def consolidated(group: Node) -> dict[str, Any] | None:
+    """The documents of arrays and groups, by their folders, that a group's document has; None where it has none."""
+    held = group.value.get("consolidated_metadata") if isinstance(group.value, dict) else None
+    entries = held.get("metadata") if isinstance(held, dict) and held.get("kind") == "inline" else None
+    if not isinstance(entries, dict) or len(entries) > MOST_ENTRIES or not all(map(_is_plain, entries)):
+        return None
+    return entries
 
 
 def _is_plain(name: str) -> bool:

@@ -190,10 +190,21 @@ def test_words_that_were_changed_are_refused(arrays: Path, tmp_path: Path, run) 
     assert found["ratio"] is None and "are not there, and read as the fill value" in found["notes"][0]
     assert "do not match the sha256" in run("verify", tmp_path / "x.zarr", code=1).err
     assert not (tmp_path / "y.npz").exists()
-    document = tmp_path / "x.zarr/one/zarr.json"
-    document.write_text(document.read_text().replace("sha256", "sha255"))
+    for document in (tmp_path / "x.zarr").rglob("zarr.json"):
+        document.write_text(document.read_text().replace("sha256", "sha255"))
     assert "DECODES (an array has no sha256: nothing to compare with)" in run("verify", tmp_path / "x.zarr").out
     assert "LOSSLESS" not in run("decode", tmp_path / "x.zarr", "-o", tmp_path / "y.npz").out
+
+
+@pytest.mark.parametrize("name", ["zarr.json", "one/zarr.json"])
+def test_documents_that_say_different_things(arrays: Path, tmp_path: Path, run, name: str) -> None:
+    """Zarr's libraries read what the group has of its arrays, kvmnn their own documents."""
+    run("encode", arrays, "-o", tmp_path / "x.zarr")
+    assert "LOSSLESS" in run("verify", tmp_path / "x.zarr").out
+    document = tmp_path / "x.zarr" / name
+    document.write_text(document.read_text().replace('"float16"', '"uint16"', 1))
+    said = run("verify", tmp_path / "x.zarr", code=1)
+    assert "its consolidated_metadata says other things of '" in said.err and "LOSSLESS" not in said.out
 
 
 def test_options(arrays: Path, tmp_path: Path, run) -> None:

@@ -51,6 +51,8 @@ _NEIGHBOURS = frozenset(
     ]
 )
 """Architectures whose pairs are neighbours (LLAMA_ROPE_TYPE_NORM in llama.cpp)."""
+_SHARING = ("gemma3n",)
+"""Architectures whose layers share K, though older files do not say how many do."""
 _MOST_KEYS, _MOST_LAYERS = 1 << 16, 1 << 16
 
 
@@ -109,16 +111,23 @@ def read_geometry(path: str, layers: int) -> Geometry:
     return Geometry(name, of, head_dim)
 
 
-def layers_with_k(path: str) -> int | None:
-    """How many layers of a model have K and V of their own; None where it does not say. Errors as `read_geometry`."""
+def cache_layers(path: str) -> set[int]:
+    """How many layers a cache of a model may have; empty where that is not known. Errors as `read_geometry`.
+
+    Layers that predict further tokens are in the caches of some builds, and those without K of their own in none.
+    """
     fields = _Header(path).fields()
     name = _architecture(path, fields)
     heads = fields.get(f"{name}.attention.head_count_kv")
+    layers = {_number(fields.get(f"{name}.{key}")) for key in ("block_count", "decoder_block_count")} - {None}
     if isinstance(heads, list):
-        return sum(map(bool, heads))
-    layers = _number(fields.get(f"{name}.block_count"))
-    without = [fields.get(f"{name}.{key}") for key in ("attention.shared_kv_layers", "nextn_predict_layers")]
-    return None if layers is None else layers - sum(_number(number) or 0 for number in without)
+        layers |= {len(heads), sum(map(bool, heads))}
+    shared, ahead = (
+        _number(fields.get(f"{name}.{key}")) or 0 for key in ("attention.shared_kv_layers", "nextn_predict_layers")
+    )
+    if name in _SHARING and not shared:
+        return set()
+    return {held - shared - less for held in layers if held is not None for less in (0, ahead)}
 
 
 def read_rotary(path: str) -> tuple[Rotary | None, list[str]]:

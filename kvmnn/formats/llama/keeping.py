@@ -13,7 +13,7 @@ from ...files.mapped import MappedFile
 from .. import keeping
 from ..keeping import Region, byte_array, field_array, gains_by_fields
 from ..options import ReadOptions
-from .reading import described, heads_of, model_notes, model_of
+from .reading import check_layers, described, heads_of, model_of
 from .rows import Cells
 from .state import State, Stream, Tensor, parse
 
@@ -34,6 +34,7 @@ def keep(file: MappedFile, options: ReadOptions) -> Source:
         As `read`; kv heads need not be known.
     """
     state = parse(file, model_of(options))
+    check_layers(file.label, state, options)
     found = list(_streams(state))
     if not found:
         raise SourceError(f"{file.label}: no cell is used, there is nothing to encode")
@@ -53,7 +54,6 @@ def keep(file: MappedFile, options: ReadOptions) -> Source:
         for tensor in stream.tensors
     ]
     kept = keeping.keep(file, NAME, regions, heads.of if heads.known else None)
-    kept.notes += model_notes(state, options)
     if by_heads:
         kept.token_major = True
         kept.engine_cache = described(state, stream, Cells(stream.cells), heads, options)

@@ -62,6 +62,7 @@ def read(file: FileBytes, options: ReadOptions) -> Source:
     state = parse(file, model)
     if None not in (state.architecture, model) and state.architecture != model:
         raise OptionError(f"{file.label}: is of architecture {state.architecture!r}, the model of {model!r}")
+    check_layers(file.label, state, options)
     stream = _chosen(file.label, state, options.engine)
     taken = _cells_of(file.label, stream, options.engine.sequence)
     undoing = options.engine.undo not in (None, (), ("none",))
@@ -69,7 +70,7 @@ def read(file: FileBytes, options: ReadOptions) -> Source:
     heads = heads_of(file.label, stream, options, needed=needed)
     arrays = [_array(file, tensor, taken, heads, options) for tensor in _by_layer(stream)]
     said = described(state, stream, taken, heads, options)
-    notes = [*_notes(state, stream, heads, options.engine), *model_notes(state, options)]
+    notes = _notes(state, stream, heads, options.engine)
     notes += _block_notes(stream, taken, heads, options.engine)
     return Source(arrays, notes=notes, engine_cache=said)
 
@@ -80,18 +81,19 @@ def model_of(options: ReadOptions) -> str | None:
     return None if path is None else gguf.architecture(path)
 
 
-def model_notes(state: State, options: ReadOptions) -> list[str]:
-    """A line where the model that the options name has more layers than the file."""
+def check_layers(where: str, state: State, options: ReadOptions) -> None:
+    """`OptionError` where the model that the options name has another number of layers than the file."""
     model = options.packed.model if options.packed else None
     held = [max(sum(tensor.part == "key" for tensor in each.tensors) for each in streams) for streams in state.caches]
     if model is None or state.recurrent_bytes or not all(held):
-        return []
-    expected = gguf.layers_with_k(model)
-    if expected in (None, sum(held)):
-        return []
-    return [
-        f"the model in {model} has {expected} layers with K and V, the file has {sum(held)}: it may be of another model"
-    ]
+        return
+    expected = gguf.cache_layers(model)
+    if expected and sum(held) not in expected:
+        has = " or ".join(map(str, sorted(expected)))
+        raise OptionError(
+            f"{where}: has K and V of {count(sum(held), 'layer')}, a cache of the model in {model} has {has}: it is of "
+            "another model"
+        )
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,8 @@ def test_layers_of_a_model_that_have_no_k_of_their_own(tmp_path: Path) -> None:
     path = put(tmp_path / "x", data)
     more = {"attention__key_length": 32, "block_count": 4}
     check(kvmnn.open(path, model(tmp_path / "m.gguf", attention__head_count_kv=[0, 2, 0, 2], **more)), cells)
+    data, ((cells,),) = llama_files.state(Random(7), Shape(), [6], recurrent=2)
+    path = put(tmp_path / "x", data)
     check(kvmnn.open(path, model(tmp_path / "m.gguf", attention__head_count_kv=2, **more)), cells)
     with pytest.raises(SourceError, match="does not say the kv heads"):
         kvmnn.open(path, model(tmp_path / "m.gguf", attention__head_count_kv=[1, 2, 2, 2], **more))
@@ -236,7 +238,7 @@ def test_the_geometry_of_a_gguf_model(tmp_path: Path) -> None:
     ("fields", "message"),
     [
         ({"attention__head_count": 4, "embedding_length": 256}, "it is of another model"),
-        ({"attention__head_count_kv": 2, "attention__key_length": 32, "block_count": 1}, "the model has 1 layer"),
+        ({"attention__head_count_kv": 2, "attention__key_length": 32, "block_count": 1}, "2 layers, a cache of the model .* 1"),
         ({"attention__head_count_kv": 2}, "does not say the kv heads and head_dim"),
     ],
 )

@@ -10,15 +10,15 @@ from collections.abc import Mapping
 from typing import Final
 
 from ..arrays.source import BESIDE_KEY
+from ..files import names
 from ..files.json_document import parse
 from .kept_file import literal, literal_document
 
 SCHEMA: Final = "kvmnn-beside"
 SCHEMA_VERSION: Final = 1
-POSITIONS: Final = "positions.json"
-TOKEN_IDS: Final = "token_ids.json"
-NAMES: Final = (POSITIONS, TOKEN_IDS)
-"""What `kvmnn dump-kv` writes beside K and V. No other file is taken along, and none is written."""
+NAMES: Final = names.BESIDE
+POSITIONS, TOKEN_IDS = NAMES
+"""No other file is taken along, and none is written."""
 MAX_BYTES = 16 << 20
 """Of a file: as much as is read of one."""
 

@@ -75,12 +75,12 @@ def options(
 def refuse_idle(arguments: argparse.Namespace, paths: Sequence[str]) -> None:
     """`UsageError` for an option where no input is a cache that it is about."""
     idle = [name for name in CHOOSING if idle_options.given(arguments, name)]
-    if idle and not any(map(is_engine_file, paths)):
-        why = f"is about caches of other engines, and {' '.join(paths)} holds none"
-        idle_options.refuse(arguments, idle, why)
     if idle and not any(map(is_llama, paths)):
         why = f"is about caches of llama.cpp, and {' '.join(paths)} holds none"
         idle_options.refuse(arguments, _OF_LLAMA, why)
+    if idle and not any(map(is_engine_file, paths)):
+        why = f"is about quantised caches of llama.cpp and MLX, and {' '.join(paths)} holds none"
+        idle_options.refuse(arguments, ["blocks"], why)
 
 
 def refuse_no_blocks(arguments: argparse.Namespace, source: Source) -> None:

@@ -145,9 +145,8 @@ def refuse_idle(arguments: argparse.Namespace, paths: Sequence[str], used: Seque
     if any(map(engine_options.is_llama, paths)) or any(map(engine_options.has_engine_file, paths)):
         idle = [name for name in idle if name not in engine_options.HEADS]
     if idle and not any(map(may_be_packed, paths)):
-        others = " and caches of llama.cpp" if any(map(engine_options.is_engine_file, paths)) else ""
         for name in idle:
-            about = "packed files of MNN's" + (others if name in engine_options.HEADS else "")
+            about = "packed files of MNN's" + (" and caches of llama.cpp" if name in engine_options.HEADS else "")
             idle_options.refuse(arguments, [name], f"is about {about}, and {' '.join(paths)} holds none")
 
 

@@ -13,6 +13,10 @@ from ..errors import OutputError
 FRAME_SUFFIX: Final = ".frame"
 SIDE_SUFFIX: Final = ".json"
 """What is appended to a frame file's name to give its manifest's."""
+POSITIONS: Final = "positions.json"
+TOKEN_IDS: Final = "token_ids.json"
+BESIDE: Final = (POSITIONS, TOKEN_IDS)
+"""What `kvmnn dump-kv` writes beside K and V, and what is read beside arrays."""
 
 
 def file_names(names: Iterable[str], suffix: str) -> list[str]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 
-from ..files.names import SIDE_SUFFIX
+from ..files.names import BESIDE, SIDE_SUFFIX
 
 
 def stamp(path: str) -> str | None:
     """Sizes and times of what lies at a path: of a file, and of what belongs to it by its name (``x.json`` of ``x``,
-    ``x.v`` of ``x.k``); of all files below a folder. None where nothing can be seen there.
+    ``x.v`` of ``x.k``) or is read beside it (``positions.json`` of ``x.npy``); of all files below a folder. None where
+    nothing can be seen there.
     """
     try:
         if os.path.isdir(path):
@@ -27,7 +28,8 @@ def _of_file(path: str) -> str:
 
 def _beside(path: str) -> list[str]:
     other = {".k": ".v", ".v": ".k"}.get(path[-2:])
-    return [path + SIDE_SUFFIX, *([path[:-2] + other] if other else [])]
+    told = [os.path.join(os.path.dirname(path), name) for name in BESIDE] if path.lower().endswith(".npy") else []
+    return [path + SIDE_SUFFIX, *([path[:-2] + other] if other else []), *told]
 
 
 def _of_folder(path: str) -> str:

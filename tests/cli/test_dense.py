@@ -84,7 +84,7 @@ def test_how_k_was_rotated_is_found_by_trial(run):
     ("argv", "code", "message"),
     [
         (["kv.npz", "--rope", ROPE], 2, "--rope needs --codec dense"),
-        (["kv.npz", "--model", "model"], 2, "--model is about packed files of MNN's, and kv.npz holds none"),
+        (["kv.npz", "--model", "model"], 2, "--model is about packed files of MNN's and caches of llama.cpp"),
         (["kv.npz", "--codec", "dense", "--rope", "dims=x"], 2, "expected numbers, as in theta=10000,dims=64"),
         (["kv.npz", "--codec", "dense", "--rope", "dims=3"], 2, "dims is 3: expected an even number"),
         (["kv.npz", "--codec", "dense", "--rope", "dims=8,dims=8"], 2, "expected theta=10000,dims=64"),

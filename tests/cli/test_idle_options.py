@@ -11,6 +11,7 @@ import pytest
 from packed_samples import arrays, write_prefix
 
 NOT_PACKED = "is about packed files of MNN's, and"
+NO_HEADS = "is about packed files of MNN's and caches of llama.cpp, and"
 
 
 @pytest.fixture
@@ -32,13 +33,13 @@ def here(tmp_path, monkeypatch, run):
     ("argv", "said"),
     [
         ("export w.bin --precision fp16", "--precision needs --onnx"),
-        ("encode k.npy --kv-heads 2 -o x", f"--kv-heads {NOT_PACKED} k.npy holds none"),
+        ("encode k.npy --kv-heads 2 -o x", f"--kv-heads {NO_HEADS} k.npy holds none"),
         ("encode k.npy --tokens 40 -o x", f"--tokens {NOT_PACKED} k.npy holds none"),
         ("unpack kv.npz --name sys -o x.npz", f"--name {NOT_PACKED} kv.npz holds none"),
         ("repack kv/ --from x86-avx2 --to arm64-fp16 -o x/", f"--from {NOT_PACKED} kv/ holds none"),
-        ("diff kv.npz kv/ --head-dim 8", f"--head-dim {NOT_PACKED} kv.npz kv/ holds none"),
+        ("diff kv.npz kv/ --head-dim 8", f"--head-dim {NO_HEADS} kv.npz kv/ holds none"),
         ("pack kv.npz --backend x86-avx2 --name s --pid 1 -o x/", f"--pid {NOT_PACKED} kv.npz holds none"),
-        ("compress-kv w.bin kv.npz --axes htd --kv-heads 2", f"--kv-heads {NOT_PACKED} kv.npz holds none"),
+        ("compress-kv w.bin kv.npz --axes htd --kv-heads 2", f"--kv-heads {NO_HEADS} kv.npz holds none"),
         ("verify kv/ --against kv.npz --backend x86-avx2", f"--backend {NOT_PACKED} kv.npz holds none"),
         ("verify kv/ --against kv.npz --num-heads 2", "--num-heads is about weight files, and kv/ is none"),
         ("verify kv/ --allow-trailing", "--allow-trailing is about weight files, and kv/ is none"),
@@ -64,7 +65,7 @@ def here(tmp_path, monkeypatch, run):
         ("measure dump --analysis x --real", "--real is not for --analysis"),
         ("measure dump --to-fp16 x --layer-ids 1", "--layer-ids is not for --to-fp16"),
         ("measure dump --dtype bf16", "--dtype is for other inputs than KV dumps, which say it themselves"),
-        ("measure dump --kv-heads 2", f"--kv-heads {NOT_PACKED} dump holds none"),
+        ("measure dump --kv-heads 2", f"--kv-heads {NO_HEADS} dump holds none"),
     ],
 )
 def test_options_without_effect_are_refused(here, run, argv, said):

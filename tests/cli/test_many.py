@@ -269,6 +269,22 @@ def test_resumed(here, capsys):
     assert expected in capsys.readouterr().err
 
 
+def test_resumed_with_other_positions_beside_an_array(here, capsys):
+    """They are read with the array, and are in its frames."""
+    np.save("in/layer_0.key.npy", KV["layer_0.key"])
+    tokens = KV["layer_0.key"].shape[1]
+    argv = ["encode", "--jobs", "1", "in/layer_0.key.npy", "-o", "out", "--resume", "r"]
+    found = []
+    for first in (None, 0, 5, None):
+        if first is not None:
+            layers = [{"positions": list(range(first, first + tokens))}]
+            Path("in/positions.json").write_text(json.dumps({"layers": layers}))
+        assert main(argv) == 0, capsys.readouterr().err
+        found.append((capsys.readouterr().err.count("done again"), Path("out/layer_0.key.npy.frame.json").read_text()))
+    assert [again for again, _ in found] == [0, 1, 1, 0]
+    assert len({manifest for _, manifest in found}) == 3
+
+
 def test_resumed_outputs(here, capsys):
     """What kvmnn wrote and nobody changed is replaced when its input changes; what was changed only with -f."""
     argv = ["encode", "--jobs", "1", "in/a.npz", "in/b/c", "-o", "out", "--resume", "r"]

@@ -7,6 +7,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import hf_files
 import llama_files
 import mlx_files
 import numpy as np
@@ -28,6 +29,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         Path(f"{name}.session").write_bytes(state)
     Path("m.gguf").write_bytes(llama_files.gguf(attention__head_count_kv=2, attention__key_length=32, block_count=2))
     Path("c.safetensors").write_bytes(mlx_files.cache(Random(3), mlx_files.Shape(dims=32, value_dims=32))[0])
+    hf_files.save(tmp_path / "c.pt", hf_files.dynamic_cache(hf_files.pairs(1)))
     Path("ids.json").write_text(json.dumps(list(range(12))))
     np.save("plain.npy", np.ones((2, 3), np.float16))
     return tmp_path
@@ -170,7 +172,10 @@ def test_inspect_says_what_the_file_says(here: Path, run) -> None:
         ("unpack x.session --model plain.npy -o o.npz", 1, "is no GGUF model"),
         ("unpack x.session --kv-heads 2 --stream 4 -o o.npz", 2, "stream 4 holds no cells; --stream may be 0"),
         ("unpack x.session --kv-heads 2 --window -o o.npz", 2, "holds one cache: --window is about"),
-        ("encode plain.npy --blocks -o o/", 2, "--blocks is about caches of other engines, and plain.npy holds none"),
+        ("encode plain.npy --blocks -o o/", 2, "--blocks is about quantised caches of llama.cpp and MLX"),
+        ("measure c.pt --blocks", 2, "--blocks is about quantised caches of llama.cpp and MLX, and c.pt holds none"),
+        ("measure c.pt --window", 2, "--window is about caches of llama.cpp, and c.pt holds none"),
+        ("measure c.pt --kv-heads 2", 2, "is about packed files of MNN's and caches of llama.cpp, and c.pt holds none"),
         ("encode x.session --dtype bf16 -o o/", 1, "holds f16, not bf16"),
         ("unpack x.session --kv-heads 2 --dtype bf16 -o o.npz", 1, "holds f16, read as fp16, not bf16"),
         ("inspect plain.npy --window", 2, "--window changes nothing of what is said about plain.npy"),

@@ -39,6 +39,10 @@ class Place:
         """A document; None where there is none."""
         return document_at(Path(self.of(name)))
 
+    def own_document(self, name: str) -> Node | None:
+        """A document as it lies at its place, whatever the group's says of it."""
+        return self.document(name)
+
     def folders(self, name: str) -> list[str]:
         """The names of folders right in one, sorted."""
         where = Path(self.of(name))
@@ -90,7 +94,13 @@ class RemotePlace(Place):
     def document(self, name: str) -> Node | None:
         text = self._documents.get(name)
         if text is None and self._folders is None:
-            text = self._bytes(name, MAX_DOCUMENT)
+            return self.own_document(name)
+        return self._parsed(text, name)
+
+    def own_document(self, name: str) -> Node | None:
+        return self._parsed(self._bytes(name, MAX_DOCUMENT), name)
+
+    def _parsed(self, text: bytes | None, name: str) -> Node | None:
         return None if text is None else parse(text, self.of(name), MAX_DOCUMENT)
 
     def folders(self, name: str) -> list[str]:

@@ -67,8 +67,12 @@ class StoredArray:
     @property
     def sha256(self) -> str | None:
         """Of its words, as noted down when they were written."""
+        return self.noted("sha256")
+
+    def noted(self, key: str) -> str | None:
+        """What kvmnn noted down of it; None where it did not, or that is no text."""
         said = self.document.attributes.get(KEY)
-        found = said.get("sha256") if isinstance(said, dict) else None
+        found = said.get(key) if isinstance(said, dict) else None
         return found if isinstance(found, str) else None
 
     @property
@@ -177,9 +181,14 @@ def _walk(place: Place, folder: str, depth: int = 0) -> Iterator[tuple[str, dict
 def _array(path: str, name: str, make: Any, options: ReadOptions) -> NamedArray:
     found: StoredArray = make()
     document, where = found.document, f"{path}: array {name!r}"
+    dtype = dtype_name(document.array_dtype, options, where)
+    if found.sha256 and options.dtype is None and found.noted("dtype") not in (None, dtype):
+        raise SourceError(
+            f"{where}: its data_type is {dtype}, and kvmnn noted down {found.noted('dtype')} (its attribute kvmnn.dtype)"
+        )
     array = NamedArray(
         name=name,
-        dtype=dtype_name(document.array_dtype, options, where),
+        dtype=dtype,
         shape=document.shape,
         array_dtype=document.array_dtype.str,
         order=document.order if len(document.shape) > 1 else "C",

@@ -198,13 +198,23 @@ def test_words_that_were_changed_are_refused(arrays: Path, tmp_path: Path, run) 
 
 @pytest.mark.parametrize("name", ["zarr.json", "one/zarr.json"])
 def test_documents_that_say_different_things(arrays: Path, tmp_path: Path, run, name: str) -> None:
-    """Zarr's libraries read what the group has of its arrays, kvmnn their own documents."""
+    """Zarr's libraries read what the group has of its arrays, kvmnn in a directory their own documents."""
     run("encode", arrays, "-o", tmp_path / "x.zarr")
     assert "LOSSLESS" in run("verify", tmp_path / "x.zarr").out
     document = tmp_path / "x.zarr" / name
-    document.write_text(document.read_text().replace('"float16"', '"uint16"', 1))
+    document.write_text(document.read_text().replace('"exact"', '"fast"', 1))
     said = run("verify", tmp_path / "x.zarr", code=1)
     assert "its consolidated_metadata says other things of '" in said.err and "LOSSLESS" not in said.out
+
+
+def test_another_type_in_all_documents_is_refused(arrays: Path, tmp_path: Path, run) -> None:
+    """The hash is of words alone."""
+    run("encode", arrays, "-o", tmp_path / "x.zarr")
+    for document in (tmp_path / "x.zarr").rglob("zarr.json"):
+        text = document.read_text()
+        document.write_text(text.replace('"data_type": "float16"', '"data_type": "uint16"').replace("0.0", "0"))
+    for argv in (["verify", tmp_path / "x.zarr"], ["decode", tmp_path / "x.zarr", "-o", tmp_path / "y.npz"]):
+        assert "its data_type is bf16, and kvmnn noted down fp16" in run(*argv, code=1).err
 
 
 def test_options(arrays: Path, tmp_path: Path, run) -> None:

@@ -74,6 +74,17 @@ def test_one_array_and_stores_without_all_documents_in_one(memory: Any) -> None:
     assert (kvmnn.open(f"{URL}/layer_1.key")["layer_1.key"].to_numpy() == ARRAYS["layer_1.key"]).all()
 
 
+def test_documents_that_say_different_things(memory: Any) -> None:
+    made()
+    path = "/caches/x.zarr/layer_1.key/zarr.json"
+    memory.pipe_file(path, memory.cat_file(path).replace(b"float16", b"uint16"))
+    with pytest.raises(SourceError, match=r"says other things of 'layer_1\.key'"):
+        verify_store(URL)
+    memory.rm_file(path)
+    with pytest.raises(SourceError, match=r"says other things of 'layer_1\.key'"):
+        verify_store(URL)
+
+
 @pytest.mark.parametrize("name", ["../layer_0.key", "a//b", "/".join("a" * 40)])
 def test_documents_of_odd_places_are_not_taken_from_the_group(memory: Any, name: str) -> None:
     made()

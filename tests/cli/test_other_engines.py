@@ -346,9 +346,7 @@ def test_a_gguf_model_is_about_the_llama_file_of_two(here: Path, run, swapped: b
 
 @pytest.mark.parametrize("heads", [2, [2, 2, 2]])
 @pytest.mark.parametrize("argv", ["encode x.session -o f/", "unpack x.session -o o.npz", "store put s/ x.session"])
-def test_a_model_of_more_layers_than_the_file_is_refused(
-    here: Path, run, heads: int | list[int], argv: str
-) -> None:
+def test_a_model_of_more_layers_than_the_file_is_refused(here: Path, run, heads: int | list[int], argv: str) -> None:
     path = Path("other.gguf")
     path.write_bytes(llama_files.gguf(attention__head_count_kv=heads, attention__key_length=32, block_count=3))
     said = "x.session: has K and V of 2 layers, a cache of the model in other.gguf has 3: it is of another model"

@@ -184,7 +184,7 @@ def _array(path: str, name: str, make: Any, options: ReadOptions) -> NamedArray:
     dtype = dtype_name(document.array_dtype, options, where)
     if found.sha256 and options.dtype is None and found.noted("dtype") not in (None, dtype):
         raise SourceError(
-            f"{where}: its data_type is {dtype}, and kvmnn noted down {found.noted('dtype')} (its attribute kvmnn.dtype)"
+            f"{where}: its data_type is {dtype}, kvmnn noted down {found.noted('dtype')} (its attribute kvmnn.dtype)"
         )
     array = NamedArray(
         name=name,

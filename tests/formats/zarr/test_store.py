@@ -214,7 +214,7 @@ def test_another_type_in_all_documents_is_refused(arrays: Path, tmp_path: Path, 
         text = document.read_text()
         document.write_text(text.replace('"data_type": "float16"', '"data_type": "uint16"').replace("0.0", "0"))
     for argv in (["verify", tmp_path / "x.zarr"], ["decode", tmp_path / "x.zarr", "-o", tmp_path / "y.npz"]):
-        assert "its data_type is bf16, and kvmnn noted down fp16" in run(*argv, code=1).err
+        assert "its data_type is bf16, kvmnn noted down fp16" in run(*argv, code=1).err
 
 
 def test_options(arrays: Path, tmp_path: Path, run) -> None:

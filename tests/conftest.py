@@ -13,6 +13,9 @@ from repository import FIXTURES
 
 from kvmnn import _simd
 
+# The processes of a test run share its cores: BLAS's threads would spin on those of others. Child processes inherit it.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 # Child processes would otherwise import the checkout's kvmnn/, whose kernels are not compiled, from their working
 # directory.
 os.environ["PYTHONSAFEPATH"] = "1"

@@ -34,8 +34,8 @@ def unwinding(*, last: bool = False) -> Iterator[None]:
 
     A signal that is ignored (``nohup``) or has a handler stays as it is. None is raised while a compiled module is
     being loaded, but as soon as it is: an exception in the midst of that can end the process in a crash. Nor is one
-    in a callback of imports, where it would be lost. With `last`
-    the process ends behind this, and signals behind the first are ignored until it has.
+    in a callback of imports, where it would be lost. With `last` the process ends behind this, and signals behind the
+    first are ignored until it has.
     """
     ways: dict[str, tuple[object, Callable[[], BaseException]]] = {
         "SIGINT": (signal.default_int_handler, KeyboardInterrupt),
@@ -74,7 +74,11 @@ def unwinding(*, last: bool = False) -> Iterator[None]:
 
 def _again(number: int) -> None:
     time.sleep(_LATER_SECONDS)
-    _thread.interrupt_main(signal.Signals(number))
+    main = threading.main_thread().ident
+    if main is not None and hasattr(signal, "pthread_kill"):
+        signal.pthread_kill(main, number)  # ends a call that waits as well
+    else:
+        _thread.interrupt_main(signal.Signals(number))
 
 
 def _must_wait(frame: FrameType | None) -> bool:

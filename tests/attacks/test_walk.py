@@ -5,6 +5,7 @@ Whatever the damage: exit status 0, 1 or 2, one line of error, no exception, not
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import time
@@ -17,7 +18,9 @@ from hostile_files import quietly, samples
 
 from kvmnn.formats import ARRAY_FORMATS
 
-CUTS, FLIPS, LIES = 100, 60, 40
+MORE = int(os.environ.get("KVMNN_ATTACKS", "1"))
+"""So many times as many attacks: `make attack` asks for more than `make test` has time for."""
+CUTS, FLIPS, LIES = 50 * MORE, 30 * MORE, 20 * MORE
 SLOW = {"settings of a model", "tokenizer", "text", "ONNX", "dump, measured"}
 """Readers that take some 30 ms a file; they get a fifth."""
 SECONDS = 10

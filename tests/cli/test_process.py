@@ -125,7 +125,7 @@ def test_an_interrupt_in_a_callback_of_imports_waits():
         "try:\n    with unwinding():\n        cb()\n        print('went on', flush=True)\n        time.sleep(30)\n"
         "except KeyboardInterrupt: print('interrupted')"
     )
-    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, timeout=60)
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, timeout=20)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"went on\ninterrupted\n", b"")
 
 

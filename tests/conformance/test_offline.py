@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,5 +46,15 @@ def test_a_changed_expectation_fails(
     text = (vectors / file).read_text()
     assert old in text
     (tmp_path / file).write_text(text.replace(old, new, 1))
+    only_two(vectors / "index.json", tmp_path / "index.json", Path(file).stem)
     assert main([str(tmp_path)]) == 1
-    assert capsys.readouterr().out.splitlines()[-1] == f"{tmp_path}: 38 passed, 1 failed"
+    assert capsys.readouterr().out.splitlines()[-1] == f"{tmp_path}: 1 passed, 1 failed"
+
+
+def only_two(original: Path, changed: Path, number: str) -> None:
+    """Leave in the index what `number` or a change in the index says, and one case that is as it was."""
+    cases, index = json.loads(original.read_text())["cases"], json.loads(changed.read_text())
+    told = [new for old, new in zip(cases, index["cases"], strict=True) if new != old or new["id"] == number]
+    index["cases"] = [*told, index["cases"][1 if index["cases"][0] in told else 0]]
+    changed.unlink()
+    changed.write_text(json.dumps(index))

@@ -90,6 +90,12 @@ def test_a_table_and_its_json(capsys, folder, tmp_path):
     assert code == 0 and "from a.session" in (tmp_path / "page.html").read_text()
 
 
+def test_notes_that_begin_with_a_file_keep_its_name(capsys, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    code, out, _ = run(capsys, *BASE, "--from", "a.pt", "--batch", "1", "--token-ids", "ids.json")
+    assert code == 0 and "a.pt: text 1 of a batch of 2" in " ".join(out.split())
+
+
 def test_options_about_the_cache(capsys, folder):
     ids = ["--token-ids", folder / "ids.json"]
     code, _, err = run(capsys, *BASE, "--from", folder / "a.pt", "--batch", "1", *ids, "-q")

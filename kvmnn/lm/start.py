@@ -318,7 +318,8 @@ def _about(source: Source, arrays: Sequence[LayerArray], held: Held, seen: int) 
 
 
 def _notes(source: Source, casts: Sequence[Cast]) -> list[str]:
-    notes = [f"{note}." if note.startswith(source.inputs) else f"{note[:1].upper()}{note[1:]}." for note in source.notes]
+    said = (note if note.startswith(source.inputs) else note[:1].upper() + note[1:] for note in source.notes)
+    notes = [f"{note}." for note in said]
     changed = [str(cast) for cast in casts if cast.changed]
     if changed:
         notes.append(f"The model's own dtype is narrower than the cache's, which is LOSSY: {'; '.join(changed)}.")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from ..arrays.layer_cache import LayerCache
 from .decoding import DamagedStretchError, Stretch, check_unit, decode_stretches
 from .encoding import blocks_in_unit
-from .lookup import Found, units_of
+from .lookup import Found, Place, units_of
 from .space import Space
-from .token_ids import Ids
-from .unit import DamagedError, parse
+from .token_ids import Ids, block_keys
+from .unit import DamagedError, Unit, parse
 from .units import Units
 
 
@@ -25,7 +25,7 @@ def read_layers(
     numbers = units_of(found.places)
     held = dict(zip(numbers, units.read(numbers), strict=True))
     stretches: list[Stretch] = []
-    begin = 0
+    begin, key = 0, space.key
     for place in found.places:
         try:
             data = held[place.unit]
@@ -33,6 +33,7 @@ def read_layers(
                 raise DamagedError("its file is gone or cannot be read")
             unit = parse(data)
             check_unit(unit, space, ids[begin : begin + place.take], place.skip, most)
+            key = _key_behind(unit, place, key, units.block_tokens)
         except DamagedError as error:
             units.discard(place.unit, str(error), notes)
             return None
@@ -43,3 +44,13 @@ def read_layers(
     except DamagedStretchError as error:
         units.discard(found.places[error.number].unit, str(error), notes)
         return None
+
+
+def _key_behind(unit: Unit, place: Place, before: bytes, block_tokens: int) -> bytes:
+    """The key of the last whole block that is taken of a unit; its first must follow the one with the key `before`, as
+    the same tokens may stand behind other ones, too.
+    """
+    keys = [unit.parent, *block_keys(unit.parent, unit.ids[: place.skip + place.take], block_tokens)]
+    if keys[place.skip // block_tokens] != before:
+        raise DamagedError("follows other tokens than the index says")
+    return keys[-1]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import KvmnnError
-from .index import whole_numbers
+from .index import WrongRowError, whole_numbers
 from .lookup import Lookup, Text, stored_blocks
 from .space import Space
 from .token_ids import Ids, as_text, text_key
@@ -63,7 +63,14 @@ def space_id(cursor: sqlite3.Cursor, space: Space) -> int:
 def next_tick(cursor: sqlite3.Cursor) -> int:
     """The tick of this use."""
     cursor.execute("UPDATE state SET tick = tick + 1")
-    return int(cursor.execute("SELECT tick FROM state").fetchone()[0])
+    return _state(cursor, "tick")
+
+
+def _state(cursor: sqlite3.Cursor, name: str) -> int:
+    row = cursor.execute(f"SELECT {name} FROM state").fetchone()
+    if row is None:
+        raise WrongRowError("its row of counts is gone")
+    return whole_numbers(row)[0]
 
 
 def touch(cursor: sqlite3.Cursor, units: Iterable[int]) -> None:
@@ -116,7 +123,7 @@ def insert(
             raise ParentGoneError("the blocks before a unit are gone")
         (parent,) = row
         cursor.execute("UPDATE unit SET children = children + 1 WHERE id = ?", (parent,))
-    tick = cursor.execute("SELECT tick FROM state").fetchone()[0]
+    tick = _state(cursor, "tick")
     cursor.execute(
         "INSERT INTO unit VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, 0)",
         (number, space, parent, skip, new.start, new.ids.size, new.nbytes, tick),
@@ -192,7 +199,7 @@ def remove_all(cursor: sqlite3.Cursor, units: Iterable[int]) -> int:
 
 def held_bytes(cursor: sqlite3.Cursor) -> int:
     """Bytes of all units."""
-    return int(cursor.execute("SELECT bytes FROM state").fetchone()[0])
+    return _state(cursor, "bytes")
 
 
 def with_followers(cursor: sqlite3.Cursor, unit: int) -> list[int]:

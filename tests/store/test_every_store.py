@@ -147,6 +147,34 @@ def test_verify_says_what_is_sound_and_what_is_lost(url: str) -> None:
         assert (store.stats().units, store.verify().units) == (1, 1)
 
 
+@pytest.mark.parametrize("codec", ["dense", "frames"])
+def test_the_same_tokens_behind_other_ones_are_not_taken(url: str, codec: str) -> None:
+    """Two units of the same ids that changed places: each is sound, and its rows are those of another text."""
+    one, two = [*range(4), 50, 51, 52, 53], [*range(10, 14), 50, 51, 52, 53]
+    with PrefixStore(url, block_tokens=4, codec=codec) as store:
+        for ids in (one[:4], two[:4], one, two):
+            put(store, ids)
+        swap(url, store, *files_of(url, store)[2:])
+    with PrefixStore(url) as store:
+        found = store.get(one, model=MODEL)
+        assert same(found.layers, one, 4)
+        assert "follows other tokens than the index says" in found.notes[0]
+        assert len(store.verify().damaged) == 1
+        assert [store.get(ids, model=MODEL).notes for ids in (one, two)] == [(), ()]
+        put(store, one)
+        assert same(store.get(one, model=MODEL).layers, one, 8)
+
+
+def swap(url: str, store: PrefixStore, one: str, two: str) -> None:
+    if "://" not in url:
+        first, second = Path(one).read_bytes(), Path(two).read_bytes()
+        Path(one).write_bytes(second)
+        Path(two).write_bytes(first)
+        return
+    first, second = store._units.values.get_many([one, two])
+    store._units.values.put_many({one: second, two: first})
+
+
 def test_get_says_what_goes_with_a_damaged_unit(url: str) -> None:
     texts = made(url)
     with PrefixStore(url, ram_bytes=0) if "://" in url else PrefixStore(url) as store:

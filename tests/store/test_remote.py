@@ -111,6 +111,34 @@ def test_sessions(url: str) -> None:
             store.resume("chat äöü")
 
 
+def test_a_damaged_session_can_be_forgotten(url: str) -> None:
+    with PrefixStore(url) as store:
+        store.park("chat", [1, 2], layers_of([1, 2]), model=MODEL)
+        (name,) = store._units.values.tree("sessions")
+        store._units.values.put_many({name: b"{"})
+        assert len(store.verify().beside) == 1
+        store.forget("chat")
+        assert (store.sessions(), store.verify().beside) == ([], ())
+
+
+def test_a_full_server_reads_and_makes_room(server: Server, new_url: Callable[[str], str]) -> None:
+    """It answers at once that it takes nothing, and then even refuses to remove in a transaction."""
+    redis = pytest.importorskip("redis")
+    ids, more = [*range(200)], [*range(900, 1900)]
+    with redis.Redis.from_url(new_url("redis")) as client, PrefixStore(server.url) as store:
+        put(store, ids)
+        client.config_set("maxmemory", client.info("memory")["used_memory"] + 1000)
+        try:
+            refused = put(store, more)
+            assert refused.outage
+            assert "refuses: " in refused.notes[0]
+            assert same(store.get(ids, model=MODEL).layers, ids, 200), "and is not left alone for a second"
+            assert store.gc(0).units == 1
+            assert store.match(ids, model=MODEL) == 0
+        finally:
+            client.config_set("maxmemory", 0)
+
+
 def test_the_least_recently_used_goes_first(url: str) -> None:
     texts = [[first, *range(7)] for first in (10, 20, 30, 40)]
     with PrefixStore(url, block_tokens=4) as store:
@@ -312,6 +340,7 @@ class Slow:
     """Values that answer some calls only."""
 
     counts_uses = True
+    refusals = ()
 
     def __init__(self, failures: int, error: type[Exception] = ConnectionError) -> None:
         self.error = error

@@ -35,6 +35,7 @@ class ObjectValues:
     """
 
     counts_uses = False
+    refusals = ()
 
     def __init__(self, url: str, timeout: float) -> None:
         fsspec = package("fsspec")

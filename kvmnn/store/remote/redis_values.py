@@ -36,6 +36,7 @@ class RedisValues:
             url = "redis" + url[len("valkey") :]
         _check_database(url)
         self._watch_error: type[Exception] = redis.WatchError
+        self.refusals: tuple[type[Exception], ...] = (redis.ResponseError,)
         self._client: Any = redis.Redis.from_url(url, socket_timeout=timeout, socket_connect_timeout=timeout)
         _check_options(self._client.connection_pool)
 
@@ -89,7 +90,7 @@ class RedisValues:
         pipe.execute()
 
     def delete_if(self, names: Sequence[str], folder: str, known: Collection[str]) -> bool:
-        """As `Values`; nothing can come between the look and the removal."""
+        """As `Values`; nothing can come between the look and the removal, but on a server that is full."""
         with self._client.pipeline() as pipe:
             try:
                 pipe.watch(PREFIX + folder)
@@ -100,6 +101,10 @@ class RedisValues:
                 pipe.execute()
             except self._watch_error:
                 return False
+            except self.refusals as error:
+                if "maxmemory" not in str(error):
+                    raise
+                self.delete(names)  # it refuses whatever is in a transaction
         return True
 
     def names_in(self, folder: str) -> list[str]:

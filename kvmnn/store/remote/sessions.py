@@ -25,11 +25,8 @@ def note(values: Patient, name: str, space: Space, ids: Ids) -> None:
 
 def found(values: Patient, name: str) -> tuple[Space, Ids]:
     """Space and text of a session; `KvmnnError` where there is none of this name."""
-    (data,) = values.get_many([_key(name)])
     where = f"{values.label}: session {shown(name)}"
-    if data is None:
-        raise KvmnnError(f"{values.label}: there is no session {shown(name)}")
-    root = parse(data, where, _MAX_BYTES)
+    root = parse(_data(values, name), where, _MAX_BYTES)
     try:
         space = from_json(root.at("space").text(), where)
         ids = as_ids([node.integer(0) for node in root.at("ids").items(least=1)])
@@ -38,6 +35,13 @@ def found(values: Patient, name: str) -> tuple[Space, Ids]:
     except KvmnnError as error:
         raise SourceError(f"{where} is damaged: {error}") from None
     return space, ids
+
+
+def _data(values: Patient, name: str) -> bytes:
+    (data,) = values.get_many([_key(name)])
+    if data is None:
+        raise KvmnnError(f"{values.label}: there is no session {shown(name)}")
+    return data
 
 
 def damaged(values: Patient) -> list[str]:
@@ -65,8 +69,8 @@ def names(values: Patient) -> list[str]:
 
 
 def forget(values: Patient, name: str) -> None:
-    """Forget a session; errors as `found`."""
-    found(values, name)
+    """Forget a session, a damaged one, too; `KvmnnError` where there is none of this name."""
+    _data(values, name)
     values.delete([_key(name)])
 
 

@@ -33,6 +33,8 @@ class Values(Protocol):
 
     counts_uses: bool
     """Whether a small value more for each use costs next to nothing."""
+    refusals: tuple[type[Exception], ...]
+    """What the client raises where the engine has answered that it will not: to ask again would change nothing."""
 
     def get_many(self, names: Sequence[str]) -> list[bytes | None]:
         """The values; None for those that are not there."""
@@ -168,11 +170,13 @@ class Patient:
                 return found
             except KvmnnError:
                 raise
+            except self._values.refusals as error:  # a server that is full still reads
+                raise OutageError(f"{self.label}: refuses: {_line(error)}") from None
             except Exception as error:  # clients have no common class for what an outage makes of them
                 if isinstance(error, OSError) and error.errno in _FULL:  # what is there can still be read
                     raise OutageError(f"{self.label}: cannot be written: {error.strerror}") from None
                 how = "refuses" if isinstance(error, PermissionError | FileNotFoundError) else "does not answer"
-                last = f"{how}: {' '.join(str(error).split())[:200] or type(error).__name__}"
+                last = f"{how}: {_line(error)}"
                 timed_out = "timeout" in type(error).__name__.lower()
                 if timed_out:  # who has waited that long does not wait again
                     break
@@ -183,3 +187,7 @@ class Patient:
             self._timeouts = min(self._timeouts + 1, 16) if timed_out else 0
             self._rest_until, self._last = time.monotonic() + rest, last
         raise OutageError(f"{self.label}: {last}")
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

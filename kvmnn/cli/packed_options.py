@@ -215,10 +215,11 @@ def token_ids(arguments: argparse.Namespace) -> TokenIds | None:
 def loaded_ids(arguments: argparse.Namespace) -> Any:
     """The ids that ``--token-ids`` says, or that are in the file it names; read once, as that may be a pipe."""
     from ..formats.mnn import load_token_ids
+    from ..packed.cache_info import MAX_TOKEN_ID
 
     if not hasattr(arguments, "loaded_ids"):
-        said = arguments.token_ids
-        arguments.loaded_ids = _parsed(said) if _said(said) else load_token_ids(said)
+        said, most = arguments.token_ids, getattr(arguments, "most_id", MAX_TOKEN_ID)
+        arguments.loaded_ids = _parsed(said, most) if _said(said) else load_token_ids(said, most)
     return arguments.loaded_ids
 
 
@@ -237,8 +238,8 @@ _IDS = re.compile(r"[-+.,\[\]\s\d]*$|\s*\[|[^/]*,")
 """What is or looks like ids, where no file is called so: numbers alone, a bracket, or a comma in what is no path."""
 
 
-def _parsed(said: str) -> list[int]:
-    """Numbers between spaces or commas, or a JSON list; `OptionError` for what is none."""
+def _parsed(said: str, most: int) -> list[int]:
+    """Numbers up to `most` between spaces or commas, or a JSON list; `OptionError` for what is none."""
     from ..errors import OptionError
     from ..text import visible
 
@@ -251,17 +252,14 @@ def _parsed(said: str) -> list[int]:
         wrong = "it is empty"
     else:
         for place, word in enumerate(words):
-            if not re.fullmatch(r"\d{1,10}", word) or int(word) > _MAX_ID:
+            if not re.fullmatch(r"\d{1,10}", word) or int(word) > most:
                 wrong = f"number {place + 1} is {visible(word[:40]) or 'empty'}"
                 break
     if wrong:
         shown = visible(said if len(said) <= 60 else said[:57] + "...") or "''"
-        expected = f"numbers from 0 to {_MAX_ID:,} between commas, as 5,7,9, or a file's name"
+        expected = f"numbers from 0 to {most:,} between commas, as 5,7,9, or a file's name"
         raise OptionError(f"--token-ids {shown}: {wrong}: expected {expected}")
     return [int(word) for word in words]
-
-
-_MAX_ID = (1 << 31) - 1
 
 
 def numbers(text: str) -> tuple[int, ...]:

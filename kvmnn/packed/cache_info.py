@@ -27,7 +27,7 @@ SIDE_SUFFIX: Final = ".kvmnn.json"
 KINDS: Final = ("prefix", "live")
 MAX_BYTES = 64 << 20
 
-_MAX_TOKENS = 2**31 - 1
+_MAX_TOKENS = MAX_TOKEN_ID = 2**31 - 1
 Ranges = tuple[tuple[int, int], ...]
 
 
@@ -62,6 +62,18 @@ class LayerInfo:
             raise KvmnnError(f"layer {self.layer}: the positions are not those of {self.tokens} tokens")
 
 
+def check_ids(ids: Sequence[int] | npt.NDArray[Any], most: int = MAX_TOKEN_ID) -> npt.NDArray[Any]:
+    """Token ids as an array; `KvmnnError` unless they are at least one, and each is from 0 to `most`."""
+    array = np.asarray(ids)
+    if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
+        raise KvmnnError("token ids: expected a list of at least one whole number")
+    least, largest = int(array.min()), int(array.max())
+    if least < 0 or largest > most:
+        place, wrong = (array.argmin(), least) if least < 0 else (array.argmax(), largest)
+        raise KvmnnError(f"token ids: number {place + 1:,}: expected one from 0 to {most:,}, found {wrong:,}")
+    return array
+
+
 @dataclass(frozen=True)
 class TokenIds:
     """The token ids that a cache was made from, as a fingerprint.
@@ -82,12 +94,8 @@ class TokenIds:
 
     @classmethod
     def of(cls, ids: Sequence[int] | npt.NDArray[Any], where: str = "the list") -> TokenIds:
-        """The fingerprint of a list of ids; `KvmnnError` unless each is from 0 to 2**31 - 1."""
-        array = np.asarray(ids)
-        if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
-            raise KvmnnError("token ids: expected a list of at least one whole number")
-        if int(array.min()) < 0 or int(array.max()) > _MAX_TOKENS:
-            raise KvmnnError("token ids: expected numbers from 0 to 2147483647")
+        """The fingerprint of a list of ids; errors as `check_ids`."""
+        array = check_ids(ids)
         return cls(array.size, hashlib.sha256(array.astype("<i4").tobytes()).hexdigest(), where)
 
 

@@ -14,7 +14,7 @@ from ...dtypes import Indices
 from ...errors import KvmnnError, SourceError
 from ...files.json_document import loads
 from ...files.mapped import STDIN, MappedFile
-from ...packed.cache_info import TokenIds
+from ...packed.cache_info import MAX_TOKEN_ID, TokenIds, check_ids
 
 MAX_BYTES = 1 << 30
 """Of a file of token ids."""
@@ -25,8 +25,13 @@ def read_token_ids(path: str) -> TokenIds:
     return TokenIds.of(load_token_ids(path), where="standard input" if path == STDIN else path)
 
 
-def load_token_ids(path: str) -> Indices:
+def load_token_ids(path: str, most: int = MAX_TOKEN_ID) -> Indices:
     """The ids in a file: a JSON list, numbers between spaces or commas, or a ``.npy`` array; ``"-"`` is standard input.
+
+    Parameters
+    ----------
+    most
+        The highest that an id may be.
 
     Raises
     ------
@@ -36,15 +41,13 @@ def load_token_ids(path: str) -> Indices:
     file = MappedFile(path)
     if file.size > MAX_BYTES:
         raise SourceError(f"{file.label}: {file.size} bytes are too many for a list of token ids")
-    return parsed_token_ids(file.head(file.size), file.label)
+    return parsed_token_ids(file.head(file.size), file.label, most)
 
 
-def parsed_token_ids(data: bytes, where: str) -> Indices:
+def parsed_token_ids(data: bytes, where: str, most: int = MAX_TOKEN_ID) -> Indices:
     """The ids in the bytes of such a file, and its errors; `where` begins their messages."""
     try:
-        ids = _ids(data)
-        TokenIds.of(ids)
-        return np.asarray(ids, np.int64)
+        return check_ids(_ids(data), most).astype(np.int64)
     except KvmnnError as exc:
         raise SourceError(f"{where}: {exc}") from None
     except (ValueError, OverflowError, RecursionError):

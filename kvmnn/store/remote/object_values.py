@@ -35,7 +35,7 @@ class ObjectValues:
     """
 
     counts_uses = False
-    refusals = ()
+    refusals: tuple[type[Exception], ...] = ()
 
     def __init__(self, url: str, timeout: float) -> None:
         fsspec = package("fsspec")

@@ -33,8 +33,10 @@ class Values(Protocol):
 
     counts_uses: bool
     """Whether a small value more for each use costs next to nothing."""
-    refusals: tuple[type[Exception], ...]
-    """What the client raises where the engine has answered that it will not: to ask again would change nothing."""
+
+    @property
+    def refusals(self) -> tuple[type[Exception], ...]:
+        """What the client raises where the engine has answered that it will not: to ask again would change nothing."""
 
     def get_many(self, names: Sequence[str]) -> list[bytes | None]:
         """The values; None for those that are not there."""

@@ -354,14 +354,16 @@ def make(connection: sqlite3.Connection, block_tokens: int | None) -> None:
             connection.rollback()
 
 
-def whole_numbers(row: tuple[Any, ...]) -> tuple[int, ...]:
+def whole_numbers(row: tuple[Any, ...] | None) -> tuple[int, ...]:
     """A row of an index that somebody else may have written, as numbers from 0 on; None counts as 0.
 
     Raises
     ------
     WrongRowError
-        For anything else.
+        For anything else, and for a row that is not there.
     """
+    if row is None:
+        raise WrongRowError("a row of it is gone")
     for value in row:
         if value is None:
             return whole_numbers(tuple(0 if each is None else each for each in row))

@@ -39,6 +39,8 @@ def _held(units: Directory, cursor: sqlite3.Cursor) -> Iterator[Space | KeptText
     rows = cursor.execute("SELECT name, space.key, ids FROM session JOIN space ON space.id = session.space").fetchall()
     for name, space, packed in rows:
         try:
+            if not isinstance(name, str) or not name or not isinstance(space, bytes):
+                raise ValueError("it has no name, or no space")
             yield KeptText(name, space, session_ids(packed))
         except (KvmnnError, zlib.error, TypeError, ValueError) as error:
             raise WrongRowError(f"a session is damaged: {error}") from None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import KvmnnError
-from .index import WrongRowError, whole_numbers
+from .index import whole_numbers
 from .lookup import Lookup, Text, stored_blocks
 from .space import Space
 from .token_ids import Ids, as_text, text_key
@@ -67,10 +67,7 @@ def next_tick(cursor: sqlite3.Cursor) -> int:
 
 
 def _state(cursor: sqlite3.Cursor, name: str) -> int:
-    row = cursor.execute(f"SELECT {name} FROM state").fetchone()
-    if row is None:
-        raise WrongRowError("its row of counts is gone")
-    return whole_numbers(row)[0]
+    return whole_numbers(cursor.execute(f"SELECT {name} FROM state").fetchone())[0]
 
 
 def touch(cursor: sqlite3.Cursor, units: Iterable[int]) -> None:

@@ -8,13 +8,13 @@ from contextlib import suppress
 from ..errors import OutputError
 from . import updates
 from .directory import Directory
-from .index import whole_numbers
+from .index import WrongRowError, whole_numbers
 from .lookup import Text
 from .mending import mend_beside
 from .results import Cleaned, Verified, kept_part, pinned_bytes
 from .space import from_json
 from .strangers import strangers
-from .token_ids import block_keys
+from .token_ids import as_text, block_keys
 from .unit import DamagedError, Unit
 from .verifying import Verifier
 
@@ -68,7 +68,10 @@ def clean(units: Directory, max_bytes: int | None) -> Cleaned:
 def _clean(units: Directory, max_bytes: int | None) -> Cleaned:
     with units.index.writing() as cursor:  # nobody gives a file its name meanwhile
         known = {number for (number,) in cursor.execute("SELECT id FROM unit")}
-        units.beside.drop_other_pins([key for (key,) in cursor.execute("SELECT key FROM pin")])
+        pins = [key for (key,) in cursor.execute("SELECT key FROM pin")]
+        if not all(isinstance(key, bytes) for key in pins):
+            raise WrongRowError("a pin has no key")
+        units.beside.drop_other_pins(pins)
         used = cursor.execute("SELECT key FROM space WHERE id IN (SELECT DISTINCT space FROM unit)")
         spaces = {bytes(key).hex() for (key,) in used}
         idle = [name for name in units.beside.table_names() if name.partition("-")[0] not in spaces]
@@ -104,6 +107,7 @@ def _clean(units: Directory, max_bytes: int | None) -> Cleaned:
 def verify(units: Directory, threads: int | None) -> Verified:
     """Read, decode and compare every unit, the index first; then what lies beside the index."""
     units.index.check()
+    _check_counts(units)
     verifier = Verifier(units.files.read, lambda key: _holder(units, key), units.tables, units.block_tokens, threads)
     count = tokens = nbytes = after = 0
     notes: list[str] = []
@@ -143,6 +147,30 @@ def verify(units: Directory, threads: int | None) -> Verified:
     )
 
 
+_WRONG = (
+    "unit LEFT JOIN branch ON branch.unit = unit.id WHERE branch.unit IS NULL",
+    "branch WHERE unit NOT IN (SELECT id FROM unit)",
+    "block WHERE unit NOT IN (SELECT id FROM unit)",
+    "unit WHERE children <> (SELECT count(*) FROM unit AS other WHERE other.parent = unit.id)",
+    "unit WHERE pins <> 0 AND id NOT IN (SELECT unit FROM pin)",
+    "(SELECT unit, count(*) AS n FROM pin WHERE unit <> 0 GROUP BY unit) AS kept LEFT JOIN unit ON unit.id = kept.unit "
+    "WHERE unit.pins IS NOT kept.n",
+    "unit WHERE space NOT IN (SELECT id FROM space)",
+    "space WHERE typeof(key) <> 'blob' OR typeof(document) <> 'text'",
+    "pin WHERE typeof(key) <> 'blob'",
+    "state WHERE bytes <> (SELECT total(bytes) FROM unit)",
+)
+"""Rows that contradict others, or hold what they cannot hold."""
+
+
+def _check_counts(units: Directory) -> None:
+    """`DamagedIndexError` where the index contradicts itself; it is made anew then."""
+    with units.index.reading() as cursor:
+        for wrong in _WRONG:
+            if cursor.execute(f"SELECT 1 FROM {wrong} LIMIT 1").fetchone() is not None:
+                raise WrongRowError("its rows do not fit together")
+
+
 def _holder(units: Directory, key: bytes) -> tuple[int, int] | None:
     """The unit that has a block, and how many of its blocks there are up to it."""
     with units.index.reading() as cursor:
@@ -154,10 +182,18 @@ def _holder(units: Directory, key: bytes) -> tuple[int, int] | None:
 
 
 def _check_rows(units: Directory, number: int, skip: int, start: int, unit: Unit) -> None:
-    """`DamagedError` where the index says other things of a unit than its file."""
-    keys = block_keys(unit.parent, unit.ids, units.block_tokens)
+    """`DamagedError` where the index says other blocks of a unit than its file; `DamagedIndexError` for the rest."""
+    size = units.block_tokens
+    keys = block_keys(unit.parent, unit.ids, size)
     with units.index.reading() as cursor:
         rows = cursor.execute("SELECT key, number FROM block WHERE unit = ?", (number,)).fetchall()
-        gone = cursor.execute("SELECT 1 FROM unit WHERE id = ?", (number,)).fetchone() is None
-    if not gone and (start != unit.start or dict(rows) != {key: at for at, key in enumerate(keys) if at >= skip}):
+        counts = cursor.execute("SELECT tokens, bytes FROM unit WHERE id = ?", (number,)).fetchone()
+        branch = cursor.execute("SELECT parent, text FROM branch WHERE unit = ?", (number,)).fetchone()
+    if counts is None:  # another process has removed it
+        return
+    if start != unit.start or dict(rows) != {key: at for at, key in enumerate(keys) if at >= skip}:
         raise DamagedError("holds other blocks than the index says")
+    parent = [unit.parent, *keys][skip : skip + 1]
+    first = as_text(unit.ids[skip * size : (skip + 1) * size])
+    if counts != (unit.ids.size, unit.nbytes) or [branch] != [(key, first) for key in parent]:
+        raise units.index.damaged("it says other things of a unit than its file")

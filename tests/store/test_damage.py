@@ -216,6 +216,8 @@ def test_another_index_is_made_anew(tmp_path: Path, change: str, said: str) -> N
         "UPDATE branch SET text = ''",
         "UPDATE branch SET unit = 12345 + unit",
         "UPDATE unit SET start = -1",
+        "DELETE FROM unit WHERE id = 1",
+        "DELETE FROM state",
     ],
 )
 def test_a_forged_index_gives_no_other_rows(tmp_path: Path, change: str) -> None:
@@ -233,6 +235,38 @@ def test_a_forged_index_gives_no_other_rows(tmp_path: Path, change: str) -> None
                     store.ls()
             except KvmnnError as error:
                 assert str(tmp_path / "s") in str(error)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "DELETE FROM state",
+        "DELETE FROM branch WHERE unit = 2",
+        "DELETE FROM unit WHERE id = 2",
+        "UPDATE unit SET children = 7 WHERE id = 1",
+        "UPDATE unit SET pins = 1",
+        "UPDATE unit SET tokens = 9 WHERE id = 2",
+        "UPDATE state SET bytes = 5",
+        "UPDATE branch SET text = x'000009' WHERE unit = 2",
+        "UPDATE session SET name = x''",
+        "UPDATE space SET key = 5",
+        "UPDATE unit SET space = 7",
+    ],
+)
+def test_verify_makes_an_index_anew_that_says_other_things_than_the_units(tmp_path: Path, change: str) -> None:
+    texts = [*range(8)], [*range(8), 60, 61]
+    made(tmp_path / "s", *texts)
+    with PrefixStore(tmp_path / "s") as store:
+        store.park("chat", texts[0], layers_of(texts[0]), model=MODEL)
+        assert store.verify().anew == ()
+    changed(tmp_path / "s", change)
+    with PrefixStore(tmp_path / "s") as store:
+        found = store.verify()
+        assert (len(found.anew), found.units, found.damaged) == (1, 2, ())
+        assert all(same(store.get(ids, model=MODEL).layers, ids, len(ids)) for ids in texts)
+        assert store.sessions() == ["chat"]
+    with PrefixStore(tmp_path / "s") as store:
+        assert store.verify().anew == ()
 
 
 def test_what_is_no_store_is_left_alone(tmp_path: Path) -> None:

@@ -256,7 +256,7 @@ class Directory:
     def remove(self, choose: Callable[[sqlite3.Cursor], Sequence[int]]) -> Removed:
         """Remove the units that `choose` names inside a transaction; on a full disk their files make room for it."""
 
-        def remove() -> Removed:
+        def remove(choose: Callable[[sqlite3.Cursor], Sequence[int]]) -> Removed:
             with self.index.writing() as cursor:
                 gone = choose(cursor)
                 nbytes = updates.remove_all(cursor, gone)
@@ -264,13 +264,14 @@ class Directory:
             return Removed(len(gone), nbytes)
 
         try:
-            return remove()
+            return remove(choose)
         except OutputError:
             if self.read_only:
                 raise
             with self.index.reading() as cursor:
-                self.files.remove(choose(cursor))
-            return remove()
+                chosen = choose(cursor)
+            self.files.remove(chosen)  # without them `choose` would find less
+            return remove(lambda cursor: updates.with_all_followers(cursor, chosen))
 
     def make_room(self, max_bytes: int) -> bool:
         """Remove files of units that `evict` would remove, not their rows; whether there were any."""

@@ -210,6 +210,11 @@ def with_followers(cursor: sqlite3.Cursor, unit: int) -> list[int]:
     return todo[::-1]
 
 
+def with_all_followers(cursor: sqlite3.Cursor, units: Iterable[int]) -> list[int]:
+    """As `with_followers` of several units, each once."""
+    return list(dict.fromkeys(each for unit in units for each in with_followers(cursor, unit)))
+
+
 def evict(cursor: sqlite3.Cursor, max_bytes: int) -> list[int]:
     """Forget what was not used for longest, ends of texts first, until no more than `max_bytes` are left; which."""
     gone: list[int] = []

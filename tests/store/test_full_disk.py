@@ -24,7 +24,7 @@ from prefixes import MODEL, layers_of, same
 from kvmnn.errors import OutputError
 from kvmnn.store import PrefixStore
 
-folder, texts = Path(sys.argv[1], "s"), [[*range(begin, begin + 60)] for begin in range(0, 500, 100)]
+folder, texts = Path(sys.argv[1], "s"), [[*range(begin, begin + 90)] for begin in range(0, 500, 100)]
 
 def fill():
     with open(folder.parent / "fill", "ab", buffering=0) as file:
@@ -45,7 +45,7 @@ with PrefixStore(folder) as store:
 fill()
 with PrefixStore(folder) as store:
     assert "index.sqlite: cannot be written (" in store.notes[0], store.notes
-    assert all(same(store.get(ids, model=MODEL).layers, ids, 60, layers=100) for ids in texts)
+    assert all(same(store.get(ids, model=MODEL).layers, ids, 90, layers=100) for ids in texts)
     assert store.verify().units == 5
     try:
         put(store, [1, 2, 3])
@@ -53,16 +53,16 @@ with PrefixStore(folder) as store:
         assert "No space left" in str(error), error
     else:
         raise AssertionError("there is no room")
-    assert store.delete(texts[1], model=MODEL).units == 1
+    assert store.delete(texts[1], model=MODEL).units == 1  # a text of a block and a tail, which its file has
 fill()
 with PrefixStore(folder) as store:
     assert store.gc(max_bytes=2 * size + size // 2).kept == ""
     found = [store.match(ids, model=MODEL) for ids in texts]
-    assert (found[0], sorted(found)) == (60, [0, 0, 0, 60, 60]), found
+    assert (found[0], sorted(found)) == (90, [0, 0, 0, 90, 90]), found
     assert (store.stats().units, len([*folder.glob("units/*/*")])) == (2, 2)
     fill()
     assert store.gc(max_bytes=0).units == 1  # while it is open
-    assert [store.match(ids, model=MODEL) for ids in texts] == [60, 0, 0, 0, 0]
+    assert [store.match(ids, model=MODEL) for ids in texts] == [90, 0, 0, 0, 0]
 with PrefixStore(folder) as store:
     assert (store.notes, store.verify().units, store.gc().other_files) == ((), 1, 0)
 """

@@ -33,14 +33,14 @@ def writer(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return found
 
 
-def written(writer: ctypes.CDLL, level: int, lane: bytes, repeats: list[tuple[int, int, int]]) -> bytes:
+def written(writer: ctypes.CDLL, level: int, lane: bytes, repeats: list[tuple[int, int, int]], flat: int = 0) -> bytes:
     tables = ctypes.create_string_buffer(1 << 16)
     writer.kvmnn_sequence_tables_init(tables)
     n = ctypes.c_size_t(len(lane))
     out = ctypes.create_string_buffer(writer.kvmnn_zstd_bound(n))
     scratch = ctypes.create_string_buffer(writer.kvmnn_zstd_scratch())
     given = (Repeat * max(1, len(repeats)))(*repeats)
-    size = writer.kvmnn_zstd_write(level, tables, lane, n, given, ctypes.c_size_t(len(repeats)), 0, scratch, out)
+    size = writer.kvmnn_zstd_write(level, tables, lane, n, given, ctypes.c_size_t(len(repeats)), flat, scratch, out)
     return out.raw[:size]
 
 
@@ -51,8 +51,9 @@ def test_repeats_of_every_length_and_distance(writer: ctypes.CDLL, length: int, 
     lane = np.tile(np.random.default_rng(0).integers(0, 30, PERIOD, np.uint8), 5000)[:300_001].tobytes()
     begins = range(PERIOD, len(lane) - length - gap - PERIOD, length + gap)
     repeats = [(at + gap, length, PERIOD * (1 + k % min(7, at // PERIOD))) for k, at in enumerate(begins)]
-    made = {written(writer, level, lane, repeats) for level in range(len(_simd.simd_levels()))}
-    assert len(made) == 1 and zstandard.ZstdDecompressor().decompress(made.pop()) == lane
+    for flat in (0, 1):
+        made = {written(writer, level, lane, repeats, flat) for level in range(len(_simd.simd_levels()))}
+        assert len(made) == 1 and zstandard.ZstdDecompressor().decompress(made.pop()) == lane
 
 
 @pytest.mark.parametrize("symbols", [2, 3, 20, 40, 41, 200])
@@ -65,3 +66,39 @@ def test_literals_of_few_and_many_symbols(writer: ctypes.CDLL, symbols: int) -> 
         lane[rng.integers(0, n, symbols)] = kinds
         made = {written(writer, level, lane.tobytes(), []) for level in range(len(_simd.simd_levels()))}
         assert len(made) == 1 and zstandard.ZstdDecompressor().decompress(made.pop()) == lane.tobytes()
+
+
+@pytest.mark.parametrize("places", [1, 30, 255])
+def test_literals_that_a_sample_of_them_does_not_show(writer: ctypes.CDLL, places: int) -> None:
+    """Some are anywhere in a lane, once each; one has to have a code wherever it stands."""
+    rng = np.random.default_rng(places)
+    for n in (16 << 10, (16 << 10) + 1, 100_003, 131_072, 400_000):
+        lane = rng.integers(3, 7, n).astype(np.uint8)
+        lane[rng.permutation(n)[:places]] = rng.permutation(256)[:places]
+        for tail in (0, 1):
+            lane[-1] = 255 if tail else 3
+            made = {written(writer, level, lane.tobytes(), []) for level in range(len(_simd.simd_levels()))}
+            assert len(made) == 1
+            frame = made.pop()
+            assert zstandard.ZstdDecompressor().decompress(frame) == lane.tobytes()
+            assert len(frame) < 0.29 * n + 400
+
+
+def test_a_sample_that_is_like_nothing_else(writer: ctypes.CDLL) -> None:
+    """The few looks see one byte; all others have as many bits as a byte can, and must not need more."""
+    rng = np.random.default_rng(0)
+    lane = rng.integers(0, 256, 131_072).astype(np.uint8)
+    for i in range(0, lane.size, 128):
+        quarter = (i * 0x9E3779B1 & 0xFFFFFFFF) >> 30
+        lane[i + 32 * quarter : i + 32 * quarter + 32] = 9
+    for level in range(len(_simd.simd_levels())):
+        frame = written(writer, level, lane.tobytes(), [])
+        assert zstandard.ZstdDecompressor().decompress(frame) == lane.tobytes() and len(frame) <= lane.size + 20
+
+
+@pytest.mark.parametrize("kept", [249, 256])
+def test_codes_that_save_next_to_nothing_are_not_written(writer: ctypes.CDLL, kept: int) -> None:
+    """249 of 256 kinds of bytes take 7.96 bits."""
+    lane = np.random.default_rng(0).integers(0, kept, 131_072).astype(np.uint8).tobytes()
+    frame = written(writer, 0, lane, [])
+    assert zstandard.ZstdDecompressor().decompress(frame) == lane and lane in frame

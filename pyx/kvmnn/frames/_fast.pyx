@@ -11,7 +11,7 @@ from libc.string cimport memcpy
 from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize, PyBytes_Size
 
 from kvmnn.frames._fast_lane cimport (
-    TRIAL_MOST, UNKNOWN, Form, Lane, Look, Piece, Scratch, best_form, lane_room, look_at, make_lane, make_room,
+    TRIAL_MOST, UNKNOWN, Form, Lane, Look, Piece, Scratch, best_form, gather, lane_room, look_at, make_lane, make_room,
     raw_frame, raw_size, smaller
 )
 from kvmnn.frames._stream_header cimport CODEC_ZSTD, HEADER, store_le32
@@ -37,16 +37,21 @@ cdef bint make_lanes(
     cdef Scratch scratch
     cdef Look[4] looks
     cdef Form[4] forms
-    cdef Piece piece = Piece(src, words, stride, continued, look_at(src, words, stride, looks), UNKNOWN)
+    cdef Piece piece = Piece(src, words, stride, continued, look_at(src, words, stride, looks), False, UNKNOWN)
     cdef int lane
-    if out == NULL or not make_room(ws, words, &scratch):
+    piece.gathered = not piece.follows
+    for lane in range(stride):
+        piece.gathered = piece.gathered and modes[lane] & 1 << KVMNN_MODE_RAW
+    if out == NULL or not make_room(ws, words, stride if piece.gathered else 1, &scratch):
         return False
+    if piece.gathered:
+        gather(&piece, scratch.lane)
     for lane in range(stride + 1):
         slots[lane] = out + <size_t>lane * room
     for lane in range(stride):
         forms[lane] = Form(KVMNN_MODE_RAW, False, 0, 1, 0)
         if not modes[lane]:
-            found[lane] = Lane(KVMNN_MODE_RAW, slots[lane], 0)
+            found[lane] = Lane(KVMNN_MODE_RAW, slots[lane], 0, NULL)
             continue
         if piece.follows or not modes[lane] & 1 << KVMNN_MODE_RAW:
             forms[lane] = best_form(ws, &piece, lane, modes[lane], looks[lane], scratch, slots + lane)
@@ -102,7 +107,9 @@ def encode(const uint8_t[::1] data not None, int stride, modes) -> bytes:
                 at[0], at[1] = found[lane].mode, CODEC_ZSTD
                 store_le32(at + 2, <uint32_t>words)
                 store_le32(at + 6, <uint32_t>found[lane].size)
-                if found[lane].made == NULL:
+                if found[lane].made == NULL and found[lane].bytes != NULL:
+                    raw_frame(found[lane].bytes, words, 1, 0, at + HEADER)
+                elif found[lane].made == NULL:
                     raw_frame(&data[0], words, stride, lane, at + HEADER)
                 else:
                     memcpy(at + HEADER, found[lane].made, found[lane].size)
@@ -117,7 +124,7 @@ def likely_modes(const uint8_t[::1] data not None, int stride, modes) -> tuple:
     out to be better; `modes` as for `encode`."""
     cdef size_t words = data.shape[0] // stride, most = min(words, <size_t>TRIAL_MOST)
     cdef Look[4] looks
-    cdef Piece piece = Piece(&data[0], words, stride, False, True, UNKNOWN)
+    cdef Piece piece = Piece(&data[0], words, stride, False, True, False, UNKNOWN)
     cdef int lane, lane_modes
     cdef Form form
     cdef Scratch scratch
@@ -128,7 +135,7 @@ def likely_modes(const uint8_t[::1] data not None, int stride, modes) -> tuple:
         if not look_at(&data[0], words, stride, looks):
             return [1 << KVMNN_MODE_RAW] * stride, [0] * stride
         slots[0] = ws.buffer(1, 2 * lane_room(most))
-        if slots[0] == NULL or not make_room(ws, most, &scratch):
+        if slots[0] == NULL or not make_room(ws, most, 1, &scratch):
             raise MemoryError("no memory to try predictors")
         slots[1] = slots[0] + lane_room(most)
         for lane in range(stride):

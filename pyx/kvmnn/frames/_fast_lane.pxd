@@ -16,7 +16,7 @@ cdef enum:
 
 cdef struct Scratch:
     uint8_t *writer
-    uint8_t *lane
+    uint8_t *lane            # bytes of one lane; of all, one behind the other, where the piece is gathered
     uint32_t *table
     kvmnn_repeat *repeats
 
@@ -27,6 +27,7 @@ cdef struct Piece:           # of an array
     int stride               # bytes of a word, which are its lanes
     bint continued           # the word before is there as well, and predictors go on from it
     bint follows             # bytes follow from those before them in some lane
+    bint gathered            # all lanes are in the scratch memory as they are
     int doubts               # which lanes libzstd is tried on: of the enum below
 
 
@@ -41,6 +42,7 @@ cdef struct Lane:
     int mode
     uint8_t *made            # its payload, or NULL for one that `raw_frame` is to write
     size_t size
+    const uint8_t *bytes     # as they are, where the piece is gathered
 
 
 cdef struct Look:
@@ -56,8 +58,10 @@ cdef struct Form:
     size_t size              # of the payload, where a trial had the whole lane: it is there
 
 
+cdef size_t aligned(size_t n) noexcept nogil
 cdef size_t lane_room(size_t words) noexcept nogil
-cdef bint make_room(Workspace ws, size_t words, Scratch *scratch) noexcept nogil
+cdef bint make_room(Workspace ws, size_t words, int count, Scratch *scratch) noexcept nogil
+cdef void gather(const Piece *of, uint8_t *to) noexcept nogil
 cdef bint look_at(const uint8_t *src, size_t words, int stride, Look *looks) noexcept nogil
 cdef Form best_form(
     Workspace ws, const Piece *of, int lane, int modes, Look look, Scratch scratch, uint8_t **slots

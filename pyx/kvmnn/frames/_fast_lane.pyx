@@ -70,7 +70,9 @@ cdef enum:
     FEWEST = 16 << 10        # ... and so on: samples of short lanes say little
     FEWEST_SHARE = 3
     FEW_LEFT = 4             # bytes are few that were so many times more
+    TILE = 4096              # words: of all lanes they fit into the first cache
     LEAST = 64               # bytes of a payload that need not become fewer
+    FEW_REPEATED = 128       # of a flat lane one byte in so many must be repeated, or it is not worth the time
 
 cdef double FLAT_BITS = 7.85  # a byte; random bytes come to 7.955 in a sample of that size
 cdef double POOR_BITS = 2.0
@@ -102,12 +104,13 @@ cdef size_t lane_room(size_t words) noexcept nogil:
     return kvmnn_zstd_bound(words)
 
 
-cdef inline size_t aligned(size_t n) noexcept nogil:
+cdef size_t aligned(size_t n) noexcept nogil:
     return (n + 63) & ~<size_t>63
 
 
-cdef bint make_room(Workspace ws, size_t words, Scratch *scratch) noexcept nogil:
-    cdef size_t writer = aligned(kvmnn_zstd_scratch()), lane = aligned(words)
+cdef bint make_room(Workspace ws, size_t words, int count, Scratch *scratch) noexcept nogil:
+    """Memory to work in, with room for so many lanes."""
+    cdef size_t writer = aligned(kvmnn_zstd_scratch()), lane = <size_t>count * aligned(words)
     cdef size_t table = aligned(kvmnn_repeats_table(words) * sizeof(uint32_t))
     cdef uint8_t *at = ws.buffer(0, writer + lane + table + kvmnn_repeats_bound(words) * sizeof(kvmnn_repeat))
     if at == NULL:
@@ -116,6 +119,26 @@ cdef bint make_room(Workspace ws, size_t words, Scratch *scratch) noexcept nogil
     scratch.table = <uint32_t *>(at + writer + lane)
     scratch.repeats = <kvmnn_repeat *>(at + writer + lane + table)
     return True
+
+
+# -- bytes of lanes as they are ---------------------------------------------------------------------------------------
+
+cdef inline void raw_bytes(const uint8_t *src, size_t words, int stride, int lane, uint8_t *dst) noexcept nogil:
+    if stride == 1:
+        memcpy(dst, src, words)
+    else:
+        lanes().predict_lane(src, words, stride, lane, KVMNN_MODE_RAW, dst)
+
+
+cdef void gather(const Piece *of, uint8_t *to) noexcept nogil:
+    """All lanes of a piece, so many bytes apart as `aligned` says; in tiles, which are read from memory once."""
+    cdef size_t begin = 0, size, words = of.words
+    cdef int lane
+    while begin < words:
+        size = min(<size_t>TILE, words - begin)
+        for lane in range(of.stride):
+            raw_bytes(of.src + begin * <size_t>of.stride, size, of.stride, lane, to + <size_t>lane * aligned(words) + begin)
+        begin += size
 
 
 # -- what samples say -------------------------------------------------------------------------------------------------
@@ -127,10 +150,7 @@ cdef size_t sampled(const uint8_t *src, size_t words, int stride, int lane, uint
         step, end = KVMNN_LOOK, words
     while begin < end:
         size = min(<size_t>KVMNN_LOOK, words - begin)
-        if stride == 1:
-            memcpy(sample + got, src + begin, size)
-        else:
-            lanes().predict_lane(src + begin * <size_t>stride, size, stride, lane, KVMNN_MODE_RAW, sample + got)
+        raw_bytes(src + begin * <size_t>stride, size, stride, lane, sample + got)
         got += size
         begin += step
     return got
@@ -170,7 +190,7 @@ cdef void raw_frame(const uint8_t *src, size_t words, int stride, int lane, uint
     while begin < words:
         size = min(<size_t>KVMNN_ZSTD_RAW_BLOCK, words - begin)
         at = kvmnn_zstd_raw_block(at, size, begin + size == words)
-        lanes().predict_lane(src + begin * <size_t>stride, size, stride, lane, KVMNN_MODE_RAW, at)
+        raw_bytes(src + begin * <size_t>stride, size, stride, lane, at)
         at += size
         begin += size
 
@@ -186,7 +206,7 @@ cdef size_t lane_frame(
         repeated += scratch.repeats[i].length
     search.count, search.repeated = count, repeated
     search.scattered = bits > NOISE_BITS and repeated > n // MANY and repeated < SCATTERED * count
-    if flat and not count:
+    if flat and repeated * FEW_REPEATED < n:
         return 0
     return kvmnn_zstd_write(active_level, &_tables, lane, n, scratch.repeats, count, flat, scratch.writer, dst)
 
@@ -329,9 +349,12 @@ cdef bint make_lane(
     cdef Search search
     if form.size and not (of.continued and form.mode != KVMNN_MODE_RAW):  # the trial had it all
         form.libzstd = False
-        found[0] = Lane(form.mode, slots[0], form.size)
+        found[0] = Lane(form.mode, slots[0], form.size, NULL)
         return True
-    lanes().predict_lane(of.src, of.words, of.stride, lane, form.mode, scratch.lane)
+    if of.gathered:
+        scratch.lane += <size_t>lane * aligned(of.words)
+    else:
+        lanes().predict_lane(of.src, of.words, of.stride, lane, form.mode, scratch.lane)
     if form.mode != KVMNN_MODE_RAW:
         bits = bits_of(scratch.lane, of.words)
         if of.continued:
@@ -343,8 +366,7 @@ cdef bint make_lane(
             of.doubts = doubts_of(scratch.lane, of.words, &search, scratch)
         if search.scattered and not of.follows:  # libzstd looks for each of them in every row
             form.libzstd = pays(ws, of, lane, form.mode, kvmnn_zstd_bound(of.words), scratch, slots[1])
-            if form.libzstd:
-                lanes().predict_lane(of.src, of.words, of.stride, lane, form.mode, scratch.lane)
+            lanes().predict_lane(of.src, of.words, of.stride, lane, form.mode, scratch.lane)
         elif of.doubts == ALL or 0 < size * doubtful_share(of.words, of.doubts) < of.words:
             other = zstd.compress(ws.cctx, slots[1], size if size else of.words, scratch.lane, of.words, LEVEL_EXACT)
             if not zstd.is_error(other) and SLOWER * other < (size if size else of.words):
@@ -354,9 +376,11 @@ cdef bint make_lane(
         size = zstd.compress(ws.cctx, slots[0], kvmnn_zstd_bound(of.words), scratch.lane, of.words, LEVEL_EXACT)
         if zstd.is_error(size):
             return False
-    found[0] = Lane(form.mode, slots[0], size)
+    found[0] = Lane(form.mode, slots[0], size, NULL)
     if size == 0:
         found.made, found.size = NULL, raw_size(of.words)
+        if of.gathered:
+            found.bytes = scratch.lane
     return True
 
 

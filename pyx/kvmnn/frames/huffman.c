@@ -175,15 +175,40 @@ static void put_size(uint8_t *dst, size_t size) {
     dst[1] = (uint8_t)(size >> 8);
 }
 
-typedef size_t (*huffman_write)(const kvmnn_huffman *code, kvmnn_huffman_pairs *pairs, const uint8_t *literals, size_t n,
-                                int streams, uint8_t *dst);
+/* Marks of all bytes as bits: a row for each lower half, of the upper halves below 8 and of the others. */
+typedef struct {
+    uint8_t rows[2][16];
+} known_bytes;
+
+static known_bytes bits_of_known(const uint8_t known[SYMBOLS]) {
+    known_bytes made = {{{0}}};
+    for (int s = 0; s < SYMBOLS; ++s)
+        if (known[s]) made.rows[s >> 7][s & 15] |= (uint8_t)(1 << (s >> 4 & 7));
+    return made;
+}
+
+static const uint8_t BIT_OF[16] = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128}; /* by upper half */
+
+typedef struct {
+    size_t (*write)(const kvmnn_huffman *code, kvmnn_huffman_pairs *pairs, const uint8_t *literals, size_t n, int streams,
+                    uint8_t *dst);
+    size_t (*unknown)(const uint8_t known[SYMBOLS], const uint8_t *literals, size_t at, size_t n);
+} huffman_loops;
+
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
 #define KVMNN_LOOPS "frames/huffman_impl.h"
-#define KVMNN_TABLE huffman_write
+#define KVMNN_TABLE huffman_loops
 #define KVMNN_WIDE 1
 #include "../simd.h"
 
 size_t kvmnn_huffman_write(int level, const kvmnn_huffman *code, kvmnn_huffman_pairs *pairs, const uint8_t *literals,
                            size_t n, int streams, uint8_t *dst) {
-    return (*level_tables[level])(code, pairs, literals, n, streams, dst);
+    return level_tables[level]->write(code, pairs, literals, n, streams, dst);
+}
+
+size_t kvmnn_huffman_unknown(int level, const uint8_t known[SYMBOLS], const uint8_t *literals, size_t at, size_t n) {
+    return level_tables[level]->unknown(known, literals, at, n);
 }

@@ -32,4 +32,7 @@ size_t kvmnn_huffman_cost(const kvmnn_huffman *code, const uint32_t counts[256])
 size_t kvmnn_huffman_write(int level, const kvmnn_huffman *code, kvmnn_huffman_pairs *pairs, const uint8_t *literals,
                            size_t n, int streams, uint8_t *dst);
 
+/* The first of `n` literals from `at` on that is not marked in `known`, or n. */
+size_t kvmnn_huffman_unknown(int level, const uint8_t known[256], const uint8_t *literals, size_t at, size_t n);
+
 #endif

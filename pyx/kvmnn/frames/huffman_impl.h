@@ -161,4 +161,31 @@ static size_t LEVEL(write)(const kvmnn_huffman *code, kvmnn_huffman_pairs *pairs
     return (size_t)(at - dst);
 }
 
-static const huffman_write LEVEL(table) = LEVEL(write);
+static size_t LEVEL(unknown)(const uint8_t known[SYMBOLS], const uint8_t *literals, size_t at, size_t n) {
+#if defined(LEVEL_F16C)
+    const known_bytes marks = bits_of_known(known);
+#define ROW(bytes) _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)(bytes)))
+    const __m256i low = ROW(marks.rows[0]), high = ROW(marks.rows[1]), bits = ROW(BIT_OF), half = _mm256_set1_epi8(15);
+#undef ROW
+    for (; at + 32 <= n; at += 32) {
+        __m256i x = _mm256_loadu_si256((const __m256i *)(const void *)(literals + at));
+        __m256i column = _mm256_and_si256(x, half), row = _mm256_and_si256(_mm256_srli_epi16(x, 4), half);
+        __m256i found = _mm256_blendv_epi8(_mm256_shuffle_epi8(low, column), _mm256_shuffle_epi8(high, column), x);
+        found = _mm256_and_si256(found, _mm256_shuffle_epi8(bits, row));
+        if (_mm256_movemask_epi8(_mm256_cmpeq_epi8(found, _mm256_setzero_si256()))) break;
+    }
+#elif defined(__aarch64__)
+    const known_bytes marks = bits_of_known(known);
+    const uint8x16_t low = vld1q_u8(marks.rows[0]), high = vld1q_u8(marks.rows[1]), bits = vld1q_u8(BIT_OF);
+    for (; at + 16 <= n; at += 16) {
+        uint8x16_t x = vld1q_u8(literals + at), column = vandq_u8(x, vdupq_n_u8(15)), row = vshrq_n_u8(x, 4);
+        uint8x16_t upper = vcgeq_u8(x, vdupq_n_u8(128));
+        uint8x16_t found = vbslq_u8(upper, vqtbl1q_u8(high, column), vqtbl1q_u8(low, column));
+        if (vminvq_u8(vtstq_u8(found, vqtbl1q_u8(bits, row))) == 0) break;
+    }
+#endif
+    while (at < n && known[literals[at]]) ++at;
+    return at;
+}
+
+static const huffman_loops LEVEL(table) = {LEVEL(write), LEVEL(unknown)};

@@ -46,7 +46,12 @@ typedef struct {
 
 static const lane_limits DEAR = {6, 6, 4, 16, 5, 3}, CHEAP = {8, 11, 5, 32, 5, 3};
 
-enum { GRID = 8 }; /* from one place that is looked at to the next */
+enum {
+    GRID = 8,                         /* from one place that is looked at to the next */
+    TAG_BITS = 8,                     /* of an entry of the table: more bits of the hash ... */
+    PLACE_BITS = 32 - TAG_BITS,       /* ... and below them the place, in steps of the grid from 1 on */
+    MOST_PLACES = GRID << PLACE_BITS, /* bytes of a lane that are looked at: more than any piece has */
+};
 
 typedef struct {
     const uint8_t *lane;
@@ -56,9 +61,19 @@ typedef struct {
     unsigned shift, unused; /* bits of a hash that are no index; of eight bytes that are not looked at */
 } lane_search;
 
-static inline uint32_t *place_of(const lane_search *s, uint64_t bytes) {
-    return s->table + (((bytes << s->unused) * 0x9E3779B97F4A7C15ULL) >> s->shift);
+static inline uint64_t hash_at(const lane_search *s, size_t at) {
+    return (kvmnn_load_le64(s->lane + at) << s->unused) * 0x9E3779B97F4A7C15ULL;
 }
+
+static inline uint32_t entry_of(const lane_search *s, uint64_t hash, size_t at) {
+    return (uint32_t)(hash >> (s->shift - TAG_BITS)) << PLACE_BITS | (uint32_t)(at / GRID + 1);
+}
+
+/* The place of an entry that is not 0. */
+static inline size_t place_in(uint32_t entry) { return (size_t)(entry << TAG_BITS >> TAG_BITS) * GRID - GRID; }
+
+/* Whether two entries were made of equal bytes, as far as they tell: few others have to be looked at. */
+static inline int alike(uint32_t a, uint32_t b) { return (a ^ b) >> PLACE_BITS == 0; }
 
 /* How many bytes before `at`, down to `done`, are those `distance` before them as well. */
 static inline size_t same_before(const uint8_t *lane, size_t at, size_t done, size_t distance) {
@@ -68,8 +83,10 @@ static inline size_t same_before(const uint8_t *lane, size_t at, size_t done, si
 }
 
 static inline void insert_until(lane_search *s, size_t end) {
-    for (; s->next < end && s->next < s->end; s->next += GRID)
-        *place_of(s, kvmnn_load_le64(s->lane + s->next)) = (uint32_t)s->next + 1;
+    for (; s->next < end && s->next < s->end; s->next += GRID) {
+        uint64_t hash = hash_at(s, s->next);
+        s->table[hash >> s->shift] = entry_of(s, hash, s->next);
+    }
 }
 
 typedef struct {

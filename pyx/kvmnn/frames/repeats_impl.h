@@ -49,11 +49,13 @@ static inline uint64_t LEVEL(equal64)(const uint8_t *a, const uint8_t *b) {
 
 /* Where another row may have more of the 64 bytes at `at` than the one followed: that, and which they are. */
 static inline uint64_t LEVEL(closer)(const lane_search *s, size_t at, uint64_t same, size_t *distance) {
-    size_t look = (at + GRID - 1) & ~(size_t)(GRID - 1), before = *place_of(s, kvmnn_load_le64(s->lane + look));
-    if (before == 0 || look - (before - 1) > at || look - (before - 1) == *distance) return same;
-    uint64_t other = LEVEL(equal64)(s->lane + at, s->lane + at - (look - (before - 1)));
+    size_t look = (at + GRID - 1) & ~(size_t)(GRID - 1);
+    uint32_t entry = s->table[hash_at(s, look) >> s->shift];
+    size_t back = look - place_in(entry);
+    if (entry == 0 || back > at || back == *distance) return same;
+    uint64_t other = LEVEL(equal64)(s->lane + at, s->lane + at - back);
     if (LEVEL(bits_set)(other) <= LEVEL(bits_set)(same)) return same;
-    *distance = look - (before - 1);
+    *distance = back;
     return other;
 }
 
@@ -99,18 +101,17 @@ static size_t LEVEL(follow_row)(lane_search *s, const lane_limits *limits, size_
 static size_t LEVEL(find)(const uint8_t *lane, size_t n, int dear, uint32_t *table, kvmnn_repeat *out) {
     enum { ROOM = 72, SHORT = 64 << 10 };
     const lane_limits *limits = dear ? &DEAR : &CHEAP;
-    size_t size = kvmnn_repeats_table(n), at = 0, done = 0, found = 0, vain = 0;
+    size_t size = kvmnn_repeats_table(dear ? n : n / 2), at = 0, done = 0, found = 0, vain = 0;
     unsigned patience = limits->patience + (n <= SHORT); /* what comes early in a lane is found again more often */
     if (n <= ROOM) return 0;
-    lane_search s = {lane, 0, n - ROOM, table, shift_of(size), 64 - 8 * limits->look};
+    lane_search s = {lane, 0, (n < MOST_PLACES ? n : MOST_PLACES) - ROOM, table, shift_of(size), 64 - 8 * limits->look};
     memset(table, 0, size * sizeof *table);
     while (at < s.end) {
-        uint64_t bytes = kvmnn_load_le64(lane + at);
-        uint32_t *entry = place_of(&s, bytes);
-        size_t before = *entry;
-        *entry = (uint32_t)at + 1;
-        if (before && (bytes ^ kvmnn_load_le64(lane + before - 1)) << s.unused == 0) {
-            size_t distance = at - (before - 1), begin = at - same_before(lane, at, done, distance);
+        uint64_t hash = hash_at(&s, at);
+        uint32_t before = table[hash >> s.shift], entry = entry_of(&s, hash, at);
+        table[hash >> s.shift] = entry;
+        if (alike(before, entry) && before && hash_at(&s, place_in(before)) == hash) { /* in this order: few are alike */
+            size_t distance = at - place_in(before), begin = at - same_before(lane, at, done, distance);
             size_t length = at - begin + same_length(lane, at, s.end, distance);
             if (length >= limits->least) {
                 out[found++] = (kvmnn_repeat){(uint32_t)begin, (uint32_t)length, (uint32_t)distance};

@@ -13,6 +13,7 @@ enum {
     COMPRESSED = 2,
     MIN_MATCH = 3,
     SEQUENCES = BLOCK / 3 + 4,
+    LITERALS_HEADER = 3, /* of 4096 literals or more that are as they are */
     COPY = 32, /* bytes that are copied at a time, of which some are too many */
 };
 
@@ -120,9 +121,9 @@ static inline sequence sequence_of(uint32_t gap, uint32_t length, uint32_t coded
     return (sequence){extra, (uint8_t)(lengths + distance.bits), literals.code, match.code, distance.code};
 }
 
-/* The literals of a block, where they lie or copied together, and its sequences; returns how many literals there are.
- * COPY bytes can be read from any place on that is before a match. */
-static size_t split(state *s, const uint8_t *src, size_t begin, size_t end, const uint8_t **literals,
+/* The literals of a block, where they lie or copied together in `room`, and its sequences; returns how many literals there
+ * are. COPY bytes can be read from any place on that is before a match. */
+static size_t split(state *s, const uint8_t *src, size_t begin, size_t end, uint8_t *room, const uint8_t **literals,
                     size_t *sequences) {
     size_t at = begin, n = 0, count = 0;
     while (s->next < s->end && s->next->at + s->done < end) {
@@ -131,7 +132,7 @@ static size_t split(state *s, const uint8_t *src, size_t begin, size_t end, cons
         s->done = match == left ? 0 : s->done + (uint32_t)match;
         if (match >= MIN_MATCH) {
             uint32_t distance = s->next->distance;
-            for (size_t i = 0; i < gap; i += COPY) memcpy(s->literals + n + i, src + at + i, COPY);
+            for (size_t i = 0; i < gap; i += COPY) memcpy(room + n + i, src + at + i, COPY);
             n += gap;
             /* offsets 1 to 3 are the last ones; the very last is no choice where no literal came between */
             uint32_t coded = distance == s->distance && gap ? 1 : distance + 3;
@@ -142,14 +143,12 @@ static size_t split(state *s, const uint8_t *src, size_t begin, size_t end, cons
         s->next += s->done == 0;
     }
     *sequences = count;
-    *literals = count ? s->literals : src + begin;
-    if (count) memcpy(s->literals + n, src + at, end - at);
+    *literals = count ? room : src + begin;
+    if (count) memcpy(room + n, src + at, end - at);
     return n + (end - at);
 }
 
-static void count_literals(state *s, const uint8_t *literals, size_t n) {
-    uint32_t(*counts)[256] = s->counts;
-    memset(counts, 0, sizeof s->counts);
+static void add_counts(uint32_t counts[4][256], const uint8_t *literals, size_t n) {
     size_t i = 0;
     for (; i + 8 <= n; i += 8) {
         uint64_t x;
@@ -164,7 +163,34 @@ static void count_literals(state *s, const uint8_t *literals, size_t n) {
         ++counts[3][x >> 56];
     }
     for (; i < n; ++i) ++counts[0][literals[i]];
+}
+
+static void count_literals(state *s, const uint8_t *literals, size_t n) {
+    uint32_t(*counts)[256] = s->counts;
+    memset(counts, 0, sizeof s->counts);
+    add_counts(counts, literals, n);
     for (int b = 0; b < 256; ++b) counts[0][b] += counts[1][b] + counts[2][b] + counts[3][b];
+}
+
+/* About how many there are of each literal, by one quarter or another of every 128; what has escaped these is looked for,
+ * as each must have a code. */
+static void estimate_literals(state *s, const uint8_t *literals, size_t n) {
+    enum { LOOK = 32, QUARTERS = 4, RARE = 2 };
+    uint32_t(*counts)[256] = s->counts;
+    uint8_t known[256];
+    memset(counts, 0, sizeof s->counts);
+    for (size_t i = 0; i + QUARTERS * LOOK <= n; i += QUARTERS * LOOK) {
+        uint32_t quarter = (uint32_t)i * 0x9E3779B1u >> 30;
+        add_counts(counts, literals + i + quarter * LOOK, LOOK);
+    }
+    for (int b = 0; b < 256; ++b) {
+        counts[0][b] = QUARTERS * (counts[0][b] + counts[1][b] + counts[2][b] + counts[3][b]);
+        known[b] = counts[0][b] != 0;
+    }
+    for (size_t i = 0; (i = kvmnn_huffman_unknown(s->level, known, literals, i, n)) < n;) {
+        known[literals[i]] = 1;
+        counts[0][literals[i]] = RARE;
+    }
 }
 
 /* Header of the section of literals: kind, number, and for coded ones their bytes. */
@@ -181,7 +207,7 @@ static uint8_t *put_literals_header(uint8_t *dst, int kind, size_t n, size_t cod
 
 static uint8_t *put_raw_literals(const uint8_t *literals, size_t n, uint8_t *dst) {
     dst = put_literals_header(dst, RAW, n, 0);
-    memcpy(dst, literals, n);
+    if (dst != literals) memmove(dst, literals, n);
     return dst + n;
 }
 
@@ -201,12 +227,19 @@ static size_t least_cost(const uint32_t counts[256], size_t n) {
     return (size_t)((sum >> 8) + (sum >> 15)) + DESCRIPTION;
 }
 
+static int is_single(const uint32_t counts[256]) {
+    int kinds = 0;
+    for (int b = 0; b < 256; ++b) kinds += counts[b] != 0;
+    return kinds == 1;
+}
+
 static uint8_t *put_literals(state *s, const uint8_t *literals, size_t n, uint8_t *dst) {
-    enum { LEAST = 64, TREELESS = 3 };
+    enum { LEAST = 64, MANY = 16 << 10, TREELESS = 3, WORTH = 64 }; /* one byte in so many is to be saved */
     if (n < LEAST || s->flat) return put_raw_literals(literals, n, dst);
-    count_literals(s, literals, n);
+    if (n < MANY) count_literals(s, literals, n);
+    else estimate_literals(s, literals, n);
     const uint32_t *counts = s->counts[0];
-    if (counts[literals[0]] == n) {
+    if (is_single(counts)) {
         dst = put_literals_header(dst, RLE, n, 0);
         *dst++ = literals[0];
         return dst;
@@ -220,7 +253,7 @@ static uint8_t *put_literals(state *s, const uint8_t *literals, size_t n, uint8_
         treeless = cost <= fresh_cost;
         cost = treeless ? cost : fresh_cost;
     }
-    if (cost == SIZE_MAX || cost / 8 + 16 >= n) return put_raw_literals(literals, n, dst);
+    if (cost == SIZE_MAX || cost / 8 + n / WORTH + 16 >= n) return put_raw_literals(literals, n, dst);
     int streams = n < 256 ? 1 : 4;
     size_t header = n < 1024 ? 3 : n < 16384 ? 4 : 5;
     uint8_t *at = dst + header;
@@ -305,8 +338,9 @@ static uint8_t *put_one_block(state *s, const uint8_t *src, size_t begin, size_t
     uint32_t distance = s->distance;
     int current = s->current;
     const uint8_t *literals;
-    size_t size = end - begin, sequences, n = split(s, src, begin, end, &literals, &sequences);
-    uint8_t *body = dst + 3, *at = put_literals(s, literals, n, body);
+    uint8_t *body = dst + 3, *room = s->flat ? body + LITERALS_HEADER : s->literals; /* flat ones stay where they are put */
+    size_t size = end - begin, sequences, n = split(s, src, begin, end, room, &literals, &sequences);
+    uint8_t *at = put_literals(s, literals, n, body);
     at = put_sequences(s, sequences, at);
     if ((size_t)(at - body) < size) {
         put_block(dst, COMPRESSED, (size_t)(at - body), last);

@@ -69,13 +69,15 @@ def decode(
     raw_bytes = parsed.words * kind.itemsize
     if max_bytes is not None and raw_bytes > max_bytes:
         raise LimitError(f"frame holds {raw_bytes} bytes: max_bytes is {max_bytes}")
-    target = None if out is None else writable_rows(out, raw_bytes)
     _decode_lanes(parsed, threads)
-    if target is None:
-        target = np.empty((1, raw_bytes), np.uint8)
-    parsed.join(target)
+    target = np.empty(parsed.words, kind.numpy) if out is None else out
+    if isinstance(target, np.ndarray) and not target.dtype.hasobject and parsed.join_whole(target):
+        parsed.close()
+        return target
+    rows = writable_rows(target, raw_bytes)
+    parsed.join(rows)
     parsed.close()
-    return out if isinstance(out, np.ndarray) else target[0].view(kind.numpy)
+    return target if isinstance(target, np.ndarray) else rows[0].view(kind.numpy)
 
 
 class Decoder:
@@ -158,7 +160,8 @@ def _not_one(frame: Any, dtype: str | None, codecs: Iterable[str], found: FrameE
 
 def _decode_lanes(parsed: _decoder.Frame, threads: int | None) -> None:
     small = parsed.words * parsed.stride < MIN_PARALLEL_BYTES
-    number = 1 if small and threads is None else resolve_threads(threads)
+    one = small if threads is None else type(threads) is int and threads == 1
+    number = 1 if one else resolve_threads(threads)
     if small or number == 1:
         parsed.decode()
     else:

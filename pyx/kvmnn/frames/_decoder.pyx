@@ -6,6 +6,7 @@ Word sizes are called `stride`: 2 for the FP16 container (lanes lo, hi), 4 for t
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.string cimport memset
 
+from cpython.buffer cimport PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
 
 from kvmnn.frames._hashing cimport Sums, add_rest, add_to_sums, checksum_of, checksum_of_sums
@@ -203,6 +204,28 @@ cdef class Frame:
         with nogil:
             for row in range(out.shape[0]):
                 join_next(readers, words, self.stride, &out[row, 0])
+
+    def join_whole(self, out not None) -> bool:
+        """`join` to an array whose bytes lie together; False, and nothing done, where they do not, are not to be written to,
+        are another number, or the frame lies among them. A view of rows would take as long as a short frame."""
+        cdef Py_buffer view
+        cdef Reader readers[4]
+        cdef uint8_t *to
+        cdef bint fits
+        try:
+            PyObject_GetBuffer(out, &view, PyBUF_WRITABLE)
+        except (BufferError, TypeError, ValueError):
+            return False
+        try:
+            to = <uint8_t *>view.buf
+            fits = <size_t>view.len == self.words * <size_t>self.stride and not self.is_among(to, to, view.len)
+            if fits:
+                self.start(view.len, readers)
+                with nogil:
+                    join_next(readers, self.words, self.stride, to)
+            return fits
+        finally:
+            PyBuffer_Release(&view)
 
     def equals(self, const uint8_t[::1] raw not None) -> bool:
         """Whether the decoded words are exactly the bytes of `raw`."""

@@ -9,6 +9,8 @@ from libc.stdint cimport uint8_t, uint32_t
 from libc.string cimport memcpy
 
 from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize, PyBytes_Size
+from cpython.object cimport PyObject
+from cpython.ref cimport Py_XDECREF
 
 from kvmnn.frames._fast_lane cimport (
     TRIAL_MOST, UNKNOWN, Form, Lane, Look, Piece, Scratch, best_form, gather, lane_room, look_at, make_lane, make_room,
@@ -16,20 +18,23 @@ from kvmnn.frames._fast_lane cimport (
 )
 from kvmnn.frames._stream_header cimport CODEC_ZSTD, HEADER, store_le32
 from kvmnn.frames._streams cimport KVMNN_MODE_RAW
-from kvmnn.frames._workspace cimport Workspace, acquire, release, unwritten_bytes
+from kvmnn.frames._workspace cimport Workspace, acquire, release, shortened, unfinished_bytes
 
 from ..errors import KvmnnError
 
 cdef enum:
     LITTLE = 32              # so small a share of all lanes need not become smaller
+    IN_PLACE_LEAST = 1 << 20 # bytes of an array whose payloads are made where they stay: room costs less than to copy them
 
 
 cdef bint make_lanes(
-    Workspace ws, const uint8_t *src, size_t words, int stride, bint continued, const int *modes, Lane *found
+    Workspace ws, const uint8_t *src, size_t words, int stride, bint continued, const int *modes, uint8_t *streams,
+    Lane *found
 ) noexcept nogil:
     """The lanes of a piece, each by a predictor of its bit set in `modes`; of none, nothing. False: no memory.
 
-    `continued`: the word before is there as well, and predictors go on from it.
+    `continued`: the word before is there as well, and predictors go on from it. `streams`: where they are to stay, one
+    behind the other, with stream_room(words) bytes each, or NULL; what has been made elsewhere is not brought there.
     """
     cdef size_t room = lane_room(words), total = 0
     cdef uint8_t *out = ws.buffer(1, <size_t>(stride + 1) * room)
@@ -57,8 +62,12 @@ cdef bint make_lanes(
             forms[lane] = best_form(ws, &piece, lane, modes[lane], looks[lane], scratch, slots + lane)
             if forms[lane].mode < 0:
                 return False
+        if streams != NULL and not piece.follows:
+            slots[lane] = streams + HEADER
         if not make_lane(ws, &piece, lane, &forms[lane], looks[lane].bits, scratch, slots + lane, &found[lane]):
             return False
+        if streams != NULL:
+            streams += HEADER + found[lane].size
         total += found[lane].size
     if piece.follows:
         for lane in range(stride):
@@ -67,7 +76,13 @@ cdef bint make_lanes(
     return True
 
 
-cdef Workspace lanes_made(const uint8_t *src, size_t words, int stride, bint continued, modes, Lane *found):
+cdef size_t stream_room(size_t words) noexcept nogil:
+    return HEADER + lane_room(words)
+
+
+cdef Workspace lanes_made(
+    const uint8_t *src, size_t words, int stride, bint continued, modes, uint8_t *streams, Lane *found
+):
     """`make_lanes` in a workspace that the caller releases, once it has copied them."""
     cdef Workspace ws = acquire(True, False)
     cdef int[4] sets
@@ -75,11 +90,30 @@ cdef Workspace lanes_made(const uint8_t *src, size_t words, int stride, bint con
     for lane in range(stride):
         sets[lane] = modes[lane]
     with nogil:
-        ok = make_lanes(ws, src, words, stride, continued, sets, found)
+        ok = make_lanes(ws, src, words, stride, continued, sets, streams, found)
     if not ok:
         release(ws)
         raise MemoryError("no memory for the streams of a frame")
     return ws
+
+
+cdef void put_frame(const Lane *found, const uint8_t *src, size_t words, int stride, uint8_t *at) noexcept nogil:
+    """Headers, and payloads that are not in their places."""
+    cdef int lane
+    store_le32(at, <uint32_t>words)
+    at += 4
+    for lane in range(stride):
+        at[0], at[1] = found[lane].mode, CODEC_ZSTD
+        store_le32(at + 2, <uint32_t>words)
+        store_le32(at + 6, <uint32_t>found[lane].size)
+        at += HEADER
+        if found[lane].made == NULL and found[lane].bytes != NULL:
+            raw_frame(found[lane].bytes, words, 1, 0, at)
+        elif found[lane].made == NULL:
+            raw_frame(src, words, stride, lane, at)
+        elif found[lane].made != at:
+            memcpy(at, found[lane].made, found[lane].size)
+        at += found[lane].size
 
 
 # -- for Python -------------------------------------------------------------------------------------------------------
@@ -89,34 +123,31 @@ def encode(const uint8_t[::1] data not None, int stride, modes) -> bytes:
 
     `modes`: for each lane a bit set of predictors (1 raw, 2 delta_seq, 4 xor_seq), which has raw.
     """
-    cdef size_t words = data.shape[0] // stride, size = 4
+    cdef size_t words = data.shape[0] // stride, size = 4, most = 4 + <size_t>stride * stream_room(words)
     cdef Lane[4] found
+    cdef uint8_t *streams = NULL
     cdef uint8_t *at
     cdef int lane
-    cdef bytes frame
-    cdef Workspace ws = lanes_made(&data[0], words, stride, False, modes, found)
+    cdef PyObject *frame = NULL
+    cdef Workspace ws
+    if words * <size_t>stride >= IN_PLACE_LEAST:
+        frame = unfinished_bytes(most)
+        streams = <uint8_t *>PyBytes_AsString(<object>frame) + 4
     try:
-        for lane in range(stride):
-            size += HEADER + found[lane].size
-        frame = unwritten_bytes(size)
-        at = <uint8_t *>PyBytes_AsString(frame)
-        with nogil:  # new pages cost as much as the copy
-            store_le32(at, <uint32_t>words)
-            at += 4
+        ws = lanes_made(&data[0], words, stride, False, modes, streams, found)
+        try:
             for lane in range(stride):
-                at[0], at[1] = found[lane].mode, CODEC_ZSTD
-                store_le32(at + 2, <uint32_t>words)
-                store_le32(at + 6, <uint32_t>found[lane].size)
-                if found[lane].made == NULL and found[lane].bytes != NULL:
-                    raw_frame(found[lane].bytes, words, 1, 0, at + HEADER)
-                elif found[lane].made == NULL:
-                    raw_frame(&data[0], words, stride, lane, at + HEADER)
-                else:
-                    memcpy(at + HEADER, found[lane].made, found[lane].size)
-                at += HEADER + found[lane].size
-        return frame
+                size += HEADER + found[lane].size
+            if frame == NULL:
+                frame = unfinished_bytes(size)
+            at = <uint8_t *>PyBytes_AsString(<object>frame)
+            with nogil:  # new pages cost as much as the copy
+                put_frame(found, &data[0], words, stride, at)
+        finally:
+            release(ws)
+        return shortened(&frame, size)
     finally:
-        release(ws)
+        Py_XDECREF(frame)
 
 
 def likely_modes(const uint8_t[::1] data not None, int stride, modes) -> tuple:
@@ -163,7 +194,7 @@ def payloads(const uint8_t[::1] data not None, int stride, size_t begin, size_t 
     cdef list out = []
     if not begin < end <= <size_t>data.shape[0] // stride:
         raise KvmnnError(f"words {begin} to {end} of {data.shape[0] // stride}: not there")
-    cdef Workspace ws = lanes_made(&data[begin * stride], end - begin, stride, begin > 0, modes, found)
+    cdef Workspace ws = lanes_made(&data[begin * stride], end - begin, stride, begin > 0, modes, NULL, found)
     try:
         for lane in range(stride):
             if found[lane].made == NULL:

@@ -13,9 +13,9 @@ from repository import ROOT
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 
-SLACK = 24 << 20
+SLACK = 28 << 20
 """Units in work on two threads, their scratch, and what malloc keeps for later."""
-KEPT = 14 << 20
+KEPT = 18 << 20
 """What stays of that: workspaces of the codecs, of a few megabytes for each thread."""
 
 

@@ -24,7 +24,31 @@ from ..errors import KvmnnError
 
 cdef enum:
     LITTLE = 32              # so small a share of all lanes need not become smaller
+    GATHERED = 4             # lanes of a word that are parted in one pass: of two it takes as long, and more memory
     IN_PLACE_LEAST = 1 << 20 # bytes of an array whose payloads are made where they stay: room costs less than to copy them
+
+
+cdef size_t stream_room(size_t words) noexcept nogil:
+    return HEADER + lane_room(words)
+
+
+cdef bint make_in_place(
+    Workspace ws, Piece *piece, const Look *looks, Scratch scratch, uint8_t *spare, uint8_t *streams, Lane *found
+) noexcept nogil:
+    """The lanes of a piece that needs no predictors, their payloads where they are to stay. False: no memory."""
+    cdef uint8_t *slots[2]
+    cdef Form form
+    cdef int lane
+    for lane in range(piece.stride):
+        form = Form(KVMNN_MODE_RAW, False, 0, 1, 0)
+        slots[0], slots[1] = streams + HEADER, spare
+        if not make_lane(ws, piece, lane, &form, looks[lane].bits, scratch, slots, &found[lane]):
+            return False
+        if found[lane].made == spare:
+            memcpy(streams + HEADER, spare, found[lane].size)
+            found[lane].made = streams + HEADER
+        streams += HEADER + found[lane].size
+    return True
 
 
 cdef bint make_lanes(
@@ -34,23 +58,29 @@ cdef bint make_lanes(
     """The lanes of a piece, each by a predictor of its bit set in `modes`; of none, nothing. False: no memory.
 
     `continued`: the word before is there as well, and predictors go on from it. `streams`: where they are to stay, one
-    behind the other, with stream_room(words) bytes each, or NULL; what has been made elsewhere is not brought there.
+    behind the other, with stream_room(words) bytes each, or NULL; what has raw blocks, or predictors, is not brought there.
     """
     cdef size_t room = lane_room(words), total = 0
-    cdef uint8_t *out = ws.buffer(1, <size_t>(stride + 1) * room)
+    cdef uint8_t *out
     cdef uint8_t *slots[5]
     cdef Scratch scratch
     cdef Look[4] looks
     cdef Form[4] forms
     cdef Piece piece = Piece(src, words, stride, continued, look_at(src, words, stride, looks), False, UNKNOWN)
     cdef int lane
-    piece.gathered = not piece.follows
+    cdef bint plain = not piece.follows
     for lane in range(stride):
-        piece.gathered = piece.gathered and modes[lane] & 1 << KVMNN_MODE_RAW
+        plain = plain and modes[lane] & 1 << KVMNN_MODE_RAW
+    piece.gathered = plain and stride == GATHERED
+    if not plain:
+        streams = NULL
+    out = ws.buffer(1, <size_t>(stride + 1 if streams == NULL else 1) * room)
     if out == NULL or not make_room(ws, words, stride if piece.gathered else 1, &scratch):
         return False
     if piece.gathered:
         gather(&piece, scratch.lane)
+    if streams != NULL:
+        return make_in_place(ws, &piece, looks, scratch, out, streams, found)
     for lane in range(stride + 1):
         slots[lane] = out + <size_t>lane * room
     for lane in range(stride):
@@ -62,22 +92,14 @@ cdef bint make_lanes(
             forms[lane] = best_form(ws, &piece, lane, modes[lane], looks[lane], scratch, slots + lane)
             if forms[lane].mode < 0:
                 return False
-        if streams != NULL and not piece.follows:
-            slots[lane] = streams + HEADER
         if not make_lane(ws, &piece, lane, &forms[lane], looks[lane].bits, scratch, slots + lane, &found[lane]):
             return False
-        if streams != NULL:
-            streams += HEADER + found[lane].size
         total += found[lane].size
     if piece.follows:
         for lane in range(stride):
             if forms[lane].libzstd and found[lane].size * LITTLE > total:
                 smaller(ws, &piece, lane, modes[lane], &forms[lane], scratch, &found[lane], slots + stride)
     return True
-
-
-cdef size_t stream_room(size_t words) noexcept nogil:
-    return HEADER + lane_room(words)
 
 
 cdef Workspace lanes_made(

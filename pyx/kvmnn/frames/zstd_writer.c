@@ -234,7 +234,7 @@ static int is_single(const uint32_t counts[256]) {
 }
 
 static uint8_t *put_literals(state *s, const uint8_t *literals, size_t n, uint8_t *dst) {
-    enum { LEAST = 64, MANY = 16 << 10, TREELESS = 3, WORTH = 64 }; /* one byte in so many is to be saved */
+    enum { LEAST = 64, MANY = BLOCK / 8, TREELESS = 3, WORTH = 64 }; /* one byte in so many is to be saved */
     if (n < LEAST || s->flat) return put_raw_literals(literals, n, dst);
     if (n < MANY) count_literals(s, literals, n);
     else estimate_literals(s, literals, n);

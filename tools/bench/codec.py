@@ -319,7 +319,7 @@ def peak_memory() -> list[dict[str, Any]]:
                 ("decode", ["decode", str(frame), "-o", str(back), "-q"]),
             ):
                 done = subprocess.run(
-                    [sys.executable, "-c", _CHILD, *arguments], capture_output=True, text=True, check=True
+                    [sys.executable, "-P", "-c", _CHILD, *arguments], capture_output=True, text=True, check=True
                 )
                 code, growth, peak, seconds = done.stderr.split("MEASURED", 1)[1].split()
                 assert code == "0", done.stderr

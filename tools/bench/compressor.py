@@ -149,7 +149,8 @@ def process(*command: str) -> tuple[float, float]:
 
 
 def _one_thread() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    safe = {"PYTHONSAFEPATH": "1"}  # kvmnn is the installed one, not what lies in the checkout
+    return {**os.environ, **safe, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 def sections(data: dict[str, Any]) -> list[str]:

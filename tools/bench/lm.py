@@ -246,7 +246,7 @@ def memory_of(ids: Tokens, tokens: int) -> dict[str, Any]:
     with tempfile.TemporaryFile() as file:
         np.save(file, np.resize(ids, max(tokens, 1024)))
         file.seek(0)
-        command = [sys.executable, "-c", MEMORY, str(MODEL), str(tokens)]
+        command = [sys.executable, "-P", "-c", MEMORY, str(MODEL), str(tokens)]
         printed = subprocess.run(command, stdin=file, capture_output=True, text=True, check=True).stdout
     before, after, held = map(int, printed.split())
     return {"tokens": tokens, "peak_at_1024_kib": before, "peak_kib": after, "cache_bytes": held}

@@ -22,9 +22,6 @@ from .trial import Auto, Trial
 Alike: TypeAlias = npt.NDArray[np.int32]
 """For each row the row that it refers to, or -1."""
 
-_SAMPLE = 16
-"""A frame is tried on one row in this many first."""
-_LEAST_SAMPLE_BYTES = 8 << 10
 _FRAMES = {dtype: CodecOptions(effort="fast").for_words(dtype) for dtype in DTYPES}
 """Of the frames: short arrays would take longer to ask for them each time."""
 
@@ -206,25 +203,12 @@ def _smallest(
     given: Given, tables: _stream.TableSet | None, references: Alike | None = None, *, frames_above: float = 0
 ) -> bytes:
     """The stream by the method that needs fewest bytes."""
-    made = given.rows.encode(tables, given.words.size + SIZE, references)
-    limit = given.words.size if made is None else len(made) - SIZE
-    frame = _frame(given, limit) if limit + SIZE > frames_above else None
-    if frame is not None:
-        return _stream.whole_stream(FRAME, given.code, given.heads, given.dim, given.words, frame)
+    made, try_frame = given.rows.encode(tables, references, frames_above)
+    limit = given.words.size + SIZE if made is None else len(made)
+    if try_frame:
+        frame = encode_words(given.words, _FRAMES[given.dtype], 1)
+        if SIZE + len(frame) < limit:
+            return _stream.whole_stream(FRAME, given.code, given.heads, given.dim, given.words, frame)
     if made is None:
         return _stream.whole_stream(WORDS, given.code, given.heads, given.dim, given.words, given.words)
     return made
-
-
-def _frame(given: Given, limit: int) -> bytes | None:
-    """The frame of the words, if it is shorter than `limit`; a sample tells whether it is worth making."""
-    words, options = given.words, _FRAMES[given.dtype]
-    row_bytes = words.size // given.tokens
-    sample = max(given.tokens // _SAMPLE, -(-_LEAST_SAMPLE_BYTES // row_bytes))
-    if sample < given.tokens:
-        begin, size = (given.tokens - sample) // 2 * row_bytes, sample * row_bytes
-        tried = encode_words(words[begin : begin + size], options, 1)
-        if len(tried) / size > 1.05 * limit / words.size:
-            return None
-    frame = encode_words(words, options, 1)
-    return frame if len(frame) < limit else None

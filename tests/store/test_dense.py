@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from prefixes import MODEL, checksum_model
 
 from kvmnn import KvmnnError, LayerCache, dense
-from kvmnn.dense import encoding
+from kvmnn.dense.header import FRAME, method_of
 from kvmnn.errors import OptionError, SourceError
-from kvmnn.store import PrefixStore, read_exported
+from kvmnn.store import PrefixStore, dense_encoding, read_exported
 from kvmnn.store.decoding import Stretch, decode_stretches
 from kvmnn.store.dense_encoding import Streams
 from kvmnn.store.space import space_of
@@ -329,13 +329,14 @@ def test_rows_that_lie_otherwise(tmp_path: Path, how: str) -> None:
 def test_frames_that_were_larger_are_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the next trial, but for streams that are larger themselves."""
     tried: list[int] = []
-    make_frame = encoding._frame
+    encode_next = dense_encoding.encode_next
 
-    def noted(given, limit):
-        tried[-1] += 1
-        return make_frame(given, limit)
+    def noted(rows, before, alike, *, frames_above, **more):
+        data, found = encode_next(rows, before, alike, frames_above=frames_above, **more)
+        tried[-1] += len(data) > frames_above or method_of(data) == FRAME
+        return data, found
 
-    monkeypatch.setattr(encoding, "_frame", noted)
+    monkeypatch.setattr(dense_encoding, "encode_next", noted)
     noise = np.random.default_rng(3).standard_normal((2, 512, 16)).astype(np.float16)
     with PrefixStore(tmp_path / "s", block_tokens=16, codec="dense") as store:
         for number in range(5):

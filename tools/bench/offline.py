@@ -170,7 +170,9 @@ def command(root: Path, zstd_seconds: float, limits: bool) -> dict[str, Any]:
     scope = ["--scope", "layer_range", "--layer-start", "0", *([] if limits else ["--no-limits"])]
     for label, threads in (("one", ["--threads", "1"]), ("all", [])):
         arguments = ["measure", str(root), *scope, "-q", *threads]
-        done = subprocess.run([sys.executable, "-P", "-c", _CHILD, *arguments], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", _CHILD, *arguments], capture_output=True, text=True, check=True
+        )
         code, peak, cpu, wall = done.stderr.split("MEASURED", 1)[1].split()
         assert code == "0", done.stderr
         found[f"command_{label}"] = {"peak_mib": int(peak) / 1024, "cpu_s": float(cpu), "wall_s": float(wall)}

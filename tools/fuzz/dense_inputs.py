@@ -37,7 +37,7 @@ def inputs() -> Iterator[tuple[str, bytes]]:
     ):
         rotary = dense.Rotary(dims=dim // 2 * 2) if rotated else None
         given = Given(sample(kind, dtype, heads, tokens, dim, 1), dtype, rotary, None, None, None)
-        stream = given.rows.encode(None, 2400)
+        stream = given.rows.encode(None)[0]
         if stream is not None:
             options = bytes([0, (heads - 1) | given.code << 2 | stream[7] << 4, dim - 1, tokens - 1, 0, 0, 0, 0])
             yield "streams", options + stream

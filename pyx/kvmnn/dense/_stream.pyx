@@ -1,28 +1,31 @@
-"""Dense streams of method 2 (docs/format-v2.md): rows of words to a payload, and back."""
+"""Dense streams of method 2 (docs/format-v2.md): rows of words to a payload; what `_decoder` needs for the way back."""
 
 from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
-from libc.string cimport memcmp, memcpy, memset
+from libc.string cimport memcpy, memset
 
 from cpython.bytes cimport PyBytes_FromStringAndSize
 
 from kvmnn._simd cimport active_level
 from kvmnn.dense.coding cimport (
-    BUCKETS, CHECKSUM_AT, DENSE_HEAD, DENSE_OK, HEADER_BYTES, MODEL_BYTES, MOST_BASE, PAD, SET_HEADER_BYTES,
-    dense_alike, dense_checksum, dense_choose_base, dense_cluster_room, dense_count, dense_counts, dense_decode, dense_decode_room, dense_encode,
-    dense_encode_out, dense_encode_room, dense_error, dense_get_set, dense_input, dense_loops, dense_parse,
+    CHECKSUM_AT, DENSE_HEAD, DENSE_OK, HEADER_BYTES, MODEL_BYTES, MOST_BASE, PAD, SET_HEADER_BYTES, dense_alike,
+    dense_checksum, dense_choose_base, dense_cluster_room, dense_count, dense_counts, dense_decode, dense_decode_room,
+    dense_encode, dense_encode_out, dense_encode_room, dense_error, dense_get_set, dense_input, dense_parse,
     dense_part_pairs, dense_put_header, dense_put_set, dense_rotary, dense_shape, dense_stream, dense_table_set,
     kvmnn_dense_loops_at, kvmnn_xxh64,
 )
+from kvmnn.frames._fast cimport frame_bytes
 from kvmnn.frames._workspace cimport Workspace, acquire, release
 
 from ..errors import FrameError, KvmnnError
 
 
 cdef enum:
-    MOST_WORDS = 65536  # of a row, and one less of its heads and of its dim
+    LINE = 64                     # of the cache
+    SAMPLE = 16                   # a frame is tried on one row in so many first, ...
+    LEAST_SAMPLE_BYTES = 8 << 10  # ... or so many bytes
 
-cdef size_t MOST_BYTES = 0xFFFFFFFF
+cdef double SAMPLE_ERRS = 1.05    # a frame may be shorter than its sample says
 
 cdef tuple _MOST_BASES = (0, MOST_BASE, MOST_BASE)
 """By dtype."""
@@ -41,6 +44,10 @@ cdef tuple _ERRORS = (
     "other words than its checksum says",
 )
 """By dense_error."""
+
+
+cdef str error_text(dense_error error):
+    return _ERRORS[error]
 
 
 cdef dense_shape shape_of(int dtype, uint32_t heads, uint32_t dim) noexcept nogil:
@@ -82,10 +89,6 @@ def whole_checksum(const uint8_t[::1] stream not None, const uint8_t[::1] words 
         checksum = dense_checksum(
             &stream[0], stream.shape[0] - HEADER_BYTES if stream[5] == 1 else 0, &words[0], words.shape[0])
     return checksum
-
-
-cdef enum:
-    LINE = 64
 
 
 cdef uint8_t *aligned(uint8_t *p) noexcept nogil:
@@ -170,14 +173,17 @@ cdef class Input:
             apart(given, at + size, at + size + row_bytes + PAD)
         return at
 
-    def encode(self, TableSet tables, size_t limit, int32_t[::1] references=None):
-        """The stream of method 2, or None where it would not be shorter than `limit` bytes, or than its words.
+    def encode(self, TableSet tables, int32_t[::1] references=None, double frames_above=0) -> tuple:
+        """The stream of method 2, or None where it would not be shorter than its words and a header; and whether a frame of
+        the words may be shorter, as one of a sample is, or there is no sample.
 
-        references: where to note down the row that each own row refers to.
+        references: where to note down the row that each own row refers to; frames_above: no frame is shorter than a
+        stream of no more bytes. All in one go: threads on short arrays wait for the GIL each time that they need it.
         """
         cdef dense_input given = self.given
         cdef uint32_t *chosen = NULL
-        cdef size_t size = 0
+        cdef size_t size = 0, limit = self.own_bytes + HEADER_BYTES
+        cdef int trial = 0
         cdef uint8_t *out
         cdef uint8_t *at
         given.shape.base = dense_choose_base(&given) if tables is None else tables.held.base
@@ -185,18 +191,35 @@ cdef class Input:
             given.set = tables.held
         if references is not None:
             chosen = <uint32_t *>&references[0]
-        cdef Workspace ws = acquire(False, False)
+        cdef Workspace ws = acquire(False, False), other = acquire(True, False)
         try:
             with nogil:
                 out = ws.buffer(1, dense_encode_out(&given) + PAD)
                 at = self.room(ws, &given) if out != NULL else NULL
                 if at != NULL:
                     size = dense_encode(&given, at, out, limit, chosen)
-            if at == NULL:
+                    limit = size if size else limit
+                    if limit > frames_above:
+                        trial = try_frame(other, &self.given, self.own_bytes, limit - HEADER_BYTES)
+            if at == NULL or trial < 0:
                 raise MemoryError("no memory to encode rows")
-            return PyBytes_FromStringAndSize(<char *>out, size) if size else None
+            return PyBytes_FromStringAndSize(<char *>out, size) if size else None, trial > 0
         finally:
+            release(other)
             release(ws)
+
+
+cdef int try_frame(Workspace ws, const dense_input *given, size_t nbytes, size_t limit) noexcept nogil:
+    """1 where a frame of the words may be shorter than `limit`, 0 where not, -1: no memory."""
+    cdef size_t row_bytes = given.rows.row_bytes, rows = given.rows.rows
+    cdef size_t sample = max(rows // SAMPLE, (LEAST_SAMPLE_BYTES + row_bytes - 1) // row_bytes), size
+    if sample >= rows:
+        return 1
+    size = frame_bytes(
+        ws, given.own + (rows - sample) // 2 * row_bytes, sample * given.shape.words, given.shape.word_bytes)
+    if not size:
+        return -1
+    return <double>size / (sample * row_bytes) <= SAMPLE_ERRS * limit / nbytes
 
 
 cdef void apart(dense_input *given, uint8_t *row, uint8_t *copy) noexcept nogil:
@@ -210,84 +233,36 @@ cdef void apart(dense_input *given, uint8_t *row, uint8_t *copy) noexcept nogil:
     given.rows.history, given.rows.own = copy, copy + history
 
 
-cdef class Rows:
-    """A parsed stream of method 2; the header has been checked by the caller."""
+cdef dense_error parse(dense_stream *stream) noexcept nogil:
+    """Find the sections of a stream of method 2, of which shape, rows, flags, header and payload are filled in."""
+    return dense_parse(stream)
 
-    cdef dense_stream parsed
-    cdef const uint8_t[::1] data
 
-    def __init__(
-        self, const uint8_t[::1] stream not None, int dtype, uint32_t heads, uint32_t dim, size_t rows, int flags
-    ):
-        cdef dense_error error
-        memset(&self.parsed, 0, sizeof(self.parsed))
-        self.data = stream
-        self.parsed.shape = shape_of(dtype, heads, dim)
-        self.parsed.rows, self.parsed.flags = rows, flags
-        self.parsed.header, self.parsed.payload = &stream[0], &stream[0] + HEADER_BYTES
-        self.parsed.payload_bytes = stream.shape[0] - HEADER_BYTES
-        error = dense_parse(&self.parsed)
-        if error != DENSE_OK:
-            raise FrameError(f"dense stream has {_ERRORS[error]}")
+cdef void put_header(uint8_t *header, const dense_shape *shape, int flags, size_t rows, size_t payload) noexcept nogil:
+    """All of the header of a stream of method 2 but the checksum."""
+    dense_put_header(header, shape, 2, flags, rows, payload)
 
-    @property
-    def history(self) -> int:
-        return self.parsed.history
 
-    @property
-    def table_set(self):
-        """The id of the table set that is needed, or None."""
-        return self.parsed.set_id if self.parsed.flags & 2 else None
-
-    def sections(self) -> dict:
-        """Bytes of each section."""
-        cdef dense_stream *p = &self.parsed
-        cdef size_t coded = 0, low_bytes = 0, words = 0
-        for b in range(BUCKETS):
-            if p.low_mask >> b & 1:
-                coded += p.low_count[b]
-                low_bytes += 16 + 2 * p.low_units[b]
-        named = {
-            "head": p.head_bytes, "exponents": p.exponent_count, "escapes": p.escape_count,
-            "symbols": 16 + 2 * p.units, "low coded": low_bytes, "rest": p.rest_bytes,
-        }
-        return {"lengths": p.payload_bytes - sum(named.values()), **named}
-
-    def decode(self, const uint8_t[::1] history, TableSet tables, uint8_t[::1] words not None) -> None:
-        """All rows to `words`, of exactly their size.
-
-        `FrameError` where the stream breaks a rule, and then `words` holds anything. `history` has as many rows as the
-        stream says, and `tables` are those that it names.
-        """
-        cdef dense_error error = DENSE_OK
-        cdef const uint8_t *before = NULL
-        cdef const dense_table_set *held = NULL
-        cdef const dense_loops *loops = kvmnn_dense_loops_at(active_level)
-        cdef uint8_t *room
-        if history is not None and history.shape[0]:
-            before = &history[0]
-        if tables is not None:
-            held = tables.held
-        cdef Workspace ws = acquire(False, False)
-        try:
-            with nogil:
-                room = aligned(ws.buffer(0, LINE + dense_decode_room(&self.parsed)))
-                if room != NULL:
-                    error = dense_decode(&self.parsed, loops, before, held, room, &words[0])
-        finally:
-            release(ws)
-        if room == NULL:
-            raise MemoryError("no memory to decode rows")
-        if error != DENSE_OK:
-            needed = [name for name, used in (("history", before != NULL), ("tables", held != NULL)) if used]
-            hint = f": it is damaged, or was made with other {' or '.join(needed)}" if needed else ""
-            raise FrameError(f"dense stream has {_ERRORS[error]}{hint}")
+cdef dense_error decode_rows(
+    const dense_stream *stream, const dense_table_set *tables, const uint8_t *history, uint8_t *words
+) except *:
+    """Decode all rows of a parsed stream to `words`, which hold anything after an error."""
+    cdef dense_error error = DENSE_OK
+    cdef uint8_t *room
+    cdef Workspace ws = acquire(False, False)
+    with nogil:
+        room = aligned(ws.buffer(0, LINE + dense_decode_room(stream)))
+        if room != NULL:
+            error = dense_decode(stream, kvmnn_dense_loops_at(active_level), history, tables, room, words)
+    release(ws)
+    if room == NULL:
+        raise MemoryError("no memory to decode rows")
+    return error
 
 
 cdef class TableSet:
     """A model that several streams share, from the bytes of a set."""
 
-    cdef dense_table_set *held
 
     def __cinit__(self):
         self.held = <dense_table_set *>calloc(1, sizeof(dense_table_set))
@@ -308,7 +283,7 @@ cdef class TableSet:
         if error == DENSE_HEAD:
             raise FrameError("table set is cut, or longer than what it holds")
         if error != DENSE_OK:
-            raise FrameError(f"table set has {_ERRORS[error]}")
+            raise FrameError(f"table set has {error_text(error)}")
 
     def __dealloc__(self):
         free(self.held)
@@ -329,65 +304,6 @@ cdef class TableSet:
             return None
         frequencies = [self.held.rotary.frequencies[i] for i in range(self.held.rotary.dims // 2)]
         return self.held.rotary.dims, self.held.rotary.interleaved, frequencies
-
-
-cdef class Place:
-    """Rows of words, token by token in memory, to which streams of method 2 are decoded one behind the other."""
-
-    cdef dense_shape shape
-    cdef size_t row_bytes, rows
-    cdef uint8_t[::1] words
-
-    def __init__(self, int dtype, uint32_t heads, uint32_t dim, uint8_t[::1] words not None):
-        self.shape = shape_of(dtype, heads, dim)
-        self.row_bytes = self.shape.words * self.shape.word_bytes
-        if not heads or not dim or self.shape.words > MOST_WORDS or heads == MOST_WORDS or dim == MOST_WORDS:
-            raise KvmnnError(f"rows of {heads} heads of {dim}: no stream has them")
-        self.words, self.rows = words, words.shape[0] // self.row_bytes
-
-    def decode(
-        self, const uint8_t[::1] stream not None, uint64_t checksum, TableSet tables, size_t begin, size_t tokens,
-        size_t history
-    ) -> bool:
-        """Decode a stream of so many `tokens` and of this `checksum` to the rows from `begin` on; it refers to no more
-        than `history` rows before them. False for anything but such a stream, and then these rows hold anything.
-        """
-        cdef size_t n = stream.shape[0]
-        cdef uint8_t[HEADER_BYTES] header
-        cdef dense_stream parsed
-        cdef dense_error error = DENSE_OK
-        cdef const dense_table_set *held = NULL
-        cdef const dense_loops *loops = kvmnn_dense_loops_at(active_level)
-        cdef uint8_t *own
-        cdef uint8_t *room
-        if n < HEADER_BYTES or n - HEADER_BYTES > MOST_BYTES or not tokens or begin > self.rows:
-            return False
-        if tokens > self.rows - begin or tokens > MOST_BYTES // self.row_bytes or history > begin or stream[7] & ~3:
-            return False
-        dense_put_header(header, &self.shape, 2, stream[7], tokens, n - HEADER_BYTES)
-        memcpy(header + CHECKSUM_AT, &checksum, 8)
-        if memcmp(header, &stream[0], HEADER_BYTES):
-            return False
-        memset(&parsed, 0, sizeof(parsed))
-        parsed.shape, parsed.rows, parsed.flags = self.shape, tokens, stream[7]
-        parsed.header, parsed.payload = &stream[0], &stream[0] + HEADER_BYTES
-        parsed.payload_bytes = n - HEADER_BYTES
-        if dense_parse(&parsed) != DENSE_OK or parsed.history > history:
-            return False
-        if parsed.flags & 2 and tables is not None:
-            held = tables.held
-        own = &self.words[0] + begin * self.row_bytes
-        cdef Workspace ws = acquire(False, False)
-        try:
-            with nogil:
-                room = ws.buffer(0, dense_decode_room(&parsed))
-                if room != NULL:
-                    error = dense_decode(&parsed, loops, own - parsed.history * self.row_bytes, held, room, own)
-        finally:
-            release(ws)
-        if room == NULL:
-            raise MemoryError("no memory to decode rows")
-        return error == DENSE_OK
 
 
 cdef class Counts:

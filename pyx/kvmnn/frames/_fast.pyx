@@ -16,7 +16,7 @@ from kvmnn.frames._fast_lane cimport (
     TRIAL_MOST, UNKNOWN, Form, Lane, Look, Piece, Scratch, best_form, gather, lane_room, look_at, make_lane, make_room,
     raw_frame, raw_size, smaller
 )
-from kvmnn.frames._stream_header cimport CODEC_ZSTD, HEADER, store_le32
+from kvmnn.frames._stream_header cimport CODEC_ZSTD, HEADER, MODES, store_le32
 from kvmnn.frames._streams cimport KVMNN_MODE_RAW
 from kvmnn.frames._workspace cimport Workspace, acquire, release, shortened, unfinished_bytes
 
@@ -100,6 +100,21 @@ cdef bint make_lanes(
             if forms[lane].libzstd and found[lane].size * LITTLE > total:
                 smaller(ws, &piece, lane, modes[lane], &forms[lane], scratch, &found[lane], slots + stride)
     return True
+
+
+cdef size_t frame_bytes(Workspace ws, const uint8_t *src, size_t words, int stride) noexcept nogil:
+    """Of the frame of one piece under any predictors, but for runs that RLE makes smaller; 0: no memory."""
+    cdef Lane[4] found
+    cdef int[4] modes
+    cdef size_t size = 4
+    cdef int lane
+    for lane in range(stride):
+        modes[lane] = (1 << MODES) - 1
+    if not make_lanes(ws, src, words, stride, False, modes, NULL, found):
+        return 0
+    for lane in range(stride):
+        size += HEADER + found[lane].size
+    return size
 
 
 cdef Workspace lanes_made(

@@ -131,20 +131,20 @@ cdef list _idle = []
 
 
 cdef Workspace idle():
-    """The one that this thread has used last, whose memory is in the caches of its processor, or any other, or a new one."""
+    """The one that this thread has used last, whose memory is in the caches of its processor, or another, or a new one."""
     cdef unsigned long thread = this_thread()
     cdef Py_ssize_t i = len(_idle)
     cdef Workspace ws
-    while i > 0:
-        i -= 1
-        ws = _idle[i]
-        if ws.thread == thread:
-            break
-    else:
-        i = -1
     try:
+        while i > 0:
+            i -= 1
+            ws = _idle[i]
+            if ws.thread == thread:
+                break
+        else:
+            i = -1
         ws = _idle.pop(i)
-    except IndexError:
+    except IndexError:  # none waits
         ws = Workspace.__new__(Workspace)
     ws.thread = thread
     return ws

@@ -1,0 +1,29 @@
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ._stream import Buffer, TableSet
+
+class Rows:
+    def __init__(self, stream: Buffer, dtype: int, heads: int, dim: int, rows: int, flags: int) -> None: ...
+    @property
+    def history(self) -> int: ...
+    @property
+    def table_set(self) -> int | None: ...
+    def sections(self) -> dict[str, int]: ...
+    def decode(self, history: Buffer | None, tables: TableSet | None, words: Buffer) -> None: ...
+
+def decode_alone(
+    stream: bytes,
+    tables: TableSet | None,
+    most: int,
+    empty: Callable[[tuple[int, ...], np.dtype[Any]], Any],
+    types: tuple[np.dtype[Any], ...],
+) -> Any: ...
+
+class Place:
+    def __init__(self, dtype: int, heads: int, dim: int, words: Buffer) -> None: ...
+    def decode(
+        self, stream: Buffer, checksum: int, tables: TableSet | None, begin: int, tokens: int, history: int
+    ) -> bool: ...

@@ -77,6 +77,14 @@ static void check_predictors(const kvmnn_lanes *t, const uint8_t *src, size_t n,
         t->predict(src, n, mode, dst);
         if (!exact(dst, n)) fail(t, "predict", n, offset, mode, 0);
 
+        if (mode != KVMNN_MODE_RAW) {
+            size_t repeats = 0;
+            dst = guarded(offset);
+            for (size_t i = 1; i < n; ++i) repeats += want[i] == want[i - 1];
+            if (t->predict_counted(src, n, mode, dst) != repeats || !exact(dst, n))
+                fail(t, "predict_counted", n, offset, mode, 0);
+        }
+
         memcpy(want, src, n); /* undoing what predict made must give the source */
         dst = guarded(offset);
         naive_predict(src, n, 1, mode, dst);
@@ -104,6 +112,9 @@ static void check_lanes(const kvmnn_lanes *t, const uint8_t *src, size_t words, 
         uint8_t *dst = guarded(offset);
         t->join(lanes, words, stride, dst);
         if (!exact(dst, bytes)) fail(t, "join", words, offset, stride, 0);
+        dst = guarded(offset);
+        t->join_past(lanes, words, stride, dst);
+        if (!exact(dst, bytes)) fail(t, "join_past", words, offset, stride, 0);
 
         ++checks;
         if (t->join_equals(lanes, words, stride, src) != 1) fail(t, "join_equals", words, offset, stride, 1);

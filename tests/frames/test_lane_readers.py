@@ -21,16 +21,22 @@ def block(data: bytes, last: bool, kind: int = RAW, size: int | None = None) -> 
 
 
 def zstd_frame(
-    data: bytes, sizes: list[int], width: int = 4, descriptor: int = 0x20, content: int | None = None
+    data: bytes,
+    sizes: list[int],
+    width: int = 4,
+    descriptor: int = 0x20,
+    content: int | None = None,
+    window: int | None = None,
 ) -> bytes:
-    """A frame of one segment with raw blocks of these sizes."""
+    """A frame with raw blocks of these sizes, of one segment where it has no window."""
     blocks, at = b"", 0
     for number, size in enumerate(sizes):
         blocks += block(data[at : at + size], number + 1 == len(sizes))
         at += size
     held = (at if content is None else content) - (256 if width == 2 else 0)
     code = {1: 0, 2: 1, 4: 2, 8: 3}[width] << 6
-    return MAGIC + bytes([descriptor | code]) + (held % (1 << 8 * width)).to_bytes(width, "little") + blocks
+    head = bytes([descriptor | code] if window is None else [code, window])
+    return MAGIC + head + (held % (1 << 8 * width)).to_bytes(width, "little") + blocks
 
 
 def frame_of(words: int, payloads: list[bytes], modes: list[int] | None = None) -> bytes:
@@ -66,7 +72,7 @@ def test_blocks_of_every_size(stride: int) -> None:
         for lane in lanes:  # cut at other places in each lane, and into frames one behind the other
             cuts = sorted({0, words, *rng.integers(0, words + 1, 4).tolist()})
             sizes, ends = np.diff(cuts).tolist(), int(rng.integers(1, len(cuts)))
-            first = zstd_frame(lane, sizes[:ends])
+            first = zstd_frame(lane, sizes[:ends], window=None if ends % 2 else 7 + ends << 3)
             rest = zstd_frame(lane[cuts[ends] :], sizes[ends:], 8) if ends < len(sizes) else b""
             payloads.append(first + rest)
         assert check(frame_of(words, payloads), stride, dtype) == codec_model.join(lanes)
@@ -116,6 +122,24 @@ def test_the_largest_block_and_one_above() -> None:
     lane = np.random.default_rng(1).bytes((128 << 10) + 1)
     for sizes in ([128 << 10, 1], [1, 128 << 10], [(128 << 10) + 1]):
         check(frame_of(len(lane), [zstd_frame(lane, sizes)] * 2), 2, "fp16")
+
+
+@pytest.mark.parametrize("window", range(0, 256, 3))
+def test_windows(window: int) -> None:
+    """Blocks may be as large as the window, and windows as large as a release takes."""
+    lane = np.random.default_rng(window).bytes(128 << 10)
+    for size in (300, 1 << 10, (1 << 10) + 1, 1 << 16, (1 << 16) + 1, 128 << 10):
+        check(frame_of(size, [zstd_frame(lane, [size], 8, window=window)] * 2), 2, "fp16")
+    check(frame_of(200, [zstd_frame(lane, [200], 1, window=window)] * 2), 2, "fp16")  # says no size
+    check(frame_of(600, [zstd_frame(lane, [600], 2, window=window)] * 2), 2, "fp16")
+
+
+def test_long_lanes_of_noise() -> None:
+    """Longer than libzstd's window: a lane of raw blocks as it writes them."""
+    raw = np.random.default_rng(5).bytes(6 << 20)
+    frame = kvmnn.encode(raw, dtype="fp16")
+    assert {frame[14 + 4] & 0xE0} == {0x80}  # a window, and a size of four bytes
+    assert check(frame, 2, "fp16") == raw
 
 
 def test_a_frame_that_lies_where_its_words_go() -> None:

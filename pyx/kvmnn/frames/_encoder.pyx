@@ -21,12 +21,14 @@ from ..errors import KvmnnError, LimitError
 
 cdef enum:
     ALL_MODES = 7
-    FUSE_UP_TO = 16 << 20  # bytes of a lane whose three streams are made in one pass; above, memory counts more ...
-    PAIR_UP_TO = 8 << 20   # ... and those of two lanes, where memory is slow enough for that to pay
-    SLACK = 192 << 10      # bytes that a payload may be too long before libzstd stops: a block, so that none that is
-                           # short enough is made in another way because room is short
-    SAMPLE_TILE = 1024     # effort "balanced": bytes of one look at a stream ...
-    SAMPLE_TILES = 16      # ... and how many looks it takes
+    FUSE_2_UP_TO = 1 << 20  # bytes of a lane whose three streams are made in one pass; above, each is made where it is
+                            # compressed while the cache has it, ...
+    FUSE_4_UP_TO = 16 << 20 # ... for which words of four bytes would be read from memory once more a lane
+    PAIR_UP_TO = 8 << 20    # as many streams of two lanes, where memory is slow enough for that to pay
+    SLACK = 192 << 10       # bytes that a payload may be too long before libzstd stops: a block, so that none that is
+                            # short enough is made in another way because room is short
+    SAMPLE_TILE = 1024      # effort "balanced": bytes of one look at a stream ...
+    SAMPLE_TILES = 16       # ... and how many looks it takes
 
 cdef double LESS = 0.996   # effort "balanced": samples of noise differ by less
 
@@ -172,7 +174,7 @@ cdef size_t encode_lane(
 cdef int made_at_once(size_t words, int stride, int *modes) noexcept nogil:
     """How many lanes have all their streams made in one pass; 0 where each stream is made by itself."""
     cdef int lane
-    if stride == 1 or words > FUSE_UP_TO:
+    if stride == 1 or words > (FUSE_2_UP_TO if stride == 2 else FUSE_4_UP_TO):
         return 0
     for lane in range(stride):
         if modes[lane] != ALL_MODES:

@@ -11,8 +11,11 @@ from kvmnn.frames._streams cimport lanes
 cdef enum:
     LEAST_FRAME = 9      # bytes of a frame with a block: magic number, descriptor, size, header of the block
     MOST_BLOCK = 128 << 10
-    ONE_SEGMENT = 0x20   # with no checksum, no dictionary and no reserved bit
-    SIZE_BITS = 0xC0
+    ONE_SEGMENT = 0x20   # of a descriptor: no window follows it ...
+    SIZE_BITS = 0xC0     # ... and these say how wide the size is; others, of checksum and dictionary, are not set
+    LEAST_WINDOW = 7     # of a window: 2^(10 + that), the largest block, ...
+    MOST_WINDOW = 17     # ... and what every release takes
+    PAST_FROM = 8 << 20  # bytes that no cache keeps until they are read
 
 
 cdef struct Reader:
@@ -34,17 +37,24 @@ cdef inline size_t load_size(const uint8_t *p, size_t bytes) noexcept nogil:
 
 
 cdef inline size_t content_at(const uint8_t *p, size_t n, size_t *at) noexcept nogil:
-    """What the frame at `at` says it holds, or 0 where it is none of one segment; `at` moves to its first block."""
-    cdef size_t width, value
+    """What the frame at `at` says it holds, or 0 where it does not, or has anything but blocks; `at` moves to the first."""
+    cdef size_t width, value, sized
+    cdef int descriptor, window
     if at[0] > n or n - at[0] < LEAST_FRAME or load_size(p + at[0], 4) != <size_t>0xFD2FB528:
         return 0
-    if p[at[0] + 4] & ~SIZE_BITS != ONE_SEGMENT:
+    descriptor, window = p[at[0] + 4], p[at[0] + 5] >> 3
+    if descriptor & ~(SIZE_BITS | ONE_SEGMENT):
         return 0
-    width = <size_t>1 << (p[at[0] + 4] >> 6)
-    if n - at[0] - 5 < width:
+    sized = at[0] + 5
+    if not descriptor & ONE_SEGMENT:
+        if not descriptor & SIZE_BITS or not LEAST_WINDOW <= window <= MOST_WINDOW:
+            return 0
+        sized += 1
+    width = <size_t>1 << (descriptor >> 6)
+    if n - sized < width:
         return 0
-    value = load_size(p + at[0] + 5, width)
-    at[0] += 5 + width
+    value = load_size(p + sized, width)
+    at[0] = sized + width
     return value + 256 if width == 2 else value
 
 
@@ -116,9 +126,13 @@ cdef inline void join_next(Reader *readers, size_t words, int stride, uint8_t *o
     """Write the next words of the lanes to `out`."""
     cdef const uint8_t *parts[4]
     cdef size_t n
+    cdef bint past = words >= PAST_FROM // <size_t>stride
     while words:
         n = together(readers, stride, words, parts)
-        lanes().join(parts, n, stride, out)
+        if past:
+            lanes().join_past(parts, n, stride, out)
+        else:
+            lanes().join(parts, n, stride, out)
         out += n * <size_t>stride
         words -= n
 

@@ -87,14 +87,6 @@ cdef inline size_t make_after_raw(const uint8_t *raw, size_t words, int mode, ui
 
     Where `mode` is "raw" only the bound, as the stream is `raw`.
     """
-    cdef size_t start = 0, size, seen, repeats = 0
-    while start < words:
-        size = min(<size_t>TILE, words - start)
-        if mode != KVMNN_MODE_RAW:
-            lanes().predict(raw + start, size, mode, stream + start)
-            if start:
-                stream[start] = raw[start] - raw[start - 1] if mode == KVMNN_MODE_DELTA else raw[start] ^ raw[start - 1]
-        seen = start - 1 if start else 0
-        repeats += lanes().repeats((raw if mode == KVMNN_MODE_RAW else stream) + seen, start + size - seen)
-        start += size
-    return rle_least(words, repeats)
+    if mode == KVMNN_MODE_RAW:
+        return rle_least(words, lanes().repeats(raw, words))
+    return rle_least(words, lanes().predict_counted(raw, words, mode, stream))

@@ -13,8 +13,10 @@ cdef extern from "kvmnn/frames/lanes.h" nogil:
             const uint8_t *src, size_t start, size_t end, int stride, int lane, int ahead, uint8_t *raw,
             uint8_t *delta, uint8_t *exclusive_or, size_t *repeats) noexcept nogil
         void (*predict)(const uint8_t *src, size_t n, int mode, uint8_t *dst) noexcept nogil
+        size_t (*predict_counted)(const uint8_t *src, size_t n, int mode, uint8_t *dst) noexcept nogil
         void (*unpredict)(uint8_t *stream, size_t n, int mode) noexcept nogil
         void (*join)(const uint8_t *const *lanes, size_t words, int stride, uint8_t *dst) noexcept nogil
+        void (*join_past)(const uint8_t *const *lanes, size_t words, int stride, uint8_t *dst) noexcept nogil
         int (*join_equals)(const uint8_t *const *lanes, size_t words, int stride, const uint8_t *expected) noexcept nogil
         size_t (*find_run4)(const uint8_t *s, size_t i, size_t n) noexcept nogil
         size_t (*repeats)(const uint8_t *s, size_t n) noexcept nogil

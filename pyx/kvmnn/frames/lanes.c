@@ -2,12 +2,34 @@
 
 #include "little_endian.h"
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 /* Asks for the cache line of an address, which need not be anyone's. */
 static void kvmnn_prefetch_to_write(const uint8_t *p) {
 #if defined(__GNUC__)
     __builtin_prefetch(p, 1);
 #else
     (void)p;
+#endif
+}
+
+/* Copies n bytes, a multiple of 16 as the place of dst is, past the caches: to write to a line there, it would be read
+ * from memory first. */
+static void kvmnn_copy_past(uint8_t *dst, const uint8_t *src, size_t n) {
+#if defined(__SSE2__)
+    for (size_t i = 0; i < n; i += 16)
+        _mm_stream_si128((__m128i *)(void *)(dst + i), _mm_loadu_si128((const __m128i *)(const void *)(src + i)));
+#else
+    memcpy(dst, src, n);
+#endif
+}
+
+/* What was copied so is there for other threads. */
+static void kvmnn_end_copies_past(void) {
+#if defined(__SSE2__)
+    _mm_sfence();
 #endif
 }
 

@@ -27,11 +27,17 @@ typedef struct {
     /* The predictor over one contiguous stream; `dst` gets n bytes. */
     void (*predict)(const uint8_t *src, size_t n, int mode, uint8_t *dst);
 
+    /* The same for delta_seq or xor_seq; how many bytes of `dst` are equal to the one before. */
+    size_t (*predict_counted)(const uint8_t *src, size_t n, int mode, uint8_t *dst);
+
     /* Undo a predictor in place. */
     void (*unpredict)(uint8_t *stream, size_t n, int mode);
 
     /* dst[stride * i + j] = lanes[j][i]. */
     void (*join)(const uint8_t *const *lanes, size_t words, int stride, uint8_t *dst);
+
+    /* The same past the caches, where there is a way to: for more bytes than they hold. */
+    void (*join_past)(const uint8_t *const *lanes, size_t words, int stride, uint8_t *dst);
 
     /* 1 where join() would give exactly `words * stride` bytes of `expected`, else 0. */
     int (*join_equals)(const uint8_t *const *lanes, size_t words, int stride, const uint8_t *expected);

@@ -126,6 +126,53 @@ static void LEVEL(predict_lane_part)(const uint8_t *src, size_t start, size_t en
     }
 }
 
+static size_t LEVEL(difference_groups)(const uint8_t *restrict src, size_t n, uint8_t *restrict dst) {
+    size_t total = 0;
+    for (size_t i = 0; i < n;) {
+        uint8_t counts[64] = {0};
+        size_t end = n - i < LEVEL(TILE) ? n : i + LEVEL(TILE);
+        for (; i < end; i += 64)
+            for (size_t j = 0; j < 64; ++j) {
+                const uint8_t *at = src + i + j;
+                uint8_t a = at[0], b = at[-1], c = at[-2], d = (uint8_t)(a - b);
+                dst[i + j] = d;
+                counts[j] = (uint8_t)(counts[j] + (d == (uint8_t)(b - c)));
+            }
+        for (int j = 0; j < 64; ++j) total += counts[j];
+    }
+    return total;
+}
+
+/* Equal to the one before is what a ^ b == b ^ c says, and so does a == c. */
+static size_t LEVEL(exclusive_or_groups)(const uint8_t *restrict src, size_t n, uint8_t *restrict dst) {
+    size_t total = 0;
+    for (size_t i = 0; i < n;) {
+        uint8_t counts[64] = {0};
+        size_t end = n - i < LEVEL(TILE) ? n : i + LEVEL(TILE);
+        for (; i < end; i += 64)
+            for (size_t j = 0; j < 64; ++j) {
+                const uint8_t *at = src + i + j;
+                dst[i + j] = at[0] ^ at[-1];
+                counts[j] = (uint8_t)(counts[j] + (at[0] == at[-2]));
+            }
+        for (int j = 0; j < 64; ++j) total += counts[j];
+    }
+    return total;
+}
+
+static size_t LEVEL(predict_counted)(const uint8_t *src, size_t n, int mode, uint8_t *dst) {
+    size_t whole = n > 2 ? (n - 2) / 64 * 64 : 0, total = 0; /* bytes with two before them, in groups */
+    LEVEL(predict)(src, n < 2 ? n : 2, mode, dst);
+    if (whole && mode == KVMNN_MODE_DELTA) total = LEVEL(difference_groups)(src + 2, whole, dst + 2);
+    else if (whole) total = LEVEL(exclusive_or_groups)(src + 2, whole, dst + 2);
+    if (n > 1) total += dst[1] == dst[0];
+    for (size_t i = whole + 2; i < n; ++i) {
+        dst[i] = mode == KVMNN_MODE_DELTA ? (uint8_t)(src[i] - src[i - 1]) : src[i] ^ src[i - 1];
+        total += dst[i] == dst[i - 1];
+    }
+    return total;
+}
+
 /* Running sums of eight bytes at a time: even and odd bytes are widened to 16 bits, where a multiplication by
  * 0x0001000100010001 is a prefix sum that cannot carry into its neighbour. */
 static void LEVEL(undo_difference)(uint8_t *s, size_t n) {
@@ -188,6 +235,21 @@ static void LEVEL(join_at)(const uint8_t *const *lanes, size_t start, size_t wor
 
 static void LEVEL(join)(const uint8_t *const *lanes, size_t words, int stride, uint8_t *dst) {
     LEVEL(join_at)(lanes, 0, words, stride, dst);
+}
+
+/* Tile by tile, which begin where a vector may be stored. */
+static void LEVEL(join_past)(const uint8_t *const *lanes, size_t words, int stride, uint8_t *dst) {
+    uint8_t tile[LEVEL(TILE)];
+    size_t start = (16 - (uintptr_t)dst % 16) % 16 / (size_t)stride, step = LEVEL(TILE) / (size_t)stride;
+    if (start > words) start = words;
+    LEVEL(join_at)(lanes, 0, start, stride, dst);
+    if ((uintptr_t)(dst + start * (size_t)stride) % 16 == 0)
+        for (; words - start >= step; start += step) {
+            LEVEL(join_at)(lanes, start, step, stride, tile);
+            kvmnn_copy_past(dst + start * (size_t)stride, tile, LEVEL(TILE));
+        }
+    LEVEL(join_at)(lanes, start, words - start, stride, dst + start * (size_t)stride);
+    kvmnn_end_copies_past();
 }
 
 static int LEVEL(join_equals)(const uint8_t *const *lanes, size_t words, int stride, const uint8_t *expected) {
@@ -280,7 +342,7 @@ static void LEVEL(histogram)(const uint8_t *s, size_t n, uint64_t counts[256]) {
 }
 
 static const kvmnn_lanes LEVEL(table) = {
-    KVMNN_LEVEL_NAME, LEVEL(predict_lane), LEVEL(predict_lane_part), LEVEL(predict),    LEVEL(unpredict),
-    LEVEL(join),              LEVEL(join_equals),  LEVEL(find_run4),         LEVEL(repeats),    LEVEL(run_length),
-    LEVEL(histogram),
+    KVMNN_LEVEL_NAME, LEVEL(predict_lane), LEVEL(predict_lane_part), LEVEL(predict),    LEVEL(predict_counted),
+    LEVEL(unpredict),         LEVEL(join),         LEVEL(join_past),         LEVEL(join_equals), LEVEL(find_run4),
+    LEVEL(repeats),           LEVEL(run_length),   LEVEL(histogram),
 };

@@ -6,7 +6,20 @@ from ..dtypes import Bytes
 from ..threads.pool import map_pulled
 from . import _fast
 from .options import ZSTD_BIT, LaneOptions
-from .pieces import RUNS, Lane, Later, Part, frame_of, joined, lanes_of, nbytes_of, with_runs, zstd_lane
+from .pieces import (
+    RUNS,
+    Lane,
+    Later,
+    Part,
+    Placed,
+    frame_of,
+    joined,
+    lanes_of,
+    nbytes_of,
+    room_for,
+    with_runs,
+    zstd_lane,
+)
 
 PIECE_BYTES = 4 << 20
 """Raw bytes of a piece: repeats are seen inside of one, and pieces are made on different threads."""
@@ -87,17 +100,21 @@ def _nbytes(lanes: list[Lane]) -> int:
 
 def _in_pieces(data: Bytes, size: int, stride: int, modes: list[int], threads: int) -> list[Lane]:
     words = data.size // stride
+    begins = range(0, words, size // stride)
+    spans = [(begin, min(begin + size // stride, words)) for begin in begins]
+    room, places = room_for([[_fast.most_payload(end - begin) for begin, end in spans]] * stride)
 
-    def make(begin: int) -> list[Part]:
-        end = min(begin + size // stride, words)
-        found = _fast.payloads(data, stride, begin, end, modes)
-        return [_raw(data[begin * stride : end * stride], stride, lane, one) for lane, one in enumerate(found)]
+    def make(piece: int) -> list[Part]:
+        (begin, end), to = spans[piece], tuple(lane[piece] for lane in places)
+        found = _fast.write_payloads(room, to, data, stride, begin, end, modes)
+        return [
+            Placed(nbytes, room, at) if written else _raw(nbytes, data[begin * stride : end * stride], stride, lane)
+            for lane, (at, (nbytes, written)) in enumerate(zip(to, found, strict=True))
+        ]
 
-    lanes = zip(*map_pulled(make, range(0, words, size // stride), threads), strict=True)
+    lanes = zip(*map_pulled(make, range(len(spans)), threads), strict=True)
     return [zstd_lane(bits.bit_length() - 1, parts) for bits, parts in zip(modes, lanes, strict=True)]
 
 
-def _raw(piece: Bytes, stride: int, lane: int, found: bytes | int) -> Part:
-    if isinstance(found, bytes):
-        return found
-    return Later(found, lambda frame, at: _fast.write_raw(frame, at, piece, stride, lane))
+def _raw(nbytes: int, piece: Bytes, stride: int, lane: int) -> Later:
+    return Later(nbytes, lambda room, at: _fast.write_raw(room, at, piece, stride, lane))

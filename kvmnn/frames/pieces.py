@@ -15,6 +15,7 @@ from ..dtypes import Bytes
 from ..errors import LimitError
 from ..threads.pool import map_pulled
 from . import _encoder, zstd
+from ._room import Room
 from .options import CODECS, MIN_PARALLEL_BYTES, RLE_BIT, ZSTD_BIT, LaneOptions
 from .predictors import NAMES as PREDICTORS
 
@@ -48,34 +49,50 @@ def encode_balanced(data: Bytes, options: LaneOptions, threads: int) -> bytes:
     spans = list(zip([0, *ends], ends, strict=False))
     pairs = [
         (lane, mode)
-        for lane in reversed(range(options.stride))  # the high bytes take longest: first
+        for lane in range(options.stride)
         for mode in range(len(PREDICTORS))
         if options.modes[lane] >> mode & 1
     ]
+    room, places = room_for([[_encoder.bound(end - begin) for begin, end in spans]] * len(pairs))
 
-    def make(task: tuple[tuple[int, int], tuple[int, int]]) -> bytes:
-        (lane, mode), (begin, end) = task
-        return _encoder.payload(data, options.stride, begin, end, lane, mode, zstd.LEVEL)
+    def make(task: tuple[int, int]) -> int:
+        pair, piece = task
+        return _encoder.write_payload(
+            room, places[pair][piece], data, options.stride, *spans[piece], *pairs[pair], zstd.LEVEL
+        )
 
-    made = map_pulled(make, [(pair, span) for pair in pairs for span in spans], threads)
+    tasks = [(pair, piece) for pair in reversed(range(len(pairs))) for piece in range(count)]  # high bytes take longest
+    made = dict(zip(tasks, map_pulled(make, tasks, threads), strict=True))
     best: dict[int, Lane] = {}
-    for place, (lane, mode) in enumerate(pairs):
-        found = Lane(mode, _ZSTD, tuple(made[count * place : count * (place + 1)]))
+    for pair, (lane, mode) in enumerate(pairs):
+        parts = tuple(Placed(made[pair, piece], room, places[pair][piece]) for piece in range(count))
+        found = Lane(mode, _ZSTD, parts)
         if lane not in best or found.nbytes < best[lane].nbytes:
             best[lane] = found
     lanes = [best[lane] for lane in range(options.stride)]
     return frame_of(words, with_runs(lanes, data, options), threads)
 
 
+# -- parts of frames --------------------------------------------------------------------------------------------------
+
+
+class Placed(NamedTuple):
+    """Bytes that lie in a room."""
+
+    nbytes: int
+    room: Room
+    at: int
+
+
 class Later(NamedTuple):
     """Bytes that are written where they stay, when that is known."""
 
     nbytes: int
-    write: Callable[[bytes, int], None]
-    """Called with the frame, which is `_encoder.unwritten`, and the place."""
+    write: Callable[[Room, int], None]
+    """Called with the room and the place."""
 
 
-Part: TypeAlias = bytes | Later
+Part: TypeAlias = bytes | Placed | Later
 
 
 class Lane(NamedTuple):
@@ -101,7 +118,7 @@ def frame_of(words: int, lanes: Sequence[Lane], threads: int) -> bytes:
     parts: list[Part] = [words.to_bytes(4, "little")]
     for lane in lanes:
         parts += [stream_header(words, lane.mode, lane.nbytes, lane.codec), *lane.parts]
-    return joined(parts, threads)
+    return joined(parts, threads, _home(parts))
 
 
 def lanes_of(frame: bytes, stride: int) -> list[Lane]:
@@ -128,20 +145,48 @@ def _as_runs(lane: Lane, number: int, data: Bytes, options: LaneOptions) -> Lane
     return lane if made is None else Lane(_RAW, _RLE, (made[3][_HEADER.size :],))
 
 
-def joined(parts: Sequence[Part], threads: int = 1) -> bytes:
-    """The parts, one behind the other, without the GIL."""
+def room_for(most: Sequence[Sequence[int]]) -> tuple[Room, list[list[int]]]:
+    """Room for the parts of lanes, of so many bytes at most, and their places: none lies before where it stays."""
+    places, at = [], 4
+    for lane in most:
+        *begins, at = accumulate(lane, initial=at + _HEADER.size)
+        places.append(begins)
+    return Room(at), places
+
+
+def joined(parts: Sequence[Part], threads: int = 1, home: Room | None = None) -> bytes:
+    """The parts, one behind the other, without the GIL.
+
+    `home`: a room in which no part lies before where it stays; parts that lie there are moved, and it is gone.
+    """
     *places, size = accumulate(map(nbytes_of, parts), initial=0)
-    frame = _encoder.unwritten(size)
+    room = Room(size) if home is None else home
+    others = []
+    for at, part in zip(places, parts, strict=True):
+        if isinstance(part, Placed) and part.room is room:
+            room.move(at, part.at, part.nbytes)
+        else:
+            others.append((at, part))
 
     def write(entry: tuple[int, Part]) -> None:
         at, part = entry
-        if isinstance(part, bytes):
-            _encoder.write_at(frame, at, part)
+        if isinstance(part, Later):
+            part.write(room, at)
         else:
-            part.write(frame, at)
+            room.write(at, part if isinstance(part, bytes) else part.room.view(part.at, part.nbytes))
 
-    map_pulled(write, list(zip(places, parts, strict=True)), threads if size >= MIN_PARALLEL_BYTES else 1)
-    return frame
+    map_pulled(write, others, threads if size >= MIN_PARALLEL_BYTES else 1)
+    return room.finish(size)
+
+
+def _home(parts: Sequence[Part]) -> Room | None:
+    """The room of the first part that lies in one, if none in it lies before where it stays."""
+    home = next((part.room for part in parts if isinstance(part, Placed)), None)
+    places = accumulate(map(nbytes_of, parts), initial=0)
+    for at, part in zip(places, parts, strict=False):
+        if isinstance(part, Placed) and part.room is home and part.at < at:
+            return None
+    return home
 
 
 def nbytes_of(part: Part) -> int:

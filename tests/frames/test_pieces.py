@@ -10,7 +10,8 @@ import zstandard
 from codec_samples import kv_like
 
 import kvmnn
-from kvmnn.frames import _encoder, pieces
+from kvmnn.frames import _encoder, _fast, pieces
+from kvmnn.frames._room import Room
 
 LANE = 5_000
 
@@ -75,10 +76,56 @@ def test_exact_and_rle_are_never_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_words_and_places_that_are_not_there() -> None:
-    data = words_of("fp16", 100)
+    data, room = words_of("fp16", 100), Room(10_000)
     for begin, end, lane, mode in ((0, 101, 0, 0), (5, 5, 0, 0), (0, 9, 2, 0), (0, 9, -1, 0), (0, 9, 0, 3)):
         with pytest.raises(kvmnn.KvmnnError, match="not there"):
-            _encoder.payload(data, 2, begin, end, lane, mode, 3)
-    for at, part in ((10, b"x"), (11, b""), (8, b"abc")):
+            _encoder.write_payload(room, 0, data, 2, begin, end, lane, mode, 3)
+    with pytest.raises(kvmnn.KvmnnError, match="not there"):
+        _encoder.write_payload(room, 9990, data, 2, 0, 100, 0, 0, 3)
+    for places, end in (((0, 9990), 100), ((0, 0), 101)):
         with pytest.raises(kvmnn.KvmnnError, match="not there"):
-            _encoder.write_at(_encoder.unwritten(10), at, part)
+            _fast.write_payloads(room, places, data, 2, 0, end, [1, 1])
+    with pytest.raises(kvmnn.KvmnnError, match="not there"):
+        _fast.write_raw(room, 9950, data, 2, 0)
+
+
+def test_a_room_has_what_was_written_and_is_gone_when_it_is_finished() -> None:
+    room = Room(10)
+    for at, part in ((11, b""), (10, b"x"), (8, b"abc")):
+        with pytest.raises(kvmnn.KvmnnError, match="not there"):
+            room.write(at, part)
+    room.write(0, b"ab")
+    room.write(4, b"cdefgh")
+    room.move(2, 4, 6)
+    assert bytes(room.view(1, 4)) == b"bcde"
+    with pytest.raises(kvmnn.KvmnnError, match="not there"):
+        room.move(5, 0, 6)
+    with pytest.raises(kvmnn.KvmnnError, match="not there"):
+        room.finish(11)
+    assert room.finish(7) == b"abcdefg"
+    for gone in (lambda: room.write(0, b"x"), lambda: room.view(0, 1), lambda: room.finish(0)):
+        with pytest.raises(kvmnn.KvmnnError, match="not there"):
+            gone()
+
+
+@pytest.mark.parametrize("first, second, in_place", [(20, 30, True), (4, 12, True), (5, 13, True), (3, 30, False)])
+def test_parts_of_several_rooms_are_put_together(first: int, second: int, in_place: bool) -> None:
+    """In the room of the first one, but where one of its parts lies before where it stays."""
+    room, other = Room(40), Room(8)
+    room.write(first, b"first")
+    room.write(second, b"second")
+    other.write(0, b"01234567")
+    parts = [
+        b"head",
+        pieces.Placed(5, room, first),
+        pieces.Placed(3, other, 2),
+        pieces.Placed(6, room, second),
+        b"bytes",
+        pieces.Later(2, _write_xy),
+    ]
+    assert (pieces._home(parts) is room) == in_place
+    assert pieces.joined(parts, 2) == pieces.joined(parts, 2, pieces._home(parts)) == b"headfirst234secondbytesxy"
+
+
+def _write_xy(room: Room, at: int) -> None:
+    room.write(at, b"xy")

@@ -6,14 +6,15 @@ Word sizes are called `stride`: 2 for the FP16 container (lanes lo, hi), 4 for t
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 
-from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize, PyBytes_Size
+from cpython.bytes cimport PyBytes_AsString
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_XDECREF
 
 from kvmnn.frames._lane_streams cimport AHEAD_FROM, make_after_raw, make_bounded, make_stream, make_streams, spacing
+from kvmnn.frames._room cimport Room
 from kvmnn.frames._stream_header cimport ALLOW_RLE, ALLOW_ZSTD, CODEC_RLE, CODEC_ZSTD, HEADER, MODES, store_le32
 from kvmnn.frames._streams cimport KVMNN_MODE_DELTA, KVMNN_MODE_RAW, entropy, lanes, rle_bound, rle_encode, rle_size
-from kvmnn.frames._workspace cimport Workspace, acquire, release, shortened, unfinished_bytes, unwritten_bytes
+from kvmnn.frames._workspace cimport Workspace, acquire, release, shortened, unfinished_bytes
 from kvmnn.frames._zstdlib cimport is_no_room, zstd
 
 from ..errors import KvmnnError, LimitError
@@ -291,52 +292,39 @@ def candidate(
         release(ws)
 
 
-def payload(
-    const uint8_t[::1] data not None, int stride, size_t begin, size_t end, int lane, int mode, int level
-) -> bytes:
-    """The zstd frame of the words from `begin` to `end` of one lane, under one predictor over the whole lane."""
+def bound(size_t n) -> int:
+    """Bytes that no zstd frame of n bytes passes."""
+    return zstd.bound(n)
+
+
+def write_payload(
+    Room room not None, size_t at, const uint8_t[::1] data not None, int stride, size_t begin, size_t end, int lane,
+    int mode, int level
+) -> int:
+    """The zstd frame of the words from `begin` to `end` of one lane, under one predictor over the whole lane, to `at` in
+    the room, where `bound` bytes are free; how long it is.
+    """
     cdef size_t words = check_words(data.shape[0], stride), size = NO_MEMORY
     cdef uint8_t *stream
     cdef uint8_t *out
     cdef uint8_t before
-    cdef bytes made
     if not begin < end <= words or not 0 <= lane < stride or not 0 <= mode < MODES:
         raise KvmnnError(f"words {begin} to {end} of {words}, lane {lane} of {stride}, mode {mode}: not there")
+    out = room.at(at, zstd.bound(end - begin))
     cdef Workspace ws = acquire(True, False)
     try:
         with nogil:
-            out = ws.buffer(1, zstd.bound(end - begin))
             stream = <uint8_t *>make_stream(ws, &data[begin * stride], end - begin, stride, lane, mode)
-            if out != NULL and stream != NULL:
+            if stream != NULL:
                 if begin and mode != KVMNN_MODE_RAW:
                     before = data[(begin - 1) * stride + lane]
                     stream[0] = stream[0] - before if mode == KVMNN_MODE_DELTA else stream[0] ^ before
                 size = zstd.compress(ws.cctx, out, zstd.bound(end - begin), stream, end - begin, level)
         if zstd.is_error(size):
             raise no_frame(NO_MEMORY)
-        made = PyBytes_FromStringAndSize(NULL, size)
-        stream = <uint8_t *>PyBytes_AsString(made)
-        with nogil:
-            memcpy(stream, out, size)
-        return made
+        return size
     finally:
         release(ws)
-
-
-def unwritten(size_t size) -> bytes:
-    """Bytes for `write_at` to write, all of them, before anyone else sees them."""
-    return unwritten_bytes(size)
-
-
-def write_at(bytes frame not None, size_t at, const uint8_t[::1] part not None) -> None:
-    """Copy `part` into `frame`, which is `unwritten`."""
-    cdef size_t n = part.shape[0]
-    cdef uint8_t *to = <uint8_t *>PyBytes_AsString(frame)
-    if at > <size_t>PyBytes_Size(frame) or n > <size_t>PyBytes_Size(frame) - at:
-        raise KvmnnError(f"{n} bytes at {at} of {len(frame)}: not there")
-    if n:
-        with nogil:
-            memcpy(to + at, &part[0], n)
 
 
 def likely_modes(const uint8_t[::1] data not None, int stride, modes) -> list:

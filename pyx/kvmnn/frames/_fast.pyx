@@ -8,7 +8,7 @@ those of K and V do not, predictors and libzstd are tried as well. `_fast_lane` 
 from libc.stdint cimport uint8_t, uint32_t
 from libc.string cimport memcpy
 
-from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize, PyBytes_Size
+from cpython.bytes cimport PyBytes_AsString
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_XDECREF
 
@@ -16,6 +16,7 @@ from kvmnn.frames._fast_lane cimport (
     TRIAL_MOST, UNKNOWN, Form, Lane, Look, Piece, Scratch, best_form, gather, lane_room, look_at, make_lane, make_room,
     raw_frame, raw_size, smaller
 )
+from kvmnn.frames._room cimport Room
 from kvmnn.frames._stream_header cimport CODEC_ZSTD, HEADER, MODES, store_le32
 from kvmnn.frames._streams cimport KVMNN_MODE_RAW
 from kvmnn.frames._workspace cimport Workspace, acquire, release, shortened, unfinished_bytes
@@ -219,40 +220,42 @@ def likely_modes(const uint8_t[::1] data not None, int stride, modes) -> tuple:
         release(ws)
 
 
-def payloads(const uint8_t[::1] data not None, int stride, size_t begin, size_t end, modes) -> list:
-    """A zstd payload for each lane of the words from `begin` to `end`, under the one predictor of its bit set; an empty
-    one for an empty set.
+def write_payloads(
+    Room room not None, tuple places, const uint8_t[::1] data not None, int stride, size_t begin, size_t end, modes
+) -> list:
+    """A zstd payload for each lane of the words from `begin` to `end`, under the one predictor of its bit set, to its place
+    in the room, where `most_payload` bytes are free; for an empty set, nothing.
 
-    In place of one that has nothing but raw blocks, how long it is: `write_raw` writes it where it is to stay.
+    How long each is, and whether it is written: one that has nothing but raw blocks is not, `write_raw` does where it
+    is to stay.
     """
     cdef Lane[4] found
-    cdef uint8_t *copies[4]
+    cdef uint8_t *to[4]
     cdef int lane
-    cdef list out = []
+    cdef Workspace ws
     if not begin < end <= <size_t>data.shape[0] // stride:
         raise KvmnnError(f"words {begin} to {end} of {data.shape[0] // stride}: not there")
-    cdef Workspace ws = lanes_made(&data[begin * stride], end - begin, stride, begin > 0, modes, NULL, found)
-    try:
-        for lane in range(stride):
-            if found[lane].made == NULL:
-                out.append(found[lane].size)
-            else:
-                out.append(PyBytes_FromStringAndSize(NULL, found[lane].size))
-                copies[lane] = <uint8_t *>PyBytes_AsString(out[lane])
-        with nogil:
-            for lane in range(stride):
-                if found[lane].made != NULL:
-                    memcpy(copies[lane], found[lane].made, found[lane].size)
-        return out
-    finally:
-        release(ws)
-
-
-def write_raw(bytes frame not None, size_t at, const uint8_t[::1] data not None, int stride, int lane) -> None:
-    """A lane of whole words as a zstd payload of raw blocks, to where it stays in `frame`, which is `unwritten`."""
-    cdef size_t words = data.shape[0] // stride, size = PyBytes_Size(frame)
-    cdef uint8_t *to = <uint8_t *>PyBytes_AsString(frame)
-    if not words or at > size or raw_size(words) > size - at:
-        raise KvmnnError(f"raw blocks of {words} bytes at {at} of {size}: not there")
+    for lane in range(stride):
+        to[lane] = room.at(places[lane], lane_room(end - begin))
+    ws = lanes_made(&data[begin * stride], end - begin, stride, begin > 0, modes, NULL, found)
     with nogil:
-        raw_frame(&data[0], words, stride, lane, to + at)
+        for lane in range(stride):
+            if found[lane].made != NULL:
+                memcpy(to[lane], found[lane].made, found[lane].size)
+    release(ws)
+    return [(found[lane].size, found[lane].made != NULL) for lane in range(stride)]
+
+
+def most_payload(size_t words) -> int:
+    """Bytes that no payload of a lane passes."""
+    return lane_room(words)
+
+
+def write_raw(Room room not None, size_t at, const uint8_t[::1] data not None, int stride, int lane) -> None:
+    """A lane of whole words as a zstd payload of raw blocks, to its place."""
+    cdef size_t words = data.shape[0] // stride
+    cdef uint8_t *to = room.at(at, raw_size(words))
+    if not words:
+        raise KvmnnError("no words: no payload")
+    with nogil:
+        raw_frame(&data[0], words, stride, lane, to)

@@ -18,6 +18,5 @@ cdef class Workspace:
 cdef Workspace acquire(bint compress, bint decompress)
 cdef void release(Workspace ws) noexcept
 
-cdef bytes unwritten_bytes(size_t size)
 cdef PyObject *unfinished_bytes(size_t most) except NULL
 cdef bytes shortened(PyObject **unfinished, size_t size)

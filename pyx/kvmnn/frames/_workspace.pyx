@@ -179,18 +179,12 @@ cdef void release(Workspace ws) noexcept:
         _idle.append(ws)
 
 
-cdef bytes unwritten_bytes(size_t size):
-    """Bytes that the caller writes, all of them, before anyone else sees them."""
-    cdef bytes made = PyBytes_FromStringAndSize(NULL, size)
-    kvmnn_use_huge_pages(<void *>PyBytes_AsString(made), size)
-    return made
-
-
 cdef size_t _freed_most = 0
 
 
 cdef PyObject *unfinished_bytes(size_t most) except NULL:
-    """The same where it is not known yet how many they become: a reference of the caller's, for `shortened`.
+    """Bytes that the caller writes, all that stay, before anyone else sees them; it is not known yet how many they become.
+    A reference of the caller's, for `shortened`.
 
     glibc gives blocks up to the largest one that was freed, within limits, memory that has been used before; larger
     ones get new pages every time, each to be cleared. What is shortened never is the largest, so such a one is freed.

@@ -136,6 +136,21 @@ def test_what_follows_from_what_was_before(nbytes: int, most: float, dtype: str)
     assert np.mean(shares) < 1.01
 
 
+@pytest.mark.parametrize("nbytes", [16 << 10, 64 << 10, 1 << 20, 9 << 20])
+def test_words_that_were_converted_from_shorter_ones(nbytes: int) -> None:
+    """Lanes of zeros ask for no predictor: frames are smaller than exact ones, whose matches cost more than literals."""
+    values = np.random.default_rng(nbytes).standard_normal(nbytes // 4).astype(np.float32)
+    for words in (values.astype(np.float16).astype(np.float32), (values.view(np.uint32) & 0xFFFF0000).view(np.float32)):
+        made = check(words)
+        assert len(made) < len(kvmnn.encode(words))
+        assert {stream.predictor for stream in kvmnn.inspect(made).streams} == {"raw"}
+    for dtype in ("fp16", "fp32"):
+        zeros = np.zeros(nbytes // 4, np.uint32).view({"fp16": np.float16, "fp32": np.float32}[dtype])
+        assert len(check(zeros)) < 200 + nbytes // 10_000
+        zeros[-1] = 1.5  # in no sample
+        assert len(check(zeros)) < 300 + nbytes // 10_000
+
+
 @pytest.mark.parametrize("words", [70_001, 120_003, 262_150])
 def test_what_lies_behind_the_words_is_not_looked_at(words: int) -> None:
     """Trials take text from places that do not divide a lane evenly."""

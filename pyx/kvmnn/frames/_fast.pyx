@@ -33,6 +33,11 @@ cdef size_t stream_room(size_t words) noexcept nogil:
     return HEADER + lane_room(words)
 
 
+cdef Form plain_form(Look look) noexcept nogil:
+    """Without a predictor; libzstd has next to nothing to do where all bytes are alike, as low ones of converted words."""
+    return Form(KVMNN_MODE_RAW, look.constant, 0, 1, 0)
+
+
 cdef bint make_in_place(
     Workspace ws, Piece *piece, const Look *looks, Scratch scratch, uint8_t *spare, uint8_t *streams, Lane *found
 ) noexcept nogil:
@@ -41,7 +46,7 @@ cdef bint make_in_place(
     cdef Form form
     cdef int lane
     for lane in range(piece.stride):
-        form = Form(KVMNN_MODE_RAW, False, 0, 1, 0)
+        form = plain_form(looks[lane])
         slots[0], slots[1] = streams + HEADER, spare
         if not make_lane(ws, piece, lane, &form, looks[lane].bits, scratch, slots, &found[lane]):
             return False
@@ -85,7 +90,7 @@ cdef bint make_lanes(
     for lane in range(stride + 1):
         slots[lane] = out + <size_t>lane * room
     for lane in range(stride):
-        forms[lane] = Form(KVMNN_MODE_RAW, False, 0, 1, 0)
+        forms[lane] = plain_form(looks[lane])
         if not modes[lane]:
             found[lane] = Lane(KVMNN_MODE_RAW, slots[lane], 0, NULL)
             continue

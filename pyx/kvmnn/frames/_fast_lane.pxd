@@ -48,6 +48,7 @@ cdef struct Lane:
 cdef struct Look:
     double bits              # of a byte
     bint short               # there are short repeats all over
+    bint constant            # one byte and no other
 
 
 cdef struct Form:

@@ -157,7 +157,7 @@ cdef size_t sampled(const uint8_t *src, size_t words, int stride, int lane, uint
 
 
 cdef bint look_at(const uint8_t *src, size_t words, int stride, Look *looks) noexcept nogil:
-    """A look at each lane. True if the bytes of any follow from those before them, or are next to none.
+    """A look at each lane. True if the bytes of any follow from those before them, or are few, but of more than one kind.
 
     Where the high bytes of words do, the low ones may as well, in a way that no sample shows.
     """
@@ -170,7 +170,8 @@ cdef bint look_at(const uint8_t *src, size_t words, int stride, Look *looks) noe
         looks[lane].bits = kvmnn_sample_bits(sample, n)
         follows = kvmnn_sample_follows(sample, n, FEWER if n < words else 1, looks[lane].bits)
         looks[lane].short = follows & KVMNN_SHORT != 0
-        if follows or looks[lane].bits < POOR_BITS:
+        looks[lane].constant = kvmnn_sample_most(sample, n) == n
+        if not looks[lane].constant and (follows or looks[lane].bits < POOR_BITS):
             found = True
     return found
 
@@ -219,9 +220,11 @@ cdef int doubts_of(const uint8_t *lane, size_t n, const Search *search, Scratch 
     return REPEATED if search.repeated > n // 2 else NONE
 
 
-cdef size_t doubtful_share(size_t n, int doubts) noexcept nogil:
-    """How many times smaller a lane must have become for libzstd to be tried on it."""
-    if doubts != REPEATED or n > FEW:
+cdef size_t doubtful_share(size_t n, int doubts, double bits) noexcept nogil:
+    """How many times smaller a lane must have become for libzstd to be tried on it; by `bits` of a byte, what a repeat that
+    was not found costs.
+    """
+    if doubts != REPEATED or n > FEW or bits <= DEAR_BITS:
         return TINY_SHARE
     return FEW_SHARE if n > FEWEST else FEWEST_SHARE
 
@@ -367,7 +370,7 @@ cdef bint make_lane(
         if search.scattered and not of.follows:  # libzstd looks for each of them in every row
             form.libzstd = pays(ws, of, lane, form.mode, kvmnn_zstd_bound(of.words), scratch, slots[1])
             lanes().predict_lane(of.src, of.words, of.stride, lane, form.mode, scratch.lane)
-        elif of.doubts == ALL or 0 < size * doubtful_share(of.words, of.doubts) < of.words:
+        elif of.doubts == ALL or 0 < size * doubtful_share(of.words, of.doubts, bits) < of.words:
             other = zstd.compress(ws.cctx, slots[1], size if size else of.words, scratch.lane, of.words, LEVEL_EXACT)
             if not zstd.is_error(other) and SLOWER * other < (size if size else of.words):
                 size = other

@@ -138,7 +138,7 @@ def test_what_follows_from_what_was_before(nbytes: int, most: float, dtype: str)
 
 @pytest.mark.parametrize("nbytes", [16 << 10, 64 << 10, 1 << 20, 9 << 20])
 def test_words_that_were_converted_from_shorter_ones(nbytes: int) -> None:
-    """Lanes of zeros ask for no predictor: frames are smaller than exact ones, whose matches cost more than literals."""
+    """Lanes of zeros ask for no predictor; exact frames are larger, whose matches cost more than literals."""
     values = np.random.default_rng(nbytes).standard_normal(nbytes // 4).astype(np.float32)
     for words in (values.astype(np.float16).astype(np.float32), (values.view(np.uint32) & 0xFFFF0000).view(np.float32)):
         made = check(words)

@@ -69,7 +69,7 @@ def cases() -> list[tuple[str, str, str, Bytes]]:
         for dtype, numpy in (("fp16", np.float16), ("fp32", np.float32)):
             raw = values.astype(numpy).reshape(-1).view(np.uint8)
             found += [(data, dtype, name, raw[:size].copy()) for name, size in SIZES.items()]
-    for name in ("k_fp16", "v_fp16", "k_fp32"):
+    for name in ("k_fp16", "v_fp16", "k_fp32", "v_fp32"):
         raw = np.load(ROOT / "fixtures" / "kv_real" / f"{name}.npy").reshape(-1).view(np.uint8)
         assert raw.size == 1 << 20
         found += [

@@ -1,6 +1,6 @@
 """Dense streams beside frames and blosc2: `python tools/bench/dense.py` writes benchmarks/dense.md and .json.
 
-K and V of a trained model (fixtures/kv_real; K of fp32 and bf16 from its two layers of fp32), layer by layer: ratio
+K and V of a trained model (fixtures/kv_real; fp32 and bf16 from its two layers of fp32), layer by layer: ratio
 over all layers, and CPU time of encoding and decoding on one thread, all codecs in turn. `dense, together` is
 `encode_many` of the layers; `dense, K unturned` knows nothing of the rotation. The second table has blocks of 64
 tokens of the second half: each with tables of its own, with tables made of the first half, with the 256 rows before
@@ -85,11 +85,12 @@ def shipped() -> Iterator[tuple[str, list[Any], dense.Rotary | None]]:
     rotary = dense.Rotary(theta=10000.0, dims=64)
     yield "K fp16", layers_of(np.load(folder / "k_fp16.npy"), False), rotary
     yield "V fp16", layers_of(np.load(folder / "v_fp16.npy"), False), None
-    words = np.load(folder / "k_fp32.npy")
-    bits = words.view(np.uint32)
-    rounded = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-    yield "K bf16, two layers", layers_of(rounded, False), rotary
-    yield "K fp32, two layers", layers_of(words, False), rotary
+    for side, how in (("k", rotary), ("v", None)):
+        words = np.load(folder / f"{side}_fp32.npy")
+        bits = words.view(np.uint32)
+        rounded = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+        yield f"{side.upper()} bf16, two layers", layers_of(rounded, False), how
+        yield f"{side.upper()} fp32, two layers", layers_of(words, False), how
 
 
 def given(options: argparse.Namespace) -> Iterator[tuple[str, list[Any], dense.Rotary | None]]:

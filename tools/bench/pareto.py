@@ -55,9 +55,10 @@ def arrays() -> Iterator[tuple[str, str, Any]]:
     folder = ROOT / "fixtures" / "kv_real"
     for side in ("k", "v"):
         yield side.upper(), "fp16", np.load(folder / f"{side}_fp16.npy")
-    words = np.load(folder / "k_fp32.npy").view(np.uint32)
-    yield "K", "bf16", ((words + 0x7FFF + (words >> 16 & 1)) >> 16).astype(np.uint16)
-    yield "K", "fp32", words.view(np.float32)
+    for side in ("k", "v"):
+        words = np.load(folder / f"{side}_fp32.npy").view(np.uint32)
+        yield side.upper(), "bf16", ((words + 0x7FFF + (words >> 16 & 1)) >> 16).astype(np.uint16)
+        yield side.upper(), "fp32", words.view(np.float32)
 
 
 def section(key: tuple[str, str, str], one: Report, two: Report | None) -> str:
@@ -92,7 +93,7 @@ def draw(reports: dict[tuple[str, str, str], Report]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, places = pyplot.subplots(2, 2, figsize=(14, 12), layout="constrained")
+    figure, places = pyplot.subplots(3, 2, figsize=(14, 18), layout="constrained")
     for axes, ((side, dtype, size), report) in zip(places.flat, reports.items(), strict=True):
         dominated = report.dominated()
         for result in report.results:

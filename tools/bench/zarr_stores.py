@@ -80,7 +80,7 @@ def main() -> None:
 
 def by_length() -> tuple[dict[str, list[float]], dict[str, int]]:
     """Ratios, and raw bytes of the longest chunk, by array."""
-    real = {name: np.load(ROOT / f"fixtures/kv_real/{name}.npy") for name in ("k_fp16", "v_fp16", "k_fp32")}
+    real = {name: np.load(ROOT / f"fixtures/kv_real/{name}.npy") for name in ("k_fp16", "v_fp16", "k_fp32", "v_fp32")}
     arrays = {f"trained {name}, layer 1": np.moveaxis(array[1], 0, 1) for name, array in real.items()}
     arrays["synthetic K, fp16"] = np.moveaxis(
         synthetic("k", 1, 512, 8 * 128).astype(np.float16).reshape(512, 8, 128), 0, 1

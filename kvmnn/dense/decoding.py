@@ -9,7 +9,7 @@ import numpy as np
 from ..dtypes import Bytes, Words, by_name
 from ..errors import FrameError, KvmnnError, LimitError
 from ..frames import decode as decode_frame
-from . import _decoder, _stream
+from . import _rows, _stream
 from .header import DTYPES, FRAME, MOST_RAW_BYTES, ROWS, Header, check_machine, read_header, rows_of
 from .tables import held_tables
 
@@ -94,7 +94,7 @@ class Places:
         rows = words.transpose(1, 0, 2)
         if not rows.flags.c_contiguous:
             raise KvmnnError("rows that do not lie token by token")
-        self._held = _decoder.Place(DTYPES.index(by_name(dtype)), heads, dim, rows.reshape(-1).view(np.uint8))
+        self._held = _rows.Place(DTYPES.index(by_name(dtype)), heads, dim, rows.reshape(-1).view(np.uint8))
 
     def decode(
         self, stream: Bytes | bytes, checksum: int, begin: int, tokens: int, *, history: int = 0, tables: Any = None
@@ -113,13 +113,13 @@ def _decoded_alone(stream: bytes, tables: Any, max_bytes: int | None) -> Words |
     """Most short blocks, in half a microsecond of Python; None for what `decode` has to look at, or to refuse."""
     check_machine()
     most = MOST_RAW_BYTES if max_bytes is None else min(max(max_bytes, 0), MOST_RAW_BYTES)
-    found = _decoder.decode_alone(stream, held_tables(tables), most, np.empty, _TYPES)
+    found = _rows.decode_alone(stream, held_tables(tables), most, np.empty, _TYPES)
     return None if found is None else found.transpose(1, 0, 2)
 
 
-def open_rows(header: Header) -> _decoder.Rows:
+def open_rows(header: Header) -> _rows.Rows:
     """The payload of method 2, its sections found."""
-    return _decoder.Rows(header.stream, header.dtype_code, header.heads, header.dim, header.tokens, header.flags)
+    return _rows.Rows(header.stream, header.dtype_code, header.heads, header.dim, header.tokens, header.flags)
 
 
 def _decode_rows(header: Header, history: Words | None, tables: Any, words: Bytes | None = None) -> Bytes:

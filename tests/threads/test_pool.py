@@ -103,7 +103,7 @@ def test_other_threads_run_meanwhile(name: str) -> None:
     frame = kvmnn.encode(data, dtype="fp16", effort="fast")
     calls: dict[str, Callable[[], object]] = {
         "encode": lambda: kvmnn.encode(data, dtype="fp16", threads=1),
-        "decode": lambda: [kvmnn.decode(frame, threads=1) for _ in range(2)],
+        "decode": lambda: [kvmnn.decode(frame, threads=1) for _ in range(8)],
         "fnv1a64": lambda: kvmnn.fnv1a64(data * 4),
     }
     ticks: list[float] = []

@@ -1,4 +1,4 @@
-"""Dense streams of method 2 (docs/format-v2.md): rows of words to a payload; what `_decoder` needs for the way back."""
+"""Dense streams of method 2 (docs/format-v2.md): rows of words to a payload; what `_rows` needs for the way back."""
 
 from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free

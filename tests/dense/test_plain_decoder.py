@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import dense_rows
+import dense_decoder
 import numpy as np
 import pytest
 from dense_samples import DTYPES, KINDS, near_rows, rotated, sample, to_dtype
@@ -31,7 +31,7 @@ def agree(array: Words, *, history: Words | None = None, **options: Any) -> dens
     stream = dense.encode(array, history=history, **options)
     info = dense.inspect(stream)
     given = history[:, history.shape[1] - info.history :] if history is not None and info.history else None
-    found = dense_rows.decode(stream, history=None if given is None else bits(given))
+    found = dense_decoder.decode(stream, history=None if given is None else bits(given))
     assert np.array_equal(found, bits(array))
     assert np.array_equal(bits(dense.decode(stream, history=history)), bits(array))
     return info
@@ -115,7 +115,7 @@ def refused(stream: bytes) -> tuple[bool, bool]:
     except FrameError:
         here = True
     try:
-        dense_rows.decode(stream)
+        dense_decoder.decode(stream)
         there = False
     except Reject:
         there = True
@@ -150,14 +150,14 @@ def test_damage_whose_checksum_was_made_right_means_the_same_to_both(
         hashes.append(xxh64(data, seed))
         return hashes[-1]
 
-    monkeypatch.setattr(dense_rows, "xxh64", noted)
+    monkeypatch.setattr(dense_decoder, "xxh64", noted)
     stream, accepted = DAMAGED[f"rows {dtype}"], 0
     rng = np.random.default_rng(DTYPES.index(dtype))
     for at in [*rng.integers(4, 20, 10), *rng.integers(28, 200, 30), *rng.integers(28, len(stream), 30)]:
         changed = bytearray(stream)
         changed[at] ^= 1 << int(rng.integers(8))
         try:
-            dense_rows.decode(bytes(changed))
+            dense_decoder.decode(bytes(changed))
         except Reject as error:
             if str(error) == "the checksum":
                 changed[20:28] = hashes[-1].to_bytes(8, "little")
@@ -165,7 +165,7 @@ def test_damage_whose_checksum_was_made_right_means_the_same_to_both(
         assert here == there, (at, changed[at])
         if not here:
             accepted += 1
-            assert np.array_equal(bits(dense.decode(bytes(changed))), dense_rows.decode(bytes(changed)))
+            assert np.array_equal(bits(dense.decode(bytes(changed))), dense_decoder.decode(bytes(changed)))
     assert accepted > 3
 
 
@@ -180,7 +180,7 @@ def test_wrong_history_is_refused_by_both() -> None:
         with pytest.raises(FrameError):
             dense.decode(stream, history=given)
         with pytest.raises(Reject):
-            dense_rows.decode(stream, history=None if given is None else bits(given))
+            dense_decoder.decode(stream, history=None if given is None else bits(given))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -196,14 +196,14 @@ def test_shared_tables(rotary: dense.Rotary | None, dtype: str) -> None:
     stream = dense.encode(own, tables=tables, history=before, positions=np.arange(180, 250) if rotary else None)
     info = dense.inspect(stream)
     assert info.method == "rows" and info.table_set == xxh64(tables.data) and info.history == 80
-    found = dense_rows.decode(stream, history=bits(before), tables=tables.data)
+    found = dense_decoder.decode(stream, history=bits(before), tables=tables.data)
     assert np.array_equal(found, bits(own)) and np.array_equal(
         found, bits(dense.decode(stream, history=before, tables=tables))
     )
     other = dense.Tables.made_of([array[:, 150:]], rotary=rotary)
     for wrong in (other.data, None):
         with pytest.raises(Reject):
-            dense_rows.decode(stream, history=bits(before), tables=wrong)
+            dense_decoder.decode(stream, history=bits(before), tables=wrong)
     with pytest.raises(FrameError):
         dense.decode(stream, history=before, tables=other)
 
@@ -218,7 +218,7 @@ def test_damaged_tables_are_refused_by_both() -> None:
         changed[at] ^= 1 << at % 8
         for given in (bytes(changed), data[:at]):
             with pytest.raises(Reject):
-                dense_rows.decode(stream, tables=given)
+                dense_decoder.decode(stream, tables=given)
             with pytest.raises(FrameError):
                 dense.decode(stream, tables=dense.Tables(given))
 
@@ -238,7 +238,7 @@ def test_vectors(unpacked) -> None:
         stream = (folder / case["stream"]).read_bytes()
         if case["refused"]:
             with pytest.raises(Reject):
-                dense_rows.decode(stream, history=history, tables=tables)
+                dense_decoder.decode(stream, history=history, tables=tables)
             continue
-        found = dense_rows.decode(stream, history=history, tables=tables)
+        found = dense_decoder.decode(stream, history=history, tables=tables)
         assert found.tobytes() == (folder / case["words"]).read_bytes(), case["name"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-import dense_rows
+import dense_decoder
 import numpy as np
 import pytest
 from dense_samples import DTYPES, near_rows, rotated, sample, to_dtype
@@ -169,7 +169,7 @@ def test_numbers_of_surplus_bytes() -> None:
     checksum = xxh64(words, xxh64(payload[: reader.at + head], xxh64(header)))
     made = header + struct.pack("<Q", checksum) + payload
     assert history == 0 and dense.decode(made).tobytes() == array.tobytes()
-    assert np.ascontiguousarray(dense_rows.decode(made)).tobytes() == array.tobytes()
+    assert np.ascontiguousarray(dense_decoder.decode(made)).tobytes() == array.tobytes()
 
 
 def test_sets_are_made_of_arrays_of_one_kind() -> None:

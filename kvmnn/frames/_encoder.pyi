@@ -15,6 +15,15 @@ def candidate(
 ) -> tuple[int, int, int, bytes] | None: ...
 def bound(n: int) -> int: ...
 def write_payload(
-    room: Room, at: int, data: Buffer, stride: int, begin: int, end: int, lane: int, mode: int, level: int
+    room: Room,
+    at: int,
+    most: int,
+    data: Buffer,
+    stride: int,
+    begin: int,
+    end: int,
+    lane: int,
+    mode: int,
+    level: int,
 ) -> int: ...
 def likely_modes(data: Buffer, stride: int, modes: Sequence[int]) -> list[int]: ...

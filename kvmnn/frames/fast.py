@@ -9,13 +9,13 @@ from .options import ZSTD_BIT, LaneOptions
 from .pieces import (
     RUNS,
     Lane,
-    Later,
     Part,
     Placed,
     frame_of,
     joined,
     lanes_of,
     nbytes_of,
+    raw_part,
     room_for,
     with_runs,
     zstd_lane,
@@ -108,13 +108,9 @@ def _in_pieces(data: Bytes, size: int, stride: int, modes: list[int], threads: i
         (begin, end), to = spans[piece], tuple(lane[piece] for lane in places)
         found = _fast.write_payloads(room, to, data, stride, begin, end, modes)
         return [
-            Placed(nbytes, room, at) if written else _raw(nbytes, data[begin * stride : end * stride], stride, lane)
+            Placed(nbytes, room, at) if written else raw_part(data[begin * stride : end * stride], stride, lane)
             for lane, (at, (nbytes, written)) in enumerate(zip(to, found, strict=True))
         ]
 
     lanes = zip(*map_pulled(make, range(len(spans)), threads), strict=True)
     return [zstd_lane(bits.bit_length() - 1, parts) for bits, parts in zip(modes, lanes, strict=True)]
-
-
-def _raw(nbytes: int, piece: Bytes, stride: int, lane: int) -> Later:
-    return Later(nbytes, lambda room, at: _fast.write_raw(room, at, piece, stride, lane))

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 from ..dtypes import Bytes
 from ..errors import LimitError
 from ..threads.pool import map_pulled
-from . import _encoder, zstd
+from . import _encoder, _fast, zstd
 from ._room import Room
 from .options import CODECS, MIN_PARALLEL_BYTES, RLE_BIT, ZSTD_BIT, LaneOptions
 from .predictors import NAMES as PREDICTORS
@@ -25,6 +25,9 @@ lost where a piece begins."""
 
 RUNS = 4
 """Lanes that became so many times smaller may be full of runs, ones of a cache are not."""
+
+_BLOCK, _RAW_HEADERS, _FRAME_HEADER = 128 << 10, 3, 10
+"""Of a zstd frame longer than its window."""
 
 _RAW = PREDICTORS.index("raw")
 _RLE, _ZSTD = CODECS.index("rle"), CODECS.index("zstd")
@@ -53,20 +56,25 @@ def encode_balanced(data: Bytes, options: LaneOptions, threads: int) -> bytes:
         for mode in range(len(PREDICTORS))
         if options.modes[lane] >> mode & 1
     ]
-    room, places = room_for([[_encoder.bound(end - begin) for begin, end in spans]] * len(pairs))
+    most = [[_most(end - begin, mode) for begin, end in spans] for _, mode in pairs]
+    room, places = room_for(most)
 
     def make(task: tuple[int, int]) -> int:
         pair, piece = task
-        return _encoder.write_payload(
-            room, places[pair][piece], data, options.stride, *spans[piece], *pairs[pair], zstd.LEVEL
-        )
+        to = places[pair][piece], most[pair][piece]
+        return _encoder.write_payload(room, *to, data, options.stride, *spans[piece], *pairs[pair], zstd.LEVEL)
+
+    def part(pair: int, piece: int) -> Part:
+        if made[pair, piece]:
+            return Placed(made[pair, piece], room, places[pair][piece])
+        begin, end = spans[piece]
+        return raw_part(data[begin * options.stride : end * options.stride], options.stride, pairs[pair][0])
 
     tasks = [(pair, piece) for pair in reversed(range(len(pairs))) for piece in range(count)]  # high bytes take longest
     made = dict(zip(tasks, map_pulled(make, tasks, threads), strict=True))
     best: dict[int, Lane] = {}
     for pair, (lane, mode) in enumerate(pairs):
-        parts = tuple(Placed(made[pair, piece], room, places[pair][piece]) for piece in range(count))
-        found = Lane(mode, _ZSTD, parts)
+        found = Lane(mode, _ZSTD, tuple(part(pair, piece) for piece in range(count)))
         if lane not in best or found.nbytes < best[lane].nbytes:
             best[lane] = found
     lanes = [best[lane] for lane in range(options.stride)]
@@ -74,6 +82,11 @@ def encode_balanced(data: Bytes, options: LaneOptions, threads: int) -> bytes:
 
 
 # -- parts of frames --------------------------------------------------------------------------------------------------
+
+
+def _most(nbytes: int, mode: int) -> int:
+    """Room for a zstd frame; without a predictor just as much as noise needs, which lies where it stays then."""
+    return nbytes + _RAW_HEADERS * -(-nbytes // _BLOCK) + _FRAME_HEADER if mode == _RAW else _encoder.bound(nbytes)
 
 
 class Placed(NamedTuple):
@@ -93,6 +106,12 @@ class Later(NamedTuple):
 
 
 Part: TypeAlias = bytes | Placed | Later
+
+
+def raw_part(piece: Bytes, stride: int, lane: int) -> Later:
+    """A lane of words as raw blocks."""
+    nbytes = _fast.raw_payload(piece.size // stride)
+    return Later(nbytes, lambda room, at: _fast.write_raw(room, at, piece, stride, lane))
 
 
 class Lane(NamedTuple):

@@ -79,14 +79,26 @@ def test_words_and_places_that_are_not_there() -> None:
     data, room = words_of("fp16", 100), Room(10_000)
     for begin, end, lane, mode in ((0, 101, 0, 0), (5, 5, 0, 0), (0, 9, 2, 0), (0, 9, -1, 0), (0, 9, 0, 3)):
         with pytest.raises(kvmnn.KvmnnError, match="not there"):
-            _encoder.write_payload(room, 0, data, 2, begin, end, lane, mode, 3)
+            _encoder.write_payload(room, 0, 500, data, 2, begin, end, lane, mode, 3)
     with pytest.raises(kvmnn.KvmnnError, match="not there"):
-        _encoder.write_payload(room, 9990, data, 2, 0, 100, 0, 0, 3)
+        _encoder.write_payload(room, 9990, 11, data, 2, 0, 100, 0, 0, 3)
     for places, end in (((0, 9990), 100), ((0, 0), 101)):
         with pytest.raises(kvmnn.KvmnnError, match="not there"):
             _fast.write_payloads(room, places, data, 2, 0, end, [1, 1])
     with pytest.raises(kvmnn.KvmnnError, match="not there"):
         _fast.write_raw(room, 9950, data, 2, 0)
+
+
+def test_noise_that_does_not_fit_as_libzstd_writes_it_becomes_raw_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a release that cuts it into more blocks."""
+    noise = np.random.default_rng(1).integers(0, 256, 40_000, np.uint8)
+    plain = kvmnn.encode(noise, dtype="fp16", effort="balanced")
+    monkeypatch.setattr(pieces, "_FRAME_HEADER", 0)
+    frame = kvmnn.encode(noise, dtype="fp16", effort="balanced")
+    assert kvmnn.decode(frame).tobytes() == noise.tobytes() and len(frame) <= len(plain)
+    assert kvmnn.encode(noise, dtype="fp16", effort="balanced", predictors="delta_seq", threads=2)[:4] == frame[:4]
+    room = Room(100)
+    assert _encoder.write_payload(room, 0, 99, noise, 2, 0, 100, 0, 0, 3) == 0
 
 
 def test_a_room_has_what_was_written_and_is_gone_when_it_is_finished() -> None:

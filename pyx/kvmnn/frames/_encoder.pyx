@@ -298,11 +298,11 @@ def bound(size_t n) -> int:
 
 
 def write_payload(
-    Room room not None, size_t at, const uint8_t[::1] data not None, int stride, size_t begin, size_t end, int lane,
-    int mode, int level
+    Room room not None, size_t at, size_t most, const uint8_t[::1] data not None, int stride, size_t begin, size_t end,
+    int lane, int mode, int level
 ) -> int:
     """The zstd frame of the words from `begin` to `end` of one lane, under one predictor over the whole lane, to `at` in
-    the room, where `bound` bytes are free; how long it is.
+    the room; how long it is, 0 where that is more than `most` bytes.
     """
     cdef size_t words = check_words(data.shape[0], stride), size = NO_MEMORY
     cdef uint8_t *stream
@@ -310,7 +310,7 @@ def write_payload(
     cdef uint8_t before
     if not begin < end <= words or not 0 <= lane < stride or not 0 <= mode < MODES:
         raise KvmnnError(f"words {begin} to {end} of {words}, lane {lane} of {stride}, mode {mode}: not there")
-    out = room.at(at, zstd.bound(end - begin))
+    out = room.at(at, most)
     cdef Workspace ws = acquire(True, False)
     try:
         with nogil:
@@ -319,7 +319,9 @@ def write_payload(
                 if begin and mode != KVMNN_MODE_RAW:
                     before = data[(begin - 1) * stride + lane]
                     stream[0] = stream[0] - before if mode == KVMNN_MODE_DELTA else stream[0] ^ before
-                size = zstd.compress(ws.cctx, out, zstd.bound(end - begin), stream, end - begin, level)
+                size = zstd.compress(ws.cctx, out, most, stream, end - begin, level)
+        if is_no_room(size):
+            return 0
         if zstd.is_error(size):
             raise no_frame(NO_MEMORY)
         return size

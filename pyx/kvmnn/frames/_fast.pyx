@@ -256,6 +256,11 @@ def most_payload(size_t words) -> int:
     return lane_room(words)
 
 
+def raw_payload(size_t words) -> int:
+    """Bytes of a payload of raw blocks."""
+    return raw_size(words)
+
+
 def write_raw(Room room not None, size_t at, const uint8_t[::1] data not None, int stride, int lane) -> None:
     """A lane of whole words as a zstd payload of raw blocks, to its place."""
     cdef size_t words = data.shape[0] // stride

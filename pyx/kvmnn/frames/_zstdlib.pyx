@@ -82,7 +82,7 @@ cdef size_t _python_free(void *context) noexcept nogil:
 
 
 cdef unsigned _python_is_error(size_t code) noexcept nogil:
-    return code == <size_t>FAILED
+    return code == <size_t>FAILED or is_no_room(code)
 
 
 cdef size_t _python_bound(size_t n) noexcept nogil:
@@ -94,7 +94,7 @@ cdef size_t _put(object data, void *dst, size_t capacity) except? 0:
     cdef bytes b = data
     cdef size_t n = PyBytes_Size(b)
     if n > capacity:
-        return <size_t>FAILED
+        return <size_t>-ZSTD_error_dstSize_tooSmall
     if n:
         memcpy(dst, PyBytes_AsString(b), n)  # dst may be NULL where nothing is expected
     return n

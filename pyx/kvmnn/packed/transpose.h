@@ -183,6 +183,15 @@ static inline void kvmnn_unweave(uint8_t *to, size_t to_stride, const uint8_t *f
     kvmnn_transpose_plain(to + r * unit, to_stride, from, 2 * unit, rows - r, 2, unit);
 }
 
+/* As many units each way as sixteen bytes hold, one of larger ones. */
+static inline void kvmnn_block(uint8_t *to, size_t to_stride, const uint8_t *from, size_t from_stride, size_t unit) {
+    if (unit == 2) kvmnn_8x8x16(to, to_stride, from, from_stride);
+    else if (unit == 4) kvmnn_4x4x32(to, to_stride, from, from_stride);
+    else if (unit == 8) kvmnn_2x2x64(to, to_stride, from, from_stride);
+    else
+        for (size_t i = 0; i < unit; i += 16) kvmnn_store(to + i, kvmnn_load(from + i));
+}
+
 /* Rows go by in blocks that fill a line of `to`; inside a block, columns in stripes that use up a line of every row. */
 static inline void kvmnn_blocks(uint8_t *to, size_t to_stride, const uint8_t *from, size_t from_stride, size_t rows,
                                 size_t cols, size_t unit) {
@@ -192,16 +201,20 @@ static inline void kvmnn_blocks(uint8_t *to, size_t to_stride, const uint8_t *fr
         last = whole_rows - block < line ? whole_rows : block + line;
         for (size_t stripe = 0, end; stripe < whole_cols; stripe = end) {
             end = whole_cols - stripe < line ? whole_cols : stripe + line;
-            for (size_t c = stripe; c < end; c += step)
+            /* The side whose lines lie further apart, and so fall into fewer sets of a cache, has fewer of them at hand. */
+            if (unit < 16 && from_stride > to_stride)
                 for (size_t r = block; r < last; r += step) {
-                    uint8_t *place = to + c * to_stride + r * unit;
-                    const uint8_t *part = from + r * from_stride + c * unit;
-                    if (unit == 2) kvmnn_8x8x16(place, to_stride, part, from_stride);
-                    else if (unit == 4) kvmnn_4x4x32(place, to_stride, part, from_stride);
-                    else if (unit == 8) kvmnn_2x2x64(place, to_stride, part, from_stride);
-                    else
-                        for (size_t i = 0; i < unit; i += 16) kvmnn_store(place + i, kvmnn_load(part + i));
+                    for (size_t k = 0; end + line < cols && k < step; ++k) /* too many streams for the cache's own */
+                        __builtin_prefetch(from + (r + k) * from_stride + (end + line) * unit);
+                    for (size_t c = stripe; c < end; c += step)
+                        kvmnn_block(to + c * to_stride + r * unit, to_stride, from + r * from_stride + c * unit,
+                                    from_stride, unit);
                 }
+            else
+                for (size_t c = stripe; c < end; c += step)
+                    for (size_t r = block; r < last; r += step)
+                        kvmnn_block(to + c * to_stride + r * unit, to_stride, from + r * from_stride + c * unit,
+                                    from_stride, unit);
         }
     }
     if (unit == 2 && rows - whole_rows >= 4) {

@@ -20,6 +20,9 @@ static inline uint64_t kvmnn_eight(const uint8_t *from) {
 
 #define KVMNN_LOOPS "formats/mlx/groups_impl.h"
 #define KVMNN_TABLE kvmnn_groups_table
+#if defined(__x86_64__)
+#define KVMNN_WIDE 1
+#endif
 #include "../../simd.h"
 
 const kvmnn_groups_table *kvmnn_groups_at(int level) { return level_tables[level]; }

@@ -1,10 +1,29 @@
 /* The loops of groups.h, included once per SIMD level: LEVEL(name) gives each function its own name. */
 
+#ifdef LEVEL_WIDE
+/* Sixty-four codes: of eight at a time the bytes that have them, and of these the bits of each. */
+static inline void LEVEL(sixty_four)(const uint8_t *restrict from, int bits, uint8_t *restrict to) {
+    const __m512i bytes = _mm512_set1_epi64(0x0706050403020100), eights = _mm512_set_epi64(7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i begins = _mm512_mullo_epi64(eights, _mm512_set1_epi64(bits * INT64_C(0x0101010101010101)));
+    const __m512i shifts = _mm512_set1_epi64(bits * INT64_C(0x0706050403020100));
+    const __m512i held = _mm512_maskz_loadu_epi8((UINT64_C(1) << 8 * bits) - 1, from);
+    const __m512i codes = _mm512_multishift_epi64_epi8(shifts, _mm512_permutexvar_epi8(_mm512_add_epi8(begins, bytes), held));
+    _mm512_storeu_si512(to, _mm512_and_si512(codes, _mm512_set1_epi8((char)((1 << bits) - 1))));
+}
+#endif
+
 /* Codes, one a byte; a multiple of 8 of them. `bits` is a constant where this is called. */
 static inline void LEVEL(apart)(const uint8_t *restrict from, size_t count, int bits, uint8_t *restrict to) {
     const uint8_t mask = (uint8_t)((1 << bits) - 1);
     const size_t size = count / 8 * (size_t)bits;
-    for (size_t i = 0, at = 0; i < count; i += 8, at += (size_t)bits) {
+    size_t i = 0, at = 0;
+#ifdef LEVEL_WIDE
+    for (; i + 64 <= count; i += 64, at += 8 * (size_t)bits) {
+        _mm_prefetch((const char *)(const void *)(from + at + 1024), _MM_HINT_T0);
+        LEVEL(sixty_four)(from + at, bits, to + i);
+    }
+#endif
+    for (; i < count; i += 8, at += (size_t)bits) {
         uint64_t held = 0;
         if (at + 8 <= size)  /* more than is needed, and masked away */
             held = kvmnn_eight(from + at);
@@ -63,9 +82,28 @@ static inline __m256i LEVEL(eight_bf16)(const uint8_t *codes, __m256 scales, __m
 }
 #endif
 
+#ifdef LEVEL_WIDE
+static inline __m512i LEVEL(rounded16)(__m512 values) {
+    const __m512i bits = _mm512_castps_si512(values);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    return _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+}
+
+static inline __m512 LEVEL(sixteen)(const uint8_t *codes) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)codes)));
+}
+#endif
+
 static inline void LEVEL(of_bf16)(const uint8_t *restrict codes, size_t n, float scale, float bias, uint16_t *restrict to) {
     size_t i = 0;
-#ifdef LEVEL_F16C
+#if defined(LEVEL_WIDE)
+    for (; i + 16 <= n; i += 16) {
+        const __m512i product = LEVEL(rounded16)(_mm512_mul_ps(LEVEL(sixteen)(codes + i), _mm512_set1_ps(scale)));
+        const __m512 kept = _mm512_castsi512_ps(_mm512_and_si512(product, _mm512_set1_epi32(~0xffff)));
+        const __m512i sum = LEVEL(rounded16)(_mm512_add_ps(kept, _mm512_set1_ps(bias)));
+        _mm256_storeu_si256((__m256i *)(void *)(to + i), _mm512_cvtepi32_epi16(_mm512_srli_epi32(sum, 16)));
+    }
+#elif defined(LEVEL_F16C)
     const __m256 scales = _mm256_set1_ps(scale), biases = _mm256_set1_ps(bias);
     for (; i + 16 <= n; i += 16) {
         const __m256i first = LEVEL(eight_bf16)(codes + i, scales, biases);
@@ -82,6 +120,14 @@ static inline void LEVEL(of_bf16)(const uint8_t *restrict codes, size_t n, float
 
 static inline void LEVEL(of_f16)(const uint8_t *restrict codes, size_t n, float scale, float bias, uint16_t *restrict to) {
     size_t i = 0;
+#ifdef LEVEL_WIDE
+    for (; i + 16 <= n; i += 16) {
+        const __m512 product = _mm512_mul_ps(LEVEL(sixteen)(codes + i), _mm512_set1_ps(scale));
+        const __m512 rounded = _mm512_cvtph_ps(_mm512_cvtps_ph(product, _MM_FROUND_TO_NEAREST_INT));
+        const __m512 sum = _mm512_add_ps(rounded, _mm512_set1_ps(bias));
+        _mm256_storeu_si256((__m256i *)(void *)(to + i), _mm512_cvtps_ph(sum, _MM_FROUND_TO_NEAREST_INT));
+    }
+#endif
 #ifdef LEVEL_F16C
     const __m256 scales = _mm256_set1_ps(scale), biases = _mm256_set1_ps(bias);
     for (; i + 8 <= n; i += 8) {

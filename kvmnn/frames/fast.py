@@ -6,20 +6,7 @@ from ..dtypes import Bytes
 from ..threads.pool import map_pulled
 from . import _fast
 from .options import ZSTD_BIT, LaneOptions
-from .pieces import (
-    RUNS,
-    Lane,
-    Part,
-    Placed,
-    frame_of,
-    joined,
-    lanes_of,
-    nbytes_of,
-    raw_part,
-    room_for,
-    with_runs,
-    zstd_lane,
-)
+from .pieces import RUNS, Lane, Placed, frame_of, joined, lanes_of, nbytes_of, room_for, with_runs, zstd_lane
 
 PIECE_BYTES = 4 << 20
 """Raw bytes of a piece: repeats are seen inside of one, and pieces are made on different threads."""
@@ -102,15 +89,14 @@ def _in_pieces(data: Bytes, size: int, stride: int, modes: list[int], threads: i
     words = data.size // stride
     begins = range(0, words, size // stride)
     spans = [(begin, min(begin + size // stride, words)) for begin in begins]
-    room, places = room_for([[_fast.most_payload(end - begin) for begin, end in spans]] * stride)
+    of = [_fast.raw_payload if bits == _RAW_BIT else _fast.most_payload for bits in modes]
+    most = [[bound(end - begin) for begin, end in spans] for bound in of]
+    room, places = room_for(most)
 
-    def make(piece: int) -> list[Part]:
-        (begin, end), to = spans[piece], tuple(lane[piece] for lane in places)
-        found = _fast.write_payloads(room, to, data, stride, begin, end, modes)
-        return [
-            Placed(nbytes, room, at) if written else raw_part(data[begin * stride : end * stride], stride, lane)
-            for lane, (at, (nbytes, written)) in enumerate(zip(to, found, strict=True))
-        ]
+    def make(piece: int) -> list[Placed]:
+        to, room_of = (tuple(lane[piece] for lane in lanes) for lanes in (places, most))
+        found = _fast.write_payloads(room, to, room_of, data, stride, *spans[piece], modes)
+        return [Placed(nbytes, room, at) for at, nbytes in zip(to, found, strict=True)]
 
     lanes = zip(*map_pulled(make, range(len(spans)), threads), strict=True)
     return [zstd_lane(bits.bit_length() - 1, parts) for bits, parts in zip(modes, lanes, strict=True)]

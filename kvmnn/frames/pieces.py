@@ -7,7 +7,7 @@ cut depends on the array alone, so the bytes of a frame do not depend on the num
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
@@ -61,20 +61,19 @@ def encode_balanced(data: Bytes, options: LaneOptions, threads: int) -> bytes:
 
     def make(task: tuple[int, int]) -> int:
         pair, piece = task
-        to = places[pair][piece], most[pair][piece]
-        return _encoder.write_payload(room, *to, data, options.stride, *spans[piece], *pairs[pair], zstd.LEVEL)
-
-    def part(pair: int, piece: int) -> Part:
-        if made[pair, piece]:
-            return Placed(made[pair, piece], room, places[pair][piece])
-        begin, end = spans[piece]
-        return raw_part(data[begin * options.stride : end * options.stride], options.stride, pairs[pair][0])
+        (begin, end), at = spans[piece], places[pair][piece]
+        made = _encoder.write_payload(
+            room, at, most[pair][piece], data, options.stride, begin, end, *pairs[pair], zstd.LEVEL
+        )
+        words = data[begin * options.stride : end * options.stride]
+        return made or _fast.write_raw(room, at, words, options.stride, pairs[pair][0])
 
     tasks = [(pair, piece) for pair in reversed(range(len(pairs))) for piece in range(count)]  # high bytes take longest
     made = dict(zip(tasks, map_pulled(make, tasks, threads), strict=True))
     best: dict[int, Lane] = {}
     for pair, (lane, mode) in enumerate(pairs):
-        found = Lane(mode, _ZSTD, tuple(part(pair, piece) for piece in range(count)))
+        parts = tuple(Placed(made[pair, piece], room, places[pair][piece]) for piece in range(count))
+        found = Lane(mode, _ZSTD, parts)
         if lane not in best or found.nbytes < best[lane].nbytes:
             best[lane] = found
     lanes = [best[lane] for lane in range(options.stride)]
@@ -86,7 +85,9 @@ def encode_balanced(data: Bytes, options: LaneOptions, threads: int) -> bytes:
 
 def _most(nbytes: int, mode: int) -> int:
     """Room for a zstd frame; without a predictor just as much as noise needs, which lies where it stays then."""
-    return nbytes + _RAW_HEADERS * -(-nbytes // _BLOCK) + _FRAME_HEADER if mode == _RAW else _encoder.bound(nbytes)
+    if mode != _RAW:
+        return _encoder.bound(nbytes)
+    return max(nbytes + _RAW_HEADERS * -(-nbytes // _BLOCK) + _FRAME_HEADER, _fast.raw_payload(nbytes))
 
 
 class Placed(NamedTuple):
@@ -97,21 +98,7 @@ class Placed(NamedTuple):
     at: int
 
 
-class Later(NamedTuple):
-    """Bytes that are written where they stay, when that is known."""
-
-    nbytes: int
-    write: Callable[[Room, int], None]
-    """Called with the room and the place."""
-
-
-Part: TypeAlias = bytes | Placed | Later
-
-
-def raw_part(piece: Bytes, stride: int, lane: int) -> Later:
-    """A lane of words as raw blocks."""
-    nbytes = _fast.raw_payload(piece.size // stride)
-    return Later(nbytes, lambda room, at: _fast.write_raw(room, at, piece, stride, lane))
+Part: TypeAlias = bytes | Placed
 
 
 class Lane(NamedTuple):
@@ -189,10 +176,7 @@ def joined(parts: Sequence[Part], threads: int = 1, home: Room | None = None) ->
 
     def write(entry: tuple[int, Part]) -> None:
         at, part = entry
-        if isinstance(part, Later):
-            part.write(room, at)
-        else:
-            room.write(at, part if isinstance(part, bytes) else part.room.view(part.at, part.nbytes))
+        room.write(at, part if isinstance(part, bytes) else part.room.view(part.at, part.nbytes))
 
     map_pulled(write, others, threads if size >= MIN_PARALLEL_BYTES else 1)
     return room.finish(size)

@@ -140,8 +140,16 @@ cdef Workspace lanes_made(
     return ws
 
 
+cdef void put_raw(const Lane *found, const uint8_t *src, size_t words, int stride, int lane, uint8_t *at) noexcept nogil:
+    """A lane as raw blocks."""
+    if found.bytes != NULL:
+        raw_frame(found.bytes, words, 1, 0, at)
+    else:
+        raw_frame(src, words, stride, lane, at)
+
+
 cdef void put_frame(const Lane *found, const uint8_t *src, size_t words, int stride, uint8_t *at) noexcept nogil:
-    """Headers, and payloads that are not in their places."""
+    """Headers, and payloads that are not in their places yet."""
     cdef int lane
     store_le32(at, <uint32_t>words)
     at += 4
@@ -150,10 +158,8 @@ cdef void put_frame(const Lane *found, const uint8_t *src, size_t words, int str
         store_le32(at + 2, <uint32_t>words)
         store_le32(at + 6, <uint32_t>found[lane].size)
         at += HEADER
-        if found[lane].made == NULL and found[lane].bytes != NULL:
-            raw_frame(found[lane].bytes, words, 1, 0, at)
-        elif found[lane].made == NULL:
-            raw_frame(src, words, stride, lane, at)
+        if found[lane].made == NULL:
+            put_raw(&found[lane], src, words, stride, lane, at)
         elif found[lane].made != at:
             memcpy(at, found[lane].made, found[lane].size)
         at += found[lane].size
@@ -226,29 +232,38 @@ def likely_modes(const uint8_t[::1] data not None, int stride, modes) -> tuple:
 
 
 def write_payloads(
-    Room room not None, tuple places, const uint8_t[::1] data not None, int stride, size_t begin, size_t end, modes
+    Room room not None, tuple places, tuple most, const uint8_t[::1] data not None, int stride, size_t begin, size_t end,
+    modes
 ) -> list:
     """A zstd payload for each lane of the words from `begin` to `end`, under the one predictor of its bit set, to its place
-    in the room, where `most_payload` bytes are free; for an empty set, nothing.
-
-    How long each is, and whether it is written: one that has nothing but raw blocks is not, `write_raw` does where it
-    is to stay.
+    in the room, and how long each is: at most as `most` says, `raw_payload` without a predictor, `most_payload` under
+    one. For an empty set, nothing.
     """
     cdef Lane[4] found
     cdef uint8_t *to[4]
+    cdef size_t room_for[4]
+    cdef size_t words = end - begin
     cdef int lane
+    cdef const uint8_t *src
     cdef Workspace ws
     if not begin < end <= <size_t>data.shape[0] // stride:
         raise KvmnnError(f"words {begin} to {end} of {data.shape[0] // stride}: not there")
+    src = &data[begin * stride]
     for lane in range(stride):
-        to[lane] = room.at(places[lane], lane_room(end - begin))
-    ws = lanes_made(&data[begin * stride], end - begin, stride, begin > 0, modes, NULL, found)
+        room_for[lane] = most[lane]
+        to[lane] = room.at(places[lane], room_for[lane])
+        if modes[lane] and room_for[lane] < (raw_size(words) if modes[lane] == 1 << KVMNN_MODE_RAW else lane_room(words)):
+            raise KvmnnError(f"{room_for[lane]} bytes for a payload of {words} words: too few")
+    ws = lanes_made(src, words, stride, begin > 0, modes, NULL, found)
     with nogil:
         for lane in range(stride):
-            if found[lane].made != NULL:
+            if found[lane].made != NULL and found[lane].size <= room_for[lane]:
                 memcpy(to[lane], found[lane].made, found[lane].size)
+            elif found[lane].size:
+                found[lane].size = raw_size(words)
+                put_raw(&found[lane], src, words, stride, lane, to[lane])
     release(ws)
-    return [(found[lane].size, found[lane].made != NULL) for lane in range(stride)]
+    return [found[lane].size for lane in range(stride)]
 
 
 def most_payload(size_t words) -> int:
@@ -257,15 +272,16 @@ def most_payload(size_t words) -> int:
 
 
 def raw_payload(size_t words) -> int:
-    """Bytes of a payload of raw blocks."""
+    """Bytes of a payload of raw blocks, which none passes that has no predictor."""
     return raw_size(words)
 
 
-def write_raw(Room room not None, size_t at, const uint8_t[::1] data not None, int stride, int lane) -> None:
-    """A lane of whole words as a zstd payload of raw blocks, to its place."""
+def write_raw(Room room not None, size_t at, const uint8_t[::1] data not None, int stride, int lane) -> int:
+    """A lane of whole words as a zstd payload of raw blocks, to its place; how long it is."""
     cdef size_t words = data.shape[0] // stride
     cdef uint8_t *to = room.at(at, raw_size(words))
     if not words:
         raise KvmnnError("no words: no payload")
     with nogil:
         raw_frame(&data[0], words, stride, lane, to)
+    return raw_size(words)

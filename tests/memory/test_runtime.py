@@ -27,6 +27,6 @@ def test_rows_of_stored_tokens_leave_the_process(threads: int) -> None:
     layer = off["raw"] / 8
     assert off["after"] > off["raw"] * 0.95
     assert store["raw"] == off["raw"] and store["ratio"] > 3
-    # the frames, one array in which a layer is assembled, and with threads the next layer's rows
-    assert store["after"] < store["held"] + (1.5 if threads == 0 else 3.5) * layer
-    assert store["after"] < off["after"] * 0.65
+    # the frames, one array in which a layer is assembled, and with threads the next layer's rows and what each works in
+    assert store["after"] < store["held"] + (1.5 if threads == 0 else 4.5) * layer
+    assert store["after"] < off["after"] * 0.75

@@ -8,6 +8,7 @@ cdef class Workspace:
     cdef void *dctx
     cdef uint8_t *buffers[2]
     cdef size_t sizes[2]
+    cdef unsigned long thread
 
     cdef uint8_t *buffer(self, int which, size_t size) noexcept nogil
     cdef size_t size(self) noexcept

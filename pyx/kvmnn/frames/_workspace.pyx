@@ -76,6 +76,7 @@ cdef extern from *:
 cdef extern from "Python.h":
     PyObject *new_bytes "PyBytes_FromStringAndSize"(const char *content, Py_ssize_t size) except NULL
     void Py_DECREF(PyObject *one)
+    unsigned long this_thread "PyThread_get_thread_ident"() noexcept
 
 
 ctypedef int (*resize_fn)(PyObject **made, Py_ssize_t size) except -1
@@ -129,12 +130,28 @@ cdef class Workspace:
 cdef list _idle = []
 
 
-cdef Workspace acquire(bint compress, bint decompress):
+cdef Workspace idle():
+    """The one that this thread has used last, whose memory is in the caches of its processor, or another, or a new one."""
+    cdef unsigned long thread = this_thread()
+    cdef Py_ssize_t i = len(_idle)
     cdef Workspace ws
     try:
-        ws = _idle.pop()
-    except IndexError:
+        while i > 0:
+            i -= 1
+            ws = _idle[i]
+            if ws.thread == thread:
+                break
+        else:
+            i = -1
+        ws = _idle.pop(i)
+    except IndexError:  # none waits
         ws = Workspace.__new__(Workspace)
+    ws.thread = thread
+    return ws
+
+
+cdef Workspace acquire(bint compress, bint decompress):
+    cdef Workspace ws = idle()
     if compress and ws.cctx == NULL:
         ws.cctx = zstd.new_cctx()
         if ws.cctx == NULL:

@@ -4,7 +4,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ._room import Room
+from ._room import Track
 
 Buffer: TypeAlias = bytes | bytearray | memoryview | npt.NDArray[np.uint8]
 
@@ -15,8 +15,8 @@ def candidate(
 ) -> tuple[int, int, int, bytes] | None: ...
 def bound(n: int) -> int: ...
 def write_payload(
-    room: Room,
-    at: int,
+    track: Track,
+    piece: int,
     most: int,
     data: Buffer,
     stride: int,

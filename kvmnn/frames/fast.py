@@ -5,18 +5,12 @@ from __future__ import annotations
 from ..dtypes import Bytes
 from ..threads.pool import map_pulled
 from . import _fast
+from .afar import repeats_from_afar
 from .options import ZSTD_BIT, LaneOptions
-from .pieces import RUNS, Lane, Placed, frame_of, joined, lanes_of, nbytes_of, room_for, with_runs, zstd_lane
+from .pieces import RUNS, Lane, frame_of, joined, lane_of, lanes_of, nbytes_of, of_pieces, tracks_for, with_runs
 
 PIECE_BYTES = 4 << 20
 """Raw bytes of a piece: repeats are seen inside of one, and pieces are made on different threads."""
-REPEATS = {2: 2.2, 4: 1.7}
-"""By bytes of a word: an array that becomes so many times smaller, as a cache hardly does, ..."""
-LONGER = 8
-"""... is made again, in pieces so many times as long: what each of them begins with costs much of it, and repeats
-little time, ..."""
-LONGEST, MUCH = 64, 16
-"""... and once more where it becomes `MUCH` times smaller."""
 LITTLE = 32
 """A lane of so small a share of all bytes need not become smaller."""
 
@@ -50,13 +44,13 @@ def fast_payloads(data: Bytes, options: LaneOptions, threads: int) -> list[tuple
 
 def _lanes(data: Bytes, options: LaneOptions, threads: int) -> list[Lane]:
     modes, rivals = _fast.likely_modes(data, options.stride, options.modes)
-    size = PIECE_BYTES
-    lanes = _in_pieces(data, size, options.stride, modes, threads)
-    for times, smaller in ((LONGER, REPEATS[options.stride]), (LONGEST, MUCH)):
-        if data.size <= size or _nbytes(lanes) * smaller > data.size:
-            break
-        size = times * PIECE_BYTES
-        lanes = _in_pieces(data, size, options.stride, modes, threads)
+    lanes, size = of_pieces(
+        lambda size: _in_pieces(data, size, options.stride, modes, threads),
+        PIECE_BYTES,
+        data.size,
+        options.stride,
+        data.size > PIECE_BYTES and repeats_from_afar(data, PIECE_BYTES // 2),
+    )
     return _with_rivals(lanes, data, size, options.stride, rivals, threads)
 
 
@@ -91,12 +85,11 @@ def _in_pieces(data: Bytes, size: int, stride: int, modes: list[int], threads: i
     spans = [(begin, min(begin + size // stride, words)) for begin in begins]
     of = [_fast.raw_payload if bits == _RAW_BIT else _fast.most_payload for bits in modes]
     most = [[bound(end - begin) for begin, end in spans] for bound in of]
-    room, places = room_for(most)
+    tracks = tracks_for(most)
 
-    def make(piece: int) -> list[Placed]:
-        to, room_of = (tuple(lane[piece] for lane in lanes) for lanes in (places, most))
-        found = _fast.write_payloads(room, to, room_of, data, stride, *spans[piece], modes)
-        return [Placed(nbytes, room, at) for at, nbytes in zip(to, found, strict=True)]
+    def make(piece: int) -> None:
+        room = tuple(lane[piece] for lane in most)
+        _fast.write_payloads(tracks, piece, room, data, stride, *spans[piece], modes)
 
-    lanes = zip(*map_pulled(make, range(len(spans)), threads), strict=True)
-    return [zstd_lane(bits.bit_length() - 1, parts) for bits, parts in zip(modes, lanes, strict=True)]
+    map_pulled(make, range(len(spans)), threads)
+    return [lane_of(track, bits.bit_length() - 1) for track, bits in zip(tracks, modes, strict=True)]

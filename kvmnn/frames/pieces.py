@@ -7,7 +7,7 @@ cut depends on the array alone, so the bytes of a frame do not depend on the num
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
@@ -15,13 +15,22 @@ from ..dtypes import Bytes
 from ..errors import LimitError
 from ..threads.pool import map_pulled
 from . import _encoder, _fast, zstd
-from ._room import Room
+from ._room import Room, Track
+from .afar import repeats_from_afar
 from .options import CODECS, MIN_PARALLEL_BYTES, RLE_BIT, ZSTD_BIT, LaneOptions
 from .predictors import NAMES as PREDICTORS
 
-LANE_BYTES = 8 << 20
-"""Of a lane, in a piece of effort "balanced": four times as far as libzstd looks back at that level, so that little is
-lost where a piece begins."""
+LANE_BYTES = 4 << 20
+"""Of a lane, in a piece of effort "balanced": twice as far as libzstd looks back at that level, so that a cache loses
+nothing where a piece begins, and what is compressed is still in the processor's cache."""
+
+REPEATS = {2: 2.2, 4: 1.7}
+"""By bytes of a word: an array that becomes so many times smaller, as a cache hardly does, ..."""
+LONGER = 8
+"""... is made again, in pieces so many times as long: what each of them begins with costs much of it, and repeats
+little time, ..."""
+LONGEST, MUCH = 64, 3
+"""... and once more where it becomes `MUCH` times smaller."""
 
 RUNS = 4
 """Lanes that became so many times smaller may be full of runs, ones of a cache are not."""
@@ -44,12 +53,38 @@ def is_cut(data: Bytes, options: LaneOptions) -> bool:
 def encode_balanced(data: Bytes, options: LaneOptions, threads: int) -> bytes:
     """The frame of words for which `is_cut` holds, of each lane the smallest by the predictors that `options` allow.
 
-    An even number of equal pieces for each lane.
+    Equal pieces for each lane, an even number but where it becomes much smaller.
     """
-    words = data.size // options.stride
-    count = 2 * -(-words // (2 * LANE_BYTES))
-    ends = [words * (piece + 1) // count for piece in range(count)]
-    spans = list(zip([0, *ends], ends, strict=False))
+    words, least = data.size // options.stride, LANE_BYTES * options.stride
+
+    def make(size: int) -> list[Lane]:
+        count = -(-data.size // size)
+        if size == least:
+            count += count & 1
+        ends = [words * (piece + 1) // count for piece in range(count)]
+        return _smallest(data, options, list(zip([0, *ends], ends, strict=False)), threads)
+
+    lanes, _ = of_pieces(make, least, data.size, options.stride, repeats_from_afar(data, least // 4))
+    return frame_of(words, with_runs(lanes, data, options), threads)
+
+
+def of_pieces(
+    make: Callable[[int], list[Lane]], size: int, nbytes: int, stride: int, longer: bool = False
+) -> tuple[list[Lane], int]:
+    """The lanes of an array of `nbytes` bytes that `make` makes in pieces of some size, and that size: `size` bytes, or
+    more where the array becomes much smaller, and from the first try on if `longer`."""
+    used = LONGER * size if longer else size
+    lanes = make(used)
+    for times, smaller in ((LONGER, REPEATS[stride]), (LONGEST, MUCH)):
+        if used >= nbytes or sum(lane.nbytes for lane in lanes) * smaller > nbytes:
+            break
+        if used < times * size:
+            used = times * size
+            lanes = make(used)
+    return lanes, used
+
+
+def _smallest(data: Bytes, options: LaneOptions, spans: list[tuple[int, int]], threads: int) -> list[Lane]:
     pairs = [
         (lane, mode)
         for lane in range(options.stride)
@@ -57,27 +92,22 @@ def encode_balanced(data: Bytes, options: LaneOptions, threads: int) -> bytes:
         if options.modes[lane] >> mode & 1
     ]
     most = [[_most(end - begin, mode) for begin, end in spans] for _, mode in pairs]
-    room, places = room_for(most)
+    tracks = tracks_for(most)
 
-    def make(task: tuple[int, int]) -> int:
+    def make(task: tuple[int, int]) -> None:
         pair, piece = task
-        (begin, end), at = spans[piece], places[pair][piece]
-        made = _encoder.write_payload(
-            room, at, most[pair][piece], data, options.stride, begin, end, *pairs[pair], zstd.LEVEL
+        _encoder.write_payload(
+            tracks[pair], piece, most[pair][piece], data, options.stride, *spans[piece], *pairs[pair], zstd.LEVEL
         )
-        words = data[begin * options.stride : end * options.stride]
-        return made or _fast.write_raw(room, at, words, options.stride, pairs[pair][0])
 
-    tasks = [(pair, piece) for pair in reversed(range(len(pairs))) for piece in range(count)]  # high bytes take longest
-    made = dict(zip(tasks, map_pulled(make, tasks, threads), strict=True))
+    tasks = [(pair, piece) for pair in reversed(range(len(pairs))) for piece in range(len(spans))]
+    map_pulled(make, tasks, threads)  # high bytes take longest: they come first
     best: dict[int, Lane] = {}
-    for pair, (lane, mode) in enumerate(pairs):
-        parts = tuple(Placed(made[pair, piece], room, places[pair][piece]) for piece in range(count))
-        found = Lane(mode, _ZSTD, parts)
+    for (lane, mode), track in zip(pairs, tracks, strict=True):
+        found = lane_of(track, mode)
         if lane not in best or found.nbytes < best[lane].nbytes:
             best[lane] = found
-    lanes = [best[lane] for lane in range(options.stride)]
-    return frame_of(words, with_runs(lanes, data, options), threads)
+    return [best[lane] for lane in range(options.stride)]
 
 
 # -- parts of frames --------------------------------------------------------------------------------------------------
@@ -114,9 +144,9 @@ class Lane(NamedTuple):
         return sum(map(nbytes_of, self.parts))
 
 
-def zstd_lane(mode: int, parts: tuple[Part, ...]) -> Lane:
-    """A lane of zstd frames."""
-    return Lane(mode, _ZSTD, parts)
+def lane_of(track: Track, mode: int) -> Lane:
+    """The lane of zstd frames that are all on a track."""
+    return Lane(mode, _ZSTD, tuple(Placed(nbytes, track.room, at) for nbytes, at in track.parts()))
 
 
 def frame_of(words: int, lanes: Sequence[Lane], threads: int) -> bytes:
@@ -151,13 +181,14 @@ def _as_runs(lane: Lane, number: int, data: Bytes, options: LaneOptions) -> Lane
     return lane if made is None else Lane(_RAW, _RLE, (made[3][_HEADER.size :],))
 
 
-def room_for(most: Sequence[Sequence[int]]) -> tuple[Room, list[list[int]]]:
-    """Room for the parts of lanes, of so many bytes at most, and their places: none lies before where it stays."""
-    places, at = [], 4
+def tracks_for(most: Sequence[Sequence[int]]) -> list[Track]:
+    """Tracks for the parts of lanes, of so many bytes at most, all in one room; none lies before where it stays."""
+    begins, at = [], 4
     for lane in most:
-        *begins, at = accumulate(lane, initial=at + _HEADER.size)
-        places.append(begins)
-    return Room(at), places
+        *places, at = accumulate(lane, initial=at + _HEADER.size)
+        begins.append(places)
+    room = Room(at)
+    return [Track(room, places) for places in begins]
 
 
 def joined(parts: Sequence[Part], threads: int = 1, home: Room | None = None) -> bytes:

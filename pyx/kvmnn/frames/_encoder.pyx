@@ -10,8 +10,9 @@ from cpython.bytes cimport PyBytes_AsString
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_XDECREF
 
+from kvmnn.frames._fast_lane cimport raw_frame, raw_size
 from kvmnn.frames._lane_streams cimport AHEAD_FROM, make_after_raw, make_bounded, make_stream, make_streams, spacing
-from kvmnn.frames._room cimport Room
+from kvmnn.frames._room cimport Track
 from kvmnn.frames._stream_header cimport ALLOW_RLE, ALLOW_ZSTD, CODEC_RLE, CODEC_ZSTD, HEADER, MODES, store_le32
 from kvmnn.frames._streams cimport KVMNN_MODE_DELTA, KVMNN_MODE_RAW, entropy, lanes, rle_bound, rle_encode, rle_size
 from kvmnn.frames._workspace cimport Workspace, acquire, release, shortened, unfinished_bytes
@@ -298,11 +299,11 @@ def bound(size_t n) -> int:
 
 
 def write_payload(
-    Room room not None, size_t at, size_t most, const uint8_t[::1] data not None, int stride, size_t begin, size_t end,
-    int lane, int mode, int level
+    Track track not None, Py_ssize_t piece, size_t most, const uint8_t[::1] data not None, int stride, size_t begin,
+    size_t end, int lane, int mode, int level
 ) -> int:
-    """The zstd frame of the words from `begin` to `end` of one lane, under one predictor over the whole lane, to `at` in
-    the room; how long it is, 0 where that is more than `most` bytes.
+    """The zstd frame of the words from `begin` to `end` of one lane, under one predictor over the whole lane, as a piece of
+    the track that has room for `most` bytes; how long it is. Without a predictor raw blocks, where libzstd needs more.
     """
     cdef size_t words = check_words(data.shape[0], stride), size = NO_MEMORY
     cdef uint8_t *stream
@@ -310,7 +311,9 @@ def write_payload(
     cdef uint8_t before
     if not begin < end <= words or not 0 <= lane < stride or not 0 <= mode < MODES:
         raise KvmnnError(f"words {begin} to {end} of {words}, lane {lane} of {stride}, mode {mode}: not there")
-    out = room.at(at, most)
+    if most < (raw_size(end - begin) if mode == KVMNN_MODE_RAW else zstd.bound(end - begin)):
+        raise KvmnnError(f"{most} bytes for a payload of {end - begin} words: too few")
+    out = track.room.at(track.place(piece), most)
     cdef Workspace ws = acquire(True, False)
     try:
         with nogil:
@@ -320,13 +323,15 @@ def write_payload(
                     before = data[(begin - 1) * stride + lane]
                     stream[0] = stream[0] - before if mode == KVMNN_MODE_DELTA else stream[0] ^ before
                 size = zstd.compress(ws.cctx, out, most, stream, end - begin, level)
-        if is_no_room(size):
-            return 0
-        if zstd.is_error(size):
-            raise no_frame(NO_MEMORY)
-        return size
+                if is_no_room(size) and mode == KVMNN_MODE_RAW:
+                    raw_frame(stream, end - begin, 1, 0, out)
+                    size = raw_size(end - begin)
     finally:
         release(ws)
+    if zstd.is_error(size):
+        raise no_frame(NO_MEMORY)
+    track.done(piece, size)
+    return size
 
 
 def likely_modes(const uint8_t[::1] data not None, int stride, modes) -> list:

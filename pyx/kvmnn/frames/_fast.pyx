@@ -16,7 +16,7 @@ from kvmnn.frames._fast_lane cimport (
     TRIAL_MOST, UNKNOWN, Form, Lane, Look, Piece, Scratch, best_form, gather, lane_room, look_at, make_lane, make_room,
     raw_frame, raw_size, smaller
 )
-from kvmnn.frames._room cimport Room
+from kvmnn.frames._room cimport Track
 from kvmnn.frames._stream_header cimport CODEC_ZSTD, HEADER, MODES, store_le32
 from kvmnn.frames._streams cimport KVMNN_MODE_RAW
 from kvmnn.frames._workspace cimport Workspace, acquire, release, shortened, unfinished_bytes
@@ -232,38 +232,44 @@ def likely_modes(const uint8_t[::1] data not None, int stride, modes) -> tuple:
 
 
 def write_payloads(
-    Room room not None, tuple places, tuple most, const uint8_t[::1] data not None, int stride, size_t begin, size_t end,
-    modes
-) -> list:
-    """A zstd payload for each lane of the words from `begin` to `end`, under the one predictor of its bit set, to its place
-    in the room, and how long each is: at most as `most` says, `raw_payload` without a predictor, `most_payload` under
+    list tracks not None, Py_ssize_t piece, tuple most not None, const uint8_t[::1] data not None, int stride, size_t begin,
+    size_t end, modes
+) -> None:
+    """A zstd payload for each lane of the words from `begin` to `end`, under the one predictor of its bit set, as a piece
+    of its track that has room for as many bytes as `most` says: `raw_payload` without a predictor, `most_payload` under
     one. For an empty set, nothing.
     """
     cdef Lane[4] found
-    cdef uint8_t *to[4]
+    cdef uint8_t *to
     cdef size_t room_for[4]
     cdef size_t words = end - begin
     cdef int lane
     cdef const uint8_t *src
+    cdef Track track
     cdef Workspace ws
-    if not begin < end <= <size_t>data.shape[0] // stride:
-        raise KvmnnError(f"words {begin} to {end} of {data.shape[0] // stride}: not there")
+    if not begin < end <= <size_t>data.shape[0] // stride or len(tracks) != stride or len(most) != stride:
+        raise KvmnnError(
+            f"words {begin} to {end} of {data.shape[0] // stride} on {len(tracks)} of {stride} tracks: not there"
+        )
     src = &data[begin * stride]
     for lane in range(stride):
         room_for[lane] = most[lane]
-        to[lane] = room.at(places[lane], room_for[lane])
         if modes[lane] and room_for[lane] < (raw_size(words) if modes[lane] == 1 << KVMNN_MODE_RAW else lane_room(words)):
             raise KvmnnError(f"{room_for[lane]} bytes for a payload of {words} words: too few")
     ws = lanes_made(src, words, stride, begin > 0, modes, NULL, found)
-    with nogil:
+    try:
         for lane in range(stride):
-            if found[lane].made != NULL and found[lane].size <= room_for[lane]:
-                memcpy(to[lane], found[lane].made, found[lane].size)
-            elif found[lane].size:
-                found[lane].size = raw_size(words)
-                put_raw(&found[lane], src, words, stride, lane, to[lane])
-    release(ws)
-    return [found[lane].size for lane in range(stride)]
+            track = tracks[lane]
+            to = track.room.at(track.place(piece), room_for[lane])
+            with nogil:
+                if found[lane].made != NULL and found[lane].size <= room_for[lane]:
+                    memcpy(to, found[lane].made, found[lane].size)
+                elif found[lane].size:
+                    found[lane].size = raw_size(words)
+                    put_raw(&found[lane], src, words, stride, lane, to)
+            track.done(piece, found[lane].size)
+    finally:
+        release(ws)
 
 
 def most_payload(size_t words) -> int:
@@ -273,15 +279,4 @@ def most_payload(size_t words) -> int:
 
 def raw_payload(size_t words) -> int:
     """Bytes of a payload of raw blocks, which none passes that has no predictor."""
-    return raw_size(words)
-
-
-def write_raw(Room room not None, size_t at, const uint8_t[::1] data not None, int stride, int lane) -> int:
-    """A lane of whole words as a zstd payload of raw blocks, to its place; how long it is."""
-    cdef size_t words = data.shape[0] // stride
-    cdef uint8_t *to = room.at(at, raw_size(words))
-    if not words:
-        raise KvmnnError("no words: no payload")
-    with nogil:
-        raw_frame(&data[0], words, stride, lane, to)
     return raw_size(words)

@@ -13,6 +13,10 @@ from kvmnn.frames._workspace cimport shortened, unfinished_bytes
 from ..errors import KvmnnError
 
 
+cdef enum:
+    NOBODY = -1
+
+
 cdef class Room:
     """Room for `most` bytes, none of them written; what is not written takes no memory where it is much."""
 
@@ -53,3 +57,58 @@ cdef class Room:
         """The first `size` bytes; the room is gone."""
         self.at(0, size)
         return shortened(&self.made, size)
+
+
+cdef class Track:
+    """The pieces of one lane in a room, which come to lie one behind the other while several threads make them.
+
+    `begins`: where each piece may lie until then, none of them before where it stays. A piece that is ready before
+    those in front of it is written there, and moved by the thread that makes the last of these.
+    """
+
+    def __init__(self, Room room not None, begins not None):
+        self.room = room
+        self.begins = list(begins)
+        self.sizes = [None] * len(self.begins)
+        self.end = self.begins[0]
+        self.turn = NOBODY
+
+    cdef size_t place(self, Py_ssize_t piece) except? 0:
+        """Where to write a piece now: where it stays, if that is known, else where it may lie until then."""
+        if not 0 <= piece < len(self.begins):
+            raise KvmnnError(f"piece {piece} of {len(self.begins)}: not there")
+        if self.behind != piece or self.busy:
+            return self.begins[piece]
+        self.busy = True
+        self.turn = piece
+        return self.end
+
+    cdef int done(self, Py_ssize_t piece, size_t size) except -1:
+        """The piece was written to its `place`, so many bytes."""
+        self.sizes[piece] = size
+        if not self.busy:
+            self.busy = True
+        elif self.turn != piece:
+            return 0  # the thread whose turn it is sees to this one, too
+        else:
+            self.turn = NOBODY
+            self.end += size
+            self.behind += 1
+        while self.behind < len(self.sizes) and self.sizes[self.behind] is not None:
+            size = self.sizes[self.behind]
+            self.room.move(self.end, self.begins[self.behind], size)
+            self.end += size
+            self.behind += 1
+        self.busy = False
+        return 0
+
+    def parts(self) -> list:
+        """(bytes, place) of every piece, when all are done."""
+        cdef list found = []
+        cdef size_t at = self.begins[0]
+        for size in self.sizes:
+            if size is None:
+                raise KvmnnError("a piece is missing")
+            found.append((size, at))
+            at += size
+        return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from itertools import accumulate
 
 import codec_model
 import numpy as np
@@ -12,10 +12,12 @@ import zstandard
 from codec_samples import kv_like
 
 import kvmnn
-from kvmnn.frames import _encoder, _fast, pieces
-from kvmnn.frames._room import Room
+from kvmnn.frames import _encoder, _fast, fast, pieces
+from kvmnn.frames._room import Room, Track
+from kvmnn.frames.afar import repeats_from_afar
 
 LANE = 5_000
+NUMPY = {"fp16": np.float16, "fp32": np.float32}
 
 
 @pytest.fixture(autouse=True)
@@ -78,34 +80,98 @@ def test_exact_and_rle_are_never_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_words_and_places_that_are_not_there() -> None:
-    data, room = words_of("fp16", 100), Room(10_000)
+    data, most, short = words_of("fp16", 100), _fast.most_payload(100), _fast.raw_payload(100) - 1
     for begin, end, lane, mode in ((0, 101, 0, 0), (5, 5, 0, 0), (0, 9, 2, 0), (0, 9, -1, 0), (0, 9, 0, 3)):
         with pytest.raises(kvmnn.KvmnnError, match="not there"):
-            _encoder.write_payload(room, 0, 500, data, 2, begin, end, lane, mode, 3)
-    with pytest.raises(kvmnn.KvmnnError, match="not there"):
-        _encoder.write_payload(room, 9990, 11, data, 2, 0, 100, 0, 0, 3)
-    most = (_fast.most_payload(100),) * 2
-    for places, end in (((0, 9990), 100), ((0, 0), 101)):
+            _encoder.write_payload(Track(Room(10_000), [0]), 0, 500, data, 2, begin, end, lane, mode, 3)
+    for begins, piece in (([9990], 0), ([0], 1), ([0], -1)):
         with pytest.raises(kvmnn.KvmnnError, match="not there"):
-            _fast.write_payloads(room, places, most, data, 2, 0, end, [1, 1])
-    for short in (_fast.raw_payload(100) - 1, 1):
+            _encoder.write_payload(Track(Room(10_000), begins), piece, most, data, 2, 0, 100, 0, 0, 3)
+    for mode, room in ((0, short), (1, _encoder.bound(100) - 1)):
         with pytest.raises(kvmnn.KvmnnError, match="too few"):
-            _fast.write_payloads(room, (0, 500), (200, short), data, 2, 0, 100, [1, 1])
-    with pytest.raises(kvmnn.KvmnnError, match="too few"):
-        _fast.write_payloads(room, (0, 500), (200, _fast.raw_payload(100)), data, 2, 0, 100, [1, 2])
-    with pytest.raises(kvmnn.KvmnnError, match="not there"):
-        _fast.write_raw(room, 9950, data, 2, 0)
+            _encoder.write_payload(Track(Room(10_000), [0]), 0, room, data, 2, 0, 100, 0, mode, 3)
+    for begins, piece, end in (([0, 9990], 0, 100), ([0, 500], 0, 101), ([0, 500], 1, 100), ([0], 0, 100)):
+        room = Room(10_000)
+        with pytest.raises(kvmnn.KvmnnError, match="not there"):
+            tracks = [Track(room, [begin]) for begin in begins]
+            _fast.write_payloads(tracks, piece, (most, most), data, 2, 0, end, [1, 1])
+    for least, modes in ((short, [1, 1]), (1, [1, 1]), (_fast.raw_payload(100), [1, 2])):
+        tracks = [Track(Room(500), [0]), Track(Room(500), [0])]
+        with pytest.raises(kvmnn.KvmnnError, match="too few"):
+            _fast.write_payloads(tracks, 0, (200, least), data, 2, 0, 100, modes)
 
 
-def test_noise_that_does_not_fit_as_libzstd_writes_it_becomes_raw_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with a release that cuts it into more blocks."""
-    noise = np.random.default_rng(1).integers(0, 256, 40_000, np.uint8)
-    plain = kvmnn.encode(noise, dtype="fp16", effort="balanced")
-    fits = SimpleNamespace(bound=_encoder.bound, write_payload=lambda *_: 0)
-    monkeypatch.setattr(pieces, "_encoder", fits)
-    frame = kvmnn.encode(noise, dtype="fp16", effort="balanced")
-    assert kvmnn.decode(frame).tobytes() == noise.tobytes() and len(frame) <= len(plain)
-    assert _encoder.write_payload(Room(100), 0, 99, noise, 2, 0, 100, 0, 0, 3) == 0
+def test_noise_that_does_not_fit_as_libzstd_writes_it_becomes_raw_blocks() -> None:
+    """As with a release that cuts it into more blocks, or that asks for more room than it needs."""
+    noise = np.random.default_rng(1).integers(0, 256, 600_000, np.uint8)
+    least = _fast.raw_payload(300_000)
+    track = Track(Room(least), [0])
+    assert _encoder.write_payload(track, 0, least, noise, 2, 0, 300_000, 1, 0, 3) == least
+    assert track.parts() == [(least, 0)]
+    assert zstandard.ZstdDecompressor().decompress(track.room.view(0, least)) == noise[1::2].tobytes()
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 0, 3, 2), (2, 0, 3, 1)])
+def test_pieces_of_a_track_lie_one_behind_the_other_in_whatever_order_they_are_made(order: tuple[int, ...]) -> None:
+    data = words_of("bf16", 4_000)
+    most = _encoder.bound(1_000)
+    track = Track(Room(4 * most + 7), [7 + piece * most for piece in range(4)])
+    for piece in order:
+        with pytest.raises(kvmnn.KvmnnError, match="missing"):
+            track.parts()
+        _encoder.write_payload(track, piece, most, data, 2, 1_000 * piece, 1_000 * (piece + 1), 1, 1, 3)
+    (nbytes, places) = zip(*track.parts(), strict=True)
+    assert places == tuple(accumulate(nbytes[:-1], initial=7)) and max(nbytes) < 1_000
+    made = b"".join(
+        zstandard.ZstdDecompressor().decompress(track.room.view(at, n), max_output_size=1_000)
+        for n, at in track.parts()
+    )
+    assert (np.cumsum(np.frombuffer(made, np.uint8), dtype=np.uint8) == data[1::2]).all()
+
+
+@pytest.mark.parametrize("effort", ["balanced", "fast"])
+def test_many_threads_make_the_same(effort: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of pieces that are ready in no order."""
+    monkeypatch.setattr(fast, "PIECE_BYTES", 4 * LANE)
+    for dtype in ("bf16", "fp32"):
+        data = words_of(dtype, 300_000)
+        frame = kvmnn.encode(data, dtype=dtype, effort=effort, threads=1)
+        assert kvmnn.decode(frame, dtype=dtype).tobytes() == data.tobytes()
+        assert all(kvmnn.encode(data, dtype=dtype, effort=effort, threads=8) == frame for _ in range(10))
+
+
+@pytest.mark.parametrize("effort", ["balanced", "fast"])
+@pytest.mark.parametrize("dtype", ["fp16", "fp32"])
+@pytest.mark.parametrize("period", [150, 300, 450])
+def test_an_array_that_repeats_itself_from_afar(
+    dtype: str, effort: str, period: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In rows of 64 words: farther than pieces see, and about as far as libzstd does."""
+    monkeypatch.setattr(pieces, "LANE_BYTES", 1 << 15)
+    monkeypatch.setattr(fast, "PIECE_BYTES", 1 << 16)
+    rng = np.random.default_rng(period)
+    words = np.tile(rng.standard_normal((period, 64)).astype(NUMPY[dtype]), (35, 1))
+    frame = kvmnn.encode(words, effort=effort)
+    assert (kvmnn.decode(frame, dtype=dtype).reshape(words.shape) == words).all()
+    assert len(frame) < 1.05 * len(kvmnn.encode(words)) + 200
+    assert kvmnn.encode(words, effort=effort, threads=1) == frame
+
+
+def test_what_repeats_itself_from_afar() -> None:
+    rng = np.random.default_rng(2)
+    rows = rng.integers(0, 256, (20_000, 64), np.uint8)
+    once = rows.reshape(-1)
+    for words, distance, says in (
+        (once, 1 << 10, False),
+        (np.tile(once[: 1 << 19], 4), 1 << 18, True),
+        (np.tile(once[: 1 << 19], 4), 1 << 19, False),
+        (np.tile(once[: 1 << 10], 2000), 1 << 18, False),
+        (np.zeros(1 << 20, np.uint8), 1 << 10, False),
+        (np.concatenate([once, once[:64_000]]), 1 << 10, False),
+        (once[:1], 0, False),
+        (once[: 64 * 40].repeat(2), 0, False),
+    ):
+        assert repeats_from_afar(words, distance) is says
 
 
 def test_a_room_has_what_was_written_and_is_gone_when_it_is_finished() -> None:

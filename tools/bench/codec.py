@@ -96,7 +96,7 @@ def one_thread(data: str, dtype: str, size: str, raw: Bytes, rounds: int) -> dic
         chosen = {name: jobs[name] for name in group}
         repeat = repeats(min(time_once(job) for job in chosen.values()))
         times.update(
-            interleaved(chosen, rounds if raw.size < 4 << 20 else max(5, rounds // 3), time.thread_time, repeat)
+            interleaved(chosen, rounds if raw.size <= 16 << 20 else max(5, rounds // 3), time.thread_time, repeat)
         )
     result = {
         "data": data,

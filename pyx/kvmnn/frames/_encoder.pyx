@@ -11,7 +11,7 @@ from cpython.object cimport PyObject
 from cpython.ref cimport Py_XDECREF
 
 from kvmnn.frames._fast_lane cimport raw_frame, raw_size
-from kvmnn.frames._lane_streams cimport AHEAD_FROM, make_after_raw, make_bounded, make_stream, make_streams, spacing
+from kvmnn.frames._lane_streams cimport AHEAD_FROM, make_after_raw, make_bounded, make_stream, make_streams, spacing, split
 from kvmnn.frames._room cimport Track
 from kvmnn.frames._stream_header cimport ALLOW_RLE, ALLOW_ZSTD, CODEC_RLE, CODEC_ZSTD, HEADER, MODES, store_le32
 from kvmnn.frames._streams cimport KVMNN_MODE_DELTA, KVMNN_MODE_RAW, entropy, lanes, rle_bound, rle_encode, rle_size
@@ -23,10 +23,9 @@ from ..errors import KvmnnError, LimitError
 
 cdef enum:
     ALL_MODES = 7
-    FUSE_2_UP_TO = 1 << 20  # bytes of a lane whose three streams are made in one pass; above, each is made where it is
-                            # compressed while the cache has it, ...
-    FUSE_4_UP_TO = 16 << 20 # ... for which words of four bytes would be read from memory once more a lane
-    PAIR_UP_TO = 8 << 20    # as many streams of two lanes, where memory is slow enough for that to pay
+    FUSE_UP_TO = 1 << 20    # bytes of a lane whose three streams are made in one pass, ...
+    SPLIT_UP_TO = 48 << 20  # ... and of all lanes and a stream, which are parted in one pass; each stream is then made
+                            # where it is compressed, while the cache has it
     SLACK = 192 << 10       # bytes that a payload may be too long before libzstd stops: a block, so that none that is
                             # short enough is made in another way because room is short
     SAMPLE_TILE = 1024      # effort "balanced": bytes of one look at a stream ...
@@ -127,35 +126,35 @@ cdef int likely_mode(const uint8_t *src, size_t words, int stride, int lane, int
 
 cdef size_t encode_lane(
     Workspace ws, const uint8_t *src, size_t words, int stride, int lane, int modes, int allow, int level,
-    const uint8_t *streams, const size_t *rle_least_sizes, uint8_t *dst, uint8_t *slot, Candidate *chosen
+    const uint8_t *streams, const size_t *rle_least_sizes, const uint8_t *raw, uint8_t *room, uint8_t *dst,
+    uint8_t *slot, Candidate *chosen
 ) noexcept nogil:
     """The smallest payload of one lane in dst; its size, or NO_MEMORY, or TOO_LONG.
 
     `streams`: of all predictors, and the bounds of their RLE lengths, from `make_streams`; NULL to make them here, one
-    after the other. dst and the slot have payload_bound(words) bytes each. The first candidate is made where it stays
-    if no other is smaller, as mostly none is.
+    after the other, from the lane as it is in `raw`, in `room`, or where these are NULL from `src`. dst and the slot have
+    payload_bound(words) bytes each. The first candidate is made where it stays if no other is smaller, as mostly none is.
     """
     cdef const uint8_t *stream
-    cdef const uint8_t *raw = src
-    cdef uint8_t *room = NULL
     cdef size_t got, rle = 0, limit = <size_t>-3
     cdef int mode
     cdef bint several = modes & (modes - 1) != 0, first = True
-    if streams == NULL and several:
+    if streams == NULL and several and raw == NULL:
         room = ws.buffer(0, 2 * spacing(words))
         if room == NULL:
             return NO_MEMORY
+        raw = src
         if stride > 1:
-            lanes().predict_lane(src, words, stride, lane, KVMNN_MODE_RAW, room)
-            raw = room
+            raw = room + spacing(words)
+            lanes().predict_lane(src, words, stride, lane, KVMNN_MODE_RAW, room + spacing(words))
     for mode in range(MODES):
         if not modes >> mode & 1:
             continue
         if streams != NULL:
             stream, rle = streams + <size_t>mode * spacing(words), rle_least_sizes[mode]
-        elif several:
-            rle = make_after_raw(raw, words, mode, room + spacing(words))
-            stream = raw if mode == KVMNN_MODE_RAW else room + spacing(words)
+        elif raw != NULL:
+            rle = make_after_raw(raw, words, mode, room)
+            stream = raw if mode == KVMNN_MODE_RAW else room
         else:
             stream = make_stream(ws, src, words, stride, lane, mode)
             if stream == NULL:
@@ -176,12 +175,23 @@ cdef size_t encode_lane(
 cdef int made_at_once(size_t words, int stride, int *modes) noexcept nogil:
     """How many lanes have all their streams made in one pass; 0 where each stream is made by itself."""
     cdef int lane
-    if stride == 1 or words > (FUSE_2_UP_TO if stride == 2 else FUSE_4_UP_TO):
+    if stride == 1 or words > FUSE_UP_TO:
         return 0
     for lane in range(stride):
         if modes[lane] != ALL_MODES:
             return 0
-    return 2 if AHEAD_FROM <= words <= PAIR_UP_TO else 1
+    return 2 if words >= AHEAD_FROM else 1
+
+
+cdef bint are_split(size_t words, int stride, int *modes) noexcept nogil:
+    """Whether all lanes are parted in one pass, so that words are read once: not for lanes that have one stream each."""
+    cdef int lane
+    if stride == 1 or <size_t>(stride + 1) * spacing(words) > SPLIT_UP_TO:
+        return False
+    for lane in range(stride):
+        if modes[lane] & (modes[lane] - 1):
+            return True
+    return False
 
 
 # -- encoding for Python ----------------------------------------------------------------------------------------------
@@ -199,8 +209,12 @@ cdef bytes encode_lanes(
     cdef uint8_t *slot
     cdef uint8_t *streams = NULL
     cdef uint8_t *mine = NULL
+    cdef uint8_t *raws = NULL
+    cdef uint8_t *raw = NULL
+    cdef uint8_t *spare = NULL
     cdef size_t[2 * MODES] rle
     cdef int lane, at_once = made_at_once(words, stride, modes), place = 0
+    cdef bint at_first = not at_once and are_split(words, stride, modes)
     cdef PyObject *frame = NULL
     cdef Workspace ws = acquire(allow & ALLOW_ZSTD != 0, False)
     try:
@@ -210,16 +224,23 @@ cdef bytes encode_lanes(
             slot = ws.buffer(1, room)
             if at_once:
                 streams = ws.buffer(0, <size_t>(at_once * MODES) * spacing(words))
-            if slot != NULL and (streams != NULL or not at_once):
+            elif at_first:
+                raws = ws.buffer(0, <size_t>(stride + 1) * spacing(words))
+                if raws != NULL:
+                    spare = raws + <size_t>stride * spacing(words)
+                    split(src, words, stride, spacing(words), raws)
+            if slot != NULL and (streams != NULL or not at_once) and (raws != NULL or not at_first):
                 for lane in range(stride):
                     if at_once:
                         place = lane % at_once
                         if place == 0:
                             make_streams(src, words, stride, lane, lane + at_once, streams, rle)
                         mine = streams + <size_t>(place * MODES) * spacing(words)
+                    if at_first:
+                        raw = raws + <size_t>lane * spacing(words)
                     chosen = Candidate(0, 0, 0)
                     got = encode_lane(
-                        ws, src, words, stride, lane, modes[lane], allow, level, mine, rle + place * MODES,
+                        ws, src, words, stride, lane, modes[lane], allow, level, mine, rle + place * MODES, raw, spare,
                         out + at + HEADER, slot, &chosen,
                     )
                     if got >= TOO_LONG:

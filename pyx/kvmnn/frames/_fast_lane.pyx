@@ -5,6 +5,7 @@ from libc.string cimport memcpy
 
 from kvmnn._simd cimport active_level
 from kvmnn.frames._fast_lane cimport ALL, NONE, REPEATED, TRIAL_MOST, UNKNOWN, Form, Lane, Look, Piece, Scratch
+from kvmnn.frames._lane_streams cimport split
 from kvmnn.frames._stream_header cimport MODES
 from kvmnn.frames._streams cimport KVMNN_MODE_DELTA, KVMNN_MODE_RAW, lanes
 from kvmnn.frames._workspace cimport Workspace
@@ -70,7 +71,6 @@ cdef enum:
     FEWEST = 16 << 10        # ... and so on: samples of short lanes say little
     FEWEST_SHARE = 3
     FEW_LEFT = 4             # bytes are few that were so many times more
-    TILE = 4096              # words: of all lanes they fit into the first cache
     LEAST = 64               # bytes of a payload that need not become fewer
     FEW_REPEATED = 128       # of a flat lane one byte in so many must be repeated, or it is not worth the time
 
@@ -131,14 +131,8 @@ cdef inline void raw_bytes(const uint8_t *src, size_t words, int stride, int lan
 
 
 cdef void gather(const Piece *of, uint8_t *to) noexcept nogil:
-    """All lanes of a piece, so many bytes apart as `aligned` says; in tiles, which are read from memory once."""
-    cdef size_t begin = 0, size, words = of.words
-    cdef int lane
-    while begin < words:
-        size = min(<size_t>TILE, words - begin)
-        for lane in range(of.stride):
-            raw_bytes(of.src + begin * <size_t>of.stride, size, of.stride, lane, to + <size_t>lane * aligned(words) + begin)
-        begin += size
+    """All lanes of a piece, so many bytes apart as `aligned` says."""
+    split(of.src, of.words, of.stride, aligned(of.words), to)
 
 
 # -- what samples say -------------------------------------------------------------------------------------------------

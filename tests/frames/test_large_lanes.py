@@ -1,4 +1,4 @@
-"""Effort "exact" on lanes whose streams are made two lanes, one lane, or one stream at a time, of lanes that are parted at once or not: the bytes stay MNN's."""
+"""Effort "exact" on lanes whose streams are made two lanes, one lane, or one stream at a time: the bytes stay MNN's."""
 
 from __future__ import annotations
 

@@ -13,14 +13,15 @@ from kvmnn.errors import CheckpointError, FrameError, LimitError, SourceError
 from kvmnn.formats import _safetensors_header
 from kvmnn.formats.torch import _pickles
 from kvmnn.formats.torch.torch_names import Names, set_state
-from kvmnn.frames import _decoder, fast, zstd
+from kvmnn.frames import _decoder, fast, pieces, zstd
+from kvmnn.frames.encoding import encode_words
 from kvmnn.frames.options import CodecOptions
 
 RLE_AND_ZSTD = 3
 MOST_WORDS = 1 << 16
 MOST_MADE = 12 << 10
 """Words that the writer is given."""
-PIECE_BYTES = fast.PIECE_BYTES
+PIECE_BYTES, LANE_BYTES = fast.PIECE_BYTES, pieces.LANE_BYTES
 NOISE = np.random.default_rng(1).integers(0, 1 << 16, 1 << 18).astype(np.uint16)
 RARE = (16 - np.log2(np.arange(1, (1 << 16) + 1)).astype(np.uint8)).astype(np.uint8)
 
@@ -49,18 +50,20 @@ def frames(data: memoryview) -> bytearray | None:
 
 
 def writer(data: memoryview) -> tuple[bytes, bytes] | None:
-    """The frame of effort "fast" of words that the input tells of, decoded once more, and the words."""
+    """The frame of effort "fast" or "balanced" of words that the input tells of, decoded once more, and the words."""
     if not data:
         return None
     option, words = data[0], expanded(data)
     if words.size == 0:
         return None
     kind = (FP16, BF16, FP32, FP32)[option & 3]
+    effort = "balanced" if option & 32 else "fast"
     fast.PIECE_BYTES = (PIECE_BYTES, PIECE_BYTES, 1 << 10, 10 << 10)[option >> 2 & 3]
+    pieces.LANE_BYTES = fast.PIECE_BYTES // 2
     try:
-        frame = fast.encode_fast(words, CodecOptions(effort="fast").for_words(kind), 1)
+        frame = encode_words(words, CodecOptions(effort=effort).for_words(kind), 1)
     finally:
-        fast.PIECE_BYTES = PIECE_BYTES
+        fast.PIECE_BYTES, pieces.LANE_BYTES = PIECE_BYTES, LANE_BYTES
     found = _decoder.Frame(frame, kind.itemsize, RLE_AND_ZSTD)
     found.decode()
     assert found.equals(words), "decoded to other words"

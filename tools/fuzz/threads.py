@@ -14,6 +14,7 @@ from collections.abc import Callable
 import numpy as np
 
 import kvmnn
+from kvmnn.frames import fast, pieces
 from kvmnn.runtime import LosslessRuntime, RuntimeConfig
 
 RNG = np.random.default_rng(0)
@@ -27,6 +28,19 @@ def one_frame_on_many_threads() -> None:
     for threads in (2, 4, 8):
         assert kvmnn.encode(LARGE, threads=threads) == alone
         assert kvmnn.decode(alone, threads=threads).tobytes() == LARGE.tobytes()
+
+
+def long_frames() -> None:
+    """Of many pieces, most of them ready before those in front of them."""
+    pieces.LANE_BYTES, fast.PIECE_BYTES = 20_000, 60_000
+    noise = RNG.normal(size=LARGE.size).astype(np.float16)
+    for values in (LARGE, noise, noise.astype(np.float32), np.tile(noise[:50_000], 8)):
+        for effort in ("balanced", "fast"):
+            alone = kvmnn.encode(values, effort=effort, threads=1)
+            for threads in (2, 8, 8):
+                assert kvmnn.encode(values, effort=effort, threads=threads) == alone
+                found = kvmnn.decode(alone, dtype="fp32" if values.itemsize == 4 else "fp16", threads=threads)
+                assert found.tobytes() == values.tobytes()
 
 
 def many_frames() -> None:
@@ -100,6 +114,7 @@ if __name__ == "__main__":
         on_threads(race, 2)
     else:
         one_frame_on_many_threads()
+        long_frames()
         on_threads(many_frames, 8)
         runtime_with_workers()
         on_threads(runtime_with_workers, 2)

@@ -22,14 +22,18 @@ installed=$(cd / && "$PYTHON" -c "import os, kvmnn; print(os.path.dirname(kvmnn.
 rm -rf "$WORK"
 mkdir -p "$WORK/src"
 cp -r "$installed" "$WORK/src/kvmnn"
-for name in _simd frames._decoder frames._encoder frames._hashing frames._streams frames._workspace frames._zstdlib; do
+for name in _simd frames._decoder frames._encoder frames._fast frames._fast_lane frames._hashing frames._room \
+    frames._streams frames._workspace frames._zstdlib; do
     module=$(echo "$name" | tr . /)
     echo "threads: building kvmnn/$module"
     rm -f "$WORK/src/kvmnn/$module".*.so
     "$PYTHON" -m cython -3 -I pyx -X boundscheck=False,wraparound=False,initializedcheck=False,nonecheck=False \
         -X cdivision=True --module-name "kvmnn.$name" "pyx/kvmnn/$module.pyx" -o "$WORK/$name.c"
     more=
-    [ $name != frames._streams ] || more=pyx/kvmnn/frames/lanes.c
+    case $name in
+    frames._streams) more=pyx/kvmnn/frames/lanes.c ;;
+    frames._fast_lane) for part in zstd_writer huffman fse repeats samples; do more="$more pyx/kvmnn/frames/$part.c"; done ;;
+    esac
     $CC -O1 -g1 -fsanitize=thread -ffp-contract=off -w -fPIC -shared -I "$include" -I pyx "$WORK/$name.c" $more \
         -o "$WORK/src/kvmnn/$module$suffix"
 done

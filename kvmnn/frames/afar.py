@@ -1,37 +1,60 @@
-"""Whether an array repeats itself over distances that pieces do not see, told by few of its bytes."""
+"""How an array repeats itself over distances that pieces do not see, told by few of its words."""
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
 from ..dtypes import Bytes
+from ._anchors import anchors
 
-LINE = 64
-"""Bytes: rows of a cache are whole lines."""
-SAMPLES = 8
-"""Times the square root of their number, of the lines that are looked at: if each line is there twice, then 32 pairs of
-them are expected, ..."""
-PAIRS = 16
-"""... and half of them are enough."""
+WINDOW = 32
+"""Words that are looked at in one place."""
+PLACES = 26
+"""Times the square root of the number of words, those that are looked at, of which one in 8 is compared (`_anchors`).
+If all words are there twice, then 30 pairs of them are expected, ..."""
+PAIRS = 12
+"""... and so many are enough."""
+STEP = 8
+"""Words: the search of effort "fast" sees repeats whose distance is a multiple."""
 
 
-def repeats_from_afar(data: Bytes, distance: int) -> bool:
-    """Whether most lines of an array are there again more than `distance` bytes away, and not nearer.
+class Repeats(NamedTuple):
+    """How most words of an array are there again."""
 
-    Lines are taken at random, of arrays of the same size the same ones, and compared by their first eight bytes.
+    far: bool
+    """More than some bytes away, and not nearer."""
+    odd: bool
+    """At distances that are no multiples of `STEP`."""
+
+
+NONE = Repeats(False, False)
+
+
+def repeats_from_afar(data: Bytes, stride: int, distance: int) -> Repeats:
+    """How words of `stride` bytes are there again; `far` is more than `distance` bytes.
+
+    Windows lie at random places, of arrays of the same size at the same ones. What is there many times counts once.
     """
-    lines = data.size // LINE
-    places = np.sort(np.random.default_rng(0).integers(lines, size=SAMPLES * math.isqrt(lines)))
-    places = places[np.diff(places, prepend=-1) > 0]
-    heads = data[: lines * LINE].view(np.uint64)[places * (LINE // 8)]
+    words = data.size // stride
+    if words < WINDOW * WINDOW:
+        return NONE
+    count = PLACES * math.isqrt(words) // WINDOW
+    begins = np.sort(np.random.default_rng(0).integers(words // WINDOW, size=count)) * WINDOW
+    begins = begins[np.diff(begins, prepend=-1) > 0]
+    heads, places = np.empty(begins.size * WINDOW // 4, np.uint64), np.empty(begins.size * WINDOW // 4, np.int64)
+    found = anchors(data, stride, begins, WINDOW, heads, places)
+    heads, places = heads[:found], places[:found]
     alike = np.sort(heads)
     if np.count_nonzero(alike[1:] == alike[:-1]) < PAIRS:
-        return False
+        return NONE
     order = np.lexsort((places, heads))
     heads, places = heads[order], places[order]
-    apart = np.diff(places) * LINE
-    twins = heads[1:] == heads[:-1]
-    far, near = (np.unique(heads[1:][twins & so]).size for so in (apart > distance, apart <= distance))
-    return far >= PAIRS and far > near
+    apart, twins = np.diff(places), heads[1:] == heads[:-1]
+    far, near, odd = (
+        np.unique(heads[1:][twins & so]).size
+        for so in (apart * stride > distance, apart * stride <= distance, apart % STEP != 0)
+    )
+    return Repeats(far >= PAIRS and far > near, odd >= PAIRS)

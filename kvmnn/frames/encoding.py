@@ -13,8 +13,9 @@ from ..dtypes import Bytes
 from ..threads.pipeline import Progress
 from ..threads.pool import resolve_threads
 from . import _encoder, zstd
+from .afar import NONE
 from .candidates import smallest_at_all_levels, smallest_at_one_level
-from .fast import encode_fast, has_fast_form
+from .fast import encode_fast, has_fast_form, repeats_in
 from .guessing import is_one, likely_modes
 from .options import CODECS, MIN_PARALLEL_BYTES, CodecOptions, LaneOptions
 from .pieces import encode_balanced, is_cut
@@ -54,7 +55,8 @@ def encode(
         for one, as those of K and V hardly do, tried on 256 Ki words, and each stream compressed once, in pieces above
         4 MiB. ``"fast"``: zstd frames of kvmnn's own writer
         (docs/format.md), one for every 4 MiB, with a predictor only where samples show that it pays, as K and V do not;
-        as ``"balanced"`` where `predictors` has no raw or `codecs` no zstd.
+        as ``"balanced"`` where `predictors` has no raw or `codecs` no zstd, and above 4 MiB where words repeat at odd
+        distances.
         ``"max"``: the smallest frame found with all zstd levels. MNN decodes all four.
     threads
         At most this number; None for all processors. Frames below 1 MiB are worked on by one.
@@ -83,8 +85,10 @@ def encode_words(data: Bytes, options: LaneOptions, threads: int, progress: Prog
     """The frame of little-endian words, all options resolved."""
     if options.effort == "max":
         return smallest_at_all_levels(options, data, threads, progress)
-    if options.effort == "fast" and has_fast_form(options, data.size):
-        made = encode_fast(data, options, threads)
+    has_form = options.effort == "fast" and has_fast_form(options, data.size)
+    repeats = repeats_in(data, options) if has_form else NONE
+    if has_form and not repeats.odd:
+        made = encode_fast(data, options, threads, repeats.far)
     else:
         made = _at_one_level(data, options, threads)
     if progress:

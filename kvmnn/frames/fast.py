@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..dtypes import Bytes
 from ..threads.pool import map_pulled
 from . import _fast
-from .afar import repeats_from_afar
+from .afar import NONE, Repeats, repeats_from_afar
 from .options import ZSTD_BIT, LaneOptions
 from .pieces import RUNS, Lane, frame_of, joined, lane_of, lanes_of, nbytes_of, of_pieces, tracks_for, with_runs
 
@@ -26,11 +26,20 @@ def has_fast_form(options: LaneOptions, nbytes: int) -> bool:
     return bool(allowed) and 0 < words <= _U32_MAX and not rest
 
 
-def encode_fast(data: Bytes, options: LaneOptions, threads: int) -> bytes:
-    """The frame of little-endian words, for which `has_fast_form` holds; its bytes do not depend on `threads`."""
+def repeats_in(data: Bytes, options: LaneOptions) -> Repeats:
+    """How words repeat what pieces do not see, or what the search of `encode_fast` does not."""
+    if data.size <= PIECE_BYTES:
+        return NONE
+    return repeats_from_afar(data, options.stride, PIECE_BYTES // 2)
+
+
+def encode_fast(data: Bytes, options: LaneOptions, threads: int, longer: bool) -> bytes:
+    """The frame of little-endian words, for which `has_fast_form` holds, of `longer` pieces; its bytes do not depend on
+    `threads`."""
     words = data.size // options.stride
     if data.size > PIECE_BYTES:
-        return frame_of(words, with_runs(_lanes(data, options, threads), data, options), threads)
+        lanes = _lanes(data, options, threads, longer)
+        return frame_of(words, with_runs(lanes, data, options), threads)
     made = _fast.encode(data, options.stride, options.modes)
     if len(made) * RUNS > data.size:
         return made
@@ -39,17 +48,18 @@ def encode_fast(data: Bytes, options: LaneOptions, threads: int) -> bytes:
 
 def fast_payloads(data: Bytes, options: LaneOptions, threads: int) -> list[tuple[int, bytes]]:
     """For every lane the number of its predictor, and its zstd frames, one for each piece, one behind the other."""
-    return [(lane.mode, joined(lane.parts)) for lane in _lanes(data, options, threads)]
+    lanes = _lanes(data, options, threads, repeats_in(data, options).far)
+    return [(lane.mode, joined(lane.parts)) for lane in lanes]
 
 
-def _lanes(data: Bytes, options: LaneOptions, threads: int) -> list[Lane]:
+def _lanes(data: Bytes, options: LaneOptions, threads: int, longer: bool) -> list[Lane]:
     modes, rivals = _fast.likely_modes(data, options.stride, options.modes)
     lanes, size = of_pieces(
         lambda size: _in_pieces(data, size, options.stride, modes, threads),
         PIECE_BYTES,
         data.size,
         options.stride,
-        data.size > PIECE_BYTES and repeats_from_afar(data, PIECE_BYTES // 2),
+        longer,
     )
     return _with_rivals(lanes, data, size, options.stride, rivals, threads)
 

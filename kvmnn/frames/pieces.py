@@ -64,7 +64,8 @@ def encode_balanced(data: Bytes, options: LaneOptions, threads: int) -> bytes:
         ends = [words * (piece + 1) // count for piece in range(count)]
         return _smallest(data, options, list(zip([0, *ends], ends, strict=False)), threads)
 
-    lanes, _ = of_pieces(make, least, data.size, options.stride, repeats_from_afar(data, least // 4))
+    longer = repeats_from_afar(data, options.stride, least // 4).far
+    lanes, _ = of_pieces(make, least, data.size, options.stride, longer)
     return frame_of(words, with_runs(lanes, data, options), threads)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import zstandard
 
 import kvmnn
-from kvmnn.frames import _streams, _zstdlib
+from kvmnn.frames import _encoder, _streams, _zstdlib
 
 MIB = 1 << 20
 
@@ -61,3 +62,13 @@ def test_what_is_given_up_would_not_have_been_smaller(share: float, steps_last: 
         assert one.predictor == ("raw", "delta_seq", "xor_seq")[mode]
         assert frame[one.payload_offset : one.payload_offset + one.payload_bytes] == payload
     assert kvmnn.encode(raw, dtype="bf16", threads=2) == frame
+
+
+def test_a_stream_that_was_given_up_does_not_spoil_the_next() -> None:
+    """As effort "max" tries them: without the content size, and no longer than the best so far."""
+    data = np.random.default_rng(1).integers(0, 256, 1_200_000, np.uint8)
+    for level in (1, 3, 9):
+        assert _encoder.candidate(data, 2, 0, 0, 2, level, False, 1_000) is None
+        size, *_, stream = _encoder.candidate(data, 2, 0, 0, 2, level, False, 1 << 60)
+        assert zstandard.ZstdDecompressor().decompress(stream[10:], max_output_size=600_000) == data[::2].tobytes()
+        assert size == len(stream) - 10

@@ -13,6 +13,7 @@ from codec_samples import kv_like
 
 import kvmnn
 from kvmnn.frames import _encoder, _fast, fast, pieces
+from kvmnn.frames._anchors import anchors
 from kvmnn.frames._room import Room, Track
 from kvmnn.frames.afar import repeats_from_afar
 
@@ -142,7 +143,7 @@ def test_many_threads_make_the_same(effort: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("effort", ["balanced", "fast"])
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
-@pytest.mark.parametrize("period", [150, 300, 450])
+@pytest.mark.parametrize("period", [151, 300, 450])
 def test_an_array_that_repeats_itself_from_afar(
     dtype: str, effort: str, period: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,21 +158,34 @@ def test_an_array_that_repeats_itself_from_afar(
     assert kvmnn.encode(words, effort=effort, threads=1) == frame
 
 
-def test_what_repeats_itself_from_afar() -> None:
-    rng = np.random.default_rng(2)
-    rows = rng.integers(0, 256, (20_000, 64), np.uint8)
-    once = rows.reshape(-1)
-    for words, distance, says in (
-        (once, 1 << 10, False),
-        (np.tile(once[: 1 << 19], 4), 1 << 18, True),
-        (np.tile(once[: 1 << 19], 4), 1 << 19, False),
-        (np.tile(once[: 1 << 10], 2000), 1 << 18, False),
-        (np.zeros(1 << 20, np.uint8), 1 << 10, False),
-        (np.concatenate([once, once[:64_000]]), 1 << 10, False),
-        (once[:1], 0, False),
-        (once[: 64 * 40].repeat(2), 0, False),
+@pytest.mark.parametrize("stride", [2, 4])
+def test_what_repeats_itself_from_afar(stride: int) -> None:
+    once = np.random.default_rng(2).integers(0, 256, 1_280_000, np.uint8)
+    odd = once[: (1 << 19) + 5 * stride]
+    for data, distance, far, is_odd in (
+        (once, 1 << 10, False, False),
+        (np.tile(once[: 1 << 19], 4), 1 << 18, True, False),
+        (np.tile(once[: 1 << 19], 2), 1 << 19, False, False),
+        (np.tile(odd, 4), 1 << 18, True, True),
+        (np.tile(odd, 2), 1 << 20, False, True),
+        (np.tile(once[: 1 << 10], 2000), 1 << 18, False, False),
+        (np.zeros(1 << 20, np.uint8), 1 << 10, False, False),
+        (np.concatenate([once, once[:64_000]]), 1 << 10, False, False),
+        (once[:stride], 0, False, False),
+        (once[:0], 0, False, False),
+        (np.tile(once[:100], 20), 0, False, False),
     ):
-        assert repeats_from_afar(words, distance) is says
+        assert repeats_from_afar(data, stride, distance) == (far, is_odd)
+
+
+def test_what_repeats_itself_where_the_search_of_fast_does_not_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast, "PIECE_BYTES", 1 << 18)
+    monkeypatch.setattr(pieces, "LANE_BYTES", 1 << 17)
+    for distance in (60_001, 60_002, 60_004):
+        words = np.tile(np.random.default_rng(1).standard_normal(distance).astype(np.float16), 12)
+        frame = kvmnn.encode(words, effort="fast")
+        assert kvmnn.decode(frame).tobytes() == words.tobytes()
+        assert len(frame) < 1.02 * len(kvmnn.encode(words))
 
 
 def test_a_room_has_what_was_written_and_is_gone_when_it_is_finished() -> None:
@@ -209,3 +223,21 @@ def test_parts_of_several_rooms_are_put_together(first: int, second: int, in_pla
     ]
     assert (pieces._home(parts) is room) == in_place
     assert pieces.joined(parts, 2) == pieces.joined(parts, 2, pieces._home(parts)) == b"headfirst234secondbytes"
+
+
+def test_anchors() -> None:
+    """Chosen are the same words wherever they are; outputs that are full end it."""
+    data = np.tile(np.random.default_rng(1).integers(0, 256, 2_000, np.uint8), 2)
+    for stride in (2, 4):
+        numbers, places = np.empty(500, np.uint64), np.empty(500, np.int64)
+        half = 2_000 // stride
+        found = anchors(data, stride, np.array([0, half]), half // 2, numbers, places)
+        assert 0 < found < 500 and found % 2 == 0
+        assert (numbers[: found // 2] == numbers[found // 2 : found]).all()
+        assert (places[: found // 2] + half == places[found // 2 : found]).all()
+        assert anchors(data, stride, np.array([0, half]), half // 2, numbers[:3], places) == 3
+        for begin, window in ((half * 2 - 31, 32), (-1, 32), (0, 7)):
+            with pytest.raises(kvmnn.KvmnnError):
+                anchors(data, stride, np.array([begin]), window, numbers, places)
+    with pytest.raises(kvmnn.KvmnnError, match="of 3 bytes"):
+        anchors(data, 3, np.array([0]), 32, numbers, places)

@@ -13,7 +13,7 @@ TARGETS=${2:-frames streams writer pickles headers}
 PYTHON=${PYTHON:-python3}
 CLANG=${CLANG:-$(command -v clang-19 || command -v clang || echo none)}
 WORK=$PWD/build/guided
-MODULES="_simd files/_mapping frames/_decoder frames/_encoder frames/_fast frames/_fast_lane frames/_hashing frames/_room frames/_streams frames/_workspace frames/_zstdlib
+MODULES="_simd files/_mapping frames/_anchors frames/_decoder frames/_encoder frames/_fast frames/_fast_lane frames/_hashing frames/_room frames/_streams frames/_workspace frames/_zstdlib
     formats/_safetensors_header formats/torch/_opcodes formats/torch/_pickles packed/_layout"
 
 config() { "$PYTHON" -c "import sysconfig; print(sysconfig.get_config_var('$1'))"; }

@@ -17,19 +17,25 @@ from cpython.buffer cimport PyBUF_READ
 cdef enum:
     ZSTD_c_compressionLevel = 100
     ZSTD_c_contentSizeFlag = 200
+    ZSTD_reset_session_only = 1
 
 ctypedef size_t (*set_parameter_fn)(void *, int, int) noexcept nogil
 ctypedef size_t (*compress2_fn)(void *, void *, size_t, const void *, size_t) noexcept nogil
+ctypedef size_t (*reset_fn)(void *, int) noexcept nogil
 
 cdef set_parameter_fn _set_parameter
 cdef compress2_fn _compress2
+cdef reset_fn _reset
 
 
 cdef size_t _library_compress_unsized(
     void *cctx, void *dst, size_t capacity, const void *src, size_t n, int level
 ) noexcept nogil:
-    # ZSTD_compressCCtx ignores these parameters and leaves them as they are, so they need no reset.
-    cdef size_t code = _set_parameter(cctx, ZSTD_c_compressionLevel, level)
+    # ZSTD_compressCCtx ignores these parameters and leaves them as they are, so they need no reset. A session does: one
+    # that ended for want of room would refuse parameters.
+    cdef size_t code = _reset(cctx, ZSTD_reset_session_only)
+    if not zstd.is_error(code):
+        code = _set_parameter(cctx, ZSTD_c_compressionLevel, level)
     if not zstd.is_error(code):
         code = _set_parameter(cctx, ZSTD_c_contentSizeFlag, 0)
     if zstd.is_error(code):
@@ -40,13 +46,14 @@ cdef size_t _library_compress_unsized(
 NAMES = (
     "ZSTD_createCCtx", "ZSTD_freeCCtx", "ZSTD_createDCtx", "ZSTD_freeDCtx", "ZSTD_compressCCtx",
     "ZSTD_decompressDCtx", "ZSTD_isError", "ZSTD_compressBound", "ZSTD_CCtx_setParameter", "ZSTD_compress2",
+    "ZSTD_CCtx_reset",
 )
 """The functions that `use_library` wants the addresses of, in its order."""
 
 
 def use_library(addresses) -> None:
     """Call the functions at `addresses`, one for each of `NAMES`; the library must stay loaded."""
-    global _set_parameter, _compress2
+    global _set_parameter, _compress2, _reset
     cdef list a = [int(address) for address in addresses]
     if len(a) != len(NAMES) or 0 in a:
         raise ValueError(f"expected {len(NAMES)} non-zero addresses")
@@ -62,6 +69,7 @@ def use_library(addresses) -> None:
     zstd.stops = True
     _set_parameter = <set_parameter_fn><uintptr_t>a[8]
     _compress2 = <compress2_fn><uintptr_t>a[9]
+    _reset = <reset_fn><uintptr_t>a[10]
 
 
 # -- filling 2: Python callables --------------------------------------------------------------------------------------

@@ -114,7 +114,9 @@ def _pairs(frames: FrameSet, others: Sequence[NamedArray]) -> list[NamedArray] |
     by_name = {other.name: other for other in others}
     for entry in frames.arrays:
         if entry.name not in by_name:
-            return Difference(entry.name, "is in the frames only")
+            none = not any(one.name in by_name for one in frames.arrays)
+            hint = ", as are all: were arrays parted into layers, as by --axes, then part these, too" if none else ""
+            return Difference(entry.name, f"is in the frames only{hint}")
     extra = sorted(set(by_name) - {entry.name for entry in frames.arrays})
     if extra:
         return Difference(extra[0], "is not in the frames")

@@ -125,12 +125,12 @@ def _rope(text: str) -> Rotary | str:
         if name not in ("theta", "dims", "pairing") or name in said:
             raise argparse.ArgumentTypeError(f"{text!r}: expected {_ROPE} and, for neighbours, pairing=interleaved")
         said[name] = value
-    if "dims" not in said:
-        raise argparse.ArgumentTypeError(f"{text!r} does not say how many words of a head are rotated: {_ROPE}")
     try:
-        theta, dims = float(said.get("theta", "10000")), int(said["dims"])
+        theta, dims = float(said.get("theta", "10000")), int(said.get("dims", "0"))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r}: expected numbers, as in {_ROPE}") from None
+    if "dims" not in said:
+        raise argparse.ArgumentTypeError(f"{text!r} does not say how many words of a head are rotated: {_ROPE}")
     try:
         return Rotary(theta=theta, dims=dims, pairing=said.get("pairing", "half"))
     except KvmnnError as error:

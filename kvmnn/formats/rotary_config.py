@@ -38,6 +38,8 @@ def read_rotary(path: str, head_dim: int) -> tuple[Rotary | None, list[str]]:
         When there is no configuration, it cannot be read, or a value is not what it must be.
     """
     given = Path(path)
+    if not given.exists():
+        raise SourceError(f"{path}: cannot be read: No such file or directory")
     found = [given] if given.is_file() else [given / name for name in SETTINGS if (given / name).is_file()]
     if not found:
         raise SourceError(f"{path}: has neither {SETTINGS[0]} nor {SETTINGS[1]}, so it says no rotary parameters")

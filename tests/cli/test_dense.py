@@ -89,6 +89,7 @@ def test_how_k_was_rotated_is_found_by_trial(run):
         (["kv.npz", "--codec", "dense", "--rope", "dims=3"], 2, "dims is 3: expected an even number"),
         (["kv.npz", "--codec", "dense", "--rope", "dims=8,dims=8"], 2, "expected theta=10000,dims=64"),
         (["kv.npz", "--codec", "dense", "--rope", "theta=5"], 2, "does not say how many words of a head are rotated"),
+        (["kv.npz", "--codec", "dense", "--rope", "theta=x"], 2, "expected numbers, as in theta=10000,dims=64"),
         (["kv.npz", "--codec", "dense", "--rope", "theta=nan,dims=8"], 2, "theta is nan"),
         (["kv.npz", "--codec", "dense", "--rope", "dims=32"], 2, "has 16 words a head: 32 of them cannot be rotated"),
         (["kv.npz", "--codec", "dense", "--no-zstd"], 2, "--no-zstd is about engines, and none reads dense streams"),
@@ -100,7 +101,7 @@ def test_how_k_was_rotated_is_found_by_trial(run):
         (
             ["kv.npz", "--codec", "dense", "--model", "nowhere"],
             1,
-            "nowhere: has neither config.json nor llm_config.json",
+            "nowhere: cannot be read: No such file or directory",
         ),
         (["other.npz", "--codec", "dense"], 2, "no array can be a dense stream: array 'mask': its name does not say"),
         (["kv.npz", "--codec", "tight"], 2, "invalid choice: 'tight'"),
@@ -275,6 +276,13 @@ def test_k_alone_with_axes(run):
     made = next(Path("alone").glob("*.frame")).read_bytes()
     assert made == next(Path("plain").glob("*.frame")).read_bytes()
     assert "kvmnn dense" in run("bench", "keys.npy", "--axes", "lthd", "--rounds", "1").out
+
+
+def test_verify_parts_an_array_as_encode_did(run):
+    np.save("keys.npy", np.stack([np.load("k.npy").transpose(1, 0, 2)] * 2))
+    run("encode", "keys.npy", "-o", "alone/", "--codec", "dense", "--axes", "lthd", "--rope", "none")
+    assert "LOSSLESS" in run("verify", "alone", "--against", "keys.npy", "--axes", "lthd").out
+    assert "by --axes, then part these, too" in run("verify", "alone", "--against", "keys.npy", code=1).err
 
 
 def test_the_rotation_that_was_used_is_kept(run):

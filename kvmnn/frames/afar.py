@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ..dtypes import Bytes
 from ._anchors import anchors
@@ -36,15 +38,14 @@ NONE = Repeats(False, False)
 def repeats_from_afar(data: Bytes, stride: int, distance: int) -> Repeats:
     """How words of `stride` bytes are there again; `far` is more than `distance` bytes.
 
-    Windows lie at random places, of arrays of the same size at the same ones. What is there many times counts once.
+    What is there many times counts once.
     """
     words = data.size // stride
     if words < WINDOW * WINDOW:
         return NONE
-    count = PLACES * math.isqrt(words) // WINDOW
-    begins = np.sort(np.random.default_rng(0).integers(words // WINDOW, size=count)) * WINDOW
-    begins = begins[np.diff(begins, prepend=-1) > 0]
-    heads, places = np.empty(begins.size * WINDOW // 4, np.uint64), np.empty(begins.size * WINDOW // 4, np.int64)
+    begins = _windows(words)
+    most = begins.size * WINDOW // 7
+    heads, places = np.empty(most, np.uint64), np.empty(most, np.int64)
     found = anchors(data, stride, begins, WINDOW, heads, places)
     heads, places = heads[:found], places[:found]
     alike = np.sort(heads)
@@ -58,3 +59,11 @@ def repeats_from_afar(data: Bytes, stride: int, distance: int) -> Repeats:
         for so in (apart * stride > distance, apart * stride <= distance, apart % STEP != 0)
     )
     return Repeats(far >= PAIRS and far > near, odd >= PAIRS)
+
+
+@lru_cache(8)
+def _windows(words: int) -> npt.NDArray[np.int64]:
+    """Where windows begin: at random places, of arrays of the same size at the same ones."""
+    count = PLACES * math.isqrt(words) // WINDOW
+    begins = np.sort(np.random.default_rng(0).integers(words // WINDOW, size=count)) * WINDOW
+    return begins[np.diff(begins, prepend=-1) > 0]

@@ -6,7 +6,19 @@ from libc.string cimport memcpy
 from ..errors import KvmnnError
 
 
+cdef extern from *:
+    """
+    #if defined(__GNUC__)
+    #define KVMNN_COMING(p) __builtin_prefetch(p)
+    #else
+    #define KVMNN_COMING(p) ((void)(p))
+    #endif
+    """
+    void coming "KVMNN_COMING"(const void *p) nogil
+
+
 cdef enum:
+    AHEAD = 24   # windows: memory is asked for so many before it is read
     LENGTH = 8   # words that are compared: those of a cache that was quantised coarsely are alike by chance where they are
                  # fewer
     BITS = 3     # of a number, which are 0 if it is chosen: one in 8 is
@@ -34,6 +46,10 @@ def anchors(
             raise KvmnnError(f"a window at {begins[i]} of {words} words: not there")
     with nogil:
         for i in range(n):
+            if i + AHEAD < n:
+                p = &data[0] + begins[i + AHEAD] * stride
+                coming(p)
+                coming(p + (window - 1) * stride)
             at, end = begins[i], begins[i] + window - LENGTH + 1
             while at < end:
                 p = &data[0] + at * stride

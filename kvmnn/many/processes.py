@@ -62,8 +62,12 @@ class Processes(ProcessPoolExecutor):
         self._result_queue._writer.close()  # type: ignore[attr-defined]  # the last end that is open
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """As `ProcessPoolExecutor` has it, and with `cancel_futures` what runs is ended as well."""
-        if cancel_futures:
+        """As `ProcessPoolExecutor` has it, and with `cancel_futures` what runs is ended as well.
+
+        Where nothing runs, processes are not asked to end but made to: one that was killed while it waited keeps
+        the lock with which the others would hear of it.
+        """
+        if cancel_futures or not self._pending_work_items:
             self._writer.close()
         super().shutdown(wait, cancel_futures=cancel_futures)
         if wait:

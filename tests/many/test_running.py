@@ -402,3 +402,19 @@ def test_a_process_loads_what_its_work_needs() -> None:
     probe = "import sys, kvmnn.many; print(sorted({'numpy', 'kvmnn.formats', 'kvmnn.bundle'} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_shutdown_ends_where_a_process_was_killed_that_waited(which: int) -> None:
+    """One of the two waits for the next task with the lock that the other needs to hear that there is none."""
+    executor = two()
+    assert [each.result() for each in [executor.submit(int, str(n)) for n in range(6)]] == list(range(6))
+    processes = list((executor._processes or {}).values())
+    ending = threading.Thread(target=executor.shutdown, daemon=True)
+    processes[which].kill()
+    ending.start()
+    ending.join(60)
+    ended = not ending.is_alive()
+    for process in processes:
+        process.kill()
+    assert ended

@@ -22,8 +22,8 @@ installed=$(cd / && "$PYTHON" -c "import os, kvmnn; print(os.path.dirname(kvmnn.
 rm -rf "$WORK"
 mkdir -p "$WORK/src"
 cp -r "$installed" "$WORK/src/kvmnn"
-for name in _simd frames._decoder frames._encoder frames._fast frames._fast_lane frames._hashing frames._room \
-    frames._streams frames._workspace frames._zstdlib; do
+for name in _simd frames._anchors frames._decoder frames._encoder frames._fast frames._fast_lane frames._hashing \
+    frames._room frames._streams frames._workspace frames._zstdlib; do
     module=$(echo "$name" | tr . /)
     echo "threads: building kvmnn/$module"
     rm -f "$WORK/src/kvmnn/$module".*.so

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from kvmnn import LayerCache
+from kvmnn.frames._workspace import forget_workspaces
 from kvmnn.store import PrefixStore
 
 LAYERS, HEADS, HEAD_DIM, TOKENS, TEXTS = 4, 8, 128, 2048, 4
@@ -76,6 +77,9 @@ def main(url: str, ram_bytes: int | None) -> dict[str, int]:
                 stored = store.put(text(number), layers, model="m").stored_bytes
             puts.append(peak.nbytes)
             del layers
+        working = anonymous()
+        forget_workspaces()
+        working -= anonymous()
         held = anonymous() - begun
         for number in range(TEXTS):
             with Peak() as peak:
@@ -83,8 +87,10 @@ def main(url: str, ram_bytes: int | None) -> dict[str, int]:
             assert found.tokens == TOKENS
             gets.append(peak.nbytes)
             del found
+        forget_workspaces()
         left = anonymous() - begun
-    return {"raw": RAW, "stored": stored, "put": max(puts), "held": held, "get": max(gets), "left": left}
+    peaks = {"put": max(puts), "get": max(gets)}
+    return {"raw": RAW, "stored": stored, "working": working, "held": held, "left": left, **peaks}
 
 
 if __name__ == "__main__":

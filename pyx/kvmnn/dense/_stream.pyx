@@ -191,21 +191,20 @@ cdef class Input:
             given.set = tables.held
         if references is not None:
             chosen = <uint32_t *>&references[0]
-        cdef Workspace ws = acquire(False, False), other = acquire(True, False)
+        cdef Workspace ws = acquire(True, False)
         try:
             with nogil:
-                out = ws.buffer(1, dense_encode_out(&given) + PAD)
+                out = ws.buffer(2, dense_encode_out(&given) + PAD)  # the trial needs the others
                 at = self.room(ws, &given) if out != NULL else NULL
                 if at != NULL:
                     size = dense_encode(&given, at, out, limit, chosen)
                     limit = size if size else limit
                     if limit > frames_above:
-                        trial = try_frame(other, &self.given, self.own_bytes, limit - HEADER_BYTES)
+                        trial = try_frame(ws, &self.given, self.own_bytes, limit - HEADER_BYTES)
             if at == NULL or trial < 0:
                 raise MemoryError("no memory to encode rows")
             return PyBytes_FromStringAndSize(<char *>out, size) if size else None, trial > 0
         finally:
-            release(other)
             release(ws)
 
 

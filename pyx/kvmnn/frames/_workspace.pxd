@@ -3,11 +3,15 @@ from libc.stdint cimport uint8_t
 from cpython.object cimport PyObject
 
 
+cdef enum:
+    BUFFERS = 3
+
+
 cdef class Workspace:
     cdef void *cctx
     cdef void *dctx
-    cdef uint8_t *buffers[2]
-    cdef size_t sizes[2]
+    cdef uint8_t *buffers[BUFFERS]
+    cdef size_t sizes[BUFFERS]
     cdef unsigned long thread
 
     cdef uint8_t *buffer(self, int which, size_t size) noexcept nogil

@@ -106,7 +106,7 @@ cdef class Workspace:
             zstd.free_cctx(self.cctx)
         if self.dctx != NULL:
             zstd.free_dctx(self.dctx)
-        for i in range(2):
+        for i in range(BUFFERS):
             kvmnn_free(self.buffers[i], self.sizes[i])
 
     cdef uint8_t *buffer(self, int which, size_t size) noexcept nogil:
@@ -118,10 +118,13 @@ cdef class Workspace:
         return self.buffers[which]
 
     cdef size_t size(self) noexcept:
-        return self.sizes[0] + self.sizes[1]
+        cdef size_t all_of_them = 0
+        for i in range(BUFFERS):
+            all_of_them += self.sizes[i]
+        return all_of_them
 
     cdef void empty(self) noexcept:
-        for i in range(2):
+        for i in range(BUFFERS):
             kvmnn_free(self.buffers[i], self.sizes[i])
             self.buffers[i] = NULL
             self.sizes[i] = 0

@@ -210,7 +210,8 @@ def joined(parts: Sequence[Part], threads: int = 1, home: Room | None = None) ->
         at, part = entry
         room.write(at, part if isinstance(part, bytes) else part.room.view(part.at, part.nbytes))
 
-    map_pulled(write, others, threads if size >= MIN_PARALLEL_BYTES else 1)
+    much = sum(nbytes_of(part) for _, part in others) >= MIN_PARALLEL_BYTES
+    map_pulled(write, others, threads if much else 1)
     return room.finish(size)
 
 

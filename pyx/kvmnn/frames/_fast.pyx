@@ -25,7 +25,6 @@ from ..errors import KvmnnError
 
 cdef enum:
     LITTLE = 32              # so small a share of all lanes need not become smaller
-    GATHERED = 4             # lanes of a word that are parted in one pass: of two it takes as long, and more memory
     IN_PLACE_LEAST = 1 << 20 # bytes of an array whose payloads are made where they stay: room costs less than to copy them
 
 
@@ -77,7 +76,7 @@ cdef bint make_lanes(
     cdef bint plain = not piece.follows
     for lane in range(stride):
         plain = plain and modes[lane] & 1 << KVMNN_MODE_RAW
-    piece.gathered = plain and stride == GATHERED
+    piece.gathered = plain
     if not plain:
         streams = NULL
     out = ws.buffer(1, <size_t>(stride + 1 if streams == NULL else 1) * room)

@@ -13,18 +13,22 @@ from kvmnn.frames._workspace import forget_workspaces, use_resize
 from kvmnn.frames.options import RLE_BIT, ZSTD_BIT
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts page faults as Linux does")
-def test_the_memory_used_last_is_kept() -> None:
+counts_faults = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts page faults as Linux does")
+
+
+def faults(job: Callable[[], None]) -> int:
     import resource
 
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    job()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+@counts_faults
+def test_the_memory_used_last_is_kept() -> None:
     raw = np.zeros(24 << 20, np.uint8)
     frame = kvmnn.encode(raw, dtype="fp16", threads=1)
     forget_workspaces()
-
-    def faults(job: Callable[[], None]) -> int:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        job()
-        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
     opened = [_decoder.Frame(frame, 2, RLE_BIT | ZSTD_BIT) for _ in range(4)]
     new = [faults(one.decode) for one in opened]  # 96 MiB: more than is kept
@@ -33,6 +37,23 @@ def test_the_memory_used_last_is_kept() -> None:
     again = _decoder.Frame(frame, 2, RLE_BIT | ZSTD_BIT)
     assert faults(again.decode) < min(new) / 2
     assert again.equals(raw)
+    forget_workspaces()
+
+
+@counts_faults
+def test_what_one_large_call_left_does_not_drive_out_what_small_ones_use() -> None:
+    raw = np.zeros(12 << 20, np.uint8)
+    frame = kvmnn.encode(raw, dtype="fp16", threads=1)
+    forget_workspaces()
+    kvmnn.encode(np.zeros(48 << 20, np.uint8), dtype="fp16", threads=1)  # 72 MiB and more, of 80 that are kept
+    found = []
+    for _ in range(3):
+        opened = [_decoder.Frame(frame, 2, RLE_BIT | ZSTD_BIT) for _ in range(2)]
+        found.append([faults(one.decode) for one in opened])
+        assert opened[1].equals(raw)
+        for one in reversed(opened):
+            one.close()
+    assert max(found[2]) < max(found[0]) / 2
     forget_workspaces()
 
 

@@ -25,15 +25,23 @@ BENCHMARKS = ROOT / "benchmarks"
 
 
 def interleaved(
-    jobs: dict[str, Callable[[], Any]], rounds: int, clock: Callable[[], float], repeat: int = 1
+    jobs: dict[str, Callable[[], Any]],
+    rounds: int,
+    clock: Callable[[], float],
+    repeat: int = 1,
+    before: Callable[[], None] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Seconds of each job in each round; every round runs all jobs, so that drift hits them alike."""
+    """Seconds of each job in each round; every round runs all jobs, so that drift hits them alike.
+
+    `before` each of them something may be done that is not timed.
+    """
     times: dict[str, list[float]] = {name: [] for name in jobs}
     for job in jobs.values():
         job()
     for number in range(rounds):
         order = list(jobs.items())
         for name, job in order if number % 2 else reversed(order):
+            before()
             start = clock()
             for _ in range(repeat):
                 job()

@@ -111,6 +111,7 @@ cdef class Workspace:
 
     cdef uint8_t *buffer(self, int which, size_t size) noexcept nogil:
         """At least `size` bytes whose content is undefined, or NULL."""
+        self.needed[which] = max(self.needed[which], size)
         if size > self.sizes[which]:
             kvmnn_free(self.buffers[which], self.sizes[which])
             self.buffers[which] = <uint8_t *>kvmnn_alloc(size)
@@ -122,6 +123,13 @@ cdef class Workspace:
         for i in range(BUFFERS):
             all_of_them += self.sizes[i]
         return all_of_them
+
+    cdef bint is_far_too_large(self) noexcept:
+        """For what it was needed for."""
+        cdef size_t needed = 0
+        for i in range(BUFFERS):
+            needed += self.needed[i]
+        return self.size() > 2 * needed
 
     cdef void empty(self) noexcept:
         for i in range(BUFFERS):
@@ -155,6 +163,8 @@ cdef Workspace idle():
 
 cdef Workspace acquire(bint compress, bint decompress):
     cdef Workspace ws = idle()
+    for i in range(BUFFERS):
+        ws.needed[i] = 0
     if compress and ws.cctx == NULL:
         ws.cctx = zstd.new_cctx()
         if ws.cctx == NULL:
@@ -167,12 +177,16 @@ cdef Workspace acquire(bint compress, bint decompress):
 
 
 cdef void release(Workspace ws) noexcept:
-    """Keep `ws` for the next call. What does not fit into KEEP_BYTES is taken from those that wait the longest: they
-    may be of threads that are gone, and the caller's next call is likely to need what it has just used."""
+    """Keep `ws` for the next call. What does not fit into KEEP_BYTES is taken from `ws` if it has far more than this call
+    has needed, then from those that wait the longest: they may be of threads that are gone, and the caller's next call is
+    likely to need what it has just used."""
     cdef size_t kept = ws.size()
     cdef Workspace other
     for other in _idle:
         kept += other.size()
+    if kept > KEEP_BYTES and ws.is_far_too_large():
+        kept -= ws.size()
+        ws.empty()
     for other in (*_idle, ws):
         if kept <= KEEP_BYTES:
             break

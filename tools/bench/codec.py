@@ -295,8 +295,8 @@ def threads_section(results: list[dict[str, Any]]) -> str:
     return (
         "## Two threads, wall time\n\nWhere two zstd loops gain 2 x, one exact frame is to gain 1.4 x at least, a "
         "share of 0.7, and one of the efforts balanced and fast 1.7 x, of 0.85: many zstd frames one after another. "
-        "Before each call, untimed, both cores and 256 MiB of memory are used: a core that has slept, and memory that a "
-        "virtual machine has to ask for, cost more than some calls take.\n\n"
+        "Before each call, untimed, both cores and 256 MiB of memory are used: a core that has slept, and memory that "
+        "a virtual machine has to ask for, cost more than some calls take.\n\n"
         f"{table(header, rows)}\n"
     )
 

@@ -12,7 +12,6 @@ from kvmnn.frames import _decoder
 from kvmnn.frames._workspace import forget_workspaces, use_resize
 from kvmnn.frames.options import RLE_BIT, ZSTD_BIT
 
-
 counts_faults = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts page faults as Linux does")
 
 

@@ -122,8 +122,8 @@ def one_thread(data: str, dtype: str, size: str, raw: Bytes, rounds: int) -> dic
 def awake() -> None:
     """Work of 10 ms and more for two cores, in memory that is free then.
 
-    A core of a virtual machine that has slept wakes up slowly, and the host may have taken memory that was free for some
-    seconds: to get 2 MiB of it back takes 1 to 5 ms, not 0.1, whatever the program does.
+    A core of a virtual machine that has slept wakes up slowly, and the host may have taken memory that was free for
+    some seconds: to get 2 MiB of it back takes 1 to 5 ms, not 0.1, whatever the program does.
     """
 
     def work() -> None:

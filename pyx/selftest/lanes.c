@@ -138,8 +138,7 @@ static void check_parts(const kvmnn_lanes *t, const uint8_t *src, size_t words, 
                 uint32_t most = random32() % 4 ? 70 : 5000;
                 end = start + 1 + random32() % most;
                 if (end > words) end = words;
-                t->predict_lane_part(src, start, end, stride, lane, (int)(random32() & 1), made[0], made[1], made[2],
-                                     repeats);
+                t->predict_lane_part(src, start, end, stride, lane, made[0], made[1], made[2], repeats);
                 for (int mode = 0; mode < 3; ++mode) {
                     int outside = 0;
                     for (size_t i = end; i < end + 8; ++i) outside |= made[mode][i] != 0xc3;

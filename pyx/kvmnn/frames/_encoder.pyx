@@ -11,7 +11,7 @@ from cpython.object cimport PyObject
 from cpython.ref cimport Py_XDECREF
 
 from kvmnn.frames._fast_lane cimport raw_frame, raw_size
-from kvmnn.frames._lane_streams cimport AHEAD_FROM, make_after_raw, make_bounded, make_stream, make_streams, spacing, split
+from kvmnn.frames._lane_streams cimport make_after_raw, make_bounded, make_stream, make_streams, spacing, split
 from kvmnn.frames._room cimport Track
 from kvmnn.frames._stream_header cimport ALLOW_RLE, ALLOW_ZSTD, CODEC_RLE, CODEC_ZSTD, HEADER, MODES, store_le32
 from kvmnn.frames._streams cimport KVMNN_MODE_DELTA, KVMNN_MODE_RAW, entropy, lanes, rle_bound, rle_encode, rle_size
@@ -23,7 +23,7 @@ from ..errors import KvmnnError, LimitError
 
 cdef enum:
     ALL_MODES = 7
-    FUSE_UP_TO = 1 << 20    # bytes of a lane whose three streams are made in one pass, ...
+    FUSE_UP_TO = 256 << 10  # bytes of a lane whose three streams are made in one pass, ...
     SPLIT_UP_TO = 48 << 20  # ... and of all lanes and a stream, which are parted in one pass; each stream is then made
                             # where it is compressed, while the cache has it
     SLACK = 192 << 10       # bytes that a payload may be too long before libzstd stops: a block, so that none that is
@@ -172,15 +172,15 @@ cdef size_t encode_lane(
     return chosen.size if chosen.size <= U32_MAX else TOO_LONG
 
 
-cdef int made_at_once(size_t words, int stride, int *modes) noexcept nogil:
-    """How many lanes have all their streams made in one pass; 0 where each stream is made by itself."""
+cdef bint are_made_at_once(size_t words, int stride, int *modes) noexcept nogil:
+    """Whether a lane's streams are all made in one pass."""
     cdef int lane
     if stride == 1 or words > FUSE_UP_TO:
-        return 0
+        return False
     for lane in range(stride):
         if modes[lane] != ALL_MODES:
-            return 0
-    return 2 if words >= AHEAD_FROM else 1
+            return False
+    return True
 
 
 cdef bint are_split(size_t words, int stride, int *modes) noexcept nogil:
@@ -208,12 +208,12 @@ cdef bytes encode_lanes(
     cdef uint8_t *out
     cdef uint8_t *slot
     cdef uint8_t *streams = NULL
-    cdef uint8_t *mine = NULL
     cdef uint8_t *raws = NULL
     cdef uint8_t *raw = NULL
     cdef uint8_t *spare = NULL
-    cdef size_t[2 * MODES] rle
-    cdef int lane, at_once = made_at_once(words, stride, modes), place = 0
+    cdef size_t[MODES] rle
+    cdef int lane
+    cdef bint at_once = are_made_at_once(words, stride, modes)
     cdef bint at_first = not at_once and are_split(words, stride, modes)
     cdef PyObject *frame = NULL
     cdef Workspace ws = acquire(allow & ALLOW_ZSTD != 0, False)
@@ -223,7 +223,7 @@ cdef bytes encode_lanes(
         with nogil:
             slot = ws.buffer(1, room)
             if at_once:
-                streams = ws.buffer(0, <size_t>(at_once * MODES) * spacing(words))
+                streams = ws.buffer(0, MODES * spacing(words))
             elif at_first:
                 raws = ws.buffer(0, <size_t>(stride + 1) * spacing(words))
                 if raws != NULL:
@@ -232,15 +232,12 @@ cdef bytes encode_lanes(
             if slot != NULL and (streams != NULL or not at_once) and (raws != NULL or not at_first):
                 for lane in range(stride):
                     if at_once:
-                        place = lane % at_once
-                        if place == 0:
-                            make_streams(src, words, stride, lane, lane + at_once, streams, rle)
-                        mine = streams + <size_t>(place * MODES) * spacing(words)
+                        make_streams(src, words, stride, lane, streams, rle)
                     if at_first:
                         raw = raws + <size_t>lane * spacing(words)
                     chosen = Candidate(0, 0, 0)
                     got = encode_lane(
-                        ws, src, words, stride, lane, modes[lane], allow, level, mine, rle + place * MODES, raw, spare,
+                        ws, src, words, stride, lane, modes[lane], allow, level, streams, rle, raw, spare,
                         out + at + HEADER, slot, &chosen,
                     )
                     if got >= TOO_LONG:

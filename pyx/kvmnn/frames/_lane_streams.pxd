@@ -9,9 +9,7 @@ from kvmnn.frames._workspace cimport Workspace
 
 
 cdef enum:
-    AHEAD_FROM = 512 << 10  # bytes of a lane whose streams leave the cache before they are compressed
-    TILE = 4096             # words that are split, predicted and scanned before the next are touched ...
-    AHEAD_TILE = 1024       # ... while memory is asked for ahead of them
+    TILE = 4096  # words that are split, predicted and scanned before the next are touched
 
 
 cdef inline const uint8_t *make_stream(
@@ -56,30 +54,24 @@ cdef inline size_t spacing(size_t words) noexcept nogil:
 
 
 cdef inline void make_streams(
-    const uint8_t *src, size_t words, int stride, int begin, int end, uint8_t *streams, size_t *rle_least_sizes
+    const uint8_t *src, size_t words, int stride, int lane, uint8_t *streams, size_t *rle_least_sizes
 ) noexcept nogil:
-    """Lanes `begin` to `end` under all predictors, `spacing` apart at `streams`, and a lower bound of the RLE length of
-    each stream.
+    """A lane under all predictors, `spacing` apart at `streams`, and a lower bound of the RLE length of each stream.
 
     Works in tiles, so that the source is read once.
     """
-    cdef size_t[2 * MODES] repeats
+    cdef size_t[MODES] repeats
     cdef size_t start = 0, stop, step = spacing(words)
-    cdef int lane, place, ahead = words >= AHEAD_FROM
-    cdef size_t tile = AHEAD_TILE if ahead else TILE
-    cdef uint8_t *first
+    cdef int mode
     memset(repeats, 0, sizeof(repeats))
     while start < words:
-        stop = words if words - start <= tile else start + tile
-        for lane in range(begin, end):
-            place = (lane - begin) * MODES
-            first = streams + <size_t>place * step
-            lanes().predict_lane_part(
-                src, start, stop, stride, lane, ahead, first, first + step, first + 2 * step, repeats + place
-            )
+        stop = start + min(<size_t>TILE, words - start)
+        lanes().predict_lane_part(
+            src, start, stop, stride, lane, streams, streams + step, streams + 2 * step, repeats
+        )
         start = stop
-    for place in range((end - begin) * MODES):
-        rle_least_sizes[place] = rle_least(words, repeats[place])
+    for mode in range(MODES):
+        rle_least_sizes[mode] = rle_least(words, repeats[mode])
 
 
 cdef inline size_t make_after_raw(const uint8_t *raw, size_t words, int mode, uint8_t *stream) noexcept nogil:

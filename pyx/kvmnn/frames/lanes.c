@@ -6,15 +6,6 @@
 #include <emmintrin.h>
 #endif
 
-/* Asks for the cache line of an address, which need not be anyone's. */
-static void kvmnn_prefetch_to_write(const uint8_t *p) {
-#if defined(__GNUC__)
-    __builtin_prefetch(p, 1);
-#else
-    (void)p;
-#endif
-}
-
 /* Copies n bytes, a multiple of 16 as the place of dst is, past the caches: to write to a line there, it would be read
  * from memory first. */
 static void kvmnn_copy_past(uint8_t *dst, const uint8_t *src, size_t n) {

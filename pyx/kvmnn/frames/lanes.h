@@ -19,10 +19,9 @@ typedef struct {
     void (*predict_lane)(const uint8_t *src, size_t words, int stride, int lane, int mode, uint8_t *dst);
 
     /* All three predictors of one lane for the words [start, end), from the whole arrays: what is before start is there.
-       Adds to `repeats` how many bytes of each are equal to the one before.
-       `ahead`: the streams are longer than the caches near the processor. */
-    void (*predict_lane_part)(const uint8_t *src, size_t start, size_t end, int stride, int lane, int ahead,
-                              uint8_t *raw, uint8_t *delta, uint8_t *exclusive_or, size_t repeats[3]);
+       Adds to `repeats` how many bytes of each are equal to the one before. */
+    void (*predict_lane_part)(const uint8_t *src, size_t start, size_t end, int stride, int lane, uint8_t *raw,
+                              uint8_t *delta, uint8_t *exclusive_or, size_t repeats[3]);
 
     /* The predictor over one contiguous stream; `dst` gets n bytes. */
     void (*predict)(const uint8_t *src, size_t n, int mode, uint8_t *dst);

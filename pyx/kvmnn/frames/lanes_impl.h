@@ -3,7 +3,7 @@
  * Plain C that compilers vectorise; there are no intrinsics, so every level and every architecture runs the same code.
  */
 
-enum { LEVEL(TILE) = 4096, LEVEL(AHEAD) = 1024 };
+enum { LEVEL(TILE) = 4096 };
 
 static void LEVEL(gather2)(const uint8_t *restrict src, size_t words, uint8_t *restrict dst) {
     for (size_t i = 0; i < words; ++i) dst[i] = src[2 * i];
@@ -56,34 +56,14 @@ static void LEVEL(predict_lane)(const uint8_t *src, size_t words, int stride, in
     }
 }
 
-/* The same loops over whole groups of 64 bytes, whose lines are asked for AHEAD bytes before they are written: as many
- * streams as these leave the cache's own prefetching behind. */
-static void LEVEL(gather2_ahead)(const uint8_t *restrict src, size_t n, uint8_t *restrict dst) {
-    for (size_t i = 0; i < n; i += 64) {
-        kvmnn_prefetch_to_write(dst + i + LEVEL(AHEAD));
-        for (size_t j = 0; j < 64; ++j) dst[i + j] = src[2 * (i + j)];
-    }
-}
-
-static void LEVEL(gather4_ahead)(const uint8_t *restrict src, size_t n, uint8_t *restrict dst) {
-    for (size_t i = 0; i < n; i += 64) {
-        kvmnn_prefetch_to_write(dst + i + LEVEL(AHEAD));
-        for (size_t j = 0; j < 64; ++j) dst[i + j] = src[4 * (i + j)];
-    }
-}
-
 /* Both predictors over whole groups of 64 bytes, of which the first has two before it; adds what repeats to `repeats`. What
  * was predicted one byte before is made again from the lane: what was just stored would be waited for. */
-static void LEVEL(predict_groups)(const uint8_t *restrict raw, size_t n, int ahead, uint8_t *restrict delta,
+static void LEVEL(predict_groups)(const uint8_t *restrict raw, size_t n, uint8_t *restrict delta,
                                   uint8_t *restrict exclusive_or, size_t repeats[3]) {
     for (size_t i = 0; i < n;) {
         uint8_t counts[3][64] = {{0}}; /* emptied before they can overflow */
         size_t end = n - i < LEVEL(TILE) ? n : i + LEVEL(TILE);
-        for (; i < end; i += 64) {
-            if (ahead) {
-                kvmnn_prefetch_to_write(delta + i + LEVEL(AHEAD));
-                kvmnn_prefetch_to_write(exclusive_or + i + LEVEL(AHEAD));
-            }
+        for (; i < end; i += 64)
             for (size_t j = 0; j < 64; ++j) {
                 const uint8_t *at = raw + i + j;
                 uint8_t a = at[0], b = at[-1], c = at[-2], d = (uint8_t)(a - b), x = a ^ b;
@@ -93,24 +73,19 @@ static void LEVEL(predict_groups)(const uint8_t *restrict raw, size_t n, int ahe
                 counts[1][j] = (uint8_t)(counts[1][j] + (d == (uint8_t)(b - c)));
                 counts[2][j] = (uint8_t)(counts[2][j] + (x == (uint8_t)(b ^ c)));
             }
-        }
         for (int k = 0; k < 3; ++k)
             for (int j = 0; j < 64; ++j) repeats[k] += counts[k][j];
     }
 }
 
-static void LEVEL(predict_lane_part)(const uint8_t *src, size_t start, size_t end, int stride, int lane, int ahead,
-                                     uint8_t *raw, uint8_t *delta, uint8_t *exclusive_or, size_t repeats[3]) {
-    size_t whole = ahead ? (end - start) / 64 * 64 : 0;
-    src += lane;
-    if (stride == 2) LEVEL(gather2_ahead)(src + 2 * start, whole, raw + start);
-    else LEVEL(gather4_ahead)(src + 4 * start, whole, raw + start);
-    LEVEL(gather)(src + (start + whole) * (size_t)stride, end - start - whole, stride, raw + start + whole);
+static void LEVEL(predict_lane_part)(const uint8_t *src, size_t start, size_t end, int stride, int lane, uint8_t *raw,
+                                     uint8_t *delta, uint8_t *exclusive_or, size_t repeats[3]) {
+    LEVEL(gather)(src + start * (size_t)stride + lane, end - start, stride, raw + start);
     size_t i = start;
     while (i < end) {
         if (i >= 2 && end - i >= 64) {
-            whole = (end - i) / 64 * 64;
-            LEVEL(predict_groups)(raw + i, whole, ahead, delta + i, exclusive_or + i, repeats);
+            size_t whole = (end - i) / 64 * 64;
+            LEVEL(predict_groups)(raw + i, whole, delta + i, exclusive_or + i, repeats);
             i += whole;
             continue;
         }

@@ -68,6 +68,21 @@ def test_literals_of_few_and_many_symbols(writer: ctypes.CDLL, symbols: int) -> 
         assert len(made) == 1 and zstandard.ZstdDecompressor().decompress(made.pop()) == lane.tobytes()
 
 
+@pytest.mark.parametrize("rows", [1, 11, 12, 13, 16])
+@pytest.mark.parametrize("few", [False, True])
+def test_literals_of_few_and_many_rows(writer: ctypes.CDLL, rows: int, few: bool) -> None:
+    """Rows of 16 neighbours: AVX2 looks at 12 of them at most; `few` literals are in any of the others."""
+    rng = np.random.default_rng(rows)
+    kinds = rng.permutation(16)[:rows] * 16
+    for n in (2047, 2048, 2079, 100_003, 131_072):
+        for columns in (np.full(n, 15), rng.geometric(0.3, n)):
+            lane = (rng.choice(kinds, n) + np.minimum(rng.integers(0, 16, n), columns)).astype(np.uint8)
+            if few:
+                lane[rng.integers(0, n, n // 2000)] = rng.integers(0, 256, n // 2000)
+            made = {written(writer, level, lane.tobytes(), []) for level in range(len(_simd.simd_levels()))}
+            assert len(made) == 1 and zstandard.ZstdDecompressor().decompress(made.pop()) == lane.tobytes()
+
+
 @pytest.mark.parametrize("places", [1, 30, 255])
 def test_literals_that_a_sample_of_them_does_not_show(writer: ctypes.CDLL, places: int) -> None:
     """Some are anywhere in a lane, once each; one has to have a code wherever it stands."""

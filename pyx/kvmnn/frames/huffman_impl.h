@@ -1,6 +1,6 @@
 /* Literals as streams of Huffman codes, included once per SIMD level with LEVEL(name) giving each function its own name.
  *
- * Plain C but for LEVEL_WIDE: a code for each of 64 literals, and eight of these put together, are shuffles and shifts
+ * Plain C but for AVX: a code for each of 64 literals, or 32, and eight of these put together, are shuffles and shifts
  * there, which no compiler finds.
  */
 
@@ -10,8 +10,10 @@ typedef struct {
     __m512i lengths[4], low[4], high[4]; /* of 256 codes each: their bits, their lower and their upper byte */
 } LEVEL(tables);
 
-static void LEVEL(prepare)(const kvmnn_huffman *code, LEVEL(tables) *tables) {
+static void LEVEL(prepare)(const kvmnn_huffman *code, const uint64_t *codes, kvmnn_huffman_pairs *pairs, size_t n,
+                           LEVEL(tables) *tables) {
     uint8_t low[SYMBOLS], high[SYMBOLS];
+    (void)codes, (void)pairs, (void)n;
     for (int s = 0; s < SYMBOLS; ++s) {
         uint16_t bits = code->bits[s] ? code->code[s] : 0;
         low[s] = (uint8_t)bits;
@@ -131,9 +133,33 @@ static uint8_t *LEVEL(write_pairs)(const uint64_t *codes, const uint64_t *pairs,
     return kvmnn_bits_end(&out);
 }
 
-static uint8_t *LEVEL(write_one)(const uint64_t *codes, const uint64_t *pairs, const uint8_t *literals, size_t n,
+#ifdef LEVEL_F16C
+#include "huffman_avx2.h"
+#endif
+
+typedef struct {
+#ifdef LEVEL_F16C
+    LEVEL(code_rows) rows;
+#endif
+    const uint64_t *pairs; /* or NULL */
+} LEVEL(tables);
+
+static void LEVEL(prepare)(const kvmnn_huffman *code, const uint64_t *codes, kvmnn_huffman_pairs *pairs, size_t n,
+                           LEVEL(tables) *tables) {
+#ifdef LEVEL_F16C
+    LEVEL(fill_rows)(code, n, &tables->rows);
+    if (tables->rows.count) return;
+#endif
+    tables->pairs = pairs_of(code, codes, pairs, n);
+}
+
+static uint8_t *LEVEL(write_one)(const uint64_t *codes, const LEVEL(tables) *tables, const uint8_t *literals, size_t n,
                                  uint8_t *dst) {
-    return pairs ? LEVEL(write_pairs)(codes, pairs, literals, n, dst) : LEVEL(write_singles)(codes, literals, n, dst);
+#ifdef LEVEL_F16C
+    if (tables->rows.count) return LEVEL(write_by_rows)(codes, &tables->rows, literals, n, dst);
+#endif
+    if (tables->pairs) return LEVEL(write_pairs)(codes, tables->pairs, literals, n, dst);
+    return LEVEL(write_singles)(codes, literals, n, dst);
 }
 
 #endif
@@ -143,18 +169,13 @@ static size_t LEVEL(write)(const kvmnn_huffman *code, kvmnn_huffman_pairs *pairs
     uint64_t codes[SYMBOLS];
     for (int s = 0; s < SYMBOLS; ++s)
         codes[s] = code->bits[s] ? (uint64_t)code->code[s] << (64 - code->bits[s]) | code->bits[s] : 0;
-#ifdef LEVEL_WIDE
-    LEVEL(tables) made, *tables = &made;
-    LEVEL(prepare)(code, tables);
-    (void)pairs;
-#else
-    const uint64_t *tables = pairs_of(code, codes, pairs, n);
-#endif
-    if (streams == 1) return (size_t)(LEVEL(write_one)(codes, tables, literals, n, dst) - dst);
+    LEVEL(tables) tables;
+    LEVEL(prepare)(code, codes, pairs, n, &tables);
+    if (streams == 1) return (size_t)(LEVEL(write_one)(codes, &tables, literals, n, dst) - dst);
     size_t part = (n + 3) / 4;
     uint8_t *at = dst + 6;
     for (size_t i = 0; i < 4; ++i) {
-        uint8_t *end = LEVEL(write_one)(codes, tables, literals + i * part, i < 3 ? part : n - 3 * part, at);
+        uint8_t *end = LEVEL(write_one)(codes, &tables, literals + i * part, i < 3 ? part : n - 3 * part, at);
         if (i < 3) put_size(dst + 2 * i, (size_t)(end - at));
         at = end;
     }

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,25 +30,26 @@ PARTS: dict[str, Part] = {"K": "key", "V": "value"}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15, help="turns of each codec (default: 15)")
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--name", default="pareto", help="of the files in benchmarks/ (default: pareto)")
+    options = parser.parse_args()
+    rounds, name = options.rounds, options.name
     reports: dict[tuple[str, str, str], tuple[Report, Report | None]] = {}
     for side, dtype, words in arrays():
         array, part = in_memory("", words), PARTS[side]
         dense = plan_of(words, dtype=dtype, part=part)
         for nbytes in SIZES:
             size, whole = f"{min(nbytes, words.nbytes) >> 10:,} KiB", nbytes >= words.nbytes
-            name = f"{side} {dtype} {size}"
             one = measure(array, max_bytes=nbytes, rounds=rounds, threads=1, dense=dense)
             two = (
                 measure(array, max_bytes=nbytes, rounds=max(3, rounds // 3), threads=2, dense=dense) if whole else None
             )
             reports[side, dtype, size] = one, two
-            print(f"{name}\n{one}\n", flush=True)
-    draw({key: one for key, (one, two) in reports.items() if two})
+            print(f"{side} {dtype} {size}\n{one}\n", flush=True)
+    draw({key: one for key, (one, two) in reports.items() if two}, BENCHMARKS / f"{name}.png")
     data = {" ".join(key): [made.to_dict() for made in pair if made] for key, pair in reports.items()}
     sections = [section(key, *pair) for key, pair in reports.items()]
-    sections.insert(0, "![ratio over encode speed](pareto.png)\n")
-    print(write_results("pareto", "Codecs side by side: the Pareto front", sections, data))
+    sections.insert(0, f"![ratio over encode speed]({name}.png)\n")
+    print(write_results(name, "Codecs side by side: the Pareto front", sections, data))
 
 
 def arrays() -> Iterator[tuple[str, str, Any]]:
@@ -86,8 +88,8 @@ def speed(nbytes: int, seconds: float) -> str:
     return f"{nbytes / 1e6 / max(seconds, 1e-9):,.0f}"
 
 
-def draw(reports: dict[tuple[str, str, str], Report]) -> None:
-    """Ratio over encode speed, a picture for each array."""
+def draw(reports: dict[tuple[str, str, str], Report], path: Path) -> None:
+    """Ratio over encode speed, a picture for each array, in one file."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -110,7 +112,7 @@ def draw(reports: dict[tuple[str, str, str], Report]) -> None:
         axes.margins(x=0.3)
         axes.grid(alpha=0.3)
     figure.suptitle("Blue: kvmnn; hollow: dominated (ratio, CPU time of encode and decode)", fontsize=9)
-    figure.savefig(BENCHMARKS / "pareto.png", dpi=80)
+    figure.savefig(path, dpi=80)
 
 
 if __name__ == "__main__":

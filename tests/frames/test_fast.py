@@ -277,15 +277,29 @@ def test_pieces(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert kvmnn.encode(words, dtype=dtype, effort="fast", threads=threads) == cut
 
 
-@pytest.mark.parametrize(("kinds", "size"), [(1, 64), (150, 64), (800, 8), (20_000, 1)])
-def test_an_array_of_repeats_is_cut_into_longer_pieces(kinds: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("count", [1, 3, 4, 7, 8, 9, 16, 100])
+@pytest.mark.parametrize("left_out", [0, 1, 500, 999])
+def test_pieces_are_shorter_at_the_end(count: int, left_out: int) -> None:
+    words = 1000 * count - left_out
+    spans = fast._spans(words, 1000)
+    assert [begin for begin, _ in spans] == [0, *(end for _, end in spans[:-1])]
+    assert spans[-1][1] == words
+    sizes = [end - begin for begin, end in spans]
+    assert 0 < sizes[-1] <= sizes[-min(2, len(sizes))]
+    eighth, quarter = count // 8, count // 4
+    expected = [1000] * (count - quarter) + [500] * 2 * (quarter - eighth) + [250] * 4 * eighth
+    assert sizes[:-1] == expected[: len(sizes) - 1]
+
+
+@pytest.mark.parametrize(("kinds", "pieces"), [(1, 1), (150, 1), (800, 3), (20_000, 18 + 6 + 10)])
+def test_an_array_of_repeats_has_longer_pieces(kinds: int, pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """8 or 64 times as long, as each begins with what the others have as well; or where it repeats itself from afar."""
     rng = np.random.default_rng(5)
     words = rng.standard_normal((kinds, 64)).astype("<f4")[rng.integers(0, kinds, 6000)]
     monkeypatch.setattr(fast, "PIECE_BYTES", 1 << 16)
     made = check(words, "fp32")
     frames = [payload.count(b"\x28\xb5\x2f\xfd") for payload in streams_of(made)]
-    assert frames == [-(-words.nbytes // (size << 16))] * 4
+    assert frames == [pieces] * 4
     for threads in (1, 3):
         assert kvmnn.encode(words, effort="fast", threads=threads) == made
 

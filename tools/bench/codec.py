@@ -1,4 +1,5 @@
-"""The frame codec against its limits: `python tools/bench/codec.py [--quick] [--no-memory]` writes benchmarks/codec.*
+"""The frame codec against its limits: `python tools/bench/codec.py [--quick] [--no-memory] [--name NAME]`
+writes benchmarks/codec.*, or benchmarks/NAME.*
 
 The limit of encoding is the zstd calls it must make (three predictors for every lane), that of decoding the zstd calls
 for the payloads plus one copy of the raw bytes; both with contexts and buffers that are reused, and what is decoded

@@ -23,7 +23,7 @@ static void LEVEL(fill_rows)(const kvmnn_huffman *code, size_t n, LEVEL(code_row
     for (int s = 0; s < SYMBOLS; ++s)
         if (code->bits[s]) share[s / ROW] += ALL >> code->bits[s];
     for (int r = 0; r < ROWS; ++r) left += share[r];
-    for (rows->count = 0; left > FEW; ++rows->count) {
+    for (; left > FEW; ++rows->count) {
         uint8_t codes[ROW];
         int most = 0, at = rows->count;
         if (at == MOST_ROWS) {

@@ -135,7 +135,7 @@ static size_t LEVEL(exclusive_or_groups)(const uint8_t *restrict src, size_t n, 
     return total;
 }
 
-/* Whole groups have two bytes before them, and begin where no store crosses a cache line, which takes twice as long. */
+/* Whole groups have two bytes before them, and begin where no store crosses a cache line, which takes longer. */
 static size_t LEVEL(predict_counted)(const uint8_t *src, size_t n, int mode, uint8_t *dst) {
     size_t head = 2 + (size_t)(-((uintptr_t)dst + 2) & 63), whole, total = 0;
     if (head > n) head = n;

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
+import numpy.typing as npt
 import pytest
 import zstandard
 
@@ -63,6 +66,32 @@ def test_what_is_given_up_would_not_have_been_smaller(share: float, steps_last: 
         assert one.predictor == ("raw", "delta_seq", "xor_seq")[mode]
         assert frame[one.payload_offset : one.payload_offset + one.payload_bytes] == payload
     assert kvmnn.encode(raw, dtype="bf16", threads=2) == frame
+
+
+@pytest.mark.parametrize("level", [1, 3, 9, 19])
+def test_libzstd_needs_little_more_room_than_it_fills(level: int) -> None:
+    """A stream is given up where it has passed the best so far by a KiB; what is shorter must be as with all room."""
+    rng = np.random.default_rng(level)
+    context = _zstdlib.Context()
+    for stream in mixed(rng, 5 if level > 9 else 40):
+        whole = _zstdlib.compress(stream, level)
+        out = np.empty(len(whole) + 1024, np.uint8)
+        assert context.compress_into(out, stream, level) == len(whole)
+        assert out[: len(whole)].tobytes() == whole
+
+
+def mixed(rng: np.random.Generator, count: int) -> Iterator[npt.NDArray[np.uint8]]:
+    """Streams of several kinds of bytes: noise, bells, few values, one value, what comes again with errors or without."""
+    for _ in range(count):
+        parts = []
+        for _ in range(rng.integers(1, 8)):
+            n, again = (int(x) for x in rng.integers((1, 5), (200_000, 5_000)))
+            noise = rng.integers(0, 256, n, np.uint8)
+            copies = np.resize(rng.integers(0, 256, again, np.uint8), n)
+            bell = np.clip(rng.normal(128, rng.uniform(1, 60), n), 0, 255).astype(np.uint8)
+            errors = np.where(rng.random(n) < rng.uniform(0, 0.3), noise, copies)
+            parts.append([noise, bell, noise % 5, noise[:1].repeat(n), copies, errors][rng.integers(6)])
+        yield np.concatenate(parts)
 
 
 def test_a_stream_that_was_given_up_does_not_spoil_the_next() -> None:

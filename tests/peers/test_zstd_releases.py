@@ -190,6 +190,25 @@ def test_a_release_reads_them(which: str, samples: list[tuple[str, bytes, bytes]
         assert out.raw == raw, effort
 
 
+@pytest.mark.parametrize("which", GIVEN or RELEASES)
+def test_a_release_needs_little_more_room_than_it_fills(which: str) -> None:
+    """A KiB, as the encoder believes where it gives up streams that are too long already."""
+    library = ctypes.CDLL(str(which if GIVEN else built(which)))
+    library.ZSTD_compress.restype = ctypes.c_size_t
+    library.ZSTD_compress.argtypes = [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int]
+
+    def compressed(raw: bytes, level: int, room: int) -> bytes:
+        out = ctypes.create_string_buffer(room)
+        size = library.ZSTD_compress(out, room, raw, len(raw), level)
+        assert size <= room
+        return out.raw[:size]
+
+    for _, raw in arrays():
+        for level in (1, 3, 9):
+            whole = compressed(raw, level, len(raw) + len(raw) // 256 + 64)
+            assert compressed(raw, level, len(whole) + 1024) == whole
+
+
 def test_the_command_reads_them(samples: list[tuple[str, bytes, bytes]]) -> None:
     command = shutil.which("zstd")
     assert command, "the zstd command is needed"

@@ -11,10 +11,10 @@ from cpython.object cimport PyObject
 from cpython.ref cimport Py_XDECREF
 
 from kvmnn.frames._fast_lane cimport raw_frame, raw_size
-from kvmnn.frames._lane_streams cimport make_after_raw, make_bounded, make_stream, make_streams, spacing, split
+from kvmnn.frames._lane_streams cimport make_bounded, make_stream, make_streams, spacing
 from kvmnn.frames._room cimport Track
 from kvmnn.frames._stream_header cimport ALLOW_RLE, ALLOW_ZSTD, CODEC_RLE, CODEC_ZSTD, HEADER, MODES, store_le32
-from kvmnn.frames._streams cimport KVMNN_MODE_DELTA, KVMNN_MODE_RAW, entropy, lanes, rle_bound, rle_encode, rle_size
+from kvmnn.frames._streams cimport KVMNN_MODE_DELTA, KVMNN_MODE_RAW, entropy, lanes, rle_bound, rle_encode, rle_least, rle_size
 from kvmnn.frames._workspace cimport Workspace, acquire, release, shortened, unfinished_bytes
 from kvmnn.frames._zstdlib cimport is_no_room, zstd
 
@@ -26,8 +26,9 @@ cdef enum:
     FUSE_UP_TO = 256 << 10  # bytes of a lane whose three streams are made in one pass, ...
     SPLIT_UP_TO = 48 << 20  # ... and of all lanes and a stream, which are parted in one pass; each stream is then made
                             # where it is compressed, while the cache has it
-    SLACK = 192 << 10       # bytes that a payload may be too long before libzstd stops: a block, so that none that is
-                            # short enough is made in another way because room is short
+    PAST_FROM = 8 << 20     # bytes of all lanes that no cache keeps until they are compressed
+    SLACK = 1 << 10         # bytes that a payload may be too long before libzstd stops: it gives up a few bytes before the
+                            # end, and what it tries first (tables, literals) may be longer than what it then writes
     SAMPLE_TILE = 1024      # effort "balanced": bytes of one look at a stream ...
     SAMPLE_TILES = 16       # ... and how many looks it takes
 
@@ -124,6 +125,32 @@ cdef int likely_mode(const uint8_t *src, size_t words, int stride, int lane, int
     return best_mode
 
 
+cdef size_t one_lane(const uint8_t *src, size_t words, int stride, int lane, uint8_t *to) noexcept nogil:
+    """A lower bound of the RLE length of a lane as it is, which is `to` afterwards where words have several."""
+    cdef uint8_t *parts[4]
+    cdef size_t[4] repeats
+    if stride == 1:
+        return rle_least(words, lanes().repeats(src, words))
+    memset(parts, 0, sizeof(parts))
+    parts[lane] = to
+    lanes().split(src, words, stride, parts, False, repeats)
+    return rle_least(words, repeats[lane])
+
+
+cdef void all_lanes(
+    const uint8_t *src, size_t words, int stride, uint8_t *to, size_t *rle_least_sizes
+) noexcept nogil:
+    """Lanes as they are, `spacing` apart, and a lower bound of the RLE length of each."""
+    cdef uint8_t *parts[4]
+    cdef size_t[4] repeats
+    cdef int lane
+    for lane in range(stride):
+        parts[lane] = to + <size_t>lane * spacing(words)
+    lanes().split(src, words, stride, parts, <size_t>stride * words >= PAST_FROM, repeats)
+    for lane in range(stride):
+        rle_least_sizes[lane] = rle_least(words, repeats[lane])
+
+
 cdef size_t encode_lane(
     Workspace ws, const uint8_t *src, size_t words, int stride, int lane, int modes, int allow, int level,
     const uint8_t *streams, const size_t *rle_least_sizes, const uint8_t *raw, uint8_t *room, uint8_t *dst,
@@ -132,33 +159,34 @@ cdef size_t encode_lane(
     """The smallest payload of one lane in dst; its size, or NO_MEMORY, or TOO_LONG.
 
     `streams`: of all predictors, and the bounds of their RLE lengths, from `make_streams`; NULL to make them here, one
-    after the other, from the lane as it is in `raw`, in `room`, or where these are NULL from `src`. dst and the slot have
-    payload_bound(words) bytes each. The first candidate is made where it stays if no other is smaller, as mostly none is.
+    after the other, in `room`, from the lane as it is in `raw`, whose bound is known, or where these are NULL from `src`.
+    dst and the slot have payload_bound(words) bytes each. The first candidate is made where it stays if no other is
+    smaller, as mostly none is.
     """
     cdef const uint8_t *stream
-    cdef size_t got, rle = 0, limit = <size_t>-3
+    cdef size_t got, rle = 0, rle_raw, limit = <size_t>-3
     cdef int mode
     cdef bint several = modes & (modes - 1) != 0, first = True
     if streams == NULL and several and raw == NULL:
         room = ws.buffer(0, 2 * spacing(words))
         if room == NULL:
             return NO_MEMORY
-        raw = src
-        if stride > 1:
-            raw = room + spacing(words)
-            lanes().predict_lane(src, words, stride, lane, KVMNN_MODE_RAW, room + spacing(words))
+        raw = src if stride == 1 else room + spacing(words)
+        rle_raw = one_lane(src, words, stride, lane, room + spacing(words))
+        rle_least_sizes = &rle_raw
     for mode in range(MODES):
         if not modes >> mode & 1:
             continue
         if streams != NULL:
             stream, rle = streams + <size_t>mode * spacing(words), rle_least_sizes[mode]
-        elif raw != NULL:
-            rle = make_after_raw(raw, words, mode, room)
-            stream = raw if mode == KVMNN_MODE_RAW else room
-        else:
+        elif raw == NULL:
             stream = make_stream(ws, src, words, stride, lane, mode)
             if stream == NULL:
                 return NO_MEMORY
+        elif mode == KVMNN_MODE_RAW:
+            stream, rle = raw, rle_least_sizes[mode]
+        else:
+            stream, rle = room, rle_least(words, lanes().predict_counted(raw, words, mode, room))
         got = make_candidate(
             ws, stream, words, mode, allow, level, True, limit, rle, dst if first else slot, chosen
         )
@@ -212,6 +240,7 @@ cdef bytes encode_lanes(
     cdef uint8_t *raw = NULL
     cdef uint8_t *spare = NULL
     cdef size_t[MODES] rle
+    cdef size_t[4] rle_raws
     cdef int lane
     cdef bint at_once = are_made_at_once(words, stride, modes)
     cdef bint at_first = not at_once and are_split(words, stride, modes)
@@ -228,13 +257,14 @@ cdef bytes encode_lanes(
                 raws = ws.buffer(0, <size_t>(stride + 1) * spacing(words))
                 if raws != NULL:
                     spare = raws + <size_t>stride * spacing(words)
-                    split(src, words, stride, spacing(words), raws)
+                    all_lanes(src, words, stride, raws, rle_raws)
             if slot != NULL and (streams != NULL or not at_once) and (raws != NULL or not at_first):
                 for lane in range(stride):
                     if at_once:
                         make_streams(src, words, stride, lane, streams, rle)
                     if at_first:
                         raw = raws + <size_t>lane * spacing(words)
+                        rle[KVMNN_MODE_RAW] = rle_raws[lane]
                     chosen = Candidate(0, 0, 0)
                     got = encode_lane(
                         ws, src, words, stride, lane, modes[lane], allow, level, streams, rle, raw, spare,

@@ -5,7 +5,6 @@ from libc.string cimport memcpy
 
 from kvmnn._simd cimport active_level
 from kvmnn.frames._fast_lane cimport ALL, NONE, REPEATED, TRIAL_MOST, UNKNOWN, Form, Lane, Look, Piece, Scratch
-from kvmnn.frames._lane_streams cimport split
 from kvmnn.frames._stream_header cimport MODES
 from kvmnn.frames._streams cimport KVMNN_MODE_DELTA, KVMNN_MODE_RAW, lanes
 from kvmnn.frames._workspace cimport Workspace
@@ -132,7 +131,11 @@ cdef inline void raw_bytes(const uint8_t *src, size_t words, int stride, int lan
 
 cdef void gather(const Piece *of, uint8_t *to) noexcept nogil:
     """All lanes of a piece, so many bytes apart as `aligned` says."""
-    split(of.src, of.words, of.stride, aligned(of.words), to)
+    cdef uint8_t *parts[4]
+    cdef int lane
+    for lane in range(of.stride):
+        parts[lane] = to + <size_t>lane * aligned(of.words)
+    lanes().split(of.src, of.words, of.stride, parts, False, NULL)
 
 
 # -- what samples say -------------------------------------------------------------------------------------------------

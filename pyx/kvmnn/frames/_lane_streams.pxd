@@ -72,26 +72,3 @@ cdef inline void make_streams(
         start = stop
     for mode in range(MODES):
         rle_least_sizes[mode] = rle_least(words, repeats[mode])
-
-
-cdef inline size_t make_after_raw(const uint8_t *raw, size_t words, int mode, uint8_t *stream) noexcept nogil:
-    """The stream of a predictor, from the lane as it is, and a lower bound of its RLE length.
-
-    Where `mode` is "raw" only the bound, as the stream is `raw`.
-    """
-    if mode == KVMNN_MODE_RAW:
-        return rle_least(words, lanes().repeats(raw, words))
-    return rle_least(words, lanes().predict_counted(raw, words, mode, stream))
-
-
-cdef inline void split(const uint8_t *src, size_t words, int stride, size_t apart, uint8_t *to) noexcept nogil:
-    """All lanes as they are, so many bytes apart; in tiles, which are read from memory once."""
-    cdef size_t begin = 0, size
-    cdef int lane
-    while begin < words:
-        size = min(<size_t>TILE, words - begin)
-        for lane in range(stride):
-            lanes().predict_lane(
-                src + begin * <size_t>stride, size, stride, lane, KVMNN_MODE_RAW, to + <size_t>lane * apart + begin
-            )
-        begin += size

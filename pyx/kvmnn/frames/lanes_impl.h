@@ -56,6 +56,47 @@ static void LEVEL(predict_lane)(const uint8_t *src, size_t words, int stride, in
     }
 }
 
+/* Sixty-four counters of one byte each, emptied before they can overflow. */
+static size_t LEVEL(repeats)(const uint8_t *s, size_t n) {
+    size_t total = 0, i = 1;
+    while (i + 64 <= n) {
+        uint8_t counts[64] = {0};
+        size_t rows = (n - i) / 64 < 255 ? (n - i) / 64 : 255;
+        for (size_t row = 0; row < rows; ++row, i += 64)
+            for (int j = 0; j < 64; ++j) counts[j] = (uint8_t)(counts[j] + (s[i + j] == s[i + j - 1]));
+        for (int j = 0; j < 64; ++j) total += counts[j];
+    }
+    for (; i < n; ++i) total += s[i] == s[i - 1];
+    return total;
+}
+
+/* Tile by tile, so that words are read from memory once and bytes are counted while the first-level cache has them. */
+static void LEVEL(split)(const uint8_t *src, size_t words, int stride, uint8_t *const *lanes, int past,
+                         size_t *repeats) {
+    uint8_t buffer[16 + LEVEL(TILE)];
+    uint8_t *tile = buffer + 16;
+    size_t step = LEVEL(TILE) / (size_t)stride;
+    for (int lane = 0; repeats && lane < stride; ++lane) repeats[lane] = 0;
+    for (size_t start = 0; start < words; start += step) {
+        size_t n = words - start < step ? words - start : step;
+        int first = 1;
+        for (int lane = 0; lane < stride; ++lane) {
+            const uint8_t *from = src + start * (size_t)stride + lane;
+            if (lanes[lane] == NULL) continue;
+            uint8_t *to = lanes[lane] + start;
+            int around = past && !first && n == step && (uintptr_t)to % 16 == 0;
+            uint8_t *made = around ? tile : to;
+            first = 0;
+            LEVEL(gather)(from, n, stride, made);
+            if (around) kvmnn_copy_past(to, tile, n);
+            if (repeats == NULL) continue;
+            if (start && around) tile[-1] = from[-stride];
+            repeats[lane] += start ? LEVEL(repeats)(made - 1, n + 1) : LEVEL(repeats)(made, n);
+        }
+    }
+    kvmnn_end_copies_past();
+}
+
 /* Both predictors over whole groups of 64 bytes, of which the first has two before it; adds what repeats to `repeats`. What
  * was predicted one byte before is made again from the lane: what was just stored would be waited for. */
 static void LEVEL(predict_groups)(const uint8_t *restrict raw, size_t n, uint8_t *restrict delta,
@@ -277,20 +318,6 @@ static size_t LEVEL(find_run4)(const uint8_t *s, size_t i, size_t n) {
     return p < end ? p : n;
 }
 
-/* Sixty-four counters of one byte each, emptied before they can overflow. */
-static size_t LEVEL(repeats)(const uint8_t *s, size_t n) {
-    size_t total = 0, i = 1;
-    while (i + 64 <= n) {
-        uint8_t counts[64] = {0};
-        size_t rows = (n - i) / 64 < 255 ? (n - i) / 64 : 255;
-        for (size_t row = 0; row < rows; ++row, i += 64)
-            for (int j = 0; j < 64; ++j) counts[j] = (uint8_t)(counts[j] + (s[i + j] == s[i + j - 1]));
-        for (int j = 0; j < 64; ++j) total += counts[j];
-    }
-    for (; i < n; ++i) total += s[i] == s[i - 1];
-    return total;
-}
-
 static size_t LEVEL(run_length)(const uint8_t *s, size_t i, size_t n) {
     const uint64_t same = s[i] * 0x0101010101010101ULL;
     size_t end = i + 1;
@@ -320,7 +347,7 @@ static void LEVEL(histogram)(const uint8_t *s, size_t n, uint64_t counts[256]) {
 }
 
 static const kvmnn_lanes LEVEL(table) = {
-    KVMNN_LEVEL_NAME, LEVEL(predict_lane), LEVEL(predict_lane_part), LEVEL(predict),    LEVEL(predict_counted),
-    LEVEL(unpredict),         LEVEL(join),         LEVEL(join_past),         LEVEL(join_equals), LEVEL(find_run4),
-    LEVEL(repeats),           LEVEL(run_length),   LEVEL(histogram),
+    KVMNN_LEVEL_NAME,     LEVEL(predict_lane), LEVEL(split), LEVEL(predict_lane_part), LEVEL(predict),
+    LEVEL(predict_counted), LEVEL(unpredict),  LEVEL(join),  LEVEL(join_past),         LEVEL(join_equals),
+    LEVEL(find_run4),     LEVEL(repeats),      LEVEL(run_length), LEVEL(histogram),
 };

@@ -81,7 +81,7 @@ def test_libzstd_needs_little_more_room_than_it_fills(level: int) -> None:
 
 
 def mixed(rng: np.random.Generator, count: int) -> Iterator[npt.NDArray[np.uint8]]:
-    """Streams of several kinds of bytes: noise, bells, few values, one value, what comes again with errors or without."""
+    """Streams of several kinds of bytes: noise, bells, few values, one value, copies with errors and without."""
     for _ in range(count):
         parts = []
         for _ in range(rng.integers(1, 8)):

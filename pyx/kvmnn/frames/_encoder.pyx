@@ -26,7 +26,6 @@ cdef enum:
     FUSE_UP_TO = 256 << 10  # bytes of a lane whose three streams are made in one pass, ...
     SPLIT_UP_TO = 48 << 20  # ... and of all lanes and a stream, which are parted in one pass; each stream is then made
                             # where it is compressed, while the cache has it
-    PAST_FROM = 8 << 20     # bytes of all lanes that no cache keeps until they are compressed
     SLACK = 1 << 10         # bytes that a payload may be too long before libzstd stops: it gives up a few bytes before the
                             # end, and what it tries first (tables, literals) may be longer than what it then writes
     SAMPLE_TILE = 1024      # effort "balanced": bytes of one look at a stream ...
@@ -133,7 +132,7 @@ cdef size_t one_lane(const uint8_t *src, size_t words, int stride, int lane, uin
         return rle_least(words, lanes().repeats(src, words))
     memset(parts, 0, sizeof(parts))
     parts[lane] = to
-    lanes().split(src, words, stride, parts, False, repeats)
+    lanes().split(src, words, stride, parts, repeats)
     return rle_least(words, repeats[lane])
 
 
@@ -146,7 +145,7 @@ cdef void all_lanes(
     cdef int lane
     for lane in range(stride):
         parts[lane] = to + <size_t>lane * spacing(words)
-    lanes().split(src, words, stride, parts, <size_t>stride * words >= PAST_FROM, repeats)
+    lanes().split(src, words, stride, parts, repeats)
     for lane in range(stride):
         rle_least_sizes[lane] = rle_least(words, repeats[lane])
 

@@ -135,7 +135,7 @@ cdef void gather(const Piece *of, uint8_t *to) noexcept nogil:
     cdef int lane
     for lane in range(of.stride):
         parts[lane] = to + <size_t>lane * aligned(of.words)
-    lanes().split(of.src, of.words, of.stride, parts, False, NULL)
+    lanes().split(of.src, of.words, of.stride, parts, NULL)
 
 
 # -- what samples say -------------------------------------------------------------------------------------------------

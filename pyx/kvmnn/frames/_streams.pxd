@@ -10,7 +10,7 @@ cdef extern from "kvmnn/frames/lanes.h" nogil:
         const char *name
         void (*predict_lane)(const uint8_t *src, size_t words, int stride, int lane, int mode, uint8_t *dst) noexcept nogil
         void (*split)(
-            const uint8_t *src, size_t words, int stride, uint8_t *const *lanes, int past, size_t *repeats) noexcept nogil
+            const uint8_t *src, size_t words, int stride, uint8_t *const *lanes, size_t *repeats) noexcept nogil
         void (*predict_lane_part)(
             const uint8_t *src, size_t start, size_t end, int stride, int lane, uint8_t *raw, uint8_t *delta,
             uint8_t *exclusive_or, size_t *repeats) noexcept nogil

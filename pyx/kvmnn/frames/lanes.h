@@ -18,10 +18,9 @@ typedef struct {
     /* dst[i] = src[stride * i + lane], then the predictor `mode` over dst with the byte before it taken as 0. */
     void (*predict_lane)(const uint8_t *src, size_t words, int stride, int lane, int mode, uint8_t *dst);
 
-    /* Lanes as they are: `words` bytes at lanes[j], unless that is NULL. Where `past` all but the first of them go past the
-       caches, if there is a way to: for more bytes than these hold. Unless `repeats` is NULL, repeats[j] says how many
+    /* Lanes as they are: `words` bytes at lanes[j], unless that is NULL. Unless `repeats` is NULL, repeats[j] says how many
        bytes of lane j are equal to the one before. */
-    void (*split)(const uint8_t *src, size_t words, int stride, uint8_t *const *lanes, int past, size_t *repeats);
+    void (*split)(const uint8_t *src, size_t words, int stride, uint8_t *const *lanes, size_t *repeats);
 
     /* All three predictors of one lane for the words [start, end), from the whole arrays: what is before start is there.
        Adds to `repeats` how many bytes of each are equal to the one before. */

@@ -71,30 +71,18 @@ static size_t LEVEL(repeats)(const uint8_t *s, size_t n) {
 }
 
 /* Tile by tile, so that words are read from memory once and bytes are counted while the first-level cache has them. */
-static void LEVEL(split)(const uint8_t *src, size_t words, int stride, uint8_t *const *lanes, int past,
-                         size_t *repeats) {
-    uint8_t buffer[16 + LEVEL(TILE)];
-    uint8_t *tile = buffer + 16;
+static void LEVEL(split)(const uint8_t *src, size_t words, int stride, uint8_t *const *lanes, size_t *repeats) {
     size_t step = LEVEL(TILE) / (size_t)stride;
     for (int lane = 0; repeats && lane < stride; ++lane) repeats[lane] = 0;
     for (size_t start = 0; start < words; start += step) {
         size_t n = words - start < step ? words - start : step;
-        int first = 1;
         for (int lane = 0; lane < stride; ++lane) {
-            const uint8_t *from = src + start * (size_t)stride + lane;
             if (lanes[lane] == NULL) continue;
             uint8_t *to = lanes[lane] + start;
-            int around = past && !first && n == step && (uintptr_t)to % 16 == 0;
-            uint8_t *made = around ? tile : to;
-            first = 0;
-            LEVEL(gather)(from, n, stride, made);
-            if (around) kvmnn_copy_past(to, tile, n);
-            if (repeats == NULL) continue;
-            if (start && around) tile[-1] = from[-stride];
-            repeats[lane] += start ? LEVEL(repeats)(made - 1, n + 1) : LEVEL(repeats)(made, n);
+            LEVEL(gather)(src + start * (size_t)stride + lane, n, stride, to);
+            if (repeats) repeats[lane] += start ? LEVEL(repeats)(to - 1, n + 1) : LEVEL(repeats)(to, n);
         }
     }
-    kvmnn_end_copies_past();
 }
 
 /* Both predictors over whole groups of 64 bytes, of which the first has two before it; adds what repeats to `repeats`. What

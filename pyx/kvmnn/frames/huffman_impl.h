@@ -6,23 +6,19 @@
 
 #ifdef LEVEL_WIDE
 
+/* Of all symbols. Codes are bytes: the longest begin at 0, so of 256 none is above 255. */
 typedef struct {
-    __m512i lengths[4], low[4], high[4]; /* of 256 codes each: their bits, their lower and their upper byte */
+    __m512i lengths[4], codes[4];
 } LEVEL(tables);
 
 static void LEVEL(prepare)(const kvmnn_huffman *code, const uint64_t *codes, kvmnn_huffman_pairs *pairs, size_t n,
                            LEVEL(tables) *tables) {
-    uint8_t low[SYMBOLS], high[SYMBOLS];
+    uint8_t bytes[SYMBOLS];
     (void)codes, (void)pairs, (void)n;
-    for (int s = 0; s < SYMBOLS; ++s) {
-        uint16_t bits = code->bits[s] ? code->code[s] : 0;
-        low[s] = (uint8_t)bits;
-        high[s] = (uint8_t)(bits >> 8);
-    }
+    for (int s = 0; s < SYMBOLS; ++s) bytes[s] = code->bits[s] ? (uint8_t)code->code[s] : 0;
     for (int i = 0; i < 4; ++i) {
         tables->lengths[i] = _mm512_loadu_si512(code->bits + 64 * i);
-        tables->low[i] = _mm512_loadu_si512(low + 64 * i);
-        tables->high[i] = _mm512_loadu_si512(high + 64 * i);
+        tables->codes[i] = _mm512_loadu_si512(bytes + 64 * i);
     }
 }
 
@@ -56,9 +52,9 @@ static uint8_t *LEVEL(write_one)(const uint64_t *codes, const LEVEL(tables) *tab
         uint64_t bits[2][8], counts[2][8];
         __m512i source = _mm512_loadu_si512(literals + whole - AT_ONCE), zero = _mm512_setzero_si512();
         __m512i lengths = LEVEL(look)(tables->lengths, source);
-        __m512i low = LEVEL(look)(tables->low, source), high = LEVEL(look)(tables->high, source);
-        __m512i a = _mm512_unpacklo_epi8(low, high), a_bits = _mm512_unpacklo_epi8(lengths, zero);
-        __m512i b = _mm512_unpackhi_epi8(low, high), b_bits = _mm512_unpackhi_epi8(lengths, zero);
+        __m512i found = LEVEL(look)(tables->codes, source);
+        __m512i a = _mm512_unpacklo_epi8(found, zero), a_bits = _mm512_unpacklo_epi8(lengths, zero);
+        __m512i b = _mm512_unpackhi_epi8(found, zero), b_bits = _mm512_unpackhi_epi8(lengths, zero);
         LEVEL(join16)(&a, &a_bits);
         LEVEL(join16)(&b, &b_bits);
         LEVEL(join32)(&a, &a_bits);

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..dtypes import Bytes
-from ._anchors import anchors
+from ._anchors import again, anchors
 
 WINDOW = 32
 """Words that are looked at in one place."""
@@ -48,8 +48,7 @@ def repeats_from_afar(data: Bytes, stride: int, distance: int) -> Repeats:
     heads, places = np.empty(most, np.uint64), np.empty(most, np.int64)
     found = anchors(data, stride, begins, WINDOW, heads, places)
     heads, places = heads[:found], places[:found]
-    alike = np.sort(heads)
-    if np.count_nonzero(alike[1:] == alike[:-1]) < PAIRS:
+    if again(heads) < PAIRS:
         return NONE
     order = np.lexsort((places, heads))
     heads, places = heads[order], places[order]

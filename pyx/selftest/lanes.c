@@ -77,7 +77,11 @@ static void check_predictors(const kvmnn_lanes *t, const uint8_t *src, size_t n,
         t->predict(src, n, mode, dst);
         if (!exact(dst, n)) fail(t, "predict", n, offset, mode, 0);
 
-        if (mode != KVMNN_MODE_RAW) {
+        if (mode == KVMNN_MODE_RAW) {
+            dst = guarded(offset);
+            t->copy_past(dst, src, n);
+            if (!exact(dst, n)) fail(t, "copy_past", n, offset, 0, 0);
+        } else {
             size_t repeats = 0;
             dst = guarded(offset);
             for (size_t i = 1; i < n; ++i) repeats += want[i] == want[i - 1];

@@ -13,7 +13,7 @@ from codec_samples import kv_like
 
 import kvmnn
 from kvmnn.frames import _encoder, _fast, fast, pieces
-from kvmnn.frames._anchors import anchors
+from kvmnn.frames._anchors import again, anchors
 from kvmnn.frames._room import Room, Track
 from kvmnn.frames.afar import repeats_from_afar
 
@@ -223,6 +223,23 @@ def test_parts_of_several_rooms_are_put_together(first: int, second: int, in_pla
     ]
     assert (pieces._home(parts) is room) == in_place
     assert pieces.joined(parts, 2) == pieces.joined(parts, 2, pieces._home(parts)) == b"headfirst234secondbytes"
+
+
+def test_numbers_that_are_there_again() -> None:
+    rng = np.random.default_rng(1)
+    for n, most in ((0, 9), (1, 9), (2, 2), (3, 9), (1_000, 300), (9_000, 1 << 63)):
+        numbers = rng.integers(1, most, n, np.uint64)
+        assert again(numbers) == n - np.unique(numbers).size
+    assert again(np.zeros(5, np.uint64)) == 4
+
+
+def test_numbers_that_somebody_has_chosen() -> None:
+    """So that all fall together in a table: they count as if there were more, and take no longer."""
+    spread, whole = 0x9E3779B97F4A7C15, (1 << 64) - 1
+    mixed = [pow(spread, -1, 1 << 64) * slot & whole for slot in range(1, 30_001)]
+    numbers = np.array([x ^ x >> 29 ^ x >> 58 for x in mixed], np.uint64)
+    assert (((numbers ^ numbers >> np.uint64(29)) * np.uint64(spread)) >> np.uint64(40) == 0).all()
+    assert again(numbers) > 20_000
 
 
 def test_anchors() -> None:

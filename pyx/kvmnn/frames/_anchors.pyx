@@ -1,7 +1,9 @@
 """Words of an array that are chosen by what they are, so that the same ones are chosen wherever they are there again."""
 
 from libc.stdint cimport int64_t, uint8_t, uint64_t
-from libc.string cimport memcpy
+from libc.string cimport memcpy, memset
+
+from kvmnn.frames._workspace cimport Workspace, acquire, release
 
 from ..errors import KvmnnError
 
@@ -22,6 +24,7 @@ cdef enum:
     LENGTH = 8   # words that are compared: those of a cache that was quantised coarsely are alike by chance where they are
                  # fewer
     BITS = 3     # of a number, which are 0 if it is chosen: one in 8 is
+    PROBES = 64  # slots of a table that are looked at, far more than numbers need that nobody has chosen
 
 cdef uint64_t SPREAD = <uint64_t>0x9E3779B97F4A7C15
 
@@ -63,4 +66,33 @@ def anchors(
                     places[found] = at
                     found += 1
                 at += 1
+    return found
+
+
+def again(const uint64_t[::1] numbers not None) -> int:
+    """How many numbers are there before as well, or more than that where very many fall together in a table."""
+    cdef size_t n = numbers.shape[0], slots = 2, i, slot, last, found = 0
+    cdef int bits = 1
+    cdef uint64_t number
+    cdef uint64_t *table
+    while slots < 2 * n:
+        slots, bits = 2 * slots, bits + 1
+    cdef Workspace ws = acquire(False, False)
+    try:
+        table = <uint64_t *>ws.buffer(0, slots * sizeof(uint64_t))
+        if table == NULL:
+            raise MemoryError("no memory to compare words of an array")
+        with nogil:
+            memset(table, 0, slots * sizeof(uint64_t))  # a 0 is an empty slot; the number 0 is counted as 1
+            for i in range(n):
+                number = max(numbers[i], <uint64_t>1)
+                slot = (number ^ number >> 29) * SPREAD >> (64 - bits)
+                last = slot + PROBES
+                while slot < last and table[slot & (slots - 1)] != 0 and table[slot & (slots - 1)] != number:
+                    slot += 1
+                slot &= slots - 1
+                found += table[slot] != 0
+                table[slot] = number
+    finally:
+        release(ws)
     return found

@@ -371,7 +371,7 @@ def write_payload(
                     stream[0] = stream[0] - before if mode == KVMNN_MODE_DELTA else stream[0] ^ before
                 size = zstd.compress(ws.cctx, out, most, stream, end - begin, level)
                 if is_no_room(size) and mode == KVMNN_MODE_RAW:
-                    raw_frame(stream, end - begin, 1, 0, out)
+                    raw_frame(stream, end - begin, 1, 0, False, out)
                     size = raw_size(end - begin)
     finally:
         release(ws)

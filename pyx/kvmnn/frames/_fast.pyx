@@ -18,7 +18,7 @@ from kvmnn.frames._fast_lane cimport (
 )
 from kvmnn.frames._room cimport Track
 from kvmnn.frames._stream_header cimport CODEC_ZSTD, HEADER, MODES, store_le32
-from kvmnn.frames._streams cimport KVMNN_MODE_RAW
+from kvmnn.frames._streams cimport KVMNN_MODE_RAW, PAST_FROM, lanes
 from kvmnn.frames._workspace cimport Workspace, acquire, release, shortened, unfinished_bytes
 
 from ..errors import KvmnnError
@@ -139,12 +139,18 @@ cdef Workspace lanes_made(
     return ws
 
 
-cdef void put_raw(const Lane *found, const uint8_t *src, size_t words, int stride, int lane, uint8_t *at) noexcept nogil:
-    """A lane as raw blocks."""
-    if found.bytes != NULL:
-        raw_frame(found.bytes, words, 1, 0, at)
+cdef void put_lane(
+    const Lane *found, const uint8_t *src, size_t words, int stride, int lane, bint past, uint8_t *at
+) noexcept nogil:
+    """A payload that was made elsewhere, or is to be raw blocks; past the caches where that is for many bytes."""
+    if found.made == NULL and found.bytes != NULL:
+        raw_frame(found.bytes, words, 1, 0, past, at)
+    elif found.made == NULL:
+        raw_frame(src, words, stride, lane, past, at)
+    elif past:
+        lanes().copy_past(at, found.made, found.size)
     else:
-        raw_frame(src, words, stride, lane, at)
+        memcpy(at, found.made, found.size)
 
 
 cdef void put_frame(const Lane *found, const uint8_t *src, size_t words, int stride, uint8_t *at) noexcept nogil:
@@ -157,10 +163,8 @@ cdef void put_frame(const Lane *found, const uint8_t *src, size_t words, int str
         store_le32(at + 2, <uint32_t>words)
         store_le32(at + 6, <uint32_t>found[lane].size)
         at += HEADER
-        if found[lane].made == NULL:
-            put_raw(&found[lane], src, words, stride, lane, at)
-        elif found[lane].made != at:
-            memcpy(at, found[lane].made, found[lane].size)
+        if found[lane].made != at:
+            put_lane(&found[lane], src, words, stride, lane, False, at)
         at += found[lane].size
 
 
@@ -243,6 +247,7 @@ def write_payloads(
     cdef size_t room_for[4]
     cdef size_t words = end - begin
     cdef int lane
+    cdef bint past = data.shape[0] >= PAST_FROM
     cdef const uint8_t *src
     cdef Track track
     cdef Workspace ws
@@ -261,11 +266,10 @@ def write_payloads(
             track = tracks[lane]
             to = track.room.at(track.place(piece), room_for[lane])
             with nogil:
-                if found[lane].made != NULL and found[lane].size <= room_for[lane]:
-                    memcpy(to, found[lane].made, found[lane].size)
-                elif found[lane].size:
-                    found[lane].size = raw_size(words)
-                    put_raw(&found[lane], src, words, stride, lane, to)
+                if found[lane].size > room_for[lane]:
+                    found[lane].size, found[lane].made = raw_size(words), NULL
+                if found[lane].size:
+                    put_lane(&found[lane], src, words, stride, lane, past, to)
             track.done(piece, found[lane].size)
     finally:
         release(ws)

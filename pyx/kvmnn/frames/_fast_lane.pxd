@@ -74,4 +74,4 @@ cdef void smaller(
     Workspace ws, const Piece *of, int lane, int modes, const Form *form, Scratch scratch, Lane *found, uint8_t **spare
 ) noexcept nogil
 cdef size_t raw_size(size_t n) noexcept nogil
-cdef void raw_frame(const uint8_t *src, size_t words, int stride, int lane, uint8_t *dst) noexcept nogil
+cdef void raw_frame(const uint8_t *src, size_t words, int stride, int lane, bint past, uint8_t *dst) noexcept nogil

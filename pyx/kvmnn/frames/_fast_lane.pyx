@@ -181,14 +181,17 @@ cdef size_t raw_size(size_t n) noexcept nogil:
     return (kvmnn_zstd_header(header, n) - header) + (n + KVMNN_ZSTD_RAW_BLOCK - 1) // KVMNN_ZSTD_RAW_BLOCK * RAW_HEADER + n
 
 
-cdef void raw_frame(const uint8_t *src, size_t words, int stride, int lane, uint8_t *dst) noexcept nogil:
-    """A lane as raw blocks, straight from the words to where it stays."""
+cdef void raw_frame(const uint8_t *src, size_t words, int stride, int lane, bint past, uint8_t *dst) noexcept nogil:
+    """A lane as raw blocks, straight from the words to where it stays; if `past`, bytes of a lane past the caches."""
     cdef uint8_t *at = kvmnn_zstd_header(dst, words)
     cdef size_t begin = 0, size
     while begin < words:
         size = min(<size_t>KVMNN_ZSTD_RAW_BLOCK, words - begin)
         at = kvmnn_zstd_raw_block(at, size, begin + size == words)
-        raw_bytes(src + begin * <size_t>stride, size, stride, lane, at)
+        if past and stride == 1:
+            lanes().copy_past(at, src + begin, size)
+        else:
+            raw_bytes(src + begin * <size_t>stride, size, stride, lane, at)
         at += size
         begin += size
 

@@ -6,7 +6,7 @@ Lanes of noise are such payloads: their bytes go from the frame to the words wit
 from libc.stdint cimport uint8_t, uint64_t
 from libc.string cimport memset
 
-from kvmnn.frames._streams cimport lanes
+from kvmnn.frames._streams cimport PAST_FROM, lanes
 
 cdef enum:
     LEAST_FRAME = 9      # bytes of a frame with a block: magic number, descriptor, size, header of the block
@@ -15,7 +15,6 @@ cdef enum:
     SIZE_BITS = 0xC0     # ... and these say how wide the size is; others, of checksum and dictionary, are not set
     LEAST_WINDOW = 7     # of a window: 2^(10 + that), the largest block, ...
     MOST_WINDOW = 17     # ... and what every release takes
-    PAST_FROM = 8 << 20  # bytes that no cache keeps until they are read
 
 
 cdef struct Reader:

@@ -14,6 +14,7 @@ cdef extern from "kvmnn/frames/lanes.h" nogil:
         void (*predict_lane_part)(
             const uint8_t *src, size_t start, size_t end, int stride, int lane, uint8_t *raw, uint8_t *delta,
             uint8_t *exclusive_or, size_t *repeats) noexcept nogil
+        void (*copy_past)(uint8_t *dst, const uint8_t *src, size_t n) noexcept nogil
         void (*predict)(const uint8_t *src, size_t n, int mode, uint8_t *dst) noexcept nogil
         size_t (*predict_counted)(const uint8_t *src, size_t n, int mode, uint8_t *dst) noexcept nogil
         void (*unpredict)(uint8_t *stream, size_t n, int mode) noexcept nogil
@@ -24,6 +25,9 @@ cdef extern from "kvmnn/frames/lanes.h" nogil:
         size_t (*repeats)(const uint8_t *s, size_t n) noexcept nogil
         size_t (*run_length)(const uint8_t *s, size_t i, size_t n) noexcept nogil
         void (*histogram)(const uint8_t *s, size_t n, uint64_t *counts) noexcept nogil
+
+cdef enum:
+    PAST_FROM = 8 << 20  # bytes that no cache keeps until they are read
 
 cdef const kvmnn_lanes *lanes() noexcept nogil
 

@@ -24,6 +24,17 @@ static void kvmnn_end_copies_past(void) {
 #endif
 }
 
+/* memcpy past the caches, line by line. */
+static void kvmnn_past(uint8_t *dst, const uint8_t *src, size_t n) {
+    size_t head = (size_t)(-(uintptr_t)dst & 63), body;
+    if (head > n) head = n;
+    body = (n - head) & ~(size_t)63;
+    memcpy(dst, src, head);
+    kvmnn_copy_past(dst + head, src + head, body);
+    memcpy(dst + head + body, src + head + body, n - head - body);
+    kvmnn_end_copies_past();
+}
+
 #define KVMNN_LOOPS "frames/lanes_impl.h"
 #define KVMNN_TABLE kvmnn_lanes
 #include "../simd.h"

@@ -27,6 +27,9 @@ typedef struct {
     void (*predict_lane_part)(const uint8_t *src, size_t start, size_t end, int stride, int lane, uint8_t *raw,
                               uint8_t *delta, uint8_t *exclusive_or, size_t repeats[3]);
 
+    /* dst[i] = src[i] past the caches, where there is a way to. */
+    void (*copy_past)(uint8_t *dst, const uint8_t *src, size_t n);
+
     /* The predictor over one contiguous stream; `dst` gets n bytes. */
     void (*predict)(const uint8_t *src, size_t n, int mode, uint8_t *dst);
 

@@ -335,7 +335,7 @@ static void LEVEL(histogram)(const uint8_t *s, size_t n, uint64_t counts[256]) {
 }
 
 static const kvmnn_lanes LEVEL(table) = {
-    KVMNN_LEVEL_NAME,     LEVEL(predict_lane), LEVEL(split), LEVEL(predict_lane_part), LEVEL(predict),
+    KVMNN_LEVEL_NAME,     LEVEL(predict_lane), LEVEL(split), LEVEL(predict_lane_part), kvmnn_past, LEVEL(predict),
     LEVEL(predict_counted), LEVEL(unpredict),  LEVEL(join),  LEVEL(join_past),         LEVEL(join_equals),
     LEVEL(find_run4),     LEVEL(repeats),      LEVEL(run_length), LEVEL(histogram),
 };

@@ -220,6 +220,23 @@ def test_repeats_cost_hardly_more_than_in_exact_frames(words: int, seed: int, dt
             assert kvmnn.decode(made, dtype=dtype).tobytes() == array.tobytes()
 
 
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("words", "share", "period"),
+    [(10_000, 0.8, 251), (40_000, 0.8, 501), (40_000, 0.5, 63), (200_000, 0.5, 5001), (2_000_000, 0.5, 50_001)],
+)
+def test_a_part_that_repeats_itself_at_an_odd_distance(words: int, share: float, period: int, dtype: str) -> None:
+    """Behind noise, of which the search looks at fewer and fewer places."""
+    for seed in range(8 if words < 100_000 else 2):
+        values = np.random.default_rng(seed).standard_normal(words)
+        begin = int(words * (1 - share))
+        values[begin:] = np.resize(values[begin : begin + period], words - begin)
+        array = as_words(values, dtype)
+        made = kvmnn.encode(array, dtype=dtype, effort="fast")
+        assert len(made) <= 1.05 * len(kvmnn.encode(array, dtype=dtype)), seed
+        assert kvmnn.decode(made, dtype=dtype).tobytes() == array.tobytes()
+
+
 @pytest.mark.parametrize("effort", ["fast", "balanced"])
 def test_runs_are_rle_where_the_engine_has_it(effort: str) -> None:
     """Of whole lanes, also of those that are several pieces; not where RLE is not allowed."""

@@ -90,6 +90,16 @@ static inline void insert_until(lane_search *s, size_t end) {
 }
 
 typedef struct {
+    const kvmnn_repeat *next, *end;
+} repeats_walk;
+
+/* Whether a place is in a repeat; places are asked for in ascending order. */
+static inline int is_repeated(repeats_walk *walk, size_t at) {
+    while (walk->next < walk->end && walk->next->at + walk->next->length <= at) ++walk->next;
+    return walk->next < walk->end && walk->next->at <= at;
+}
+
+typedef struct {
     size_t (*find)(const uint8_t *lane, size_t n, int dear, uint32_t *table, kvmnn_repeat *out);
     double (*missed)(const uint8_t *lane, size_t n, const kvmnn_repeat *repeats, size_t count, uint32_t *table);
 } repeats_loops;

@@ -130,25 +130,71 @@ static size_t LEVEL(find)(const uint8_t *lane, size_t n, int dear, uint32_t *tab
     return found;
 }
 
-static double LEVEL(missed)(const uint8_t *lane, size_t n, const kvmnn_repeat *repeats, size_t count, uint32_t *table) {
-    enum { ENTRIES = 1 << 12, SHIFT = 64 - 12, ROOM = 72, LEAST = 16, MOST = 4096 };
+/* Which of 64 bytes have none of `bits`. */
+static inline uint64_t LEVEL(without64)(const uint8_t *a, uint8_t bits) {
     static const uint8_t zeros[64];
-    size_t seen = 0, missed = 0, next = 0;
+    uint8_t left[64];
+    for (int i = 0; i < 64; ++i) left[i] = a[i] & bits;
+    return LEVEL(equal64)(left, zeros);
+}
+
+/* Of a long lane a window in so many is looked at, of which both of a pair must be one; of a short one more bytes count. */
+static double LEVEL(missed_of_some)(const uint8_t *lane, size_t n, const kvmnn_repeat *repeats, size_t count,
+                                    uint32_t *table) {
+    enum { ENTRIES = 1 << 12, SHIFT = 64 - 12, ROOM = 72, LEAST = 16, LONG = 1 << 20, SHORT = 1 << 19, MOST_BYTES = 4 };
+    size_t every = (n + LONG - 1) / LONG, seen = 0, missed = 0, bytes_that_count = 1;
+    while (bytes_that_count < MOST_BYTES && n * 2 * bytes_that_count <= SHORT) bytes_that_count *= 2;
+    uint8_t bits = (uint8_t)~(bytes_that_count - 1);
+    repeats_walk walk = {repeats, repeats + count};
     memset(table, 0, ENTRIES * sizeof *table);
-    for (size_t i = 0; i + ROOM <= n && seen < MOST; i += 64) {
-        for (uint64_t found = LEVEL(equal64)(lane + i, zeros); found; found &= found - 1) {
+    for (size_t i = 0; i + ROOM <= n; i += 64 * every) {
+        for (uint64_t found = LEVEL(without64)(lane + i, bits); found; found &= found - 1) {
             size_t at = i + kvmnn_lowest_bit(found), before;
             uint64_t bytes = kvmnn_load_le64(lane + at);
             uint32_t *entry = table + (bytes * 0x9E3779B97F4A7C15ULL >> SHIFT);
             before = *entry;
             *entry = (uint32_t)at + 1;
             ++seen;
-            if (before == 0 || kvmnn_load_le64(lane + before - 1) != bytes) continue;
-            while (next < count && repeats[next].at + repeats[next].length <= at) ++next;
-            missed += next == count || repeats[next].at > at;
+            if (before && kvmnn_load_le64(lane + before - 1) == bytes) missed += !is_repeated(&walk, at);
         }
     }
-    return seen < LEAST ? 0 : (double)missed / (double)seen;
+    return seen < LEAST ? 0 : (double)(missed * every) / (double)seen;
+}
+
+/* Whether the eight bytes at `at` are there less than `near` before as well. */
+static int LEVEL(is_near)(const uint8_t *lane, size_t at, size_t near) {
+    uint64_t bytes = kvmnn_load_le64(lane + at);
+    uint8_t first[64], last[64];
+    memset(first, lane[at], sizeof first);
+    memset(last, lane[at + 7], sizeof last);
+    for (size_t i = at > near ? at - near : 0; i < at; i += 64) {
+        uint64_t found = LEVEL(equal64)(lane + i, first);
+        if (found) found &= LEVEL(equal64)(lane + i + 7, last);
+        for (; found; found &= found - 1) {
+            size_t before = i + kvmnn_lowest_bit(found);
+            if (before < at && kvmnn_load_le64(lane + before) == bytes) return 1;
+        }
+    }
+    return 0;
+}
+
+/* Of some places; what comes again soon may have none of the bytes that count above. */
+static double LEVEL(missed_near)(const uint8_t *lane, size_t n, const kvmnn_repeat *repeats, size_t count) {
+    enum { PLACES = 24, NEAR = 1 << 10, ROOM = 72, LEAST = 2 };
+    size_t missed = 0;
+    repeats_walk walk = {repeats, repeats + count};
+    if (n < PLACES * ROOM) return 0;
+    for (size_t i = 1; i < PLACES; ++i) {
+        size_t at = n / PLACES * i;
+        if (LEVEL(is_near)(lane, at, NEAR)) missed += !is_repeated(&walk, at);
+    }
+    return missed < LEAST ? 0 : (double)missed / PLACES;
+}
+
+static double LEVEL(missed)(const uint8_t *lane, size_t n, const kvmnn_repeat *repeats, size_t count, uint32_t *table) {
+    double near = LEVEL(missed_near)(lane, n, repeats, count);
+    double some = LEVEL(missed_of_some)(lane, n, repeats, count, table);
+    return near > some ? near : some;
 }
 
 static const repeats_loops LEVEL(table) = {LEVEL(find), LEVEL(missed)};

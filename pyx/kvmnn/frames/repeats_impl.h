@@ -191,10 +191,31 @@ static double LEVEL(missed_near)(const uint8_t *lane, size_t n, const kvmnn_repe
     return missed < LEAST ? 0 : (double)missed / PLACES;
 }
 
+/* Of some places those where five bytes and more are as in a row shortly before: of columns that never change. */
+static double LEVEL(missed_in_rows)(const uint8_t *lane, size_t n, const kvmnn_repeat *repeats, size_t count) {
+    enum { PLACES = 12, FAR = 512, ROOM = 72, LEAST = 2 };
+    size_t missed = 0;
+    repeats_walk walk = {repeats, repeats + count};
+    if (n < PLACES * (FAR + ROOM)) return 0;
+    for (size_t i = 1; i < PLACES; ++i) {
+        size_t at = n / PLACES * i;
+        for (size_t distance = GRID; distance <= FAR; distance += GRID) {
+            uint64_t same = LEVEL(equal64)(lane + at, lane + at - distance);
+            same &= same >> 1;
+            same &= same >> 2 & same >> 3;
+            if (same == 0) continue;
+            missed += !is_repeated(&walk, at + kvmnn_lowest_bit(same));
+            break;
+        }
+    }
+    return missed < LEAST ? 0 : (double)missed / PLACES;
+}
+
 static double LEVEL(missed)(const uint8_t *lane, size_t n, const kvmnn_repeat *repeats, size_t count, uint32_t *table) {
-    double near = LEVEL(missed_near)(lane, n, repeats, count);
-    double some = LEVEL(missed_of_some)(lane, n, repeats, count, table);
-    return near > some ? near : some;
+    double most = LEVEL(missed_of_some)(lane, n, repeats, count, table), other;
+    if ((other = LEVEL(missed_near)(lane, n, repeats, count)) > most) most = other;
+    if ((other = LEVEL(missed_in_rows)(lane, n, repeats, count)) > most) most = other;
+    return most;
 }
 
 static const repeats_loops LEVEL(table) = {LEVEL(find), LEVEL(missed)};

@@ -14,11 +14,11 @@ from ._anchors import again, anchors
 
 WINDOW = 32
 """Words that are looked at in one place."""
-PLACES = 26
+PLACES = 40
 """Times the square root of the number of words, those that are looked at, of which one in 8 is compared (`_anchors`).
-If all words are there twice, then 30 pairs of them are expected, ..."""
-PAIRS = 12
-"""... and so many are enough."""
+If all words are there twice, then 70 pairs of them are expected, ..."""
+PAIRS = 8
+"""... and so many are enough: 6 % of the words that are copies of others, which cost as much where they are missed."""
 STEP = 8
 """Words: the search of effort "fast" sees repeats whose distance is a multiple."""
 

@@ -57,7 +57,7 @@ def test_rotated_rows(rotary: dense.Rotary, dtype: str) -> None:
     rng = np.random.default_rng(5)
     positions = np.sort(rng.choice(2000, 120, replace=False))
     values = near_rows(rng, 3, 120, 20)
-    values += 0.002 * rng.standard_normal(values.shape, np.float32)  # or fp32 has repeats that a frame says in fewer bytes
+    values += 0.002 * rng.standard_normal(values.shape, np.float32)  # or frames of fp32 are smaller
     array = to_dtype(rotated(values, rotary.dims, rotary.theta, positions, rotary.pairing), dtype)
     array[0, 7] = array[0, 3]
     array[:, 50] = array[:, 49]

@@ -21,10 +21,10 @@ size_t kvmnn_repeats_table(size_t n);
    `table` has kvmnn_repeats_table(n) entries of any content, `out` room for kvmnn_repeats_bound(n). */
 size_t kvmnn_repeats_find(int level, const uint8_t *lane, size_t n, int dear, uint32_t *table, kvmnn_repeat *out);
 
-/* Of some places of a lane, how many have eight bytes that were there before and are in none of its `count` repeats, as a
-   share: a search that looks at one place in eight misses rows that lie otherwise. The places are those where a byte is 0,
-   or one of a few, so that they are the same wherever bytes are; or some that are looked for right before. `level` and
-   `table` as before. */
+/* Of some places of a lane, how many have bytes that were there before and are in none of its `count` repeats, as a share:
+   a search that looks at one place in eight misses rows that lie otherwise. The places are those where a byte is 0, or one
+   of a few, so that they are the same wherever bytes are; a few whose eight bytes are looked for right before; and a few
+   where five are as in a row before. The largest of the three shares. `level` and `table` as before. */
 double kvmnn_repeats_missed(
     int level, const uint8_t *lane, size_t n, const kvmnn_repeat *repeats, size_t count, uint32_t *table);
 

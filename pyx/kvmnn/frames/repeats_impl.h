@@ -148,7 +148,12 @@ static double LEVEL(missed_of_some)(const uint8_t *lane, size_t n, const kvmnn_r
     repeats_walk walk = {repeats, repeats + count};
     memset(table, 0, ENTRIES * sizeof *table);
     for (size_t i = 0; i + ROOM <= n; i += 64 * every) {
-        for (uint64_t found = LEVEL(without64)(lane + i, bits); found; found &= found - 1) {
+        uint64_t found = LEVEL(without64)(lane + i, bits);
+        if (found == ~(uint64_t)0) { /* of rows of zeros, which every search finds */
+            seen += 64;
+            continue;
+        }
+        for (; found; found &= found - 1) {
             size_t at = i + kvmnn_lowest_bit(found), before;
             uint64_t bytes = kvmnn_load_le64(lane + at);
             uint32_t *entry = table + (bytes * 0x9E3779B97F4A7C15ULL >> SHIFT);

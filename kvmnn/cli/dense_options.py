@@ -76,10 +76,13 @@ def note_idle(arguments: argparse.Namespace, made: Encoded) -> None:
 def options(arguments: argparse.Namespace, source: Source, *, trial: bool = True) -> DenseOptions:
     """What the arguments say, or a trial finds; notes for what a configuration or the trial says."""
     from ..bundle import DenseOptions, find_rotary
+    from ..bundle.dense_pieces import plan_arrays
 
     ids = packed_options.loaded_ids(arguments) if arguments.token_ids is not None else None
     said = DenseOptions(rotary=rotary(arguments, source), token_ids=ids)
     if not trial or arguments.rope is not None or said.rotary is not None:
+        return said
+    if not any(plan.part == "key" for plan in plan_arrays(source, said).values()):
         return said
     found = find_rotary(source, said)
     what = "none found by trial, K is encoded as V is" if found is None else f"{found}, found by trial"

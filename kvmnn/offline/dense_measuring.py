@@ -127,7 +127,8 @@ class DenseMeasurement:
         how = "without rotation (--rope or --model says how it was rotated)"
         if self.rope is not None:
             how = f"as rotated (RoPE) by {self.rope}"
-        lines += ["", f"total: {what}; K taken {how}", MEANING, *self.notes]
+        has_keys = "key" in self._parts(list(self.layers))
+        lines += ["", f"total: {what}" + (f"; K taken {how}" if has_keys else ""), MEANING, *self.notes]
         if self.left_out:
             lines.append(f"left out, no K or V of layers: {', '.join(self.left_out)}")
         return "\n".join(lines)

@@ -35,6 +35,14 @@ class Repeats(NamedTuple):
 NONE = Repeats(False, False)
 
 
+class FromAfar(Exception):
+    """Words are there again farther away than the pieces see that an array is being made of."""
+
+
+class AtOddDistances(Exception):
+    """Words are there again where the search of effort "fast" does not look."""
+
+
 def repeats_from_afar(data: Bytes, stride: int, distance: int) -> Repeats:
     """How words of `stride` bytes are there again; `far` is more than `distance` bytes.
 

@@ -13,9 +13,9 @@ from ..dtypes import Bytes
 from ..threads.pipeline import Progress
 from ..threads.pool import resolve_threads
 from . import _encoder, zstd
-from .afar import NONE
+from .afar import AtOddDistances
 from .candidates import smallest_at_all_levels, smallest_at_one_level
-from .fast import encode_fast, has_fast_form, repeats_in
+from .fast import encode_fast, has_fast_form
 from .guessing import is_one, likely_modes
 from .options import CODECS, MIN_PARALLEL_BYTES, CodecOptions, LaneOptions
 from .pieces import encode_balanced, is_cut
@@ -84,11 +84,10 @@ def encode_words(data: Bytes, options: LaneOptions, threads: int, progress: Prog
     """The frame of little-endian words, all options resolved."""
     if options.effort == "max":
         return smallest_at_all_levels(options, data, threads, progress)
-    has_form = options.effort == "fast" and has_fast_form(options, data.size)
-    repeats = repeats_in(data, options) if has_form else NONE
-    if has_form and not repeats.odd:
-        made = encode_fast(data, options, threads, repeats.far)
-    else:
+    try:
+        has_form = options.effort == "fast" and has_fast_form(options, data.size)
+        made = encode_fast(data, options, threads) if has_form else _at_one_level(data, options, threads)
+    except AtOddDistances:
         made = _at_one_level(data, options, threads)
     if progress:
         progress(data.size)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from ..dtypes import Bytes
-from ..threads.pool import map_pulled
+from ..threads.pool import Job, run_pulled
 from . import _fast
-from .afar import NONE, Repeats, repeats_from_afar
+from .afar import AtOddDistances, FromAfar, repeats_from_afar
 from .options import ZSTD_BIT, LaneOptions
 from .pieces import RUNS, Lane, frame_of, joined, lane_of, lanes_of, nbytes_of, of_pieces, tracks_for, with_runs
 
@@ -26,19 +28,17 @@ def has_fast_form(options: LaneOptions, nbytes: int) -> bool:
     return bool(allowed) and 0 < words <= _U32_MAX and not rest
 
 
-def repeats_in(data: Bytes, options: LaneOptions) -> Repeats:
-    """How words repeat what pieces do not see, or what the search of `encode_fast` does not."""
-    if data.size <= PIECE_BYTES:
-        return NONE
-    return repeats_from_afar(data, options.stride, PIECE_BYTES // 2)
+def encode_fast(data: Bytes, options: LaneOptions, threads: int) -> bytes:
+    """The frame of little-endian words, for which `has_fast_form` holds; its bytes do not depend on `threads`.
 
-
-def encode_fast(data: Bytes, options: LaneOptions, threads: int, longer: bool) -> bytes:
-    """The frame of little-endian words, for which `has_fast_form` holds, of `longer` pieces; its bytes do not depend on
-    `threads`."""
+    Raises
+    ------
+    AtOddDistances
+        For an array of several pieces that repeats itself so: this effort would make too much of it.
+    """
     words = data.size // options.stride
     if data.size > PIECE_BYTES:
-        lanes = _lanes(data, options, threads, longer)
+        lanes = _lanes(data, options, threads)
         return frame_of(words, with_runs(lanes, data, options), threads)
     made = _fast.encode(data, options.stride, options.modes)
     if len(made) * RUNS > data.size:
@@ -48,19 +48,24 @@ def encode_fast(data: Bytes, options: LaneOptions, threads: int, longer: bool) -
 
 def fast_payloads(data: Bytes, options: LaneOptions, threads: int) -> list[tuple[int, bytes]]:
     """For every lane the number of its predictor, and its zstd frames, one for each piece, one behind the other."""
-    lanes = _lanes(data, options, threads, repeats_in(data, options).far)
+    lanes = _lanes(data, options, threads, odd_ones=True)
     return [(lane.mode, joined(lane.parts)) for lane in lanes]
 
 
-def _lanes(data: Bytes, options: LaneOptions, threads: int, longer: bool) -> list[Lane]:
+def _lanes(data: Bytes, options: LaneOptions, threads: int, odd_ones: bool = False) -> list[Lane]:
     modes, rivals = _fast.likely_modes(data, options.stride, options.modes)
-    lanes, size = of_pieces(
-        lambda size: _in_pieces(data, size, options.stride, modes, threads),
-        PIECE_BYTES,
-        data.size,
-        options.stride,
-        longer,
-    )
+
+    def look() -> None:
+        repeats = repeats_from_afar(data, options.stride, PIECE_BYTES // 2)
+        if repeats.odd and not odd_ones:
+            raise AtOddDistances
+        if repeats.far:
+            raise FromAfar
+
+    def make(size: int, *before: Job) -> list[Lane]:
+        return _in_pieces(data, size, options.stride, modes, threads, *before)
+
+    lanes, size = of_pieces(make, look, PIECE_BYTES, data.size, options.stride)
     return _with_rivals(lanes, data, size, options.stride, rivals, threads)
 
 
@@ -100,7 +105,7 @@ def _spans(words: int, size: int) -> list[tuple[int, int]]:
     return list(zip(begins, [*begins[1:], words], strict=True))
 
 
-def _in_pieces(data: Bytes, size: int, stride: int, modes: list[int], threads: int) -> list[Lane]:
+def _in_pieces(data: Bytes, size: int, stride: int, modes: list[int], threads: int, *before: Job) -> list[Lane]:
     spans = _spans(data.size // stride, size // stride)
     of = [_fast.raw_payload if bits == _RAW_BIT else _fast.most_payload for bits in modes]
     most = [[bound(end - begin) for begin, end in spans] for bound in of]
@@ -110,5 +115,5 @@ def _in_pieces(data: Bytes, size: int, stride: int, modes: list[int], threads: i
         room = tuple(lane[piece] for lane in most)
         _fast.write_payloads(tracks, piece, room, data, stride, *spans[piece], modes)
 
-    map_pulled(make, range(len(spans)), threads)
+    run_pulled([*before, *(partial(make, piece) for piece in range(len(spans)))], threads)
     return [lane_of(track, bits.bit_length() - 1) for track, bits in zip(tracks, modes, strict=True)]

@@ -7,16 +7,18 @@ cut depends on the array alone, so the bytes of a frame do not depend on the num
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from itertools import accumulate
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from ..dtypes import Bytes
 from ..errors import LimitError
-from ..threads.pool import map_pulled
+from ..threads.pool import Job, map_pulled, run_pulled
 from . import _encoder, _fast, zstd
 from ._room import Room, Track
-from .afar import repeats_from_afar
+from .afar import FromAfar, repeats_from_afar
 from .options import CODECS, MIN_PARALLEL_BYTES, RLE_BIT, ZSTD_BIT, LaneOptions
 from .predictors import NAMES as PREDICTORS
 
@@ -57,25 +59,36 @@ def encode_balanced(data: Bytes, options: LaneOptions, threads: int) -> bytes:
     """
     words, least = data.size // options.stride, LANE_BYTES * options.stride
 
-    def make(size: int) -> list[Lane]:
+    def make(size: int, *before: Job) -> list[Lane]:
         count = -(-data.size // size)
         if size == least:
             count += count & 1
         ends = [words * (piece + 1) // count for piece in range(count)]
-        return _smallest(data, options, list(zip([0, *ends], ends, strict=False)), threads)
+        return _smallest(data, options, list(zip([0, *ends], ends, strict=False)), threads, *before)
 
-    longer = repeats_from_afar(data, options.stride, least // 4).far
-    lanes, _ = of_pieces(make, least, data.size, options.stride, longer)
+    def look() -> None:
+        if repeats_from_afar(data, options.stride, least // 4).far:
+            raise FromAfar
+
+    lanes, _ = of_pieces(make, look, least, data.size, options.stride)
     return frame_of(words, with_runs(lanes, data, options), threads)
 
 
-def of_pieces(
-    make: Callable[[int], list[Lane]], size: int, nbytes: int, stride: int, longer: bool = False
-) -> tuple[list[Lane], int]:
-    """The lanes of an array of `nbytes` bytes that `make` makes in pieces of some size, and that size: `size` bytes, or
-    more where the array becomes much smaller, and from the first try on if `longer`."""
-    used = LONGER * size if longer else size
-    lanes = make(used)
+class Maker(Protocol):
+    """Makes the lanes of an array in pieces of some size; on one of its threads `before` comes first."""
+
+    def __call__(self, size: int, *before: Job) -> list[Lane]: ...
+
+
+def of_pieces(make: Maker, look: Job, size: int, nbytes: int, stride: int) -> tuple[list[Lane], int]:
+    """The lanes of an array of `nbytes` bytes, and the size of its pieces: `size`, or more where it becomes much
+    smaller, or where `look` raises FromAfar, beside the first pieces, since it takes half as long as one.
+    """
+    lanes, used = [], LONGER * size
+    with suppress(FromAfar):
+        lanes, used = make(size, look), size
+    if not lanes:
+        lanes = make(used)
     for times, smaller in ((LONGER, REPEATS[stride]), (LONGEST, MUCH)):
         if used >= nbytes or sum(lane.nbytes for lane in lanes) * smaller > nbytes:
             break
@@ -85,7 +98,9 @@ def of_pieces(
     return lanes, used
 
 
-def _smallest(data: Bytes, options: LaneOptions, spans: list[tuple[int, int]], threads: int) -> list[Lane]:
+def _smallest(
+    data: Bytes, options: LaneOptions, spans: list[tuple[int, int]], threads: int, *before: Job
+) -> list[Lane]:
     pairs = [
         (lane, mode)
         for lane in range(options.stride)
@@ -95,14 +110,14 @@ def _smallest(data: Bytes, options: LaneOptions, spans: list[tuple[int, int]], t
     most = [[_most(end - begin, mode) for begin, end in spans] for _, mode in pairs]
     tracks = tracks_for(most)
 
-    def make(task: tuple[int, int]) -> None:
-        pair, piece = task
+    def make(pair: int, piece: int) -> None:
         _encoder.write_payload(
             tracks[pair], piece, most[pair][piece], data, options.stride, *spans[piece], *pairs[pair], zstd.LEVEL
         )
 
-    tasks = [(pair, piece) for pair in reversed(range(len(pairs))) for piece in range(len(spans))]
-    map_pulled(make, tasks, threads)  # high bytes take longest: they come first
+    # High bytes take longest: they come first.
+    jobs = [partial(make, pair, piece) for pair in reversed(range(len(pairs))) for piece in range(len(spans))]
+    run_pulled([*before, *jobs], threads)
     best: dict[int, Lane] = {}
     for (lane, mode), track in zip(pairs, tracks, strict=True):
         found = lane_of(track, mode)

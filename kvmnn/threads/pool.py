@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from ..checks import whole
 from ..errors import KvmnnError
@@ -16,6 +16,7 @@ from .helpers import is_given_up
 
 T = TypeVar("T")
 R = TypeVar("R")
+Job: TypeAlias = Callable[[], None]
 
 _lock = threading.Lock()
 _pool: ThreadPoolExecutor | None = None
@@ -70,6 +71,11 @@ def map_pulled(function: Callable[[T], R], items: Iterable[T], threads: int) -> 
     if failures:
         raise failures[min(failures)]
     return [results[index] for index in range(len(results))]
+
+
+def run_pulled(jobs: Iterable[Job], threads: int) -> None:
+    """Call all jobs, as `map_pulled` does."""
+    map_pulled(lambda job: job(), jobs, threads)
 
 
 def _wanted(function: Callable[[T], R], item: T) -> R:

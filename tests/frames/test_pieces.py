@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate
 
 import codec_model
@@ -15,7 +16,7 @@ import kvmnn
 from kvmnn.frames import _encoder, _fast, fast, pieces
 from kvmnn.frames._anchors import again, anchors
 from kvmnn.frames._room import Room, Track
-from kvmnn.frames.afar import repeats_from_afar
+from kvmnn.frames.afar import FromAfar, repeats_from_afar
 
 LANE = 5_000
 NUMPY = {"fp16": np.float16, "fp32": np.float32}
@@ -156,6 +157,25 @@ def test_an_array_that_repeats_itself_from_afar(
     assert (kvmnn.decode(frame, dtype=dtype).reshape(words.shape) == words).all()
     assert len(frame) < 1.05 * len(kvmnn.encode(words)) + 200
     assert kvmnn.encode(words, effort=effort, threads=1) == frame
+
+
+@pytest.mark.parametrize(("far", "nbytes", "sizes"), [(False, 60, [10]), (True, 60, [80]), (False, 40, [10, 80])])
+def test_short_pieces_are_left_as_soon_as_words_are_found_from_afar(far: bool, nbytes: int, sizes: list[int]) -> None:
+    made = []
+    lanes = [pieces.Lane(0, 1, (bytes(nbytes),))]
+
+    def make(size: int, *before: Callable[[], None]) -> list[pieces.Lane]:
+        for job in before:
+            job()
+        made.append(size)
+        return lanes
+
+    def look() -> None:
+        if far:
+            raise FromAfar
+
+    assert pieces.of_pieces(make, look, 10, 100, 2) == (lanes, sizes[-1])
+    assert made == sizes
 
 
 @pytest.mark.parametrize("stride", [2, 4])

@@ -37,19 +37,23 @@ static void LEVEL(gather)(const uint8_t *src, size_t words, int stride, uint8_t 
     else LEVEL(gather4)(src, words, dst);
 }
 
+/* Where the tile behind the one of `step` words at `start` ends, in bytes. It is asked for while that one is worked on:
+ * what processors fetch on their own ends with a page. */
+static size_t LEVEL(next_end)(size_t start, size_t step, size_t words, int stride) {
+    return (words - start < 2 * step ? words : start + 2 * step) * (size_t)stride;
+}
+
 /* Works in tiles so that the raw lane stays in the first-level cache; tile[15] is the byte before the tile. */
 static void LEVEL(predict_lane)(const uint8_t *src, size_t words, int stride, int lane, int mode, uint8_t *dst) {
-    const uint8_t *from = src + lane;
-    if (mode == KVMNN_MODE_RAW) {
-        LEVEL(gather)(from, words, stride, dst);
-        return;
-    }
     uint8_t buffer[16 + LEVEL(TILE)];
     uint8_t *tile = buffer + 16;
     tile[-1] = 0;
     for (size_t start = 0; start < words; start += LEVEL(TILE)) {
         size_t n = words - start < LEVEL(TILE) ? words - start : LEVEL(TILE);
-        LEVEL(gather)(from + start * (size_t)stride, n, stride, tile);
+        size_t end = LEVEL(next_end)(start, LEVEL(TILE), words, stride);
+        for (size_t i = (start + n) * (size_t)stride; i < end; i += 64) KVMNN_FETCH(src + i);
+        LEVEL(gather)(src + start * (size_t)stride + lane, n, stride, mode == KVMNN_MODE_RAW ? dst + start : tile);
+        if (mode == KVMNN_MODE_RAW) continue;
         if (mode == KVMNN_MODE_DELTA) LEVEL(difference)(tile, n, dst + start);
         else LEVEL(exclusive_or)(tile, n, dst + start);
         tile[-1] = tile[n - 1];
@@ -76,6 +80,8 @@ static void LEVEL(split)(const uint8_t *src, size_t words, int stride, uint8_t *
     for (int lane = 0; repeats && lane < stride; ++lane) repeats[lane] = 0;
     for (size_t start = 0; start < words; start += step) {
         size_t n = words - start < step ? words - start : step;
+        size_t end = LEVEL(next_end)(start, step, words, stride);
+        for (size_t i = (start + n) * (size_t)stride; i < end; i += 64) KVMNN_FETCH(src + i);
         for (int lane = 0; lane < stride; ++lane) {
             if (lanes[lane] == NULL) continue;
             uint8_t *to = lanes[lane] + start;

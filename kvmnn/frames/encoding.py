@@ -7,6 +7,7 @@ with the predictor and the codec that made it smallest. Everything here is lossl
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 from ..dtypes import Bytes
@@ -16,10 +17,14 @@ from . import _encoder, zstd
 from .afar import AtOddDistances
 from .candidates import smallest_at_all_levels, smallest_at_one_level
 from .fast import encode_fast, has_fast_form
-from .guessing import is_one, likely_modes
+from .guessing import is_mostly_zero, is_one, likely_modes
 from .options import CODECS, MIN_PARALLEL_BYTES, CodecOptions, LaneOptions
 from .pieces import encode_balanced, is_cut
 from .words import words_of
+
+FULL_OF_REPEATS = 10
+"""An array that becomes so many times smaller is tried by effort "exact" as well, which takes little time there: what
+libzstd makes of many repeats depends on the predictor, and no sample says how."""
 
 
 def encode(
@@ -84,11 +89,13 @@ def encode_words(data: Bytes, options: LaneOptions, threads: int, progress: Prog
     """The frame of little-endian words, all options resolved."""
     if options.effort == "max":
         return smallest_at_all_levels(options, data, threads, progress)
-    try:
-        has_form = options.effort == "fast" and has_fast_form(options, data.size)
-        made = encode_fast(data, options, threads) if has_form else _at_one_level(data, options, threads)
-    except AtOddDistances:
-        made = _at_one_level(data, options, threads)
+    made = _at_one_level(data, options, threads)
+    if (
+        len(made) * FULL_OF_REPEATS < data.size
+        and options.effort != "exact"
+        and not is_mostly_zero(data, options.stride)
+    ):
+        made = min(made, _at_one_level(data, options._replace(effort="exact"), threads), key=len)
     if progress:
         progress(data.size)
     return made
@@ -105,8 +112,11 @@ def sampled(data: Bytes, options: LaneOptions) -> LaneOptions:
 
 
 def _at_one_level(data: Bytes, options: LaneOptions, threads: int) -> bytes:
-    if options.effort != "exact":
-        options = options._replace(effort="balanced")  # also of "fast" where it has no form of its own
+    if options.effort == "fast":
+        if has_fast_form(options, data.size):
+            with suppress(AtOddDistances):
+                return encode_fast(data, options, threads)
+        options = options._replace(effort="balanced")
     if options.effort == "balanced" and is_cut(data, options):
         return encode_balanced(data, sampled(data, options), threads)
     options = sampled(data, options)

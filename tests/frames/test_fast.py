@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 
 import kvmnn
 from kvmnn.frames import fast
+from kvmnn.frames.encoding import FULL_OF_REPEATS
+from kvmnn.frames.guessing import is_mostly_zero
 from kvmnn.frames.pieces import RUNS
 from kvmnn.frames.predictors import NAMES as PREDICTORS
 
@@ -34,7 +36,8 @@ def check(words: npt.NDArray[np.generic], dtype: str | None = None) -> bytes:
     assert codec_model.decode(frame, words.itemsize) == raw
     for lane, (payload, stream) in enumerate(zip(streams_of(frame), kvmnn.inspect(frame).streams, strict=True)):
         if stream.codec == "rle":
-            assert len(payload) * RUNS < stream.raw_bytes and stream.predictor == "raw"
+            assert len(payload) * RUNS < stream.raw_bytes
+            assert stream.predictor == "raw" or len(frame) * FULL_OF_REPEATS < len(raw)
             continue
         found = zstandard.ZstdDecompressor().decompressobj(read_across_frames=True)
         mode = PREDICTORS.index(stream.predictor)
@@ -178,7 +181,44 @@ def test_what_comes_again_from_afar_is_in_no_sample() -> None:
     words = as_words(np.sin(np.arange(1 << 22) / 1000), "fp16")
     made = kvmnn.encode(words, effort="fast")
     assert kvmnn.decode(made).tobytes() == words.tobytes()
-    assert 1.5 * len(made) < len(kvmnn.encode(words, effort="fast", predictors="delta_seq,xor_seq"))
+    assert 1.3 * len(made) < len(kvmnn.encode(words, effort="fast", predictors="delta_seq,xor_seq"))
+
+
+def copies(n: int, seed: int, longest: int) -> npt.NDArray[np.floating]:
+    """500 words, and behind them copies of what is there by then, from anywhere and of any length."""
+    rng = np.random.default_rng(seed)
+    values, end = np.empty(n), 500
+    values[:end] = rng.standard_normal(end)
+    while end < n:
+        begin, size = rng.integers(0, end), rng.integers(longest // 5, longest)
+        size = min(size, n - end, end - begin)
+        values[end : end + size] = values[begin : begin + size]
+        end += size
+    return values
+
+
+@pytest.mark.parametrize("longest", [300, 1500, 5000])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+def test_what_becomes_much_smaller_is_no_larger_than_by_exact(dtype: str, longest: int) -> None:
+    """Some of these were 3 times as large, as libzstd makes more of them under a predictor."""
+    for n, seed in ((300_000, 0), (300_000, 1), (1_000_000, 2)):
+        words = as_words(copies(n, seed, longest), dtype)
+        exact = kvmnn.encode(words, dtype=dtype)
+        assert len(exact) * FULL_OF_REPEATS < words.nbytes
+        for effort in ("balanced", "fast"):
+            made = kvmnn.encode(words, dtype=dtype, effort=effort)
+            assert len(made) <= len(exact) and kvmnn.decode(made, dtype=dtype).tobytes() == words.tobytes()
+
+
+@pytest.mark.parametrize("words", [0, 63, 64, 10_000, 1_000_000])
+def test_what_is_mostly_zero(words: int) -> None:
+    for stride in (2, 4):
+        data = np.zeros(words * stride + 1, np.uint8)
+        assert is_mostly_zero(data, stride)
+        data[: words * stride * 3 // 4] = 1
+        assert is_mostly_zero(data, stride) == (words == 0)
+        data[: words * stride * 7 // 16] = 0
+        assert is_mostly_zero(data, stride) == (words == 0 or words > 64)
 
 
 def repeating(n: int, seed: int) -> Iterator[tuple[str, npt.NDArray[np.floating]]]:

@@ -19,32 +19,32 @@ PLACES = 40
 If all words are there twice, then 70 pairs of them are expected, ..."""
 PAIRS = 8
 """... and so many are enough: 6 % of the words that are copies of others, which cost as much where they are missed."""
+FEW_PAIRS = 3
+"""So many are enough where longer pieces are only tried."""
 STEP = 8
 """Words: the search of effort "fast" sees repeats whose distance is a multiple."""
 
 
 class Repeats(NamedTuple):
-    """How most words of an array are there again."""
+    """How words of an array are there again."""
 
+    across: bool
+    """In other pieces."""
     far: bool
-    """More than some bytes away, and not nearer."""
+    """More than half a piece away, and most of them not nearer."""
     odd: bool
     """At distances that are no multiples of `STEP`."""
 
 
-NONE = Repeats(False, False)
-
-
-class FromAfar(Exception):
-    """Words are there again farther away than the pieces see that an array is being made of."""
+NONE = Repeats(False, False, False)
 
 
 class AtOddDistances(Exception):
     """Words are there again where the search of effort "fast" does not look."""
 
 
-def repeats_from_afar(data: Bytes, stride: int, distance: int) -> Repeats:
-    """How words of `stride` bytes are there again; `far` is more than `distance` bytes.
+def repeats_from_afar(data: Bytes, stride: int, size: int) -> Repeats:
+    """How words of `stride` bytes are there again, in an array that is made in pieces of `size` bytes.
 
     What is there many times counts once.
     """
@@ -56,16 +56,17 @@ def repeats_from_afar(data: Bytes, stride: int, distance: int) -> Repeats:
     heads, places = np.empty(most, np.uint64), np.empty(most, np.int64)
     found = anchors(data, stride, begins, WINDOW, heads, places)
     heads, places = heads[:found], places[:found]
-    if again(heads) < PAIRS:
+    if again(heads) < FEW_PAIRS:
         return NONE
     order = np.lexsort((places, heads))
     heads, places = heads[order], places[order]
     apart, twins = np.diff(places), heads[1:] == heads[:-1]
-    far, near, odd = (
+    is_far = 2 * apart * stride > size
+    across, far, near, odd = (
         np.unique(heads[1:][twins & so]).size
-        for so in (apart * stride > distance, apart * stride <= distance, apart % STEP != 0)
+        for so in (np.diff(places * stride // size) > 0, is_far, ~is_far, apart % STEP != 0)
     )
-    return Repeats(far >= PAIRS and far > near, odd >= PAIRS)
+    return Repeats(across >= FEW_PAIRS, far >= PAIRS and far > near, odd >= PAIRS)
 
 
 @lru_cache(8)

@@ -17,14 +17,17 @@ from . import _encoder, zstd
 from .afar import AtOddDistances
 from .candidates import smallest_at_all_levels, smallest_at_one_level
 from .fast import encode_fast, has_fast_form
-from .guessing import is_mostly_zero, is_one, likely_modes
+from .guessing import is_one, likely_modes
 from .options import CODECS, MIN_PARALLEL_BYTES, CodecOptions, LaneOptions
 from .pieces import encode_balanced, is_cut
 from .words import words_of
+from .zeros import zero_share
 
 FULL_OF_REPEATS = 10
 """An array that becomes so many times smaller is tried by effort "exact" as well, which takes little time there: what
-libzstd makes of many repeats depends on the predictor, and no sample says how."""
+libzstd makes of many repeats depends on the predictor, and no sample says how; ..."""
+MOST = 0.5
+"""... but not if so many words are zeros, as in a cache that is hardly used."""
 
 
 def encode(
@@ -90,11 +93,8 @@ def encode_words(data: Bytes, options: LaneOptions, threads: int, progress: Prog
     if options.effort == "max":
         return smallest_at_all_levels(options, data, threads, progress)
     made = _at_one_level(data, options, threads)
-    if (
-        len(made) * FULL_OF_REPEATS < data.size
-        and options.effort != "exact"
-        and not is_mostly_zero(data, options.stride)
-    ):
+    is_full = options.effort != "exact" and len(made) * FULL_OF_REPEATS < data.size
+    if is_full and zero_share(data, options.stride) < MOST:
         made = min(made, _at_one_level(data, options._replace(effort="exact"), threads), key=len)
     if progress:
         progress(data.size)

@@ -7,7 +7,7 @@ from functools import partial
 from ..dtypes import Bytes
 from ..threads.pool import Job, run_pulled
 from . import _fast
-from .afar import AtOddDistances, FromAfar, repeats_from_afar
+from .afar import AtOddDistances, Repeats, repeats_from_afar
 from .options import ZSTD_BIT, LaneOptions
 from .pieces import RUNS, Lane, frame_of, joined, lane_of, lanes_of, nbytes_of, of_pieces, tracks_for, with_runs
 
@@ -55,12 +55,11 @@ def fast_payloads(data: Bytes, options: LaneOptions, threads: int) -> list[tuple
 def _lanes(data: Bytes, options: LaneOptions, threads: int, odd_ones: bool = False) -> list[Lane]:
     modes, rivals = _fast.likely_modes(data, options.stride, options.modes)
 
-    def look() -> None:
-        repeats = repeats_from_afar(data, options.stride, PIECE_BYTES // 2)
+    def look() -> Repeats:
+        repeats = repeats_from_afar(data, options.stride, PIECE_BYTES)
         if repeats.odd and not odd_ones:
             raise AtOddDistances
-        if repeats.far:
-            raise FromAfar
+        return repeats
 
     def make(size: int, *before: Job) -> list[Lane]:
         return _in_pieces(data, size, options.stride, modes, threads, *before)

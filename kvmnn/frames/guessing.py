@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from ..dtypes import Bytes
 from . import _encoder, _fast, zstd
 from .fast import has_fast_form
@@ -15,9 +13,6 @@ TRIED_WORDS = 1 << 18
 MUCH = 4
 """What becomes so many times smaller is full of repeats, which no text shows: all predictors are tried on all of it,
 where libzstd takes little time."""
-
-WINDOW, WINDOWS = 64, 64
-"""Words that are looked at together, and how often."""
 
 _RAW_BIT = 1
 
@@ -50,16 +45,6 @@ def _smallest(text: Bytes, options: LaneOptions, lane: int, bits: int) -> int:
             if made is not None:
                 best, limit = 1 << mode, made[0]
     return bits if limit * MUCH < text.size // options.stride else best
-
-
-def is_mostly_zero(data: Bytes, stride: int) -> bool:
-    """Whether half of the words are zeros, as in a cache that is hardly used; told by `WINDOWS` windows of them."""
-    words = data[: data.size // stride * stride].view(f"u{stride}")
-    if words.size < WINDOW:
-        return not words.any()
-    begins = np.linspace(0, words.size - WINDOW, WINDOWS).astype(np.intp)
-    empty = ~words[begins[:, None] + np.arange(WINDOW)].any(axis=1)
-    return bool(2 * np.count_nonzero(empty) >= WINDOWS)
 
 
 def is_one(bits: int) -> bool:

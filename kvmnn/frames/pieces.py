@@ -7,7 +7,7 @@ cut depends on the array alone, so the bytes of a frame do not depend on the num
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate
@@ -18,7 +18,7 @@ from ..errors import LimitError
 from ..threads.pool import Job, map_pulled, run_pulled
 from . import _encoder, _fast, zstd
 from ._room import Room, Track
-from .afar import FromAfar, repeats_from_afar
+from .afar import NONE, Repeats, repeats_from_afar
 from .options import CODECS, MIN_PARALLEL_BYTES, RLE_BIT, ZSTD_BIT, LaneOptions
 from .predictors import NAMES as PREDICTORS
 
@@ -26,11 +26,12 @@ LANE_BYTES = 4 << 20
 """Of a lane, in a piece of effort "balanced": twice as far as libzstd looks back at that level, so that a cache loses
 nothing where a piece begins, and what is compressed is still in the processor's cache."""
 
-REPEATS = {2: 2.2, 4: 1.7}
-"""By bytes of a word: an array that becomes so many times smaller, as a cache hardly does, ..."""
+REPEATS = {2: 1.6, 4: 1.5}
+"""By bytes of a word: an array that becomes so many times smaller, and has the same words in several pieces, ..."""
+FEW = 16 << 10
+"""... or makes so few bytes of each piece that what these begin with is not little, ..."""
 LONGER = 8
-"""... is made again, in pieces so many times as long: what each of them begins with costs much of it, and repeats
-little time, ..."""
+"""... is made again, in pieces so many times as long, ..."""
 LONGEST, MUCH = 64, 3
 """... and once more where it becomes `MUCH` times smaller."""
 
@@ -66,9 +67,8 @@ def encode_balanced(data: Bytes, options: LaneOptions, threads: int) -> bytes:
         ends = [words * (piece + 1) // count for piece in range(count)]
         return _smallest(data, options, list(zip([0, *ends], ends, strict=False)), threads, *before)
 
-    def look() -> None:
-        if repeats_from_afar(data, options.stride, least // 4).far:
-            raise FromAfar
+    def look() -> Repeats:
+        return repeats_from_afar(data, options.stride, least // 2)
 
     lanes, _ = of_pieces(make, look, least, data.size, options.stride)
     return frame_of(words, with_runs(lanes, data, options), threads)
@@ -80,17 +80,32 @@ class Maker(Protocol):
     def __call__(self, size: int, *before: Job) -> list[Lane]: ...
 
 
-def of_pieces(make: Maker, look: Job, size: int, nbytes: int, stride: int) -> tuple[list[Lane], int]:
-    """The lanes of an array of `nbytes` bytes, and the size of its pieces: `size`, or more where it becomes much
-    smaller, or where `look` raises FromAfar, beside the first pieces, since it takes half as long as one.
+class _FromAfar(Exception):
+    """Words are there again farther away than the pieces see that an array is being made of."""
+
+
+def of_pieces(make: Maker, look: Callable[[], Repeats], size: int, nbytes: int, stride: int) -> tuple[list[Lane], int]:
+    """The lanes of an array of `nbytes` bytes, and the size of its pieces: `size`, or more if these repeat each other.
+
+    `look` tells how words are there again. It is asked beside the first pieces, since it takes half as long as one.
     """
+    repeats = NONE
+
+    def ask() -> None:
+        nonlocal repeats
+        repeats = look()
+        if repeats.far:
+            raise _FromAfar
+
     lanes, used = [], LONGER * size
-    with suppress(FromAfar):
-        lanes, used = make(size, look), size
+    with suppress(_FromAfar):
+        lanes, used = make(size, ask), size
     if not lanes:
         lanes = make(used)
     for times, smaller in ((LONGER, REPEATS[stride]), (LONGEST, MUCH)):
-        if used >= nbytes or sum(lane.nbytes for lane in lanes) * smaller > nbytes:
+        made = sum(lane.nbytes for lane in lanes)
+        is_few = made * size < FEW * nbytes
+        if used >= nbytes or made * smaller > nbytes or not (repeats.across or is_few):
             break
         if used < times * size:
             used = times * size

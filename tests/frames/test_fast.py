@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 import kvmnn
 from kvmnn.frames import fast
 from kvmnn.frames.encoding import FULL_OF_REPEATS
-from kvmnn.frames.guessing import is_mostly_zero
 from kvmnn.frames.pieces import RUNS
 from kvmnn.frames.predictors import NAMES as PREDICTORS
 
@@ -208,17 +207,6 @@ def test_what_becomes_much_smaller_is_no_larger_than_by_exact(dtype: str, longes
         for effort in ("balanced", "fast"):
             made = kvmnn.encode(words, dtype=dtype, effort=effort)
             assert len(made) <= len(exact) and kvmnn.decode(made, dtype=dtype).tobytes() == words.tobytes()
-
-
-@pytest.mark.parametrize("words", [0, 63, 64, 10_000, 1_000_000])
-def test_what_is_mostly_zero(words: int) -> None:
-    for stride in (2, 4):
-        data = np.zeros(words * stride + 1, np.uint8)
-        assert is_mostly_zero(data, stride)
-        data[: words * stride * 3 // 4] = 1
-        assert is_mostly_zero(data, stride) == (words == 0)
-        data[: words * stride * 7 // 16] = 0
-        assert is_mostly_zero(data, stride) == (words == 0 or words > 64)
 
 
 def repeating(n: int, seed: int) -> Iterator[tuple[str, npt.NDArray[np.floating]]]:

@@ -16,7 +16,7 @@ import kvmnn
 from kvmnn.frames import _encoder, _fast, fast, pieces
 from kvmnn.frames._anchors import again, anchors
 from kvmnn.frames._room import Room, Track
-from kvmnn.frames.afar import FromAfar, repeats_from_afar
+from kvmnn.frames.afar import Repeats, repeats_from_afar
 
 LANE = 5_000
 NUMPY = {"fp16": np.float16, "fp32": np.float32}
@@ -25,6 +25,7 @@ NUMPY = {"fp16": np.float16, "fp32": np.float32}
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "LANE_BYTES", LANE)
+    monkeypatch.setattr(pieces, "FEW", 100)
 
 
 def payloads(frame: bytes, dtype: str) -> list[bytes]:
@@ -159,8 +160,21 @@ def test_an_array_that_repeats_itself_from_afar(
     assert kvmnn.encode(words, effort=effort, threads=1) == frame
 
 
-@pytest.mark.parametrize(("far", "nbytes", "sizes"), [(False, 60, [10]), (True, 60, [80]), (False, 40, [10, 80])])
-def test_short_pieces_are_left_as_soon_as_words_are_found_from_afar(far: bool, nbytes: int, sizes: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("across", "far", "nbytes", "sizes"),
+    [
+        (False, False, 700_000, [100_000]),
+        (True, False, 700_000, [100_000]),
+        (False, True, 700_000, [800_000]),
+        (False, False, 300_000, [100_000]),
+        (True, False, 300_000, [100_000, 800_000, 6_400_000]),
+        (False, True, 300_000, [800_000]),
+        (True, True, 300_000, [800_000, 6_400_000]),
+        (False, False, 900, [100_000, 800_000, 6_400_000]),
+    ],
+)
+def test_pieces_become_longer(across: bool, far: bool, nbytes: int, sizes: list[int]) -> None:
+    """At once where they do not see what repeats itself; where they repeat each other; or where hardly any is left."""
     made = []
     lanes = [pieces.Lane(0, 1, (bytes(nbytes),))]
 
@@ -170,11 +184,10 @@ def test_short_pieces_are_left_as_soon_as_words_are_found_from_afar(far: bool, n
         made.append(size)
         return lanes
 
-    def look() -> None:
-        if far:
-            raise FromAfar
+    def look() -> Repeats:
+        return Repeats(across, far, False)
 
-    assert pieces.of_pieces(make, look, 10, 100, 2) == (lanes, sizes[-1])
+    assert pieces.of_pieces(make, look, 100_000, 1_000_000, 2) == (lanes, sizes[-1])
     assert made == sizes
 
 
@@ -182,21 +195,23 @@ def test_short_pieces_are_left_as_soon_as_words_are_found_from_afar(far: bool, n
 def test_what_repeats_itself_from_afar(stride: int) -> None:
     once = np.random.default_rng(2).integers(0, 256, 1_280_000, np.uint8)
     odd = once[: (1 << 19) + 5 * stride]
-    for data, distance, far, is_odd in (
-        (once, 1 << 10, False, False),
-        (np.tile(once[: 1 << 19], 4), 1 << 18, True, False),
-        (np.tile(once[: 1 << 19], 2), 1 << 19, False, False),
-        (np.tile(odd, 4), 1 << 18, True, True),
-        (np.tile(odd, 2), 1 << 20, False, True),
-        (np.tile(once[: 1 << 10], 2000), 1 << 18, False, False),
-        (np.zeros(1 << 20, np.uint8), 1 << 10, False, False),
-        (np.concatenate([once, once[:16_000]]), 1 << 10, False, False),
-        (np.concatenate([once, once[:256_000]]), 1 << 10, True, False),
-        (once[:stride], 0, False, False),
-        (once[:0], 0, False, False),
-        (np.tile(once[:100], 20), 0, False, False),
+    for data, size, across, far, is_odd in (
+        (once, 1 << 11, False, False, False),
+        (np.tile(once[: 1 << 19], 4), 1 << 19, True, True, False),
+        (np.tile(once[: 1 << 19], 2), 1 << 20, False, False, False),
+        (np.tile(odd, 4), 1 << 19, True, True, True),
+        (np.tile(odd, 2), 1 << 21, False, False, True),
+        (np.tile(odd, 2), 1 << 19, True, True, True),
+        (np.tile(once[: 1 << 10], 2000), 1 << 19, True, False, False),
+        (np.zeros(1 << 20, np.uint8), 1 << 11, False, False, False),
+        (np.concatenate([once, once[:1_000]]), 1 << 11, False, False, False),
+        (np.concatenate([once, once[:256_000]]), 1 << 11, True, True, False),
+        (np.concatenate([np.zeros(1 << 20, np.uint8), once, once[:512_000]]), 1 << 21, True, True, False),
+        (once[:stride], 1, False, False, False),
+        (once[:0], 1, False, False, False),
+        (np.tile(once[:100], 20), 1, False, False, False),
     ):
-        assert repeats_from_afar(data, stride, distance) == (far, is_odd)
+        assert repeats_from_afar(data, stride, size) == (across, far, is_odd)
 
 
 def test_what_repeats_itself_where_the_search_of_fast_does_not_look(monkeypatch: pytest.MonkeyPatch) -> None:

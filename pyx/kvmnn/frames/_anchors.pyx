@@ -33,7 +33,8 @@ def anchors(
     const uint8_t[::1] data not None, int stride, const int64_t[::1] begins not None, size_t window,
     uint64_t[::1] numbers not None, int64_t[::1] places not None
 ) -> int:
-    """Write a number for each of the chosen places, the same for the same 8 words, and the place; how many they are.
+    """Write a number for each of the chosen places, the same for the same 8 words, and the place; how many they are. None
+    that begins with eight bytes of zeros is chosen.
 
     `begins`: of windows of `window` words. No more are chosen than both outputs have room for.
     """
@@ -58,7 +59,7 @@ def anchors(
                 p = &data[0] + at * stride
                 memcpy(&number, p, sizeof(number))
                 number *= SPREAD
-                if number >> (64 - BITS) == 0 and found < most:
+                if number and number >> (64 - BITS) == 0 and found < most:  # zeros would take all the room
                     for part in range(1, parts):
                         memcpy(&more, p + part * sizeof(more), sizeof(more))
                         number = (number ^ more) * SPREAD

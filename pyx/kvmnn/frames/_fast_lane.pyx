@@ -141,16 +141,19 @@ cdef void gather(const Piece *of, uint8_t *to) noexcept nogil:
 # -- what samples say -------------------------------------------------------------------------------------------------
 
 cdef size_t sampled(const uint8_t *src, size_t words, int stride, int lane, uint8_t *sample) noexcept nogil:
-    """Looks at a lane, at most KVMNN_SAMPLE bytes; how many."""
-    cdef size_t begin = 0, got = 0, size, step = words // KVMNN_LOOKS, end = KVMNN_LOOKS * step
+    """Looks at a lane, at most KVMNN_SAMPLE bytes; how many. Looks of zeros, as where a cache is not used, say nothing of
+    the others: they are left out, if there are others.
+    """
+    cdef size_t begin = 0, got = 0, size = 0, step = words // KVMNN_LOOKS, end = KVMNN_LOOKS * step
     if step <= KVMNN_LOOK:
         step, end = KVMNN_LOOK, words
     while begin < end:
         size = min(<size_t>KVMNN_LOOK, words - begin)
         raw_bytes(src + begin * <size_t>stride, size, stride, lane, sample + got)
-        got += size
+        if sample[got] or lanes().run_length(sample + got, 0, size) < size:
+            got += size
         begin += step
-    return got
+    return got if got else size
 
 
 cdef bint look_at(const uint8_t *src, size_t words, int stride, Look *looks) noexcept nogil:
@@ -165,7 +168,7 @@ cdef bint look_at(const uint8_t *src, size_t words, int stride, Look *looks) noe
     for lane in range(stride):
         n = sampled(src, words, stride, lane, sample)
         looks[lane].bits = kvmnn_sample_bits(sample, n)
-        follows = kvmnn_sample_follows(sample, n, FEWER if n < words else 1, looks[lane].bits)
+        follows = kvmnn_sample_follows(sample, n, FEWER if FEWER * KVMNN_LOOK < n < words else 1, looks[lane].bits)
         looks[lane].short = follows & KVMNN_SHORT != 0
         looks[lane].constant = kvmnn_sample_most(sample, n) == n
         if not looks[lane].constant and (follows or looks[lane].bits < POOR_BITS):

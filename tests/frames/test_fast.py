@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvmnn
-from kvmnn.frames import fast
+from kvmnn.frames import _fast, fast
 from kvmnn.frames.encoding import FULL_OF_REPEATS
 from kvmnn.frames.pieces import RUNS
 from kvmnn.frames.predictors import NAMES as PREDICTORS
@@ -181,6 +181,19 @@ def test_what_comes_again_from_afar_is_in_no_sample() -> None:
     made = kvmnn.encode(words, effort="fast")
     assert kvmnn.decode(made).tobytes() == words.tobytes()
     assert 1.3 * len(made) < len(kvmnn.encode(words, effort="fast", predictors="delta_seq,xor_seq"))
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("used", [0.05, 0.3, 0.5, 0.8])
+def test_a_cache_that_is_partly_empty_is_written_as_a_full_one(dtype: str, used: float) -> None:
+    """Zeros behind the tokens of every head, as where room for all of a context was made at once."""
+    heads = cache(np.random.default_rng(3), 8_192, dtype, 0.02).reshape(4, 2_048, DIM).copy()
+    heads[:, round(2_048 * used) :] = 0
+    frame = check(heads.reshape(-1), dtype)
+    lanes = heads.itemsize
+    tried = _fast.likely_modes(heads.reshape(-1).view(np.uint8), lanes, [7] * lanes)
+    assert tried == ([1] * lanes, [0] * lanes)
+    assert len(frame) < 1.02 * len(kvmnn.encode(heads, dtype=dtype))
 
 
 def copies(n: int, seed: int, longest: int) -> npt.NDArray[np.floating]:

@@ -25,6 +25,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     found = ctypes.CDLL(str(library))
     found.kvmnn_sample_bits.restype = ctypes.c_double
     found.kvmnn_sample_most.restype = ctypes.c_size_t
+    found.kvmnn_sample_used.restype = ctypes.c_size_t
     found.kvmnn_samples_init()
     return found
 
@@ -66,3 +67,17 @@ def test_what_follows_from_what_was_before(samples: ctypes.CDLL, n: int, every: 
 def test_a_byte_has_no_steps(samples: ctypes.CDLL) -> None:
     assert follows(samples, np.array([5])) == NO
     assert follows(samples, np.concatenate([np.random.default_rng(0).integers(0, 256, LOOK), [5]])) == NO
+
+
+@pytest.mark.parametrize("used", [(), (0,), (2,), (0, 1, 2, 3), (1, 3), (3,)])
+@pytest.mark.parametrize("size", [1, 100, LOOK, 3 * LOOK + 1, 3 * LOOK + 100, 4 * LOOK])
+def test_looks_of_zeros_are_left_out(samples: ctypes.CDLL, used: tuple[int, ...], size: int) -> None:
+    """But for one, if there are no others; and a look with a single byte that is no 0 stays."""
+    looks = np.zeros((4, LOOK), np.uint8)
+    for look in used:
+        looks[look, -1 if look % 2 else 0] = look + 1
+    sample = looks.reshape(-1)[:size].copy()
+    left = [sample[i : i + LOOK] for i in range(0, size, LOOK) if sample[i : i + LOOK].any()]
+    expected = np.concatenate(left) if left else sample[:LOOK].copy()
+    n = samples.kvmnn_sample_used(sample.ctypes.data_as(ctypes.c_void_p), ctypes.c_size_t(size))
+    assert sample[:n].tobytes() == expected.tobytes()

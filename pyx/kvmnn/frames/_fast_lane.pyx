@@ -41,6 +41,7 @@ cdef extern from "kvmnn/frames/samples.h" nogil:
         KVMNN_FOLLOWS
         KVMNN_SHORT
     void kvmnn_samples_init()
+    size_t kvmnn_sample_used(uint8_t *sample, size_t n)
     double kvmnn_sample_bits(const uint8_t *sample, size_t n)
     size_t kvmnn_sample_most(const uint8_t *sample, size_t n)
     int kvmnn_sample_follows(const uint8_t *sample, size_t n, size_t every, double bits)
@@ -141,19 +142,19 @@ cdef void gather(const Piece *of, uint8_t *to) noexcept nogil:
 # -- what samples say -------------------------------------------------------------------------------------------------
 
 cdef size_t sampled(const uint8_t *src, size_t words, int stride, int lane, uint8_t *sample) noexcept nogil:
-    """Looks at a lane, at most KVMNN_SAMPLE bytes; how many. Looks of zeros, as where a cache is not used, say nothing of
-    the others: they are left out, if there are others.
-    """
-    cdef size_t begin = 0, got = 0, size = 0, step = words // KVMNN_LOOKS, end = KVMNN_LOOKS * step
+    """Looks at a lane, at most KVMNN_SAMPLE bytes, those of zeros left out; how many."""
+    cdef size_t begin = 0, got = 0, size, step = words // KVMNN_LOOKS, end = KVMNN_LOOKS * step
     if step <= KVMNN_LOOK:
         step, end = KVMNN_LOOK, words
     while begin < end:
         size = min(<size_t>KVMNN_LOOK, words - begin)
         raw_bytes(src + begin * <size_t>stride, size, stride, lane, sample + got)
-        if sample[got] or lanes().run_length(sample + got, 0, size) < size:
-            got += size
+        got += size
         begin += step
-    return got if got else size
+    size = kvmnn_sample_used(sample, got)
+    if size < got:  # a branch: what follows need not wait for all bytes
+        return size
+    return got
 
 
 cdef bint look_at(const uint8_t *src, size_t words, int stride, Look *looks) noexcept nogil:

@@ -38,8 +38,10 @@ static void LEVEL(gather)(const uint8_t *src, size_t words, int stride, uint8_t 
 }
 
 /* Where the tile behind the one of `step` words at `start` ends, in bytes. It is asked for while that one is worked on:
- * what processors fetch on their own ends with a page. */
+ * what processors fetch on their own ends with a page. Nothing is where all words may lie in a cache. */
 static size_t LEVEL(next_end)(size_t start, size_t step, size_t words, int stride) {
+    enum { CACHED = 2 << 20 };
+    if (words * (size_t)stride < CACHED) return 0;
     return (words - start < 2 * step ? words : start + 2 * step) * (size_t)stride;
 }
 

@@ -13,6 +13,23 @@ void kvmnn_samples_init(void) {
     for (int n = 1; n <= KVMNN_SAMPLE; ++n) costs[n] = (uint32_t)(n * log2(n) * 65536 + 0.5);
 }
 
+static int is_zero(const uint8_t *look, size_t n) {
+    uint8_t any = 0;
+    for (size_t i = 0; i < n; ++i) any |= look[i];
+    return any == 0;
+}
+
+size_t kvmnn_sample_used(uint8_t *sample, size_t n) {
+    size_t used = 0;
+    for (size_t begin = 0; begin < n; begin += KVMNN_LOOK) {
+        size_t size = n - begin < KVMNN_LOOK ? n - begin : KVMNN_LOOK;
+        if (sample[begin] == 0 && is_zero(sample + begin, size)) continue;
+        if (used < begin) memmove(sample + used, sample + begin, size);
+        used += size;
+    }
+    return used ? used : n < KVMNN_LOOK ? n : KVMNN_LOOK;
+}
+
 static void count(const uint8_t *sample, size_t n, uint16_t counts[256]) {
     uint16_t parts[3][256];
     size_t i = 0;

@@ -17,6 +17,10 @@ enum {
 /* To be called once, before the others. */
 void kvmnn_samples_init(void);
 
+/* Takes looks of zeros out of n bytes, unless all are, and moves the others together; how many bytes are left. Where a cache
+   is not used it says nothing of the rest. */
+size_t kvmnn_sample_used(uint8_t *sample, size_t n);
+
 /* Order-0 entropy of 1 to KVMNN_SAMPLE bytes, in bits a byte: the same on every machine. */
 double kvmnn_sample_bits(const uint8_t *sample, size_t n);
 

@@ -27,7 +27,9 @@ FULL_OF_REPEATS = 10
 """An array that becomes so many times smaller is tried by effort "exact" as well, which takes little time there: what
 libzstd makes of many repeats depends on the predictor, and no sample says how; ..."""
 MOST = 0.5
-"""... but not if so many words are zeros, as in a cache that is hardly used."""
+"""... but not if so many words are zeros, as in a cache that is hardly used. And ..."""
+TINY = 2 << 10
+"""... so is an array of so few bytes: beside these every header counts."""
 
 
 def encode(
@@ -93,12 +95,15 @@ def encode_words(data: Bytes, options: LaneOptions, threads: int, progress: Prog
     if options.effort == "max":
         return smallest_at_all_levels(options, data, threads, progress)
     made = _at_one_level(data, options, threads)
-    is_full = options.effort != "exact" and len(made) * FULL_OF_REPEATS < data.size
-    if is_full and zero_share(data, options.stride) < MOST:
+    if options.effort != "exact" and (data.size <= TINY or _is_full_of_repeats(made, data, options)):
         made = min(made, _at_one_level(data, options._replace(effort="exact"), threads), key=len)
     if progress:
         progress(data.size)
     return made
+
+
+def _is_full_of_repeats(made: bytes, data: Bytes, options: LaneOptions) -> bool:
+    return len(made) * FULL_OF_REPEATS < data.size and zero_share(data, options.stride) < MOST
 
 
 def sampled(data: Bytes, options: LaneOptions) -> LaneOptions:

@@ -95,15 +95,15 @@ def test_rotation_pays_and_wrong_parameters_cost_size_only(dtype: str) -> None:
 
 def test_positions_of_all_kinds() -> None:
     rng = np.random.default_rng(5)
-    array = to_dtype(near_rows(rng, 2, 60, 32, 10), "fp16")
+    array = to_dtype(near_rows(rng, 2, 100, 32, 10), "fp16")
     rotary = dense.Rotary(dims=2)
     for positions in (
-        np.arange(60) + ((1 << 31) - 60),
-        rng.integers(0, 1 << 31, 60),
-        np.tile([(1 << 31) - 1, 0], 30),
-        np.zeros(60, np.int64),
-        np.arange(60)[::-1],
-        np.arange(60, dtype=np.int8),
+        np.arange(100) + ((1 << 31) - 100),
+        rng.integers(0, 1 << 31, 100),
+        np.tile([(1 << 31) - 1, 0], 50),
+        np.zeros(100, np.int64),
+        np.arange(100)[::-1],
+        np.arange(100, dtype=np.int8),
     ):
         stream = check(array, rotary=rotary, positions=positions)
         assert dense.inspect(stream).method == "rows"

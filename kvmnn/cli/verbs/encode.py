@@ -67,8 +67,8 @@ def add_parser(verbs: Any) -> None:
         "--effort",
         choices=shared_options.EFFORTS,
         default="exact",
-        help="exact: MNN's own bytes; balanced: one guess a stream, twice as fast; fast: the least work, four times as "
-        "fast; max: the smallest frame MNN decodes (slow)",
+        help="exact: MNN's own bytes; balanced: one guess a stream, K and V two to three times as fast; fast: the "
+        "least work, five to ten times as fast; max: the smallest frame MNN decodes (slow)",
     )
     parser.add_argument(
         "--frame-bytes",

@@ -62,13 +62,13 @@ static inline uint64_t LEVEL(closer)(const lane_search *s, size_t at, uint64_t s
 /* The repeats from `at` on in the row that goes on `distance` behind another one; where it ends. */
 static size_t LEVEL(follow_row)(lane_search *s, const lane_limits *limits, size_t at, size_t distance, kvmnn_repeat *out,
                          size_t *found) {
-    enum { HALF = 32 };
+    enum { CLOSE = 48 }; /* of 64 bytes: where fewer are equal, another row may be closer */
     size_t least = limits->again;
     while (at < s->end) {
         uint64_t same = LEVEL(equal64)(s->lane + at, s->lane + at - distance);
         size_t next = at + 64;
         insert_until(s, at);
-        if (LEVEL(bits_set)(same) < HALF) {
+        if (LEVEL(bits_set)(same) < CLOSE) {
             size_t before = distance;
             same = LEVEL(closer)(s, at, same, &distance);
             if (distance != before) least = limits->least;
@@ -149,10 +149,7 @@ static double LEVEL(missed_of_some)(const uint8_t *lane, size_t n, const kvmnn_r
     memset(table, 0, ENTRIES * sizeof *table);
     for (size_t i = 0; i + ROOM <= n; i += 64 * every) {
         uint64_t found = LEVEL(without64)(lane + i, bits);
-        if (found == ~(uint64_t)0) { /* of rows of zeros, which every search finds */
-            seen += 64;
-            continue;
-        }
+        if (found == ~(uint64_t)0) continue; /* of rows of zeros, which every search finds and which say nothing of others */
         for (; found; found &= found - 1) {
             size_t at = i + kvmnn_lowest_bit(found), before;
             uint64_t bytes = kvmnn_load_le64(lane + at);

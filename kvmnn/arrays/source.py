@@ -9,6 +9,7 @@ from typing import Final
 
 from ..packed import cache_info
 from ..packed.cache_info import CacheInfo
+from .completeness import Completeness
 from .engine_cache import EngineCache
 from .lazy_arrays import LazyArrays
 from .named_array import NamedArray
@@ -48,6 +49,9 @@ class Source:
         What packed files hold, where the input is such files.
     engine_cache
         What the cache of another engine says of itself, where the input is one.
+    completeness
+        Which state the model keeps for each layer, and what of it the arrays contain; None where the input tells
+        nothing.
     token_major
         Whether the arrays are ``[token, kv_head, head_dim]``.
     axes
@@ -68,6 +72,7 @@ class Source:
     notes: list[str] = field(default_factory=list)
     cache: CacheInfo | None = None
     engine_cache: EngineCache | None = None
+    completeness: Completeness | None = None
     token_major: bool = False
     axes: str | None = None
     lossy: bool = False

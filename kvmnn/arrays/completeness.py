@@ -1,0 +1,197 @@
+"""What state a model keeps for each layer, and how much of it a cache file holds.
+
+A reader fills in `Completeness` from what the file, the model or their shapes tell. Verbs that hand a cache on to an
+engine (`store put`, `pack`, `to_cache`) call `require_complete`: a model that continues from a part of its state writes
+garbage, and nobody sees why. Verbs that only look at arrays report `Completeness.missing` and go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal, get_args
+
+from ..errors import SourceError
+from ..files.json_document import Node
+from ..text import count
+
+StateKind = Literal["full", "window", "linear", "recurrent", "shared", "cross", "index", "unknown"]
+STATE_KINDS: Final[tuple[StateKind, ...]] = get_args(StateKind)
+
+_MAX_LAYERS = 1 << 16  # of a document: a few bytes in it must not become a long list
+
+_STATE_TEXT: Final[dict[StateKind, str]] = {
+    "full": "full attention",
+    "window": "a window",
+    "linear": "linear attention",
+    "recurrent": "recurrent or convolution state",
+    "shared": "K and V of another layer",
+    "cross": "cross-attention",
+    "index": "an index of keys",
+    "unknown": "state of an unknown kind",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerState:
+    """The state that a model keeps for one layer.
+
+    Parameters
+    ----------
+    layer
+        Number of the layer in the model, from 0.
+    kind
+        ``"full"``: K and V of every token; ``"window"``: of the last `window` tokens; ``"linear"``: the state of linear
+        attention; ``"recurrent"``: convolution or recurrent state; ``"shared"``: none of its own, it reads that of
+        layer `shared_with`; ``"cross"``: K and V of the encoder's output; ``"index"``: keys that select tokens.
+    window
+        Tokens that a layer of kind ``"window"`` attends to; None where nothing tells.
+    shared_with
+        The layer whose K and V one of kind ``"shared"`` reads.
+    included
+        Whether the arrays of the source contain this state.
+    location
+        Where the state is that the arrays do not contain, as the end of a sentence: ``"in the second cache of the
+        session"``; empty where nothing tells.
+    """
+
+    layer: int
+    kind: StateKind = "full"
+    window: int | None = None
+    shared_with: int | None = None
+    included: bool = True
+    location: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completeness:
+    """The state of every layer of a model, and what else an engine needs to continue.
+
+    Parameters
+    ----------
+    layers
+        Every layer of the model, in order, also those without arrays.
+    evicted
+        Why the stored tokens are not all that the model has seen, as a sentence; empty where they are.
+    other
+        Sentences about further state that the arrays do not contain.
+    """
+
+    layers: tuple[LayerState, ...] = ()
+    evicted: str = ""
+    other: tuple[str, ...] = ()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the arrays contain all that an engine needs to continue."""
+        return not self.missing
+
+    @property
+    def missing(self) -> list[str]:
+        """A sentence for each kind of state that the arrays do not contain."""
+        groups: dict[tuple[StateKind, int | None, str], list[int]] = {}
+        for state in self.layers:
+            if not state.included and state.kind != "shared":
+                groups.setdefault((state.kind, state.window, state.location), []).append(state.layer)
+        sentences = [self._describe_group(*group, layers) for group, layers in groups.items()]
+        return [*sentences, *filter(None, [self.evicted]), *self.other]
+
+    def _describe_group(self, kind: StateKind, window: int | None, location: str, layers: list[int]) -> str:
+        size = f" of {count(window, 'token')}" if window is not None else ""
+        where = f" and {'is' if len(layers) == 1 else 'are'} {location}" if location else ", which is not included"
+        verb = "has" if len(layers) == 1 else "have"
+        return f"{len(layers):,} of {count(len(self.layers), 'layer')} {verb} {_STATE_TEXT[kind]}{size}{where}"
+
+    def with_selected(self, layers: Collection[int], location: str) -> Completeness:
+        """Return the same where only the arrays of `layers` are taken; `location` tells where the others are."""
+        states = (
+            state if state.layer in layers or not state.included else replace(state, included=False, location=location)
+            for state in self.layers
+        )
+        return replace(self, layers=tuple(states))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values; layers as runs of equal ones."""
+        return {
+            "complete": self.is_complete,
+            "missing": self.missing,
+            "layers": [_run_to_dict(run) for run in _equal_runs(self.layers)],
+            "evicted": self.evicted,
+            "other": list(self.other),
+        }
+
+
+class IncompleteCacheError(SourceError):
+    """A cache that contains a part of the model's state, where all of it is needed."""
+
+
+def require_complete(completeness: Completeness | None, where: str, purpose: str) -> None:
+    """Raise `IncompleteCacheError` unless all that an engine needs to continue is there.
+
+    Parameters
+    ----------
+    completeness
+        What the reader knows; None where the file tells nothing, which passes.
+    where
+        The input, as messages call it.
+    purpose
+        What was to be made of it, as the object of "make": ``"a prefix cache"``.
+    """
+    if completeness is None or completeness.is_complete:
+        return
+    missing = "; ".join(completeness.missing)
+    raise IncompleteCacheError(f"{where}: cannot make {purpose} of a part of the state: {missing}")
+
+
+def read_completeness(node: Node) -> Completeness:
+    """Read what `Completeness.to_dict` wrote.
+
+    Raises
+    ------
+    ManifestError
+        Where it is malformed.
+    """
+    layers: list[LayerState] = []
+    for run in node.at("layers").items():
+        first, size = (each.integer(0) for each in run.at("layers").items(2, 2))
+        if first != len(layers) or not 0 < size <= _MAX_LAYERS - first:
+            raise run.at("layers").wrong(f"runs of layers that follow each other, of at most {_MAX_LAYERS:,}")
+        kind, included = run.at("kind"), run.at("included")
+        if kind.text() not in STATE_KINDS:
+            raise kind.wrong(f"one of {', '.join(STATE_KINDS)}")
+        state = LayerState(
+            layer=0,
+            kind=next(each for each in STATE_KINDS if each == kind.text()),
+            window=_optional_integer(run.at("window")),
+            shared_with=_optional_integer(run.at("shared_with")),
+            included=included.boolean(),
+            location=run.at("location").text(),
+        )
+        layers.extend(replace(state, layer=number) for number in range(first, first + size))
+    return Completeness(layers=tuple(layers), evicted=node.at("evicted").text(), other=node.at("other").texts())
+
+
+def _optional_integer(node: Node) -> int | None:
+    return None if node.value is None else node.integer(0)
+
+
+def _equal_runs(layers: Iterable[LayerState]) -> list[list[LayerState]]:
+    runs: list[list[LayerState]] = []
+    for state in layers:
+        if runs and replace(runs[-1][-1], layer=state.layer) == state and runs[-1][-1].layer + 1 == state.layer:
+            runs[-1].append(state)
+        else:
+            runs.append([state])
+    return runs
+
+
+def _run_to_dict(run: list[LayerState]) -> dict[str, Any]:
+    first = run[0]
+    return {
+        "layers": [first.layer, len(run)],
+        "kind": first.kind,
+        "window": first.window,
+        "shared_with": first.shared_with,
+        "included": first.included,
+        "location": first.location,
+    }

@@ -242,7 +242,7 @@ class Budgeted(Policy):
         Tokens that stay. More than there are: all stay. 0: none stays.
     keep_ratio
         The same as a share of the stored tokens, rounded up (kvpress's policies round down), in float64 as the
-        originals do.
+        originals do. Of any tokens a share above 0 is at least one token.
     """
 
     default_budget: ClassVar[int | None] = None
@@ -272,7 +272,8 @@ class Budgeted(Policy):
         if self.keep_ratio is None:
             return self.budget or 0
         share = self.keep_ratio * tokens
-        return math.ceil(share) if self.rounds_up else int(share)
+        size = math.ceil(share) if self.rounds_up else int(share)
+        return max(size, 1) if share > 0 else size  # attention over an empty cache is no number
 
     def why_all_stay(self, prompt: int, tokens: int) -> str | None:
         if self.size(tokens) >= tokens:

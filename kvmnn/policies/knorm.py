@@ -17,12 +17,13 @@ class KNorm(Budgeted):
     Parameters
     ----------
     keep_ratio
-        ``1 - compression_ratio`` of kvpress; rounded down in float64, so 0.9 of 10 pruned leaves none.
+        ``1 - compression_ratio`` of kvpress; rounded down in float64.
 
     Notes
     -----
     Where it differs from kvpress, and why: norms are float32 for every cache and of equal norms the older token comes
-    first, so that the answer is defined; NaN comes last; the budget may also be a number of tokens.
+    first, so that the answer is defined; NaN comes last; at least one token stays, of which kvpress may leave none; the
+    budget may also be a number of tokens.
     """
 
     name = "knorm"

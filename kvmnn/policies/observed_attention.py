@@ -30,7 +30,8 @@ class ObservedAttention(Budgeted):
     averaged over the query heads of the KV head's group (`PromptMean`).
 
     Where it differs from kvpress, and why: of equal scores the older token comes first, so that the answer is defined;
-    NaN comes last; the budget may also be a number of tokens.
+    NaN comes last; at least one token stays, of which kvpress may leave none; the budget may also be a number of
+    tokens.
     """
 
     name: ClassVar[str] = "observed_attention"

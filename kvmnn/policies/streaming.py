@@ -9,7 +9,8 @@ import numpy as np
 
 from ..checks import check_count
 from ..dtypes import Indices
-from ..errors import KvmnnError
+from ..errors import KvmnnError, OptionError
+from ..text import count
 from .base import BUFFER, Budgeted
 from .view import Moment, View
 
@@ -25,6 +26,8 @@ class Streaming(Budgeted):
     ----------
     budget
         Tokens that stay, sinks and window: 512 by default. More than `sink`.
+    keep_ratio
+        The same as a share of the stored tokens, rounded up. More than `sink` tokens of those that it is a share of.
     sink
         First tokens that always stay.
     buffer
@@ -64,12 +67,19 @@ class Streaming(Budgeted):
         check_count(f"{self.name}: buffer", self.buffer)
         if self.budget is not None and self.budget <= self.sink:
             raise KvmnnError(f"{self.name}: a budget of {self.budget} tokens leaves no window behind {self.sink} sinks")
+        if self.keep_ratio == 0:
+            raise KvmnnError(f"{self.name}: a keep_ratio of 0 leaves no window behind {count(self.sink, 'sink')}")
 
     def rule(self, view: View) -> Indices | None:
         size = self.size(view.tokens)
         if view.tokens <= size + (self.buffer if view.moment is Moment.ATTENDED else 0):
             return None
-        return sink_and_recent(view.tokens, min(self.sink, size), max(size - self.sink, 0))
+        if size <= self.sink:
+            raise OptionError(
+                f"{self.name}: a keep_ratio of {self.keep_ratio:g} is {size} of {count(view.tokens, 'token')} and "
+                f"leaves no window behind {count(self.sink, 'sink')}: expected a larger share, a budget, or fewer sinks"
+            )
+        return sink_and_recent(view.tokens, self.sink, size - self.sink)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +91,7 @@ class StreamingPress(Budgeted):
     Parameters
     ----------
     keep_ratio
-        ``1 - compression_ratio`` of kvpress; rounded down.
+        ``1 - compression_ratio`` of kvpress; rounded down, at least one token.
     sink
         First tokens that come before the pruned ones.
 

@@ -111,6 +111,10 @@ def test_values_of_options_are_those_that_the_policy_takes(name: str) -> None:
             policies.create(name, **base, **{option: int(least[1])})
             with pytest.raises(KvmnnError):
                 policies.create(name, **base, **{option: int(least[1]) - 1})
+        elif values == "above 0":
+            policies.create(name, **base, **{option: 1e-9})
+            with pytest.raises(KvmnnError):
+                policies.create(name, **base, **{option: 0})
         elif values == "0 to 1":
             for wrong, right in ((-0.01, 0.0), (1.01, 1.0)):
                 policies.create(name, **base, **{option: right})

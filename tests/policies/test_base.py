@@ -22,7 +22,7 @@ def test_prompt_only() -> None:
 
 
 def test_budgets_round_as_their_originals() -> None:
-    assert [create("knorm", keep_ratio=1 - 0.9).size(10), create("l2_ratio", keep_ratio=0.5).size(7)] == [0, 4]  # type: ignore[attr-defined]
+    assert [create("knorm", keep_ratio=1 - 0.9).size(20), create("l2_ratio", keep_ratio=0.5).size(7)] == [1, 4]  # type: ignore[attr-defined]
     assert all(issubclass(policy, Budgeted) for policy in POLICIES.values())
 
 

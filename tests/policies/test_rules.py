@@ -6,9 +6,11 @@ import math
 
 import numpy as np
 import policy_models as model
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvmnn.errors import KvmnnError, OptionError
 from kvmnn.h2o import H2OConfig, plan
 from kvmnn.policies import (
     H2OBlocks,
@@ -24,7 +26,10 @@ from kvmnn.policies import (
     RecentOnly,
     Streaming,
     StreamingPress,
+    create,
 )
+from kvmnn.policies.base import Budgeted
+from kvmnn.policies.registry import POLICIES
 
 RATIOS = st.sampled_from([0.0, 0.1, 0.29, 0.5, 0.7, 0.98, 1.0, 1.5]) | st.floats(0, 2)
 SMALL = st.integers(0, 12)
@@ -39,6 +44,11 @@ def norms(keys: model.Array) -> list[list[float]]:
 def by_head(policy: Policy, view: LayerView, heads: int, moment: Moment = Moment.ATTENDED) -> list[list[int]]:
     kept = policy.keep(view, moment)
     return np.broadcast_to(kept, (heads, kept.shape[-1])).tolist()
+
+
+def share_of_prompt(tokens: int, compression: float) -> int:
+    """What a press leaves, but that it may leave nothing."""
+    return min(tokens, max(int(tokens * (1 - compression)), 1))
 
 
 @given(model.keys(), RATIOS, st.integers(0, 30), st.sampled_from(["seed", "original"]))
@@ -68,7 +78,7 @@ def test_l2_fixed(keys: model.Array, budget: int, recent_ratio: float, high: boo
 @quick
 def test_knorm(keys: model.Array, compression: float) -> None:
     heads, tokens = keys.shape[:2]
-    size = int(tokens * (1 - compression))
+    size = share_of_prompt(tokens, compression)
     found = by_head(KNorm(keep_ratio=1 - compression), LayerView(tokens=tokens, keys=keys), heads)
     if size == tokens:
         assert found == [list(range(tokens))] * heads
@@ -90,7 +100,7 @@ def test_streaming(tokens: int, sink: int, window: int, buffer: int, moment: Mom
 @quick
 def test_streaming_press(tokens: int, sink: int, compression: float) -> None:
     """The best by (score, age): 0 for what is to be pruned, 1 for the rest."""
-    size = int(tokens * (1 - compression))
+    size = share_of_prompt(tokens, compression)
     if tokens <= sink:
         return
     scores = [0 if sink <= i < sink + tokens - size else 1 for i in range(tokens)]
@@ -127,7 +137,7 @@ def test_observed_attention(heads: int, group: int, tokens: int, compression: fl
     weights = np.tril(rng.integers(0, 64, (heads * group, tokens, tokens))).astype(np.float32) / 64
     policy = ObservedAttention(keep_ratio=1 - compression)
     view = LayerView(tokens=tokens, scores=policy.column_sums(weights, heads))
-    size = int(tokens * (1 - compression))
+    size = share_of_prompt(tokens, compression)
     expected = []
     for head in range(heads):
         rows = weights[head * group : (head + 1) * group]
@@ -193,3 +203,43 @@ def test_a_budget_and_a_ratio_agree(lengths: list[int], sink: int, budget: int) 
                 Streaming(keep_ratio=ratio, sink=sink).keep(view).tolist()
                 == Streaming(budget=budget, sink=sink).keep(view).tolist()
             )
+
+
+@given(st.integers(1, 300), st.floats(0, 1, exclude_min=True), st.sampled_from(["knorm", "streaming_press"]))
+@quick
+def test_small_share_of_prompt_keeps_at_least_one_token(tokens: int, share: float, name: str) -> None:
+    keys = np.arange(tokens, dtype=np.float32).reshape(1, tokens, 1)
+    options = {"sink": 0} if name == "streaming_press" else {}
+    kept = np.atleast_2d(create(name, keep_ratio=share, **options).keep(LayerView(tokens=tokens, keys=keys)))
+    assert kept.shape[1] == max(1, int(share * tokens))
+
+
+@pytest.mark.parametrize("name", sorted(name for name, kind in POLICIES.items() if issubclass(kind, Budgeted)))
+def test_any_policy_with_small_share_of_eight_tokens_keeps_at_least_one(name: str) -> None:
+    scores = np.arange(8, dtype=np.float32)
+    policy = create(name, keep_ratio=0.05, skip_layers=())
+    view = LayerView(
+        tokens=8, keys=np.ones((2, 8, 4), np.float16), scores=np.tile(scores, (2, 1)) if policy.by_head else scores
+    )
+    if name == "streaming":
+        with pytest.raises(OptionError, match=r"keep_ratio of 0\.05 is 1 of 8 tokens and leaves no window behind 4 "):
+            policy.keep(view)
+        return
+    for moment in policy.moments:
+        assert policy.keep(view, moment).shape[-1] >= 1
+
+
+@given(st.integers(1, 200), st.floats(0, 1.5, exclude_min=True), st.integers(0, 12))
+@quick
+def test_streaming_share_is_refused_where_that_budget_is(tokens: int, share: float, sink: int) -> None:
+    size = math.ceil(share * tokens)
+    view = LayerView(tokens=tokens)
+    policy = Streaming(keep_ratio=share, sink=sink)
+    if size >= tokens or size > sink:
+        expected = list(range(tokens)) if size >= tokens else Streaming(budget=size, sink=sink).keep(view).tolist()
+        assert policy.keep(view).tolist() == expected
+        return
+    with pytest.raises(KvmnnError, match="leaves no window"):
+        Streaming(budget=size, sink=sink)
+    with pytest.raises(OptionError, match="leaves no window"):
+        policy.keep(view)

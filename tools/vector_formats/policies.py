@@ -70,7 +70,17 @@ def _l2_fixed(case: dict[str, Any], check: Checker) -> None:
 
 
 def _knorm(case: dict[str, Any], check: Checker) -> None:
-    _by_layer(KNorm(keep_ratio=1 - case["params"]["compression_ratio"]), case, check)
+    """kvpress rounds a share of less than one token down to none, kvmnn keeps the first of its ranking."""
+    layers, policy = _layers(case), KNorm(keep_ratio=1 - case["params"]["compression_ratio"])
+    expected = [
+        [row or [_lowest_norm(head)] for row, head in zip(rows, keys, strict=True)]
+        for rows, keys in zip(case["expected"], layers, strict=True)
+    ]
+    check.equal("kept", [_kept(policy, number, keys) for number, keys in enumerate(layers)], expected)
+
+
+def _lowest_norm(keys: npt.NDArray[Any]) -> int:
+    return int(np.square(keys.astype(np.float64)).sum(axis=-1).argmin())
 
 
 def _by_layer(policy: Policy, case: dict[str, Any], check: Checker) -> None:

@@ -6,6 +6,7 @@ manifests. bf16 has no numpy type of its own, so it travels as ``uint16`` words.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -47,6 +48,44 @@ FP32 = DType("fp32", 4, np.dtype("<f4"))
 BY_NAME: dict[str, DType] = {d.name: d for d in (FP16, BF16, FP32)}
 
 _ARRAY_KINDS = "fiuV"
+
+
+_SIZES = {"b": (1,), "c": (8, 16), "f": (2, 4, 8), "i": (1, 2, 4, 8), "u": (1, 2, 4, 8)}
+_NAMES = {
+    np.dtype(f"{kind}{size}").name: f"{kind}{size}" for kind, sizes in _SIZES.items() for size in sizes
+}  # as Zarr version 2 documents of other writers may have them
+_TYPE_STRING = re.compile(r"([<>=|]?)([bcfiuV])([1-9][0-9]{0,3})")
+
+
+def parse_numpy_type(descr: object) -> np.dtype[Any]:
+    """Return the numpy type that a file names: the only way from foreign text to ``numpy.dtype``.
+
+    numpy itself must never parse such text: ``M8[s/0]`` ends the process by SIGFPE, and other strings raise anything.
+
+    Parameters
+    ----------
+    descr
+        What the file has: numpy's own notation, such as ``"<f2"``, or a plain name, such as ``"float16"``.
+
+    Returns
+    -------
+    A float of 2, 4 or 8 bytes, an integer of 1, 2, 4 or 8, bool, complex of 8 or 16, or void of 1 to 9,999 bytes.
+
+    Raises
+    ------
+    ArrayTypeError
+        For every other type: Python objects, structures, times, texts, and text that names no type.
+    """
+    if isinstance(descr, list | tuple):
+        raise ArrayTypeError("has a structured type, which no frame holds")
+    text = _NAMES.get(descr, descr) if isinstance(descr, str) else ""
+    match = _TYPE_STRING.fullmatch(text)
+    if match is not None and (match[2] == "V" or int(match[3]) in _SIZES[match[2]]):
+        return np.dtype(text)
+    if isinstance(descr, str) and descr.lstrip("|<>=") in ("O", "O4", "O8", "object"):
+        raise ArrayTypeError("holds Python objects (pickles), which are never loaded")
+    said = f"{descr!r:.40}" if isinstance(descr, str) else f"of a {type(descr).__name__}"
+    raise ArrayTypeError(f"numpy type {said} is none that frames hold: expected float16, float32 or uint16 (bf16)")
 
 
 def by_name(name: str) -> DType:

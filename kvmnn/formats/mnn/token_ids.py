@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import re
-from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -15,6 +13,7 @@ from ...errors import KvmnnError, SourceError
 from ...files.json_document import loads
 from ...files.mapped import STDIN, MappedFile
 from ...packed.cache_info import MAX_TOKEN_ID, TokenIds, check_ids
+from .. import npy
 
 MAX_BYTES = 1 << 30
 """Of a file of token ids."""
@@ -62,11 +61,10 @@ def _one_text(ids: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def _ids(data: bytes) -> Any:
-    if data.startswith(b"\x93NUMPY"):
-        try:
-            return _one_text(np.load(io.BytesIO(data), allow_pickle=False))
-        except (TypeError, TokenError) as exc:  # numpy's, of a header that is damaged
-            raise ValueError("not a .npy file") from exc
+    if data.startswith(npy.MAGIC):
+        header = npy.Header(data[: npy.MAX_HEADER], "token ids")
+        ids = np.frombuffer(data, header.dtype, offset=header.size)
+        return _one_text(ids.reshape(header.shape, order=header.order))
     text = data.decode("utf-8-sig")
     if text.lstrip().startswith("["):
         found = loads(text)

@@ -13,7 +13,8 @@ import numpy as np
 
 from ...arrays.named_array import Order, UnsupportedArrayError
 from ...codecs.chunks import MAX_CHUNK_BYTES, NAME
-from ...errors import LimitError, SourceError
+from ...dtypes import parse_numpy_type
+from ...errors import ArrayTypeError, LimitError, SourceError
 from ...files.json_document import Node
 from .grid import MAX_CHUNKS, Index, counts
 
@@ -148,13 +149,10 @@ def old_array_document(node: Node, attributes: Mapping[str, Any]) -> ArrayDocume
     chunks = _shape(node.at("chunks"), 1)
     if len(chunks) != len(shape):
         raise node.at("chunks").wrong(f"{len(shape)} lengths, as the shape has")
-    said = node.at("dtype").value
     try:
-        native = np.dtype(said) if isinstance(said, str) else None
-    except TypeError:
-        native = None
-    if native is None or native.hasobject or native.fields is not None or not native.itemsize:
-        raise UnsupportedArrayError(f"{where}: data type {said!r:.80} is none that frames hold")
+        native = parse_numpy_type(node.at("dtype").value)
+    except ArrayTypeError as exc:
+        raise UnsupportedArrayError(f"{where}: {exc}") from None
     if _of(node, "filters"):
         raise SourceError(f"{where}: has filters, which are not read")
     order = node.at("order").text()

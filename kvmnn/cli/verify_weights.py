@@ -19,7 +19,8 @@ def run(arguments: argparse.Namespace) -> int:
     idle = [*packed, "tensor", "skip_unsupported", "no_zstd", "max_bytes", "threads"]
     idle_options.refuse(arguments, idle, f"is not about weight files, and {arguments.input} is one")
     if not arguments.against:
-        idle_options.refuse(arguments, ["dtype", *weights_options.TOLD], "needs --against: it tells of the conversion")
+        told = ["dtype", *weights_options.TOLD, "as_reference"]
+        idle_options.refuse(arguments, told, "needs --against: it tells of the conversion")
     against = arguments.against[0] if arguments.against else None
     if against is not None and is_weights(against):
         raise printing.UsageError(
@@ -31,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
             verdict = verify(
                 arguments.input,
                 against=against,
-                options=weights_options.options(arguments),
+                options=weights_options.options(arguments, as_reference=arguments.as_reference),
                 given=weights_options.given(arguments),
                 allow_trailing=arguments.allow_trailing,
                 progress=step,

@@ -76,7 +76,7 @@ def add_header_fields(parser: Any, *, head_dim: bool = True) -> None:
 def add_group(parser: Any, *, trailing: bool = False) -> None:
     """For verbs that take caches too, and have ``--head-dim`` from them: the other options of a conversion.
 
-    With `trailing` also ``--allow-trailing``.
+    With `trailing` also ``--allow-trailing`` and ``--as-reference``.
     """
     group = parser.add_argument_group("compressor weights", "what kvmnn convert was told, where it was told something")
     add_header_fields(group, head_dim=False)
@@ -86,6 +86,11 @@ def add_group(parser: Any, *, trailing: bool = False) -> None:
             "--allow-trailing",
             action="store_true",
             help="only warn of bytes behind the last weight, as loaders take them",
+        )
+        group.add_argument(
+            "--as-reference",
+            action="store_true",
+            help="with --against: accept what convert --as-reference leaves out (biases of another length)",
         )
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -132,7 +134,7 @@ def test_a_broken_compressor_leaves_nothing_behind(tmp_path: Path, change: dict[
     [
         ([1], "holds a list: expected a dict"),
         (STATE["compress_tk.0.0.weight"], "holds a bare tensor"),
-        ({}, "neither weights of a KV compressor nor a cache: has no layer of compress_tk, .* it has no keys"),
+        ({}, "holds no weights of a KV compressor: has no layer of compress_tk, .* it has no keys"),
         ({"attention.0.weight": STATE["compress_tk.0.0.weight"]}, "it has 'attention.0.weight'"),
         ({3: 4}, "not all of its keys are strings"),
         ({"compress_tk.0.weight": 1, "compress_tk.x.0.weight": 1}, "has no layer"),
@@ -188,8 +190,8 @@ def test_header_fields(tmp_path: Path) -> None:
     [
         (
             {"compress_tv.1.3.bias": np.zeros(5, np.float32)},
-            ConvertOptions(),
-            "left out 1 bias \\('compress_tv.1.3'\\)",
+            ConvertOptions(as_reference=True),
+            "left out 1 bias \\('compress_tv.1.3'\\): the length is 5, its weight has 4 rows",
         ),
         (
             {"compress_tv.1.3.weight": np.full((4, 4), 7e4, np.float32)},
@@ -214,6 +216,11 @@ def test_header_fields(tmp_path: Path) -> None:
         ({}, ConvertOptions(prefixes=kvcm.PREFIXES[::-1]), "whatever they are"),
         ({}, ConvertOptions(slots=(6, 3, 0), as_reference=True), "slot order 6,3,0"),
         ({}, ConvertOptions(slots=(0, 3, 3)), "slot order 0,3,3"),
+        ({}, ConvertOptions(min_seq_len=0), "field min_seq_len is 0: expected 1 to 2147483647"),
+        ({}, ConvertOptions(min_seq_len=2**31), "field min_seq_len is 2147483648"),
+        ({}, ConvertOptions(min_seq_len=2**32 - 1), "field min_seq_len is 4294967295"),
+        ({}, ConvertOptions(num_heads=513), "field num_heads is 513: expected 0 .not given. to 512"),
+        ({}, ConvertOptions(num_heads=2**32 - 1), "field num_heads is 4294967295"),
         ({"compress_tk.0.9.weight": 1, "attention.0.weight": 2}, ConvertOptions(), "not used: 2 keys"),
     ],
 )
@@ -244,6 +251,35 @@ def test_what_verify_refuses_is_written_only_as_the_reference_does(
     assert first.is_error
     assert f"{first.text} ({first.reason})" in said
     assert first.reason == reason
+
+
+@pytest.mark.parametrize("length", [1, 3, 5, 8])
+@pytest.mark.parametrize("name", ["compress_tk.0.0", "compress_iv.1.6"])
+def test_convert_bias_of_other_length_refused_unless_as_reference(tmp_path: Path, name: str, length: int) -> None:
+    state = {**STATE, f"{name}.bias": np.ones(length, np.float32)}
+    text = refusal(tmp_path, state)
+    assert f"gives a weight file without 1 bias ('{name}'): the length is {length}, its weight has 4 rows" in text
+    assert text.endswith("; --as-reference leaves it out, as the published converter does")
+    file, done = converted(tmp_path, state, ConvertOptions(as_reference=True))
+    assert sum(block.bias is None for block in file.blocks()) == 1
+    assert any("left out 1 bias" in warning for warning in done.warnings)
+
+
+@pytest.mark.parametrize("name", ["w.safetensors", "w.pth"])
+def test_convert_file_of_a_cache_error_names_no_other_format(
+    tmp_path: Path, name: str, run: Callable[..., SimpleNamespace]
+) -> None:
+    source = tmp_path / name
+    if name.endswith(".pth"):
+        checkpoint(source, {"k": np.zeros(4, np.float32), "v": np.zeros(4, np.float32)})
+    else:
+        fields = {"dtype": "F32", "shape": [4]}
+        header = json.dumps({"k": {**fields, "data_offsets": [0, 16]}, "v": {**fields, "data_offsets": [16, 32]}})
+        source.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(32))
+    told = run("convert", source, tmp_path / "w.bin", code=1).err
+    assert "holds no weights of a KV compressor" in told
+    assert "it has 'k', 'v'" in told
+    assert "torch.save" not in told
 
 
 def test_no_warnings_where_there_is_nothing_to_warn_of(tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ import re
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -59,6 +61,15 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
         (weight_file(header={"compression_factor": 0}), ["factor_invalid"]),
         (weight_file(header={"compression_factor": 1}), ["factor_invalid"]),
         (weight_file(header={"reserved": 1}), ["reserved_nonzero"]),
+        (weight_file(header={"min_seq_len": 1, "num_heads": 512}), []),
+        (weight_file(header={"min_seq_len": 2**31 - 1}), []),
+        (weight_file(header={"min_seq_len": 0}), ["min_seq_len_implausible"]),
+        (weight_file(header={"min_seq_len": 2**31}), ["min_seq_len_implausible"]),
+        (weight_file(header={"num_heads": 513}), ["num_heads_implausible"]),
+        (
+            weight_file(header={"min_seq_len": 2**32 - 1, "num_heads": 2**32 - 1}),
+            ["min_seq_len_implausible", "num_heads_implausible"],
+        ),
     ],
 )
 def test_reasons(data: bytes, reasons: list[str]) -> None:
@@ -184,6 +195,22 @@ def test_a_missing_bias_is_found(tmp_path: Path) -> None:
     differences = verify(tmp_path / "w.bin", against=checkpoint(tmp_path / "d.pth", STATE)).differences
     assert len(differences) == 24
     assert differences[0].endswith("bias is missing, the checkpoint has one")
+
+
+def test_verify_bias_left_out_by_conversion_is_a_difference_unless_as_reference(
+    tmp_path: Path, run: Callable[..., SimpleNamespace]
+) -> None:
+    source = checkpoint(tmp_path / "c.pth", {**STATE, "compress_ik.0.3.bias": np.zeros(7, np.float32)})
+    made = tmp_path / "w.bin"
+    convert(source, made, ConvertOptions(as_reference=True))
+    told = run("verify", made, "--against", source, code=1)
+    assert "EXACT" not in told.out
+    assert "compress_ik, slot 3: bias is left out, the checkpoint has one of 7 for 4 rows" in told.err
+    exact = run("verify", made, "--against", source, "--as-reference").out
+    assert "EXACT" in exact
+    assert "1 of the checkpoint's biases left out" in exact
+    document = run("verify", made, "--against", source, "--as-reference", "--json").out
+    assert json.loads(document)["left_out"] == ["compress_ik.0.3.bias"]
 
 
 def test_text_only_and_other_orders(tmp_path: Path) -> None:

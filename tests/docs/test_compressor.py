@@ -120,11 +120,24 @@ SEMANTIC = {
     "factor_invalid": weight_file(header={"compression_factor": 1}),
 }
 
+WARNED = {
+    "min_seq_len_implausible": weight_file(header={"min_seq_len": 0}),
+    "num_heads_implausible": weight_file(header={"num_heads": 513}),
+    "reserved_nonzero": weight_file(header={"reserved": 1}),
+    "non_finite": weight_file()[:56] + b"\0\x7c" + weight_file()[58:],
+}
+
 
 def test_the_tables_of_codes_are_complete() -> None:
-    first, second = tables("What a reader refuses")
-    assert [row[0].strip("`") for row in first] == list(FORMAT)
-    assert [row[0].strip("`") for row in second] == list(SEMANTIC)
+    refused_by_reader, refused_by_verify, warned = tables("What a reader refuses")
+    assert [row[0].strip("`") for row in refused_by_reader] == list(FORMAT)
+    assert [row[0].strip("`") for row in refused_by_verify] == list(SEMANTIC)
+    assert [row[0].strip("`") for row in warned] == list(WARNED)
+
+
+@pytest.mark.parametrize("code", WARNED)
+def test_verify_code_of_a_warning_is_the_only_finding(code: str) -> None:
+    assert [(found.reason, found.is_error) for found in findings(kvcm.parse(WARNED[code]))] == [(code, False)]
 
 
 @pytest.mark.parametrize("code", FORMAT)

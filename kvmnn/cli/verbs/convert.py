@@ -30,7 +30,9 @@ def add_parser(verbs: Any) -> None:
     weights_options.add_header_fields(parser)
     weights_options.add_orders(parser)
     parser.add_argument(
-        "--as-reference", action="store_true", help="also write what no loader takes, or kvmnn verify refuses"
+        "--as-reference",
+        action="store_true",
+        help="also write what no loader takes or kvmnn verify refuses, and leave out biases of another length",
     )
 
 

@@ -73,7 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.no_manifest and is_weight_file(arguments.input):
         return verify_weights.run(arguments)
     told = [name for name in weights_options.TOLD if name != "head_dim"]
-    idle_options.refuse(arguments, [*told, "allow_trailing"], f"is about weight files, and {arguments.input} is none")
+    told += ["allow_trailing", "as_reference"]
+    idle_options.refuse(arguments, told, f"is about weight files, and {arguments.input} is none")
     options = DecodeOptions(
         dtype=arguments.dtype,
         codecs=shared_options.codecs(arguments),
@@ -104,7 +105,7 @@ def _run_store(arguments: argparse.Namespace) -> int:
     """The hashes that kvmnn noted down in a Zarr store."""
     from ...formats import ReadOptions, verify_store
 
-    others = ("against", "no_manifest", "no_zstd", *weights_options.TOLD, "allow_trailing")
+    others = ("against", "no_manifest", "no_zstd", *weights_options.TOLD, "allow_trailing", "as_reference")
     idle = (*others, *axes_options.NAMES, *packed_options.LAYING, *engine_options.CHOOSING)
     idle_options.refuse(
         arguments, idle, f"says nothing about {arguments.input}, a Zarr store (kvmnn diff compares two)"

@@ -21,6 +21,7 @@ from .noted import noted_in
 from .rounding import check_convertible, count_non_finite, words_of
 from .selection import ConvertOptions, Selection, select
 from .semantics import Planned, faults
+from .surprises import describe_misfits
 
 if TYPE_CHECKING:
     from ...formats.sinks import Sink
@@ -198,6 +199,12 @@ def _check_sense(selection: Selection) -> None:
     for fault in faults(Planned(selection.header, blocks)):
         raise CheckpointError(
             f"gives a weight file that kvmnn verify refuses: {fault.text} ({fault.reason}); --as-reference writes it"
+        )
+    if selection.misfits:
+        # The layer would compute without the bias that was trained with it, and no loader would notice.
+        raise CheckpointError(
+            f"gives a weight file without {describe_misfits(selection.misfits)}; "
+            "--as-reference leaves it out, as the published converter does"
         )
 
 

@@ -57,7 +57,7 @@ class ConvertOptions:
         Names and texts for the section that loaders skip, or its bytes; the published converter leaves it empty.
     as_reference
         Also write what no loader takes (weights without elements, more layers or weights than the limits) and what
-        `verify` refuses.
+        `verify` refuses, and leave out biases whose length is not the number of rows of their weight.
     """
 
     dtype: str = "fp16"
@@ -104,6 +104,9 @@ class Selection:
         Extensions that were needed.
     unused
         Keys beside those that are used.
+    misfits
+        Biases of another length than their weight has rows, which are left out: by the name of the Linear layer, the
+        length and the number of rows.
     """
 
     header: Header
@@ -113,6 +116,7 @@ class Selection:
     warnings: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
+    misfits: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -170,7 +174,7 @@ def select(root: object, options: ConvertOptions) -> Selection:
         selection.unused = [key for key in keys if key not in used]
         selection.warnings = [
             *layout_warnings(selection.header, blocks, selection.prefixes, options.slots),
-            *key_warnings(blocks, keys, selection.unused),
+            *key_warnings(selection.misfits, selection.unused),
         ]
         if selection.nbytes > MAX_OUTPUT:
             raise LimitError(f"the weight file would have {selection.nbytes} bytes: at most {MAX_OUTPUT} are written")
@@ -209,9 +213,9 @@ def _locate(root: object, options: ConvertOptions) -> tuple[Keys, list[str]]:
     found = ", ".join(repr(key) for key in list(root)[:8] if isinstance(key, str))
     raise CheckpointError(
         reason
-        or "is a dict of torch.save, but neither weights of a KV compressor nor a cache: has no layer of "
-        f"{', '.join(options.prefixes) or 'no prefix at all'}: expected keys such as "
-        f"{(options.prefixes or PREFIXES)[0]}.0.{options.slots[0]}.weight; it has {found or 'no keys'}"
+        or f"holds no weights of a KV compressor: has no layer of {', '.join(options.prefixes) or 'no prefix at all'}: "
+        f"expected keys such as {(options.prefixes or PREFIXES)[0]}.0.{options.slots[0]}.weight; it has "
+        f"{found or 'no keys'} (caches are taken by encode, measure and pack)"
     )
 
 
@@ -351,6 +355,7 @@ def _linear(selection: Selection, keys: Keys, name: str, options: ConvertOptions
     if not isinstance(bias, Tensor):
         raise CheckpointError(f"'{name}.bias' is {_kind(bias)}: expected a tensor")
     if bias.numel != weight.shape[0]:
+        selection.misfits[name] = bias.numel, weight.shape[0]
         return Linear(name, weight, None)
     return Linear(name, weight, bias)
 

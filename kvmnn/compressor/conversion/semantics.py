@@ -20,6 +20,12 @@ from ..kvcm.header import (
 from ..kvcm.weight_file import WeightFile
 from .rounding import count_non_finite
 
+MAX_MIN_SEQ_LEN = 2**31 - 1
+"""The runtime compares ``min_seq_len`` with a signed count of groups, so larger values are read as negative ones."""
+
+MAX_NUM_HEADS = 512
+"""Falcon-180B has 232 query heads, the most of all published models; kv heads are fewer."""
+
 
 class Finding(NamedTuple):
     """Something about a weight file.
@@ -83,6 +89,7 @@ class Planned:
 def findings(file: WeightFile) -> Iterator[Finding]:
     """Everything that is wrong with a well-formed file, errors first, then warnings."""
     yield from faults(file)
+    yield from implausible_fields(file.header)
     for reason, text in file.warnings:
         yield Finding(reason, text, is_error=False)
     if file.trailing:
@@ -98,6 +105,15 @@ def faults(file: Shaped) -> Iterator[Finding]:
     yield from _counts(file)
     if file.header.weight_count_per_layer % SLOTS_PER_PREFIX == 0:
         yield from _shapes(file)
+
+
+def implausible_fields(header: Header) -> Iterator[Finding]:
+    """Yield a warning for each header field that loaders take although no model or runtime has such a value."""
+    if not 1 <= header.min_seq_len <= MAX_MIN_SEQ_LEN:
+        yield _field(header, "min_seq_len_implausible", "min_seq_len", f"1 to {MAX_MIN_SEQ_LEN}", is_error=False)
+    if header.num_heads > MAX_NUM_HEADS:
+        expected = f"0 (not given) to {MAX_NUM_HEADS}"
+        yield _field(header, "num_heads_implausible", "num_heads", expected, is_error=False)
 
 
 def _counts(file: Shaped) -> Iterator[Finding]:
@@ -122,15 +138,15 @@ def _shapes(file: Shaped) -> Iterator[Finding]:
     stated = header.head_dim and header.head_dim * factor == hidden_size
     head_dim = header.head_dim if stated else third.rows
     if factor < 2:
-        yield _field(file, "factor_invalid", "compression_factor", "2 or more")
+        yield _field(header, "factor_invalid", "compression_factor", "2 or more")
     if header.hidden_size not in (0, hidden_size):
-        yield _field(file, "hidden_size_mismatch", "hidden_size", f"{hidden_size}, the columns of the first weight")
+        yield _field(header, "hidden_size_mismatch", "hidden_size", f"{hidden_size}, the columns of the first weight")
     if header.head_dim not in (0, head_dim):
-        yield _field(file, "head_dim_mismatch", "head_dim", f"{head_dim}, the rows of the third weight")
+        yield _field(header, "head_dim_mismatch", "head_dim", f"{head_dim}, the rows of the third weight")
     product = (header.head_dim or head_dim) * factor
     if factor >= 2 and (header.hidden_size or hidden_size) != product:
         yield _field(
-            file,
+            header,
             "factor_mismatch",
             "compression_factor",
             f"hidden_size {header.hidden_size or hidden_size} / head_dim {header.head_dim or head_dim}",
@@ -179,9 +195,10 @@ def _non_finite(file: WeightFile) -> Iterator[Finding]:
         yield Finding("non_finite", f"{total} elements are infinite or no number, the first in {first}", is_error=False)
 
 
-def _field(file: Shaped, reason: str, name: str, expected: str) -> Finding:
-    value = getattr(file.header, name)
-    return Finding(reason, f"offset {FIELD_OFFSETS[name]}: field {name} is {value}: expected {expected}")
+def _field(header: Header, reason: str, name: str, expected: str, *, is_error: bool = True) -> Finding:
+    value = getattr(header, name)
+    text = f"offset {FIELD_OFFSETS[name]}: field {name} is {value}: expected {expected}"
+    return Finding(reason, text, is_error=is_error)
 
 
 def _shape(place: BlockPlace, layer: int, index: int, text: str) -> Finding:

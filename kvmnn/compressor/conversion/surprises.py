@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from ...formats.torch.tensors import Tensor
 from ..kvcm.header import PREFIXES, TEXT_PREFIXES, Header
+from .semantics import implausible_fields
 
 Blocks = Sequence[tuple[str, Tensor, Tensor | None]]
 """Name, weight and bias of each Linear layer, in file order."""
@@ -29,6 +30,7 @@ def layout_warnings(header: Header, blocks: Blocks, prefixes: Sequence[str], slo
             f"compression_factor {header.compression_factor} is not columns / rows of the first weight, "
             f"{columns} / {rows}"
         )
+    yield from (f"{finding.text} ({finding.reason})" for finding in implausible_fields(header))
     for number, (name, weight, _) in enumerate(blocks):
         expected = blocks[number % header.weight_count_per_layer][1].shape
         if weight.shape != expected:
@@ -44,11 +46,18 @@ def layout_warnings(header: Header, blocks: Blocks, prefixes: Sequence[str], slo
         yield f"left out the imaginary parts of {_listed('complex tensor', 'complex tensors', cut)}"
 
 
-def key_warnings(blocks: Blocks, keys: Iterable[str], unused: list[str]) -> Iterator[str]:
+def describe_misfits(misfits: Mapping[str, tuple[int, int]]) -> str:
+    """Name the biases whose length is not the number of rows of their weight, with both numbers of the first."""
+    length, rows = next(iter(misfits.values()))
+    text = _listed("bias", "biases", list(misfits))
+    of_first = " of the first" if len(misfits) > 1 else ""
+    return f"{text}: the length{of_first} is {length}, its weight has {rows} rows"
+
+
+def key_warnings(misfits: Mapping[str, tuple[int, int]], unused: list[str]) -> Iterator[str]:
     """Of the keys of a checkpoint that do not get into the file; `unused` are those that nothing asked for."""
-    dropped = [name for name, _, bias in blocks if bias is None and f"{name}.bias" in keys]
-    if dropped:
-        yield f"left out {_listed('bias', 'biases', dropped)}: the length is not the number of rows of the weight"
+    if misfits:
+        yield f"left out {describe_misfits(misfits)}"
     if unused:
         yield f"not used: {_listed('key', 'keys', unused)}"
 

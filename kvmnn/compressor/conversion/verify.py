@@ -23,6 +23,7 @@ from .convert import prepare
 from .rounding import words_of
 from .selection import ConvertOptions, Selection
 from .semantics import Finding, findings
+from .surprises import describe_misfits
 
 _SHOWN = 5
 
@@ -47,6 +48,9 @@ class Verdict:
         What was unusual about reading the checkpoint.
     rounded
         Whether its elements were rounded to the file's type before they were compared.
+    left_out
+        Biases of the checkpoint that no weight file holds, because their length is not the number of rows of their
+        weight; filled with `as_reference` alone, they are differences otherwise.
     """
 
     path: str
@@ -57,6 +61,7 @@ class Verdict:
     compared: int = 0
     notices: Sequence[str] = ()
     rounded: bool = False
+    left_out: Sequence[str] = ()
 
     @property
     def ok(self) -> bool:
@@ -80,6 +85,7 @@ class Verdict:
             ],
             "differences": list(self.differences),
             "compared_elements": self.compared,
+            "left_out": list(self.left_out),
             "notices": list(self.notices),
             "header": self.file.header.to_dict(),
             "bytes": self.file.size,
@@ -100,6 +106,8 @@ class Verdict:
         how = "VALID (no --against: nothing to compare with)"
         if self.against is not None:
             left = f"; {count(self.file.trailing, 'byte')} behind them not" if self.file.trailing else ""
+            if self.left_out:
+                left += f"; {len(self.left_out):,} of the checkpoint's biases left out, as the published converter does"
             how = (
                 f"EXACT (header and {self.compared:,} elements compared with {self.against}"
                 f"{f', rounded to {header.dtype.name}' if self.rounded else ''}{left})"
@@ -157,7 +165,7 @@ def verify(
         The checkpoint that it was made from.
     options
         What the conversion was told; None takes the defaults. `dtype` and `prefixes` at their defaults are the file's
-        own.
+        own. Without `as_reference` a bias that the conversion left out for its length is a difference.
     given
         Names of options that count at their defaults too.
     allow_trailing
@@ -186,6 +194,7 @@ def verify(
         compared=comparison.elements,
         notices=comparison.notices,
         rounded=comparison.rounded,
+        left_out=comparison.left_out,
     )
 
 
@@ -199,6 +208,7 @@ class _Comparison(NamedTuple):
     elements: int
     notices: list[str]
     rounded: bool
+    left_out: list[str]
 
 
 def _compare(
@@ -215,13 +225,20 @@ def _compare(
         told = replace(told, prefixes=default_prefixes(file))
     checkpoint, selection = prepare(against, told, given={*given, "dtype", "prefixes"})
     notices, rounded = [*selection.notices, *_left_out(selection)], bool(selection.rounded_types)
+    left_out = [f"{name}.bias" for name in selection.misfits] if options.as_reference else []
+    if left_out:
+        notices.append(f"not compared: {describe_misfits(selection.misfits)}")
     differences, elements = list(_header_differences(file, selection)), 0
     if len(selection.linears) != len(file):
         differences.append(f"the file has {len(file)} weights, the checkpoint gives {len(selection.linears)}")
-        return _Comparison(differences, 0, notices, rounded)
+        return _Comparison(differences, 0, notices, rounded, left_out)
     with naming(checkpoint.label):
         for block, linear in zip(file.blocks(), selection.linears, strict=True):
             place = _place(block, selection, told)
+            if linear.name in selection.misfits and not options.as_reference:
+                length, rows = selection.misfits[linear.name]
+                text = f"bias is left out, the checkpoint has one of {length} for {rows} rows (--as-reference takes it)"
+                differences.append(f"offset {block.offset}: {place}: {text}")
             parts = (("weight", block.weight, linear.weight), ("bias", block.bias, linear.bias))
             for part, words, tensor in parts:
                 difference, compared = _difference(words, tensor, file)
@@ -230,7 +247,7 @@ def _compare(
                     differences.append(f"offset {block.offset}: {place}: {part}{difference}")
             if progress is not None:
                 progress(block.nbytes)
-    return _Comparison(differences, elements, notices, rounded)
+    return _Comparison(differences, elements, notices, rounded, left_out)
 
 
 def _header_differences(file: WeightFile, selection: Selection) -> Iterator[str]:

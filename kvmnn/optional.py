@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Any
 
 from .errors import MissingDependencyError
@@ -15,9 +16,15 @@ _FATAL = 4
 """Of onnxruntime's lines on standard error. Those below carry names out of the model as they are, and what is wrong is
 raised as well."""
 
+_TELEMETRY = "ORT_DISABLE_TELEMETRY"
+"""Read by onnxruntime 1.32 as it is imported. Without it onnxruntime writes a device id and a database to the user's
+cache directory, opens ``$TMPDIR/.ses`` through symbolic links, and asks DNS for a server of Microsoft."""
+
 
 def package(name: str) -> Any:
     """The module `name`.
+
+    onnxruntime is imported with its telemetry off, unless the environment has ``ORT_DISABLE_TELEMETRY`` already.
 
     Parameters
     ----------
@@ -29,6 +36,8 @@ def package(name: str) -> Any:
     MissingDependencyError
         Where it is not installed; the message says how to install it and what is needed with it.
     """
+    if name.partition(".")[0] == "onnxruntime":
+        os.environ.setdefault(_TELEMETRY, "1")
     try:
         found = importlib.import_module(name)
     except ImportError as error:

@@ -12,6 +12,7 @@ from ..dtypes import Floats, Part
 from ..errors import SourceError
 from ..text import count
 from .casting import floats
+from .completeness import Completeness, pair_document, report_pair
 from .differences import first_tokens, ordered_words
 from .held_tokens import Held, held_tokens, other_tokens, said
 from .layers import LayerArray, sorted_layers
@@ -68,6 +69,8 @@ class Closeness:
         Why layers could not be compared, or not all of them: missing ones, other shapes.
     first_input, second_input
         What was compared.
+    completeness
+        The state of the model that the arrays of each input contain, where that is known.
     """
 
     atol: float
@@ -75,6 +78,7 @@ class Closeness:
     unlike: tuple[str, ...] = ()
     first_input: str = ""
     second_input: str = ""
+    completeness: tuple[Completeness | None, Completeness | None] = (None, None)
 
     @property
     def words(self) -> int:
@@ -102,6 +106,7 @@ class Closeness:
             "above": self.above,
             "layers": [each.to_dict() for each in self.distances],
             "unlike": list(self.unlike),
+            **pair_document(self.completeness),
         }
 
     def __str__(self) -> str:
@@ -112,11 +117,11 @@ class Closeness:
             f"{each.head}, {each.token}, {each.dim}"
             for each in self.distances
         ]
-        if not self.distances:
-            return "\n".join([*lines, "no numbers were compared: nothing has its like in the other input"])
         words = f"{self.above:,} of {count(self.words, 'number')}" if self.above else count(self.words, "number")
-        verdict = "are further apart than" if self.above else "within"
-        return "\n".join([*lines, f"{words} {verdict} {self.atol:g}"])
+        verdict = f"{words} {'are further apart than' if self.above else 'within'} {self.atol:g}"
+        if not self.distances:
+            verdict = "no numbers were compared: nothing has its like in the other input"
+        return "\n".join([*lines, verdict, *report_pair(self.completeness)])
 
 
 def compare_close(first: Source, second: Source, atol: float, held: tuple[Held, Held] | None = None) -> Closeness:
@@ -164,6 +169,7 @@ def compare_close(first: Source, second: Source, atol: float, held: tuple[Held, 
         unlike=tuple(unlike),
         first_input=" ".join(first.inputs),
         second_input=" ".join(second.inputs),
+        completeness=(first.completeness, second.completeness),
     )
 
 

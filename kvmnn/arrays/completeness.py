@@ -87,6 +87,11 @@ class Completeness:
         return not self.missing
 
     @property
+    def is_plain(self) -> bool:
+        """Whether every layer has full attention and nothing is left out, as in most models."""
+        return self.is_complete and all(state.kind == "full" for state in self.layers)
+
+    @property
     def missing(self) -> list[str]:
         """A sentence for each kind of state that the arrays do not contain."""
         groups: dict[tuple[StateKind, int | None, str], list[int]] = {}
@@ -97,10 +102,10 @@ class Completeness:
         return [*sentences, *filter(None, [self.evicted]), *self.other]
 
     def _describe_group(self, kind: StateKind, window: int | None, location: str, layers: list[int]) -> str:
-        size = f" of {count(window, 'token')}" if window is not None else ""
         where = f" and {'is' if len(layers) == 1 else 'are'} {location}" if location else ", which is not included"
         verb = "has" if len(layers) == 1 else "have"
-        return f"{len(layers):,} of {count(len(self.layers), 'layer')} {verb} {_STATE_TEXT[kind]}{size}{where}"
+        state = describe_state(LayerState(layer=layers[0], kind=kind, window=window))
+        return f"{len(layers):,} of {count(len(self.layers), 'layer')} {verb} {state}{where}"
 
     def with_selected(self, layers: Collection[int], location: str) -> Completeness:
         """Return the same where only the arrays of `layers` are taken; `location` tells where the others are."""
@@ -119,6 +124,38 @@ class Completeness:
             "evicted": self.evicted,
             "other": list(self.other),
         }
+
+
+def describe_state(state: LayerState) -> str:
+    """Return the kind of a layer's state in words: ``"a window of 16 tokens"``."""
+    if state.kind == "shared" and state.shared_with is not None:
+        return f"K and V of layer {state.shared_with}"
+    size = f" of {count(state.window, 'token')}" if state.window is not None else ""
+    return f"{_STATE_TEXT[state.kind]}{size}"
+
+
+def report_missing(completeness: Completeness | None) -> list[str]:
+    """Return a line for each kind of state that the arrays do not contain; none where that is not known."""
+    return [] if completeness is None else [f"incomplete: {sentence}" for sentence in completeness.missing]
+
+
+def completeness_document(completeness: Completeness | None) -> dict[str, Any]:
+    """Return the entry ``completeness`` of a JSON document; empty where nothing is known."""
+    return {} if completeness is None else {"completeness": completeness.to_dict()}
+
+
+def report_pair(pair: tuple[Completeness | None, Completeness | None]) -> list[str]:
+    """Return the lines of `report_missing` for two inputs that are compared."""
+    inputs = zip(("first input", "second input"), pair, strict=True)
+    return [f"{name}: {line}" for name, each in inputs for line in report_missing(each)]
+
+
+def pair_document(pair: tuple[Completeness | None, Completeness | None]) -> dict[str, Any]:
+    """Return the entry ``completeness`` of a JSON document about two inputs; empty where nothing is known."""
+    if pair == (None, None):
+        return {}
+    documents = [each and each.to_dict() for each in pair]
+    return {"completeness": dict(zip(("first", "second"), documents, strict=True))}
 
 
 class IncompleteCacheError(SourceError):

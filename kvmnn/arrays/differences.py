@@ -13,6 +13,7 @@ from .. import dtypes
 from ..dtypes import Part
 from ..errors import SourceError
 from ..text import count
+from .completeness import Completeness, pair_document, report_pair
 from .engine_cache import layers_of
 from .held_tokens import Held, held_tokens, other_tokens, said
 from .layers import AxesError, LayerArray, sorted_layers
@@ -76,6 +77,8 @@ class Differences:
         What would have to be said of the axes of an input, where arrays were compared by their names for want of it.
     first_input, second_input
         What was compared.
+    completeness
+        The state of the model that the arrays of each input contain, where that is known.
     """
 
     words: int = 0
@@ -85,6 +88,7 @@ class Differences:
     hints: tuple[str, ...] = ()
     first_input: str = ""
     second_input: str = ""
+    completeness: tuple[Completeness | None, Completeness | None] = (None, None)
 
     @property
     def equal(self) -> bool:
@@ -102,6 +106,7 @@ class Differences:
             "first": None if self.first is None else asdict(self.first),
             "unlike": list(self.unlike),
             "hints": list(self.hints),
+            **pair_document(self.completeness),
         }
 
     def __str__(self) -> str:
@@ -112,7 +117,8 @@ class Differences:
         elif self.words and lines:
             lines.append(f"equal otherwise: {count(self.words, 'word')}, bit by bit")
         lines += self.hints
-        return "\n".join(lines) if lines else f"equal: {count(self.words, 'word')}, bit by bit"
+        lines = lines or [f"equal: {count(self.words, 'word')}, bit by bit"]
+        return "\n".join([*lines, *report_pair(self.completeness)])
 
 
 def compare(first: Source, second: Source, held: tuple[Held, Held] | None = None) -> Differences:
@@ -134,6 +140,7 @@ def compare(first: Source, second: Source, held: tuple[Held, Held] | None = None
         unlike=(*said(other, layers_of([*first, *second])), *found.unlike),
         first_input=" ".join(first.inputs),
         second_input=" ".join(second.inputs),
+        completeness=(first.completeness, second.completeness),
     )
 
 

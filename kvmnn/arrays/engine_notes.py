@@ -9,8 +9,9 @@ import numpy as np
 
 from ..files.json_document import Node, parse
 from ..packed.cache_info import Ranges
+from .completeness_notes import write_note
 from .engine_cache import EngineCache, of_part
-from .source import ENGINE_KEY, Source
+from .source import COMPLETENESS_KEY, ENGINE_KEY, Source, completeness_in
 from .undoing import UNDOABLE, Undo
 
 VERSION = 1
@@ -20,8 +21,8 @@ _MOST_POSITION = 1 << 31
 
 
 def noted(source: Source) -> dict[str, str]:
-    """The metadata of a source, with what is known of the engine's cache that its arrays are."""
-    metadata = {key: text for key, text in source.metadata.items() if key != ENGINE_KEY}
+    """The metadata of a source, with what is known of the engine's cache that its arrays are, and its completeness."""
+    metadata = {key: text for key, text in note_completeness(source).items() if key != ENGINE_KEY}
     cache = source.engine_cache
     if cache is not None and any(cache.tokens in source[name].shape for name in source):
         said = {
@@ -34,8 +35,31 @@ def noted(source: Source) -> dict[str, str]:
     return metadata
 
 
+def note_completeness(source: Source) -> dict[str, str]:
+    """Return the metadata of a source, with its completeness where that is more than full attention in every layer."""
+    if source.completeness is None:
+        return dict(source.metadata)
+    metadata = {key: text for key, text in source.metadata.items() if key != COMPLETENESS_KEY}
+    if not source.completeness.is_plain:
+        metadata[COMPLETENESS_KEY] = write_note(source.completeness, source)
+    return metadata
+
+
+def apply_completeness(source: Source, where: str) -> None:
+    """Set the completeness of a source from its metadata, unless its reader did.
+
+    Raises
+    ------
+    ManifestError
+        For malformed metadata.
+    """
+    if source.completeness is None:
+        source.completeness = completeness_in(source.metadata, source, where)
+
+
 def apply(source: Source, where: str, *, part: bool = False) -> None:
-    """Give a source what `noted` wrote, if its arrays are those; else the note is dropped, and a line says so.
+    """Give a source what `noted` wrote, if its arrays are those; else the note of the engine is dropped, and a line
+    says so. The completeness stays.
 
     Parameters
     ----------
@@ -47,6 +71,7 @@ def apply(source: Source, where: str, *, part: bool = False) -> None:
     ManifestError
         Where it is malformed.
     """
+    apply_completeness(source, where)
     if source.engine_cache is not None or ENGINE_KEY not in source.metadata:
         return
     said = parse(source.metadata[ENGINE_KEY], f"{where}: metadata {ENGINE_KEY!r}")

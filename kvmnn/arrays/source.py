@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Final
@@ -10,6 +10,7 @@ from typing import Final
 from ..packed import cache_info
 from ..packed.cache_info import CacheInfo
 from .completeness import Completeness
+from .completeness_notes import join_completeness, read_note
 from .engine_cache import EngineCache
 from .lazy_arrays import LazyArrays
 from .named_array import NamedArray
@@ -24,6 +25,8 @@ BESIDE_KEY: Final = "kvmnn.beside"
 """The same for files beside the arrays of a folder that say whose K and V they are."""
 ENGINE_KEY: Final = "kvmnn.engine_cache"
 """The same for what another engine's cache said of itself, where its K and V are plain arrays."""
+COMPLETENESS_KEY: Final = "kvmnn.completeness"
+"""Metadata key for the state that the arrays contain, and what they lack (`kvmnn.arrays.completeness_notes`)."""
 OF_THE_WHOLE: Final = (DUMP_KEY, FILE_KEY)
 """Keys that only manifests carry: no other file of arrays becomes such a folder or file again."""
 
@@ -131,7 +134,8 @@ def joined(sources: Sequence[Source]) -> Source:
 
     One source alone is returned as it is. Of several, the first wins where metadata has the same key, and what
     describes one input only is dropped: a cache (`Source.cache`, `Source.engine_cache`), and kvmnn's own metadata
-    (`others_metadata`); but not what all say alike of their tokens, as ``.npy`` files of one folder do.
+    (`others_metadata`); but not what all say alike of their tokens, as ``.npy`` files of one folder do. State that an
+    input lacks stays missing.
     """
     if len(sources) == 1:
         return sources[0]
@@ -165,9 +169,32 @@ def joined(sources: Sequence[Source]) -> Source:
         found.inputs += source.inputs
         found.opened += source.opened
     found.arrays, found.skipped = arrays, skipped
+    found.completeness = _join_completeness(found, sources)
     if len(beside) == 1 and (alike := beside.pop()) is not None:
         found.metadata[BESIDE_KEY] = alike
     return found
+
+
+def _join_completeness(joined: Source, sources: Sequence[Source]) -> Completeness | None:
+    """Return that of all arrays together, which may be those of one cache in several files."""
+    texts = {source.metadata.get(COMPLETENESS_KEY) for source in sources}
+    text = texts.pop() if len(texts) == 1 else None
+    if text is not None:
+        joined.metadata[COMPLETENESS_KEY] = text
+        return completeness_in(joined.metadata, joined, " ".join(joined.inputs))
+    return join_completeness([(" ".join(source.inputs), source.completeness) for source in sources])
+
+
+def completeness_in(metadata: dict[str, str], names: Iterable[str], where: str) -> Completeness | None:
+    """Return the completeness that metadata has for arrays of these names; None where it has none.
+
+    Raises
+    ------
+    ManifestError
+        For malformed text; `where` begins the message.
+    """
+    text = metadata.get(COMPLETENESS_KEY)
+    return None if text is None else read_note(text, names, f"{where}: metadata {COMPLETENESS_KEY!r}")
 
 
 def others_metadata(metadata: dict[str, str]) -> dict[str, str]:
@@ -177,7 +204,8 @@ def others_metadata(metadata: dict[str, str]) -> dict[str, str]:
 
 def metadata_of_part(metadata: dict[str, str]) -> dict[str, str]:
     """Metadata without what holds of all arrays of an input alone; which tokens they are holds of some as well."""
-    return others_metadata(metadata) | {key: metadata[key] for key in (BESIDE_KEY, ENGINE_KEY) if key in metadata}
+    of_some = (BESIDE_KEY, ENGINE_KEY, COMPLETENESS_KEY)
+    return others_metadata(metadata) | {key: metadata[key] for key in of_some if key in metadata}
 
 
 def described_by(metadata: dict[str, str], where: str) -> CacheInfo | None:

@@ -6,7 +6,10 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
+from ..arrays.completeness import Completeness, completeness_document
+from ..arrays.layer_states import list_states
 from ..arrays.named_array import Piece
+from ..arrays.source import completeness_in
 from ..dense import DenseInfo
 from ..errors import FrameError, ManifestError
 from ..frames import FrameInfo
@@ -175,6 +178,11 @@ class BundleInfo(Sizes):
         """What changes the meaning of the ratio, in lines."""
         return notes_of(self.manifest, self.path)
 
+    @property
+    def completeness(self) -> Completeness | None:
+        """The state of the model that the arrays contain, where the manifest records it."""
+        return completeness_in(self.manifest.metadata, [array.entry.name for array in self.arrays], self.path)
+
     def to_dict(self) -> dict[str, Any]:
         """The same for JSON."""
         return {
@@ -190,6 +198,7 @@ class BundleInfo(Sizes):
             "effort": self.manifest.effort,
             "rope": self.manifest.rope,
             "cache": cache_document(self.cache),
+            **completeness_document(self.completeness),
             "streams": {name: total.to_dict() for name, total in self.streams.items()},
             "arrays": [array.to_dict() for array in self.arrays],
         }
@@ -208,6 +217,7 @@ class BundleInfo(Sizes):
             told = cache_summary(self.cache)
             lines.append(f"  {self.cache.kind} cache{name}: {told}, {self.cache.file_bytes:,} bytes as packed files")
             lines += [f"  {line}" for line in kept_tokens(self.cache)]
+        lines += [f"  {line}" for line in list_states(self.completeness)]
         tables = verbose or sum(len(array.frames) for array in self.arrays) == 1
         width = max(len(array.entry.name) for array in self.arrays)
         for array in self.arrays:

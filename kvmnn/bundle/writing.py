@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..arrays.completeness import Completeness, completeness_document, report_missing
 from ..arrays.engine_notes import noted
 from ..arrays.source import FILE_KEY, Source
 from ..errors import OptionError
@@ -42,6 +43,8 @@ class Encoded(Sizes):
         The packed cache that the arrays were read from, if it was one.
     dequantised
         Types whose codes the words were made from, before they were encoded.
+    completeness
+        The state of the model that the arrays contain, where that is known.
     """
 
     output: str | None
@@ -50,6 +53,7 @@ class Encoded(Sizes):
     seconds: float
     cache: CacheInfo | None = None
     dequantised: tuple[str, ...] = ()
+    completeness: Completeness | None = None
 
     @property
     def kept(self) -> KeptFile | None:
@@ -100,6 +104,7 @@ class Encoded(Sizes):
             "byte_exact": self.byte_exact,
             "cache": cache_document(self.cache),
             **({"file": self._file(kept)} if kept else {}),
+            **completeness_document(self.completeness),
             "arrays": [
                 {**array_to_dict(array), "ratio": ratio(array.nbytes, array.stored_bytes)} for array in made.arrays
             ],
@@ -142,7 +147,9 @@ class Encoded(Sizes):
         name = self.output or arrays[0].name
         if len(arrays) > 1:
             name += f" ({count(len(arrays), 'array')})"
-        proof = f"{LOSSLESS} (decoded and compared)" if self.verified else "not verified"
+        missing = report_missing(self.completeness)
+        scope = f" for {'this array' if len(arrays) == 1 else 'these arrays'}" if missing else ""
+        proof = f"{LOSSLESS}{scope} (decoded and compared)" if self.verified else "not verified"
         lines.append(
             f"{name}: {self.raw_bytes:,} -> {self.stored_bytes:,} bytes, ratio {self.ratio:.4f}, "
             f"{frames_of(arrays)}, {proof}"
@@ -150,7 +157,7 @@ class Encoded(Sizes):
         )
         if others:
             lines.append(f"  {others}")
-        lines += [f"  {line}" for line in self._dequantised]
+        lines += [f"  {line}" for line in (*missing, *self._dequantised)]
         if self.kept:
             whole = self.whole_bytes
             lines += [f"  {line}" for line in room_notes(self.kept, self.manifest)]
@@ -219,6 +226,7 @@ def encode(
         seconds=seconds,
         cache=source.cache,
         dequantised=source.dequantised,
+        completeness=source.completeness,
     )
 
 

@@ -17,6 +17,8 @@ POSITIONS: Final = "positions.json"
 TOKEN_IDS: Final = "token_ids.json"
 BESIDE: Final = (POSITIONS, TOKEN_IDS)
 """What `kvmnn dump-kv` writes beside K and V, and what is read beside arrays."""
+COMPLETENESS: Final = "completeness.json"
+"""File of a folder of arrays that records which state of the model they contain."""
 
 
 def file_names(names: Iterable[str], suffix: str) -> list[str]:

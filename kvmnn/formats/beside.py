@@ -6,18 +6,26 @@ from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
-from ..arrays.source import BESIDE_KEY, Source
+from ..arrays.completeness_notes import MAX_BYTES as MAX_COMPLETENESS_BYTES
+from ..arrays.source import BESIDE_KEY, COMPLETENESS_KEY, Source
 from ..bundle.beside import MAX_BYTES, NAMES, files_beside, to_json
 from ..errors import OutputError, SourceError
 from ..files.json_document import read_bounded
+from ..files.names import COMPLETENESS
 from ..files.output import DirectoryOutput
 
 
 def note_down(source: Source, folder: str) -> None:
     """Add what lies beside its arrays to the metadata of a source of arrays of `folder`.
 
-    What cannot be read, or is larger than `MAX_BYTES`, is left out with a note.
+    What cannot be read, or is larger than `MAX_BYTES`, is left out with a note; but not the completeness of the arrays.
+
+    Raises
+    ------
+    SourceError
+        Where the completeness cannot be read.
     """
+    _read_completeness(source, folder)
     found = {}
     for name in NAMES:
         path = Path(folder, name)
@@ -29,6 +37,19 @@ def note_down(source: Source, folder: str) -> None:
     if found:
         source.metadata[BESIDE_KEY] = _document(tuple(found.items()))
         source.opened += tuple(str(Path(folder, name)) for name in found)
+
+
+def _read_completeness(source: Source, folder: str) -> None:
+    """Add the text of ``completeness.json`` to the metadata, where the folder has one."""
+    path = Path(folder, COMPLETENESS)
+    if not path.is_file():
+        return
+    try:
+        text = read_bounded(path, MAX_COMPLETENESS_BYTES)
+    except FileNotFoundError:
+        return
+    source.metadata[COMPLETENESS_KEY] = text.decode("utf-8", "replace")
+    source.opened += (str(path),)
 
 
 @lru_cache(maxsize=1)
@@ -60,13 +81,19 @@ def text_beside(source: Source, name: str) -> tuple[bytes, str] | None:
         return None
 
 
+def folder_files(metadata: Mapping[str, str], where: str) -> dict[str, bytes]:
+    """Return the files that a folder of arrays gets for this metadata, by name; errors as for `files_beside`."""
+    text = metadata.get(COMPLETENESS_KEY)
+    return files_beside(metadata, where) | ({} if text is None else {COMPLETENESS: text.encode()})
+
+
 def write_beside(directory: DirectoryOutput, metadata: Mapping[str, str] | None) -> list[str]:
     """Write such files into a directory of arrays, and read them back; their names. The caller commits."""
-    files = files_beside(metadata or {}, str(directory.target))
+    files = folder_files(metadata or {}, str(directory.target))
     for name, data in files.items():
         file = directory.file(name)
         file.write(data)
         file.close()
-        if read_bounded(file.path, MAX_BYTES) != data:
+        if read_bounded(file.path, max(MAX_BYTES, len(data))) != data:
             raise OutputError(f"{file.target}: does not read back as it was written")
     return list(files)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..arrays.completeness import Completeness, completeness_document
 from ..arrays.engine_cache import EngineCache
+from ..arrays.held_tokens import held_tokens
+from ..arrays.layer_states import list_states, runs_by_layer
 from ..arrays.named_array import ArrayInfo
 from ..arrays.source import Source
+from ..packed.cache_info import Ranges
 from ..text import count
 
 LISTED = 1000
@@ -33,6 +37,10 @@ class ArraysInfo:
         What the cache of another engine says of itself, where it is one.
     notes
         One line for each thing that was inferred.
+    completeness
+        The state of the model that the arrays contain, where that is known.
+    positions
+        Runs of the positions that each layer has, ``(begin, size)``, where they are known.
     """
 
     path: str
@@ -42,6 +50,8 @@ class ArraysInfo:
     skipped_left_out: int = 0
     engine_cache: EngineCache | None = None
     notes: Sequence[str] = ()
+    completeness: Completeness | None = None
+    positions: Mapping[int, Ranges] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The same for JSON."""
@@ -64,6 +74,7 @@ class ArraysInfo:
             "skipped": list(self.skipped),
             "skipped_left_out": self.skipped_left_out,
             **({"engine_cache": self.engine_cache.to_dict()} if self.engine_cache else {}),
+            **completeness_document(self.completeness),
             "notes": list(self.notes),
         }
 
@@ -80,6 +91,7 @@ class ArraysInfo:
     def __str__(self) -> str:
         lines = [f"{self.path}: {count(len(self.arrays) + self.arrays_left_out, 'array')} to encode"]
         lines += [f"  {self.engine_cache}"] if self.engine_cache else []
+        lines += [f"  {line}" for line in list_states(self.completeness, self.positions)]
         lines += [
             f"  {array.name}: {array.type_name} {list(array.shape)} {array.order}, {array.nbytes:,} bytes"
             for array in self.arrays
@@ -103,4 +115,6 @@ def inspect(source: Source) -> ArraysInfo:
         skipped=source.skipped,
         engine_cache=source.engine_cache,
         notes=tuple(source.notes),
+        completeness=source.completeness,
+        positions=runs_by_layer(held_tokens(source)),
     )

@@ -19,7 +19,7 @@ from functools import partial
 import numpy as np
 
 from ..arrays.named_array import ArrayInfo, NamedArray, Piece
-from ..arrays.source import BESIDE_KEY, ENGINE_KEY, Source
+from ..arrays.source import BESIDE_KEY, COMPLETENESS_KEY, ENGINE_KEY, Source
 from ..errors import LimitError, SourceError
 from ..files.json_document import parse
 from ..files.mapped import MappedFile
@@ -59,7 +59,7 @@ def read_mapped(file: MappedFile, options: ReadOptions) -> Source:
     return Source(arrays, metadata, skipped=skipped)
 
 
-_KEPT = (ENGINE_KEY, METADATA_KEY, BESIDE_KEY)
+_KEPT = (ENGINE_KEY, METADATA_KEY, BESIDE_KEY, COMPLETENESS_KEY)
 
 
 def comment_of(metadata: Mapping[str, str]) -> bytes | None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from .. import dtypes
+from ..arrays.completeness_notes import select_arrays
 from ..arrays.engine_cache import of_part
 from ..arrays.layers import array_name
 from ..arrays.named_array import NamedArray, UnsupportedArrayError, UntypedArrayError
@@ -173,9 +174,11 @@ def chosen(source: Source, path: str, options: ReadOptions) -> Source:
     arrays = [array for array in source.arrays if array.name in options.tensors]
     if len(arrays) == len(source.arrays):
         return source
-    cache = source.engine_cache and of_part(source.engine_cache, source, [array.name for array in arrays])
+    names = [array.name for array in arrays]
+    cache = source.engine_cache and of_part(source.engine_cache, source, names)
+    completeness = source.completeness and select_arrays(source.completeness, source, names)
     metadata = said_of_part(source.metadata, source.cache or described_by(source.metadata, path))
-    return replace(source, arrays=arrays, metadata=metadata, cache=None, engine_cache=cache)
+    return replace(source, arrays=arrays, metadata=metadata, cache=None, engine_cache=cache, completeness=completeness)
 
 
 def drop_description(source: Source, path: str) -> None:

@@ -10,9 +10,9 @@ from itertools import zip_longest
 from typing import Any
 
 from ..arrays import engine_notes
+from ..arrays.completeness import Completeness, completeness_document, report_missing
 from ..arrays.named_array import ArrayInfo
-from ..arrays.source import ENGINE_KEY, Source
-from ..bundle.beside import files_beside
+from ..arrays.source import ENGINE_KEY, Source, completeness_in
 from ..bundle.decoding import decode_frames
 from ..bundle.frame_set import DecodeOptions, FrameSet
 from ..errors import OptionError
@@ -21,6 +21,7 @@ from ..files.names import renamed
 from ..files.output import Stream, is_device
 from ..text import LOSSLESS, at_rate, count
 from ..threads.pipeline import Progress
+from .beside import folder_files
 from .frames import of_frames
 from .raw import write_raw
 from .rereading import ReadBackError
@@ -55,6 +56,8 @@ class Restored:
         Names of further files in a directory, which lay beside the arrays.
     notes
         One line for each thing about another engine's cache that the output has no place for.
+    completeness
+        The state of the model that the arrays contain, where that is known.
     """
 
     input: str
@@ -68,6 +71,7 @@ class Restored:
     unknown: str = ""
     beside: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    completeness: Completeness | None = None
 
     @property
     def raw_bytes(self) -> int:
@@ -90,6 +94,7 @@ class Restored:
             "seconds": self.seconds,
             **({"beside": list(self.beside)} if self.beside else {}),
             "notes": list(self.notes),
+            **completeness_document(self.completeness),
             "arrays": [{**array_document(array), "file": file} for array, file in zip_longest(self.arrays, self.files)],
         }
 
@@ -97,7 +102,8 @@ class Restored:
         held = [count(len(self.arrays), "array"), *self.beside]
         line = self.said_of(" and ".join([", ".join(held[:-1]), held[-1]] if held[1:] else held))
         others = renamed(zip((array.name for array in self.arrays), self.files, strict=False))
-        return f"{line}\n  {others}" if others else line
+        lines = [*report_missing(self.completeness), *([others] if others else [])]
+        return "\n  ".join([line, *lines])
 
     def said_of(self, held: str, read: str = "") -> str:
         """One line: where `held` was written, the sizes (`read`: of what was decoded), and what is proved."""
@@ -143,7 +149,7 @@ def restore(
     """
     started = time.perf_counter()
     source = _described(frames)
-    beside = tuple(files_beside(frames.document.metadata, frames.path)) if frames.document else ()
+    beside = tuple(folder_files(frames.document.metadata, frames.path)) if frames.document else ()
     if isinstance(output, str | os.PathLike):
         path, reread = os.fspath(output), not is_device(output)
         metadata = metadata_for(source, path) if frames.document else None
@@ -167,6 +173,7 @@ def restore(
         unknown=frames.unknown,
         beside=beside if files else (),
         notes=(*lost(source, path), *left_there(path, files, metadata)) if path is not None else (),
+        completeness=completeness_in(source.metadata, [array.name for array in frames.arrays], frames.path),
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from ..arrays.engine_notes import apply_completeness
 from ..arrays.named_array import NamedArray, Piece, swap_words
 from ..arrays.source import Source, described_by
 from ..bundle import DecodeOptions, Encoded, EncodeOptions, FrameSet, encode
@@ -123,6 +124,7 @@ def source_of(frames: FrameSet, options: DecodeOptions | None = None) -> Source:
         _as_before(array, entry.array_dtype) for array, entry in zip(source.arrays, frames.arrays, strict=True)
     ]
     source.cache = described_by(source.metadata, frames.path)
+    apply_completeness(source, frames.path)
     return source
 
 

@@ -7,17 +7,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePath
 
+from ..arrays.completeness_notes import write_note
 from ..arrays.engine_cache import EngineCache
 from ..arrays.engine_notes import noted
 from ..arrays.named_array import ArrayInfo
-from ..arrays.source import BESIDE_KEY, OF_THE_WHOLE, Source
-from ..bundle.beside import NAMES, TOKEN_IDS, files_beside, without_beside
+from ..arrays.source import BESIDE_KEY, COMPLETENESS_KEY, OF_THE_WHOLE, Source
+from ..bundle.beside import NAMES, TOKEN_IDS, without_beside
 from ..errors import OutputError
-from ..files.names import file_names, is_directory
+from ..files.names import COMPLETENESS, file_names, is_directory
 from ..files.output import DirectoryOutput, FileOutput, StagedFile
 from . import npy
 from .array_formats import array_format
-from .beside import write_beside
+from .beside import folder_files, write_beside
 from .npy_folder import SUFFIX
 from .npz import comment_of
 from .raw import own_bytes, write_raw
@@ -26,12 +27,24 @@ from .sinks import Runs, Writer, beginnings
 
 
 def metadata_for(source: Source, output: str) -> dict[str, str]:
-    """What a file of this name can say of a source; without token ids where they are too many for it."""
-    said = noted(source)
-    if PurePath(output).suffix.lower() != ".npz" or is_directory(output) or comment_of(said) is not None:
-        return said
+    """What a file of this name can say of a source: all, or without token ids, or its completeness alone."""
+    return _metadata_for(source, output)[0]
+
+
+def _metadata_for(source: Source, output: str) -> tuple[dict[str, str], bool]:
+    """Return the metadata, and whether more than the completeness fits."""
+    full = noted(source)
+    if PurePath(output).suffix.lower() != ".npz" or is_directory(output) or comment_of(full) is not None:
+        return full, True
     cache = source.engine_cache and replace(source.engine_cache, token_ids=None)
-    return noted(replace(source, engine_cache=cache, metadata=without_beside(source.metadata, TOKEN_IDS)))
+    fewer = noted(replace(source, engine_cache=cache, metadata=without_beside(source.metadata, TOKEN_IDS)))
+    if comment_of(fewer) is not None:
+        return fewer, True
+    if COMPLETENESS_KEY not in full:
+        return fewer, False
+    texts = [full[COMPLETENESS_KEY], *([write_note(source.completeness, [])] if source.completeness else [])]
+    shorter = [{COMPLETENESS_KEY: text} for text in texts]
+    return next((each for each in shorter if comment_of(each) is not None), fewer), False
 
 
 def lost(source: Source, output: str) -> Iterator[str]:
@@ -40,20 +53,24 @@ def lost(source: Source, output: str) -> Iterator[str]:
     is_folder = is_directory(output) or not suffix
     if suffix == ".safetensors" and not is_folder:
         return
-    said = metadata_for(source, output)
-    says = suffix == ".npz" and not is_folder and comment_of(said) is not None
+    said, fits = _metadata_for(source, output)
+    is_npz = suffix == ".npz" and not is_folder
+    says = is_npz and fits
     if says and said != noted(source):
         yield f"{output} does not say the token ids, .safetensors does"
     elif not says and cache is not None and _says_more(cache):
         yield f"{output} does not say of what engine it is, nor which tokens it holds: .safetensors and .npz do"
     elif not says and not is_folder and BESIDE_KEY in said:
         yield f"{output} does not say which tokens of which text it holds: .safetensors and folders of arrays do"
+    if COMPLETENESS_KEY in noted(source) and not is_folder and not (is_npz and comment_of(said)):
+        yield f"{output} does not record which state of the model it lacks: .safetensors, .npz and folders do"
 
 
 def left_there(folder: str, files: Sequence[str], metadata: Mapping[str, str] | None) -> Iterator[str]:
     """A line where a folder had other arrays, or said which tokens they are: all is read with the `files` written."""
-    written = {*files, *files_beside(metadata or {}, folder)}
-    others = [name for name in sorted(os.listdir(folder)) if name.endswith(SUFFIX) or name in NAMES] if files else []
+    written = {*files, *folder_files(metadata or {}, folder)}
+    known = (*NAMES, COMPLETENESS)
+    others = [name for name in sorted(os.listdir(folder)) if name.endswith(SUFFIX) or name in known] if files else []
     left = [name for name in others if name not in written]
     if left:
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""

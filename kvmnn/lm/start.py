@@ -16,6 +16,7 @@ from typing import Self
 import numpy as np
 
 from ..arrays.casting import Cast
+from ..arrays.completeness import require_complete
 from ..arrays.layer_cache import LayerCache
 from ..arrays.layers import LayerArray, place_said, sorted_layers
 from ..arrays.source import Source
@@ -172,11 +173,14 @@ def read_start(
     ------
     OptionError
         For K and V of another geometry than the model's, and token ids that are not said, or not those of the cache.
+    IncompleteCacheError
+        For a part of the model's state.
     SourceError, KvmnnError
         For a cache that cannot be read, holds a position twice, or numbers that are not finite.
     """
     source = cache if isinstance(cache, Source) else open_source(cache, reading(model))
     where = place_said(source).removesuffix(": ") or "the cache"
+    require_complete(source.completeness, where, "the beginning of a text")
     arrays = sorted_layers(source, token_major=token_major)
     _check_geometry(where, arrays, model)
     undoing = check_undo(undo, model.head_dim)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 
-from ..files.names import BESIDE, SIDE_SUFFIX
+from ..files.names import BESIDE, COMPLETENESS, SIDE_SUFFIX
 
 
 def stamp(path: str) -> str | None:
@@ -28,7 +28,8 @@ def _of_file(path: str) -> str:
 
 def _beside(path: str) -> list[str]:
     other = {".k": ".v", ".v": ".k"}.get(path[-2:])
-    told = [os.path.join(os.path.dirname(path), name) for name in BESIDE] if path.lower().endswith(".npy") else []
+    names = (*BESIDE, COMPLETENESS) if path.lower().endswith(".npy") else ()
+    told = [os.path.join(os.path.dirname(path), name) for name in names]
     return [path + SIDE_SUFFIX, *([path[:-2] + other] if other else []), *told]
 
 

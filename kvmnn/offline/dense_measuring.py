@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from ..arrays.completeness import Completeness, completeness_document, report_missing
 from ..arrays.named_array import Piece
 from ..arrays.source import Source
 from ..arrays.strided import in_c_order
@@ -75,6 +76,8 @@ class DenseMeasurement:
         Names of arrays that are no K or V of layers.
     dequantised
         Types whose codes the words were made from.
+    completeness
+        The state of the model that the arrays contain, where that is known.
     """
 
     inputs: tuple[str, ...]
@@ -84,6 +87,7 @@ class DenseMeasurement:
     rope: str | None = None
     left_out: tuple[str, ...] = ()
     dequantised: tuple[str, ...] = ()
+    completeness: Completeness | None = None
 
     @property
     def notes(self) -> list[str]:
@@ -114,6 +118,7 @@ class DenseMeasurement:
             "rotary": self.rope is not None,
             "rope": self.rope,
             "left_out": list(self.left_out),
+            **completeness_document(self.completeness),
             "overall": {"layers": len(self.layers), **document(list(self.layers))},
             "layers": {str(layer): document([layer]) for layer in self.layers},
         }
@@ -129,6 +134,7 @@ class DenseMeasurement:
             how = f"as rotated (RoPE) by {self.rope}"
         has_keys = "key" in self._parts(list(self.layers))
         lines += ["", f"total: {what}" + (f"; K taken {how}" if has_keys else ""), MEANING, *self.notes]
+        lines += report_missing(self.completeness)
         if self.left_out:
             lines.append(f"left out, no K or V of layers: {', '.join(self.left_out)}")
         return "\n".join(lines)
@@ -202,6 +208,7 @@ def measure_dense(
         rope=next((str(plan.rotary) for plan in plans.values() if plan.rotary), None),
         left_out=tuple(name for name in source if name not in plans),
         dequantised=source.dequantised,
+        completeness=source.completeness,
     )
 
 

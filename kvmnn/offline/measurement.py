@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from ..arrays.completeness import completeness_document, report_missing
 from ..dtypes import PART_LETTERS, PARTS
 from ..text import LOSSLESS, LOSSY, SIMULATED, ratio
 from .breakdown import Breakdown
@@ -81,10 +82,11 @@ class Measurement:
             "evaluation": to_document(self),
             "breakdown": self.breakdown.to_dict(),
             "skipped_files": self.selection.skipped_files,
+            **completeness_document(self.selection.completeness),
         }
 
     def __str__(self) -> str:
-        lines = [str(self.breakdown), *self.notes]
+        lines = [str(self.breakdown), *report_missing(self.selection.completeness), *self.notes]
         if converted := self.selection.converted:
             lines.append(f"{LOSSY}: {converted:,} fp32 entries were rounded to fp16 before anything else")
         if self.options.fp32 and self.totals.fp32 is None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..arrays import layers
+from ..arrays.completeness import Completeness
 from ..arrays.source import Source
 from ..dtypes import Part
 from ..errors import LimitError, OptionError, SourceError
@@ -87,6 +88,8 @@ class Selection:
         The first file (or layer) for each of these reasons.
     dequantised
         Types whose codes words were made from before anything was measured.
+    completeness
+        The state of the model that the arrays contain, where that is known.
     """
 
     entries: list[Entry] = field(default_factory=list)
@@ -97,6 +100,7 @@ class Selection:
     skipped: Counter[str] = field(default_factory=Counter)
     skipped_files: dict[str, str] = field(default_factory=dict)
     dequantised: tuple[str, ...] = ()
+    completeness: Completeness | None = None
 
     def require_entries(self) -> None:
         """Raise `NothingSelectedError` if there are none."""
@@ -194,6 +198,7 @@ def select_source(found: Selection, source: Source, scope: Scope, label: str) ->
     arrays = layers.sorted_layers(source, keys_alone=source.engine_cache is not None)
     values = {entry.layer: entry for entry in arrays if entry.part == "value"}
     found.dequantised += source.dequantised
+    found.completeness = source.completeness
     for key in (entry for entry in arrays if entry.part == "key"):
         found.scanned += 1
         value = values.get(key.layer)

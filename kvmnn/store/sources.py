@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.casting import widened
+from ..arrays.completeness import require_complete
 from ..arrays.layer_cache import LayerCache
 from ..arrays.layers import LayerArray, array_name, check_pairs, place_said, sorted_layers
 from ..arrays.named_array import in_memory
@@ -46,6 +47,8 @@ def layers_of(source: Source, *, token_major: bool = False) -> list[LayerCache]:
 
     Raises
     ------
+    IncompleteCacheError
+        For a part of the model's state.
     OptionError
         For K and V that were made from int8.
     SourceError
@@ -54,6 +57,7 @@ def layers_of(source: Source, *, token_major: bool = False) -> list[LayerCache]:
         For arrays that are not K and V of layers, and where these differ in heads or tokens.
     """
     where = " ".join(source.inputs)
+    require_complete(source.completeness, where, "a stored prefix")
     if source.lossy:
         raise OptionError(f"{where}: K and V were made from int8: no engine takes such a prefix up again")
     if source.cache is not None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ...arrays.completeness import require_complete
 from ...arrays.engine_cache import runs_of
 from ...arrays.held_tokens import gaps
 from ...arrays.kv_arrays import SaidAxes, read_kv, usual_axes
@@ -58,6 +59,8 @@ def to_cache(
     ------
     MissingDependencyError
         Where torch is not loaded: ``import torch`` first.
+    IncompleteCacheError
+        For a part of the model's state.
     SourceError
         For arrays that are not K and V of layers 0, 1, 2 ..., and where nothing says which axis is the tokens'.
     OptionError
@@ -77,6 +80,7 @@ def to_cache(
     elif reading:
         raise OptionError(f"{' '.join(source.inputs)}: is open: {', '.join(reading)} say how to read what is not")
     opened = source
+    require_complete(opened.completeness, " ".join(opened.inputs), "a cache of transformers")
     opened, notes = for_other_engines(opened)
     for note in notes:
         warnings.warn(note, stacklevel=2)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ...arrays import own_order
 from ...arrays.casting import widened
+from ...arrays.completeness import require_complete
 from ...arrays.engine_cache import runs_of
 from ...arrays.held_tokens import gaps
 from ...arrays.layers import LayerArray, common_geometry, place_said, sorted_layers
@@ -78,9 +79,12 @@ def pack(
     OptionError
         When the options name no layout or several, no name, another dtype than the arrays have, other tokens, or a
         model of another geometry.
+    IncompleteCacheError
+        When the source contains a part of the model's state.
     KvmnnError
         When the arrays are not K and V of layers from 0 on, and as `write_prefix`.
     """
+    require_complete(source.completeness, " ".join(source.inputs), "a prefix cache")
     notes = list(source.notes)
     source, said_of_order = own_order.for_other_engines(source)
     notes += said_of_order
@@ -195,6 +199,7 @@ def repack(
     """
     if source.cache is None:
         raise OptionError(f"{' '.join(source.inputs)}: is not a packed cache: use pack for plain arrays")
+    require_complete(source.completeness, " ".join(source.inputs), "a prefix cache")
     arrays = sorted_layers(source)
     before = of_layout(source.cache.layout)
     target = Geometry(

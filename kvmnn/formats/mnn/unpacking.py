@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, Literal
 
+from ...arrays.completeness import Completeness, completeness_document, report_missing
+from ...arrays.engine_notes import note_completeness
 from ...arrays.layers import sorted_layers
 from ...arrays.named_array import ArrayInfo, Piece
 from ...arrays.own_order import order_notes
@@ -56,6 +58,8 @@ class Unpacked:
         What llama.cpp had done to K and V and was undone.
     reread
         Whether what was written was read again and compared; dumps and devices are not.
+    completeness
+        The state of the model that the arrays contain, where that is known.
     """
 
     input: str
@@ -68,6 +72,7 @@ class Unpacked:
     dequantised: tuple[str, ...] = ()
     undone: tuple[Undo, ...] = ()
     reread: bool = False
+    completeness: Completeness | None = None
 
     @property
     def raw_bytes(self) -> int:
@@ -101,6 +106,7 @@ class Unpacked:
             "dequantised": list(self.dequantised),
             "undone": list(self.undone),
             "cache": cache_document(self.cache),
+            **completeness_document(self.completeness),
             "arrays": [{"name": a.name, "dtype": a.dtype, "shape": list(a.shape)} for a in self.arrays],
         }
 
@@ -110,10 +116,11 @@ class Unpacked:
         how = f"dequantised from {', '.join(self.dequantised)}" if self.dequantised else how
         how += f", undone: {', '.join(self.undone)}" if self.undone else ""
         said = f"{self.label} ({how})" if self.label else how
-        return (
+        line = (
             f"{self.output}: {count(len(self.arrays), 'array')}, {self.raw_bytes:,} bytes, {said}"
             f"{at_rate(self.raw_bytes, self.seconds)}"
         )
+        return "\n".join([line, *(f"  {each}" for each in report_missing(self.completeness))])
 
 
 def unpack(
@@ -170,6 +177,7 @@ def unpack(
         dequantised=source.engine_cache.dequantised if source.engine_cache else (),
         undone=source.undone or (),
         reread=form == "arrays" and not is_device(output),
+        completeness=source.completeness,
     )
 
 
@@ -207,7 +215,7 @@ def _write_dump(source: Source, output: str, form: Form, run_id: str, force: boo
             flash=layout is None or layout.flash_block is not None,
             progress=progress,
         )
-        write_beside(directory, source.metadata)
+        write_beside(directory, note_completeness(source))
         directory.commit()
 
 

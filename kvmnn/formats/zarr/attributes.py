@@ -28,7 +28,9 @@ def of_store(source: Source) -> dict[str, Any]:
         "axes": source.axes,
         "token_major": source.token_major,
         "lossy": source.lossy,
-        "metadata": {key: text for key, text in source.metadata.items() if key not in _NOT_OF_STORES},
+        "metadata": {
+            key: text for key, text in engine_notes.note_completeness(source).items() if key not in _NOT_OF_STORES
+        },
     }
     if cache is not None:
         said["cache"] = engine_notes.document(cache)
@@ -96,6 +98,7 @@ def apply(source: Source, attributes: Mapping[str, Any], where: str, *, part: bo
     said.at("version").check_version(VERSION)
     metadata = said.at("metadata").text_map()
     source.metadata = said_of_part(metadata, described_by(metadata, where)) if part else metadata
+    engine_notes.apply_completeness(source, where)
     source.token_major = said.at("token_major").boolean()
     source.lossy = said.at("lossy").boolean()
     axes = said.at("axes")

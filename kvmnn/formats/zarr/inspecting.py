@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ...arrays.completeness import Completeness, completeness_document
 from ...arrays.engine_cache import EngineCache
+from ...arrays.held_tokens import held_tokens
+from ...arrays.layer_states import list_states, runs_by_layer
+from ...packed.cache_info import Ranges
 from ...text import count, ratio
 from ..listing import LISTED
 from ..options import ReadOptions
@@ -78,6 +82,10 @@ class StoreInfo:
         Of all arrays, and those of them that are not there.
     left_out
         How many more arrays there are (`first`).
+    completeness
+        The state of the model that the arrays contain, where that is known.
+    positions
+        Runs of the positions that each layer has, ``(begin, size)``, where they are known.
     """
 
     path: str
@@ -89,6 +97,8 @@ class StoreInfo:
     chunks: int
     missing: int
     left_out: int = 0
+    completeness: Completeness | None = None
+    positions: Mapping[int, Ranges] = field(default_factory=dict)
 
     def first(self, most: int = LISTED) -> StoreInfo:
         """The first arrays: a store may have thousands."""
@@ -122,6 +132,7 @@ class StoreInfo:
             "ratio": self.ratio,
             "notes": self.notes,
             **({"engine_cache": self.engine_cache.to_dict()} if self.engine_cache else {}),
+            **completeness_document(self.completeness),
         }
 
     def __str__(self) -> str:
@@ -131,6 +142,7 @@ class StoreInfo:
         ]
         lines += [f"  {line}" for line in self.notes]
         lines += [f"  {self.engine_cache}"] if self.engine_cache else []
+        lines += [f"  {line}" for line in list_states(self.completeness, self.positions)]
         lines += [str(array) for array in self.arrays]
         lines += [f"  and {self.left_out:,} more: -v lists all"] if self.left_out else []
         lines += [f"  not: {line}" for line in self.skipped]
@@ -175,6 +187,8 @@ def inspect_store(path: str, options: ReadOptions | None = None) -> StoreInfo:
         stored_bytes=sum(array.stored_bytes for array in arrays),
         chunks=sum(array.chunks for array in arrays),
         missing=sum(array.missing for array in arrays),
+        completeness=source.completeness,
+        positions=runs_by_layer(held_tokens(source)),
     )
 
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from ...arrays.named_array import Piece
 from ...arrays.source import Source
-from ...bundle.beside import files_beside
 from ...bundle.verifying import Verified
 from ...checks import shown
 from ...errors import OptionError, SourceError
 from ...files.changes import Reading
 from ...files.output import Stream, is_device
 from ...threads.pipeline import Progress
+from ..beside import folder_files
 from ..options import ReadOptions
 from ..raw import write_raw
 from ..restoring import Restored
@@ -123,8 +123,9 @@ def restore_store(
         stored_bytes=account.nbytes,
         seconds=time.perf_counter() - started,
         unknown="" if verified else "no sha256 in the store to check them against",
-        beside=tuple(files_beside(source.metadata, source.inputs[0])) if files else (),
+        beside=tuple(folder_files(source.metadata, source.inputs[0])) if files else (),
         notes=(*lost(source, name), *left_there(name, files, source.metadata)) if name is not None else (),
+        completeness=source.completeness,
     )
 
 

@@ -118,6 +118,7 @@ def _encoded(
         verified=options.verify,
         seconds=time.perf_counter() - started,
         cache=source.cache,
+        completeness=source.completeness,
     )
 
 

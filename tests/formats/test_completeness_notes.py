@@ -1,0 +1,252 @@
+"""Arrays made of a part of a model's state stay a part, whatever file they go through, and verbs say so."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvmnn
+from kvmnn.arrays.completeness import Completeness, IncompleteCacheError, LayerState
+from kvmnn.arrays.named_array import in_memory
+from kvmnn.arrays.source import COMPLETENESS_KEY, Source, joined
+from kvmnn.bundle import open_frames
+from kvmnn.errors import ManifestError
+from kvmnn.formats import encode_store, restore
+from kvmnn.formats.mnn import pack, unpack
+from kvmnn.formats.transcoding import transcode
+from kvmnn.packed.fitting import Geometry
+from kvmnn.store import layers_of
+
+Run = Callable[..., Any]
+WHERE = "in the second cache of the session"
+MISSING = f"2 of 4 layers have a window of 8 tokens and are {WHERE}"
+
+
+def part(folder: str = "x.session") -> Source:
+    """Layers 0 and 3 of four, of which the others have windows."""
+    numbers, rng = (0, 3), np.random.default_rng(5)
+    states = [
+        LayerState(layer=layer)
+        if layer in numbers
+        else LayerState(layer=layer, kind="window", window=8, included=False, location=WHERE)
+        for layer in range(4)
+    ]
+    arrays = [
+        in_memory(f"layer_{layer}.{part}", rng.standard_normal((2, 20, 16)).astype(np.float16))
+        for layer in numbers
+        for part in ("key", "value")
+    ]
+    return Source(arrays, inputs=(folder,), completeness=Completeness(layers=tuple(states)))
+
+
+def _bundle(source: Source) -> str:
+    kvmnn.bundle.encode(source, "b/")
+    return "b"
+
+
+def _again(source: Source) -> str:
+    kvmnn.bundle.encode(source, "b/")
+    transcode(open_frames("b"), "t/")
+    return "t"
+
+
+def _store(source: Source) -> str:
+    encode_store(source, "a.zarr")
+    return "a.zarr"
+
+
+def _unpacked(output: str, **options: Any) -> Callable[[Source], str]:
+    def write(source: Source) -> str:
+        unpack(source, output, **options)
+        return output
+
+    return write
+
+
+def _restored(first: Callable[[Source], str], output: str) -> Callable[[Source], str]:
+    def write(source: Source) -> str:
+        restore(open_frames(first(source)), output)
+        return output
+
+    return write
+
+
+WAYS = {
+    "bundle": _bundle,
+    "transcoded": _again,
+    "zarr": _store,
+    "safetensors": _unpacked("a.safetensors"),
+    "npz": _unpacked("a.npz"),
+    "folder": _unpacked("a/"),
+    "dump": _unpacked("d/", form="dump"),
+    "restored safetensors": _restored(_bundle, "r.safetensors"),
+    "restored npz": _restored(_bundle, "r.npz"),
+    "restored folder": _restored(_bundle, "r/"),
+}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_open_after_writing_a_part_reads_it_as_a_part(way: str) -> None:
+    source = part()
+    found = kvmnn.open(WAYS[way](source))
+    assert found.completeness == source.completeness
+    assert found.completeness is not None and found.completeness.missing == [MISSING]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_open_after_writing_full_attention_has_no_note(way: str) -> None:
+    source = part()
+    source.arrays = source.arrays[:2]
+    source.completeness = Completeness(layers=(LayerState(layer=0),))
+    found = kvmnn.open(WAYS[way](source))
+    assert COMPLETENESS_KEY not in found.metadata
+    assert not Path("a/completeness.json").exists()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tensors_of_a_part_are_a_smaller_part(way: str) -> None:
+    path = WAYS[way](part())
+    names = [name for name in kvmnn.open(path) if "0" in name.partition("_t")[0]]
+    found = kvmnn.open(path, tensors=tuple(names))
+    assert found.completeness is not None
+    chosen = "1 of 4 layers has full attention and is not among the chosen arrays"
+    assert sorted(found.completeness.missing) == [chosen, MISSING]
+
+
+def test_files_of_one_folder_make_up_the_cache_again() -> None:
+    source = part()
+    shared = [LayerState(layer=n, kind="shared", shared_with=0, included=False) for n in (1, 2)]
+    states = (LayerState(layer=0), *shared, LayerState(layer=3, kind="window", window=8))
+    source.completeness = Completeness(layers=states)
+    unpack(source, "a/")
+    files = sorted(map(str, Path("a").glob("*.npy")))
+    one, every = kvmnn.open(files[0]), joined([kvmnn.open(path) for path in files])
+    assert one.completeness is not None and len(one.completeness.missing) == 2  # K without V is no layer
+    assert every.completeness == source.completeness
+    assert every.completeness is not None and every.completeness.is_complete
+
+
+def test_inputs_of_several_caches_keep_what_each_lacks() -> None:
+    unpack(part(), "a.safetensors")
+    np.savez("b.npz", **{"layer_1.key": np.zeros((2, 20, 16), np.float16)})
+    found = joined([kvmnn.open("a.safetensors"), kvmnn.open("b.npz")])
+    assert found.completeness is not None and found.completeness.missing == [f"a.safetensors: {MISSING}"]
+
+
+@pytest.mark.parametrize(
+    "wrong", ["", "[]", "{}", '{"schema": "x"}', '{"schema":"kvmnn-completeness","schema_version":2}']
+)
+def test_open_of_malformed_note_raises_manifest_error(wrong: str) -> None:
+    unpack(part(), "a/")
+    Path("a/completeness.json").write_text(wrong)
+    with pytest.raises(ManifestError, match="completeness"):
+        kvmnn.open("a")
+
+
+def test_open_of_note_with_wrong_layers_raises_manifest_error() -> None:
+    unpack(part(), "a/")
+    path = Path("a/completeness.json")
+    for layers in ([[0, 1 << 40]], [[1, 1]], [[0, 0]], 5):
+        document = json.loads(path.read_text())
+        for run, bad in zip(document["layers"], layers if isinstance(layers, list) else [layers], strict=False):
+            run["layers"] = bad
+        Path("a/completeness.json").write_text(json.dumps(document))
+        with pytest.raises(ManifestError):
+            kvmnn.open("a")
+        unpack(part(), "a/", force=True)
+
+
+def test_npz_with_long_note_keeps_completeness() -> None:
+    source = part()
+    others = [replace(source.arrays[0], name=f"{n:0240}") for n in range(300)]
+    source.arrays = [*source.arrays, *others]
+    unpack(source, "a.npz")
+    assert zipfile.ZipFile("a.npz").comment
+    assert kvmnn.open("a.npz").completeness == source.completeness
+
+
+def test_single_file_without_place_for_the_note_says_so(run: Run) -> None:
+    unpack(part(), "a.safetensors")
+    found = run("unpack", "a.safetensors", "--tensor", "layer_0.key", "-o", "k.npy")
+    assert "k.npy does not record which state of the model it lacks" in found.err
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda source: layers_of(source),
+        lambda source: pack(source, "p/", Geometry(backend="x86-avx2"), name="sys", cast=True),
+    ],
+    ids=["store put", "pack"],
+)
+def test_handing_on_a_part_is_refused(make: Callable[[Source], object]) -> None:
+    with pytest.raises(IncompleteCacheError) as caught:
+        make(part())
+    assert MISSING in str(caught.value) and str(caught.value).startswith("x.session: ")
+    assert not Path("p").exists()
+
+
+def test_verbs_that_hand_on_exit_1_and_name_the_state(run: Run) -> None:
+    unpack(part(), "a.safetensors")
+    for words in (
+        ("pack", "a.safetensors", "--backend", "x86-avx2", "--cast", "--name", "s", "-o", "p/"),
+        ("store", "put", "s/", "a.safetensors", "--fingerprint", "m", "--token-ids", ",".join(map(str, range(20)))),
+    ):
+        found = run(*words, code=1)
+        assert MISSING in found.err and len(found.err.splitlines()) == 1
+    assert not Path("p").exists() and not Path("s").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("inspect", "a.safetensors"),
+        ("measure", "a.safetensors"),
+        ("measure", "a.safetensors", "--dense"),
+        ("encode", "a.safetensors", "-o", "e/"),
+        ("encode", "a.safetensors", "--codec", "dense", "-o", "e/"),
+        ("encode", "a.safetensors", "-o", "e.zarr"),
+        ("unpack", "a.safetensors", "-o", "u.npz"),
+        ("diff", "a.safetensors", "a.safetensors"),
+        ("diff", "a.safetensors", "a.safetensors", "--atol", "1"),
+        ("decode", "b/", "-o", "d/"),
+        ("inspect", "b/"),
+        ("inspect", "a.zarr"),
+        ("decode", "a.zarr", "-o", "z.npz"),
+    ],
+)
+def test_verbs_that_look_report_what_is_left_out(run: Run, words: tuple[str, ...]) -> None:
+    unpack(part(), "a.safetensors")
+    kvmnn.bundle.encode(kvmnn.open("a.safetensors"), "b/")
+    encode_store(kvmnn.open("a.safetensors"), "a.zarr")
+    out = run(*words).out
+    assert f"incomplete: {MISSING}" in " ".join(out.split())
+    assert "LOSSLESS" not in out or words[0] != "encode" or "LOSSLESS for these arrays (" in out
+    for name in ("e", "e.zarr", "u.npz", "d", "z.npz"):
+        path = Path(name)
+        if path.exists():
+            path.rename(f"{name}.first")
+    document = json.loads(run(*words, "--json").out)
+    document = document["inputs"][0] if words[0] == "inspect" else document
+    said = document["completeness"]["first"] if words[0] == "diff" else document["completeness"]
+    assert said["complete"] is False and said["missing"] == [MISSING]
+
+
+def test_inspect_lists_kinds_of_layers(run: Run) -> None:
+    unpack(part(), "a.safetensors")
+    lines = [line.strip() for line in run("inspect", "a.safetensors").out.splitlines()]
+    assert "layers 0, 3: full attention" in lines
+    assert "layers 1 to 2: a window of 8 tokens, not included" in lines

@@ -16,7 +16,8 @@ from ..dtypes import PARTS
 from ..errors import KvmnnError, OptionError
 from ..files.names import file_names
 from ..files.output import DirectoryOutput, FileOutput, StagedFile
-from ..frames import CODECS, CodecOptions, encode, matches, predictors, zstd
+from ..frames import CODECS, CodecOptions, matches, predictors, zstd
+from ..frames.encoding import encode_for_file
 from ..threads import pool
 from ..threads.digest import Digester
 from ..threads.helpers import is_given_up
@@ -146,16 +147,10 @@ class EncodeOptions(CodecOptions):
         KvmnnError
             If the frame does not decode to its input, which would be a defect of kvmnn or of the machine.
         """
-        made = encode(
-            piece,
-            dtype=dtype,
-            predictors=self.predictors,
-            hi_predictors=self.hi_predictors,
-            codecs=self.codecs,
-            effort=self.effort,
-            threads=threads,
-            progress=progress,
+        options = CodecOptions(
+            predictors=self.predictors, hi_predictors=self.hi_predictors, codecs=self.codecs, effort=self.effort
         )
+        made = encode_for_file(piece, dtype, options, threads, progress)
         if self.verify and not matches(made, piece, dtype=dtype, codecs=self.codecs, threads=threads):
             raise KvmnnError("a frame did not decode to its own input; nothing was written (please report this)")
         return made

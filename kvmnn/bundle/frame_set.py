@@ -71,6 +71,8 @@ class FrameSet:
         The file of the manifest.
     ends
         Where the last frame of each file ends; None finds it out.
+    is_assumed_fp16
+        Whether frames of two-byte words are taken as fp16 because neither they nor the caller tell it from bf16.
     """
 
     def __init__(
@@ -81,8 +83,11 @@ class FrameSet:
         current: FrameFile | None = None,
         index: Path | None = None,
         ends: dict[str, int] | None = None,
+        *,
+        is_assumed_fp16: bool = False,
     ) -> None:
         self.path = path
+        self._is_assumed_fp16 = is_assumed_fp16
         self._index = index
         self.arrays = tuple(arrays)
         self.document = document
@@ -107,10 +112,16 @@ class FrameSet:
 
     @property
     def unknown(self) -> str:
-        """What a file of several frames without a manifest does not say, for people; empty for all others."""
-        if self.document is not None or self.piece_count == 1:
+        """What frames without a manifest do not tell, for people; empty for all others."""
+        if self.document is not None:
             return ""
-        return f"{count(self.piece_count, 'frame')} one after another, without a manifest: shape and names are unknown"
+        lines = []
+        if self.piece_count > 1:
+            frames = count(self.piece_count, "frame")
+            lines.append(f"{frames} one after another: shape and names are unknown")
+        if self._is_assumed_fp16:
+            lines.append("fp16 is assumed, bf16 frames look the same (--dtype)")
+        return "; ".join(lines)
 
     @property
     def cache(self) -> CacheInfo | None:
@@ -267,7 +278,8 @@ def _lone(file: MappedFile, options: DecodeOptions) -> FrameSet:
         sha256=None,
         frames=tuple(entries),
     )
-    return FrameSet(file.path, [array], None, FrameFile(file.label, file))
+    assumed = options.dtype is None and kind is dtypes.FP16
+    return FrameSet(file.path, [array], None, FrameFile(file.label, file), is_assumed_fp16=assumed)
 
 
 def _lone_dense(file: MappedFile, name: str, options: DecodeOptions) -> FrameSet:

@@ -8,7 +8,8 @@ import numpy as np
 
 from ..dtypes import BF16, FP16, FP32, Bytes, DType, Words
 from ..errors import FrameError, KvmnnError, LimitError
-from ..frames import CodecOptions, decode, encode
+from ..frames import CodecOptions, decode
+from ..frames.encoding import encode_for_file
 
 NAME: Final = "kvmnn.frame"
 """The codec, in documents of zarr and numcodecs."""
@@ -54,7 +55,7 @@ def encode_chunk(words: Bytes, kind: DType, effort: str) -> bytes:
     check_size(words.size)
     if not words.size:
         raise KvmnnError(f"codec {NAME}: a chunk is empty, there is nothing to encode")
-    return encode(words, dtype=kind.name, effort=effort, threads=1)
+    return encode_for_file(words, kind.name, CodecOptions(effort=effort), threads=1)
 
 
 def decode_chunk(frame: Any, kind: DType | None, nbytes: int | None) -> Words:

@@ -108,7 +108,8 @@ class Restored:
     def said_of(self, held: str, read: str = "") -> str:
         """One line: where `held` was written, the sizes (`read`: of what was decoded), and what is proved."""
         how = "read back, sha256 of the manifest" if self.reread else "sha256 of the manifest"
-        proof = f"{LOSSLESS} ({how})" if self.verified else self.unknown or "no manifest to check it against"
+        missing = f"no manifest to check it against{'; ' if self.unknown else ''}{self.unknown}"
+        proof = f"{LOSSLESS} ({how})" if self.verified else missing
         return (
             f"{self.output or 'standard output'}: {held}, {read or f'{self.stored_bytes:,}'} -> "
             f"{self.raw_bytes:,} bytes, {proof}{at_rate(self.raw_bytes, self.seconds)}"

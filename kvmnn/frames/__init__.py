@@ -9,10 +9,12 @@ from .inspection import FrameInfo, StreamInfo, inspect
 from .many import decode_many, encode_many
 from .options import CODECS, EFFORTS, CodecOptions
 from .sequence import decode_all
+from .words import BF16Frame
 
 __all__ = [
     "CODECS",
     "EFFORTS",
+    "BF16Frame",
     "Block",
     "CodecOptions",
     "FrameInfo",

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..dtypes import FP16, FP32, Bytes, DType, Words, by_name
+from ..dtypes import BF16, FP16, FP32, Bytes, DType, Words, by_name
 from ..errors import FrameError, KvmnnError, LimitError
 from ..threads.pool import map_pulled, resolve_threads
 from . import _decoder
 from .options import CODECS, MIN_PARALLEL_BYTES, codec_bits
 from .walking import walk
-from .words import raw_bytes_of, words_of, writable_rows
+from .words import BF16Frame, raw_bytes_of, words_of, writable_rows
 
 
 def decode(
@@ -34,8 +34,9 @@ def decode(
     frame
         Bytes-like; exactly one frame.
     dtype
-        What the frame must hold. By default the container that its streams form: fp16 or fp32; bf16 is the fp16
-        container and has to be asked for.
+        What the frame must hold. By default the container that its streams form: fp16 or fp32. bf16 words are in the
+        fp16 container: a frame that `encode` returned for them is decoded as bf16, one that was read from a file is
+        not, and needs ``"bf16"`` here.
     codecs
         ``("rle",)`` gives the verdicts of an engine without libzstd.
     out
@@ -175,7 +176,9 @@ _DENSE = b"KVMD"
 
 def open_frame(frame: Any, dtype: str | None, codecs: Iterable[str]) -> tuple[DType, _decoder.Frame]:
     """The dtype of a frame and the frame itself, its headers checked and nothing decoded; errors as `decode`."""
-    data = frame if type(frame) is bytes else raw_bytes_of(frame, "frame")
+    data = frame if isinstance(frame, bytes) else raw_bytes_of(frame, "frame")
+    if dtype is None and isinstance(frame, BF16Frame):
+        dtype = BF16.name
     try:
         return _open_frame(data, dtype, codec_bits(codecs))
     except FrameError:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
-from ..dtypes import Bytes
+from ..dtypes import BF16, Bytes
 from ..threads.pipeline import Progress
 from ..threads.pool import resolve_threads
 from . import _encoder, zstd
@@ -20,7 +20,7 @@ from .fast import encode_fast, has_fast_form
 from .guessing import is_one, likely_modes
 from .options import CODECS, MIN_PARALLEL_BYTES, CodecOptions, LaneOptions
 from .pieces import encode_balanced, is_cut
-from .words import words_of
+from .words import BF16Frame, words_of
 from .zeros import zero_share
 
 FULL_OF_REPEATS = 10
@@ -77,7 +77,8 @@ def encode(
     Returns
     -------
     bytes
-        At least 28 bytes; may be longer than the input (a frame has no "stored" form).
+        At least 28 bytes; may be longer than the input (a frame has no "stored" form). Of bf16 words a `BF16Frame`,
+        which are the same bytes and tell `decode` that they are of bf16.
 
     Raises
     ------
@@ -88,6 +89,15 @@ def encode(
     """
     kind, data = words_of(values, dtype)
     options = CodecOptions(predictors=predictors, hi_predictors=hi_predictors, codecs=codecs, effort=effort)
+    frame = encode_words(data, options.for_words(kind), resolve_threads(threads), progress)
+    return BF16Frame(frame) if kind is BF16 else frame
+
+
+def encode_for_file(
+    words: Bytes, dtype: str, options: CodecOptions, threads: int | None = None, progress: Progress | None = None
+) -> bytes:
+    """Encode little-endian words as `encode` does, without the copy of bf16 frames: the file states the dtype."""
+    kind, data = words_of(words, dtype)
     return encode_words(data, options.for_words(kind), resolve_threads(threads), progress)
 
 

@@ -7,13 +7,13 @@ from typing import Any, TypeVar
 
 import numpy.typing as npt
 
-from ..dtypes import Bytes
+from ..dtypes import BF16, Bytes
 from ..errors import KvmnnError
 from ..threads.pool import map_pulled, resolve_threads
 from .decoding import decode
 from .encoding import encode_words
 from .options import CODECS, CodecOptions, LaneOptions
-from .words import words_of
+from .words import BF16Frame, words_of
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -37,12 +37,17 @@ def encode_many(
         predictors=_kept(predictors), hi_predictors=_kept(hi_predictors), codecs=tuple(codecs), effort=effort
     )
 
-    def prepare(values: Any) -> tuple[Bytes, LaneOptions]:
+    def prepare(values: Any) -> tuple[Bytes, LaneOptions, bool]:
         kind, data = words_of(values, dtype)
-        return data, options.for_words(kind)
+        return data, options.for_words(kind), kind is BF16
+
+    def make(job: tuple[Bytes, LaneOptions, bool], n: int) -> bytes:
+        data, lane_options, is_bf16 = job
+        frame = encode_words(data, lane_options, n)
+        return BF16Frame(frame) if is_bf16 else frame
 
     jobs = [_named(index, prepare, values) for index, values in enumerate(arrays)]
-    return _map_frames(lambda job, n: encode_words(*job, n), jobs, resolve_threads(threads))
+    return _map_frames(make, jobs, resolve_threads(threads))
 
 
 def decode_many(

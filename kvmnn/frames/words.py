@@ -10,6 +10,15 @@ from ..dtypes import Bytes, DType, by_name, check_array, of_array
 from ..errors import KvmnnError
 
 
+class BF16Frame(bytes):
+    """A frame that `encode` made of bf16 words: `decode` returns uint16 for it without a `dtype`.
+
+    Its bytes are those of a frame of fp16 words, so what is read back from a file no longer tells.
+    """
+
+    __slots__ = ()
+
+
 def words_of(values: Any, dtype: str | None) -> tuple[DType, Bytes]:
     """What `encode` takes its words from: the dtype and a contiguous view (or copy) of the little-endian bytes."""
     kind = None if dtype is None else by_name(dtype)

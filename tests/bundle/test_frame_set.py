@@ -44,13 +44,13 @@ def test_frames_one_after_another(tmp_path, values, run, monkeypatch):
     assert (frames.document, frames.piece_count) == (None, count)
     assert frames.arrays[0].shape == (KEYS.size,)
     assert joined(frames) == [values.tobytes()]
-    unknown = f"{count} frames one after another, without a manifest: shape and names are unknown"
+    unknown = f"{count} frames one after another: shape and names are unknown"
     said = run("decode", "k.frame", "-o", "back.npy").out
     assert unknown in said
     assert "LOSSLESS" not in said
     assert np.load("back.npy").tobytes() == values.tobytes()
     said = run("verify", "k.frame").out
-    assert f"DECODES (no manifest and no --against: nothing to compare with; {unknown})" in said
+    assert f"DECODES (no manifest and no --against: nothing to compare with; {unknown}" in said
     assert "LOSSLESS (every byte compared with k.npy" in run("verify", "k.frame", "--against", "k.npy").out
     assert run("inspect", "k.frame").out.startswith(f"k.frame: {unknown}\n  {frames.arrays[0].dtype}, 25,600 words, ")
     assert run("inspect", "-v", "k.frame").out.count(" frame: ") == count

@@ -104,6 +104,18 @@ def test_restore_to_a_stream(here):
     assert "no manifest to check it against" in str(lone)
 
 
+@pytest.mark.parametrize(("dtype", "says_so"), [(None, True), ("fp16", False), ("bf16", False)])
+def test_restore_frame_without_manifest_says_that_fp16_is_assumed(here, dtype, says_so):
+    Path("lone.frame").write_bytes(kvmnn.encode(KEYS))
+    Path("two.frame").write_bytes(kvmnn.encode(KEYS) * 2)
+    for name in ("lone.frame", "two.frame"):
+        frames = bundle.open_frames(name, options=bundle.DecodeOptions(dtype=dtype))
+        made = formats.restore(frames, "x.npy", force=True)
+        assert ("fp16 is assumed, bf16 frames look the same (--dtype)" in str(made)) == says_so
+        assert ("fp16 is assumed" in str(bundle.verify(frames))) == says_so
+        assert np.load("x.npy").dtype == ("<u2" if dtype == "bf16" else "<f2")
+
+
 def test_verify(here, run):
     bundle.encode(kvmnn.open("keys.npy"), "keys.frame")
     np.save("other.npy", KEYS + 1)

@@ -42,7 +42,7 @@ def test_iterables_and_generators_are_used_once() -> None:
 def test_arrays_of_different_types() -> None:
     arrays = [ARRAYS[2], np.arange(50, dtype=np.float32), np.arange(7, dtype=np.uint16)]
     back = kvmnn.decode_many(kvmnn.encode_many(arrays))
-    assert [b.dtype.str for b in back] == ["<f2", "<f4", "<f2"]
+    assert [b.dtype.str for b in back] == ["<f2", "<f4", "<u2"]
     assert [b.tobytes() for b in back] == [a.tobytes() for a in arrays]
 
 

@@ -2,6 +2,7 @@
 
 import array
 import mmap
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -34,8 +35,24 @@ def test_the_array_says_its_dtype(dtype: str) -> None:
 def test_bf16_and_fp16_share_a_container() -> None:
     frame = kvmnn.encode(BF16)
     assert frame == kvmnn.encode(BF16.view(np.float16)) == kvmnn.encode(BF16, dtype="fp16")
-    assert kvmnn.decode(frame).dtype == np.float16
-    assert kvmnn.decode(frame, dtype="bf16").dtype == np.uint16
+    assert kvmnn.decode(bytes(frame)).dtype == np.float16
+    assert kvmnn.decode(frame, dtype="fp16").dtype == np.float16
+    assert kvmnn.decode(bytes(frame), dtype="bf16").dtype == np.uint16
+
+
+@pytest.mark.parametrize("size", [1, 96, 40_000, 5 << 20])
+@pytest.mark.parametrize("effort", ["exact", "balanced", "fast"])
+def test_decode_frame_of_bf16_array_is_uint16_without_dtype(size: int, effort: str) -> None:
+    words = np.resize(BF16, size)
+    frame = kvmnn.encode(words, effort=effort)
+    for other in (frame, pickle.loads(pickle.dumps(frame)), kvmnn.encode_many([words], effort=effort)[0]):
+        back = kvmnn.decode(other)
+        assert back.dtype == np.uint16 and (back == words).all()
+    assert kvmnn.decode_many([frame, kvmnn.encode(FP16)])[0].dtype == np.uint16
+    assert kvmnn.inspect(frame).dtype == "bf16"
+    block = kvmnn.encode_block(words, words, effort=effort)
+    assert block.key_frame is None or kvmnn.decode(block.key_frame).dtype == np.uint16
+    assert type(kvmnn.encode(words, dtype="fp16")) is type(kvmnn.encode(FP16)) is bytes
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ from ..checks import shown
 from ..errors import KvmnnError, SourceError
 from . import updates
 from .directory import Directory
-from .index import WrongRowError, whole_numbers
 from .lookup import Text
 from .mending import session_ids
 from .results import LAST_IDS, Entry, Stats
-from .space import Space, from_json
+from .rows import Number, NumberedWord, SessionText, TextRow, Totals, Word, WrongRowError, parse_space_document
+from .space import Space
 from .token_ids import Ids, block_keys, text_key
 
 _MAX_NAME = 256
@@ -31,14 +31,16 @@ def session(units: Directory, name: str) -> tuple[Space, Ids]:
     """Space and text of a session; `KvmnnError` where there is none of this name."""
     check_name(name)
     with units.index.reading() as cursor:
-        row = cursor.execute(
+        row = cursor.row(
+            SessionText,
             "SELECT space.document, session.ids FROM session JOIN space ON space.id = session.space WHERE name = ?",
             (name,),
-        ).fetchone()
-    if row is None:
+        )
+        space = None if row is None else parse_space_document(row.document, units.label)
+    if row is None or space is None:
         raise KvmnnError(f"{units.label}: there is no session {shown(name)}")
     try:
-        return from_json(row[0], f"{units.label}: space"), session_ids(row[1])
+        return space, session_ids(row.ids)
     except (zlib.error, TypeError, ValueError) as error:
         raise SourceError(f"{units.label}: session {shown(name)} is damaged: {error}") from None
 
@@ -46,14 +48,14 @@ def session(units: Directory, name: str) -> tuple[Space, Ids]:
 def sessions(units: Directory) -> list[str]:
     """All names."""
     with units.index.reading() as cursor:
-        return [str(name) for (name,) in cursor.execute("SELECT name FROM session ORDER BY name")]
+        return [row.value for row in cursor.rows(Word, "SELECT name FROM session ORDER BY name")]
 
 
 def forget_session(units: Directory, name: str) -> None:
     """Forget a session; errors as `session`."""
     check_name(name)
     with units.index.writing() as cursor:
-        if cursor.execute("DELETE FROM session WHERE name = ?", (name,)).rowcount == 0:
+        if cursor.execute("DELETE FROM session WHERE name = ?", (name,)) == 0:
             raise KvmnnError(f"{units.label}: there is no session {shown(name)}")
         units.beside.drop_session(name)
 
@@ -82,7 +84,7 @@ def unpin(units: Directory, space: Space, ids: Ids) -> bool:
     """Let go of a text; whether it was pinned."""
     key = text_key(space.key, ids)
     with units.index.writing() as cursor:
-        row = cursor.execute("SELECT unit FROM pin WHERE key = ?", (key,)).fetchone()
+        row = cursor.row(Number, "SELECT unit FROM pin WHERE key = ?", (key,))
         if row is not None:
             cursor.execute("DELETE FROM pin WHERE key = ?", (key,))
             cursor.execute("UPDATE unit SET pins = pins - 1 WHERE id = ?", row)
@@ -98,17 +100,17 @@ _IS_END = """NOT EXISTS (SELECT 1 FROM block JOIN branch ON branch.parent = bloc
 def entries(units: Directory) -> list[Entry]:
     """The stored texts, the last used first."""
     with units.index.reading() as cursor:
-        documents = dict(cursor.execute("SELECT id, document FROM space").fetchall())
-        rows = cursor.execute(
+        documents = cursor.rows(NumberedWord, "SELECT id, document FROM space")
+        spaces = {row.number: parse_space_document(row.word, units.label) for row in documents}
+        rows = cursor.all_rows(
+            TextRow,
             "SELECT space, start + tokens, bytes, pins, (SELECT tick FROM state) - used, id FROM unit "
-            f"WHERE {_IS_END} ORDER BY used DESC, id DESC"
-        ).fetchall()
-        numbers = [whole_numbers(row) for row in rows]
-        if not {row[0] for row in numbers} <= documents.keys():
+            f"WHERE {_IS_END} ORDER BY used DESC, id DESC",
+        )
+        if not {row.space for row in rows} <= spaces.keys():
             raise WrongRowError("a unit has a space that is not there")
-    spaces = {number: from_json(document, f"{units.label}: space") for number, document in documents.items()}
     found = []
-    for number, tokens, nbytes, pins, ago, unit in numbers:
+    for number, tokens, nbytes, pins, ago, unit in rows:
         space, header = spaces[number], units.header(unit)
         found.append(
             Entry(
@@ -127,18 +129,16 @@ def entries(units: Directory) -> list[Entry]:
 def stats(units: Directory, asked: int, found: int) -> Stats:
     """Counts of everything."""
     with units.index.reading() as cursor:
-
-        def one(query: str) -> tuple[int, ...]:
-            return whole_numbers(cursor.execute(query).fetchone())
-
-        count, tokens, nbytes, texts = one(f"SELECT count(*), sum(tokens), sum(bytes), sum({_IS_END}) FROM unit")
-        (blocks,) = one("SELECT count(*) FROM block")
-        (pinned,) = one("SELECT count(*) FROM pin")
-        (kept,) = one("SELECT count(*) FROM session")
-        rows = cursor.execute(
-            "SELECT space.document, sum(tokens) FROM unit JOIN space ON space.id = unit.space GROUP BY space.id"
-        ).fetchall()
-    by_space = [(from_json(document, units.label), number) for document, number in rows]
+        sums = ", ".join(f"coalesce(sum({what}), 0)" for what in ("tokens", "bytes", _IS_END))
+        count, tokens, nbytes, texts = cursor.need_row(Totals, f"SELECT count(*), {sums} FROM unit")
+        blocks, pinned, kept = (
+            cursor.need_row(Number, f"SELECT count(*) FROM {table}").value for table in ("block", "pin", "session")
+        )
+        rows = cursor.rows(
+            NumberedWord,
+            "SELECT sum(tokens), space.document FROM unit JOIN space ON space.id = unit.space GROUP BY space.id",
+        )
+        by_space = [(parse_space_document(row.word, units.label), row.number) for row in rows]
     return Stats(
         texts=texts,
         units=count,

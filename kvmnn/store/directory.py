@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -18,10 +17,11 @@ from ..text import count
 from . import updates
 from .beside import FILE_NAME as SETTINGS
 from .beside import MAX_BLOCK_TOKENS, Beside, Settings, settings_wanted
-from .index import FILE_NAME, DamagedIndexError, Index, WrongRowError, newest, whole_numbers
+from .index import FILE_NAME, DamagedIndexError, Index, newest
 from .lookup import Found, Lookup, Text, stored_blocks
 from .rebuilding import rebuild
-from .space import Space, from_json
+from .rows import Cursor, MaybeNumber, Number, UnitSpan, Word, WrongRowError, parse_space_document
+from .space import Space
 from .table_sets import KeptTables, TableSets
 from .token_ids import Ids
 from .unit import DamagedError, Header, parse_header
@@ -107,14 +107,10 @@ class Directory:
     def spaces(self) -> list[Space]:
         """All spaces."""
         with self.index.reading() as cursor:
-            (last,) = cursor.execute("SELECT max(id) FROM space").fetchone()
+            last = cursor.need_row(MaybeNumber, "SELECT max(id) FROM space").value
             if last != self._known_spaces[0]:
-                rows = cursor.execute("SELECT document FROM space ORDER BY id LIMIT ?", (_MAX_SPACES,)).fetchall()
-                try:
-                    spaces = [from_json(document, f"{self.label}: space") for (document,) in rows]
-                except KvmnnError as error:
-                    raise WrongRowError(str(error)) from None
-                self._known_spaces = last, spaces
+                rows = cursor.rows(Word, "SELECT document FROM space ORDER BY id LIMIT ?", (_MAX_SPACES,))
+                self._known_spaces = last, [parse_space_document(row.value, self.label) for row in rows]
         return self._known_spaces[1]
 
     def keep_space(self, space: Space) -> None:
@@ -123,14 +119,14 @@ class Directory:
     def has_texts(self, space: Space) -> bool:
         """Whether anything of a space is stored."""
         with self.index.reading() as cursor:
-            return cursor.execute("SELECT 1 FROM branch WHERE parent = ? LIMIT 1", (space.key,)).fetchone() is not None
+            return cursor.has_row("SELECT 1 FROM branch WHERE parent = ? LIMIT 1", (space.key,))
 
     def find(self, text: Text) -> Found:
         """The longest stored beginning of a text."""
         with self.index.reading() as cursor:
             return self.lookup(cursor).find(text)
 
-    def lookup(self, cursor: sqlite3.Cursor) -> Lookup:
+    def lookup(self, cursor: Cursor) -> Lookup:
         """A way to ask the index inside a transaction."""
         return Lookup(cursor, self._ids_of, self._bad.__contains__)
 
@@ -160,7 +156,7 @@ class Directory:
         gone: list[int] = []
         stored = 0
 
-        def has_all(cursor: sqlite3.Cursor) -> bool:
+        def has_all(cursor: Cursor) -> bool:
             return self.lookup(cursor).find(text).tokens == text.ids.size
 
         try:
@@ -192,14 +188,14 @@ class Directory:
         self.files.remove(gone)
         return Added(stored, removed)
 
-    def _check_behind(self, cursor: sqlite3.Cursor, text: Text, new: NewUnit, placed: Sequence[int]) -> None:
+    def _check_behind(self, cursor: Cursor, text: Text, new: NewUnit, placed: Sequence[int]) -> None:
         """Another process may have put the blocks that a unit follows, computed otherwise, since it was encoded."""
         end = new.start // text.block_tokens
         headers: dict[int, Header | None] = {}
         keys = text.keys[end - len(new.behind) : end]
         stored = stored_blocks(cursor, keys)
         for key, wanted in zip(keys, new.behind, strict=True):
-            unit, number = whole_numbers(stored.get(key, (0, 0)))
+            unit, number = (stored[key].unit, stored[key].number) if key in stored else (0, 0)
             if unit in placed:
                 continue
             if unit not in headers:
@@ -219,7 +215,7 @@ class Directory:
             with suppress(KvmnnError), self.index.writing() as cursor:  # on a full disk what is stored is still found
                 self._note_touched(cursor)
 
-    def _note_touched(self, cursor: sqlite3.Cursor) -> None:
+    def _note_touched(self, cursor: Cursor) -> None:
         """Note the uses down before the next thing counts as one."""
         with self._lock:
             touched, self._touched = sorted(self._touched), set()
@@ -237,8 +233,8 @@ class Directory:
         The units that follow it.
         """
         with self.index.reading() as cursor:
-            row = cursor.execute("SELECT start, tokens FROM unit WHERE id = ?", (unit,)).fetchone()
-            start, tokens = (0, 0) if row is None else whole_numbers(row)
+            row = cursor.row(UnitSpan, "SELECT start, tokens FROM unit WHERE id = ?", (unit,))
+            start, tokens = row or (0, 0)
             lost = updates.with_followers(cursor, unit)[:-1]
         self._bad.add(unit)
         if row is None:
@@ -253,10 +249,10 @@ class Directory:
                 self.remove(lambda cursor: updates.with_followers(cursor, unit))
         return lost
 
-    def remove(self, choose: Callable[[sqlite3.Cursor], Sequence[int]]) -> Removed:
+    def remove(self, choose: Callable[[Cursor], Sequence[int]]) -> Removed:
         """Remove the units that `choose` names inside a transaction; on a full disk their files make room for it."""
 
-        def remove(choose: Callable[[sqlite3.Cursor], Sequence[int]]) -> Removed:
+        def remove(choose: Callable[[Cursor], Sequence[int]]) -> Removed:
             with self.index.writing() as cursor:
                 gone = choose(cursor)
                 nbytes = updates.remove_all(cursor, gone)
@@ -314,9 +310,9 @@ class Directory:
 
     def _block_tokens(self) -> int:
         with self.index.reading() as cursor:
-            (found,) = cursor.execute("SELECT block_tokens FROM state").fetchone() or (0,)
-            if not isinstance(found, int) or not 1 <= found <= MAX_BLOCK_TOKENS:
-                raise WrongRowError(f"it says that a block has {found!r} tokens")
+            found = cursor.need_row(Number, "SELECT block_tokens FROM state").value
+            if not 1 <= found <= MAX_BLOCK_TOKENS:
+                raise WrongRowError(f"it says that a block has {found:,} tokens")
         return found
 
     def _codec(self) -> str:
@@ -327,10 +323,8 @@ class Directory:
             return self.beside.settings().codec
         except ManifestError as error:
             with self.index.reading() as cursor:
-                units = [
-                    number for (number,) in cursor.execute("SELECT id FROM unit ORDER BY id LIMIT ?", (_LOOKED_AT,))
-                ]
-            headers = [header for header in map(self.header, units) if header is not None]
+                units = cursor.all_rows(Number, "SELECT id FROM unit ORDER BY id LIMIT ?", (_LOOKED_AT,))
+            headers = [header for unit in units if (header := self.header(unit.value)) is not None]
             codec = "frames" if headers and all(header.dense is None for header in headers) else "dense"
             if not self.read_only:
                 self.beside.note_settings(Settings(self.block_tokens, codec), anew=True)
@@ -360,7 +354,7 @@ class Directory:
             for space in self.spaces():
                 self.beside.note_space(space)
             with self.index.reading() as cursor:
-                is_new = cursor.execute("SELECT 1 FROM unit LIMIT 1").fetchone() is None
+                is_new = not cursor.has_row("SELECT 1 FROM unit LIMIT 1")
             self.beside.note_settings(Settings(self.block_tokens, codec if is_new else "frames"))
 
     def _ids_of(self, unit: int) -> Ids | None:

@@ -13,11 +13,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from ..errors import KvmnnError, OutputError, SourceError
 from .beside import FILE_NAME as SETTINGS
 from .beside import Beside, settings_wanted
+from .rows import Cursor, Word, WrongRowError
+from .token_ids import MAX_TOKENS
 
 FILE_NAME = "index.sqlite"
 BUSY_SECONDS = 30.0
@@ -54,13 +55,10 @@ _NAME = re.compile(r"index(?:-(\d{1,9}))?\.sqlite")
 writes and removes files beside a database by its name."""
 
 _READ = "BEGIN"
+_MAX_VALUE_BYTES = 4 * MAX_TOKENS + (1 << 20)  # the ids of a session, which need not become smaller
 
 _forgotten: list[sqlite3.Connection] = []
 """Of a parent process: to close them in its child would let go of the parent's locks."""
-
-
-class WrongRowError(Exception):
-    """A row that no kvmnn has written; the transaction makes a `DamagedIndexError` of it."""
 
 
 class DamagedIndexError(SourceError):
@@ -127,13 +125,13 @@ class Index:
             self._connection = self._open(block_tokens)
 
     @contextmanager
-    def reading(self) -> Iterator[sqlite3.Cursor]:
+    def reading(self) -> Iterator[Cursor]:
         """A transaction that sees the index as it is now, whatever others write meanwhile."""
         with self._transaction(_READ) as cursor:
             yield cursor
 
     @contextmanager
-    def writing(self) -> Iterator[sqlite3.Cursor]:
+    def writing(self) -> Iterator[Cursor]:
         """A transaction that alone writes; undone where the block fails."""
         if self.read_only:
             raise OutputError(f"{self.folder}: is open for reading only")
@@ -149,9 +147,9 @@ class Index:
     def check(self) -> None:
         """`DamagedIndexError` where SQLite finds the file damaged; all of it is read."""
         with self.reading() as cursor:
-            (found,) = cursor.execute("PRAGMA integrity_check(1)").fetchone()
+            found = cursor.need_row(Word, "PRAGMA integrity_check(1)").value
         if found != "ok":
-            raise self.damaged(" ".join(str(found).split()))
+            raise self.damaged(" ".join(found.split()))
 
     def damaged(self, what: str) -> DamagedIndexError:
         """What to raise for an index that is wrong; it is made anew when it is next asked."""
@@ -177,7 +175,7 @@ class Index:
             self._closed = True
 
     @contextmanager
-    def _transaction(self, begin: str) -> Iterator[sqlite3.Cursor]:
+    def _transaction(self, begin: str) -> Iterator[Cursor]:
         self._after_fork()
         with self._lock, self._naming():
             self._renew()
@@ -187,7 +185,7 @@ class Index:
             cursor = connection.cursor()
             cursor.execute(begin)
             try:
-                yield cursor
+                yield Cursor(cursor)
                 cursor.execute("COMMIT")
             except BaseException:
                 if connection.in_transaction:
@@ -296,7 +294,11 @@ class Index:
         return connection
 
     def _connected(self, name: str) -> sqlite3.Connection:
-        return sqlite3.connect(name, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False, uri=True)
+        connection = sqlite3.connect(
+            name, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False, uri=True
+        )
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)  # a damaged length is refused unread
+        return connection
 
     def _check(self, connection: sqlite3.Connection) -> None:
         """Only this version's tables are asked anything."""
@@ -352,21 +354,3 @@ def make(connection: sqlite3.Connection, block_tokens: int | None) -> None:
     finally:
         if connection.in_transaction:
             connection.rollback()
-
-
-def whole_numbers(row: tuple[Any, ...] | None) -> tuple[int, ...]:
-    """A row of an index that somebody else may have written, as numbers from 0 on; None counts as 0.
-
-    Raises
-    ------
-    WrongRowError
-        For anything else, and for a row that is not there.
-    """
-    if row is None:
-        raise WrongRowError("a row of it is gone")
-    for value in row:
-        if value is None:
-            return whole_numbers(tuple(0 if each is None else each for each in row))
-        if not isinstance(value, int) or value < 0:
-            raise WrongRowError("it holds what it cannot hold")
-    return row

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from .index import WrongRowError, whole_numbers
+from .rows import BlockRow, BranchRow, Cursor, Number
 from .token_ids import Ids, agreeing, agreeing_texts, as_text
 
 _AT_ONCE = 256
@@ -78,7 +77,7 @@ class Lookup:
         Whether a unit is known not to be what it should be.
     """
 
-    cursor: sqlite3.Cursor
+    cursor: Cursor
     ids_of: Callable[[int], Ids | None]
     is_bad: Callable[[int], bool]
 
@@ -111,16 +110,15 @@ class Lookup:
             for key in asked:
                 if key not in known:
                     return
-                unit, number = whole_numbers(known[key])
-                if self.is_bad(unit):
+                if self.is_bad(known[key].unit):
                     return
-                yield unit, number
+                yield known[key].unit, known[key].number
 
     def _behind(self, places: Sequence[Place], rest: Ids) -> Iterator[Place]:
         """What follows in the unit of the last block."""
         for unit, skip, take in places[-1:]:
-            row = self.cursor.execute("SELECT tokens FROM unit WHERE id = ?", (unit,)).fetchone()
-            if row is not None and whole_numbers(row)[0] > skip + take:
+            tokens = self.cursor.row(Number, "SELECT tokens FROM unit WHERE id = ?", (unit,))
+            if tokens is not None and tokens.value > skip + take:
                 ids = self.ids_of(unit)
                 if ids is not None:
                     yield Place(unit, skip + take, agreeing(ids[skip + take :], rest))
@@ -129,28 +127,25 @@ class Lookup:
         """Of all units that follow the last block the two that stand beside the text: one of them agrees longest."""
         wanted = as_text(rest)
         for order in (">= ? ORDER BY text", "< ? ORDER BY text DESC"):
-            rows = self.cursor.execute(
+            rows = self.cursor.rows(
+                BranchRow,
                 "SELECT unit.id, unit.skip, branch.text FROM branch JOIN unit ON unit.id = branch.unit "
                 f"WHERE branch.parent = ? AND branch.text {order}",
                 (text.key_before(blocks), wanted),
             )
-            for unit, skip, found in rows:
-                whole_numbers((unit, skip))
-                if not isinstance(found, bytes):
-                    raise WrongRowError("a branch has no text")
-                if not self.is_bad(unit):
-                    yield Place(unit, skip * text.block_tokens, agreeing_texts(found, wanted))
-                    break
+            branch = next((row for row in rows if not self.is_bad(row.unit)), None)
+            if branch is not None:
+                yield Place(branch.unit, branch.skip * text.block_tokens, agreeing_texts(branch.text, wanted))
 
 
-def stored_blocks(cursor: sqlite3.Cursor, keys: Sequence[bytes]) -> dict[bytes, tuple[Any, Any]]:
+def stored_blocks(cursor: Cursor, keys: Sequence[bytes]) -> dict[bytes, BlockRow]:
     """Of each of these blocks that is stored its unit, and its number there, as the index has them."""
-    found = {}
+    found: dict[bytes, BlockRow] = {}
     for begin in range(0, len(keys), _AT_ONCE):
         asked = keys[begin : begin + _AT_ONCE]
         marks = ",".join("?" * len(asked))
-        rows = cursor.execute(f"SELECT key, unit, number FROM block WHERE key IN ({marks})", asked)
-        found.update({key: (unit, number) for key, unit, number in rows})
+        rows = cursor.rows(BlockRow, f"SELECT key, unit, number FROM block WHERE key IN ({marks})", asked)
+        found.update({row.key: row for row in rows})
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 import zlib
 from collections.abc import Iterator
 
@@ -11,8 +10,8 @@ import numpy as np
 from ..errors import KvmnnError
 from .beside import KeptText
 from .directory import Directory
-from .index import WrongRowError, whole_numbers
-from .space import Space, from_json
+from .rows import Cursor, MaybeNumber, PinRow, SessionRow, Word, WrongRowError, parse_space_document
+from .space import Space
 from .token_ids import MAX_TOKENS, Ids, as_ids, text_key
 
 
@@ -25,39 +24,36 @@ def mend_beside(units: Directory) -> list[str]:
     return [f"{path}: is lost or damaged: {done}" for path in wrong]
 
 
-def _held(units: Directory, cursor: sqlite3.Cursor) -> Iterator[Space | KeptText]:
+def _held(units: Directory, cursor: Cursor) -> Iterator[Space | KeptText]:
     """All that the index knows and a file beside it says."""
-    for (document,) in cursor.execute("SELECT document FROM space").fetchall():
-        try:
-            yield from_json(document, f"{units.label}: space")
-        except KvmnnError as error:
-            raise WrongRowError(str(error)) from None
-    for row in cursor.execute("SELECT key, unit, tokens FROM pin").fetchall():
-        text = _text(units, cursor, *whole_numbers(row[1:]))
-        if text is not None and text_key(text.space, text.ids) == row[0]:
+    for (document,) in cursor.all_rows(Word, "SELECT document FROM space"):
+        yield parse_space_document(document, units.label)
+    for pin in cursor.all_rows(PinRow, "SELECT key, unit, tokens FROM pin"):
+        text = _text(units, cursor, pin.unit, pin.tokens)
+        if text is not None and text_key(text.space, text.ids) == pin.key:
             yield text
-    rows = cursor.execute("SELECT name, space.key, ids FROM session JOIN space ON space.id = session.space").fetchall()
-    for name, space, packed in rows:
+    query = "SELECT name, space.key, ids FROM session JOIN space ON space.id = session.space"
+    for name, space, packed in cursor.all_rows(SessionRow, query):
         try:
-            if not isinstance(name, str) or not name or not isinstance(space, bytes):
-                raise ValueError("it has no name, or no space")
+            if not name:
+                raise ValueError("it has no name")
             yield KeptText(name, space, session_ids(packed))
         except (KvmnnError, zlib.error, TypeError, ValueError) as error:
             raise WrongRowError(f"a session is damaged: {error}") from None
 
 
-def _text(units: Directory, cursor: sqlite3.Cursor, unit: int, end: int) -> KeptText | None:
+def _text(units: Directory, cursor: Cursor, unit: int, end: int) -> KeptText | None:
     """The text up to its token `end`, which a unit holds; None where units do not say it."""
     parts: list[Ids] = []
     while True:
         header = units.header(unit)
-        row = cursor.execute("SELECT parent FROM unit WHERE id = ?", (unit,)).fetchone()
+        row = cursor.row(MaybeNumber, "SELECT parent FROM unit WHERE id = ?", (unit,))
         if header is None or row is None or not header.start < end <= header.start + header.ids.size:
             return None
         parts.insert(0, header.ids[: end - header.start])
         if not header.start:
             return KeptText("", header.space, np.concatenate(parts))
-        (unit,), end = whole_numbers(row), header.start
+        unit, end = row.value or 0, header.start
 
 
 def session_ids(packed: bytes) -> Ids:

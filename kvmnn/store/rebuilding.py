@@ -15,6 +15,7 @@ from . import updates
 from .beside import FILE_NAME, Beside, settings_wanted
 from .index import index_name, make, newest
 from .lookup import Lookup, Text
+from .rows import BranchEnd, Cursor
 from .space import Space
 from .token_ids import Ids, as_text, block_keys
 from .unit import DamagedError, Header, parse, parse_header
@@ -69,7 +70,7 @@ def rebuild(folder: Path, seen: Path | None) -> Rebuilt | None:
                 with closing(sqlite3.connect(new, isolation_level=None)) as connection:
                     make(connection, block_tokens)
                     connection.execute("BEGIN IMMEDIATE")
-                    made = _fill(connection.cursor(), folder, beside, files, block_tokens)
+                    made = _fill(Cursor(connection.cursor()), folder, beside, files, block_tokens)
                     connection.execute("COMMIT")
                 os.replace(new, path)
             except sqlite3.Error as error:
@@ -96,7 +97,7 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _fill(cursor: sqlite3.Cursor, folder: Path, beside: Beside, files: UnitFiles, block_tokens: int) -> Rebuilt:
+def _fill(cursor: Cursor, folder: Path, beside: Beside, files: UnitFiles, block_tokens: int) -> Rebuilt:
     spaces = {space.key: space for space in beside.spaces()}
     for space in spaces.values():
         updates.space_id(cursor, space)
@@ -145,9 +146,7 @@ def _fits(header: Header, block_tokens: int) -> bool:
     return not header.start % block_tokens and (header.dense is None or len(header.dense.sums) == blocks)
 
 
-def _insert(
-    cursor: sqlite3.Cursor, number: int, files: UnitFiles, spaces: dict[bytes, Space], block_tokens: int
-) -> bool:
+def _insert(cursor: Cursor, number: int, files: UnitFiles, spaces: dict[bytes, Space], block_tokens: int) -> bool:
     """Note a unit down by its file; whether it is of use."""
     data = files.read(number)
     try:
@@ -167,14 +166,16 @@ def _insert(
     return found > 0
 
 
-def _has_tail(cursor: sqlite3.Cursor, new: NewUnit, block_tokens: int) -> bool:
+def _has_tail(cursor: Cursor, new: NewUnit, block_tokens: int) -> bool:
     """Whether another unit that follows the last whole block begins with what is left of this one."""
     tail = as_text(new.ids[len(new.keys) * block_tokens :])
     parent = new.keys[-1] if new.keys else new.parent
-    row = cursor.execute(
-        "SELECT text FROM branch WHERE parent = ? AND text >= ? ORDER BY text LIMIT 1", (parent, tail)
-    ).fetchone()
-    return row is not None and bool(row[0].startswith(tail))
+    row = cursor.row(
+        BranchEnd,
+        "SELECT parent, text FROM branch WHERE parent = ? AND text >= ? ORDER BY text LIMIT 1",
+        (parent, tail),
+    )
+    return row is not None and row.text.startswith(tail)
 
 
 def _ids_of(files: UnitFiles, unit: int) -> Ids | None:

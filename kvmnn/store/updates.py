@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import sqlite3
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import KvmnnError
-from .index import whole_numbers
 from .lookup import Lookup, Text, stored_blocks
+from .rows import Cursor, Number, PinRow, TailRow, UnitBytes, UnitParent
 from .space import Space
 from .token_ids import Ids, as_text, text_key
 
 _AT_ONCE = 64
+_LEAVES = "SELECT id, bytes FROM unit WHERE children = 0 AND pins = 0 ORDER BY used, id DESC"
 _LOST = 0
 """The unit of a pinned text whose end is not there: the pin holds again once the text is put."""
 
@@ -54,30 +54,30 @@ class NewUnit:
     behind: tuple[int, ...] = ()
 
 
-def space_id(cursor: sqlite3.Cursor, space: Space) -> int:
+def space_id(cursor: Cursor, space: Space) -> int:
     """The number of a space, which is noted down if it is new."""
     cursor.execute("INSERT OR IGNORE INTO space (key, document) VALUES (?, ?)", (space.key, space.to_json()))
-    return int(cursor.execute("SELECT id FROM space WHERE key = ?", (space.key,)).fetchone()[0])
+    return cursor.need_row(Number, "SELECT id FROM space WHERE key = ?", (space.key,)).value
 
 
-def next_tick(cursor: sqlite3.Cursor) -> int:
+def next_tick(cursor: Cursor) -> int:
     """The tick of this use."""
     cursor.execute("UPDATE state SET tick = tick + 1")
     return _state(cursor, "tick")
 
 
-def _state(cursor: sqlite3.Cursor, name: str) -> int:
-    return whole_numbers(cursor.execute(f"SELECT {name} FROM state").fetchone())[0]
+def _state(cursor: Cursor, name: str) -> int:
+    return cursor.need_row(Number, f"SELECT {name} FROM state").value
 
 
-def touch(cursor: sqlite3.Cursor, units: Iterable[int]) -> None:
+def touch(cursor: Cursor, units: Iterable[int]) -> None:
     """These units are used now."""
     tick = next_tick(cursor)
-    cursor.executemany("UPDATE unit SET used = ? WHERE id = ?", [(tick, unit) for unit in units])
+    cursor.execute_many("UPDATE unit SET used = ? WHERE id = ?", [(tick, unit) for unit in units])
 
 
 def insert(
-    cursor: sqlite3.Cursor,
+    cursor: Cursor,
     space: int,
     new: NewUnit,
     text: Text,
@@ -115,19 +115,18 @@ def insert(
     branch = as_text(new.ids[skip * text.block_tokens : (skip + 1) * text.block_tokens])
     parent = None
     if parent_key != text.space:
-        row = cursor.execute("SELECT unit FROM block WHERE key = ?", (parent_key,)).fetchone()
+        row = cursor.row(Number, "SELECT unit FROM block WHERE key = ?", (parent_key,))
         if row is None:
             raise ParentGoneError("the blocks before a unit are gone")
-        (parent,) = row
+        parent = row.value
         cursor.execute("UPDATE unit SET children = children + 1 WHERE id = ?", (parent,))
     tick = _state(cursor, "tick")
     cursor.execute(
         "INSERT INTO unit VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, 0)",
         (number, space, parent, skip, new.start, new.ids.size, new.nbytes, tick),
     )
-    unit = cursor.lastrowid
-    assert unit
-    cursor.executemany(
+    unit = cursor.last_row
+    cursor.execute_many(
         "INSERT OR REPLACE INTO block VALUES (?, ?, ?)",
         [(key, unit, skip + n) for n, key in enumerate(new.keys[skip:])],
     )
@@ -136,93 +135,91 @@ def insert(
     return unit, _superfluous(cursor, parent_key, branch, text.block_tokens)
 
 
-def _superfluous(cursor: sqlite3.Cursor, parent: bytes, text: bytes, block_tokens: int) -> list[int]:
+def _superfluous(cursor: Cursor, parent: bytes, text: bytes, block_tokens: int) -> list[int]:
     """The tail that a longer text repeats: a chat that grows would leave one at every turn."""
-    row = cursor.execute(
+    row = cursor.row(
+        TailRow,
         "SELECT unit.id, branch.text, children, pins, tokens < (skip + 1) * ? FROM branch JOIN unit "
         "ON unit.id = branch.unit WHERE branch.parent = ? AND branch.text < ? ORDER BY branch.text DESC LIMIT 1",
         (block_tokens, parent, text),
-    ).fetchone()
+    )
     if row is None:
         return []
-    unit, before, children, pins, is_tail = row
-    return [unit] if is_tail and not children and not pins and text.startswith(before) else []
+    return [row.unit] if row.is_tail and not row.children and not row.pins and text.startswith(row.text) else []
 
 
-def pin(cursor: sqlite3.Cursor, key: bytes, unit: int, tokens: int) -> bool:
+def pin(cursor: Cursor, key: bytes, unit: int, tokens: int) -> bool:
     """Keep a unit for a text with this `text_key`, `_LOST` where its end is lost; whether it was not pinned before."""
-    row = cursor.execute("SELECT unit FROM pin WHERE key = ?", (key,)).fetchone()
-    if row in (None, (_LOST,)):
+    row = cursor.row(Number, "SELECT unit FROM pin WHERE key = ?", (key,))
+    if row is None or row.value == _LOST:
         cursor.execute("INSERT OR REPLACE INTO pin VALUES (?, ?, ?)", (key, unit, tokens))
         cursor.execute("UPDATE unit SET pins = pins + 1 WHERE id = ?", (unit,))
     return row is None
 
 
-def pin_text(cursor: sqlite3.Cursor, lookup: Lookup, text: Text) -> None:
+def pin_text(cursor: Cursor, lookup: Lookup, text: Text) -> None:
     """Pin a text; where it is not all stored its pin waits for it."""
     found = lookup.find(text)
     unit = found.places[-1].unit if found.tokens == text.ids.size else _LOST
     pin(cursor, text_key(text.space, text.ids), unit, text.ids.size)
 
 
-def pin_again(cursor: sqlite3.Cursor, lookup: Lookup, text: Text) -> None:
+def pin_again(cursor: Cursor, lookup: Lookup, text: Text) -> None:
     """Pins whose texts were lost hold again where this text begins with theirs."""
-    for key, tokens in cursor.execute("SELECT key, tokens FROM pin WHERE unit = ?", (_LOST,)).fetchall():
-        ids, keys = text.ids[: whole_numbers((tokens,))[0]], text.keys[: tokens // text.block_tokens]
+    for key, _, tokens in cursor.all_rows(PinRow, "SELECT key, unit, tokens FROM pin WHERE unit = ?", (_LOST,)):
+        ids, keys = text.ids[:tokens], text.keys[: tokens // text.block_tokens]
         if ids.size == tokens and text_key(text.space, ids) == key:
             pin_text(cursor, lookup, Text(text.space, ids, keys, text.block_tokens))
 
 
-def note_session(cursor: sqlite3.Cursor, name: str, space: Space, ids: Ids) -> None:
+def note_session(cursor: Cursor, name: str, space: Space, ids: Ids) -> None:
     """Keep the text of a session under its name."""
     row = name, space_id(cursor, space), zlib.compress(ids.tobytes(), 1)
     cursor.execute("INSERT OR REPLACE INTO session VALUES (?, ?, ?)", row)
 
 
-def remove_all(cursor: sqlite3.Cursor, units: Iterable[int]) -> int:
+def remove_all(cursor: Cursor, units: Iterable[int]) -> int:
     """Forget units, those that follow others first; their bytes."""
     nbytes = 0
     for unit in units:
-        row = cursor.execute("SELECT parent, bytes FROM unit WHERE id = ?", (unit,)).fetchone()
+        row = cursor.row(UnitParent, "SELECT parent, bytes FROM unit WHERE id = ?", (unit,))
         if row is not None:
             for table, column in (("unit", "id"), ("block", "unit"), ("branch", "unit")):
                 cursor.execute(f"DELETE FROM {table} WHERE {column} = ?", (unit,))
             cursor.execute("UPDATE pin SET unit = ? WHERE unit = ?", (_LOST, unit))
-            cursor.execute("UPDATE unit SET children = children - 1 WHERE id = ?", (row[0],))
-            nbytes += row[1]
+            cursor.execute("UPDATE unit SET children = children - 1 WHERE id = ?", (row.parent,))
+            nbytes += row.nbytes
     cursor.execute("UPDATE state SET bytes = bytes - ?", (nbytes,))
     return nbytes
 
 
-def held_bytes(cursor: sqlite3.Cursor) -> int:
+def held_bytes(cursor: Cursor) -> int:
     """Bytes of all units."""
     return _state(cursor, "bytes")
 
 
-def with_followers(cursor: sqlite3.Cursor, unit: int) -> list[int]:
+def with_followers(cursor: Cursor, unit: int) -> list[int]:
     """A unit and all that follow it, the last ones first: without it nobody finds them."""
     found = {unit: None}
     todo = [unit]
     for each in todo:
-        new = [number for (number,) in cursor.execute("SELECT id FROM unit WHERE parent = ?", (each,))]
+        new = [row.value for row in cursor.rows(Number, "SELECT id FROM unit WHERE parent = ?", (each,))]
         todo += [number for number in new if number not in found]
         found.update(dict.fromkeys(new))
     return todo[::-1]
 
 
-def with_all_followers(cursor: sqlite3.Cursor, units: Iterable[int]) -> list[int]:
+def with_all_followers(cursor: Cursor, units: Iterable[int]) -> list[int]:
     """As `with_followers` of several units, each once."""
     return list(dict.fromkeys(each for unit in units for each in with_followers(cursor, unit)))
 
 
-def evict(cursor: sqlite3.Cursor, max_bytes: int) -> list[int]:
+def evict(cursor: Cursor, max_bytes: int) -> list[int]:
     """Forget what was not used for longest, ends of texts first, until no more than `max_bytes` are left; which."""
     gone: list[int] = []
     left = held_bytes(cursor)
     while left > max_bytes:
-        rows = cursor.execute(
-            "SELECT id, bytes FROM unit WHERE children = 0 AND pins = 0 ORDER BY used, id DESC LIMIT ?", (_AT_ONCE,)
-        ).fetchall()
+        rows = cursor.all_rows(UnitBytes, f"{_LEAVES} LIMIT ?", (_AT_ONCE,))
         if not rows:
             break
         chosen = []
@@ -235,13 +232,11 @@ def evict(cursor: sqlite3.Cursor, max_bytes: int) -> list[int]:
     return gone
 
 
-def leaves(cursor: sqlite3.Cursor, max_bytes: int) -> list[int]:
+def leaves(cursor: Cursor, max_bytes: int) -> list[int]:
     """Of the units that `evict` would forget those that no unit follows."""
     left = held_bytes(cursor)
     found = []
-    for unit, nbytes in cursor.execute(
-        "SELECT id, bytes FROM unit WHERE children = 0 AND pins = 0 ORDER BY used, id DESC"
-    ):
+    for unit, nbytes in cursor.rows(UnitBytes, _LEAVES):
         if left <= max_bytes:
             break
         left -= nbytes

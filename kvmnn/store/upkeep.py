@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-import sqlite3
 from contextlib import suppress
 
 from ..errors import OutputError
 from . import updates
 from .directory import Directory
-from .index import WrongRowError, whole_numbers
 from .lookup import Text
 from .mending import mend_beside
 from .results import Cleaned, Verified, kept_part, pinned_bytes
-from .space import from_json
+from .rows import (
+    BlockRow,
+    BranchEnd,
+    Cursor,
+    KeyRow,
+    Number,
+    UnitRow,
+    UnitSizes,
+    UnitUse,
+    WrongRowError,
+    parse_space_document,
+)
 from .strangers import strangers
 from .token_ids import as_text, block_keys
 from .unit import DamagedError, Unit
@@ -26,19 +35,19 @@ def delete(units: Directory, text: Text) -> Cleaned:
 
     is_pinned = False
 
-    def choose(cursor: sqlite3.Cursor) -> list[int]:
+    def choose(cursor: Cursor) -> list[int]:
         nonlocal is_pinned
         found = units.lookup(cursor).find(text)
         gone: list[int] = []
         if found.tokens < text.ids.size:
             return gone
         for place in reversed(found.places):
-            row = cursor.execute(
+            tokens, pins, followers = cursor.need_row(
+                UnitUse,
                 "SELECT tokens, pins, (SELECT count(*) FROM unit AS other WHERE other.parent = unit.id) "
                 "FROM unit WHERE id = ?",
                 (place.unit,),
-            ).fetchone()
-            tokens, pins, followers = whole_numbers(row)
+            )
             is_pinned = bool(pins)
             if pins or followers > (1 if gone else 0) or tokens > place.skip + place.take:
                 break
@@ -67,13 +76,10 @@ def clean(units: Directory, max_bytes: int | None) -> Cleaned:
 
 def _clean(units: Directory, max_bytes: int | None) -> Cleaned:
     with units.index.writing() as cursor:  # nobody gives a file its name meanwhile
-        known = {number for (number,) in cursor.execute("SELECT id FROM unit")}
-        pins = [key for (key,) in cursor.execute("SELECT key FROM pin")]
-        if not all(isinstance(key, bytes) for key in pins):
-            raise WrongRowError("a pin has no key")
-        units.beside.drop_other_pins(pins)
-        used = cursor.execute("SELECT key FROM space WHERE id IN (SELECT DISTINCT space FROM unit)")
-        spaces = {bytes(key).hex() for (key,) in used}
+        known = {row.value for row in cursor.rows(Number, "SELECT id FROM unit")}
+        units.beside.drop_other_pins([row.key for row in cursor.rows(KeyRow, "SELECT key FROM pin")])
+        used = cursor.rows(KeyRow, "SELECT key FROM space WHERE id IN (SELECT DISTINCT space FROM unit)")
+        spaces = {row.key.hex() for row in used}
         idle = [name for name in units.beside.table_names() if name.partition("-")[0] not in spaces]
         others, other_bytes = len(idle), units.beside.drop_tables(idle)
         for path in units.files.others(known):
@@ -82,9 +88,9 @@ def _clean(units: Directory, max_bytes: int | None) -> Cleaned:
                 path.unlink()
                 others += 1
 
-    def choose(cursor: sqlite3.Cursor) -> list[int]:
+    def choose(cursor: Cursor) -> list[int]:
         gone: list[int] = []
-        for (number,) in cursor.execute("SELECT id FROM unit").fetchall():
+        for (number,) in cursor.all_rows(Number, "SELECT id FROM unit"):
             if not units.files.path(number).is_file():
                 gone += [each for each in updates.with_followers(cursor, number) if each not in gone]
         return gone
@@ -114,18 +120,19 @@ def verify(units: Directory, threads: int | None) -> Verified:
     lost: set[int] = set()
     while True:
         with units.index.reading() as cursor:
-            rows = cursor.execute(
+            rows = cursor.all_rows(
+                UnitRow,
                 "SELECT unit.id, skip, start, space.document FROM unit LEFT JOIN space ON space.id = unit.space "
                 "WHERE unit.id > ? ORDER BY unit.id LIMIT ?",
                 (after, _AT_ONCE),
-            ).fetchall()
+            )
+            spaces = {row.document: parse_space_document(row.document, units.label) for row in rows}
         for number, skip, start, document in rows:
             after = number
             if number in lost:
                 continue
             try:
-                space = from_json(document, f"{units.label}: space")
-                unit = verifier.verified(number, space)
+                unit = verifier.verified(number, spaces[document])
                 _check_rows(units, number, skip, start, unit)
             except DamagedError as error:
                 lost.update(units.discard(number, str(error), notes))
@@ -167,18 +174,15 @@ def _check_counts(units: Directory) -> None:
     """`DamagedIndexError` where the index contradicts itself; it is made anew then."""
     with units.index.reading() as cursor:
         for wrong in _WRONG:
-            if cursor.execute(f"SELECT 1 FROM {wrong} LIMIT 1").fetchone() is not None:
+            if cursor.has_row(f"SELECT 1 FROM {wrong} LIMIT 1"):
                 raise WrongRowError("its rows do not fit together")
 
 
 def _holder(units: Directory, key: bytes) -> tuple[int, int] | None:
     """The unit that has a block, and how many of its blocks there are up to it."""
     with units.index.reading() as cursor:
-        row = cursor.execute("SELECT unit, number FROM block WHERE key = ?", (key,)).fetchone()
-    if row is None:
-        return None
-    unit, number = whole_numbers(row)
-    return unit, number + 1
+        row = cursor.row(BlockRow, "SELECT key, unit, number FROM block WHERE key = ?", (key,))
+    return None if row is None else (row.unit, row.number + 1)
 
 
 def _check_rows(units: Directory, number: int, skip: int, start: int, unit: Unit) -> None:
@@ -186,12 +190,14 @@ def _check_rows(units: Directory, number: int, skip: int, start: int, unit: Unit
     size = units.block_tokens
     keys = block_keys(unit.parent, unit.ids, size)
     with units.index.reading() as cursor:
-        rows = cursor.execute("SELECT key, number FROM block WHERE unit = ?", (number,)).fetchall()
-        counts = cursor.execute("SELECT tokens, bytes FROM unit WHERE id = ?", (number,)).fetchone()
-        branch = cursor.execute("SELECT parent, text FROM branch WHERE unit = ?", (number,)).fetchone()
+        rows = cursor.all_rows(BlockRow, "SELECT key, unit, number FROM block WHERE unit = ?", (number,))
+        counts = cursor.row(UnitSizes, "SELECT tokens, bytes FROM unit WHERE id = ?", (number,))
+        branch = cursor.row(BranchEnd, "SELECT parent, text FROM branch WHERE unit = ?", (number,))
     if counts is None:  # another process has removed it
         return
-    if start != unit.start or dict(rows) != {key: at for at, key in enumerate(keys) if at >= skip}:
+    if start != unit.start or {row.key: row.number for row in rows} != {
+        key: at for at, key in enumerate(keys) if at >= skip
+    }:
         raise DamagedError("holds other blocks than the index says")
     parent = [unit.parent, *keys][skip : skip + 1]
     first = as_text(unit.ids[skip * size : (skip + 1) * size])

@@ -17,6 +17,7 @@ from ..errors import MissingOptionError, OptionError, SourceError
 from .layers import array_name
 from .named_array import ArrayInfo, NamedArray
 from .names import conventional, layer_of, part_of
+from .padding import select_text
 from .source import BESIDE_KEY, DUMP_KEY, ENGINE_KEY, FILE_KEY, Source, metadata_of_part
 from .strided import View, strided, strided_pages, words_of
 
@@ -345,7 +346,7 @@ def _one_of_batch(source: Source, batch: int, where: str) -> Source:
         if batch >= array.shape[0]:
             raise OptionError(f"{where}: has a batch of {array.shape[0]}: expected --batch 0 to {array.shape[0] - 1}")
     arrays = [strided(*_part(_Words(array), "bhtd", {"b": batch}, array.name)) for array in source.arrays]
-    described = source.engine_cache and replace(source.engine_cache, batch=1)
+    arrays, described = select_text(arrays, source.engine_cache, batch)
     # one text of a file is not the file
     metadata = {key: text for key, text in source.metadata.items() if key not in (FILE_KEY, DUMP_KEY)}
     texts = max(array.shape[0] for array in source.arrays)

@@ -16,6 +16,23 @@ from .names import conventional
 from .undoing import Undo
 
 
+@dataclass(frozen=True, eq=False)
+class BatchText:
+    """One text of a batch whose arrays have padding.
+
+    Parameters
+    ----------
+    positions
+        int64, ascending: where in the padded text its tokens stand, as `EngineCache.positions` counts; the others are
+        padding.
+    token_ids
+        Those of its tokens; None where there are none.
+    """
+
+    positions: Positions
+    token_ids: Indices | None = None
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EngineCache:
     """A cache that another engine wrote, or that lives in it.
@@ -43,8 +60,12 @@ class EngineCache:
         where layers hold different tokens.
     layer_positions
         The same for each layer, where they hold different tokens: some of them all, others those in a sliding window.
+    positions_unknown
+        Whether tokens of the text are missing, and nothing tells which.
     token_ids
         Those that are stored beside K and V; None where there are none.
+    texts
+        Of a batch with padding, or with token ids: its texts. Empty where all arrays are tokens, and no ids are there.
     dequantised
         Names of types whose blocks the arrays hold as the numbers that these stand for.
     altered
@@ -66,7 +87,9 @@ class EngineCache:
     batch: int = 1
     positions: Positions | None = None
     layer_positions: tuple[Positions, ...] | None = None
+    positions_unknown: bool = False
     token_ids: Indices | None = None
+    texts: tuple[BatchText, ...] = ()
     dequantised: tuple[str, ...] = ()
     altered: tuple[Undo, ...] = ()
     perhaps_altered: tuple[Undo, ...] = ()
@@ -87,7 +110,14 @@ class EngineCache:
     @property
     def is_whole(self) -> bool:
         """Whether the arrays hold the first tokens of one text, in order and all: nothing was erased."""
+        if self.positions_unknown or self.has_padding:
+            return False
         return self.layer_runs is None or set(self.layer_runs) == {((0, self.tokens),)}
+
+    @property
+    def has_padding(self) -> bool:
+        """Whether texts of the batch have rows that are no tokens."""
+        return any(text.positions.size < self.tokens for text in self.texts)
 
     @property
     def ascends(self) -> bool:
@@ -112,7 +142,9 @@ class EngineCache:
             "perhaps_altered": list(self.perhaps_altered),
             "positions": None if self.runs is None else [list(run) for run in self.runs],
             **({"layer_positions": self._by_layer()} if self.layer_positions is not None else {}),
+            **({"positions_unknown": True} if self.positions_unknown else {}),
             "token_ids": None if self.token_ids is None else np.asarray(self.token_ids).tolist(),
+            **({"texts": [text_document(text) for text in self.texts]} if self.texts else {}),
             **self.details,
         }
 
@@ -121,6 +153,8 @@ class EngineCache:
         heads = f"{span(sorted(set(self.layer_kv_heads)))} kv heads" if self.layer_kv_heads else heads
         shape = heads if self.head_dim is None else f"{heads} of {self.head_dim}"
         batch = f", batch of {self.batch}" if self.batch != 1 else ""
+        if self.has_padding:
+            batch += f" ({span(sorted({text.positions.size for text in self.texts}))} tokens and padding)"
         said = (
             f"{self.engine} {self.kind}: {count(self.layers, 'layer')}, {shape}, {count(self.tokens, 'token')}{batch}"
         )
@@ -134,6 +168,8 @@ class EngineCache:
         return "/".join(keys) if keys == values or not values else f"K {'/'.join(keys)}, V {'/'.join(values)}"
 
     def _gaps(self) -> str:
+        if self.positions_unknown:
+            return ", positions unknown"
         if self.layer_positions is not None:
             held = sorted({each.size for each in self.layer_positions})
             return f", of which layers hold {span(held)}"
@@ -164,6 +200,12 @@ def of_part(cache: EngineCache, names: Iterable[str], chosen: Iterable[str]) -> 
 def layers_of(names: Iterable[str]) -> list[int]:
     """The layers that arrays are of by their names, ascending."""
     return sorted({said.layer for said in map(conventional, names) if said is not None})
+
+
+def text_document(text: BatchText) -> dict[str, Any]:
+    """Return a text of a batch as JSON values; positions as runs."""
+    ids = None if text.token_ids is None else np.asarray(text.token_ids).tolist()
+    return {"positions": [list(run) for run in runs_of(text.positions)], "token_ids": ids}
 
 
 def runs_of(positions: Positions) -> Ranges:

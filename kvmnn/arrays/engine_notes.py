@@ -10,7 +10,7 @@ import numpy as np
 from ..files.json_document import Node, parse
 from ..packed.cache_info import Ranges
 from .completeness_notes import write_note
-from .engine_cache import EngineCache, of_part
+from .engine_cache import BatchText, EngineCache, of_part, text_document
 from .source import COMPLETENESS_KEY, ENGINE_KEY, Source, completeness_in
 from .undoing import UNDOABLE, Undo
 
@@ -113,7 +113,9 @@ def document(cache: EngineCache) -> dict[str, Any]:
         "batch": cache.batch,
         "positions": None if cache.runs is None else _listed(cache.runs),
         "layer_positions": [_listed(runs) for runs in cache.layer_runs or ()] if cache.layer_positions else None,
+        **({"positions_unknown": True} if cache.positions_unknown else {}),
         "token_ids": None if cache.token_ids is None else [int(token) for token in cache.token_ids],
+        **({"texts": [text_document(text) for text in cache.texts]} if cache.texts else {}),
         "dequantised": list(cache.dequantised),
         "altered": list(cache.altered),
         "perhaps_altered": list(cache.perhaps_altered),
@@ -142,12 +144,32 @@ def engine_cache(node: Node) -> EngineCache:
         batch=node.at("batch").integer(1),
         positions=_positions(node.at("positions"), tokens),
         layer_positions=_layer_positions(node, tokens),
+        positions_unknown="positions_unknown" in node.value and node.at("positions_unknown").boolean(),
         token_ids=_token_ids(node.at("token_ids")),
+        texts=_texts(node, tokens),
         dequantised=node.at("dequantised").texts(),
         altered=_undoable(node, "altered"),
         perhaps_altered=_undoable(node, "perhaps_altered"),
         details=node.at("details").value if isinstance(node.at("details").value, dict) else {},
     )
+
+
+def _texts(node: Node, tokens: int) -> tuple[BatchText, ...]:
+    """The texts of a batch, where they have padding or token ids."""
+    if "texts" not in node.value:
+        return ()
+    texts = node.at("texts").items()
+    if len(texts) != node.at("batch").integer(1) or len(texts) * tokens > 4 * _MOST_TOKENS:
+        raise node.at("texts").wrong(f"the texts of the batch, of at most {4 * _MOST_TOKENS:,} tokens")
+    found = []
+    for text in texts:
+        positions, ids = _positions(text.at("positions"), tokens, some=True), _token_ids(text.at("token_ids"))
+        if positions is None or (np.diff(positions) <= 0).any():
+            raise text.at("positions").wrong("ascending positions")
+        if ids is not None and ids.size != positions.size:
+            raise text.at("token_ids").wrong(f"{positions.size} token ids")
+        found.append(BatchText(positions, ids))
+    return tuple(found)
 
 
 def _heads(node: Node) -> tuple[int, ...]:

@@ -64,6 +64,8 @@ def layers_of(source: Source, *, token_major: bool = False) -> list[LayerCache]:
         for info in source.cache.layers:
             if info.positions != ((0, info.tokens),):
                 raise SourceError(f"{where}: layer {info.layer} was cut: a cache without some tokens is no prefix")
+    if source.engine_cache is not None and source.engine_cache.has_padding:
+        raise SourceError(f"{where}: is a batch with padding: --batch N takes one text of it, from 0")
     if source.engine_cache is not None and not source.engine_cache.is_whole:
         raise SourceError(f"{where}: holds no beginning of a text, whole and in order: {source.engine_cache}")
     has_keys_alone = source.engine_cache is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -69,3 +70,45 @@ def save(path: Path, value: Any) -> Path:
     """As torch.save does it."""
     write_checkpoint(path, value, name=path.stem, pickler_class=CachePickler)
     return path
+
+
+KINDS = "transformers.cache_utils."
+
+
+def old_cache(kind: str, keys: list[Any], values: list[Any], **more: Any) -> Instance:
+    """A cache of transformers 4, with two lists."""
+    return Instance(KINDS + kind, {"key_cache": keys, "value_cache": values, **more})
+
+
+def hybrid_cache(
+    pairs: list[Pair], sliding: list[bool], *, window: int, rows: int, said: Any = None, kind: str = "HybridCache"
+) -> Instance:
+    """A static cache of transformers 4.42 to 4.53 whose sliding layers hold the last `window` tokens."""
+    lists: tuple[list[Any], list[Any]] = ([], [])
+    for pair, is_sliding in zip(pairs, sliding, strict=True):
+        for parts, part in zip(lists, pair, strict=True):
+            tokens, length = part.shape[2], min(window, rows) if is_sliding else rows
+            buffer = np.zeros((*part.shape[:2], length, part.shape[3]), part.dtype)
+            buffer[:, :, : min(tokens, length)] = part[:, :, -length:] if is_sliding else part
+            parts.append(buffer)
+    return old_cache(kind, *lists, is_sliding=sliding if said is None else said, max_cache_len=rows)
+
+
+def encoder_decoder_cache(decoder: list[Pair], encoder: list[Pair]) -> Instance:
+    """An EncoderDecoderCache of transformers 5."""
+    state = {
+        "self_attention_cache": dynamic_cache(decoder),
+        "cross_attention_cache": dynamic_cache(encoder),
+        "is_updated": dict.fromkeys(range(len(encoder)), True),
+    }
+    return Instance(KINDS + "EncoderDecoderCache", state)
+
+
+def in_memory(value: Any) -> Any:
+    """The same object with attributes, under the name of its class."""
+    if isinstance(value, dict):
+        return {name: in_memory(item) for name, item in value.items()}
+    if isinstance(value, Instance):
+        kind = type(value.name.rpartition(".")[2], (SimpleNamespace,), {})
+        return kind(**{name: in_memory(item) for name, item in value.state.items()})
+    return [in_memory(item) for item in value] if isinstance(value, list) else value

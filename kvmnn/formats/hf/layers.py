@@ -1,4 +1,4 @@
-"""Which tensors of a cache of transformers are K and V of which layer, and how many of their tokens are valid.
+"""Which tensors of a cache of transformers are K and V of which layer, and what other state its layers have.
 
 Objects are looked at by what they have, not by their class: transformers 5 and late 4 have ``layers`` with ``keys`` and
 ``values``, earlier ones ``key_cache`` and ``value_cache``; before that a cache was a tuple of (K, V). What is not
@@ -7,115 +7,20 @@ understood is refused by its name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ...errors import SourceError
+from .objects import FORMS, Cache, IsTensor, Layer, Made, OtherLayer
+from .other_states import cache_states, layer_states, state_kind
 
 _MOST_DEPTH = 4
 _MOST_LAYERS = 1 << 16
 _LISTS = (("key_cache", "value_cache"), ("keys", "values"), ("key", "value"), ("k", "v"))
-
-
-Form = Literal["cache", "static", "pairs", "legacy", "dict", "generator"]
-_FORMS: dict[str, Form] = {"list": "pairs", "tuple": "legacy", "dict": "dict"}
-
-
-class AnyTensor(Protocol):
-    """A tensor in memory or in a file."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its axes."""
-
-    @property
-    def type_name(self) -> str:
-        """Of its elements, as torch calls it, without ``torch.``."""
-
-    def view(self) -> npt.NDArray[Any]:
-        """Its words; bfloat16 as uint16."""
-
-
-class Made:
-    """An object of transformers: its class by name, and its attributes.
-
-    Parameters
-    ----------
-    name
-        Of the class.
-    state
-        Attributes; empty until they are set.
-    """
-
-    __slots__ = ("name", "state")
-
-    def __init__(self, name: str, state: Mapping[str, Any] | None = None) -> None:
-        self.name = name
-        self.state: Mapping[str, Any] = state or {}
-
-    @property
-    def kind(self) -> str:
-        """The class without its module."""
-        return self.name.rpartition(".")[2]
-
-
-@dataclass(frozen=True)
-class Layer:
-    """K and V of one layer.
-
-    Parameters
-    ----------
-    number
-        From 0.
-    keys, values
-        ``[batch, kv_head, token, head_dim]``, if nothing says otherwise.
-    valid
-        Rows that hold tokens, where the buffers are longer; None for all.
-    seen
-        Tokens that the layer has seen; None where it says no more than `keys` does.
-    """
-
-    number: int
-    keys: AnyTensor
-    values: AnyTensor
-    valid: int | None = None
-    seen: int | None = None
-
-
-@dataclass
-class Cache:
-    """What was found.
-
-    Parameters
-    ----------
-    kind
-        The class of the cache, or ``"list"``, ``"tuple"``, ``"dict"`` of pairs.
-    form
-        What it was found as: an object, one with buffers longer than the text, a list of pairs, a tuple of pairs, or
-        something in a dict.
-    layers
-        Those that hold something.
-    empty
-        The numbers of those that do not.
-    engine
-        Whose it is.
-    beside
-        Tensors that lie beside the cache in a dict, by their names.
-    """
-
-    kind: str
-    form: Form = "cache"
-    layers: list[Layer] = field(default_factory=list)
-    empty: list[int] = field(default_factory=list)
-    engine: str = "transformers"
-    beside: dict[str, AnyTensor] = field(default_factory=dict)
-
-
-IsTensor = Callable[[object], bool]
+_HALVES = (4, 6)  # K and V of the decoder and of the encoder; transformers 5 adds a sliding window or None to each pair
+_WINDOW_WORDS = ("Sliding", "Chunked")
 
 
 def find_cache(where: str, root: object, is_tensor: IsTensor) -> Cache | None:
@@ -145,11 +50,14 @@ def find_cache(where: str, root: object, is_tensor: IsTensor) -> Cache | None:
         return None
     cache = found[0][1]
     if not cache.layers:
-        raise SourceError(f"{where}: a {cache.kind} without a layer that holds anything")
-    is_static = any(layer.valid is not None for layer in cache.layers)
-    cache.form = "static" if is_static else _FORMS.get("dict" if isinstance(root, Mapping) else cache.kind, "cache")
-    if isinstance(root, Mapping):
-        cache.beside = {name: value for name, value in root.items() if isinstance(name, str) and is_tensor(value)}
+        states = sorted({name for other in cache.others for name in other.states})
+        which = f"K and V: it has {', '.join(states)[:80]}" if states else "a layer that holds anything"
+        raise SourceError(f"{where}: a {cache.kind} without {which}")
+    for half in filter(None, (cache, cache.cross)):
+        is_static = any(layer.is_buffer for layer in half.layers)
+        half.form = "static" if is_static else FORMS.get("dict" if isinstance(root, Mapping) else half.kind, "cache")
+        if isinstance(root, Mapping):
+            half.beside = {name: value for name, value in root.items() if isinstance(name, str) and is_tensor(value)}
     return cache
 
 
@@ -177,59 +85,97 @@ class _Finder:
         if isinstance(value, Made):
             return self._of_object(value)
         if isinstance(value, Mapping):
-            return self._of_lists("dict", value) or self._of_dict(value)
+            lists = self._of_lists("dict", value)
+            return self._of_dict(value) if lists is None else self._with_states(lists, value)
         if isinstance(value, list | tuple) and len(value) <= _MOST_LAYERS:
             pairs = list(map(self._as_pair, value))
             if self._are_pairs(pairs):
                 return self._of_pairs(type(value).__name__, enumerate(pairs))
+            if pairs and all(map(self._is_both_halves, pairs)):
+                middle = len(pairs[0]) // 2
+                kind = type(value).__name__
+                cache = self._of_pairs(kind, enumerate(pair[:2] for pair in pairs))
+                cache.cross = self._of_pairs(kind, enumerate(pair[middle : middle + 2] for pair in pairs))
+                return cache
         return None
 
     def _of_object(self, value: Made) -> Cache | None:
-        if "self_attention_cache" in value.state or value.kind == "EncoderDecoderCache":
-            raise SourceError(
-                f"{self.where}: a {value.kind} holds two caches: expected one; its self_attention_cache is that of the "
-                "decoder"
-            )
-        layers = value.state.get("layers")
+        state = value.state
+        if isinstance(modules := state.get("_modules"), Mapping):  # caches of transformers 4.47 were torch modules
+            state = {**state, **{name: item for name, item in modules.items() if isinstance(name, str)}}
+        if "self_attention_cache" in state or value.kind == "EncoderDecoderCache":
+            return self._of_halves(value.kind, state)
+        layers = state.get("layers")
         if isinstance(layers, list | tuple) and all(isinstance(layer, Made) for layer in layers):
             self._check_count(value.kind, len(layers))
-            return self._of_layers(value, layers)
-        return self._of_lists(value.kind, value.state) or self._of_buffers(value)
+            return self._with_states(self._of_layers(value.kind, layers), state)
+        found = self._of_lists(value.kind, state) or self._of_buffers(value)
+        return None if found is None else self._with_states(found, state)
 
-    def _of_layers(self, cache: Made, layers: list[Made] | tuple[Made, ...]) -> Cache:
-        found = Cache(cache.kind)
+    def _of_halves(self, kind: str, state: Mapping[str, Any]) -> Cache:
+        """The decoder's cache, with that of the encoder's output in `Cache.cross`."""
+        halves = []
+        for name in ("self_attention_cache", "cross_attention_cache"):
+            half = self._cache(state.get(name))
+            if half is None:
+                raise SourceError(f"{self.where}: a {kind} whose {name} is no cache that is known")
+            halves.append(half)
+        cache, cross = halves
+        cache.kind, cache.cross = kind, cross if cross.layers else None
+        return cache
+
+    def _of_layers(self, kind: str, layers: list[Made] | tuple[Made, ...]) -> Cache:
+        found = Cache(kind)
         for number, layer in enumerate(layers):
             keys, values = layer.state.get("keys"), layer.state.get("values")
             if _is_quantised(layer.kind, layer.state):
                 raise self._not_read(number, layer.kind, "whose older tokens are quantised: expected a DynamicCache")
+            states = layer_states(layer.state, self.is_tensor)
             if (keys is None and values is None) or (self._is_empty(keys) and self._is_empty(values)):
-                others = sorted(name for name, item in layer.state.items() if self.is_tensor(item))
-                if keys is None and others and not others[0].startswith("_"):
-                    raise self._not_read(
-                        number, layer.kind, f"which holds {', '.join(others)[:80]}, not keys and values"
-                    )
-                found.empty.append(number)
+                found.others.append(OtherLayer(number, state_kind(states), states))
                 continue
             if not (self.is_tensor(keys) and self.is_tensor(values)):
                 raise self._not_read(number, layer.kind, "whose keys and values are not two tensors")
-            found.layers.append(self._layer(number, layer, keys, values))
+            found.layers.append(self._layer(number, layer, keys, values, states))
         return found
+
+    def _with_states(self, cache: Cache, state: Mapping[str, Any]) -> Cache:
+        """The same with what the cache itself has of each layer, and how many tokens it has counted."""
+        counted = self._number(state.get("_seen_tokens", state.get("seen_tokens")))
+        cache.seen = counted or None
+        if cache.kind == "SinkCache":
+            cache.sinks = self._number(state.get("num_sink_tokens"))
+        states = cache_states(state, self.is_tensor, _MOST_LAYERS)
+        with_pairs = {layer.number for layer in cache.layers}
+        cache.layers = [layer.with_states(states.get(layer.number, ())) for layer in cache.layers]
+        known = {other.number: other for other in cache.others} | {
+            number: OtherLayer(number, state_kind(names), names)
+            for number, names in states.items()
+            if number not in with_pairs
+        }
+        cache.others = [known[number] for number in sorted(known)]
+        return cache
 
     def _check_count(self, kind: str, layers: int) -> None:
         if layers > _MOST_LAYERS:
             raise SourceError(f"{self.where}: a {kind} of {layers:,} layers: at most {_MOST_LAYERS:,} are read")
 
-    def _layer(self, number: int, layer: Made, keys: Any, values: Any) -> Layer:
-        """A layer with the number of its valid rows."""
-        seen = self._number(layer.state.get("cumulative_length"))
+    def _layer(self, number: int, layer: Made, keys: Any, values: Any, states: tuple[str, ...]) -> Layer:
+        """A layer with the numbers that it says of its rows."""
+        state = layer.state
+        # The int is right in all versions: the tensor of a window that is full is no longer counted on.
+        seen = self._number(state.get("cumulative_length_int", state.get("cumulative_length")))
+        window = self._number(state.get("sliding_window"))
+        is_window = window is not None or state.get("is_sliding") is True or _is_window(layer.kind)
+        is_buffer = "max_cache_len" in state or "Static" in layer.kind
+        if is_window and window is None:
+            window = self._number(state.get("max_cache_len"))
         rows = keys.shape[-2] if len(keys.shape) > 1 else 0
-        if "max_cache_len" not in layer.state and "Static" not in layer.kind:
-            return Layer(number, keys, values, None, seen if seen != rows else None)
-        if seen is None:
-            return Layer(number, keys, values, used_rows(keys))
-        if seen > rows and "Sliding" not in layer.kind:
+        if is_buffer and not is_window and seen is not None and seen > rows:
             raise self._not_read(number, layer.kind, f"that says {seen} tokens, and its buffers have {rows}")
-        return Layer(number, keys, values, min(seen, rows), seen)
+        return Layer(
+            number, keys, values, seen=seen, is_buffer=is_buffer, is_window=is_window, window=window, states=states
+        )
 
     def _number(self, value: object) -> int | None:
         """A whole number, or the one element of a tensor."""
@@ -270,14 +216,41 @@ class _Finder:
         return self._static(self._of_pairs(cache.kind, enumerate(pairs)), cache.state)
 
     def _static(self, cache: Cache, state: Mapping[str, Any]) -> Cache:
-        """The same with valid rows, where buffers are as long as the longest text."""
-        if "max_cache_len" in state or "Static" in cache.kind:
-            seen = self._number(state.get("valid_tokens"))
-            cache.layers = [
-                Layer(layer.number, layer.keys, layer.values, used_rows(layer.keys) if seen is None else seen)
-                for layer in cache.layers
-            ]
+        """The same with buffers and windows, where a cache of transformers 4 has them."""
+        if not ("max_cache_len" in state or "Static" in cache.kind or _is_window(cache.kind)):
+            return cache
+        counted = self._number(state.get("_seen_tokens")) or None
+        layers = []
+        for layer in cache.layers:
+            is_window = self._is_sliding(cache.kind, state, layer.number)
+            seen, lengths = counted, state.get("cumulative_length")
+            if is_window and isinstance(lengths, list | tuple) and layer.number < len(lengths):
+                seen = self._number(lengths[layer.number]) or None
+            window = int(layer.keys.shape[2]) if is_window and len(layer.keys.shape) > 2 else None
+            if not is_window and seen is not None and len(layer.keys.shape) > 2 and seen > layer.keys.shape[2]:
+                raise self._not_read(layer.number, cache.kind, f"that says {seen} tokens, and its buffers have fewer")
+            layers.append(
+                Layer(
+                    layer.number,
+                    layer.keys,
+                    layer.values,
+                    seen=seen,
+                    is_buffer=True,
+                    is_window=is_window,
+                    window=window,
+                )
+            )
+        cache.layers = layers
         return cache
+
+    def _is_sliding(self, kind: str, state: Mapping[str, Any], number: int) -> bool:
+        """Whether a layer of a static cache of transformers 4 has a window."""
+        said = state.get("is_sliding_list", state.get("is_sliding"))
+        if self.is_tensor(said):
+            said = np.asarray(said.view()).reshape(-1).tolist()
+        if isinstance(said, list | tuple):
+            return number < len(said) and bool(said[number])
+        return said is True or _is_window(kind)
 
     def _of_dict(self, value: Mapping[Any, Any]) -> Cache | None:
         """Pairs by the numbers of their layers: ``{0: (K, V), 1: (K, V)}``."""
@@ -295,13 +268,25 @@ class _Finder:
         found = Cache(kind)
         for number, pair in pairs:
             if self._is_nothing(pair) or (self._is_empty(pair[0]) and self._is_empty(pair[1])):
-                found.empty.append(number)
+                found.others.append(OtherLayer(number))
             else:
-                found.layers.append(Layer(number, pair[0], pair[1]))
+                found.layers.append(self._of_pair(number, pair))
         return found
+
+    def _of_pair(self, number: int, pair: Any) -> Layer:
+        """K and V, and the size of a window where iterating over a cache of transformers 5 has added it."""
+        window = self._number(pair[2]) if len(pair) == 3 else None
+        return Layer(number, pair[0], pair[1], is_window=window is not None, window=window)
 
     def _are_pairs(self, values: Any) -> bool:
         return any(map(self._is_pair, values)) and all(self._is_pair(item) or self._is_nothing(item) for item in values)
+
+    def _is_both_halves(self, value: Any) -> bool:
+        """K and V of the decoder, then of the encoder."""
+        if not isinstance(value, list | tuple) or len(value) not in _HALVES:
+            return False
+        middle = len(value) // 2
+        return self._is_pair(value[:middle]) and self._is_pair(value[middle:])
 
     def _as_pair(self, value: Any) -> Any:
         """A dict of K and V as a pair; everything else as it is."""
@@ -334,6 +319,11 @@ class _Finder:
         return SourceError(f"{self.where}: layer {number} is a {kind}, {why}")
 
 
+def _is_window(kind: str) -> bool:
+    """Whether a class of layers or caches, by its name, keeps the last tokens alone."""
+    return any(word in kind for word in _WINDOW_WORDS)
+
+
 def _is_quantised(kind: str, state: Mapping[Any, Any]) -> bool:
     return "Quantized" in kind or any(isinstance(name, str) and "quantized" in name for name in state)
 
@@ -358,22 +348,3 @@ def _layer_number(name: object) -> int | None:
         digits = name.removeprefix("layer_").removeprefix("layer").removeprefix(".")
         return int(digits) if digits.isascii() and digits.isdecimal() and len(digits) < 6 else None
     return None
-
-
-def used_rows(tensor: AnyTensor) -> int:
-    """Tokens of a ``[batch, kv_head, token, head_dim]`` buffer up to the last one that is not all zeros."""
-    words = tensor.view()
-    if words.ndim != 4:
-        return 0
-    words = words.view(f"u{words.dtype.itemsize}")
-    low, high = 0, int(words.shape[2])
-    while high > low:  # from the end: of a buffer that is nearly full only the end is read
-        begin = max(low, high - _ROWS)
-        used = np.flatnonzero(words[:, :, begin:high].any(axis=(0, 1, 3)))
-        if used.size:
-            return begin + int(used[-1]) + 1
-        high = begin
-    return 0
-
-
-_ROWS = 256

@@ -22,11 +22,12 @@ from ...errors import LimitError, SourceError
 from ..options import ReadOptions
 from ..reading import chosen, select
 from .arrays import cache_source, tensor_array
-from .layers import Cache, Layer, Made, find_cache
+from .layers import find_cache
+from .objects import Cache, Layer, Made
 
 _MOST_LAYERS = 4096
-_ATTRIBUTES = ("keys", "values", "cumulative_length", "max_cache_len")
-_LISTS = ("key_cache", "value_cache", "max_cache_len", "self_attention_cache")
+_PARTS = ("keys", "values", "cumulative_length", "max_cache_len")
+_LISTS = ("key_cache", "value_cache", "max_cache_len", "self_attention_cache", "cross_attention_cache")
 
 
 class LiveTensor:
@@ -117,37 +118,49 @@ def _as_made(value: Any, depth: int = 4) -> object:
         return LiveTensor(value)
     layers = None if isinstance(value, Mapping) else getattr(value, "layers", None)
     if isinstance(layers, Iterable):
-        return Made(type(value).__name__, {"layers": [_layer(layer) for layer in layers]})
+        made = [_layer(layer) for layer in layers]
+        return Made(type(value).__name__, {**_attributes(value, ("layers", *_LISTS)), "layers": made})
     if hasattr(value, "key_cache") or hasattr(value, "self_attention_cache"):
         return Made(type(value).__name__, _attributes(value))
     if depth and isinstance(value, Mapping):
         return {name: _as_made(item, depth - 1) for name, item in value.items()}
     if depth and isinstance(value, list | tuple):
-        made = [_as_made(item, depth - 1) for item in value]
-        return tuple(made) if isinstance(value, tuple) else made
+        items = [_as_made(item, depth - 1) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
     return value
 
 
-def _attributes(cache: Any) -> dict[str, object]:
-    """Of a cache of transformers 4."""
-    found = {name: _as_made(getattr(cache, name)) for name in _LISTS if hasattr(cache, name)}
+def _attributes(cache: Any, others: tuple[str, ...] = ()) -> dict[str, object]:
+    """Of a cache: what it has of each layer, numbers, and what its class says of windows; without `others`."""
+    found = {name: _as_made(getattr(cache, name)) for name in _LISTS if name not in others and hasattr(cache, name)}
+    found |= _state(cache, (*others, *found))
     if hasattr(cache, "_quantized_key_cache"):
         found["_quantized_key_cache"] = None
-    if "max_cache_len" in found or "Static" in type(cache).__name__:
-        found["valid_tokens"] = int(cache.get_seq_length())
     return found
 
 
 def _layer(layer: Any) -> Made:
     """A layer of a cache of transformers 5: what it has, and its length where its buffers are longer."""
-    state = {name: _as_made(getattr(layer, name)) for name in _ATTRIBUTES if hasattr(layer, name)}
+    state = {name: _as_made(getattr(layer, name)) for name in _PARTS if hasattr(layer, name)}
+    state |= _state(layer, (*state, "device", "dtype"))
     if hasattr(layer, "_quantized_keys"):
         state["_quantized_keys"] = None
-    if "max_cache_len" in state and getattr(layer, "is_initialized", True):
+    is_window = state.get("is_sliding") is True or "cumulative_length" in state
+    if "max_cache_len" in state and not is_window and getattr(layer, "is_initialized", True):
         state["cumulative_length"] = int(layer.get_seq_length())
-    elif "keys" not in state:
-        state |= {name: _as_made(item) for name, item in vars(layer).items() if _is_tensor(item)}
     return Made(type(layer).__name__, state)
+
+
+def _state(value: Any, others: tuple[str, ...]) -> dict[str, object]:
+    """Attributes that are numbers or hold tensors, as a saved object would have them."""
+    named = {name: item for name, item in getattr(value, "__dict__", {}).items() if name not in others}
+    found = {name: _as_made(item, 2) for name, item in named.items() if _is_state(item)}
+    is_sliding = getattr(type(value), "is_sliding", None)
+    return found | ({"is_sliding": is_sliding} if isinstance(is_sliding, bool) else {})
+
+
+def _is_state(value: Any) -> bool:
+    return _is_tensor(value) or isinstance(value, bool | int | list | tuple | dict)
 
 
 def _of_generator(where: str, generator: Any) -> Cache:

@@ -111,7 +111,7 @@ def test_what_is_refused() -> None:
         kvmnn.open(DynamicCache([]))
     with pytest.raises(SourceError, match="layer 0 is a DynamicLayer, whose older tokens are quantised"):
         kvmnn.open(DynamicCache([DynamicLayer(keys, values, _quantized_keys=keys)]))
-    with pytest.raises(SourceError, match="holds two caches"):
+    with pytest.raises(SourceError, match="whose cross_attention_cache is no cache"):
         kvmnn.open(SimpleNamespace(self_attention_cache=DynamicCache([]), cross_attention_cache=None))
     with pytest.raises(LimitError, match="above the limit of 100"):
         kvmnn.open([(keys, values)], ReadOptions(max_bytes=100))

@@ -166,17 +166,19 @@ def refusals() -> dict[str, tuple[Any, str]]:
     static = static_cache(made, 9)
     static.state["layers"][0].state["cumulative_length"] = np.array([10], "<i8")
     quantised = {"keys": keys, "values": values, "_quantized_keys": keys, "_quantized_values": values}
-    both = {"self_attention_cache": dynamic_cache(made), "cross_attention_cache": dynamic_cache(made)}
     return {
         "two caches": ({"a": dynamic_cache(made), "b": dynamic_cache(pairs(5))}, r"holds 2 caches \('a', 'b'\)"),
-        "encoder and decoder": (Instance(KINDS + "EncoderDecoderCache", both), "EncoderDecoderCache holds two caches"),
+        "half a cache": (
+            Instance(KINDS + "EncoderDecoderCache", {"self_attention_cache": dynamic_cache(made)}),
+            "EncoderDecoderCache whose cross_attention_cache is no cache",
+        ),
         "quantised": (
             cache_object("QuantizedCache", "QuantoQuantizedLayer", [quantised]),
             "layer 0 is a QuantoQuantizedLayer, whose older tokens are quantised: expected a DynamicCache",
         ),
         "state of another kind": (
             cache_object("DynamicCache", "LinearAttentionLayer", [{"conv_states": keys, "recurrent_states": values}]),
-            "LinearAttentionLayer, which holds conv_states, recurrent_states, not keys and values",
+            "DynamicCache without K and V: it has conv_states, recurrent_states",
         ),
         "empty": (cache_object("DynamicCache", "DynamicLayer", []), "DynamicCache without a layer that holds anything"),
         "longer than its buffers": (static, "says 10 tokens, and its buffers have 9"),
@@ -190,8 +192,8 @@ def refusals() -> dict[str, tuple[Any, str]]:
             "a dict with 2 key_cache and 1 value_cache",
         ),
         "expanded": (
-            [(np.broadcast_to(keys[:, :, :1].copy(), keys.shape), values)],
-            "its tensors have 160 bytes, and 96 are stored",
+            [(np.broadcast_to(keys[:, :, :1, :1].copy(), (1, 2, 5, 4096)),) * 2] * 2,
+            "its tensors have 327,680 bytes, and 8 are stored",
         ),
     }
 

@@ -1,0 +1,148 @@
+"""Caches of transformers as they are found: tensors, objects by class name, layers, and what lies next to a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+import numpy.typing as npt
+
+from ...arrays.completeness import StateKind
+
+Form = Literal["cache", "static", "pairs", "legacy", "dict", "generator"]
+FORMS: dict[str, Form] = {"list": "pairs", "tuple": "legacy", "dict": "dict"}
+
+
+class AnyTensor(Protocol):
+    """A tensor in memory or in a file."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its axes."""
+
+    @property
+    def type_name(self) -> str:
+        """Of its elements, as torch calls it, without ``torch.``."""
+
+    def view(self) -> npt.NDArray[Any]:
+        """Its words; bfloat16 as uint16."""
+
+
+IsTensor = Callable[[object], bool]
+
+
+class Made:
+    """An object of transformers: its class by name, and its attributes.
+
+    Parameters
+    ----------
+    name
+        Of the class.
+    state
+        Attributes; empty until they are set.
+    """
+
+    __slots__ = ("name", "state")
+
+    def __init__(self, name: str, state: Mapping[str, Any] | None = None) -> None:
+        self.name = name
+        self.state: Mapping[str, Any] = state or {}
+
+    @property
+    def kind(self) -> str:
+        """The class without its module."""
+        return self.name.rpartition(".")[2]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """K and V of one layer.
+
+    Parameters
+    ----------
+    number
+        From 0.
+    keys, values
+        ``[batch, kv_head, token, head_dim]``, if nothing says otherwise.
+    seen
+        Tokens that the layer has seen; None where it does not say.
+    is_buffer
+        Whether its tensors have rows for tokens that may still come.
+    is_window
+        Whether the layer attends to the last tokens alone, and its rows are those.
+    window
+        Tokens that such a layer attends to; None where nothing tells.
+    states
+        Names of further tensors of the layer, which are not read.
+    """
+
+    number: int
+    keys: AnyTensor
+    values: AnyTensor
+    seen: int | None = None
+    is_buffer: bool = False
+    is_window: bool = False
+    window: int | None = None
+    states: tuple[str, ...] = ()
+
+    def with_states(self, names: tuple[str, ...]) -> Layer:
+        """Return the layer with further tensors."""
+        return replace(self, states=tuple(sorted({*self.states, *names}))) if names else self
+
+
+@dataclass(frozen=True)
+class OtherLayer:
+    """A layer without K and V.
+
+    Parameters
+    ----------
+    number
+        From 0.
+    kind
+        What its state is; ``"shared"`` for a layer that was never written to, as it has none of its own.
+    states
+        Names of its tensors.
+    """
+
+    number: int
+    kind: StateKind = "shared"
+    states: tuple[str, ...] = ()
+
+
+@dataclass
+class Cache:
+    """A cache as it was found.
+
+    Parameters
+    ----------
+    kind
+        The class of the cache, or ``"list"``, ``"tuple"``, ``"dict"`` of pairs.
+    form
+        What it was found as: an object, one with buffers longer than the text, a list of pairs, a tuple of pairs, or
+        something in a dict.
+    layers
+        Those with K and V.
+    others
+        Those without.
+    engine
+        Whose it is.
+    beside
+        Tensors that lie next to the cache in a dict, by their names.
+    seen
+        Tokens that the cache has counted (``_seen_tokens``); None where it does not count.
+    sinks
+        Tokens at the beginning of the text that a ``SinkCache`` keeps for good.
+    cross
+        K and V of the encoder's output, where this is the decoder's half of two.
+    """
+
+    kind: str
+    form: Form = "cache"
+    layers: list[Layer] = field(default_factory=list)
+    others: list[OtherLayer] = field(default_factory=list)
+    engine: str = "transformers"
+    beside: dict[str, AnyTensor] = field(default_factory=dict)
+    seen: int | None = None
+    sinks: int | None = None
+    cross: Cache | None = None

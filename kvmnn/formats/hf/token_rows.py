@@ -1,0 +1,154 @@
+"""Which rows of a layer's tensors hold tokens, and where these stand in the text.
+
+Buffers of static caches have rows for tokens that may still come; a window holds the last tokens; a cache that counts
+more tokens than it holds was cut, and nothing tells which of them are left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ...dtypes import Indices, Positions
+from ...text import count
+from .objects import AnyTensor, Cache, Layer
+
+_STEP = 256  # rows that are looked at together: of a buffer that is nearly full only the end is read
+
+
+@dataclass(frozen=True, eq=False)
+class TokenRows:
+    """Rows of one layer that hold tokens.
+
+    Parameters
+    ----------
+    index
+        Which rows of the tensors, int64, ascending.
+    positions
+        Where each token stands, int64; None where nothing tells.
+    """
+
+    index: Indices
+    positions: Positions | None
+
+    def select(self, columns: Positions) -> TokenRows:
+        """Return the rows of the tokens at these positions, which are numbered from 0 then."""
+        if self.positions is None:
+            return self
+        chosen = np.isin(self.positions, columns)
+        return TokenRows(self.index[chosen], np.searchsorted(columns, self.positions[chosen]))
+
+
+@dataclass(frozen=True, eq=False)
+class CacheRows:
+    """Rows of all layers.
+
+    Parameters
+    ----------
+    layers
+        In the order of `Cache.layers`.
+    tokens
+        That the cache has seen, as far as it says so.
+    evicted
+        Why nothing tells which tokens some layers hold, as a sentence; empty where it is known.
+    """
+
+    layers: tuple[TokenRows, ...]
+    tokens: int
+    evicted: str = ""
+
+
+def find_rows(cache: Cache) -> CacheRows:
+    """Find the rows of every layer that hold tokens, with their positions."""
+    used = [_used(layer) for layer in cache.layers]
+    full = [rows.size for layer, rows in zip(cache.layers, used, strict=True) if not layer.is_window]
+    said = [layer.seen or 0 for layer in cache.layers]
+    tokens = max([*full, *said, cache.seen or 0])
+    if cache.sinks is not None:
+        rows = [_of_sinks(index, cache.sinks, tokens) for index in used]
+    else:
+        rows = [_placed(layer, index, tokens) for layer, index in zip(cache.layers, used, strict=True)]
+    return CacheRows(tuple(rows), max(tokens, *(index.size for index in used)), _evicted(cache, rows, tokens))
+
+
+def _used(layer: Layer) -> Indices:
+    rows = int(layer.keys.shape[2])
+    if not layer.is_buffer:
+        return np.arange(rows)
+    if layer.seen is not None:
+        return np.arange(min(layer.seen, rows))
+    if not layer.is_window:
+        return np.arange(used_rows(layer.keys))
+    # Versions before 4.52 leave a row of zeros where a window became full token by token: it is no token.
+    words = layer.keys.view()
+    return np.flatnonzero(words.view(f"u{words.dtype.itemsize}").any(axis=(0, 1, 3)))
+
+
+def _placed(layer: Layer, index: Indices, tokens: int) -> TokenRows:
+    """The rows of a layer where `tokens` were seen."""
+    if not layer.is_window:
+        return TokenRows(index, None if index.size < tokens else np.arange(index.size))
+    seen = layer.seen if layer.seen is not None else tokens
+    if seen == 0 and _is_full(layer, index):  # no layer holds all tokens: a window that is full may have slid
+        return TokenRows(index, None)
+    seen = max(seen, index.size)
+    return TokenRows(index, np.arange(seen - index.size, seen))
+
+
+def _is_full(layer: Layer, index: Indices) -> bool:
+    if layer.is_buffer:
+        return index.size == layer.keys.shape[2]
+    return layer.window is not None and index.size >= layer.window - 1
+
+
+def _of_sinks(index: Indices, sinks: int, tokens: int) -> TokenRows:
+    """The rows of a ``SinkCache``: the first tokens, and the last."""
+    sinks = min(sinks, index.size)
+    tail = index.size - sinks
+    begin = max(tokens - tail, sinks)
+    return TokenRows(index, np.concatenate([np.arange(sinks), np.arange(begin, begin + tail)]))
+
+
+def _evicted(cache: Cache, rows: list[TokenRows], tokens: int) -> str:
+    if cache.sinks is not None:
+        stored = rows[0].index.size
+        if stored >= tokens:
+            return ""
+        return (
+            f"a {cache.kind} holds the first {cache.sinks:,} and the last {stored - cache.sinks:,} of "
+            f"{count(tokens, 'token')}, with K turned to their places in the cache"
+        )
+    unplaced = [(layer, each) for layer, each in zip(cache.layers, rows, strict=True) if each.positions is None]
+    if not unplaced:
+        return ""
+    layer, each = unplaced[0]
+    if layer.is_window:
+        return (
+            f"windows of {count(each.index.size, 'token')} are full, and nothing tells how many tokens the model has "
+            "seen"
+        )
+    sizes = sorted({rows.index.size for _, rows in unplaced})
+    size = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
+    which = "" if len(unplaced) == len(cache.layers) else f"in {len(unplaced)} of {count(len(cache.layers), 'layer')} "
+    return f"{which}{size} of {count(tokens, 'token')} that the model has seen are stored, and nothing tells which"
+
+
+def used_rows(tensor: AnyTensor) -> int:
+    """Tokens of a ``[batch, kv_head, token, head_dim]`` buffer up to the last one that is not all zeros."""
+    words = tensor.view()
+    words = words.view(f"u{words.dtype.itemsize}")
+    low, high = 0, int(words.shape[2])
+    while high > low:
+        begin = max(low, high - _STEP)
+        used = np.flatnonzero(words[:, :, begin:high].any(axis=(0, 1, 3)))
+        if used.size:
+            return begin + int(used[-1]) + 1
+        high = begin
+    return 0
+
+
+def without_evicted(rows: CacheRows, evicted: str) -> CacheRows:
+    """Return the rows where something next to the cache tells that tokens are missing, and not which."""
+    layers = tuple(TokenRows(each.index, None) for each in rows.layers)
+    return replace(rows, layers=layers, evicted=evicted)

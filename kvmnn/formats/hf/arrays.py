@@ -23,7 +23,7 @@ from ...text import count
 from ..options import ReadOptions
 from ..reading import check_own_type, checked, dtype_name, select
 from .batch_texts import Texts, find_texts
-from .layer_states import describe_states
+from .cache_states import describe_states
 from .objects import AnyTensor, Cache, Layer
 from .token_rows import CacheRows, TokenRows, find_rows, without_evicted
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import struct
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
@@ -36,6 +37,8 @@ _MAX_DOCUMENT = 1 << 20
 _MAX_NAME_BYTES = 4096
 _MAGIC = b"KVMNNPT1"
 _FIELDS = struct.Struct(f"<8sII{KEY_BYTES}s")
+_TABLES_NAME = re.compile(f"[0-9a-f]{{{2 * KEY_BYTES}}}-[0-9a-f]{{{2 * KEY_BYTES}}}")
+_PIN_NAME = re.compile(f"[0-9a-f]{{{2 * KEY_BYTES}}}{re.escape(PIN)}")
 _CHECKSUM = struct.Struct("<Q")
 
 
@@ -133,7 +136,7 @@ class Beside:
         path, data = _document(space)
         try:
             is_noted = (self._folder / path).stat().st_size == len(data)
-        except FileNotFoundError:
+        except OSError:  # it is not there, or something else is in the way, which `_write` says
             is_noted = False
         if not is_noted:
             self._write(path, data)
@@ -154,7 +157,7 @@ class Beside:
 
     def table_names(self) -> list[str]:
         """The names of all table sets."""
-        return [path.name for path in (self._folder / _TABLES).glob("*-*") if not path.name.startswith(".")]
+        return self._names(_TABLES, _TABLES_NAME)
 
     def read_tables(self, name: str) -> bytes | None:
         """The bytes of table sets; None where they cannot be read."""
@@ -182,9 +185,10 @@ class Beside:
 
     def drop_other_pins(self, known: Collection[bytes]) -> None:
         """Remove the files of texts that are not pinned any more."""
-        for path in (self._folder / _TEXTS).glob(f"*{PIN}"):
-            if path.stem not in {key.hex() for key in known}:
-                self._remove(Path(_TEXTS, path.name))
+        pinned = {key.hex() + PIN for key in known}
+        for name in self._names(_TEXTS, _PIN_NAME):
+            if name not in pinned:
+                self._remove(Path(_TEXTS, name))
 
     def keep_session(self, name: str, space: Space, ids: Ids) -> None:
         """Keep the text of a session."""
@@ -220,6 +224,14 @@ class Beside:
         """Remove what processes that are gone have left on its way in."""
         for name in ("", _SPACES, _TEXTS, _TABLES):
             sweep(self._folder / name)
+
+    def _names(self, folder: str, pattern: re.Pattern[str]) -> list[str]:
+        """The names of regular files that kvmnn can have written into a folder: all else is left alone."""
+        try:
+            with os.scandir(self._folder / folder) as entries:
+                return [entry.name for entry in entries if pattern.fullmatch(entry.name) and entry.is_file()]
+        except OSError:
+            return []
 
     def _texts(self, suffix: str) -> Iterator[KeptText]:
         for path in sorted((self._folder / _TEXTS).glob(f"*{suffix}")):

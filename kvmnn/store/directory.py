@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ..dtypes import Bytes
 from ..errors import KvmnnError, ManifestError, OutputError, SourceError
@@ -34,6 +34,8 @@ _LOOKED_AT = 64
 """Units that tell what others are made of."""
 _TOUCH_SECONDS = 1.0
 """Uses are noted down together after so many seconds."""
+
+T = TypeVar("T")
 
 
 class Removed(NamedTuple):
@@ -260,14 +262,27 @@ class Directory:
             return Removed(len(gone), nbytes)
 
         try:
-            return remove(choose)
+            return self.in_little_room(lambda: remove(choose))
         except OutputError:
             if self.read_only:
                 raise
-            with self.index.reading() as cursor:
-                chosen = choose(cursor)
-            self.files.remove(chosen)  # without them `choose` would find less
-            return remove(lambda cursor: updates.with_all_followers(cursor, chosen))
+        with self.index.reading() as cursor:
+            chosen = choose(cursor)
+        self.files.remove(chosen)  # without them `choose` would find less
+        return self.in_little_room(lambda: remove(lambda cursor: updates.with_all_followers(cursor, chosen)))
+
+    def in_little_room(self, change: Callable[[], T]) -> T:
+        """Change the index; where the disk has no room for a journal beside it, in place."""
+        try:
+            return change()
+        except OutputError as error:
+            if self.read_only:
+                raise
+            try:
+                with self.index.in_place():
+                    return change()
+            except KvmnnError:
+                raise error from None
 
     def make_room(self, max_bytes: int) -> bool:
         """Remove files of units that `evict` would remove, not their rows; whether there were any."""

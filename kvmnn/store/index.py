@@ -55,6 +55,8 @@ _NAME = re.compile(r"index(?:-(\d{1,9}))?\.sqlite")
 writes and removes files beside a database by its name."""
 
 _READ = "BEGIN"
+_TO_WAL = "PRAGMA journal_mode = WAL"
+_IN_PLACE_MILLISECONDS = 2000  # others that have the index open keep it: waiting longer is of no use
 _MAX_VALUE_BYTES = 4 * MAX_TOKENS + (1 << 20)  # the ids of a session, which need not become smaller
 
 _forgotten: list[sqlite3.Connection] = []
@@ -137,6 +139,28 @@ class Index:
             raise OutputError(f"{self.folder}: is open for reading only")
         with self._transaction("BEGIN IMMEDIATE") as cursor:
             yield cursor
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Write without a journal file meanwhile, which needs no room on a full disk.
+
+        The journal in memory does not survive a crash; the index is made anew then.
+
+        Raises
+        ------
+        OutputError, KvmnnError
+            Where another process uses the index, or it cannot be written either.
+        """
+        with self._lock, self._naming():
+            self._usable().close()
+            try:
+                self._connection = self._opened_in_place()
+                yield
+            finally:
+                with suppress(sqlite3.Error):
+                    self._connection.execute(_TO_WAL)
+                self._connection.close()
+                self._connection = self._open(None)
 
     def clean(self) -> None:
         """Give back the room of what was removed."""
@@ -268,11 +292,28 @@ class Index:
                 # where the folder is a store the index was lost, and an empty one would lose all that is stored
                 make(connection, None if Beside(self.folder).is_there else block_tokens)
             self._check(connection)
+            if not self._reads_only and connection.execute("PRAGMA journal_mode").fetchone() != ("wal",):
+                with suppress(sqlite3.Error):  # what `in_place` has left on a full disk
+                    connection.execute(_TO_WAL)
             self._stat = os.stat(self.path)
             self._damage = ""
         except BaseException:
             connection.close()
             raise
+        return connection
+
+    def _opened_in_place(self) -> sqlite3.Connection:
+        connection = self._connected(f"{self.path.absolute().as_uri()}?mode=rw")
+        try:
+            connection.execute(f"PRAGMA busy_timeout = {_IN_PLACE_MILLISECONDS}")
+            connection.execute("PRAGMA trusted_schema = OFF")
+            connection.execute("PRAGMA locking_mode = EXCLUSIVE")  # of others the index needs a file with their locks
+            connection.execute("PRAGMA journal_mode = MEMORY").fetchone()
+            self._check(connection)
+        except BaseException:
+            connection.close()
+            raise
+        self.full = ""
         return connection
 
     @property
@@ -341,7 +382,7 @@ def make(connection: sqlite3.Connection, block_tokens: int | None) -> None:
     """Make the tables where nobody else has; what is another's file is left as it is."""
     if connection.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,) and block_tokens is not None:
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
-        connection.execute("PRAGMA journal_mode = WAL").fetchone()
+        connection.execute(_TO_WAL).fetchone()
     connection.execute("BEGIN IMMEDIATE")
     try:
         if connection.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,) and block_tokens is not None:

@@ -20,6 +20,8 @@ _OURS = {
     "staging": "(?!)",
 }
 """By folders, the names in them."""
+_UNITS = "units"
+_UNIT_FOLDER = re.compile(r"units/[0-9a-f]{3,}")
 
 
 def strangers(folder: Path) -> Iterator[str]:
@@ -27,10 +29,18 @@ def strangers(folder: Path) -> Iterator[str]:
     for place, folders, files in os.walk(folder):
         below = Path(place).relative_to(folder)
         folders[:] = [name for name in folders if not NAME.fullmatch(name)]
+        for name in [name for name in folders if not _may_have_files(below / name)]:
+            folders.remove(name)
+            yield f"{below / name}/"
         for name in files:
             path = below / name
             if not (NAME.fullmatch(name) or _is_ours(path)):
                 yield str(path)
+
+
+def _may_have_files(path: Path) -> bool:
+    """Return whether kvmnn makes this folder."""
+    return str(path) in _OURS or path == Path(_UNITS) or _UNIT_FOLDER.fullmatch(str(path)) is not None
 
 
 def _is_ours(path: Path) -> bool:

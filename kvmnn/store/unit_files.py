@@ -82,7 +82,7 @@ class UnitFiles:
                 number = int(path.stem, 16)
             except ValueError:
                 continue
-            if number not in known and path == self.path(number):
+            if number not in known and path == self.path(number) and path.is_file():
                 yield path
 
     def sweep(self) -> None:

@@ -67,11 +67,11 @@ def clean(units: Directory, max_bytes: int | None) -> Cleaned:
     units.files.sweep()
     units.beside.sweep()
     try:
-        return _clean(units, max_bytes)
+        return units.in_little_room(lambda: _clean(units, max_bytes))
     except OutputError:
         if units.read_only or max_bytes is None or not units.make_room(max_bytes):
             raise
-    return _clean(units, max_bytes)
+    return units.in_little_room(lambda: _clean(units, max_bytes))
 
 
 def _clean(units: Directory, max_bytes: int | None) -> Cleaned:

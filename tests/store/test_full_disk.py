@@ -67,6 +67,47 @@ with PrefixStore(folder) as store:
     assert (store.notes, store.verify().units, store.gc().other_files) == ((), 1, 0)
 """
 
+FEW_BLOCKS = """
+import sys
+from pathlib import Path
+from prefixes import MODEL, layers_of, same
+from kvmnn.store import PrefixStore
+
+folder, texts = Path(sys.argv[1], "s"), [[*range(begin, begin + 90)] for begin in range(0, 500, 100)]
+
+def fill():
+    with open(folder.parent / "fill", "ab", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            pass
+
+def files():
+    return len([*folder.glob("units/*/*")])
+
+with PrefixStore(folder) as store:
+    for ids in texts:
+        store.put(ids, layers_of(ids), model=MODEL)
+    assert store.stats().bytes < 5 * 4400
+fill()
+with PrefixStore(folder) as store:
+    assert store.delete(texts[1], model=MODEL).units == 1
+    assert [store.match(ids, model=MODEL) for ids in texts] == [90, 0, 90, 90, 90]
+fill()
+next(folder.glob("units/*/*")).unlink()
+with PrefixStore(folder) as store:
+    assert store.gc().units == 1
+    fill()
+    assert store.gc(max_bytes=10_000).units == 1
+    assert (files(), store.stats().units) == (2, 2)
+(folder.parent / "fill").unlink()
+with PrefixStore(folder) as store:
+    assert (store.notes, store.verify().units, store.verify().anew) == ((), 2, ())
+    with store._units.index.reading() as cursor:
+        assert cursor.has_row("SELECT 1 FROM pragma_journal_mode WHERE journal_mode = 'wal'")
+"""
+
 
 @pytest.fixture
 def full() -> Iterator[None]:
@@ -79,7 +120,8 @@ def full() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk(tmp_path: Path) -> None:
+@pytest.mark.parametrize("script", [SCRIPT, FEW_BLOCKS], ids=["units", "units of a few blocks"])
+def test_a_full_disk(tmp_path: Path, script: str) -> None:
     """A small one of its own, where the system lets this user have that."""
     tests = Path(__file__).parents[1]
     mount = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=4m none "$0" && exec "$@"', tmp_path]
@@ -87,7 +129,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
         pytest.skip("needs a file system of its own")
     paths = [str(tests / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]  # an empty one: this folder
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    command = [*mount, sys.executable, "-P", "-c", SCRIPT, tmp_path]  # of a checkout's folder there may be no modules
+    command = [*mount, sys.executable, "-P", "-c", script, tmp_path]  # of a checkout's folder there may be no modules
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

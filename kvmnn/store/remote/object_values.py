@@ -104,6 +104,10 @@ class ObjectValues:
         """As `Values`: only local file systems have them."""
         return self._timed(self._sweep) if self._is_local else 0
 
+    def foreign(self) -> list[str]:
+        """As `Values`: a file may hold anything."""
+        return []
+
     def close(self) -> None:
         """As `Values`."""
         self._pool[1].shutdown(wait=False, cancel_futures=True)

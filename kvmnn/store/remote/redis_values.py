@@ -49,8 +49,7 @@ class RedisValues:
                 pipe.get(PREFIX + name)
             else:
                 pipe.hget(PREFIX + folder, field)
-        found: list[bytes | None] = pipe.execute()
-        return found
+        return self._read(pipe)
 
     def there(self, names: Sequence[str]) -> list[bool]:
         """As `Values`."""
@@ -61,7 +60,7 @@ class RedisValues:
                 pipe.exists(PREFIX + name)
             else:
                 pipe.hexists(PREFIX + folder, field)
-        return [bool(found) for found in pipe.execute()]
+        return [bool(found) for found in self._read(pipe)]
 
     def put_many(self, items: Mapping[str, bytes]) -> None:
         """As `Values`."""
@@ -87,18 +86,18 @@ class RedisValues:
         """As `Values`."""
         pipe = self._client.pipeline(transaction=False)
         _delete(pipe, names)
-        pipe.execute()
+        self._read(pipe)
 
     def delete_if(self, names: Sequence[str], folder: str, known: Collection[str]) -> bool:
         """As `Values`; nothing can come between the look and the removal, but on a server that is full."""
         with self._client.pipeline() as pipe:
             try:
                 pipe.watch(PREFIX + folder)
-                if {_text(name) for name in pipe.hkeys(PREFIX + folder)} != set(known):
+                if set(self.names_in(folder)) != set(known):
                     return False
                 pipe.multi()
                 _delete(pipe, names)
-                pipe.execute()
+                self._read(pipe)
             except self._watch_error:
                 return False
             except self.refusals as error:
@@ -112,7 +111,7 @@ class RedisValues:
         if folder == UNITS:
             begin = f"{PREFIX}{UNITS}/"
             return [_text(key)[len(begin) :] for key in self._client.scan_iter(match=begin + "*", count=1000)]
-        return [_text(name) for name in self._client.hkeys(PREFIX + folder)]
+        return [_text(name) for name in self._fields([folder])[0]]
 
     def near(self, folder: str, name: str, most: int) -> list[str]:
         """As `Values`; an order that the server has evicted is made anew."""
@@ -123,10 +122,12 @@ class RedisValues:
             pipe.zrangebylex(key, f"[{name}", "+", 0, most)
             pipe.zcard(key)
             pipe.hlen(PREFIX + folder)
-            before, behind, ordered, there = pipe.execute()
-            if ordered >= there:
-                return [_text(found) for found in (*before[::-1], *behind)]
-            names = self._client.hkeys(PREFIX + folder)
+            before, behind, ordered, there = self._read(pipe)
+            if (ordered or 0) >= (there or 0):
+                return [_text(found) for found in (*(before or ())[::-1], *(behind or ()))]
+            if ordered is None:
+                self._client.delete(key)  # is no order: only names of records are in it, and these follow
+            names = self._fields([folder])[0]
             if not names:
                 return []
             self._client.zadd(key, dict.fromkeys(names, 0))
@@ -138,11 +139,24 @@ class RedisValues:
         names = []
         for at in range(0, len(folders), _AT_ONCE):
             some = folders[at : at + _AT_ONCE]
+            for folder, fields in zip(some, self._fields(some), strict=True):
+                names += [f"{folder}/{_text(name)}" for name in fields]
+        return names
+
+    def foreign(self) -> list[str]:
+        """As `Values`: keys below `PREFIX` of other types than a store writes."""
+        names = []
+        keys = [_text(key) for key in self._client.scan_iter(match=PREFIX + "*", count=1000)]
+        for at in range(0, len(keys), _AT_ONCE):
+            some = keys[at : at + _AT_ONCE]
             pipe = self._client.pipeline(transaction=False)
-            for folder in some:
-                pipe.hkeys(PREFIX + folder)
-            for folder, found in zip(some, pipe.execute(), strict=True):
-                names += [f"{folder}/{_text(name)}" for name in found]
+            for key in some:
+                pipe.type(key)
+            for key, kind in zip(some, self._read(pipe), strict=True):
+                name = key[len(PREFIX) :]
+                wanted = "string" if name.startswith(f"{UNITS}/") else "zset" if name.startswith(ORDER) else "hash"
+                if _text(kind) not in (wanted, "none"):
+                    names.append(name)
         return names
 
     def settled(self, names: Sequence[str]) -> list[str]:
@@ -156,6 +170,26 @@ class RedisValues:
     def close(self) -> None:
         """As `Values`."""
         self._client.close()
+
+    def _fields(self, folders: Sequence[str]) -> list[list[bytes]]:
+        """The names in folders; none in a key of another type."""
+        pipe = self._client.pipeline(transaction=False)
+        for folder in folders:
+            pipe.hkeys(PREFIX + folder)
+        return [fields or [] for fields in self._read(pipe)]
+
+    def _read(self, pipe: Any) -> list[Any]:
+        """Return the answers to the commands of a pipeline, None for one about a key of another type.
+
+        Another program's key, or a damaged one, is a value that is not there: it must not stop what concerns others.
+        """
+        answers = []
+        for answer in pipe.execute(raise_on_error=False):
+            is_wrong_type = isinstance(answer, self.refusals) and "WRONGTYPE" in str(answer)
+            if isinstance(answer, Exception) and not is_wrong_type:
+                raise answer
+            answers.append(None if is_wrong_type else answer)
+        return answers
 
 
 def _check_database(url: str) -> None:

@@ -92,7 +92,7 @@ def clean(units: Shelf, max_bytes: int | None) -> Cleaned:
         other_files=len(settled) + units.values.sweep(),
         young_files=len(others) - len(settled),
         kept=pinned_bytes(units.held_bytes or 0, max_bytes),
-        foreign=tuple(f"units/{name}" for name in foreign),
+        foreign=tuple(sorted({*(f"units/{name}" for name in foreign), *units.values.foreign()})),
     )
 
 

@@ -74,6 +74,9 @@ class Values(Protocol):
     def sweep(self) -> int:
         """Remove values that were on their way in when their processes ended; how many."""
 
+    def foreign(self) -> list[str]:
+        """The names of what no store has written, as far as the engine tells them apart by type."""
+
     def close(self) -> None:
         """Let go of connections."""
 
@@ -144,6 +147,10 @@ class Patient:
     def sweep(self) -> int:
         """As `Values`."""
         return self._tried(self._values.sweep)
+
+    def foreign(self) -> list[str]:
+        """As `Values`."""
+        return self._tried(self._values.foreign)
 
     def close(self) -> None:
         """As `Values`; an engine that is gone has let go already. Nothing more is asked."""

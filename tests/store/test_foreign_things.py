@@ -1,0 +1,116 @@
+"""What others put into the folder or the database of a store stops none of its verbs; `gc` names it and leaves it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from prefixes import MODEL, layers_of, same
+
+from kvmnn.errors import KvmnnError
+from kvmnn.store import OutageError, PrefixStore
+
+IDS, OTHER = [*range(11)], [*range(8), 60, 61]
+KEY = "0" * 32
+
+
+def fill(url: str) -> None:
+    """Two texts, one of them pinned, and a session."""
+    with PrefixStore(url, block_tokens=4) as store:
+        for ids in (IDS, OTHER):
+            store.put(ids, layers_of(ids), model=MODEL)
+        store.pin(IDS, model=MODEL)
+        store.park("chat", IDS, layers_of(IDS), model=MODEL)
+
+
+@pytest.mark.parametrize("kind", ["folder", "full folder", "pipe", "link to itself"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        f"tables/{KEY}-{KEY}",
+        "tables/a-b",
+        f"texts/{KEY}.pin",
+        f"texts/{KEY}.session",
+        f"spaces/{KEY}.json",
+        "units/000/000000ff.unit",
+        "units/0ff",
+        "units/mine",
+        "staging/mine",
+        "mine",
+    ],
+)
+def test_a_foreign_entry_in_the_folder_stops_nothing(tmp_path: Path, name: str, kind: str) -> None:
+    fill(str(tmp_path / "s"))
+    path = tmp_path / "s" / name
+    path.parent.mkdir(exist_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link to itself":
+        path.symlink_to(path.name)
+    else:
+        path.mkdir()
+        if kind == "full folder":
+            (path / "letter").write_text("dear")
+    with PrefixStore(tmp_path / "s") as store:
+        for ids in (IDS, OTHER):
+            assert same(store.get(ids, model=MODEL).layers, ids, len(ids))
+        assert len(store.ls().texts) == store.stats().texts == 2
+        cleaned = store.gc()
+        assert (cleaned.units, store.verify().damaged) == (0, ())
+        assert store.delete(OTHER, model=MODEL).units == 1
+        assert store.gc(max_bytes=0).kept
+    assert os.path.lexists(path)
+    if kind == "folder" and name in ("tables/a-b", "mine", "units/mine", f"texts/{KEY}.pin"):
+        assert cleaned.foreign == (f"{name}/",)
+
+
+def test_a_foreign_file_in_place_of_a_folder_is_said(tmp_path: Path) -> None:
+    fill(str(tmp_path / "s"))
+    for path in (tmp_path / "s" / "spaces").iterdir():
+        path.unlink()
+    (tmp_path / "s" / "spaces").rmdir()
+    (tmp_path / "s" / "spaces").write_text("x")
+    with PrefixStore(tmp_path / "s") as store, pytest.raises(KvmnnError, match=r"spaces/[0-9a-f]+\.json: cannot be"):
+        store.put([1, 2], layers_of([1, 2]), model=MODEL)
+
+
+KEYS = ["order:after", "after", "units/", "pins", "sessions", "spaces", "tables", "uses", "foreign"]
+
+
+@pytest.mark.parametrize("begin", KEYS)
+def test_a_redis_key_of_another_type_stops_nothing(new_url: Callable[[str], str], begin: str) -> None:
+    """It is a value that is not there; what lies in other keys is found."""
+    url = new_url("redis")
+    fill(url)
+    with PrefixStore(url) as store:
+        client = store._units.values._values._client
+        prefix = "kvmnn:" + begin
+        names = [key.decode() for key in client.keys(prefix + "*")] or [prefix]
+        for name in names:
+            client.delete(name)
+            client.rpush(name, b"a", b"b")
+        for operation in (store.ls, store.gc, store.verify, store.stats, store.sessions):
+            operation()
+        for ids in (IDS, OTHER):
+            found = store.get(ids, model=MODEL)
+            assert not found.outage
+            assert found.tokens == 0 or same(found.layers, ids, found.tokens)
+        left = {name.removeprefix("kvmnn:") for name in names if client.exists(name)}
+        assert set(store.gc().foreign) == {name for name in left if client.type(f"kvmnn:{name}") == b"list"}
+        if begin == "order:after":
+            assert found.tokens == len(OTHER)  # the order is made anew from the records
+        else:
+            assert left or begin == "units/"
+
+
+def test_a_put_names_the_redis_key_that_is_in_its_way(new_url: Callable[[str], str]) -> None:
+    url = new_url("redis")
+    fill(url)
+    with PrefixStore(url) as store:
+        client = store._units.values._values._client
+        client.delete("kvmnn:pins")
+        client.set("kvmnn:pins", b"x")
+        with pytest.raises(OutageError, match=r"refuses: Command # 1 \(HSET kvmnn:pins .*WRONGTYPE"):
+            store.pin(OTHER, model=MODEL)

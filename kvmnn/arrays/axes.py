@@ -14,6 +14,7 @@ import numpy.typing as npt
 from .. import dtypes
 from ..dtypes import PARTS, Part
 from ..errors import MissingOptionError, OptionError, SourceError
+from .halves import Half, has_halves, select_half
 from .layers import array_name
 from .named_array import ArrayInfo, NamedArray
 from .names import conventional, layer_of, part_of
@@ -40,6 +41,8 @@ class Laid:
         Which text of a batch, from 0; None for all.
     pages
         Several arrays of K, or of V, of a layer are runs of tokens of one text, in their order, and are joined.
+    half
+        ``"decoder"`` or ``"encoder"`` of a cache that has both; None where it has one.
     where_needed
         Leave alone what says its axes itself or has no batch, instead of refusing it: for one of several inputs.
 
@@ -54,6 +57,7 @@ class Laid:
     batch: int | None = None
     where_needed: bool = False
     pages: bool = False
+    half: Half | None = None
 
     def __post_init__(self) -> None:
         if self.axes is not None:
@@ -86,6 +90,8 @@ def laid_out(source: Source, laid: Laid, where: str) -> Source:
     SourceError
         For arrays that do not have these axes, and names that do not say K or V of a layer where no axis does.
     """
+    if laid.half is not None and not (laid.where_needed and not has_halves(source)):
+        source = select_half(source, laid.half, where)
     if laid.axes and _says_itself(source) and ENGINE_KEY not in source.metadata and own_axes(source) == laid.axes:
         laid = replace(laid, axes=None)
     if ENGINE_KEY in source.metadata and (laid.axes or laid.shape):

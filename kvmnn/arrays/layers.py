@@ -9,6 +9,7 @@ from functools import partial
 from ..dtypes import PARTS, Part
 from ..errors import KvmnnError, MissingOptionError, SourceError
 from ..text import count, span
+from .halves import check_one_half
 from .named_array import NamedArray, Piece, rechunked
 from .names import conventional, is_numbered, layer_of, part_of
 from .source import FILE_KEY, Source
@@ -78,6 +79,7 @@ def sort(arrays: Sequence[NamedArray], *, token_major: bool = False, keys_alone:
     AxesError
         When there are more than `MOST_HEADS` heads and no more tokens than that, or more axes than three.
     """
+    check_one_half([array.name for array in arrays], "")
     found: dict[tuple[int, Part], list[tuple[int, LayerArray]]] = {}
     for array in arrays:
         for start, entry in _places(array, token_major):

@@ -16,17 +16,23 @@ _TEXT = """What plain arrays, raw pages and batches do not say themselves. LETTE
 in which they lie: l layer, b batch, h kv_head, t token, d dimension, 2 K and V. Arrays become layer_<n>.key and .value,
 [kv_head, token, dimension]; which is K or V of which layer is in their names where no axis says it."""
 
-NAMES = ("kv_axes", "kv_shape", "kv_batch", "kv_pages")
+NAMES = ("kv_axes", "kv_shape", "kv_batch", "kv_pages", "kv_half")
 
 
 def add_axes(parser: Any) -> None:
-    """``--axes``, ``--shape``, ``--batch`` and ``--pages``."""
+    """``--axes``, ``--shape``, ``--batch``, ``--part`` and ``--pages``."""
     group = parser.add_argument_group("axes of arrays", _TEXT)
     group.add_argument("--axes", dest="kv_axes", metavar="LETTERS", help="how arrays lie, e.g. lhtd, thd, 2lthd")
     group.add_argument(
         "--shape", dest="kv_shape", type=_shape, metavar="N,N,...", help="take arrays as this shape; -1: what is left"
     )
     group.add_argument("--batch", dest="kv_batch", type=_whole, metavar="N", help="which text of a batch, from 0")
+    group.add_argument(
+        "--part",
+        dest="kv_half",
+        choices=("decoder", "encoder"),
+        help="which K and V of an encoder-decoder cache: those of the decoder's tokens or of the encoder's output",
+    )
     group.add_argument(
         "--pages",
         dest="kv_pages",
@@ -41,12 +47,12 @@ def laid(arguments: argparse.Namespace, *, one_of_several: bool = False) -> Laid
     """What the arguments say."""
     from ..arrays.axes import Laid
 
-    axes, shape, batch, pages = (getattr(arguments, name, None) for name in NAMES)
+    axes, shape, batch, pages, half = (getattr(arguments, name, None) for name in NAMES)
     if pages and not axes:
         raise UsageError("--pages: says that tokens go on from one input to the next, and needs --axes")
     if axes and getattr(arguments, "token_major", False):
         raise UsageError("--token-major and --axes both say how arrays lie: leave --token-major out")
-    return Laid(axes, shape, batch, where_needed=one_of_several, pages=bool(pages))
+    return Laid(axes, shape, batch, where_needed=one_of_several, pages=bool(pages), half=half)
 
 
 def _shape(text: str) -> tuple[int, ...]:

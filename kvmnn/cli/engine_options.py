@@ -21,7 +21,7 @@ CHOOSING = ("stream", "sequence", "window", "blocks")
 HEADS = ("kv_heads", "head_dim", "model")
 """Those about packed files that caches of llama.cpp need as well."""
 _OF_LLAMA = ("stream", "sequence", "window")
-_OF_A_PART = ("tensor", "kv_axes", "kv_batch", *CHOOSING)
+_OF_A_PART = ("tensor", "kv_axes", "kv_batch", "kv_half", *CHOOSING)
 """Those that choose arrays out of a file, or change them: frames of these are not the file."""
 
 

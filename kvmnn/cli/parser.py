@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NoReturn
@@ -63,11 +64,15 @@ def parse(words: list[str]) -> argparse.Namespace:
     return arguments
 
 
+_NEGATIVE_NUMBERS = re.compile(r"-[0-9.][0-9.,:eE+-]*")  # lists as well, such as --shape -1,8,128: no option is so
+
+
 class Parser(argparse.ArgumentParser):
     """Says what it has to say as the whole command does."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"formatter_class": help.Formatter} | options)
+        self._negative_number_matcher = _NEGATIVE_NUMBERS
         self.color = False  # Python 3.14 would have it
 
     def format_usage(self) -> str:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from ..arrays import engine_notes, own_order
 from ..arrays.axes import Laid, laid_out, own_axes
+from ..arrays.halves import Half
 from ..arrays.source import FILE_KEY, Source, described_by
 from ..arrays.valid_names import check_name, name_of_file
 from ..bundle import manifest
@@ -51,6 +52,7 @@ def open(
     axes: str | None = None,
     shape: tuple[int, ...] | None = None,
     batch: int | None = None,
+    half: Half | None = None,
     kv_heads: int | None = None,
     model: str | os.PathLike[str] | None = None,
     undo: Sequence[str] | None = None,
@@ -79,9 +81,10 @@ def open(
         All that follows in one object, and what only that has. A keyword that is given replaces the field of that name.
     dtype, tensors, skip_unsupported, packed, frames, threads
         As in `ReadOptions`, with the same defaults.
-    axes, shape, batch
+    axes, shape, batch, half
         As in `kvmnn.arrays.Laid`: of plain arrays a letter for each axis (l layer, b batch, h kv_head, t token, d
-        dimension, 2 K and V), what they are taken as first, and which text of a batch is wanted.
+        dimension, 2 K and V), what they are taken as first, which text of a batch is wanted, and of an encoder-decoder
+        cache which K and V (``"decoder"``, ``"encoder"``).
     kv_heads, model
         Of a llama.cpp file: how many heads a row of K is of, or the ``.gguf`` file that says it. The same as
         `PackedOptions.model` and ``PackedOptions.geometry.kv_heads``. Other K and V must have as many as `kv_heads`.
@@ -120,8 +123,8 @@ def open(
         "threads": threads,
     }
     options = replace(options or ReadOptions(), **{name: value for name, value in given.items() if value is not None})
-    if any(said is not None for said in (axes, shape, batch)):
-        options = replace(options, laid=Laid(axes, shape, batch))
+    if any(said is not None for said in (axes, shape, batch, half)):
+        options = replace(options, laid=Laid(axes, shape, batch, half=half))
     options = _with_model(options, kv_heads, model)
     wanted: dict[str, Any] = {"undo": undo and tuple(undo), "stream": stream, "sequence": sequence, "window": window}
     said = {name: value for name, value in wanted.items() if value is not None}

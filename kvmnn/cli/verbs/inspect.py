@@ -98,7 +98,7 @@ def _used(path: str, arguments: argparse.Namespace) -> tuple[str, ...]:
     if not _is_of_arrays(path, arguments):
         return _FRAMES
     if engine_options.is_engine_file(path):
-        return ("dtype", "max_bytes", "kv_batch", *engine_options.used(path))
+        return ("dtype", "max_bytes", "kv_batch", "kv_half", *engine_options.used(path))
     return (
         "dtype",
         "max_bytes",

@@ -113,7 +113,11 @@ def cache_source(where: str, cache: Cache, options: ReadOptions) -> Source:
         notes += _notes(cross)
     arrays, skipped = select(where, entries, options)
     found = Source(arrays, skipped=skipped, notes=notes, axes=AXES)
-    found.engine_cache = of_part(_describe(read), [name for name, _ in entries], found)
+    names = [name for name, _ in entries]
+    if half:
+        found.engine_cache = _describe(read) if len(arrays) == len(names) else None
+    else:
+        found.engine_cache = of_part(_describe(read), names, found)
     found.metadata = _note_positions(read.rows)
     found.completeness = describe_states(cache, read.rows)
     return found

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..files.json_document import Node, parse
-from ..packed.cache_info import Ranges
+from ..packed.cache_info import MAX_TOKEN_ID, Ranges
 from .completeness_notes import write_note
 from .engine_cache import BatchText, EngineCache, of_part, text_document
 from .source import COMPLETENESS_KEY, ENGINE_KEY, Source, completeness_in
@@ -218,6 +218,6 @@ def _token_ids(node: Node) -> Any:
     if node.value is None:
         return None
     ids = [entry.whole() for entry in node.items()]
-    if any(abs(token) > _MOST_POSITION for token in ids):
+    if any(not -_MOST_POSITION <= token <= MAX_TOKEN_ID for token in ids):
         raise node.wrong("token ids of 32 bits")
     return np.array(ids, np.int64)

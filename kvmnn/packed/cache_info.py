@@ -27,7 +27,9 @@ SIDE_SUFFIX: Final = ".kvmnn.json"
 KINDS: Final = ("prefix", "live")
 MAX_BYTES = 64 << 20
 
-_MAX_TOKENS = MAX_TOKEN_ID = 2**31 - 1
+_MAX_TOKENS = 2**31 - 1
+MAX_TOKEN_ID: Final = 2**32 - 1
+"""Vocabularies have fewer; some engines replace placeholders of pictures by hashes of 30 to 32 bits."""
 Ranges = tuple[tuple[int, int], ...]
 
 
@@ -96,7 +98,7 @@ class TokenIds:
     def of(cls, ids: Sequence[int] | npt.NDArray[Any], where: str = "the list") -> TokenIds:
         """The fingerprint of a list of ids; errors as `check_ids`."""
         array = check_ids(ids)
-        return cls(array.size, hashlib.sha256(array.astype("<i4").tobytes()).hexdigest(), where)
+        return cls(array.size, hashlib.sha256(array.astype("<u4").tobytes()).hexdigest(), where)
 
 
 @dataclass(frozen=True, kw_only=True)

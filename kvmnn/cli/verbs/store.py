@@ -182,9 +182,7 @@ def _with_notes(document: dict[str, Any], noted: list[str]) -> dict[str, Any]:
 def _done(arguments: argparse.Namespace) -> tuple[Result, int]:
     from ...files.urls import without_secret
     from ...store import PrefixStore, read_exported
-    from ...store.token_ids import MAX_ID
 
-    arguments.most_id = MAX_ID
     action = _ACTIONS[arguments.action]
     idle = [name for name in _ALL if name not in action.options]
     idle_options.refuse(arguments, idle, f"says nothing to store {arguments.action}")

@@ -72,7 +72,7 @@ class DenseMeasurement:
     layers
         By number and part.
     rope
-        How K was taken as rotated, as `--rope` takes it; None where it was not.
+        How K was taken as rotated, as `--rope` takes it; None where it was not. Where layers differ, each way once.
     left_out
         Names of arrays that are no K or V of layers.
     coded
@@ -210,7 +210,7 @@ def measure_dense(
         dtypes=tuple(sorted({plan.dtype for plan in plans.values()})),
         tokens=tuple(sorted({plan.tokens for plan in plans.values()})),
         layers=dict(sorted(layers.items())),
-        rope=next((str(plan.rotary) for plan in plans.values() if plan.rotary), None),
+        rope="; ".join(dict.fromkeys(str(plan.rotary) for plan in plans.values() if plan.rotary)) or None,
         left_out=tuple(name for name in source if name not in plans),
         coded=coded,
         completeness=source.completeness,

@@ -7,11 +7,12 @@ from dataclasses import replace
 
 from ...arrays import own_order
 from ...arrays.casting import widened
-from ...arrays.completeness import require_complete
+from ...arrays.completeness import IncompleteCacheError, require_complete
 from ...arrays.engine_cache import runs_of
 from ...arrays.held_tokens import gaps
 from ...arrays.layers import LayerArray, common_geometry, place_said, sorted_layers
 from ...arrays.source import Source
+from ...arrays.window_layers import describe_windows, find_window_layers
 from ...bundle.beside import POSITIONS
 from ...errors import OptionError
 from ...packed.addressing import FLASH_BLOCK
@@ -20,7 +21,7 @@ from ...packed.fitting import Geometry, of_layout
 from ...packed.layout import PackLayout
 from ...text import span
 from ...threads.pipeline import Progress
-from ..noted_positions import noted_positions
+from ..noted_positions import held_by, noted_positions
 from .model import check_agrees, fingerprint, read_geometry
 from .prefix_writing import Making, Packed, prefix_info, write_prefix
 
@@ -85,6 +86,7 @@ def pack(
         When the arrays are not K and V of layers from 0 on, and as `write_prefix`.
     """
     require_complete(source.completeness, " ".join(source.inputs), "a prefix cache")
+    _refuse_windows(source)
     notes = list(source.notes)
     source, said_of_order = own_order.for_other_engines(source)
     notes += said_of_order
@@ -124,6 +126,16 @@ def pack(
     )
     dequantised = source.engine_cache.dequantised if source.engine_cache else ()
     return replace(packed, dequantised=dequantised, undone=source.undone or ())
+
+
+def _refuse_windows(source: Source) -> None:
+    """Raise `IncompleteCacheError` for layers with a window that no longer contain the first tokens."""
+    windows = find_window_layers(source.completeness, held_by(source)) if source.completeness is not None else {}
+    if windows:
+        raise IncompleteCacheError(
+            f"{place_said(source)}cannot make a prefix cache, in which MNN has every token of every layer: "
+            f"{describe_windows(source.completeness, windows)}"
+        )
 
 
 def _of_one_type(arrays: Sequence[LayerArray], cast: bool) -> Sequence[LayerArray]:

@@ -87,6 +87,11 @@ class Completeness:
         return not self.missing
 
     @property
+    def included_layers(self) -> tuple[int, ...]:
+        """Layers whose state the arrays contain."""
+        return tuple(state.layer for state in self.layers if state.included)
+
+    @property
     def is_plain(self) -> bool:
         """Whether every layer has full attention and nothing is left out, as in most models."""
         return self.is_complete and all(state.kind == "full" for state in self.layers)

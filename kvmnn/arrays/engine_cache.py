@@ -47,7 +47,7 @@ class EngineCache:
         How many the arrays are of.
     kv_heads, head_dim
         Of a layer; None where nothing says them, and where layers differ.
-    layer_kv_heads
+    layer_kv_heads, layer_head_dims
         Of each layer, where they differ.
     tokens
         Stored in each layer; the most, where layers hold different ones.
@@ -84,6 +84,7 @@ class EngineCache:
     tokens: int
     types: tuple[str, ...]
     layer_kv_heads: tuple[int, ...] = ()
+    layer_head_dims: tuple[int, ...] = ()
     batch: int = 1
     positions: Positions | None = None
     layer_positions: tuple[Positions, ...] | None = None
@@ -134,6 +135,7 @@ class EngineCache:
             "kv_heads": self.kv_heads,
             **({"layer_kv_heads": list(self.layer_kv_heads)} if self.layer_kv_heads else {}),
             "head_dim": self.head_dim,
+            **({"layer_head_dims": list(self.layer_head_dims)} if self.layer_head_dims else {}),
             "tokens": self.tokens,
             "batch": self.batch,
             "types": list(self.types),
@@ -151,7 +153,8 @@ class EngineCache:
     def __str__(self) -> str:
         heads = "kv heads unknown" if self.kv_heads is None else count(self.kv_heads, "kv head")
         heads = f"{span(sorted(set(self.layer_kv_heads)))} kv heads" if self.layer_kv_heads else heads
-        shape = heads if self.head_dim is None else f"{heads} of {self.head_dim}"
+        dims = span(sorted(set(self.layer_head_dims))) if self.layer_head_dims else self.head_dim
+        shape = heads if dims is None else f"{heads} of {dims}"
         batch = f", batch of {self.batch}" if self.batch != 1 else ""
         if self.has_padding:
             batch += f" ({span(sorted({text.positions.size for text in self.texts}))} tokens and padding)"
@@ -191,6 +194,7 @@ def of_part(cache: EngineCache, names: Iterable[str], chosen: Iterable[str]) -> 
         cache,
         layers=len(kept),
         layer_kv_heads=tuple(cache.layer_kv_heads[place] for place in places if cache.layer_kv_heads),
+        layer_head_dims=tuple(cache.layer_head_dims[place] for place in places if cache.layer_head_dims),
         types=tuple(types) if len(cache.types) % cache.layers == 0 else cache.types,
         tokens=max(map(len, by_layer)) if by_layer else cache.tokens,
         layer_positions=by_layer,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..files.json_document import Node, parse
-from ..packed.cache_info import Ranges
+from ..packed.cache_info import MAX_TOKEN_ID, Ranges
 from .completeness_notes import write_note
 from .engine_cache import BatchText, EngineCache, of_part, text_document
 from .source import COMPLETENESS_KEY, ENGINE_KEY, Source, completeness_in
@@ -108,6 +108,7 @@ def document(cache: EngineCache) -> dict[str, Any]:
         "kv_heads": cache.kv_heads,
         **({"layer_kv_heads": list(cache.layer_kv_heads)} if cache.layer_kv_heads else {}),
         "head_dim": cache.head_dim,
+        **({"layer_head_dims": list(cache.layer_head_dims)} if cache.layer_head_dims else {}),
         "tokens": cache.tokens,
         "types": list(cache.types),
         "batch": cache.batch,
@@ -138,7 +139,8 @@ def engine_cache(node: Node) -> EngineCache:
         layers=node.at("layers").integer(0),
         kv_heads=_maybe(node.at("kv_heads")),
         head_dim=_maybe(node.at("head_dim")),
-        layer_kv_heads=_heads(node),
+        layer_kv_heads=_of_layers(node, "layer_kv_heads"),
+        layer_head_dims=_of_layers(node, "layer_head_dims"),
         tokens=tokens,
         types=node.at("types").texts(),
         batch=node.at("batch").integer(1),
@@ -172,9 +174,9 @@ def _texts(node: Node, tokens: int) -> tuple[BatchText, ...]:
     return tuple(found)
 
 
-def _heads(node: Node) -> tuple[int, ...]:
-    """Kv heads of each layer, where they differ."""
-    said = node.at("layer_kv_heads").items() if "layer_kv_heads" in node.value else []
+def _of_layers(node: Node, key: str) -> tuple[int, ...]:
+    """A number of each layer, where they differ."""
+    said = node.at(key).items() if key in node.value else []
     return tuple(each.integer(1) for each in said)
 
 
@@ -218,6 +220,6 @@ def _token_ids(node: Node) -> Any:
     if node.value is None:
         return None
     ids = [entry.whole() for entry in node.items()]
-    if any(abs(token) > _MOST_POSITION for token in ids):
+    if any(not -_MOST_POSITION <= token <= MAX_TOKEN_ID for token in ids):
         raise node.wrong("token ids of 32 bits")
     return np.array(ids, np.int64)

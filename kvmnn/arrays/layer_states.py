@@ -38,11 +38,12 @@ def list_states(completeness: Completeness | None, positions: Mapping[int, Range
         where = f", positions {_spell_runs(runs)}" if runs else "" if state.included else ", not included"
         groups.setdefault(describe_state(state) + where, []).append(state.layer)
     plain = completeness.is_plain and len(groups) <= 1
-    lines = [] if plain else [f"{_spell_layers(numbers)}: {text}" for text, numbers in groups.items()]
+    lines = [] if plain else [f"{spell_layers(numbers)}: {text}" for text, numbers in groups.items()]
     return [*lines, *report_missing(completeness)]
 
 
-def _spell_layers(numbers: list[int]) -> str:
+def spell_layers(numbers: list[int]) -> str:
+    """Return numbers of layers in words: ``"layers 0 to 4, 6"``."""
     return f"layer{'s' if len(numbers) > 1 else ''} {', '.join(span(run) for run in _consecutive(numbers))}"
 
 

@@ -8,7 +8,7 @@ from .encoding import EncodeOptions
 from .frame_set import DecodeOptions, FrameSet, open_frames
 from .inspecting import ArrayFrames, BundleInfo, LoneFrame, LoneFrames, inspect
 from .manifest import ArrayEntry, FrameEntry, Manifest
-from .rotation_trial import find_rotary
+from .rotation_trial import find_layer_rotations, find_rotary
 from .verifying import Verified, verify
 from .writing import Encoded, check_output, encode
 
@@ -35,6 +35,7 @@ __all__ = [
     "compare",
     "decode_frames",
     "encode",
+    "find_layer_rotations",
     "find_rotary",
     "inspect",
     "open_frames",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from .. import dense, dtypes
+from ..arrays.held_tokens import held_tokens
 from ..arrays.layers import MOST_HEADS, place_of
 from ..arrays.named_array import NamedArray, Piece
 from ..arrays.source import FILE_KEY, Source
@@ -32,13 +33,20 @@ class DenseOptions:
     ----------
     rotary
         How K was rotated; None encodes K as V is. Wrong parameters cost size only.
+    layer_rotary
+        The same by layer, where layers differ; `rotary` holds for layers that it does not have.
     token_ids
         Of the text, from its first token on: where equal tokens come again, equal rows are looked for. None takes those
         that the cache itself holds, if it does.
     """
 
     rotary: dense.Rotary | None = None
+    layer_rotary: Mapping[int, dense.Rotary | None] = field(default_factory=dict)
     token_ids: Sequence[int] | Indices | None = None
+
+    def rotary_of(self, layer: int | None) -> dense.Rotary | None:
+        """Return how K of a layer was rotated; None asks for arrays with an axis of layers."""
+        return self.rotary if layer is None else self.layer_rotary.get(layer, self.rotary)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -135,7 +143,7 @@ def _plan(source: Source, array: NamedArray, options: DenseOptions) -> DensePlan
             f"array {array.name!r} {list(array.shape)}: above what a dense stream holds: {MOST_ROW_WORDS:,} words a "
             f"token, {MOST_TOKENS:,} tokens, 4 GiB"
         )
-    rotary = options.rotary if part == "key" else None
+    rotary = options.rotary_of(layer) if part == "key" else None
     if rotary and rotary.dims > dim:
         raise OptionError(f"array {array.name!r} has {dim} words a head: {rotary.dims} of them cannot be rotated")
     known = _positions(source, layer, tokens)
@@ -154,7 +162,9 @@ def _positions(source: Source, layer: int | None, tokens: int) -> Positions | No
     for each in source.cache.layers if source.cache else ():
         if each.layer == layer and each.tokens == tokens:
             return np.concatenate([np.arange(begin, begin + size) for begin, size in each.positions])
-    found = source.engine_cache.positions if source.engine_cache else None
+    found = held_tokens(source).get(layer) if layer is not None and source.engine_cache else None
+    if found is None:
+        found = source.engine_cache.positions if source.engine_cache else None
     return found if found is not None and found.shape == (tokens,) and found.min(initial=0) >= 0 else None
 
 

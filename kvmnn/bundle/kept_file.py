@@ -69,6 +69,8 @@ class KeptFile:
         Of each layer, where the file does not say them and somebody did.
     room_bytes
         Bytes of its arrays that are room behind the valid tokens, which frames hardly count.
+    layer_numbers
+        The layer of the model that each of its layers is, where the file does not say it and somebody did.
     """
 
     format: str
@@ -78,6 +80,7 @@ class KeptFile:
     parts: tuple[Part, ...]
     kv_heads: tuple[int, ...] | None = None
     room_bytes: int = 0
+    layer_numbers: tuple[int, ...] | None = None
     _ends: tuple[int, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -139,6 +142,7 @@ def to_json(kept: KeptFile) -> str:
         "sha256": kept.sha256,
         "kv_heads": None if kept.kv_heads is None else list(kept.kv_heads),
         **({"room_bytes": kept.room_bytes} if kept.room_bytes else {}),
+        **({"layer_numbers": list(kept.layer_numbers)} if kept.layer_numbers is not None else {}),
         "parts": [_part_document(part) for part in kept.parts],
     }
     return json.dumps(document, separators=(",", ":"))
@@ -185,10 +189,21 @@ def _from_json(text: str, where: str) -> KeptFile:
         parts=tuple(_part(node) for node in nodes),
         kv_heads=None if heads.value is None else tuple(each.integer(1) for each in heads.items()),
         room_bytes=root.at("room_bytes").integer(0) if "room_bytes" in root.value else 0,
+        layer_numbers=_layer_numbers(root),
     )
     if sum(part.nbytes for part in kept.parts) != kept.nbytes:
         raise root.at("bytes").wrong("the sum of the parts")
     return kept
+
+
+def _layer_numbers(root: Node) -> tuple[int, ...] | None:
+    if "layer_numbers" not in root.value:
+        return None
+    node = root.at("layer_numbers")
+    numbers = tuple(each.integer(0) for each in node.items())
+    if len(set(numbers)) < len(numbers):
+        raise node.wrong("numbers of layers, each once")
+    return numbers
 
 
 def _part(node: Node) -> Part:

@@ -160,8 +160,12 @@ class Manifest:
 
     @property
     def rope(self) -> str | None:
-        """How K of dense streams was said to be rotated, as ``--rope`` takes it; None where nobody said."""
-        return next((frame.rope for array in self.arrays for frame in array.frames if frame.rope), None)
+        """How K of dense streams was said to be rotated, as ``--rope`` takes it; None where nobody said.
+
+        Where layers differ, each way once, with semicolons between them.
+        """
+        ways = dict.fromkeys(frame.rope for array in self.arrays for frame in array.frames if frame.rope)
+        return "; ".join(ways) or None
 
 
 class Sizes:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..arrays.completeness import Completeness, completeness_document, report_missing
-from ..arrays.engine_notes import noted
+from ..arrays.engine_notes import note_completeness, noted
 from ..arrays.source import FILE_KEY, Source
 from ..errors import OptionError
 from ..files.names import file_names, is_directory, renamed
@@ -209,8 +209,9 @@ def encode(
     """
     options = options or EncodeOptions()
     started = time.perf_counter()
-    if FILE_KEY not in source.metadata:  # a file that is kept whole says it itself
-        source = replace(source, metadata=noted(source))
+    # A file that is kept whole says itself what engine it is of, but not which layers its caches have.
+    metadata = note_completeness(source) if FILE_KEY in source.metadata else noted(source)
+    source = replace(source, metadata=metadata)
     plans = plan_arrays(source, options.dense) if options.dense else NO_PLANS
     if isinstance(output, str | os.PathLike):
         path = os.fspath(output)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from . import engine_options, idle_options, packed_options, printing
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ..arrays.source import Source
     from ..bundle import DenseOptions, Encoded
     from ..dense import Rotary
@@ -75,19 +77,53 @@ def note_idle(arguments: argparse.Namespace, made: Encoded) -> None:
 
 def options(arguments: argparse.Namespace, source: Source, *, trial: bool = True) -> DenseOptions:
     """What the arguments say, or a trial finds; notes for what a configuration or the trial says."""
-    from ..bundle import DenseOptions, find_rotary
+    from ..bundle import DenseOptions, find_layer_rotations, find_rotary
     from ..bundle.dense_pieces import plan_arrays
 
     ids = packed_options.loaded_ids(arguments) if arguments.token_ids is not None else None
+    by_layer = _layer_rotations(arguments, source)
+    if by_layer:
+        return DenseOptions(layer_rotary=by_layer, token_ids=ids)
     said = DenseOptions(rotary=rotary(arguments, source), token_ids=ids)
     if not trial or arguments.rope is not None or said.rotary is not None:
         return said
     if not any(plan.part == "key" for plan in plan_arrays(source, said).values()):
         return said
+    if by_layer := find_layer_rotations(source, said):
+        printing.note(arguments, f"rotation of K, found by trial: {_spell_rotations(by_layer)} (--model says it)")
+        return replace(said, layer_rotary=by_layer)
     found = find_rotary(source, said)
     what = "none found by trial, K is encoded as V is" if found is None else f"{found}, found by trial"
     printing.note(arguments, f"rotation of K: {what} (--rope or --model says it)")
     return replace(said, rotary=found)
+
+
+def _layer_rotations(arguments: argparse.Namespace, source: Source) -> dict[int, Rotary | None]:
+    """Return how K of each layer is rotated, where the header of ``--model FILE.gguf`` has several ways."""
+    from ..formats.llama import read_rotations
+
+    if arguments.rope is not None or not engine_options.is_gguf(arguments.model):
+        return {}
+    found, notes = read_rotations(arguments.model)
+    if not found:
+        return {}
+    if "k-order" in (source.undone or ()):
+        found = {layer: each and replace(each, pairing="half") for layer, each in found.items()}
+    present = set(source.completeness.included_layers if source.completeness is not None else found)
+    found = {layer: each for layer, each in found.items() if layer in present}
+    for line in [*notes, f"rotation of K: {_spell_rotations(found)}, as {arguments.model} says"]:
+        printing.note(arguments, line)
+    return found
+
+
+def _spell_rotations(found: Mapping[int, Rotary | None]) -> str:
+    """Return each rotation and its layers."""
+    from ..arrays.layer_states import spell_layers
+
+    groups: dict[str, list[int]] = {}
+    for layer, each in found.items():
+        groups.setdefault("none" if each is None else str(each), []).append(layer)
+    return ", ".join(f"{text} in {spell_layers(layers)}" for text, layers in groups.items())
 
 
 def rotary(arguments: argparse.Namespace, source: Source) -> Rotary | None:
@@ -117,14 +153,11 @@ def model_rotary(model: str, source: Source) -> tuple[Rotary | None, list[str]]:
 
 
 def _rope(text: str) -> Rotary | str:
-    return text if text == "none" else parse_rope(text)
-
-
-def parse_rope(text: str) -> Rotary:
-    """Parse ``theta=10000,dims=64,pairing=interleaved``; `ArgumentTypeError` for anything else."""
     from ..dense import Rotary
     from ..errors import KvmnnError
 
+    if text == "none":
+        return text
     said: dict[str, str] = {}
     for part in text.split(","):
         name, _, value = part.partition("=")

@@ -30,20 +30,21 @@ def load(
     whole: bool = False,
     one_of_several: bool = False,
     as_layers: bool = True,
+    original_of: FrameSet | None = None,
 ) -> Source:
     """All arrays of all inputs as one source.
 
     With `frames`, frames are inputs too; `as_numbers` as in `ReadOptions`, `any_heads` and `whole` as in
-    `EngineOptions`. Options
-    about packed files are refused where no input is any, but for those that are `used` otherwise. What neither packed
-    files nor the arguments say is taken from `known`. With `one_of_several` what is said of axes may be about another
-    input. With `as_layers`, and with ``--axes``, a note says where heads and tokens look as if they were swapped.
+    `EngineOptions`. Options about packed files are refused where no input is any, but for those that are `used`
+    otherwise. What neither packed files nor the arguments say is taken from `known`. With `one_of_several` what is said
+    of axes may be about another input. An original is read as it was for the frames `original_of`. With `as_layers`,
+    and with ``--axes``, a note says where heads and tokens look as if they were swapped.
     """
     from ..arrays.axes import Laid, laid_out
     from ..arrays.layers import heads_hint
     from ..arrays.own_order import undo
     from ..arrays.source import joined
-    from ..formats import opening
+    from ..formats import engine_files, opening
     from ..formats.options import ReadOptions
 
     if list(paths).count(STDIO) > 1:
@@ -63,6 +64,8 @@ def load(
         laid=laid if len(paths) == 1 else Laid(),
         max_bytes=getattr(arguments, "max_bytes", None),
     )
+    if original_of is not None:
+        options = engine_files.options_of_original(original_of, options)
     source = joined([opening.open(path, options) for path in paths])
     if not one_of_several:
         engine_options.refuse_no_blocks(arguments, source)

@@ -40,7 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-seq-len", type=int, default=0, metavar="N", help="tokens of a dump at most (default: 0, any)"
     )
-    group.add_argument("--strict-fp16", action="store_true", help="leave fp32 out instead of rounding it to fp16")
+    group.add_argument("--strict-fp16", action="store_true", help="leave fp32 out")
     group = parser.add_argument_group("how they are put together and cut up")
     group.add_argument("--entry-mode", choices=ENTRY_MODES, default="per_meta", help="(default: per_meta: not at all)")
     group.add_argument(
@@ -76,7 +76,9 @@ def add_inputs_and_outputs(parser: argparse.ArgumentParser) -> None:
     shared_options.add_force(parser)
     parser.add_argument("--overwrite", dest="force", action="store_true", help=argparse.SUPPRESS)  # the evaluation's
     parser.add_argument("--real", action="store_true", help="also encode frames, decode them and compare")
-    parser.add_argument("--fp32", action="store_true", help="also simulate fp32 words, in four byte lanes")
+    parser.add_argument(
+        "--fp32", action="store_true", help="with --to-fp16: also simulate the fp32 words, in four byte lanes"
+    )
     parser.add_argument("--no-limits", action="store_true", help="do not compute order-0 entropy limits (faster)")
     parser.add_argument(
         "--threads", type=shared_options.positive, metavar="N", help="threads to use (default: all processors)"
@@ -94,8 +96,14 @@ def add_other_work(parser: argparse.ArgumentParser) -> None:
     dense_options.add_rope(group)
     group.add_argument("--skip-head-metrics", action="store_true", help="with --analysis: no head_metrics.csv")
     group.add_argument("--run-log", metavar="FILE", help="with --analysis: prompt tokens of each run")
-    group.add_argument("--to-fp16", metavar="DIR", help="convert a tree of fp32 dumps to fp16 (LOSSY)")
-    group.add_argument("--allow-fp16", action="store_true", help="with --to-fp16: take fp16 dumps over too")
+    group.add_argument(
+        "--to-fp16",
+        nargs="?",
+        const="",
+        metavar="DIR",
+        help="with DIR: convert a tree of fp32 dumps to fp16 (LOSSY); without: measure, fp32 rounded to fp16 (LOSSY)",
+    )
+    group.add_argument("--allow-fp16", action="store_true", help="with --to-fp16 DIR: take fp16 dumps over too")
 
 
 def options_of(arguments: argparse.Namespace) -> MeasureOptions:
@@ -117,6 +125,7 @@ def options_of(arguments: argparse.Namespace) -> MeasureOptions:
             min_seq_len=arguments.min_seq_len,
             max_seq_len=arguments.max_seq_len,
             strict_fp16=arguments.strict_fp16,
+            to_fp16=getattr(arguments, "to_fp16", None) is not None,
         ),
         entry_mode=arguments.entry_mode,
         online_chunk_seq=arguments.online_chunk_seq,
@@ -140,6 +149,7 @@ _SIMULATION = (
 )
 _SOURCE = ("dtype", "tensor", "skip_unsupported", "token_major", *axes_options.NAMES)
 _SCOPE = ("scope", "front_n", "layer_start", "layer_end", "layer_ids", "strict_fp16")
+_ROUNDING = ("strict_fp16", "to_fp16")
 _FILTERS = ("stage", "min_seq_len", "max_seq_len")
 _OF_SCOPES = {"front_n": ("front_n",), "layer_range": ("layer_start", "layer_end"), "layer_ids": ("layer_ids",)}
 
@@ -153,7 +163,7 @@ def refuse_idle(arguments: argparse.Namespace, options: MeasureOptions, *, all_d
     if not arguments.analysis:
         refuse(["skip_head_metrics", "run_log"], "needs --analysis")
     if not arguments.to_fp16:
-        refuse(["allow_fp16"], "needs --to-fp16")
+        refuse(["allow_fp16"], "needs --to-fp16 DIR")
     if not arguments.dense:
         refuse(["rope"], "needs --dense")
     if arguments.dense:
@@ -180,7 +190,7 @@ def refuse_idle(arguments: argparse.Namespace, options: MeasureOptions, *, all_d
 def parse_options(argv: Sequence[str]) -> MeasureOptions:
     """The options in a list of arguments as the reference's tool takes them, without inputs and outputs.
 
-    Its default scope is ``front_n``.
+    Its default scope is ``front_n``, and it rounds fp32 to fp16.
 
     Raises
     ------
@@ -189,7 +199,7 @@ def parse_options(argv: Sequence[str]) -> MeasureOptions:
     """
     parser = _Parser(prog="measure", add_help=False)
     add_options(parser)
-    parser.set_defaults(scope="front_n")
+    parser.set_defaults(scope="front_n", to_fp16="")
     return options_of(parser.parse_args(list(argv)))
 
 

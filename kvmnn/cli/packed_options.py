@@ -218,8 +218,8 @@ def loaded_ids(arguments: argparse.Namespace) -> Any:
     from ..packed.cache_info import MAX_TOKEN_ID
 
     if not hasattr(arguments, "loaded_ids"):
-        said, most = arguments.token_ids, getattr(arguments, "most_id", MAX_TOKEN_ID)
-        arguments.loaded_ids = _parsed(said, most) if _said(said) else load_token_ids(said, most)
+        said = arguments.token_ids
+        arguments.loaded_ids = _parsed(said, MAX_TOKEN_ID) if _said(said) else load_token_ids(said)
     return arguments.loaded_ids
 
 

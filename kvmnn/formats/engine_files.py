@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
-from ..arrays.source import FILE_KEY, Source
+from ..arrays.source import FILE_KEY, Source, completeness_in
 from ..bundle import manifest
-from ..bundle.frame_set import open_frames
+from ..bundle.frame_set import FrameSet, open_frames
 from ..bundle.kept_file import kept_file
 from ..errors import KvmnnError, ManifestError
 from ..files.mapped import STDIN, MappedFile
@@ -100,6 +101,24 @@ def read_mapped(kind: EngineFile, file: MappedFile, options: ReadOptions) -> Sou
     return kind.keep(file, options) if kind.keep and options.engine.whole else kind.read(file, options)
 
 
+def options_of_original(frames: FrameSet, options: ReadOptions) -> ReadOptions:
+    """Return the options that read a file as it was read for frames of it: their manifest has what was specified.
+
+    Raises
+    ------
+    ManifestError
+        For a manifest that does not describe such a file as it must.
+    """
+    metadata = dict(frames.document.metadata) if frames.document else {}
+    kept = kept_file(metadata, frames.path)
+    if kept is None or kept.layer_numbers is None:
+        return options
+    names = [array.name for array in frames.arrays]
+    options = as_noted(options, kept, completeness_in(metadata, names, frames.path))
+    by_heads = not any(name.startswith("window.") for name in names)
+    return replace(options, engine=replace(options.engine, by_heads=by_heads))
+
+
 def reread(frames: Source, path: str, options: ReadOptions) -> Source:
     """K and V of such a file again, where frames are of one that was kept whole; else what the frames decode to."""
     file = None if options.engine.whole else reopened(frames, path)
@@ -108,6 +127,7 @@ def reread(frames: Source, path: str, options: ReadOptions) -> Source:
     kind = next((kind for kind in ENGINE_FILES if kind.name == file.kept.format), None)
     if kind is None:
         raise ManifestError(f"{path}: metadata {FILE_KEY!r}: the format {file.kept.format!r:.80} is not known")
-    found = kind.read(file, as_noted(options, file.kept))
+    completeness = completeness_in(frames.metadata, frames, path)
+    found = kind.read(file, as_noted(options, file.kept, completeness))
     found.opened = frames.opened
     return found

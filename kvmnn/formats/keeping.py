@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..arrays.completeness import Completeness
 from ..arrays.named_array import NamedArray, Piece
 from ..arrays.source import FILE_KEY, Source
 from ..arrays.valid_names import escaped_name
@@ -44,7 +45,13 @@ class Region(NamedTuple):
 
 
 def keep(
-    file: MappedFile, kind: str, regions: Sequence[Region], kv_heads: tuple[int, ...] | None, *, room_bytes: int = 0
+    file: MappedFile,
+    kind: str,
+    regions: Sequence[Region],
+    kv_heads: tuple[int, ...] | None,
+    *,
+    room_bytes: int = 0,
+    layer_numbers: tuple[int, ...] | None = None,
 ) -> Source:
     """A source with the arrays of all regions, whose metadata has all else that the file holds.
 
@@ -60,6 +67,8 @@ def keep(
         Of each layer, where they were said.
     room_bytes
         Bytes of the arrays that are room behind the valid tokens.
+    layer_numbers
+        The layer of the model that each layer of the file is, where the file does not say it.
     """
     parts: list[Part] = []
     notes: list[str] = []
@@ -85,6 +94,7 @@ def keep(
         parts=tuple(parts),
         kv_heads=kv_heads,
         room_bytes=room_bytes,
+        layer_numbers=layer_numbers,
     )
     return Source(arrays, {FILE_KEY: to_json(kept)}, notes=notes)
 
@@ -260,6 +270,12 @@ def reopened(source: Source, where: str) -> KeptBytes | None:
     return None if kept is None else KeptBytes(source, kept, where)
 
 
-def as_noted(options: ReadOptions, kept: KeptFile) -> ReadOptions:
-    """The options, with the kv heads that were noted down where they say none."""
-    return replace(options, engine=replace(options.engine, noted_heads=kept.kv_heads))
+def as_noted(options: ReadOptions, kept: KeptFile, completeness: Completeness | None = None) -> ReadOptions:
+    """The options, with the kv heads and the layers that were noted down where they say none."""
+    engine = replace(
+        options.engine,
+        noted_heads=kept.kv_heads,
+        noted_layers=kept.layer_numbers,
+        noted_completeness=completeness,
+    )
+    return replace(options, engine=engine)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..arrays.axes import Laid
+from ..arrays.completeness import Completeness
 from ..packed.cache_info import TokenIds
 from ..packed.fitting import Geometry
 
@@ -76,6 +77,9 @@ class EngineOptions:
         Take the first of several streams: for what only looks.
     noted_heads
         Kv heads of each layer as they were noted down, where nothing else says them.
+    noted_layers, noted_completeness
+        Of a llama.cpp file with two caches: the layer of the model that each of its layers is, and what the model keeps
+        for each, as they were noted down.
     stream
         Which stream of a llama.cpp file; None takes the only one that holds cells.
     sequence
@@ -94,6 +98,8 @@ class EngineOptions:
     any_heads: bool = False
     any_stream: bool = False
     noted_heads: tuple[int, ...] | None = None
+    noted_layers: tuple[int, ...] | None = None
+    noted_completeness: Completeness | None = None
     stream: int | None = None
     sequence: int | None = None
     window: bool = False

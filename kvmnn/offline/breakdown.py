@@ -14,10 +14,10 @@ from .totals import FP32Totals, LaneTotal, Totals
 
 SIMULATED = "simulated: zstd frames were made and their lengths added up; no such file exists"
 STORED = (
-    "STORED: frames as MNN makes them were encoded, decoded and compared: LOSSLESS for the 16-bit words measured, "
+    "STORED: frames as MNN makes them were encoded, decoded and compared: LOSSLESS for the words measured, "
     "[token, kv_head, head_dim] as dumps have them"
 )
-FP32 = "simulated too: fp32 words as they are, nothing rounded, in four byte lanes, the lowest byte first"
+FP32 = "fp32 words as they are, nothing rounded, in four byte lanes, the lowest byte first"
 LIMIT = "order-0 entropy of the byte lanes as they are; what uses neighbours (predictors, matches) can go below"
 
 
@@ -128,8 +128,10 @@ class Breakdown:
         return self.of(totals).to_dict() | {PART_LETTERS[part]: self._part(totals, part) for part in PARTS}
 
     def _part(self, totals: Totals, part: Part) -> dict[str, Any]:
-        lanes = {half: totals.lanes[lane_of(part, half)] for half in HALVES}
-        found = {half: {**self.of_lane(lane).to_dict(), "modes": dict(lane.modes)} for half, lane in lanes.items()}
+        lanes: dict[str, LaneTotal] = {half: totals.lanes[lane_of(part, half)] for half in HALVES}
+        wide = {str(number): lane for (of, number), lane in totals.fp32_lanes.items() if of == part and lane.raw_bytes}
+        lanes |= wide  # "hi" and "lo" are there for every part, as programs have read them since the first version
+        found = {name: {**self.of_lane(lane).to_dict(), "modes": dict(lane.modes)} for name, lane in lanes.items()}
         sizes = self.of(totals, [part]).to_dict()
         return {**sizes, "framing_bytes": totals.extra_bytes[part], "lanes": found}
 
@@ -155,7 +157,10 @@ class Breakdown:
         return found
 
     def _fp32_lines(self) -> list[str]:
-        lines = []
+        """Lines of fp32 words of which others are the measured ones, rounded to fp16."""
+        lines: list[str] = []
+        if self.overall.is_fp32_counted:
+            return lines
         labelled = [*((f"layer {n}", totals.fp32) for n, totals in self.layers.items()), ("total", self.overall.fp32)]
         for label, totals in labelled:
             if totals is None:
@@ -175,14 +180,17 @@ class Breakdown:
             lines.append(self.of(totals).line(label))
             for part in (part for part in PARTS if totals.raw_bytes([part])):
                 lines.append(self.of(totals, [part]).line(f"  {PART_LETTERS[part].upper()}"))
-                lines += [self.of_lane(totals.lanes[lane_of(part, half)]).line(f"    {half}") for half in HALVES]
+                lanes: list[tuple[str, LaneTotal]] = [(half, totals.lanes[lane_of(part, half)]) for half in HALVES]
+                lanes += [(f"lane {n}", totals.fp32_lanes[part, n]) for n in FP32_LANES if totals.fp32_lanes]
+                lines += [self.of_lane(lane).line(f"    {name}") for name, lane in lanes if lane.raw_bytes]
         lines += self._fp32_lines()
         lines += ["", f"total: {self._measured()}", SIMULATED]
         if self.has_limits:
             lines.append(f"limit: {LIMIT}")
         if self.overall.fp32:
             layers = sum(totals.fp32 is not None for totals in self.layers.values())
-            lines.append(f"fp32: {count(layers, 'layer')}, {FP32}")
+            too = "" if self.overall.is_fp32_counted else "simulated too: "
+            lines.append(f"fp32: {count(layers, 'layer')}, {too}{FP32}")
         return "\n".join([*lines, STORED] if self.is_stored else lines)
 
     def _measured(self) -> str:

@@ -20,6 +20,7 @@ from ..frames import encode, matches
 from ..text import LOSSLESS, count, ratio, span
 from ..threads.pipeline import Progress
 from ..threads.pool import resolve_threads
+from .coded_input import CodedInput
 from .stored_sizes import FRAME_BYTES
 
 MEANING = (
@@ -71,11 +72,11 @@ class DenseMeasurement:
     layers
         By number and part.
     rope
-        How K was taken as rotated, as `--rope` takes it; None where it was not.
+        How K was taken as rotated, as `--rope` takes it; None where it was not. Where layers differ, each way once.
     left_out
         Names of arrays that are no K or V of layers.
-    dequantised
-        Types whose codes the words were made from.
+    coded
+        The inputs, where the words were made of codes.
     completeness
         The state of the model that the arrays contain, where that is known.
     """
@@ -86,13 +87,14 @@ class DenseMeasurement:
     layers: dict[int, dict[Part, DenseSizes]] = field(default_factory=dict)
     rope: str | None = None
     left_out: tuple[str, ...] = ()
-    dequantised: tuple[str, ...] = ()
+    coded: CodedInput = field(default_factory=CodedInput)
     completeness: Completeness | None = None
 
     @property
     def notes(self) -> list[str]:
         """What changes the meaning of the sizes, in lines."""
-        return [f"words dequantised from {', '.join(self.dequantised)}"] if self.dequantised else []
+        sizes = self.of(list(self.layers))
+        return self.coded.note(sizes.raw_bytes, sizes.dense_bytes, "dense")
 
     def of(self, layers: Sequence[int], parts: Sequence[Part] = PARTS) -> DenseSizes:
         """Sizes of several layers together."""
@@ -118,6 +120,7 @@ class DenseMeasurement:
             "rotary": self.rope is not None,
             "rope": self.rope,
             "left_out": list(self.left_out),
+            **self.coded.to_dict(),
             **completeness_document(self.completeness),
             "overall": {"layers": len(self.layers), **document(list(self.layers))},
             "layers": {str(layer): document([layer]) for layer in self.layers},
@@ -200,14 +203,16 @@ def measure_dense(
                 if progress:
                     progress(job.piece.size)
             del group, job
+    coded = CodedInput()
+    coded.add(source)
     return DenseMeasurement(
         inputs=source.inputs,
         dtypes=tuple(sorted({plan.dtype for plan in plans.values()})),
         tokens=tuple(sorted({plan.tokens for plan in plans.values()})),
         layers=dict(sorted(layers.items())),
-        rope=next((str(plan.rotary) for plan in plans.values() if plan.rotary), None),
+        rope="; ".join(dict.fromkeys(str(plan.rotary) for plan in plans.values() if plan.rotary)) or None,
         left_out=tuple(name for name in source if name not in plans),
-        dequantised=source.dequantised,
+        coded=coded,
         completeness=source.completeness,
     )
 

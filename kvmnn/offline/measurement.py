@@ -10,7 +10,7 @@ from ..arrays.completeness import completeness_document, report_missing
 from ..dtypes import PART_LETTERS, PARTS
 from ..text import LOSSLESS, LOSSY, SIMULATED, ratio
 from .breakdown import Breakdown
-from .options import LANES, MeasureOptions
+from .options import LANES, MeasureOptions, part_and_half
 from .selection import Selection
 from .totals import Totals
 
@@ -59,8 +59,8 @@ class Measurement:
     @property
     def notes(self) -> list[str]:
         """What changes the meaning of the sizes, in lines."""
-        types = ", ".join(dict.fromkeys(self.selection.dequantised))
-        lines = [f"words dequantised from {types}"] if types else []
+        coded = self.totals.stored_bytes() if self.is_stored else self.totals.simulated_bytes()
+        lines = self.selection.coded.note(self.totals.raw_bytes(), coded, "STORED" if self.is_stored else "simulated")
         return lines if self.totals.raw_bytes(["value"]) else [*lines, "of K alone: nothing is stored as V"]
 
     @property
@@ -82,11 +82,14 @@ class Measurement:
             "evaluation": to_document(self),
             "breakdown": self.breakdown.to_dict(),
             "skipped_files": self.selection.skipped_files,
+            **self.selection.coded.to_dict(),
             **completeness_document(self.selection.completeness),
         }
 
     def __str__(self) -> str:
         lines = [str(self.breakdown), *report_missing(self.selection.completeness), *self.notes]
+        if self.selection.fp32:
+            lines.append("fp32 is measured as fp32; the evaluation rounds it to fp16 first, as --to-fp16 does")
         if converted := self.selection.converted:
             lines.append(f"{LOSSY}: {converted:,} fp32 entries were rounded to fp16 before anything else")
         if self.options.fp32 and self.totals.fp32 is None:
@@ -146,7 +149,7 @@ def to_document(measured: Measurement) -> dict[str, Any]:
         "v_lossless_ratio": ratio(raw["v"], compressed["v"]),
         "lossless_ratio": overall,
         "weighted_lossless_ratio": overall,
-        **{f"{lane}_mode_counts": dict(totals.lanes[lane].modes) for lane in LANES},
+        **{f"{lane}_mode_counts": totals.modes(*part_and_half(lane)) for lane in LANES},
         "scanned_entries": selection.scanned,
         "converted_fp32_entries": selection.converted,
         "skipped_entries": selection.skipped.total(),

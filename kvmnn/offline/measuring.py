@@ -111,8 +111,8 @@ def measure(
 def work_bytes(selection: Selection, options: MeasureOptions, real: bool) -> int:
     """The bytes that `progress` will have heard of in the end."""
     units = [unit for unit in units_of(selection, options) if unit.is_complete()]
-    sizes = [(sum(map(unit.raw_bytes, PARTS)), options.fp32 and unit.is_fp32) for unit in units]
-    return sum((1 + real + 2 * fp32) * nbytes for nbytes, fp32 in sizes)
+    sizes = [(sum(map(unit.raw_bytes, PARTS)), options.fp32 and unit.is_rounded) for unit in units]
+    return sum((1 + real + 2 * also_as_stored) * nbytes for nbytes, also_as_stored in sizes)
 
 
 def _open_documents(
@@ -141,11 +141,12 @@ def _jobs(units: list[Unit], options: MeasureOptions, real: bool) -> list[_Job]:
             continue
         for part in unit.parts:
             nbytes, memory = unit.raw_bytes(part), memory_needed(unit, part, options)
-            for half in HALVES:
-                cost = nbytes * len(options.predictors.of(lane_of(part, half)))
-                found.append(_Job(index, part, half, cost, memory))
-            if options.fp32 and unit.is_fp32:
-                found.extend(_Job(index, part, lane, 2 * nbytes, memory) for lane in FP32_LANES)
+            if unit.word_bytes(part) == 2:
+                for half in HALVES:
+                    cost = 2 * unit.words(part) * len(options.predictors.of(lane_of(part, half)))
+                    found.append(_Job(index, part, half, cost, memory))
+            if unit.word_bytes(part) == 4 or (options.fp32 and unit.is_rounded):
+                found.extend(_Job(index, part, lane, 4 * unit.words(part), memory) for lane in FP32_LANES)
             if real:
                 found.append(_Job(index, part, None, 3 * nbytes, 3 * unit.piece_bytes(part)))
     return sorted(found, key=lambda job: -job.cost)
@@ -192,9 +193,10 @@ def _sum_up(
             for part in unit.parts:
                 total.extra_bytes[part] += unit.extra_bytes
                 for half in HALVES:
-                    size = results[index, part, half]
+                    size = results.get((index, part, half))
                     if isinstance(size, StreamSize):
                         total.lanes[lane_of(part, half)].add(size)
+                total.is_fp32_counted = not options.scope.to_fp16
                 _add_fp32(total, part, unit, [results.get((index, part, lane)) for lane in FP32_LANES])
                 stored = results.get((index, part, None))
                 if isinstance(stored, StoredSize):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ..dtypes import PART_LETTERS, Part
+from ..dtypes import PART_LETTERS, PARTS, Part
 from ..errors import KvmnnError, OptionError
 from .predictors import parse_list
 
@@ -66,7 +66,9 @@ class Scope:
     min_seq_len, max_seq_len
         Tokens that a dump must and may have; 0 for any.
     strict_fp16
-        Leave fp32 dumps out instead of rounding them to fp16.
+        Leave fp32 out.
+    to_fp16
+        Round fp32 to fp16 before anything is measured, as the evaluation does; without it fp32 is measured as fp32.
     """
 
     stage: str = "both"
@@ -78,6 +80,7 @@ class Scope:
     min_seq_len: int = 0
     max_seq_len: int = 0
     strict_fp16: bool = False
+    to_fp16: bool = False
 
     def __post_init__(self) -> None:
         _one_of("--stage", self.stage, STAGES)
@@ -169,7 +172,8 @@ class MeasureOptions:
     limits
         Count bytes for the order-0 entropy limits.
     fp32
-        Simulate fp32 words in four byte lanes too, beside the fp16 words that they are rounded to.
+        With `Scope.to_fp16`: also simulate the fp32 words as they are, in four byte lanes. Without it that is what
+        is measured, and this changes nothing.
 
     Raises
     ------
@@ -220,6 +224,11 @@ class MeasureOptions:
 def lane_of(part: Part, half: Half) -> str:
     """The name of a byte lane, one of `LANES`."""
     return f"{PART_LETTERS[part]}_{half}"
+
+
+def part_and_half(lane: str) -> tuple[Part, Half]:
+    """The part and the half of a byte lane, one of `LANES`."""
+    return next((part, half) for part in PARTS for half in HALVES if lane_of(part, half) == lane)
 
 
 def _named(flag: str, names: Sequence[str]) -> tuple[str, ...]:

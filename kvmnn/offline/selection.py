@@ -19,6 +19,7 @@ from ..errors import LimitError, OptionError, SourceError
 from ..files.changes import FileState
 from ..files.json_document import read_bounded
 from ..formats import folder_kind, is_frames, readable_within
+from .coded_input import CodedInput
 from .options import NothingSelectedError, Scope
 from .token_runs import ArrayTensor, FileTensor, NoTensor, Tensor
 
@@ -81,15 +82,19 @@ class Selection:
     scanned
         Metadata files (or pairs of arrays) that were looked at.
     converted
-        Entries of fp32 words that are rounded to fp16.
+        Entries of fp32 words that are rounded to fp16, which `Scope.to_fp16` asks for.
+    fp32
+        Entries of fp32 words that are measured as they are.
     skipped
         Why others were left out, in the order in which the reasons came up.
     skipped_files
         The first file (or layer) for each of these reasons.
-    dequantised
-        Types whose codes words were made from before anything was measured.
+    coded
+        Inputs whose words were made of codes before anything was measured.
     completeness
         The state of the model that the arrays contain, where that is known.
+    filtered
+        How many were left out silently, by the options that asked for it.
     """
 
     entries: list[Entry] = field(default_factory=list)
@@ -97,21 +102,28 @@ class Selection:
     layers: set[int] = field(default_factory=set)
     scanned: int = 0
     converted: int = 0
+    fp32: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
     skipped_files: dict[str, str] = field(default_factory=dict)
-    dequantised: tuple[str, ...] = ()
+    coded: CodedInput = field(default_factory=CodedInput)
     completeness: Completeness | None = None
+    filtered: Counter[str] = field(default_factory=Counter)
 
     def require_entries(self) -> None:
         """Raise `NothingSelectedError` if there are none."""
         if not self.entries:
             raise NothingSelectedError("No entries selected after filtering. Check --dump-dir/--stage/--scope options.")
 
+    def describe_left_out(self) -> str:
+        """Say which options and which faults left entries out, the most frequent first."""
+        counts = self.filtered + Counter({_REASONS.get(name, name): n for name, n in self.skipped.items()})
+        return ", ".join(f"{number:,} of {self.scanned:,} by {name}" for name, number in counts.most_common())
+
     def check_size(self, max_bytes: int | None) -> None:
         """Raise `LimitError` if the entries have more bytes than `max_bytes`."""
         nbytes = sum(entry.tokens * (entry.keys.token_bytes + entry.values.token_bytes) for entry in self.entries)
         if max_bytes is not None and nbytes > max_bytes:
-            raise LimitError(f"the entries hold {nbytes} raw bytes (fp16), above the limit of {max_bytes}")
+            raise LimitError(f"the entries hold {nbytes} raw bytes, above the limit of {max_bytes}")
 
     def files(self) -> list[str]:
         """The binary files of all entries that are dumps."""
@@ -132,11 +144,17 @@ class Selection:
         self.skipped[reason] += 1
         self.skipped_files.setdefault(reason, where)
 
-    def add(self, entry: Entry, dump: str, *, converted: bool) -> None:
+    def add(self, entry: Entry, dump: str) -> None:
         """Take one more."""
         self.entries.append(entry)
         self.dumps.add(dump)
-        self.converted += converted
+        tensors = entry.keys, entry.values
+        self.converted += any(tensor.width > tensor.word_bytes for tensor in tensors)
+        self.fp32 += any(tensor.word_bytes == 4 for tensor in tensors)
+
+
+_STAGE, _LAYERS, _LENGTHS = "--stage", "--scope or its layers", "--min-seq-len or --max-seq-len"
+_REASONS = {"skip_fp32_strict": "--strict-fp16 (they are fp32)"}
 
 
 class _SkipError(Exception):
@@ -197,7 +215,7 @@ def select_source(found: Selection, source: Source, scope: Scope, label: str) ->
     """
     arrays = layers.sorted_layers(source, keys_alone=source.engine_cache is not None)
     values = {entry.layer: entry for entry in arrays if entry.part == "value"}
-    found.dequantised += source.dequantised
+    found.coded.add(source)
     found.completeness = source.completeness
     for key in (entry for entry in arrays if entry.part == "key"):
         found.scanned += 1
@@ -210,18 +228,21 @@ def select_source(found: Selection, source: Source, scope: Scope, label: str) ->
             )
         wide = any(entry is not None and entry.array.dtype == "fp32" for entry in (key, value))
         if scope.stage not in ("both", "unknown"):
+            found.filtered[_STAGE] += 1
             continue
         found.layers.add(key.layer)
         if not scope.takes_layer(key.layer):
+            found.filtered[_LAYERS] += 1
             continue
         if not scope.takes_length(tokens):
+            found.filtered[_LENGTHS] += 1
             continue
         if wide and scope.strict_fp16:
             found.skip("skip_fp32_strict", f"{label}: layer {key.layer}")
             continue
-        k = ArrayTensor(key)
-        v = NoTensor(k) if value is None else ArrayTensor(value)
-        found.add(Entry(key.layer, 0, tokens, heads, dims, "unknown", label, k, v), label, converted=wide)
+        k = ArrayTensor(key, to_fp16=scope.to_fp16)
+        v = NoTensor(k) if value is None else ArrayTensor(value, to_fp16=scope.to_fp16)
+        found.add(Entry(key.layer, 0, tokens, heads, dims, "unknown", label, k, v), label)
 
 
 def _add(found: Selection, meta: Path, scope: Scope) -> None:
@@ -229,25 +250,28 @@ def _add(found: Selection, meta: Path, scope: Scope) -> None:
     fields = _load(meta)
     stage = str(fields.get("stage", "unknown"))
     if scope.stage not in ("both", stage):
+        found.filtered[_STAGE] += 1
         return
     layer, seq_start, tokens, heads, dims, width = _numbers(fields)
     found.layers.add(layer)
     if not scope.takes_layer(layer):
+        found.filtered[_LAYERS] += 1
         return
     if min(tokens, heads, dims) <= 0:
         raise _SkipError("invalid_shape")
     if not scope.takes_length(tokens):
+        found.filtered[_LENGTHS] += 1
         return
     files = _files(meta, fields)
     if width not in _WIDTHS:
         raise _SkipError(f"unsupported_bytes_per_elem_{width}")
     if width == 4 and scope.strict_fp16:
         raise _SkipError("skip_fp32_strict")
-    keys, values = (FileTensor(file, (tokens, heads, dims), width) for file in files)
+    keys, values = (FileTensor(file, (tokens, heads, dims), width, to_fp16=scope.to_fp16) for file in files)
     run_id = fields.get("run_id")
     run_id = run_id if isinstance(run_id, str) else ""
     entry = Entry(layer, seq_start, tokens, heads, dims, stage, run_id, keys, values)
-    found.add(entry, run_id or str(meta.parent), converted=width == 4)
+    found.add(entry, run_id or str(meta.parent))
 
 
 def _load(meta: Path) -> dict[str, Any]:

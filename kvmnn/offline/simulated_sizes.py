@@ -76,7 +76,7 @@ class Meters:
 def stream_size(
     unit: Unit, part: Part, half: Half, options: MeasureOptions, meters: Meters, progress: Progress | None = None
 ) -> StreamSize:
-    """The simulated size of one byte lane of K or V.
+    """The simulated size of one byte lane of 16-bit words of K or V.
 
     Raises
     ------
@@ -142,12 +142,12 @@ def _simulated(
         for name, count in zip(names, won, strict=True):
             modes[name] += count
     meters.give_back(meter)
-    return StreamSize(unit.raw_bytes(part) // 2, total, modes, limit)
+    return StreamSize(unit.words(part), total, modes, limit)
 
 
 def memory_needed(unit: Unit, part: Part, options: MeasureOptions) -> int:
     """Bytes of anonymous memory that a stream of `unit` may take (zstd's output counts as long as its input)."""
-    piece = unit.piece_bytes(part) // 2
+    piece = unit.piece_bytes(part) // unit.word_bytes(part)
     block = piece
     if options.codec_mode == "adaptive_v22":
         heads, dims = unit.geometry(part)

@@ -43,14 +43,16 @@ def stored_size(unit: Unit, part: Part, progress: Progress | None = None) -> Sto
         When a file cannot be read.
     """
     heads, dims = unit.geometry(part)
-    step = max(1, FRAME_BYTES // (2 * heads * dims))
+    word_bytes = unit.word_bytes(part)
+    dtype = "fp32" if word_bytes == 4 else "fp16"  # a frame of bf16 words has the same bytes as one of fp16 words
+    step = max(1, FRAME_BYTES // (word_bytes * heads * dims))
     reader = RowReader(unit.tensors(part))
     found = StoredSize(0, 0)
     for piece in unit.pieces():
         for start in range(0, piece, step):
             words = reader.take_run(min(step, piece - start))
-            made = encode(words, dtype="fp16", threads=1)
-            if not matches(made, words, dtype="fp16", threads=1):
+            made = encode(words, dtype=dtype, threads=1)
+            if not matches(made, words, dtype=dtype, threads=1):
                 raise KvmnnError("a frame did not decode to its own input (please report this)")
             found += StoredSize(len(made), 1)
             if progress:

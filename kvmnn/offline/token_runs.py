@@ -1,6 +1,6 @@
-"""Tokens in a row: tensors ``[token, kv_head, head_dim]`` of 16-bit words, read in runs of complete tokens.
+"""Tokens in a row: tensors ``[token, kv_head, head_dim]`` of 16-bit or 32-bit words, read in runs of complete tokens.
 
-What lies in files is mapped or read only while it is used; fp32 words are rounded to fp16 on the way.
+What lies in files is mapped or read only while it is used; where that is asked for fp32 words are rounded on the way.
 """
 
 from __future__ import annotations
@@ -36,7 +36,11 @@ class Tensor(Protocol):
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token's 16-bit words."""
+        """Bytes of a token's words as they are measured."""
+
+    @property
+    def word_bytes(self) -> int:
+        """Bytes of a word as it is measured: 2 or 4."""
 
     @property
     def width(self) -> int:
@@ -49,7 +53,7 @@ class Tensor(Protocol):
         """All tokens as the words that are stored, `tokens` at a time, the last run shorter."""
 
     def runs(self, tokens: int) -> Iterator[Piece]:
-        """The same as little-endian 16-bit words."""
+        """The same as little-endian words of `word_bytes` bytes."""
 
 
 class FileTensor:
@@ -62,27 +66,30 @@ class FileTensor:
     shape
         ``(tokens, kv_heads, head_dim)`` as the metadata has it.
     width
-        Bytes of a word: 2 (taken as they are) or 4 (fp32, rounded to fp16: to nearest, ties to even, too large to inf).
+        Bytes of a word: 2 or 4 (fp32).
+    to_fp16
+        Round words of 4 bytes: to nearest, ties to even, too large to infinity.
     """
 
-    def __init__(self, file: FileState, shape: tuple[int, int, int], width: int) -> None:
+    def __init__(self, file: FileState, shape: tuple[int, int, int], width: int, *, to_fp16: bool = False) -> None:
         self.path = Path(file.path)
         self.width = width
+        self.word_bytes = 2 if to_fp16 else width
         self.found = file.size
         self._file = file
         self.shape = shape
         self.tokens, heads, dims = shape
-        self.token_bytes = 2 * heads * dims
+        self.token_bytes = self.word_bytes * heads * dims
 
     def is_complete(self) -> bool:
-        return self.found == self.tokens * self.token_bytes // 2 * self.width
+        return self.found == self.tokens * stored_token_bytes(self)
 
     def stored_runs(self, tokens: int) -> Iterator[Piece]:
-        return self.raw_runs(tokens * self.token_bytes // 2 * self.width)
+        return self.raw_runs(tokens * stored_token_bytes(self))
 
     def runs(self, tokens: int) -> Iterator[Piece]:
         for run in self.stored_runs(tokens):
-            yield run if self.width == 2 else rounded(run)
+            yield run if self.width == self.word_bytes else rounded(run)
 
     def raw_runs(self, step: int) -> Iterator[Piece]:
         """The file's own bytes, `step` at a time.
@@ -110,27 +117,28 @@ class ArrayTensor:
     """K or V of a layer of any source; bf16 words stay as they are.
 
     An array with the heads first is put in order run by run, which takes all of it: as a view where its file is mapped,
-    else in memory.
+    else in memory. With `to_fp16` fp32 words are rounded.
     """
 
-    def __init__(self, array: LayerArray) -> None:
+    def __init__(self, array: LayerArray, *, to_fp16: bool = False) -> None:
         self.array = array
         self.width = array.array.word_bytes
+        self.word_bytes = 2 if to_fp16 else self.width
         heads, self.tokens, dims = array.geometry
         self.shape = (self.tokens, heads, dims)
-        self.token_bytes = 2 * heads * dims
+        self.token_bytes = self.word_bytes * heads * dims
 
     def is_complete(self) -> bool:
         return True
 
     def stored_runs(self, tokens: int) -> Iterator[Piece]:
         if self.array.token_major:
-            return self.array.array.pieces(tokens * self.token_bytes // 2 * self.width)
+            return self.array.array.pieces(tokens * stored_token_bytes(self))
         return self._turned(tokens, self.width)
 
     def runs(self, tokens: int) -> Iterator[Piece]:
         for run in self.stored_runs(tokens):
-            yield run if self.width == 2 else rounded(run)
+            yield run if self.width == self.word_bytes else rounded(run)
 
     def _turned(self, tokens: int, width: int) -> Iterator[Piece]:
         heads, count, dims = self.array.geometry
@@ -145,7 +153,7 @@ class NoTensor:
     """What latent attention stores as V: nothing."""
 
     def __init__(self, keys: Tensor) -> None:
-        self.tokens, self.width = keys.tokens, keys.width
+        self.tokens, self.width, self.word_bytes = keys.tokens, keys.width, keys.word_bytes
         self.shape = (self.tokens, 0, 0)
         self.token_bytes = 0
 
@@ -158,6 +166,11 @@ class NoTensor:
     runs = stored_runs
 
 
+def stored_token_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a token's words as they are stored."""
+    return tensor.token_bytes // tensor.word_bytes * tensor.width
+
+
 def rounded(run: Piece) -> Piece:
     """fp32 words as fp16 words: to nearest, ties to even, too large to infinity."""
     with np.errstate(over="ignore", invalid="ignore"):
@@ -165,18 +178,18 @@ def rounded(run: Piece) -> Piece:
 
 
 class RowReader:
-    """The tokens of several tensors one after the other, as 16-bit words, or as the words of one width that are stored.
+    """The tokens of several tensors one after the other, as they are measured or as they are stored.
 
     Parameters
     ----------
     tensors
-        Of one geometry.
+        Of one geometry and one size of words.
     as_stored
-        Take the words as they are; all tensors have the same width then.
+        Take the words as they are stored; all tensors have the same width then.
     """
 
     def __init__(self, tensors: Sequence[Tensor], *, as_stored: bool = False) -> None:
-        self._token_bytes = tensors[0].token_bytes // 2 * (tensors[0].width if as_stored else 2)
+        self._token_bytes = stored_token_bytes(tensors[0]) if as_stored else tensors[0].token_bytes
         step = max(1, RUN_BYTES // self._token_bytes)
         runs = (tensor.stored_runs(step) if as_stored else tensor.runs(step) for tensor in tensors)
         self._runs = (run for several in runs for run in several)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..dtypes import PARTS, Part
-from .options import FP32_LANES, HALVES, LANES, lane_of
+from .options import FP32_LANES, HALVES, LANES, Half, lane_of
 from .simulated_sizes import StreamSize
 from .stored_sizes import StoredSize
 
@@ -66,13 +66,15 @@ class Totals:
     tokens
         Of all that was measured of the layer; of all layers, their sum.
     lanes
-        By name: ``"k_hi"``, ``"k_lo"``, ``"v_hi"``, ``"v_lo"``.
+        Of 16-bit words, by name: ``"k_hi"``, ``"k_lo"``, ``"v_hi"``, ``"v_lo"``.
     extra_bytes
         By part: framing and tables, which belong to the simulated size.
     stored
         By part: frames that were made and decoded, where that was asked for.
     fp32
-        fp32 words in four byte lanes, where that was asked for; None for no such words.
+        fp32 words in four byte lanes; None for no such words.
+    is_fp32_counted
+        Whether these belong to the sums. They do not where fp32 was rounded and the 16-bit words are measured.
     """
 
     tokens: int = 0
@@ -80,9 +82,10 @@ class Totals:
     extra_bytes: Counter[Part] = field(default_factory=Counter)
     stored: dict[Part, StoredSize] = field(default_factory=dict)
     fp32: FP32Totals | None = None
+    is_fp32_counted: bool = False
 
     def raw_bytes(self, parts: Sequence[Part] = PARTS) -> int:
-        """fp16 bytes of what could be compressed."""
+        """Bytes of what could be compressed, as it was measured."""
         return sum(lane.raw_bytes for lane in self.of(parts))
 
     def simulated_bytes(self, parts: Sequence[Part] = PARTS) -> int:
@@ -102,5 +105,20 @@ class Totals:
         return sum(self.stored[part].frames for part in parts if part in self.stored)
 
     def of(self, parts: Sequence[Part]) -> list[LaneTotal]:
-        """The lanes of `parts`."""
-        return [self.lanes[lane_of(part, half)] for part in parts for half in HALVES]
+        """The lanes of `parts` that belong to the sums."""
+        lanes = [self.lanes[lane_of(part, half)] for part in parts for half in HALVES]
+        return lanes + [self.fp32_lanes[part, lane] for part in parts for lane in FP32_LANES if self.fp32_lanes]
+
+    @property
+    def fp32_lanes(self) -> dict[tuple[Part, int], LaneTotal]:
+        """The lanes of fp32 words that belong to the sums, by part and number; none where there are no such words."""
+        return self.fp32.lanes if self.fp32 is not None and self.is_fp32_counted else {}
+
+    def modes(self, part: Part, half: Half) -> dict[str, int]:
+        """How many blocks of the upper or lower bytes took which predictor; of fp32 the two upper or lower lanes."""
+        found = Counter(self.lanes[lane_of(part, half)].modes)
+        for lane in FP32_LANES[2:] if half == "hi" else FP32_LANES[:2]:
+            if self.fp32_lanes:
+                for name, number in self.fp32_lanes[part, lane].modes.items():
+                    found[name] += number
+        return dict(found)

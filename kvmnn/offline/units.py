@@ -51,12 +51,21 @@ class Unit:
         """K and V; K alone where nothing is stored as V."""
         return [part for part in PARTS if self.raw_bytes(part)]
 
+    def word_bytes(self, part: Part) -> int:
+        """Bytes of a word of K or V as it is measured: 2 or 4."""
+        return self.entries[0].tensor(part).word_bytes
+
+    def words(self, part: Part) -> int:
+        """Words of K or V, which are the bytes of each byte lane."""
+        heads, dims = self.geometry(part)
+        return self.tokens * heads * dims
+
     def raw_bytes(self, part: Part) -> int:
-        """fp16 bytes of K or V."""
+        """Bytes of K or V as they are measured."""
         return self.tokens * self.entries[0].tensor(part).token_bytes
 
     def piece_bytes(self, part: Part) -> int:
-        """fp16 bytes of the largest piece of K or V."""
+        """Bytes of the largest piece of K or V as they are measured."""
         return min(self.piece_tokens, self.tokens) * self.entries[0].tensor(part).token_bytes
 
     def pieces(self) -> Iterator[int]:
@@ -74,9 +83,10 @@ class Unit:
         return [entry.tensor(part) for entry in self.entries]
 
     @property
-    def is_fp32(self) -> bool:
-        """Whether all its words are stored in 32 bits."""
-        return all(tensor.width == 4 for entry in self.entries for tensor in (entry.keys, entry.values))
+    def is_rounded(self) -> bool:
+        """Whether all its words are stored in 32 bits and measured in 16."""
+        tensors = [tensor for entry in self.entries for tensor in (entry.keys, entry.values)]
+        return all(tensor.width == 4 and tensor.word_bytes == 2 for tensor in tensors)
 
     def is_complete(self) -> bool:
         """Whether every binary file has the bytes that its metadata says."""
@@ -96,7 +106,8 @@ def _groups(entries: list[Entry], by_stage: bool) -> list[tuple[Entry, ...]]:
     found: dict[tuple[object, ...], list[Entry]] = {}
     for entry in entries:
         shapes = entry.keys.shape[1:], entry.values.shape[1:]
-        key = (entry.run_id or _NO_RUN, entry.layer, *shapes, entry.stage if by_stage else None)
+        words = entry.keys.word_bytes, entry.values.word_bytes
+        key = (entry.run_id or _NO_RUN, entry.layer, *shapes, *words, entry.stage if by_stage else None)
         found.setdefault(key, []).append(entry)
     return [tuple(sorted(group, key=lambda entry: entry.seq_start)) for group in found.values()]
 

@@ -148,7 +148,7 @@ class PrefixStore:
         Parameters
         ----------
         token_ids
-            ``[token]``, whole numbers from 0 to 2**24 - 1.
+            ``[token]``, whole numbers from 0 to 2**32 - 1.
         layers
             K and V of all of these tokens, of every layer that the model has, ``[kv_head, token, head_dim]``.
         model

@@ -9,17 +9,18 @@ from typing import Any
 import numpy as np
 
 from ..arrays.casting import widened
-from ..arrays.completeness import require_complete
+from ..arrays.completeness import IncompleteCacheError, require_complete
 from ..arrays.layer_cache import LayerCache
 from ..arrays.layers import LayerArray, array_name, check_pairs, place_said, sorted_layers
 from ..arrays.named_array import in_memory
 from ..arrays.own_order import for_other_engines
 from ..arrays.source import Source
-from ..dtypes import PARTS, Words, by_name
+from ..arrays.window_layers import describe_windows, find_window_layers
+from ..dtypes import PARTS, Positions, Words, by_name
 from ..errors import KvmnnError, OptionError, SourceError
 from ..formats.mnn import Packed, Unpacked, pack, unpack
 from ..formats.mnn.prefix_writing import Making
-from ..formats.noted_positions import noted_positions
+from ..formats.noted_positions import held_by, noted_positions
 from ..packed.cache_info import TokenIds
 from ..packed.fitting import Geometry
 from ..text import count
@@ -27,7 +28,7 @@ from .results import Prefix
 from .token_ids import Ids, as_ids
 
 
-def layers_of(source: Source, *, token_major: bool = False) -> list[LayerCache]:
+def layers_of(source: Source, *, token_major: bool = False, with_windows: bool = False) -> list[LayerCache]:
     """K and V of every layer of anything that `kvmnn.open` opens.
 
     Layers may differ in heads and head_dim, and V from K in head_dim. Caches of engines may have K alone (llama.cpp's
@@ -44,11 +45,13 @@ def layers_of(source: Source, *, token_major: bool = False) -> list[LayerCache]:
         Arrays whose names say which layer's K or V they are.
     token_major
         Whether they are ``[token, kv_head, head_dim]``, where nothing says so.
+    with_windows
+        Also return layers with a sliding window that contain the last tokens of the text alone, with their positions.
 
     Raises
     ------
     IncompleteCacheError
-        For a part of the model's state.
+        For a part of the model's state, and for such layers without `with_windows`.
     OptionError
         For K and V that were made from int8.
     SourceError
@@ -60,13 +63,17 @@ def layers_of(source: Source, *, token_major: bool = False) -> list[LayerCache]:
     require_complete(source.completeness, where, "a stored prefix")
     if source.lossy:
         raise OptionError(f"{where}: K and V were made from int8: no engine takes such a prefix up again")
+    windows = find_window_layers(source.completeness, held_by(source)) if source.completeness is not None else {}
+    if windows and not with_windows:
+        sentence = describe_windows(source.completeness, windows)
+        raise IncompleteCacheError(f"{where}: cannot make a stored prefix: {sentence}")
     if source.cache is not None:
         for info in source.cache.layers:
-            if info.text_runs != ((0, info.tokens),):
+            if info.layer not in windows and info.positions != ((0, info.tokens),):
                 raise SourceError(f"{where}: layer {info.layer} was cut: a cache without some tokens is no prefix")
     if source.engine_cache is not None and source.engine_cache.has_padding:
         raise SourceError(f"{where}: is a batch with padding: --batch N takes one text of it, from 0")
-    if source.engine_cache is not None and not source.engine_cache.is_whole:
+    if source.engine_cache is not None and not windows and not source.engine_cache.is_whole:
         raise SourceError(f"{where}: holds no beginning of a text, whole and in order: {source.engine_cache}")
     has_keys_alone = source.engine_cache is not None
     arrays = sorted_layers(for_other_engines(source)[0], token_major=token_major, keys_alone=has_keys_alone)
@@ -76,20 +83,22 @@ def layers_of(source: Source, *, token_major: bool = False) -> list[LayerCache]:
     all_keys = arrays[:: 1 + has_values]
     numbers = [entry.layer for entry in all_keys]
     noted = noted_positions(source, [entry.geometry[1] for entry in all_keys], numbers)
-    for entry, positions in zip(all_keys, noted.in_text, strict=True) if noted else ():
-        if positions.max(initial=-1) >= positions.shape[-1]:  # they ascend
+    for entry, positions in zip(all_keys, noted.positions, strict=True) if noted else ():
+        if entry.layer not in windows and positions.max(initial=-1) >= positions.shape[-1]:  # they ascend
             raise SourceError(f"{where}: layer {entry.layer} was cut: a cache without some tokens is no prefix")
     if len({entry.array.dtype for entry in arrays}) > 1:
         arrays = [replace(entry, array=widened(entry.array)) for entry in arrays]
     words = [_words(entry) for entry in arrays]
-    if not has_values:
-        return [
-            LayerCache(layer=entry.layer, keys=w, values=w[:, :, :0]) for entry, w in zip(arrays, words, strict=True)
-        ]
-    return [
-        LayerCache(layer=entry.layer, keys=keys, values=values)
-        for entry, keys, values in zip(all_keys, words[::2], words[1::2], strict=True)
-    ]
+    values = words[1::2] if has_values else [keys[:, :, :0] for keys in words]
+    pairs = zip(all_keys, words[:: 1 + has_values], values, strict=True)
+    seen = 1 + max((int(positions.max()) for positions in windows.values()), default=-1)
+    return [_layer_cache(entry.layer, keys, v, windows.get(entry.layer), seen) for entry, keys, v in pairs]
+
+
+def _layer_cache(layer: int, keys: Words, values: Words, positions: Positions | None, seen: int) -> LayerCache:
+    if positions is None:
+        return LayerCache(layer=layer, keys=keys, values=values)
+    return LayerCache(layer=layer, keys=keys, values=values, positions=positions, tokens_seen=seen)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +142,6 @@ def write_prefix(
     name: str | None = None,
     capacity: int | None = None,
     model: str | None = None,
-    rerotate: bool = False,
     force: bool = False,
     threads: int | None = None,
 ) -> Got:
@@ -151,8 +159,6 @@ def write_prefix(
         Of a prefix cache, as for `kvmnn.formats.mnn.pack`; where none is given arrays are written.
     model
         Directory of the MNN model, to be noted down beside a prefix cache.
-    rerotate
-        Of a prefix cache, as for `kvmnn.formats.mnn.pack`. A stored prefix has the first positions: K stays as it is.
     force
         Replace files that exist.
     threads
@@ -191,8 +197,6 @@ def write_prefix(
             token_ids=ids,
             model=model,
             force=force,
-            positions=[cache.positions for cache in prefix.layers],
-            rerotate=rerotate,
             making=Making(durable=False, again=True, threads=threads),
         )
     return Got(tokens=prefix.tokens, asked=prefix.asked, dtype=prefix.dtype, others=prefix.others, written=made)

@@ -10,15 +10,21 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import KvmnnError
+from ..packed.cache_info import MAX_TOKEN_ID
 from .space import KEY_BYTES
 
-MAX_ID = (1 << 24) - 1
+MAX_ID = MAX_TOKEN_ID
 MAX_TOKENS = 1 << 24
 Ids = npt.NDArray[np.uint32]
 """Token ids, ``[token]``, little-endian."""
 
-_LETTERS = 3
-"""Bytes of an id where ids are compared as text: the first is the highest."""
+_SHORT, _LONG = 3, 5
+"""Bytes of an id where ids are compared as text: the highest first; of a long one behind `_ESCAPE`."""
+_ESCAPE = 0xFF
+_MIN_LONG = _ESCAPE << 16
+"""The least id whose three bytes would begin as a long one does. Vocabularies are smaller; placeholders of pictures are
+hashes of up to 32 bits.
+"""
 
 
 def as_ids(token_ids: Sequence[int] | npt.NDArray[Any]) -> Ids:
@@ -27,7 +33,7 @@ def as_ids(token_ids: Sequence[int] | npt.NDArray[Any]) -> Ids:
     Raises
     ------
     KvmnnError
-        Unless they are 1 to 2**24 whole numbers from 0 to 2**24 - 1.
+        Unless they are 1 to 2**24 whole numbers from 0 to 2**32 - 1.
     """
     try:
         found = np.asarray(token_ids)
@@ -64,14 +70,33 @@ def text_key(space: bytes, ids: Ids) -> bytes:
 
 
 def as_text(ids: Ids) -> bytes:
-    """Three bytes an id, such that texts sort as their ids do."""
-    return np.ascontiguousarray(ids.astype(">u4").view(np.uint8).reshape(-1, 4)[:, 4 - _LETTERS :]).tobytes()
+    """Return ids as bytes that sort as they do: three for an id of a vocabulary, five for a larger one."""
+    words = np.ascontiguousarray(ids.astype(">u4").view(np.uint8).reshape(-1, 4))
+    if not ids.size or int(ids.max()) < _MIN_LONG:
+        return words[:, 4 - _SHORT :].tobytes()
+    long = (ids >= _MIN_LONG).tolist()
+    return b"".join(
+        bytes([_ESCAPE]) + word.tobytes() if is_long else word[4 - _SHORT :].tobytes()
+        for word, is_long in zip(words, long, strict=True)
+    )
 
 
 def agreeing_texts(one: bytes, other: bytes) -> int:
     """How many ids two texts of `as_text` have in common from their beginning."""
     size = min(len(one), len(other))
-    return agreeing(np.frombuffer(one, np.uint8, size), np.frombuffer(other, np.uint8, size)) // _LETTERS
+    return ids_in_text(one[: agreeing(np.frombuffer(one, np.uint8, size), np.frombuffer(other, np.uint8, size))])
+
+
+def ids_in_text(text: bytes) -> int:
+    """How many whole ids the bytes of `as_text` have."""
+    count = text[::_SHORT].find(_ESCAPE)
+    if count < 0:
+        return len(text) // _SHORT
+    place = count * _SHORT
+    while place < len(text):
+        place += _LONG if text[place] == _ESCAPE else _SHORT
+        count += place <= len(text)
+    return count
 
 
 def agreeing(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> int:

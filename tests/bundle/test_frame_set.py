@@ -45,6 +45,8 @@ def test_frames_one_after_another(tmp_path, values, run, monkeypatch):
     assert frames.arrays[0].shape == (KEYS.size,)
     assert joined(frames) == [values.tobytes()]
     unknown = f"{count} frames one after another: shape and names are unknown"
+    assert frames.unknown.startswith(unknown)
+    assert ("fp16 is assumed" in frames.unknown) == (values.dtype.itemsize == 2)
     said = run("decode", "k.frame", "-o", "back.npy").out
     assert unknown in said
     assert "LOSSLESS" not in said
@@ -52,7 +54,7 @@ def test_frames_one_after_another(tmp_path, values, run, monkeypatch):
     said = run("verify", "k.frame").out
     assert f"DECODES (no manifest and no --against: nothing to compare with; {unknown}" in said
     assert "LOSSLESS (every byte compared with k.npy" in run("verify", "k.frame", "--against", "k.npy").out
-    assert run("inspect", "k.frame").out.startswith(f"k.frame: {unknown}\n  {frames.arrays[0].dtype}, 25,600 words, ")
+    assert run("inspect", "k.frame").out.startswith(f"k.frame: {frames.unknown}\n  {frames.arrays[0].dtype}, ")
     assert run("inspect", "-v", "k.frame").out.count(" frame: ") == count
     (found,) = json.loads(run("inspect", "k.frame", "--json").out)["inputs"]
     assert (found["kind"], found["raw_bytes"], len(found["frames"])) == ("frames", size, count)

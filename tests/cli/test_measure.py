@@ -180,7 +180,7 @@ def test_bad_data_exits_1_and_leaves_nothing(here, run, arguments, message):
 
 def test_json_says_which_number_is_which(here, run):
     made = json.loads(run("measure", "dump", "--json", "--real", "--front-n", "3").out)
-    assert (made["verb"], made["label"]) == ("measure", "LOSSY")  # layer 2 is fp32
+    assert (made["verb"], made["label"]) == ("measure", "LOSSLESS")
     assert set(made["breakdown"]["meaning"]) == {"simulated", "limit", "stored"}
     overall, layers = made["breakdown"]["overall"], made["breakdown"]["layers"]
     assert list(layers) == ["0", "2"]
@@ -200,14 +200,14 @@ def test_json_says_which_number_is_which(here, run):
 
 
 def test_fp32_stands_beside_fp16(here, run):
-    said = run("measure", "dump", "--fp32").out
+    said = run("measure", "dump", "--to-fp16", "--fp32").out
     assert "\ntotal fp32 " in said and "\nlayer 2 fp32 " in said and "\nlayer 0 fp32 " not in said
     assert "\nfp32: 1 layer, simulated too: fp32 words as they are, nothing rounded" in said
-    made = json.loads(run("measure", "dump", "--fp32", "--json").out)
-    plain = json.loads(run("measure", "dump", "--json").out)
+    made = json.loads(run("measure", "dump", "--fp32", "--json", "--to-fp16").out)
+    plain = json.loads(run("measure", "dump", "--json", "--to-fp16").out)
     assert (made.pop("command"), plain.pop("command")) == (
-        "kvmnn measure dump --fp32 --json",
-        "kvmnn measure dump --json",
+        "kvmnn measure dump --fp32 --json --to-fp16",
+        "kvmnn measure dump --json --to-fp16",
     )
     fp32 = made["breakdown"].pop("fp32")
     assert made == plain
@@ -218,11 +218,61 @@ def test_fp32_stands_beside_fp16(here, run):
         assert list(lanes) == ["0", "1", "2", "3"]
         assert sum(lane["simulated_bytes"] for lane in lanes.values()) == fp32["overall"][part]["simulated_bytes"]
     assert "--fp32: no fp32 words were measured" in run("measure", "dump", "--fp32", "--layer-ids", "0").out
+    alone = json.loads(run("measure", "dump", "--fp32", "--layer-ids", "2", "--json").out)["breakdown"]
+    assert alone["fp32"]["layers"] == fp32["layers"]
     assert "exclude each other" in run("measure", "dump", "--fp32", "--strict-fp16", code=2).err
 
 
+def test_measure_fp32_is_measured_as_fp32_unless_to_fp16(here, run):
+    layer = json.loads(run("measure", "dump", "--layer-ids", "2", "--json", "--real").out)
+    assert (layer["label"], layer["evaluation"]["converted_fp32_entries"]) == ("LOSSLESS", 0)
+    sizes = layer["breakdown"]["layers"]["2"]
+    assert sizes["raw_bytes"] == 2 * (K.nbytes + V.nbytes) == layer["evaluation"]["raw_bytes"]
+    assert sizes["stored_bytes"] < sizes["raw_bytes"]
+    assert list(sizes["k"]["lanes"]) == ["hi", "lo", "0", "1", "2", "3"]
+    total = sum(lane["simulated_bytes"] for lane in sizes["k"]["lanes"].values())
+    assert total == sizes["k"]["simulated_bytes"]
+    said = run("measure", "dump", "--layer-ids", "2", "--real").out
+    assert "fp32: 1 layer, fp32 words as they are" in said
+    assert "fp32 is measured as fp32; the evaluation rounds it to fp16 first, as --to-fp16 does" in said
+    assert "    lane 3" in said and "    hi" not in said and "LOSSY" not in said
+    for argv in (["dump", "--to-fp16"], ["--to-fp16", "dump"], ["--dump-dir", "dump", "--to-fp16"]):
+        made = json.loads(run("measure", *argv, "--layer-ids", "2", "--json").out)
+        assert (made["label"], made["evaluation"]["converted_fp32_entries"]) == ("LOSSY", 1)
+        assert made["breakdown"]["overall"]["raw_bytes"] == K.nbytes + V.nbytes
+    lines = [json.loads(line) for line in run("measure", "dump", "--jobs", 1, "--to-fp16", "--json").out.splitlines()]
+    assert lines and all(line["document"]["label"] == "LOSSY" for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--strict-fp16", "--layer-ids", "2"], "2 of 3 by --scope or its layers, 1 of 3 by --strict-fp16 (they are"),
+        (["--stage", "decode"], "Left out: 3 of 3 by --stage"),
+        (["--min-seq-len", "99999"], "Left out: 3 of 3 by --min-seq-len or --max-seq-len"),
+    ],
+)
+def test_measure_nothing_left_says_which_option_left_it_out(here, run, argv, said):
+    told = run("measure", "dump", *argv, code=1).err
+    assert said in told.replace("\n", " ") and "--dump-dir" not in told
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--to-fp16", "--strict-fp16"], "--to-fp16 and --strict-fp16 exclude each other"),
+        (["--to-fp16", "--dense"], "--to-fp16 without DIR is for measuring"),
+        (["--to-fp16", "--analysis", "x"], "--to-fp16 without DIR is for measuring"),
+        (["--to-fp16", "--allow-fp16"], "--allow-fp16 needs --to-fp16 DIR"),
+        (["--to-fp16", "x", "--jobs", "1"], "--to-fp16 is not for --jobs and --dask"),
+    ],
+)
+def test_measure_to_fp16_without_directory_refused_where_it_would_do_nothing(here, run, argv, said):
+    assert said in run("measure", "dump", *argv, code=2).err
+
+
 def test_the_table_of_real_frames_says_so(here, run):
-    said = run("measure", "dump", "--real", "--front-n", "3").out
+    said = run("measure", "dump", "--real", "--front-n", "3", "--to-fp16").out
     assert "STORED: frames as MNN makes them were encoded, decoded and compared: LOSSLESS" in said
     assert "LOSSY: 1 fp32 entries were rounded to fp16" in said
 

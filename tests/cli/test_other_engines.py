@@ -51,8 +51,11 @@ def test_measure_takes_keys_and_values_of_different_types(here: Path, run, k_typ
         Path(f"{name}.session").write_bytes(state)
         found[name] = json.loads(run("measure", f"{name}.session", "--json").out)
     both, keys = (found[name]["breakdown"]["overall"] for name in ("both", "keys"))
-    assert both["k"] == keys["k"] and both["k"]["raw_bytes"] == both["v"]["raw_bytes"] == 2 * 2 * 12 * 2 * 32
-    said = run("measure", "both.session").out
+    assert both["k"] == keys["k"]
+    for part, kind in (("k", k_type), ("v", v_type)):
+        word_bytes = 2 if kind in ("f16", "bf16") else 4  # blocks become fp32
+        assert both[part]["raw_bytes"] == word_bytes * 2 * 12 * 2 * 32
+    said = run("measure", "both.session", "--to-fp16").out
     assert "LOSSY: 2 fp32 entries were rounded to fp16 before anything else" in said
 
 
@@ -122,8 +125,23 @@ def test_the_bytes_of_blocks_are_said_beside_those_of_their_numbers(here: Path, 
 
 
 def test_measure_says_that_numbers_made_of_blocks_are_rounded(here: Path, run) -> None:
-    assert "LOSSY: 2 fp32 entries were rounded to fp16" in run("measure", "q.session").out
-    assert json.loads(run("measure", "q.session", "--json").out)["label"] == "LOSSY"
+    assert "LOSSY: 2 fp32 entries were rounded to fp16" in run("measure", "q.session", "--to-fp16").out
+    assert json.loads(run("measure", "q.session", "--to-fp16", "--json").out)["label"] == "LOSSY"
+
+
+@pytest.mark.parametrize("option", ["--real", "--dense", "--no-limits"])
+def test_measure_quantised_input_says_its_own_bytes_beside_those_of_its_words(here: Path, run, option: str) -> None:
+    size = Path("q.session").stat().st_size
+    argv = ["measure", "q.session", option, "--kv-heads", 2]
+    made = json.loads(run(*argv, "--json").out)
+    assert made["dequantised"] == {"types": ["q8_0"], "input_bytes": size}
+    overall = (made if option == "--dense" else made["breakdown"])["overall"]
+    name = {"--real": "STORED", "--dense": "dense", "--no-limits": "simulated"}[option]
+    times = overall[f"{name.lower()}_bytes"] / size
+    note = f"words dequantised from q8_0: the input has {size:,} bytes, its words 12,288; {name} is {times:.2f} times"
+    assert made["notes"] == [f"{note} the input"]
+    assert note in " ".join(run(*argv).out.split())
+    assert "dequantised" not in json.loads(run("measure", "x.session", option, "--json", "--kv-heads", 2).out)
 
 
 def test_diff_says_that_quantised_k_and_v_may_be_rotated(here: Path, run) -> None:

@@ -10,7 +10,17 @@ import pytest
 from offline_model import words, write_dump
 
 from kvmnn.errors import OptionError, OutputError, SourceError
-from kvmnn.offline import ALL_LAYERS, measure, select, to_fp16, to_json, to_markdown, write_analysis
+from kvmnn.offline import (
+    ALL_LAYERS,
+    MeasureOptions,
+    Scope,
+    measure,
+    select,
+    to_fp16,
+    to_json,
+    to_markdown,
+    write_analysis,
+)
 
 K, V = words(1, 40), words(2, 40)
 
@@ -23,14 +33,17 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_measurement(here, run):
-    found = measure([os.path.abspath("dump")], real=True, out_json="a/b.json", out_md="a/b.md")
-    assert run("measure", "dump", "--real").out == f"{found}\n"
-    said = {"verb": "measure", "command": "kvmnn measure dump --real --json"}
-    assert json.loads(run("measure", "dump", "--real", "--json").out) == {**said, **found.to_dict()}
+@pytest.mark.parametrize("to_fp16", [False, True])
+def test_a_measurement(here, run, to_fp16):
+    options = MeasureOptions(scope=Scope(to_fp16=to_fp16))
+    found = measure([os.path.abspath("dump")], None, options, real=True, out_json="a/b.json", out_md="a/b.md")
+    argv = ["measure", "dump", "--real", *(["--to-fp16"] if to_fp16 else [])]
+    assert run(*argv).out == f"{found}\n"
+    said = {"verb": "measure", "command": f"kvmnn {' '.join(argv)} --json"}
+    assert json.loads(run(*argv, "--json").out) == {**said, **found.to_dict()}
     assert Path("a/b.json").read_text() == to_json(found)
     assert Path("a/b.md").read_text() == to_markdown(found)
-    assert found.label == "LOSSY"
+    assert found.label == ("LOSSY" if to_fp16 else "LOSSLESS")
 
 
 def test_documents_that_cannot_be_written(here):

@@ -214,6 +214,8 @@ def test_fp32_is_rounded_or_left_out(tmp_path):
     wide[0, 0, :3] = [1e6, np.nan, -np.inf]
     write_dump(tmp_path, 0, 0, wide, wide)
     entry = select([tmp_path], Scope()).entries[0]
+    assert next(entry.keys.runs(100)).tobytes() == wide.tobytes()
+    entry = select([tmp_path], Scope(to_fp16=True)).entries[0]
     run = next(entry.keys.runs(100))
     with np.errstate(over="ignore"):
         assert run.tobytes() == wide.astype("<f2").tobytes()
@@ -231,9 +233,10 @@ def test_any_source_is_measured_as_its_dump_would_be(tmp_path):
 
     wide = Selection()
     np.savez(tmp_path / "wide.npz", k=K.transpose(1, 0, 2).astype("f4"), v=V.transpose(1, 0, 2).astype(">f4"))
-    select_source(wide, open_source(str(tmp_path / "wide.npz")), Scope(), "wide.npz")
+    select_source(wide, open_source(str(tmp_path / "wide.npz")), Scope(to_fp16=True), "wide.npz")
     assert wide.converted == 1
-    assert measure(["x"], wide, MeasureOptions()).totals == dumped.totals
+    rounded = measure(["x"], wide, MeasureOptions(scope=Scope(to_fp16=True))).totals
+    assert rounded.lanes == dumped.totals.lanes and rounded.raw_bytes() == dumped.totals.raw_bytes()
     assert not is_dump(str(tmp_path / "kv.npz")) and is_dump(str(tmp_path / "dump"))
 
 
@@ -264,7 +267,9 @@ def test_fp32_of_either_is_rounded(tmp_path):
         k, v = (part.transpose(1, 0, 2).astype(kind) for part, kind in zip((K, V), types, strict=True))
         np.savez(tmp_path / f"{name}.npz", k=k, v=v)
         for strict in (False, True):
-            found = Selection()
-            select_source(found, open_source(str(tmp_path / f"{name}.npz")), Scope(strict_fp16=strict), "x")
-            assert len(found.entries) == (0 if strict and name != "none" else 1)
-            assert found.converted == (0 if strict or name == "none" else 1)
+            for to_fp16 in (False, True):
+                found, scope = Selection(), Scope(strict_fp16=strict, to_fp16=to_fp16)
+                select_source(found, open_source(str(tmp_path / f"{name}.npz")), scope, "x")
+                wide = name != "none" and not strict
+                assert len(found.entries) == (0 if strict and name != "none" else 1)
+                assert (found.converted, found.fp32) == (wide and to_fp16, wide and not to_fp16)

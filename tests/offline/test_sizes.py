@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from offline_model import words, write_dump
 from kvmnn import KvmnnError, _simd
 from kvmnn.formats import open as open_source
 from kvmnn.offline import (
+    Measurement,
     MeasureOptions,
     OptionError,
     Predictors,
@@ -26,6 +28,7 @@ from kvmnn.offline import (
     select,
     select_source,
     to_document,
+    work_bytes,
 )
 from kvmnn.offline.memory_budget import MemoryBudget
 
@@ -151,6 +154,7 @@ def test_a_meter_refuses_what_does_not_fit():
 
 OPTIONS = st.builds(
     MeasureOptions,
+    scope=st.just(Scope(to_fp16=True)),
     entry_mode=st.sampled_from(["per_meta", "aggregate", "chunked", "chunked_grouped"]),
     online_chunk_seq=st.sampled_from([0, 1, 5, 100]),
     online_framing_bytes=st.integers(0, 20),
@@ -336,6 +340,57 @@ def test_values_beyond_what_c_holds_are_fine(dumps):
     assert sys.getsizeof(found["k_compressed_bytes"]) > 32
 
 
+ROUNDED = Scope(to_fp16=True)
+
+
+def measure_fp32(folder: Path, options: MeasureOptions, heads_first: bool, **how: object) -> Measurement:
+    """Measure the fp32 words of a folder as they are."""
+    selection = Selection()
+    if heads_first:
+        select_source(selection, open_source(folder / "kv.npz"), options.scope, "kv")
+    else:
+        selection = select([folder], options.scope)
+    assert selection.converted == 0 and selection.fp32 == len(selection.entries)
+    return measure(["x"], selection, options, **how)
+
+
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_measure_fp32_stored_is_frames_of_fp32_words(tmp_path, heads_first):
+    import kvmnn
+
+    k, v = (words(seed, 90, dtype="<f4") for seed in (1, 2))
+    if heads_first:
+        np.savez(tmp_path / "kv.npz", k=k.transpose(1, 0, 2), v=v.transpose(1, 0, 2))
+    else:
+        write_dump(tmp_path, 0, 0, k, v)
+    seen: list[int] = []
+    found = measure_fp32(tmp_path, MeasureOptions(), heads_first, real=True, threads=2, progress=seen.append)
+    assert found.label == "LOSSLESS"
+    assert found.totals.stored["key"].bytes == len(kvmnn.encode(k))
+    assert found.totals.stored_bytes() == len(kvmnn.encode(k)) + len(kvmnn.encode(v))
+    assert sum(seen) == 2 * (k.nbytes + v.nbytes) == 2 * found.totals.raw_bytes()
+    assert sum(seen) == work_bytes(found.selection, found.options, True)
+    document = to_document(found)
+    assert (document["raw_bytes"], document["converted_fp32_entries"]) == (k.nbytes + v.nbytes, 0)
+    blocks = sum(document["k_hi_mode_counts"].values())
+    assert blocks == sum(document["k_lo_mode_counts"].values()) == 2 * -(-90 // 64)
+
+
+@pytest.mark.parametrize("mode", ["aggregate", "chunked_grouped"])
+def test_measure_fp32_and_fp16_of_one_run_never_share_a_stream(tmp_path, mode):
+    halves = [words(seed, 30) for seed in (1, 2)]
+    wides = [words(seed, 30, dtype="<f4") for seed in (3, 4)]
+    write_dump(tmp_path, 0, 0, *halves)
+    write_dump(tmp_path, 0, 30, *wides)
+    options = MeasureOptions(entry_mode=mode)
+    found = measure(["x"], select([tmp_path], options.scope), options, real=True)
+    assert (found.groups, found.totals.raw_bytes()) == (2, sum(array.nbytes for array in (*halves, *wides)))
+    assert found.totals.lanes["k_hi"].raw_bytes == halves[0].size
+    assert [found.totals.fp32_lanes["key", lane].raw_bytes for lane in range(4)] == [wides[0].size] * 4
+    rounded = MeasureOptions(entry_mode=mode, scope=ROUNDED)
+    assert measure(["x"], select([tmp_path], ROUNDED), rounded).groups == 1
+
+
 @pytest.mark.parametrize("mode", ["adaptive_v22", "legacy"])
 @pytest.mark.parametrize("heads_first", [False, True])
 def test_fp32_in_four_lanes_is_that_of_plain_python(tmp_path, mode, heads_first):
@@ -343,11 +398,11 @@ def test_fp32_in_four_lanes_is_that_of_plain_python(tmp_path, mode, heads_first)
     if heads_first:
         np.savez(tmp_path / "kv.npz", k=k.transpose(1, 0, 2), v=v.transpose(1, 0, 2))
         selection = Selection()
-        select_source(selection, open_source(tmp_path / "kv.npz"), Scope(), "kv")
+        select_source(selection, open_source(tmp_path / "kv.npz"), ROUNDED, "kv")
     else:
         write_dump(tmp_path, 0, 0, k, v)
-        selection = select([tmp_path], Scope())
-    options = MeasureOptions(fp32=True, codec_mode=mode, entry_mode="chunked", online_framing_bytes=5)
+        selection = select([tmp_path], ROUNDED)
+    options = MeasureOptions(fp32=True, codec_mode=mode, entry_mode="chunked", online_framing_bytes=5, scope=ROUNDED)
     found = measure(["x"], selection, options, threads=2)
     assert found.totals.fp32 is not None and found.totals.fp32 == found.layers[0].fp32
     for part, array in (("key", k), ("value", v)):
@@ -365,9 +420,14 @@ def test_fp32_in_four_lanes_is_that_of_plain_python(tmp_path, mode, heads_first)
             expected += size
         assert found.totals.fp32.sum([part]).simulated_bytes == expected + 5
     assert found.totals.fp32.sum().raw_bytes == k.nbytes + v.nbytes
-    plain = measure(["x"], selection, MeasureOptions(codec_mode=mode, entry_mode="chunked", online_framing_bytes=5))
-    found.totals.fp32 = None
+    plain = measure(["x"], selection, replace(options, fp32=False))
+    beside, found.totals.fp32 = found.totals.fp32, None
     assert found.totals == plain.totals
+    exact = measure_fp32(tmp_path, replace(options, scope=Scope()), heads_first)
+    assert exact.totals.fp32 == beside
+    assert exact.totals.raw_bytes() == k.nbytes + v.nbytes
+    assert exact.totals.simulated_bytes() == beside.sum().simulated_bytes
+    assert exact.totals.limit_bytes() == beside.sum().limit_bytes
 
 
 def test_frames_are_cut_at_their_size(dumps, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 
 import pytest
@@ -75,7 +76,7 @@ def test_keys_that_are_not_known_are_passed_over():
     assert from_json(json.dumps(to_dict(INFO) | {"later": 1}), "x") == INFO
 
 
-@pytest.mark.parametrize("ids", [[], [[1]], [1.5], [-1], [2**31], ["1"], [True]])
+@pytest.mark.parametrize("ids", [[], [[1]], [1.5], [-1], [2**32], ["1"], [True]])
 def test_token_ids_are_a_list_of_words(ids):
     with pytest.raises(KvmnnError, match=r"token ids: (number 1: )?expected"):
         TokenIds.of(ids)
@@ -83,3 +84,8 @@ def test_token_ids_are_a_list_of_words(ids):
 
 def test_runs_are_joined():
     assert joined([(0, 2), (2, 3), (9, 1), (10, 1), (4, 1)]) == ((0, 5), (9, 2), (4, 1))
+
+
+def test_token_ids_of_32_bits_are_hashed_as_little_endian_words() -> None:
+    ids = [5, 2**31, 2**32 - 1]
+    assert TokenIds.of(ids).sha256 == hashlib.sha256(b"".join(each.to_bytes(4, "little") for each in ids)).hexdigest()

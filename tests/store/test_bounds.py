@@ -15,7 +15,7 @@ from kvmnn.errors import KvmnnError, SourceError
 from kvmnn.store import PrefixStore
 from kvmnn.store.remote.records import Record, from_bytes
 from kvmnn.store.space import MAX_LAYERS, from_json, space_of
-from kvmnn.store.token_ids import MAX_ID, MAX_TOKENS, as_ids
+from kvmnn.store.token_ids import MAX_ID, MAX_TOKENS, agreeing, agreeing_texts, as_ids, as_text, ids_in_text
 from kvmnn.store.unit import DamagedError, header_bytes, parse_header
 
 
@@ -47,13 +47,13 @@ def test_documents_of_no_space(layers: list[list[int]]) -> None:
 
 
 def test_token_ids() -> None:
-    assert MAX_TOKENS == MAX_ID + 1 == 1 << 24
+    assert MAX_TOKENS == 1 << 24 and MAX_ID == (1 << 32) - 1
     assert as_ids(np.zeros(MAX_TOKENS, np.uint8)).size == MAX_TOKENS
     with pytest.raises(KvmnnError, match="there are 16,777,217, expected at most 16,777,216"):
         as_ids(np.zeros(MAX_TOKENS + 1, np.uint8))
     assert as_ids([MAX_ID, 0]).tolist() == [MAX_ID, 0]
-    for wrong, found in ((MAX_ID + 1, "16,777,216"), (-1, "-1")):
-        with pytest.raises(KvmnnError, match=f"number 2: expected one from 0 to 16,777,215, found {found}$"):
+    for wrong, found in ((MAX_ID + 1, "4,294,967,296"), (-1, "-1")):
+        with pytest.raises(KvmnnError, match=f"number 2: expected one from 0 to 4,294,967,295, found {found}$"):
             as_ids([7, wrong])
     for ids, there in (([], "none"), ([1.5], r"float64 of shape \[1\]"), ([[1], [1, 2]], "no numbers")):
         with pytest.raises(KvmnnError, match=f"expected a list of at least one whole number, found {there}$"):
@@ -102,3 +102,18 @@ def test_anothers_database_is_left_as_it_is(tmp_path: Path) -> None:
         PrefixStore(tmp_path / "s", block_tokens=4)
     assert path.read_bytes() == before
     assert [entry.name for entry in (tmp_path / "s").iterdir()] == ["index.sqlite"]
+
+
+@pytest.mark.parametrize("most", [1 << 16, (0xFF << 16) + 3, 1 << 31, 1 << 32])
+def test_as_text_of_any_ids_sorts_and_agrees_as_ids_do(most: int) -> None:
+    rng = np.random.default_rng(most)
+    for _ in range(300):
+        shared = rng.integers(max(0, most - 4), most, rng.integers(0, 6)).tolist()
+        one, other = (
+            as_ids([*shared, *rng.integers(low, most, rng.integers(1, 5)).tolist()]) for low in (0, max(0, most - 2))
+        )
+        texts = as_text(one), as_text(other)
+        assert (texts[0] < texts[1]) == (one.tolist() < other.tolist())
+        assert agreeing_texts(*texts) == agreeing(one, other)
+        assert ids_in_text(texts[0]) == one.size
+        assert not most <= 0xFF << 16 or len(texts[0]) == 3 * one.size  # as earlier versions wrote them

@@ -319,3 +319,22 @@ def test_texts_are_known_by_their_ends(url: str) -> None:
             put(store, ids)
         ends = {tuple(entry["last_ids"]) for entry in store.ls().to_dict()["texts"]}
         assert ends == {tuple(range(12, 20)), (99,), (5, 6)}
+
+
+def test_ids_of_32_bits_are_found_to_the_token(url: str) -> None:
+    """Placeholders of pictures are hashes of 30 to 32 bits: two pictures share the text before them alone."""
+    rng = np.random.default_rng(8)
+    text = list(range(100, 140))
+    pictures = [rng.integers(1 << 24, 1 << 32, 40).tolist() for _ in range(3)]
+    one, two, three = ([*text, *picture, 7, 8] for picture in pictures)
+    two[40:60] = one[40:60]
+    with PrefixStore(url, block_tokens=32) as store:
+        for ids in (one, two):
+            store.put(ids, layers_of(ids), model=MODEL)
+        for ids, tokens in ((one, 82), (two, 82), (three, 40), (two[:61], 61), ([*one[:70], 5], 70)):
+            found = store.get(ids, model=MODEL)
+            assert found.tokens == tokens
+            assert same(found.layers, ids, tokens)
+        assert not store.verify().damaged
+    with PrefixStore(url) as store:
+        assert store.match(two, model=MODEL) == 82

@@ -290,7 +290,7 @@ def test_models_do_not_mix(store: PrefixStore) -> None:
 def test_what_is_no_text_or_no_prefix_is_refused(store: PrefixStore) -> None:
     ids = list(range(6))
     caches = layers_of(ids)
-    for wrong in ([], [[1]], [1.5], [-1], [1 << 24], ["a"], [[1], [2, 3]], [10**30]):
+    for wrong in ([], [[1]], [1.5], [-1], [1 << 32], ["a"], [[1], [2, 3]], [10**30]):
         with pytest.raises(KvmnnError, match="token ids"):
             store.match(wrong, model=MODEL)
     with pytest.raises(KvmnnError, match="layer 0 holds 6 tokens, there are 5 token ids"):

@@ -66,6 +66,8 @@ def state(
     streams_said: bool = True,
     outputs: tuple[int, int, int] | None = None,
     second: list[int] | None = None,
+    second_shape: Shape | None = None,
+    second_cells: list[int] | None = None,
     gaps: bool = False,
     sequences: int = 1,
     architecture: str = "llama",
@@ -74,7 +76,7 @@ def state(
     """A file whose streams have so many cells each, and its caches: lists of streams.
 
     recurrent: layers whose state lies behind the caches. outputs: their number, of logits and of embeddings, as
-    version 9 has them. second: cells of a second cache.
+    version 9 has them. second: cells of a second cache, which is of another shape, or has cells of these positions.
     """
     newest = 10 if kind == SESSION else 3
     count = sum(cells) if tokens is None else tokens
@@ -88,8 +90,9 @@ def state(
             data += struct.pack("<Q", logits) + rng.randbytes(4 * logits)
             data += struct.pack("<Q", embeddings) + rng.randbytes(4 * embeddings)
     caches = []
-    for each in [cells] if second is None else [cells, second]:
-        streams = [stream(rng, shape, number, gaps=gaps, sequences=sequences) for number in each]
+    for place, each in enumerate([cells] if second is None else [cells, second]):
+        own, said = (second_shape or shape, second_cells) if place else (shape, None)
+        streams = [stream(rng, own, number, gaps=gaps, sequences=sequences, positions=said) for number in each]
         data += struct.pack("<I", len(each)) if streams_said else b""
         data += b"".join(found.data for found in streams)
         caches.append(streams)
@@ -103,14 +106,16 @@ def recurrent_state(rng: Random, layers: int) -> bytes:
     return data + b"".join(struct.pack("<iQ", 0, 0) for _ in range(layers))
 
 
-def stream(rng: Random, shape: Shape, cells: int, *, gaps: bool, sequences: int) -> Cells:
+def stream(
+    rng: Random, shape: Shape, cells: int, *, gaps: bool, sequences: int, positions: list[int] | None = None
+) -> Cells:
     found = Cells()
     found.data = struct.pack("<I", cells)
     if not cells:
         return found
     position = 0
-    for _ in range(cells):
-        position += rng.randrange(4) if gaps else 0
+    for number in range(cells):
+        position = positions[number] if positions else position + (rng.randrange(4) if gaps else 0)
         ids = sorted(rng.sample(range(sequences), rng.randint(1, sequences)))
         found.positions.append(position)
         found.seqs.append(ids)
@@ -181,7 +186,7 @@ def block(rng: Random, kind: str) -> tuple[bytes, list[np.float32]]:
     return data, [np.float32(code - shift) * scale for code in codes]
 
 
-def gguf(architecture: str = "llama", **fields: int | float | str | list[int]) -> bytes:
+def gguf(architecture: str = "llama", **fields: int | float | str | list[int] | list[bool]) -> bytes:
     """The header of a model with fields of the architecture; dots of their names are written as two underscores."""
     named = {"general.architecture": architecture, "general.tags": ["a", "b"]}
     named |= {f"{architecture}.{name.replace('__', '.')}": value for name, value in fields.items()}
@@ -203,6 +208,8 @@ def _value(value: object) -> bytes:
     if isinstance(value, float):
         return struct.pack("<If", 6, value)
     assert isinstance(value, list)
+    if isinstance(value[0], bool):
+        return struct.pack("<IIQ", 9, 7, len(value)) + bytes(value)
     if isinstance(value[0], str):
         return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(_text, value))
     return struct.pack("<IIQ", 9, 5, len(value)) + struct.pack(f"<{len(value)}i", *value)

@@ -21,10 +21,12 @@ same. --out-json and --out-md write the evaluation's own two documents. --json p
 part and byte lane with the order-0 entropy limit of each. --jobs N measures each file below folders by itself
 (--help-many).
 
+fp32 is measured as fp32. --to-fp16 rounds it to fp16 first (LOSSY), as the evaluation does.
+
 --analysis DIR writes entropies and split ratios of every dump and head instead (layer_metrics.csv, head_metrics.csv,
 summary.md; grouped_summary.md with --run-log, a CSV file or JSON lines with run_id and prompt_tokens). --to-fp16 DIR
-converts a tree of fp32 dumps (LOSSY). --dense says, layer by layer, what dense streams take beside the frames of MNN:
-all are made, decoded and compared (docs/dense.md)."""
+converts a tree of fp32 dumps (LOSSY) and measures nothing. --dense says, layer by layer, what dense streams take beside
+the frames of MNN: all are made, decoded and compared (docs/dense.md)."""
 
 
 def add_parser(verbs: Any) -> None:
@@ -42,11 +44,19 @@ def add_parser(verbs: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
     arguments.inputs = [*arguments.inputs, *arguments.dump_dir]
+    if not arguments.inputs and arguments.to_fp16:
+        # The one name on the command line is what is to be measured, although argparse takes it for --to-fp16's DIR.
+        arguments.inputs, arguments.to_fp16 = [arguments.to_fp16], ""
     if not arguments.inputs:
         raise UsageError("expected an INPUT, or --dump-dir DIR")
     if many_options.asked(arguments):
         takes = ["arrays", "frames"]
-        return many_options.run(arguments, "measure", arguments.inputs, takes=takes, not_for_many=_NOT_FOR_MANY)
+        refused = {name: why for name, why in _NOT_FOR_MANY.items() if name != "to_fp16" or arguments.to_fp16}
+        return many_options.run(arguments, "measure", arguments.inputs, takes=takes, not_for_many=refused)
+    if arguments.to_fp16 == "" and arguments.strict_fp16:
+        raise UsageError("--to-fp16 and --strict-fp16 exclude each other: fp32 is rounded, or left out")
+    if arguments.to_fp16 == "" and (arguments.analysis or arguments.dense):
+        raise UsageError("--to-fp16 without DIR is for measuring: --analysis and --dense take words as they are")
     if sum(map(bool, (arguments.analysis, arguments.to_fp16, arguments.dense))) > 1:
         raise UsageError("--analysis, --to-fp16 and --dense exclude each other")
     if arguments.to_fp16 and len(arguments.inputs) != 1:
@@ -90,10 +100,11 @@ def _dumps(arguments: argparse.Namespace) -> list[str]:
 
 
 def _measure(arguments: argparse.Namespace, options: MeasureOptions, dumps: list[str]) -> None:
-    from ...offline import measure, work_bytes
+    from ...offline import NothingSelectedError, measure, work_bytes
 
     selection = _select(arguments, options, dumps)
-    selection.require_entries()
+    if not selection.entries:
+        raise NothingSelectedError(f"No entries selected after filtering. Left out: {selection.describe_left_out()}")
     with printing.progress(arguments, work_bytes(selection, options, arguments.real), "measuring") as progress:
         measured = measure(
             [os.path.abspath(path) for path in arguments.inputs],

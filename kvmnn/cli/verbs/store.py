@@ -68,7 +68,7 @@ _MAKING_OPTIONS = ("store_bytes", "block_tokens", "codec", "effort", "threads")
 _ACTIONS = {
     "put": _Action((*_MODEL, *_INPUT, *_MAKING_OPTIONS, "rope", "force"), "CACHE"),
     "match": _Action(_MODEL),
-    "get": _Action((*_MODEL, *_LAYOUT, "output", "force", "threads", "rerotate")),
+    "get": _Action((*_MODEL, *_LAYOUT, "output", "force", "threads")),
     "ls": _Action(),
     "stat": _Action(),
     "verify": _Action(("threads",)),
@@ -129,11 +129,6 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--capacity", type=shared_options.positive, metavar="N", help="get: tokens that a prefix cache has room for"
     )
-    parser.add_argument(
-        "--rerotate",
-        action="store_true",
-        help="get: K at the positions 0, 1, 2 ..., as pack --rerotate; a stored prefix has these already",
-    )
     shared_options.add_source(parser, "put: what raw words are; else which precision is meant")
     parser.add_argument("--token-major", action="store_true", help="put: arrays are [token, kv_head, head_dim]")
     packed_options.add_packed(parser, text=False, undo=True)
@@ -187,9 +182,7 @@ def _with_notes(document: dict[str, Any], noted: list[str]) -> dict[str, Any]:
 def _done(arguments: argparse.Namespace) -> tuple[Result, int]:
     from ...files.urls import without_secret
     from ...store import PrefixStore, read_exported
-    from ...store.token_ids import MAX_ID
 
-    arguments.most_id = MAX_ID
     action = _ACTIONS[arguments.action]
     idle = [name for name in _ALL if name not in action.options]
     idle_options.refuse(arguments, idle, f"says nothing to store {arguments.action}")

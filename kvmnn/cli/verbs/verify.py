@@ -134,7 +134,13 @@ def _original(frames: FrameSet, arguments: argparse.Namespace) -> Source:
         raise printing.UsageError(f"--against {path}: is a compressor's weight file, which no frames are made of")
     dtypes = [array.dtype for array in frames.arrays]
     source = loading.load(
-        arguments.against, arguments, dtypes, known=frames.cache, whole=is_kept(frames), as_layers=False
+        arguments.against,
+        arguments,
+        dtypes,
+        known=frames.cache,
+        whole=is_kept(frames),
+        as_layers=False,
+        original_of=frames,
     )
     loading.report_skipped(source, arguments)
     if frames.cache is not None and source.cache is not None:

@@ -19,12 +19,15 @@ _PERMUTED: Final = frozenset(
 )
 _HALVES: Final = frozenset(
     (
-        *("apertus", "bailingmoe2", "bert", "bitnet", "codeshell", "dbrx", "dots1", "dream", "exaone", "exaone4"),
-        *("falcon", "falcon-h1", "gemma", "gemma-embedding", "gemma2", "gemma3", "gemma3n", "glm4moe", "gpt-oss"),
-        *("gptneox", "grok", "grovemoe", "hunyuan-dense", "hunyuan-moe", "jina-bert-v3", "lfm2", "lfm2moe"),
-        *("llada-moe", "minicpm3", "nemotron", "nomic-bert", "nomic-bert-moe", "olmo2", "olmoe", "openelm", "orion"),
-        *("phi2", "phi3", "phimoe", "plamo", "plamo2", "qwen", "qwen2", "qwen2moe", "qwen2vl", "qwen3", "qwen3moe"),
-        *("qwen3next", "seed_oss", "smallthinker", "stablelm", "starcoder2"),
+        *("afmoe", "apertus", "bailingmoe2", "bert", "bitnet", "codeshell", "cogvlm", "dbrx", "dots1"),
+        *("dream", "eurobert", "exaone", "exaone-moe", "exaone4", "falcon", "falcon-h1", "gemma"),
+        *("gemma-embedding", "gemma2", "gemma3", "gemma3n", "gemma4", "glm4moe", "gpt-oss", "gptneox"),
+        *("grok", "grovemoe", "hunyuan-dense", "hunyuan-moe", "jina-bert-v3", "laguna", "lfm2", "lfm2moe"),
+        *("llada-moe", "maple", "mellum", "mimo2", "minicpm3", "minimax-01", "minimax-m2", "nemotron"),
+        *("nomic-bert", "nomic-bert-moe", "olmo2", "olmoe", "openelm", "orion", "paddleocr"),
+        *("pangu-embedded", "phi2", "phi3", "phimoe", "plamo", "plamo2", "plamo3", "qwen", "qwen2"),
+        *("qwen2moe", "qwen2vl", "qwen3", "qwen35", "qwen35moe", "qwen3moe", "qwen3next", "qwen3vl"),
+        *("qwen3vlmoe", "rnd1", "seed_oss", "smallthinker", "spark2_5", "stablelm", "starcoder2", "step35"),
     )
 )
 """Architectures of rope type NEOX, and of M-RoPE's, whose pairs are the same."""

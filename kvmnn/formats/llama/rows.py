@@ -127,7 +127,7 @@ def _of_blocks(data: Bytes, tensor: Tensor, heads: int, cells: int) -> _Fill:
 
 def cell_runs(file: FileBytes, tensor: Tensor, taken: Cells, step: int) -> Iterator[Piece]:
     """The bytes of cells as they lie in the file, one cell behind the other; not of transposed tensors."""
-    if taken.count == taken.of:
+    if taken.spans == ((0, taken.of),):
         yield from file_runs(file, tensor, step)
         return
     row = tensor.nbytes // taken.of

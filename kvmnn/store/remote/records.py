@@ -11,7 +11,7 @@ import numpy as np
 from ...frames.hashing import checksum
 from ..beside import MAX_BLOCK_TOKENS
 from ..space import KEY_BYTES
-from ..token_ids import MAX_TOKENS, Ids, as_text, block_keys
+from ..token_ids import MAX_TOKENS, Ids, as_text, block_keys, ids_in_text
 
 MAGIC = b"KVMNNPB1"
 AFTER = "after-"
@@ -86,7 +86,7 @@ def placed(data: bytes | None, name: str, block_tokens: int) -> Record | None:
 def record_name(parent: bytes, first: Ids) -> str:
     """Where the record of a unit lies that follows `parent` and begins with the ids of one block, or a tail.
 
-    Names sort as the first ids do, of which `NAMED_IDS` are in them.
+    Names sort as the first ids do, of which `named_count` are in them.
     """
     key = hashlib.blake2b(parent + first.tobytes(), digest_size=KEY_BYTES).hexdigest()
     return f"{folder_after(parent)}/{name_begin(first)}-{key}"
@@ -94,7 +94,13 @@ def record_name(parent: bytes, first: Ids) -> str:
 
 def name_begin(first: Ids) -> str:
     """With what the name of a record begins, in its folder."""
-    return as_text(first[:NAMED_IDS]).hex()
+    return as_text(first[: named_count(first)]).hex()
+
+
+def named_count(first: Ids) -> int:
+    """How many ids of a unit are in the name of its record: `NAMED_IDS`, fewer of ids that take more bytes."""
+    named = first[:NAMED_IDS]
+    return ids_in_text(as_text(named)[: 3 * NAMED_IDS])
 
 
 def named_ids(name: str) -> bytes:

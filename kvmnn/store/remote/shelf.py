@@ -29,10 +29,10 @@ from . import bounding
 from .ram import Ram
 from .records import (
     AFTER,
-    NAMED_IDS,
     Record,
     folder_after,
     from_bytes,
+    named_count,
     named_ids,
     placed,
     record_name,
@@ -404,11 +404,12 @@ class Shelf:
         """What follows the last whole block, as far as it agrees."""
         folder, name = record_name(text.key_before(blocks), rest).split("/")
         names = self.values.near(folder, name, _NEAR)
-        wanted = as_text(rest[:NAMED_IDS])
+        named = named_count(rest)
+        wanted = as_text(rest[:named])
         same = {found: agreeing_texts(named_ids(found), wanted) for found in names}
         most = max(same.values(), default=0)
         best = [found for found in names if same[found] == most] if most else []
-        if most < NAMED_IDS:  # each of them agrees as far
+        if most < named or named == rest.size:  # each of them agrees as far
             best = best[:_SOME]
         paths = [f"{folder}/{found}" for found in best]
         for data, path in zip(self.values.get_many(paths), paths, strict=True):

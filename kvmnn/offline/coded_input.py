@@ -1,0 +1,54 @@
+"""What quantised inputs take as they are, beside the words that are made of their codes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from ..arrays.source import Source
+
+
+@dataclass
+class CodedInput:
+    """Inputs that hold codes, of which words were made before anything was measured.
+
+    Attributes
+    ----------
+    types
+        Names of the types of the codes; empty where all words are the inputs' own.
+    nbytes
+        Bytes of the files that hold codes; None where an input is no file (standard input, a URL).
+    """
+
+    types: tuple[str, ...] = ()
+    nbytes: int | None = 0
+
+    def add(self, source: Source) -> None:
+        """Count a source in, if its words are made of codes."""
+        if source.dequantised:
+            self.types = tuple(dict.fromkeys((*self.types, *source.dequantised)))
+            nbytes = count_bytes(source)
+            self.nbytes = None if nbytes is None or self.nbytes is None else self.nbytes + nbytes
+
+    def note(self, word_bytes: int, coded_bytes: int, label: str) -> list[str]:
+        """Say of what the words were made, and how the `coded_bytes` of `label` compare with the input; or nothing."""
+        if not self.types:
+            return []
+        line = f"words dequantised from {', '.join(self.types)}"
+        if self.nbytes:
+            line += f": the input has {self.nbytes:,} bytes, its words {word_bytes:,}"
+            line += f"; {label} is {coded_bytes / self.nbytes:.2f} times the input"
+        return [line]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``: nothing where all words are the inputs' own."""
+        return {"dequantised": {"types": list(self.types), "input_bytes": self.nbytes}} if self.types else {}
+
+
+def count_bytes(source: Source) -> int | None:
+    """Return the bytes of the files that a source was read from; None where one of its inputs is no file."""
+    if not source.inputs or not all(map(os.path.exists, source.inputs)):
+        return None
+    files = {os.path.realpath(path) for path in source.files if os.path.isfile(path)}
+    return sum(map(os.path.getsize, files)) or None
